@@ -1,0 +1,32 @@
+"""Steady group-relative RL for language models, beside Hugging Face TRL.
+
+    from trl_steady import GRPOConfig, GRPOTrainer        # was: from trl import GRPOConfig, GRPOTrainer
+    args = GRPOConfig(..., loss_type="gspo")
+
+Importing the package imports nothing else; trl, transformers and torch come with the first name used.
+"""
+
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from trl_steady.config import GRPOConfig
+    from trl_steady.trainer import GRPOTrainer
+
+__version__ = "0.1.0.dev0"
+__all__ = ["GRPOConfig", "GRPOTrainer"]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "GRPOConfig":
+        from trl_steady.config import GRPOConfig
+
+        return GRPOConfig
+    if name == "GRPOTrainer":
+        from trl_steady.trainer import GRPOTrainer
+
+        return GRPOTrainer
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

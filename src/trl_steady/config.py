@@ -1,0 +1,222 @@
+"""TRL's `GRPOConfig` with our losses: paper defaults, refusals with the way out, warnings for what cannot act."""
+
+import math
+import warnings
+from collections.abc import Callable
+from dataclasses import MISSING, dataclass, field, fields
+from typing import Any
+
+import trl
+
+__all__ = ["GRPOConfig"]
+
+NATIVE_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+SEQUENCE_RATIO_LOSS_TYPES = ("gspo", "gspo_token")
+
+# GSPO, arXiv 2507.18071, section 5.1: "the left and right clipping ranges [...] to 3e-4 and 4e-4"
+GSPO_EPSILON, GSPO_EPSILON_HIGH = 3e-4, 4e-4
+TOKEN_SCALE_EPSILON = 1e-2
+
+
+def _trl_default(name: str) -> Any:
+    """TRL's default of an option, read from TRL, so that it moves with TRL."""
+    (option,) = (f for f in fields(trl.GRPOConfig) if f.name == name)
+    return option.default_factory() if option.default_factory is not MISSING else option.default
+
+
+@dataclass
+class GRPOConfig(trl.GRPOConfig):
+    """`trl.GRPOConfig` with two more values of `loss_type` and the paper's clip range where the user set none.
+
+    Every other option is TRL's own and keeps TRL's default.
+
+    Args:
+        loss_type: TRL's values, or
+            `"gspo"`: GSPO (arXiv 2507.18071, section 4.1), one clipped ratio and one advantage per sequence;
+            `"gspo_token"`: GSPO-token (section 4.3), the same ratio in value, advantages per token.
+        epsilon: Lower clip range. Unset: 3e-4 for gspo and gspo_token (section 5.1), TRL's default otherwise.
+        epsilon_high: Upper clip range. Unset: 4e-4 for gspo and gspo_token if `epsilon` is unset too; otherwise
+            `epsilon`, which is TRL's rule.
+        importance_sampling_level: Unset: `"sequence"` for gspo and gspo_token, TRL's default otherwise.
+
+    Raises:
+        ValueError: an option that cannot work, or that the chosen loss would ignore. The message names the option, the
+            value and the way out.
+
+    Warns:
+        UserWarning: every update would be on-policy, so that the loss cannot act; or a clip range of token scale under
+            a sequence ratio.
+    """
+
+    loss_type: str = field(
+        default=_trl_default("loss_type"),
+        metadata={
+            "help": "TRL's losses, or 'gspo' (GSPO: one clipped ratio and one advantage per sequence), or "
+            "'gspo_token' (GSPO-token: the sequence's ratio with advantages per token)."
+        },
+    )
+    epsilon: float | None = field(
+        default=None,
+        metadata={"help": "Lower clip range. Unset: 3e-4 for gspo and gspo_token, TRL's default otherwise."},
+    )
+    epsilon_high: float | None = field(
+        default=None,
+        metadata={
+            "help": "Upper clip range. Unset: 4e-4 for gspo and gspo_token if epsilon is unset too, otherwise epsilon."
+        },
+    )
+    importance_sampling_level: str | None = field(
+        default=None,
+        metadata={
+            "help": "'token' or 'sequence'. Unset: 'sequence' for gspo and gspo_token, TRL's default otherwise."
+        },
+    )
+
+    def __post_init__(self) -> None:
+        _refuse_out_of_range(self)
+        self._fill_unset()
+        super().__post_init__()
+        if self.has_sequence_ratio_loss:
+            _refuse_under_sequence_ratio(self)
+        for message in (*_inactive(self), *_token_scale(self)):
+            warnings.warn(message, UserWarning, stacklevel=3)
+
+    @property
+    def has_sequence_ratio_loss(self) -> bool:
+        """Whether `loss_type` is one of ours that clip the sequence's ratio."""
+        return self.loss_type in SEQUENCE_RATIO_LOSS_TYPES
+
+    @property
+    def is_on_policy(self) -> bool:
+        """Whether each generation batch feeds one optimizer step only, so that the ratio is exactly 1.
+
+        TRL then skips the old log-probs altogether.
+        """
+        assert self.steps_per_generation is not None  # filled in by trl.GRPOConfig
+        return self.gradient_accumulation_steps % (self.steps_per_generation * self.num_iterations) == 0
+
+    def _fill_unset(self) -> None:
+        ours = self.has_sequence_ratio_loss
+        if self.epsilon is None:
+            self.epsilon = GSPO_EPSILON if ours else _trl_default("epsilon")
+            if self.epsilon_high is None and ours:
+                self.epsilon_high = GSPO_EPSILON_HIGH
+        if self.importance_sampling_level is None:
+            self.importance_sampling_level = "sequence" if ours else _trl_default("importance_sampling_level")
+
+
+# Option, what holds for a value that can work, and how to say it. None is left to TRL where TRL gives it a meaning.
+_RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("importance_sampling_level", lambda v: v in ("token", "sequence"), "'token' or 'sequence'"),
+    ("epsilon", lambda v: 0 <= v < math.inf, "a finite number, 0 or above"),
+    ("epsilon_high", lambda v: 0 <= v < math.inf, "a finite number, 0 or above"),
+    ("delta", lambda v: 0 < v < math.inf, "a finite number above 0, or None for no two-sided clip"),
+    ("beta", lambda v: 0 <= v < math.inf, "a finite number, 0 (no KL) or above"),
+    ("num_iterations", lambda v: v >= 1, "1 or more"),
+    ("steps_per_generation", lambda v: v >= 1, "1 or more, or None for gradient_accumulation_steps"),
+    ("gradient_accumulation_steps", lambda v: v >= 1, "1 or more"),
+    ("max_completion_length", lambda v: v >= 1, "1 or more tokens"),
+    (
+        "temperature",
+        lambda v: 0 < v < math.inf,
+        "a finite number above 0 (the policy is sampled, not decoded greedily)",
+    ),
+    ("top_p", lambda v: 0 < v <= 1, "above 0 and at most 1"),
+    ("top_entropy_quantile", lambda v: 0 <= v <= 1, "between 0 and 1 (1 keeps every token)"),
+    (
+        "multi_objective_aggregation",
+        lambda v: v in ("sum_then_normalize", "normalize_then_sum"),
+        "'sum_then_normalize' or 'normalize_then_sum'",
+    ),
+    ("scale_rewards", lambda v: v in ("group", "batch", "none", True, False), "'group', 'batch' or 'none'"),
+    (
+        "vllm_importance_sampling_mode",
+        lambda v: v in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+        "'token_truncate', 'token_mask', 'sequence_truncate' or 'sequence_mask'",
+    ),
+)
+
+# Read by one other loss only; under gspo and gspo_token they would be ignored.
+_OPTIONS_OF_OTHER_LOSSES = (
+    ("sapo", ("sapo_temperature_pos", "sapo_temperature_neg")),
+    ("vespo", ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")),
+)
+
+
+def _refuse_out_of_range(args: GRPOConfig) -> None:
+    losses = (*NATIVE_LOSS_TYPES, *SEQUENCE_RATIO_LOSS_TYPES)
+    if args.loss_type not in losses:
+        raise ValueError(f"loss_type={args.loss_type!r} is unknown. Set it to one of: {', '.join(losses)}.")
+    for option, holds, expected in _RANGES:
+        value = getattr(args, option)
+        try:
+            works = value is None or holds(value)
+        except TypeError:  # of a type that does not compare, such as a number given as a string
+            works = False
+        if not works:
+            raise ValueError(f"{option}={value!r} cannot work. Set {option} to {expected}.")
+
+
+def _refuse_under_sequence_ratio(args: GRPOConfig) -> None:
+    loss_type, low, high = args.loss_type, args.epsilon, args.epsilon_high
+    assert low is not None
+    high = low if high is None else high
+    if args.importance_sampling_level != "sequence":
+        raise ValueError(
+            f"importance_sampling_level={args.importance_sampling_level!r} contradicts loss_type={loss_type!r}, whose "
+            "ratio is the sequence's. Leave importance_sampling_level unset, or set loss_type='grpo' for token ratios."
+        )
+    if low >= 1:
+        raise ValueError(
+            f"epsilon={low} with loss_type={loss_type!r} never clips from below: a ratio is above 0. Set it below 1; "
+            f"the paper's is {GSPO_EPSILON}."
+        )
+    if args.delta is not None and args.delta <= 1 + high:
+        raise ValueError(
+            f"delta={args.delta} lies inside the clip range of loss_type={loss_type!r} (upper end {1 + high}), where "
+            f"it would stand in for epsilon_high. Set delta above {1 + high}, or None for no two-sided clip."
+        )
+    for other, options in _OPTIONS_OF_OTHER_LOSSES:
+        for option in options:
+            if getattr(args, option) != _trl_default(option):
+                raise ValueError(
+                    f"{option}={getattr(args, option)!r} is an option of loss_type={other!r} and would be ignored by "
+                    f"loss_type={loss_type!r}. Leave {option} unset, or set loss_type={other!r}."
+                )
+
+
+def _inactive(args: GRPOConfig) -> list[str]:
+    """One sentence for each method that cannot act because every update is on-policy."""
+    if not args.is_on_policy:
+        return []
+    accumulation = args.gradient_accumulation_steps
+    way_out = (
+        f"every update is on-policy (gradient_accumulation_steps={accumulation} uses up the generation batch: "
+        f"steps_per_generation={args.steps_per_generation}, num_iterations={args.num_iterations}). Set "
+        f"steps_per_generation={4 * accumulation} for four updates per rollout as in the GSPO paper, or "
+        "num_iterations=2 or more."
+    )
+    messages: list[str] = []
+    if args.has_sequence_ratio_loss:
+        messages.append(
+            f"loss_type={args.loss_type!r} cannot act: the sequence ratio is exactly 1 and nothing is ever clipped, "
+            f"because {way_out}"
+        )
+    if args.off_policy_mask_threshold is not None and not args.use_vllm:
+        messages.append(
+            f"off_policy_mask_threshold={args.off_policy_mask_threshold} cannot act: policy and sampler are the same, "
+            f"because {way_out}"
+        )
+    return messages
+
+
+def _token_scale(args: GRPOConfig) -> list[str]:
+    ranges = {"epsilon": args.epsilon, "epsilon_high": args.epsilon_high}
+    wide = [f"{name}={value}" for name, value in ranges.items() if value is not None and value >= TOKEN_SCALE_EPSILON]
+    if args.importance_sampling_level != "sequence" or not wide:
+        return []
+    return [
+        f"{' and '.join(wide)}: a clip range of token scale under a sequence ratio, which is a mean over the answer "
+        f"and moves far less, so that almost nothing will be clipped. The GSPO paper uses epsilon={GSPO_EPSILON} and "
+        f"epsilon_high={GSPO_EPSILON_HIGH}."
+    ]

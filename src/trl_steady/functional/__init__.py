@@ -1,0 +1,9 @@
+"""The mathematics as pure functions of tensors. Imports torch only, so it can be read and tested without a trainer.
+
+Axes: `B` sequences, `T` completion tokens. Masks are boolean, True = the token takes part in the loss. Log-ratios, not
+ratios, cross function boundaries. Values where the mask is False may be anything, NaN included.
+"""
+
+from trl_steady.functional import importance, kl, reduction
+
+__all__ = ["importance", "kl", "reduction"]

@@ -1,0 +1,23 @@
+"""Tiny models and a tokenizer built in memory: no network, no GPU, bit-reproducible."""
+
+import os
+
+os.environ["HF_HUB_OFFLINE"] = "1"
+os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests import tiny
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of a tiny dense and a tiny mixture-of-experts model, each with the tokenizer."""
+    root = tmp_path_factory.mktemp("models")
+    return {name: tiny.save_model(name, root / name) for name in tiny.CONFIGS}

@@ -1,0 +1,354 @@
+"""Reference values for the policy losses, written from the papers alone.
+
+Everything is an explicit Python loop over sequences ``i`` and tokens ``t`` on Python floats (IEEE float64), so that
+each line can be read against its formula. Gradients are closed forms; autograd is never used.
+
+Notation, common to every function:
+
+* ``logps[i, t]``, ``old_logps[i, t]``, ``ref_logps[i, t]``: log pi_theta(y_it), log pi_old(y_it), log pi_ref(y_it).
+* ``mask[i, t]`` (bool): True for a token of the answer that takes part in the loss; ``|y_i|`` counts these only. What
+  lies at a masked-out position is never read, so it may be NaN.
+* ``G``: the number of sequences (rows) given. A row without a loss token adds 0 to every sum and still counts in G.
+* ``Result.loss`` is the quantity to minimise (-J for the objectives J of the papers, the mean itself for a KL term);
+  ``Result.grad[i, t]`` is d loss / d log pi_theta(y_it).
+
+Papers:
+
+* GSPO: arXiv 2507.18071 (sequence form; token form, GSPO-token, in section 4.3).
+* GRPO: arXiv 2402.03300, eq. 3 (here without its KL term).
+* DeepSeek-V3.2: arXiv 2512.02556, section 3.1 (KL estimate corrected by the importance ratio).
+"""
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class Result:
+    """A loss and its gradient with respect to the token log-probs: (B, T), float64, on the CPU, 0 where masked."""
+
+    loss: float
+    grad: torch.Tensor
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Pieces
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _loss_tokens(mask: torch.Tensor, i: int) -> list[int]:
+    """The positions t of sequence i that take part in the loss; |y_i| is the length of this list."""
+    if mask.dtype != torch.bool:
+        raise TypeError(f"mask must be bool, got {mask.dtype}")
+    tokens = []
+    for t in range(mask.shape[1]):
+        if bool(mask[i, t]):
+            tokens.append(t)
+    return tokens
+
+
+def _zero_grad(logps: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(logps.shape[0], logps.shape[1], dtype=torch.float64)
+
+
+def _advantage(advantages: torch.Tensor, i: int, t: int) -> float:
+    """A_it: ``advantages[i, t]`` of a (B, T) tensor, or A_i = ``advantages[i]`` of a (B,) one."""
+    if advantages.dim() == 1:
+        return float(advantages[i])
+    return float(advantages[i, t])
+
+
+def _token_ratio(logps: torch.Tensor, old_logps: torch.Tensor, i: int, t: int) -> float:
+    """r_it = pi_theta(y_it) / pi_old(y_it)   (arXiv 2402.03300, eq. 3)."""
+    return math.exp(float(logps[i, t]) - float(old_logps[i, t]))
+
+
+def _sequence_ratio(logps: torch.Tensor, old_logps: torch.Tensor, i: int, tokens: list[int]) -> float:
+    """s_i = exp( (1/|y_i|) sum_t log( pi_theta(y_it) / pi_old(y_it) ) )   (arXiv 2507.18071, definition of s_i)."""
+    total = 0.0
+    for t in tokens:
+        total += float(logps[i, t]) - float(old_logps[i, t])
+    return math.exp(total / len(tokens))
+
+
+def _surrogate(w: float, a: float, eps_low: float, eps_high: float, delta: float | None) -> tuple[float, float]:
+    """min( w A, clip(w, 1 - eps_low, 1 + eps_high) A ) and its derivative with respect to log w.
+
+    With ``delta``, w A in the unclipped branch becomes min(w, delta) A, which is constant where w > delta.
+    d(w A) / d log w = w A. A clipped branch held at a bound has derivative 0. Equal branches: the unclipped one's.
+    """
+    # Unclipped branch.
+    if delta is not None and w > delta:
+        unclipped, unclipped_slope = delta * a, 0.0
+    else:
+        unclipped, unclipped_slope = w * a, w * a
+
+    # Clipped branch.
+    if w < 1.0 - eps_low:
+        clipped, clipped_slope = (1.0 - eps_low) * a, 0.0
+    elif w > 1.0 + eps_high:
+        clipped, clipped_slope = (1.0 + eps_high) * a, 0.0
+    else:
+        clipped, clipped_slope = w * a, w * a
+
+    if unclipped <= clipped:
+        return unclipped, unclipped_slope
+    return clipped, clipped_slope
+
+
+def _clipped_low(w: float, a: float, eps_low: float) -> bool:
+    """The clipped branch is the active one, at the lower bound: A < 0 and w < 1 - eps_low."""
+    return a < 0.0 and w < 1.0 - eps_low
+
+
+def _clipped_high(w: float, a: float, eps_high: float) -> bool:
+    """The clipped branch is the active one, at the upper bound: A > 0 and w > 1 + eps_high."""
+    return a > 0.0 and w > 1.0 + eps_high
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Policy losses
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def gspo(
+    logps: torch.Tensor,
+    old_logps: torch.Tensor,
+    mask: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    eps_low: float,
+    eps_high: float,
+    delta: float | None = None,
+) -> Result:
+    """GSPO, arXiv 2507.18071, the sequence-level objective. ``advantages`` is (B,).
+
+    s_i  = exp( (1/|y_i|) sum_t log( pi_theta(y_it) / pi_old(y_it) ) )
+    J    = (1/G) sum_i min( s_i A_i, clip(s_i, 1 - eps_low, 1 + eps_high) A_i )
+    loss = -J
+
+    d loss / d log pi_theta(y_it) = -s_i A_i / (G |y_i|) where the unclipped branch is active, because
+    d log s_i / d log pi_theta(y_it) = 1/|y_i|; it is 0 where A_i > 0 and s_i > 1 + eps_high, and where A_i < 0 and
+    s_i < 1 - eps_low. A_i < 0 with a large s_i is not clipped (only ``delta`` bounds that side).
+    """
+    if advantages.dim() != 1:
+        raise ValueError("gspo takes one advantage per sequence, (B,); see gspo_token for one per token")
+    g = logps.shape[0]
+    grad = _zero_grad(logps)
+    objective = 0.0
+    for i in range(g):
+        tokens = _loss_tokens(mask, i)
+        if len(tokens) == 0:
+            continue
+        s_i = _sequence_ratio(logps, old_logps, i, tokens)
+        value, slope = _surrogate(s_i, float(advantages[i]), eps_low, eps_high, delta)
+        objective += value / g
+        for t in tokens:
+            grad[i, t] = -slope / (g * len(tokens))
+    return Result(loss=-objective, grad=grad)
+
+
+def gspo_token(
+    logps: torch.Tensor,
+    old_logps: torch.Tensor,
+    mask: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    eps_low: float,
+    eps_high: float,
+    delta: float | None = None,
+) -> Result:
+    """GSPO-token, arXiv 2507.18071, section 4.3. ``advantages`` is (B,) or (B, T).
+
+    s_it = sg[s_i] * pi_theta(y_it) / sg[pi_theta(y_it)]
+    J    = (1/G) sum_i (1/|y_i|) sum_t min( s_it A_it, clip(s_it, 1 - eps_low, 1 + eps_high) A_it )
+    loss = -J
+
+    The value of s_it is s_i at every token, and d log s_it / d log pi_theta(y_it) = 1 through that token alone, so
+    d loss / d log pi_theta(y_it) = -s_i A_it / (G |y_i|) where the unclipped branch is active, else 0.
+    """
+    g = logps.shape[0]
+    grad = _zero_grad(logps)
+    objective = 0.0
+    for i in range(g):
+        tokens = _loss_tokens(mask, i)
+        if len(tokens) == 0:
+            continue
+        s_i = _sequence_ratio(logps, old_logps, i, tokens)
+        for t in tokens:
+            value, slope = _surrogate(s_i, _advantage(advantages, i, t), eps_low, eps_high, delta)
+            objective += value / (g * len(tokens))
+            grad[i, t] = -slope / (g * len(tokens))
+    return Result(loss=-objective, grad=grad)
+
+
+def grpo_token(
+    logps: torch.Tensor,
+    old_logps: torch.Tensor,
+    mask: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    eps_low: float,
+    eps_high: float,
+    delta: float | None = None,
+) -> Result:
+    """GRPO with the sequence-mean reduction, arXiv 2402.03300, eq. 3 without KL. ``advantages`` is (B,) or (B, T).
+
+    r_it = pi_theta(y_it) / pi_old(y_it)
+    J    = (1/G) sum_i (1/|y_i|) sum_t min( r_it A_it, clip(r_it, 1 - eps_low, 1 + eps_high) A_it )
+    loss = -J
+
+    d loss / d log pi_theta(y_it) = -r_it A_it / (G |y_i|) where the unclipped branch is active, else 0.
+    """
+    g = logps.shape[0]
+    grad = _zero_grad(logps)
+    objective = 0.0
+    for i in range(g):
+        tokens = _loss_tokens(mask, i)
+        for t in tokens:
+            r_it = _token_ratio(logps, old_logps, i, t)
+            value, slope = _surrogate(r_it, _advantage(advantages, i, t), eps_low, eps_high, delta)
+            objective += value / (g * len(tokens))
+            grad[i, t] = -slope / (g * len(tokens))
+    return Result(loss=-objective, grad=grad)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# KL terms
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def corrected_k3(logps: torch.Tensor, old_logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor) -> Result:
+    """The KL estimate corrected by the importance ratio, DeepSeek-V3.2, arXiv 2512.02556, section 3.1.
+
+    kl_it = (pi_theta / pi_old) * ( pi_ref / pi_theta - log(pi_ref / pi_theta) - 1 ), all at y_it
+    loss  = (1/G) sum_i (1/|y_i|) sum_t kl_it
+
+    The ratio is per token, not detached and not clipped. (pi_theta/pi_old)(pi_ref/pi_theta) = pi_ref/pi_old does not
+    depend on theta, so
+    d loss / d log pi_theta(y_it) = (pi_theta / pi_old) * log(pi_theta / pi_ref) / (G |y_i|).
+    """
+    g = logps.shape[0]
+    grad = _zero_grad(logps)
+    loss = 0.0
+    for i in range(g):
+        tokens = _loss_tokens(mask, i)
+        for t in tokens:
+            ratio = _token_ratio(logps, old_logps, i, t)
+            log_ref_over_theta = float(ref_logps[i, t]) - float(logps[i, t])
+            kl_it = ratio * (math.exp(log_ref_over_theta) - log_ref_over_theta - 1.0)
+            loss += kl_it / (g * len(tokens))
+            grad[i, t] = ratio * -log_ref_over_theta / (g * len(tokens))
+    return Result(loss=loss, grad=grad)
+
+
+def plain_k3(logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor) -> Result:
+    """The uncorrected k3 estimate (the KL term of GRPO, arXiv 2402.03300, eq. 4), by sequence mean.
+
+    kl_it = pi_ref / pi_theta - log(pi_ref / pi_theta) - 1, all at y_it
+    loss  = (1/G) sum_i (1/|y_i|) sum_t kl_it
+
+    d loss / d log pi_theta(y_it) = (1 - pi_ref / pi_theta) / (G |y_i|).
+    """
+    g = logps.shape[0]
+    grad = _zero_grad(logps)
+    loss = 0.0
+    for i in range(g):
+        tokens = _loss_tokens(mask, i)
+        for t in tokens:
+            log_ref_over_theta = float(ref_logps[i, t]) - float(logps[i, t])
+            kl_it = math.exp(log_ref_over_theta) - log_ref_over_theta - 1.0
+            loss += kl_it / (g * len(tokens))
+            grad[i, t] = (1.0 - math.exp(log_ref_over_theta)) / (g * len(tokens))
+    return Result(loss=loss, grad=grad)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Clip statistics: (low, high, either)
+#
+# Low: A < 0 and ratio < 1 - eps_low. High: A > 0 and ratio > 1 + eps_high. The bound delta is no part of them.
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def gspo_clip_shares(
+    logps: torch.Tensor,
+    old_logps: torch.Tensor,
+    mask: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    eps_low: float,
+    eps_high: float,
+) -> tuple[float, float, float]:
+    """Share of the G sequences whose s_i is clipped (low, high, either); one without a loss token is not clipped."""
+    if advantages.dim() != 1:
+        raise ValueError("gspo_clip_shares takes one advantage per sequence, (B,)")
+    g = logps.shape[0]
+    low = 0
+    high = 0
+    for i in range(g):
+        tokens = _loss_tokens(mask, i)
+        if len(tokens) == 0:
+            continue
+        s_i = _sequence_ratio(logps, old_logps, i, tokens)
+        if _clipped_low(s_i, float(advantages[i]), eps_low):
+            low += 1
+        if _clipped_high(s_i, float(advantages[i]), eps_high):
+            high += 1
+    return low / g, high / g, (low + high) / g
+
+
+def gspo_token_clip_shares(
+    logps: torch.Tensor,
+    old_logps: torch.Tensor,
+    mask: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    eps_low: float,
+    eps_high: float,
+) -> tuple[float, float, float]:
+    """Share of all loss tokens whose s_it (= s_i in value) is clipped (low, high, either); zeros if there is none."""
+    low = 0
+    high = 0
+    count = 0
+    for i in range(logps.shape[0]):
+        tokens = _loss_tokens(mask, i)
+        if len(tokens) == 0:
+            continue
+        s_i = _sequence_ratio(logps, old_logps, i, tokens)
+        for t in tokens:
+            count += 1
+            if _clipped_low(s_i, _advantage(advantages, i, t), eps_low):
+                low += 1
+            if _clipped_high(s_i, _advantage(advantages, i, t), eps_high):
+                high += 1
+    if count == 0:
+        return 0.0, 0.0, 0.0
+    return low / count, high / count, (low + high) / count
+
+
+def grpo_token_clip_shares(
+    logps: torch.Tensor,
+    old_logps: torch.Tensor,
+    mask: torch.Tensor,
+    advantages: torch.Tensor,
+    *,
+    eps_low: float,
+    eps_high: float,
+) -> tuple[float, float, float]:
+    """Share of all loss tokens whose r_it is clipped (low, high, either); zeros if there is no loss token."""
+    low = 0
+    high = 0
+    count = 0
+    for i in range(logps.shape[0]):
+        for t in _loss_tokens(mask, i):
+            count += 1
+            r_it = _token_ratio(logps, old_logps, i, t)
+            if _clipped_low(r_it, _advantage(advantages, i, t), eps_low):
+                low += 1
+            if _clipped_high(r_it, _advantage(advantages, i, t), eps_high):
+                high += 1
+    if count == 0:
+        return 0.0, 0.0, 0.0
+    return low / count, high / count, (low + high) / count

@@ -1,0 +1,189 @@
+"""Defaults of the paper, refusals with the way out, warnings of what cannot act."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import trl
+from trl import TrlParser
+
+import trl_steady
+from tests import tiny
+from trl_steady.config import NATIVE_LOSS_TYPES
+
+OFF_POLICY = {
+    "per_device_train_batch_size": 4,
+    "num_generations": 4,
+    "gradient_accumulation_steps": 1,
+    "steps_per_generation": 4,
+    "use_cpu": True,
+    "bf16": False,
+    "report_to": "none",
+}
+
+
+def config(tmp_path: Path, **options: Any) -> trl_steady.GRPOConfig:
+    return trl_steady.GRPOConfig(output_dir=str(tmp_path), **{**OFF_POLICY, **options})
+
+
+@pytest.mark.parametrize("loss_type", ["gspo", "gspo_token"])
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({}, (3e-4, 4e-4)),
+        ({"epsilon": 1e-3}, (1e-3, None)),  # TRL's rule: None is epsilon
+        ({"epsilon_high": 1e-3}, (3e-4, 1e-3)),
+        ({"epsilon": 1e-3, "epsilon_high": 2e-3}, (1e-3, 2e-3)),
+    ],
+)
+def test_clip_range_is_the_papers_where_the_user_set_none(
+    tmp_path: Path, loss_type: str, given: dict[str, float], expected: tuple[float, float | None]
+) -> None:
+    args = config(tmp_path, loss_type=loss_type, **given)
+    assert (args.epsilon, args.epsilon_high) == expected
+
+
+@pytest.mark.parametrize("loss_type", NATIVE_LOSS_TYPES)
+def test_a_native_loss_has_every_default_of_trl(tmp_path: Path, loss_type: str) -> None:
+    ours, theirs = (
+        package.GRPOConfig(output_dir=str(tmp_path), loss_type=loss_type, use_cpu=True, per_device_train_batch_size=8)
+        for package in (trl_steady, trl)
+    )
+    assert ours.to_dict() == theirs.to_dict()
+    assert trl_steady.GRPOConfig.loss_type == trl.GRPOConfig.loss_type
+
+
+def test_trl_parser_reads_our_fields_from_yaml_and_command_line(tmp_path: Path) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"output_dir: {tmp_path}\nloss_type: gspo\nepsilon: 3e-3\nuse_cpu: true\nbf16: false\n")
+    command = ["--config", str(path), "--epsilon_high", "5e-3", "--steps_per_generation", "8"]
+    (args,) = TrlParser(trl_steady.GRPOConfig).parse_args_and_config(command)
+    assert (args.loss_type, args.epsilon, args.epsilon_high) == ("gspo", 3e-3, 5e-3)
+    assert args.importance_sampling_level == "sequence"
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"loss_type": "gspo-token"}, r"loss_type='gspo-token' is unknown. Set it to one of: grpo, .*gspo, gspo_token"),
+    ({"loss_type": "GSPO"}, r"loss_type='GSPO' is unknown"),
+    ({"loss_type": None}, r"loss_type=None is unknown"),
+    ({"importance_sampling_level": "token"}, r"'token' contradicts loss_type='gspo'.*Leave importance_sampling_level"),
+    (
+        {"importance_sampling_level": "seq"},
+        r"importance_sampling_level='seq' cannot work. Set .* 'token' or 'sequence'",
+    ),
+    ({"epsilon": -1e-4}, r"epsilon=-0.0001 cannot work. Set epsilon to a finite number, 0 or above"),
+    ({"epsilon": float("nan")}, r"epsilon=nan cannot work"),
+    ({"epsilon": "small"}, r"epsilon='small' cannot work"),
+    ({"epsilon": 1.0, "epsilon_high": 1e-3}, r"epsilon=1.0 with loss_type='gspo' never clips from below.*0.0003"),
+    ({"epsilon_high": float("inf")}, r"epsilon_high=inf cannot work"),
+    ({"epsilon_high": -0.1}, r"epsilon_high=-0.1 cannot work"),
+    ({"delta": 1.0002}, r"delta=1.0002 lies inside the clip range.*Set delta above 1.0004, or None"),
+    ({"delta": 0.0}, r"delta=0.0 cannot work. Set delta to a finite number above 0, or None"),
+    ({"beta": -0.04}, r"beta=-0.04 cannot work. Set beta to a finite number, 0 \(no KL\) or above"),
+    ({"num_iterations": 0}, r"num_iterations=0 cannot work. Set num_iterations to 1 or more"),
+    ({"steps_per_generation": 0}, r"steps_per_generation=0 cannot work.*None for gradient_accumulation_steps"),
+    ({"gradient_accumulation_steps": 0}, r"gradient_accumulation_steps=0 cannot work"),
+    ({"max_completion_length": 0}, r"max_completion_length=0 cannot work. Set max_completion_length to 1 or more"),
+    ({"temperature": 0.0}, r"temperature=0.0 cannot work.*above 0 \(the policy is sampled"),
+    ({"top_p": 0.0}, r"top_p=0.0 cannot work. Set top_p to above 0 and at most 1"),
+    ({"top_entropy_quantile": 1.5}, r"top_entropy_quantile=1.5 cannot work.*1 keeps every token"),
+    ({"scale_rewards": "std"}, r"scale_rewards='std' cannot work. Set scale_rewards to 'group', 'batch' or 'none'"),
+    ({"multi_objective_aggregation": "sum"}, r"multi_objective_aggregation='sum' cannot work.*sum_then_normalize"),
+    ({"vllm_importance_sampling_mode": "mask"}, r"vllm_importance_sampling_mode='mask' cannot work.*sequence_mask"),
+    ({"sapo_temperature_pos": 2.0}, r"sapo_temperature_pos=2.0 is an option of loss_type='sapo'.*Leave .* unset"),
+    ({"vespo_k_neg": 1.0}, r"vespo_k_neg=1.0 is an option of loss_type='vespo' and would be ignored"),
+    ({"num_generations": 1}, r"at least 2 generations"),  # from here on TRL's own words
+    ({"num_generations": 3}, r"must be divisible by num_generations \(3\)"),
+    ({"steps_per_generation": 4, "generation_batch_size": 16}, r"can not be both configured"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED, ids=[str(options) for options, _ in REFUSED])
+def test_refused_at_construction_with_the_way_out(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        config(tmp_path, **{"loss_type": "gspo", **options})
+
+
+def test_wrong_values_are_refused_under_native_losses_too(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="top_entropy_quantile=-1 cannot work"):
+        config(tmp_path, loss_type="dapo", top_entropy_quantile=-1)
+
+
+def test_options_of_other_losses_pass_with_those_losses(tmp_path: Path) -> None:
+    config(tmp_path, loss_type="sapo", sapo_temperature_pos=2.0)
+    config(tmp_path, loss_type="cispo", epsilon_high=5.0)
+
+
+def test_trls_config_is_refused_by_our_trainer(models: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"args is a trl\.trainer\.grpo_config\.GRPOConfig.*from trl_steady import"):
+        trl_steady.GRPOTrainer(
+            str(models["dense"]), tiny.reward, trl.GRPOConfig(str(tmp_path), use_cpu=True), tiny.dataset()
+        )
+
+
+def test_an_adapter_that_would_not_train_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    adapter = tiny.trainer(models["dense"], tmp_path, lora=True).model
+    adapter.save_pretrained(tmp_path / "adapter")
+    base = adapter.unload()
+    frozen = peft.PeftModel.from_pretrained(base, str(tmp_path / "adapter"))
+    with pytest.raises(ValueError, match=r"no trainable parameter.*is_trainable=True"):
+        tiny.trainer(frozen, tmp_path)
+
+
+def warned(tmp_path: Path, **options: Any) -> list[str]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        config(tmp_path, **options)
+    return [str(w.message) for w in caught if w.category is UserWarning]
+
+
+@pytest.mark.parametrize("loss_type", ["gspo", "gspo_token"])
+@pytest.mark.parametrize(
+    ("accumulation", "steps_per_generation", "num_iterations", "on_policy"),
+    [(1, 1, 1, True), (4, 4, 1, True), (4, 2, 1, True), (4, 2, 2, True), (4, 16, 1, False), (4, 4, 2, False)],
+)
+def test_a_loss_that_cannot_act_says_so_once(
+    tmp_path: Path, loss_type: str, accumulation: int, steps_per_generation: int, num_iterations: int, on_policy: bool
+) -> None:
+    options = {
+        "gradient_accumulation_steps": accumulation,
+        "steps_per_generation": steps_per_generation,
+        "num_iterations": num_iterations,
+    }
+    messages = warned(tmp_path, loss_type=loss_type, **options)
+    if on_policy:
+        (message,) = messages
+        assert f"loss_type={loss_type!r} cannot act" in message
+        assert f"steps_per_generation={4 * accumulation} for four updates" in message
+        assert "num_iterations=2" in message
+    else:
+        assert messages == []
+    assert warned(tmp_path, loss_type="grpo", **options) == []
+
+
+def test_an_off_policy_mask_that_cannot_act_says_so(tmp_path: Path) -> None:
+    (message,) = warned(tmp_path, loss_type="grpo", steps_per_generation=1, off_policy_mask_threshold=0.1)
+    assert "off_policy_mask_threshold=0.1 cannot act" in message
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"loss_type": "gspo", "epsilon": 0.2}, "epsilon=0.2"),
+        ({"loss_type": "gspo_token", "epsilon_high": 0.01}, "epsilon_high=0.01"),
+        ({"loss_type": "gspo", "epsilon": 0.2, "epsilon_high": 0.28}, "epsilon=0.2 and epsilon_high=0.28"),
+        ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, "epsilon=0.2"),
+    ],
+)
+def test_a_clip_range_of_token_scale_under_a_sequence_ratio_warns_with_the_papers(
+    tmp_path: Path, options: dict[str, Any], named: str
+) -> None:
+    (message,) = warned(tmp_path, **options)
+    assert named in message and "epsilon=0.0003 and epsilon_high=0.0004" in message
+
+
+def test_no_warning_where_nothing_is_wrong(tmp_path: Path) -> None:
+    for loss_type in ("gspo", "gspo_token", *NATIVE_LOSS_TYPES):
+        assert warned(tmp_path, loss_type=loss_type) == []

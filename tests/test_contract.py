@@ -1,0 +1,115 @@
+"""What TRL's `_compute_loss` reads, held against `host.CONTRACT`: when TRL moves, this says by name what moved."""
+
+import ast
+import inspect
+import textwrap
+from typing import Any
+
+import pytest
+import trl
+
+from trl_steady import host
+from trl_steady.config import NATIVE_LOSS_TYPES
+
+SOURCE = textwrap.dedent(inspect.getsource(trl.GRPOTrainer._compute_loss))
+
+
+def reads(source: str) -> dict[str, set[str]]:
+    """The names a method reads: `self.NAME`, `self.args.NAME`, `inputs["NAME"]` in any form."""
+    found: dict[str, set[str]] = {"attributes": set(), "arguments": set(), "inputs": set()}
+
+    def is_name(node: ast.AST, name: str) -> bool:
+        return isinstance(node, ast.Name) and node.id == name
+
+    def key(node: ast.expr) -> str:
+        assert isinstance(node, ast.Constant), f"inputs is read with a computed key: {ast.unparse(node)}"
+        return str(node.value)
+
+    for node in ast.walk(ast.parse(source)):
+        match node:
+            case ast.Attribute(value=value, attr=attr) if is_name(value, "self"):
+                found["attributes"].add(attr)
+            case ast.Attribute(value=ast.Attribute(value=value, attr="args"), attr=attr) if is_name(value, "self"):
+                found["arguments"].add(attr)
+            case ast.Subscript(value=value, slice=index) if is_name(value, "inputs"):
+                found["inputs"].add(key(index))
+            case ast.Call(func=ast.Attribute(value=value, attr="get"), args=[first, *_]) if is_name(value, "inputs"):
+                found["inputs"].add(key(first))
+            case ast.Compare(left=left, ops=[ast.In() | ast.NotIn()], comparators=[value]) if is_name(value, "inputs"):
+                found["inputs"].add(key(left))
+            case _:
+                pass
+    return found
+
+
+def moved(source: str) -> list[str]:
+    """One line for each name that TRL reads and the contract lacks, or the other way round."""
+    lines: list[str] = []
+    for kind, names in reads(source).items():
+        listed = set(getattr(host.CONTRACT, kind))
+        lines += [f"TRL reads {kind[:-1]} {name!r}, which host.CONTRACT lacks" for name in sorted(names - listed)]
+        lines += [f"host.CONTRACT lists {kind[:-1]} {name!r}, which TRL no longer reads" for name in listed - names]
+    return lines
+
+
+def test_trls_loss_reads_what_the_contract_lists() -> None:
+    assert moved(SOURCE) == []
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("self.beta != 0.0", "self.gamma != 0.0 and self.beta != 0.0", "TRL reads attribute 'gamma'"),
+        ("self.args.delta is not None", "self.args.delta_low is not None", "TRL reads argument 'delta_low'"),
+        ("self.args.delta", "self.args.two_sided", "host.CONTRACT lists argument 'delta', which TRL no longer reads"),
+        ('inputs["ref_per_token_logps"]', 'inputs["anchor"]', "TRL reads input 'anchor'"),
+        ('inputs.get("old_per_token_logps")', 'inputs.get("old")', "TRL reads input 'old'"),
+        ('"tool_mask" not in inputs', '"env_mask" not in inputs', "TRL reads input 'env_mask'"),
+    ],
+)
+def test_a_doctored_trl_is_named(old: str, new: str, line: str) -> None:
+    assert old in SOURCE
+    assert any(line in found for found in moved(SOURCE.replace(old, new)))
+
+
+def test_every_entry_says_how_it_is_dealt_with() -> None:
+    ways = ("honoured", "refused", "rewritten", "wrapped", "not reached")
+    for kind in ("attributes", "arguments", "inputs"):
+        for name, how in getattr(host.CONTRACT, kind).items():
+            assert how.startswith(ways), f"{kind} {name}: {how}"
+
+
+def test_what_is_refused_is_refused(tmp_path: Any) -> None:
+    import trl_steady
+
+    for name, how in host.CONTRACT.arguments.items():
+        if how.startswith("refused"):
+            with pytest.raises(ValueError, match=name):
+                trl_steady.GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, loss_type="gspo", **{name: 9.0})
+
+
+@pytest.mark.parametrize("method", host.CONTRACT.parameters)
+def test_the_methods_we_wrap_have_the_parameters_we_know(method: str) -> None:
+    found = tuple(inspect.signature(inspect.unwrap(getattr(trl.GRPOTrainer, method))).parameters)
+    assert found == host.CONTRACT.parameters[method]
+
+
+def test_every_forwarded_input_is_a_parameter_of_trls_scoring_method() -> None:
+    forwarded = {name for name, how in host.CONTRACT.inputs.items() if "forwarded" in how}
+    assert forwarded <= set(host.CONTRACT.parameters["_get_per_token_logps_and_entropies"])
+
+
+def test_the_loss_types_of_trl_are_those_we_know() -> None:
+    """Every constant that TRL compares `self.loss_type` with."""
+    known: set[str] = set()
+    for node in ast.walk(ast.parse(SOURCE)):
+        if isinstance(node, ast.Compare) and ast.unparse(node.left) == "self.loss_type":
+            known |= {str(c.value) for c in ast.walk(node.comparators[0]) if isinstance(c, ast.Constant)}
+    assert known == set(NATIVE_LOSS_TYPES)
+
+
+def test_our_trainer_has_trls_constructor() -> None:
+    import trl_steady
+
+    assert inspect.signature(trl_steady.GRPOTrainer) == inspect.signature(trl.GRPOTrainer)
+    assert issubclass(trl_steady.GRPOTrainer, trl.GRPOTrainer) and issubclass(trl_steady.GRPOConfig, trl.GRPOConfig)
