@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen3MoeConfig
 import trl_steady
 
 _BYTES = sorted(pre_tokenizers.ByteLevel.alphabet())
-_SIZES = {
+SIZES = {
     "hidden_size": 16,
     "intermediate_size": 32,
     "num_hidden_layers": 2,
@@ -28,8 +28,8 @@ _SIZES = {
     "pad_token_id": len(_BYTES) + 1,
 }
 CONFIGS = {
-    "dense": Qwen2Config(**_SIZES),
-    "moe": Qwen3MoeConfig(**_SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+    "dense": Qwen2Config(**SIZES),
+    "moe": Qwen3MoeConfig(**SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
 }
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
 

@@ -1,6 +1,7 @@
 """`trl.GRPOTrainer` with our losses: which micro-batches are rewritten, and how. No formulas."""
 
 import functools
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -154,12 +155,25 @@ def _check_advantages(batch: MicroBatch, loss_type: str) -> None:
 
 
 def keep_gradients_on_cpu(model: torch.nn.Module) -> None:
-    """Keep bitsandbytes from repacking the 4-bit weights of a model that trains on CPU.
+    """Keep bitsandbytes from repacking the 4-bit weights of a model that trains on CPU; unpack what is packed.
 
-    bitsandbytes (seen in 0.50.2) repacks them in the first eval-mode forward on a CPU with AVX512-BF16; a training
-    forward through packed weights then passes no gradient to its input, without a word.
+    bitsandbytes (seen in 0.50.2) repacks them in the first eval-mode forward on a CPU with AVX512-BF16, rounding the
+    scales to bf16; a training forward through packed weights then passes no gradient to its input, without a word.
+
+    Warns:
+        UserWarning: an earlier evaluation has packed the weights, so that the rounded scales stay.
     """
+    packed = 0
     for module in model.modules():
         if getattr(module, "support_avx512bf16_for_cpu", False) and module.weight.device.type == "cpu":
             module.support_avx512bf16_for_cpu = False  # pyright: ignore[reportAttributeAccessIssue]
-            module.state_dict()  # unpacks in place what an earlier evaluation has packed
+            packed += getattr(module.weight.quant_state, "packing_format_for_cpu", False)
+            module.state_dict()  # unpacks in place
+    if packed:
+        warnings.warn(
+            f"bitsandbytes had repacked {packed} 4-bit layers for inference when the model was used in eval mode on "
+            "CPU. They are unpacked again for training, with scales rounded to bf16. To train on the exact weights, "
+            "build the trainer before the first eval-mode forward.",
+            UserWarning,
+            stacklevel=3,
+        )

@@ -1,0 +1,145 @@
+"""NF4 and int8 bases with LoRA on CPU: they train, their bytes stay, and an evaluation does not end the learning."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers import BitsAndBytesConfig
+
+import trl_steady.trainer
+from tests import tiny
+
+NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
+BASES = {"nf4": NF4, "int8": {"load_in_8bit": True}}
+
+
+@pytest.fixture(scope="session")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Wide enough for bitsandbytes' blocks and for its packed CPU kernels."""
+    folder = tmp_path_factory.mktemp("wide")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
+    config = transformers.LlamaConfig(**{**tiny.SIZES, **sizes, "initializer_range": 0.1})
+    model = transformers.AutoModelForCausalLM.from_config(config)
+    model.generation_config.eos_token_id = config.eos_token_id
+    model.save_pretrained(folder)
+    return folder
+
+
+def load(folder: Path, base: str) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        folder, quantization_config=BitsAndBytesConfig(**BASES[base]), dtype=torch.float32, device_map="cpu"
+    )
+
+
+def build(folder: Path, base: str, tmp_path: Path, **options: Any) -> Any:
+    return tiny.trainer(load(folder, base), tmp_path, lora=True, epsilon=5e-3, epsilon_high=8e-3, **options)
+
+
+def quantised_bytes(model: Any) -> dict[str, torch.Tensor]:
+    return {
+        name: value.detach().clone() for name, value in model.named_parameters() if not value.dtype.is_floating_point
+    }
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("loss_type", ["gspo", "gspo_token"])
+def test_a_quantised_base_trains_its_adapter_and_keeps_its_bytes(
+    wide: Path, tmp_path: Path, base: str, loss_type: str
+) -> None:
+    trainer = build(wide, base, tmp_path, loss_type=loss_type)
+    adapter, frozen = tiny.parameters(trainer), quantised_bytes(trainer.model)
+    assert len(frozen) == 14  # seven linear layers in each of two blocks
+    trainer.train()
+    after = tiny.parameters(trainer)
+    assert all(not torch.equal(after[name], adapter[name]) for name in after if "lora_" in name)
+    assert all(torch.equal(value, quantised_bytes(trainer.model)[name]) for name, value in frozen.items())
+    assert max(row.get("ratio/sequence_max", 0) for row in tiny.history(trainer)) > 1
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_gspo_on_a_quantised_base_is_trls_sequence_level(wide: Path, tmp_path: Path, base: str) -> None:
+    ours = tiny.train(build(wide, base, tmp_path, loss_type="gspo"))
+    theirs = tiny.train(
+        build(wide, base, tmp_path, ours=False, loss_type="grpo", importance_sampling_level="sequence")
+    )
+    expected, after = tiny.parameters(theirs), tiny.parameters(ours)
+    assert all(torch.equal(after[name], expected[name]) for name in expected)
+
+
+def input_gradient(model: Any) -> torch.Tensor:
+    """What a training forward passes down to the embeddings."""
+    model.train()
+    embeddings = torch.randn(1, 8, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    model(inputs_embeds=embeddings).logits.square().sum().backward()
+    assert embeddings.grad is not None
+    return embeddings.grad
+
+
+def distance(gradient: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((gradient - expected).norm() / expected.norm()).item()
+
+
+# Once packed, bitsandbytes' scales keep the 8 bits of a bf16: 0.4 % a weight, through two layers and their norms.
+ROUNDED_SCALES = 0.1
+
+
+def packs(model: Any) -> bool:
+    return any(getattr(module, "support_avx512bf16_for_cpu", False) for module in model.modules())
+
+
+def evaluate_once(model: Any) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(torch.arange(40, 48).unsqueeze(0))
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_gradients_flow_after_an_evaluation_on_cpu(wide: Path, tmp_path: Path, base: str, when: str) -> None:
+    model = load(wide, base)
+    expected = input_gradient(model)
+    if when == "before":
+        evaluate_once(model)  # the user looked at the model first
+    packed = when == "before" and base == "nf4" and packs(model)
+    with pytest.warns(UserWarning, match="repacked 14 4-bit layers") if packed else contextlib.nullcontext():
+        trainer = tiny.trainer(model, tmp_path, lora=True, loss_type="gspo")
+    if when == "after":
+        evaluate_once(trainer.model)
+    with trainer.model.disable_adapter():
+        assert distance(input_gradient(trainer.model), expected) < (ROUNDED_SCALES if packed else 1e-5)
+
+
+def test_bitsandbytes_still_needs_the_guard(wide: Path) -> None:
+    """Without our guard an evaluation stops the gradient. When this fails, the guard can go."""
+    model = load(wide, "nf4")
+    if not packs(model):
+        pytest.skip("this CPU has no AVX512-BF16, so that bitsandbytes never packs")
+    whole = input_gradient(model)
+    evaluate_once(model)
+    assert distance(input_gradient(model), whole) > 5 * ROUNDED_SCALES  # what the residual stream passes is left
+    with pytest.warns(UserWarning, match="repacked 14 4-bit layers"):
+        trl_steady.trainer.keep_gradients_on_cpu(model)
+    assert distance(input_gradient(model), whole) < ROUNDED_SCALES
+
+
+def test_evaluations_between_the_steps_do_not_end_the_learning(wide: Path, tmp_path: Path) -> None:
+    with_eval = build(
+        wide,
+        "nf4",
+        tmp_path,
+        loss_type="gspo",
+        build={"eval_dataset": tiny.dataset(4)},
+        eval_strategy="steps",
+        eval_steps=1,
+        per_device_eval_batch_size=4,
+    )
+    before = tiny.parameters(with_eval)
+    with_eval.train()
+    after = tiny.parameters(with_eval)
+    first_layer = [name for name in after if "layers.0." in name and "lora_" in name]
+    assert first_layer and all(not torch.equal(after[name], before[name]) for name in first_layer)
+    assert len([row for row in tiny.history(with_eval) if "eval_reward" in row]) == 6
