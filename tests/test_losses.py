@@ -1,5 +1,6 @@
 """gspo and gspo_token through TRL's own loss, against TRL's sequence level and against the oracle in `oracles.py`."""
 
+import inspect
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -10,6 +11,7 @@ import trl
 from torch import Tensor
 
 from tests import oracles, tiny
+from trl_steady import host
 
 LOW, HIGH = 0.2, 0.27
 
@@ -345,3 +347,35 @@ def test_metrics_of_the_sequence_ratio(evaluate: Evaluate) -> None:
     assert outcome.metrics["ratio/sequence_min"] == pytest.approx(min(ratios))
     assert outcome.metrics["ratio/sequence_mean"] == pytest.approx(sum(ratios) / len(ratios))
     assert outcome.metrics["ratio/sequence_max"] == pytest.approx(max(ratios))
+
+
+def test_scoring_passes_what_trls_loss_passes(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every input that TRL forwards, images and all, reaches the scoring method as from TRL's own loss."""
+    batch = random_batch()
+    forwarded = {name: object() for name, how in host.CONTRACT.inputs.items() if "forwarded" in how}
+    calls: list[dict[str, Any]] = []
+
+    class Scored(Exception):
+        pass
+
+    def record(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = inspect.signature(original).bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        calls.append(dict(bound.arguments))
+        raise Scored
+
+    original = trl.GRPOTrainer._get_per_token_logps_and_entropies
+    monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", record)
+    for options in ({"loss_type": "gspo"}, TRL_SEQUENCE_LEVEL):
+        trainer = tiny.trainer(models["dense"], tmp_path, **options)
+        with pytest.raises(Scored):
+            trainer.compute_loss("the model", batch.inputs(**forwarded))
+    ours, theirs = calls
+    assert ours.keys() == theirs.keys() and len(forwarded) == 9
+    for name, value in theirs.items():
+        if isinstance(value, Tensor):
+            assert torch.equal(ours[name], value), name
+        elif name != "self":
+            assert ours[name] is value, name

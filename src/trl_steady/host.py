@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from importlib.metadata import version
-from typing import Any
+from typing import Any, cast
 
 import torch
 import trl
@@ -83,6 +83,7 @@ _REWRITTEN_INPUTS = {
 class HostTrainer(trl.GRPOTrainer):
     """The seam: score a micro-batch once, rewrite it, let TRL compute its own loss on it."""
 
+    model: torch.nn.Module  # set by TRL's constructor, whose annotation allows for None
     _handed_scores: tuple[Tensor, Tensor, Tensor | None] | None = None
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
@@ -180,7 +181,7 @@ class HostTrainer(trl.GRPOTrainer):
     def record_sequence_spread(self, name: str, values: Tensor, mask: Tensor) -> None:
         """Log min, mean and max of `values` (B, 1) over the sequences of all processes that have loss tokens."""
         per_sequence = values.detach().squeeze(-1).where(mask.any(-1), torch.nan)
-        gathered = self.accelerator.gather(per_sequence)
+        gathered = cast(Tensor, self.accelerator.gather(per_sequence))
         known = gathered[~gathered.isnan()]
         for statistic in ("min", "mean", "max"):
             self._record(f"{name}_{statistic}", getattr(known, statistic)().item() if known.numel() else float("nan"))

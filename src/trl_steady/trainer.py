@@ -1,7 +1,6 @@
 """`trl.GRPOTrainer` with our losses: which micro-batches are rewritten, and how. No formulas."""
 
 import functools
-import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +30,8 @@ class GRPOTrainer(HostTrainer):
     Raises:
         ValueError: `args` is not ours, or nothing is trainable.
     """
+
+    args: GRPOConfig
 
     @functools.wraps(trl.GRPOTrainer.__init__, assigned=())  # for inspect.signature and what reads it
     def __init__(
@@ -155,25 +156,22 @@ def _check_advantages(batch: MicroBatch, loss_type: str) -> None:
 
 
 def keep_gradients_on_cpu(model: torch.nn.Module) -> None:
-    """Keep bitsandbytes from repacking the 4-bit weights of a model that trains on CPU; unpack what is packed.
+    """Keep bitsandbytes from repacking the 4-bit weights of a model that trains on CPU.
 
-    bitsandbytes (seen in 0.50.2) repacks them in the first eval-mode forward on a CPU with AVX512-BF16, rounding the
-    scales to bf16; a training forward through packed weights then passes no gradient to its input, without a word.
+    bitsandbytes (seen in 0.50.2) repacks them in the first eval-mode forward on a CPU with AVX512-BF16; a training
+    forward through packed weights then passes no gradient to its input, without a word.
 
-    Warns:
-        UserWarning: an earlier evaluation has packed the weights, so that the rounded scales stay.
+    Raises:
+        ValueError: they are packed already. Unpacking would not bring the weights back: the scales have been rounded
+            to bf16, and without double quantisation they return in another order.
     """
-    packed = 0
-    for module in model.modules():
+    module: Any
+    for name, module in model.named_modules():
         if getattr(module, "support_avx512bf16_for_cpu", False) and module.weight.device.type == "cpu":
-            module.support_avx512bf16_for_cpu = False  # pyright: ignore[reportAttributeAccessIssue]
-            packed += getattr(module.weight.quant_state, "packing_format_for_cpu", False)
-            module.state_dict()  # unpacks in place
-    if packed:
-        warnings.warn(
-            f"bitsandbytes had repacked {packed} 4-bit layers for inference when the model was used in eval mode on "
-            "CPU. They are unpacked again for training, with scales rounded to bf16. To train on the exact weights, "
-            "build the trainer before the first eval-mode forward.",
-            UserWarning,
-            stacklevel=3,
-        )
+            if getattr(module.weight.quant_state, "packing_format_for_cpu", False):
+                raise ValueError(
+                    f"bitsandbytes has repacked the 4-bit weights of {name} for inference, because the model was used "
+                    "in eval mode on CPU; no gradient would pass through them. Load the model again and build the "
+                    "trainer before the first eval-mode forward; evaluations after that do no harm."
+                )
+            module.support_avx512bf16_for_cpu = False

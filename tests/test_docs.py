@@ -1,0 +1,63 @@
+"""The docs say what the code does: names, options, metrics, links."""
+
+import re
+from dataclasses import fields
+from pathlib import Path
+
+import pytest
+import trl
+
+import trl_steady
+from trl_steady import host
+
+ROOT = Path(__file__).parents[1]
+DOCS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.glob("docs/**/*.md"))}
+PAGES = {**DOCS, **{path.relative_to(ROOT).as_posix(): path.read_text() for path in ROOT.glob("*.md")}}
+PAGES |= {path.relative_to(ROOT).as_posix(): path.read_text() for path in ROOT.glob("recipes/**/*.md")}
+
+
+@pytest.mark.parametrize("kind", ["attributes", "arguments", "inputs"])
+def test_the_compatibility_page_is_the_contract(kind: str) -> None:
+    for name, how in getattr(host.CONTRACT, kind).items():
+        assert f"| `{name}` | {how} |\n" in DOCS["docs/compatibility.md"]
+
+
+def test_the_compatibility_page_has_the_methods_we_wrap() -> None:
+    for method, parameters in host.CONTRACT.parameters.items():
+        assert f"| `{method}` | {', '.join(f'`{name}`' for name in parameters)} |\n" in DOCS["docs/compatibility.md"]
+
+
+def test_only_host_names_private_attributes_of_trl() -> None:
+    """Every underscore name that TRL's trainer has, searched for in the other files."""
+    # dataclasses' __post_init__ and Python's own dunders are everybody's
+    private = {name for name in dir(trl.GRPOTrainer) if name.startswith("_") and not name.startswith("__")}
+    private |= {name for name in host.CONTRACT.attributes if name.startswith("_")}
+    for path in (ROOT / "src").rglob("*.py"):
+        if path.name != "host.py":
+            found = set(re.findall(r"\b(?:self|trainer|GRPOTrainer)\.(_\w+)", path.read_text())) & private
+            assert not found, f"{path.name} names {found}"
+
+
+def test_every_public_name_and_every_option_of_ours_is_documented() -> None:
+    text = "\n".join(DOCS.values())
+    theirs = {field.name: field.default for field in fields(trl.GRPOConfig)}
+    ours = {field.name for field in fields(trl_steady.GRPOConfig) if theirs.get(field.name, ...) != field.default}
+    assert ours == {"epsilon", "importance_sampling_level"}  # loss_type and epsilon_high keep TRL's default
+    for name in (*trl_steady.__all__, *ours, "loss_type", "epsilon_high", "gspo", "gspo_token"):
+        assert f"`{name}`" in text or f"trl_steady.config.{name}" in text or f"trl_steady.trainer.{name}" in text, name
+
+
+def test_every_metric_we_record_has_its_line() -> None:
+    source = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    spreads = re.findall(r'record_sequence_spread\(\s*"([^"]+)"', source)
+    names = re.findall(r'record_token_mean\(\s*"([^"]+)"', source)
+    names += [f"{spread}_{statistic}" for spread in spreads for statistic in ("min", "mean", "max")]
+    assert len(names) == 4
+    for name in names:
+        assert f"`{name}`" in DOCS["docs/metrics.md"], name
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_between_files_resolve(page: str) -> None:
+    for target in re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", PAGES[page]):
+        assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"

@@ -1,0 +1,78 @@
+"""Images travel with their samples: a tiny vision-language model through TRL's own multimodal path."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from PIL import Image
+from transformers import (
+    CLIPImageProcessor,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+)
+
+from tests import tiny
+
+CHAT = (
+    "{% for m in messages %}{% for part in m['content'] %}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endfor %}:"
+)
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("llava")
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    image_token = tokenizer.convert_tokens_to_ids("<image>")
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**vision, image_size=28, patch_size=14),
+        text_config=LlamaConfig(**{**tiny.SIZES, "vocab_size": len(tokenizer)}),
+        image_token_index=image_token,
+    )
+    torch.manual_seed(0)
+    model = LlavaForConditionalGeneration(config)
+    model.generation_config.eos_token_id = tiny.SIZES["eos_token_id"]
+    model.save_pretrained(folder)
+    size = {"height": 28, "width": 28}
+    return folder, LlavaProcessor(
+        image_processor=CLIPImageProcessor(size=size, crop_size=size),
+        tokenizer=tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        chat_template=CHAT,
+        image_token="<image>",
+        num_additional_image_tokens=1,
+    )
+
+
+def pictures(rows: int = 8) -> Dataset:
+    prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what"}]}]
+    images = [[Image.new("RGB", (28, 28), (30 * i, 255 - 30 * i, 100))] for i in range(rows)]
+    return Dataset.from_dict({"prompt": [prompt] * rows, "images": images})
+
+
+@pytest.mark.parametrize("loss_type", ["gspo", "gspo_token"])
+def test_a_vision_language_model_trains_as_trls_sequence_level_does(
+    llava: tuple[Path, Any], tmp_path: Path, loss_type: str
+) -> None:
+    folder, processor = llava
+    options = {"epsilon": 5e-3, "epsilon_high": 8e-3, "optim": "sgd", "gradient_checkpointing": False}
+    options["build"] = {"train_dataset": pictures(), "processing_class": processor, "reward_funcs": tiny.reward}
+    before = tiny.parameters(tiny.trainer(folder, tmp_path, loss_type=loss_type, **options))
+    theirs = tiny.train(
+        tiny.trainer(folder, tmp_path, ours=False, loss_type="grpo", importance_sampling_level="sequence", **options)
+    )
+    ours = tiny.train(tiny.trainer(folder, tmp_path, loss_type=loss_type, **options))
+    expected, after = tiny.parameters(theirs), tiny.parameters(ours)
+    for name in expected:
+        assert torch.allclose(after[name], expected[name], rtol=1e-4, atol=1e-6), name
+    if loss_type == "gspo":
+        assert all(torch.equal(after[name], expected[name]) for name in expected)
+    assert any(not torch.equal(after[name], before[name]) for name in after if "vision_tower" in name)
