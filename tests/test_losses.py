@@ -373,7 +373,7 @@ def test_scoring_passes_what_trls_loss_passes(
         with pytest.raises(Scored):
             trainer.compute_loss("the model", batch.inputs(**forwarded))
     ours, theirs = calls
-    assert ours.keys() == theirs.keys() and len(forwarded) == 9
+    assert ours.keys() == theirs.keys() and len(forwarded) == 10
     for name, value in theirs.items():
         if isinstance(value, Tensor):
             assert torch.equal(ours[name], value), name
