@@ -7,11 +7,13 @@ EXAMPLES = ((55, 98), (71, 26), (12, 34))
 NUMBERS = range(10, 100)
 
 
+# What every prompt begins with: the token that SmolLM2 saw at the start of each document, then solved examples.
+PREAMBLE = "<|endoftext|>" + "".join(f"max({a}, {b}) = {max(a, b)}\n" for a, b in EXAMPLES)
+
+
 def prompt(problem: tuple[int, int]) -> str:
-    """Three solved examples, then the problem, to be answered up to the end of the line."""
-    solved = "".join(f"max({a}, {b}) = {max(a, b)}\n" for a, b in EXAMPLES)
-    # the leading token is what SmolLM2 saw at the start of every document
-    return f"<|endoftext|>{solved}max({problem[0]}, {problem[1]}) ="
+    """Solved examples, then the problem, to be answered up to the end of the line."""
+    return f"{PREAMBLE}max({problem[0]}, {problem[1]}) ="
 
 
 def is_right(problem: tuple[int, int], completion: str) -> bool:
