@@ -8,8 +8,9 @@ JOBS ?= 2
 
 .PHONY: demo test test-slow check docs bench format clean
 
+# deprecations that TRL owes transformers would bury the progress
 demo: $(VENV)/.recipes
-	$(BIN)/python recipes/gspo/train.py --config recipes/gspo/smollm2-135m-comparison.yaml
+	PYTHONWARNINGS=ignore::FutureWarning $(BIN)/python recipes/gspo/train.py --config recipes/gspo/smollm2-135m-comparison.yaml
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu"

@@ -90,7 +90,7 @@ def test_the_script_runs_from_end_to_end_on_a_tiny_model(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(models["dense"])
-    monkeypatch.setattr(gspo.smollm2, "load", lambda quantised: (model, tiny.tokenizer()))
+    monkeypatch.setattr(gspo.smollm2, "load", lambda folder, quantised: (model, tiny.tokenizer()))
     recipe, args = parse(
         gspo,
         YAMLS[0],
@@ -109,8 +109,8 @@ def test_the_script_runs_from_end_to_end_on_a_tiny_model(
 
 
 @pytest.mark.slow
-def test_smollm2_loads_quantised_and_trains_through_every_layer(gspo: Any) -> None:
-    model, tokenizer = gspo.smollm2.load()
+def test_smollm2_loads_quantised_and_trains_through_every_layer(gspo: Any, tmp_path: Path) -> None:
+    model, tokenizer = gspo.smollm2.load(tmp_path)
     assert sum(p.dtype == torch.uint8 for p in model.parameters()) == 7 * 30
     embeddings = torch.randn(1, 4, model.config.hidden_size).requires_grad_()
     model.train()(inputs_embeds=embeddings).logits.sum().backward()

