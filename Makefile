@@ -37,7 +37,7 @@ format: $(VENV)/.test
 clean:
 	rm -rf $(VENV) site outputs
 
-# torch first: left to the resolver, it brings gigabytes of CUDA packages to a machine without a GPU.
+# torch first and pinned, so that a CPU build which is at hand is taken; a newer one from PyPI brings gigabytes of CUDA.
 $(VENV)/.torch: constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(PIP) torch

@@ -15,6 +15,8 @@ from tests import tiny
 
 torch.set_num_threads(1)
 
+collect_ignore = ["benchmarks"]  # scripts, which the doctest collector would import
+
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:

@@ -1,5 +1,6 @@
 """Defaults of the paper, refusals with the way out, warnings of what cannot act."""
 
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -73,16 +74,22 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
         {"importance_sampling_level": "seq"},
         r"importance_sampling_level='seq' cannot work. Set .* 'token' or 'sequence'",
     ),
-    ({"epsilon": -1e-4}, r"epsilon=-0.0001 cannot work. Set epsilon to a finite number, 0 or above"),
+    ({"epsilon": -1e-4}, r"epsilon=-0.0001 cannot work. Set epsilon to 0 or above"),
     ({"epsilon": float("nan")}, r"epsilon=nan cannot work"),
     ({"epsilon": "small"}, r"epsilon='small' cannot work"),
     ({"epsilon": 1.0, "epsilon_high": 1e-3}, r"epsilon=1.0 with loss_type='gspo' never clips from below.*0.0003"),
-    ({"epsilon_high": float("inf")}, r"epsilon_high=inf cannot work"),
+    ({"epsilon": float("inf")}, r"epsilon=inf with loss_type='gspo' never clips from below"),
+    ({"epsilon_high": float("nan")}, r"epsilon_high=nan cannot work"),
     ({"epsilon_high": -0.1}, r"epsilon_high=-0.1 cannot work"),
     ({"delta": 1.0002}, r"delta=1.0002 lies inside the clip range.*Set delta above 1.0004, or None"),
-    ({"delta": 0.0}, r"delta=0.0 cannot work. Set delta to a finite number above 0, or None"),
+    ({"delta": 0.0}, r"delta=0.0 cannot work. Set delta to above 0, or None"),
     ({"beta": -0.04}, r"beta=-0.04 cannot work. Set beta to a finite number, 0 \(no KL\) or above"),
-    ({"num_iterations": 0}, r"num_iterations=0 cannot work. Set num_iterations to 1 or more"),
+    ({"num_iterations": 0}, r"num_iterations=0 cannot work. Set num_iterations to 1, 2, 3"),
+    ({"num_iterations": 1.5}, r"num_iterations=1.5 cannot work"),
+    ({"off_policy_mask_threshold": -0.1}, r"off_policy_mask_threshold=-0.1 cannot work.*None for no mask"),
+    ({"entropy_coef": float("nan")}, r"entropy_coef=nan cannot work"),
+    ({"min_p": 2.0}, r"min_p=2.0 cannot work"),
+    ({"repetition_penalty": 0.0}, r"repetition_penalty=0.0 cannot work.*1 for no penalty"),
     ({"steps_per_generation": 0}, r"steps_per_generation=0 cannot work.*None for gradient_accumulation_steps"),
     ({"gradient_accumulation_steps": 0}, r"gradient_accumulation_steps=0 cannot work"),
     ({"max_completion_length": 0}, r"max_completion_length=0 cannot work. Set max_completion_length to 1 or more"),
@@ -114,6 +121,7 @@ def test_wrong_values_are_refused_under_native_losses_too(tmp_path: Path) -> Non
 def test_options_of_other_losses_pass_with_those_losses(tmp_path: Path) -> None:
     config(tmp_path, loss_type="sapo", sapo_temperature_pos=2.0)
     config(tmp_path, loss_type="cispo", epsilon_high=5.0)
+    config(tmp_path, loss_type="cispo", epsilon_high=float("inf"))  # no cap
 
 
 def test_trls_config_is_refused_by_our_trainer(models: dict[str, Path], tmp_path: Path) -> None:
@@ -156,16 +164,31 @@ def test_a_loss_that_cannot_act_says_so_once(
     if on_policy:
         (message,) = messages
         assert f"loss_type={loss_type!r} cannot act" in message
-        assert f"steps_per_generation={4 * accumulation} for four updates" in message
-        assert "num_iterations=2" in message
+        # the advice, taken, works
+        for name in ("steps_per_generation", "num_iterations"):
+            value = int(re.findall(rf"(?:Set |or ){name}=(\d+)", message)[-1])
+            assert warned(tmp_path, loss_type=loss_type, **{**options, name: value}) == []
     else:
         assert messages == []
     assert warned(tmp_path, loss_type="grpo", **options) == []
 
 
-def test_an_off_policy_mask_that_cannot_act_says_so(tmp_path: Path) -> None:
-    (message,) = warned(tmp_path, loss_type="grpo", steps_per_generation=1, off_policy_mask_threshold=0.1)
-    assert "off_policy_mask_threshold=0.1 cannot act" in message
+def test_the_advice_fits_a_user_who_sets_the_generation_batch(tmp_path: Path) -> None:
+    sized = {"loss_type": "gspo", "steps_per_generation": None, "gradient_accumulation_steps": 2}
+    (message,) = warned(tmp_path, generation_batch_size=8, **sized)
+    assert "Set generation_batch_size=32 for four updates" in message
+    assert warned(tmp_path, generation_batch_size=32, **sized) == []
+
+
+def test_an_off_policy_mask_that_cannot_act_says_so(models: dict[str, Path], tmp_path: Path) -> None:
+    options = {"loss_type": "grpo", "off_policy_mask_threshold": 0.1}
+    with pytest.warns(UserWarning, match=r"off_policy_mask_threshold=0.1 cannot act"):
+        tiny.trainer(models["dense"], tmp_path, steps_per_generation=1, **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        tiny.trainer(models["dense"], tmp_path, steps_per_generation=4, **options)
+        # an environment may bring log-probs of its own
+        tiny.trainer(models["dense"], tmp_path, steps_per_generation=1, build={"rollout_func": print}, **options)
 
 
 @pytest.mark.parametrize(
@@ -175,6 +198,7 @@ def test_an_off_policy_mask_that_cannot_act_says_so(tmp_path: Path) -> None:
         ({"loss_type": "gspo_token", "epsilon_high": 0.01}, "epsilon_high=0.01"),
         ({"loss_type": "gspo", "epsilon": 0.2, "epsilon_high": 0.28}, "epsilon=0.2 and epsilon_high=0.28"),
         ({"loss_type": "grpo", "importance_sampling_level": "sequence"}, "epsilon=0.2"),
+        ({"loss_type": "luspo", "importance_sampling_level": "sequence"}, "epsilon=0.2"),
     ],
 )
 def test_a_clip_range_of_token_scale_under_a_sequence_ratio_warns_with_the_papers(
@@ -187,3 +211,4 @@ def test_a_clip_range_of_token_scale_under_a_sequence_ratio_warns_with_the_paper
 def test_no_warning_where_nothing_is_wrong(tmp_path: Path) -> None:
     for loss_type in ("gspo", "gspo_token", *NATIVE_LOSS_TYPES):
         assert warned(tmp_path, loss_type=loss_type) == []
+    assert warned(tmp_path, loss_type="sapo", importance_sampling_level="sequence") == []  # clips nothing

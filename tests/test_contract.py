@@ -15,8 +15,12 @@ SOURCE = textwrap.dedent(inspect.getsource(trl.GRPOTrainer._compute_loss))
 
 
 def reads(source: str) -> dict[str, set[str]]:
-    """The names a method reads: `self.NAME`, `self.args.NAME`, `inputs["NAME"]` in any form."""
+    """The names a method reads: `self.NAME`, `self.args.NAME`, `inputs["NAME"]` in any form.
+
+    `self`, `self.args` or `inputs` handed on whole, or read by getattr, would hide names: an assertion says so.
+    """
     found: dict[str, set[str]] = {"attributes": set(), "arguments": set(), "inputs": set()}
+    seen = {"self": 0, "self.args": 0, "inputs": 0}
 
     def is_name(node: ast.AST, name: str) -> bool:
         return isinstance(node, ast.Name) and node.id == name
@@ -29,16 +33,26 @@ def reads(source: str) -> dict[str, set[str]]:
         match node:
             case ast.Attribute(value=value, attr=attr) if is_name(value, "self"):
                 found["attributes"].add(attr)
+                seen["self"] += 1
             case ast.Attribute(value=ast.Attribute(value=value, attr="args"), attr=attr) if is_name(value, "self"):
                 found["arguments"].add(attr)
+                seen["self.args"] += 1
             case ast.Subscript(value=value, slice=index) if is_name(value, "inputs"):
                 found["inputs"].add(key(index))
+                seen["inputs"] += 1
             case ast.Call(func=ast.Attribute(value=value, attr="get"), args=[first, *_]) if is_name(value, "inputs"):
                 found["inputs"].add(key(first))
+                seen["inputs"] += 1
             case ast.Compare(left=left, ops=[ast.In() | ast.NotIn()], comparators=[value]) if is_name(value, "inputs"):
                 found["inputs"].add(key(left))
+                seen["inputs"] += 1
             case _:
                 pass
+    for whole, count in seen.items():
+        mentions = sum(
+            isinstance(n, ast.Name | ast.Attribute) and ast.unparse(n) == whole for n in ast.walk(ast.parse(source))
+        )
+        assert mentions == count, f"{whole} is handed on whole, where names read from it cannot be seen"
     return found
 
 
@@ -70,6 +84,15 @@ def test_trls_loss_reads_what_the_contract_lists() -> None:
 def test_a_doctored_trl_is_named(old: str, new: str, line: str) -> None:
     assert old in SOURCE
     assert any(line in found for found in moved(SOURCE.replace(old, new)))
+
+
+@pytest.mark.parametrize(
+    ("line", "whole"),
+    [("x = getattr(self, 'gamma')", "self"), ("args = self.args", "self.args"), ("x = {**inputs}", "inputs")],
+)
+def test_a_doctored_trl_cannot_hide_a_name(line: str, whole: str) -> None:
+    with pytest.raises(AssertionError, match=f"^{whole} is handed on whole"):
+        reads(SOURCE + f"    {line}\n")
 
 
 def test_every_entry_says_how_it_is_dealt_with() -> None:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import trl
 
 import trl_steady.trainer
 from tests import tiny
@@ -23,7 +24,8 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "entropy quantile": {"top_entropy_quantile": 0.5},
     "entropy bonus": {"entropy_coef": 0.05},
     "adaptive entropy": {"use_adaptive_entropy": True, "entropy_target": 5.0, "gradient_accumulation_steps": 2},
-    "off-policy mask": {"off_policy_mask_threshold": 1e-3},
+    # beyond -log(1 - epsilon) the lower clip has silenced already what the mask drops
+    "off-policy mask": {"off_policy_mask_threshold": 1e-3, "epsilon": 0.5},
     "uncorrected KL": {"beta": 0.04, "use_bias_correction_kl": False},
     "aux loss": {"model": "moe", "router_aux_loss_coef": 0.1},
     "LoRA": {"lora": True},
@@ -141,3 +143,40 @@ def test_a_trainer_without_args_makes_our_config(
     )
     assert isinstance(trainer.args, OnCPU)
     assert trainer.args.output_dir == "dense-GRPO"  # as TRL names it
+
+
+@pytest.mark.parametrize("loss_type", ["gspo", "gspo_token"])
+def test_a_run_resumes_exactly_at_a_generation_boundary(
+    models: dict[str, Path], tmp_path: Path, loss_type: str
+) -> None:
+    options = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8, "beta": 0.04}
+    whole = run(models, tmp_path, options, loss_type=loss_type)
+    resumed = tiny.trainer(models["dense"], tmp_path, loss_type=loss_type, **CLIP, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    expected, after = tiny.parameters(whole), tiny.parameters(resumed)
+    assert all(torch.equal(after[name], expected[name]) for name in expected)
+    saved = torch.load(tmp_path / "checkpoint-4" / "training_args.bin", weights_only=False)
+    assert saved.to_dict() == whole.args.to_dict()
+
+
+@pytest.mark.parametrize("loss_type", ["gspo", "gspo_token"])
+def test_a_subclass_that_scores_for_itself_is_applied_once(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss_type: str
+) -> None:
+    def halved(self: Any, *args: Any, **kwargs: Any) -> Any:
+        logps, entropies, aux_loss = original(self, *args, **kwargs)
+        return logps / 2, entropies, aux_loss
+
+    original = trl.GRPOTrainer._get_per_token_logps_and_entropies
+    options = {"optim": "sgd", "max_steps": 3}
+    after = {}
+    for package, loss in (
+        (trl, {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
+        (trl_steady, {"loss_type": loss_type}),
+    ):
+        subclass = type("Halved", (package.GRPOTrainer,), {"_get_per_token_logps_and_entropies": halved})
+        monkeypatch.setattr(package, "GRPOTrainer", subclass)
+        after[package] = tiny.parameters(run(models, tmp_path, options, ours=package is trl_steady, **loss))
+        monkeypatch.undo()
+    for name, expected in after[trl].items():
+        assert torch.allclose(after[trl_steady][name], expected, rtol=1e-4, atol=1e-6), name

@@ -75,10 +75,11 @@ class GRPOConfig(trl.GRPOConfig):
     def __post_init__(self) -> None:
         _refuse_out_of_range(self)
         self._fill_unset()
+        sized = self.generation_batch_size is not None  # TRL fills it in
         super().__post_init__()
         if self.has_sequence_ratio_loss:
             _refuse_under_sequence_ratio(self)
-        for message in (*_inactive(self), *_token_scale(self)):
+        for message in (*_inactive(self, sized=sized), *_token_scale(self)):
             warnings.warn(message, UserWarning, stacklevel=3)
 
     @property
@@ -108,11 +109,13 @@ class GRPOConfig(trl.GRPOConfig):
 # Option, what holds for a value that can work, and how to say it. None is left to TRL where TRL gives it a meaning.
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("importance_sampling_level", lambda v: v in ("token", "sequence"), "'token' or 'sequence'"),
-    ("epsilon", lambda v: 0 <= v < math.inf, "a finite number, 0 or above"),
-    ("epsilon_high", lambda v: 0 <= v < math.inf, "a finite number, 0 or above"),
-    ("delta", lambda v: 0 < v < math.inf, "a finite number above 0, or None for no two-sided clip"),
+    ("epsilon", lambda v: v >= 0, "0 or above"),
+    ("epsilon_high", lambda v: v >= 0, "0 or above"),
+    ("delta", lambda v: v > 0, "above 0, or None for no two-sided clip"),
     ("beta", lambda v: 0 <= v < math.inf, "a finite number, 0 (no KL) or above"),
-    ("num_iterations", lambda v: v >= 1, "1 or more"),
+    ("off_policy_mask_threshold", lambda v: v >= 0, "0 or above, in nats a token, or None for no mask"),
+    ("entropy_coef", math.isfinite, "a finite number, 0 for no bonus"),
+    ("num_iterations", lambda v: v >= 1 and v == int(v), "1, 2, 3, ..."),
     ("steps_per_generation", lambda v: v >= 1, "1 or more, or None for gradient_accumulation_steps"),
     ("gradient_accumulation_steps", lambda v: v >= 1, "1 or more"),
     ("max_completion_length", lambda v: v >= 1, "1 or more tokens"),
@@ -122,6 +125,8 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         "a finite number above 0 (the policy is sampled, not decoded greedily)",
     ),
     ("top_p", lambda v: 0 < v <= 1, "above 0 and at most 1"),
+    ("min_p", lambda v: 0 <= v <= 1, "between 0 and 1, or None"),
+    ("repetition_penalty", lambda v: 0 < v < math.inf, "a finite number above 0 (1 for no penalty)"),
     ("top_entropy_quantile", lambda v: 0 <= v <= 1, "between 0 and 1 (1 keeps every token)"),
     (
         "multi_objective_aggregation",
@@ -185,32 +190,28 @@ def _refuse_under_sequence_ratio(args: GRPOConfig) -> None:
                 )
 
 
-def _inactive(args: GRPOConfig) -> list[str]:
-    """One sentence for each method that cannot act because every update is on-policy."""
-    if not args.is_on_policy:
+def _inactive(args: GRPOConfig, *, sized: bool) -> list[str]:
+    """A loss that cannot act because every update is on-policy; `sized`: the user set generation_batch_size."""
+    if not (args.has_sequence_ratio_loss and args.is_on_policy):
         return []
-    accumulation = args.gradient_accumulation_steps
-    way_out = (
-        f"every update is on-policy (gradient_accumulation_steps={accumulation} uses up the generation batch: "
-        f"steps_per_generation={args.steps_per_generation}, num_iterations={args.num_iterations}). Set "
-        f"steps_per_generation={4 * accumulation} for four updates per rollout as in the GSPO paper, or "
-        "num_iterations=2 or more."
+    accumulation, steps = args.gradient_accumulation_steps, args.steps_per_generation
+    assert steps is not None
+    four_updates = (
+        f"generation_batch_size={4 * accumulation * args.per_device_train_batch_size * args.world_size}"
+        if sized
+        else f"steps_per_generation={4 * accumulation}"
     )
-    messages: list[str] = []
-    if args.has_sequence_ratio_loss:
-        messages.append(
-            f"loss_type={args.loss_type!r} cannot act: the sequence ratio is exactly 1 and nothing is ever clipped, "
-            f"because {way_out}"
-        )
-    if args.off_policy_mask_threshold is not None and not args.use_vllm:
-        messages.append(
-            f"off_policy_mask_threshold={args.off_policy_mask_threshold} cannot act: policy and sampler are the same, "
-            f"because {way_out}"
-        )
-    return messages
+    return [
+        f"loss_type={args.loss_type!r} cannot act: every update is on-policy, so that the sequence ratio is exactly 1 "
+        f"and nothing is ever clipped (gradient_accumulation_steps={accumulation} uses up the generation batch: "
+        f"steps_per_generation={steps}, num_iterations={args.num_iterations}). Set {four_updates} for four updates "
+        f"per rollout as in the GSPO paper, or num_iterations={accumulation // steps + 1} or more."
+    ]
 
 
 def _token_scale(args: GRPOConfig) -> list[str]:
+    if args.loss_type in ("cispo", "sapo", "vespo"):  # do not clip at 1 - epsilon and 1 + epsilon_high
+        return []
     ranges = {"epsilon": args.epsilon, "epsilon_high": args.epsilon_high}
     wide = [f"{name}={value}" for name, value in ranges.items() if value is not None and value >= TOKEN_SCALE_EPSILON]
     if args.importance_sampling_level != "sequence" or not wide:

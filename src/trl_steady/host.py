@@ -4,7 +4,6 @@ The only file that names private attributes of TRL. `CONTRACT` lists all that TR
 how it is honoured under our losses; a test holds it against the installed TRL and says by name what moved.
 """
 
-import inspect
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -19,10 +18,10 @@ from trl.trainer.utils import get_config_model_id
 
 __all__ = ["CONTRACT", "Contract", "HostTrainer", "MicroBatch"]
 
-SUPPORTED_TRL = (Version("1.16"), Version("2"))
+_TRL = Version(version("trl"))
 
-if not SUPPORTED_TRL[0] <= Version(version("trl")) < SUPPORTED_TRL[1]:
-    raise ImportError(f"trl-steady supports trl>=1.16,<2, found {version('trl')}. Install a TRL in that range.")
+if Version("1.16") > _TRL or _TRL.major >= 2:  # 2.0.dev0 counts as 2
+    raise ImportError(f"trl-steady supports trl>=1.16,<2, found {_TRL}. Install a TRL in that range.")
 if not trl.GRPOTrainer.__module__.startswith("trl."):
     raise ImportError(
         f"trl.GRPOTrainer has been replaced by {trl.GRPOTrainer.__module__}, whose loss does not pass through TRL's "
@@ -84,17 +83,9 @@ class HostTrainer(trl.GRPOTrainer):
     """The seam: score a micro-batch once, rewrite it, let TRL compute its own loss on it."""
 
     model: torch.nn.Module  # set by TRL's constructor, whose annotation allows for None
-    _handed_scores: tuple[Tensor, Tensor, Tensor | None] | None = None
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         return self.micro_batch_loss(model, inputs)
-
-    def _get_per_token_logps_and_entropies(
-        self, *args: Any, **kwargs: Any
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        if self._handed_scores is not None:
-            return self._handed_scores
-        return super()._get_per_token_logps_and_entropies(*args, **kwargs)
 
     def micro_batch_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         """The loss of one micro-batch of TRL's `inputs`: here TRL's own, untouched."""
@@ -103,8 +94,9 @@ class HostTrainer(trl.GRPOTrainer):
     def score(self, model: torch.nn.Module, inputs: Mapping[str, Any]) -> MicroBatch:
         """One forward of the policy on a micro-batch, by TRL's own method."""
         completion_ids, completion_mask = inputs["completion_ids"], inputs["completion_mask"]
-        # TRL names these parameters like the inputs they come from (the image tensors, today)
-        per_sample = {name: value for name, value in inputs.items() if name in _SCORING_PARAMETERS}
+        per_sample = {
+            name: inputs[name] for name, how in CONTRACT.inputs.items() if how == _FORWARDED and name in inputs
+        }
         logps, entropies, aux_loss = self._get_per_token_logps_and_entropies(
             model,
             torch.cat([inputs["prompt_ids"], completion_ids], dim=1),
@@ -157,15 +149,16 @@ class HostTrainer(trl.GRPOTrainer):
             value = getattr(batch, ours)
             if value is not None:
                 rewritten[name] = value
-        overrides: dict[str, Any] = {"loss_type": loss_type, "importance_sampling_level": importance_sampling_level}
-        if not with_kl:
-            overrides["beta"] = 0.0
-        self._handed_scores = (batch.logps, batch.entropies, batch.aux_loss)
-        try:
-            with _overridden(self, overrides):
-                return super()._compute_loss(model, rewritten)
-        finally:
-            self._handed_scores = None
+        scores = (batch.logps, batch.entropies, batch.aux_loss)
+        overrides: dict[str, Any] = {
+            "loss_type": loss_type,
+            "importance_sampling_level": importance_sampling_level,
+            "beta": self.beta if with_kl else 0.0,
+            # on the instance, so that a subclass's own scoring method is not applied to its own result
+            "_get_per_token_logps_and_entropies": lambda *_args, **_kwargs: scores,
+        }
+        with _overridden(self, overrides):
+            return super()._compute_loss(model, rewritten)
 
     @property
     def accumulation_steps(self) -> float:
@@ -195,18 +188,20 @@ def default_output_dir(model: Any) -> str:
     return f"{(model if isinstance(model, str) else get_config_model_id(model.config)).split('/')[-1]}-GRPO"
 
 
-_SCORING_PARAMETERS = frozenset(inspect.signature(trl.GRPOTrainer._get_per_token_logps_and_entropies).parameters)
-
-
 @contextmanager
 def _overridden(trainer: trl.GRPOTrainer, values: Mapping[str, Any]) -> Iterator[None]:
     """Attributes of the trainer, replaced for one call."""
-    before = {name: getattr(trainer, name) for name in values}
+    attributes = vars(trainer)
+    before = dict(attributes)
+    attributes.update(values)
     try:
-        vars(trainer).update(values)
         yield
     finally:
-        vars(trainer).update(before)
+        for name in values:
+            if name in before:
+                attributes[name] = before[name]
+            else:
+                del attributes[name]
 
 
 @dataclass(frozen=True)

@@ -1,6 +1,7 @@
 """`trl.GRPOTrainer` with our losses: which micro-batches are rewritten, and how. No formulas."""
 
 import functools
+import warnings
 from dataclasses import replace
 from typing import Any
 
@@ -56,6 +57,15 @@ class GRPOTrainer(HostTrainer):
                 "loaded from disk, load it with PeftModel.from_pretrained(..., is_trainable=True)."
             )
         keep_gradients_on_cpu(self.model)
+        has_engine = self.use_vllm or self.rollout_func is not None  # whose log-probs may differ from the policy's
+        if args.off_policy_mask_threshold is not None and args.is_on_policy and not has_engine:
+            warnings.warn(
+                f"off_policy_mask_threshold={args.off_policy_mask_threshold} cannot act: every update is on-policy, "
+                "so that policy and sampler are the same. Set steps_per_generation to a multiple of "
+                "gradient_accumulation_steps, or num_iterations so that a rollout feeds several updates.",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def micro_batch_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Score, rewrite, TRL's own loss, and the KL that TRL cannot express."""

@@ -80,16 +80,18 @@ def rollouts(options: argparse.Namespace, device: torch.device) -> dict[str, Any
 
 
 def step(trained: Any, inputs: dict[str, Any]) -> tuple[float, float]:
-    """Seconds, and peak bytes on CUDA."""
+    """Seconds, and on CUDA the peak of bytes above those resident before."""
     trained.model.zero_grad()
+    resident = 0
     if CUDA:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
+        resident = torch.cuda.memory_allocated()
     started = time.perf_counter()
     trained.compute_loss(trained.model, inputs).backward()
     if CUDA:
         torch.cuda.synchronize()
-    return time.perf_counter() - started, torch.cuda.max_memory_allocated() if CUDA else 0
+    return time.perf_counter() - started, torch.cuda.max_memory_allocated() - resident if CUDA else 0
 
 
 def main() -> None:
@@ -118,7 +120,7 @@ def main() -> None:
             )
             if CUDA:
                 peaks = [max(pair[who][1] for pair in pairs) / 2**20 for who in (0, 1)]
-                print(f"{'':10s} peak memory {peaks[0]:,.1f} MiB ours, {peaks[1]:,.1f} MiB TRL")
+                print(f"{'':10s} peak memory above resident {peaks[0]:,.1f} MiB ours, {peaks[1]:,.1f} MiB TRL")
 
 
 if __name__ == "__main__":

@@ -53,6 +53,7 @@ def main(model: Path, output: Path, loss_type: str, global_batch: int) -> None:
         torch.save(tiny.parameters(trainer), output / "parameters.pt")
         written = {"processes": state.num_processes, "backend": state.backend, "history": tiny.history(trainer)}
         (output / "history.json").write_text(json.dumps(written))
+    state.destroy_process_group()  # left to the interpreter's exit, gloo's threads abort now and then
 
 
 if __name__ == "__main__":

@@ -44,7 +44,7 @@ def importance_corrected(estimate: Tensor, log_ratio: Tensor) -> Tensor:
         log_ratio: (B, T), log π - log π_old of the same tokens, with its gradient.
 
     Returns:
-        (B, T), in nats.
+        (B, T), in nats. Overflows float32 where the reference is 88 nats or more above the policy, as TRL's does.
 
     >>> import torch
     >>> importance_corrected(torch.tensor([[0.5]]), torch.tensor([[2.0]]).log()).item()

@@ -1,5 +1,6 @@
 """From one value per token to one per sequence."""
 
+import torch
 from torch import Tensor
 
 __all__ = ["sequence_mean"]
@@ -34,7 +35,7 @@ def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 def _check(mask: Tensor, *others: Tensor) -> None:
     """Refuse what would broadcast: at B == T a (B,) tensor would go along the wrong axis without a word."""
-    if mask.dim() != 2 or not str(mask.dtype).endswith("bool"):
+    if mask.dim() != 2 or mask.dtype != torch.bool:
         raise ValueError(f"mask must be a boolean (B, T) tensor, got {tuple(mask.shape)} of {mask.dtype}.")
     for other in others:
         if other.shape != mask.shape:
