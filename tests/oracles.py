@@ -326,29 +326,3 @@ def gspo_token_clip_shares(
     if count == 0:
         return 0.0, 0.0, 0.0
     return low / count, high / count, (low + high) / count
-
-
-def grpo_token_clip_shares(
-    logps: torch.Tensor,
-    old_logps: torch.Tensor,
-    mask: torch.Tensor,
-    advantages: torch.Tensor,
-    *,
-    eps_low: float,
-    eps_high: float,
-) -> tuple[float, float, float]:
-    """Share of all loss tokens whose r_it is clipped (low, high, either); zeros if there is no loss token."""
-    low = 0
-    high = 0
-    count = 0
-    for i in range(logps.shape[0]):
-        for t in _loss_tokens(mask, i):
-            count += 1
-            r_it = _token_ratio(logps, old_logps, i, t)
-            if _clipped_low(r_it, _advantage(advantages, i, t), eps_low):
-                low += 1
-            if _clipped_high(r_it, _advantage(advantages, i, t), eps_high):
-                high += 1
-    if count == 0:
-        return 0.0, 0.0, 0.0
-    return low / count, high / count, (low + high) / count

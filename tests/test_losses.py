@@ -134,6 +134,10 @@ def test_gspo_token_with_advantages_per_token_is_the_oracles(
     oracle = oracles.gspo_token(*batch, eps_low=LOW, eps_high=HIGH, delta=delta)
     assert ours.loss.item() == pytest.approx(oracle.loss, rel=1e-12, abs=1e-15)
     assert torch.allclose(ours.grad, oracle.grad, rtol=1e-12, atol=1e-15)
+    if shape[1] > 1:  # at T = 1 TRL counts rows, the empty one too
+        shares = oracles.gspo_token_clip_shares(*batch, eps_low=LOW, eps_high=HIGH)
+        names = ("low_mean", "high_mean", "region_mean")
+        assert [ours.metrics[f"clip_ratio/{name}"] for name in names] == pytest.approx(shares)
     # a test of clipping that never clips shows nothing
     if shape == (6, 5) and delta is None:
         assert (ours.grad[batch.mask] == 0).any() and (ours.grad[batch.mask] != 0).any()
