@@ -83,6 +83,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"epsilon_high": -0.1}, r"epsilon_high=-0.1 cannot work"),
     ({"delta": 1.0002}, r"delta=1.0002 lies inside the clip range.*Set delta above 1.0004, or None"),
     ({"delta": 0.0}, r"delta=0.0 cannot work. Set delta to above 0, or None"),
+    ({"beta": None}, r"beta=None cannot work"),
+    ({"num_iterations": None}, r"num_iterations=None cannot work"),
     ({"beta": -0.04}, r"beta=-0.04 cannot work. Set beta to a finite number, 0 \(no KL\) or above"),
     ({"num_iterations": 0}, r"num_iterations=0 cannot work. Set num_iterations to 1, 2, 3"),
     ({"num_iterations": 1.5}, r"num_iterations=1.5 cannot work"),
@@ -176,14 +178,15 @@ def test_a_loss_that_cannot_act_says_so_once(
 def test_the_advice_fits_a_user_who_sets_the_generation_batch(tmp_path: Path) -> None:
     sized = {"loss_type": "gspo", "steps_per_generation": None, "gradient_accumulation_steps": 2}
     (message,) = warned(tmp_path, generation_batch_size=8, **sized)
-    assert "Set generation_batch_size=32 for four updates" in message
+    assert "generation_batch_size=32) for four updates" in message
     assert warned(tmp_path, generation_batch_size=32, **sized) == []
 
 
 def test_an_off_policy_mask_that_cannot_act_says_so(models: dict[str, Path], tmp_path: Path) -> None:
     options = {"loss_type": "grpo", "off_policy_mask_threshold": 0.1}
     with pytest.warns(UserWarning, match=r"off_policy_mask_threshold=0.1 cannot act"):
-        tiny.trainer(models["dense"], tmp_path, steps_per_generation=1, **options)
+        trainer = tiny.trainer(models["dense"], tmp_path, steps_per_generation=1, **options)
+    assert trainer.args.way_off_policy.startswith("Set steps_per_generation=4 ")
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         tiny.trainer(models["dense"], tmp_path, steps_per_generation=4, **options)

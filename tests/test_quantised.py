@@ -116,8 +116,9 @@ def test_a_model_that_bitsandbytes_has_packed_is_refused(wide: Path, tmp_path: P
         tiny.trainer(model, tmp_path, lora=True, loss_type="gspo")
 
 
-def test_evaluations_between_the_steps_do_not_end_the_learning(wide: Path, tmp_path: Path) -> None:
-    with_eval = build(
+def test_evaluations_do_not_end_the_learning(wide: Path, tmp_path: Path) -> None:
+    """One before the first step too: what a packed first layer would learn is then nothing at all."""
+    trainer = build(
         wide,
         "nf4",
         tmp_path,
@@ -125,11 +126,12 @@ def test_evaluations_between_the_steps_do_not_end_the_learning(wide: Path, tmp_p
         build={"eval_dataset": tiny.dataset(4)},
         eval_strategy="steps",
         eval_steps=1,
+        eval_on_start=True,
         per_device_eval_batch_size=4,
     )
-    before = tiny.parameters(with_eval)
-    with_eval.train()
-    after = tiny.parameters(with_eval)
+    before = tiny.parameters(trainer)
+    trainer.train()
+    after = tiny.parameters(trainer)
     first_layer = [name for name in after if "layers.0." in name and "lora_" in name]
     assert first_layer and all(not torch.equal(after[name], before[name]) for name in first_layer)
-    assert len([row for row in tiny.history(with_eval) if "eval_reward" in row]) == 6
+    assert len([row for row in tiny.history(trainer) if "eval_reward" in row]) == 7

@@ -18,7 +18,6 @@ from tests import tiny
 
 ROOT = Path(__file__).parents[1]
 YAMLS = sorted(ROOT.glob("recipes/**/*.yaml"))
-pytestmark = pytest.mark.recipes
 
 
 @pytest.fixture

@@ -4,7 +4,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import MISSING, dataclass, field, fields
-from typing import Any
+from typing import Any, get_args, get_type_hints
 
 import trl
 
@@ -13,7 +13,7 @@ __all__ = ["GRPOConfig"]
 NATIVE_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 SEQUENCE_RATIO_LOSS_TYPES = ("gspo", "gspo_token")
 
-# GSPO, arXiv 2507.18071, section 5.1: "the left and right clipping ranges [...] to 3e-4 and 4e-4"
+# GSPO, arXiv 2507.18071, section 5.1: left and right clipping range
 GSPO_EPSILON, GSPO_EPSILON_HIGH = 3e-4, 4e-4
 TOKEN_SCALE_EPSILON = 1e-2
 
@@ -75,11 +75,10 @@ class GRPOConfig(trl.GRPOConfig):
     def __post_init__(self) -> None:
         _refuse_out_of_range(self)
         self._fill_unset()
-        sized = self.generation_batch_size is not None  # TRL fills it in
         super().__post_init__()
         if self.has_sequence_ratio_loss:
             _refuse_under_sequence_ratio(self)
-        for message in (*_inactive(self, sized=sized), *_token_scale(self)):
+        for message in (*_inactive(self), *_token_scale(self)):
             warnings.warn(message, UserWarning, stacklevel=3)
 
     @property
@@ -96,6 +95,18 @@ class GRPOConfig(trl.GRPOConfig):
         assert self.steps_per_generation is not None  # filled in by trl.GRPOConfig
         return self.gradient_accumulation_steps % (self.steps_per_generation * self.num_iterations) == 0
 
+    @property
+    def way_off_policy(self) -> str:
+        """What to set so that a rollout feeds several updates; advice for a config that is on-policy."""
+        assert self.steps_per_generation is not None  # filled in by trl.GRPOConfig
+        accumulation = self.gradient_accumulation_steps
+        batch = 4 * accumulation * self.per_device_train_batch_size * self.world_size
+        return (
+            f"Set steps_per_generation={4 * accumulation} (if you set the generation batch: "
+            f"generation_batch_size={batch}) for four updates per rollout as in the GSPO paper, or "
+            f"num_iterations={accumulation // self.steps_per_generation + 1} or more."
+        )
+
     def _fill_unset(self) -> None:
         ours = self.has_sequence_ratio_loss
         if self.epsilon is None:
@@ -106,7 +117,7 @@ class GRPOConfig(trl.GRPOConfig):
             self.importance_sampling_level = "sequence" if ours else _trl_default("importance_sampling_level")
 
 
-# Option, what holds for a value that can work, and how to say it. None is left to TRL where TRL gives it a meaning.
+# Option, what holds for a value that can work, and how to say it. None works where the option's type has it.
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("importance_sampling_level", lambda v: v in ("token", "sequence"), "'token' or 'sequence'"),
     ("epsilon", lambda v: v >= 0, "0 or above"),
@@ -152,10 +163,11 @@ def _refuse_out_of_range(args: GRPOConfig) -> None:
     losses = (*NATIVE_LOSS_TYPES, *SEQUENCE_RATIO_LOSS_TYPES)
     if args.loss_type not in losses:
         raise ValueError(f"loss_type={args.loss_type!r} is unknown. Set it to one of: {', '.join(losses)}.")
+    types = get_type_hints(type(args))  # not the fields' own, which HfArgumentParser rewrites in place
     for option, holds, expected in _RANGES:
         value = getattr(args, option)
         try:
-            works = value is None or holds(value)
+            works = type(None) in get_args(types[option]) if value is None else holds(value)
         except TypeError:  # of a type that does not compare, such as a number given as a string
             works = False
         if not works:
@@ -190,22 +202,15 @@ def _refuse_under_sequence_ratio(args: GRPOConfig) -> None:
                 )
 
 
-def _inactive(args: GRPOConfig, *, sized: bool) -> list[str]:
-    """A loss that cannot act because every update is on-policy; `sized`: the user set generation_batch_size."""
+def _inactive(args: GRPOConfig) -> list[str]:
+    """A loss that cannot act because every update is on-policy."""
     if not (args.has_sequence_ratio_loss and args.is_on_policy):
         return []
-    accumulation, steps = args.gradient_accumulation_steps, args.steps_per_generation
-    assert steps is not None
-    four_updates = (
-        f"generation_batch_size={4 * accumulation * args.per_device_train_batch_size * args.world_size}"
-        if sized
-        else f"steps_per_generation={4 * accumulation}"
-    )
     return [
         f"loss_type={args.loss_type!r} cannot act: every update is on-policy, so that the sequence ratio is exactly 1 "
-        f"and nothing is ever clipped (gradient_accumulation_steps={accumulation} uses up the generation batch: "
-        f"steps_per_generation={steps}, num_iterations={args.num_iterations}). Set {four_updates} for four updates "
-        f"per rollout as in the GSPO paper, or num_iterations={accumulation // steps + 1} or more."
+        f"and nothing is ever clipped (gradient_accumulation_steps={args.gradient_accumulation_steps} uses up the "
+        f"generation batch: steps_per_generation={args.steps_per_generation}, num_iterations={args.num_iterations}). "
+        f"{args.way_off_policy}"
     ]
 
 

@@ -29,7 +29,10 @@ class GRPOTrainer(HostTrainer):
         **keywords: TRL's other arguments, by name.
 
     Raises:
-        ValueError: `args` is not ours, or nothing is trainable.
+        ValueError: `args` is not ours, nothing is trainable, or bitsandbytes has packed the weights for inference.
+
+    Warns:
+        UserWarning: an off-policy mask cannot act, because every update is on-policy.
     """
 
     args: GRPOConfig
@@ -61,8 +64,7 @@ class GRPOTrainer(HostTrainer):
         if args.off_policy_mask_threshold is not None and args.is_on_policy and not has_engine:
             warnings.warn(
                 f"off_policy_mask_threshold={args.off_policy_mask_threshold} cannot act: every update is on-policy, "
-                "so that policy and sampler are the same. Set steps_per_generation to a multiple of "
-                "gradient_accumulation_steps, or num_iterations so that a rollout feeds several updates.",
+                f"so that policy and sampler are the same. {args.way_off_policy}",
                 UserWarning,
                 stacklevel=2,
             )
