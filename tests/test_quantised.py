@@ -5,33 +5,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
-from transformers import BitsAndBytesConfig
 
 from tests import tiny
+from tests.wide import BASES, load
 
-NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.float32}
 NEVER_PACKS = "this CPU has no AVX512-BF16, so that bitsandbytes never packs"
-BASES = {"nf4": NF4, "int8": {"load_in_8bit": True}}
-
-
-@pytest.fixture(scope="session")
-def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Wide enough for bitsandbytes' blocks and for its packed CPU kernels."""
-    folder = tmp_path_factory.mktemp("wide")
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "num_key_value_heads": 4}
-    config = transformers.LlamaConfig(**{**tiny.SIZES, **sizes, "initializer_range": 0.1})
-    model = transformers.AutoModelForCausalLM.from_config(config)
-    model.generation_config.eos_token_id = config.eos_token_id
-    model.save_pretrained(folder)
-    return folder
-
-
-def load(folder: Path, base: str) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, quantization_config=BitsAndBytesConfig(**BASES[base]), dtype=torch.float32, device_map="cpu"
-    )
 
 
 def build(folder: Path, base: str, tmp_path: Path, **options: Any) -> Any:

@@ -6,25 +6,22 @@
 Importing the package imports nothing else; trl, transformers and torch come with the first name used.
 """
 
+import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from trl_steady.callbacks import ReferenceRefreshCallback
     from trl_steady.config import GRPOConfig
     from trl_steady.trainer import GRPOTrainer
 
 __version__ = "0.1.0.dev0"
-__all__ = ["GRPOConfig", "GRPOTrainer"]
+__all__ = ["GRPOConfig", "GRPOTrainer", "ReferenceRefreshCallback"]
+_MODULES = {"GRPOConfig": "config", "GRPOTrainer": "trainer", "ReferenceRefreshCallback": "callbacks"}
 
 
 def __getattr__(name: str) -> Any:
-    if name == "GRPOConfig":
-        from trl_steady.config import GRPOConfig
-
-        return GRPOConfig
-    if name == "GRPOTrainer":
-        from trl_steady.trainer import GRPOTrainer
-
-        return GRPOTrainer
+    if name in _MODULES:
+        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

@@ -38,6 +38,13 @@ class GRPOConfig(trl.GRPOConfig):
         epsilon_high: Upper clip range. Unset: 4e-4 for gspo and gspo_token if `epsilon` is unset too; otherwise
             `epsilon`, which is TRL's rule.
         importance_sampling_level: Unset: `"sequence"` for gspo and gspo_token, TRL's default otherwise.
+        sync_ref_model: TRL's, and with PEFT, quantised bases and resumes too: the KL reference moves to the policy
+            every `ref_model_sync_steps` optimizer steps, before the next generation (DeepSeekMath, arXiv 2402.03300,
+            Algorithm 1). `ref_model_mixup_alpha=1` copies; TRL's default mixes.
+        ref_model_sync_kl: Also move it when the KL of an update exceeds this many nats a token. None: by steps only.
+        ref_model_sync_reset_optimizer: Clear the optimizer's state at each move (ProRL, arXiv 2505.24864).
+        adapter_dtype: `"float32"` keeps the adapters of a quantised base in float32, where TRL makes them bf16 and a
+            small learning rate rounds away. None: as TRL.
 
     Raises:
         ValueError: an option that cannot work, or that the chosen loss would ignore. The message names the option, the
@@ -72,10 +79,26 @@ class GRPOConfig(trl.GRPOConfig):
         },
     )
 
+    ref_model_sync_kl: float | None = field(
+        default=None,
+        metadata={
+            "help": "With sync_ref_model: also move the reference when an update's KL exceeds this many nats a token."
+        },
+    )
+    ref_model_sync_reset_optimizer: bool = field(
+        default=False,
+        metadata={"help": "With sync_ref_model: clear the optimizer's state whenever the reference moves."},
+    )
+    adapter_dtype: str | None = field(
+        default=None,
+        metadata={"help": "'float32' keeps the adapters of a quantised base in float32, where TRL makes them bf16."},
+    )
+
     def __post_init__(self) -> None:
         _refuse_out_of_range(self)
         self._fill_unset()
         super().__post_init__()
+        _refuse_idle_reference(self)
         if self.has_sequence_ratio_loss:
             _refuse_under_sequence_ratio(self)
         for message in (*_inactive(self), *_token_scale(self)):
@@ -124,6 +147,10 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("epsilon_high", lambda v: v >= 0, "0 or above"),
     ("delta", lambda v: v > 0, "above 0, or None for no two-sided clip"),
     ("beta", lambda v: 0 <= v < math.inf, "a finite number, 0 (no KL) or above"),
+    ("ref_model_sync_steps", lambda v: v >= 1 and v == int(v), "1, 2, 3, ... optimizer steps"),
+    ("ref_model_mixup_alpha", lambda v: 0 < v <= 1, "above 0 and at most 1, where 1 copies the policy"),
+    ("ref_model_sync_kl", lambda v: 0 < v < math.inf, "above 0, in nats a token, or None for refreshes by steps only"),
+    ("adapter_dtype", lambda v: v == "float32", "'float32', or None for TRL's choice"),
     ("off_policy_mask_threshold", lambda v: v >= 0, "0 or above, in nats a token, or None for no mask"),
     ("entropy_coef", math.isfinite, "a finite number, 0 for no bonus"),
     ("num_iterations", lambda v: v >= 1 and v == int(v), "1, 2, 3, ..."),
@@ -200,6 +227,21 @@ def _refuse_under_sequence_ratio(args: GRPOConfig) -> None:
                     f"{option}={getattr(args, option)!r} is an option of loss_type={other!r} and would be ignored by "
                     f"loss_type={loss_type!r}. Leave {option} unset, or set loss_type={other!r}."
                 )
+
+
+def _refuse_idle_reference(args: GRPOConfig) -> None:
+    """Refuse options of a moving reference where there is none, or where it does not move."""
+    if args.sync_ref_model and args.beta == 0:
+        raise ValueError(
+            "sync_ref_model=True with beta=0.0: without a KL there is no reference to move. Set beta above 0 "
+            "(DeepSeekMath uses 0.04), or sync_ref_model=False."
+        )
+    for option in ("ref_model_sync_kl", "ref_model_sync_reset_optimizer"):
+        if getattr(args, option) and not args.sync_ref_model:
+            raise ValueError(
+                f"{option}={getattr(args, option)!r} would be ignored: with sync_ref_model=False the reference does "
+                f"not move. Set sync_ref_model=True, or leave {option} unset."
+            )
 
 
 def _inactive(args: GRPOConfig) -> list[str]:

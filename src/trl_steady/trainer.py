@@ -2,16 +2,23 @@
 
 import functools
 import warnings
+from collections.abc import Mapping
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
 import trl
+from peft import PeftModel
 from torch import Tensor
 
+from trl_steady.adapters import merged_weights
+from trl_steady.callbacks import REFERENCE_FILE, ReferenceRefreshCallback, Refresh
 from trl_steady.config import GRPOConfig
 from trl_steady.functional import importance, kl, reduction
-from trl_steady.host import HostTrainer, MicroBatch, default_output_dir
+from trl_steady.host import HostTrainer, MicroBatch, default_output_dir, overridden
+from trl_steady.reference.adapter import parameters_kept
+from trl_steady.reference.tensors import POLICY
 
 __all__ = ["GRPOTrainer"]
 
@@ -36,6 +43,7 @@ class GRPOTrainer(HostTrainer):
     """
 
     args: GRPOConfig
+    _reference: ReferenceRefreshCallback | None = None
 
     @functools.wraps(trl.GRPOTrainer.__init__, assigned=())  # for inspect.signature and what reads it
     def __init__(
@@ -53,7 +61,13 @@ class GRPOTrainer(HostTrainer):
                 f"args is a {type(args).__module__}.{type(args).__qualname__}, which has none of trl_steady's "
                 "options. Import GRPOConfig from trl_steady too: from trl_steady import GRPOConfig, GRPOTrainer."
             )
-        super().__init__(model, reward_funcs, args, *positional, **keywords)
+        loaded = {name: p.data for name, p in model.named_parameters()} if isinstance(model, PeftModel) else {}
+        # TRL's constructor refuses sync_ref_model with PEFT, and without PEFT adds a callback of its own
+        with overridden(args, {"sync_ref_model": False}):
+            super().__init__(model, reward_funcs, args, *positional, **keywords)
+        if args.adapter_dtype is not None:
+            _refuse_adapter_dtype(self)
+            _keep_in_float32(self.model, loaded)
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise ValueError(
                 "the model has no trainable parameter, so that training would change nothing. If it is a PEFT adapter "
@@ -68,6 +82,75 @@ class GRPOTrainer(HostTrainer):
                 UserWarning,
                 stacklevel=2,
             )
+
+        if args.sync_ref_model:
+            self._reference = ReferenceRefreshCallback(
+                self,
+                steps=args.ref_model_sync_steps,
+                alpha=args.ref_model_mixup_alpha,
+                kl=args.ref_model_sync_kl,
+                reset_optimizer=args.ref_model_sync_reset_optimizer,
+            )
+            self.add_callback(self._reference)
+        if self.use_vllm and isinstance(self.model, PeftModel):
+            self._leave_base_alone(self.model)
+
+    @property
+    def reference_refreshes(self) -> list[Refresh]:
+        """The moves of the reference so far, those before a resume included."""
+        return self._reference.refreshes if self._reference else []
+
+    def _leave_base_alone(self, model: PeftModel) -> None:
+        """Keep a push to vLLM from changing a quantised base, or from sending the reference's modules along."""
+        quantised = getattr(model.get_base_model(), "is_quantized", False)
+        if quantised and self.vllm_mode == "colocate":
+            raise ValueError(
+                "vllm_mode='colocate' quantises the engine like the base, and cannot take weights with the adapter "
+                "merged. Serve the unquantised model with `trl vllm-serve` and set vllm_mode='server', or "
+                "use_vllm=False."
+            )
+        if quantised or self._reference:
+            self.push_to_engine(lambda: merged_weights(model))
+
+    def rollout(self, inputs: Any) -> dict[str, Any]:
+        """TRL's, which switches to the reference's adapter and back; what is trainable stays so."""
+        if self._reference is None:
+            return super().rollout(inputs)
+        with parameters_kept(self.model):
+            return super().rollout(inputs)
+
+    def save_policy(self, folder: str | None, state_dict: Any) -> None:
+        """A plain PEFT or transformers model: the reference is no part of it."""
+        model = self.accelerator.unwrap_model(self.model)
+        if self._reference is None or not isinstance(model, PeftModel):
+            return super().save_policy(folder, state_dict)
+        alone = functools.partial(model.save_pretrained, selected_adapters=[POLICY])
+        with overridden(model, {"save_pretrained": alone}):
+            super().save_policy(folder, state_dict)
+
+    def save_state(self, checkpoint: Path) -> None:
+        """And the reference, with its counters."""
+        super().save_state(checkpoint)
+        if self._reference:
+            self._reference.save(checkpoint)
+
+    def load_model_from(self, checkpoint: Path, model: torch.nn.Module | None) -> None:
+        """The policy in the dtype it was trained in; PEFT would load a bf16 adapter as float32."""
+        if self._reference:
+            self._reference.check(checkpoint)
+        elif (checkpoint / REFERENCE_FILE).exists():
+            raise ValueError(
+                f"{checkpoint} holds a moving reference ({REFERENCE_FILE}), and with sync_ref_model=False a resume "
+                "would start over with the initial one. Set sync_ref_model=True as in the run that wrote it."
+            )
+        with parameters_kept(self.model):
+            super().load_model_from(checkpoint, model)
+
+    def load_state(self, checkpoint: Path) -> None:
+        """And the reference, with its counters."""
+        super().load_state(checkpoint)
+        if self._reference:
+            self._reference.load(checkpoint)
 
     def micro_batch_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Score, rewrite, TRL's own loss, and the KL that TRL cannot express."""
@@ -121,6 +204,29 @@ class GRPOTrainer(HostTrainer):
         return trl.GRPOTrainer.get_off_policy_mask(
             advantages, per_token_logps, sampling_per_token_logps, mask, off_policy_threshold
         )
+
+
+def _keep_in_float32(model: torch.nn.Module, before: Mapping[str, Tensor]) -> None:
+    """Undo the rounding of TRL's constructor, which makes the adapters of a quantised base bf16.
+
+    Args:
+        model: The policy after the constructor.
+        before: The values of an adapter that was loaded, from before the constructor.
+    """
+    for name, parameter in model.named_parameters():
+        if parameter.requires_grad:
+            parameter.data = before.get(name, parameter.data).to(parameter.device, torch.float32)
+
+
+def _refuse_adapter_dtype(trainer: GRPOTrainer) -> None:
+    option = f"adapter_dtype={trainer.args.adapter_dtype!r}"
+    if not isinstance(trainer.model, PeftModel):
+        raise ValueError(
+            f"{option} would be ignored: the model has no adapter. Leave it unset, or give a peft_config."
+        )
+    plugin = trainer.args.deepspeed_plugin
+    if plugin is not None and plugin.zero_stage == 3:
+        raise ValueError(f"{option}: ZeRO-3 needs parameters of one dtype. Leave it unset, or use ZeRO-2 or FSDP2.")
 
 
 def _as_gspo(batch: MicroBatch) -> MicroBatch:

@@ -1,32 +1,17 @@
-"""TRL's `GRPOTrainer` with its private seam under names of ours.
+"""A micro-batch of TRL's with its loss: scored once, rewritten, and handed back to TRL."""
 
-The only file that names private attributes of TRL. `CONTRACT` lists all that TRL's `_compute_loss` reads, each with
-how it is honoured under our losses; a test holds it against the installed TRL and says by name what moved.
-"""
-
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from importlib.metadata import version
 from typing import Any, cast
 
 import torch
-import trl
-from packaging.version import Version
 from torch import Tensor
-from trl.trainer.utils import get_config_model_id
 
-__all__ = ["CONTRACT", "Contract", "HostTrainer", "MicroBatch"]
+from trl_steady.host.checkpoints import CheckpointingTrainer
+from trl_steady.host.contract import CONTRACT, FORWARDED
+from trl_steady.host.names import overridden
 
-_TRL = Version(version("trl"))
-
-if Version("1.16") > _TRL or _TRL.major >= 2:  # 2.0.dev0 counts as 2
-    raise ImportError(f"trl-steady supports trl>=1.16,<2, found {_TRL}. Install a TRL in that range.")
-if not trl.GRPOTrainer.__module__.startswith("trl."):
-    raise ImportError(
-        f"trl.GRPOTrainer has been replaced by {trl.GRPOTrainer.__module__}, whose loss does not pass through TRL's "
-        "_compute_loss. trl-steady works with TRL's own trainer: import it without the package that patches TRL."
-    )
+__all__ = ["HostTrainer", "MicroBatch"]
 
 
 @dataclass(frozen=True)
@@ -79,10 +64,8 @@ _REWRITTEN_INPUTS = {
 }
 
 
-class HostTrainer(trl.GRPOTrainer):
+class HostTrainer(CheckpointingTrainer):
     """The seam: score a micro-batch once, rewrite it, let TRL compute its own loss on it."""
-
-    model: torch.nn.Module  # set by TRL's constructor, whose annotation allows for None
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         return self.micro_batch_loss(model, inputs)
@@ -95,7 +78,7 @@ class HostTrainer(trl.GRPOTrainer):
         """One forward of the policy on a micro-batch, by TRL's own method."""
         completion_ids, completion_mask = inputs["completion_ids"], inputs["completion_mask"]
         per_sample = {
-            name: inputs[name] for name, how in CONTRACT.inputs.items() if how == _FORWARDED and name in inputs
+            name: inputs[name] for name, how in CONTRACT.inputs.items() if how == FORWARDED and name in inputs
         }
         logps, entropies, aux_loss = self._get_per_token_logps_and_entropies(
             model,
@@ -157,7 +140,7 @@ class HostTrainer(trl.GRPOTrainer):
             # on the instance, so that a subclass's own scoring method is not applied to its own result
             "_get_per_token_logps_and_entropies": lambda *_args, **_kwargs: scores,
         }
-        with _overridden(self, overrides):
+        with overridden(self, overrides):
             return super()._compute_loss(model, rewritten)
 
     @property
@@ -182,141 +165,13 @@ class HostTrainer(trl.GRPOTrainer):
     def _record(self, name: str, value: float) -> None:
         self._metrics["train" if self.model.training else "eval"][name].append(value)
 
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        return self.rollout(inputs)
 
-def default_output_dir(model: Any) -> str:
-    """TRL's output folder for a trainer built without `args`."""
-    return f"{(model if isinstance(model, str) else get_config_model_id(model.config)).split('/')[-1]}-GRPO"
+    def rollout(self, inputs: Any) -> dict[str, Any]:
+        """Completions of a batch of prompts with their rewards and log-probs: here TRL's own."""
+        return super()._generate_and_score_completions(inputs)
 
-
-@contextmanager
-def _overridden(trainer: trl.GRPOTrainer, values: Mapping[str, Any]) -> Iterator[None]:
-    """Attributes of the trainer, replaced for one call."""
-    attributes = vars(trainer)
-    before = dict(attributes)
-    attributes.update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            if name in before:
-                attributes[name] = before[name]
-            else:
-                del attributes[name]
-
-
-@dataclass(frozen=True)
-class Contract:
-    """What TRL's `_compute_loss` reads, by kind: name -> how our losses honour or refuse it."""
-
-    attributes: Mapping[str, str]
-    """`self.NAME`"""
-    arguments: Mapping[str, str]
-    """`self.args.NAME`"""
-    inputs: Mapping[str, str]
-    """`inputs["NAME"]`"""
-    parameters: Mapping[str, tuple[str, ...]]
-    """Methods we wrap -> their parameters"""
-
-
-_BY_TRL = "honoured: TRL's own code runs"
-_FORWARDED = "honoured: forwarded to TRL's scoring method by name"
-_NOT_READ = "refused when set: TRL reads it under another loss_type only"
-
-CONTRACT = Contract(
-    attributes={
-        "_get_per_token_logps_and_entropies": "wrapped: scores once, then hands the scores to TRL",
-        "_entropy_bonus_enabled": _BY_TRL,
-        "_entropy_window_stats": _BY_TRL,
-        "_last_world_entropy": _BY_TRL,
-        "_metrics": "honoured: TRL logs into it, and so do we",
-        "accelerator": _BY_TRL,
-        "args": "honoured: see the arguments",
-        "aux_loss_enabled": "honoured: decides whether we score with the aux loss",
-        "beta": "honoured: 0 for TRL while our KL stands in for TRL's",
-        "current_gradient_accumulation_steps": "honoured: our KL is divided by it as TRL's loss is",
-        "entropy_coef": _BY_TRL,
-        "epsilon_high": _BY_TRL,
-        "epsilon_low": _BY_TRL,
-        "get_gamma_weights": "not reached: loss_type='vespo' only",
-        "get_high_entropy_mask": _BY_TRL,
-        "get_off_policy_mask": "wrapped: one decision a sequence, also with (B, T) advantages",
-        "importance_sampling_level": "honoured: 'sequence' for gspo; 'token' for TRL's code under gspo_token",
-        "loss_type": "honoured: 'grpo' for TRL's code under gspo and gspo_token",
-        "max_completion_length": "not reached: loss_type='dr_grpo' only",
-        "model": _BY_TRL,
-        "off_policy_mask_threshold": _BY_TRL,
-        "router_aux_loss_coef": _BY_TRL,
-        "top_entropy_quantile": _BY_TRL,
-        "use_adaptive_entropy": _BY_TRL,
-        "use_vllm": _BY_TRL,
-        "vllm_importance_sampling_correction": _BY_TRL,
-    },
-    arguments={
-        "delta": _BY_TRL,
-        "entropy_coef_delta": _BY_TRL,
-        "entropy_coef_max": _BY_TRL,
-        "entropy_coef_min": _BY_TRL,
-        "entropy_target": _BY_TRL,
-        "sapo_temperature_neg": _NOT_READ,
-        "sapo_temperature_pos": _NOT_READ,
-        "steps_per_generation": "honoured: TRL's buffering; its normaliser is not reached under loss_type='grpo'",
-        "use_bias_correction_kl": "honoured: with the token ratio, where TRL would take the sequence's",
-        "vespo_k_neg": _NOT_READ,
-        "vespo_k_pos": _NOT_READ,
-        "vespo_lambda_neg": _NOT_READ,
-        "vespo_lambda_pos": _NOT_READ,
-    },
-    inputs={
-        "advantages": "rewritten: (B, T) for gspo_token; (B, T) is refused by gspo",
-        "completion_ids": _BY_TRL,
-        "completion_mask": _BY_TRL,
-        "image_grid_thw": _FORWARDED,
-        "image_position_ids": _FORWARDED,
-        "image_sizes": _FORWARDED,
-        "importance_sampling_ratio": "rewritten: cleaned where the mask is 0",
-        "mm_token_type_ids": _FORWARDED,
-        "num_images": _FORWARDED,
-        "num_items_in_batch": "not reached: normaliser of loss_type='dapo', 'cispo' and 'vespo'",
-        "num_tiles": _FORWARDED,
-        "old_per_token_logps": "rewritten: gspo_token's surrogate",
-        "pixel_attention_mask": _FORWARDED,
-        "pixel_values": _FORWARDED,
-        "prompt_ids": _BY_TRL,
-        "prompt_mask": _BY_TRL,
-        "ref_per_token_logps": "rewritten: same origin as the surrogate",
-        "sampling_per_token_logps": "rewritten: same origin as the surrogate, for the off-policy mask",
-        "spatial_shapes": _FORWARDED,
-        "token_type_ids": _FORWARDED,
-        "tool_mask": _BY_TRL,
-    },
-    parameters={
-        "_compute_loss": ("self", "model", "inputs"),
-        "_get_per_token_logps_and_entropies": (
-            "self",
-            "model",
-            "input_ids",
-            "attention_mask",
-            "logits_to_keep",
-            "batch_size",
-            "compute_entropy",
-            "compute_aux_loss",
-            "pixel_values",
-            "image_grid_thw",
-            "num_images",
-            "pixel_attention_mask",
-            "spatial_shapes",
-            "num_tiles",
-            "image_sizes",
-            "token_type_ids",
-            "mm_token_type_ids",
-            "image_position_ids",
-        ),
-        "get_off_policy_mask": (
-            "advantages",
-            "per_token_logps",
-            "sampling_per_token_logps",
-            "mask",
-            "off_policy_threshold",
-        ),
-    },
-)
+    def push_to_engine(self, weights: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
+        """Let vLLM have `weights()`, named as it expects them, in place of what TRL would merge and send."""
+        vars(self.vllm_generation)["_iter_named_params"] = weights

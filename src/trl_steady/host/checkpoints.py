@@ -1,0 +1,148 @@
+"""TRL's trainer with checkpoints that are whole or not there, and resume exactly wherever they were taken."""
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import torch
+import trl
+from torch.utils.data import Sampler
+from transformers import trainer_utils
+from transformers.trainer import TRAINER_STATE_NAME
+
+from trl_steady.host.names import generation_interval
+
+__all__ = ["CheckpointingTrainer"]
+
+
+class CheckpointingTrainer(trl.GRPOTrainer):
+    """`trl.GRPOTrainer` whose checkpoints survive a kill and hold what TRL leaves out: the rollouts in use."""
+
+    model: torch.nn.Module  # set by TRL's constructor, whose annotation allows for None
+    _writes_checkpoint = False
+    _train_sampler: Sampler[Any] | None = None
+
+    def _get_train_sampler(self, dataset: Any = None) -> Sampler[Any]:
+        self._train_sampler = super()._get_train_sampler(dataset)
+        return self._train_sampler
+
+    def _get_output_dir(self, trial: Any) -> str:
+        folder = super()._get_output_dir(trial)
+        return os.path.join(folder, "unfinished") if self._writes_checkpoint else folder
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        """Write a checkpoint aside, and move it into place when it is whole; a kill leaves those before it."""
+        run = Path(super()._get_output_dir(trial))
+        self._writes_checkpoint = True
+        try:
+            unfinished = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+            if self.accelerator.is_local_main_process:
+                shutil.rmtree(unfinished.parent, ignore_errors=True)  # of a run that was killed
+            self.accelerator.wait_for_everyone()
+            super()._save_checkpoint(model, trial)
+            if not self.args.save_only_model:
+                self.save_state(unfinished)
+        finally:
+            self._writes_checkpoint = False
+        checkpoint = run / unfinished.name
+        if self.state.best_model_checkpoint == str(unfinished):
+            self.state.best_model_checkpoint = str(checkpoint)
+            if self.args.should_save:
+                self.state.save_to_json(str(unfinished / TRAINER_STATE_NAME))
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_local_main_process and unfinished.exists():
+            if checkpoint.exists():  # of a run that was resumed from an earlier one
+                os.replace(checkpoint, unfinished.parent / "replaced")
+            os.replace(unfinished, checkpoint)
+            shutil.rmtree(unfinished.parent, ignore_errors=True)
+        self.accelerator.wait_for_everyone()
+        if self.args.push_to_hub:
+            super()._push_from_checkpoint(str(checkpoint))
+        if self.args.should_save:
+            trainer_utils.rotate_checkpoints(
+                output_dir=str(run),
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if not self._writes_checkpoint:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def save_state(self, checkpoint: Path) -> None:
+        """Add to a checkpoint what TRL leaves out: the rollouts in use, the position in them, metrics not yet logged.
+
+        Every process calls it, and writes its own file.
+        """
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        window = {
+            "settings": self._window_settings(),
+            "position": self._step,
+            "rollouts": self._buffered_inputs if self._step % generation_interval(self) else None,
+            "metrics": dict(self._metrics["train"]),
+        }
+        torch.save(window, checkpoint / self._window_file())
+
+    def load_state(self, checkpoint: Path) -> None:
+        """Restore what `save_state` added.
+
+        Raises:
+            ValueError: the checkpoint lies inside a generation window, and its rollouts are missing or of other
+                settings.
+        """
+        for _ in range(int(self.state.epoch or 0)):  # TRL's sampler draws one order an epoch, from one generator
+            next(iter(self._train_sampler or ()), None)
+        interval, file = generation_interval(self), checkpoint / self._window_file()
+        if not file.is_file():
+            if self.state.global_step * self.args.gradient_accumulation_steps % interval:
+                raise ValueError(
+                    f"{checkpoint} lies inside a generation window and holds no {file.name}: it was written by TRL, "
+                    "by fewer processes, or with save_only_model=True, and cannot be resumed exactly. Resume from a "
+                    f"checkpoint at a whole number of windows ({interval} micro-batches each)."
+                )
+            return
+        window = torch.load(file, map_location=self.accelerator.device, weights_only=True)
+        same = window["settings"] == self._window_settings()
+        if window["rollouts"] is not None and not same:
+            raise ValueError(
+                f"{checkpoint} lies inside a generation window that began with other settings: {window['settings']} "
+                f"there, {self._window_settings()} here. Resume with the same ones, or from a checkpoint at the end "
+                "of a window."
+            )
+        self._step = window["position"] if same else 0
+        self._buffered_inputs = window["rollouts"]
+        self._metrics["train"].update(window["metrics"])
+
+    def _window_file(self) -> str:
+        return f"rollouts_{self.accelerator.process_index}.pt"
+
+    def _window_settings(self) -> dict[str, int]:
+        args: Any = self.args
+        return {
+            "per_device_train_batch_size": args.per_device_train_batch_size,
+            "gradient_accumulation_steps": args.gradient_accumulation_steps,
+            "steps_per_generation": args.steps_per_generation,
+            "num_iterations": self.num_iterations,
+            "processes": self.accelerator.num_processes,
+        }
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.load_state(Path(checkpoint))
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        self.load_model_from(Path(resume_from_checkpoint), model)
+
+    def load_model_from(self, checkpoint: Path, model: torch.nn.Module | None) -> None:
+        """Load the policy from a checkpoint: here as transformers does."""
+        super()._load_from_checkpoint(str(checkpoint), model)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        self.save_policy(output_dir, state_dict)
+
+    def save_policy(self, folder: str | None, state_dict: Any) -> None:
+        """Write the policy to a folder: here as transformers does."""
+        super()._save(folder, state_dict)

@@ -1,0 +1,124 @@
+"""What TRL's `_compute_loss` reads, and how it is honoured under our losses; data, held against TRL by a test."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+__all__ = ["CONTRACT", "FORWARDED", "Contract"]
+
+
+@dataclass(frozen=True)
+class Contract:
+    """What TRL's `_compute_loss` reads, by kind: name -> how our losses honour or refuse it."""
+
+    attributes: Mapping[str, str]
+    """`self.NAME`"""
+    arguments: Mapping[str, str]
+    """`self.args.NAME`"""
+    inputs: Mapping[str, str]
+    """`inputs["NAME"]`"""
+    parameters: Mapping[str, tuple[str, ...]]
+    """Methods we wrap -> their parameters"""
+
+
+_BY_TRL = "honoured: TRL's own code runs"
+FORWARDED = "honoured: forwarded to TRL's scoring method by name"
+_NOT_READ = "refused when set: TRL reads it under another loss_type only"
+
+CONTRACT = Contract(
+    attributes={
+        "_get_per_token_logps_and_entropies": "wrapped: scores once, then hands the scores to TRL",
+        "_entropy_bonus_enabled": _BY_TRL,
+        "_entropy_window_stats": _BY_TRL,
+        "_last_world_entropy": _BY_TRL,
+        "_metrics": "honoured: TRL logs into it, and so do we",
+        "accelerator": _BY_TRL,
+        "args": "honoured: see the arguments",
+        "aux_loss_enabled": "honoured: decides whether we score with the aux loss",
+        "beta": "honoured: 0 for TRL while our KL stands in for TRL's",
+        "current_gradient_accumulation_steps": "honoured: our KL is divided by it as TRL's loss is",
+        "entropy_coef": _BY_TRL,
+        "epsilon_high": _BY_TRL,
+        "epsilon_low": _BY_TRL,
+        "get_gamma_weights": "not reached: loss_type='vespo' only",
+        "get_high_entropy_mask": _BY_TRL,
+        "get_off_policy_mask": "wrapped: one decision a sequence, also with (B, T) advantages",
+        "importance_sampling_level": "honoured: 'sequence' for gspo; 'token' for TRL's code under gspo_token",
+        "loss_type": "honoured: 'grpo' for TRL's code under gspo and gspo_token",
+        "max_completion_length": "not reached: loss_type='dr_grpo' only",
+        "model": _BY_TRL,
+        "off_policy_mask_threshold": _BY_TRL,
+        "router_aux_loss_coef": _BY_TRL,
+        "top_entropy_quantile": _BY_TRL,
+        "use_adaptive_entropy": _BY_TRL,
+        "use_vllm": _BY_TRL,
+        "vllm_importance_sampling_correction": _BY_TRL,
+    },
+    arguments={
+        "delta": _BY_TRL,
+        "entropy_coef_delta": _BY_TRL,
+        "entropy_coef_max": _BY_TRL,
+        "entropy_coef_min": _BY_TRL,
+        "entropy_target": _BY_TRL,
+        "sapo_temperature_neg": _NOT_READ,
+        "sapo_temperature_pos": _NOT_READ,
+        "steps_per_generation": "honoured: TRL's buffering; its normaliser is not reached under loss_type='grpo'",
+        "use_bias_correction_kl": "honoured: with the token ratio, where TRL would take the sequence's",
+        "vespo_k_neg": _NOT_READ,
+        "vespo_k_pos": _NOT_READ,
+        "vespo_lambda_neg": _NOT_READ,
+        "vespo_lambda_pos": _NOT_READ,
+    },
+    inputs={
+        "advantages": "rewritten: (B, T) for gspo_token; (B, T) is refused by gspo",
+        "completion_ids": _BY_TRL,
+        "completion_mask": _BY_TRL,
+        "image_grid_thw": FORWARDED,
+        "image_position_ids": FORWARDED,
+        "image_sizes": FORWARDED,
+        "importance_sampling_ratio": "rewritten: cleaned where the mask is 0",
+        "mm_token_type_ids": FORWARDED,
+        "num_images": FORWARDED,
+        "num_items_in_batch": "not reached: normaliser of loss_type='dapo', 'cispo' and 'vespo'",
+        "num_tiles": FORWARDED,
+        "old_per_token_logps": "rewritten: gspo_token's surrogate",
+        "pixel_attention_mask": FORWARDED,
+        "pixel_values": FORWARDED,
+        "prompt_ids": _BY_TRL,
+        "prompt_mask": _BY_TRL,
+        "ref_per_token_logps": "rewritten: same origin as the surrogate",
+        "sampling_per_token_logps": "rewritten: same origin as the surrogate, for the off-policy mask",
+        "spatial_shapes": FORWARDED,
+        "token_type_ids": FORWARDED,
+        "tool_mask": _BY_TRL,
+    },
+    parameters={
+        "_compute_loss": ("self", "model", "inputs"),
+        "_get_per_token_logps_and_entropies": (
+            "self",
+            "model",
+            "input_ids",
+            "attention_mask",
+            "logits_to_keep",
+            "batch_size",
+            "compute_entropy",
+            "compute_aux_loss",
+            "pixel_values",
+            "image_grid_thw",
+            "num_images",
+            "pixel_attention_mask",
+            "spatial_shapes",
+            "num_tiles",
+            "image_sizes",
+            "token_type_ids",
+            "mm_token_type_ids",
+            "image_position_ids",
+        ),
+        "get_off_policy_mask": (
+            "advantages",
+            "per_token_logps",
+            "sampling_per_token_logps",
+            "mask",
+            "off_policy_threshold",
+        ),
+    },
+)

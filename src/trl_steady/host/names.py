@@ -1,0 +1,52 @@
+"""Small readings of TRL's trainers, by names of ours."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import trl
+from trl.trainer.utils import get_config_model_id
+
+__all__ = ["default_output_dir", "generation_interval", "is_before_generation", "log_last", "logged", "overridden"]
+
+
+def default_output_dir(model: Any) -> str:
+    """TRL's output folder for a trainer built without `args`."""
+    return f"{(model if isinstance(model, str) else get_config_model_id(model.config)).split('/')[-1]}-GRPO"
+
+
+def generation_interval(trainer: trl.GRPOTrainer | trl.RLOOTrainer) -> int:
+    """Micro-batches between two generations."""
+    args: Any = trainer.args
+    return args.steps_per_generation * trainer.num_iterations
+
+
+def is_before_generation(trainer: trl.GRPOTrainer | trl.RLOOTrainer) -> bool:
+    """Whether the next training micro-batch begins with a generation."""
+    return trainer._step % generation_interval(trainer) == 0
+
+
+def logged(trainer: trl.GRPOTrainer | trl.RLOOTrainer, name: str) -> list[float]:
+    """The values of a training metric since the last log."""
+    return trainer._metrics["train"].get(name, [])
+
+
+def log_last(trainer: trl.GRPOTrainer | trl.RLOOTrainer, name: str, value: float) -> None:
+    """Log a training metric of which the last value before a log counts, not the mean."""
+    trainer._metrics["train"][name] = [value]
+
+
+@contextmanager
+def overridden(target: object, values: Mapping[str, Any]) -> Iterator[None]:
+    """Attributes of an object, replaced for one call."""
+    attributes = vars(target)
+    before = dict(attributes)
+    attributes.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            if name in before:
+                attributes[name] = before[name]
+            else:
+                del attributes[name]

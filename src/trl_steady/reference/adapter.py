@@ -1,0 +1,93 @@
+"""The reference as a second adapter named `ref` on the policy's own base model."""
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from peft import PeftModel
+
+from trl_steady.reference.tensors import POLICY, REFERENCE, adapter_pairs, move
+
+__all__ = ["add_reference_adapter", "parameters_kept", "refuse_unmovable"]
+
+MOVABLE = ("LORA", "LOHA", "LOKR", "IA3")
+
+
+def add_reference_adapter(model: PeftModel) -> None:
+    """Put the reference on a PEFT model, equal to the policy as it stands; nothing else of the model changes.
+
+    An adapter `ref` that TRL has made of a loaded adapter is kept, and brought to the policy's dtype.
+
+    Raises:
+        ValueError: an adapter that cannot be moved, by name, with the way out.
+    """
+    refuse_unmovable(model)
+    if REFERENCE not in model.peft_config:
+        config: Any = copy.deepcopy(model.peft_config[POLICY])
+        if isinstance(getattr(config, "init_lora_weights", None), str):
+            config.init_lora_weights = True  # PiSSA, OLoRA and others would change the base; all is overwritten below
+        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+        # rollouts are drawn as without a reference adapter
+        with parameters_kept(model), torch.random.fork_rng(devices=devices):
+            model.add_adapter(REFERENCE, config)
+    pairs = adapter_pairs(model)
+    for pair in pairs:
+        pair.reference.requires_grad_(False)
+    move(pairs, alpha=1)
+
+
+@contextmanager
+def parameters_kept(model: torch.nn.Module) -> Iterator[None]:
+    """The parameters' dtypes and `requires_grad` survive what happens inside.
+
+    PEFT makes every parameter of an adapter trainable when it switches adapters, and float32 when it loads one.
+    """
+    before = {name: (parameter.dtype, parameter.requires_grad) for name, parameter in model.named_parameters()}
+    try:
+        yield
+    finally:
+        for name, parameter in model.named_parameters():
+            dtype, requires_grad = before.get(name, (parameter.dtype, parameter.requires_grad))
+            if parameter.dtype != dtype:
+                parameter.data = parameter.data.to(dtype)
+            if parameter.requires_grad != requires_grad:
+                parameter.requires_grad_(requires_grad)
+
+
+def refuse_unmovable(model: PeftModel) -> None:
+    """Refuse adapters of which a copy cannot follow the policy.
+
+    Raises:
+        ValueError: another adapter than one named `default`, prompt learning, AdaLoRA or another kind that has not
+            been checked, trained biases, KaSA.
+    """
+    active = list(model.active_adapters)
+    if active != [POLICY]:
+        raise ValueError(
+            f"the active adapters are {active}, and a reference can follow one named {POLICY!r} only. Load the "
+            f"adapter with PeftModel.from_pretrained(..., adapter_name={POLICY!r}, is_trainable=True)."
+        )
+    config: Any = model.peft_config[POLICY]
+    kind = getattr(config.peft_type, "value", str(config.peft_type))
+    if kind not in MOVABLE:
+        why = {
+            "ADALORA": ": its ranks change while it trains",
+            "XLORA": ": its adapters are mixed by a classifier",
+        }.get(kind, ": the prompt is not an adapter of the weights" if config.is_prompt_learning else "")
+        raise ValueError(
+            f"peft_type={kind!r} cannot follow the policy as a reference{why}. Use one of {', '.join(MOVABLE)} "
+            "(LoraConfig and its relatives), or full fine-tuning, or sync_ref_model=False."
+        )
+    bias = getattr(config, "bias", "none")
+    if bias != "none":
+        raise ValueError(
+            f"bias={bias!r} trains the biases of the base model, of which there is one set for policy and reference. "
+            "Set bias='none', or name the modules whose biases shall train in modules_to_save."
+        )
+    if getattr(config, "kasa_config", None) is not None:
+        raise ValueError(
+            "kasa_config changes the base weights whenever an adapter is added, the reference too. Use LoRA without "
+            "KaSA, or sync_ref_model=False."
+        )

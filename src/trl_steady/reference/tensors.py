@@ -1,0 +1,174 @@
+"""Each tensor of the policy beside the one of the reference that follows it: moving, gathering and restoring them.
+
+An adapter and a full copy are the same thing here, a list of `Pair`. Tensors may be plain, sharded by FSDP2
+(`DTensor`) or partitioned by DeepSpeed ZeRO-3; moving never gathers a DTensor.
+"""
+
+import itertools
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+__all__ = [
+    "POLICY",
+    "REFERENCE",
+    "Pair",
+    "adapter_pairs",
+    "gather",
+    "model_pairs",
+    "move",
+    "refuse_other_shapes",
+    "restore",
+]
+
+POLICY, REFERENCE = "default", "ref"
+"""Names of the two adapters; TRL reads an adapter named `ref` as the reference."""
+
+
+class Pair(NamedTuple):
+    """A tensor of the policy and the one of the reference that follows it, of the same shape."""
+
+    name: str
+    policy: Tensor
+    reference: Tensor
+
+
+def model_pairs(policy: torch.nn.Module, reference: torch.nn.Module) -> list[Pair]:
+    """Parameters and buffers of two models of one architecture; tied weights once.
+
+    Raises:
+        ValueError: the models do not have the same tensors.
+    """
+    ours, theirs = _tensors(policy), _tensors(reference)
+    return [Pair(name, tensor, theirs[name]) for name, tensor in _same_names(ours, theirs).items()]
+
+
+def adapter_pairs(model: torch.nn.Module) -> list[Pair]:
+    """Parameters and buffers of the adapters `default` and `ref` of one PEFT model, by name.
+
+    The adapter's name is a whole component of a tensor's name, in the middle (`lora_A.default.weight`) or at the end
+    (`lora_embedding_A.default`).
+
+    Raises:
+        ValueError: the two adapters do not have the same tensors.
+    """
+    every = _tensors(model)
+    policy = {name: tensor for name, tensor in every.items() if POLICY in name.split(".")}
+    reference = {_renamed(name): tensor for name, tensor in every.items() if REFERENCE in name.split(".")}
+    return [Pair(name, tensor, reference[name]) for name, tensor in _same_names(policy, reference).items()]
+
+
+def _renamed(name: str) -> str:
+    return ".".join(POLICY if part == REFERENCE else part for part in name.split("."))
+
+
+def _tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+    return dict(itertools.chain(model.named_parameters(), model.named_buffers()))
+
+
+def _same_names(policy: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+    unpaired = sorted(policy.keys() ^ reference.keys())
+    if unpaired or not policy:
+        raise ValueError(
+            f"policy and reference do not have the same tensors ({len(policy)} and {len(reference)}"
+            + (f"; without a partner: {', '.join(unpaired[:3])}" if unpaired else "")
+            + "), so that the reference cannot follow. Use LoRA, or full fine-tuning."
+        )
+    return policy
+
+
+@torch.no_grad()
+def move(pairs: Iterable[Pair], alpha: float) -> None:
+    """Set each tensor of the reference to `alpha` * policy + (1 - `alpha`) * reference; 1 copies.
+
+    TR-DPO, arXiv 2404.09656, section 3. Integers and booleans are copied. A plain reference takes the policy's dtype,
+    which a cast after its creation may have changed; a sharded one keeps its own.
+    """
+    for _, policy, reference in pairs:
+        with _whole((policy, reference), write=True):
+            if reference.dtype != policy.dtype and not _is_sharded(reference):
+                reference.data = reference.data.to(policy.dtype)
+            source, target = _local(policy), _local(reference)
+            if alpha == 1 or not target.is_floating_point():
+                target.copy_(source)
+            else:
+                target.mul_(1 - alpha).add_(source.to(target.dtype), alpha=alpha)
+
+
+@torch.no_grad()
+def gather(pairs: Iterable[Pair], *, keep: bool = True) -> dict[str, Tensor]:
+    """The reference's tensors, whole and on the CPU. Every process must call it.
+
+    Args:
+        pairs: As for `move`.
+        keep: Whether this process wants them; others take part in the gathering, one tensor at a time.
+    """
+    tensors = {}
+    for name, _, reference in pairs:
+        with _whole((reference,), write=False):
+            whole = reference.full_tensor() if isinstance(reference, DTensor) else reference.detach()
+            if keep:
+                tensors[name] = whole.to("cpu", copy=True).contiguous()
+    return tensors
+
+
+@torch.no_grad()
+def restore(pairs: Iterable[Pair], tensors: Mapping[str, Tensor]) -> None:
+    """Give the reference back the tensors that `gather` took. Every process must call it.
+
+    Raises:
+        ValueError: names or shapes are not those of this reference.
+    """
+    pairs = list(pairs)
+    refuse_other_shapes(pairs, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    for name, _, reference in pairs:
+        with _whole((reference,), write=True):
+            if isinstance(reference, DTensor):
+                mesh, placements = reference.device_mesh, reference.placements
+                whole = tensors[name].to(reference.device)
+                reference.to_local().copy_(distribute_tensor(whole, mesh, placements).to_local())
+            elif _is_sharded(reference):
+                reference.copy_(tensors[name])
+            else:  # its dtype too
+                reference.data = tensors[name].to(reference.device, copy=True)
+
+
+def refuse_other_shapes(pairs: Iterable[Pair], found: Mapping[str, tuple[int, ...]]) -> None:
+    """Raise a ValueError that names the first tensor whose shape is not that of this reference."""
+    expected = {pair.name: tuple(_shape(pair.reference)) for pair in pairs}
+    for name in sorted(expected.keys() | found.keys()):
+        if expected.get(name) != found.get(name):
+            raise ValueError(
+                f"the saved reference has another shape than this model's: {name} is {found.get(name, 'missing')} "
+                f"there and {expected.get(name, 'missing')} here. Build the trainer with the model and the "
+                "peft_config (target_modules, r, modules_to_save) that the run began with."
+            )
+
+
+def _is_sharded(tensor: Tensor) -> bool:
+    return isinstance(tensor, DTensor) or hasattr(tensor, "ds_id")
+
+
+def _shape(tensor: Any) -> Iterable[int]:
+    return getattr(tensor, "ds_shape", tensor.shape)  # a ZeRO-3 partition's own shape is (0,)
+
+
+def _local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+@contextmanager
+def _whole(tensors: tuple[Tensor, ...], *, write: bool) -> Iterator[None]:
+    """Parameters that DeepSpeed ZeRO-3 has partitioned, whole for a moment."""
+    partitioned = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
+    if not partitioned:
+        yield
+        return
+    import deepspeed  # pyright: ignore[reportMissingImports]
+
+    with deepspeed.zero.GatheredParameters(partitioned, modifier_rank=0 if write else None):
+        yield

@@ -1,0 +1,44 @@
+"""A run that is killed and resumed ends as the run that was never killed, bit for bit."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests import resumable
+
+
+@pytest.fixture(scope="module")
+def expected(models: dict[str, Path], wide: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The state of each kind of run at its end, when nothing kills it."""
+    states = {}
+    for kind in resumable.KINDS:
+        output = tmp_path_factory.mktemp(kind)
+        assert resumable.run(kind, folder(kind, models, wide), output) == 0
+        states[kind] = torch.load(output / "state.pt")
+        assert [step for step, _, rule in states[kind]["refreshes"]] == [4, 8, 12, 16]
+    return states
+
+
+def folder(kind: str, models: dict[str, Path], wide: Path) -> Path:
+    return wide if kind == "nf4" else models["moe" if kind == "lora" else "dense"]
+
+
+KILLS = {
+    "full": ("open", "checkpoint-9/trainer_state.json", 1),  # in the middle of writing a checkpoint
+    "lora": ("os.rename", "checkpoint-15", 1),  # when it is whole but not yet in place
+    "nf4": ("open", "unfinished/checkpoint-12", 1),  # inside a window; what is left is the checkpoint before
+}
+
+
+@pytest.mark.parametrize("kind", resumable.KINDS)
+def test_a_killed_run_ends_as_if_it_had_not_been(
+    kind: str, models: dict[str, Path], wide: Path, tmp_path: Path, expected: dict[str, Any]
+) -> None:
+    model = folder(kind, models, wide)
+    assert resumable.run(kind, model, tmp_path, kill=KILLS[kind]) == -signal.SIGKILL
+    assert not (tmp_path / "state.pt").exists()
+    assert resumable.run(kind, model, tmp_path) == 0
+    assert resumable.differences(expected[kind], torch.load(tmp_path / "state.pt")) == []
