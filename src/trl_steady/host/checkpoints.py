@@ -60,12 +60,7 @@ class CheckpointingTrainer(trl.GRPOTrainer):
         if self.args.push_to_hub:
             super()._push_from_checkpoint(str(checkpoint))
         if self.args.should_save:
-            trainer_utils.rotate_checkpoints(
-                output_dir=str(run),
-                save_total_limit=self.args.save_total_limit,
-                best_model_checkpoint=self.state.best_model_checkpoint,
-                use_mtime=True,
-            )
+            _rotate(self, str(run))
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if not self._writes_checkpoint:
@@ -146,3 +141,16 @@ class CheckpointingTrainer(trl.GRPOTrainer):
     def save_policy(self, folder: str | None, state_dict: Any) -> None:
         """Write the policy to a folder: here as transformers does."""
         super()._save(folder, state_dict)
+
+
+def _rotate(trainer: CheckpointingTrainer, run: str) -> None:
+    """Delete older checkpoints than `save_total_limit` allows for, as transformers does."""
+    if hasattr(trainer_utils, "rotate_checkpoints"):
+        trainer_utils.rotate_checkpoints(
+            output_dir=run,
+            save_total_limit=trainer.args.save_total_limit,
+            best_model_checkpoint=trainer.state.best_model_checkpoint,
+            use_mtime=True,
+        )
+    else:  # older transformers
+        getattr(trainer, "_rotate_checkpoints")(use_mtime=True, output_dir=run)  # noqa: B009

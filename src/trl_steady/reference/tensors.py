@@ -83,17 +83,17 @@ def _same_names(policy: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -
 
 @torch.no_grad()
 def move(pairs: Iterable[Pair], alpha: float) -> None:
-    """Set each tensor of the reference to `alpha` * policy + (1 - `alpha`) * reference; 1 copies.
+    """Set each parameter of the reference to `alpha` * policy + (1 - `alpha`) * reference; 1 copies.
 
-    TR-DPO, arXiv 2404.09656, section 3. Integers and booleans are copied. A plain reference takes the policy's dtype,
-    which a cast after its creation may have changed; a sharded one keeps its own.
+    TR-DPO, arXiv 2404.09656, section 3. Buffers are copied whatever `alpha` is. A plain reference takes the policy's
+    dtype, which a cast after its creation may have changed; a sharded one keeps its own.
     """
     for _, policy, reference in pairs:
         with _whole((policy, reference), write=True):
             if reference.dtype != policy.dtype and not _is_sharded(reference):
                 reference.data = reference.data.to(policy.dtype)
             source, target = _local(policy), _local(reference)
-            if alpha == 1 or not target.is_floating_point():
+            if alpha == 1 or not isinstance(policy, torch.nn.Parameter):
                 target.copy_(source)
             else:
                 target.mul_(1 - alpha).add_(source.to(target.dtype), alpha=alpha)
