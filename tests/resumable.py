@@ -2,11 +2,9 @@
 
 import multiprocessing
 import os
-import random
 import signal
 import sys
 import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -85,16 +83,16 @@ def run(
     output: Path,
     *,
     kill: tuple[str, str, int] | None = None,
-    kill_after: Callable[[], float] | None = None,
+    kill_after: float | None = None,
     **options: Any,
 ) -> int:
-    """The exit code of one process; `kill_after` gives seconds from its first checkpoint to a SIGKILL from outside."""
+    """The exit code of one process; `kill_after` its first checkpoint, in seconds, comes a SIGKILL from outside."""
     process = _forked.Process(target=train, args=(kind, folder, output, kill, options))
     process.start()
-    if kill_after:
+    if kill_after is not None:
         while process.is_alive() and not (output / "checkpoint-3").exists():
             time.sleep(0.001)
-        time.sleep(kill_after())
+        process.join(kill_after)
         process.kill()
     process.join()
     assert process.exitcode is not None
@@ -113,7 +111,3 @@ def differences(expected: Any, found: Any, path: str = "") -> list[str]:
             x for i, pair in enumerate(zip(expected, found, strict=True)) for x in differences(*pair, f"{path}/{i}")
         ]
     return [] if expected == found else [f"{path}: {expected} != {found}"]
-
-
-def random_delay(seconds: float, seed: int) -> Callable[[], float]:
-    return lambda: random.Random(seed).uniform(0, seconds)

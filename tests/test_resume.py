@@ -1,11 +1,13 @@
 """A run that is killed and resumed ends as the run that was never killed, bit for bit."""
 
+import random
 import signal
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers.trainer_utils import get_last_checkpoint
 
 from tests import resumable
 
@@ -42,3 +44,31 @@ def test_a_killed_run_ends_as_if_it_had_not_been(
     assert not (tmp_path / "state.pt").exists()
     assert resumable.run(kind, model, tmp_path) == 0
     assert resumable.differences(expected[kind], torch.load(tmp_path / "state.pt")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("kind", resumable.KINDS)
+def test_a_run_killed_at_a_random_moment(
+    kind: str, seed: int, models: dict[str, Path], wide: Path, tmp_path: Path, expected: dict[str, Any]
+) -> None:
+    """From outside, anywhere between its first checkpoint and its end; of the moments, this says which were too late."""
+    model, moment = folder(kind, models, wide), random.Random(seed).uniform(0, 0.6)
+    if resumable.run(kind, model, tmp_path, kill_after=moment) == 0:
+        pytest.skip(f"had ended within {moment:.2f} s")
+    assert get_last_checkpoint(str(tmp_path)) is not None
+    assert resumable.run(kind, model, tmp_path) == 0
+    assert resumable.differences(expected[kind], torch.load(tmp_path / "state.pt")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("count", range(1, 30, 2))
+def test_a_run_killed_at_any_file_of_a_checkpoint(
+    count: int, models: dict[str, Path], wide: Path, tmp_path: Path, expected: dict[str, Any]
+) -> None:
+    """The third checkpoint, whose writing opens or moves some thirty files."""
+    model = folder("lora", models, wide)
+    for event in ("open", "os.rename", "shutil.rmtree"):
+        resumable.run("lora", model, tmp_path / event, kill=(event, "checkpoint-9", count))
+        assert resumable.run("lora", model, tmp_path / event) == 0
+        assert resumable.differences(expected["lora"], torch.load(tmp_path / event / "state.pt")) == []
