@@ -18,7 +18,7 @@ from trl_steady.config import GRPOConfig
 from trl_steady.functional import importance, kl, reduction
 from trl_steady.host import HostTrainer, MicroBatch, default_output_dir, overridden
 from trl_steady.reference.adapter import parameters_kept
-from trl_steady.reference.tensors import POLICY
+from trl_steady.reference.tensors import POLICY, REFERENCE
 
 __all__ = ["GRPOTrainer"]
 
@@ -109,8 +109,10 @@ class GRPOTrainer(HostTrainer):
                 "merged. Serve the unquantised model with `trl vllm-serve` and set vllm_mode='server', or "
                 "use_vllm=False."
             )
-        if quantised or self._reference:
-            self.push_to_engine(lambda: merged_weights(model))
+        if quantised:
+            self.push_to_engine(lambda own: merged_weights(model))
+        elif self._reference:
+            self.push_to_engine(lambda own: (pair for pair in own() if REFERENCE not in pair[0].split(".")))
 
     def rollout(self, inputs: Any) -> dict[str, Any]:
         """TRL's, which switches to the reference's adapter and back; what is trainable stays so."""

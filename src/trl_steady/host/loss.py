@@ -1,5 +1,6 @@
 """A micro-batch of TRL's with its loss: scored once, rewritten, and handed back to TRL."""
 
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, cast
@@ -62,6 +63,9 @@ _REWRITTEN_INPUTS = {
     "ref_per_token_logps": "ref_logps",
     "importance_sampling_ratio": "sampler_weights",
 }
+
+
+NamedWeights = Callable[[], Iterator[tuple[str, Tensor]]]
 
 
 class HostTrainer(CheckpointingTrainer):
@@ -172,6 +176,7 @@ class HostTrainer(CheckpointingTrainer):
         """Completions of a batch of prompts with their rewards and log-probs: here TRL's own."""
         return super()._generate_and_score_completions(inputs)
 
-    def push_to_engine(self, weights: Callable[[], Iterator[tuple[str, Tensor]]]) -> None:
-        """Let vLLM have `weights()`, named as it expects them, in place of what TRL would merge and send."""
-        vars(self.vllm_generation)["_iter_named_params"] = weights
+    def push_to_engine(self, weights: Callable[[NamedWeights], Iterator[tuple[str, Tensor]]]) -> None:
+        """Let vLLM have `weights(own)`, named as it expects them; `own()` is what TRL would merge and send."""
+        own = self.vllm_generation._iter_named_params
+        vars(self.vllm_generation)["_iter_named_params"] = functools.partial(weights, own)
