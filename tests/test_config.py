@@ -67,6 +67,14 @@ def test_trl_parser_reads_our_fields_from_yaml_and_command_line(tmp_path: Path) 
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"sync_ref_model": True}, r"sync_ref_model=True with beta=0.0: .*Set beta above 0 .*or sync_ref_model=False"),
+    ({"ref_model_sync_kl": 0.1, "beta": 0.1}, r"ref_model_sync_kl=0.1 would be ignored: .*Set sync_ref_model=True"),
+    ({"ref_model_sync_reset_optimizer": True}, r"ref_model_sync_reset_optimizer=True would be ignored"),
+    ({"ref_model_sync_kl": 0.0}, r"ref_model_sync_kl=0.0 cannot work. Set .* above 0, in nats a token, or None"),
+    ({"ref_model_sync_steps": 0}, r"ref_model_sync_steps=0 cannot work. Set ref_model_sync_steps to 1, 2, 3"),
+    ({"ref_model_mixup_alpha": 0.0}, r"ref_model_mixup_alpha=0.0 cannot work. Set .* above 0 and at most 1"),
+    ({"ref_model_mixup_alpha": 1.5}, r"ref_model_mixup_alpha=1.5 cannot work"),
+    ({"adapter_dtype": "float16"}, r"adapter_dtype='float16' cannot work. Set adapter_dtype to 'float32', or None"),
     ({"loss_type": "gspo-token"}, r"loss_type='gspo-token' is unknown. Set it to one of: grpo, .*gspo, gspo_token"),
     ({"loss_type": "GSPO"}, r"loss_type='GSPO' is unknown"),
     ({"loss_type": None}, r"loss_type=None is unknown"),

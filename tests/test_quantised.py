@@ -1,10 +1,13 @@
 """NF4 and int8 bases with LoRA on CPU: they train, their bytes stay, and an evaluation does not end the learning."""
 
+import warnings
 from pathlib import Path
 from typing import Any
 
+import peft
 import pytest
 import torch
+from peft import LoraConfig
 
 from tests import tiny
 from tests.wide import BASES, load
@@ -113,3 +116,54 @@ def test_evaluations_do_not_end_the_learning(wide: Path, tmp_path: Path) -> None
     first_layer = [name for name in after if "layers.0." in name and "lora_" in name]
     assert first_layer and all(not torch.equal(after[name], before[name]) for name in first_layer)
     assert len([row for row in tiny.history(trainer) if "eval_reward" in row]) == 7
+
+
+def loaded_adapter(wide: Path, folder: Path) -> Any:
+    """An adapter trained before, in float32, on an NF4 base."""
+    peft.get_peft_model(load(wide, "nf4"), LoraConfig(**tiny.LORA)).save_pretrained(folder)
+    return peft.PeftModel.from_pretrained(load(wide, "nf4"), folder, is_trainable=True)
+
+
+def trained(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_a_loaded_adapter_is_not_rounded_if_asked(wide: Path, tmp_path: Path, dtype: str | None) -> None:
+    model = loaded_adapter(wide, tmp_path / "adapter")
+    before = trained(model)
+    trainer = tiny.trainer(model, tmp_path, adapter_dtype=dtype)
+    after = trained(trainer.model)
+    assert before.keys() == after.keys() and len(before) == 8
+    assert all(torch.equal(after[name], before[name]) == (dtype == "float32") for name in before)
+
+
+@pytest.mark.parametrize(("dtype", "moved"), [(None, 0.05), ("float32", 1.0)])
+def test_a_learning_rate_of_1e_6_is_lost_on_bf16_adapters(
+    wide: Path, tmp_path: Path, dtype: str | None, moved: float
+) -> None:
+    """DeepSeekMath's rate, ten updates: the share of the entries that are not where they were."""
+    options = {"learning_rate": 1e-6, "max_steps": 10, "adapter_dtype": dtype}
+    if dtype is None:
+        with pytest.warns(UserWarning, match=r"learning_rate=1e-06 rounds away on 9\d.\d% .*adapter_dtype='float32'"):
+            trainer = tiny.trainer(load(wide, "nf4"), tmp_path, lora=True, **options)
+    else:
+        trainer = tiny.trainer(load(wide, "nf4"), tmp_path, lora=True, **options)
+    before = trained(trainer.model)
+    trainer.train()
+    after = trained(trainer.model)
+    changed = sum(int((after[name] != before[name]).sum()) for name in before)
+    entries = sum(value.numel() for value in before.values())
+    assert changed / entries <= moved and (dtype is None or changed / entries > 0.95)
+
+
+@pytest.mark.parametrize("options", [{"learning_rate": 1e-6, "adapter_dtype": "float32"}, {"learning_rate": 1e-2}])
+def test_no_warning_where_steps_are_kept(wide: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*rounds away.*")
+        tiny.trainer(load(wide, "nf4"), tmp_path, lora=True, **options)
+
+
+def test_adapter_dtype_without_an_adapter_is_refused(wide: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"adapter_dtype='float32' would be ignored: .*Leave it unset, or give peft"):
+        tiny.trainer(wide, tmp_path, adapter_dtype="float32")

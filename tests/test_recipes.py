@@ -1,11 +1,14 @@
-"""Recipes: every YAML parses, the task is what it says, and the whole script runs on a tiny model."""
+"""Recipes: every YAML parses, the task is what it says, and the scripts run on a tiny model."""
 
 import importlib
 import json
+import shutil
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import datasets
 import numpy as np
 import peft
 import pytest
@@ -17,42 +20,81 @@ import trl_steady
 from tests import tiny
 
 ROOT = Path(__file__).parents[1]
-YAMLS = sorted(ROOT.glob("recipes/**/*.yaml"))
+YAMLS = {path.stem: path for path in sorted(ROOT.glob("recipes/**/*.yaml"))}
+MODULES = (
+    *("common.report", "common.run", "common.small_model", "common.smollm2", "common.task"),
+    *("gspo.train", "iterative_grpo.gsm8k", "iterative_grpo.pictures", "iterative_grpo.train"),
+)
 
 
 @pytest.fixture
-def gspo(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The modules of recipes/gspo, as its script sees them."""
+def recipes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The modules of recipes/ by their own names, and the two scripts by those of their folders."""
     pytest.importorskip("matplotlib", reason="needs the recipes extra")
-    monkeypatch.syspath_prepend(str(ROOT / "recipes/gspo"))
-    names = ("task", "smollm2", "report", "train")
-    modules = {name: importlib.import_module(name) for name in names}
-    yield type("Recipe", (), modules)
-    for name in names:
-        sys.modules.pop(name)
+    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
+    named = {name.removesuffix(".train").split(".")[-1]: importlib.import_module(name) for name in MODULES}
+    yield type("Recipes", (), named)
+    for module in {*MODULES, *(name.split(".")[0] for name in MODULES)}:
+        sys.modules.pop(module)
 
 
-def parse(gspo: Any, path: Path, *command: str) -> tuple[Any, trl_steady.GRPOConfig]:
-    parser = TrlParser((gspo.train.RecipeArguments, trl_steady.GRPOConfig))
+def parse(recipes: Any, path: Path, *command: str) -> tuple[Any, trl_steady.GRPOConfig]:
+    script = getattr(recipes, path.parent.name)
+    parser = TrlParser((script.RecipeArguments, trl_steady.GRPOConfig))
     return parser.parse_args_and_config(["--config", str(path), "--use_cpu", "true", *command])
 
 
-@pytest.mark.parametrize("path", YAMLS, ids=lambda path: path.stem)
-def test_a_recipe_parses_and_says_where_it_comes_from(gspo: Any, path: Path, recwarn: pytest.WarningsRecorder) -> None:
-    _, args = parse(gspo, path)
-    assert (args.epsilon, args.epsilon_high) == (3e-4, 4e-4)
-    assert not args.is_on_policy
+@pytest.mark.parametrize("path", YAMLS.values(), ids=YAMLS)
+def test_a_recipe_parses_and_says_where_it_comes_from(
+    recipes: Any, path: Path, recwarn: pytest.WarningsRecorder
+) -> None:
+    parse(recipes, path, "--bf16", "false")
     assert [str(w.message) for w in recwarn if w.category is UserWarning] == []
     header = path.read_text().split("\n\n")[0]
     assert all(word in header for word in ("Paper:", "Hardware:", "Expect:"))
 
 
-def test_training_and_held_out_problems_are_disjoint_also_turned_round(gspo: Any) -> None:
-    train, test = gspo.task.split(200)
+def test_the_gspo_recipe_has_the_papers_clip_range_off_policy(recipes: Any) -> None:
+    _, args = parse(recipes, YAMLS["smollm2-135m-comparison"])
+    assert (args.epsilon, args.epsilon_high) == (3e-4, 4e-4) and not args.is_on_policy
+
+
+@pytest.mark.parametrize(
+    ("name", "processes", "an_update", "a_rollout", "questions", "outer_iterations"),
+    [
+        ("smollm2-135m", 1, 16, 64, 8, 4),
+        ("qwen2.5-7b-gsm8k-24gb", 1, 32, 128, 16, 4),
+        ("deepseekmath-7b", 8, 1024, 1024, 16, 3),  # section 4.2: a single update after each exploration
+    ],
+)
+def test_the_three_clocks_of_iterative_grpo(
+    recipes: Any, name: str, processes: int, an_update: int, a_rollout: int, questions: int, outer_iterations: int
+) -> None:
+    _, args = parse(recipes, YAMLS[name], "--bf16", "false")
+    answers = args.per_device_train_batch_size * processes
+    assert answers * args.gradient_accumulation_steps == an_update
+    assert answers * args.steps_per_generation == a_rollout == questions * args.num_generations
+    updates = recipes.run.updates_per_rollout(args)
+    assert updates == a_rollout // an_update
+    # a refresh waits for the next rollout: an outer iteration of whole rollouts is as long as it says
+    assert args.sync_ref_model and args.ref_model_sync_steps % updates == 0
+    assert args.max_steps == outer_iterations * args.ref_model_sync_steps
+    assert (args.loss_type, args.beta, args.ref_model_mixup_alpha) == ("grpo", 0.04, 1.0)
+
+
+def test_deepseekmath_has_the_papers_settings(recipes: Any) -> None:
+    recipe, args = parse(recipes, YAMLS["deepseekmath-7b"], "--bf16", "false")
+    assert (args.learning_rate, args.num_generations, args.max_completion_length) == (1e-6, 64, 1024)
+    assert args.is_on_policy and not args.use_bias_correction_kl
+    assert recipe.adapter is None and not recipe.quantised
+
+
+def test_training_and_held_out_problems_are_disjoint_also_turned_round(recipes: Any) -> None:
+    train, test = recipes.task.split(200)
     assert len(test) == len(set(test)) == 200 and len(train) == len(set(train)) == 2 * (90 * 89 // 2 - 3 - 200)
     both_ways = {pair for problem in test for pair in (problem, problem[::-1])}
-    assert not both_ways & set(train) and not both_ways & set(gspo.task.EXAMPLES)
-    assert gspo.task.split(200) == (train, test)
+    assert not both_ways & set(train) and not both_ways & set(recipes.task.EXAMPLES)
+    assert recipes.task.split(200) == (train, test)
     assert 60 < sum(a > b for a, b in test) < 140  # either place holds the answer
 
 
@@ -68,51 +110,152 @@ def test_training_and_held_out_problems_are_disjoint_also_turned_round(gspo: Any
         ("", False),
     ],
 )
-def test_an_answer_is_the_first_line(gspo: Any, completion: str, right: bool) -> None:
-    assert gspo.task.is_right((12, 45), completion) is right
+def test_an_answer_is_the_first_line(recipes: Any, completion: str, right: bool) -> None:
+    assert recipes.task.is_right((12, 45), completion) is right
 
 
-def test_the_interval_is_that_of_paired_problems(gspo: Any) -> None:
+def test_the_interval_is_that_of_paired_problems(recipes: Any) -> None:
     before = np.tile([[1.0, 0.0]], (100, 1))
     after = np.concatenate([np.ones((50, 2)), np.tile([[1.0, 0.0]], (50, 1))])
-    found = gspo.report.difference(before, after)
+    found = recipes.report.difference(before, after)
     # each problem gains 1/2 or 0 with equal odds: mean 1/4, standard error 1/4 / sqrt(100)
     assert found.before == 0.5 and found.after == 0.75 and found.difference == 0.25
     assert found.low == pytest.approx(0.25 - 1.96 * 0.025, abs=5e-3)
     assert found.high == pytest.approx(0.25 + 1.96 * 0.025, abs=5e-3)
 
 
-def test_the_script_runs_from_end_to_end_on_a_tiny_model(
-    gspo: Any,
-    models: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(models["dense"])
+@pytest.fixture
+def small(recipes: Any, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tiny model in place of SmolLM2."""
+
+    def load(folder: Path, quantised: bool) -> tuple[Any, Any]:
+        return transformers.AutoModelForCausalLM.from_pretrained(models["dense"]), tiny.tokenizer()
+
     # a random model is never right, and without a difference in reward there is nothing to learn
-    monkeypatch.setattr(gspo.task, "is_right", lambda problem, text: len(text) % 2 == 0)
-    monkeypatch.setattr(gspo.smollm2, "load", lambda folder, quantised: (model, tiny.tokenizer()))
-    recipe, args = parse(
-        gspo,
-        YAMLS[0],
-        *("--output_dir", str(tmp_path), "--max_steps", "8", "--per_device_train_batch_size", "8"),
-        *("--held_out", "10", "--samples", "2"),
-    )
-    results = gspo.train.main(recipe, args)
+    monkeypatch.setattr(recipes.task, "is_right", lambda problem, text: len(text) % 2 == 0)
+    monkeypatch.setattr(recipes.smollm2, "load", load)
+
+
+def on_a_small_scale(output: Path, **options: Any) -> list[str]:
+    few = {"per_device_train_batch_size": 8, "held_out": 10, "samples": 2, "output_dir": output, **options}
+    return [part for name, value in few.items() for part in (f"--{name}", str(value))]
+
+
+def moved(path: Path, model: Path) -> bool:
+    """Whether the adapter at `path` does anything; it is loaded as a user would."""
+    plain = transformers.AutoModelForCausalLM.from_pretrained(model)
+    adapter = peft.PeftModel.from_pretrained(plain, str(path))
+    return any(value.abs().max() > 0 for name, value in adapter.named_parameters() if "lora_B" in name)
+
+
+@pytest.mark.usefixtures("small")
+def test_the_gspo_script_runs_from_end_to_end_on_a_tiny_model(
+    recipes: Any, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = on_a_small_scale(tmp_path, max_steps=8)
+    results = recipes.gspo.main(*parse(recipes, YAMLS["smollm2-135m-comparison"], *few))
     printed = capsys.readouterr().out
     assert printed.count("step ") >= 8 and "accuracy on held-out problems" in printed
     assert json.loads((tmp_path / "results.json").read_text())["seed"] == 0
     assert list(results["held-out greedy accuracy by step"]) == [0, 4, 8]
     assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
-    plain = transformers.AutoModelForCausalLM.from_pretrained(models["dense"])
-    adapter = peft.PeftModel.from_pretrained(plain, str(tmp_path / "adapter"))
-    assert any(value.abs().max() > 0 for name, value in adapter.named_parameters() if "lora_B" in name)
+    assert moved(tmp_path / "adapter", models["dense"])
+
+
+@pytest.mark.usefixtures("small")
+def test_the_iterative_script_refreshes_and_resumes_on_a_tiny_model(
+    recipes: Any, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    whole = on_a_small_scale(tmp_path, max_steps=6, steps_per_generation=2, ref_model_sync_steps=2, save_steps=4)
+    command = [*whole, "--save_strategy", "steps", "--resume_from_checkpoint", "true"]
+    first = recipes.iterative_grpo.main(*parse(recipes, YAMLS["smollm2-135m"], *command))
+    assert [(refresh["step"], refresh["rule"]) for refresh in first["refreshes"]] == [(2, "steps"), (4, "steps")]
+    kl = dict(zip(*recipes.report.series(first["history"], "kl"), strict=True))
+    assert kl[1] == kl[3] == kl[5] == 0 and min(kl[2], kl[4], kl[6]) > 0
+    printed = capsys.readouterr().out
+    assert printed.count("step ") == 6 and printed.count("-- refresh ") == 2
+    assert printed.index("-- refresh 1 after update 2 (steps)") < printed.index("step   3/6")
+    assert json.loads((tmp_path / "results.json").read_text())["refreshes"] == first["refreshes"]
+    assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert moved(tmp_path / "adapter", models["dense"])
+
+    axis = recipes.report.plt.Figure().subplots()
+    recipes.pictures.kl(axis, first)
+    curve, *refreshes = axis.get_lines()
+    assert dict(zip(curve.get_xdata(), curve.get_ydata(), strict=True)) == kl
+    assert [line.get_xdata()[0] for line in refreshes] == [2.5, 4.5]
+
+    shutil.rmtree(tmp_path / "checkpoint-6")
+    second = recipes.iterative_grpo.main(*parse(recipes, YAMLS["smollm2-135m"], *command))
+    assert "-- refresh 1" not in (printed := capsys.readouterr().out) and printed.count("-- refresh 2") == 1
+    for same in ("refreshes", "accuracy", "held-out greedy accuracy by step"):
+        assert second[same] == first[same]
+    assert dict(zip(*recipes.report.series(second["history"], "kl"), strict=True)) == kl
+
+
+@pytest.mark.usefixtures("small")
+def test_a_frozen_reference_is_drawn_beside_a_moving_one(recipes: Any, tmp_path: Path) -> None:
+    files = {}
+    for name, moves in (("moving", "true"), ("frozen", "false")):
+        few = on_a_small_scale(tmp_path / name, max_steps=3, steps_per_generation=1, ref_model_sync_steps=1)
+        found = recipes.iterative_grpo.main(*parse(recipes, YAMLS["smollm2-135m"], *few, "--sync_ref_model", moves))
+        assert [refresh["step"] for refresh in found["refreshes"]] == ([1, 2] if moves == "true" else [])
+        files[name] = tmp_path / name / "results.json"
+    recipes.pictures.main(str(tmp_path / "both.png"), *(f"{name}={file}" for name, file in files.items()))
+    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+
+
+GSM8K = [
+    {"question": f"What is 1,000 + {i}?", "answer": f"One thousand and {i}.\n#### {1000 + i:,}"} for i in range(8)
+]
+CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+
+
+def test_gsm8k_runs_on_a_tiny_model_and_tiny_data(
+    recipes: Any, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "chatty"
+    shutil.copytree(models["dense"], folder)
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder)
+    asked: list[tuple[str, str]] = []
+
+    def by_length(completions: list[Any], solution: list[str], **_: Any) -> list[float]:
+        asked.extend((completion[0]["role"], answer) for completion, answer in zip(completions, solution, strict=True))
+        return [float(len(completion[0]["content"]) % 2) for completion in completions]
+
+    monkeypatch.setattr(recipes.gsm8k, "load_dataset", lambda *_, split: datasets.Dataset.from_list(GSM8K))
+    monkeypatch.setattr(recipes.gsm8k, "accuracy_reward", by_length)
+    few = on_a_small_scale(
+        tmp_path / "out",
+        **{"model_name": folder, "model_init_kwargs": '{"dtype": "float32"}', "quantised": False, "bf16": False},
+        **{"num_generations": 4, "per_device_train_batch_size": 4, "gradient_accumulation_steps": 1},
+        **{"steps_per_generation": 1, "max_steps": 2, "ref_model_sync_steps": 1, "max_completion_length": 8},
+        **{"per_device_eval_batch_size": 4, "held_out": 4, "eval_steps": 1, "use_vllm": False},
+    )
+    for name, policy in (("qwen2.5-7b-gsm8k-24gb", "adapter"), ("deepseekmath-7b", "model")):
+        results = recipes.iterative_grpo.main(*parse(recipes, YAMLS[name], *few))
+        assert [refresh["step"] for refresh in results["refreshes"]] == [1]
+        assert results["problems"] == {"training": 8, "held out": 4}
+        assert recipes.report.series(results["history"], "eval_reward")[0] == [0, 1, 2]
+        assert (tmp_path / "out" / policy).is_dir() and (tmp_path / "out/training.png").exists()
+    assert set(asked) <= {("assistant", f"{1000 + i:,}") for i in range(8)}
+    prompt = recipes.gsm8k.questions("test")[0]["prompt"]
+    assert [message["role"] for message in prompt] == ["user"] and "\\boxed{}" in prompt[0]["content"]
+
+
+def test_maths_answers_are_verified_as_trl_does(recipes: Any) -> None:
+    pytest.importorskip("math_verify", reason="needs pip install trl[math-verify]")
+    solution = recipes.gsm8k.example(GSM8K[0])["solution"]
+    texts = {"So it is \\boxed{1000}.": 1.0, "\\boxed{1,000}": 1.0, "\\boxed{1001}": 0.0, "1000": 0.0}
+    completions = [[{"role": "assistant", "content": text}] for text in texts]
+    assert recipes.gsm8k.accuracy_reward(completions, [solution] * len(texts)) == list(texts.values())
 
 
 @pytest.mark.slow
-def test_smollm2_loads_quantised_and_trains_through_every_layer(gspo: Any, tmp_path: Path) -> None:
-    model, tokenizer = gspo.smollm2.load(tmp_path)
+def test_smollm2_loads_quantised_and_trains_through_every_layer(recipes: Any, tmp_path: Path) -> None:
+    model, tokenizer = recipes.smollm2.load(tmp_path)
     assert sum(p.dtype == torch.uint8 for p in model.parameters()) == 7 * 30
     embeddings = torch.randn(1, 4, model.config.hidden_size).requires_grad_()
     model.train()(inputs_embeds=embeddings).logits.sum().backward()

@@ -2,7 +2,6 @@
 
 import functools
 import warnings
-from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from trl_steady.callbacks import REFERENCE_FILE, ReferenceRefreshCallback, Refre
 from trl_steady.config import GRPOConfig
 from trl_steady.functional import importance, kl, reduction
 from trl_steady.host import HostTrainer, MicroBatch, default_output_dir, overridden
+from trl_steady.precision import keep_gradients_on_cpu, keep_in_float32, warn_if_steps_round_away
 from trl_steady.reference.adapter import parameters_kept
 from trl_steady.reference.tensors import POLICY, REFERENCE
 
@@ -66,14 +66,14 @@ class GRPOTrainer(HostTrainer):
         with overridden(args, {"sync_ref_model": False}):
             super().__init__(model, reward_funcs, args, *positional, **keywords)
         if args.adapter_dtype is not None:
-            _refuse_adapter_dtype(self)
-            _keep_in_float32(self.model, loaded)
+            keep_in_float32(self.model, loaded, args.deepspeed_plugin)
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise ValueError(
                 "the model has no trainable parameter, so that training would change nothing. If it is a PEFT adapter "
                 "loaded from disk, load it with PeftModel.from_pretrained(..., is_trainable=True)."
             )
         keep_gradients_on_cpu(self.model)
+        warn_if_steps_round_away(self.model, args.learning_rate)
         has_engine = self.use_vllm or self.rollout_func is not None  # whose log-probs may differ from the policy's
         if args.off_policy_mask_threshold is not None and args.is_on_policy and not has_engine:
             warnings.warn(
@@ -83,6 +83,15 @@ class GRPOTrainer(HostTrainer):
                 stacklevel=2,
             )
 
+        path = Path(model if isinstance(model, str | Path) else getattr(model, "name_or_path", ""))
+        if (path / REFERENCE_FILE).is_file():
+            warnings.warn(
+                f"{path} is a checkpoint with a reference that has moved ({REFERENCE_FILE}); loaded as the model, it "
+                "begins a new run whose reference is this policy. To go on with that run, build the trainer as it was "
+                "built and call train(resume_from_checkpoint=...).",
+                UserWarning,
+                stacklevel=2,
+            )
         if args.sync_ref_model:
             self._reference = ReferenceRefreshCallback(
                 self,
@@ -208,29 +217,6 @@ class GRPOTrainer(HostTrainer):
         )
 
 
-def _keep_in_float32(model: torch.nn.Module, before: Mapping[str, Tensor]) -> None:
-    """Undo the rounding of TRL's constructor, which makes the adapters of a quantised base bf16.
-
-    Args:
-        model: The policy after the constructor.
-        before: The values of an adapter that was loaded, from before the constructor.
-    """
-    for name, parameter in model.named_parameters():
-        if parameter.requires_grad:
-            parameter.data = before.get(name, parameter.data).to(parameter.device, torch.float32)
-
-
-def _refuse_adapter_dtype(trainer: GRPOTrainer) -> None:
-    option = f"adapter_dtype={trainer.args.adapter_dtype!r}"
-    if not isinstance(trainer.model, PeftModel):
-        raise ValueError(
-            f"{option} would be ignored: the model has no adapter. Leave it unset, or give a peft_config."
-        )
-    plugin = trainer.args.deepspeed_plugin
-    if plugin is not None and plugin.zero_stage == 3:
-        raise ValueError(f"{option}: ZeRO-3 needs parameters of one dtype. Leave it unset, or use ZeRO-2 or FSDP2.")
-
-
 def _as_gspo(batch: MicroBatch) -> MicroBatch:
     """TRL's sequence level is GSPO as it stands."""
     return batch
@@ -273,25 +259,3 @@ def _check_advantages(batch: MicroBatch, loss_type: str) -> None:
             f"advantages have shape (B, T) = {shape}, but loss_type='gspo' has one ratio and one advantage per "
             "sequence. Set loss_type='gspo_token', or give advantages of shape (B,)."
         )
-
-
-def keep_gradients_on_cpu(model: torch.nn.Module) -> None:
-    """Keep bitsandbytes from repacking the 4-bit weights of a model that trains on CPU.
-
-    bitsandbytes (seen in 0.50.2) repacks them in the first eval-mode forward on a CPU with AVX512-BF16; a training
-    forward through packed weights then passes no gradient to its input, without a word.
-
-    Raises:
-        ValueError: they are packed already. Unpacking would not bring the weights back: the scales have been rounded
-            to bf16, and without double quantisation they return in another order.
-    """
-    module: Any
-    for name, module in model.named_modules():
-        if getattr(module, "support_avx512bf16_for_cpu", False) and module.weight.device.type == "cpu":
-            if getattr(module.weight.quant_state, "packing_format_for_cpu", False):
-                raise ValueError(
-                    f"bitsandbytes has repacked the 4-bit weights of {name} for inference, because the model was used "
-                    "in eval mode on CPU; no gradient would pass through them. Load the model again and build the "
-                    "trainer before the first eval-mode forward; evaluations after that do no harm."
-                )
-            module.support_avx512bf16_for_cpu = False

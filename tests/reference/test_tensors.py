@@ -1,0 +1,169 @@
+"""Moving, gathering and restoring tensors, on numbers worked by hand."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from trl_steady.reference.tensors import Pair, adapter_pairs, gather, model_pairs, move, restore
+
+
+def pair(policy: Any, reference: Any, *, parameter: bool = True) -> Pair:
+    values = torch.tensor(policy), torch.tensor(reference)
+    return Pair("weight", *(nn.Parameter(value) for value in values)) if parameter else Pair("buffer", *values)
+
+
+@pytest.mark.parametrize(
+    ("alpha", "expected"), [(1.0, [4.0, -2.0, 0.5]), (0.5, [3.0, 0.0, 0.5]), (0.25, [2.5, 1.0, 0.5])]
+)
+def test_parameters_are_mixed(alpha: float, expected: list[float]) -> None:
+    moved = pair([4.0, -2.0, 0.5], [2.0, 2.0, 0.5])
+    move([moved], alpha)
+    assert moved.reference.tolist() == expected
+    assert moved.policy.tolist() == [4.0, -2.0, 0.5]
+
+
+@pytest.mark.parametrize("alpha", [1.0, 0.5])
+@pytest.mark.parametrize("policy", [[7.0], [7], [True]])
+def test_buffers_are_copied(alpha: float, policy: list[Any]) -> None:
+    moved = pair(policy, [type(policy[0])(0)], parameter=False)
+    move([moved], alpha)
+    assert moved.reference.tolist() == policy
+
+
+def test_a_hard_move_copies_what_a_mix_would_spoil() -> None:
+    """0 * inf is nan: a diverged reference could never be left behind by mixing."""
+    moved = pair([1.0, 1e-45], [float("inf"), float("nan")])
+    move([moved], 1.0)
+    assert torch.equal(moved.reference, moved.policy)
+
+
+def test_the_reference_takes_the_policys_dtype() -> None:
+    """A cast after its creation: TRL makes the policy's adapter bf16, a user may make it float32 again."""
+    for policy, reference in itertools.permutations((torch.float32, torch.bfloat16)):
+        moved = Pair(
+            "weight", nn.Parameter(torch.tensor([1.001], dtype=policy)), nn.Parameter(torch.zeros(1).to(reference))
+        )
+        move([moved], 1.0)
+        assert moved.reference.dtype == policy and torch.equal(moved.reference, moved.policy)
+
+
+def test_the_policys_storage_is_not_shared() -> None:
+    moved = pair([1.0], [0.0])
+    move([moved], 1.0)
+    with torch.no_grad():
+        moved.policy.add_(1)
+    assert moved.reference.tolist() == [1.0]
+
+
+class Normalised(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(2, 2)
+        self.norm = nn.BatchNorm1d(2)
+        self.tied = self.linear
+
+
+def test_a_model_is_its_parameters_and_buffers() -> None:
+    policy, reference = Normalised(), Normalised()
+    policy.norm(torch.randn(3, 2))  # moves the running statistics
+    pairs = model_pairs(policy, reference)
+    assert {p.name for p in pairs} == {
+        *("linear.weight", "linear.bias", "norm.weight", "norm.bias"),
+        *("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"),
+    }
+    move(pairs, 0.5)
+    assert torch.equal(reference.norm.running_mean, policy.norm.running_mean)
+    assert reference.norm.num_batches_tracked == 1
+    assert not torch.equal(reference.linear.weight, policy.linear.weight)
+
+
+class Adapted(nn.Module):
+    """The names that PEFT's layers have: the adapter's in the middle, and at the end."""
+
+    def __init__(self, *adapters: str) -> None:
+        super().__init__()
+        self.base_layer = nn.Linear(2, 2)
+        self.lora_A = nn.ModuleDict({name: nn.Linear(2, 1, bias=False) for name in adapters})
+        self.lora_embedding_A = nn.ParameterDict({name: nn.Parameter(torch.randn(1, 2)) for name in adapters})
+        self.default_scale = nn.Parameter(torch.ones(1))  # not the adapter's
+
+
+def test_adapters_are_paired_by_whole_names() -> None:
+    pairs = adapter_pairs(Adapted("default", "ref", "other"))
+    assert [p.name for p in pairs] == ["lora_A.default.weight", "lora_embedding_A.default"]
+    assert all(p.policy is not p.reference for p in pairs)
+
+
+@pytest.mark.parametrize("adapters", [("default",), ("ref",), ("other",)])
+def test_an_adapter_without_a_partner_is_an_error(adapters: tuple[str, ...]) -> None:
+    with pytest.raises(ValueError, match=r"do not have the same tensors .*Use LoRA, or full fine-tuning"):
+        adapter_pairs(Adapted(*adapters))
+
+
+def test_what_is_gathered_comes_back_with_its_dtype() -> None:
+    first = adapter_pairs(Adapted("default", "ref"))
+    first[0].reference.data = first[0].reference.data.bfloat16()
+    saved = gather(first)
+    second = adapter_pairs(Adapted("default", "ref"))
+    restore(second, saved)
+    for before, after in zip(first, second, strict=True):
+        assert before.reference.dtype == after.reference.dtype and torch.equal(before.reference, after.reference)
+        assert not torch.equal(after.reference, after.policy)
+    assert gather(first, keep=False) == {}
+    saved["lora_embedding_A.default"].zero_()
+    assert first[1].reference.abs().sum() > 0  # a copy was taken
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"lora_A.default.weight": torch.zeros(2, 2)}, r"lora_A.default.weight is \(2, 2\) there and \(1, 2\) here"),
+        ({"lora_B.default.weight": torch.zeros(2, 1)}, r"lora_B.default.weight is \(2, 1\) there and missing here"),
+        ({"lora_embedding_A.default": None}, r"lora_embedding_A.default is missing there and \(1, 2\) here"),
+    ],
+)
+def test_tensors_of_another_adapter_are_refused(change: dict[str, Tensor | None], message: str) -> None:
+    pairs = adapter_pairs(Adapted("default", "ref"))
+    saved = {name: value for name, value in {**gather(pairs), **change}.items() if value is not None}
+    before = gather(pairs)
+    with pytest.raises(ValueError, match=message):
+        restore(pairs, saved)
+    assert all(torch.equal(value, before[name]) for name, value in gather(pairs).items())
+
+
+def factors(seed: int, *, shared_a: bool = False) -> tuple[Tensor, ...]:
+    """A and B of a policy and of a reference, rank 2, float64."""
+    g = torch.Generator().manual_seed(seed)
+    a, b, c, d = (torch.randn(shape, generator=g, dtype=torch.float64) for shape in ((2, 5), (4, 2), (2, 5), (4, 2)))
+    return a, b, a if shared_a else c, d
+
+
+def mixed_product(alpha: float, a: Tensor, b: Tensor, a_ref: Tensor, b_ref: Tensor) -> Tensor:
+    """B A of the reference after `move`."""
+    pairs = [
+        Pair("A", nn.Parameter(a), nn.Parameter(a_ref.clone())),
+        Pair("B", nn.Parameter(b), nn.Parameter(b_ref.clone())),
+    ]
+    move(pairs, alpha)
+    return pairs[1].reference @ pairs[0].reference
+
+
+@pytest.mark.parametrize("alpha", [0.1, 0.6, 0.9])
+def test_mixing_factors_misses_the_mixed_product_by_what_the_docs_say(alpha: float) -> None:
+    """alpha (1 - alpha) (B - B_ref)(A - A_ref), which is second order in how far the two are apart."""
+    a, b, a_ref, b_ref = factors(0)
+    exact = alpha * b @ a + (1 - alpha) * b_ref @ a_ref
+    missed = exact - mixed_product(alpha, a, b, a_ref, b_ref)
+    torch.testing.assert_close(missed, alpha * (1 - alpha) * (b - b_ref) @ (a - a_ref), rtol=0, atol=1e-12)
+    assert missed.abs().max() > 0.05
+
+
+def test_mixing_is_exact_where_a_is_frozen_or_alpha_is_1() -> None:
+    a, b, a_ref, b_ref = factors(1, shared_a=True)
+    exact = 0.6 * b @ a + 0.4 * b_ref @ a_ref
+    torch.testing.assert_close(mixed_product(0.6, a, b, a_ref, b_ref), exact, rtol=0, atol=1e-14)
+    a, b, a_ref, b_ref = factors(2)
+    assert torch.equal(mixed_product(1.0, a, b, a_ref, b_ref), b @ a)
