@@ -2,6 +2,7 @@
 
 import ast
 import inspect
+import re
 import textwrap
 from typing import Any
 
@@ -136,3 +137,22 @@ def test_our_trainer_has_trls_constructor() -> None:
 
     assert inspect.signature(trl_steady.GRPOTrainer) == inspect.signature(trl.GRPOTrainer)
     assert issubclass(trl_steady.GRPOTrainer, trl.GRPOTrainer) and issubclass(trl_steady.GRPOConfig, trl.GRPOConfig)
+
+
+def test_trls_buffering_is_what_checkpoints_hold() -> None:
+    source = textwrap.dedent(inspect.getsource(inspect.unwrap(trl.GRPOTrainer._prepare_inputs)))
+    source = re.sub(r"\binputs\b", "batch", source)  # a local name there, not what `reads` looks for
+    assert reads(source)["attributes"] == set(host.CONTRACT.buffering)
+    assert reads(source)["arguments"] == {"steps_per_generation"}
+
+
+def test_trl_reads_the_adapter_named_ref_as_the_reference() -> None:
+    for trainer in (trl.GRPOTrainer, trl.RLOOTrainer):
+        assert '"ref" if "ref" in model.peft_config' in inspect.getsource(trainer._generate_and_score_completions)
+
+
+def test_trl_pushes_to_vllm_what_one_method_yields() -> None:
+    from trl.generation.vllm_generation import VLLMGeneration
+
+    assert list(inspect.signature(VLLMGeneration._iter_named_params).parameters) == ["self"]
+    assert "self._iter_named_params()" in inspect.getsource(VLLMGeneration.sync_weights)

@@ -23,6 +23,16 @@ class CheckpointingTrainer(trl.GRPOTrainer):
     _writes_checkpoint = False
     _train_sampler: Sampler[Any] | None = None
 
+    def get_batch_samples(self, *arguments: Any, **keywords: Any) -> Any:
+        """The micro-batches of an optimizer step; none for a run that was resumed after its last one.
+
+        transformers would take one step more.
+        """
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return [], None
+        return super().get_batch_samples(*arguments, **keywords)
+
     def _get_train_sampler(self, dataset: Any = None) -> Sampler[Any]:
         self._train_sampler = super()._get_train_sampler(dataset)
         return self._train_sampler

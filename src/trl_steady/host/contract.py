@@ -18,6 +18,8 @@ class Contract:
     """`inputs["NAME"]`"""
     parameters: Mapping[str, tuple[str, ...]]
     """Methods we wrap -> their parameters"""
+    buffering: Mapping[str, str]
+    """What `_prepare_inputs` reads of the trainer -> how a checkpoint inside a generation window deals with it"""
 
 
 _BY_TRL = "honoured: TRL's own code runs"
@@ -120,5 +122,22 @@ CONTRACT = Contract(
             "mask",
             "off_policy_threshold",
         ),
+        "_generate_and_score_completions": ("self", "inputs"),
+        "_get_output_dir": ("self", "trial"),
+        "_get_train_sampler": ("self", "dataset"),
+        "_load_from_checkpoint": ("self", "resume_from_checkpoint", "model"),
+        "_load_optimizer_and_scheduler": ("self", "checkpoint"),
+        "_push_from_checkpoint": ("self", "checkpoint_folder"),
+        "_save": ("self", "output_dir", "state_dict"),
+        "_save_checkpoint": ("self", "model", "trial"),
+        "get_batch_samples": ("self", "epoch_iterator", "num_batches", "device"),
+    },
+    buffering={
+        "_buffered_inputs": "saved, a file for each process",
+        "_generate_and_score_completions": "wrapped: what is trainable stays so",
+        "_step": "saved",
+        "args": "must be the same at a resume",
+        "model": "tells training from evaluation",
+        "num_iterations": "must be the same at a resume",
     },
 )
