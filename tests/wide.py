@@ -23,8 +23,8 @@ def save_model(folder: Path) -> Path:
     return folder
 
 
-def load(folder: Path, base: str) -> Any:
+def load(folder: Path, base: str, device: str = "cpu") -> Any:
     """The model with a base of `BASES`."""
     return transformers.AutoModelForCausalLM.from_pretrained(
-        folder, quantization_config=BitsAndBytesConfig(**BASES[base]), dtype=torch.float32, device_map="cpu"
+        folder, quantization_config=BitsAndBytesConfig(**BASES[base]), dtype=torch.float32, device_map=device
     )

@@ -22,7 +22,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 
 import trl_steady
 
-sys.path += [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "recipes/gspo")]
+sys.path += [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "recipes")]
 from tests import tiny
 
 CUDA = torch.cuda.is_available()
@@ -30,7 +30,7 @@ CUDA = torch.cuda.is_available()
 
 def model_and_tokenizer(smollm2: bool, folder: str) -> tuple[Any, PreTrainedTokenizerFast]:
     if smollm2:
-        import smollm2 as recipe
+        from common import smollm2 as recipe
 
         return recipe.load(Path(folder))
     torch.manual_seed(0)
