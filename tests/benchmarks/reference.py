@@ -3,8 +3,8 @@
     python tests/benchmarks/reference.py [--rounds 10] [--batch 8] [--prompt 64] [--completion 32] [--random]
 
 SmolLM2-135M-Instruct, unquantised. A step is the reference's pass over a rollout, and loss and backward on it. The
-variants take turns, so that a drift of the machine's speed meets all; ratios are to TRL's full-model reference, round by
-round. `--random` takes a small random model in place of SmolLM2.
+variants take turns, so that a drift of the machine's speed meets all; ratios are to TRL's full-model reference, round
+by round. `--random` takes a small random model in place of SmolLM2.
 """
 
 import argparse
