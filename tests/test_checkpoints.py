@@ -229,3 +229,12 @@ def test_a_checkpoint_loaded_as_the_model_says_what_it_begins(models: dict[str, 
         UserWarning, match=r"checkpoint-3 is a checkpoint with a reference that has moved.*begins a new"
     ):
         tiny.trainer(tmp_path / "checkpoint-3", tmp_path / "second", **FROZEN)
+
+
+def test_a_finished_run_takes_no_step_more(models: dict[str, Path], runs: dict[str, Path], tmp_path: Path) -> None:
+    """Killed after its last checkpoint, say."""
+    trainer = resumable.build("lora", models["dense"], tmp_path)
+    trainer.train(resume_from_checkpoint=str(runs["moving"] / "checkpoint-18"))
+    assert trainer.state.global_step == 18
+    whole = torch.load(runs["moving"] / "checkpoint-18" / "optimizer.pt", weights_only=True)["state"]
+    assert resumable.differences(whole, trainer.optimizer.state_dict()["state"]) == []
