@@ -1,4 +1,4 @@
-"""`trl.GRPOTrainer` with our losses: which micro-batches are rewritten, and how. No formulas."""
+"""`trl.GRPOTrainer` with our losses and our reference: what is rewritten, moved and saved, and how. No formulas."""
 
 import functools
 import warnings
@@ -24,9 +24,9 @@ __all__ = ["GRPOTrainer"]
 
 
 class GRPOTrainer(HostTrainer):
-    """`trl.GRPOTrainer`, same constructor, that also trains `loss_type="gspo"` and `"gspo_token"`.
+    """`trl.GRPOTrainer`, same constructor, with our losses, a moving reference, and checkpoints that resume exactly.
 
-    With a `loss_type` of TRL's it is TRL's trainer, bit for bit.
+    With a `loss_type` of TRL's and `sync_ref_model=False` it trains as TRL's trainer does, bit for bit.
 
     Args:
         model: As TRL's.
@@ -36,10 +36,12 @@ class GRPOTrainer(HostTrainer):
         **keywords: TRL's other arguments, by name.
 
     Raises:
-        ValueError: `args` is not ours, nothing is trainable, or bitsandbytes has packed the weights for inference.
+        ValueError: `args` is not ours, nothing is trainable, bitsandbytes has packed the weights for inference, the
+            adapter cannot follow as a reference, or vLLM would have to share a quantised base.
 
     Warns:
-        UserWarning: an off-policy mask cannot act, because every update is on-policy.
+        UserWarning: an off-policy mask cannot act, as every update is on-policy; most of a bf16 adapter cannot
+            take steps of the learning rate's size; the model is a checkpoint whose reference had moved.
     """
 
     args: GRPOConfig
@@ -61,7 +63,9 @@ class GRPOTrainer(HostTrainer):
                 f"args is a {type(args).__module__}.{type(args).__qualname__}, which has none of trl_steady's "
                 "options. Import GRPOConfig from trl_steady too: from trl_steady import GRPOConfig, GRPOTrainer."
             )
-        loaded = {name: p.data for name, p in model.named_parameters()} if isinstance(model, PeftModel) else {}
+        loaded: dict[str, Tensor] = {}
+        if args.adapter_dtype is not None and isinstance(model, PeftModel):
+            loaded = {name: p.data for name, p in model.named_parameters() if p.requires_grad}
         # TRL's constructor refuses sync_ref_model with PEFT, and without PEFT adds a callback of its own
         with overridden(args, {"sync_ref_model": False}):
             super().__init__(model, reward_funcs, args, *positional, **keywords)
@@ -82,7 +86,6 @@ class GRPOTrainer(HostTrainer):
                 UserWarning,
                 stacklevel=2,
             )
-
         path = Path(model if isinstance(model, str | Path) else getattr(model, "name_or_path", ""))
         if (path / REFERENCE_FILE).is_file():
             warnings.warn(
@@ -147,13 +150,8 @@ class GRPOTrainer(HostTrainer):
 
     def load_model_from(self, checkpoint: Path, model: torch.nn.Module | None) -> None:
         """The policy in the dtype it was trained in; PEFT would load a bf16 adapter as float32."""
-        if self._reference:
+        if self._reference:  # sooner than PEFT would stumble over another shape
             self._reference.check(checkpoint)
-        elif (checkpoint / REFERENCE_FILE).exists():
-            raise ValueError(
-                f"{checkpoint} holds a moving reference ({REFERENCE_FILE}), and with sync_ref_model=False a resume "
-                "would start over with the initial one. Set sync_ref_model=True as in the run that wrote it."
-            )
         with parameters_kept(self.model):
             super().load_model_from(checkpoint, model)
 
@@ -162,6 +160,11 @@ class GRPOTrainer(HostTrainer):
         super().load_state(checkpoint)
         if self._reference:
             self._reference.load(checkpoint)
+        elif (checkpoint / REFERENCE_FILE).is_file():
+            raise ValueError(
+                f"{checkpoint} holds a moving reference ({REFERENCE_FILE}), and with sync_ref_model=False a resume "
+                "would start over with the initial one. Set sync_ref_model=True as in the run that wrote it."
+            )
 
     def micro_batch_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Score, rewrite, TRL's own loss, and the KL that TRL cannot express."""
