@@ -200,6 +200,25 @@ def test_a_loaded_adapter_is_the_first_reference(models: dict[str, Path], tmp_pa
     assert next(row["kl"] for row in tiny.history(trainer)) == 0.0
 
 
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_a_start_that_changes_the_base_changes_it_once(
+    models: dict[str, Path], tmp_path: Path, start: Any, loaded: bool
+) -> None:
+    """PiSSA takes the principal components out of the base; a second adapter like it would take out the next ones."""
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=start)
+    model = transformers.AutoModelForCausalLM.from_pretrained(models["dense"])
+    alone = peft.get_peft_model(model, config)
+    expected = [value.clone() for value in base_tensors(alone)]
+    if loaded:
+        trainer = tiny.trainer(alone, tmp_path, **MOVING)
+    else:
+        trainer = tiny.trainer(models["dense"], tmp_path, build={"peft_config": config}, **MOVING)
+    found = base_tensors(trainer.model)
+    assert len(found) == len(expected) and all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert trainer.model.peft_config["default"].init_lora_weights == start
+
+
 def test_what_is_frozen_stays_frozen(models: dict[str, Path], tmp_path: Path) -> None:
     """PEFT makes an adapter trainable as a whole when TRL switches to the reference and back."""
     model = transformers.AutoModelForCausalLM.from_pretrained(models["dense"])

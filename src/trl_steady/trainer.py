@@ -17,7 +17,7 @@ from trl_steady.config import GRPOConfig
 from trl_steady.functional import importance, kl, reduction
 from trl_steady.host import HostTrainer, MicroBatch, default_output_dir, overridden
 from trl_steady.precision import keep_gradients_on_cpu, keep_in_float32, warn_if_steps_round_away
-from trl_steady.reference.adapter import parameters_kept
+from trl_steady.reference.adapter import base_kept, parameters_kept
 from trl_steady.reference.tensors import POLICY, REFERENCE
 
 __all__ = ["GRPOTrainer"]
@@ -67,7 +67,9 @@ class GRPOTrainer(HostTrainer):
         if args.adapter_dtype is not None and isinstance(model, PeftModel):
             loaded = {name: p.data for name, p in model.named_parameters() if p.requires_grad}
         # TRL's constructor refuses sync_ref_model with PEFT, and without PEFT adds a callback of its own
-        with overridden(args, {"sync_ref_model": False}):
+        # and copies a loaded adapter by adding another one like it
+        config = model.peft_config.get(POLICY) if args.sync_ref_model and isinstance(model, PeftModel) else None
+        with overridden(args, {"sync_ref_model": False}), base_kept(config):
             super().__init__(model, reward_funcs, args, *positional, **keywords)
         if args.adapter_dtype is not None:
             keep_in_float32(self.model, loaded, args.deepspeed_plugin)

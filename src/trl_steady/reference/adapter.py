@@ -10,7 +10,7 @@ from peft import PeftModel
 
 from trl_steady.reference.tensors import POLICY, REFERENCE, adapter_pairs, move
 
-__all__ = ["add_reference_adapter", "parameters_kept", "refuse_unmovable"]
+__all__ = ["add_reference_adapter", "base_kept", "parameters_kept", "refuse_unmovable"]
 
 MOVABLE = ("LORA", "LOHA", "LOKR", "IA3")
 
@@ -25,17 +25,29 @@ def add_reference_adapter(model: PeftModel) -> None:
     """
     refuse_unmovable(model)
     if REFERENCE not in model.peft_config:
-        config: Any = copy.deepcopy(model.peft_config[POLICY])
-        if isinstance(getattr(config, "init_lora_weights", None), str):
-            config.init_lora_weights = True  # PiSSA, OLoRA and others would change the base; all is overwritten below
+        config = copy.deepcopy(model.peft_config[POLICY])
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         # rollouts are drawn as without a reference adapter
-        with parameters_kept(model), torch.random.fork_rng(devices=devices):
+        with parameters_kept(model), base_kept(config), torch.random.fork_rng(devices=devices):
             model.add_adapter(REFERENCE, config)
     pairs = adapter_pairs(model)
     for pair in pairs:
         pair.reference.requires_grad_(False)
     move(pairs, alpha=1)
+
+
+@contextmanager
+def base_kept(config: Any) -> Iterator[None]:
+    """An adapter of this configuration can be added without writing into the base, as PiSSA's and OLoRA's starts do."""
+    start = getattr(config, "init_lora_weights", None)
+    if not isinstance(start, str):
+        yield
+        return
+    config.init_lora_weights = True
+    try:
+        yield
+    finally:
+        config.init_lora_weights = start
 
 
 @contextmanager

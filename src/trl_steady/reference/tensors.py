@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 __all__ = [
@@ -67,6 +68,9 @@ def _renamed(name: str) -> str:
 
 
 def _tensors(model: torch.nn.Module) -> dict[str, Tensor]:
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()  # a forward without a backward leaves copies, and what is written to those is lost
     return dict(itertools.chain(model.named_parameters(), model.named_buffers()))
 
 
