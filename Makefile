@@ -6,11 +6,16 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt $(PIP_FLAGS)
 JOBS ?= 2
 
-.PHONY: demo test test-slow check docs bench format clean
+.PHONY: demo demo-gspo test test-slow check docs bench format clean
 
 # deprecations that TRL owes transformers would bury the progress
+TRAIN = PYTHONWARNINGS=ignore::FutureWarning $(BIN)/python
+
 demo: $(VENV)/.recipes
-	PYTHONWARNINGS=ignore::FutureWarning $(BIN)/python recipes/gspo/train.py --config recipes/gspo/smollm2-135m-comparison.yaml
+	$(TRAIN) recipes/iterative_grpo/train.py --config recipes/iterative_grpo/smollm2-135m.yaml
+
+demo-gspo: $(VENV)/.recipes
+	$(TRAIN) recipes/gspo/train.py --config recipes/gspo/smollm2-135m-comparison.yaml
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu"
@@ -29,6 +34,7 @@ docs: $(VENV)/.docs
 
 bench: $(VENV)/.recipes
 	$(BIN)/python tests/benchmarks/seam.py
+	$(BIN)/python tests/benchmarks/reference.py
 
 format: $(VENV)/.test
 	$(BIN)/ruff format .

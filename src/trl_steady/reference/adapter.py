@@ -38,7 +38,7 @@ def add_reference_adapter(model: PeftModel) -> None:
 
 @contextmanager
 def base_kept(config: Any) -> Iterator[None]:
-    """An adapter of this configuration can be added without writing into the base, as PiSSA's and OLoRA's starts do."""
+    """Adapters of this configuration are added without writing into the base, as PiSSA's and OLoRA's starts do."""
     start = getattr(config, "init_lora_weights", None)
     if not isinstance(start, str):
         yield

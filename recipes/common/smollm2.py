@@ -14,6 +14,8 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
+NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+
 
 def gguf() -> Path:
     """Where the package has put the weights."""
@@ -41,12 +43,11 @@ def load(folder: Path, *, quantised: bool = True) -> tuple[PreTrainedModel, PreT
     plain.load_state_dict(unpacked.state_dict())
     plain.tie_weights()
     cuda = torch.cuda.is_available()
-    nf4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
     plain.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
     model = LlamaForCausalLM.from_pretrained(
         folder,
-        quantization_config=nf4 if quantised else None,
+        quantization_config=NF4 if quantised else None,
         dtype=torch.bfloat16 if cuda and not quantised else torch.float32,
         device_map="cuda:0" if cuda else None,
     )

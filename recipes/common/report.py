@@ -1,0 +1,84 @@
+"""What a run leaves behind: a table, a picture, a JSON file."""
+
+import itertools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import matplotlib
+import numpy as np
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt
+from matplotlib.axes import Axes
+
+Panel = Callable[[Axes, Any], None]  # draws results, as in `results.json`, on one pair of axes
+Panels = Sequence[Sequence[Panel]]  # row by row
+
+
+class Difference(NamedTuple):
+    """Of two accuracies on the same problems, with its 95 % interval, all in shares of 1."""
+
+    before: float
+    after: float
+    difference: float
+    low: float
+    high: float
+
+
+def difference(before: np.ndarray, after: np.ndarray) -> Difference:
+    """Paired bootstrap over problems: (problems, samples) of right answers, 10,000 resamples."""
+    gain = (after - before).mean(axis=1)
+    picks = np.random.default_rng(0).integers(0, len(gain), (10_000, len(gain)))
+    low, high = np.percentile(gain[picks].mean(axis=1), [2.5, 97.5])
+    return Difference(*(float(x) for x in (before.mean(), after.mean(), gain.mean(), low, high)))
+
+
+def table(rows: Mapping[str, Difference]) -> str:
+    """In Markdown."""
+    lines = [
+        "| accuracy on held-out problems | before | after | difference | 95 % interval |",
+        "|---|---|---|---|---|",
+    ]
+    for name, d in rows.items():
+        interval = f"{d.low:+.1%} to {d.high:+.1%}"
+        lines.append(f"| {name} | {d.before:.1%} | {d.after:.1%} | {d.difference:+.1%} | {interval} |")
+    return "\n".join(lines)
+
+
+def series(history: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
+    """The optimizer steps at which `name` was logged, and its values."""
+    rows = [(row["step"], row[name]) for row in history if row.get(name) is not None]
+    return [step for step, _ in rows], [value for _, value in rows]
+
+
+def draw(path: Path, panels: Panels, results: Any) -> None:
+    """One figure: every panel draws `results` over optimizer steps."""
+    size = {"nrows": len(panels), "ncols": len(panels[0]), "figsize": (5 * len(panels[0]), 3.25 * len(panels))}
+    figure, axes = plt.subplots(**size, sharex=True, squeeze=False)
+    for axis, panel in zip(axes.flat, itertools.chain(*panels), strict=True):
+        panel(axis, results)
+        axis.grid(alpha=0.3)
+    for axis in axes[-1]:
+        axis.set_xlabel("optimizer step")
+    figure.tight_layout()
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def rewards(axis: Axes, results: Mapping[str, Any]) -> None:
+    """The reward of each rollout."""
+    axis.plot(*series(results["history"], "reward"), "o-", color="tab:blue")
+    axis.set(title="Reward of each rollout (share right)", ylim=(0, 1))
+
+
+def accuracies(axis: Axes, results: Mapping[str, Any]) -> None:
+    """Greedy accuracy after each rollout, and the sampled one before and after training."""
+    checks = {int(step): share for step, share in results["held-out greedy accuracy by step"].items()}
+    axis.plot(list(checks), list(checks.values()), "o-", color="tab:green", label="greedy, every rollout")
+    sampled, *_ = results["accuracy"].values()
+    last = max([0, *(row["step"] for row in results["history"] if "step" in row)])
+    ends = [sampled["before"], sampled["after"]]
+    axis.plot([0, last], ends, "s", color="tab:orange", label="sampled, before and after")
+    axis.set(title="Accuracy on held-out problems", ylim=(0, 1))
+    axis.legend(loc="lower right")

@@ -1,0 +1,112 @@
+"""Around any training run: its arguments, a line an update, resuming, and what is written at the end."""
+
+import json
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+from transformers import PrinterCallback, TrainerCallback
+from transformers.trainer_utils import get_last_checkpoint
+
+from common import report
+from trl_steady import GRPOConfig, GRPOTrainer
+
+Results = dict[str, Any]
+Callbacks = Callable[[GRPOTrainer], Sequence[TrainerCallback]]  # what a recipe adds to the trainer, given the trainer
+
+PACKAGES = ("trl-steady", "trl", "transformers", "torch", "peft", "bitsandbytes", "accelerate")
+
+
+@dataclass
+class RecipeArguments:
+    """What a recipe adds to `GRPOConfig`."""
+
+    quantised: bool = field(default=True, metadata={"help": "NF4 base, else an unquantised one."})
+    lora_r: int = field(default=16, metadata={"help": "Rank of the adapters; 0 trains the whole model."})
+    lora_alpha: int = field(default=32, metadata={"help": "Scale of the adapters, times the rank."})
+    held_out: int = field(default=200, metadata={"help": "Held-out problems, the same for every seed."})
+    samples: int = field(default=4, metadata={"help": "Answers to each held-out problem at the training temperature."})
+
+    @property
+    def adapter(self) -> LoraConfig | None:
+        """LoRA on every linear layer, or None for the whole model."""
+        if not self.lora_r:
+            return None
+        return LoraConfig(
+            r=self.lora_r, lora_alpha=self.lora_alpha, target_modules="all-linear", task_type="CAUSAL_LM"
+        )
+
+
+class Progress(TrainerCallback):
+    """One line an update.
+
+    Args:
+        describe: What to say of an update, from what was logged of it.
+    """
+
+    def __init__(self, describe: Callable[[Mapping[str, Any]], str]) -> None:
+        self.describe = describe
+
+    def on_train_begin(self, args: GRPOConfig, state: Any, control: Any, **_: Any) -> None:
+        """Start the clock."""
+        self.started = time.monotonic()
+
+    def on_log(self, args: GRPOConfig, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """Print the update that was logged."""
+        if not logs or "loss" not in logs or not state.is_world_process_zero:
+            return
+        reward = f"  right {logs['reward']:.1%}" if logs.get("reward") is not None else ""
+        print(
+            f"step {state.global_step:3d}/{state.max_steps}  {time.monotonic() - self.started:4.0f} s"
+            f"{self.describe(logs)}{reward}",
+            flush=True,
+        )
+
+
+def updates_per_rollout(args: GRPOConfig) -> int:
+    """Optimizer steps that one rollout feeds."""
+    return max(1, args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps)
+
+
+def train(trainer: GRPOTrainer, callbacks: Sequence[TrainerCallback]) -> None:
+    """Train; with `resume_from_checkpoint: true` from the last checkpoint in `output_dir`, where there is one."""
+    trainer.remove_callback(PrinterCallback)  # the progress is ours
+    for callback in callbacks:
+        trainer.add_callback(callback)
+    wanted = trainer.args.resume_from_checkpoint
+    if str(wanted).lower() == "true":
+        wanted = get_last_checkpoint(trainer.args.output_dir)
+    trainer.train(resume_from_checkpoint=wanted)
+
+
+def finish(trainer: GRPOTrainer, recipe: RecipeArguments, found: Results, panels: report.Panels) -> Results:
+    """Write the policy, `results.json` and `training.png`; returns what the second holds: the run, and what was found.
+
+    Args:
+        trainer: After training.
+        recipe: Its arguments beside `trainer.args`.
+        found: What the task has measured.
+        panels: Of the picture.
+    """
+    output = Path(trainer.args.output_dir)
+    device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
+    results = {
+        "seed": trainer.args.seed,
+        "device": device,
+        "versions": {package: version(package) for package in PACKAGES},
+        **found,
+        "recipe": asdict(recipe),
+        "history": trainer.state.log_history,
+    }
+    policy = output / ("adapter" if recipe.adapter else "model")
+    trainer.save_model(str(policy))
+    if trainer.is_world_process_zero():
+        (output / "results.json").write_text(json.dumps(results, indent=1))
+        report.draw(output / "training.png", panels, results)
+        print(f"{policy}, training.png, results.json", flush=True)
+    return results

@@ -1,0 +1,115 @@
+"""A run on SmolLM2-135M and the larger of two numbers: evaluate, train, evaluate."""
+
+import copy
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from datasets import Dataset
+from transformers import TrainerCallback
+
+from common import report, run, smollm2, task
+from trl_steady import GRPOConfig, GRPOTrainer
+
+BATCH = 200  # answers generated at once in an evaluation
+Problem = tuple[int, int]
+
+
+@torch.no_grad()
+def right_answers(trainer: GRPOTrainer, problems: Sequence[Problem], *, samples: int) -> np.ndarray:
+    """(problems, samples) of 0 and 1; `samples=0` decodes greedily, once.
+
+    The preamble, three quarters of each prompt, is read once and its cache handed to every answer.
+    """
+    model, tokenizer, args = trainer.model.eval(), trainer.processing_class, trainer.args
+    asked = [problem for problem in problems for _ in range(max(samples, 1))]
+    how = {"do_sample": True, "temperature": args.temperature, "top_k": 0} if samples else {"do_sample": False}
+    preamble = tokenizer(task.PREAMBLE, return_tensors="pt").to(model.device)
+    read = model(**preamble, use_cache=True).past_key_values
+    scores: list[bool] = []
+    for start in range(0, len(asked), BATCH):
+        batch = asked[start : start + BATCH]
+        inputs = tokenizer([task.prompt(problem) for problem in batch], return_tensors="pt").to(model.device)
+        cache = copy.deepcopy(read)
+        cache.batch_repeat_interleave(len(batch))
+        answers = model.generate(**inputs, past_key_values=cache, max_new_tokens=args.max_completion_length, **how)
+        texts = tokenizer.batch_decode(answers[:, inputs["input_ids"].size(1) :])
+        scores += [task.is_right(problem, text) for problem, text in zip(batch, texts, strict=True)]
+    model.train()
+    return np.array(scores, dtype=float).reshape(len(problems), -1)
+
+
+class Checks(TrainerCallback):
+    """Greedy accuracy on held-out problems after each rollout, kept in the trainer's history across a resume."""
+
+    NAME = "held-out greedy accuracy"
+
+    def __init__(self, trainer: GRPOTrainer, problems: Sequence[Problem]) -> None:
+        self.trainer, self.problems = trainer, problems
+
+    def on_log(self, args: GRPOConfig, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """Check where a rollout has been used up."""
+        if not logs or "loss" not in logs or state.global_step % run.updates_per_rollout(args):
+            return
+        share = float(right_answers(self.trainer, self.problems, samples=0).mean())
+        print(f"           held out, greedy: {share:.1%} of {len(self.problems)} right", flush=True)
+        state.log_history.append({"step": state.global_step, self.NAME: share})
+
+
+def reward(completions: list[str], problem: list[list[int]], **_: Any) -> list[float]:
+    """1 for a right answer."""
+    return [float(task.is_right(tuple(p), text)) for p, text in zip(problem, completions, strict=True)]
+
+
+def build(recipe: run.RecipeArguments, args: GRPOConfig) -> GRPOTrainer:
+    """The model, the task and the adapters, ready to train."""
+    print("Loading SmolLM2-135M-Instruct" + (" and quantising it to NF4" if recipe.quantised else ""), flush=True)
+    model, tokenizer = smollm2.load(Path(args.output_dir) / "base", quantised=recipe.quantised)
+    newline = tokenizer.encode("\n", add_special_tokens=False)
+    model.generation_config.eos_token_id = [*newline, tokenizer.eos_token_id]  # an answer ends with its line
+    problems, _ = task.split(recipe.held_out)
+    return GRPOTrainer(
+        model,
+        reward,
+        args,
+        Dataset.from_list([{"prompt": task.prompt(problem), "problem": list(problem)} for problem in problems]),
+        processing_class=tokenizer,
+        peft_config=recipe.adapter,
+    )
+
+
+def train(recipe: run.RecipeArguments, args: GRPOConfig, callbacks: run.Callbacks) -> tuple[GRPOTrainer, run.Results]:
+    """Evaluate, train, evaluate, and print the table."""
+    started = time.monotonic()
+    trainer, (problems, test) = build(recipe, args), task.split(recipe.held_out)
+    checked = test[: len(test) // 2]
+    loaded = time.monotonic()
+
+    print(f"Before: {len(test)} held-out problems, {recipe.samples} samples each, and greedily", flush=True)
+    torch.manual_seed(args.seed)
+    before = {n: right_answers(trainer, test, samples=n) for n in (recipe.samples, 0)}
+    evaluated = time.monotonic()
+    print(f"Training: {args.max_steps} updates, {run.updates_per_rollout(args)} for each rollout", flush=True)
+    run.train(trainer, [*callbacks(trainer), Checks(trainer, checked)])
+    trained = time.monotonic()
+    print("After", flush=True)
+    after = {n: right_answers(trainer, test, samples=n) for n in (recipe.samples, 0)}
+
+    names = {recipe.samples: f"sampled at temperature {args.temperature:g}, {recipe.samples} each", 0: "greedy"}
+    rows = {name: report.difference(before[n], after[n]) for n, name in names.items()}
+    print(f"\n{report.table(rows)}\n", flush=True)
+    checks = zip(*report.series(trainer.state.log_history, Checks.NAME), strict=True)
+    return trainer, {
+        "problems": {"training": len(problems), "held out": len(test)},
+        "accuracy": {name: row._asdict() for name, row in rows.items()},
+        "seconds": {
+            "loading": round(loaded - started),
+            "evaluation before": round(evaluated - loaded),
+            "training": round(trained - evaluated),
+            "in all": round(time.monotonic() - started),
+        },
+        "held-out greedy accuracy by step": {0: float(before[0][: len(checked)].mean()), **dict(checks)},
+    }

@@ -1,0 +1,71 @@
+"""The panels of this recipe, and a picture of two runs side by side.
+
+python recipes/iterative_grpo/pictures.py both.png moving=outputs/iterative_grpo/results.json frozen=...
+"""
+
+import json
+import sys
+from collections.abc import Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from matplotlib.axes import Axes
+
+from common import report
+
+KL = "KL to the reference, per token"
+
+
+def mark_refreshes(axis: Axes, results: Mapping[str, Any]) -> None:
+    """A line between the last update under the old reference and the first under the new one."""
+    for i, refresh in enumerate(results["refreshes"]):
+        label = "reference set to the policy" if i == 0 else None
+        axis.axvline(refresh["step"] + 0.5, color="tab:gray", linestyle="--", linewidth=1, label=label)
+
+
+def reward(axis: Axes, results: Mapping[str, Any]) -> None:
+    """Of each rollout."""
+    report.rewards(axis, results)
+    mark_refreshes(axis, results)
+
+
+def accuracy(axis: Axes, results: Mapping[str, Any]) -> None:
+    """On held-out problems: our own checks on the small task, TRL's evaluations otherwise."""
+    if "accuracy" in results:
+        report.accuracies(axis, results)
+    else:
+        axis.plot(*report.series(results["history"], "eval_reward"), "o-", color="tab:green")
+        axis.set(title="Accuracy on held-out problems (sampled)", ylim=(0, 1))
+    mark_refreshes(axis, results)
+
+
+def kl(axis: Axes, results: Mapping[str, Any]) -> None:
+    """KL of each update to the reference of its time."""
+    compare(axis, {"KL": results}, name="kl", title=KL)
+
+
+def compare(axis: Axes, runs: Mapping[str, Mapping[str, Any]], *, name: str, title: str) -> None:
+    """One logged value of several runs; the refreshes marked are those of the first."""
+    if name == "kl":
+        axis.set_yscale("symlog", linthresh=1e-3)  # shows the zero, and what is small beside the first updates
+    for label, results in runs.items():
+        axis.plot(*report.series(results["history"], name), "o-", markersize=3, label=label)
+    axis.set(title=title)
+    axis.margins(y=0.2)  # room for the legend
+    mark_refreshes(axis, next(iter(runs.values())))
+    axis.legend(loc="upper center", ncols=3, fontsize="small")
+
+
+def main(path: str, *named: str) -> None:
+    """Draw KL and reward of several runs, given as `label=results.json`."""
+    pairs = (name.split("=", 1) for name in named)
+    runs = {label: json.loads(Path(file).read_text()) for label, file in pairs}
+    panels = {"kl": KL, "reward": "Reward of each rollout (share right)"}
+    report.draw(Path(path), [[partial(compare, name=n, title=title)] for n, title in panels.items()], runs)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,68 @@
+"""Iterative GRPO as in DeepSeekMath, with a KL reference that moves: on a small model anywhere, on a 7B with a GPU.
+
+python recipes/iterative_grpo/train.py --config recipes/iterative_grpo/smollm2-135m.yaml [--seed 1] [--output_dir ...]
+"""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+from trl import TrlParser
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from common import run, small_model
+from iterative_grpo import gsm8k, pictures
+from trl_steady import GRPOConfig, GRPOTrainer
+
+TASKS = {"max": small_model.train, "gsm8k": gsm8k.train}
+
+
+@dataclass
+class RecipeArguments(run.RecipeArguments):
+    """What the recipe adds to `GRPOConfig`."""
+
+    task: str = field(
+        default="max",
+        metadata={"help": "'max': the larger of two numbers, SmolLM2-135M; 'gsm8k': GSM8K.", "choices": list(TASKS)},
+    )
+    model_name: str | None = field(default=None, metadata={"help": "Model of the task gsm8k, on the hub or a folder."})
+
+
+class Refreshes(TrainerCallback):
+    """One line for each refresh of the reference, ahead of the first update under it."""
+
+    def __init__(self, trainer: GRPOTrainer) -> None:
+        self.trainer, self.told = trainer, 0
+
+    def on_train_begin(self, args: GRPOConfig, state: Any, control: Any, **_: Any) -> None:
+        """Skip those before a resume."""
+        self.told = len(self.trainer.reference_refreshes)
+
+    def on_log(self, args: GRPOConfig, state: Any, control: Any, **_: Any) -> None:
+        """Tell what is new."""
+        if not state.is_world_process_zero:
+            return
+        for refresh in self.trainer.reference_refreshes[self.told :]:
+            self.told += 1
+            kl = "" if refresh.kl is None else f", KL {refresh.kl:.4f} before"
+            print(f"-- refresh {self.told} after update {refresh.step} ({refresh.rule}): reference = policy{kl}")
+
+
+def describe(logs: Mapping[str, Any]) -> str:
+    """Of one update."""
+    return f"  KL {logs['kl']:.4f}" if "kl" in logs else ""
+
+
+def main(recipe: RecipeArguments, args: GRPOConfig) -> run.Results:
+    """Train and report; returns what is written to `results.json`."""
+    trainer, found = TASKS[recipe.task](recipe, args, lambda trainer: [Refreshes(trainer), run.Progress(describe)])
+    found["refreshes"] = [refresh._asdict() for refresh in trainer.reference_refreshes]
+    return run.finish(trainer, recipe, found, ((pictures.reward,), (pictures.accuracy,), (pictures.kl,)))
+
+
+if __name__ == "__main__":
+    main(*TrlParser((RecipeArguments, GRPOConfig)).parse_args_and_config())
