@@ -246,7 +246,6 @@ def test_gsm8k_runs_on_a_tiny_model_and_tiny_data(
 
 
 def test_maths_answers_are_verified_as_trl_does(recipes: Any) -> None:
-    pytest.importorskip("math_verify", reason="needs pip install trl[math-verify]")
     solution = recipes.gsm8k.example(GSM8K[0])["solution"]
     texts = {"So it is \\boxed{1000}.": 1.0, "\\boxed{1,000}": 1.0, "\\boxed{1001}": 0.0, "1000": 0.0}
     completions = [[{"role": "assistant", "content": text}] for text in texts]
