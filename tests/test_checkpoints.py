@@ -1,5 +1,6 @@
 """What a checkpoint holds, what is refused at a resume, and that what is saved loads without this package."""
 
+import inspect
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -9,10 +10,12 @@ import peft
 import pytest
 import torch
 import transformers
+import trl
 from peft import LoraConfig
 from safetensors.torch import load_file, save_file
 from transformers.trainer_utils import get_last_checkpoint
 
+import trl_steady
 from tests import resumable, tiny
 from tests.test_reference import adapter_tensors
 
@@ -83,8 +86,14 @@ def with_other_shapes(checkpoint: Path) -> None:
 
 MOVING = resumable.OPTIONS
 REFUSED: list[tuple[str, int, Callable[[Path], None] | None, dict[str, Any], str]] = [
-    ("trl", 12, None, MOVING, r"holds no reference.safetensors: it was written by TRL.*begin a new run"),
-    ("frozen", 12, None, MOVING, r"sync_ref_model=True, but .*checkpoint-12 holds no reference.safetensors"),
+    ("trl", 12, None, MOVING, r"holds no reference.safetensors: it was written by TRL alone.*begin a new run"),
+    (
+        "frozen",
+        12,
+        None,
+        MOVING,
+        r"the reference moves in this run, but .*checkpoint-12 holds no reference",
+    ),
     ("model only", 3, None, MOVING, r"holds no reference.safetensors: .*save_only_model=True"),
     ("moving", 12, None, FROZEN, r"checkpoint-12 holds a moving reference .*Set sync_ref_model=True"),
     (
@@ -194,7 +203,7 @@ def test_old_checkpoints_are_rotated_and_the_best_is_kept(models: dict[str, Path
     assert {path.name for path in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{best}", "checkpoint-18"}
     saved = transformers.TrainerState.load_from_json(str(tmp_path / "checkpoint-18" / "trainer_state.json"))
     assert saved.best_model_checkpoint == trainer.state.best_model_checkpoint
-    assert not (tmp_path / "unfinished").exists()
+    assert not (tmp_path / "_unfinished").exists()
 
 
 def test_a_checkpoint_written_again_replaces_the_old_one(models: dict[str, Path], tmp_path: Path) -> None:
@@ -204,7 +213,7 @@ def test_a_checkpoint_written_again_replaces_the_old_one(models: dict[str, Path]
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     assert not (tmp_path / "checkpoint-6" / "left over").exists()
     assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-6")
-    assert not (tmp_path / "unfinished").exists()
+    assert not (tmp_path / "_unfinished").exists()
 
 
 def test_the_hub_gets_the_finished_checkpoint(
@@ -238,3 +247,61 @@ def test_a_finished_run_takes_no_step_more(models: dict[str, Path], runs: dict[s
     assert trainer.state.global_step == 18
     whole = torch.load(runs["moving"] / "checkpoint-18" / "optimizer.pt", weights_only=True)["state"]
     assert resumable.differences(whole, trainer.optimizer.state_dict()["state"]) == []
+
+
+def test_the_best_checkpoint_is_found_in_a_relative_folder_that_has_moved(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    best: dict[str, Any] = {
+        "build": {**MOVING["build"], "eval_dataset": tiny.dataset(4)},
+        "per_device_eval_batch_size": 4,
+        "eval_strategy": "steps",
+        "eval_steps": 3,
+        "metric_for_best_model": "loss",
+        "load_best_model_at_end": True,
+    }
+    tiny.train(resumable.build("lora", models["dense"], Path("first"), max_steps=6, **best))
+    Path("first").rename("second")
+    trainer = resumable.build("lora", models["dense"], Path("second"), max_steps=9, **best)
+    trainer.args.output_dir = "./second"  # a Path would drop the dot
+    trainer.train(resume_from_checkpoint="./second/checkpoint-6")
+    assert trainer.state.best_model_checkpoint == f"./second/checkpoint-{trainer.state.best_global_step}"
+    assert Path(trainer.state.best_model_checkpoint).is_dir()
+
+
+def test_the_table_of_completions_is_kept(models: dict[str, Path], tmp_path: Path) -> None:
+    """TRL's table of a resumed window would be empty."""
+    options = {"log_completions": True, "max_steps": 9}
+    tiny.train(resumable.build("lora", models["dense"], tmp_path, **options))
+    folder = tmp_path / "completions"
+    expected = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert len(expected) == 9
+    resumable.build("lora", models["dense"], tmp_path, **options).train(
+        resume_from_checkpoint=str(tmp_path / "checkpoint-6")
+    )
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == expected
+
+
+def test_a_stream_that_has_begun_again_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    def build() -> Any:
+        stream = tiny.dataset(6).to_iterable_dataset()
+        return resumable.build("lora", models["dense"], tmp_path, build={"train_dataset": stream})
+
+    whole = build()
+    whole.train()
+    first = build()
+    first.train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
+    assert resumable.differences(tiny.parameters(whole), tiny.parameters(first)) == []
+    with pytest.raises(ValueError, match=r"checkpoint-15 was taken after the stream .* begun again.*has a length"):
+        build().train(resume_from_checkpoint=str(tmp_path / "checkpoint-15"))
+
+
+def test_no_public_method_of_trls_has_another_signature_here() -> None:
+    """`trainer.save_state()`, say, is in many scripts."""
+    for name, method in {**vars(transformers.Trainer), **vars(trl.GRPOTrainer)}.items():
+        ours = getattr(trl_steady.GRPOTrainer, name)
+        if callable(method) and not name.startswith("_") and ours is not getattr(trl.GRPOTrainer, name):
+            expected, found = inspect.signature(getattr(trl.GRPOTrainer, name)), inspect.signature(ours)
+            takes_all = any(p.kind is p.VAR_POSITIONAL for p in found.parameters.values())
+            assert takes_all or list(found.parameters) == list(expected.parameters), name

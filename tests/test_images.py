@@ -76,3 +76,25 @@ def test_a_vision_language_model_trains_as_trls_sequence_level_does(
     if loss_type == "gspo":
         assert all(torch.equal(after[name], expected[name]) for name in expected)
     assert any(not torch.equal(after[name], before[name]) for name in after if "vision_tower" in name)
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_a_run_with_images_resumes_exactly_or_not_at_all(llava: tuple[Path, Any], tmp_path: Path, lora: bool) -> None:
+    """transformers saves this model under other names than it loads, and would go on with the initial weights."""
+    folder, processor = llava
+    options: dict[str, Any] = {
+        "gradient_checkpointing": False,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "beta": 0.04,
+    }
+    options["build"] = {"train_dataset": pictures(), "processing_class": processor, "reward_funcs": tiny.reward}
+    whole = tiny.train(tiny.trainer(folder, tmp_path, lora=lora, sync_ref_model=True, **options))
+    resumed = tiny.trainer(folder, tmp_path, lora=lora, sync_ref_model=True, **options)
+    if lora:
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))  # inside a window, images and all
+        after = tiny.parameters(resumed)
+        assert all(torch.equal(value, after[name]) for name, value in tiny.parameters(whole).items())
+    else:
+        with pytest.raises(ValueError, match=r"lacks \d+ of the model's \d+ tensors.*Train an adapter, or begin"):
+            resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))

@@ -157,7 +157,9 @@ def test_a_learning_rate_of_1e_6_is_lost_on_bf16_adapters(
     assert changed / entries <= moved and (dtype is None or changed / entries > 0.95)
 
 
-@pytest.mark.parametrize("options", [{"learning_rate": 1e-6, "adapter_dtype": "float32"}, {"learning_rate": 1e-2}])
+@pytest.mark.parametrize(
+    "options", [{"learning_rate": 1e-6, "adapter_dtype": "float32"}, {"learning_rate": 1e-2}, {"learning_rate": 0.0}]
+)
 def test_no_warning_where_steps_are_kept(wide: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*rounds away.*")

@@ -245,6 +245,10 @@ REFUSED: dict[str, tuple[peft.PeftConfig, str]] = {
         r"peft_type='ADALORA' cannot follow .*its ranks change while it trains\. Use one of LORA",
     ),
     "VeRA": (peft.VeraConfig(target_modules=["q_proj"]), r"peft_type='VERA' cannot follow .*Use one of LORA"),
+    "replicated layers": (
+        LoraConfig(**RANDOM, layer_replication=[(0, 2), (1, 2)]),
+        r"layer_replication=.* changes the base model whenever an adapter is added.*sync_ref_model=False",
+    ),
     "bias": (
         LoraConfig(**RANDOM, bias="lora_only"),
         r"bias='lora_only' trains the biases of the base model.*Set bias='none', or .*modules_to_save",
@@ -268,3 +272,35 @@ def test_two_active_adapters_are_refused(models: dict[str, Path], tmp_path: Path
     model.base_model.set_adapter(["default", "second"])
     with pytest.raises(ValueError, match=r"active adapters are \['default', 'second'\].* named 'default' only"):
         tiny.trainer(model, tmp_path, **MOVING)
+
+
+def test_an_adapter_of_another_name_is_refused_before_trl_stumbles(models: dict[str, Path], tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(models["dense"])
+    mine = peft.get_peft_model(model, LoraConfig(**RANDOM), adapter_name="mine")
+    with pytest.raises(ValueError, match=r"active adapters are \['mine'\].*adapter_name='default', is_trainable=True"):
+        tiny.trainer(mine, tmp_path, **MOVING)
+
+
+def test_an_adapter_named_ref_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(models["dense"])
+    model = peft.get_peft_model(model, LoraConfig(**RANDOM))
+    model.add_adapter("ref", LoraConfig(**RANDOM))
+    with pytest.raises(ValueError, match=r"has an adapter named 'ref'.*Delete it with model.delete_adapter\('ref'\)"):
+        tiny.trainer(model, tmp_path, **MOVING)
+
+
+@pytest.mark.parametrize("disable", [True, False])
+def test_the_reference_drops_nothing_out(models: dict[str, Path], tmp_path: Path, disable: bool) -> None:
+    config = LoraConfig(**RANDOM, lora_dropout=0.2)
+    trainer = tiny.trainer(models["dense"], tmp_path, build={"peft_config": config}, disable_dropout=disable, **MOVING)
+    shares = {name.split(".")[-1]: m.p for name, m in trainer.model.named_modules() if isinstance(m, torch.nn.Dropout)}
+    assert shares == {"default": 0.0 if disable else 0.2, "ref": 0.0}
+    trainer.train()
+    kl = [row["kl"] for row in tiny.history(trainer) if "kl" in row]
+    assert [i for i, value in enumerate(kl) if value == 0.0] == ([0, 4, 8, 12] if disable else [])
+
+
+def test_a_compiled_full_model_moves(models: dict[str, Path], tmp_path: Path) -> None:
+    trainer = tiny.trainer(models["dense"], tmp_path, torch_compile=True, torch_compile_backend="eager", **MOVING)
+    trainer.train()
+    assert len(trainer.reference_refreshes) == 3

@@ -155,7 +155,7 @@ def test_the_callback_resumes_with_trls_trainer(models: dict[str, Path], tmp_pat
     after = tiny.parameters(resumed)
     assert all(torch.equal(value, after[name]) for name, value in tiny.parameters(whole).items())
     (tmp_path / "checkpoint-8" / "reference.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"checkpoint-8 holds no reference.safetensors: it was written by TRL"):
+    with pytest.raises(ValueError, match=r"checkpoint-8 holds no reference.safetensors: it was written by TRL alone"):
         build(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
 
 

@@ -32,7 +32,7 @@ def folder(kind: str, models: dict[str, Path], wide: Path) -> Path:
 KILLS = {
     "full": ("open", "checkpoint-9/trainer_state.json", 1),  # in the middle of writing a checkpoint
     "lora": ("os.rename", "checkpoint-15", 1),  # when it is whole but not yet in place
-    "nf4": ("open", "unfinished/checkpoint-12", 1),  # inside a window; what is left is the checkpoint before
+    "nf4": ("open", "_unfinished/checkpoint-12", 1),  # inside a window; what is left is the checkpoint before
 }
 
 
@@ -71,7 +71,7 @@ def test_a_run_killed_at_every_file_of_a_checkpoint(
 ) -> None:
     """Of the third one: before each file that Python opens and each move; of all, before what is left is removed."""
     model = folder("lora", models, wide)
-    pattern = "unfinished" if event == "shutil.rmtree" else "checkpoint-9"
+    pattern = "_unfinished" if event == "shutil.rmtree" else "checkpoint-9"
     for count in itertools.count(1):
         output = tmp_path / str(count)
         if resumable.run("lora", model, output, kill=(event, pattern, count)) == 0:

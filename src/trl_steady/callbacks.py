@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -42,9 +43,9 @@ class ReferenceRefreshCallback(TrainerCallback):
     For people who keep TRL's trainer: `trainer.add_callback(ReferenceRefreshCallback(trainer, steps=400))`.
     `trl_steady.GRPOTrainer` makes its own from `sync_ref_model=True`.
 
-    The reference moves before the first generation after a rule has fired, so that no rollout mixes two references:
-    DeepSeekMath, arXiv 2402.03300, Algorithm 1 for `alpha=1`. With PEFT it is an adapter `ref` on the policy's own
-    model, made here and equal to the policy as it stands.
+    When a rule has fired, the reference moves before the next optimizer step that begins with a generation, so that no
+    rollout mixes two references: DeepSeekMath, arXiv 2402.03300, Algorithm 1 for `alpha=1`. With PEFT it is an adapter
+    `ref` on the policy's own model, made here and equal to the policy as it stands.
 
     Logged with every step: `ref/refreshes`, the refreshes so far; with the step after one also `ref/refresh_step`,
     `ref/refresh_kl` and `ref/refresh_by_kl` (1 or 0).
@@ -83,13 +84,14 @@ class ReferenceRefreshCallback(TrainerCallback):
         model: Any = trainer.model
         if is_peft_model(model):
             add_reference_adapter(model)
-            if trainer.is_fsdp_enabled and trainer.accelerator.mixed_precision != "no":
-                for pair in self.pairs():  # accelerate will do so to the policy's, which are trainable
-                    pair.reference.data = pair.reference.data.float()
+        pairs = self.pairs()  # now, if they do not match
+        if is_peft_model(model) and trainer.is_fsdp_enabled and trainer.accelerator.mixed_precision != "no":
+            for pair in pairs:  # accelerate will do so to the policy's, which are trainable
+                pair.reference.data = pair.reference.data.float()
 
     def pairs(self) -> list[Pair]:
         """The policy's tensors beside the reference's, as they are now; wrapping and sharding replace them."""
-        unwrap = self.trainer.accelerator.unwrap_model
+        unwrap = partial(self.trainer.accelerator.unwrap_model, keep_torch_compile=False)
         if self.trainer.ref_model is None:
             return adapter_pairs(unwrap(self.trainer.model))
         return model_pairs(unwrap(self.trainer.model), unwrap(self.trainer.ref_model))
@@ -143,10 +145,10 @@ class ReferenceRefreshCallback(TrainerCallback):
         """
         if not (folder / REFERENCE_FILE).is_file():
             raise ValueError(
-                f"sync_ref_model=True, but {folder} holds no {REFERENCE_FILE}: it was written by TRL, with "
-                "sync_ref_model=False or with save_only_model=True, and a resume would start over with another "
-                "reference. Resume from a checkpoint of a run with a moving reference, or begin a new run from "
-                "its model."
+                f"the reference moves in this run, but {folder} holds no {REFERENCE_FILE}: it was written by TRL "
+                "alone, with sync_ref_model=False or with save_only_model=True, and a resume would start over with "
+                "another reference. Resume from a checkpoint of a run with a moving reference, or begin a new run "
+                "from its model."
             )
         with safe_open(folder / REFERENCE_FILE, framework="pt") as file:
             names = list(file.keys())
@@ -173,7 +175,14 @@ class ReferenceRefreshCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Take the reference back when TRL resumes."""
         if state.global_step > 0 and not isinstance(self.trainer, host.HostTrainer):
-            self.load(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+            folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            if not folder.is_dir():
+                raise ValueError(
+                    f"output_dir={args.output_dir!r} holds no {folder.name}, where this callback looks for the "
+                    "reference at a resume. Keep the checkpoints there, or use trl_steady.GRPOTrainer, which knows "
+                    "the folder."
+                )
+            self.load(folder)
 
 
 def _refuse(callback: ReferenceRefreshCallback) -> None:

@@ -40,7 +40,7 @@ def warn_if_steps_round_away(model: torch.nn.Module, learning_rate: float) -> No
 
     Zeros are left out: they take any step, as long as they are zero.
     """
-    if not isinstance(model, PeftModel):
+    if not isinstance(model, PeftModel) or learning_rate == 0:
         return
     trained = [p.detach() for p in model.parameters() if p.requires_grad and p.dtype == torch.bfloat16]
     lost = sum(int(((p + learning_rate == p) & (p != 0)).sum()) for p in trained)

@@ -17,7 +17,7 @@ from trl_steady.config import GRPOConfig
 from trl_steady.functional import importance, kl, reduction
 from trl_steady.host import HostTrainer, MicroBatch, default_output_dir, overridden
 from trl_steady.precision import keep_gradients_on_cpu, keep_in_float32, warn_if_steps_round_away
-from trl_steady.reference.adapter import base_kept, parameters_kept
+from trl_steady.reference.adapter import base_kept, parameters_kept, refuse_unmovable
 from trl_steady.reference.tensors import POLICY, REFERENCE
 
 __all__ = ["GRPOTrainer"]
@@ -66,9 +66,16 @@ class GRPOTrainer(HostTrainer):
         loaded: dict[str, Tensor] = {}
         if args.adapter_dtype is not None and isinstance(model, PeftModel):
             loaded = {name: p.data for name, p in model.named_parameters() if p.requires_grad}
+        config = None
+        if args.sync_ref_model and isinstance(model, PeftModel):
+            refuse_unmovable(model)
+            if REFERENCE in model.peft_config:
+                raise ValueError(
+                    f"the model has an adapter named {REFERENCE!r}, the name of the reference's. Delete it with "
+                    f"model.delete_adapter({REFERENCE!r}), or load it under another name."
+                )
+            config = model.peft_config[POLICY]  # of which TRL's constructor adds another
         # TRL's constructor refuses sync_ref_model with PEFT, and without PEFT adds a callback of its own
-        # and copies a loaded adapter by adding another one like it
-        config = model.peft_config.get(POLICY) if args.sync_ref_model and isinstance(model, PeftModel) else None
         with overridden(args, {"sync_ref_model": False}), base_kept(config):
             super().__init__(model, reward_funcs, args, *positional, **keywords)
         if args.adapter_dtype is not None:
@@ -144,9 +151,9 @@ class GRPOTrainer(HostTrainer):
         with overridden(model, {"save_pretrained": alone}):
             super().save_policy(folder, state_dict)
 
-    def save_state(self, checkpoint: Path) -> None:
+    def add_to_checkpoint(self, checkpoint: Path) -> None:
         """And the reference, with its counters."""
-        super().save_state(checkpoint)
+        super().add_to_checkpoint(checkpoint)
         if self._reference:
             self._reference.save(checkpoint)
 
@@ -157,9 +164,9 @@ class GRPOTrainer(HostTrainer):
         with parameters_kept(self.model):
             super().load_model_from(checkpoint, model)
 
-    def load_state(self, checkpoint: Path) -> None:
+    def take_from_checkpoint(self, checkpoint: Path) -> None:
         """And the reference, with its counters."""
-        super().load_state(checkpoint)
+        super().take_from_checkpoint(checkpoint)
         if self._reference:
             self._reference.load(checkpoint)
         elif (checkpoint / REFERENCE_FILE).is_file():

@@ -1,5 +1,6 @@
 """TRL's trainer with checkpoints that are whole or not there, and resume exactly wherever they were taken."""
 
+import json
 import os
 import shutil
 from pathlib import Path
@@ -39,44 +40,46 @@ class CheckpointingTrainer(trl.GRPOTrainer):
 
     def _get_output_dir(self, trial: Any) -> str:
         folder = super()._get_output_dir(trial)
-        return os.path.join(folder, "unfinished") if self._writes_checkpoint else folder
+        return os.path.join(folder, "_unfinished") if self._writes_checkpoint else folder  # "_": not for the hub
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
         """Write a checkpoint aside, and move it into place when it is whole; a kill leaves those before it."""
-        run = Path(super()._get_output_dir(trial))
+        run = super()._get_output_dir(trial)
+        checkpoint = Path(run, f"checkpoint-{self.state.global_step}")
         self._writes_checkpoint = True
         try:
-            unfinished = Path(self._get_output_dir(trial)) / f"checkpoint-{self.state.global_step}"
+            unfinished = Path(self._get_output_dir(trial), checkpoint.name)
             if self.accelerator.is_local_main_process:
                 shutil.rmtree(unfinished.parent, ignore_errors=True)  # of a run that was killed
             self.accelerator.wait_for_everyone()
             super()._save_checkpoint(model, trial)
             if not self.args.save_only_model:
-                self.save_state(unfinished)
+                self.add_to_checkpoint(unfinished)
         finally:
             self._writes_checkpoint = False
-        checkpoint = run / unfinished.name
-        if self.state.best_model_checkpoint == str(unfinished):
-            self.state.best_model_checkpoint = str(checkpoint)
+        if self.state.best_global_step:  # transformers has looked for it in the folder of the unfinished one
+            best = os.path.join(run, f"checkpoint-{self.state.best_global_step}")
+            if os.path.exists(best) or Path(best) == checkpoint:
+                self.state.best_model_checkpoint = best
             if self.args.should_save:
                 self.state.save_to_json(str(unfinished / TRAINER_STATE_NAME))
         self.accelerator.wait_for_everyone()
-        if self.accelerator.is_local_main_process and unfinished.exists():
-            if checkpoint.exists():  # of a run that was resumed from an earlier one
-                os.replace(checkpoint, unfinished.parent / "replaced")
-            os.replace(unfinished, checkpoint)
-            shutil.rmtree(unfinished.parent, ignore_errors=True)
+        if self.accelerator.is_main_process:
+            _publish(unfinished, checkpoint)
+        self.accelerator.wait_for_everyone()
+        if self.accelerator.is_local_main_process and unfinished.exists():  # another machine with a disk of its own
+            _publish(unfinished, checkpoint)
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub:
             super()._push_from_checkpoint(str(checkpoint))
         if self.args.should_save:
-            _rotate(self, str(run))
+            _rotate(self, run)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if not self._writes_checkpoint:
             super()._push_from_checkpoint(checkpoint_folder)
 
-    def save_state(self, checkpoint: Path) -> None:
+    def add_to_checkpoint(self, checkpoint: Path) -> None:
         """Add to a checkpoint what TRL leaves out: the rollouts in use, the position in them, metrics not yet logged.
 
         Every process calls it, and writes its own file.
@@ -87,16 +90,22 @@ class CheckpointingTrainer(trl.GRPOTrainer):
             "position": self._step,
             "rollouts": self._buffered_inputs if self._step % generation_interval(self) else None,
             "metrics": dict(self._metrics["train"]),
+            "tables": self._tables(),
         }
         torch.save(window, checkpoint / self._window_file())
 
-    def load_state(self, checkpoint: Path) -> None:
-        """Restore what `save_state` added.
+    def take_from_checkpoint(self, checkpoint: Path) -> None:
+        """Restore what `add_to_checkpoint` added.
 
         Raises:
             ValueError: the checkpoint lies inside a generation window, and its rollouts are missing or of other
-                settings.
+                settings; or in the second pass over a stream of data.
         """
+        if self._train_sampler is None and (self.state.epoch or 0) >= 1:
+            raise ValueError(
+                f"{checkpoint} was taken after the stream of training data had begun again, where transformers cannot "
+                "find the place. Resume from a checkpoint in the first pass, or use a dataset that has a length."
+            )
         for _ in range(int(self.state.epoch or 0)):  # TRL's sampler draws one order an epoch, from one generator
             next(iter(self._train_sampler or ()), None)
         interval, file = generation_interval(self), checkpoint / self._window_file()
@@ -119,6 +128,21 @@ class CheckpointingTrainer(trl.GRPOTrainer):
         self._step = window["position"] if same else 0
         self._buffered_inputs = window["rollouts"]
         self._metrics["train"].update(window["metrics"])
+        for name, values in json.loads(window["tables"]).items():
+            if isinstance(values, list):
+                self._logs[name].extend(values)
+            else:
+                for column, cells in values.items():
+                    self._logs[name][column].extend(cells)
+
+    def _tables(self) -> str:
+        """The table of completions of the rollouts in use; none if there are images in it."""
+        lists = {name: list(self._logs[name]) for name in ("prompt", "completion", "advantages")}
+        columns = {name: {k: list(v) for k, v in self._logs[name].items()} for name in ("rewards", "extra")}
+        try:
+            return json.dumps({**lists, **columns})
+        except TypeError:
+            return "{}"
 
     def _window_file(self) -> str:
         return f"rollouts_{self.accelerator.process_index}.pt"
@@ -136,7 +160,7 @@ class CheckpointingTrainer(trl.GRPOTrainer):
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
         if checkpoint is not None:
-            self.load_state(Path(checkpoint))
+            self.take_from_checkpoint(Path(checkpoint))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         self.load_model_from(Path(resume_from_checkpoint), model)
@@ -145,12 +169,31 @@ class CheckpointingTrainer(trl.GRPOTrainer):
         """Load the policy from a checkpoint: here as transformers does."""
         super()._load_from_checkpoint(str(checkpoint), model)
 
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        super()._issue_warnings_after_load(load_result)
+        tensors, missing = self.model.state_dict(), set(load_result.missing_keys)
+        loaded = {tensor.data_ptr() for name, tensor in tensors.items() if name not in missing}
+        lost = [name for name in missing & tensors.keys() if tensors[name].data_ptr() not in loaded]  # not a tie
+        if lost:
+            raise ValueError(
+                f"the checkpoint lacks {len(lost)} of the model's {len(tensors)} tensors, {min(lost)} among them: "
+                "transformers saves models of this kind under other names than it loads them, and goes on with the "
+                "initial ones. Train an adapter, or begin a new run with the checkpoint as its model."
+            )
+
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         self.save_policy(output_dir, state_dict)
 
     def save_policy(self, folder: str | None, state_dict: Any) -> None:
         """Write the policy to a folder: here as transformers does."""
         super()._save(folder, state_dict)
+
+
+def _publish(unfinished: Path, checkpoint: Path) -> None:
+    if checkpoint.exists():  # of a run that was resumed from an earlier one
+        os.replace(checkpoint, unfinished.parent / "replaced")
+    os.replace(unfinished, checkpoint)
+    shutil.rmtree(unfinished.parent, ignore_errors=True)
 
 
 def _rotate(trainer: CheckpointingTrainer, run: str) -> None:

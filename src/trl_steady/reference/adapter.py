@@ -30,6 +30,9 @@ def add_reference_adapter(model: PeftModel) -> None:
         # rollouts are drawn as without a reference adapter
         with parameters_kept(model), base_kept(config), torch.random.fork_rng(devices=devices):
             model.add_adapter(REFERENCE, config)
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Dropout) and REFERENCE in name.split("."):
+            module.p = 0.0  # a reference drops nothing out; TRL's full one is in eval mode
     pairs = adapter_pairs(model)
     for pair in pairs:
         pair.reference.requires_grad_(False)
@@ -73,7 +76,7 @@ def refuse_unmovable(model: PeftModel) -> None:
 
     Raises:
         ValueError: another adapter than one named `default`, prompt learning, AdaLoRA or another kind that has not
-            been checked, trained biases, KaSA.
+            been checked, trained biases, KaSA, replicated layers.
     """
     active = list(model.active_adapters)
     if active != [POLICY]:
@@ -98,8 +101,10 @@ def refuse_unmovable(model: PeftModel) -> None:
             f"bias={bias!r} trains the biases of the base model, of which there is one set for policy and reference. "
             "Set bias='none', or name the modules whose biases shall train in modules_to_save."
         )
-    if getattr(config, "kasa_config", None) is not None:
-        raise ValueError(
-            "kasa_config changes the base weights whenever an adapter is added, the reference too. Use LoRA without "
-            "KaSA, or sync_ref_model=False."
-        )
+    for option in ("kasa_config", "layer_replication"):
+        value = getattr(config, option, None)
+        if value is not None:
+            raise ValueError(
+                f"{option}={value!r} changes the base model whenever an adapter is added, the reference too. Use LoRA "
+                f"without {option}, or sync_ref_model=False."
+            )
