@@ -1,22 +1,22 @@
 """Two processes (gloo, CPU) and one process with the same global batch."""
 
-import json
 import os
 import socket
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests import resumable
 from tests.distributed import train
 
-GLOBAL_BATCH = 8
 
-
-def launch(processes: int, model: Path, output: Path, loss_type: str) -> tuple[dict[str, torch.Tensor], list[Any]]:
+def launch(processes: int, model: Path, output: Path, runs: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
+    """What each process wrote, by run."""
     output.mkdir()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -25,29 +25,81 @@ def launch(processes: int, model: Path, output: Path, loss_type: str) -> tuple[d
     launcher = ["-m", "accelerate.commands.launch", "--cpu" if processes == 1 else "--multi_gpu"]
     launcher += ["--num_processes", str(processes), "--num_machines", "1", "--mixed_precision", "no"]
     launcher += ["--main_process_port", str(port), "--num_cpu_threads_per_process", "1"]
-    script = ["-m", train.__name__, str(model), str(output), loss_type, str(GLOBAL_BATCH)]
     done = subprocess.run(
-        [sys.executable, *launcher, *script],
+        [sys.executable, *launcher, "-m", train.__name__, str(model), str(output), *runs],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "ACCELERATE_USE_CPU": "true"},
-        timeout=300,
+        timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    written = json.loads((output / "history.json").read_text())
-    assert (written["processes"], written["backend"]) == (processes, "gloo" if processes > 1 else None)
-    return torch.load(output / "parameters.pt"), written["history"]
+    return {run: [torch.load(output / run / f"rank_{i}.pt") for i in range(processes)] for run in runs}
 
 
-@pytest.mark.parametrize("loss_type", ["gspo", "gspo_token"])
-def test_two_processes_train_as_one_does(models: dict[str, Path], tmp_path: Path, loss_type: str) -> None:
-    one, history_one = launch(1, models["dense"], tmp_path / "one", loss_type)
-    two, history_two = launch(2, models["dense"], tmp_path / "two", loss_type)
-    for name, value in one.items():
-        assert torch.allclose(two[name], value, rtol=1e-4, atol=2e-6), name
-    assert len(history_one) == len(history_two) == 7
-    for row_one, row_two in zip(history_one, history_two, strict=True):
+def test_two_processes_train_as_one_does(models: dict[str, Path], tmp_path: Path) -> None:
+    alone = launch(1, models["dense"], tmp_path / "one", train.FIXED)
+    together = launch(2, models["dense"], tmp_path / "two", train.FIXED)
+    for run in train.FIXED:
+        (one,), two = alone[run], together[run]
+        assert [(process["processes"], process["backend"]) for process in (one, *two)] == [
+            (1, None),
+            *2 * [(2, "gloo")],
+        ]
+        check_close(run, one["parameters"], two[0]["parameters"])
+        check_histories(one["history"], two[0]["history"])
+    for run in ("gspo", "gspo_token"):
+        assert any(row.get("ratio/sequence_max", 1) > 1.001 for row in alone[run][0]["history"])
+    moves = {run: [(step, rule) for step, _, rule in alone[run][0]["refreshes"]] for run in ("full", "lora", "kl")}
+    assert moves["full"] == moves["lora"] == [(3, "steps"), (6, "steps"), (9, "steps")]
+    assert {rule for _, rule in moves["kl"]} == {"steps", "kl"}
+    for run in moves:
+        check_references(run, alone[run][0], together[run])
+
+
+def check_close(run: str, one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
+    assert one.keys() == two.keys()
+    for name, value in one.items():  # sums are taken in another order
+        assert torch.allclose(two[name], value, rtol=1e-4, atol=2e-6), (run, name)
+
+
+def check_histories(one: list[dict[str, float]], two: list[dict[str, float]]) -> None:
+    assert len(one) == len(two) >= 7
+    for row_one, row_two in zip(one, two, strict=True):
         for metric in ("kl", "ratio/sequence_min", "ratio/sequence_mean", "ratio/sequence_max", "reward"):
             if metric in row_one:
                 assert row_two[metric] == pytest.approx(row_one[metric], rel=1e-3, abs=1e-6), metric
-    assert any(row.get("ratio/sequence_max", 1) > 1.001 for row in history_one)
+
+
+def check_references(run: str, one: dict[str, Any], two: list[dict[str, Any]]) -> None:
+    """The reference of every step: of both processes bit for bit, and that of one process."""
+    assert two[0]["refreshes"] == two[1]["refreshes"]  # the KL that decided too
+    assert [(step, rule) for step, _, rule in two[0]["refreshes"]] == [(s, rule) for s, _, rule in one["refreshes"]]
+    assert resumable.differences(two[0]["references"], two[1]["references"]) == []
+    assert len(one["references"]) == len(two[0]["references"]) == train.FIXED[run]["max_steps"]
+    for expected, found in zip(one["references"], two[0]["references"], strict=True):
+        check_close(run, expected, found)
+    changes = [
+        step
+        for step, (before, after) in enumerate(zip(one["references"], one["references"][1:], strict=False), 1)
+        if resumable.differences(before, after)
+    ]
+    assert changes == [step for step, _, _ in one["refreshes"]]
+
+
+def test_two_processes_resume_inside_a_window_and_one_process_refuses_to(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Each process has rollouts of its own, and there is no resuming without them."""
+    written = launch(2, models["dense"], tmp_path / "two", train.SAMPLED)
+    for run, processes in written.items():
+        for process in processes:
+            assert [step for step, _, _ in process["whole"]["refreshes"]] == [4, 8]
+            assert resumable.differences(process["whole"], process["resumed"]) == [], run
+        for state in ("policy", "reference", "refreshes"):
+            assert resumable.differences(processes[0]["whole"][state], processes[1]["whole"][state]) == [], run
+        checkpoint = tmp_path / "two" / run / "whole" / train.INSIDE
+        rollouts = [torch.load(checkpoint / f"rollouts_{i}.pt")["rollouts"] for i in range(2)]
+        assert resumable.differences(*rollouts) != []
+        one = train.build_sampled(run, models["dense"], tmp_path / run)
+        with pytest.raises(ValueError, match=r"window that began with other .*'processes': 2} there, .*: 1} here"):
+            one.train(resume_from_checkpoint=str(checkpoint))

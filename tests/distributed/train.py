@@ -1,20 +1,58 @@
-"""Train a tiny model with fixed rollouts on however many processes the launcher started; write what came out.
+"""Train tiny models on however many processes the launcher started; each process writes what came out.
 
-Usage: train.py MODEL OUTPUT LOSS_TYPE GLOBAL_BATCH
+Usage: train.py MODEL OUTPUT RUN [RUN ...]
 """
 
-import json
 import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from accelerate import PartialState
 
-from tests import tiny
+from tests import resumable, tiny
 
-torch.set_num_threads(1)
+GLOBAL_BATCH = 8
+MOVING: dict[str, Any] = {
+    "beta": 0.04,
+    "sync_ref_model": True,
+    "ref_model_mixup_alpha": 1.0,
+    "ref_model_sync_steps": 2,
+    "num_iterations": 3,  # a window is 3 steps
+    "max_steps": 11,
+}
+FIXED: dict[str, dict[str, Any]] = {
+    "gspo": {"loss_type": "gspo"},
+    "gspo_token": {"loss_type": "gspo_token"},
+    "full": {**MOVING, "learning_rate": 0.02},
+    "lora": {**MOVING, "lora": True},
+    "kl": {
+        **MOVING,
+        "lora": True,
+        "ref_model_mixup_alpha": 0.6,
+        "ref_model_sync_steps": 7,
+        "ref_model_sync_kl": 0.1,
+        "max_steps": 16,
+    },
+}
+"""Runs whose rollouts are those of any number of processes."""
+
+SAMPLED = {"sampled_full": "full", "sampled_lora": "lora"}
+"""Runs that draw their rollouts, and are resumed from `INSIDE`."""
+INSIDE = "checkpoint-7"
+
+
+class Witness(transformers.TrainerCallback):
+    """The reference of each step, as this process has it."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+        self.steps: list[dict[str, torch.Tensor]] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.steps.append({pair.name: pair.reference.detach().clone() for pair in self.trainer._reference.pairs()})
 
 
 def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
@@ -30,34 +68,66 @@ def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
     }
 
 
-def main(model: Path, output: Path, loss_type: str, global_batch: int) -> None:
+def fixed(run: str, model: Path, output: Path) -> dict[str, Any]:
     """Groups of the whole global batch, so that with two processes each group lies on both."""
-    state = PartialState(cpu=True)
-    trainer = tiny.trainer(
-        model,
-        output,
-        loss_type=loss_type,
-        epsilon=5e-3,
-        epsilon_high=8e-3,
-        per_device_train_batch_size=global_batch // state.num_processes,
-        num_generations=global_batch,
-        steps_per_generation=1,
-        num_iterations=2,
-        beta=0.1,
-        optim="sgd",  # Adam would blow rounding up to the size of an update where the gradient is zero on paper
-        learning_rate=0.1,
-        gradient_checkpointing=False,
-        build={"rollout_func": rollout},
-    )
+    state = PartialState()
+    options: dict[str, Any] = {
+        "epsilon": 5e-3,
+        "epsilon_high": 8e-3,
+        "per_device_train_batch_size": GLOBAL_BATCH // state.num_processes,
+        "num_generations": GLOBAL_BATCH,
+        "steps_per_generation": 1,
+        "num_iterations": 2,
+        "beta": 0.1,
+        "optim": "sgd",  # Adam would blow rounding up to the size of an update where the gradient is zero on paper
+        "learning_rate": 0.1,
+        "gradient_checkpointing": False,
+        "build": {"rollout_func": rollout},
+    }
+    torch.manual_seed(0)  # the adapter of one process and of two
+    trainer: Any = tiny.trainer(model, output, **{**options, **FIXED[run]})
+    witness = Witness(trainer)
+    if trainer._reference:
+        trainer.add_callback(witness)
     trainer.train()
-    if state.is_main_process:
-        torch.save(tiny.parameters(trainer), output / "parameters.pt")
-        written = {"processes": state.num_processes, "backend": state.backend, "history": tiny.history(trainer)}
-        (output / "history.json").write_text(json.dumps(written))
+    return {
+        "processes": state.num_processes,
+        "backend": state.backend,
+        "parameters": tiny.parameters(trainer),
+        "history": tiny.history(trainer),
+        "references": witness.steps,
+        "refreshes": [tuple(refresh) for refresh in trainer.reference_refreshes],
+    }
+
+
+def sampled(run: str, model: Path, output: Path) -> dict[str, Any]:
+    """The end of a run, and of one that resumes it."""
+    ends = {}
+    for name, checkpoint in (("whole", None), ("resumed", str(output / "whole" / INSIDE))):
+        torch.manual_seed(PartialState().process_index)  # a new adapter differs between processes until DDP evens it
+        trainer = build_sampled(run, model, output / name)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        ends[name] = resumable.state(trainer)
+    return ends
+
+
+def build_sampled(run: str, model: Path, output: Path) -> Any:
+    """A window is 4 steps, the reference moves after 4 and 8, and what it was goes into what it becomes."""
+    options = {"ref_model_mixup_alpha": 0.6, "max_steps": 10, "save_steps": 7, "build": None}
+    return resumable.build(SAMPLED[run], model, output, **options)
+
+
+def main(model: Path, output: Path, runs: list[str]) -> None:
+    torch.set_num_threads(1)
+    state = PartialState(cpu=True)
+    for run in runs:
+        written = (fixed if run in FIXED else sampled)(run, model, output / run)
+        torch.save(written, output / run / f"rank_{state.process_index}.pt")
+    state.wait_for_everyone()
     # gloo's threads now and then abort or hang in the interpreter's exit, after all that is tested here
     sys.stdout.flush()
     os._exit(0)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3], int(sys.argv[4]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

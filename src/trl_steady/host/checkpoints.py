@@ -117,7 +117,7 @@ class CheckpointingTrainer(trl.GRPOTrainer):
                     f"checkpoint at a whole number of windows ({interval} micro-batches each)."
                 )
             return
-        window = torch.load(file, map_location=self.accelerator.device, weights_only=True)
+        window = torch.load(file, map_location=self.accelerator.device.type, weights_only=True)
         same = window["settings"] == self._window_settings()
         if window["rollouts"] is not None and not same:
             raise ValueError(
