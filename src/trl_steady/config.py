@@ -26,8 +26,8 @@ def _trl_default(name: str) -> Any:
 
 @dataclass
 class GRPOConfig(trl.GRPOConfig):
-    """`trl.GRPOConfig` with two more values of `loss_type`, the paper's clip range where the user set none, and options
-    of a reference that moves.
+    """`trl.GRPOConfig` with two more values of `loss_type`, the paper's clip range where the user set none, and
+    options of a reference that moves.
 
     Every other option is TRL's own and keeps TRL's default. `sync_ref_model` works with PEFT, on quantised bases and
     across resumes too: the KL reference moves to the policy every `ref_model_sync_steps` optimizer steps, before the
@@ -42,7 +42,8 @@ class GRPOConfig(trl.GRPOConfig):
         epsilon_high: Upper clip range. Unset: 4e-4 for gspo and gspo_token if `epsilon` is unset too; otherwise
             `epsilon`, which is TRL's rule.
         importance_sampling_level: Unset: `"sequence"` for gspo and gspo_token, TRL's default otherwise.
-        ref_model_sync_kl: Also move the reference when the KL of an update exceeds this many nats a token. None: by steps only.
+        ref_model_sync_kl: Also move the reference when the KL of an update exceeds this many nats a token. None: by
+            steps only.
         ref_model_sync_reset_optimizer: Clear the optimizer's state at each move (ProRL, arXiv 2505.24864).
         adapter_dtype: `"float32"` keeps the adapters of a quantised base in float32, where TRL makes them bf16 and a
             small learning rate rounds away. None: as TRL.
