@@ -15,12 +15,13 @@ from tests import tiny, wide
 
 KINDS = ("full", "lora", "nf4")
 STEPS = 18
-# a window is 4 steps, an epoch 12, the reference moves after 4, 8, 12 and 16; checkpoints at 3, 6, 9 and 15 lie inside
+# A window is 4 steps, an epoch 12; checkpoints at 3, 6, 9 and 15 lie inside a window. A move is due at 7 and 14, and
+# comes after 8 and 16: a run resumed at 9 or 12 reads the restored reference in its rollout at 12.
 OPTIONS: dict[str, Any] = {
     "beta": 0.04,
     "sync_ref_model": True,
     "ref_model_mixup_alpha": 1.0,
-    "ref_model_sync_steps": 3,
+    "ref_model_sync_steps": 7,
     "steps_per_generation": 2,
     "num_iterations": 2,
     "max_steps": STEPS,

@@ -140,13 +140,15 @@ def test_the_callback_works_with_rloo(models: dict[str, Path], tmp_path: Path, l
     assert kl[1] == 0.0 and kl[5] > 0 and kl[9] == 0.0 and kl[13] > 0
 
 
-def test_the_callback_resumes_with_trls_trainer(models: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_callback_resumes_with_trls_trainer(models: dict[str, Path], tmp_path: Path, lora: bool) -> None:
     """At the end of a window, as TRL itself does."""
 
     def build(output: Path) -> Any:
         options = {"max_steps": 12, "save_strategy": "steps", "save_steps": 8}
-        trainer = tiny.trainer(models["dense"], output, ours=False, lora=True, beta=0.04, **options)
-        trainer.add_callback(ReferenceRefreshCallback(trainer, steps=4))
+        trainer = tiny.trainer(models["dense"], output, ours=False, lora=lora, beta=0.04, **options)
+        callback = ReferenceRefreshCallback(trainer, steps=4, alpha=0.6)  # what it was goes into what it becomes
+        trainer.add_callback(callback)
         return trainer
 
     whole, resumed = build(tmp_path), build(tmp_path)

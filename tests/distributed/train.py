@@ -113,7 +113,8 @@ def sampled(run: str, model: Path, output: Path) -> dict[str, Any]:
 
 def build_sampled(run: str, model: Path, output: Path) -> Any:
     """A window is 4 steps, the reference moves after 4 and 8, and what it was goes into what it becomes."""
-    options = {"ref_model_mixup_alpha": 0.6, "max_steps": 10, "save_steps": 7, "build": None}
+    options = {"ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 3}
+    options |= {"max_steps": 10, "save_steps": 7, "build": None}
     return resumable.build(SAMPLED[run], model, output, **options)
 
 
