@@ -7,12 +7,16 @@ os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import trl
+from torch import Tensor
 
 from tests import tiny
 from tests import wide as wide_model
+from tests.batches import HIGH, LOW, Batch, Evaluate, Outcome
 
 torch.set_num_threads(1)
 
@@ -30,3 +34,36 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Folder of a model wide enough for bitsandbytes."""
     return wide_model.save_model(tmp_path_factory.mktemp("wide"))
+
+
+@pytest.fixture
+def evaluate(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Evaluate:
+    """Loss, gradient and metrics of a batch whose log-probs we choose, through the trainer's own `compute_loss`."""
+
+    def evaluate(
+        batch: Batch,
+        *,
+        ours: bool = True,
+        entropies: Tensor | None = None,
+        inputs: dict[str, Any] | None = None,
+        training: bool = True,
+        **options: Any,
+    ) -> Outcome:
+        options = {"epsilon": LOW, "epsilon_high": HIGH, "beta": 0.0, **options}
+        # TRL reads the accumulation window from the training loop, which does not run here
+        attributes = {"current_gradient_accumulation_steps": 1, **options.pop("attributes", {})}
+        trainer = tiny.trainer(models["dense"], tmp_path, ours=ours, **options)
+        trainer.model.train(training)
+        vars(trainer).update(attributes)
+        logps = batch.logps.clone().requires_grad_()
+        scores = (logps, torch.ones_like(logps) if entropies is None else entropies, None)
+        monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", lambda *_, **__: scores)
+        loss = trainer.compute_loss(trainer.model, batch.inputs(**(inputs or {})))
+        loss.backward()
+        assert logps.grad is not None
+        metrics = {k: v[-1] for k, v in trainer._metrics["train" if training else "eval"].items()}
+        logs: dict[str, float] = {}
+        trainer.log(logs)
+        return Outcome(loss.detach(), logps.grad, {**logs, **metrics})
+
+    return evaluate

@@ -169,9 +169,10 @@ def test_a_frozen_references_run_resumes_exactly_too(
     assert resumable.differences(whole, trainer.optimizer.state_dict()["state"]) == []
 
 
-def test_metrics_between_two_logs_are_kept(models: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("options", [{}, {"off_policy_mask_threshold": 0.0}])
+def test_metrics_between_two_logs_are_kept(models: dict[str, Path], tmp_path: Path, options: dict[str, Any]) -> None:
     """Saved after step 3, logged after steps 5, 10 and 15: the KL of steps 1 to 3 is in the first of these."""
-    options = {"logging_steps": 5}
+    options = {"logging_steps": 5, **options}
     trainer = tiny.train(resumable.build("lora", models["dense"], tmp_path, **options))
     resumed = resumable.build("lora", models["dense"], tmp_path, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))

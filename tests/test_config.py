@@ -52,7 +52,16 @@ def test_a_native_loss_has_every_default_of_trl(tmp_path: Path, loss_type: str) 
         package.GRPOConfig(output_dir=str(tmp_path), loss_type=loss_type, use_cpu=True, per_device_train_batch_size=8)
         for package in (trl_steady, trl)
     )
-    added = {"ref_model_sync_kl": None, "ref_model_sync_reset_optimizer": False, "adapter_dtype": None}
+    added = {
+        "kl_estimator": "k3",
+        "kl_ratio_denominator": "old",
+        "off_policy_mask_level": "sequence",
+        "geometric_mask_range": None,
+        "token_veto_threshold": None,
+        "ref_model_sync_kl": None,
+        "ref_model_sync_reset_optimizer": False,
+        "adapter_dtype": None,
+    }
     assert ours.to_dict() == {**theirs.to_dict(), **added}
     assert trl_steady.GRPOConfig.loss_type == trl.GRPOConfig.loss_type
 
@@ -61,12 +70,30 @@ def test_trl_parser_reads_our_fields_from_yaml_and_command_line(tmp_path: Path) 
     path = tmp_path / "config.yaml"
     path.write_text(f"output_dir: {tmp_path}\nloss_type: gspo\nepsilon: 3e-3\nuse_cpu: true\nbf16: false\n")
     command = ["--config", str(path), "--epsilon_high", "5e-3", "--steps_per_generation", "8"]
+    command += ["--geometric_mask_range", "0.99", "1.01"]
     (args,) = TrlParser(trl_steady.GRPOConfig).parse_args_and_config(command)
     assert (args.loss_type, args.epsilon, args.epsilon_high) == ("gspo", 3e-3, 5e-3)
+    assert args.geometric_mask_range == [0.99, 1.01]
+    path.write_text(path.read_text() + "geometric_mask_range: [0.98, 1.02]\noff_policy_mask_threshold: .inf\n")
+    (args,) = TrlParser(trl_steady.GRPOConfig).parse_args_and_config(["--config", str(path)])
+    assert args.geometric_mask_range == [0.98, 1.02] and args.off_policy_mask_threshold == float("inf")
     assert args.importance_sampling_level == "sequence"
 
 
 REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"kl_estimator": "k4"}, r"kl_estimator='k4' cannot work. Set kl_estimator to 'k1', 'k2' or 'k3'"),
+    (
+        {"kl_estimator": "k1", "use_bias_correction_kl": False, "beta": 0.1},
+        r"kl_estimator='k1' with use_bias_correction_kl=False: .* expectation is 0.*'k2' or 'k3'",
+    ),
+    ({"kl_ratio_denominator": "mu"}, r"kl_ratio_denominator='mu' cannot work. Set .* 'old' or 'sampler'"),
+    ({"off_policy_mask_level": "group"}, r"off_policy_mask_level='group' cannot work. Set .* 'sequence' or 'token'"),
+    ({"geometric_mask_range": (0.99,)}, r"geometric_mask_range=\(0.99,\) cannot work. Set .* \(low, high\), with low"),
+    ({"geometric_mask_range": (1.01, 0.99)}, r"geometric_mask_range=\(1.01, 0.99\) cannot work"),
+    ({"geometric_mask_range": (1.01, 1.02)}, r"geometric_mask_range=\(1.01, 1.02\) cannot work"),
+    ({"geometric_mask_range": 0.99}, r"geometric_mask_range=0.99 cannot work.*or None for no such mask"),
+    ({"token_veto_threshold": 0.0}, r"token_veto_threshold=0.0 cannot work. Set .* above 0 and below 1"),
+    ({"token_veto_threshold": 1.5}, r"token_veto_threshold=1.5 cannot work"),
     ({"sync_ref_model": True}, r"sync_ref_model=True with beta=0.0: .*Set beta above 0 .*or sync_ref_model=False"),
     ({"ref_model_sync_kl": 0.1, "beta": 0.1}, r"ref_model_sync_kl=0.1 would be ignored: .*Set sync_ref_model=True"),
     ({"ref_model_sync_reset_optimizer": True}, r"ref_model_sync_reset_optimizer=True would be ignored"),
@@ -201,6 +228,77 @@ def test_an_off_policy_mask_that_cannot_act_says_so(models: dict[str, Path], tmp
         tiny.trainer(models["dense"], tmp_path, steps_per_generation=4, **options)
         # an environment may bring log-probs of its own
         tiny.trainer(models["dense"], tmp_path, steps_per_generation=1, build={"rollout_func": print}, **options)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "gspo"])
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"kl_estimator": "k2"}, "kl_estimator='k2' cannot act: with beta=0.0 there is no KL. Set beta above 0, or"),
+        ({"kl_ratio_denominator": "sampler"}, "kl_ratio_denominator='sampler' cannot act: with beta=0.0"),
+        (
+            {"kl_ratio_denominator": "sampler", "beta": 0.1, "use_bias_correction_kl": False},
+            "with use_bias_correction_kl=False the KL has no ratio. Set use_bias_correction_kl=True, or leave",
+        ),
+        (
+            {"off_policy_mask_level": "token"},
+            "off_policy_mask_level='token' cannot act: with off_policy_mask_threshold=None there is no mask. Set",
+        ),
+    ],
+)
+def test_an_option_of_something_that_is_off_says_so(
+    tmp_path: Path, options: dict[str, Any], why: str, loss_type: str
+) -> None:
+    (message,) = warned(tmp_path, loss_type=loss_type, **options)
+    assert why in message
+
+
+def test_a_mask_that_gspos_own_clip_makes_idle_says_so(models: dict[str, Path], tmp_path: Path) -> None:
+    """From -log(1 - epsilon) on, unless an engine has sampled; at infinity it is there to be seen in the metrics."""
+    with pytest.warns(
+        UserWarning, match=r"=0.5 cannot act: from -log\(1 - epsilon\) = 0.000300045 on, the lower clip"
+    ):
+        tiny.trainer(models["dense"], tmp_path, loss_type="gspo", off_policy_mask_threshold=0.5)
+    engine = {"build": {"rollout_func": print}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        for options in (
+            {"loss_type": "gspo", "off_policy_mask_threshold": 0.5, **engine},
+            {"loss_type": "gspo", "off_policy_mask_threshold": 2e-4},
+            {"loss_type": "gspo", "off_policy_mask_threshold": float("inf")},
+            {"loss_type": "gspo", "off_policy_mask_threshold": 0.5, "epsilon": 0.9},
+            {"loss_type": "gspo_token", "off_policy_mask_threshold": 0.5},  # where the signs of tokens may differ
+            {"loss_type": "grpo", "off_policy_mask_threshold": 0.5},
+        ):
+            tiny.trainer(models["dense"], tmp_path, **options)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"kl_ratio_denominator": "sampler", "beta": 0.1},
+        {"geometric_mask_range": (0.9, 1.1)},
+        {"token_veto_threshold": 1e-4},
+    ],
+)
+def test_what_needs_an_engine_is_refused_without_one(
+    models: dict[str, Path], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    option = next(iter(options))
+    with pytest.raises(ValueError, match=rf"{option}=.* with the engine that samples.*Set use_vllm=True, or leave"):
+        tiny.trainer(models["dense"], tmp_path, loss_type="grpo", **options)
+
+    def no_log_probs(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+        return {"prompt_ids": ids, "completion_ids": [[60, 61]] * len(prompts), "logprobs": None}
+
+    trainer = tiny.trainer(
+        models["dense"], tmp_path, loss_type="grpo", build={"rollout_func": no_log_probs}, **options
+    )
+    with pytest.raises(
+        ValueError, match=rf"{option}=.* this rollout brought none. Return 'logprobs' from rollout_func"
+    ):
+        trainer.train()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 import inspect
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -11,85 +11,9 @@ import trl
 from torch import Tensor
 
 from tests import oracles, tiny
+from tests.batches import HIGH, LOW, TRL_SEQUENCE_LEVEL, Batch, Evaluate, Outcome, random_batch
 from trl_steady import host
 
-LOW, HIGH = 0.2, 0.27
-
-
-class Outcome(NamedTuple):
-    loss: Tensor
-    grad: Tensor  # with respect to the policy's log-probs, (B, T)
-    metrics: dict[str, float]
-
-
-class Batch(NamedTuple):
-    logps: Tensor
-    old_logps: Tensor
-    mask: Tensor
-    advantages: Tensor
-
-    def inputs(self, **others: Any) -> dict[str, Any]:
-        """As TRL hands them to `_compute_loss`."""
-        sequences, tokens = self.mask.shape
-        ids = torch.ones(sequences, tokens, dtype=torch.long)
-        return {
-            "prompt_ids": torch.ones(sequences, 2, dtype=torch.long),
-            "prompt_mask": torch.ones(sequences, 2, dtype=torch.long),
-            "completion_ids": ids,
-            "completion_mask": self.mask.int(),
-            "advantages": self.advantages,
-            "old_per_token_logps": self.old_logps,
-            "num_items_in_batch": self.mask.sum(),
-            **others,
-        }
-
-
-def random_batch(sequences: int = 6, tokens: int = 5, *, spread: float = 0.5, per_token: bool = False) -> Batch:
-    """Float64; log-ratios of the size of the clip range, unequal lengths, an empty completion, a zero advantage."""
-    generator = torch.Generator().manual_seed(sequences * 100 + tokens)
-    noise = lambda: torch.randn(sequences, tokens, generator=generator, dtype=torch.float64)
-    old_logps = -noise().abs() - 0.1
-    shift = spread * torch.randn(sequences, 1, generator=generator, dtype=torch.float64)
-    lengths = torch.randint(1, tokens + 1, (sequences, 1), generator=generator)
-    lengths[-1] = 0
-    advantages = noise() if per_token else noise()[:, 0]
-    advantages[0] = 0.0
-    return Batch(old_logps + shift + 0.3 * noise(), old_logps, torch.arange(tokens) < lengths, advantages)
-
-
-Evaluate = Callable[..., Outcome]
-
-
-@pytest.fixture
-def evaluate(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Evaluate:
-    """Loss, gradient and metrics of a batch whose log-probs we choose, through the trainer's own `compute_loss`."""
-
-    def evaluate(
-        batch: Batch,
-        *,
-        ours: bool = True,
-        entropies: Tensor | None = None,
-        inputs: dict[str, Any] | None = None,
-        **options: Any,
-    ) -> Outcome:
-        options = {"epsilon": LOW, "epsilon_high": HIGH, "beta": 0.0, **options}
-        # TRL reads the accumulation window from the training loop, which does not run here
-        attributes = {"current_gradient_accumulation_steps": 1, **options.pop("attributes", {})}
-        trainer = tiny.trainer(models["dense"], tmp_path, ours=ours, **options)
-        trainer.model.train()
-        vars(trainer).update(attributes)
-        logps = batch.logps.clone().requires_grad_()
-        scores = (logps, torch.ones_like(logps) if entropies is None else entropies, None)
-        monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", lambda *_, **__: scores)
-        loss = trainer.compute_loss(trainer.model, batch.inputs(**(inputs or {})))
-        loss.backward()
-        assert logps.grad is not None
-        return Outcome(loss.detach(), logps.grad, {k: v[-1] for k, v in trainer._metrics["train"].items()})
-
-    return evaluate
-
-
-TRL_SEQUENCE_LEVEL = {"loss_type": "grpo", "importance_sampling_level": "sequence", "ours": False}
 SHAPES = [(6, 5), (5, 5), (6, 1), (1, 1), (2, 7)]  # B == T and T == 1 among them
 
 

@@ -10,6 +10,7 @@ import trl
 
 import trl_steady.trainer
 from tests import tiny
+from trl_steady.config import NATIVE_LOSS_TYPES
 
 # The clip range of a test model that moves far in six steps; TRL's sequence level is given the same.
 CLIP = {"epsilon": 5e-3, "epsilon_high": 8e-3}
@@ -57,15 +58,18 @@ def run(models: dict[str, Path], tmp_path: Path, options: dict[str, Any], **othe
     return tiny.train(tiny.trainer(models[options.pop("model", "dense")], tmp_path, **options))
 
 
-def without_ratio(history: list[dict[str, float]]) -> list[dict[str, float]]:
-    return [{k: v for k, v in row.items() if "ratio/sequence" not in k} for row in history]
+OURS = ("ratio/sequence", "off_policy_", "dropped/", "kl/", "mismatch/")
+
+
+def without_ours(history: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{k: v for k, v in row.items() if not k.removeprefix("eval_").startswith(OURS)} for row in history]
 
 
 @pytest.mark.parametrize("name", OPTIONS)
 def test_gspo_trains_as_trls_sequence_level_does(models: dict[str, Path], tmp_path: Path, name: str) -> None:
     theirs = run(models, tmp_path, OPTIONS[name], ours=False, loss_type="grpo", importance_sampling_level="sequence")
     ours = run(models, tmp_path, OPTIONS[name], loss_type="gspo")
-    assert without_ratio(tiny.history(ours)) == tiny.history(theirs)
+    assert without_ours(tiny.history(ours)) == tiny.history(theirs)
     expected, after = tiny.parameters(theirs), tiny.parameters(ours)
     assert all(torch.equal(after[parameter], expected[parameter]) for parameter in expected)
     ratios = [row["ratio/sequence_max"] for row in tiny.history(ours) if "ratio/sequence_max" in row]
@@ -126,6 +130,18 @@ def test_environment_tokens_and_an_engines_log_probs(models: dict[str, Path], tm
     unmasked = run(models, tmp_path, {**options, "off_policy_mask_threshold": 1e3}, loss_type=loss_type)
     moved = tiny.parameters(unmasked)
     assert any(not torch.equal(moved[name], after[name]) for name in after)  # the engine's log-probs did decide
+
+
+@pytest.mark.parametrize("loss_type", NATIVE_LOSS_TYPES)
+def test_with_an_engines_log_probs_trls_losses_are_trls_and_more_is_logged(
+    models: dict[str, Path], tmp_path: Path, loss_type: str
+) -> None:
+    options = {"build": {"rollout_func": rollout}, "loss_type": loss_type, "beta": 0.04}
+    theirs, ours = (run(models, tmp_path, options, ours=ours) for ours in (False, True))
+    assert without_ours(tiny.history(ours)) == tiny.history(theirs)
+    expected, after = tiny.parameters(theirs), tiny.parameters(ours)
+    assert all(torch.equal(after[name], expected[name]) for name in expected)
+    assert all({"mismatch/kl", "off_policy_q50", "kl/k1"} <= row.keys() for row in tiny.history(ours)[:-1])
 
 
 def test_a_trainer_without_args_makes_our_config(

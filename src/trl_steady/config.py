@@ -42,6 +42,16 @@ class GRPOConfig(trl.GRPOConfig):
         epsilon_high: Upper clip range. Unset: 4e-4 for gspo and gspo_token if `epsilon` is unset too; otherwise
             `epsilon`, which is TRL's rule.
         importance_sampling_level: Unset: `"sequence"` for gspo and gspo_token, TRL's default otherwise.
+        kl_estimator: `"k1"`, `"k2"` or `"k3"` (GRPO's), of which `trl_steady.functional.kl` says what each one's
+            gradient is. With `use_bias_correction_kl` it is always that of the reverse KL.
+        kl_ratio_denominator: What `use_bias_correction_kl` divides the policy by: `"old"`, the policy at rollout as
+            the trainer scores it; `"sampler"`, the inference engine's own log-probs, with which it is unbiased.
+        off_policy_mask_level: Where advantages are per token, `off_policy_mask_threshold` (DeepSeek-V3.2, arXiv
+            2512.02556, section 3.1) decides by `"sequence"`, with the sign of the mean advantage, or by `"token"`.
+        geometric_mask_range: (low, high): leave sequences out of the policy term whose geometric-mean ratio of trainer
+            to inference engine lies outside. None: no such mask.
+        token_veto_threshold: Leave sequences out of the policy term in which any token's ratio of trainer to inference
+            engine lies below. None: no such mask.
         ref_model_sync_kl: Also move the reference when the KL of an update exceeds this many nats a token. None: by
             steps only.
         ref_model_sync_reset_optimizer: Clear the optimizer's state at each move (ProRL, arXiv 2505.24864).
@@ -81,6 +91,34 @@ class GRPOConfig(trl.GRPOConfig):
         },
     )
 
+    kl_estimator: str = field(
+        default="k3",
+        metadata={"help": "'k1', 'k2' or 'k3': how the KL is estimated from a sampled token."},
+    )
+    kl_ratio_denominator: str = field(
+        default="old",
+        metadata={
+            "help": "With use_bias_correction_kl: 'old' or 'sampler', the log-probs of which policy stand below the "
+            "fraction that corrects the KL."
+        },
+    )
+    off_policy_mask_level: str = field(
+        default="sequence",
+        metadata={
+            "help": "With off_policy_mask_threshold and advantages per token: 'sequence' decides once for all tokens, "
+            "by their mean advantage; 'token' by each token's own."
+        },
+    )
+    geometric_mask_range: list[float] | None = field(
+        default=None,
+        metadata={
+            "help": "Leave out sequences whose geometric-mean ratio of trainer to engine is outside of these two."
+        },
+    )
+    token_veto_threshold: float | None = field(
+        default=None,
+        metadata={"help": "Leave out sequences with a token whose ratio of trainer to engine is below this."},
+    )
     ref_model_sync_kl: float | None = field(
         default=None,
         metadata={
@@ -103,13 +141,53 @@ class GRPOConfig(trl.GRPOConfig):
         _refuse_idle_reference(self)
         if self.has_sequence_ratio_loss:
             _refuse_under_sequence_ratio(self)
-        for message in (*_inactive(self), *_token_scale(self)):
+        _refuse_kl_without_effect(self)
+        for message in (*_inactive(self), *_token_scale(self), *_idle_options(self)):
             warnings.warn(message, UserWarning, stacklevel=3)
 
     @property
     def has_sequence_ratio_loss(self) -> bool:
         """Whether `loss_type` is one of ours that clip the sequence's ratio."""
         return self.loss_type in SEQUENCE_RATIO_LOSS_TYPES
+
+    @property
+    def has_trls_kl(self) -> bool:
+        """Whether TRL's own KL is the one asked for: k3, plain or with each token's own ratio to the old policy."""
+        if self.kl_estimator != "k3":
+            return False
+        own_ratio = self.importance_sampling_level == "token" and self.kl_ratio_denominator == "old"
+        return own_ratio or not self.use_bias_correction_kl
+
+    @property
+    def sampler_options(self) -> list[str]:
+        """The options that are set and need the sampler's log-probs."""
+        set_ones = {
+            "kl_ratio_denominator": self.kl_ratio_denominator == "sampler" and self.beta != 0,
+            "geometric_mask_range": self.geometric_mask_range is not None,
+            "token_veto_threshold": self.token_veto_threshold is not None,
+        }
+        return [option for option, is_set in set_ones.items() if is_set]
+
+    @property
+    def idle_without_engine(self) -> list[str]:
+        """What cannot act where the policy itself has sampled, in sentences with the way out."""
+        threshold = self.off_policy_mask_threshold
+        if threshold is None:
+            return []
+        if self.is_on_policy:
+            return [
+                f"off_policy_mask_threshold={threshold} cannot act: every update is on-policy, so that policy and "
+                f"sampler are the same. {self.way_off_policy}"
+            ]
+        assert self.epsilon is not None  # filled in at construction
+        clipped = -math.log1p(-self.epsilon) if self.epsilon < 1 else math.inf
+        if self.loss_type == "gspo" and clipped <= threshold < math.inf:
+            return [
+                f"off_policy_mask_threshold={threshold} cannot act: from -log(1 - epsilon) = {clipped:.6g} on, the "
+                f"lower clip of loss_type='gspo' (epsilon={self.epsilon}) silences the same sequences. Set it below, "
+                "or None; it acts on token ratios (loss_type='grpo') and with an inference engine."
+            ]
+        return []
 
     @property
     def is_on_policy(self) -> bool:
@@ -149,6 +227,15 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("epsilon_high", lambda v: v >= 0, "0 or above"),
     ("delta", lambda v: v > 0, "above 0, or None for no two-sided clip"),
     ("beta", lambda v: 0 <= v < math.inf, "a finite number, 0 (no KL) or above"),
+    ("kl_estimator", lambda v: v in ("k1", "k2", "k3"), "'k1', 'k2' or 'k3'"),
+    ("kl_ratio_denominator", lambda v: v in ("old", "sampler"), "'old' or 'sampler'"),
+    ("off_policy_mask_level", lambda v: v in ("sequence", "token"), "'sequence' or 'token'"),
+    (
+        "geometric_mask_range",
+        lambda v: len(v) == 2 and 0 <= v[0] <= 1 <= v[1],
+        "two ratios, (low, high), with low <= 1 <= high, such as (0.99, 1.01), or None for no such mask",
+    ),
+    ("token_veto_threshold", lambda v: 0 < v < 1, "above 0 and below 1, such as 1e-4, or None for no such mask"),
     ("ref_model_sync_steps", lambda v: v >= 1 and v == int(v), "1, 2, 3, ... optimizer steps"),
     ("ref_model_mixup_alpha", lambda v: 0 < v <= 1, "above 0 and at most 1, where 1 copies the policy"),
     ("ref_model_sync_kl", lambda v: 0 < v < math.inf, "above 0, in nats a token, or None for refreshes by steps only"),
@@ -244,6 +331,40 @@ def _refuse_idle_reference(args: GRPOConfig) -> None:
                 f"{option}={getattr(args, option)!r} would be ignored: with sync_ref_model=False the reference does "
                 f"not move. Set sync_ref_model=True, or leave {option} unset."
             )
+
+
+def _refuse_kl_without_effect(args: GRPOConfig) -> None:
+    if args.kl_estimator == "k1" and not args.use_bias_correction_kl:
+        raise ValueError(
+            "kl_estimator='k1' with use_bias_correction_kl=False: the gradient of log policy - log reference does not "
+            "depend on the reference, and its expectation is 0, so that the KL would add noise and hold nothing. Set "
+            "use_bias_correction_kl=True, or kl_estimator to 'k2' or 'k3'."
+        )
+
+
+def _idle_options(args: GRPOConfig) -> list[str]:
+    """Options of a KL or a mask that is off."""
+    idle = {
+        "kl_estimator": "beta=0.0 there is no KL. Set beta above 0" if args.beta == 0 else None,
+        "kl_ratio_denominator": (
+            "beta=0.0 there is no KL. Set beta above 0"
+            if args.beta == 0
+            else None
+            if args.use_bias_correction_kl
+            else "use_bias_correction_kl=False the KL has no ratio. Set use_bias_correction_kl=True"
+        ),
+        "off_policy_mask_level": (
+            "off_policy_mask_threshold=None there is no mask. Set off_policy_mask_threshold"
+            if args.off_policy_mask_threshold is None
+            else None
+        ),
+    }
+    defaults = {option.name: option.default for option in fields(args)}
+    return [
+        f"{option}={getattr(args, option)!r} cannot act: with {why}, or leave {option} unset."
+        for option, why in idle.items()
+        if why and getattr(args, option) != defaults[option]
+    ]
 
 
 def _inactive(args: GRPOConfig) -> list[str]:

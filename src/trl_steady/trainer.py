@@ -2,7 +2,6 @@
 
 import functools
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,10 +10,11 @@ import trl
 from peft import PeftModel
 from torch import Tensor
 
+from trl_steady import objective
 from trl_steady.adapters import merged_weights
 from trl_steady.callbacks import REFERENCE_FILE, ReferenceRefreshCallback, Refresh
 from trl_steady.config import GRPOConfig
-from trl_steady.functional import importance, kl, reduction
+from trl_steady.functional import importance, masks
 from trl_steady.host import HostTrainer, MicroBatch, default_output_dir, overridden
 from trl_steady.precision import keep_gradients_on_cpu, keep_in_float32, warn_if_steps_round_away
 from trl_steady.reference.adapter import base_kept, parameters_kept, refuse_unmovable
@@ -88,13 +88,14 @@ class GRPOTrainer(HostTrainer):
         keep_gradients_on_cpu(self.model)
         warn_if_steps_round_away(self.model, args.learning_rate)
         has_engine = self.use_vllm or self.rollout_func is not None  # whose log-probs may differ from the policy's
-        if args.off_policy_mask_threshold is not None and args.is_on_policy and not has_engine:
-            warnings.warn(
-                f"off_policy_mask_threshold={args.off_policy_mask_threshold} cannot act: every update is on-policy, "
-                f"so that policy and sampler are the same. {args.way_off_policy}",
-                UserWarning,
-                stacklevel=2,
-            )
+        if not has_engine:
+            for option in args.sampler_options:
+                raise ValueError(
+                    f"{option}={getattr(args, option)!r} compares the trainer with the engine that samples, and here "
+                    f"transformers generates with the policy itself. Set use_vllm=True, or leave {option} unset."
+                )
+            for message in args.idle_without_engine:
+                warnings.warn(message, UserWarning, stacklevel=2)
         path = Path(model if isinstance(model, str | Path) else getattr(model, "name_or_path", ""))
         if (path / REFERENCE_FILE).is_file():
             warnings.warn(
@@ -176,35 +177,67 @@ class GRPOTrainer(HostTrainer):
             )
 
     def micro_batch_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """Score, rewrite, TRL's own loss, and the KL that TRL cannot express."""
-        if not self.args.has_sequence_ratio_loss:
+        """Score, rewrite, TRL's own loss, and the KL that TRL cannot express.
+
+        TRL alone, where nothing of ours is asked for and no sampler's log-probs are there to be compared.
+        """
+        args = self.args
+        own_kl = self.beta != 0.0 and not args.has_trls_kl
+        threshold = args.off_policy_mask_threshold
+        ours = args.has_sequence_ratio_loss or own_kl or threshold is not None or args.sampler_options
+        if not ours and "sampling_per_token_logps" not in inputs:
             return super().micro_batch_loss(model, inputs)
-        batch = self.score(model, inputs)
-        _check_advantages(batch, self.args.loss_type)
-        batch = batch.without_garbage()
-        # TRL would weigh its corrected KL by the sequence ratio (huggingface/trl#6586); uncorrected, TRL's is right
-        own_kl = batch.ref_logps is not None and self.beta != 0.0 and self.args.use_bias_correction_kl
-        level, rewrite = _REWRITES[self.args.loss_type]
+        scored = self.score(model, inputs)
+        objective.check(scored, args)
+        batch = scored.without_garbage()
+        sampler_logps = batch.old_logps if batch.sampler_logps is None else batch.sampler_logps
+        statistic = masks.off_policy_statistic(batch.logps, sampler_logps, batch.mask)
+        keep = objective.sampler_masks(batch, args)
+        if threshold is not None:
+            # TRL's own is the literal reading, token by token
+            by_token = args.off_policy_mask_level == "token"
+            decide = trl.GRPOTrainer.get_off_policy_mask if by_token else self.get_off_policy_mask
+            keep["off_policy"] = decide(
+                advantages=batch.advantages.unsqueeze(1) if batch.advantages.dim() == 1 else batch.advantages,
+                per_token_logps=batch.logps,
+                sampling_per_token_logps=sampler_logps,
+                mask=batch.mask,
+                off_policy_threshold=threshold,
+            ).bool()
+        loss_type, level, rewritten = objective.rewrite(scored, args)
         loss = self.host_loss(
             model,
             inputs,
-            rewrite(batch),
-            loss_type="grpo",  # the reduction of both objectives: mean over sequences of the mean over tokens
+            rewritten,
+            loss_type=loss_type,
             importance_sampling_level=level,
             with_kl=not own_kl,
+            keep=functools.reduce(torch.mul, keep.values()) if keep else None,
         )
+        estimates = {} if self.beta == 0.0 else objective.kl_estimates(batch, args)
         if own_kl:
-            loss = loss + self.beta * self._corrected_kl(batch)
+            per_token = estimates[args.kl_estimator]
+            weights = self.loss_weights(batch.mask, inputs, loss_type=loss_type, dtype=per_token.dtype)
+            loss = loss + self.beta * (weights * per_token).sum()
+            self.record_token_mean("kl", per_token, batch.mask)
         log_s = importance.sequence_log_ratio(batch.logps.detach(), batch.old_logps, batch.mask)
         self.record_sequence_spread("ratio/sequence", log_s.exp(), batch.mask)
+        self._measure(batch, statistic, keep, estimates)
         return loss
 
-    def _corrected_kl(self, batch: MicroBatch) -> Tensor:
-        """Reduced as TRL reduces its KL under `loss_type="grpo"`."""
-        assert batch.ref_logps is not None
-        per_token = kl.importance_corrected(kl.k3(batch.logps, batch.ref_logps), batch.logps - batch.old_logps)
-        self.record_token_mean("kl", per_token, batch.mask)
-        return reduction.sequence_mean(per_token, batch.mask).mean() / self.accumulation_steps
+    def _measure(
+        self, batch: MicroBatch, statistic: Tensor, keep: dict[str, Tensor], estimates: dict[str, Tensor]
+    ) -> None:
+        """Log what the masks and clips that follow would hide."""
+        means = {f"kl/{name}": values[batch.mask] for name, values in estimates.items()}
+        means |= objective.dropped(keep, batch.mask)
+        quantiles = {"off_policy": statistic[batch.mask.any(-1, keepdim=True)]}
+        sizes = {}
+        if batch.sampler_logps is not None:
+            log_ratio, of_sampler = objective.mismatch(batch)
+            means |= of_sampler
+            quantiles["mismatch/log_ratio"] = sizes["mismatch/effective_sample_size"] = log_ratio
+        self.record_pooled(means=means, quantiles=quantiles, sample_sizes=sizes)
 
     @staticmethod
     def get_off_policy_mask(
@@ -220,54 +253,7 @@ class GRPOTrainer(HostTrainer):
         by token.
 
         Returns:
-            (B, 1), 1 = keep.
+            (B, 1) bool, True = keep.
         """
-        if advantages.shape == mask.shape:
-            advantages = reduction.sequence_mean(advantages, mask.bool())
-        return trl.GRPOTrainer.get_off_policy_mask(
-            advantages, per_token_logps, sampling_per_token_logps, mask, off_policy_threshold
-        )
-
-
-def _as_gspo(batch: MicroBatch) -> MicroBatch:
-    """TRL's sequence level is GSPO as it stands."""
-    return batch
-
-
-def _as_gspo_token(batch: MicroBatch) -> MicroBatch:
-    """GSPO-token for a token-level loss: every log-prob relative to the policy's own, the old ones the surrogate's.
-
-    TRL's loss depends on differences of log-probs only, so the common origin changes nothing else; the sampler's slot
-    carries the old log-probs where there is no engine, or the off-policy mask would read the surrogate.
-    """
-    origin = batch.logps.detach()
-    sampler_logps = batch.old_logps if batch.sampler_logps is None else batch.sampler_logps
-    logps, old_logps = importance.gspo_token_surrogate(batch.logps, batch.old_logps, batch.mask)
-    return replace(
-        batch,
-        logps=logps,
-        old_logps=old_logps,
-        sampler_logps=sampler_logps - origin,
-        ref_logps=None if batch.ref_logps is None else batch.ref_logps - origin,
-    )
-
-
-# loss_type -> the level at which TRL's code then works, and the rewriting
-_REWRITES = {"gspo": ("sequence", _as_gspo), "gspo_token": ("token", _as_gspo_token)}
-
-
-def _check_advantages(batch: MicroBatch, loss_type: str) -> None:
-    """Refuse advantages of a shape the loss cannot use, or that would broadcast along the wrong axis."""
-    shape, (sequences, tokens) = tuple(batch.advantages.shape), batch.mask.shape
-    if shape in ((sequences,), (sequences, 1)):
-        return
-    if shape != (sequences, tokens):
-        raise ValueError(
-            f"advantages have shape {shape}; loss_type={loss_type!r} takes (B,) = ({sequences},)"
-            + (f" or (B, T) = ({sequences}, {tokens})." if loss_type == "gspo_token" else ".")
-        )
-    if loss_type == "gspo":
-        raise ValueError(
-            f"advantages have shape (B, T) = {shape}, but loss_type='gspo' has one ratio and one advantage per "
-            "sequence. Set loss_type='gspo_token', or give advantages of shape (B,)."
-        )
+        statistic = masks.off_policy_statistic(per_token_logps, sampling_per_token_logps, mask.bool())
+        return masks.off_policy_mask(advantages, statistic, mask.bool(), threshold=off_policy_threshold)

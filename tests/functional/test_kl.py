@@ -1,6 +1,8 @@
-"""k3 and its importance correction: numbers by hand, and what the gradients estimate, by enumeration in float64."""
+"""The estimators of the KL: numbers by hand, and what the gradients estimate, by enumeration in float64."""
 
+import itertools
 import math
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -8,11 +10,33 @@ from torch import Tensor
 
 from trl_steady.functional import kl
 
+Term = Callable[[Tensor, Tensor, Tensor], Tensor]  # of log π, log π_ref and log π_old
+SEEDS = range(20)
 
-def policies() -> tuple[Tensor, Tensor, Tensor]:
+corrected: dict[str, Term] = {
+    "k1": lambda logps, ref_logps, old_logps: kl.corrected_k1(logps, ref_logps, logps - old_logps),
+    "k2": lambda logps, ref_logps, old_logps: kl.corrected_k2(logps, ref_logps, logps - old_logps),
+    "k3": lambda logps, ref_logps, old_logps: kl.corrected_k3(logps, ref_logps, logps - old_logps),
+}
+plain: dict[str, Term] = {
+    "k1": lambda logps, ref_logps, _: kl.k1(logps, ref_logps),
+    "k2": lambda logps, ref_logps, _: kl.k2(logps, ref_logps),
+    "k3": lambda logps, ref_logps, _: kl.k3(logps, ref_logps),
+}
+wrong: dict[str, Term] = {
+    "k3 with the ratio detached": lambda logps, ref_logps, old_logps: kl.corrected_k3(
+        logps, ref_logps, (logps - old_logps).detach()
+    ),
+    "k2 with the ratio attached": lambda logps, ref_logps, old_logps: (
+        (logps - old_logps).exp() * kl.k2(logps, ref_logps)
+    ),
+}
+
+
+def policies(seed: int = 0, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
     """Logits of policy, old policy and reference over a vocabulary of 5."""
-    generator = torch.Generator().manual_seed(0)
-    theta, old, ref = torch.randn(3, 5, generator=generator, dtype=torch.float64)
+    generator = torch.Generator().manual_seed(seed)
+    theta, old, ref = torch.randn(3, *(shape or (5,)), generator=generator, dtype=torch.float64)
     return theta.requires_grad_(), old, ref
 
 
@@ -21,14 +45,28 @@ def gradient(loss: Tensor, theta: Tensor) -> Tensor:
     return grad
 
 
-def reverse_kl(theta: Tensor, ref: Tensor) -> Tensor:
-    return (theta.softmax(-1) * (theta.log_softmax(-1) - ref.log_softmax(-1))).sum()
+def divergence(left: Tensor, right: Tensor) -> Tensor:
+    """KL(left || right) of logits."""
+    return (left.softmax(-1) * (left.log_softmax(-1) - right.log_softmax(-1))).sum()
 
 
-def test_k3_by_hand() -> None:
-    # π = 1/2, ref = 1/4: r = 1/2, k3 = 1/2 + ln 2 - 1
-    half, quarter = torch.tensor(0.5, dtype=torch.float64).log(), torch.tensor(0.25, dtype=torch.float64).log()
-    assert kl.k3(half, quarter).item() == pytest.approx(math.log(2) - 0.5, abs=1e-15)
+def expectation(term: Term, theta: Tensor, old: Tensor, ref: Tensor) -> Tensor:
+    """Over the old policy, by enumeration."""
+    logps, old_logps, ref_logps = theta.log_softmax(-1), old.log_softmax(-1), ref.log_softmax(-1)
+    return (old_logps.exp() * term(logps, ref_logps, old_logps)).sum()
+
+
+def test_by_hand() -> None:
+    """π = 1/2, ref = 1/4, old = 1/8: r = 1/2, ρ = 4."""
+    half, quarter, eighth = (torch.tensor(p, dtype=torch.float64).log() for p in (0.5, 0.25, 0.125))
+    ln2 = math.log(2)
+    for name, value in {"k1": ln2, "k2": ln2**2 / 2, "k3": ln2 - 0.5}.items():
+        assert plain[name](half, quarter, eighth).item() == pytest.approx(value, abs=1e-15)
+        assert corrected[name](half, quarter, eighth).item() == pytest.approx(4 * value, abs=1e-15)
+    # and the gradients with respect to log π: 4 (k1 + 1), 4 k1, 4 k1
+    for name, slope in {"k1": 4 * (ln2 + 1), "k2": 4 * ln2, "k3": 4 * ln2}.items():
+        logps = half.clone().requires_grad_()
+        assert gradient(corrected[name](logps, quarter, eighth), logps).item() == pytest.approx(slope, abs=1e-14)
 
 
 def test_k3_keeps_its_digits_near_zero_in_float32() -> None:
@@ -37,41 +75,113 @@ def test_k3_keeps_its_digits_near_zero_in_float32() -> None:
     assert value == pytest.approx(5.00017e-9, rel=2e-3)
 
 
-def test_corrected_k3_has_the_gradient_of_the_reverse_kl_whatever_the_old_policy() -> None:
-    theta, old, ref = policies()
-    logps, old_logps, ref_logps = theta.log_softmax(-1), old.log_softmax(-1), ref.log_softmax(-1)
-    corrected = kl.importance_corrected(kl.k3(logps, ref_logps), logps - old_logps)
-    expected = gradient(reverse_kl(theta, ref), theta)
-    got = gradient((old_logps.exp() * corrected).sum(), theta)
+@pytest.mark.parametrize("seed", SEEDS)
+@pytest.mark.parametrize("name", corrected)
+def test_corrected_the_expected_gradient_is_that_of_the_reverse_kl_whatever_the_old_policy(
+    name: str, seed: int
+) -> None:
+    theta, old, ref = policies(seed)
+    got = gradient(expectation(corrected[name], theta, old, ref), theta)
+    expected = gradient(divergence(theta, ref), theta)
     assert (got - expected).abs().max() < 1e-12
-    # negative controls: no ratio, and a detached ratio
-    theta, old, ref = policies()
-    logps = theta.log_softmax(-1)
-    plain = gradient((old_logps.exp() * kl.k3(logps, ref_logps)).sum(), theta)
-    logps = theta.log_softmax(-1)
-    detached = kl.importance_corrected(kl.k3(logps, ref_logps), (logps - old_logps).detach())
-    detached = gradient((old_logps.exp() * detached).sum(), theta)
-    assert (plain - expected).abs().max() > 1e-2
-    assert (detached - expected).abs().max() > 1e-2
+    # what is not corrected, or corrected wrongly, is another gradient
+    for others in (plain, wrong):
+        for term in others.values():
+            assert (gradient(expectation(term, theta, old, ref), theta) - expected).abs().max() > 1e-3
 
 
-def test_value_of_the_corrected_k3_is_the_kl() -> None:
-    theta, old, ref = policies()
-    logps, old_logps = theta.log_softmax(-1), old.log_softmax(-1)
-    corrected = kl.importance_corrected(kl.k3(logps, ref.log_softmax(-1)), logps - old_logps)
-    assert (old_logps.exp() * corrected).sum().item() == pytest.approx(reverse_kl(theta, ref).item(), abs=1e-14)
+@pytest.mark.parametrize("seed", SEEDS)
+def test_sample_by_sample_corrected_k3_is_the_detached_ratio_times_k2(seed: int) -> None:
+    by_k2: Term = lambda logps, ref_logps, old_logps: (logps - old_logps).detach().exp() * (logps - ref_logps) ** 2 / 2
+    theta, old, ref = policies(seed)
+    for token in range(5):
+        k3, k2, written_out = (
+            gradient(term(theta.log_softmax(-1), ref.log_softmax(-1), old.log_softmax(-1))[token], theta)
+            for term in (corrected["k3"], corrected["k2"], by_k2)
+        )
+        assert (k3 - written_out).abs().max() < 1e-12
+        assert (k3 - k2).abs().max() < 1e-12
 
 
-def test_value_and_gradient_vanish_at_the_reference() -> None:
+@pytest.mark.parametrize("seed", SEEDS)
+def test_on_policy_the_plain_ones_estimate_three_different_gradients(seed: int) -> None:
+    theta, _, ref = policies(seed)
+    old = theta.detach()
+    zero, reverse, forward = (
+        torch.zeros(5, dtype=torch.float64),
+        gradient(divergence(theta, ref), theta),
+        gradient(divergence(ref, theta), theta),
+    )
+    for name, expected in {"k1": zero, "k2": reverse, "k3": forward}.items():
+        got = gradient(expectation(plain[name], theta, old, ref), theta)
+        assert (got - expected).abs().max() < 1e-12, name
+    assert (reverse - forward).abs().max() > 1e-3
+    # which is why detaching the ratio undoes the correction, on policy and off it
+    for sampled in (old, policies(seed)[1]):
+        got = gradient(expectation(wrong["k3 with the ratio detached"], theta, sampled, ref), theta)
+        assert (got - forward).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_values(seed: int) -> None:
+    theta, old, ref = policies(seed)
+    expected = divergence(theta, ref).item()
+    for name in ("k1", "k3"):
+        assert expectation(corrected[name], theta, old, ref).item() == pytest.approx(expected, abs=1e-13)
+    assert abs(expectation(corrected["k2"], theta, old, ref).item() - expected) > 1e-3
+    assert (corrected["k3"](theta.log_softmax(-1), ref.log_softmax(-1), old.log_softmax(-1)) >= 0).all()
+
+
+@pytest.mark.parametrize("name", ["k2", "k3"])
+def test_value_and_gradient_vanish_at_the_reference(name: str) -> None:
     theta, old, _ = policies()
     logps = theta.log_softmax(-1)
-    corrected = kl.importance_corrected(kl.k3(logps, logps.detach()), logps - old.log_softmax(-1))
-    assert corrected.abs().max() == 0
-    assert gradient(corrected.sum(), theta).abs().max() == 0
+    term = corrected[name](logps, logps.detach(), old.log_softmax(-1))
+    assert term.abs().max() == 0
+    assert gradient(term.sum(), theta).abs().max() == 0
 
 
 def test_gradcheck() -> None:
     theta, old, ref = policies()
     old_logps, ref_logps = old.log_softmax(-1), ref.log_softmax(-1)
-    function = lambda x: kl.importance_corrected(kl.k3(x, ref_logps), x - old_logps)
-    assert torch.autograd.gradcheck(function, theta.log_softmax(-1).detach().requires_grad_())
+    logps = theta.log_softmax(-1).detach().requires_grad_()
+    for name in ("k1", "k3"):
+        assert torch.autograd.gradcheck(lambda x, name=name: corrected[name](x, ref_logps, old_logps), logps)
+    constant = (logps - old_logps).detach()  # the ratio of k2 is one
+    assert torch.autograd.gradcheck(lambda x: kl.corrected_k2(x, ref_logps, constant), logps)
+
+
+def test_over_two_tokens_it_is_the_kl_of_each_given_its_prefix_and_a_sequence_ratio_is_none() -> None:
+    """V = 3, T = 2, enumerated: the claim of the documentation, and the negative of huggingface/trl#6586."""
+    first, second = policies(1, 3), policies(2, 3, 3)  # logits of token 1, and of token 2 after each token 1
+    theta = (first[0], second[0])
+
+    def terms(own: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+        """Gradient of sum over answers of π_old(answer) times `own` of its (2,) log-probs."""
+        total = torch.zeros((), dtype=torch.float64)
+        for a, b in itertools.product(range(3), repeat=2):
+            logps, old_logps, ref_logps = (
+                torch.stack([x.log_softmax(-1)[a], y.log_softmax(-1)[a, b]])
+                for x, y in zip(first, second, strict=True)
+            )
+            total = total + old_logps.sum().exp().detach() * own(logps, ref_logps, old_logps).sum()
+        return torch.autograd.grad(total, theta)
+
+    def gap(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> float:
+        return max(float((x - y).abs().max()) for x, y in zip(got, expected, strict=True))
+
+    prefixes = first[1].softmax(-1)
+    given_prefix = divergence(first[0], first[2]) + sum(
+        prefixes[a] * divergence(second[0][a], second[2][a]) for a in range(3)
+    )
+    expected = torch.autograd.grad(given_prefix, theta)
+    assert gap(terms(corrected["k3"]), expected) < 1e-12
+
+    whole = divergence(first[0], first[2]) + sum(
+        first[0].softmax(-1)[a] * divergence(second[0][a], second[2][a]) for a in range(3)
+    )
+    of_sequences = torch.autograd.grad(whole, theta)
+    assert gap(expected, of_sequences) > 1e-2
+
+    broadcast = terms(lambda logps, ref, old: (logps - old).mean().exp() * kl.k3(logps, ref))
+    assert gap(broadcast, expected) > 1e-2 and gap(broadcast, of_sequences) > 1e-2

@@ -1,17 +1,15 @@
-"""From one value per token to one per sequence."""
+"""From one value per token to one per sequence, or to a loss: a reduction to a loss is a (B, T) matrix of weights."""
 
 import torch
 from torch import Tensor
 
-__all__ = ["sequence_mean"]
+__all__ = ["sequence_mean", "sequence_mean_weights", "sequence_sum_weights", "token_weights"]
 
 
 def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
     """Mean of `values` over each sequence's loss tokens; 0 for a sequence that has none.
 
-    Averaged over sequences it is the reduction of GRPO (arXiv 2402.03300, eq. 3) and GSPO (arXiv 2507.18071, section
-    4.1), 1/B sum_i 1/|y_i| sum_t, where |y_i| counts loss tokens only. A sequence without any still counts in B, as in
-    TRL.
+    |y_i| counts loss tokens only.
 
     Args:
         values: (B, T), any float dtype. Never read where `mask` is False.
@@ -31,6 +29,64 @@ def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
     _check(mask, values)
     count = mask.sum(-1, keepdim=True).clamp(min=1)
     return values.where(mask, 0).sum(-1, keepdim=True) / count
+
+
+def sequence_mean_weights(mask: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """1 / (B |y_i|): the mean over sequences of the mean over their tokens.
+
+    GRPO (arXiv 2402.03300, eq. 3), GSPO (arXiv 2507.18071, section 4.1). A sequence without loss tokens counts in B,
+    as in TRL.
+
+    Args:
+        mask: (B, T) bool, True = loss token.
+        dtype: Of the weights; that of the values, or they round.
+
+    Returns:
+        (B, T) of `dtype`, 0 where `mask` is False.
+
+    >>> import torch
+    >>> sequence_mean_weights(torch.tensor([[True, True], [True, False]])).tolist()
+    [[0.25, 0.25], [0.5, 0.0]]
+    """
+    _check(mask)
+    return mask.to(dtype) / (mask.sum(-1, keepdim=True).clamp(min=1) * len(mask))
+
+
+def sequence_sum_weights(mask: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """1 / B: the mean over sequences of the sum over their tokens (LUSPO's length-unbiased reduction).
+
+    Args:
+        mask: (B, T) bool, True = loss token.
+        dtype: Of the weights; that of the values, or they round.
+
+    Returns:
+        (B, T) of `dtype`, 0 where `mask` is False.
+
+    >>> import torch
+    >>> sequence_sum_weights(torch.tensor([[True, True], [True, False]])).tolist()
+    [[0.5, 0.5], [0.5, 0.0]]
+    """
+    _check(mask)
+    return mask.to(dtype) / len(mask)
+
+
+def token_weights(mask: Tensor, tokens: Tensor | float, *, dtype: torch.dtype = torch.float32) -> Tensor:
+    """1 / `tokens` for every loss token: of the batch (BNPO), of the whole step (DAPO), or a constant (Dr. GRPO).
+
+    Args:
+        mask: (B, T) bool, True = loss token.
+        tokens: By how many the sum is divided; at least 1 is taken.
+        dtype: Of the weights; that of the values, or they round.
+
+    Returns:
+        (B, T) of `dtype`, 0 where `mask` is False.
+
+    >>> import torch
+    >>> token_weights(torch.tensor([[True, True], [True, False]]), 4).tolist()
+    [[0.25, 0.25], [0.25, 0.0]]
+    """
+    _check(mask)
+    return mask.to(dtype) / torch.as_tensor(tokens, device=mask.device).clamp(min=1)
 
 
 def _check(mask: Tensor, *others: Tensor) -> None:

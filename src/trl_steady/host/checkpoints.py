@@ -7,20 +7,19 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import trl
 from torch.utils.data import Sampler
 from transformers import trainer_utils
 from transformers.trainer import TRAINER_STATE_NAME
 
+from trl_steady.host.metrics import MeasuringTrainer
 from trl_steady.host.names import generation_interval
 
 __all__ = ["CheckpointingTrainer"]
 
 
-class CheckpointingTrainer(trl.GRPOTrainer):
+class CheckpointingTrainer(MeasuringTrainer):
     """`trl.GRPOTrainer` whose checkpoints survive a kill and hold what TRL leaves out: the rollouts in use."""
 
-    model: torch.nn.Module  # set by TRL's constructor, whose annotation allows for None
     _writes_checkpoint = False
     _train_sampler: Sampler[Any] | None = None
 
@@ -90,6 +89,7 @@ class CheckpointingTrainer(trl.GRPOTrainer):
             "position": self._step,
             "rollouts": self._buffered_inputs if self._step % generation_interval(self) else None,
             "metrics": dict(self._metrics["train"]),
+            "pool": self._pool["train"],
             "tables": self._tables(),
         }
         torch.save(window, checkpoint / self._window_file())
@@ -128,6 +128,7 @@ class CheckpointingTrainer(trl.GRPOTrainer):
         self._step = window["position"] if same else 0
         self._buffered_inputs = window["rollouts"]
         self._metrics["train"].update(window["metrics"])
+        self._pool["train"].update(window["pool"])
         for name, values in json.loads(window["tables"]).items():
             if isinstance(values, list):
                 self._logs[name].extend(values)

@@ -24,6 +24,7 @@ class Contract:
 
 _BY_TRL = "honoured: TRL's own code runs"
 FORWARDED = "honoured: forwarded to TRL's scoring method by name"
+_OUR_KL = "honoured: our KL is divided as TRL's loss is"
 _NOT_READ = "refused when set: TRL reads it under another loss_type only"
 
 CONTRACT = Contract(
@@ -37,18 +38,18 @@ CONTRACT = Contract(
         "args": "honoured: see the arguments",
         "aux_loss_enabled": "honoured: decides whether we score with the aux loss",
         "beta": "honoured: 0 for TRL while our KL stands in for TRL's",
-        "current_gradient_accumulation_steps": "honoured: our KL is divided by it as TRL's loss is",
+        "current_gradient_accumulation_steps": _OUR_KL,
         "entropy_coef": _BY_TRL,
         "epsilon_high": _BY_TRL,
         "epsilon_low": _BY_TRL,
-        "get_gamma_weights": "not reached: loss_type='vespo' only",
+        "get_gamma_weights": _BY_TRL,
         "get_high_entropy_mask": _BY_TRL,
-        "get_off_policy_mask": "wrapped: one decision a sequence, also with (B, T) advantages",
+        "get_off_policy_mask": "wrapped: one decision a sequence, also with (B, T) advantages; and the other masks",
         "importance_sampling_level": "honoured: 'sequence' for gspo; 'token' for TRL's code under gspo_token",
-        "loss_type": "honoured: 'grpo' for TRL's code under gspo and gspo_token",
-        "max_completion_length": "not reached: loss_type='dr_grpo' only",
+        "loss_type": "honoured: 'grpo' for TRL's code under gspo and gspo_token; decides how our KL is reduced",
+        "max_completion_length": _OUR_KL,
         "model": _BY_TRL,
-        "off_policy_mask_threshold": _BY_TRL,
+        "off_policy_mask_threshold": "honoured: TRL multiplies by our mask wherever one is on",
         "router_aux_loss_coef": _BY_TRL,
         "top_entropy_quantile": _BY_TRL,
         "use_adaptive_entropy": _BY_TRL,
@@ -63,8 +64,8 @@ CONTRACT = Contract(
         "entropy_target": _BY_TRL,
         "sapo_temperature_neg": _NOT_READ,
         "sapo_temperature_pos": _NOT_READ,
-        "steps_per_generation": "honoured: TRL's buffering; its normaliser is not reached under loss_type='grpo'",
-        "use_bias_correction_kl": "honoured: with the token ratio, where TRL would take the sequence's",
+        "steps_per_generation": _OUR_KL,
+        "use_bias_correction_kl": "honoured: our KL with the token's ratio where TRL would take the sequence's",
         "vespo_k_neg": _NOT_READ,
         "vespo_k_pos": _NOT_READ,
         "vespo_lambda_neg": _NOT_READ,
@@ -80,7 +81,7 @@ CONTRACT = Contract(
         "importance_sampling_ratio": "rewritten: cleaned where the mask is 0",
         "mm_token_type_ids": FORWARDED,
         "num_images": FORWARDED,
-        "num_items_in_batch": "not reached: normaliser of loss_type='dapo', 'cispo' and 'vespo'",
+        "num_items_in_batch": _OUR_KL,
         "num_tiles": FORWARDED,
         "old_per_token_logps": "rewritten: gspo_token's surrogate",
         "pixel_attention_mask": FORWARDED,
@@ -88,7 +89,7 @@ CONTRACT = Contract(
         "prompt_ids": _BY_TRL,
         "prompt_mask": _BY_TRL,
         "ref_per_token_logps": "rewritten: same origin as the surrogate",
-        "sampling_per_token_logps": "rewritten: same origin as the surrogate, for the off-policy mask",
+        "sampling_per_token_logps": "honoured: read by our masks, KL and metrics",
         "spatial_shapes": FORWARDED,
         "token_type_ids": FORWARDED,
         "tool_mask": _BY_TRL,
@@ -130,6 +131,7 @@ CONTRACT = Contract(
         "_push_from_checkpoint": ("self", "checkpoint_folder"),
         "_save": ("self", "output_dir", "state_dict"),
         "_save_checkpoint": ("self", "model", "trial"),
+        "log": ("self", "logs", "start_time"),
         "get_batch_samples": ("self", "epoch_iterator", "num_batches", "device"),
     },
     buffering={

@@ -3,11 +3,12 @@
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
 
+from trl_steady.functional import reduction
 from trl_steady.host.checkpoints import CheckpointingTrainer
 from trl_steady.host.contract import CONTRACT, FORWARDED
 from trl_steady.host.names import overridden
@@ -59,7 +60,6 @@ class MicroBatch:
 _REWRITTEN_INPUTS = {
     "advantages": "advantages",
     "old_per_token_logps": "old_logps",
-    "sampling_per_token_logps": "sampler_logps",
     "ref_per_token_logps": "ref_logps",
     "importance_sampling_ratio": "sampler_weights",
 }
@@ -117,6 +117,7 @@ class HostTrainer(CheckpointingTrainer):
         loss_type: str,
         importance_sampling_level: str,
         with_kl: bool,
+        keep: Tensor | None,
     ) -> Tensor:
         """TRL's `_compute_loss`, unchanged, on a rewritten micro-batch and without a second forward.
 
@@ -127,6 +128,7 @@ class HostTrainer(CheckpointingTrainer):
             loss_type: one of TRL's own.
             importance_sampling_level: `"token"` or `"sequence"`.
             with_kl: whether TRL adds (and logs) its own KL term, when `beta` is not 0.
+            keep: (B, 1) or (B, T), 1 = keep, 0 = leave out of the policy term; None keeps all.
 
         Returns:
             Scalar, already divided by the gradient accumulation steps in training, as TRL does.
@@ -143,31 +145,37 @@ class HostTrainer(CheckpointingTrainer):
             "beta": self.beta if with_kl else 0.0,
             # on the instance, so that a subclass's own scoring method is not applied to its own result
             "_get_per_token_logps_and_entropies": lambda *_args, **_kwargs: scores,
+            # TRL multiplies its policy term by this mask, whatever the threshold
+            "off_policy_mask_threshold": None if keep is None else 0.0,
+            "get_off_policy_mask": lambda **_kwargs: keep,
         }
         with overridden(self, overrides):
             return super()._compute_loss(model, rewritten)
 
-    @property
-    def accumulation_steps(self) -> float:
-        """By how much TRL divides a micro-batch's loss: the accumulation window in training, 1 in evaluation."""
-        return self.current_gradient_accumulation_steps if self.model.training else 1.0
+    def loss_weights(self, mask: Tensor, inputs: Mapping[str, Any], *, loss_type: str, dtype: torch.dtype) -> Tensor:
+        """(B, T): by how much TRL's loss of a micro-batch counts the value at each loss token.
 
-    def record_token_mean(self, name: str, values: Tensor, mask: Tensor) -> None:
-        """Log the mean of `values` (B, T) over the loss tokens of all processes."""
-        totals = torch.stack([values.detach().where(mask, 0).sum(), mask.sum().to(values.dtype)])
-        total, count = self.accelerator.reduce(totals, reduction="sum")
-        self._record(name, (total / count.clamp(min=1)).item())
-
-    def record_sequence_spread(self, name: str, values: Tensor, mask: Tensor) -> None:
-        """Log min, mean and max of `values` (B, 1) over the sequences of all processes that have loss tokens."""
-        per_sequence = values.detach().squeeze(-1).where(mask.any(-1), torch.nan)
-        gathered = cast(Tensor, self.accelerator.gather(per_sequence))
-        known = gathered[~gathered.isnan()]
-        for statistic in ("min", "mean", "max"):
-            self._record(f"{name}_{statistic}", getattr(known, statistic)().item() if known.numel() else float("nan"))
-
-    def _record(self, name: str, value: float) -> None:
-        self._metrics["train" if self.model.training else "eval"][name].append(value)
+        Args:
+            mask: (B, T) bool, True = loss token.
+            inputs: what TRL passed.
+            loss_type: one of TRL's own.
+            dtype: of the weights.
+        """
+        window = self.current_gradient_accumulation_steps if self.model.training else 1.0
+        if loss_type in ("grpo", "sapo"):
+            return reduction.sequence_mean_weights(mask, dtype=dtype) / window
+        if loss_type == "luspo":
+            return reduction.sequence_sum_weights(mask, dtype=dtype) / window
+        if loss_type == "bnpo":
+            return reduction.token_weights(mask, mask.sum(), dtype=dtype) / window
+        if loss_type == "dr_grpo":
+            assert self.max_completion_length is not None  # 256 by default, and TRL's loss needs it too
+            return reduction.token_weights(mask, len(mask) * self.max_completion_length, dtype=dtype) / window
+        # dapo, cispo, vespo: over the tokens of the generation batch, of which a window is one part
+        tokens = inputs["num_items_in_batch"].clamp(min=1.0).to(dtype) / self.accelerator.num_processes
+        args: Any = self.args
+        part = window / args.steps_per_generation if self.model.training else 1.0
+        return reduction.token_weights(mask, 1, dtype=dtype) / (tokens * part)
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         return self.rollout(inputs)

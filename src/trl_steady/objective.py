@@ -1,0 +1,108 @@
+"""What a micro-batch is made to optimise: its ratio as TRL is to see it, its KL, its masks, and what they are like."""
+
+from collections.abc import Mapping
+from dataclasses import replace
+
+from torch import Tensor
+
+from trl_steady.config import GRPOConfig
+from trl_steady.functional import importance, kl, masks
+from trl_steady.host import MicroBatch
+
+__all__ = ["check", "dropped", "kl_estimates", "mismatch", "rewrite", "sampler_masks"]
+
+_PLAIN = {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3}
+_CORRECTED = {"k1": kl.corrected_k1, "k2": kl.corrected_k2, "k3": kl.corrected_k3}
+
+
+def rewrite(batch: MicroBatch, args: GRPOConfig) -> tuple[str, str, MicroBatch]:
+    """The loss of TRL's, its level and the log-probs that make it compute `args.loss_type`.
+
+    Under GSPO-token every log-prob is relative to the policy's own, the old ones are the surrogate's; TRL's loss
+    depends on differences of log-probs only, so the common origin changes nothing else.
+    """
+    if args.loss_type == "gspo":  # TRL's sequence level as it stands, with the mean over sequences
+        return "grpo", "sequence", batch.without_garbage()
+    if args.loss_type == "gspo_token":
+        batch = batch.without_garbage()
+        logps, old_logps = importance.gspo_token_surrogate(batch.logps, batch.old_logps, batch.mask)
+        ref_logps = None if batch.ref_logps is None else batch.ref_logps - batch.logps.detach()
+        return "grpo", "token", replace(batch, logps=logps, old_logps=old_logps, ref_logps=ref_logps)
+    assert args.importance_sampling_level is not None  # filled in by the config
+    return args.loss_type, args.importance_sampling_level, batch
+
+
+def kl_estimates(batch: MicroBatch, args: GRPOConfig) -> dict[str, Tensor]:
+    """(B, T) by each estimator, with the importance ratio that `args` asks for."""
+    assert batch.ref_logps is not None
+    logps, ref_logps = batch.logps, batch.ref_logps
+    if not args.use_bias_correction_kl:
+        return {name: estimate(logps, ref_logps) for name, estimate in _PLAIN.items()}
+    denominator = batch.old_logps
+    if args.kl_ratio_denominator == "sampler":
+        assert batch.sampler_logps is not None
+        denominator = batch.sampler_logps.where(~batch.sampler_logps.isnan(), batch.old_logps)
+    return {name: estimate(logps, ref_logps, logps - denominator) for name, estimate in _CORRECTED.items()}
+
+
+def sampler_masks(batch: MicroBatch, args: GRPOConfig) -> dict[str, Tensor]:
+    """name -> (B, 1) bool, True = keep: the masks on trainer versus sampler."""
+    keep: dict[str, Tensor] = {}
+    if args.geometric_mask_range is None and args.token_veto_threshold is None:
+        return keep
+    assert batch.sampler_logps is not None
+    log_ratio = masks.log_ratio(batch.old_logps, batch.sampler_logps)
+    if args.geometric_mask_range is not None:
+        low, high = args.geometric_mask_range
+        keep["geometric"] = masks.geometric_mask(log_ratio, batch.mask, low=low, high=high)
+    if args.token_veto_threshold is not None:
+        keep["veto"] = masks.token_veto(log_ratio, batch.mask, threshold=args.token_veto_threshold)
+    return keep
+
+
+def mismatch(batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    """Trainer versus sampler, token by token where the engine could score: (n,) log-ratios, and what to average."""
+    assert batch.sampler_logps is not None
+    scored = batch.mask & ~batch.sampler_logps.isnan()
+    old_logps, sampler_logps = batch.old_logps[scored], batch.sampler_logps[scored]
+    log_ratio = old_logps - sampler_logps
+    return log_ratio, {
+        "mismatch/log_ratio_mean": log_ratio,
+        "mismatch/kl": kl.k3(sampler_logps, old_logps),  # KL(μ || π_old), on samples of μ
+        "mismatch/above_2": log_ratio.exp() > 2,
+        "mismatch/below_half": log_ratio.exp() < 0.5,
+    }
+
+
+def check(batch: MicroBatch, args: GRPOConfig) -> None:
+    """Refuse a micro-batch that lacks what an option needs, or whose advantages would broadcast along the wrong axis.
+
+    Raises:
+        ValueError: naming the option and the way out.
+    """
+    for option in args.sampler_options if batch.sampler_logps is None else ():
+        raise ValueError(
+            f"{option}={getattr(args, option)!r} needs the sampler's log-probs, and this rollout brought none. Return "
+            f"'logprobs' from rollout_func, set use_vllm=True, or leave {option} unset."
+        )
+    shape, (sequences, tokens) = tuple(batch.advantages.shape), batch.mask.shape
+    if not args.has_sequence_ratio_loss or shape in ((sequences,), (sequences, 1)):
+        return
+    if shape != (sequences, tokens):
+        raise ValueError(
+            f"advantages have shape {shape}; loss_type={args.loss_type!r} takes (B,) = ({sequences},)"
+            + (f" or (B, T) = ({sequences}, {tokens})." if args.loss_type == "gspo_token" else ".")
+        )
+    if args.loss_type == "gspo":
+        raise ValueError(
+            f"advantages have shape (B, T) = {shape}, but loss_type='gspo' has one ratio and one advantage per "
+            "sequence. Set loss_type='gspo_token', or give advantages of shape (B,)."
+        )
+
+
+def dropped(keep: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
+    """name -> (n,) bool, True = dropped, of sequences with loss tokens; of loss tokens for a mask of shape (B, T)."""
+    return {
+        f"dropped/{name}": ~kept[mask if kept.shape == mask.shape else mask.any(-1, keepdim=True)]
+        for name, kept in keep.items()
+    }
