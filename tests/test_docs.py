@@ -8,6 +8,8 @@ import pytest
 import trl
 
 import trl_steady
+from tests import tiny
+from tests.test_training import rollout
 from trl_steady import host
 
 ROOT = Path(__file__).parents[1]
@@ -42,21 +44,33 @@ def test_every_public_name_and_every_option_of_ours_is_documented() -> None:
     text = "\n".join(DOCS.values())
     theirs = {field.name: field.default for field in fields(trl.GRPOConfig)}
     ours = {field.name for field in fields(trl_steady.GRPOConfig) if theirs.get(field.name, ...) != field.default}
-    added = {"ref_model_sync_kl", "ref_model_sync_reset_optimizer", "adapter_dtype"}
+    added = {"kl_estimator", "kl_ratio_denominator", "off_policy_mask_level", "geometric_mask_range"}
+    added |= {"token_veto_threshold", "ref_model_sync_kl", "ref_model_sync_reset_optimizer", "adapter_dtype"}
     assert ours == {"epsilon", "importance_sampling_level"} | added  # loss_type and epsilon_high keep TRL's default
     for name in (*trl_steady.__all__, *ours, "loss_type", "epsilon_high", "gspo", "gspo_token"):
         assert f"`{name}`" in text or f"trl_steady.config.{name}" in text or f"trl_steady.trainer.{name}" in text, name
 
 
-def test_every_metric_we_record_has_its_line() -> None:
-    source = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
-    spreads = re.findall(r'record_sequence_spread\(\s*"([^"]+)"', source)
-    names = re.findall(r'record_token_mean\(\s*"([^"]+)"', source)
-    names += [f"{spread}_{statistic}" for spread in spreads for statistic in ("min", "mean", "max")]
-    names += re.findall(r'log_last\([^"]*"([^"]+)"', source)
-    assert len(names) == 8
-    for name in names:
-        assert f"`{name}`" in DOCS["docs/metrics.md"], name
+def test_the_metrics_page_has_what_is_logged_and_nothing_else(models: dict[str, Path], tmp_path: Path) -> None:
+    """A run with everything of ours on, beside TRL's."""
+    options = {"loss_type": "grpo", "beta": 0.1, "build": {"rollout_func": rollout}}
+    everything = {
+        "off_policy_mask_threshold": 0.1,
+        "geometric_mask_range": (0.5, 2.0),
+        "token_veto_threshold": 0.01,
+        "sync_ref_model": True,
+        "ref_model_sync_steps": 4,
+    }
+    theirs, ours = (
+        tiny.train(tiny.trainer(models["dense"], tmp_path, ours=ours, **options, **more))
+        for ours, more in ((False, {}), (True, everything))
+    )
+    logged, known = ({name for row in tiny.history(run) for name in row} for run in (ours, theirs))
+    first_cells = [line.split("|")[1] for line in DOCS["docs/metrics.md"].splitlines() if line.startswith("|")]
+    documented = set(re.findall(r"`([^`]+)`", " ".join(first_cells)))
+    assert logged - known <= documented
+    theirs_or_shorthand = {"kl", "clip_ratio/low_mean", "high_mean", "region_mean", "policy_loss"}
+    assert documented - theirs_or_shorthand == logged - known
 
 
 @pytest.mark.parametrize("page", PAGES)

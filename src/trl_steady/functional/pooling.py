@@ -63,8 +63,8 @@ def quantile(counts: Tensor, share: float) -> float:
     0 stands for anything below 1e-9 in size; NaN where nothing was counted.
 
     >>> counts = histogram(torch.tensor([-0.5, 0.0, 0.001, 0.002])) + histogram(torch.tensor([0.003]))
-    >>> [round(quantile(counts, share), 4) for share in (0.1, 0.4, 0.6, 1.0)]
-    [-0.4898, 0.0, 0.001, 0.003]
+    >>> quantile(counts, 0.4), round(quantile(counts, 0.8), 5)
+    (0.0, 0.00204)
     """
     reached = counts.cumsum(0)
     if not reached[-1]:

@@ -1,0 +1,60 @@
+"""The masks as functions: what they read, and the identity with GSPO's ratio. Decisions: `tests/test_masks.py`."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from trl_steady.functional import importance, masks
+
+MASK = torch.arange(4) < torch.tensor([[4], [2], [1], [0]])
+
+
+def log_probs() -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    policy, sampler = -torch.randn(2, 4, 4, generator=generator, dtype=torch.float64).abs()
+    return policy, sampler
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), -float("inf"), 1e4, -1e4])
+def test_values_under_the_mask_are_never_read(garbage: float) -> None:
+    policy, sampler = log_probs()
+    spoil = lambda values: values.masked_fill(~MASK, garbage)
+    for logps, sampler_logps in ((spoil(policy), sampler), (policy, spoil(sampler)), (spoil(policy), spoil(sampler))):
+        statistic = masks.off_policy_statistic(logps, sampler_logps, MASK)
+        assert torch.equal(statistic, masks.off_policy_statistic(policy, sampler, MASK))
+        clean, spoiled = masks.log_ratio(policy, sampler), masks.log_ratio(logps, sampler_logps)
+        for low, high in ((0.9, 1.1), (0.5, 2.0)):
+            expected = masks.geometric_mask(clean, MASK, low=low, high=high)
+            assert torch.equal(masks.geometric_mask(spoiled, MASK, low=low, high=high), expected)
+        for threshold in (0.1, 0.5):
+            expected = masks.token_veto(clean, MASK, threshold=threshold)
+            assert torch.equal(masks.token_veto(spoiled, MASK, threshold=threshold), expected)
+    advantages = torch.tensor([[1.0, -3, 1, 0], [-1, 0.5, 9, 9], [1, -9, -9, -9], [-9, -9, -9, -9]])
+    of_clean = masks.off_policy_mask(advantages, statistic, MASK, threshold=-10)
+    assert of_clean.flatten().tolist() == [False, False, True, True]
+    assert torch.equal(masks.off_policy_mask(spoil(advantages), statistic, MASK, threshold=-10), of_clean)
+
+
+def test_a_sequence_without_loss_tokens_is_kept_by_all() -> None:
+    policy, sampler = log_probs()
+    log_ratio = masks.log_ratio(policy, sampler + 5)
+    assert masks.geometric_mask(log_ratio, MASK, low=0.9, high=1.1).flatten().tolist() == [False, False, False, True]
+    assert masks.token_veto(log_ratio, MASK, threshold=0.5).flatten().tolist() == [False, False, False, True]
+    statistic = masks.off_policy_statistic(policy, sampler + 5, MASK)
+    kept = masks.off_policy_mask(-torch.ones(4, 1), statistic, MASK, threshold=0.1)
+    assert kept.flatten().tolist() == [False, False, False, True]
+
+
+def test_the_statistic_is_minus_gspos_log_ratio() -> None:
+    policy, sampler = log_probs()
+    log_s = importance.sequence_log_ratio(policy, sampler, MASK)
+    assert torch.equal(masks.off_policy_statistic(policy, sampler, MASK), -log_s)
+
+
+def test_a_token_that_was_not_scored_counts_as_agreed_upon() -> None:
+    policy, sampler = log_probs()
+    agreed, unscored = sampler.clone(), sampler.clone()
+    agreed[0, 1], unscored[0, 1] = policy[0, 1], torch.nan
+    assert torch.equal(masks.log_ratio(policy, unscored), masks.log_ratio(policy, agreed))
+    expected = masks.off_policy_statistic(policy, agreed, MASK)
+    assert torch.equal(masks.off_policy_statistic(policy, unscored, MASK), expected)
