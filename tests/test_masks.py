@@ -156,6 +156,18 @@ def test_an_infinite_threshold_is_off_bit_for_bit(models: dict[str, Path], tmp_p
         assert all(own[name] == 0 for name in own if name.startswith("dropped"))
 
 
+@pytest.mark.parametrize("loss_type", NATIVE_LOSS_TYPES)
+def test_an_infinite_threshold_is_off_with_an_engines_weights_too(evaluate: Evaluate, loss_type: str) -> None:
+    """VESPO sums the weights' logs over padding, where they are 1."""
+    batch = random_batch()
+    weights = torch.rand(6, 5, generator=torch.Generator().manual_seed(5), dtype=torch.float64).where(batch.mask, 1)
+    inputs = {"importance_sampling_ratio": weights, "sampling_per_token_logps": batch.old_logps - weights.log()}
+    options = {"loss_type": loss_type, "inputs": inputs, "attributes": {"use_vllm": True}}
+    ours = evaluate(batch, off_policy_mask_threshold=math.inf, **options)
+    theirs = evaluate(batch, ours=False, **options)
+    assert torch.equal(ours.loss, theirs.loss) and torch.equal(ours.grad, theirs.grad)
+
+
 @pytest.mark.parametrize("name", MASKS)
 def test_no_gradient_flows_through_a_mask(evaluate: Evaluate, name: str) -> None:
     """Finite differences of the loss are the gradient, where no decision changes."""
