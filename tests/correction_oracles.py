@@ -55,25 +55,6 @@ def sampler_or_old(sampler_logps: torch.Tensor, old_logps: torch.Tensor, mask: t
     return denominator
 
 
-def plain_k1(logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor) -> Result:
-    """The k1 estimate, by sequence mean.
-
-    loss = (1/G) sum_i (1/|y_i|) sum_t -log r_it
-
-    d loss / d log pi_theta(y_it) = 1 / (G |y_i|).
-    """
-    g = logps.shape[0]
-    grad = _zero_grad(logps)
-    loss = 0.0
-    for i in range(g):
-        tokens = _loss_tokens(mask, i)
-        for t in tokens:
-            log_r = float(ref_logps[i, t]) - float(logps[i, t])
-            loss += -log_r / (g * len(tokens))
-            grad[i, t] = 1.0 / (g * len(tokens))
-    return Result(loss=loss, grad=grad)
-
-
 def plain_k2(logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor) -> Result:
     """The k2 estimate, by sequence mean.
 

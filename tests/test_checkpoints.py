@@ -181,6 +181,9 @@ def test_metrics_between_two_logs_are_kept(models: dict[str, Path], tmp_path: Pa
         for t in (trainer, resumed)  # transformers averages the loss over the steps since the resume
     )
     assert found == expected
+    window = torch.load(tmp_path / "checkpoint-3" / "rollouts_0.pt")
+    # which `map_location` would move to the device, where the next totals are not
+    assert not any(isinstance(totals, torch.Tensor) for totals in window["pool"].values())
 
 
 def test_old_checkpoints_are_rotated_and_the_best_is_kept(models: dict[str, Path], tmp_path: Path) -> None:

@@ -91,6 +91,8 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"geometric_mask_range": (0.99,)}, r"geometric_mask_range=\(0.99,\) cannot work. Set .* \(low, high\), with low"),
     ({"geometric_mask_range": (1.01, 0.99)}, r"geometric_mask_range=\(1.01, 0.99\) cannot work"),
     ({"geometric_mask_range": (1.01, 1.02)}, r"geometric_mask_range=\(1.01, 1.02\) cannot work"),
+    ({"geometric_mask_range": {"low": 0.9, "high": 1.1}}, r"geometric_mask_range=\{'low'.*cannot work"),
+    ({"token_veto_threshold": "1e-4"}, r"token_veto_threshold='1e-4' cannot work.* such as 0.0001"),
     ({"geometric_mask_range": 0.99}, r"geometric_mask_range=0.99 cannot work.*or None for no such mask"),
     ({"token_veto_threshold": 0.0}, r"token_veto_threshold=0.0 cannot work. Set .* above 0 and below 1"),
     ({"token_veto_threshold": 1.5}, r"token_veto_threshold=1.5 cannot work"),
@@ -253,12 +255,32 @@ def test_an_option_of_something_that_is_off_says_so(
     assert why in message
 
 
+def test_a_level_of_the_mask_under_gspo_says_so(tmp_path: Path) -> None:
+    options = {"off_policy_mask_threshold": 1e-4, "off_policy_mask_level": "token"}
+    (message,) = warned(tmp_path, loss_type="gspo", **options)
+    assert (
+        "'token' cannot act: with loss_type='gspo' a sequence has one advantage. Set loss_type='gspo_token'" in message
+    )
+    assert warned(tmp_path, loss_type="gspo_token", **options) == []
+
+
+def test_a_denominator_of_no_ratio_needs_no_engine(models: dict[str, Path], tmp_path: Path) -> None:
+    options = {"kl_ratio_denominator": "sampler", "use_bias_correction_kl": False, "beta": 0.1}
+    tiny.trainer(models["dense"], tmp_path, loss_type="grpo", **options)
+
+
 def test_a_mask_that_gspos_own_clip_makes_idle_says_so(models: dict[str, Path], tmp_path: Path) -> None:
     """From -log(1 - epsilon) on, unless an engine has sampled; at infinity it is there to be seen in the metrics."""
-    with pytest.warns(
-        UserWarning, match=r"=0.5 cannot act: from -log\(1 - epsilon\) = 0.000300045 on, the lower clip"
+    idle = (
+        r"=0.5 cannot act on one advantage a sequence: from -log\(1 - epsilon\) = (0.000300045|0.223144) on, the lower"
+    )
+    for options in (
+        {"loss_type": "gspo"},
+        {"loss_type": "grpo", "importance_sampling_level": "sequence"},
+        {"loss_type": "dapo", "importance_sampling_level": "sequence"},
     ):
-        tiny.trainer(models["dense"], tmp_path, loss_type="gspo", off_policy_mask_threshold=0.5)
+        with pytest.warns(UserWarning, match=idle):
+            tiny.trainer(models["dense"], tmp_path, off_policy_mask_threshold=0.5, **options)
     engine = {"build": {"rollout_func": print}}
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -269,6 +291,8 @@ def test_a_mask_that_gspos_own_clip_makes_idle_says_so(models: dict[str, Path], 
             {"loss_type": "gspo", "off_policy_mask_threshold": 0.5, "epsilon": 0.9},
             {"loss_type": "gspo_token", "off_policy_mask_threshold": 0.5},  # where the signs of tokens may differ
             {"loss_type": "grpo", "off_policy_mask_threshold": 0.5},
+            {"loss_type": "sapo", "off_policy_mask_threshold": 0.5, "importance_sampling_level": "sequence"},
+            {"loss_type": "grpo", "off_policy_mask_threshold": float("inf"), "steps_per_generation": 1},
         ):
             tiny.trainer(models["dense"], tmp_path, **options)
 

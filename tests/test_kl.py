@@ -56,7 +56,7 @@ def test_our_kl_trains_as_trls_does(
         "max_steps": 4,
     }
     theirs = tiny.train(tiny.trainer(models["dense"], tmp_path, ours=False, **options))
-    monkeypatch.setattr(GRPOConfig, "has_trls_kl", False)
+    monkeypatch.setattr(GRPOConfig, "has_trls_kl", lambda self, level: False)
     ours = tiny.train(tiny.trainer(models["dense"], tmp_path, **options))
     expected, after = tiny.parameters(theirs), tiny.parameters(ours)
     for name in expected:

@@ -156,6 +156,17 @@ def test_an_infinite_threshold_is_off_bit_for_bit(models: dict[str, Path], tmp_p
         assert all(own[name] == 0 for name in own if name.startswith("dropped"))
 
 
+def test_what_a_callback_sets_on_the_trainer_is_honoured(evaluate: Evaluate) -> None:
+    """TRL reads these from the trainer, so that they can be annealed."""
+    batch = random_batch(12, 6)
+    later = {"importance_sampling_level": "sequence", "loss_type": "bnpo", "off_policy_mask_threshold": 0.1}
+    options = {"loss_type": "grpo", "off_policy_mask_threshold": 0.3, "epsilon": 0.9}
+    options["inputs"] = {"sampling_per_token_logps": sampled(batch).nan_to_num(-1.0)}
+    ours, theirs = (evaluate(batch, ours=ours, attributes=later, **options) for ours in (True, False))
+    assert torch.equal(ours.loss, theirs.loss) and torch.equal(ours.grad, theirs.grad)
+    assert not torch.equal(ours.grad, evaluate(batch, **options).grad)
+
+
 @pytest.mark.parametrize("loss_type", NATIVE_LOSS_TYPES)
 def test_an_infinite_threshold_is_off_with_an_engines_weights_too(evaluate: Evaluate, loss_type: str) -> None:
     """VESPO sums the weights' logs over padding, where they are 1."""
@@ -169,8 +180,8 @@ def test_an_infinite_threshold_is_off_with_an_engines_weights_too(evaluate: Eval
 
 
 @pytest.mark.parametrize("name", MASKS)
-def test_no_gradient_flows_through_a_mask(evaluate: Evaluate, name: str) -> None:
-    """Finite differences of the loss are the gradient, where no decision changes."""
+def test_the_gradient_is_that_of_the_loss_with_the_decisions_fixed(evaluate: Evaluate, name: str) -> None:
+    """By finite differences, which a soft mask would be seen in."""
     batch = random_batch(4, 3)
     inputs = {"sampling_per_token_logps": sampled(batch)}
     options = {"loss_type": "gspo", "build": ENGINE, "inputs": inputs, "epsilon": 0.9, "epsilon_high": 5.0}
@@ -210,8 +221,9 @@ def test_an_engine_is_what_the_statistic_reads(evaluate: Evaluate) -> None:
     assert (near.grad != 0).all() and near.metrics["dropped/off_policy"] == 0
 
 
+@pytest.mark.parametrize("level", ["sequence", "token"])
 def test_a_subclass_that_masks_in_its_own_way_is_asked(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str
 ) -> None:
     import trl_steady
 
@@ -223,6 +235,7 @@ def test_a_subclass_that_masks_in_its_own_way_is_asked(
 
     subclass = type("Own", (trl_steady.GRPOTrainer,), {"get_off_policy_mask": staticmethod(own)})
     monkeypatch.setattr(trl_steady, "GRPOTrainer", subclass)
-    trained = tiny.train(tiny.trainer(models["dense"], tmp_path, loss_type="grpo", off_policy_mask_threshold=0.3))
+    options = {"loss_type": "grpo", "off_policy_mask_threshold": 0.3, "off_policy_mask_level": level}
+    trained = tiny.train(tiny.trainer(models["dense"], tmp_path, **options))
     assert asked and set(asked) == {0.3}
     assert all(row["grad_norm"] == 0 for row in tiny.history(trained) if "grad_norm" in row)

@@ -12,6 +12,8 @@ __all__ = ["GRPOConfig"]
 
 NATIVE_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 SEQUENCE_RATIO_LOSS_TYPES = ("gspo", "gspo_token")
+# at 1 - epsilon and 1 + epsilon_high, with one advantage a sequence
+CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "gspo")
 
 # GSPO, arXiv 2507.18071, section 5.1: left and right clipping range
 GSPO_EPSILON, GSPO_EPSILON_HIGH = 3e-4, 4e-4
@@ -52,8 +54,8 @@ class GRPOConfig(trl.GRPOConfig):
             to inference engine lies outside. None: no such mask.
         token_veto_threshold: Leave sequences out of the policy term in which any token's ratio of trainer to inference
             engine lies below. None: no such mask.
-        ref_model_sync_kl: Also move the reference when the KL of an update exceeds this many nats a token. None: by
-            steps only.
+        ref_model_sync_kl: Also move the reference when the KL of an update, as logged and so by `kl_estimator`,
+            exceeds this many nats a token. None: by steps only.
         ref_model_sync_reset_optimizer: Clear the optimizer's state at each move (ProRL, arXiv 2505.24864).
         adapter_dtype: `"float32"` keeps the adapters of a quantised base in float32, where TRL makes them bf16 and a
             small learning rate rounds away. None: as TRL.
@@ -63,8 +65,8 @@ class GRPOConfig(trl.GRPOConfig):
             value and the way out.
 
     Warns:
-        UserWarning: every update would be on-policy, so that the loss cannot act; or a clip range of token scale under
-            a sequence ratio.
+        UserWarning: every update would be on-policy, so that the loss cannot act; a clip range of token scale under a
+            sequence ratio; an option of a KL or a mask that is off.
     """
 
     loss_type: str = field(
@@ -98,8 +100,8 @@ class GRPOConfig(trl.GRPOConfig):
     kl_ratio_denominator: str = field(
         default="old",
         metadata={
-            "help": "With use_bias_correction_kl: 'old' or 'sampler', the log-probs of which policy stand below the "
-            "fraction that corrects the KL."
+            "help": "With use_bias_correction_kl: 'old' or 'sampler', whose log-probs are the denominator of the "
+            "ratio that corrects the KL."
         },
     )
     off_policy_mask_level: str = field(
@@ -150,19 +152,19 @@ class GRPOConfig(trl.GRPOConfig):
         """Whether `loss_type` is one of ours that clip the sequence's ratio."""
         return self.loss_type in SEQUENCE_RATIO_LOSS_TYPES
 
-    @property
-    def has_trls_kl(self) -> bool:
+    def has_trls_kl(self, importance_sampling_level: str) -> bool:
         """Whether TRL's own KL is the one asked for: k3, plain or with each token's own ratio to the old policy."""
         if self.kl_estimator != "k3":
             return False
-        own_ratio = self.importance_sampling_level == "token" and self.kl_ratio_denominator == "old"
+        own_ratio = importance_sampling_level == "token" and self.kl_ratio_denominator == "old"
         return own_ratio or not self.use_bias_correction_kl
 
     @property
     def sampler_options(self) -> list[str]:
         """The options that are set and need the sampler's log-probs."""
+        has_ratio = self.beta != 0 and self.use_bias_correction_kl
         set_ones = {
-            "kl_ratio_denominator": self.kl_ratio_denominator == "sampler" and self.beta != 0,
+            "kl_ratio_denominator": self.kl_ratio_denominator == "sampler" and has_ratio,
             "geometric_mask_range": self.geometric_mask_range is not None,
             "token_veto_threshold": self.token_veto_threshold is not None,
         }
@@ -172,7 +174,7 @@ class GRPOConfig(trl.GRPOConfig):
     def idle_without_engine(self) -> list[str]:
         """What cannot act where the policy itself has sampled, in sentences with the way out."""
         threshold = self.off_policy_mask_threshold
-        if threshold is None:
+        if threshold is None or threshold == math.inf:  # which is there to be seen in the metrics
             return []
         if self.is_on_policy:
             return [
@@ -181,11 +183,13 @@ class GRPOConfig(trl.GRPOConfig):
             ]
         assert self.epsilon is not None  # filled in at construction
         clipped = -math.log1p(-self.epsilon) if self.epsilon < 1 else math.inf
-        if self.loss_type == "gspo" and clipped <= threshold < math.inf:
+        clips_sequences = self.importance_sampling_level == "sequence" and self.loss_type in CLIPPED_LOSS_TYPES
+        if clips_sequences and threshold >= clipped:
             return [
-                f"off_policy_mask_threshold={threshold} cannot act: from -log(1 - epsilon) = {clipped:.6g} on, the "
-                f"lower clip of loss_type='gspo' (epsilon={self.epsilon}) silences the same sequences. Set it below, "
-                "or None; it acts on token ratios (loss_type='grpo') and with an inference engine."
+                f"off_policy_mask_threshold={threshold} cannot act on one advantage a sequence: from "
+                f"-log(1 - epsilon) = {clipped:.6g} on, the lower clip of the sequence ratio (epsilon={self.epsilon}) "
+                "silences the same sequences. Set it to None, or below that; it acts on token ratios and with an "
+                "inference engine."
             ]
         return []
 
@@ -235,7 +239,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda v: len(v) == 2 and 0 <= v[0] <= 1 <= v[1],
         "two ratios, (low, high), with low <= 1 <= high, such as (0.99, 1.01), or None for no such mask",
     ),
-    ("token_veto_threshold", lambda v: 0 < v < 1, "above 0 and below 1, such as 1e-4, or None for no such mask"),
+    ("token_veto_threshold", lambda v: 0 < v < 1, "above 0 and below 1, such as 0.0001, or None for no such mask"),
     ("ref_model_sync_steps", lambda v: v >= 1 and v == int(v), "1, 2, 3, ... optimizer steps"),
     ("ref_model_mixup_alpha", lambda v: 0 < v <= 1, "above 0 and at most 1, where 1 copies the policy"),
     ("ref_model_sync_kl", lambda v: 0 < v < math.inf, "above 0, in nats a token, or None for refreshes by steps only"),
@@ -284,7 +288,7 @@ def _refuse_out_of_range(args: GRPOConfig) -> None:
         value = getattr(args, option)
         try:
             works = type(None) in get_args(types[option]) if value is None else holds(value)
-        except TypeError:  # of a type that does not compare, such as a number given as a string
+        except (TypeError, LookupError):  # of a type that does not compare, such as a number given as a string
             works = False
         if not works:
             raise ValueError(f"{option}={value!r} cannot work. Set {option} to {expected}.")
@@ -344,26 +348,29 @@ def _refuse_kl_without_effect(args: GRPOConfig) -> None:
 
 def _idle_options(args: GRPOConfig) -> list[str]:
     """Options of a KL or a mask that is off."""
-    idle = {
-        "kl_estimator": "beta=0.0 there is no KL. Set beta above 0" if args.beta == 0 else None,
-        "kl_ratio_denominator": (
-            "beta=0.0 there is no KL. Set beta above 0"
-            if args.beta == 0
-            else None
-            if args.use_bias_correction_kl
-            else "use_bias_correction_kl=False the KL has no ratio. Set use_bias_correction_kl=True"
+    no_kl = "beta=0.0 there is no KL. Set beta above 0"
+    no_mask = "off_policy_mask_threshold=None there is no mask. Set off_policy_mask_threshold"
+    idle = [
+        ("kl_estimator", "k3", args.beta == 0, no_kl),
+        ("kl_ratio_denominator", "old", args.beta == 0, no_kl),
+        (
+            "kl_ratio_denominator",
+            "old",
+            args.beta != 0 and not args.use_bias_correction_kl,
+            "use_bias_correction_kl=False the KL has no ratio. Set use_bias_correction_kl=True",
         ),
-        "off_policy_mask_level": (
-            "off_policy_mask_threshold=None there is no mask. Set off_policy_mask_threshold"
-            if args.off_policy_mask_threshold is None
-            else None
+        ("off_policy_mask_level", "sequence", args.off_policy_mask_threshold is None, no_mask),
+        (
+            "off_policy_mask_level",
+            "sequence",
+            args.off_policy_mask_threshold is not None and args.loss_type == "gspo",
+            "loss_type='gspo' a sequence has one advantage. Set loss_type='gspo_token'",
         ),
-    }
-    defaults = {option.name: option.default for option in fields(args)}
+    ]
     return [
         f"{option}={getattr(args, option)!r} cannot act: with {why}, or leave {option} unset."
-        for option, why in idle.items()
-        if why and getattr(args, option) != defaults[option]
+        for option, default, is_off, why in idle
+        if is_off and getattr(args, option) != default
     ]
 
 

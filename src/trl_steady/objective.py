@@ -9,27 +9,20 @@ from trl_steady.config import GRPOConfig
 from trl_steady.functional import importance, kl, masks
 from trl_steady.host import MicroBatch
 
-__all__ = ["check", "dropped", "kl_estimates", "mismatch", "rewrite", "sampler_masks"]
+__all__ = ["as_gspo_token", "check", "dropped", "kl_estimates", "mismatch", "sampler_masks"]
 
 _PLAIN = {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3}
 _CORRECTED = {"k1": kl.corrected_k1, "k2": kl.corrected_k2, "k3": kl.corrected_k3}
 
 
-def rewrite(batch: MicroBatch, args: GRPOConfig) -> tuple[str, str, MicroBatch]:
-    """The loss of TRL's, its level and the log-probs that make it compute `args.loss_type`.
+def as_gspo_token(batch: MicroBatch) -> MicroBatch:
+    """GSPO-token for a token-level loss: every log-prob relative to the policy's own, the old ones the surrogate's.
 
-    Under GSPO-token every log-prob is relative to the policy's own, the old ones are the surrogate's; TRL's loss
-    depends on differences of log-probs only, so the common origin changes nothing else.
+    TRL's loss depends on differences of log-probs only, so the common origin changes nothing else.
     """
-    if args.loss_type == "gspo":  # TRL's sequence level as it stands, with the mean over sequences
-        return "grpo", "sequence", batch.without_garbage()
-    if args.loss_type == "gspo_token":
-        batch = batch.without_garbage()
-        logps, old_logps = importance.gspo_token_surrogate(batch.logps, batch.old_logps, batch.mask)
-        ref_logps = None if batch.ref_logps is None else batch.ref_logps - batch.logps.detach()
-        return "grpo", "token", replace(batch, logps=logps, old_logps=old_logps, ref_logps=ref_logps)
-    assert args.importance_sampling_level is not None  # filled in by the config
-    return args.loss_type, args.importance_sampling_level, batch
+    logps, old_logps = importance.gspo_token_surrogate(batch.logps, batch.old_logps, batch.mask)
+    ref_logps = None if batch.ref_logps is None else batch.ref_logps - batch.logps.detach()
+    return replace(batch, logps=logps, old_logps=old_logps, ref_logps=ref_logps)
 
 
 def kl_estimates(batch: MicroBatch, args: GRPOConfig) -> dict[str, Tensor]:
@@ -80,7 +73,8 @@ def check(batch: MicroBatch, args: GRPOConfig) -> None:
     Raises:
         ValueError: naming the option and the way out.
     """
-    for option in args.sampler_options if batch.sampler_logps is None else ():
+    if args.sampler_options and batch.sampler_logps is None:
+        option = args.sampler_options[0]
         raise ValueError(
             f"{option}={getattr(args, option)!r} needs the sampler's log-probs, and this rollout brought none. Return "
             f"'logprobs' from rollout_func, set use_vllm=True, or leave {option} unset."

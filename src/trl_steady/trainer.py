@@ -26,7 +26,8 @@ __all__ = ["GRPOTrainer"]
 class GRPOTrainer(HostTrainer):
     """`trl.GRPOTrainer`, same constructor, with our losses, a moving reference, and checkpoints that resume exactly.
 
-    With a `loss_type` of TRL's and `sync_ref_model=False` it trains as TRL's trainer does, bit for bit.
+    With nothing of ours asked for it trains as TRL's trainer does, bit for bit, with the exceptions that
+    `docs/compatibility.md` lists.
 
     Args:
         model: As TRL's.
@@ -37,11 +38,13 @@ class GRPOTrainer(HostTrainer):
 
     Raises:
         ValueError: `args` is not ours, nothing is trainable, bitsandbytes has packed the weights for inference, the
-            adapter cannot follow as a reference, or vLLM would have to share a quantised base.
+            adapter cannot follow as a reference, vLLM would have to share a quantised base, or an option needs the
+            log-probs of an engine and there is none.
 
     Warns:
-        UserWarning: an off-policy mask cannot act, as every update is on-policy; most of a bf16 adapter cannot
-            take steps of the learning rate's size; the model is a checkpoint whose reference had moved.
+        UserWarning: an off-policy mask cannot act, as every update is on-policy or the clip has silenced the same
+            sequences; most of a bf16 adapter cannot take steps of the learning rate's size; the model is a checkpoint
+            whose reference had moved.
     """
 
     args: GRPOConfig
@@ -89,7 +92,8 @@ class GRPOTrainer(HostTrainer):
         warn_if_steps_round_away(self.model, args.learning_rate)
         has_engine = self.use_vllm or self.rollout_func is not None  # whose log-probs may differ from the policy's
         if not has_engine:
-            for option in args.sampler_options:
+            if args.sampler_options:
+                option = args.sampler_options[0]
                 raise ValueError(
                     f"{option}={getattr(args, option)!r} compares the trainer with the engine that samples, and here "
                     f"transformers generates with the policy itself. Set use_vllm=True, or leave {option} unset."
@@ -182,8 +186,9 @@ class GRPOTrainer(HostTrainer):
         TRL alone, where nothing of ours is asked for and no sampler's log-probs are there to be compared.
         """
         args = self.args
-        own_kl = self.beta != 0.0 and not args.has_trls_kl
-        threshold = args.off_policy_mask_threshold
+        # the trainer's own attributes where TRL reads them, since a callback may have set them
+        loss_type, level, threshold = self.loss_type, self.importance_sampling_level, self.off_policy_mask_threshold
+        own_kl = self.beta != 0.0 and not args.has_trls_kl(level)
         ours = args.has_sequence_ratio_loss or own_kl or threshold is not None or args.sampler_options
         if not ours and "sampling_per_token_logps" not in inputs:
             return super().micro_batch_loss(model, inputs)
@@ -194,9 +199,9 @@ class GRPOTrainer(HostTrainer):
         statistic = masks.off_policy_statistic(batch.logps, sampler_logps, batch.mask)
         keep = objective.sampler_masks(batch, args)
         if threshold is not None:
-            # TRL's own is the literal reading, token by token
-            by_token = args.off_policy_mask_level == "token"
-            decide = trl.GRPOTrainer.get_off_policy_mask if by_token else self.get_off_policy_mask
+            decide = self.get_off_policy_mask
+            if args.off_policy_mask_level == "token" and decide is GRPOTrainer.get_off_policy_mask:
+                decide = trl.GRPOTrainer.get_off_policy_mask  # which decides token by token
             keep["off_policy"] = decide(
                 advantages=batch.advantages.unsqueeze(1) if batch.advantages.dim() == 1 else batch.advantages,
                 per_token_logps=batch.logps,
@@ -204,7 +209,11 @@ class GRPOTrainer(HostTrainer):
                 mask=batch.mask,
                 off_policy_threshold=threshold,
             ).bool()
-        loss_type, level, rewritten = objective.rewrite(scored, args)
+        rewritten = scored  # for a loss of TRL's, which may read what is under the mask
+        if args.has_sequence_ratio_loss:  # with GRPO's reduction, the mean over sequences of the mean over tokens
+            loss_type, rewritten = "grpo", batch
+        if args.loss_type == "gspo_token":
+            level, rewritten = "token", objective.as_gspo_token(batch)
         loss = self.host_loss(
             model,
             inputs,
@@ -236,7 +245,8 @@ class GRPOTrainer(HostTrainer):
         if batch.sampler_logps is not None:
             log_ratio, of_sampler = objective.mismatch(batch)
             means |= of_sampler
-            quantiles["mismatch/log_ratio"] = sizes["mismatch/effective_sample_size"] = log_ratio
+            quantiles["mismatch/log_ratio"] = log_ratio
+            sizes["mismatch/effective_sample_size"] = log_ratio
         self.record_pooled(means=means, quantiles=quantiles, sample_sizes=sizes)
 
     @staticmethod

@@ -49,6 +49,9 @@ def test_two_processes_train_as_one_does(models: dict[str, Path], tmp_path: Path
         check_histories(one["history"], two[0]["history"])
     for run in ("gspo", "gspo_token"):
         assert any(row.get("ratio/sequence_max", 1) > 1.001 for row in alone[run][0]["history"])
+    (engine,) = alone["engine"]
+    for mask in ("off_policy", "geometric"):
+        assert any(0 < row[f"dropped/{mask}"] < 1 for row in engine["history"][:-1]), mask
     moves = {run: [(step, rule) for step, _, rule in alone[run][0]["refreshes"]] for run in ("full", "lora", "kl")}
     assert moves["full"] == moves["lora"] == [(3, "steps"), (6, "steps"), (9, "steps")]
     assert {rule for _, rule in moves["kl"]} == {"steps", "kl"}
@@ -67,9 +70,9 @@ def check_histories(one: list[dict[str, float]], two: list[dict[str, float]]) ->
     for row_one, row_two in zip(one, two, strict=True):
         assert row_one.keys() == row_two.keys()
         for metric, value in row_one.items():
-            if metric.startswith(("kl", "ratio/sequence", "reward")):
+            if metric.startswith(("kl", "ratio/sequence", "reward", "dropped")):
                 assert row_two[metric] == pytest.approx(value, rel=1e-3, abs=1e-6), metric
-            if metric.startswith("off_policy"):  # to a bin of the histogram
+            if metric.startswith(("off_policy", "mismatch")):  # to a bin of the histogram
                 assert row_two[metric] == pytest.approx(value, rel=0.05, abs=1e-6), metric
 
 

@@ -3,6 +3,7 @@
 Usage: train.py MODEL OUTPUT RUN [RUN ...]
 """
 
+import math
 import os
 import sys
 from pathlib import Path
@@ -26,6 +27,12 @@ MOVING: dict[str, Any] = {
 FIXED: dict[str, dict[str, Any]] = {
     "gspo": {"loss_type": "gspo"},
     "gspo_token": {"loss_type": "gspo_token"},
+    "engine": {
+        "loss_type": "dapo",
+        "kl_ratio_denominator": "sampler",
+        "geometric_mask_range": (0.5, 2.0),
+        "off_policy_mask_threshold": 0.2,
+    },
     "full": {**MOVING, "learning_rate": 0.02},
     "lora": {**MOVING, "lora": True},
     "kl": {
@@ -61,10 +68,12 @@ def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
     answers = [
         [(13 * (first + i) + 5 * t) % 200 + 45 for t in range(1 + (first + i) % 6)] for i in range(len(prompts))
     ]
+    # an engine that disagrees by up to 1.5 nats a token, in the one run that looks at it
+    logprobs = [[-5.5 + 1.5 * math.sin(first + i + t) for t in range(len(a))] for i, a in enumerate(answers)]
     return {
         "prompt_ids": [trainer.processing_class(p)["input_ids"] for p in prompts],
         "completion_ids": answers,
-        "logprobs": None,
+        "logprobs": logprobs if trainer.args.sampler_options else None,
     }
 
 

@@ -116,8 +116,16 @@ def test_on_policy_the_plain_ones_estimate_three_different_gradients(seed: int) 
         got = gradient(expectation(plain[name], theta, old, ref), theta)
         assert (got - expected).abs().max() < 1e-12, name
     assert (reverse - forward).abs().max() > 1e-3
+    # off policy, k3 has neither, and k2's ratio if attached gives the gradient of E[k2]
+    old = policies(seed)[1]
+    k3 = gradient(expectation(plain["k3"], theta, old, ref), theta)
+    assert min((k3 - reverse).abs().max(), (k3 - forward).abs().max()) > 1e-3
+    attached = gradient(expectation(wrong["k2 with the ratio attached"], theta, old, ref), theta)
+    logps = theta.log_softmax(-1)
+    of_k2 = gradient((logps.exp() * (logps - ref.log_softmax(-1)) ** 2 / 2).sum(), theta)
+    assert (attached - of_k2).abs().max() < 1e-12
     # which is why detaching the ratio undoes the correction, on policy and off it
-    for sampled in (old, policies(seed)[1]):
+    for sampled in (theta.detach(), old):
         got = gradient(expectation(wrong["k3 with the ratio detached"], theta, sampled, ref), theta)
         assert (got - forward).abs().max() < 1e-12
 

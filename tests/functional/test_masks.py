@@ -45,6 +45,12 @@ def test_a_sequence_without_loss_tokens_is_kept_by_all() -> None:
     assert kept.flatten().tolist() == [False, False, False, True]
 
 
+def test_nothing_a_mask_is_made_of_has_a_gradient() -> None:
+    policy, sampler = (values.requires_grad_() for values in log_probs())
+    assert not masks.log_ratio(policy, sampler).requires_grad
+    assert not masks.off_policy_statistic(policy, sampler, MASK).requires_grad
+
+
 def test_the_statistic_is_minus_gspos_log_ratio() -> None:
     policy, sampler = log_probs()
     log_s = importance.sequence_log_ratio(policy, sampler, MASK)

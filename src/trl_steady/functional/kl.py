@@ -1,16 +1,8 @@
 """Estimators of KL(π || π_ref) from one sampled token, and what their gradients estimate.
 
-With s = d log π of the sampled token, r = π_ref / π and ρ = π / π_old, where π_old is what sampled the token (found by
-enumeration, `tests/functional/test_kl.py`):
-
-| term             | gradient of a sample | its expectation under π_old                       |
-|------------------|----------------------|---------------------------------------------------|
-| k1               | s                    | 0 on policy: noise, off policy nothing of use     |
-| k2               | -log r · s           | that of KL(π || π_ref) on policy, biased off it   |
-| k3 (GRPO's)      | (1 - r) s            | that of the forward KL(π_ref || π) on policy      |
-| `corrected_k1`   | ρ (1 - log r) s      | that of KL(π || π_ref), with more noise           |
-| `corrected_k2`   | -ρ log r · s         | that of KL(π || π_ref)                            |
-| `corrected_k3`   | -ρ log r · s         | that of KL(π || π_ref)                            |
+r = π_ref / π and ρ = π / π_old at the sampled token, where π_old is what sampled it. Corrected, each has the gradient
+of KL(π || π_ref) in expectation under π_old; plain, on policy, k1 has none, k2 that one, and k3 that of the forward
+KL(π_ref || π). All of it is enumerated in `tests/functional/test_kl.py`.
 
 Each is the KL of one token given its prefix. No sum of them is the KL of whole sequences, whose gradient also carries
 what a token does to the divergence of those after it; prefixes come from π_old.

@@ -89,7 +89,8 @@ class CheckpointingTrainer(MeasuringTrainer):
             "position": self._step,
             "rollouts": self._buffered_inputs if self._step % generation_interval(self) else None,
             "metrics": dict(self._metrics["train"]),
-            "pool": self._pool["train"],
+            # as numbers, which `map_location` leaves where they are
+            "pool": {key: totals.tolist() for key, totals in self._pool["train"].items()},
             "tables": self._tables(),
         }
         torch.save(window, checkpoint / self._window_file())
@@ -128,7 +129,8 @@ class CheckpointingTrainer(MeasuringTrainer):
         self._step = window["position"] if same else 0
         self._buffered_inputs = window["rollouts"]
         self._metrics["train"].update(window["metrics"])
-        self._pool["train"].update(window["pool"])
+        for key, totals in window["pool"].items():
+            self._pool["train"][key] = torch.tensor(totals, dtype=torch.float64)
         for name, values in json.loads(window["tables"]).items():
             if isinstance(values, list):
                 self._logs[name].extend(values)
