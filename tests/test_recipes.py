@@ -22,14 +22,14 @@ from tests import tiny
 ROOT = Path(__file__).parents[1]
 YAMLS = {path.stem: path for path in sorted(ROOT.glob("recipes/**/*.yaml"))}
 MODULES = (
-    *("common.report", "common.run", "common.small_model", "common.smollm2", "common.task"),
-    *("gspo.train", "iterative_grpo.gsm8k", "iterative_grpo.pictures", "iterative_grpo.train"),
+    *("common.gsm8k", "common.report", "common.run", "common.small_model", "common.smollm2", "common.task"),
+    *("common.tasks", "gspo.train", "iterative_grpo.pictures", "iterative_grpo.train", "v32.panels", "v32.train"),
 )
 
 
 @pytest.fixture
 def recipes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The modules of recipes/ by their own names, and the two scripts by those of their folders."""
+    """The modules of recipes/ by their own names, and the scripts by those of their folders."""
     pytest.importorskip("matplotlib", reason="needs the recipes extra")
     monkeypatch.syspath_prepend(str(ROOT / "recipes"))
     named = {name.removesuffix(".train").split(".")[-1]: importlib.import_module(name) for name in MODULES}
@@ -87,6 +87,16 @@ def test_deepseekmath_has_the_papers_settings(recipes: Any) -> None:
     assert (args.learning_rate, args.num_generations, args.max_completion_length) == (1e-6, 64, 1024)
     assert args.is_on_policy and not args.use_bias_correction_kl
     assert recipe.adapter is None and not recipe.quantised
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m-v32", "qwen2.5-7b-gsm8k-80gb"])
+def test_v32_has_the_papers_set_off_policy(recipes: Any, name: str) -> None:
+    _, args = parse(recipes, YAMLS[name], "--bf16", "false")
+    assert (args.loss_type, args.importance_sampling_level, args.scale_rewards) == ("grpo", "token", "none")
+    assert args.beta > 0 and args.use_bias_correction_kl and args.kl_estimator == "k3"
+    assert args.off_policy_mask_threshold is not None and recipes.run.updates_per_rollout(args) == 4
+    # TRL's own term where the policy samples; against the engine where an engine does
+    assert args.kl_ratio_denominator == ("sampler" if args.use_vllm else "old") and args.top_p == 1
 
 
 def test_training_and_held_out_problems_are_disjoint_also_turned_round(recipes: Any) -> None:
@@ -205,6 +215,36 @@ def test_a_frozen_reference_is_drawn_beside_a_moving_one(recipes: Any, tmp_path:
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
 
 
+@pytest.mark.usefixtures("small")
+def test_the_v32_script_shows_what_the_mask_sees_and_drops(
+    recipes: Any, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = on_a_small_scale(tmp_path, max_steps=8)
+    found = {}
+    for threshold in ("0", "inf"):
+        command = [*few, "--off_policy_mask_threshold", threshold]
+        found[threshold] = recipes.v32.main(*parse(recipes, YAMLS["smollm2-135m-v32"], *command))
+    assert capsys.readouterr().out.count("off policy q90") == 16
+    assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert moved(tmp_path / "adapter", models["dense"])
+    assert "Infinity" not in (tmp_path / "results.json").read_text()  # which JSON has not
+
+    def curve(results: Any, name: str) -> list[float]:
+        return recipes.report.series(results["history"], name)[1]
+
+    for results in found.values():
+        q99 = curve(results, "off_policy_q99")
+        assert [step for step, value in enumerate(q99) if value == 0] == [0, 4]  # on-policy: each rollout's first
+        assert curve(results, "kl/k3") == pytest.approx(curve(results, "kl"), rel=1e-3)
+    assert sum(curve(found["0"], "dropped/off_policy")) > 0 == sum(curve(found["inf"], "dropped/off_policy"))
+    for threshold, lines in (("0", 4), ("inf", 3)):  # three quantiles, and the threshold where there is one
+        axis = recipes.report.plt.Figure().subplots()
+        recipes.panels.statistic(axis, found[threshold])
+        assert len(axis.get_lines()) == lines
+    recipes.panels.main(str(tmp_path / "both.png"), f"V3.2={tmp_path}/results.json", f"again={tmp_path}/results.json")
+    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+
+
 GSM8K = [
     {"question": f"What is 1,000 + {i}?", "answer": f"One thousand and {i}.\n#### {1000 + i:,}"} for i in range(8)
 ]
@@ -240,6 +280,11 @@ def test_gsm8k_runs_on_a_tiny_model_and_tiny_data(
         assert results["problems"] == {"training": 8, "held out": 4}
         assert recipes.report.series(results["history"], "eval_reward")[0] == [0, 1, 2]
         assert (tmp_path / "out" / policy).is_dir() and (tmp_path / "out/training.png").exists()
+    # without an engine there are no log-probs of the sampler's
+    alone = [*few, "--kl_ratio_denominator", "old", "--steps_per_generation", "2"]
+    results = recipes.v32.main(*parse(recipes, YAMLS["qwen2.5-7b-gsm8k-80gb"], *alone))
+    assert recipes.report.series(results["history"], "eval_reward")[0] == [0, 1, 2]
+    assert results["objective"]["off_policy_mask_threshold"] is None
     assert set(asked) <= {("assistant", f"{1000 + i:,}") for i in range(8)}
     prompt = recipes.gsm8k.questions("test")[0]["prompt"]
     assert [message["role"] for message in prompt] == ["user"] and "\\boxed{}" in prompt[0]["content"]

@@ -73,7 +73,11 @@ def rewards(axis: Axes, results: Mapping[str, Any]) -> None:
 
 
 def accuracies(axis: Axes, results: Mapping[str, Any]) -> None:
-    """Greedy accuracy after each rollout, and the sampled one before and after training."""
+    """On the small task, greedy after each rollout, and sampled before and after training; else TRL's evaluations."""
+    if "accuracy" not in results:
+        axis.plot(*series(results["history"], "eval_reward"), "o-", color="tab:green")
+        axis.set(title="Accuracy on held-out problems (sampled)", ylim=(0, 1))
+        return
     checks = {int(step): share for step, share in results["held-out greedy accuracy by step"].items()}
     axis.plot(list(checks), list(checks.values()), "o-", color="tab:green", label="greedy, every rollout")
     sampled, *_ = results["accuracy"].values()

@@ -33,12 +33,8 @@ def reward(axis: Axes, results: Mapping[str, Any]) -> None:
 
 
 def accuracy(axis: Axes, results: Mapping[str, Any]) -> None:
-    """On held-out problems: our own checks on the small task, TRL's evaluations otherwise."""
-    if "accuracy" in results:
-        report.accuracies(axis, results)
-    else:
-        axis.plot(*report.series(results["history"], "eval_reward"), "o-", color="tab:green")
-        axis.set(title="Accuracy on held-out problems (sampled)", ylim=(0, 1))
+    """On held-out problems."""
+    report.accuracies(axis, results)
     mark_refreshes(axis, results)
 
 

@@ -5,7 +5,6 @@ python recipes/iterative_grpo/train.py --config recipes/iterative_grpo/smollm2-1
 
 import sys
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +13,10 @@ from trl import TrlParser
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from common import run, small_model
-from iterative_grpo import gsm8k, pictures
+from common import run, tasks
+from common.tasks import RecipeArguments
+from iterative_grpo import pictures
 from trl_steady import GRPOConfig, GRPOTrainer
-
-TASKS = {"max": small_model.train, "gsm8k": gsm8k.train}
-
-
-@dataclass
-class RecipeArguments(run.RecipeArguments):
-    """What the recipe adds to `GRPOConfig`."""
-
-    task: str = field(
-        default="max",
-        metadata={"help": "'max': the larger of two numbers, SmolLM2-135M; 'gsm8k': GSM8K.", "choices": list(TASKS)},
-    )
-    model_name: str | None = field(default=None, metadata={"help": "Model of the task gsm8k, on the hub or a folder."})
 
 
 class Refreshes(TrainerCallback):
@@ -59,7 +46,7 @@ def describe(logs: Mapping[str, Any]) -> str:
 
 def main(recipe: RecipeArguments, args: GRPOConfig) -> run.Results:
     """Train and report; returns what is written to `results.json`."""
-    trainer, found = TASKS[recipe.task](recipe, args, lambda trainer: [Refreshes(trainer), run.Progress(describe)])
+    trainer, found = tasks.train(recipe, args, lambda trainer: [Refreshes(trainer), run.Progress(describe)])
     found["refreshes"] = [refresh._asdict() for refresh in trainer.reference_refreshes]
     return run.finish(trainer, recipe, found, ((pictures.reward,), (pictures.accuracy,), (pictures.kl,)))
 

@@ -9,7 +9,7 @@ from trl.rewards import accuracy_reward
 from common import run, smollm2
 from trl_steady import GRPOConfig, GRPOTrainer
 
-# after each question; the models of both configs know it, DeepSeekMath from its model card
+# after each question; the models of the configs know it, DeepSeekMath from its model card
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 
 

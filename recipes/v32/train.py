@@ -1,0 +1,51 @@
+"""DeepSeek-V3.2's KL, mask and advantages over token ratios: on a small model anywhere, on a 7B with a GPU.
+
+python recipes/v32/train.py --config recipes/v32/smollm2-135m-v32.yaml [--seed 1] [--output_dir ...]
+"""
+
+import math
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from trl import TrlParser
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from common import report, run, tasks
+from common.tasks import RecipeArguments
+from trl_steady import GRPOConfig
+from v32 import panels
+
+OBJECTIVE = ("loss_type", "beta", "use_bias_correction_kl", "kl_ratio_denominator", "scale_rewards", "epsilon")
+PICTURE = (
+    (report.rewards, report.accuracies),
+    (panels.kl, panels.clipped),
+    (panels.statistic, panels.dropped),
+)
+
+
+def describe(logs: Mapping[str, Any]) -> str:
+    """Of one update."""
+    shown = {"KL": "kl", "off policy q90": "off_policy_q90", "q99": "off_policy_q99", "dropped": "dropped/off_policy"}
+    return "".join(f"  {label} {logs[name]:.3g}" for label, name in shown.items() if name in logs)
+
+
+def objective(args: GRPOConfig) -> dict[str, Any]:
+    """The options that this recipe is about, for `results.json`; an infinite threshold, which JSON lacks, is None."""
+    threshold = args.off_policy_mask_threshold
+    finite = threshold is not None and math.isfinite(threshold)
+    return {name: getattr(args, name) for name in OBJECTIVE} | {
+        "off_policy_mask_threshold": threshold if finite else None
+    }
+
+
+def main(recipe: RecipeArguments, args: GRPOConfig) -> run.Results:
+    """Train and report; returns what is written to `results.json`."""
+    trainer, found = tasks.train(recipe, args, lambda _: [run.Progress(describe)])
+    return run.finish(trainer, recipe, {"objective": objective(args), **found}, PICTURE)
+
+
+if __name__ == "__main__":
+    main(*TrlParser((RecipeArguments, GRPOConfig)).parse_args_and_config())
