@@ -12,8 +12,8 @@ __all__ = ["GRPOConfig"]
 
 NATIVE_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 SEQUENCE_RATIO_LOSS_TYPES = ("gspo", "gspo_token")
-# at 1 - epsilon and 1 + epsilon_high, with one advantage a sequence
-CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", "gspo")
+# which clip at 1 - epsilon and 1 + epsilon_high
+CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", *SEQUENCE_RATIO_LOSS_TYPES)
 
 # GSPO, arXiv 2507.18071, section 5.1: left and right clipping range
 GSPO_EPSILON, GSPO_EPSILON_HIGH = 3e-4, 4e-4
@@ -184,7 +184,8 @@ class GRPOConfig(trl.GRPOConfig):
         assert self.epsilon is not None  # filled in at construction
         clipped = -math.log1p(-self.epsilon) if self.epsilon < 1 else math.inf
         clips_sequences = self.importance_sampling_level == "sequence" and self.loss_type in CLIPPED_LOSS_TYPES
-        if clips_sequences and threshold >= clipped:
+        # gspo_token is there for advantages per token, of which a sequence may have both signs
+        if clips_sequences and self.loss_type != "gspo_token" and threshold >= clipped:
             return [
                 f"off_policy_mask_threshold={threshold} cannot act on one advantage a sequence: from "
                 f"-log(1 - epsilon) = {clipped:.6g} on, the lower clip of the sequence ratio (epsilon={self.epsilon}) "
@@ -387,7 +388,7 @@ def _inactive(args: GRPOConfig) -> list[str]:
 
 
 def _token_scale(args: GRPOConfig) -> list[str]:
-    if args.loss_type in ("cispo", "sapo", "vespo"):  # do not clip at 1 - epsilon and 1 + epsilon_high
+    if args.loss_type not in CLIPPED_LOSS_TYPES:
         return []
     ranges = {"epsilon": args.epsilon, "epsilon_high": args.epsilon_high}
     wide = [f"{name}={value}" for name, value in ranges.items() if value is not None and value >= TOKEN_SCALE_EPSILON]

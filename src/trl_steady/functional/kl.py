@@ -76,7 +76,7 @@ def k3(logps: Tensor, ref_logps: Tensor) -> Tensor:
 
 
 def corrected_k1(logps: Tensor, ref_logps: Tensor, log_ratio: Tensor) -> Tensor:
-    """ρ · k1: value and gradient unbiased for KL(π || π_ref), with ρ s more noise than `corrected_k3`.
+    """ρ · k1: value and gradient unbiased for KL(π || π_ref), the gradient noisier than `corrected_k3`'s.
 
     Gradient: through both factors. Without the ratio it would be d log π, which is 0 in expectation on policy.
 
