@@ -419,26 +419,22 @@ def mismatch_k3(old_logps: torch.Tensor, sampler_logps: torch.Tensor, mask: torc
     return total / len(log_ratios)
 
 
-def mismatch_share_above(
-    old_logps: torch.Tensor, sampler_logps: torch.Tensor, mask: torch.Tensor, bound: float = 2.0
-) -> float:
-    """Share of the n tokens with w > bound."""
+def mismatch_share_above(old_logps: torch.Tensor, sampler_logps: torch.Tensor, mask: torch.Tensor) -> float:
+    """Share of the n tokens with w > 2."""
     log_ratios = _scored(old_logps, sampler_logps, mask)
     count = 0
     for log_w in log_ratios:
-        if math.exp(log_w) > bound:
+        if math.exp(log_w) > 2.0:
             count += 1
     return count / len(log_ratios)
 
 
-def mismatch_share_below(
-    old_logps: torch.Tensor, sampler_logps: torch.Tensor, mask: torch.Tensor, bound: float = 0.5
-) -> float:
-    """Share of the n tokens with w < bound."""
+def mismatch_share_below(old_logps: torch.Tensor, sampler_logps: torch.Tensor, mask: torch.Tensor) -> float:
+    """Share of the n tokens with w < 1/2."""
     log_ratios = _scored(old_logps, sampler_logps, mask)
     count = 0
     for log_w in log_ratios:
-        if math.exp(log_w) < bound:
+        if math.exp(log_w) < 0.5:
             count += 1
     return count / len(log_ratios)
 

@@ -264,6 +264,11 @@ def test_a_level_of_the_mask_under_gspo_says_so(tmp_path: Path) -> None:
     assert warned(tmp_path, loss_type="gspo_token", **options) == []
 
 
+def test_a_sweep_over_beta_may_have_0(tmp_path: Path) -> None:
+    (message,) = warned(tmp_path, loss_type="grpo", kl_estimator="k1", use_bias_correction_kl=False)
+    assert "kl_estimator='k1' cannot act" in message
+
+
 def test_a_denominator_of_no_ratio_needs_no_engine(models: dict[str, Path], tmp_path: Path) -> None:
     options = {"kl_ratio_denominator": "sampler", "use_bias_correction_kl": False, "beta": 0.1}
     tiny.trainer(models["dense"], tmp_path, loss_type="grpo", **options)

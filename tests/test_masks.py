@@ -196,8 +196,7 @@ def test_the_gradient_is_that_of_the_loss_with_the_decisions_fixed(evaluate: Eva
         assert outcome.grad[i, t].item() == pytest.approx((sides[0] - sides[1]) / (2 * step), rel=1e-6, abs=1e-9)
 
 
-def test_dropping_one_sequence_leaves_the_others_as_they_were(evaluate: Evaluate) -> None:
-    """Denominators count dropped sequences, under every reduction."""
+def test_dropped_sequences_still_count_under_every_reduction(evaluate: Evaluate) -> None:
     batch = random_batch(12, 6)
     inputs = {"sampling_per_token_logps": sampled(batch)}
     for loss_type in NATIVE_LOSS_TYPES:

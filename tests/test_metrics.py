@@ -89,9 +89,9 @@ def test_values_beyond_the_bins_are_counted_at_their_ends() -> None:
     ]
 
 
-def logged(trained: Any, prefix: str = "") -> dict[str, float]:
+def logged(trained: Any) -> dict[str, float]:
     """The first log's values of the pooled metrics."""
-    names = (f"{prefix}off_policy", f"{prefix}dropped", f"{prefix}kl/", f"{prefix}mismatch")
+    names = ("off_policy", "dropped", "kl/", "mismatch")
     return {k: v for row in trained.state.log_history[:1] for k, v in row.items() if k.startswith(names)}
 
 

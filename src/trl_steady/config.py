@@ -29,7 +29,7 @@ def _trl_default(name: str) -> Any:
 @dataclass
 class GRPOConfig(trl.GRPOConfig):
     """`trl.GRPOConfig` with two more values of `loss_type`, the paper's clip range where the user set none, and
-    options of a reference that moves.
+    options of the KL, of masks and of a reference that moves.
 
     Every other option is TRL's own and keeps TRL's default. `sync_ref_model` works with PEFT, on quantised bases and
     across resumes too: the KL reference moves to the policy every `ref_model_sync_steps` optimizer steps, before the
@@ -66,7 +66,7 @@ class GRPOConfig(trl.GRPOConfig):
 
     Warns:
         UserWarning: every update would be on-policy, so that the loss cannot act; a clip range of token scale under a
-            sequence ratio; an option of a KL or a mask that is off.
+            sequence ratio; an option that another one makes idle.
     """
 
     loss_type: str = field(
@@ -339,16 +339,16 @@ def _refuse_idle_reference(args: GRPOConfig) -> None:
 
 
 def _refuse_kl_without_effect(args: GRPOConfig) -> None:
-    if args.kl_estimator == "k1" and not args.use_bias_correction_kl:
+    if args.beta != 0 and args.kl_estimator == "k1" and not args.use_bias_correction_kl:
         raise ValueError(
             "kl_estimator='k1' with use_bias_correction_kl=False: the gradient of log policy - log reference does not "
-            "depend on the reference, and its expectation is 0, so that the KL would add noise and hold nothing. Set "
-            "use_bias_correction_kl=True, or kl_estimator to 'k2' or 'k3'."
+            "depend on the reference, and on policy its expectation is 0, so that the KL would add noise and hold "
+            "nothing. Set use_bias_correction_kl=True, or kl_estimator to 'k2' or 'k3'."
         )
 
 
 def _idle_options(args: GRPOConfig) -> list[str]:
-    """Options of a KL or a mask that is off."""
+    """Options that something else in the config makes idle."""
     no_kl = "beta=0.0 there is no KL. Set beta above 0"
     no_mask = "off_policy_mask_threshold=None there is no mask. Set off_policy_mask_threshold"
     idle = [

@@ -4,8 +4,8 @@ r = π_ref / π and ρ = π / π_old at the sampled token, where π_old is what 
 of KL(π || π_ref) in expectation under π_old; plain, on policy, k1 has none, k2 that one, and k3 that of the forward
 KL(π_ref || π). All of it is enumerated in `tests/functional/test_kl.py`.
 
-Each is the KL of one token given its prefix. No sum of them is the KL of whole sequences, whose gradient also carries
-what a token does to the divergence of those after it; prefixes come from π_old.
+Each is the KL of one token given its prefix. Their sum does not have the gradient of the KL of whole sequences, which
+also carries what a token does to the divergence of those after it; prefixes come from π_old.
 """
 
 from torch import Tensor

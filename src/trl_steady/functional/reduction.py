@@ -71,7 +71,7 @@ def sequence_sum_weights(mask: Tensor, *, dtype: torch.dtype = torch.float32) ->
 
 
 def token_weights(mask: Tensor, tokens: Tensor | float, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """1 / `tokens` for every loss token: of the batch (BNPO), of the whole step (DAPO), or a constant (Dr. GRPO).
+    """1 / `tokens` for every loss token: of the batch (BNPO), or a constant (Dr. GRPO).
 
     Args:
         mask: (B, T) bool, True = loss token.

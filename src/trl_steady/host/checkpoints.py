@@ -129,7 +129,7 @@ class CheckpointingTrainer(MeasuringTrainer):
         self._step = window["position"] if same else 0
         self._buffered_inputs = window["rollouts"]
         self._metrics["train"].update(window["metrics"])
-        for key, totals in window.get("pool", {}).items():
+        for key, totals in window["pool"].items():
             self._pool["train"][key] = torch.tensor(totals, dtype=torch.float64)
         for name, values in json.loads(window["tables"]).items():
             if isinstance(values, list):

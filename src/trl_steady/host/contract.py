@@ -25,7 +25,9 @@ class Contract:
 _BY_TRL = "honoured: TRL's own code runs"
 FORWARDED = "honoured: forwarded to TRL's scoring method by name"
 _OUR_KL = "honoured: our KL is divided as TRL's loss is"
-_NOT_READ = "refused when set: TRL reads it under another loss_type only"
+_NOT_READ = (
+    "refused when set under gspo and gspo_token, whose loss does not read it; else honoured: TRL's own code runs"
+)
 
 CONTRACT = Contract(
     attributes={
@@ -78,7 +80,7 @@ CONTRACT = Contract(
         "image_grid_thw": FORWARDED,
         "image_position_ids": FORWARDED,
         "image_sizes": FORWARDED,
-        "importance_sampling_ratio": "rewritten: cleaned where the mask is 0",
+        "importance_sampling_ratio": "rewritten under gspo and gspo_token: cleaned where the mask is 0",
         "mm_token_type_ids": FORWARDED,
         "num_images": FORWARDED,
         "num_items_in_batch": _OUR_KL,

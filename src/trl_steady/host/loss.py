@@ -169,13 +169,13 @@ class HostTrainer(CheckpointingTrainer):
         if loss_type == "bnpo":
             return reduction.token_weights(mask, mask.sum(), dtype=dtype) / window
         if loss_type == "dr_grpo":
-            assert self.max_completion_length is not None  # 256 by default, and TRL's loss needs it too
+            assert self.max_completion_length is not None  # TRL's loss needs it too
             return reduction.token_weights(mask, len(mask) * self.max_completion_length, dtype=dtype) / window
         # dapo, cispo, vespo: over the tokens of the generation batch, of which a window is one part
         tokens = inputs["num_items_in_batch"].clamp(min=1.0).to(dtype) / self.accelerator.num_processes
         args: Any = self.args
         part = window / args.steps_per_generation if self.model.training else 1.0
-        return reduction.token_weights(mask, 1, dtype=dtype) / (tokens * part)
+        return mask.to(dtype) / (tokens * part)
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         return self.rollout(inputs)

@@ -15,7 +15,10 @@ _QUANTILES = {"q01": 0.01, "q50": 0.5, "q90": 0.9, "q99": 0.99}
 
 
 class MeasuringTrainer(trl.GRPOTrainer):
-    """`trl.GRPOTrainer` that logs more. Every process must record, and records the same names in the same order."""
+    """`trl.GRPOTrainer` that logs more, pooled over micro-batches.
+
+    Every process must record, and the same names in the same order.
+    """
 
     model: torch.nn.Module  # set by TRL's constructor, whose annotation allows for None
 
