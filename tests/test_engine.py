@@ -1,4 +1,4 @@
-"""A quantised policy with a vLLM server: what the engine is sent is base + delta, and the base stays as it is."""
+"""With a vLLM server: what a quantised policy sends, and what the log-probs that come back decide and show."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -121,3 +121,39 @@ def test_the_references_modules_are_not_sent(wide: Path, tmp_path: Path, server:
 def test_colocate_on_a_quantised_base_is_refused(wide: Path, tmp_path: Path, server: Server) -> None:
     with pytest.raises(ValueError, match=r"vllm_mode='colocate' quantises the engine.*set vllm_mode='server'"):
         tiny.trainer(wide_model.load(wide, "nf4"), tmp_path, lora=True, **{**VLLM, "vllm_mode": "colocate"})
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
+def test_with_an_engine_trls_losses_are_trls_and_the_mismatch_is_logged(
+    wide: Path, tmp_path: Path, server: Server, loss_type: str
+) -> None:
+    """An engine in bf16, TRL's correction on: the same parameters and metrics, and more of the latter."""
+    server.model.to(torch.bfloat16)
+    options = {**VLLM, "max_steps": 6, "loss_type": loss_type, "vllm_importance_sampling_mode": "token_truncate"}
+    theirs, ours = (tiny.train(tiny.trainer(wide, tmp_path, ours=ours, **options)) for ours in (False, True))
+    for row, own in zip(tiny.history(theirs), tiny.history(ours), strict=True):
+        assert {name: own[name] for name in row} == row
+    expected, after = tiny.parameters(theirs), tiny.parameters(ours)
+    assert all(torch.equal(after[name], expected[name]) for name in expected)
+    for row in tiny.history(ours)[:-1]:
+        assert 0 < row["mismatch/kl"] < 0.05 and row["mismatch/effective_sample_size"] > 0.9
+        assert row["mismatch/log_ratio_q01"] < 0 < row["mismatch/log_ratio_q99"]
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "gspo", "gspo_token"])
+def test_an_engines_log_probs_decide_masks_and_correct_the_kl(
+    wide: Path, tmp_path: Path, server: Server, loss_type: str
+) -> None:
+    """Every update is on-policy, so that nothing but the engine's rounding is left to see."""
+    server.model.to(torch.bfloat16)
+    options = {**VLLM, "max_steps": 3, "loss_type": loss_type, "steps_per_generation": 1, "optim": "sgd"}
+    options |= {"vllm_importance_sampling_correction": False, "per_device_train_batch_size": 16}
+    plain = tiny.train(tiny.trainer(wide, tmp_path, **options))
+    sampler = tiny.train(tiny.trainer(wide, tmp_path, kl_ratio_denominator="sampler", **options))
+    masks = {"geometric_mask_range": (0.999, 1.001), "off_policy_mask_threshold": 0.0, "token_veto_threshold": 0.99}
+    masked = tiny.train(tiny.trainer(wide, tmp_path, **masks, **options))
+    ends = [tiny.parameters(trained) for trained in (plain, sampler, masked)]
+    for other in ends[1:]:
+        assert any(not torch.equal(other[name], ends[0][name]) for name in other)
+    for mask in ("off_policy", "geometric", "veto"):
+        assert any(0 < row[f"dropped/{mask}"] < 1 for row in tiny.history(masked)[:-1]), mask
