@@ -12,7 +12,7 @@ Notation, on top of that of `oracles.py` (``logps``, ``ref_logps``, ``mask``, ``
 * r_it = pi_ref(y_it) / pi_theta(y_it), and rho_it = pi_theta(y_it) / pi_den(y_it).
 * k1_it = -log r_it, k2_it = (log r_it)^2 / 2, k3_it = r_it - log r_it - 1. With l_it = log pi_theta(y_it):
   d k1_it / d l_it = 1, d k2_it / d l_it = -log r_it, d k3_it / d l_it = 1 - r_it, d rho_it / d l_it = rho_it.
-* ``keep[i, t]``: 1.0 for a token that stays in the policy loss, 0.0 for one that is dropped.
+* Masks are ``keep`` of `oracles.py`: 1.0 for a token that stays in the policy loss, 0.0 for one that is dropped.
 
 What lies at a masked-out position is never read, so it may be NaN. A row without a loss token adds 0 to every sum,
 still counts in G, and is kept by every mask.
@@ -30,15 +30,7 @@ import math
 import torch
 
 from tests import oracles
-from tests.oracles import (
-    Result,
-    _advantage,
-    _loss_tokens,
-    _sequence_ratio,
-    _surrogate,
-    _token_ratio,
-    _zero_grad,
-)
+from tests.oracles import Result, _advantage, _loss_tokens, _token_ratio, _zero_grad
 
 # --------------------------------------------------------------------------------------------------------------------
 # KL terms
@@ -273,110 +265,6 @@ def rows(keep: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 
 
 # --------------------------------------------------------------------------------------------------------------------
-# Masked policy losses: the objectives of `oracles.py` with M_it inside the sum; G and |y_i| count the dropped too
-# --------------------------------------------------------------------------------------------------------------------
-
-
-def gspo_masked(
-    logps: torch.Tensor,
-    old_logps: torch.Tensor,
-    mask: torch.Tensor,
-    advantages: torch.Tensor,
-    keep: torch.Tensor,
-    *,
-    eps_low: float,
-    eps_high: float,
-) -> Result:
-    """GSPO with M_i. ``advantages`` and ``keep`` are (B,); `rows` makes ``keep`` from a (B, T) mask.
-
-    s_i  = exp( (1/|y_i|) sum_t log( pi_theta(y_it) / pi_old(y_it) ) )
-    loss = -(1/G) sum_i min( s_i A_i, clip(s_i, 1 - eps_low, 1 + eps_high) A_i ) M_i
-
-    d loss / d log pi_theta(y_it) = -s_i A_i M_i / (G |y_i|) where the unclipped branch is active, else 0.
-    """
-    if advantages.dim() != 1 or keep.dim() != 1:
-        raise ValueError("gspo_masked takes one advantage and one keep per sequence, (B,)")
-    g = logps.shape[0]
-    grad = _zero_grad(logps)
-    objective = 0.0
-    for i in range(g):
-        tokens = _loss_tokens(mask, i)
-        if len(tokens) == 0:
-            continue
-        m_i = float(keep[i])
-        s_i = _sequence_ratio(logps, old_logps, i, tokens)
-        value, slope = _surrogate(s_i, float(advantages[i]), eps_low, eps_high, None)
-        objective += value * m_i / g
-        for t in tokens:
-            grad[i, t] = -slope * m_i / (g * len(tokens))
-    return Result(loss=-objective, grad=grad)
-
-
-def gspo_token_masked(
-    logps: torch.Tensor,
-    old_logps: torch.Tensor,
-    mask: torch.Tensor,
-    advantages: torch.Tensor,
-    keep: torch.Tensor,
-    *,
-    eps_low: float,
-    eps_high: float,
-) -> Result:
-    """GSPO-token with M_it. ``advantages`` is (B,) or (B, T), ``keep`` (B, T).
-
-    s_it = sg[s_i] * pi_theta(y_it) / sg[pi_theta(y_it)], with s_i over all loss tokens, the dropped too
-    loss = -(1/G) sum_i (1/|y_i|) sum_t min( s_it A_it, clip(s_it, 1 - eps_low, 1 + eps_high) A_it ) M_it
-
-    d loss / d log pi_theta(y_it) = -s_i A_it M_it / (G |y_i|) where the unclipped branch is active, else 0.
-    """
-    g = logps.shape[0]
-    grad = _zero_grad(logps)
-    objective = 0.0
-    for i in range(g):
-        tokens = _loss_tokens(mask, i)
-        if len(tokens) == 0:
-            continue
-        s_i = _sequence_ratio(logps, old_logps, i, tokens)
-        for t in tokens:
-            m_it = float(keep[i, t])
-            value, slope = _surrogate(s_i, _advantage(advantages, i, t), eps_low, eps_high, None)
-            objective += value * m_it / (g * len(tokens))
-            grad[i, t] = -slope * m_it / (g * len(tokens))
-    return Result(loss=-objective, grad=grad)
-
-
-def grpo_token_masked(
-    logps: torch.Tensor,
-    old_logps: torch.Tensor,
-    mask: torch.Tensor,
-    advantages: torch.Tensor,
-    keep: torch.Tensor,
-    *,
-    eps_low: float,
-    eps_high: float,
-) -> Result:
-    """GRPO with M_it, arXiv 2512.02556, section 3.1. ``advantages`` is (B,) or (B, T), ``keep`` (B, T).
-
-    w_it = pi_theta(y_it) / pi_old(y_it)
-    loss = -(1/G) sum_i (1/|y_i|) sum_t min( w_it A_it, clip(w_it, 1 - eps_low, 1 + eps_high) A_it ) M_it
-
-    d loss / d log pi_theta(y_it) = -w_it A_it M_it / (G |y_i|) where the unclipped branch is active, else 0.
-    """
-    g = logps.shape[0]
-    grad = _zero_grad(logps)
-    objective = 0.0
-    for i in range(g):
-        tokens = _loss_tokens(mask, i)
-        for t in tokens:
-            m_it = float(keep[i, t])
-            w_it = _token_ratio(logps, old_logps, i, t)
-            value, slope = _surrogate(w_it, _advantage(advantages, i, t), eps_low, eps_high, None)
-            objective += value * m_it / (g * len(tokens))
-            grad[i, t] = -slope * m_it / (g * len(tokens))
-    return Result(loss=-objective, grad=grad)
-
-
-# --------------------------------------------------------------------------------------------------------------------
 # Mismatch between pi_old and mu, over all loss tokens of all rows; w = pi_old(y_it) / mu(y_it)
 #
 # A token that mu could not score (NaN) is left out, so n counts the others. With n = 0 there is no value: ValueError.
@@ -419,24 +307,17 @@ def mismatch_k3(old_logps: torch.Tensor, sampler_logps: torch.Tensor, mask: torc
     return total / len(log_ratios)
 
 
-def mismatch_share_above(old_logps: torch.Tensor, sampler_logps: torch.Tensor, mask: torch.Tensor) -> float:
-    """Share of the n tokens with w > 2."""
+def mismatch_shares(old_logps: torch.Tensor, sampler_logps: torch.Tensor, mask: torch.Tensor) -> tuple[float, float]:
+    """Shares of the n tokens with w > 2 and with w < 1/2."""
     log_ratios = _scored(old_logps, sampler_logps, mask)
-    count = 0
+    above = 0
+    below = 0
     for log_w in log_ratios:
         if math.exp(log_w) > 2.0:
-            count += 1
-    return count / len(log_ratios)
-
-
-def mismatch_share_below(old_logps: torch.Tensor, sampler_logps: torch.Tensor, mask: torch.Tensor) -> float:
-    """Share of the n tokens with w < 1/2."""
-    log_ratios = _scored(old_logps, sampler_logps, mask)
-    count = 0
-    for log_w in log_ratios:
+            above += 1
         if math.exp(log_w) < 0.5:
-            count += 1
-    return count / len(log_ratios)
+            below += 1
+    return above / len(log_ratios), below / len(log_ratios)
 
 
 def mismatch_effective_sample_size(old_logps: torch.Tensor, sampler_logps: torch.Tensor, mask: torch.Tensor) -> float:

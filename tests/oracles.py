@@ -9,6 +9,8 @@ Notation, common to every function:
 * ``mask[i, t]`` (bool): True for a token of the answer that takes part in the loss; ``|y_i|`` counts these only. What
   lies at a masked-out position is never read, so it may be NaN.
 * ``G``: the number of sequences (rows) given. A row without a loss token adds 0 to every sum and still counts in G.
+* ``keep``: a mask on the policy term, (B, T), or (B,) for whole sequences. It multiplies each summand, M_it; G and
+  |y_i| count what is dropped (DeepSeek-V3.2, arXiv 2512.02556, section 3.1).
 * ``Result.loss`` is the quantity to minimise (-J for the objectives J of the papers, the mean itself for a KL term);
   ``Result.grad[i, t]`` is d loss / d log pi_theta(y_it).
 
@@ -73,6 +75,13 @@ def _sequence_ratio(logps: torch.Tensor, old_logps: torch.Tensor, i: int, tokens
     return math.exp(total / len(tokens))
 
 
+def _kept(keep: torch.Tensor | None, i: int, t: int) -> float:
+    """M_it of a mask on the policy term, 1 = keep, ``keep[i, t]``, or M_i = ``keep[i]`` of a (B,) one; 1 without."""
+    if keep is None:
+        return 1.0
+    return _advantage(keep, i, t)
+
+
 def _surrogate(w: float, a: float, eps_low: float, eps_high: float, delta: float | None) -> tuple[float, float]:
     """min( w A, clip(w, 1 - eps_low, 1 + eps_high) A ) and its derivative with respect to log w.
 
@@ -122,6 +131,7 @@ def gspo(
     eps_low: float,
     eps_high: float,
     delta: float | None = None,
+    keep: torch.Tensor | None = None,
 ) -> Result:
     """GSPO, arXiv 2507.18071, the sequence-level objective. ``advantages`` is (B,).
 
@@ -133,8 +143,8 @@ def gspo(
     d log s_i / d log pi_theta(y_it) = 1/|y_i|; it is 0 where A_i > 0 and s_i > 1 + eps_high, and where A_i < 0 and
     s_i < 1 - eps_low. A_i < 0 with a large s_i is not clipped (only ``delta`` bounds that side).
     """
-    if advantages.dim() != 1:
-        raise ValueError("gspo takes one advantage per sequence, (B,); see gspo_token for one per token")
+    if advantages.dim() != 1 or (keep is not None and keep.dim() != 1):
+        raise ValueError("gspo takes one advantage and one keep per sequence, (B,); see gspo_token for one per token")
     g = logps.shape[0]
     grad = _zero_grad(logps)
     objective = 0.0
@@ -144,9 +154,10 @@ def gspo(
             continue
         s_i = _sequence_ratio(logps, old_logps, i, tokens)
         value, slope = _surrogate(s_i, float(advantages[i]), eps_low, eps_high, delta)
-        objective += value / g
+        m_i = _kept(keep, i, tokens[0])
+        objective += value * m_i / g
         for t in tokens:
-            grad[i, t] = -slope / (g * len(tokens))
+            grad[i, t] = -slope * m_i / (g * len(tokens))
     return Result(loss=-objective, grad=grad)
 
 
@@ -159,6 +170,7 @@ def gspo_token(
     eps_low: float,
     eps_high: float,
     delta: float | None = None,
+    keep: torch.Tensor | None = None,
 ) -> Result:
     """GSPO-token, arXiv 2507.18071, section 4.3. ``advantages`` is (B,) or (B, T).
 
@@ -179,8 +191,9 @@ def gspo_token(
         s_i = _sequence_ratio(logps, old_logps, i, tokens)
         for t in tokens:
             value, slope = _surrogate(s_i, _advantage(advantages, i, t), eps_low, eps_high, delta)
-            objective += value / (g * len(tokens))
-            grad[i, t] = -slope / (g * len(tokens))
+            m_it = _kept(keep, i, t)
+            objective += value * m_it / (g * len(tokens))
+            grad[i, t] = -slope * m_it / (g * len(tokens))
     return Result(loss=-objective, grad=grad)
 
 
@@ -193,6 +206,7 @@ def grpo_token(
     eps_low: float,
     eps_high: float,
     delta: float | None = None,
+    keep: torch.Tensor | None = None,
 ) -> Result:
     """GRPO with the sequence-mean reduction, arXiv 2402.03300, eq. 3 without KL. ``advantages`` is (B,) or (B, T).
 
@@ -210,8 +224,9 @@ def grpo_token(
         for t in tokens:
             r_it = _token_ratio(logps, old_logps, i, t)
             value, slope = _surrogate(r_it, _advantage(advantages, i, t), eps_low, eps_high, delta)
-            objective += value / (g * len(tokens))
-            grad[i, t] = -slope / (g * len(tokens))
+            m_it = _kept(keep, i, t)
+            objective += value * m_it / (g * len(tokens))
+            grad[i, t] = -slope * m_it / (g * len(tokens))
     return Result(loss=-objective, grad=grad)
 
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests import correction_oracles, tiny
+from tests import correction_oracles, oracles, tiny
 from tests.batches import HIGH, LOW, Batch, Evaluate, random_batch
 from trl_steady.config import NATIVE_LOSS_TYPES
 
@@ -100,13 +100,9 @@ def test_loss_and_gradient_are_the_oracles(evaluate: Evaluate, loss_type: str, n
     outcome = evaluate(batch, loss_type=loss_type, build=ENGINE, inputs=inputs, **MASKS[name], **wide)
     keep = oracle_keep(name, batch, sampler_logps)
     assert 0 < keep[batch.mask].mean() < 1
-    of_loss = {
-        "grpo": correction_oracles.grpo_token_masked,
-        "gspo": correction_oracles.gspo_masked,
-        "gspo_token": correction_oracles.gspo_token_masked,
-    }[loss_type]
+    of_loss = {"grpo": oracles.grpo_token, "gspo": oracles.gspo, "gspo_token": oracles.gspo_token}[loss_type]
     rows = keep if per_token else correction_oracles.rows(keep, batch.mask)
-    oracle = of_loss(*batch, rows, eps_low=0.9, eps_high=5.0)
+    oracle = of_loss(*batch, keep=rows, eps_low=0.9, eps_high=5.0)
     assert outcome.loss.item() == pytest.approx(oracle.loss, rel=1e-12)
     assert torch.allclose(outcome.grad, oracle.grad, rtol=1e-11, atol=1e-15)
     counted = keep[batch.mask] if name.endswith("token") else correction_oracles.rows(keep, batch.mask)[:-1]
@@ -156,13 +152,16 @@ def test_an_infinite_threshold_is_off_bit_for_bit(models: dict[str, Path], tmp_p
         assert all(own[name] == 0 for name in own if name.startswith("dropped"))
 
 
-def test_what_a_callback_sets_on_the_trainer_is_honoured(evaluate: Evaluate) -> None:
+@pytest.mark.parametrize(
+    ("attribute", "value"),
+    [("importance_sampling_level", "sequence"), ("loss_type", "bnpo"), ("off_policy_mask_threshold", 0.0)],
+)
+def test_what_a_callback_sets_on_the_trainer_is_honoured(evaluate: Evaluate, attribute: str, value: Any) -> None:
     """TRL reads these from the trainer, so that they can be annealed."""
     batch = random_batch(12, 6)
-    later = {"importance_sampling_level": "sequence", "loss_type": "bnpo", "off_policy_mask_threshold": 0.1}
-    options = {"loss_type": "grpo", "off_policy_mask_threshold": 0.3, "epsilon": 0.9}
-    options["inputs"] = {"sampling_per_token_logps": sampled(batch).nan_to_num(-1.0)}
-    ours, theirs = (evaluate(batch, ours=ours, attributes=later, **options) for ours in (True, False))
+    options = {"loss_type": "grpo", "off_policy_mask_threshold": math.inf, "epsilon": 0.9}
+    options["inputs"] = {"sampling_per_token_logps": sampled(batch)}
+    ours, theirs = (evaluate(batch, ours=ours, attributes={attribute: value}, **options) for ours in (True, False))
     assert torch.equal(ours.loss, theirs.loss) and torch.equal(ours.grad, theirs.grad)
     assert not torch.equal(ours.grad, evaluate(batch, **options).grad)
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 __all__ = ["effective_sample_size", "histogram", "mean", "mean_totals", "quantile", "sample_size_totals"]
 
-_SMALLEST, _LARGEST, _PER_DECADE = 1e-9, 1e3, 50
-_EDGES = _SMALLEST * 10 ** (torch.arange(12 * _PER_DECADE + 1, dtype=torch.float64) / _PER_DECADE)
+_PER_DECADE = 50
+_EDGES = 1e-9 * 10 ** (torch.arange(12 * _PER_DECADE + 1, dtype=torch.float64) / _PER_DECADE)  # to 1e3
 
 
 def mean_totals(values: Tensor) -> Tensor:
