@@ -4,6 +4,6 @@ Axes: `B` sequences, `T` completion tokens. Masks are boolean, True = the token 
 ratios, cross function boundaries. Values where the mask is False may be anything, NaN included.
 """
 
-from trl_steady.functional import importance, kl, masks, pooling, reduction
+from trl_steady.functional import advantages, importance, kl, masks, pooling, reduction
 
-__all__ = ["importance", "kl", "masks", "pooling", "reduction"]
+__all__ = ["advantages", "importance", "kl", "masks", "pooling", "reduction"]

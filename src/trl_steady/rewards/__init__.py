@@ -1,0 +1,18 @@
+"""Rewards for the steps of a completion: what a reward function may return, and ways to make such functions."""
+
+from trl_steady.rewards.pictures import advantages_html, advantages_png
+from trl_steady.rewards.scoring import process_reward_model, scored_steps
+from trl_steady.rewards.splitters import Steps, by_blank_line, by_regex, by_turn
+from trl_steady.rewards.steps import StepRewards
+
+__all__ = [
+    "StepRewards",
+    "Steps",
+    "advantages_html",
+    "advantages_png",
+    "by_blank_line",
+    "by_regex",
+    "by_turn",
+    "process_reward_model",
+    "scored_steps",
+]

@@ -1,0 +1,108 @@
+"""Where the steps of a completion are: by a pattern, by blank lines, by turns.
+
+A splitter takes a completion as reward functions get it, and returns its `Steps`.
+"""
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from trl_steady.rewards.steps import StepRewards
+
+__all__ = ["Splitter", "Steps", "by_blank_line", "by_regex", "by_turn"]
+
+
+@dataclass(frozen=True)
+class Steps:
+    """A completion in steps.
+
+    Args:
+        texts: (S,) the text of each.
+        ends: (S,) their exclusive ends in characters; None where steps are assistant turns.
+    """
+
+    texts: Sequence[str]
+    ends: Sequence[int] | None
+
+    def rewards(self, values: Sequence[float]) -> StepRewards:
+        """With a reward for each step.
+
+        Raises:
+            ValueError: not one finite value for each step.
+        """
+        if len(values) != len(self.texts):
+            raise ValueError(f"{len(values)} rewards for {len(self.texts)} steps. Give one for each.")
+        return StepRewards.per_turn(values) if self.ends is None else StepRewards(values, self.ends)
+
+
+Splitter = Callable[[Any], Steps]
+
+
+def by_regex(pattern: str | re.Pattern[str]) -> Splitter:
+    """A step ends with each match of `pattern`, and with the completion. Blank pieces belong to the step before.
+
+    Args:
+        pattern: Of what ends a step, which is part of it.
+
+    Returns:
+        A splitter of texts, and of conversations with one message.
+
+    >>> by_regex(r"\\.\\s*")("One. Two. And three")
+    Steps(texts=['One. ', 'Two. ', 'And three'], ends=[5, 10, 19])
+    """
+    compiled = re.compile(pattern)
+
+    def split(completion: Any) -> Steps:
+        text = _content(completion)
+        ends: list[int] = []
+        for end in (*(match.end() for match in compiled.finditer(text)), len(text)):
+            start = ends[-1] if ends else 0
+            if not text[start:end].strip():
+                if ends and end > start:
+                    ends[-1] = end
+            else:
+                ends.append(end)
+        starts = [0, *ends[:-1]]
+        return Steps([text[start:end] for start, end in zip(starts, ends, strict=True)] if ends else [], ends)
+
+    return split
+
+
+def by_blank_line() -> Splitter:
+    """A step ends with each run of blank lines, as the steps of a written-out solution do.
+
+    >>> by_blank_line()("First.\\n\\nSecond,\\nstill.\\n\\n").texts
+    ['First.\\n\\n', 'Second,\\nstill.\\n\\n']
+    """
+    return by_regex(r"\n\s*\n")
+
+
+def by_turn() -> Splitter:
+    """Each message of the assistant is a step: of conversations with tools.
+
+    >>> call, answer = {"role": "assistant", "content": "Let me look."}, {"role": "assistant", "content": "It is 4."}
+    >>> by_turn()([call, {"role": "tool", "name": "look", "content": "4"}, answer])
+    Steps(texts=['Let me look.', 'It is 4.'], ends=None)
+    """
+
+    def split(completion: Any) -> Steps:
+        if isinstance(completion, str):
+            raise ValueError(
+                "by_turn splits conversations, and this completion is text. Use by_regex or by_blank_line."
+            )
+        return Steps([_content([m]) for m in completion if m["role"] == "assistant"], None)
+
+    return split
+
+
+def _content(completion: Any) -> str:
+    """The text of a completion: its own, or that of its only message."""
+    if isinstance(completion, str):
+        return completion
+    if len(completion) != 1:
+        raise ValueError(
+            f"a conversation of {len(completion)} messages has no text to be split. Use by_turn for one step a turn."
+        )
+    content = completion[0].get("content") or ""
+    return content if isinstance(content, str) else "".join(block.get("text", "") for block in content)

@@ -1,0 +1,354 @@
+"""Reference values for advantages from step rewards in group-relative RL, written from the formulas alone.
+
+Everything is an explicit Python loop over completions ``i``, steps ``j`` and tokens ``t`` on `Fraction`, so that each
+line can be read against its formula. Only square roots and the returned values are rounded to floats.
+
+* A batch is a list of completions. Each ``group_size`` consecutive ones share a prompt and form a group.
+* A completion is ``(tokens, steps)``, or None: unscored. Its tokens are 0, ..., tokens - 1.
+* ``steps`` is a list of ``(end, reward)``. ``end`` is exclusive (the step's last token is end - 1), strictly
+  increasing, and at most ``tokens``. A completion without a step is scored.
+* An unscored completion takes no part in any mean, std or count. None does not say how many tokens it has, so its list
+  of advantages is empty: its advantage is 0 at whatever tokens it has.
+* std has n - 1 in its denominator, and is taken as 0 for fewer than two values.
+* ``scale`` is "group", "batch" or "none".
+
+Papers:
+
+* DeepSeekMath: arXiv 2402.03300, section 4.1.3 (process supervision).
+"""
+
+import math
+from fractions import Fraction
+
+EPS = Fraction(1, 10_000)
+
+Completion = tuple[int, list[tuple[int, float]]] | None
+
+
+def _groups(batch: list[Completion], group_size: int) -> list[list[Completion]]:
+    """The batch, cut into consecutive groups."""
+    assert len(batch) % group_size == 0
+    return [batch[start : start + group_size] for start in range(0, len(batch), group_size)]
+
+
+def _mean(values: list[Fraction]) -> Fraction:
+    """The mean; 0 for no values."""
+    return sum(values, Fraction(0)) / len(values) if values else Fraction(0)
+
+
+def _std(values: list[Fraction]) -> Fraction:
+    """The std with n - 1 in the denominator; 0 for fewer than two values."""
+    if len(values) < 2:
+        return Fraction(0)
+    mean = _mean(values)
+    return Fraction(math.sqrt(sum((value - mean) ** 2 for value in values) / (len(values) - 1)))
+
+
+def _divisor(of_group: Fraction, of_batch: Fraction, scale: str) -> Fraction:
+    """The spread of the group or of the batch, + 1e-4; or 1."""
+    if scale == "group":
+        return of_group + EPS
+    if scale == "batch":
+        return of_batch + EPS
+    assert scale == "none"
+    return Fraction(1)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Process supervision
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _pool(completions: list[Completion]) -> list[Fraction]:
+    """All step rewards of all scored completions."""
+    return [Fraction(reward) for completion in completions if completion is not None for _, reward in completion[1]]
+
+
+def process(batch: list[Completion], group_size: int, scale: str) -> list[list[float]]:
+    """The sum of the normalised rewards of the steps that end at or after the token.
+
+    A_it = sum_{j : end_ij - 1 >= t} r~_ij, with r~_ij = (r_ij - mean(R)) / (std(R) + 1e-4)
+
+    R is the pool of all step rewards of the group. "batch" takes the std over all step rewards of the batch; "none"
+    divides by 1. The mean is always the group's.
+    """
+    advantages = []
+    for group in _groups(batch, group_size):
+        mean = _mean(_pool(group))
+        divisor = _divisor(_std(_pool(group)), _std(_pool(batch)), scale)
+        for completion in group:
+            if completion is None:
+                advantages.append([])
+                continue
+            tokens, steps = completion
+            row = []
+            for t in range(tokens):
+                total = Fraction(0)
+                for end, reward in steps:
+                    if end - 1 >= t:
+                        total += (Fraction(reward) - mean) / divisor
+                row.append(float(total))
+            advantages.append(row)
+    return advantages
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Return-to-go
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def _covering_steps(tokens: int, steps: list[tuple[int, float]]) -> list[tuple[int, Fraction]]:
+    """The steps, and one more of reward 0 up to the last token if there is no step or the last one ends before it."""
+    covering = [(end, Fraction(reward)) for end, reward in steps]
+    if not covering or covering[-1][0] < tokens:
+        covering.append((tokens, Fraction(0)))
+    return covering
+
+
+def _returns(completion: Completion) -> list[Fraction]:
+    """R_i0, R_i1, ...: R_ij is the sum of the rewards of steps j, j + 1, ... . An unscored completion has no step."""
+    if completion is None:
+        return []
+    rewards = [reward for _, reward in _covering_steps(*completion)]
+    return [sum(rewards[j:], Fraction(0)) for j in range(len(rewards))]
+
+
+def _running(completions: list[Completion], j: int) -> list[Fraction]:
+    """R_ij of every completion i that is running at j: that has a step j."""
+    return [_returns(completion)[j] for completion in completions if j < len(_returns(completion))]
+
+
+def _unscaled(group: list[Completion]) -> list[list[Fraction]]:
+    """U_ij = (G - 1)/G (R_ij - b_ij), for every completion i and each of its steps j."""
+    g = sum(completion is not None for completion in group)
+    unscaled = []
+    for i, completion in enumerate(group):
+        others = group[:i] + group[i + 1 :]
+        row = []
+        for j, r in enumerate(_returns(completion)):
+            row.append(Fraction(g - 1, g) * (r - _mean(_running(others, j))))
+        unscaled.append(row)
+    return unscaled
+
+
+def _spread(groups: list[list[Completion]]) -> Fraction:
+    """D: the largest std of the returns at a step number, or |U_ij| of a completion alone in its group at j; or 0."""
+    together = [completion for group in groups for completion in group]
+    spread = Fraction(0)
+    for j in range(max(len(_returns(completion)) for completion in together)):
+        if len(_running(together, j)) >= 2:
+            spread = max(spread, _std(_running(together, j)))
+        for group in groups:
+            if len(_running(group, j)) == 1:
+                for row in _unscaled(group):
+                    if j < len(row):
+                        spread = max(spread, abs(row[j]))
+    return spread
+
+
+def return_to_go(batch: list[Completion], group_size: int, scale: str) -> list[list[float]]:
+    """The return from the token's step on, less that of the other completions at the same step.
+
+    A_it = U_ij / divisor, with token t in step j of completion i, and U_ij = (G - 1)/G (R_ij - b_ij)
+
+    G counts the group's scored completions. b_ij is the mean of R_kj over the others of them that are running at j
+    (that have a step j), and 0 if there is none. G = 1 gives 0. divisor is 1 for "none", and D + 1e-4 for the others.
+
+    D("group") is the largest of
+    * for every step number j at which two or more of the group's completions are running: the std of R_ij over them;
+    * for every completion that is alone in its group at step number j: |U_ij|;
+    and 0 if there are neither. D("batch") is the largest of the same over the whole batch: the std of R_ij over all
+    completions of the batch that are running at j, if there are two or more; alone still means alone in its group.
+    """
+    groups = _groups(batch, group_size)
+    advantages = []
+    for group in groups:
+        divisor = _divisor(_spread([group]), _spread(groups), scale)
+        for completion, unscaled in zip(group, _unscaled(group), strict=True):
+            if completion is None:
+                advantages.append([])
+                continue
+            row = []
+            for (end, _), u in zip(_covering_steps(*completion), unscaled, strict=True):
+                while len(row) < end:
+                    row.append(float(u / divisor))
+            advantages.append(row)
+    return advantages
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Cases worked by hand: (name, function, batch, group_size, scale, expected)
+# --------------------------------------------------------------------------------------------------------------------
+
+HAND_WORKED = [
+    # Pool 0, 1, 1, 0: mean 1/2, deviations -1/2, 1/2, 1/2, -1/2, std = sqrt(4 * 1/4 / 3) = sqrt(1/3).
+    # First completion (times the divisor): 0-1: -1/2 + 1/2 + 1/2 = 1/2; 2-3: 1/2 + 1/2 = 1; 4: 1/2; 5, trailing: 0.
+    # Second: one step, -1/2. Third: no step, 0.
+    (
+        "process, group: unequal step counts, a trailing token, one completion without a step",
+        "process",
+        [(6, [(2, 0), (4, 1), (5, 1)]), (3, [(3, 0)]), (2, [])],
+        3,
+        "group",
+        [
+            [0.5 / (math.sqrt(1 / 3) + 1e-4)] * 2
+            + [1 / (math.sqrt(1 / 3) + 1e-4)] * 2
+            + [0.5 / (math.sqrt(1 / 3) + 1e-4), 0.0],
+            [-0.5 / (math.sqrt(1 / 3) + 1e-4)] * 3,
+            [0.0, 0.0],
+        ],
+    ),
+    # Group 1: pool 1, 2; mean 3/2; deviations -1/2, 1/2. Token 0: -1/2 + 1/2 = 0; 1-2: 1/2; 3: trails, 0.
+    # Group 2: pool 0, 0, 1, 4; mean 5/4; deviations -5/4, -5/4, -1/4 and 11/4.
+    # First of it: token 0: -5/4 - 5/4 - 1/4 = -11/4; 1: -5/4 - 1/4 = -3/2; 2: -1/4. Second: 11/4.
+    (
+        "process, none: two groups, one completion unscored",
+        "process",
+        [(4, [(1, 1), (3, 2)]), None, (3, [(1, 0), (2, 0), (3, 1)]), (2, [(2, 4)])],
+        2,
+        "none",
+        [[0.0, 0.5, 0.5, 0.0], [], [-2.75, -1.5, -0.25], [2.75, 2.75]],
+    ),
+    # Batch: 4, 2, 0, 4, 0; mean 2; squared deviations 4, 0, 4, 4, 4; std = sqrt(16 / 4) = 2.
+    # Group 1: pool 4, 2; mean 3; deviations 1, -1. Token 0: 1 - 1 = 0; 1-2: -1. Its other completion has no step: 0.
+    # Group 2: pool 0, 4, 0; mean 4/3; deviations -4/3, 8/3 and -4/3.
+    # First of it: token 0: -4/3 + 8/3 = 4/3; 1: 8/3. Second: tokens 0-2: -4/3; 3: trails, 0.
+    (
+        "process, batch: the mean is the group's, the std the batch's",
+        "process",
+        [(3, [(1, 4), (3, 2)]), (2, []), None, (2, [(1, 0), (2, 4)]), None, (4, [(3, 0)])],
+        3,
+        "batch",
+        [
+            [0.0, -1 / 2.0001, -1 / 2.0001],
+            [0.0, 0.0],
+            [],
+            [4 / 3 / 2.0001, 8 / 3 / 2.0001],
+            [],
+            [-4 / 3 / 2.0001, -4 / 3 / 2.0001, -4 / 3 / 2.0001, 0.0],
+        ],
+    ),
+    # Group 1: pool of one value, deviation 7 - 7 = 0. Group 2: pool 5, 5; deviations 0, std 0. Group 3: empty pool.
+    # Group 4: nothing scored.
+    (
+        "process, group: no std, or a std of zero",
+        "process",
+        [(2, [(2, 7)]), (1, []), (2, [(2, 5)]), (1, [(1, 5)]), None, (3, []), None, None],
+        2,
+        "group",
+        [[0.0, 0.0], [0.0], [0.0, 0.0], [0.0], [], [0.0, 0.0, 0.0], [], []],
+    ),
+    # One step of -1, 1 and 3 that ends at the last token: mean 1, deviations -2, 0, 2, std = sqrt(8 / 2) = 2.
+    # Each token gets (r - mean) / (std + 1e-4). The same batch is below, for return_to_go.
+    (
+        "process, group: one step each",
+        "process",
+        [(1, [(1, -1)]), (2, [(2, 1)]), (3, [(3, 3)])],
+        3,
+        "group",
+        [[-2 / 2.0001], [0.0, 0.0], [2 / 2.0001] * 3],
+    ),
+    # Third completion: one more step, worth 0, for token 2. Returns: (3, 2), (1, 1) and (1, 0). (G - 1)/G = 2/3.
+    # First: step 0: 2/3 (3 - (1 + 1)/2) = 2/3 * 2 = 4/3; step 1: 2/3 (2 - (1 + 0)/2) = 2/3 * 3/2 = 1.
+    # Second: step 0: 2/3 (1 - (3 + 1)/2) = -2/3; step 1: 2/3 (1 - (2 + 0)/2) = 0.
+    # Third: step 0: 2/3 (1 - (3 + 1)/2) = -2/3; step 1: 2/3 (0 - (2 + 1)/2) = -1.
+    (
+        "return_to_go, none: a trailing token is a step of its own",
+        "return_to_go",
+        [(4, [(2, 1), (4, 2)]), (3, [(1, 0), (3, 1)]), (3, [(2, 1)])],
+        3,
+        "none",
+        [[4 / 3, 4 / 3, 1.0, 1.0], [-2 / 3, 0.0, 0.0], [-2 / 3, -2 / 3, -1.0]],
+    ),
+    # Fourth completion: one step, worth 0. Returns: (3, 2, 3), unscored, (1) and (0). G = 3, (G - 1)/G = 2/3.
+    # First: step 0: 2/3 (3 - (1 + 0)/2) = 2/3 * 5/2 = 5/3; no other has step 1 or 2: 2/3 * 2 = 4/3, 2/3 * 3 = 2.
+    # Third: 2/3 (1 - (3 + 0)/2) = 2/3 * -1/2 = -1/3. Fourth: 2/3 (0 - (3 + 1)/2) = -4/3.
+    (
+        "return_to_go, none: unequal step counts, one completion unscored, one without a step",
+        "return_to_go",
+        [(5, [(1, 1), (3, -1), (5, 3)]), None, (2, [(2, 1)]), (3, [])],
+        4,
+        "none",
+        [[5 / 3, 4 / 3, 4 / 3, 2.0, 2.0], [], [-1 / 3, -1 / 3], [-4 / 3, -4 / 3, -4 / 3]],
+    ),
+    # Group 1: returns (3, 1, 0), the last one of the trailing token, and (1, 3).
+    # First: 1/2 (3 - 1) = 1; 1/2 (1 - 3) = -1; 1/2 (0 - 0) = 0. Second: 1/2 (1 - 3) = -1; 1/2 (3 - 1) = 1.
+    # Step 0: 3, 1, mean 2, std = sqrt((1 + 1) / 1) = sqrt(2); step 1: 1, 3, sqrt(2) too; step 2, alone: |0|.
+    # D = sqrt(2). Group 2: G = 1, so (G - 1)/G = 0.
+    (
+        "return_to_go, group: a trailing token, a group with one scored completion",
+        "return_to_go",
+        [(3, [(1, 2), (2, 1)]), (2, [(1, -2), (2, 3)]), (2, [(2, 9)]), None],
+        2,
+        "group",
+        [
+            [1 / (math.sqrt(2) + 1e-4), -1 / (math.sqrt(2) + 1e-4), 0.0],
+            [-1 / (math.sqrt(2) + 1e-4), 1 / (math.sqrt(2) + 1e-4)],
+            [0.0, 0.0],
+            [],
+        ],
+    ),
+    # Group 1: returns (4), (0) and (2, -1); (G - 1)/G = 2/3. First: 2/3 (4 - (0 + 2)/2) = 2.
+    # Second: 2/3 (0 - (4 + 2)/2) = -2. Third: 2/3 (2 - (4 + 0)/2) = 0; step 1, alone: 2/3 * -1 = -2/3.
+    # Group 2: returns (4, 0) and (0, -1); G = 2. First: 1/2 (4 - 0) = 2; 1/2 (0 + 1) = 1/2.
+    # Second: 1/2 (0 - 4) = -2; 1/2 (-1 - 0) = -1/2.
+    # Step 0 of the batch: 4, 0, 2, 4, 0; mean 2; squared deviations 4, 4, 0, 4, 4; std = sqrt(16 / 4) = 2.
+    # Step 1: -1, 0, -1; mean -2/3; squared deviations 1/9, 4/9, 1/9; std = sqrt(6/9 / 2) = sqrt(1/3) < 2.
+    # Alone in its group: |-2/3| < 2. D = 2.
+    (
+        "return_to_go, batch: groups with different counts of scored completions",
+        "return_to_go",
+        [(2, [(2, 4)]), (1, []), (3, [(1, 3), (3, -1)]), (3, [(2, 4)]), (2, [(1, 1), (2, -1)]), None],
+        3,
+        "batch",
+        [
+            [2 / 2.0001, 2 / 2.0001],
+            [-2 / 2.0001],
+            [0.0, -2 / 3 / 2.0001, -2 / 3 / 2.0001],
+            [2 / 2.0001, 2 / 2.0001, 0.5 / 2.0001],
+            [-2 / 2.0001, -0.5 / 2.0001],
+            [],
+        ],
+    ),
+    # Returns (1, 0) and (1, 1).
+    # Step 0: 1/2 (1 - 1) = 0 for both; 1, 1 has std 0. Step 1: 1/2 (0 - 1) = -1/2 and 1/2 (1 - 0) = 1/2;
+    # 0, 1 has mean 1/2 and std = sqrt((1/4 + 1/4) / 1) = sqrt(1/2). D = sqrt(1/2).
+    (
+        "return_to_go, group: equal totals, unequal returns",
+        "return_to_go",
+        [(2, [(1, 1), (2, 0)]), (2, [(1, 0), (2, 1)])],
+        2,
+        "group",
+        [[0.0, -0.5 / (math.sqrt(1 / 2) + 1e-4)], [0.0, 0.5 / (math.sqrt(1 / 2) + 1e-4)]],
+    ),
+    # Returns (1, 3) and (0). Step 0: 1/2 (1 - 0) = 1/2 and 1/2 (0 - 1) = -1/2;
+    # 1, 0 has mean 1/2 and std = sqrt((1/4 + 1/4) / 1) = sqrt(1/2) < 3/2.
+    # Step 1, the first completion alone: 1/2 (3 - 0) = 3/2. D = 3/2.
+    (
+        "return_to_go, group: alone at a later step",
+        "return_to_go",
+        [(3, [(1, -2), (3, 3)]), (2, [(2, 0)])],
+        2,
+        "group",
+        [[0.5 / 1.5001, 1.5 / 1.5001, 1.5 / 1.5001], [-0.5 / 1.5001, -0.5 / 1.5001]],
+    ),
+    # One scored completion in the batch: G = 1, so 0; alone at its steps with |0|, so D = 0.
+    (
+        "return_to_go, batch: one scored completion",
+        "return_to_go",
+        [None, (2, [(1, 3), (2, 1)])],
+        2,
+        "batch",
+        [[], [0.0, 0.0]],
+    ),
+    # Returns (-1), (1), (3); (G - 1)/G = 2/3. Step 0: mean 1, D = std = sqrt((4 + 0 + 4) / 2) = 2.
+    # 2/3 (-1 - (1 + 3)/2) = -2; 2/3 (1 - (-1 + 3)/2) = 0; 2/3 (3 - (-1 + 1)/2) = 2: r - mean, as for process above.
+    (
+        "return_to_go, group: one step each",
+        "return_to_go",
+        [(1, [(1, -1)]), (2, [(2, 1)]), (3, [(3, 3)])],
+        3,
+        "group",
+        [[-2 / 2.0001], [0.0, 0.0], [2 / 2.0001] * 3],
+    ),
+]

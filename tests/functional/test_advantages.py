@@ -1,0 +1,156 @@
+"""Step rewards into advantages per token: an independent oracle, hand-worked groups, and what must hold exactly."""
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor
+from trl.trainer.utils import nanstd
+
+from tests import advantage_oracles as oracles
+from trl_steady.functional import advantages
+
+SCALES = ("group", "batch", "none")
+Formula = Callable[..., Tensor]
+FORMULAS: dict[str, Formula] = {"process": advantages.process, "return_to_go": advantages.return_to_go}
+
+
+def by_ours(
+    name: str, batch: list[oracles.Completion], group_size: int, scale: str, dtype: torch.dtype = torch.float64
+) -> list[list[float]]:
+    """As the oracles take and return it."""
+    rows = []
+    for completion in batch:
+        tokens, steps = completion or (0, [])
+        if name == "return_to_go" and completion is not None and (not steps or steps[-1][0] < tokens):
+            steps = [*steps, (tokens, 0.0)]  # the caller's part: see the docstring
+        rows.append(steps)
+    size = (len(rows), max(1, *map(len, rows)))
+    rewards, ends = torch.full(size, torch.nan, dtype=dtype), torch.full(size, 10_000)
+    for i, steps in enumerate(rows):
+        for j, (end, reward) in enumerate(steps):
+            rewards[i, j], ends[i, j] = reward, end
+    result = FORMULAS[name](rewards, group_size=group_size, scale=scale)
+    tokens = [completion[0] if completion else 0 for completion in batch]
+    by_token = advantages.per_token(result, ends, max(tokens, default=0))
+    return [row[:length].tolist() for row, length in zip(by_token, tokens, strict=True)]
+
+
+def random_batch(seed: int, group_size: int, groups: int) -> list[oracles.Completion]:
+    """Unequal step counts, completions without a step or a verdict, tokens after the last step."""
+    rng = random.Random(seed)
+
+    def completion() -> oracles.Completion:
+        if rng.random() < 0.15:
+            return None
+        tokens = rng.randint(1, 9)
+        ends = sorted(rng.sample(range(1, tokens + 1), rng.randint(0, min(tokens, 4))))
+        return tokens, [(end, rng.choice([-1.0, 0.0, 0.5, rng.gauss(0, 1)])) for end in ends]
+
+    return [completion() for _ in range(group_size * groups)]
+
+
+@pytest.mark.parametrize("case", oracles.HAND_WORKED, ids=lambda case: case[0])
+def test_by_hand(case: tuple[str, str, list[oracles.Completion], int, str, list[list[float]]]) -> None:
+    _, name, batch, group_size, scale, expected = case
+    for ours, by_hand in zip(by_ours(name, batch, group_size, scale), expected, strict=True):
+        assert ours == pytest.approx(by_hand, rel=1e-12, abs=1e-12)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", FORMULAS)
+def test_an_oracle_that_saw_the_formulas_only(name: str, scale: str) -> None:
+    for seed in range(100):
+        group_size = 1 + seed % 5
+        batch = random_batch(seed, group_size, 3)
+        expected = getattr(oracles, name)(batch, group_size, scale)
+        for ours, theirs in zip(by_ours(name, batch, group_size, scale), expected, strict=True):
+            assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-9), seed
+
+
+def trls(rewards: Tensor, group_size: int, scale: str) -> Tensor:
+    """As TRL 1.16's _generate_and_score_completions normalises scalar rewards."""
+    mean = torch.nanmean(rewards.view(-1, group_size), dim=1).repeat_interleave(group_size, dim=0)
+    std = nanstd(rewards.view(-1, group_size), dim=1).repeat_interleave(group_size, dim=0)
+    if scale == "batch":
+        std = nanstd(rewards).expand_as(rewards)
+    result = rewards - mean
+    return torch.nan_to_num(result if scale == "none" else result / (std + 1e-4), nan=0.0)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", FORMULAS)
+def test_one_step_is_outcome_supervision_bit_for_bit(name: str, scale: str) -> None:
+    generator = torch.Generator().manual_seed(0)
+    for group_size in (2, 3, 4, 7, 8, 16, 64):
+        for groups in (1, 2, 33):
+            rewards = torch.randn(groups * group_size, generator=generator)
+            rewards[torch.rand(len(rewards), generator=generator) < 0.3] = torch.nan
+            rewards[:group_size] = 0.1  # a group without spread
+            ours = FORMULAS[name](rewards.unsqueeze(1), group_size=group_size, scale=scale)
+            assert torch.equal(ours.squeeze(1), trls(rewards, group_size, scale))
+
+
+def test_pooled_rewards_are_normalised_and_show_at_step_ends_only() -> None:
+    """A_t - A_{t+1} is the step's normalised reward where a step ends and 0 elsewhere; 0 after the last step."""
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.randn(8, 5, generator=generator, dtype=torch.float64)
+    steps = torch.tensor([[5], [1], [3], [2], [4], [4], [1], [5]])
+    rewards = rewards.where(torch.arange(5) < steps, torch.nan)
+    ends = torch.tensor([2, 3, 7, 8, 11]).expand(8, 5).where(torch.arange(5) < steps, 10_000)
+    by_token = advantages.per_token(advantages.process(rewards, group_size=4, scale="group"), ends, 13)
+    change = by_token[:, :-1] - by_token[:, 1:]
+    normalised = torch.full_like(rewards, torch.nan)
+    for i, j in (~rewards.isnan()).nonzero().tolist():
+        normalised[i, j] = change[i, ends[i, j] - 1]
+        change[i, ends[i, j] - 1] = 0
+    assert change.abs().max() < 1e-12
+    for pool, raw in ((normalised[:4], rewards[:4]), (normalised[4:], rewards[4:])):
+        values, raws = pool[~pool.isnan()], raw[~raw.isnan()]
+        assert values.mean().abs() < 1e-12
+        spread = raws.std().item()
+        assert values.std().item() == pytest.approx(spread / (spread + 1e-4), rel=1e-12)  # 1, but for TRL's epsilon
+    past_the_end = torch.arange(13) >= ends.where(ends < 10_000, 0).amax(1, keepdim=True)
+    assert past_the_end.any() and (by_token[past_the_end] == 0).all()
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_shift_and_scale_of_rewards(name: str) -> None:
+    """Scale does not matter, but for the epsilon; a shift does not where every completion has as many steps."""
+    generator = torch.Generator().manual_seed(0)
+    rewards = torch.randn(8, 3, generator=generator, dtype=torch.float64)
+    result = FORMULAS[name](rewards, group_size=4, scale="group")
+    assert torch.allclose(FORMULAS[name](rewards + 5, group_size=4, scale="group"), result, rtol=1e-9)
+    assert torch.allclose(FORMULAS[name](rewards * 100, group_size=4, scale="group"), result, rtol=1e-3)
+
+
+@pytest.mark.parametrize("scale", SCALES)
+@pytest.mark.parametrize("name", FORMULAS)
+def test_no_spread_is_no_advantage(name: str, scale: str) -> None:
+    same = torch.full((4, 3), 0.5)
+    for rewards in (same, torch.full((4, 3), torch.nan)):
+        assert torch.equal(FORMULAS[name](rewards, group_size=4, scale=scale), torch.zeros(4, 3))
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_no_advantage_is_large_because_a_spread_is_small(name: str) -> None:
+    """Equal totals by different ways, and a completion that goes on alone: nothing is divided by nearly 0."""
+    equal_totals = torch.tensor([[1.0, 0.0], [0.0, 1.0], [0.5, 0.5], [1.0, 0.0]])
+    alone = torch.tensor([[1.0, torch.nan], [1.0, torch.nan], [1.0, torch.nan], [0.0, 1.0]])
+    for rewards in (equal_totals, alone):
+        for scale in ("group", "batch"):
+            result = FORMULAS[name](rewards, group_size=4, scale=scale)
+            assert 0.1 < result.abs().max() < 4
+
+
+@pytest.mark.parametrize("name", FORMULAS)
+def test_what_cannot_be_grouped_is_refused(name: str) -> None:
+    with pytest.raises(ValueError, match=r"B a multiple of group_size=4, got \(6, 2\)"):
+        FORMULAS[name](torch.zeros(6, 2), group_size=4, scale="group")
+    with pytest.raises(ValueError, match=r"got \(6,\)"):
+        FORMULAS[name](torch.zeros(6), group_size=3, scale="group")
+    with pytest.raises(ValueError, match=r"S at least 1.*got \(4, 0\)"):
+        FORMULAS[name](torch.zeros(4, 0), group_size=4, scale="group")
+    with pytest.raises(ValueError, match="scale='std' is unknown"):
+        FORMULAS[name](torch.zeros(6, 2), group_size=3, scale="std")
