@@ -56,6 +56,7 @@ def test_a_native_loss_has_every_default_of_trl(tmp_path: Path, loss_type: str) 
         "kl_estimator": "k3",
         "kl_ratio_denominator": "old",
         "off_policy_mask_level": "sequence",
+        "step_advantage": "return_to_go",
         "geometric_mask_range": None,
         "token_veto_threshold": None,
         "ref_model_sync_kl": None,

@@ -3,6 +3,7 @@
 import re
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import trl
@@ -45,7 +46,7 @@ def test_every_public_name_and_every_option_of_ours_is_documented() -> None:
     theirs = {field.name: field.default for field in fields(trl.GRPOConfig)}
     ours = {field.name for field in fields(trl_steady.GRPOConfig) if theirs.get(field.name, ...) != field.default}
     added = {"kl_estimator", "kl_ratio_denominator", "off_policy_mask_level", "geometric_mask_range"}
-    added |= {"token_veto_threshold", "ref_model_sync_kl", "ref_model_sync_reset_optimizer", "adapter_dtype"}
+    added |= {"step_advantage", "token_veto_threshold", "ref_model_sync_kl", "ref_model_sync_reset_optimizer", "adapter_dtype"}
     assert ours == {"epsilon", "importance_sampling_level"} | added  # loss_type and epsilon_high keep TRL's default
     for name in (*trl_steady.__all__, *ours, "loss_type", "epsilon_high", "gspo", "gspo_token"):
         assert f"`{name}`" in text or f"trl_steady.config.{name}" in text or f"trl_steady.trainer.{name}" in text, name
@@ -53,6 +54,10 @@ def test_every_public_name_and_every_option_of_ours_is_documented() -> None:
 
 def test_the_metrics_page_has_what_is_logged_and_nothing_else(models: dict[str, Path], tmp_path: Path) -> None:
     """A run with everything of ours on, beside TRL's."""
+
+    def reward(completion_ids: list[list[int]], **_: Any) -> list[trl_steady.StepRewards]:
+        return [trl_steady.StepRewards.at_tokens([float(len(ids))], [1]) for ids in completion_ids]
+
     options = {"loss_type": "grpo", "beta": 0.1, "build": {"rollout_func": rollout}}
     everything = {
         "off_policy_mask_threshold": 0.1,
@@ -60,9 +65,10 @@ def test_the_metrics_page_has_what_is_logged_and_nothing_else(models: dict[str, 
         "token_veto_threshold": 0.01,
         "sync_ref_model": True,
         "ref_model_sync_steps": 4,
+        "build": {"rollout_func": rollout, "reward_funcs": reward},
     }
     theirs, ours = (
-        tiny.train(tiny.trainer(models["dense"], tmp_path, ours=ours, **options, **more))
+        tiny.train(tiny.trainer(models["dense"], tmp_path, ours=ours, **{**options, **more}))
         for ours, more in ((False, {}), (True, everything))
     )
     logged, known = ({name for row in tiny.history(run) for name in row} for run in (ours, theirs))

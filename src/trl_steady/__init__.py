@@ -12,11 +12,17 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from trl_steady.callbacks import ReferenceRefreshCallback
     from trl_steady.config import GRPOConfig
+    from trl_steady.rewards import StepRewards
     from trl_steady.trainer import GRPOTrainer
 
 __version__ = "0.1.0.dev0"
-__all__ = ["GRPOConfig", "GRPOTrainer", "ReferenceRefreshCallback"]
-_MODULES = {"GRPOConfig": "config", "GRPOTrainer": "trainer", "ReferenceRefreshCallback": "callbacks"}
+__all__ = ["GRPOConfig", "GRPOTrainer", "ReferenceRefreshCallback", "StepRewards"]
+_MODULES = {
+    "GRPOConfig": "config",
+    "GRPOTrainer": "trainer",
+    "ReferenceRefreshCallback": "callbacks",
+    "StepRewards": "rewards",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -54,6 +54,9 @@ class GRPOConfig(trl.GRPOConfig):
             to inference engine lies outside. None: no such mask.
         token_veto_threshold: Leave sequences out of the policy term in which any token's ratio of trainer to inference
             engine lies below. None: no such mask.
+        step_advantage: Where reward functions return `StepRewards`: `"process"` (DeepSeekMath, arXiv 2402.03300,
+            section 4.1.3), the sum of the rewards from a step on, each normalised over the group's steps;
+            `"return_to_go"`, the sum itself less what the group's other completions got from the same step on.
         ref_model_sync_kl: Also move the reference when the KL of an update, as logged and so by `kl_estimator`,
             exceeds this many nats a token. None: by steps only.
         ref_model_sync_reset_optimizer: Clear the optimizer's state at each move (ProRL, arXiv 2505.24864).
@@ -121,6 +124,13 @@ class GRPOConfig(trl.GRPOConfig):
         default=None,
         metadata={"help": "Leave out sequences with a token whose ratio of trainer to engine is below this."},
     )
+    step_advantage: str = field(
+        default="return_to_go",
+        metadata={
+            "help": "Where reward functions return StepRewards: 'process' (DeepSeekMath: sums of rewards normalised "
+            "over the group's steps) or 'return_to_go' (each step's return less that of the group's others)."
+        },
+    )
     ref_model_sync_kl: float | None = field(
         default=None,
         metadata={
@@ -158,6 +168,14 @@ class GRPOConfig(trl.GRPOConfig):
             return False
         own_ratio = importance_sampling_level == "token" and self.kl_ratio_denominator == "old"
         return own_ratio or not self.use_bias_correction_kl
+
+    @staticmethod
+    def takes_token_advantages(loss_type: str, importance_sampling_level: str) -> bool:
+        """Whether each token's gradient carries that token's own advantage.
+
+        A sequence's ratio gives every token the same gradient, unless it is only a weight (gspo_token, cispo, vespo).
+        """
+        return importance_sampling_level == "token" or loss_type in ("gspo_token", "cispo", "vespo")
 
     @property
     def sampler_options(self) -> list[str]:
@@ -240,6 +258,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
         lambda v: len(v) == 2 and 0 <= v[0] <= 1 <= v[1],
         "two ratios, (low, high), with low <= 1 <= high, such as (0.99, 1.01), or None for no such mask",
     ),
+    ("step_advantage", lambda v: v in ("process", "return_to_go"), "'process' or 'return_to_go'"),
     ("token_veto_threshold", lambda v: 0 < v < 1, "above 0 and below 1, such as 0.0001, or None for no such mask"),
     ("ref_model_sync_steps", lambda v: v >= 1 and v == int(v), "1, 2, 3, ... optimizer steps"),
     ("ref_model_mixup_alpha", lambda v: 0 < v <= 1, "above 0 and at most 1, where 1 copies the policy"),

@@ -15,15 +15,16 @@ from trl_steady.adapters import merged_weights
 from trl_steady.callbacks import REFERENCE_FILE, ReferenceRefreshCallback, Refresh
 from trl_steady.config import GRPOConfig
 from trl_steady.functional import importance, masks
-from trl_steady.host import HostTrainer, MicroBatch, default_output_dir, overridden
+from trl_steady.host import MicroBatch, default_output_dir, overridden
 from trl_steady.precision import keep_gradients_on_cpu, keep_in_float32, warn_if_steps_round_away
 from trl_steady.reference.adapter import base_kept, parameters_kept, refuse_unmovable
 from trl_steady.reference.tensors import POLICY, REFERENCE
+from trl_steady.stepwise import StepwiseTrainer
 
 __all__ = ["GRPOTrainer"]
 
 
-class GRPOTrainer(HostTrainer):
+class GRPOTrainer(StepwiseTrainer):
     """`trl.GRPOTrainer`, same constructor, with our losses, a moving reference, and checkpoints that resume exactly.
 
     With nothing of ours asked for it trains as TRL's trainer does, bit for bit, with the exceptions that

@@ -52,6 +52,16 @@ def test_two_processes_train_as_one_does(models: dict[str, Path], tmp_path: Path
     (engine,) = alone["engine"]
     for mask in ("off_policy", "geometric"):
         assert any(0 < row[f"dropped/{mask}"] < 1 for row in engine["history"][:-1]), mask
+    (steps,), halves = alone["steps"], together["steps"]
+    assert steps["table"].keys() == {"step_ends", "step_rewards", "step_advantages"}
+    for process in halves:
+        for name, column in steps["table"].items():
+            assert [pytest.approx(row, rel=1e-4, abs=1e-6) for row in column] == process["table"][name], name
+    assert [len(process["step advantages"]) for process in (steps, *halves)] == [8, 4, 4]
+    both = [completion for process in halves for completion in process["step advantages"]]
+    for one, two in zip(steps["step advantages"], both, strict=True):
+        assert [value for _, value in two] == pytest.approx([value for _, value in one], rel=1e-4, abs=1e-6)
+    assert any(len({value for _, value in completion}) > 1 for completion in both)
     moves = {run: [(step, rule) for step, _, rule in alone[run][0]["refreshes"]] for run in ("full", "lora", "kl")}
     assert moves["full"] == moves["lora"] == [(3, "steps"), (6, "steps"), (9, "steps")]
     assert {rule for _, rule in moves["kl"]} == {"steps", "kl"}

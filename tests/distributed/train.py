@@ -14,8 +14,23 @@ import transformers
 from accelerate import PartialState
 
 from tests import resumable, tiny
+from trl_steady import StepRewards
 
 GLOBAL_BATCH = 8
+
+
+def partly_in_steps(completion_ids: list[list[int]], **_: Any) -> list[Any]:
+    """Steps in the first half of the global batch, all of it on the first of two processes; two of no verdict."""
+    rewards: list[Any] = []
+    for ids in completion_ids:
+        place = (ids[0] - 45) // 13 % GLOBAL_BATCH
+        half = max(1, len(ids) // 2)
+        ends = sorted({half, len(ids)})
+        steps = StepRewards.at_tokens([place / 3, 1.0 - place][: len(ends)], ends)
+        rewards.append(None if place in (3, 6) else steps if place < GLOBAL_BATCH // 2 else float(place))
+    return rewards
+
+
 MOVING: dict[str, Any] = {
     "beta": 0.04,
     "sync_ref_model": True,
@@ -33,6 +48,7 @@ FIXED: dict[str, dict[str, Any]] = {
         "geometric_mask_range": (0.5, 2.0),
         "off_policy_mask_threshold": 0.2,
     },
+    "steps": {"loss_type": "gspo_token", "build": {"reward_funcs": partly_in_steps}},
     "full": {**MOVING, "learning_rate": 0.02},
     "lora": {**MOVING, "lora": True},
     "kl": {
@@ -91,10 +107,11 @@ def fixed(run: str, model: Path, output: Path) -> dict[str, Any]:
         "optim": "sgd",  # Adam would blow rounding up to the size of an update where the gradient is zero on paper
         "learning_rate": 0.1,
         "gradient_checkpointing": False,
-        "build": {"rollout_func": rollout},
+        **FIXED[run],
     }
+    options["build"] = {"rollout_func": rollout, **options.get("build", {})}
     torch.manual_seed(0)  # the adapter of one process and of two
-    trainer: Any = tiny.trainer(model, output, **{**options, **FIXED[run]})
+    trainer: Any = tiny.trainer(model, output, **options)
     witness = Witness(trainer)
     if trainer._reference:
         trainer.add_callback(witness)
@@ -104,6 +121,8 @@ def fixed(run: str, model: Path, output: Path) -> dict[str, Any]:
         "backend": state.backend,
         "parameters": tiny.parameters(trainer),
         "history": tiny.history(trainer),
+        "step advantages": trainer.last_step_advantages,
+        "table": {name: list(column) for name, column in trainer._logs["extra"].items()},
         "references": witness.steps,
         "refreshes": [tuple(refresh) for refresh in trainer.reference_refreshes],
     }

@@ -125,6 +125,7 @@ CONTRACT = Contract(
             "mask",
             "off_policy_threshold",
         ),
+        "_calculate_rewards": ("self", "inputs", "prompts", "completions", "completion_ids_list"),
         "_generate_and_score_completions": ("self", "inputs"),
         "_get_output_dir": ("self", "trial"),
         "_get_train_sampler": ("self", "dataset"),
@@ -138,7 +139,7 @@ CONTRACT = Contract(
     },
     buffering={
         "_buffered_inputs": "saved, a file for each process",
-        "_generate_and_score_completions": "wrapped: what is trainable stays so",
+        "_generate_and_score_completions": "wrapped: what is trainable stays so; advantages per token for step rewards",
         "_step": "saved",
         "args": "must be the same at a resume",
         "model": "tells training from evaluation",

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 
 from trl_steady.functional import reduction
-from trl_steady.host.checkpoints import CheckpointingTrainer
 from trl_steady.host.contract import CONTRACT, FORWARDED
 from trl_steady.host.names import overridden
+from trl_steady.host.rewards import RewardedTrainer
 
 __all__ = ["HostTrainer", "MicroBatch"]
 
@@ -68,7 +68,7 @@ _REWRITTEN_INPUTS = {
 NamedWeights = Callable[[], Iterator[tuple[str, Tensor]]]
 
 
-class HostTrainer(CheckpointingTrainer):
+class HostTrainer(RewardedTrainer):
     """The seam: score a micro-batch once, rewrite it, let TRL compute its own loss on it."""
 
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
