@@ -39,7 +39,7 @@ class StepwiseTrainer(HostTrainer):
 
     args: GRPOConfig
     _steps: dict[tuple[int, int], StepRewards]
-    _returned: _Returned
+    _returned: _Returned | None = None
     _last_rollout: dict[str, Tensor] | None = None
     _has_columns = False
 
@@ -101,13 +101,16 @@ class StepwiseTrainer(HostTrainer):
 
     def rollout(self, inputs: Any) -> dict[str, Any]:
         """TRL's, with advantages per token where steps were rewarded."""
-        self._steps = {}
+        self._steps, self._returned = {}, None
         output = super().rollout(inputs)
         mask = output["completion_mask"].bool()
         if "tool_mask" in output:
             mask = mask & output["tool_mask"].bool()
         returned = self._returned
-        verdicts = gather_object([self._verdict(i, mask[i].tolist()) for i in range(len(mask))])
+        if returned is None:  # a subclass that rewards in a way of its own
+            return output
+        own_masks = enumerate(mask.tolist())
+        verdicts: list[Verdict] = gather_object([self._verdict(returned, i, own) for i, own in own_masks])
         if not any(verdict.steps for verdict in verdicts):
             if self._has_columns:
                 self.relog_rollout(len(verdicts), None, {name: [None] * len(verdicts) for name in _COLUMNS})
@@ -140,34 +143,34 @@ class StepwiseTrainer(HostTrainer):
                     stacklevel=2,
                 )
 
-    def _verdict(self, index: int, mask: list[bool]) -> Verdict:
+    def _verdict(self, returned: _Returned, index: int, mask: list[bool]) -> Verdict:
         """One completion of this process."""
-        ids = self._returned.ids[index]
+        ids = returned.ids[index]
         own = mask[: len(ids)]
         cut = len(ids) == self.max_completion_length
         completion = Completion(
             index=index,
-            content=self._returned.contents[index],
+            content=returned.contents[index],
             ids=ids,
             is_own=own,
             truncated=f" (it was cut at max_completion_length={self.max_completion_length})" if cut else "",
         )
         steps = {}
         for function, name in enumerate(self.reward_func_names):
-            returned = self._returned.steps.get((index, function))
-            if returned is not None:
+            rewards = returned.steps.get((index, function))
+            if rewards is not None:
                 try:
-                    ends = token_ends(returned, completion, self.text_tokenizer)
+                    ends = token_ends(rewards, completion, self.text_tokenizer)
                 except ValueError as error:
                     raise ValueError(f"reward function {name!r}: {error}") from error
-                steps[function] = list(zip(ends, returned.values, strict=True))
+                steps[function] = list(zip(ends, rewards.values, strict=True))
         return Verdict(len(ids), max((t + 1 for t, is_own in enumerate(own) if is_own), default=0), steps)
 
     def _log_steps(self, table: StepTable, step_advantages: Tensor, mask: Tensor, per_token: Tensor) -> None:
         means = per_token.sum(1) / mask.sum(1).clamp(min=1)
-        has_step = ~table.rewards.isnan()
+        has_step = ~table.rewards.isnan().cpu()
         columns = [
-            [values[has].tolist() for values, has in zip(column, has_step, strict=True)]
+            [values[has].tolist() for values, has in zip(column.cpu(), has_step, strict=True)]
             for column in (table.ends, table.rewards, step_advantages)
         ]
         self.relog_rollout(

@@ -129,8 +129,9 @@ def test_by_hand(byte_level: PreTrainedTokenizerFast) -> None:
     assert place([1]) == [1]
     assert place([2]) == [3]
     assert place([1, 2, 3]) == [1, 3, 4]
-    eos = byte_level.eos_token_id
+    eos, beyond = byte_level.eos_token_id, len(byte_level) + 7  # models have more rows than there are tokens
     whole = completion("aéb", [*ids, eos])
+    assert token_ends(StepRewards([1.0], [2]), completion("aéb", [beyond, *ids]), byte_level) == [4]
     assert token_ends(StepRewards([1.0], [3]), whole, byte_level) == [5]  # with what has no text
     assert token_ends(StepRewards([1.0], [2]), whole, byte_level) == [3]
 

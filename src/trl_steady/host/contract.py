@@ -139,7 +139,7 @@ CONTRACT = Contract(
     },
     buffering={
         "_buffered_inputs": "saved, a file for each process",
-        "_generate_and_score_completions": "wrapped: what is trainable stays so; advantages per token for step rewards",
+        "_generate_and_score_completions": "wrapped: what is trainable stays so; step rewards become advantages",
         "_step": "saved",
         "args": "must be the same at a resume",
         "model": "tells training from evaluation",

@@ -70,7 +70,7 @@ def _begins_by_bytes(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: s
     added = getattr(tokenizer, "added_tokens_decoder", {})
     pieces: list[bytes] = []
     for id, token in zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True):
-        if id in added and added[id].special:
+        if token is None or (id in added and added[id].special):  # None: a row of the head without a token
             pieces.append(b"")
         elif all(character in _BYTES for character in token):
             pieces.append(bytes(_BYTES[character] for character in token))

@@ -56,14 +56,14 @@ def tabulate(verdicts: Sequence[Verdict], scalars: Tensor, weights: Tensor, *, c
             row[verdict.own] = {0: 0.0}
         rows.append(dict(sorted(row.items())))
     size = (len(rows), max(1, *map(len, rows)))
-    by_function = scalars.new_full((*size, len(weights)), torch.nan)
-    ends = torch.full(size, torch.iinfo(torch.int64).max, device=scalars.device)
-    for i, row in enumerate(rows):
-        for j, (end, values) in enumerate(row.items()):
-            ends[i, j] = end
-            for function, value in values.items():
-                by_function[i, j, function] = value
+    missing, beyond = [torch.nan] * len(weights), torch.iinfo(torch.int64).max
+    by_function, ends = [], []
+    for row in rows:
+        absent = size[1] - len(row)
+        values = [[at_end.get(function, torch.nan) for function in range(len(weights))] for at_end in row.values()]
+        by_function.append([*values, *[missing] * absent])
+        ends.append([*row, *[beyond] * absent])
     # as TRL adds them up, function by function in its dtype
-    flat = by_function.flatten(0, 1)
+    flat = scalars.new_tensor(by_function).flatten(0, 1)
     rewards = (flat * weights.to(flat)).nansum(1).where(~flat.isnan().all(1), torch.nan)
-    return StepTable(rewards.view(size), ends)
+    return StepTable(rewards.view(size), torch.tensor(ends, device=scalars.device))
