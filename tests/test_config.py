@@ -12,7 +12,7 @@ from trl import TrlParser
 
 import trl_steady
 from tests import tiny
-from trl_steady.config import NATIVE_LOSS_TYPES
+from trl_steady.checks import NATIVE_LOSS_TYPES
 
 OFF_POLICY = {
     "per_device_train_batch_size": 4,
@@ -254,6 +254,16 @@ def test_an_option_of_something_that_is_off_says_so(
 ) -> None:
     (message,) = warned(tmp_path, loss_type=loss_type, **options)
     assert why in message
+
+
+def test_a_formula_for_steps_under_a_sequences_ratio_says_so(tmp_path: Path) -> None:
+    for options in ({"loss_type": "gspo"}, {"loss_type": "grpo", "importance_sampling_level": "sequence"}):
+        (message,) = warned(tmp_path, step_advantage="process", epsilon=1e-3, **options)
+        assert message.startswith(
+            "step_advantage='process' cannot act: with one ratio a sequence, StepRewards are refused"
+        )
+        assert message.endswith("Set loss_type='gspo_token', or leave step_advantage unset.")
+    assert warned(tmp_path, step_advantage="process", loss_type="gspo_token") == []
 
 
 def test_a_level_of_the_mask_under_gspo_says_so(tmp_path: Path) -> None:

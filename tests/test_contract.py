@@ -10,7 +10,7 @@ import pytest
 import trl
 
 from trl_steady import host
-from trl_steady.config import NATIVE_LOSS_TYPES
+from trl_steady.checks import NATIVE_LOSS_TYPES
 
 SOURCE = textwrap.dedent(inspect.getsource(trl.GRPOTrainer._compute_loss))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests import tiny
-from trl_steady.config import NATIVE_LOSS_TYPES
+from trl_steady.checks import NATIVE_LOSS_TYPES
 
 
 @pytest.mark.parametrize("lora", [False, True], ids=["full", "lora"])

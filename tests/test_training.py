@@ -10,7 +10,7 @@ import trl
 
 import trl_steady.trainer
 from tests import tiny
-from trl_steady.config import NATIVE_LOSS_TYPES
+from trl_steady.checks import NATIVE_LOSS_TYPES
 
 # The clip range of a test model that moves far in six steps; TRL's sequence level is given the same.
 CLIP = {"epsilon": 5e-3, "epsilon_high": 8e-3}
