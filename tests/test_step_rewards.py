@@ -373,7 +373,7 @@ def test_a_step_behind_the_cut_is_refused_with_the_cut(models: dict[str, Path], 
     trainer = tiny.trainer(
         models["dense"], tmp_path, loss_type="gspo_token", build={"reward_funcs": hopeful}, max_completion_length=3
     )
-    with pytest.raises(ValueError, match=r"has 3 tokens \(it was cut at max_completion_length=3\)"):
+    with pytest.raises(ValueError, match=r"has 3 tokens \(it has reached max_completion_length=3\)"):
         trainer.train()
 
 

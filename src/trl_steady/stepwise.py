@@ -68,16 +68,14 @@ class StepwiseTrainer(HostTrainer):
 
     def read_rewards(self, function: int, returned: Sequence[Any]) -> Sequence[Any]:
         """Their sums, for TRL to log."""
-        if not any(isinstance(reward, StepRewards) for reward in returned):
-            return returned
-        self._refuse_where_ignored(self.reward_func_names[function])
-        totals = []
-        for completion, reward in enumerate(returned):
-            if isinstance(reward, StepRewards):
-                self._steps[completion, function] = reward
-                reward = reward.total
-            totals.append(reward)
-        return totals
+        rewards = list(returned)
+        steps = {i: reward for i, reward in enumerate(rewards) if isinstance(reward, StepRewards)}
+        if steps:
+            self._refuse_where_ignored(self.reward_func_names[function])
+        for completion, reward in steps.items():
+            self._steps[completion, function] = reward
+            rewards[completion] = reward.total
+        return rewards
 
     def _refuse_where_ignored(self, name: str) -> None:
         returned = f"reward function {name!r} returned StepRewards, but"
@@ -153,7 +151,7 @@ class StepwiseTrainer(HostTrainer):
             content=returned.contents[index],
             ids=ids,
             is_own=own,
-            truncated=f" (it was cut at max_completion_length={self.max_completion_length})" if cut else "",
+            truncated=f" (it has reached max_completion_length={self.max_completion_length})" if cut else "",
         )
         steps = {}
         for function, name in enumerate(self.reward_func_names):

@@ -32,7 +32,7 @@ class GRPOTrainer(StepwiseTrainer):
 
     Args:
         model: As TRL's.
-        reward_funcs: As TRL's.
+        reward_funcs: As TRL's; for a completion they may also return `StepRewards`.
         args: A `trl_steady.GRPOConfig`.
         *positional: TRL's other arguments, in TRL's order.
         **keywords: TRL's other arguments, by name.

@@ -39,7 +39,7 @@ class Completion(NamedTuple):
     is_own: Sequence[bool]
     """(T,) True = a loss token: written by the model, and not masked out."""
     truncated: str
-    """'' or how it was cut, for messages."""
+    """'' or that its length is at its limit, for messages."""
 
 
 def spelling(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Spelling:
