@@ -1,0 +1,54 @@
+"""Scalars and steps of several reward functions in one table, by hand."""
+
+import torch
+
+from trl_steady.rewards.table import Verdict, tabulate
+
+BEYOND = torch.iinfo(torch.int64).max
+NAN = torch.nan
+
+# two reward functions with weights 1 and 10; six completions of five tokens, of which the last is not the model's
+VERDICTS = [
+    Verdict(5, 4, {0: [(2, 1.0), (4, 2.0)]}),  # steps, and a scalar
+    Verdict(5, 4, {0: [(3, 1.0), (3, 0.5)], 1: [(3, 0.25)]}),  # steps that end inside one token, and another's there
+    Verdict(5, 4, {1: [(1, 1.0)]}),  # one function is silent
+    Verdict(5, 4, {0: []}),  # no step, which is not no verdict
+    Verdict(5, 4, {}),  # no verdict
+    Verdict(5, 4, {}),  # scalars only
+]
+SCALARS = torch.tensor([[3.0, 0.5], [1.5, 0.25], [NAN, 1.0], [0.0, NAN], [NAN, NAN], [7.0, 0.125]])
+WEIGHTS = torch.tensor([1.0, 10.0])
+
+
+def rows(cover: bool) -> list[dict[int, float]]:
+    table = tabulate(VERDICTS, SCALARS, WEIGHTS, cover=cover)
+    assert (table.ends.diff(dim=1)[~table.rewards[:, 1:].isnan()] > 0).all()
+    assert torch.equal(table.ends == BEYOND, table.rewards.isnan())
+    return [
+        {end: reward for end, reward in zip(*pair, strict=True) if end != BEYOND}
+        for pair in zip(table.ends.tolist(), table.rewards.tolist(), strict=True)
+    ]
+
+
+def test_by_hand() -> None:
+    assert rows(cover=False) == [{2: 1.0, 4: 2.0, 5: 5.0}, {3: 4.0}, {1: 10.0}, {}, {}, {5: 8.25}]
+
+
+def test_every_loss_token_is_in_a_step_where_that_is_asked() -> None:
+    """With the last loss token, not with the last token."""
+    rest = {4: 0.0}
+    assert rows(cover=True) == [
+        {2: 1.0, 4: 2.0, 5: 5.0},
+        {3: 4.0, **rest},
+        {1: 10.0, **rest},
+        rest,
+        {},
+        {5: 8.25},
+    ]
+
+
+def test_a_completion_that_is_masked_out_still_has_its_return() -> None:
+    table = tabulate(
+        [Verdict(5, 0, {0: []}), Verdict(5, 0, {0: [(2, 1.0)]})], torch.zeros(2, 1), torch.ones(1), cover=True
+    )
+    assert table.rewards.tolist() == [[0.0], [1.0]] and table.ends.tolist() == [[0], [2]]
