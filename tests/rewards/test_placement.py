@@ -192,7 +192,8 @@ def test_turns_end_with_the_models_own_tokens(byte_level: PreTrainedTokenizerFas
     assert place(1, "mmmmmmmmm") == [9]
     assert place(3, "mmtttmttm") == [2, 6, 9]
     assert place(2, "mmtttmttt") == [2, 6]
-    assert place(2, "ttttttttt") == [1, 2]  # masked out: nowhere, but two
+    assert place(2, "ttttttttt") == [1, 9]  # masked out: nowhere, but two, of which one ends it
+    assert place(0, "ttttttttt") == []
     for n, runs in ((1, "mmtttmttm"), (4, "mmtttmttm"), (2, "mmmmmmmmm")):
         with pytest.raises(ValueError, match=f"per_turn has {n} values, and completion 0 has . assistant turns"):
             place(n, runs)

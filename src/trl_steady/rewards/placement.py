@@ -122,8 +122,8 @@ def _plain_ends(steps: StepRewards, completion: Completion, tokenizer: PreTraine
 
 
 def _turn_ends(steps: StepRewards, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    if not any(completion.is_own):  # masked out: its rewards count in the others' baseline, by their number only
-        return list(steps.ends)
+    if not any(completion.is_own):  # masked out: its turns count in the others' baseline, wherever they end
+        return [*steps.ends[:-1], len(completion.ids)] if steps.ends else []
     position, ends = 0, []
     for own, run in groupby(completion.is_own):
         position += len(list(run))
