@@ -1,74 +1,20 @@
-"""Reward functions that reward steps: the advantages that reach the loss, what is logged, what is refused."""
+"""Reward functions that reward steps: the advantages that reach the loss, what is refused."""
 
+import functools
+import warnings
 from pathlib import Path
 from typing import Any
 
-import pandas
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForSequenceClassification
 
 from tests import advantage_oracles as oracles
 from tests import tiny
+from tests.stepwise import FORMULAS, SCALES, Length, build, ends_of, judge, lines, mixed, rows, values_of
 from trl_steady import StepRewards
-
-FORMULAS = ("process", "return_to_go")
-SCALES = ("group", "batch", "none")
-ANSWERS = ["one\ntwo\nthree", "one", "two\ntwo", "a\nb\nc\nd", "", "xy\nz", "\n", "last\none"]
-
-
-def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
-    """Known texts, each with an end-of-sequence token; no two groups alike."""
-    tokenizer = trainer.processing_class
-    answers = [(ANSWERS * 8)[(5 * i) % len(ANSWERS) + i // 8] for i in range(len(prompts))]
-    ids = [[*tokenizer(a)["input_ids"], tokenizer.eos_token_id] if a else [tokenizer.eos_token_id] for a in answers]
-    return {"prompt_ids": [tokenizer(p)["input_ids"] for p in prompts], "completion_ids": ids, "logprobs": None}
-
-
-def ends_of(text: str) -> list[int]:
-    """Of its lines; a token is a byte here."""
-    return [i + 1 for i, letter in enumerate(text[:-1]) if letter == "\n"] + ([len(text)] if text else [])
-
-
-def values_of(text: str) -> list[float]:
-    return [0.25 * (len(text) % 3) + j - 0.5 * (j % 2) for j in range(len(ends_of(text)))]
-
-
-def lines(completions: list[str], **_: Any) -> list[StepRewards]:
-    return [StepRewards(values_of(text), ends_of(text)) for text in completions]
-
-
-def mixed(completions: list[str], **_: Any) -> list[StepRewards | float | None]:
-    """A float for some, no verdict for others."""
-    kinds = [lambda t: StepRewards(values_of(t), ends_of(t)), lambda t: float(len(t)), lambda t: None]
-    return [kinds[i % 3](text) for i, text in enumerate(completions)]
-
-
-async def judge(completion_ids: list[list[int]], **_: Any) -> list[StepRewards | None]:
-    """Async, in tokens, and without a word on every fourth."""
-    half = lambda ids: max(1, len(ids) // 2)
-    return [
-        StepRewards.at_tokens([sum(ids) % 7 / 7], [half(ids)]) if i % 4 else None
-        for i, ids in enumerate(completion_ids)
-    ]
-
-
-class Length:
-    """A callable object, scalar."""
-
-    __name__ = "length"
-
-    def __call__(self, completions: list[str], **_: Any) -> list[float | None]:
-        return [None if i % 6 == 2 else len(text) / 10 for i, text in enumerate(completions)]
-
-
-def rows(count: int) -> list[dict[str, Any]]:
-    return [{"prompt": f"{i // 4}+1="} for i in range(count)]
-
-
-def build(models: dict[str, Path], tmp_path: Path, functions: Any, **options: Any) -> Any:
-    build = {"reward_funcs": functions, "rollout_func": rollout, **options.pop("build", {})}
-    return tiny.trainer(models["dense"], tmp_path, **{"loss_type": "gspo_token", **options, "build": build})
 
 
 def steps_by_hand(functions: list[Any], weights: list[float], texts: list[str], ids: list[list[int]]) -> list[Any]:
@@ -227,64 +173,6 @@ def test_an_evaluation_has_groups_of_its_own_size(models: dict[str, Path], tmp_p
     assert not torch.allclose(in_pairs, in_fours)
 
 
-def test_without_step_rewards_the_advantages_are_trls(models: dict[str, Path], tmp_path: Path) -> None:
-    """Also in a rollout between two that have them; the table stays rectangular."""
-    calls = []
-
-    def sometimes(completions: list[str], **_: Any) -> list[Any]:
-        calls.append(None)
-        return lines(completions) if len(calls) != 2 else [sum(values_of(text)) for text in completions]
-
-    trainer = build(models, tmp_path, [sometimes], log_completions=True)
-    shapes = [trainer.rollout(rows(16))["advantages"].dim() for _ in range(3)]
-    assert shapes == [2, 1, 2]
-    logs = trainer._logs
-    columns = [logs["prompt"], logs["advantages"], *logs["rewards"].values(), *logs["extra"].values()]
-    assert {len(column) for column in columns} == {16}
-
-
-def test_the_table_shows_what_was_trained_on(models: dict[str, Path], tmp_path: Path) -> None:
-    trainer = build(models, tmp_path, [lines], log_completions=True, max_steps=1, step_advantage="process")
-    outputs = []
-    rollout = trainer.rollout
-    vars(trainer)["rollout"] = lambda inputs: outputs.append(rollout(inputs)) or outputs[-1]
-    trainer.train()
-    (file,) = (tmp_path / "completions").glob("*.parquet")
-    table = pandas.read_parquet(file)
-    (output,) = outputs
-    assert len(table) == 16
-    for i, row in table.iterrows():
-        mask = output["completion_mask"][i].bool()
-        advantages = output["advantages"][i][mask]
-        assert row["lines"] == pytest.approx(sum(values_of(row["completion"])))
-        assert list(row["step_rewards"]) == pytest.approx(values_of(row["completion"]))
-        assert row["advantage"] == pytest.approx(advantages.mean().item(), abs=1e-6)
-        by_step = [advantages[end - 1].item() for end in row["step_ends"]]
-        assert list(row["step_advantages"]) == pytest.approx(by_step, abs=1e-6)
-        shown = trainer.last_step_advantages[i]
-        assert "".join(text for text, _ in shown) == row["completion"]
-        assert [value for _, value in shown] == advantages.tolist()
-    counts = [len(ends_of(text)) for text in table["completion"]]
-    (logged,) = [row["steps/mean_count"] for row in tiny.history(trainer) if "steps/mean_count" in row]
-    assert logged == pytest.approx(sum(counts) / len(counts)) and len(set(counts)) > 2
-
-
-def test_a_table_that_begins_with_other_rollouts_is_filled_up(models: dict[str, Path], tmp_path: Path) -> None:
-    """Evaluations add batch after batch to one table."""
-    calls = []
-
-    def later(completions: list[str], **_: Any) -> list[Any]:
-        calls.append(None)
-        return lines(completions) if len(calls) > 2 else [1.0] * len(completions)
-
-    trainer = build(models, tmp_path, [later], per_device_eval_batch_size=4)
-    trainer.model.eval()
-    for _ in range(3):
-        trainer.rollout(rows(4))
-    assert len(trainer._logs["prompt"]) == 12
-    assert [value is None for value in trainer._logs["extra"]["step_rewards"]] == [True] * 8 + [False] * 4
-
-
 SEQUENCE_LEVEL = [
     {"loss_type": "gspo"},
     *(
@@ -294,9 +182,14 @@ SEQUENCE_LEVEL = [
 ]
 
 
+@pytest.mark.parametrize("by_callback", [False, True])
 @pytest.mark.parametrize("options", SEQUENCE_LEVEL)
-def test_a_sequences_ratio_refuses_steps(models: dict[str, Path], tmp_path: Path, options: dict[str, Any]) -> None:
-    trainer = build(models, tmp_path, [lines], **options)
+def test_a_sequences_ratio_refuses_steps(
+    models: dict[str, Path], tmp_path: Path, options: dict[str, Any], by_callback: bool
+) -> None:
+    trainer = build(models, tmp_path, [lines], **({"loss_type": "dapo"} if by_callback else options))
+    if by_callback:
+        vars(trainer).update({"importance_sampling_level": "sequence", **options})
     with pytest.raises(ValueError, match=r"function 'lines' returned StepRewards, .* Set loss_type='gspo_token'"):
         trainer.train()
 
@@ -306,6 +199,7 @@ def test_a_sequences_ratio_refuses_steps(models: dict[str, Path], tmp_path: Path
     [
         *({"loss_type": loss} for loss in ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "vespo", "gspo_token")),
         {"loss_type": "cispo", "importance_sampling_level": "sequence", "epsilon_high": 5.0},
+        {"loss_type": "luspo", "importance_sampling_level": "token"},
     ],
 )
 def test_a_loss_that_takes_steps_gives_each_token_its_own(
@@ -399,3 +293,83 @@ def test_a_run_with_steps_resumes_inside_a_rollout(models: dict[str, Path], tmp_
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
     before, after = tiny.parameters(whole), tiny.parameters(resumed)
     assert all(torch.equal(after[name], before[name]) for name in before)
+
+
+@pytest.mark.parametrize("formula", ["process", "return_to_go"])
+def test_a_formula_without_step_rewards_says_so(models: dict[str, Path], tmp_path: Path, formula: str) -> None:
+    trainer = build(models, tmp_path, [tiny.reward], step_advantage=formula)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer.rollout(rows(4))
+    said = [str(w.message) for w in caught if "StepRewards" in str(w.message)]
+    assert [message.split(":")[0] for message in said] == ["step_advantage='process' cannot act"] * (
+        formula == "process"
+    )
+
+
+def test_a_group_of_plain_rewards_among_steps_is_nothing_to_be_said(models: dict[str, Path], tmp_path: Path) -> None:
+    def first_group(completions: list[str], **_: Any) -> list[Any]:
+        return [StepRewards([1.0], [1]) if i < 4 and t else float(i) for i, t in enumerate(completions)]
+
+    trainer = build(models, tmp_path, [first_group])
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", "no completion of a group")
+        trainer.rollout(rows(8))
+
+
+def test_one_for_all_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    def careless(**_: Any) -> StepRewards:
+        return StepRewards([1.0], [1])
+
+    trainer = build(models, tmp_path, [careless])
+    with pytest.raises(ValueError, match=r"'careless' returned one StepRewards\. Return a list, with one for each"):
+        trainer.train()
+
+
+def test_every_kind_of_function(models: dict[str, Path], tmp_path: Path) -> None:
+    """A reward model, which TRL reads itself; async under functools.partial, and as an object; rewards as an array."""
+    torch.manual_seed(0)
+    model = Qwen2ForSequenceClassification(Qwen2Config(**{**tiny.SIZES, "num_labels": 1, "name_or_path": "rm"}))
+
+    async def partly(completions: list[str], factor: float, **_: Any) -> list[StepRewards]:
+        return [StepRewards([factor * v for v in values_of(text)], ends_of(text)) for text in completions]
+
+    class Judge:
+        __name__ = "judge"
+
+        async def __call__(self, completions: list[str], **_: Any) -> list[float]:
+            return [len(text) / 9 for text in completions]
+
+    def array(completions: list[str], **_: Any) -> np.ndarray:
+        return np.array([len(text) / 3 for text in completions])
+
+    functions = [model, functools.partial(partly, factor=2.0), Judge(), array]
+    processing = {"reward_processing_classes": [tiny.tokenizer(), None, None, None]}
+    trainer = build(models, tmp_path, functions, build=processing)
+    advantages = trainer.rollout(rows(8))["advantages"]
+    logged = trainer._logs["rewards"]
+    texts = list(trainer._logs["completion"])
+    assert list(logged["partly"]) == pytest.approx([2 * sum(values_of(text)) for text in texts])
+    assert list(logged["judge"]) == pytest.approx([len(text) / 9 for text in texts])
+    assert list(logged["array"]) == pytest.approx([len(text) / 3 for text in texts])
+    (scores,) = (column for name, column in logged.items() if name not in ("partly", "judge", "array"))
+    tokens = [trainer.processing_class(text)["input_ids"] for text in texts]
+    batch = []
+    for i, text in enumerate(texts):
+        steps = {end: 2 * value for end, value in zip(ends_of(text), values_of(text), strict=True)}
+        last = len(tokens[i]) + 1
+        if text:
+            steps[last] = steps.pop(len(text))
+        steps[last] = steps.get(last, 0.0) + list(scores)[i] + len(text) / 9 + len(text) / 3
+        batch.append((last, sorted(steps.items())))
+    assert len(set(scores)) > 4
+    by_hand = expected(batch, "return_to_go", 4, "group", advantages)
+    assert torch.allclose(advantages, by_hand, rtol=1e-4, atol=1e-5)
+
+
+def test_rewards_may_be_calculated_without_a_rollout(models: dict[str, Path], tmp_path: Path) -> None:
+    trainer = build(models, tmp_path, [lines])
+    texts = ["a\nb", "c"]
+    ids = [trainer.processing_class(text)["input_ids"] for text in texts]
+    rewards = trainer._calculate_rewards(rows(2), ["p", "q"], texts, ids)
+    assert rewards.tolist() == [[sum(values_of(text))] for text in texts]

@@ -50,7 +50,8 @@ class GRPOConfig(trl.GRPOConfig):
             engine lies below. None: no such mask.
         step_advantage: Where reward functions return `StepRewards`: `"process"` (DeepSeekMath, arXiv 2402.03300,
             section 4.1.3), the sum of the rewards from a step on, each normalised over the group's steps;
-            `"return_to_go"`, the sum itself less what the group's other completions got from the same step on.
+            `"return_to_go"`, the sum itself less what the group's other completions got from the same step on, which
+            with `scale_rewards="none"` does not favour stopping early or late.
         ref_model_sync_kl: Also move the reference when the KL of an update, as logged and so by `kl_estimator`,
             exceeds this many nats a token. None: by steps only.
         ref_model_sync_reset_optimizer: Clear the optimizer's state at each move (ProRL, arXiv 2505.24864).

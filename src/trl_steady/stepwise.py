@@ -2,6 +2,7 @@
 
 import warnings
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -14,12 +15,12 @@ from trl_steady.functional import advantages
 from trl_steady.host import HostTrainer
 from trl_steady.rewards.placement import Completion, spelling, token_ends
 from trl_steady.rewards.steps import StepRewards
-from trl_steady.rewards.table import StepTable, Verdict, tabulate
+from trl_steady.rewards.table import Rewarded, StepTable, tabulate
 
 __all__ = ["StepwiseTrainer"]
 
 _FORMULAS = {"process": advantages.process, "return_to_go": advantages.return_to_go}
-_COLUMNS = ("step_ends", "step_rewards", "step_advantages")
+_COLUMNS = ("steps/ends", "steps/rewards", "steps/advantages")
 
 
 class _Returned(NamedTuple):
@@ -38,10 +39,12 @@ class StepwiseTrainer(HostTrainer):
     """
 
     args: GRPOConfig
-    _steps: dict[tuple[int, int], StepRewards]
     _returned: _Returned | None = None
     _last_rollout: dict[str, Tensor] | None = None
-    _has_columns = False
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        self._steps: dict[tuple[int, int], StepRewards] = {}
+        super().__init__(*arguments, **keywords)
 
     @property
     def last_step_advantages(self) -> list[list[tuple[str, float]]]:
@@ -51,12 +54,11 @@ class StepwiseTrainer(HostTrainer):
         """
         if self._last_rollout is None:
             return []
-        rollout, tokenizer = self._last_rollout, self.text_tokenizer
-        completions = []
+        rollout, completions = self._last_rollout, []
         for ids, mask, values in zip(rollout["ids"], rollout["mask"], rollout["advantages"], strict=True):
             own = ids[mask].tolist()
-            text, begin = spelling(tokenizer, own)
-            pieces = [text[begin(t) : begin(t + 1)] for t in range(len(own))]
+            text, begins = spelling(self.text_tokenizer, own)
+            pieces = [text[start:end] for start, end in pairwise(begins)]
             completions.append(list(zip(pieces, values[mask].tolist(), strict=True)))
         return completions
 
@@ -68,6 +70,11 @@ class StepwiseTrainer(HostTrainer):
 
     def read_rewards(self, function: int, returned: Sequence[Any]) -> Sequence[Any]:
         """Their sums, for TRL to log."""
+        if isinstance(returned, StepRewards):
+            raise ValueError(
+                f"reward function {self.reward_func_names[function]!r} returned one StepRewards. Return a list, with "
+                "one for each completion."
+            )
         rewards = list(returned)
         steps = {i: reward for i, reward in enumerate(rewards) if isinstance(reward, StepRewards)}
         if steps:
@@ -96,43 +103,56 @@ class StepwiseTrainer(HostTrainer):
     def keep_rewards(self, rewards: Tensor, completions: list[Any], completion_ids: list[list[int]]) -> None:
         """For after the rollout, when it is known which tokens are the model's own."""
         self._returned = _Returned(rewards, completions, completion_ids, self._steps)
+        self._steps = {}
 
     def rollout(self, inputs: Any) -> dict[str, Any]:
         """TRL's, with advantages per token where steps were rewarded."""
-        self._steps, self._returned = {}, None
+        self._returned = None
         output = super().rollout(inputs)
+        returned = self._returned
+        if returned is None or not any(gather_object([bool(returned.steps)])):
+            count = len(output["advantages"]) * self.accelerator.num_processes
+            self.relog_rollout(count, None, {name: [None] * count for name in _COLUMNS})
+            self._warn_without_step_rewards()
+            return output
         mask = output["completion_mask"].bool()
         if "tool_mask" in output:
             mask = mask & output["tool_mask"].bool()
-        returned = self._returned
-        if returned is None:  # a subclass that rewards in a way of its own
-            return output
-        own_masks = enumerate(mask.tolist())
-        verdicts: list[Verdict] = gather_object([self._verdict(returned, i, own) for i, own in own_masks])
-        if not any(verdict.steps for verdict in verdicts):
-            if self._has_columns:
-                self.relog_rollout(len(verdicts), None, {name: [None] * len(verdicts) for name in _COLUMNS})
-            return output
+        completions: list[Rewarded] = gather_object(
+            [self._rewarded(returned, i, row) for i, row in enumerate(mask.tolist())]
+        )
         group_size = self.num_generations if self.model.training else self.num_generations_eval
         assert group_size is not None  # filled in by trl.GRPOConfig
-        self._warn_without_steps(verdicts, group_size)
+        self._warn_without_steps(completions, group_size)
         cover = self.args.step_advantage == "return_to_go"
-        table = tabulate(verdicts, returned.rewards, self.reward_weights, cover=cover)
+        table = tabulate(completions, returned.rewards, self.reward_weights, cover=cover)
         step_advantages = _FORMULAS[self.args.step_advantage](
             table.rewards, group_size=group_size, scale=self.scale_rewards
         )
         first = self.accelerator.process_index * len(mask)
-        own = slice(first, first + len(mask))
-        output["advantages"] = advantages.per_token(step_advantages[own], table.ends[own], mask.size(1)) * mask
-        self._last_rollout = {"ids": output["completion_ids"], "mask": mask, "advantages": output["advantages"]}
+        here = slice(first, first + len(mask))
+        output["advantages"] = advantages.per_token(step_advantages[here], table.ends[here], mask.size(1)) * mask
+        last = {"ids": output["completion_ids"], "mask": mask, "advantages": output["advantages"]}
+        self._last_rollout = {name: value.cpu() for name, value in last.items()}
         self._log_steps(table, step_advantages, mask, output["advantages"])
-        lengths = [len(steps) for verdict in verdicts[own] for steps in verdict.steps.values()]
-        self.record_pooled(means={"steps/mean_count": torch.tensor(lengths)}, quantiles={}, sample_sizes={})
+        counts = [len(steps) for completion in completions[here] for steps in completion.steps.values()]
+        self.record_pooled(means={"steps/mean_count": torch.tensor(counts)}, quantiles={}, sample_sizes={})
         return output
 
-    def _warn_without_steps(self, verdicts: Sequence[Verdict], group_size: int) -> None:
-        for start in range(0, len(verdicts), group_size):
-            returned = [steps for verdict in verdicts[start : start + group_size] for steps in verdict.steps.values()]
+    def _warn_without_step_rewards(self) -> None:
+        formula = self.args.step_advantage
+        if formula != "return_to_go" and self._last_rollout is None and self.accelerator.is_main_process:
+            warnings.warn(
+                f"step_advantage={formula!r} cannot act: no reward function has returned StepRewards in this rollout. "
+                "Return them, or leave step_advantage unset.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _warn_without_steps(self, completions: Sequence[Rewarded], group_size: int) -> None:
+        for start in range(0, len(completions), group_size):
+            group = completions[start : start + group_size]
+            returned = [steps for completion in group for steps in completion.steps.values()]
             if returned and not any(returned) and self.accelerator.is_main_process:
                 warnings.warn(
                     f"no completion of a group of {group_size} has a step (StepRewards([], [])), so that only plain "
@@ -141,17 +161,17 @@ class StepwiseTrainer(HostTrainer):
                     stacklevel=2,
                 )
 
-    def _verdict(self, returned: _Returned, index: int, mask: list[bool]) -> Verdict:
+    def _rewarded(self, returned: _Returned, index: int, mask: list[bool]) -> Rewarded:
         """One completion of this process."""
         ids = returned.ids[index]
-        own = mask[: len(ids)]
-        cut = len(ids) == self.max_completion_length
+        is_own = mask[: len(ids)]
+        at_limit = len(ids) == self.max_completion_length
         completion = Completion(
             index=index,
             content=returned.contents[index],
             ids=ids,
-            is_own=own,
-            truncated=f" (it has reached max_completion_length={self.max_completion_length})" if cut else "",
+            is_own=is_own,
+            limit=f" (it has reached max_completion_length={self.max_completion_length})" if at_limit else "",
         )
         steps = {}
         for function, name in enumerate(self.reward_func_names):
@@ -162,7 +182,7 @@ class StepwiseTrainer(HostTrainer):
                 except ValueError as error:
                     raise ValueError(f"reward function {name!r}: {error}") from error
                 steps[function] = list(zip(ends, rewards.values, strict=True))
-        return Verdict(len(ids), max((t + 1 for t, is_own in enumerate(own) if is_own), default=0), steps)
+        return Rewarded(len(ids), max((t + 1 for t, own in enumerate(is_own) if own), default=0), steps)
 
     def _log_steps(self, table: StepTable, step_advantages: Tensor, mask: Tensor, per_token: Tensor) -> None:
         means = per_token.sum(1) / mask.sum(1).clamp(min=1)
@@ -176,4 +196,3 @@ class StepwiseTrainer(HostTrainer):
             cast(Tensor, self.accelerator.gather(means)).tolist(),
             dict(zip(_COLUMNS, columns, strict=True)),
         )
-        self._has_columns = True

@@ -53,7 +53,7 @@ def test_two_processes_train_as_one_does(models: dict[str, Path], tmp_path: Path
     for mask in ("off_policy", "geometric"):
         assert any(0 < row[f"dropped/{mask}"] < 1 for row in engine["history"][:-1]), mask
     (steps,), halves = alone["steps"], together["steps"]
-    assert steps["table"].keys() == {"step_ends", "step_rewards", "step_advantages"}
+    assert steps["table"].keys() == {"advantages", "steps/ends", "steps/rewards", "steps/advantages"}
     for process in halves:
         for name, column in steps["table"].items():
             assert [pytest.approx(row, rel=1e-4, abs=1e-6) for row in column] == process["table"][name], name
@@ -80,7 +80,7 @@ def check_histories(one: list[dict[str, float]], two: list[dict[str, float]]) ->
     for row_one, row_two in zip(one, two, strict=True):
         assert row_one.keys() == row_two.keys()
         for metric, value in row_one.items():
-            if metric.startswith(("kl", "ratio/sequence", "reward", "dropped")):
+            if metric.startswith(("kl", "ratio/sequence", "reward", "dropped", "steps")):
                 assert row_two[metric] == pytest.approx(value, rel=1e-3, abs=1e-6), metric
             if metric.startswith(("off_policy", "mismatch")):  # to a bin of the histogram
                 assert row_two[metric] == pytest.approx(value, rel=0.05, abs=1e-6), metric

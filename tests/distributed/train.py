@@ -122,7 +122,10 @@ def fixed(run: str, model: Path, output: Path) -> dict[str, Any]:
         "parameters": tiny.parameters(trainer),
         "history": tiny.history(trainer),
         "step advantages": trainer.last_step_advantages,
-        "table": {name: list(column) for name, column in trainer._logs["extra"].items()},
+        "table": {
+            "advantages": list(trainer._logs["advantages"]),
+            **{name: list(column) for name, column in trainer._logs["extra"].items()},
+        },
         "references": witness.steps,
         "refreshes": [tuple(refresh) for refresh in trainer.reference_refreshes],
     }

@@ -10,6 +10,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
 from trl_steady import StepRewards
+from trl_steady.rewards import placement
 from trl_steady.rewards.placement import Completion, spelling, token_ends
 
 # two, three and four bytes a character
@@ -74,8 +75,8 @@ def bytes_of(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[bytes]:
     return pieces
 
 
-def completion(content: Any, ids: list[int], own: list[bool] | None = None, truncated: str = "") -> Completion:
-    return Completion(0, content, ids, [True] * len(ids) if own is None else own, truncated)
+def completion(content: Any, ids: list[int], own: list[bool] | None = None, limit: str = "") -> Completion:
+    return Completion(0, content, ids, [True] * len(ids) if own is None else own, limit)
 
 
 def completions(tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
@@ -134,6 +135,8 @@ def test_by_hand(byte_level: PreTrainedTokenizerFast) -> None:
     assert token_ends(StepRewards([1.0], [2]), completion("aéb", [beyond, *ids]), byte_level) == [4]
     assert token_ends(StepRewards([1.0], [3]), whole, byte_level) == [5]  # with what has no text
     assert token_ends(StepRewards([1.0], [2]), whole, byte_level) == [3]
+    # unless the step was over before: then the decision to stop came after it
+    assert token_ends(StepRewards([1.0], [3], closed=True), whole, byte_level) == [4]
 
 
 def test_a_token_with_parts_of_two_steps_belongs_to_that_in_which_it_begins(
@@ -163,11 +166,33 @@ def test_a_tokenizer_that_is_not_byte_level() -> None:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert tokenizer.convert_ids_to_tokens(ids)[:6] == ["▁ab", "▁", "cd", "▁", "<0xC3>", "<0xA9>"]
     assert tokenizer.decode(ids) == text
-    begin = spelling(tokenizer, ids).begin
-    assert [begin(t) for t in range(7)] == [0, 2, 3, 5, 6, 6, 7]
+    assert spelling(tokenizer, ids).begins[:7] == [0, 2, 3, 5, 6, 6, 7]
     for end, expected in ((1, 1), (2, 1), (3, 2), (5, 3), (6, 4), (7, 6), (len(text), len(ids))):
         placed = token_ends(StepRewards([1.0], [end]), completion(text, ids), tokenizer)
         assert placed == [expected], end
+
+
+@pytest.mark.parametrize("decoder", ["bytes", "prefixes"])
+def test_bytes_beside_bytes(decoder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half an emoji makes the decoder replace the line break before it too; no token begins before another."""
+    if decoder == "prefixes":
+        monkeypatch.setattr(placement, "_sentencepiece", lambda token: b"?")
+    tokenizer = sentencepiece_like()
+    text = "ab cd\n😀é ab\n数 ab"
+    ids = tokenizer(text, add_special_tokens=False)["input_ids"]
+    assert tokenizer.decode(ids) == text
+    tokens, begins = tokenizer.convert_ids_to_tokens(ids), spelling(tokenizer, ids).begins
+    assert begins == sorted(begins) and begins[-1] == len(text)
+    raw = text.encode()
+    position = 0
+    for token, begin in zip(tokens, begins, strict=False):
+        spelled = token.replace("▁", " ") if position else token.lstrip("▁")  # the decoder strips the first space
+        size = 1 if token.startswith("<0x") else len(spelled.encode())
+        held = [i for i in range(len(text)) if len(text[:i].encode()) <= position < len(text[: i + 1].encode())]
+        assert [begin] == held, (token, position)
+        position += size
+    assert position == len(raw)
+    assert token_ends(StepRewards([1.0], [6]), completion(text, ids), tokenizer) == [tokens.index("<0x0A>") + 1]
 
 
 def test_smollm2s_tokenizer() -> None:
@@ -178,8 +203,8 @@ def test_smollm2s_tokenizer() -> None:
     (file,) = Path(gguf.__file__).parent.glob("*.gguf")
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     encoded = tokenizer(TEXT, add_special_tokens=False, return_offsets_mapping=True)
-    begin = spelling(tokenizer, encoded["input_ids"]).begin
-    assert [begin(t) for t in range(len(encoded["input_ids"]))] == [start for start, _ in encoded["offset_mapping"]]
+    begins = spelling(tokenizer, encoded["input_ids"]).begins
+    assert begins == [*(start for start, _ in encoded["offset_mapping"]), len(TEXT)]
 
 
 def own(runs: str) -> list[bool]:
@@ -203,13 +228,13 @@ def test_tokens_are_taken_as_they_are(byte_level: PreTrainedTokenizerFast) -> No
     ids = list(range(9))
     assert token_ends(StepRewards.at_tokens([1.0, 2.0], [4, 9]), completion("?", ids), byte_level) == [4, 9]
     with pytest.raises(ValueError, match=r"ends\[1\]=10, and completion 0 has 9 tokens \(cut\)"):
-        token_ends(StepRewards.at_tokens([1.0, 2.0], [4, 10]), completion("?", ids, truncated=" (cut)"), byte_level)
+        token_ends(StepRewards.at_tokens([1.0, 2.0], [4, 10]), completion("?", ids, limit=" (cut)"), byte_level)
 
 
 def test_ends_beyond_the_text_are_refused(byte_level: PreTrainedTokenizerFast) -> None:
     ids = byte_level("café")["input_ids"]
     with pytest.raises(ValueError, match=r"ends\[0\]=5, and completion 0 has 4 characters \(cut\)\. Ends lie within"):
-        token_ends(StepRewards([1.0], [5]), completion("café", ids, truncated=" (cut)"), byte_level)
+        token_ends(StepRewards([1.0], [5]), completion("café", ids, limit=" (cut)"), byte_level)
     for nothing in ([], [byte_level.eos_token_id]):
         with pytest.raises(ValueError, match=r"ends\[0\]=1, and completion 0 is empty.*StepRewards\(\[\], \[\]\)"):
             token_ends(StepRewards([1.0], [1]), completion("", nothing), byte_level)
@@ -220,7 +245,7 @@ def test_a_conversation_with_one_message(byte_level: PreTrainedTokenizerFast) ->
     """Its content may lack what the template took out: reasoning before, white space behind."""
     text = "so: 4, 4 = 4.\nSo 4.\n"
     ids = byte_level(text)["input_ids"]
-    begin = spelling(byte_level, ids).begin
+    begins = spelling(byte_level, ids).begins
     message: dict[str, Any] = {"role": "assistant", "content": "So 4."}
 
     def place(end: int, **more: Any) -> int:
@@ -228,14 +253,18 @@ def test_a_conversation_with_one_message(byte_level: PreTrainedTokenizerFast) ->
         return placed
 
     offset = text.index("So 4.")
-    assert place(2) == next(t for t in range(len(ids) + 1) if begin(t) >= offset + 2)
+    assert place(2) == next(t for t, begin in enumerate(begins) if begin >= offset + 2)
     assert place(5) == len(ids)  # with the white space that the template stripped
     assert place(2, content=[{"type": "text", "text": "So 4."}]) == place(2)
-    assert begin(place(1, content="4")) >= text.rindex("4") + 1  # the last 4, behind the reasoning
-    for content, calls in (("So 5.", None), ("4", [{"type": "function"}])):
-        with pytest.raises(ValueError, match=r"cannot be told from its tokens.*StepRewards\.per_turn"):
-            place(1, content=content, tool_calls=calls)
+    assert begins[place(1, content="4")] >= text.rindex("4") + 1  # the last 4: what the template took out is before it
+    # the first 4 where a call stands behind it, and the one after the reasoning that the template has kept apart
+    assert begins[place(1, content="4", tool_calls=[{}])] < text.index("4") + 4
+    assert text.index("4 =") < begins[place(1, content="4", reasoning_content="so: 4,")] < text.rindex("= 4") + 2
+    with pytest.raises(ValueError, match=r"cannot be told from its tokens.*StepRewards\.per_turn"):
+        place(1, content="So 5.")
     with pytest.raises(ValueError, match=r"in characters, and completion 0 has 2 messages\. Use StepRewards.per_turn"):
         token_ends(StepRewards([1.0], [1]), completion([message, message], ids), byte_level)
     with pytest.raises(ValueError, match="is empty"):
         place(1, content=None)
+    for messages in ([message, message], [{"role": "assistant", "content": None, "tool_calls": [{}]}]):
+        assert token_ends(StepRewards([], []), completion(messages, ids), byte_level) == []

@@ -1,6 +1,8 @@
 """What a reward function may return, and ways to make one that returns it."""
 
+import asyncio
 import html
+import inspect
 import math
 import re
 from collections.abc import Sequence
@@ -26,6 +28,13 @@ from trl_steady import StepRewards, rewards
         ([1.0, 1.0, 1.0], [2, 5, 4], r"has ends\[2\]=4, which is not after ends\[1\]=5"),
         ([1.0], [0], r"has ends\[0\]=0, which is not after 0"),
         ([1.0], [-3], r"has ends\[0\]=-3, which is not after 0"),
+        ([1.0], [1.5], r"has ends\[0\]=1\.5\. Give whole numbers"),
+        ([1.0], np.array([1.0]), r"has ends\[0\]=.*1\.0.*Give whole numbers"),
+        ([None], [1], r"has values\[0\]=None\. Give finite numbers"),
+        ([1e39], [1], r"has values\[0\]=1e\+39\. Give finite numbers"),  # more than float32 holds
+        ("12", [1, 2], r"has values='12'\. Give a list of numbers"),
+        (["1"], [1], r"has values\[0\]='1'\. Give finite numbers"),
+        ([1.0], 1, r"has ends=1\. Give a list of numbers"),
     ],
 )
 def test_bad_input_is_refused_where_it_is_made(values: list[float], ends: list[int], message: str) -> None:
@@ -35,9 +44,9 @@ def test_bad_input_is_refused_where_it_is_made(values: list[float], ends: list[i
         StepRewards.at_tokens(values, ends)
 
 
-def test_a_fraction_of_a_character_is_no_end() -> None:
-    with pytest.raises(TypeError, match="float"):
-        StepRewards([1.0], [1.5])  # type: ignore[list-item]
+def test_an_unknown_unit_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"unit='words'\. Use StepRewards\.at_tokens or StepRewards\.per_turn"):
+        StepRewards([1.0], [1], unit="words")
 
 
 def test_numbers_may_be_numpys_or_torchs() -> None:
@@ -71,10 +80,20 @@ def test_splitters(splitter: Any, text: str, expected: list[str]) -> None:
     assert list(steps.texts) == expected
     assert steps == splitter([{"role": "assistant", "content": text}])
     rewarded = steps.rewards([1.0] * len(expected))
+    assert rewarded.closed == steps.closed
     starts = (0, *rewarded.ends)
     assert [text[a:b] for a, b in zip(starts, rewarded.ends, strict=False)] == expected
     with pytest.raises(ValueError, match=f"{len(expected) + 1} rewards for {len(expected)} steps"):
         steps.rewards([1.0] * (len(expected) + 1))
+
+
+@pytest.mark.parametrize(
+    ("text", "closed"),
+    [("a\nb", False), ("a\nb\n", True), ("a\n", True), ("a", False), ("", False), ("a\n  ", True), ("\na", False)],
+)
+def test_a_separator_closes_the_last_step(text: str, closed: bool) -> None:
+    steps = rewards.by_regex(r"\n")(text)
+    assert steps.closed is steps.rewards([1.0] * len(steps.texts)).closed is closed
 
 
 CONVERSATION = [
@@ -113,9 +132,37 @@ def test_a_scorer_sees_all_steps_at_once_and_what_trl_gives() -> None:
         "answer": [1, 2],
     }
     assert reward.__name__ == "judge"  # under which TRL logs it
-    few = rewards.scored_steps(lambda **_: [[1.0]], rewards.by_regex(r"\n"))
-    with pytest.raises(ValueError, match="1 rewards for 2 steps"):
-        few(prompts=["p"], completions=["a\nb"])
+    # a column of the same name, as data of process reward models have it
+    judged = reward(prompts=["p"], completions=["a\nbb"], steps=[["gold"]])
+    assert judged == [StepRewards([2.0, 2.0], [2, 4])] and seen["steps"] == [["a\n", "bb"]]
+
+
+def test_a_scorer_may_be_async_and_may_be_silent() -> None:
+    class Judge:
+        async def __call__(self, steps: list[list[str]], **_: Any) -> list[list[float] | None]:
+            return [None if len(row) > 1 else [0.5] * len(row) for row in steps]
+
+    async def judge(steps: list[list[str]], **_: Any) -> list[list[float] | None]:
+        return await Judge()(steps)
+
+    for scorer, name in ((judge, "judge"), (Judge(), "Judge")):
+        reward: Any = rewards.scored_steps(scorer, rewards.by_regex(r"\n"))
+        result = asyncio.run(reward(prompts=["p", "q"], completions=["a\nb", "a"]))
+        assert result == [None, StepRewards([0.5], [1])]
+        assert reward.__name__ == name and inspect.iscoroutinefunction(reward)
+
+
+@pytest.mark.parametrize(
+    ("scores", "message"),
+    [
+        ([[1.0]], r"judge has scored 1 of 2 completions\. Return a list for each"),
+        ([[1.0, 1.0], [1.0, 1.0]], r"judge has 2 scores for the 1 steps of completion 1\. Return one for each step"),
+    ],
+)
+def test_scores_that_do_not_fit_are_refused(scores: list[list[float]], message: str) -> None:
+    reward = rewards.scored_steps(lambda **_: scores, rewards.by_regex(r"\n"), name="judge")
+    with pytest.raises(ValueError, match=message):
+        reward(prompts=["p", "q"], completions=["a\nb", "c"])
 
 
 def prm(**changes: Any) -> Any:
@@ -136,10 +183,11 @@ def prm_scores(model: Any, prompt_ids: list[int], steps: Sequence[str], separato
 
 @pytest.mark.parametrize("batch_size", [1, 2, 8])
 def test_a_process_reward_model_reads_as_it_was_trained(batch_size: int) -> None:
-    model, tokenizer = prm().train(), tiny.tokenizer()
+    model, tokenizer = prm(classifier_dropout=0.9), tiny.tokenizer()
     reward = rewards.process_reward_model(
         model, tokenizer, rewards.by_blank_line(), separator="\n##", good_label=2, batch_size=batch_size
     )
+    model.train()  # as a trainer that holds it might set it
     texts = ["a = 1\n\nb = 2\n\n", "c\n\nd\n\nthe third step is longer", "", "x"]
     steps = [["a = 1", "b = 2"], ["c", "d", "the third step is longer"], [], ["x"]]
     result = reward(prompts=["p?", "q", "r", "longer?"], completions=texts, trainer_state=None)
@@ -147,7 +195,6 @@ def test_a_process_reward_model_reads_as_it_was_trained(batch_size: int) -> None
         expected = prm_scores(model, tokenizer(prompt)["input_ids"], row, "\n##", 2)
         assert got.values == pytest.approx(expected, rel=1e-5)
     assert result[0].ends == (7, 14) and result[2] == StepRewards([], [])
-    assert not model.training
     assert len({round(v, 3) for one in result for v in one.values}) > 4  # or any position would have done
 
 
@@ -170,9 +217,29 @@ def test_what_a_process_reward_model_cannot_do_is_refused() -> None:
         rewards.process_reward_model(model, tokenizer, lines, good_label=3)
     with pytest.raises(ValueError, match="separator='' has no token"):
         rewards.process_reward_model(model, tokenizer, lines, separator="")
+    with pytest.raises(ValueError, match="batch_size=0 reads nothing"):
+        rewards.process_reward_model(model, tokenizer, lines, batch_size=0)
     reward = rewards.process_reward_model(model, tokenizer, lines)
     with pytest.raises(ValueError, match="has 71 tokens, and the process reward model reads 64"):
         reward(prompts=["p" * 60], completions=["a" * 10])
+
+
+def test_process_reward_models_have_names() -> None:
+    """Under which TRL logs them, and two would be one."""
+    model, lines = prm(), rewards.by_regex(r"\n")
+    named = lambda **name: rewards.process_reward_model(model, tiny.tokenizer(), lines, **name).__name__
+    assert (named(), named(name="math")) == ("process_reward_model", "math")
+    model.config.name_or_path = "somebody/a-prm"
+    assert named() == "a-prm"
+
+
+def test_a_tokenizer_may_allow_less_than_there_are_positions() -> None:
+    """RoBERTa's positions begin behind the padding's."""
+    tokenizer = tiny.tokenizer()
+    tokenizer.model_max_length = 62
+    reward = rewards.process_reward_model(prm(), tokenizer, rewards.by_regex(r"\n"))
+    with pytest.raises(ValueError, match="has 63 tokens, and the process reward model reads 62"):
+        reward(prompts=["p" * 60], completions=["aa"])
 
 
 def test_an_encoder_can_be_a_process_reward_model() -> None:
@@ -191,11 +258,11 @@ COMPLETIONS = [[("2 + 2\n", 0.5), ("<b>", -1.0), ("", 0.25)], [("日本", 0.0)]]
 
 def test_a_page_shows_every_token_in_the_colour_of_its_advantage() -> None:
     page = rewards.advantages_html(COMPLETIONS)
-    spans = re.findall(r'<span style="background:#(\w{6})" title="([^"]+)">(.*?)</span>', page, re.DOTALL)
+    spans = re.findall(r'<span style="background:rgb\(([\d, ]+)\)" title="([^"]+)">(.*?)</span>', page, re.DOTALL)
     shown = [html.unescape(text) for *_, text in spans]
     assert shown == ["2 + 2↵\n", "<b>", "∅", "日本"]
     assert [float(title) for _, title, _ in spans] == [0.5, -1.0, 0.25, 0.0]
-    colours = [tuple(int(colour[i : i + 2], 16) for i in (0, 2, 4)) for colour, *_ in spans]
+    colours = [tuple(map(int, colour.split(", "))) for colour, *_ in spans]
     (r_up, g_up, _), (r_down, g_down, _), (r_little, g_little, _), nothing = colours
     assert g_up > r_up and r_down > g_down and g_little > r_little and nothing == (255, 255, 255)
     assert r_up < r_little  # more of it, a deeper colour

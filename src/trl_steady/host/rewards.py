@@ -46,7 +46,7 @@ class RewardedTrainer(CheckpointingTrainer):
         Args:
             count: Completions of the rollout, over all processes.
             advantages: (count,) in place of TRL's, None to keep them.
-            columns: name -> (count,) more columns.
+            columns: name -> (count,) more columns; one that has nothing but None is not begun.
         """
         if advantages is not None:
             column = self._logs["advantages"]
@@ -54,6 +54,8 @@ class RewardedTrainer(CheckpointingTrainer):
                 column.pop()
             column.extend(advantages)
         for name, values in columns.items():
+            if name not in self._logs["extra"] and all(value is None for value in values):
+                continue
             column = self._logs["extra"][name]
             # every column of TRL's table is as long as the prompts
             column.extend([None] * (len(self._logs["prompt"]) - count - len(column)))

@@ -1,6 +1,7 @@
 """Completions with their tokens coloured by advantage: green for more of this, red for less."""
 
 import html
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,7 +25,7 @@ def advantages_html(completions: Sequence[Coloured]) -> str:
 
     def span(text: str, value: float) -> str:
         shown = html.escape(text).replace("\n", "\u21b5\n") or "\u2205"
-        return f'<span style="background:{_hex(value / largest)}" title="{value:.4g}">{shown}</span>'
+        return f'<span style="background:rgb{_colour(value / largest)}" title="{value:.4g}">{shown}</span>'
 
     body = "\n".join(f"<pre>{''.join(span(*token) for token in completion)}</pre>" for completion in completions)
     return (
@@ -35,7 +36,7 @@ def advantages_html(completions: Sequence[Coloured]) -> str:
 
 
 def advantages_png(completions: Sequence[Coloured], path: str | Path, *, columns: int = 90) -> None:
-    """The same as a picture. Needs matplotlib.
+    """The same as a picture; for a few completions. Needs matplotlib, which is imported here.
 
     Args:
         completions: as for `advantages_html`.
@@ -44,41 +45,37 @@ def advantages_png(completions: Sequence[Coloured], path: str | Path, *, columns
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
-    from matplotlib.patches import Rectangle
 
     largest = _largest(completions)
-    cells: list[tuple[int, int, str, float]] = []  # line, column, character, advantage
+    pieces: list[tuple[int, int, str, float]] = []  # line, column, text, advantage
     line = 0
     for completion in completions:
         column = 0
         for text, value in completion:
-            for character in text or "\u2205":
-                if column == columns:
-                    line, column = line + 1, 0
-                cells.append((line, column, "\u21b5" if character == "\n" else character, value))
-                column += 1
-                if character == "\n":
+            for part in re.findall("[^\n]*\n|[^\n]+", text) or [""]:
+                shown = part.replace("\n", "\u21b5") or "\u2205"
+                while shown:
+                    if column == columns:
+                        line, column = line + 1, 0
+                    fits = shown[: columns - column]
+                    pieces.append((line, column, fits, value))
+                    shown, column = shown[len(fits) :], column + len(fits)
+                if part.endswith("\n"):
                     line, column = line + 1, 0
         line += 2 if column else 1
-    width, height = 0.095 * columns, 0.21 * (line + 2)
-    figure = Figure(figsize=(width + 0.4, height))
+    figure = Figure(figsize=(0.095 * columns + 0.4, 0.21 * (line + 2)))
     FigureCanvasAgg(figure)
     axis = figure.add_axes((0, 0, 1, 1))
+    colours = [[(255, 255, 255)] * columns for _ in range(line + 1)]
+    for row, column, text, value in pieces:
+        colours[row][column : column + len(text)] = [_colour(value / largest)] * len(text)
+    axis.imshow(colours, extent=(0, columns, line + 1, 0), aspect="auto", interpolation="nearest")
     axis.set(xlim=(-2, columns + 2), ylim=(line + 0.5, -1.5))
     axis.axis("off")
     axis.text(0, -0.5, f"advantage from -{largest:.3g} (red) to {largest:.3g} (green)", fontsize=8, va="center")
-    for row, column, character, value in cells:
-        axis.add_patch(Rectangle((column, row), 1, 1, color=_hex(value / largest), linewidth=0))
-        axis.text(
-            column + 0.5,
-            row + 0.5,
-            character,
-            fontsize=8,
-            family="monospace",
-            ha="center",
-            va="center",
-            parse_math=False,
-        )
+    for row, column, text, _ in pieces:
+        where = (column + 0.1, row + 0.5)
+        axis.text(*where, text, fontsize=8, family="monospace", va="center", parse_math=False)
     figure.savefig(path, dpi=110)
 
 
@@ -86,8 +83,7 @@ def _largest(completions: Sequence[Coloured]) -> float:
     return max((abs(value) for completion in completions for _, value in completion), default=0.0) or 1.0
 
 
-def _hex(share: float) -> str:
+def _colour(share: float) -> tuple[int, int, int]:
     """White at 0, green at 1, red at -1."""
-    end = _GREEN if share > 0 else _RED
-    channels = (round(255 + (channel - 255) * 0.75 * min(abs(share), 1.0)) for channel in end)
-    return "#" + "".join(f"{channel:02x}" for channel in channels)
+    red, green, blue = (round(255 + (c - 255) * 0.75 * min(abs(share), 1.0)) for c in (_GREEN if share > 0 else _RED))
+    return red, green, blue

@@ -3,10 +3,10 @@
 A token belongs to the step in which it begins; one that begins inside a character, to the step of that character.
 """
 
-import functools
+import re
 from bisect import bisect_left
-from collections.abc import Callable, Sequence
-from itertools import groupby
+from collections.abc import Sequence
+from itertools import accumulate, groupby
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -17,14 +17,15 @@ from trl_steady.rewards.steps import StepRewards
 __all__ = ["Completion", "Spelling", "spelling", "token_ends"]
 
 _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level BPE
+_BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # of SentencePiece's byte fallback
 
 
 class Spelling(NamedTuple):
     """A completion's text, and where its tokens begin in it."""
 
     text: str
-    begin: Callable[[int], int]
-    """Token -> the character in which it begins, not falling; the number of tokens -> the length of the text."""
+    begins: list[int]
+    """(T + 1,) the character in which each token begins, not falling; and the length of the text."""
 
 
 class Completion(NamedTuple):
@@ -38,48 +39,49 @@ class Completion(NamedTuple):
     """(T,) its tokens, without padding."""
     is_own: Sequence[bool]
     """(T,) True = a loss token: written by the model, and not masked out."""
-    truncated: str
+    limit: str
     """'' or that its length is at its limit, for messages."""
 
 
 def spelling(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Spelling:
     """The text of `ids` without special tokens, as TRL decodes it.
 
-    By bytes where that is the text; else by decoding what stands before a token, which is exact up to characters that
-    the decoder has replaced (U+FFFD).
+    Exact for byte-level tokenizers, and for those of SentencePiece's kind where the text is valid. Else by decoding
+    all that stands before each token, which costs more, and is exact up to characters that the decoder has replaced
+    (U+FFFD).
     """
     ids = list(ids)
     text = str(tokenizer.decode(ids, skip_special_tokens=True))
-    by_bytes = _begins_by_bytes(tokenizer, ids, text)
-    if by_bytes is not None:
-        return Spelling(text, by_bytes.__getitem__)
-
-    @functools.cache
-    def begin(token: int) -> int:
-        if token == len(ids):
-            return len(text)
-        before = str(tokenizer.decode(ids[:token], skip_special_tokens=True))
-        # half a character is decoded to something else
-        return next((i for i, pair in enumerate(zip(before, text, strict=False)) if pair[0] != pair[1]), len(before))
-
-    return Spelling(text, begin)
-
-
-def _begins_by_bytes(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: str) -> list[int] | None:
-    """The character in which each token begins, of a byte-level tokenizer; None where bytes do not give the text."""
+    tokens = tokenizer.convert_ids_to_tokens(ids)
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    pieces: list[bytes] = []
-    for id, token in zip(ids, tokenizer.convert_ids_to_tokens(ids), strict=True):
-        if token is None or (id in added and added[id].special):  # None: a row of the head without a token
-            pieces.append(b"")
-        elif all(character in _BYTES for character in token):
-            pieces.append(bytes(_BYTES[character] for character in token))
-        else:  # an added token, written out
-            pieces.append(token.encode())
+    special = [token is None or (id in added and added[id].special) for id, token in zip(ids, tokens, strict=True)]
+    for bytes_of in (_byte_level, _sentencepiece):  # None: a row of the head without a token
+        pieces = [b"" if has_no_text else bytes_of(t) for t, has_no_text in zip(tokens, special, strict=True)]
+        first = next((i for i, piece in enumerate(pieces) if piece), 0)
+        for strip in (b"", b" "):  # SentencePiece's decoders take the first space away
+            stripped = [p.removeprefix(strip) if i == first else p for i, p in enumerate(pieces)]
+            if b"".join(stripped).decode(errors="replace") == text:
+                return Spelling(text, _begins(stripped, text))
+    before = (str(tokenizer.decode(ids[:t], skip_special_tokens=True)) for t in range(len(ids)))
+    # half a character, with all the bytes beside it, is decoded to something else: no token begins before another
+    return Spelling(text, [*accumulate((_agreement(part, text) for part in before), max), len(text)])
+
+
+def _byte_level(token: str) -> bytes:
+    if all(character in _BYTES for character in token):
+        return bytes(_BYTES[character] for character in token)
+    return token.encode()  # an added token, written out
+
+
+def _sentencepiece(token: str) -> bytes:
+    byte = _BYTE_TOKEN.fullmatch(token)
+    return bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ").encode()
+
+
+def _begins(pieces: Sequence[bytes], text: str) -> list[int]:
+    """(T + 1,) the character in which each piece of `text` begins."""
     raw = b"".join(pieces)
     starts = _character_starts(raw)
-    if raw.decode(errors="replace") != text:
-        return None
     begins, position, character = [], 0, 0
     for piece in (*pieces, b""):
         while character + 1 < len(starts) and starts[character + 1] <= position:
@@ -87,6 +89,12 @@ def _begins_by_bytes(tokenizer: PreTrainedTokenizerBase, ids: list[int], text: s
         begins.append(len(text) if position == len(raw) else character)
         position += len(piece)
     return begins
+
+
+def _agreement(part: str, text: str) -> int:
+    """How many characters `part` and `text` begin with together."""
+    pairs = zip(part, text, strict=False)
+    return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(part), len(text)))
 
 
 def _character_starts(raw: bytes) -> list[int]:
@@ -112,16 +120,17 @@ def token_ends(steps: StepRewards, completion: Completion, tokenizer: PreTrained
     Raises:
         ValueError: a step ends beyond the completion, or its ends cannot be told.
     """
-    place = {"characters": _character_ends, "tokens": _plain_ends, "turns": _turn_ends}[steps.unit]
-    return place(steps, completion, tokenizer)
-
-
-def _plain_ends(steps: StepRewards, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    if steps.unit == "turns":
+        return _turn_ends(steps, completion)
+    if not steps.ends:
+        return []
+    if steps.unit == "characters":
+        return _character_ends(steps, completion, tokenizer)
     _refuse_beyond(steps, completion, len(completion.ids))
     return list(steps.ends)
 
 
-def _turn_ends(steps: StepRewards, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def _turn_ends(steps: StepRewards, completion: Completion) -> list[int]:
     if not any(completion.is_own):  # masked out: its turns count in the others' baseline, wherever they end
         return [*steps.ends[:-1], len(completion.ids)] if steps.ends else []
     position, ends = 0, []
@@ -132,21 +141,20 @@ def _turn_ends(steps: StepRewards, completion: Completion, tokenizer: PreTrained
     if len(steps.values) != len(ends):
         raise ValueError(
             f"StepRewards.per_turn has {len(steps.values)} values, and completion {completion.index} has {len(ends)} "
-            f"assistant turns{completion.truncated}. Give one value for each."
+            f"assistant turns{completion.limit}. Give one value for each."
         )
     return ends
 
 
 def _character_ends(steps: StepRewards, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    text, begin = spelling(tokenizer, completion.ids)
+    text, begins = spelling(tokenizer, completion.ids)
     seen, offset = _seen(completion, text)
     _refuse_beyond(steps, completion, len(seen))
-    ends = []
-    for end in steps.ends:
-        rest = text[offset + end :]
-        is_last = not rest or (end == len(seen) and rest.isspace())  # a template may have stripped the message
-        tokens = range(len(completion.ids))
-        ends.append(len(tokens) if is_last else bisect_left(tokens, offset + end, key=begin))
+    ends = [bisect_left(begins, offset + end, hi=len(completion.ids)) for end in steps.ends]
+    rest = text[offset + steps.ends[-1] :]
+    is_all = not rest or (steps.ends[-1] == len(seen) and rest.isspace())  # which a template may have stripped
+    if is_all and not steps.closed:
+        ends[-1] = len(completion.ids)
     return ends
 
 
@@ -163,8 +171,13 @@ def _seen(completion: Completion, text: str) -> tuple[str, int]:
     seen = messages[0].get("content") or ""
     if not isinstance(seen, str):
         seen = "".join(block.get("text", "") for block in seen)
-    offset = text.rfind(seen)  # behind reasoning, which a template takes out, but not behind a tool's call
-    if offset < 0 or (messages[0].get("tool_calls") and text.find(seen) != offset):
+    # a template takes reasoning out, which stands before the content, and calls of tools, which stand behind it
+    reasoning = str(messages[0].get("reasoning_content") or messages[0].get("thinking") or "")
+    if reasoning or messages[0].get("tool_calls"):
+        offset = text.find(seen, text.find(reasoning) + len(reasoning))
+    else:
+        offset = text.rfind(seen)
+    if offset < 0:
         raise ValueError(
             f"StepRewards has ends in characters, and the text of completion {completion.index} cannot be told from "
             f"its tokens: {seen!r} in {text!r}. " + way_out
@@ -174,7 +187,7 @@ def _seen(completion: Completion, text: str) -> tuple[str, int]:
 
 def _refuse_beyond(steps: StepRewards, completion: Completion, length: int) -> None:
     if steps.ends and steps.ends[-1] > length:
-        what = f"has {length} {steps.unit}{completion.truncated}" if length else "is empty"
+        what = f"has {length} {steps.unit}{completion.limit}" if length else "is empty"
         raise ValueError(
             f"StepRewards has ends[{len(steps.ends) - 1}]={steps.ends[-1]}, and completion {completion.index} {what}. "
             "Ends lie within what was generated; for a completion without steps return StepRewards([], []), or None "

@@ -1,6 +1,7 @@
 """Reward functions for TRL out of what scores steps: any callable, or a process reward model."""
 
-from collections.abc import Callable, Sequence
+import inspect
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 import torch
@@ -11,32 +12,61 @@ from trl_steady.rewards.steps import StepRewards
 
 __all__ = ["process_reward_model", "scored_steps"]
 
-RewardFunction = Callable[..., list[StepRewards]]
-Scorer = Callable[..., Sequence[Sequence[float]]]
+Rewards = list[StepRewards | None]
+Scorer = Callable[..., Any]  # of Sequence[Sequence[float] | None], or to be awaited for one
 
 
-def scored_steps(scorer: Scorer, splitter: Splitter) -> RewardFunction:
+def scored_steps(
+    scorer: Scorer, splitter: Splitter, *, name: str | None = None
+) -> Callable[..., Rewards] | Callable[..., Awaitable[Rewards]]:
     """A reward function that splits completions and has all their steps scored in one call.
 
     Args:
-        scorer: Called with `prompts` (B,), `steps` (B,) lists of texts, and by name whatever TRL gives to reward
-            functions (columns of the dataset, `completions`, `trainer_state`, ...); returns for each completion one
-            score for each of its steps.
+        scorer: Called by name with `prompts` (B,), `steps` (B,) lists of texts, `completions` (B,), and whatever else
+            TRL gives to reward functions (`completion_ids`, `trainer_state`, columns of the dataset but for one called
+            `steps`). Returns for each completion one score for each of its steps, or None for no verdict. May be
+            async.
         splitter: Of a completion, such as `by_blank_line()`.
+        name: Under which TRL logs it; the scorer's by default.
+
+    Returns:
+        A reward function, async if the scorer is. It raises ValueError where the scores do not fit the steps.
 
     >>> from trl_steady.rewards import by_regex
     >>> lengths = scored_steps(lambda prompts, steps, **_: [[len(s) for s in row] for row in steps], by_regex("\\n"))
-    >>> lengths(prompts=["?"], completions=["a\\nbcd"])
-    [StepRewards(values=(2.0, 3.0), ends=(2, 5), unit='characters')]
+    >>> lengths(prompts=["?"], completions=["a\\nbcd"])[0].values
+    (2.0, 3.0)
     """
+    name = name or getattr(scorer, "__name__", type(scorer).__name__)
 
-    def reward(prompts: Sequence[Any], completions: Sequence[Any], **columns: Any) -> list[StepRewards]:
+    def ask(completions: Sequence[Any], columns: dict[str, Any]) -> tuple[list[Any], Any]:
         split = [splitter(completion) for completion in completions]
         steps = [list(one.texts) for one in split]
-        scores = scorer(prompts=prompts, steps=steps, completions=completions, **columns)
-        return [one.rewards(row) for one, row in zip(split, scores, strict=True)]
+        return split, scorer(**{**columns, "completions": completions, "steps": steps})
 
-    reward.__name__ = getattr(scorer, "__name__", type(scorer).__name__)
+    def fit(split: list[Any], scores: Sequence[Any]) -> Rewards:
+        if len(scores) != len(split):
+            raise ValueError(f"{name} has scored {len(scores)} of {len(split)} completions. Return a list for each.")
+        rewards: Rewards = []
+        for i, (one, row) in enumerate(zip(split, scores, strict=True)):
+            if row is not None and len(row) != len(one.texts):
+                raise ValueError(
+                    f"{name} has {len(row)} scores for the {len(one.texts)} steps of completion {i}. Return one for "
+                    "each step, or None for no verdict on the completion."
+                )
+            rewards.append(None if row is None else one.rewards(row))
+        return rewards
+
+    async def later(completions: Sequence[Any], **columns: Any) -> Rewards:
+        split, scores = ask(completions, columns)
+        return fit(split, await scores)
+
+    def now(completions: Sequence[Any], **columns: Any) -> Rewards:
+        return fit(*ask(completions, columns))
+
+    is_async = inspect.iscoroutinefunction(scorer) or inspect.iscoroutinefunction(type(scorer).__call__)
+    reward = later if is_async else now
+    reward.__name__ = name
     return reward
 
 
@@ -48,26 +78,28 @@ def process_reward_model(
     separator: str = "\n",
     good_label: int = 1,
     batch_size: int = 8,
-) -> RewardFunction:
+    name: str | None = None,
+) -> Callable[..., Any]:
     """A reward function from a token-classification model: how probably each step is good.
 
     Reads a solution as TRL's PRMTrainer (in `trl.experimental.prm` up to 1.13) prepares it for training: the prompt,
     then each step followed by the separator, whose last token carries the step's label.
 
     Args:
-        model: `AutoModelForTokenClassification`, on the device where it is to run; set to evaluation.
+        model: `AutoModelForTokenClassification`, on the device where it is to run; scores without dropout.
         tokenizer: Its own.
         splitter: Of a completion, such as `by_blank_line()`.
         separator: What follows each step; white space around a step is left off.
         good_label: Which of the model's labels says that a step is good.
         batch_size: Solutions read at once.
+        name: Under which TRL logs it; that of the model's folder by default.
 
     Returns:
-        A reward function whose values are probabilities of `good_label`, between 0 and 1.
+        A reward function whose values are probabilities of `good_label`, between 0 and 1. It raises ValueError for a
+        solution that is longer than the model can read.
 
     Raises:
-        ValueError: the model has no such label, the separator has no token, or a solution is longer than the model
-            can read.
+        ValueError: the model has no such label, the separator has no token, or `batch_size` is below 1.
     """
     labels: Any = model.config.id2label or {}
     if good_label not in labels:
@@ -75,8 +107,10 @@ def process_reward_model(
     ends_step = tokenizer.encode(separator, add_special_tokens=False)
     if not ends_step:
         raise ValueError(f"separator={separator!r} has no token. Set it to what the model was trained with.")
-    longest = getattr(model.config, "max_position_embeddings", None)
-    model.eval()
+    if batch_size < 1:
+        raise ValueError(f"batch_size={batch_size} reads nothing. Set it to 1 or more solutions.")
+    # RoBERTa's kind has more positions than it can read, and says so in its tokenizer
+    longest = min(getattr(model.config, "max_position_embeddings", 0) or 2**31, tokenizer.model_max_length)
 
     def encode(prompt: Any, steps: list[str]) -> tuple[list[int], list[int]]:
         """The tokens, and where each step's label is."""
@@ -90,7 +124,7 @@ def process_reward_model(
         for step in steps:
             ids = [*ids, *tokenizer.encode(step.strip(), add_special_tokens=False), *ends_step]
             labelled.append(len(ids) - 1)
-        if longest is not None and len(ids) > longest:
+        if len(ids) > longest:
             raise ValueError(
                 f"a prompt with its steps has {len(ids)} tokens, and the process reward model reads {longest}. "
                 "Shorten max_completion_length or the prompts, or use a model that reads more."
@@ -99,6 +133,7 @@ def process_reward_model(
 
     @torch.inference_mode()
     def probabilities(prompts: Sequence[Any], steps: Sequence[list[str]], **_: Any) -> list[list[float]]:
+        model.eval()
         encoded = [encode(prompt, row) for prompt, row in zip(prompts, steps, strict=True)]
         order = sorted(range(len(encoded)), key=lambda i: len(encoded[i][0]))  # little padding in a batch
         scores: list[list[float]] = [[] for _ in encoded]
@@ -116,5 +151,5 @@ def process_reward_model(
                 scores[i] = good[row, encoded[i][1]].tolist()
         return scores
 
-    probabilities.__name__ = "process_reward_model"
-    return scored_steps(probabilities, splitter)
+    folder = str(model.config.name_or_path).rstrip("/").split("/")[-1]
+    return scored_steps(probabilities, splitter, name=name or folder or "process_reward_model")

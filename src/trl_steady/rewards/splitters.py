@@ -20,10 +20,12 @@ class Steps:
     Args:
         texts: (S,) the text of each.
         ends: (S,) their exclusive ends in characters; None where steps are assistant turns.
+        closed: Whether what ends a step has ended the last one too, before the model decided to stop.
     """
 
     texts: Sequence[str]
     ends: Sequence[int] | None
+    closed: bool = False
 
     def rewards(self, values: Sequence[float]) -> StepRewards:
         """With a reward for each step.
@@ -33,7 +35,9 @@ class Steps:
         """
         if len(values) != len(self.texts):
             raise ValueError(f"{len(values)} rewards for {len(self.texts)} steps. Give one for each.")
-        return StepRewards.per_turn(values) if self.ends is None else StepRewards(values, self.ends)
+        return (
+            StepRewards.per_turn(values) if self.ends is None else StepRewards(values, self.ends, closed=self.closed)
+        )
 
 
 Splitter = Callable[[Any], Steps]
@@ -46,25 +50,28 @@ def by_regex(pattern: str | re.Pattern[str]) -> Splitter:
         pattern: Of what ends a step, which is part of it.
 
     Returns:
-        A splitter of texts, and of conversations with one message.
+        A splitter of texts, and of conversations with one message; it raises ValueError at one with more.
 
     >>> by_regex(r"\\.\\s*")("One. Two. And three")
-    Steps(texts=['One. ', 'Two. ', 'And three'], ends=[5, 10, 19])
+    Steps(texts=['One. ', 'Two. ', 'And three'], ends=[5, 10, 19], closed=False)
     """
     compiled = re.compile(pattern)
 
     def split(completion: Any) -> Steps:
         text = _content(completion)
         ends: list[int] = []
+        closed = False
         for end in (*(match.end() for match in compiled.finditer(text)), len(text)):
             start = ends[-1] if ends else 0
             if not text[start:end].strip():
+                closed = bool(ends)
                 if ends and end > start:
                     ends[-1] = end
             else:
+                closed = False
                 ends.append(end)
-        starts = [0, *ends[:-1]]
-        return Steps([text[start:end] for start, end in zip(starts, ends, strict=True)] if ends else [], ends)
+        starts = (0, *ends)
+        return Steps([text[start:end] for start, end in zip(starts, ends, strict=False)], ends, closed)
 
     return split
 
@@ -81,9 +88,14 @@ def by_blank_line() -> Splitter:
 def by_turn() -> Splitter:
     """Each message of the assistant is a step: of conversations with tools.
 
+    A step's text is the message's content; calls of tools are in `completions`, which a scorer gets too.
+
+    Raises:
+        ValueError: when it is given a completion that is no conversation.
+
     >>> call, answer = {"role": "assistant", "content": "Let me look."}, {"role": "assistant", "content": "It is 4."}
     >>> by_turn()([call, {"role": "tool", "name": "look", "content": "4"}, answer])
-    Steps(texts=['Let me look.', 'It is 4.'], ends=None)
+    Steps(texts=['Let me look.', 'It is 4.'], ends=None, closed=False)
     """
 
     def split(completion: Any) -> Steps:

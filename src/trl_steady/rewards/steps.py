@@ -2,10 +2,14 @@
 
 import math
 import operator
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 __all__ = ["StepRewards"]
+
+_LARGEST = 3.4028234663852886e38  # of float32, in which TRL holds rewards
+_UNITS = ("characters", "tokens", "turns")
 
 
 @dataclass(frozen=True)
@@ -13,29 +17,42 @@ class StepRewards:
     """The rewards of a completion's steps, for a reward function to return in place of a float.
 
     Steps follow one another; a token belongs to the step in which it begins. The completion's logged reward is the
-    sum of `values`. `StepRewards([], [])` is a completion without steps, worth 0 (None is one without a verdict).
+    sum of `values`. `StepRewards([], [])` is a completion without steps, worth 0; None is one without a verdict.
 
     Args:
         values: (S,) the reward of each step.
         ends: (S,) where each step ends: exclusive character offsets into the completion's text, in increasing order.
-            The text is what the reward function gets; of a conversation, the content of its only message. An end at
-            the end of the text takes in what has no text, such as an end-of-sequence token.
+            The text is what the reward function gets; of a conversation, the content of its only message.
+        closed: Whether the last step was over before the model decided to stop, as a line is with its line break. An
+            end at the end of the text else takes in what has no text, such as an end-of-sequence token: the decision
+            to stop ended the step. The splitters know which.
+        unit: What `ends` count; made by `at_tokens` and `per_turn`.
 
     Raises:
-        ValueError: `values` and `ends` differ in length, a value is not finite, or the ends do not increase.
+        ValueError: `values` and `ends` differ in length, a value is no finite number, an end is no whole number, or
+            the ends do not increase.
 
     >>> text = "1 + 1 = 2. 2 + 1 = 4."
     >>> StepRewards([1.0, 0.0], [text.index(".") + 1, len(text)])
-    StepRewards(values=(1.0, 0.0), ends=(10, 21), unit='characters')
+    StepRewards(values=(1.0, 0.0), ends=(10, 21), closed=False, unit='characters')
     """
 
     values: Sequence[float]
     ends: Sequence[int]
+    closed: bool = field(default=False, kw_only=True)
     unit: str = field(default="characters", kw_only=True)
 
     @classmethod
     def at_tokens(cls, values: Sequence[float], ends: Sequence[int]) -> "StepRewards":
-        """With ends in tokens: how many of `completion_ids`, tools' and environments' tokens included.
+        """With ends in tokens.
+
+        Args:
+            values: (S,) the reward of each step; with S = T, of each token.
+            ends: (S,) exclusive, in increasing order: how many of `completion_ids` lie before each end, the tokens of
+                tools and environments included.
+
+        Raises:
+            ValueError: as the constructor.
 
         >>> StepRewards.at_tokens([0.5, 0.5], [12, 20]).ends
         (12, 20)
@@ -44,10 +61,16 @@ class StepRewards:
 
     @classmethod
     def per_turn(cls, values: Sequence[float]) -> "StepRewards":
-        """One value for each assistant turn, in order; a turn ends with the last token that the model wrote in it.
+        """One value for each assistant turn; a turn ends with the last token that the model wrote in it.
 
         A turn is a message of the assistant; of a completion that is no conversation, a run of tokens of its own
         (those that a rollout's `env_mask` marks with 1).
+
+        Args:
+            values: (turns,) the reward of each turn, in order.
+
+        Raises:
+            ValueError: a value is no finite number.
 
         >>> StepRewards.per_turn([0.0, 0.0, 1.0]).ends
         (1, 2, 3)
@@ -56,19 +79,15 @@ class StepRewards:
         return cls(values, range(1, len(values) + 1), unit="turns")
 
     def __post_init__(self) -> None:
-        values = tuple(float(value) for value in self.values)
-        ends = tuple(operator.index(end) for end in self.ends)
+        if self.unit not in _UNITS:
+            raise ValueError(f"StepRewards has unit={self.unit!r}. Use StepRewards.at_tokens or StepRewards.per_turn.")
+        values = tuple(_finite(step, value) for step, value in enumerate(_items("values", self.values)))
+        ends = tuple(_whole(step, end) for step, end in enumerate(_items("ends", self.ends)))
         if len(values) != len(ends):
             raise ValueError(
                 f"StepRewards has {len(values)} values and {len(ends)} ends. Give one end for each value: where the "
                 f"step ends, in {self.unit}."
             )
-        for step, value in enumerate(values):
-            if not math.isfinite(value):
-                raise ValueError(
-                    f"StepRewards has values[{step}]={value}. Give finite numbers; a step without a verdict can be "
-                    "left out, and for a completion without any return None."
-                )
         for step, (before, end) in enumerate(zip((0, *ends), ends, strict=False)):
             if end <= before:
                 after = f"ends[{step - 1}]={before}" if step else "0"
@@ -83,3 +102,29 @@ class StepRewards:
     def total(self) -> float:
         """The completion's reward, as it is logged."""
         return math.fsum(self.values)
+
+
+def _items(name: str, given: Any) -> Iterable[Any]:
+    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
+        raise ValueError(f"StepRewards has {name}={given!r}. Give a list of numbers, one for each step.")
+    return given
+
+
+def _finite(step: int, value: Any) -> float:
+    try:
+        number = math.nan if isinstance(value, str) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not abs(number) <= _LARGEST:
+        raise ValueError(
+            f"StepRewards has values[{step}]={value!r}. Give finite numbers; a step without a verdict can be left "
+            "out, and for a completion without any return None."
+        )
+    return number
+
+
+def _whole(step: int, end: Any) -> int:
+    try:
+        return operator.index(end)
+    except TypeError:
+        raise ValueError(f"StepRewards has ends[{step}]={end!r}. Give whole numbers.") from None

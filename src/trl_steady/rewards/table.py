@@ -6,15 +6,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["StepTable", "Verdict", "tabulate"]
+__all__ = ["Rewarded", "StepTable", "tabulate"]
 
 
-class Verdict(NamedTuple):
+class Rewarded(NamedTuple):
     """What is known of one completion beside its scalar rewards; plain data, for other processes."""
 
     tokens: int
     """Its length."""
-    own: int
+    own_end: int
     """Where its last loss token ends."""
     steps: Mapping[int, Sequence[tuple[int, float]]]
     """Reward function -> (end in tokens, reward) of each step; a function that returned no steps is not in it."""
@@ -29,13 +29,13 @@ class StepTable(NamedTuple):
     """(N, S) in tokens, exclusive, increasing; a number beyond every completion where there is no such step."""
 
 
-def tabulate(verdicts: Sequence[Verdict], scalars: Tensor, weights: Tensor, *, cover: bool) -> StepTable:
+def tabulate(completions: Sequence[Rewarded], scalars: Tensor, weights: Tensor, *, cover: bool) -> StepTable:
     """Put what the reward functions returned in one order.
 
     A plain number is a step that ends with the completion. Steps that end at the same token are one, worth their sum.
 
     Args:
-        verdicts: (N,) one for each completion.
+        completions: (N,) what is known of each.
         scalars: (N, K) rewards by function, NaN = None; what a function's steps replace.
         weights: (K,) of the functions.
         cover: End a step of reward 0 with the last loss token where no step reaches it, so that every loss token of a
@@ -43,17 +43,17 @@ def tabulate(verdicts: Sequence[Verdict], scalars: Tensor, weights: Tensor, *, c
     """
     known = (~scalars.isnan()).tolist()
     rows: list[dict[int, dict[int, float]]] = []  # end -> reward function -> reward
-    for verdict, has_verdict, numbers in zip(verdicts, known, scalars.tolist(), strict=True):
+    for completion, is_known, numbers in zip(completions, known, scalars.tolist(), strict=True):
         row: dict[int, dict[int, float]] = {}
         for function, number in enumerate(numbers):
-            if not has_verdict[function]:
+            if not is_known[function]:
                 continue
-            whole = [(verdict.tokens, number)]
-            for end, value in verdict.steps.get(function, whole):
+            whole = [(completion.tokens, number)]
+            for end, value in completion.steps.get(function, whole):
                 at_end = row.setdefault(end, {})
                 at_end[function] = at_end.get(function, 0.0) + value
-        if cover and any(has_verdict) and max(row, default=-1) < verdict.own:
-            row[verdict.own] = {0: 0.0}
+        if cover and any(is_known) and max(row, default=-1) < completion.own_end:
+            row[completion.own_end] = {0: 0.0}
         rows.append(dict(sorted(row.items())))
     size = (len(rows), max(1, *map(len, rows)))
     missing, beyond = [torch.nan] * len(weights), torch.iinfo(torch.int64).max
