@@ -175,8 +175,8 @@ def test_a_tokenizer_that_is_not_byte_level() -> None:
 @pytest.mark.parametrize("decoder", ["bytes", "prefixes"])
 def test_bytes_beside_bytes(decoder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half an emoji makes the decoder replace the line break before it too; no token begins before another."""
-    if decoder == "prefixes":
-        monkeypatch.setattr(placement, "_sentencepiece", lambda token: b"?")
+    other_way = {"bytes": "_agreement", "prefixes": "_sentencepiece"}[decoder]
+    monkeypatch.setattr(placement, other_way, lambda *_: b"?")
     tokenizer = sentencepiece_like()
     text = "ab cd\n😀é ab\n数 ab"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
