@@ -54,8 +54,9 @@ def spelling(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Spelling
     text = str(tokenizer.decode(ids, skip_special_tokens=True))
     tokens = tokenizer.convert_ids_to_tokens(ids)
     added = getattr(tokenizer, "added_tokens_decoder", {})
+    # None: a row of the head without a token
     special = [token is None or (id in added and added[id].special) for id, token in zip(ids, tokens, strict=True)]
-    for bytes_of in (_byte_level, _sentencepiece):  # None: a row of the head without a token
+    for bytes_of in (_byte_level, _sentencepiece):
         pieces = [b"" if has_no_text else bytes_of(t) for t, has_no_text in zip(tokens, special, strict=True)]
         first = next((i for i, piece in enumerate(pieces) if piece), 0)
         for strip in (b"", b" "):  # SentencePiece's decoders take the first space away
@@ -174,7 +175,7 @@ def _seen(completion: Completion, text: str) -> tuple[str, int]:
     # a template takes reasoning out, which stands before the content, and calls of tools, which stand behind it
     reasoning = str(messages[0].get("reasoning_content") or messages[0].get("thinking") or "")
     if reasoning or messages[0].get("tool_calls"):
-        offset = text.find(seen, text.find(reasoning) + len(reasoning))
+        offset = text.find(seen, text.find(reasoning) + len(reasoning) if reasoning in text else 0)
     else:
         offset = text.rfind(seen)
     if offset < 0:
@@ -186,7 +187,7 @@ def _seen(completion: Completion, text: str) -> tuple[str, int]:
 
 
 def _refuse_beyond(steps: StepRewards, completion: Completion, length: int) -> None:
-    if steps.ends and steps.ends[-1] > length:
+    if steps.ends[-1] > length:
         what = f"has {length} {steps.unit}{completion.limit}" if length else "is empty"
         raise ValueError(
             f"StepRewards has ends[{len(steps.ends) - 1}]={steps.ends[-1]}, and completion {completion.index} {what}. "
