@@ -72,7 +72,7 @@ def test_a_table_that_begins_with_other_rollouts_is_filled_up(models: dict[str, 
     assert [value is None for value in trainer._logs["extra"]["steps/rewards"]] == [True] * 8 + [False] * 4
 
 
-def test_without_any_step_rewards_the_table_is_trls(models: dict[str, Path], tmp_path: Path) -> None:
+def test_without_any_step_rewards_no_column_is_begun(models: dict[str, Path], tmp_path: Path) -> None:
     trainer = build(models, tmp_path, [tiny.reward])
     trainer.rollout(rows(4))
     assert not trainer._logs["extra"] and trainer.last_step_advantages == []

@@ -15,6 +15,7 @@ from tests import advantage_oracles as oracles
 from tests import tiny
 from tests.stepwise import FORMULAS, SCALES, Length, build, ends_of, judge, lines, mixed, rows, values_of
 from trl_steady import StepRewards
+from trl_steady.rewards import by_blank_line
 
 
 def steps_by_hand(functions: list[Any], weights: list[float], texts: list[str], ids: list[list[int]]) -> list[Any]:
@@ -317,13 +318,45 @@ def test_a_group_of_plain_rewards_among_steps_is_nothing_to_be_said(models: dict
         trainer.rollout(rows(8))
 
 
-def test_one_for_all_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
-    def careless(**_: Any) -> StepRewards:
-        return StepRewards([1.0], [1])
+@pytest.mark.parametrize(
+    ("returned", "message"),
+    [
+        (StepRewards([1.0], [1]), r"'careless' returned StepRewards\(.*\)\. Return a list, one for each completion"),
+        (None, r"'careless' returned None\. Return a list"),
+        (
+            [1.0, [1.0, 0.0], 0.5, 0.5],
+            r"returned \[1\.0, 0\.0\] for completion 1\. Return a float, None, or for steps",
+        ),
+        (
+            [by_blank_line()("a")] * 4,
+            r"returned Steps\(.*for completion 0\. .*a splitter's Steps with \.rewards\(values\)",
+        ),
+    ],
+)
+def test_what_is_no_reward_is_refused(models: dict[str, Path], tmp_path: Path, returned: Any, message: str) -> None:
+    def careless(**_: Any) -> Any:
+        return returned
 
-    trainer = build(models, tmp_path, [careless])
-    with pytest.raises(ValueError, match=r"'careless' returned one StepRewards\. Return a list, with one for each"):
-        trainer.train()
+    with pytest.raises(ValueError, match=message):
+        build(models, tmp_path, [careless]).rollout(rows(4))
+
+
+def test_a_rollout_that_failed_leaves_nothing_behind(models: dict[str, Path], tmp_path: Path) -> None:
+    calls: list[None] = []
+
+    def first_in_steps(completions: list[str], **_: Any) -> list[Any]:
+        calls.append(None)
+        return lines(completions) if len(calls) == 1 else [1.0] * len(completions)
+
+    def fails_at_first(completions: list[str], **_: Any) -> list[float]:
+        if len(calls) == 1:
+            raise ConnectionError
+        return [1.0] * len(completions)
+
+    trainer = build(models, tmp_path, [first_in_steps, fails_at_first])
+    with pytest.raises(ConnectionError):
+        trainer.rollout(rows(4))
+    assert trainer.rollout(rows(4))["advantages"].dim() == 1
 
 
 def test_every_kind_of_function(models: dict[str, Path], tmp_path: Path) -> None:

@@ -13,9 +13,10 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from trl_steady.config import GRPOConfig
 from trl_steady.functional import advantages
 from trl_steady.host import HostTrainer
+from trl_steady.rewards import Steps
 from trl_steady.rewards.placement import Completion, spelling, token_ends
 from trl_steady.rewards.steps import StepRewards
-from trl_steady.rewards.table import Rewarded, StepTable, tabulate
+from trl_steady.rewards.table import ScoredCompletion, StepTable, tabulate
 
 __all__ = ["StepwiseTrainer"]
 
@@ -69,16 +70,23 @@ class StepwiseTrainer(HostTrainer):
         return processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
 
     def read_rewards(self, function: int, returned: Sequence[Any]) -> Sequence[Any]:
-        """Their sums, for TRL to log."""
-        if isinstance(returned, StepRewards):
+        """Keeps step rewards aside; TRL gets their sums."""
+        name = self.reward_func_names[function]
+        if returned is None or isinstance(returned, StepRewards):
             raise ValueError(
-                f"reward function {self.reward_func_names[function]!r} returned one StepRewards. Return a list, with "
-                "one for each completion."
+                f"reward function {name!r} returned {returned!r}. Return a list, one for each completion."
             )
         rewards = list(returned)
+        for completion, reward in enumerate(rewards):
+            if isinstance(reward, list | tuple | Steps):
+                raise ValueError(
+                    f"reward function {name!r} returned {reward!r} for completion {completion}. Return a float, None, "
+                    "or for steps StepRewards(values, ends), StepRewards.per_turn(values), or a splitter's Steps with "
+                    ".rewards(values)."
+                )
         steps = {i: reward for i, reward in enumerate(rewards) if isinstance(reward, StepRewards)}
         if steps:
-            self._refuse_where_ignored(self.reward_func_names[function])
+            self._refuse_where_ignored(name)
         for completion, reward in steps.items():
             self._steps[completion, function] = reward
             rewards[completion] = reward.total
@@ -101,13 +109,13 @@ class StepwiseTrainer(HostTrainer):
             )
 
     def keep_rewards(self, rewards: Tensor, completions: list[Any], completion_ids: list[list[int]]) -> None:
-        """For after the rollout, when it is known which tokens are the model's own."""
+        """Keeps all of it for after the rollout, when it is known which tokens are the model's own."""
         self._returned = _Returned(rewards, completions, completion_ids, self._steps)
         self._steps = {}
 
     def rollout(self, inputs: Any) -> dict[str, Any]:
         """TRL's, with advantages per token where steps were rewarded."""
-        self._returned = None
+        self._steps, self._returned = {}, None
         output = super().rollout(inputs)
         returned = self._returned
         if returned is None or not any(gather_object([bool(returned.steps)])):
@@ -118,7 +126,7 @@ class StepwiseTrainer(HostTrainer):
         mask = output["completion_mask"].bool()
         if "tool_mask" in output:
             mask = mask & output["tool_mask"].bool()
-        completions: list[Rewarded] = gather_object(
+        completions: list[ScoredCompletion] = gather_object(
             [self._rewarded(returned, i, row) for i, row in enumerate(mask.tolist())]
         )
         group_size = self.num_generations if self.model.training else self.num_generations_eval
@@ -149,7 +157,7 @@ class StepwiseTrainer(HostTrainer):
                 stacklevel=2,
             )
 
-    def _warn_without_steps(self, completions: Sequence[Rewarded], group_size: int) -> None:
+    def _warn_without_steps(self, completions: Sequence[ScoredCompletion], group_size: int) -> None:
         for start in range(0, len(completions), group_size):
             group = completions[start : start + group_size]
             returned = [steps for completion in group for steps in completion.steps.values()]
@@ -161,7 +169,7 @@ class StepwiseTrainer(HostTrainer):
                     stacklevel=2,
                 )
 
-    def _rewarded(self, returned: _Returned, index: int, mask: list[bool]) -> Rewarded:
+    def _rewarded(self, returned: _Returned, index: int, mask: list[bool]) -> ScoredCompletion:
         """One completion of this process."""
         ids = returned.ids[index]
         is_own = mask[: len(ids)]
@@ -182,7 +190,7 @@ class StepwiseTrainer(HostTrainer):
                 except ValueError as error:
                     raise ValueError(f"reward function {name!r}: {error}") from error
                 steps[function] = list(zip(ends, rewards.values, strict=True))
-        return Rewarded(len(ids), max((t + 1 for t, own in enumerate(is_own) if own), default=0), steps)
+        return ScoredCompletion(len(ids), max((t + 1 for t, own in enumerate(is_own) if own), default=0), steps)
 
     def _log_steps(self, table: StepTable, step_advantages: Tensor, mask: Tensor, per_token: Tensor) -> None:
         means = per_token.sum(1) / mask.sum(1).clamp(min=1)

@@ -113,7 +113,7 @@ def test_a_scale_of_the_own_group_biases_skewed_rewards(
 
 
 @pytest.mark.parametrize("formula", [advantages.process, advantages.return_to_go])
-def test_a_batch_of_one_group_has_the_gradient_of_the_group(formula: Callable[..., Tensor]) -> None:
+def test_a_batch_of_one_group_has_the_advantages_of_the_group(formula: Callable[..., Tensor]) -> None:
     toy = TOYS["good, skewed"]
     for group in toy.members[::37]:
         rewards = toy.rewards[group]
@@ -187,6 +187,29 @@ def test_a_stop_without_a_step_of_its_own_is_caught(theta: Tensor) -> None:
         "worth going on", advantages.return_to_go, figure.FIRST_OF_THE_NEXT, theta, rest_is_a_step=False
     )
     assert (true_gradient("worth going on", theta) * (2 / 3) - gradient).min() > 1e-2
+
+
+@pytest.mark.parametrize(
+    ("first", "later", "formula", "scale", "placement", "pushed", "steps"),
+    [
+        ("FIRST_GOOD", "SYMMETRIC", "process", "none", 0, -0.076, 1.01),
+        ("FIRST_GOOD", "SYMMETRIC", "process", "none", 1, -0.101, 1.01),
+        ("FIRST_BAD", "SYMMETRIC", "process", "none", 0, 0.076, 3.92),
+        ("FIRST_GOOD", "SYMMETRIC", "return_to_go", "none", 0, 0.0, 1.875),
+        ("FIRST_GOOD", "SKEWED", "process", "group", 0, -0.13, 1.01),
+        ("FIRST_GOOD", "SKEWED", "process", "group", 1, -0.17, 1.00),
+        ("FIRST_GOOD", "SKEWED", "return_to_go", "group", 0, -0.020, 1.07),
+        ("FIRST_GOOD", "SKEWED", "return_to_go", "group", 1, -0.034, 1.03),
+    ],
+)
+def test_the_figures_of_the_page(
+    first: str, later: str, formula: str, scale: str, placement: int, pushed: float, steps: float
+) -> None:
+    toy = figure.Toy(getattr(figure, first), getattr(figure, later), 4)
+    on_decisions = toy.on_decisions(getattr(advantages, formula), figure.PLACEMENTS[placement], scale)
+    gradient = toy.expected_gradient(on_decisions, torch.zeros(3, dtype=torch.float64))
+    assert gradient[0].item() == pytest.approx(pushed, abs=6e-4 if abs(pushed) < 0.11 else 6e-3)
+    assert figure.train(toy, on_decisions)[-1].item() == pytest.approx(steps, abs=6e-3)
 
 
 def test_the_picture_shows_lengths_that_collapse_grow_and_stay(

@@ -1,6 +1,7 @@
 """What a reward function may return, and ways to make one that returns it."""
 
 import asyncio
+import functools
 import html
 import inspect
 import math
@@ -44,7 +45,11 @@ def test_bad_input_is_refused_where_it_is_made(values: list[float], ends: list[i
         StepRewards.at_tokens(values, ends)
 
 
-def test_an_unknown_unit_is_refused() -> None:
+def test_a_unit_or_a_flag_that_would_be_ignored_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"unit='turns' and ends=\(99,\)\. Use StepRewards\.per_turn"):
+        StepRewards([1.0], [99], unit="turns")
+    with pytest.raises(ValueError, match="closed=True with ends in tokens"):
+        StepRewards([1.0], [1], unit="tokens", closed=True)
     with pytest.raises(ValueError, match=r"unit='words'\. Use StepRewards\.at_tokens or StepRewards\.per_turn"):
         StepRewards([1.0], [1], unit="words")
 
@@ -62,7 +67,7 @@ SPLIT = [
     (
         rewards.by_regex(r"\n"),
         "\n\na\n\n\nb",
-        ["\n\na\n\n\n", "b"],
+        ["\n\na\n", "\n\nb"],
     ),  # blank pieces: to the step before, the first's after
     (rewards.by_regex(r"Step \d+:"), "Step 1: x Step 2: y", ["Step 1:", " x Step 2:", " y"]),
     (rewards.by_regex(re.compile("end", re.IGNORECASE)), "aEND b", ["aEND", " b"]),
@@ -70,7 +75,7 @@ SPLIT = [
     (rewards.by_regex(r"\n"), "", []),
     (rewards.by_regex(r"\n"), " \n \n", []),
     (rewards.by_blank_line(), "a\nb\n\nc", ["a\nb\n\n", "c"]),
-    (rewards.by_blank_line(), "a\n \t\n\n\nb\n\n", ["a\n \t\n\n\n", "b\n\n"]),
+    (rewards.by_blank_line(), "a\n \t\n\n\nb\n\n", ["a\n \t\n", "\n\nb\n\n"]),
 ]
 
 
@@ -145,7 +150,8 @@ def test_a_scorer_may_be_async_and_may_be_silent() -> None:
     async def judge(steps: list[list[str]], **_: Any) -> list[list[float] | None]:
         return await Judge()(steps)
 
-    for scorer, name in ((judge, "judge"), (Judge(), "Judge")):
+    partly = functools.partial(Judge())
+    for scorer, name in ((judge, "judge"), (Judge(), "Judge"), (partly, "partial")):
         reward: Any = rewards.scored_steps(scorer, rewards.by_regex(r"\n"))
         result = asyncio.run(reward(prompts=["p", "q"], completions=["a\nb", "a"]))
         assert result == [None, StepRewards([0.5], [1])]
@@ -155,8 +161,13 @@ def test_a_scorer_may_be_async_and_may_be_silent() -> None:
 @pytest.mark.parametrize(
     ("scores", "message"),
     [
-        ([[1.0]], r"judge has scored 1 of 2 completions\. Return a list for each"),
-        ([[1.0, 1.0], [1.0, 1.0]], r"judge has 2 scores for the 1 steps of completion 1\. Return one for each step"),
+        ([[1.0, 1.0]], r"judge has returned \[\[1\.0, 1\.0\]\]\. Return 2 lists, one for each completion"),
+        (None, r"judge has returned None\. Return 2 lists"),
+        (
+            [[1.0, 1.0], [1.0, 1.0]],
+            r"judge has returned \[1\.0, 1\.0\] for the 1 steps of completion 1\. Return a list",
+        ),
+        ([0.5, 0.5], r"judge has returned 0\.5 for the 2 steps of completion 0\. Return a list"),
     ],
 )
 def test_scores_that_do_not_fit_are_refused(scores: list[list[float]], message: str) -> None:
@@ -217,6 +228,9 @@ def test_what_a_process_reward_model_cannot_do_is_refused() -> None:
         rewards.process_reward_model(model, tokenizer, lines, good_label=3)
     with pytest.raises(ValueError, match="separator='' has no token"):
         rewards.process_reward_model(model, tokenizer, lines, separator="")
+    turns = rewards.process_reward_model(model, tokenizer, rewards.by_turn())
+    with pytest.raises(ValueError, match=r"reads one text\. Use by_regex or by_blank_line"):
+        turns(prompts=["p"], completions=[CONVERSATION])
     with pytest.raises(ValueError, match="batch_size=0 reads nothing"):
         rewards.process_reward_model(model, tokenizer, lines, batch_size=0)
     reward = rewards.process_reward_model(model, tokenizer, lines)

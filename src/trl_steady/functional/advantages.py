@@ -1,4 +1,4 @@
-"""From the rewards of steps to one advantage per token: DeepSeekMath's formula, and one with an unbiased baseline.
+"""From the rewards of steps to one advantage per token: DeepSeekMath's formula, and one with a baseline by step.
 
 Axes: `B` completions, `group_size` of them in a row for each prompt, `S` steps, `T` tokens. Rewards are (B, S), in the
 order of the steps and NaN where a completion has no such step; a row of NaN is a completion without a verdict, which
@@ -49,9 +49,9 @@ def return_to_go(rewards: Tensor, *, group_size: int, scale: str) -> Tensor:
     """The sum of the rewards from a step on, less what the group's other completions got from the same step on.
 
     The baseline of step j is the mean over the *other* completions that have a step j, 0 if there is none: it does not
-    depend on what the completion itself does from there on, so that it takes nothing away from the expected gradient
-    and adds nothing to it, however many steps follow. All advantages are (G - 1) / G times that, with G the group's
-    completions that have a verdict: TRL subtracts the mean of all G, itself included, which is the same.
+    depend on what the completion itself does from there on, so that, unscaled, it takes nothing away from the expected
+    gradient and adds nothing to it, however many steps follow. All advantages are (G - 1) / G times that, with G the
+    group's completions that have a verdict: TRL subtracts the mean of all G, itself included, which is the same.
 
     Every token must belong to a step for this to hold: tokens after the last reward are a step of reward 0.
 
@@ -61,7 +61,8 @@ def return_to_go(rewards: Tensor, *, group_size: int, scale: str) -> Tensor:
         scale: What the advantages are divided by, plus 1e-4: the largest spread at any step in the `"group"` or in the
             `"batch"`, or nothing (`"none"`). The spread at step j is the standard deviation of the returns from j on;
             of a completion that is alone in its group at j, its advantage. That of the totals alone would blow up
-            where totals are equal and the ways there are not.
+            where totals are equal and the ways there are not. Dividing by the own group favours stopping, or going on,
+            where rewards are skewed, as it does with totals: see `docs/step-rewards.md`.
 
     Returns:
         (B, S), 0 where there is no such step.

@@ -53,7 +53,7 @@ def advantages_png(completions: Sequence[Coloured], path: str | Path, *, columns
         column = 0
         for text, value in completion:
             for part in re.findall("[^\n]*\n|[^\n]+", text) or [""]:
-                shown = part.replace("\n", "\u21b5") or "\u2205"
+                shown = re.sub(r"[\x00-\x1f\x7f]", "\u00b7", part.replace("\n", "\u21b5")) or "\u2205"
                 while shown:
                     if column == columns:
                         line, column = line + 1, 0

@@ -1,13 +1,14 @@
 """Reward functions for TRL out of what scores steps: any callable, or a process reward model."""
 
+import functools
 import inspect
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-from trl_steady.rewards.splitters import Splitter
+from trl_steady.rewards.splitters import Splitter, Steps
 from trl_steady.rewards.steps import StepRewards
 
 __all__ = ["process_reward_model", "scored_steps"]
@@ -39,20 +40,20 @@ def scored_steps(
     """
     name = name or getattr(scorer, "__name__", type(scorer).__name__)
 
-    def ask(completions: Sequence[Any], columns: dict[str, Any]) -> tuple[list[Any], Any]:
+    def ask(completions: Sequence[Any], columns: dict[str, Any]) -> tuple[list[Steps], Any]:
         split = [splitter(completion) for completion in completions]
         steps = [list(one.texts) for one in split]
         return split, scorer(**{**columns, "completions": completions, "steps": steps})
 
-    def fit(split: list[Any], scores: Sequence[Any]) -> Rewards:
-        if len(scores) != len(split):
-            raise ValueError(f"{name} has scored {len(scores)} of {len(split)} completions. Return a list for each.")
+    def fit(split: list[Steps], scores: Any) -> Rewards:
+        if not isinstance(scores, Iterable) or len(rows := list(scores)) != len(split):
+            raise ValueError(f"{name} has returned {scores!r}. Return {len(split)} lists, one for each completion.")
         rewards: Rewards = []
-        for i, (one, row) in enumerate(zip(split, scores, strict=True)):
-            if row is not None and len(row) != len(one.texts):
+        for i, (one, row) in enumerate(zip(split, rows, strict=True)):
+            if row is not None and (not isinstance(row, Iterable) or len(row := list(row)) != len(one.texts)):
                 raise ValueError(
-                    f"{name} has {len(row)} scores for the {len(one.texts)} steps of completion {i}. Return one for "
-                    "each step, or None for no verdict on the completion."
+                    f"{name} has returned {row!r} for the {len(one.texts)} steps of completion {i}. Return a list "
+                    "with a score for each step, or None for no verdict on the completion."
                 )
             rewards.append(None if row is None else one.rewards(row))
         return rewards
@@ -64,7 +65,10 @@ def scored_steps(
     def now(completions: Sequence[Any], **columns: Any) -> Rewards:
         return fit(*ask(completions, columns))
 
-    is_async = inspect.iscoroutinefunction(scorer) or inspect.iscoroutinefunction(type(scorer).__call__)
+    function = scorer
+    while isinstance(function, functools.partial):
+        function = function.func
+    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
     reward = later if is_async else now
     reward.__name__ = name
     return reward
@@ -88,7 +92,7 @@ def process_reward_model(
     Args:
         model: `AutoModelForTokenClassification`, on the device where it is to run; scores without dropout.
         tokenizer: Its own.
-        splitter: Of a completion, such as `by_blank_line()`.
+        splitter: Of a completion into parts of one text, such as `by_blank_line()`.
         separator: What follows each step; white space around a step is left off.
         good_label: Which of the model's labels says that a step is good.
         batch_size: Solutions read at once.
@@ -151,5 +155,11 @@ def process_reward_model(
                 scores[i] = good[row, encoded[i][1]].tolist()
         return scores
 
+    def one_text(completion: Any) -> Steps:
+        steps = splitter(completion)
+        if steps.ends is None:  # what tools were asked and said is not in the steps
+            raise ValueError("process_reward_model reads one text. Use by_regex or by_blank_line in place of by_turn.")
+        return steps
+
     folder = str(model.config.name_or_path).rstrip("/").split("/")[-1]
-    return scored_steps(probabilities, splitter, name=name or folder or "process_reward_model")
+    return scored_steps(probabilities, one_text, name=name or folder or "process_reward_model")

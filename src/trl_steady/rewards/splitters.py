@@ -41,10 +41,14 @@ class Steps:
 
 
 Splitter = Callable[[Any], Steps]
+"""From a completion, as reward functions get it, to its steps."""
 
 
 def by_regex(pattern: str | re.Pattern[str]) -> Splitter:
-    """A step ends with each match of `pattern`, and with the completion. Blank pieces belong to the step before.
+    """A step ends with each match of `pattern`, and with the completion. A blank piece belongs to the step after it.
+
+    The tokens up to a step's end must tell that it has ended: with a pattern that may match more or less by what comes
+    next (`\\s*` at its end, a look-ahead), stopping would be rewarded by itself, or going on.
 
     Args:
         pattern: Of what ends a step, which is part of it.
@@ -52,24 +56,21 @@ def by_regex(pattern: str | re.Pattern[str]) -> Splitter:
     Returns:
         A splitter of texts, and of conversations with one message; it raises ValueError at one with more.
 
-    >>> by_regex(r"\\.\\s*")("One. Two. And three")
-    Steps(texts=['One. ', 'Two. ', 'And three'], ends=[5, 10, 19], closed=False)
+    >>> by_regex(r"\\.")("One. Two. And three")
+    Steps(texts=['One.', ' Two.', ' And three'], ends=[4, 9, 19], closed=False)
     """
     compiled = re.compile(pattern)
 
     def split(completion: Any) -> Steps:
         text = _content(completion)
         ends: list[int] = []
-        closed = False
-        for end in (*(match.end() for match in compiled.finditer(text)), len(text)):
-            start = ends[-1] if ends else 0
-            if not text[start:end].strip():
-                closed = bool(ends)
-                if ends and end > start:
-                    ends[-1] = end
-            else:
-                closed = False
-                ends.append(end)
+        for match in compiled.finditer(text):
+            if text[ends[-1] if ends else 0 : match.end()].strip():
+                ends.append(match.end())
+        closed = bool(ends)
+        if text[ends[-1] if ends else 0 :].strip():
+            ends.append(len(text))
+            closed = False
         starts = (0, *ends)
         return Steps([text[start:end] for start, end in zip(starts, ends, strict=False)], ends, closed)
 
@@ -77,12 +78,12 @@ def by_regex(pattern: str | re.Pattern[str]) -> Splitter:
 
 
 def by_blank_line() -> Splitter:
-    """A step ends with each run of blank lines, as the steps of a written-out solution do.
+    """A step ends with a blank line, as the steps of a written-out solution do; more of them belong to the next step.
 
     >>> by_blank_line()("First.\\n\\nSecond,\\nstill.\\n\\n").texts
     ['First.\\n\\n', 'Second,\\nstill.\\n\\n']
     """
-    return by_regex(r"\n\s*\n")
+    return by_regex(r"\n[^\S\n]*\n")
 
 
 def by_turn() -> Splitter:
@@ -101,7 +102,8 @@ def by_turn() -> Splitter:
     def split(completion: Any) -> Steps:
         if isinstance(completion, str):
             raise ValueError(
-                "by_turn splits conversations, and this completion is text. Use by_regex or by_blank_line."
+                "by_turn splits conversations, and this completion is text. Use by_regex or by_blank_line, or return "
+                "StepRewards.per_turn for the turns of a rollout_func."
             )
         return Steps([_content([m]) for m in completion if m["role"] == "assistant"], None)
 

@@ -81,6 +81,11 @@ class StepRewards:
     def __post_init__(self) -> None:
         if self.unit not in _UNITS:
             raise ValueError(f"StepRewards has unit={self.unit!r}. Use StepRewards.at_tokens or StepRewards.per_turn.")
+        if self.closed and self.unit != "characters":
+            raise ValueError(
+                f"StepRewards has closed=True with ends in {self.unit}, which say themselves what a step "
+                "has. Leave it unset."
+            )
         values = tuple(_finite(step, value) for step, value in enumerate(_items("values", self.values)))
         ends = tuple(_whole(step, end) for step, end in enumerate(_items("ends", self.ends)))
         if len(values) != len(ends):
@@ -95,6 +100,8 @@ class StepRewards:
                     f"StepRewards has ends[{step}]={end}, which is not after {after}. Ends are exclusive and "
                     "increase: every step has a length."
                 )
+        if self.unit == "turns" and ends != tuple(range(1, len(ends) + 1)):
+            raise ValueError(f"StepRewards has unit='turns' and ends={ends}. Use StepRewards.per_turn(values).")
         object.__setattr__(self, "values", values)
         object.__setattr__(self, "ends", ends)
 
@@ -117,8 +124,8 @@ def _finite(step: int, value: Any) -> float:
         number = math.nan
     if not abs(number) <= _LARGEST:
         raise ValueError(
-            f"StepRewards has values[{step}]={value!r}. Give finite numbers; a step without a verdict can be left "
-            "out, and for a completion without any return None."
+            f"StepRewards has values[{step}]={value!r}. Give finite numbers, 0 for a step that earns nothing; for a "
+            "completion without a verdict return None."
         )
     return number
 

@@ -6,10 +6,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Rewarded", "StepTable", "tabulate"]
+__all__ = ["ScoredCompletion", "StepTable", "tabulate"]
 
 
-class Rewarded(NamedTuple):
+class ScoredCompletion(NamedTuple):
     """What is known of one completion beside its scalar rewards; plain data, for other processes."""
 
     tokens: int
@@ -29,7 +29,7 @@ class StepTable(NamedTuple):
     """(N, S) in tokens, exclusive, increasing; a number beyond every completion where there is no such step."""
 
 
-def tabulate(completions: Sequence[Rewarded], scalars: Tensor, weights: Tensor, *, cover: bool) -> StepTable:
+def tabulate(completions: Sequence[ScoredCompletion], scalars: Tensor, weights: Tensor, *, cover: bool) -> StepTable:
     """Put what the reward functions returned in one order.
 
     A plain number is a step that ends with the completion. Steps that end at the same token are one, worth their sum.
@@ -53,7 +53,7 @@ def tabulate(completions: Sequence[Rewarded], scalars: Tensor, weights: Tensor, 
                 at_end = row.setdefault(end, {})
                 at_end[function] = at_end.get(function, 0.0) + value
         if cover and any(is_known) and max(row, default=-1) < completion.own_end:
-            row[completion.own_end] = {0: 0.0}
+            row[completion.own_end] = {0: 0.0}  # any function will do
         rows.append(dict(sorted(row.items())))
     size = (len(rows), max(1, *map(len, rows)))
     missing, beyond = [torch.nan] * len(weights), torch.iinfo(torch.int64).max
