@@ -6,7 +6,7 @@ BIN := $(VENV)/bin
 PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt $(PIP_FLAGS)
 JOBS ?= 2
 
-.PHONY: demo demo-gspo demo-v32 test test-slow check docs bench format clean
+.PHONY: demo demo-gspo demo-process demo-v32 test test-slow check docs bench format clean
 
 # deprecations that TRL owes transformers would bury the progress
 TRAIN = PYTHONWARNINGS=ignore::FutureWarning $(BIN)/python
@@ -16,6 +16,9 @@ demo: $(VENV)/.recipes
 
 demo-gspo: $(VENV)/.recipes
 	$(TRAIN) recipes/gspo/train.py --config recipes/gspo/smollm2-135m-comparison.yaml
+
+demo-process: $(VENV)/.recipes
+	$(TRAIN) recipes/process_rewards/train.py --config recipes/process_rewards/smollm2-135m-process.yaml
 
 demo-v32: $(VENV)/.recipes
 	$(TRAIN) recipes/v32/train.py --config recipes/v32/smollm2-135m-v32.yaml

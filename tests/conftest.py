@@ -6,6 +6,9 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import importlib
+import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +24,13 @@ from tests.batches import HIGH, LOW, Batch, Evaluate, Outcome
 torch.set_num_threads(1)
 
 collect_ignore = ["benchmarks"]  # scripts, which the doctest collector would import
+
+
+RECIPES = (
+    *("common.gsm8k", "common.report", "common.run", "common.small_model", "common.smollm2", "common.task"),
+    *("common.tasks", "gspo.train", "iterative_grpo.pictures", "iterative_grpo.train", "v32.panels", "v32.train"),
+    *("process_rewards.compare", "process_rewards.sums", "process_rewards.train", "process_rewards.warm_up"),
+)
 
 
 @pytest.fixture(scope="session")
@@ -67,3 +77,14 @@ def evaluate(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.Monkey
         return Outcome(loss.detach(), logps.grad, {**logs, **metrics})
 
     return evaluate
+
+
+@pytest.fixture
+def recipes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The modules of recipes/ by their own names, and the scripts by those of their folders."""
+    pytest.importorskip("matplotlib", reason="needs the recipes extra")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "recipes"))
+    named = {name.removesuffix(".train").split(".")[-1]: importlib.import_module(name) for name in RECIPES}
+    yield type("Recipes", (), named)
+    for module in {*RECIPES, *(name.split(".")[0] for name in RECIPES)}:
+        sys.modules.pop(module)

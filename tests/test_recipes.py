@@ -1,10 +1,7 @@
 """Recipes: every YAML parses, the task is what it says, and the scripts run on a tiny model."""
 
-import importlib
 import json
 import shutil
-import sys
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,21 +18,6 @@ from tests import tiny
 
 ROOT = Path(__file__).parents[1]
 YAMLS = {path.stem: path for path in sorted(ROOT.glob("recipes/**/*.yaml"))}
-MODULES = (
-    *("common.gsm8k", "common.report", "common.run", "common.small_model", "common.smollm2", "common.task"),
-    *("common.tasks", "gspo.train", "iterative_grpo.pictures", "iterative_grpo.train", "v32.panels", "v32.train"),
-)
-
-
-@pytest.fixture
-def recipes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The modules of recipes/ by their own names, and the scripts by those of their folders."""
-    pytest.importorskip("matplotlib", reason="needs the recipes extra")
-    monkeypatch.syspath_prepend(str(ROOT / "recipes"))
-    named = {name.removesuffix(".train").split(".")[-1]: importlib.import_module(name) for name in MODULES}
-    yield type("Recipes", (), named)
-    for module in {*MODULES, *(name.split(".")[0] for name in MODULES)}:
-        sys.modules.pop(module)
 
 
 def parse(recipes: Any, path: Path, *command: str) -> tuple[Any, trl_steady.GRPOConfig]:
@@ -124,6 +106,14 @@ def test_an_answer_is_the_first_line(recipes: Any, completion: str, right: bool)
     assert recipes.task.is_right((12, 45), completion) is right
 
 
+def test_the_process_recipe_rewards_steps_with_gspo_token(recipes: Any) -> None:
+    recipe, args = parse(recipes, YAMLS["smollm2-135m-process"])
+    assert (recipe.rewards, args.loss_type, args.step_advantage) == ("steps", "gspo_token", "return_to_go")
+    assert (args.epsilon, args.epsilon_high) == (3e-4, 4e-4) and not args.is_on_policy
+    longest = len(recipes.sums.answer((29, 29, 29, 29)))  # a token for each character, and one for the end
+    assert longest < args.max_completion_length
+
+
 def test_the_interval_is_that_of_paired_problems(recipes: Any) -> None:
     before = np.tile([[1.0, 0.0]], (100, 1))
     after = np.concatenate([np.ones((50, 2)), np.tile([[1.0, 0.0]], (50, 1))])
@@ -143,7 +133,19 @@ def small(recipes: Any, models: dict[str, Path], monkeypatch: pytest.MonkeyPatch
 
     # a random model is never right, and without a difference in reward there is nothing to learn
     monkeypatch.setattr(recipes.task, "is_right", lambda problem, text: len(text) % 2 == 0)
+    monkeypatch.setattr(recipes.sums, "outcome_reward", lambda problem, text: float(len(text) % 2 == 0))
+    monkeypatch.setattr(recipes.sums, "lines", trl_steady.rewards.by_regex("[a-z]"))
+    monkeypatch.setattr(
+        recipes.sums,
+        "right_lines",
+        lambda problem, text: [len(line) % 2 == 0 for line in recipes.sums.lines(text).texts],
+    )
     monkeypatch.setattr(recipes.smollm2, "load", load)
+    monkeypatch.setattr(
+        recipes.smollm2,
+        "reload",
+        lambda folder, quantised: (transformers.AutoModelForCausalLM.from_pretrained(folder), tiny.tokenizer()),
+    )
 
 
 def on_a_small_scale(output: Path, **options: Any) -> list[str]:
@@ -243,6 +245,65 @@ def test_the_v32_script_shows_what_the_mask_sees_and_drops(
         assert len(axis.get_lines()) == lines
     recipes.panels.main(str(tmp_path / "both.png"), f"V3.2={tmp_path}/results.json", f"again={tmp_path}/results.json")
     assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.filterwarnings("ignore:Glyph")  # a random model writes control characters
+@pytest.mark.usefixtures("small")
+def test_the_process_script_rewards_steps_or_outcomes_from_one_start(
+    recipes: Any, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    found, files = {}, []
+    for rewards in ("steps", "outcome"):
+        few = on_a_small_scale(tmp_path / rewards, max_steps=4, rewards=rewards, start=tmp_path / "start")
+        found[rewards] = recipes.process_rewards.main(*parse(recipes, YAMLS["smollm2-135m-process"], *few))
+        files.append(str(tmp_path / rewards / "results.json"))
+        assert moved(tmp_path / rewards / "adapter", tmp_path / "start")
+        assert (tmp_path / rewards / "training.png").read_bytes().startswith(b"\x89PNG")
+        # of whole answers there are no advantages by token to be shown
+        assert (tmp_path / rewards / "advantages.png").exists() == (rewards == "steps")
+    printed = capsys.readouterr().out
+    assert printed.count("worked problems ") == 20  # once: the second run starts where the first one did
+    assert printed.count("answers right ") == printed.count("lines right ") >= 4
+    taught, plain = (
+        transformers.AutoModelForCausalLM.from_pretrained(path) for path in (tmp_path / "start", models["dense"])
+    )
+    assert any(not torch.equal(*pair) for pair in zip(taught.parameters(), plain.parameters(), strict=True))
+
+    def curve(rewards: str, name: str) -> list[float]:
+        return recipes.report.series(found[rewards]["history"], name)[1]
+
+    # the first rollout is the same, and rewarded by what the arm says
+    assert curve("steps", "right")[0] == curve("outcome", "right")[0]
+    assert curve("steps", "reward")[0] == pytest.approx(curve("steps", "right_lines")[0])
+    assert curve("outcome", "reward") == pytest.approx(curve("outcome", "right"))
+    assert curve("steps", "reward")[0] != curve("outcome", "reward")[0]
+
+    recipes.compare.main(str(tmp_path / "both.png"), *files)
+    assert (tmp_path / "both.png").read_bytes().startswith(b"\x89PNG")
+    rows = capsys.readouterr().out.splitlines()
+    assert len(rows) == 6 and rows[2].startswith("| 0 | ") and rows[-1].startswith("| mean | ")
+
+
+def test_the_arms_are_compared_problem_by_problem(recipes: Any) -> None:
+    def results(rewards: str, seed: int, greedy: str, step_advantage: str = "return_to_go") -> dict[str, Any]:
+        return {
+            "seed": seed,
+            "objective": {"rewards": rewards, "step_advantage": step_advantage},
+            "recipe": {"samples": 2},
+            recipes.compare.COUNTS: {"sampled": {"after": "0212"}, "greedy": {"before": "1111", "after": greedy}},
+        }
+
+    runs = [
+        *(results("steps", 0, "1101"), results("outcome", 0, "0100"), results("steps", 1, "1111")),
+        *(results("outcome", 1, "0000"), results("steps", 0, "0000", "process"), results("steps", 2, "0000")),
+    ]
+    found = recipes.compare.differences(runs)
+    assert list(found) == [(s, d) for s in ("0", "1", "mean") for d in ("greedy", "sampled")]
+    assert found["0", "greedy"][:3] == (0.25, 0.75, 0.5) and found["0", "greedy"].low < 0.5 < found["0", "greedy"].high
+    assert found["1", "greedy"] == (0, 1, 1, 1, 1) and found["mean", "greedy"][:3] == (0.125, 0.875, 0.75)
+    assert found["0", "sampled"] == (0.625, 0.625, 0, 0, 0)
+    assert [recipes.compare.arm(runs[i]) for i in (0, 1, 4)] == ["steps", "outcome", "steps, process"]
+    assert "| 0 | greedy | 25.0% | 75.0% | +50.0% |" in recipes.compare.table(found)
 
 
 GSM8K = [

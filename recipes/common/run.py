@@ -31,6 +31,7 @@ class RecipeArguments:
     lora_alpha: int = field(default=32, metadata={"help": "Scale of the adapters, times the rank."})
     held_out: int = field(default=200, metadata={"help": "Held-out problems, the same for every seed."})
     samples: int = field(default=4, metadata={"help": "Answers to each held-out problem at the training temperature."})
+    check_every: int = field(default=1, metadata={"help": "Rollouts from one check on held-out problems to the next."})
 
     @property
     def adapter(self) -> LoraConfig | None:
@@ -47,10 +48,11 @@ class Progress(TrainerCallback):
 
     Args:
         describe: What to say of an update, from what was logged of it.
+        reward: What the reward is called.
     """
 
-    def __init__(self, describe: Callable[[Mapping[str, Any]], str]) -> None:
-        self.describe = describe
+    def __init__(self, describe: Callable[[Mapping[str, Any]], str], reward: str = "right") -> None:
+        self.describe, self.reward = describe, reward
 
     def on_train_begin(self, args: GRPOConfig, state: Any, control: Any, **_: Any) -> None:
         """Start the clock."""
@@ -60,7 +62,7 @@ class Progress(TrainerCallback):
         """Print the update that was logged."""
         if not logs or "loss" not in logs or not state.is_world_process_zero:
             return
-        reward = f"  right {logs['reward']:.1%}" if logs.get("reward") is not None else ""
+        reward = f"  {self.reward} {logs['reward']:.1%}" if logs.get("reward") is not None else ""
         print(
             f"step {state.global_step:3d}/{state.max_steps}  {time.monotonic() - self.started:4.0f} s"
             f"{self.describe(logs)}{reward}",

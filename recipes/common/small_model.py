@@ -1,28 +1,61 @@
-"""A run on SmolLM2-135M and the larger of two numbers: evaluate, train, evaluate."""
+"""A run on SmolLM2-135M and a small task, by default the larger of two numbers: evaluate, train, evaluate."""
 
 import copy
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from datasets import Dataset
 from transformers import TrainerCallback
 
-from common import report, run, smollm2, task
+from common import report, run
+from common import task as larger
 from trl_steady import GRPOConfig, GRPOTrainer
 
 BATCH = 200  # answers generated at once in an evaluation
-Problem = tuple[int, int]
+Problem = tuple[int, ...]
+
+
+class Task(Protocol):
+    """What a run needs to know of its task; a module with these names will do.
+
+    All prompts must have the same number of tokens.
+    """
+
+    PREAMBLE: str  # what every prompt begins with
+    STOP: str  # the token that ends an answer, beside the end-of-sequence token; empty: no other
+
+    def prompt(self, problem: Any) -> str:
+        """What the model is given."""
+        ...
+
+    def is_right(self, problem: Any, completion: str) -> bool:
+        """Whether that is the answer; special tokens are still in the text."""
+        ...
+
+    def reward(self, completions: list[str], problem: list[list[int]], **_: Any) -> list[Any]:
+        """What the model is trained on; special tokens are not in the texts."""
+        ...
+
+    def load(self, folder: Path, quantised: bool) -> Any:
+        """The model to start from and its tokenizer; `folder` is for the weights that an adapter names as its base."""
+        ...
+
+    def split(self, held_out: int) -> tuple[Sequence[Problem], Sequence[Problem]]:
+        """Training problems and held-out problems."""
+        ...
 
 
 @torch.no_grad()
-def right_answers(trainer: GRPOTrainer, problems: Sequence[Problem], *, samples: int) -> np.ndarray:
+def right_answers(
+    trainer: GRPOTrainer, problems: Sequence[Problem], *, samples: int, task: Task = larger
+) -> np.ndarray:
     """(problems, samples) of 0 and 1; `samples=0` decodes greedily, once.
 
-    The preamble, three quarters of each prompt, is read once and its cache handed to every answer.
+    The preamble is read once and its cache handed to every answer.
     """
     model, tokenizer, args = trainer.model.eval(), trainer.processing_class, trainer.args
     asked = [problem for problem in problems for _ in range(max(samples, 1))]
@@ -42,38 +75,39 @@ def right_answers(trainer: GRPOTrainer, problems: Sequence[Problem], *, samples:
     return np.array(scores, dtype=float).reshape(len(problems), -1)
 
 
+def counts(right: np.ndarray) -> str:
+    """A digit for each problem: how many of its samples are right, for comparing runs; nine samples at most."""
+    return "".join(str(int(n)) for n in right.sum(axis=1))
+
+
 class Checks(TrainerCallback):
-    """Greedy accuracy on held-out problems after each rollout, kept in the trainer's history across a resume."""
+    """Greedy accuracy on held-out problems after every `rollouts`, kept in the trainer's history across a resume."""
 
     NAME = "held-out greedy accuracy"
 
-    def __init__(self, trainer: GRPOTrainer, problems: Sequence[Problem]) -> None:
-        self.trainer, self.problems = trainer, problems
+    def __init__(self, trainer: GRPOTrainer, problems: Sequence[Problem], task: Task, rollouts: int) -> None:
+        self.trainer, self.problems, self.task, self.rollouts = trainer, problems, task, rollouts
 
     def on_log(self, args: GRPOConfig, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Check where a rollout has been used up."""
-        if not logs or "loss" not in logs or state.global_step % run.updates_per_rollout(args):
+        """Check where rollouts have been used up."""
+        updates = self.rollouts * run.updates_per_rollout(args)
+        if not logs or "loss" not in logs or state.global_step % updates:
             return
-        share = float(right_answers(self.trainer, self.problems, samples=0).mean())
+        share = float(right_answers(self.trainer, self.problems, samples=0, task=self.task).mean())
         print(f"           held out, greedy: {share:.1%} of {len(self.problems)} right", flush=True)
         state.log_history.append({"step": state.global_step, self.NAME: share})
 
 
-def reward(completions: list[str], problem: list[list[int]], **_: Any) -> list[float]:
-    """1 for a right answer."""
-    return [float(task.is_right(tuple(p), text)) for p, text in zip(problem, completions, strict=True)]
-
-
-def build(recipe: run.RecipeArguments, args: GRPOConfig) -> GRPOTrainer:
+def build(recipe: run.RecipeArguments, args: GRPOConfig, task: Task = larger) -> GRPOTrainer:
     """The model, the task and the adapters, ready to train."""
     print("Loading SmolLM2-135M-Instruct" + (" and quantising it to NF4" if recipe.quantised else ""), flush=True)
-    model, tokenizer = smollm2.load(Path(args.output_dir) / "base", quantised=recipe.quantised)
-    newline = tokenizer.encode("\n", add_special_tokens=False)
-    model.generation_config.eos_token_id = [*newline, tokenizer.eos_token_id]  # an answer ends with its line
+    model, tokenizer = task.load(Path(args.output_dir) / "base", recipe.quantised)
+    stop = tokenizer.encode(task.STOP, add_special_tokens=False)
+    model.generation_config.eos_token_id = [*stop, tokenizer.eos_token_id]
     problems, _ = task.split(recipe.held_out)
     return GRPOTrainer(
         model,
-        reward,
+        task.reward,
         args,
         Dataset.from_list([{"prompt": task.prompt(problem), "problem": list(problem)} for problem in problems]),
         processing_class=tokenizer,
@@ -81,22 +115,24 @@ def build(recipe: run.RecipeArguments, args: GRPOConfig) -> GRPOTrainer:
     )
 
 
-def train(recipe: run.RecipeArguments, args: GRPOConfig, callbacks: run.Callbacks) -> tuple[GRPOTrainer, run.Results]:
+def train(
+    recipe: run.RecipeArguments, args: GRPOConfig, callbacks: run.Callbacks, task: Task = larger
+) -> tuple[GRPOTrainer, run.Results]:
     """Evaluate, train, evaluate, and print the table."""
     started = time.monotonic()
-    trainer, (problems, test) = build(recipe, args), task.split(recipe.held_out)
+    trainer, (problems, test) = build(recipe, args, task), task.split(recipe.held_out)
     checked = test[: len(test) // 2]
     loaded = time.monotonic()
 
     print(f"Before: {len(test)} held-out problems, {recipe.samples} samples each, and greedily", flush=True)
     torch.manual_seed(args.seed)
-    before = {n: right_answers(trainer, test, samples=n) for n in (recipe.samples, 0)}
+    before = {n: right_answers(trainer, test, samples=n, task=task) for n in (recipe.samples, 0)}
     evaluated = time.monotonic()
     print(f"Training: {args.max_steps} updates, {run.updates_per_rollout(args)} for each rollout", flush=True)
-    run.train(trainer, [*callbacks(trainer), Checks(trainer, checked)])
+    run.train(trainer, [*callbacks(trainer), Checks(trainer, checked, task, recipe.check_every)])
     trained = time.monotonic()
     print("After", flush=True)
-    after = {n: right_answers(trainer, test, samples=n) for n in (recipe.samples, 0)}
+    after = {n: right_answers(trainer, test, samples=n, task=task) for n in (recipe.samples, 0)}
 
     names = {recipe.samples: f"sampled at temperature {args.temperature:g}, {recipe.samples} each", 0: "greedy"}
     rows = {name: report.difference(before[n], after[n]) for n, name in names.items()}
@@ -105,6 +141,9 @@ def train(recipe: run.RecipeArguments, args: GRPOConfig, callbacks: run.Callback
     return trainer, {
         "problems": {"training": len(problems), "held out": len(test)},
         "accuracy": {name: row._asdict() for name, row in rows.items()},
+        "right answers to each held-out problem": {
+            name: {"before": counts(before[n]), "after": counts(after[n])} for n, name in names.items()
+        },
         "seconds": {
             "loading": round(loaded - started),
             "evaluation before": round(evaluated - loaded),

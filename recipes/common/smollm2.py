@@ -42,13 +42,21 @@ def load(folder: Path, *, quantised: bool = True) -> tuple[PreTrainedModel, PreT
     plain = LlamaForCausalLM(LlamaConfig(**settings))
     plain.load_state_dict(unpacked.state_dict())
     plain.tie_weights()
-    cuda = torch.cuda.is_available()
     plain.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
-    model = LlamaForCausalLM.from_pretrained(
+    return _model(folder, quantised), tokenizer
+
+
+def reload(folder: Path, *, quantised: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """The same from a folder in which model and tokenizer have been saved since."""
+    return _model(folder, quantised), AutoTokenizer.from_pretrained(folder, padding_side="left")
+
+
+def _model(folder: Path, quantised: bool) -> PreTrainedModel:
+    cuda = torch.cuda.is_available()
+    return LlamaForCausalLM.from_pretrained(
         folder,
         quantization_config=NF4 if quantised else None,
         dtype=torch.bfloat16 if cuda and not quantised else torch.float32,
         device_map="cuda:0" if cuda else None,
     )
-    return model, tokenizer

@@ -2,6 +2,10 @@
 
 import itertools
 import random
+from pathlib import Path
+from typing import Any
+
+from common import smollm2
 
 EXAMPLES = ((55, 98), (71, 26), (12, 34))
 NUMBERS = range(10, 100)
@@ -9,6 +13,7 @@ NUMBERS = range(10, 100)
 
 # What every prompt begins with: the token that SmolLM2 saw at the start of each document, then solved examples.
 PREAMBLE = "<|endoftext|>" + "".join(f"max({a}, {b}) = {max(a, b)}\n" for a, b in EXAMPLES)
+STOP = "\n"  # an answer ends with its line
 
 
 def prompt(problem: tuple[int, int]) -> str:
@@ -19,6 +24,16 @@ def prompt(problem: tuple[int, int]) -> str:
 def is_right(problem: tuple[int, int], completion: str) -> bool:
     """Whether the first line is the answer and nothing else."""
     return completion.split("\n")[0].strip() == str(max(problem))
+
+
+def reward(completions: list[str], problem: list[list[int]], **_: Any) -> list[float]:
+    """1 for a right answer."""
+    return [float(is_right((p[0], p[1]), text)) for p, text in zip(problem, completions, strict=True)]
+
+
+def load(folder: Path, quantised: bool) -> Any:
+    """SmolLM2 as it is; the examples in the prompt show what is asked."""
+    return smollm2.load(folder, quantised=quantised)
 
 
 def split(held_out: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:

@@ -1,0 +1,75 @@
+"""Rewards for every line against one for the whole answer, with GSPO-token: SmolLM2-135M adds up four numbers.
+
+python recipes/process_rewards/train.py --config recipes/process_rewards/smollm2-135m-process.yaml [--rewards outcome]
+"""
+
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from transformers import TrainerCallback
+from trl import TrlParser
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from common import report, run, small_model
+from process_rewards import compare, sums
+from trl_steady import GRPOConfig, GRPOTrainer
+from trl_steady.rewards import advantages_png
+
+SHOWN = 6  # completions in the picture of advantages
+OBJECTIVE = ("loss_type", "step_advantage", "scale_rewards", "beta")
+
+
+@dataclass
+class RecipeArguments(run.RecipeArguments):
+    """With what is rewarded, and where training starts."""
+
+    rewards: str = field(
+        default="steps",
+        metadata={"help": "'steps': every right line; 'outcome': the whole answer.", "choices": list(sums.REWARDS)},
+    )
+    start: str = field(
+        default="outputs/process_rewards/start",
+        metadata={"help": "Folder of the model that has seen worked problems; where it is missing, it is made."},
+    )
+
+
+class Picture(TrainerCallback):
+    """Completions of the first rollout, their tokens coloured by advantage; none where whole answers are rewarded."""
+
+    def __init__(self, trainer: GRPOTrainer, path: Path) -> None:
+        self.trainer, self.path = trainer, path
+
+    def on_step_end(self, args: GRPOConfig, state: Any, control: Any, **_: Any) -> None:
+        """Draw different ones to one problem, the one with the most different ones."""
+        completions, size = self.trainer.last_step_advantages, args.num_generations
+        if state.global_step != 1 or not completions or not state.is_world_process_zero:
+            return
+        groups = [completions[start : start + size] for start in range(0, len(completions), size)]
+        by_text = ({"".join(text for text, _ in completion): completion for completion in group} for group in groups)
+        advantages_png(list(max(by_text, key=len).values())[:SHOWN], self.path, columns=32)
+
+
+def describe(logs: Mapping[str, Any]) -> str:
+    """Of one update."""
+    return f"  answers right {logs['right']:.1%}  lines right {logs['right_lines']:.1%}" if "right" in logs else ""
+
+
+def main(recipe: RecipeArguments, args: GRPOConfig) -> run.Results:
+    """Train and report; returns what is written to `results.json`."""
+
+    def callbacks(trainer: GRPOTrainer) -> list[TrainerCallback]:
+        return [run.Progress(describe, "reward"), Picture(trainer, Path(args.output_dir) / "advantages.png")]
+
+    task = sums.Sums(recipe.rewards, Path(recipe.start))
+    trainer, found = small_model.train(recipe, args, callbacks, task)
+    objective = {"rewards": recipe.rewards, **{name: getattr(args, name) for name in OBJECTIVE}}
+    picture = ((compare.rollouts, report.accuracies),)
+    return run.finish(trainer, recipe, {"objective": objective, **found}, picture)
+
+
+if __name__ == "__main__":
+    main(*TrlParser((RecipeArguments, GRPOConfig)).parse_args_and_config())
