@@ -300,6 +300,15 @@ def test_an_environment_rewards_turns(model: Path, tmp_path: Path, environment: 
     assert list(recorded._logs["rewards"][environment.__name__]) == [sum(agent.by_calls(one)) for one in calls]
 
 
+def refusal(recorded: Recorded, message: str) -> re.Match[str]:
+    """What training is refused with."""
+    with pytest.raises(ValueError, match=message) as error:
+        recorded.train()
+    found = re.search(message, str(error.value))
+    assert found is not None
+    return found
+
+
 class Forgetful(agent.Calculator):
     def get_reward(self) -> StepRewards:
         return StepRewards.per_turn([1.0] * len(self.calls))
@@ -310,10 +319,8 @@ def test_an_environment_that_forgets_the_answer_is_named(model: Path, tmp_path: 
     message = (
         r"reward function 'Forgetful': StepRewards.per_turn has (\d) values, and completion \d+ has (\d) assistant"
     )
-    with pytest.raises(ValueError, match=message) as error:
-        recorded.train()
-    found = re.search(message, str(error.value))
-    assert found is not None and int(found[2]) == int(found[1]) + 1
+    found = refusal(recorded, message)
+    assert int(found[2]) == int(found[1]) + 1
 
 
 def too_many(completions: list[Completion], **_: Any) -> list[StepRewards]:
@@ -332,10 +339,7 @@ def test_a_value_for_each_turn_or_none(model: Path, tmp_path: Path, wrong: Calla
         f"reward function '{wrong.__name__}': StepRewards.per_turn has (\\d+) values, and completion (\\d+) has "
         r"(\d+) assistant turns\. Give one value for each\."
     )
-    with pytest.raises(ValueError, match=message) as error:
-        recorded.train()
-    found = re.search(message, str(error.value))
-    assert found is not None
+    found = refusal(recorded, message)
     values, index, turns = map(int, found.groups())
     completion = recorded.completions[-1][index]
     assert turns == len(by_message(completion))
@@ -351,9 +355,6 @@ def test_characters_do_not_reach_across_messages(model: Path, tmp_path: Path) ->
         r"reward function 'by_characters': StepRewards has ends in characters, and completion (\d+) has (\d+) "
         r"messages\. Use StepRewards\.per_turn for one reward a turn"
     )
-    with pytest.raises(ValueError, match=message) as error:
-        recorded.train()
-    found = re.search(message, str(error.value))
-    assert found is not None
+    found = refusal(recorded, message)
     index, messages = map(int, found.groups())
     assert messages == len(recorded.completions[-1][index]) > 1

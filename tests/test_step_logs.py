@@ -5,6 +5,7 @@ from typing import Any
 
 import pandas
 import pytest
+import torch
 
 from tests import tiny
 from tests.stepwise import build, ends_of, lines, rows, values_of
@@ -20,9 +21,14 @@ def test_without_step_rewards_the_advantages_are_trls(models: dict[str, Path], t
         return lines(completions) if len(calls) != 2 else [sum(values_of(text)) for text in completions]
 
     trainer = build(models, tmp_path, [sometimes], log_completions=True)
+    plain = build(models, tmp_path, [lambda completions, **_: [sum(values_of(text)) for text in completions]])
+    trls = plain.rollout(rows(16))["advantages"]
     logs = trainer._logs
     for dimensions in (2, 1, 2):
-        assert trainer.rollout(rows(16))["advantages"].dim() == dimensions
+        advantages = trainer.rollout(rows(16))["advantages"]
+        assert advantages.dim() == dimensions
+        if dimensions == 1:
+            assert torch.equal(advantages, trls) and list(logs["advantages"]) == trls.tolist()
         columns = [logs["prompt"], logs["advantages"], *logs["rewards"].values(), *logs["extra"].values()]
         assert {len(column) for column in columns} == {16}
         assert len(logs["extra"]) == 3
@@ -76,6 +82,24 @@ def test_without_any_step_rewards_no_column_is_begun(models: dict[str, Path], tm
     trainer = build(models, tmp_path, [tiny.reward])
     trainer.rollout(rows(4))
     assert not trainer._logs["extra"] and trainer.last_step_advantages == []
+
+
+@pytest.mark.parametrize(("formula", "rest"), [("return_to_go", True), ("process", False)])
+def test_the_table_has_the_step_that_ends_what_no_reward_ended(
+    models: dict[str, Path], tmp_path: Path, formula: str, rest: bool
+) -> None:
+    def first_byte(completions: list[str], **_: Any) -> list[StepRewards]:
+        return [StepRewards([float(len(t))], [1], closed=True) if t else StepRewards([], []) for t in completions]
+
+    trainer = build(models, tmp_path, [first_byte], step_advantage=formula)
+    output = trainer.rollout(rows(16))
+    extra, texts = trainer._logs["extra"], list(trainer._logs["completion"])
+    for text, ends, values, mask in zip(
+        texts, extra["steps/ends"], extra["steps/rewards"], output["completion_mask"], strict=True
+    ):
+        assert ends == [1] * bool(text) + [int(mask.sum())] * rest
+        assert values == [len(text)] * bool(text) + [0.0] * rest
+    assert "" in texts
 
 
 def test_tokens_of_tools_are_not_shown(models: dict[str, Path], tmp_path: Path) -> None:
