@@ -79,7 +79,7 @@ def accuracies(axis: Axes, results: Mapping[str, Any]) -> None:
         axis.set(title="Accuracy on held-out problems (sampled)", ylim=(0, 1))
         return
     checks = {int(step): share for step, share in results["held-out greedy accuracy by step"].items()}
-    when = ", every rollout" if results["recipe"]["check_every"] == 1 else ""
+    when = ", every rollout" if results["recipe"].get("check_every", 1) == 1 else ""
     axis.plot(list(checks), list(checks.values()), "o-", color="tab:green", label=f"greedy{when}")
     sampled, *_ = results["accuracy"].values()
     last = max([0, *(row["step"] for row in results["history"] if "step" in row)])
