@@ -102,6 +102,20 @@ def test_the_table_has_the_step_that_ends_what_no_reward_ended(
     assert "" in texts
 
 
+def test_the_last_rollout_is_shown(models: dict[str, Path], tmp_path: Path) -> None:
+    calls: list[None] = []
+
+    def growing(completions: list[str], **_: Any) -> list[StepRewards]:
+        calls.append(None)
+        return [StepRewards([v * len(calls) for v in values_of(t)], ends_of(t)) for t in completions]
+
+    trainer = build(models, tmp_path, [growing], scale_rewards="none")
+    for _ in range(2):
+        output = trainer.rollout(rows(8))
+        shown = [value for completion in trainer.last_step_advantages for _, value in completion]
+        assert shown == output["advantages"][output["completion_mask"].bool()].tolist() and any(shown)
+
+
 def test_tokens_of_tools_are_not_shown(models: dict[str, Path], tmp_path: Path) -> None:
     def with_environment(prompts: list[str], trainer: Any) -> dict[str, Any]:
         read = lambda text: trainer.processing_class(text)["input_ids"]
