@@ -17,6 +17,7 @@ from transformers import (
 )
 
 from tests import tiny
+from trl_steady import StepRewards
 
 CHAT = (
     "{% for m in messages %}{% for part in m['content'] %}"
@@ -98,3 +99,25 @@ def test_a_run_with_images_resumes_exactly_or_not_at_all(llava: tuple[Path, Any]
     else:
         with pytest.raises(ValueError, match=r"lacks \d+ of the model's \d+ tensors.*Train an adapter, or begin"):
             resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+def test_steps_of_a_completion_about_an_image(llava: tuple[Path, Any], tmp_path: Path) -> None:
+    """By the processor's tokenizer; what a reward function sees is a conversation with one message."""
+    folder, processor = llava
+    contents: list[str] = []
+
+    def halves(completions: list[list[dict[str, Any]]], **_: Any) -> list[Any]:
+        texts = [message["content"] for (message,) in completions]
+        contents[:] = texts
+        half = [len(text) // 2 for text in texts]
+        return [
+            StepRewards([float(i), 1.0], [cut, len(text)]) if cut else None
+            for i, (cut, text) in enumerate(zip(half, texts, strict=True))
+        ]
+
+    options: dict[str, Any] = {"loss_type": "gspo_token", "step_advantage": "process", "max_steps": 1}
+    options["build"] = {"train_dataset": pictures(), "processing_class": processor, "reward_funcs": halves}
+    trainer = tiny.train(tiny.trainer(folder, tmp_path, gradient_checkpointing=False, **options))
+    shown = trainer.last_step_advantages
+    assert ["".join(text for text, _ in completion) for completion in shown] == contents
+    assert any(len({value for _, value in completion}) == 2 for completion in shown)

@@ -127,7 +127,7 @@ class StepwiseTrainer(HostTrainer):
         if "tool_mask" in output:
             mask = mask & output["tool_mask"].bool()
         completions: list[ScoredCompletion] = gather_object(
-            [self._rewarded(returned, i, row) for i, row in enumerate(mask.tolist())]
+            [self._scored(returned, i, row) for i, row in enumerate(mask.tolist())]
         )
         group_size = self.num_generations if self.model.training else self.num_generations_eval
         assert group_size is not None  # filled in by trl.GRPOConfig
@@ -169,7 +169,7 @@ class StepwiseTrainer(HostTrainer):
                     stacklevel=2,
                 )
 
-    def _rewarded(self, returned: _Returned, index: int, mask: list[bool]) -> ScoredCompletion:
+    def _scored(self, returned: _Returned, index: int, mask: list[bool]) -> ScoredCompletion:
         """One completion of this process."""
         ids = returned.ids[index]
         is_own = mask[: len(ids)]

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+from trl_steady.rewards.splitters import message_text
 from trl_steady.rewards.steps import StepRewards
 
 __all__ = ["Completion", "Spelling", "spelling", "token_ends"]
@@ -169,9 +170,7 @@ def _seen(completion: Completion, text: str) -> tuple[str, int]:
             f"StepRewards has ends in characters, and completion {completion.index} has {len(messages)} messages. "
             + way_out
         )
-    seen = messages[0].get("content") or ""
-    if not isinstance(seen, str):
-        seen = "".join(block.get("text", "") for block in seen)
+    seen = message_text(messages[0])
     # a template takes reasoning out, which stands before the content, and calls of tools, which stand behind it
     reasoning = str(messages[0].get("reasoning_content") or messages[0].get("thinking") or "")
     if reasoning or messages[0].get("tool_calls"):

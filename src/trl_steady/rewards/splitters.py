@@ -4,13 +4,13 @@ A splitter takes a completion as reward functions get it, and returns its `Steps
 """
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from trl_steady.rewards.steps import StepRewards
 
-__all__ = ["Splitter", "Steps", "by_blank_line", "by_regex", "by_turn"]
+__all__ = ["Splitter", "Steps", "by_blank_line", "by_regex", "by_turn", "message_text"]
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ def by_turn() -> Splitter:
                 "by_turn splits conversations, and this completion is text. Use by_regex or by_blank_line, or return "
                 "StepRewards.per_turn for the turns of a rollout_func."
             )
-        return Steps([_content([m]) for m in completion if m["role"] == "assistant"], None)
+        return Steps([message_text(m) for m in completion if m["role"] == "assistant"], None)
 
     return split
 
@@ -118,5 +118,10 @@ def _content(completion: Any) -> str:
         raise ValueError(
             f"a conversation of {len(completion)} messages has no text to be split. Use by_turn for one step a turn."
         )
-    content = completion[0].get("content") or ""
+    return message_text(completion[0])
+
+
+def message_text(message: Mapping[str, Any]) -> str:
+    """What a message says: its content, or the texts in it."""
+    content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(block.get("text", "") for block in content)
