@@ -58,6 +58,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("ref_model_sync_steps", lambda v: v >= 1 and v == int(v), "1, 2, 3, ... optimizer steps"),
     ("ref_model_mixup_alpha", lambda v: 0 < v <= 1, "above 0 and at most 1, where 1 copies the policy"),
     ("ref_model_sync_kl", lambda v: 0 < v < math.inf, "above 0, in nats a token, or None for refreshes by steps only"),
+    ("token_budget", lambda v: v >= 1 and v == int(v), "1 token or more, or None for per_device_train_batch_size"),
     ("adapter_dtype", lambda v: v == "float32", "'float32', or None for TRL's choice"),
     ("off_policy_mask_threshold", lambda v: v >= 0, "0 or above, in nats a token, or None for no mask"),
     ("entropy_coef", math.isfinite, "a finite number, 0 for no bonus"),
@@ -121,6 +122,7 @@ def refuse_contradictions(args: "GRPOConfig") -> None:
         ValueError: naming the option, the value and the way out.
     """
     _refuse_idle_reference(args)
+    _refuse_regrouping(args)
     if args.has_sequence_ratio_loss:
         _refuse_under_sequence_ratio(args)
     _refuse_kl_without_effect(args)
@@ -174,6 +176,35 @@ def _refuse_idle_reference(args: "GRPOConfig") -> None:
             )
 
 
+def _refuse_regrouping(args: "GRPOConfig") -> None:
+    """Refuse micro-batches other than TRL's where they are not composed, or where the loss is not a sum over them."""
+    for option in ("token_budget", "share_prompts"):
+        if getattr(args, option) and not args.trim_padding:
+            raise ValueError(
+                f"{option}={getattr(args, option)!r} with trim_padding=False, which leaves TRL's batches as they are. "
+                f"Set trim_padding=True, or leave {option} unset."
+            )
+    if args.token_budget is None:
+        return
+    budget = f"token_budget={args.token_budget}"
+    if args.loss_type == "bnpo":
+        raise ValueError(
+            f"{budget} with loss_type='bnpo', a mean over the tokens of each of TRL's micro-batches. Set "
+            "loss_type='dapo', the mean over the tokens of the whole step, or leave token_budget unset."
+        )
+    if args.entropy_coef != 0 or args.use_adaptive_entropy:
+        raise ValueError(
+            f"{budget} with entropy_coef={args.entropy_coef} and use_adaptive_entropy={args.use_adaptive_entropy}: "
+            "the entropy bonus is a mean over the tokens of each of TRL's micro-batches. Switch it off, or leave "
+            "token_budget unset."
+        )
+    if args.top_entropy_quantile < 1:
+        raise ValueError(
+            f"{budget} with top_entropy_quantile={args.top_entropy_quantile}, a quantile over the tokens of each of "
+            "TRL's micro-batches. Set top_entropy_quantile=1.0, or leave token_budget unset."
+        )
+
+
 def _refuse_kl_without_effect(args: "GRPOConfig") -> None:
     if args.beta != 0 and args.kl_estimator == "k1" and not args.use_bias_correction_kl:
         raise ValueError(
@@ -208,6 +239,12 @@ def _idle_options(args: "GRPOConfig") -> list[str]:
             "return_to_go",
             not args.takes_token_advantages(args.loss_type, args.importance_sampling_level or "token"),
             "one ratio a sequence, StepRewards are refused. Set loss_type='gspo_token'",
+        ),
+        (
+            "pad_to_multiple_of",
+            None,
+            args.trim_padding,
+            "trim_padding=True passes leave out padding. Set trim_padding=False",
         ),
     ]
     return [

@@ -55,6 +55,13 @@ class GRPOConfig(trl.GRPOConfig):
         ref_model_sync_kl: Also move the reference when the KL of an update, as logged and so by `kl_estimator`,
             exceeds this many nats a token. None: by steps only.
         ref_model_sync_reset_optimizer: Clear the optimizer's state at each move (ProRL, arXiv 2505.24864).
+        trim_padding: Compute the tokens of a batch and not its padding, in every pass of policy and reference: columns
+            that are padding in every row are cut off, and where that leaves padding, sequences are laid end to end.
+            Moves results within float rounding. False: as TRL.
+        token_budget: Upper bound on the tokens that go through the policy at a time; of an optimizer step's sequences
+            as many share a micro-batch as it allows for, a longer one is a micro-batch of its own. None: TRL's
+            micro-batches of `per_device_train_batch_size` sequences.
+        share_prompts: Completions that go through a model together have one copy of their prompt between them.
         adapter_dtype: `"float32"` keeps the adapters of a quantised base in float32, where TRL makes them bf16 and a
             small learning rate rounds away. None: as TRL.
 
@@ -135,6 +142,18 @@ class GRPOConfig(trl.GRPOConfig):
     ref_model_sync_reset_optimizer: bool = field(
         default=False,
         metadata={"help": "With sync_ref_model: clear the optimizer's state whenever the reference moves."},
+    )
+    trim_padding: bool = field(
+        default=True,
+        metadata={"help": "Leave padding out of every pass of the policy and the reference."},
+    )
+    token_budget: int | None = field(
+        default=None,
+        metadata={"help": "Tokens that go through the policy at a time, in place of per_device_train_batch_size."},
+    )
+    share_prompts: bool = field(
+        default=False,
+        metadata={"help": "Compute a prompt once for all completions that go through a model together."},
     )
     adapter_dtype: str | None = field(
         default=None,

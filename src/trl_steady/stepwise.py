@@ -10,9 +10,9 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from transformers import PreTrainedTokenizerBase, ProcessorMixin
 
+from trl_steady.budgeted import BudgetedTrainer
 from trl_steady.config import GRPOConfig
 from trl_steady.functional import advantages
-from trl_steady.host import HostTrainer
 from trl_steady.rewards import Steps
 from trl_steady.rewards.placement import Completion, spelling, token_ends
 from trl_steady.rewards.steps import StepRewards
@@ -33,7 +33,7 @@ class _Returned(NamedTuple):
     steps: dict[tuple[int, int], StepRewards]  # completion and reward function -> what it returned
 
 
-class StepwiseTrainer(HostTrainer):
+class StepwiseTrainer(BudgetedTrainer):
     """Takes `StepRewards` from reward functions, and gives TRL's loss advantages of shape (B, T) for them.
 
     Where no reward function of any process returned any in a rollout, TRL's own advantages (B,) stay.

@@ -28,6 +28,7 @@ from trl_steady.host.names import (  # noqa: E402
     log_last,
     logged,
     overridden,
+    rollout_number,
 )
 
 __all__ = [
@@ -41,4 +42,5 @@ __all__ = [
     "log_last",
     "logged",
     "overridden",
+    "rollout_number",
 ]

@@ -78,6 +78,34 @@ class HostTrainer(RewardedTrainer):
         """The loss of one micro-batch of TRL's `inputs`: here TRL's own, untouched."""
         return super()._compute_loss(model, inputs)
 
+    def _get_per_token_logps_and_entropies(
+        self, model: torch.nn.Module, *arguments: Any, **keywords: Any
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        return self.log_probs(model, *arguments, **keywords)
+
+    def log_probs(
+        self,
+        model: Callable[..., Any],
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        *arguments: Any,
+        **keywords: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Log-probs (B, T), and if asked for entropies (B, T) and the load-balancing loss: here TRL's own.
+
+        Args:
+            model: the policy, the reference, or what answers in their place.
+            input_ids: (B, L), prompts before completions.
+            attention_mask: (B, L).
+            logits_to_keep: T, the columns of the completions.
+            *arguments: TRL's others.
+            **keywords: TRL's others.
+        """
+        return super()._get_per_token_logps_and_entropies(
+            model, input_ids, attention_mask, logits_to_keep, *arguments, **keywords
+        )
+
     def score(self, model: torch.nn.Module, inputs: Mapping[str, Any]) -> MicroBatch:
         """One forward of the policy on a micro-batch, by TRL's own method."""
         completion_ids, completion_mask = inputs["completion_ids"], inputs["completion_mask"]

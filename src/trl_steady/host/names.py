@@ -7,7 +7,15 @@ from typing import Any
 import trl
 from trl.trainer.utils import get_config_model_id
 
-__all__ = ["default_output_dir", "generation_interval", "is_before_generation", "log_last", "logged", "overridden"]
+__all__ = [
+    "default_output_dir",
+    "generation_interval",
+    "is_before_generation",
+    "log_last",
+    "logged",
+    "overridden",
+    "rollout_number",
+]
 
 
 def default_output_dir(model: Any) -> str:
@@ -24,6 +32,12 @@ def generation_interval(trainer: trl.GRPOTrainer | trl.RLOOTrainer) -> int:
 def is_before_generation(trainer: trl.GRPOTrainer | trl.RLOOTrainer) -> bool:
     """Whether the next training micro-batch begins with a generation."""
     return trainer._step % generation_interval(trainer) == 0
+
+
+def rollout_number(trainer: trl.GRPOTrainer | trl.RLOOTrainer) -> int:
+    """Which pass over which rollouts the current training micro-batch belongs to."""
+    args: Any = trainer.args
+    return trainer._step // args.steps_per_generation
 
 
 def logged(trainer: trl.GRPOTrainer | trl.RLOOTrainer, name: str) -> list[float]:

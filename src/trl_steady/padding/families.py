@@ -1,0 +1,74 @@
+"""What may be left out of a model's passes without moving a number, told from its config and its modules."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from trl_steady.padding.attention import IMPLEMENTATIONS
+
+__all__ = ["Traits", "traits"]
+
+_LAYERS = {"full_attention", "sliding_attention"}
+_ROPE_OF_THE_WIDTH = ("dynamic", "longrope")
+
+
+@dataclass(frozen=True)
+class Traits:
+    """How a model takes batches without their padding."""
+
+    implementation: str | None
+    """Of attention."""
+    why_not_packed: str | None
+    """Why sequences laid end to end would not stay apart; None if they do."""
+    is_shift_invariant: bool
+    """Whether padding before a sequence changes nothing, as with rotary positions."""
+    width_limit: float
+    """From which width of a batch on it changes the rotary frequencies of all its rows; usually infinite."""
+
+
+def traits(model: PreTrainedModel) -> Traits:
+    """Of a transformers model, without PEFT's wrapper."""
+    config = model.config.get_text_config()
+    is_rotary = any("Rotary" in type(module).__name__ for module in model.modules())
+    limits = [
+        rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        for rope in _rope(config)
+        if rope.get("rope_type") in _ROPE_OF_THE_WIDTH
+    ]
+    return Traits(
+        implementation=config._attn_implementation,
+        why_not_packed=_why_not_packed(model, is_rotary=is_rotary),
+        is_shift_invariant=is_rotary,
+        width_limit=min(limits, default=float("inf")),
+    )
+
+
+def _why_not_packed(model: PreTrainedModel, *, is_rotary: bool) -> str | None:
+    config, name = model.config, type(model).__name__
+    if not type(model).__module__.startswith("transformers.models."):
+        return f"{name} is not one of transformers' own models"
+    if config.get_text_config() is not config or any("mrope_section" in rope for rope in _rope(config)):
+        return f"{name} reads more than text"
+    if not is_rotary:
+        return f"{name} has no rotary positions"
+    if not type(model)._supports_attention_backend:
+        return f"{name} does not attend by transformers' attention interface"
+    layers = set(getattr(config, "layer_types", None) or ()) - _LAYERS
+    if layers or model._is_stateful or any(isinstance(module, nn.Conv1d) for module in model.modules()):
+        return f"{name} has layers other than attention that pass on what came before ({', '.join(sorted(layers))})"
+    if config._attn_implementation not in IMPLEMENTATIONS:
+        tried = " and ".join(map(repr, IMPLEMENTATIONS))
+        return f"attn_implementation={config._attn_implementation!r} has not been tried with it; {tried} have"
+    return None
+
+
+def _rope(config: PretrainedConfig) -> Iterator[Mapping[str, Any]]:
+    """Rotary parameters: one set for all layers, or one for each kind of them."""
+    for name in ("rope_parameters", "rope_scaling"):
+        rope = getattr(config, name, None)
+        if isinstance(rope, Mapping):
+            yield rope
+            yield from (each for each in rope.values() if isinstance(each, Mapping))

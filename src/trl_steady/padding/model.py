@@ -1,0 +1,94 @@
+"""A model that computes the tokens of a padded batch, and answers as if it had computed the padding too."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from types import SimpleNamespace
+from typing import Any
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from trl_steady.padding.families import Traits
+from trl_steady.padding.packing import Segment, pack
+
+__all__ = ["UnpaddedModel"]
+
+_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")
+_WITH_TEXT = {"fused_lm_head", "output_router_logits"}
+
+
+class UnpaddedModel:
+    """Stands in for a model with TRL's fused LM head in one pass over padded batches.
+
+    Columns that are padding in every row are cut off at both ends. Where padding is left and the model allows for it,
+    the sequences are laid end to end in one row. A batch without padding goes to the model as it came.
+
+    Args:
+        model: What is called, perhaps wrapped for several processes.
+        traits: Of the transformers model in it.
+        prompt_width: Columns of the batches that belong to the prompts.
+        share_prompts: Whether rows with the same prompt have one copy of it between them.
+        attending: Context for a forward in which the model attends in these segments.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        traits: Traits,
+        *,
+        prompt_width: int,
+        share_prompts: bool,
+        attending: Callable[[Sequence[Segment]], AbstractContextManager[None]],
+    ) -> None:
+        self._model, self._traits = model, traits
+        self._prompt_width, self._share_prompts, self._attending = prompt_width, share_prompts, attending
+
+    def __call__(self, *, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **others: Any) -> Any:
+        """`log_probs`, `entropy`, (B, L - 1) each, and `aux_loss`, of `input_ids` and so on, (B, L) each."""
+        width = input_ids.size(1)
+        used = attention_mask.any(0).nonzero().squeeze(-1).tolist()
+        if not used or width > self._traits.width_limit:
+            return self._model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **others)
+        left = min(used[0], self._prompt_width - 1) if self._traits.is_shift_invariant else 0
+        right = max(used[-1] + 1, self._prompt_width + 1)
+        batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+        batch |= {name: others.pop(name) for name in _OF_TOKENS if name in others}
+        batch = {name: values[:, left:right] for name, values in batch.items()}
+        if self._packs(batch, others, self._prompt_width - left):
+            outputs = self._packed(batch, others, self._prompt_width - left, left)
+        else:
+            outputs = self._model(**batch, **others)
+        log_probs, entropy = (
+            None if values is None else pad(values, (left, width - right))
+            for values in (outputs.log_probs, outputs.entropy)
+        )
+        return SimpleNamespace(log_probs=log_probs, entropy=entropy, aux_loss=outputs.aux_loss)
+
+    def _packs(self, batch: dict[str, Tensor], others: dict[str, Any], prompt_width: int) -> bool:
+        mask = batch["attention_mask"]
+        if self._traits.why_not_packed or len(batch) > 3 or not others.keys() <= _WITH_TEXT:
+            return False
+        if not mask[:, prompt_width - 1].all():  # the first token of an answer to nothing has none before it
+            return False
+        return self._share_prompts or not mask.all()
+
+    def _packed(self, batch: dict[str, Tensor], others: dict[str, Any], prompt_width: int, left: int) -> Any:
+        input_ids, labels = batch["input_ids"], batch["labels"]
+        packing = pack(
+            batch["attention_mask"],
+            prompt_width=prompt_width,
+            input_ids=input_ids if self._share_prompts else None,
+        )
+        with self._attending(packing.segments):
+            outputs = self._model(
+                input_ids=packing.gather(input_ids),
+                attention_mask=None,
+                position_ids=packing.columns.unsqueeze(0) + left,  # as transformers counts in the padded batch
+                labels=packing.gather(labels),
+                **others,
+            )
+        log_probs, entropy = (
+            None if values is None else packing.scatter_predictions(values, (len(labels), labels.size(1) - 1))
+            for values in (outputs.log_probs, outputs.entropy)
+        )
+        return SimpleNamespace(log_probs=log_probs, entropy=entropy, aux_loss=outputs.aux_loss)

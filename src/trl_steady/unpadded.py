@@ -1,0 +1,165 @@
+"""`trl.GRPOTrainer` whose passes leave out padding."""
+
+import contextlib
+import functools
+import warnings
+import weakref
+from collections.abc import Iterator, Sequence
+from typing import Any, cast
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from trl_steady.config import GRPOConfig
+from trl_steady.host import HostTrainer
+from trl_steady.padding.attention import attending_in, switched
+from trl_steady.padding.budget import Length, partition
+from trl_steady.padding.families import Traits, traits
+from trl_steady.padding.model import UnpaddedModel
+from trl_steady.padding.packing import Segment
+
+__all__ = ["UnpaddedTrainer"]
+
+
+class UnpaddedTrainer(HostTrainer):
+    """Computes the tokens of a batch and not its padding, in every pass of the policy and of the reference.
+
+    Which sequences share a micro-batch, over which TRL's losses and metrics are means, stays TRL's choice.
+    """
+
+    args: GRPOConfig
+    _until_backward: contextlib.ExitStack | None = None
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        self._traits: weakref.WeakKeyDictionary[torch.nn.Module, Traits] = weakref.WeakKeyDictionary()
+        super().__init__(*arguments, **keywords)
+        if not self.args.trim_padding:
+            return
+        why_not = self.why_padded or self.traits_of(self.model).why_not_packed
+        if self.args.share_prompts and why_not:
+            raise ValueError(
+                f"share_prompts=True needs completions to be laid end to end, and {why_not}. Set share_prompts=False."
+            )
+        if self.args.share_prompts and self.aux_loss_enabled:
+            raise ValueError(
+                "share_prompts=True would count a prompt once in the load-balancing loss, where TRL counts it for "
+                "each of its completions. Set router_aux_loss_coef=0.0, or share_prompts=False."
+            )
+        if why_not:
+            what = "does nothing" if self.why_padded else "only cuts columns that are padding in every row"
+            warnings.warn(f"trim_padding=True {what}: {why_not}.", UserWarning, stacklevel=2)
+
+    @property
+    def why_padded(self) -> str | None:
+        """Why no pass leaves out any padding, whatever the model; None if passes do."""
+        if self.args.torch_compile:
+            return "torch_compile=True compiles anew for each shape of a batch"
+        if self.args.n_gpu > 1:
+            return "one process drives several GPUs, which divide the rows of a batch among them"
+        if isinstance(self.model, PeftModel) and self.model.active_peft_config.is_prompt_learning:
+            return "the adapter puts tokens of its own before the prompts"
+        return None
+
+    def traits_of(self, model: torch.nn.Module) -> Traits:
+        """How the transformers model in `model` takes batches without their padding."""
+        bare = self._bare(model)
+        if bare not in self._traits:
+            self._traits[bare] = traits(bare)
+        return self._traits[bare]
+
+    def _bare(self, model: torch.nn.Module) -> PreTrainedModel:
+        inner = self.accelerator.unwrap_model(model)
+        return cast(PreTrainedModel, inner.get_base_model() if isinstance(inner, PeftModel) else inner)
+
+    def log_probs(
+        self,
+        model: torch.nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **of_samples: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """TRL's, without the padding, and in batches of `token_budget` where no gradient is asked for."""
+        whole = functools.partial(
+            super().log_probs,
+            logits_to_keep=logits_to_keep,
+            compute_entropy=compute_entropy,
+            compute_aux_loss=compute_aux_loss,
+            **of_samples,
+        )
+        if not self.args.trim_padding or self.why_padded:
+            return whole(model, input_ids, attention_mask, batch_size=batch_size)
+        if torch.is_grad_enabled() and self._until_backward is not None:
+            self._until_backward.close()  # the micro-batch before has gone backward
+        prompt_width = input_ids.size(1) - logits_to_keep
+        unpadded = UnpaddedModel(
+            model,
+            self.traits_of(model),
+            prompt_width=prompt_width,
+            share_prompts=self.args.share_prompts,
+            attending=functools.partial(self._attending, self._bare(model)),
+        )
+        is_text = all(value is None for value in of_samples.values())
+        regroups = self.args.token_budget is not None or self.traits_of(model).why_not_packed is not None
+        if torch.is_grad_enabled() or compute_aux_loss or not is_text or not regroups:
+            return whole(unpadded, input_ids, attention_mask, batch_size=batch_size)
+        order, counts = self.batches(model, input_ids, attention_mask, prompt_width, batch_size)
+        scored = [whole(unpadded, input_ids[rows], attention_mask[rows])[:2] for rows in order.split(counts)]
+        logps, entropies = zip(*scored, strict=True)
+        back = order.argsort()
+        return torch.cat(logps)[back], torch.cat(entropies)[back] if compute_entropy else None, None
+
+    def batches(
+        self,
+        model: torch.nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        prompt_width: int,
+        batch_size: int | None = None,
+    ) -> tuple[Tensor, list[int]]:
+        """In which order (B,) sequences go through `model`, and how many at a time, the same on all processes.
+
+        The longest come first, so that memory runs out at once or not at all; with `share_prompts` those of one prompt
+        stay together.
+        """
+        mask = attention_mask.bool()
+        prompts, completions = mask[:, :prompt_width].sum(-1), mask[:, prompt_width:].sum(-1)
+        order = (prompts + completions).argsort(descending=True, stable=True)
+        groups = torch.full_like(prompts, -1)
+        if self.args.share_prompts:
+            _, groups = (
+                input_ids[:, :prompt_width].where(mask[:, :prompt_width], -1).unique(dim=0, return_inverse=True)
+            )
+            order = order[groups[order].argsort(stable=True)]
+        if self.args.token_budget is None:
+            size = batch_size or len(order)
+            return order, [min(size, len(order) - start) for start in range(0, len(order), size)]
+        lengths = torch.stack([prompts, completions, groups], dim=-1)[order].unsqueeze(0)
+        everywhere = cast(Tensor, self.accelerator.gather(lengths)).tolist()
+        is_padded = self.traits_of(model).why_not_packed is not None
+        counts = partition(
+            [[Length(*length) for length in own] for own in everywhere], self.args.token_budget, padded=is_padded
+        )
+        return order, counts
+
+    def training_step(self, *arguments: Any, **keywords: Any) -> Tensor:
+        """TRL's; until it ends, a layer that gradient checkpointing runs again attends as it did at first."""
+        with contextlib.ExitStack() as self._until_backward:
+            try:
+                return super().training_step(*arguments, **keywords)
+            finally:
+                self._until_backward.close()
+                self._until_backward = None
+
+    @contextlib.contextmanager
+    def _attending(self, bare: PreTrainedModel, segments: Sequence[Segment]) -> Iterator[None]:
+        with contextlib.ExitStack() as forward:
+            until = self._until_backward if torch.is_grad_enabled() else None
+            (until or forward).enter_context(switched(bare))
+            with attending_in(segments, self.traits_of(bare).implementation):
+                yield
