@@ -28,7 +28,7 @@ def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> d
     """Folders of finished runs, with checkpoints at 3 (inside a window), 6, 9, 12 (at the end of one), 15, 18."""
     folders = {name: tmp_path_factory.mktemp(name) for name in ("moving", "frozen", "trl", "model only")}
     tiny.train(resumable.build("lora", models["dense"], folders["moving"]))
-    tiny.train(tiny.trainer(models["dense"], folders["frozen"], lora=True, **FROZEN))
+    tiny.train(tiny.trainer(models["dense"], folders["frozen"], lora=True, padded=True, **FROZEN))
     tiny.train(tiny.trainer(models["dense"], folders["trl"], lora=True, ours=False, **FROZEN))
     options = {"max_steps": 3, "save_only_model": True}
     tiny.train(resumable.build("lora", models["dense"], folders["model only"], **options))
@@ -163,7 +163,7 @@ def test_a_frozen_references_run_resumes_exactly_too(
     models: dict[str, Path], runs: dict[str, Path], tmp_path: Path, run: str, step: int
 ) -> None:
     """Inside a window, in a second epoch, and from TRL's own checkpoint at the end of a window."""
-    trainer = tiny.trainer(models["dense"], tmp_path, lora=True, **FROZEN)
+    trainer = tiny.trainer(models["dense"], tmp_path, lora=True, padded=True, **FROZEN)
     trainer.train(resume_from_checkpoint=str(runs[run] / f"checkpoint-{step}"))
     whole = torch.load(runs["frozen"] / "checkpoint-18" / "optimizer.pt", weights_only=True)["state"]
     assert resumable.differences(whole, trainer.optimizer.state_dict()["state"]) == []

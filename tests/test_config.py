@@ -61,6 +61,9 @@ def test_a_native_loss_has_every_default_of_trl(tmp_path: Path, loss_type: str) 
         "token_veto_threshold": None,
         "ref_model_sync_kl": None,
         "ref_model_sync_reset_optimizer": False,
+        "trim_padding": True,
+        "token_budget": None,
+        "share_prompts": False,
         "adapter_dtype": None,
     }
     assert ours.to_dict() == {**theirs.to_dict(), **added}

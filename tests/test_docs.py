@@ -47,7 +47,7 @@ def test_every_public_name_and_every_option_of_ours_is_documented() -> None:
     ours = {field.name for field in fields(trl_steady.GRPOConfig) if theirs.get(field.name, ...) != field.default}
     added = {"kl_estimator", "kl_ratio_denominator", "off_policy_mask_level", "geometric_mask_range"}
     added |= {"token_veto_threshold", "step_advantage", "ref_model_sync_kl", "ref_model_sync_reset_optimizer"}
-    added |= {"adapter_dtype"}
+    added |= {"adapter_dtype", "trim_padding", "token_budget", "share_prompts"}
     assert ours == {"epsilon", "importance_sampling_level"} | added  # loss_type and epsilon_high keep TRL's default
     for name in (*trl_steady.__all__, *ours, "loss_type", "epsilon_high", "gspo", "gspo_token"):
         assert f"`{name}`" in text or f"trl_steady.config.{name}" in text or f"trl_steady.trainer.{name}" in text, name

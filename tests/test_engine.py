@@ -130,7 +130,9 @@ def test_with_an_engine_trls_losses_are_trls_and_the_mismatch_is_logged(
     """An engine in bf16, TRL's correction on: the same parameters and metrics, and more of the latter."""
     server.model.to(torch.bfloat16)
     options = {**VLLM, "max_steps": 6, "loss_type": loss_type, "vllm_importance_sampling_mode": "token_truncate"}
-    theirs, ours = (tiny.train(tiny.trainer(wide, tmp_path, ours=ours, **options)) for ours in (False, True))
+    theirs, ours = (
+        tiny.train(tiny.trainer(wide, tmp_path, ours=ours, padded=True, **options)) for ours in (False, True)
+    )
     for row, own in zip(tiny.history(theirs), tiny.history(ours), strict=True):
         assert {name: own[name] for name in row} == row
     expected, after = tiny.parameters(theirs), tiny.parameters(ours)

@@ -53,10 +53,12 @@ def llava(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
     )
 
 
-def pictures(rows: int = 8) -> Dataset:
-    prompt = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "what"}]}]
+def pictures(rows: int = 8, *, lengths: tuple[int, ...] = (1,)) -> Dataset:
+    """Prompts that ask as often as the lengths say, in turn."""
+    texts = ["what" * lengths[i % len(lengths)] for i in range(rows)]
+    prompts = [[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": each}]}] for each in texts]
     images = [[Image.new("RGB", (28, 28), (30 * i, 255 - 30 * i, 100))] for i in range(rows)]
-    return Dataset.from_dict({"prompt": [prompt] * rows, "images": images})
+    return Dataset.from_dict({"prompt": prompts, "images": images})
 
 
 @pytest.mark.parametrize("loss_type", ["gspo", "gspo_token"])
@@ -70,7 +72,7 @@ def test_a_vision_language_model_trains_as_trls_sequence_level_does(
     theirs = tiny.train(
         tiny.trainer(folder, tmp_path, ours=False, loss_type="grpo", importance_sampling_level="sequence", **options)
     )
-    ours = tiny.train(tiny.trainer(folder, tmp_path, loss_type=loss_type, **options))
+    ours = tiny.train(tiny.trainer(folder, tmp_path, padded=True, loss_type=loss_type, **options))
     expected, after = tiny.parameters(theirs), tiny.parameters(ours)
     for name in expected:
         assert torch.allclose(after[name], expected[name], rtol=1e-4, atol=1e-6), name
@@ -121,3 +123,30 @@ def test_steps_of_a_completion_about_an_image(llava: tuple[Path, Any], tmp_path:
     shown = trainer.last_step_advantages
     assert ["".join(text for text, _ in completion) for completion in shown] == contents
     assert any(len({value for _, value in completion}) == 2 for completion in shown)
+
+
+def test_images_follow_their_samples_through_cut_columns(llava: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, processor = llava
+
+    options: dict[str, Any] = {"loss_type": "grpo", "optim": "sgd", "gradient_checkpointing": False, "beta": 0.1}
+    options |= {"per_device_train_batch_size": 2, "num_generations": 2, "steps_per_generation": 8}
+    data = pictures(lengths=(1, 3, 2))
+    options["build"] = {"train_dataset": data, "processing_class": processor, "reward_funcs": tiny.reward}
+    theirs = tiny.train(tiny.trainer(folder, tmp_path, ours=False, **options))
+    with pytest.warns(UserWarning, match="LlavaForConditionalGeneration reads more than text"):
+        ours = tiny.trainer(folder, tmp_path, **options)
+    widths: list[int] = []
+    ours.model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: widths.append(inputs[0].size(1)))
+    tiny.train(ours)
+    expected = tiny.parameters(theirs)
+    for name, value in tiny.parameters(ours).items():
+        assert torch.allclose(value, expected[name], rtol=1e-4, atol=1e-6), name
+    assert len(set(widths)) > 2
+
+
+def test_a_budget_in_tokens_is_refused_with_images(llava: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, processor = llava
+    build = {"train_dataset": pictures(), "processing_class": processor, "reward_funcs": tiny.reward}
+    trainer = tiny.trainer(folder, tmp_path, token_budget=100, build=build)
+    with pytest.raises(ValueError, match="token_budget=100 regroups text, and there are images"):
+        trainer.train()

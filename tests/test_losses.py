@@ -297,7 +297,7 @@ def test_scoring_passes_what_trls_loss_passes(
     original = trl.GRPOTrainer._get_per_token_logps_and_entropies
     monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", record)
     for options in ({"loss_type": "gspo"}, TRL_SEQUENCE_LEVEL):
-        trainer = tiny.trainer(models["dense"], tmp_path, **options)
+        trainer = tiny.trainer(models["dense"], tmp_path, padded=True, **options)
         with pytest.raises(Scored):
             trainer.compute_loss("the model", batch.inputs(**forwarded))
     ours, theirs = calls

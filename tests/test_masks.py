@@ -143,8 +143,8 @@ def test_an_infinite_threshold_is_off_bit_for_bit(models: dict[str, Path], tmp_p
     """And with it on, TRL's losses run through ours: TRL's parameters and metrics, and only more of the latter."""
     options = {"loss_type": loss_type, "beta": 0.04, "gradient_accumulation_steps": 2, "num_iterations": 2}
     native = loss_type in NATIVE_LOSS_TYPES
-    off = tiny.train(tiny.trainer(models["moe"], tmp_path, ours=not native, **options))
-    on = tiny.train(tiny.trainer(models["moe"], tmp_path, off_policy_mask_threshold=math.inf, **options))
+    off = tiny.train(tiny.trainer(models["moe"], tmp_path, ours=not native, padded=True, **options))
+    on = tiny.train(tiny.trainer(models["moe"], tmp_path, padded=True, off_policy_mask_threshold=math.inf, **options))
     expected, after = tiny.parameters(off), tiny.parameters(on)
     assert all(torch.equal(after[name], expected[name]) for name in expected)
     for row, own in zip(tiny.history(off), tiny.history(on), strict=True):

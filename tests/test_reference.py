@@ -165,7 +165,7 @@ def test_a_reference_that_never_moves_is_trls(models: dict[str, Path], tmp_path:
     """TRL's reference for a fresh adapter is the base model; rollouts are drawn as without a reference adapter."""
     fresh = {"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], use_dora=True)}
     options = {**MOVING, "ref_model_sync_steps": 100}
-    ours = tiny.train(tiny.trainer(models["dense"], tmp_path, build=dict(fresh), **options))
+    ours = tiny.train(tiny.trainer(models["dense"], tmp_path, padded=True, build=dict(fresh), **options))
     options["sync_ref_model"] = False
     theirs = tiny.train(tiny.trainer(models["dense"], tmp_path, build=dict(fresh), ours=False, **options))
     after = tiny.parameters(ours)
@@ -178,7 +178,9 @@ def test_a_full_models_reference_is_trls_where_steps_and_windows_agree(
     models: dict[str, Path], tmp_path: Path, alpha: float
 ) -> None:
     options = {**MOVING, "ref_model_sync_steps": 4, "ref_model_mixup_alpha": alpha}
-    trainers = [tiny.train(tiny.trainer(models["moe"], tmp_path, ours=ours, **options)) for ours in (True, False)]
+    trainers = [
+        tiny.train(tiny.trainer(models["moe"], tmp_path, ours=ours, padded=True, **options)) for ours in (True, False)
+    ]
     ours, theirs = (tiny.parameters(trainer) for trainer in trainers)
     assert all(torch.equal(ours[name], theirs[name]) for name in ours)
     assert [row.get("kl") for row in tiny.history(trainers[0])] == [row.get("kl") for row in tiny.history(trainers[1])]

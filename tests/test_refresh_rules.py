@@ -113,7 +113,7 @@ CALLBACK = {"steps": 3, "alpha": 1.0, "kl": 0.05}
 @pytest.mark.parametrize("lora", [False, True])
 def test_the_callback_makes_trls_trainer_ours(models: dict[str, Path], tmp_path: Path, lora: bool) -> None:
     options = {"ref_model_sync_steps": 3, "ref_model_sync_kl": 0.05}
-    ours = tiny.train(tiny.trainer(models["moe"], tmp_path, lora=lora, **{**OPTIONS, **options}))
+    ours = tiny.train(tiny.trainer(models["moe"], tmp_path, lora=lora, padded=True, **{**OPTIONS, **options}))
     theirs = tiny.trainer(models["moe"], tmp_path, ours=False, lora=lora, beta=0.04, max_steps=24)
     callback = ReferenceRefreshCallback(theirs, **CALLBACK)
     theirs.add_callback(callback)

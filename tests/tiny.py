@@ -11,7 +11,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from tokenizers import Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import BPE
-from transformers import PreTrainedTokenizerFast, Qwen2Config, Qwen3MoeConfig
+from transformers import FalconH1Config, GPT2Config, PreTrainedTokenizerFast, Qwen2Config, Qwen3MoeConfig
 
 import trl_steady
 
@@ -30,6 +30,12 @@ SIZES = {
 CONFIGS = {
     "dense": Qwen2Config(**SIZES),
     "moe": Qwen3MoeConfig(**SIZES, head_dim=8, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=16),
+    "gpt2": GPT2Config(
+        **SIZES, n_positions=64, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0, bos_token_id=SIZES["pad_token_id"]
+    ),
+    "falcon_h1": FalconH1Config(
+        **SIZES, mamba_d_ssm=16, mamba_n_heads=4, mamba_d_head=4, mamba_d_state=8, mamba_chunk_size=8
+    ),
 }
 LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"], "init_lora_weights": False}
 
@@ -94,11 +100,17 @@ def trainer(
     *,
     ours: bool = True,
     lora: bool = False,
+    padded: bool = False,
     build: dict[str, Any] | None = None,
     **options: Any,
 ) -> trl.GRPOTrainer:
-    """A trainer, ours or TRL's, with `options` of the config and `build` for the constructor."""
+    """A trainer, ours or TRL's, with `options` of the config and `build` for the constructor.
+
+    `padded`: ours pads as TRL does, so that it can be TRL bit for bit.
+    """
     package = trl_steady if ours else trl
+    if ours and padded:
+        options["trim_padding"] = False
     args = arguments(package.GRPOConfig, output_dir, **options)
     keywords: dict[str, Any] = {"train_dataset": dataset(), "processing_class": tokenizer(), **(build or {})}
     if lora:

@@ -41,6 +41,11 @@ class BudgetedTrainer(UnpaddedTrainer):
                 "step each time. Train with DDP or FSDP, or leave token_budget unset."
             )
 
+    def get_batch_samples(self, *arguments: Any, **keywords: Any) -> Any:
+        """TRL's. What still waits is of an optimizer step that an error has ended."""
+        self._waiting.clear()
+        return super().get_batch_samples(*arguments, **keywords)
+
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *arguments: Any, **keywords: Any) -> Tensor:
         """TRL's. With a budget, the micro-batches of an optimizer step wait for its last, and go through regrouped."""
         if self.args.token_budget is None or not self.model.training:

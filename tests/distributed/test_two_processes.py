@@ -46,7 +46,8 @@ def test_two_processes_train_as_one_does(models: dict[str, Path], tmp_path: Path
             *2 * [(2, "gloo")],
         ]
         check_close(run, one["parameters"], two[0]["parameters"])
-        check_histories(one["history"], two[0]["history"])
+        if run != "tokens":  # whose metrics are means over the micro-batches of each process
+            check_histories(one["history"], two[0]["history"])
     for run in ("gspo", "gspo_token"):
         assert any(row.get("ratio/sequence_max", 1) > 1.001 for row in alone[run][0]["history"])
     (engine,) = alone["engine"]

@@ -48,6 +48,13 @@ FIXED: dict[str, dict[str, Any]] = {
         "geometric_mask_range": (0.5, 2.0),
         "off_policy_mask_threshold": 0.2,
     },
+    "tokens": {
+        "loss_type": "dapo",
+        "token_budget": 24,
+        "gradient_accumulation_steps": 4,
+        "steps_per_generation": 4,
+        "max_steps": 4,
+    },
     "steps": {"loss_type": "gspo_token", "build": {"reward_funcs": partly_in_steps}},
     "full": {**MOVING, "learning_rate": 0.02},
     "lora": {**MOVING, "lora": True},

@@ -70,9 +70,8 @@ def _attend(
             f"{type(module).__name__} does not pass on the attention mask it is given, which trim_padding=True relies "
             "on to keep the sequences of a batch apart. Set trim_padding=False."
         )
-    modeling: Any = sys.modules[type(module).__module__]
     attend: Callable[..., Any] = (
-        modeling.eager_attention_forward
+        _eager(type(module))
         if attention_mask.implementation == "eager"
         else ALL_ATTENTION_FUNCTIONS[attention_mask.implementation]
     )
@@ -87,6 +86,12 @@ def _attend(
         mask = attention_mask.mask(length, keys.size(2) - length, query)
         outputs.append(attend(module, query[:, :, tokens], keys, values, mask, **options)[0])
     return torch.cat(outputs, dim=1), None
+
+
+def _eager(module: type) -> Callable[..., Any]:
+    """Each of transformers' modeling files has its own, by this name."""
+    modules = (sys.modules[each.__module__] for each in module.__mro__)
+    return next(vars(each)["eager_attention_forward"] for each in modules if "eager_attention_forward" in vars(each))
 
 
 AttentionInterface.register(_OURS, _attend)

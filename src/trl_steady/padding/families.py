@@ -48,7 +48,8 @@ def traits(model: PreTrainedModel) -> Traits:
 
 def _why_not_packed(model: PreTrainedModel, *, is_rotary: bool) -> str | None:
     config, name = model.config, type(model).__name__
-    if not type(model).__module__.startswith("transformers.models."):
+    own_class = next(each for each in type(model).__mro__ if not each.__module__.startswith("torch."))  # under FSDP2
+    if not own_class.__module__.startswith("transformers.models."):
         return f"{name} is not one of transformers' own models"
     if config.get_text_config() is not config or any("mrope_section" in rope for rope in _rope(config)):
         return f"{name} reads more than text"

@@ -1,0 +1,352 @@
+"""Training without padding is TRL's: the same loss, gradients and metrics, whatever the loss and the model."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+from peft import PromptTuningConfig
+from torch import Tensor
+
+import trl_steady
+from tests import tiny
+from trl_steady import budgeted
+from trl_steady.checks import NATIVE_LOSS_TYPES, SEQUENCE_RATIO_LOSS_TYPES
+
+LOSS_TYPES = (*NATIVE_LOSS_TYPES, *SEQUENCE_RATIO_LOSS_TYPES)
+REGROUPED = tuple(loss_type for loss_type in LOSS_TYPES if loss_type != "bnpo")
+
+
+def answers(lengths: Callable[[int], int]) -> Callable[..., dict[str, Any]]:
+    """Rollouts whose completions have the given lengths by place in the batch."""
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        ids = [[(13 * i + 5 * t) % 200 + 45 for t in range(lengths(i))] for i in range(len(prompts))]
+        prompt_ids = [trainer.processing_class(p)["input_ids"] for p in prompts]
+        return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": None}
+
+    return rollout
+
+
+UNEQUAL = answers(lambda i: (1, 8, 3, 2, 5, 1, 7, 4)[(i + i // 8) % 8])
+ROLLOUT: dict[str, Any] = {"build": {"rollout_func": UNEQUAL}}
+
+
+def pair(models: dict[str, Path], tmp_path: Path, *, model: str = "dense", **options: Any) -> tuple[Any, Any]:
+    """Without our options and with them, both trained; TRL's own trainer where it knows the loss."""
+    ours = {name: options.pop(name) for name in ("token_budget", "share_prompts") if name in options}
+    settings: dict[str, Any] = {
+        "beta": 0.1,
+        "num_iterations": 2,
+        "gradient_accumulation_steps": 2,
+        "optim": "sgd",  # Adam would blow rounding up to the size of an update where a gradient is zero on paper
+        "learning_rate": 3e-3,
+        "epsilon": 5e-3,
+        "epsilon_high": 8e-3,
+        "max_grad_norm": 1.0,
+        **options,
+        "build": {"rollout_func": UNEQUAL, **options.get("build", {})},
+    }
+    if settings.get("loss_type") in SEQUENCE_RATIO_LOSS_TYPES:
+        padded = tiny.trainer(models[model], tmp_path, trim_padding=False, **settings)
+    else:
+        padded = tiny.trainer(models[model], tmp_path, ours=False, **settings)
+    tiny.train(padded)
+    return padded, tiny.train(tiny.trainer(models[model], tmp_path, **settings, **ours))
+
+
+def assert_same_training(padded: Any, unpadded: Any, *, metrics: bool = True) -> None:
+    before = tiny.parameters(padded)
+    for name, value in tiny.parameters(unpadded).items():
+        torch.testing.assert_close(value, before[name], rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+    if not metrics:
+        return
+    rows = list(zip(tiny.history(unpadded), tiny.history(padded), strict=True))
+    assert len(rows) == 7
+    for ours, theirs in rows:
+        for name, value in theirs.items():  # None is TRL's for no completion; quantiles are of bins of 5 %
+            rel = 0.05 if "_q" in name else 1e-4
+            assert ours[name] == (None if value is None else pytest.approx(value, rel=rel, abs=2e-6, nan_ok=True)), (
+                name
+            )
+
+
+def lengths_of(rollouts: Iterable[dict[str, Any]]) -> list[int]:
+    """Tokens of each sequence."""
+    return [
+        length
+        for batch in rollouts
+        for length in (batch["prompt_mask"].sum(-1) + batch["completion_mask"].sum(-1)).tolist()
+    ]
+
+
+class Widths:
+    """How wide the batches were that a model saw, and how many of their tokens were real."""
+
+    def __init__(self, model: torch.nn.Module) -> None:
+        self.shapes: list[tuple[int, ...]] = []
+        model.get_input_embeddings().register_forward_pre_hook(self._see)
+
+    def _see(self, module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self.shapes.append(tuple(inputs[0].shape))
+
+
+@pytest.mark.parametrize("share_prompts", [False, True], ids=["own_prompts", "shared_prompts"])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+def test_losses_gradients_and_metrics_are_those_of_padded_passes(
+    models: dict[str, Path], tmp_path: Path, loss_type: str, share_prompts: bool
+) -> None:
+    assert_same_training(*pair(models, tmp_path, loss_type=loss_type, share_prompts=share_prompts))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"entropy_coef": 0.1, "use_adaptive_entropy": True, "entropy_target": 3.9},
+        {"top_entropy_quantile": 0.37},
+        {"off_policy_mask_threshold": 0.001},
+        {"delta": 1.01},
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {"model_init_kwargs": {"attn_implementation": "eager"}},
+        {"model_init_kwargs": {"attn_implementation": "eager"}, "gradient_checkpointing": True, "share_prompts": True},
+        {"mask_truncated_completions": True},
+        {"cast_lm_head_to_fp32": True},
+        {"lora": True},
+        {"lora": True, "gradient_checkpointing": True},
+        {"model": "moe"},
+        {"model": "moe", "router_aux_loss_coef": 0.1},
+        {"model": "gpt2"},
+        {"model": "falcon_h1"},
+        {"model": "falcon_h1", "model_init_kwargs": {"attn_implementation": "eager"}},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:trim_padding=True only cuts")
+def test_so_they_are_with_other_models_and_options(
+    models: dict[str, Path], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    assert_same_training(*pair(models, tmp_path, loss_type="bnpo", **options))
+
+
+def test_passes_see_the_tokens_and_no_padding(models: dict[str, Path], tmp_path: Path) -> None:
+    """Two passes of 16 sequences for the rollout, in four batches each; then one step."""
+    options = {"beta": 0.1, "steps_per_generation": 4, "gradient_accumulation_steps": 1, "max_steps": 1}
+    trainer: Any = tiny.trainer(models["dense"], tmp_path, build={"rollout_func": UNEQUAL}, **options)
+    policy, reference = Widths(trainer.model), Widths(trainer.ref_model)
+    tiny.train(trainer)
+
+    rollouts = trainer._buffered_inputs
+    tokens = [int(batch["prompt_mask"].sum() + batch["completion_mask"].sum()) for batch in rollouts]
+    assert sum(batch["prompt_mask"].numel() + batch["completion_mask"].numel() for batch in rollouts) > sum(tokens)
+    assert [rows for rows, _ in reference.shapes] == [1] * 4
+    assert sum(width for _, width in reference.shapes) == sum(tokens)
+    assert policy.shapes[:4] == reference.shapes  # the old log-probs
+    assert policy.shapes[4:] == [(1, tokens[0])]  # the one micro-batch
+
+
+def test_a_batch_without_padding_is_trained_on_bit_for_bit_as_by_trl(models: dict[str, Path], tmp_path: Path) -> None:
+    equal = {"rollout_func": answers(lambda i: 6), "train_dataset": tiny.dataset().select([0, 0, 0, 0])}
+    padded, unpadded = pair(models, tmp_path, loss_type="grpo", optim="adamw_torch", build=equal)
+
+    assert tiny.history(unpadded) == tiny.history(padded)
+    after = tiny.parameters(padded)
+    assert all(torch.equal(value, after[name]) for name, value in tiny.parameters(unpadded).items())
+
+
+# in TRL's micro-batches, a fraction of one, and several; 8 accumulated micro-batches are those of two rollouts
+@pytest.mark.parametrize(("token_budget", "accumulated"), [(12, 2), (30, 2), (30, 8), (10_000, 4)])
+@pytest.mark.parametrize("loss_type", REGROUPED)
+def test_the_loss_of_micro_batches_by_tokens_is_that_of_the_whole_step(
+    models: dict[str, Path], tmp_path: Path, loss_type: str, token_budget: int, accumulated: int
+) -> None:
+    settings = {"off_policy_mask_threshold": 0.01, "use_bias_correction_kl": True, "token_budget": token_budget}
+    padded, unpadded = pair(
+        models, tmp_path, loss_type=loss_type, gradient_accumulation_steps=accumulated, max_steps=4, **settings
+    )
+
+    assert_same_training(padded, unpadded, metrics=False)
+    for ours, theirs in zip(tiny.history(unpadded), tiny.history(padded), strict=True):
+        for name in {"loss", "grad_norm", "train_loss"} & theirs.keys():
+            assert ours[name] == pytest.approx(theirs[name], rel=1e-4, abs=2e-6), name
+
+
+def test_a_micro_batch_by_tokens_is_as_large_as_its_budget_allows(models: dict[str, Path], tmp_path: Path) -> None:
+    trainer: Any = tiny.trainer(
+        models["dense"], tmp_path, token_budget=30, gradient_accumulation_steps=4, beta=0.1, **ROLLOUT, max_steps=1
+    )
+    policy, reference = Widths(trainer.model), Widths(trainer.ref_model)
+    tiny.train(trainer)
+
+    lengths = sorted(lengths_of(trainer._buffered_inputs), reverse=True)
+    for widths in (policy.shapes, reference.shapes):
+        assert all(shape[0] == 1 and shape[1] <= 30 for shape in widths)
+        assert sum(shape[1] for shape in widths) == sum(lengths)
+        assert len(widths) < 16 and max(lengths) + min(lengths) <= 30 < sum(
+            lengths[:4]
+        )  # neither one by one nor TRL's
+    assert trainer.state.global_step == 1
+
+
+def test_a_budget_counts_the_padding_of_a_model_that_computes_it(models: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="trim_padding=True only cuts columns.*GPT2LMHeadModel has no rotary"):
+        trainer: Any = tiny.trainer(
+            models["gpt2"], tmp_path, token_budget=40, gradient_accumulation_steps=4, **ROLLOUT, max_steps=1
+        )
+    policy = Widths(trainer.model)
+    tiny.train(trainer)
+
+    assert max(shape[0] for shape in policy.shapes) > 1
+    assert all(shape[0] * shape[1] <= 40 for shape in policy.shapes)
+    assert sum(shape[0] for shape in policy.shapes) == 16
+
+
+def test_shared_prompts_are_computed_once(models: dict[str, Path], tmp_path: Path) -> None:
+    trainer: Any = tiny.trainer(
+        models["dense"], tmp_path, share_prompts=True, token_budget=10_000, gradient_accumulation_steps=4, **ROLLOUT,
+        max_steps=1,
+    )  # fmt: skip
+    policy = Widths(trainer.model)
+    tiny.train(trainer)
+
+    (width,) = policy.shapes
+    rows = [(tuple(row[kept].tolist()), n) for batch in trainer._buffered_inputs for row, kept, n in zip(
+        batch["prompt_ids"], batch["prompt_mask"].bool(), batch["completion_mask"].sum(-1).tolist(), strict=True
+    )]  # fmt: skip
+    assert len({prompt for prompt, _ in rows}) == 4
+    once = sum(len(prompt) - 1 for prompt in {prompt for prompt, _ in rows})
+    assert width == (1, once + sum(1 + completion for _, completion in rows))
+
+
+def test_evaluation_is_trls(models: dict[str, Path], tmp_path: Path) -> None:
+    settings = {
+        "beta": 0.1,
+        "per_device_eval_batch_size": 8,
+        "build": {**ROLLOUT["build"], "eval_dataset": tiny.dataset()},
+    }
+    padded = tiny.trainer(models["dense"], tmp_path, ours=False, **settings)
+    whole, budgeted = (
+        tiny.trainer(models["dense"], tmp_path, token_budget=budget, **settings) for budget in (None, 20)
+    )
+    widths = Widths(budgeted.model)
+    expected = {
+        name: value for name, value in padded.evaluate().items() if "_per_second" not in name and "time" not in name
+    }
+    for trainer in (whole, budgeted):
+        found = trainer.evaluate()
+        assert all(found[name] == pytest.approx(value, rel=1e-4, abs=1e-6) for name, value in expected.items())
+    assert max(shape[1] for shape in widths.shapes) <= 20
+
+
+def test_a_run_by_tokens_resumes_exactly_inside_a_window(models: dict[str, Path], tmp_path: Path) -> None:
+    settings = {"token_budget": 30, "gradient_accumulation_steps": 2, "lora": True, "beta": 0.1, "num_iterations": 2}
+    settings |= {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+    whole = tiny.train(tiny.trainer(models["dense"], tmp_path, **settings))
+    resumed = tiny.trainer(models["dense"], tmp_path, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    after = tiny.parameters(resumed)
+    assert all(torch.equal(value, after[name]) for name, value in tiny.parameters(whole).items())
+
+
+def test_an_error_in_a_step_leaves_nothing_behind(models: dict[str, Path], tmp_path: Path) -> None:
+    """And the step that is begun anew has its own sequences only."""
+    trainer: Any = tiny.trainer(
+        models["dense"],
+        tmp_path,
+        token_budget=30,
+        gradient_accumulation_steps=4,
+        gradient_checkpointing=True,
+        **ROLLOUT,
+    )
+    lm_head = trainer.model.get_output_embeddings()
+    seen = Widths(trainer.model)
+
+    class Stop(Exception):
+        pass
+
+    def stop(*_: Any) -> None:
+        raise Stop
+
+    hook = lm_head.register_forward_pre_hook(lambda *_: None)
+    hook.remove()
+    last_layer = trainer.model.get_decoder().layers[-1]
+    hook = last_layer.register_forward_pre_hook(stop)
+    with pytest.raises(Stop):
+        trainer.train()
+    hook.remove()
+    assert trainer.model.config._attn_implementation == "sdpa"
+    seen.shapes.clear()
+    trainer.train()
+    assert trainer.model.config._attn_implementation == "sdpa"
+    assert all(torch.isfinite(value).all() for value in tiny.parameters(trainer).values())
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"token_budget": 0}, "token_budget=0 cannot work. Set token_budget to 1 token or more"),
+        ({"token_budget": 9, "trim_padding": False}, "token_budget=9 with trim_padding=False.*Set trim_padding=True"),
+        ({"share_prompts": True, "trim_padding": False}, "share_prompts=True with trim_padding=False"),
+        ({"token_budget": 9, "loss_type": "bnpo"}, "token_budget=9 with loss_type='bnpo'.*Set loss_type='dapo'"),
+        ({"token_budget": 9, "entropy_coef": 0.1}, "token_budget=9 with entropy_coef=0.1.*Switch it off"),
+        ({"token_budget": 9, "use_adaptive_entropy": True}, "use_adaptive_entropy=True.*Switch it off"),
+        ({"token_budget": 9, "top_entropy_quantile": 0.2}, "top_entropy_quantile=0.2.*Set top_entropy_quantile=1.0"),
+        (
+            {"token_budget": 9, "model": "moe"},
+            "token_budget=9 with a load-balancing loss.*Set router_aux_loss_coef=0.0",
+        ),
+        (
+            {"share_prompts": True, "model": "moe"},
+            "share_prompts=True would count a prompt once.*router_aux_loss_coef=0",
+        ),
+        ({"share_prompts": True, "model": "gpt2"}, "GPT2LMHeadModel has no rotary positions. Set share_prompts=False"),
+        (
+            {"share_prompts": True, "model_init_kwargs": {"attn_implementation": "flex_attention"}},
+            "attn_implementation='flex_attention' has not been tried with it; 'sdpa' and 'eager' have. Set share",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    models: dict[str, Path], tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    model = models[options.pop("model", "dense")]
+    with pytest.raises(ValueError, match=message):
+        tiny.trainer(model, tmp_path, **options)
+
+
+def test_deepspeed_is_refused_a_budget(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(budgeted, "DistributedType", SimpleNamespace(DEEPSPEED=accelerate.DistributedType.NO))
+    with pytest.raises(ValueError, match=r"DeepSpeed would step each time\. Train with DDP or FSDP"):
+        tiny.trainer(models["dense"], tmp_path, token_budget=9)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"torch_compile": True}, "trim_padding=True does nothing: torch_compile=True compiles anew"),
+        (
+            {"build": {"peft_config": PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")}},
+            "trim_padding=True does nothing: the adapter puts tokens of its own before the prompts",
+        ),
+        (
+            {"model": "falcon_h1"},
+            "trim_padding=True only cuts columns that are padding in every row: FalconH1ForCausalLM",
+        ),
+    ],
+)
+def test_what_keeps_its_padding_is_said(
+    models: dict[str, Path], tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    model = models[options.pop("model", "dense")]
+    with pytest.warns(UserWarning, match=message):
+        tiny.trainer(model, tmp_path, **options)
+
+
+def test_padding_to_a_multiple_is_said_to_be_idle(tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="pad_to_multiple_of=8 cannot act: with trim_padding=True"):
+        trl_steady.GRPOConfig(str(tmp_path), pad_to_multiple_of=8, use_cpu=True, per_device_train_batch_size=8)
