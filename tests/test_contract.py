@@ -156,3 +156,20 @@ def test_trl_pushes_to_vllm_what_one_method_yields() -> None:
 
     assert list(inspect.signature(VLLMGeneration._iter_named_params).parameters) == ["self"]
     assert "self._iter_named_params()" in inspect.getsource(VLLMGeneration.sync_weights)
+
+
+def test_trl_gives_a_model_and_takes_from_it_what_we_know_how_to_do_without_padding() -> None:
+    """In one call, the only use of the model: what stands in for it has to know no more."""
+    source = inspect.getsource(inspect.unwrap(trl.GRPOTrainer._get_per_token_logps_and_entropies))
+    tree = ast.parse(textwrap.dedent(source))
+    (call,) = (n for n in ast.walk(tree) if isinstance(n, ast.Call) and ast.unparse(n.func) == "model")
+    assert not call.args and [
+        ast.unparse(n) for n in ast.walk(tree) if isinstance(n, ast.Name) and n.id == "model"
+    ] == ["model"]
+    given = {keyword.arg for keyword in call.keywords if keyword.arg}
+    assert [ast.unparse(keyword.value) for keyword in call.keywords if not keyword.arg] == ["model_inputs"]
+    given |= set(re.findall(r'model_inputs\["(\w+)"\] =', source))
+    (literal,) = re.findall(r"model_inputs = \{(.*)\}", source)
+    given |= set(re.findall(r'"(\w+)":', literal))
+    taken = set(re.findall(r"outputs\.(\w+)", source))
+    assert given | taken == set(host.CONTRACT.scoring)

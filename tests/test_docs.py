@@ -19,7 +19,7 @@ PAGES = {**DOCS, **{path.relative_to(ROOT).as_posix(): path.read_text() for path
 PAGES |= {path.relative_to(ROOT).as_posix(): path.read_text() for path in ROOT.glob("recipes/**/*.md")}
 
 
-@pytest.mark.parametrize("kind", ["attributes", "arguments", "inputs", "buffering"])
+@pytest.mark.parametrize("kind", ["attributes", "arguments", "inputs", "buffering", "scoring"])
 def test_the_compatibility_page_is_the_contract(kind: str) -> None:
     for name, how in getattr(host.CONTRACT, kind).items():
         assert f"| `{name}` | {how} |\n" in DOCS["docs/compatibility.md"]

@@ -27,8 +27,8 @@ __all__ = ["GRPOTrainer"]
 class GRPOTrainer(StepwiseTrainer):
     """`trl.GRPOTrainer`, same constructor, with our losses, a moving reference, and checkpoints that resume exactly.
 
-    With nothing of ours asked for it trains as TRL's trainer does, bit for bit, with the exceptions that
-    `docs/compatibility.md` lists.
+    With nothing of ours asked for and `trim_padding=False` it trains as TRL's trainer does, bit for bit, with the
+    exceptions that `docs/compatibility.md` lists.
 
     Args:
         model: As TRL's.
@@ -39,12 +39,12 @@ class GRPOTrainer(StepwiseTrainer):
 
     Raises:
         ValueError: `args` is not ours, nothing is trainable, bitsandbytes has packed the weights for inference, the
-            adapter cannot follow as a reference, vLLM would have to share a quantised base, or an option needs the
-            log-probs of an engine and there is none.
+            adapter cannot follow as a reference, vLLM would have to share a quantised base, an option needs the
+            log-probs of an engine and there is none, or `token_budget` or `share_prompts` what the model cannot do.
 
     Warns:
         UserWarning: an off-policy mask cannot act, as every update is on-policy or the clip has silenced the same
-            sequences; most of a bf16 adapter cannot take steps of the learning rate's size; the model is a checkpoint
+            sequences; `trim_padding` has to leave padding in; most of a bf16 adapter cannot take steps of the learning rate's size; the model is a checkpoint
             whose reference had moved.
     """
 

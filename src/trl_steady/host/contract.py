@@ -20,9 +20,14 @@ class Contract:
     """Methods we wrap -> their parameters"""
     buffering: Mapping[str, str]
     """What `_prepare_inputs` reads of the trainer -> how a checkpoint inside a generation window deals with it"""
+    scoring: Mapping[str, str]
+    """What the scoring method gives a model and takes from it -> what becomes of it without padding"""
 
 
 _BY_TRL = "honoured: TRL's own code runs"
+_CUT = "cut to the columns with tokens"
+_LAID = "cut to the columns with tokens; laid end to end where the model allows"
+_PASSED_ON = "passed on; the row is not laid end to end"
 FORWARDED = "honoured: forwarded to TRL's scoring method by name"
 _OUR_KL = "honoured: our KL is divided as TRL's loss is"
 _NOT_READ = (
@@ -98,6 +103,8 @@ CONTRACT = Contract(
     },
     parameters={
         "_compute_loss": ("self", "model", "inputs"),
+        "compute_loss": ("self", "model", "inputs", "return_outputs", "num_items_in_batch"),
+        "training_step": ("self", "model", "inputs", "num_items_in_batch"),
         "_get_per_token_logps_and_entropies": (
             "self",
             "model",
@@ -144,5 +151,23 @@ CONTRACT = Contract(
         "args": "must be the same at a resume",
         "model": "tells training from evaluation",
         "num_iterations": "must be the same at a resume",
+    },
+    scoring={
+        "attention_mask": _LAID,
+        "aux_loss": "the model's own",
+        "entropy": "put back in the places of the padded batch, 0 where there is no label",
+        "fused_lm_head": "passed on",
+        "image_grid_thw": _PASSED_ON,
+        "image_position_ids": _PASSED_ON,
+        "image_sizes": _PASSED_ON,
+        "input_ids": _LAID,
+        "labels": _LAID,
+        "log_probs": "put back in the places of the padded batch, 0 where there is no label",
+        "mm_token_type_ids": _CUT,
+        "output_router_logits": "passed on",
+        "pixel_attention_mask": _PASSED_ON,
+        "pixel_values": _PASSED_ON,
+        "spatial_shapes": _PASSED_ON,
+        "token_type_ids": _CUT,
     },
 )

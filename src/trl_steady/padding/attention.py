@@ -36,6 +36,12 @@ class Segments:
     """How far back a token of these layers may look, itself included."""
     _masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
 
+    def __getitem__(self, index: tuple[slice, ...]) -> "Segments":
+        """What a mask cut to as many queries and keys as there are would be."""
+        if any(part.start not in (None, 0) or part.step is not None for part in index):
+            raise IndexError(f"segments of a whole row cannot be cut to {index}")
+        return self
+
     def mask(self, own: int, shared: int, like: Tensor) -> Tensor | None:
         """(1, 1, own, shared + own), or None for what "sdpa" takes as causal."""
         length = shared + own

@@ -13,6 +13,13 @@ __all__ = ["Traits", "traits"]
 
 _LAYERS = {"full_attention", "sliding_attention"}
 _ROPE_OF_THE_WIDTH = ("dynamic", "longrope")
+# Layers that divide a row into blocks, beginning at its first column
+_LAYERS_OF_BLOCKS = {"compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse"}
+# Families with rotary positions that padding before a sequence changes all the same: queries scaled by their column
+# (beam), weighted norms after the rotation (hunyuan), states that take padding in (recurrent_gemma), patches (blt)
+_COUNTS_COLUMNS = {"beam", "blt", "hunyuan_v1_dense", "hunyuan_v1_moe", "recurrent_gemma"}
+# Families in which tokens see what comes after them (cpmant), or what is in other rows (doge, as a mixture of experts)
+_SEES_EVERYTHING = {"cpmant", "doge"}
 
 
 @dataclass(frozen=True)
@@ -24,36 +31,40 @@ class Traits:
     why_not_packed: str | None
     """Why sequences laid end to end would not stay apart; None if they do."""
     is_shift_invariant: bool
-    """Whether padding before a sequence changes nothing, as with rotary positions."""
+    """Whether padding before a sequence changes nothing."""
     width_limit: float
-    """From which width of a batch on it changes the rotary frequencies of all its rows; usually infinite."""
+    """Up to which width batches may be cut; usually infinite."""
 
 
 def traits(model: PreTrainedModel) -> Traits:
     """Of a transformers model, without PEFT's wrapper."""
     config = model.config.get_text_config()
-    is_rotary = any("Rotary" in type(module).__name__ for module in model.modules())
     limits = [
         rope.get("original_max_position_embeddings") or config.max_position_embeddings
         for rope in _rope(config)
         if rope.get("rope_type") in _ROPE_OF_THE_WIDTH
     ]
+    if config.model_type in _SEES_EVERYTHING:
+        limits = [0]
+    counts_columns = config.model_type in _COUNTS_COLUMNS or any("llama_4_scaling_beta" in r for r in _rope(config))
+    has_blocks = not _LAYERS_OF_BLOCKS.isdisjoint(getattr(config, "layer_types", None) or ())
     return Traits(
         implementation=config._attn_implementation,
-        why_not_packed=_why_not_packed(model, is_rotary=is_rotary),
-        is_shift_invariant=is_rotary,
+        why_not_packed=_why_not_packed(model),
+        is_shift_invariant=_is_known(model) and _is_rotary(model) and not counts_columns and not has_blocks,
         width_limit=min(limits, default=float("inf")),
     )
 
 
-def _why_not_packed(model: PreTrainedModel, *, is_rotary: bool) -> str | None:
+def _why_not_packed(model: PreTrainedModel) -> str | None:
     config, name = model.config, type(model).__name__
-    own_class = next(each for each in type(model).__mro__ if not each.__module__.startswith("torch."))  # under FSDP2
-    if not own_class.__module__.startswith("transformers.models."):
+    if not _is_known(model):
         return f"{name} is not one of transformers' own models"
+    if config.model_type in _SEES_EVERYTHING:
+        return f"{name} lets tokens see more than what came before them"
     if config.get_text_config() is not config or any("mrope_section" in rope for rope in _rope(config)):
         return f"{name} reads more than text"
-    if not is_rotary:
+    if not _is_rotary(model):
         return f"{name} has no rotary positions"
     if not type(model)._supports_attention_backend:
         return f"{name} does not attend by transformers' attention interface"
@@ -64,6 +75,15 @@ def _why_not_packed(model: PreTrainedModel, *, is_rotary: bool) -> str | None:
         tried = " and ".join(map(repr, IMPLEMENTATIONS))
         return f"attn_implementation={config._attn_implementation!r} has not been tried with it; {tried} have"
     return None
+
+
+def _is_known(model: PreTrainedModel) -> bool:
+    own_class = next(each for each in type(model).__mro__ if not each.__module__.startswith("torch."))  # under FSDP2
+    return own_class.__module__.startswith("transformers.models.")
+
+
+def _is_rotary(model: PreTrainedModel) -> bool:
+    return any("Rotary" in type(module).__name__ for module in model.modules())
 
 
 def _rope(config: PretrainedConfig) -> Iterator[Mapping[str, Any]]:

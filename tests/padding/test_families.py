@@ -1,0 +1,284 @@
+"""Every causal-LM family of transformers says the same of a batch with its padding as without it."""
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers import PreTrainedModel
+from trl.trainer.utils import add_fused_lm_head
+
+from tests.padding import families
+from trl_steady.padding.attention import attending_in, switched
+from trl_steady.padding.families import Traits, traits
+from trl_steady.padding.model import UnpaddedModel
+from trl_steady.padding.packing import Segment
+
+
+def _set(*lines: str) -> frozenset[str]:
+    return frozenset(" ".join(lines).split())
+
+
+# What holds of each family, with the config that `families` gives it.
+
+PACKED = _set(
+    "afmoe apertus arcee aria_text axk1 beam bitnet cohere cohere2 cohere2_moe cwm dbrx deepseek_v2 deepseek_v3",
+    "diffllama dots1 emu3 ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 gemma3_text",
+    "gemma3n_text gemma4_text gemma4_unified_text glm glm4 glm4_moe glm4_moe_lite gpt_neox gpt_oss granite",
+    "granite_swa granitemoe granitemoe_swa granitemoeshared helium hrm_text hunyuan_v1_dense hunyuan_v1_moe hy_v3",
+    "hyperclovax internlm3 iquestcoder jais2 jetmoe kolibri1 laguna llama longcat_flash mellum mimo_v2_flash",
+    "minicpm3 minimax_m2 ministral ministral3 mistral mixtral modernbert-decoder moshi nanochat nemotron olmo",
+    "olmo2 olmo3 olmoe persimmon phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open",
+    "starcoder2 vaultgemma youtu",
+)
+"""Sequences are laid end to end."""
+
+CUT = _set(
+    "axk2 bailing_hybrid bamba cohere_compass_text deepseek_v32 dots3_note dots3_note_text falcon falcon_h1",
+    "glm_moe_dsa gpt_neox_japanese hy_v4 lfm2 lfm2_moe lfm3 minimax olmo_hybrid qwen3_5 qwen3_5_moe",
+    "qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp qwen4_exp_text stablelm zamba2 zaya",
+)
+"""Columns that are padding in every row are cut off at both ends."""
+
+CUT_RIGHT = _set(
+    "bart bert bert-generation big_bird bigbird_pegasus biogpt blenderbot blenderbot-small bloom camembert",
+    "codegen ctrl data2vec-text electra ernie falcon_mamba gpt-sw3 gpt2 gpt_bigcode gpt_neo gptj granitemoehybrid",
+    "inkling2_text inkling_text jamba kimi_linear mamba mamba2 marian mbart megatron-bert mpt mvp nemotron_h",
+    "openai-gpt opt pegasus plbart prophetnet rembert roberta roberta-prelayernorm roc_bert roformer rwkv trocr",
+    "whisper xglm xlm xlm-roberta xlm-roberta-xl xlnet xlstm xmod zamba blt deepseek_v4 minimax_m3_vl_text",
+    "recurrent_gemma",
+)
+"""Only at the right: positions are absolute, blocks of tokens start at the first column, or padding enters states."""
+
+WHOLE = _set("cpmant doge")
+"""Nothing: it reads the padding out of the tokens, and takes all of it to be at the left."""
+
+BALANCED = _set(
+    "afmoe bailing_hybrid beam cohere2_moe deepseek_v2 ernie4_5_moe exaone_moe flex_olmo flint gpt_oss",
+    "hunyuan_v1_moe hy_v3 jamba kimi_linear kolibri1 laguna lfm2_moe mellum minimax minimax_m2 minimax_m3_vl_text",
+    "mixtral olmoe qwen2_moe qwen3_5_moe qwen3_5_moe_text qwen3_moe qwen3_next qwen4_exp qwen4_exp_text",
+)
+"""TRL's fused head knows how to ask for the load-balancing loss."""
+
+IS_TOLD = transformers.__version__.startswith("5.23.")
+"""Other versions of transformers may move a family from one set to another; what is computed must hold for all."""
+
+# Rounding, in float32. Of log-probs and entropies: of the largest in the batch. Of the gradient of a parameter: of its
+# largest, or of a hundredth of the model's largest where all of it is rounding, such as that of the biases of keys.
+OUTPUTS, GRADIENTS, FLOOR = 1e-5, 1e-4, 1e-2
+
+PACKED_NAMES = [name for name in families.names() if name in PACKED or not IS_TOLD]
+
+# 3 columns of padding at the left and 2 at the right of all rows; the first two have the same prompt.
+PROMPT_WIDTH, COMPLETION_WIDTH = 11, 15
+PROMPTS, COMPLETIONS = (8, 8, 3, 5), (10, 4, 0, 13)
+
+Batch = dict[str, Tensor]
+
+
+@dataclass
+class Computed:
+    log_probs: Tensor
+    entropy: Tensor
+    aux_loss: Tensor | None
+    gradients: dict[str, Tensor]
+
+
+def _batch() -> Batch:
+    mask = torch.tensor(
+        [
+            [0] * (PROMPT_WIDTH - prompt) + [1] * (prompt + completion) + [0] * (COMPLETION_WIDTH - completion)
+            for prompt, completion in zip(PROMPTS, COMPLETIONS, strict=True)
+        ]
+    )
+    ids = torch.randint(2, families.VOCABULARY, mask.shape, generator=torch.Generator().manual_seed(0))
+    ids[1, :PROMPT_WIDTH] = ids[0, :PROMPT_WIDTH]
+    ids *= mask
+    labels = ids.masked_fill(mask == 0, -100)
+    labels[:, :PROMPT_WIDTH] = -100
+    return {"input_ids": ids, "attention_mask": mask, "labels": labels}
+
+
+def _build(name: str, **options: Any) -> PreTrainedModel:
+    try:
+        model = families.build(name, **options)
+    except Exception as error:
+        if IS_TOLD:
+            raise
+        pytest.skip(f"another transformers wants another config: {error}")
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    return model
+
+
+def _compute(call: Callable[..., Any], model: PreTrainedModel, batch: Batch, **options: Any) -> Computed:
+    """Of random weights, so that each place has its own share in the gradients."""
+    model.zero_grad(set_to_none=True)
+    outputs = call(**batch, fused_lm_head=True, **options)
+    told = batch["labels"][:, 1:] != -100
+    weights = torch.randn(2, *told.shape, generator=torch.Generator().manual_seed(1))
+    loss = (weights[0] * outputs.log_probs + weights[1] * outputs.entropy)[told].sum()
+    if outputs.aux_loss is not None:
+        loss = loss + outputs.aux_loss
+    loss.backward()
+    gradients = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
+    aux_loss = None if outputs.aux_loss is None else outputs.aux_loss.detach()
+    return Computed(outputs.log_probs.detach()[told], outputs.entropy.detach()[told], aux_loss, gradients)
+
+
+def _without_padding(
+    model: PreTrainedModel,
+    of: Traits,
+    batch: Batch,
+    *,
+    share_prompts: bool = False,
+    segments: Callable[[Sequence[Segment]], Sequence[Segment]] = lambda segments: segments,
+    **options: Any,
+) -> tuple[Computed, tuple[int, int]]:
+    """What `UnpaddedModel` makes of a batch, and the rows and columns of tokens that the model has seen for it."""
+    seen: list[tuple[int, int]] = []
+    hook = model.base_model.register_forward_pre_hook(
+        lambda _module, _inputs, named: seen.append(tuple(named["input_ids"].shape)), with_kwargs=True
+    )
+    with ExitStack() as until_backward:
+
+        @contextmanager
+        def attending(own: Sequence[Segment]) -> Iterator[None]:
+            until_backward.enter_context(switched(model))  # checkpointing runs the layers again in the backward
+            with attending_in(segments(own), of.implementation):
+                yield
+
+        unpadded = UnpaddedModel(
+            model,
+            of,
+            prompt_width=PROMPT_WIDTH,
+            share_prompts=share_prompts,
+            attending=attending,
+        )
+        computed = _compute(unpadded, model, batch, **options)
+    hook.remove()
+    return computed, seen[0]
+
+
+def _apart(value: Tensor, expected: Tensor, scale: float) -> float:
+    assert value.isfinite().all()
+    return ((value - expected).abs().max() / scale).item()
+
+
+def _assert_same(computed: Computed, expected: Computed) -> None:
+    for field in ("log_probs", "entropy"):
+        reference = getattr(expected, field)
+        assert _apart(getattr(computed, field), reference, reference.abs().max().item()) < OUTPUTS, field
+    if expected.aux_loss is not None:
+        assert computed.aux_loss is not None
+        torch.testing.assert_close(computed.aux_loss, expected.aux_loss, rtol=OUTPUTS, atol=0)
+    assert computed.gradients.keys() == expected.gradients.keys()
+    largest = max(gradient.abs().max().item() for gradient in expected.gradients.values())
+    apart = {
+        name: _apart(computed.gradients[name], gradient, gradient.abs().max().item() + FLOOR * largest)
+        for name, gradient in expected.gradients.items()
+    }
+    assert not {name: ratio for name, ratio in apart.items() if ratio >= GRADIENTS}
+
+
+def _told(name: str) -> str:
+    sets = {"packed": PACKED, "cut": CUT, "cut right": CUT_RIGHT, "whole": WHOLE}
+    return next(kind for kind, of_kind in sets.items() if name in of_kind)
+
+
+def _kind(of: Traits) -> str:
+    if of.width_limit < PROMPT_WIDTH + COMPLETION_WIDTH:
+        return "whole"
+    if of.why_not_packed is None:
+        return "packed"
+    return "cut" if of.is_shift_invariant else "cut right"
+
+
+def _shape(kind: str, batch: Batch) -> tuple[int, int]:
+    """Of the tokens that go through the model."""
+    mask = batch["attention_mask"]
+    used = mask.any(0).nonzero().squeeze(-1).tolist()
+    return {
+        "packed": (1, int(mask.sum())),
+        "cut": (len(mask), used[-1] + 1 - used[0]),
+        "cut right": (len(mask), used[-1] + 1),
+        "whole": (len(mask), mask.size(1)),
+    }[kind]
+
+
+@pytest.mark.skipif(not IS_TOLD, reason="the families are those of transformers 5.23")
+def test_the_table_is_of_all_families() -> None:
+    told = [*PACKED, *CUT, *CUT_RIGHT, *WHOLE]
+    assert len(told) == len(set(told))
+    assert set(families.names()) == set(told)
+
+
+@pytest.mark.parametrize("name", families.names())
+def test_a_batch_without_its_padding(name: str) -> None:
+    model, batch = _build(name), _batch()
+    of = traits(model)
+    computed, shape = _without_padding(model, of, batch)
+    _assert_same(computed, _compute(model, model, batch))
+    assert shape == _shape(_kind(of), batch)
+    if IS_TOLD:
+        assert _kind(of) == _told(name)
+
+
+@pytest.mark.parametrize("name", families.names())
+def test_a_batch_that_is_only_cut(name: str) -> None:
+    """As one sequence alone is, or several by an attention function that is not ours to split."""
+    model, batch = _build(name), _batch()
+    alone = {field: values[:1] for field, values in batch.items()}
+    of = traits(model)
+    _assert_same(_without_padding(model, of, alone)[0], _compute(model, model, alone))
+    if of.why_not_packed is None:
+        computed, shape = _without_padding(model, replace(of, why_not_packed="told so"), batch)
+        _assert_same(computed, _compute(model, model, batch))
+        assert shape[0] == len(PROMPTS)
+
+
+@pytest.mark.parametrize(("attention", "share_prompts"), [("eager", False), (None, True), ("eager", True)])
+@pytest.mark.parametrize("name", PACKED_NAMES)
+def test_packed(name: str, attention: str | None, share_prompts: bool) -> None:
+    model, batch = _build(name, **({"attn_implementation": attention} if attention else {})), _batch()
+    of = traits(model)
+    if of.why_not_packed is not None and not IS_TOLD:
+        pytest.skip(of.why_not_packed)
+    computed, (rows, tokens) = _without_padding(model, of, batch, share_prompts=share_prompts)
+    _assert_same(computed, _compute(model, model, batch))
+    assert rows == 1
+    # the last token of a prompt is each completion's own
+    assert tokens == batch["attention_mask"].sum() - (PROMPTS[0] - 1 if share_prompts else 0)
+
+
+@pytest.mark.parametrize("name", PACKED_NAMES)
+def test_packed_with_gradient_checkpointing(name: str) -> None:
+    model, batch = _build(name).train(), _batch()
+    of = traits(model)
+    if not model.supports_gradient_checkpointing or (of.why_not_packed is not None and not IS_TOLD):
+        pytest.skip("it cannot")
+    expected = _compute(model, model, batch)
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    computed, shape = _without_padding(model, of, batch, share_prompts=True)
+    _assert_same(computed, expected)
+    assert shape[0] == 1
+
+
+@pytest.mark.parametrize("name", sorted(BALANCED.intersection(families.names())))
+def test_load_balancing(name: str) -> None:
+    model, batch = _build(name), _batch()
+    expected = _compute(model, model, batch, output_router_logits=True)
+    assert expected.aux_loss is not None
+    _assert_same(_without_padding(model, traits(model), batch, output_router_logits=True)[0], expected)
+
+
+@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma2", "gpt_oss", "deepseek_v3"])
+def test_sequences_that_saw_each_other_would_be_noticed(name: str) -> None:
+    model, batch = _build(name), _batch()
+    one: Callable[[Sequence[Segment]], list[Segment]] = lambda own: [Segment(own[0].start, own[-1].end)]
+    computed, _ = _without_padding(model, traits(model), batch, segments=one)
+    expected = _compute(model, model, batch)
+    assert _apart(computed.log_probs, expected.log_probs, expected.log_probs.abs().max().item()) > 1000 * OUTPUTS
