@@ -201,24 +201,31 @@ def test_a_budget_counts_the_padding_of_a_model_that_computes_it(models: dict[st
 
     assert max(shape[0] for shape in policy.shapes) > 1
     assert all(shape[0] * shape[1] <= 40 for shape in policy.shapes)
+    assert policy.shapes[0][1] == max(shape[1] for shape in policy.shapes) > min(shape[1] for shape in policy.shapes)
     assert sum(shape[0] for shape in policy.shapes) == 16
 
 
 def test_shared_prompts_are_computed_once(models: dict[str, Path], tmp_path: Path) -> None:
-    trainer: Any = tiny.trainer(
-        models["dense"], tmp_path, share_prompts=True, token_budget=10_000, gradient_accumulation_steps=4, **ROLLOUT,
-        max_steps=1,
-    )  # fmt: skip
-    policy = Widths(trainer.model)
-    tiny.train(trainer)
+    """Also where the budget keeps groups apart, as long as each has room for one."""
 
-    (width,) = policy.shapes
-    rows = [(tuple(row[kept].tolist()), n) for batch in trainer._buffered_inputs for row, kept, n in zip(
-        batch["prompt_ids"], batch["prompt_mask"].bool(), batch["completion_mask"].sum(-1).tolist(), strict=True
-    )]  # fmt: skip
-    assert len({prompt for prompt, _ in rows}) == 4
-    once = sum(len(prompt) - 1 for prompt in {prompt for prompt, _ in rows})
-    assert width == (1, once + sum(1 + completion for _, completion in rows))
+    def run(budget: int) -> tuple[list[tuple[int, ...]], list[int]]:
+        options = {"share_prompts": True, "token_budget": budget, "gradient_accumulation_steps": 4, "max_steps": 1}
+        trainer: Any = tiny.trainer(models["dense"], tmp_path, **options, **ROLLOUT)
+        policy = Widths(trainer.model)
+        tiny.train(trainer)
+        groups: dict[tuple[int, ...], int] = {}
+        for batch in trainer._buffered_inputs:
+            for ids, mask, n in zip(
+                batch["prompt_ids"], batch["prompt_mask"].bool(), batch["completion_mask"].sum(-1), strict=True
+            ):
+                prompt = tuple(ids[mask].tolist())
+                groups[prompt] = groups.get(prompt, len(prompt) - 1) + 1 + int(n)  # the last token is not shared
+        return policy.shapes, list(groups.values())
+
+    together, groups = run(10_000)
+    assert len(groups) == 4 and together == [(1, sum(groups))]
+    apart, again = run(max(groups))
+    assert again == groups and len(apart) > 1 and sum(width for _, width in apart) == sum(groups)
 
 
 def test_evaluation_is_trls(models: dict[str, Path], tmp_path: Path) -> None:

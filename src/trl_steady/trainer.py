@@ -44,8 +44,8 @@ class GRPOTrainer(StepwiseTrainer):
 
     Warns:
         UserWarning: an off-policy mask cannot act, as every update is on-policy or the clip has silenced the same
-            sequences; `trim_padding` has to leave padding in; most of a bf16 adapter cannot take steps of the learning rate's size; the model is a checkpoint
-            whose reference had moved.
+            sequences; `trim_padding` has to leave padding in; most of a bf16 adapter cannot take steps of the learning
+            rate's size; the model is a checkpoint whose reference had moved.
     """
 
     args: GRPOConfig

@@ -55,7 +55,7 @@ CUT_RIGHT = _set(
 """Only at the right: positions are absolute, blocks of tokens start at the first column, or padding enters states."""
 
 WHOLE = _set("cpmant doge")
-"""Nothing: it reads the padding out of the tokens, and takes all of it to be at the left."""
+"""Nothing: padding is read out of the tokens and taken to be at the left, or rows are mixed."""
 
 BALANCED = _set(
     "afmoe bailing_hybrid beam cohere2_moe deepseek_v2 ernie4_5_moe exaone_moe flex_olmo flint gpt_oss",
