@@ -41,6 +41,7 @@ docs: $(VENV)/.docs
 bench: $(VENV)/.recipes
 	$(BIN)/python tests/benchmarks/seam.py
 	$(BIN)/python tests/benchmarks/reference.py
+	$(TRAIN) tests/benchmarks/padding.py
 
 format: $(VENV)/.test
 	$(BIN)/ruff format .

@@ -13,7 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trl_steady.config import GRPOConfig
-from trl_steady.host import HostTrainer
+from trl_steady.host import HostTrainer, overridden
 from trl_steady.padding.attention import attending_in, switched
 from trl_steady.padding.budget import Length, partition
 from trl_steady.padding.families import Traits, traits
@@ -127,34 +127,28 @@ class UnpaddedTrainer(HostTrainer):
         The longest come first, so that memory runs out at once or not at all; with `share_prompts` those of one prompt
         stay together.
         """
-        mask = attention_mask.bool()
+        mask, its = attention_mask.bool(), self.traits_of(model)
         prompts, completions = mask[:, :prompt_width].sum(-1), mask[:, prompt_width:].sum(-1)
+        if not its.is_shift_invariant and its.why_not_packed:
+            prompts = torch.full_like(prompts, prompt_width)  # not cut off
         order = (prompts + completions).argsort(descending=True, stable=True)
         groups = torch.full_like(prompts, -1)
         if self.args.share_prompts:
-            _, groups = (
-                input_ids[:, :prompt_width].where(mask[:, :prompt_width], -1).unique(dim=0, return_inverse=True)
-            )
+            shared = input_ids.where(mask, -1)[:, : prompt_width - 1]
+            _, groups = shared.unique(dim=0, return_inverse=True)
             order = order[groups[order].argsort(stable=True)]
         if self.args.token_budget is None:
             size = batch_size or len(order)
             return order, [min(size, len(order) - start) for start in range(0, len(order), size)]
         lengths = torch.stack([prompts, completions, groups], dim=-1)[order].unsqueeze(0)
         everywhere = cast(Tensor, self.accelerator.gather(lengths)).tolist()
-        is_padded = self.traits_of(model).why_not_packed is not None
-        counts = partition(
-            [[Length(*length) for length in own] for own in everywhere], self.args.token_budget, padded=is_padded
-        )
-        return order, counts
+        processes = [[Length(*length) for length in own] for own in everywhere]
+        return order, partition(processes, self.args.token_budget, padded=its.why_not_packed is not None)
 
     def training_step(self, *arguments: Any, **keywords: Any) -> Tensor:
         """TRL's; until it ends, a layer that gradient checkpointing runs again attends as it did at first."""
-        with contextlib.ExitStack() as self._until_backward:
-            try:
-                return super().training_step(*arguments, **keywords)
-            finally:
-                self._until_backward.close()
-                self._until_backward = None
+        with contextlib.ExitStack() as stack, overridden(self, {"_until_backward": stack}):
+            return super().training_step(*arguments, **keywords)
 
     @contextlib.contextmanager
     def _attending(self, bare: PreTrainedModel, segments: Sequence[Segment]) -> Iterator[None]:

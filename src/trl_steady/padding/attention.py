@@ -34,7 +34,7 @@ class Segments:
     """The model's own attention function."""
     window: int | None = None
     """How far back a token of these layers may look, itself included."""
-    _masks: dict[tuple[int, int], Tensor] = field(default_factory=dict)
+    _masks: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
 
     def __getitem__(self, index: tuple[slice, ...]) -> "Segments":
         """What a mask cut to as many queries and keys as there are would be."""
@@ -48,14 +48,15 @@ class Segments:
         window = min(self.window or length, length)
         if self.implementation == "sdpa" and window == length and not shared:
             return None
-        if (own, shared) not in self._masks:
+        key_of_mask = (own, shared, like.device, like.dtype)
+        if key_of_mask not in self._masks:
             query = torch.arange(shared, length, device=like.device).unsqueeze(1)
             key = torch.arange(length, device=like.device)
             sees = (key <= query) & (key > query - window)
             if self.implementation == "eager":
                 sees = torch.zeros_like(sees, dtype=like.dtype).masked_fill(~sees, torch.finfo(like.dtype).min)
-            self._masks[own, shared] = sees[None, None]
-        return self._masks[own, shared]
+            self._masks[key_of_mask] = sees[None, None]
+        return self._masks[key_of_mask]
 
 
 _segments: Segments | None = None

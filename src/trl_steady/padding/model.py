@@ -21,7 +21,8 @@ class UnpaddedModel:
     """Stands in for a model with TRL's fused LM head in one pass over padded batches.
 
     Columns that are padding in every row are cut off at both ends. Where padding is left and the model allows for it,
-    the sequences are laid end to end in one row. A batch without padding goes to the model as it came.
+    the sequences are laid end to end in one row. A batch without padding goes to the model as it came, unless prompts
+    are shared.
 
     Args:
         model: What is called, perhaps wrapped for several processes.

@@ -57,8 +57,8 @@ def pack(attention_mask: Tensor, *, prompt_width: int, input_ids: Tensor | None 
     Args:
         attention_mask: (B, L), not 0 = token.
         prompt_width: how many of the columns belong to the prompts.
-        input_ids: (B, L); if given, sequences with the same prompt have one copy of it between them, as a segment of
-            its own that is the prefix of theirs.
+        input_ids: (B, L); if given, sequences whose prompts are the same but for the last token have one copy of what
+            is the same between them, as a segment of its own that is the prefix of theirs.
 
     Returns:
         The packing, on the device of `attention_mask`.

@@ -1,0 +1,530 @@
+"""What leaving out padding saves: ours and TRL's side by side in one run, a whole optimizer step on fixed rollouts.
+
+    python tests/benchmarks/padding.py [--rounds 5] [--batch 8] [--scale 0.5] [--sets NAME ...] [--checkpointing]
+        [--random | --large] [--check] [--picture PATH] [--json PATH]
+
+SmolLM2-135M-Instruct, fully fine-tuned in float32 (on CUDA under bf16 autocast). A step is all that TRL's
+`training_step` does for the four micro-batches of an optimizer step that begins with a rollout: log-probs of the old
+policy, log-probs of the reference, then forward, loss and backward of each micro-batch; a `rollout_func` stands in for
+the sampling. The variants take turns, so that a drift of the machine's speed meets all; the ratios are round by round.
+The round before the first is not timed: in it tokens, memory, loss and gradients are compared.
+
+`--scale` multiplies all lengths. `--random` takes a small random model in place of SmolLM2, `--large` a random one of
+1.2 billion parameters. `--check` times nothing and compares loss, gradients and metrics under each of TRL's losses.
+"""
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import statistics
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
+
+import torch
+import trl
+from datasets import Dataset
+from torch import Tensor
+from transformers import LlamaConfig, LlamaForCausalLM
+
+import trl_steady
+
+ROOT = Path(__file__).parents[2]
+sys.path += [str(ROOT), str(ROOT / "recipes")]
+from tests import tiny
+from tests.benchmarks import reference
+from tests.benchmarks.seam import CUDA
+
+from trl_steady.checks import NATIVE_LOSS_TYPES
+from trl_steady.host import overridden
+
+WINDOW = 4  # micro-batches of an optimizer step, and of a rollout
+GROUP = 8  # completions of a prompt
+PASSES = 3  # old policy, reference, policy
+MEDIAN = 63  # tokens of a completion
+TRL = "TRL"
+OFF = {"token_budget": None, "share_prompts": False}
+LARGE = {
+    "hidden_size": 2048,
+    "intermediate_size": 8192,
+    "num_hidden_layers": 16,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "vocab_size": 128_256,
+    "max_position_embeddings": 131_072,
+    "tie_word_embeddings": True,
+    "initializer_range": 0.02,
+}
+
+
+class Rollouts(NamedTuple):
+    """Token ids of a rollout; completions of a group have one prompt."""
+
+    prompts: list[list[int]]
+    completions: list[list[int]]
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, [*self.prompts, *self.completions]))
+
+    @property
+    def padded_width(self) -> int:
+        """Of TRL's batches, which are as wide as the longest prompt and the longest completion of the rollout."""
+        return max(map(len, self.prompts)) + max(map(len, self.completions))
+
+
+def rollouts(name: str, options: argparse.Namespace) -> Rollouts:
+    """Of one of the `SETS`, always the same."""
+    count, groups = WINDOW * options.batch, WINDOW * options.batch // GROUP
+    generator = torch.Generator().manual_seed(0)
+    if name == "lognormal":
+        # quantiles in place of draws, so that 35 % of TRL's tokens are real however many sequences there are; the tail
+        # is cut, as by a limit on the length
+        shares = [(i + 0.5) / count for i in range(count)]
+        lengths = [min(320.0, MEDIAN * math.exp(statistics.NormalDist().inv_cdf(share))) for share in shares]
+        of_prompts = [20 + 40 * i / max(1, groups - 1) for i in range(groups)]
+    elif name == "long prompts":
+        lengths, of_prompts = [48 + 32 * i / (count - 1) for i in range(count)], [512.0] * groups
+    else:
+        lengths, of_prompts = [120.0] * count, [40.0] * groups
+
+    def ids(length: float) -> list[int]:
+        return torch.randint(50, 200, (max(1, round(length * options.scale)),), generator=generator).tolist()
+
+    completions = [ids(lengths[i]) for i in torch.randperm(count, generator=generator).tolist()]
+    prompts = [ids(length) for length in of_prompts]
+    return Rollouts([prompt for prompt in prompts for _ in range(GROUP)], completions)
+
+
+def variants(name: str, rollout: Rollouts, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Of our options, in each of the `SETS`. A budget is a third of TRL's micro-batch, padding included."""
+    budget = {"token_budget": options.batch * rollout.padded_width // 3}
+    return {
+        "lognormal": {"ours": {}, "ours, token_budget": budget},
+        "long prompts": {
+            "ours": {},
+            "ours, share_prompts": {"share_prompts": True},
+            "ours, share_prompts and token_budget": {"share_prompts": True, **budget},
+        },
+        "equal": {"ours": {}},
+    }[name]
+
+
+SETS = ("lognormal", "long prompts", "equal")
+
+
+class Source:
+    """A `rollout_func` that gives what it is told to."""
+
+    def __init__(self) -> None:
+        self.rollout = Rollouts([], [])
+
+    def __call__(self, prompts: list[str], trainer: Any) -> dict[str, Any]:
+        return {"prompt_ids": self.rollout.prompts, "completion_ids": self.rollout.completions, "logprobs": None}
+
+
+class Outcome(NamedTuple):
+    """Of a step."""
+
+    losses: list[float]
+    """Of the micro-batches; with a budget, of all in the last."""
+    gradients: list[Tensor]
+    metrics: dict[str, list[float]]
+
+
+class Bench:
+    """Both trainers on the same weights, with the reference a little away from the policy.
+
+    The options of a variant are set on the arguments of the one trainer of ours, for memory's sake.
+    """
+
+    def __init__(self, folder: Path, options: argparse.Namespace, **config: Any) -> None:
+        self.source = Source()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)
+            self.trainers = {
+                package.__name__: self._build(package, folder, options, **config) for package in (trl, trl_steady)
+            }
+        self.nudge()
+
+    def _build(self, package: Any, folder: Path, options: argparse.Namespace, **config: Any) -> Any:
+        settings = {
+            "beta": 0.04,
+            "num_iterations": 2,  # with one, TRL needs no log-probs of the old policy
+            "gradient_accumulation_steps": WINDOW,
+            "steps_per_generation": WINDOW,
+            "per_device_train_batch_size": options.batch,
+            "num_generations": GROUP,
+            "gradient_checkpointing": options.checkpointing,
+            "use_cpu": not CUDA,
+            "bf16": CUDA,
+            "report_to": "none",
+            "model_init_kwargs": {"dtype": "float32", "attn_implementation": "sdpa"},
+        }
+        args = package.GRPOConfig(str(folder / "out"), **{**settings, **config})
+        dataset = Dataset.from_dict({"prompt": ["a"]})
+        built = package.GRPOTrainer(str(folder), tiny.reward, args, dataset, rollout_func=self.source)
+        built.current_gradient_accumulation_steps = WINDOW  # set by the training loop, which does not run here
+        if options.checkpointing:
+            built.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        return built
+
+    def trainer(self, variant: str) -> Any:
+        return self.trainers["trl" if variant == TRL else "trl_steady"]
+
+    def nudge(self) -> None:
+        """Move the policies, both alike."""
+        for trainer in self.trainers.values():
+            generator = torch.Generator().manual_seed(1)
+            for parameter in trainer.model.parameters():
+                noise = torch.randn(parameter.shape, generator=generator).to(parameter)
+                parameter.data += 0.02 * parameter.data.abs().mean() * noise
+
+    def window(self, variant: str, options: Mapping[str, Any], *, first: int = 0) -> list[float]:
+        """The micro-batches of an optimizer step, of which micro-batch 0 of two windows begins with a rollout.
+
+        Returns:
+            The losses.
+        """
+        trainer = self.trainer(variant)
+        rows = [{"prompt": str(i)} for i in range(len(self.source.rollout.prompts))]
+        torch.manual_seed(0)  # by which TRL shuffles a rollout over the micro-batches
+        trainer._step = first
+        losses: list[Tensor] = []
+        with overridden(trainer.args, {} if variant == TRL else {**OFF, **options}):
+            for micro_batch in range(WINDOW):
+                trainer.accelerator.gradient_state._set_sync_gradients(micro_batch == WINDOW - 1)
+                losses.append(trainer.training_step(trainer.model, rows, None))
+        return torch.stack(losses).tolist()
+
+    def clear(self, variant: str) -> None:
+        """Drop what a step leaves behind, but for its rollout."""
+        trainer = self.trainer(variant)
+        trainer.model.zero_grad()
+        trainer._metrics["train"].clear()
+        trainer.state.num_input_tokens_seen = 0
+
+    def outcome(self, variant: str, losses: list[float]) -> Outcome:
+        """Of the last step. The gradients are its own, not copies: they are not written to after a `clear`."""
+        trainer = self.trainer(variant)
+        metrics = {name: list(values) for name, values in trainer._metrics["train"].items() if name != "step_time"}
+        return Outcome(losses, [p.grad for p in trainer.model.parameters() if p.grad is not None], metrics)
+
+
+@contextlib.contextmanager
+def counting(trainer: Any) -> Any:
+    """A list to which each forward of policy and reference adds the tokens it computes."""
+    counts: list[int] = []
+    count = lambda _, inputs: counts.append(inputs[0].numel())
+    embeddings = [model.get_input_embeddings() for model in (trainer.model, trainer.ref_model)]
+    hooks = [embedding.register_forward_pre_hook(count) for embedding in embeddings]
+    try:
+        yield counts
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def peak_bytes(work: Callable[[], Any]) -> tuple[Any, int]:
+    """What `work` returns, and the peak of tensors' bytes above those resident before, as the allocator reports it.
+
+    On CPU it is the running sum over each allocation and each free that the profiler has seen, which is the same at
+    every run; a process's resident memory is not. Buffers that a kernel keeps for itself are in neither, and a block
+    that was resident before and is freed in the step is not subtracted.
+    """
+    if CUDA:
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        resident = torch.cuda.memory_allocated()
+        result = work()
+        torch.cuda.synchronize()
+        return result, torch.cuda.max_memory_allocated() - resident
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        result = work()
+    kineto: Any = profiler.profiler
+    events = [event for event in kineto.kineto_results.events() if event.name() == "[memory]"]
+    now, peak = 0, 0
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        peak = max(peak, now)
+    return result, peak
+
+
+def distance(own: Sequence[float], theirs: Sequence[float]) -> float:
+    """The largest difference, relative to the largest of `theirs`; of the means where the numbers of values differ."""
+    if len(own) != len(theirs):
+        own, theirs = [statistics.fmean(own)], [statistics.fmean(theirs)]
+    scale = max(map(abs, theirs)) or 1.0
+    # NaN, of an empty mean, is as good as NaN and no other
+    gaps = [0.0 if str(a) == str(b) else abs(a - b) / scale for a, b in zip(own, theirs, strict=True)]
+    return max(math.inf if math.isnan(gap) else gap for gap in gaps)
+
+
+class Difference(NamedTuple):
+    """From TRL's step; 0 where not a bit differs."""
+
+    loss: float
+    """Of the step's, relative to the largest of a micro-batch: the micro-batches' may cancel."""
+    gradient: float
+    """The largest, relative to the largest entry of TRL's gradient."""
+    metric: float
+    """Of the metric that differs most, relative to its largest value in the step."""
+    of: str
+    """That metric."""
+
+
+def difference(own: Outcome, theirs: Outcome) -> Difference:
+    pairs = list(zip(own.gradients, theirs.gradients, strict=True))
+    largest = max(float(b.abs().max()) for _, b in pairs)
+    gradient = max(float((a - b).abs().max()) for a, b in pairs) / largest
+    missing = own.metrics.keys() ^ theirs.metrics.keys()
+    if missing:
+        raise SystemExit(f"metrics of one trainer only: {sorted(missing)}")
+    of_metrics = {name: distance(own.metrics[name], values) for name, values in theirs.metrics.items()}
+    worst = max(of_metrics, key=lambda name: of_metrics[name])
+    loss = abs(sum(own.losses) - sum(theirs.losses)) / max(map(abs, theirs.losses))
+    return Difference(loss, gradient, of_metrics[worst], worst)
+
+
+def save_model(folder: Path, options: argparse.Namespace) -> None:
+    if not options.large:
+        return reference.save_model(folder, options.random)
+    torch.manual_seed(0)
+    LlamaForCausalLM(LlamaConfig(**{**tiny.SIZES, **LARGE})).save_pretrained(folder)
+    tiny.tokenizer().save_pretrained(folder)
+
+
+def measured(bench: Bench, name: str, options: argparse.Namespace) -> dict[str, Any]:
+    """Of a set: each variant's tokens, memory, differences, seconds and ratios."""
+    rollout = bench.source.rollout = rollouts(name, options)
+    chosen = {TRL: {}, **variants(name, rollout, options)}
+    padded, real = PASSES * len(rollout.prompts) * rollout.padded_width, PASSES * rollout.tokens
+    print(f"{name}: {padded:,} tokens with TRL's padding, {real / padded:.1%} of them real", flush=True)
+    results: dict[str, Any] = {"padded": padded, "real": real, "variants": {}}
+    theirs: Outcome | None = None
+    for variant, ours in chosen.items():
+        trainer = bench.trainer(variant)
+        trainer._buffered_inputs = None  # of the step before
+        bench.clear(variant)
+        with counting(trainer) as counts:
+            losses, peak = peak_bytes(lambda v=variant, o=ours: bench.window(v, o))
+        outcome = bench.outcome(variant, losses)
+        theirs = theirs or outcome
+        apart = difference(outcome, theirs)
+        results["variants"][variant] = {
+            "options": ours,
+            "tokens": sum(counts),
+            "peak_bytes": peak,
+            "difference": apart._asdict(),
+            "seconds": [],
+        }
+        if variant == TRL:
+            masks = [(b["prompt_mask"], b["completion_mask"]) for b in trainer._buffered_inputs[:1]]
+            results["micro_batch"] = [mask.sum(-1).tolist() for mask in masks[0]]
+            results["widths"] = [mask.size(1) for mask in masks[0]]
+        print(f"  {variant}: {sum(counts):,} tokens, peak {peak / 2**20:,.1f} MiB, {told(apart)}", flush=True)
+    del theirs, outcome
+    for number in range(options.rounds):
+        for variant, ours in chosen.items():
+            bench.clear(variant)
+            took = reference.seconds(lambda v=variant, o=ours: bench.window(v, o))
+            results["variants"][variant]["seconds"].append(took)
+            print(f"  round {number + 1}, {variant}: {took:.3f} s", flush=True)
+    for of_variant in results["variants"].values():
+        trls = results["variants"][TRL]["seconds"]
+        ratios = [a / b for a, b in zip(trls, of_variant["seconds"], strict=True)]
+        of_variant["ratio"] = dict(zip(("low", "median", "high"), statistics.quantiles(ratios, n=4), strict=True))
+    return results
+
+
+def told(apart: Difference) -> str:
+    of_metric = f"metrics {apart.metric:.1e} ({apart.of})" if apart.metric else "metrics 0"
+    return f"from TRL's: loss {apart.loss:.1e}, gradient {apart.gradient:.1e}, {of_metric}"
+
+
+def report(results: Mapping[str, Any]) -> None:
+    for name, of_set in results["sets"].items():
+        trls = of_set["variants"][TRL]
+        print(f"{name}: {of_set['real'] / of_set['padded']:.1%} of TRL's tokens are real")
+        for variant, found in of_set["variants"].items():
+            ratio, seconds = found["ratio"], statistics.median(found["seconds"])
+            print(
+                f"  {variant:37s} {seconds:8.3f} s, TRL's {ratio['median']:.2f} times as long "
+                f"({ratio['low']:.2f}, {ratio['high']:.2f}); {found['tokens']:,} tokens computed for "
+                f"{of_set['real']:,} real ones, {found['tokens'] / trls['tokens']:.1%} of TRL's; peak memory above "
+                f"resident {found['peak_bytes'] / 2**20:,.1f} MiB, {found['peak_bytes'] / trls['peak_bytes']:.1%} of "
+                f"TRL's; {told(Difference(**found['difference']))}"
+            )
+
+
+def check(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
+    """Each of TRL's losses on each set: at the policy that has scored the rollout, and away from it, where all act."""
+    results: dict[str, Any] = {}
+    moved: list[str] = []
+    for name in options.sets:
+        buffers: dict[str, Any] = {}
+        found = {"dapo, on-policy": compared(bench, name, options, buffers, "dapo", first=0)}
+        bench.nudge()
+        for loss_type in NATIVE_LOSS_TYPES:
+            label = f"{loss_type}, off-policy"
+            found[label] = compared(bench, name, options, buffers, loss_type, first=WINDOW)
+        if name == "equal":
+            moved = [label for label, of_variants in found.items() if any(of_variants["ours"][:3])]
+        results[name] = {
+            label: {variant: apart._asdict() for variant, apart in of_variants.items()}
+            for label, of_variants in found.items()
+        }
+    if moved:
+        raise SystemExit(f"without padding, ours is not TRL's bit for bit: {'; '.join(moved)}")
+    return results
+
+
+def compared(
+    bench: Bench, name: str, options: argparse.Namespace, buffers: dict[str, Any], loss_type: str, *, first: int
+) -> dict[str, Difference]:
+    """Of each variant from TRL's on a set; `buffers` keeps each one's scored rollout from the first window on."""
+    rollout = bench.source.rollout = rollouts(name, options)
+    found: dict[str, Difference] = {}
+    theirs: Outcome | None = None
+    for variant, ours in {TRL: {}, **variants(name, rollout, options)}.items():
+        if loss_type == "bnpo" and "token_budget" in ours:  # which is refused
+            continue
+        trainer = bench.trainer(variant)
+        bench.clear(variant)
+        trainer._buffered_inputs = buffers.get(variant)
+        with overridden(trainer, {"loss_type": loss_type}), overridden(trainer.args, {"loss_type": loss_type}):
+            losses = bench.window(variant, ours, first=first)
+        buffers[variant] = trainer._buffered_inputs
+        outcome = bench.outcome(variant, losses)
+        if theirs is None:
+            theirs = outcome
+            continue
+        found[variant] = difference(outcome, theirs)
+        when = "on" if first == 0 else "off"
+        print(f"{name}, {variant}, {loss_type}, {when}-policy: {told(found[variant])}", flush=True)
+    return found
+
+
+# Okabe and Ito's, which colour-blind readers tell apart
+COLOURS = {"padding": "#DDDDDD", "prompt": "#56B4E9", "completion": "#0072B2", "ours": "#009E73", "TRL": "#000000"}
+
+
+def draw(path: Path, results: Mapping[str, Any]) -> None:
+    """How much longer TRL's step takes, and beside it a micro-batch as each of the two computes it."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, (bars, strips) = plt.subplots(ncols=2, figsize=(12, 4.2), width_ratios=(1.15, 1))
+    labels: list[str] = []
+    for name, of_set in results["sets"].items():
+        for variant, found in of_set["variants"].items():
+            if variant == TRL:
+                continue
+            ratio = found["ratio"]
+            whiskers = [[ratio["median"] - ratio["low"]], [ratio["high"] - ratio["median"]]]
+            bars.barh(len(labels), ratio["median"], xerr=whiskers, color=COLOURS["ours"], capsize=3, height=0.65)
+            bars.text(ratio["high"] + 0.04, len(labels), f"{ratio['median']:.2f}", va="center")
+            labels.append(f"{name}\n{variant}")
+    bars.set_yticks(range(len(labels)), labels, fontsize=8)
+    bars.axvline(1, color=COLOURS["TRL"], linewidth=1)
+    bars.invert_yaxis()
+    bars.margins(x=0.12)
+    bars.set(title="A step of TRL's over a step of ours", xlabel="ratio of seconds, median and quartiles; 1 = as TRL")
+    drawn = next((name for name in SETS if name in results["sets"]), None)
+    if drawn is not None:
+        _strips(strips, results["sets"][drawn])
+        strips.set(title=f"One micro-batch of “{drawn}”", yticks=[], xlabel="tokens")
+    figure.tight_layout()
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=110)
+    plt.close(figure)
+
+
+def _strips(axis: Any, of_set: Mapping[str, Any]) -> None:
+    """TRL's rectangle row by row; under it the same tokens end to end, in lines of its width."""
+    prompts, completions = of_set["micro_batch"]
+    prompt_width, completion_width = of_set["widths"]
+    width = prompt_width + completion_width
+
+    def tokens(row: float, start: int, length: int, kind: str) -> None:
+        while length > 0:
+            line, column = divmod(start, width)
+            taken = min(length, width - column)
+            axis.barh(row + line, taken, left=column, height=0.8, color=COLOURS[kind], linewidth=0)
+            start, length = start + taken, length - taken
+
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        tokens(row, 0, width, "padding")
+        tokens(row, prompt_width - prompt, prompt, "prompt")
+        tokens(row, prompt_width, completion, "completion")
+    below, start = len(prompts) + 1.5, 0
+    for prompt, completion in zip(prompts, completions, strict=True):
+        tokens(below, start, prompt, "prompt")
+        tokens(below, start + prompt, completion, "completion")
+        axis.plot(
+            [start % width] * 2, [below + start // width - 0.4, below + start // width + 0.4], "w", linewidth=1.5
+        )
+        start += prompt + completion
+    for row, says in (
+        (-0.75, "TRL: padded to the rollout's longest"),
+        (below - 0.75, "ours: end to end in one row, here in lines"),
+    ):
+        axis.text(0, row, f"{says}, {width * len(prompts) if row < 0 else start:,} tokens", fontsize=9)
+    kinds = ("prompt", "completion", "padding")
+    handles = [axis.barh([0], [0], color=COLOURS[kind], label=kind) for kind in kinds]
+    axis.legend(handles=handles, loc="lower right", fontsize=8, ncols=3)
+    axis.set_xlim(0, width)
+    axis.set_ylim(below + start // width + 2, -1.6)
+
+
+def parsed() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--rounds", type=int, default=5, help="3 or more")
+    parser.add_argument("--batch", type=int, default=8, help="sequences of a micro-batch, an even number")
+    parser.add_argument("--scale", type=float, default=1.0 if CUDA else 0.5)
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=SETS)
+    parser.add_argument("--picture", type=Path, help="by default docs/figures/padding.png, with SmolLM2")
+    parser.add_argument("--json", type=Path)
+    for name in ("random", "large", "check", "checkpointing"):
+        parser.add_argument(f"--{name}", action="store_true")
+    options = parser.parse_args()
+    if options.rounds < 3 or options.batch % 2:
+        parser.error("--rounds is 3 or more, --batch even")
+    if options.picture is None and not (options.random or options.large or options.check):
+        options.picture = ROOT / "docs/figures/padding.png"
+    return options
+
+
+def main() -> None:
+    options = parsed()
+    device = torch.cuda.get_device_name() if CUDA else f"CPU, {torch.get_num_threads()} threads"
+    given = {name: value for name, value in vars(options).items() if name not in ("picture", "json")}
+    print(f"{device}; torch {torch.__version__}, trl {trl.__version__}; {given}", flush=True)
+    results: dict[str, Any] = {"device": device, "torch": torch.__version__, "trl": trl.__version__, "given": given}
+    with tempfile.TemporaryDirectory() as folder:
+        save_model(Path(folder), options)
+        bench = Bench(Path(folder), options, **({"epsilon": 0.01} if options.check else {}))  # clips act
+        if options.check:
+            results["check"] = check(bench, options)
+        else:
+            results["sets"] = {name: measured(bench, name, options) for name in options.sets}
+    if not options.check:
+        report(results)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1) + "\n")
+    if options.picture and not options.check:
+        draw(options.picture, results)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,272 @@
+"""Attention in segments, against the set of tokens that each token may see."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+from tests.padding import oracles
+from tests.padding.oracles import Batch, padded
+from trl_steady.padding import attention
+from trl_steady.padding.attention import attending_in, switched
+from trl_steady.padding.packing import Packing, pack
+
+HEADS, SIZE = 4, 6
+BATCHES = {
+    "one row": padded([([1, 2, 3], [4, 5, 6])]),
+    "ragged": padded([([1, 2, 3], [4]), ([5], [6, 7, 8, 9]), ([9], []), ([3, 2], [1, 1])], left=1),
+    "one prompt": padded([([1, 2, 3, 4], [5, 6]), ([1, 2, 3, 4], []), ([1, 2, 3, 4], [7, 8, 9]), ([5, 6], [6])]),
+    "two prompts in turn": padded([([1, 2, 3], [4, 4]), ([5, 6], [7]), ([1, 2, 3], [8]), ([5, 6], [9, 9, 9])]),
+}
+WINDOWS = [None, 1, 2, 3, 5, 7, 100]
+
+
+@pytest.fixture(params=BATCHES.values(), ids=BATCHES.keys())
+def batch(request: pytest.FixtureRequest) -> Batch:
+    return request.param
+
+
+def _model(implementation: str = "sdpa", key_heads: int = 2) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=HEADS * SIZE,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=key_heads,
+        vocab_size=16,
+        initializer_range=0.5,
+        attn_implementation=implementation,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def _layer(key_heads: int) -> torch.nn.Module:
+    return _model(key_heads=key_heads).model.layers[0].self_attn
+
+
+def _packing(batch: Batch, shared: bool) -> Packing:
+    return pack(batch.mask, prompt_width=batch.prompt_columns, input_ids=batch.ids if shared else None)
+
+
+def _drawn(packing: Packing, key_heads: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
+    draw = torch.Generator().manual_seed(3)
+    count = len(packing.rows)
+    return tuple(
+        torch.randn(1, heads, count, SIZE, generator=draw, dtype=torch.float64).to(dtype).requires_grad_()
+        for heads in (HEADS, key_heads, key_heads)
+    )
+
+
+def _attend(
+    layer: torch.nn.Module,
+    packing: Packing,
+    implementation: str,
+    window: int | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+) -> torch.Tensor:
+    """(1, N, heads, size), by the functions that transformers calls."""
+    with attending_in(packing.segments, implementation):
+        mask: Any = attention._mask(local_size=window)
+    return attention._attend(layer, query, key, value, mask, scaling=0.4, dropout=0.0)[0]
+
+
+def _visible(packing: Packing, batch: Batch, shared: bool, window: int | None) -> torch.Tensor:
+    names = list(zip(packing.rows.tolist(), packing.columns.tolist(), strict=True))
+    return oracles.visible(names, oracles.segments(batch, shared), window)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("key_heads", [1, 4])
+def test_each_token_attends_to_what_it_may_see(
+    batch: Batch, implementation: str, shared: bool, window: int | None, key_heads: int
+) -> None:
+    packing = _packing(batch, shared)
+    query, key, value = _drawn(packing, key_heads)
+    got = _attend(_layer(key_heads), packing, implementation, window, query, key, value)
+    allowed = _visible(packing, batch, shared, window)
+    expected = oracles.attention(query[0], key[0], value[0], allowed, scale=0.4)[None]
+    # transformers' "eager" takes its softmax in float32
+    rounding = {"rtol": 1e-10, "atol": 1e-12} if implementation == "sdpa" else {"rtol": 1e-4, "atol": 1e-6}
+    torch.testing.assert_close(got, expected, **rounding)
+    weights = torch.randn(got.shape, generator=torch.Generator().manual_seed(4), dtype=got.dtype)
+    inputs = (query, key, value)
+    own = torch.autograd.grad((got * weights).sum(), inputs)
+    for gradient, should in zip(own, torch.autograd.grad((expected * weights).sum(), inputs), strict=True):
+        torch.testing.assert_close(gradient, should, **rounding)
+
+
+@pytest.mark.parametrize("window", [None, 1, 3])
+@pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_what_a_token_does_not_see_has_no_gradient(
+    batch: Batch, implementation: str, shared: bool, window: int | None
+) -> None:
+    packing = _packing(batch, shared)
+    query, key, value = _drawn(packing, 2)
+    got = _attend(_layer(2), packing, implementation, window, query, key, value)
+    moves = [
+        (torch.autograd.grad(got[0, token].sum(), value, retain_graph=True)[0] != 0).any(1).any(-1)[0].tolist()
+        for token in range(len(packing.rows))
+    ]
+    assert moves == _visible(packing, batch, shared, window).tolist()
+
+
+@pytest.mark.parametrize("window", [None, 2])
+def test_gradients_are_those_of_differences(window: int | None) -> None:
+    """In float64, through "sdpa"; "eager" rounds to float32."""
+    batch = BATCHES["two prompts in turn"]
+    packing = _packing(batch, True)
+    layer = _layer(2)
+    inputs = tuple(x[..., :2].detach().clone().requires_grad_() for x in _drawn(packing, 2))
+    assert torch.autograd.gradcheck(lambda *x: _attend(layer, packing, "sdpa", window, *x), inputs)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("window", [None, 2])
+def test_half_precision_is_masked_too(implementation: str, window: int | None) -> None:
+    """A mask of the least number of another type would let tokens through, or be infinite."""
+    batch = BATCHES["one prompt"]
+    packing = _packing(batch, True)
+    layer = _layer(2)
+    whole = _drawn(packing, 2)
+    expected = _attend(layer, packing, implementation, window, *whole)
+    for dtype in (torch.bfloat16, torch.float16):
+        got = _attend(layer, packing, implementation, window, *(x.to(dtype) for x in whole))
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), expected, rtol=5e-2, atol=5e-2)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_layers_of_one_pass_may_be_of_two_types(implementation: str) -> None:
+    """All get the same segments: a mask made for one serves the others only where it fits."""
+    packing = _packing(BATCHES["one prompt"], True)
+    layer = _layer(2)
+    with attending_in(packing.segments, implementation):
+        mask: Any = attention._mask()
+    for dtype in (torch.float32, torch.float16, torch.float64):
+        inputs = _drawn(packing, 2, dtype)
+        got = attention._attend(layer, *inputs, mask, scaling=0.4, dropout=0.0)[0]
+        assert got.dtype == dtype
+        assert torch.equal(got, _attend(layer, packing, implementation, None, *inputs))
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("window", [None, 2])
+def test_layers_of_one_pass_may_be_on_two_devices(implementation: str, window: int | None) -> None:
+    """As those of a model that is split by `device_map`."""
+    packing = _packing(BATCHES["one prompt"], True)
+    layer = _layer(2)
+    inputs = _drawn(packing, 2)
+    with attending_in(packing.segments, implementation):
+        mask: Any = attention._mask(local_size=window)
+    for device in ("cpu", "meta", "cpu"):
+        got = attention._attend(layer, *(x.to(device) for x in inputs), mask, scaling=0.4, dropout=0.0)[0]
+        assert got.device.type == device
+    assert torch.equal(got, _attend(layer, packing, implementation, window, *inputs))
+
+
+def _laid(batch: Batch) -> tuple[Packing, dict[str, torch.Tensor]]:
+    packing = _packing(batch, False)
+    return packing, {"input_ids": packing.gather(batch.ids), "position_ids": packing.columns[None]}
+
+
+def _implementations(model: PreTrainedModel) -> Sequence[str | None]:
+    return [module.config._attn_implementation for module in model.modules() if hasattr(module, "config")]
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_nothing_is_left_of_a_forward(implementation: str, batch: Batch) -> None:
+    model = _model(implementation)
+    before = model(batch.ids).logits
+    packing, inputs = _laid(batch)
+    with switched(model), attending_in(packing.segments, implementation):
+        packed = model(**inputs).logits
+        assert set(_implementations(model)) != {implementation}
+    assert packed.shape[1] == len(packing.rows)
+    assert set(_implementations(model)) == {implementation}
+    assert attention._segments is None
+    assert torch.equal(model(batch.ids).logits, before)
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_nothing_is_left_of_a_forward_that_fails(implementation: str) -> None:
+    model, batch = _model(implementation), BATCHES["ragged"]
+    before = model(batch.ids).logits
+    packing, inputs = _laid(batch)
+
+    def fail(*_: Any) -> None:
+        raise ZeroDivisionError
+
+    hook = model.model.layers[1].register_forward_pre_hook(fail)
+    with pytest.raises(ZeroDivisionError), switched(model), attending_in(packing.segments, implementation):
+        model(**inputs)
+    hook.remove()
+    assert set(_implementations(model)) == {implementation}
+    assert attention._segments is None
+    assert torch.equal(model(batch.ids).logits, before)
+
+
+def test_switched_within_switched() -> None:
+    """A second pass before the first one's backward gives back what the first had set."""
+    model, batch = _model(), BATCHES["ragged"]
+    packing, inputs = _laid(batch)
+    with switched(model):
+        with attending_in(packing.segments, "sdpa"):
+            first = model(**inputs).logits
+        with switched(model), attending_in(packing.segments, "sdpa"):
+            second = model(**inputs).logits
+        with attending_in(packing.segments, "sdpa"):
+            third = model(**inputs).logits
+    assert torch.equal(first, second) and torch.equal(first, third)
+    assert set(_implementations(model)) == {"sdpa"}
+
+
+def test_models_are_switched_one_by_one() -> None:
+    model, other = _model(), _model()
+    with switched(model):
+        assert set(_implementations(other)) == {"sdpa"}
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+@pytest.mark.parametrize("mask", ["none", "a tensor"])
+def test_a_layer_that_gets_another_mask(implementation: str, mask: str) -> None:
+    model, batch = _model(implementation), BATCHES["ragged"]
+    packing, inputs = _laid(batch)
+    count = len(packing.rows)
+    other = None if mask == "none" else torch.ones(1, 1, count, count, dtype=torch.bool)
+
+    def swap(_: Any, args: Any, keywords: dict[str, Any]) -> Any:
+        return args, {**keywords, "attention_mask": other}
+
+    model.model.layers[1].self_attn.register_forward_pre_hook(swap, with_kwargs=True)
+    with (
+        switched(model),
+        attending_in(packing.segments, implementation),
+        pytest.raises(RuntimeError, match="LlamaAttention does not pass on the attention mask"),
+    ):
+        model(**inputs)
+
+
+def test_segments_may_be_cut_as_a_mask_is_to_what_there_is() -> None:
+    """Some layers cut a mask to the keys they have; from elsewhere than its start that would be another row's."""
+    with attending_in(_packing(BATCHES["ragged"], False).segments, "sdpa"):
+        mask: Any = attention._mask(local_size=3)
+    assert mask[:, :, :, :16] is mask
+    for elsewhere in ((slice(None), slice(1, None)), (slice(None), slice(-3, None)), (slice(None, None, 2),)):
+        with pytest.raises(IndexError):
+            mask[elsewhere]
+
+
+def test_a_switched_model_without_segments_does_not_run() -> None:
+    """Rather than attend across sequences."""
+    model, batch = _model(), BATCHES["ragged"]
+    _, inputs = _laid(batch)
+    with switched(model), pytest.raises((AssertionError, RuntimeError)):
+        model(**inputs)

@@ -1,0 +1,105 @@
+"""Micro-batches by tokens: no more than the budget, and no fewer sequences than fit in it."""
+
+import random
+from collections.abc import Sequence
+
+import pytest
+
+from tests.padding import oracles
+from tests.padding.oracles import Taken
+from trl_steady.padding.budget import Length, partition
+from trl_steady.padding.packing import pack
+
+BUDGETS = (1, 7, 18, 19, 20, 33, 50, 75, 10_000)
+
+
+def _partition(processes: Sequence[Sequence[Taken]], budget: int, *, padded: bool) -> list[int]:
+    lengths = [
+        [Length(s.prompt, s.completion, -1 if s.question is None else s.question) for s in p] for p in processes
+    ]
+    return partition(lengths, budget, padded=padded)
+
+
+def _drawn(seed: int, processes: int, *, shared: bool) -> list[list[Taken]]:
+    draw = random.Random(seed)
+    of_question = [draw.randint(1, 9) for _ in range(4)]
+
+    def one() -> Taken:
+        question = draw.choice([0, 1, 2, 3])
+        prompt = of_question[question] if shared else draw.randint(1, 9)
+        return Taken(prompt, draw.randint(0, 9), question if shared else None)
+
+    count = draw.randint(1, 14)
+    return [[one() for _ in range(count)] for _ in range(processes)]
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("processes", [1, 2, 5])
+@pytest.mark.parametrize("kind", ["apart", "shared", "padded"])
+def test_as_many_as_fit_on_all_processes(seed: int, processes: int, kind: str) -> None:
+    sequences = _drawn(seed, processes, shared=kind == "shared")
+    for budget in BUDGETS:
+        counts = _partition(sequences, budget, padded=kind == "padded")
+        assert oracles.fault(counts, sequences, budget, kind == "padded") is None
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_a_budget_met_exactly_is_kept(padded: bool) -> None:
+    sequences = [[Taken(2, 3)] * 6]  # 5 tokens each, padded or not
+    assert _partition(sequences, 10, padded=padded) == [2, 2, 2]
+    assert _partition(sequences, 9, padded=padded) == [1] * 6
+    assert _partition(sequences, 14, padded=padded) == [2, 2, 2]
+    assert _partition(sequences, 20, padded=padded) == [4, 2]
+
+
+def test_a_sequence_over_the_budget_goes_alone() -> None:
+    lengths = [Taken(1, 1), Taken(50, 50), Taken(1, 1), Taken(1, 1), Taken(60, 0)]
+    assert _partition([lengths], 10, padded=False) == [1, 1, 2, 1]
+
+
+def test_the_fullest_process_decides() -> None:
+    short, long = Taken(1, 1), Taken(5, 5)
+    assert _partition([[short] * 4, [short, short, long, short]], 10, padded=False) == [2, 1, 1]
+    assert _partition([[short, short, long, short], [short] * 4], 10, padded=False) == [2, 1, 1]
+    assert _partition([[short] * 4], 10, padded=False) == [4]
+
+
+def test_padding_is_to_the_longest_prompt_and_the_longest_completion() -> None:
+    pair = [Taken(8, 1), Taken(1, 8)]  # 9 tokens each, and 16 columns between them
+    assert _partition([pair], 31, padded=True) == [1, 1]
+    assert _partition([pair], 32, padded=True) == [2]
+    assert _partition([pair], 18, padded=False) == [2]
+
+
+def test_a_shared_prompt_counts_once_but_for_its_last_token() -> None:
+    same = [Taken(10, 2, 0)] * 3  # 9 + 3 * (1 + 2)
+    assert _partition([same], 18, padded=False) == [3]
+    assert _partition([same], 17, padded=False) == [2, 1]
+    other = [Taken(10, 2, 0), Taken(10, 2, 1)]
+    assert _partition([other], 23, padded=False) == [1, 1]
+    assert _partition([other], 24, padded=False) == [2]
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_one_sequence_and_none(padded: bool) -> None:
+    assert _partition([[Taken(3, 4)]], 1, padded=padded) == [1]
+    assert _partition([[Taken(3, 4)], [Taken(1, 1)]], 100, padded=padded) == [1]
+    assert _partition([[]], 10, padded=padded) == []
+    assert _partition([[], []], 10, padded=padded) == []
+
+
+@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("shared", [False, True])
+def test_counted_is_what_packing_lays_down(seed: int, shared: bool) -> None:
+    """The longest run of sequences under a budget of its own tokens is itself, and not under one token less."""
+    sequences = _drawn(seed, 1, shared=shared)[0]
+    # prompts of other questions differ from their first token on, so that nothing but the whole of one is shared
+    rows = [
+        ([i if s.question is None else s.question] * s.prompt, [i] * s.completion) for i, s in enumerate(sequences)
+    ]
+    batch = oracles.padded(rows, right=1)
+    laid = pack(batch.mask, prompt_width=batch.prompt_columns, input_ids=batch.ids if shared else None)
+    count = len(laid.rows)
+    assert _partition([sequences], count, padded=False) == [len(sequences)]
+    if len(sequences) > 1:
+        assert len(_partition([sequences], count - 1, padded=False)) > 1

@@ -1,0 +1,183 @@
+"""Where tokens go and what they see, against loops over rows and columns."""
+
+import random
+
+import pytest
+import torch
+
+from tests.padding import oracles
+from tests.padding.oracles import Batch, Name, padded
+from trl_steady.padding.packing import Packing, pack
+
+BATCHES: dict[str, Batch] = {
+    "as wide as it is": padded([([1, 2], [3, 4]), ([5, 6], [7, 8])]),
+    "ragged": padded([([1, 2, 3], [4]), ([5], [6, 7, 8]), ([9, 10], [11, 12])]),
+    "columns to spare": padded([([1, 2, 3], [4]), ([5], [6, 7])], left=2, right=3),
+    "one row": padded([([1, 2], [3])], left=1, right=1),
+    "one token": padded([([1], [])], right=1),
+    "an answer without tokens": padded([([1, 2], []), ([3], [4])]),
+    "a row without tokens": padded([([1, 2], [3]), ([], []), ([4], [5, 6])]),
+    "no tokens at all": padded([([], []), ([], [])], left=2, right=2),
+    "an answer to nothing": padded([([1, 2], [3]), ([], [4, 5])]),
+    "one prompt": padded([([1, 2, 3], [4]), ([1, 2, 3], [5, 6]), ([1, 2, 3], [])], left=1),
+    "two prompts in turn": padded([([1, 2, 3], [4]), ([5, 6], [7]), ([1, 2, 3], [8]), ([5, 6], [9, 9])]),
+    "a prompt and its end": padded([([1, 2, 3], [4]), ([2, 3], [5]), ([1, 2, 3], [6]), ([2, 3], [7]), ([3], [8])]),
+    "a prompt and its start": padded([([1, 2, 3, 4], [4]), ([1, 2], [5]), ([1, 2, 3, 4], [6]), ([1, 2], [7])]),
+    "prompts of one token": padded([([1], [2, 3]), ([1], [4]), ([1], [5])]),
+    "prompts of one token, with padding": padded([([1], [2, 3]), ([1], [4]), ([5, 6], [5]), ([5, 6], [7])]),
+    "the pad token in the text": padded([([0, 0, 2], [0, 3]), ([0, 2], [0]), ([0, 0, 2], [0, 0]), ([0, 2], [1])]),
+}
+
+
+def _random(seed: int) -> Batch:
+    draw = random.Random(seed)
+    # no two end differently after the same start: such prompts may share that start or not
+    prompts = [[1, 2, 3, 4], [2, 3, 4], [3, 4], [4], [4, 4], [0, 0, 4], [1, 1, 1, 4]]
+    rows = [(draw.choice(prompts), [draw.randrange(9) for _ in range(draw.randrange(5))]) for _ in range(8)]
+    return padded(rows, left=draw.randrange(3), right=1 + draw.randrange(3))
+
+
+BATCHES |= {f"random {seed}": _random(seed) for seed in range(12)}
+
+
+@pytest.fixture(params=BATCHES.values(), ids=BATCHES.keys())
+def batch(request: pytest.FixtureRequest) -> Batch:
+    return request.param
+
+
+@pytest.fixture(params=[False, True], ids=["apart", "shared"])
+def shared(request: pytest.FixtureRequest) -> bool:
+    return request.param
+
+
+def _packed(batch: Batch, shared: bool) -> Packing:
+    return pack(batch.mask, prompt_width=batch.prompt_columns, input_ids=batch.ids if shared else None)
+
+
+def _names(packing: Packing) -> list[Name]:
+    return list(zip(packing.rows.tolist(), packing.columns.tolist(), strict=True))
+
+
+def _sees(packing: Packing) -> torch.Tensor:
+    """(N, N), spelled out from the segments."""
+    sees = torch.zeros(len(packing.rows), len(packing.rows), dtype=torch.bool)
+    for segment in packing.segments:
+        for query in range(segment.start, segment.end):
+            sees[query, segment.start : query + 1] = True
+            if segment.prefix is not None:
+                sees[query, segment.prefix] = True
+    return sees
+
+
+def test_every_token_is_there_once(batch: Batch, shared: bool) -> None:
+    names = _names(_packed(batch, shared))
+    expected = [name for segment in oracles.segments(batch, shared) for name in segment.names]
+    assert sorted(names) == sorted(expected)
+
+
+def test_segments_follow_each_other(batch: Batch, shared: bool) -> None:
+    packing = _packed(batch, shared)
+    borders = [0, *(segment.end for segment in packing.segments)]
+    assert [segment.start for segment in packing.segments] == borders[:-1]
+    assert borders[-1] == len(packing.rows) == len(packing.columns)
+    assert all(segment.end > segment.start for segment in packing.segments)
+    assert all(s.prefix is None or s.prefix.start < s.prefix.stop <= s.start for s in packing.segments)
+
+
+def test_each_token_sees_its_own_sequence(batch: Batch, shared: bool) -> None:
+    packing = _packed(batch, shared)
+    expected = oracles.visible(_names(packing), oracles.segments(batch, shared))
+    assert _sees(packing).tolist() == expected.tolist()
+
+
+def test_prefix_and_segment_are_the_sequence(batch: Batch, shared: bool) -> None:
+    """What the last token of a row sees is the row, token for token and column for column."""
+    packing = _packed(batch, shared)
+    ids, sees = packing.gather(batch.ids)[0], _sees(packing)
+    met = 0
+    for row in range(len(batch.ids)):
+        columns = oracles.real_columns(batch.mask, row)
+        if not columns:
+            continue
+        last = _names(packing).index((row, columns[-1]))
+        seen = sorted(sees[last].nonzero().squeeze(-1).tolist(), key=lambda index: int(packing.columns[index]))
+        assert packing.columns[seen].tolist() == columns
+        assert ids[seen].tolist() == batch.ids[row, columns].tolist()
+        met += 1
+    assert met == int(batch.mask.any(-1).sum())
+
+
+def test_gather_is_a_lookup(batch: Batch, shared: bool) -> None:
+    packing = _packed(batch, shared)
+    assert packing.gather(batch.ids).tolist() == [[int(batch.ids[name]) for name in _names(packing)]]
+
+
+def test_predictions_return_to_their_columns(batch: Batch, shared: bool) -> None:
+    packing = _packed(batch, shared)
+    count = len(packing.rows)
+    said = [float(index + 1) for index in range(count - 1)]
+    got = packing.scatter_predictions(torch.tensor([said]), (batch.shape[0], batch.shape[1] - 1))
+    expected = oracles.scatter(said, _names(packing), oracles.segments(batch, shared), batch.shape)
+    assert got.tolist() == expected
+
+
+def test_every_completion_token_is_told_once(batch: Batch, shared: bool) -> None:
+    packing = _packed(batch, shared)
+    said = torch.arange(1.0, max(1, len(packing.rows)))[None]
+    got = packing.scatter_predictions(said, (batch.shape[0], batch.shape[1] - 1))
+    told = [value for value in got[:, batch.prompt_columns - 1 :].flatten().tolist() if value]
+    assert len(told) == len(set(told))
+    answers = batch.mask[:, batch.prompt_columns - 1 : -1].bool() & batch.mask[:, batch.prompt_columns :].bool()
+    assert len(told) == int(answers.sum())
+
+
+def test_gradients_return_where_the_values_came_from() -> None:
+    batch = BATCHES["two prompts in turn"]
+    packing = _packed(batch, True)
+    count = len(packing.rows)
+    said = torch.arange(1.0, count)[None].requires_grad_()
+    scattered = packing.scatter_predictions(said, (batch.shape[0], batch.shape[1] - 1))
+    (gradient,) = torch.autograd.grad((scattered**2).sum(), said)
+    told = set(scattered.flatten().tolist())
+    assert gradient.tolist() == [[2.0 * v if v in told else 0.0 for v in range(1, count)]]
+    assert 0.0 in gradient[0].tolist()  # what the end of a segment says of the next one goes nowhere
+
+
+def test_by_hand() -> None:
+    """Row 0 is `. a b | c d`, row 1 is `x y z | w .`, and row 2 asks what row 0 does."""
+    batch = padded([([1, 2], [3, 4]), ([7, 8, 9], [6]), ([1, 2], [5])])
+    apart = _packed(batch, False)
+    assert apart.gather(batch.ids).tolist() == [[1, 2, 3, 4, 7, 8, 9, 6, 1, 2, 5]]
+    assert apart.columns.tolist() == [1, 2, 3, 4, 0, 1, 2, 3, 1, 2, 3]
+    shared = _packed(batch, True)
+    assert sorted(shared.gather(batch.ids)[0].tolist()) == [1, 2, 2, 3, 4, 5, 6, 7, 8, 9]
+    prefixes = [segment.prefix for segment in shared.segments if segment.prefix is not None]
+    assert len(prefixes) == 2 and prefixes[0] == prefixes[1]
+    assert shared.gather(batch.ids)[0, prefixes[0]].tolist() == [1]
+    said = torch.tensor([[10.0, 20, 30, 40, 50, 60, 70, 80, 90, 100]])
+    assert apart.scatter_predictions(said, (3, 4)).tolist() == [[0, 10, 20, 30], [50, 60, 70, 0], [0, 90, 100, 0]]
+
+
+@pytest.mark.parametrize("kind", [torch.bool, torch.int64, torch.float32])
+def test_masks_of_any_kind(kind: torch.dtype, shared: bool) -> None:
+    batch = BATCHES["two prompts in turn"]
+    got = pack(batch.mask.to(kind), prompt_width=batch.prompt_columns, input_ids=batch.ids if shared else None)
+    assert _names(got) == _names(_packed(batch, shared))
+    assert list(got.segments) == list(_packed(batch, shared).segments)
+
+
+def test_padding_may_hold_any_token(shared: bool) -> None:
+    """Prompts of the same tokens share, whatever stands before them; those of other tokens do not."""
+    batch = padded([([1, 2, 3], [4]), ([2, 3], [5]), ([2, 3], [6]), ([1, 2, 3], [7])], left=1, right=1)
+    for filler in (0, 1, 2):
+        ids = batch.ids.where(batch.mask.bool(), filler)
+        ids[1, 1] = 1  # the padded row now reads like the longer prompt
+        other = batch.with_ids(ids)
+        assert _names(_packed(other, shared)) == _names(_packed(batch, shared))
+        assert list(_packed(other, shared).segments) == list(_packed(batch, shared).segments)
+
+
+def test_prompts_of_one_token_are_not_shared() -> None:
+    packing = _packed(BATCHES["prompts of one token"], True)
+    assert all(segment.prefix is None for segment in packing.segments)
+    assert len(packing.segments) == 3
