@@ -144,9 +144,8 @@ def test_images_follow_their_samples_through_cut_columns(llava: tuple[Path, Any]
     assert len(set(widths)) > 2
 
 
-def test_a_budget_in_tokens_is_refused_with_images(llava: tuple[Path, Any], tmp_path: Path) -> None:
+def test_a_budget_in_tokens_is_refused_to_a_model_that_reads_images(llava: tuple[Path, Any], tmp_path: Path) -> None:
     folder, processor = llava
     build = {"train_dataset": pictures(), "processing_class": processor, "reward_funcs": tiny.reward}
-    trainer = tiny.trainer(folder, tmp_path, token_budget=100, build=build)
-    with pytest.raises(ValueError, match="token_budget=100 regroups text, and there are images"):
-        trainer.train()
+    with pytest.raises(ValueError, match="token_budget=100 regroups text, and the model reads more"):
+        tiny.trainer(folder, tmp_path, token_budget=100, build=build)

@@ -10,7 +10,7 @@ import accelerate
 import pytest
 import torch
 import transformers
-from peft import PromptTuningConfig
+from peft import LoraConfig, PromptTuningConfig
 from torch import Tensor
 
 import trl_steady
@@ -238,6 +238,19 @@ def test_shared_prompts_are_computed_once(models: dict[str, Path], tmp_path: Pat
     assert again == groups and len(apart) > 1 and sum(width for _, width in apart) == sum(groups)
 
 
+def test_the_group_with_the_longest_comes_first(models: dict[str, Path], tmp_path: Path) -> None:
+    options = {"share_prompts": True, "token_budget": 1, "gradient_accumulation_steps": 4}  # one by one
+    trainer: Any = tiny.trainer(models["dense"], tmp_path, **options, **ROLLOUT)
+    prompts, completions = [[5, 6, 7], [1, 2, 3], [9, 9], [1, 2, 3]], [2, 1, 7, 9]
+    mask = torch.zeros(4, 13, dtype=torch.long)
+    ids = torch.zeros(4, 13, dtype=torch.long)
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        ids[row, 4 - len(prompt) : 4] = torch.tensor(prompt)
+        mask[row, 4 - len(prompt) : 4 + completion] = 1
+    order, counts = trainer.batches(trainer.model, ids, mask, 4)
+    assert order.tolist() == [3, 1, 2, 0] and counts == [1, 1, 1, 1]
+
+
 @pytest.mark.parametrize("model", ["dense", "moe"])
 def test_evaluation_is_trls(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
@@ -331,6 +344,15 @@ def test_a_step_after_an_error_has_its_own_sequences_only(models: dict[str, Path
             {"share_prompts": True, "model": "moe"},
             "share_prompts=True would count a prompt once.*router_aux_loss_coef=0",
         ),
+        (
+            {"token_budget": 9, "torch_compile": True},
+            "token_budget=9 does not count padding, and torch.compile compiles",
+        ),
+        ({"token_budget": 9, "optim": "lomo"}, "the optimizers lomo and adalomo, would step each time"),
+        (
+            {"token_budget": 9, "beta": 0.1, "sync_ref_model": True, "ref_model_sync_kl": 0.1},
+            "token_budget=9 with ref_model_sync_kl=0.1.*Leave one of the two unset",
+        ),
         ({"share_prompts": True, "model": "gpt2"}, "GPT2LMHeadModel has no rotary positions. Set share_prompts=False"),
         (
             {"share_prompts": True, "model_init_kwargs": {"attn_implementation": "flex_attention"}},
@@ -350,17 +372,22 @@ def test_deepspeed_is_refused_a_budget(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(budgeted, "DistributedType", SimpleNamespace(DEEPSPEED=accelerate.DistributedType.NO))
-    with pytest.raises(ValueError, match=r"DeepSpeed would step each time\. Train with DDP or FSDP"):
+    with pytest.raises(ValueError, match=r"DeepSpeed, like the optimizers .*, would step each time\. Train with DDP"):
         tiny.trainer(models["dense"], tmp_path, token_budget=9)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"torch_compile": True}, "trim_padding=True does nothing: torch_compile=True compiles anew"),
+        ({"torch_compile": True}, "trim_padding=True does nothing: torch.compile compiles anew"),
+        ({"neftune_noise_alpha": 5.0}, "trim_padding=True does nothing: neftune_noise_alpha scales"),
         (
             {"build": {"peft_config": PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")}},
-            "trim_padding=True does nothing: the adapter puts tokens of its own before the prompts",
+            "trim_padding=True does nothing: an adapter of type PromptTuningConfig may depend on where",
+        ),
+        (
+            {"build": {"peft_config": LoraConfig(**tiny.LORA, task_type="CAUSAL_LM", alora_invocation_tokens=[50])}},
+            "trim_padding=True does nothing: an adapter of type LoraConfig may depend on where",
         ),
         (
             {"model": "falcon_h1"},
@@ -374,6 +401,31 @@ def test_what_keeps_its_padding_is_said(
     model = models[options.pop("model", "dense")]
     with pytest.warns(UserWarning, match=message):
         tiny.trainer(model, tmp_path, **options)
+
+
+def test_a_loss_of_its_own_is_refused_a_budget(models: dict[str, Path], tmp_path: Path) -> None:
+    """It would see the last of the step's micro-batches only."""
+
+    class Doubled(trl_steady.GRPOTrainer):
+        def compute_loss(self, *arguments: Any, **keywords: Any) -> Tensor:
+            return 2 * super().compute_loss(*arguments, **keywords)
+
+    args = tiny.arguments(trl_steady.GRPOConfig, tmp_path, token_budget=9)
+    with pytest.raises(ValueError, match=r"Doubled\.compute_loss would see the last.*Override micro_batch_loss"):
+        Doubled(str(models["dense"]), tiny.reward, args, tiny.dataset(), processing_class=tiny.tokenizer())
+
+
+def test_a_loss_that_a_callback_sets_is_refused_too(models: dict[str, Path], tmp_path: Path) -> None:
+    trainer: Any = tiny.trainer(models["dense"], tmp_path, token_budget=30, **ROLLOUT)
+
+    class Sets(transformers.TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            trainer.loss_type = "bnpo" if state.global_step == 2 else "dapo"
+
+    trainer.add_callback(Sets())
+    with pytest.raises(ValueError, match="token_budget=30 with loss_type='bnpo'"):
+        trainer.train()
+    assert trainer.state.global_step == 2
 
 
 def test_padding_to_a_multiple_is_said_to_be_idle(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ import torch
 from accelerate.utils import DistributedType
 from torch import Tensor
 
+from trl_steady.checks import refuse_means_over_micro_batches
 from trl_steady.host import overridden, rollout_number
 from trl_steady.unpadded import UnpaddedTrainer
 
@@ -16,6 +17,7 @@ __all__ = ["BudgetedTrainer"]
 
 # a sum over the tokens of an optimizer step, divided by what is known before; the others are means over sequences
 _TOKEN_SUMS = ("dapo", "cispo", "vespo")
+_STEPS_IN_BACKWARD = ("lomo", "adalomo")
 
 
 class BudgetedTrainer(UnpaddedTrainer):
@@ -30,15 +32,25 @@ class BudgetedTrainer(UnpaddedTrainer):
         budget = f"token_budget={self.args.token_budget}"
         if self.args.token_budget is None:
             return
+        if self.why_padded:
+            raise ValueError(f"{budget} does not count padding, and {self.why_padded}. Leave token_budget unset.")
+        if self.reads_more_than_text:
+            raise ValueError(f"{budget} regroups text, and the model reads more. Leave token_budget unset.")
         if self.aux_loss_enabled:
             raise ValueError(
                 f"{budget} with a load-balancing loss, a mean over the tokens of each of TRL's micro-batches. Set "
                 "router_aux_loss_coef=0.0, or leave token_budget unset."
             )
-        if self.accelerator.distributed_type == DistributedType.DEEPSPEED:
+        if self.accelerator.distributed_type == DistributedType.DEEPSPEED or self.args.optim in _STEPS_IN_BACKWARD:
             raise ValueError(
-                f"{budget} goes backward more than once in an optimizer step's last micro-batch, and DeepSpeed would "
-                "step each time. Train with DDP or FSDP, or leave token_budget unset."
+                f"{budget} goes backward more than once in an optimizer step's last micro-batch, and DeepSpeed, like "
+                f"the optimizers {' and '.join(_STEPS_IN_BACKWARD)}, would step each time. Train with DDP and another "
+                "optimizer, or leave token_budget unset."
+            )
+        if type(self).compute_loss is not BudgetedTrainer.compute_loss:
+            raise ValueError(
+                f"{budget} goes backward inside compute_loss, where {type(self).__name__}.compute_loss would see the "
+                "last of its micro-batches only. Override micro_batch_loss, or leave token_budget unset."
             )
 
     def get_batch_samples(self, *arguments: Any, **keywords: Any) -> Any:
@@ -53,18 +65,24 @@ class BudgetedTrainer(UnpaddedTrainer):
         self._waiting.append((rollout_number(self), inputs))
         if not self.accelerator.sync_gradients:
             return torch.zeros((), device=self.accelerator.device, requires_grad=True)
+        refuse_means_over_micro_batches(self.args.token_budget, self)  # which a callback may have set
         waiting, self._waiting = self._waiting, []
         window: float = self.current_gradient_accumulation_steps
         *others, last = self._regrouped(model, waiting)
         total = torch.zeros((), device=self.accelerator.device)
         for group, share in others:
-            with self.accelerator.no_sync(model), self._divided_by(window / share):
+            with self._unsynchronised(model), self._divided_by(window / share):
                 loss = super().compute_loss(model, group, *arguments, **keywords)
                 self.accelerator.backward(loss)
             total += loss.detach()
         group, share = last
         with self._divided_by(window / share):
             return total + super().compute_loss(model, group, *arguments, **keywords)
+
+    def _unsynchronised(self, model: torch.nn.Module) -> contextlib.AbstractContextManager[None]:
+        """Gradients of other processes wait for the last micro-batch, unless the user wants them each time."""
+        always = self.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+        return contextlib.nullcontext() if always else self.accelerator.no_sync(model)
 
     def _divided_by(self, divisor: float) -> contextlib.AbstractContextManager[None]:
         """What TRL divides the loss of a micro-batch by, where it is a mean over sequences."""
@@ -79,10 +97,6 @@ class BudgetedTrainer(UnpaddedTrainer):
         for _, rollout in itertools.groupby(waiting, key=lambda waits: waits[0]):  # others have other widths
             parts = [inputs for _, inputs in rollout]
             whole = {name: _together([part[name] for part in parts]) for name in parts[0]}
-            if whole.get("pixel_values") is not None:
-                raise ValueError(
-                    f"token_budget={self.args.token_budget} regroups text, and there are images. Leave it unset."
-                )
             order, counts = self.batches(
                 model,
                 torch.cat([whole["prompt_ids"], whole["completion_ids"]], dim=1),

@@ -18,6 +18,7 @@ __all__ = [
     "SEQUENCE_RATIO_LOSS_TYPES",
     "cannot_act",
     "refuse_contradictions",
+    "refuse_means_over_micro_batches",
     "refuse_out_of_range",
     "trl_default",
 ]
@@ -186,7 +187,25 @@ def _refuse_regrouping(args: "GRPOConfig") -> None:
             )
     if args.token_budget is None:
         return
-    budget = f"token_budget={args.token_budget}"
+    refuse_means_over_micro_batches(args.token_budget, args)
+    if args.ref_model_sync_kl is not None:
+        raise ValueError(
+            f"token_budget={args.token_budget} with ref_model_sync_kl={args.ref_model_sync_kl}, which is compared "
+            "with a mean over TRL's micro-batches. Leave one of the two unset."
+        )
+
+
+def refuse_means_over_micro_batches(token_budget: int, args: Any) -> None:
+    """Refuse what is a mean over the tokens of each of TRL's micro-batches where these are regrouped.
+
+    Args:
+        token_budget: the option.
+        args: a config, or a trainer, whose attributes a callback may have set.
+
+    Raises:
+        ValueError: naming the option, the value and the way out.
+    """
+    budget = f"token_budget={token_budget}"
     if args.loss_type == "bnpo":
         raise ValueError(
             f"{budget} with loss_type='bnpo', a mean over the tokens of each of TRL's micro-batches. Set "

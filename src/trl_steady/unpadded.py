@@ -8,19 +8,37 @@ from collections.abc import Iterator, Sequence
 from typing import Any, cast
 
 import torch
-from peft import PeftModel
+from accelerate.utils import DynamoBackend
+from peft import PeftModel, PeftType
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from trl_steady.config import GRPOConfig
 from trl_steady.host import HostTrainer, overridden
-from trl_steady.padding.attention import attending_in, switched
+from trl_steady.padding.attention import attending_in, own_implementation, switched
 from trl_steady.padding.budget import Length, partition
 from trl_steady.padding.families import Traits, traits
 from trl_steady.padding.model import UnpaddedModel
 from trl_steady.padding.packing import Segment
 
 __all__ = ["UnpaddedTrainer"]
+
+# Adapters that do to each token the same, wherever in a row it is
+_PER_TOKEN = {
+    PeftType.ADALORA,
+    PeftType.BOFT,
+    PeftType.FOURIERFT,
+    PeftType.HRA,
+    PeftType.IA3,
+    PeftType.LN_TUNING,
+    PeftType.LOHA,
+    PeftType.LOKR,
+    PeftType.LORA,
+    PeftType.OFT,
+    PeftType.RANDLORA,
+    PeftType.VBLORA,
+    PeftType.VERA,
+}
 
 
 class UnpaddedTrainer(HostTrainer):
@@ -38,6 +56,7 @@ class UnpaddedTrainer(HostTrainer):
         if not self.args.trim_padding:
             return
         why_not = self.why_padded or self.traits_of(self.model).why_not_packed
+        its = self.traits_of(self.model)
         if self.args.share_prompts and why_not:
             raise ValueError(
                 f"share_prompts=True needs completions to be laid end to end, and {why_not}. Set share_prompts=False."
@@ -48,30 +67,42 @@ class UnpaddedTrainer(HostTrainer):
                 "each of its completions. Set router_aux_loss_coef=0.0, or share_prompts=False."
             )
         if why_not:
-            what = "does nothing" if self.why_padded else "only cuts columns that are padding in every row"
+            does_nothing = self.why_padded or its.width_limit == 0
+            what = "does nothing" if does_nothing else "only cuts columns that are padding in every row"
             warnings.warn(f"trim_padding=True {what}: {why_not}.", UserWarning, stacklevel=2)
 
     @property
     def why_padded(self) -> str | None:
         """Why no pass leaves out any padding, whatever the model; None if passes do."""
-        if self.args.torch_compile:
-            return "torch_compile=True compiles anew for each shape of a batch"
+        dynamo = self.accelerator.state.dynamo_plugin
+        if self.args.torch_compile or (dynamo is not None and dynamo.backend != DynamoBackend.NO):
+            return "torch.compile compiles anew for each shape of a batch"
+        if self.args.neftune_noise_alpha is not None:
+            return "neftune_noise_alpha scales its noise by the width of a batch"
         if self.args.n_gpu > 1:
             return "one process drives several GPUs, which divide the rows of a batch among them"
-        if isinstance(self.model, PeftModel) and self.model.active_peft_config.is_prompt_learning:
-            return "the adapter puts tokens of its own before the prompts"
+        if isinstance(self.model, PeftModel):
+            config: Any = self.model.active_peft_config
+            if config.peft_type not in _PER_TOKEN or getattr(config, "alora_invocation_tokens", None):
+                return f"an adapter of type {type(config).__name__} may depend on where in a row a token is"
         return None
 
     def traits_of(self, model: torch.nn.Module) -> Traits:
         """How the transformers model in `model` takes batches without their padding."""
         bare = self._bare(model)
-        if bare not in self._traits:
+        if bare not in self._traits or self._traits[bare].implementation != own_implementation(bare):
             self._traits[bare] = traits(bare)
         return self._traits[bare]
 
     def _bare(self, model: torch.nn.Module) -> PreTrainedModel:
         inner = self.accelerator.unwrap_model(model)
         return cast(PreTrainedModel, inner.get_base_model() if isinstance(inner, PeftModel) else inner)
+
+    @property
+    def reads_more_than_text(self) -> bool:
+        """Whether batches may come with images and the like."""
+        config = self._bare(self.model).config
+        return config.get_text_config() is not config
 
     def log_probs(
         self,
@@ -129,21 +160,27 @@ class UnpaddedTrainer(HostTrainer):
         """
         mask, its = attention_mask.bool(), self.traits_of(model)
         prompts, completions = mask[:, :prompt_width].sum(-1), mask[:, prompt_width:].sum(-1)
-        if not its.is_shift_invariant and its.why_not_packed:
+        is_whole = input_ids.size(1) > its.width_limit
+        if is_whole or (its.why_not_packed and not its.is_shift_invariant):
             prompts = torch.full_like(prompts, prompt_width)  # not cut off
+        if is_whole:
+            completions = torch.full_like(completions, input_ids.size(1) - prompt_width)
         order = (prompts + completions).argsort(descending=True, stable=True)
         groups = torch.full_like(prompts, -1)
         if self.args.share_prompts:
             shared = input_ids.where(mask, -1)[:, : prompt_width - 1]
             _, groups = shared.unique(dim=0, return_inverse=True)
-            order = order[groups[order].argsort(stable=True)]
+            ranks: dict[int, int] = {}
+            for group in groups[order].tolist():
+                ranks.setdefault(group, len(ranks))
+            order = order[torch.tensor([ranks[group] for group in groups[order].tolist()]).argsort(stable=True)]
         if self.args.token_budget is None:
             size = batch_size or len(order)
             return order, [min(size, len(order) - start) for start in range(0, len(order), size)]
         lengths = torch.stack([prompts, completions, groups], dim=-1)[order].unsqueeze(0)
         everywhere = cast(Tensor, self.accelerator.gather(lengths)).tolist()
         processes = [[Length(*length) for length in own] for own in everywhere]
-        return order, partition(processes, self.args.token_budget, padded=its.why_not_packed is not None)
+        return order, partition(processes, self.args.token_budget, padded=is_whole or its.why_not_packed is not None)
 
     def training_step(self, *arguments: Any, **keywords: Any) -> Tensor:
         """TRL's; until it ends, a layer that gradient checkpointing runs again attends as it did at first."""
@@ -155,5 +192,5 @@ class UnpaddedTrainer(HostTrainer):
         with contextlib.ExitStack() as forward:
             until = self._until_backward if torch.is_grad_enabled() else None
             (until or forward).enter_context(switched(bare))
-            with attending_in(segments, self.traits_of(bare).implementation):
+            with attending_in(segments):
                 yield

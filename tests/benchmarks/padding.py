@@ -1,10 +1,10 @@
 """What leaving out padding saves: ours and TRL's side by side in one run, a whole optimizer step on fixed rollouts.
 
-    python tests/benchmarks/padding.py [--rounds 5] [--batch 8] [--scale 0.5] [--sets NAME ...] [--checkpointing]
-        [--random | --large] [--check] [--picture PATH] [--json PATH]
+    python tests/benchmarks/padding.py [--rounds 5] [--batch 8] [--window 4] [--scale 0.5] [--sets NAME ...]
+        [--variants NAME ...] [--checkpointing] [--random | --large] [--check] [--picture PATH] [--json PATH]
 
 SmolLM2-135M-Instruct, fully fine-tuned in float32 (on CUDA under bf16 autocast). A step is all that TRL's
-`training_step` does for the four micro-batches of an optimizer step that begins with a rollout: log-probs of the old
+`training_step` does for the micro-batches of an optimizer step that begins with a rollout: log-probs of the old
 policy, log-probs of the reference, then forward, loss and backward of each micro-batch; a `rollout_func` stands in for
 the sampling. The variants take turns, so that a drift of the machine's speed meets all; the ratios are round by round.
 The round before the first is not timed: in it tokens, memory, loss and gradients are compared.
@@ -46,7 +46,6 @@ from tests.benchmarks.seam import CUDA
 from trl_steady.checks import NATIVE_LOSS_TYPES
 from trl_steady.host import overridden
 
-WINDOW = 4  # micro-batches of an optimizer step, and of a rollout
 GROUP = 8  # completions of a prompt
 PASSES = 3  # old policy, reference, policy
 MEDIAN = 63  # tokens of a completion
@@ -83,7 +82,8 @@ class Rollouts(NamedTuple):
 
 def rollouts(name: str, options: argparse.Namespace) -> Rollouts:
     """Of one of the `SETS`, always the same."""
-    count, groups = WINDOW * options.batch, WINDOW * options.batch // GROUP
+    count = options.window * options.batch
+    groups = count // GROUP
     generator = torch.Generator().manual_seed(0)
     if name == "lognormal":
         # quantiles in place of draws, so that 35 % of TRL's tokens are real however many sequences there are; the tail
@@ -107,7 +107,7 @@ def rollouts(name: str, options: argparse.Namespace) -> Rollouts:
 def variants(name: str, rollout: Rollouts, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Of our options, in each of the `SETS`. A budget is a third of TRL's micro-batch, padding included."""
     budget = {"token_budget": options.batch * rollout.padded_width // 3}
-    return {
+    found = {
         "lognormal": {"ours": {}, "ours, token_budget": budget},
         "long prompts": {
             "ours": {},
@@ -116,6 +116,7 @@ def variants(name: str, rollout: Rollouts, options: argparse.Namespace) -> dict[
         },
         "equal": {"ours": {}},
     }[name]
+    return {variant: ours for variant, ours in found.items() if variant in (options.variants or found)}
 
 
 SETS = ("lognormal", "long prompts", "equal")
@@ -159,8 +160,8 @@ class Bench:
         settings = {
             "beta": 0.04,
             "num_iterations": 2,  # with one, TRL needs no log-probs of the old policy
-            "gradient_accumulation_steps": WINDOW,
-            "steps_per_generation": WINDOW,
+            "gradient_accumulation_steps": options.window,
+            "steps_per_generation": options.window,
             "per_device_train_batch_size": options.batch,
             "num_generations": GROUP,
             "gradient_checkpointing": options.checkpointing,
@@ -172,7 +173,7 @@ class Bench:
         args = package.GRPOConfig(str(folder / "out"), **{**settings, **config})
         dataset = Dataset.from_dict({"prompt": ["a"]})
         built = package.GRPOTrainer(str(folder), tiny.reward, args, dataset, rollout_func=self.source)
-        built.current_gradient_accumulation_steps = WINDOW  # set by the training loop, which does not run here
+        built.current_gradient_accumulation_steps = options.window  # set by the training loop, which does not run here
         if options.checkpointing:
             built.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         return built
@@ -200,8 +201,9 @@ class Bench:
         trainer._step = first
         losses: list[Tensor] = []
         with overridden(trainer.args, {} if variant == TRL else {**OFF, **options}):
-            for micro_batch in range(WINDOW):
-                trainer.accelerator.gradient_state._set_sync_gradients(micro_batch == WINDOW - 1)
+            accumulated = trainer.args.gradient_accumulation_steps
+            for micro_batch in range(accumulated):
+                trainer.accelerator.gradient_state._set_sync_gradients(micro_batch == accumulated - 1)
                 losses.append(trainer.training_step(trainer.model, rows, None))
         return torch.stack(losses).tolist()
 
@@ -375,7 +377,7 @@ def check(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
         bench.nudge()
         for loss_type in NATIVE_LOSS_TYPES:
             label = f"{loss_type}, off-policy"
-            found[label] = compared(bench, name, options, buffers, loss_type, first=WINDOW)
+            found[label] = compared(bench, name, options, buffers, loss_type, first=options.window)
         if name == "equal":
             moved = [label for label, of_variants in found.items() if any(of_variants["ours"][:3])]
         results[name] = {
@@ -491,6 +493,8 @@ def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="3 or more")
     parser.add_argument("--batch", type=int, default=8, help="sequences of a micro-batch, an even number")
+    parser.add_argument("--window", type=int, default=4, help="micro-batches of an optimizer step, and of a rollout")
+    parser.add_argument("--variants", nargs="+", help="of our options, by name; all where left out")
     parser.add_argument("--scale", type=float, default=1.0 if CUDA else 0.5)
     parser.add_argument("--sets", nargs="+", choices=SETS, default=SETS)
     parser.add_argument("--picture", type=Path, help="by default docs/figures/padding.png, with SmolLM2")

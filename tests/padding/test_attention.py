@@ -1,10 +1,12 @@
 """Attention in segments, against the set of tokens that each token may see."""
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch.distributed.utils import _apply_to_tensors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from tests.padding import oracles
@@ -60,6 +62,13 @@ def _drawn(packing: Packing, key_heads: int, dtype: torch.dtype = torch.float64)
     )
 
 
+@contextlib.contextmanager
+def _making_masks(packing: Packing) -> Iterator[None]:
+    """As a forward does that gets no further than its masks."""
+    with pytest.raises(RuntimeError, match="by another function"), attending_in(packing.segments):
+        yield
+
+
 def _attend(
     layer: torch.nn.Module,
     packing: Packing,
@@ -70,9 +79,9 @@ def _attend(
     value: torch.Tensor,
 ) -> torch.Tensor:
     """(1, N, heads, size), by the functions that transformers calls."""
-    with attending_in(packing.segments, implementation):
-        mask: Any = attention._mask(local_size=window)
-    return attention._attend(layer, query, key, value, mask, scaling=0.4, dropout=0.0)[0]
+    with _making_masks(packing):
+        mask: Any = attention._mask(implementation, local_size=window)
+    return attention._attend(implementation, layer, query, key, value, mask, scaling=0.4, dropout=0.0)[0]
 
 
 def _visible(packing: Packing, batch: Batch, shared: bool, window: int | None) -> torch.Tensor:
@@ -148,11 +157,11 @@ def test_layers_of_one_pass_may_be_of_two_types(implementation: str) -> None:
     """All get the same segments: a mask made for one serves the others only where it fits."""
     packing = _packing(BATCHES["one prompt"], True)
     layer = _layer(2)
-    with attending_in(packing.segments, implementation):
-        mask: Any = attention._mask()
+    with _making_masks(packing):
+        mask: Any = attention._mask(implementation)
     for dtype in (torch.float32, torch.float16, torch.float64):
         inputs = _drawn(packing, 2, dtype)
-        got = attention._attend(layer, *inputs, mask, scaling=0.4, dropout=0.0)[0]
+        got = attention._attend(implementation, layer, *inputs, mask, scaling=0.4, dropout=0.0)[0]
         assert got.dtype == dtype
         assert torch.equal(got, _attend(layer, packing, implementation, None, *inputs))
 
@@ -164,10 +173,12 @@ def test_layers_of_one_pass_may_be_on_two_devices(implementation: str, window: i
     packing = _packing(BATCHES["one prompt"], True)
     layer = _layer(2)
     inputs = _drawn(packing, 2)
-    with attending_in(packing.segments, implementation):
-        mask: Any = attention._mask(local_size=window)
+    with _making_masks(packing):
+        mask: Any = attention._mask(implementation, local_size=window)
     for device in ("cpu", "meta", "cpu"):
-        got = attention._attend(layer, *(x.to(device) for x in inputs), mask, scaling=0.4, dropout=0.0)[0]
+        got = attention._attend(
+            implementation, layer, *(x.to(device) for x in inputs), mask, scaling=0.4, dropout=0.0
+        )[0]
         assert got.device.type == device
     assert torch.equal(got, _attend(layer, packing, implementation, window, *inputs))
 
@@ -186,12 +197,12 @@ def test_nothing_is_left_of_a_forward(implementation: str, batch: Batch) -> None
     model = _model(implementation)
     before = model(batch.ids).logits
     packing, inputs = _laid(batch)
-    with switched(model), attending_in(packing.segments, implementation):
+    with switched(model), attending_in(packing.segments):
         packed = model(**inputs).logits
         assert set(_implementations(model)) != {implementation}
     assert packed.shape[1] == len(packing.rows)
     assert set(_implementations(model)) == {implementation}
-    assert attention._segments is None
+    assert attention._forward is None
     assert torch.equal(model(batch.ids).logits, before)
 
 
@@ -205,11 +216,11 @@ def test_nothing_is_left_of_a_forward_that_fails(implementation: str) -> None:
         raise ZeroDivisionError
 
     hook = model.model.layers[1].register_forward_pre_hook(fail)
-    with pytest.raises(ZeroDivisionError), switched(model), attending_in(packing.segments, implementation):
+    with pytest.raises(ZeroDivisionError), switched(model), attending_in(packing.segments):
         model(**inputs)
     hook.remove()
     assert set(_implementations(model)) == {implementation}
-    assert attention._segments is None
+    assert attention._forward is None
     assert torch.equal(model(batch.ids).logits, before)
 
 
@@ -218,11 +229,11 @@ def test_switched_within_switched() -> None:
     model, batch = _model(), BATCHES["ragged"]
     packing, inputs = _laid(batch)
     with switched(model):
-        with attending_in(packing.segments, "sdpa"):
+        with attending_in(packing.segments):
             first = model(**inputs).logits
-        with switched(model), attending_in(packing.segments, "sdpa"):
+        with switched(model), attending_in(packing.segments):
             second = model(**inputs).logits
-        with attending_in(packing.segments, "sdpa"):
+        with attending_in(packing.segments):
             third = model(**inputs).logits
     assert torch.equal(first, second) and torch.equal(first, third)
     assert set(_implementations(model)) == {"sdpa"}
@@ -248,7 +259,7 @@ def test_a_layer_that_gets_another_mask(implementation: str, mask: str) -> None:
     model.model.layers[1].self_attn.register_forward_pre_hook(swap, with_kwargs=True)
     with (
         switched(model),
-        attending_in(packing.segments, implementation),
+        attending_in(packing.segments),
         pytest.raises(RuntimeError, match="LlamaAttention does not pass on the attention mask"),
     ):
         model(**inputs)
@@ -256,17 +267,36 @@ def test_a_layer_that_gets_another_mask(implementation: str, mask: str) -> None:
 
 def test_segments_may_be_cut_as_a_mask_is_to_what_there_is() -> None:
     """Some layers cut a mask to the keys they have; from elsewhere than its start that would be another row's."""
-    with attending_in(_packing(BATCHES["ragged"], False).segments, "sdpa"):
-        mask: Any = attention._mask(local_size=3)
+    with _making_masks(_packing(BATCHES["ragged"], False)):
+        mask: Any = attention._mask("sdpa", local_size=3)
     assert mask[:, :, :, :16] is mask
     for elsewhere in ((slice(None), slice(1, None)), (slice(None), slice(-3, None)), (slice(None, None, 2),)):
         with pytest.raises(IndexError):
             mask[elsewhere]
 
 
-def test_a_switched_model_without_segments_does_not_run() -> None:
-    """Rather than attend across sequences."""
+@pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+def test_a_switched_model_takes_padded_batches_as_ever(implementation: str) -> None:
+    """Another forward before the backward of a packed one."""
+    model, batch = _model(implementation), BATCHES["ragged"]
+    expected = model(batch.ids, attention_mask=batch.mask).logits
+    with switched(model):
+        assert torch.equal(model(batch.ids, attention_mask=batch.mask).logits, expected)
+
+
+def test_a_model_that_attends_by_itself_is_found_out() -> None:
+    """As one whose attention another package has replaced."""
     model, batch = _model(), BATCHES["ragged"]
-    _, inputs = _laid(batch)
-    with switched(model), pytest.raises((AssertionError, RuntimeError)):
+    packing, inputs = _laid(batch)
+    for layer in model.model.layers:
+        layer.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    refused = pytest.raises(RuntimeError, match="by another function than transformers' interface")
+    with refused, switched(model), attending_in(packing.segments):
         model(**inputs)
+    assert attention._forward is None
+
+
+def test_fsdp2_hands_segments_on_as_they_are() -> None:
+    """It rebuilds dataclasses to cast what is in them, and each layer would make masks of its own."""
+    segments = attention.Segments(_packing(BATCHES["ragged"], False).segments)
+    assert _apply_to_tensors(lambda tensor: tensor.half(), {"attention_mask": segments})["attention_mask"] is segments

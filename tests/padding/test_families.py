@@ -148,7 +148,7 @@ def _without_padding(
         @contextmanager
         def attending(own: Sequence[Segment]) -> Iterator[None]:
             until_backward.enter_context(switched(model))  # checkpointing runs the layers again in the backward
-            with attending_in(segments(own), of.implementation):
+            with attending_in(segments(own)):
                 yield
 
         unpadded = UnpaddedModel(

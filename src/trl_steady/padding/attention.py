@@ -4,37 +4,38 @@ Registered with transformers under a name of ours, by its public interfaces. The
 place of the attention mask, so that a layer which gradient checkpointing runs again gets those of its first run.
 """
 
+import functools
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor
 from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_steady.padding.packing import Segment
 
-__all__ = ["IMPLEMENTATIONS", "attending_in", "switched"]
+__all__ = ["IMPLEMENTATIONS", "attending_in", "own_implementation", "switched"]
 
 IMPLEMENTATIONS = ("sdpa", "eager")
 """Of transformers' attention functions those that attend as they are told, whatever the layout."""
-_OURS = "trl_steady_packed"
+_OURS = "trl_steady_packed_"  # before the name of the model's own
 
 
-@dataclass(frozen=True)
 class Segments:
     """What the layers of a packed row get in the place of a mask."""
 
-    of_row: Sequence[Segment]
-    implementation: str | None
-    """The model's own attention function."""
-    window: int | None = None
-    """How far back a token of these layers may look, itself included."""
-    _masks: dict[tuple[Any, ...], Tensor] = field(default_factory=dict)
+    # no dataclass, which FSDP2 would rebuild for each layer, and with it the masks
+
+    def __init__(self, of_row: Sequence[Segment], window: int | None = None) -> None:
+        self.of_row = of_row
+        self.window = window
+        """How far back a token of these layers may look, itself included."""
+        self._masks: dict[tuple[Any, ...], Tensor] = {}
 
     def __getitem__(self, index: tuple[slice, ...]) -> "Segments":
         """What a mask cut to as many queries and keys as there are would be."""
@@ -42,56 +43,73 @@ class Segments:
             raise IndexError(f"segments of a whole row cannot be cut to {index}")
         return self
 
-    def mask(self, own: int, shared: int, like: Tensor) -> Tensor | None:
+    def mask(self, own: int, shared: int, like: Tensor, implementation: str) -> Tensor | None:
         """(1, 1, own, shared + own), or None for what "sdpa" takes as causal."""
         length = shared + own
         window = min(self.window or length, length)
-        if self.implementation == "sdpa" and window == length and not shared:
+        if implementation == "sdpa" and window == length and not shared:
             return None
         key_of_mask = (own, shared, like.device, like.dtype)
         if key_of_mask not in self._masks:
             query = torch.arange(shared, length, device=like.device).unsqueeze(1)
             key = torch.arange(length, device=like.device)
             sees = (key <= query) & (key > query - window)
-            if self.implementation == "eager":
+            if implementation == "eager":
                 sees = torch.zeros_like(sees, dtype=like.dtype).masked_fill(~sees, torch.finfo(like.dtype).min)
             self._masks[key_of_mask] = sees[None, None]
         return self._masks[key_of_mask]
 
 
-_segments: Segments | None = None
+@dataclass
+class _Forward:
+    """A packed one, while it runs; a layer that is run again for its gradients is in none."""
+
+    segments: Sequence[Segment]
+    was_attended_in: bool = False
 
 
-def _mask(*_: Any, local_size: int | None = None, **__: Any) -> Segments:
+_forward: _Forward | None = None
+
+
+def _mask(name: str, *arguments: Any, local_size: int | None = None, **options: Any) -> Any:
     """Of transformers' `AttentionMaskInterface`: a model calls it for each kind of its layers."""
-    assert _segments is not None
-    return replace(_segments, window=local_size, _masks={})
+    if _forward is None:  # of another forward, while the model stays switched
+        local = {} if local_size is None else {"local_size": local_size}
+        return ALL_MASK_ATTENTION_FUNCTIONS[name](*arguments, **local, **options)
+    return Segments(_forward.segments, local_size)
 
 
 def _attend(
-    module: torch.nn.Module, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, **options: Any
-) -> tuple[Tensor, None]:
+    name: str,
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Any,
+    **options: Any,
+) -> tuple[Tensor, Tensor | None]:
     """Of transformers' `AttentionInterface`: (1, heads, N, size) each, to (1, N, heads, size)."""
+    attend: Callable[..., Any] = _eager(type(module)) if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
     if not isinstance(attention_mask, Segments):
+        if _forward is None:
+            return attend(module, query, key, value, attention_mask, **options)
         raise RuntimeError(
             f"{type(module).__name__} does not pass on the attention mask it is given, which trim_padding=True relies "
             "on to keep the sequences of a batch apart. Set trim_padding=False."
         )
-    attend: Callable[..., Any] = (
-        _eager(type(module))
-        if attention_mask.implementation == "eager"
-        else ALL_ATTENTION_FUNCTIONS[attention_mask.implementation]
-    )
+    if _forward is not None:
+        _forward.was_attended_in = True
+    lengths = [segment.end - segment.start for segment in attention_mask.of_row]
     outputs: list[Tensor] = []
-    for segment in attention_mask.of_row:
-        tokens, prefix = segment.tokens, segment.prefix
-        keys, values = key[:, :, tokens], value[:, :, tokens]
-        if prefix is not None:
-            keys = torch.cat([key[:, :, prefix], keys], dim=2)
-            values = torch.cat([value[:, :, prefix], values], dim=2)
-        length = segment.end - segment.start
-        mask = attention_mask.mask(length, keys.size(2) - length, query)
-        outputs.append(attend(module, query[:, :, tokens], keys, values, mask, **options)[0])
+    # split, and not sliced one by one: the gradient of each slice would be as large as the row
+    pieces = (tensor.split(lengths, dim=2) for tensor in (query, key, value))
+    for segment, queries, keys, values in zip(attention_mask.of_row, *pieces, strict=True):
+        if segment.prefix is not None:
+            keys = torch.cat([key[:, :, segment.prefix], keys], dim=2)
+            values = torch.cat([value[:, :, segment.prefix], values], dim=2)
+        own = queries.size(2)
+        mask = attention_mask.mask(own, keys.size(2) - own, query, name)
+        outputs.append(attend(module, queries, keys, values, mask, **options)[0])
     return torch.cat(outputs, dim=1), None
 
 
@@ -101,30 +119,43 @@ def _eager(module: type) -> Callable[..., Any]:
     return next(vars(each)["eager_attention_forward"] for each in modules if "eager_attention_forward" in vars(each))
 
 
-AttentionInterface.register(_OURS, _attend)
-AttentionMaskInterface.register(_OURS, _mask)
+for _name in IMPLEMENTATIONS:
+    AttentionInterface.register(_OURS + _name, functools.partial(_attend, _name))
+    AttentionMaskInterface.register(_OURS + _name, functools.partial(_mask, _name))
+
+
+def own_implementation(model: PreTrainedModel) -> str | None:
+    """The name of the model's attention function, switched or not."""
+    name = model.config.get_text_config()._attn_implementation
+    return name and name.removeprefix(_OURS)
 
 
 @contextmanager
 def switched(model: PreTrainedModel) -> Iterator[None]:
-    """The model attends in segments, also where a layer is run again for its gradients."""
-    configs: list[Any] = [module.config for module in model.modules() if hasattr(module, "config")]
-    before = [config._attn_implementation for config in configs]
+    """The model attends in segments where it is told to, also where a layer is run again for its gradients."""
+    configs: dict[int, Any] = {id(each.config): each.config for each in model.modules() if hasattr(each, "config")}
+    before = {key: config._attn_implementation for key, config in configs.items()}
     try:
-        for config in configs:
-            config._attn_implementation = _OURS
+        for config in configs.values():
+            if config._attn_implementation in IMPLEMENTATIONS:
+                config._attn_implementation = _OURS + config._attn_implementation
         yield
     finally:
-        for config, name in zip(configs, before, strict=True):
-            config._attn_implementation = name
+        for key, config in configs.items():
+            config._attn_implementation = before[key]
 
 
 @contextmanager
-def attending_in(segments: Sequence[Segment], implementation: str | None) -> Iterator[None]:
-    """What the layers of a switched model attend to in a forward, each by `implementation`."""
-    global _segments
-    _segments = Segments(segments, implementation)
+def attending_in(segments: Sequence[Segment]) -> Iterator[None]:
+    """What the layers of a switched model attend to in a forward."""
+    global _forward
+    before, _forward = _forward, _Forward(segments)
     try:
         yield
+        if not _forward.was_attended_in:
+            raise RuntimeError(
+                "a model has computed attention by another function than transformers' interface has for it, which "
+                "trim_padding=True relies on to keep the sequences of a batch apart. Set trim_padding=False."
+            )
     finally:
-        _segments = None
+        _forward = before

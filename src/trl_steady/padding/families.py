@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from trl_steady.padding.attention import IMPLEMENTATIONS
+from trl_steady.padding.attention import IMPLEMENTATIONS, own_implementation
 
 __all__ = ["Traits", "traits"]
 
@@ -40,16 +40,18 @@ def traits(model: PreTrainedModel) -> Traits:
     """Of a transformers model, without PEFT's wrapper."""
     config = model.config.get_text_config()
     limits = [
-        rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        rope.get("original_max_position_embeddings")
+        or getattr(config, "original_max_position_embeddings", None)  # transformers 4
+        or config.max_position_embeddings
         for rope in _rope(config)
-        if rope.get("rope_type") in _ROPE_OF_THE_WIDTH
+        if rope.get("rope_type", rope.get("type")) in _ROPE_OF_THE_WIDTH
     ]
     if config.model_type in _SEES_EVERYTHING:
         limits = [0]
     counts_columns = config.model_type in _COUNTS_COLUMNS or any("llama_4_scaling_beta" in r for r in _rope(config))
     has_blocks = not _LAYERS_OF_BLOCKS.isdisjoint(getattr(config, "layer_types", None) or ())
     return Traits(
-        implementation=config._attn_implementation,
+        implementation=own_implementation(model),
         why_not_packed=_why_not_packed(model),
         is_shift_invariant=_is_known(model) and _is_rotary(model) and not counts_columns and not has_blocks,
         width_limit=min(limits, default=float("inf")),
@@ -68,12 +70,14 @@ def _why_not_packed(model: PreTrainedModel) -> str | None:
         return f"{name} has no rotary positions"
     if not type(model)._supports_attention_backend:
         return f"{name} does not attend by transformers' attention interface"
-    layers = set(getattr(config, "layer_types", None) or ()) - _LAYERS
-    if layers or model._is_stateful or any(isinstance(module, nn.Conv1d) for module in model.modules()):
-        return f"{name} has layers other than attention that pass on what came before ({', '.join(sorted(layers))})"
-    if config._attn_implementation not in IMPLEMENTATIONS:
+    others = not _LAYERS.issuperset(getattr(config, "layer_types", None) or ())
+    if others or model._is_stateful or any(isinstance(module, nn.Conv1d) for module in model.modules()):
+        return f"{name} has layers other than attention that pass on what came before"
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        return f"{name} attends in both directions"
+    if own_implementation(model) not in IMPLEMENTATIONS:
         tried = " and ".join(map(repr, IMPLEMENTATIONS))
-        return f"attn_implementation={config._attn_implementation!r} has not been tried with it; {tried} have"
+        return f"attn_implementation={own_implementation(model)!r} has not been tried with it; {tried} have"
     return None
 
 

@@ -1,5 +1,6 @@
 """A model that computes the tokens of a padded batch, and answers as if it had computed the padding too."""
 
+import warnings
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
@@ -13,7 +14,8 @@ from trl_steady.padding.packing import Segment, pack
 
 __all__ = ["UnpaddedModel"]
 
-_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")
+_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")  # (B, L) too
+# arguments of TRL's beside the tokens with which a batch is still nothing but text
 _WITH_TEXT = {"fused_lm_head", "output_router_logits"}
 
 
@@ -48,6 +50,13 @@ class UnpaddedModel:
         """`log_probs`, `entropy`, (B, L - 1) each, and `aux_loss`, of `input_ids` and so on, (B, L) each."""
         width = input_ids.size(1)
         used = attention_mask.any(0).nonzero().squeeze(-1).tolist()
+        if width > self._traits.width_limit > 0:
+            warnings.warn(
+                f"batches wider than {self._traits.width_limit} tokens keep their padding: from there on the model's "
+                "rotary frequencies depend on the width.",
+                UserWarning,
+                stacklevel=2,
+            )
         if not used or width > self._traits.width_limit:
             return self._model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **others)
         left = min(used[0], self._prompt_width - 1) if self._traits.is_shift_invariant else 0
