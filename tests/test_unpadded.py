@@ -166,15 +166,15 @@ def test_a_batch_without_padding_is_trained_on_bit_for_bit_as_by_trl(models: dic
     assert all(torch.equal(value, after[name]) for name, value in tiny.parameters(ours).items())
 
 
-# in TRL's micro-batches, a fraction of one, and several; 8 accumulated micro-batches are those of two rollouts
-@pytest.mark.parametrize(("token_budget", "accumulated"), [(12, 2), (30, 2), (30, 8), (10_000, 4)])
+# in TRL's micro-batches, a fraction of one, and several; 16 accumulated micro-batches are those of two rollouts, twice
+@pytest.mark.parametrize(("token_budget", "accumulated"), [(12, 2), (30, 2), (30, 16), (10_000, 4)])
 @pytest.mark.parametrize("loss_type", REGROUPED)
 def test_the_loss_of_micro_batches_by_tokens_is_that_of_the_whole_step(
     models: dict[str, Path], tmp_path: Path, loss_type: str, token_budget: int, accumulated: int
 ) -> None:
     settings = {"off_policy_mask_threshold": 0.01, "use_bias_correction_kl": True, "token_budget": token_budget}
     padded, ours = pair(
-        models, tmp_path, loss_type=loss_type, gradient_accumulation_steps=accumulated, max_steps=4, **settings
+        models, tmp_path, loss_type=loss_type, gradient_accumulation_steps=accumulated, max_steps=3, **settings
     )
 
     assert_same_training(padded, ours, metrics=False)
@@ -249,6 +249,20 @@ def test_the_group_with_the_longest_comes_first(models: dict[str, Path], tmp_pat
         mask[row, 4 - len(prompt) : 4 + completion] = 1
     order, counts = trainer.batches(trainer.model, ids, mask, 4)
     assert order.tolist() == [3, 1, 2, 0] and counts == [1, 1, 1, 1]
+
+
+def test_a_budget_counts_batches_that_are_too_wide_to_be_cut(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(unpadded, "traits", lambda each: replace(traits(each), width_limit=9))
+    trainer: Any = tiny.trainer(models["dense"], tmp_path, token_budget=21)
+    mask = torch.zeros(4, 10, dtype=torch.long)
+    mask[:, 3:6] = 1
+    _, counts = trainer.batches(trainer.model, mask, mask, 4)
+    assert counts == [2, 2]
+    assert trainer.batches(trainer.model, mask[:, :9], mask[:, :9], 4)[1] == [4]
+    with torch.no_grad(), pytest.warns(UserWarning, match="batches wider than 9 tokens keep their padding"):
+        trainer.log_probs(trainer.model, mask, mask, 6)
 
 
 @pytest.mark.parametrize("model", ["dense", "moe"])

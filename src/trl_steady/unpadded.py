@@ -55,8 +55,8 @@ class UnpaddedTrainer(HostTrainer):
         super().__init__(*arguments, **keywords)
         if not self.args.trim_padding:
             return
-        why_not = self.why_padded or self.traits_of(self.model).why_not_packed
         its = self.traits_of(self.model)
+        why_not = self.why_padded or its.why_not_packed
         if self.args.share_prompts and why_not:
             raise ValueError(
                 f"share_prompts=True needs completions to be laid end to end, and {why_not}. Set share_prompts=False."
@@ -125,8 +125,6 @@ class UnpaddedTrainer(HostTrainer):
         )
         if not self.args.trim_padding or self.why_padded:
             return whole(model, input_ids, attention_mask, batch_size=batch_size)
-        if torch.is_grad_enabled() and self._until_backward is not None:
-            self._until_backward.close()  # the micro-batch before has gone backward
         prompt_width = input_ids.size(1) - logits_to_keep
         unpadded = UnpaddedModel(
             model,
@@ -136,8 +134,9 @@ class UnpaddedTrainer(HostTrainer):
             attending=functools.partial(self._attending, self._bare(model)),
         )
         is_text = all(value is None for value in of_samples.values())
-        regroups = self.args.token_budget is not None or self.traits_of(model).why_not_packed is not None
-        if torch.is_grad_enabled() or compute_aux_loss or not is_text or not regroups:
+        has_padding_left = self.traits_of(model).why_not_packed is not None
+        regroups = is_text and (self.args.token_budget is not None or has_padding_left)
+        if torch.is_grad_enabled() or compute_aux_loss or not regroups:
             return whole(unpadded, input_ids, attention_mask, batch_size=batch_size)
         order, counts = self.batches(model, input_ids, attention_mask, prompt_width, batch_size)
         scored = [whole(unpadded, input_ids[rows], attention_mask[rows])[:2] for rows in order.split(counts)]
@@ -155,8 +154,8 @@ class UnpaddedTrainer(HostTrainer):
     ) -> tuple[Tensor, list[int]]:
         """In which order (B,) sequences go through `model`, and how many at a time, the same on all processes.
 
-        The longest come first, so that memory runs out at once or not at all; with `share_prompts` those of one prompt
-        stay together.
+        The longest come first, so that memory runs out early or not at all; with `share_prompts`, those of its prompt
+        with it.
         """
         mask, its = attention_mask.bool(), self.traits_of(model)
         prompts, completions = mask[:, :prompt_width].sum(-1), mask[:, prompt_width:].sum(-1)
