@@ -21,7 +21,9 @@ CHECKPOINTING = pytest.mark.parametrize("checkpointing", [False, True], ids=["ke
 
 
 def options(checkpointing: bool) -> argparse.Namespace:
-    return argparse.Namespace(batch=8, scale=1.0, random=True, large=False, checkpointing=checkpointing)
+    return argparse.Namespace(
+        batch=8, window=4, scale=1.0, variants=None, random=True, large=False, checkpointing=checkpointing
+    )
 
 
 def steps(bench: Bench, settings: argparse.Namespace) -> Iterator[tuple[str, str, dict[str, Any]]]:
