@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trl_steady.checks import refuse_means_over_micro_batches
 from trl_steady.host import overridden, rollout_number
-from trl_steady.unpadded import UnpaddedTrainer
+from trl_steady.routed import RoutedTrainer
 
 __all__ = ["BudgetedTrainer"]
 
@@ -20,7 +20,7 @@ _TOKEN_SUMS = ("dapo", "cispo", "vespo")
 _STEPS_IN_BACKWARD = ("lomo", "adalomo")
 
 
-class BudgetedTrainer(UnpaddedTrainer):
+class BudgetedTrainer(RoutedTrainer):
     """With `token_budget`, an optimizer step's sequences go through the policy by tokens, not by TRL's count.
 
     The loss stays that of the whole step. TRL's metrics become means over the micro-batches of the budget.

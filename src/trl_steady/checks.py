@@ -60,6 +60,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("ref_model_mixup_alpha", lambda v: 0 < v <= 1, "above 0 and at most 1, where 1 copies the policy"),
     ("ref_model_sync_kl", lambda v: 0 < v < math.inf, "above 0, in nats a token, or None for refreshes by steps only"),
     ("token_budget", lambda v: v >= 1 and v == int(v), "1 token or more, or None for per_device_train_batch_size"),
+    ("router_replay", lambda v: v in ("R2", "R3"), "'R2', 'R3', or None for no replay of routes"),
     ("adapter_dtype", lambda v: v == "float32", "'float32', or None for TRL's choice"),
     ("off_policy_mask_threshold", lambda v: v >= 0, "0 or above, in nats a token, or None for no mask"),
     ("entropy_coef", math.isfinite, "a finite number, 0 for no bonus"),
@@ -260,6 +261,18 @@ def _idle_options(args: "GRPOConfig") -> list[str]:
             "one ratio a sequence, StepRewards are refused. Set loss_type='gspo_token'",
         ),
         (
+            "router_replay_reference",
+            False,
+            args.router_replay is None,
+            "router_replay=None there are no routes. Set router_replay",
+        ),
+        (
+            "router_replay_reference",
+            False,
+            args.router_replay is not None and args.beta == 0,
+            "beta=0.0 there is no reference. Set beta above 0",
+        ),
+        (
             "pad_to_multiple_of",
             None,
             args.trim_padding,
@@ -274,15 +287,26 @@ def _idle_options(args: "GRPOConfig") -> list[str]:
 
 
 def _inactive(args: "GRPOConfig") -> list[str]:
-    """A loss that cannot act because every update is on-policy."""
-    if not (args.has_sequence_ratio_loss and args.is_on_policy):
+    """What cannot act because every update is on-policy."""
+    if not args.is_on_policy:
         return []
-    return [
-        f"loss_type={args.loss_type!r} cannot act: every update is on-policy, so that the sequence ratio is exactly 1 "
-        f"and nothing is ever clipped (gradient_accumulation_steps={args.gradient_accumulation_steps} uses up the "
-        f"generation batch: steps_per_generation={args.steps_per_generation}, num_iterations={args.num_iterations}). "
+    why = (
+        f"(gradient_accumulation_steps={args.gradient_accumulation_steps} uses up the generation batch: "
+        f"steps_per_generation={args.steps_per_generation}, num_iterations={args.num_iterations}). "
         f"{args.way_off_policy}"
-    ]
+    )
+    messages = []
+    if args.has_sequence_ratio_loss:
+        messages.append(
+            f"loss_type={args.loss_type!r} cannot act: every update is on-policy, so that the sequence ratio is "
+            f"exactly 1 and nothing is ever clipped {why}"
+        )
+    if args.router_replay == "R2":
+        messages.append(
+            "router_replay='R2' cannot act: every update is on-policy, so that its routes are those of the policy "
+            f"itself {why}"
+        )
+    return messages
 
 
 def _token_scale(args: "GRPOConfig") -> list[str]:

@@ -62,6 +62,10 @@ class GRPOConfig(trl.GRPOConfig):
             as many share a micro-batch as it allows for, a longer one is a micro-batch of its own. None: TRL's
             micro-batches of `per_device_train_batch_size` sequences.
         share_prompts: Completions that go through a model together have one copy of their prompt between them.
+        router_replay: For mixtures of experts. `"R2"`: experts chosen when the old log-probs of a rollout are computed
+            are chosen again in all its updates. `"R3"`: those chosen while the rollout was generated, in the old
+            log-probs and in the updates. None: as TRL, each pass chooses anew.
+        router_replay_reference: With `router_replay`, the reference's pass takes the same experts, too.
         adapter_dtype: `"float32"` keeps the adapters of a quantised base in float32, where TRL makes them bf16 and a
             small learning rate rounds away. None: as TRL.
 
@@ -154,6 +158,17 @@ class GRPOConfig(trl.GRPOConfig):
     share_prompts: bool = field(
         default=False,
         metadata={"help": "Compute a prompt once for all completions that go through a model together."},
+    )
+    router_replay: str | None = field(
+        default=None,
+        metadata={
+            "help": "Mixtures of experts: 'R2' trains each token through the experts of the policy that scored the "
+            "rollout, 'R3' through those of the rollout itself."
+        },
+    )
+    router_replay_reference: bool = field(
+        default=False,
+        metadata={"help": "With router_replay: the reference takes the same experts, too."},
     )
     adapter_dtype: str | None = field(
         default=None,

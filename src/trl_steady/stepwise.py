@@ -144,7 +144,7 @@ class StepwiseTrainer(BudgetedTrainer):
         self._last_rollout = {name: value.cpu() for name, value in last.items()}
         self._log_steps(table, step_advantages, mask, output["advantages"])
         counts = [len(steps) for completion in completions[here] for steps in completion.steps.values()]
-        self.record_pooled(means={"steps/mean_count": torch.tensor(counts)}, quantiles={}, sample_sizes={})
+        self.record_pooled(means={"steps/mean_count": torch.tensor(counts)})
         return output
 
     def _warn_without_step_rewards(self) -> None:

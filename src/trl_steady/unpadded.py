@@ -4,8 +4,8 @@ import contextlib
 import functools
 import warnings
 import weakref
-from collections.abc import Iterator, Sequence
-from typing import Any, cast
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, TypeVar, cast
 
 import torch
 from accelerate.utils import DynamoBackend
@@ -18,10 +18,12 @@ from trl_steady.host import HostTrainer, overridden
 from trl_steady.padding.attention import attending_in, own_implementation, switched
 from trl_steady.padding.budget import Length, partition
 from trl_steady.padding.families import Traits, traits
-from trl_steady.padding.model import UnpaddedModel
+from trl_steady.padding.model import PlacedModel, UnpaddedModel
 from trl_steady.padding.packing import Segment
 
 __all__ = ["UnpaddedTrainer"]
+
+_T = TypeVar("_T")
 
 # Adapters that do to each token the same, wherever in a row it is
 _PER_TOKEN = {
@@ -72,10 +74,15 @@ class UnpaddedTrainer(HostTrainer):
             warnings.warn(f"trim_padding=True {what}: {why_not}.", UserWarning, stacklevel=2)
 
     @property
+    def compiles(self) -> bool:
+        """Whether the model goes through torch.compile."""
+        dynamo = self.accelerator.state.dynamo_plugin
+        return self.args.torch_compile or (dynamo is not None and dynamo.backend != DynamoBackend.NO)
+
+    @property
     def why_padded(self) -> str | None:
         """Why no pass leaves out any padding, whatever the model; None if passes do."""
-        dynamo = self.accelerator.state.dynamo_plugin
-        if self.args.torch_compile or (dynamo is not None and dynamo.backend != DynamoBackend.NO):
+        if self.compiles:
             return "torch.compile compiles anew for each shape of a batch"
         if self.args.neftune_noise_alpha is not None:
             return "neftune_noise_alpha scales its noise by the width of a batch"
@@ -89,19 +96,20 @@ class UnpaddedTrainer(HostTrainer):
 
     def traits_of(self, model: torch.nn.Module) -> Traits:
         """How the transformers model in `model` takes batches without their padding."""
-        bare = self._bare(model)
+        bare = self.bare(model)
         if bare not in self._traits or self._traits[bare].implementation != own_implementation(bare):
             self._traits[bare] = traits(bare)
         return self._traits[bare]
 
-    def _bare(self, model: torch.nn.Module) -> PreTrainedModel:
+    def bare(self, model: torch.nn.Module) -> PreTrainedModel:
+        """The transformers model in `model`."""
         inner = self.accelerator.unwrap_model(model)
         return cast(PreTrainedModel, inner.get_base_model() if isinstance(inner, PeftModel) else inner)
 
     @property
     def reads_more_than_text(self) -> bool:
         """Whether batches may come with images and the like."""
-        config = self._bare(self.model).config
+        config = self.bare(self.model).config
         return config.get_text_config() is not config
 
     def log_probs(
@@ -113,9 +121,14 @@ class UnpaddedTrainer(HostTrainer):
         batch_size: int | None = None,
         compute_entropy: bool = False,
         compute_aux_loss: bool = False,
+        stand_in: Callable[..., Any] | None = None,
         **of_samples: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """TRL's, without the padding, and in batches of `token_budget` where no gradient is asked for."""
+        """TRL's, without the padding, and in batches of `token_budget` where no gradient is asked for.
+
+        `stand_in`, if given, is called in the place of `model`, with `places` beside the tokens: the index of each in
+        the flattened `input_ids`.
+        """
         whole = functools.partial(
             super().log_probs,
             logits_to_keep=logits_to_keep,
@@ -123,23 +136,30 @@ class UnpaddedTrainer(HostTrainer):
             compute_aux_loss=compute_aux_loss,
             **of_samples,
         )
+        places = torch.arange(input_ids.numel(), device=input_ids.device).view_as(input_ids)
+
+        def placed(called: Callable[..., Any], rows: Any = slice(None)) -> Any:
+            return called if stand_in is None else PlacedModel(called, places[rows])
+
         if not self.args.trim_padding or self.why_padded:
-            return whole(model, input_ids, attention_mask, batch_size=batch_size)
+            return whole(placed(stand_in or model), input_ids, attention_mask, batch_size=batch_size)
         prompt_width = input_ids.size(1) - logits_to_keep
         unpadded = UnpaddedModel(
-            model,
+            stand_in or model,
             self.traits_of(model),
             prompt_width=prompt_width,
             share_prompts=self.args.share_prompts,
-            attending=functools.partial(self._attending, self._bare(model)),
+            attending=functools.partial(self._attending, self.bare(model)),
         )
         is_text = all(value is None for value in of_samples.values())
         has_padding_left = self.traits_of(model).why_not_packed is not None
         regroups = is_text and (self.args.token_budget is not None or has_padding_left)
         if torch.is_grad_enabled() or compute_aux_loss or not regroups:
-            return whole(unpadded, input_ids, attention_mask, batch_size=batch_size)
+            return whole(placed(unpadded), input_ids, attention_mask, batch_size=batch_size)
         order, counts = self.batches(model, input_ids, attention_mask, prompt_width, batch_size)
-        scored = [whole(unpadded, input_ids[rows], attention_mask[rows])[:2] for rows in order.split(counts)]
+        scored = [
+            whole(placed(unpadded, rows), input_ids[rows], attention_mask[rows])[:2] for rows in order.split(counts)
+        ]
         logps, entropies = zip(*scored, strict=True)
         back = order.argsort()
         return torch.cat(logps)[back], torch.cat(entropies)[back] if compute_entropy else None, None
@@ -182,14 +202,17 @@ class UnpaddedTrainer(HostTrainer):
         return order, partition(processes, self.args.token_budget, padded=is_whole or its.why_not_packed is not None)
 
     def training_step(self, *arguments: Any, **keywords: Any) -> Tensor:
-        """TRL's; until it ends, a layer that gradient checkpointing runs again attends as it did at first."""
+        """TRL's; until it ends, a layer that gradient checkpointing runs again does what it did at first."""
         with contextlib.ExitStack() as stack, overridden(self, {"_until_backward": stack}):
             return super().training_step(*arguments, **keywords)
 
+    def lasting(self, context: contextlib.AbstractContextManager[_T]) -> contextlib.AbstractContextManager[_T]:
+        """The same for a forward, and in training until its backward has ended."""
+        if self._until_backward is None or not torch.is_grad_enabled():
+            return context
+        return contextlib.nullcontext(self._until_backward.enter_context(context))
+
     @contextlib.contextmanager
     def _attending(self, bare: PreTrainedModel, segments: Sequence[Segment]) -> Iterator[None]:
-        with contextlib.ExitStack() as forward:
-            until = self._until_backward if torch.is_grad_enabled() else None
-            (until or forward).enter_context(switched(bare))
-            with attending_in(segments):
-                yield
+        with self.lasting(switched(bare)), attending_in(segments):
+            yield

@@ -85,7 +85,7 @@ class CheckpointingTrainer(MeasuringTrainer):
         """
         checkpoint.mkdir(parents=True, exist_ok=True)
         window = {
-            "settings": self._window_settings(),
+            "settings": self.window_settings(),
             "position": self._step,
             "rollouts": self._buffered_inputs if self._step % generation_interval(self) else None,
             "metrics": dict(self._metrics["train"]),
@@ -119,11 +119,11 @@ class CheckpointingTrainer(MeasuringTrainer):
                 )
             return
         window = torch.load(file, map_location=self.accelerator.device.type, weights_only=True)
-        same = window["settings"] == self._window_settings()
+        same = window["settings"] == self.window_settings()
         if window["rollouts"] is not None and not same:
             raise ValueError(
                 f"{checkpoint} lies inside a generation window that began with other settings: {window['settings']} "
-                f"there, {self._window_settings()} here. Resume with the same ones, or from a checkpoint at the end "
+                f"there, {self.window_settings()} here. Resume with the same ones, or from a checkpoint at the end "
                 "of a window."
             )
         self._step = window["position"] if same else 0
@@ -150,7 +150,8 @@ class CheckpointingTrainer(MeasuringTrainer):
     def _window_file(self) -> str:
         return f"rollouts_{self.accelerator.process_index}.pt"
 
-    def _window_settings(self) -> dict[str, int]:
+    def window_settings(self) -> dict[str, Any]:
+        """What must be the same for a rollout to go on in another run."""
         args: Any = self.args
         return {
             "per_device_train_batch_size": args.per_device_train_batch_size,

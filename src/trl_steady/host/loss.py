@@ -208,6 +208,18 @@ class HostTrainer(RewardedTrainer):
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         return self.rollout(inputs)
 
+    def _generate_single_turn(
+        self, prompt_ids: list[list[int]], *arguments: Any, **keywords: Any
+    ) -> tuple[list[list[int]], Any]:
+        return self.generate(prompt_ids, *arguments, **keywords)
+
+    def generate(self, prompt_ids: list[list[int]], *arguments: Any, **keywords: Any) -> tuple[list[list[int]], Any]:
+        """Tokens generated for each prompt, and their log-probs if an engine gives them: here TRL's own.
+
+        Of an agent's several turns each is a call, where the prompt is all that was before.
+        """
+        return super()._generate_single_turn(prompt_ids, *arguments, **keywords)
+
     def rollout(self, inputs: Any) -> dict[str, Any]:
         """Completions of a batch of prompts with their rewards and log-probs: here TRL's own."""
         return super()._generate_and_score_completions(inputs)

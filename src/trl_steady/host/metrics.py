@@ -43,21 +43,30 @@ class MeasuringTrainer(trl.GRPOTrainer):
     def record_pooled(
         self,
         *,
-        means: Mapping[str, Tensor],
-        quantiles: Mapping[str, Tensor],
-        sample_sizes: Mapping[str, Tensor],
+        means: Mapping[str, Tensor] | None = None,
+        sums: Mapping[str, Tensor] | None = None,
+        quantiles: Mapping[str, Tensor] | None = None,
+        sample_sizes: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Add samples of which statistics are logged: over all processes and micro-batches since the last log.
 
         Args:
             means: name -> (n,) values.
+            sums: name -> (2,) the sum and the number of values of which the mean is logged.
             quantiles: name -> (n,) values; logged as `name_q01` and so on.
             sample_sizes: name -> (n,) log-weights, whose effective sample size is logged.
         """
         totals = {
-            **{("mean", name): pooling.mean_totals(values.detach().cpu()) for name, values in means.items()},
-            **{("quantiles", name): pooling.histogram(values.detach().cpu()) for name, values in quantiles.items()},
-            **{("size", name): pooling.sample_size_totals(w.detach().cpu()) for name, w in sample_sizes.items()},
+            **{("mean", name): pooling.mean_totals(values.detach().cpu()) for name, values in (means or {}).items()},
+            **{("mean", name): values.detach().double().cpu() for name, values in (sums or {}).items()},
+            **{
+                ("quantiles", name): pooling.histogram(values.detach().cpu())
+                for name, values in (quantiles or {}).items()
+            },
+            **{
+                ("size", name): pooling.sample_size_totals(w.detach().cpu())
+                for name, w in (sample_sizes or {}).items()
+            },
         }
         if not totals:
             return

@@ -12,11 +12,29 @@ from torch.nn.functional import pad
 from trl_steady.padding.families import Traits
 from trl_steady.padding.packing import Segment, pack
 
-__all__ = ["UnpaddedModel"]
+__all__ = ["PlacedModel", "UnpaddedModel"]
 
-_OF_TOKENS = ("token_type_ids", "mm_token_type_ids")  # (B, L) too
+_OF_TOKENS = ("token_type_ids", "mm_token_type_ids", "places")  # (B, L) too
+_LAID = {"input_ids", "attention_mask", "labels", "places"}  # end to end
 # arguments of TRL's beside the tokens with which a batch is still nothing but text
 _WITH_TEXT = {"fused_lm_head", "output_router_logits"}
+
+
+class PlacedModel:
+    """Stands in for a model that is told where its tokens are in a batch which it gets in parts, rows in order.
+
+    Args:
+        model: What is called, with `places` (b, L) beside `input_ids` (b, L): indices in the flattened batch.
+        places: (B, L) of the whole batch.
+    """
+
+    def __init__(self, model: Callable[..., Any], places: Tensor) -> None:
+        self._model, self._places = model, places
+
+    def __call__(self, *, input_ids: Tensor, **others: Any) -> Any:
+        """What the model answers."""
+        own, self._places = self._places[: len(input_ids)], self._places[len(input_ids) :]
+        return self._model(input_ids=input_ids, places=own, **others)
 
 
 class UnpaddedModel:
@@ -76,7 +94,7 @@ class UnpaddedModel:
 
     def _packs(self, batch: dict[str, Tensor], others: dict[str, Any], prompt_width: int) -> bool:
         mask = batch["attention_mask"]
-        if self._traits.why_not_packed or len(batch) > 3 or not others.keys() <= _WITH_TEXT:
+        if self._traits.why_not_packed or not batch.keys() <= _LAID or not others.keys() <= _WITH_TEXT:
             return False
         if not mask[:, prompt_width - 1].all():  # the first token of an answer to nothing has none before it
             return False
@@ -89,6 +107,8 @@ class UnpaddedModel:
             prompt_width=prompt_width,
             input_ids=input_ids if self._share_prompts else None,
         )
+        if "places" in batch:
+            others = {**others, "places": packing.gather(batch["places"])}
         with self._attending(packing.segments):
             outputs = self._model(
                 input_ids=packing.gather(input_ids),

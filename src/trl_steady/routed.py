@@ -1,0 +1,230 @@
+"""`trl.GRPOTrainer` whose passes of a mixture of experts take the routes of the rollout."""
+
+import contextlib
+import functools
+import logging
+import weakref
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor
+
+from trl_steady.config import GRPOConfig
+from trl_steady.host import overridden
+from trl_steady.host.engine import capturing_engine
+from trl_steady.reference.tensors import REFERENCE
+from trl_steady.routing.model import RecordedModel, ReplayedModel
+from trl_steady.routing.replay import Replay, Routers
+from trl_steady.routing.routes import Routed, aligned, is_route, no_route, shared, stitched
+from trl_steady.unpadded import UnpaddedTrainer
+
+__all__ = ["RoutedTrainer"]
+
+
+@dataclass
+class _Rollout:
+    """Routes of the rollout that is being made."""
+
+    turns: list[list[Routed]] = field(default_factory=list)
+    """R3: what has been generated, turn by turn."""
+    routes: Tensor | None = None
+    """(B, T, L, K) of the padded batch, once known."""
+
+
+class RoutedTrainer(UnpaddedTrainer):
+    """With `router_replay`, tokens go through the experts that they went through when the rollout was made or scored.
+
+    "R2": Qwen's vanilla routing replay (arXiv 2512.01374), experts of the old policy in this trainer. "R3": rollout
+    routing replay, experts of what has generated, in the old policy's pass and in the updates.
+    """
+
+    args: GRPOConfig
+    _rollout: _Rollout | None = None
+    _routes: Tensor | None = None
+
+    def __init__(self, model: Any, reward_funcs: Any, args: GRPOConfig, *positional: Any, **keywords: Any) -> None:
+        self._routers: weakref.WeakKeyDictionary[torch.nn.Module, Routers] = weakref.WeakKeyDictionary()
+        captures = args.router_replay == "R3" and args.use_vllm
+        with capturing_engine() if captures else contextlib.nullcontext():
+            super().__init__(model, reward_funcs, args, *positional, **keywords)
+        if args.router_replay is not None:
+            self._refuse_replay_that_cannot_work()
+
+    def _refuse_replay_that_cannot_work(self) -> None:
+        option = f"router_replay={self.args.router_replay!r}"
+        try:
+            self.routers_of(self.model)
+        except ValueError as error:
+            raise ValueError(f"{option}: {error} Leave router_replay unset.") from None
+        if self.compiles:
+            raise ValueError(f"{option} watches calls that torch.compile would trace away. Set torch_compile=False.")
+        if self.args.n_gpu > 1:
+            raise ValueError(
+                f"{option} with one process for several GPUs, which would share its routes. Launch one process a GPU."
+            )
+        if isinstance(self.model, PeftModel) and self.model.active_peft_config.is_prompt_learning:
+            raise ValueError(
+                f"{option} with prompt learning, whose virtual tokens have no routes. Train LoRA adapters, or leave "
+                "router_replay unset."
+            )
+        if self.args.router_replay == "R3":
+            self._refuse_rollouts_without_routes()
+
+    def _refuse_rollouts_without_routes(self) -> None:
+        option = "router_replay='R3'"
+        instead = "or set router_replay='R2', which takes the routes of the trainer's own pass"
+        if self.rollout_func is not None:
+            raise ValueError(f"{option} with a rollout_func, which returns no routes. Leave it unset, {instead}.")
+        if self.use_vllm:
+            return
+        if self.args.use_transformers_continuous_batching:
+            raise ValueError(
+                f"{option} with use_transformers_continuous_batching=True, which feeds tokens of several sequences in "
+                f"an order of its own. Set it to False, {instead}."
+            )
+        given: Any = self.args.generation_kwargs or {}
+        for name in ("num_beams", "prompt_lookup_num_tokens", "assistant_model", "cache_implementation"):
+            if given.get(name) not in (None, 1, "dynamic"):
+                raise ValueError(
+                    f"{option} with generation_kwargs={{{name!r}: {given[name]!r}}}, under which tokens are not fed "
+                    f"one by one, row by row. Leave {name} out, {instead}."
+                )
+
+    def routers_of(self, model: torch.nn.Module) -> Routers:
+        """Of the transformers model in `model`."""
+        bare = self.bare(model)
+        if bare not in self._routers:
+            self._routers[bare] = Routers(bare)
+        return self._routers[bare]
+
+    def window_settings(self) -> dict[str, Any]:
+        """TRL's, and `router_replay`: a rollout that was made without routes cannot go on with them, nor the reverse."""
+        replay = self.args.router_replay
+        return super().window_settings() | ({} if replay is None else {"router_replay": replay})
+
+    def rollout(self, inputs: Any) -> dict[str, Any]:
+        """TRL's, with `routes` (B, T, L, K) of prompts and completions, T their columns together, as one more."""
+        if self.args.router_replay is None:
+            return super().rollout(inputs)
+        rollout = _Rollout()
+        with overridden(self, {"_rollout": rollout}):
+            output = super().rollout(inputs)
+        ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
+        mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1).bool()
+        self._align(rollout, ids, mask, output["prompt_ids"].size(1))
+        if rollout.routes is None:  # R2 without a pass of the old policy
+            return output
+        output["routes"] = routes = rollout.routes
+        is_needed = mask & (mask.flip(-1).cumsum(-1).flip(-1) > 1)  # nothing depends on the last token's
+        missing = is_needed & ~is_route(routes).all(-1)
+        bytes_held = routes.numel() * routes.element_size()
+        self.record_pooled(
+            sums={
+                "routing/fallback": torch.stack([missing.sum(), is_needed.sum()]),
+                "routing/bytes": torch.tensor([bytes_held, 1]),
+            }
+        )
+        return output
+
+    def generate(self, prompt_ids: list[list[int]], *arguments: Any, **keywords: Any) -> tuple[list[list[int]], Any]:
+        """TRL's; under R3, with what it has routed kept."""
+        if self._rollout is None or self.args.router_replay != "R3":
+            return super().generate(prompt_ids, *arguments, **keywords)
+        if self.use_vllm:
+            completion_ids, logprobs = super().generate(prompt_ids, *arguments, **keywords)
+            engine: Any = self.vllm_generation
+            routes = engine.take_routes(len(self.routers_of(self.model).names))
+        else:
+            with self.routers_of(self.model).recording() as recording:
+                completion_ids, logprobs = super().generate(prompt_ids, *arguments, **keywords)
+            padded = recording.routes_of_generation(len(prompt_ids)).cpu()
+            multiple = int(self.pad_to_multiple_of or 1)
+            width = -(-max(map(len, prompt_ids)) // multiple) * multiple  # prompts are padded on their left
+            routes = [
+                padded[row, width - len(prompt) : width + len(completion) - 1]
+                for row, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids, strict=True))
+            ]
+        self._rollout.turns.append(
+            [
+                Routed([*prompt, *completion], own)
+                for prompt, completion, own in zip(prompt_ids, completion_ids, routes, strict=True)
+            ]
+        )
+        return completion_ids, logprobs
+
+    def _align(self, rollout: _Rollout, input_ids: Tensor, attention_mask: Tensor, prompt_width: int) -> None:
+        """Under R3: what has been generated, as routes of the padded batch."""
+        if rollout.routes is None and rollout.turns:
+            routes = aligned(stitched(rollout.turns), input_ids, attention_mask)
+            rollout.routes = self._of_one_prompt(routes, input_ids, attention_mask, prompt_width)
+
+    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *arguments: Any, **keywords: Any) -> Tensor:
+        """TRL's, on the routes of the micro-batch."""
+        with overridden(self, {"_routes": inputs.get("routes")}):
+            return super().compute_loss(model, inputs, *arguments, **keywords)
+
+    def log_probs(
+        self,
+        model: torch.nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        *arguments: Any,
+        **keywords: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """TRL's, on the routes of the rollout or of the micro-batch; under R2 the old policy's are kept."""
+        score = functools.partial(
+            super().log_probs, model, input_ids, attention_mask, logits_to_keep, *arguments, **keywords
+        )
+        rollout = self._rollout
+        if rollout is None:
+            if self._routes is None:
+                return score()
+            replayed = self._replayed(model, self._routes)
+            scores = score(stand_in=replayed)
+            self._log_replays(replayed.replays)
+            return scores
+        is_reference = self._is_reference(model)
+        if is_reference and not self.args.router_replay_reference:
+            return score()
+        prompt_width = input_ids.size(1) - logits_to_keep
+        self._align(rollout, input_ids, attention_mask, prompt_width)
+        if rollout.routes is not None:
+            return score(stand_in=self._replayed(model, rollout.routes))
+        if is_reference:  # R2 without a pass of the old policy
+            return score()
+        recorded = RecordedModel(model, self.routers_of(model), (input_ids.size(0), input_ids.size(1)))
+        scores = score(stand_in=recorded)
+        assert recorded.routes is not None
+        of_tokens = recorded.routes.where(attention_mask.bool()[..., None, None], no_route(recorded.routes.dtype))
+        rollout.routes = self._of_one_prompt(of_tokens, input_ids, attention_mask, prompt_width)
+        return scores
+
+    def _replayed(self, model: torch.nn.Module, routes: Tensor) -> ReplayedModel:
+        return ReplayedModel(model, self.routers_of(model), routes, self.lasting)
+
+    def _is_reference(self, model: torch.nn.Module) -> bool:
+        """Whether this is the reference, a model of its own or the policy with another adapter or none."""
+        if model is self.ref_model:
+            return True
+        adapted = (module for module in model.modules() if isinstance(module, BaseTunerLayer))
+        layer = next(adapted, None)
+        return layer is not None and (layer.disable_adapters or REFERENCE in layer.active_adapters)
+
+    def _of_one_prompt(self, routes: Tensor, input_ids: Tensor, attention_mask: Tensor, prompt_width: int) -> Tensor:
+        """The same, where sequences that share a prompt have one set of routes for it."""
+        if not self.args.share_prompts:
+            return routes
+        return shared(routes, input_ids.where(attention_mask.bool(), -1)[:, : prompt_width - 1])
+
+    def _log_replays(self, replays: list[Replay]) -> None:
+        changed = torch.stack([replay.changed for replay in replays]).sum(0)
+        replayed = torch.stack([replay.replayed for replay in replays]).sum(0)
+        sums = {"routing/changed": torch.stack([changed.sum(), replayed.sum()])}
+        if self.args.get_process_log_level() <= logging.DEBUG:
+            for layer, pair in enumerate(torch.stack([changed, replayed], dim=-1)):
+                sums[f"routing/changed/{layer}"] = pair
+        self.record_pooled(sums=sums)

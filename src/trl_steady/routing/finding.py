@@ -1,0 +1,68 @@
+"""Which modules of a mixture of experts choose the experts of a token, told from what their code calls."""
+
+# pyright: reportUnknownMemberType=false, torch's annotations being partial
+
+import inspect
+import re
+from types import CodeType
+from typing import cast
+
+from torch import nn
+
+__all__ = ["find_routers"]
+
+# Modules that stand around another, or around several of which one is used
+_WRAPPERS = re.compile(
+    r"\.(base_layer|original_module|modules_to_save\.[^.]+|_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)"
+    r"(?=\.|$)"
+)
+# Routers whose choice is a fixed table of tokens, so that there is nothing to replay
+_FIXED = ("HashRouter",)
+
+
+def find_routers(model: nn.Module) -> dict[str, list[nn.Module]]:
+    """The routers of a model in the order of its layers.
+
+    A router is a module that calls `topk` and holds experts, or stands beside them.
+
+    Returns:
+        Name without wrappers -> the modules there: one, or several of which one is used (PEFT's `modules_to_save`).
+
+    Raises:
+        ValueError: experts that no such module chooses, by name.
+    """
+    modules = cast("list[tuple[str, nn.Module]]", list(model.named_modules()))
+    plain = [(_WRAPPERS.sub("", name), module) for name, module in modules]
+    holders = {name for name, module in plain if any(map(_are_experts, *_children(module)))}
+    routers: dict[str, list[nn.Module]] = {}
+    for name, module in plain:
+        if not holders.isdisjoint((name, name.rpartition(".")[0])) and _calls_topk(type(module)):
+            routers.setdefault(name, []).append(module)
+    for holder in sorted(holders):
+        inside = [(name, module) for name, module in plain if f"{name}.".startswith(f"{holder}.")]
+        if not any(name in routers or type(module).__name__.endswith(_FIXED) for name, module in inside):
+            raise ValueError(
+                f"{holder} of {type(model).__name__} holds experts and does not choose them by topk, which is where "
+                "routes are recorded and replayed."
+            )
+    return routers
+
+
+def _children(module: nn.Module) -> tuple[list[str], list[nn.Module]]:
+    children = cast("dict[str, nn.Module]", dict(module.named_children()))
+    return list(children), list(children.values())
+
+
+def _are_experts(name: str, module: nn.Module) -> bool:
+    return ("experts" in name and "shared" not in name) or "Experts" in type(module).__name__.replace("Shared", "")
+
+
+def _calls_topk(kind: type) -> bool:
+    own = (each for each in kind.__mro__ if not each.__module__.startswith("torch."))
+    functions = (inspect.unwrap(value) for each in own for value in vars(each).values() if inspect.isfunction(value))
+    return any(_names_topk(function.__code__) for function in functions)
+
+
+def _names_topk(code: CodeType) -> bool:
+    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
+    return "topk" in code.co_names or any(map(_names_topk, inner))

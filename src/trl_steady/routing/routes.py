@@ -1,0 +1,192 @@
+"""Routes as data: which experts of each layer each token goes through.
+
+A tensor of shape (..., L, K) for L layers with routers and K experts a token, in the smallest integer dtype that has
+all experts and one value more, "no route": a token without one is left to the live router. Expert 0 is an expert, never
+a filler. Cutting, padding and joining are a tensor's own.
+"""
+
+# pyright: reportUnknownMemberType=false, torch's annotations being partial
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+__all__ = [
+    "Routed",
+    "aligned",
+    "dtype_of",
+    "from_engine",
+    "is_route",
+    "no_route",
+    "no_routes",
+    "shared",
+    "stitched",
+    "to_engine",
+]
+
+
+class Routed(NamedTuple):
+    """Tokens that an engine has had, with their routes."""
+
+    ids: list[int]
+    """(T,) of a prompt and what was generated for it."""
+    routes: Tensor
+    """(T - 1, L, K), since the last token was sampled and not yet fed, or (T, L, K)."""
+
+
+def dtype_of(num_experts: int) -> torch.dtype:
+    """The smallest integer dtype for routes among so many experts: uint8 up to 255 of them."""
+    if num_experts <= 255:
+        return torch.uint8
+    return torch.int16 if num_experts <= 2**15 else torch.int32
+
+
+def no_route(dtype: torch.dtype) -> int:
+    """What stands for "no route": 255 in uint8, else -1."""
+    return 255 if dtype == torch.uint8 else -1
+
+
+def no_routes(shape: Sequence[int], dtype: torch.dtype, device: Any = None) -> Tensor:
+    """Routes of tokens that have none."""
+    return torch.full(tuple(shape), no_route(dtype), dtype=dtype, device=device)
+
+
+def is_route(routes: Tensor) -> Tensor:
+    """(..., L) bool of (..., L, K): where there is a route."""
+    return routes[..., 0] != no_route(routes.dtype)
+
+
+def from_engine(array: Any, num_experts: int | None = None) -> Tensor:
+    """Routes of an engine's integers (T, L, K), where a row of -1 says that it has none.
+
+    Args:
+        array: NumPy array, tensor or nested lists.
+        num_experts: decides the dtype; if not given, the largest expert does.
+
+    Raises:
+        ValueError: another shape; a row with an expert twice, as in rows that nobody has filled in, or with -1 beside
+            experts; an expert that there is not.
+    """
+    routes = torch.as_tensor(array)
+    if routes.dim() != 3 or routes.is_floating_point():
+        raise ValueError(
+            f"routes are integers of shape (tokens, layers, experts per token), not {tuple(routes.shape)}."
+        )
+    routes = routes.long()
+    highest = int(routes.max()) if routes.numel() else 0
+    if num_experts is not None and highest >= num_experts:
+        raise ValueError(f"a route leads to expert {highest} of {num_experts}, counted from 0.")
+    missing = routes < 0
+    has_gaps = missing.any(-1) & ~missing.all(-1)
+    ordered = routes.sort(-1).values
+    repeats = (ordered[..., 1:] == ordered[..., :-1]).any(-1) & ~missing.any(-1)
+    wrong = (has_gaps | repeats).nonzero()
+    if len(wrong):
+        token, layer = cast(list[int], wrong[0].tolist())
+        raise ValueError(
+            f"the engine's routes of token {token} in layer {layer} are {routes[token, layer].tolist()}: a token goes "
+            "through different experts. The engine has not captured them; it may do so in part of its layers only."
+        )
+    dtype = dtype_of(num_experts or highest + 1)
+    return routes.where(~missing, no_route(dtype)).to(dtype)
+
+
+def to_engine(routes: Tensor) -> Tensor:
+    """The same in int32 with -1 where there is no route."""
+    return routes.to(torch.int32).where(is_route(routes).unsqueeze(-1), -1)
+
+
+def stitched(turns: Sequence[Sequence[Routed]]) -> list[Routed]:
+    """One sequence for each of the first turn, with what later turns went on with.
+
+    A token has the routes of the turn in which it first had some: a sampled token those under which it was sampled,
+    the last of a turn those of the next turn, which fed it.
+
+    Args:
+        turns: of the first turn all sequences; of a later one those that went on, in the same order, each beginning
+            with all tokens that it had before.
+
+    Raises:
+        ValueError: a sequence that goes on with none of those before it.
+    """
+    sequences = [Routed(list(each.ids), _of_all(each)) for each in turns[0]]
+    for number, turn in enumerate(turns[1:], start=2):
+        free = list(range(len(sequences)))
+        for later in turn:
+            before = [i for i in free if later.ids[: len(sequences[i].ids)] == sequences[i].ids]
+            if not before:
+                raise ValueError(
+                    f"turn {number} of a rollout begins with {len(later.ids)} tokens that are none of the sequences "
+                    "before it, so that routes cannot be put together."
+                )
+            own = max(before, key=lambda i: len(sequences[i].ids))
+            free.remove(own)
+            routes, known = _of_all(later), sequences[own].routes
+            routes[: len(known)] = known.where(is_route(known).unsqueeze(-1), routes[: len(known)])
+            sequences[own] = Routed(list(later.ids), routes)
+    return sequences
+
+
+def _of_all(routed: Routed) -> Tensor:
+    """(T, L, K): with a row for the last token."""
+    tokens, rows = len(routed.ids), len(routed.routes)
+    if rows not in (tokens - 1, tokens):
+        raise ValueError(
+            f"the engine returned routes of {rows} tokens for {tokens}; it must have those of all, or of all but the "
+            "last."
+        )
+    routes = no_routes((tokens, *routed.routes.shape[1:]), routed.routes.dtype, routed.routes.device)
+    routes[:rows] = routed.routes
+    return routes
+
+
+def aligned(sequences: Sequence[Routed], input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+    """Routes of a padded batch, whose tokens the sequences are, perhaps cut off at their ends.
+
+    Args:
+        sequences: B.
+        input_ids: (B, T), padded on either side or both.
+        attention_mask: (B, T), not 0 = token.
+
+    Returns:
+        (B, T, L, K) on the device of `input_ids`; padding has no route, nor has a last token without a row.
+
+    Raises:
+        ValueError: a sequence of other tokens than its row's.
+    """
+    first, mask = sequences[0].routes, attention_mask.bool().cpu()
+    batch = no_routes((*input_ids.shape, *first.shape[1:]), first.dtype)
+    for row, (routed, ids) in enumerate(zip(sequences, input_ids.cpu(), strict=True)):
+        own = cast(list[int], ids[mask[row]].tolist())
+        if routed.ids[: len(own)] != own:
+            raise ValueError(
+                f"sequence {row} of the rollout has other tokens than the engine routed: a subclass or a tool may "
+                "have changed them after they were sampled. router_replay='R2' does not need the engine's routes."
+            )
+        columns = mask[row].nonzero().squeeze(-1)
+        rows = _of_all(routed)[: len(own)].cpu()
+        batch[row, columns] = rows.to(batch.dtype)
+    return batch.to(input_ids.device)
+
+
+def shared(routes: Tensor, prefixes: Tensor) -> Tensor:
+    """Routes in which sequences that begin alike have, for that beginning, the routes of one of them.
+
+    Args:
+        routes: (B, T, L, K).
+        prefixes: (B, P) the first P tokens of each, with a number that is no token in the place of padding.
+
+    Returns:
+        (B, T, L, K); in each column of a group of like prefixes the routes of the first row that has some there.
+    """
+    result, width = routes.clone(), prefixes.size(1)
+    columns = torch.arange(width, device=routes.device)
+    groups = cast(Tensor, prefixes.unique(dim=0, return_inverse=True)[1])
+    for group in range(int(groups.max()) + 1):
+        rows = groups == group
+        own = routes[rows, :width]
+        first = is_route(own).all(-1).int().argmax(0)
+        result[rows, :width] = own[first, columns]
+    return result
