@@ -101,7 +101,7 @@ class RoutedTrainer(UnpaddedTrainer):
         return self._routers[bare]
 
     def window_settings(self) -> dict[str, Any]:
-        """TRL's, and `router_replay`: a rollout that was made without routes cannot go on with them, nor the reverse."""
+        """TRL's, and `router_replay`: a rollout made without routes cannot go on with them, nor the reverse."""
         replay = self.args.router_replay
         return super().window_settings() | ({} if replay is None else {"router_replay": replay})
 
@@ -136,7 +136,7 @@ class RoutedTrainer(UnpaddedTrainer):
         if self.use_vllm:
             completion_ids, logprobs = super().generate(prompt_ids, *arguments, **keywords)
             engine: Any = self.vllm_generation
-            routes = engine.take_routes(len(self.routers_of(self.model).names))
+            routes = engine.take_routes(self.routers_of(self.model).decoder_layers)
         else:
             with self.routers_of(self.model).recording() as recording:
                 completion_ids, logprobs = super().generate(prompt_ids, *arguments, **keywords)

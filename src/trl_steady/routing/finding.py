@@ -1,9 +1,11 @@
 """Which modules of a mixture of experts choose the experts of a token, told from what their code calls."""
 
-# pyright: reportUnknownMemberType=false, torch's annotations being partial
+# pyright: reportUnknownMemberType=false
+# torch's annotations are partial
 
 import inspect
 import re
+from collections.abc import Iterator
 from types import CodeType
 from typing import cast
 
@@ -19,6 +21,8 @@ _WRAPPERS = re.compile(
 # Routers whose choice is a fixed table of tokens, so that there is nothing to replay
 _FIXED = ("HashRouter",)
 
+Modules = Iterator[tuple[str, nn.Module]]
+
 
 def find_routers(model: nn.Module) -> dict[str, list[nn.Module]]:
     """The routers of a model in the order of its layers.
@@ -31,8 +35,7 @@ def find_routers(model: nn.Module) -> dict[str, list[nn.Module]]:
     Raises:
         ValueError: experts that no such module chooses, by name.
     """
-    modules = cast("list[tuple[str, nn.Module]]", list(model.named_modules()))
-    plain = [(_WRAPPERS.sub("", name), module) for name, module in modules]
+    plain = [(_WRAPPERS.sub("", name), module) for name, module in cast("Modules", model.named_modules())]
     holders = {name for name, module in plain if any(map(_are_experts, *_children(module)))}
     routers: dict[str, list[nn.Module]] = {}
     for name, module in plain:
@@ -49,7 +52,7 @@ def find_routers(model: nn.Module) -> dict[str, list[nn.Module]]:
 
 
 def _children(module: nn.Module) -> tuple[list[str], list[nn.Module]]:
-    children = cast("dict[str, nn.Module]", dict(module.named_children()))
+    children = dict(module.named_children())
     return list(children), list(children.values())
 
 

@@ -6,6 +6,7 @@ so that gate weights and their gradients are those of the live router.
 """
 
 import functools
+import re
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -159,6 +160,9 @@ class Routers:
             raise ValueError(f"{type(model).__name__} has no routers: it is not a mixture of experts.")
         self.names = list(found)
         """Of the layers with routers, in order."""
+        numbers = [re.findall(r"\.(\d+)\.", f".{name}.") for name in self.names]
+        self.decoder_layers = [int(number[0]) if number else -1 for number in numbers]
+        """Which of all layers these are, counted from 0, by the first number in their names."""
         self._modules = [(layer, module) for layer, same in enumerate(found.values()) for module in same]
         self._calls: dict[int, int] = {}
         self._use: Recording | Replay | None = None

@@ -1,11 +1,12 @@
 """Routes as data: which experts of each layer each token goes through.
 
 A tensor of shape (..., L, K) for L layers with routers and K experts a token, in the smallest integer dtype that has
-all experts and one value more, "no route": a token without one is left to the live router. Expert 0 is an expert, never
-a filler. Cutting, padding and joining are a tensor's own.
+all experts and one value more, "no route": a token without one is left to the live router. Expert 0 is an expert, and
+never a filler. Cutting, padding and joining are a tensor's own.
 """
 
-# pyright: reportUnknownMemberType=false, torch's annotations being partial
+# pyright: reportUnknownMemberType=false
+# torch's annotations are partial
 
 from collections.abc import Sequence
 from typing import Any, NamedTuple, cast
@@ -58,39 +59,46 @@ def is_route(routes: Tensor) -> Tensor:
     return routes[..., 0] != no_route(routes.dtype)
 
 
-def from_engine(array: Any, num_experts: int | None = None) -> Tensor:
-    """Routes of an engine's integers (T, L, K), where a row of -1 says that it has none.
+def from_engine(array: Any, *, layers: Sequence[int] | None = None) -> Tensor:
+    """Routes of an engine's integers, where a row of -1 says that a token has none.
 
     Args:
-        array: NumPy array, tensor or nested lists.
-        num_experts: decides the dtype; if not given, the largest expert does.
+        array: (T, L, K) NumPy array, tensor or nested lists.
+        layers: (L,) which decoder layers have routers, counted from 0, for an engine that may return rows for all.
 
     Raises:
-        ValueError: another shape; a row with an expert twice, as in rows that nobody has filled in, or with -1 beside
-            experts; an expert that there is not.
+        ValueError: another shape; other layers; a row with an expert twice, as in rows that nobody has filled in, or
+            with -1 beside experts.
     """
     routes = torch.as_tensor(array)
     if routes.dim() != 3 or routes.is_floating_point():
         raise ValueError(
-            f"routes are integers of shape (tokens, layers, experts per token), not {tuple(routes.shape)}."
+            f"routes must be integers of shape (tokens, layers, experts per token), not {routes.dtype} of shape "
+            f"{tuple(routes.shape)}."
         )
-    routes = routes.long()
-    highest = int(routes.max()) if routes.numel() else 0
-    if num_experts is not None and highest >= num_experts:
-        raise ValueError(f"a route leads to expert {highest} of {num_experts}, counted from 0.")
+    if layers is not None and routes.size(1) != len(layers):
+        if routes.size(1) <= max(layers):
+            raise ValueError(
+                f"the engine returned routes of {routes.size(1)} layers, and the model has routers in its decoder "
+                f"layers {', '.join(map(str, layers))}, counted from 0: it serves another model."
+            )
+        routes = routes[:, list(layers)]
     missing = routes < 0
-    has_gaps = missing.any(-1) & ~missing.all(-1)
-    ordered = routes.sort(-1).values
-    repeats = (ordered[..., 1:] == ordered[..., :-1]).any(-1) & ~missing.any(-1)
-    wrong = (has_gaps | repeats).nonzero()
-    if len(wrong):
-        token, layer = cast(list[int], wrong[0].tolist())
+    wrong = missing.any(-1) & ~missing.all(-1)
+    for distance in range(1, routes.size(-1)):
+        wrong |= (routes[..., distance:] == routes[..., :-distance]).any(-1) & ~missing.all(-1)
+    if wrong.any():
+        token, layer = cast(list[int], wrong.nonzero()[0].tolist())
         raise ValueError(
             f"the engine's routes of token {token} in layer {layer} are {routes[token, layer].tolist()}: a token goes "
             "through different experts. The engine has not captured them; it may do so in part of its layers only."
         )
-    dtype = dtype_of(num_experts or highest + 1)
-    return routes.where(~missing, no_route(dtype)).to(dtype)
+    dtype = dtype_of(int(routes.max()) + 1 if routes.numel() else 1)
+    return routes.to(dtype).where(~missing, no_route(dtype))
+
+
+def _widened(routes: Tensor, dtype: torch.dtype) -> Tensor:
+    return routes.to(dtype).where(is_route(routes).unsqueeze(-1), no_route(dtype))
 
 
 def to_engine(routes: Tensor) -> Tensor:
@@ -123,7 +131,10 @@ def stitched(turns: Sequence[Sequence[Routed]]) -> list[Routed]:
                 )
             own = max(before, key=lambda i: len(sequences[i].ids))
             free.remove(own)
-            routes, known = _of_all(later), sequences[own].routes
+            known = sequences[own].routes
+            routes = _of_all(later)
+            dtype = max(routes.dtype, known.dtype, key=lambda each: each.itemsize)
+            routes, known = _widened(routes, dtype), _widened(known, dtype)
             routes[: len(known)] = known.where(is_route(known).unsqueeze(-1), routes[: len(known)])
             sequences[own] = Routed(list(later.ids), routes)
     return sequences
@@ -134,8 +145,7 @@ def _of_all(routed: Routed) -> Tensor:
     tokens, rows = len(routed.ids), len(routed.routes)
     if rows not in (tokens - 1, tokens):
         raise ValueError(
-            f"the engine returned routes of {rows} tokens for {tokens}; it must have those of all, or of all but the "
-            "last."
+            f"the engine returned routes of {rows} tokens of a sequence of {tokens}; the last alone may have none."
         )
     routes = no_routes((tokens, *routed.routes.shape[1:]), routed.routes.dtype, routed.routes.device)
     routes[:rows] = routed.routes
@@ -156,8 +166,9 @@ def aligned(sequences: Sequence[Routed], input_ids: Tensor, attention_mask: Tens
     Raises:
         ValueError: a sequence of other tokens than its row's.
     """
-    first, mask = sequences[0].routes, attention_mask.bool().cpu()
-    batch = no_routes((*input_ids.shape, *first.shape[1:]), first.dtype)
+    mask = attention_mask.bool().cpu()
+    dtype = max((routed.routes.dtype for routed in sequences), key=lambda each: each.itemsize)
+    batch = no_routes((*input_ids.shape, *sequences[0].routes.shape[1:]), dtype)
     for row, (routed, ids) in enumerate(zip(sequences, input_ids.cpu(), strict=True)):
         own = cast(list[int], ids[mask[row]].tolist())
         if routed.ids[: len(own)] != own:
@@ -166,8 +177,7 @@ def aligned(sequences: Sequence[Routed], input_ids: Tensor, attention_mask: Tens
                 "have changed them after they were sampled. router_replay='R2' does not need the engine's routes."
             )
         columns = mask[row].nonzero().squeeze(-1)
-        rows = _of_all(routed)[: len(own)].cpu()
-        batch[row, columns] = rows.to(batch.dtype)
+        batch[row, columns] = _widened(_of_all(routed)[: len(own)].cpu(), dtype)
     return batch.to(input_ids.device)
 
 
