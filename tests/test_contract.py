@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import trl
+from trl.generation import vllm_client, vllm_generation
+from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_steady import host
 from trl_steady.checks import NATIVE_LOSS_TYPES
@@ -116,6 +118,22 @@ def test_what_is_refused_is_refused(tmp_path: Any) -> None:
 def test_the_methods_we_wrap_have_the_parameters_we_know(method: str) -> None:
     found = tuple(inspect.signature(inspect.unwrap(getattr(trl.GRPOTrainer, method))).parameters)
     assert found == host.CONTRACT.parameters[method]
+
+
+@pytest.mark.parametrize("method", host.CONTRACT.engine)
+def test_the_methods_of_the_engine_that_we_wrap_have_the_parameters_we_know(method: str) -> None:
+    kind, _, name = method.partition(".")
+    module = vllm_generation if kind == "VLLMGeneration" else vllm_client
+    found = tuple(inspect.signature(getattr(getattr(module, kind), name)).parameters)
+    assert found == host.CONTRACT.engine[method]
+
+
+def test_the_engine_is_built_from_names_that_we_replace() -> None:
+    """`VLLMGeneration` of the trainer's module, `LLM` of the engine's."""
+    for source, name in ((trl.GRPOTrainer.__init__, "VLLMGeneration"), (VLLMGeneration._init_vllm, "LLM")):
+        calls = ast.walk(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(source)))))
+        assert any(isinstance(node, ast.Call) and ast.unparse(node.func) == name for node in calls), name
+    assert inspect.getmodule(trl.GRPOTrainer).VLLMGeneration is VLLMGeneration  # type: ignore[union-attr]
 
 
 def test_every_forwarded_input_is_a_parameter_of_trls_scoring_method() -> None:

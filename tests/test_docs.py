@@ -26,7 +26,7 @@ def test_the_compatibility_page_is_the_contract(kind: str) -> None:
 
 
 def test_the_compatibility_page_has_the_methods_we_wrap() -> None:
-    for method, parameters in host.CONTRACT.parameters.items():
+    for method, parameters in (host.CONTRACT.parameters | host.CONTRACT.engine).items():
         assert f"| `{method}` | {', '.join(f'`{name}`' for name in parameters)} |\n" in DOCS["docs/compatibility.md"]
 
 
@@ -47,7 +47,14 @@ def test_every_public_name_and_every_option_of_ours_is_documented() -> None:
     ours = {field.name for field in fields(trl_steady.GRPOConfig) if theirs.get(field.name, ...) != field.default}
     added = {"kl_estimator", "kl_ratio_denominator", "off_policy_mask_level", "geometric_mask_range"}
     added |= {"token_veto_threshold", "step_advantage", "ref_model_sync_kl", "ref_model_sync_reset_optimizer"}
-    added |= {"adapter_dtype", "trim_padding", "token_budget", "share_prompts"}
+    added |= {
+        "adapter_dtype",
+        "trim_padding",
+        "token_budget",
+        "share_prompts",
+        "router_replay",
+        "router_replay_reference",
+    }
     assert ours == {"epsilon", "importance_sampling_level"} | added  # loss_type and epsilon_high keep TRL's default
     for name in (*trl_steady.__all__, *ours, "loss_type", "epsilon_high", "gspo", "gspo_token"):
         assert f"`{name}`" in text or f"trl_steady.config.{name}" in text or f"trl_steady.trainer.{name}" in text, name
@@ -66,10 +73,11 @@ def test_the_metrics_page_has_what_is_logged_and_nothing_else(models: dict[str, 
         "token_veto_threshold": 0.01,
         "sync_ref_model": True,
         "ref_model_sync_steps": 4,
+        "router_replay": "R2",
         "build": {"rollout_func": rollout, "reward_funcs": reward},
     }
     theirs, ours = (
-        tiny.train(tiny.trainer(models["dense"], tmp_path, ours=ours, **{**options, **more}))
+        tiny.train(tiny.trainer(models["moe"], tmp_path, ours=ours, **{**options, **more}))
         for ours, more in ((False, {}), (True, everything))
     )
     logged, known = ({name for row in tiny.history(run) for name in row} for run in (ours, theirs))

@@ -70,6 +70,22 @@ def test_two_processes_train_as_one_does(models: dict[str, Path], tmp_path: Path
         check_references(run, alone[run][0], together[run])
 
 
+def test_two_processes_replay_routes_as_one_does(models: dict[str, Path], tmp_path: Path) -> None:
+    ((one,),) = launch(1, models["moe"], tmp_path / "one", train.ROUTED).values()
+    (two,) = launch(2, models["moe"], tmp_path / "two", train.ROUTED).values()
+    check_close("R2", one["parameters"], two[0]["parameters"])
+    check_histories(one["history"], two[0]["history"])
+    rollouts = 0
+    for alone, together in zip(one["history"], two[0]["history"], strict=True):
+        for metric in ("routing/changed", "routing/fallback"):
+            assert alone.get(metric) == pytest.approx(together.get(metric), abs=1e-12), metric
+        if "routing/bytes" in alone:
+            rollouts += 1
+            assert 0 < together["routing/bytes"] * 2 <= alone["routing/bytes"]  # each pads to its own longest
+    assert rollouts == 2
+    assert any(row.get("routing/changed", 0) > 0.01 for row in one["history"])
+
+
 def check_close(run: str, one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
     assert one.keys() == two.keys()
     for name, value in one.items():  # sums are taken in another order

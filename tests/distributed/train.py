@@ -69,6 +69,18 @@ FIXED: dict[str, dict[str, Any]] = {
 }
 """Runs whose rollouts are those of any number of processes."""
 
+ROUTED: dict[str, dict[str, Any]] = {
+    "R2": {
+        "loss_type": "dapo",
+        "router_replay": "R2",
+        "router_replay_reference": True,
+        "router_aux_loss_coef": 0.0,  # a mean over each process' tokens
+        "num_iterations": 4,
+        "max_steps": 8,
+    },
+}
+"""The same, on a mixture of experts."""
+
 SAMPLED = {"sampled_full": "full", "sampled_lora": "lora"}
 """Runs that draw their rollouts, and are resumed from `INSIDE`."""
 INSIDE = "checkpoint-7"
@@ -114,7 +126,7 @@ def fixed(run: str, model: Path, output: Path) -> dict[str, Any]:
         "optim": "sgd",  # Adam would blow rounding up to the size of an update where the gradient is zero on paper
         "learning_rate": 0.1,
         "gradient_checkpointing": False,
-        **FIXED[run],
+        **(FIXED | ROUTED)[run],
     }
     options["build"] = {"rollout_func": rollout, **options.get("build", {})}
     torch.manual_seed(0)  # the adapter of one process and of two
@@ -160,7 +172,7 @@ def main(model: Path, output: Path, runs: list[str]) -> None:
     torch.set_num_threads(1)
     state = PartialState(cpu=True)
     for run in runs:
-        written = (fixed if run in FIXED else sampled)(run, model, output / run)
+        written = (sampled if run in SAMPLED else fixed)(run, model, output / run)
         torch.save(written, output / run / f"rank_{state.process_index}.pt")
     state.wait_for_everyone()
     # gloo's threads now and then abort or hang in the interpreter's exit, after all that is tested here

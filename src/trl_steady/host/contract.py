@@ -20,6 +20,8 @@ class Contract:
     """Methods we wrap -> their parameters"""
     buffering: Mapping[str, str]
     """What `_prepare_inputs` reads of the trainer -> how a checkpoint inside a generation window deals with it"""
+    engine: Mapping[str, tuple[str, ...]]
+    """Methods of its vLLM engine that we wrap -> their parameters"""
     scoring: Mapping[str, str]
     """What the scoring method gives a model and takes from it -> what becomes of it without padding"""
 
@@ -134,6 +136,14 @@ CONTRACT = Contract(
         ),
         "_calculate_rewards": ("self", "inputs", "prompts", "completions", "completion_ids_list"),
         "_generate_and_score_completions": ("self", "inputs"),
+        "_generate_single_turn": (
+            "self",
+            "prompt_ids",
+            "images",
+            "multimodal_fields",
+            "num_generations",
+            "has_tool_images",
+        ),
         "_get_output_dir": ("self", "trial"),
         "_get_train_sampler": ("self", "dataset"),
         "_load_from_checkpoint": ("self", "resume_from_checkpoint", "model"),
@@ -151,6 +161,11 @@ CONTRACT = Contract(
         "args": "must be the same at a resume",
         "model": "tells training from evaluation",
         "num_iterations": "must be the same at a resume",
+    },
+    engine={
+        "VLLMGeneration._init_vllm": ("self",),
+        "VLLMGeneration.generate": ("self", "prompts", "images", "num_generations", "profiler"),
+        "VLLMClient._post": ("self", "url", "kwargs"),
     },
     scoring={
         "attention_mask": _LAID,

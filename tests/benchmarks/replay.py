@@ -1,0 +1,186 @@
+"""What replaying routes costs: optimizer steps of a mixture of experts, with replay and without, side by side.
+
+    python tests/benchmarks/replay.py [--rounds 15] [--batch 8] [--window 2] [--prompt 64] [--completion 192]
+        [--checkpointing] [--large]
+
+A random Qwen3-MoE of 64 experts, 8 a token, fully fine-tuned in float32 (on CUDA under bf16 autocast); `--large` is
+one of 3.5 billion parameters with Qwen3-30B-A3B's experts. A step is all that TRL's `training_step` does for the
+micro-batches of an optimizer step that begins with a rollout: log-probs of the old policy, then forward, loss and
+backward of each micro-batch; a `rollout_func` stands in for the sampling. With replay on, the old policy's routes are
+recorded and replayed, so that both go through the same experts and do the same work. They take turns, so that a drift
+of the machine's speed meets both; the ratios are round by round. Generation by transformers is timed with its routes
+recorded, as R3 needs it, and not.
+"""
+
+import argparse
+import contextlib
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import trl
+from datasets import Dataset
+from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+import trl_steady
+
+sys.path += [str(Path(__file__).parents[2])]
+from tests import tiny
+from tests.benchmarks.seam import CUDA
+
+from trl_steady.host import overridden
+
+SMALL = {
+    "hidden_size": 256,
+    "num_hidden_layers": 6,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 4,
+    "head_dim": 32,
+    "num_experts": 64,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 128,
+    "initializer_range": 0.05,
+}
+LARGE = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 5,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 4,
+    "head_dim": 128,
+    "num_experts": 128,
+    "num_experts_per_tok": 8,
+    "moe_intermediate_size": 768,
+    "vocab_size": 100_000,
+}
+
+
+def build(options: argparse.Namespace, folder: str) -> Any:
+    """A trainer whose rollouts are always the same."""
+    torch.manual_seed(0)
+    with torch.device("cuda" if CUDA else "cpu"):
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**tiny.SIZES, **(LARGE if options.large else SMALL)}))
+    generator = torch.Generator().manual_seed(0)
+    count = options.batch * options.window
+    draw = lambda length: torch.randint(50, 200, (length,), generator=generator).tolist()
+    lengths = torch.randint(options.completion // 2, options.completion + 1, (count,), generator=generator).tolist()
+    rollout = {
+        "prompt_ids": [draw(options.prompt) for _ in range(count)],
+        "completion_ids": [draw(length) for length in lengths],
+        "logprobs": None,
+    }
+    args = trl_steady.GRPOConfig(
+        folder,
+        router_replay="R2",
+        num_iterations=2,  # with one, TRL needs no log-probs of the old policy
+        gradient_accumulation_steps=options.window,
+        steps_per_generation=options.window,
+        per_device_train_batch_size=options.batch,
+        num_generations=options.batch,
+        gradient_checkpointing=options.checkpointing,
+        use_cpu=not CUDA,
+        bf16=CUDA,
+        report_to="none",
+    )
+    trainer: Any = trl_steady.GRPOTrainer(
+        model,
+        tiny.reward,
+        args,
+        Dataset.from_dict({"prompt": ["a"]}),
+        processing_class=tiny.tokenizer(),
+        rollout_func=lambda prompts, trainer: dict(rollout),
+    )
+    trainer.current_gradient_accumulation_steps = options.window  # set by the training loop, which does not run here
+    if options.checkpointing:
+        trainer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    return trainer
+
+
+def step(trainer: Any, replay: str | None) -> float:
+    """The gradients' norm after the micro-batches of an optimizer step that begins with a rollout."""
+    trainer.model.zero_grad()
+    trainer._step, trainer._buffered_inputs = 0, None
+    torch.manual_seed(0)  # by which TRL shuffles a rollout over the micro-batches
+    window = trainer.args.gradient_accumulation_steps
+    rows = [{"prompt": str(i)} for i in range(window * trainer.args.per_device_train_batch_size)]
+    with overridden(trainer.args, {"router_replay": replay}):
+        for _ in range(window):
+            trainer.training_step(trainer.model, rows, None)
+    squares = (p.grad.double().square().sum() for p in trainer.model.parameters() if p.grad is not None)
+    return float(sum(squares)) ** 0.5
+
+
+def generate(trainer: Any, replay: str | None) -> None:
+    """Tokens for one micro-batch of prompts, with their routes recorded or not."""
+    prompts = torch.randint(50, 200, (trainer.args.per_device_train_batch_size, 32), generator=torch.manual_seed(0))
+    recording = trainer.routers_of(trainer.model).recording() if replay else contextlib.nullcontext()
+    with recording, torch.no_grad():
+        trainer.model.generate(
+            prompts.to(trainer.model.device), max_new_tokens=32, min_new_tokens=32, do_sample=False, use_cache=True
+        )
+
+
+def timed(work: Callable[[], Any]) -> float:
+    if CUDA:
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    work()
+    if CUDA:
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def compared(what: str, work: Callable[[str | None], Any], replay: str, rounds: int) -> float:
+    """The median ratio of with to without."""
+    pairs = []
+    for turn in range(-1, rounds):  # the first is not counted
+        order = (replay, None) if turn % 2 else (None, replay)
+        seconds = {each: timed(lambda each=each: work(each)) for each in order}
+        if turn >= 0:
+            pairs.append((seconds[replay], seconds[None]))
+    ratios = [with_replay / without for with_replay, without in pairs]
+    low, median, high = statistics.quantiles(ratios, n=4)
+    seconds = statistics.median(without for _, without in pairs)
+    print(
+        f"{what}: time with / without {median:.3f} (quartiles {low:.3f}, {high:.3f}; {rounds} rounds; without "
+        f"{seconds:.2f} s)"
+    )
+    return median
+
+
+def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("rounds", 15), ("batch", 8), ("window", 2), ("prompt", 64), ("completion", 192)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--checkpointing", action="store_true")
+    parser.add_argument("--large", action="store_true")
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    options = parsed()
+    device = torch.cuda.get_device_name() if CUDA else f"CPU, {torch.get_num_threads()} threads"
+    versions = f"torch {torch.__version__}, trl {trl.__version__}, transformers {transformers.__version__}"
+    print(f"{device}; {versions}; {options}")
+    with tempfile.TemporaryDirectory() as folder:
+        trainer = build(options, folder)
+        norms = {replay: step(trainer, replay) for replay in (None, "R2")}
+        print(f"gradient norm without replay {norms[None]:.8g}, replaying the policy's own routes {norms['R2']:.8g}")
+        batches = trainer._buffered_inputs
+        held = sum(batch["routes"].nbytes for batch in batches)
+        tokens = sum(batch["prompt_ids"].numel() + batch["completion_ids"].numel() for batch in batches)
+        config = trainer.model.config
+        layers, chosen = config.num_hidden_layers, config.num_experts_per_tok
+        print(f"routes: {held:,} bytes = {tokens:,} places in the padded batches x {layers} layers x {chosen} experts")
+        assert held == tokens * layers * chosen * batches[0]["routes"].element_size()
+        compared("optimizer step", lambda replay: step(trainer, replay), "R2", options.rounds)
+        compared("generation", lambda replay: generate(trainer, replay), "R3", options.rounds)
+
+
+if __name__ == "__main__":
+    main()
