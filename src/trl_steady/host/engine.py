@@ -20,6 +20,7 @@ from trl_steady.routing.routes import from_engine
 __all__ = ["RoutedGeneration", "capturing_engine"]
 
 _FLAG = "enable_return_routed_experts"
+_PARTS_WITH_FLAG = ("model_config", "aux_output_config")  # of a server's config; the second from vLLM 0.31 on
 _INSTEAD = "or set router_replay='R2', which takes the routes of the trainer's own pass"
 
 
@@ -44,8 +45,8 @@ class RoutedGeneration(VLLMGeneration):
         if self.mode == "server":
             super()._init_vllm()
             if self.accelerator.is_main_process:
-                model = self.vllm_client.get_server_info()["model_config"]
-                if not model.get(_FLAG):
+                server = self.vllm_client.get_server_info()
+                if not any((server.get(part) or {}).get(_FLAG) for part in _PARTS_WITH_FLAG):
                     raise ValueError(
                         "router_replay='R3' needs the routes of the vLLM server, which was started without capturing "
                         f"them. Start it with --enable-return-routed-experts, {_INSTEAD}."
