@@ -21,8 +21,6 @@ _WRAPPERS = re.compile(
 # Routers whose choice is a fixed table of tokens, so that there is nothing to replay
 _FIXED = ("HashRouter",)
 
-Modules = Iterator[tuple[str, nn.Module]]
-
 
 def find_routers(model: nn.Module) -> dict[str, list[nn.Module]]:
     """The routers of a model in the order of its layers.
@@ -35,25 +33,25 @@ def find_routers(model: nn.Module) -> dict[str, list[nn.Module]]:
     Raises:
         ValueError: experts that no such module chooses, by name.
     """
-    plain = [(_WRAPPERS.sub("", name), module) for name, module in cast("Modules", model.named_modules())]
-    holders = {name for name, module in plain if any(map(_are_experts, *_children(module)))}
+    named = dict(cast("Iterator[tuple[str, nn.Module]]", model.named_modules()))
+    plain = {name: _WRAPPERS.sub("", name) for name in named}
+    holders: set[str] = set()
+    for name, module in named.items():
+        around = plain.get(name.rpartition(".")[0])
+        if around is not None and around != plain[name] and _are_experts(name.rpartition(".")[2], module):
+            holders.add(around)
     routers: dict[str, list[nn.Module]] = {}
-    for name, module in plain:
-        if not holders.isdisjoint((name, name.rpartition(".")[0])) and _calls_topk(type(module)):
-            routers.setdefault(name, []).append(module)
+    for name, module in named.items():
+        if not holders.isdisjoint((plain[name], plain[name].rpartition(".")[0])) and _calls_topk(type(module)):
+            routers.setdefault(plain[name], []).append(module)
     for holder in sorted(holders):
-        inside = [(name, module) for name, module in plain if f"{name}.".startswith(f"{holder}.")]
-        if not any(name in routers or type(module).__name__.endswith(_FIXED) for name, module in inside):
+        inside = [name for name in named if f"{plain[name]}.".startswith(f"{holder}.")]
+        if not any(plain[name] in routers or type(named[name]).__name__.endswith(_FIXED) for name in inside):
             raise ValueError(
                 f"{holder} of {type(model).__name__} holds experts and does not choose them by topk, which is where "
                 "routes are recorded and replayed."
             )
     return routers
-
-
-def _children(module: nn.Module) -> tuple[list[str], list[nn.Module]]:
-    children = dict(module.named_children())
-    return list(children), list(children.values())
 
 
 def _are_experts(name: str, module: nn.Module) -> bool:

@@ -5,6 +5,9 @@ recorded ones, values by the live scores at these. What the router makes of them
 so that gate weights and their gradients are those of the live router.
 """
 
+# pyright: reportUnknownMemberType=false
+# torch's annotations are partial
+
 import functools
 import re
 from collections.abc import Callable, Generator, Sequence
@@ -13,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from trl_steady.routing.finding import find_routers
@@ -119,13 +123,20 @@ class Replay(_Use):
         """Run the router of a layer, with its choice replaced."""
         self._fired[layer] += 1
         if layer not in self._calls:
-            with torch.no_grad(), _Watch() as watch:
+            with _leaving_no_trace(self._routes.device), _Watch() as watch:
                 forward()
             self._decided(layer, watch)
-        with _Replace(self._calls[layer], functools.partial(self._replaced, layer), self._has_route[:, layer]):
-            return forward()
+        call = self._calls[layer]
+        with _Replace(call, functools.partial(self._choose, layer), self._has_route[:, layer]) as mode:
+            result = forward()
+        if mode.calls != call:
+            raise RuntimeError(
+                f"the router {self.names[layer]} called topk {mode.calls} times, and {call} times when it was first "
+                "seen, so that its choice cannot be told: it chooses otherwise in training, or for other inputs."
+            )
+        return result
 
-    def _replaced(self, layer: int, scores: Tensor, live: Tensor) -> Tensor:
+    def _choose(self, layer: int, scores: Tensor, live: Tensor) -> Tensor:
         routes, has_route = self._routes[:, layer], self._has_route[:, layer]
         of_live = live.flatten(0, -2)
         if of_live.shape != routes.shape:
@@ -237,28 +248,48 @@ class _Watch(TorchFunctionMode):
 class _Replace(TorchFunctionMode):
     """Replaces what one call of topk chooses.
 
-    Scores that a router has masked before, so that topk shall not choose them (groups of experts), are unmasked where
-    there is a route: the live groups need not hold its experts.
+    Scores may have been masked before, so that topk shall not choose them (groups of experts). Where there is a route,
+    values are taken from what they were: the live groups need not hold its experts.
     """
 
     def __init__(self, call: int, choose: Callable[[Tensor, Tensor], Tensor], has_route: Tensor) -> None:
         super().__init__()
         self._call, self._choose, self._has_route = call, choose, has_route
-        self._calls = 0
+        self._masked: tuple[Tensor, Tensor] | None = None
+        self.calls = 0
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
-        if func in _MASKED_FILL and self._calls < self._call and result.is_floating_point():
-            scores = _first(args, kwargs)
-            if result.shape[:-1].numel() == len(self._has_route):
-                return torch.where(self._has_route.view(*result.shape[:-1], 1), scores, result)
-        if func in _TOPK:
-            self._calls += 1
-            if self._calls == self._call:
-                scores = _first(args, kwargs)
-                indices = self._choose(scores, result.indices)
-                return torch.return_types.topk((scores.gather(-1, indices), indices))
-        return result
+        if func in _MASKED_FILL:
+            self._masked = result, _first(args, kwargs)
+        if func not in _TOPK:
+            return result
+        self.calls += 1
+        if self.calls != self._call:
+            return result
+        scores = _first(args, kwargs)
+        indices = self._choose(scores, result.indices)
+        if self._masked is not None and scores is self._masked[0]:
+            scores = self._masked[1]
+        has_route = self._has_route.view(*indices.shape[:-1], 1)
+        values = torch.where(has_route, scores.gather(-1, indices), result.values)
+        return torch.return_types.topk((values, indices))
+
+
+@contextmanager
+def _leaving_no_trace(device: torch.device) -> Generator[None]:
+    """For a run of a module before the one that counts: no graph, no random numbers drawn, no weights cached."""
+    # PEFT's LoRA on parameters computes these inside of a cache
+    cached: int = parametrize._cache_enabled  # pyright: ignore[reportPrivateUsage]
+    parametrize._cache_enabled = 0  # pyright: ignore[reportPrivateUsage]
+    devices = [] if device.type == "cpu" else [device]
+    try:
+        forked = torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
+        with torch.no_grad(), forked:
+            yield
+    finally:
+        parametrize._cache_enabled = cached  # pyright: ignore[reportPrivateUsage]
+        torch.clear_autocast_cache()
 
 
 def _first(args: Any, kwargs: Any) -> Tensor:

@@ -71,13 +71,15 @@ def from_engine(array: Any, *, layers: Sequence[int] | None = None) -> Tensor:
             with -1 beside experts.
     """
     routes = torch.as_tensor(array)
+    if routes.dtype in (torch.uint16, torch.uint32, torch.uint64):  # which torch does not compare
+        routes = routes.long()
     if routes.dim() != 3 or routes.is_floating_point():
         raise ValueError(
             f"routes must be integers of shape (tokens, layers, experts per token), not {routes.dtype} of shape "
             f"{tuple(routes.shape)}."
         )
     if layers is not None and routes.size(1) != len(layers):
-        if routes.size(1) <= max(layers):
+        if routes.size(1) <= max(layers) or len(set(layers)) < len(layers):
             raise ValueError(
                 f"the engine returned routes of {routes.size(1)} layers, and the model has routers in its decoder "
                 f"layers {', '.join(map(str, layers))}, counted from 0: it serves another model."
@@ -121,23 +123,38 @@ def stitched(turns: Sequence[Sequence[Routed]]) -> list[Routed]:
     """
     sequences = [Routed(list(each.ids), _of_all(each)) for each in turns[0]]
     for number, turn in enumerate(turns[1:], start=2):
-        free = list(range(len(sequences)))
-        for later in turn:
-            before = [i for i in free if later.ids[: len(sequences[i].ids)] == sequences[i].ids]
-            if not before:
-                raise ValueError(
-                    f"turn {number} of a rollout begins with {len(later.ids)} tokens that are none of the sequences "
-                    "before it, so that routes cannot be put together."
-                )
-            own = max(before, key=lambda i: len(sequences[i].ids))
-            free.remove(own)
-            known = sequences[own].routes
-            routes = _of_all(later)
+        owners = _owners([each.ids for each in sequences], [each.ids for each in turn])
+        if owners is None:
+            raise ValueError(
+                f"turn {number} of a rollout has sequences that begin with none of those before it, so that their "
+                "routes cannot be put together."
+            )
+        for own, later in zip(owners, turn, strict=True):
+            routes, known = _of_all(later), sequences[own].routes
             dtype = max(routes.dtype, known.dtype, key=lambda each: each.itemsize)
             routes, known = _widened(routes, dtype), _widened(known, dtype)
             routes[: len(known)] = known.where(is_route(known).unsqueeze(-1), routes[: len(known)])
             sequences[own] = Routed(list(later.ids), routes)
     return sequences
+
+
+def _owners(before: Sequence[list[int]], later: Sequence[list[int]]) -> list[int] | None:
+    """Which sequence each later one goes on with, in order: those ways of all that share the most tokens.
+
+    None if there is none.
+    """
+    best: list[tuple[int, list[int]] | None] = [(0, []) for _ in range(len(before) + 1)]
+    for ids in later:  # best[i]: of what has been placed so far, among the first i
+        following: list[tuple[int, list[int]] | None] = [None]
+        for i, own in enumerate(before):
+            ways = [following[i]]
+            rest = best[i]
+            if rest is not None and ids[: len(own)] == own:
+                ways.append((rest[0] + len(own), [*rest[1], i]))
+            known = [way for way in ways if way is not None]
+            following.append(max(known, key=lambda way: way[0]) if known else None)
+        best = following
+    return None if best[-1] is None else best[-1][1]
 
 
 def _of_all(routed: Routed) -> Tensor:
@@ -197,6 +214,6 @@ def shared(routes: Tensor, prefixes: Tensor) -> Tensor:
     for group in range(int(groups.max()) + 1):
         rows = groups == group
         own = routes[rows, :width]
-        first = is_route(own).all(-1).int().argmax(0)
+        first = is_route(own).any(-1).int().argmax(0)
         result[rows, :width] = own[first, columns]
     return result
