@@ -3,10 +3,14 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP_FLAGS ?=
 BIN := $(VENV)/bin
-PIP := $(BIN)/python -m pip --disable-pip-version-check install --quiet -c constraints.txt $(PIP_FLAGS)
+INSTALL := -m pip --disable-pip-version-check install --quiet -c constraints.txt $(PIP_FLAGS)
+PIP := $(BIN)/python $(INSTALL)
+# what vLLM asks for does not go with the rest
+VLLM := $(VENV)-vllm
+PIP_VLLM := $(VLLM)/bin/python $(INSTALL)
 JOBS ?= 2
 
-.PHONY: demo demo-gspo demo-process demo-v32 test test-slow check docs bench format clean
+.PHONY: demo demo-gspo demo-process demo-v32 test test-slow test-vllm check docs bench format clean
 
 # deprecations that TRL owes transformers would bury the progress
 TRAIN = PYTHONWARNINGS=ignore::FutureWarning $(BIN)/python
@@ -29,6 +33,9 @@ test: $(VENV)/.test
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m "slow"
 
+test-vllm: $(VLLM)/.test
+	$(VLLM)/bin/python -m pytest --show-capture=no tests/vllm
+
 check: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -48,7 +55,7 @@ format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) site outputs
+	rm -rf $(VENV) $(VLLM) site outputs
 
 # torch first and pinned, so that a CPU build which is at hand is taken; a newer one from PyPI brings gigabytes of CUDA.
 $(VENV)/.torch: constraints.txt
@@ -67,4 +74,11 @@ $(VENV)/.test: $(VENV)/.recipes
 
 $(VENV)/.docs: $(VENV)/.torch pyproject.toml
 	$(PIP) -e ".[docs]"
+	touch $@
+
+$(VLLM)/.test: constraints.txt pyproject.toml tests/vllm/no-deps.txt tests/vllm/requirements.txt
+	$(PYTHON) -m venv $(VLLM)
+	$(PIP_VLLM) torch
+	$(PIP_VLLM) --no-deps -r tests/vllm/no-deps.txt
+	$(PIP_VLLM) -r tests/vllm/requirements.txt pytest -e .
 	touch $@

@@ -11,8 +11,8 @@ so that gate weights and their gradients are those of the live router.
 import functools
 import re
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -280,11 +280,12 @@ class _Replace(TorchFunctionMode):
 def _leaving_no_trace(device: torch.device) -> Generator[None]:
     """For a run of a module before the one that counts: no graph, no random numbers drawn, no weights cached."""
     # PEFT's LoRA on parameters computes these inside of a cache
-    cached: int = parametrize._cache_enabled  # pyright: ignore[reportPrivateUsage]
+    cached = cast(int, parametrize._cache_enabled)  # pyright: ignore[reportPrivateUsage]
     parametrize._cache_enabled = 0  # pyright: ignore[reportPrivateUsage]
     devices = [] if device.type == "cpu" else [device]
     try:
-        forked = torch.random.fork_rng(devices, device_type=device.type if devices else "cuda")
+        kind = device.type if devices else "cuda"
+        forked = cast("AbstractContextManager[None]", torch.random.fork_rng(devices, device_type=kind))
         with torch.no_grad(), forked:
             yield
     finally:
