@@ -61,10 +61,6 @@ class RoutedTrainer(UnpaddedTrainer):
             raise ValueError(f"{option}: {error} Leave router_replay unset.") from None
         if self.compiles:
             raise ValueError(f"{option} watches calls that torch.compile would trace away. Set torch_compile=False.")
-        if self.args.n_gpu > 1:
-            raise ValueError(
-                f"{option} with one process for several GPUs, which would share its routes. Launch one process a GPU."
-            )
         if isinstance(self.model, PeftModel) and self.model.active_peft_config.is_prompt_learning:
             raise ValueError(
                 f"{option} with prompt learning, whose virtual tokens have no routes. Train LoRA adapters, or leave "

@@ -71,17 +71,19 @@ def test_two_processes_train_as_one_does(models: dict[str, Path], tmp_path: Path
 
 
 def test_two_processes_replay_routes_as_one_does(models: dict[str, Path], tmp_path: Path) -> None:
-    ((one,),) = launch(1, models["moe"], tmp_path / "one", train.ROUTED).values()
-    (two,) = launch(2, models["moe"], tmp_path / "two", train.ROUTED).values()
-    check_close("R2", one["parameters"], two[0]["parameters"])
+    alone = launch(1, models["moe"], tmp_path / "one", train.ROUTED)
+    together = launch(2, models["moe"], tmp_path / "two", train.ROUTED)
+    for run in train.ROUTED:
+        check_close(run, alone[run][0]["parameters"], together[run][0]["parameters"])
+    (one,), two = alone["R2"], together["R2"]
     check_histories(one["history"], two[0]["history"])
     rollouts = 0
-    for alone, together in zip(one["history"], two[0]["history"], strict=True):
+    for row, row_of_two in zip(one["history"], two[0]["history"], strict=True):
         for metric in ("routing/changed", "routing/fallback"):
-            assert alone.get(metric) == pytest.approx(together.get(metric), abs=1e-12), metric
-        if "routing/bytes" in alone:
+            assert row.get(metric) == pytest.approx(row_of_two.get(metric), abs=1e-12), metric
+        if "routing/bytes" in row:
             rollouts += 1
-            assert 0 < together["routing/bytes"] * 2 <= alone["routing/bytes"]  # each pads to its own longest
+            assert 0 < row_of_two["routing/bytes"] * 2 <= row["routing/bytes"]  # each pads to its own longest
     assert rollouts == 2
     assert any(row.get("routing/changed", 0) > 0.01 for row in one["history"])
 

@@ -79,6 +79,13 @@ ROUTED: dict[str, dict[str, Any]] = {
         "max_steps": 8,
     },
 }
+ROUTED["budget"] = {
+    **ROUTED["R2"],
+    "token_budget": 24,
+    "gradient_accumulation_steps": 4,
+    "steps_per_generation": 4,
+    "max_steps": 4,
+}
 """The same, on a mixture of experts."""
 
 SAMPLED = {"sampled_full": "full", "sampled_lora": "lora"}

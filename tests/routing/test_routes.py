@@ -335,7 +335,7 @@ def test_other_tokens_than_were_routed(own: list[int]) -> None:
 
 @pytest.mark.parametrize("number", [1, 3])
 def test_more_or_fewer_sequences_than_rows(number: int) -> None:
-    with pytest.raises(ValueError, match="argument"):
+    with pytest.raises(ValueError, match=f"{number} sequences have routes, and the batch has 2"):
         aligned([Routed([7], routes(1))] * number, torch.tensor([[7], [7]]), torch.ones(2, 1))
 
 

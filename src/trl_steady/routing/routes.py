@@ -173,7 +173,7 @@ def aligned(sequences: Sequence[Routed], input_ids: Tensor, attention_mask: Tens
     """Routes of a padded batch, whose tokens the sequences are, perhaps cut off at their ends.
 
     Args:
-        sequences: B.
+        sequences: B, in the order of the rows; of those that began alike either may have gone on.
         input_ids: (B, T), padded on either side or both.
         attention_mask: (B, T), not 0 = token.
 
@@ -181,20 +181,25 @@ def aligned(sequences: Sequence[Routed], input_ids: Tensor, attention_mask: Tens
         (B, T, L, K) on the device of `input_ids`; padding has no route, nor has a last token without a row.
 
     Raises:
-        ValueError: a sequence of other tokens than its row's.
+        ValueError: another number of sequences, or a row of other tokens than any of them.
     """
+    if len(sequences) != len(input_ids):
+        raise ValueError(f"{len(sequences)} sequences have routes, and the batch has {len(input_ids)}.")
     mask = attention_mask.bool().cpu()
+    tokens = [cast(list[int], ids[own].tolist()) for ids, own in zip(input_ids.cpu(), mask, strict=True)]
     dtype = max((routed.routes.dtype for routed in sequences), key=lambda each: each.itemsize)
     batch = no_routes((*input_ids.shape, *sequences[0].routes.shape[1:]), dtype)
-    for row, (routed, ids) in enumerate(zip(sequences, input_ids.cpu(), strict=True)):
-        own = cast(list[int], ids[mask[row]].tolist())
-        if routed.ids[: len(own)] != own:
+    free = dict(enumerate(sequences))
+    for row in sorted(free, key=lambda row: -len(tokens[row])):
+        own = tokens[row]
+        fitting = [i for i in (row, *free) if i in free and free[i].ids[: len(own)] == own]
+        if not fitting:
             raise ValueError(
                 f"sequence {row} of the rollout has other tokens than the engine routed: a subclass or a tool may "
                 "have changed them after they were sampled. router_replay='R2' does not need the engine's routes."
             )
-        columns = mask[row].nonzero().squeeze(-1)
-        batch[row, columns] = _widened(_of_all(routed)[: len(own)].cpu(), dtype)
+        routes = _of_all(free.pop(fitting[0]))[: len(own)]
+        batch[row, mask[row].nonzero().squeeze(-1)] = _widened(routes.cpu(), dtype)
     return batch.to(input_ids.device)
 
 
