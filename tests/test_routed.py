@@ -703,3 +703,13 @@ def test_of_two_completions_that_are_the_same_either_may_go_on(caller: Path, tmp
     model = oracles(caller, trainer)(trainer.rollouts[0][0])
     for row in found:
         assert torch.equal(ascending(row.routes)[:-1], routed_oracle.natural(model, row.ids)[:-1])
+
+
+def test_a_moving_reference_with_routers_of_its_own_takes_the_routes(models: dict[str, Path], tmp_path: Path) -> None:
+    """Its copy of a trained router comes after the policy's, and is replayed too: at the start the two are one."""
+    options = {"router_replay": "R2", "router_replay_reference": True, "beta": 0.1, "sync_ref_model": True}
+    trained = tiny.train(
+        tiny.trainer(models["moe"], tmp_path, **options, build={"peft_config": LORA["saved router"]}, max_steps=2)
+    )
+    first, second = (row["kl"] for row in tiny.history(trained)[:2])
+    assert first == pytest.approx(0, abs=1e-6) and second > 1e-4

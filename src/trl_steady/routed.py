@@ -56,7 +56,7 @@ class RoutedTrainer(UnpaddedTrainer):
     def _refuse_replay_that_cannot_work(self) -> None:
         option = f"router_replay={self.args.router_replay!r}"
         try:
-            self.routers_of(self.model)
+            Routers(self.bare(self.model))  # not kept: a reference's adapter may bring routers of its own
         except ValueError as error:
             raise ValueError(f"{option}: {error} Leave router_replay unset.") from None
         if self.compiles:
