@@ -10,7 +10,7 @@ VLLM := $(VENV)-vllm
 PIP_VLLM := $(VLLM)/bin/python $(INSTALL)
 JOBS ?= 2
 
-.PHONY: demo demo-gspo demo-process demo-v32 test test-slow test-vllm check docs bench format clean
+.PHONY: demo demo-gspo demo-process demo-v32 demo-moe test test-slow test-vllm check docs bench format clean
 
 # deprecations that TRL owes transformers would bury the progress
 TRAIN = PYTHONWARNINGS=ignore::FutureWarning $(BIN)/python
@@ -26,6 +26,15 @@ demo-process: $(VENV)/.recipes
 
 demo-v32: $(VENV)/.recipes
 	$(TRAIN) recipes/v32/train.py --config recipes/v32/smollm2-135m-v32.yaml
+
+MOE = $(TRAIN) recipes/moe/train.py --config recipes/moe/qwen3-moe-digits.yaml --output_dir outputs/moe
+
+demo-moe: $(VENV)/.recipes
+	$(MOE)/grpo
+	$(MOE)/r2 --router_replay R2
+	$(MOE)/r3 --router_replay R3
+	$(MOE)/gspo --loss_type gspo
+	$(TRAIN) recipes/moe/variants.py outputs/moe/variants.png outputs/moe/*/results.json
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu"

@@ -100,7 +100,7 @@ class Checks(TrainerCallback):
 
 def build(recipe: run.RecipeArguments, args: GRPOConfig, task: Task = larger) -> GRPOTrainer:
     """The model, the task and the adapters, ready to train."""
-    print("Loading SmolLM2-135M-Instruct" + (" and quantising it to NF4" if recipe.quantised else ""), flush=True)
+    print("Loading the model" + (" and quantising it to NF4" if recipe.quantised else ""), flush=True)
     model, tokenizer = task.load(Path(args.output_dir) / "base", recipe.quantised)
     stop = tokenizer.encode(task.STOP, add_special_tokens=False)
     model.generation_config.eos_token_id = [*stop, tokenizer.eos_token_id]

@@ -1,0 +1,138 @@
+"""Sorting digits: verifiable, a token a digit, and all that a small mixture of experts, built here, is ever taught."""
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
+from tokenizers.models import WordLevel
+from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+Problem = Sequence[int]
+
+DIGITS = 10  # in a problem, so that all prompts have the same number of tokens
+TRAINING = 4_000
+BEGIN, END, PAD = "<s>", "</s>", "<pad>"
+VOCABULARY = {token: i for i, token in enumerate([PAD, BEGIN, END, ":", *"0123456789"])}
+TOKENS = list(VOCABULARY)
+SIZE = {
+    "vocab_size": len(VOCABULARY),
+    "hidden_size": 64,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "head_dim": 16,
+    "num_experts": 16,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 64,
+    "norm_topk_prob": True,  # as Qwen3-30B-A3B
+}
+
+# of the warm start, which stops while there is something left to learn
+WORKED_STEPS, WORKED_BATCH, LEARNING_RATE = 100, 128, 3e-3
+
+
+def answer(problem: Problem) -> str:
+    """The digits in ascending order, and the end of the sequence."""
+    return "".join(map(str, sorted(problem))) + END
+
+
+def draw(count: int) -> list[tuple[int, ...]]:
+    """The first `count` of an endless list of problems, no two of which have the same digits in whatever order."""
+    rng, drawn = random.Random(0), {}
+    while len(drawn) < count:
+        problem = tuple(rng.choices(range(10), k=DIGITS))
+        drawn.setdefault(tuple(sorted(problem)), problem)
+    return list(drawn.values())
+
+
+def untaught() -> tuple[Qwen3MoeForCausalLM, PreTrainedTokenizerFast]:
+    """A small Qwen3-MoE with random weights, and a tokenizer for it."""
+    core = Tokenizer(WordLevel(VOCABULARY, unk_token=PAD))
+    core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
+    core.decoder = decoders.Fuse()
+    tokenizer = PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        bos_token=BEGIN,
+        eos_token=END,
+        pad_token=PAD,
+        padding_side="left",
+        model_input_names=["input_ids", "attention_mask"],
+    )
+    ends = {"bos_token_id": VOCABULARY[BEGIN], "eos_token_id": VOCABULARY[END], "pad_token_id": VOCABULARY[PAD]}
+    torch.manual_seed(0)
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZE, **ends)), tokenizer
+
+
+def teach(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, worked: Sequence[tuple[str, str]]) -> None:
+    """One pass over `worked`, pairs of prompt and answer, by cross-entropy on the answers.
+
+    Qwen's loss for the load balance is on (`router_aux_loss_coef`, 0.001): a mixture that uses few of its experts
+    would have few routes to change.
+    """
+    optimizer = torch.optim.AdamW(model.train().parameters(), lr=LEARNING_RATE, weight_decay=0.0)
+    steps = len(worked) // WORKED_BATCH
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min((s + 1) / 20, 1))
+    for step in range(steps):
+        pairs = worked[step * WORKED_BATCH : (step + 1) * WORKED_BATCH]
+        ids = tokenizer([prompt + end for prompt, end in pairs], return_tensors="pt")["input_ids"].to(model.device)
+        labels = ids.clone()
+        labels[:, : -DIGITS - 1] = -100
+        loss = model(input_ids=ids, labels=labels, output_router_logits=True).loss
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        optimizer.zero_grad()
+        schedule.step()
+        if (step + 1) % 10 == 0:
+            print(f"warm start {step + 1:3d}/{steps}  loss {loss.item():.3f}", flush=True)
+
+
+@dataclass
+class Digits:
+    """The task of a run, as `common.small_model` wants it.
+
+    Args:
+        start: Folder of the model after its warm start; where it is missing, it is made.
+    """
+
+    start: Path
+
+    PREAMBLE = BEGIN
+    STOP = ""
+
+    def prompt(self, problem: Problem) -> str:
+        """The digits and a colon."""
+        return f"{BEGIN}{''.join(map(str, problem))}:"
+
+    def is_right(self, problem: Problem, completion: str) -> bool:
+        """Whether the completion, up to the end of the sequence, is the answer to the character."""
+        return completion.startswith(answer(problem))
+
+    def reward(
+        self, completions: list[str], problem: list[list[int]], completion_ids: list[list[int]], **_: Any
+    ) -> list[float]:
+        """1 for a right answer; by its tokens, because the texts do not show whether an answer has ended."""
+        texts = ("".join(TOKENS[i] for i in ids) for ids in completion_ids)
+        return [float(self.is_right(p, text)) for p, text in zip(problem, texts, strict=True)]
+
+    def load(self, folder: Path, quantised: bool) -> Any:
+        """From `start`, float32."""
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        if not (self.start / "model.safetensors").exists():
+            model, tokenizer = untaught()
+            worked = draw(WORKED_STEPS * WORKED_BATCH)
+            teach(model.to(device), tokenizer, [(self.prompt(problem), answer(problem)) for problem in worked])
+            tokenizer.save_pretrained(self.start)
+            model.save_pretrained(self.start)
+        model = Qwen3MoeForCausalLM.from_pretrained(self.start, dtype=torch.float32).to(device)
+        return model, AutoTokenizer.from_pretrained(self.start, padding_side="left")
+
+    def split(self, held_out: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
+        """Training and held-out problems, the same for every seed, and none of them of the warm start."""
+        worked = WORKED_STEPS * WORKED_BATCH
+        problems = draw(worked + held_out + TRAINING)[worked:]
+        return problems[held_out:], problems[:held_out]
