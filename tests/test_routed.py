@@ -713,3 +713,24 @@ def test_a_moving_reference_with_routers_of_its_own_takes_the_routes(models: dic
     )
     first, second = (row["kl"] for row in tiny.history(trained)[:2])
     assert first == pytest.approx(0, abs=1e-6) and second > 1e-4
+
+
+def test_a_run_is_not_resumed_inside_a_window_with_prompts_shared_otherwise(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Its routes were not those of one prompt."""
+    options = {"router_replay": "R3", "lora": "attention", "router_aux_loss_coef": 0.0}
+    saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
+    tiny.train(build(models["moe"], tmp_path, **options, **saving))
+    other = build(models["moe"], tmp_path, share_prompts=True, **options)
+    with pytest.raises(ValueError, match=r"'share_prompts': False.*there,.*'share_prompts': True"):
+        other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_routers_that_an_adapter_brings_later_are_found(models: dict[str, Path], tmp_path: Path) -> None:
+    trainer = tiny.train(build(models["moe"], tmp_path, router_replay="R2", lora="attention", max_steps=4))
+    trainer.model.add_adapter("other", LORA["saved router"])
+    trainer.model.set_adapter("other")
+    trainer.args.max_steps = 8
+    tiny.train(trainer)
+    assert trainer.state.global_step == 8

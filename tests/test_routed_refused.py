@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import PromptTuningConfig
 
 import trl_steady
@@ -38,17 +39,6 @@ def test_an_unknown_replay_is_refused(tmp_path: Path, value: Any) -> None:
         (
             {"router_replay": "R3", "use_transformers_continuous_batching": True},
             r"router_replay='R3' with use_transformers_continuous_batching=True.*Set it to False, or set router",
-        ),
-        *(
-            (
-                {"router_replay": "R3", "generation_kwargs": {name: value}},
-                rf"router_replay='R3' with generation_kwargs=\{{'{name}': {value!r}}}.*Leave {name} out, or set",
-            )
-            for name, value in {
-                "num_beams": 2,
-                "prompt_lookup_num_tokens": 2,
-                "cache_implementation": "static",
-            }.items()
         ),
         ({"torch_compile": True}, r"router_replay='R2' watches calls that torch\.compile.*Set torch_compile=False"),
         (
@@ -139,3 +129,24 @@ def test_an_on_policy_run_has_nothing_to_replay(models: dict[str, Path], tmp_pat
     for reference in (False, True):
         replay = {"router_replay": "R2", "router_replay_reference": reference}
         assert tiny.history(tiny.train(tiny.trainer(models["moe"], tmp_path, **replay, **options))) == free
+
+
+@pytest.mark.parametrize("through", ["generation_kwargs", "generation_config"])
+@pytest.mark.parametrize("option", [{"num_beams": 2}, {"guidance_scale": 1.5}], ids=str)
+def test_generation_that_does_not_feed_tokens_in_turn_is_refused(
+    models: dict[str, Path], tmp_path: Path, through: str, option: dict[str, Any]
+) -> None:
+    """Wherever it comes from, before the first step."""
+    by_options = {"generation_kwargs": option} if through == "generation_kwargs" else {}
+    trainer = tiny.trainer(models["moe"], tmp_path, router_replay="R3", **by_options)
+    if through == "generation_config":
+        trainer.model.generation_config.update(**option)
+    before = tiny.parameters(trainer)
+    with pytest.raises(ValueError, match=r"router_replay='R3': transformers has not fed.*Leave beam search.*or set"):
+        tiny.train(trainer)
+    assert all(torch.equal(before[name], value) for name, value in tiny.parameters(trainer).items())
+
+
+def test_no_cache_brings_compilation(models: dict[str, Path], tmp_path: Path) -> None:
+    trainer: Any = tiny.trainer(models["moe"], tmp_path, router_replay="R3", cache_implementation="static")
+    assert trainer.generation_config.disable_compile is True

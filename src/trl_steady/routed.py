@@ -2,8 +2,8 @@
 
 import contextlib
 import functools
-import logging
 import weakref
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +17,7 @@ from trl_steady.host import overridden
 from trl_steady.host.engine import capturing_engine
 from trl_steady.reference.tensors import REFERENCE
 from trl_steady.routing.model import RecordedModel, ReplayedModel
-from trl_steady.routing.replay import Replay, Routers
+from trl_steady.routing.replay import Replay, Routers, continued
 from trl_steady.routing.routes import Routed, aligned, is_route, no_route, shared, stitched
 from trl_steady.unpadded import UnpaddedTrainer
 
@@ -81,13 +81,7 @@ class RoutedTrainer(UnpaddedTrainer):
                 f"{option} with use_transformers_continuous_batching=True, which feeds tokens of several sequences in "
                 f"an order of its own. Set it to False, {instead}."
             )
-        given: Any = self.args.generation_kwargs or {}
-        for name in ("num_beams", "prompt_lookup_num_tokens", "assistant_model", "cache_implementation"):
-            if given.get(name) not in (None, 1, "dynamic"):
-                raise ValueError(
-                    f"{option} with generation_kwargs={{{name!r}: {given[name]!r}}}, under which tokens are not fed "
-                    f"one by one, row by row. Leave {name} out, {instead}."
-                )
+        self.generation_config.disable_compile = True  # which some caches would bring
 
     def routers_of(self, model: torch.nn.Module) -> Routers:
         """Of the transformers model in `model`."""
@@ -98,13 +92,15 @@ class RoutedTrainer(UnpaddedTrainer):
 
     def window_settings(self) -> dict[str, Any]:
         """TRL's, and `router_replay`: a rollout made without routes cannot go on with them, nor the reverse."""
-        replay = self.args.router_replay
-        return super().window_settings() | ({} if replay is None else {"router_replay": replay})
+        options = {"router_replay": self.args.router_replay, "share_prompts": self.args.share_prompts}
+        return super().window_settings() | (options if self.args.router_replay else {})
 
     def rollout(self, inputs: Any) -> dict[str, Any]:
         """TRL's, with `routes` (B, T, L, K) of prompts and completions, T their columns together, as one more."""
         if self.args.router_replay is None:
             return super().rollout(inputs)
+        for model in [model for model, routers in self._routers.items() if not routers.are_of(model)]:
+            del self._routers[model]  # an adapter has brought others
         rollout = _Rollout()
         with overridden(self, {"_rollout": rollout}):
             output = super().rollout(inputs)
@@ -134,15 +130,22 @@ class RoutedTrainer(UnpaddedTrainer):
             engine: Any = self.vllm_generation
             routes = engine.take_routes(self.routers_of(self.model).decoder_layers)
         else:
-            with self.routers_of(self.model).recording() as recording:
+            with self.routers_of(self.model).recording() as recording, _fed(self.bare(self.model)) as passes:
                 completion_ids, logprobs = super().generate(prompt_ids, *arguments, **keywords)
             padded = recording.routes_of_generation(len(prompt_ids)).cpu()
+            fed = continued(passes, len(prompt_ids)).squeeze(-1).tolist()
             multiple = int(self.pad_to_multiple_of or 1)
             width = -(-max(map(len, prompt_ids)) // multiple) * multiple  # prompts are padded on their left
-            routes = [
-                padded[row, width - len(prompt) : width + len(completion) - 1]
-                for row, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids, strict=True))
-            ]
+            routes = []
+            for row, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
+                own = slice(width - len(prompt), width + len(completion) - 1)
+                if fed[row][own] != [*prompt, *completion][:-1]:
+                    raise ValueError(
+                        "router_replay='R3': transformers has not fed the model the tokens of each sequence one after "
+                        "another. Leave beam search, guidance and assisted decoding out of generation_kwargs and of "
+                        "the model's generation_config, or set router_replay='R2'."
+                    )
+                routes.append(padded[row, own])
         self._rollout.turns.append(
             [
                 Routed([*prompt, *completion], own)
@@ -220,7 +223,23 @@ class RoutedTrainer(UnpaddedTrainer):
         changed = torch.stack([replay.changed for replay in replays]).sum(0)
         replayed = torch.stack([replay.replayed for replay in replays]).sum(0)
         sums = {"routing/changed": torch.stack([changed.sum(), replayed.sum()])}
-        if self.args.get_process_log_level() <= logging.DEBUG:
+        if self.args.log_level == "debug":  # on all processes, unlike the level of their loggers
             for layer, pair in enumerate(torch.stack([changed, replayed], dim=-1)):
                 sums[f"routing/changed/{layer}"] = pair
         self.record_pooled(sums=sums)
+
+
+@contextlib.contextmanager
+def _fed(model: torch.nn.Module) -> Iterator[list[Tensor]]:
+    """The tokens that each pass of a model is given meanwhile, (B * n, 1)."""
+    passes: list[Tensor] = []
+
+    def keep(_: Any, arguments: Any, keywords: dict[str, Any]) -> None:
+        ids = keywords["input_ids"] if "input_ids" in keywords else arguments[0]
+        passes.append(ids.reshape(-1, 1))
+
+    hook = model.register_forward_pre_hook(keep, with_kwargs=True)
+    try:
+        yield passes
+    finally:
+        hook.remove()

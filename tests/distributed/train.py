@@ -74,6 +74,7 @@ ROUTED: dict[str, dict[str, Any]] = {
         "loss_type": "dapo",
         "router_replay": "R2",
         "router_replay_reference": True,
+        "log_level": "debug",  # of one process, while the other's loggers stay at their level
         "router_aux_loss_coef": 0.0,  # a mean over each process' tokens
         "num_iterations": 4,
         "max_steps": 8,

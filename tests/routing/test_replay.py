@@ -304,9 +304,100 @@ def test_a_context_within_another_holds_until_its_end(model: PreTrainedModel) ->
         of_outer.check()  # what was within does not count
         with pytest.raises(KeyError, match="planted"), routers.replaying(inner):
             raise KeyError("planted")
-        assert_gone_through(model, outer)
+        assert_gone_through(model, natural)  # its pass is over
     assert torch.equal(recorded(model), natural)
     assert not any("forward" in vars(router) for router in routers_of(model))
+
+
+# Between forward and backward
+
+
+def test_another_pass_between_forward_and_backward_chooses_anew(qwen: PreTrainedModel) -> None:
+    routes, natural = others(2), recorded(qwen)
+    _, expected = replayed(qwen, routes)
+    qwen.train().gradient_checkpointing_enable({"use_reentrant": False})
+    with Routers(qwen).replaying(routes) as replay:
+
+        def look() -> None:
+            replay.check()
+            with torch.no_grad():
+                assert_gone_through(qwen, natural)
+
+        _, found = run(qwen, closing=look)
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+def test_two_passes_before_one_backward(qwen: PreTrainedModel) -> None:
+    """Right without gradient checkpointing, and with it an error: layers could not tell whose they run again."""
+    first, second = others(2, 1), others(2, 2)
+    apart = [replayed(qwen, routes)[1] for routes in (first, second)]
+
+    def together() -> dict[str, Tensor]:
+        qwen.zero_grad(set_to_none=True)
+        routers = Routers(qwen)
+        generator = torch.Generator().manual_seed(0)
+        torch.randint(2, families.VOCABULARY, (ROWS, COLUMNS), generator=generator)
+        weights = torch.randn((ROWS, COLUMNS, families.VOCABULARY), generator=generator)
+        with routers.replaying(first) as one:
+            loss = (weights * run_forward(qwen)).sum()
+            one.check()
+            with routers.replaying(second) as other:
+                loss = loss + (weights * run_forward(qwen)).sum()
+                other.check()
+                loss.backward()
+        return {name: each.grad.clone() for name, each in qwen.named_parameters() if each.grad is not None}
+
+    found = together()
+    for name, gradient in found.items():
+        expected = apart[0][name] + apart[1][name]
+        assert torch.allclose(gradient, expected, atol=ROUNDING * float(expected.abs().max())), name
+    qwen.train().gradient_checkpointing_enable({"use_reentrant": False})
+    with pytest.raises(RuntimeError, match=r"while the backward of another is still to come.*Go backward first"):
+        together()
+
+
+def test_one_pass_after_the_other_with_its_backward_in_one_context(qwen: PreTrainedModel) -> None:
+    """As the micro-batches of a token budget do."""
+    first, second = others(2, 1), others(2, 2)
+    _, expected = replayed(qwen, second)
+    qwen.train().gradient_checkpointing_enable({"use_reentrant": False})
+    routers = Routers(qwen)
+    with routers.replaying(first) as one:
+        run(qwen, closing=one.check)
+        with routers.replaying(second) as other:
+            _, found = run(qwen, closing=other.check)
+    assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
+
+
+def test_a_router_that_writes_into_its_input_does_so_once(qwen: PreTrainedModel) -> None:
+    """As jitter does; also where it runs once before, to be known."""
+    router = routers_of(qwen)[1]
+    own = router.forward
+
+    def forward(hidden_states: Tensor) -> Any:
+        hidden_states *= 1.5
+        return own(hidden_states)
+
+    vars(router)["forward"] = forward
+    routes = others(2)
+    with torch.no_grad():
+        known = Routers(qwen)
+        with known.recording():
+            run_forward(qwen)
+        logits = []
+        for routers in (known, Routers(qwen)):
+            with routers.replaying(routes):
+                logits.append(run_forward(qwen))
+    assert torch.equal(*logits)
+
+
+def test_routers_in_two_stacks_are_refused() -> None:
+    both = nn.Module()
+    both.text, both.vision = mixtures.build(CASES[0]), mixtures.build(CASES[0])
+    with pytest.raises(
+        ValueError, match=r"in several stacks of layers, text\.model\.layers and vision\.model\.layers"
+    ):
+        Routers(both)
 
 
 # Adapters

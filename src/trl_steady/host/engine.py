@@ -15,6 +15,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer
 
 from trl_steady.host.names import overridden
+from trl_steady.routing.replay import Routers
 from trl_steady.routing.routes import from_engine
 
 __all__ = ["RoutedGeneration", "capturing_engine"]
@@ -42,6 +43,10 @@ class RoutedGeneration(VLLMGeneration):
     _routes: Sequence[Any] | None = None
 
     def _init_vllm(self) -> None:
+        try:  # before an engine is, which would say it in its own way
+            Routers(self.model)
+        except ValueError as error:
+            raise ValueError(f"router_replay='R3': {error} Leave router_replay unset.") from None
         if self.mode == "server":
             super()._init_vllm()
             if self.accelerator.is_main_process:
@@ -58,7 +63,8 @@ class RoutedGeneration(VLLMGeneration):
                 f"would have the routes of a colocated engine. Set vllm_mode='server', {_INSTEAD}."
             )
         # absent without vLLM, which TRL then says
-        engine = {"LLM": functools.partial(vllm_generation.LLM, **{_FLAG: True})} if _has_vllm() else {}
+        llm = getattr(vllm_generation, "LLM", None)
+        engine = {} if llm is None else {"LLM": functools.partial(llm, **{_FLAG: True})}
         try:
             with overridden(vllm_generation, engine):
                 super()._init_vllm()
@@ -115,10 +121,6 @@ class RoutedGeneration(VLLMGeneration):
                 f"more memory for the KV cache avoids; {_INSTEAD}."
             )
         return [from_engine(_decoded(each), layers=layers) for each in routes]
-
-
-def _has_vllm() -> bool:
-    return hasattr(vllm_generation, "LLM")
 
 
 def _kept(function: Any, answers: list[Any]) -> Any:

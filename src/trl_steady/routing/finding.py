@@ -3,6 +3,8 @@
 # pyright: reportUnknownMemberType=false
 # torch's annotations are partial
 
+import dis
+import functools
 import inspect
 import re
 from collections.abc import Iterator
@@ -11,7 +13,7 @@ from typing import cast
 
 from torch import nn
 
-__all__ = ["find_routers"]
+__all__ = ["find_routers", "topk_sites"]
 
 # Modules that stand around another, or around several of which one is used
 _WRAPPERS = re.compile(
@@ -42,7 +44,7 @@ def find_routers(model: nn.Module) -> dict[str, list[nn.Module]]:
             holders.add(around)
     routers: dict[str, list[nn.Module]] = {}
     for name, module in named.items():
-        if not holders.isdisjoint((plain[name], plain[name].rpartition(".")[0])) and _calls_topk(type(module)):
+        if not holders.isdisjoint((plain[name], plain[name].rpartition(".")[0])) and topk_sites(type(module)):
             routers.setdefault(plain[name], []).append(module)
     for holder in sorted(holders):
         inside = [name for name in named if f"{plain[name]}.".startswith(f"{holder}.")]
@@ -58,12 +60,14 @@ def _are_experts(name: str, module: nn.Module) -> bool:
     return ("experts" in name and "shared" not in name) or "Experts" in type(module).__name__.replace("Shared", "")
 
 
-def _calls_topk(kind: type) -> bool:
+@functools.cache
+def topk_sites(kind: type) -> int:
+    """How often the code of a class names `topk`."""
     own = (each for each in kind.__mro__ if not each.__module__.startswith("torch."))
     functions = (inspect.unwrap(value) for each in own for value in vars(each).values() if inspect.isfunction(value))
-    return any(_names_topk(function.__code__) for function in functions)
+    return sum(_sites(function.__code__) for function in functions)
 
 
-def _names_topk(code: CodeType) -> bool:
-    inner = (constant for constant in code.co_consts if isinstance(constant, CodeType))
-    return "topk" in code.co_names or any(map(_names_topk, inner))
+def _sites(code: CodeType) -> int:
+    inner = sum(_sites(constant) for constant in code.co_consts if isinstance(constant, CodeType))
+    return inner + sum(instruction.argval == "topk" for instruction in dis.get_instructions(code))

@@ -10,7 +10,8 @@ so that gate weights and their gradients are those of the live router.
 
 import functools
 import re
-from collections.abc import Callable, Generator, Sequence
+import weakref
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any, cast
 
@@ -18,11 +19,12 @@ import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map_only
 
-from trl_steady.routing.finding import find_routers
+from trl_steady.routing.finding import find_routers, topk_sites
 from trl_steady.routing.routes import dtype_of, is_route
 
-__all__ = ["Recording", "Replay", "Routers"]
+__all__ = ["Recording", "Replay", "Routers", "continued"]
 
 _TOPK = (torch.topk, torch.Tensor.topk)
 _MASKED_FILL = (torch.masked_fill, torch.Tensor.masked_fill)
@@ -36,9 +38,11 @@ class _Use:
         self._calls = calls
         """Of a layer: how often its router calls topk, the last time to decide; known once it has run."""
         self._fired = [0] * len(names)
+        self.is_over = False
+        """Whether the pass has ended: from then on only what backward runs again is of it."""
 
     def check(self) -> None:
-        """Hold that in one pass of the model, just ended, each router has run once.
+        """Hold that in one pass of the model, which ends here, each router has run once.
 
         Raises:
             RuntimeError: naming the first that has not.
@@ -49,6 +53,7 @@ class _Use:
                     f"the router {name} ran {times} times in one pass of the model, where routes are of one. Another "
                     "implementation may stand in for its layer, or the layer is used more than once."
                 )
+        self.is_over = True
 
     def _decided(self, layer: int, watch: "_Watch") -> Tensor:
         if watch.indices is None:
@@ -64,11 +69,15 @@ class Recording(_Use):
         super().__init__(names, calls)
         self._chosen: list[list[Tensor]] = [[] for _ in names]
 
-    def route(self, layer: int, forward: Callable[[], Any]) -> Any:
-        """Run the router of a layer, and keep what it chooses."""
+    def route(self, layer: int, forward: Callable[..., Any], arguments: Any, keywords: Any) -> Any:
+        """Run the router of a layer, and keep what it chooses.
+
+        Raises:
+            RuntimeError: it has called no topk.
+        """
         self._fired[layer] += 1
         with _Watch() as watch:
-            result = forward()
+            result = forward(*arguments, **keywords)
         chosen = self._decided(layer, watch).detach()
         self._chosen[layer].append(chosen.flatten(0, -2).to(dtype_of(watch.width)))
         return result
@@ -85,18 +94,16 @@ class Recording(_Use):
     def routes_of_generation(self, sequences: int) -> Tensor:
         """(B, T, L, K) of a prefill and the steps of decoding that followed, T tokens for each of B sequences.
 
-        Without a cache, each step runs all tokens so far again; then a token has the routes of its first time.
-
         Raises:
-            RuntimeError: routers that have not run equally often; passes that do not continue one another.
+            RuntimeError: routers that have not run equally often; layers that choose different numbers of experts.
         """
-        return self._stacked([_continued(chosen, sequences) for chosen in self._chosen])
+        return self._stacked([continued(chosen, sequences) for chosen in self._chosen])
 
     def _stacked(self, layers: Sequence[Tensor]) -> Tensor:
         shapes = {name: tuple(chosen.shape) for name, chosen in zip(self.names, layers, strict=True)}
         if len(set(shapes.values())) > 1:
             raise RuntimeError(f"the routers of different layers have chosen different numbers of experts: {shapes}.")
-        return torch.stack(list(layers), dim=-2)
+        return torch.stack([chosen.to(layers[0].device) for chosen in layers], dim=-2)
 
 
 class Replay(_Use):
@@ -108,36 +115,49 @@ class Replay(_Use):
         self._has_route = is_route(routes)
         self._highest = int(routes.where(self._has_route.unsqueeze(-1), 0).max()) if routes.numel() else 0
         self._changed: list[Tensor | None] = [None for _ in names]
+        self._has_gradient = torch.is_grad_enabled()
+
+    @property
+    def awaits_backward(self) -> bool:
+        """Whether this is of a pass with gradient, none of whose layers has been run again."""
+        return self._has_gradient and max(self._fired) < 2
 
     @property
     def changed(self) -> Tensor:
         """(L,) of the replayed choices those that the live router would not have made, in the first pass."""
-        return torch.stack([self._routes.new_zeros((), dtype=torch.long) if n is None else n for n in self._changed])
+        none = self._routes.new_zeros((), dtype=torch.long)
+        return torch.stack([none if number is None else number.to(none.device) for number in self._changed])
 
     @property
     def replayed(self) -> Tensor:
         """(L,) how many choices are replayed."""
         return self._has_route.sum(0) * self._routes.size(-1)
 
-    def route(self, layer: int, forward: Callable[[], Any]) -> Any:
-        """Run the router of a layer, with its choice replaced."""
+    def route(self, layer: int, forward: Callable[..., Any], arguments: Any, keywords: Any) -> Any:
+        """Run the router of a layer, with its choice replaced.
+
+        Raises:
+            RuntimeError: it chooses for other tokens, or in another way than before.
+            ValueError: a route leads to an expert that there is not.
+        """
         self._fired[layer] += 1
         if layer not in self._calls:
             with _leaving_no_trace(self._routes.device), _Watch() as watch:
-                forward()
+                copied = tree_map_only(Tensor, torch.clone, (arguments, keywords))
+                forward(*copied[0], **copied[1])
             self._decided(layer, watch)
         call = self._calls[layer]
         with _Replace(call, functools.partial(self._choose, layer), self._has_route[:, layer]) as mode:
-            result = forward()
+            result = forward(*arguments, **keywords)
         if mode.calls != call:
             raise RuntimeError(
-                f"the router {self.names[layer]} called topk {mode.calls} times, and {call} times when it was first "
-                "seen, so that its choice cannot be told: it chooses otherwise in training, or for other inputs."
+                f"the router {self.names[layer]} called topk {mode.calls} times in place of {call}, so that its "
+                "choice cannot be told: it chooses otherwise in training, or for other inputs."
             )
         return result
 
     def _choose(self, layer: int, scores: Tensor, live: Tensor) -> Tensor:
-        routes, has_route = self._routes[:, layer], self._has_route[:, layer]
+        routes, has_route = self._routes[:, layer].to(live.device), self._has_route[:, layer].to(live.device)
         of_live = live.flatten(0, -2)
         if of_live.shape != routes.shape:
             raise RuntimeError(
@@ -162,7 +182,7 @@ class Routers:
     Not for several threads at a time; gradient checkpointing, which runs routers again in autograd's threads, is fine.
 
     Raises:
-        ValueError: no routers, or experts that are not chosen by `topk`.
+        ValueError: no routers, routers in several stacks of layers, or experts that are not chosen by `topk`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -171,12 +191,25 @@ class Routers:
             raise ValueError(f"{type(model).__name__} has no routers: it is not a mixture of experts.")
         self.names = list(found)
         """Of the layers with routers, in order."""
-        numbers = [re.findall(r"\.(\d+)\.", f".{name}.") for name in self.names]
-        self.decoder_layers = [int(number[0]) if number else -1 for number in numbers]
-        """Which of all layers these are, counted from 0, by the first number in their names."""
-        self._modules = [(layer, module) for layer, same in enumerate(found.values()) for module in same]
-        self._calls: dict[int, int] = {}
+        places = [re.split(r"\.(\d+)\.", name, maxsplit=1) for name in self.names]
+        stacks = sorted({place[0] for place in places})
+        if len(stacks) > 1:
+            raise ValueError(
+                f"{type(model).__name__} has routers in several stacks of layers, {' and '.join(stacks)}, which do "
+                "not see the same tokens."
+            )
+        self.decoder_layers = [int(place[1]) if len(place) > 1 else 0 for place in places]
+        """Which of the layers of their stack these are, counted from 0."""
+        self._model = weakref.ref(model)
+        self._modules = _listed(found)
+        # where the code calls topk in one place, that is it; else the first run tells
+        sites = {layer: topk_sites(type(module)) for layer, module in self._modules if "forward" not in vars(module)}
+        self._calls = {layer: 1 for layer, count in sites.items() if count == 1}
         self._use: Recording | Replay | None = None
+
+    def are_of(self, model: nn.Module) -> bool:
+        """Whether they still are the model's, which adapters may have changed."""
+        return self._modules == _listed(find_routers(model))
 
     @contextmanager
     def recording(self) -> "Generator[Recording]":
@@ -186,27 +219,37 @@ class Routers:
 
     @contextmanager
     def replaying(self, routes: Tensor) -> "Generator[Replay]":
-        """Make routers choose given experts.
+        """Make routers choose given experts, in one pass of the model.
 
-        Must last until the end of backward where gradient checkpointing runs layers again.
+        Must last until the end of backward where gradient checkpointing runs layers again. After the replay's `check`,
+        which ends the pass, only what backward runs again is replayed. Inside of another replay it takes its place.
 
         Args:
             routes: (N, L, K) of the N tokens that the model gets, row by row; tokens without a route choose as ever.
 
         Raises:
-            ValueError: routes of another number of layers, tokens or experts a token; an expert that there is not.
+            ValueError: routes of another number of layers.
+            RuntimeError: another pass still waits for a backward that will run its layers again.
         """
         if routes.dim() != 3 or routes.size(1) != len(self.names):
             raise ValueError(
                 f"routes of shape {tuple(routes.shape)} for {len(self.names)} layers with routers ({self.names[0]} "
-                "to " + f"{self.names[-1]}): they must have shape (tokens, layers, experts per token)."
+                f"to {self.names[-1]}): they must have shape (tokens, layers, experts per token)."
             )
         with self._used_for(Replay(self.names, self._calls, routes)) as replay:
             yield replay
 
     @contextmanager
     def _used_for(self, use: Any) -> Generator[Any]:
-        before, self._use = self._use, use
+        before = self._use
+        with_gradient = isinstance(use, Replay) and torch.is_grad_enabled()
+        if with_gradient and isinstance(before, Replay) and before.awaits_backward and self._checkpoints():
+            raise RuntimeError(
+                "a pass with routes replayed while the backward of another is still to come: gradient checkpointing "
+                "would run the layers of both again, and on the routes of this one. Go backward first, or switch "
+                "gradient checkpointing off."
+            )
+        self._use = use
         attributes = [(vars(module), vars(module).get("forward")) for _, module in self._modules]
         if before is None:
             for layer, module in self._modules:
@@ -223,8 +266,26 @@ class Routers:
                         of_module["forward"] = forward
 
     def _forward(self, layer: int, forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
-        assert self._use is not None
-        return self._use.route(layer, functools.partial(forward, *arguments, **keywords))
+        use = self._use
+        if use is None or (use.is_over and not (isinstance(use, Replay) and _is_backward())):
+            return forward(*arguments, **keywords)
+        return use.route(layer, forward, arguments, keywords)
+
+    def _checkpoints(self) -> bool:
+        model = self._model()
+        modules = [] if model is None else list(model.modules())
+        return any(
+            getattr(module, "gradient_checkpointing", False) is True or type(module).__name__ == "CheckpointWrapper"
+            for module in modules
+        )
+
+
+def _listed(found: Mapping[str, Sequence[nn.Module]]) -> list[tuple[int, nn.Module]]:
+    return [(layer, module) for layer, same in enumerate(found.values()) for module in same]
+
+
+def _is_backward() -> bool:
+    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
 
 
 class _Watch(TorchFunctionMode):
@@ -271,7 +332,7 @@ class _Replace(TorchFunctionMode):
         indices = self._choose(scores, result.indices)
         if self._masked is not None and scores is self._masked[0]:
             scores = self._masked[1]
-        has_route = self._has_route.view(*indices.shape[:-1], 1)
+        has_route = self._has_route.to(indices.device).view(*indices.shape[:-1], 1)
         values = torch.where(has_route, scores.gather(-1, indices), result.values)
         return torch.return_types.topk((values, indices))
 
@@ -282,10 +343,9 @@ def _leaving_no_trace(device: torch.device) -> Generator[None]:
     # PEFT's LoRA on parameters computes these inside of a cache
     cached = cast(int, parametrize._cache_enabled)  # pyright: ignore[reportPrivateUsage]
     parametrize._cache_enabled = 0  # pyright: ignore[reportPrivateUsage]
-    devices = [] if device.type == "cpu" else [device]
+    devices = [device] if device.type == "cuda" else []
     try:
-        kind = device.type if devices else "cuda"
-        forked = cast("AbstractContextManager[None]", torch.random.fork_rng(devices, device_type=kind))
+        forked = cast("AbstractContextManager[None]", torch.random.fork_rng(devices))
         with torch.no_grad(), forked:
             yield
     finally:
@@ -297,8 +357,11 @@ def _first(args: Any, kwargs: Any) -> Tensor:
     return args[0] if args else kwargs["input"]
 
 
-def _continued(passes: Sequence[Tensor], sequences: int) -> Tensor:
-    """(B, T, K) of passes of (B * n, K)."""
+def continued(passes: Sequence[Tensor], sequences: int) -> Tensor:
+    """(B, T, K) of passes of (B * n, K), each of n tokens more of B sequences.
+
+    Without a cache, each step of decoding runs all tokens so far again; then a token has what it had the first time.
+    """
     parts: list[Tensor] = []
     known = 0
     for chosen in passes:

@@ -192,13 +192,13 @@ def aligned(sequences: Sequence[Routed], input_ids: Tensor, attention_mask: Tens
     free = dict(enumerate(sequences))
     for row in sorted(free, key=lambda row: -len(tokens[row])):
         own = tokens[row]
-        fitting = [i for i in (row, *free) if i in free and free[i].ids[: len(own)] == own]
-        if not fitting:
+        fitting = next((i for i in (row, *free) if i in free and free[i].ids[: len(own)] == own), None)
+        if fitting is None:
             raise ValueError(
                 f"sequence {row} of the rollout has other tokens than the engine routed: a subclass or a tool may "
                 "have changed them after they were sampled. router_replay='R2' does not need the engine's routes."
             )
-        routes = _of_all(free.pop(fitting[0]))[: len(own)]
+        routes = _of_all(free.pop(fitting))[: len(own)]
         batch[row, mask[row].nonzero().squeeze(-1)] = _widened(routes.cpu(), dtype)
     return batch.to(input_ids.device)
 

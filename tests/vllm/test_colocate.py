@@ -1,0 +1,284 @@
+"""Routes of a vLLM engine in the trainer's process: they are those of the tokens, and what they are good for."""
+
+import functools
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import Qwen3MoeConfig
+from trl.generation import vllm_generation
+
+from tests import agent, routed_oracle, tiny
+from tests.routed_oracle import NONE
+from tests.test_routed import CLOSE, oracles, rows
+from tests.vllm import conftest, mixtures
+from trl_steady.host import engine as host_engine
+from trl_steady.routing.routes import from_engine
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM, as `make test-vllm` has it"),
+]
+Colocated = Callable[..., Any]
+
+
+def shares(folder: Path, trainer: Any, of_weights: int | None = None) -> list[float]:
+    """Of each rollout: of its routes those of the model alone, with its weights or those of rollout `of_weights`."""
+    policy, result = oracles(folder, trainer), []
+    for number, (_, output) in enumerate(trainer.rollouts):
+        model = policy(trainer.rollouts[number if of_weights is None else of_weights][0])
+        result.append(mixtures.share([mixtures.agreement(model, row.ids, row.routes) for row in rows(output)]))
+    return result
+
+
+class Mismatch(NamedTuple):
+    """Of log-probs of the trainer's to those that vLLM has sampled with."""
+
+    k3: float
+    difference: float
+    """Its mean."""
+    far: float
+    """Share of ratios above 1.1 or below 1 / 1.1."""
+    very_far: float
+    """Above 2 or below 1 / 2."""
+    tokens: int
+
+
+def mismatches(folder: Path, trainer: Any) -> dict[str, Mismatch]:
+    """Over all rollouts: of the trainer's own old log-probs, and of the model's alone without the rollout's routes."""
+    policy = oracles(folder, trainer)
+    found: dict[str, list[Tensor]] = {"sampled": [], "replayed": [], "live": []}
+    for weights, output in trainer.rollouts:
+        model = policy(weights)
+        for row, of_row, completion in zip(
+            rows(output), output["sampling_per_token_logps"], output["completion_mask"].bool(), strict=True
+        ):
+            found["sampled"].append(of_row[completion])
+            found["replayed"].append(row.values["old_per_token_logps"])
+            with torch.no_grad():
+                forced = routed_oracle.log_probs(model, row.ids, row.prompt, row.routes)
+                found["live"].append(routed_oracle.log_probs(model, row.ids, row.prompt))
+            torch.testing.assert_close(row.values["old_per_token_logps"], forced, **CLOSE)
+    sampled, result = torch.cat(found["sampled"]), {}
+    for name in ("replayed", "live"):
+        scored = torch.cat(found[name])
+        difference = (scored - sampled).abs()
+        far = ((difference.exp() > ratio).double().mean().item() for ratio in (1.1, 2))
+        result[name] = Mismatch(mixtures.k3(scored, sampled), difference.mean().item(), *far, len(sampled))
+    return result
+
+
+def off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host_engine, "from_engine", lambda *a, **k: from_engine(*a, **k).roll(1, dims=0))
+
+
+TRAINING: dict[str, Any] = {"max_steps": 9, "learning_rate": 3e-3}
+
+
+def test_routes_are_those_of_each_token_and_of_the_weights_that_were_sent(
+    mixture: Path, tmp_path: Path, colocated: Colocated
+) -> None:
+    """Three rollouts of four updates each, but for the last."""
+    trainer = tiny.train(colocated(mixture, tmp_path, **TRAINING))
+    assert trainer.routers_of(trainer.model).decoder_layers == mixtures.SPARSE
+    assert len(trainer.rollouts) == 3 and shares(mixture, trainer) == [1.0, 1.0, 1.0]
+    assert max(shares(mixture, trainer, of_weights=0)[1:]) < 0.7  # the weights have moved
+    policy, apart = oracles(mixture, trainer), 0
+    for _, output in trainer.rollouts:
+        found = list(rows(output))
+        completions = {len(row.ids) - row.prompt for row in found}
+        assert len({row.prompt for row in found}) > 1 and len(completions) > 3 and min(completions) < 40
+        for row in found:
+            assert row.routes is not None and row.of_padding is not None
+            assert (row.routes[-1] == NONE).all() and (row.routes[:-1] != NONE).all()
+            assert (row.of_padding == NONE).all()
+    for update in trainer.updates:
+        now = policy(update.weights)
+        for row in update.rows:
+            with torch.no_grad():
+                forced = routed_oracle.log_probs(now, row.ids, row.prompt, row.routes)
+                apart += not torch.allclose(forced, routed_oracle.log_probs(now, row.ids, row.prompt), **CLOSE)
+            torch.testing.assert_close(row.values["logps"], forced, **CLOSE)
+    assert apart > 20
+    history = tiny.history(trainer)
+    assert [row["routing/fallback"] for row in history if "routing/fallback" in row] == [0, 0, 0]
+    assert history[0]["routing/changed"] < 1e-3 < 0.02 < history[3]["routing/changed"]
+    assert all(row["mismatch/kl"] < 1e-9 for row in history if "mismatch/kl" in row)
+
+
+def test_routes_of_the_token_before_are_found_out(
+    mixture: Path, tmp_path: Path, colocated: Colocated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    off_by_one(monkeypatch)
+    trainer = tiny.train(colocated(mixture, tmp_path, **TRAINING))
+    assert max(shares(mixture, trainer)) < 0.5
+    assert all(row["mismatch/kl"] > 1e-3 for row in tiny.history(trainer) if "mismatch/kl" in row)
+
+
+LONG: dict[str, Any] = {"max_completion_length": 96, "per_device_train_batch_size": 16, "max_steps": 2}
+
+
+def test_with_replay_the_trainer_is_closer_to_an_engine_in_bfloat16(
+    talkative: Path, tmp_path: Path, colocated: Colocated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = {"dtype": "bfloat16", "learning_rate": 1e-3, **LONG}
+    trainer = tiny.train(colocated(talkative, tmp_path, **options))
+    (share,) = shares(talkative, trainer)
+    found = mismatches(talkative, trainer)
+    assert 0.95 < share < 0.998 and found["live"].tokens > 5000
+    assert found["replayed"].k3 < found["live"].k3 / 2
+    assert found["replayed"].difference < found["live"].difference / 1.2
+    assert found["replayed"].far < found["live"].far / 2
+    logged = tiny.history(trainer)[0]["mismatch/kl"]  # of a quarter of these tokens, the first update's
+    assert logged == pytest.approx(found["replayed"].k3, rel=0.5)
+
+    off_by_one(monkeypatch)
+    wrong = mismatches(talkative, tiny.train(colocated(talkative, tmp_path, **options)))
+    assert wrong["replayed"].k3 > 20 * wrong["live"].k3
+
+
+def random_prompts(*lengths: int, begin: list[int] | None = None) -> list[list[int]]:
+    generator = torch.Generator().manual_seed(sum(lengths))
+    return [(begin or []) + torch.randint(256, (length,), generator=generator).tolist() for length in lengths]
+
+
+SHARED = random_prompts(100)[0]
+PROMPTS = {
+    "cached": random_prompts(4, 9, 1, 30, begin=SHARED),
+    "in pieces": random_prompts(100, 70, 33, 1),
+    "preempted": random_prompts(*range(20, 28)),
+}
+
+
+@pytest.mark.parametrize("case", PROMPTS)
+def test_however_the_engine_goes_about_it_routes_are_right(
+    talkative: Path,
+    tmp_path: Path,
+    colocated: Colocated,
+    engines: conftest.Engines,
+    monkeypatch: pytest.MonkeyPatch,
+    case: str,
+) -> None:
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    preempted: list[str] = []
+    preempt = Scheduler._preempt_request
+
+    def noted(self: Any, request: Any, *arguments: Any, **keywords: Any) -> Any:
+        preempted.append(request.request_id)
+        return preempt(self, request, *arguments, **keywords)
+
+    monkeypatch.setattr(Scheduler, "_preempt_request", noted)
+    trainer = colocated(talkative, tmp_path, max_completion_length=110)
+    generation, prompts = trainer.vllm_generation, PROMPTS[case]
+
+    def check() -> None:
+        alone = routed_oracle.plain(talkative, trainer.model, trainer.model.state_dict())
+        _, completions, _, _ = generation.generate(prompts, None, 1)
+        routes = generation.take_routes(mixtures.SPARSE)
+        sequences = [prompt + list(completion) for prompt, completion in zip(prompts, completions, strict=True)]
+        pairs = list(zip(sequences, routes, strict=True))
+        assert [len(own) for own in routes] == [len(ids) - 1 for ids in sequences]
+        assert mixtures.share([mixtures.agreement(alone, *pair) for pair in pairs]) == 1.0
+        assert mixtures.share([mixtures.agreement(alone, ids, own.roll(1, 0)) for ids, own in pairs]) < 0.5
+
+    generation.sync_weights()
+    check()
+    if case == "cached":
+        check()
+        assert max(request.num_cached_tokens for request in engines.answers[-1]) >= 96
+        with torch.no_grad():
+            for parameter in trainer.model.parameters():
+                parameter.add_(0.1 * torch.randn_like(parameter))
+        generation.sync_weights()  # what was cached is of other weights
+        check()
+    elif case == "in pieces":
+        assert max(map(len, prompts)) > 2 * conftest.BUDGET
+    else:
+        assert len(preempted) >= 4
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A mixture of experts that calls tools; its first layer is dense."""
+    names = ("head_dim", "num_experts", "num_experts_per_tok", "moe_intermediate_size")
+    sizes = {name: mixtures.SIZES[name] for name in names}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agent, "Qwen2Config", functools.partial(Qwen3MoeConfig, **sizes, mlp_only_layers=[0]))
+        return agent.save_model(tmp_path_factory.mktemp("caller"), steps=90)
+
+
+def test_turns_of_an_agent_are_put_together(
+    caller: Path, tmp_path: Path, colocated: Colocated, engines: conftest.Engines
+) -> None:
+    """A turn's last token, which has no route then, has that of the next turn, whose prompt is cached in part."""
+    engines.answers.clear()
+    options: dict[str, Any] = {
+        "per_device_train_batch_size": 8,
+        "steps_per_generation": 2,
+        "max_completion_length": 160,
+        "min_p": 0.1,  # nothing that was not learned
+        "max_steps": 4,
+        "learning_rate": 1e-4,
+        "build": {
+            "tools": agent.tools([]),
+            "train_dataset": agent.dataset(agent.one_by_one, agent.both_at_once),
+            "processing_class": agent.tokenizer(),
+        },
+    }
+    trainer = tiny.train(colocated(caller, tmp_path, **options))
+    assert shares(caller, trainer) == [1.0, 1.0]
+    assert [row["routing/fallback"] for row in tiny.history(trainer) if "routing/fallback" in row] == [0, 0]
+    later = [request for answer in engines.answers if len(answer) < 16 for request in answer]
+    assert max(request.num_cached_tokens for request in later) >= conftest.BLOCK
+    assert len(trainer.turns[0]) >= 2
+    boundaries = 0
+    for _, output in trainer.rollouts:
+        for row in rows(output):
+            for _, end in agent.turns(row.ids[row.prompt :])[:-1]:
+                assert row.routes is not None and (row.routes[row.prompt + end - 1] != NONE).all()
+                boundaries += 1
+    assert boundaries > 5
+
+
+def test_an_engine_that_captures_nothing_is_not_trained_with(
+    mixture: Path, tmp_path: Path, colocated: Colocated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def deaf(enable_return_routed_experts: bool, **asked: Any) -> Any:
+        return conftest.new("float32", **asked)
+
+    trainer = colocated(mixture, tmp_path)
+    generation = trainer.vllm_generation
+    monkeypatch.setattr(vllm_generation, "LLM", deaf)
+    generation._init_vllm()
+    with pytest.raises(ValueError, match=r"vLLM returned no routes for 16 of 16 sequences\. Start it with --enable-"):
+        trainer.train()
+
+
+def test_a_vllm_that_cannot_capture_says_so(
+    mixture: Path, tmp_path: Path, colocated: Colocated, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the flag is unknown to an older one."""
+    generation = colocated(mixture, tmp_path).vllm_generation
+    monkeypatch.setattr(vllm_generation, "LLM", functools.partial(conftest.new, "float32"))
+    monkeypatch.setattr(host_engine, "_FLAG", "enable_return_of_everything")
+    with pytest.raises(ValueError, match=r"needs a vLLM with enable_return_of_everything.*Install a newer one"):
+        generation._init_vllm()
+
+
+def test_a_dense_model_is_refused(models: dict[str, Path], tmp_path: Path, colocated: Colocated) -> None:
+    """By vLLM, before we look."""
+    with pytest.raises(ValueError, match=r"Routed-experts capture requires positive layer.*num_experts=0"):
+        colocated(models["dense"], tmp_path)
+
+
+def test_routes_among_more_experts_than_a_byte_holds(tmp_path: Path, colocated: Colocated) -> None:
+    folder = mixtures.save_model(tmp_path / "model", num_experts=300)
+    trainer = tiny.train(colocated(folder, tmp_path, max_steps=1))
+    assert shares(folder, trainer) == [1.0]
+    routes = trainer.rollouts[0][1]["routes"]
+    assert routes.dtype == torch.int16 and routes.max() > 255

@@ -1,0 +1,107 @@
+"""Routes of a vLLM server, a process of its own. It cannot take weights on CPU, so that there is one rollout."""
+
+import importlib.util
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import requests
+from trl.generation.vllm_client import VLLMClient
+
+from tests import tiny
+from tests.routed_oracle import NONE
+from tests.test_routed import build, oracles, rows
+from tests.vllm import mixtures
+from tests.vllm.test_colocate import shares
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM, as `make test-vllm` has it"),
+]
+
+
+@pytest.fixture(scope="module")
+def url(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        address = f"127.0.0.1:{free.getsockname()[1]}"
+    port = address.split(":")[1]
+    options = [
+        "--dtype",
+        "float32",
+        "--enforce-eager",
+        "--max-model-len",
+        "128",
+        "--host",
+        "127.0.0.1",
+        "--port",
+        port,
+    ]
+    options += ["--enable-return-routed-experts", "--logprobs-mode", "processed_logprobs"]
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(mixture), *options]
+    log = tmp_path_factory.mktemp("server") / "log"
+    distributed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # a colocated engine's
+    alone = {name: value for name, value in os.environ.items() if name not in distributed}
+    with log.open("w") as out:
+        server = subprocess.Popen(
+            command,
+            stdout=out,
+            stderr=subprocess.STDOUT,
+            env={**alone, "VLLM_SERVER_DEV_MODE": "1"},
+            start_new_session=True,
+        )
+    try:
+        deadline = time.monotonic() + 240
+        while not is_up(address):
+            assert server.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
+            time.sleep(0.5)
+        yield f"http://{address}"
+    finally:
+        os.killpg(server.pid, signal.SIGTERM)
+        try:
+            server.wait(timeout=20)
+        except subprocess.TimeoutExpired:
+            os.killpg(server.pid, signal.SIGKILL)
+
+
+def is_up(address: str) -> bool:
+    try:
+        return requests.get(f"http://{address}/health", timeout=5).status_code == 200
+    except requests.exceptions.ConnectionError:
+        return False
+
+
+def test_routes_are_those_of_each_token(
+    mixture: Path, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sent: list[int] = []
+
+    def update(self: Any, metadata: list[Any], weights: Iterator[Any]) -> None:
+        sent.append(len(metadata))
+
+    monkeypatch.setattr(VLLMClient, "init_communicator", lambda *_, **__: None)
+    monkeypatch.setattr(VLLMClient, "update_named_params", update)
+    options: dict[str, Any] = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "max_steps": 4}
+    trainer = build(mixture, tmp_path, router_replay="R3", max_completion_length=40, learning_rate=1e-3, **options)
+    own = vars(trainer.vllm_generation.vllm_client).copy()
+    tiny.train(trainer)
+    assert vars(trainer.vllm_generation.vllm_client).keys() == own.keys()
+    assert len(sent) == len(trainer.rollouts) == 1 and shares(mixture, trainer) == [1.0]
+    ((weights, output),) = trainer.rollouts
+    found, model = list(rows(output)), oracles(mixture, trainer)(weights)
+    assert len({row.prompt for row in found}) > 1 and len({len(row.ids) - row.prompt for row in found}) > 3
+    rolled = []
+    for row in found:
+        assert row.routes is not None and row.of_padding is not None
+        assert (row.routes[-1] == NONE).all() and (row.of_padding == NONE).all()
+        rolled.append(mixtures.agreement(model, row.ids, row.routes[:-1].roll(1, dims=0)))
+    assert mixtures.share(rolled) < 0.5
+    logged = tiny.history(trainer)[0]
+    assert logged["routing/fallback"] == 0 and logged["routing/changed"] < 1e-3 and logged["mismatch/kl"] < 1e-9
