@@ -147,6 +147,7 @@ def test_generation_that_does_not_feed_tokens_in_turn_is_refused(
     assert all(torch.equal(before[name], value) for name, value in tiny.parameters(trainer).items())
 
 
-def test_no_cache_brings_compilation(models: dict[str, Path], tmp_path: Path) -> None:
+def test_trl_has_no_cache_compile_generation(models: dict[str, Path], tmp_path: Path) -> None:
+    """Which would trace away the calls that are watched."""
     trainer: Any = tiny.trainer(models["moe"], tmp_path, router_replay="R3", cache_implementation="static")
     assert trainer.generation_config.disable_compile is True

@@ -81,7 +81,6 @@ class RoutedTrainer(UnpaddedTrainer):
                 f"{option} with use_transformers_continuous_batching=True, which feeds tokens of several sequences in "
                 f"an order of its own. Set it to False, {instead}."
             )
-        self.generation_config.disable_compile = True  # which some caches would bring
 
     def routers_of(self, model: torch.nn.Module) -> Routers:
         """Of the transformers model in `model`."""
