@@ -58,6 +58,7 @@ bench: $(VENV)/.recipes
 	$(BIN)/python tests/benchmarks/seam.py
 	$(BIN)/python tests/benchmarks/reference.py
 	$(TRAIN) tests/benchmarks/padding.py
+	$(TRAIN) tests/benchmarks/replay.py
 
 format: $(VENV)/.test
 	$(BIN)/ruff format .
