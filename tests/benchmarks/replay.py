@@ -17,7 +17,6 @@ import contextlib
 import statistics
 import sys
 import tempfile
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -32,6 +31,7 @@ import trl_steady
 
 sys.path += [str(Path(__file__).parents[2])]
 from tests import tiny
+from tests.benchmarks import reference
 from tests.benchmarks.seam import CUDA
 
 from trl_steady.host import overridden
@@ -125,22 +125,12 @@ def generate(trainer: Any, replay: str | None) -> None:
         )
 
 
-def timed(work: Callable[[], Any]) -> float:
-    if CUDA:
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    work()
-    if CUDA:
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
-
-
 def compared(what: str, work: Callable[[str | None], Any], replay: str, rounds: int) -> float:
     """The median ratio of with to without."""
     pairs = []
     for turn in range(-1, rounds):  # the first is not counted
         order = (replay, None) if turn % 2 else (None, replay)
-        seconds = {each: timed(lambda each=each: work(each)) for each in order}
+        seconds = {each: reference.seconds(lambda each=each: work(each)) for each in order}
         if turn >= 0:
             pairs.append((seconds[replay], seconds[None]))
     ratios = [with_replay / without for with_replay, without in pairs]

@@ -1,0 +1,24 @@
+"""The models that routes are replayed on."""
+
+import pytest
+from transformers import PreTrainedModel
+
+from tests.routing import mixtures
+from tests.routing.passes import (
+    CASES,
+)
+
+
+@pytest.fixture(params=CASES)
+def model(request: pytest.FixtureRequest) -> PreTrainedModel:
+    return mixtures.build(request.param)
+
+
+@pytest.fixture
+def qwen() -> PreTrainedModel:
+    return mixtures.build(CASES[0])
+
+
+@pytest.fixture(params=[True, False], ids=["reentrant", "not reentrant"])
+def checkpointing(request: pytest.FixtureRequest) -> dict[str, bool]:
+    return {"use_reentrant": request.param}
