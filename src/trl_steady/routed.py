@@ -17,7 +17,7 @@ from trl_steady.host import overridden
 from trl_steady.host.engine import capturing_engine
 from trl_steady.reference.tensors import REFERENCE
 from trl_steady.routing.model import RecordedModel, ReplayedModel
-from trl_steady.routing.replay import Replay, Routers, continued
+from trl_steady.routing.replay import Recording, Replay, Routers, continued
 from trl_steady.routing.routes import Routed, aligned, is_route, no_route, shared, stitched
 from trl_steady.unpadded import UnpaddedTrainer
 
@@ -131,27 +131,34 @@ class RoutedTrainer(UnpaddedTrainer):
         else:
             with self.routers_of(self.model).recording() as recording, _fed(self.bare(self.model)) as passes:
                 completion_ids, logprobs = super().generate(prompt_ids, *arguments, **keywords)
-            padded = recording.routes_of_generation(len(prompt_ids)).cpu()
-            fed = continued(passes, len(prompt_ids)).squeeze(-1).tolist()
-            multiple = int(self.pad_to_multiple_of or 1)
-            width = -(-max(map(len, prompt_ids)) // multiple) * multiple  # prompts are padded on their left
-            routes = []
-            for row, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
-                own = slice(width - len(prompt), width + len(completion) - 1)
-                if fed[row][own] != [*prompt, *completion][:-1]:
-                    raise ValueError(
-                        "router_replay='R3': transformers has not fed the model the tokens of each sequence one after "
-                        "another. Leave beam search, guidance and assisted decoding out of generation_kwargs and of "
-                        "the model's generation_config, or set router_replay='R2'."
-                    )
-                routes.append(padded[row, own])
-        self._rollout.turns.append(
-            [
-                Routed([*prompt, *completion], own)
-                for prompt, completion, own in zip(prompt_ids, completion_ids, routes, strict=True)
-            ]
-        )
+            routes = self._of_generation(recording, passes, prompt_ids, completion_ids)
+        sequences = zip(prompt_ids, completion_ids, routes, strict=True)
+        self._rollout.turns.append([Routed([*prompt, *completion], own) for prompt, completion, own in sequences])
         return completion_ids, logprobs
+
+    def _of_generation(
+        self,
+        recording: Recording,
+        passes: list[Tensor],
+        prompt_ids: list[list[int]],
+        completion_ids: list[list[int]],
+    ) -> list[Tensor]:
+        """(T - 1, L, K) of each sequence, of what transformers has run for all of them together."""
+        padded = recording.routes_of_generation(len(prompt_ids)).cpu()
+        fed = continued(passes, len(prompt_ids)).squeeze(-1).tolist()
+        multiple = int(self.pad_to_multiple_of or 1)
+        width = -(-max(map(len, prompt_ids)) // multiple) * multiple  # prompts are padded on their left
+        routes: list[Tensor] = []
+        for row, (prompt, completion) in enumerate(zip(prompt_ids, completion_ids, strict=True)):
+            own = slice(width - len(prompt), width + len(completion) - 1)
+            if fed[row][own] != [*prompt, *completion][:-1]:
+                raise ValueError(
+                    "router_replay='R3': transformers has not fed the model the tokens of each sequence one after "
+                    "another. Leave beam search, guidance and assisted decoding out of generation_kwargs and of the "
+                    "model's generation_config, or set router_replay='R2'."
+                )
+            routes.append(padded[row, own])
+        return routes
 
     def _align(self, rollout: _Rollout, input_ids: Tensor, attention_mask: Tensor, prompt_width: int) -> None:
         """Under R3: what has been generated, as routes of the padded batch."""
@@ -177,6 +184,13 @@ class RoutedTrainer(UnpaddedTrainer):
         score = functools.partial(
             super().log_probs, model, input_ids, attention_mask, logits_to_keep, *arguments, **keywords
         )
+        if self.args.router_replay is None:
+            return score()
+        is_reference = self._is_reference(model)
+        if is_reference and not self.args.router_replay_reference:
+            return score()
+        if not is_reference and self.bare(model) is not self.bare(self.model):  # such as a teacher of a subclass
+            return score()
         rollout = self._rollout
         if rollout is None:
             if self._routes is None:
@@ -185,9 +199,6 @@ class RoutedTrainer(UnpaddedTrainer):
             scores = score(stand_in=replayed)
             self._log_replays(replayed.replays)
             return scores
-        is_reference = self._is_reference(model)
-        if is_reference and not self.args.router_replay_reference:
-            return score()
         prompt_width = input_ids.size(1) - logits_to_keep
         self._align(rollout, input_ids, attention_mask, prompt_width)
         if rollout.routes is not None:

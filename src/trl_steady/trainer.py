@@ -40,8 +40,8 @@ class GRPOTrainer(StepwiseTrainer):
     Raises:
         ValueError: `args` is not ours, nothing is trainable, bitsandbytes has packed the weights for inference, the
             adapter cannot follow as a reference, vLLM would have to share a quantised base, an option needs the
-            log-probs of an engine and there is none, or the model cannot do what `token_budget` or `share_prompts`
-            ask for.
+            log-probs of an engine and there is none, the model cannot do what `token_budget` or `share_prompts`
+            ask for, or it or what generates cannot replay routes.
 
     Warns:
         UserWarning: an off-policy mask cannot act, as every update is on-policy or the clip has silenced the same
