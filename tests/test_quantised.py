@@ -169,3 +169,15 @@ def test_no_warning_where_steps_are_kept(wide: Path, tmp_path: Path, options: di
 def test_adapter_dtype_without_an_adapter_is_refused(wide: Path, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"adapter_dtype='float32' would be ignored: .*Leave it unset, or give peft"):
         tiny.trainer(wide, tmp_path, adapter_dtype="float32")
+
+
+def test_a_quantised_mixture_of_experts_replays_its_routes_and_keeps_its_experts_as_they_are(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """bitsandbytes takes linear layers only, and transformers has the experts of a layer as one parameter."""
+    trainer = build(models["moe"], "nf4", tmp_path, router_replay="R2", adapter_dtype="float32", learning_rate=0.1)
+    experts = {name: p for name, p in trainer.model.named_parameters() if ".experts." in name}
+    assert len(experts) == 4 and all(p.dtype.is_floating_point for p in experts.values())
+    assert len(quantised_bytes(trainer.model)) == 8  # of attention, in two layers
+    history = tiny.history(tiny.train(trainer))
+    assert history[0]["routing/changed"] == 0 and history[1]["routing/changed"] > 0.01
