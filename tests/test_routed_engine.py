@@ -25,8 +25,8 @@ from trl.generation import vllm_client, vllm_generation
 from trl.generation.vllm_client import VLLMClient
 
 from tests import agent, routed_oracle, tiny
+from tests.routed import CLOSE, Row, build, oracles, rows
 from tests.routed_oracle import NONE
-from tests.test_routed import CLOSE, Row, build, oracles, rows
 from trl_steady.host import engine as host_engine
 from trl_steady.host.engine import RoutedGeneration
 

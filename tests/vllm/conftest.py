@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from trl.generation import vllm_generation
 
-from tests.test_routed import Recorded, build
+from tests.routed import Recorded, build
 from tests.vllm import cpu, mixtures
 
 BUDGET, BLOCK, BLOCKS = 48, 32, 18

@@ -13,8 +13,8 @@ from transformers import Qwen3MoeConfig
 from trl.generation import vllm_generation
 
 from tests import agent, routed_oracle, tiny
+from tests.routed import CLOSE, oracles, rows
 from tests.routed_oracle import NONE
-from tests.test_routed import CLOSE, oracles, rows
 from tests.vllm import conftest, mixtures
 from trl_steady.host import engine as host_engine
 from trl_steady.routing.routes import from_engine

@@ -16,8 +16,8 @@ import requests
 from trl.generation.vllm_client import VLLMClient
 
 from tests import tiny
+from tests.routed import build, oracles, rows
 from tests.routed_oracle import NONE
-from tests.test_routed import build, oracles, rows
 from tests.vllm import mixtures
 from tests.vllm.test_colocate import shares
 
