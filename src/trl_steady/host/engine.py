@@ -36,8 +36,8 @@ class RoutedGeneration(VLLMGeneration):
     """TRL's, started with the capture of routes, which are kept for whoever takes them.
 
     Raises:
-        ValueError: a vLLM that has no capture, or a server that was started without it; a colocated engine over
-            several GPUs.
+        ValueError: a model without routers; a vLLM that has no capture, or a server that was started without it; a
+            colocated engine over several GPUs.
     """
 
     _routes: Sequence[Any] | None = None
