@@ -14,7 +14,7 @@ import trl_steady
 from tests import routed_oracle, tiny
 from tests.routed_oracle import NONE
 from trl_steady.checks import NATIVE_LOSS_TYPES, SEQUENCE_RATIO_LOSS_TYPES
-from trl_steady.routing.routes import Routed
+from trl_steady.turns import Traced
 
 LAYERS, EXPERTS, CHOSEN = 2, 4, 2
 
@@ -58,7 +58,7 @@ class Recorded(trl_steady.GRPOTrainer):
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         self.rollouts: list[tuple[dict[str, Tensor], dict[str, Any]]] = []
-        self.turns: list[list[list[Routed]]] = []
+        self.turns: list[list[list[Traced]]] = []
         self.updates: list[Update] = []
         self.evaluations: list[Update] = []
         super().__init__(*arguments, **keywords)
@@ -78,7 +78,7 @@ class Recorded(trl_steady.GRPOTrainer):
             self.turns[-1].append(turns[-1])
         return answer
 
-    def tampered(self, routed: Routed) -> Routed:
+    def tampered(self, routed: Traced) -> Traced:
         return routed
 
     def micro_batch_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
@@ -102,10 +102,10 @@ class Recorded(trl_steady.GRPOTrainer):
 class Random(Recorded):
     """As if the rollout had gone through any experts."""
 
-    def tampered(self, routed: Routed) -> Routed:
+    def tampered(self, routed: Traced) -> Traced:
         generator = torch.Generator().manual_seed(zlib.crc32(str(routed.ids).encode()))
         shape = (len(routed.ids) - 1, LAYERS, EXPERTS)
-        return Routed(routed.ids, torch.rand(shape, generator=generator).argsort(-1)[..., :CHOSEN].to(torch.uint8))
+        return Traced(routed.ids, torch.rand(shape, generator=generator).argsort(-1)[..., :CHOSEN].to(torch.uint8))
 
 
 def rows(batch: dict[str, Any]) -> Iterator[Row]:

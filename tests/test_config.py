@@ -66,6 +66,7 @@ def test_a_native_loss_has_every_default_of_trl(tmp_path: Path, loss_type: str) 
         "share_prompts": False,
         "router_replay": None,
         "router_replay_reference": False,
+        "keep_sampling_mask": False,
         "adapter_dtype": None,
     }
     assert ours.to_dict() == {**theirs.to_dict(), **added}

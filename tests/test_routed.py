@@ -108,7 +108,7 @@ def test_r3_takes_the_experts_of_the_rollout(models: dict[str, Path], tmp_path: 
     policy = oracles(folder, trainer)
     temperature = options.get("temperature", 1.0)
     (turn,) = trainer.turns[0]
-    given = {tuple(routed.ids): of_rollout(routed.routes) for routed in turn}
+    given = {tuple(routed.ids): of_rollout(routed.values) for routed in turn}
     before = policy(trainer.rollouts[0][0])
     reference = before if options.get("sync_ref_model") else routed_oracle.initial(folder)
     updates, apart = [update for update in trainer.updates if update.rollout == 0], 0
@@ -168,7 +168,7 @@ def test_sequences_that_share_a_prompt_take_the_experts_of_one_of_them(
     expected: dict[tuple[int, ...], Tensor] = {}
     firsts: dict[tuple[int, ...], Tensor] = {}
     for routed, prompt in zip(turn, prompts, strict=True):
-        routes, shared = of_rollout(routed.routes), tuple(routed.ids[: prompt - 1])
+        routes, shared = of_rollout(routed.values), tuple(routed.ids[: prompt - 1])
         first = firsts.setdefault(shared, routes[: prompt - 1].clone())
         expected[tuple(routed.ids)] = torch.cat([first, routes[prompt - 1 :]])
     assert len(firsts) == 2
@@ -211,7 +211,7 @@ def test_what_generate_has_routed_is_where_each_token_goes(
         assert options.get("max_completion_length") == 1 or len({len(row.ids) - row.prompt for row in found}) > 2
         for row, routed in zip(found, turn, strict=True):
             natural = routed_oracle.natural(model, routed.ids)
-            assert torch.equal(ascending(routed.routes), natural[:-1])
+            assert torch.equal(ascending(routed.values), natural[:-1])
             assert row.routes is not None and torch.equal(ascending(row.routes)[:-1], natural[: len(row.ids) - 1])
             if len(row.ids) == len(routed.ids):
                 assert (row.routes[-1] == NONE).all()

@@ -28,7 +28,7 @@ from tests import agent, routed_oracle, tiny
 from tests.routed import CLOSE, Row, build, oracles, rows
 from tests.routed_oracle import NONE
 from trl_steady.host import engine as host_engine
-from trl_steady.host.engine import RoutedGeneration
+from trl_steady.host.engine import ROUTES, CapturingGeneration
 
 LAYERS, SPARSE, EXPERTS, CHOSEN = 4, [1, 3], 8, 2
 Array = Any
@@ -303,7 +303,7 @@ def test_answers_without_routes_are_refused(
     engine: Engine, server: Server, served: Callable[..., Any], is_silent: bool
 ) -> None:
     engine.answered, server.is_silent = lambda _: None, is_silent
-    with pytest.raises(ValueError, match=r"vLLM returned no routes for 16 of 16 sequences\. Start it with --enable-"):
+    with pytest.raises(ValueError, match=r"vLLM returned no routes for 16 of 16 sequences\. Start a server with "):
         served().train()
 
 
@@ -325,7 +325,7 @@ WRONG: dict[str, tuple[Callable[[Array], Array], str]] = {
     ),
     "a token too few": (
         lambda experts: experts[:-2],
-        r"returned routes of \d+ tokens of a sequence of \d+; the last alone may have none",
+        r"returned values of \d+ tokens of a sequence of \d+; the last alone may have none",
     ),
     "experts that there are not": (
         lambda experts: np.where(experts == 0, 77, experts)[:-1],
@@ -441,15 +441,6 @@ def test_a_generation_that_fails_leaves_the_engine_as_it_was(
     assert "generate" not in vars(generation.llm)
 
 
-def test_images_for_a_server_are_refused(server: Server, served: Callable[..., Any]) -> None:
-    """Without images in a batch, which may have had some, there is nothing to refuse."""
-    generation = served().vllm_generation
-    with pytest.raises(ValueError, match=r"with images, which TRL sends.*Set vllm_mode='colocate', or set"):
-        generation.generate([[1, 2], [1, 2]], [None, ["picture"]], 1)
-    _, completions, _, _ = generation.generate([[1, 2], [1, 2]], [None, None], 1)
-    assert [len(own) for own in generation.take_routes(SPARSE)] == [len(ids) + 1 for ids in completions]
-
-
 class Process:
     """What an accelerator says of itself."""
 
@@ -487,9 +478,8 @@ def test_each_of_two_processes_has_the_routes_of_its_own_sequences(
     seen = []
     for index, own in enumerate(of_processes):
         main = index == 0
-        generation = RoutedGeneration(
-            mixture, Process(index), None, mode="server", server_base_url=server.url, max_completion_length=8
-        )
+        options = {"mode": "server", "server_base_url": server.url, "max_completion_length": 8}
+        generation = CapturingGeneration(mixture, Process(index), None, captures=[ROUTES], **options)
         _, completions, _, _ = generation.generate(own, None, generations)
         for prompt, ids, routes in zip(own, completions, generation.take_routes(SPARSE), strict=True):
             expected = chosen([*prompt, *ids], 0)[:-1, SPARSE]

@@ -34,7 +34,7 @@ from tests.routed import (
 )
 from tests.routed_oracle import NONE
 from trl_steady.host import overridden
-from trl_steady.routing.routes import Routed
+from trl_steady.turns import Traced
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])
@@ -89,7 +89,7 @@ def test_evaluation_replays_too_and_leaves_training_alone(
     assert trained[:-1] == tiny.history(without)[:-1]
     assert resumable.differences(tiny.parameters(without), tiny.parameters(trainer)) == []
 
-    given = {tuple(r.ids): of_rollout(r.routes) for turns in trainer.turns for turn in turns for r in turn}
+    given = {tuple(r.ids): of_rollout(r.values) for turns in trainer.turns for turn in turns for r in turn}
     policy = oracles(folder, trainer)
     assert len(trainer.evaluations) == 6
     for update in trainer.evaluations:
@@ -187,11 +187,11 @@ def test_routes_among_more_experts_than_a_byte_holds(tmp_path: Path, replay: str
 class Holed(Random):
     """Of each sequence's second token, one layer is missing; of a fourth, both."""
 
-    def tampered(self, routed: Routed) -> Routed:
-        routes = super().tampered(routed).routes
+    def tampered(self, routed: Traced) -> Traced:
+        routes = super().tampered(routed).values
         routes[1, 1] = NONE
         routes[3:4] = NONE
-        return Routed(routed.ids, routes)
+        return Traced(routed.ids, routes)
 
 
 def test_tokens_without_a_route_go_where_they_would_and_are_counted(models: dict[str, Path], tmp_path: Path) -> None:
@@ -261,7 +261,7 @@ def test_turns_of_an_agent_are_put_together(caller: Path, tmp_path: Path, kind: 
         expected = torch.full((len(row.ids), LAYERS, CHOSEN), NONE, dtype=torch.uint8)
         for routed in itertools.chain(*reversed(trainer.turns[0])):  # the first turn has the last word
             if row.ids[: len(routed.ids)] == routed.ids:
-                expected[: len(routed.routes)] = routed.routes
+                expected[: len(routed.values)] = routed.values
         assert row.routes is not None and torch.equal(row.routes, expected)
         if kind is Recorded:
             assert torch.equal(ascending(row.routes)[:-1], routed_oracle.natural(model, row.ids)[:-1])

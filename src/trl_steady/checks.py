@@ -20,7 +20,9 @@ __all__ = [
     "refuse_contradictions",
     "refuse_means_over_micro_batches",
     "refuse_out_of_range",
+    "reweights",
     "trl_default",
+    "truncates",
 ]
 
 NATIVE_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
@@ -90,6 +92,30 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
 )
 
+# Options of generation that leave tokens out, where they do; a grammar of vLLM's does, whatever it is.
+_TRUNCATIONS: dict[str, Callable[[Any], bool]] = {
+    "top_p": lambda v: v < 1,
+    "top_k": lambda v: v > 0,
+    "min_p": lambda v: v > 0,
+    "top_h": lambda v: v < 1,
+    "typical_p": lambda v: v < 1,
+    "epsilon_cutoff": lambda v: 0 < v < 1,
+    "eta_cutoff": lambda v: 0 < v < 1,
+    "structured_outputs": bool,
+}
+# And those that make some tokens likelier than others, with the value that does not.
+_WEIGHTINGS = {
+    "repetition_penalty": 1.0,
+    "encoder_repetition_penalty": 1.0,
+    "frequency_penalty": 0.0,
+    "presence_penalty": 0.0,
+    "logit_bias": {},
+    "sequence_bias": {},
+    "exponential_decay_length_penalty": (),
+    "watermarking_config": {},
+    "guidance_scale": 1,
+}
+
 # Read by one other loss only; under gspo and gspo_token they would be ignored.
 _OPTIONS_OF_OTHER_LOSSES = (
     ("sapo", ("sapo_temperature_pos", "sapo_temperature_neg")),
@@ -117,6 +143,16 @@ def refuse_out_of_range(args: "GRPOConfig") -> None:
             raise ValueError(f"{option}={value!r} cannot work. Set {option} to {expected}.")
 
 
+def truncates(option: str, value: Any) -> bool:
+    """Whether an option of generation leaves tokens out."""
+    return option in _TRUNCATIONS and _TRUNCATIONS[option](value)
+
+
+def reweights(option: str, value: Any) -> bool:
+    """Whether an option of generation moves probabilities among the tokens that it does not leave out."""
+    return option in _WEIGHTINGS and value != _WEIGHTINGS[option]
+
+
 def refuse_contradictions(args: "GRPOConfig") -> None:
     """Refuse options that can work, but not with one another.
 
@@ -128,11 +164,13 @@ def refuse_contradictions(args: "GRPOConfig") -> None:
     if args.has_sequence_ratio_loss:
         _refuse_under_sequence_ratio(args)
     _refuse_kl_without_effect(args)
+    if args.keep_sampling_mask:
+        _refuse_unkept(args)
 
 
 def cannot_act(args: "GRPOConfig") -> list[str]:
     """What is set and will do nothing, in sentences with the way out."""
-    return [*_inactive(args), *_token_scale(args), *_idle_options(args)]
+    return [*_inactive(args), *_token_scale(args), *_idle_options(args), *_beyond_sets(args)]
 
 
 def _refuse_under_sequence_ratio(args: "GRPOConfig") -> None:
@@ -225,6 +263,27 @@ def refuse_means_over_micro_batches(token_budget: int, args: Any) -> None:
         )
 
 
+def _refuse_unkept(args: "GRPOConfig") -> None:
+    """Refuse generation whose kept tokens nobody can tell."""
+    option, sampling = "keep_sampling_mask=True", args.sampling
+    if args.use_transformers_continuous_batching:
+        raise ValueError(
+            f"{option} with use_transformers_continuous_batching=True, which does not show what it samples from. Set "
+            "it to False, or keep_sampling_mask=False."
+        )
+    for name, works in (("do_sample", True), ("num_beams", 1)):
+        if sampling.get(name, works) != works:
+            raise ValueError(
+                f"{option} with {name}={sampling[name]!r} in generation_kwargs: tokens are searched for, not sampled. "
+                f"Leave {name} unset, or set keep_sampling_mask=False."
+            )
+    if args.use_vllm and sampling.get("top_k", 0) <= 0:
+        raise ValueError(
+            f"{option} with top_k={sampling.get('top_k')}: vLLM returns kept tokens where top_k bounds how many they "
+            "are. Set top_k=512 or the like beside top_p, or keep_sampling_mask=False."
+        )
+
+
 def _refuse_kl_without_effect(args: "GRPOConfig") -> None:
     if args.beta != 0 and args.kl_estimator == "k1" and not args.use_bias_correction_kl:
         raise ValueError(
@@ -273,6 +332,12 @@ def _idle_options(args: "GRPOConfig") -> list[str]:
             "beta=0.0 there is no reference. Set beta above 0",
         ),
         (
+            "keep_sampling_mask",
+            False,
+            not args.truncations,
+            "top_p, top_k and min_p unset, sampling leaves nothing out. Set one of them",
+        ),
+        (
             "pad_to_multiple_of",
             None,
             args.trim_padding,
@@ -307,6 +372,12 @@ def _inactive(args: "GRPOConfig") -> list[str]:
             f"itself {why}"
         )
     return messages
+
+
+def _beyond_sets(args: "GRPOConfig") -> list[str]:
+    if args.keep_sampling_mask and args.beyond_sets:
+        return [f"keep_sampling_mask=True with{args.beyond_sets} Ratios to the sampler carry that."]
+    return []
 
 
 def _token_scale(args: "GRPOConfig") -> list[str]:

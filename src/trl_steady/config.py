@@ -3,6 +3,7 @@
 import math
 import warnings
 from dataclasses import dataclass, field
+from typing import Any
 
 import trl
 
@@ -14,7 +15,9 @@ from trl_steady.checks import (
     cannot_act,
     refuse_contradictions,
     refuse_out_of_range,
+    reweights,
     trl_default,
+    truncates,
 )
 
 __all__ = ["GRPOConfig"]
@@ -66,6 +69,9 @@ class GRPOConfig(trl.GRPOConfig):
             are chosen again in all its updates. `"R3"`: those chosen while the rollout was generated, in the old
             log-probs and in the updates. None: as TRL, each pass chooses anew.
         router_replay_reference: With `router_replay`, the reference's pass takes the same experts, too.
+        keep_sampling_mask: Where `top_p`, `top_k` or `min_p` leave tokens out of sampling, a token has the log-prob
+            that it has among those that were kept, under policy, old policy and reference (DeepSeek-V3.2, section 3.1,
+            "Keep Sampling Mask"). False: as TRL, of the whole vocabulary.
         adapter_dtype: `"float32"` keeps the adapters of a quantised base in float32, where TRL makes them bf16 and a
             small learning rate rounds away. None: as TRL.
 
@@ -170,6 +176,13 @@ class GRPOConfig(trl.GRPOConfig):
         default=False,
         metadata={"help": "With router_replay: the reference takes the same experts, too."},
     )
+    keep_sampling_mask: bool = field(
+        default=False,
+        metadata={
+            "help": "Where top_p, top_k or min_p leave tokens out of sampling, log-probs are among those that were "
+            "kept."
+        },
+    )
     adapter_dtype: str | None = field(
         default=None,
         metadata={"help": "'float32' keeps the adapters of a quantised base in float32, where TRL makes them bf16."},
@@ -237,6 +250,35 @@ class GRPOConfig(trl.GRPOConfig):
                 "inference engine."
             ]
         return []
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """The options of generation that are set, `generation_kwargs` before TRL's own."""
+        own = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        grammar = {"structured_outputs": self.vllm_structured_outputs_regex}
+        options = {**{name: getattr(self, name) for name in own}, **grammar, **self._generation_kwargs}
+        return {name: value for name, value in options.items() if value is not None}
+
+    @property
+    def _generation_kwargs(self) -> dict[str, Any]:
+        assert not isinstance(self.generation_kwargs, str)  # parsed by transformers.TrainingArguments
+        return self.generation_kwargs or {}
+
+    @property
+    def truncations(self) -> list[str]:
+        """What leaves tokens out of sampling, such as "top_p=0.9"."""
+        return [f"{name}={value!r}" for name, value in self.sampling.items() if truncates(name, value)]
+
+    @property
+    def beyond_sets(self) -> str:
+        """What moves probabilities among the tokens that are kept, too, in a sentence; "" for nothing."""
+        names = [f"{name}={value!r}" for name, value in self.sampling.items() if reweights(name, value)]
+        if not names:
+            return ""
+        return (
+            f" {' and '.join(names)}: moves probabilities among the tokens that are kept, too, which "
+            "keep_sampling_mask does not undo."
+        )
 
     @property
     def is_on_policy(self) -> bool:

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from trl_steady.config import GRPOConfig
 from trl_steady.host import overridden
-from trl_steady.host.engine import capturing_engine
+from trl_steady.host.engine import ROUTES, Capture
 from trl_steady.reference.tensors import REFERENCE
 from trl_steady.routing.model import RecordedModel, ReplayedModel
 from trl_steady.routing.replay import Recording, Replay, Routers, continued
-from trl_steady.routing.routes import Routed, aligned, is_route, no_route, shared, stitched
-from trl_steady.unpadded import UnpaddedTrainer
+from trl_steady.routing.routes import is_route, no_route, shared
+from trl_steady.sampled import SampledTrainer
+from trl_steady.turns import Traced, aligned, stitched
 
 __all__ = ["RoutedTrainer"]
 
@@ -28,13 +29,13 @@ __all__ = ["RoutedTrainer"]
 class _Rollout:
     """Routes of the rollout that is being made."""
 
-    turns: list[list[Routed]] = field(default_factory=list)
+    turns: list[list[Traced]] = field(default_factory=list)
     """R3: what has been generated, turn by turn."""
     routes: Tensor | None = None
     """(B, T, L, K) of the padded batch, once known."""
 
 
-class RoutedTrainer(UnpaddedTrainer):
+class RoutedTrainer(SampledTrainer):
     """With `router_replay`, tokens go through the experts that they went through when the rollout was made or scored.
 
     "R2": Qwen's vanilla routing replay (arXiv 2512.01374), experts of the old policy in this trainer. "R3": rollout
@@ -47,11 +48,13 @@ class RoutedTrainer(UnpaddedTrainer):
 
     def __init__(self, model: Any, reward_funcs: Any, args: GRPOConfig, *positional: Any, **keywords: Any) -> None:
         self._routers: weakref.WeakKeyDictionary[torch.nn.Module, Routers] = weakref.WeakKeyDictionary()
-        captures = args.router_replay == "R3" and args.use_vllm
-        with capturing_engine() if captures else contextlib.nullcontext():
-            super().__init__(model, reward_funcs, args, *positional, **keywords)
+        super().__init__(model, reward_funcs, args, *positional, **keywords)
         if args.router_replay is not None:
             self._refuse_replay_that_cannot_work()
+
+    def captures(self, args: GRPOConfig) -> list[Capture]:
+        """And the routes."""
+        return super().captures(args) + ([ROUTES] if args.use_vllm and args.router_replay == "R3" else [])
 
     def _refuse_replay_that_cannot_work(self) -> None:
         option = f"router_replay={self.args.router_replay!r}"
@@ -133,7 +136,7 @@ class RoutedTrainer(UnpaddedTrainer):
                 completion_ids, logprobs = super().generate(prompt_ids, *arguments, **keywords)
             routes = self._of_generation(recording, passes, prompt_ids, completion_ids)
         sequences = zip(prompt_ids, completion_ids, routes, strict=True)
-        self._rollout.turns.append([Routed([*prompt, *completion], own) for prompt, completion, own in sequences])
+        self._rollout.turns.append([Traced([*prompt, *completion], own) for prompt, completion, own in sequences])
         return completion_ids, logprobs
 
     def _of_generation(
@@ -163,7 +166,12 @@ class RoutedTrainer(UnpaddedTrainer):
     def _align(self, rollout: _Rollout, input_ids: Tensor, attention_mask: Tensor, prompt_width: int) -> None:
         """Under R3: what has been generated, as routes of the padded batch."""
         if rollout.routes is None and rollout.turns:
-            routes = aligned(stitched(rollout.turns), input_ids, attention_mask)
+            try:
+                routes = aligned(stitched(rollout.turns), input_ids, attention_mask)
+            except ValueError as error:
+                raise ValueError(
+                    f"router_replay='R3': {error} router_replay='R2' does not need what was recorded."
+                ) from error
             rollout.routes = self._of_one_prompt(routes, input_ids, attention_mask, prompt_width)
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *arguments: Any, **keywords: Any) -> Tensor:

@@ -9,8 +9,20 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = ["effective_sample_size", "histogram", "mean", "mean_totals", "quantile", "sample_size_totals"]
+__all__ = [
+    "LARGEST_COUNT",
+    "count_mean",
+    "count_quantile",
+    "count_totals",
+    "effective_sample_size",
+    "histogram",
+    "mean",
+    "mean_totals",
+    "quantile",
+    "sample_size_totals",
+]
 
+LARGEST_COUNT = 4096
 _PER_DECADE = 50
 _EDGES = 1e-9 * 10 ** (torch.arange(12 * _PER_DECADE + 1, dtype=torch.float64) / _PER_DECADE)  # to 1e3
 
@@ -55,6 +67,28 @@ def histogram(values: Tensor) -> Tensor:
     values = values[~values.isnan()].double()
     bins = torch.bucketize(values.abs(), _EDGES) * values.sign().long()
     return torch.bincount(bins + len(_EDGES), minlength=2 * len(_EDGES) + 1).double()
+
+
+def count_totals(counts: Tensor) -> Tensor:
+    """How many of (n,) counts are 0, 1, 2 and so on; from `LARGEST_COUNT` on they count as that."""
+    return torch.bincount(counts.long().clamp(max=LARGEST_COUNT), minlength=LARGEST_COUNT + 1).double()
+
+
+def count_mean(totals: Tensor) -> float:
+    """Of all counts that went into `totals`; NaN where there were none.
+
+    >>> totals = count_totals(torch.tensor([1, 1])) + count_totals(torch.tensor([3, 7]))
+    >>> count_mean(totals), count_quantile(totals, 0.5), count_quantile(totals, 0.75)
+    (3.0, 1, 3)
+    """
+    number = float(totals.sum())
+    return float(totals @ torch.arange(len(totals), dtype=totals.dtype)) / number if number else math.nan
+
+
+def count_quantile(totals: Tensor, share: float) -> float:
+    """The count that a `share` of those in `totals` does not exceed; NaN where there were none."""
+    reached = totals.cumsum(0)
+    return int((reached < share * reached[-1]).sum()) if reached[-1] else math.nan
 
 
 def quantile(counts: Tensor, share: float) -> float:

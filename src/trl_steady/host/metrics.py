@@ -47,6 +47,7 @@ class MeasuringTrainer(trl.GRPOTrainer):
         sums: Mapping[str, Tensor] | None = None,
         quantiles: Mapping[str, Tensor] | None = None,
         sample_sizes: Mapping[str, Tensor] | None = None,
+        counts: Mapping[str, Tensor] | None = None,
     ) -> None:
         """Add samples of which statistics are logged: over all processes and micro-batches since the last log.
 
@@ -55,6 +56,7 @@ class MeasuringTrainer(trl.GRPOTrainer):
             sums: name -> (2,) the sum and the number of values of which the mean is logged.
             quantiles: name -> (n,) values; logged as `name_q01` and so on.
             sample_sizes: name -> (n,) log-weights, whose effective sample size is logged.
+            counts: name -> (n,) counts; their mean is logged, and exact quantiles as `name_q50` and `name_q99`.
         """
         totals = {
             **{("mean", name): pooling.mean_totals(values.detach().cpu()) for name, values in (means or {}).items()},
@@ -67,6 +69,7 @@ class MeasuringTrainer(trl.GRPOTrainer):
                 ("size", name): pooling.sample_size_totals(w.detach().cpu())
                 for name, w in (sample_sizes or {}).items()
             },
+            **{("counts", name): pooling.count_totals(own.detach().cpu()) for name, own in (counts or {}).items()},
         }
         if not totals:
             return
@@ -97,6 +100,10 @@ def _summary(pool: Mapping[tuple[str, str], Tensor]) -> Iterator[tuple[str, floa
             yield name, pooling.mean(totals)
         elif kind == "size":
             yield name, pooling.effective_sample_size(totals)
+        elif kind == "counts":
+            yield name, pooling.count_mean(totals)
+            for suffix in ("q50", "q99"):
+                yield f"{name}_{suffix}", pooling.count_quantile(totals, _QUANTILES[suffix])
         else:
             for suffix, share in _QUANTILES.items():
                 yield f"{name}_{suffix}", pooling.quantile(totals, share)

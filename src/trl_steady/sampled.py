@@ -1,0 +1,240 @@
+"""`trl.GRPOTrainer` whose log-probs are those of the distribution that was sampled from."""
+
+import itertools
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+
+from trl_steady.config import GRPOConfig
+from trl_steady.host import overridden
+from trl_steady.host.engine import KEPT_TOKENS, Capture, capturing_engine
+from trl_steady.host.head import scored_by
+from trl_steady.sampling.kept import MAX_KEPT, KeptTokens
+from trl_steady.sampling.model import KeptModel
+from trl_steady.sampling.recording import KeptMass, Recording
+from trl_steady.turns import Traced, aligned, stitched
+from trl_steady.unpadded import UnpaddedTrainer
+
+__all__ = ["SampledTrainer"]
+
+
+@dataclass
+class _Rollout:
+    """What was kept in the rollout that is being made."""
+
+    turns: list[list[Traced]] = field(default_factory=list)
+    """What has been generated, turn by turn; the value of a sampled token is the number of its set."""
+    sets: list[KeptTokens] = field(default_factory=list)
+    kept: KeptTokens | None = None
+    """Of the B * T tokens of the padded completions, once known."""
+
+
+class SampledTrainer(UnpaddedTrainer):
+    """With `keep_sampling_mask`, tokens have the log-probs that they have among the tokens kept by top-p and the like.
+
+    "Keep Sampling Mask" of DeepSeek-V3.2 (arXiv 2512.02556, section 3.1). Without it, says once how far off the
+    log-probs are.
+    """
+
+    args: GRPOConfig
+    _sampling: _Rollout | None = None
+    _masses: list[Tensor] | None = None
+    _kept: list[tuple[Tensor, Tensor]] | None = None
+    _has_told_of_bias = False
+    _has_told_of_large_sets = False
+
+    def __init__(self, model: Any, reward_funcs: Any, args: GRPOConfig, *positional: Any, **keywords: Any) -> None:
+        with capturing_engine(self.captures(args)):
+            super().__init__(model, reward_funcs, args, *positional, **keywords)
+        if not args.keep_sampling_mask:
+            return
+        option = "keep_sampling_mask=True"
+        if self.compiles:
+            raise ValueError(
+                f"{option} answers for the head, which torch.compile would trace. Set torch_compile=False."
+            )
+        if isinstance(self.model, PeftModel) and self.model.active_peft_config.is_prompt_learning:
+            raise ValueError(
+                f"{option} with prompt learning, which shifts tokens against labels. Train LoRA adapters."
+            )
+        if self.rollout_func is not None:
+            raise ValueError(
+                f"{option} with a rollout_func, which returns no kept tokens. Leave it unset, or set "
+                "keep_sampling_mask=False and sample without top_p, top_k and min_p."
+            )
+
+    def captures(self, args: GRPOConfig) -> list[Capture]:
+        """What vLLM is to return beside tokens."""
+        return [KEPT_TOKENS] if args.use_vllm and args.keep_sampling_mask else []
+
+    def window_settings(self) -> dict[str, Any]:
+        """TRL's, and `keep_sampling_mask`: old log-probs of a rollout are with or without."""
+        return super().window_settings() | ({"keep_sampling_mask": True} if self.args.keep_sampling_mask else {})
+
+    def rollout(self, inputs: Any) -> dict[str, Any]:
+        """TRL's, with `kept_tokens`, a pair of ids and offsets for each completion, as one more."""
+        if not self.args.keep_sampling_mask:
+            return self._rollout_of_all(inputs)
+        rollout = _Rollout()
+        with overridden(self, {"_sampling": rollout}):
+            output = super().rollout(inputs)
+        ids = torch.cat([output["prompt_ids"], output["completion_ids"]], dim=1)
+        mask = torch.cat([output["prompt_mask"], output["completion_mask"]], dim=1)
+        width = output["completion_ids"].size(1)
+        kept = self._aligned(rollout, ids, mask, width)
+        output["kept_tokens"] = kept.of_samples(width)
+        is_sampled = _sampled_tokens(output).flatten()
+        counts = kept.counts[is_sampled]
+        sets, without = (counts > 0).sum(), (counts == 0).sum()
+        self.record_pooled(
+            counts={"sampling_mask/kept_tokens": counts[counts > 0]},
+            sums={
+                "sampling_mask/singletons": torch.stack([(counts == 1).sum(), sets]),
+                "sampling_mask/fallback": torch.stack([without, sets + without]),
+            },
+        )
+        if without and self.args.truncations and not self._has_told_of_large_sets:
+            self._has_told_of_large_sets = True
+            warnings.warn(
+                f"{int(without)} of {len(counts)} tokens were sampled among more than {MAX_KEPT} tokens or among all: "
+                "these have log-probs of the whole vocabulary. top_k bounds what is kept.",
+                UserWarning,
+                stacklevel=2,
+            )
+        return output
+
+    def _rollout_of_all(self, inputs: Any) -> dict[str, Any]:
+        """TRL's; where sampling leaves tokens out, the first to train on tells how far off the log-probs are."""
+        truncations = self.args.truncations
+        if not truncations or self._has_told_of_bias or not self.model.training:
+            return super().rollout(inputs)
+        self._has_told_of_bias = True
+        is_ours = not (self.use_vllm or self.rollout_func or self.args.use_transformers_continuous_batching)
+        masses: list[Tensor] = []
+        with overridden(self, {"_masses": masses if is_ours else None}):
+            output = super().rollout(inputs)
+        old, sampler = output.get("old_per_token_logps"), output.get("sampling_per_token_logps")
+        log_masses = torch.cat(masses).log() if masses else torch.empty(0)
+        if old is not None and sampler is not None:
+            log_masses = (old - sampler)[_sampled_tokens(output)]
+            log_masses = log_masses[~log_masses.isnan()]
+        size = "by how much has not been measured"
+        if len(log_masses):
+            size = (
+                f"in this rollout the tokens that were kept had {float(log_masses.exp().mean()):.3g} of the "
+                f"probability, so that log-probs are {-float(log_masses.mean()):.3g} nats a token below the sampler's"
+            )
+        warnings.warn(
+            f"{' and '.join(truncations)} leaves tokens out of sampling, and log-probs are of the whole vocabulary: "
+            f"{size}. Ratios to the sampler carry that, and updates are for another distribution than was sampled. "
+            f"Set keep_sampling_mask=True, or sample from the whole vocabulary.{self.args.beyond_sets}",
+            UserWarning,
+            stacklevel=2,
+        )
+        return output
+
+    def generate(self, prompt_ids: list[list[int]], *arguments: Any, **keywords: Any) -> tuple[list[list[int]], Any]:
+        """TRL's, with what it has kept."""
+        rollout = self._sampling
+        if self._masses is not None:
+            mass = KeptMass()
+            with mass.listening(self.bare(self.model)):
+                completion_ids, logprobs = super().generate(prompt_ids, *arguments, **keywords)
+            self._masses.append(mass.of(completion_ids))
+            return completion_ids, logprobs
+        if rollout is None:
+            return super().generate(prompt_ids, *arguments, **keywords)
+        if self.use_vllm:
+            completion_ids, logprobs = super().generate(prompt_ids, *arguments, **keywords)
+            engine: Any = self.vllm_generation
+            kept = engine.take_kept_tokens(completion_ids)
+        else:
+            recording = Recording()
+            with recording.listening(self.bare(self.model)):
+                completion_ids, logprobs = super().generate(prompt_ids, *arguments, **keywords)
+            kept = recording.of(completion_ids)
+        if not kept.has(torch.tensor(list(itertools.chain(*completion_ids)))).all():
+            raise ValueError(
+                "keep_sampling_mask=True: a token of the rollout is none of those that it was sampled among. Leave "
+                "beam search and assisted decoding out of generation_kwargs and of the model's generation_config."
+            )
+        number, sequences = sum(len(sets) for sets in rollout.sets), []
+        for prompt, completion in zip(prompt_ids, completion_ids, strict=True):
+            own = [*[-1] * len(prompt), *range(number, number + len(completion))]
+            sequences.append(Traced([*prompt, *completion], torch.tensor(own, dtype=torch.int32)))
+            number += len(completion)
+        rollout.turns.append(sequences)
+        rollout.sets.append(kept)
+        return completion_ids, logprobs
+
+    def _aligned(self, rollout: _Rollout, input_ids: Tensor, attention_mask: Tensor, width: int) -> KeptTokens:
+        """Sets of the tokens of (B, width) completions, of what has been generated."""
+        if rollout.kept is None:
+            try:
+                numbers = aligned(stitched(rollout.turns), input_ids, attention_mask)
+            except ValueError as error:
+                raise ValueError(f"keep_sampling_mask=True: {error}") from error
+            sets = KeptTokens.joined(rollout.sets).to(input_ids.device)
+            rollout.kept = sets.take(numbers[:, -width:].flatten())
+        return rollout.kept
+
+    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *arguments: Any, **keywords: Any) -> Tensor:
+        """TRL's, with the kept tokens of the micro-batch."""
+        with overridden(self, {"_kept": inputs.get("kept_tokens")}):
+            return super().compute_loss(model, inputs, *arguments, **keywords)
+
+    def log_probs(
+        self,
+        model: torch.nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        stand_in: Callable[..., Any] | None = None,
+        **of_samples: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """TRL's, of policy and reference among the kept tokens of the rollout or of the micro-batch."""
+        rollout, kept = self._sampling, None
+        others = self.bare(model) is not self.bare(self.model) and model is not self.ref_model
+        if not others and rollout is not None:
+            kept = self._aligned(rollout, input_ids, attention_mask, logits_to_keep)
+        elif not others and self._kept is not None:
+            kept = KeptTokens.joined([KeptTokens(*own) for own in self._kept])
+        kept_model = None
+        if kept is not None:
+            index = torch.full_like(input_ids, -1)
+            index[:, -logits_to_keep:] = torch.arange(len(input_ids) * logits_to_keep).view(-1, logits_to_keep)
+            stand_in = kept_model = KeptModel(
+                stand_in or (lambda *, places, **batch: model(**batch)),
+                kept,
+                index,
+                scored_by,
+                with_entropy=compute_entropy,
+            )
+        scores = super().log_probs(
+            model,
+            input_ids,
+            attention_mask,
+            logits_to_keep,
+            batch_size,
+            compute_entropy,
+            compute_aux_loss,
+            stand_in,
+            **of_samples,
+        )
+        if kept_model and rollout is None:
+            self.record_pooled(sums={"sampling_mask/kept_mass": kept_model.kept_mass})
+        return scores
+
+
+def _sampled_tokens(output: dict[str, Any]) -> Tensor:
+    """(B, T) bool: the tokens of a rollout's completions that the model has sampled."""
+    mask = output["completion_mask"].bool()
+    return mask & output["tool_mask"].bool() if "tool_mask" in output else mask

@@ -1,0 +1,168 @@
+"""Log-probs among the tokens that sampling kept, from what goes into an LM head.
+
+No logits of the vocabulary: of each position only the rows of the head that its set names are read, some positions at
+a time, and again in backward.
+"""
+
+# pyright: reportUnknownMemberType=false, reportIncompatibleMethodOverride=false
+# torch's annotations are partial; a function's own arguments take the place of torch's
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from trl_steady.sampling.kept import KeptTokens
+
+__all__ = ["kept_log_probs"]
+
+_CHUNK = 2**22
+"""Numbers of the head that are read at a time."""
+
+
+class _Scaling(NamedTuple):
+    """What becomes of the product of a hidden state and the head."""
+
+    temperature: float
+    logit_scale: float
+    softcap: float | None
+
+    def apply(self, products: Tensor) -> tuple[Tensor, Tensor | float]:
+        """The scores, and their derivatives with respect to the products."""
+        scores = products * self.logit_scale
+        slope: Tensor | float = self.logit_scale / self.temperature
+        if self.softcap is not None:
+            bent = torch.tanh(scores / self.softcap)
+            scores, slope = self.softcap * bent, slope * (1 - bent * bent)
+        return scores * (1 / self.temperature), slope
+
+
+class _Part(NamedTuple):
+    """Some positions with sets of about one size, `n` of them, and at most `K` tokens in each."""
+
+    positions: Tensor
+    """(n,)"""
+    ids: Tensor
+    """(n, K)"""
+    is_kept: Tensor
+    """(n, K): what else is there only fills up the rows."""
+
+
+def _parts(kept: KeptTokens, width: int) -> Iterator[_Part]:
+    """All positions with a choice, those with the largest sets first."""
+    counts = kept.counts
+    order = counts.argsort(descending=True, stable=True)
+    sizes = cast(list[int], counts[order].tolist())
+    with_choice = next((i for i, size in enumerate(sizes) if size < 2), len(sizes))
+    start = 0
+    while start < with_choice:
+        end = min(start + max(1, _CHUNK // (sizes[start] * width)), with_choice)
+        positions = order[start:end]
+        columns = torch.arange(sizes[start], device=counts.device)
+        is_kept = columns < counts[positions].unsqueeze(-1)
+        places = (kept.offsets[positions].unsqueeze(-1) + columns).clamp(max=len(kept.ids) - 1)
+        yield _Part(positions, kept.ids[places].long().where(is_kept, 0), is_kept)
+        start = end
+
+
+class _KeptLogProbs(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        ids: Tensor,
+        offsets: Tensor,
+        scaling: _Scaling,
+        gathered: Callable[..., AbstractContextManager[Any]],
+    ) -> Tensor:
+        device = hidden.device.type
+        ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+        ctx.kept, ctx.scaling, ctx.gathered = KeptTokens(ids, offsets), scaling, gathered
+        log_probs = hidden.new_zeros(len(hidden), dtype=torch.promote_types(ctx.dtype, torch.float32))
+        normalisers = torch.zeros_like(log_probs)
+        for part in _parts(ctx.kept, hidden.size(-1)):
+            scores = _scores(ctx, part, hidden, weight, bias)[0]
+            normaliser = scores.logsumexp(-1)
+            own = scores.where(part.ids == targets[part.positions].unsqueeze(-1), 0).where(part.is_kept, 0).sum(-1)
+            log_probs[part.positions] = own - normaliser
+            normalisers[part.positions] = normaliser
+        ctx.save_for_backward(hidden, weight, bias, targets, normalisers)
+        return log_probs
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        hidden, weight, bias, targets, normalisers = ctx.saved_tensors
+        with ctx.gathered(weight, bias):
+            to_hidden, to_weight, to_bias = (
+                torch.zeros(source.shape, dtype=grad.dtype, device=grad.device) if is_needed else None
+                for source, is_needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
+            )
+            for positions, ids, is_kept in _parts(ctx.kept, hidden.size(-1)):
+                scores, slope, rows = _scores(ctx, _Part(positions, ids, is_kept), hidden, weight, bias)
+                probabilities = (scores - normalisers[positions].unsqueeze(-1)).exp()
+                is_own = (ids == targets[positions].unsqueeze(-1)) & is_kept
+                of_products = grad[positions].unsqueeze(-1) * (is_own.to(grad.dtype) - probabilities) * slope
+                if to_hidden is not None:
+                    to_hidden[positions] = torch.bmm(of_products.unsqueeze(1), rows.to(grad.dtype)).squeeze(1)
+                if to_weight is not None:
+                    of_weight = of_products.unsqueeze(-1) * hidden[positions].to(grad.dtype).unsqueeze(1)
+                    to_weight.index_add_(0, ids[is_kept], of_weight[is_kept])
+                if to_bias is not None:
+                    to_bias.index_add_(0, ids[is_kept], of_products[is_kept])
+        gradients = zip((to_hidden, to_weight, to_bias), (hidden, weight, bias), strict=True)
+        return *(None if own is None else own.to(source.dtype) for own, source in gradients), *[None] * 5
+
+
+def _scores(
+    ctx: Any, part: _Part, hidden: Tensor, weight: Tensor, bias: Tensor | None
+) -> tuple[Tensor, Tensor | float, Tensor]:
+    """(n, K) scores, -inf where nothing is kept, their derivatives, and the rows of the head (n, K, H)."""
+    rows = weight[part.ids].to(ctx.dtype)
+    products = torch.bmm(rows, hidden[part.positions].to(ctx.dtype).unsqueeze(-1)).squeeze(-1)
+    if bias is not None:
+        products = products + bias[part.ids].to(ctx.dtype)
+    scores, slope = ctx.scaling.apply(products.to(torch.promote_types(ctx.dtype, torch.float32)))
+    return scores.where(part.is_kept, -torch.inf), slope, rows
+
+
+def kept_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    kept: KeptTokens,
+    *,
+    temperature: float = 1.0,
+    logit_scale: float = 1.0,
+    softcap: float | None = None,
+    gathered: Callable[[Tensor, Tensor | None], AbstractContextManager[Any]] = lambda _weight, _bias: nullcontext(),
+) -> Tensor:
+    """Log-probs of tokens under a policy that is renormalised on their kept sets, z_a - logsumexp of z_j over the set.
+
+    DeepSeek-V3.2 (arXiv 2512.02556, section 3.1, "Keep Sampling Mask"). The scores are z = s(h W^T + b) / temperature,
+    where s scales by `logit_scale` and bends by `softcap`. Products are in the dtype of `hidden`, or autocast's, the
+    rest in float32 or better.
+
+    Args:
+        hidden: (N, H) what comes to the head.
+        weight: (V, H) of the head.
+        bias: (V,) or None.
+        targets: (N,) tokens, each in its set.
+        kept: of N positions.
+        temperature: that of sampling.
+        logit_scale: by which the model multiplies its logits.
+        softcap: the bound to which it bends them, softcap * tanh(. / softcap); None for none.
+        gathered: context of the backward in which weight and bias are whole, for those that are sharded.
+
+    Returns:
+        (N,), exactly 0 where a set has one token; 0 too, for somebody else to fill, where it is empty. The gradient
+        with respect to a score outside of the set is exactly 0.
+    """
+    scaling = _Scaling(temperature, logit_scale, softcap)
+    kept = kept.to(hidden.device)
+    return cast(Tensor, _KeptLogProbs.apply(hidden, weight, bias, targets, kept.ids, kept.offsets, scaling, gathered))
