@@ -2,17 +2,21 @@
 
 import ast
 import inspect
+import operator
 import re
 import textwrap
+from dataclasses import fields
 from typing import Any
 
 import pytest
 import trl
 from trl.generation import vllm_client, vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer import utils as trl_utils
 
 from trl_steady import host
 from trl_steady.checks import NATIVE_LOSS_TYPES
+from trl_steady.host.head import Head
 
 SOURCE = textwrap.dedent(inspect.getsource(trl.GRPOTrainer._compute_loss))
 
@@ -134,6 +138,21 @@ def test_the_engine_is_built_from_names_that_we_replace() -> None:
         calls = ast.walk(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(source)))))
         assert any(isinstance(node, ast.Call) and ast.unparse(node.func) == name for node in calls), name
     assert inspect.getmodule(trl.GRPOTrainer).VLLMGeneration is VLLMGeneration  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("name", host.CONTRACT.head)
+def test_the_functions_of_the_head_have_the_parameters_we_know(name: str) -> None:
+    found = tuple(inspect.signature(operator.attrgetter(name)(trl_utils)).parameters)
+    assert found == host.CONTRACT.head[name]
+
+
+def test_the_fused_head_asks_once_by_the_name_that_we_answer_for() -> None:
+    """And in the order of `Head`'s fields."""
+    tree = ast.walk(ast.parse(inspect.getsource(trl_utils.add_fused_lm_head)))
+    calls = [node for node in tree if isinstance(node, ast.Call)]
+    asked = [call for call in calls if ast.unparse(call.func) == "_ChunkedLogProbFunction.apply"]
+    assert len(asked) == 1 and len(asked[0].args) == len(fields(Head)) and not asked[0].keywords
+    assert any(ast.unparse(call) == "maybe_gather_lm_head_ctx(weight, bias)" for call in calls)
 
 
 def test_every_forwarded_input_is_a_parameter_of_trls_scoring_method() -> None:

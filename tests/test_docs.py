@@ -26,7 +26,7 @@ def test_the_compatibility_page_is_the_contract(kind: str) -> None:
 
 
 def test_the_compatibility_page_has_the_methods_we_wrap() -> None:
-    for method, parameters in (host.CONTRACT.parameters | host.CONTRACT.engine).items():
+    for method, parameters in (host.CONTRACT.parameters | host.CONTRACT.engine | host.CONTRACT.head).items():
         assert f"| `{method}` | {', '.join(f'`{name}`' for name in parameters)} |\n" in DOCS["docs/compatibility.md"]
 
 
@@ -77,11 +77,12 @@ def test_the_metrics_page_has_what_is_logged_and_nothing_else(models: dict[str, 
         "router_replay": "R2",
         "build": {"rollout_func": rollout, "reward_funcs": reward},
     }
-    theirs, ours = (
-        tiny.train(tiny.trainer(models["moe"], tmp_path, ours=ours, **{**options, **more}))
-        for ours, more in ((False, {}), (True, everything))
+    sampled = {"top_p": 0.8, "keep_sampling_mask": True, "build": {}}  # which a rollout_func cannot have
+    theirs, ours, of_sets = (
+        {name for row in tiny.history(tiny.train(tiny.trainer(models["moe"], tmp_path, **more))) for name in row}
+        for more in ({"ours": False, **options}, {**options, **everything}, {**options, **sampled})
     )
-    logged, known = ({name for row in tiny.history(run) for name in row} for run in (ours, theirs))
+    logged, known = ours | of_sets, theirs
     first_cells = [line.split("|")[1] for line in DOCS["docs/metrics.md"].splitlines() if line.startswith("|")]
     documented = set(re.findall(r"`([^`]+)`", " ".join(first_cells)))
     assert logged - known <= documented

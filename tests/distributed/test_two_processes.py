@@ -50,6 +50,7 @@ def test_two_processes_train_as_one_does(models: dict[str, Path], tmp_path: Path
             check_histories(one["history"], two[0]["history"])
     for run in ("gspo", "gspo_token"):
         assert any(row.get("ratio/sequence_max", 1) > 1.001 for row in alone[run][0]["history"])
+    assert all(0 < row["sampling_mask/kept_mass"] < 1 for row in alone["kept"][0]["history"][:-1])
     (engine,) = alone["engine"]
     for mask in ("off_policy", "geometric"):
         assert any(0 < row[f"dropped/{mask}"] < 1 for row in engine["history"][:-1]), mask
@@ -99,7 +100,7 @@ def check_histories(one: list[dict[str, float]], two: list[dict[str, float]]) ->
     for row_one, row_two in zip(one, two, strict=True):
         assert row_one.keys() == row_two.keys()
         for metric, value in row_one.items():
-            if metric.startswith(("kl", "ratio/sequence", "reward", "dropped", "steps")):
+            if metric.startswith(("kl", "ratio/sequence", "reward", "dropped", "steps", "sampling_mask")):
                 assert row_two[metric] == pytest.approx(value, rel=1e-3, abs=1e-6), metric
             if metric.startswith(("off_policy", "mismatch")):  # to a bin of the histogram
                 assert row_two[metric] == pytest.approx(value, rel=0.05, abs=1e-6), metric

@@ -3,11 +3,13 @@
 Usage: train.py MODEL OUTPUT RUN [RUN ...]
 """
 
+import contextlib
 import math
 import os
 import sys
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import transformers
@@ -15,6 +17,9 @@ from accelerate import PartialState
 
 from tests import resumable, tiny
 from trl_steady import StepRewards
+from trl_steady import sampled as sampled_trainer
+from trl_steady.host import HostTrainer
+from trl_steady.sampling.kept import KeptTokens
 
 GLOBAL_BATCH = 8
 
@@ -55,6 +60,7 @@ FIXED: dict[str, dict[str, Any]] = {
         "steps_per_generation": 4,
         "max_steps": 4,
     },
+    "kept": {"loss_type": "dapo", "keep_sampling_mask": True, "top_p": 0.9, "build": {"rollout_func": None}},
     "steps": {"loss_type": "gspo_token", "build": {"reward_funcs": partly_in_steps}},
     "full": {**MOVING, "learning_rate": 0.02},
     "lora": {**MOVING, "lora": True},
@@ -105,12 +111,26 @@ class Witness(transformers.TrainerCallback):
         self.steps.append({pair.name: pair.reference.detach().clone() for pair in self.trainer._reference.pairs()})
 
 
-def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+class Invented:
+    """Stands in for the recording of what was kept: up to 4 tokens, or all, by the token that was sampled."""
+
+    def of(self, completions: list[list[int]]) -> KeptTokens:
+        tokens = (token for completion in completions for token in completion)
+        return KeptTokens.of({token, *range(token - token % 5, token)} if token % 5 else [] for token in tokens)
+
+    def listening(self, model: Any) -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext()
+
+
+def answers_of(count: int, trainer: Any) -> list[list[int]]:
     """Answers that depend on the place in the global batch only."""
-    first = trainer.accelerator.process_index * len(prompts)
-    answers = [
-        [(13 * (first + i) + 5 * t) % 200 + 45 for t in range(1 + (first + i) % 6)] for i in range(len(prompts))
-    ]
+    first = trainer.accelerator.process_index * count
+    return [[(13 * (first + i) + 5 * t) % 200 + 45 for t in range(1 + (first + i) % 6)] for i in range(count)]
+
+
+def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """These answers, and log-probs of an engine."""
+    first, answers = trainer.accelerator.process_index * len(prompts), answers_of(len(prompts), trainer)
     # an engine that disagrees by up to 1.5 nats a token, in the one run that looks at it
     logprobs = [[-5.5 + 1.5 * math.sin(first + i + t) for t in range(len(a))] for i, a in enumerate(answers)]
     return {
@@ -142,7 +162,10 @@ def fixed(run: str, model: Path, output: Path) -> dict[str, Any]:
     witness = Witness(trainer)
     if trainer._reference:
         trainer.add_callback(witness)
-    trainer.train()
+    # of "kept", the one run without a rollout_func
+    generate = lambda own, prompt_ids, *_, **__: (answers_of(len(prompt_ids), own), None)
+    with patch.object(HostTrainer, "generate", generate), patch.object(sampled_trainer, "Recording", Invented):
+        trainer.train()
     return {
         "processes": state.num_processes,
         "backend": state.backend,

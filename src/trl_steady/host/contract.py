@@ -22,6 +22,8 @@ class Contract:
     """What `_prepare_inputs` reads of the trainer -> how a checkpoint inside a generation window deals with it"""
     engine: Mapping[str, tuple[str, ...]]
     """Methods of its vLLM engine that we wrap -> their parameters"""
+    head: Mapping[str, tuple[str, ...]]
+    """Functions of its fused LM head that we call or answer for -> their parameters"""
     scoring: Mapping[str, str]
     """What the scoring method gives a model and takes from it -> what becomes of it without padding"""
 
@@ -166,6 +168,36 @@ CONTRACT = Contract(
         "VLLMGeneration._init_vllm": ("self",),
         "VLLMGeneration.generate": ("self", "prompts", "images", "num_generations", "profiler"),
         "VLLMClient._post": ("self", "url", "kwargs"),
+        "VLLMClient.generate": (
+            "self",
+            "prompts",
+            "features",
+            "n",
+            "repetition_penalty",
+            "temperature",
+            "top_p",
+            "top_k",
+            "min_p",
+            "max_tokens",
+            "logprobs",
+            "structured_outputs_regex",
+            "generation_kwargs",
+        ),
+    },
+    head={
+        "_ChunkedLogProbFunction.forward": (
+            "ctx",
+            "hidden",
+            "weight",
+            "bias",
+            "targets",
+            "temperature",
+            "chunk_size",
+            "final_logit_softcapping",
+            "logit_scale",
+            "outputs",
+        ),
+        "maybe_gather_lm_head_ctx": ("params",),
     },
     scoring={
         "attention_mask": _LAID,

@@ -1,0 +1,174 @@
+"""What the kept sampling mask costs: optimizer steps with it, and with TRL's fused head alone, side by side.
+
+    python tests/benchmarks/sampling_mask.py [--rounds 15] [--batch 4] [--prompt 64] [--completion 128] [--layers 4]
+
+Random models in float32 (on CUDA under bf16 autocast) with few layers, so that the head counts: with SmolLM2's
+vocabulary of 49,152 and width of 576, and with Qwen2.5's of 151,936 and 896. A step is the old policy's log-probs of a
+micro-batch, then its forward, loss and backward. Rollouts are the same with and without; sets are drawn in three
+sizes: "peaked", many of one token, few in the median and some of hundreds; of 20 tokens each; and of 512 each. Where
+sets are missing, as those of a tool's tokens are, TRL's head runs as well. With and without take turns, so that a
+drift of the machine's speed meets both; the ratios are round by round.
+"""
+
+import argparse
+import statistics
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+import trl
+from datasets import Dataset
+from torch import Tensor
+from transformers import Qwen2Config, Qwen2ForCausalLM
+
+import trl_steady
+
+sys.path += [str(Path(__file__).parents[2])]
+from tests import tiny
+from tests.benchmarks import reference
+from tests.benchmarks.padding import peak_bytes
+from tests.benchmarks.seam import CUDA
+
+from trl_steady.host import overridden
+from trl_steady.sampling.kept import KeptTokens
+
+MODELS = {49_152: (576, 9, 3, 1536), 151_936: (896, 14, 2, 4864)}  # vocabulary: width, heads, key heads, inner width
+
+
+def peaked(count: int) -> Tensor:
+    """Sizes of sets, log-normal, from 1 to 512."""
+    return torch.randn(count).mul(1.5).add(0.4).exp().long().clamp(1, 512)
+
+
+SETS: dict[str, Callable[[int], Tensor]] = {
+    "peaked": peaked,
+    "peaked, one in ten missing": lambda count: peaked(count).where(torch.rand(count) > 0.1, 0),
+    "of 20": lambda count: torch.full((count,), 20),
+    "of 512": lambda count: torch.full((count,), 512),
+}
+
+
+def build(vocabulary: int, options: argparse.Namespace, folder: str) -> Any:
+    """A trainer of a random model with its micro-batch in `buffered`."""
+    width, heads, key_heads, inner = MODELS[vocabulary]
+    torch.manual_seed(0)
+    sizes = {
+        "vocab_size": vocabulary,
+        "hidden_size": width,
+        "num_attention_heads": heads,
+        "num_key_value_heads": key_heads,
+        "intermediate_size": inner,
+        "num_hidden_layers": options.layers,
+        "tie_word_embeddings": True,
+    }
+    with torch.device("cuda" if CUDA else "cpu"):
+        model = Qwen2ForCausalLM(Qwen2Config(**{**tiny.SIZES, **sizes, "initializer_range": 0.02}))
+    draw = lambda length: torch.randint(50, 200, (length,)).tolist()
+    lengths = torch.randint(options.completion // 2, options.completion + 1, (options.batch,)).tolist()
+    rollout = {
+        "prompt_ids": [draw(options.prompt)] * options.batch,
+        "completion_ids": [draw(length) for length in lengths],
+        "logprobs": None,
+    }
+    args = trl_steady.GRPOConfig(
+        folder,
+        trim_padding=False,
+        num_iterations=2,  # with one, TRL needs no log-probs of the old policy
+        gradient_accumulation_steps=1,
+        per_device_train_batch_size=options.batch,
+        num_generations=options.batch,
+        gradient_checkpointing=False,
+        use_cpu=not CUDA,
+        bf16=CUDA,
+        report_to="none",
+    )
+    trainer: Any = trl_steady.GRPOTrainer(
+        model,
+        tiny.reward,
+        args,
+        Dataset.from_dict({"prompt": ["a"]}),
+        processing_class=tiny.tokenizer(),
+        rollout_func=lambda prompts, trainer: dict(rollout),
+    )
+    trainer.current_gradient_accumulation_steps = 1  # set by the training loop, which does not run here
+    trainer.buffered = trainer._prepare_inputs([{"prompt": "a"} for _ in range(options.batch)])
+    return trainer
+
+
+def kept_tokens(inputs: dict[str, Any], vocabulary: int, sizes: Callable[[int], Tensor]) -> Any:
+    """Random sets of the tokens of a micro-batch, each with its token."""
+    torch.manual_seed(1)
+    targets, mask = inputs["completion_ids"].flatten().tolist(), inputs["completion_mask"].flatten().tolist()
+    sets = []
+    for target, is_token, size in zip(targets, mask, sizes(len(targets)).tolist(), strict=True):
+        others = torch.randint(vocabulary, (2 * size,)).unique()[: size - 1].tolist()
+        sets.append(list({target, *others}) if is_token and size else [])
+    return KeptTokens.of(sets).to(inputs["completion_ids"].device).of_samples(inputs["completion_ids"].size(1))
+
+
+def step(trainer: Any, inputs: dict[str, Any]) -> float:
+    """The gradients' norm after the old policy's log-probs, and forward, loss and backward."""
+    trainer.model.zero_grad()
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+    with torch.no_grad(), overridden(trainer, {"_kept": inputs.get("kept_tokens")}):
+        old, _, _ = trainer.log_probs(trainer.model, ids, mask, inputs["completion_ids"].size(1))
+    loss = trainer.compute_loss(trainer.model, {**inputs, "old_per_token_logps": old})
+    trainer.accelerator.backward(loss)
+    squares = (p.grad.double().square().sum() for p in trainer.model.parameters() if p.grad is not None)
+    return float(sum(squares)) ** 0.5
+
+
+def compare(trainer: Any, name: str, vocabulary: int, rounds: int) -> None:
+    """Print ratios of steps with sets to steps without."""
+    without = trainer.buffered
+    kept = kept_tokens(without, vocabulary, SETS[name])
+    with_sets = {**without, "kept_tokens": kept}
+    counts = torch.cat([offsets.diff() for _, offsets in kept])
+    counts = counts[counts > 0].double()
+    work = {"with": lambda: step(trainer, with_sets), "without": lambda: step(trainer, without)}
+    peaks = {each: peak_bytes(once)[1] for each, once in work.items() if once()}
+    pairs = []
+    for turn in range(-1, rounds):  # the first is not counted
+        order = ("with", "without") if turn % 2 else ("without", "with")
+        seconds = {each: reference.seconds(work[each]) for each in order}
+        if turn >= 0:
+            pairs.append((seconds["with"], seconds["without"]))
+    low, median, high = statistics.quantiles([own / trls for own, trls in pairs], n=4)
+    weights = sum(p.nbytes for p in trainer.model.parameters())
+    print(
+        f"vocabulary {vocabulary:,}, sets {name} (mean {counts.mean():.1f}, median {counts.median():.0f}, "
+        f"{(counts == 1).double().mean():.0%} of one token; {len(counts)} tokens): time with / without {median:.3f} "
+        f"(quartiles {low:.3f}, {high:.3f}; {rounds} rounds; without {statistics.median(s for _, s in pairs):.2f} s); "
+        f"peak memory above the weights {peaks['with'] / 2**20:,.0f} MiB / "
+        f"{peaks['without'] / 2**20:,.0f} MiB = {peaks['with'] / peaks['without']:.3f}, with them "
+        f"{(peaks['with'] + weights) / (peaks['without'] + weights):.3f}",
+        flush=True,
+    )
+
+
+def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("rounds", 15), ("batch", 4), ("prompt", 64), ("completion", 128), ("layers", 4)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    return parser.parse_args(arguments)
+
+
+def main() -> None:
+    options = parsed()
+    device = torch.cuda.get_device_name() if CUDA else f"CPU, {torch.get_num_threads()} threads"
+    versions = f"torch {torch.__version__}, trl {trl.__version__}, transformers {transformers.__version__}"
+    print(f"{device}; {versions}; {options}")
+    with tempfile.TemporaryDirectory() as folder:
+        for vocabulary in MODELS:
+            trainer = build(vocabulary, options, folder)
+            for name in SETS:
+                compare(trainer, name, vocabulary, options.rounds)
+
+
+if __name__ == "__main__":
+    main()
