@@ -152,7 +152,8 @@ class SampledTrainer(UnpaddedTrainer):
         if self.use_vllm:
             completion_ids, logprobs = super().generate(prompt_ids, *arguments, **keywords)
             engine: Any = self.vllm_generation
-            kept = engine.take_kept_tokens(completion_ids)
+            vocabulary = self.bare(self.model).config.get_text_config().vocab_size
+            kept = engine.take_kept_tokens(completion_ids).without_large(vocabulary)
         else:
             recording = Recording()
             with recording.listening(self.bare(self.model)):
@@ -202,10 +203,10 @@ class SampledTrainer(UnpaddedTrainer):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """TRL's, of policy and reference among the kept tokens of the rollout or of the micro-batch."""
         rollout, kept = self._sampling, None
-        others = self.bare(model) is not self.bare(self.model) and model is not self.ref_model
-        if not others and rollout is not None:
+        is_other = self.bare(model) is not self.bare(self.model) and model is not self.ref_model  # such as a teacher
+        if not is_other and rollout is not None:
             kept = self._aligned(rollout, input_ids, attention_mask, logits_to_keep)
-        elif not others and self._kept is not None:
+        elif not is_other and self._kept is not None:
             kept = KeptTokens.joined([KeptTokens(*own) for own in self._kept])
         kept_model = None
         if kept is not None:

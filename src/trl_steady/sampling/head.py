@@ -97,7 +97,8 @@ class _KeptLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normalisers = ctx.saved_tensors
-        with ctx.gathered(weight, bias):
+        # a backward inside autocast would round what is summed up
+        with ctx.gathered(weight, bias), torch.autocast(hidden.device.type, enabled=False):
             to_hidden, to_weight, to_bias = (
                 torch.zeros(source.shape, dtype=grad.dtype, device=grad.device) if is_needed else None
                 for source, is_needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)

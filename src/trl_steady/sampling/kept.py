@@ -52,6 +52,17 @@ class KeptTokens:
         return cls(ids.to(torch.int32), offsets)
 
     @classmethod
+    def of_mask(cls, is_kept: Tensor, limit: int = MAX_KEPT) -> "KeptTokens":
+        """From (N, V) bool, with empty sets for those of more than `limit` tokens and for the whole vocabulary.
+
+        >>> KeptTokens.of_mask(torch.tensor([[True, True], [False, True]])).lists()
+        [[], [1]]
+        """
+        counts = is_kept.sum(-1)
+        fits = (counts <= limit) & (counts < is_kept.size(-1))
+        return cls.of_counts((is_kept & fits.unsqueeze(-1)).nonzero()[:, 1], counts.where(fits, 0))
+
+    @classmethod
     def joined(cls, parts: Sequence["KeptTokens"]) -> "KeptTokens":
         """All positions of all parts, in order."""
         return cls.of_counts(torch.cat([part.ids for part in parts]), torch.cat([part.counts for part in parts]))
@@ -85,7 +96,8 @@ class KeptTokens:
         >>> KeptTokens.of([[5, 7], [], [3]]).lists()
         [[5, 7], [], [3]]
         """
-        return [part.tolist() for part in self.ids.tensor_split(self.offsets[1:-1].cpu())]
+        parts = self.ids.tensor_split(self.offsets[1:-1].cpu()) if len(self) else []
+        return [part.tolist() for part in parts]
 
     def take(self, index: Tensor) -> "KeptTokens":
         """The sets of some positions, in the order of (n,) `index`; -1 for an empty set.

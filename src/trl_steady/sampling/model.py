@@ -51,7 +51,8 @@ class KeptModel:
             is_all = len(head.targets) == has_label.numel()
             own = index.where(has_label, -1).flatten() if is_all else index[has_label]
             is_asked = has_label.flatten() if is_all else torch.ones_like(own, dtype=torch.bool)
-            return self._score(head, self._kept.take(own), is_asked)
+            device = head.hidden.device  # of a model in parts, the last one's
+            return self._score(head, self._kept.take(own).to(device), is_asked.to(device))
 
         with self._scored_by(answer):
             return self._model(places=places, labels=labels, **batch)

@@ -25,9 +25,7 @@ class Recording:
 
     def add(self, scores: Tensor) -> None:
         """Add the next token of each sequence, from (B, V) scores with -inf for what was not kept."""
-        is_kept = scores > -torch.inf
-        ids = is_kept.nonzero()[:, 1]
-        self._steps.append(KeptTokens.of_counts(ids, is_kept.sum(-1)).without_large(scores.size(-1)))
+        self._steps.append(KeptTokens.of_mask(scores > -torch.inf))
 
     def of(self, completions: Sequence[Sequence[int]]) -> KeptTokens:
         """The sets of all tokens of each completion, one completion after the other.
@@ -52,16 +50,16 @@ class KeptMass:
     """The share of the probability that lay on the tokens that one call of `generate` has kept."""
 
     def __init__(self) -> None:
-        self._whole = torch.empty(0)
+        self._whole = torch.empty(0)  # (B, V)
         self._steps: list[Tensor] = []
 
     def before(self, scores: Tensor, temperature: float) -> None:
         """(B, V) scores, of which nothing has been taken out yet."""
-        self._whole = (scores / temperature).logsumexp(-1)
+        self._whole = scores / temperature
 
     def after(self, scores: Tensor) -> None:
         """(B, V) scores, -inf for what was not kept."""
-        self._steps.append((scores.logsumexp(-1) - self._whole).exp())
+        self._steps.append(self._whole.softmax(-1).where(scores > -torch.inf, 0).sum(-1))
 
     def of(self, completions: Sequence[Sequence[int]]) -> Tensor:
         """Of all tokens of each completion, one completion after the other."""
@@ -77,7 +75,7 @@ class KeptMass:
 def _places(completions: Sequence[Sequence[int]]) -> Tensor:
     """Where the tokens are among those of all sequences, token after token; what follows a completion is padding."""
     parts = [torch.arange(len(each)) * len(completions) + row for row, each in enumerate(completions)]
-    return torch.cat(parts)
+    return torch.cat([torch.arange(0), *parts])
 
 
 class _Watch(LogitsProcessor):
@@ -103,8 +101,12 @@ def _watched(
         first = _Watch(lambda scores: before(scores, generation_config.temperature or 1.0))
         return LogitsProcessorList([first, *processors, _Watch(after)])
 
-    setattr(model, "_get_logits_processor", build_and_watch)  # noqa: B010
+    attributes, name = vars(model), "_get_logits_processor"
+    others = attributes.get(name)  # somebody else who watches
+    attributes[name] = build_and_watch
     try:
         yield
     finally:
-        delattr(model, "_get_logits_processor")
+        del attributes[name]
+        if others is not None:
+            attributes[name] = others
