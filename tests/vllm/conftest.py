@@ -15,20 +15,24 @@ from trl.generation import vllm_generation
 
 from tests.routed import Recorded, build
 from tests.vllm import cpu, mixtures
+from trl_steady.host.engine import KEPT_TOKENS, ROUTES
 
 BUDGET, BLOCK, BLOCKS = 48, 32, 18
 """Tokens that the engine feeds at a time, and what it remembers them in: small, so that prompts come in pieces."""
 
 
 class Engines:
-    """Each is built once for a folder and a dtype, by what TRL's trainer asks for first; its answers are kept."""
+    """Each is built once for a folder, a dtype and what it returns, by what TRL's trainer asks for first.
+
+    Its answers are kept.
+    """
 
     def __init__(self) -> None:
-        self.built: dict[tuple[str, str], Any] = {}
+        self.built: dict[tuple[str, ...], Any] = {}
         self.answers: list[list[Any]] = []
 
     def engine(self, dtype: str, **asked: Any) -> Any:
-        key = asked["model"], dtype
+        key = asked["model"], dtype, *(each.flag for each in (ROUTES, KEPT_TOKENS) if asked.get(each.flag))
         if key not in self.built:
             self.built[key] = engine = new(dtype, **asked)
             engine.generate = functools.partial(self._answer, engine.generate)

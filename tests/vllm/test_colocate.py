@@ -17,6 +17,7 @@ from tests.routed import CLOSE, oracles, rows
 from tests.routed_oracle import NONE
 from tests.vllm import conftest, mixtures
 from trl_steady.host import engine as host_engine
+from trl_steady.host.engine import KEPT_TOKENS, ROUTES, Capture
 from trl_steady.routing.routes import from_engine
 
 pytestmark = [
@@ -255,18 +256,23 @@ def test_an_engine_that_captures_nothing_is_not_trained_with(
     generation = trainer.vllm_generation
     monkeypatch.setattr(vllm_generation, "LLM", deaf)
     generation._init_vllm()
-    with pytest.raises(ValueError, match=r"vLLM returned no routes for 16 of 16 sequences\. Start it with --enable-"):
+    with pytest.raises(
+        ValueError, match=r"vLLM returned no routes for 16 of 16 sequences\. Start a server with --enable-"
+    ):
         trainer.train()
 
 
+@pytest.mark.parametrize("capture", [ROUTES, KEPT_TOKENS], ids=lambda capture: capture.what)
 def test_a_vllm_that_cannot_capture_says_so(
-    mixture: Path, tmp_path: Path, colocated: Colocated, monkeypatch: pytest.MonkeyPatch
+    mixture: Path, tmp_path: Path, colocated: Colocated, monkeypatch: pytest.MonkeyPatch, capture: Capture
 ) -> None:
     """As the flag is unknown to an older one."""
     generation = colocated(mixture, tmp_path).vllm_generation
     monkeypatch.setattr(vllm_generation, "LLM", functools.partial(conftest.new, "float32"))
-    monkeypatch.setattr(host_engine, "_FLAG", "enable_return_of_everything")
-    with pytest.raises(ValueError, match=r"needs a vLLM with enable_return_of_everything.*Install a newer one"):
+    generation._captures = [capture._replace(flag="enable_return_of_everything")]
+    with pytest.raises(
+        ValueError, match=r"needs a vLLM with enable_return_of_everything.*\(vllm.* Install a newer one"
+    ):
         generation._init_vllm()
 
 

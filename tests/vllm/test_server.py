@@ -20,6 +20,7 @@ from tests.routed import build, oracles, rows
 from tests.routed_oracle import NONE
 from tests.vllm import mixtures
 from tests.vllm.test_colocate import shares
+from trl_steady.host.engine import KEPT_TOKENS, ROUTES
 
 pytestmark = [
     pytest.mark.vllm,
@@ -44,7 +45,7 @@ def url(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
         "--port",
         port,
     ]
-    options += ["--enable-return-routed-experts", "--logprobs-mode", "processed_logprobs"]
+    options += ["--enable-return-routed-experts", "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
     command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(mixture), *options]
     log = tmp_path_factory.mktemp("server") / "log"
     distributed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # a colocated engine's
@@ -78,9 +79,10 @@ def is_up(address: str) -> bool:
         return False
 
 
-def test_routes_are_those_of_each_token(
-    mixture: Path, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def served(
+    mixture: Path, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> tuple[Any, list[int]]:
+    """A trainer whose engine is the server, and how many tensors it was sent each time, which do not get there."""
     sent: list[int] = []
 
     def update(self: Any, metadata: list[Any], weights: Iterator[Any]) -> None:
@@ -88,8 +90,15 @@ def test_routes_are_those_of_each_token(
 
     monkeypatch.setattr(VLLMClient, "init_communicator", lambda *_, **__: None)
     monkeypatch.setattr(VLLMClient, "update_named_params", update)
-    options: dict[str, Any] = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url, "max_steps": 4}
-    trainer = build(mixture, tmp_path, router_replay="R3", max_completion_length=40, learning_rate=1e-3, **options)
+    address = {"use_vllm": True, "vllm_mode": "server", "vllm_server_base_url": url}
+    training = {"max_completion_length": 40, "learning_rate": 1e-3, "max_steps": 4}
+    return build(mixture, tmp_path, **{**address, **training, **options}), sent
+
+
+def test_routes_are_those_of_each_token(
+    mixture: Path, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, sent = served(mixture, tmp_path, url, monkeypatch, router_replay="R3")
     own = vars(trainer.vllm_generation.vllm_client).copy()
     tiny.train(trainer)
     assert vars(trainer.vllm_generation.vllm_client).keys() == own.keys()
@@ -105,3 +114,31 @@ def test_routes_are_those_of_each_token(
     assert mixtures.share(rolled) < 0.5
     logged = tiny.history(trainer)[0]
     assert logged["routing/fallback"] == 0 and logged["routing/changed"] < 1e-3 and logged["mismatch/kl"] < 1e-9
+
+
+def test_routes_of_answers_to_tokens_are_those_of_each_token(
+    mixture: Path, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Prompts that are sent one by one, as those with images are; of kept tokens the answers have nothing."""
+    trainer, _ = served(mixture, tmp_path, url, monkeypatch, router_replay="R3")
+    generation, model = trainer.vllm_generation, oracles(mixture, trainer)(trainer.model.state_dict())
+    prompts = [[60 + i, 70, 80, 90 - i] * (i + 1) for i in range(6) for _ in range(3)]
+    generation._captures, generation._captured = [KEPT_TOKENS, ROUTES], {KEPT_TOKENS.field: [], ROUTES.field: []}
+    given, completions, _, _ = generation.generate(prompts, None, 3)
+    assert given == prompts and len({len(ids) for ids in completions}) > 3
+    sequences = [[*prompt, *ids] for prompt, ids in zip(prompts, completions, strict=True)]
+    pairs = list(zip(sequences, generation.take_routes(mixtures.SPARSE), strict=True))
+    assert [len(routes) for _, routes in pairs] == [len(ids) - 1 for ids in sequences]
+    assert mixtures.share([mixtures.agreement(model, *pair) for pair in pairs]) == 1.0
+    assert mixtures.share([mixtures.agreement(model, ids, routes.roll(1, 0)) for ids, routes in pairs]) < 0.5
+    with pytest.raises(
+        ValueError, match=r"vLLM returned no kept tokens for 18 of 18 sequences\. Start a server with "
+    ):
+        generation.take_kept_tokens(completions)
+
+
+def test_a_server_that_was_started_without_is_refused(
+    mixture: Path, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(ValueError, match=r"keep_sampling_mask=True needs the kept tokens .*--return-sampling-mask"):
+        served(mixture, tmp_path, url, monkeypatch, keep_sampling_mask=True, top_k=20)

@@ -96,8 +96,9 @@ class KeptTokens:
         >>> KeptTokens.of([[5, 7], [], [3]]).lists()
         [[5, 7], [], [3]]
         """
-        parts = self.ids.tensor_split(self.offsets[1:-1].cpu()) if len(self) else []
-        return [part.tolist() for part in parts]
+        if not len(self):
+            return []
+        return [part.tolist() for part in self.ids.tensor_split(self.offsets[1:-1].cpu())]
 
     def take(self, index: Tensor) -> "KeptTokens":
         """The sets of some positions, in the order of (n,) `index`; -1 for an empty set.
