@@ -78,7 +78,8 @@ def test_v32_has_the_papers_set_off_policy(recipes: Any, name: str) -> None:
     assert args.beta > 0 and args.use_bias_correction_kl and args.kl_estimator == "k3"
     assert args.off_policy_mask_threshold is not None and recipes.run.updates_per_rollout(args) == 4
     # TRL's own term where the policy samples; against the engine where an engine does
-    assert args.kl_ratio_denominator == ("sampler" if args.use_vllm else "old") and args.top_p == 1
+    assert args.kl_ratio_denominator == ("sampler" if args.use_vllm else "old")
+    assert bool(args.truncations) == args.keep_sampling_mask == args.use_vllm
 
 
 def test_training_and_held_out_problems_are_disjoint_also_turned_round(recipes: Any) -> None:
