@@ -10,7 +10,7 @@ VLLM := $(VENV)-vllm
 PIP_VLLM := $(VLLM)/bin/python $(INSTALL)
 JOBS ?= 2
 
-.PHONY: demo demo-gspo demo-process demo-v32 demo-moe test test-slow test-vllm check docs bench format clean
+.PHONY: demo demo-gspo demo-process demo-v32 demo-moe demo-sampling-mask test test-slow test-vllm check docs bench format clean
 
 # deprecations that TRL owes transformers would bury the progress
 TRAIN = PYTHONWARNINGS=ignore::FutureWarning $(BIN)/python
@@ -36,6 +36,15 @@ demo-moe: $(VENV)/.recipes
 	$(MOE)/gspo --loss_type gspo
 	$(TRAIN) recipes/moe/variants.py outputs/moe/variants.png outputs/moe/*/results.json
 
+MASK = $(TRAIN) recipes/sampling_mask/train.py --config recipes/sampling_mask/digits-top-p.yaml \
+	--output_dir outputs/sampling_mask
+
+demo-sampling-mask: $(VENV)/.recipes
+	$(MASK)/mask-off
+	$(MASK)/mask-on --keep_sampling_mask true
+	$(MASK)/all --top_p 1.0
+	$(TRAIN) recipes/sampling_mask/beside.py outputs/sampling_mask/variants.png outputs/sampling_mask/*/results.json
+
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu"
 
@@ -59,6 +68,7 @@ bench: $(VENV)/.recipes
 	$(BIN)/python tests/benchmarks/reference.py
 	$(TRAIN) tests/benchmarks/padding.py
 	$(TRAIN) tests/benchmarks/replay.py
+	$(TRAIN) tests/benchmarks/sampling_mask.py
 
 format: $(VENV)/.test
 	$(BIN)/ruff format .

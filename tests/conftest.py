@@ -31,6 +31,7 @@ RECIPES = (
     *("common.tasks", "gspo.train", "iterative_grpo.pictures", "iterative_grpo.train", "v32.panels", "v32.train"),
     *("process_rewards.compare", "process_rewards.sums", "process_rewards.train", "process_rewards.warm_up"),
     *("moe.digits", "moe.probe", "moe.train", "moe.variants"),
+    *("sampling_mask.beside", "sampling_mask.sampler", "sampling_mask.train"),
 )
 
 

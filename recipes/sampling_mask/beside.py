@@ -1,0 +1,195 @@
+"""The panels of this recipe, and runs side by side: a picture with the spread over seeds, and a table.
+
+python recipes/sampling_mask/beside.py all.png outputs/sampling_mask/*/results.json
+"""
+
+import json
+import sys
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from matplotlib.axes import Axes
+from PIL import Image
+
+from common import report
+
+Results = Mapping[str, Any]
+Runs = Sequence[Results]
+# colours that can be told apart by everyone (Okabe and Ito's), and lines that can be without them
+STYLES = {"mask off": ("#D55E00", "-"), "mask on": ("#0072B2", "--"), "top-p 1": ("#000000", ":")}
+TITLES = {
+    "reward": "Reward of each rollout (share right)",
+    "entropy": "Entropy of the whole vocabulary, nats a token",
+}
+LAST = 10  # rollouts, of which the mean reward varies less than a check of the last policy alone
+RATIO = "sampler/ratio_mean"
+
+
+def variant(results: Results) -> str:
+    """What a run sampled and trained with."""
+    objective = results["objective"]
+    mask = "" if objective["top_p"] == 1 else ", mask on" if objective["keep_sampling_mask"] else ", mask off"
+    return f"top-p {objective['top_p']:g}{mask}"
+
+
+def variants(runs: Runs) -> dict[str, list[Results]]:
+    """The runs of each variant by seed, in the order of the styles."""
+    ordered = sorted(runs, key=lambda r: (list(STYLES).index(kind(variant(r))), variant(r), r["seed"]))
+    found: dict[str, list[Results]] = {}
+    for results in ordered:
+        found.setdefault(variant(results), []).append(results)
+    return found
+
+
+def kind(label: str) -> str:
+    """Of a variant, whatever its top-p."""
+    return label.split(", ")[-1]
+
+
+def of_updates(results: Results, name: str, update: int) -> tuple[list[int], list[float]]:
+    """The values that were logged in one of a rollout's updates, the first being 1, and their steps."""
+    steps = {row["step"] for row in results["history"] if row.get("sampler/update") == update}
+    found = zip(*report.series(results["history"], name), strict=True)
+    kept = [(step, value) for step, value in found if step in steps]
+    return [step for step, _ in kept], [value for _, value in kept]
+
+
+def updates(results: Results) -> int:
+    """That a rollout feeds."""
+    return max(int(row["sampler/update"]) for row in results["history"] if "sampler/update" in row)
+
+
+def ratios(axis: Axes, results: Results) -> None:
+    """Trainer to sampler, mean over tokens, in the first and in the last update of each rollout."""
+    for update, style in ((1, "-"), (updates(results), ":")):
+        axis.plot(*of_updates(results, RATIO, update), style, color="tab:purple", label=f"update {update}")
+    axis.set(title="Ratio of trainer to sampler, mean over tokens")
+    axis.legend()
+
+
+def logged(axis: Axes, results: Results, *, name: str) -> None:
+    """One value as it is logged."""
+    axis.plot(*report.series(results["history"], name), color="tab:green")
+    axis.set(title=TITLES[name])
+    axis.set_ylim(bottom=0)
+
+
+def over_seeds(axis: Axes, runs: Runs, *, name: str, title: str, update: int | None = None) -> None:
+    """One value of every variant: the mean over its seeds, and from the smallest to the largest.
+
+    Args:
+        axis: To draw on.
+        runs: Of all variants.
+        name: Of the value, as it is logged.
+        title: Of the panel.
+        update: In which update of a rollout; -1 for the last, None for all.
+    """
+    for label, own in variants(runs).items():
+        colour, line = STYLES[kind(label)]
+        last = updates(own[0]) if update == -1 else update
+        series = [report.series(r["history"], name) if last is None else of_updates(r, name, last) for r in own]
+        steps, values = series[0][0], np.array([curve for _, curve in series])
+        axis.plot(steps, values.mean(axis=0), line, color=colour, linewidth=1.3, label=label)
+        axis.fill_between(steps, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.15, linewidth=0)
+    axis.set(title=title)
+
+
+def rewards(axis: Axes, runs: Runs) -> None:
+    """Of the rollouts, each with its own way of sampling."""
+    over_seeds(axis, runs, name="reward", title=TITLES["reward"])
+    axis.set_ylim(0, 1)
+    axis.legend(loc="lower right")
+
+
+def first_ratios(axis: Axes, runs: Runs) -> None:
+    """Where policy and sampler have the same weights: mean over tokens, and from the least token to the largest."""
+    for label, own in variants(runs).items():
+        colour, line = STYLES[kind(label)]
+        means, lows, highs = (
+            np.array([of_updates(results, f"sampler/ratio_{name}", 1)[1] for results in own])
+            for name in ("mean", "min", "max")
+        )
+        steps = of_updates(own[0], RATIO, 1)[0]
+        axis.plot(steps, means.mean(axis=0), line, color=colour, linewidth=1.3, label=label)
+        axis.fill_between(steps, lows.min(axis=0), highs.max(axis=0), color=colour, alpha=0.15, linewidth=0)
+    axis.set(title="Trainer / sampler, first update: mean, all tokens")
+    axis.legend(loc="center right")
+
+
+def accuracies(results: Results) -> list[float]:
+    """After training: with the top_p asked for, from the whole vocabulary, greedily; and the last rewards."""
+    by_name = {name: way["after"] for name, way in results["accuracy"].items()}
+    ways = [
+        next(share for name, share in by_name.items() if way in name) for way in ("top_p", "temperature", "greedy")
+    ]
+    return [*ways, float(np.mean(report.series(results["history"], "reward")[1][-LAST:]))]
+
+
+def measures(results: Results) -> dict[str, float]:
+    """Of a whole run, or of its last rollouts."""
+
+    def every(name: str) -> np.ndarray:
+        return np.array(report.series(results["history"], name)[1])
+
+    last = updates(results)
+    first, end = (partial(of_updates, results, update=update) for update in (1, last))
+    return {
+        "ratio in update 1, mean": np.mean(first(RATIO)[1]),
+        "smallest of all tokens": np.min(first("sampler/ratio_min")[1]),
+        "largest of all tokens": np.max(first("sampler/ratio_max")[1]),
+        f"ratio in update {last}, mean": np.mean(end(RATIO)[1]),
+        f"log-ratios in update {last}, standard deviation": np.mean(end("sampler/log_ratio_std")[1]),
+        "share of tokens clipped": every("clip_ratio/region_mean").mean(),
+        "kept mass, update 1": np.mean(first("sampler/kept_mass")[1]),
+        "kept tokens, update 1": np.mean(first("sampler/kept_tokens")[1]),
+        "share of tokens kept alone, update 1": np.mean(first("sampler/singletons")[1]),
+        "norm of the gradient": every("grad_norm").mean(),
+        f"entropy, last {LAST} rollouts": every("entropy")[-LAST * last :].mean(),
+        f"KL, last {LAST} rollouts": every("kl")[-LAST * last :].mean(),
+    }
+
+
+def table(runs: Runs) -> str:
+    """In Markdown: accuracies of the seeds and their mean, then measures, with the mean and the range of the seeds."""
+    lines = [
+        f"| | seed | sampled, truncated | sampled, all | greedy | last {LAST} rewards |",
+        "|---|---|---|---|---|---|",
+    ]
+    groups = variants(runs)
+    for label, own in groups.items():
+        rows = {str(results["seed"]): accuracies(results) for results in own}
+        if len(rows) > 1:
+            rows["mean"] = list(np.mean(list(rows.values()), axis=0))
+        lines += [f"| {label} | {seed} | {' | '.join(f'{x:.1%}' for x in shares)} |" for seed, shares in rows.items()]
+    lines += ["", f"| | {' | '.join(groups)} |", f"|---|{'---|' * len(groups)}"]
+    found = [[measures(results) for results in own] for own in groups.values()]
+    for name in found[0][0]:
+        cells = [spread([of_seed[name] for of_seed in seeds]) for seeds in found]
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(lines)
+
+
+def spread(values: Sequence[float]) -> str:
+    """The mean over seeds, and their range where it can be seen."""
+    mean, low, high = (f"{value:.4f}" for value in (np.mean(values), min(values), max(values)))
+    return mean if low == high else f"{mean} ({low} to {high})"
+
+
+def main(path: str, *files: str) -> None:
+    """Draw the runs in `files`, which are `results.json` files, and print their table."""
+    runs = [json.loads(Path(file).read_text()) for file in files]
+    last = partial(over_seeds, name=RATIO, title="Trainer / sampler, last update: mean over tokens", update=-1)
+    entropy = partial(over_seeds, name="entropy", title=TITLES["entropy"])
+    report.draw(Path(path), ((rewards, first_ratios), (entropy, last)), runs)
+    Image.open(path).convert("RGB").quantize().save(path, optimize=True)  # bands of shades: a third of the bytes
+    print(table(runs))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,156 @@
+"""The trainer's log-probs beside the sampler's own: those of the scores that transformers' `generate` draws from."""
+
+import copy
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import TrainerCallback
+
+from common import run
+from trl_steady import GRPOConfig, GRPOTrainer
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """What the sampler knows of each of N tokens that it has drawn."""
+
+    log_probs: Tensor
+    """Under the distribution it drew from."""
+    kept_mass: Tensor
+    """The probability, before any was left out, of the tokens among which it was drawn."""
+    kept: Tensor
+    """How many these are."""
+
+    @classmethod
+    def among(cls, tokens: Tensor, scores: Tensor, logits: Tensor, temperature: float) -> "Drawn":
+        """Of (B, T) tokens, from (B, T, V) scores after all processors and (B, T, V) logits before them."""
+        log_probs = scores.float().log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
+        before = (logits.float() / temperature).log_softmax(-1)
+        is_kept = scores > -torch.inf
+        return cls(log_probs, before.exp().where(is_kept, 0).sum(-1), is_kept.sum(-1))
+
+    def of(self, row: int, tokens: int) -> "Drawn":
+        """The first tokens of a row."""
+        return Drawn(self.log_probs[row, :tokens], self.kept_mass[row, :tokens], self.kept[row, :tokens])
+
+
+class Sampler(TrainerCallback):
+    """Compares each update's log-probs, as they go into the loss, with those that its tokens were drawn with.
+
+    The sampler's come from transformers, which is asked for its processed scores, and not from the sets that
+    `keep_sampling_mask` records. What is found goes to the trainer's history: the update since the rollout,
+    `sampler/update`, the tokens' ratio of trainer to sampler, `sampler/ratio_...`, and what the ratio of a policy that
+    has not moved is without the mask, `sampler/kept_mass`. Tokens and random numbers of the run stay as they are.
+
+    Temperature and what leaves tokens out are all that may stand between logits and scores.
+    """
+
+    def __init__(self, trainer: GRPOTrainer) -> None:
+        self.trainer = trainer
+        self.drawn: dict[tuple[int, ...], Drawn] = {}
+        self.seen: list[Drawn] = []
+        self.log_ratios: list[Tensor] = []
+
+    def on_train_begin(self, args: GRPOConfig, state: Any, control: Any, **_: Any) -> None:
+        """Listen at the trainer's own methods."""
+        trainer = self.trainer
+        generate, log_probs = trainer.generate, trainer.log_probs
+
+        def generate_and_keep(prompt_ids: list[list[int]], *arguments: Any, **keywords: Any) -> Any:
+            with _Listener(trainer.model) as listener:
+                completion_ids, engines = generate(prompt_ids, *arguments, **keywords)
+            self.keep(prompt_ids, completion_ids, listener.drawn)
+            return completion_ids, engines
+
+        def score_and_compare(
+            model: Any,
+            input_ids: Tensor,
+            attention_mask: Tensor,
+            logits_to_keep: int,
+            *arguments: Any,
+            **keywords: Any,
+        ) -> Any:
+            scores = log_probs(model, input_ids, attention_mask, logits_to_keep, *arguments, **keywords)
+            if torch.is_grad_enabled():  # an update; old policy and reference are scored without
+                self.compare(input_ids, attention_mask.bool(), scores[0].detach())
+            return scores
+
+        vars(trainer).update(generate=generate_and_keep, log_probs=score_and_compare)
+
+    def on_train_end(self, args: GRPOConfig, state: Any, control: Any, **_: Any) -> None:
+        """Listen no more."""
+        for name in ("generate", "log_probs"):
+            vars(self.trainer).pop(name)
+
+    def on_step_end(self, args: GRPOConfig, state: Any, control: Any, **_: Any) -> None:
+        """Write down what this update has shown."""
+        log_ratios = torch.cat(self.log_ratios).double()
+        ratios, masses = log_ratios.exp(), torch.cat([each.kept_mass for each in self.seen]).double()
+        kept = torch.cat([each.kept for each in self.seen]).double()
+        found = {
+            "update": (state.global_step - 1) % run.updates_per_rollout(args) + 1,
+            "ratio_mean": ratios.mean(),
+            "ratio_min": ratios.min(),
+            "ratio_max": ratios.max(),
+            "log_ratio_mean": log_ratios.mean(),
+            "log_ratio_std": log_ratios.std(),
+            "kept_mass": masses.mean(),
+            "kept_tokens": kept.mean(),
+            "singletons": (kept == 1).double().mean(),
+            "off_kept_mass": (ratios - masses).abs().max(),
+            "off_one": (ratios - 1).abs().max(),
+        }
+        state.log_history.append({"step": state.global_step, **{f"sampler/{k}": float(v) for k, v in found.items()}})
+        self.seen, self.log_ratios = [], []
+
+    def keep(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], drawn: Drawn) -> None:
+        """Take what was drawn for a rollout, in the place of the last one; equal answers have equal log-probs."""
+        pairs = enumerate(zip(prompts, completions, strict=True))
+        self.drawn = {(*prompt, *ids): drawn.of(row, len(ids)) for row, (prompt, ids) in pairs}
+
+    def compare(self, input_ids: Tensor, is_token: Tensor, log_probs: Tensor) -> None:
+        """Look the sequences of a micro-batch up, whatever order they are in now."""
+        width = log_probs.size(1)
+        for row, ids in enumerate(input_ids):
+            drawn = self.drawn[tuple(ids[is_token[row]].tolist())]
+            self.seen.append(drawn)
+            self.log_ratios.append(log_probs[row, is_token[row, -width:]].cpu() - drawn.log_probs)
+
+
+class _Listener:
+    """While it is open, `model.generate` tells with what log-probs it draws."""
+
+    drawn: Drawn
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+
+    def __enter__(self) -> "_Listener":
+        generate = self.model.generate
+
+        def generate_and_tell(*arguments: Any, generation_config: Any, **keywords: Any) -> Tensor:
+            telling = copy.deepcopy(generation_config)
+            telling.return_dict_in_generate = telling.output_scores = telling.output_logits = True
+            output = generate(*arguments, generation_config=telling, **keywords)
+            scores, logits = (torch.stack(each, dim=1).cpu() for each in (output.scores, output.logits))
+            tokens = output.sequences[:, -scores.size(1) :].cpu()
+            self.drawn = Drawn.among(tokens, scores, logits, generation_config.temperature or 1.0)
+            return output.sequences
+
+        vars(self.model)["generate"] = generate_and_tell
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        vars(self.model).pop("generate")
+
+
+def first_updates(history: Sequence[dict[str, Any]]) -> tuple[float, float]:
+    """How far a token's ratio is from 1, and from the kept mass, at most, in the first updates of all rollouts."""
+    rows = [row for row in history if row.get("sampler/update") == 1]
+    return tuple(
+        max((row[f"sampler/{name}"] for row in rows), default=math.nan) for name in ("off_one", "off_kept_mass")
+    )

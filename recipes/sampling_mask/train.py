@@ -1,0 +1,124 @@
+"""GRPO with top-p sampling, four updates for each rollout: log-probs among the tokens that were kept, or among all.
+
+python recipes/sampling_mask/train.py --config recipes/sampling_mask/digits-top-p.yaml [--keep_sampling_mask true]
+"""
+
+import contextlib
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import TrainerCallback
+from trl import TrlParser
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from common import report, run, small_model
+from common import task as larger
+from moe import digits
+from sampling_mask import beside, sampler
+from trl_steady import GRPOConfig, GRPOTrainer
+
+OBJECTIVE = ("loss_type", "epsilon", "epsilon_high", "beta", "temperature", "top_p", "top_k", "min_p")
+PICTURE = ((report.rewards, report.accuracies), (beside.ratios, partial(beside.logged, name="entropy")))
+
+
+@dataclass
+class RecipeArguments(run.RecipeArguments):
+    """With the task, where training starts, and one more way to ask."""
+
+    task: str = field(
+        default="digits",
+        metadata={"help": "'digits': sort them; 'max': the larger of two, SmolLM2.", "choices": ["digits", "max"]},
+    )
+    start: str = field(
+        default="outputs/sampling_mask/start",
+        metadata={"help": "Folder of the small model after its warm start; where it is missing, it is made."},
+    )
+    asked_top_p: float = field(
+        default=0.9,
+        metadata={"help": "Held-out problems are also answered with this top_p, whatever training samples with."},
+    )
+
+
+def describe(logs: Mapping[str, Any]) -> str:
+    """Of one update."""
+    shown = {"KL": "kl", "clipped": "clip_ratio/region_mean", "entropy": "entropy"}
+    shown |= {"kept mass": "sampling_mask/kept_mass", "kept": "sampling_mask/kept_tokens"}
+    return "".join(f"  {label} {logs[name]:.3g}" for label, name in shown.items() if name in logs)
+
+
+@contextlib.contextmanager
+def asked_with(model: Any, top_p: float) -> Iterator[None]:
+    """What leaves the sampling to the model's own settings takes this top_p."""
+    settings = model.generation_config
+    own = settings.do_sample, settings.top_p
+    settings.do_sample, settings.top_p = True, top_p  # a top_p alone is warned of
+    try:
+        yield
+    finally:
+        settings.do_sample, settings.top_p = own
+
+
+class Truncated(TrainerCallback):
+    """Held-out problems answered with a top_p before and after training, and without touching its random numbers."""
+
+    def __init__(self, trainer: GRPOTrainer, recipe: RecipeArguments, task: small_model.Task) -> None:
+        self.trainer, self.recipe, self.task = trainer, recipe, task
+        self.right: list[np.ndarray] = []
+
+    @property
+    def name(self) -> str:
+        """In the results."""
+        return f"sampled with top_p {self.recipe.asked_top_p:g}, {self.recipe.samples} each"
+
+    def found(self) -> dict[str, Any]:
+        """Before and after, as `small_model.train` reports its own."""
+        before, after = self.right
+        counts = {"before": small_model.counts(before), "after": small_model.counts(after)}
+        return {
+            "accuracy": {self.name: report.difference(before, after)._asdict()},
+            "right answers to each held-out problem": {self.name: counts},
+        }
+
+    def on_train_begin(self, args: GRPOConfig, state: Any, control: Any, **_: Any) -> None:
+        """Before."""
+        self._ask(args.seed)
+
+    def on_train_end(self, args: GRPOConfig, state: Any, control: Any, **_: Any) -> None:
+        """After."""
+        self._ask(args.seed)
+
+    def _ask(self, seed: int) -> None:
+        _, held_out = self.task.split(self.recipe.held_out)
+        with torch.random.fork_rng(), asked_with(self.trainer.model, self.recipe.asked_top_p):
+            torch.manual_seed(seed)
+            asked = partial(small_model.right_answers, self.trainer, held_out, samples=self.recipe.samples)
+            self.right.append(asked(task=self.task))
+
+
+def main(recipe: RecipeArguments, args: GRPOConfig) -> run.Results:
+    """Train and report; returns what is written to `results.json`."""
+    task: Any = digits.Digits(Path(recipe.start)) if recipe.task == "digits" else larger
+    truncated: list[Truncated] = []
+
+    def callbacks(trainer: GRPOTrainer) -> Sequence[TrainerCallback]:
+        truncated.append(Truncated(trainer, recipe, task))
+        return [run.Progress(describe), sampler.Sampler(trainer), *truncated]
+
+    trainer, found = small_model.train(recipe, args, callbacks, task)
+    for name, own in truncated[0].found().items():
+        found[name] |= own
+    found["objective"] = {name: getattr(args, name) for name in (*OBJECTIVE, "keep_sampling_mask")}
+    off_one, off_mass = sampler.first_updates(trainer.state.log_history)
+    print(f"first updates: ratios are within {off_one:.2g} of 1, within {off_mass:.2g} of the kept mass", flush=True)
+    return run.finish(trainer, recipe, found, PICTURE)
+
+
+if __name__ == "__main__":
+    main(*TrlParser((RecipeArguments, GRPOConfig)).parse_args_and_config())
