@@ -1,7 +1,7 @@
 """What a config cannot be and cannot do: refusals with the way out, warnings of what cannot act."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
@@ -16,6 +16,7 @@ __all__ = [
     "GSPO_EPSILON_HIGH",
     "NATIVE_LOSS_TYPES",
     "SEQUENCE_RATIO_LOSS_TYPES",
+    "beyond_sets",
     "cannot_act",
     "refuse_contradictions",
     "refuse_means_over_micro_batches",
@@ -92,7 +93,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ),
 )
 
-# Options of generation that leave tokens out, where they do; a grammar of vLLM's does, whatever it is.
+# Options of generation that leave tokens out, where they do.
 _TRUNCATIONS: dict[str, Callable[[Any], bool]] = {
     "top_p": lambda v: v < 1,
     "top_k": lambda v: v > 0,
@@ -101,7 +102,10 @@ _TRUNCATIONS: dict[str, Callable[[Any], bool]] = {
     "typical_p": lambda v: v < 1,
     "epsilon_cutoff": lambda v: 0 < v < 1,
     "eta_cutoff": lambda v: 0 < v < 1,
-    "structured_outputs": bool,
+    **dict.fromkeys(("vllm_structured_outputs_regex", "structured_outputs"), bool),
+    **dict.fromkeys(("bad_words", "bad_words_ids", "suppress_tokens", "begin_suppress_tokens"), bool),
+    **dict.fromkeys(("allowed_token_ids", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), bool),
+    **dict.fromkeys(("min_new_tokens", "min_length", "min_tokens", "forced_eos_token_id"), bool),
 }
 # And those that make some tokens likelier than others, with the value that does not.
 _WEIGHTINGS = {
@@ -170,7 +174,7 @@ def refuse_contradictions(args: "GRPOConfig") -> None:
 
 def cannot_act(args: "GRPOConfig") -> list[str]:
     """What is set and will do nothing, in sentences with the way out."""
-    return [*_inactive(args), *_token_scale(args), *_idle_options(args), *_beyond_sets(args)]
+    return [*_inactive(args), *_token_scale(args), *_idle_options(args), *_weighted(args)]
 
 
 def _refuse_under_sequence_ratio(args: "GRPOConfig") -> None:
@@ -335,7 +339,7 @@ def _idle_options(args: "GRPOConfig") -> list[str]:
             "keep_sampling_mask",
             False,
             not args.truncations,
-            "top_p, top_k and min_p unset, sampling leaves nothing out. Set one of them",
+            "top_p, top_k and min_p unset sampling leaves nothing out. Set one of them",
         ),
         (
             "pad_to_multiple_of",
@@ -374,10 +378,16 @@ def _inactive(args: "GRPOConfig") -> list[str]:
     return messages
 
 
-def _beyond_sets(args: "GRPOConfig") -> list[str]:
-    if args.keep_sampling_mask and args.beyond_sets:
-        return [f"keep_sampling_mask=True with{args.beyond_sets} Ratios to the sampler carry that."]
-    return []
+def beyond_sets(weightings: Sequence[str]) -> str:
+    """A sentence, after others, on what a set does not undo; "" for nothing."""
+    if not weightings:
+        return ""
+    what = f"{', '.join(weightings)} moves probabilities among the tokens that are kept, too, and ratios carry that"
+    return f" {what} with keep_sampling_mask=True as well."
+
+
+def _weighted(args: "GRPOConfig") -> list[str]:
+    return [beyond_sets(args.weightings).strip()] if args.keep_sampling_mask and args.weightings else []
 
 
 def _token_scale(args: "GRPOConfig") -> list[str]:

@@ -254,9 +254,9 @@ class GRPOConfig(trl.GRPOConfig):
     @property
     def sampling(self) -> dict[str, Any]:
         """The options of generation that are set, `generation_kwargs` before TRL's own."""
-        own = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        grammar = {"structured_outputs": self.vllm_structured_outputs_regex}
-        options = {**{name: getattr(self, name) for name in own}, **grammar, **self._generation_kwargs}
+        own = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty"]
+        own += ["vllm_structured_outputs_regex"] if self.use_vllm else []
+        options = {**{name: getattr(self, name) for name in own}, **self._generation_kwargs}
         return {name: value for name, value in options.items() if value is not None}
 
     @property
@@ -270,15 +270,12 @@ class GRPOConfig(trl.GRPOConfig):
         return [f"{name}={value!r}" for name, value in self.sampling.items() if truncates(name, value)]
 
     @property
-    def beyond_sets(self) -> str:
-        """What moves probabilities among the tokens that are kept, too, in a sentence; "" for nothing."""
-        names = [f"{name}={value!r}" for name, value in self.sampling.items() if reweights(name, value)]
-        if not names:
-            return ""
-        return (
-            f" {' and '.join(names)}: moves probabilities among the tokens that are kept, too, which "
-            "keep_sampling_mask does not undo."
-        )
+    def weightings(self) -> list[str]:
+        """What moves probabilities among the tokens that are kept, too, such as "repetition_penalty=1.1"."""
+        weights = {name: value for name, value in self.sampling.items() if reweights(name, value)}
+        if self.sampling["temperature"] != self.temperature:  # log-probs are at the latter
+            weights["temperature"] = self.sampling["temperature"]
+        return [f"{name}={value!r}" for name, value in weights.items()]
 
     @property
     def is_on_policy(self) -> bool:

@@ -10,6 +10,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
+from trl_steady.checks import beyond_sets
 from trl_steady.config import GRPOConfig
 from trl_steady.host import overridden
 from trl_steady.host.engine import KEPT_TOKENS, Capture, capturing_engine
@@ -43,7 +44,7 @@ class SampledTrainer(UnpaddedTrainer):
 
     args: GRPOConfig
     _sampling: _Rollout | None = None
-    _masses: list[Tensor] | None = None
+    _measured: list[tuple[Tensor, Tensor] | None] | None = None
     _kept: list[tuple[Tensor, Tensor]] | None = None
     _has_told_of_bias = False
     _has_told_of_large_sets = False
@@ -61,6 +62,11 @@ class SampledTrainer(UnpaddedTrainer):
         if isinstance(self.model, PeftModel) and self.model.active_peft_config.is_prompt_learning:
             raise ValueError(
                 f"{option} with prompt learning, which shifts tokens against labels. Train LoRA adapters."
+            )
+        if args.n_gpu > 1:
+            raise ValueError(
+                f"{option} with {args.n_gpu} GPUs driven by one process, which divide a batch among them. Start one "
+                "process for each: accelerate launch --num_processes."
             )
         if self.rollout_func is not None:
             raise ValueError(
@@ -115,24 +121,26 @@ class SampledTrainer(UnpaddedTrainer):
             return super().rollout(inputs)
         self._has_told_of_bias = True
         is_ours = not (self.use_vllm or self.rollout_func or self.args.use_transformers_continuous_batching)
-        masses: list[Tensor] = []
-        with overridden(self, {"_masses": masses if is_ours else None}):
+        measured: list[tuple[Tensor, Tensor] | None] = []
+        with overridden(self, {"_measured": measured if is_ours else None}):
             output = super().rollout(inputs)
         old, sampler = output.get("old_per_token_logps"), output.get("sampling_per_token_logps")
-        log_masses = torch.cat(masses).log() if masses else torch.empty(0)
         if old is not None and sampler is not None:
-            log_masses = (old - sampler)[_sampled_tokens(output)]
-            log_masses = log_masses[~log_masses.isnan()]
+            gaps = (sampler - old)[_sampled_tokens(output)]
+            gaps = gaps[~gaps.isnan()]
+            measured = [((-gaps).exp(), gaps)]
+        turns = [turn for turn in measured if turn is not None]
+        masses, gaps = (torch.cat([torch.empty(0), *(turn[i].cpu() for turn in turns)]) for i in (0, 1))
         size = "by how much has not been measured"
-        if len(log_masses):
+        if len(gaps) and len(turns) == len(measured):
             size = (
-                f"in this rollout the tokens that were kept had {float(log_masses.exp().mean()):.3g} of the "
-                f"probability, so that log-probs are {-float(log_masses.mean()):.3g} nats a token below the sampler's"
+                f"in this rollout the tokens that were kept had {float(masses.mean()):.3g} of the probability, and "
+                f"log-probs are {float(gaps.mean()):.3g} nats a token below the sampler's"
             )
         warnings.warn(
-            f"{' and '.join(truncations)} leaves tokens out of sampling, and log-probs are of the whole vocabulary: "
+            f"sampling leaves tokens out ({', '.join(truncations)}), and log-probs are of the whole vocabulary: "
             f"{size}. Ratios to the sampler carry that, and updates are for another distribution than was sampled. "
-            f"Set keep_sampling_mask=True, or sample from the whole vocabulary.{self.args.beyond_sets}",
+            "Set keep_sampling_mask=True, or sample from the whole vocabulary." + beyond_sets(self.args.weightings),
             UserWarning,
             stacklevel=2,
         )
@@ -141,11 +149,11 @@ class SampledTrainer(UnpaddedTrainer):
     def generate(self, prompt_ids: list[list[int]], *arguments: Any, **keywords: Any) -> tuple[list[list[int]], Any]:
         """TRL's, with what it has kept."""
         rollout = self._sampling
-        if self._masses is not None:
-            mass = KeptMass()
+        if self._measured is not None:
+            mass = KeptMass(self.temperature)
             with mass.listening(self.bare(self.model)):
                 completion_ids, logprobs = super().generate(prompt_ids, *arguments, **keywords)
-            self._masses.append(mass.of(completion_ids))
+            self._measured.append(mass.of(completion_ids))
             return completion_ids, logprobs
         if rollout is None:
             return super().generate(prompt_ids, *arguments, **keywords)
@@ -158,11 +166,17 @@ class SampledTrainer(UnpaddedTrainer):
             recording = Recording()
             with recording.listening(self.bare(self.model)):
                 completion_ids, logprobs = super().generate(prompt_ids, *arguments, **keywords)
-            kept = recording.of(completion_ids)
+            try:
+                kept = recording.of(completion_ids)
+            except ValueError as error:
+                raise ValueError(
+                    f"keep_sampling_mask=True: {error} Leave beam search and assisted decoding out of "
+                    "generation_kwargs and of the model's generation_config."
+                ) from None
         if not kept.has(torch.tensor(list(itertools.chain(*completion_ids)))).all():
             raise ValueError(
-                "keep_sampling_mask=True: a token of the rollout is none of those that it was sampled among. Leave "
-                "beam search and assisted decoding out of generation_kwargs and of the model's generation_config."
+                "keep_sampling_mask=True: a token of the rollout is none of those that it was sampled among, so that "
+                "sets and tokens do not belong together. Set keep_sampling_mask=False, and report it."
             )
         number, sequences = sum(len(sets) for sets in rollout.sets), []
         for prompt, completion in zip(prompt_ids, completion_ids, strict=True):
@@ -176,6 +190,11 @@ class SampledTrainer(UnpaddedTrainer):
     def _aligned(self, rollout: _Rollout, input_ids: Tensor, attention_mask: Tensor, width: int) -> KeptTokens:
         """Sets of the tokens of (B, width) completions, of what has been generated."""
         if rollout.kept is None:
+            if not rollout.turns:
+                raise ValueError(
+                    f"keep_sampling_mask=True: {type(self).__name__} has made a rollout without `generate`, where kept "
+                    "tokens are recorded. Override `generate` in its place, or set keep_sampling_mask=False."
+                )
             try:
                 numbers = aligned(stitched(rollout.turns), input_ids, attention_mask)
             except ValueError as error:
@@ -208,6 +227,11 @@ class SampledTrainer(UnpaddedTrainer):
             kept = self._aligned(rollout, input_ids, attention_mask, logits_to_keep)
         elif not is_other and self._kept is not None:
             kept = KeptTokens.joined([KeptTokens(*own) for own in self._kept])
+            if len(kept) != len(input_ids) * logits_to_keep:
+                raise ValueError(
+                    f"a micro-batch of {len(input_ids)} completions of {logits_to_keep} tokens has kept tokens of "
+                    f"{len(kept)} positions. Cut its kept_tokens like its completion_ids."
+                )
         kept_model = None
         if kept is not None:
             index = torch.full_like(input_ids, -1)

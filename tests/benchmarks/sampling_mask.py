@@ -5,7 +5,7 @@
 Random models in float32 (on CUDA under bf16 autocast) with few layers, so that the head counts: with SmolLM2's
 vocabulary of 49,152 and width of 576, and with Qwen2.5's of 151,936 and 896. A step is the old policy's log-probs of a
 micro-batch, then its forward, loss and backward. Rollouts are the same with and without; sets are drawn in three
-sizes: "peaked", many of one token, few in the median and some of hundreds; of 20 tokens each; and of 512 each. Where
+sizes: "peaked", many of one token, few in the median and some of hundreds; and of 20, 512 and 4096 tokens each. Where
 sets are missing, as those of a tool's tokens are, TRL's head runs as well. With and without take turns, so that a
 drift of the machine's speed meets both; the ratios are round by round.
 """
@@ -49,6 +49,7 @@ SETS: dict[str, Callable[[int], Tensor]] = {
     "peaked, one in ten missing": lambda count: peaked(count).where(torch.rand(count) > 0.1, 0),
     "of 20": lambda count: torch.full((count,), 20),
     "of 512": lambda count: torch.full((count,), 512),
+    "of 4096": lambda count: torch.full((count,), 4096),
 }
 
 
@@ -105,7 +106,7 @@ def kept_tokens(inputs: dict[str, Any], vocabulary: int, sizes: Callable[[int], 
     targets, mask = inputs["completion_ids"].flatten().tolist(), inputs["completion_mask"].flatten().tolist()
     sets = []
     for target, is_token, size in zip(targets, mask, sizes(len(targets)).tolist(), strict=True):
-        others = torch.randint(vocabulary, (2 * size,)).unique()[: size - 1].tolist()
+        others = torch.randint(vocabulary, (size,))[: max(size - 1, 0)].tolist()
         sets.append(list({target, *others}) if is_token and size else [])
     return KeptTokens.of(sets).to(inputs["completion_ids"].device).of_samples(inputs["completion_ids"].size(1))
 
@@ -131,7 +132,9 @@ def compare(trainer: Any, name: str, vocabulary: int, rounds: int) -> None:
     counts = torch.cat([offsets.diff() for _, offsets in kept])
     counts = counts[counts > 0].double()
     work = {"with": lambda: step(trainer, with_sets), "without": lambda: step(trainer, without)}
-    peaks = {each: peak_bytes(once)[1] for each, once in work.items() if once()}
+    for once in work.values():  # to warm up
+        once()
+    peaks = {each: peak_bytes(once)[1] for each, once in work.items()}
     pairs = []
     for turn in range(-1, rounds):  # the first is not counted
         order = ("with", "without") if turn % 2 else ("without", "with")

@@ -3,12 +3,14 @@
 import base64
 import functools
 import io
+import itertools
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from trl.generation import vllm_generation
@@ -137,7 +139,8 @@ class CapturingGeneration(VLLMGeneration):
                 result = super().generate(prompts, *arguments, **keywords)
             (outputs,) = answers
             for field in self._captured:
-                self._captured[field] = [getattr(one, field, None) for output in outputs for one in output.outputs]
+                own = [getattr(one, field, None) for output in outputs for one in output.outputs]
+                self._captured[field] = [_compact(field, each) for each in own]
             return result
         captured: dict[str, list[Any]] = {}
         if not self.accelerator.is_main_process:
@@ -164,7 +167,7 @@ class CapturingGeneration(VLLMGeneration):
             try:
                 output = own(prompts=prompts, features=features, **keywords)
             except Exception as error:
-                if KEPT_TOKENS not in self._captures or "404" not in str(error):
+                if KEPT_TOKENS not in self._captures or not str(error).startswith("Request failed: 404"):
                     raise
                 raise ValueError(
                     f"{KEPT_TOKENS.option} needs /inference/v1/generate of the vLLM server. Start it with "
@@ -173,7 +176,7 @@ class CapturingGeneration(VLLMGeneration):
         # requests may be answered in any order; the lists of tokens are the very ones of their answers
         choices = {id(choice["token_ids"]): choice for answer in answers for choice in answer["choices"]}
         for field in self._captured:
-            captured[field] = [choices[id(ids)].get(field) for ids in output["completion_ids"]]
+            captured[field] = [_compact(field, choices[id(ids)].get(field)) for ids in output["completion_ids"]]
         return output
 
     def take_routes(self, layers: Sequence[int]) -> list[Tensor]:
@@ -193,16 +196,18 @@ class CapturingGeneration(VLLMGeneration):
         Raises:
             ValueError: the engine has returned none, or others.
         """
-        sets: list[Sequence[int]] = []
-        for own, ids in zip(self._take(KEPT_TOKENS), completions, strict=True):
-            rows = getattr(own, "token_ids", own)
-            if len(rows) < len(ids):
+        parts: list[KeptTokens] = []
+        for (ids, counts), completion in zip(self._take(KEPT_TOKENS), completions, strict=True):
+            if len(counts) < len(completion):
                 raise ValueError(
-                    f"{KEPT_TOKENS.option}: vLLM returned what it kept of {len(rows)} tokens of a completion of "
-                    f"{len(ids)}."
+                    f"{KEPT_TOKENS.option}: vLLM returned what it kept of {len(counts)} tokens of a completion of "
+                    f"{len(completion)}."
                 )
-            sets += rows[: len(ids)]  # a stop token that is left out has a row too
-        return KeptTokens.of(sets)
+            own = counts[: len(completion)]  # a stop token that is left out has a row too
+            parts.append(KeptTokens.of_counts(torch.from_numpy(ids[: own.sum()]), torch.from_numpy(own)))
+        kept = KeptTokens.joined(parts)
+        kept.check()
+        return kept
 
     def _take(self, capture: Capture) -> list[Any]:
         values, self._captured[capture.field] = self._captured[capture.field], []
@@ -228,10 +233,20 @@ def _kept(function: Any, answers: list[Any]) -> Any:
     """The function, with its answers kept."""
 
     def keeping(*arguments: Any, **keywords: Any) -> Any:
-        answers.append(function(*arguments, **keywords))
-        return answers[-1]
+        answer = function(*arguments, **keywords)
+        answers.append(answer)  # from several threads at once
+        return answer
 
     return keeping
+
+
+def _compact(field: str, value: Any) -> Any:
+    """Kept tokens as arrays of ids and counts, a tenth of what lists of lists take; the rest as it is."""
+    if field != KEPT_TOKENS.field or value is None:
+        return value
+    rows = getattr(value, "token_ids", value)
+    counts = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
+    return np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int32, count=int(counts.sum())), counts
 
 
 def _decoded(routes: Any) -> Any:

@@ -19,7 +19,7 @@ from trl_steady.sampling.kept import KeptTokens
 __all__ = ["kept_log_probs"]
 
 _CHUNK = 2**22
-"""Numbers of the head that are read at a time."""
+"""Numbers of the head that are read at a time, on CPU; on a GPU, where it is starts that cost, 8 times that."""
 
 
 class _Scaling(NamedTuple):
@@ -56,9 +56,10 @@ def _parts(kept: KeptTokens, width: int) -> Iterator[_Part]:
     order = counts.argsort(descending=True, stable=True)
     sizes = cast(list[int], counts[order].tolist())
     with_choice = next((i for i, size in enumerate(sizes) if size < 2), len(sizes))
+    chunk = _CHUNK if counts.device.type == "cpu" else 8 * _CHUNK
     start = 0
     while start < with_choice:
-        end = min(start + max(1, _CHUNK // (sizes[start] * width)), with_choice)
+        end = min(start + max(1, chunk // (sizes[start] * width)), with_choice)
         positions = order[start:end]
         columns = torch.arange(sizes[start], device=counts.device)
         is_kept = columns < counts[positions].unsqueeze(-1)

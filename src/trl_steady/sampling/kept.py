@@ -13,9 +13,11 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from trl_steady.functional.pooling import LARGEST_COUNT
+
 __all__ = ["MAX_KEPT", "KeptTokens"]
 
-MAX_KEPT = 4096
+MAX_KEPT = LARGEST_COUNT
 """Tokens of the largest set that is recorded; of a larger one, the vocabulary stands in."""
 
 
@@ -39,11 +41,27 @@ class KeptTokens:
             ValueError: a set with a token twice, or with a negative one.
         """
         sets = list(sets)
-        for number, each in enumerate(sets):
-            if len(set(each)) < len(each) or min(each, default=0) < 0:
-                raise ValueError(f"kept tokens of position {number} are {list(each)[:8]}: token ids, each one once.")
         counts = torch.tensor([0, *map(len, sets)])
-        return cls(torch.tensor([token for each in sets for token in each], dtype=torch.int32), counts.cumsum(0))
+        kept = cls(torch.tensor([token for each in sets for token in each], dtype=torch.int32), counts.cumsum(0))
+        kept.check()
+        return kept
+
+    def check(self) -> None:
+        """Refuse what is no set of tokens.
+
+        Raises:
+            ValueError: a set with a token twice, or with a negative one.
+        """
+        rows = self.rows
+        order = (rows * 2**32 + self.ids).argsort()
+        rows, ids = rows[order], self.ids[order]
+        wrong = ids < 0
+        wrong[1:] |= (rows.diff() == 0) & (ids.diff() == 0)
+        if wrong.any():
+            number = int(rows[wrong][0])
+            raise ValueError(
+                f"kept tokens of position {number} are {self.lists()[number][:8]}: token ids, each one once."
+            )
 
     @classmethod
     def of_counts(cls, ids: Tensor, counts: Tensor) -> "KeptTokens":

@@ -17,53 +17,102 @@ from trl_steady.sampling.kept import KeptTokens
 __all__ = ["KeptMass", "Recording"]
 
 
-class Recording:
-    """The tokens that one call of `generate` has kept, of all its `B` sequences, token after token."""
+class _Steps:
+    """One call of `generate`, which should draw one token after the other for each of its `B` sequences."""
 
     def __init__(self) -> None:
-        self._steps: list[KeptTokens] = []
+        self._lengths: list[int] = []
+        self._last: list[Tensor] = []
 
-    def add(self, scores: Tensor) -> None:
-        """Add the next token of each sequence, from (B, V) scores with -inf for what was not kept."""
-        self._steps.append(KeptTokens.of_mask(scores > -torch.inf))
+    def step(self, input_ids: Tensor) -> None:
+        """Take in what is there, (B, n), when the next token of each sequence is drawn."""
+        self._lengths.append(input_ids.size(1))
+        self._last.append(input_ids[:, -1])
+
+    def places(self, completions: Sequence[Sequence[int]]) -> Tensor | None:
+        """Where the tokens of all completions are among those of all sequences, token after token.
+
+        None if they were not drawn so: by a beam search, by guesses that a model has confirmed, and the like.
+        """
+        first, steps = self._lengths[0] if self._lengths else 0, len(self._lengths)
+        if self._lengths != list(range(first, first + steps)) or max(map(len, completions), default=0) > steps:
+            return None
+        if any(len(last) != len(completions) for last in self._last):
+            return None
+        drawn = torch.stack([*self._last[1:], self._last[0]]).cpu() if steps else torch.empty(0, 0)
+        for row, each in enumerate(completions):
+            known = min(len(each), steps - 1)  # nothing comes after the last
+            if drawn[:known, row].tolist() != list(each[:known]):
+                return None
+        # what follows a completion is padding
+        parts = [torch.arange(len(each)) * len(completions) + row for row, each in enumerate(completions)]
+        return torch.cat([torch.arange(0), *parts])
+
+
+class Recording:
+    """The tokens that one call of `generate` has kept, of all its sequences, token after token."""
+
+    def __init__(self) -> None:
+        self._steps, self._sets = _Steps(), list[KeptTokens]()
+
+    def add(self, input_ids: Tensor, scores: Tensor) -> None:
+        """Add the next token of each sequence (B, n), from (B, V) scores with -inf for what was not kept."""
+        self._steps.step(input_ids)
+        self._sets.append(KeptTokens.of_mask(scores > -torch.inf))
 
     def of(self, completions: Sequence[Sequence[int]]) -> KeptTokens:
         """The sets of all tokens of each completion, one completion after the other.
 
         Raises:
-            ValueError: another number of sequences, or more tokens than there were scores for.
+            ValueError: the tokens were not drawn one after the other.
         """
-        places = _places(completions)
-        sequences = [len(step) for step in self._steps]
-        if set(sequences) != {len(completions)} or max(map(len, completions)) > len(sequences):
+        places = self._steps.places(completions)
+        if places is None:
             raise ValueError("transformers has not drawn one token after the other for each sequence.")
-        return KeptTokens.joined(self._steps).take(places)
+        return KeptTokens.joined([KeptTokens.of([]), *self._sets]).take(places)
 
     @contextmanager
     def listening(self, model: PreTrainedModel) -> Generator[None]:
         """Record what `model.generate` does meanwhile."""
-        with _watched(model, lambda _scores, _temperature: None, self.add):
+        with _watched(model, lambda _ids, _scores: None, self.add):
             yield
 
 
 class KeptMass:
-    """The share of the probability that lay on the tokens that one call of `generate` has kept."""
+    """How far what one call of `generate` has sampled from is from a policy.
 
-    def __init__(self) -> None:
-        self._whole = torch.empty(0)  # (B, V)
-        self._steps: list[Tensor] = []
+    Args:
+        temperature: The policy's.
+    """
 
-    def before(self, scores: Tensor, temperature: float) -> None:
-        """(B, V) scores, of which nothing has been taken out yet."""
-        self._whole = scores / temperature
+    def __init__(self, temperature: float) -> None:
+        self._temperature, self._steps = temperature, _Steps()
+        self._policy = torch.empty(0)  # (B, V) log-probs
+        self._masses: list[Tensor] = []
+        self._gaps: list[Tensor] = []
 
-    def after(self, scores: Tensor) -> None:
-        """(B, V) scores, -inf for what was not kept."""
-        self._steps.append(self._whole.softmax(-1).where(scores > -torch.inf, 0).sum(-1))
+    def before(self, input_ids: Tensor, scores: Tensor) -> None:
+        """Take in (B, V) scores to which nothing has been done yet."""
+        self._policy = (scores / self._temperature).log_softmax(-1)
 
-    def of(self, completions: Sequence[Sequence[int]]) -> Tensor:
-        """Of all tokens of each completion, one completion after the other."""
-        return torch.cat(self._steps).cpu()[_places(completions)]
+    def after(self, input_ids: Tensor, scores: Tensor) -> None:
+        """Take in the (B, V) scores that are sampled from, -inf for what was not kept."""
+        self._steps.step(input_ids)
+        sampler, is_kept = scores.log_softmax(-1), scores > -torch.inf
+        self._masses.append(self._policy.exp().where(is_kept, 0).sum(-1))
+        self._gaps.append((sampler.exp() * (sampler - self._policy)).where(is_kept, 0).sum(-1))
+
+    def of(self, completions: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor] | None:
+        """Of all tokens of each completion: the policy's probability of what was kept, and how many nats the sampler's
+        log-probs are above the policy's on average.
+
+        None if the tokens were not drawn one after the other.
+        """
+        places = self._steps.places(completions)
+        if places is None:
+            return None
+        masses, gaps = (torch.cat([torch.empty(0), *(each.cpu() for each in of)]) for of in (self._masses, self._gaps))
+        return masses[places], gaps[places]
 
     @contextmanager
     def listening(self, model: PreTrainedModel) -> Generator[None]:
@@ -72,34 +121,28 @@ class KeptMass:
             yield
 
 
-def _places(completions: Sequence[Sequence[int]]) -> Tensor:
-    """Where the tokens are among those of all sequences, token after token; what follows a completion is padding."""
-    parts = [torch.arange(len(each)) * len(completions) + row for row, each in enumerate(completions)]
-    return torch.cat([torch.arange(0), *parts])
+_Look = Callable[[Tensor, Tensor], None]
 
 
 class _Watch(LogitsProcessor):
-    """Shows the scores, and leaves them as they are."""
+    """Shows the tokens so far and the scores, and leaves them as they are."""
 
-    def __init__(self, show: Callable[[Tensor], None]) -> None:
-        self._show = show
+    def __init__(self, look: _Look) -> None:
+        self._look = look
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Any:
-        self._show(scores)
+        self._look(input_ids, scores)
         return scores
 
 
 @contextmanager
-def _watched(
-    model: PreTrainedModel, before: Callable[[Tensor, float], None], after: Callable[[Tensor], None]
-) -> Generator[None]:
-    """Show the scores that `model.generate` has for a token before all that is done to them, and after."""
+def _watched(model: PreTrainedModel, before: _Look, after: _Look) -> Generator[None]:
+    """Show what `model.generate` has for a token before all that is done to the scores, and after."""
     build: Any = model._get_logits_processor
 
-    def build_and_watch(generation_config: Any, *arguments: Any, **keywords: Any) -> LogitsProcessorList:
-        processors = build(generation_config, *arguments, **keywords)
-        first = _Watch(lambda scores: before(scores, generation_config.temperature or 1.0))
-        return LogitsProcessorList([first, *processors, _Watch(after)])
+    def build_and_watch(*arguments: Any, **keywords: Any) -> LogitsProcessorList:
+        processors = build(*arguments, **keywords)
+        return LogitsProcessorList([_Watch(before), *processors, _Watch(after)])
 
     attributes, name = vars(model), "_get_logits_processor"
     others = attributes.get(name)  # somebody else who watches
