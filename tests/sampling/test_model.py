@@ -1,0 +1,334 @@
+"""TRL's fused head answered among kept tokens, beside the oracle on hidden states and plain logits."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import trl.trainer.utils
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from trl.trainer.utils import add_fused_lm_head
+
+import trl_steady.host.head
+import trl_steady.sampling.model
+from tests import tiny
+from tests.sampling import oracle
+from trl_steady.host.head import Head, scored_by
+from trl_steady.sampling.kept import KeptTokens
+from trl_steady.sampling.model import KeptModel
+
+TRLS_HEAD = trl.trainer.utils._ChunkedLogProbFunction
+EPS = torch.finfo(torch.float32).eps
+TEMPERATURE = 0.8
+VOCABULARY = tiny.SIZES["vocab_size"]
+BATCH, WIDTH, PROMPT = 3, 8, 3
+PLACES = torch.arange(BATCH * WIDTH).view(BATCH, WIDTH)
+
+# What each family does to its logits, by hand.
+FAMILIES: dict[str, tuple[PretrainedConfig, dict[str, float]]] = {
+    "plain": (tiny.CONFIGS["dense"], {}),
+    "tied": (transformers.Qwen2Config(**tiny.SIZES, tie_word_embeddings=True), {}),
+    "softcapped": (transformers.Gemma2Config(**tiny.SIZES, head_dim=8, final_logit_softcapping=3.0), {"softcap": 3.0}),
+    "scaled": (transformers.CohereConfig(**tiny.SIZES, logit_scale=0.3), {"logit_scale": 0.3}),
+    "divided": (transformers.GraniteConfig(**tiny.SIZES, logits_scaling=4.0), {"logit_scale": 0.25}),
+    "biased": (transformers.PhiConfig(**tiny.SIZES, resid_pdrop=0.0), {}),
+}
+
+
+def build(
+    family: str = "plain",
+    dtype: torch.dtype = torch.float32,
+    outputs: Sequence[str] = ("log_probs", "entropy"),
+    **head: Any,
+) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family][0]).to(dtype)
+    bias = model.get_output_embeddings().bias
+    assert (bias is not None) == (family == "biased")
+    if bias is not None:
+        torch.nn.init.normal_(bias)
+    add_fused_lm_head(model, TEMPERATURE, outputs=tuple(outputs), **head)
+    return model
+
+
+@dataclasses.dataclass
+class Batch:
+    """Completions of unequal length, some of whose tokens have sets; which set is by number, in no order."""
+
+    input_ids: Tensor
+    labels: Tensor
+    sets: list[list[int]]
+    index: Tensor
+
+    @property
+    def set_of(self) -> list[list[int]]:
+        """Of each of the B * (L - 1) tokens that have a log-prob."""
+        numbers = self.index[:, 1:].where(self.has_label, -1).flatten().tolist()
+        return [self.sets[number] if number >= 0 else [] for number in numbers]
+
+    @property
+    def has_label(self) -> Tensor:
+        return self.labels[:, 1:] != -100
+
+    @property
+    def has_set(self) -> Tensor:
+        return torch.tensor([len(each) > 0 for each in self.set_of]).view(BATCH, -1)
+
+
+def batch(kind: str = "some") -> Batch:
+    """With sets for some tokens, for all of them, or for none; a number that leads to an empty set and one to none."""
+    generator = torch.Generator().manual_seed(2)
+    draw = lambda *shape: torch.randint(VOCABULARY, shape, generator=generator)
+    input_ids = draw(BATCH, WIDTH)
+    input_ids[0, 5] = 0  # which also stands in for a missing label
+    labels = input_ids.clone()
+    labels[:, :PROMPT] = -100
+    labels[1, 6:] = -100
+    sizes = [1, 2, 5, 40, VOCABULARY - 1] * (BATCH * WIDTH)
+    order = torch.randperm(BATCH * WIDTH, generator=generator)
+    index = order.argsort().view(BATCH, WIDTH)
+    sets = []
+    for place, size in zip(order.tolist(), sizes, strict=False):
+        own = int(input_ids.flatten()[place])
+        others = [token for token in torch.randperm(VOCABULARY, generator=generator).tolist() if token != own]
+        sets.append([*others[: size // 2], own, *others[size // 2 : size - 1]])
+    if kind == "some":
+        index[0, 4], index[2, 7] = -1, -1
+        sets[index[1, 3]], sets[index[0, 6]] = [], []
+    if kind == "none":
+        sets = [each if i % 2 else list(range(VOCABULARY)) for i, each in enumerate(sets)]
+        sets = [each if len(each) == VOCABULARY else [] for each in sets]
+    return Batch(input_ids, labels, sets, index)
+
+
+def wrap(model: Callable[..., Any], own: Batch, *, with_entropy: bool = True) -> KeptModel:
+    kept = KeptTokens.of(own.sets).without_large(VOCABULARY)
+    bare = lambda *, places, **batch: model(**batch, fused_lm_head=True)
+    return KeptModel(bare, kept, own.index, scored_by, with_entropy=with_entropy)
+
+
+def call(model: Callable[..., Any], own: Batch, *, with_entropy: bool = True) -> Any:
+    kept_model = wrap(model, own, with_entropy=with_entropy)
+    out = kept_model(places=PLACES, input_ids=own.input_ids, labels=own.labels)
+    return SimpleNamespace(log_probs=out.log_probs, entropy=out.entropy, kept_mass=kept_model.kept_mass)
+
+
+def plain(model: PreTrainedModel, own: Batch) -> Any:
+    """TRL's, of the whole vocabulary."""
+    return model(input_ids=own.input_ids, labels=own.labels, fused_lm_head=True)
+
+
+def scores(model: PreTrainedModel, own: Batch, **scaling: float) -> Tensor:
+    """(B * (L - 1), V), in float64 from the hidden states."""
+    with torch.no_grad():
+        hidden = model.model(input_ids=own.input_ids, use_cache=False).last_hidden_state[:, :-1]
+    head = model.get_output_embeddings()
+    return oracle.scores(hidden.flatten(0, 1), head.weight, head.bias, temperature=TEMPERATURE, **scaling).detach()
+
+
+def rounding(model: PreTrainedModel, own: Batch, *, logit_scale: float = 1.0, **_: float) -> float:
+    """Of scores in float32: of the 16 products that add up in each, and of three more steps."""
+    with torch.no_grad():
+        hidden = model.model(input_ids=own.input_ids, use_cache=False).last_hidden_state.float()
+        largest = (hidden.abs() @ model.get_output_embeddings().weight.float().abs().T).max()
+    return 3 * EPS * float(largest) * logit_scale / TEMPERATURE
+
+
+def expected(z: Tensor, own: Batch) -> Tensor:
+    """(B, L - 1) log-probs, 0 without a label."""
+    targets = own.input_ids[:, 1:].flatten()
+    return oracle.log_probs(z, targets, own.set_of).view(BATCH, -1).where(own.has_label, 0)
+
+
+def loss_of(out: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(4)
+    loss = (out.log_probs * torch.randn(out.log_probs.shape, generator=generator)).sum()
+    return loss if out.entropy is None else loss + 0.1 * out.entropy.sum()
+
+
+def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of each call of TRL's own head, the number of positions."""
+    numbers: list[int] = []
+
+    def apply(hidden: Tensor, *arguments: Any) -> Any:
+        numbers.append(len(hidden))
+        return TRLS_HEAD.apply(hidden, *arguments)
+
+    monkeypatch.setattr(trl_steady.host.head, "_OWN", SimpleNamespace(apply=apply))
+    return numbers
+
+
+@pytest.fixture(params=["all positions", "compact"])
+def compact(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """As on a GPU, where only positions with a label go to the head; TRL's own head does not look at this one."""
+    if request.param == "compact":
+        monkeypatch.setattr(trl.trainer.utils, "_use_triton", lambda _: True)
+    return request.param == "compact"
+
+
+def test_without_sets_everything_is_trls_to_the_bit(compact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    model, own = build(), batch("none")
+    monkeypatch.setattr(trl_steady.sampling.model, "kept_log_probs", None)  # there is nothing to compute
+    assert any(len(each) == VOCABULARY for each in own.sets)
+    for with_entropy in (True, False):
+        got, trls = call(model, own, with_entropy=with_entropy), plain(model, own)
+        assert torch.equal(got.log_probs, trls.log_probs)
+        assert torch.equal(got.entropy, trls.entropy)
+        own_gradients, trls_gradients = gradients(model, loss_of(got)), gradients(model, loss_of(trls))
+        assert own_gradients.keys() == trls_gradients.keys() == dict(model.named_parameters()).keys()
+        assert all(torch.equal(own_gradients[name], trls_gradients[name]) for name in own_gradients)
+        assert got.kept_mass.tolist() == [0, 0]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["some", "all"])
+def test_log_probs_are_the_oracles_on_hidden_states(family: str, kind: str, compact: bool) -> None:
+    model, own, scaling = build(family), batch(kind), FAMILIES[family][1]
+    z = scores(model, own, **scaling)
+    # the control: by hand the scores are those of the model's own logits
+    logits = model(input_ids=own.input_ids).logits[:, :-1].detach().flatten(0, 1) / TEMPERATURE
+    tolerance = rounding(model, own, **scaling)
+    assert (logits.double() - z).abs().max() <= tolerance
+    trls, got, short = plain(model, own), call(model, own), call(model, own, with_entropy=False)
+    for out in (got, short):
+        assert (out.log_probs.double() - expected(z, own)).abs().max() <= tolerance
+        assert out.log_probs[~own.has_label].count_nonzero() == 0
+        unset = own.has_label & ~own.has_set
+        assert torch.equal(out.log_probs[unset], trls.log_probs[unset])
+    assert bool(unset.any()) == (kind == "some")
+    assert torch.equal(got.entropy, trls.entropy)
+    assert kind == "some" or short.entropy is None
+    # of the vocabulary they are far off
+    assert ((got.log_probs - trls.log_probs)[own.has_set] > 1e-2).float().mean() > 0.5
+    mass = oracle.kept_mass(z, own.set_of)[own.has_set.flatten()]
+    assert got.kept_mass[1] == own.has_set.sum()
+    assert (got.kept_mass[0] - mass.sum()).abs() <= tolerance * len(mass)
+    assert short.kept_mass.tolist() == [0, 0]
+    assert not got.kept_mass.requires_grad  # or it would hold on to every pass
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("kind", "with_entropy"), [("some", True), ("all", True), ("all", False)])
+def test_gradients_of_all_parameters_are_those_through_plain_logits(
+    family: str, kind: str, with_entropy: bool, compact: bool
+) -> None:
+    model, own = build(family, torch.float64), batch(kind)
+    got = gradients(model, loss_of(call(model, own, with_entropy=with_entropy)))
+    logits = model(input_ids=own.input_ids).logits[:, :-1] / TEMPERATURE
+    is_kept = torch.zeros_like(logits, dtype=torch.bool).flatten(0, 1)
+    for row, each in enumerate(own.set_of):
+        is_kept[row, each or slice(None)] = True
+    targets = own.input_ids[:, 1:].unsqueeze(-1)
+    log_probs = logits.masked_fill(~is_kept.view_as(logits), -torch.inf).log_softmax(-1).gather(-1, targets)
+    whole = logits.log_softmax(-1)
+    out = SimpleNamespace(
+        log_probs=log_probs.squeeze(-1).masked_fill(~own.has_label, 0),
+        entropy=-(whole.exp() * whole).sum(-1).masked_fill(~own.has_label, 0) if with_entropy else None,
+    )
+    exact = gradients(model, loss_of(out))
+    assert got.keys() == exact.keys() == dict(model.named_parameters()).keys()
+    # TRL's own head rounds to float32, whatever the model
+    eps = EPS if with_entropy else torch.finfo(torch.float64).eps
+    for name, gradient in exact.items():
+        assert (got[name] - gradient).abs().max() <= 16 * eps * gradient.abs().max(), name
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_head_in_float32_is_the_oracles_under_autocast_and_in_a_bfloat16_model(dtype: torch.dtype) -> None:
+    own = batch()
+    model = build(dtype=dtype, cast_lm_head_to_fp32=True)
+    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
+        z = scores(model, own)
+        got = call(model, own)
+        rough = call(build(dtype=dtype), own)
+    exact = expected(z, own)
+    assert (got.log_probs.double() - exact).abs().max() <= rounding(model, own)
+    assert got.log_probs.dtype == torch.float32
+    assert (rough.log_probs.double() - exact).abs().max() > 1e-3
+    gotten = gradients(model, loss_of(got))
+    assert {gradient.dtype for gradient in gotten.values()} == {dtype}
+    assert all(gradient.isfinite().all() and gradient.any() for gradient in gotten.values())
+
+
+def test_trls_head_is_asked_where_its_answer_is_needed(asked: list[int], compact: bool) -> None:
+    model = build()
+    own = batch("all")
+    labelled = int(own.has_label.sum())
+    positions = labelled if compact else own.has_label.numel()
+    call(model, own, with_entropy=False)
+    assert asked == []
+    call(model, own)
+    assert asked == [positions]
+    for row, column in ((1, 5), (0, 3), (2, 7)):  # one token with a label
+        one = dataclasses.replace(own, index=own.index.clone())
+        one.index[row, column] = -1
+        call(model, one, with_entropy=False)
+        assert asked.pop() == positions
+    one.index[:] = own.index
+    one.index[1, 6] = one.index[0, 2] = -1  # without
+    asked.clear()
+    call(model, one, with_entropy=False)
+    assert asked == []
+
+
+def test_compact_only_labelled_positions_are_scored(compact: bool) -> None:
+    model, own, seen = build(), batch("all"), []
+
+    def answer(head: Head) -> Any:
+        seen.append(head.hidden.size(0))
+        return head.own()
+
+    with scored_by(answer):
+        trls = plain(model, own)
+    assert seen == [int(own.has_label.sum()) if compact else own.has_label.numel()]
+    assert trls.entropy is not None
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [[PLACES[:1], PLACES[1:]], [PLACES[:, 2:]], [PLACES[[2, 0]], PLACES[1:2, 1:7]], [PLACES[[1, 2, 0]].view(1, -1)]],
+    ids=["in two", "without a margin", "in another order", "end to end"],
+)
+def test_a_part_of_the_batch_has_the_sets_of_its_places(parts: list[Tensor], compact: bool) -> None:
+    """In a model without layers, which makes of each token the same in whatever company."""
+    own = batch()
+    model = AutoModelForCausalLM.from_config(transformers.Qwen2Config(**(tiny.SIZES | {"num_hidden_layers": 0})))
+    add_fused_lm_head(model, TEMPERATURE, outputs=("log_probs", "entropy"))
+    whole, kept_model = call(model, own), wrap(model, own)
+    log_probs = torch.nn.functional.pad(whole.log_probs, (1, 0)).flatten()
+    for places in parts:
+        tokens = {"input_ids": own.input_ids.flatten()[places], "labels": own.labels.flatten()[places]}
+        out = kept_model(places=places, **tokens)
+        # other shapes of products below 20
+        assert (out.log_probs - log_probs[places[:, 1:]]).abs().max() <= 20 * EPS
+    assert kept_model.kept_mass[1] == whole.kept_mass[1] > 0
+    assert (kept_model.kept_mass[0] - whole.kept_mass[0]).abs() <= 20 * EPS * whole.kept_mass[1]
+
+
+@pytest.mark.parametrize("fails", [True, False])
+def test_trls_head_is_its_own_again_afterwards(fails: bool) -> None:
+    model, own = build(), batch()
+
+    def watched(**batch: Any) -> Any:
+        assert trl.trainer.utils._ChunkedLogProbFunction is not TRLS_HEAD
+        if fails:
+            raise RuntimeError("on purpose")
+        return model(**batch)
+
+    if fails:
+        with pytest.raises(RuntimeError, match="on purpose"):
+            call(watched, own)
+    else:
+        call(watched, own)
+    assert trl.trainer.utils._ChunkedLogProbFunction is TRLS_HEAD

@@ -1,0 +1,274 @@
+"""What is taken from transformers' generate, beside what it reports itself and the oracle's sampling rules."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests import tiny
+from tests.sampling import oracle
+from trl_steady.sampling.kept import MAX_KEPT, KeptTokens
+from trl_steady.sampling.recording import KeptMass, Recording
+
+PROMPTS = ["1+2=", "ab", "abab7+8=", "x"]
+WIDTH = 8
+VOCABULARY = tiny.SIZES["vocab_size"]
+ENDS = set(tiny.SIZES["eos_token_id"])
+RULES: dict[str, dict[str, Any]] = {
+    "top_p": {"top_p": 0.7},
+    "top_p when hot": {"top_p": 0.9, "temperature": 1.8},
+    "top_k": {"top_k": 5, "temperature": 0.8},
+    "min_p": {"min_p": 0.1},
+    "all three": {"top_p": 0.8, "top_k": 12, "min_p": 0.05, "temperature": 1.3},
+    "one": {"top_k": 1},
+    "none": {"temperature": 0.7},
+}
+BESIDE: dict[str, dict[str, Any]] = {
+    "a penalty": {"top_p": 0.8, "repetition_penalty": 1.6},
+    "suppressed tokens": {"top_p": 0.9, "suppress_tokens": list(range(60, 200)), "temperature": 1.4},
+    "suppressed tokens alone": {"suppress_tokens": [7, 70]},
+    "no end at first": {"top_k": 9, "min_new_tokens": 3},
+}
+STRATEGIES = RULES | BESIDE
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    folder = tiny.save_model("dense", tmp_path_factory.mktemp("model"))
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def generate(model: PreTrainedModel, seed: int = 3, **options: Any) -> Any:
+    """Of left-padded prompts."""
+    tokenizer = tiny.tokenizer()
+    batch = {k: v for k, v in tokenizer(PROMPTS, padding=True, return_tensors="pt").items() if k != "token_type_ids"}
+    assert batch["attention_mask"][:, 0].tolist() == [0, 0, 1, 0]
+    torch.manual_seed(seed)
+    options = {"do_sample": True, "max_new_tokens": WIDTH, "top_k": 0} | options
+    out = model.generate(**batch, **options)
+    width = batch["input_ids"].size(1)
+    return (out, out.sequences[:, width:]) if options.get("return_dict_in_generate") else out[:, width:]
+
+
+def cut(sequences: Tensor) -> list[list[int]]:
+    """Up to the first end, with it."""
+    completions = []
+    for row in sequences.tolist():
+        length = next((i + 1 for i, token in enumerate(row) if token in ENDS), len(row))
+        completions.append(row[:length])
+    return completions
+
+
+def reported(model: PreTrainedModel, seed: int = 3, **options: Any) -> tuple[Tensor, list[Tensor], list[Tensor]]:
+    """Sequences, and of each token of all completions the scores that it was sampled from, and the raw logits."""
+    options |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
+    out, sequences = generate(model, seed, **options)
+    places = [(row, step) for row, each in enumerate(cut(sequences)) for step in range(len(each))]
+    return sequences, *([of[step][row] for row, step in places] for of in (out.scores, out.logits))
+
+
+def finite(scores: Tensor) -> list[int]:
+    return [token for token, score in enumerate(scores.tolist()) if score > float("-inf")]
+
+
+def rounding(z: Tensor) -> float:
+    """Of probabilities, of which those of scores in float32 are a part."""
+    return torch.finfo(torch.float32).eps * float(z.abs().max())
+
+
+def measured(mass: KeptMass, completions: list[list[int]]) -> tuple[Tensor, Tensor]:
+    found = mass.of(completions)
+    assert found is not None
+    return found[0].double(), found[1].double()
+
+
+def without_whole(sets: list[list[int]]) -> list[list[int]]:
+    return [each if len(each) < VOCABULARY else [] for each in sets]
+
+
+@pytest.mark.parametrize("name", STRATEGIES)
+def test_recorded_are_the_scores_that_generate_samples_from(model: PreTrainedModel, name: str) -> None:
+    sequences, scores, _ = reported(model, **STRATEGIES[name])
+    recording = Recording()
+    with recording.listening(model):
+        watched = generate(model, **STRATEGIES[name])
+    assert torch.equal(watched, sequences)
+    completions = cut(watched)
+    lengths = [len(each) for each in completions]
+    assert len({*lengths}) > 1  # or nothing would be dropped
+    kept = recording.of(completions)
+    assert [sorted(each) for each in kept.lists()] == without_whole([finite(each) for each in scores])
+    assert kept.has(torch.tensor([token for each in completions for token in each])).all()
+    assert len(kept) == sum(lengths)
+
+
+@pytest.mark.parametrize("seed", [3, 4])
+@pytest.mark.parametrize("name", RULES)
+def test_the_oracles_rules_on_raw_logits_leave_the_same_sets_and_mass(
+    model: PreTrainedModel, name: str, seed: int
+) -> None:
+    rules = {k: v for k, v in RULES[name].items() if k != "temperature"}
+    temperature = RULES[name].get("temperature", 1.0)
+    sequences, _, logits = reported(model, seed, **RULES[name])
+    recording, mass = Recording(), KeptMass(temperature)
+    with recording.listening(model):
+        generate(model, seed, **RULES[name])
+    with mass.listening(model):
+        assert torch.equal(generate(model, seed, **RULES[name]), sequences)
+    z = torch.stack(logits).double() / temperature
+    sets = [oracle.sampled_from(row, **rules) for row in z]
+    completions = cut(sequences)
+    assert [sorted(each) for each in recording.of(completions).lists()] == without_whole(sets)
+    exact = oracle.kept_mass(z, sets)
+    masses, gaps = measured(mass, completions)
+    assert (masses - exact).abs().max() <= rounding(z)
+    # the sampler's log-probs are above by the same for every token that is kept
+    assert (gaps + exact.log()).abs().max() <= 4 * rounding(z)  # a sum of products of two such
+    assert name == "none" or exact.min() < 0.95
+
+
+@pytest.mark.parametrize("name", BESIDE)
+def test_the_mass_is_that_of_raw_logits_whatever_else_is_done_to_them(model: PreTrainedModel, name: str) -> None:
+    sequences, scores, logits = reported(model, **BESIDE[name])
+    mass = KeptMass(BESIDE[name].get("temperature", 1.0))
+    with mass.listening(model):
+        generate(model, **BESIDE[name])
+    z = torch.stack(logits).double() / BESIDE[name].get("temperature", 1.0)
+    exact = oracle.kept_mass(z, [finite(each) for each in scores])
+    masses, gaps = measured(mass, cut(sequences))
+    assert (masses - exact).abs().max() <= rounding(z)
+    assert exact.min() < 0.99
+    sampler, policy = (each.double().log_softmax(-1) for each in (torch.stack(scores), z))
+    divergence = (sampler.exp() * (sampler - policy)).nan_to_num().sum(-1)
+    assert (gaps - divergence).abs().max() <= 4 * rounding(z)
+
+
+def test_the_gap_is_to_the_policys_own_temperature(model: PreTrainedModel) -> None:
+    """Where generation has another."""
+    sequences, scores, logits = reported(model, temperature=0.5)
+    mass = KeptMass(1.0)
+    with mass.listening(model):
+        generate(model, temperature=0.5)
+    masses, gaps = measured(mass, cut(sequences))
+    sampler, policy = (torch.stack(each).double().log_softmax(-1) for each in (scores, logits))
+    assert (masses - 1).abs().max() <= rounding(torch.stack(logits))
+    assert (gaps - (sampler.exp() * (sampler - policy)).sum(-1)).abs().max() <= 4 * rounding(torch.stack(logits))
+    assert gaps.min() > 0.01
+
+
+def test_recorded_are_several_sequences_of_a_prompt(model: PreTrainedModel) -> None:
+    options = {"top_p": 0.7, "num_return_sequences": 3}
+    sequences, scores, _ = reported(model, **options)
+    recording = Recording()
+    with recording.listening(model):
+        assert torch.equal(generate(model, **options), sequences)
+    assert [sorted(each) for each in recording.of(cut(sequences)).lists()] == [finite(each) for each in scores]
+
+
+def test_a_processor_of_the_callers_own_counts(model: PreTrainedModel) -> None:
+    odd = lambda _, scores: scores.masked_fill(torch.arange(VOCABULARY) % 2 == 1, -torch.inf)
+    recording = Recording()
+    with recording.listening(model):
+        sequences = generate(model, logits_processor=[odd])
+    assert recording.of(cut(sequences)).lists() == [list(range(0, VOCABULARY, 2))] * sum(map(len, cut(sequences)))
+
+
+@pytest.mark.parametrize("watcher", [Recording, lambda: KeptMass(1.0)], ids=["sets", "mass"])
+def test_nothing_is_left_on_the_model(model: PreTrainedModel, watcher: Callable[[], Recording | KeptMass]) -> None:
+    before, config = dict(vars(model)), copy.deepcopy(model.generation_config)
+    with watcher().listening(model):
+        assert vars(model).keys() != before.keys()
+        generate(model, top_p=0.7)
+    assert vars(model) == before
+    with pytest.raises(RuntimeError, match="on purpose"), watcher().listening(model):
+        raise RuntimeError("on purpose")
+    assert vars(model) == before
+    assert model.generation_config == config
+
+
+def test_recording_and_mass_of_one_call(model: PreTrainedModel) -> None:
+    before = dict(vars(model))
+    recording, mass, alone = Recording(), KeptMass(1.0), KeptMass(1.0)
+    with recording.listening(model), mass.listening(model):
+        completions = cut(generate(model, top_p=0.7))
+    with alone.listening(model):
+        generate(model, top_p=0.7)
+    assert torch.equal(measured(mass, completions)[0], measured(alone, completions)[0])
+    assert recording.of(completions).counts.min() > 0
+    assert vars(model) == before
+
+
+def test_sets_that_are_too_large_or_everything_are_empty() -> None:
+    vocabulary = MAX_KEPT + 10
+    recording, sizes = Recording(), [MAX_KEPT, MAX_KEPT + 1, 2, vocabulary]
+    for step, shift in enumerate((0, 5)):
+        scores = torch.arange(vocabulary, dtype=torch.float32).expand(4, -1).roll(shift, -1)
+        given = torch.ones(4, 1 + step, dtype=torch.long)
+        recording.add(given, scores.where(scores < torch.tensor(sizes).unsqueeze(-1), -torch.inf))
+    kept = recording.of([[1], [1, 1], [1, 1], [1]])
+    assert kept.counts.tolist() == [MAX_KEPT, 0, 0, 2, 2, 0]
+    assert kept.take(torch.tensor([3, 4])).lists() == [[0, 1], [5, 6]]
+
+
+def test_each_token_has_the_scores_of_its_own_row_and_step() -> None:
+    """Three rows of four steps; row b may have token 10 b + t at step t, and 50."""
+    recording, mass = Recording(), KeptMass(1.0)
+    for step in range(4):
+        given = torch.zeros(3, 5 + step, dtype=torch.long)
+        scores = torch.full((3, 60), -torch.inf)
+        scores[torch.arange(3), 10 * torch.arange(3) + step] = 1.0
+        scores[:, 50] = 2.0
+        recording.add(given, scores)
+        mass.before(given, torch.zeros(3, 60))
+        is_kept = torch.arange(60) < 10 * torch.arange(3).unsqueeze(-1) + step + 1
+        mass.after(given, torch.zeros(3, 60).where(is_kept, -torch.inf))
+    completions = [[0], [0] * 4, [0] * 2]
+    expected = [(0, 0), (1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 1)]
+    assert recording.of(completions).lists() == [[10 * row + step, 50] for row, step in expected]
+    shares = [(10 * row + step + 1) / 60 for row, step in expected]
+    assert measured(mass, completions)[0].tolist() == pytest.approx(shares, abs=1e-6)  # float32
+    assert recording.of([[], [0], []]).lists() == [[10, 50]]
+
+
+def refused(recording: Recording, mass: KeptMass, completions: list[list[int]]) -> None:
+    assert mass.of(completions) is None
+    with pytest.raises(ValueError, match="one token after the other"):
+        recording.of(completions)
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 2, "top_p": 0.9}, {"prompt_lookup_num_tokens": 3, "top_k": 200}])
+def test_tokens_that_were_not_drawn_one_by_one_are_refused(model: PreTrainedModel, options: dict[str, Any]) -> None:
+    """A wide set has the token of another step too, so that its being there says little."""
+    lone = "prompt_lookup_num_tokens" in options
+    outcomes = set()
+    for seed in range(8):
+        recording, mass = Recording(), KeptMass(1.0)
+        with recording.listening(model), mass.listening(model):
+            if lone:
+                torch.manual_seed(seed)
+                ids = torch.tensor([[50, 51, 52, 50, 51, 52, 50, 51]])
+                out = model.generate(ids, do_sample=True, max_new_tokens=6, use_cache=True, **options)
+                sequences = out[:, ids.size(1) :]
+            else:
+                sequences = generate(model, seed, **options)
+        steady = mass.of(cut(sequences)) is not None
+        outcomes.add(steady)
+        if not steady:
+            refused(recording, mass, cut(sequences))
+    assert False in outcomes
+
+
+def test_other_completions_than_were_drawn_are_refused(model: PreTrainedModel) -> None:
+    recording, mass = Recording(), KeptMass(1.0)
+    with recording.listening(model), mass.listening(model):
+        completions = cut(generate(model, top_p=0.9))
+    assert isinstance(recording.of(completions), KeptTokens)
+    longest = max(range(len(completions)), key=lambda row: len(completions[row]))
+    slipped = [[each[0] + 1, *each[1:]] if row == longest else each for row, each in enumerate(completions)]
+    for wrong in (completions[:-1], [*completions, [1]], [*completions[:-1], [0] * 99], slipped):
+        refused(recording, mass, wrong)
+    refused(Recording(), KeptMass(1.0), [[1]])
