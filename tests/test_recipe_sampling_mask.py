@@ -18,7 +18,7 @@ VARIANTS = {
 }
 FEW = {"per_device_train_batch_size": 8, "num_generations": 4, "held_out": 10, "samples": 2, "learning_rate": 0.01}
 # of the whole vocabulary, while another distribution is sampled from
-pytestmark = pytest.mark.filterwarnings("ignore:top_p=0.9 leaves tokens out:UserWarning")
+pytestmark = pytest.mark.filterwarnings("ignore:sampling leaves tokens out:UserWarning")
 
 
 def parse(recipes: Any, name: str, **options: Any) -> tuple[Any, trl_steady.GRPOConfig]:

@@ -192,8 +192,8 @@ class SampledTrainer(UnpaddedTrainer):
         if rollout.kept is None:
             if not rollout.turns:
                 raise ValueError(
-                    f"keep_sampling_mask=True: {type(self).__name__} has made a rollout without `generate`, where kept "
-                    "tokens are recorded. Override `generate` in its place, or set keep_sampling_mask=False."
+                    f"keep_sampling_mask=True: {type(self).__name__} has made a rollout without `generate`, in which "
+                    "kept tokens are recorded. Override `generate` in its place, or set keep_sampling_mask=False."
                 )
             try:
                 numbers = aligned(stitched(rollout.turns), input_ids, attention_mask)
