@@ -91,7 +91,7 @@ def check(trainer: Any, folder: Path, expected: Callable[[Row, int], Sets] = ret
                 on_sets = oracle.log_probs(z, targets, sets)
                 torch.testing.assert_close(row.values[name].double(), on_sets, **CLOSE)
                 apart.append((on_sets - oracle.log_probs(z, targets, [[]] * len(sets))).abs().mean().item())
-    assert {"logps", "old_per_token_logps"} <= trainer.updates[0].rows[0].values.keys() and np.mean(apart) > 0.5
+    assert {"logps", "old_per_token_logps"} <= trainer.updates[0].rows[0].values.keys() and np.mean(apart) > 0.3
 
 
 def ratios(trainer: Any) -> Iterator[tuple[Any, Row, Tensor]]:
@@ -160,17 +160,22 @@ def test_routes_and_sets_go_together(mixture: Path, engine: Engine, built: Build
         torch.testing.assert_close(ratio, torch.ones_like(ratio), **CLOSE)
 
 
-def test_a_token_with_an_empty_set_is_scored_among_all(models: dict[str, Path], engine: Engine, built: Build) -> None:
-    def every_third_is_empty(sets: Sets) -> Sets:
-        return [each if i % 3 else [] for i, each in enumerate(sets)]
-
-    engine.left = every_third_is_empty
+def test_a_token_without_a_choice_of_tokens_is_scored_among_all(
+    models: dict[str, Path], engine: Engine, built: Build
+) -> None:
+    """One of three has an empty set, and one the vocabulary."""
+    everything = list(range(tiny.SIZES["vocab_size"]))
+    engine.left = lambda sets: [[[], each, everything][i % 3] for i, each in enumerate(sets)]
     with pytest.warns(UserWarning, match="tokens were sampled among more than"):
         trainer = tiny.train(built(models["dense"], max_steps=4, **SETS))
-    check(trainer, models["dense"], lambda row, syncs: every_third_is_empty(returned(row, syncs)))
+    check(
+        trainer,
+        models["dense"],
+        lambda row, syncs: [each if i % 3 == 1 else [] for i, each in enumerate(returned(row, syncs))],
+    )
     sets = [each for update in trainer.updates for own in sets_of(update.inputs) for each in own]
     share = sum(not each for each in sets) / len(sets)
-    assert 0.3 < share < 0.6 and tiny.history(trainer)[0]["sampling_mask/fallback"] == pytest.approx(share)
+    assert 0.5 < share < 0.9 and tiny.history(trainer)[0]["sampling_mask/fallback"] == pytest.approx(share)
 
 
 def test_the_row_of_a_token_that_was_left_out_is_cut(models: dict[str, Path], engine: Engine, built: Build) -> None:
