@@ -104,7 +104,8 @@ class SampledTrainer(UnpaddedTrainer):
                 "sampling_mask/fallback": torch.stack([without, sets + without]),
             },
         )
-        if without and self.args.truncations and not self._has_told_of_large_sets:
+        is_news = not self._has_told_of_large_sets and self.accelerator.is_main_process
+        if without and self.args.truncations and is_news:
             self._has_told_of_large_sets = True
             warnings.warn(
                 f"{int(without)} of {len(counts)} tokens were sampled among more than {MAX_KEPT} tokens or among all: "
@@ -129,6 +130,8 @@ class SampledTrainer(UnpaddedTrainer):
             gaps = (sampler - old)[_sampled_tokens(output)]
             gaps = gaps[~gaps.isnan()]
             measured = [((-gaps).exp(), gaps)]
+        if not self.accelerator.is_main_process:
+            return output
         turns = [turn for turn in measured if turn is not None]
         masses, gaps = (torch.cat([torch.empty(0), *(turn[i].cpu() for turn in turns)]) for i in (0, 1))
         size = "by how much has not been measured"
