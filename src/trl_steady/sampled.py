@@ -63,11 +63,6 @@ class SampledTrainer(UnpaddedTrainer):
             raise ValueError(
                 f"{option} with prompt learning, which shifts tokens against labels. Train LoRA adapters."
             )
-        if args.n_gpu > 1:
-            raise ValueError(
-                f"{option} with {args.n_gpu} GPUs driven by one process, which divide a batch among them. Start one "
-                "process for each: accelerate launch --num_processes."
-            )
         if self.rollout_func is not None:
             raise ValueError(
                 f"{option} with a rollout_func, which returns no kept tokens. Leave it unset, or set "
@@ -225,10 +220,12 @@ class SampledTrainer(UnpaddedTrainer):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """TRL's, of policy and reference among the kept tokens of the rollout or of the micro-batch."""
         rollout, kept = self._sampling, None
-        is_other = self.bare(model) is not self.bare(self.model) and model is not self.ref_model  # such as a teacher
-        if not is_other and rollout is not None:
+        is_ours = self.args.keep_sampling_mask and (
+            model is self.ref_model or self.bare(model) is self.bare(self.model)  # not a teacher of a subclass
+        )
+        if is_ours and rollout is not None:
             kept = self._aligned(rollout, input_ids, attention_mask, logits_to_keep)
-        elif not is_other and self._kept is not None:
+        elif is_ours and self._kept is not None:
             kept = KeptTokens.joined([KeptTokens(*own) for own in self._kept])
             if len(kept) != len(input_ids) * logits_to_keep:
                 raise ValueError(

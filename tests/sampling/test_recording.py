@@ -262,6 +262,21 @@ def test_tokens_that_were_not_drawn_one_by_one_are_refused(model: PreTrainedMode
     assert False in outcomes
 
 
+@pytest.mark.parametrize("lengths", [[3, 4], [3, 5], [3, 3], [4, 3]], ids=str)
+def test_steps_of_other_than_one_token_are_refused_whatever_the_tokens(lengths: list[int]) -> None:
+    recording, mass, completions = Recording(), KeptMass(1.0), [[1, 1], [1]]
+    for length in lengths:
+        given, scores = torch.ones(2, length, dtype=torch.long), torch.tensor([[0.0, 0.0, -torch.inf]] * 2)
+        recording.add(given, scores)
+        mass.before(given, torch.zeros(2, 3))
+        mass.after(given, scores)
+    if lengths == [3, 4]:
+        assert recording.of(completions).lists() == [[0, 1]] * 3
+        assert len(measured(mass, completions)[0]) == 3
+    else:
+        refused(recording, mass, completions)
+
+
 def test_other_completions_than_were_drawn_are_refused(model: PreTrainedModel) -> None:
     recording, mass = Recording(), KeptMass(1.0)
     with recording.listening(model), mass.listening(model):
