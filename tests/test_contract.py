@@ -3,6 +3,7 @@
 import ast
 import inspect
 import operator
+import pkgutil
 import re
 import textwrap
 from dataclasses import fields
@@ -10,6 +11,7 @@ from typing import Any
 
 import pytest
 import trl
+from trl.cli.commands.training import TrainingCommand
 from trl.generation import vllm_client, vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import utils as trl_utils
@@ -153,6 +155,22 @@ def test_the_fused_head_asks_once_by_the_name_that_we_answer_for() -> None:
     asked = [call for call in calls if ast.unparse(call.func) == "_ChunkedLogProbFunction.apply"]
     assert len(asked) == 1 and len(asked[0].args) == len(fields(Head)) and not asked[0].keywords
     assert any(ast.unparse(call) == "maybe_gather_lm_head_ctx(weight, bias)" for call in calls)
+
+
+@pytest.mark.parametrize("name", host.CONTRACT.command)
+def test_the_functions_of_the_command_line_have_the_parameters_we_know(name: str) -> None:
+    assert tuple(inspect.signature(pkgutil.resolve_name(name)).parameters) == host.CONTRACT.command[name]
+
+
+def test_trls_command_parses_and_launches_by_the_names_that_we_answer_for() -> None:
+    source = inspect.getsource(TrainingCommand.run)
+    assert "from ..accelerate_launcher import launch_training_script" in source
+    calls = [node for node in ast.walk(ast.parse(textwrap.dedent(source))) if isinstance(node, ast.Call)]
+    (launch,) = (call for call in calls if ast.unparse(call.func) == "launch_training_script")
+    assert [keyword.arg for keyword in launch.keywords] == ["script_name", "launch_args", "training_script_args"]
+    assert [ast.unparse(call) for call in calls if ast.unparse(call.func) == "module.make_parser"] == [
+        "module.make_parser(prog=f'trl {self.name}')"
+    ]
 
 
 def test_every_forwarded_input_is_a_parameter_of_trls_scoring_method() -> None:

@@ -26,8 +26,13 @@ def test_the_compatibility_page_is_the_contract(kind: str) -> None:
 
 
 def test_the_compatibility_page_has_the_methods_we_wrap() -> None:
-    for method, parameters in (host.CONTRACT.parameters | host.CONTRACT.engine | host.CONTRACT.head).items():
+    for method, parameters in _parameters_of_trl().items():
         assert f"| `{method}` | {', '.join(f'`{name}`' for name in parameters)} |\n" in DOCS["docs/compatibility.md"]
+
+
+def _parameters_of_trl() -> dict[str, tuple[str, ...]]:
+    contract = host.CONTRACT
+    return {**contract.parameters, **contract.engine, **contract.head, **contract.command}
 
 
 def test_only_host_names_private_attributes_of_trl() -> None:

@@ -36,9 +36,13 @@ GSPO_EPSILON, GSPO_EPSILON_HIGH = 3e-4, 4e-4
 TOKEN_SCALE_EPSILON = 1e-2
 
 
+# read at import: `trl-steady run` puts our config in the place of TRL's
+_TRLS_OPTIONS = {option.name: option for option in fields(trl.GRPOConfig)}
+
+
 def trl_default(name: str) -> Any:
     """TRL's default of an option, read from TRL, so that it moves with TRL."""
-    (option,) = (f for f in fields(trl.GRPOConfig) if f.name == name)
+    option = _TRLS_OPTIONS[name]
     return option.default_factory() if option.default_factory is not MISSING else option.default
 
 

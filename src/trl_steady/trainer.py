@@ -134,7 +134,7 @@ class GRPOTrainer(StepwiseTrainer):
         if quantised and self.vllm_mode == "colocate":
             raise ValueError(
                 "vllm_mode='colocate' quantises the engine like the base, and cannot take weights with the adapter "
-                "merged. Serve the unquantised model with `trl vllm-serve` and set vllm_mode='server', or "
+                "merged. Serve the unquantised model with `vllm serve` and set vllm_mode='server', or "
                 "use_vllm=False."
             )
         if quantised:
@@ -203,7 +203,7 @@ class GRPOTrainer(StepwiseTrainer):
         if threshold is not None:
             decide = self.get_off_policy_mask
             if args.off_policy_mask_level == "token" and decide is GRPOTrainer.get_off_policy_mask:
-                decide = trl.GRPOTrainer.get_off_policy_mask  # which decides token by token
+                decide = super().get_off_policy_mask  # which decides token by token
             keep["off_policy"] = decide(
                 advantages=batch.advantages.unsqueeze(1) if batch.advantages.dim() == 1 else batch.advantages,
                 per_token_logps=batch.logps,

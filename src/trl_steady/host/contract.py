@@ -24,6 +24,8 @@ class Contract:
     """Methods of its vLLM engine that we wrap -> their parameters"""
     head: Mapping[str, tuple[str, ...]]
     """Functions of its fused LM head that we call or answer for -> their parameters"""
+    command: Mapping[str, tuple[str, ...]]
+    """Functions of its command line that we call or answer for -> their parameters"""
     scoring: Mapping[str, str]
     """What the scoring method gives a model and takes from it -> what becomes of it without padding"""
 
@@ -198,6 +200,18 @@ CONTRACT = Contract(
             "outputs",
         ),
         "maybe_gather_lm_head_ctx": ("params",),
+    },
+    command={
+        "trl.cli.main.main": ("argv",),
+        "trl.cli.accelerate_config.resolve_accelerate_config_argument": ("launch_args",),
+        "trl.cli.accelerate_launcher.launch_training_script": (
+            "script_name",
+            "launch_args",
+            "training_script_args",
+            "launch_command_fn",
+            "launch_parser_fn",
+        ),
+        "trl.scripts.grpo.make_parser": ("subparsers", "prog"),
     },
     scoring={
         "attention_mask": _LAID,

@@ -1,0 +1,139 @@
+"""What is installed, and which of our features it can use: for a bug report, and before a long run."""
+
+import contextlib
+import importlib
+import io
+import platform
+from collections.abc import Callable
+from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.util import find_spec
+
+from packaging.version import Version
+
+from trl_steady import __version__
+
+__all__ = ["report"]
+
+TESTED_TRL = "1.16.0"
+# TRL 1.16's own range, and from where on vLLM returns what it kept
+_VLLM_OF_TRL, _VLLM_WITH_KEPT_TOKENS = ("0.22.0", "0.31.0"), "0.28"
+_CPU_WITH_ROUTES = "0.30"  # the one that captures routes on CPU
+
+
+def report() -> str:
+    """Versions and devices as TRL's own `trl env` has them, and a line for each feature: usable, or why not."""
+    rows = [(feature, *check()) for feature, check in _CHECKS.items()]
+    width = max(map(len, _CHECKS))
+    features = [
+        f"- {name.ljust(width)}  {'yes' if works else 'no '}  {remark}".rstrip() for name, works, remark in rows
+    ]
+    return "\n".join(
+        [
+            "",
+            f"- trl-steady version: {__version__}",
+            *_of_trl(),
+            "",
+            "What trl-steady can use here:",
+            "",
+            *features,
+            "",
+        ]
+    )
+
+
+def _of_trl() -> list[str]:
+    printed = io.StringIO()
+    try:
+        with contextlib.redirect_stdout(printed):
+            importlib.import_module("trl.scripts.env").print_env()
+    except Exception as error:  # whatever is broken there is what the report is about
+        return [f"- Python version: {platform.python_version()}", f"- TRL's own report failed: {_said(error)}"]
+    return [line for line in printed.getvalue().splitlines() if line.startswith((" ", "-"))]
+
+
+def _said(error: Exception) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())
+
+
+def _trainer() -> tuple[bool, str]:
+    try:
+        importlib.import_module("trl_steady.trainer")
+    except Exception as error:
+        return False, _said(error)
+    found = version("trl")
+    return True, "" if found == TESTED_TRL else f"tested with trl {TESTED_TRL}, not with {found}"
+
+
+def _quantised() -> tuple[bool, str]:
+    """Tried, as bitsandbytes has many ways of being installed without its kernels."""
+    import torch
+
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    try:
+        functional = importlib.import_module("bitsandbytes").functional
+        packed, state = functional.quantize_4bit(torch.ones(64, 64, device=device), quant_type="nf4")
+        functional.dequantize_4bit(packed, state)
+    except Exception as error:
+        return False, f"bitsandbytes on {device}: {_said(error)}"
+    return True, f"bitsandbytes {version('bitsandbytes')} on {device}" + ("" if device == "cuda" else ", slow")
+
+
+def _vllm() -> tuple[Version | None, str]:
+    """Its version, or None and what is amiss."""
+    if find_spec("vllm") is None:
+        return None, 'vLLM is not installed: pip install "trl[vllm]"'
+    found = Version(Version(version(packages_distributions()["vllm"][0])).base_version)
+    low, high = _VLLM_OF_TRL
+    if not Version(low) <= found <= Version(high):
+        return None, f"vLLM {found}: trl {TESTED_TRL} supports {low} to {high}"
+    return found, f"vLLM {found}"
+
+
+def _colocated() -> tuple[bool, str]:
+    found, said = _vllm()
+    return found is not None, said
+
+
+def _routes() -> tuple[bool, str]:
+    import torch
+
+    found, said = _vllm()
+    if found and not torch.cuda.is_available() and found.release[:2] != Version(_CPU_WITH_ROUTES).release:
+        return False, f"{said} on CPU, where {_CPU_WITH_ROUTES} alone is known to return routes"
+    return found is not None, said
+
+
+def _kept_tokens() -> tuple[bool, str]:
+    import torch
+
+    found, said = _vllm()
+    if found is None:
+        return False, said
+    if found < Version(_VLLM_WITH_KEPT_TOKENS):
+        return False, f"{said} does not return the tokens that it keeps; {_VLLM_WITH_KEPT_TOKENS} and later do"
+    if not torch.cuda.is_available():
+        return False, f"{said} returns the tokens that it keeps on CUDA only, by its Model Runner V2"
+    return True, f"{said}, with top_k above 0; not yet run"
+
+
+def _package(name: str, how: str) -> Callable[[], tuple[bool, str]]:
+    def check() -> tuple[bool, str]:
+        try:
+            return True, f"{name} {version(name)}"
+        except PackageNotFoundError:
+            return False, f"{name} is not installed: {how}"
+
+    return check
+
+
+_CHECKS: dict[str, Callable[[], tuple[bool, str]]] = {
+    "every method, with transformers' generation": _trainer,
+    "quantised bases (NF4, int8)": _quantised,
+    "vLLM colocated": _colocated,
+    'router_replay="R3", vLLM colocated': _routes,
+    "keep_sampling_mask, vLLM colocated": _kept_tokens,
+    "vLLM as a server (its own version counts)": _package("requests", "pip install requests"),
+    "DeepSpeed ZeRO": _package("deepspeed", "pip install deepspeed"),
+    "verified mathematics as a reward": _package("math-verify", "pip install math-verify"),
+    "pictures of step rewards, recipes": _package("matplotlib", "pip install matplotlib"),
+}

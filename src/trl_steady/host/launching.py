@@ -1,0 +1,54 @@
+"""TRL's class names and its `grpo` command, with other classes than TRL's behind them."""
+
+import functools
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib import resources
+
+import trl
+from trl.cli import accelerate_launcher
+from trl.cli.accelerate_config import resolve_accelerate_config_argument
+from trl.cli.main import main as trls_command
+from trl.scripts import grpo as grpo_script
+
+from trl_steady.host.names import overridden
+
+__all__ = ["TRAINER", "grpo_command", "resolve_accelerate_config_argument", "standing_in"]
+
+TRAINER = ("trl.trainer.grpo_trainer", "GRPOTrainer")
+"""Where TRL's own trainer is defined, also in a module that was loaded again."""
+
+Launch = Callable[[Sequence[str], Sequence[str]], None]
+"""What is launched: given the options of `accelerate launch`, and a script with its arguments."""
+
+
+@contextmanager
+def standing_in(**classes: type) -> Iterator[None]:
+    """However these are imported from TRL, by name or as attributes of any of its modules, they are the ones given."""
+    with ExitStack() as stack:
+        for name, stand_in in classes.items():
+            theirs = getattr(trl, name)  # which TRL's lazy modules keep from here on
+            for module in [module for path, module in sys.modules.items() if path.split(".")[0] == "trl"]:
+                names = [own for own, value in vars(module).items() if value is theirs]
+                stack.enter_context(overridden(module, dict.fromkeys(names, stand_in)))
+        yield
+
+
+def grpo_command(arguments: Sequence[str], launch: Launch) -> int:
+    """TRL's own `trl grpo`, which sorts the arguments and then has `launch` do the launching.
+
+    Returns:
+        The exit status.
+    """
+
+    def instead(script_name: str, launch_args: list[str], training_script_args: list[str]) -> None:
+        script = resources.files("trl.scripts").joinpath(script_name)
+        launch(launch_args, [str(script), *training_script_args])
+
+    make_parser = functools.partial(grpo_script.make_parser, None)
+    with (
+        overridden(accelerate_launcher, {"launch_training_script": instead}),
+        overridden(grpo_script, {"make_parser": lambda prog: make_parser(prog=f"trl-steady {prog.split()[-1]}")}),
+    ):
+        return trls_command(["grpo", *arguments])

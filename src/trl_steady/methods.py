@@ -1,0 +1,194 @@
+"""What this package adds to TRL's GRPO, as data: each method with its setting, its paper and its page of the docs."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NamedTuple
+
+if TYPE_CHECKING:
+    from trl_steady.config import GRPOConfig
+
+__all__ = ["METHODS", "Method"]
+
+
+class Method(NamedTuple):
+    """One row of `trl-steady methods`."""
+
+    kind: str
+    """What it changes: "loss", "KL", "mask", "rewards", "reference", "routing", "sampling" or "passes"."""
+    name: str
+    setting: str
+    """As in Python; on the command line and in YAML by the same names."""
+    paper: str
+    """arXiv number and place, or "" where no paper is followed."""
+    page: str
+    """Below docs/."""
+    is_on: "Callable[[GRPOConfig], bool]"
+    """Whether a config asks for it."""
+
+
+_GSPO, _MATH, _V32 = "2507.18071", "2402.03300", "2512.02556"
+
+METHODS = (
+    Method(
+        "loss", "GSPO", 'loss_type="gspo"', f"{_GSPO}, section 4.1", "methods/gspo.md", lambda a: a.loss_type == "gspo"
+    ),
+    Method(
+        "loss",
+        "GSPO-token",
+        'loss_type="gspo_token"',
+        f"{_GSPO}, section 4.3",
+        "methods/gspo_token.md",
+        lambda a: a.loss_type == "gspo_token",
+    ),
+    Method(
+        "KL",
+        "KL times each token's own ratio",
+        "beta>0, use_bias_correction_kl=True",
+        f"{_V32}, section 3.1",
+        "methods/kl.md",
+        lambda a: a.beta != 0 and a.use_bias_correction_kl,
+    ),
+    Method(
+        "KL",
+        "the ratio taken to the engine's log-probs",
+        'kl_ratio_denominator="sampler"',
+        f"{_V32}, section 3.1",
+        "methods/kl.md",
+        lambda a: "kl_ratio_denominator" in a.sampler_options,
+    ),
+    Method(
+        "KL",
+        "other estimators than k3",
+        'kl_estimator="k1" or "k2"',
+        "",
+        "methods/kl.md",
+        lambda a: a.beta != 0 and a.kl_estimator != "k3",
+    ),
+    Method(
+        "mask",
+        "off-policy sequence mask",
+        "off_policy_mask_threshold=...",
+        f"{_V32}, section 3.1",
+        "methods/masks.md",
+        lambda a: a.off_policy_mask_threshold is not None,
+    ),
+    Method(
+        "mask",
+        "geometric mask, trainer against engine",
+        "geometric_mask_range=(low, high)",
+        "",
+        "methods/masks.md",
+        lambda a: a.geometric_mask_range is not None,
+    ),
+    Method(
+        "mask",
+        "veto of outlier tokens, trainer against engine",
+        "token_veto_threshold=...",
+        "",
+        "methods/masks.md",
+        lambda a: a.token_veto_threshold is not None,
+    ),
+    Method(
+        "rewards",
+        "step rewards, process supervision",
+        'StepRewards, step_advantage="process"',
+        f"{_MATH}, section 4.1.3",
+        "step-rewards.md",
+        lambda a: a.step_advantage == "process",
+    ),
+    Method(
+        "rewards",
+        "step rewards, return to go less the group's",
+        'StepRewards, step_advantage="return_to_go"',
+        "",
+        "step-rewards.md",
+        lambda a: False,  # the default: only the rewards say whether it acts
+    ),
+    Method(
+        "reference",
+        "iterative GRPO: a reference that moves",
+        "beta>0, sync_ref_model=True",
+        f"{_MATH}, Algorithm 1",
+        "iterative.md",
+        lambda a: a.sync_ref_model,
+    ),
+    Method(
+        "reference",
+        "and as soon as the KL exceeds",
+        "ref_model_sync_kl=...",
+        "",
+        "iterative.md",
+        lambda a: a.ref_model_sync_kl is not None,
+    ),
+    Method(
+        "reference",
+        "with the optimizer's state cleared",
+        "ref_model_sync_reset_optimizer=True",
+        "2505.24864",
+        "iterative.md",
+        lambda a: a.ref_model_sync_reset_optimizer,
+    ),
+    Method(
+        "routing",
+        "R2: routes of the pass that scored the rollout",
+        'router_replay="R2"',
+        "2507.18071; 2512.01374",
+        "routing-replay.md",
+        lambda a: a.router_replay == "R2",
+    ),
+    Method(
+        "routing",
+        "R3: routes of the rollout itself",
+        'router_replay="R3"',
+        "2510.11370",
+        "routing-replay.md",
+        lambda a: a.router_replay == "R3",
+    ),
+    Method(
+        "routing",
+        "and in the reference's pass",
+        "router_replay_reference=True",
+        "",
+        "routing-replay.md",
+        lambda a: a.router_replay_reference,
+    ),
+    Method(
+        "sampling",
+        "kept sampling mask",
+        "keep_sampling_mask=True",
+        f"{_V32}, section 3.1",
+        "sampling-mask.md",
+        lambda a: a.keep_sampling_mask,
+    ),
+    Method(
+        "passes",
+        "no padding computed (the default)",
+        "trim_padding=True",
+        "",
+        "performance.md",
+        lambda a: a.trim_padding,
+    ),
+    Method(
+        "passes",
+        "micro-batches measured in tokens",
+        "token_budget=...",
+        "",
+        "performance.md",
+        lambda a: a.token_budget is not None,
+    ),
+    Method(
+        "passes",
+        "a group's prompt computed once",
+        "share_prompts=True",
+        "",
+        "performance.md",
+        lambda a: a.share_prompts,
+    ),
+    Method(
+        "passes",
+        "float32 adapters on a quantised base",
+        'adapter_dtype="float32"',
+        "",
+        "iterative.md",
+        lambda a: a.adapter_dtype is not None,
+    ),
+)
