@@ -8,9 +8,12 @@ PIP := $(BIN)/python $(INSTALL)
 # what vLLM asks for does not go with the rest
 VLLM := $(VENV)-vllm
 PIP_VLLM := $(VLLM)/bin/python $(INSTALL)
+# beside the rest, which would import it wherever it is found
+DEEPSPEED := $(abspath $(VENV)-deepspeed)
 JOBS ?= 2
 
-.PHONY: demo demo-gspo demo-process demo-v32 demo-moe demo-sampling-mask test test-slow test-vllm check docs bench format clean
+.PHONY: demo demo-gspo demo-process demo-v32 demo-moe demo-sampling-mask
+.PHONY: test test-slow test-deepspeed test-vllm check docs bench format clean
 
 # deprecations that TRL owes transformers would bury the progress
 TRAIN = PYTHONWARNINGS=ignore::FutureWarning $(BIN)/python
@@ -51,6 +54,10 @@ test: $(VENV)/.test
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m "slow"
 
+test-deepspeed: $(DEEPSPEED)/.test
+	PATH="$(DEEPSPEED)/bin:$$PATH" PYTHONPATH=$(DEEPSPEED) TORCH_EXTENSIONS_DIR=$(DEEPSPEED)/extensions \
+		$(BIN)/python -m pytest -k zero3 tests/distributed
+
 test-vllm: $(VLLM)/.test
 	$(VLLM)/bin/python -m pytest --show-capture=no tests/vllm
 
@@ -60,8 +67,10 @@ check: $(VENV)/.test
 	$(BIN)/pyright --pythonpath $(BIN)/python
 	$(BIN)/lint-imports
 
-docs: $(VENV)/.docs
+# the second finds what the pages do not name
+docs: $(VENV)/.docs $(VENV)/.test
 	$(BIN)/mkdocs build --strict
+	$(BIN)/python -m pytest -q tests/test_docs.py
 
 bench: $(VENV)/.recipes
 	$(BIN)/python tests/benchmarks/seam.py
@@ -75,7 +84,7 @@ format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(VLLM) site outputs
+	rm -rf $(VENV) $(VLLM) $(DEEPSPEED) site outputs
 
 # torch first and pinned, so that a CPU build which is at hand is taken; a newer one from PyPI brings gigabytes of CUDA.
 $(VENV)/.torch: constraints.txt
@@ -94,6 +103,12 @@ $(VENV)/.test: $(VENV)/.recipes
 
 $(VENV)/.docs: $(VENV)/.torch pyproject.toml
 	$(PIP) -e ".[docs]"
+	touch $@
+
+# its own build wants torch; what else it needs is there
+$(DEEPSPEED)/.test: $(VENV)/.test
+	$(PIP) setuptools wheel
+	$(PIP) --no-build-isolation --no-deps --target $(DEEPSPEED) --upgrade deepspeed einops hjson msgpack ninja py-cpuinfo
 	touch $@
 
 $(VLLM)/.test: constraints.txt pyproject.toml tests/vllm/no-deps.txt tests/vllm/requirements.txt

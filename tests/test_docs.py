@@ -1,5 +1,6 @@
 """The docs say what the code does: names, options, metrics, links."""
 
+import pkgutil
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -7,11 +8,14 @@ from typing import Any
 
 import pytest
 import trl
+import yaml
 
 import trl_steady
+import trl_steady.rewards
 from tests import tiny
 from tests.test_training import rollout
-from trl_steady import host
+from trl_steady import cli, host
+from trl_steady.methods import METHODS, Method
 
 ROOT = Path(__file__).parents[1]
 DOCS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.glob("docs/**/*.md"))}
@@ -93,6 +97,52 @@ def test_the_metrics_page_has_what_is_logged_and_nothing_else(models: dict[str, 
     assert logged - known <= documented
     theirs_or_shorthand = {"kl", "clip_ratio/low_mean", "high_mean", "region_mean", "policy_loss"}
     assert documented - theirs_or_shorthand == logged - known
+
+
+def test_the_reference_has_every_public_name() -> None:
+    """Or a page of its own method has."""
+    has = {name for text in DOCS.values() for name in re.findall(r"^::: (\S+)$", text, flags=re.MULTILINE)}
+    for module in (ROOT / "src/trl_steady/functional").glob("[a-z]*.py"):
+        assert f"trl_steady.functional.{module.stem}" in has
+    for package in (trl_steady, trl_steady.rewards):
+        for name in package.__all__:
+            public = getattr(package, name)
+            assert public in {pkgutil.resolve_name(path) for path in has}, name
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    def leaves(entry: Any) -> list[str]:
+        if isinstance(entry, str):
+            return [entry]
+        return [leaf for part in (entry.values() if isinstance(entry, dict) else entry) for leaf in leaves(part)]
+
+    nav = leaves(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    assert sorted(f"docs/{page}" for page in nav) == sorted(DOCS)
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_the_index_of_papers_has_every_method_of_one(method: Method) -> None:
+    index = DOCS["docs/paper-index.md"]
+    for number in re.findall(r"\d{4}\.\d{5}", method.paper):
+        assert f"[arXiv {number}](https://arxiv.org/abs/{number})" in index
+        assert f"{method.page})" in index or f"{method.page}#" in index
+        for option in re.findall(r"\b[a-z]+(?:_[a-z]+)+\b(?==)", method.setting):
+            assert f"{option}: " in index, option
+
+
+def test_every_recipe_has_its_place() -> None:
+    for folder in {path.parent.name for path in ROOT.glob("recipes/*/*.yaml")}:
+        linked = f"recipes/{folder}" in PAGES["README.md"] or folder == "accelerate"
+        named = any(f"recipes/{folder}" in text for page, text in DOCS.items() if page != "docs/design.md")
+        assert linked and named and f"({folder}" in PAGES["recipes/README.md"], folder
+
+
+def test_the_launchers_page_has_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    commands = set(re.findall(r"^  (\w+) ", capsys.readouterr().out, flags=re.MULTILINE))
+    assert commands == {"run", "grpo", "methods", "env"}
+    for command in commands:
+        assert f"| `trl-steady {command}" in DOCS["docs/launcher.md"]
 
 
 @pytest.mark.parametrize("page", PAGES)
