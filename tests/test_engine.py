@@ -76,6 +76,8 @@ def dequantised(module: Any) -> Tensor:
     return int8_vectorwise_dequant(weight.data, scales)
 
 
+@pytest.mark.supports("quantised base", "adapter_dtype", on="vLLM server", only="stand-in")
+@pytest.mark.supports("moving reference, quantised base", on="vLLM server", only="stand-in")
 @pytest.mark.parametrize("base", wide_model.BASES)
 def test_the_engine_gets_base_plus_delta_and_the_base_stays(
     wide: Path, tmp_path: Path, server: Server, base: str
@@ -107,6 +109,7 @@ def test_the_engine_gets_base_plus_delta_and_the_base_stays(
     assert len(drift) == 13 and max(drift) < 0.02
 
 
+@pytest.mark.supports("moving reference, LoRA", on="vLLM server", only="stand-in")
 def test_the_references_modules_are_not_sent(wide: Path, tmp_path: Path, server: Server) -> None:
     """On an unquantised base TRL merges itself; it would send the reference's copy under a name no engine knows."""
     config = LoraConfig(**{**tiny.LORA, "modules_to_save": ["input_layernorm"]})
@@ -118,6 +121,12 @@ def test_the_references_modules_are_not_sent(wide: Path, tmp_path: Path, server:
     assert torch.equal(server.syncs[1]["model.layers.0.input_layernorm.weight"], norm)
 
 
+@pytest.mark.refuses(
+    "quantised base",
+    on="vLLM colocate",
+    message="vllm_mode='colocate' quantises the engine like the base, and cannot take weights with the adapter "
+    "merged. Serve the unquantised model with `vllm serve` and set vllm_mode='server', or use_vllm=False.",
+)
 def test_colocate_on_a_quantised_base_is_refused(wide: Path, tmp_path: Path, server: Server) -> None:
     with pytest.raises(ValueError, match=r"vllm_mode='colocate' quantises the engine.*set vllm_mode='server'"):
         tiny.trainer(wide_model.load(wide, "nf4"), tmp_path, lora=True, **{**VLLM, "vllm_mode": "colocate"})
@@ -142,6 +151,7 @@ def test_with_an_engine_trls_losses_are_trls_and_the_mismatch_is_logged(
         assert row["mismatch/log_ratio_q01"] < 0 < row["mismatch/log_ratio_q99"]
 
 
+@pytest.mark.supports("gspo", "gspo_token", "KL corrections", "masks", on="vLLM server", only="stand-in")
 @pytest.mark.parametrize("loss_type", ["grpo", "gspo", "gspo_token"])
 def test_an_engines_log_probs_decide_masks_and_correct_the_kl(
     wide: Path, tmp_path: Path, server: Server, loss_type: str

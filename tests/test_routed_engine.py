@@ -197,6 +197,14 @@ def test_without_vllm_trl_says_so(colocated: Build, monkeypatch: pytest.MonkeyPa
     assert not hasattr(vllm_generation, "LLM")
 
 
+@pytest.mark.refuses(
+    "router_replay R3",
+    on="vLLM colocate",
+    where="with `vllm_tensor_parallel_size` above 1",
+    message="router_replay='R3' with vllm_tensor_parallel_size=2: one process alone would have the routes of a "
+    "colocated engine. Set vllm_mode='server', or set router_replay='R2', which takes the routes of the trainer's "
+    "own pass.",
+)
 def test_an_engine_over_several_gpus_is_refused(colocated: Build) -> None:
     with pytest.raises(
         ValueError, match=r"vllm_tensor_parallel_size=2: one process alone.*Set vllm_mode='server', or"

@@ -102,6 +102,7 @@ def ratios(trainer: Any) -> Iterator[tuple[Any, Row, Tensor]]:
             yield update, row, own[is_token]
 
 
+@pytest.mark.supports("keep_sampling_mask", on=("vLLM colocate", "vLLM server"), only="stand-in")
 def test_sets_are_in_every_update_and_in_every_pass(models: dict[str, Path], engine: Engine, built: Build) -> None:
     """Two rollouts, the second after a sync; an engine that scores as it samples is then the policy itself."""
     folder = models["dense"]
@@ -389,6 +390,13 @@ def test_a_vllm_that_cannot_return_sets_says_so(
     assert vllm_generation.LLM is broken
 
 
+@pytest.mark.refuses(
+    "keep_sampling_mask",
+    on="vLLM colocate",
+    where="with `vllm_tensor_parallel_size` above 1",
+    message="keep_sampling_mask=True with vllm_tensor_parallel_size=2: one process alone would have the kept tokens "
+    "of a colocated engine. Set vllm_mode='server', or set keep_sampling_mask=False.",
+)
 @pytest.mark.parametrize("options", [SETS, BOTH], ids=["sets", "both"])
 def test_an_engine_over_several_gpus_is_refused(in_process: Build, options: dict[str, Any]) -> None:
     with pytest.raises(ValueError, match=r"_parallel_size=2: one process alone would have the kept tokens .*'server'"):

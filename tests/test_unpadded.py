@@ -382,6 +382,13 @@ def test_what_cannot_be_is_refused(
         tiny.trainer(model, tmp_path, **options)
 
 
+@pytest.mark.refuses(
+    "token_budget",
+    on=("ZeRO-2", "ZeRO-3"),
+    message="token_budget=9 goes backward more than once in an optimizer step's last micro-batch, and DeepSpeed, like "
+    "the optimizers lomo and adalomo, would step each time. Train with DDP and another optimizer, or leave "
+    "token_budget unset.",
+)
 def test_deepspeed_is_refused_a_budget(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

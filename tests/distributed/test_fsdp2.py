@@ -174,6 +174,7 @@ def check_restoring(case: Adapters | Models) -> None:
     assert torch.equal(case.logits(plain=False), case.logits(plain=True))
 
 
+@pytest.mark.supports("moving reference, full", "moving reference, LoRA", on="FSDP2", only="pieces")
 @pytest.mark.parametrize("checks", [check_adapters, check_models])
 def test_shards_move_as_whole_tensors_do_and_only_saving_gathers_the_reference(checks: Any, tmp_path: Path) -> None:
     processes.run(checks, tmp_path)

