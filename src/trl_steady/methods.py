@@ -1,5 +1,6 @@
 """What this package adds to TRL's GRPO, as data: each method with its setting, its paper and its page of the docs."""
 
+import re
 from collections.abc import Callable
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -13,7 +14,8 @@ class Method(NamedTuple):
     """One row of `trl-steady methods`."""
 
     kind: str
-    """What it changes: "loss", "KL", "mask", "rewards", "reference", "routing", "sampling" or "passes"."""
+    """What it changes: "loss", "KL", "mask", "rewards", "reference", "routing", "sampling", or how it is computed,
+    "passes"."""
     name: str
     setting: str
     """As in Python; on the command line and in YAML by the same names."""
@@ -22,14 +24,31 @@ class Method(NamedTuple):
     page: str
     """Below docs/."""
     is_on: "Callable[[GRPOConfig], bool]"
-    """Whether a config asks for it."""
+    """Whether a config asks for it, where TRL would do something else."""
+    acts_in: tuple[str, ...] = ()
+    """The methods of TRL's trainer in which it does."""
+
+    @property
+    def options(self) -> list[str]:
+        """Of `GRPOConfig`."""
+        return re.findall(r"\b([a-z_]+)(?=[=>])", self.setting)
 
 
 _GSPO, _MATH, _V32 = "2507.18071", "2402.03300", "2512.02556"
+_LOSS = ("compute_loss", "_compute_loss")
+_SCORES = ("_get_per_token_logps_and_entropies",)
+_ROLLOUT = ("_generate_and_score_completions",)
+_RECORDED = ("compute_loss", *_SCORES, *_ROLLOUT)  # in the rollout, and looked up wherever the policy is scored
 
 METHODS = (
     Method(
-        "loss", "GSPO", 'loss_type="gspo"', f"{_GSPO}, section 4.1", "methods/gspo.md", lambda a: a.loss_type == "gspo"
+        "loss",
+        "GSPO",
+        'loss_type="gspo"',
+        f"{_GSPO}, section 4.1",
+        "methods/gspo.md",
+        lambda a: a.loss_type == "gspo",
+        _LOSS,
     ),
     Method(
         "loss",
@@ -38,14 +57,16 @@ METHODS = (
         f"{_GSPO}, section 4.3",
         "methods/gspo_token.md",
         lambda a: a.loss_type == "gspo_token",
+        _LOSS,
     ),
     Method(
         "KL",
-        "KL times each token's own ratio",
-        "beta>0, use_bias_correction_kl=True",
+        "each token's own ratio under a sequence's",
+        "use_bias_correction_kl=True, beta>0",
         f"{_V32}, section 3.1",
         "methods/kl.md",
-        lambda a: a.beta != 0 and a.use_bias_correction_kl,
+        lambda a: a.beta != 0 and a.use_bias_correction_kl and a.importance_sampling_level == "sequence",
+        _LOSS,
     ),
     Method(
         "KL",
@@ -54,6 +75,7 @@ METHODS = (
         f"{_V32}, section 3.1",
         "methods/kl.md",
         lambda a: "kl_ratio_denominator" in a.sampler_options,
+        _LOSS,
     ),
     Method(
         "KL",
@@ -62,14 +84,16 @@ METHODS = (
         "",
         "methods/kl.md",
         lambda a: a.beta != 0 and a.kl_estimator != "k3",
+        _LOSS,
     ),
     Method(
         "mask",
-        "off-policy sequence mask",
-        "off_policy_mask_threshold=...",
+        "off-policy mask, by sequence or by token",
+        "off_policy_mask_threshold=..., off_policy_mask_level=...",
         f"{_V32}, section 3.1",
         "methods/masks.md",
         lambda a: a.off_policy_mask_threshold is not None,
+        _LOSS,
     ),
     Method(
         "mask",
@@ -78,6 +102,7 @@ METHODS = (
         "",
         "methods/masks.md",
         lambda a: a.geometric_mask_range is not None,
+        _LOSS,
     ),
     Method(
         "mask",
@@ -86,34 +111,28 @@ METHODS = (
         "",
         "methods/masks.md",
         lambda a: a.token_veto_threshold is not None,
+        _LOSS,
     ),
     Method(
         "rewards",
-        "step rewards, process supervision",
-        'StepRewards, step_advantage="process"',
+        "step rewards (StepRewards), process supervision",
+        'step_advantage="process" or "return_to_go"',
         f"{_MATH}, section 4.1.3",
         "step-rewards.md",
-        lambda a: a.step_advantage == "process",
-    ),
-    Method(
-        "rewards",
-        "step rewards, return to go less the group's",
-        'StepRewards, step_advantage="return_to_go"',
-        "",
-        "step-rewards.md",
-        lambda a: False,  # the default: only the rewards say whether it acts
+        lambda a: a.step_advantage != "return_to_go",  # by default it is for the rewards to say
+        ("_calculate_rewards", *_ROLLOUT),
     ),
     Method(
         "reference",
         "iterative GRPO: a reference that moves",
-        "beta>0, sync_ref_model=True",
+        "sync_ref_model=True, beta>0",
         f"{_MATH}, Algorithm 1",
         "iterative.md",
         lambda a: a.sync_ref_model,
     ),
     Method(
         "reference",
-        "and as soon as the KL exceeds",
+        "a reference that moves when the KL is too large",
         "ref_model_sync_kl=...",
         "",
         "iterative.md",
@@ -121,7 +140,7 @@ METHODS = (
     ),
     Method(
         "reference",
-        "with the optimizer's state cleared",
+        "an optimizer that starts anew with the reference",
         "ref_model_sync_reset_optimizer=True",
         "2505.24864",
         "iterative.md",
@@ -134,6 +153,7 @@ METHODS = (
         "2507.18071; 2512.01374",
         "routing-replay.md",
         lambda a: a.router_replay == "R2",
+        _RECORDED,
     ),
     Method(
         "routing",
@@ -142,14 +162,16 @@ METHODS = (
         "2510.11370",
         "routing-replay.md",
         lambda a: a.router_replay == "R3",
+        _RECORDED,
     ),
     Method(
         "routing",
-        "and in the reference's pass",
+        "routes in the reference's pass too",
         "router_replay_reference=True",
         "",
         "routing-replay.md",
         lambda a: a.router_replay_reference,
+        _RECORDED,
     ),
     Method(
         "sampling",
@@ -158,6 +180,7 @@ METHODS = (
         f"{_V32}, section 3.1",
         "sampling-mask.md",
         lambda a: a.keep_sampling_mask,
+        _RECORDED,
     ),
     Method(
         "passes",
@@ -166,6 +189,7 @@ METHODS = (
         "",
         "performance.md",
         lambda a: a.trim_padding,
+        _SCORES,
     ),
     Method(
         "passes",
@@ -174,6 +198,7 @@ METHODS = (
         "",
         "performance.md",
         lambda a: a.token_budget is not None,
+        ("compute_loss", "get_batch_samples"),
     ),
     Method(
         "passes",
@@ -182,6 +207,7 @@ METHODS = (
         "",
         "performance.md",
         lambda a: a.share_prompts,
+        _SCORES,
     ),
     Method(
         "passes",

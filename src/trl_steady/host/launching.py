@@ -19,7 +19,7 @@ __all__ = ["TRAINER", "grpo_command", "resolve_accelerate_config_argument", "sta
 TRAINER = ("trl.trainer.grpo_trainer", "GRPOTrainer")
 """Where TRL's own trainer is defined, also in a module that was loaded again."""
 
-Launch = Callable[[Sequence[str], Sequence[str]], None]
+Launch = Callable[[Sequence[str], Sequence[str]], object]
 """What is launched: given the options of `accelerate launch`, and a script with its arguments."""
 
 
