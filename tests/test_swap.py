@@ -334,6 +334,7 @@ class GRPOTrainer(transformers.Trainer):
         super().__init__(transformers.AutoModelForCausalLM.from_pretrained(model), args)
 """
 OTHER_NAME = COPY.replace("class GRPOTrainer", "class Copied")
+MY_COPY = COPY.replace("class GRPOTrainer", "class MyGRPOTrainer")
 
 
 @pytest.mark.parametrize(
@@ -343,7 +344,7 @@ OTHER_NAME = COPY.replace("class GRPOTrainer", "class Copied")
         ([IMPORTS["from trl"], FROM_BEFORE], "Kept", "trl.trainer.grpo_trainer.GRPOTrainer .* TRL's own, from before"),
         (["from trl import GRPOConfig", COPY], "GRPOTrainer", "__main__.GRPOTrainer .* it is not derived from"),
         (["from trl import GRPOConfig", OTHER_NAME], "Copied", "__main__.Copied .* it is not derived from"),
-        (["from transformers import TrainingArguments as GRPOConfig", COPY], "GRPOTrainer", "is not derived from"),
+        (["from transformers import TrainingArguments as GRPOConfig", MY_COPY], "MyGRPOTrainer", "is not derived"),
     ],
     ids=["subclass of TRL's", "TRL's", "copy", "copy with our config", "copy with no config of GRPO"],
 )
