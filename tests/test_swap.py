@@ -209,7 +209,7 @@ def test_a_loss_that_replaces_ours_is_refused_where_an_option_asks_for_ours(
         scripts.run(*parts, trainer="Own", build="rollout_func=rollout", **options)
     said = str(refused.value)
     assert said.startswith("__main__.Own replaces _compute_loss, where it would have to act, what is asked for: ")
-    assert f": {asked}. Call super() there, or leave " in said
+    assert f": {asked}. Call what it replaces, as by super(), or leave " in said
 
 
 @pytest.mark.usefixtures("unpatched")

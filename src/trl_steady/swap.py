@@ -104,7 +104,8 @@ def _said(trainer: GRPOTrainer) -> list[str]:
         if replaced and method.kind != "passes":
             raise ValueError(
                 f"{_name(kind)} replaces {' and '.join(replaced)}, where it would have to act, what is asked for: "
-                f"{asked}. Call super() there, or leave {', '.join(method.options)} at TRL's defaults."
+                f"{asked}. Call what it replaces, as by super(), or leave {', '.join(method.options)} at TRL's "
+                "defaults."
             )
         idle = any(message.startswith(f"{option}=") for option in method.options for message in warned)
         how = "cannot act" if idle else "off" if replaced else "on"
