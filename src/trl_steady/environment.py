@@ -32,18 +32,8 @@ def report() -> str:
     features = [
         f"- {name.ljust(width)}  {'yes' if works else 'no '}  {remark}".rstrip() for name, works, remark in rows
     ]
-    return "\n".join(
-        [
-            "",
-            f"- trl-steady version: {__version__}",
-            *_of_trl(),
-            "",
-            "What trl-steady can use here:",
-            "",
-            *features,
-            "",
-        ]
-    )
+    installed = ["", f"- trl-steady version: {__version__}", *_of_trl(), ""]
+    return "\n".join([*installed, "What trl-steady can use here:", "", *features, ""])
 
 
 def _tried(check: Callable[[], tuple[bool, str]]) -> tuple[bool, str]:
