@@ -6,6 +6,7 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TRL_EXPERIMENTAL_SILENCE"] = "1"
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import gc
 import importlib
 import sys
 from collections.abc import Iterator
@@ -33,6 +34,11 @@ RECIPES = (
     *("moe.digits", "moe.probe", "moe.train", "moe.variants"),
     *("sampling_mask.beside", "sampling_mask.sampler", "sampling_mask.train"),
 )
+
+
+def pytest_collection_finish() -> None:
+    """accelerate collects garbage with every trainer: not among what has been imported by now."""
+    gc.freeze()
 
 
 @pytest.fixture(scope="session")
