@@ -21,6 +21,7 @@ from torch import Tensor
 from tests import tiny
 from tests import wide as wide_model
 from tests.batches import HIGH, LOW, Batch, Evaluate, Outcome
+from tests.headroom import Headroom
 
 torch.set_num_threads(1)
 
@@ -34,6 +35,17 @@ RECIPES = (
     *("moe.digits", "moe.probe", "moe.train", "moe.variants"),
     *("sampling_mask.beside", "sampling_mask.sampler", "sampling_mask.train"),
 )
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option of `make test-portable`."""
+    parser.addoption("--headroom", type=float, help="the factor that each comparison keeps from its bound")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure comparisons where the option asks for it."""
+    if config.option.headroom is not None:
+        config.pluginmanager.register(Headroom(config.option.headroom))
 
 
 def pytest_collection_finish() -> None:

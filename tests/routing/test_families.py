@@ -12,6 +12,7 @@ import transformers
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tests.headroom import within
 from tests.padding import families
 from tests.routing import mixtures
 from tests.routing.mixtures import CASES, FAMILIES, Layer
@@ -201,7 +202,7 @@ def test_tokens_without_a_route_go_as_the_live_router_says(case: str) -> None:
         assert torch.equal(layer.chosen[has_route], given)
         assert replay.changed[number] == mixtures.changes(layer, routes[:, number])
         assert replay.replayed[number] == has_route.sum() * routes.size(-1)
-    assert _apart(outcome.logits, expected.logits) > ROUNDING
+    assert not within(_apart(outcome.logits, expected.logits), ROUNDING)
     outcome, replay = _replayed(routers, model, torch.full_like(routes, no_route(routes.dtype)))
     _assert_equal(outcome, expected)
     assert replay.changed.tolist() == replay.replayed.tolist() == [0] * len(layers)
@@ -220,16 +221,16 @@ def test_the_route_of_a_token_is_nothing_to_those_before_it(case: str) -> None:
             own[:, changed] = others[:, changed]
         of[changed], _ = _replayed(routers, model, own.flatten(0, 1), columns=COLUMNS - 1)
     last, early, none = of[COLUMNS - 1], of[1], of[-1]
-    assert _apart(last.logits[:, :-1], none.logits[:, :-1]) < ROUNDING
-    assert _apart(last.logits[:, -1], none.logits[:, -1]) > ROUNDING
-    assert _apart(early.logits[:, :1], none.logits[:, :1]) < ROUNDING
-    assert _apart(early.logits[:, 1], none.logits[:, 1]) > ROUNDING
+    assert within(_apart(last.logits[:, :-1], none.logits[:, :-1]), ROUNDING)
+    assert not within(_apart(last.logits[:, -1], none.logits[:, -1]), ROUNDING)
+    assert within(_apart(early.logits[:, :1], none.logits[:, :1]), ROUNDING)
+    assert not within(_apart(early.logits[:, 1], none.logits[:, 1]), ROUNDING)
     largest = max(gradient.abs().max() for gradient in none.gradients.values())
     moved = lambda outcome: max(
         ((outcome.gradients[name] - gradient).abs().max() / largest).item()
         for name, gradient in none.gradients.items()
     )
-    assert moved(last) < ROUNDING < moved(early)
+    assert within(moved(last), ROUNDING) and not within(moved(early), ROUNDING)
 
 
 def test_routes_without_a_context_are_nothing() -> None:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
+from tests.headroom import within
 from tests.padding import families
 from tests.routing import mixtures
 from tests.routing.passes import (
@@ -95,9 +96,9 @@ def test_adapters(qwen: PreTrainedModel, kind: str) -> None:
         assert torch.equal(plain, run_forward(base))
     # in the weights, the same
     merged = model.merge_and_unload()
-    assert apart(logits, plain) > 100 * ROUNDING
+    assert not within(apart(logits, plain), 100 * ROUNDING)
     with torch.no_grad(), Routers(merged).replaying(routes):
-        assert apart(run_forward(merged), logits) < ROUNDING
+        assert within(apart(run_forward(merged), logits), ROUNDING)
 
 
 @pytest.mark.parametrize("kind", ["experts and router", "copied router"])

@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from trl.kernels import ChunkedLogProbFunction
 
+from tests.headroom import within
 from tests.sampling import oracle
 from trl_steady.sampling import head
 from trl_steady.sampling.head import kept_log_probs
@@ -85,10 +86,10 @@ def test_the_oracle_has_the_same_values_and_gradients(dtype: torch.dtype, scalin
         assert got.dtype == dtype
         # a score is a sum of 6 products, rounded 6 times at most, and scaled in up to 4 steps
         eps = torch.finfo(dtype).eps
-        assert gap([got], [log_probs]) < 4 * eps * max(1, largest)
+        assert within(gap([got], [log_probs]), 4 * eps * max(1, largest))
         own_gradients = torch.autograd.grad(got, own[: 2 + has_bias], of_loss.to(dtype))
         # a score's error is its probability's, times a loss and a hidden state of the order of 1
-        assert gap(list(own_gradients), gradients[: 2 + has_bias]) < 4 * eps * max(1, largest)
+        assert within(gap(list(own_gradients), gradients[: 2 + has_bias]), 4 * eps * max(1, largest))
 
 
 @pytest.mark.parametrize("scaling", [SCALINGS[0], SCALINGS[-1]], ids=str)
@@ -103,7 +104,7 @@ def test_large_scores_do_not_overflow() -> None:
     large = own._replace(hidden=(own.hidden.detach() * 500).requires_grad_())  # of the scores, exp is inf
     log_probs, _, largest = expected(large, weights(own))
     assert largest > 2000
-    assert gap([large.log_probs()], [log_probs]) < 4 * torch.finfo(torch.float32).eps * largest
+    assert within(gap([large.log_probs()], [log_probs]), 4 * torch.finfo(torch.float32).eps * largest)
     assert all(gradient.isfinite().all() for gradient in large.gradients(weights(own)))
 
 
@@ -128,7 +129,7 @@ def test_no_gradient_outside_of_the_set_and_none_in_sum_within(softcap: float | 
     assert to_logits[torch.tensor(SIZES) > 1].abs().sum(-1).min() > 1e-3
     if softcap is not None:
         to_logits = to_logits / (1 - (((logits + own.bias) / softcap).tanh() ** 2))
-    assert to_logits.sum(-1).abs().max() < 2e-15  # 22 numbers below 3, each rounded to 4e-16 or less
+    assert within(to_logits.sum(-1).abs(), 2e-15)  # 22 numbers below 3, each rounded to 4e-16 or less
     own = case(sizes=[2, 1, 0, 5])
     _, to_weight, to_bias = own.gradients(torch.ones(4))
     with_choice = {*own.sets[0], *own.sets[3]}
@@ -142,8 +143,8 @@ def test_the_order_within_a_set_changes_roundings_at_most() -> None:
         backwards = own._replace(sets=[each[::-1] for each in own.sets])
         # not bit for bit: logsumexp adds in another order
         tolerance = 4 * torch.finfo(torch.float64).eps * expected(own, weights(own))[2]
-        assert gap([backwards.log_probs()], [own.log_probs()]) < tolerance
-        assert gap(backwards.gradients(weights(own)), own.gradients(weights(own))) < 4 * tolerance
+        assert within(gap([backwards.log_probs()], [own.log_probs()]), tolerance)
+        assert within(gap(backwards.gradients(weights(own)), own.gradients(weights(own))), 4 * tolerance)
 
 
 # Parts
@@ -163,8 +164,8 @@ def test_parts_are_no_larger_than_a_chunk_and_change_nothing(chunk: int, monkeyp
         for position, row, mask in zip(positions.tolist(), ids, is_kept, strict=True):
             assert row[mask].tolist() == own.sets[position]
     # other shapes of the products, hence other roundings of 5 summands below 10
-    assert gap([own.log_probs(softcap=2.5)], [whole]) < 1e-14
-    assert gap(own.gradients(weights(own), softcap=2.5), gradients) < 1e-14
+    assert within(gap([own.log_probs(softcap=2.5)], [whole]), 1e-14)
+    assert within(gap(own.gradients(weights(own), softcap=2.5), gradients), 1e-14)
 
 
 class Allocated(TorchDispatchMode):
@@ -264,7 +265,7 @@ def test_all_but_a_token_without_a_chance_is_trls_own_log_prob(
         trls = ChunkedLogProbFunction.apply(*own[:4], temperature, 8, softcap, 1.7, ("log_probs",))[0]
     assert got.dtype == trls.dtype == torch.float32
     largest = max(1.7 * 20, softcap or 0) / temperature  # 5 products of 2 times 2
-    assert gap([got], [trls]) <= EPS * largest
+    assert within(gap([got], [trls]), EPS * largest)
     product = torch.float32 if name == "float32" else torch.bfloat16
     of_loss = weights(own).float()
     gradients = torch.autograd.grad(got, own[: 2 + has_bias], of_loss)
@@ -274,7 +275,7 @@ def test_all_but_a_token_without_a_chance_is_trls_own_log_prob(
         # of gradients in bfloat16, the last rounding is half of its eps
         rounding = EPS * largest * 1.7 / temperature * 2 * float(of_loss.abs().max())
         last = torch.finfo(dtype).eps / 2 * exact.abs()
-        assert ((gradient.double() - exact).abs() <= rounding + last).all()
+        assert within((gradient.double() - exact).abs(), rounding + last)
 
 
 def test_autocast_rounds_what_goes_into_the_products() -> None:
@@ -283,7 +284,7 @@ def test_autocast_rounds_what_goes_into_the_products() -> None:
     with autocast():
         got = own.log_probs(softcap=2.5)
     assert torch.equal(got, narrow.log_probs(softcap=2.5))
-    assert gap([got], [own.log_probs(softcap=2.5)]) > 1e-3
+    assert not within(gap([got], [own.log_probs(softcap=2.5)]), 1e-3)
     assert [each.dtype for each in own.gradients(weights(own))] == [torch.float32] * 3
 
 
@@ -327,7 +328,7 @@ def test_a_tied_weight_gets_the_sum_of_both_gradients() -> None:
     has_set = torch.tensor(SIZES) > 0
     log_probs = oracle.log_probs(z, own.targets, own.sets).where(has_set, 0)
     (exact,) = torch.autograd.grad(log_probs, weight, weights(own))
-    assert (own.weight.grad - exact).abs().max() < 1e-14  # of numbers below 10
+    assert within((own.weight.grad - exact).abs(), 1e-14)  # of numbers below 10
 
 
 def test_backward_runs_where_the_head_is_whole() -> None:

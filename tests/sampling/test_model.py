@@ -16,6 +16,7 @@ from trl.trainer.utils import add_fused_lm_head
 import trl_steady.host.head
 import trl_steady.sampling.model
 from tests import tiny
+from tests.headroom import within
 from tests.sampling import oracle
 from trl_steady.host.head import Head, scored_by
 from trl_steady.sampling.kept import KeptTokens
@@ -199,10 +200,10 @@ def test_log_probs_are_the_oracles_on_hidden_states(family: str, kind: str, comp
     # the control: by hand the scores are those of the model's own logits
     logits = model(input_ids=own.input_ids).logits[:, :-1].detach().flatten(0, 1) / TEMPERATURE
     tolerance = rounding(model, own, **scaling)
-    assert (logits.double() - z).abs().max() <= tolerance
+    assert within((logits.double() - z).abs(), tolerance)
     trls, got, short = plain(model, own), call(model, own), call(model, own, with_entropy=False)
     for out in (got, short):
-        assert (out.log_probs.double() - expected(z, own)).abs().max() <= tolerance
+        assert within((out.log_probs.double() - expected(z, own)).abs(), tolerance)
         assert out.log_probs[~own.has_label].count_nonzero() == 0
         unset = own.has_label & ~own.has_set
         assert torch.equal(out.log_probs[unset], trls.log_probs[unset])
@@ -213,7 +214,7 @@ def test_log_probs_are_the_oracles_on_hidden_states(family: str, kind: str, comp
     assert ((got.log_probs - trls.log_probs)[own.has_set] > 1e-2).float().mean() > 0.5
     mass = oracle.kept_mass(z, own.set_of)[own.has_set.flatten()]
     assert got.kept_mass[1] == own.has_set.sum()
-    assert (got.kept_mass[0] - mass.sum()).abs() <= tolerance * len(mass)
+    assert within((got.kept_mass[0] - mass.sum()).abs(), tolerance * len(mass))
     assert short.kept_mass.tolist() == [0, 0]
     assert not got.kept_mass.requires_grad  # or it would hold on to every pass
 
@@ -241,7 +242,7 @@ def test_gradients_of_all_parameters_are_those_through_plain_logits(
     # TRL's own head rounds to float32, whatever the model
     eps = EPS if with_entropy else torch.finfo(torch.float64).eps
     for name, gradient in exact.items():
-        assert (got[name] - gradient).abs().max() <= 16 * eps * gradient.abs().max(), name
+        assert within((got[name] - gradient).abs(), 16 * eps * gradient.abs().max()), name
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -253,9 +254,9 @@ def test_a_head_in_float32_is_the_oracles_under_autocast_and_in_a_bfloat16_model
         got = call(model, own)
         rough = call(build(dtype=dtype), own)
     exact = expected(z, own)
-    assert (got.log_probs.double() - exact).abs().max() <= rounding(model, own)
+    assert within((got.log_probs.double() - exact).abs(), rounding(model, own))
     assert got.log_probs.dtype == torch.float32
-    assert (rough.log_probs.double() - exact).abs().max() > 1e-3
+    assert not within((rough.log_probs.double() - exact).abs(), 1e-3)
     gotten = gradients(model, loss_of(got))
     assert {gradient.dtype for gradient in gotten.values()} == {dtype}
     assert all(gradient.isfinite().all() and gradient.any() for gradient in gotten.values())
@@ -311,9 +312,9 @@ def test_a_part_of_the_batch_has_the_sets_of_its_places(parts: list[Tensor], com
         tokens = {"input_ids": own.input_ids.flatten()[places], "labels": own.labels.flatten()[places]}
         out = kept_model(places=places, **tokens)
         # other shapes of products below 20
-        assert (out.log_probs - log_probs[places[:, 1:]]).abs().max() <= 20 * EPS
+        assert within((out.log_probs - log_probs[places[:, 1:]]).abs(), 20 * EPS)
     assert kept_model.kept_mass[1] == whole.kept_mass[1] > 0
-    assert (kept_model.kept_mass[0] - whole.kept_mass[0]).abs() <= 20 * EPS * whole.kept_mass[1]
+    assert within((kept_model.kept_mass[0] - whole.kept_mass[0]).abs(), 20 * EPS * whole.kept_mass[1])
 
 
 @pytest.mark.parametrize("fails", [True, False])

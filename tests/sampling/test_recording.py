@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests import tiny
+from tests.headroom import within
 from tests.sampling import oracle
 from trl_steady.sampling.kept import MAX_KEPT, KeptTokens
 from trl_steady.sampling.recording import KeptMass, Recording
@@ -125,9 +126,9 @@ def test_the_oracles_rules_on_raw_logits_leave_the_same_sets_and_mass(
     assert [sorted(each) for each in recording.of(completions).lists()] == without_whole(sets)
     exact = oracle.kept_mass(z, sets)
     masses, gaps = measured(mass, completions)
-    assert (masses - exact).abs().max() <= rounding(z)
+    assert within((masses - exact).abs(), rounding(z))
     # the sampler's log-probs are above by the same for every token that is kept
-    assert (gaps + exact.log()).abs().max() <= 4 * rounding(z)  # a sum of products of two such
+    assert within((gaps + exact.log()).abs(), 4 * rounding(z))  # a sum of products of two such
     assert name == "none" or exact.min() < 0.95
 
 
@@ -140,11 +141,11 @@ def test_the_mass_is_that_of_raw_logits_whatever_else_is_done_to_them(model: Pre
     z = torch.stack(logits).double() / BESIDE[name].get("temperature", 1.0)
     exact = oracle.kept_mass(z, [finite(each) for each in scores])
     masses, gaps = measured(mass, cut(sequences))
-    assert (masses - exact).abs().max() <= rounding(z)
+    assert within((masses - exact).abs(), rounding(z))
     assert exact.min() < 0.99
     sampler, policy = (each.double().log_softmax(-1) for each in (torch.stack(scores), z))
     divergence = (sampler.exp() * (sampler - policy)).nan_to_num().sum(-1)
-    assert (gaps - divergence).abs().max() <= 4 * rounding(z)
+    assert within((gaps - divergence).abs(), 4 * rounding(z))
 
 
 def test_the_gap_is_to_the_policys_own_temperature(model: PreTrainedModel) -> None:
@@ -155,8 +156,8 @@ def test_the_gap_is_to_the_policys_own_temperature(model: PreTrainedModel) -> No
         generate(model, temperature=0.5)
     masses, gaps = measured(mass, cut(sequences))
     sampler, policy = (torch.stack(each).double().log_softmax(-1) for each in (scores, logits))
-    assert (masses - 1).abs().max() <= rounding(torch.stack(logits))
-    assert (gaps - (sampler.exp() * (sampler - policy)).sum(-1)).abs().max() <= 4 * rounding(torch.stack(logits))
+    assert within((masses - 1).abs(), rounding(torch.stack(logits)))
+    assert within((gaps - (sampler.exp() * (sampler - policy)).sum(-1)).abs(), 4 * rounding(torch.stack(logits)))
     assert gaps.min() > 0.01
 
 
