@@ -13,7 +13,7 @@ DEEPSPEED := $(abspath $(VENV)-deepspeed)
 JOBS ?= 2
 
 .PHONY: demo demo-gspo demo-process demo-v32 demo-moe demo-sampling-mask
-.PHONY: test test-slow test-deepspeed test-vllm check docs bench format clean
+.PHONY: test test-portable test-slow test-deepspeed test-vllm check docs bench format clean
 
 # deprecations that TRL owes transformers would bury the progress
 TRAIN = PYTHONWARNINGS=ignore::FutureWarning $(BIN)/python
@@ -50,6 +50,14 @@ demo-sampling-mask: $(VENV)/.recipes
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu"
+
+# other machines' kernels, as far as this one can run them: torch's own, oneDNN's, and MKL's order of summation
+OLDER = ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE
+AVX2 = ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
+
+test-portable: $(VENV)/.test
+	set -e; for kernels in "" "$(AVX2)" "$(OLDER)"; do echo "kernels: $${kernels:-this machine's own}"; \
+		env $$kernels $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu" --headroom 4; done
 
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m "slow"

@@ -183,7 +183,7 @@ def test_what_trl_would_push_under_names_that_no_engine_knows() -> None:
 def test_an_engine_with_the_pushed_weights_is_the_policy(kind: str) -> None:
     model = policy(kind, ref=True)
     expected = logits(model)
-    torch.testing.assert_close(engine_logits(model, KINDS[kind][0]), expected, rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(engine_logits(model, KINDS[kind][0]), expected, rtol=1e-4, atol=5e-4)
     with model.disable_adapter():
         assert (logits(model) - expected).abs().max() > 0.1
 
@@ -284,7 +284,9 @@ def test_on_a_quantised_base_it_is_the_dequantised_weight_and_the_delta(wide: Pa
         else:
             continue
         torch.testing.assert_close(exact[f"{name}.weight"], expected.detach(), rtol=1e-5, atol=1e-6)
-        torch.testing.assert_close(rounded[f"{name}.weight"].float(), expected.detach(), rtol=2**-8, atol=1e-6)
+        expected = expected.detach()
+        off = (rounded[f"{name}.weight"].float() - expected).abs()
+        assert within(off, 1e-6 + 1e-5 * expected.abs(), granted=2**-8 * expected.abs())  # half a bfloat16 digit
 
 
 @pytest.mark.parametrize("base", BASES)

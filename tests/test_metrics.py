@@ -10,10 +10,16 @@ from torch import Tensor
 
 from tests import correction_oracles, tiny
 from tests.batches import Evaluate, random_batch
+from tests.headroom import within
 from trl_steady.functional import pooling
 
 ENGINE = {"rollout_func": print}
 BIN = 0.024  # the histogram's relative width, half of it
+EPS = torch.finfo(torch.float32).eps
+
+
+def in_bin(found: float, expected: float) -> bool:
+    return within(abs(found - expected), 1e-6 * abs(expected) + 1e-9, granted=BIN * abs(expected))
 
 
 @pytest.mark.parametrize("loss_type", ["gspo", "gspo_token", "grpo", "dapo"])
@@ -49,7 +55,7 @@ def test_mismatch_is_measured_before_any_mask_or_clip(evaluate: Evaluate, loss_t
     for suffix, share in {"q01": 0.01, "q50": 0.5, "q90": 0.9, "q99": 0.99}.items():
         for name, values in {"mismatch/log_ratio": log_ratios, "off_policy": statistics}.items():
             quantile = correction_oracles.quantile(values, share)
-            assert outcome.metrics[f"{name}_{suffix}"] == pytest.approx(quantile, rel=BIN), (name, suffix)
+            assert in_bin(outcome.metrics[f"{name}_{suffix}"], quantile), (name, suffix)
 
 
 @pytest.mark.parametrize("corrected", [True, False])
@@ -75,7 +81,7 @@ def test_quantiles_are_those_of_sorting() -> None:
     assert isinstance(counts, Tensor)
     for share in (0.01, 0.2, 0.44, 0.5, 0.6, 0.9, 0.99, 1.0):
         expected = correction_oracles.quantile(values.double().tolist(), share)
-        assert pooling.quantile(counts, share) == pytest.approx(expected, rel=BIN), share
+        assert in_bin(pooling.quantile(counts, share), expected), share
     assert pooling.quantile(counts, 0.5) == 0
     assert math.isnan(pooling.quantile(torch.zeros_like(counts), 0.5))
 
@@ -83,11 +89,8 @@ def test_quantiles_are_those_of_sorting() -> None:
 def test_values_beyond_the_bins_are_counted_at_their_ends() -> None:
     counts = pooling.histogram(torch.tensor([-1e9, -math.inf, 1e-12, 1e9, math.nan]))
     assert counts.sum() == 4
-    assert [pooling.quantile(counts, share) for share in (0.2, 0.6, 0.9)] == [
-        pytest.approx(-1e3, rel=BIN),
-        0.0,
-        pytest.approx(1e3, rel=BIN),
-    ]
+    low, middle, high = (pooling.quantile(counts, share) for share in (0.2, 0.6, 0.9))
+    assert in_bin(low, -1e3) and middle == 0 and in_bin(high, 1e3)
 
 
 def logged(trained: Any) -> dict[str, float]:
@@ -133,10 +136,12 @@ def test_they_are_of_all_micro_batches_since_the_last_log(
     statistic = torch.cat(samples["off_policy"])
     for suffix, share in {"q50": 0.5, "q90": 0.9, "q99": 0.99}.items():
         expected = correction_oracles.quantile(statistic.tolist(), share)
-        assert metrics[f"off_policy_{suffix}"] == pytest.approx(expected, rel=BIN, abs=1e-9)
+        assert in_bin(metrics[f"off_policy_{suffix}"], expected)
     assert metrics["off_policy_q99"] > statistic.mean() + statistic.std()
     for name in ("kl/k1", "kl/k2", "kl/k3", "dropped/off_policy"):
-        assert metrics[name] == pytest.approx(torch.cat(samples[name]).double().mean().item(), rel=1e-6), name
+        values = torch.cat(samples[name]).double()
+        # a micro-batch's sum of up to 12 numbers is rounded in float32
+        assert within(abs(metrics[name] - values.mean()), 12 * EPS * values.abs().mean()), name
     assert 0 < metrics["dropped/off_policy"] < 1
 
 

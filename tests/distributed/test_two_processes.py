@@ -157,8 +157,8 @@ def test_two_processes_train_on_what_one_server_says_as_one_does(
 
 def check_close(run: str, one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
     assert one.keys() == two.keys()
-    for name, value in one.items():  # sums are taken in another order
-        assert torch.allclose(two[name], value, rtol=1e-4, atol=2e-6), (run, name)
+    for name, value in one.items():  # sums are taken in another order; a step is of the order of 1e-2
+        assert torch.allclose(two[name], value, rtol=1e-4, atol=1e-5), (run, name)
 
 
 def check_histories(one: list[dict[str, float]], two: list[dict[str, float]]) -> None:

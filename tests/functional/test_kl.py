@@ -57,17 +57,20 @@ def expectation(term: Term, theta: Tensor, old: Tensor, ref: Tensor) -> Tensor:
     return (old_logps.exp() * term(logps, ref_logps, old_logps)).sum()
 
 
+ROUNDED = 1e-14  # ten roundings of float64 in numbers below 8
+
+
 def test_by_hand() -> None:
     """π = 1/2, ref = 1/4, old = 1/8: r = 1/2, ρ = 4."""
     half, quarter, eighth = (torch.tensor(p, dtype=torch.float64).log() for p in (0.5, 0.25, 0.125))
     ln2 = math.log(2)
     for name, value in {"k1": ln2, "k2": ln2**2 / 2, "k3": ln2 - 0.5}.items():
-        assert plain[name](half, quarter, eighth).item() == pytest.approx(value, abs=1e-15)
-        assert corrected[name](half, quarter, eighth).item() == pytest.approx(4 * value, abs=1e-15)
+        assert plain[name](half, quarter, eighth).item() == pytest.approx(value, abs=ROUNDED)
+        assert corrected[name](half, quarter, eighth).item() == pytest.approx(4 * value, abs=ROUNDED)
     # and the gradients with respect to log π: 4 (k1 + 1), 4 k1, 4 k1
     for name, slope in {"k1": 4 * (ln2 + 1), "k2": 4 * ln2, "k3": 4 * ln2}.items():
         logps = half.clone().requires_grad_()
-        assert gradient(corrected[name](logps, quarter, eighth), logps).item() == pytest.approx(slope, abs=1e-14)
+        assert gradient(corrected[name](logps, quarter, eighth), logps).item() == pytest.approx(slope, abs=ROUNDED)
 
 
 def test_k3_keeps_its_digits_near_zero_in_float32() -> None:
@@ -203,4 +206,4 @@ def test_over_two_tokens_it_is_the_kl_of_each_given_its_prefix_and_a_sequence_ra
     assert not within(gap(expected, of_sequences), 1e-2)
 
     broadcast = terms(lambda logps, ref, old: (logps - old).mean().exp() * kl.k3(logps, ref))
-    assert not within(gap(broadcast, expected), 1e-2) and not within(gap(broadcast, of_sequences), 1e-2)
+    assert not within(gap(broadcast, expected), 5e-3) and not within(gap(broadcast, of_sequences), 5e-3)

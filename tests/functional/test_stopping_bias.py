@@ -110,7 +110,7 @@ def test_a_scale_of_the_own_group_biases_skewed_rewards(
     assert (-biased).min() > 4e-3
     assert biased.abs().max() < share * gradient_of(name, advantages.process, placement, theta, "group").abs().max()
     assert within(gradient_of(name, of_totals, placement, theta, "none").abs(), 1e-12)
-    assert not within(gradient_of(name, of_totals, placement, theta, "group").abs(), 1e-2)
+    assert not within(gradient_of(name, of_totals, placement, theta, "group").abs(), 4e-3)
 
 
 @pytest.mark.parametrize("formula", [advantages.process, advantages.return_to_go])
@@ -200,7 +200,7 @@ def test_a_stop_without_a_step_of_its_own_is_caught(theta: Tensor) -> None:
         ("FIRST_GOOD", "SKEWED", "process", "group", 0, -0.13, 1.01),
         ("FIRST_GOOD", "SKEWED", "process", "group", 1, -0.17, 1.00),
         ("FIRST_GOOD", "SKEWED", "return_to_go", "group", 0, -0.020, 1.07),
-        ("FIRST_GOOD", "SKEWED", "return_to_go", "group", 1, -0.034, 1.03),
+        ("FIRST_GOOD", "SKEWED", "return_to_go", "group", 1, -0.034, 1.02),
     ],
 )
 def test_the_figures_of_the_page(
@@ -209,8 +209,9 @@ def test_the_figures_of_the_page(
     toy = figure.Toy(getattr(figure, first), getattr(figure, later), 4)
     on_decisions = toy.on_decisions(getattr(advantages, formula), figure.PLACEMENTS[placement], scale)
     gradient = toy.expected_gradient(on_decisions, torch.zeros(3, dtype=torch.float64))
-    assert gradient[0].item() == pytest.approx(pushed, abs=6e-4 if abs(pushed) < 0.11 else 6e-3)
-    assert figure.train(toy, on_decisions)[-1].item() == pytest.approx(steps, abs=6e-3)
+    # the page rounds to the digits that it prints
+    assert within(abs(gradient[0] - pushed), 1e-9, granted=5e-4 if abs(pushed) < 0.11 else 5e-3)
+    assert within(abs(figure.train(toy, on_decisions)[-1] - steps), 1e-9, granted=5e-3)
 
 
 def test_the_picture_shows_lengths_that_collapse_grow_and_stay(

@@ -101,8 +101,8 @@ def test_each_token_attends_to_what_it_may_see(
     got = _attend(_layer(key_heads), packing, implementation, window, query, key, value)
     allowed = _visible(packing, batch, shared, window)
     expected = oracles.attention(query[0], key[0], value[0], allowed, scale=0.4)[None]
-    # transformers' "eager" takes its softmax in float32
-    rounding = {"rtol": 1e-10, "atol": 1e-12} if implementation == "sdpa" else {"rtol": 1e-4, "atol": 1e-6}
+    # transformers' "eager" takes its softmax in float32, in which tens of weights and numbers below 4 are rounded
+    rounding = {"rtol": 1e-10, "atol": 1e-12} if implementation == "sdpa" else {"rtol": 1e-4, "atol": 1e-5}
     torch.testing.assert_close(got, expected, **rounding)
     weights = torch.randn(got.shape, generator=torch.Generator().manual_seed(4), dtype=got.dtype)
     inputs = (query, key, value)

@@ -290,6 +290,6 @@ def test_a_picture_has_the_colours(tmp_path: Path) -> None:
     green = (pixels[..., 1] - pixels[..., 0] > 0.3).sum()
     red = (pixels[..., 0] - pixels[..., 1] > 0.3).sum()
     assert green > 400
-    assert red / green == pytest.approx(7 / 4, rel=0.25)  # seven characters, the line's end shown, beside four
+    assert red / green == pytest.approx(7 / 4, rel=0.3)  # seven characters, the line's end shown, beside four
     rewards.advantages_png([], tmp_path / "none.png")
     assert (tmp_path / "none.png").stat().st_size > 0

@@ -69,7 +69,7 @@ def test_all_three_on_the_set_the_expected_gradient_is_that_of_the_kl_on_the_set
         exact = divergence(theta, ref, kept)
         got, expected = gradient(value, theta), gradient(exact, theta)
         assert within((got - expected).abs(), EXACT)
-        assert len(kept) == 1 or not within(expected.abs(), 1e-2)
+        assert len(kept) == 1 or not within(expected.abs(), 2e-3)
         assert name == "k2" or within(abs(value - exact), EXACT)
 
 

@@ -77,8 +77,8 @@ def finite(scores: Tensor) -> list[int]:
 
 
 def rounding(z: Tensor) -> float:
-    """Of probabilities, of which those of scores in float32 are a part."""
-    return torch.finfo(torch.float32).eps * float(z.abs().max())
+    """Of probabilities: of float32 scores, their normaliser and sums of up to 64 of them, half an eps each."""
+    return 4 * torch.finfo(torch.float32).eps * float(z.abs().max())
 
 
 def measured(mass: KeptMass, completions: list[list[int]]) -> tuple[Tensor, Tensor]:
