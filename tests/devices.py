@@ -1,0 +1,161 @@
+"""A GPU that every machine has, for tests; and the memory that an object holds.
+
+Inside `pretended_gpu()`, `torch.device("cuda")` works on any machine. Tensors there say `cuda:0`, and the CPU computes
+their values. An operation that mixes them with CPU tensors raises, as it does on a GPU. `FakeTensorMode` checks
+devices too, but its tensors have no values, and `tolist` and `nonzero` need values.
+"""
+
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, cast
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import return_and_correct_aliasing
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+__all__ = ["CUDA", "PretendedGPU", "bytes_held", "pretended_gpu"]
+
+CUDA = torch.device("cuda", 0)
+_CPU = torch.device("cpu")
+_INDEXING = ("aten.index.Tensor", "aten.index_put.default", "aten.index_put_.default")
+_WAITING = (
+    "aten._local_scalar_dense",
+    "aten.nonzero",
+    "aten.masked_select",
+    "aten.repeat_interleave",
+    "aten.bincount",
+)
+
+
+class PretendedGPU(TorchFunctionMode):
+    """Carries out what Python asks of the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits: list[str] = []
+        """Operations so far for which the CPU has to wait for the device, because it needs a value or a size."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = dict(kwargs or {})
+        if func is Tensor.tolist and isinstance(args[0], _OnGPU):
+            self.waits.append("tolist")
+            return args[0].on_host.tolist()
+        if func in (Tensor.cpu, Tensor.cuda):
+            return self._moved(args[0], _CPU if func is Tensor.cpu else CUDA)
+        if func is Tensor.to:
+            return self._to(kwargs.pop("device", None), *args, **kwargs)
+        if torch.device(kwargs.get("device") or "meta").type == "meta":
+            return func(*args, **kwargs)
+        device = torch.device(kwargs.pop("device"))
+        return tree_map_only(Tensor, lambda each: self._moved(each, device), func(*args, **kwargs))
+
+    def _to(self, device: Any, own: Tensor, *others: Any, **keywords: Any) -> Tensor:
+        for each in others:  # a device, a dtype, a tensor that has both, or a flag
+            if isinstance(each, Tensor):
+                device, keywords["dtype"] = each.device, each.dtype
+            elif isinstance(each, torch.dtype):
+                keywords["dtype"] = each
+            elif isinstance(each, str | torch.device):
+                device = each
+        own = own if device is None else self._moved(own, torch.device(device))
+        return Tensor.to(own, **keywords) if keywords else own
+
+    def _moved(self, tensor: Tensor, device: torch.device) -> Tensor:
+        if isinstance(tensor, _OnGPU) == (device.type == "cuda"):
+            return tensor
+        if isinstance(tensor, _OnGPU):
+            self.waits.append("to CPU")
+            return tensor.on_host.clone()
+        return _OnGPU(tensor.detach().clone())
+
+
+class _OnGPU(Tensor):
+    """A tensor of the pretended device."""
+
+    on_host: Tensor
+    device = property(lambda self: CUDA)  # pyright: ignore[reportAssignmentType]
+    is_cuda = property(lambda self: True)  # pyright: ignore[reportAssignmentType]
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, on_host: Tensor) -> "_OnGPU":
+        layout: Any = {"strides": on_host.stride(), "storage_offset": on_host.storage_offset(), "dtype": on_host.dtype}
+        made = Tensor._make_wrapper_subclass(cls, on_host.shape, **layout)  # the device of C++ stays the CPU
+        made.on_host = on_host
+        return made
+
+    def __repr__(self, **_: Any) -> str:
+        return f"{self.on_host!r} on {CUDA}"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        _refuse_mixed(func, args, kwargs)
+        if _current is not None and (str(func).startswith(_WAITING) or _by_mask(func, args)):
+            _current.waits.append(str(func))
+        plain_args, plain_kwargs = tree_map_only(_OnGPU, lambda each: each.on_host, (args, kwargs))
+        result = tree_map_only(Tensor, _OnGPU, func(*plain_args, **plain_kwargs))
+        return return_and_correct_aliasing(func, args, kwargs, result)
+
+
+_current: PretendedGPU | None = None
+
+
+@contextmanager
+def pretended_gpu() -> Iterator[PretendedGPU]:
+    """Have a GPU for a while."""
+    global _current
+    before, _current = _current, PretendedGPU()
+    run = torch.autograd._engine_run_backward
+
+    def run_backward(*arguments: Any, **keywords: Any) -> Any:
+        with gpu:  # a mode is off while it handles a call, such as that of `backward`
+            return run(*arguments, **keywords)
+
+    try:
+        with _current as gpu, mock.patch.object(torch.autograd, "_engine_run_backward", run_backward):
+            yield gpu
+    finally:
+        _current = before
+
+
+def _by_mask(func: Any, args: Any) -> bool:
+    return str(func) in _INDEXING and any(each is not None and each.dtype == torch.bool for each in args[1])
+
+
+def _refuse_mixed(func: Any, args: Any, kwargs: Any) -> None:
+    """Raise as CUDA does: beside its tensors it takes numbers, copies from the CPU, and indices on the CPU."""
+    name, tensors = str(func), [each for each in tree_leaves((args, kwargs)) if isinstance(each, Tensor)]
+    if name in _INDEXING and isinstance(args[0], _OnGPU):
+        tensors = [args[0], *args[2:3]]
+    on_cpu = [each for each in tensors if not isinstance(each, _OnGPU) and each.dim()]
+    if on_cpu and name not in ("aten.copy_.default", "aten._to_copy.default"):
+        shapes = [tuple(each.shape) for each in on_cpu]
+        raise RuntimeError(
+            f"{name}: expected all tensors to be on the same device, found {shapes} on cpu beside cuda."
+        )
+
+
+def bytes_held(*roots: object) -> int:
+    """Bytes of the storages that objects keep alive, each one once, however little of it their tensors show."""
+    storages: dict[int, int] = {}
+    seen: set[int] = set()
+
+    def visit(each: Any) -> None:
+        if id(each) in seen:
+            return
+        seen.add(id(each))
+        if isinstance(each, Tensor):
+            storage = cast(Tensor, getattr(each, "on_host", each)).untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
+        elif isinstance(each, Iterable) and not isinstance(each, str | bytes):
+            for item in each.values() if isinstance(each, Mapping) else each:
+                visit(item)
+        elif hasattr(each, "__dict__"):
+            visit(vars(each))
+
+    visit(roots)
+    return sum(storages.values())
