@@ -27,7 +27,7 @@ class _Steps:
     def step(self, input_ids: Tensor) -> None:
         """Take in what is there, (B, n), when the next token of each sequence is drawn."""
         self._lengths.append(input_ids.size(1))
-        self._last.append(input_ids[:, -1])
+        self._last.append(input_ids[:, -1].clone())  # a view would keep the tokens of every step
 
     def places(self, completions: Sequence[Sequence[int]]) -> Tensor | None:
         """Where the tokens of all completions are among those of all sequences, token after token.
@@ -53,12 +53,13 @@ class Recording:
     """The tokens that one call of `generate` has kept, of all its sequences, token after token."""
 
     def __init__(self) -> None:
-        self._steps, self._sets = _Steps(), list[KeptTokens]()
+        self._steps, self._sets = _Steps(), [KeptTokens.of([])]
 
     def add(self, input_ids: Tensor, scores: Tensor) -> None:
         """Add the next token of each sequence (B, n), from (B, V) scores with -inf for what was not kept."""
         self._steps.step(input_ids)
-        self._sets.append(KeptTokens.of_mask(scores > -torch.inf))
+        # Keep sets on the CPU, like vLLM's. `of_mask` syncs with the GPU anyway, and the KV cache needs the memory.
+        self._sets.append(KeptTokens.of_mask(scores > -torch.inf).to(torch.device("cpu")))
 
     def of(self, completions: Sequence[Sequence[int]]) -> KeptTokens:
         """The sets of all tokens of each completion, one completion after the other.
@@ -69,7 +70,7 @@ class Recording:
         places = self._steps.places(completions)
         if places is None:
             raise ValueError("transformers has not drawn one token after the other for each sequence.")
-        return KeptTokens.joined([KeptTokens.of([]), *self._sets]).take(places)
+        return KeptTokens.joined(self._sets).take(places)
 
     @contextmanager
     def listening(self, model: PreTrainedModel) -> Generator[None]:
@@ -87,7 +88,7 @@ class KeptMass:
 
     def __init__(self, temperature: float) -> None:
         self._temperature, self._steps = temperature, _Steps()
-        self._policy = torch.empty(0)  # (B, V) log-probs
+        self._policy: Tensor | None = None  # (B, V) log-probs, while the scores of a step are processed
         self._masses: list[Tensor] = []
         self._gaps: list[Tensor] = []
 
@@ -98,9 +99,11 @@ class KeptMass:
     def after(self, input_ids: Tensor, scores: Tensor) -> None:
         """Take in the (B, V) scores that are sampled from, -inf for what was not kept."""
         self._steps.step(input_ids)
+        policy, self._policy = self._policy, None
+        assert policy is not None
         sampler, is_kept = scores.log_softmax(-1), scores > -torch.inf
-        self._masses.append(self._policy.exp().where(is_kept, 0).sum(-1))
-        self._gaps.append((sampler.exp() * (sampler - self._policy)).where(is_kept, 0).sum(-1))
+        self._masses.append(policy.exp().where(is_kept, 0).sum(-1))
+        self._gaps.append((sampler.exp() * (sampler - policy)).where(is_kept, 0).sum(-1))
 
     def of(self, completions: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor] | None:
         """Of all tokens of each completion: the policy's probability of what was kept, and how many nats the sampler's
@@ -111,7 +114,7 @@ class KeptMass:
         places = self._steps.places(completions)
         if places is None:
             return None
-        masses, gaps = (torch.cat([torch.empty(0), *(each.cpu() for each in of)]) for of in (self._masses, self._gaps))
+        masses, gaps = (torch.cat(of).cpu() if of else torch.empty(0) for of in (self._masses, self._gaps))
         return masses[places], gaps[places]
 
     @contextmanager

@@ -1,0 +1,74 @@
+"""Kept tokens on a pretended GPU: no operation mixes devices, results are the CPU's, and little memory is kept."""
+
+import itertools
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.devices import CUDA, bytes_held, pretended_gpu
+from trl_steady.sampling.kept import KeptTokens
+from trl_steady.sampling.recording import KeptMass, Recording
+
+SEQUENCES, PROMPT, STEPS, VOCABULARY = 3, 5, 40, 60
+COMPLETIONS = [[7] * STEPS, [7] * 3, [7] * 11]
+
+
+def is_kept() -> Tensor:
+    """(steps, B, V), with token 7 and 0 to 9 more in each set."""
+    draws = torch.rand(STEPS, SEQUENCES, VOCABULARY, generator=torch.Generator().manual_seed(0))
+    kept = draws < torch.linspace(0, 0.15, STEPS)[:, None, None]
+    kept[:, :, 7] = True
+    return kept
+
+
+def generated(device: torch.device | str) -> tuple[Recording, KeptMass]:
+    """What has been taken in when transformers has drawn token 7 everywhere, each step with tensors of its own."""
+    recording, mass = Recording(), KeptMass(0.7)
+    raw = torch.randn(STEPS, SEQUENCES, VOCABULARY, generator=torch.Generator().manual_seed(1))
+    for step, (logits, own) in enumerate(zip(raw, is_kept(), strict=True)):
+        input_ids = torch.full((SEQUENCES, PROMPT + step), 7).to(device)
+        scores = logits.clone().to(device)
+        mass.before(input_ids, scores)
+        scores = scores.where(own.to(device), -torch.inf)
+        recording.add(input_ids, scores)
+        mass.after(input_ids, scores)
+    return recording, mass
+
+
+def test_sets_of_a_gpu_are_those_of_the_cpu() -> None:
+    recording, _ = generated("cpu")
+    expected = recording.of(COMPLETIONS).lists()
+    with pretended_gpu():
+        on_gpu, _ = generated(CUDA)
+        kept = on_gpu.of(COMPLETIONS)
+        drawn = torch.tensor(list(itertools.chain(*COMPLETIONS)))
+        assert kept.has(drawn).all()
+        assert kept.lists() == expected
+        assert on_gpu.of([[], [], []]).lists() == []
+        trained = KeptTokens.joined([kept]).to(CUDA).take(torch.tensor([0, -1, 2], device=CUDA))
+        assert trained.lists() == [expected[0], [], expected[2]]
+    own = is_kept()
+    places = [(step, row) for row, each in enumerate(COMPLETIONS) for step in range(len(each))]
+    assert expected == [own[place].nonzero().flatten().tolist() for place in places]
+
+
+def test_the_mass_of_a_gpu_is_that_of_the_cpu_in_a_few_transfers() -> None:
+    expected: Any = generated("cpu")[1].of(COMPLETIONS)
+    with pretended_gpu() as gpu:
+        mass = generated(CUDA)[1]
+        before = len(gpu.waits)
+        result: Any = mass.of(COMPLETIONS)
+        assert len(gpu.waits) - before == 3  # what was drawn, masses, gaps
+    assert all(torch.equal(own, other) for own, other in zip(result, expected, strict=True))
+
+
+@pytest.mark.parametrize("device", ["cpu", CUDA], ids=str)
+def test_a_recording_holds_its_sets_and_the_last_tokens_only(device: Any) -> None:
+    with pretended_gpu():
+        recording, mass = generated(device)
+        drawn = 8 * SEQUENCES * STEPS
+        offsets = 8 * (SEQUENCES + 1) * STEPS + 8  # one more is of no sets, to which the others are joined
+        assert bytes_held(recording) == drawn + offsets + 4 * int(is_kept().sum())
+        assert bytes_held(mass) == drawn + 2 * 4 * SEQUENCES * STEPS
