@@ -138,11 +138,15 @@ class UnpaddedTrainer(HostTrainer):
         )
         places = torch.arange(input_ids.numel(), device=input_ids.device).view_as(input_ids)
 
-        def placed(called: Callable[..., Any], rows: Any = slice(None)) -> Any:
-            return called if stand_in is None else PlacedModel(called, places[rows])
+        def scored(called: Any, rows: Any = slice(None), **size: Any) -> tuple[Tensor, Tensor | None, Tensor | None]:
+            placed = None if stand_in is None else PlacedModel(called, places[rows])
+            scores = whole(placed or called, input_ids[rows], attention_mask[rows], **size)
+            if placed is not None:
+                placed.check()
+            return scores
 
         if not self.args.trim_padding or self.why_padded:
-            return whole(placed(stand_in or model), input_ids, attention_mask, batch_size=batch_size)
+            return scored(stand_in or model, batch_size=batch_size)
         prompt_width = input_ids.size(1) - logits_to_keep
         unpadded = UnpaddedModel(
             stand_in or model,
@@ -155,12 +159,9 @@ class UnpaddedTrainer(HostTrainer):
         has_padding_left = self.traits_of(model).why_not_packed is not None
         regroups = is_text and (self.args.token_budget is not None or has_padding_left)
         if torch.is_grad_enabled() or compute_aux_loss or not regroups:
-            return whole(placed(unpadded), input_ids, attention_mask, batch_size=batch_size)
+            return scored(unpadded, batch_size=batch_size)
         order, counts = self.batches(model, input_ids, attention_mask, prompt_width, batch_size)
-        scored = [
-            whole(placed(unpadded, rows), input_ids[rows], attention_mask[rows])[:2] for rows in order.split(counts)
-        ]
-        logps, entropies = zip(*scored, strict=True)
+        logps, entropies, _ = zip(*(scored(unpadded, rows) for rows in order.split(counts)), strict=True)
         back = order.argsort()
         return torch.cat(logps)[back], torch.cat(entropies)[back] if compute_entropy else None, None
 

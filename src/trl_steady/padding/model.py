@@ -18,23 +18,48 @@ _OF_TOKENS = ("token_type_ids", "mm_token_type_ids", "places")  # (B, L) too
 _LAID = {"input_ids", "attention_mask", "labels", "places"}  # end to end
 # arguments of TRL's beside the tokens with which a batch is still nothing but text
 _WITH_TEXT = {"fused_lm_head", "output_router_logits"}
+_ORDER = (
+    "keep_sampling_mask and router_replay need each row once and in order. Score whole batches by TRL's own method, "
+    "or switch both options off."
+)
 
 
 class PlacedModel:
-    """Stands in for a model that is told where its tokens are in a batch which it gets in parts, rows in order.
+    """Proxy of a model that also needs the token indices of a batch.
+
+    TRL passes the batch in parts, row after row.
 
     Args:
-        model: What is called, with `places` (b, L) beside `input_ids` (b, L): indices in the flattened batch.
+        model: The model to call, with `places` (b, L) beside `input_ids` (b, L): indices in the flattened batch.
         places: (B, L) of the whole batch.
     """
 
     def __init__(self, model: Callable[..., Any], places: Tensor) -> None:
-        self._model, self._places = model, places
+        self._model, self._places, self._passed = model, places, 0
 
     def __call__(self, *, input_ids: Tensor, **others: Any) -> Any:
-        """What the model answers."""
-        own, self._places = self._places[: len(input_ids)], self._places[len(input_ids) :]
+        """Return the model's outputs for the next rows.
+
+        Raises:
+            RuntimeError: more rows than the batch has, or rows of another width.
+        """
+        own = self._places[self._passed : self._passed + len(input_ids)]
+        if own.shape != input_ids.shape:
+            raise RuntimeError(
+                f"the model got input_ids of shape {tuple(input_ids.shape)} after {self._passed} of the "
+                f"{len(self._places)} rows of a batch of width {self._places.size(1)}. {_ORDER}"
+            )
+        self._passed += len(input_ids)
         return self._model(input_ids=input_ids, places=own, **others)
+
+    def check(self) -> None:
+        """Check that the model has got every row. Call this after the last part.
+
+        Raises:
+            RuntimeError: rows are left over.
+        """
+        if self._passed != len(self._places):
+            raise RuntimeError(f"the model got {self._passed} of the {len(self._places)} rows of a batch. {_ORDER}")
 
 
 class UnpaddedModel:
