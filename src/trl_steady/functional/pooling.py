@@ -65,7 +65,7 @@ def effective_sample_size(totals: Tensor) -> float:
 def histogram(values: Tensor) -> Tensor:
     """Counts for `quantile` of (n,) values but NaN, in bins 4.7 % wide on both sides of zero, 1e-9 to 1e3."""
     values = values[~values.isnan()].double()
-    bins = torch.bucketize(values.abs(), _EDGES) * values.sign().long()
+    bins = torch.bucketize(values.abs(), _EDGES.to(values.device)) * values.sign().long()
     return torch.bincount(bins + len(_EDGES), minlength=2 * len(_EDGES) + 1).double()
 
 
@@ -82,7 +82,8 @@ def count_mean(totals: Tensor) -> float:
     (3.0, 1, 3)
     """
     number = float(totals.sum())
-    return float(totals @ torch.arange(len(totals), dtype=totals.dtype)) / number if number else math.nan
+    counts = torch.arange(len(totals), dtype=totals.dtype, device=totals.device)
+    return float(totals @ counts) / number if number else math.nan
 
 
 def count_quantile(totals: Tensor, share: float) -> float:
