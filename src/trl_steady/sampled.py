@@ -235,7 +235,8 @@ class SampledTrainer(UnpaddedTrainer):
         kept_model = None
         if kept is not None:
             index = torch.full_like(input_ids, -1)
-            index[:, -logits_to_keep:] = torch.arange(len(input_ids) * logits_to_keep).view(-1, logits_to_keep)
+            numbers = torch.arange(len(input_ids) * logits_to_keep, device=index.device)
+            index[:, -logits_to_keep:] = numbers.view(-1, logits_to_keep)
             stand_in = kept_model = KeptModel(
                 stand_in or (lambda *, places, **batch: model(**batch)),
                 kept,

@@ -69,10 +69,11 @@ def pack(attention_mask: Tensor, *, prompt_width: int, input_ids: Tensor | None 
         ends = mask.sum(-1).cumsum(0).tolist()
         starts = [0, *ends[:-1]]
         return Packing(rows, columns, [Segment(a, b) for a, b in zip(starts, ends, strict=True) if b > a])
+    mask = mask.cpu()  # the loops below would sync with a GPU at every row
     # The last token of a prompt predicts another token for each completion, so that each has a copy of its own.
     prefix = mask.clone()
     prefix[:, prompt_width - 1 :] = False
-    tokens = [row[kept].tolist() for row, kept in zip(input_ids.cpu(), prefix.cpu(), strict=True)]
+    tokens = [row[kept].tolist() for row, kept in zip(input_ids.cpu(), prefix, strict=True)]
     sharing: dict[tuple[int, ...], list[int]] = {}
     for row, prompt in enumerate(tokens):
         sharing.setdefault(tuple(prompt), []).append(row)
@@ -98,5 +99,5 @@ def pack(attention_mask: Tensor, *, prompt_width: int, input_ids: Tensor | None 
         shared = lay(members[0], prefix[members[0]])
         for row in members:
             lay(row, mask[row] & ~prefix[row], shared)
-    rows, columns = torch.cat(places, dim=1)
+    rows, columns = torch.cat(places, dim=1).to(attention_mask.device)
     return Packing(rows, columns, segments)
