@@ -71,7 +71,7 @@ class BudgetedTrainer(RoutedTrainer):
         *others, last = self._regrouped(model, waiting)
         total = torch.zeros((), device=self.accelerator.device)
         for group, share in others:
-            with self._unsynchronised(model), self._divided_by(window / share):
+            with self.until_backward_ends(), self._unsynchronised(model), self._divided_by(window / share):
                 loss = super().compute_loss(model, group, *arguments, **keywords)
                 self.accelerator.backward(loss)
             total += loss.detach()

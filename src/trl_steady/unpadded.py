@@ -204,8 +204,14 @@ class UnpaddedTrainer(HostTrainer):
 
     def training_step(self, *arguments: Any, **keywords: Any) -> Tensor:
         """TRL's; until it ends, a layer that gradient checkpointing runs again does what it did at first."""
-        with contextlib.ExitStack() as stack, overridden(self, {"_until_backward": stack}):
+        with self.until_backward_ends():
             return super().training_step(*arguments, **keywords)
+
+    @contextlib.contextmanager
+    def until_backward_ends(self) -> Iterator[None]:
+        """Keep the contexts of the forwards inside active until here; a backward must have ended by then."""
+        with contextlib.ExitStack() as stack, overridden(self, {"_until_backward": stack}):
+            yield
 
     def lasting(self, context: contextlib.AbstractContextManager[_T]) -> contextlib.AbstractContextManager[_T]:
         """The same for a forward, and in training until its backward has ended."""
