@@ -6,21 +6,23 @@ devices too, but its tensors have no values, and `tolist` and `nonzero` need val
 """
 
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 from unittest import mock
 
 import torch
+from accelerate.state import AcceleratorState, PartialState
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["CUDA", "PretendedGPU", "bytes_held", "pretended_gpu"]
+__all__ = ["CUDA", "PretendedGPU", "bytes_held", "on_gpu", "pretended_gpu"]
 
 CUDA = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
 _INDEXING = ("aten.index.Tensor", "aten.index_put.default", "aten.index_put_.default")
+_MAKES_ANOTHER = (torch.nn.functional.one_hot, Tensor.new_tensor)  # inside, where no mode sees its device
 _WAITING = (
     "aten._local_scalar_dense",
     "aten.nonzero",
@@ -47,6 +49,8 @@ class PretendedGPU(TorchFunctionMode):
             return self._moved(args[0], _CPU if func is Tensor.cpu else CUDA)
         if func is Tensor.to:
             return self._to(kwargs.pop("device", None), *args, **kwargs)
+        if func in _MAKES_ANOTHER and isinstance(args[0], _OnGPU):
+            return _OnGPU(func(args[0].on_host, *args[1:], **kwargs))
         if torch.device(kwargs.get("device") or "meta").type == "meta":
             return func(*args, **kwargs)
         device = torch.device(kwargs.pop("device"))
@@ -120,6 +124,24 @@ def pretended_gpu() -> Iterator[PretendedGPU]:
             yield gpu
     finally:
         _current = before
+
+
+@contextmanager
+def on_gpu(trainer: Any) -> Iterator[PretendedGPU]:
+    """Have a trainer that was built for the CPU train on a pretended GPU."""
+    models = [model for model in (trainer.model, trainer.ref_model) if model is not None]
+    states: list[Any] = [AcceleratorState._shared_state, PartialState._shared_state]
+    with pretended_gpu() as gpu, ExitStack() as stack:
+        moved: dict[int, torch.nn.Parameter] = {}  # tied ones stay tied
+        for module in (module for model in models for module in model.modules()):
+            for name, own in [(name, own) for name, own in module._parameters.items() if own is not None]:
+                on_device = torch.nn.Parameter(own.detach().to(CUDA), requires_grad=own.requires_grad)
+                module._parameters[name] = moved.setdefault(id(own), on_device)
+            module._buffers.update({name: own.to(CUDA) for name, own in module._buffers.items() if own is not None})
+        for state in states:
+            stack.enter_context(mock.patch.dict(state, {"device": CUDA}))
+        vars(trainer.args)["_setup_devices"] = CUDA  # a cached property
+        yield gpu
 
 
 def _by_mask(func: Any, args: Any) -> bool:
