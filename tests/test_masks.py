@@ -6,8 +6,10 @@ from typing import Any
 
 import pytest
 import torch
+import trl
 from torch import Tensor
 
+import trl_steady
 from tests import correction_oracles, oracles, tiny
 from tests.batches import HIGH, LOW, Batch, Evaluate, random_batch
 from trl_steady.checks import NATIVE_LOSS_TYPES
@@ -22,6 +24,30 @@ def one(advantage: float | list[float], statistic: float) -> Batch:
     logps = old_logps - torch.tensor([[statistic + 0.25, statistic - 0.25], [0.0, 0.0]], dtype=torch.float64)
     advantages = torch.tensor([[*advantage], [1.0, 1.0]] if isinstance(advantage, list) else [advantage, 1.0])
     return Batch(logps, old_logps, torch.ones(2, 2, dtype=torch.bool), advantages.double())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.bool])
+def test_the_public_method_returns_ones_and_zeros_of_the_masks_dtype_as_trls(dtype: torch.dtype) -> None:
+    """Whoever multiplies by it, subtracts it from 1 or takes its mean, as with TRL's."""
+    batch = random_batch(64, 6)  # with an empty completion
+    sampler_logps = batch.old_logps.clone()
+    sampler_logps[::5, 1] = torch.nan  # which the engine could not score
+    arguments = (batch.advantages.unsqueeze(1), batch.logps, sampler_logps, batch.mask.to(dtype), 0.1)
+    keep = trl_steady.GRPOTrainer.get_off_policy_mask(*arguments)
+    expected = trl.GRPOTrainer.get_off_policy_mask(*arguments)
+    assert keep.dtype == expected.dtype == dtype and torch.equal(keep, expected)
+    assert 0 < keep.double().mean() < 1
+    assert dtype == torch.bool or set((1 - keep).flatten().tolist()) == {0, 1}
+
+
+def test_the_public_method_reads_nothing_under_the_mask() -> None:
+    """1.0 for a sequence that is not far off, 0.0 for one that is, whatever the padding holds."""
+    mask = torch.tensor([[1.0, 1.0, 0.0]]).expand(3, 3)
+    logps = torch.tensor([[-0.5, -0.5, 1e4], [-2.0, -2.0, torch.nan], [-2.0, -2.0, -torch.inf]])
+    advantages = torch.tensor([[-1.0], [-1.0], [1.0]])
+    keep = trl_steady.GRPOTrainer.get_off_policy_mask(advantages, logps, torch.zeros(3, 3), mask, 1.0)
+    assert torch.equal(keep, torch.tensor([[1.0], [0.0], [1.0]]))
+    assert keep.mean() == pytest.approx(2 / 3)
 
 
 @pytest.mark.parametrize("loss_type", ["grpo", "gspo", "gspo_token"])
@@ -223,8 +249,6 @@ def test_an_engine_is_what_the_statistic_reads(evaluate: Evaluate) -> None:
 def test_a_subclass_that_masks_in_its_own_way_is_asked(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str
 ) -> None:
-    import trl_steady
-
     asked: list[float] = []
 
     def own(advantages: Tensor, off_policy_threshold: float, **_: Any) -> Tensor:

@@ -259,13 +259,14 @@ class GRPOTrainer(StepwiseTrainer):
         mask: Tensor,
         off_policy_threshold: float,
     ) -> Tensor:
-        """TRL's off-policy mask, with one decision a sequence: the sign is that of its mean advantage.
+        """Return TRL's off-policy mask, with one decision a sequence: the sign is that of its mean advantage.
 
         DeepSeek-V3.2 (arXiv 2512.02556, section 3.1) masks sequences. Given (B, T) advantages, TRL's own decides token
         by token.
 
         Returns:
-            (B, 1) bool, True = keep.
+            (B, 1) in the mask's dtype, as TRL's: 1 = keep, 0 = drop.
         """
         statistic = masks.off_policy_statistic(per_token_logps, sampling_per_token_logps, mask.bool())
-        return masks.off_policy_mask(advantages, statistic, mask.bool(), threshold=off_policy_threshold)
+        keep = masks.off_policy_mask(advantages, statistic, mask.bool(), threshold=off_policy_threshold)
+        return keep.to(mask.dtype)
