@@ -287,18 +287,55 @@ def test_the_table_of_completions_is_kept(models: dict[str, Path], tmp_path: Pat
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == expected
 
 
-def test_a_stream_that_has_begun_again_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
-    def build() -> Any:
-        stream = tiny.dataset(6).to_iterable_dataset()
-        return resumable.build("lora", models["dense"], tmp_path, build={"train_dataset": stream})
+def streamed(model: Path, output: Path, **options: Any) -> Any:
+    """A run over a stream that begins again after 12 steps."""
+    stream = tiny.dataset(6).to_iterable_dataset()
+    return resumable.build("lora", model, output, build={"train_dataset": stream}, **options)
 
-    whole = build()
-    whole.train()
-    first = build()
-    first.train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
-    assert resumable.differences(tiny.parameters(whole), tiny.parameters(first)) == []
+
+@pytest.fixture(scope="module")
+def of_stream(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A finished run of 18 steps over such a stream."""
+    return tiny.train(streamed(models["dense"], tmp_path_factory.mktemp("stream")))
+
+
+@pytest.mark.parametrize("step", [9, 12])
+def test_a_stream_goes_on_in_its_first_pass_and_at_its_end(
+    models: dict[str, Path], tmp_path: Path, of_stream: Any, step: int
+) -> None:
+    resumed = streamed(models["dense"], tmp_path)
+    resumed.train(resume_from_checkpoint=f"{of_stream.args.output_dir}/checkpoint-{step}")
+    assert resumable.differences(tiny.parameters(of_stream), tiny.parameters(resumed)) == []
+
+
+def test_a_stream_that_has_begun_again_is_refused(models: dict[str, Path], tmp_path: Path, of_stream: Any) -> None:
     with pytest.raises(ValueError, match=r"checkpoint-15 was taken after the stream .* begun again.*has a length"):
-        build().train(resume_from_checkpoint=str(tmp_path / "checkpoint-15"))
+        streamed(models["dense"], tmp_path).train(resume_from_checkpoint=f"{of_stream.args.output_dir}/checkpoint-15")
+
+
+def test_a_finished_run_over_a_stream_takes_no_step_more(
+    models: dict[str, Path], tmp_path: Path, of_stream: Any
+) -> None:
+    """In the second pass; there is no place to be found."""
+    resumed = streamed(models["dense"], tmp_path)
+    resumed.train(resume_from_checkpoint=f"{of_stream.args.output_dir}/checkpoint-18")
+    assert resumed.state.global_step == 18
+    assert resumable.differences(tiny.parameters(of_stream), tiny.parameters(resumed)) == []
+
+
+@pytest.mark.parametrize("steps", [9, 12])
+def test_a_run_over_a_stream_that_ended_in_its_first_pass_can_be_made_longer(
+    models: dict[str, Path], tmp_path: Path, of_stream: Any, steps: int
+) -> None:
+    """transformers writes epoch 1.0 into the last checkpoint, which is no second pass."""
+    short = tiny.train(streamed(models["dense"], tmp_path, max_steps=steps))
+    assert short.state.epoch == 1.0
+    again = streamed(models["dense"], tmp_path, max_steps=steps)
+    again.train(resume_from_checkpoint=True)
+    assert resumable.differences(tiny.parameters(short), tiny.parameters(again)) == []
+    longer = streamed(models["dense"], tmp_path)
+    longer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{steps}"))
+    assert resumable.differences(tiny.parameters(of_stream), tiny.parameters(longer)) == []
 
 
 def test_no_public_method_of_trls_has_another_signature_here() -> None:

@@ -100,9 +100,11 @@ class CheckpointingTrainer(MeasuringTrainer):
 
         Raises:
             ValueError: the checkpoint lies inside a generation window, and its rollouts are missing or of other
-                settings; or in the second pass over a stream of data.
+                settings; or in the second pass over a stream of data, with steps left to take.
         """
-        if self._train_sampler is None and (self.state.epoch or 0) >= 1:
+        # transformers counts max_steps as the epoch of a stream: the end of the first pass is 1.0 or below
+        is_in_later_pass = self._train_sampler is None and (self.state.epoch or 0) > 1
+        if is_in_later_pass and self.state.global_step < self.state.max_steps:
             raise ValueError(
                 f"{checkpoint} was taken after the stream of training data had begun again, where transformers cannot "
                 "find the place. Resume from a checkpoint in the first pass, or use a dataset that has a length."
