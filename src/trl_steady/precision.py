@@ -1,14 +1,15 @@
 """A quantised policy keeps its gradients, and its adapters the precision that small learning rates need."""
 
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from peft import PeftModel
 from torch import Tensor
 
-__all__ = ["keep_gradients_on_cpu", "keep_in_float32", "warn_if_steps_round_away"]
+__all__ = ["cast_undone", "keep_gradients_on_cpu", "keep_in_float32", "warn_if_steps_round_away"]
 
 
 def keep_in_float32(model: torch.nn.Module, before: Mapping[str, Tensor], deepspeed_plugin: Any = None) -> None:
@@ -33,6 +34,29 @@ def keep_in_float32(model: torch.nn.Module, before: Mapping[str, Tensor], deepsp
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.data = before.get(name, parameter.data).to(parameter.device, torch.float32)
+
+
+@contextmanager
+def cast_undone(model: torch.nn.Module) -> Iterator[None]:
+    """Give parameters, gradients and buffers their data back if the code inside casts the model.
+
+    TRL casts the whole model for continuous batching, and does not cast it back. The parameters stay the same objects,
+    so the optimizer's references hold.
+    """
+    before = {name: tensor.detach() for name, tensor in _tensors(model)}
+    try:
+        yield
+    finally:
+        own = {id(tensor): before[name] for name, tensor in _tensors(model) if name in before}
+        model._apply(lambda tensor: own.get(id(tensor), tensor))  # by torch's own way, which FSDP2 follows
+
+
+def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    for name, parameter in model.named_parameters():
+        yield name, parameter
+        if parameter.grad is not None:
+            yield f"{name}.grad", parameter.grad
+    yield from model.named_buffers()
 
 
 def warn_if_steps_round_away(model: torch.nn.Module, learning_rate: float) -> None:

@@ -16,7 +16,7 @@ from trl_steady.callbacks import REFERENCE_FILE, ReferenceRefreshCallback, Refre
 from trl_steady.config import GRPOConfig
 from trl_steady.functional import importance, masks
 from trl_steady.host import MicroBatch, default_output_dir, overridden
-from trl_steady.precision import keep_gradients_on_cpu, keep_in_float32, warn_if_steps_round_away
+from trl_steady.precision import cast_undone, keep_gradients_on_cpu, keep_in_float32, warn_if_steps_round_away
 from trl_steady.reference.adapter import base_kept, parameters_kept, refuse_unmovable
 from trl_steady.reference.tensors import POLICY, REFERENCE
 from trl_steady.stepwise import StepwiseTrainer
@@ -148,6 +148,14 @@ class GRPOTrainer(StepwiseTrainer):
             return super().rollout(inputs)
         with parameters_kept(self.model):
             return super().rollout(inputs)
+
+    def generate(self, prompt_ids: list[list[int]], *arguments: Any, **keywords: Any) -> tuple[list[list[int]], Any]:
+        """Generate as TRL does. With `adapter_dtype` or a moving reference, TRL's cast of the model is undone."""
+        is_ours = self.args.adapter_dtype is not None or self._reference is not None
+        if not (is_ours and self.args.use_transformers_continuous_batching):
+            return super().generate(prompt_ids, *arguments, **keywords)
+        with cast_undone(self.model):  # so that old log-probs are those of the policy that is trained
+            return super().generate(prompt_ids, *arguments, **keywords)
 
     def save_policy(self, folder: str | None, state_dict: Any) -> None:
         """A plain PEFT or transformers model: the reference is no part of it."""
