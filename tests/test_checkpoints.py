@@ -122,7 +122,7 @@ REFUSED: list[tuple[str, int, Callable[[Path], None] | None, dict[str, Any], str
         9,
         None,
         {**MOVING, "num_iterations": 4},
-        r"checkpoint-9 lies inside a generation window that began with other settings: .*'num_iterations': 2.* there",
+        r"checkpoint-9 lies inside a generation window that began with num_iterations=2; this run .*_iterations=4\. ",
     ),
 ]
 

@@ -4,6 +4,7 @@ import copy
 import functools
 import itertools
 import math
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -59,14 +60,9 @@ def test_a_run_is_not_resumed_inside_a_window_with_another_replay(models: dict[s
     for there, here in (("R2", "R3"), ("R3", "R2"), ("R2", None), (None, "R3")):
         checkpoint = tmp_path / str(there) / "checkpoint-2"
         other = build(models["moe"], tmp_path, router_replay=here, lora="attention")
-        with pytest.raises(ValueError, match="lies inside a generation window that began with other") as refused:
+        differ = f"began with router_replay={there!r}; this run has router_replay={here!r}. Resume"
+        with pytest.raises(ValueError, match=re.escape(differ)):
             other.train(resume_from_checkpoint=str(checkpoint))
-        settings_there, settings_here = str(refused.value).split(" there, ")
-        for settings, replay in ((settings_there, there), (settings_here, here)):
-            if replay is None:
-                assert "router_replay" not in settings
-            else:
-                assert f"'router_replay': {replay!r}" in settings
 
 
 @pytest.mark.parametrize("replay", ["R2", "R3"])
@@ -312,7 +308,7 @@ def test_a_run_is_not_resumed_inside_a_window_with_prompts_shared_otherwise(
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
     tiny.train(build(models["moe"], tmp_path, **options, **saving))
     other = build(models["moe"], tmp_path, share_prompts=True, **options)
-    with pytest.raises(ValueError, match=r"'share_prompts': False.*there,.*'share_prompts': True"):
+    with pytest.raises(ValueError, match=r"began with share_prompts=False; this run has share_prompts=True\. "):
         other.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 

@@ -36,11 +36,9 @@ def test_a_run_is_not_resumed_inside_a_window_with_the_option_switched(
     for there in (True, False):
         tiny.train(build(models["dense"], tmp_path / str(there), keep_sampling_mask=there, **options))
         other = build(models["dense"], tmp_path, keep_sampling_mask=not there, **{**options, "max_steps": 5})
-        with pytest.raises(ValueError, match="lies inside a generation window that began with other") as refused:
+        message = rf"began with keep_sampling_mask={there}; this run has keep_sampling_mask={not there}\. Resume"
+        with pytest.raises(ValueError, match=message):
             other.train(resume_from_checkpoint=str(tmp_path / str(there) / "checkpoint-2"))
-        settings_there, settings_here = str(refused.value).split(" there, ")
-        assert ("'keep_sampling_mask': True" in settings_there) == there
-        assert ("'keep_sampling_mask': True" in settings_here) != there
         other.train(resume_from_checkpoint=str(tmp_path / str(there) / "checkpoint-4"))  # between two windows
         assert len(other.updates) == 1 and ("kept_tokens" in other.updates[0].inputs) != there
 

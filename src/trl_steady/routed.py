@@ -92,11 +92,6 @@ class RoutedTrainer(SampledTrainer):
             self._routers[bare] = Routers(bare)
         return self._routers[bare]
 
-    def window_settings(self) -> dict[str, Any]:
-        """TRL's, and `router_replay`: a rollout made without routes cannot go on with them, nor the reverse."""
-        options = {"router_replay": self.args.router_replay, "share_prompts": self.args.share_prompts}
-        return super().window_settings() | (options if self.args.router_replay else {})
-
     def rollout(self, inputs: Any) -> dict[str, Any]:
         """TRL's, with `routes` (B, T, L, K) of prompts and completions, T their columns together, as one more."""
         if self.args.router_replay is None:

@@ -73,10 +73,6 @@ class SampledTrainer(UnpaddedTrainer):
         """What vLLM is to return beside tokens."""
         return [KEPT_TOKENS] if args.use_vllm and args.keep_sampling_mask else []
 
-    def window_settings(self) -> dict[str, Any]:
-        """TRL's, and `keep_sampling_mask`: old log-probs of a rollout are with or without."""
-        return super().window_settings() | ({"keep_sampling_mask": True} if self.args.keep_sampling_mask else {})
-
     def rollout(self, inputs: Any) -> dict[str, Any]:
         """TRL's, with `kept_tokens`, a pair of ids and offsets for each completion, as one more."""
         if not self.args.keep_sampling_mask:

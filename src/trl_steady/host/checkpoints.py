@@ -13,6 +13,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from trl_steady.host.metrics import MeasuringTrainer
 from trl_steady.host.names import generation_interval
+from trl_steady.host.window import different, refuse_other_settings, window_settings
 
 __all__ = ["CheckpointingTrainer"]
 
@@ -85,7 +86,7 @@ class CheckpointingTrainer(MeasuringTrainer):
         """
         checkpoint.mkdir(parents=True, exist_ok=True)
         window = {
-            "settings": self.window_settings(),
+            "settings": window_settings(self),
             "position": self._step,
             "rollouts": self._buffered_inputs if self._step % generation_interval(self) else None,
             "metrics": dict(self._metrics["train"]),
@@ -121,13 +122,10 @@ class CheckpointingTrainer(MeasuringTrainer):
                 )
             return
         window = torch.load(file, map_location=self.accelerator.device.type, weights_only=True)
-        same = window["settings"] == self.window_settings()
-        if window["rollouts"] is not None and not same:
-            raise ValueError(
-                f"{checkpoint} lies inside a generation window that began with other settings: {window['settings']} "
-                f"there, {self.window_settings()} here. Resume with the same ones, or from a checkpoint at the end "
-                "of a window."
-            )
+        settings = window_settings(self)
+        if window["rollouts"] is not None:
+            refuse_other_settings(checkpoint, window["settings"], settings)
+        same = not different(window["settings"], settings)
         self._step = window["position"] if same else 0
         self._buffered_inputs = window["rollouts"]
         self._metrics["train"].update(window["metrics"])
@@ -151,17 +149,6 @@ class CheckpointingTrainer(MeasuringTrainer):
 
     def _window_file(self) -> str:
         return f"rollouts_{self.accelerator.process_index}.pt"
-
-    def window_settings(self) -> dict[str, Any]:
-        """What must be the same for a rollout to go on in another run."""
-        args: Any = self.args
-        return {
-            "per_device_train_batch_size": args.per_device_train_batch_size,
-            "gradient_accumulation_steps": args.gradient_accumulation_steps,
-            "steps_per_generation": args.steps_per_generation,
-            "num_iterations": self.num_iterations,
-            "processes": self.accelerator.num_processes,
-        }
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)
