@@ -7,12 +7,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from peft import PeftModel
+from torch import Tensor
 from torch.utils.data import Sampler
 from transformers import trainer_utils
 from transformers.trainer import TRAINER_STATE_NAME
 
 from trl_steady.host.metrics import MeasuringTrainer
 from trl_steady.host.names import generation_interval
+from trl_steady.host.weights import not_loaded, refuse_another_model, saved_otherwise
 from trl_steady.host.window import different, refuse_other_settings, window_settings
 
 __all__ = ["CheckpointingTrainer"]
@@ -23,6 +26,20 @@ class CheckpointingTrainer(MeasuringTrainer):
 
     _writes_checkpoint = False
     _train_sampler: Sampler[Any] | None = None
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        loads_names = not (isinstance(self.model, PeftModel) or self.is_deepspeed_enabled or self.is_fsdp_enabled)
+        if self.args.load_best_model_at_end and loads_names:
+            lost = saved_otherwise(self.model)
+            if lost:
+                raise ValueError(
+                    f"load_best_model_at_end=True cannot load a fully trained {type(self.model).__name__}: "
+                    f"transformers saves {len(lost)} of its tensors under other names than it loads them, {min(lost)} "
+                    "among them. Set load_best_model_at_end=False, keep "
+                    f"metric_for_best_model={self.args.metric_for_best_model!r}, and after training load "
+                    "trainer.state.best_model_checkpoint with from_pretrained; or train an adapter."
+                )
 
     def get_batch_samples(self, *arguments: Any, **keywords: Any) -> Any:
         """The micro-batches of an optimizer step; none for a run that was resumed after its last one.
@@ -100,9 +117,10 @@ class CheckpointingTrainer(MeasuringTrainer):
         """Restore what `add_to_checkpoint` added.
 
         Raises:
-            ValueError: the checkpoint lies inside a generation window, and its rollouts are missing or of other
-                settings; or in the second pass over a stream of data, with steps left to take.
+            ValueError: the checkpoint is of another model; lies inside a generation window, and its rollouts are
+                missing or of other settings; or in the second pass over a stream of data, with steps left to take.
         """
+        self._refuse_another_model(checkpoint)  # once more for DeepSpeed, which loads in a way of its own
         # transformers counts max_steps as the epoch of a stream: the end of the first pass is 1.0 or below
         is_in_later_pass = self._train_sampler is None and (self.state.epoch or 0) > 1
         if is_in_later_pass and self.state.global_step < self.state.max_steps:
@@ -156,7 +174,11 @@ class CheckpointingTrainer(MeasuringTrainer):
             self.take_from_checkpoint(Path(checkpoint))
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        self._refuse_another_model(Path(resume_from_checkpoint))
         self.load_model_from(Path(resume_from_checkpoint), model)
+
+    def _refuse_another_model(self, checkpoint: Path) -> None:
+        refuse_another_model(checkpoint, self.accelerator.unwrap_model(self.model, keep_torch_compile=False))
 
     def load_model_from(self, checkpoint: Path, model: torch.nn.Module | None) -> None:
         """Load the policy from a checkpoint: here as transformers does."""
@@ -164,15 +186,20 @@ class CheckpointingTrainer(MeasuringTrainer):
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         super()._issue_warnings_after_load(load_result)
-        tensors, missing = self.model.state_dict(), set(load_result.missing_keys)
-        loaded = {tensor.data_ptr() for name, tensor in tensors.items() if name not in missing}
-        lost = [name for name in missing & tensors.keys() if tensors[name].data_ptr() not in loaded]  # not a tie
-        if lost:
+        tensors = {name: tensor for name, tensor in self.model.state_dict().items() if isinstance(tensor, Tensor)}
+        lost = not_loaded(tensors, tensors.keys() - set(load_result.missing_keys))
+        if not lost:
+            return
+        lacks = f"the checkpoint lacks {len(lost)} of the model's {len(tensors)} tensors, {min(lost)} among them: "
+        if set(lost) <= set(saved_otherwise(self.model)):
             raise ValueError(
-                f"the checkpoint lacks {len(lost)} of the model's {len(tensors)} tensors, {min(lost)} among them: "
-                "transformers saves models of this kind under other names than it loads them, and goes on with the "
-                "initial ones. Train an adapter, or begin a new run with the checkpoint as its model."
+                f"{lacks}transformers saves models of this kind under other names than it loads them, and goes on "
+                "with the initial ones. Train an adapter, or begin a new run with the checkpoint as its model."
             )
+        raise ValueError(
+            f"{lacks}it is of a {type(self.model).__name__} with other tensors. Give the trainer the model that the "
+            "run began with."
+        )
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         self.save_policy(output_dir, state_dict)

@@ -1,0 +1,73 @@
+"""What a checkpoint's weights are of, and whether transformers loads what it saves of a model."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import PeftModel
+from torch import Tensor
+
+__all__ = ["not_loaded", "refuse_another_model", "saved_otherwise"]
+
+
+def saved_otherwise(model: torch.nn.Module) -> list[str]:
+    """Return the tensors of a transformers model that a checkpoint has under other names or in other shapes.
+
+    transformers 5 fuses experts when it loads a model, and takes them apart when it saves it; a checkpoint that the
+    Trainer loads goes by the names in memory. Only names and shapes are converted here, no tensor is copied.
+    """
+    try:
+        from transformers.core_model_loading import revert_weight_conversion
+    except ImportError:  # before transformers 5
+        return []
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    plain: Any = model
+    saved = revert_weight_conversion(plain, {name: tensor.to("meta") for name, tensor in tensors.items()})
+    same = {name for name in tensors.keys() & saved.keys() if tensors[name].shape == saved[name].shape}
+    return not_loaded(tensors, same)
+
+
+def not_loaded(tensors: dict[str, Tensor], loaded: set[str]) -> list[str]:
+    """Return the names that are neither loaded nor tied to one that is."""
+    pointers = {tensors[name].data_ptr() for name in loaded}
+    return [name for name, tensor in tensors.items() if name not in loaded and tensor.data_ptr() not in pointers]
+
+
+def refuse_another_model(checkpoint: Path, model: torch.nn.Module) -> None:
+    """Refuse to resume from an adapter with a whole model, the reverse, and from another architecture.
+
+    Raises:
+        ValueError: naming what the checkpoint holds and what this run trains.
+    """
+    adapter = next((file for pattern in ("", "*/") for file in checkpoint.glob(f"{pattern}adapter_config.json")), None)
+    file = adapter or checkpoint / "config.json"
+    if not file.is_file():  # the shards of FSDP, which torch holds against the model
+        return
+    config = json.loads(file.read_text())
+    is_adapted = isinstance(model, PeftModel)
+    bare = model.get_base_model() if is_adapted else model
+    here = type(bare).__name__.removeprefix("FSDP")  # which FSDP2 puts before the name of a class
+    if adapter:
+        base = (config.get("auto_mapping") or {}).get("base_model_class", "").removeprefix("FSDP")
+        there = base or here  # an adapter with a task_type does not say what it is on
+        if not is_adapted:
+            raise ValueError(
+                f"{checkpoint} holds an adapter ({config.get('peft_type')} on {base or 'a base'}), and this run "
+                f"trains the whole {here}. Give the trainer the peft_config that the run began with, or begin a new "
+                "run whose model is the base with the adapter merged into it."
+            )
+    else:
+        there = ", ".join(config.get("architectures") or [here])
+        if is_adapted:
+            raise ValueError(
+                f"{checkpoint} holds a whole model ({there}), and this run trains an adapter on {here}, whose base "
+                "would keep its initial weights. Leave peft_config unset as in the run that wrote it, or begin a new "
+                "run with the checkpoint as its model and this peft_config."
+            )
+    if there != here:
+        kind = "an adapter on" if adapter else "a whole"
+        raise ValueError(
+            f"{checkpoint} holds {kind} {there}, and the model of this run is a {here}. Give the trainer the model "
+            "that the run began with, or begin a new run."
+        )
