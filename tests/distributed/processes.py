@@ -2,8 +2,10 @@
 
 import datetime
 import os
+import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.multiprocessing
@@ -11,9 +13,21 @@ import torch.multiprocessing
 WORLD = 2
 
 
-def run(check: Callable[[int], None], folder: Path) -> None:
-    """Call `check(rank)` on each of two processes; what one raises is raised here."""
-    torch.multiprocessing.start_processes(_enter, (check, str(folder / "store")), nprocs=WORLD, start_method="spawn")
+def run(check: Callable[[int], None], folder: Path, seconds: float = 300) -> None:
+    """Call `check(rank)` on each of two processes, and raise what one raises.
+
+    Raises:
+        TimeoutError: They have not ended in time. Processes that wait in different collectives never do.
+    """
+    arguments, end = (check, str(folder / "store")), time.monotonic() + seconds
+    context: Any = torch.multiprocessing.start_processes(
+        _enter, arguments, nprocs=WORLD, start_method="spawn", join=False
+    )
+    while not context.join(timeout=max(0, end - time.monotonic())):
+        if time.monotonic() > end:
+            for process in context.processes:
+                process.kill()
+            raise TimeoutError(f"{check.__name__} has not ended after {seconds} seconds.")
 
 
 def _enter(rank: int, check: Callable[[int], None], store: str) -> None:

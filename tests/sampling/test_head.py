@@ -334,28 +334,6 @@ def test_a_tied_weight_gets_the_sum_of_both_gradients() -> None:
     assert within((own.weight.grad - exact).abs(), 1e-14)  # of numbers below 10
 
 
-def test_backward_runs_where_the_head_is_whole() -> None:
-    """As under ZeRO-3, where outside of forward and of the context the head is empty."""
-    own = case()
-    exact = own.gradients(weights(own))
-    whole, entered = own.weight.detach().clone(), []
-
-    @contextmanager
-    def gathered(weight: Tensor, bias: Tensor | None) -> Iterator[None]:
-        entered.append((weight is own.weight, bias is own.bias))
-        own.weight.data = whole
-        yield
-        own.weight.data = torch.empty(0, dtype=whole.dtype)
-
-    log_probs = own.log_probs(gathered=gathered)
-    assert entered == []
-    own.weight.data = torch.empty(0, dtype=whole.dtype)
-    got = torch.autograd.grad(log_probs, own[:3], weights(own))
-    assert entered == [(True, True)]
-    assert len(own.weight) == 0
-    assert gap(list(got), exact) == 0
-
-
 def test_used_twice_gradients_add_up() -> None:
     own = case()
     once = own.gradients(weights(own))

@@ -1,11 +1,15 @@
 """What TRL's fused LM head is asked for, answered by somebody else."""
 
+# pyright: reportUnknownMemberType=false, reportIncompatibleMethodOverride=false
+# torch's annotations are partial; a function's own arguments take the place of torch's
+
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 import trl.trainer.utils
 from torch import Tensor
 
@@ -42,19 +46,63 @@ class Head:
         """TRL's answer."""
         return _OWN.apply(*vars(self).values())
 
-    @staticmethod
-    def gathered(weight: Tensor, bias: Tensor | None) -> AbstractContextManager[Any]:
-        """Context in which parameters are whole that DeepSpeed's ZeRO-3 has sharded."""
-        parameters: Any = (weight, bias)
-        return trl.trainer.utils.maybe_gather_lm_head_ctx(*parameters)
+    @property
+    def is_partitioned(self) -> bool:
+        """Whether ZeRO-3 partitions the head, which is then whole in forward only."""
+        return hasattr(self.weight, "ds_id")
 
 
 _OWN: Any = trl.trainer.utils._ChunkedLogProbFunction
 
 
+class _GatheredOnce(torch.autograd.Function):
+    """Run an answer, and the whole of its backward inside one gather of the head.
+
+    Each function of an answer that reads the head gathers it in backward. Which functions there are may depend on this
+    rank's tokens, and then the ranks would wait for one another in different collectives.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        answer: Callable[[Tensor], Scores],
+    ) -> Scores:
+        ctx.set_materialize_grads(False)
+        ctx.hidden = hidden.detach().requires_grad_(ctx.needs_input_grad[0])
+        with torch.enable_grad():
+            ctx.scores = answer(ctx.hidden)
+        ctx.save_for_backward(weight, bias)
+        scores = tuple(None if own is None else own.detach() for own in ctx.scores)
+        pairs = zip(scores, ctx.scores, strict=True)
+        ctx.mark_non_differentiable(*(own for own, inner in pairs if own is not None and not inner.requires_grad))
+        return scores  # pyright: ignore[reportReturnType]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        weight, bias = ctx.saved_tensors
+        needed = ctx.needs_input_grad[:3]
+        inputs = [own for own, is_needed in zip((ctx.hidden, weight, bias), needed, strict=True) if is_needed]
+        scores, of_scores = zip(
+            *((own, grad) for own, grad in zip(ctx.scores, grads, strict=True) if grad is not None)
+        )
+        with trl.trainer.utils.maybe_gather_lm_head_ctx(weight, bias):
+            # the graph of the answer lasts as long as the one around it
+            found = iter(torch.autograd.grad(scores, inputs, of_scores, retain_graph=True))
+        return *(next(found) if is_needed else None for is_needed in needed), None
+
+
 @contextmanager
 def scored_by(answer: Callable[[Head], Scores]) -> Iterator[None]:
     """Have the fused heads of all models answer so meanwhile."""
-    head = SimpleNamespace(apply=lambda *arguments: answer(Head(*arguments)))
-    with overridden(trl.trainer.utils, {"_ChunkedLogProbFunction": head}):
+
+    def apply(*arguments: Any) -> Scores:
+        head = Head(*arguments)
+        if not (head.is_partitioned and torch.is_grad_enabled()):
+            return answer(head)
+        return _GatheredOnce.apply(head.hidden, head.weight, head.bias, lambda own: answer(replace(head, hidden=own)))
+
+    with overridden(trl.trainer.utils, {"_ChunkedLogProbFunction": SimpleNamespace(apply=apply)}):
         yield

@@ -7,8 +7,7 @@ a time, and again in backward.
 # pyright: reportUnknownMemberType=false, reportIncompatibleMethodOverride=false
 # torch's annotations are partial; a function's own arguments take the place of torch's
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -79,11 +78,10 @@ class _KeptLogProbs(torch.autograd.Function):
         ids: Tensor,
         offsets: Tensor,
         scaling: _Scaling,
-        gathered: Callable[..., AbstractContextManager[Any]],
     ) -> Tensor:
         device = hidden.device.type
         ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        ctx.kept, ctx.scaling, ctx.gathered = KeptTokens(ids, offsets), scaling, gathered
+        ctx.kept, ctx.scaling = KeptTokens(ids, offsets), scaling
         log_probs = hidden.new_zeros(len(hidden), dtype=torch.promote_types(ctx.dtype, torch.float32))
         normalisers = torch.zeros_like(log_probs)
         for part in _parts(ctx.kept, hidden.size(-1)):
@@ -99,7 +97,7 @@ class _KeptLogProbs(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normalisers = ctx.saved_tensors
         # a backward inside autocast would round what is summed up
-        with ctx.gathered(weight, bias), torch.autocast(hidden.device.type, enabled=False):
+        with torch.autocast(hidden.device.type, enabled=False):
             to_hidden, to_weight, to_bias = (
                 torch.zeros(source.shape, dtype=grad.dtype, device=grad.device) if is_needed else None
                 for source, is_needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
@@ -117,7 +115,7 @@ class _KeptLogProbs(torch.autograd.Function):
                 if to_bias is not None:
                     to_bias.index_add_(0, ids[is_kept], of_products[is_kept])
         gradients = zip((to_hidden, to_weight, to_bias), (hidden, weight, bias), strict=True)
-        return *(None if own is None else own.to(source.dtype) for own, source in gradients), *[None] * 5
+        return *(None if own is None else own.to(source.dtype) for own, source in gradients), *[None] * 4
 
 
 def _scores(
@@ -142,7 +140,6 @@ def kept_log_probs(
     temperature: float = 1.0,
     logit_scale: float = 1.0,
     softcap: float | None = None,
-    gathered: Callable[[Tensor, Tensor | None], AbstractContextManager[Any]] = lambda _weight, _bias: nullcontext(),
 ) -> Tensor:
     """Log-probs of tokens under a policy that is renormalised on their kept sets, z_a - logsumexp of z_j over the set.
 
@@ -159,7 +156,6 @@ def kept_log_probs(
         temperature: that of sampling.
         logit_scale: by which the model multiplies its logits.
         softcap: the bound to which it bends them, softcap * tanh(. / softcap); None for none.
-        gathered: context of the backward in which weight and bias are whole, for those that are sharded.
 
     Returns:
         (N,), exactly 0 where a set has one token; 0 too, for somebody else to fill, where it is empty. The gradient
@@ -167,4 +163,4 @@ def kept_log_probs(
     """
     scaling = _Scaling(temperature, logit_scale, softcap)
     kept = kept.to(hidden.device)
-    return cast(Tensor, _KeptLogProbs.apply(hidden, weight, bias, targets, kept.ids, kept.offsets, scaling, gathered))
+    return cast(Tensor, _KeptLogProbs.apply(hidden, weight, bias, targets, kept.ids, kept.offsets, scaling))

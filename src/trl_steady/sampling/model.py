@@ -70,7 +70,6 @@ class KeptModel:
             temperature=head.temperature,
             logit_scale=head.logit_scale,
             softcap=head.softcap,
-            gathered=head.gathered,
         )
         is_left = is_asked & ~has_set
         if not self._with_entropy and not is_left.any():
