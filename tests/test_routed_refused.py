@@ -151,3 +151,19 @@ def test_trl_has_no_cache_compile_generation(models: dict[str, Path], tmp_path: 
     """Which would trace away the calls that are watched."""
     trainer: Any = tiny.trainer(models["moe"], tmp_path, router_replay="R3", cache_implementation="static")
     assert trainer.generation_config.disable_compile is True
+
+
+@pytest.mark.parametrize("tokens", ["none", "some"])
+@pytest.mark.parametrize("value", ["R2", "R3"])
+def test_a_router_that_leaves_tokens_out_is_refused_in_the_first_rollout(
+    models: dict[str, Path], tmp_path: Path, value: str, tokens: str
+) -> None:
+    """Which the construction cannot tell."""
+    trainer: Any = tiny.trainer(models["moe"], tmp_path, router_replay=value)
+    layer = trainer.model.model.layers[1].mlp
+    forward = layer.forward
+    partly = lambda states: torch.cat([forward(states[:, :1]), states[:, 1:]], dim=1)
+    layer.forward = partly if tokens == "some" else lambda states: states
+    with pytest.raises(ValueError, match=rf"router_replay='{value}': the router.*layers\.1\.mlp\.gate.*Leave router"):
+        tiny.train(trainer)
+    assert trainer.state.global_step == 0

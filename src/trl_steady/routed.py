@@ -17,7 +17,7 @@ from trl_steady.host import overridden
 from trl_steady.host.engine import ROUTES, Capture
 from trl_steady.reference.tensors import REFERENCE
 from trl_steady.routing.model import RecordedModel, ReplayedModel
-from trl_steady.routing.replay import Recording, Replay, Routers, continued
+from trl_steady.routing.replay import Recording, Replay, Routers, RoutingError, continued
 from trl_steady.routing.routes import is_route, no_route, shared
 from trl_steady.sampled import SampledTrainer
 from trl_steady.turns import Traced, aligned, stitched
@@ -127,9 +127,10 @@ class RoutedTrainer(SampledTrainer):
             engine: Any = self.vllm_generation
             routes = engine.take_routes(self.routers_of(self.model).decoder_layers)
         else:
-            with self.routers_of(self.model).recording() as recording, _fed(self.bare(self.model)) as passes:
-                completion_ids, logprobs = super().generate(prompt_ids, *arguments, **keywords)
-            routes = self._of_generation(recording, passes, prompt_ids, completion_ids)
+            with self._naming_option():
+                with self.routers_of(self.model).recording() as recording, _fed(self.bare(self.model)) as passes:
+                    completion_ids, logprobs = super().generate(prompt_ids, *arguments, **keywords)
+                routes = self._of_generation(recording, passes, prompt_ids, completion_ids)
         sequences = zip(prompt_ids, completion_ids, routes, strict=True)
         self._rollout.turns.append([Traced([*prompt, *completion], own) for prompt, completion, own in sequences])
         return completion_ids, logprobs
@@ -184,8 +185,10 @@ class RoutedTrainer(SampledTrainer):
         **keywords: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """TRL's, on the routes of the rollout or of the micro-batch; under R2 the old policy's are kept."""
-        score = functools.partial(
-            super().log_probs, model, input_ids, attention_mask, logits_to_keep, *arguments, **keywords
+        score = self._naming_option()(
+            functools.partial(
+                super().log_probs, model, input_ids, attention_mask, logits_to_keep, *arguments, **keywords
+            )
         )
         if self.args.router_replay is None:
             return score()
@@ -214,6 +217,16 @@ class RoutedTrainer(SampledTrainer):
         of_tokens = recorded.routes.where(attention_mask.bool()[..., None, None], no_route(recorded.routes.dtype))
         rollout.routes = self._of_one_prompt(of_tokens, input_ids, attention_mask, prompt_width)
         return scores
+
+    @contextlib.contextmanager
+    def _naming_option(self) -> Iterator[None]:
+        """Raise an error of the routers as a ValueError that names the option."""
+        try:
+            yield
+        except RoutingError as error:
+            raise ValueError(
+                f"router_replay={self.args.router_replay!r}: {error} Leave router_replay unset."
+            ) from error
 
     def _replayed(self, model: torch.nn.Module, routes: Tensor) -> ReplayedModel:
         return ReplayedModel(model, self.routers_of(model), routes, self.lasting)

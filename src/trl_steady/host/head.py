@@ -3,6 +3,7 @@
 # pyright: reportUnknownMemberType=false, reportIncompatibleMethodOverride=false
 # torch's annotations are partial; a function's own arguments take the place of torch's
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -76,8 +77,9 @@ class _GatheredOnce(torch.autograd.Function):
             ctx.scores = answer(ctx.hidden)
         ctx.save_for_backward(weight, bias)
         scores = tuple(None if own is None else own.detach() for own in ctx.scores)
-        pairs = zip(scores, ctx.scores, strict=True)
-        ctx.mark_non_differentiable(*(own for own, inner in pairs if own is not None and not inner.requires_grad))
+        # those that are no function of the head's inputs, or no floating point
+        without = [bool(own is not None and not own.requires_grad) for own in ctx.scores]
+        ctx.mark_non_differentiable(*itertools.compress(scores, without))
         return scores  # pyright: ignore[reportReturnType]
 
     @staticmethod
@@ -85,12 +87,11 @@ class _GatheredOnce(torch.autograd.Function):
         weight, bias = ctx.saved_tensors
         needed = ctx.needs_input_grad[:3]
         inputs = [own for own, is_needed in zip((ctx.hidden, weight, bias), needed, strict=True) if is_needed]
-        scores, of_scores = zip(
-            *((own, grad) for own, grad in zip(ctx.scores, grads, strict=True) if grad is not None)
-        )
+        used = [(own, grad) for own, grad in zip(ctx.scores, grads, strict=True) if grad is not None]
         with trl.trainer.utils.maybe_gather_lm_head_ctx(weight, bias):
             # the graph of the answer lasts as long as the one around it
-            found = iter(torch.autograd.grad(scores, inputs, of_scores, retain_graph=True))
+            outputs, of_outputs = zip(*used, strict=True)
+            found = iter(torch.autograd.grad(outputs, inputs, of_outputs, retain_graph=True))
         return *(next(found) if is_needed else None for is_needed in needed), None
 
 

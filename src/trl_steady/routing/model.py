@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from trl_steady.routing.replay import Replay, Routers
+from trl_steady.routing.replay import Replay, Routers, RoutingError
 from trl_steady.routing.routes import no_routes
 
 __all__ = ["RecordedModel", "ReplayedModel"]
@@ -31,6 +31,11 @@ class RecordedModel:
         with self._routers.recording() as recording:
             outputs = self._model(**batch)
         own = recording.routes()
+        if len(own) != places.numel():
+            raise RoutingError(
+                f"the routers {self._routers.names[0]} and so on chose experts for {len(own)} of the {places.numel()} "
+                "tokens of a pass."
+            )
         if self.routes is None:
             self.routes = no_routes((*self._shape, *own.shape[1:]), own.dtype, own.device)
         self.routes.flatten(0, 1)[places.flatten()] = own

@@ -24,10 +24,14 @@ from torch.utils._pytree import tree_map_only
 from trl_steady.routing.finding import find_routers, topk_sites
 from trl_steady.routing.routes import dtype_of, is_route
 
-__all__ = ["Recording", "Replay", "Routers", "continued"]
+__all__ = ["Recording", "Replay", "Routers", "RoutingError", "continued"]
 
 _TOPK = (torch.topk, torch.Tensor.topk)
 _MASKED_FILL = (torch.masked_fill, torch.Tensor.masked_fill)
+
+
+class RoutingError(RuntimeError):
+    """Routers ran in a way that leaves no route, or more than one, for a token."""
 
 
 class _Use:
@@ -45,11 +49,11 @@ class _Use:
         """Hold that in one pass of the model, which ends here, each router has run once.
 
         Raises:
-            RuntimeError: naming the first that has not.
+            RoutingError: naming the first that has not.
         """
         for name, times in zip(self.names, self._fired, strict=True):
             if times != 1:
-                raise RuntimeError(
+                raise RoutingError(
                     f"the router {name} ran {times} times in one pass of the model, where routes are of one. Another "
                     "implementation may stand in for its layer, or the layer is used more than once."
                 )
@@ -57,7 +61,7 @@ class _Use:
 
     def _decided(self, layer: int, watch: "_Watch") -> Tensor:
         if watch.indices is None:
-            raise RuntimeError(f"the router {self.names[layer]} chose experts without calling topk.")
+            raise RoutingError(f"the router {self.names[layer]} chose experts without calling topk.")
         self._calls[layer] = watch.calls
         return watch.indices
 
@@ -73,7 +77,7 @@ class Recording(_Use):
         """Run the router of a layer, and keep what it chooses.
 
         Raises:
-            RuntimeError: it has called no topk.
+            RoutingError: it has called no topk.
         """
         self._fired[layer] += 1
         with _Watch() as watch:
@@ -86,7 +90,7 @@ class Recording(_Use):
         """(N, L, K) of the N tokens of a single pass.
 
         Raises:
-            RuntimeError: a router that has not run exactly once; layers that choose different numbers of experts.
+            RoutingError: a router that has not run exactly once; layers that choose different numbers of experts.
         """
         self.check()
         return self._stacked([chosen for (chosen,) in self._chosen])
@@ -95,14 +99,20 @@ class Recording(_Use):
         """(B, T, L, K) of a prefill and the steps of decoding that followed, T tokens for each of B sequences.
 
         Raises:
-            RuntimeError: routers that have not run equally often; layers that choose different numbers of experts.
+            RoutingError: a router that has not run for every token; layers that choose different numbers of experts.
         """
+        for name, chosen in zip(self.names, self._chosen, strict=True):
+            if not chosen or any(len(own) % sequences for own in chosen):
+                raise RoutingError(
+                    f"the router {name} has not run for every token of a generation of {sequences} sequences. The "
+                    "model may send text and images through different routers, or replace the layer by a kernel."
+                )
         return self._stacked([continued(chosen, sequences) for chosen in self._chosen])
 
     def _stacked(self, layers: Sequence[Tensor]) -> Tensor:
         shapes = {name: tuple(chosen.shape) for name, chosen in zip(self.names, layers, strict=True)}
         if len(set(shapes.values())) > 1:
-            raise RuntimeError(f"the routers of different layers have chosen different numbers of experts: {shapes}.")
+            raise RoutingError(f"the routers of different layers have chosen different numbers of experts: {shapes}.")
         return torch.stack([chosen.to(layers[0].device) for chosen in layers], dim=-2)
 
 
@@ -137,7 +147,7 @@ class Replay(_Use):
         """Run the router of a layer, with its choice replaced.
 
         Raises:
-            RuntimeError: it chooses for other tokens, or in another way than before.
+            RoutingError: it chooses for other tokens, or in another way than before.
             ValueError: a route leads to an expert that there is not.
         """
         self._fired[layer] += 1
@@ -150,7 +160,7 @@ class Replay(_Use):
         with _Replace(call, functools.partial(self._choose, layer), self._has_route[:, layer]) as mode:
             result = forward(*arguments, **keywords)
         if mode.calls != call:
-            raise RuntimeError(
+            raise RoutingError(
                 f"the router {self.names[layer]} called topk {mode.calls} times in place of {call}, so that its "
                 "choice cannot be told: it chooses otherwise in training, or for other inputs."
             )
@@ -160,7 +170,7 @@ class Replay(_Use):
         routes, has_route = self._routes[:, layer].to(live.device), self._has_route[:, layer].to(live.device)
         of_live = live.flatten(0, -2)
         if of_live.shape != routes.shape:
-            raise RuntimeError(
+            raise RoutingError(
                 f"the router {self.names[layer]} chooses experts for (tokens, experts per token) = "
                 f"{tuple(of_live.shape)}, and the routes are for {tuple(routes.shape)}."
             )
@@ -182,7 +192,8 @@ class Routers:
     Not for several threads at a time; gradient checkpointing, which runs routers again in autograd's threads, is fine.
 
     Raises:
-        ValueError: no routers, routers in several stacks of layers, or experts that are not chosen by `topk`.
+        ValueError: no routers, routers in several stacks of layers, two in one block (as for text and for images), or
+            experts that are not chosen by `topk`.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -198,6 +209,15 @@ class Routers:
                 f"{type(model).__name__} has routers in several stacks of layers, {' and '.join(stacks)}, which do "
                 "not see the same tokens."
             )
+        blocks: dict[str, str] = {}
+        for name in self.names:
+            block = re.sub(r"(\.\d+\.[^.]+)\..*", r"\1", name, count=1)
+            other = blocks.setdefault(block, name)
+            if other != name:
+                raise ValueError(
+                    f"{type(model).__name__} has two routers in one block, {other} and {name}, which do not see the "
+                    "same tokens."
+                )
         self.decoder_layers = [int(place[1]) if len(place) > 1 else 0 for place in places]
         """Which of the layers of their stack these are, counted from 0."""
         self._model = weakref.ref(model)

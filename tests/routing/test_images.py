@@ -1,0 +1,146 @@
+"""Mixtures of experts that read images: the routers of their text are found, or the model is refused by name."""
+
+import inspect
+import re
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as NAMES
+
+from tests import tiny
+from tests.padding import families
+from trl_steady.routing.replay import Routers
+
+IS_TOLD = transformers.__version__.startswith("5.23.")
+
+FOUND = {
+    "aria": "language_model.layers",
+    "glm4v_moe": "language_model.layers",
+    "glm5_next": "language_model.layers",
+    "inkling2": "language_model.layers",
+    "inkling_mm_model": "language_model.layers",
+    "llama4": "language_model.model.layers",
+    "minimax_m3_vl": "language_model.layers",
+    "mistral4": "layers",
+    "mistral_large4": "language_model.layers",
+    "muse_spark": "language_model.layers",
+    "qwen3_5_moe": "language_model.layers",
+    "qwen3_omni_moe_thinker": "language_model.layers",
+    "qwen3_vl_moe": "language_model.layers",
+    "qwen4_exp": "language_model.layers",
+    "step3p7": "language_model.layers",
+    "unlimited_ocr": "language_model.layers",
+}
+"""The stack of layers in which each family has all its routers, one in a layer."""
+REFUSED = {
+    "dots3_note": "routers in several stacks of layers, model.language_model.layers and model.vision_tower.blocks",
+    "ernie4_5_vl_moe": "two routers in one block, model.language_model.layers.1.mlp.text_moe.gate and model."
+    "language_model.layers.1.mlp.vision_moe.gate, which do not see the same tokens",
+    "gemma4": "has no routers: it is not a mixture of experts",  # but with an option
+    "granite_docling": "has no routers: it is not a mixture of experts",
+}
+UNBUILT = {
+    "deepseek_ocr2": "its config has no defaults",
+    "diffusion_gemma": "its config has no defaults, and it generates by diffusion",
+}
+RUN = ("minimax_m3_vl", "qwen3_5_moe", "qwen3_vl_moe")
+"""Those that are small in their text's and their tower's sizes alone."""
+
+TOWER = {
+    **dict.fromkeys(("hidden_size", "embed_dim", "out_hidden_size", "intermediate_size"), 32),
+    **dict.fromkeys(("num_heads", "num_attention_heads"), 4),
+    **dict.fromkeys(("num_hidden_layers", "num_layers", "depth"), 2),
+}
+
+
+def kind(family: str) -> Any:
+    name = NAMES[family]
+    return getattr(transformers, name if isinstance(name, str) else name[0])
+
+
+def text(family: str) -> dict[str, Any]:
+    """Tiny sizes of the text's config."""
+    own = kind(family).config_class.sub_configs["text_config"]
+    if own.model_type in families.names():
+        return families.config(own.model_type).to_dict()
+    known = own().to_dict()
+    return {field: size for field, size in families._SIZES.items() if field in known}
+
+
+def small(family: str) -> Any:
+    towers = kind(family).config_class.sub_configs["vision_config"]
+    known = towers().to_dict()
+    torch.manual_seed(0)
+    tower = {field: size for field, size in TOWER.items() if field in known}
+    config = kind(family).config_class(text_config=text(family), vision_config=tower)
+    return kind(family)._from_config(config, dtype=torch.float32).eval()
+
+
+def on_meta(family: str) -> Any:
+    """As large as its config is by default, without weights."""
+    of_text = {"text_config": text(family)} if family == "qwen4_exp" else {}  # without defaults
+    with torch.device("meta"):
+        return kind(family)(kind(family).config_class(**of_text))
+
+
+def ernie() -> Any:
+    """With experts for text and others for images in each layer but the first."""
+    own = {**tiny.SIZES, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": [16, 16]}
+    own["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
+    tower = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
+    config = transformers.Ernie4_5_VLMoeConfig(text_config=own, vision_config=tower)
+    torch.manual_seed(0)
+    return transformers.Ernie4_5_VLMoeForConditionalGeneration._from_config(config, dtype=torch.float32)
+
+
+@pytest.mark.skipif(not IS_TOLD, reason="the families are those of transformers 5.23")
+def test_the_table_is_of_all_families() -> None:
+    mixed = {
+        family
+        for family in NAMES
+        if re.search(r"class \w*(Experts|Router|MoE)\b", inspect.getsource(sys.modules[kind(family).__module__]))
+    }
+    assert mixed == FOUND.keys() | REFUSED.keys() | UNBUILT.keys()
+
+
+@pytest.mark.skipif(not IS_TOLD, reason="the families are those of transformers 5.23")
+@pytest.mark.parametrize("family", FOUND)
+def test_routers_of_the_text_are_found_one_in_a_layer(family: str) -> None:
+    routers = Routers(on_meta(family))
+    assert {re.split(r"\.\d+\.", name.removeprefix("model."))[0] for name in routers.names} == {FOUND[family]}
+    assert len(set(routers.decoder_layers)) == len(routers.names)
+
+
+@pytest.mark.skipif(not IS_TOLD, reason="the families are those of transformers 5.23")
+@pytest.mark.parametrize("family", REFUSED)
+def test_what_routes_text_and_images_apart_is_refused(family: str) -> None:
+    with pytest.raises(ValueError, match=re.escape(REFUSED[family])):
+        Routers(on_meta(family))
+
+
+@pytest.mark.parametrize("family", RUN)
+def test_each_router_runs_once_for_text(family: str) -> None:
+    model = small(family)
+    routers = Routers(model)
+    with routers.recording() as recording, torch.no_grad():
+        model(input_ids=torch.arange(2, 10).view(2, 4))
+    routes = recording.routes()
+    assert routes.shape == (8, len(routers.names), 2)
+    with routers.replaying(routes.roll(1, 0)) as replay, torch.no_grad():
+        model(input_ids=torch.arange(2, 10).view(2, 4))
+        replay.check()
+    assert replay.changed.sum() > 0
+
+
+@pytest.mark.parametrize("value", ["R2", "R3"])
+def test_a_trainer_refuses_experts_for_images_beside_those_for_text(tmp_path: Path, value: str) -> None:
+    message = (
+        rf"router_replay='{value}': Ernie4_5_VLMoeForConditionalGeneration has two routers in one block, "
+        r"\S+text_moe\.gate and \S+vision_moe\.gate, which do not see the same tokens\. Leave router_replay unset"
+    )
+    with pytest.raises(ValueError, match=message):
+        tiny.trainer(ernie(), tmp_path, router_replay=value)
