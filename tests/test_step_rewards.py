@@ -244,7 +244,7 @@ def test_normalising_each_reward_by_itself_is_refused(models: dict[str, Path], t
 @pytest.mark.parametrize(
     ("steps", "message"),
     [
-        (lambda text: StepRewards([1.0], [len(text) + 1]), r"completion 0 has 13 characters\. Ends lie within"),
+        (lambda text: StepRewards([1.0], [len(text) + 1]), r"completion 0 has 13 characters\. Give ends within"),
         (lambda text: StepRewards.at_tokens([1.0], [15]), r"completion 0 has 14 tokens\."),
         (lambda text: StepRewards([1.0], [1]), r"completion 4 is empty"),
         (lambda text: StepRewards.per_turn([1.0, 1.0]), r"has 2 values, and completion 0 has 1 assistant turns\."),

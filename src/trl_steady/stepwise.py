@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerBase, ProcessorMixin
 from trl_steady.budgeted import BudgetedTrainer
 from trl_steady.config import GRPOConfig
 from trl_steady.functional import advantages
-from trl_steady.rewards import Steps
 from trl_steady.rewards.placement import Completion, spelling, token_ends
+from trl_steady.rewards.returned import as_rewards, has_nan, refuse_infinite
 from trl_steady.rewards.steps import StepRewards
 from trl_steady.rewards.table import ScoredCompletion, StepTable, tabulate
 
@@ -45,6 +45,7 @@ class StepwiseTrainer(BudgetedTrainer):
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         self._steps: dict[tuple[int, int], StepRewards] = {}
+        self._returned_nan: set[int] = set()
         super().__init__(*arguments, **keywords)
 
     @property
@@ -72,18 +73,9 @@ class StepwiseTrainer(BudgetedTrainer):
     def read_rewards(self, function: int, returned: Sequence[Any]) -> Sequence[Any]:
         """Keeps step rewards aside; TRL gets their sums."""
         name = self.reward_func_names[function]
-        if returned is None or isinstance(returned, StepRewards):
-            raise ValueError(
-                f"reward function {name!r} returned {returned!r}. Return a list, one for each completion."
-            )
-        rewards = list(returned)
-        for completion, reward in enumerate(rewards):
-            if isinstance(reward, list | tuple | Steps):
-                raise ValueError(
-                    f"reward function {name!r} returned {reward!r} for completion {completion}. Return a float, None, "
-                    "or for steps StepRewards(values, ends), StepRewards.per_turn(values), or a splitter's Steps with "
-                    ".rewards(values)."
-                )
+        rewards = as_rewards(name, returned)
+        if has_nan(rewards):
+            self._warn_of_nan(function, "Return None if that is meant, a number if not.")
         steps = {i: reward for i, reward in enumerate(rewards) if isinstance(reward, StepRewards)}
         if steps:
             self._refuse_where_ignored(name)
@@ -91,6 +83,17 @@ class StepwiseTrainer(BudgetedTrainer):
             self._steps[completion, function] = reward
             rewards[completion] = reward.total
         return rewards
+
+    def _warn_of_nan(self, function: int, way_out: str) -> None:
+        """Warn once a run and function. A process knows its own completions only, as TRL takes None for NaN too."""
+        if function not in self._returned_nan:
+            self._returned_nan.add(function)
+            warnings.warn(
+                f"reward function {self.reward_func_names[function]!r} returned nan, which TRL takes for no reward. "
+                f"{way_out}",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def _refuse_where_ignored(self, name: str) -> None:
         returned = f"reward function {name!r} returned StepRewards, but"
@@ -110,6 +113,11 @@ class StepwiseTrainer(BudgetedTrainer):
 
     def keep_rewards(self, rewards: Tensor, completions: list[Any], completion_ids: list[list[int]]) -> None:
         """Keeps all of it for after the rollout, when it is known which tokens are the model's own."""
+        refuse_infinite(self.reward_func_names, rewards, len(completions))
+        for function, column in enumerate(rewards.isnan().any(0).tolist()):
+            is_model = isinstance(self.reward_funcs[function], torch.nn.Module)
+            if column and is_model and self.accelerator.is_main_process:
+                self._warn_of_nan(function, "Check the reward model: its weights, its dtype and its pad_token_id.")
         self._returned = _Returned(rewards, completions, completion_ids, self._steps)
         self._steps = {}
 

@@ -234,7 +234,7 @@ def test_tokens_are_taken_as_they_are(byte_level: PreTrainedTokenizerFast) -> No
 
 def test_ends_beyond_the_text_are_refused(byte_level: PreTrainedTokenizerFast) -> None:
     ids = byte_level("café")["input_ids"]
-    with pytest.raises(ValueError, match=r"ends\[0\]=5, and completion 0 has 4 characters \(cut\)\. Ends lie within"):
+    with pytest.raises(ValueError, match=r"ends\[0\]=5, and completion 0 has 4 characters \(cut\)\. Give ends within"):
         token_ends(StepRewards([1.0], [5]), completion("café", ids, limit=" (cut)"), byte_level)
     for nothing in ([], [byte_level.eos_token_id]):
         with pytest.raises(ValueError, match=r"ends\[0\]=1, and completion 0 is empty.*StepRewards\(\[\], \[\]\)"):

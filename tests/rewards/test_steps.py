@@ -25,7 +25,7 @@ from trl_steady import StepRewards, rewards
         ([1.0], [1, 2], r"has 1 values and 2 ends\. Give one end for each value: where the step ends, in characters"),
         ([1.0, math.nan], [1, 2], r"has values\[1\]=nan\. Give finite numbers"),
         ([math.inf], [1], r"has values\[0\]=inf\. .* return None"),
-        ([1.0, 1.0], [2, 2], r"has ends\[1\]=2, which is not after ends\[0\]=2\. Ends are exclusive and increase"),
+        ([1.0, 1.0], [2, 2], r"has ends\[1\]=2, which is not after ends\[0\]=2\. Give exclusive ends that increase"),
         ([1.0, 1.0, 1.0], [2, 5, 4], r"has ends\[2\]=4, which is not after ends\[1\]=5"),
         ([1.0], [0], r"has ends\[0\]=0, which is not after 0"),
         ([1.0], [-3], r"has ends\[0\]=-3, which is not after 0"),

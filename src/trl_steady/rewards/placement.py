@@ -190,6 +190,6 @@ def _refuse_beyond(steps: StepRewards, completion: Completion, length: int) -> N
         what = f"has {length} {steps.unit}{completion.limit}" if length else "is empty"
         raise ValueError(
             f"StepRewards has ends[{len(steps.ends) - 1}]={steps.ends[-1]}, and completion {completion.index} {what}. "
-            "Ends lie within what was generated; for a completion without steps return StepRewards([], []), or None "
+            "Give ends within what was generated; for a completion without steps return StepRewards([], []), or None "
             "for no verdict."
         )

@@ -97,8 +97,8 @@ class StepRewards:
             if end <= before:
                 after = f"ends[{step - 1}]={before}" if step else "0"
                 raise ValueError(
-                    f"StepRewards has ends[{step}]={end}, which is not after {after}. Ends are exclusive and "
-                    "increase: every step has a length."
+                    f"StepRewards has ends[{step}]={end}, which is not after {after}. Give exclusive ends "
+                    "that increase: every step has a length."
                 )
         if self.unit == "turns" and ends != tuple(range(1, len(ends) + 1)):
             raise ValueError(f"StepRewards has unit='turns' and ends={ends}. Use StepRewards.per_turn(values).")
