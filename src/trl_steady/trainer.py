@@ -16,6 +16,7 @@ from trl_steady.callbacks import REFERENCE_FILE, ReferenceRefreshCallback, Refre
 from trl_steady.config import GRPOConfig
 from trl_steady.functional import importance, masks
 from trl_steady.host import MicroBatch, default_output_dir, overridden
+from trl_steady.host.inputs import refuse_inputs, refuse_reward_functions
 from trl_steady.precision import cast_undone, keep_gradients_on_cpu, keep_in_float32, warn_if_steps_round_away
 from trl_steady.reference.adapter import base_kept, parameters_kept, refuse_unmovable
 from trl_steady.reference.tensors import POLICY, REFERENCE
@@ -41,7 +42,8 @@ class GRPOTrainer(StepwiseTrainer):
         ValueError: `args` is not ours, nothing is trainable, bitsandbytes has packed the weights for inference, the
             adapter cannot follow as a reference, vLLM would have to share a quantised base, an option needs the
             log-probs of an engine and there is none, the model cannot do what `token_budget` or `share_prompts`
-            ask for, or it or what generates cannot replay routes.
+            ask for, or it or what generates cannot replay routes; a dataset, the tokenizer or a reward function
+            does not fit the others.
 
     Warns:
         UserWarning: an off-policy mask cannot act, as every update is on-policy or the clip has silenced the same
@@ -68,6 +70,7 @@ class GRPOTrainer(StepwiseTrainer):
                 f"args is a {type(args).__module__}.{type(args).__qualname__}, which has none of trl_steady's "
                 "options. Import GRPOConfig from trl_steady too: from trl_steady import GRPOConfig, GRPOTrainer."
             )
+        refuse_reward_functions(reward_funcs)
         loaded: dict[str, Tensor] = {}
         if args.adapter_dtype is not None and isinstance(model, PeftModel):
             loaded = {name: p.data for name, p in model.named_parameters() if p.requires_grad}
@@ -83,12 +86,14 @@ class GRPOTrainer(StepwiseTrainer):
         # TRL's constructor refuses sync_ref_model with PEFT, and without PEFT adds a callback of its own
         with overridden(args, {"sync_ref_model": False}), base_kept(config):
             super().__init__(model, reward_funcs, args, *positional, **keywords)
+        refuse_inputs(self, self.text_tokenizer)
         if args.adapter_dtype is not None:
             keep_in_float32(self.model, loaded, args.deepspeed_plugin)
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             raise ValueError(
-                "the model has no trainable parameter, so that training would change nothing. If it is a PEFT adapter "
-                "loaded from disk, load it with PeftModel.from_pretrained(..., is_trainable=True)."
+                "the model has no trainable parameter, so that training would change nothing. Set "
+                "requires_grad=True on some, or load a PEFT adapter with PeftModel.from_pretrained(..., "
+                "is_trainable=True)."
             )
         keep_gradients_on_cpu(self.model)
         warn_if_steps_round_away(self.model, args.learning_rate)

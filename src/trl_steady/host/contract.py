@@ -157,6 +157,7 @@ CONTRACT = Contract(
         "_save_checkpoint": ("self", "model", "trial"),
         "log": ("self", "logs", "start_time"),
         "get_batch_samples": ("self", "epoch_iterator", "num_batches", "device"),
+        "get_train_dataloader": ("self",),
     },
     buffering={
         "_buffered_inputs": "saved, a file for each process",

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from trl_steady.functional import reduction
 from trl_steady.host.contract import CONTRACT, FORWARDED
+from trl_steady.host.inputs import checked_rollout, refuse_rows, refuse_small
 from trl_steady.host.names import overridden
 from trl_steady.host.rewards import RewardedTrainer
 
@@ -205,8 +206,17 @@ class HostTrainer(RewardedTrainer):
         part = window / args.steps_per_generation if self.model.training else 1.0
         return mask.to(dtype) / (tokens * part)
 
+    def get_train_dataloader(self) -> Any:
+        """TRL's, where the dataset is large enough for a rollout."""
+        refuse_small(self)
+        return super().get_train_dataloader()
+
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        return self.rollout(inputs)
+        if self.environment_factories is None:  # which bring prompts of their own
+            refuse_rows(inputs)
+        function = self.rollout_func
+        with overridden(self, {} if function is None else {"rollout_func": checked_rollout(function)}):
+            return self.rollout(inputs)
 
     def _generate_single_turn(
         self, prompt_ids: list[list[int]], *arguments: Any, **keywords: Any
