@@ -2,8 +2,9 @@
 
 import re
 import warnings
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import peft
 import pytest
@@ -13,6 +14,9 @@ from trl import TrlParser
 import trl_steady
 from tests import tiny
 from trl_steady.checks import NATIVE_LOSS_TYPES
+
+if TYPE_CHECKING:
+    from collections.abc import Hashable
 
 OFF_POLICY = {
     "per_device_train_batch_size": 4,
@@ -87,95 +91,25 @@ def test_trl_parser_reads_our_fields_from_yaml_and_command_line(tmp_path: Path) 
     assert args.importance_sampling_level == "sequence"
 
 
-REFUSED: list[tuple[dict[str, Any], str]] = [
-    ({"kl_estimator": "k4"}, r"kl_estimator='k4' cannot work. Set kl_estimator to 'k1', 'k2' or 'k3'"),
-    (
-        {"kl_estimator": "k1", "use_bias_correction_kl": False, "beta": 0.1},
-        r"kl_estimator='k1' with use_bias_correction_kl=False: .* expectation is 0.*'k2' or 'k3'",
-    ),
-    ({"kl_ratio_denominator": "mu"}, r"kl_ratio_denominator='mu' cannot work. Set .* 'old' or 'sampler'"),
-    ({"off_policy_mask_level": "group"}, r"off_policy_mask_level='group' cannot work. Set .* 'sequence' or 'token'"),
-    ({"geometric_mask_range": (0.99,)}, r"geometric_mask_range=\(0.99,\) cannot work. Set .* \(low, high\), with low"),
-    ({"geometric_mask_range": (1.01, 0.99)}, r"geometric_mask_range=\(1.01, 0.99\) cannot work"),
-    ({"geometric_mask_range": (1.01, 1.02)}, r"geometric_mask_range=\(1.01, 1.02\) cannot work"),
-    ({"geometric_mask_range": {"low": 0.9, "high": 1.1}}, r"geometric_mask_range=\{'low'.*cannot work"),
-    ({"token_veto_threshold": "1e-4"}, r"token_veto_threshold='1e-4' cannot work.* such as 0.0001"),
-    ({"geometric_mask_range": 0.99}, r"geometric_mask_range=0.99 cannot work.*or None for no such mask"),
-    ({"token_veto_threshold": 0.0}, r"token_veto_threshold=0.0 cannot work. Set .* above 0 and below 1"),
-    ({"token_veto_threshold": 1.5}, r"token_veto_threshold=1.5 cannot work"),
-    ({"sync_ref_model": True}, r"sync_ref_model=True with beta=0.0: .*Set beta above 0 .*or sync_ref_model=False"),
-    ({"ref_model_sync_kl": 0.1, "beta": 0.1}, r"ref_model_sync_kl=0.1 would be ignored: .*Set sync_ref_model=True"),
-    ({"ref_model_sync_reset_optimizer": True}, r"ref_model_sync_reset_optimizer=True would be ignored"),
-    ({"ref_model_sync_kl": 0.0}, r"ref_model_sync_kl=0.0 cannot work. Set .* above 0, in nats a token, or None"),
-    ({"ref_model_sync_steps": 0}, r"ref_model_sync_steps=0 cannot work. Set ref_model_sync_steps to 1, 2, 3"),
-    ({"ref_model_mixup_alpha": 0.0}, r"ref_model_mixup_alpha=0.0 cannot work. Set .* above 0 and at most 1"),
-    ({"ref_model_mixup_alpha": 1.5}, r"ref_model_mixup_alpha=1.5 cannot work"),
-    ({"adapter_dtype": "float16"}, r"adapter_dtype='float16' cannot work. Set adapter_dtype to 'float32', or None"),
-    ({"loss_type": "gspo-token"}, r"loss_type='gspo-token' is unknown. Set it to one of: grpo, .*gspo, gspo_token"),
-    ({"loss_type": "GSPO"}, r"loss_type='GSPO' is unknown"),
-    ({"loss_type": None}, r"loss_type=None is unknown"),
-    ({"importance_sampling_level": "token"}, r"'token' contradicts loss_type='gspo'.*Leave importance_sampling_level"),
-    (
-        {"importance_sampling_level": "seq"},
-        r"importance_sampling_level='seq' cannot work. Set .* 'token' or 'sequence'",
-    ),
-    ({"epsilon": -1e-4}, r"epsilon=-0.0001 cannot work. Set epsilon to 0 or above"),
-    ({"epsilon": float("nan")}, r"epsilon=nan cannot work"),
-    ({"epsilon": "small"}, r"epsilon='small' cannot work"),
-    ({"epsilon": 1.0, "epsilon_high": 1e-3}, r"epsilon=1.0 with loss_type='gspo' never clips from below.*0.0003"),
-    ({"epsilon": float("inf")}, r"epsilon=inf with loss_type='gspo' never clips from below"),
-    ({"epsilon_high": float("nan")}, r"epsilon_high=nan cannot work"),
-    ({"epsilon_high": -0.1}, r"epsilon_high=-0.1 cannot work"),
-    ({"delta": 1.0002}, r"delta=1.0002 lies inside the clip range.*Set delta above 1.0004, or None"),
-    ({"delta": 0.0}, r"delta=0.0 cannot work. Set delta to above 0, or None"),
-    ({"beta": None}, r"beta=None cannot work"),
-    ({"num_iterations": None}, r"num_iterations=None cannot work"),
-    ({"beta": -0.04}, r"beta=-0.04 cannot work. Set beta to a finite number, 0 \(no KL\) or above"),
-    ({"num_iterations": 0}, r"num_iterations=0 cannot work. Set num_iterations to 1, 2, 3"),
-    ({"num_iterations": 1.5}, r"num_iterations=1.5 cannot work"),
-    ({"off_policy_mask_threshold": -0.1}, r"off_policy_mask_threshold=-0.1 cannot work.*None for no mask"),
-    ({"entropy_coef": float("nan")}, r"entropy_coef=nan cannot work"),
-    ({"min_p": 2.0}, r"min_p=2.0 cannot work"),
-    ({"repetition_penalty": 0.0}, r"repetition_penalty=0.0 cannot work.*1 for no penalty"),
-    ({"steps_per_generation": 0}, r"steps_per_generation=0 cannot work.*None for gradient_accumulation_steps"),
-    ({"gradient_accumulation_steps": 0}, r"gradient_accumulation_steps=0 cannot work"),
-    ({"max_completion_length": 0}, r"max_completion_length=0 cannot work. Set max_completion_length to 1 or more"),
-    ({"temperature": 0.0}, r"temperature=0.0 cannot work.*above 0 \(the policy is sampled"),
-    ({"top_p": 0.0}, r"top_p=0.0 cannot work. Set top_p to above 0 and at most 1"),
-    ({"top_entropy_quantile": 1.5}, r"top_entropy_quantile=1.5 cannot work.*1 keeps every token"),
-    ({"scale_rewards": "std"}, r"scale_rewards='std' cannot work. Set scale_rewards to 'group', 'batch' or 'none'"),
-    ({"multi_objective_aggregation": "sum"}, r"multi_objective_aggregation='sum' cannot work.*sum_then_normalize"),
-    ({"vllm_importance_sampling_mode": "mask"}, r"vllm_importance_sampling_mode='mask' cannot work.*sequence_mask"),
-    ({"sapo_temperature_pos": 2.0}, r"sapo_temperature_pos=2.0 is an option of loss_type='sapo'.*Leave .* unset"),
-    ({"vespo_k_neg": 1.0}, r"vespo_k_neg=1.0 is an option of loss_type='vespo' and would be ignored"),
-    ({"num_generations": 1}, r"at least 2 generations"),  # from here on TRL's own words
-    ({"num_generations": 3}, r"must be divisible by num_generations \(3\)"),
-    ({"steps_per_generation": 4, "generation_batch_size": 16}, r"can not be both configured"),
-]
+@dataclass
+class Tagged(trl_steady.GRPOConfig):
+    """Has an annotation that only type checkers resolve, and an option whose type it narrows."""
+
+    tag: "Hashable | None" = None
+    min_p: "Hashable" = 0.0
 
 
-@pytest.mark.parametrize(("options", "message"), REFUSED, ids=[str(options) for options, _ in REFUSED])
-def test_refused_at_construction_with_the_way_out(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        config(tmp_path, **{"loss_type": "gspo", **options})
-
-
-def test_wrong_values_are_refused_under_native_losses_too(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="top_entropy_quantile=-1 cannot work"):
-        config(tmp_path, loss_type="dapo", top_entropy_quantile=-1)
+def test_annotations_of_a_subclass_need_not_resolve(tmp_path: Path) -> None:
+    args = Tagged(str(tmp_path), use_cpu=True, bf16=False, per_device_train_batch_size=8, tag="a", min_p=None)
+    assert args.tag == "a"
+    with pytest.raises(ValueError, match="beta=None cannot work"):
+        Tagged(str(tmp_path), use_cpu=True, bf16=False, beta=None)
 
 
 def test_options_of_other_losses_pass_with_those_losses(tmp_path: Path) -> None:
     config(tmp_path, loss_type="sapo", sapo_temperature_pos=2.0)
     config(tmp_path, loss_type="cispo", epsilon_high=5.0)
     config(tmp_path, loss_type="cispo", epsilon_high=float("inf"))  # no cap
-
-
-def test_trls_config_is_refused_by_our_trainer(models: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"args is a trl\.trainer\.grpo_config\.GRPOConfig.*from trl_steady import"):
-        trl_steady.GRPOTrainer(
-            str(models["dense"]), tiny.reward, trl.GRPOConfig(str(tmp_path), use_cpu=True), tiny.dataset()
-        )
 
 
 def test_an_adapter_that_would_not_train_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
@@ -282,8 +216,8 @@ def test_a_level_of_the_mask_under_gspo_says_so(tmp_path: Path) -> None:
 
 
 def test_a_sweep_over_beta_may_have_0(tmp_path: Path) -> None:
-    (message,) = warned(tmp_path, loss_type="grpo", kl_estimator="k1", use_bias_correction_kl=False)
-    assert "kl_estimator='k1' cannot act" in message
+    estimator, correction = warned(tmp_path, loss_type="grpo", kl_estimator="k1", use_bias_correction_kl=False)
+    assert "kl_estimator='k1' cannot act" in estimator and "use_bias_correction_kl=False cannot act" in correction
 
 
 def test_a_denominator_of_no_ratio_needs_no_engine(models: dict[str, Path], tmp_path: Path) -> None:
@@ -366,5 +300,6 @@ def test_a_clip_range_of_token_scale_under_a_sequence_ratio_warns_with_the_paper
 
 def test_no_warning_where_nothing_is_wrong(tmp_path: Path) -> None:
     for loss_type in ("gspo", "gspo_token", *NATIVE_LOSS_TYPES):
-        assert warned(tmp_path, loss_type=loss_type) == []
+        options = {"epsilon_high": 5.0} if loss_type == "cispo" else {}  # where TRL's default caps every ratio
+        assert warned(tmp_path, loss_type=loss_type, **options) == []
     assert warned(tmp_path, loss_type="sapo", importance_sampling_level="sequence") == []  # clips nothing

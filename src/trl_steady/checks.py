@@ -1,9 +1,9 @@
-"""What a config cannot be and cannot do: refusals with the way out, warnings of what cannot act."""
+"""What options cannot be together, each refusal with the way out."""
 
-import math
+import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any
 
 import trl
 
@@ -15,12 +15,13 @@ __all__ = [
     "GSPO_EPSILON",
     "GSPO_EPSILON_HIGH",
     "NATIVE_LOSS_TYPES",
+    "OPTIONS_OF_OTHER_LOSSES",
     "SEQUENCE_RATIO_LOSS_TYPES",
+    "TRLS_OPTIONS",
     "beyond_sets",
-    "cannot_act",
+    "meant",
     "refuse_contradictions",
     "refuse_means_over_micro_batches",
-    "refuse_out_of_range",
     "reweights",
     "trl_default",
     "truncates",
@@ -33,69 +34,24 @@ CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", *SEQUENCE_RATI
 
 # GSPO, arXiv 2507.18071, section 5.1: left and right clipping range
 GSPO_EPSILON, GSPO_EPSILON_HIGH = 3e-4, 4e-4
-TOKEN_SCALE_EPSILON = 1e-2
 
 
 # read at import: `trl-steady run` puts our config in the place of TRL's
-_TRLS_OPTIONS = {option.name: option for option in fields(trl.GRPOConfig)}
+TRLS_OPTIONS = {option.name: option for option in fields(trl.GRPOConfig)}
 
 
 def trl_default(name: str) -> Any:
     """TRL's default of an option, read from TRL, so that it moves with TRL."""
-    option = _TRLS_OPTIONS[name]
+    option = TRLS_OPTIONS[name]
     return option.default_factory() if option.default_factory is not MISSING else option.default
 
 
-# Option, what holds for a value that can work, and how to say it. None works where the option's type has it.
-_RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
-    ("importance_sampling_level", lambda v: v in ("token", "sequence"), "'token' or 'sequence'"),
-    ("epsilon", lambda v: v >= 0, "0 or above"),
-    ("epsilon_high", lambda v: v >= 0, "0 or above"),
-    ("delta", lambda v: v > 0, "above 0, or None for no two-sided clip"),
-    ("beta", lambda v: 0 <= v < math.inf, "a finite number, 0 (no KL) or above"),
-    ("kl_estimator", lambda v: v in ("k1", "k2", "k3"), "'k1', 'k2' or 'k3'"),
-    ("kl_ratio_denominator", lambda v: v in ("old", "sampler"), "'old' or 'sampler'"),
-    ("off_policy_mask_level", lambda v: v in ("sequence", "token"), "'sequence' or 'token'"),
-    (
-        "geometric_mask_range",
-        lambda v: len(v) == 2 and 0 <= v[0] <= 1 <= v[1],
-        "two ratios, (low, high), with low <= 1 <= high, such as (0.99, 1.01), or None for no such mask",
-    ),
-    ("step_advantage", lambda v: v in ("process", "return_to_go"), "'process' or 'return_to_go'"),
-    ("token_veto_threshold", lambda v: 0 < v < 1, "above 0 and below 1, such as 0.0001, or None for no such mask"),
-    ("ref_model_sync_steps", lambda v: v >= 1 and v == int(v), "1, 2, 3, ... optimizer steps"),
-    ("ref_model_mixup_alpha", lambda v: 0 < v <= 1, "above 0 and at most 1, where 1 copies the policy"),
-    ("ref_model_sync_kl", lambda v: 0 < v < math.inf, "above 0, in nats a token, or None for refreshes by steps only"),
-    ("token_budget", lambda v: v >= 1 and v == int(v), "1 token or more, or None for per_device_train_batch_size"),
-    ("router_replay", lambda v: v in ("R2", "R3"), "'R2', 'R3', or None for no replay of routes"),
-    ("adapter_dtype", lambda v: v == "float32", "'float32', or None for TRL's choice"),
-    ("off_policy_mask_threshold", lambda v: v >= 0, "0 or above, in nats a token, or None for no mask"),
-    ("entropy_coef", math.isfinite, "a finite number, 0 for no bonus"),
-    ("num_iterations", lambda v: v >= 1 and v == int(v), "1, 2, 3, ..."),
-    ("steps_per_generation", lambda v: v >= 1, "1 or more, or None for gradient_accumulation_steps"),
-    ("gradient_accumulation_steps", lambda v: v >= 1, "1 or more"),
-    ("max_completion_length", lambda v: v >= 1, "1 or more tokens"),
-    (
-        "temperature",
-        lambda v: 0 < v < math.inf,
-        "a finite number above 0 (the policy is sampled, not decoded greedily)",
-    ),
-    ("top_p", lambda v: 0 < v <= 1, "above 0 and at most 1"),
-    ("min_p", lambda v: 0 <= v <= 1, "between 0 and 1, or None"),
-    ("repetition_penalty", lambda v: 0 < v < math.inf, "a finite number above 0 (1 for no penalty)"),
-    ("top_entropy_quantile", lambda v: 0 <= v <= 1, "between 0 and 1 (1 keeps every token)"),
-    (
-        "multi_objective_aggregation",
-        lambda v: v in ("sum_then_normalize", "normalize_then_sum"),
-        "'sum_then_normalize' or 'normalize_then_sum'",
-    ),
-    ("scale_rewards", lambda v: v in ("group", "batch", "none", True, False), "'group', 'batch' or 'none'"),
-    (
-        "vllm_importance_sampling_mode",
-        lambda v: v in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
-        "'token_truncate', 'token_mask', 'sequence_truncate' or 'sequence_mask'",
-    ),
-)
+def meant(given: Any, names: Sequence[Any]) -> str:
+    """Return " Did you mean ...?" for the name that is most like what was given, "" where none is."""
+    by_case = {name.lower(): name for name in names if isinstance(name, str)}
+    near = difflib.get_close_matches(str(given).lower(), by_case, n=1, cutoff=0.75)
+    return f" Did you mean {by_case[near[0]]!r}?" if near else ""
+
 
 # Options of generation that leave tokens out, where they do.
 _TRUNCATIONS: dict[str, Callable[[Any], bool]] = {
@@ -125,30 +81,10 @@ _WEIGHTINGS = {
 }
 
 # Read by one other loss only; under gspo and gspo_token they would be ignored.
-_OPTIONS_OF_OTHER_LOSSES = (
+OPTIONS_OF_OTHER_LOSSES = (
     ("sapo", ("sapo_temperature_pos", "sapo_temperature_neg")),
     ("vespo", ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")),
 )
-
-
-def refuse_out_of_range(args: "GRPOConfig") -> None:
-    """Refuse values that cannot work whatever else is set.
-
-    Raises:
-        ValueError: naming the option, the value and the way out.
-    """
-    losses = (*NATIVE_LOSS_TYPES, *SEQUENCE_RATIO_LOSS_TYPES)
-    if args.loss_type not in losses:
-        raise ValueError(f"loss_type={args.loss_type!r} is unknown. Set it to one of: {', '.join(losses)}.")
-    types = get_type_hints(type(args))  # not the fields' own, which HfArgumentParser rewrites in place
-    for option, holds, expected in _RANGES:
-        value = getattr(args, option)
-        try:
-            works = type(None) in get_args(types[option]) if value is None else holds(value)
-        except (TypeError, LookupError):  # of a type that does not compare, such as a number given as a string
-            works = False
-        if not works:
-            raise ValueError(f"{option}={value!r} cannot work. Set {option} to {expected}.")
 
 
 def truncates(option: str, value: Any) -> bool:
@@ -172,13 +108,19 @@ def refuse_contradictions(args: "GRPOConfig") -> None:
     if args.has_sequence_ratio_loss:
         _refuse_under_sequence_ratio(args)
     _refuse_kl_without_effect(args)
+    _refuse_generation(args)
+    if args.loss_type == "dr_grpo" and args.max_completion_length is None:
+        raise ValueError(
+            "max_completion_length=None with loss_type='dr_grpo', which divides by it. Set max_completion_length, or "
+            "loss_type='dapo'."
+        )
+    if args.use_adaptive_entropy and args.entropy_coef_min > args.entropy_coef_max:
+        raise ValueError(
+            f"entropy_coef_min={args.entropy_coef_min} is above entropy_coef_max={args.entropy_coef_max}. Set "
+            "entropy_coef_min to entropy_coef_max at most."
+        )
     if args.keep_sampling_mask:
         _refuse_unkept(args)
-
-
-def cannot_act(args: "GRPOConfig") -> list[str]:
-    """What is set and will do nothing, in sentences with the way out."""
-    return [*_inactive(args), *_token_scale(args), *_idle_options(args), *_weighted(args)]
 
 
 def _refuse_under_sequence_ratio(args: "GRPOConfig") -> None:
@@ -200,7 +142,7 @@ def _refuse_under_sequence_ratio(args: "GRPOConfig") -> None:
             f"delta={args.delta} lies inside the clip range of loss_type={loss_type!r} (upper end {1 + high}), where "
             f"it would stand in for epsilon_high. Set delta above {1 + high}, or None for no two-sided clip."
         )
-    for other, options in _OPTIONS_OF_OTHER_LOSSES:
+    for other, options in OPTIONS_OF_OTHER_LOSSES:
         for option in options:
             if getattr(args, option) != trl_default(option):
                 raise ValueError(
@@ -292,6 +234,19 @@ def _refuse_unkept(args: "GRPOConfig") -> None:
         )
 
 
+def _refuse_generation(args: "GRPOConfig") -> None:
+    """Refuse settings of generation that fail, or break the groups, in the first rollout."""
+    if args.top_k == -1 and not args.use_vllm:
+        raise ValueError("top_k=-1 is vLLM's, and transformers refuses it. Set top_k=0 for no such filter.")
+    for name in ("num_return_sequences", "n"):
+        value = args.sampling.get(name, 1)
+        if value != 1:
+            raise ValueError(
+                f"{name}={value!r} in generation_kwargs: TRL repeats each prompt itself. Leave {name} unset, and set "
+                f"num_generations={value!r}."
+            )
+
+
 def _refuse_kl_without_effect(args: "GRPOConfig") -> None:
     if args.beta != 0 and args.kl_estimator == "k1" and not args.use_bias_correction_kl:
         raise ValueError(
@@ -301,108 +256,9 @@ def _refuse_kl_without_effect(args: "GRPOConfig") -> None:
         )
 
 
-def _idle_options(args: "GRPOConfig") -> list[str]:
-    """Options that something else in the config makes idle."""
-    no_kl = "beta=0.0 there is no KL. Set beta above 0"
-    no_mask = "off_policy_mask_threshold=None there is no mask. Set off_policy_mask_threshold"
-    idle = [
-        ("kl_estimator", "k3", args.beta == 0, no_kl),
-        ("kl_ratio_denominator", "old", args.beta == 0, no_kl),
-        (
-            "kl_ratio_denominator",
-            "old",
-            args.beta != 0 and not args.use_bias_correction_kl,
-            "use_bias_correction_kl=False the KL has no ratio. Set use_bias_correction_kl=True",
-        ),
-        ("off_policy_mask_level", "sequence", args.off_policy_mask_threshold is None, no_mask),
-        (
-            "off_policy_mask_level",
-            "sequence",
-            args.off_policy_mask_threshold is not None and args.loss_type == "gspo",
-            "loss_type='gspo' a sequence has one advantage. Set loss_type='gspo_token'",
-        ),
-        (
-            "step_advantage",
-            "return_to_go",
-            not args.takes_token_advantages(args.loss_type, args.importance_sampling_level or "token"),
-            "one ratio a sequence, StepRewards are refused. Set loss_type='gspo_token'",
-        ),
-        (
-            "router_replay_reference",
-            False,
-            args.router_replay is None,
-            "router_replay=None there are no routes. Set router_replay",
-        ),
-        (
-            "router_replay_reference",
-            False,
-            args.router_replay is not None and args.beta == 0,
-            "beta=0.0 there is no reference. Set beta above 0",
-        ),
-        (
-            "keep_sampling_mask",
-            False,
-            not args.truncations,
-            "top_p, top_k and min_p unset sampling leaves nothing out. Set one of them",
-        ),
-        (
-            "pad_to_multiple_of",
-            None,
-            args.trim_padding,
-            "trim_padding=True passes leave out padding. Set trim_padding=False",
-        ),
-    ]
-    return [
-        f"{option}={getattr(args, option)!r} cannot act: with {why}, or leave {option} unset."
-        for option, default, is_off, why in idle
-        if is_off and getattr(args, option) != default
-    ]
-
-
-def _inactive(args: "GRPOConfig") -> list[str]:
-    """What cannot act because every update is on-policy."""
-    if not args.is_on_policy:
-        return []
-    why = (
-        f"(gradient_accumulation_steps={args.gradient_accumulation_steps} uses up the generation batch: "
-        f"steps_per_generation={args.steps_per_generation}, num_iterations={args.num_iterations}). "
-        f"{args.way_off_policy}"
-    )
-    messages = []
-    if args.has_sequence_ratio_loss:
-        messages.append(
-            f"loss_type={args.loss_type!r} cannot act: every update is on-policy, so that the sequence ratio is "
-            f"exactly 1 and nothing is ever clipped {why}"
-        )
-    if args.router_replay == "R2":
-        messages.append(
-            "router_replay='R2' cannot act: every update is on-policy, so that its routes are those of the policy "
-            f"itself {why}"
-        )
-    return messages
-
-
 def beyond_sets(weightings: Sequence[str]) -> str:
     """A sentence, after others, on what a set does not undo; "" for nothing."""
     if not weightings:
         return ""
     what = f"{', '.join(weightings)} moves probabilities among the tokens that are kept, too, and ratios carry that"
     return f" {what} with keep_sampling_mask=True as well."
-
-
-def _weighted(args: "GRPOConfig") -> list[str]:
-    return [beyond_sets(args.weightings).strip()] if args.keep_sampling_mask and args.weightings else []
-
-
-def _token_scale(args: "GRPOConfig") -> list[str]:
-    if args.loss_type not in CLIPPED_LOSS_TYPES:
-        return []
-    ranges = {"epsilon": args.epsilon, "epsilon_high": args.epsilon_high}
-    wide = [f"{name}={value}" for name, value in ranges.items() if value is not None and value >= TOKEN_SCALE_EPSILON]
-    if args.importance_sampling_level != "sequence" or not wide:
-        return []
-    return [
-        f"{' and '.join(wide)}: a clip range of token scale under a sequence ratio, which is a mean over the answer "
-        f"and moves far less, so that almost nothing will be clipped. The GSPO paper uses epsilon={GSPO_EPSILON} and "
-        f"epsilon_high={GSPO_EPSILON_HIGH}."
-    ]

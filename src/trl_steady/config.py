@@ -12,13 +12,13 @@ from trl_steady.checks import (
     GSPO_EPSILON,
     GSPO_EPSILON_HIGH,
     SEQUENCE_RATIO_LOSS_TYPES,
-    cannot_act,
     refuse_contradictions,
-    refuse_out_of_range,
     reweights,
     trl_default,
     truncates,
 )
+from trl_steady.idle import cannot_act
+from trl_steady.values import refuse_out_of_range
 
 __all__ = ["GRPOConfig"]
 

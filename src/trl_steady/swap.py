@@ -14,10 +14,10 @@ import transformers
 import trl
 
 from trl_steady import __version__
-from trl_steady.checks import cannot_act
 from trl_steady.config import GRPOConfig
 from trl_steady.host import CONTRACT
 from trl_steady.host.launching import TRAINER, standing_in
+from trl_steady.idle import cannot_act
 from trl_steady.methods import METHODS
 from trl_steady.trainer import GRPOTrainer
 

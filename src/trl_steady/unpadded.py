@@ -71,7 +71,8 @@ class UnpaddedTrainer(HostTrainer):
         if why_not:
             does_nothing = self.why_padded or its.width_limit == 0
             what = "does nothing" if does_nothing else "only cuts columns that are padding in every row"
-            warnings.warn(f"trim_padding=True {what}: {why_not}.", UserWarning, stacklevel=2)
+            way_out = "Change that, or set trim_padding=False to leave padding in."
+            warnings.warn(f"trim_padding=True {what}: {why_not}. {way_out}", UserWarning, stacklevel=2)
 
     @property
     def compiles(self) -> bool:
