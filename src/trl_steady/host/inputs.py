@@ -16,7 +16,6 @@ __all__ = ["checked_rollout", "refuse_inputs", "refuse_reward_functions", "refus
 # What TRL passes to every reward function, beside the columns of the dataset.
 _ALWAYS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 _SIGNATURE_COLUMNS = ("prompt", "image", "images")  # that remove_unused_columns=True leaves
-_ROUNDING = 1e-3  # by which an engine's log-prob may be above 0
 _RENAME = "Rename the column that holds it: dataset.rename_column(..., 'prompt')"
 
 
@@ -146,14 +145,12 @@ def _refuse_tokens(output: Mapping[str, Any], count: int) -> None:
                     f"rollout_func returned {len(row)} {name} for the {len(ids)} tokens of completion_ids[{index}]. "
                     "Return one for each token."
                 )
-        wrong = next(
-            (v for v in (lists["logprobs"] or {index: ()})[index] if isinstance(v, float) and v > _ROUNDING), None
+    scores = [value for row in lists["logprobs"] or () for value in row if isinstance(value, float)]
+    if scores and min(scores) > 0:
+        raise ValueError(
+            f"rollout_func returned {scores[0]} in logprobs[0], and nothing below 0: probabilities, it seems. Return "
+            "log-probs, which are 0 or below."
         )
-        if wrong is not None:
-            raise ValueError(
-                f"rollout_func returned {wrong} in logprobs[{index}], a probability or worse. Return log-probs, which "
-                "are 0 or below."
-            )
 
 
 def _columns(dataset: Any) -> list[str] | None:
