@@ -69,7 +69,6 @@ RANGES = [
     out("geometric_mask_range", (0.99,), r"\(low, high\), with low <= 1 <= high"),
     out("geometric_mask_range", (1.01, 0.99)),
     out("geometric_mask_range", (1.01, 1.02)),
-    out("geometric_mask_range", (1.0, 1.0)),
     out("geometric_mask_range", {"low": 0.9, "high": 1.1}),
     out("geometric_mask_range", 0.99, "or None for no such mask"),
     out("token_veto_threshold", "1e-4", "such as 0.0001"),

@@ -89,7 +89,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("off_policy_mask_threshold", lambda v: v >= 0, "0 or above, in nats a token, or None for no mask"),
     (
         "geometric_mask_range",
-        lambda v: len(v) == 2 and 0 <= v[0] <= 1 <= v[1] and v[0] < v[1],
+        lambda v: len(v) == 2 and 0 <= v[0] <= 1 <= v[1],
         "two ratios, (low, high), with low <= 1 <= high, such as (0.99, 1.01), or None for no such mask",
     ),
     ("token_veto_threshold", lambda v: 0 < v < 1, "above 0 and below 1, such as 0.0001, or None for no such mask"),
