@@ -2,6 +2,7 @@
 
 import sys
 import textwrap
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -38,13 +39,22 @@ class Scripts:
     def __init__(self, folder: Path, model: Path) -> None:
         self.folder, self.model = folder, model
 
-    def run(self, *parts: str, trainer: str = "GRPOTrainer", build: str = "", **options: Any) -> int:
+    def run(
+        self,
+        *parts: str,
+        trainer: str = "GRPOTrainer",
+        build: str = "",
+        settings: Sequence[str] = (),
+        arguments: Sequence[str] = (),
+        **options: Any,
+    ) -> int:
+        """`settings` stand before the script on the command line, `arguments` after it."""
         path = self.folder / "script.py"
         train = TRAIN.replace("Trainer(", f"{trainer}(", 1).replace("BUILD", build)
         for name, value in {"OUTPUT": str(self.folder), "MODEL": str(self.model), "OPTIONS": options}.items():
             train = train.replace(name, repr(value))
         path.write_text("\n".join([*map(textwrap.dedent, parts), train if trainer else ""]))
-        return cli.main(["run", str(path)])
+        return cli.main(["run", *settings, str(path), *arguments])
 
     def policy(self) -> dict[str, torch.Tensor]:
         return transformers.AutoModelForCausalLM.from_pretrained(self.folder).state_dict()

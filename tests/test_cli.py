@@ -13,10 +13,12 @@ from typing import Any
 
 import datasets
 import pytest
+import trl
 import yaml
 from accelerate.commands import launch
 from trl.scripts import grpo
 
+import trl_steady
 from trl_steady import cli
 
 ROOT = Path(__file__).parents[1]
@@ -127,6 +129,7 @@ def wait(process: subprocess.Popen[bytes], printed: Path, last: str, seconds: fl
         (["--accelerate_config=fsdp2"], False, True, None),
         (["--accelerate_config", str(ROOT / "recipes/accelerate/zero3.yaml"), "--num_processes", "2"], True, False, 2),
         (["--num_processes", "4", "--mixed_precision", "no"], False, False, 4),
+        (["--set", "top_k=5", "--num_processes", "3", "--set=loss_type=gspo"], False, False, 3),
     ],
 )
 @pytest.mark.parametrize(
@@ -149,28 +152,65 @@ def test_a_script_is_launched_with_accelerates_options(
     assert (args.use_deepspeed, args.use_fsdp) == (deepspeed, fsdp)
     assert processes is None or args.num_processes == processes
     assert args.module and args.training_script == "trl_steady"
-    assert args.training_script_args == ["run", *target]
+    settings = ["--set=top_k=5", "--set=loss_type=gspo"] if "--set" in options else []
+    assert args.training_script_args == ["run", *settings, *target]
 
 
-def test_what_cannot_be_run_is_said(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+REFUSED: dict[tuple[str, ...], str] = {
+    ("nonsense",): "no command 'nonsense'. trl-steady --help lists the commands.",
+    ("grop",): "no command 'grop'. Did you mean grpo? trl-steady --help lists the commands.",
+    ("tests/scripts.py",): "no command 'tests/scripts.py'. Did you mean trl-steady run tests/scripts.py?",
+    ("env", "--all"): "env takes no arguments, and was given '--all'.",
+    ("run", "missing.py"): "no such script: 'missing.py'",
+    ("run", "-m"): "-m wants a module",
+    ("run", "--num_processes", "2", "missing.py"): "no such script: 'missing.py'",
+    ("run", "--accelerate_config", "zero9", "x.py"): "Accelerate config zero9 is neither a file nor a valid",
+    ("run", "--bogus", "x.py"): "unrecognized arguments: --bogus.",
+    ("run", "--num_procesess", "2", "x.py"): "unrecognized arguments: --num_procesess. Did you mean --num_processes?",
+    ("run", "--loss_type", "gspo", "x.py"): "Write --loss_type after the script, or --set loss_type=VALUE before it.",
+    ("run", "--num_processes", "two", "x.py"): "invalid int value: 'two'.",
+    ("run", "--set"): "--set wants NAME=VALUE.",
+    ("run", "--set", "top_k=5"): "no script to run after --set.",
+    ("run", "--set", "loss_tpye=gspo", "tests/scripts.py"): "has no option 'loss_tpye'. Did you mean loss_type?",
+    ("run", "--num_processes", "2", "--set", "top_k=few", "x.py"): "--set top_k=few: invalid int value: 'few'",
+    ("grpo", "--loss_tpye", "gspo"): "unrecognized arguments: --loss_tpye. Did you mean --loss_type?",
+    ("grpo", "--num_procesess=2"): "unrecognized arguments: --num_procesess. Did you mean --num_processes?",
+    ("grpo", "--beta", "abc"): "argument --beta: invalid float value: 'abc'.",
+}
+
+
+@pytest.mark.parametrize(("command", "said"), REFUSED.items(), ids=[" ".join(command) for command in REFUSED])
+def test_what_cannot_be_run_is_said_in_one_line(
+    command: tuple[str, ...], said: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     Launched(monkeypatch)
-    for command, said in {
-        ("train",): "no command 'train'",
-        ("env", "--all"): "no command 'env --all'",
-        ("run",): "",
-        ("run", "missing.py"): "no such script: 'missing.py'",
-        ("run", "-m"): "-m wants a module",
-        ("run", "--num_processes", "2", "missing.py"): "no such script: 'missing.py'",
-        ("run", "--accelerate_config", "zero9", "x.py"): "Accelerate config zero9 is neither a file nor a valid",
-    }.items():
-        assert cli.main(command) == 2
-        assert said in capsys.readouterr().err
-    with pytest.raises(SystemExit, match="2"):
-        cli.main(["run", "--no_such_option", "x.py"])
-    assert capsys.readouterr().err.startswith("usage: trl-steady ")
+    monkeypatch.chdir(ROOT)
+    assert cli.main(command) == 2
+    err = capsys.readouterr().err.splitlines()
+    lines = err if "zero9" in command else err[-1:]  # TRL lists its own files in more lines
+    assert lines[0].startswith("trl-steady: ") and said in lines[0]
+    assert len([line for line in err if "--" in line or "usage" in line]) <= len(lines)
+
+
+def test_an_option_misspelt_in_a_yaml_is_refused_in_one_line(
+    config: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Launched(monkeypatch)
+    config.write_text(config.read_text() + "loss_tpye: gspo\n")
+    assert cli.main(["grpo", "--config", str(config)]) == 2
+    err = capsys.readouterr().err
+    assert err.splitlines()[-1] == "trl-steady: unrecognized arguments: --loss_tpye. Did you mean --loss_type?"
+    assert "usage" not in err
+
+
+def test_the_versions_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"trl-steady {trl_steady.__version__}, trl {trl.__version__}\n"
 
 
 def test_help_has_every_command_and_trls_command_our_fields(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["run"]) == 2
+    capsys.readouterr()
     for command in ([], ["--help"], ["run", "-h"]):
         assert cli.main(command) == 0
         out = capsys.readouterr().out

@@ -1,10 +1,15 @@
 """The command `trl-steady`, also `python -m trl_steady` and `accelerate launch -m trl_steady`."""
 
 import os
+import re
 import runpy
 import sys
 from collections.abc import Sequence
+from importlib.metadata import version
 from pathlib import Path
+from typing import Any, NoReturn
+
+from trl_steady import __version__
 
 __all__ = ["main"]
 
@@ -17,10 +22,20 @@ usage: trl-steady COMMAND ...
   methods                                     what trl-steady adds: setting, paper and page of the documentation
   env                                         versions, devices, and what this installation can use; for bug reports
 
-LAUNCH OPTIONS are those of `accelerate launch`, and --accelerate_config with a file or the name of one of TRL's
-(fsdp2, multi_gpu, single_gpu, zero2, zero3, ...). Without any, `run` runs in this very process, as python would.
-`accelerate launch [LAUNCH OPTIONS] -m trl_steady run SCRIPT [ARGUMENTS]` does the same.
+LAUNCH OPTIONS are
+  --set NAME=VALUE     set this option of every GRPOConfig that the script builds; may be repeated
+  --accelerate_config  a file, or the name of one of TRL's (fsdp2, multi_gpu, single_gpu, zero2, zero3, ...)
+  and those of `accelerate launch`.
+With none but --set, `run` runs in this very process, as python would.
+`accelerate launch [LAUNCH OPTIONS] -m trl_steady run [--set NAME=VALUE] SCRIPT [ARGUMENTS]` does the same.
+
+trl-steady --version prints the versions of trl-steady and of TRL.
 """
+_COMMANDS = ("run", "grpo", "methods", "env")
+
+
+class _Refused(Exception):
+    """A command line that cannot be run; the message is all that is printed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -36,32 +51,48 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if command in ("-h", "--help"):
         print(_HELP)
         return 0
-    if command in ("run", "grpo"):
-        return run(rest) if command == "run" else grpo(rest)
-    if command not in ("methods", "env") or rest:
-        print(f"trl-steady: no command {' '.join([command, *rest])!r}\n\n{_HELP}", file=sys.stderr)
+    try:
+        if command in ("run", "grpo"):
+            return run(rest) if command == "run" else grpo(rest)
+        if command == "--version":
+            print(f"trl-steady {__version__}, trl {version('trl')}")
+            return 0
+        if command not in _COMMANDS:
+            raise _Refused(_no_command(command))
+        if rest:
+            raise _Refused(f"{command} takes no arguments, and was given {' '.join(rest)!r}.")
+    except _Refused as refused:
+        print(f"trl-steady: {refused}", file=sys.stderr)
         return 2
     print(methods() if command == "methods" else env())
     return 0
 
 
 def run(arguments: Sequence[str]) -> int:
-    """A script that knows TRL's trainer only, with ours."""
+    """Run a script that knows TRL's trainer only, with ours."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_HELP)
         return 0 if arguments else 2
-    if arguments[0].startswith("-") and arguments[0] != "-m":
-        return _launch(arguments)
-    return _run_here(list(arguments))
+    settings, rest = _leading_settings(arguments)
+    if rest[0].startswith("-") and rest[0] != "-m":
+        return _launch([*(f"--set={setting}" for setting in settings), *rest])
+    return _run_here(rest, settings)
 
 
 def grpo(arguments: Sequence[str]) -> int:
-    """TRL's own command of this name."""
-    from trl_steady.host.launching import grpo_command
+    """Run TRL's own command of this name."""
+    from trl_steady.host.launching import grpo_command, grpo_options
     from trl_steady.swap import swapped
 
     with swapped():
-        return grpo_command(arguments, lambda options, script: _launch([*options, *script]))  # its own script is there
+        known = [*grpo_options(), *_launch_options(_launch_parser())]
+        names = [word[2:].split("=")[0].replace("-", "_") for word in arguments if word.startswith("--")]
+        unknown = [name for name in names if not any(option.startswith(name) for option in known)]
+        if unknown:  # before TRL builds a config, which may have another complaint
+            raise _Refused(_unrecognized(unknown, known))
+        return grpo_command(  # its own script is there
+            arguments, lambda options, script: _launch([*options, *script], known), _refuse
+        )
 
 
 def methods() -> str:
@@ -80,15 +111,86 @@ def env() -> str:
     return report()
 
 
-def _launch(arguments: Sequence[str]) -> int:
-    """`accelerate launch`, of `trl-steady run` in the place of the script."""
-    from accelerate.commands.launch import launch_command, launch_command_parser
+def _no_command(command: str) -> str:
+    from trl_steady.spelling import near
+
+    if Path(command).is_file():
+        return f"no command {command!r}. Did you mean trl-steady run {command}?"
+    return f"no command {command!r}.{near(command, _COMMANDS)} trl-steady --help lists the commands."
+
+
+def _leading_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Return the settings of `--set` that come first, and the other arguments."""
+    settings, rest = [], list(arguments)
+    while rest and rest[0].split("=")[0] == "--set":
+        first = rest.pop(0)
+        if first == "--set" and not rest:
+            raise _Refused("--set wants NAME=VALUE.")
+        settings.append(rest.pop(0) if first == "--set" else first.removeprefix("--set="))
+    if not rest:
+        raise _Refused("no script to run after --set.")
+    return settings, rest
+
+
+def _parsed_settings(settings: Sequence[str]) -> dict[str, Any]:
+    """Return the options of `--set` by name."""
+    if not settings:
+        return {}
+    from trl_steady.options import parse_settings
+
+    try:
+        return parse_settings(settings)
+    except ValueError as error:
+        raise _Refused(str(error)) from None
+
+
+def _refuse(message: str) -> NoReturn:
+    """Refuse arguments in the parser's words, without its usage, which would fill the screen."""
+    raise _Refused(f"{message}.")
+
+
+def _unrecognized(names: Sequence[str], known: Sequence[str]) -> str:
+    from trl_steady.spelling import near
+
+    hints = "".join(dict.fromkeys(near(name, known, "--") for name in names))
+    return f"unrecognized arguments: {' '.join(f'--{name}' for name in names)}.{hints}"
+
+
+def _launch_parser() -> Any:
+    from accelerate.commands.launch import launch_command_parser
+
+    parser = launch_command_parser()
+    parser.add_argument("--accelerate_config")
+    parser.add_argument("--set", action="append", default=[], dest="settings")
+    return parser
+
+
+def _launch_options(parser: Any) -> list[str]:
+    return re.findall(r"--(\w+)", parser.format_usage())
+
+
+def _launch(arguments: Sequence[str], known: Sequence[str] = ()) -> int:
+    """Run `accelerate launch` with `trl-steady run` in the place of the script.
+
+    Args:
+        arguments: Launch options, then the script and its arguments.
+        known: Names that a misspelt option may mean, beside those of launch options.
+    """
+    from accelerate.commands.launch import launch_command
 
     from trl_steady.host.launching import resolve_accelerate_config_argument
 
-    parser = launch_command_parser()
-    parser.prog = "trl-steady"
-    parser.add_argument("--accelerate_config")
+    parser = _launch_parser()
+
+    def refuse(message: str) -> NoReturn:
+        unknown = re.findall(r" --?([\w-]+)", message.partition("unrecognized arguments:")[2])
+        if not unknown:
+            _refuse(message)
+        raise _Refused(
+            _unrecognized(unknown, [*known, *_launch_options(parser)]) + ("" if known else _behind(unknown))
+        )
+
+    parser.error = refuse
     launched = parser.parse_args(arguments)
     if launched.accelerate_config is not None:
         try:
@@ -96,14 +198,24 @@ def _launch(arguments: Sequence[str]) -> int:
                 ["--accelerate_config", launched.accelerate_config]
             )
         except ValueError as error:
-            return _refused(str(error))
+            raise _Refused(str(error)) from None
+    _parsed_settings(launched.settings)
     target = [*(["-m"] if launched.module else []), launched.training_script]
     if not _is_there(target):
-        return _refused(f"no such script: {launched.training_script!r}")
-    launched.training_script_args = ["run", *target, *launched.training_script_args]
+        raise _Refused(f"no such script: {launched.training_script!r}")
+    settings = [f"--set={setting}" for setting in launched.settings]
+    launched.training_script_args = ["run", *settings, *target, *launched.training_script_args]
     launched.module, launched.training_script = True, __package__
     launch_command(launched)
     return 0
+
+
+def _behind(names: Sequence[str]) -> str:
+    """Say where the options of a config belong."""
+    from trl_steady.options import is_option
+
+    ours = [name for name in names if is_option(name)]
+    return f" Write --{ours[0]} after the script, or --set {ours[0]}=VALUE before it." if ours else ""
 
 
 def _is_there(target: Sequence[str]) -> bool:
@@ -111,23 +223,19 @@ def _is_there(target: Sequence[str]) -> bool:
     return len(target) > 1 if target[0] == "-m" else Path(target[0]).is_file()
 
 
-def _refused(why: str) -> int:
-    print(f"trl-steady: {why}", file=sys.stderr)
-    return 2
-
-
-def _run_here(arguments: list[str]) -> int:
+def _run_here(arguments: list[str], settings: Sequence[str]) -> int:
     if not _is_there(arguments):
-        return _refused("-m wants a module" if arguments[0] == "-m" else f"no such script: {arguments[0]!r}")
+        raise _Refused("-m wants a module" if arguments[0] == "-m" else f"no such script: {arguments[0]!r}")
+    options = _parsed_settings(settings)
     from trl_steady.swap import swapped
 
     is_module = arguments[0] == "-m"
-    sys.argv = arguments[is_module:]
+    target, sys.argv = arguments[: is_module + 1], arguments[is_module:]
     path = os.path.abspath(sys.argv[0])
     if not sys.flags.safe_path:  # as python does
         sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(path))
     try:
-        with swapped() as swap:
+        with swapped(options, sys.argv[1:], target) as swap:
             if is_module:
                 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
             else:
@@ -136,11 +244,18 @@ def _run_here(arguments: list[str]) -> int:
         if ended.code not in (None, 0):
             raise
     if not swap.trainers and os.environ.get("RANK", "0") == "0":
-        print(
-            f"trl-steady run: {sys.argv[0]} has ended and built no GRPOTrainer of trl-steady's in this process. If it "
-            "has trained GRPO, then with another trainer or in processes of its own, which trained plain TRL unless "
-            "they said which trainer they have. Launch them with `trl-steady run` or `accelerate launch -m "
-            "trl_steady run`, or import GRPOConfig and GRPOTrainer from trl_steady.",
-            file=sys.stderr,
-        )
+        print(f"trl-steady run: {target[-1]} {_without_ours(list(swap.others))}", file=sys.stderr)
     return 0
+
+
+def _without_ours(trainers: Sequence[str]) -> str:
+    """Say how a script has trained that built no trainer of ours."""
+    if trainers:
+        whose = "TRL's own" if all("trl." in trainer for trainer in trainers) else "not trl-steady's"
+        verb = "is" if len(trainers) == 1 else "are"
+        return f"trained with {' and '.join(trainers)}, which {verb} {whose}; trl-steady has GRPOTrainer only."
+    return (
+        "has ended and built no GRPOTrainer of trl-steady's in this process. If it starts processes that train, "
+        "launch them with `trl-steady run` or `accelerate launch -m trl_steady run`, or import GRPOConfig and "
+        "GRPOTrainer from trl_steady. Until then they train plain TRL."
+    )

@@ -1,10 +1,12 @@
 """TRL's `GRPOConfig` with our losses: paper defaults, refusals with the way out, warnings for what cannot act."""
 
 import math
+import sys
 import warnings
 from dataclasses import dataclass, field
 from typing import Any
 
+import transformers
 import trl
 
 from trl_steady.checks import (
@@ -195,6 +197,26 @@ class GRPOConfig(trl.GRPOConfig):
         refuse_contradictions(self)
         for message in cannot_act(self):
             warnings.warn(message, UserWarning, stacklevel=3)
+
+    def get_process_log_level(self) -> int:
+        """Return the log level, as transformers does.
+
+        Raises:
+            ValueError: a trainer that is not trl-steady's asks. It would ignore our options.
+        """
+        # transformers.Trainer.__init__ calls this for every trainer, so TRL needs no patch. A script may call it too.
+        caller = sys._getframe(1).f_locals.get("self")
+        if isinstance(caller, transformers.Trainer):
+            from trl_steady.host import HostTrainer  # not for a script that only parses options
+
+            if not isinstance(caller, HostTrainer):
+                name = f"{type(caller).__module__}.{type(caller).__qualname__}"
+                raise ValueError(
+                    f"{name} got a trl_steady.GRPOConfig and would ignore trl-steady's options. For GRPO import the "
+                    "trainer too: from trl_steady import GRPOConfig, GRPOTrainer. Give any other trainer its own "
+                    "config."
+                )
+        return super().get_process_log_level()
 
     @property
     def has_sequence_ratio_loss(self) -> bool:

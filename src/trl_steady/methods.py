@@ -26,7 +26,7 @@ class Method(NamedTuple):
     is_on: "Callable[[GRPOConfig], bool]"
     """Whether a config asks for it, where TRL would do something else."""
     acts_in: tuple[str, ...] = ()
-    """The methods of TRL's trainer in which it does."""
+    """The methods of TRL's trainer in which it acts, by way of ours. Training must reach all of them."""
 
     @property
     def options(self) -> list[str]:
@@ -35,10 +35,11 @@ class Method(NamedTuple):
 
 
 _GSPO, _MATH, _V32 = "2507.18071", "2402.03300", "2512.02556"
-_LOSS = ("compute_loss", "_compute_loss")
+_LOSS = ("_compute_loss",)
 _SCORES = ("_get_per_token_logps_and_entropies",)
 _ROLLOUT = ("_generate_and_score_completions",)
 _RECORDED = ("compute_loss", *_SCORES, *_ROLLOUT)  # in the rollout, and looked up wherever the policy is scored
+_GENERATED = (*_RECORDED, "_generate_single_turn")
 
 METHODS = (
     Method(
@@ -120,7 +121,7 @@ METHODS = (
         f"{_MATH}, section 4.1.3",
         "step-rewards.md",
         lambda a: a.step_advantage != "return_to_go",  # by default it is for the rewards to say
-        ("_calculate_rewards", *_ROLLOUT),
+        (*_ROLLOUT, "_calculate_rewards"),
     ),
     Method(
         "reference",
@@ -162,7 +163,7 @@ METHODS = (
         "2510.11370",
         "routing-replay.md",
         lambda a: a.router_replay == "R3",
-        _RECORDED,
+        _GENERATED,
     ),
     Method(
         "routing",
@@ -180,7 +181,7 @@ METHODS = (
         f"{_V32}, section 3.1",
         "sampling-mask.md",
         lambda a: a.keep_sampling_mask,
-        _RECORDED,
+        _GENERATED,
     ),
     Method(
         "passes",
@@ -198,7 +199,7 @@ METHODS = (
         "",
         "performance.md",
         lambda a: a.token_budget is not None,
-        ("compute_loss", "get_batch_samples"),
+        ("compute_loss",),
     ),
     Method(
         "passes",

@@ -1,75 +1,104 @@
 """Ours in the place of TRL's `GRPOTrainer` and `GRPOConfig`, while a script runs that knows TRL's only."""
 
 import functools
-import inspect
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
-from importlib.metadata import version
-from types import CodeType
+from dataclasses import dataclass, field
 from typing import Any
 
 import transformers
 import trl
 
-from trl_steady import __version__
 from trl_steady.config import GRPOConfig
-from trl_steady.host import CONTRACT
 from trl_steady.host.launching import TRAINER, standing_in
-from trl_steady.idle import cannot_act
-from trl_steady.methods import METHODS
+from trl_steady.options import given_to_script, refuse_dropped
 from trl_steady.trainer import GRPOTrainer
 
 __all__ = ["Swap", "swapped"]
 
-# before a script may put its own into our class
-_OURS: dict[str, Any] = {name: inspect.getattr_static(GRPOTrainer, name) for name in CONTRACT.parameters}
 _READ_AT_IMPORT = ("HF_", "TRANSFORMERS_", "CUDA_VISIBLE_DEVICES")
+_KEPT = "_set_by_launcher"  # of a config: the options of --set, with their values as the config has checked them
 
 
 @dataclass
 class Swap:
-    """What has come of it."""
+    """The trainers that a script has built."""
 
     trainers: int = 0
-    """How many of ours were built."""
+    """How many of ours."""
+    others: dict[str, None] = field(default_factory=dict)
+    """The names of the others, in order."""
 
 
 @contextmanager
-def swapped() -> Iterator[Swap]:
-    """Whatever is imported from TRL meanwhile has our trainer and our config; each trainer says what it trains with.
+def swapped(
+    settings: Mapping[str, Any] | None = None, arguments: Sequence[str] = (), target: Sequence[str] = ("SCRIPT",)
+) -> Iterator[Swap]:
+    """Put our trainer and our config wherever TRL's modules have TRL's.
+
+    Args:
+        settings: Options that every `GRPOConfig` gets before its checks, whatever the script passes to it.
+        arguments: The script's own, which may ask for options that it does not read.
+        target: The script, or `-m` and a module, for messages.
 
     Raises:
-        ValueError: where GRPO would be trained by a trainer that is not ours all the same, or where a script replaces
-            a method in which something that is asked for would act; when the trainer is constructed.
+        ValueError: when a trainer is built that would train GRPO and is not ours, or whose config lacks what
+            `settings` or `arguments` ask for.
     """
     swap, environment, theirs = Swap(), dict(os.environ), trl.GRPOConfig
-    any_trainer, own_trainer = transformers.Trainer.__init__, GRPOTrainer.__init__
+    any_trainer, own_trainer, own_checks = (
+        transformers.Trainer.__init__,
+        GRPOTrainer.__init__,
+        GRPOConfig.__post_init__,
+    )
+    options, given = dict(settings or {}), given_to_script(arguments)
 
     @functools.wraps(any_trainer)
-    def constructed(self: Any, *arguments: Any, **keywords: Any) -> None:
-        any_trainer(self, *arguments, **keywords)
-        is_grpo = isinstance(self.args, theirs) or any(b.__name__.endswith("GRPOTrainer") for b in type(self).__mro__)
-        if is_grpo and not isinstance(self, GRPOTrainer):
-            raise ValueError(_not_ours(type(self)))
+    def constructed(self: Any, *positional: Any, **keywords: Any) -> None:
+        if not isinstance(self, GRPOTrainer):
+            args = keywords.get("args", positional[1] if len(positional) > 1 else None)
+            names = [base.__name__ for base in type(self).__mro__]
+            if isinstance(args, theirs) or any(name.endswith("GRPOTrainer") for name in names):
+                raise ValueError(_not_ours(type(self)))
+            swap.others[_origin(type(self))] = None
+        any_trainer(self, *positional, **keywords)
 
     @functools.wraps(own_trainer)
-    def constructed_by_us(self: GRPOTrainer, *arguments: Any, **keywords: Any) -> None:
-        own_trainer(self, *arguments, **keywords)
+    def constructed_by_us(
+        self: GRPOTrainer, model: Any, reward_funcs: Any = None, args: Any = None, *positional: Any, **keywords: Any
+    ) -> None:
+        _refuse_dropped(args)  # before the model is loaded
+        own_trainer(self, model, reward_funcs, args, *positional, **keywords)
+        _refuse_dropped(self.args)  # where the trainer has built the config
         swap.trainers += 1
         late = [name for name, value in os.environ.items() if environment.get(name) != value]
-        self.accelerator.print("\n".join(_said(self) + _too_late(late)), flush=True)
+        for line in _too_late(late):
+            self.accelerator.print(line, flush=True)
 
+    def _refuse_dropped(args: Any) -> None:
+        if isinstance(args, GRPOConfig):
+            refuse_dropped(args, vars(args).get(_KEPT, options), given, target)
+
+    @functools.wraps(own_checks)
+    def checked(self: GRPOConfig) -> None:
+        vars(self).update(options)
+        own_checks(self)
+        vars(self)[_KEPT] = {name: getattr(self, name) for name in options}
+
+    hooks = [(transformers.Trainer, "__init__", constructed), (GRPOTrainer, "__init__", constructed_by_us)]
+    if options:
+        hooks.append((GRPOConfig, "__post_init__", checked))
     with standing_in(GRPOTrainer=GRPOTrainer, GRPOConfig=GRPOConfig), ExitStack() as stack:
-        hooks: dict[type, Any] = {transformers.Trainer: constructed, GRPOTrainer: constructed_by_us}
-        for trainer, hook in hooks.items():
-            stack.callback(setattr, trainer, "__init__", trainer.__init__)
-            setattr(trainer, "__init__", hook)  # noqa: B010
+        for owner, name, hook in hooks:
+            stack.callback(setattr, owner, name, vars(owner)[name])
+            setattr(owner, name, hook)
         yield swap
 
 
 def _not_ours(trainer: type) -> str:
+    if any(base.__name__ == "AsyncGRPOTrainer" for base in trainer.__mro__):
+        return f"{_origin(trainer)} is TRL's own; trl-steady has GRPOTrainer only. Run the script with python."
     kept = any((base.__module__, base.__qualname__) == TRAINER for base in trainer.__mro__)
     why = (
         "its class, or one that it is derived from, is TRL's own, from before it was replaced or loaded again since"
@@ -83,69 +112,19 @@ def _not_ours(trainer: type) -> str:
     )
 
 
-def _said(trainer: GRPOTrainer) -> list[str]:
-    """Which trainer, and which methods.
-
-    Raises:
-        ValueError: the script replaces what one of them acts in.
-    """
-    kind, args = type(trainer), trainer.args
-    bases = "" if kind is GRPOTrainer else " on trl_steady.GRPOTrainer"
-    lines = [f"trl-steady {__version__}, trl {version('trl')}: {_name(kind)}{bases}, loss_type={args.loss_type!r}"]
-    has_engine = trainer.use_vllm or trainer.rollout_func is not None
-    warned = [*cannot_act(args), *([] if has_engine else args.idle_without_engine)]
-    named: dict[str, None] = {}
-    for method in METHODS:
-        if not method.is_on(args):
-            continue
-        asked = f"{method.name}: {', '.join(f'{option}={getattr(args, option)!r}' for option in method.options)}"
-        replaced = [name for name in method.acts_in if _replaces(kind, name, method.acts_in)]
-        named |= dict.fromkeys(replaced)
-        if replaced and method.kind != "passes":
-            raise ValueError(
-                f"{_name(kind)} replaces {' and '.join(replaced)}, where it would have to act, what is asked for: "
-                f"{asked}. Call what it replaces, as by super(), or leave {', '.join(method.options)} at TRL's "
-                "defaults."
-            )
-        idle = any(message.startswith(f"{option}=") for option in method.options for message in warned)
-        how = "cannot act" if idle else "off" if replaced else "on"
-        lines.append(f"  {how}: {asked}")
-    if len(lines) == 1:
-        lines.append("  on: nothing, it trains as TRL's does")
-    named |= dict.fromkeys(name for name in CONTRACT.parameters if _replaces(kind, name, [name]))
-    return lines + [f"  off: what trl-steady does in {name}, which {_name(kind)} replaces" for name in named]
+def _origin(trainer: type) -> str:
+    """Return the name of a trainer as a user knows it, with TRL's class below it."""
+    for base in trainer.__mro__:
+        if base.__module__.split(".")[0] in ("trl", "transformers"):
+            package = base.__module__.split(".")[0]
+            public = f"{package}.{base.__name__}" if base.__module__.startswith(f"{package}.trainer") else _name(base)
+            return public if base is trainer else f"{_name(trainer)} (a {public})"
+    return _name(trainer)
 
 
 def _too_late(variables: Collection[str]) -> list[str]:
     names = sorted(name for name in variables if name.startswith(_READ_AT_IMPORT))
     return [f"  too late: {name}, read before the script has set it. Set it in the shell" for name in names]
-
-
-def _replaces(trainer: type, method: str, enough: Collection[str]) -> bool:
-    """Whether a class has, in the place of ours, one that calls none of these."""
-    for base in trainer.__mro__:
-        own = vars(base).get(method)
-        if own is _OURS[method]:
-            break
-        if own is not None and not _calls(getattr(own, "__func__", own), {*enough}, _OURS[method]):
-            return True
-    return False
-
-
-def _calls(function: Callable[..., Any], names: set[str], ours: Any) -> bool:
-    """By name, as with `super()`, or ours, kept aside by what has replaced it."""
-    function = inspect.unwrap(function, stop=lambda inner: inner is ours)
-    if function is ours or not inspect.isfunction(function):
-        return function is ours
-    used = inspect.getclosurevars(function)
-    kept_aside = any(value is ours for value in [*used.nonlocals.values(), *used.globals.values()])
-    return kept_aside or _mentions(function.__code__, names)
-
-
-def _mentions(code: CodeType, names: set[str]) -> bool:
-    return not names.isdisjoint(code.co_names) or any(
-        _mentions(part, names) for part in code.co_consts if isinstance(part, CodeType)
-    )
 
 
 def _name(kind: type) -> str:

@@ -1,5 +1,6 @@
 """`trl.GRPOTrainer` with our losses and our reference: what is rewritten, moved and saved, and how. No formulas."""
 
+import contextlib
 import functools
 import warnings
 from pathlib import Path
@@ -11,6 +12,7 @@ from peft import PeftModel
 from torch import Tensor
 
 from trl_steady import objective
+from trl_steady.active import FirstStepCheck, summary
 from trl_steady.adapters import merged_weights
 from trl_steady.callbacks import REFERENCE_FILE, ReferenceRefreshCallback, Refresh
 from trl_steady.config import GRPOConfig
@@ -43,7 +45,8 @@ class GRPOTrainer(StepwiseTrainer):
             adapter cannot follow as a reference, vLLM would have to share a quantised base, an option needs the
             log-probs of an engine and there is none, the model cannot do what `token_budget` or `share_prompts`
             ask for, or it or what generates cannot replay routes; a dataset, the tokenizer or a reward function
-            does not fit the others.
+            does not fit the others. Before the first optimizer step: a subclass overrides a method in which an option
+            acts, without calling `super()`.
 
     Warns:
         UserWarning: an off-policy mask cannot act, as every update is on-policy or the clip has silenced the same
@@ -127,6 +130,9 @@ class GRPOTrainer(StepwiseTrainer):
             self.add_callback(self._reference)
         if self.use_vllm and isinstance(self.model, PeftModel):
             self._leave_base_alone(self.model)
+        self._first_step = FirstStepCheck(self)
+        self.add_callback(self._first_step)
+        self.accelerator.print(summary(self), flush=True)  # a logger would hide it: transformers' shows warnings only
 
     @property
     def reference_refreshes(self) -> list[Refresh]:
@@ -195,11 +201,23 @@ class GRPOTrainer(StepwiseTrainer):
                 "would start over with the initial one. Set sync_ref_model=True as in the run that wrote it."
             )
 
+    def compute_loss_context_manager(self) -> contextlib.ExitStack:
+        """Return TRL's context, which also checks what the optimizer step has reached before its last backward."""
+        context = super().compute_loss_context_manager()
+
+        def check(kind: type[BaseException] | None, *_: object) -> None:
+            if kind is None and self.model.training and self.accelerator.sync_gradients:
+                self._first_step.check()
+
+        context.push(check)
+        return context
+
     def micro_batch_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Score, rewrite, TRL's own loss, and the KL that TRL cannot express.
 
         TRL alone, where nothing of ours is asked for and no sampler's log-probs are there to be compared.
         """
+        self.reached.note("micro_batch_loss")
         args = self.args
         # the trainer's own attributes where TRL reads them, since a callback may have set them
         loss_type, level, threshold = self.loss_type, self.importance_sampling_level, self.off_policy_mask_threshold

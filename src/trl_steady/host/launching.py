@@ -1,10 +1,11 @@
 """TRL's class names and its `grpo` command, with other classes than TRL's behind them."""
 
-import functools
+import re
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from importlib import resources
+from typing import Any, NoReturn
 
 import trl
 from trl.cli import accelerate_launcher
@@ -14,7 +15,7 @@ from trl.scripts import grpo as grpo_script
 
 from trl_steady.host.names import overridden
 
-__all__ = ["TRAINER", "grpo_command", "resolve_accelerate_config_argument", "standing_in"]
+__all__ = ["TRAINER", "grpo_command", "grpo_options", "resolve_accelerate_config_argument", "standing_in"]
 
 TRAINER = ("trl.trainer.grpo_trainer", "GRPOTrainer")
 """Where TRL's own trainer is defined, also in a module that was loaded again."""
@@ -35,8 +36,18 @@ def standing_in(**classes: type) -> Iterator[None]:
         yield
 
 
-def grpo_command(arguments: Sequence[str], launch: Launch) -> int:
-    """TRL's own `trl grpo`, which sorts the arguments and then has `launch` do the launching.
+def grpo_options() -> list[str]:
+    """Return the names of the options that TRL's `trl grpo` reads itself."""
+    return ["help", "config", "accelerate_config", *re.findall(r"--(\w+)", grpo_script.make_parser().format_usage())]
+
+
+def grpo_command(arguments: Sequence[str], launch: Launch, refuse: Callable[[str], NoReturn]) -> int:
+    """Run TRL's own `trl grpo`, which sorts the arguments and then has `launch` do the launching.
+
+    Args:
+        arguments: Those of the command.
+        launch: Called with the options of `accelerate launch`, and a script with its arguments.
+        refuse: Called with what the parser refuses.
 
     Returns:
         The exit status.
@@ -46,9 +57,14 @@ def grpo_command(arguments: Sequence[str], launch: Launch) -> int:
         script = resources.files("trl.scripts").joinpath(script_name)
         launch(launch_args, [str(script), *training_script_args])
 
-    make_parser = functools.partial(grpo_script.make_parser, None)
+    def make_parser(prog: str) -> Any:
+        parser = theirs(None, prog=f"trl-steady {prog.split()[-1]}")
+        vars(parser)["error"] = refuse
+        return parser
+
+    theirs = grpo_script.make_parser
     with (
         overridden(accelerate_launcher, {"launch_training_script": instead}),
-        overridden(grpo_script, {"make_parser": lambda prog: make_parser(prog=f"trl-steady {prog.split()[-1]}")}),
+        overridden(grpo_script, {"make_parser": make_parser}),
     ):
         return trls_command(["grpo", *arguments])

@@ -12,6 +12,7 @@ from trl_steady.functional import reduction
 from trl_steady.host.contract import CONTRACT, FORWARDED
 from trl_steady.host.inputs import checked_rollout, refuse_rows, refuse_small
 from trl_steady.host.names import overridden
+from trl_steady.host.reached import Reached
 from trl_steady.host.rewards import RewardedTrainer
 
 __all__ = ["HostTrainer", "MicroBatch"]
@@ -72,6 +73,15 @@ NamedWeights = Callable[[], Iterator[tuple[str, Tensor]]]
 class HostTrainer(RewardedTrainer):
     """The seam: score a micro-batch once, rewrite it, let TRL compute its own loss on it."""
 
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        self.reached = Reached(self)
+        super().__init__(*arguments, **keywords)
+
+    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *arguments: Any, **keywords: Any) -> Tensor:
+        """Compute the loss of one micro-batch as TRL does, through `_compute_loss`."""
+        self.reached.note("compute_loss")
+        return super().compute_loss(model, inputs, *arguments, **keywords)
+
     def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         return self.micro_batch_loss(model, inputs)
 
@@ -103,6 +113,8 @@ class HostTrainer(RewardedTrainer):
             *arguments: TRL's others.
             **keywords: TRL's others.
         """
+        if torch.is_grad_enabled():  # the pass that is trained on, not the old policy's or the reference's
+            self.reached.note("log_probs")
         return super()._get_per_token_logps_and_entropies(
             model, input_ids, attention_mask, logits_to_keep, *arguments, **keywords
         )
@@ -211,6 +223,10 @@ class HostTrainer(RewardedTrainer):
         refuse_small(self)
         return super().get_train_dataloader()
 
+    def _calculate_rewards(self, *arguments: Any, **keywords: Any) -> Tensor:
+        self.reached.note("_calculate_rewards")
+        return super()._calculate_rewards(*arguments, **keywords)
+
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         if self.environment_factories is None:  # which bring prompts of their own
             refuse_rows(inputs)
@@ -228,10 +244,12 @@ class HostTrainer(RewardedTrainer):
 
         Of an agent's several turns each is a call, where the prompt is all that was before.
         """
+        self.reached.note("generate")
         return super()._generate_single_turn(prompt_ids, *arguments, **keywords)
 
     def rollout(self, inputs: Any) -> dict[str, Any]:
         """Completions of a batch of prompts with their rewards and log-probs: here TRL's own."""
+        self.reached.note("rollout")
         return super()._generate_and_score_completions(inputs)
 
     def push_to_engine(self, weights: Callable[[NamedWeights], Iterator[tuple[str, Tensor]]]) -> None:

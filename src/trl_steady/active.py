@@ -1,0 +1,91 @@
+"""Which methods a trainer has on: printed when it is built, and checked before its first optimizer step."""
+
+import warnings
+from dataclasses import fields
+from importlib.metadata import version
+from typing import TYPE_CHECKING, Any
+
+from transformers import TrainerCallback
+
+from trl_steady import __version__, host
+from trl_steady.idle import cannot_act
+from trl_steady.methods import METHODS, Method
+
+if TYPE_CHECKING:
+    from trl_steady.config import GRPOConfig
+    from trl_steady.trainer import GRPOTrainer
+
+__all__ = ["FirstStepCheck", "summary"]
+
+
+def summary(trainer: "GRPOTrainer") -> str:
+    """Return lines with the trainer's class and the methods that are on, each with its options."""
+    kind, args = type(trainer), trainer.args
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    base = "" if kind.__module__.startswith("trl_steady.") else " on trl_steady.GRPOTrainer"
+    lines = [f"trl-steady {__version__}, trl {version('trl')}: {name}{base}, loss_type={args.loss_type!r}"]
+    has_engine = trainer.use_vllm or trainer.rollout_func is not None
+    warned = [*cannot_act(args), *([] if has_engine else args.idle_without_engine)]
+    for method in METHODS:
+        if method.is_on(args):
+            is_idle = any(message.startswith(f"{option}=") for option in method.options for message in warned)
+            lines.append(f"  {'cannot act' if is_idle else 'on'}: {_described(method, args)}")
+    return "\n".join(lines if len(lines) > 1 else [*lines, "  on: nothing, it trains as TRL's does"])
+
+
+class FirstStepCheck(TrainerCallback):
+    """Refuses a trainer whose subclass, or whatever else overrides our methods, keeps an option from acting.
+
+    The trainer calls it before the backward pass of each optimizer step's last micro-batch, since DeepSpeed steps in
+    backward, and transformers before each optimizer step, since a `training_step` may be the user's own. The check
+    ends with the first step whose rollout was made here.
+    """
+
+    def __init__(self, trainer: "GRPOTrainer") -> None:
+        self._trainer, self._has_generated, self._is_done = trainer, False, False
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Note whether the step begins with a rollout, and not inside the rollout of a checkpoint."""
+        self._has_generated |= host.is_before_generation(self._trainer)
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Check the methods that the step has reached."""
+        self.check()
+
+    def check(self) -> None:
+        """Refuse options that cannot have acted in this optimizer step; warn of those that are on by default.
+
+        Raises:
+            ValueError: naming the class, the method that it overrides, the option and its value.
+        """
+        if self._is_done:
+            return
+        lost: dict[str, list[Method]] = {}
+        args = self._trainer.args
+        for method in METHODS:
+            if method.is_on(args):
+                for name in self._trainer.reached.missing(method.acts_in, has_generated=self._has_generated):
+                    lost.setdefault(name, []).append(method)
+        by_default = {method for methods in lost.values() for method in methods if _is_default(method, args)}
+        for name, methods in lost.items():
+            asked = [method for method in methods if method not in by_default]
+            why, way_out = self._trainer.reached.why(name)
+            options = [option for method in asked or methods for option in method.options]
+            message = (
+                f"{why}, so this would have no effect: {'; '.join(_described(m, args) for m in asked or methods)}. "
+                f"{way_out}, or "
+            )
+            if asked:
+                raise ValueError(f"{message}leave {' and '.join(dict.fromkeys(options))} at TRL's defaults.")
+            if self._trainer.accelerator.is_main_process:
+                warnings.warn(f"{message}set trim_padding=False.", UserWarning, stacklevel=2)
+        self._is_done = self._has_generated
+
+
+def _described(method: Method, args: "GRPOConfig") -> str:
+    return f"{method.name}: {', '.join(f'{option}={getattr(args, option)!r}' for option in method.options)}"
+
+
+def _is_default(method: Method, args: "GRPOConfig") -> bool:
+    defaults = {option.name: option.default for option in fields(args)}
+    return all(getattr(args, option) == defaults[option] for option in method.options)

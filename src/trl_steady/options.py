@@ -1,0 +1,167 @@
+"""Options of `GRPOConfig` on the launcher's command line, and on that of a script which may not read them."""
+
+import contextlib
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, field, fields, make_dataclass
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import yaml
+from transformers import HfArgumentParser
+
+from trl_steady.config import GRPOConfig
+from trl_steady.methods import METHODS
+from trl_steady.spelling import near
+
+__all__ = ["given_to_script", "is_option", "parse_settings", "refuse_dropped"]
+
+_FIELDS = {option.name: option for option in fields(GRPOConfig) if option.init}
+_TYPES = get_type_hints(GRPOConfig)
+# The options that a script's own arguments are searched for: those that GRPOConfig declares itself and those of our
+# methods. A name of one word (beta, epsilon) and TRL's other options may be something of the script's own.
+_OURS = sorted(
+    name for name in {*vars(GRPOConfig)["__annotations__"], *(o for m in METHODS for o in m.options)} if "_" in name
+)
+_ABSENT = object()
+
+
+def is_option(name: str) -> bool:
+    """Return whether `GRPOConfig` has an option of this name."""
+    return name in _FIELDS
+
+
+def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
+    """Return the options of `--set NAME=VALUE`, with values as TRL's command line reads them.
+
+    `None` or `null` is None for an option that can be None. The items of a list stand between commas or blanks.
+
+    Raises:
+        ValueError: no such option, or a value that is not of its type.
+    """
+    options: dict[str, Any] = {}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not equals:
+            raise ValueError(f"--set {setting!r} has no value. Write --set NAME=VALUE.")
+        if name not in _FIELDS:
+            raise ValueError(f"--set {setting}: GRPOConfig has no option {name!r}.{near(name, list(_FIELDS))}")
+        try:
+            options[name] = _read(name, text)
+        except ValueError as error:
+            raise ValueError(f"--set {setting}: {error}") from None
+    return options
+
+
+def given_to_script(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return the options of ours among a script's arguments and in the YAML file of its `--config`.
+
+    A value that is not of its option's type stays text, which no config has.
+    """
+    given: dict[str, Any] = {}
+    path = _parsed("config", str, None, arguments)
+    if isinstance(path, str) and path.endswith((".yaml", ".yml")) and Path(path).is_file():
+        with contextlib.suppress(yaml.YAMLError, UnicodeDecodeError):  # then it is for the script to say
+            content = yaml.safe_load(Path(path).read_text())
+            for name in _OURS if isinstance(content, dict) else []:
+                if name in content:
+                    value = content[name]
+                    given[name] = _or_text(name, [f"--{name}={value}"]) if isinstance(value, str) else value
+    for name in _OURS:
+        value = _or_text(name, arguments)
+        if value is not _ABSENT:
+            given[name] = value
+    return given
+
+
+def refuse_dropped(
+    args: GRPOConfig, settings: Mapping[str, Any], given: Mapping[str, Any], target: Sequence[str]
+) -> None:
+    """Refuse a trainer's config without what was asked for on the command line.
+
+    Args:
+        args: The trainer's config.
+        settings: What `--set` has given to each config, as the config has kept it.
+        given: What the script's arguments ask for.
+        target: The script, or `-m` and a module.
+
+    Raises:
+        ValueError: naming the option, both values and the way out.
+    """
+    for name, value in settings.items():
+        if not _same(getattr(args, name), value):
+            raise ValueError(
+                f"--set {name}={_written(value)} was given, but the trainer's config has "
+                f"{name}={getattr(args, name)!r}. The script changes it after it has built the config: remove that."
+            )
+    for name, value in given.items():
+        if name not in settings and not _same(getattr(args, name), value):
+            command = f"trl-steady run --set {shlex.quote(f'{name}={_written(value)}')} {shlex.join(target)}"
+            raise ValueError(
+                f"{target[-1]} was given {name}={value!r} on its command line or in its --config, but the trainer's "
+                f"config has {name}={getattr(args, name)!r}: the script does not read the option. In the script write "
+                f"GRPOConfig(..., {name}={value!r}), or run `{command}`, which sets it whatever the script does."
+            )
+
+
+class _Parser(HfArgumentParser):
+    def error(self, message: str) -> Any:
+        raise ValueError(message.split(": ", 1)[-1])
+
+
+def _parsed(name: str, of_type: Any, default: Any, arguments: Sequence[str]) -> Any:
+    """Return what TRL's parser would make of one option among these arguments, `_ABSENT` if it is not there.
+
+    Raises:
+        ValueError: the value is not of the option's type.
+    """
+    option = field(default_factory=lambda: default) if isinstance(default, list | dict) else field(default=default)
+    options: Any = make_dataclass("Options", [(name, of_type, option)])
+    parser = _Parser(options, add_help=False, allow_abbrev=False)
+    parser.set_defaults(**{name: _ABSENT})
+    return getattr(parser.parse_known_args(list(arguments))[0], name)
+
+
+def _default(name: str) -> Any:
+    option = _FIELDS[name]
+    return option.default if option.default_factory is MISSING else option.default_factory()
+
+
+def _or_text(name: str, arguments: Sequence[str]) -> Any:
+    """Return what `_parsed` returns, and for a value of another type its text."""
+    try:
+        return _parsed(name, _TYPES[name], _default(name), arguments)
+    except ValueError:
+        if _TYPES[name] is bool:  # a bare flag of the script's, before an argument
+            return True
+    try:
+        return " ".join(_parsed(name, list[str], None, arguments))
+    except ValueError:  # without any value
+        return ""
+
+
+def _read(name: str, text: str) -> Any:
+    kinds = get_args(_TYPES[name]) or (_TYPES[name],)
+    if text in ("None", "null") and NoneType in kinds:
+        return None
+    if text.startswith("{") and any(get_origin(kind) is dict or kind is dict for kind in kinds):
+        return json.loads(text)
+    is_list = str not in kinds and any(get_origin(kind) is list for kind in (*kinds, _TYPES[name]))
+    words = [word for word in re.split(r"[,\s]+", text.strip("[]() ")) if word] if is_list else []
+    arguments = [f"--{name}", *words] if is_list else [f"--{name}={text}"]
+    return _parsed(name, _TYPES[name], _default(name), arguments)
+
+
+def _same(has: Any, asked: Any) -> bool:
+    if isinstance(has, list | tuple) and isinstance(asked, list | tuple):
+        return list(has) == list(asked)
+    return has == asked
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return json.dumps(value) if isinstance(value, dict) else str(value)
