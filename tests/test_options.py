@@ -1,4 +1,4 @@
-"""Options on the command line of `trl-steady run`: set by the launcher, or given to a script that does not read them."""
+"""Options on the command line of `trl-steady run`: set by the launcher, or given to a script that drops them."""
 
 import os
 import subprocess
@@ -79,34 +79,46 @@ def test_a_yaml_that_the_script_does_not_read_is_refused(scripts: Scripts) -> No
         assert options.given_to_script(["--config", str(path)]) == {}
 
 
-def test_what_is_set_is_set_before_the_checks(scripts: Scripts, capsys: pytest.CaptureFixture[str]) -> None:
-    """So that the paper's clip range follows, in a subclass and a copy of the config too."""
-    config = """
-    import dataclasses
-    @dataclasses.dataclass
-    class Own(GRPOConfig):
-        mine: int = 1
-        def __post_init__(self):
-            super().__post_init__()
-    GRPOConfig = lambda *arguments, **options: dataclasses.replace(Own(*arguments, **options), mine=2)
-    """
-    check = "assert (args.mine, args.loss_type, args.epsilon, args.top_k, args.temperature) == (2, 'gspo', 3e-4, 5, 0.9)"
-    settings = ["--set", "loss_type=gspo", "--set=top_k=5"]
-    ending = f"trainer.train = lambda: None\n{check}\nargs, trainer.train"
-    assert scripts.run(IMPORTS["from trl"], config, settings=settings, build="", temperature=0.9, max_steps=1) == 0
-    path = scripts.folder / "script.py"
-    assert "'ratio/sequence_mean'" in capsys.readouterr().out
-    path.write_text(path.read_text().replace("trainer.train()", f"{ending}"))
-    from trl_steady import cli
+OWN_CONFIG = """
+import dataclasses
+@dataclasses.dataclass
+class Own(GRPOConfig):
+    mine: int = 1
+    def __post_init__(self):
+        super().__post_init__()
+def copied(*arguments, **options):
+    return dataclasses.replace(Own(*arguments, **options), mine=2, generation_batch_size=None)
+"""
+CHECK = """
+assert (args.loss_type, args.epsilon, args.top_k, args.temperature) == ("gspo", 3e-4, 5, 0.9)
+assert getattr(args, "mine", 2) == 2
+"""
 
-    assert cli.main(["run", *settings, str(path), "--loss_type", "dapo"]) == 0  # what is set goes before what is given
-    with pytest.raises(AssertionError):
-        cli.main(["run", str(path)])
+
+@pytest.mark.parametrize(("own", "config"), [("", "GRPOConfig"), (OWN_CONFIG, "copied")], ids=["ours", "a copy"])
+def test_what_is_set_is_set_before_the_checks(
+    own: str, config: str, scripts: Scripts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So that the paper's clip range follows. It goes before what the script is given."""
+    settings, arguments = ["--set", "loss_type=gspo", "--set=top_k=5"], ["--loss_type", "dapo"]
+    train = f"""
+    from pathlib import Path
+    from tests import tiny
+    args = tiny.arguments({config}, Path({str(scripts.folder)!r}), temperature=0.9, max_steps=1)
+    {CHECK.strip().replace(chr(10), chr(10) + "    ")}
+    data = {{"train_dataset": tiny.dataset(), "processing_class": tiny.tokenizer()}}
+    GRPOTrainer({str(scripts.model)!r}, reward_funcs=tiny.reward, args=args, **data).train()
+    """
+    parts = (IMPORTS["from trl"], own, train)
+    assert scripts.run(*parts, trainer="", settings=settings, arguments=arguments) == 0
+    assert "'ratio/sequence_mean'" in capsys.readouterr().out
 
 
 def test_what_the_script_changes_afterwards_is_refused(scripts: Scripts) -> None:
     late = "Trainer = lambda *a, args, **k: (setattr(args, 'loss_type', 'grpo'), GRPOTrainer(*a, args=args, **k))[1]"
-    with pytest.raises(ValueError, match=r"--set loss_type=gspo was given, but the trainer's config has loss_type='gr"):
+    with pytest.raises(
+        ValueError, match=r"--set loss_type=gspo was given, but the trainer's config has loss_type='gr"
+    ):
         scripts.run(IMPORTS["from trl"], late, trainer="Trainer", settings=["--set", "loss_type=gspo"])
 
 

@@ -1,4 +1,4 @@
-"""Whatever keeps micro-batches from our methods is refused before the first optimizer step, without the launcher too."""
+"""What keeps micro-batches from our methods is refused before the first optimizer step, launcher or not."""
 
 import functools
 import re
@@ -183,6 +183,17 @@ def test_what_acts_elsewhere_is_looked_for_there(
     assert f"{next(iter(options.items()))[0]}=" in said or f"{list(options)[-1]}=" in said
 
 
+def test_step_rewards_that_a_rollout_would_drop_are_refused(models: Models, tmp_path: Path) -> None:
+    """Without an option that asks for them."""
+
+    def in_steps(completion_ids: list[list[int]], **_: Any) -> list[trl_steady.StepRewards]:
+        return [trl_steady.StepRewards.at_tokens([1.0], [len(ids)]) for ids in completion_ids]
+
+    trainer = build(OwnRollout, models["dense"], tmp_path, loss_type="gspo_token")
+    trainer.reward_funcs = [in_steps]
+    assert "returned StepRewards, but OwnRollout makes its rollouts without calling super()" in refused(trainer)
+
+
 class Sometimes(trl_steady.GRPOTrainer):
     """Ours in the last micro-batch of an optimizer step only."""
 
@@ -212,9 +223,7 @@ def test_what_calls_ours_trains(kind: type, models: Models, tmp_path: Path) -> N
     assert "ratio/sequence_mean" in trained.state.log_history[0]
 
 
-def test_it_comes_before_the_backward_pass(
-    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_it_comes_before_the_backward_pass(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """In which DeepSpeed takes the optimizer's step."""
     trainer = build(OwnLoss, models["dense"], tmp_path, **GSPO)
     monkeypatch.setattr(trainer.accelerator, "backward", lambda *_, **__: pytest.fail("backward"))

@@ -97,6 +97,11 @@ class StepwiseTrainer(BudgetedTrainer):
 
     def _refuse_where_ignored(self, name: str) -> None:
         returned = f"reward function {name!r} returned StepRewards, but"
+        if self.model.training and "rollout" not in self.reached:
+            raise ValueError(
+                f"{returned} {type(self).__name__} makes its rollouts without calling super(), where they become "
+                "advantages. Call super() in the method that makes them, or return one float a completion."
+            )
         level = self.importance_sampling_level
         if not self.args.takes_token_advantages(self.loss_type, level):
             loss = "loss_type='gspo'" if self.loss_type == "gspo" else f"importance_sampling_level={level!r}"

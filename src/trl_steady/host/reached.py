@@ -57,9 +57,9 @@ class Reached:
         """
         found: dict[str, None] = {}
         for method in methods:
-            if self._has(method) or (method in _IN_ROLLOUTS and not has_generated):
+            if method in self or (method in _IN_ROLLOUTS and not has_generated):
                 continue
-            while method in _CALLERS and not self._has(_CALLERS[method]):
+            while method in _CALLERS and _CALLERS[method] not in self:
                 method = _CALLERS[method]
             found[method] = None
         return list(found)
@@ -81,7 +81,7 @@ class Reached:
                 return f"{whose} {verb} {name} without calling super()", f"Call super().{name}(...)"
         return f"{_name(kind)} trains without calling {method}", f"Call {method} where it overrides what TRL calls"
 
-    def _has(self, method: str) -> bool:
+    def __contains__(self, method: str) -> bool:
         return _HOOKS.get(method, method) in self._names
 
 
