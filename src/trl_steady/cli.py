@@ -22,10 +22,9 @@ usage: trl-steady COMMAND ...
   methods                                     what trl-steady adds: setting, paper and page of the documentation
   env                                         versions, devices, and what this installation can use; for bug reports
 
-LAUNCH OPTIONS are
+LAUNCH OPTIONS are those of `accelerate launch`, and
   --set NAME=VALUE     set this option of every GRPOConfig that the script builds; may be repeated
   --accelerate_config  a file, or the name of one of TRL's (fsdp2, multi_gpu, single_gpu, zero2, zero3, ...)
-  and those of `accelerate launch`.
 With none but --set, `run` runs in this very process, as python would.
 `accelerate launch [LAUNCH OPTIONS] -m trl_steady run [--set NAME=VALUE] SCRIPT [ARGUMENTS]` does the same.
 
