@@ -1,6 +1,5 @@
 """What options cannot be together, each refusal with the way out."""
 
-import difflib
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
@@ -19,7 +18,6 @@ __all__ = [
     "SEQUENCE_RATIO_LOSS_TYPES",
     "TRLS_OPTIONS",
     "beyond_sets",
-    "meant",
     "refuse_contradictions",
     "refuse_means_over_micro_batches",
     "reweights",
@@ -44,13 +42,6 @@ def trl_default(name: str) -> Any:
     """TRL's default of an option, read from TRL, so that it moves with TRL."""
     option = TRLS_OPTIONS[name]
     return option.default_factory() if option.default_factory is not MISSING else option.default
-
-
-def meant(given: Any, names: Sequence[Any]) -> str:
-    """Return " Did you mean ...?" for the name that is most like what was given, "" where none is."""
-    by_case = {name.lower(): name for name in names if isinstance(name, str)}
-    near = difflib.get_close_matches(str(given).lower(), by_case, n=1, cutoff=0.75)
-    return f" Did you mean {by_case[near[0]]!r}?" if near else ""
 
 
 # Options of generation that leave tokens out, where they do.

@@ -115,7 +115,7 @@ def _no_command(command: str) -> str:
 
     if Path(command).is_file():
         return f"no command {command!r}. Did you mean trl-steady run {command}?"
-    return f"no command {command!r}.{near(command, _COMMANDS)} trl-steady --help lists the commands."
+    return f"no command {command!r}.{near(command, _COMMANDS, '{}')} trl-steady --help lists the commands."
 
 
 def _leading_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -151,7 +151,7 @@ def _refuse(message: str) -> NoReturn:
 def _unrecognized(names: Sequence[str], known: Sequence[str]) -> str:
     from trl_steady.spelling import near
 
-    hints = "".join(dict.fromkeys(near(name, known, "--") for name in names))
+    hints = "".join(dict.fromkeys(near(name, known, "--{}") for name in names))
     return f"unrecognized arguments: {' '.join(f'--{name}' for name in names)}.{hints}"
 
 

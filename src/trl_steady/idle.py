@@ -12,9 +12,9 @@ from trl_steady.checks import (
     OPTIONS_OF_OTHER_LOSSES,
     TRLS_OPTIONS,
     beyond_sets,
-    meant,
     trl_default,
 )
+from trl_steady.spelling import near
 
 if TYPE_CHECKING:
     from trl_steady.config import GRPOConfig
@@ -257,7 +257,7 @@ def _generated(args: "GRPOConfig") -> list[str]:
         names = vars(GenerationConfig())
         messages += [
             f"{name}={given[name]!r} in generation_kwargs cannot act: transformers' GenerationConfig has no {name!r}."
-            f"{meant(name, list(names))} Leave it unset, or use a name that it has."
+            f"{near(name, names)} Leave it unset, or use a name that it has."
             for name in given
             if name not in names
         ]

@@ -8,7 +8,8 @@ import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from trl_steady.checks import NATIVE_LOSS_TYPES, SEQUENCE_RATIO_LOSS_TYPES, meant
+from trl_steady.checks import NATIVE_LOSS_TYPES, SEQUENCE_RATIO_LOSS_TYPES
+from trl_steady.spelling import near
 
 if TYPE_CHECKING:
     from trl_steady.config import GRPOConfig
@@ -141,7 +142,7 @@ def refuse_out_of_range(args: "GRPOConfig") -> None:
         value = getattr(args, option)
         if not _works(value, types[option], choices.__contains__):
             expected = [*(repr(choice) for choice in choices if isinstance(choice, str)), _NONE_IS.get(option)]
-            _refuse(option, value, _listed([each for each in expected if each]), meant(value, choices))
+            _refuse(option, value, _listed([each for each in expected if each]), near(value, choices))
     for option, holds, expected in _RANGES:
         value, kinds = getattr(args, option), _kinds(types[option])
         is_flag = isinstance(value, bool) and bool not in kinds  # Python takes it for 0 or 1
