@@ -232,7 +232,8 @@ def live(layer: Layer) -> Layer:
     alone = Layer(layer.name, layer.block, layer.router, layer.arguments, layer.keywords, layer.logits)
     outputs = layer.router(*layer.arguments, **layer.keywords)
     if hasattr(layer.block, "route_tokens_to_experts"):  # Dbrx's decides in the block
-        weights, indices = layer.block.route_tokens_to_experts(outputs)
+        decided = layer.block.route_tokens_to_experts(outputs)
+        indices, weights = sorted(decided, key=torch.is_floating_point)  # whose order is another below 5.14
         alone.gates = _dense(layer, indices, weights)
     else:
         alone.gates = _of_outputs(layer, outputs)
