@@ -110,9 +110,21 @@ def _build(name: str, **options: Any) -> PreTrainedModel:
     except Exception as error:
         if IS_TOLD:
             raise
-        pytest.skip(f"another transformers wants another config: {error}")
+        pytest.skip(f"transformers {transformers.__version__} wants another config: {error!r}")
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    if not IS_TOLD:
+        _plain(model, _batch())
     return model
+
+
+def _plain(model: PreTrainedModel, batch: Batch, **options: Any) -> Computed:
+    """A pass with padding, in which no code of ours runs; another transformers may fail in it."""
+    try:
+        return _compute(model, model, batch, **options)
+    except Exception as error:
+        if IS_TOLD:
+            raise
+        pytest.skip(f"transformers {transformers.__version__} cannot run this model: {error!r}")
 
 
 def _compute(call: Callable[..., Any], model: PreTrainedModel, batch: Batch, **options: Any) -> Computed:
@@ -271,7 +283,7 @@ def test_packed_with_gradient_checkpointing(name: str) -> None:
 @pytest.mark.parametrize("name", sorted(BALANCED.intersection(families.names())))
 def test_load_balancing(name: str) -> None:
     model, batch = _build(name), _batch()
-    expected = _compute(model, model, batch, output_router_logits=True)
+    expected = _plain(model, batch, output_router_logits=True)
     assert expected.aux_loss is not None
     _assert_same(_without_padding(model, traits(model), batch, output_router_logits=True)[0], expected)
 
