@@ -90,7 +90,12 @@ class CheckpointingTrainer(MeasuringTrainer):
         if self.args.push_to_hub:
             super()._push_from_checkpoint(str(checkpoint))
         if self.args.should_save:
-            _rotate(self, run)
+            trainer_utils.rotate_checkpoints(
+                output_dir=run,
+                save_total_limit=self.args.save_total_limit,
+                best_model_checkpoint=self.state.best_model_checkpoint,
+                use_mtime=True,
+            )
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if not self._writes_checkpoint:
@@ -214,16 +219,3 @@ def _publish(unfinished: Path, checkpoint: Path) -> None:
         os.replace(checkpoint, unfinished.parent / "replaced")
     os.replace(unfinished, checkpoint)
     shutil.rmtree(unfinished.parent, ignore_errors=True)
-
-
-def _rotate(trainer: CheckpointingTrainer, run: str) -> None:
-    """Delete older checkpoints than `save_total_limit` allows for, as transformers does."""
-    if hasattr(trainer_utils, "rotate_checkpoints"):
-        trainer_utils.rotate_checkpoints(
-            output_dir=run,
-            save_total_limit=trainer.args.save_total_limit,
-            best_model_checkpoint=trainer.state.best_model_checkpoint,
-            use_mtime=True,
-        )
-    else:  # older transformers
-        getattr(trainer, "_rotate_checkpoints")(use_mtime=True, output_dir=run)  # noqa: B009

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 from torch import Tensor
+from transformers.core_model_loading import revert_weight_conversion
 
 __all__ = ["not_loaded", "refuse_another_model", "saved_otherwise"]
 
@@ -17,10 +18,6 @@ def saved_otherwise(model: torch.nn.Module) -> list[str]:
     transformers 5 fuses experts when it loads a model, and takes them apart when it saves it; a checkpoint that the
     Trainer loads goes by the names in memory. Only names and shapes are converted here, no tensor is copied.
     """
-    try:
-        from transformers.core_model_loading import revert_weight_conversion
-    except ImportError:  # before transformers 5
-        return []
     tensors = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     plain: Any = model
     saved = revert_weight_conversion(plain, {name: tensor.to("meta") for name, tensor in tensors.items()})
