@@ -23,8 +23,8 @@ gc.freeze()
 
 Sets = list[list[int]]
 
-# Scores of up to 20 nats in float32 have steps of 2e-6, and what sums up to them has been rounded several times.
-CLOSE: dict[str, float] = {"rtol": 1e-5, "atol": 1e-5}
+# Scores of up to 20 nats in float32 have steps of 2e-6, and tens of sums that lead to them have been rounded.
+CLOSE: dict[str, float] = {"rtol": 1e-5, "atol": 1e-4}
 
 
 class Drawn(NamedTuple):

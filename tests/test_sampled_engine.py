@@ -17,7 +17,8 @@ from trl.generation.vllm_client import VLLMClient
 from tests import agent, engines, routed_oracle, tiny
 from tests.engines import MASKED, ROUTED, SPARSE, TOKENS, Build, Engine, Server, Sets, chosen, kept
 from tests.headroom import within
-from tests.routed import CLOSE, Row, oracles
+from tests.routed import Row, oracles
+from tests.sampled import CLOSE
 from tests.sampling import oracle
 from trl_steady.host import engine as host_engine
 from trl_steady.host.engine import KEPT_TOKENS, ROUTES, CapturingGeneration
