@@ -13,6 +13,7 @@ import trl
 import trl_steady
 from tests import tiny
 from tests.test_training import rollout as engine
+from trl_steady import active
 
 Models = dict[str, Path]
 
@@ -113,15 +114,35 @@ WAYS = {
     OwnCompute: "OwnCompute overrides compute_loss without calling super()",
     Mixed: "Mixin overrides compute_loss without calling super()",
     OwnStep: "OwnStep overrides training_step without calling super()",
-    InTrainingOnly: "InTrainingOnly overrides compute_loss without calling super()",
 }
 
 
 @pytest.mark.parametrize(("kind", "said"), WAYS.items(), ids=[kind.__name__ for kind in WAYS])
 def test_it_is_named_wherever_it_is(kind: type, said: str, models: Models, tmp_path: Path) -> None:
+    assert said in refused(build(kind, models["dense"], tmp_path, **GSPO))
+
+
+class WarmingUp(trl_steady.GRPOTrainer):
+    def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Any:
+        if self.state.global_step < 2:
+            return OwnLoss._compute_loss(self, model, inputs)  # type: ignore[arg-type]
+        return super().compute_loss(model, inputs, *arguments, **keywords)
+
+
+def test_an_override_that_calls_super_under_a_condition_has_some_steps(
+    models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """An evaluation before the first step reaches our loss, but trains nothing."""
-    options = {"eval_on_start": True, "eval_strategy": "steps"} if kind is InTrainingOnly else {}
-    assert said in refused(build(kind, models["dense"], tmp_path, **GSPO, **options))
+    monkeypatch.setattr(active, "PATIENCE", 2)
+    said = "In the first optimizer step .*overrides compute_loss without calling super.*an error after 2 such steps"
+    with pytest.warns(UserWarning, match=said):
+        warming = tiny.train(build(WarmingUp, models["dense"], tmp_path, **GSPO, args={"max_steps": 4}))
+    assert warming.state.global_step == 4
+    never = {"eval_on_start": True, "eval_strategy": "steps", "args": {"max_steps": 4}}
+    trainer = build(InTrainingOnly, models["dense"], tmp_path, **GSPO, **never)
+    with pytest.warns(UserWarning, match=said), pytest.raises(ValueError, match="InTrainingOnly overrides compute_l"):
+        trainer.train()
+    assert trainer.state.global_step == 2
 
 
 def test_an_attribute_of_the_trainer_is_named(models: Models, tmp_path: Path) -> None:

@@ -15,7 +15,10 @@ if TYPE_CHECKING:
     from trl_steady.config import GRPOConfig
     from trl_steady.trainer import GRPOTrainer
 
-__all__ = ["FirstStepCheck", "summary"]
+__all__ = ["PATIENCE", "FirstStepCheck", "summary"]
+
+PATIENCE = 10
+"""Optimizer steps that an override which calls `super()` under a condition may leave out at first."""
 
 
 def summary(trainer: "GRPOTrainer") -> str:
@@ -39,14 +42,19 @@ class FirstStepCheck(TrainerCallback):
     The trainer calls it before the backward pass of each optimizer step's last micro-batch, since DeepSpeed steps in
     backward, and transformers before each optimizer step, since a `training_step` may be the user's own. The check
     ends with the first step whose rollout was made here.
+
+    An override that calls `super()` under a condition, such as one that skips groups without an advantage, may leave
+    out the first step. It gets a warning, and `PATIENCE` steps.
     """
 
     def __init__(self, trainer: "GRPOTrainer") -> None:
         self._trainer, self._has_generated, self._is_done = trainer, False, False
+        self._steps, self._warned = 0, set[str]()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Note whether the step begins with a rollout, and not inside the rollout of a checkpoint."""
         self._has_generated |= host.is_before_generation(self._trainer)
+        self._steps += 1
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Check the methods that the step has reached."""
@@ -67,6 +75,7 @@ class FirstStepCheck(TrainerCallback):
                 for name in self._trainer.reached.missing(method.acts_in, has_generated=self._has_generated):
                     lost.setdefault(name, []).append(method)
         by_default = {method for methods in lost.values() for method in methods if _is_default(method, args)}
+        waits = False
         for name, methods in lost.items():
             asked = [method for method in methods if method not in by_default]
             why, way_out = self._trainer.reached.why(name)
@@ -75,11 +84,20 @@ class FirstStepCheck(TrainerCallback):
                 f"{why}, so this would have no effect: {'; '.join(_described(m, args) for m in asked or methods)}. "
                 f"{way_out}, or "
             )
-            if asked:
-                raise ValueError(f"{message}leave {' and '.join(dict.fromkeys(options))} at TRL's defaults.")
-            if self._trainer.accelerator.is_main_process:
-                warnings.warn(f"{message}set trim_padding=False.", UserWarning, stacklevel=2)
-        self._is_done = self._has_generated
+            message += (
+                f"leave {' and '.join(dict.fromkeys(options))} at TRL's defaults."
+                if asked
+                else ("set trim_padding=False.")
+            )
+            is_conditional = self._steps <= PATIENCE and self._trainer.reached.calls_super(name)
+            if asked and not is_conditional:
+                raise ValueError(message)
+            waits |= bool(asked)
+            if self._trainer.accelerator.is_main_process and name not in self._warned:
+                so_far = f"In the first optimizer step {message} It is an error after {PATIENCE} such steps."
+                warnings.warn(so_far if asked else message, UserWarning, stacklevel=2)
+            self._warned.add(name)
+        self._is_done = self._has_generated and not waits
 
 
 def _described(method: Method, args: "GRPOConfig") -> str:

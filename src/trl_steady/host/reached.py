@@ -1,5 +1,6 @@
 """Which of our methods a training run has reached, and who keeps it from reaching one."""
 
+import inspect
 from collections.abc import Collection
 
 import trl
@@ -80,6 +81,13 @@ class Reached:
                 verb = "override" if len(classes) > 1 else "overrides"
                 return f"{whose} {verb} {name} without calling super()", f"Call super().{name}(...)"
         return f"{_name(kind)} trains without calling {method}", f"Call {method} where it overrides what TRL calls"
+
+    def calls_super(self, method: str) -> bool:
+        """Return whether all overrides on the way to a method call `super()`, perhaps under a condition."""
+        names = filter(None, (method, _HOOKS.get(method), _ABOVE.get(method)))
+        own = [vars(base).get(name) for name in names for base in type(self._trainer).__mro__]
+        codes = [getattr(inspect.unwrap(each), "__code__", None) for each in own if each and not _is_known(each)]
+        return bool(codes) and all(code and "super" in code.co_names for code in codes)
 
     def __contains__(self, method: str) -> bool:
         return _HOOKS.get(method, method) in self._names
