@@ -6,13 +6,14 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import transformers
 
 import trl_steady
-from tests import resumable, tiny
-from trl_steady.host.window import WINDOW_OPTIONS
+from tests import agent, resumable, tiny
+from trl_steady.host.window import WINDOW_OPTIONS, different, window_settings
 
 # Options that shape neither a rollout nor the objective that it was made for.
 ENGINES_AND_MEMORY = (
@@ -165,6 +166,75 @@ def test_what_does_not_shape_a_rollout_may_differ(
     other = build(models["dense"], tmp_path, **options)
     other.train(resume_from_checkpoint=str(run / "checkpoint-3"))
     assert other.state.global_step == 5
+
+
+BIAS = {(1, 2): -10.0, (3,): 1.0}
+NOT_JSON: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "keys": (
+        {"generation_kwargs": {"sequence_bias": BIAS}},
+        {"generation_kwargs": {"sequence_bias": {(1, 2): 0.0}}},
+        "generation_kwargs",
+    ),
+    "array": ({"reward_weights": np.array([1.0])}, {"reward_weights": np.array([2.0])}, "reward_weights"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:sampling leaves tokens out")
+@pytest.mark.parametrize("case", NOT_JSON)
+def test_values_that_are_not_json_are_saved_and_compared(models: dict[str, Path], tmp_path: Path, case: str) -> None:
+    options, others, name = NOT_JSON[case]
+    tiny.train(build(models["dense"], tmp_path, **{**options, "max_steps": 3}))
+    checkpoint = str(tmp_path / "checkpoint-3")
+    with pytest.raises(ValueError, match=rf"began with {name}=.*this run has {name}="):
+        build(models["dense"], tmp_path, **others).train(resume_from_checkpoint=checkpoint)
+    again: Any = build(models["dense"], tmp_path, **options)
+    again.train(resume_from_checkpoint=checkpoint)
+    assert again.state.global_step == 5
+
+
+@pytest.mark.parametrize(
+    ("value", "equal", "other"),
+    [
+        ({1: 2, "a": 3}, {"a": 3, 1: 2}, {1: 2, "a": 4}),
+        ({3, 1, "a"}, {"a", 1, 3}, {3, 1}),
+        ((1, np.float32(0.5)), [1, 0.5], [1, 0.25]),
+        (torch.tensor([1, 2]), np.array([1, 2]), torch.tensor([2, 1])),
+        (np.float32, np.float32, np.float64),
+    ],
+)
+def test_equal_values_are_equal_in_any_order_and_type(
+    models: dict[str, Path], tmp_path: Path, value: Any, equal: Any, other: Any
+) -> None:
+    trainer = build(models["dense"], tmp_path)
+    settings: list[dict[str, Any]] = []
+    for each in (value, equal, other):
+        trainer.args.generation_kwargs = {"own": each}
+        settings.append(window_settings(trainer))
+    assert different(settings[0], settings[1]) == []
+    assert different(settings[0], settings[2]) == ["generation_kwargs"]
+
+
+@pytest.mark.parametrize("option", ["min_p", "bf16", "fp16", "disable_dropout"])
+def test_none_is_the_same_as_off(models: dict[str, Path], tmp_path: Path, option: str) -> None:
+    """Also in a checkpoint that an earlier version wrote."""
+    here = window_settings(build(models["dense"], tmp_path))
+    off, on = (0.0, 0.1) if option == "min_p" else (False, True)
+    assert different({**here, option: None}, {**here, option: off}) == []
+    assert different({**here, option: None}, {**here, option: on}) == [option]
+
+
+def test_another_environment_is_another_setting(models: dict[str, Path], tmp_path: Path) -> None:
+    without = build(models["dense"], tmp_path)
+
+    def settings(factories: Any) -> dict[str, Any]:
+        without.environment_factories = factories
+        return window_settings(without)
+
+    one, two = settings({None: agent.Calculator}), settings({"sums": agent.Calculator, "more": agent.AsyncCalculator})
+    assert one["environment_factory"] == "Calculator"
+    assert two["environment_factory"] == {"sums": "Calculator", "more": "AsyncCalculator"}
+    for other in (two, settings({None: agent.AsyncCalculator}), settings(None)):
+        assert different(one, other) == ["environment_factory"]
 
 
 def of_an_older_version(checkpoint: Path) -> None:

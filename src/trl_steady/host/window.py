@@ -1,7 +1,7 @@
 """The settings that a generation window begins with and must end with."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,9 @@ _ACTS_WITH = {
 }
 """Option -> the one without which it does nothing to a rollout."""
 
+_OFF = ("min_p", "bf16", "fp16", "disable_dropout")
+"""Options for which None is the same as 0 or False."""
+
 # which a version that wrote fewer settings wrote only where they were set
 _UNSET = {"keep_sampling_mask": False, "router_replay": None}
 
@@ -84,6 +87,7 @@ def window_settings(trainer: trl.GRPOTrainer) -> dict[str, Any]:
     functions = {
         "reward_funcs": trainer.reward_func_names,
         "tools": trainer.tools,
+        "environment_factory": _environments(trainer),
         "rollout_func": trainer.rollout_func,
     }
     settings = {
@@ -91,15 +95,33 @@ def window_settings(trainer: trl.GRPOTrainer) -> dict[str, Any]:
         **functions,
         "num_iterations": trainer.num_iterations,
         "scale_rewards": trainer.scale_rewards,  # True and "group" are one
-        "reward_weights": args.reward_weights or [1.0] * len(trainer.reward_func_names),
+        "reward_weights": _plain(args.reward_weights) or [1.0] * len(trainer.reward_func_names),
         "processes": trainer.accelerator.num_processes,
     }
-    settings = {name: None if value == {} else value for name, value in settings.items()}
-    return json.loads(json.dumps(settings, sort_keys=True, default=_name))
+    plain = {name: _plain(value) for name, value in settings.items()}
+    return json.loads(json.dumps({name: None if value == {} else value for name, value in plain.items()}))
 
 
-def _name(value: Any) -> str:
-    return getattr(value, "__name__", type(value).__name__)
+def _environments(trainer: trl.GRPOTrainer) -> Any:
+    """Return `environment_factory` as the trainer was given it."""
+    factories = trainer.environment_factories
+    return factories[None] if factories and factories.keys() == {None} else factories
+
+
+def _plain(value: Any) -> Any:
+    """Return a value as JSON types. Functions and objects become names."""
+    if value is None or isinstance(value, (str, int, float)):
+        return value
+    if isinstance(value, Mapping):
+        return {key if isinstance(key, str) else json.dumps(_plain(key)): _plain(own) for key, own in value.items()}
+    if isinstance(value, Set):
+        return sorted(map(_plain, value), key=json.dumps)
+    if isinstance(value, Sequence):
+        return [_plain(own) for own in value]
+    name = getattr(value, "__name__", None)
+    if name is None and hasattr(value, "tolist"):  # arrays, tensors and NumPy's numbers
+        return _plain(value.tolist())
+    return name or type(value).__name__
 
 
 def different(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
@@ -112,7 +134,9 @@ def different(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
 
 
 def _value(name: str, value: Any) -> Any:
-    return value != 0 if name == "beta" else value  # another coefficient is fine; reference log-probs exist or not
+    if name == "beta":  # another coefficient is fine; reference log-probs exist or not
+        return value != 0
+    return value or None if name in _OFF else value
 
 
 def refuse_other_settings(checkpoint: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
