@@ -1,5 +1,6 @@
 """Checkpoints of another model than the trainer's, and models that transformers saves under other names."""
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import transformers
 from safetensors import safe_open
 
 from tests import resumable, tiny
-from trl_steady.host.weights import saved_otherwise
+from trl_steady.host.weights import refuse_another_model, saved_otherwise
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4, "max_steps": 4}
 BEST: dict[str, Any] = {
@@ -110,6 +111,22 @@ def test_a_checkpoint_of_another_model_is_refused_for_what_it_is(
     assert trainer.state.global_step == 0
     if case != "another size":  # which torch has loaded in part by then
         assert resumable.differences(before, tiny.parameters(trainer)) == []
+
+
+@pytest.mark.parametrize("kind", ["whole", "adapter"])
+def test_an_adapter_in_a_folder_of_a_checkpoint_is_not_what_the_checkpoint_holds(
+    models: dict[str, Path], tmp_path: Path, runs: dict[str, Path], kind: str
+) -> None:
+    """A whole model beside an adapter is whole. A folder counts only if it is all there is."""
+    (tmp_path / "another").mkdir()
+    shutil.copy(runs["adapter"] / "adapter_config.json", tmp_path / "another")
+    if kind == "whole":
+        shutil.copy(runs["whole"] / "config.json", tmp_path)
+    model = tiny.trainer(models["dense"], tmp_path, lora=kind == "adapter").model
+    other = tiny.trainer(models["dense"], tmp_path, lora=kind != "adapter").model
+    refuse_another_model(tmp_path, model)
+    with pytest.raises(ValueError, match="holds a whole model" if kind == "whole" else "holds an adapter"):
+        refuse_another_model(tmp_path, other)
 
 
 def saved(name: str, folder: Path) -> Path:

@@ -37,10 +37,12 @@ def refuse_another_model(checkpoint: Path, model: torch.nn.Module) -> None:
     Raises:
         ValueError: naming what the checkpoint holds and what this run trains.
     """
-    adapter = next((file for pattern in ("", "*/") for file in checkpoint.glob(f"{pattern}adapter_config.json")), None)
-    file = adapter or checkpoint / "config.json"
-    if not file.is_file():  # the shards of FSDP, which torch holds against the model
+    # PEFT saves an adapter that is not named "default" in a folder of that name
+    patterns = ("adapter_config.json", "config.json", "*/adapter_config.json")
+    file = next((file for pattern in patterns for file in checkpoint.glob(pattern)), None)
+    if file is None:  # the shards of FSDP, whose loader compares them with the model
         return
+    adapter = file.name == "adapter_config.json"
     config = json.loads(file.read_text())
     is_adapted = isinstance(model, PeftModel)
     bare = model.get_base_model() if is_adapted else model
