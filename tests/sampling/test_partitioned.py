@@ -11,7 +11,7 @@ import trl.trainer.utils
 from torch import Tensor
 
 from tests.sampling.test_model import batch, build, call
-from trl_steady.host.head import Head, scored_by
+from trl_steady.host.head import Head, Scores, scored_by
 
 KINDS = ["all", "some", "none"]
 
@@ -107,3 +107,48 @@ def test_an_answer_of_the_model_s_own_head_is_gathered_once(monkeypatch: pytest.
         assert got[name].requires_grad == expected[name].requires_grad
     got.log_probs.sum().backward(inputs=[model.model.norm.weight])
     assert partitioned.gathers == {"forward": 1, "backward": 1}
+
+
+class WithoutGradient(torch.autograd.Function):
+    """Hand None back where a gradient is expected."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor) -> Tensor:
+        return own.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        return None
+
+
+def test_a_backward_without_gradients_gathers_the_head_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another rank there may be gradients, and it would wait for this one."""
+    model = build()
+    partitioned = Partitioned(model, monkeypatch)
+    out = call(model, batch(), with_entropy=False)
+    WithoutGradient.apply(out.log_probs).sum().backward()
+    assert partitioned.gathers == {"forward": 1, "backward": 1}
+    assert model.get_output_embeddings().weight.grad is None
+
+
+def test_a_bias_that_the_answer_leaves_out_has_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    model, own = build("biased", outputs=("log_probs",)), batch()
+    partitioned, head = Partitioned(model, monkeypatch), model.get_output_embeddings()
+
+    def without_bias(asked: Head) -> Scores:
+        with partitioned.gathering(asked.weight, asked.bias):
+            log_probs = (asked.hidden @ asked.weight.T).log_softmax(-1)
+        return log_probs.gather(-1, asked.targets[:, None]).squeeze(-1), None, None, None, None
+
+    with scored_by(without_bias):
+        out = model(input_ids=own.input_ids, labels=own.labels, fused_lm_head=True)
+    weight, bias = torch.autograd.grad(out.log_probs.sum(), [head.weight, head.bias], allow_unused=True)
+    assert weight.any() and bias is None
+
+
+def test_a_second_derivative_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = build()
+    Partitioned(model, monkeypatch)
+    loss = loss_of(call(model, batch()), 0.1)
+    with pytest.raises(RuntimeError, match="create_graph=True is not supported"):
+        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)

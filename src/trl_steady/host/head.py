@@ -84,14 +84,18 @@ class _GatheredOnce(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():
+            raise RuntimeError("create_graph=True is not supported for a head that ZeRO-3 partitions. Leave it unset.")
         weight, bias = ctx.saved_tensors
         needed = ctx.needs_input_grad[:3]
         inputs = [own for own, is_needed in zip((ctx.hidden, weight, bias), needed, strict=True) if is_needed]
         used = [(own, grad) for own, grad in zip(ctx.scores, grads, strict=True) if grad is not None]
         with trl.trainer.utils.maybe_gather_lm_head_ctx(weight, bias):
-            # the graph of the answer lasts as long as the one around it
+            if not used:  # on this rank; the others gather
+                return None, None, None, None
             outputs, of_outputs = zip(*used, strict=True)
-            found = iter(torch.autograd.grad(outputs, inputs, of_outputs, retain_graph=True))
+            # the graph of the answer lasts as long as the one around it; an answer may leave the bias out
+            found = iter(torch.autograd.grad(outputs, inputs, of_outputs, retain_graph=True, allow_unused=True))
         return *(next(found) if is_needed else None for is_needed in needed), None
 
 
