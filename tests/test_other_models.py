@@ -113,19 +113,25 @@ def test_a_checkpoint_of_another_model_is_refused_for_what_it_is(
         assert resumable.differences(before, tiny.parameters(trainer)) == []
 
 
-@pytest.mark.parametrize("kind", ["whole", "adapter"])
-def test_an_adapter_in_a_folder_of_a_checkpoint_is_not_what_the_checkpoint_holds(
-    models: dict[str, Path], tmp_path: Path, runs: dict[str, Path], kind: str
+@pytest.mark.parametrize(
+    ("files", "is_adapter"),
+    [
+        ({"whole": ".", "adapter": "another"}, False),
+        ({"whole": ".", "adapter": "."}, True),
+        ({"adapter": "another"}, True),
+    ],
+)
+def test_an_adapter_in_a_folder_counts_if_nothing_else_is_there(
+    models: dict[str, Path], tmp_path: Path, runs: dict[str, Path], files: dict[str, str], is_adapter: bool
 ) -> None:
-    """A whole model beside an adapter is whole. A folder counts only if it is all there is."""
-    (tmp_path / "another").mkdir()
-    shutil.copy(runs["adapter"] / "adapter_config.json", tmp_path / "another")
-    if kind == "whole":
-        shutil.copy(runs["whole"] / "config.json", tmp_path)
-    model = tiny.trainer(models["dense"], tmp_path, lora=kind == "adapter").model
-    other = tiny.trainer(models["dense"], tmp_path, lora=kind != "adapter").model
+    names = {"whole": "config.json", "adapter": "adapter_config.json"}
+    for kind, folder in files.items():
+        (tmp_path / folder).mkdir(exist_ok=True)
+        shutil.copy(runs[kind] / names[kind], tmp_path / folder)
+    model: Any = tiny.trainer(models["dense"], tmp_path, lora=is_adapter).model
+    other: Any = tiny.trainer(models["dense"], tmp_path, lora=not is_adapter).model
     refuse_another_model(tmp_path, model)
-    with pytest.raises(ValueError, match="holds a whole model" if kind == "whole" else "holds an adapter"):
+    with pytest.raises(ValueError, match="holds an adapter" if is_adapter else "holds a whole model"):
         refuse_another_model(tmp_path, other)
 
 

@@ -104,7 +104,7 @@ def window_settings(trainer: trl.GRPOTrainer) -> dict[str, Any]:
 
 def _environments(trainer: trl.GRPOTrainer) -> Any:
     """Return `environment_factory` as the trainer was given it."""
-    factories = trainer.environment_factories
+    factories: Any = trainer.environment_factories
     return factories[None] if factories and factories.keys() == {None} else factories
 
 
