@@ -38,6 +38,10 @@ def building(model: str = "dense", **build: Any) -> Make:
     return trainer(model, build=build)
 
 
+def evaluating(**build: Any) -> Make:
+    return trainer(eval_strategy="steps", eval_steps=1, build=build)
+
+
 def answering(function: Any, **options: Any) -> Make:
     return trainer(build={"reward_funcs": function}, **options)
 
@@ -77,6 +81,10 @@ def wants_answer(completions: list[str], answer: list[str], **_: Any) -> list[fl
 
 def wants_singular(prompt: str, completion: str, **_: Any) -> float:
     return 1.0
+
+
+def by_position(completions: list[str], /, **_: Any) -> list[float]:
+    return [1.0] * len(completions)
 
 
 def trls_config(models: dict[str, Path], folder: Path) -> Any:
@@ -201,11 +209,11 @@ DATA = [
         r"train_dataset has no column 'prompt', but 'question'\. Rename",
     ),
     Input(
-        "no prompt in eval", building(eval_dataset=without_prompt()), r"eval_dataset has no column 'prompt'.*Rename"
+        "no prompt in eval", evaluating(eval_dataset=without_prompt()), r"eval_dataset has no column 'prompt'.*Rename"
     ),
     Input(
         "no prompt in one eval",
-        building(eval_dataset={"easy": tiny.dataset(), "hard": without_prompt()}),
+        evaluating(eval_dataset={"easy": tiny.dataset(), "hard": without_prompt()}),
         r"eval_dataset\['hard'\] has no column 'prompt', but 'question'\. Rename the column",
     ),
     Input(
@@ -224,6 +232,14 @@ DATA = [
         "completions",
         building(train_dataset=tiny.dataset().add_column("completions", ["x"] * 16)),
         r"train_dataset has a column 'completions'.*Rename",
+    ),
+    *(
+        Input(
+            name,
+            building(train_dataset=tiny.dataset().add_column(name, ["x"] * 16)),
+            rf"train_dataset has a column '{name}', which TRL passes.*Rename",
+        )
+        for name in ("trainer_state", "log_extra", "log_metric")
     ),
     Input(
         "a stream", building(train_dataset=stream()), r"row 0 .* no 'prompt', but 'question'\. Rename", stage="rollout"
@@ -258,6 +274,10 @@ FUNCTIONS = [
     Input("a tuple", answering((tiny.reward,)), r"reward_funcs has \(<function.*cannot be called\. Pass a function"),
     Input("a dict", answering({"reward": tiny.reward}), r"reward_funcs has {'reward': .* cannot be called\. Pass"),
     Input("a number", answering([tiny.reward, 0.5]), r"reward_funcs has 0\.5, which cannot be called\. Pass"),
+    Input("a hole", answering([None]), r"reward_funcs has None, which cannot be called\. Pass"),
+    Input(
+        "by position", answering(by_position), r"'by_position' takes 'completions' by position only.*Delete the '/'"
+    ),
     Input("none", answering([]), r"No reward source provided\. Pass `reward_funcs`", is_ours=False),
     Input("too narrow", answering(narrow), r"'narrow' does not take 'completion_ids', .*'prompts'.*Use \*\*kwargs"),
     Input(
@@ -268,7 +288,7 @@ FUNCTIONS = [
     ),
     Input(
         "a column of eval",
-        building(
+        evaluating(
             reward_funcs=wants_answer,
             train_dataset=tiny.dataset().add_column("answer", ["1"] * 16),
             eval_dataset=tiny.dataset(),

@@ -218,6 +218,11 @@ OUTPUTS = [
         "probabilities", rolling({"logprobs": [[0.5] * 3] * 16}), r"returned 0\.5 in logprobs\[0\].*Return log-probs"
     ),
     said(
+        "probabilities in a tensor",
+        rolling({"logprobs": torch.full((16, 3), 0.5)}),
+        r"returned 0\.5 in logprobs\[0\].*Return log-probs",
+    ),
+    said(
         "one in the mask",
         rolling({"env_mask": [[1]] * 16}),
         r"returned 1 env_mask for the 3 tokens of .*\. Return one",

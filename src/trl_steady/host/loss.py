@@ -10,7 +10,7 @@ from torch import Tensor
 
 from trl_steady.functional import reduction
 from trl_steady.host.contract import CONTRACT, FORWARDED
-from trl_steady.host.inputs import checked_rollout, refuse_rows, refuse_small
+from trl_steady.host.inputs import checked_rollout, refuse_data, refuse_rows, refuse_small
 from trl_steady.host.names import overridden
 from trl_steady.host.reached import Reached
 from trl_steady.host.rewards import RewardedTrainer
@@ -219,7 +219,8 @@ class HostTrainer(RewardedTrainer):
         return mask.to(dtype) / (tokens * part)
 
     def get_train_dataloader(self) -> Any:
-        """TRL's, where the dataset is large enough for a rollout."""
+        """TRL's, where the dataset fits the reward functions and is large enough for a rollout."""
+        refuse_data(self)
         refuse_small(self)
         return super().get_train_dataloader()
 
@@ -229,7 +230,7 @@ class HostTrainer(RewardedTrainer):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         if self.environment_factories is None:  # which bring prompts of their own
-            refuse_rows(inputs)
+            refuse_rows(inputs, of_any_kind=self.rollout_func is not None)
         function = self.rollout_func
         with overridden(self, {} if function is None else {"rollout_func": checked_rollout(function)}):
             return self.rollout(inputs)

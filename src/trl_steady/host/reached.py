@@ -5,7 +5,7 @@ from collections.abc import Collection
 
 import trl
 
-__all__ = ["Reached"]
+__all__ = ["Reached", "is_known"]
 
 # TRL's method -> the method of ours that it hands on to, which a subclass may override in its place
 _HOOKS = {
@@ -71,7 +71,7 @@ class Reached:
         for name in filter(None, (method, _HOOKS.get(method), _ABOVE.get(method))):
             if name in vars(self._trainer):
                 return f"{_name(kind)} has an attribute {name} that does not call the method", "Call the method in it"
-            classes = [base for base in kind.__mro__ if name in vars(base) and not _is_known(vars(base)[name])]
+            classes = [base for base in kind.__mro__ if name in vars(base) and not is_known(vars(base)[name])]
             patched = [base for base in classes if _is_ours(base)]
             if patched:
                 whole = f"{_name(patched[0])}.{name}"
@@ -93,7 +93,7 @@ class Reached:
         return _HOOKS.get(method, method) in self._names
 
 
-def _is_known(method: object) -> bool:
+def is_known(method: object) -> bool:
     """Whether a method in a class is ours or one that ours override, and not what a script has put there."""
     function = getattr(method, "__func__", method)
     return _is_ours(function) or getattr(function, "__module__", "") in _THEIRS
