@@ -112,6 +112,11 @@ def test_options_of_other_losses_pass_with_those_losses(tmp_path: Path) -> None:
     config(tmp_path, loss_type="cispo", epsilon_high=float("inf"))  # no cap
 
 
+def test_0_generations_of_evaluation_are_as_many_as_of_training(tmp_path: Path) -> None:
+    """As TRL reads it."""
+    assert config(tmp_path, num_generations_eval=0).num_generations_eval == 0
+
+
 def test_an_adapter_that_would_not_train_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
     adapter = tiny.trainer(models["dense"], tmp_path, lora=True).model
     adapter.save_pretrained(tmp_path / "adapter")

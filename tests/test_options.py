@@ -26,7 +26,9 @@ DROPPED: list[tuple[list[str], dict[str, Any], str, str]] = [
     (["--share_prompts", "data.json"], {}, "share_prompts=True", "share_prompts=True"),
     (["--no_trim_padding"], {}, "trim_padding=False", "trim_padding=False"),
     (["--trim_padding", "false"], {}, "trim_padding=False", "trim_padding=False"),
-    (["--token_budget", "many"], {}, "token_budget='many'", "token_budget=many"),
+    (["--loss_type", "GSPO"], {}, "loss_type='gspo'", "loss_type=gspo"),  # the script may lower it
+    (["--token_budget", "none"], {"token_budget": 64}, "token_budget=None", "token_budget=None"),
+    (["--geometric_mask_range", "0.9,1.1"], {}, "geometric_mask_range=[0.9, 1.1]", "geometric_mask_range=0.9,1.1"),
     (["--geometric_mask_range", "0.9", "1.1"], {}, "geometric_mask_range=[0.9, 1.1]", "geometric_mask_range=0.9,1.1"),
     (["--off_policy_mask_threshold", "0.5"], {}, "off_policy_mask_threshold=0.5", "off_policy_mask_threshold=0.5"),
 ]
@@ -46,6 +48,9 @@ def test_an_option_that_the_script_does_not_read_is_refused(
     assert f"`trl-steady run --set {setting} {scripts.folder / 'script.py'}`" in said
 
 
+FILLED = {"epsilon_high": 4e-4, "importance_sampling_level": "sequence"}
+
+
 @pytest.mark.parametrize(
     ("arguments", "config"),
     [
@@ -54,6 +59,9 @@ def test_an_option_that_the_script_does_not_read_is_refused(
         (["--off_policy_mask_threshold", "inf", "--loss", "dapo"], {"off_policy_mask_threshold": float("inf")}),
         (["--beta", "7", "--epsilon", "1e-8", "--learning_rate", "0.5"], {}),  # of the script's own, perhaps
         (["--config", "missing.yaml", "--share"], {}),
+        (["--loss_type", "GSPO", "--token_budget", "none"], {"token_budget": None}),
+        (["--geometric_mask_range", "0.99,1.01"], {"geometric_mask_range": (0.99, 1.01)}),
+        (["--epsilon_high", "null", "--importance_sampling_level", "None"], FILLED),
     ],
     ids=str,
 )
@@ -62,6 +70,43 @@ def test_an_option_that_the_config_has_is_none(arguments: list[str], config: dic
     args = object.__new__(trl_steady.GRPOConfig)
     vars(args).update(known)
     options.refuse_dropped(args, {}, options.given_to_script(arguments), ["train.py"])
+
+
+@pytest.mark.parametrize(
+    "argument",
+    [
+        "--loss_type cross_entropy",
+        "--token_budget many",
+        "--token_budget",
+        "--geometric_mask_range 0.9 high",
+        "--router_replay none",
+        "loss_type: cross_entropy",
+        "loss_type: [gspo, dapo]",
+        "token_budget: {train: 4096}",
+        "trim_padding: null",
+    ],
+)
+def test_a_value_that_the_option_cannot_have_is_the_scripts_own(argument: str, tmp_path: Path) -> None:
+    arguments = argument.split()
+    if not argument.startswith("--"):
+        (tmp_path / "own.yaml").write_text(argument)
+        arguments = ["--config", str(tmp_path / "own.yaml")]
+    assert options.given_to_script(arguments) == {}
+
+
+def test_an_explicit_null_is_not_dropped_where_the_config_fills_it(tmp_path: Path) -> None:
+    path = tmp_path / "mine.yaml"
+    nulls = dict.fromkeys(("epsilon_high", "importance_sampling_level", "token_budget"))
+    path.write_text(yaml.safe_dump({"loss_type": "gspo", **nulls}))
+    args = trl_steady.GRPOConfig(
+        "x", use_cpu=True, bf16=False, steps_per_generation=4, **yaml.safe_load(path.read_text())
+    )
+    given = options.given_to_script(["--config", str(path)])
+    assert given == {"loss_type": "gspo", **nulls}
+    options.refuse_dropped(args, {}, given, ["train.py"])
+    args.token_budget = 64
+    with pytest.raises(ValueError, match="token_budget=None on its command line or in its --config"):
+        options.refuse_dropped(args, {}, given, ["train.py"])
 
 
 def test_a_yaml_that_the_script_does_not_read_is_refused(scripts: Scripts) -> None:
@@ -151,6 +196,7 @@ READ: list[tuple[str, Any]] = [
     ("share_prompts=true", True),
     ("trim_padding=no", False),
     ("token_budget=None", None),
+    ("token_budget=none", None),
     ("token_budget=4096", 4096),
     ("epsilon=null", None),
     ("geometric_mask_range=0.9,1.1", [0.9, 1.1]),

@@ -116,7 +116,7 @@ RANGES = [
     out("max_completion_length", 99.5),
     out("num_generations", None, "2 or more"),
     out("num_generations", 4.0),
-    out("num_generations_eval", 0, "or None for num_generations"),
+    out("num_generations_eval", -1, "or None for num_generations"),
     out("pad_to_multiple_of", "eight", "'auto', 1 or more, or None"),
     out("reward_weights", 1.0, "a list of finite numbers, one for each reward function"),
     out("reward_weights", [1.0, NAN]),

@@ -16,6 +16,7 @@ from transformers import HfArgumentParser
 from trl_steady.config import GRPOConfig
 from trl_steady.methods import METHODS
 from trl_steady.spelling import near
+from trl_steady.values import CHOICES
 
 __all__ = ["given_to_script", "is_option", "parse_settings", "refuse_dropped"]
 
@@ -26,7 +27,9 @@ _TYPES = get_type_hints(GRPOConfig)
 _OURS = sorted(
     name for name in {*vars(GRPOConfig)["__annotations__"], *(o for m in METHODS for o in m.options)} if "_" in name
 )
-_ABSENT = object()
+# Of these the config fills None.
+_FILLED = ("epsilon_high", "importance_sampling_level")
+_ABSENT, _OWN = object(), object()
 
 
 def is_option(name: str) -> bool:
@@ -59,7 +62,8 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
 def given_to_script(arguments: Sequence[str]) -> dict[str, Any]:
     """Return the options of ours among a script's arguments and in the YAML file of its `--config`.
 
-    A value that is not of its option's type stays text, which no config has.
+    An argument is the script's own, and not returned, if the option could not have its value: another type, or none of
+    the option's choices.
     """
     given: dict[str, Any] = {}
     path = _parsed("config", str, None, arguments)
@@ -68,13 +72,12 @@ def given_to_script(arguments: Sequence[str]) -> dict[str, Any]:
             content = yaml.safe_load(Path(path).read_text())
             for name in _OURS if isinstance(content, dict) else []:
                 if name in content:
-                    value = content[name]
-                    given[name] = _or_text(name, [f"--{name}={value}"]) if isinstance(value, str) else value
+                    given[name] = _chosen(name, _written(content[name]))
     for name in _OURS:
-        value = _or_text(name, arguments)
+        value = _given(name, arguments)
         if value is not _ABSENT:
             given[name] = value
-    return given
+    return {name: value for name, value in given.items() if value is not _OWN}
 
 
 def refuse_dropped(
@@ -98,7 +101,8 @@ def refuse_dropped(
                 f"{name}={getattr(args, name)!r}. The script changes it after it has built the config: remove that."
             )
     for name, value in given.items():
-        if name not in settings and not _same(getattr(args, name), value):
+        is_filled = value is None and name in _FILLED
+        if name not in settings and not is_filled and not _same(getattr(args, name), value):
             command = f"trl-steady run --set {shlex.quote(f'{name}={_written(value)}')} {shlex.join(target)}"
             raise ValueError(
                 f"{target[-1]} was given {name}={value!r} on its command line or in its --config, but the trainer's "
@@ -130,22 +134,37 @@ def _default(name: str) -> Any:
     return option.default if option.default_factory is MISSING else option.default_factory()
 
 
-def _or_text(name: str, arguments: Sequence[str]) -> Any:
-    """Return what `_parsed` returns, and for a value of another type its text."""
+def _given(name: str, arguments: Sequence[str]) -> Any:
+    """Return an option's value among these arguments, `_ABSENT` without one, `_OWN` if the option cannot have it."""
     try:
-        return _parsed(name, _TYPES[name], _default(name), arguments)
+        value = _parsed(name, _TYPES[name], _default(name), arguments)
     except ValueError:
         if _TYPES[name] is bool:  # a bare flag of the script's, before an argument
             return True
+    else:
+        return _chosen(name, value) if isinstance(value, str) else value
     try:
-        return " ".join(_parsed(name, list[str], None, arguments))
+        return _chosen(name, " ".join(_parsed(name, list[str], None, arguments)))
     except ValueError:  # without any value
-        return ""
+        return _OWN
+
+
+def _chosen(name: str, text: str) -> Any:
+    """Return the option's value that a text stands for, in capitals or not; `_OWN` if it has no such value."""
+    try:
+        value = _read(name, text)
+    except ValueError:
+        return _OWN
+    if value is None or name not in CHOICES:
+        return value
+    spelt = {str(choice).lower(): choice for choice in CHOICES[name]}
+    return spelt.get(str(value).lower(), _OWN)
 
 
 def _read(name: str, text: str) -> Any:
     kinds = get_args(_TYPES[name]) or (_TYPES[name],)
-    if text in ("None", "null") and NoneType in kinds:
+    is_none = text in ("None", "null") or (text.lower() in ("none", "null") and str not in kinds)
+    if is_none and NoneType in kinds:
         return None
     if text.startswith("{") and any(get_origin(kind) is dict or kind is dict for kind in kinds):
         return json.loads(text)

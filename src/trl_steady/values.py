@@ -14,10 +14,10 @@ from trl_steady.spelling import near
 if TYPE_CHECKING:
     from trl_steady.config import GRPOConfig
 
-__all__ = ["refuse_out_of_range"]
+__all__ = ["CHOICES", "refuse_out_of_range"]
 
 # Options that take one of a few values. Some of TRL's are here because TRL checks them in the first rollout only.
-_CHOICES: dict[str, tuple[Any, ...]] = {
+CHOICES: dict[str, tuple[Any, ...]] = {
     "loss_type": (*NATIVE_LOSS_TYPES, *SEQUENCE_RATIO_LOSS_TYPES),
     "importance_sampling_level": ("token", "sequence"),
     "kl_estimator": ("k1", "k2", "k3"),
@@ -73,7 +73,11 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("steps_per_generation", _count, "1 or more, or None for gradient_accumulation_steps"),
     ("generation_batch_size", _count, f"{_A_COUNT}, or None for the batch of an optimizer step"),
     ("num_generations", _count, "2 or more completions of a prompt"),
-    ("num_generations_eval", _count, "1 or more completions of a prompt, or None for num_generations"),
+    (
+        "num_generations_eval",
+        functools.partial(_count, least=0),
+        "1 or more completions of a prompt, or None for num_generations",
+    ),
     ("num_iterations", _count, "1, 2, 3, ..."),
     ("max_completion_length", _count, "1 or more tokens"),
     ("pad_to_multiple_of", _multiple, "'auto', 1 or more, or None"),
@@ -138,7 +142,7 @@ def refuse_out_of_range(args: "GRPOConfig") -> None:
     """
     ours = next(kind for kind in type(args).__mro__ if kind.__module__.startswith("trl_steady."))
     types = _types(ours)
-    for option, choices in _CHOICES.items():
+    for option, choices in CHOICES.items():
         value = getattr(args, option)
         if not _works(value, types[option], choices.__contains__):
             expected = [*(repr(choice) for choice in choices if isinstance(choice, str)), _NONE_IS.get(option)]
