@@ -308,3 +308,6 @@ def test_no_warning_where_nothing_is_wrong(tmp_path: Path) -> None:
         options = {"epsilon_high": 5.0} if loss_type == "cispo" else {}  # where TRL's default caps every ratio
         assert warned(tmp_path, loss_type=loss_type, **options) == []
     assert warned(tmp_path, loss_type="sapo", importance_sampling_level="sequence") == []  # clips nothing
+    assert warned(tmp_path, pad_to_multiple_of=128) == []  # the default on Neuron, and generation pads by it
+    assert warned(tmp_path, generation_kwargs={"temperature": None, "max_new_tokens": None}) == []
+    assert warned(tmp_path, max_completion_length=None, generation_kwargs={"max_new_tokens": 64}) == []

@@ -453,8 +453,3 @@ def test_a_loss_that_a_callback_sets_is_refused_too(models: dict[str, Path], tmp
     with pytest.raises(ValueError, match="token_budget=30 with loss_type='bnpo'"):
         trainer.train()
     assert trainer.state.global_step == 2
-
-
-def test_padding_to_a_multiple_is_said_to_be_idle(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="pad_to_multiple_of=8 cannot act: with trim_padding=True"):
-        trl_steady.GRPOConfig(str(tmp_path), pad_to_multiple_of=8, use_cpu=True, per_device_train_batch_size=8)

@@ -163,6 +163,11 @@ CONTRADICTIONS = [
         {"entropy_coef_min": 2.0, "use_adaptive_entropy": True},
         r"is above entropy_coef_max=1.0\. Set entropy_coef_min",
     ),
+    Options(
+        {"generation_kwargs": {"top_k": "5"}},
+        r"top_k='5' in generation_kwargs is not a number\. Set top_k",
+        shown="top_k='5'",
+    ),
     Options({"top_k": -1}, r"is vLLM's, and transformers refuses it\. Set top_k=0"),
     Options(
         {"generation_kwargs": {"num_return_sequences": 2}},
@@ -217,8 +222,11 @@ WARNED = [
     idle(
         r"ends after max_steps=100, .*ref_model_sync_steps=512\)\. Set", sync_ref_model=True, beta=0.1, max_steps=100
     ),
-    idle(r"with use_vllm=False there is no vLLM\. Set use_vllm=True, or leave it unset", vllm_mode="server"),
-    idle(r"with use_vllm=False there is no vLLM\. Set use_vllm=True", vllm_importance_sampling_mode="token_mask"),
+    idle(r"with use_vllm=False only a rollout_func could read it\. Set use_vllm=True, or leave", vllm_mode="server"),
+    idle(
+        r"with use_vllm=False only a rollout_func could read it\. Set use_vllm=True",
+        vllm_importance_sampling_mode="token_mask",
+    ),
     idle(r"with vllm_mode='colocate' there is no server\. Set", vllm_server_host="gpu7", use_vllm=True),
     idle(
         r"with vllm_mode='server' this is the server's to say\. Pass it",
@@ -232,6 +240,20 @@ WARNED = [
         use_vllm=True,
         vllm_importance_sampling_correction=False,
     ),
+    idle(
+        r"with vllm_server_base_url='http://gpu7:8000' nothing reads it\. Set vllm_server_base_url=None, or leave",
+        vllm_server_host="gpu8",
+        vllm_server_base_url="http://gpu7:8000",
+        use_vllm=True,
+        vllm_mode="server",
+    ),
+    idle(
+        r"with vllm_mode='server' the server does not sleep\. Set vllm_mode='colocate', or leave",
+        vllm_enable_sleep_mode=True,
+        use_vllm=True,
+        vllm_mode="server",
+    ),
+    idle(r"with use_vllm=True vLLM generates\. Set", cache_implementation="static", use_vllm=True),
     idle(r"with use_vllm=True vLLM generates\. Set", use_transformers_continuous_batching=True, use_vllm=True),
     idle(r"nothing reads it\. Set that to True", transformers_continuous_batching_config={"max_memory_percent": 0.3}),
     idle(r"with use_adaptive_entropy=False nothing reads it\. Set use_adaptive_entropy=True", entropy_target=1.0),
@@ -239,7 +261,7 @@ WARNED = [
     idle(r"sampling leaves nothing out\. Set one of them, or leave", keep_sampling_mask=True),
     Options(
         {"generation_kwargs": {"temprature": 0.9}},
-        r"GenerationConfig has no 'temprature'\. Did you mean 'temperature'\? Leave it unset",
+        r"rollout_func reads it: .*GenerationConfig has no 'temprature'\. Did you mean 'temperature'\? Leave it",
         UserWarning,
         shown="temprature=0.9",
     ),
@@ -248,6 +270,18 @@ WARNED = [
         r"log-probs are of \(temperature=1\.0\)\. Set the option temperature=0\.5 instead",
         UserWarning,
         shown="temperature=0.5",
+    ),
+    Options(
+        {"generation_kwargs": {"max_new_tokens": 64}},
+        r"takes the place of max_completion_length=\d+\. Set the option max_completion_length=64 instead",
+        UserWarning,
+        shown="max_new_tokens=64",
+    ),
+    Options(
+        {"generation_kwargs": {"max_tokens": 64}, "use_vllm": True},
+        r"takes the place of max_completion_length=\d+\. Set the option max_completion_length=64 instead",
+        UserWarning,
+        shown="max_tokens=64",
     ),
     Options(
         {"generation_kwargs": {"do_sample": False}},

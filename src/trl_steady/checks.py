@@ -229,6 +229,11 @@ def _refuse_generation(args: "GRPOConfig") -> None:
     """Refuse settings of generation that fail, or break the groups, in the first rollout."""
     if args.top_k == -1 and not args.use_vllm:
         raise ValueError("top_k=-1 is vLLM's, and transformers refuses it. Set top_k=0 for no such filter.")
+    for name, value in args.sampling.items():
+        try:
+            truncates(name, value)
+        except TypeError:  # a text, or what else does not compare
+            raise ValueError(f"{name}={value!r} in generation_kwargs is not a number. Set {name} to one.") from None
     for name in ("num_return_sequences", "n"):
         value = args.sampling.get(name, 1)
         if value != 1:

@@ -147,12 +147,6 @@ def _idle_options(args: "GRPOConfig") -> list[str]:
             not args.truncations,
             "top_p, top_k and min_p unset sampling leaves nothing out. Set one of them",
         ),
-        (
-            "pad_to_multiple_of",
-            None,
-            args.trim_padding,
-            "trim_padding=True passes leave out padding. Set trim_padding=False",
-        ),
     ]
     return [
         f"{option}={getattr(args, option)!r} cannot act: with {why}, or leave {option} unset."
@@ -177,8 +171,9 @@ def _idle_with_trl(args: "GRPOConfig") -> list[str]:
     ]
     of_adaptive = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")
     clips, loss_type = args.loss_type in CLIPPED_LOSS_TYPES, args.loss_type
+    is_served = args.use_vllm and args.vllm_mode == "server"
     idle: list[tuple[Sequence[str], bool, str]] = [
-        (vllm, not args.use_vllm, "use_vllm=False there is no vLLM. Set use_vllm=True"),
+        (vllm, not args.use_vllm, "use_vllm=False only a rollout_func could read it. Set use_vllm=True"),
         (
             of_server,
             args.use_vllm and args.vllm_mode != "server",
@@ -186,7 +181,7 @@ def _idle_with_trl(args: "GRPOConfig") -> list[str]:
         ),
         (
             of_colocated,
-            args.use_vllm and args.vllm_mode == "server",
+            is_served,
             "vllm_mode='server' this is the server's to say. Pass it to `trl vllm-serve`",
         ),
         (
@@ -199,7 +194,21 @@ def _idle_with_trl(args: "GRPOConfig") -> list[str]:
             not args.use_transformers_continuous_batching,
             "use_transformers_continuous_batching=False nothing reads it. Set that to True",
         ),
-        (["use_transformers_continuous_batching"], args.use_vllm, "use_vllm=True vLLM generates. Set use_vllm=False"),
+        (
+            ["use_transformers_continuous_batching", "cache_implementation"],
+            args.use_vllm,
+            "use_vllm=True vLLM generates. Set use_vllm=False",
+        ),
+        (
+            ["vllm_server_host", "vllm_server_port"],
+            is_served and args.vllm_server_base_url is not None,
+            f"vllm_server_base_url={args.vllm_server_base_url!r} nothing reads it. Set vllm_server_base_url=None",
+        ),
+        (
+            ["vllm_enable_sleep_mode"],
+            is_served,
+            "vllm_mode='server' the server does not sleep. Set vllm_mode='colocate'",
+        ),
         (
             ["ref_model_sync_steps", "ref_model_mixup_alpha"],
             not args.sync_ref_model,
@@ -256,16 +265,22 @@ def _generated(args: "GRPOConfig") -> list[str]:
     if not args.use_vllm:
         names = vars(GenerationConfig())
         messages += [
-            f"{name}={given[name]!r} in generation_kwargs cannot act: transformers' GenerationConfig has no {name!r}."
-            f"{near(name, names)} Leave it unset, or use a name that it has."
+            f"{name}={given[name]!r} in generation_kwargs cannot act, unless a rollout_func reads it: transformers' "
+            f"GenerationConfig has no {name!r}.{near(name, names)} Leave it unset, or use a name that it has."
             for name in given
             if name not in names
         ]
-    temperature = given.get("temperature", args.temperature)
-    if temperature != args.temperature and not args.keep_sampling_mask:  # which says so itself
+    temperature = given.get("temperature")
+    if temperature not in (None, args.temperature) and not args.keep_sampling_mask:  # which says so itself
         messages.append(
             f"temperature={temperature!r} in generation_kwargs samples from another distribution than log-probs are "
             f"of (temperature={args.temperature!r}). Set the option temperature={temperature!r} instead."
+        )
+    length = "max_tokens" if args.use_vllm else "max_new_tokens"
+    if args.max_completion_length is not None and given.get(length) not in (None, args.max_completion_length):
+        messages.append(
+            f"{length}={given[length]!r} in generation_kwargs takes the place of max_completion_length="
+            f"{args.max_completion_length}. Set the option max_completion_length={given[length]!r} instead."
         )
     if given.get("do_sample", True) is False:
         messages.append(
