@@ -234,7 +234,11 @@ def test_what_cannot_be_set_is_refused(setting: str, said: str) -> None:
     assert said in str(refused.value)
 
 
-@pytest.mark.parametrize("launch", [["accelerate", "launch", "--cpu", "--num_processes", "1"], ["torchrun"]], ids=str)
+@pytest.mark.parametrize(
+    "launch",
+    [["accelerate", "launch", "--cpu", "--num_processes", "1"], pytest.param(["torchrun"], marks=pytest.mark.slow)],
+    ids=str,
+)
 def test_it_is_set_however_the_script_is_launched(launch: list[str], tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(
         "import sys, trl\n"
