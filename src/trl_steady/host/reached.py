@@ -86,7 +86,7 @@ class Reached:
         """Return whether all overrides on the way to a method call `super()`, perhaps under a condition."""
         names = filter(None, (method, _HOOKS.get(method), _ABOVE.get(method)))
         own = [vars(base).get(name) for name in names for base in type(self._trainer).__mro__]
-        codes = [getattr(inspect.unwrap(each), "__code__", None) for each in own if each and not _is_known(each)]
+        codes = [getattr(inspect.unwrap(each), "__code__", None) for each in own if each and not is_known(each)]
         return bool(codes) and all(code and "super" in code.co_names for code in codes)
 
     def __contains__(self, method: str) -> bool:
