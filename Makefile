@@ -67,9 +67,8 @@ test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m "slow"
 
 # the part of the suite that depends on versions most, so that it takes minutes
-AT_LOWEST := tests/routing tests/reference tests/sampling tests/padding/test_families.py $(patsubst %,tests/test_%.py, \
-	adapters checkpoints config contract import losses parity quantised reference resume routed sampled training \
-	unpadded versions)
+AT_LOWEST := tests/routing tests/reference tests/padding/test_families.py $(patsubst %,tests/test_%.py, \
+	adapters checkpoints config contract import parity quantised reference resume routed sampled training versions)
 test-lowest: $(LOWEST)/.test
 	$(LOWEST)/bin/python -m pytest -n $(JOBS) -m "not slow and not gpu" $(AT_LOWEST)
 
