@@ -192,7 +192,7 @@ def test_the_active_adapter_is_the_one_that_is_merged() -> None:
     model = policy("saved", ref=True)
     default = pushed(model)
     model.set_adapter("ref")
-    torch.testing.assert_close(engine_logits(model, "dense"), logits(model), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(engine_logits(model, "dense"), logits(model), rtol=1e-4, atol=5e-4)
     assert not torch.equal(pushed(model)["lm_head.weight"], default["lm_head.weight"])
 
 
@@ -207,7 +207,7 @@ def test_activation_checkpointing_by_wrapper_leaves_the_names() -> None:
 def test_two_active_adapters_are_both_merged() -> None:
     model = policy("linear", ref=True)
     model.base_model.set_adapter(["default", "ref"])
-    torch.testing.assert_close(engine_logits(model, "dense"), logits(model), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(engine_logits(model, "dense"), logits(model), rtol=1e-4, atol=5e-4)
 
 
 @pytest.mark.parametrize(
@@ -221,7 +221,7 @@ def test_two_active_adapters_are_both_merged() -> None:
 )
 def test_tied_weights_that_train_together_are_pushed_once(options: dict[str, Any]) -> None:
     model = adapted(bare("tied"), options)
-    torch.testing.assert_close(engine_logits(model, "tied"), logits(model), rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(engine_logits(model, "tied"), logits(model), rtol=1e-4, atol=5e-4)
 
 
 @pytest.mark.parametrize(

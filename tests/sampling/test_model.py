@@ -328,10 +328,10 @@ def test_a_part_of_the_batch_has_the_sets_of_its_places(parts: list[Tensor], com
     for places in parts:
         tokens = {"input_ids": own.input_ids.flatten()[places], "labels": own.labels.flatten()[places]}
         out = kept_model(places=places, **tokens)
-        # other shapes of products below 20
-        assert within((out.log_probs - log_probs[places[:, 1:]]).abs(), 20 * EPS)
+        # sums of products below 20, a few roundings of each, in other shapes
+        assert within((out.log_probs - log_probs[places[:, 1:]]).abs(), 100 * EPS)
     assert kept_model.kept_mass[1] == whole.kept_mass[1] > 0
-    assert within((kept_model.kept_mass[0] - whole.kept_mass[0]).abs(), 20 * EPS * whole.kept_mass[1])
+    assert within((kept_model.kept_mass[0] - whole.kept_mass[0]).abs(), 100 * EPS * whole.kept_mass[1])
 
 
 @pytest.mark.parametrize("fails", [True, False])
