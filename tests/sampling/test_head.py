@@ -132,7 +132,7 @@ def test_no_gradient_outside_of_the_set_and_none_in_sum_within(softcap: float | 
     assert to_logits[torch.tensor(SIZES) > 1].abs().sum(-1).min() > 1e-3
     if softcap is not None:
         to_logits = to_logits / (1 - (((logits + own.bias) / softcap).tanh() ** 2))
-    assert within(to_logits.sum(-1).abs(), 2e-15)  # 22 numbers below 3, each rounded to 4e-16 or less
+    assert within(to_logits.sum(-1).abs(), 1e-14)  # 22 numbers below 3, each rounded to 4e-16 or less
     own = case(sizes=[2, 1, 0, 5])
     _, to_weight, to_bias = own.gradients(torch.ones(4))
     with_choice = {*own.sets[0], *own.sets[3]}
