@@ -87,7 +87,7 @@ class FirstStepCheck(TrainerCallback):
             message += (
                 f"leave {' and '.join(dict.fromkeys(options))} at TRL's defaults."
                 if asked
-                else ("set trim_padding=False.")
+                else "set trim_padding=False."
             )
             is_conditional = self._steps <= PATIENCE and self._trainer.reached.calls_super(name)
             if asked and not is_conditional:

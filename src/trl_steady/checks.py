@@ -1,4 +1,4 @@
-"""What options cannot be together, each refusal with the way out."""
+"""Refusals of options that contradict each other, each with the way out."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields

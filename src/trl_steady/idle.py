@@ -1,4 +1,4 @@
-"""What is set and cannot act, or acts otherwise than it is meant, in sentences with the way out."""
+"""Warnings of options that cannot act, or act otherwise than meant, each with the way out."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -27,7 +27,7 @@ _FAR_EPSILON_HIGH = 10.0
 
 
 def cannot_act(args: "GRPOConfig") -> list[str]:
-    """What is set and will do nothing, in sentences with the way out."""
+    """Return a sentence with the way out for each option that is set and does nothing."""
     clips = [*_token_scale(args), *_never_clips(args)]
     return [*_inactive(args), *clips, *_idle_options(args), *_idle_with_trl(args), *_weighted(args), *_generated(args)]
 

@@ -49,7 +49,7 @@ class Head:
 
     @property
     def is_partitioned(self) -> bool:
-        """Whether ZeRO-3 partitions the head, which is then whole in forward only."""
+        """True if ZeRO-3 partitions the head, which is then whole in forward only."""
         return hasattr(self.weight, "ds_id")
 
 

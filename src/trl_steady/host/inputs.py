@@ -15,7 +15,7 @@ from trl_steady.host.reached import is_known
 
 __all__ = ["checked_rollout", "refuse_data", "refuse_inputs", "refuse_reward_functions", "refuse_rows", "refuse_small"]
 
-# What TRL passes to every reward function, beside the columns of the dataset.
+# Arguments that TRL passes to every reward function, beside the columns of the dataset.
 _ALWAYS = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 # Methods in which a subclass may give rows other columns than the dataset has.
 _ROWS = ("get_train_dataloader", "get_eval_dataloader", "_prepare_inputs", "_generate_and_score_completions")
@@ -112,7 +112,7 @@ def refuse_rows(rows: Sequence[Mapping[str, Any]], *, of_any_kind: bool) -> None
 
     Args:
         rows: Of a batch.
-        of_any_kind: Whether a prompt may be anything, as a rollout_func may take it.
+        of_any_kind: True if a prompt may be anything, as a rollout_func may take it.
 
     Raises:
         ValueError: naming the row and what it has.
@@ -185,7 +185,7 @@ def _plain(values: Any) -> Any:
 
 
 def _is_users(trainer: Any, *methods: str) -> bool:
-    """Whether one of these methods is a user's: of a subclass, a mixin, a patch or an attribute of the trainer."""
+    """Return whether a subclass, a mixin, a patch or an attribute of the trainer has one of these methods."""
     owners = [vars(trainer), *map(vars, type(trainer).__mro__[:-1])]  # the last is object
     return any(method in owner and not is_known(owner[method]) for owner in owners for method in methods)
 

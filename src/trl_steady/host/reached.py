@@ -53,7 +53,7 @@ class Reached:
 
         Args:
             methods: TRL's names.
-            has_generated: Whether a rollout was made since training began. Without one the methods of rollouts do not
+            has_generated: True if a rollout was made since training began. Without one the methods of rollouts do not
                 count: a resume inside a generation window goes on with the rollout of the checkpoint.
         """
         found: dict[str, None] = {}
@@ -94,7 +94,7 @@ class Reached:
 
 
 def is_known(method: object) -> bool:
-    """Whether a method in a class is ours or one that ours override, and not what a script has put there."""
+    """Return whether a method in a class is ours or one that ours override, and not a script's."""
     function = getattr(method, "__func__", method)
     return _is_ours(function) or getattr(function, "__module__", "") in _THEIRS
 

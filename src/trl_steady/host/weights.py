@@ -1,4 +1,4 @@
-"""What a checkpoint's weights are of, and whether transformers loads what it saves of a model."""
+"""Checks of a checkpoint's model, and of the names under which transformers saves a model."""
 
 import json
 from pathlib import Path

@@ -63,7 +63,7 @@ WINDOW_OPTIONS = (
 
 Clip ranges, mask thresholds, coefficients, the entropy bonus and the learning rate are no part of a rollout: the loss
 reads them anew in every update, and callbacks anneal them. How passes are computed (padding, budgets, memory) moves
-rounding only. What an engine is served by, what is evaluated and what is logged touches no update.
+rounding only. Serving an engine, evaluation and logging touch no update.
 """
 
 _ACTS_WITH = {
