@@ -15,6 +15,7 @@ from unittest.mock import patch
 
 import torch
 import transformers
+import trl
 from accelerate import PartialState
 from transformers import LogitsProcessor
 from trl.generation import vllm_client, vllm_generation
@@ -23,7 +24,6 @@ from trl.generation.vllm_client import VLLMClient
 from tests import resumable, tiny, wide
 from trl_steady import StepRewards
 from trl_steady import sampled as sampled_trainer
-from trl_steady.host import HostTrainer
 from trl_steady.sampling.kept import KeptTokens
 
 GLOBAL_BATCH = 8
@@ -254,7 +254,7 @@ def stand_ins(options: dict[str, Any], url: str) -> Iterator[None]:
             stack.enter_context(patch.object(VLLMClient, "init_communicator", lambda *_, **__: None))
             stack.enter_context(patch.object(VLLMClient, "update_named_params", lambda _, __, sent: list(sent)))
         else:
-            stack.enter_context(patch.object(HostTrainer, "generate", generate))
+            stack.enter_context(patch.object(trl.GRPOTrainer, "_generate_single_turn", generate))
             stack.enter_context(patch.object(sampled_trainer, "Recording", Invented))
         yield
 
