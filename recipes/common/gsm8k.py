@@ -1,4 +1,4 @@
-"""GSM8K with math-verify's reward, for a 7B model on a GPU; questions and model come from the hub."""
+"""GSM8K with math-verify's reward, for a 7B model on a GPU. Questions and model come from the hub."""
 
 import time
 from typing import Any
@@ -9,26 +9,26 @@ from trl.rewards import accuracy_reward
 from common import run, smollm2
 from trl_steady import GRPOConfig, GRPOTrainer
 
-# after each question; the models of the configs know it, DeepSeekMath from its model card
+# follows each question; the models of the configs know this instruction (DeepSeekMath's model card has it)
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
 
 
 def example(row: dict[str, str]) -> dict[str, Any]:
-    """A prompt as messages, and the number that the answer ends with."""
+    """Return the prompt as messages, and the number at the end of the answer."""
     message = {"role": "user", "content": f"{row['question']}\n{INSTRUCTION}"}
     return {"prompt": [message], "solution": row["answer"].split("####")[-1].strip()}
 
 
 def questions(split: str) -> Dataset:
-    """GSM8K's, 7,473 in `train` and 1,319 in `test`."""
+    """Load GSM8K's questions: 7,473 in `train` and 1,319 in `test`."""
     rows = load_dataset("openai/gsm8k", "main", split=split)
     return rows.map(example, remove_columns=rows.column_names)
 
 
 def train(recipe: Any, args: GRPOConfig, callbacks: run.Callbacks) -> tuple[GRPOTrainer, run.Results]:
-    """Train; TRL evaluates on `held_out` test questions as often as the config says."""
+    """Train. TRL evaluates on `held_out` test questions, as often as the config says."""
     started = time.monotonic()
-    accuracy_reward([], [])  # says that math-verify is missing before the weights are loaded
+    accuracy_reward([], [])  # if math-verify is missing, fail before the weights are loaded
     problems, test = questions("train"), questions("test")
     test = test.select(range(min(recipe.held_out, len(test))))
     trainer = GRPOTrainer(

@@ -1,4 +1,4 @@
-"""What a run leaves behind: a table, a picture, a JSON file."""
+"""The output of a run: a table and a picture."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -12,12 +12,12 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
-Panel = Callable[[Axes, Any], None]  # draws results, as in `results.json`, on one pair of axes
+Panel = Callable[[Axes, Any], None]  # draws the contents of `results.json` on one pair of axes
 Panels = Sequence[Sequence[Panel]]  # row by row
 
 
 class Difference(NamedTuple):
-    """Of two accuracies on the same problems, with its 95 % interval, all in shares of 1."""
+    """Two accuracies on the same problems, their difference and its 95 % interval, all as shares of 1."""
 
     before: float
     after: float
@@ -27,7 +27,7 @@ class Difference(NamedTuple):
 
 
 def difference(before: np.ndarray, after: np.ndarray) -> Difference:
-    """Paired bootstrap over problems: (problems, samples) of right answers, 10,000 resamples."""
+    """Compare (problems, samples) of right answers by a paired bootstrap over problems, with 10,000 resamples."""
     gain = (after - before).mean(axis=1)
     picks = np.random.default_rng(0).integers(0, len(gain), (10_000, len(gain)))
     low, high = np.percentile(gain[picks].mean(axis=1), [2.5, 97.5])
@@ -35,7 +35,7 @@ def difference(before: np.ndarray, after: np.ndarray) -> Difference:
 
 
 def table(rows: Mapping[str, Difference]) -> str:
-    """In Markdown."""
+    """Return a Markdown table with one row per difference."""
     lines = [
         "| accuracy on held-out problems | before | after | difference | 95 % interval |",
         "|---|---|---|---|---|",
@@ -47,13 +47,13 @@ def table(rows: Mapping[str, Difference]) -> str:
 
 
 def series(history: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], list[float]]:
-    """The optimizer steps at which `name` was logged, and its values."""
+    """Return the optimizer steps at which `name` was logged, and its values."""
     rows = [(row["step"], row[name]) for row in history if row.get(name) is not None]
     return [step for step, _ in rows], [value for _, value in rows]
 
 
 def draw(path: Path, panels: Panels, results: Any) -> None:
-    """One figure: every panel draws `results` over optimizer steps."""
+    """Save one figure, in which every panel draws `results` over optimizer steps."""
     size = {"nrows": len(panels), "ncols": len(panels[0]), "figsize": (5 * len(panels[0]), 3.25 * len(panels))}
     figure, axes = plt.subplots(**size, sharex=True, squeeze=False)
     for axis, panel in zip(axes.flat, itertools.chain(*panels), strict=True):
@@ -67,13 +67,17 @@ def draw(path: Path, panels: Panels, results: Any) -> None:
 
 
 def rewards(axis: Axes, results: Mapping[str, Any]) -> None:
-    """The reward of each rollout."""
+    """Draw the reward of each rollout."""
     axis.plot(*series(results["history"], "reward"), "o-", color="tab:blue")
     axis.set(title="Reward of each rollout (share right)", ylim=(0, 1))
 
 
 def accuracies(axis: Axes, results: Mapping[str, Any]) -> None:
-    """On the small task, greedy after each rollout, and sampled before and after training; else TRL's evaluations."""
+    """Draw the accuracy on held-out problems.
+
+    A run on a small task has greedy accuracies during training, and sampled ones before and after it. Other runs have
+    TRL's evaluations.
+    """
     if "accuracy" not in results:
         axis.plot(*series(results["history"], "eval_reward"), "o-", color="tab:green")
         axis.set(title="Accuracy on held-out problems (sampled)", ylim=(0, 1))

@@ -1,4 +1,4 @@
-"""Around any training run: its arguments, a line an update, resuming, and what is written at the end."""
+"""Code around a training run: arguments, one line per update, resuming, and the files written at the end."""
 
 import json
 import time
@@ -17,25 +17,25 @@ from common import report
 from trl_steady import GRPOConfig, GRPOTrainer
 
 Results = dict[str, Any]
-Callbacks = Callable[[GRPOTrainer], Sequence[TrainerCallback]]  # what a recipe adds to the trainer, given the trainer
+Callbacks = Callable[[GRPOTrainer], Sequence[TrainerCallback]]  # takes the trainer, returns the recipe's callbacks
 
 PACKAGES = ("trl-steady", "trl", "transformers", "torch", "peft", "bitsandbytes", "accelerate")
 
 
 @dataclass
 class RecipeArguments:
-    """What a recipe adds to `GRPOConfig`."""
+    """Arguments of a recipe that `GRPOConfig` does not have."""
 
-    quantised: bool = field(default=True, metadata={"help": "NF4 base, else an unquantised one."})
+    quantised: bool = field(default=True, metadata={"help": "Quantise the base model to NF4."})
     lora_r: int = field(default=16, metadata={"help": "Rank of the adapters; 0 trains the whole model."})
-    lora_alpha: int = field(default=32, metadata={"help": "Scale of the adapters, times the rank."})
-    held_out: int = field(default=200, metadata={"help": "Held-out problems, the same for every seed."})
+    lora_alpha: int = field(default=32, metadata={"help": "LoRA alpha: the scale of the adapters times their rank."})
+    held_out: int = field(default=200, metadata={"help": "Number of held-out problems, the same for every seed."})
     samples: int = field(default=4, metadata={"help": "Answers to each held-out problem at the training temperature."})
-    check_every: int = field(default=1, metadata={"help": "Rollouts from one check on held-out problems to the next."})
+    check_every: int = field(default=1, metadata={"help": "Rollouts between two checks on held-out problems."})
 
     @property
     def adapter(self) -> LoraConfig | None:
-        """LoRA on every linear layer, or None for the whole model."""
+        """LoRA on every linear layer, or None to train the whole model."""
         if not self.lora_r:
             return None
         return LoraConfig(
@@ -44,11 +44,11 @@ class RecipeArguments:
 
 
 class Progress(TrainerCallback):
-    """One line an update.
+    """Print one line per update.
 
     Args:
-        describe: What to say of an update, from what was logged of it.
-        reward: What the reward is called.
+        describe: Returns the text for an update, from the values logged for it.
+        reward: The name of the reward.
     """
 
     def __init__(self, describe: Callable[[Mapping[str, Any]], str], reward: str = "right") -> None:
@@ -71,13 +71,13 @@ class Progress(TrainerCallback):
 
 
 def updates_per_rollout(args: GRPOConfig) -> int:
-    """Optimizer steps that one rollout feeds."""
+    """Return the number of optimizer steps that one rollout feeds."""
     return max(1, args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps)
 
 
 def train(trainer: GRPOTrainer, callbacks: Sequence[TrainerCallback]) -> None:
-    """Train; with `resume_from_checkpoint: true` from the last checkpoint in `output_dir`, where there is one."""
-    trainer.remove_callback(PrinterCallback)  # the progress is ours
+    """Train. With `resume_from_checkpoint: true`, resume from the last checkpoint in `output_dir`, if there is one."""
+    trainer.remove_callback(PrinterCallback)  # `Progress` prints instead
     for callback in callbacks:
         trainer.add_callback(callback)
     wanted = trainer.args.resume_from_checkpoint
@@ -87,13 +87,13 @@ def train(trainer: GRPOTrainer, callbacks: Sequence[TrainerCallback]) -> None:
 
 
 def finish(trainer: GRPOTrainer, recipe: RecipeArguments, found: Results, panels: report.Panels) -> Results:
-    """Write the policy, `results.json` and `training.png`; returns what the second holds: the run, and what was found.
+    """Write the policy, `results.json` and `training.png`, and return the contents of `results.json`.
 
     Args:
-        trainer: After training.
-        recipe: Its arguments beside `trainer.args`.
-        found: What the task has measured.
-        panels: Of the picture.
+        trainer: The trainer after training.
+        recipe: The recipe's arguments, in addition to `trainer.args`.
+        found: The measurements of the task.
+        panels: The panels of the picture.
     """
     output = Path(trainer.args.output_dir)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"

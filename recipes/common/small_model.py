@@ -1,4 +1,4 @@
-"""A run on SmolLM2-135M and a small task, by default the larger of two numbers: evaluate, train, evaluate."""
+"""A run on a small model and a small task, by default `common.task`: evaluate, train, evaluate."""
 
 import copy
 import time
@@ -20,32 +20,32 @@ Problem = tuple[int, ...]
 
 
 class Task(Protocol):
-    """What a run needs to know of its task; a module with these names will do.
+    """The interface of a task. A module with these names is enough.
 
     All prompts must have the same number of tokens.
     """
 
-    PREAMBLE: str  # what every prompt begins with
-    STOP: str  # the token that ends an answer, beside the end-of-sequence token; empty: no other
+    PREAMBLE: str  # the beginning of every prompt
+    STOP: str  # a token that ends an answer, in addition to the end-of-sequence token; may be empty
 
     def prompt(self, problem: Any) -> str:
-        """What the model is given."""
+        """Return the prompt of a problem."""
         ...
 
     def is_right(self, problem: Any, completion: str) -> bool:
-        """Whether that is the answer; special tokens are still in the text."""
+        """Return True if the completion is the right answer. Its text includes special tokens."""
         ...
 
     def reward(self, completions: list[str], problem: list[list[int]], **_: Any) -> list[Any]:
-        """What the model is trained on; special tokens are not in the texts."""
+        """Return the rewards for training. The texts have no special tokens."""
         ...
 
     def load(self, folder: Path, quantised: bool) -> Any:
-        """The model to start from and its tokenizer; `folder` is for the weights that an adapter names as its base."""
+        """Load the starting model and its tokenizer. `folder` is for the base weights that an adapter refers to."""
         ...
 
     def split(self, held_out: int) -> tuple[Sequence[Problem], Sequence[Problem]]:
-        """Training problems and held-out problems."""
+        """Return the training problems and the held-out problems."""
         ...
 
 
@@ -53,9 +53,9 @@ class Task(Protocol):
 def right_answers(
     trainer: GRPOTrainer, problems: Sequence[Problem], *, samples: int, task: Task = larger
 ) -> np.ndarray:
-    """(problems, samples) of 0 and 1; `samples=0` decodes greedily, once.
+    """Return (problems, samples) of 0 and 1. `samples=0` decodes once, greedily.
 
-    The preamble is read once and its cache handed to every answer.
+    The model reads the preamble once, and every answer starts from its cache.
     """
     model, tokenizer, args = trainer.model.eval(), trainer.processing_class, trainer.args
     asked = [problem for problem in problems for _ in range(max(samples, 1))]
@@ -76,12 +76,12 @@ def right_answers(
 
 
 def counts(right: np.ndarray) -> str:
-    """A digit for each problem: how many of its samples are right, for comparing runs; nine samples at most."""
+    """Return one digit per problem: the number of its right samples, at most nine. Use it to compare runs."""
     return "".join(str(int(n)) for n in right.sum(axis=1))
 
 
 class Checks(TrainerCallback):
-    """Greedy accuracy on held-out problems after every `rollouts`, kept in the trainer's history across a resume."""
+    """Measure greedy accuracy on held-out problems every `rollouts` rollouts. The history survives a resume."""
 
     NAME = "held-out greedy accuracy"
 
@@ -89,7 +89,7 @@ class Checks(TrainerCallback):
         self.trainer, self.problems, self.task, self.rollouts = trainer, problems, task, rollouts
 
     def on_log(self, args: GRPOConfig, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Check where rollouts have been used up."""
+        """Check after the last update of every `rollouts`-th rollout."""
         updates = self.rollouts * run.updates_per_rollout(args)
         if not logs or "loss" not in logs or state.global_step % updates:
             return
@@ -99,7 +99,7 @@ class Checks(TrainerCallback):
 
 
 def build(recipe: run.RecipeArguments, args: GRPOConfig, task: Task = larger) -> GRPOTrainer:
-    """The model, the task and the adapters, ready to train."""
+    """Return a trainer with the model, the task and the adapters."""
     print("Loading the model" + (" and quantising it to NF4" if recipe.quantised else ""), flush=True)
     model, tokenizer = task.load(Path(args.output_dir) / "base", recipe.quantised)
     stop = tokenizer.encode(task.STOP, add_special_tokens=False)
@@ -118,7 +118,7 @@ def build(recipe: run.RecipeArguments, args: GRPOConfig, task: Task = larger) ->
 def train(
     recipe: run.RecipeArguments, args: GRPOConfig, callbacks: run.Callbacks, task: Task = larger
 ) -> tuple[GRPOTrainer, run.Results]:
-    """Evaluate, train, evaluate, and print the table."""
+    """Evaluate, train, evaluate again, and print the table."""
     started = time.monotonic()
     trainer, (problems, test) = build(recipe, args, task), task.split(recipe.held_out)
     checked = test[: len(test) // 2]

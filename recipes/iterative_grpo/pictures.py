@@ -1,4 +1,4 @@
-"""The panels of this recipe, and a picture of two runs side by side.
+"""The panels of this recipe, and a picture that compares runs.
 
 python recipes/iterative_grpo/pictures.py both.png moving=outputs/iterative_grpo/results.json frozen=...
 """
@@ -20,33 +20,33 @@ KL = "KL to the reference, per token"
 
 
 def mark_refreshes(axis: Axes, results: Mapping[str, Any]) -> None:
-    """A line between the last update under the old reference and the first under the new one."""
+    """Draw a line between the last update with the old reference and the first update with the new one."""
     for i, refresh in enumerate(results["refreshes"]):
         label = "reference set to the policy" if i == 0 else None
         axis.axvline(refresh["step"] + 0.5, color="tab:gray", linestyle="--", linewidth=1, label=label)
 
 
 def reward(axis: Axes, results: Mapping[str, Any]) -> None:
-    """Of each rollout."""
+    """Draw the reward of each rollout."""
     report.rewards(axis, results)
     mark_refreshes(axis, results)
 
 
 def accuracy(axis: Axes, results: Mapping[str, Any]) -> None:
-    """On held-out problems."""
+    """Draw the accuracy on held-out problems."""
     report.accuracies(axis, results)
     mark_refreshes(axis, results)
 
 
 def kl(axis: Axes, results: Mapping[str, Any]) -> None:
-    """KL of each update to the reference of its time."""
+    """Draw the KL of each update to its current reference."""
     compare(axis, {"KL": results}, name="kl", title=KL)
 
 
 def compare(axis: Axes, runs: Mapping[str, Mapping[str, Any]], *, name: str, title: str) -> None:
-    """One logged value of several runs; the refreshes marked are those of the first."""
+    """Draw one logged value of several runs, and mark the refreshes of the first run."""
     if name == "kl":
-        axis.set_yscale("symlog", linthresh=1e-3)  # shows the zero, and what is small beside the first updates
+        axis.set_yscale("symlog", linthresh=1e-3)  # shows zeros, and values far below those of the first updates
     for label, results in runs.items():
         axis.plot(*report.series(results["history"], name), "o-", markersize=3, label=label)
     axis.set(title=title)

@@ -1,4 +1,4 @@
-"""Iterative GRPO as in DeepSeekMath, with a KL reference that moves: on a small model anywhere, on a 7B with a GPU.
+"""Iterative GRPO as in DeepSeekMath, with a KL reference that moves: a small model on any device, or a 7B on a GPU.
 
 python recipes/iterative_grpo/train.py --config recipes/iterative_grpo/smollm2-135m.yaml [--seed 1] [--output_dir ...]
 """
@@ -20,17 +20,17 @@ from trl_steady import GRPOConfig, GRPOTrainer
 
 
 class Refreshes(TrainerCallback):
-    """One line for each refresh of the reference, ahead of the first update under it."""
+    """Print one line per refresh of the reference, before the first update with it."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
         self.trainer, self.told = trainer, 0
 
     def on_train_begin(self, args: GRPOConfig, state: Any, control: Any, **_: Any) -> None:
-        """Skip those before a resume."""
+        """Skip the refreshes from before a resume."""
         self.told = len(self.trainer.reference_refreshes)
 
     def on_log(self, args: GRPOConfig, state: Any, control: Any, **_: Any) -> None:
-        """Tell what is new."""
+        """Print the new refreshes."""
         if not state.is_world_process_zero:
             return
         for refresh in self.trainer.reference_refreshes[self.told :]:
@@ -40,12 +40,12 @@ class Refreshes(TrainerCallback):
 
 
 def describe(logs: Mapping[str, Any]) -> str:
-    """Of one update."""
+    """Describe one update in the progress line."""
     return f"  KL {logs['kl']:.4f}" if "kl" in logs else ""
 
 
 def main(recipe: RecipeArguments, args: GRPOConfig) -> run.Results:
-    """Train and report; returns what is written to `results.json`."""
+    """Train and report. Return the contents of `results.json`."""
     trainer, found = tasks.train(recipe, args, lambda trainer: [Refreshes(trainer), run.Progress(describe)])
     found["refreshes"] = [refresh._asdict() for refresh in trainer.reference_refreshes]
     return run.finish(trainer, recipe, found, ((pictures.reward,), (pictures.accuracy,), (pictures.kl,)))

@@ -1,4 +1,7 @@
-"""Sorting digits: verifiable, a token a digit, and all that a small mixture of experts, built here, is ever taught."""
+"""The task "sort ten digits", and the small mixture of experts that learns it and nothing else.
+
+An answer is easy to verify, and each digit is one token.
+"""
 
 import random
 from collections.abc import Sequence
@@ -13,7 +16,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3MoeConfig,
 
 Problem = Sequence[int]
 
-DIGITS = 10  # in a problem, so that all prompts have the same number of tokens
+DIGITS = 10  # per problem, so that all prompts have the same number of tokens
 TRAINING = 4_000
 BEGIN, END, PAD = "<s>", "</s>", "<pad>"
 VOCABULARY = {token: i for i, token in enumerate([PAD, BEGIN, END, ":", *"0123456789"])}
@@ -28,20 +31,20 @@ SIZE = {
     "num_experts": 16,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
-    "norm_topk_prob": True,  # as Qwen3-30B-A3B
+    "norm_topk_prob": True,  # as in Qwen3-30B-A3B
 }
 
-# of the warm start, which stops while there is something left to learn
+# the warm start stops while there is something left to learn
 WORKED_STEPS, WORKED_BATCH, LEARNING_RATE = 100, 128, 3e-3
 
 
 def answer(problem: Problem) -> str:
-    """The digits in ascending order, and the end of the sequence."""
+    """Return the digits in ascending order, and the end-of-sequence token."""
     return "".join(map(str, sorted(problem))) + END
 
 
 def draw(count: int) -> list[tuple[int, ...]]:
-    """The first `count` of an endless list of problems, no two of which have the same digits in whatever order."""
+    """Return the first `count` of an endless list of problems. No two of them have the same digits, in any order."""
     rng, drawn = random.Random(0), {}
     while len(drawn) < count:
         problem = tuple(rng.choices(range(10), k=DIGITS))
@@ -50,7 +53,7 @@ def draw(count: int) -> list[tuple[int, ...]]:
 
 
 def untaught() -> tuple[Qwen3MoeForCausalLM, PreTrainedTokenizerFast]:
-    """A small Qwen3-MoE with random weights, and a tokenizer for it."""
+    """Return a small Qwen3-MoE with random weights, and a tokenizer for it."""
     core = Tokenizer(WordLevel(VOCABULARY, unk_token=PAD))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     core.decoder = decoders.Fuse()
@@ -68,9 +71,9 @@ def untaught() -> tuple[Qwen3MoeForCausalLM, PreTrainedTokenizerFast]:
 
 
 def teach(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, worked: Sequence[tuple[str, str]]) -> None:
-    """One pass over `worked`, pairs of prompt and answer, by cross-entropy on the answers.
+    """Train one pass over `worked`, pairs of prompt and answer, with cross-entropy on the answers.
 
-    Qwen's loss for the load balance is on (`router_aux_loss_coef`, 0.001): a mixture that uses few of its experts
+    Qwen's load-balancing loss is on (`router_aux_loss_coef`, 0.001), because a mixture that uses few of its experts
     would have few routes to change.
     """
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=LEARNING_RATE, weight_decay=0.0)
@@ -93,10 +96,10 @@ def teach(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, worked
 
 @dataclass
 class Digits:
-    """The task of a run, as `common.small_model` wants it.
+    """The task, with the interface of `common.small_model.Task`.
 
     Args:
-        start: Folder of the model after its warm start; where it is missing, it is made.
+        start: Folder of the model after its warm start. If it has no model, `load` makes one.
     """
 
     start: Path
@@ -105,22 +108,22 @@ class Digits:
     STOP = ""
 
     def prompt(self, problem: Problem) -> str:
-        """The digits and a colon."""
+        """Return the digits and a colon."""
         return f"{BEGIN}{''.join(map(str, problem))}:"
 
     def is_right(self, problem: Problem, completion: str) -> bool:
-        """Whether the completion, up to the end of the sequence, is the answer to the character."""
+        """Return True if the completion begins with the exact answer, including its end-of-sequence token."""
         return completion.startswith(answer(problem))
 
     def reward(
         self, completions: list[str], problem: list[list[int]], completion_ids: list[list[int]], **_: Any
     ) -> list[float]:
-        """1 for a right answer; by its tokens, because the texts do not show whether an answer has ended."""
+        """Return 1 for a right answer. Read the tokens, because the texts do not show if an answer has ended."""
         texts = ("".join(TOKENS[i] for i in ids) for ids in completion_ids)
         return [float(self.is_right(p, text)) for p, text in zip(problem, texts, strict=True)]
 
     def load(self, folder: Path, quantised: bool) -> Any:
-        """From `start`, float32."""
+        """Load the model from `start`, in float32. Make it first if it is missing."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if not (self.start / "model.safetensors").exists():
             model, tokenizer = untaught()
@@ -132,7 +135,7 @@ class Digits:
         return model, AutoTokenizer.from_pretrained(self.start, padding_side="left")
 
     def split(self, held_out: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-        """Training and held-out problems, the same for every seed, and none of them of the warm start."""
+        """Return training and held-out problems, the same for every seed. The warm start uses none of them."""
         worked = WORKED_STEPS * WORKED_BATCH
         problems = draw(worked + held_out + TRAINING)[worked:]
         return problems[held_out:], problems[:held_out]

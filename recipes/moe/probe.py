@@ -1,4 +1,4 @@
-"""What changes between a rollout and the last of its updates: the experts that tokens are sent to, and the ratios."""
+"""Measure how experts and ratios change between a rollout and the last of its updates."""
 
 import contextlib
 from collections.abc import Iterator, Sequence
@@ -16,11 +16,11 @@ from trl_steady import GRPOConfig, GRPOTrainer
 
 @contextlib.contextmanager
 def routed(model: torch.nn.Module, routes: Sequence[Tensor] | None = None) -> Iterator[list[Tensor]]:
-    """The experts that each layer chooses, (tokens, experts per token) by layer, collected while this is open.
+    """Collect the experts that each layer chooses while the context is open: (tokens, experts per token) per layer.
 
     Args:
         model: A Qwen3-MoE.
-        routes: To be taken in place of the choices; the weights of these experts are the live router's.
+        routes: Experts that replace the choices. Their weights come from the live router.
     """
     chosen: list[Tensor] = []
 
@@ -41,24 +41,23 @@ def routed(model: torch.nn.Module, routes: Sequence[Tensor] | None = None) -> It
 
 
 def changed(before: Sequence[Tensor], after: Sequence[Tensor], tokens: Tensor) -> float:
-    """Share of the experts chosen `after` that were not `before`, of `tokens` in all layers, in whatever order."""
+    """Return the share of experts in `after` that are not in `before`, over `tokens` and all layers, in any order."""
     differs = [(new[..., None] != old[..., None, :]).all(-1) for old, new in zip(before, after, strict=True)]
     return torch.stack([layer[tokens.flatten()].float().mean() for layer in differs]).mean().item()
 
 
 def spread(log_ratios: Tensor) -> dict[str, float]:
-    """Of the ratios of tokens: the standard deviation of their logarithm, and the share beyond a factor of 2."""
+    """Return the standard deviation of the log-ratios, and the share of ratios above 2 or below 1/2."""
     beyond = (log_ratios.abs() > torch.tensor(2.0).log()).float().mean()
     return {"log_ratio_std": log_ratios.std().item(), "beyond_2": beyond.item()}
 
 
 class Probe(TrainerCallback):
-    """The same measurement whatever the run trains with: nothing here is replayed in training.
+    """Measure changed experts and ratios in the same way for every run. The probe does not change the training.
 
-    Before the first update of a rollout the policy answers held-out problems, and its routes and log-probs are kept;
-    before the last one the same tokens are scored again, once with the routes of then and once with those of now.
-    What is found goes to the trainer's history: `probe/changed`, and of each way of scoring `probe/live/...` and
-    `probe/replayed/...`.
+    Before the first update of a rollout, the policy answers held-out problems, and the probe stores its routes and
+    log-probs. Before the last update, it scores the same tokens twice: with the stored routes and with live routes.
+    It writes the results to the trainer's history: `probe/changed`, `probe/live/...` and `probe/replayed/...`.
     """
 
     def __init__(self, trainer: GRPOTrainer, problems: Sequence[Problem], task: Digits) -> None:
@@ -66,7 +65,7 @@ class Probe(TrainerCallback):
 
     @torch.no_grad()
     def on_step_begin(self, args: GRPOConfig, state: Any, control: Any, **_: Any) -> None:
-        """Answer, or score again."""
+        """Answer before the first update of a rollout, and score again before the last."""
         updates = run.updates_per_rollout(args)
         if state.global_step % updates == 0:
             self._answer(state.global_step)
@@ -80,7 +79,7 @@ class Probe(TrainerCallback):
             state.log_history.append({"step": state.global_step + 1, **found})
 
     def _answer(self, seed: int) -> None:
-        """Sample answers, in the same way in every run and without touching its random numbers."""
+        """Sample answers in the same way in every run, without changing the run's random numbers."""
         model, tokenizer = self.trainer.model, self.trainer.processing_class
         inputs = tokenizer([self.task.prompt(problem) for problem in self.problems], return_tensors="pt")
         self.prompt = inputs["input_ids"].size(1)
@@ -91,10 +90,10 @@ class Probe(TrainerCallback):
             self.ids = model.generate(**inputs.to(model.device), max_new_tokens=longest, **how)
         ended = self.ids[:, self.prompt :] == tokenizer.eos_token_id
         self.mask = torch.ones_like(self.ids, dtype=torch.bool)
-        self.mask[:, self.prompt + 1 :] = ended.cumsum(1)[:, :-1] == 0  # up to the end, which is in
+        self.mask[:, self.prompt + 1 :] = ended.cumsum(1)[:, :-1] == 0  # up to and including the end
 
     def _score(self, routes: Sequence[Tensor] | None) -> tuple[list[Tensor], Tensor]:
-        """Routes of all tokens but the last, and log-probs of the answers' tokens."""
+        """Return the routes of all tokens except the last, and the log-probs of the answers' tokens."""
         with routed(self.trainer.model, routes) as chosen:
             logits = self.trainer.model(input_ids=self.ids[:, :-1]).logits[:, self.prompt - 1 :]
         answers = self.ids[:, self.prompt :]

@@ -1,4 +1,4 @@
-"""GRPO on a small mixture of experts, four updates for each rollout, its routes replayed or not.
+"""GRPO on a small mixture of experts with four updates per rollout, with or without replay of the routes.
 
 python recipes/moe/train.py --config recipes/moe/qwen3-moe-digits.yaml [--router_replay R2] [--loss_type gspo]
 """
@@ -30,27 +30,27 @@ PICTURE_GSM8K = (
 
 @dataclass
 class RecipeArguments(run.RecipeArguments):
-    """With the task, and where training starts."""
+    """The arguments of every recipe, with the task and the starting model."""
 
     task: str = field(
         default="digits", metadata={"help": "'digits': sort them; 'gsm8k': GSM8K.", "choices": ["digits", "gsm8k"]}
     )
-    model_name: str | None = field(default=None, metadata={"help": "Model of the task gsm8k, on the hub or a folder."})
+    model_name: str | None = field(default=None, metadata={"help": "Model for gsm8k: a hub name or a folder."})
     start: str = field(
         default="outputs/moe/start",
-        metadata={"help": "Folder of the small model after its warm start; where it is missing, it is made."},
+        metadata={"help": "Folder of the small model after its warm start; made if it is missing."},
     )
 
 
 def describe(logs: Mapping[str, Any]) -> str:
-    """Of one update."""
+    """Describe one update in the progress line."""
     shown = {"ratio min": "ratio/sequence_min", "max": "ratio/sequence_max", "clipped": "clip_ratio/region_mean"}
     shown |= {"routes changed": "routing/changed"}
     return "".join(f"  {label} {logs[name]:.3g}" for label, name in shown.items() if name in logs)
 
 
 def main(recipe: RecipeArguments, args: GRPOConfig) -> run.Results:
-    """Train and report; returns what is written to `results.json`."""
+    """Train and report. Return the contents of `results.json`."""
     objective = {name: getattr(args, name) for name in ("loss_type", "epsilon", "epsilon_high", "router_replay")}
     if recipe.task == "gsm8k":
         trainer, found = gsm8k.train(recipe, args, lambda _: [run.Progress(describe)])

@@ -1,4 +1,4 @@
-"""The panels of this recipe, and runs side by side: a picture with the spread over seeds, and a table.
+"""The panels of this recipe, and a comparison of runs: a picture with the spread over seeds, and a table.
 
 python recipes/moe/variants.py all.png outputs/moe/*/results.json
 """
@@ -19,7 +19,7 @@ from matplotlib.axes import Axes
 from common import report
 
 Runs = Sequence[Mapping[str, Any]]
-# colours that can be told apart by everyone (Okabe and Ito's), and lines that can be without them
+# colours for colour-blind readers (Okabe and Ito's), and line styles that differ without colour
 STYLES = {
     "GRPO": ("#000000", "-"),
     "GRPO, R2": ("#0072B2", "--"),
@@ -33,12 +33,12 @@ TITLES = {
     LIVE: "Log-ratios, standard deviation: live routes",
     REPLAYED: "The same answers and weights: routes replayed",
 }
-LAST = 10  # rollouts, of which the mean reward varies less than a check of the last policy alone
+LAST = 10  # rollouts: their mean reward varies less than one check of the last policy
 COLUMNS = (CHANGED, LIVE, REPLAYED, "probe/live/beyond_2", "probe/replayed/beyond_2")
 
 
 def ratios(axis: Axes, results: Mapping[str, Any]) -> None:
-    """Spread of the probe's ratios before the last update of each rollout, scored in both ways."""
+    """Draw the spread of the probe's ratios before the last update of each rollout, scored in both ways."""
     for name, style, label in ((LIVE, "-", "live routes"), (REPLAYED, "--", "routes of the rollout")):
         axis.plot(*report.series(results["history"], name), style, color="tab:purple", label=label)
     axis.set(title="Standard deviation of the log-ratios")
@@ -47,7 +47,7 @@ def ratios(axis: Axes, results: Mapping[str, Any]) -> None:
 
 
 def routes(axis: Axes, results: Mapping[str, Any]) -> None:
-    """Share of experts changed: of the probe, and of the training batches where they are replayed."""
+    """Draw the share of experts changed: in the probe, and in the training batches if routes are replayed."""
     axis.plot(*report.series(results["history"], CHANGED), "-", color="tab:red", label="probe, last update")
     if any("routing/changed" in row for row in results["history"]):
         replayed = report.series(results["history"], "routing/changed")
@@ -58,19 +58,19 @@ def routes(axis: Axes, results: Mapping[str, Any]) -> None:
 
 
 def logged(axis: Axes, results: Mapping[str, Any], *, name: str, title: str) -> None:
-    """One value as it is logged, where it is."""
+    """Draw one value as it was logged."""
     axis.plot(*report.series(results["history"], name), ".-", color="tab:red")
     axis.set(title=title)
 
 
 def variant(results: Mapping[str, Any]) -> str:
-    """What a run trained with."""
+    """Return the label of the run's variant."""
     objective = results["objective"]
     return ", ".join(filter(None, (objective["loss_type"].upper(), objective["router_replay"])))
 
 
 def over_seeds(axis: Axes, runs: Runs, *, name: str, top: float | None = None) -> None:
-    """One value of every variant: the mean over its seeds, and from the smallest to the largest."""
+    """Draw one value of every variant: the mean over its seeds, and the range from the smallest to the largest."""
     for label, (colour, line) in STYLES.items():
         curves = [report.series(results["history"], name) for results in runs if variant(results) == label]
         if not curves:
@@ -79,19 +79,19 @@ def over_seeds(axis: Axes, runs: Runs, *, name: str, top: float | None = None) -
         axis.plot(steps, values.mean(axis=0), line, color=colour, linewidth=1.3, label=label)
         axis.fill_between(steps, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.12, linewidth=0)
     axis.set(title=TITLES[name], ylim=(0, top))
-    if name == "reward":  # once, where there is room
+    if name == "reward":  # one legend, in the panel that has room
         axis.legend(loc="lower right")
 
 
 def row(results: Mapping[str, Any]) -> list[float]:
-    """Accuracies after training, sampled and greedy; the last rewards; means over rollouts of what was probed."""
+    """Return the accuracies after training, the mean of the last rewards, and the probe's means over rollouts."""
     shares = [way["after"] for way in results["accuracy"].values()]
     shares.append(float(np.mean(report.series(results["history"], "reward")[1][-LAST:])))
     return shares + [float(np.mean(report.series(results["history"], name)[1])) for name in COLUMNS]
 
 
 def table(runs: Runs) -> str:
-    """In Markdown, with the mean over seeds below the seeds of each variant."""
+    """Return a Markdown table with the seeds of each variant and their mean."""
     lines = [
         f"| | seed | sampled | greedy | last {LAST} rewards | experts changed | log-ratios, live | replayed "
         "| ratios beyond 2, live | replayed |",
@@ -114,7 +114,7 @@ def main(path: str, *files: str) -> None:
     """Draw the runs in `files`, which are `results.json` files, and print their table."""
     runs = [json.loads(Path(file).read_text()) for file in files]
     values = [value for results in runs for value in report.series(results["history"], LIVE)[1]]
-    top = float(np.quantile(values, 0.99))  # both spreads on one scale, which no single rollout stretches
+    top = float(np.quantile(values, 0.99))  # one scale for both spreads; no single rollout stretches it
     panels = (
         (partial(over_seeds, name="reward", top=1.0), partial(over_seeds, name=CHANGED)),
         (partial(over_seeds, name=LIVE, top=top), partial(over_seeds, name=REPLAYED, top=top)),

@@ -1,4 +1,4 @@
-"""The panel of this recipe, and runs side by side: a picture, and a table of what rewarding steps adds.
+"""The panel of this recipe, and a comparison of runs: a picture, and a table of the gain from step rewards.
 
 python recipes/process_rewards/compare.py both.png outputs/process_rewards/results.json ...
 """
@@ -19,13 +19,13 @@ from common import report
 
 Runs = Sequence[Mapping[str, Any]]
 COLOURS = {"steps": "tab:green", "outcome": "tab:orange", "steps, process": "tab:purple"}
-STYLES = ("-", "--", ":")  # of the seeds
+STYLES = ("-", "--", ":")  # by seed
 CHECKS = "held-out greedy accuracy by step"
 COUNTS = "right answers to each held-out problem"
 
 
 def rollouts(axis: Axes, results: Mapping[str, Any]) -> None:
-    """Shares of right lines and of right answers in each rollout."""
+    """Draw the shares of right lines and of right answers in each rollout."""
     for name, label in (("right_lines", "lines"), ("right", "whole answers")):
         axis.plot(*report.series(results["history"], name), "o-", markersize=3, label=label)
     axis.set(title="Share right in each rollout (sampled)", ylim=(0, 1))
@@ -33,21 +33,21 @@ def rollouts(axis: Axes, results: Mapping[str, Any]) -> None:
 
 
 def arm(results: Mapping[str, Any]) -> str:
-    """What a run was rewarded for, and how, where that is not the default."""
+    """Return the label of the run's rewards, with `step_advantage` if it is not the default."""
     objective = results["objective"]
     plain = objective["rewards"] == "outcome" or objective["step_advantage"] == "return_to_go"
     return objective["rewards"] + ("" if plain else f", {objective['step_advantage']}")
 
 
 def sampled(axis: Axes, runs: Runs) -> None:
-    """Share of right answers in each rollout of several runs."""
+    """Draw the share of right answers in each rollout of several runs."""
     for results in runs:
         _curve(axis, results, *report.series(results["history"], "right"))
     axis.set(title="Whole answers right in each rollout (sampled)", ylim=(0, 1))
 
 
 def held_out(axis: Axes, runs: Runs) -> None:
-    """Greedy accuracy on held-out problems after each rollout of several runs."""
+    """Draw the greedy accuracy of several runs on held-out problems."""
     for results in runs:
         checks = results[CHECKS]
         _curve(axis, results, [int(step) for step in checks], list(checks.values()))
@@ -61,9 +61,9 @@ def _curve(axis: Axes, results: Mapping[str, Any], steps: Sequence[int], shares:
 
 
 def differences(runs: Runs) -> dict[tuple[str, str], report.Difference]:
-    """(seed, way of decoding) -> outcome rewards (`before`) and step rewards (`after`) on the same held-out problems.
+    """Compare outcome rewards (`before`) with step rewards (`after`) on the same problems, by seed and decoding.
 
-    The last rows are the means of the seeds: their intervals are over problems, with these seeds.
+    The last rows are the means of the seeds. Their intervals are over problems, for these seeds.
     """
     right: dict[str, dict[tuple[str, str], np.ndarray]] = {name: {} for name in COLOURS}
     for results in runs:
@@ -82,7 +82,7 @@ def differences(runs: Runs) -> dict[tuple[str, str], report.Difference]:
 
 
 def table(found: Mapping[tuple[str, str], report.Difference]) -> str:
-    """In Markdown."""
+    """Return the differences as a Markdown table."""
     rows = ["| seed | decoding | outcome | steps | difference | 95 % interval |", "|---|---|---|---|---|---|"]
     for (seed, decoding), d in found.items():
         shares = f"{d.before:.1%} | {d.after:.1%} | {d.difference:+.1%} | {d.low:+.1%} to {d.high:+.1%}"
@@ -91,7 +91,7 @@ def table(found: Mapping[tuple[str, str], report.Difference]) -> str:
 
 
 def main(path: str, *files: str) -> None:
-    """Draw the runs in `files`, which are `results.json` files, and print the table of those with the same seed."""
+    """Draw the runs in `files`, which are `results.json` files, and print a table of the runs with equal seeds."""
     runs = [json.loads(Path(file).read_text()) for file in files]
     report.draw(Path(path), ((sampled, held_out),), runs)
     print(table(differences(runs)))

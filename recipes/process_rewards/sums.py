@@ -1,4 +1,7 @@
-"""Adding up four numbers, a line for each sum: every line can be checked by itself; test problems are kept apart."""
+"""The task "add up four numbers", with one line per sum. Every line can be checked by itself.
+
+Held-out problems are never training problems.
+"""
 
 import random
 import re
@@ -26,7 +29,7 @@ lines = by_regex(r"\n")
 
 
 def answer(problem: Problem) -> str:
-    """For 17, 25, 28 and 14: "17+25=42", "42+28=70" and "70+14=84", each on its line, and nothing after that."""
+    """Return the right answer. For 17, 25, 28 and 14 its lines are "17+25=42", "42+28=70" and "70+14=84"."""
     total, written = problem[0], []
     for number in problem[1:]:
         written.append(f"{total}+{number}={total + number}")
@@ -35,12 +38,16 @@ def answer(problem: Problem) -> str:
 
 
 def right_lines(problem: Problem, text: str) -> list[bool]:
-    """Of each line of `text`, whether it is right.
+    """Return for each line of `text` if it is right.
 
-    Line j is right if it is, to the character, '<result written in line j - 1>+<number j + 1>=<their sum>' and a line
-    break, in the last of the lines that are asked for the end of the text. So a wrong result spoils its own line only,
-    a line that is no sum also the next one, an answer that goes on after its last line has that line wrong, as has one
-    that breaks off in the line where it does, and no line beyond those that are asked for is ever right.
+    Line j must be exactly '<result written in line j - 1>+<number j + 1>=<their sum>' and a line break. The last
+    required line must end the text instead of having a line break. Consequences:
+
+    - A wrong result makes only its own line wrong.
+    - A line that is not a sum makes the next line wrong too.
+    - Text after the last required line makes that line wrong.
+    - A line that breaks off is wrong.
+    - No line beyond the required ones is right.
     """
     written, right = str(problem[0]), []
     for j, line in enumerate(lines(text).texts, start=1):
@@ -55,18 +62,18 @@ def right_lines(problem: Problem, text: str) -> list[bool]:
 
 
 def step_rewards(problem: Problem, text: str) -> StepRewards:
-    """An equal part of 1 for each right line: 1 for `answer(problem)`, less for any other text."""
+    """Give each right line an equal part of 1. `answer(problem)` earns 1, any other text earns less."""
     share = 1 / (len(problem) - 1)
     return lines(text).rewards([share * right for right in right_lines(problem, text)])
 
 
 def outcome_reward(problem: Problem, text: str) -> float:
-    """1 for `answer(problem)`, 0 for any other text."""
+    """Return 1 for `answer(problem)` and 0 for any other text."""
     return float(text == answer(problem))
 
 
 def draw(count: int) -> list[tuple[int, ...]]:
-    """The first `count` of an endless list of problems, no two of which have the same numbers in whatever order."""
+    """Return the first `count` of an endless list of problems. No two of them have the same numbers, in any order."""
     rng, drawn = random.Random(0), {}
     while len(drawn) < count:
         problem = tuple(rng.choices(NUMBERS, k=TERMS))
@@ -76,11 +83,11 @@ def draw(count: int) -> list[tuple[int, ...]]:
 
 @dataclass
 class Sums:
-    """The task of a run, as `common.small_model` wants it.
+    """The task, with the interface of `common.small_model.Task`.
 
     Args:
         rewards: One of `REWARDS`.
-        start: Folder of the model that has seen worked problems; where it is missing, it is made.
+        start: Folder of the model that has seen worked problems. If it has no model, `load` makes one.
     """
 
     rewards: str
@@ -90,15 +97,15 @@ class Sums:
     STOP = ""
 
     def prompt(self, problem: Problem) -> str:
-        """The numbers; the model has been shown what is asked."""
+        """Return the numbers. The model knows the task from the worked problems."""
         return f"{self.PREAMBLE}{'+'.join(map(str, problem))}:\n"
 
     def is_right(self, problem: Problem, completion: str) -> bool:
-        """Whether the completion, up to the end of the sequence, is the answer to the character."""
+        """Return True if the completion, up to the end-of-sequence token, is exactly the answer."""
         return completion.split(END)[0] == answer(problem)
 
     def reward(self, completions: list[str], problem: list[list[int]], log_metric: Any, **_: Any) -> list[Any]:
-        """As `rewards` says; how many answers and lines are right is logged in either case."""
+        """Return the rewards that `rewards` selects. Log the shares of right answers and lines in both cases."""
         pairs = list(zip(problem, completions, strict=True))
         log_metric("right", sum(outcome_reward(*pair) for pair in pairs) / len(pairs))
         log_metric("right_lines", sum(step_rewards(*pair).total for pair in pairs) / len(pairs))
@@ -106,7 +113,7 @@ class Sums:
         return [rewarded(*pair) for pair in pairs]
 
     def load(self, folder: Path, quantised: bool) -> Any:
-        """From `start`; the weights as they come are unpacked to `folder`."""
+        """Load the model from `start`. If it is missing, unpack SmolLM2 to `folder`, teach it and save it."""
         if not (self.start / "model.safetensors").exists():
             model, tokenizer = smollm2.load(folder, quantised=False)
             worked = [(self.prompt(problem), answer(problem) + END) for problem in draw(WORKED)]
@@ -116,10 +123,10 @@ class Sums:
         return smollm2.reload(self.start, quantised=quantised)
 
     def split(self, held_out: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:
-        """Training and held-out problems, the same for every seed, and none of them a worked one.
+        """Return training and held-out problems, the same for every seed. None of them is a worked problem.
 
-        No two problems have the same numbers, so that no held-out one is a training problem in another order. Single
-        lines may well recur: there are 20 x 20 first ones.
+        No two problems have the same numbers, so no held-out problem is a training problem in another order. Single
+        lines may recur, because there are only 20 x 20 first lines.
         """
         problems = draw(WORKED + held_out + TRAINING)[WORKED:]
         return problems[held_out:], problems[:held_out]

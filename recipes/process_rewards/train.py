@@ -1,4 +1,4 @@
-"""Rewards for every line against one for the whole answer, with GSPO-token: SmolLM2-135M adds up four numbers.
+"""Rewards for every line or one for the whole answer, with GSPO-token: SmolLM2-135M adds up four numbers.
 
 python recipes/process_rewards/train.py --config recipes/process_rewards/smollm2-135m-process.yaml [--rewards outcome]
 """
@@ -25,7 +25,7 @@ OBJECTIVE = ("loss_type", "step_advantage", "scale_rewards", "beta")
 
 @dataclass
 class RecipeArguments(run.RecipeArguments):
-    """With what is rewarded, and where training starts."""
+    """The arguments of every recipe, with the kind of reward and the starting model."""
 
     rewards: str = field(
         default="steps",
@@ -33,18 +33,18 @@ class RecipeArguments(run.RecipeArguments):
     )
     start: str = field(
         default="outputs/process_rewards/start",
-        metadata={"help": "Folder of the model that has seen worked problems; where it is missing, it is made."},
+        metadata={"help": "Folder of the model that has seen worked problems; made if it is missing."},
     )
 
 
 class Picture(TrainerCallback):
-    """Completions of the first rollout, their tokens coloured by advantage; none where whole answers are rewarded."""
+    """Draw completions of the first rollout with tokens coloured by advantage. Outcome rewards have no picture."""
 
     def __init__(self, trainer: GRPOTrainer, path: Path) -> None:
         self.trainer, self.path = trainer, path
 
     def on_step_end(self, args: GRPOConfig, state: Any, control: Any, **_: Any) -> None:
-        """Draw different ones to one problem, the one with the most different ones."""
+        """Draw different completions to one problem: the problem with the most different completions."""
         completions, size = self.trainer.last_step_advantages, args.num_generations
         if state.global_step != 1 or not completions or not state.is_world_process_zero:
             return
@@ -54,12 +54,12 @@ class Picture(TrainerCallback):
 
 
 def describe(logs: Mapping[str, Any]) -> str:
-    """Of one update."""
+    """Describe one update in the progress line."""
     return f"  answers right {logs['right']:.1%}  lines right {logs['right_lines']:.1%}" if "right" in logs else ""
 
 
 def main(recipe: RecipeArguments, args: GRPOConfig) -> run.Results:
-    """Train and report; returns what is written to `results.json`."""
+    """Train and report. Return the contents of `results.json`."""
 
     def callbacks(trainer: GRPOTrainer) -> list[TrainerCallback]:
         return [run.Progress(describe, "reward"), Picture(trainer, Path(args.output_dir) / "advantages.png")]

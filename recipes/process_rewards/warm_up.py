@@ -1,4 +1,4 @@
-"""Worked problems for a model that does not know yet what is asked of it."""
+"""Training on worked problems, for a model that does not know the task yet."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +10,7 @@ LEARNING_RATE = 5e-5
 
 
 def teach(model: Any, tokenizer: Any, worked: Sequence[tuple[str, str]]) -> None:
-    """One pass over `worked`, pairs of prompt and answer, in their order; all weights learn, from the answers only.
+    """Train all weights with one pass over `worked`, pairs of prompt and answer, in order. The loss is on the answers.
 
     All prompts must have the same number of tokens.
     """

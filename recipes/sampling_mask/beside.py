@@ -1,4 +1,4 @@
-"""The panels of this recipe, and runs side by side: a picture with the spread over seeds, and a table.
+"""The panels of this recipe, and a comparison of runs: a picture with the spread over seeds, and a table.
 
 python recipes/sampling_mask/beside.py all.png outputs/sampling_mask/*/results.json
 """
@@ -21,25 +21,25 @@ from common import report
 
 Results = Mapping[str, Any]
 Runs = Sequence[Results]
-# colours that can be told apart by everyone (Okabe and Ito's), and lines that can be without them
+# colours for colour-blind readers (Okabe and Ito's), and line styles that differ without colour
 STYLES = {"mask off": ("#D55E00", "-"), "mask on": ("#0072B2", "--"), "top-p 1": ("#000000", ":")}
 TITLES = {
     "reward": "Reward of each rollout (share right)",
     "entropy": "Entropy of the whole vocabulary, nats a token",
 }
-LAST = 10  # rollouts, of which the mean reward varies less than a check of the last policy alone
+LAST = 10  # rollouts: their mean reward varies less than one check of the last policy
 RATIO = "sampler/ratio_mean"
 
 
 def variant(results: Results) -> str:
-    """What a run sampled and trained with."""
+    """Return the label of the run's variant: its top-p and its mask."""
     objective = results["objective"]
     mask = "" if objective["top_p"] == 1 else ", mask on" if objective["keep_sampling_mask"] else ", mask off"
     return f"top-p {objective['top_p']:g}{mask}"
 
 
 def variants(runs: Runs) -> dict[str, list[Results]]:
-    """The runs of each variant by seed, in the order of the styles."""
+    """Group the runs by variant, in the order of the styles, and sort each group by seed."""
     ordered = sorted(runs, key=lambda r: (list(STYLES).index(kind(variant(r))), variant(r), r["seed"]))
     found: dict[str, list[Results]] = {}
     for results in ordered:
@@ -48,12 +48,12 @@ def variants(runs: Runs) -> dict[str, list[Results]]:
 
 
 def kind(label: str) -> str:
-    """Of a variant, whatever its top-p."""
+    """Return a variant's key in `STYLES`: "mask off", "mask on" or "top-p 1"."""
     return label.split(", ")[-1]
 
 
 def of_updates(results: Results, name: str, update: int) -> tuple[list[int], list[float]]:
-    """The values that were logged in one of a rollout's updates, the first being 1, and their steps."""
+    """Return the steps and values that were logged in one update of each rollout. The first update is 1."""
     steps = {row["step"] for row in results["history"] if row.get("sampler/update") == update}
     found = zip(*report.series(results["history"], name), strict=True)
     kept = [(step, value) for step, value in found if step in steps]
@@ -61,12 +61,12 @@ def of_updates(results: Results, name: str, update: int) -> tuple[list[int], lis
 
 
 def updates(results: Results) -> int:
-    """That a rollout feeds."""
+    """Return the number of updates that a rollout feeds."""
     return max(int(row["sampler/update"]) for row in results["history"] if "sampler/update" in row)
 
 
 def ratios(axis: Axes, results: Results) -> None:
-    """Trainer to sampler, mean over tokens, in the first and in the last update of each rollout."""
+    """Draw the mean ratio of trainer to sampler in the first and in the last update of each rollout."""
     for update, style in ((1, "-"), (updates(results), ":")):
         axis.plot(*of_updates(results, RATIO, update), style, color="tab:purple", label=f"update {update}")
     axis.set(title="Ratio of trainer to sampler, mean over tokens")
@@ -74,21 +74,21 @@ def ratios(axis: Axes, results: Results) -> None:
 
 
 def logged(axis: Axes, results: Results, *, name: str) -> None:
-    """One value as it is logged."""
+    """Draw one value as it was logged."""
     axis.plot(*report.series(results["history"], name), color="tab:green")
     axis.set(title=TITLES[name])
     axis.set_ylim(bottom=0)
 
 
 def over_seeds(axis: Axes, runs: Runs, *, name: str, title: str, update: int | None = None) -> None:
-    """One value of every variant: the mean over its seeds, and from the smallest to the largest.
+    """Draw one value of every variant: the mean over its seeds, and the range from the smallest to the largest.
 
     Args:
-        axis: To draw on.
-        runs: Of all variants.
-        name: Of the value, as it is logged.
-        title: Of the panel.
-        update: In which update of a rollout; -1 for the last, None for all.
+        axis: The axes to draw on.
+        runs: The runs of all variants.
+        name: The name of the logged value.
+        title: The title of the panel.
+        update: The update of a rollout to draw: -1 for the last, None for all.
     """
     for label, own in variants(runs).items():
         colour, line = STYLES[kind(label)]
@@ -101,14 +101,14 @@ def over_seeds(axis: Axes, runs: Runs, *, name: str, title: str, update: int | N
 
 
 def rewards(axis: Axes, runs: Runs) -> None:
-    """Of the rollouts, each with its own way of sampling."""
+    """Draw the rewards of the rollouts. Each variant samples in its own way."""
     over_seeds(axis, runs, name="reward", title=TITLES["reward"])
     axis.set_ylim(0, 1)
     axis.legend(loc="lower right")
 
 
 def first_ratios(axis: Axes, runs: Runs) -> None:
-    """Where policy and sampler have the same weights: mean over tokens, and from the least token to the largest."""
+    """Draw the ratios of the first updates, with equal weights: the mean, and the range of all tokens."""
     for label, own in variants(runs).items():
         colour, line = STYLES[kind(label)]
         means, lows, highs = (
@@ -123,7 +123,7 @@ def first_ratios(axis: Axes, runs: Runs) -> None:
 
 
 def accuracies(results: Results) -> list[float]:
-    """After training: with the top_p asked for, from the whole vocabulary, greedily; and the last rewards."""
+    """Return the accuracies after training (with `asked_top_p`, whole vocabulary, greedy) and the last rewards."""
     by_name = {name: way["after"] for name, way in results["accuracy"].items()}
     ways = [
         next(share for name, share in by_name.items() if way in name) for way in ("top_p", "temperature", "greedy")
@@ -132,7 +132,7 @@ def accuracies(results: Results) -> list[float]:
 
 
 def measures(results: Results) -> dict[str, float]:
-    """Of a whole run, or of its last rollouts."""
+    """Return the figures of a whole run, or of its last rollouts."""
 
     def every(name: str) -> np.ndarray:
         return np.array(report.series(results["history"], name)[1])
@@ -156,7 +156,7 @@ def measures(results: Results) -> dict[str, float]:
 
 
 def table(runs: Runs) -> str:
-    """In Markdown: accuracies of the seeds and their mean, then measures, with the mean and the range of the seeds."""
+    """Return two Markdown tables: accuracies by seed with their mean, then measures with the range of the seeds."""
     lines = [
         f"| | seed | sampled, truncated | sampled, all | greedy | last {LAST} rewards |",
         "|---|---|---|---|---|---|",
@@ -176,7 +176,7 @@ def table(runs: Runs) -> str:
 
 
 def spread(values: Sequence[float]) -> str:
-    """The mean over seeds, and their range where it can be seen."""
+    """Return the mean over seeds, and their range if four digits show one."""
     mean, low, high = (f"{value:.4f}" for value in (np.mean(values), min(values), max(values)))
     return mean if low == high else f"{mean} ({low} to {high})"
 
@@ -187,7 +187,7 @@ def main(path: str, *files: str) -> None:
     last = partial(over_seeds, name=RATIO, title="Trainer / sampler, last update: mean over tokens", update=-1)
     entropy = partial(over_seeds, name="entropy", title=TITLES["entropy"])
     report.draw(Path(path), ((rewards, first_ratios), (entropy, last)), runs)
-    Image.open(path).convert("RGB").quantize().save(path, optimize=True)  # bands of shades: a third of the bytes
+    Image.open(path).convert("RGB").quantize().save(path, optimize=True)  # a palette needs a third of the bytes
     print(table(runs))
 
 

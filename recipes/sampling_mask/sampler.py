@@ -1,4 +1,4 @@
-"""The trainer's log-probs beside the sampler's own: those of the scores that transformers' `generate` draws from."""
+"""Compare the trainer's log-probs with the sampler's, from the scores that transformers' `generate` samples from."""
 
 import copy
 import math
@@ -16,37 +16,40 @@ from trl_steady import GRPOConfig, GRPOTrainer
 
 @dataclass(frozen=True)
 class Drawn:
-    """What the sampler knows of each of N tokens that it has drawn."""
+    """The sampler's data on each of the tokens that it has drawn."""
 
     log_probs: Tensor
-    """Under the distribution it drew from."""
+    """Log-probs under the distribution that was sampled."""
     kept_mass: Tensor
-    """The probability, before any was left out, of the tokens among which it was drawn."""
+    """Probability of the kept tokens under the whole vocabulary's distribution."""
     kept: Tensor
-    """How many these are."""
+    """Number of kept tokens."""
 
     @classmethod
     def among(cls, tokens: Tensor, scores: Tensor, logits: Tensor, temperature: float) -> "Drawn":
-        """Of (B, T) tokens, from (B, T, V) scores after all processors and (B, T, V) logits before them."""
+        """Build an instance for (B, T) tokens from the (B, T, V) logits before and scores after all processors."""
         log_probs = scores.float().log_softmax(-1).gather(-1, tokens[..., None])[..., 0]
         before = (logits.float() / temperature).log_softmax(-1)
         is_kept = scores > -torch.inf
         return cls(log_probs, before.exp().where(is_kept, 0).sum(-1), is_kept.sum(-1))
 
     def of(self, row: int, tokens: int) -> "Drawn":
-        """The first tokens of a row."""
+        """Return the first tokens of a row."""
         return Drawn(self.log_probs[row, :tokens], self.kept_mass[row, :tokens], self.kept[row, :tokens])
 
 
 class Sampler(TrainerCallback):
-    """Compares each update's log-probs, as they go into the loss, with those that its tokens were drawn with.
+    """Compare the log-probs in each update's loss with those that the tokens were sampled with.
 
-    The sampler's come from transformers, which is asked for its processed scores, and not from the sets that
-    `keep_sampling_mask` records. What is found goes to the trainer's history: the update since the rollout,
-    `sampler/update`, the tokens' ratio of trainer to sampler, `sampler/ratio_...`, and what the ratio of a policy that
-    has not moved is without the mask, `sampler/kept_mass`. Tokens and random numbers of the run stay as they are.
+    The sampler's log-probs come from transformers' processed scores, not from the sets that `keep_sampling_mask`
+    records. The run's tokens and random numbers do not change. The only allowed processors between logits and scores
+    are the temperature and those that leave tokens out.
 
-    Temperature and what leaves tokens out are all that may stand between logits and scores.
+    The callback writes to the trainer's history:
+
+    - `sampler/update`: the number of the update since the rollout.
+    - `sampler/ratio_...`: the tokens' ratios of trainer to sampler.
+    - `sampler/kept_mass`: the ratio that a policy with the rollout's weights has without the mask.
     """
 
     def __init__(self, trainer: GRPOTrainer) -> None:
@@ -56,7 +59,7 @@ class Sampler(TrainerCallback):
         self.log_ratios: list[Tensor] = []
 
     def on_train_begin(self, args: GRPOConfig, state: Any, control: Any, **_: Any) -> None:
-        """Listen at the trainer's own methods."""
+        """Wrap the trainer's `generate` and `log_probs`."""
         trainer = self.trainer
         generate, log_probs = trainer.generate, trainer.log_probs
 
@@ -75,19 +78,19 @@ class Sampler(TrainerCallback):
             **keywords: Any,
         ) -> Any:
             scores = log_probs(model, input_ids, attention_mask, logits_to_keep, *arguments, **keywords)
-            if torch.is_grad_enabled():  # an update; old policy and reference are scored without
+            if torch.is_grad_enabled():  # an update; old policy and reference are scored without gradient
                 self.compare(input_ids, attention_mask.bool(), scores[0].detach())
             return scores
 
         vars(trainer).update(generate=generate_and_keep, log_probs=score_and_compare)
 
     def on_train_end(self, args: GRPOConfig, state: Any, control: Any, **_: Any) -> None:
-        """Listen no more."""
+        """Remove the wrappers."""
         for name in ("generate", "log_probs"):
             vars(self.trainer).pop(name)
 
     def on_step_end(self, args: GRPOConfig, state: Any, control: Any, **_: Any) -> None:
-        """Write down what this update has shown."""
+        """Write the results of this update to the history."""
         log_ratios = torch.cat(self.log_ratios).double()
         ratios, masses = log_ratios.exp(), torch.cat([each.kept_mass for each in self.seen]).double()
         kept = torch.cat([each.kept for each in self.seen]).double()
@@ -108,12 +111,12 @@ class Sampler(TrainerCallback):
         self.seen, self.log_ratios = [], []
 
     def keep(self, prompts: Sequence[Sequence[int]], completions: Sequence[Sequence[int]], drawn: Drawn) -> None:
-        """Take what was drawn for a rollout, in the place of the last one; equal answers have equal log-probs."""
+        """Store the drawn tokens of a rollout, replacing the last one. Equal answers have equal log-probs."""
         pairs = enumerate(zip(prompts, completions, strict=True))
         self.drawn = {(*prompt, *ids): drawn.of(row, len(ids)) for row, (prompt, ids) in pairs}
 
     def compare(self, input_ids: Tensor, is_token: Tensor, log_probs: Tensor) -> None:
-        """Look the sequences of a micro-batch up, whatever order they are in now."""
+        """Look up the sequences of a micro-batch, in any order, and compare their log-probs."""
         width = log_probs.size(1)
         for row, ids in enumerate(input_ids):
             drawn = self.drawn[tuple(ids[is_token[row]].tolist())]
@@ -122,7 +125,7 @@ class Sampler(TrainerCallback):
 
 
 class _Listener:
-    """While it is open, `model.generate` tells with what log-probs it draws."""
+    """Context in which `model.generate` also records the log-probs that it samples with."""
 
     drawn: Drawn
 
@@ -149,7 +152,7 @@ class _Listener:
 
 
 def first_updates(history: Sequence[dict[str, Any]]) -> tuple[float, float]:
-    """How far a token's ratio is from 1, and from the kept mass, at most, in the first updates of all rollouts."""
+    """Return the largest distance of a token's ratio from 1, and from the kept mass, over all first updates."""
     rows = [row for row in history if row.get("sampler/update") == 1]
     return tuple(
         max((row[f"sampler/{name}"] for row in rows), default=math.nan) for name in ("off_one", "off_kept_mass")

@@ -1,4 +1,4 @@
-"""GRPO with top-p sampling, four updates for each rollout: log-probs among the tokens that were kept, or among all.
+"""GRPO with top-p sampling and four updates per rollout: log-probs over the kept tokens, or over all tokens.
 
 python recipes/sampling_mask/train.py --config recipes/sampling_mask/digits-top-p.yaml [--keep_sampling_mask true]
 """
@@ -30,7 +30,7 @@ PICTURE = ((report.rewards, report.accuracies), (beside.ratios, partial(beside.l
 
 @dataclass
 class RecipeArguments(run.RecipeArguments):
-    """With the task, where training starts, and one more way to ask."""
+    """The arguments of every recipe, with the task, the starting model and one more evaluation."""
 
     task: str = field(
         default="digits",
@@ -38,16 +38,16 @@ class RecipeArguments(run.RecipeArguments):
     )
     start: str = field(
         default="outputs/sampling_mask/start",
-        metadata={"help": "Folder of the small model after its warm start; where it is missing, it is made."},
+        metadata={"help": "Folder of the small model after its warm start; made if it is missing."},
     )
     asked_top_p: float = field(
         default=0.9,
-        metadata={"help": "Held-out problems are also answered with this top_p, whatever training samples with."},
+        metadata={"help": "Also answer held-out problems with this top_p, in every variant."},
     )
 
 
 def describe(logs: Mapping[str, Any]) -> str:
-    """Of one update."""
+    """Describe one update in the progress line."""
     shown = {"KL": "kl", "clipped": "clip_ratio/region_mean", "entropy": "entropy"}
     shown |= {"kept mass": "sampling_mask/kept_mass", "kept": "sampling_mask/kept_tokens"}
     return "".join(f"  {label} {logs[name]:.3g}" for label, name in shown.items() if name in logs)
@@ -55,10 +55,10 @@ def describe(logs: Mapping[str, Any]) -> str:
 
 @contextlib.contextmanager
 def asked_with(model: Any, top_p: float) -> Iterator[None]:
-    """What leaves the sampling to the model's own settings takes this top_p."""
+    """Set this top_p in the model's generation config while the context is open."""
     settings = model.generation_config
     own = settings.do_sample, settings.top_p
-    settings.do_sample, settings.top_p = True, top_p  # a top_p alone is warned of
+    settings.do_sample, settings.top_p = True, top_p  # transformers warns of a top_p without do_sample
     try:
         yield
     finally:
@@ -66,7 +66,7 @@ def asked_with(model: Any, top_p: float) -> Iterator[None]:
 
 
 class Truncated(TrainerCallback):
-    """Held-out problems answered with a top_p before and after training, and without touching its random numbers."""
+    """Answer held-out problems with a top_p before and after training, without changing the run's random numbers."""
 
     def __init__(self, trainer: GRPOTrainer, recipe: RecipeArguments, task: small_model.Task) -> None:
         self.trainer, self.recipe, self.task = trainer, recipe, task
@@ -74,11 +74,11 @@ class Truncated(TrainerCallback):
 
     @property
     def name(self) -> str:
-        """In the results."""
+        """The key in the results."""
         return f"sampled with top_p {self.recipe.asked_top_p:g}, {self.recipe.samples} each"
 
     def found(self) -> dict[str, Any]:
-        """Before and after, as `small_model.train` reports its own."""
+        """Return the results before and after, in the format of `small_model.train`."""
         before, after = self.right
         counts = {"before": small_model.counts(before), "after": small_model.counts(after)}
         return {
@@ -87,11 +87,11 @@ class Truncated(TrainerCallback):
         }
 
     def on_train_begin(self, args: GRPOConfig, state: Any, control: Any, **_: Any) -> None:
-        """Before."""
+        """Answer before training."""
         self._ask(args.seed)
 
     def on_train_end(self, args: GRPOConfig, state: Any, control: Any, **_: Any) -> None:
-        """After."""
+        """Answer after training."""
         self._ask(args.seed)
 
     def _ask(self, seed: int) -> None:
@@ -103,7 +103,7 @@ class Truncated(TrainerCallback):
 
 
 def main(recipe: RecipeArguments, args: GRPOConfig) -> run.Results:
-    """Train and report; returns what is written to `results.json`."""
+    """Train and report. Return the contents of `results.json`."""
     task: Any = digits.Digits(Path(recipe.start)) if recipe.task == "digits" else larger
     truncated: list[Truncated] = []
 

@@ -1,6 +1,6 @@
-"""The panels of this recipe: KL by each estimator, how far off policy, what the clip silences and the mask drops.
+"""The panels of this recipe: KL by each estimator, off-policy statistic, clipped tokens, dropped sequences.
 
-python recipes/v32/panels.py both.png V3.2=outputs/v32/results.json GRPO=... draws runs side by side.
+python recipes/v32/panels.py both.png V3.2=outputs/v32/results.json GRPO=... compares runs.
 """
 
 import json
@@ -16,12 +16,12 @@ from matplotlib.axes import Axes
 
 from common import report
 
-# of the statistic, and how they are drawn
+# the statistic's quantiles and their line styles
 QUANTILES = {"q99": ":", "q90": "--", "q50": "-"}
 
 
 def kl(axis: Axes, results: Mapping[str, Any]) -> None:
-    """By each estimator, with the correction's ratio where the loss has it; the one in the loss is k3."""
+    """Draw the KL by each estimator, with the correction's ratio if the loss has it. The loss uses k3."""
     for name in ("k1", "k2", "k3"):
         axis.plot(*report.series(results["history"], f"kl/{name}"), "o-", markersize=3, label=name)
     axis.set(title="KL to the reference, nats a token")
@@ -29,7 +29,7 @@ def kl(axis: Axes, results: Mapping[str, Any]) -> None:
 
 
 def statistic(axis: Axes, results: Mapping[str, Any]) -> None:
-    """Of the off-policy mask: quantiles over the sequences of an update, and the threshold where there is one."""
+    """Draw the off-policy statistic: quantiles over the sequences of an update, and the threshold if there is one."""
     for name, style in QUANTILES.items():
         series = report.series(results["history"], f"off_policy_{name}")
         axis.plot(*series, style, color="tab:purple", label=name)
@@ -41,12 +41,12 @@ def statistic(axis: Axes, results: Mapping[str, Any]) -> None:
 
 
 def clipped(axis: Axes, results: Mapping[str, Any]) -> None:
-    """Share of tokens."""
+    """Draw the share of tokens that are clipped."""
     _share(axis, results, "clip_ratio/region_mean", "Share of tokens that the clip silences")
 
 
 def dropped(axis: Axes, results: Mapping[str, Any]) -> None:
-    """Share of all sequences of an update, whatever their advantage."""
+    """Draw the share of all sequences of an update that the mask drops, for any advantage."""
     _share(axis, results, "dropped/off_policy", "Share of sequences that the mask drops")
 
 
@@ -63,11 +63,11 @@ def _legend_above(axis: Axes) -> None:
 
 
 def compare(axis: Axes, runs: Mapping[str, Mapping[str, Any]], *, name: str, title: str) -> None:
-    """One logged value of several runs."""
+    """Draw one logged value of several runs."""
     for label, results in runs.items():
         axis.plot(*report.series(results["history"], name), "o-", markersize=3, label=label)
     if name == "kl":
-        axis.set_yscale("symlog", linthresh=0.01)  # shows the zero, and more than the largest
+        axis.set_yscale("symlog", linthresh=0.01)  # shows zeros, and more than the largest value
         axis.margins(y=0.2)  # room for the legend
     axis.set_title(title)
     axis.legend(ncols=3, fontsize="small", loc="upper left")

@@ -1,4 +1,4 @@
-"""DeepSeek-V3.2's KL, mask and advantages over token ratios: on a small model anywhere, on a 7B with a GPU.
+"""DeepSeek-V3.2's KL, mask and advantages with token ratios: a small model on any device, or a 7B on a GPU.
 
 python recipes/v32/train.py --config recipes/v32/smollm2-135m-v32.yaml [--seed 1] [--output_dir ...]
 """
@@ -27,13 +27,13 @@ PICTURE = (
 
 
 def describe(logs: Mapping[str, Any]) -> str:
-    """Of one update."""
+    """Describe one update in the progress line."""
     shown = {"KL": "kl", "off policy q90": "off_policy_q90", "q99": "off_policy_q99", "dropped": "dropped/off_policy"}
     return "".join(f"  {label} {logs[name]:.3g}" for label, name in shown.items() if name in logs)
 
 
 def objective(args: GRPOConfig) -> dict[str, Any]:
-    """The options that this recipe is about, for `results.json`; an infinite threshold, which JSON lacks, is None."""
+    """Return the objective's options for `results.json`. An infinite threshold, which JSON lacks, becomes None."""
     threshold = args.off_policy_mask_threshold
     finite = threshold is not None and math.isfinite(threshold)
     return {name: getattr(args, name) for name in OBJECTIVE} | {
@@ -42,7 +42,7 @@ def objective(args: GRPOConfig) -> dict[str, Any]:
 
 
 def main(recipe: RecipeArguments, args: GRPOConfig) -> run.Results:
-    """Train and report; returns what is written to `results.json`."""
+    """Train and report. Return the contents of `results.json`."""
     trainer, found = tasks.train(recipe, args, lambda _: [run.Progress(describe)])
     return run.finish(trainer, recipe, {"objective": objective(args), **found}, PICTURE)
 
