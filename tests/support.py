@@ -30,10 +30,10 @@ FEATURES = {
     "step rewards": "`StepRewards`",
     "moving reference, full": "`sync_ref_model`, full fine-tuning",
     "moving reference, LoRA": "`sync_ref_model`, LoRA",
-    "moving reference, quantised base": "`sync_ref_model`, LoRA on an NF4 base",
+    "moving reference, quantised base": "`sync_ref_model`, LoRA (NF4 base)",
     "ref_model_sync_kl": "`ref_model_sync_kl`",
     "ref_model_sync_reset_optimizer": "`ref_model_sync_reset_optimizer`",
-    "quantised base": "LoRA on an NF4 base",
+    "quantised base": "LoRA (NF4 base)",
     "adapter_dtype": '`adapter_dtype="float32"`',
     "router_replay R2": '`router_replay="R2"`',
     "router_replay R3": '`router_replay="R3"`',
@@ -297,12 +297,12 @@ def table(marks: list[Mark]) -> str:
     lines = [f"| | {' | '.join(SETUPS)} |", f"|---{'|---' * len(SETUPS)}|"]
     for feature, label in FEATURES.items():
         lines.append(f"| {label} | {' | '.join(cell(marks, feature, setup) for setup in SETUPS)} |")
-    lines += ["", "### What refusals say", "", "| | on | message |", "|---|---|---|"]
+    lines += ["", "### Refusal messages", "", "| feature | setup | message |", "|---|---|---|"]
     for mark in marks:
         if mark.kind == "refuses" and mark.is_run:
             on = " ".join([", ".join(mark.setups), mark.where]).strip()
             lines.append(f"| {_labels(mark.features)} | {on} | {' '.join(mark.message.split())} |")
-    lines += ["", "### The tests behind it", "", "| test | | on | of |", "|---|---|---|---|"]
+    lines += ["", "### Tests", "", "| test | result | setup | features |", "|---|---|---|---|"]
     shown: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
     for mark in marks:
         shown.setdefault((mark.test, mark.note, mark.setups), []).extend(mark.features)

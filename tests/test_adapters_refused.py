@@ -53,11 +53,11 @@ def _of_a_subclass(_: Path) -> PeftModel:
 REFUSED = {
     "tuner": (
         lambda _: get_peft_model(bare("dense"), peft.IA3Config(task_type="CAUSAL_LM", feedforward_modules=[])),
-        r"IA3Config: it cannot be merged on the side. Use LoRA or DoRA, or .*use_vllm=False",
+        r"an adapter of IA3Config cannot be merged into a copy of the weights. Use LoRA or DoRA, or .*use_vllm=False",
     ),
     "prompt": (
         lambda _: get_peft_model(bare("dense"), peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")),
-        r"PromptTuningConfig: it cannot be merged on the side",
+        r"PromptTuningConfig cannot be merged into a copy of the weights",
     ),
     "layer": (
         lambda _: adapted(_Convolution(), {"target_modules": ["conv"]}),
@@ -78,7 +78,7 @@ REFUSED = {
         r"o_proj.weight .*has a lora_bias in a layer without a bias. Set lora_bias=False",
     ),
     "packed": (_packed, r"repacked model.layers.1.mlp.down_proj.weight .*Load the model again"),
-    "meta": (_meta, r"lm_head.weight cannot be read whole .* in a Linear, it is a Tensor of torch.float32 on meta"),
+    "meta": (_meta, r"lm_head.weight cannot be read .*: it is a Tensor of torch.float32 on meta, in a Linear"),
     "float8": (_quantised_otherwise, r"down_proj.weight cannot be .*Tensor of torch.float8_e4m3fn.*bitsandbytes or"),
     "subclass": (_of_a_subclass, r"down_proj.weight cannot be .*Sharded of torch.float32.*not sharded"),
 }

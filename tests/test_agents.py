@@ -317,7 +317,7 @@ class Forgetful(agent.Calculator):
 def test_an_environment_that_forgets_the_answer_is_named(model: Path, tmp_path: Path) -> None:
     recorded = trainer(model, tmp_path, build=in_environment(Forgetful))
     message = (
-        r"reward function 'Forgetful': StepRewards.per_turn has (\d) values, and completion \d+ has (\d) assistant"
+        r"reward function 'Forgetful': StepRewards.per_turn has (\d) values, but completion \d+ has (\d) assistant"
     )
     found = refusal(recorded, message)
     assert int(found[2]) == int(found[1]) + 1
@@ -336,8 +336,8 @@ def too_few(completions: list[Completion], **_: Any) -> list[StepRewards]:
 def test_a_value_for_each_turn_or_none(model: Path, tmp_path: Path, wrong: Callable[..., list[StepRewards]]) -> None:
     recorded = trainer(model, tmp_path, wrong)
     message = (
-        f"reward function '{wrong.__name__}': StepRewards.per_turn has (\\d+) values, and completion (\\d+) has "
-        r"(\d+) assistant turns\. Give one value for each\."
+        f"reward function '{wrong.__name__}': StepRewards.per_turn has (\\d+) values, but completion (\\d+) has "
+        r"(\d+) assistant turns\. Give one value for each turn\."
     )
     found = refusal(recorded, message)
     values, index, turns = map(int, found.groups())
@@ -352,8 +352,8 @@ def test_characters_do_not_reach_across_messages(model: Path, tmp_path: Path) ->
 
     recorded = trainer(model, tmp_path, by_characters)
     message = (
-        r"reward function 'by_characters': StepRewards has ends in characters, and completion (\d+) has (\d+) "
-        r"messages\. Use StepRewards\.per_turn for one reward a turn"
+        r"reward function 'by_characters': StepRewards has ends in characters, but completion (\d+) has (\d+) "
+        r"messages\. Use StepRewards\.per_turn for one reward per turn"
     )
     found = refusal(recorded, message)
     index, messages = map(int, found.groups())

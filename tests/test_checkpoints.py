@@ -101,14 +101,14 @@ REFUSED: list[tuple[str, int, Callable[[Path], None] | None, dict[str, Any], str
         3,
         None,
         FROZEN,
-        r"checkpoint-3 lies inside a generation window and holds no .*4 micro-batches",
+        r"checkpoint-3 was taken inside a generation window and has no .*4 micro-batches",
     ),
     (
         "moving",
         9,
         without_rollouts,
         MOVING,
-        r"lies inside a generation window and holds no rollouts_0.pt: it was",
+        r"was taken inside a generation window and has no rollouts_0.pt, so it .*: it was",
     ),
     (
         "moving",
@@ -122,7 +122,7 @@ REFUSED: list[tuple[str, int, Callable[[Path], None] | None, dict[str, Any], str
         9,
         None,
         {**MOVING, "num_iterations": 4},
-        r"checkpoint-9 lies inside a generation window that began with num_iterations=2; this run .*_iterations=4\. ",
+        r"checkpoint-9 was taken inside a generation window that began with num_iterations=2; this .*_iterations=4\. ",
     ),
 ]
 
@@ -309,7 +309,7 @@ def test_a_stream_goes_on_in_its_first_pass_and_at_its_end(
 
 
 def test_a_stream_that_has_begun_again_is_refused(models: dict[str, Path], tmp_path: Path, of_stream: Any) -> None:
-    with pytest.raises(ValueError, match=r"checkpoint-15 was taken after the stream .* begun again.*has a length"):
+    with pytest.raises(ValueError, match=r"checkpoint-15 was taken after the stream .* started again.*has a length"):
         streamed(models["dense"], tmp_path).train(resume_from_checkpoint=f"{of_stream.args.output_dir}/checkpoint-15")
 
 

@@ -162,7 +162,7 @@ def test_a_loss_that_cannot_act_says_so_once(
 def test_the_advice_fits_a_user_who_sets_the_generation_batch(tmp_path: Path) -> None:
     sized = {"loss_type": "gspo", "steps_per_generation": None, "gradient_accumulation_steps": 2}
     (message,) = warned(tmp_path, generation_batch_size=8, **sized)
-    assert "generation_batch_size=32) for four updates" in message
+    assert "generation_batch_size=32, if you set that instead) for four updates" in message
     assert warned(tmp_path, generation_batch_size=32, **sized) == []
 
 
@@ -205,7 +205,7 @@ def test_a_formula_for_steps_under_a_sequences_ratio_says_so(tmp_path: Path) -> 
     for options in ({"loss_type": "gspo"}, {"loss_type": "grpo", "importance_sampling_level": "sequence"}):
         (message,) = warned(tmp_path, step_advantage="process", epsilon=1e-3, **options)
         assert message.startswith(
-            "step_advantage='process' cannot act: with one ratio a sequence, StepRewards are refused"
+            "step_advantage='process' cannot act: with one ratio per sequence, StepRewards are refused"
         )
         assert message.endswith("Set loss_type='gspo_token', or leave step_advantage unset.")
     assert warned(tmp_path, step_advantage="process", loss_type="gspo_token") == []
@@ -233,7 +233,8 @@ def test_a_denominator_of_no_ratio_needs_no_engine(models: dict[str, Path], tmp_
 def test_a_mask_that_gspos_own_clip_makes_idle_says_so(models: dict[str, Path], tmp_path: Path) -> None:
     """From -log(1 - epsilon) on, unless an engine has sampled; at infinity it is there to be seen in the metrics."""
     idle = (
-        r"=0.5 cannot act on one advantage a sequence: from -log\(1 - epsilon\) = (0.000300045|0.223144) on, the lower"
+        r"=0.5 cannot act with one advantage per sequence: from -log\(1 - epsilon\) = (0.000300045|0.223144) on, the "
+        "lower"
     )
     for options in (
         {"loss_type": "gspo"},
@@ -280,9 +281,7 @@ def test_what_needs_an_engine_is_refused_without_one(
     trainer = tiny.trainer(
         models["dense"], tmp_path, loss_type="grpo", build={"rollout_func": no_log_probs}, **options
     )
-    with pytest.raises(
-        ValueError, match=rf"{option}=.* this rollout brought none. Return 'logprobs' from rollout_func"
-    ):
+    with pytest.raises(ValueError, match=rf"{option}=.* this rollout has none. Return 'logprobs' from rollout_func"):
         trainer.train()
 
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).parents[1]
 def features(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
     """The second list of the report: feature -> "yes" or "no", and the remark."""
     assert cli.main(["env"]) == 0
-    _, lines = capsys.readouterr().out.split("What trl-steady can use here:\n")
+    _, lines = capsys.readouterr().out.split("Features that trl-steady can use here:\n")
     rows = (re.fullmatch(r"- (.*?)  +((?:yes|no).*)", line) for line in lines.strip().splitlines())
     return {row[1]: re.sub(" +", " ", row[2]) for row in rows if row}
 
@@ -51,13 +51,13 @@ def test_tested_is_what_ci_installs() -> None:
     ("installed", "cuda", "colocated", "routes", "kept"),
     [
         ("0.21.0", True, "no vLLM 0.21.0: trl", "no vLLM 0.21.0: trl", "no vLLM 0.21.0: trl"),
-        ("0.22.0", True, "yes vLLM 0.22.0", "yes", "no vLLM 0.22.0 does not return the tokens that it keeps; 0.28"),
+        ("0.22.0", True, "yes vLLM 0.22.0", "yes", "no vLLM 0.22.0 does not return kept tokens; 0.28"),
         ("0.24.0+cu129", True, "yes vLLM 0.24.0", "yes", "no vLLM 0.24.0 does not return"),
         ("0.31.0+cu129", True, "yes vLLM 0.31.0", "yes", "yes vLLM 0.31.0, with top_k above 0"),
         ("0.32.0", True, "no vLLM 0.32.0: trl 1.16.0 supports 0.22.0 to 0.31.0", "no", "no"),
-        ("0.30.0", False, "yes vLLM 0.30.0", "yes", "no vLLM 0.30.0 returns the tokens that it keeps on CUDA only"),
-        ("0.28.0", False, "yes vLLM 0.28.0", "no vLLM 0.28.0 on CPU, where 0.30 alone", "no vLLM 0.28.0 returns"),
-        ("0.31.0", False, "yes vLLM 0.31.0", "no vLLM 0.31.0 on CPU, where 0.30 alone", "no vLLM 0.31.0 returns"),
+        ("0.30.0", False, "yes vLLM 0.30.0", "yes", "no vLLM 0.30.0 returns kept tokens only on CUDA"),
+        ("0.28.0", False, "yes vLLM 0.28.0", "no vLLM 0.28.0 on CPU, where only 0.30", "no vLLM 0.28.0 returns"),
+        ("0.31.0", False, "yes vLLM 0.31.0", "no vLLM 0.31.0 on CPU, where only 0.30", "no vLLM 0.31.0 returns"),
     ],
 )
 def test_what_a_vllm_can_do_is_told_by_its_version(
@@ -107,15 +107,15 @@ def test_what_is_broken_is_reported_and_not_raised(
     for name in ("trl", "torch", "transformers", "peft"):
         assert f"\n- {name} version: {importlib.metadata.version(name)}\n" in out
     found = features(capsys)
-    assert found[environment._TRAINER] == "yes" and found["verified mathematics as a reward"].startswith("yes")
+    assert found[environment._TRAINER] == "yes" and found["rewards by math-verify"].startswith("yes")
     assert found["quantised bases (NF4, int8)"] == "no OSError: no kernels"
-    assert found["pictures of step rewards, recipes"] == "no ImportError: broken"
+    assert found["plots of step rewards, recipes"] == "no ImportError: broken"
     for name in [name for name in found if "vLLM" in name]:
         assert found[name] == "no ImportError: libcudart.so.12"
     broken["trl_steady.trainer"] = ImportError("trl-steady supports trl>=1.16,<2, found 1.15.0.")
     found = features(capsys)
     assert found[environment._TRAINER] == "no ImportError: trl-steady supports trl>=1.16,<2, found 1.15.0."
-    assert found["verified mathematics as a reward"] == "no the trainer does not load"
+    assert found["rewards by math-verify"] == "no the trainer does not load"
     assert found["quantised bases (NF4, int8)"] == "no OSError: no kernels"
 
 
@@ -137,7 +137,7 @@ def test_each_package_is_looked_for_by_its_own_name(
         found = features(capsys)
         said = [row for row in found.values() if row == f"no {name} is not installed: pip install {name}"]
         assert len(said) == (name in ("deepspeed", "math-verify", "matplotlib")), name
-        assert found["vLLM colocated"].startswith("no a module named vllm is found, of no installed package")
+        assert found["vLLM colocated"].startswith("no the module vllm belongs to no installed package")
 
 
 @pytest.mark.parametrize("cuda", [True, False])
@@ -187,7 +187,7 @@ def test_a_method_acts_in_methods_of_trl_that_we_wrap() -> None:
 
 
 MOVING, R2 = "iterative GRPO: a reference that moves", "R2: routes of"
-UNPADDED = "no padding computed (the default)"
+UNPADDED = "padding-free passes (the default)"
 
 
 @pytest.mark.parametrize(
@@ -197,11 +197,11 @@ UNPADDED = "no padding computed (the default)"
         ({"loss_type": "gspo"}, ["GSPO"]),
         ({"loss_type": "gspo_token"}, ["GSPO-token"]),
         ({"beta": 0.1}, []),  # TRL's own
-        ({"beta": 0.1, "importance_sampling_level": "sequence"}, ["each token's own ratio"]),
-        ({"beta": 0.1, "loss_type": "gspo"}, ["GSPO", "each token's own ratio"]),
+        ({"beta": 0.1, "importance_sampling_level": "sequence"}, ["per-token ratio"]),
+        ({"beta": 0.1, "loss_type": "gspo"}, ["GSPO", "per-token ratio"]),
         ({"beta": 0.1, "loss_type": "gspo", "use_bias_correction_kl": False}, ["GSPO"]),
-        ({"beta": 0.1, "kl_ratio_denominator": "sampler"}, ["the ratio taken to the engine's log-probs"]),
-        ({"beta": 0.1, "kl_estimator": "k2", "use_bias_correction_kl": False}, ["other estimators than k3"]),
+        ({"beta": 0.1, "kl_ratio_denominator": "sampler"}, ["ratio to the engine's log-probs"]),
+        ({"beta": 0.1, "kl_estimator": "k2", "use_bias_correction_kl": False}, ["estimators other than k3"]),
         ({"off_policy_mask_threshold": 0.0}, ["off-policy mask"]),
         ({"geometric_mask_range": [0.9, 1.1]}, ["geometric mask, trainer against engine"]),
         ({"token_veto_threshold": 0.1}, ["veto of outlier tokens, trainer against engine"]),
@@ -210,14 +210,14 @@ UNPADDED = "no padding computed (the default)"
         ({"sync_ref_model": True, "beta": 0.1, "ref_model_sync_kl": 0.1}, [MOVING, "a reference that moves when"]),
         (
             {"sync_ref_model": True, "beta": 0.1, "ref_model_sync_reset_optimizer": True},
-            [MOVING, "an optimizer that starts anew"],
+            [MOVING, "optimizer state cleared"],
         ),
         ({"router_replay": "R2"}, [R2]),
         ({"router_replay": "R3"}, ["R3: routes of"]),
         ({"router_replay": "R2", "router_replay_reference": True, "beta": 0.1}, [R2, "routes in the reference's"]),
         ({"keep_sampling_mask": True, "top_p": 0.9}, ["kept sampling mask"]),
         ({"trim_padding": True}, [UNPADDED]),
-        ({"trim_padding": True, "token_budget": 64}, [UNPADDED, "micro-batches measured in tokens"]),
+        ({"trim_padding": True, "token_budget": 64}, [UNPADDED, "micro-batches limited by tokens"]),
         ({"trim_padding": True, "share_prompts": True}, [UNPADDED, "a group's prompt computed once"]),
         ({"adapter_dtype": "float32"}, ["float32 adapters on a quantised base"]),
     ],

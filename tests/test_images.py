@@ -99,7 +99,7 @@ def test_a_run_with_images_resumes_exactly_or_not_at_all(llava: tuple[Path, Any]
         after = tiny.parameters(resumed)
         assert all(torch.equal(value, after[name]) for name, value in tiny.parameters(whole).items())
     else:
-        with pytest.raises(ValueError, match=r"lacks \d+ of the model's \d+ tensors.*Train an adapter, or begin"):
+        with pytest.raises(ValueError, match=r"lacks \d+ of the model's \d+ tensors.*Train an adapter, or start"):
             resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
 
 
@@ -133,7 +133,7 @@ def test_images_follow_their_samples_through_cut_columns(llava: tuple[Path, Any]
     data = pictures(lengths=(1, 3, 2))
     options["build"] = {"train_dataset": data, "processing_class": processor, "reward_funcs": tiny.reward}
     theirs = tiny.train(tiny.trainer(folder, tmp_path, ours=False, **options))
-    with pytest.warns(UserWarning, match="LlavaForConditionalGeneration reads more than text"):
+    with pytest.warns(UserWarning, match="LlavaForConditionalGeneration takes other inputs than text"):
         ours = tiny.trainer(folder, tmp_path, **options)
     widths: list[int] = []
     ours.model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: widths.append(inputs[0].size(1)))
@@ -147,5 +147,5 @@ def test_images_follow_their_samples_through_cut_columns(llava: tuple[Path, Any]
 def test_a_budget_in_tokens_is_refused_to_a_model_that_reads_images(llava: tuple[Path, Any], tmp_path: Path) -> None:
     folder, processor = llava
     build = {"train_dataset": pictures(), "processing_class": processor, "reward_funcs": tiny.reward}
-    with pytest.raises(ValueError, match="token_budget=100 regroups text, and the model reads more"):
+    with pytest.raises(ValueError, match="token_budget=100 can only regroup text, and the model takes"):
         tiny.trainer(folder, tmp_path, token_budget=100, build=build)

@@ -250,7 +250,7 @@ def test_entropy_quantile_keeps_the_gradient_of_high_entropy_tokens_under_gspo_t
             (6, 5),
             r"advantages have shape \(B, T\) = \(6, 5\), but loss_type='gspo'.*Set loss_type='gspo_token'",
         ),
-        ("gspo", (5,), r"advantages have shape \(5,\); loss_type='gspo' takes \(B,\) = \(6,\)\."),
+        ("gspo", (5,), r"advantages have shape \(5,\), but loss_type='gspo' takes \(B,\) = \(6,\)\."),
         ("gspo_token", (6, 4), r"advantages have shape \(6, 4\).*\(B,\) = \(6,\) or \(B, T\) = \(6, 5\)"),
         ("gspo_token", (1, 5), r"advantages have shape \(1, 5\)"),
         ("gspo_token", (6, 5, 1), r"advantages have shape \(6, 5, 1\)"),

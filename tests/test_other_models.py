@@ -61,39 +61,39 @@ CASES: dict[str, tuple[str, dict[str, Any], Callable[..., Any] | None, str]] = {
         "whole",
         {"lora": True},
         None,
-        r"checkpoint-4 holds a whole model \(Qwen2ForCausalLM\), and this run trains an adapter on Qwen2ForCausalLM, "
+        r"checkpoint-4 holds a whole model \(Qwen2ForCausalLM\), but this run trains an adapter on Qwen2ForCausalLM, "
         r"whose base would keep its initial weights\. Leave peft_config unset",
     ),
     "whole model, resumed with LoRA and a moving reference": (
         "whole",
         {"lora": True, **MOVING},
         None,
-        r"holds a whole model \(Qwen2ForCausalLM\), and this run trains an adapter",
+        r"holds a whole model \(Qwen2ForCausalLM\), but this run trains an adapter",
     ),
     "adapter, resumed with a whole model": (
         "adapter",
         {},
         None,
-        r"checkpoint-4 holds an adapter \(LORA on Qwen2ForCausalLM\), and this run trains the whole Qwen2ForCausalLM"
+        r"checkpoint-4 holds an adapter \(LORA on Qwen2ForCausalLM\), but this run trains the whole Qwen2ForCausalLM"
         r"\. Give the trainer the peft_config",
     ),
     "another architecture": (
         "whole",
         {},
         another_model,
-        r"checkpoint-4 holds a whole Qwen2ForCausalLM, and the model of this run is a Qwen3MoeForCausalLM\. Give",
+        r"checkpoint-4 holds a whole Qwen2ForCausalLM, but the model of this run is a Qwen3MoeForCausalLM\. Give",
     ),
     "an adapter on another architecture": (
         "adapter",
         {"lora": True},
         another_model,
-        r"holds an adapter on Qwen2ForCausalLM, and the model of this run is a Qwen3MoeForCausalLM\. Give",
+        r"holds an adapter on Qwen2ForCausalLM, but the model of this run is a Qwen3MoeForCausalLM\. Give",
     ),
     "another size": (
         "whole",
         {},
         more_layers,
-        r"lacks 12 of the model's 39 tensors, model\.layers\.2\..*: it is of a Qwen2ForCausalLM with other tensors\.",
+        r"lacks 12 of the model's 39 tensors, for example model\.layers\.2\..*: it is of a Qwen2ForCausalLM with",
     ),
 }
 

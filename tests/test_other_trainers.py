@@ -82,14 +82,14 @@ def test_a_script_that_trains_with_another_trainer_hears_so_in_one_line(
     script = RLOO.format(folder=str(scripts.folder), model=str(scripts.model), kind=kind)
     assert scripts.run(script, trainer="") == 0
     said = [line for line in capsys.readouterr().err.splitlines() if "trl-steady run:" in line]
-    whole = f"script.py trained with {name}, which is TRL's own; trl-steady has GRPOTrainer only."
+    whole = f"script.py trained with {name}, which is TRL's own; trl-steady has only GRPOTrainer."
     assert len(said) == 1 and said[0].endswith(whole)
 
 
 def test_several_other_trainers_are_named_together() -> None:
     from trl_steady.cli import _without_ours
 
-    said = "trained with trl.SFTTrainer and trl.RLOOTrainer, which are TRL's own; trl-steady has GRPOTrainer only."
+    said = "trained with trl.SFTTrainer and trl.RLOOTrainer, which are TRL's own; trl-steady has only GRPOTrainer."
     assert _without_ours(["trl.SFTTrainer", "trl.RLOOTrainer"]) == said
     assert "transformers.Trainer, which is not trl-steady's;" in _without_ours(["transformers.Trainer"])
 
@@ -106,4 +106,4 @@ def test_trls_asynchronous_trainer_is_refused_in_one_line(scripts: Scripts) -> N
     with pytest.raises(ValueError) as refused:
         scripts.run(script, trainer="")
     name = "trl.experimental.async_grpo.async_grpo_trainer.AsyncGRPOTrainer"
-    assert str(refused.value) == f"{name} is TRL's own; trl-steady has GRPOTrainer only. Run the script with python."
+    assert str(refused.value) == f"{name} is TRL's own; trl-steady has only GRPOTrainer. Run the script with python."

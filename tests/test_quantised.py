@@ -146,7 +146,9 @@ def test_a_learning_rate_of_1e_6_is_lost_on_bf16_adapters(
     """DeepSeekMath's rate, ten updates: the share of the entries that are not where they were."""
     options = {"learning_rate": 1e-6, "max_steps": 10, "adapter_dtype": dtype}
     if dtype is None:
-        with pytest.warns(UserWarning, match=r"learning_rate=1e-06 rounds away on 9\d.\d% .*adapter_dtype='float32'"):
+        with pytest.warns(
+            UserWarning, match=r"learning_rate=1e-06 is lost to rounding on 9\d.\d% .*adapter_dtype='float32'"
+        ):
             trainer = tiny.trainer(load(wide, "nf4"), tmp_path, lora=True, **options)
     else:
         trainer = tiny.trainer(load(wide, "nf4"), tmp_path, lora=True, **options)
@@ -163,7 +165,7 @@ def test_a_learning_rate_of_1e_6_is_lost_on_bf16_adapters(
 )
 def test_no_warning_where_steps_are_kept(wide: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*rounds away.*")
+        warnings.filterwarnings("error", message=".*lost to rounding.*")
         tiny.trainer(load(wide, "nf4"), tmp_path, lora=True, **options)
 
 

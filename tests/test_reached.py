@@ -81,13 +81,13 @@ GSPO = {"loss_type": "gspo"}
 IN_THE_LOSS: dict[str, dict[str, Any]] = {
     "GSPO: loss_type='gspo'": GSPO,
     "GSPO-token: loss_type='gspo_token'": {"loss_type": "gspo_token"},
-    "each token's own ratio under a sequence's: use_bias_correction_kl=True, beta=0.1": {
+    "per-token ratio under a sequence-level loss: use_bias_correction_kl=True, beta=0.1": {
         **{"beta": 0.1, "importance_sampling_level": "sequence", "loss_type": "grpo", "epsilon": 1e-3}
     },
-    "the ratio taken to the engine's log-probs: kl_ratio_denominator='sampler'": {
+    "ratio to the engine's log-probs: kl_ratio_denominator='sampler'": {
         **{"beta": 0.1, "kl_ratio_denominator": "sampler"}
     },
-    "other estimators than k3: kl_estimator='k2'": {"beta": 0.1, "kl_estimator": "k2"},
+    "estimators other than k3: kl_estimator='k2'": {"beta": 0.1, "kl_estimator": "k2"},
     "off-policy mask, by sequence or by token: off_policy_mask_threshold=0.5, off_policy_mask_level='sequence'": {
         "off_policy_mask_threshold": 0.5
     },
@@ -148,7 +148,7 @@ def test_an_override_that_calls_super_under_a_condition_has_some_steps(
 def test_an_attribute_of_the_trainer_is_named(models: Models, tmp_path: Path) -> None:
     trainer = build(trl_steady.GRPOTrainer, models["dense"], tmp_path, **GSPO)
     trainer._compute_loss = functools.partial(OwnLoss._compute_loss, trainer)
-    assert "GRPOTrainer has an attribute _compute_loss that does not call the method" in refused(trainer)
+    assert "GRPOTrainer has an attribute _compute_loss that does not call the class's method" in refused(trainer)
 
 
 def test_a_patch_of_our_class_is_named(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -297,7 +297,7 @@ def test_a_trainer_says_once_which_methods_are_on(
     )
     assert lines[1:] == [
         "  on: GSPO: loss_type='gspo'",
-        "  on: no padding computed (the default): trim_padding=True",
+        "  on: padding-free passes (the default): trim_padding=True",
     ]
     tiny.train(trainer)
     assert "  on: " not in capsys.readouterr().out

@@ -166,13 +166,13 @@ def test_the_callback_resumes_with_trls_trainer(models: dict[str, Path], tmp_pat
     [
         ({"beta": 0.0}, {}, r"beta=0.0 leaves ReferenceRefreshCallback nothing to move"),
         ({"beta": 0.04}, {"steps": 0}, r"steps=0 cannot work. Set steps to 1 or more, or None"),
-        ({"beta": 0.04}, {"alpha": 0.0}, r"alpha=0.0 cannot work. Set alpha to above 0 and at most 1"),
-        ({"beta": 0.04}, {"kl": -1.0}, r"kl=-1.0 cannot work. Set kl to above 0, or None"),
+        ({"beta": 0.04}, {"alpha": 0.0}, r"alpha=0.0 cannot work. Set alpha to a value above 0 and at most 1"),
+        ({"beta": 0.04}, {"kl": -1.0}, r"kl=-1.0 cannot work. Set kl to a value above 0, or None"),
         ({"beta": 0.04, "ours": True}, {}, r"sync_ref_model=False on trl_steady.*set sync_ref_model=True and add no"),
         (
             {"beta": 0.04, "ours": True, "sync_ref_model": True},
             {},
-            r"the trainer has a ReferenceRefreshCallback already.* Add one",
+            r"the trainer has a ReferenceRefreshCallback already.* Add only one",
         ),
         (
             {"beta": 0.04, "sync_ref_model": True},

@@ -147,7 +147,7 @@ WRONG: dict[str, tuple[Callable[[Array], Array], str]] = {
     ),
     "a token too few": (
         lambda experts: experts[:-2],
-        r"returned values of \d+ tokens of a sequence of \d+; the last alone may have none",
+        r"returned values for \d+ tokens of a sequence of \d+\. Only the last may have none",
     ),
     "experts that there are not": (
         lambda experts: np.where(experts == 0, 77, experts)[:-1],
@@ -201,13 +201,13 @@ def test_without_vllm_trl_says_so(colocated: Build, monkeypatch: pytest.MonkeyPa
     "router_replay R3",
     on="vLLM colocate",
     where="with `vllm_tensor_parallel_size` above 1",
-    message="router_replay='R3' with vllm_tensor_parallel_size=2: one process alone would have the routes of a "
-    "colocated engine. Set vllm_mode='server', or set router_replay='R2', which takes the routes of the trainer's "
-    "own pass.",
+    message="router_replay='R3' with vllm_tensor_parallel_size=2: a colocated engine returns the routes to one "
+    "process only. Set vllm_mode='server', or set router_replay='R2', which takes the routes of the trainer's own "
+    "pass.",
 )
 def test_an_engine_over_several_gpus_is_refused(colocated: Build) -> None:
     with pytest.raises(
-        ValueError, match=r"vllm_tensor_parallel_size=2: one process alone.*Set vllm_mode='server', or"
+        ValueError, match=r"vllm_tensor_parallel_size=2: a colocated engine.*Set vllm_mode='server', or"
     ):
         colocated(vllm_tensor_parallel_size=2)
 

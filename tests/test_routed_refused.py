@@ -34,16 +34,16 @@ def test_an_unknown_replay_is_refused(tmp_path: Path, value: Any) -> None:
         ),
         (
             {"router_replay": "R3", "build": {"rollout_func": rollout}},
-            r"router_replay='R3' with a rollout_func, which returns no routes\. Leave it unset, or set router",
+            r"router_replay='R3' does not work with a rollout_func, which returns no routes\. Leave rollout_func",
         ),
         (
             {"router_replay": "R3", "use_transformers_continuous_batching": True},
-            r"router_replay='R3' with use_transformers_continuous_batching=True.*Set it to False, or set router",
+            r"router_replay='R3' does not work with use_transformers_continuous_batching=True.*Set it to False, or",
         ),
-        ({"torch_compile": True}, r"router_replay='R2' watches calls that torch\.compile.*Set torch_compile=False"),
+        ({"torch_compile": True}, r"router_replay='R2' patches calls that torch\.compile.*Set torch_compile=False"),
         (
             {"build": {"peft_config": PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")}},
-            r"router_replay='R2' with prompt learning, whose virtual tokens have no routes\. Train LoRA adapters, or",
+            r"router_replay='R2' does not work with prompt learning, whose virtual tokens have no routes\. Train LoRA",
         ),
     ],
     ids=lambda value: str(value)[:60],

@@ -260,10 +260,10 @@ def fails_with(error: Exception) -> Callable[..., Any]:
 
 
 WRONG: dict[str, tuple[Callable[[Sets], Sets | None], str]] = {
-    "a row too few": (lambda sets: sets[:-1], r"vLLM returned what it kept of \d tokens of a completion of \d"),
+    "a row too few": (lambda sets: sets[:-1], r"vLLM returned kept tokens for \d tokens of a completion of \d"),
     "without its token": (
         lambda sets: [[*each, 255][-1:] for each in sets],
-        "none of those that it was sampled among",
+        "not in the set that it was sampled from",
     ),
     "twice the same": (lambda sets: [each * 2 for each in sets], r"kept tokens of position 0 are .*each one once"),
     "some": (lambda sets: sets if len(sets) % 2 else None, r"no kept tokens for ([1-9]|1[0-5]) of 16 sequences"),
@@ -362,11 +362,11 @@ def test_the_engine_is_started_with_what_is_asked_for(in_process: Build, case: s
 UNABLE: dict[str, tuple[Exception, str]] = {
     "unknown": (
         TypeError("EngineArgs.__init__() got an unexpected keyword argument 'return_sampling_mask'"),
-        r"needs a vLLM with return_sampling_mask, and the one installed{} has none\. Install a newer one",
+        r"needs a vLLM with return_sampling_mask, and the installed one{} does not have it\. Install a newer one",
     ),
     "refused": (
         ValueError("sampling distribution replay requires Model Runner V2"),
-        r"the vLLM installed{} cannot return the tokens that it keeps: .*requires Model Runner V2\nChange that, or",
+        r"the installed vLLM{} cannot return kept tokens: .*requires Model Runner V2\nChange that, or",
     ),
 }
 
@@ -396,10 +396,10 @@ def test_a_vllm_that_cannot_return_sets_says_so(
     "keep_sampling_mask",
     on="vLLM colocate",
     where="with `vllm_tensor_parallel_size` above 1",
-    message="keep_sampling_mask=True with vllm_tensor_parallel_size=2: one process alone would have the kept tokens "
-    "of a colocated engine. Set vllm_mode='server', or set keep_sampling_mask=False.",
+    message="keep_sampling_mask=True with vllm_tensor_parallel_size=2: a colocated engine returns the kept tokens to "
+    "one process only. Set vllm_mode='server', or set keep_sampling_mask=False.",
 )
 @pytest.mark.parametrize("options", [SETS, BOTH], ids=["sets", "both"])
 def test_an_engine_over_several_gpus_is_refused(in_process: Build, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"_parallel_size=2: one process alone would have the kept tokens .*'server'"):
+    with pytest.raises(ValueError, match=r"_parallel_size=2: a colocated engine returns the kept tokens .*'server'"):
         in_process(vllm_tensor_parallel_size=2, **options)

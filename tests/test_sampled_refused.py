@@ -44,25 +44,25 @@ def sampling(prompts: list[str], trainer: Any) -> dict[str, Any]:
     [
         (
             {"use_transformers_continuous_batching": True},
-            r"keep_sampling_mask=True with use_transformers_continuous_batching=True, .*Set it to False, or keep_",
+            r"=True does not work with use_transformers_continuous_batching=True, .*Set it to False, or set keep_",
         ),
         (
             {"generation_kwargs": {"do_sample": False}},
-            r"keep_sampling_mask=True with do_sample=False in generation_kwargs: .*Leave do_sample unset, or set keep",
+            r"=True does not work with do_sample=False in generation_kwargs, .*Leave do_sample unset, or set keep_",
         ),
         (
             {"generation_kwargs": {"num_beams": 3}},
-            r"keep_sampling_mask=True with num_beams=3 in generation_kwargs: .*Leave num_beams unset, or set keep_",
+            r"=True does not work with num_beams=3 in generation_kwargs, .*Leave num_beams unset, or set keep_",
         ),
         (
             {"use_vllm": True, "top_k": 0},
-            r"keep_sampling_mask=True with top_k=0: vLLM .*Set top_k=512 or the like beside top_p, or keep_sampling",
+            r"=True does not work with top_k=0: vLLM .*Set top_k=512, for example, in addition to top_p, or set keep_",
         ),
         (
             {"use_vllm": True, "top_k": 50, "generation_kwargs": {"top_k": -1}},
-            r"=True with top_k=-1: vLLM .*Set top_k",
+            r"=True does not work with top_k=-1: vLLM .*Set top_k",
         ),
-        ({"use_vllm": True}, r"keep_sampling_mask=True with top_k=\S+: vLLM .*Set top_k=512"),
+        ({"use_vllm": True}, r"keep_sampling_mask=True does not work with top_k=\S+: vLLM .*Set top_k=512"),
     ],
     ids=str,
 )
@@ -79,15 +79,15 @@ def test_generation_whose_kept_tokens_nobody_can_tell_is_refused(
     [
         (
             {"torch_compile": True},
-            r"keep_sampling_mask=True answers for the head, which torch\.compile.*Set torch_comp",
+            r"keep_sampling_mask=True patches TRL's fused LM head, which torch\.compile.*Set torch_comp",
         ),
         (
             {"build": {"peft_config": PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")}},
-            r"keep_sampling_mask=True with prompt learning, which shifts tokens.*Train LoRA adapters\.",
+            r"keep_sampling_mask=True does not work with prompt learning, which shifts .*Train LoRA adapters, or",
         ),
         (
             {"build": {"rollout_func": sampling}},
-            r"keep_sampling_mask=True with a rollout_func, which returns no kept tokens\. Leave it unset, or set k",
+            r"keep_sampling_mask=True does not work with a rollout_func, which returns no kept .*Leave rollout_func",
         ),
     ],
     ids=["torch.compile", "prompt learning", "a rollout_func"],
@@ -137,7 +137,7 @@ def test_what_leaves_tokens_out_is_known(tmp_path: Path, option: str, active: An
     ],
 )
 def test_what_moves_probabilities_is_known(tmp_path: Path, option: str, active: Any, idle: Any) -> None:
-    with pytest.warns(UserWarning, match=rf"^{option}=.* moves .* with keep_sampling_mask=True as well\.$"):
+    with pytest.warns(UserWarning, match=rf"^{option}=.* also changes .* even with keep_sampling_mask=True\.$"):
         config(tmp_path, generation_kwargs={option: active})
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
@@ -175,7 +175,7 @@ def test_a_token_that_has_not_been_kept_is_refused(
 
     monkeypatch.setattr(Recording, "of", without_one)
     message = refusal(tiny.trainer(models["dense"], tmp_path, keep_sampling_mask=True, top_p=0.6))
-    assert re.search(r"keep_sampling_mask=True: a token of the rollout is none of.* Set keep_sampling_mask=F", message)
+    assert re.search(r"keep_sampling_mask=True: a token of the rollout is not in the.* Set keep_sampling_m", message)
 
 
 def test_tokens_that_a_subclass_has_changed_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
@@ -197,7 +197,7 @@ def test_a_rollout_of_which_nothing_is_recorded_is_refused(models: dict[str, Pat
     arguments = tiny.arguments(trl_steady.GRPOConfig, tmp_path, keep_sampling_mask=True, top_p=0.6)
     keywords = {"train_dataset": tiny.dataset(), "processing_class": tiny.tokenizer()}
     message = refusal(Own(str(models["dense"]), tiny.reward, arguments, **keywords))
-    assert re.search(r"keep_sampling_mask=True: Own has made a rollout without `generate`.* Override `gen", message)
+    assert re.search(r"keep_sampling_mask=True: Own made a rollout without calling `generate`.* Override", message)
 
 
 def test_a_micro_batch_that_has_been_cut_without_its_sets_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
@@ -215,17 +215,17 @@ def test_a_micro_batch_that_has_been_cut_without_its_sets_is_refused(models: dic
     [
         (
             {"top_p": 1.0},
-            r"keep_sampling_mask=True cannot act: with top_p, top_k and min_p unset .*Set one of them, or leave k",
+            r"keep_sampling_mask=True cannot act: with top_p, top_k and min_p unset, .*Set one of them, or leave k",
         ),
         ({"generation_kwargs": {"top_p": 1.0}}, r"keep_sampling_mask=True cannot act: with top_p"),
         ({"top_p": 1.0, "top_k": 0, "min_p": 0.0}, r"keep_sampling_mask=True cannot act: with top_p"),
         (
             {"repetition_penalty": 1.1},
-            r"repetition_penalty=1\.1 moves probabilities among the tokens that are kept, too",
+            r"repetition_penalty=1\.1 also changes the probabilities of the kept tokens",
         ),
         (
             {"generation_kwargs": {"sequence_bias": {(5,): 1.0}, "guidance_scale": 1.5}},
-            r"sequence_bias=\{.*\}, guidance_scale=1\.5 moves probabilities",
+            r"sequence_bias=\{.*\}, guidance_scale=1\.5 also changes the probabilities",
         ),
     ],
     ids=str,
@@ -267,7 +267,7 @@ def heard(trainer: Any) -> list[str]:
 def figures(message: str) -> list[float]:
     """Kept mass and nats a token, in three digits."""
     ((mass, nats),) = re.findall(
-        r"tokens that were kept had (\S+) of the probability.* are (\S+) nats a token", message
+        r"the kept tokens had (\S+) of the probability mass.* are (\S+) nats per token", message
     )
     return [float(mass), float(nats)]
 
@@ -329,7 +329,7 @@ def test_what_is_told_holds_where_probabilities_are_moved_too(
 ) -> None:
     trainer = build(models["dense"], tmp_path, **WITHOUT, max_steps=1, top_k=12, **options)
     (message,) = heard(trainer)
-    assert f"{named} moves probabilities among the tokens that are kept, too" in message
+    assert f"{named} also changes the probabilities of the kept tokens" in message
     assert agree(figures(message), of_rollout(trainer))
 
 
@@ -372,7 +372,7 @@ def test_of_a_rollout_func_its_own_log_probs_tell(
     (message,) = heard(trainer)
     output = trainer.rollouts[0][1]
     if options:
-        assert "by how much has not been measured" in message and "old_per_token_logps" not in output
+        assert "The difference has not been measured." in message and "old_per_token_logps" not in output
         return
     expected = torch.tensor([[-1.0, -0.1 * number] for number in range(16)]).double()
     apart = output["old_per_token_logps"][:, :2].double() - expected
@@ -394,7 +394,7 @@ def test_sets_that_are_too_large_are_counted_and_not_kept(
     large = sum(size > limit for size in sizes)
     assert 0 < large < len(sizes)
     assert message.startswith(f"{large} of {len(sizes)} tokens were sampled among more than 4096 tokens or among all")
-    assert message.endswith("top_k bounds what is kept.")
+    assert message.endswith("Set top_k to bound the number of kept tokens.")
     assert tiny.history(trainer)[0]["sampling_mask/fallback"] == pytest.approx(large / len(sizes), rel=1e-12)
     kept = {tuple(drawn.ids): [each if len(each) <= limit else [] for each in drawn.sets] for drawn in turn}
     policy = sampled.models(models["dense"], trainer)

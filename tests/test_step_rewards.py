@@ -247,7 +247,7 @@ def test_normalising_each_reward_by_itself_is_refused(models: dict[str, Path], t
         (lambda text: StepRewards([1.0], [len(text) + 1]), r"completion 0 has 13 characters\. Give ends within"),
         (lambda text: StepRewards.at_tokens([1.0], [15]), r"completion 0 has 14 tokens\."),
         (lambda text: StepRewards([1.0], [1]), r"completion 4 is empty"),
-        (lambda text: StepRewards.per_turn([1.0, 1.0]), r"has 2 values, and completion 0 has 1 assistant turns\."),
+        (lambda text: StepRewards.per_turn([1.0, 1.0]), r"has 2 values, but completion 0 has 1 assistant turns\."),
     ],
 )
 def test_steps_that_are_not_there_are_refused_by_name(
@@ -321,15 +321,15 @@ def test_a_group_of_plain_rewards_among_steps_is_nothing_to_be_said(models: dict
 @pytest.mark.parametrize(
     ("returned", "message"),
     [
-        (StepRewards([1.0], [1]), r"'careless' returned StepRewards\(.*\)\. Return a list, one for each completion"),
+        (StepRewards([1.0], [1]), r"'careless' returned StepRewards\(.*\)\. Return a list with one reward for each"),
         (None, r"'careless' returned None\. Return a list"),
         (
             [1.0, [1.0, 0.0], 0.5, 0.5],
-            r"returned \[1\.0, 0\.0\] for completion 1\. Return a float, None, or for steps",
+            r"returned \[1\.0, 0\.0\] for completion 1\. Return a float or None\. For step rewards return",
         ),
         (
             [by_blank_line()("a")] * 4,
-            r"returned Steps\(.*for completion 0\. .*a splitter's Steps with \.rewards\(values\)",
+            r"returned Steps\(.*for completion 0\. .*for a splitter's Steps, steps\.rewards\(values\)",
         ),
     ],
 )

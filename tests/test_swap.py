@@ -62,7 +62,7 @@ def test_swapped_it_trains_as_imported_from_us(loss_type: str, scripts: Scripts)
 
 def test_with_nothing_of_ours_on_it_trains_as_trl_does(scripts: Scripts, capsys: pytest.CaptureFixture[str]) -> None:
     assert scripts.run(IMPORTS["from trl"], beta=0.0, trim_padding=False) == 0
-    assert "  on: nothing, it trains as TRL's does\n" in capsys.readouterr().out
+    assert "  on: nothing, it trains like TRL's trainer\n" in capsys.readouterr().out
     theirs = tiny.train(tiny.trainer(scripts.model, scripts.folder, ours=False, beta=0.0))
     for name, value in theirs.model.state_dict().items():
         assert torch.equal(value, scripts.policy()[name]), name
@@ -143,7 +143,7 @@ def test_what_is_set_too_late_is_said(
     out = capsys.readouterr().out
     monkeypatch.delenv("MINE")
     assert out.count("too late") == 1
-    assert "  too late: HF_HOME, read before the script has set it. Set it in the shell\n" in out
+    assert "  too late: HF_HOME was read before the script set it. Set it in the shell\n" in out
 
 
 def test_other_trainers_of_a_script_are_left_alone(scripts: Scripts, capsys: pytest.CaptureFixture[str]) -> None:
@@ -163,7 +163,7 @@ def test_a_script_that_trains_nothing_of_ours_hears_of_it(
     scripts: Scripts, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert scripts.run("print('nothing')", trainer="") == 0
-    said = "script.py has ended and built no GRPOTrainer of trl-steady's in this process"
+    said = "script.py ended without building trl-steady's GRPOTrainer in this process"
     assert said in capsys.readouterr().err
     for end in ("sys.exit()", "sys.exit(0)"):
         assert scripts.run(f"import sys\n{end}", trainer="") == 0

@@ -98,8 +98,12 @@ MY_COPY = COPY.replace("class GRPOTrainer", "class MyGRPOTrainer")
 @pytest.mark.parametrize(
     ("parts", "trainer", "why"),
     [
-        ([IMPORTS["from trl"], FROM_BEFORE], "Mine", "__main__.Mine .* TRL's own, from before"),
-        ([IMPORTS["from trl"], FROM_BEFORE], "Kept", "trl.trainer.grpo_trainer.GRPOTrainer .* TRL's own, from before"),
+        ([IMPORTS["from trl"], FROM_BEFORE], "Mine", "__main__.Mine .* TRL's own, imported before"),
+        (
+            [IMPORTS["from trl"], FROM_BEFORE],
+            "Kept",
+            "trl.trainer.grpo_trainer.GRPOTrainer .* TRL's own, imported before",
+        ),
         (["from trl import GRPOConfig", COPY], "GRPOTrainer", "__main__.GRPOTrainer .* it is not derived from"),
         (["from trl import GRPOConfig", OTHER_NAME], "Copied", "__main__.Copied .* it is not derived from"),
         (["from transformers import TrainingArguments as GRPOConfig", MY_COPY], "MyGRPOTrainer", "is not derived"),
@@ -121,7 +125,7 @@ def test_a_module_imported_earlier_is_refused(scripts: Scripts, monkeypatch: pyt
     monkeypatch.syspath_prepend(str(scripts.folder))
     importlib.import_module("early_trainers")
     try:
-        with pytest.raises(ValueError, match=r"early_trainers.Early .* TRL's own, from before"):
+        with pytest.raises(ValueError, match=r"early_trainers.Early .* TRL's own, imported before"):
             scripts.run("from early_trainers import Early\nfrom trl import GRPOConfig", trainer="Early")
     finally:
         del sys.modules["early_trainers"]

@@ -116,7 +116,7 @@ def test_their_order_tells_them_apart_where_their_tokens_do_not() -> None:
 
 @pytest.mark.parametrize("later", [[1, 9, 3], [1], [2, 1, 2]])
 def test_a_turn_that_goes_on_with_nothing(later: list[int]) -> None:
-    with pytest.raises(ValueError, match="turn 2 of a rollout has sequences that begin with none of those before it"):
+    with pytest.raises(ValueError, match="turn 2 of a rollout has sequences that continue none of the earlier ones"):
         stitched([[Traced([1, 2], routes(1, 2))], [Traced(later, routes(*later))]])
 
 
@@ -129,7 +129,7 @@ def test_a_turn_that_goes_on_with_one_sequence_twice() -> None:
 @pytest.mark.parametrize("rows", [0, 1, 4, 5])
 def test_rows_for_neither_all_tokens_nor_all_but_the_last(rows: int) -> None:
     wrong = Traced([1, 2, 3], routes(*range(rows)))
-    message = f"values of {rows} tokens of a sequence of 3"
+    message = f"values for {rows} tokens of a sequence of 3"
     with pytest.raises(ValueError, match=message):
         stitched([[wrong]])
     with pytest.raises(ValueError, match=message):

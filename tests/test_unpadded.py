@@ -358,7 +358,7 @@ def test_a_step_after_an_error_has_its_own_sequences_only(models: dict[str, Path
         ({"token_budget": 9, "top_entropy_quantile": 0.2}, "top_entropy_quantile=0.2.*Set top_entropy_quantile=1.0"),
         (
             {"token_budget": 9, "model": "moe"},
-            "token_budget=9 with a load-balancing loss.*Set router_aux_loss_coef=0.0",
+            "token_budget=9 does not work with a load-balancing loss.*Set router_aux_loss_coef=0.0",
         ),
         (
             {"share_prompts": True, "model": "moe"},
@@ -366,9 +366,9 @@ def test_a_step_after_an_error_has_its_own_sequences_only(models: dict[str, Path
         ),
         (
             {"token_budget": 9, "torch_compile": True},
-            "token_budget=9 does not count padding, and torch.compile compiles",
+            "token_budget=9 needs passes without padding, and torch.compile recompiles",
         ),
-        ({"token_budget": 9, "optim": "lomo"}, "the optimizers lomo and adalomo, would step each time"),
+        ({"token_budget": 9, "optim": "lomo"}, "the optimizers lomo and adalomo would step each time"),
         (
             {"token_budget": 9, "beta": 0.1, "sync_ref_model": True, "ref_model_sync_kl": 0.1},
             "token_budget=9 with ref_model_sync_kl=0.1.*Leave one of the two unset",
@@ -376,7 +376,7 @@ def test_a_step_after_an_error_has_its_own_sequences_only(models: dict[str, Path
         ({"share_prompts": True, "model": "gpt2"}, "GPT2LMHeadModel has no rotary positions. Set share_prompts=False"),
         (
             {"share_prompts": True, "model_init_kwargs": {"attn_implementation": "flex_attention"}},
-            "attn_implementation='flex_attention' has not been tried with it; 'sdpa' and 'eager' have. Set share",
+            "attn_implementation='flex_attention' has not been tested with packing; 'sdpa' and 'eager' have. Set",
         ),
     ],
 )
@@ -391,30 +391,30 @@ def test_what_cannot_be_is_refused(
 @pytest.mark.refuses(
     "token_budget",
     on=("ZeRO-2", "ZeRO-3"),
-    message="token_budget=9 goes backward more than once in an optimizer step's last micro-batch, and DeepSpeed, like "
-    "the optimizers lomo and adalomo, would step each time. Train with DDP and another optimizer, or leave "
+    message="token_budget=9 runs backward more than once in the last micro-batch of an optimizer step. DeepSpeed and "
+    "the optimizers lomo and adalomo would step each time. Train with DDP and another optimizer, or leave "
     "token_budget unset.",
 )
 def test_deepspeed_is_refused_a_budget(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(budgeted, "DistributedType", SimpleNamespace(DEEPSPEED=accelerate.DistributedType.NO))
-    with pytest.raises(ValueError, match=r"DeepSpeed, like the optimizers .*, would step each time\. Train with DDP"):
+    with pytest.raises(ValueError, match=r"DeepSpeed and the optimizers .* would step each time\. Train with DDP"):
         tiny.trainer(models["dense"], tmp_path, token_budget=9)
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"torch_compile": True}, "trim_padding=True does nothing: torch.compile compiles anew"),
+        ({"torch_compile": True}, "trim_padding=True does nothing: torch.compile recompiles"),
         ({"neftune_noise_alpha": 5.0}, "trim_padding=True does nothing: neftune_noise_alpha scales"),
         (
             {"build": {"peft_config": PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")}},
-            "trim_padding=True does nothing: an adapter of type PromptTuningConfig may depend on where",
+            "trim_padding=True does nothing: an adapter of type PromptTuningConfig may depend on the position",
         ),
         (
             {"build": {"peft_config": LoraConfig(**tiny.LORA, task_type="CAUSAL_LM", alora_invocation_tokens=[50])}},
-            "trim_padding=True does nothing: an adapter of type LoraConfig may depend on where",
+            "trim_padding=True does nothing: an adapter of type LoraConfig may depend on the position",
         ),
         (
             {"model": "falcon_h1"},
@@ -438,7 +438,7 @@ def test_a_loss_of_its_own_is_refused_a_budget(models: dict[str, Path], tmp_path
             return 2 * super().compute_loss(*arguments, **keywords)
 
     args = tiny.arguments(trl_steady.GRPOConfig, tmp_path, token_budget=9)
-    with pytest.raises(ValueError, match=r"Doubled\.compute_loss would see the last.*Override micro_batch_loss"):
+    with pytest.raises(ValueError, match=r"Doubled\.compute_loss would see only the last.*Override micro_batch_loss"):
         Doubled(str(models["dense"]), tiny.reward, args, tiny.dataset(), processing_class=tiny.tokenizer())
 
 

@@ -121,8 +121,8 @@ def test_another_value_inside_a_window_is_refused_by_name(
     with pytest.raises(ValueError) as refused:
         other.train(resume_from_checkpoint=str(run / "checkpoint-3"))
     assert str(refused.value) == (
-        f"{run / 'checkpoint-3'} lies inside a generation window that began with {option}={began!r}; this run has "
-        f"{option}={value!r}. Resume with the same value, or from a checkpoint at the end of a window."
+        f"{run / 'checkpoint-3'} was taken inside a generation window that began with {option}={began!r}; this run "
+        f"has {option}={value!r}. Resume with the same value, or from a checkpoint at the end of a window."
     )
     assert other.state.global_step == 3
 
@@ -143,7 +143,7 @@ def test_options_and_reward_functions_are_named_one_a_line(models: dict[str, Pat
     with pytest.raises(ValueError) as refused:
         other.train(resume_from_checkpoint=str(run / "checkpoint-3"))
     first, *lines, last = str(refused.value).splitlines()
-    assert first.endswith("checkpoint-3 lies inside a generation window that began with")
+    assert first.endswith("checkpoint-3 was taken inside a generation window that began with")
     assert sorted(line.strip() for line in lines) == [
         "num_generations=4; this run has num_generations=2",
         "reward_funcs=['reward']; this run has reward_funcs=['other_reward']",

@@ -137,23 +137,23 @@ SETUPS = [
     Input(
         "R3, a rollout_func",
         trainer("moe", router_replay="R3", build={"rollout_func": print}),
-        r"router_replay='R3' with a rollout_func.*Leave it unset, or set router_replay='R2'",
+        r"router_replay='R3' does not work with a rollout_func.*Leave rollout_func unset, or set router_replay='R2'",
     ),
     Input(
         "R3, continuous batching",
         trainer("moe", router_replay="R3", use_transformers_continuous_batching=True),
-        r"router_replay='R3' with use_transformers_continuous_batching=True.*Set it to False",
+        r"router_replay='R3' does not work with use_transformers_continuous_batching=True.*Set it to False",
     ),
-    Input("R2, compiled", trainer("moe", router_replay="R2", **COMPILED), r"='R2' watches.*Set torch_compile=False"),
+    Input("R2, compiled", trainer("moe", router_replay="R2", **COMPILED), r"='R2' patches.*Set torch_compile=False"),
     Input(
         "R2, prompt tuning",
         trainer("moe", router_replay="R2", build={"peft_config": PROMPT_TUNING}),
-        r"router_replay='R2' with prompt learning.*Train LoRA adapters, or leave router_replay unset",
+        r"router_replay='R2' does not work with prompt learning.*Train LoRA adapters, or leave router_replay unset",
     ),
     Input(
         "share_prompts, Mamba",
         trainer("falcon_h1", share_prompts=True),
-        r"share_prompts=True needs completions to be laid end to end.*Set share_prompts=False",
+        r"share_prompts=True needs packed sequences.*Set share_prompts=False",
     ),
     Input(
         "share_prompts, balance",
@@ -163,7 +163,7 @@ SETUPS = [
     Input(
         "token_budget, balance",
         trainer("moe", token_budget=64, router_aux_loss_coef=0.1),
-        r"token_budget=64 with a load-balancing loss.*Set router_aux_loss_coef=0\.0, or leave token_budget unset",
+        r"token_budget=64 does not work with a load-balancing loss.*Set router_aux_loss_coef=0\.0, or leave token_",
     ),
     Input(
         "token_budget, LOMO",
@@ -173,7 +173,7 @@ SETUPS = [
     Input(
         "token_budget, NEFTune",
         trainer(token_budget=64, neftune_noise_alpha=5.0),
-        r"token_budget=64 does not count padding, and neftune_noise_alpha.*Leave token_budget unset",
+        r"token_budget=64 needs passes without padding, and neftune_noise_alpha.*Leave token_budget unset",
     ),
     Input("token_budget, compute_loss", replaced, r"token_budget=64 .*Replaced\.compute_loss.*Override micro_batch_l"),
     Input(
@@ -191,13 +191,13 @@ SETUPS = [
     Input(
         "an idle mask, clipped",
         trainer(off_policy_mask_threshold=0.1, loss_type="gspo"),
-        r"off_policy_mask_threshold=0\.1 cannot act on one advantage a sequence.*Set it to None, or below",
+        r"off_policy_mask_threshold=0\.1 cannot act with one advantage per sequence.*Set it to None or to a lower",
         UserWarning,
     ),
     Input(
         "weights of 0",
         trainer(reward_weights=[0.0]),
-        r"reward_weights=\[0\.0\] leaves nothing.*Set one of them",
+        r"reward_weights=\[0\.0\] sets all rewards to 0.*Set one of the weights",
         UserWarning,
     ),
 ]
@@ -219,7 +219,7 @@ DATA = [
     Input(
         "two rows",
         building(train_dataset=tiny.dataset(2)),
-        r"train_dataset has 2 rows, .* takes 4 prompts .*Use a da",
+        r"train_dataset has 2 rows, .* needs 4 prompts .*Use a da",
         stage="rollout",
     ),
     Input(
@@ -237,14 +237,19 @@ DATA = [
         Input(
             name,
             building(train_dataset=tiny.dataset().add_column(name, ["x"] * 16)),
-            rf"train_dataset has a column '{name}', which TRL passes.*Rename",
+            rf"train_dataset has a column '{name}', but TRL passes.*Rename",
         )
         for name in ("trainer_state", "log_extra", "log_metric")
     ),
     Input(
         "a stream", building(train_dataset=stream()), r"row 0 .* no 'prompt', but 'question'\. Rename", stage="rollout"
     ),
-    Input("numbers", building(train_dataset=prompts([*range(16)])), r"has prompt=\d+\. Use a text", stage="rollout"),
+    Input(
+        "numbers",
+        building(train_dataset=prompts([*range(16)])),
+        r"has prompt=\d+\. Use a non-empty text",
+        stage="rollout",
+    ),
     Input("None", building(train_dataset=prompts([None] * 16)), r"row 0 .*has prompt=None\. Use", stage="rollout"),
     Input("empty", building(train_dataset=prompts([""] * 16)), r"row 0 .*has prompt=''\. Use", stage="rollout"),
     Input(
@@ -266,7 +271,7 @@ DATA = [
     Input(
         "a new pad token",
         building(processing_class=with_new_pad_token()),
-        r"pad_token='\[PAD\]' has the id 258, and the model embeds 258 tokens\. Set .*resize_token_embeddings",
+        r"pad_token='\[PAD\]' has the id 258, but the model has embeddings for 258 tokens\. Set .*resize_token_emb",
     ),
 ]
 
@@ -279,9 +284,9 @@ FUNCTIONS = [
         "by position", answering(by_position), r"'by_position' takes 'completions' by position only.*Delete the '/'"
     ),
     Input("none", answering([]), r"No reward source provided\. Pass `reward_funcs`", is_ours=False),
-    Input("too narrow", answering(narrow), r"'narrow' does not take 'completion_ids', .*'prompts'.*Use \*\*kwargs"),
+    Input("too narrow", answering(narrow), r"'narrow' does not accept 'completion_ids', .*'prompts'.*Use \*\*kwargs"),
     Input(
-        "a column", answering(wants_answer), r"'wants_answer' needs 'answer', and train_dataset has no such.*Use these"
+        "a column", answering(wants_answer), r"'wants_answer' needs 'answer', but train_dataset has no such.*Use these"
     ),
     Input(
         "singular", answering(wants_singular), r"needs 'prompt', 'completion', .* TRL passes 'prompts', 'completions'"
@@ -293,7 +298,7 @@ FUNCTIONS = [
             train_dataset=tiny.dataset().add_column("answer", ["1"] * 16),
             eval_dataset=tiny.dataset(),
         ),
-        r"'wants_answer' needs 'answer', and eval_dataset has no such column\. .*Use these names",
+        r"'wants_answer' needs 'answer', but eval_dataset has no such column\. .*Use these names",
     ),
     Input(
         "a column that goes",
@@ -301,7 +306,7 @@ FUNCTIONS = [
             remove_unused_columns=True,
             build={"reward_funcs": wants_answer, "train_dataset": tiny.dataset().add_column("answer", ["1"] * 16)},
         ),
-        r"'wants_answer' needs 'answer', and train_dataset, with remove_unused_columns=True, has no such.*Use these",
+        r"'wants_answer' needs 'answer', but train_dataset, with remove_unused_columns=True, has no such.*Use these",
     ),
     Input("weights", trainer(reward_weights=[1.0, 1.0]), r"Number of reward weights \(2\) must match", is_ours=False),
 ]

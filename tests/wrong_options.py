@@ -70,7 +70,7 @@ RANGES = [
     out("geometric_mask_range", (1.01, 0.99)),
     out("geometric_mask_range", (1.01, 1.02)),
     out("geometric_mask_range", {"low": 0.9, "high": 1.1}),
-    out("geometric_mask_range", 0.99, "or None for no such mask"),
+    out("geometric_mask_range", 0.99, "or None for no mask"),
     out("token_veto_threshold", "1e-4", "such as 0.0001"),
     out("token_veto_threshold", 0.0, "above 0 and below 1"),
     out("token_veto_threshold", 1.5),
@@ -102,7 +102,7 @@ RANGES = [
     out("temperature", 0.0, r"above 0 \(the policy is sampled"),
     out("temperature", True),
     out("top_p", 0.0, "above 0 and at most 1"),
-    out("top_k", None, "or 0 for no such filter"),
+    out("top_k", None, "or 0 for no top-k filter"),
     out("top_k", 0.5),
     out("min_p", 2.0),
     out("repetition_penalty", 0.0, "1 for no penalty"),
@@ -146,18 +146,18 @@ CONTRADICTIONS = [
         {"kl_estimator": "k1", "use_bias_correction_kl": False, "beta": 0.1},
         r"with use_bias_correction_kl=False: .* expectation is 0.*'k2' or 'k3'",
     ),
-    Options({"sync_ref_model": True}, r"with beta=0.0: .*Set beta above 0 .*or sync_ref_model=False"),
+    Options({"sync_ref_model": True}, r"with beta=0.0: .*Set beta above 0 .*or set sync_ref_model=False"),
     Options({"ref_model_sync_kl": 0.1, "beta": 0.1}, r"would be ignored: .*Set sync_ref_model=True"),
     Options({"ref_model_sync_reset_optimizer": True}, r"would be ignored: .*Set sync_ref_model=True"),
     Options({"importance_sampling_level": "token"}, r"contradicts loss_type='gspo'.*Leave importance_sampling_level"),
     Options({"epsilon": 1.0, "epsilon_high": 1e-3}, r"with loss_type='gspo' never clips from below.*0.0003"),
     Options({"epsilon": INF}, r"with loss_type='gspo' never clips from below"),
-    Options({"delta": 1.0002}, r"lies inside the clip range.*Set delta above 1.0004, or None"),
+    Options({"delta": 1.0002}, r"is inside the clip range.*Set delta above 1.0004, or None"),
     Options({"sapo_temperature_pos": 2.0}, r"is an option of loss_type='sapo'.*Leave .* unset"),
     Options({"vespo_k_neg": 1.0}, r"is an option of loss_type='vespo' and would be ignored"),
     Options(
         {"max_completion_length": None, "loss_type": "dr_grpo"},
-        r"with loss_type='dr_grpo', which divides by it\. Set max_completion_length, or loss_type='dapo'",
+        r"with loss_type='dr_grpo', which divides by it\. Set max_completion_length, or set loss_type='dapo'",
     ),
     Options(
         {"entropy_coef_min": 2.0, "use_adaptive_entropy": True},
@@ -168,7 +168,7 @@ CONTRADICTIONS = [
         r"top_k='5' in generation_kwargs is not a number\. Set top_k",
         shown="top_k='5'",
     ),
-    Options({"top_k": -1}, r"is vLLM's, and transformers refuses it\. Set top_k=0"),
+    Options({"top_k": -1}, r"is only valid for vLLM; transformers refuses it\. Set top_k=0"),
     Options(
         {"generation_kwargs": {"num_return_sequences": 2}},
         r"in generation_kwargs: TRL repeats each prompt itself\. Leave .* unset, and set num_generations=2",
@@ -193,10 +193,18 @@ TRLS_OWN = [
 ]
 
 WARNED = [
-    idle(r"never clips from below: a ratio is above 0\. Set epsilon below 1", epsilon=20, loss_type="grpo"),
+    idle(
+        r"never clips from below, because a ratio is always above 0\. Set epsilon below 1",
+        epsilon=20,
+        loss_type="grpo",
+    ),
     idle(r"never clips from below.*Set epsilon below 1", epsilon=1.0, epsilon_high=0.28, loss_type="dapo"),
-    idle(r"only where a token has become 21 times.*Set epsilon below 1; DAPO", epsilon=20, loss_type="luspo"),
-    idle(r"nearly never\. Set epsilon_high below 1; DAPO uses epsilon_high=0\.28", epsilon_high=20, loss_type="bnpo"),
+    idle(r"only a token that has become 21 times.*Set epsilon below 1; DAPO", epsilon=20, loss_type="luspo"),
+    idle(
+        r"nearly never happens\. Set epsilon_high below 1; DAPO uses epsilon_high=0\.28",
+        epsilon_high=20,
+        loss_type="bnpo",
+    ),
     idle(r"is the cap of the ratio itself.*Set epsilon_high=5\.0", epsilon_high=0.28, loss_type="cispo"),
     idle(r"unset, it is epsilon=0\.3\) .*Set epsilon_high=5\.0", epsilon=0.3, loss_type="cispo"),
     idle(r"with loss_type='cispo' there is no lower clip", epsilon=0.1, epsilon_high=5.0, loss_type="cispo"),
@@ -207,7 +215,8 @@ WARNED = [
     idle(r"clip range of loss_type='grpo' \(upper end 1\.2\).*Set delta above 1\.2, or", delta=1.1, loss_type="grpo"),
     idle(r"with loss_type='sapo' there is no two-sided clip\. Set", delta=4.0, loss_type="sapo"),
     idle(
-        r"clip range of token scale under a sequence ratio.* Set epsilon=0\.0003 and epsilon_high=0\.0004", epsilon=0.2
+        r"clip range for token ratios, but the ratio is per seq.* Set epsilon=0\.0003 and epsilon_high=0\.0004",
+        epsilon=0.2,
     ),
     idle(
         r"cannot act: every update is on-policy.* Set steps_per_generation=4", loss_type="gspo", steps_per_generation=1
@@ -229,13 +238,13 @@ WARNED = [
     ),
     idle(r"with vllm_mode='colocate' there is no server\. Set", vllm_server_host="gpu7", use_vllm=True),
     idle(
-        r"with vllm_mode='server' this is the server's to say\. Pass it",
+        r"with vllm_mode='server' the server decides this\. Pass it",
         vllm_gpu_memory_utilization=0.9,
         use_vllm=True,
         vllm_mode="server",
     ),
     idle(
-        r"with vllm_importance_sampling_correction=False there are no weights\. Set that to True",
+        r"with vllm_importance_sampling_correction=False there are no importance weights\. Set that to True",
         vllm_importance_sampling_clip_max=2.0,
         use_vllm=True,
         vllm_importance_sampling_correction=False,
@@ -258,7 +267,7 @@ WARNED = [
     idle(r"nothing reads it\. Set that to True", transformers_continuous_batching_config={"max_memory_percent": 0.3}),
     idle(r"with use_adaptive_entropy=False nothing reads it\. Set use_adaptive_entropy=True", entropy_target=1.0),
     idle(r"with router_replay=None there are no routes\. Set router_replay", router_replay_reference=True),
-    idle(r"sampling leaves nothing out\. Set one of them, or leave", keep_sampling_mask=True),
+    idle(r"sampling excludes no token\. Set one of them, or leave", keep_sampling_mask=True),
     Options(
         {"generation_kwargs": {"temprature": 0.9}},
         r"rollout_func reads it: .*GenerationConfig has no 'temprature'\. Did you mean 'temperature'\? Leave it",
@@ -267,19 +276,19 @@ WARNED = [
     ),
     Options(
         {"generation_kwargs": {"temperature": 0.5}},
-        r"log-probs are of \(temperature=1\.0\)\. Set the option temperature=0\.5 instead",
+        r"log-probs are computed with temperature=1\.0\. Set the option temperature=0\.5 instead",
         UserWarning,
         shown="temperature=0.5",
     ),
     Options(
         {"generation_kwargs": {"max_new_tokens": 64}},
-        r"takes the place of max_completion_length=\d+\. Set the option max_completion_length=64 instead",
+        r"overrides max_completion_length=\d+\. Set the option max_completion_length=64 instead",
         UserWarning,
         shown="max_new_tokens=64",
     ),
     Options(
         {"generation_kwargs": {"max_tokens": 64}, "use_vllm": True},
-        r"takes the place of max_completion_length=\d+\. Set the option max_completion_length=64 instead",
+        r"overrides max_completion_length=\d+\. Set the option max_completion_length=64 instead",
         UserWarning,
         shown="max_tokens=64",
     ),

@@ -67,8 +67,8 @@ def said(name: str, make: Make, message: str, kind: type = ValueError, is_ours: 
     return Input(name, make, message, kind, "rollout", is_ours)
 
 
-ITEM = r"for completion 0\. Return a float, None, or for steps"
-A_LIST = r"Return a list, one for each completion"
+ITEM = r"for completion 0\. Return a float or None\. For step rewards return"
+A_LIST = r"Return a list with one reward for each completion"
 REWARDS = [
     said("a float", returning(1.0), rf"'careless' returned 1\.0\. {A_LIST}"),
     said("nothing", returning(None), rf"'careless' returned None\. {A_LIST}"),
@@ -94,13 +94,17 @@ REWARDS = [
         r"'careless' returned inf for completion 15, .*Return a fin",
     ),
     said("minus inf", each(-INF), r"'careless' returned -inf for completion 0, .*Return a finite number, or None"),
-    said("beyond float32", each(1e39), r"'careless' returned inf for completion 0, in float32\. Return a finite"),
+    said(
+        "beyond float32",
+        each(1e39),
+        r"'careless' returned inf for completion 0, after conversion to float32\. Return a fin",
+    ),
     said("async inf", answering(judge), r"'judge' returned inf for completion 1, .*Return a finite number"),
     said("a model's inf", scoring(INF), r"'rm' returned inf for completion 0, .*Return a finite number, or None"),
     said(
         "nan", returning(lambda texts: [0.0] * 15 + [NAN]), r"'careless' returned nan, .*Return None if", UserWarning
     ),
-    said("async nan", answering(unsure), r"'unsure' returned nan, .*Return None if that is meant", UserWarning),
+    said("async nan", answering(unsure), r"'unsure' returned nan, .*Return None if you mean that", UserWarning),
     said("a model's nan", scoring(NAN), r"'rm' returned nan, .*Check the reward model", UserWarning),
 ]
 
@@ -144,22 +148,22 @@ STEPS = [
     said(
         "closed tokens",
         steps(lambda: StepRewards([1], [4], closed=True, unit="tokens")),
-        r"closed=True with ends in tokens.*Leave it unset",
+        r"closed=True with ends in tokens.*Leave closed unset",
     ),
     said(
         "another unit",
         steps(lambda: StepRewards([1], [4], unit="words")),
-        r"has unit='words'\. Use StepRewards\.at_tokens",
+        r"has the unknown unit='words'\. Use StepRewards\.at_tokens",
     ),
     said(
         "beyond the tokens",
         steps(lambda: StepRewards.at_tokens([1], [99])),
-        r"'careless': StepRewards has ends\[0\]=99, and completion 0 has .*return",
+        r"'careless': StepRewards has ends\[0\]=99, but completion 0 has .*return",
     ),
     said(
         "beyond the text",
         steps(lambda: StepRewards([1], [999])),
-        r"'careless': StepRewards has ends\[0\]=999, and completion 0 .*return",
+        r"'careless': StepRewards has ends\[0\]=999, but completion 0 .*return",
     ),
     said(
         "too many turns",

@@ -1,9 +1,9 @@
-"""Steady group-relative RL for language models, beside Hugging Face TRL.
+"""Stability methods that DeepSeek and Qwen published, for the `GRPOTrainer` of Hugging Face TRL.
 
     from trl_steady import GRPOConfig, GRPOTrainer        # was: from trl import GRPOConfig, GRPOTrainer
     args = GRPOConfig(..., loss_type="gspo")
 
-Importing the package imports nothing else; trl, transformers and torch come with the first name used.
+`import trl_steady` does not import trl, transformers or torch. The first use of a public name imports them.
 """
 
 import importlib

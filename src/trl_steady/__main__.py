@@ -1,4 +1,4 @@
-"""`python -m trl_steady`, and what `accelerate launch -m trl_steady` runs."""
+"""Entry point of `python -m trl_steady` and of `accelerate launch -m trl_steady`."""
 
 from trl_steady.cli import main
 

@@ -1,4 +1,4 @@
-"""Which methods a trainer has on: printed when it is built, and checked before its first optimizer step."""
+"""Summary of a trainer's active methods, and a check before the first optimizer step that they take effect."""
 
 import warnings
 from dataclasses import fields
@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 __all__ = ["PATIENCE", "FirstStepCheck", "summary"]
 
 PATIENCE = 10
-"""Optimizer steps that an override which calls `super()` under a condition may leave out at first."""
+"""Number of optimizer steps after which an override must have called `super()`, if it calls it conditionally."""
 
 
 def summary(trainer: "GRPOTrainer") -> str:
-    """Return lines with the trainer's class and the methods that are on, each with its options."""
+    """Return a line with the trainer's class and a line for each active method with its options."""
     kind, args = type(trainer), trainer.args
     name = f"{kind.__module__}.{kind.__qualname__}"
     base = "" if kind.__module__.startswith("trl_steady.") else " on trl_steady.GRPOTrainer"
@@ -33,18 +33,18 @@ def summary(trainer: "GRPOTrainer") -> str:
         if method.is_on(args):
             is_idle = any(message.startswith(f"{option}=") for option in method.options for message in warned)
             lines.append(f"  {'cannot act' if is_idle else 'on'}: {_described(method, args)}")
-    return "\n".join(lines if len(lines) > 1 else [*lines, "  on: nothing, it trains as TRL's does"])
+    return "\n".join(lines if len(lines) > 1 else [*lines, "  on: nothing, it trains like TRL's trainer"])
 
 
 class FirstStepCheck(TrainerCallback):
-    """Refuses a trainer whose subclass, or whatever else overrides our methods, keeps an option from acting.
+    """Raise an error if a subclass, a mixin or a patch keeps an option from taking effect.
 
-    The trainer calls it before the backward pass of each optimizer step's last micro-batch, since DeepSpeed steps in
-    backward, and transformers before each optimizer step, since a `training_step` may be the user's own. The check
-    ends with the first step whose rollout was made here.
+    The trainer runs this check before the backward pass of the last micro-batch of each optimizer step, because
+    DeepSpeed takes its step in backward. As a callback it also runs before each optimizer step, because the user may
+    override `training_step`. The check ends after the first step whose rollout was made in this run.
 
-    An override that calls `super()` under a condition, such as one that skips groups without an advantage, may leave
-    out the first step. It gets a warning, and `PATIENCE` steps.
+    An override may call `super()` under a condition, for example only for groups that have an advantage. If the first
+    step does not make this call, the override gets a warning, and has `PATIENCE` steps to make it.
     """
 
     def __init__(self, trainer: "GRPOTrainer") -> None:
@@ -52,19 +52,19 @@ class FirstStepCheck(TrainerCallback):
         self._steps, self._warned = 0, set[str]()
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Note whether the step begins with a rollout, and not inside the rollout of a checkpoint."""
+        """Record whether this step begins with a new rollout, and does not continue the rollout of a checkpoint."""
         self._has_generated |= host.is_before_generation(self._trainer)
         self._steps += 1
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Check the methods that the step has reached."""
+        """Run the check on the methods that this step has reached."""
         self.check()
 
     def check(self) -> None:
-        """Refuse options that cannot have acted in this optimizer step; warn of those that are on by default.
+        """Raise if an option had no effect in this optimizer step; warn if the option is on by default.
 
         Raises:
-            ValueError: naming the class, the method that it overrides, the option and its value.
+            ValueError: The message names the class, the method that it overrides, the option and its value.
         """
         if self._is_done:
             return
@@ -94,7 +94,7 @@ class FirstStepCheck(TrainerCallback):
                 raise ValueError(message)
             waits |= bool(asked)
             if self._trainer.accelerator.is_main_process and name not in self._warned:
-                so_far = f"In the first optimizer step {message} It is an error after {PATIENCE} such steps."
+                so_far = f"In the first optimizer step {message} This becomes an error after {PATIENCE} such steps."
                 warnings.warn(so_far if asked else message, UserWarning, stacklevel=2)
             self._warned.add(name)
         self._is_done = self._has_generated and not waits

@@ -1,4 +1,4 @@
-"""A reference that moves while TRL trains: when it moves, what is logged, what a checkpoint holds."""
+"""Move the KL reference while TRL trains, log each move, and save the reference in checkpoints."""
 
 import json
 import logging
@@ -21,7 +21,7 @@ from trl_steady.reference.tensors import Pair, adapter_pairs, gather, model_pair
 __all__ = ["REFERENCE_FILE", "ReferenceRefreshCallback", "Refresh"]
 
 REFERENCE_FILE = "reference.safetensors"
-"""In a checkpoint: the reference's tensors, and the counters as metadata."""
+"""File of a checkpoint that holds the reference's tensors, and the counters as metadata."""
 
 logger = logging.getLogger(__name__)
 
@@ -30,39 +30,40 @@ class Refresh(NamedTuple):
     """One move of the reference."""
 
     step: int
-    """Optimizer steps taken before it."""
+    """Optimizer steps taken before the move."""
     kl: float | None
-    """The KL of the last update before it, in nats a token as TRL logs it; None if none was measured."""
+    """KL of the last update before the move, in nats per token as TRL logs it, or None if it was not measured."""
     rule: str
-    """`"steps"` or `"kl"`, whichever fired first."""
+    """The rule that fired first: `"steps"` or `"kl"`."""
 
 
 class ReferenceRefreshCallback(TrainerCallback):
-    """Moves the KL reference of `trl.GRPOTrainer` or `trl.RLOOTrainer` to the policy, with PEFT and without.
+    """Move the KL reference of `trl.GRPOTrainer` or `trl.RLOOTrainer` to the policy, with or without PEFT.
 
-    For people who keep TRL's trainer: `trainer.add_callback(ReferenceRefreshCallback(trainer, steps=400))`.
-    `trl_steady.GRPOTrainer` makes its own from `sync_ref_model=True`.
+    Use it with TRL's own trainers: `trainer.add_callback(ReferenceRefreshCallback(trainer, steps=400))`.
+    `trl_steady.GRPOTrainer` creates its own callback if `sync_ref_model=True`.
 
-    When a rule has fired, the reference moves before the next optimizer step that begins with a generation, so that no
-    rollout mixes two references: DeepSeekMath, arXiv 2402.03300, Algorithm 1 for `alpha=1`. With PEFT it is an adapter
-    `ref` on the policy's own model, made here and equal to the policy as it stands.
+    After a rule has fired, the reference moves before the next optimizer step that begins with a generation, so that
+    no rollout mixes two references. With `alpha=1` this is Algorithm 1 of DeepSeekMath (arXiv 2402.03300). With PEFT
+    the reference is an adapter `ref` on the policy's own model. The callback creates it, equal to the current policy.
 
-    Logged with every step: `ref/refreshes`, the refreshes so far; with the step after one also `ref/refresh_step`,
-    `ref/refresh_kl` and `ref/refresh_by_kl` (1 or 0).
+    Every step logs `ref/refreshes`, the number of refreshes so far. The step after a refresh also logs
+    `ref/refresh_step`, `ref/refresh_kl` and `ref/refresh_by_kl` (1 or 0).
 
-    TRL's trainer gets the reference back on a resume from `output_dir/checkpoint-N`; a checkpoint that is cut short by
-    a kill, or lies inside a generation window, is as with TRL. `trl_steady.GRPOTrainer` has neither limit.
+    With TRL's trainer, a resume from `output_dir/checkpoint-N` restores the reference. Checkpoints that a kill has cut
+    short, or that are inside a generation window, behave as in TRL. `trl_steady.GRPOTrainer` has neither limit.
 
     Args:
-        trainer: Not yet training, with `beta` not 0 and `sync_ref_model=False`.
+        trainer: A trainer that has not started training, with `beta` not 0 and `sync_ref_model=False`.
         steps: Optimizer steps between refreshes, counted from the start as in TRL, or None.
         alpha: Share of the policy in the new reference, above 0 and at most 1. For an adapter it mixes the factors,
             not their product.
-        kl: Move also when the KL of an update exceeds this many nats a token, or None.
-        reset_optimizer: Clear the optimizer's state at each refresh (ProRL, arXiv 2505.24864); the schedule goes on.
+        kl: Also refresh when the KL of an update exceeds this many nats per token, or None.
+        reset_optimizer: Clear the optimizer's state at each refresh (ProRL, arXiv 2505.24864). The learning-rate
+            schedule goes on.
 
     Raises:
-        ValueError: a trainer without a reference, or whose reference cannot be moved, with the way out.
+        ValueError: the trainer has no reference, or its reference cannot be moved. The message says what to do.
     """
 
     def __init__(
@@ -84,20 +85,20 @@ class ReferenceRefreshCallback(TrainerCallback):
         model: Any = trainer.model
         if is_peft_model(model):
             add_reference_adapter(model)
-        pairs = self.pairs()  # now, if they do not match
+        pairs = self.pairs()  # raises now if they do not match
         if is_peft_model(model) and trainer.is_fsdp_enabled and trainer.accelerator.mixed_precision != "no":
-            for pair in pairs:  # accelerate will do so to the policy's, which are trainable
+            for pair in pairs:  # accelerate will cast the policy's, which are trainable
                 pair.reference.data = pair.reference.data.float()
 
     def pairs(self) -> list[Pair]:
-        """The policy's tensors beside the reference's, as they are now; wrapping and sharding replace them."""
+        """Return the current pairs of policy and reference tensors. Wrapping and sharding the model replaces them."""
         unwrap = partial(self.trainer.accelerator.unwrap_model, keep_torch_compile=False)
         if self.trainer.ref_model is None:
             return adapter_pairs(unwrap(self.trainer.model))
         return model_pairs(unwrap(self.trainer.model), unwrap(self.trainer.ref_model))
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Move the reference if that is due and the next thing to happen is a generation."""
+        """Move the reference if a refresh is due and the next step begins with a generation."""
         if self._due and host.is_before_generation(self.trainer):
             move(self.pairs(), self.alpha)
             if self.reset_optimizer:
@@ -109,7 +110,7 @@ class ReferenceRefreshCallback(TrainerCallback):
         self._seen = len(host.logged(self.trainer, "kl"))
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """See whether a rule has fired."""
+        """Check the rules, and mark a refresh as due if one has fired."""
         values = host.logged(self.trainer, "kl")[self._seen :]
         if values:
             self._kl = sum(values) / len(values)
@@ -128,7 +129,7 @@ class ReferenceRefreshCallback(TrainerCallback):
             logger.info("reference moved after step %d: rule %r, KL before %s", refresh.step, refresh.rule, refresh.kl)
 
     def save(self, folder: Path) -> None:
-        """Write the reference and the counters, in one file that is there or not. Every process must call it."""
+        """Write the reference and the counters to one file, atomically. Every process must call it."""
         writes = self.trainer.args.should_save
         tensors = gather(self.pairs(), keep=writes)
         if writes:
@@ -138,17 +139,17 @@ class ReferenceRefreshCallback(TrainerCallback):
             os.replace(unfinished, folder / REFERENCE_FILE)
 
     def check(self, folder: Path) -> None:
-        """Refuse a checkpoint that `load` could not use, before anything of it is loaded.
+        """Raise on a checkpoint that `load` could not use, before anything is loaded from it.
 
         Raises:
-            ValueError: it holds no reference, or one of another shape.
+            ValueError: the checkpoint holds no reference, or one of another shape.
         """
         if not (folder / REFERENCE_FILE).is_file():
             raise ValueError(
                 f"the reference moves in this run, but {folder} holds no {REFERENCE_FILE}: it was written by TRL "
-                "alone, with sync_ref_model=False or with save_only_model=True, and a resume would start over with "
-                "another reference. Resume from a checkpoint of a run with a moving reference, or begin a new run "
-                "from its model."
+                "alone, with sync_ref_model=False or with save_only_model=True, and a resume would begin with another "
+                "reference. Resume from a checkpoint of a run with a moving reference, or begin a new run from its "
+                "model."
             )
         with safe_open(folder / REFERENCE_FILE, framework="pt") as file:
             names = list(file.keys())
@@ -158,7 +159,7 @@ class ReferenceRefreshCallback(TrainerCallback):
         """Restore what `save` wrote. Every process must call it.
 
         Raises:
-            ValueError: as `check`.
+            ValueError: as in `check`.
         """
         self.check(folder)
         restore(self.pairs(), load_file(folder / REFERENCE_FILE))
@@ -169,18 +170,18 @@ class ReferenceRefreshCallback(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Add the reference to TRL's checkpoint."""
-        if not isinstance(self.trainer, host.HostTrainer):  # which saves it before the checkpoint is in place
+        if not isinstance(self.trainer, host.HostTrainer):  # that one saves it before the checkpoint is in place
             self.save(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Take the reference back when TRL resumes."""
+        """Restore the reference when TRL resumes."""
         if state.global_step > 0 and not isinstance(self.trainer, host.HostTrainer):
             folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
             if not folder.is_dir():
                 raise ValueError(
-                    f"output_dir={args.output_dir!r} holds no {folder.name}, where this callback looks for the "
-                    "reference at a resume. Keep the checkpoints there, or use trl_steady.GRPOTrainer, which knows "
-                    "the folder."
+                    f"output_dir={args.output_dir!r} holds no {folder.name}, but on a resume this callback looks for "
+                    "the reference there. Keep the checkpoints in output_dir, or use trl_steady.GRPOTrainer, which "
+                    "knows the folder."
                 )
             self.load(folder)
 
@@ -189,22 +190,25 @@ def _refuse(callback: ReferenceRefreshCallback) -> None:
     trainer: Any = callback.trainer
     name = type(callback).__name__
     if not isinstance(trainer, trl.GRPOTrainer | trl.RLOOTrainer):
-        raise ValueError(f"{name} moves the reference of trl.GRPOTrainer and trl.RLOOTrainer, not {type(trainer)}.")
+        raise ValueError(
+            f"{name} moves the reference of trl.GRPOTrainer and trl.RLOOTrainer, not of {type(trainer)}. Pass one of "
+            "these trainers."
+        )
     if trainer.beta == 0.0:
         raise ValueError(f"beta=0.0 leaves {name} nothing to move: there is no reference. Set beta above 0.")
     args: Any = trainer.args
     if isinstance(trainer, host.HostTrainer) != args.sync_ref_model:
         raise ValueError(
-            f"{name} with sync_ref_model={args.sync_ref_model} on {type(trainer).__module__}."
-            f"{type(trainer).__qualname__}. With trl_steady.GRPOTrainer set sync_ref_model=True and add no callback; "
-            "with TRL's trainers set sync_ref_model=False and add the callback."
+            f"{name} cannot work with sync_ref_model={args.sync_ref_model} on {type(trainer).__module__}."
+            f"{type(trainer).__qualname__}. With trl_steady.GRPOTrainer set sync_ref_model=True and add no callback. "
+            "With TRL's trainers set sync_ref_model=False and add the callback."
         )
     if any(isinstance(other, ReferenceRefreshCallback) for other in trainer.callback_handler.callbacks):
-        raise ValueError(f"the trainer has a {name} already, and two would move its reference twice. Add one.")
+        raise ValueError(f"the trainer has a {name} already, and two would move its reference twice. Add only one.")
     for option, value, works, expected in (
         ("steps", callback.steps, callback.steps is None or callback.steps >= 1, "1 or more, or None"),
-        ("alpha", callback.alpha, 0 < callback.alpha <= 1, "above 0 and at most 1"),
-        ("kl", callback.kl_limit, callback.kl_limit is None or callback.kl_limit > 0, "above 0, or None"),
+        ("alpha", callback.alpha, 0 < callback.alpha <= 1, "a value above 0 and at most 1"),
+        ("kl", callback.kl_limit, callback.kl_limit is None or callback.kl_limit > 0, "a value above 0, or None"),
     ):
         if not works:
             raise ValueError(f"{option}={value!r} cannot work. Set {option} to {expected}.")

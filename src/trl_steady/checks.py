@@ -1,4 +1,4 @@
-"""Refusals of options that contradict each other, each with the way out."""
+"""Errors for options that contradict each other, each with a fix."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import MISSING, fields
@@ -27,24 +27,24 @@ __all__ = [
 
 NATIVE_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 SEQUENCE_RATIO_LOSS_TYPES = ("gspo", "gspo_token")
-# which clip at 1 - epsilon and 1 + epsilon_high
+# losses that clip the ratio at 1 - epsilon and 1 + epsilon_high
 CLIPPED_LOSS_TYPES = ("grpo", "bnpo", "dr_grpo", "dapo", "luspo", *SEQUENCE_RATIO_LOSS_TYPES)
 
 # GSPO, arXiv 2507.18071, section 5.1: left and right clipping range
 GSPO_EPSILON, GSPO_EPSILON_HIGH = 3e-4, 4e-4
 
 
-# read at import: `trl-steady run` puts our config in the place of TRL's
+# read at import, before `trl-steady run` replaces TRL's config with trl-steady's
 TRLS_OPTIONS = {option.name: option for option in fields(trl.GRPOConfig)}
 
 
 def trl_default(name: str) -> Any:
-    """TRL's default of an option, read from TRL, so that it moves with TRL."""
+    """Return the default of an option in the installed TRL."""
     option = TRLS_OPTIONS[name]
     return option.default_factory() if option.default_factory is not MISSING else option.default
 
 
-# Options of generation that leave tokens out, where they do.
+# Generation options that may exclude tokens from sampling -> True for a value that does.
 _TRUNCATIONS: dict[str, Callable[[Any], bool]] = {
     "top_p": lambda v: v < 1,
     "top_k": lambda v: v > 0,
@@ -58,7 +58,7 @@ _TRUNCATIONS: dict[str, Callable[[Any], bool]] = {
     **dict.fromkeys(("allowed_token_ids", "no_repeat_ngram_size", "encoder_no_repeat_ngram_size"), bool),
     **dict.fromkeys(("min_new_tokens", "min_length", "min_tokens", "forced_eos_token_id"), bool),
 }
-# And those that make some tokens likelier than others, with the value that does not.
+# Generation options that make some tokens likelier than others -> the value that has no effect.
 _WEIGHTINGS = {
     "repetition_penalty": 1.0,
     "encoder_repetition_penalty": 1.0,
@@ -71,7 +71,7 @@ _WEIGHTINGS = {
     "guidance_scale": 1,
 }
 
-# Read by one other loss only; under gspo and gspo_token they would be ignored.
+# Options that only one loss reads; gspo and gspo_token would ignore them.
 OPTIONS_OF_OTHER_LOSSES = (
     ("sapo", ("sapo_temperature_pos", "sapo_temperature_neg")),
     ("vespo", ("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg")),
@@ -79,20 +79,20 @@ OPTIONS_OF_OTHER_LOSSES = (
 
 
 def truncates(option: str, value: Any) -> bool:
-    """Whether an option of generation leaves tokens out."""
+    """Return True if a generation option excludes tokens from sampling."""
     return option in _TRUNCATIONS and _TRUNCATIONS[option](value)
 
 
 def reweights(option: str, value: Any) -> bool:
-    """Whether an option of generation moves probabilities among the tokens that it does not leave out."""
+    """Return True if a generation option changes the probabilities of the tokens that it does not exclude."""
     return option in _WEIGHTINGS and value != _WEIGHTINGS[option]
 
 
 def refuse_contradictions(args: "GRPOConfig") -> None:
-    """Refuse options that can work, but not with one another.
+    """Refuse options that are valid alone, but not together.
 
     Raises:
-        ValueError: naming the option, the value and the way out.
+        ValueError: The message names the option, its value and the fix.
     """
     _refuse_idle_reference(args)
     _refuse_regrouping(args)
@@ -102,13 +102,13 @@ def refuse_contradictions(args: "GRPOConfig") -> None:
     _refuse_generation(args)
     if args.loss_type == "dr_grpo" and args.max_completion_length is None:
         raise ValueError(
-            "max_completion_length=None with loss_type='dr_grpo', which divides by it. Set max_completion_length, or "
-            "loss_type='dapo'."
+            "max_completion_length=None does not work with loss_type='dr_grpo', which divides by it. Set "
+            "max_completion_length, or set loss_type='dapo'."
         )
     if args.use_adaptive_entropy and args.entropy_coef_min > args.entropy_coef_max:
         raise ValueError(
             f"entropy_coef_min={args.entropy_coef_min} is above entropy_coef_max={args.entropy_coef_max}. Set "
-            "entropy_coef_min to entropy_coef_max at most."
+            "entropy_coef_min to at most entropy_coef_max."
         )
     if args.keep_sampling_mask:
         _refuse_unkept(args)
@@ -120,18 +120,19 @@ def _refuse_under_sequence_ratio(args: "GRPOConfig") -> None:
     high = low if high is None else high
     if args.importance_sampling_level != "sequence":
         raise ValueError(
-            f"importance_sampling_level={args.importance_sampling_level!r} contradicts loss_type={loss_type!r}, whose "
-            "ratio is the sequence's. Leave importance_sampling_level unset, or set loss_type='grpo' for token ratios."
+            f"importance_sampling_level={args.importance_sampling_level!r} contradicts loss_type={loss_type!r}, which "
+            "uses one ratio per sequence. Leave importance_sampling_level unset, or set loss_type='grpo' for token "
+            "ratios."
         )
     if low >= 1:
         raise ValueError(
-            f"epsilon={low} with loss_type={loss_type!r} never clips from below: a ratio is above 0. Set it below 1; "
-            f"the paper's is {GSPO_EPSILON}."
+            f"epsilon={low} with loss_type={loss_type!r} never clips from below, because a ratio is always above 0. "
+            f"Set epsilon below 1; the GSPO paper uses {GSPO_EPSILON}."
         )
     if args.delta is not None and args.delta <= 1 + high:
         raise ValueError(
-            f"delta={args.delta} lies inside the clip range of loss_type={loss_type!r} (upper end {1 + high}), where "
-            f"it would stand in for epsilon_high. Set delta above {1 + high}, or None for no two-sided clip."
+            f"delta={args.delta} is inside the clip range of loss_type={loss_type!r} (upper end {1 + high}), so it "
+            f"would replace epsilon_high. Set delta above {1 + high}, or None for no two-sided clip."
         )
     for other, options in OPTIONS_OF_OTHER_LOSSES:
         for option in options:
@@ -143,11 +144,11 @@ def _refuse_under_sequence_ratio(args: "GRPOConfig") -> None:
 
 
 def _refuse_idle_reference(args: "GRPOConfig") -> None:
-    """Refuse options of a moving reference where there is none, or where it does not move."""
+    """Refuse options of a moving reference if there is no reference, or if it does not move."""
     if args.sync_ref_model and args.beta == 0:
         raise ValueError(
             "sync_ref_model=True with beta=0.0: without a KL there is no reference to move. Set beta above 0 "
-            "(DeepSeekMath uses 0.04), or sync_ref_model=False."
+            "(DeepSeekMath uses 0.04), or set sync_ref_model=False."
         )
     for option in ("ref_model_sync_kl", "ref_model_sync_reset_optimizer"):
         if getattr(args, option) and not args.sync_ref_model:
@@ -158,82 +159,85 @@ def _refuse_idle_reference(args: "GRPOConfig") -> None:
 
 
 def _refuse_regrouping(args: "GRPOConfig") -> None:
-    """Refuse micro-batches other than TRL's where they are not composed, or where the loss is not a sum over them."""
+    """Refuse to regroup TRL's micro-batches without `trim_padding`, or if the loss is not a sum over them."""
     for option in ("token_budget", "share_prompts"):
         if getattr(args, option) and not args.trim_padding:
             raise ValueError(
-                f"{option}={getattr(args, option)!r} with trim_padding=False, which leaves TRL's batches as they are. "
-                f"Set trim_padding=True, or leave {option} unset."
+                f"{option}={getattr(args, option)!r} does not work with trim_padding=False, which keeps TRL's batches "
+                f"as they are. Set trim_padding=True, or leave {option} unset."
             )
     if args.token_budget is None:
         return
     refuse_means_over_micro_batches(args.token_budget, args)
     if args.ref_model_sync_kl is not None:
         raise ValueError(
-            f"token_budget={args.token_budget} with ref_model_sync_kl={args.ref_model_sync_kl}, which is compared "
-            "with a mean over TRL's micro-batches. Leave one of the two unset."
+            f"token_budget={args.token_budget} does not work with ref_model_sync_kl={args.ref_model_sync_kl}, which "
+            "is compared with a mean over TRL's micro-batches. Leave one of the two unset."
         )
 
 
 def refuse_means_over_micro_batches(token_budget: int, args: Any) -> None:
-    """Refuse what is a mean over the tokens of each of TRL's micro-batches where these are regrouped.
+    """Refuse terms that are means over the tokens of each of TRL's micro-batches, which `token_budget` regroups.
 
     Args:
-        token_budget: the option.
-        args: a config, or a trainer, whose attributes a callback may have set.
+        token_budget: The value of the option.
+        args: A config, or a trainer, whose attributes a callback may have set.
 
     Raises:
-        ValueError: naming the option, the value and the way out.
+        ValueError: The message names the option, its value and the fix.
     """
     budget = f"token_budget={token_budget}"
     if args.loss_type == "bnpo":
         raise ValueError(
-            f"{budget} with loss_type='bnpo', a mean over the tokens of each of TRL's micro-batches. Set "
-            "loss_type='dapo', the mean over the tokens of the whole step, or leave token_budget unset."
+            f"{budget} does not work with loss_type='bnpo', which is a mean over the tokens of each of TRL's "
+            "micro-batches. Set loss_type='dapo', the mean over the tokens of the whole step, or leave token_budget "
+            "unset."
         )
     if args.entropy_coef != 0 or args.use_adaptive_entropy:
         raise ValueError(
-            f"{budget} with entropy_coef={args.entropy_coef} and use_adaptive_entropy={args.use_adaptive_entropy}: "
-            "the entropy bonus is a mean over the tokens of each of TRL's micro-batches. Switch it off, or leave "
-            "token_budget unset."
+            f"{budget} does not work with entropy_coef={args.entropy_coef} and "
+            f"use_adaptive_entropy={args.use_adaptive_entropy}: the entropy bonus is a mean over the tokens of each "
+            "of TRL's micro-batches. Switch it off, or leave token_budget unset."
         )
     if args.top_entropy_quantile < 1:
         raise ValueError(
-            f"{budget} with top_entropy_quantile={args.top_entropy_quantile}, a quantile over the tokens of each of "
-            "TRL's micro-batches. Set top_entropy_quantile=1.0, or leave token_budget unset."
+            f"{budget} does not work with top_entropy_quantile={args.top_entropy_quantile}, which is a quantile over "
+            "the tokens of each of TRL's micro-batches. Set top_entropy_quantile=1.0, or leave token_budget unset."
         )
 
 
 def _refuse_unkept(args: "GRPOConfig") -> None:
-    """Refuse generation whose kept tokens nobody can tell."""
+    """Refuse settings of generation with which the kept tokens are not known."""
     option, sampling = "keep_sampling_mask=True", args.sampling
     if args.use_transformers_continuous_batching:
         raise ValueError(
-            f"{option} with use_transformers_continuous_batching=True, which does not show what it samples from. Set "
-            "it to False, or keep_sampling_mask=False."
+            f"{option} does not work with use_transformers_continuous_batching=True, which does not expose the "
+            "distribution that it samples from. Set it to False, or set keep_sampling_mask=False."
         )
     for name, works in (("do_sample", True), ("num_beams", 1)):
         if sampling.get(name, works) != works:
             raise ValueError(
-                f"{option} with {name}={sampling[name]!r} in generation_kwargs: tokens are searched for, not sampled. "
-                f"Leave {name} unset, or set keep_sampling_mask=False."
+                f"{option} does not work with {name}={sampling[name]!r} in generation_kwargs, which searches for "
+                f"tokens and does not sample them. Leave {name} unset, or set keep_sampling_mask=False."
             )
     if args.use_vllm and sampling.get("top_k", 0) <= 0:
         raise ValueError(
-            f"{option} with top_k={sampling.get('top_k')}: vLLM returns kept tokens where top_k bounds how many they "
-            "are. Set top_k=512 or the like beside top_p, or keep_sampling_mask=False."
+            f"{option} does not work with top_k={sampling.get('top_k')}: vLLM returns the kept tokens only if top_k "
+            "limits their number. Set top_k=512, for example, in addition to top_p, or set keep_sampling_mask=False."
         )
 
 
 def _refuse_generation(args: "GRPOConfig") -> None:
-    """Refuse settings of generation that fail, or break the groups, in the first rollout."""
+    """Refuse settings of generation that would fail, or break the groups, in the first rollout."""
     if args.top_k == -1 and not args.use_vllm:
-        raise ValueError("top_k=-1 is vLLM's, and transformers refuses it. Set top_k=0 for no such filter.")
+        raise ValueError("top_k=-1 is only valid for vLLM; transformers refuses it. Set top_k=0 for no top-k filter.")
     for name, value in args.sampling.items():
         try:
             truncates(name, value)
-        except TypeError:  # a text, or what else does not compare
-            raise ValueError(f"{name}={value!r} in generation_kwargs is not a number. Set {name} to one.") from None
+        except TypeError:  # a string, or another type that does not compare with a number
+            raise ValueError(
+                f"{name}={value!r} in generation_kwargs is not a number. Set {name} to a number."
+            ) from None
     for name in ("num_return_sequences", "n"):
         value = args.sampling.get(name, 1)
         if value != 1:
@@ -247,14 +251,14 @@ def _refuse_kl_without_effect(args: "GRPOConfig") -> None:
     if args.beta != 0 and args.kl_estimator == "k1" and not args.use_bias_correction_kl:
         raise ValueError(
             "kl_estimator='k1' with use_bias_correction_kl=False: the gradient of log policy - log reference does not "
-            "depend on the reference, and on policy its expectation is 0, so that the KL would add noise and hold "
-            "nothing. Set use_bias_correction_kl=True, or kl_estimator to 'k2' or 'k3'."
+            "depend on the reference, and its on-policy expectation is 0. This KL would add noise without holding the "
+            "policy. Set use_bias_correction_kl=True, or set kl_estimator to 'k2' or 'k3'."
         )
 
 
 def beyond_sets(weightings: Sequence[str]) -> str:
-    """A sentence, after others, on what a set does not undo; "" for nothing."""
+    """Return a sentence about settings that kept tokens do not correct for, with a leading blank; "" without any."""
     if not weightings:
         return ""
-    what = f"{', '.join(weightings)} moves probabilities among the tokens that are kept, too, and ratios carry that"
-    return f" {what} with keep_sampling_mask=True as well."
+    what = f"{', '.join(weightings)} also changes the probabilities of the kept tokens, and ratios include this change"
+    return f" {what} even with keep_sampling_mask=True."

@@ -16,16 +16,16 @@ __all__ = ["main"]
 _HELP = """\
 usage: trl-steady COMMAND ...
 
-  run [LAUNCH OPTIONS] SCRIPT [ARGUMENTS]     run a script that trains with trl.GRPOTrainer, with trl-steady's instead
-  run [LAUNCH OPTIONS] -m MODULE [ARGUMENTS]  the same of a module
-  grpo [ARGUMENTS] [LAUNCH OPTIONS]           TRL's command `trl grpo`, with trl-steady's trainer and options
-  methods                                     what trl-steady adds: setting, paper and page of the documentation
-  env                                         versions, devices, and what this installation can use; for bug reports
+  run [LAUNCH OPTIONS] SCRIPT [ARGUMENTS]     run a script with trl-steady's GRPOTrainer in place of trl.GRPOTrainer
+  run [LAUNCH OPTIONS] -m MODULE [ARGUMENTS]  the same for a module
+  grpo [ARGUMENTS] [LAUNCH OPTIONS]           run `trl grpo` with trl-steady's trainer and options
+  methods                                     list the methods that trl-steady adds, with settings, papers and docs
+  env                                         list versions, devices and usable features, for bug reports
 
-LAUNCH OPTIONS are those of `accelerate launch`, and
-  --set NAME=VALUE     set this option of every GRPOConfig that the script builds; may be repeated
-  --accelerate_config  a file, or the name of one of TRL's (fsdp2, multi_gpu, single_gpu, zero2, zero3, ...)
-With none but --set, `run` runs in this very process, as python would.
+LAUNCH OPTIONS are those of `accelerate launch`, plus
+  --set NAME=VALUE     set this option on every GRPOConfig that the script builds; may be repeated
+  --accelerate_config  a file, or the name of a config of TRL (fsdp2, multi_gpu, single_gpu, zero2, zero3, ...)
+Without launch options other than --set, `run` runs the script in this process, as python does.
 `accelerate launch [LAUNCH OPTIONS] -m trl_steady run [--set NAME=VALUE] SCRIPT [ARGUMENTS]` does the same.
 
 trl-steady --version prints the versions of trl-steady and of TRL.
@@ -34,14 +34,14 @@ _COMMANDS = ("run", "grpo", "methods", "env")
 
 
 class _Refused(Exception):
-    """A command line that cannot be run; the message is all that is printed."""
+    """An invalid command line; only the message is printed."""
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line.
 
     Args:
-        arguments: Without the command's own name; those of this process by default.
+        arguments: The arguments without the program's name. The default is those of this process.
 
     Returns:
         The exit status.
@@ -59,7 +59,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         if command not in _COMMANDS:
             raise _Refused(_no_command(command))
         if rest:
-            raise _Refused(f"{command} takes no arguments, and was given {' '.join(rest)!r}.")
+            raise _Refused(f"{command} takes no arguments, but got {' '.join(rest)!r}.")
     except _Refused as refused:
         print(f"trl-steady: {refused}", file=sys.stderr)
         return 2
@@ -68,7 +68,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def run(arguments: Sequence[str]) -> int:
-    """Run a script that knows TRL's trainer only, with ours."""
+    """Run a script that imports TRL's trainer, with trl-steady's in its place."""
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_HELP)
         return 0 if arguments else 2
@@ -79,7 +79,7 @@ def run(arguments: Sequence[str]) -> int:
 
 
 def grpo(arguments: Sequence[str]) -> int:
-    """Run TRL's own command of this name."""
+    """Run TRL's `trl grpo` with trl-steady's trainer and options."""
     from trl_steady.host.launching import grpo_command, grpo_options
     from trl_steady.swap import swapped
 
@@ -87,15 +87,13 @@ def grpo(arguments: Sequence[str]) -> int:
         known = [*grpo_options(), *_launch_options(_launch_parser())]
         names = [word[2:].split("=")[0].replace("-", "_") for word in arguments if word.startswith("--")]
         unknown = [name for name in names if not any(option.startswith(name) for option in known)]
-        if unknown:  # before TRL builds a config, which may have another complaint
+        if unknown:  # before TRL builds a config, which may raise another error
             raise _Refused(_unrecognized(unknown, known))
-        return grpo_command(  # its own script is there
-            arguments, lambda options, script: _launch([*options, *script], known), _refuse
-        )
+        return grpo_command(arguments, lambda options, script: _launch([*options, *script], known), _refuse)
 
 
 def methods() -> str:
-    """The table of what there is."""
+    """Return the table of the methods that trl-steady adds."""
     from trl_steady.methods import METHODS
 
     rows = [("", "method", "setting", "arXiv", "docs/"), *(method[:5] for method in METHODS)]
@@ -104,7 +102,7 @@ def methods() -> str:
 
 
 def env() -> str:
-    """What a bug report wants to know."""
+    """Return the versions, devices and usable features for a bug report."""
     from trl_steady.environment import report
 
     return report()
@@ -119,15 +117,15 @@ def _no_command(command: str) -> str:
 
 
 def _leading_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the settings of `--set` that come first, and the other arguments."""
+    """Return the settings of leading `--set` options, and the other arguments."""
     settings, rest = [], list(arguments)
     while rest and rest[0].split("=")[0] == "--set":
         first = rest.pop(0)
         if first == "--set" and not rest:
-            raise _Refused("--set wants NAME=VALUE.")
+            raise _Refused("--set needs NAME=VALUE.")
         settings.append(rest.pop(0) if first == "--set" else first.removeprefix("--set="))
     if not rest:
-        raise _Refused("no script to run after --set.")
+        raise _Refused("there is no script after --set.")
     return settings, rest
 
 
@@ -144,7 +142,7 @@ def _parsed_settings(settings: Sequence[str]) -> dict[str, Any]:
 
 
 def _refuse(message: str) -> NoReturn:
-    """Refuse arguments in the parser's words, without its usage, which would fill the screen."""
+    """Refuse arguments with the parser's message, but without its long usage text."""
     raise _Refused(f"{message}.")
 
 
@@ -169,11 +167,11 @@ def _launch_options(parser: Any) -> list[str]:
 
 
 def _launch(arguments: Sequence[str], known: Sequence[str] = ()) -> int:
-    """Run `accelerate launch` with `trl-steady run` in the place of the script.
+    """Run `accelerate launch` on `trl-steady run` with the script.
 
     Args:
         arguments: Launch options, then the script and its arguments.
-        known: Names that a misspelt option may mean, beside those of launch options.
+        known: Names to suggest for a misspelt option, in addition to the launch options.
     """
     from accelerate.commands.launch import launch_command
 
@@ -210,7 +208,7 @@ def _launch(arguments: Sequence[str], known: Sequence[str] = ()) -> int:
 
 
 def _behind(names: Sequence[str]) -> str:
-    """Say where the options of a config belong."""
+    """Return a sentence that tells where to put options of `GRPOConfig`; "" if none of the names is one."""
     from trl_steady.options import is_option
 
     ours = [name for name in names if is_option(name)]
@@ -218,13 +216,13 @@ def _behind(names: Sequence[str]) -> str:
 
 
 def _is_there(target: Sequence[str]) -> bool:
-    """A module is for python to find, with ours in place already."""
+    """Return True if the script exists or a module is named, which Python looks up only when it runs."""
     return len(target) > 1 if target[0] == "-m" else Path(target[0]).is_file()
 
 
 def _run_here(arguments: list[str], settings: Sequence[str]) -> int:
     if not _is_there(arguments):
-        raise _Refused("-m wants a module" if arguments[0] == "-m" else f"no such script: {arguments[0]!r}")
+        raise _Refused("-m needs a module" if arguments[0] == "-m" else f"no such script: {arguments[0]!r}")
     options = _parsed_settings(settings)
     from trl_steady.swap import swapped
 
@@ -248,13 +246,13 @@ def _run_here(arguments: list[str], settings: Sequence[str]) -> int:
 
 
 def _without_ours(trainers: Sequence[str]) -> str:
-    """Say how a script has trained that built no trainer of ours."""
+    """Return the final message for a script that has built no trainer of trl-steady's."""
     if trainers:
         whose = "TRL's own" if all("trl." in trainer for trainer in trainers) else "not trl-steady's"
         verb = "is" if len(trainers) == 1 else "are"
-        return f"trained with {' and '.join(trainers)}, which {verb} {whose}; trl-steady has GRPOTrainer only."
+        return f"trained with {' and '.join(trainers)}, which {verb} {whose}; trl-steady has only GRPOTrainer."
     return (
-        "has ended and built no GRPOTrainer of trl-steady's in this process. If it starts processes that train, "
+        "ended without building trl-steady's GRPOTrainer in this process. If the script starts training processes, "
         "launch them with `trl-steady run` or `accelerate launch -m trl_steady run`, or import GRPOConfig and "
-        "GRPOTrainer from trl_steady. Until then they train plain TRL."
+        "GRPOTrainer from trl_steady. Otherwise they train with plain TRL."
     )

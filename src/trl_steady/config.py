@@ -1,4 +1,4 @@
-"""TRL's `GRPOConfig` with our losses: paper defaults, refusals with the way out, warnings for what cannot act."""
+"""`trl.GRPOConfig` with trl-steady's options: defaults from the papers, errors, and warnings with a fix."""
 
 import math
 import sys
@@ -27,86 +27,92 @@ __all__ = ["GRPOConfig"]
 
 @dataclass
 class GRPOConfig(trl.GRPOConfig):
-    """`trl.GRPOConfig` with two more values of `loss_type`, the paper's clip range where the user set none, and
-    options of the KL, of masks and of a reference that moves.
+    """`trl.GRPOConfig` with two more losses and with the options of all other methods of trl-steady.
 
-    Every other option is TRL's own and keeps TRL's default. `sync_ref_model` works with PEFT, on quantised bases and
-    across resumes too: the KL reference moves to the policy every `ref_model_sync_steps` optimizer steps, before the
-    next generation (DeepSeekMath, arXiv 2402.03300, Algorithm 1). `ref_model_mixup_alpha=1` copies; TRL's default,
-    0.6, mixes.
+    Options that are not listed here are TRL's and keep TRL's defaults.
+
+    `sync_ref_model` also works with PEFT, on quantised bases and across resumes. The KL reference moves to the policy
+    every `ref_model_sync_steps` optimizer steps, before the next generation (DeepSeekMath, arXiv 2402.03300,
+    Algorithm 1). `ref_model_mixup_alpha=1` copies the policy; TRL's default, 0.6, mixes the two.
 
     Args:
-        loss_type: TRL's values, or
-            `"gspo"`: GSPO (arXiv 2507.18071, section 4.1), one clipped ratio and one advantage per sequence;
-            `"gspo_token"`: GSPO-token (section 4.3), the same ratio in value, advantages per token.
-        epsilon: Lower clip range. Unset: 3e-4 for gspo and gspo_token (section 5.1), TRL's default otherwise.
-        epsilon_high: Upper clip range. Unset: 4e-4 for gspo and gspo_token if `epsilon` is unset too; otherwise
-            `epsilon`, which is TRL's rule.
-        importance_sampling_level: Unset: `"sequence"` for gspo and gspo_token, TRL's default otherwise.
-        kl_estimator: `"k1"`, `"k2"` or `"k3"` (GRPO's), of which `trl_steady.functional.kl` says what each one's
-            gradient is. With `use_bias_correction_kl` it is always that of the reverse KL.
-        kl_ratio_denominator: What `use_bias_correction_kl` divides the policy by: `"old"`, the policy at rollout as
-            the trainer scores it; `"sampler"`, the inference engine's own log-probs, with which it is unbiased.
-        off_policy_mask_level: Where advantages are per token, `off_policy_mask_threshold` (DeepSeek-V3.2, arXiv
-            2512.02556, section 3.1) decides by `"sequence"`, with the sign of the mean advantage, or by `"token"`.
-        geometric_mask_range: (low, high): leave sequences out of the policy term whose geometric-mean ratio of trainer
-            to inference engine lies outside. None: no such mask.
-        token_veto_threshold: Leave sequences out of the policy term in which any token's ratio of trainer to inference
-            engine lies below. None: no such mask.
-        step_advantage: Where reward functions return `StepRewards`: `"process"` (DeepSeekMath, arXiv 2402.03300,
-            section 4.1.3), the sum of the rewards from a step on, each normalised over the group's steps;
-            `"return_to_go"`, the sum itself less what the group's other completions got from the same step on, which
-            with `scale_rewards="none"` does not favour stopping early or late.
-        ref_model_sync_kl: Also move the reference when the KL of an update, as logged and so by `kl_estimator`,
-            exceeds this many nats a token. None: by steps only.
-        ref_model_sync_reset_optimizer: Clear the optimizer's state at each move (ProRL, arXiv 2505.24864).
-        trim_padding: Compute the tokens of a batch and not its padding, in every pass of policy and reference: columns
-            that are padding in every row are cut off, and where that leaves padding, sequences are laid end to end.
-            Moves results within float rounding. False: as TRL.
-        token_budget: Upper bound on the tokens that go through the policy at a time; of an optimizer step's sequences
-            as many share a micro-batch as it allows for, a longer one is a micro-batch of its own. None: TRL's
+        loss_type: One of TRL's losses, or one of two more. `"gspo"` is GSPO (arXiv 2507.18071, section 4.1): one
+            clipped ratio and one advantage per sequence. `"gspo_token"` is GSPO-token (section 4.3): the same ratio in
+            value, with advantages per token.
+        epsilon: Lower clip range. If unset, 3e-4 for gspo and gspo_token (section 5.1) and TRL's default otherwise.
+        epsilon_high: Upper clip range. If unset, 4e-4 for gspo and gspo_token when `epsilon` is unset too. Otherwise
+            it is `epsilon`, which is TRL's rule.
+        importance_sampling_level: `"token"` or `"sequence"`. If unset, `"sequence"` for gspo and gspo_token and TRL's
+            default otherwise.
+        kl_estimator: `"k1"`, `"k2"` or `"k3"` (GRPO's): how the KL is estimated from a sampled token.
+            `trl_steady.functional.kl` lists the gradient of each. With `use_bias_correction_kl` all three have the
+            gradient of the reverse KL.
+        kl_ratio_denominator: Denominator of the ratio with which `use_bias_correction_kl` corrects the KL. `"old"` is
+            the policy at rollout, scored by the trainer. `"sampler"` is the inference engine's log-probs, with which
+            the correction is unbiased.
+        off_policy_mask_level: With advantages per token, how `off_policy_mask_threshold` (DeepSeek-V3.2, arXiv
+            2512.02556, section 3.1) decides. `"sequence"` decides once for all tokens, by the sign of their mean
+            advantage. `"token"` decides for each token by its own advantage.
+        geometric_mask_range: (low, high). Leave out of the policy term each sequence whose geometric mean of the
+            token ratios, trainer to inference engine, is outside this range. None: no mask.
+        token_veto_threshold: Leave out of the policy term each sequence that has a token whose ratio, trainer to
+            inference engine, is below this value. None: no mask.
+        step_advantage: Formula for the advantages when reward functions return `StepRewards`. `"process"`
+            (DeepSeekMath, arXiv 2402.03300, section 4.1.3) sums the rewards from a step on, each normalised over the
+            group's steps. `"return_to_go"` sums the rewards from a step on and subtracts the mean of the same sum in
+            the group's other completions. With `scale_rewards="none"` it does not favour stopping early or late.
+        ref_model_sync_kl: With `sync_ref_model`, also move the reference when the KL of an update exceeds this many
+            nats per token. The KL is the logged one, so it depends on `kl_estimator`. None: move it by steps only.
+        ref_model_sync_reset_optimizer: With `sync_ref_model`, clear the optimizer's state each time the reference
+            moves (ProRL, arXiv 2505.24864).
+        trim_padding: Compute only the tokens of a batch, not its padding, in every pass of the policy and the
+            reference. Columns that are padding in every row are cut off. If padding is left, sequences are packed.
+            Results change within float rounding. False: keep the padding, as in TRL.
+        token_budget: Maximum number of tokens in a micro-batch of the policy. Micro-batches are filled with sequences
+            of the optimizer step up to this number. A longer sequence is a micro-batch of its own. None: TRL's
             micro-batches of `per_device_train_batch_size` sequences.
-        share_prompts: Completions that go through a model together have one copy of their prompt between them.
-        router_replay: For mixtures of experts. `"R2"`: experts chosen when the old log-probs of a rollout are computed
-            are chosen again in all its updates. `"R3"`: those chosen while the rollout was generated, in the old
-            log-probs and in the updates. None: as TRL, each pass chooses anew.
-        router_replay_reference: With `router_replay`, the reference's pass takes the same experts, too.
-        keep_sampling_mask: Where `top_p`, `top_k` or `min_p` leave tokens out of sampling, a token has the log-prob
-            that it has among those that were kept, under policy, old policy and reference (DeepSeek-V3.2, section 3.1,
-            "Keep Sampling Mask"). False: as TRL, of the whole vocabulary.
-        adapter_dtype: `"float32"` keeps the adapters of a quantised base in float32, where TRL makes them bf16 and a
-            small learning rate rounds away. None: as TRL.
+        share_prompts: Compute a prompt once for all of its completions in the same forward pass.
+        router_replay: For mixtures of experts. `"R2"`: all updates use the experts that were chosen when the old
+            log-probs of the rollout were computed. `"R3"`: the old log-probs and the updates use the experts that were
+            chosen while the rollout was generated. None: each pass chooses its experts, as in TRL.
+        router_replay_reference: With `router_replay`, the reference's pass uses the same experts too.
+        keep_sampling_mask: If `top_p`, `top_k` or `min_p` exclude tokens from sampling, normalise log-probs over the
+            tokens that were kept, under policy, old policy and reference (DeepSeek-V3.2, section 3.1, "Keep Sampling
+            Mask"). False: normalise over the whole vocabulary, as in TRL.
+        adapter_dtype: `"float32"` keeps the adapters of a quantised base in float32. TRL makes them bf16, in which
+            steps with a small learning rate round away. None: as in TRL.
 
     Raises:
-        ValueError: an option that cannot work, or that the chosen loss would ignore. The message names the option, the
-            value and the way out.
+        ValueError: An option is invalid, or the chosen loss would ignore it. The message names the option, its value
+            and the fix.
 
     Warns:
-        UserWarning: every update would be on-policy, so that the loss cannot act; a clip range of token scale under a
-            sequence ratio; an option that another one makes idle.
+        UserWarning: An option has no effect because of another one. For example, every update would be on-policy, or
+            a clip range is too wide for a sequence ratio.
     """
 
     loss_type: str = field(
         default=trl_default("loss_type"),
         metadata={
-            "help": "TRL's losses, or 'gspo' (GSPO: one clipped ratio and one advantage per sequence), or "
-            "'gspo_token' (GSPO-token: the sequence's ratio with advantages per token)."
+            "help": "One of TRL's losses, 'gspo' (GSPO: one clipped ratio and one advantage per sequence), or "
+            "'gspo_token' (GSPO-token: the same ratio in value, with advantages per token)."
         },
     )
     epsilon: float | None = field(
         default=None,
-        metadata={"help": "Lower clip range. Unset: 3e-4 for gspo and gspo_token, TRL's default otherwise."},
+        metadata={"help": "Lower clip range. If unset, 3e-4 for gspo and gspo_token and TRL's default otherwise."},
     )
     epsilon_high: float | None = field(
         default=None,
         metadata={
-            "help": "Upper clip range. Unset: 4e-4 for gspo and gspo_token if epsilon is unset too, otherwise epsilon."
+            "help": "Upper clip range. If unset, 4e-4 for gspo and gspo_token when epsilon is unset too, and epsilon "
+            "otherwise."
         },
     )
     importance_sampling_level: str | None = field(
         default=None,
         metadata={
-            "help": "'token' or 'sequence'. Unset: 'sequence' for gspo and gspo_token, TRL's default otherwise."
+            "help": "'token' or 'sequence'. If unset, 'sequence' for gspo and gspo_token and TRL's default otherwise."
         },
     )
 
@@ -117,77 +123,86 @@ class GRPOConfig(trl.GRPOConfig):
     kl_ratio_denominator: str = field(
         default="old",
         metadata={
-            "help": "With use_bias_correction_kl: 'old' or 'sampler', whose log-probs are the denominator of the "
-            "ratio that corrects the KL."
+            "help": "Denominator of the ratio with which use_bias_correction_kl corrects the KL: 'old' (the policy at "
+            "rollout, scored by the trainer) or 'sampler' (the inference engine's log-probs)."
         },
     )
     off_policy_mask_level: str = field(
         default="sequence",
         metadata={
-            "help": "With off_policy_mask_threshold and advantages per token: 'sequence' decides once for all tokens, "
-            "by their mean advantage; 'token' by each token's own."
+            "help": "How off_policy_mask_threshold decides with advantages per token: 'sequence' decides once for all "
+            "tokens, by the sign of their mean advantage; 'token' decides for each token by its own advantage."
         },
     )
     geometric_mask_range: list[float] | None = field(
         default=None,
         metadata={
-            "help": "Leave out sequences whose geometric-mean ratio of trainer to engine is outside of these two."
+            "help": "(low, high). Leave out sequences whose geometric mean of the token ratios, trainer to engine, is "
+            "outside this range."
         },
     )
     token_veto_threshold: float | None = field(
         default=None,
-        metadata={"help": "Leave out sequences with a token whose ratio of trainer to engine is below this."},
+        metadata={"help": "Leave out sequences that have a token whose ratio, trainer to engine, is below this."},
     )
     step_advantage: str = field(
         default="return_to_go",
         metadata={
-            "help": "Where reward functions return StepRewards: 'process' (DeepSeekMath: sums of rewards normalised "
-            "over the group's steps) or 'return_to_go' (each step's return less that of the group's others)."
+            "help": "Formula for the advantages of StepRewards: 'process' (DeepSeekMath: the sum of the rewards from "
+            "a step on, each normalised over the group's steps) or 'return_to_go' (the sum of the rewards from a step "
+            "on, minus the mean of that sum in the group's other completions)."
         },
     )
     ref_model_sync_kl: float | None = field(
         default=None,
         metadata={
-            "help": "With sync_ref_model: also move the reference when an update's KL exceeds this many nats a token."
+            "help": "With sync_ref_model, also move the reference when the KL of an update exceeds this many nats per "
+            "token."
         },
     )
     ref_model_sync_reset_optimizer: bool = field(
         default=False,
-        metadata={"help": "With sync_ref_model: clear the optimizer's state whenever the reference moves."},
+        metadata={"help": "With sync_ref_model, clear the optimizer's state each time the reference moves."},
     )
     trim_padding: bool = field(
         default=True,
-        metadata={"help": "Leave padding out of every pass of the policy and the reference."},
+        metadata={
+            "help": "Compute only the tokens of a batch, not its padding, in every pass of the policy and the "
+            "reference."
+        },
     )
     token_budget: int | None = field(
         default=None,
-        metadata={"help": "Tokens that go through the policy at a time, in place of per_device_train_batch_size."},
+        metadata={
+            "help": "Maximum number of tokens in a micro-batch of the policy. If unset, TRL's micro-batches of "
+            "per_device_train_batch_size sequences."
+        },
     )
     share_prompts: bool = field(
         default=False,
-        metadata={"help": "Compute a prompt once for all completions that go through a model together."},
+        metadata={"help": "Compute a prompt once for all of its completions in the same forward pass."},
     )
     router_replay: str | None = field(
         default=None,
         metadata={
-            "help": "Mixtures of experts: 'R2' trains each token through the experts of the policy that scored the "
-            "rollout, 'R3' through those of the rollout itself."
+            "help": "For mixtures of experts: replay the experts chosen when the old log-probs were computed ('R2') "
+            "or while the rollout was generated ('R3')."
         },
     )
     router_replay_reference: bool = field(
         default=False,
-        metadata={"help": "With router_replay: the reference takes the same experts, too."},
+        metadata={"help": "With router_replay, the reference's pass uses the same experts too."},
     )
     keep_sampling_mask: bool = field(
         default=False,
         metadata={
-            "help": "Where top_p, top_k or min_p leave tokens out of sampling, log-probs are among those that were "
-            "kept."
+            "help": "If top_p, top_k or min_p exclude tokens from sampling, normalise log-probs over the tokens that "
+            "were kept."
         },
     )
     adapter_dtype: str | None = field(
         default=None,
-        metadata={"help": "'float32' keeps the adapters of a quantised base in float32, where TRL makes them bf16."},
+        metadata={"help": "'float32' keeps the adapters of a quantised base in float32. TRL makes them bf16."},
     )
 
     def __post_init__(self) -> None:
@@ -202,29 +217,29 @@ class GRPOConfig(trl.GRPOConfig):
         """Return the log level, as transformers does.
 
         Raises:
-            ValueError: a trainer that is not trl-steady's asks. It would ignore our options.
+            ValueError: The caller is a trainer that is not trl-steady's and would ignore trl-steady's options.
         """
-        # transformers.Trainer.__init__ calls this for every trainer, so TRL needs no patch. A script may call it too.
+        # transformers.Trainer.__init__ calls this method, so TRL needs no patch. A script may call it too.
         caller = sys._getframe(1).f_locals.get("self")
         if isinstance(caller, transformers.Trainer):
-            from trl_steady.host import HostTrainer  # not for a script that only parses options
+            from trl_steady.host import HostTrainer  # not at the top: a script may only parse options
 
             if not isinstance(caller, HostTrainer):
                 name = f"{type(caller).__module__}.{type(caller).__qualname__}"
                 raise ValueError(
-                    f"{name} got a trl_steady.GRPOConfig and would ignore trl-steady's options. For GRPO import the "
-                    "trainer too: from trl_steady import GRPOConfig, GRPOTrainer. Give any other trainer its own "
-                    "config."
+                    f"{name} got a trl_steady.GRPOConfig and would ignore trl-steady's options. For GRPO, import the "
+                    "trainer from trl_steady too: from trl_steady import GRPOConfig, GRPOTrainer. Give any other "
+                    "trainer its own config."
                 )
         return super().get_process_log_level()
 
     @property
     def has_sequence_ratio_loss(self) -> bool:
-        """Whether `loss_type` is one of ours that clip the sequence's ratio."""
+        """True if `loss_type` is gspo or gspo_token, which clip the sequence's ratio."""
         return self.loss_type in SEQUENCE_RATIO_LOSS_TYPES
 
     def has_trls_kl(self, importance_sampling_level: str) -> bool:
-        """Whether TRL's own KL is the one asked for: k3, plain or with each token's own ratio to the old policy."""
+        """Return True if TRL's own KL is the configured one: k3, plain or with a per-token ratio to the old policy."""
         if self.kl_estimator != "k3":
             return False
         own_ratio = importance_sampling_level == "token" and self.kl_ratio_denominator == "old"
@@ -232,15 +247,15 @@ class GRPOConfig(trl.GRPOConfig):
 
     @staticmethod
     def takes_token_advantages(loss_type: str, importance_sampling_level: str) -> bool:
-        """Whether each token's gradient carries that token's own advantage.
+        """Return True if the gradient of each token carries the advantage of that token.
 
-        A sequence's ratio gives every token the same gradient, unless it is only a weight (gspo_token, cispo, vespo).
+        A sequence's ratio gives all tokens the same gradient, unless it is only a weight (gspo_token, cispo, vespo).
         """
         return importance_sampling_level == "token" or loss_type in ("gspo_token", "cispo", "vespo")
 
     @property
     def sampler_options(self) -> list[str]:
-        """The options that are set and need the sampler's log-probs."""
+        """Names of the options that are set and need the sampler's log-probs."""
         has_ratio = self.beta != 0 and self.use_bias_correction_kl
         set_ones = {
             "kl_ratio_denominator": self.kl_ratio_denominator == "sampler" and has_ratio,
@@ -251,31 +266,31 @@ class GRPOConfig(trl.GRPOConfig):
 
     @property
     def idle_without_engine(self) -> list[str]:
-        """What cannot act where the policy itself has sampled, in sentences with the way out."""
+        """Warnings about options that have no effect when the policy itself samples, each with a fix."""
         threshold = self.off_policy_mask_threshold
-        if threshold is None or threshold == math.inf:  # which is there to be seen in the metrics
+        if threshold is None or threshold == math.inf:  # infinity only switches on metrics
             return []
         if self.is_on_policy:
             return [
-                f"off_policy_mask_threshold={threshold} cannot act: every update is on-policy, so that policy and "
+                f"off_policy_mask_threshold={threshold} cannot act: every update is on-policy, so the policy and the "
                 f"sampler are the same. {self.way_off_policy}"
             ]
         assert self.epsilon is not None  # filled in at construction
         clipped = -math.log1p(-self.epsilon) if self.epsilon < 1 else math.inf
         clips_sequences = self.importance_sampling_level == "sequence" and self.loss_type in CLIPPED_LOSS_TYPES
-        # gspo_token is there for advantages per token, of which a sequence may have both signs
+        # with gspo_token, the advantages of a sequence's tokens may have both signs
         if clips_sequences and self.loss_type != "gspo_token" and threshold >= clipped:
             return [
-                f"off_policy_mask_threshold={threshold} cannot act on one advantage a sequence: from "
+                f"off_policy_mask_threshold={threshold} cannot act with one advantage per sequence: from "
                 f"-log(1 - epsilon) = {clipped:.6g} on, the lower clip of the sequence ratio (epsilon={self.epsilon}) "
-                "silences the same sequences. Set it to None, or below that; it acts on token ratios and with an "
-                "inference engine."
+                "already removes the gradient of the same sequences. Set it to None or to a lower value. The mask can "
+                "act with token ratios or with an inference engine."
             ]
         return []
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """The options of generation that are set, `generation_kwargs` before TRL's own."""
+        """Generation options that are set; `generation_kwargs` override TRL's own options."""
         own = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty"]
         own += ["vllm_structured_outputs_regex"] if self.use_vllm else []
         options = {**{name: getattr(self, name) for name in own}, **self._generation_kwargs}
@@ -288,35 +303,35 @@ class GRPOConfig(trl.GRPOConfig):
 
     @property
     def truncations(self) -> list[str]:
-        """What leaves tokens out of sampling, such as "top_p=0.9"."""
+        """Settings that exclude tokens from sampling, such as "top_p=0.9"."""
         return [f"{name}={value!r}" for name, value in self.sampling.items() if truncates(name, value)]
 
     @property
     def weightings(self) -> list[str]:
-        """What moves probabilities among the tokens that are kept, too, such as "repetition_penalty=1.1"."""
+        """Settings that change the probabilities of the kept tokens, such as "repetition_penalty=1.1"."""
         weights = {name: value for name, value in self.sampling.items() if reweights(name, value)}
-        if self.sampling["temperature"] != self.temperature:  # log-probs are at the latter
+        if self.sampling["temperature"] != self.temperature:  # log-probs are computed with the latter
             weights["temperature"] = self.sampling["temperature"]
         return [f"{name}={value!r}" for name, value in weights.items()]
 
     @property
     def is_on_policy(self) -> bool:
-        """Whether each generation batch feeds one optimizer step only, so that the ratio is exactly 1.
+        """True if each generation batch feeds only one optimizer step, so that the ratio is exactly 1.
 
-        TRL then skips the old log-probs altogether.
+        TRL then does not compute old log-probs.
         """
         assert self.steps_per_generation is not None  # filled in by trl.GRPOConfig
         return self.gradient_accumulation_steps % (self.steps_per_generation * self.num_iterations) == 0
 
     @property
     def way_off_policy(self) -> str:
-        """What to set so that a rollout feeds several updates; advice for a config that is on-policy."""
+        """Advice for an on-policy config: the settings with which a rollout feeds several updates."""
         assert self.steps_per_generation is not None  # filled in by trl.GRPOConfig
         accumulation = self.gradient_accumulation_steps
         batch = 4 * accumulation * self.per_device_train_batch_size * self.world_size
         return (
-            f"Set steps_per_generation={4 * accumulation} (if you set the generation batch: "
-            f"generation_batch_size={batch}) for four updates per rollout as in the GSPO paper, or "
+            f"Set steps_per_generation={4 * accumulation} (or generation_batch_size={batch}, if you set that instead) "
+            "for four updates per rollout as in the GSPO paper, or "
             f"num_iterations={accumulation // self.steps_per_generation + 1} or more."
         )
 

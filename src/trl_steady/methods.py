@@ -1,4 +1,4 @@
-"""What this package adds to TRL's GRPO, as data: each method with its setting, its paper and its page of the docs."""
+"""Table of the methods that trl-steady adds to TRL's GRPO, each with its setting, its paper and its docs page."""
 
 import re
 from collections.abc import Callable
@@ -14,23 +14,23 @@ class Method(NamedTuple):
     """One row of `trl-steady methods`."""
 
     kind: str
-    """What it changes: "loss", "KL", "mask", "rewards", "reference", "routing", "sampling", or how it is computed,
-    "passes"."""
+    """The part of training that the method changes: "loss", "KL", "mask", "rewards", "reference", "routing",
+    "sampling", or "passes" for the way in which forward passes are computed."""
     name: str
     setting: str
-    """As in Python; on the command line and in YAML by the same names."""
+    """The options in Python. The command line and YAML use the same names."""
     paper: str
-    """arXiv number and place, or "" where no paper is followed."""
+    """arXiv number and section, or "" if the method follows no paper."""
     page: str
-    """Below docs/."""
+    """Path of the page below docs/."""
     is_on: "Callable[[GRPOConfig], bool]"
-    """Whether a config asks for it, where TRL would do something else."""
+    """True for a config that enables the method, so that training differs from TRL's."""
     acts_in: tuple[str, ...] = ()
-    """The methods of TRL's trainer in which it acts, by way of ours. Training must reach all of them."""
+    """TRL's methods whose overrides in trl-steady implement it. Training must reach all of them."""
 
     @property
     def options(self) -> list[str]:
-        """Of `GRPOConfig`."""
+        """Names of the options of `GRPOConfig` in `setting`."""
         return re.findall(r"\b([a-z_]+)(?=[=>])", self.setting)
 
 
@@ -38,7 +38,7 @@ _GSPO, _MATH, _V32 = "2507.18071", "2402.03300", "2512.02556"
 _LOSS = ("_compute_loss",)
 _SCORES = ("_get_per_token_logps_and_entropies",)
 _ROLLOUT = ("_generate_and_score_completions",)
-_RECORDED = ("compute_loss", *_SCORES, *_ROLLOUT)  # in the rollout, and looked up wherever the policy is scored
+_RECORDED = ("compute_loss", *_SCORES, *_ROLLOUT)  # recorded in the rollout, read when the policy is scored
 _GENERATED = (*_RECORDED, "_generate_single_turn")
 
 METHODS = (
@@ -62,7 +62,7 @@ METHODS = (
     ),
     Method(
         "KL",
-        "each token's own ratio under a sequence's",
+        "per-token ratio under a sequence-level loss",
         "use_bias_correction_kl=True, beta>0",
         f"{_V32}, section 3.1",
         "methods/kl.md",
@@ -71,7 +71,7 @@ METHODS = (
     ),
     Method(
         "KL",
-        "the ratio taken to the engine's log-probs",
+        "ratio to the engine's log-probs",
         'kl_ratio_denominator="sampler"',
         f"{_V32}, section 3.1",
         "methods/kl.md",
@@ -80,7 +80,7 @@ METHODS = (
     ),
     Method(
         "KL",
-        "other estimators than k3",
+        "estimators other than k3",
         'kl_estimator="k1" or "k2"',
         "",
         "methods/kl.md",
@@ -120,7 +120,7 @@ METHODS = (
         'step_advantage="process" or "return_to_go"',
         f"{_MATH}, section 4.1.3",
         "step-rewards.md",
-        lambda a: a.step_advantage != "return_to_go",  # by default it is for the rewards to say
+        lambda a: a.step_advantage != "return_to_go",  # the default does not tell whether there are StepRewards
         (*_ROLLOUT, "_calculate_rewards"),
     ),
     Method(
@@ -141,7 +141,7 @@ METHODS = (
     ),
     Method(
         "reference",
-        "an optimizer that starts anew with the reference",
+        "optimizer state cleared when the reference moves",
         "ref_model_sync_reset_optimizer=True",
         "2505.24864",
         "iterative.md",
@@ -185,7 +185,7 @@ METHODS = (
     ),
     Method(
         "passes",
-        "no padding computed (the default)",
+        "padding-free passes (the default)",
         "trim_padding=True",
         "",
         "performance.md",
@@ -194,7 +194,7 @@ METHODS = (
     ),
     Method(
         "passes",
-        "micro-batches measured in tokens",
+        "micro-batches limited by tokens",
         "token_budget=...",
         "",
         "performance.md",

@@ -1,4 +1,4 @@
-"""What a micro-batch is made to optimise: its ratio as TRL is to see it, its KL, its masks, and what they are like."""
+"""Adapt a micro-batch to the objective of the config: the ratio that TRL uses, the KL, the masks and their metrics."""
 
 from collections.abc import Mapping
 from dataclasses import replace
@@ -16,9 +16,10 @@ _CORRECTED = {"k1": kl.corrected_k1, "k2": kl.corrected_k2, "k3": kl.corrected_k
 
 
 def as_gspo_token(batch: MicroBatch) -> MicroBatch:
-    """GSPO-token for a token-level loss: every log-prob relative to the policy's own, the old ones the surrogate's.
+    """Return the micro-batch with log-probs that make TRL's token-level loss GSPO-token.
 
-    TRL's loss depends on differences of log-probs only, so the common origin changes nothing else.
+    The old log-probs are those of the surrogate, and all log-probs are relative to the policy's own. TRL's loss
+    depends only on differences of log-probs, so this shift changes nothing else.
     """
     logps, old_logps = importance.gspo_token_surrogate(batch.logps, batch.old_logps, batch.mask)
     ref_logps = None if batch.ref_logps is None else batch.ref_logps - batch.logps.detach()
@@ -26,7 +27,7 @@ def as_gspo_token(batch: MicroBatch) -> MicroBatch:
 
 
 def kl_estimates(batch: MicroBatch, args: GRPOConfig) -> dict[str, Tensor]:
-    """(B, T) by each estimator, with the importance ratio that `args` asks for."""
+    """Return the (B, T) KL by each estimator, with the importance ratio that `args` selects."""
     assert batch.ref_logps is not None
     logps, ref_logps = batch.logps, batch.ref_logps
     if not args.use_bias_correction_kl:
@@ -39,7 +40,7 @@ def kl_estimates(batch: MicroBatch, args: GRPOConfig) -> dict[str, Tensor]:
 
 
 def sampler_masks(batch: MicroBatch, args: GRPOConfig) -> dict[str, Tensor]:
-    """name -> (B, 1) bool, True = keep: the masks on trainer versus sampler."""
+    """Return the masks that compare trainer and sampler: name -> (B, 1) bool, True = keep."""
     keep: dict[str, Tensor] = {}
     if args.geometric_mask_range is None and args.token_veto_threshold is None:
         return keep
@@ -54,7 +55,10 @@ def sampler_masks(batch: MicroBatch, args: GRPOConfig) -> dict[str, Tensor]:
 
 
 def mismatch(batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
-    """Trainer versus sampler, token by token where the engine could score: (n,) log-ratios, and what to average."""
+    """Return the (n,) log-ratios of trainer to sampler, and the values to average for the metrics.
+
+    Tokens that the engine could not score are left out.
+    """
     assert batch.sampler_logps is not None
     scored = batch.mask & ~batch.sampler_logps.isnan()
     old_logps, sampler_logps = batch.old_logps[scored], batch.sampler_logps[scored]
@@ -68,15 +72,15 @@ def mismatch(batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
 
 
 def check(batch: MicroBatch, args: GRPOConfig) -> None:
-    """Refuse a micro-batch that lacks what an option needs, or whose advantages would broadcast along the wrong axis.
+    """Raise on a micro-batch that lacks what an option needs, or whose advantages would broadcast on the wrong axis.
 
     Raises:
-        ValueError: naming the option and the way out.
+        ValueError: the message names the option and says what to do.
     """
     if args.sampler_options and batch.sampler_logps is None:
         option = args.sampler_options[0]
         raise ValueError(
-            f"{option}={getattr(args, option)!r} needs the sampler's log-probs, and this rollout brought none. Return "
+            f"{option}={getattr(args, option)!r} needs the sampler's log-probs, but this rollout has none. Return "
             f"'logprobs' from rollout_func, set use_vllm=True, or leave {option} unset."
         )
     shape, (sequences, tokens) = tuple(batch.advantages.shape), batch.mask.shape
@@ -84,7 +88,7 @@ def check(batch: MicroBatch, args: GRPOConfig) -> None:
         return
     if shape != (sequences, tokens):
         raise ValueError(
-            f"advantages have shape {shape}; loss_type={args.loss_type!r} takes (B,) = ({sequences},)"
+            f"advantages have shape {shape}, but loss_type={args.loss_type!r} takes (B,) = ({sequences},)"
             + (f" or (B, T) = ({sequences}, {tokens})." if args.loss_type == "gspo_token" else ".")
         )
     if args.loss_type == "gspo":
@@ -95,7 +99,10 @@ def check(batch: MicroBatch, args: GRPOConfig) -> None:
 
 
 def dropped(keep: Mapping[str, Tensor], mask: Tensor) -> dict[str, Tensor]:
-    """name -> (n,) bool, True = dropped, of sequences with loss tokens; of loss tokens for a mask of shape (B, T)."""
+    """Return which sequences with loss tokens each mask drops: name -> (n,) bool, True = dropped.
+
+    For a mask of shape (B, T), the entries are loss tokens instead of sequences.
+    """
     return {
         f"dropped/{name}": ~kept[mask if kept.shape == mask.shape else mask.any(-1, keepdim=True)]
         for name, kept in keep.items()

@@ -1,4 +1,4 @@
-"""Options of `GRPOConfig` on the launcher's command line, and on that of a script which may not read them."""
+"""Options of `GRPOConfig` on the launcher's command line, and among the arguments of a script."""
 
 import contextlib
 import json
@@ -22,28 +22,28 @@ __all__ = ["given_to_script", "is_option", "parse_settings", "refuse_dropped"]
 
 _FIELDS = {option.name: option for option in fields(GRPOConfig) if option.init}
 _TYPES = get_type_hints(GRPOConfig)
-# The options that a script's own arguments are searched for: those that GRPOConfig declares itself and those of our
-# methods. A name of one word (beta, epsilon) and TRL's other options may be something of the script's own.
+# The launcher looks for these options among a script's arguments: those that GRPOConfig declares and those of METHODS.
+# It ignores one-word names (beta, epsilon) and TRL's other options, which a script may use for something else.
 _OURS = sorted(
     name for name in {*vars(GRPOConfig)["__annotations__"], *(o for m in METHODS for o in m.options)} if "_" in name
 )
-# Of these the config fills None.
+# The config replaces None in these options.
 _FILLED = ("epsilon_high", "importance_sampling_level")
 _ABSENT, _OWN = object(), object()
 
 
 def is_option(name: str) -> bool:
-    """Return whether `GRPOConfig` has an option of this name."""
+    """Return True if `GRPOConfig` has an option of this name."""
     return name in _FIELDS
 
 
 def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
-    """Return the options of `--set NAME=VALUE`, with values as TRL's command line reads them.
+    """Return the options of `--set NAME=VALUE`, with values parsed as on TRL's command line.
 
-    `None` or `null` is None for an option that can be None. The items of a list stand between commas or blanks.
+    `None` or `null` is None for an option that can be None. Commas or blanks separate the items of a list.
 
     Raises:
-        ValueError: no such option, or a value that is not of its type.
+        ValueError: The option does not exist, or the value has another type.
     """
     options: dict[str, Any] = {}
     for setting in settings:
@@ -60,15 +60,15 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
 
 
 def given_to_script(arguments: Sequence[str]) -> dict[str, Any]:
-    """Return the options of ours among a script's arguments and in the YAML file of its `--config`.
+    """Return trl-steady's options among a script's arguments and in the YAML file of its `--config`.
 
-    An argument is the script's own, and not returned, if the option could not have its value: another type, or none of
-    the option's choices.
+    An argument belongs to the script, and is not returned, if its value is invalid for the option: another type, or
+    none of the option's choices.
     """
     given: dict[str, Any] = {}
     path = _parsed("config", str, None, arguments)
     if isinstance(path, str) and path.endswith((".yaml", ".yml")) and Path(path).is_file():
-        with contextlib.suppress(yaml.YAMLError, UnicodeDecodeError):  # then it is for the script to say
+        with contextlib.suppress(yaml.YAMLError, UnicodeDecodeError):  # the script reports such an error itself
             content = yaml.safe_load(Path(path).read_text())
             for name in _OURS if isinstance(content, dict) else []:
                 if name in content:
@@ -83,22 +83,23 @@ def given_to_script(arguments: Sequence[str]) -> dict[str, Any]:
 def refuse_dropped(
     args: GRPOConfig, settings: Mapping[str, Any], given: Mapping[str, Any], target: Sequence[str]
 ) -> None:
-    """Refuse a trainer's config without what was asked for on the command line.
+    """Refuse a trainer's config that lost options of the command line.
 
     Args:
         args: The trainer's config.
-        settings: What `--set` has given to each config, as the config has kept it.
-        given: What the script's arguments ask for.
+        settings: Options of `--set`, with their values after the config's checks.
+        given: Options among the script's arguments.
         target: The script, or `-m` and a module.
 
     Raises:
-        ValueError: naming the option, both values and the way out.
+        ValueError: The message names the option, both values and the fix.
     """
     for name, value in settings.items():
         if not _same(getattr(args, name), value):
             raise ValueError(
                 f"--set {name}={_written(value)} was given, but the trainer's config has "
-                f"{name}={getattr(args, name)!r}. The script changes it after it has built the config: remove that."
+                f"{name}={getattr(args, name)!r}. The script changes it after it has built the config. Remove that "
+                "change."
             )
     for name, value in given.items():
         is_filled = value is None and name in _FILLED
@@ -106,8 +107,8 @@ def refuse_dropped(
             command = f"trl-steady run --set {shlex.quote(f'{name}={_written(value)}')} {shlex.join(target)}"
             raise ValueError(
                 f"{target[-1]} was given {name}={value!r} on its command line or in its --config, but the trainer's "
-                f"config has {name}={getattr(args, name)!r}: the script does not read the option. In the script write "
-                f"GRPOConfig(..., {name}={value!r}), or run `{command}`, which sets it whatever the script does."
+                f"config has {name}={getattr(args, name)!r}: the script does not read the option. Write "
+                f"GRPOConfig(..., {name}={value!r}) in the script, or run `{command}`, which sets it in any script."
             )
 
 
@@ -117,10 +118,10 @@ class _Parser(HfArgumentParser):
 
 
 def _parsed(name: str, of_type: Any, default: Any, arguments: Sequence[str]) -> Any:
-    """Return what TRL's parser would make of one option among these arguments, `_ABSENT` if it is not there.
+    """Return the value that TRL's parser gives one option from these arguments, `_ABSENT` if the option is missing.
 
     Raises:
-        ValueError: the value is not of the option's type.
+        ValueError: The value does not have the option's type.
     """
     option = field(default_factory=lambda: default) if isinstance(default, list | dict) else field(default=default)
     options: Any = make_dataclass("Options", [(name, of_type, option)])
@@ -135,22 +136,22 @@ def _default(name: str) -> Any:
 
 
 def _given(name: str, arguments: Sequence[str]) -> Any:
-    """Return an option's value among these arguments, `_ABSENT` without one, `_OWN` if the option cannot have it."""
+    """Return an option's value from these arguments, `_ABSENT` if it is missing, `_OWN` if it is invalid."""
     try:
         value = _parsed(name, _TYPES[name], _default(name), arguments)
     except ValueError:
-        if _TYPES[name] is bool:  # a bare flag of the script's, before an argument
+        if _TYPES[name] is bool:  # a flag without a value, followed by another argument
             return True
     else:
         return _chosen(name, value) if isinstance(value, str) else value
     try:
         return _chosen(name, " ".join(_parsed(name, list[str], None, arguments)))
-    except ValueError:  # without any value
+    except ValueError:  # the option has no value
         return _OWN
 
 
 def _chosen(name: str, text: str) -> Any:
-    """Return the option's value that a text stands for, in capitals or not; `_OWN` if it has no such value."""
+    """Return the option's value for this text, in any case of letters; `_OWN` if the text is not a valid value."""
     try:
         value = _read(name, text)
     except ValueError:

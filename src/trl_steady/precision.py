@@ -1,4 +1,4 @@
-"""A quantised policy keeps its gradients, and its adapters the precision that small learning rates need."""
+"""Keep the gradients of a quantised policy, and the precision that its adapters need at small learning rates."""
 
 import warnings
 from collections.abc import Iterator, Mapping
@@ -13,15 +13,15 @@ __all__ = ["cast_undone", "keep_gradients_on_cpu", "keep_in_float32", "warn_if_s
 
 
 def keep_in_float32(model: torch.nn.Module, before: Mapping[str, Tensor], deepspeed_plugin: Any = None) -> None:
-    """Undo the rounding of TRL's constructor, which makes the adapters of a quantised base bf16.
+    """Bring the adapters of a quantised base back to float32 after TRL's constructor has cast them to bf16.
 
     Args:
         model: The policy after the constructor.
-        before: The values of an adapter that was loaded, by name, from before the constructor.
-        deepspeed_plugin: accelerate's, if DeepSpeed is used.
+        before: Values of a loaded adapter by name, from before the constructor.
+        deepspeed_plugin: The plugin of accelerate, if DeepSpeed is used.
 
     Raises:
-        ValueError: there is no adapter, or ZeRO-3 needs parameters of one dtype.
+        ValueError: the model has no adapter, or ZeRO-3 is used, which needs parameters of one dtype.
     """
     if not isinstance(model, PeftModel):
         raise ValueError(
@@ -38,17 +38,17 @@ def keep_in_float32(model: torch.nn.Module, before: Mapping[str, Tensor], deepsp
 
 @contextmanager
 def cast_undone(model: torch.nn.Module) -> Iterator[None]:
-    """Give parameters, gradients and buffers their data back if the code inside casts the model.
+    """Restore the data of parameters, gradients and buffers if the code inside casts the model.
 
-    TRL casts the whole model for continuous batching, and does not cast it back. The parameters stay the same objects,
-    so the optimizer's references hold.
+    TRL casts the whole model for continuous batching and does not cast it back. The parameters stay the same objects,
+    so the optimizer's references to them stay valid.
     """
     before = {name: tensor.detach() for name, tensor in _tensors(model)}
     try:
         yield
     finally:
         own = {id(tensor): before[name] for name, tensor in _tensors(model) if name in before}
-        model._apply(lambda tensor: own.get(id(tensor), tensor))  # by torch's own way, which FSDP2 follows
+        model._apply(lambda tensor: own.get(id(tensor), tensor))  # torch's own mechanism, which FSDP2 follows
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -60,9 +60,9 @@ def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def warn_if_steps_round_away(model: torch.nn.Module, learning_rate: float) -> None:
-    """Say so if a step of the size of the learning rate, as Adam's are, changes less than half of a bf16 adapter.
+    """Warn if a step of the size of the learning rate, as in Adam, changes less than half of a bf16 adapter.
 
-    Zeros are left out: they take any step, as long as they are zero.
+    Entries that are 0 are left out, because any step changes them.
     """
     if not isinstance(model, PeftModel) or learning_rate == 0:
         return
@@ -71,8 +71,9 @@ def warn_if_steps_round_away(model: torch.nn.Module, learning_rate: float) -> No
     entries = sum(int((p != 0).sum()) for p in trained)
     if lost > entries / 2:
         warnings.warn(
-            f"learning_rate={learning_rate:g} rounds away on {lost / entries:.1%} of the adapter's entries other than "
-            "0, which are bf16 (TRL makes the adapters of a quantised base so). Set adapter_dtype='float32'.",
+            f"a step of learning_rate={learning_rate:g} is lost to rounding on {lost / entries:.1%} of the adapter's "
+            "non-zero entries, which are bf16 (TRL casts the adapters of a quantised base to bf16). Set "
+            "adapter_dtype='float32'.",
             UserWarning,
             stacklevel=4,
         )
@@ -81,12 +82,12 @@ def warn_if_steps_round_away(model: torch.nn.Module, learning_rate: float) -> No
 def keep_gradients_on_cpu(model: torch.nn.Module) -> None:
     """Keep bitsandbytes from repacking the 4-bit weights of a model that trains on CPU.
 
-    bitsandbytes (seen in 0.50.2) repacks them in the first eval-mode forward on a CPU with AVX512-BF16; a training
-    forward through packed weights then passes no gradient to its input, without a word.
+    bitsandbytes (seen in 0.50.2) repacks them in the first eval-mode forward on a CPU with AVX512-BF16. A training
+    forward through packed weights then passes no gradient to its input, without an error or a warning.
 
     Raises:
-        ValueError: they are packed already. Unpacking would not bring the weights back: the scales have been rounded
-            to bf16, and without double quantisation they return in another order.
+        ValueError: the weights are packed already. Unpacking would not restore them: the scales have been rounded to
+            bf16, and without double quantisation they return in another order.
     """
     module: Any
     for name, module in model.named_modules():
@@ -94,7 +95,7 @@ def keep_gradients_on_cpu(model: torch.nn.Module) -> None:
             if getattr(module.weight.quant_state, "packing_format_for_cpu", False):
                 raise ValueError(
                     f"bitsandbytes has repacked the 4-bit weights of {name} for inference, because the model was used "
-                    "in eval mode on CPU; no gradient would pass through them. Load the model again and build the "
-                    "trainer before the first eval-mode forward; evaluations after that do no harm."
+                    "in eval mode on CPU, and no gradient would pass through them. Load the model again and build the "
+                    "trainer before the first eval-mode forward. Later evaluations do no harm."
                 )
             module.support_avx512bf16_for_cpu = False

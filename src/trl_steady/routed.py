@@ -1,4 +1,4 @@
-"""`trl.GRPOTrainer` whose passes of a mixture of experts take the routes of the rollout."""
+"""`trl.GRPOTrainer` with routing replay for mixtures of experts."""
 
 import contextlib
 import functools
@@ -27,19 +27,19 @@ __all__ = ["RoutedTrainer"]
 
 @dataclass
 class _Rollout:
-    """Routes of the rollout that is being made."""
+    """Routes of the rollout in progress."""
 
     turns: list[list[Traced]] = field(default_factory=list)
-    """R3: what has been generated, turn by turn."""
+    """Routes recorded during generation under R3, turn by turn."""
     routes: Tensor | None = None
     """(B, T, L, K) of the padded batch, once known."""
 
 
 class RoutedTrainer(SampledTrainer):
-    """With `router_replay`, tokens go through the experts that they went through when the rollout was made or scored.
+    """Trainer that replays the experts of the rollout with `router_replay`.
 
-    "R2": Qwen's vanilla routing replay (arXiv 2512.01374), experts of the old policy in this trainer. "R3": rollout
-    routing replay, experts of what has generated, in the old policy's pass and in the updates.
+    "R2" is Qwen's vanilla routing replay (arXiv 2512.01374): the updates use the experts of the old policy in this
+    trainer. "R3" is rollout routing replay: the old policy's pass and the updates use the experts of the generation.
     """
 
     args: GRPOConfig
@@ -53,21 +53,21 @@ class RoutedTrainer(SampledTrainer):
             self._refuse_replay_that_cannot_work()
 
     def captures(self, args: GRPOConfig) -> list[Capture]:
-        """And the routes."""
+        """Return what vLLM must return beside tokens: under R3, also the routes."""
         return super().captures(args) + ([ROUTES] if args.use_vllm and args.router_replay == "R3" else [])
 
     def _refuse_replay_that_cannot_work(self) -> None:
         option = f"router_replay={self.args.router_replay!r}"
         try:
-            Routers(self.bare(self.model))  # not kept: a reference's adapter may bring routers of its own
+            Routers(self.bare(self.model))  # only a check: a reference's adapter may still add routers
         except ValueError as error:
             raise ValueError(f"{option}: {error} Leave router_replay unset.") from None
         if self.compiles:
-            raise ValueError(f"{option} watches calls that torch.compile would trace away. Set torch_compile=False.")
+            raise ValueError(f"{option} patches calls that torch.compile would compile away. Set torch_compile=False.")
         if isinstance(self.model, PeftModel) and self.model.active_peft_config.is_prompt_learning:
             raise ValueError(
-                f"{option} with prompt learning, whose virtual tokens have no routes. Train LoRA adapters, or leave "
-                "router_replay unset."
+                f"{option} does not work with prompt learning, whose virtual tokens have no routes. Train LoRA "
+                "adapters, or leave router_replay unset."
             )
         if self.args.router_replay == "R3":
             self._refuse_rollouts_without_routes()
@@ -76,28 +76,31 @@ class RoutedTrainer(SampledTrainer):
         option = "router_replay='R3'"
         instead = "or set router_replay='R2', which takes the routes of the trainer's own pass"
         if self.rollout_func is not None:
-            raise ValueError(f"{option} with a rollout_func, which returns no routes. Leave it unset, {instead}.")
+            raise ValueError(
+                f"{option} does not work with a rollout_func, which returns no routes. Leave rollout_func unset, "
+                f"{instead}."
+            )
         if self.use_vllm:
             return
         if self.args.use_transformers_continuous_batching:
             raise ValueError(
-                f"{option} with use_transformers_continuous_batching=True, which feeds tokens of several sequences in "
-                f"an order of its own. Set it to False, {instead}."
+                f"{option} does not work with use_transformers_continuous_batching=True, which mixes the tokens of "
+                f"several sequences. Set it to False, {instead}."
             )
 
     def routers_of(self, model: torch.nn.Module) -> Routers:
-        """Of the transformers model in `model`."""
+        """Return the routers of the transformers model in `model`."""
         bare = self.bare(model)
         if bare not in self._routers:
             self._routers[bare] = Routers(bare)
         return self._routers[bare]
 
     def rollout(self, inputs: Any) -> dict[str, Any]:
-        """TRL's, with `routes` (B, T, L, K) of prompts and completions, T their columns together, as one more."""
+        """Run TRL's rollout, and add `routes` (B, T, L, K) for the T columns of prompts and completions together."""
         if self.args.router_replay is None:
             return super().rollout(inputs)
         for model in [model for model, routers in self._routers.items() if not routers.are_of(model)]:
-            del self._routers[model]  # an adapter has brought others
+            del self._routers[model]  # an adapter has changed the routers
         rollout = _Rollout()
         with overridden(self, {"_rollout": rollout}):
             output = super().rollout(inputs)
@@ -107,7 +110,7 @@ class RoutedTrainer(SampledTrainer):
         if rollout.routes is None:  # R2 without a pass of the old policy
             return output
         output["routes"] = routes = rollout.routes
-        is_needed = mask & (mask.flip(-1).cumsum(-1).flip(-1) > 1)  # nothing depends on the last token's
+        is_needed = mask & (mask.flip(-1).cumsum(-1).flip(-1) > 1)  # no log-prob depends on the last token's route
         missing = is_needed & ~is_route(routes).all(-1)
         bytes_held = routes.numel() * routes.element_size()
         self.record_pooled(
@@ -119,7 +122,7 @@ class RoutedTrainer(SampledTrainer):
         return output
 
     def generate(self, prompt_ids: list[list[int]], *arguments: Any, **keywords: Any) -> tuple[list[list[int]], Any]:
-        """TRL's; under R3, with what it has routed kept."""
+        """Generate as TRL does. Under R3, record the routes."""
         if self._rollout is None or self.args.router_replay != "R3":
             return super().generate(prompt_ids, *arguments, **keywords)
         if self.use_vllm:
@@ -142,7 +145,7 @@ class RoutedTrainer(SampledTrainer):
         prompt_ids: list[list[int]],
         completion_ids: list[list[int]],
     ) -> list[Tensor]:
-        """(T - 1, L, K) of each sequence, of what transformers has run for all of them together."""
+        """Return the routes (T - 1, L, K) of each sequence from transformers' passes over all of them."""
         padded = recording.routes_of_generation(len(prompt_ids)).cpu()
         fed = continued(passes, len(prompt_ids)).squeeze(-1).tolist()
         multiple = int(self.pad_to_multiple_of or 1)
@@ -160,18 +163,18 @@ class RoutedTrainer(SampledTrainer):
         return routes
 
     def _align(self, rollout: _Rollout, input_ids: Tensor, attention_mask: Tensor, prompt_width: int) -> None:
-        """Under R3: what has been generated, as routes of the padded batch."""
+        """Under R3, convert the recorded routes to routes of the padded batch."""
         if rollout.routes is None and rollout.turns:
             try:
                 routes = aligned(stitched(rollout.turns), input_ids, attention_mask)
             except ValueError as error:
                 raise ValueError(
-                    f"router_replay='R3': {error} router_replay='R2' does not need what was recorded."
+                    f"router_replay='R3': {error} Set router_replay='R2', which needs no routes from the generation."
                 ) from error
             rollout.routes = self._of_one_prompt(routes, input_ids, attention_mask, prompt_width)
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *arguments: Any, **keywords: Any) -> Tensor:
-        """TRL's, on the routes of the micro-batch."""
+        """Compute TRL's loss, and replay the routes of the micro-batch."""
         with overridden(self, {"_routes": inputs.get("routes")}):
             return super().compute_loss(model, inputs, *arguments, **keywords)
 
@@ -184,7 +187,10 @@ class RoutedTrainer(SampledTrainer):
         *arguments: Any,
         **keywords: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """TRL's, on the routes of the rollout or of the micro-batch; under R2 the old policy's are kept."""
+        """Compute TRL's log-probs, and replay the routes of the rollout or of the micro-batch.
+
+        Under R2, the pass of the old policy records the routes.
+        """
         score = self._naming_option()(
             functools.partial(
                 super().log_probs, model, input_ids, attention_mask, logits_to_keep, *arguments, **keywords
@@ -195,7 +201,7 @@ class RoutedTrainer(SampledTrainer):
         is_reference = self._is_reference(model)
         if is_reference and not self.args.router_replay_reference:
             return score()
-        if not is_reference and self.bare(model) is not self.bare(self.model):  # such as a teacher of a subclass
+        if not is_reference and self.bare(model) is not self.bare(self.model):  # for example a teacher of a subclass
             return score()
         rollout = self._rollout
         if rollout is None:
@@ -220,7 +226,7 @@ class RoutedTrainer(SampledTrainer):
 
     @contextlib.contextmanager
     def _naming_option(self) -> Iterator[None]:
-        """Raise an error of the routers as a ValueError that names the option."""
+        """Turn an error of the routers into a ValueError that names the option."""
         try:
             yield
         except RoutingError as error:
@@ -232,7 +238,7 @@ class RoutedTrainer(SampledTrainer):
         return ReplayedModel(model, self.routers_of(model), routes, self.lasting)
 
     def _is_reference(self, model: torch.nn.Module) -> bool:
-        """Whether this is the reference, a model of its own or the policy with another adapter or none."""
+        """Return True for the reference: a separate model, or the policy with another adapter or none."""
         if model is self.ref_model:
             return True
         adapted = (module for module in model.modules() if isinstance(module, BaseTunerLayer))
@@ -240,7 +246,7 @@ class RoutedTrainer(SampledTrainer):
         return layer is not None and (layer.disable_adapters or REFERENCE in layer.active_adapters)
 
     def _of_one_prompt(self, routes: Tensor, input_ids: Tensor, attention_mask: Tensor, prompt_width: int) -> Tensor:
-        """The same, where sequences that share a prompt have one set of routes for it."""
+        """Give sequences that share a prompt the same routes for it."""
         if not self.args.share_prompts:
             return routes
         return shared(routes, input_ids.where(attention_mask.bool(), -1)[:, : prompt_width - 1])
@@ -249,7 +255,7 @@ class RoutedTrainer(SampledTrainer):
         changed = torch.stack([replay.changed for replay in replays]).sum(0)
         replayed = torch.stack([replay.replayed for replay in replays]).sum(0)
         sums = {"routing/changed": torch.stack([changed.sum(), replayed.sum()])}
-        if self.args.log_level == "debug":  # on all processes, unlike the level of their loggers
+        if self.args.log_level == "debug":  # the same on all processes, unlike the level of their loggers
             for layer, pair in enumerate(torch.stack([changed, replayed], dim=-1)):
                 sums[f"routing/changed/{layer}"] = pair
         self.record_pooled(sums=sums)
@@ -257,7 +263,7 @@ class RoutedTrainer(SampledTrainer):
 
 @contextlib.contextmanager
 def _fed(model: torch.nn.Module) -> Iterator[list[Tensor]]:
-    """The tokens that each pass of a model is given meanwhile, (B * n, 1)."""
+    """Record the token ids (B * n, 1) that each pass of a model gets inside this context."""
     passes: list[Tensor] = []
 
     def keep(_: Any, arguments: Any, keywords: dict[str, Any]) -> None:

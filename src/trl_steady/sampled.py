@@ -1,4 +1,4 @@
-"""`trl.GRPOTrainer` whose log-probs are those of the distribution that was sampled from."""
+"""`trl.GRPOTrainer` with log-probs of the distribution that was sampled from."""
 
 import itertools
 import warnings
@@ -26,28 +26,28 @@ __all__ = ["SampledTrainer"]
 
 @dataclass
 class _Rollout:
-    """What was kept in the rollout that is being made."""
+    """Kept tokens of the rollout in progress."""
 
     turns: list[list[Traced]] = field(default_factory=list)
-    """What has been generated, turn by turn; the value of a sampled token is the number of its set."""
+    """Generated tokens, turn by turn. The value of a sampled token is the number of its set."""
     sets: list[KeptTokens] = field(default_factory=list)
     kept: KeptTokens | None = None
-    """Of the B * T tokens of the padded completions, once known."""
+    """Sets of the B * T tokens of the padded completions, once known."""
 
 
 class SampledTrainer(UnpaddedTrainer):
-    """With `keep_sampling_mask`, tokens have the log-probs that they have among the tokens kept by top-p and the like.
+    """Trainer that takes log-probs among the tokens kept by top-p and the like, with `keep_sampling_mask`.
 
-    "Keep Sampling Mask" of DeepSeek-V3.2 (arXiv 2512.02556, section 3.1). Without it, says once how far off the
-    log-probs are.
+    This is "Keep Sampling Mask" of DeepSeek-V3.2 (arXiv 2512.02556, section 3.1). Without the option, the trainer
+    warns once how far off the log-probs are.
     """
 
     args: GRPOConfig
     _sampling: _Rollout | None = None
     _measured: list[tuple[Tensor, Tensor] | None] | None = None
     _kept: list[tuple[Tensor, Tensor]] | None = None
-    _has_told_of_bias = False
-    _has_told_of_large_sets = False
+    _has_warned_of_bias = False
+    _has_warned_of_large_sets = False
 
     def __init__(self, model: Any, reward_funcs: Any, args: GRPOConfig, *positional: Any, **keywords: Any) -> None:
         with capturing_engine(self.captures(args)):
@@ -57,24 +57,25 @@ class SampledTrainer(UnpaddedTrainer):
         option = "keep_sampling_mask=True"
         if self.compiles:
             raise ValueError(
-                f"{option} answers for the head, which torch.compile would trace. Set torch_compile=False."
+                f"{option} patches TRL's fused LM head, which torch.compile would trace. Set torch_compile=False."
             )
         if isinstance(self.model, PeftModel) and self.model.active_peft_config.is_prompt_learning:
             raise ValueError(
-                f"{option} with prompt learning, which shifts tokens against labels. Train LoRA adapters."
+                f"{option} does not work with prompt learning, which shifts tokens against labels. Train LoRA "
+                "adapters, or set keep_sampling_mask=False."
             )
         if self.rollout_func is not None:
             raise ValueError(
-                f"{option} with a rollout_func, which returns no kept tokens. Leave it unset, or set "
-                "keep_sampling_mask=False and sample without top_p, top_k and min_p."
+                f"{option} does not work with a rollout_func, which returns no kept tokens. Leave rollout_func unset, "
+                "or set keep_sampling_mask=False and sample without top_p, top_k and min_p."
             )
 
     def captures(self, args: GRPOConfig) -> list[Capture]:
-        """What vLLM is to return beside tokens."""
+        """Return what vLLM must return beside tokens."""
         return [KEPT_TOKENS] if args.use_vllm and args.keep_sampling_mask else []
 
     def rollout(self, inputs: Any) -> dict[str, Any]:
-        """TRL's, with `kept_tokens`, a pair of ids and offsets for each completion, as one more."""
+        """Run TRL's rollout, and add `kept_tokens`, a pair of ids and offsets for each completion."""
         if not self.args.keep_sampling_mask:
             return self._rollout_of_all(inputs)
         rollout = _Rollout()
@@ -95,23 +96,23 @@ class SampledTrainer(UnpaddedTrainer):
                 "sampling_mask/fallback": torch.stack([without, sets + without]),
             },
         )
-        is_news = not self._has_told_of_large_sets and self.accelerator.is_main_process
-        if without and self.args.truncations and is_news:
-            self._has_told_of_large_sets = True
+        may_warn = not self._has_warned_of_large_sets and self.accelerator.is_main_process
+        if without and self.args.truncations and may_warn:
+            self._has_warned_of_large_sets = True
             warnings.warn(
-                f"{int(without)} of {len(counts)} tokens were sampled among more than {MAX_KEPT} tokens or among all: "
-                "these have log-probs of the whole vocabulary. top_k bounds what is kept.",
+                f"{int(without)} of {len(counts)} tokens were sampled among more than {MAX_KEPT} tokens or among all. "
+                "Their log-probs are of the whole vocabulary. Set top_k to bound the number of kept tokens.",
                 UserWarning,
                 stacklevel=2,
             )
         return output
 
     def _rollout_of_all(self, inputs: Any) -> dict[str, Any]:
-        """TRL's; where sampling leaves tokens out, the first to train on tells how far off the log-probs are."""
+        """Run TRL's rollout, and warn in the first training rollout if sampling leaves tokens out."""
         truncations = self.args.truncations
-        if not truncations or self._has_told_of_bias or not self.model.training:
+        if not truncations or self._has_warned_of_bias or not self.model.training:
             return super().rollout(inputs)
-        self._has_told_of_bias = True
+        self._has_warned_of_bias = True
         is_ours = not (self.use_vllm or self.rollout_func or self.args.use_transformers_continuous_batching)
         measured: list[tuple[Tensor, Tensor] | None] = []
         with overridden(self, {"_measured": measured if is_ours else None}):
@@ -125,23 +126,24 @@ class SampledTrainer(UnpaddedTrainer):
             return output
         turns = [turn for turn in measured if turn is not None]
         masses, gaps = (torch.cat([torch.empty(0), *(turn[i].cpu() for turn in turns)]) for i in (0, 1))
-        size = "by how much has not been measured"
+        size = "The difference has not been measured."
         if len(gaps) and len(turns) == len(measured):
             size = (
-                f"in this rollout the tokens that were kept had {float(masses.mean()):.3g} of the probability, and "
-                f"log-probs are {float(gaps.mean()):.3g} nats a token below the sampler's"
+                f"In this rollout, the kept tokens had {float(masses.mean()):.3g} of the probability mass, and "
+                f"log-probs are {float(gaps.mean()):.3g} nats per token below the sampler's."
             )
         warnings.warn(
-            f"sampling leaves tokens out ({', '.join(truncations)}), and log-probs are of the whole vocabulary: "
-            f"{size}. Ratios to the sampler carry that, and updates are for another distribution than was sampled. "
-            "Set keep_sampling_mask=True, or sample from the whole vocabulary." + beyond_sets(self.args.weightings),
+            f"sampling leaves tokens out ({', '.join(truncations)}), and log-probs are of the whole vocabulary. "
+            f"{size} Ratios to the sampler contain the difference, and updates train another distribution than the "
+            "sampled one. Set keep_sampling_mask=True, or sample from the whole vocabulary."
+            + beyond_sets(self.args.weightings),
             UserWarning,
             stacklevel=2,
         )
         return output
 
     def generate(self, prompt_ids: list[list[int]], *arguments: Any, **keywords: Any) -> tuple[list[list[int]], Any]:
-        """TRL's, with what it has kept."""
+        """Generate as TRL does, and record the kept tokens."""
         rollout = self._sampling
         if self._measured is not None:
             mass = KeptMass(self.temperature)
@@ -169,8 +171,8 @@ class SampledTrainer(UnpaddedTrainer):
                 ) from None
         if not kept.has(torch.tensor(list(itertools.chain(*completion_ids)))).all():
             raise ValueError(
-                "keep_sampling_mask=True: a token of the rollout is none of those that it was sampled among, so that "
-                "sets and tokens do not belong together. Set keep_sampling_mask=False, and report it."
+                "keep_sampling_mask=True: a token of the rollout is not in the set that it was sampled from, so sets "
+                "and tokens do not match. Set keep_sampling_mask=False, and report this bug."
             )
         number, sequences = sum(len(sets) for sets in rollout.sets), []
         for prompt, completion in zip(prompt_ids, completion_ids, strict=True):
@@ -182,23 +184,23 @@ class SampledTrainer(UnpaddedTrainer):
         return completion_ids, logprobs
 
     def _aligned(self, rollout: _Rollout, input_ids: Tensor, attention_mask: Tensor, width: int) -> KeptTokens:
-        """Sets of the tokens of (B, width) completions, of what has been generated."""
+        """Return the sets of the tokens of (B, width) completions, from what generation recorded."""
         if rollout.kept is None:
             if not rollout.turns:
                 raise ValueError(
-                    f"keep_sampling_mask=True: {type(self).__name__} has made a rollout without `generate`, in which "
-                    "kept tokens are recorded. Override `generate` in its place, or set keep_sampling_mask=False."
+                    f"keep_sampling_mask=True: {type(self).__name__} made a rollout without calling `generate`, which "
+                    "records kept tokens. Override `generate` instead, or set keep_sampling_mask=False."
                 )
             try:
                 numbers = aligned(stitched(rollout.turns), input_ids, attention_mask)
             except ValueError as error:
-                raise ValueError(f"keep_sampling_mask=True: {error}") from error
+                raise ValueError(f"keep_sampling_mask=True: {error} Set keep_sampling_mask=False.") from error
             sets = KeptTokens.joined(rollout.sets).to(input_ids.device)
             rollout.kept = sets.take(numbers[:, -width:].flatten())
         return rollout.kept
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *arguments: Any, **keywords: Any) -> Tensor:
-        """TRL's, with the kept tokens of the micro-batch."""
+        """Compute TRL's loss among the kept tokens of the micro-batch."""
         with overridden(self, {"_kept": inputs.get("kept_tokens")}):
             return super().compute_loss(model, inputs, *arguments, **keywords)
 
@@ -214,7 +216,7 @@ class SampledTrainer(UnpaddedTrainer):
         stand_in: Callable[..., Any] | None = None,
         **of_samples: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """TRL's, of policy and reference among the kept tokens of the rollout or of the micro-batch."""
+        """Compute TRL's log-probs of policy and reference among the kept tokens of the rollout or micro-batch."""
         rollout, kept = self._sampling, None
         is_ours = self.args.keep_sampling_mask and (
             model is self.ref_model or self.bare(model) is self.bare(self.model)  # not a teacher of a subclass
@@ -257,6 +259,6 @@ class SampledTrainer(UnpaddedTrainer):
 
 
 def _sampled_tokens(output: dict[str, Any]) -> Tensor:
-    """(B, T) bool: the tokens of a rollout's completions that the model has sampled."""
+    """Return (B, T) bool, True for the completion tokens of a rollout that the model sampled."""
     mask = output["completion_mask"].bool()
     return mask & output["tool_mask"].bool() if "tool_mask" in output else mask

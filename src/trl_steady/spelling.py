@@ -8,12 +8,12 @@ __all__ = ["near"]
 
 
 def near(given: Any, names: Iterable[Any], form: str = "{!r}") -> str:
-    """Return " Did you mean ...?" for the name that is most like what was given, "" where none is.
+    """Return " Did you mean ...?" with the known name closest to `given`, or "" if none is close.
 
     Args:
-        given: What may be misspelt, in whatever case.
-        names: The known names; what is no text is left out.
-        form: How to write the name, as for `str.format`.
+        given: The name to look up. Case does not matter.
+        names: The known names. Values that are not strings are ignored.
+        form: Format of the suggested name, for `str.format`.
     """
     by_case = {name.lower(): name for name in names if isinstance(name, str)}
     matches = difflib.get_close_matches(str(given).lower(), by_case, n=1, cutoff=0.7)

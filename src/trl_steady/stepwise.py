@@ -1,4 +1,4 @@
-"""`trl.GRPOTrainer` whose reward functions may reward steps: from what they return to advantages per token."""
+"""Let reward functions of `trl.GRPOTrainer` reward steps, and turn these rewards into advantages per token."""
 
 import warnings
 from collections.abc import Sequence
@@ -25,18 +25,18 @@ _COLUMNS = ("steps/ends", "steps/rewards", "steps/advantages")
 
 
 class _Returned(NamedTuple):
-    """What the reward functions returned in a rollout."""
+    """The values that the reward functions returned in a rollout."""
 
     rewards: Tensor  # (N, K) of all processes, steps summed up, NaN = None
-    contents: list[Any]  # of this process, from here on
+    contents: list[Any]  # this and the next two: of this process only
     ids: list[list[int]]
-    steps: dict[tuple[int, int], StepRewards]  # completion and reward function -> what it returned
+    steps: dict[tuple[int, int], StepRewards]  # (completion, reward function) -> returned value
 
 
 class StepwiseTrainer(BudgetedTrainer):
-    """Takes `StepRewards` from reward functions, and gives TRL's loss advantages of shape (B, T) for them.
+    """A trainer that turns `StepRewards` of reward functions into advantages of shape (B, T) for TRL's loss.
 
-    Where no reward function of any process returned any in a rollout, TRL's own advantages (B,) stay.
+    If no reward function of any process returns `StepRewards` in a rollout, TRL's own advantages (B,) stay.
     """
 
     args: GRPOConfig
@@ -50,9 +50,10 @@ class StepwiseTrainer(BudgetedTrainer):
 
     @property
     def last_step_advantages(self) -> list[list[tuple[str, float]]]:
-        """Of this process's last rollout with step rewards: each completion's loss tokens with their advantages.
+        """The loss tokens of each completion, with advantages, of this process's last rollout with step rewards.
 
-        Pairs of the token's text and its advantage, for `trl_steady.rewards.advantages_html` and `advantages_png`.
+        Each completion is a list of pairs of the token's text and its advantage, as
+        `trl_steady.rewards.advantages_html` and `advantages_png` take them.
         """
         if self._last_rollout is None:
             return []
@@ -66,16 +67,16 @@ class StepwiseTrainer(BudgetedTrainer):
 
     @property
     def text_tokenizer(self) -> PreTrainedTokenizerBase:
-        """That of the processor, for a model that reads more than text."""
+        """The tokenizer, which is part of the processor if the model reads more than text."""
         processor: Any = self.processing_class
         return processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
 
     def read_rewards(self, function: int, returned: Sequence[Any]) -> Sequence[Any]:
-        """Keeps step rewards aside; TRL gets their sums."""
+        """Store step rewards for later, and return their sums to TRL."""
         name = self.reward_func_names[function]
         rewards = as_rewards(name, returned)
         if has_nan(rewards):
-            self._warn_of_nan(function, "Return None if that is meant, a number if not.")
+            self._warn_of_nan(function, "Return None if you mean that, and a number otherwise.")
         steps = {i: reward for i, reward in enumerate(rewards) if isinstance(reward, StepRewards)}
         if steps:
             self._refuse_where_ignored(name)
@@ -85,11 +86,14 @@ class StepwiseTrainer(BudgetedTrainer):
         return rewards
 
     def _warn_of_nan(self, function: int, way_out: str) -> None:
-        """Warn once a run and function. A process knows its own completions only, as TRL takes None for NaN too."""
+        """Warn once per run and function.
+
+        A process can check its own completions only: in the gathered rewards, TRL's None is NaN too.
+        """
         if function not in self._returned_nan:
             self._returned_nan.add(function)
             warnings.warn(
-                f"reward function {self.reward_func_names[function]!r} returned nan, which TRL takes for no reward. "
+                f"reward function {self.reward_func_names[function]!r} returned nan, which TRL treats as no reward. "
                 f"{way_out}",
                 UserWarning,
                 stacklevel=2,
@@ -99,25 +103,25 @@ class StepwiseTrainer(BudgetedTrainer):
         returned = f"reward function {name!r} returned StepRewards, but"
         if self.model.training and "rollout" not in self.reached:
             raise ValueError(
-                f"{returned} {type(self).__name__} makes its rollouts without calling super(), where they become "
-                "advantages. Call super() in the method that makes them, or return one float a completion."
+                f"{returned} {type(self).__name__} makes its rollouts without calling super(), which would turn them "
+                "into advantages. Call super() in the method that makes rollouts, or return one float per completion."
             )
         level = self.importance_sampling_level
         if not self.args.takes_token_advantages(self.loss_type, level):
             loss = "loss_type='gspo'" if self.loss_type == "gspo" else f"importance_sampling_level={level!r}"
             raise ValueError(
-                f"{returned} with {loss} a sequence has one ratio, whose gradient every token shares: only the mean "
-                "of its advantages would be trained on. Set loss_type='gspo_token', which keeps the sequence's ratio, "
-                "or return one float a completion."
+                f"{returned} with {loss} all tokens of a sequence share the gradient of one ratio, so only the mean "
+                "of their advantages would count. Set loss_type='gspo_token', which keeps the sequence's ratio, or "
+                "return one float per completion."
             )
         if self.multi_objective_aggregation != "sum_then_normalize":
             raise ValueError(
                 f"{returned} multi_objective_aggregation={self.multi_objective_aggregation!r} normalises one number "
-                "for each reward function. Set multi_objective_aggregation='sum_then_normalize'."
+                "per completion and reward function. Set multi_objective_aggregation='sum_then_normalize'."
             )
 
     def keep_rewards(self, rewards: Tensor, completions: list[Any], completion_ids: list[list[int]]) -> None:
-        """Keeps all of it for after the rollout, when it is known which tokens are the model's own."""
+        """Store the rewards until the rollout is complete, when the model's own tokens are known."""
         refuse_infinite(self.reward_func_names, rewards, len(completions))
         for function, column in enumerate(rewards.isnan().any(0).tolist()):
             is_model = isinstance(self.reward_funcs[function], torch.nn.Module)
@@ -127,7 +131,7 @@ class StepwiseTrainer(BudgetedTrainer):
         self._steps = {}
 
     def rollout(self, inputs: Any) -> dict[str, Any]:
-        """TRL's, with advantages per token where steps were rewarded."""
+        """Return TRL's rollout, with per-token advantages if any reward function returned `StepRewards`."""
         self._steps, self._returned = {}, None
         output = super().rollout(inputs)
         returned = self._returned
@@ -176,14 +180,14 @@ class StepwiseTrainer(BudgetedTrainer):
             returned = [steps for completion in group for steps in completion.steps.values()]
             if returned and not any(returned) and self.accelerator.is_main_process:
                 warnings.warn(
-                    f"no completion of a group of {group_size} has a step (StepRewards([], [])), so that only plain "
-                    "rewards, if any, are trained on there. Check what splits completions into steps.",
+                    f"no completion of a group of {group_size} has a step (StepRewards([], [])), so this group "
+                    "trains on plain rewards only, if it has any. Check how completions are split into steps.",
                     UserWarning,
                     stacklevel=2,
                 )
 
     def _scored(self, returned: _Returned, index: int, mask: list[bool]) -> ScoredCompletion:
-        """One completion of this process."""
+        """Return the data of one completion of this process, with the ends of its steps in tokens."""
         ids = returned.ids[index]
         is_own = mask[: len(ids)]
         at_limit = len(ids) == self.max_completion_length

@@ -1,4 +1,4 @@
-"""Ours in the place of TRL's `GRPOTrainer` and `GRPOConfig`, while a script runs that knows TRL's only."""
+"""Replacement of TRL's `GRPOTrainer` and `GRPOConfig` by trl-steady's while an unchanged script runs."""
 
 import functools
 import os
@@ -18,7 +18,7 @@ from trl_steady.trainer import GRPOTrainer
 __all__ = ["Swap", "swapped"]
 
 _READ_AT_IMPORT = ("HF_", "TRANSFORMERS_", "CUDA_VISIBLE_DEVICES")
-_KEPT = "_set_by_launcher"  # of a config: the options of --set, with their values as the config has checked them
+_KEPT = "_set_by_launcher"  # attribute of a config: the options of --set, with their values after the config's checks
 
 
 @dataclass
@@ -26,25 +26,28 @@ class Swap:
     """The trainers that a script has built."""
 
     trainers: int = 0
-    """How many of ours."""
+    """Number of trl-steady's trainers."""
     others: dict[str, None] = field(default_factory=dict)
-    """The names of the others, in order."""
+    """Names of the other trainers, in order of construction."""
 
 
 @contextmanager
 def swapped(
     settings: Mapping[str, Any] | None = None, arguments: Sequence[str] = (), target: Sequence[str] = ("SCRIPT",)
 ) -> Iterator[Swap]:
-    """Put our trainer and our config wherever TRL's modules have TRL's.
+    """Replace TRL's `GRPOTrainer` and `GRPOConfig` by trl-steady's in all modules of TRL.
 
     Args:
-        settings: Options that every `GRPOConfig` gets before its checks, whatever the script passes to it.
-        arguments: The script's own, which may ask for options that it does not read.
+        settings: Options that every `GRPOConfig` gets before its checks. They override what the script passes to it.
+        arguments: The script's arguments. They may have options that the script does not read.
         target: The script, or `-m` and a module, for messages.
 
+    Yields:
+        The trainers that have been built so far.
+
     Raises:
-        ValueError: when a trainer is built that would train GRPO and is not ours, or whose config lacks what
-            `settings` or `arguments` ask for.
+        ValueError: The script builds a trainer that would train GRPO without trl-steady, or one whose config lacks an
+            option of `settings` or `arguments`.
     """
     swap, environment, theirs = Swap(), dict(os.environ), trl.GRPOConfig
     any_trainer, own_trainer, own_checks = (
@@ -70,7 +73,7 @@ def swapped(
     ) -> None:
         _refuse_dropped(args)  # before the model is loaded
         own_trainer(self, model, reward_funcs, args, *positional, **keywords)
-        _refuse_dropped(self.args)  # where the trainer has built the config
+        _refuse_dropped(self.args)  # if args was None, the trainer has built a config
         swap.trainers += 1
         late = [name for name, value in os.environ.items() if environment.get(name) != value]
         for line in _too_late(late):
@@ -98,22 +101,22 @@ def swapped(
 
 def _not_ours(trainer: type) -> str:
     if any(base.__name__ == "AsyncGRPOTrainer" for base in trainer.__mro__):
-        return f"{_origin(trainer)} is TRL's own; trl-steady has GRPOTrainer only. Run the script with python."
+        return f"{_origin(trainer)} is TRL's own; trl-steady has only GRPOTrainer. Run the script with python."
     kept = any((base.__module__, base.__qualname__) == TRAINER for base in trainer.__mro__)
     why = (
-        "its class, or one that it is derived from, is TRL's own, from before it was replaced or loaded again since"
+        "its class, or a base of it, is TRL's own, imported before trl-steady replaced it or loaded again later"
         if kept
-        else "it is not derived from trl.GRPOTrainer, or from what another package has put in its place"
+        else "it is not derived from trl.GRPOTrainer, or another package has replaced that class"
     )
     return (
         f"{_name(trainer)} would train GRPO without trl-steady: {why}. To train with trl-steady, derive it from "
-        "trl_steady.GRPOTrainer, with `from trl_steady import GRPOConfig, GRPOTrainer` in that module; to train "
-        "without, run the script with python."
+        "trl_steady.GRPOTrainer, with `from trl_steady import GRPOConfig, GRPOTrainer` in that module. To train "
+        "without trl-steady, run the script with python."
     )
 
 
 def _origin(trainer: type) -> str:
-    """Return the name of a trainer as a user knows it, with TRL's class below it."""
+    """Return the public name of a trainer, with the class of TRL or transformers that it derives from."""
     for base in trainer.__mro__:
         if base.__module__.split(".")[0] in ("trl", "transformers"):
             package = base.__module__.split(".")[0]
@@ -124,7 +127,7 @@ def _origin(trainer: type) -> str:
 
 def _too_late(variables: Collection[str]) -> list[str]:
     names = sorted(name for name in variables if name.startswith(_READ_AT_IMPORT))
-    return [f"  too late: {name}, read before the script has set it. Set it in the shell" for name in names]
+    return [f"  too late: {name} was read before the script set it. Set it in the shell" for name in names]
 
 
 def _name(kind: type) -> str:

@@ -1,7 +1,7 @@
-"""What was recorded of tokens while they were generated: put together over an agent's turns, laid on TRL's padding.
+"""Values recorded for tokens during generation: join them over an agent's turns, and align them with TRL's padding.
 
-Values of tokens are integers of shape (..., *) in a dtype that has one value more than they need, "nothing": a token
-of which nothing was recorded has it everywhere. Cutting, padding and joining are a tensor's own.
+Values of tokens are integers of shape (..., *). Their dtype has one value more than they need, which means "nothing".
+It fills the row of a token for which nothing was recorded. Tensor operations cut, pad and join values.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -17,16 +17,16 @@ __all__ = ["Traced", "aligned", "nothing", "stitched"]
 
 
 class Traced(NamedTuple):
-    """Tokens that an engine has had, with what was recorded of them."""
+    """Tokens of a sequence in an engine, with the values that were recorded for them."""
 
     ids: list[int]
-    """(T,) of a prompt and what was generated for it."""
+    """(T,) token ids of a prompt and its completion."""
     values: Tensor
-    """(T - 1, *), where the last token was sampled and not yet fed, or (T, *)."""
+    """(T, *), or (T - 1, *) if the last token was sampled and not yet fed to the model."""
 
 
 def nothing(dtype: torch.dtype) -> int:
-    """What stands for "nothing recorded": 255 in uint8, else -1."""
+    """Return the value for "nothing recorded": 255 in uint8, otherwise -1."""
     return 255 if dtype == torch.uint8 else -1
 
 
@@ -35,25 +35,25 @@ def _widened(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def stitched(turns: Sequence[Sequence[Traced]]) -> list[Traced]:
-    """One sequence for each of the first turn, with what later turns went on with.
+    """Join the turns of each sequence in the first turn.
 
-    A token has the values of the turn in which it first had some: a sampled token those of the turn that sampled it,
-    the last of a turn perhaps those of the next turn, which fed it.
+    A token keeps the values of the first turn that recorded some for it. For a sampled token, this is the turn that
+    sampled it. For the last token of a turn, it may be the next turn, which fed this token to the model.
 
     Args:
-        turns: of the first turn all sequences; of a later one those that went on, in the same order, each beginning
-            with all tokens that it had before.
+        turns: All sequences of the first turn, then for each later turn the sequences that continue. These keep their
+            order, and each begins with all its earlier tokens.
 
     Raises:
-        ValueError: a sequence that goes on with none of those before it.
+        ValueError: a sequence continues none of the earlier ones.
     """
     sequences = [Traced(list(each.ids), _of_all(each)) for each in turns[0]]
     for number, turn in enumerate(turns[1:], start=2):
         owners = _owners([each.ids for each in sequences], [each.ids for each in turn])
         if owners is None:
             raise ValueError(
-                f"turn {number} of a rollout has sequences that begin with none of those before it, so that what was "
-                "recorded of them cannot be put together."
+                f"turn {number} of a rollout has sequences that continue none of the earlier ones, so their recorded "
+                "values cannot be joined."
             )
         for own, later in zip(owners, turn, strict=True):
             values, known = _of_all(later), sequences[own].values
@@ -65,12 +65,12 @@ def stitched(turns: Sequence[Sequence[Traced]]) -> list[Traced]:
 
 
 def _owners(before: Sequence[list[int]], later: Sequence[list[int]]) -> list[int] | None:
-    """Which sequence each later one goes on with, in order: those ways of all that share the most tokens.
+    """Match each later sequence to the earlier one that it extends, in order, and maximise the shared tokens.
 
-    None if there is none.
+    Return None if a sequence has no match.
     """
     best: list[tuple[int, list[int]] | None] = [(0, []) for _ in range(len(before) + 1)]
-    for ids in later:  # best[i]: of what has been placed so far, among the first i
+    for ids in later:  # best[i]: the best match of the later sequences so far to the first i earlier ones
         following: list[tuple[int, list[int]] | None] = [None]
         for i, own in enumerate(before):
             ways = [following[i]]
@@ -84,11 +84,11 @@ def _owners(before: Sequence[list[int]], later: Sequence[list[int]]) -> list[int
 
 
 def _of_all(traced: Traced) -> Tensor:
-    """(T, *): with a row for the last token."""
+    """Return the values (T, *), with a row for the last token."""
     tokens, rows = len(traced.ids), len(traced.values)
     if rows not in (tokens - 1, tokens):
         raise ValueError(
-            f"the engine returned values of {rows} tokens of a sequence of {tokens}; the last alone may have none."
+            f"the engine returned values for {rows} tokens of a sequence of {tokens}. Only the last may have none."
         )
     values = _of_nothing((tokens, *traced.values.shape[1:]), traced.values.dtype)
     values[:rows] = traced.values
@@ -100,21 +100,22 @@ def _of_nothing(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
 
 
 def aligned(sequences: Sequence[Traced], input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """Values of a padded batch, whose tokens the sequences are, perhaps cut off at their ends.
+    """Arrange the values of sequences as a padded batch. The batch may cut off ends of the sequences.
 
     Args:
-        sequences: B, in the order of the rows; of those that began alike either may have gone on.
-        input_ids: (B, T), padded on either side or both.
-        attention_mask: (B, T), not 0 = token.
+        sequences: B sequences in the order of the rows. Sequences that began alike may be swapped, because either of
+            them may be the one that continued.
+        input_ids: (B, T), padded on one side or on both.
+        attention_mask: (B, T), nonzero = token.
 
     Returns:
-        (B, T, *) on the device of `input_ids`; padding has nothing, nor has a last token without a row.
+        (B, T, *) on the device of `input_ids`. Padding has the value "nothing", and so has a last token without a row.
 
     Raises:
-        ValueError: another number of sequences, or a row of other tokens than any of them.
+        ValueError: the number of sequences is not B, or a row has other tokens than every sequence.
     """
     if len(sequences) != len(input_ids):
-        raise ValueError(f"{len(sequences)} sequences were recorded, and the batch has {len(input_ids)}.")
+        raise ValueError(f"{len(sequences)} sequences were recorded, and the batch has {len(input_ids)} rows.")
     mask = attention_mask.bool().cpu()
     tokens = [cast(list[int], ids[own].tolist()) for ids, own in zip(input_ids.cpu(), mask, strict=True)]
     dtype = max((traced.values.dtype for traced in sequences), key=lambda each: each.itemsize)
@@ -125,7 +126,7 @@ def aligned(sequences: Sequence[Traced], input_ids: Tensor, attention_mask: Tens
         fitting = next((i for i in (row, *free) if i in free and free[i].ids[: len(own)] == own), None)
         if fitting is None:
             raise ValueError(
-                f"sequence {row} of the rollout has other tokens than were recorded: a subclass or a tool may have "
+                f"sequence {row} of the rollout has other tokens than were recorded. A subclass or a tool may have "
                 "changed them after they were sampled."
             )
         values = _of_all(free.pop(fitting))[: len(own)]

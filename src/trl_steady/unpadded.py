@@ -1,4 +1,4 @@
-"""`trl.GRPOTrainer` whose passes leave out padding."""
+"""`trl.GRPOTrainer` with passes that leave out padding."""
 
 import contextlib
 import functools
@@ -25,7 +25,7 @@ __all__ = ["UnpaddedTrainer"]
 
 _T = TypeVar("_T")
 
-# Adapters that do to each token the same, wherever in a row it is
+# Adapters that do the same to a token wherever it is in a row
 _PER_TOKEN = {
     PeftType.ADALORA,
     PeftType.BOFT,
@@ -44,9 +44,9 @@ _PER_TOKEN = {
 
 
 class UnpaddedTrainer(HostTrainer):
-    """Computes the tokens of a batch and not its padding, in every pass of the policy and of the reference.
+    """Trainer that computes no padding in the passes of policy and reference.
 
-    Which sequences share a micro-batch, over which TRL's losses and metrics are means, stays TRL's choice.
+    TRL still chooses the sequences of each micro-batch, and its losses and metrics are still means over micro-batches.
     """
 
     args: GRPOConfig
@@ -60,56 +60,54 @@ class UnpaddedTrainer(HostTrainer):
         its = self.traits_of(self.model)
         why_not = self.why_padded or its.why_not_packed
         if self.args.share_prompts and why_not:
-            raise ValueError(
-                f"share_prompts=True needs completions to be laid end to end, and {why_not}. Set share_prompts=False."
-            )
+            raise ValueError(f"share_prompts=True needs packed sequences, and {why_not}. Set share_prompts=False.")
         if self.args.share_prompts and self.aux_loss_enabled:
             raise ValueError(
-                "share_prompts=True would count a prompt once in the load-balancing loss, where TRL counts it for "
-                "each of its completions. Set router_aux_loss_coef=0.0, or share_prompts=False."
+                "share_prompts=True would count a prompt once in the load-balancing loss, but TRL counts it for "
+                "each completion. Set router_aux_loss_coef=0.0, or share_prompts=False."
             )
         if why_not:
             does_nothing = self.why_padded or its.width_limit == 0
             what = "does nothing" if does_nothing else "only cuts columns that are padding in every row"
-            way_out = "Change that, or set trim_padding=False to leave padding in."
+            way_out = "Change that, or set trim_padding=False to keep the padding."
             warnings.warn(f"trim_padding=True {what}: {why_not}. {way_out}", UserWarning, stacklevel=2)
 
     @property
     def compiles(self) -> bool:
-        """Whether the model goes through torch.compile."""
+        """True if the model goes through torch.compile."""
         dynamo = self.accelerator.state.dynamo_plugin
         return self.args.torch_compile or (dynamo is not None and dynamo.backend != DynamoBackend.NO)
 
     @property
     def why_padded(self) -> str | None:
-        """Why no pass leaves out any padding, whatever the model; None if passes do."""
+        """Reason why no pass can leave out padding, for any model; None if passes can."""
         if self.compiles:
-            return "torch.compile compiles anew for each shape of a batch"
+            return "torch.compile recompiles for each shape of a batch"
         if self.args.neftune_noise_alpha is not None:
             return "neftune_noise_alpha scales its noise by the width of a batch"
         if self.args.n_gpu > 1:
-            return "one process drives several GPUs, which divide the rows of a batch among them"
+            return "one process drives several GPUs and divides the rows of a batch among them"
         if isinstance(self.model, PeftModel):
             config: Any = self.model.active_peft_config
             if config.peft_type not in _PER_TOKEN or getattr(config, "alora_invocation_tokens", None):
-                return f"an adapter of type {type(config).__name__} may depend on where in a row a token is"
+                return f"an adapter of type {type(config).__name__} may depend on the position of a token in its row"
         return None
 
     def traits_of(self, model: torch.nn.Module) -> Traits:
-        """How the transformers model in `model` takes batches without their padding."""
+        """Return the traits of the transformers model in `model`: which padding it can do without."""
         bare = self.bare(model)
         if bare not in self._traits or self._traits[bare].implementation != own_implementation(bare):
             self._traits[bare] = traits(bare)
         return self._traits[bare]
 
     def bare(self, model: torch.nn.Module) -> PreTrainedModel:
-        """The transformers model in `model`."""
+        """Return the transformers model in `model`, without wrappers."""
         inner = self.accelerator.unwrap_model(model)
         return cast(PreTrainedModel, inner.get_base_model() if isinstance(inner, PeftModel) else inner)
 
     @property
     def reads_more_than_text(self) -> bool:
-        """Whether batches may come with images and the like."""
+        """True if batches may come with images or other inputs than text."""
         config = self.bare(self.model).config
         return config.get_text_config() is not config
 
@@ -125,10 +123,10 @@ class UnpaddedTrainer(HostTrainer):
         stand_in: Callable[..., Any] | None = None,
         **of_samples: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """TRL's, without the padding, and in batches of `token_budget` where no gradient is asked for.
+        """Compute TRL's log-probs without the padding, and in batches of `token_budget` if no gradient is needed.
 
-        `stand_in`, if given, is called in the place of `model`, with `places` beside the tokens: the index of each in
-        the flattened `input_ids`.
+        `stand_in`, if given, is called instead of `model`. It also gets `places`, the index of each token in the
+        flattened `input_ids`.
         """
         whole = functools.partial(
             super().log_probs,
@@ -174,16 +172,16 @@ class UnpaddedTrainer(HostTrainer):
         prompt_width: int,
         batch_size: int | None = None,
     ) -> tuple[Tensor, list[int]]:
-        """In which order (B,) sequences go through `model`, and how many at a time, the same on all processes.
+        """Return the order (B,) in which sequences go through `model`, and how many go at a time.
 
-        The longest come first, so that memory runs out early or not at all; with `share_prompts`, those of its prompt
-        with it.
+        The numbers are the same on all processes. The longest sequences come first, so memory runs out early or not at
+        all. With `share_prompts`, the sequences of a prompt stay together with their longest.
         """
         mask, its = attention_mask.bool(), self.traits_of(model)
         prompts, completions = mask[:, :prompt_width].sum(-1), mask[:, prompt_width:].sum(-1)
         is_whole = input_ids.size(1) > its.width_limit
         if is_whole or (its.why_not_packed and not its.is_shift_invariant):
-            prompts = torch.full_like(prompts, prompt_width)  # not cut off
+            prompts = torch.full_like(prompts, prompt_width)  # their padding is not cut off
         if is_whole:
             completions = torch.full_like(completions, input_ids.size(1) - prompt_width)
         order = (prompts + completions).argsort(descending=True, stable=True)
@@ -204,18 +202,21 @@ class UnpaddedTrainer(HostTrainer):
         return order, partition(processes, self.args.token_budget, padded=is_whole or its.why_not_packed is not None)
 
     def training_step(self, *arguments: Any, **keywords: Any) -> Tensor:
-        """TRL's; until it ends, a layer that gradient checkpointing runs again does what it did at first."""
+        """Run TRL's training step, and keep the contexts of its forward active until backward ends.
+
+        Layers that gradient checkpointing recomputes then behave as in the forward.
+        """
         with self.until_backward_ends():
             return super().training_step(*arguments, **keywords)
 
     @contextlib.contextmanager
     def until_backward_ends(self) -> Iterator[None]:
-        """Keep the contexts of the forwards inside active until here; a backward must have ended by then."""
+        """Keep the contexts of forwards active until this context ends. Backward must end inside it."""
         with contextlib.ExitStack() as stack, overridden(self, {"_until_backward": stack}):
             yield
 
     def lasting(self, context: contextlib.AbstractContextManager[_T]) -> contextlib.AbstractContextManager[_T]:
-        """The same for a forward, and in training until its backward has ended."""
+        """Return the context for a forward. In training, it stays active until backward has ended."""
         if self._until_backward is None or not torch.is_grad_enabled():
             return context
         return contextlib.nullcontext(self._until_backward.enter_context(context))

@@ -1,4 +1,4 @@
-"""What the value of each option may be, whatever else is set."""
+"""Valid values of each option, independent of the other options."""
 
 import functools
 import inspect
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CHOICES", "refuse_out_of_range"]
 
-# Options that take one of a few values. Some of TRL's are here because TRL checks them in the first rollout only.
+# Options with a few valid values. Some are TRL's, because TRL checks them only in the first rollout.
 CHOICES: dict[str, tuple[Any, ...]] = {
     "loss_type": (*NATIVE_LOSS_TYPES, *SEQUENCE_RATIO_LOSS_TYPES),
     "importance_sampling_level": ("token", "sequence"),
@@ -64,7 +64,7 @@ _A_POSITIVE = "a finite number above 0"
 _NO_NEGATIVE = "a finite number, 0 or above"
 _AN_OBJECT = "a dict or a string with a JSON object, or leave it unset"
 
-# Option, what holds for a value that can work, and how to say it. None works where the option's type has it.
+# Option, a check of its value, and the valid values in words. None is valid if the option's type allows it.
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("learning_rate", _not_negative, _NO_NEGATIVE),
     ("per_device_train_batch_size", _count, _A_COUNT),
@@ -95,9 +95,9 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     (
         "geometric_mask_range",
         lambda v: len(v) == 2 and 0 <= v[0] <= 1 <= v[1],
-        "two ratios, (low, high), with low <= 1 <= high, such as (0.99, 1.01), or None for no such mask",
+        "two ratios, (low, high), with low <= 1 <= high, such as (0.99, 1.01), or None for no mask",
     ),
-    ("token_veto_threshold", lambda v: 0 < v < 1, "above 0 and below 1, such as 0.0001, or None for no such mask"),
+    ("token_veto_threshold", lambda v: 0 < v < 1, "above 0 and below 1, such as 0.0001, or None for no mask"),
     ("ref_model_sync_steps", lambda v: v >= 1 and v == int(v), "1, 2, 3, ... optimizer steps"),
     ("ref_model_mixup_alpha", _share, "above 0 and at most 1, where 1 copies the policy"),
     ("ref_model_sync_kl", _positive, "above 0, in nats a token, or None for refreshes by steps only"),
@@ -106,8 +106,8 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("reward_weights", lambda v: all(map(math.isfinite, v)), "a list of finite numbers, one for each reward function"),
     ("temperature", _positive, f"{_A_POSITIVE} (the policy is sampled, not decoded greedily)"),
     ("top_p", _share, "above 0 and at most 1"),
-    # None is 50 for transformers
-    ("top_k", functools.partial(_count, least=-1), "a whole number above 0, or 0 for no such filter"),
+    # not None: transformers takes it for 50
+    ("top_k", functools.partial(_count, least=-1), "a whole number above 0, or 0 for no top-k filter"),
     ("min_p", lambda v: 0 <= v <= 1, "between 0 and 1, or None"),
     ("repetition_penalty", _positive, f"{_A_POSITIVE} (1 for no penalty)"),
     ("top_entropy_quantile", lambda v: 0 <= v <= 1, "between 0 and 1 (1 keeps every token)"),
@@ -131,14 +131,14 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("model_init_kwargs", _object, _AN_OBJECT),
     ("transformers_continuous_batching_config", _object, _AN_OBJECT),
 )
-_NEVER_NONE = ("num_generations",)  # although its type has it
+_NEVER_NONE = ("num_generations",)  # although its type allows None
 
 
 def refuse_out_of_range(args: "GRPOConfig") -> None:
-    """Refuse values that cannot work whatever else is set.
+    """Refuse values that are invalid whatever the other options are.
 
     Raises:
-        ValueError: naming the option, the value and the way out.
+        ValueError: The message names the option, its value and the valid values.
     """
     ours = next(kind for kind in type(args).__mro__ if kind.__module__.startswith("trl_steady."))
     types = _types(ours)
@@ -149,7 +149,7 @@ def refuse_out_of_range(args: "GRPOConfig") -> None:
             _refuse(option, value, _listed([each for each in expected if each]), near(value, choices))
     for option, holds, expected in _RANGES:
         value, kinds = getattr(args, option), _kinds(types[option])
-        is_flag = isinstance(value, bool) and bool not in kinds  # Python takes it for 0 or 1
+        is_flag = isinstance(value, bool) and bool not in kinds  # otherwise Python takes it for 0 or 1
         is_missing = value is None and option in _NEVER_NONE
         if is_flag or is_missing or not _works(value, types[option], holds):
             _refuse(option, value, expected)
@@ -157,17 +157,17 @@ def refuse_out_of_range(args: "GRPOConfig") -> None:
         value, kinds = getattr(args, option, None), _kinds(kind)
         if not bool in kinds <= {bool, type(None)}:
             continue
-        is_lax = value is None and option not in inspect.get_annotations(ours)  # None is off, in transformers
+        is_lax = value is None and option not in inspect.get_annotations(ours)  # transformers takes None for False
         if not is_lax and not _works(value, kind, (True, False).__contains__):
             _refuse(option, value, "True or False")
 
 
 @functools.cache
 def _types(ours: type) -> dict[str, Any]:
-    """Types of the options of a config of ours.
+    """Return the types of the options of one of trl-steady's configs.
 
-    Not those of a user's subclass, whose annotations may not resolve here; not the fields' own, which
-    `HfArgumentParser` rewrites in place.
+    The annotations of a user's subclass may not resolve here. The types in the dataclass fields are not used either,
+    because `HfArgumentParser` rewrites them in place.
     """
     return get_type_hints(ours)
 
@@ -181,7 +181,7 @@ def _works(value: Any, hint: Any, holds: Callable[[Any], bool]) -> bool:
         return type(None) in _kinds(hint)
     try:
         return bool(holds(value))
-    except (TypeError, ValueError, LookupError, ArithmeticError):  # a type that does not compare, such as a string
+    except (TypeError, ValueError, LookupError, ArithmeticError):  # a value of another type, such as a string
         return False
 
 

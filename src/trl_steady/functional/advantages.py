@@ -1,9 +1,10 @@
-"""From the rewards of steps to one advantage per token: DeepSeekMath's formula, and one with a baseline by step.
+"""Turn step rewards into one advantage per token, by DeepSeekMath's formula or with one baseline per step.
 
-Axes: `B` completions, `group_size` of them in a row for each prompt, `S` steps, `T` tokens. Rewards are (B, S), in the
-order of the steps and NaN where a completion has no such step; a row of NaN is a completion without a verdict, which
-takes no part in any mean and has the advantage 0. One step for each completion is outcome supervision: both functions
-then give, bit for bit, the advantages of TRL.
+Axes: `B` completions, `S` steps, `T` tokens. Each prompt has `group_size` consecutive completions. Rewards are (B, S),
+in the order of the steps, and NaN where a completion has no such step. A row of NaN is an unscored completion: it
+enters no mean, and its advantage is 0.
+
+With one step per completion (outcome supervision), `process` and `return_to_go` return TRL's advantages bit for bit.
 """
 
 import torch
@@ -11,27 +12,29 @@ from torch import Tensor
 
 __all__ = ["per_token", "process", "return_to_go"]
 
-_EPSILON = 1e-4  # TRL's, added to every standard deviation
+_EPSILON = 1e-4  # TRL adds it to every standard deviation
 
 
 def process(rewards: Tensor, *, group_size: int, scale: str) -> Tensor:
-    """DeepSeekMath's process supervision (arXiv 2402.03300, section 4.1.3): sums of normalised rewards.
+    """Return DeepSeekMath's process advantages (arXiv 2402.03300, section 4.1.3): sums of normalised rewards.
 
-    The rewards of all steps in a group are pooled and normalised; the advantage of a step is the sum of its own
-    normalised reward and those of the steps after it. A completion with more steps has more terms less the mean, so
-    that ending early or late is rewarded by itself: see `docs/step-rewards.md`.
+    The rewards of all steps in a group are pooled and normalised. The advantage of a step is the sum of the normalised
+    rewards of this step and of all later steps.
+
+    Each extra step subtracts the mean once more, so the formula is biased toward stopping early or late: see
+    `docs/step-rewards.md`.
 
     Args:
         rewards: (B, S), NaN = no such step.
-        group_size: Completions of a prompt.
-        scale: What the rewards are divided by, plus 1e-4: the standard deviation of the `"group"`'s or of the
-            `"batch"`'s step rewards, or nothing (`"none"`).
+        group_size: Completions per prompt.
+        scale: Divisor of the rewards. `"group"`: the standard deviation of the group's step rewards, plus 1e-4.
+            `"batch"`: that of the batch's step rewards, plus 1e-4. `"none"`: no division.
 
     Returns:
         (B, S), 0 where there is no such step.
 
     Raises:
-        ValueError: B is no multiple of `group_size`, S is 0, or `scale` is unknown.
+        ValueError: B is not a multiple of `group_size`, S is 0, or `scale` is unknown.
 
     >>> import torch
     >>> rewards = torch.tensor([[1.0, 0.0], [0.0, torch.nan], [1.0, 1.0], [0.0, 0.0]])  # means 1/3 and 1/2
@@ -46,29 +49,35 @@ def process(rewards: Tensor, *, group_size: int, scale: str) -> Tensor:
 
 
 def return_to_go(rewards: Tensor, *, group_size: int, scale: str) -> Tensor:
-    """The sum of the rewards from a step on, less what the group's other completions got from the same step on.
+    """Return each step's return minus the mean return of the group's other completions from the same step on.
 
-    The baseline of step j is the mean over the *other* completions that have a step j, 0 if there is none: it does not
-    depend on what the completion itself does from there on, so that, unscaled, it takes nothing away from the expected
-    gradient and adds nothing to it, however many steps follow. All advantages are (G - 1) / G times that, with G the
-    group's completions that have a verdict: TRL subtracts the mean of all G, itself included, which is the same.
+    A return is the sum of the rewards from a step on. The baseline of step j is the mean return over the *other*
+    completions that have a step j, or 0 if there are none. It does not depend on what the completion itself does from
+    step j on. Without scaling it therefore leaves the expected gradient unchanged, however many steps follow.
 
-    Every token must belong to a step for this to hold: tokens after the last reward are a step of reward 0.
+    All advantages are multiplied by (G - 1) / G, where G is the number of scored completions in the group. With one
+    step per completion this equals TRL, which subtracts the mean of all G completions, the completion itself included.
+
+    All of this holds only if every token belongs to a step. Tokens after the last reward must form a step of reward 0.
+
+    The spread at step j is the standard deviation of the returns from j on. For a completion that is alone in its
+    group at step j, it is the size of its advantage. The standard deviation of the totals alone would not do: it is 0
+    if all totals are equal, and would blow up the advantages of steps that differ.
+
+    With skewed rewards, dividing by the spread of the completion's own group favours stopping or going on, as it does
+    with totals: see `docs/step-rewards.md`.
 
     Args:
         rewards: (B, S), NaN = no such step.
-        group_size: Completions of a prompt.
-        scale: What the advantages are divided by, plus 1e-4: the largest spread at any step in the `"group"` or in the
-            `"batch"`, or nothing (`"none"`). The spread at step j is the standard deviation of the returns from j on;
-            of a completion that is alone in its group at j, its advantage. That of the totals alone would blow up
-            where totals are equal and the ways there are not. Dividing by the own group favours stopping, or going on,
-            where rewards are skewed, as it does with totals: see `docs/step-rewards.md`.
+        group_size: Completions per prompt.
+        scale: Divisor of the advantages. `"group"`: the largest spread at any step in the group, plus 1e-4.
+            `"batch"`: the largest spread at any step in the batch, plus 1e-4. `"none"`: no division.
 
     Returns:
         (B, S), 0 where there is no such step.
 
     Raises:
-        ValueError: B is no multiple of `group_size`, S is 0, or `scale` is unknown.
+        ValueError: B is not a multiple of `group_size`, S is 0, or `scale` is unknown.
 
     >>> import torch
     >>> rewards = torch.tensor([[1.0, 0.0], [0.0, torch.nan], [1.0, 1.0]])  # returns from each step on: 1 0, 0, 2 1
@@ -80,7 +89,7 @@ def return_to_go(rewards: Tensor, *, group_size: int, scale: str) -> Tensor:
     returns = _sums_from_each_on(groups).where(running, torch.nan)
     scored = running.any(-1, keepdim=True).sum(1, keepdim=True).to(rewards.dtype)
     others = running.sum(1, keepdim=True).to(rewards.dtype) - 1
-    # R - mean of the others = n / (n - 1) (R - mean of all n); with all G running the two factors cancel exactly
+    # R - mean of the others = n / (n - 1) (R - mean of all n). If all G have the step, the two factors cancel exactly.
     beside_others = (returns - returns.nanmean(1, keepdim=True)) * (((scored - 1) * (others + 1)) / (scored * others))
     alone = (returns * ((scored - 1) / scored)).where(running & (others == 0), 0)
     advantages = beside_others.where(running & (others > 0), alone)
@@ -93,12 +102,12 @@ def return_to_go(rewards: Tensor, *, group_size: int, scale: str) -> Tensor:
 
 
 def per_token(advantages: Tensor, ends: Tensor, tokens: int) -> Tensor:
-    """The advantage of each token: that of the first step that ends after it, 0 if there is none.
+    """Return each token's advantage: that of the first step that ends after the token, or 0 if there is none.
 
     Args:
         advantages: (B, S), 0 where there is no such step.
         ends: (B, S) integer, exclusive, in increasing order; `tokens` or more where there is no such step.
-        tokens: T.
+        tokens: Number of tokens, T.
 
     Returns:
         (B, T), the dtype of `advantages`.
@@ -113,7 +122,7 @@ def per_token(advantages: Tensor, ends: Tensor, tokens: int) -> Tensor:
 
 
 def _groups(rewards: Tensor, group_size: int) -> Tensor:
-    """(groups, group_size, S)."""
+    """Reshape rewards to (groups, group_size, S)."""
     if rewards.dim() != 2 or not rewards.numel() or len(rewards) % group_size:
         raise ValueError(
             f"expected rewards of shape (B, S), S at least 1 and B a multiple of group_size={group_size}, got "
@@ -129,12 +138,12 @@ def _divides(scale: str) -> bool:
 
 
 def _deviation(values: Tensor) -> Tensor:
-    """(rows, 1), of each row, with n - 1; NaN for fewer than two values. TRL's arithmetic."""
+    """Return the (rows, 1) standard deviations as TRL computes them: with n - 1, NaN for fewer than two values."""
     variance = ((values - values.nanmean(1, keepdim=True)) ** 2).nanmean(1, keepdim=True)
     count = (~values.isnan()).sum(1, keepdim=True).to(values.dtype)
     return (variance * (count / (count - 1))).where(count > 1, torch.nan).sqrt()
 
 
 def _sums_from_each_on(rewards: Tensor) -> Tensor:
-    """(..., S): the sum of the rewards from each step on, NaN as 0."""
+    """Return the (..., S) sums of the rewards from each step on, with NaN as 0."""
     return rewards.nan_to_num(nan=0.0).flip(-1).cumsum(-1).flip(-1)

@@ -1,4 +1,4 @@
-"""Importance ratios between the policy and the policy that generated, as log-ratios."""
+"""Importance ratios between the current policy and the policy at rollout, as log-ratios."""
 
 from torch import Tensor
 
@@ -8,12 +8,12 @@ __all__ = ["gspo_token_surrogate", "sequence_log_ratio"]
 
 
 def sequence_log_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor) -> Tensor:
-    """log s_i, the log of GSPO's length-normalised sequence ratio (arXiv 2507.18071, section 4.1).
+    """Return log s_i, the log of GSPO's length-normalised sequence ratio (arXiv 2507.18071, section 4.1).
 
     log s_i = 1/|y_i| sum_t [log π(y_it) - log π_old(y_it)], the log of the geometric mean of the token ratios.
 
-    Gradient: flows through `logps`. Differs from TRL's sequence level only in that values under the mask are never
-    read.
+    Gradient: flows through `logps`. The only difference from TRL's sequence level is that values where `mask` is False
+    are never read.
 
     Args:
         logps: (B, T) log-probs under the policy, in nats.
@@ -36,14 +36,17 @@ def sequence_log_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor) -> Tensor
 
 
 def gspo_token_surrogate(logps: Tensor, old_logps: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
-    """The pair of log-probs that turns a token-level loss into GSPO-token (arXiv 2507.18071, section 4.3).
+    """Return the log-prob pair that turns a token-level loss into GSPO-token (arXiv 2507.18071, section 4.3).
 
-    s_it = sg[s_i] · π(y_it) / sg[π(y_it)]: the sequence's ratio in value, the token's own log-prob in gradient. A loss
-    that forms exp(logps - old_logps) gets exactly that from (log π - sg[log π], -sg[log s_i]).
+    s_it = sg[s_i] · π(y_it) / sg[π(y_it)]: the value is the sequence's ratio, the gradient that of the token's own
+    log-prob. A loss that forms exp(logps - old_logps) gets exactly this ratio from the pair
+    (log π - sg[log π], -sg[log s_i]).
 
-    Gradient: through the first member, one for one; the second is detached. The difference is bit-equal to log s_i,
-    because log π - sg[log π] is exactly 0. Leaving log π in place and handing over sg[log π] - log s_i is the same on
-    paper, but its rounding is of the size of the paper's clip range (3e-4) times 1e-3, enough to split a sequence.
+    Gradient: flows through the first member with a factor of 1. The second member is detached.
+
+    The difference of the pair is bit-equal to log s_i, because log π - sg[log π] is exactly 0. The pair
+    (log π, sg[log π] - log s_i) is the same on paper. But its rounding error is about 1e-3 times the paper's clip
+    range (3e-4), so a clip bound could separate tokens of one sequence.
 
     Args:
         logps: (B, T) log-probs under the policy, finite everywhere.

@@ -1,11 +1,16 @@
 """Estimators of KL(π || π_ref) from one sampled token, and what their gradients estimate.
 
-r = π_ref / π and ρ = π / π_old at the sampled token, where π_old is what sampled it. Corrected, each has the gradient
-of KL(π || π_ref) in expectation under π_old; plain, on policy, k1 has none, k2 that one, and k3 that of the forward
-KL(π_ref || π). All of it is enumerated in `tests/functional/test_kl.py`.
+Notation: r = π_ref / π and ρ = π / π_old at the sampled token, where π_old is the policy that sampled it.
 
-Each is the KL of one token given its prefix. Their sum does not have the gradient of the KL of whole sequences, which
-also carries what a token does to the divergence of those after it; prefixes come from π_old.
+Expected gradients, which `tests/functional/test_kl.py` checks by enumeration:
+
+- The corrected estimators have the gradient of KL(π || π_ref), in expectation under π_old.
+- `k1` has no expected gradient on-policy.
+- `k2` has the gradient of KL(π || π_ref) on-policy.
+- `k3` has the gradient of the forward KL(π_ref || π) on-policy.
+
+Each estimator is the KL of one token given its prefix, and prefixes come from π_old. The sum over tokens does not have
+the gradient of the KL of whole sequences, which also contains the effect of a token on the divergence of later tokens.
 """
 
 from torch import Tensor
@@ -14,7 +19,9 @@ __all__ = ["corrected_k1", "corrected_k2", "corrected_k3", "k1", "k2", "k3"]
 
 
 def k1(logps: Tensor, ref_logps: Tensor) -> Tensor:
-    """-log r: unbiased in value under π, of either sign. As a loss it teaches nothing; see `corrected_k1`.
+    """Return -log r: unbiased in value under π, of either sign.
+
+    As a loss it teaches nothing: use `corrected_k1` instead.
 
     Gradient: d log π, through `logps`.
 
@@ -33,7 +40,7 @@ def k1(logps: Tensor, ref_logps: Tensor) -> Tensor:
 
 
 def k2(logps: Tensor, ref_logps: Tensor) -> Tensor:
-    """(log r)² / 2: non-negative, biased in value, with the gradient of the reverse KL on policy.
+    """Return (log r)² / 2: non-negative, biased in value, with the gradient of the reverse KL on-policy.
 
     Gradient: -log r · d log π, through `logps`.
 
@@ -52,10 +59,10 @@ def k2(logps: Tensor, ref_logps: Tensor) -> Tensor:
 
 
 def k3(logps: Tensor, ref_logps: Tensor) -> Tensor:
-    """r - log r - 1: non-negative and unbiased in value under π.
+    """Return r - log r - 1: non-negative and unbiased in value under π.
 
-    The KL of GRPO (arXiv 2402.03300, eq. 4). As a loss its expected gradient on policy is that of the *forward*
-    KL(π_ref || π); see `corrected_k3`.
+    This is the KL of GRPO (arXiv 2402.03300, eq. 4). As a loss, its expected gradient on-policy is that of the
+    *forward* KL(π_ref || π); see `corrected_k3`.
 
     Gradient: (1 - r) d log π, through `logps`.
 
@@ -71,14 +78,14 @@ def k3(logps: Tensor, ref_logps: Tensor) -> Tensor:
     0.306853
     """
     log_r = ref_logps - logps
-    # expm1 keeps the digits that exp(x) - x - 1 loses near x = 0, where a trained policy spends its time
+    # expm1 keeps the digits that exp(x) - x - 1 loses near x = 0, the usual case in training
     return log_r.expm1() - log_r
 
 
 def corrected_k1(logps: Tensor, ref_logps: Tensor, log_ratio: Tensor) -> Tensor:
-    """ρ · k1: value and gradient unbiased for KL(π || π_ref), the gradient noisier than `corrected_k3`'s.
+    """Return ρ · k1: unbiased for KL(π || π_ref) in value and gradient, with a noisier gradient than `corrected_k3`.
 
-    Gradient: through both factors. Without the ratio it would be d log π, which is 0 in expectation on policy.
+    Gradient: through both factors. Without the ratio it would be d log π, which is 0 in expectation on-policy.
 
     Args:
         logps: (B, T) log-probs under the policy, in nats.
@@ -96,9 +103,9 @@ def corrected_k1(logps: Tensor, ref_logps: Tensor, log_ratio: Tensor) -> Tensor:
 
 
 def corrected_k2(logps: Tensor, ref_logps: Tensor, log_ratio: Tensor) -> Tensor:
-    """sg[ρ] · k2: sample by sample the gradient of `corrected_k3`, with another value.
+    """Return sg[ρ] · k2: the gradient of `corrected_k3` for every sample, but another value.
 
-    Gradient: through k2 alone. Through the ratio too, it would be that of E[k2], which is not a KL.
+    Gradient: through k2 only. If it also went through the ratio, it would be the gradient of E[k2], which is not a KL.
 
     Args:
         logps: (B, T) log-probs under the policy, in nats.
@@ -116,13 +123,13 @@ def corrected_k2(logps: Tensor, ref_logps: Tensor, log_ratio: Tensor) -> Tensor:
 
 
 def corrected_k3(logps: Tensor, ref_logps: Tensor, log_ratio: Tensor) -> Tensor:
-    """ρ · k3, DeepSeek-V3.2's unbiased KL (arXiv 2512.02556, section 3.1).
+    """Return ρ · k3, DeepSeek-V3.2's unbiased KL (arXiv 2512.02556, section 3.1).
 
-    Gradient: through both factors, -ρ log r · d log π. With the ratio detached it would be the forward KL's. The ratio
-    is per token whatever the loss's own level, and is not clipped.
+    Gradient: through both factors, -ρ log r · d log π. With a detached ratio it would be the gradient of the forward
+    KL. The ratio is always per token, even if the loss uses a sequence-level ratio, and it is not clipped.
 
-    Differs from TRL 1.16 under a sequence-level ratio: TRL multiplies by the sequence ratio there
-    (huggingface/trl#6586), which estimates no KL.
+    With a sequence-level ratio this differs from TRL 1.16, which multiplies by the sequence ratio
+    (huggingface/trl#6586). That product estimates no KL.
 
     Args:
         logps: (B, T) log-probs under the policy, in nats.
@@ -130,8 +137,8 @@ def corrected_k3(logps: Tensor, ref_logps: Tensor, log_ratio: Tensor) -> Tensor:
         log_ratio: (B, T), log ρ = log π - log π_old of the same tokens, with its gradient.
 
     Returns:
-        (B, T), in nats, 0 or above. Overflows float32 where the reference is 88 nats or more above the policy, as
-        TRL's does.
+        (B, T), in nats, 0 or above. It overflows float32, as in TRL, if the reference is 88 nats or more above the
+        policy.
 
     >>> import math, torch
     >>> logps, ref_logps = torch.tensor([[0.0]]), torch.tensor([[math.log(2.0)]])

@@ -1,8 +1,10 @@
-"""Which sequences a policy term leaves out because they are too far from what sampled them. True = keep.
+"""Masks that drop sequences from the policy term if they are too far off-policy. True = keep.
 
-A mask multiplies the policy term and nothing else: the KL stays, and dropped sequences still count in every mean, so
-that dropping one does not weigh the others up. No gradient flows through a mask. `sampler_logps` may be NaN where an
-engine could not score a token, which is no evidence either way: such a token counts as equally likely under both.
+A mask multiplies only the policy term. The KL stays, and dropped sequences still count in every mean, so that dropping
+one sequence does not increase the weight of the others. No gradient flows through a mask.
+
+The sampler is the inference engine or policy that generated the tokens. `sampler_logps` may be NaN where an engine
+could not score a token. NaN is no evidence either way, so such a token counts as equally likely under both policies.
 """
 
 from torch import Tensor
@@ -13,11 +15,11 @@ __all__ = ["geometric_mask", "log_ratio", "off_policy_mask", "off_policy_statist
 
 
 def log_ratio(logps: Tensor, sampler_logps: Tensor) -> Tensor:
-    """log π - log μ without gradient, 0 where the sampler's log-prob is NaN.
+    """Return log π - log μ without gradient, and 0 where the sampler's log-prob is NaN.
 
     Args:
         logps: (B, T) log-probs under a policy, in nats.
-        sampler_logps: (B, T) log-probs under what sampled, same tokens.
+        sampler_logps: (B, T) log-probs under the sampler, same tokens.
 
     Returns:
         (B, T), in nats.
@@ -31,18 +33,18 @@ def log_ratio(logps: Tensor, sampler_logps: Tensor) -> Tensor:
 
 
 def off_policy_statistic(logps: Tensor, sampler_logps: Tensor, mask: Tensor) -> Tensor:
-    """1/|y_i| sum_t log(μ / π): positive where the policy has made the sequence less likely than it was sampled.
+    """Return 1/|y_i| sum_t log(μ / π): positive if the sequence is now less likely than when it was sampled.
 
-    DeepSeek-V3.2 (arXiv 2512.02556, section 3.1), whose μ is the inference engine's probability. With the policy at
-    rollout in its place it is -log s_i of GSPO.
+    Source: DeepSeek-V3.2 (arXiv 2512.02556, section 3.1), where μ is the inference engine's probability. If μ is the
+    policy at rollout instead, the statistic is -log s_i of GSPO.
 
     Args:
-        logps: (B, T) log-probs under the policy as it is now, in nats.
-        sampler_logps: (B, T) log-probs under what sampled, same tokens.
+        logps: (B, T) log-probs under the current policy, in nats.
+        sampler_logps: (B, T) log-probs under the sampler, same tokens.
         mask: (B, T) bool, True = loss token.
 
     Returns:
-        (B, 1), in nats a token; 0 for a sequence without loss tokens.
+        (B, 1), in nats per token; 0 for a sequence without loss tokens.
 
     Raises:
         ValueError: shapes differ, or `mask` is not boolean.
@@ -56,22 +58,22 @@ def off_policy_statistic(logps: Tensor, sampler_logps: Tensor, mask: Tensor) -> 
 
 
 def off_policy_mask(advantages: Tensor, statistic: Tensor, mask: Tensor, *, threshold: float) -> Tensor:
-    """DeepSeek-V3.2's off-policy sequence mask (arXiv 2512.02556, section 3.1): one decision a sequence.
+    """Return DeepSeek-V3.2's off-policy sequence mask (arXiv 2512.02556, section 3.1): one decision per sequence.
 
-    Drops a sequence whose advantage is negative and whose statistic exceeds the threshold. With advantages per token
-    the sign is that of their mean over loss tokens; TRL 1.16 decides token by token there.
+    The mask drops a sequence whose advantage is negative and whose statistic exceeds the threshold. If advantages are
+    per token, the sign of their mean over loss tokens decides. TRL 1.16 decides token by token in that case.
 
     Args:
         advantages: (B, 1) or (B, T).
         statistic: (B, 1), from `off_policy_statistic`.
         mask: (B, T) bool, True = loss token.
-        threshold: δ, in nats a token. Infinity drops nothing.
+        threshold: δ, in nats per token. Infinity drops nothing.
 
     Returns:
         (B, 1) bool, True = keep.
 
     Raises:
-        ValueError: advantages per token are not of the mask's shape, or `mask` is not boolean.
+        ValueError: per-token advantages do not have the mask's shape, or `mask` is not boolean.
 
     >>> import torch
     >>> mask = torch.ones(3, 2, dtype=torch.bool)
@@ -85,9 +87,9 @@ def off_policy_mask(advantages: Tensor, statistic: Tensor, mask: Tensor, *, thre
 
 
 def geometric_mask(mismatch: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
-    """Keeps sequences whose geometric-mean ratio of trainer to sampler lies in [low, high], whatever the advantage.
+    """Keep sequences whose geometric-mean ratio of trainer to sampler is in [low, high], for any advantage.
 
-    A mean, not a product: the bounds mean the same for long answers as for short ones.
+    The ratio is a mean, not a product, so the bounds mean the same for long and for short answers.
 
     Args:
         mismatch: (B, T), log π_old - log μ of the sampled tokens, from `log_ratio`.
@@ -111,7 +113,7 @@ def geometric_mask(mismatch: Tensor, mask: Tensor, *, low: float, high: float) -
 
 
 def token_veto(mismatch: Tensor, mask: Tensor, *, threshold: float) -> Tensor:
-    """Drops a sequence in which the trainer finds any one token far less likely than the sampler did.
+    """Drop each sequence that has a token much less likely under the trainer than under the sampler.
 
     Args:
         mismatch: (B, T), log π_old - log μ of the sampled tokens, from `log_ratio`.

@@ -1,7 +1,7 @@
-"""Statistics of samples that come in batches, over processes and time: what adds up, and what follows from the sum.
+"""Statistics over batches, processes and time, computed from totals that can be added.
 
-A mean of quantiles or of effective sample sizes over small batches is none of the whole. Here each batch gives totals,
-a float64 vector; totals add; and the statistic is read off their sum.
+Quantiles and effective sample sizes of small batches cannot be averaged to those of the whole. Each batch therefore
+yields totals, a float64 vector. The totals are added, and the statistic is computed from their sum.
 """
 
 import math
@@ -24,11 +24,11 @@ __all__ = [
 
 LARGEST_COUNT = 4096
 _PER_DECADE = 50
-_EDGES = 1e-9 * 10 ** (torch.arange(12 * _PER_DECADE + 1, dtype=torch.float64) / _PER_DECADE)  # to 1e3
+_EDGES = 1e-9 * 10 ** (torch.arange(12 * _PER_DECADE + 1, dtype=torch.float64) / _PER_DECADE)  # up to 1e3
 
 
 def mean_totals(values: Tensor) -> Tensor:
-    """What `mean` needs of (n,) values.
+    """Return the totals of (n,) values that `mean` needs.
 
     >>> mean(mean_totals(torch.tensor([1.0, 2.0])) + mean_totals(torch.tensor([6.0])))
     3.0
@@ -38,21 +38,21 @@ def mean_totals(values: Tensor) -> Tensor:
 
 
 def mean(totals: Tensor) -> float:
-    """Of all values that went into `totals`; NaN where there were none."""
+    """Return the mean of all values in `totals`, or NaN if there are none."""
     total, count = (float(x) for x in totals)
     return total / count if count else math.nan
 
 
 def sample_size_totals(log_weights: Tensor) -> Tensor:
-    """What `effective_sample_size` needs of (n,) log importance weights."""
+    """Return the totals of (n,) log importance weights that `effective_sample_size` needs."""
     weights = log_weights.double().exp()
     return torch.stack([weights.sum(), (weights**2).sum(), weights.new_tensor(len(weights))])
 
 
 def effective_sample_size(totals: Tensor) -> float:
-    """Kish's (sum w)² / (n sum w²), as a share of the n samples: 1 for equal weights, 1/n where one has all of it.
+    """Return Kish's effective sample size as a share of the n samples, (sum w)² / (n sum w²).
 
-    NaN where there were none.
+    It is 1 for equal weights, 1/n if one sample has all the weight, and NaN if there are no samples.
 
     >>> log_weights = torch.tensor([1.0, 1.0, 1.0, 3.0]).log()
     >>> round(effective_sample_size(sample_size_totals(log_weights)), 6)  # 36 / (4 * 12)
@@ -63,19 +63,19 @@ def effective_sample_size(totals: Tensor) -> float:
 
 
 def histogram(values: Tensor) -> Tensor:
-    """Counts for `quantile` of (n,) values but NaN, in bins 4.7 % wide on both sides of zero, 1e-9 to 1e3."""
+    """Count (n,) values without NaN for `quantile`, in bins 4.7 % wide on both sides of zero, from 1e-9 to 1e3."""
     values = values[~values.isnan()].double()
     bins = torch.bucketize(values.abs(), _EDGES.to(values.device)) * values.sign().long()
     return torch.bincount(bins + len(_EDGES), minlength=2 * len(_EDGES) + 1).double()
 
 
 def count_totals(counts: Tensor) -> Tensor:
-    """How many of (n,) counts are 0, 1, 2 and so on; from `LARGEST_COUNT` on they count as that."""
+    """Return how many of (n,) counts are 0, 1, 2 and so on. Counts above `LARGEST_COUNT` are taken as that."""
     return torch.bincount(counts.long().clamp(max=LARGEST_COUNT), minlength=LARGEST_COUNT + 1).double()
 
 
 def count_mean(totals: Tensor) -> float:
-    """Of all counts that went into `totals`; NaN where there were none.
+    """Return the mean of all counts in `totals`, or NaN if there are none.
 
     >>> totals = count_totals(torch.tensor([1, 1])) + count_totals(torch.tensor([3, 7]))
     >>> count_mean(totals), count_quantile(totals, 0.5), count_quantile(totals, 0.75)
@@ -87,15 +87,16 @@ def count_mean(totals: Tensor) -> float:
 
 
 def count_quantile(totals: Tensor, share: float) -> float:
-    """The count that a `share` of those in `totals` does not exceed; NaN where there were none."""
+    """Return the count that a `share` of the counts in `totals` does not exceed, or NaN if there are none."""
     reached = totals.cumsum(0)
     return int((reached < share * reached[-1]).sum()) if reached[-1] else math.nan
 
 
 def quantile(counts: Tensor, share: float) -> float:
-    """The value that a `share` of those counted by `histogram` does not exceed, to within 2.4 % of itself.
+    """Return the value that a `share` of the values in a `histogram` does not exceed, to within 2.4 % of itself.
 
-    0 stands for anything below 1e-9 in size, 977 for all from 1e3 on; NaN where nothing was counted.
+    Values below 1e-9 in size are returned as 0, and values from 1e3 on as 977, with their sign. The result is NaN if
+    there are no values.
 
     >>> counts = histogram(torch.tensor([-0.5, 0.0, 0.001, 0.002])) + histogram(torch.tensor([0.003]))
     >>> quantile(counts, 0.4), round(quantile(counts, 0.8), 5)

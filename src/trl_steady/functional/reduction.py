@@ -1,4 +1,4 @@
-"""From one value per token to one per sequence, or to a loss: a reduction to a loss is a (B, T) matrix of weights."""
+"""Reduce one value per token to one per sequence, or to a loss by a (B, T) matrix of weights."""
 
 import torch
 from torch import Tensor
@@ -7,7 +7,7 @@ __all__ = ["sequence_mean", "sequence_mean_weights", "sequence_sum_weights", "to
 
 
 def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
-    """Mean of `values` over each sequence's loss tokens; 0 for a sequence that has none.
+    """Return the mean of `values` over each sequence's loss tokens, or 0 for a sequence that has none.
 
     |y_i| counts loss tokens only.
 
@@ -32,14 +32,14 @@ def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def sequence_mean_weights(mask: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """1 / (B |y_i|): the mean over sequences of the mean over their tokens.
+    """Return the weights 1 / (B |y_i|) of the mean over sequences of the mean over their tokens.
 
-    GRPO (arXiv 2402.03300, eq. 3), GSPO (arXiv 2507.18071, section 4.1). A sequence without loss tokens counts in B,
-    as in TRL.
+    Source: GRPO (arXiv 2402.03300, eq. 3), GSPO (arXiv 2507.18071, section 4.1). A sequence without loss tokens counts
+    in B, as in TRL.
 
     Args:
         mask: (B, T) bool, True = loss token.
-        dtype: Of the weights; that of the values, or they round.
+        dtype: Dtype of the weights. Use the dtype of the values to avoid rounding.
 
     Returns:
         (B, T) of `dtype`, 0 where `mask` is False.
@@ -53,11 +53,13 @@ def sequence_mean_weights(mask: Tensor, *, dtype: torch.dtype = torch.float32) -
 
 
 def sequence_sum_weights(mask: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """1 / B: the mean over sequences of the sum over their tokens (LUSPO's length-unbiased reduction).
+    """Return the weights 1 / B of the mean over sequences of the sum over their tokens.
+
+    This is LUSPO's length-unbiased reduction.
 
     Args:
         mask: (B, T) bool, True = loss token.
-        dtype: Of the weights; that of the values, or they round.
+        dtype: Dtype of the weights. Use the dtype of the values to avoid rounding.
 
     Returns:
         (B, T) of `dtype`, 0 where `mask` is False.
@@ -71,12 +73,14 @@ def sequence_sum_weights(mask: Tensor, *, dtype: torch.dtype = torch.float32) ->
 
 
 def token_weights(mask: Tensor, tokens: Tensor | float, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """1 / `tokens` for every loss token: of the batch (BNPO), or a constant (Dr. GRPO).
+    """Return the weight 1 / `tokens` for every loss token.
+
+    `tokens` is the number of loss tokens in the batch for BNPO, and a constant for Dr. GRPO.
 
     Args:
         mask: (B, T) bool, True = loss token.
-        tokens: By how many the sum is divided; at least 1 is taken.
-        dtype: Of the weights; that of the values, or they round.
+        tokens: Divisor of the sum. Values below 1 count as 1.
+        dtype: Dtype of the weights. Use the dtype of the values to avoid rounding.
 
     Returns:
         (B, T) of `dtype`, 0 where `mask` is False.
@@ -90,7 +94,7 @@ def token_weights(mask: Tensor, tokens: Tensor | float, *, dtype: torch.dtype = 
 
 
 def _check(mask: Tensor, *others: Tensor) -> None:
-    """Refuse what would broadcast: at B == T a (B,) tensor would go along the wrong axis without a word."""
+    """Raise on shapes that would broadcast: if B == T, a (B,) tensor would silently follow the wrong axis."""
     if mask.dim() != 2 or mask.dtype != torch.bool:
         raise ValueError(f"mask must be a boolean (B, T) tensor, got {tuple(mask.shape)} of {mask.dtype}.")
     for other in others:

@@ -1,7 +1,7 @@
-"""TRL's `GRPOTrainer` with its private seam under names of ours.
+"""TRL's `GRPOTrainer`, with public methods of trl-steady in place of TRL's private ones.
 
-The only package that names private attributes of TRL. `CONTRACT` lists all that TRL's `_compute_loss` reads, each with
-how it is honoured under our losses; a test holds it against the installed TRL and says by name what moved.
+Only this package names private attributes of TRL. `CONTRACT` lists everything that TRL's `_compute_loss` reads, and
+how trl-steady's losses treat it. A test compares it with the installed TRL and names each difference.
 """
 
 from importlib.metadata import version
@@ -16,7 +16,7 @@ if Version("1.16") > _TRL or _TRL.major >= 2:  # 2.0.dev0 counts as 2
 if not trl.GRPOTrainer.__module__.startswith("trl."):
     raise ImportError(
         f"trl.GRPOTrainer has been replaced by {trl.GRPOTrainer.__module__}, whose loss does not pass through TRL's "
-        "_compute_loss. trl-steady works with TRL's own trainer: import it without the package that patches TRL."
+        "_compute_loss. trl-steady needs TRL's own trainer. Import trl_steady without the package that patches TRL."
     )
 
 from trl_steady.host.contract import CONTRACT, Contract  # noqa: E402

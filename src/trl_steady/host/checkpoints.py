@@ -1,4 +1,4 @@
-"""TRL's trainer with checkpoints that are whole or not there, and resume exactly wherever they were taken."""
+"""TRL's trainer with checkpoints that appear only when complete, and with an exact resume from any step."""
 
 import json
 import os
@@ -22,7 +22,7 @@ __all__ = ["CheckpointingTrainer"]
 
 
 class CheckpointingTrainer(MeasuringTrainer):
-    """`trl.GRPOTrainer` whose checkpoints survive a kill and hold what TRL leaves out: the rollouts in use."""
+    """`trl.GRPOTrainer` whose checkpoints survive a killed save and also contain the rollouts in use."""
 
     _writes_checkpoint = False
     _train_sampler: Sampler[Any] | None = None
@@ -35,16 +35,16 @@ class CheckpointingTrainer(MeasuringTrainer):
             if lost:
                 raise ValueError(
                     f"load_best_model_at_end=True cannot load a fully trained {type(self.model).__name__}: "
-                    f"transformers saves {len(lost)} of its tensors under other names than it loads them, {min(lost)} "
-                    "among them. Set load_best_model_at_end=False, keep "
+                    f"transformers saves {len(lost)} of its tensors under other names than it loads, for example "
+                    f"{min(lost)}. Set load_best_model_at_end=False, keep "
                     f"metric_for_best_model={self.args.metric_for_best_model!r}, and after training load "
-                    "trainer.state.best_model_checkpoint with from_pretrained; or train an adapter."
+                    "trainer.state.best_model_checkpoint with from_pretrained. Or train an adapter."
                 )
 
     def get_batch_samples(self, *arguments: Any, **keywords: Any) -> Any:
-        """The micro-batches of an optimizer step; none for a run that was resumed after its last one.
+        """Return the micro-batches of an optimizer step, or none if the run was resumed after its last step.
 
-        transformers would take one step more.
+        transformers would take one more step.
         """
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
@@ -57,24 +57,28 @@ class CheckpointingTrainer(MeasuringTrainer):
 
     def _get_output_dir(self, trial: Any) -> str:
         folder = super()._get_output_dir(trial)
-        return os.path.join(folder, "_unfinished") if self._writes_checkpoint else folder  # "_": not for the hub
+        # the upload to the Hub skips names that begin with "_"
+        return os.path.join(folder, "_unfinished") if self._writes_checkpoint else folder
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        """Write a checkpoint aside, and move it into place when it is whole; a kill leaves those before it."""
+        """Write a checkpoint to a temporary folder and move it into place when it is complete.
+
+        If the process is killed meanwhile, earlier checkpoints stay intact.
+        """
         run = super()._get_output_dir(trial)
         checkpoint = Path(run, f"checkpoint-{self.state.global_step}")
         self._writes_checkpoint = True
         try:
             unfinished = Path(self._get_output_dir(trial), checkpoint.name)
             if self.accelerator.is_local_main_process:
-                shutil.rmtree(unfinished.parent, ignore_errors=True)  # of a run that was killed
+                shutil.rmtree(unfinished.parent, ignore_errors=True)  # left over from a run that was killed
             self.accelerator.wait_for_everyone()
             super()._save_checkpoint(model, trial)
             if not self.args.save_only_model:
                 self.add_to_checkpoint(unfinished)
         finally:
             self._writes_checkpoint = False
-        if self.state.best_global_step:  # transformers has looked for it in the folder of the unfinished one
+        if self.state.best_global_step:  # transformers has looked for the best one in the temporary folder
             best = os.path.join(run, f"checkpoint-{self.state.best_global_step}")
             if os.path.exists(best) or Path(best) == checkpoint:
                 self.state.best_model_checkpoint = best
@@ -84,7 +88,7 @@ class CheckpointingTrainer(MeasuringTrainer):
         if self.accelerator.is_main_process:
             _publish(unfinished, checkpoint)
         self.accelerator.wait_for_everyone()
-        if self.accelerator.is_local_main_process and unfinished.exists():  # another machine with a disk of its own
+        if self.accelerator.is_local_main_process and unfinished.exists():  # another machine with its own disk
             _publish(unfinished, checkpoint)
         self.accelerator.wait_for_everyone()
         if self.args.push_to_hub:
@@ -102,9 +106,9 @@ class CheckpointingTrainer(MeasuringTrainer):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def add_to_checkpoint(self, checkpoint: Path) -> None:
-        """Add to a checkpoint what TRL leaves out: the rollouts in use, the position in them, metrics not yet logged.
+        """Add the rollouts in use, the position in them and the metrics not yet logged to a checkpoint.
 
-        Every process calls it, and writes its own file.
+        Every process must call this method. Each writes its own file.
         """
         checkpoint.mkdir(parents=True, exist_ok=True)
         window = {
@@ -112,7 +116,7 @@ class CheckpointingTrainer(MeasuringTrainer):
             "position": self._step,
             "rollouts": self._buffered_inputs if self._step % generation_interval(self) else None,
             "metrics": dict(self._metrics["train"]),
-            # as numbers, which `map_location` leaves where they are
+            # as numbers, which `map_location` does not move to a device
             "pool": {key: totals.tolist() for key, totals in self._pool["train"].items()},
             "tables": self._tables(),
         }
@@ -122,26 +126,28 @@ class CheckpointingTrainer(MeasuringTrainer):
         """Restore what `add_to_checkpoint` added.
 
         Raises:
-            ValueError: the checkpoint is of another model; lies inside a generation window, and its rollouts are
-                missing or of other settings; or in the second pass over a stream of data, with steps left to take.
+            ValueError: The checkpoint cannot be resumed exactly. It is of another model. Or it was taken inside a
+                generation window, and its rollouts are missing or were made with other settings. Or it was taken in
+                the second pass over a stream of data, and the run has steps left.
         """
-        self._refuse_another_model(checkpoint)  # once more for DeepSpeed, which loads in a way of its own
-        # transformers counts max_steps as the epoch of a stream: the end of the first pass is 1.0 or below
+        self._refuse_another_model(checkpoint)  # again, because DeepSpeed does not use `_load_from_checkpoint`
+        # for a stream, transformers takes max_steps as one epoch: the end of the first pass is 1.0 or below
         is_in_later_pass = self._train_sampler is None and (self.state.epoch or 0) > 1
         if is_in_later_pass and self.state.global_step < self.state.max_steps:
             raise ValueError(
-                f"{checkpoint} was taken after the stream of training data had begun again, where transformers cannot "
-                "find the place. Resume from a checkpoint in the first pass, or use a dataset that has a length."
+                f"{checkpoint} was taken after the stream of training data had started again, where transformers "
+                "cannot restore the position. Resume from a checkpoint of the first pass, or use a dataset that has a "
+                "length."
             )
-        for _ in range(int(self.state.epoch or 0)):  # TRL's sampler draws one order an epoch, from one generator
+        for _ in range(int(self.state.epoch or 0)):  # TRL's sampler draws each epoch's order from one generator
             next(iter(self._train_sampler or ()), None)
         interval, file = generation_interval(self), checkpoint / self._window_file()
         if not file.is_file():
             if self.state.global_step * self.args.gradient_accumulation_steps % interval:
                 raise ValueError(
-                    f"{checkpoint} lies inside a generation window and holds no {file.name}: it was written by TRL, "
-                    "by fewer processes, or with save_only_model=True, and cannot be resumed exactly. Resume from a "
-                    f"checkpoint at a whole number of windows ({interval} micro-batches each)."
+                    f"{checkpoint} was taken inside a generation window and has no {file.name}, so it cannot be "
+                    "resumed exactly: it was written by TRL, by fewer processes, or with save_only_model=True. Resume "
+                    f"from a checkpoint at the end of a window (every {interval} micro-batches)."
                 )
             return
         window = torch.load(file, map_location=self.accelerator.device.type, weights_only=True)
@@ -162,7 +168,7 @@ class CheckpointingTrainer(MeasuringTrainer):
                     self._logs[name][column].extend(cells)
 
     def _tables(self) -> str:
-        """The table of completions of the rollouts in use; none if there are images in it."""
+        """Return the table of completions of the rollouts in use as JSON; an empty one if it contains images."""
         lists = {name: list(self._logs[name]) for name in ("prompt", "completion", "advantages")}
         columns = {name: {k: list(v) for k, v in self._logs[name].items()} for name in ("rewards", "extra")}
         try:
@@ -186,7 +192,7 @@ class CheckpointingTrainer(MeasuringTrainer):
         refuse_another_model(checkpoint, self.accelerator.unwrap_model(self.model, keep_torch_compile=False))
 
     def load_model_from(self, checkpoint: Path, model: torch.nn.Module | None) -> None:
-        """Load the policy from a checkpoint: here as transformers does."""
+        """Load the policy from a checkpoint as transformers does; subclasses may override this method."""
         super()._load_from_checkpoint(str(checkpoint), model)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
@@ -195,27 +201,27 @@ class CheckpointingTrainer(MeasuringTrainer):
         lost = not_loaded(tensors, tensors.keys() - set(load_result.missing_keys))
         if not lost:
             return
-        lacks = f"the checkpoint lacks {len(lost)} of the model's {len(tensors)} tensors, {min(lost)} among them: "
+        lacks = f"the checkpoint lacks {len(lost)} of the model's {len(tensors)} tensors, for example {min(lost)}: "
         if set(lost) <= set(saved_otherwise(self.model)):
             raise ValueError(
-                f"{lacks}transformers saves models of this kind under other names than it loads them, and goes on "
-                "with the initial ones. Train an adapter, or begin a new run with the checkpoint as its model."
+                f"{lacks}transformers saves models of this kind under other names than it loads, and would keep the "
+                "initial tensors. Train an adapter, or start a new run with the checkpoint as its model."
             )
         raise ValueError(
             f"{lacks}it is of a {type(self.model).__name__} with other tensors. Give the trainer the model that the "
-            "run began with."
+            "run started with."
         )
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
         self.save_policy(output_dir, state_dict)
 
     def save_policy(self, folder: str | None, state_dict: Any) -> None:
-        """Write the policy to a folder: here as transformers does."""
+        """Write the policy to a folder as transformers does; subclasses may override this method."""
         super()._save(folder, state_dict)
 
 
 def _publish(unfinished: Path, checkpoint: Path) -> None:
-    if checkpoint.exists():  # of a run that was resumed from an earlier one
+    if checkpoint.exists():  # from a run that was later resumed at an earlier checkpoint
         os.replace(checkpoint, unfinished.parent / "replaced")
     os.replace(unfinished, checkpoint)
     shutil.rmtree(unfinished.parent, ignore_errors=True)

@@ -1,4 +1,4 @@
-"""What TRL's `_compute_loss` reads, and how it is honoured under our losses; data, held against TRL by a test."""
+"""Table of everything that TRL's `_compute_loss` reads, and how trl-steady treats it; a test compares it with TRL."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -8,7 +8,7 @@ __all__ = ["CONTRACT", "FORWARDED", "Contract"]
 
 @dataclass(frozen=True)
 class Contract:
-    """What TRL's `_compute_loss` reads, by kind: name -> how our losses honour or refuse it."""
+    """Names in TRL that trl-steady depends on, by kind: name -> how trl-steady's losses honour or refuse it."""
 
     attributes: Mapping[str, str]
     """`self.NAME`"""
@@ -17,27 +17,27 @@ class Contract:
     inputs: Mapping[str, str]
     """`inputs["NAME"]`"""
     parameters: Mapping[str, tuple[str, ...]]
-    """Methods we wrap -> their parameters"""
+    """Methods of the trainer that trl-steady wraps -> their parameters"""
     buffering: Mapping[str, str]
-    """What `_prepare_inputs` reads of the trainer -> how a checkpoint inside a generation window deals with it"""
+    """Attributes that `_prepare_inputs` reads -> how a checkpoint inside a generation window treats them"""
     engine: Mapping[str, tuple[str, ...]]
-    """Methods of its vLLM engine that we wrap -> their parameters"""
+    """Methods of TRL's vLLM engine that trl-steady wraps -> their parameters"""
     head: Mapping[str, tuple[str, ...]]
-    """Functions of its fused LM head that we call or answer for -> their parameters"""
+    """Functions of TRL's fused LM head that trl-steady calls or replaces -> their parameters"""
     command: Mapping[str, tuple[str, ...]]
-    """Functions of its command line that we call or answer for -> their parameters"""
+    """Functions of TRL's command line that trl-steady calls or replaces -> their parameters"""
     scoring: Mapping[str, str]
-    """What the scoring method gives a model and takes from it -> what becomes of it without padding"""
+    """Inputs and outputs of the model in TRL's scoring method -> how padding-free passes treat them"""
 
 
 _BY_TRL = "honoured: TRL's own code runs"
 _CUT = "cut to the columns with tokens"
-_LAID = "cut to the columns with tokens; laid end to end where the model allows"
-_PASSED_ON = "passed on; the row is not laid end to end"
+_LAID = "cut to the columns with tokens; packed if the model allows it"
+_PASSED_ON = "passed on; the row is not packed"
 FORWARDED = "honoured: forwarded to TRL's scoring method by name"
-_OUR_KL = "honoured: our KL is divided as TRL's loss is"
+_OUR_KL = "honoured: our KL is normalised like TRL's loss"
 _NOT_READ = (
-    "refused when set under gspo and gspo_token, whose loss does not read it; else honoured: TRL's own code runs"
+    "refused if set with gspo or gspo_token, whose loss does not read it; otherwise honoured: TRL's own code runs"
 )
 
 CONTRACT = Contract(
@@ -50,19 +50,19 @@ CONTRACT = Contract(
         "accelerator": _BY_TRL,
         "args": "honoured: see the arguments",
         "aux_loss_enabled": "honoured: decides whether we score with the aux loss",
-        "beta": "honoured: 0 for TRL while our KL stands in for TRL's",
+        "beta": "honoured: 0 for TRL while our KL replaces TRL's",
         "current_gradient_accumulation_steps": _OUR_KL,
         "entropy_coef": _BY_TRL,
         "epsilon_high": _BY_TRL,
         "epsilon_low": _BY_TRL,
         "get_gamma_weights": _BY_TRL,
         "get_high_entropy_mask": _BY_TRL,
-        "get_off_policy_mask": "wrapped: one decision a sequence, also with (B, T) advantages; and the other masks",
+        "get_off_policy_mask": "wrapped: one decision per sequence, also with (B, T) advantages; adds the other masks",
         "importance_sampling_level": "honoured: 'sequence' for gspo; 'token' for TRL's code under gspo_token",
         "loss_type": "honoured: 'grpo' for TRL's code under gspo and gspo_token; decides how our KL is reduced",
         "max_completion_length": _OUR_KL,
         "model": _BY_TRL,
-        "off_policy_mask_threshold": "honoured: TRL multiplies by our mask wherever one is on",
+        "off_policy_mask_threshold": "honoured: TRL multiplies by our mask if one is active",
         "router_aux_loss_coef": _BY_TRL,
         "top_entropy_quantile": _BY_TRL,
         "use_adaptive_entropy": _BY_TRL,
@@ -78,30 +78,30 @@ CONTRACT = Contract(
         "sapo_temperature_neg": _NOT_READ,
         "sapo_temperature_pos": _NOT_READ,
         "steps_per_generation": _OUR_KL,
-        "use_bias_correction_kl": "honoured: our KL with the token's ratio where TRL would take the sequence's",
+        "use_bias_correction_kl": "honoured: our KL uses the token's ratio if TRL would use the sequence's",
         "vespo_k_neg": _NOT_READ,
         "vespo_k_pos": _NOT_READ,
         "vespo_lambda_neg": _NOT_READ,
         "vespo_lambda_pos": _NOT_READ,
     },
     inputs={
-        "advantages": "rewritten: (B, T) for gspo_token; (B, T) is refused by gspo",
+        "advantages": "rewritten: gspo_token takes (B, T), set to 0 where the mask is 0; gspo refuses (B, T)",
         "completion_ids": _BY_TRL,
         "completion_mask": _BY_TRL,
         "image_grid_thw": FORWARDED,
         "image_position_ids": FORWARDED,
         "image_sizes": FORWARDED,
-        "importance_sampling_ratio": "rewritten under gspo and gspo_token: cleaned where the mask is 0",
+        "importance_sampling_ratio": "rewritten for gspo and gspo_token: set to 0 where the mask is 0",
         "mm_token_type_ids": FORWARDED,
         "num_images": FORWARDED,
         "num_items_in_batch": _OUR_KL,
         "num_tiles": FORWARDED,
-        "old_per_token_logps": "rewritten: gspo_token's surrogate",
+        "old_per_token_logps": "rewritten: old log-probs of gspo_token's surrogate",
         "pixel_attention_mask": FORWARDED,
         "pixel_values": FORWARDED,
         "prompt_ids": _BY_TRL,
         "prompt_mask": _BY_TRL,
-        "ref_per_token_logps": "rewritten: same origin as the surrogate",
+        "ref_per_token_logps": "rewritten: shifted like gspo_token's surrogate",
         "sampling_per_token_logps": "honoured: read by our masks, KL and metrics",
         "spatial_shapes": FORWARDED,
         "token_type_ids": FORWARDED,
@@ -160,12 +160,12 @@ CONTRACT = Contract(
         "get_train_dataloader": ("self",),
     },
     buffering={
-        "_buffered_inputs": "saved, a file for each process",
-        "_generate_and_score_completions": "wrapped: what is trainable stays so; step rewards become advantages",
+        "_buffered_inputs": "saved, one file per process",
+        "_generate_and_score_completions": "wrapped: parameters stay trainable; step rewards become advantages",
         "_step": "saved",
-        "args": "must be the same at a resume",
+        "args": "must be the same on resume",
         "model": "tells training from evaluation",
-        "num_iterations": "must be the same at a resume",
+        "num_iterations": "must be the same on resume",
     },
     engine={
         "VLLMGeneration._init_vllm": ("self",),
@@ -217,14 +217,14 @@ CONTRACT = Contract(
     scoring={
         "attention_mask": _LAID,
         "aux_loss": "the model's own",
-        "entropy": "put back in the places of the padded batch, 0 where there is no label",
+        "entropy": "scattered back to the padded batch, 0 where there is no label",
         "fused_lm_head": "passed on",
         "image_grid_thw": _PASSED_ON,
         "image_position_ids": _PASSED_ON,
         "image_sizes": _PASSED_ON,
         "input_ids": _LAID,
         "labels": _LAID,
-        "log_probs": "put back in the places of the padded batch, 0 where there is no label",
+        "log_probs": "scattered back to the padded batch, 0 where there is no label",
         "mm_token_type_ids": _CUT,
         "output_router_logits": "passed on",
         "pixel_attention_mask": _PASSED_ON,

@@ -1,4 +1,4 @@
-"""TRL's vLLM engine, with what else it knows of the tokens that it has generated: experts, and kept tokens."""
+"""TRL's vLLM engine, extended to return the experts and the kept tokens of the tokens that it generates."""
 
 import base64
 import functools
@@ -26,20 +26,22 @@ __all__ = ["KEPT_TOKENS", "ROUTES", "Capture", "CapturingGeneration", "capturing
 
 
 class Capture(NamedTuple):
-    """What an engine can be asked to return beside tokens."""
+    """A kind of data that an engine can return in addition to tokens."""
 
     option: str
-    """Of ours, that asks for it."""
+    """trl-steady's option that needs the data."""
     what: str
+    """Name of the data in messages."""
     flag: str
-    """Of vLLM, with which it must be started."""
+    """Flag of vLLM with which the engine must be started."""
     field: str
-    """Of a completion."""
+    """Field of a completion that holds the data."""
     is_on: str
-    """How to have a server return it."""
+    """Command-line flags with which a server returns the data."""
     lost: str
-    """Why a completion may be without it."""
+    """Reason why a completion may lack the data."""
     instead: str
+    """End of a message: an alternative to the option."""
 
 
 ROUTES = Capture(
@@ -48,7 +50,7 @@ ROUTES = Capture(
     flag="enable_return_routed_experts",
     field="routed_experts",
     is_on="--enable-return-routed-experts",
-    lost="some versions return none for a request that was preempted, which more memory for the KV cache avoids",
+    lost="Some versions return none for a request that was preempted; more memory for the KV cache avoids this",
     instead="or set router_replay='R2', which takes the routes of the trainer's own pass",
 )
 KEPT_TOKENS = Capture(
@@ -57,26 +59,26 @@ KEPT_TOKENS = Capture(
     flag="return_sampling_mask",
     field="sampling_mask",
     is_on="--return-sampling-mask --enable-scale-out (the second from vLLM 0.30 on)",
-    lost="that needs vLLM 0.28 or later",
+    lost="This needs vLLM 0.28 or later",
     instead="or set keep_sampling_mask=False",
 )
-_PARTS_WITH_FLAG = ("model_config", "aux_output_config")  # of a server's config; the second from vLLM 0.31 on
+_PARTS_WITH_FLAG = ("model_config", "aux_output_config")  # parts of a server's config; the second from vLLM 0.31 on
 
 
 @contextmanager
 def capturing_engine(captures: Sequence[Capture]) -> Iterator[None]:
-    """TRL's trainers built meanwhile have an engine that returns these."""
+    """Build an engine that returns these data for each of TRL's trainers that is built inside this context."""
     engine = functools.partial(CapturingGeneration, captures=captures)
     with overridden(grpo_trainer, {"VLLMGeneration": engine} if captures else {}):
         yield
 
 
 class CapturingGeneration(VLLMGeneration):
-    """TRL's, started with the capture of routes, of kept tokens or of both, which wait for whoever takes them.
+    """TRL's `VLLMGeneration` that captures routes, kept tokens or both, and stores them until they are taken.
 
     Raises:
-        ValueError: a model without routers; a vLLM that cannot capture, or a server that was started without it; a
-            colocated engine over several GPUs.
+        ValueError: The model has no routers; vLLM cannot capture the data; the server was started without the flag; or
+            a colocated engine uses several GPUs.
     """
 
     def __init__(self, *arguments: Any, captures: Sequence[Capture], **keywords: Any) -> None:
@@ -85,7 +87,7 @@ class CapturingGeneration(VLLMGeneration):
 
     def _init_vllm(self) -> None:
         if ROUTES in self._captures:
-            try:  # before an engine is, which would say it in its own way
+            try:  # before the engine is built, which would raise another error
                 Routers(self.model)
             except ValueError as error:
                 raise ValueError(f"{ROUTES.option}: {error} Leave router_replay unset.") from None
@@ -97,10 +99,10 @@ class CapturingGeneration(VLLMGeneration):
         for capture in self._captures:
             if self.tensor_parallel_size > 1:
                 raise ValueError(
-                    f"{capture.option} with vllm_tensor_parallel_size={self.tensor_parallel_size}: one process alone "
-                    f"would have the {capture.what} of a colocated engine. Set vllm_mode='server', {capture.instead}."
+                    f"{capture.option} with vllm_tensor_parallel_size={self.tensor_parallel_size}: a colocated engine "
+                    f"returns the {capture.what} to one process only. Set vllm_mode='server', {capture.instead}."
                 )
-        # absent without vLLM, which TRL then says
+        # missing if vLLM is not installed; TRL then raises an error
         llm = getattr(vllm_generation, "LLM", None)
         flags = {capture.flag: True for capture in self._captures}
         try:
@@ -110,16 +112,16 @@ class CapturingGeneration(VLLMGeneration):
             for capture in self._captures:
                 if capture.flag in str(error):
                     raise ValueError(
-                        f"{capture.option} needs a vLLM with {capture.flag}, and the one installed{_installed()} has "
-                        f"none. Install a newer one that TRL supports, {capture.instead}."
+                        f"{capture.option} needs a vLLM with {capture.flag}, and the installed one{_installed()} does "
+                        f"not have it. Install a newer one that TRL supports, {capture.instead}."
                     ) from error
             raise
         except ValueError as error:
             if KEPT_TOKENS not in self._captures or "sampling distribution replay" not in str(error):
                 raise
             raise ValueError(
-                f"{KEPT_TOKENS.option}: the vLLM installed{_installed()} cannot return the tokens that it keeps: "
-                f"{error}\nChange that, {KEPT_TOKENS.instead}."
+                f"{KEPT_TOKENS.option}: the installed vLLM{_installed()} cannot return kept tokens: {error}\nChange "
+                f"that, {KEPT_TOKENS.instead}."
             ) from error
 
     def _check_server(self) -> None:
@@ -132,7 +134,7 @@ class CapturingGeneration(VLLMGeneration):
                 )
 
     def generate(self, prompts: Any, *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
-        """TRL's, keeping what is captured."""
+        """Generate as TRL does, and store the captured data."""
         answers: list[Any] = []
         if self.mode == "colocate":
             with overridden(self.llm, {"generate": _kept(self.llm.generate, answers)}):
@@ -159,9 +161,10 @@ class CapturingGeneration(VLLMGeneration):
     def _generate_on_server(
         self, own: Any, captured: dict[str, list[Any]], prompts: Any, features: Any = None, **keywords: Any
     ) -> Any:
-        """What TRL's client answers, and in `captured` what else the server has said of each completion."""
+        """Return the answer of TRL's client, and put the captured data of each completion into `captured`."""
         if features is None and KEPT_TOKENS in self._captures:
-            features = [None] * len(prompts)  # by TRL's way for images, as /v1/completions has no kept tokens
+            # features select TRL's endpoint for images, because /v1/completions returns no kept tokens
+            features = [None] * len(prompts)
         answers: list[Any] = []
         with overridden(self.vllm_client, {"_post": _kept(self.vllm_client._post, answers)}):
             try:
@@ -173,37 +176,37 @@ class CapturingGeneration(VLLMGeneration):
                     f"{KEPT_TOKENS.option} needs /inference/v1/generate of the vLLM server. Start it with "
                     f"{KEPT_TOKENS.is_on}, {KEPT_TOKENS.instead}."
                 ) from error
-        # requests may be answered in any order; the lists of tokens are the very ones of their answers
+        # requests may be answered in any order; the token lists are the same objects as in the answers
         choices = {id(choice["token_ids"]): choice for answer in answers for choice in answer["choices"]}
         for field in self._captured:
             captured[field] = [_compact(field, choices[id(ids)].get(field)) for ids in output["completion_ids"]]
         return output
 
     def take_routes(self, layers: Sequence[int]) -> list[Tensor]:
-        """(T - 1, L, K) of each sequence of the last `generate`, once.
+        """Return the routes (T - 1, L, K) of each sequence of the last `generate`, and forget them.
 
         Args:
-            layers: (L,) which decoder layers have routers.
+            layers: (L,) indices of the decoder layers that have routers.
 
         Raises:
-            ValueError: the engine has returned none.
+            ValueError: The engine has returned no routes for a sequence.
         """
         return [from_engine(_decoded(each), layers=layers) for each in self._take(ROUTES)]
 
     def take_kept_tokens(self, completions: Sequence[Sequence[int]]) -> KeptTokens:
-        """The sets of all tokens of each completion of the last `generate`, one after the other, once.
+        """Return the kept tokens at each token of the completions of the last `generate`, joined, and forget them.
 
         Raises:
-            ValueError: the engine has returned none, or others.
+            ValueError: The engine has returned none for a completion, or those of too few tokens.
         """
         parts: list[KeptTokens] = []
         for (ids, counts), completion in zip(self._take(KEPT_TOKENS), completions, strict=True):
             if len(counts) < len(completion):
                 raise ValueError(
-                    f"{KEPT_TOKENS.option}: vLLM returned what it kept of {len(counts)} tokens of a completion of "
+                    f"{KEPT_TOKENS.option}: vLLM returned kept tokens for {len(counts)} tokens of a completion of "
                     f"{len(completion)}."
                 )
-            own = counts[: len(completion)]  # a stop token that is left out has a row too
+            own = counts[: len(completion)]  # a stop token that is not in the completion has a row too
             parts.append(KeptTokens.of_counts(torch.from_numpy(ids[: own.sum()]), torch.from_numpy(own)))
         kept = KeptTokens.joined(parts)
         kept.check()
@@ -215,7 +218,7 @@ class CapturingGeneration(VLLMGeneration):
         if missing:
             raise ValueError(
                 f"{capture.option}: vLLM returned no {capture.what} for {missing} of {len(values)} sequences. Start "
-                f"a server with {capture.is_on}; {capture.lost}; {capture.instead}."
+                f"a server with {capture.is_on}, {capture.instead}. {capture.lost}."
             )
         return values
 
@@ -230,18 +233,18 @@ def _installed() -> str:
 
 
 def _kept(function: Any, answers: list[Any]) -> Any:
-    """The function, with its answers kept."""
+    """Wrap a function so that its answers are appended to `answers`."""
 
     def keeping(*arguments: Any, **keywords: Any) -> Any:
         answer = function(*arguments, **keywords)
-        answers.append(answer)  # from several threads at once
+        answers.append(answer)  # several threads may do this at once
         return answer
 
     return keeping
 
 
 def _compact(field: str, value: Any) -> Any:
-    """Kept tokens as arrays of ids and counts, a tenth of what lists of lists take; the rest as it is."""
+    """Return kept tokens as arrays of ids and counts, a tenth of the memory of nested lists; other data unchanged."""
     if field != KEPT_TOKENS.field or value is None:
         return value
     rows = getattr(value, "token_ids", value)
@@ -250,5 +253,5 @@ def _compact(field: str, value: Any) -> Any:
 
 
 def _decoded(routes: Any) -> Any:
-    """An array; a server sends it as a file of NumPy's in base64."""
+    """Return routes as an array; a server sends them as a NumPy file in base64."""
     return np.load(io.BytesIO(base64.b64decode(routes))) if isinstance(routes, str) else routes

@@ -1,7 +1,7 @@
-"""What TRL's fused LM head is asked for, answered by somebody else."""
+"""Replacement of the log-prob function inside TRL's fused LM head."""
 
 # pyright: reportUnknownMemberType=false, reportIncompatibleMethodOverride=false
-# torch's annotations are partial; a function's own arguments take the place of torch's
+# torch's annotations are partial, and an autograd function's arguments differ from those of torch's base class
 
 import itertools
 from collections.abc import Callable, Iterator
@@ -19,20 +19,20 @@ from trl_steady.host.names import overridden
 __all__ = ["Head", "Scores", "scored_by"]
 
 Scores = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
-"""(N,) each: log-probs, entropies, and what GRPO does not ask for."""
+"""(N,) each: log-probs, entropies, and outputs that GRPO does not use."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """A question to TRL's fused LM head, of `N` positions.
+    """Arguments of one call of the log-prob function in TRL's fused LM head, for `N` positions.
 
-    On a GPU these are the positions with a label, elsewhere all, with token 0 in the place of a missing label.
+    On a GPU these are the positions with a label. Elsewhere they are all positions, with token 0 for a missing label.
     """
 
     hidden: Tensor
     """(N, H)"""
     weight: Tensor
-    """(V, H), whole where it is sharded."""
+    """(V, H), gathered if it is sharded."""
     bias: Tensor | None
     """(V,)"""
     targets: Tensor
@@ -44,12 +44,12 @@ class Head:
     outputs: tuple[str, ...]
 
     def own(self) -> Scores:
-        """TRL's answer."""
+        """Return the scores that TRL computes."""
         return _OWN.apply(*vars(self).values())
 
     @property
     def is_partitioned(self) -> bool:
-        """True if ZeRO-3 partitions the head, which is then whole in forward only."""
+        """True if ZeRO-3 partitions the head, which is then gathered only in forward."""
         return hasattr(self.weight, "ds_id")
 
 
@@ -57,10 +57,10 @@ _OWN: Any = trl.trainer.utils._ChunkedLogProbFunction
 
 
 class _GatheredOnce(torch.autograd.Function):
-    """Run an answer, and the whole of its backward inside one gather of the head.
+    """Compute scores, and run their whole backward inside one gather of the head.
 
-    Each function of an answer that reads the head gathers it in backward. Which functions there are may depend on this
-    rank's tokens, and then the ranks would wait for one another in different collectives.
+    Otherwise each function that reads the head would gather it in backward. The number of these functions may depend
+    on the tokens of a rank, so that the ranks would wait for one another in different collectives.
     """
 
     @staticmethod
@@ -77,7 +77,7 @@ class _GatheredOnce(torch.autograd.Function):
             ctx.scores = answer(ctx.hidden)
         ctx.save_for_backward(weight, bias)
         scores = tuple(None if own is None else own.detach() for own in ctx.scores)
-        # those that are no function of the head's inputs, or no floating point
+        # outputs that do not depend on the head's inputs, or are not floating point
         without = [bool(own is not None and not own.requires_grad) for own in ctx.scores]
         ctx.mark_non_differentiable(*itertools.compress(scores, without))
         return scores  # pyright: ignore[reportReturnType]
@@ -85,23 +85,25 @@ class _GatheredOnce(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
-            raise RuntimeError("create_graph=True is not supported for a head that ZeRO-3 partitions. Leave it unset.")
+            raise RuntimeError(
+                "create_graph=True is not supported for an LM head that ZeRO-3 partitions. Leave create_graph unset."
+            )
         weight, bias = ctx.saved_tensors
         needed = ctx.needs_input_grad[:3]
         inputs = [own for own, is_needed in zip((ctx.hidden, weight, bias), needed, strict=True) if is_needed]
         used = [(own, grad) for own, grad in zip(ctx.scores, grads, strict=True) if grad is not None]
         with trl.trainer.utils.maybe_gather_lm_head_ctx(weight, bias):
-            if not used:  # on this rank; the others gather
+            if not used:  # nothing to do on this rank, but the other ranks gather
                 return None, None, None, None
             outputs, of_outputs = zip(*used, strict=True)
-            # the graph of the answer lasts as long as the one around it; an answer may leave the bias out
+            # retain_graph: the outer graph decides how long this one lives; allow_unused: the bias may be unused
             found = iter(torch.autograd.grad(outputs, inputs, of_outputs, retain_graph=True, allow_unused=True))
         return *(next(found) if is_needed else None for is_needed in needed), None
 
 
 @contextmanager
 def scored_by(answer: Callable[[Head], Scores]) -> Iterator[None]:
-    """Have the fused heads of all models answer so meanwhile."""
+    """Compute the scores of all fused LM heads with `answer` inside this context."""
 
     def apply(*arguments: Any) -> Scores:
         head = Head(*arguments)

@@ -1,4 +1,4 @@
-"""TRL's class names and its `grpo` command, with other classes than TRL's behind them."""
+"""Replacement of TRL's trainer classes in all modules of TRL and behind its `grpo` command."""
 
 import re
 import sys
@@ -18,18 +18,18 @@ from trl_steady.host.names import overridden
 __all__ = ["TRAINER", "grpo_command", "grpo_options", "resolve_accelerate_config_argument", "standing_in"]
 
 TRAINER = ("trl.trainer.grpo_trainer", "GRPOTrainer")
-"""Where TRL's own trainer is defined, also in a module that was loaded again."""
+"""Module and name of TRL's own trainer, which also identify it in a module that was loaded again."""
 
 Launch = Callable[[Sequence[str], Sequence[str]], object]
-"""What is launched: given the options of `accelerate launch`, and a script with its arguments."""
+"""Function of two arguments: the options of `accelerate launch`, and a script with its arguments."""
 
 
 @contextmanager
 def standing_in(**classes: type) -> Iterator[None]:
-    """However these are imported from TRL, by name or as attributes of any of its modules, they are the ones given."""
+    """Replace classes of TRL, by name, in `trl` and in all of its loaded modules."""
     with ExitStack() as stack:
         for name, stand_in in classes.items():
-            theirs = getattr(trl, name)  # which TRL's lazy modules keep from here on
+            theirs = getattr(trl, name)  # TRL's lazy modules store the attribute from now on
             for module in [module for path, module in sys.modules.items() if path.split(".")[0] == "trl"]:
                 names = [own for own, value in vars(module).items() if value is theirs]
                 stack.enter_context(overridden(module, dict.fromkeys(names, stand_in)))
@@ -42,12 +42,12 @@ def grpo_options() -> list[str]:
 
 
 def grpo_command(arguments: Sequence[str], launch: Launch, refuse: Callable[[str], NoReturn]) -> int:
-    """Run TRL's own `trl grpo`, which sorts the arguments and then has `launch` do the launching.
+    """Run TRL's own `trl grpo`, which sorts the arguments, but launch its script with `launch`.
 
     Args:
-        arguments: Those of the command.
+        arguments: The arguments of the command.
         launch: Called with the options of `accelerate launch`, and a script with its arguments.
-        refuse: Called with what the parser refuses.
+        refuse: Called with the error message of the parser.
 
     Returns:
         The exit status.

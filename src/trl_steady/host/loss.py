@@ -1,4 +1,4 @@
-"""A micro-batch of TRL's with its loss: scored once, rewritten, and handed back to TRL."""
+"""Loss of TRL's micro-batches: score a micro-batch once, rewrite it, and let TRL compute the loss."""
 
 import functools
 from collections.abc import Callable, Iterator, Mapping
@@ -20,35 +20,35 @@ __all__ = ["HostTrainer", "MicroBatch"]
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """One scored training micro-batch. `B` sequences, `T` completion tokens.
+    """One scored training micro-batch of `B` sequences with `T` completion tokens.
 
-    TRL's names are translated here once: `old_per_token_logps` -> `old_logps`, `sampling_per_token_logps` ->
+    The fields rename TRL's inputs: `old_per_token_logps` -> `old_logps`, `sampling_per_token_logps` ->
     `sampler_logps`, `ref_per_token_logps` -> `ref_logps`, `importance_sampling_ratio` -> `sampler_weights`.
     """
 
     mask: Tensor
     """(B, T) bool, True = loss token (completion mask and tool mask)."""
     logps: Tensor
-    """(B, T) under the policy, with gradient."""
+    """(B, T) log-probs under the policy, with gradient."""
     entropies: Tensor
-    """(B, T), full vocabulary."""
+    """(B, T), over the full vocabulary."""
     aux_loss: Tensor | None
     """Scalar load-balancing loss of a mixture of experts."""
     advantages: Tensor
     """(B,), (B, 1) or (B, T)."""
     old_logps: Tensor
-    """(B, T) under the policy at rollout; `logps` detached where TRL has none because every update is on-policy."""
+    """(B, T) log-probs under the policy at rollout; `logps` detached if TRL computed none for on-policy updates."""
     sampler_logps: Tensor | None = None
-    """(B, T) from the inference engine."""
+    """(B, T) log-probs from the inference engine."""
     ref_logps: Tensor | None = None
-    """(B, T) under the reference, when `beta` is not 0."""
+    """(B, T) log-probs under the reference, if `beta` is not 0."""
     sampler_weights: Tensor | None = None
-    """(B, 1) or (B, T) old / sampler weights of TRL's engine correction."""
+    """(B, 1) or (B, T) weights, old policy / sampler, of TRL's engine correction."""
 
     def without_garbage(self) -> "MicroBatch":
-        """The same with 0 for every per-token value that takes no part in the loss, NaN included.
+        """Return a copy with 0 for all per-token values that are not in the loss, including NaN.
 
-        TRL multiplies by the mask, which a NaN survives.
+        TRL multiplies by the mask, which would keep a NaN.
         """
         clean = {
             name: value.where(self.mask, 0)
@@ -58,7 +58,7 @@ class MicroBatch:
         return replace(self, **clean)
 
 
-# What TRL's _compute_loss reads from `inputs`, and our name for what we rewrite.
+# Keys of `inputs` that TRL's _compute_loss reads -> fields of MicroBatch that replace them.
 _REWRITTEN_INPUTS = {
     "advantages": "advantages",
     "old_per_token_logps": "old_logps",
@@ -71,7 +71,7 @@ NamedWeights = Callable[[], Iterator[tuple[str, Tensor]]]
 
 
 class HostTrainer(RewardedTrainer):
-    """The seam: score a micro-batch once, rewrite it, let TRL compute its own loss on it."""
+    """Base of trl-steady's trainers: score a micro-batch once, rewrite it, and let TRL compute its loss on it."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         self.reached = Reached(self)
@@ -86,7 +86,7 @@ class HostTrainer(RewardedTrainer):
         return self.micro_batch_loss(model, inputs)
 
     def micro_batch_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """The loss of one micro-batch of TRL's `inputs`: here TRL's own, untouched."""
+        """Return the loss of one micro-batch of TRL's `inputs`: TRL's own, unless a subclass overrides this method."""
         return super()._compute_loss(model, inputs)
 
     def _get_per_token_logps_and_entropies(
@@ -103,24 +103,24 @@ class HostTrainer(RewardedTrainer):
         *arguments: Any,
         **keywords: Any,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Log-probs (B, T), and if asked for entropies (B, T) and the load-balancing loss: here TRL's own.
+        """Return log-probs (B, T) and, on request, entropies (B, T) and the load-balancing loss, as TRL computes them.
 
         Args:
-            model: the policy, the reference, or what answers in their place.
+            model: The policy, the reference, or a wrapper of one of them.
             input_ids: (B, L), prompts before completions.
             attention_mask: (B, L).
-            logits_to_keep: T, the columns of the completions.
-            *arguments: TRL's others.
-            **keywords: TRL's others.
+            logits_to_keep: T, the number of completion columns.
+            *arguments: TRL's other arguments.
+            **keywords: TRL's other arguments.
         """
-        if torch.is_grad_enabled():  # the pass that is trained on, not the old policy's or the reference's
+        if torch.is_grad_enabled():  # the training pass, not the pass of the old policy or the reference
             self.reached.note("log_probs")
         return super()._get_per_token_logps_and_entropies(
             model, input_ids, attention_mask, logits_to_keep, *arguments, **keywords
         )
 
     def score(self, model: torch.nn.Module, inputs: Mapping[str, Any]) -> MicroBatch:
-        """One forward of the policy on a micro-batch, by TRL's own method."""
+        """Run one forward of the policy on a micro-batch with TRL's own method."""
         completion_ids, completion_mask = inputs["completion_ids"], inputs["completion_mask"]
         per_sample = {
             name: inputs[name] for name, how in CONTRACT.inputs.items() if how == FORWARDED and name in inputs
@@ -160,19 +160,19 @@ class HostTrainer(RewardedTrainer):
         with_kl: bool,
         keep: Tensor | None,
     ) -> Tensor:
-        """TRL's `_compute_loss`, unchanged, on a rewritten micro-batch and without a second forward.
+        """Run TRL's unchanged `_compute_loss` on a rewritten micro-batch, without a second forward.
 
         Args:
-            model: what TRL passed.
-            inputs: what TRL passed; keys that `batch` does not name reach TRL as they are.
-            batch: what TRL sees in their place.
-            loss_type: one of TRL's own.
+            model: The model that TRL passed.
+            inputs: The inputs that TRL passed. Keys that `batch` does not replace stay unchanged.
+            batch: Values that replace those of `inputs`.
+            loss_type: One of TRL's own.
             importance_sampling_level: `"token"` or `"sequence"`.
-            with_kl: whether TRL adds (and logs) its own KL term, when `beta` is not 0.
+            with_kl: True if TRL adds (and logs) its own KL term when `beta` is not 0.
             keep: (B, 1) or (B, T), 1 = keep, 0 = leave out of the policy term; None keeps all.
 
         Returns:
-            Scalar, already divided by the gradient accumulation steps in training, as TRL does.
+            Scalar. In training it is already divided by the gradient accumulation steps, as in TRL.
         """
         rewritten = dict(inputs)
         for name, ours in _REWRITTEN_INPUTS.items():
@@ -184,9 +184,9 @@ class HostTrainer(RewardedTrainer):
             "loss_type": loss_type,
             "importance_sampling_level": importance_sampling_level,
             "beta": self.beta if with_kl else 0.0,
-            # on the instance, so that a subclass's own scoring method is not applied to its own result
+            # set on the instance: a subclass's scoring method must not be applied to its own result
             "_get_per_token_logps_and_entropies": lambda *_args, **_kwargs: scores,
-            # TRL multiplies its policy term by this mask, whatever the threshold
+            # TRL multiplies its policy term by this mask for any threshold
             "off_policy_mask_threshold": None if keep is None else 0.0,
             "get_off_policy_mask": lambda **_kwargs: keep,
         }
@@ -194,13 +194,13 @@ class HostTrainer(RewardedTrainer):
             return super()._compute_loss(model, rewritten)
 
     def loss_weights(self, mask: Tensor, inputs: Mapping[str, Any], *, loss_type: str, dtype: torch.dtype) -> Tensor:
-        """(B, T): by how much TRL's loss of a micro-batch counts the value at each loss token.
+        """Return the weights (B, T) of the loss tokens in TRL's loss of a micro-batch.
 
         Args:
             mask: (B, T) bool, True = loss token.
-            inputs: what TRL passed.
-            loss_type: one of TRL's own.
-            dtype: of the weights.
+            inputs: The inputs that TRL passed.
+            loss_type: One of TRL's own.
+            dtype: The dtype of the weights.
         """
         window = self.current_gradient_accumulation_steps if self.model.training else 1.0
         if loss_type in ("grpo", "sapo"):
@@ -212,14 +212,14 @@ class HostTrainer(RewardedTrainer):
         if loss_type == "dr_grpo":
             assert self.max_completion_length is not None  # TRL's loss needs it too
             return reduction.token_weights(mask, len(mask) * self.max_completion_length, dtype=dtype) / window
-        # dapo, cispo, vespo: over the tokens of the generation batch, of which a window is one part
+        # dapo, cispo, vespo: a mean over the tokens of the generation batch, of which a window is one part
         tokens = inputs["num_items_in_batch"].clamp(min=1.0).to(dtype) / self.accelerator.num_processes
         args: Any = self.args
         part = window / args.steps_per_generation if self.model.training else 1.0
         return mask.to(dtype) / (tokens * part)
 
     def get_train_dataloader(self) -> Any:
-        """TRL's, where the dataset fits the reward functions and is large enough for a rollout."""
+        """Return TRL's dataloader, after a check that the dataset fits the reward functions and fills a rollout."""
         refuse_data(self)
         refuse_small(self)
         return super().get_train_dataloader()
@@ -229,7 +229,7 @@ class HostTrainer(RewardedTrainer):
         return super()._calculate_rewards(*arguments, **keywords)
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        if self.environment_factories is None:  # which bring prompts of their own
+        if self.environment_factories is None:  # environments may add prompts
             refuse_rows(inputs, of_any_kind=self.rollout_func is not None)
         function = self.rollout_func
         with overridden(self, {} if function is None else {"rollout_func": checked_rollout(function)}):
@@ -241,19 +241,19 @@ class HostTrainer(RewardedTrainer):
         return self.generate(prompt_ids, *arguments, **keywords)
 
     def generate(self, prompt_ids: list[list[int]], *arguments: Any, **keywords: Any) -> tuple[list[list[int]], Any]:
-        """Tokens generated for each prompt, and their log-probs if an engine gives them: here TRL's own.
+        """Generate tokens for each prompt as TRL does, and return them with the engine's log-probs, if there are any.
 
-        Of an agent's several turns each is a call, where the prompt is all that was before.
+        Each turn of an agent is one call, whose prompt contains all earlier turns.
         """
         self.reached.note("generate")
         return super()._generate_single_turn(prompt_ids, *arguments, **keywords)
 
     def rollout(self, inputs: Any) -> dict[str, Any]:
-        """Completions of a batch of prompts with their rewards and log-probs: here TRL's own."""
+        """Make completions of a batch of prompts, with rewards and log-probs, as TRL does."""
         self.reached.note("rollout")
         return super()._generate_and_score_completions(inputs)
 
     def push_to_engine(self, weights: Callable[[NamedWeights], Iterator[tuple[str, Tensor]]]) -> None:
-        """Let vLLM have `weights(own)`, named as it expects them; `own()` is what TRL would merge and send."""
+        """Send `weights(own)` to vLLM in place of `own()`, the named weights that TRL would merge and send."""
         own = self.vllm_generation._iter_named_params
         vars(self.vllm_generation)["_iter_named_params"] = functools.partial(weights, own)

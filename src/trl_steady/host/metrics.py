@@ -1,4 +1,4 @@
-"""What we log beside TRL: means of micro-batches as TRL's own, and statistics of all samples since the last log."""
+"""Additional metrics: means over micro-batches, as in TRL, and statistics of all samples since the last log."""
 
 from collections.abc import Iterator, Mapping
 from typing import Any, cast
@@ -15,9 +15,9 @@ _QUANTILES = {"q01": 0.01, "q50": 0.5, "q90": 0.9, "q99": 0.99}
 
 
 class MeasuringTrainer(trl.GRPOTrainer):
-    """`trl.GRPOTrainer` that logs more, pooled over micro-batches.
+    """`trl.GRPOTrainer` that logs more metrics, pooled over micro-batches.
 
-    Every process must record, and the same names in the same order.
+    Every process must record the same names in the same order.
     """
 
     model: torch.nn.Module  # set by TRL's constructor, whose annotation allows for None
@@ -33,7 +33,7 @@ class MeasuringTrainer(trl.GRPOTrainer):
         self._record(name, (total / count.clamp(min=1)).item())
 
     def record_sequence_spread(self, name: str, values: Tensor, mask: Tensor) -> None:
-        """Log min, mean and max of `values` (B, 1) over the sequences of all processes that have loss tokens."""
+        """Log min, mean and max of `values` (B, 1) over all processes' sequences that have loss tokens."""
         per_sequence = values.detach().squeeze(-1).where(mask.any(-1), torch.nan)
         gathered = cast(Tensor, self.accelerator.gather(per_sequence))
         known = gathered[~gathered.isnan()]
@@ -49,14 +49,14 @@ class MeasuringTrainer(trl.GRPOTrainer):
         sample_sizes: Mapping[str, Tensor] | None = None,
         counts: Mapping[str, Tensor] | None = None,
     ) -> None:
-        """Add samples of which statistics are logged: over all processes and micro-batches since the last log.
+        """Add samples whose statistics over all processes and micro-batches are logged next time.
 
         Args:
-            means: name -> (n,) values.
-            sums: name -> (2,) the sum and the number of values of which the mean is logged.
-            quantiles: name -> (n,) values; logged as `name_q01` and so on.
-            sample_sizes: name -> (n,) log-weights, whose effective sample size is logged.
-            counts: name -> (n,) counts; their mean is logged, and exact quantiles as `name_q50` and `name_q99`.
+            means: name -> (n,) values. Their mean is logged.
+            sums: name -> (2,) a sum of values and their number. The mean is logged.
+            quantiles: name -> (n,) values. Quantiles are logged as `name_q01` and so on.
+            sample_sizes: name -> (n,) log-weights. Their effective sample size is logged.
+            counts: name -> (n,) counts. Their mean is logged, and exact quantiles as `name_q50` and `name_q99`.
         """
         totals = {
             **{("mean", name): pooling.mean_totals(values.detach().cpu()) for name, values in (means or {}).items()},
@@ -83,7 +83,7 @@ class MeasuringTrainer(trl.GRPOTrainer):
             pool[key] = pool[key] + total if key in pool else total
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """TRL's, and what has been pooled since the last one."""
+        """Log TRL's metrics and the statistics of the samples pooled since the last log."""
         pool = self._pool["train" if self.model.training else "eval"]
         for name, value in _summary(pool):
             self._record(name, value)

@@ -1,4 +1,4 @@
-"""Small readings of TRL's trainers, by names of ours."""
+"""Functions that read or set private state of TRL's trainers."""
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
@@ -19,40 +19,40 @@ __all__ = [
 
 
 def default_output_dir(model: Any) -> str:
-    """TRL's output folder for a trainer built without `args`."""
+    """Return TRL's output folder for a trainer built without `args`."""
     return f"{(model if isinstance(model, str) else get_config_model_id(model.config)).split('/')[-1]}-GRPO"
 
 
 def generation_interval(trainer: trl.GRPOTrainer | trl.RLOOTrainer) -> int:
-    """Micro-batches between two generations."""
+    """Return the number of micro-batches between two generations."""
     args: Any = trainer.args
     return args.steps_per_generation * trainer.num_iterations
 
 
 def is_before_generation(trainer: trl.GRPOTrainer | trl.RLOOTrainer) -> bool:
-    """Whether the next training micro-batch begins with a generation."""
+    """Return True if the next training micro-batch begins with a generation."""
     return trainer._step % generation_interval(trainer) == 0
 
 
 def rollout_number(trainer: trl.GRPOTrainer | trl.RLOOTrainer) -> int:
-    """Which pass over which rollouts the current training micro-batch belongs to."""
+    """Return the number of the pass over rollouts to which the current training micro-batch belongs."""
     args: Any = trainer.args
     return trainer._step // args.steps_per_generation
 
 
 def logged(trainer: trl.GRPOTrainer | trl.RLOOTrainer, name: str) -> list[float]:
-    """The values of a training metric since the last log."""
+    """Return the values of a training metric since the last log."""
     return trainer._metrics["train"].get(name, [])
 
 
 def log_last(trainer: trl.GRPOTrainer | trl.RLOOTrainer, name: str, value: float) -> None:
-    """Log a training metric of which the last value before a log counts, not the mean."""
+    """Log a training metric by its last value before a log, not by its mean."""
     trainer._metrics["train"][name] = [value]
 
 
 @contextmanager
 def overridden(target: object, values: Mapping[str, Any]) -> Iterator[None]:
-    """Attributes of an object, replaced for one call."""
+    """Replace attributes of an object inside this context."""
     attributes = vars(target)
     before = dict(attributes)
     attributes.update(values)

@@ -1,4 +1,4 @@
-"""Which of our methods a training run has reached, and who keeps it from reaching one."""
+"""Record of trl-steady's methods that a training run has reached, and of the override that bypasses one."""
 
 import inspect
 from collections.abc import Collection
@@ -7,54 +7,54 @@ import trl
 
 __all__ = ["Reached", "is_known"]
 
-# TRL's method -> the method of ours that it hands on to, which a subclass may override in its place
+# TRL's method -> trl-steady's public method that it calls, which a subclass may override instead
 _HOOKS = {
     "_compute_loss": "micro_batch_loss",
     "_get_per_token_logps_and_entropies": "log_probs",
     "_generate_and_score_completions": "rollout",
     "_generate_single_turn": "generate",
 }
-# TRL's method -> the nearest one before it on the way of a micro-batch
+# TRL's method -> the method that calls it while a micro-batch is processed
 _CALLERS = {
     "_compute_loss": "compute_loss",
     "_get_per_token_logps_and_entropies": "_compute_loss",
     "_calculate_rewards": "_generate_and_score_completions",
     "_generate_single_turn": "_generate_and_score_completions",
 }
-# TRL's method -> the method of TRL that calls it and that we do not override
+# TRL's method -> the method of TRL that calls it
 _ABOVE = {
     "compute_loss": "training_step",
     "_generate_and_score_completions": "_prepare_inputs",
     "_generate_single_turn": "_generate",
 }
-# read at import: `trl-steady run` puts ours in the place of TRL's
+# read at import, before `trl-steady run` replaces TRL's trainer
 _THEIRS = {base.__module__ for base in trl.GRPOTrainer.__mro__}
 _IN_ROLLOUTS = {"_generate_and_score_completions", "_calculate_rewards", "_generate_single_turn"}
 
 
 class Reached:
-    """The methods of ours that training has reached, by TRL's names or by ours.
+    """The methods of trl-steady that training has reached, by TRL's names or by trl-steady's.
 
-    A subclass, a mixin, a patch or an attribute of the trainer may keep a micro-batch from our code. All of them show
-    at run time, and only there: a call of `super()` may depend on a condition.
+    A subclass, a mixin, a patch or an attribute of the trainer may bypass trl-steady's code. This is known only at run
+    time, because a call of `super()` may depend on a condition.
     """
 
     def __init__(self, trainer: trl.GRPOTrainer) -> None:
         self._trainer, self._names = trainer, set[str]()
 
     def note(self, method: str) -> None:
-        """Note that a method of ours runs; only in training, since evaluation may take another way."""
+        """Record that a method of trl-steady runs in training; evaluation may take another path."""
         assert self._trainer.model is not None
         if self._trainer.model.training:
             self._names.add(method)
 
     def missing(self, methods: Collection[str], *, has_generated: bool) -> list[str]:
-        """Return the methods at which a micro-batch has left the way to one of `methods`.
+        """Return the first methods that micro-batches did not reach on the way to `methods`.
 
         Args:
             methods: TRL's names.
-            has_generated: True if a rollout was made since training began. Without one the methods of rollouts do not
-                count: a resume inside a generation window goes on with the rollout of the checkpoint.
+            has_generated: True if this run has made a rollout. Otherwise the methods of rollouts do not count, because
+                a resume inside a generation window continues with the rollout of the checkpoint.
         """
         found: dict[str, None] = {}
         for method in methods:
@@ -66,11 +66,14 @@ class Reached:
         return list(found)
 
     def why(self, method: str) -> tuple[str, str]:
-        """Return what keeps micro-batches from a method that is missing, and what to do about it."""
+        """Return the reason why micro-batches do not reach a method, and a fix."""
         kind = type(self._trainer)
         for name in filter(None, (method, _HOOKS.get(method), _ABOVE.get(method))):
             if name in vars(self._trainer):
-                return f"{_name(kind)} has an attribute {name} that does not call the method", "Call the method in it"
+                return (
+                    f"{_name(kind)} has an attribute {name} that does not call the class's method",
+                    "Call the class's method in it",
+                )
             classes = [base for base in kind.__mro__ if name in vars(base) and not is_known(vars(base)[name])]
             patched = [base for base in classes if _is_ours(base)]
             if patched:
@@ -80,10 +83,10 @@ class Reached:
                 whose = " and ".join(map(_name, classes))
                 verb = "override" if len(classes) > 1 else "overrides"
                 return f"{whose} {verb} {name} without calling super()", f"Call super().{name}(...)"
-        return f"{_name(kind)} trains without calling {method}", f"Call {method} where it overrides what TRL calls"
+        return f"{_name(kind)} trains without calling {method}", f"Call {method} in the method that overrides TRL's"
 
     def calls_super(self, method: str) -> bool:
-        """Return whether all overrides on the way to a method call `super()`, perhaps under a condition."""
+        """Return True if all overrides on the way to a method call `super()`, perhaps under a condition."""
         names = filter(None, (method, _HOOKS.get(method), _ABOVE.get(method)))
         own = [vars(base).get(name) for name in names for base in type(self._trainer).__mro__]
         codes = [getattr(inspect.unwrap(each), "__code__", None) for each in own if each and not is_known(each)]
@@ -94,7 +97,7 @@ class Reached:
 
 
 def is_known(method: object) -> bool:
-    """Return whether a method in a class is ours or one that ours override, and not a script's."""
+    """Return True if a method is trl-steady's or one that trl-steady overrides, and not a script's."""
     function = getattr(method, "__func__", method)
     return _is_ours(function) or getattr(function, "__module__", "") in _THEIRS
 

@@ -1,4 +1,4 @@
-"""Rewards as they come from the reward functions, and advantages as TRL's table of completions shows them."""
+"""Access to the return values of reward functions, and to the advantages in TRL's table of completions."""
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -15,14 +15,14 @@ __all__ = ["RewardedTrainer"]
 
 
 class RewardedTrainer(CheckpointingTrainer):
-    """`trl.GRPOTrainer` that lets what reward functions return be read before TRL takes it for numbers."""
+    """`trl.GRPOTrainer` with a hook that converts the return values of reward functions before TRL reads them."""
 
     def _calculate_rewards(
         self, inputs: Any, prompts: Any, completions: list[Any], completion_ids_list: list[list[int]]
     ) -> Tensor:
         functions: list[Any] = [
             function
-            if isinstance(function, torch.nn.Module)  # whose logits TRL reads itself
+            if isinstance(function, torch.nn.Module)  # TRL reads the logits of a reward model itself
             else _then(cast(Callable[..., Any], function), functools.partial(self.read_rewards, index))
             for index, function in enumerate(self.reward_funcs)
         ]
@@ -32,21 +32,21 @@ class RewardedTrainer(CheckpointingTrainer):
         return rewards
 
     def read_rewards(self, function: int, returned: Sequence[Any]) -> Sequence[Any]:
-        """What TRL is to see of what the reward function of that number returned for this process's completions."""
+        """Return the rewards that TRL gets from reward function number `function`, for this process's completions."""
         return returned
 
     def keep_rewards(self, rewards: Tensor, completions: list[Any], completion_ids: list[list[int]]) -> None:
-        """Called with the rewards (N, K) of all processes and this one's completions, before TRL logs them."""
+        """Process the rewards (N, K) of all processes and the completions of this process, before TRL logs them."""
 
     def relog_rollout(
         self, count: int, advantages: Sequence[float] | None, columns: Mapping[str, Sequence[Any]]
     ) -> None:
-        """Change what the table of completions says of the last rollout.
+        """Change the rows of the last rollout in the table of completions.
 
         Args:
-            count: Completions of the rollout, over all processes.
-            advantages: (count,) in place of TRL's, None to keep them.
-            columns: name -> (count,) more columns; one that has nothing but None is not begun.
+            count: Number of completions of the rollout, over all processes.
+            advantages: (count,) values that replace TRL's; None keeps TRL's.
+            columns: name -> (count,) values of an additional column. A new column with only None is not added.
         """
         if advantages is not None:
             column = self._logs["advantages"]
@@ -57,13 +57,13 @@ class RewardedTrainer(CheckpointingTrainer):
             if name not in self._logs["extra"] and all(value is None for value in values):
                 continue
             column = self._logs["extra"][name]
-            # every column of TRL's table is as long as the prompts
+            # every column of TRL's table must be as long as the column of prompts
             column.extend([None] * (len(self._logs["prompt"]) - count - len(column)))
             column.extend(values)
 
 
 def _then(function: Callable[..., Any], read: Callable[[Any], Any]) -> Callable[..., Any]:
-    """`function`, whose result goes through `read`; async if it is."""
+    """Return a function that applies `read` to the result of `function`; it is async if `function` is."""
 
     async def reading_later(*arguments: Any, **keywords: Any) -> Any:
         return read(await function(*arguments, **keywords))

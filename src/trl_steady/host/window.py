@@ -1,4 +1,4 @@
-"""The settings that a generation window begins with and must end with."""
+"""Settings that must not change inside a generation window."""
 
 import json
 from collections.abc import Mapping, Sequence, Set
@@ -10,13 +10,13 @@ import trl
 __all__ = ["WINDOW_OPTIONS", "different", "refuse_other_settings", "window_settings"]
 
 WINDOW_OPTIONS = (
-    # the batches that a window is cut into
+    # the batches of a window
     "per_device_train_batch_size",
     "gradient_accumulation_steps",
     "steps_per_generation",
     "num_iterations",
     "num_generations",
-    # what generates, and how
+    # generation
     "use_vllm",
     "vllm_mode",
     "vllm_max_model_length",
@@ -36,7 +36,7 @@ WINDOW_OPTIONS = (
     "multi_objective_aggregation",
     "scale_rewards",
     "step_advantage",
-    # log-probs of old policy, engine and reference
+    # log-probs of the old policy, the engine and the reference
     "bf16",
     "fp16",
     "adapter_dtype",
@@ -50,7 +50,7 @@ WINDOW_OPTIONS = (
     "vllm_importance_sampling_mode",
     "vllm_importance_sampling_clip_max",
     "vllm_importance_sampling_clip_min",
-    # the objective that all of these were computed for
+    # the objective for which all of these were computed
     "loss_type",
     "importance_sampling_level",
     "mask_truncated_completions",
@@ -59,11 +59,11 @@ WINDOW_OPTIONS = (
     "kl_estimator",
     "kl_ratio_denominator",
 )
-"""Options that shape a rollout, or the objective it was made for.
+"""Options that shape a rollout, or the objective for which it was made.
 
-Clip ranges, mask thresholds, coefficients, the entropy bonus and the learning rate are no part of a rollout: the loss
-reads them anew in every update, and callbacks anneal them. How passes are computed (padding, budgets, memory) moves
-rounding only. Serving an engine, evaluation and logging touch no update.
+Clip ranges, mask thresholds, coefficients, the entropy bonus and the learning rate are not part of a rollout. The loss
+reads them in every update, and callbacks may anneal them. Options for the computation of passes (padding, budgets,
+memory) change only rounding. Options for serving an engine, evaluation and logging do not affect updates.
 """
 
 _ACTS_WITH = {
@@ -71,17 +71,17 @@ _ACTS_WITH = {
     **dict.fromkeys(("router_replay_reference", "share_prompts"), "router_replay"),
     **dict.fromkeys(("use_bias_correction_kl", "kl_estimator", "kl_ratio_denominator"), "beta"),
 }
-"""Option -> the one without which it does nothing to a rollout."""
+"""Option -> the option without which it has no effect on a rollout."""
 
 _OFF = ("min_p", "bf16", "fp16", "disable_dropout")
 """Options for which None is the same as 0 or False."""
 
-# which a version that wrote fewer settings wrote only where they were set
+# values of settings that an older version left out of a checkpoint when they were unset
 _UNSET = {"keep_sampling_mask": False, "router_replay": None}
 
 
 def window_settings(trainer: trl.GRPOTrainer) -> dict[str, Any]:
-    """Return what must be the same for a rollout to go on in another run, as plain JSON."""
+    """Return the settings that must be the same for a run to continue a rollout, as plain JSON."""
     args: Any = trainer.args
     acting = (name for name in WINDOW_OPTIONS if name not in _ACTS_WITH or getattr(args, _ACTS_WITH[name]))
     functions = {
@@ -94,7 +94,7 @@ def window_settings(trainer: trl.GRPOTrainer) -> dict[str, Any]:
         **{name: getattr(args, name) for name in acting},
         **functions,
         "num_iterations": trainer.num_iterations,
-        "scale_rewards": trainer.scale_rewards,  # True and "group" are one
+        "scale_rewards": trainer.scale_rewards,  # the trainer's value is "group" for True
         "reward_weights": _plain(args.reward_weights) or [1.0] * len(trainer.reward_func_names),
         "processes": trainer.accelerator.num_processes,
     }
@@ -103,7 +103,7 @@ def window_settings(trainer: trl.GRPOTrainer) -> dict[str, Any]:
 
 
 def _environments(trainer: trl.GRPOTrainer) -> Any:
-    """Return `environment_factory` as the trainer was given it."""
+    """Return `environment_factory` as it was passed to the trainer."""
     factories: Any = trainer.environment_factories
     return factories[None] if factories and factories.keys() == {None} else factories
 
@@ -125,16 +125,16 @@ def _plain(value: Any) -> Any:
 
 
 def different(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """Return the settings whose values differ, of those that both runs have.
+    """Return the settings that both runs have and whose values differ.
 
-    A checkpoint of an older version has fewer; settings that it lacks are not compared.
+    A checkpoint of an older version has fewer settings; missing ones are not compared.
     """
     there = {**_UNSET, **there}
     return [name for name in here if name in there and _value(name, there[name]) != _value(name, here[name])]
 
 
 def _value(name: str, value: Any) -> Any:
-    if name == "beta":  # another coefficient is fine; reference log-probs exist or not
+    if name == "beta":  # only 0 or not matters: it decides whether there are reference log-probs
         return value != 0
     return value or None if name in _OFF else value
 
@@ -143,7 +143,7 @@ def refuse_other_settings(checkpoint: Path, there: Mapping[str, Any], here: Mapp
     """Refuse a resume inside a generation window that began with other settings.
 
     Raises:
-        ValueError: naming each option with both values.
+        ValueError: The message names each option with both values.
     """
     before = {**_UNSET, **there}
     lines = [f"{name}={before[name]!r}; this run has {name}={here[name]!r}" for name in different(there, here)]
@@ -151,6 +151,6 @@ def refuse_other_settings(checkpoint: Path, there: Mapping[str, Any], here: Mapp
         return
     began = f" {lines[0]}. " if len(lines) == 1 else "".join(f"\n  {line}" for line in lines) + "\n"
     raise ValueError(
-        f"{checkpoint} lies inside a generation window that began with{began}Resume with the same "
+        f"{checkpoint} was taken inside a generation window that began with{began}Resume with the same "
         f"value{'s' * (len(lines) > 1)}, or from a checkpoint at the end of a window."
     )

@@ -1,1 +1,1 @@
-"""Batches without their padding: what is cut off, what is laid end to end, and what goes through a model together."""
+"""Run models without computing padding: cut columns, pack sequences, and group them by tokens."""

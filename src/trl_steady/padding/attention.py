@@ -1,7 +1,8 @@
-"""Attention within the segments of a packed row, by the model's own attention function.
+"""Attend within the segments of a packed row, with the model's own attention function.
 
-Registered with transformers under a name of ours, by its public interfaces. The segments travel to the layers in the
-place of the attention mask, so that a layer which gradient checkpointing runs again gets those of its first run.
+The functions are registered with transformers' public attention and mask interfaces, under prefixed names. The
+segments reach the layers in place of the attention mask. A layer that gradient checkpointing recomputes therefore gets
+the segments of its first run.
 """
 
 import functools
@@ -22,29 +23,29 @@ from trl_steady.padding.packing import Segment
 __all__ = ["IMPLEMENTATIONS", "attending_in", "own_implementation", "switched"]
 
 IMPLEMENTATIONS = ("sdpa", "eager")
-"""Of transformers' attention functions those that attend as they are told, whatever the layout."""
-_OURS = "trl_steady_packed_"  # before the name of the model's own
+"""Attention functions of transformers that follow the given mask in any layout."""
+_OURS = "trl_steady_packed_"  # prefix of the name of the model's own function
 
 
 class Segments:
-    """What the layers of a packed row get in the place of a mask."""
+    """The segments of a packed row, which the layers get in place of an attention mask."""
 
-    # no dataclass, which FSDP2 would rebuild for each layer, and with it the masks
+    # Not a dataclass: FSDP2 would rebuild it for each layer, and the masks with it.
 
     def __init__(self, of_row: Sequence[Segment], window: int | None = None) -> None:
         self.of_row = of_row
         self.window = window
-        """How far back a token of these layers may look, itself included."""
+        """How many tokens a token attends to in these layers, including itself; None for no limit."""
         self._masks: dict[tuple[Any, ...], Tensor] = {}
 
     def __getitem__(self, index: tuple[slice, ...]) -> "Segments":
-        """What a mask cut to as many queries and keys as there are would be."""
+        """Return the segments unchanged if a layer cuts the mask to the number of queries and keys."""
         if any(part.start not in (None, 0) or part.step is not None for part in index):
-            raise IndexError(f"segments of a whole row cannot be cut to {index}")
+            raise IndexError(f"the segments of a packed row cannot be cut to {index}. Set trim_padding=False.")
         return self
 
     def mask(self, own: int, shared: int, like: Tensor, implementation: str) -> Tensor | None:
-        """(1, 1, own, shared + own), or None for what "sdpa" takes as causal."""
+        """Return a mask (1, 1, own, shared + own), or None if "sdpa" attends causally without one."""
         length = shared + own
         window = min(self.window or length, length)
         if implementation == "sdpa" and window == length and not shared:
@@ -62,7 +63,7 @@ class Segments:
 
 @dataclass
 class _Forward:
-    """A packed one, while it runs; a layer that is run again for its gradients is in none."""
+    """A packed forward that is running. A layer that is recomputed for its gradients belongs to none."""
 
     segments: Sequence[Segment]
     was_attended_in: bool = False
@@ -72,8 +73,8 @@ _forward: _Forward | None = None
 
 
 def _mask(name: str, *arguments: Any, local_size: int | None = None, **options: Any) -> Any:
-    """Of transformers' `AttentionMaskInterface`: a model calls it for each kind of its layers."""
-    if _forward is None:  # of another forward, while the model stays switched
+    """Implement transformers' `AttentionMaskInterface`, which a model calls for each kind of its layers."""
+    if _forward is None:  # a forward that is not packed, while the model stays switched
         local = {} if local_size is None else {"local_size": local_size}
         return ALL_MASK_ATTENTION_FUNCTIONS[name](*arguments, **local, **options)
     return Segments(_forward.segments, local_size)
@@ -88,20 +89,20 @@ def _attend(
     attention_mask: Any,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
-    """Of transformers' `AttentionInterface`: (1, heads, N, size) each, to (1, N, heads, size)."""
+    """Implement transformers' `AttentionInterface`: three tensors (1, heads, N, size) give (1, N, heads, size)."""
     attend: Callable[..., Any] = _eager(type(module)) if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
     if not isinstance(attention_mask, Segments):
         if _forward is None:
             return attend(module, query, key, value, attention_mask, **options)
         raise RuntimeError(
-            f"{type(module).__name__} does not pass on the attention mask it is given, which trim_padding=True relies "
-            "on to keep the sequences of a batch apart. Set trim_padding=False."
+            f"{type(module).__name__} does not pass on the attention mask that it gets, so trim_padding=True cannot "
+            "keep packed sequences apart. Set trim_padding=False."
         )
     if _forward is not None:
         _forward.was_attended_in = True
     lengths = [segment.end - segment.start for segment in attention_mask.of_row]
     outputs: list[Tensor] = []
-    # split, and not sliced one by one: the gradient of each slice would be as large as the row
+    # Split the row: the gradient of each slice of it would be as large as the row.
     pieces = (tensor.split(lengths, dim=2) for tensor in (query, key, value))
     for segment, queries, keys, values in zip(attention_mask.of_row, *pieces, strict=True):
         if segment.prefix is not None:
@@ -114,7 +115,7 @@ def _attend(
 
 
 def _eager(module: type) -> Callable[..., Any]:
-    """Each of transformers' modeling files has its own, by this name."""
+    """Return the eager attention function of the module's modeling file. It has the same name in every file."""
     modules = (sys.modules[each.__module__] for each in module.__mro__)
     return next(vars(each)["eager_attention_forward"] for each in modules if "eager_attention_forward" in vars(each))
 
@@ -125,14 +126,14 @@ for _name in IMPLEMENTATIONS:
 
 
 def own_implementation(model: PreTrainedModel) -> str | None:
-    """The name of the model's attention function, switched or not."""
+    """Return the name of the model's attention function, without the prefix of a switched model."""
     name = model.config.get_text_config()._attn_implementation
     return name and name.removeprefix(_OURS)
 
 
 @contextmanager
 def switched(model: PreTrainedModel) -> Iterator[None]:
-    """The model attends in segments where it is told to, also where a layer is run again for its gradients."""
+    """Switch the model to attention functions that read segments, for packed forwards and recomputed layers."""
     configs: dict[int, Any] = {id(each.config): each.config for each in model.modules() if hasattr(each, "config")}
     before = {key: config._attn_implementation for key, config in configs.items()}
     try:
@@ -147,15 +148,19 @@ def switched(model: PreTrainedModel) -> Iterator[None]:
 
 @contextmanager
 def attending_in(segments: Sequence[Segment]) -> Iterator[None]:
-    """What the layers of a switched model attend to in a forward."""
+    """Set the segments in which a switched model attends during one forward.
+
+    Raises:
+        RuntimeError: no layer called its attention function through transformers' interface.
+    """
     global _forward
     before, _forward = _forward, _Forward(segments)
     try:
         yield
         if not _forward.was_attended_in:
             raise RuntimeError(
-                "a model has computed attention by another function than transformers' interface has for it, which "
-                "trim_padding=True relies on to keep the sequences of a batch apart. Set trim_padding=False."
+                "the model does not call its attention function through transformers' interface, so trim_padding=True "
+                "cannot keep packed sequences apart. Set trim_padding=False."
             )
     finally:
         _forward = before

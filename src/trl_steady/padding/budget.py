@@ -1,4 +1,4 @@
-"""Which sequences go through a model together, by their tokens."""
+"""Decide by their tokens which sequences go through a model together."""
 
 from collections.abc import Sequence
 from typing import NamedTuple
@@ -7,24 +7,25 @@ __all__ = ["Length", "partition"]
 
 
 class Length(NamedTuple):
-    """Tokens of a sequence."""
+    """Numbers of tokens in a sequence."""
 
     prompt: int
     completion: int
     group: int = -1
-    """Of sequences with the same prompt that have one copy of it between them; -1 = none."""
+    """Number of the group of sequences that share one copy of their prompt; -1 for no group."""
 
 
 def partition(lengths: Sequence[Sequence[Length]], budget: int, *, padded: bool) -> list[int]:
-    """How many sequences to take at a time, in order, so that none of the processes computes more than a budget.
+    """Return how many sequences to take at a time, in order, so that no process exceeds a budget of tokens.
 
     Args:
-        lengths: Of the sequences of each process, in the order in which they will be taken; as many on each.
-        budget: Tokens at a time. A sequence that is longer is taken alone.
-        padded: Whether sequences taken together are padded to the longest.
+        lengths: Lengths of the sequences of each process, in the order in which they are taken. All processes have
+            the same number of sequences.
+        budget: Tokens at a time on each process. A longer sequence is taken alone.
+        padded: True if sequences that are taken together are padded to the longest.
 
     Returns:
-        Counts, which add up to the number of sequences of a process.
+        Counts that are the same for all processes. They add up to the number of sequences of one process.
     """
     counts: list[int] = []
     start, total = 0, len(lengths[0])

@@ -1,4 +1,4 @@
-"""What may be left out of a model's passes without moving a number, told from its config and its modules."""
+"""Find from a model's config and modules which padding its passes can leave out without changing results."""
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
@@ -13,31 +13,32 @@ __all__ = ["Traits", "traits"]
 
 _LAYERS = {"full_attention", "sliding_attention"}
 _ROPE_OF_THE_WIDTH = ("dynamic", "longrope")
-# Layers that divide a row into blocks, beginning at its first column
+# Layers that divide a row into blocks, starting at its first column
 _LAYERS_OF_BLOCKS = {"compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse"}
-# Families with rotary positions that padding before a sequence changes all the same: queries scaled by their column
-# (beam), weighted norms after the rotation (hunyuan), states that take padding in (recurrent_gemma), patches (blt)
+# Families with rotary positions whose results still depend on the padding before a sequence: queries are scaled by
+# their column (beam), norms after the rotation have weights (hunyuan), states absorb padding (recurrent_gemma), or
+# the input is grouped into patches (blt)
 _COUNTS_COLUMNS = {"beam", "blt", "hunyuan_v1_dense", "hunyuan_v1_moe", "recurrent_gemma"}
-# Families in which tokens see what comes after them (cpmant), or what is in other rows (doge, as a mixture of experts)
+# Families in which tokens depend on later tokens (cpmant), or on other rows (doge, as a mixture of experts)
 _SEES_EVERYTHING = {"cpmant", "doge"}
 
 
 @dataclass(frozen=True)
 class Traits:
-    """How a model takes batches without their padding."""
+    """Which padding a model can do without."""
 
     implementation: str | None
-    """Of attention."""
+    """Name of the attention function."""
     why_not_packed: str | None
-    """Why sequences laid end to end would not stay apart; None if they do."""
+    """Why packed sequences would influence each other; None if they do not."""
     is_shift_invariant: bool
-    """Whether padding before a sequence changes nothing."""
+    """True if padding before a sequence changes nothing."""
     width_limit: float
-    """Up to which width batches may be cut; usually infinite."""
+    """Largest width of batches whose columns may be cut; usually infinite."""
 
 
 def traits(model: PreTrainedModel) -> Traits:
-    """Of a transformers model, without PEFT's wrapper."""
+    """Return the traits of a transformers model. Pass the model without PEFT's wrapper."""
     config = model.config.get_text_config()
     limits = [
         rope.get("original_max_position_embeddings")
@@ -63,26 +64,27 @@ def _why_not_packed(model: PreTrainedModel) -> str | None:
     if not _is_known(model):
         return f"{name} is not one of transformers' own models"
     if config.model_type in _SEES_EVERYTHING:
-        return f"{name} lets tokens see more than what came before them"
+        return f"{name} lets a token depend on more than the tokens before it"
     if config.get_text_config() is not config or any("mrope_section" in rope for rope in _rope(config)):
-        return f"{name} reads more than text"
+        return f"{name} takes other inputs than text"
     if not _is_rotary(model):
         return f"{name} has no rotary positions"
     if not type(model)._supports_attention_backend:
-        return f"{name} does not attend by transformers' attention interface"
+        return f"{name} does not support transformers' attention interface"
     others = not _LAYERS.issuperset(getattr(config, "layer_types", None) or ())
     if others or model._is_stateful or any(isinstance(module, nn.Conv1d) for module in model.modules()):
-        return f"{name} has layers other than attention that pass on what came before"
+        return f"{name} has layers other than attention that carry on information from earlier tokens"
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None) in (True, "all"):
-        return f"{name} attends in both directions"
+        return f"{name} has bidirectional attention"
     if own_implementation(model) not in IMPLEMENTATIONS:
-        tried = " and ".join(map(repr, IMPLEMENTATIONS))
-        return f"attn_implementation={own_implementation(model)!r} has not been tried with it; {tried} have"
+        tested = " and ".join(map(repr, IMPLEMENTATIONS))
+        return f"attn_implementation={own_implementation(model)!r} has not been tested with packing; {tested} have"
     return None
 
 
 def _is_known(model: PreTrainedModel) -> bool:
-    own_class = next(each for each in type(model).__mro__ if not each.__module__.startswith("torch."))  # under FSDP2
+    # FSDP2 puts a class of its own before the model's
+    own_class = next(each for each in type(model).__mro__ if not each.__module__.startswith("torch."))
     return own_class.__module__.startswith("transformers.models.")
 
 
@@ -91,7 +93,7 @@ def _is_rotary(model: PreTrainedModel) -> bool:
 
 
 def _rope(config: PretrainedConfig) -> Iterator[Mapping[str, Any]]:
-    """Rotary parameters: one set for all layers, or one for each kind of them."""
+    """Yield the rotary parameters: one set for all layers, or one set for each kind of layer."""
     for name in ("rope_parameters", "rope_scaling"):
         rope = getattr(config, name, None)
         if isinstance(rope, Mapping):

@@ -1,4 +1,4 @@
-"""A model that computes the tokens of a padded batch, and answers as if it had computed the padding too."""
+"""Wrappers that run a model on a padded batch without its padding, and return outputs for the padded batch."""
 
 import warnings
 from collections.abc import Callable, Sequence
@@ -14,18 +14,18 @@ from trl_steady.padding.packing import Segment, pack
 
 __all__ = ["PlacedModel", "UnpaddedModel"]
 
-_OF_TOKENS = ("token_type_ids", "mm_token_type_ids", "places")  # (B, L) too
-_LAID = {"input_ids", "attention_mask", "labels", "places"}  # end to end
-# arguments of TRL's beside the tokens with which a batch is still nothing but text
+_OF_TOKENS = ("token_type_ids", "mm_token_type_ids", "places")  # also (B, L)
+_PACKED = {"input_ids", "attention_mask", "labels", "places"}
+# other arguments that TRL passes for a batch that is text only
 _WITH_TEXT = {"fused_lm_head", "output_router_logits"}
 _ORDER = (
-    "keep_sampling_mask and router_replay need each row once and in order. Score whole batches by TRL's own method, "
+    "keep_sampling_mask and router_replay need each row once and in order. Score whole batches with TRL's own method, "
     "or switch both options off."
 )
 
 
 class PlacedModel:
-    """Proxy of a model that also needs the token indices of a batch.
+    """Proxy for a model that also needs the token indices of a batch.
 
     TRL passes the batch in parts, row after row.
 
@@ -63,18 +63,17 @@ class PlacedModel:
 
 
 class UnpaddedModel:
-    """Stands in for a model with TRL's fused LM head in one pass over padded batches.
+    """Wrapper that leaves out padding, for a model with TRL's fused LM head and one pass over padded batches.
 
-    Columns that are padding in every row are cut off at both ends. Where padding is left and the model allows for it,
-    the sequences are laid end to end in one row. A batch without padding goes to the model as it came, unless prompts
-    are shared.
+    Columns that are padding in every row are cut off at both ends. If padding is left and the model allows it, the
+    sequences are packed into one row. A batch without padding goes to the model unchanged, unless prompts are shared.
 
     Args:
-        model: What is called, perhaps wrapped for several processes.
-        traits: Of the transformers model in it.
-        prompt_width: Columns of the batches that belong to the prompts.
-        share_prompts: Whether rows with the same prompt have one copy of it between them.
-        attending: Context for a forward in which the model attends in these segments.
+        model: The model to call, which may be wrapped for several processes.
+        traits: Traits of the transformers model in it.
+        prompt_width: Number of columns of the batches that belong to the prompts.
+        share_prompts: True if rows with the same prompt share one copy of it.
+        attending: Returns a context in which the model attends within the given segments.
     """
 
     def __init__(
@@ -90,13 +89,13 @@ class UnpaddedModel:
         self._prompt_width, self._share_prompts, self._attending = prompt_width, share_prompts, attending
 
     def __call__(self, *, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **others: Any) -> Any:
-        """`log_probs`, `entropy`, (B, L - 1) each, and `aux_loss`, of `input_ids` and so on, (B, L) each."""
+        """Return `log_probs` and `entropy`, (B, L - 1) each, and `aux_loss`, for inputs of shape (B, L)."""
         width = input_ids.size(1)
         used = attention_mask.any(0).nonzero().squeeze(-1).tolist()
         if width > self._traits.width_limit > 0:
             warnings.warn(
-                f"batches wider than {self._traits.width_limit} tokens keep their padding: from there on the model's "
-                "rotary frequencies depend on the width.",
+                f"batches wider than {self._traits.width_limit} tokens keep their padding, because the model's rotary "
+                "frequencies then depend on the width of the batch.",
                 UserWarning,
                 stacklevel=2,
             )
@@ -119,9 +118,9 @@ class UnpaddedModel:
 
     def _packs(self, batch: dict[str, Tensor], others: dict[str, Any], prompt_width: int) -> bool:
         mask = batch["attention_mask"]
-        if self._traits.why_not_packed or not batch.keys() <= _LAID or not others.keys() <= _WITH_TEXT:
+        if self._traits.why_not_packed or not batch.keys() <= _PACKED or not others.keys() <= _WITH_TEXT:
             return False
-        if not mask[:, prompt_width - 1].all():  # the first token of an answer to nothing has none before it
+        if not mask[:, prompt_width - 1].all():  # no token predicts the first token after an empty prompt
             return False
         return self._share_prompts or not mask.all()
 
@@ -138,7 +137,7 @@ class UnpaddedModel:
             outputs = self._model(
                 input_ids=packing.gather(input_ids),
                 attention_mask=None,
-                position_ids=packing.columns.unsqueeze(0) + left,  # as transformers counts in the padded batch
+                position_ids=packing.columns.unsqueeze(0) + left,  # as in the padded batch
                 labels=packing.gather(labels),
                 **others,
             )

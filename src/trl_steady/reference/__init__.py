@@ -1,1 +1,1 @@
-"""The KL reference as tensors: what it is (an adapter, or a full copy), how it moves, how it is saved and restored."""
+"""The KL reference, which is an adapter or a full copy of the model: its tensors, its moves, saving and restoring."""

@@ -16,23 +16,24 @@ MOVABLE = ("LORA", "LOHA", "LOKR", "IA3")
 
 
 def add_reference_adapter(model: PeftModel) -> None:
-    """Put the reference on a PEFT model, equal to the policy as it stands; nothing else of the model changes.
+    """Add the reference to a PEFT model as an adapter `ref` that equals the current policy.
 
-    An adapter `ref` that TRL has made of a loaded adapter is kept, and brought to the policy's dtype.
+    Nothing else in the model changes. If TRL has already made an adapter `ref` from a loaded adapter, it is kept and
+    gets the policy's dtype.
 
     Raises:
-        ValueError: an adapter that cannot be moved, by name, with the way out.
+        ValueError: the adapter cannot be moved. The message names it and says what to do.
     """
     refuse_unmovable(model)
     if REFERENCE not in model.peft_config:
         config = copy.deepcopy(model.peft_config[POLICY])
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-        # rollouts are drawn as without a reference adapter
+        # keep the random state, so that rollouts are the same as without a reference adapter
         with parameters_kept(model), base_kept(config), torch.random.fork_rng(devices=devices):
             model.add_adapter(REFERENCE, config)
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Dropout) and REFERENCE in name.split("."):
-            module.p = 0.0  # a reference drops nothing out; TRL's full one is in eval mode
+            module.p = 0.0  # no dropout in the reference; TRL's full one is in eval mode
     pairs = adapter_pairs(model)
     for pair in pairs:
         pair.reference.requires_grad_(False)
@@ -41,7 +42,10 @@ def add_reference_adapter(model: PeftModel) -> None:
 
 @contextmanager
 def base_kept(config: Any) -> Iterator[None]:
-    """Adapters of this configuration are added without writing into the base, as PiSSA's and OLoRA's starts do."""
+    """Keep PEFT from changing the base while it adds adapters of this configuration.
+
+    The initialisations of PiSSA and OLoRA would write into the base.
+    """
     start = getattr(config, "init_lora_weights", None)
     if not isinstance(start, str):
         yield
@@ -55,7 +59,7 @@ def base_kept(config: Any) -> Iterator[None]:
 
 @contextmanager
 def parameters_kept(model: torch.nn.Module) -> Iterator[None]:
-    """The parameters' dtypes and `requires_grad` survive what happens inside.
+    """Restore the dtype and `requires_grad` of all parameters on exit.
 
     PEFT makes every parameter of an adapter trainable when it switches adapters, and float32 when it loads one.
     """
@@ -72,16 +76,16 @@ def parameters_kept(model: torch.nn.Module) -> Iterator[None]:
 
 
 def refuse_unmovable(model: PeftModel) -> None:
-    """Refuse adapters of which a copy cannot follow the policy.
+    """Raise on adapters whose copy cannot follow the policy.
 
     Raises:
-        ValueError: another adapter than one named `default`, prompt learning, AdaLoRA or another kind that has not
-            been checked, trained biases, KaSA, replicated layers.
+        ValueError: the active adapter is not exactly one named `default`, or it uses prompt learning, AdaLoRA, another
+            kind that has not been checked, trained biases, KaSA or replicated layers.
     """
     active = list(model.active_adapters)
     if active != [POLICY]:
         raise ValueError(
-            f"the active adapters are {active}, and a reference can follow one named {POLICY!r} only. Load the "
+            f"the active adapters are {active}, but the reference can follow only one, named {POLICY!r}. Load the "
             f"adapter with PeftModel.from_pretrained(..., adapter_name={POLICY!r}, is_trainable=True)."
         )
     config: Any = model.peft_config[POLICY]
@@ -89,7 +93,7 @@ def refuse_unmovable(model: PeftModel) -> None:
     if kind not in MOVABLE:
         why = {
             "ADALORA": ": its ranks change while it trains",
-            "XLORA": ": its adapters are mixed by a classifier",
+            "XLORA": ": a classifier mixes its adapters",
         }.get(kind, ": the prompt is not an adapter of the weights" if config.is_prompt_learning else "")
         raise ValueError(
             f"peft_type={kind!r} cannot follow the policy as a reference{why}. Use one of {', '.join(MOVABLE)} "
@@ -98,13 +102,13 @@ def refuse_unmovable(model: PeftModel) -> None:
     bias = getattr(config, "bias", "none")
     if bias != "none":
         raise ValueError(
-            f"bias={bias!r} trains the biases of the base model, of which there is one set for policy and reference. "
-            "Set bias='none', or name the modules whose biases shall train in modules_to_save."
+            f"bias={bias!r} trains the biases of the base model, which policy and reference share. Set bias='none', "
+            "or list the modules whose biases should train in modules_to_save."
         )
     for option in ("kasa_config", "layer_replication"):
         value = getattr(config, option, None)
         if value is not None:
             raise ValueError(
-                f"{option}={value!r} changes the base model whenever an adapter is added, the reference too. Use LoRA "
-                f"without {option}, or sync_ref_model=False."
+                f"{option}={value!r} changes the base model whenever an adapter is added, and the reference is an "
+                f"added adapter. Use LoRA without {option}, or sync_ref_model=False."
             )

@@ -1,7 +1,7 @@
-"""Each tensor of the policy beside the one of the reference that follows it: moving, gathering and restoring them.
+"""Pair the tensors of policy and reference, and move, gather and restore those of the reference.
 
-An adapter and a full copy are the same thing here, a list of `Pair`. Tensors may be plain, sharded by FSDP2
-(`DTensor`) or partitioned by DeepSpeed ZeRO-3; moving never gathers a DTensor.
+An adapter and a full copy have the same form here, a list of `Pair`. Tensors may be plain, sharded by FSDP2
+(`DTensor`) or partitioned by DeepSpeed ZeRO-3. A move never gathers a DTensor.
 """
 
 import itertools
@@ -27,11 +27,11 @@ __all__ = [
 ]
 
 POLICY, REFERENCE = "default", "ref"
-"""Names of the two adapters; TRL reads an adapter named `ref` as the reference."""
+"""Names of the two adapters. TRL uses an adapter named `ref` as the reference."""
 
 
 class Pair(NamedTuple):
-    """A tensor of the policy and the one of the reference that follows it, of the same shape."""
+    """A tensor of the policy and the tensor of the reference that follows it, of the same shape."""
 
     name: str
     policy: Tensor
@@ -39,7 +39,7 @@ class Pair(NamedTuple):
 
 
 def model_pairs(policy: torch.nn.Module, reference: torch.nn.Module) -> list[Pair]:
-    """Parameters and buffers of two models of one architecture; tied weights once.
+    """Return the paired parameters and buffers of two models of one architecture, with tied weights once.
 
     Raises:
         ValueError: the models do not have the same tensors.
@@ -49,7 +49,7 @@ def model_pairs(policy: torch.nn.Module, reference: torch.nn.Module) -> list[Pai
 
 
 def adapter_pairs(model: torch.nn.Module) -> list[Pair]:
-    """Parameters and buffers of the adapters `default` and `ref` of one PEFT model, by name.
+    """Return the parameters and buffers of the adapters `default` and `ref` in one PEFT model, paired by name.
 
     The adapter's name is a whole component of a tensor's name, in the middle (`lora_A.default.weight`) or at the end
     (`lora_embedding_A.default`).
@@ -70,7 +70,7 @@ def _renamed(name: str) -> str:
 def _tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     for module in model.modules():
         if isinstance(module, FSDPModule):
-            module.reshard()  # a forward without a backward leaves copies, and what is written to those is lost
+            module.reshard()  # a forward without a backward leaves unsharded copies, and writes to them are lost
     return dict(itertools.chain(model.named_parameters(), model.named_buffers()))
 
 
@@ -79,18 +79,19 @@ def _same_names(policy: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -
     if unpaired or not policy:
         raise ValueError(
             f"policy and reference do not have the same tensors ({len(policy)} and {len(reference)}"
-            + (f"; without a partner: {', '.join(unpaired[:3])}" if unpaired else "")
-            + "), so that the reference cannot follow. Use LoRA, or full fine-tuning."
+            + (f"; unpaired: {', '.join(unpaired[:3])}" if unpaired else "")
+            + "), so the reference cannot follow the policy. Use LoRA, or full fine-tuning."
         )
     return policy
 
 
 @torch.no_grad()
 def move(pairs: Iterable[Pair], alpha: float) -> None:
-    """Set each parameter of the reference to `alpha` * policy + (1 - `alpha`) * reference; 1 copies.
+    """Set each parameter of the reference to `alpha` * policy + (1 - `alpha`) * reference.
 
-    TR-DPO, arXiv 2404.09656, section 3. Buffers are copied whatever `alpha` is. A plain reference takes the policy's
-    dtype, which a cast after its creation may have changed; a sharded one keeps its own.
+    Source: TR-DPO, arXiv 2404.09656, section 3. With `alpha=1` the reference is a copy of the policy. Buffers are
+    always copied. A plain reference takes the policy's dtype, which a cast after its creation may have changed. A
+    sharded reference keeps its own dtype.
     """
     for _, policy, reference in pairs:
         with _whole((policy, reference), write=True):
@@ -105,11 +106,11 @@ def move(pairs: Iterable[Pair], alpha: float) -> None:
 
 @torch.no_grad()
 def gather(pairs: Iterable[Pair], *, keep: bool = True) -> dict[str, Tensor]:
-    """The reference's tensors, whole and on the CPU. Every process must call it.
+    """Return the reference's tensors, whole and on the CPU. Every process must call it.
 
     Args:
         pairs: As for `move`.
-        keep: Whether this process wants them; others take part in the gathering, one tensor at a time.
+        keep: True to return the tensors on this process. If False, it only helps to gather them, one at a time.
     """
     tensors = {}
     for name, _, reference in pairs:
@@ -122,10 +123,10 @@ def gather(pairs: Iterable[Pair], *, keep: bool = True) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def restore(pairs: Iterable[Pair], tensors: Mapping[str, Tensor]) -> None:
-    """Give the reference back the tensors that `gather` took. Every process must call it.
+    """Copy the tensors that `gather` returned back into the reference. Every process must call it.
 
     Raises:
-        ValueError: names or shapes are not those of this reference.
+        ValueError: the names or shapes are not those of this reference.
     """
     pairs = list(pairs)
     refuse_other_shapes(pairs, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
@@ -137,12 +138,12 @@ def restore(pairs: Iterable[Pair], tensors: Mapping[str, Tensor]) -> None:
                 reference.to_local().copy_(distribute_tensor(whole, mesh, placements).to_local())
             elif _is_sharded(reference):
                 reference.copy_(tensors[name])
-            else:  # its dtype too
+            else:  # restores the dtype too
                 reference.data = tensors[name].to(reference.device, copy=True)
 
 
 def refuse_other_shapes(pairs: Iterable[Pair], found: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise a ValueError that names the first tensor whose shape is not that of this reference."""
+    """Raise a ValueError that names the first tensor whose shape differs from this reference's."""
     expected = {pair.name: tuple(_shape(pair.reference)) for pair in pairs}
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
@@ -167,7 +168,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 @contextmanager
 def _whole(tensors: tuple[Tensor, ...], *, write: bool) -> Iterator[None]:
-    """Parameters that DeepSpeed ZeRO-3 has partitioned, whole for a moment."""
+    """Gather parameters that DeepSpeed ZeRO-3 has partitioned, until the context ends."""
     partitioned = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
     if not partitioned:
         yield

@@ -1,4 +1,4 @@
-"""Rewards for the steps of a completion: what a reward function may return, and ways to make such functions."""
+"""Rewards for the steps of a completion: the values that a reward function may return, and tools to make them."""
 
 from trl_steady.rewards.pictures import advantages_html, advantages_png
 from trl_steady.rewards.scoring import process_reward_model, scored_steps

@@ -1,4 +1,4 @@
-"""Completions with their tokens coloured by advantage: green for more of this, red for less."""
+"""Pictures of completions with each token coloured by its advantage: green if positive, red if negative."""
 
 import html
 import re
@@ -12,10 +12,13 @@ _GREEN, _RED = (34, 139, 34), (205, 45, 45)
 
 
 def advantages_html(completions: Sequence[Coloured]) -> str:
-    """A page that needs nothing else; a token's advantage is shown where the pointer rests on it.
+    """Return a self-contained HTML page of completions with each token coloured by its advantage.
+
+    The page shows a token's advantage when the pointer rests on it.
 
     Args:
-        completions: `trainer.last_step_advantages`, or some of them: pairs of a token's text and its advantage.
+        completions: `trainer.last_step_advantages` or a part of it. Each completion is a list of pairs of a token's
+            text and its advantage.
 
     >>> page = advantages_html([[("2 + 2 ", 0.5), ("< 3", -1.0)]])
     >>> 'title="-1">&lt; 3</span>' in page
@@ -36,12 +39,12 @@ def advantages_html(completions: Sequence[Coloured]) -> str:
 
 
 def advantages_png(completions: Sequence[Coloured], path: str | Path, *, columns: int = 90) -> None:
-    """The same as a picture; for a few completions. Needs matplotlib, which is imported here.
+    """Save a picture of a few completions with each token coloured by its advantage. Needs matplotlib.
 
     Args:
-        completions: as for `advantages_html`.
-        path: Of the picture.
-        columns: Characters in a line.
+        completions: As for `advantages_html`.
+        path: File to write.
+        columns: Characters per line.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
@@ -84,6 +87,6 @@ def _largest(completions: Sequence[Coloured]) -> float:
 
 
 def _colour(share: float) -> tuple[int, int, int]:
-    """White at 0, green at 1, red at -1."""
+    """Return the RGB colour of a share: white at 0, green at 1, red at -1."""
     red, green, blue = (round(255 + (c - 255) * 0.75 * min(abs(share), 1.0)) for c in (_GREEN if share > 0 else _RED))
     return red, green, blue

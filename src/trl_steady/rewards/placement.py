@@ -1,6 +1,7 @@
-"""Where in a completion's tokens a step ends: exact, also where a token holds half a character or parts of two steps.
+"""Map the ends of steps to token indices, exactly, even if a token holds half a character or parts of two steps.
 
-A token belongs to the step in which it begins; one that begins inside a character, to the step of that character.
+A token belongs to the step in which it begins. A token that begins inside a character belongs to the step of that
+character.
 """
 
 import re
@@ -22,57 +23,57 @@ _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # of SentencePiece's byte fallbac
 
 
 class Spelling(NamedTuple):
-    """A completion's text, and where its tokens begin in it."""
+    """A completion's text and its offset mapping."""
 
     text: str
     begins: list[int]
-    """(T + 1,) the character in which each token begins, not falling; and the length of the text."""
+    """(T + 1,) the character in which each token begins, non-decreasing, followed by the length of the text."""
 
 
 class Completion(NamedTuple):
-    """A completion, as far as steps are concerned."""
+    """The data of a completion that is needed to place its steps."""
 
     index: int
-    """In the rollout of this process, for messages."""
+    """Index in the rollout of this process, for error messages."""
     content: Any
-    """What reward functions see: text, or a list of messages."""
+    """The completion as reward functions get it: text, or a list of messages."""
     ids: Sequence[int]
-    """(T,) its tokens, without padding."""
+    """(T,) token ids without padding."""
     is_own: Sequence[bool]
-    """(T,) True = a loss token: written by the model, and not masked out."""
+    """(T,) True = a loss token: the model wrote it, and it is not masked out."""
     limit: str
-    """'' or that its length is at its limit, for messages."""
+    """Text for error messages if the completion has reached its length limit, otherwise ''."""
 
 
 def spelling(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Spelling:
-    """The text of `ids` without special tokens, as TRL decodes it.
+    """Decode `ids` without special tokens, as TRL does, and return the text with its offset mapping.
 
-    Exact for byte-level tokenizers, and for those of SentencePiece's kind where the text is valid. Else by decoding
-    all that stands before each token, which costs more, and is exact up to characters that the decoder has replaced
-    (U+FFFD).
+    The mapping is exact for byte-level tokenizers, and for tokenizers like SentencePiece if the text is valid. For
+    other tokenizers the function decodes the text before each token. This costs more, and is exact except at
+    characters that the decoder has replaced (U+FFFD).
     """
     ids = list(ids)
     text = str(tokenizer.decode(ids, skip_special_tokens=True))
     tokens = tokenizer.convert_ids_to_tokens(ids)
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    # None: a row of the head without a token
+    # None: the LM head has a row for this id, but the tokenizer has no token
     special = [token is None or (id in added and added[id].special) for id, token in zip(ids, tokens, strict=True)]
     for bytes_of in (_byte_level, _sentencepiece):
         pieces = [b"" if has_no_text else bytes_of(t) for t, has_no_text in zip(tokens, special, strict=True)]
         first = next((i for i, piece in enumerate(pieces) if piece), 0)
-        for strip in (b"", b" "):  # SentencePiece's decoders take the first space away
+        for strip in (b"", b" "):  # SentencePiece decoders remove the first space
             stripped = [p.removeprefix(strip) if i == first else p for i, p in enumerate(pieces)]
             if b"".join(stripped).decode(errors="replace") == text:
                 return Spelling(text, _begins(stripped, text))
     before = (str(tokenizer.decode(ids[:t], skip_special_tokens=True)) for t in range(len(ids)))
-    # half a character, with all the bytes beside it, is decoded to something else: no token begins before another
+    # text that ends inside a character decodes to something else, so the maximum keeps the offsets non-decreasing
     return Spelling(text, [*accumulate((_agreement(part, text) for part in before), max), len(text)])
 
 
 def _byte_level(token: str) -> bytes:
     if all(character in _BYTES for character in token):
         return bytes(_BYTES[character] for character in token)
-    return token.encode()  # an added token, written out
+    return token.encode()  # an added token is stored as plain text
 
 
 def _sentencepiece(token: str) -> bytes:
@@ -81,7 +82,7 @@ def _sentencepiece(token: str) -> bytes:
 
 
 def _begins(pieces: Sequence[bytes], text: str) -> list[int]:
-    """(T + 1,) the character in which each piece of `text` begins."""
+    """Return the (T + 1,) characters in which the pieces of `text` begin, and the length of the text."""
     raw = b"".join(pieces)
     starts = _character_starts(raw)
     begins, position, character = [], 0, 0
@@ -94,13 +95,13 @@ def _begins(pieces: Sequence[bytes], text: str) -> list[int]:
 
 
 def _agreement(part: str, text: str) -> int:
-    """How many characters `part` and `text` begin with together."""
+    """Return the length of the common prefix of `part` and `text`."""
     pairs = zip(part, text, strict=False)
     return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(part), len(text)))
 
 
 def _character_starts(raw: bytes) -> list[int]:
-    """The byte at which each character of `raw.decode(errors="replace")` begins."""
+    """Return the byte at which each character of `raw.decode(errors="replace")` begins."""
     starts, position = [], 0
     while position < len(raw):
         try:
@@ -111,16 +112,17 @@ def _character_starts(raw: bytes) -> list[int]:
             starts.append(position)
             position += len(character.encode())
         if bad is not None:
-            starts.append(position)  # one U+FFFD for the bytes that cannot go on to a character
+            starts.append(position)  # one U+FFFD replaces the bytes that form no character
             position += bad.end - bad.start
     return starts
 
 
 def token_ends(steps: StepRewards, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """(S,) how many tokens of the completion lie before the end of each step.
+    """Return for each of the (S,) steps the number of the completion's tokens before its end.
 
     Raises:
-        ValueError: a step ends beyond the completion, or its ends cannot be told.
+        ValueError: a step ends beyond the completion, the number of turns differs, or character offsets cannot be
+            mapped to tokens.
     """
     if steps.unit == "turns":
         return _turn_ends(steps, completion)
@@ -133,7 +135,7 @@ def token_ends(steps: StepRewards, completion: Completion, tokenizer: PreTrained
 
 
 def _turn_ends(steps: StepRewards, completion: Completion) -> list[int]:
-    if not any(completion.is_own):  # masked out: its turns count in the others' baseline, wherever they end
+    if not any(completion.is_own):  # masked out: the others' baseline needs its rewards, but not its true ends
         return [*steps.ends[:-1], len(completion.ids)] if steps.ends else []
     position, ends = 0, []
     for own, run in groupby(completion.is_own):
@@ -142,8 +144,8 @@ def _turn_ends(steps: StepRewards, completion: Completion) -> list[int]:
             ends.append(position)
     if len(steps.values) != len(ends):
         raise ValueError(
-            f"StepRewards.per_turn has {len(steps.values)} values, and completion {completion.index} has {len(ends)} "
-            f"assistant turns{completion.limit}. Give one value for each."
+            f"StepRewards.per_turn has {len(steps.values)} values, but completion {completion.index} has {len(ends)} "
+            f"assistant turns{completion.limit}. Give one value for each turn."
         )
     return ends
 
@@ -154,24 +156,24 @@ def _character_ends(steps: StepRewards, completion: Completion, tokenizer: PreTr
     _refuse_beyond(steps, completion, len(seen))
     ends = [bisect_left(begins, offset + end, hi=len(completion.ids)) for end in steps.ends]
     rest = text[offset + steps.ends[-1] :]
-    is_all = not rest or (steps.ends[-1] == len(seen) and rest.isspace())  # which a template may have stripped
+    is_all = not rest or (steps.ends[-1] == len(seen) and rest.isspace())  # a template may have stripped it
     if is_all and not steps.closed:
         ends[-1] = len(completion.ids)
     return ends
 
 
 def _seen(completion: Completion, text: str) -> tuple[str, int]:
-    """The text that a reward function sees, and where it begins in that of the tokens."""
+    """Return the text that a reward function gets, and its offset in the text of the tokens."""
     plain = isinstance(completion.content, str)
     messages = [{"content": completion.content}] if plain else completion.content
-    way_out = "Use StepRewards.per_turn for one reward a turn, or StepRewards.at_tokens."
+    way_out = "Use StepRewards.per_turn for one reward per turn, or StepRewards.at_tokens."
     if len(messages) != 1:
         raise ValueError(
-            f"StepRewards has ends in characters, and completion {completion.index} has {len(messages)} messages. "
+            f"StepRewards has ends in characters, but completion {completion.index} has {len(messages)} messages. "
             + way_out
         )
     seen = message_text(messages[0])
-    # a template takes reasoning out, which stands before the content, and calls of tools, which stand behind it
+    # a template removes the reasoning, which is before the content, and tool calls, which are after it
     reasoning = str(messages[0].get("reasoning_content") or messages[0].get("thinking") or "")
     if reasoning or messages[0].get("tool_calls"):
         offset = text.find(seen, text.find(reasoning) + len(reasoning) if reasoning in text else 0)
@@ -179,8 +181,8 @@ def _seen(completion: Completion, text: str) -> tuple[str, int]:
         offset = text.rfind(seen)
     if offset < 0:
         raise ValueError(
-            f"StepRewards has ends in characters, and the text of completion {completion.index} cannot be told from "
-            f"its tokens: {seen!r} in {text!r}. " + way_out
+            f"StepRewards has ends in characters, but the content {seen!r} of completion {completion.index} is not "
+            f"part of the text of its tokens, {text!r}. " + way_out
         )
     return seen, offset
 
@@ -189,7 +191,7 @@ def _refuse_beyond(steps: StepRewards, completion: Completion, length: int) -> N
     if steps.ends[-1] > length:
         what = f"has {length} {steps.unit}{completion.limit}" if length else "is empty"
         raise ValueError(
-            f"StepRewards has ends[{len(steps.ends) - 1}]={steps.ends[-1]}, and completion {completion.index} {what}. "
-            "Give ends within what was generated; for a completion without steps return StepRewards([], []), or None "
-            "for no verdict."
+            f"StepRewards has ends[{len(steps.ends) - 1}]={steps.ends[-1]}, but completion {completion.index} {what}. "
+            "Give ends within the completion. For a completion without steps return StepRewards([], []), or None for "
+            "no reward."
         )

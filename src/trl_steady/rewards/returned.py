@@ -1,4 +1,4 @@
-"""What a reward function returned, checked before TRL takes it for numbers."""
+"""Check what reward functions return before TRL converts it to numbers."""
 
 import inspect
 import math
@@ -15,30 +15,31 @@ __all__ = ["as_rewards", "has_nan", "refuse_infinite"]
 
 
 def as_rewards(name: str, returned: Any) -> list[Any]:
-    """Return the rewards of a function as a list, one for each completion: numbers, None or `StepRewards`.
+    """Return the rewards of a function as a list with a number, None or `StepRewards` for each completion.
 
     Raises:
-        ValueError: naming the function, what it returned and what to return.
+        ValueError: the function returned something else. The message names the function, the value and what to return.
     """
     if inspect.iscoroutine(returned):
-        returned.close()  # nobody will await it
+        returned.close()  # it will never be awaited
         raise ValueError(
             f"reward function {name!r} returned {returned!r}. Use async def for the function itself, so that TRL "
             "awaits it."
         )
     if isinstance(returned, StepRewards | Mapping | str | bytes | set) or not isinstance(returned, Iterable):
         raise ValueError(
-            f"reward function {name!r} returned {reprlib.repr(returned)}. Return a list, one for each completion."
+            f"reward function {name!r} returned {reprlib.repr(returned)}. Return a list with one reward for "
+            "each completion."
         )
-    # a tensor or an array at once: on a GPU each item would be a transfer of its own
+    # convert a tensor or array at once: on a GPU each item would need its own transfer
     rewards: list[Any] = list(getattr(returned, "tolist", lambda: returned)())
     rewards = [each.item() if isinstance(each, Tensor) and each.ndim == 0 else each for each in rewards]
     for completion, reward in enumerate(rewards):
         if reward is not None and not isinstance(reward, StepRewards) and not _is_number(reward):
             raise ValueError(
                 f"reward function {name!r} returned {reprlib.repr(reward)} for completion {completion}. Return a "
-                "float, None, or for steps StepRewards(values, ends), StepRewards.per_turn(values), or a splitter's "
-                "Steps with .rewards(values)."
+                "float or None. For step rewards return StepRewards(values, ends), StepRewards.per_turn(values) or, "
+                "for a splitter's Steps, steps.rewards(values)."
             )
     return rewards
 
@@ -54,20 +55,21 @@ def _is_number(reward: Any) -> bool:
 
 
 def has_nan(rewards: Iterable[Any]) -> bool:
-    """Whether a number among the rewards is NaN."""
+    """Return whether any of the rewards that are numbers is NaN."""
     return any(not isinstance(reward, StepRewards | None) and math.isnan(reward) for reward in rewards)
 
 
 def refuse_infinite(names: Sequence[str], rewards: Tensor, count: int) -> None:
-    """Refuse rewards that are infinite, after float32 if not before.
+    """Raise on rewards that are infinite, or become infinite in float32.
 
     Args:
-        names: (K,) of the reward functions.
-        rewards: (N, K) of all processes, the same on each, so that all of them raise.
-        count: completions of one process.
+        names: (K,) names of the reward functions.
+        rewards: (N, K) rewards of all processes, the same on each process, so that all of them raise.
+        count: Completions per process.
 
     Raises:
-        ValueError: naming the function and the completion, by its index on its process.
+        ValueError: a reward is infinite. The message names the function and the completion, by its index on its
+            process.
     """
     infinite = rewards.isinf()
     if not infinite.any():
@@ -76,5 +78,5 @@ def refuse_infinite(names: Sequence[str], rewards: Tensor, count: int) -> None:
     process = f" of process {row // count}" if len(rewards) > count else ""
     raise ValueError(
         f"reward function {names[function]!r} returned {rewards[row, function].item()} for completion {row % count}"
-        f"{process}, in float32. Return a finite number, or None for no reward."
+        f"{process}, after conversion to float32. Return a finite number, or None for no reward."
     )

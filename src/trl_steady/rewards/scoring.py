@@ -1,4 +1,4 @@
-"""Reward functions for TRL out of what scores steps: any callable, or a process reward model."""
+"""Reward functions for TRL that score steps with any callable or a process reward model."""
 
 import functools
 import inspect
@@ -14,24 +14,24 @@ from trl_steady.rewards.steps import StepRewards
 __all__ = ["process_reward_model", "scored_steps"]
 
 Rewards = list[StepRewards | None]
-Scorer = Callable[..., Any]  # of Sequence[Sequence[float] | None], or to be awaited for one
+Scorer = Callable[..., Any]  # returns Sequence[Sequence[float] | None], or an awaitable of it
 
 
 def scored_steps(
     scorer: Scorer, splitter: Splitter, *, name: str | None = None
 ) -> Callable[..., Rewards] | Callable[..., Awaitable[Rewards]]:
-    """A reward function that splits completions and has all their steps scored in one call.
+    """Return a reward function that splits completions into steps and scores all steps in one call.
 
     Args:
-        scorer: Called by name with `prompts` (B,), `steps` (B,) lists of texts, `completions` (B,), and whatever else
-            TRL gives to reward functions (`completion_ids`, `trainer_state`, columns of the dataset but for one called
-            `steps`). Returns for each completion one score for each of its steps, or None for no verdict. May be
-            async.
-        splitter: Of a completion, such as `by_blank_line()`.
-        name: Under which TRL logs it; the scorer's by default.
+        scorer: Called with keyword arguments: `prompts` (B,), `steps` (B,) lists of texts, `completions` (B,), and
+            everything else that TRL passes to reward functions (`completion_ids`, `trainer_state`, dataset columns). A
+            dataset column named `steps` is not passed. For each completion, the scorer returns one score per step, or
+            None for no reward. It may be async.
+        splitter: Splits a completion into steps, for example `by_blank_line()`.
+        name: Name under which TRL logs the reward. Default: the scorer's name.
 
     Returns:
-        A reward function, async if the scorer is. It raises ValueError where the scores do not fit the steps.
+        A reward function, async if the scorer is async. It raises ValueError if the scores do not fit the steps.
 
     >>> from trl_steady.rewards import by_regex
     >>> lengths = scored_steps(lambda prompts, steps, **_: [[len(s) for s in row] for row in steps], by_regex("\\n"))
@@ -47,13 +47,13 @@ def scored_steps(
 
     def fit(split: list[Steps], scores: Any) -> Rewards:
         if not isinstance(scores, Iterable) or len(rows := list(scores)) != len(split):
-            raise ValueError(f"{name} has returned {scores!r}. Return {len(split)} lists, one for each completion.")
+            raise ValueError(f"{name} returned {scores!r}. Return {len(split)} lists, one for each completion.")
         rewards: Rewards = []
         for i, (one, row) in enumerate(zip(split, rows, strict=True)):
             if row is not None and (not isinstance(row, Iterable) or len(row := list(row)) != len(one.texts)):
                 raise ValueError(
-                    f"{name} has returned {row!r} for the {len(one.texts)} steps of completion {i}. Return a list "
-                    "with a score for each step, or None for no verdict on the completion."
+                    f"{name} returned {row!r} for the {len(one.texts)} steps of completion {i}. Return a list with a "
+                    "score for each step, or None for no reward."
                 )
             rewards.append(None if row is None else one.rewards(row))
         return rewards
@@ -84,19 +84,20 @@ def process_reward_model(
     batch_size: int = 8,
     name: str | None = None,
 ) -> Callable[..., Any]:
-    """A reward function from a token-classification model: how probably each step is good.
+    """Return a reward function in which a token classifier scores each step by its probability of being good.
 
-    Reads a solution as TRL's PRMTrainer (in `trl.experimental.prm` up to 1.13) prepares it for training: the prompt,
-    then each step followed by the separator, whose last token carries the step's label.
+    The model reads a solution in the format that TRL's PRMTrainer prepares for training (in `trl.experimental.prm` up
+    to 1.13). This is the prompt, then each step followed by the separator. The last token of the separator carries the
+    step's label.
 
     Args:
-        model: `AutoModelForTokenClassification`, on the device where it is to run; scores without dropout.
-        tokenizer: Its own.
-        splitter: Of a completion into parts of one text, such as `by_blank_line()`.
-        separator: What follows each step; white space around a step is left off.
-        good_label: Which of the model's labels says that a step is good.
-        batch_size: Solutions read at once.
-        name: Under which TRL logs it; that of the model's folder by default.
+        model: `AutoModelForTokenClassification`, on the device where it should run. It scores without dropout.
+        tokenizer: Tokenizer of the model.
+        splitter: Splits a completion into parts of one text, for example `by_blank_line()`.
+        separator: Text after each step. White space around a step is removed.
+        good_label: Label of the model for a good step.
+        batch_size: Solutions per forward pass.
+        name: Name under which TRL logs the reward. Default: the name of the model's folder.
 
     Returns:
         A reward function whose values are probabilities of `good_label`, between 0 and 1. It raises ValueError for a
@@ -107,17 +108,17 @@ def process_reward_model(
     """
     labels: Any = model.config.id2label or {}
     if good_label not in labels:
-        raise ValueError(f"good_label={good_label} is no label of the model. Set it to one of them: {labels}.")
+        raise ValueError(f"good_label={good_label} is not a label of the model. Set it to one of {labels}.")
     ends_step = tokenizer.encode(separator, add_special_tokens=False)
     if not ends_step:
-        raise ValueError(f"separator={separator!r} has no token. Set it to what the model was trained with.")
+        raise ValueError(f"separator={separator!r} has no token. Set it to the one that the model was trained with.")
     if batch_size < 1:
-        raise ValueError(f"batch_size={batch_size} reads nothing. Set it to 1 or more solutions.")
-    # RoBERTa's kind has more positions than it can read, and says so in its tokenizer
+        raise ValueError(f"batch_size={batch_size} is below 1. Set it to 1 or more.")
+    # models like RoBERTa have more positions than they can read, and their tokenizer has the true limit
     longest = min(getattr(model.config, "max_position_embeddings", 0) or 2**31, tokenizer.model_max_length)
 
     def encode(prompt: Any, steps: list[str]) -> tuple[list[int], list[int]]:
-        """The tokens, and where each step's label is."""
+        """Return the token ids, and the index of each step's label."""
         ids: Any
         if isinstance(prompt, str):
             ids = tokenizer.encode(prompt, add_special_tokens=False)
@@ -130,8 +131,8 @@ def process_reward_model(
             labelled.append(len(ids) - 1)
         if len(ids) > longest:
             raise ValueError(
-                f"a prompt with its steps has {len(ids)} tokens, and the process reward model reads {longest}. "
-                "Shorten max_completion_length or the prompts, or use a model that reads more."
+                f"a prompt with its steps has {len(ids)} tokens, but the process reward model reads at most "
+                f"{longest}. Reduce max_completion_length, shorten the prompts, or use a model that reads more."
             )
         return ids, labelled
 
@@ -139,7 +140,7 @@ def process_reward_model(
     def probabilities(prompts: Sequence[Any], steps: Sequence[list[str]], **_: Any) -> list[list[float]]:
         model.eval()
         encoded = [encode(prompt, row) for prompt, row in zip(prompts, steps, strict=True)]
-        order = sorted(range(len(encoded)), key=lambda i: len(encoded[i][0]))  # little padding in a batch
+        order = sorted(range(len(encoded)), key=lambda i: len(encoded[i][0]))  # similar lengths need little padding
         scores: list[list[float]] = [[] for _ in encoded]
         for start in range(0, len(order), batch_size):
             batch = order[start : start + batch_size]
@@ -157,8 +158,11 @@ def process_reward_model(
 
     def one_text(completion: Any) -> Steps:
         steps = splitter(completion)
-        if steps.ends is None:  # what tools were asked and said is not in the steps
-            raise ValueError("process_reward_model reads one text. Use by_regex or by_blank_line in place of by_turn.")
+        if steps.ends is None:  # the steps of a conversation leave out tool calls and results
+            raise ValueError(
+                "process_reward_model cannot score turns: it reads one text. Use by_regex or by_blank_line instead of "
+                "by_turn."
+            )
         return steps
 
     folder = str(model.config.name_or_path).rstrip("/").split("/")[-1]

@@ -1,6 +1,6 @@
-"""Where the steps of a completion are: by a pattern, by blank lines, by turns.
+"""Split completions into steps: by a pattern, by blank lines or by turns.
 
-A splitter takes a completion as reward functions get it, and returns its `Steps`.
+A splitter takes a completion in the form that reward functions get, and returns its `Steps`.
 """
 
 import re
@@ -15,12 +15,13 @@ __all__ = ["Splitter", "Steps", "by_blank_line", "by_regex", "by_turn", "message
 
 @dataclass(frozen=True)
 class Steps:
-    """A completion in steps.
+    """The steps of a completion.
 
     Args:
-        texts: (S,) the text of each.
-        ends: (S,) their exclusive ends in characters; None where steps are assistant turns.
-        closed: Whether what ends a step has ended the last one too, before the model decided to stop.
+        texts: (S,) text of each step.
+        ends: (S,) exclusive end of each step in characters, or None if the steps are assistant turns.
+        closed: True if the last step also has the text that ends a step, so that it was over before the model decided
+            to stop.
     """
 
     texts: Sequence[str]
@@ -28,33 +29,35 @@ class Steps:
     closed: bool = False
 
     def rewards(self, values: Sequence[float]) -> StepRewards:
-        """With a reward for each step.
+        """Return these steps as `StepRewards`, with one value for each step.
 
         Raises:
-            ValueError: not one finite value for each step.
+            ValueError: there is not exactly one finite value for each step.
         """
         if len(values) != len(self.texts):
-            raise ValueError(f"{len(values)} rewards for {len(self.texts)} steps. Give one for each.")
+            raise ValueError(f"got {len(values)} rewards for {len(self.texts)} steps. Give one for each step.")
         return (
             StepRewards.per_turn(values) if self.ends is None else StepRewards(values, self.ends, closed=self.closed)
         )
 
 
 Splitter = Callable[[Any], Steps]
-"""From a completion, as reward functions get it, to its steps."""
+"""A function from a completion, in the form that reward functions get, to its steps."""
 
 
 def by_regex(pattern: str | re.Pattern[str]) -> Splitter:
-    """A step ends with each match of `pattern`, and with the completion. A blank piece belongs to the step after it.
+    """Return a splitter that ends a step after each match of `pattern`, and at the end of the completion.
 
-    The tokens up to a step's end must tell that it has ended: with a pattern that may match more or less by what comes
-    next (`\\s*` at its end, a look-ahead), stopping would be rewarded by itself, or going on.
+    A blank piece belongs to the step after it.
+
+    The tokens up to a step's end must show that the step has ended. If a match depends on the text that follows
+    (`\\s*` at the end of the pattern, a look-ahead), the rewards favour either stopping or going on.
 
     Args:
-        pattern: Of what ends a step, which is part of it.
+        pattern: Pattern of the text that ends a step. The match is part of the step.
 
     Returns:
-        A splitter of texts, and of conversations with one message; it raises ValueError at one with more.
+        A splitter for texts and for conversations with one message. It raises ValueError for other conversations.
 
     >>> by_regex(r"\\.")("One. Two. And three")
     Steps(texts=['One.', ' Two.', ' And three'], ends=[4, 9, 19], closed=False)
@@ -78,7 +81,9 @@ def by_regex(pattern: str | re.Pattern[str]) -> Splitter:
 
 
 def by_blank_line() -> Splitter:
-    """A step ends with a blank line, as the steps of a written-out solution do; more of them belong to the next step.
+    """Return a splitter that ends a step after each blank line, as in a written-out solution.
+
+    If several blank lines follow each other, all but the first belong to the next step.
 
     >>> by_blank_line()("First.\\n\\nSecond,\\nstill.\\n\\n").texts
     ['First.\\n\\n', 'Second,\\nstill.\\n\\n']
@@ -87,12 +92,12 @@ def by_blank_line() -> Splitter:
 
 
 def by_turn() -> Splitter:
-    """Each message of the assistant is a step: of conversations with tools.
+    """Return a splitter for conversations with tools: each message of the assistant is a step.
 
-    A step's text is the message's content; calls of tools are in `completions`, which a scorer gets too.
+    The text of a step is the content of its message. Tool calls are in `completions`, which a scorer also gets.
 
     Raises:
-        ValueError: when it is given a completion that is no conversation.
+        ValueError: the splitter got a completion that is not a conversation.
 
     >>> call, answer = {"role": "assistant", "content": "Let me look."}, {"role": "assistant", "content": "It is 4."}
     >>> by_turn()([call, {"role": "tool", "name": "look", "content": "4"}, answer])
@@ -102,7 +107,7 @@ def by_turn() -> Splitter:
     def split(completion: Any) -> Steps:
         if isinstance(completion, str):
             raise ValueError(
-                "by_turn splits conversations, and this completion is text. Use by_regex or by_blank_line, or return "
+                "by_turn splits conversations, but this completion is text. Use by_regex or by_blank_line, or return "
                 "StepRewards.per_turn for the turns of a rollout_func."
             )
         return Steps([message_text(m) for m in completion if m["role"] == "assistant"], None)
@@ -111,17 +116,18 @@ def by_turn() -> Splitter:
 
 
 def _content(completion: Any) -> str:
-    """The text of a completion: its own, or that of its only message."""
+    """Return the text of a completion, or of its only message if it is a conversation."""
     if isinstance(completion, str):
         return completion
     if len(completion) != 1:
         raise ValueError(
-            f"a conversation of {len(completion)} messages has no text to be split. Use by_turn for one step a turn."
+            f"this splitter needs one text, but got a conversation of {len(completion)} messages. Use by_turn for one "
+            "step per turn."
         )
     return message_text(completion[0])
 
 
 def message_text(message: Mapping[str, Any]) -> str:
-    """What a message says: its content, or the texts in it."""
+    """Return the text of a message: its content, or the joined texts in it."""
     content = message.get("content") or ""
     return content if isinstance(content, str) else "".join(block.get("text", "") for block in content)

@@ -1,4 +1,4 @@
-"""What a reward function may say of one completion, in place of one number: what each of its steps is worth."""
+"""The value that a reward function may return for a completion instead of one number: a reward for each step."""
 
 import math
 import operator
@@ -8,29 +8,30 @@ from typing import Any
 
 __all__ = ["StepRewards"]
 
-_LARGEST = 3.4028234663852886e38  # of float32, in which TRL holds rewards
+_LARGEST = 3.4028234663852886e38  # of float32, in which TRL stores rewards
 _UNITS = ("characters", "tokens", "turns")
 
 
 @dataclass(frozen=True)
 class StepRewards:
-    """The rewards of a completion's steps, for a reward function to return in place of a float.
+    """The rewards of a completion's steps, which a reward function may return instead of a float.
 
-    Steps follow one another; a token belongs to the step in which it begins. The completion's logged reward is the
-    sum of `values`. `StepRewards([], [])` is a completion without steps, worth 0; None is one without a verdict.
+    Steps follow one another, and a token belongs to the step in which it begins. The logged reward of the completion
+    is the sum of `values`. `StepRewards([], [])` is a completion without steps, with a reward of 0. Return None for a
+    completion without a reward.
 
     Args:
-        values: (S,) the reward of each step.
-        ends: (S,) where each step ends: exclusive character offsets into the completion's text, in increasing order.
-            The text is what the reward function gets; of a conversation, the content of its only message.
-        closed: Whether the last step was over before the model decided to stop, as a line is with its line break. An
-            end at the end of the text else takes in what has no text, such as an end-of-sequence token: the decision
-            to stop ended the step. The splitters know which.
-        unit: What `ends` count; made by `at_tokens` and `per_turn`.
+        values: (S,) reward of each step.
+        ends: (S,) exclusive end of each step: character offsets into the completion's text, in increasing order. The
+            text is the one that the reward function gets. In a conversation it is the content of the only message.
+        closed: True if the last step was over before the model decided to stop, as a line is after its line break.
+            If False, a step that ends at the end of the text also includes tokens without text, such as EOS: the
+            decision to stop ended the step. The splitters set `closed` themselves.
+        unit: Unit of `ends`, set by `at_tokens` and `per_turn`.
 
     Raises:
-        ValueError: `values` and `ends` differ in length, a value is no finite number, an end is no whole number, or
-            the ends do not increase.
+        ValueError: `values` and `ends` differ in length, a value is not a finite number, an end is not a whole number,
+            or the ends do not increase.
 
     >>> text = "1 + 1 = 2. 2 + 1 = 4."
     >>> StepRewards([1.0, 0.0], [text.index(".") + 1, len(text)])
@@ -44,15 +45,15 @@ class StepRewards:
 
     @classmethod
     def at_tokens(cls, values: Sequence[float], ends: Sequence[int]) -> "StepRewards":
-        """With ends in tokens.
+        """Return `StepRewards` whose ends count tokens.
 
         Args:
-            values: (S,) the reward of each step; with S = T, of each token.
-            ends: (S,) exclusive, in increasing order: how many of `completion_ids` lie before each end, the tokens of
-                tools and environments included.
+            values: (S,) reward of each step, or of each token if S = T.
+            ends: (S,) exclusive end of each step, in increasing order: the number of `completion_ids` before it,
+                including the tokens of tools and environments.
 
         Raises:
-            ValueError: as the constructor.
+            ValueError: as in the constructor.
 
         >>> StepRewards.at_tokens([0.5, 0.5], [12, 20]).ends
         (12, 20)
@@ -61,16 +62,17 @@ class StepRewards:
 
     @classmethod
     def per_turn(cls, values: Sequence[float]) -> "StepRewards":
-        """One value for each assistant turn; a turn ends with the last token that the model wrote in it.
+        """Return `StepRewards` with one value for each assistant turn.
 
-        A turn is a message of the assistant; of a completion that is no conversation, a run of tokens of its own
-        (those that a rollout's `env_mask` marks with 1).
+        A turn ends with the last token that the model wrote in it. In a conversation, a turn is a message of the
+        assistant. In other completions it is a run of tokens that the model wrote (marked with 1 in a rollout's
+        `env_mask`).
 
         Args:
-            values: (turns,) the reward of each turn, in order.
+            values: (turns,) reward of each turn, in order.
 
         Raises:
-            ValueError: a value is no finite number.
+            ValueError: a value is not a finite number.
 
         >>> StepRewards.per_turn([0.0, 0.0, 1.0]).ends
         (1, 2, 3)
@@ -80,34 +82,38 @@ class StepRewards:
 
     def __post_init__(self) -> None:
         if self.unit not in _UNITS:
-            raise ValueError(f"StepRewards has unit={self.unit!r}. Use StepRewards.at_tokens or StepRewards.per_turn.")
+            raise ValueError(
+                f"StepRewards has the unknown unit={self.unit!r}. Use StepRewards.at_tokens or StepRewards.per_turn."
+            )
         if self.closed and self.unit != "characters":
             raise ValueError(
-                f"StepRewards has closed=True with ends in {self.unit}, which say themselves what a step "
-                "has. Leave it unset."
+                f"StepRewards has closed=True with ends in {self.unit}, which already define the tokens of each step. "
+                "Leave closed unset."
             )
         values = tuple(_finite(step, value) for step, value in enumerate(_items("values", self.values)))
         ends = tuple(_whole(step, end) for step, end in enumerate(_items("ends", self.ends)))
         if len(values) != len(ends):
             raise ValueError(
-                f"StepRewards has {len(values)} values and {len(ends)} ends. Give one end for each value: where the "
-                f"step ends, in {self.unit}."
+                f"StepRewards has {len(values)} values and {len(ends)} ends. Give one end for each value, in "
+                f"{self.unit}."
             )
         for step, (before, end) in enumerate(zip((0, *ends), ends, strict=False)):
             if end <= before:
                 after = f"ends[{step - 1}]={before}" if step else "0"
                 raise ValueError(
                     f"StepRewards has ends[{step}]={end}, which is not after {after}. Give exclusive ends "
-                    "that increase: every step has a length."
+                    "that increase, so that no step is empty."
                 )
         if self.unit == "turns" and ends != tuple(range(1, len(ends) + 1)):
-            raise ValueError(f"StepRewards has unit='turns' and ends={ends}. Use StepRewards.per_turn(values).")
+            raise ValueError(
+                f"StepRewards has unit='turns' and ends={ends}. Use StepRewards.per_turn(values), which sets the ends."
+            )
         object.__setattr__(self, "values", values)
         object.__setattr__(self, "ends", ends)
 
     @property
     def total(self) -> float:
-        """The completion's reward, as it is logged."""
+        """The reward of the completion, as it is logged: the sum of `values`."""
         return math.fsum(self.values)
 
 
@@ -124,8 +130,8 @@ def _finite(step: int, value: Any) -> float:
         number = math.nan
     if not abs(number) <= _LARGEST:
         raise ValueError(
-            f"StepRewards has values[{step}]={value!r}. Give finite numbers, 0 for a step that earns nothing; for a "
-            "completion without a verdict return None."
+            f"StepRewards has values[{step}]={value!r}. Give finite numbers, and 0 for a step that earns nothing. For "
+            "a completion without a reward return None."
         )
     return number
 

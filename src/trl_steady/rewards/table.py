@@ -1,4 +1,4 @@
-"""The rewards of a rollout as one table of steps, whatever its reward functions have returned."""
+"""The rewards of a rollout as one table of steps, for any mixture of plain and step rewards."""
 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -10,36 +10,37 @@ __all__ = ["ScoredCompletion", "StepTable", "tabulate"]
 
 
 class ScoredCompletion(NamedTuple):
-    """What is known of one completion beside its scalar rewards; plain data, for other processes."""
+    """The data of a completion besides its scalar rewards, in a plain form that can be sent to other processes."""
 
     tokens: int
-    """Its length."""
+    """Number of tokens."""
     own_end: int
-    """Where its last loss token ends."""
+    """Exclusive end of the last loss token."""
     steps: Mapping[int, Sequence[tuple[int, float]]]
-    """Reward function -> (end in tokens, reward) of each step; a function that returned no steps is not in it."""
+    """Reward function -> (end in tokens, reward) of each step. Functions without `StepRewards` are missing."""
 
 
 class StepTable(NamedTuple):
-    """Steps of `N` completions."""
+    """The steps of `N` completions."""
 
     rewards: Tensor
     """(N, S) weighted sums over reward functions, NaN = no such step."""
     ends: Tensor
-    """(N, S) in tokens, exclusive, increasing; a number beyond every completion where there is no such step."""
+    """(N, S) exclusive ends in tokens, increasing; a number beyond every completion where there is no such step."""
 
 
 def tabulate(completions: Sequence[ScoredCompletion], scalars: Tensor, weights: Tensor, *, cover: bool) -> StepTable:
-    """Put what the reward functions returned in one order.
+    """Combine the rewards of all reward functions into one table of steps.
 
-    A plain number is a step that ends with the completion. Steps that end at the same token are one, worth their sum.
+    A plain number becomes a step that ends with the completion. Steps that end at the same token become one step, with
+    the sum of their rewards.
 
     Args:
-        completions: (N,) what is known of each.
-        scalars: (N, K) rewards by function, NaN = None; what a function's steps replace.
-        weights: (K,) of the functions.
-        cover: End a step of reward 0 with the last loss token where no step reaches it, so that every loss token of a
-            completion with a verdict belongs to a step.
+        completions: (N,) data of each completion.
+        scalars: (N, K) rewards by function, NaN = None. If a function returned steps, these replace its scalar.
+        weights: (K,) weights of the functions.
+        cover: If no step reaches the last loss token, add a step of reward 0 that ends there. Then every loss token of
+            a scored completion belongs to a step.
     """
     known = (~scalars.isnan()).tolist()
     rows: list[dict[int, dict[int, float]]] = []  # end -> reward function -> reward
@@ -63,7 +64,7 @@ def tabulate(completions: Sequence[ScoredCompletion], scalars: Tensor, weights: 
         values = [[at_end.get(function, torch.nan) for function in range(len(weights))] for at_end in row.values()]
         by_function.append([*values, *[missing] * absent])
         ends.append([*row, *[beyond] * absent])
-    # as TRL adds them up, function by function in its dtype
+    # sum as TRL does: function by function, in its dtype
     flat = scalars.new_tensor(by_function).flatten(0, 1)
     rewards = (flat * weights.to(flat)).nansum(1).where(~flat.isnan().all(1), torch.nan)
     return StepTable(rewards.view(size), torch.tensor(ends, device=scalars.device))

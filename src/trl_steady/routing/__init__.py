@@ -1,1 +1,1 @@
-"""Routes of a mixture of experts: as data, taken from a model or an engine, and replayed on a model."""
+"""Routes of a mixture of experts: record them, read them from an engine, and replay them on a model."""

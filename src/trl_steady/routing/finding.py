@@ -1,4 +1,4 @@
-"""Which modules of a mixture of experts choose the experts of a token, told from what their code calls."""
+"""Find the routers of a mixture of experts by the functions that the code of its modules calls."""
 
 # pyright: reportUnknownMemberType=false
 # torch's annotations are partial
@@ -15,25 +15,26 @@ from torch import nn
 
 __all__ = ["find_routers", "topk_sites"]
 
-# Modules that stand around another, or around several of which one is used
+# Modules that wrap another one, or several of which one is used
 _WRAPPERS = re.compile(
     r"\.(base_layer|original_module|modules_to_save\.[^.]+|_checkpoint_wrapped_module|_fsdp_wrapped_module|_orig_mod)"
     r"(?=\.|$)"
 )
-# Routers whose choice is a fixed table of tokens, so that there is nothing to replay
+# Routers that choose by a fixed table of tokens, and leave nothing to replay
 _FIXED = ("HashRouter",)
 
 
 def find_routers(model: nn.Module) -> dict[str, list[nn.Module]]:
-    """The routers of a model in the order of its layers.
+    """Return the routers of a model in the order of its layers.
 
-    A router is a module that calls `topk` and holds experts, or stands beside them.
+    A router is a module that calls `topk`, and that holds experts or has the same parent module as experts.
 
     Returns:
-        Name without wrappers -> the modules there: one, or several of which one is used (PEFT's `modules_to_save`).
+        Name without wrappers -> modules. A name has several modules if one of them is used at a time (PEFT's
+        `modules_to_save`).
 
     Raises:
-        ValueError: experts that no such module chooses, by name.
+        ValueError: the model has experts that no such module chooses. The message names the module that holds them.
     """
     named = dict(cast("Iterator[tuple[str, nn.Module]]", model.named_modules()))
     plain = {name: _WRAPPERS.sub("", name) for name in named}
@@ -50,8 +51,8 @@ def find_routers(model: nn.Module) -> dict[str, list[nn.Module]]:
         inside = [name for name in named if f"{plain[name]}.".startswith(f"{holder}.")]
         if not any(plain[name] in routers or type(named[name]).__name__.endswith(_FIXED) for name in inside):
             raise ValueError(
-                f"{holder} of {type(model).__name__} holds experts and does not choose them by topk, which is where "
-                "routes are recorded and replayed."
+                f"{holder} of {type(model).__name__} holds experts and does not choose them by topk, the call in "
+                "which routes are recorded and replayed."
             )
     return routers
 
@@ -62,7 +63,7 @@ def _are_experts(name: str, module: nn.Module) -> bool:
 
 @functools.cache
 def topk_sites(kind: type) -> int:
-    """How often the code of a class names `topk`."""
+    """Count how often the code of a class names `topk`."""
     own = (each for each in kind.__mro__ if not each.__module__.startswith("torch."))
     functions = (inspect.unwrap(value) for each in own for value in vars(each).values() if inspect.isfunction(value))
     return sum(_sites(function.__code__) for function in functions)

@@ -1,4 +1,4 @@
-"""What stands in for a model while its routes are recorded or replayed."""
+"""Wrappers that record or replay the routes of a model."""
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
@@ -13,28 +13,32 @@ __all__ = ["RecordedModel", "ReplayedModel"]
 
 
 class RecordedModel:
-    """A model whose routes are kept, of batches that come in parts.
+    """Wrapper that records the routes of a model for a batch that comes in parts.
 
     Args:
-        model: What is called.
-        routers: Of the model.
+        model: The model to call.
+        routers: The routers of the model.
         shape: (B, T) of the whole batch.
     """
 
     def __init__(self, model: Callable[..., Any], routers: Routers, shape: tuple[int, int]) -> None:
         self._model, self._routers, self._shape = model, routers, shape
         self.routes: Tensor | None = None
-        """(B, T, L, K) so far; a token that has not gone through the model has no route."""
+        """(B, T, L, K), or None before the first part. Tokens that have not gone through the model have no route."""
 
     def __call__(self, *, places: Tensor, **batch: Any) -> Any:
-        """What the model answers; `places` are the indices of its tokens in the flattened batch."""
+        """Return the model's outputs, and record routes. `places` are the token indices in the flattened batch.
+
+        Raises:
+            RoutingError: the routers did not run once for each token.
+        """
         with self._routers.recording() as recording:
             outputs = self._model(**batch)
         own = recording.routes()
         if len(own) != places.numel():
             raise RoutingError(
-                f"the routers {self._routers.names[0]} and so on chose experts for {len(own)} of the {places.numel()} "
-                "tokens of a pass."
+                f"the router {self._routers.names[0]} and the others chose experts for {len(own)} tokens in a pass of "
+                f"{places.numel()} tokens."
             )
         if self.routes is None:
             self.routes = no_routes((*self._shape, *own.shape[1:]), own.dtype, own.device)
@@ -43,13 +47,13 @@ class RecordedModel:
 
 
 class ReplayedModel:
-    """A model that is made to take given routes.
+    """Wrapper that makes a model use given routes.
 
     Args:
-        model: What is called.
-        routers: Of the model.
+        model: The model to call.
+        routers: The routers of the model.
         routes: (B, T, L, K) of the whole batch.
-        lasting: What keeps a context for as long as the model may run layers again.
+        lasting: Keeps a context active as long as layers of the model may be recomputed.
     """
 
     def __init__(
@@ -61,10 +65,15 @@ class ReplayedModel:
     ) -> None:
         self._model, self._routers, self._routes, self._lasting = model, routers, routes, lasting
         self.replays: list[Replay] = []
-        """Of the parts so far."""
+        """The replays of the parts so far."""
 
     def __call__(self, *, places: Tensor, **batch: Any) -> Any:
-        """What the model answers; `places` are the indices of its tokens in the flattened batch."""
+        """Return the model's outputs on the given routes. `places` are the token indices in the flattened batch.
+
+        Raises:
+            RoutingError: the routers did not run once for each token.
+            ValueError: a route leads to an expert that the model does not have.
+        """
         with self._lasting(self._routers.replaying(self._routes.flatten(0, 1)[places.flatten()])) as replay:
             outputs = self._model(**batch)
             replay.check()

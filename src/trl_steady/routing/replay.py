@@ -1,8 +1,8 @@
-"""Recording which experts the routers of a model choose, and making them choose recorded ones.
+"""Record which experts the routers of a model choose, and make them choose recorded ones.
 
-A router decides by `topk` over the scores of all experts. That one call is watched, or its result replaced: indices by
-recorded ones, values by the live scores at these. What the router makes of them (normalising, scaling) stays its own,
-so that gate weights and their gradients are those of the live router.
+A router chooses by `topk` over the scores of all experts. Recording reads the result of this call, and replay replaces
+it: the indices become the recorded ones, and the values become the live scores at these indices. The router's own code
+then normalises and scales the values, so gate weights and their gradients are those of the live router.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -31,31 +31,31 @@ _MASKED_FILL = (torch.masked_fill, torch.Tensor.masked_fill)
 
 
 class RoutingError(RuntimeError):
-    """Routers ran in a way that leaves no route, or more than one, for a token."""
+    """Error for a run of the routers that gives a token no route, or more than one."""
 
 
 class _Use:
-    """What the routers of a model are being used for."""
+    """The current use of the routers of a model."""
 
     def __init__(self, names: Sequence[str], calls: dict[int, int]) -> None:
         self.names = names
         self._calls = calls
-        """Of a layer: how often its router calls topk, the last time to decide; known once it has run."""
+        """Layer -> number of calls of topk in its router, of which the last decides. Known after a first run."""
         self._fired = [0] * len(names)
         self.is_over = False
-        """Whether the pass has ended: from then on only what backward runs again is of it."""
+        """True after the end of the pass. From then on, only layers that backward recomputes belong to it."""
 
     def check(self) -> None:
-        """Hold that in one pass of the model, which ends here, each router has run once.
+        """End the pass of the model, and check that each router has run once in it.
 
         Raises:
-            RoutingError: naming the first that has not.
+            RoutingError: a router has not. The message names the first one.
         """
         for name, times in zip(self.names, self._fired, strict=True):
             if times != 1:
                 raise RoutingError(
-                    f"the router {name} ran {times} times in one pass of the model, where routes are of one. Another "
-                    "implementation may stand in for its layer, or the layer is used more than once."
+                    f"the router {name} ran {times} times in one pass of the model, and must run once. Another "
+                    "implementation may replace its layer, or the model may use the layer more than once."
                 )
         self.is_over = True
 
@@ -67,17 +67,17 @@ class _Use:
 
 
 class Recording(_Use):
-    """What routers have chosen, in one pass of the model or in several."""
+    """The experts that routers chose in one pass of the model, or in several."""
 
     def __init__(self, names: Sequence[str], calls: dict[int, int]) -> None:
         super().__init__(names, calls)
         self._chosen: list[list[Tensor]] = [[] for _ in names]
 
     def route(self, layer: int, forward: Callable[..., Any], arguments: Any, keywords: Any) -> Any:
-        """Run the router of a layer, and keep what it chooses.
+        """Run the router of a layer, and record its choice.
 
         Raises:
-            RoutingError: it has called no topk.
+            RoutingError: the router did not call topk.
         """
         self._fired[layer] += 1
         with _Watch() as watch:
@@ -87,19 +87,19 @@ class Recording(_Use):
         return result
 
     def routes(self) -> Tensor:
-        """(N, L, K) of the N tokens of a single pass.
+        """Return the routes (N, L, K) of the N tokens of a single pass.
 
         Raises:
-            RoutingError: a router that has not run exactly once; layers that choose different numbers of experts.
+            RoutingError: a router did not run exactly once, or layers chose different numbers of experts.
         """
         self.check()
         return self._stacked([chosen for (chosen,) in self._chosen])
 
     def routes_of_generation(self, sequences: int) -> Tensor:
-        """(B, T, L, K) of a prefill and the steps of decoding that followed, T tokens for each of B sequences.
+        """Return the routes (B, T, L, K) of a prefill and the decoding steps after it, for B sequences of T tokens.
 
         Raises:
-            RoutingError: a router that has not run for every token; layers that choose different numbers of experts.
+            RoutingError: a router did not run for every token, or layers chose different numbers of experts.
         """
         for name, chosen in zip(self.names, self._chosen, strict=True):
             if not chosen or any(len(own) % sequences for own in chosen):
@@ -117,7 +117,7 @@ class Recording(_Use):
 
 
 class Replay(_Use):
-    """What routers are made to choose, and how far that is from what they would have chosen."""
+    """The experts that routers are made to choose, and how many of these choices differ from their own."""
 
     def __init__(self, names: Sequence[str], calls: dict[int, int], routes: Tensor) -> None:
         super().__init__(names, calls)
@@ -129,26 +129,26 @@ class Replay(_Use):
 
     @property
     def awaits_backward(self) -> bool:
-        """Whether this is of a pass with gradient, none of whose layers has been run again."""
+        """True if the pass has gradients and none of its layers has been recomputed yet."""
         return self._has_gradient and max(self._fired) < 2
 
     @property
     def changed(self) -> Tensor:
-        """(L,) of the replayed choices those that the live router would not have made, in the first pass."""
+        """(L,) number of replayed choices that the live router would not have made, not counting recomputed layers."""
         none = self._routes.new_zeros((), dtype=torch.long)
         return torch.stack([none if number is None else number.to(none.device) for number in self._changed])
 
     @property
     def replayed(self) -> Tensor:
-        """(L,) how many choices are replayed."""
+        """(L,) number of replayed choices."""
         return self._has_route.sum(0) * self._routes.size(-1)
 
     def route(self, layer: int, forward: Callable[..., Any], arguments: Any, keywords: Any) -> Any:
-        """Run the router of a layer, with its choice replaced.
+        """Run the router of a layer, and replace its choice.
 
         Raises:
-            RoutingError: it chooses for other tokens, or in another way than before.
-            ValueError: a route leads to an expert that there is not.
+            RoutingError: the router chooses for other tokens, or calls topk another number of times than before.
+            ValueError: a route leads to an expert that the model does not have.
         """
         self._fired[layer] += 1
         if layer not in self._calls:
@@ -161,8 +161,8 @@ class Replay(_Use):
             result = forward(*arguments, **keywords)
         if mode.calls != call:
             raise RoutingError(
-                f"the router {self.names[layer]} called topk {mode.calls} times in place of {call}, so that its "
-                "choice cannot be told: it chooses otherwise in training, or for other inputs."
+                f"the router {self.names[layer]} called topk {mode.calls} times instead of {call}, so its choice is "
+                "unknown. It may choose in another way in training, or for other inputs."
             )
         return result
 
@@ -177,23 +177,23 @@ class Replay(_Use):
         if self._highest >= scores.size(-1):
             raise ValueError(
                 f"a route leads to expert {self._highest}, and the router {self.names[layer]} has "
-                f"{scores.size(-1)}, counted from 0: the routes are of another model."
+                f"{scores.size(-1)} experts, counted from 0. The routes come from another model."
             )
         chosen = torch.where(has_route.unsqueeze(-1), routes.long(), of_live)
-        if self._changed[layer] is None:  # not when gradient checkpointing runs the layer again
+        if self._changed[layer] is None:  # not if gradient checkpointing recomputes the layer
             kept = (chosen.unsqueeze(-1) == of_live.unsqueeze(-2)).any(-1)
             self._changed[layer] = (~kept).sum()
         return chosen.view(live.shape)
 
 
 class Routers:
-    """The routers of a model, one a layer, and what they are being used for.
+    """The routers of a model, one for each layer that has one, to record from or to replay on.
 
-    Not for several threads at a time; gradient checkpointing, which runs routers again in autograd's threads, is fine.
+    Use them from one thread at a time. Gradient checkpointing may recompute routers in autograd's threads.
 
     Raises:
-        ValueError: no routers, routers in several stacks of layers, two in one block (as for text and for images), or
-            experts that are not chosen by `topk`.
+        ValueError: the model has no routers, or its experts are not chosen by `topk`. Or it has routers in several
+            stacks of layers, or two routers in one block, for example for text and for images.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -201,7 +201,7 @@ class Routers:
         if not found:
             raise ValueError(f"{type(model).__name__} has no routers: it is not a mixture of experts.")
         self.names = list(found)
-        """Of the layers with routers, in order."""
+        """Names of the routers, in the order of their layers."""
         places = [re.split(r"\.(\d+)\.", name, maxsplit=1) for name in self.names]
         stacks = sorted({place[0] for place in places})
         if len(stacks) > 1:
@@ -219,42 +219,43 @@ class Routers:
                     "same tokens."
                 )
         self.decoder_layers = [int(place[1]) if len(place) > 1 else 0 for place in places]
-        """Which of the layers of their stack these are, counted from 0."""
+        """Number of the layer of each router in its stack of layers, counted from 0."""
         self._model = weakref.ref(model)
         self._modules = _listed(found)
-        # where the code calls topk in one place, that is it; else the first run tells
+        # If the code has one call of topk, this call decides. Otherwise the first run finds the last one.
         sites = {layer: topk_sites(type(module)) for layer, module in self._modules if "forward" not in vars(module)}
         self._calls = {layer: 1 for layer, count in sites.items() if count == 1}
         self._use: Recording | Replay | None = None
 
     def are_of(self, model: nn.Module) -> bool:
-        """Whether they still are the model's, which adapters may have changed."""
+        """Return True if the model still has these routers. Adapters may have added or replaced some."""
         return self._modules == _listed(find_routers(model))
 
     @contextmanager
     def recording(self) -> "Generator[Recording]":
-        """Record what routers choose, in one pass of the model or in several."""
+        """Record which experts the routers choose, in one pass of the model or in several."""
         with self._used_for(Recording(self.names, self._calls)) as recording:
             yield recording
 
     @contextmanager
     def replaying(self, routes: Tensor) -> "Generator[Replay]":
-        """Make routers choose given experts, in one pass of the model.
+        """Make the routers choose given experts in one pass of the model.
 
-        Must last until the end of backward where gradient checkpointing runs layers again. After the replay's `check`,
-        which ends the pass, only what backward runs again is replayed. Inside of another replay it takes its place.
+        With gradient checkpointing, keep this context open until backward ends. `Replay.check` ends the pass. After
+        that, only layers that backward recomputes are replayed. A replay inside another one takes its place.
 
         Args:
-            routes: (N, L, K) of the N tokens that the model gets, row by row; tokens without a route choose as ever.
+            routes: (N, L, K) of the N tokens that the model gets, row by row. Tokens without a route are left to the
+                live router.
 
         Raises:
-            ValueError: routes of another number of layers.
-            RuntimeError: another pass still waits for a backward that will run its layers again.
+            ValueError: the routes have another number of layers.
+            RuntimeError: another pass still waits for a backward that will recompute its layers.
         """
         if routes.dim() != 3 or routes.size(1) != len(self.names):
             raise ValueError(
                 f"routes of shape {tuple(routes.shape)} for {len(self.names)} layers with routers ({self.names[0]} "
-                f"to {self.names[-1]}): they must have shape (tokens, layers, experts per token)."
+                f"to {self.names[-1]}) do not fit. Their shape must be (tokens, layers, experts per token)."
             )
         with self._used_for(Replay(self.names, self._calls, routes)) as replay:
             yield replay
@@ -265,9 +266,9 @@ class Routers:
         with_gradient = isinstance(use, Replay) and torch.is_grad_enabled()
         if with_gradient and isinstance(before, Replay) and before.awaits_backward and self._checkpoints():
             raise RuntimeError(
-                "a pass with routes replayed while the backward of another is still to come: gradient checkpointing "
-                "would run the layers of both again, and on the routes of this one. Go backward first, or switch "
-                "gradient checkpointing off."
+                "a replayed pass began before the backward of an earlier one. Gradient checkpointing would recompute "
+                "the layers of both with the routes of the later one. Run backward first, or switch gradient "
+                "checkpointing off."
             )
         self._use = use
         attributes = [(vars(module), vars(module).get("forward")) for _, module in self._modules]
@@ -309,13 +310,13 @@ def _is_backward() -> bool:
 
 
 class _Watch(TorchFunctionMode):
-    """Sees the calls of topk in a router."""
+    """Observe the calls of topk in a router."""
 
     def __init__(self) -> None:
         super().__init__()
         self.calls = 0
         self.width = 0
-        """Of the scores in the last one: how many experts there are."""
+        """Width of the scores in the last call, which is the number of experts."""
         self.indices: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -327,10 +328,10 @@ class _Watch(TorchFunctionMode):
 
 
 class _Replace(TorchFunctionMode):
-    """Replaces what one call of topk chooses.
+    """Replace the result of one call of topk.
 
-    Scores may have been masked before, so that topk shall not choose them (groups of experts). Where there is a route,
-    values are taken from what they were: the live groups need not hold its experts.
+    A router may mask the scores of some groups of experts before topk. The experts of a route may be in masked groups.
+    For tokens with a route, the values are therefore taken from the scores before the mask.
     """
 
     def __init__(self, call: int, choose: Callable[[Tensor, Tensor], Tensor], has_route: Tensor) -> None:
@@ -359,8 +360,8 @@ class _Replace(TorchFunctionMode):
 
 @contextmanager
 def _leaving_no_trace(device: torch.device) -> Generator[None]:
-    """For a run of a module before the one that counts: no graph, no random numbers drawn, no weights cached."""
-    # PEFT's LoRA on parameters computes these inside of a cache
+    """Run a module in advance without side effects: no graph, no change of the random state, no cached weights."""
+    # PEFT's LoRA on parameters computes its weights inside this cache
     cached = cast(int, parametrize._cache_enabled)  # pyright: ignore[reportPrivateUsage]
     parametrize._cache_enabled = 0  # pyright: ignore[reportPrivateUsage]
     devices = [device] if device.type == "cuda" else []
@@ -378,9 +379,9 @@ def _first(args: Any, kwargs: Any) -> Tensor:
 
 
 def continued(passes: Sequence[Tensor], sequences: int) -> Tensor:
-    """(B, T, K) of passes of (B * n, K), each of n tokens more of B sequences.
+    """Join the values (B * n, K) of passes, each of n more tokens of B sequences, to (B, T, K).
 
-    Without a cache, each step of decoding runs all tokens so far again; then a token has what it had the first time.
+    Without a KV cache, each decoding step runs all earlier tokens again. A token keeps the value of its first run.
     """
     parts: list[Tensor] = []
     known = 0

@@ -1,8 +1,8 @@
-"""Routes as data: which experts of each layer each token goes through.
+"""Routes as data: the experts of each layer that each token goes through.
 
-A tensor of shape (..., L, K) for L layers with routers and K experts a token, in the smallest integer dtype that has
-all experts and one value more, "no route": a token without one is left to the live router. Expert 0 is an expert, and
-never a filler. Cutting, padding and joining are a tensor's own.
+Routes are a tensor of shape (..., L, K) for L layers with routers and K experts a token. Its dtype is the smallest
+integer dtype that has a value for each expert and one more value, "no route". A token without a route is left to the
+live router. Expert 0 is always an expert, never padding. Tensor operations cut, pad and join routes.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -28,40 +28,41 @@ __all__ = [
 
 
 def dtype_of(num_experts: int) -> torch.dtype:
-    """The smallest integer dtype for routes among so many experts: uint8 up to 255 of them."""
+    """Return the smallest integer dtype for routes among this number of experts: uint8 for up to 255."""
     if num_experts <= 255:
         return torch.uint8
     return torch.int16 if num_experts <= 2**15 else torch.int32
 
 
 def no_route(dtype: torch.dtype) -> int:
-    """What stands for "no route": 255 in uint8, else -1."""
+    """Return the value for "no route": 255 in uint8, otherwise -1."""
     return nothing(dtype)
 
 
 def no_routes(shape: Sequence[int], dtype: torch.dtype, device: Any = None) -> Tensor:
-    """Routes of tokens that have none."""
+    """Return a tensor of this shape in which no token has a route."""
     return torch.full(tuple(shape), no_route(dtype), dtype=dtype, device=device)
 
 
 def is_route(routes: Tensor) -> Tensor:
-    """(..., L) bool of (..., L, K): where there is a route."""
+    """Return (..., L) bool for routes (..., L, K), True where there is a route."""
     return routes[..., 0] != no_route(routes.dtype)
 
 
 def from_engine(array: Any, *, layers: Sequence[int] | None = None) -> Tensor:
-    """Routes of an engine's integers, where a row of -1 says that a token has none.
+    """Convert the integers of an engine to routes. A row of -1 means that a token has no route.
 
     Args:
         array: (T, L, K) NumPy array, tensor or nested lists.
-        layers: (L,) which decoder layers have routers, counted from 0, for an engine that may return rows for all.
+        layers: (L,) numbers of the decoder layers that have routers, counted from 0. Pass them if the engine may
+            return rows for all layers.
 
     Raises:
-        ValueError: another shape; other layers; a row with an expert twice, as in rows that nobody has filled in, or
-            with -1 beside experts.
+        ValueError: the shape or the layers do not fit. Or a row has -1 beside experts, or the same expert twice, which
+            happens if the engine has not filled it in.
     """
     routes = torch.as_tensor(array)
-    if routes.dtype in (torch.uint16, torch.uint32, torch.uint64):  # which torch does not compare
+    if routes.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch does not compare these
         routes = routes.long()
     if routes.dim() != 3 or routes.is_floating_point():
         raise ValueError(
@@ -72,7 +73,7 @@ def from_engine(array: Any, *, layers: Sequence[int] | None = None) -> Tensor:
         if routes.size(1) <= max(layers) or len(set(layers)) < len(layers):
             raise ValueError(
                 f"the engine returned routes of {routes.size(1)} layers, and the model has routers in its decoder "
-                f"layers {', '.join(map(str, layers))}, counted from 0: it serves another model."
+                f"layers {', '.join(map(str, layers))}, counted from 0. The engine serves another model."
             )
         routes = routes[:, list(layers)]
     missing = routes < 0
@@ -82,27 +83,28 @@ def from_engine(array: Any, *, layers: Sequence[int] | None = None) -> Tensor:
     if wrong.any():
         token, layer = cast(list[int], wrong.nonzero()[0].tolist())
         raise ValueError(
-            f"the engine's routes of token {token} in layer {layer} are {routes[token, layer].tolist()}: a token goes "
-            "through different experts. The engine has not captured them; it may do so in part of its layers only."
+            f"the engine's routes of token {token} in layer {layer} are {routes[token, layer].tolist()}, and must be "
+            "different experts. The engine has not captured them; it may capture routes in some of its layers only."
         )
     dtype = dtype_of(int(routes.max()) + 1 if routes.numel() else 1)
     return routes.to(dtype).where(~missing, no_route(dtype))
 
 
 def to_engine(routes: Tensor) -> Tensor:
-    """The same in int32 with -1 where there is no route."""
+    """Convert routes to int32, with -1 where there is no route."""
     return routes.to(torch.int32).where(is_route(routes).unsqueeze(-1), -1)
 
 
 def shared(routes: Tensor, prefixes: Tensor) -> Tensor:
-    """Routes in which sequences that begin alike have, for that beginning, the routes of one of them.
+    """Give sequences with the same prefix the same routes for it.
 
     Args:
         routes: (B, T, L, K).
-        prefixes: (B, P) the first P tokens of each, with a number that is no token in the place of padding.
+        prefixes: (B, P) the tokens of the first P columns, with a number that is no token id in place of padding.
 
     Returns:
-        (B, T, L, K); in each column of a group of like prefixes the routes of the first row that has some there.
+        (B, T, L, K). Rows with equal prefixes form a group. In each column of the prefix, a group has the routes of
+        its first row that has some there.
     """
     result, width = routes.clone(), prefixes.size(1)
     columns = torch.arange(width, device=routes.device)

@@ -1,1 +1,1 @@
-"""The tokens that sampling kept: as data, taken from what generates, and what a policy's log-probs are among them."""
+"""Kept tokens of sampling: store them, record them from `generate`, and compute log-probs among them."""

@@ -1,11 +1,11 @@
-"""Log-probs among the tokens that sampling kept, from what goes into an LM head.
+"""Compute log-probs among the tokens that sampling kept, from the inputs of an LM head.
 
-No logits of the vocabulary: of each position only the rows of the head that its set names are read, some positions at
-a time, and again in backward.
+No logits of the whole vocabulary are computed. Each position reads only the rows of the head for the tokens in its
+set. Positions are processed in chunks, and again in backward.
 """
 
 # pyright: reportUnknownMemberType=false, reportIncompatibleMethodOverride=false
-# torch's annotations are partial; a function's own arguments take the place of torch's
+# torch's annotations are partial; an autograd function has other arguments than torch declares
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple, cast
@@ -18,18 +18,18 @@ from trl_steady.sampling.kept import KeptTokens
 __all__ = ["kept_log_probs"]
 
 _CHUNK = 2**22
-"""Numbers of the head that are read at a time, on CPU; on a GPU, where it is starts that cost, 8 times that."""
+"""Numbers of the head that are read at a time on CPU; 8 times as many on a GPU, where launching kernels costs most."""
 
 
 class _Scaling(NamedTuple):
-    """What becomes of the product of a hidden state and the head."""
+    """How the product of a hidden state and the head becomes a score."""
 
     temperature: float
     logit_scale: float
     softcap: float | None
 
     def apply(self, products: Tensor) -> tuple[Tensor, Tensor | float]:
-        """The scores, and their derivatives with respect to the products."""
+        """Return the scores, and their derivatives with respect to the products."""
         scores = products * self.logit_scale
         slope: Tensor | float = self.logit_scale / self.temperature
         if self.softcap is not None:
@@ -39,18 +39,18 @@ class _Scaling(NamedTuple):
 
 
 class _Part(NamedTuple):
-    """Some positions with sets of about one size, `n` of them, and at most `K` tokens in each."""
+    """Chunk of `n` positions with sets of similar size, of at most `K` tokens each."""
 
     positions: Tensor
     """(n,)"""
     ids: Tensor
     """(n, K)"""
     is_kept: Tensor
-    """(n, K): what else is there only fills up the rows."""
+    """(n, K) bool, False for entries that only fill up a row."""
 
 
 def _parts(kept: KeptTokens, width: int) -> Iterator[_Part]:
-    """All positions with a choice, those with the largest sets first."""
+    """Yield all positions whose sets have two tokens or more, those with the largest sets first."""
     counts = kept.counts
     order = counts.argsort(descending=True, stable=True)
     sizes = cast(list[int], counts[order].tolist())
@@ -62,8 +62,8 @@ def _parts(kept: KeptTokens, width: int) -> Iterator[_Part]:
         positions = order[start:end]
         columns = torch.arange(sizes[start], device=counts.device)
         is_kept = columns < counts[positions].unsqueeze(-1)
-        places = (kept.offsets[positions].unsqueeze(-1) + columns).clamp(max=len(kept.ids) - 1)
-        yield _Part(positions, kept.ids[places].long().where(is_kept, 0), is_kept)
+        indices = (kept.offsets[positions].unsqueeze(-1) + columns).clamp(max=len(kept.ids) - 1)
+        yield _Part(positions, kept.ids[indices].long().where(is_kept, 0), is_kept)
         start = end
 
 
@@ -96,7 +96,7 @@ class _KeptLogProbs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         hidden, weight, bias, targets, normalisers = ctx.saved_tensors
-        # a backward inside autocast would round what is summed up
+        # autocast would round the sums
         with torch.autocast(hidden.device.type, enabled=False):
             to_hidden, to_weight, to_bias = (
                 torch.zeros(source.shape, dtype=grad.dtype, device=grad.device) if is_needed else None
@@ -121,7 +121,7 @@ class _KeptLogProbs(torch.autograd.Function):
 def _scores(
     ctx: Any, part: _Part, hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | float, Tensor]:
-    """(n, K) scores, -inf where nothing is kept, their derivatives, and the rows of the head (n, K, H)."""
+    """Return the scores (n, K), -inf outside the sets, their derivatives, and the rows of the head (n, K, H)."""
     rows = weight[part.ids].to(ctx.dtype)
     products = torch.bmm(rows, hidden[part.positions].to(ctx.dtype).unsqueeze(-1)).squeeze(-1)
     if bias is not None:
@@ -141,25 +141,25 @@ def kept_log_probs(
     logit_scale: float = 1.0,
     softcap: float | None = None,
 ) -> Tensor:
-    """Log-probs of tokens under a policy that is renormalised on their kept sets, z_a - logsumexp of z_j over the set.
+    """Return log-probs of tokens under a policy renormalised on their kept sets, z_a - logsumexp of z_j over the set.
 
-    DeepSeek-V3.2 (arXiv 2512.02556, section 3.1, "Keep Sampling Mask"). The scores are z = s(h W^T + b) / temperature,
-    where s scales by `logit_scale` and bends by `softcap`. Products are in the dtype of `hidden`, or autocast's, the
-    rest in float32 or better.
+    This is "Keep Sampling Mask" of DeepSeek-V3.2 (arXiv 2512.02556, section 3.1). The scores are
+    z = s(h W^T + b) / temperature, where s multiplies by `logit_scale` and applies `softcap`. Products are computed in
+    the dtype of `hidden` or of autocast, everything else in float32 or higher precision.
 
     Args:
-        hidden: (N, H) what comes to the head.
+        hidden: (N, H) inputs of the head.
         weight: (V, H) of the head.
         bias: (V,) or None.
-        targets: (N,) tokens, each in its set.
-        kept: of N positions.
-        temperature: that of sampling.
-        logit_scale: by which the model multiplies its logits.
-        softcap: the bound to which it bends them, softcap * tanh(. / softcap); None for none.
+        targets: (N,) token ids, each in its set.
+        kept: Sets of the N positions.
+        temperature: Sampling temperature.
+        logit_scale: Factor by which the model multiplies its logits.
+        softcap: Bound of the logits, softcap * tanh(. / softcap); None for no bound.
 
     Returns:
-        (N,), exactly 0 where a set has one token; 0 too, for somebody else to fill, where it is empty. The gradient
-        with respect to a score outside of the set is exactly 0.
+        (N,) log-probs. A set of one token gives exactly 0. An empty set also gives 0, and the caller must replace it.
+        The gradient with respect to a score outside of the set is exactly 0.
     """
     scaling = _Scaling(temperature, logit_scale, softcap)
     kept = kept.to(hidden.device)

@@ -1,7 +1,8 @@
-"""Kept tokens as data: among which tokens each one of a rollout was sampled.
+"""Kept tokens as data: the set of tokens from which each token of a rollout was sampled.
 
-Ragged, since a peaked distribution keeps one token and a flat one thousands. An empty set stands for the whole
-vocabulary: of a token that was not sampled, or sampled among all, or among more than are worth keeping.
+Sets are ragged, because a peaked distribution keeps one token and a flat one keeps thousands. An empty set stands for
+the whole vocabulary. It belongs to a token that was not sampled, or was sampled among all tokens or among more than
+`MAX_KEPT`.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -18,27 +19,27 @@ from trl_steady.functional.pooling import LARGEST_COUNT
 __all__ = ["MAX_KEPT", "KeptTokens"]
 
 MAX_KEPT = LARGEST_COUNT
-"""Tokens of the largest set that is recorded; of a larger one, the vocabulary stands in."""
+"""Size of the largest set that is recorded. A larger set is replaced by the whole vocabulary."""
 
 
 @dataclass(frozen=True)
 class KeptTokens:
-    """Sets of `N` positions, `M` tokens in all. The order within a set means nothing."""
+    """Sets of tokens at `N` positions, `M` tokens in all. The order within a set has no meaning."""
 
     ids: Tensor
-    """(M,) int32, the sets one after the other."""
+    """(M,) int32 token ids, one set after the other."""
     offsets: Tensor
     """(N + 1,) int64: set n is `ids[offsets[n]:offsets[n + 1]]`."""
 
     @classmethod
     def of(cls, sets: Iterable[Sequence[int]]) -> "KeptTokens":
-        """From lists of token ids.
+        """Build sets from lists of token ids.
 
         >>> KeptTokens.of([[5, 7], [], [3]]).offsets.tolist()
         [0, 2, 2, 3]
 
         Raises:
-            ValueError: a set with a token twice, or with a negative one.
+            ValueError: a set has a token twice, or a negative token id.
         """
         sets = list(sets)
         counts = torch.tensor([0, *map(len, sets)])
@@ -47,10 +48,10 @@ class KeptTokens:
         return kept
 
     def check(self) -> None:
-        """Refuse what is no set of tokens.
+        """Check that each set has token ids, and each of them once.
 
         Raises:
-            ValueError: a set with a token twice, or with a negative one.
+            ValueError: a set has a token twice, or a negative token id.
         """
         rows = self.rows
         order = (rows * 2**32 + self.ids).argsort()
@@ -60,18 +61,18 @@ class KeptTokens:
         if wrong.any():
             number = int(rows[wrong][0])
             raise ValueError(
-                f"kept tokens of position {number} are {self.lists()[number][:8]}: token ids, each one once."
+                f"kept tokens of position {number} are {self.lists()[number][:8]}. A set has token ids, each one once."
             )
 
     @classmethod
     def of_counts(cls, ids: Tensor, counts: Tensor) -> "KeptTokens":
-        """From the sets one after the other, (M,), and how many tokens each has, (N,)."""
+        """Build from token ids (M,), one set after the other, and the sizes (N,) of the sets."""
         offsets = torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.long().cumsum(0)])
         return cls(ids.to(torch.int32), offsets)
 
     @classmethod
     def of_mask(cls, is_kept: Tensor, limit: int = MAX_KEPT) -> "KeptTokens":
-        """From (N, V) bool, with empty sets for those of more than `limit` tokens and for the whole vocabulary.
+        """Build from a (N, V) bool mask. Sets of more than `limit` tokens or of the whole vocabulary become empty.
 
         >>> KeptTokens.of_mask(torch.tensor([[True, True], [False, True]])).lists()
         [[], [1]]
@@ -82,26 +83,26 @@ class KeptTokens:
 
     @classmethod
     def joined(cls, parts: Sequence["KeptTokens"]) -> "KeptTokens":
-        """All positions of all parts, in order."""
+        """Concatenate the sets of several parts, in order."""
         return cls.of_counts(torch.cat([part.ids for part in parts]), torch.cat([part.counts for part in parts]))
 
     def __len__(self) -> int:
-        """N."""
+        """Return the number of positions, N."""
         return len(self.offsets) - 1
 
     @property
     def counts(self) -> Tensor:
-        """(N,) tokens in each set, 0 for the whole vocabulary."""
+        """(N,) number of tokens in each set, 0 for the whole vocabulary."""
         return self.offsets.diff()
 
     @property
     def rows(self) -> Tensor:
-        """(M,) the position that each token of `ids` belongs to."""
+        """(M,) position of each token in `ids`."""
         counts = self.counts
         return torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
 
     def of_samples(self, width: int) -> list[tuple[Tensor, Tensor]]:
-        """The same as a list, with `ids` and `offsets` of every `width` positions: what TRL can shuffle and divide."""
+        """Return a list of `ids` and `offsets` for every `width` positions, which TRL can shuffle and divide."""
         ends = self.offsets[width::width]
         parts = self.ids.tensor_split(ends[:-1].cpu())
         starts = self.offsets[:-1].view(-1, width)
@@ -109,7 +110,7 @@ class KeptTokens:
         return list(zip(parts, offsets, strict=True))
 
     def lists(self) -> list[list[int]]:
-        """The sets as lists.
+        """Return the sets as lists.
 
         >>> KeptTokens.of([[5, 7], [], [3]]).lists()
         [[5, 7], [], [3]]
@@ -119,7 +120,7 @@ class KeptTokens:
         return [part.tolist() for part in self.ids.tensor_split(self.offsets[1:-1].cpu())]
 
     def take(self, index: Tensor) -> "KeptTokens":
-        """The sets of some positions, in the order of (n,) `index`; -1 for an empty set.
+        """Return the sets of the positions in (n,) `index`, in this order; -1 gives an empty set.
 
         >>> KeptTokens.of([[5, 7], [], [3]]).take(torch.tensor([2, -1, 0, 2])).lists()
         [[3], [], [5, 7], [3]]
@@ -130,11 +131,11 @@ class KeptTokens:
         taken = counts[own].where(index >= 0, 0) if len(counts) else torch.zeros_like(index)
         offsets = torch.cat([taken.new_zeros(1), taken.cumsum(0)])
         shifts = (starts[own] if len(counts) else taken) - offsets[:-1]
-        places = torch.arange(int(offsets[-1]), device=index.device) + shifts.repeat_interleave(taken)
-        return KeptTokens(self.ids[places], offsets)
+        indices = torch.arange(int(offsets[-1]), device=index.device) + shifts.repeat_interleave(taken)
+        return KeptTokens(self.ids[indices], offsets)
 
     def without_large(self, vocabulary: int, limit: int = MAX_KEPT) -> "KeptTokens":
-        """The same, with empty sets for those of more than `limit` tokens and for those that have the vocabulary.
+        """Return the sets, with those of more than `limit` tokens or of the whole vocabulary made empty.
 
         >>> KeptTokens.of([[0, 1, 2], [1], [2, 1]]).without_large(vocabulary=3, limit=1).lists()
         [[], [1], []]
@@ -144,7 +145,7 @@ class KeptTokens:
         return KeptTokens.of_counts(self.ids[fits[self.rows]], counts.where(fits, 0))
 
     def has(self, tokens: Tensor) -> Tensor:
-        """(N,) bool: which of (N,) tokens, one a position, are in their sets; an empty one has all.
+        """Return (N,) bool, True where the token of a position is in its set. An empty set has all tokens.
 
         >>> KeptTokens.of([[5, 7], [], [3]]).has(torch.tensor([7, 1, 4])).tolist()
         [True, True, False]
@@ -156,5 +157,5 @@ class KeptTokens:
         return found | (self.counts == 0)
 
     def to(self, device: torch.device) -> "KeptTokens":
-        """The same on a device."""
+        """Return the sets on a device."""
         return KeptTokens(self.ids.to(device), self.offsets.to(device))

@@ -1,8 +1,8 @@
-"""What transformers' `generate` samples from: the scores that are left when all is done to them."""
+"""Record which tokens transformers' `generate` samples from, by the scores after all logits processors."""
 
 # pyright: reportUnknownMemberType=false, reportPrivateUsage=false
 # pyright: reportIncompatibleMethodOverride=false
-# torch's annotations are partial; transformers has no public place after the last of its processors
+# torch's annotations are partial; transformers has no public hook after its last logits processor
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
@@ -18,21 +18,21 @@ __all__ = ["KeptMass", "Recording"]
 
 
 class _Steps:
-    """One call of `generate`, which should draw one token after the other for each of its `B` sequences."""
+    """Steps of one call of `generate`, which should draw one token after the other for each of `B` sequences."""
 
     def __init__(self) -> None:
         self._lengths: list[int] = []
         self._last: list[Tensor] = []
 
     def step(self, input_ids: Tensor) -> None:
-        """Take in what is there, (B, n), when the next token of each sequence is drawn."""
+        """Record the tokens (B, n) that exist when the next token of each sequence is drawn."""
         self._lengths.append(input_ids.size(1))
         self._last.append(input_ids[:, -1].clone())  # a view would keep the tokens of every step
 
-    def places(self, completions: Sequence[Sequence[int]]) -> Tensor | None:
-        """Where the tokens of all completions are among those of all sequences, token after token.
+    def indices(self, completions: Sequence[Sequence[int]]) -> Tensor | None:
+        """Return the indices of all completion tokens among the drawn tokens, which are ordered by step and sequence.
 
-        None if they were not drawn so: by a beam search, by guesses that a model has confirmed, and the like.
+        Return None if tokens were not drawn one after the other, for example with beam search or assisted decoding.
         """
         first, steps = self._lengths[0] if self._lengths else 0, len(self._lengths)
         if self._lengths != list(range(first, first + steps)) or max(map(len, completions), default=0) > steps:
@@ -41,7 +41,7 @@ class _Steps:
             return None
         drawn = torch.stack([*self._last[1:], self._last[0]]).cpu() if steps else torch.empty(0, 0)
         for row, each in enumerate(completions):
-            known = min(len(each), steps - 1)  # nothing comes after the last
+            known = min(len(each), steps - 1)  # no step shows the last drawn token
             if drawn[:known, row].tolist() != list(each[:known]):
                 return None
         # what follows a completion is padding
@@ -50,40 +50,40 @@ class _Steps:
 
 
 class Recording:
-    """The tokens that one call of `generate` has kept, of all its sequences, token after token."""
+    """Kept tokens of one call of `generate`, for all its sequences, step by step."""
 
     def __init__(self) -> None:
         self._steps, self._sets = _Steps(), [KeptTokens.of([])]
 
     def add(self, input_ids: Tensor, scores: Tensor) -> None:
-        """Add the next token of each sequence (B, n), from (B, V) scores with -inf for what was not kept."""
+        """Add a step: the tokens so far (B, n), and the scores (B, V) of the next ones, -inf for tokens not kept."""
         self._steps.step(input_ids)
         # Keep sets on the CPU, like vLLM's. `of_mask` syncs with the GPU anyway, and the KV cache needs the memory.
         self._sets.append(KeptTokens.of_mask(scores > -torch.inf).to(torch.device("cpu")))
 
     def of(self, completions: Sequence[Sequence[int]]) -> KeptTokens:
-        """The sets of all tokens of each completion, one completion after the other.
+        """Return the sets of all tokens of each completion, one completion after the other.
 
         Raises:
             ValueError: the tokens were not drawn one after the other.
         """
-        places = self._steps.places(completions)
-        if places is None:
-            raise ValueError("transformers has not drawn one token after the other for each sequence.")
-        return KeptTokens.joined(self._sets).take(places)
+        indices = self._steps.indices(completions)
+        if indices is None:
+            raise ValueError("transformers did not draw one token after the other for each sequence.")
+        return KeptTokens.joined(self._sets).take(indices)
 
     @contextmanager
     def listening(self, model: PreTrainedModel) -> Generator[None]:
-        """Record what `model.generate` does meanwhile."""
+        """Record the call of `model.generate` inside this context."""
         with _watched(model, lambda _ids, _scores: None, self.add):
             yield
 
 
 class KeptMass:
-    """How far what one call of `generate` has sampled from is from a policy.
+    """Difference between a policy and the distribution that one call of `generate` sampled from.
 
     Args:
-        temperature: The policy's.
+        temperature: Temperature of the policy.
     """
 
     def __init__(self, temperature: float) -> None:
@@ -93,11 +93,11 @@ class KeptMass:
         self._gaps: list[Tensor] = []
 
     def before(self, input_ids: Tensor, scores: Tensor) -> None:
-        """Take in (B, V) scores to which nothing has been done yet."""
+        """Record the scores (B, V) of a step before all logits processors."""
         self._policy = (scores / self._temperature).log_softmax(-1)
 
     def after(self, input_ids: Tensor, scores: Tensor) -> None:
-        """Take in the (B, V) scores that are sampled from, -inf for what was not kept."""
+        """Record the scores (B, V) that a step samples from, -inf for tokens not kept."""
         self._steps.step(input_ids)
         policy, self._policy = self._policy, None
         assert policy is not None
@@ -106,20 +106,20 @@ class KeptMass:
         self._gaps.append((sampler.exp() * (sampler - policy)).where(is_kept, 0).sum(-1))
 
     def of(self, completions: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor] | None:
-        """Of all tokens of each completion: the policy's probability of what was kept, and how many nats the sampler's
-        log-probs are above the policy's on average.
+        """Return the kept mass and the gap of each token, one completion after the other.
 
-        None if the tokens were not drawn one after the other.
+        The kept mass is the policy's probability of the kept tokens. The gap is how many nats the sampler's log-probs
+        are above the policy's on average. Return None if the tokens were not drawn one after the other.
         """
-        places = self._steps.places(completions)
-        if places is None:
+        indices = self._steps.indices(completions)
+        if indices is None:
             return None
         masses, gaps = (torch.cat(of).cpu() if of else torch.empty(0) for of in (self._masses, self._gaps))
-        return masses[places], gaps[places]
+        return masses[indices], gaps[indices]
 
     @contextmanager
     def listening(self, model: PreTrainedModel) -> Generator[None]:
-        """Measure what `model.generate` does meanwhile."""
+        """Measure the call of `model.generate` inside this context."""
         with _watched(model, self.before, self.after):
             yield
 
@@ -128,7 +128,7 @@ _Look = Callable[[Tensor, Tensor], None]
 
 
 class _Watch(LogitsProcessor):
-    """Shows the tokens so far and the scores, and leaves them as they are."""
+    """Logits processor that passes tokens and scores to a function, and does not change them."""
 
     def __init__(self, look: _Look) -> None:
         self._look = look
@@ -140,7 +140,7 @@ class _Watch(LogitsProcessor):
 
 @contextmanager
 def _watched(model: PreTrainedModel, before: _Look, after: _Look) -> Generator[None]:
-    """Show what `model.generate` has for a token before all that is done to the scores, and after."""
+    """Call `before` and `after` with the tokens and scores of `model.generate` around all logits processors."""
     build: Any = model._get_logits_processor
 
     def build_and_watch(*arguments: Any, **keywords: Any) -> LogitsProcessorList:
@@ -148,7 +148,7 @@ def _watched(model: PreTrainedModel, before: _Look, after: _Look) -> Generator[N
         return LogitsProcessorList([_Watch(before), *processors, _Watch(after)])
 
     attributes, name = vars(model), "_get_logits_processor"
-    others = attributes.get(name)  # somebody else who watches
+    others = attributes.get(name)  # set by an outer context
     attributes[name] = build_and_watch
     try:
         yield
