@@ -1,4 +1,4 @@
-"""`trl.GRPOTrainer` with our losses and our reference: what is rewritten, moved and saved, and how. No formulas."""
+"""The trainer: it rewrites inputs of TRL's loss, and moves and saves the reference. It has no formulas."""
 
 import contextlib
 import functools
@@ -15,49 +15,60 @@ from trl_steady import objective
 from trl_steady.active import FirstStepCheck, summary
 from trl_steady.adapters import merged_weights
 from trl_steady.callbacks import REFERENCE_FILE, ReferenceRefreshCallback, Refresh
+from trl_steady.card import add_methods
 from trl_steady.config import GRPOConfig
+from trl_steady.deprecations import ignore_trls
 from trl_steady.functional import importance, masks
 from trl_steady.host import MicroBatch, default_output_dir, overridden
 from trl_steady.host.inputs import refuse_inputs, refuse_reward_functions
 from trl_steady.precision import cast_undone, keep_gradients_on_cpu, keep_in_float32, warn_if_steps_round_away
 from trl_steady.reference.adapter import base_kept, parameters_kept, refuse_unmovable
 from trl_steady.reference.tensors import POLICY, REFERENCE
+from trl_steady.results import ResultsCallback
 from trl_steady.stepwise import StepwiseTrainer
 
 __all__ = ["GRPOTrainer"]
 
+ignore_trls()
+
 
 class GRPOTrainer(StepwiseTrainer):
-    """`trl.GRPOTrainer`, same constructor, with our losses, a moving reference, and checkpoints that resume exactly.
+    """`trl.GRPOTrainer` with more losses, a moving reference and checkpoints that resume exactly.
 
-    With nothing of ours asked for and `trim_padding=False` it trains as TRL's trainer does, bit for bit, with the
-    exceptions that `docs/compatibility.md` lists.
+    The constructor is the same. With no option of trl-steady set and `trim_padding=False`, this trainer trains bit for
+    bit as TRL's does. The exceptions are listed in `docs/compatibility.md`.
 
     Args:
-        model: As TRL's.
-        reward_funcs: As TRL's; for a completion they may also return `StepRewards`.
+        model: As in TRL.
+        reward_funcs: As in TRL. For a completion, a function may also return `StepRewards`.
         args: A `trl_steady.GRPOConfig`.
         *positional: TRL's other arguments, in TRL's order.
         **keywords: TRL's other arguments, by name.
 
     Raises:
-        ValueError: `args` is not ours, nothing is trainable, bitsandbytes has packed the weights for inference, the
-            adapter cannot follow as a reference, vLLM would have to share a quantised base, an option needs the
-            log-probs of an engine and there is none, the model cannot do what `token_budget` or `share_prompts`
-            ask for, or it or what generates cannot replay routes; a dataset, the tokenizer or a reward function
-            does not fit the others. Before the first optimizer step: a subclass overrides a method in which an option
-            acts, without calling `super()`.
+        ValueError: `args` is not a `trl_steady.GRPOConfig`.
+        ValueError: No parameter is trainable, or bitsandbytes has packed the weights for inference.
+        ValueError: The adapter cannot follow the policy as a reference, or vLLM would have to share a quantised base.
+        ValueError: An option needs the log-probs of an engine, and there is no engine.
+        ValueError: The model does not support `token_budget` or `share_prompts`.
+        ValueError: The model, or the way rollouts are generated, does not support `router_replay` or
+            `keep_sampling_mask`.
+        ValueError: A dataset, the tokenizer or a reward function does not fit the others.
+        ValueError: Before the first optimizer step, a subclass overrides a method in which an option acts, without
+            calling `super()`.
 
     Warns:
-        UserWarning: an off-policy mask cannot act, as every update is on-policy or the clip has silenced the same
-            sequences; `trim_padding` has to leave padding in; most of a bf16 adapter cannot take steps of the learning
-            rate's size; the model is a checkpoint whose reference had moved.
+        UserWarning: An off-policy mask has no effect, because every update is on-policy or the clip has silenced the
+            same sequences.
+        UserWarning: `trim_padding` has to keep padding.
+        UserWarning: Steps of the learning rate's size round away on most entries of a bf16 adapter.
+        UserWarning: The model is a checkpoint whose reference had moved.
     """
 
     args: GRPOConfig
     _reference: ReferenceRefreshCallback | None = None
 
-    @functools.wraps(trl.GRPOTrainer.__init__, assigned=())  # for inspect.signature and what reads it
+    @functools.wraps(trl.GRPOTrainer.__init__, assigned=())  # for inspect.signature and tools that use it
     def __init__(
         self,
         model: Any,
@@ -82,11 +93,11 @@ class GRPOTrainer(StepwiseTrainer):
             refuse_unmovable(model)
             if REFERENCE in model.peft_config:
                 raise ValueError(
-                    f"the model has an adapter named {REFERENCE!r}, the name of the reference's. Delete it with "
+                    f"the model has an adapter named {REFERENCE!r}, a name reserved for the reference. Delete it with "
                     f"model.delete_adapter({REFERENCE!r}), or load it under another name."
                 )
-            config = model.peft_config[POLICY]  # of which TRL's constructor adds another
-        # TRL's constructor refuses sync_ref_model with PEFT, and without PEFT adds a callback of its own
+            config = model.peft_config[POLICY]  # TRL's constructor adds another adapter from it
+        # TRL's constructor refuses sync_ref_model with PEFT, and adds its own callback without PEFT
         with overridden(args, {"sync_ref_model": False}), base_kept(config):
             super().__init__(model, reward_funcs, args, *positional, **keywords)
         refuse_inputs(self, self.text_tokenizer)
@@ -100,7 +111,7 @@ class GRPOTrainer(StepwiseTrainer):
             )
         keep_gradients_on_cpu(self.model)
         warn_if_steps_round_away(self.model, args.learning_rate)
-        has_engine = self.use_vllm or self.rollout_func is not None  # whose log-probs may differ from the policy's
+        has_engine = self.use_vllm or self.rollout_func is not None  # its log-probs may differ from the policy's
         if not has_engine:
             if args.sampler_options:
                 option = args.sampler_options[0]
@@ -113,9 +124,9 @@ class GRPOTrainer(StepwiseTrainer):
         path = Path(model if isinstance(model, str | Path) else getattr(model, "name_or_path", ""))
         if (path / REFERENCE_FILE).is_file():
             warnings.warn(
-                f"{path} is a checkpoint with a reference that has moved ({REFERENCE_FILE}); loaded as the model, it "
-                "begins a new run whose reference is this policy. To go on with that run, build the trainer as it was "
-                "built and call train(resume_from_checkpoint=...).",
+                f"{path} is a checkpoint with a reference that has moved ({REFERENCE_FILE}). Loaded as the model, it "
+                "begins a new run whose reference is this policy. To continue that run, build the trainer as it "
+                "was built and call train(resume_from_checkpoint=...).",
                 UserWarning,
                 stacklevel=2,
             )
@@ -132,15 +143,16 @@ class GRPOTrainer(StepwiseTrainer):
             self._leave_base_alone(self.model)
         self._first_step = FirstStepCheck(self)
         self.add_callback(self._first_step)
-        self.accelerator.print(summary(self), flush=True)  # a logger would hide it: transformers' shows warnings only
+        self.add_callback(ResultsCallback(self.accelerator.print))
+        self.accelerator.print(summary(self), flush=True)  # transformers' logger shows warnings only
 
     @property
     def reference_refreshes(self) -> list[Refresh]:
-        """The moves of the reference so far, those before a resume included."""
+        """The refreshes of the reference so far, including those before a resume."""
         return self._reference.refreshes if self._reference else []
 
     def _leave_base_alone(self, model: PeftModel) -> None:
-        """Keep a push to vLLM from changing a quantised base, or from sending the reference's modules along."""
+        """Keep a push to vLLM from changing a quantised base, and from sending the modules of the reference."""
         quantised = getattr(model.get_base_model(), "is_quantized", False)
         if quantised and self.vllm_mode == "colocate":
             raise ValueError(
@@ -154,7 +166,10 @@ class GRPOTrainer(StepwiseTrainer):
             self.push_to_engine(lambda own: (pair for pair in own() if REFERENCE not in pair[0].split(".")))
 
     def rollout(self, inputs: Any) -> dict[str, Any]:
-        """TRL's, which switches to the reference's adapter and back; what is trainable stays so."""
+        """Run TRL's rollout without changing which parameters are trainable.
+
+        TRL switches to the reference's adapter and back, which would change that.
+        """
         if self._reference is None:
             return super().rollout(inputs)
         with parameters_kept(self.model):
@@ -165,11 +180,11 @@ class GRPOTrainer(StepwiseTrainer):
         is_ours = self.args.adapter_dtype is not None or self._reference is not None
         if not (is_ours and self.args.use_transformers_continuous_batching):
             return super().generate(prompt_ids, *arguments, **keywords)
-        with cast_undone(self.model):  # so that old log-probs are those of the policy that is trained
+        with cast_undone(self.model):  # old log-probs must be those of the trained policy
             return super().generate(prompt_ids, *arguments, **keywords)
 
     def save_policy(self, folder: str | None, state_dict: Any) -> None:
-        """A plain PEFT or transformers model: the reference is no part of it."""
+        """Save a plain PEFT or transformers model, without the reference."""
         model = self.accelerator.unwrap_model(self.model)
         if self._reference is None or not isinstance(model, PeftModel):
             return super().save_policy(folder, state_dict)
@@ -177,21 +192,31 @@ class GRPOTrainer(StepwiseTrainer):
         with overridden(model, {"save_pretrained": alone}):
             super().save_policy(folder, state_dict)
 
+    def create_model_card(self, *arguments: Any, **keywords: Any) -> None:
+        """Write TRL's model card, and add the methods that were on and their citations."""
+        super().create_model_card(*arguments, **keywords)
+        if self.is_world_process_zero():
+            add_methods(Path(self.args.output_dir, "README.md"), self.args)
+
     def add_to_checkpoint(self, checkpoint: Path) -> None:
-        """And the reference, with its counters."""
+        """Save the reference and its counters in the checkpoint, beside the rest."""
         super().add_to_checkpoint(checkpoint)
         if self._reference:
             self._reference.save(checkpoint)
 
     def load_model_from(self, checkpoint: Path, model: torch.nn.Module | None) -> None:
-        """The policy in the dtype it was trained in; PEFT would load a bf16 adapter as float32."""
-        if self._reference:  # sooner than PEFT would stumble over another shape
+        """Load the policy in the dtype it was trained in. PEFT would load a bf16 adapter as float32."""
+        if self._reference:  # before PEFT fails on another shape
             self._reference.check(checkpoint)
         with parameters_kept(self.model):
             super().load_model_from(checkpoint, model)
 
     def take_from_checkpoint(self, checkpoint: Path) -> None:
-        """And the reference, with its counters."""
+        """Load the reference and its counters from the checkpoint, beside the rest.
+
+        Raises:
+            ValueError: the checkpoint holds a moving reference, and `sync_ref_model` is off.
+        """
         super().take_from_checkpoint(checkpoint)
         if self._reference:
             self._reference.load(checkpoint)
@@ -202,7 +227,7 @@ class GRPOTrainer(StepwiseTrainer):
             )
 
     def compute_loss_context_manager(self) -> contextlib.ExitStack:
-        """Return TRL's context, which also checks what the optimizer step has reached before its last backward."""
+        """Return TRL's context, which also checks which methods a step has reached before its last backward."""
         context = super().compute_loss_context_manager()
 
         def check(kind: type[BaseException] | None, *_: object) -> None:
@@ -213,13 +238,13 @@ class GRPOTrainer(StepwiseTrainer):
         return context
 
     def micro_batch_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """Score, rewrite, TRL's own loss, and the KL that TRL cannot express.
+        """Compute the loss of a micro-batch: rewrite its scores, run TRL's loss, and add a KL that TRL does not have.
 
-        TRL alone, where nothing of ours is asked for and no sampler's log-probs are there to be compared.
+        This is TRL's own loss if no option needs a rewrite and there are no log-probs of a sampler to compare.
         """
         self.reached.note("micro_batch_loss")
         args = self.args
-        # the trainer's own attributes where TRL reads them, since a callback may have set them
+        # TRL reads these from the trainer, where a callback may have set them
         loss_type, level, threshold = self.loss_type, self.importance_sampling_level, self.off_policy_mask_threshold
         own_kl = self.beta != 0.0 and not args.has_trls_kl(level)
         ours = args.has_sequence_ratio_loss or own_kl or threshold is not None or args.sampler_options
@@ -234,7 +259,7 @@ class GRPOTrainer(StepwiseTrainer):
         if threshold is not None:
             decide = self.get_off_policy_mask
             if args.off_policy_mask_level == "token" and decide is GRPOTrainer.get_off_policy_mask:
-                decide = super().get_off_policy_mask  # which decides token by token
+                decide = super().get_off_policy_mask  # TRL's own decides token by token
             keep["off_policy"] = decide(
                 advantages=batch.advantages.unsqueeze(1) if batch.advantages.dim() == 1 else batch.advantages,
                 per_token_logps=batch.logps,
@@ -242,8 +267,8 @@ class GRPOTrainer(StepwiseTrainer):
                 mask=batch.mask,
                 off_policy_threshold=threshold,
             ).bool()
-        rewritten = scored  # for a loss of TRL's, which may read what is under the mask
-        if args.has_sequence_ratio_loss:  # with GRPO's reduction, the mean over sequences of the mean over tokens
+        rewritten = scored  # TRL's losses may read values under the mask
+        if args.has_sequence_ratio_loss:  # GRPO's reduction: the mean over sequences of the mean over tokens
             loss_type, rewritten = "grpo", batch
         if args.loss_type == "gspo_token":
             level, rewritten = "token", objective.as_gspo_token(batch)
@@ -270,7 +295,7 @@ class GRPOTrainer(StepwiseTrainer):
     def _measure(
         self, batch: MicroBatch, statistic: Tensor, keep: dict[str, Tensor], estimates: dict[str, Tensor]
     ) -> None:
-        """Log what the masks and clips that follow would hide."""
+        """Log statistics that the later masks and clips would hide."""
         means = {f"kl/{name}": values[batch.mask] for name, values in estimates.items()}
         means |= objective.dropped(keep, batch.mask)
         quantiles = {"off_policy": statistic[batch.mask.any(-1, keepdim=True)]}
@@ -290,13 +315,13 @@ class GRPOTrainer(StepwiseTrainer):
         mask: Tensor,
         off_policy_threshold: float,
     ) -> Tensor:
-        """Return TRL's off-policy mask, with one decision a sequence: the sign is that of its mean advantage.
+        """Return TRL's off-policy mask, with one decision for each sequence, by the sign of its mean advantage.
 
-        DeepSeek-V3.2 (arXiv 2512.02556, section 3.1) masks sequences. Given (B, T) advantages, TRL's own decides token
-        by token.
+        DeepSeek-V3.2 (arXiv 2512.02556, section 3.1) masks sequences. TRL's own method decides token by token if the
+        advantages are (B, T).
 
         Returns:
-            (B, 1) in the mask's dtype, as TRL's: 1 = keep, 0 = drop.
+            (B, 1) in the dtype of `mask`, as in TRL: 1 = keep, 0 = drop.
         """
         statistic = masks.off_policy_statistic(per_token_logps, sampling_per_token_logps, mask.bool())
         keep = masks.off_policy_mask(advantages, statistic, mask.bool(), threshold=off_policy_threshold)
