@@ -12,7 +12,7 @@ import yaml
 
 import trl_steady
 import trl_steady.rewards
-from tests import tiny
+from tests import sentences, tiny
 from tests.test_training import rollout
 from trl_steady import cli, host
 from trl_steady.methods import METHODS, Method
@@ -116,8 +116,12 @@ def test_every_page_is_in_the_navigation() -> None:
             return [entry]
         return [leaf for part in (entry.values() if isinstance(entry, dict) else entry) for leaf in leaves(part)]
 
+    # docs/hooks/repository.py makes pages of the recipes and of the notebooks
+    notebooks = {path.with_suffix(".md").relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.ipynb")}
+    recipes = {page for page in PAGES if page.startswith("recipes/")}
     nav = leaves(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
-    assert sorted(f"docs/{page}" for page in nav) == sorted(DOCS)
+    in_repository = [page if page.startswith("recipes/") else f"docs/{page}" for page in nav]
+    assert sorted(in_repository) == sorted({*DOCS, *notebooks, *recipes})
 
 
 @pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
@@ -149,3 +153,35 @@ def test_the_launchers_page_has_every_command(capsys: pytest.CaptureFixture[str]
 def test_links_between_files_resolve(page: str) -> None:
     for target in re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", PAGES[page]):
         assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
+
+
+def test_no_sentence_is_too_long_or_starts_with_its_object() -> None:
+    """In the documentation and the docstrings; `python -m tests.sentences` helps to find them."""
+    assert [f"{found.file}:{found.line}: {found.why}" for found in sentences.findings(sentences.files())] == []
+
+
+def test_the_search_for_sentences_finds_them(tmp_path: Path) -> None:
+    """In each kind of text, and not in code, formulas, questions or names with full stops."""
+    long = " ".join(["word"] * 31)
+    page = tmp_path / "page.md"
+    page.write_text(
+        f"# What it is\n\nA `{long}` b. Is it? {long.capitalize()}. What now? See e.g. the `x.y` file.\n\n"
+        f"- Of an item\n- {'w ' * 15}\n- {'w ' * 16}\n\n| Where | {long} |\n|---|---|\n\n"
+        f"```text\nWhat {long}\n```\n\n$$ Of {long} $$\n\nSome words[^1] and **Whatever** it is. **Whether** so.\n"
+    )
+    module = tmp_path / "module.py"
+    module.write_text(
+        f'"""A module.\n\nOf two parts.\n"""\n\ndef f(a):\n    """Return it.\n\n    Args:\n        a: What it is.\n'
+        f'        b (int): {long}.\n\n    >>> "Of code"\n    \'Of code\'\n    """\n\nx = "Of a string"\n'
+    )
+    assert [(found.line, found.why) for found in sentences.findings([page, module])] == [
+        (1, "starts with 'What'"),
+        (3, "31 words"),
+        (5, "starts with 'Of'"),
+        (9, "starts with 'Where'"),
+        (9, "31 words"),
+        (18, "starts with 'Whether'"),
+        (3, "starts with 'Of'"),
+        (10, "starts with 'What'"),
+        (11, "31 words"),
+    ]
