@@ -420,7 +420,7 @@ COLOURS = {"padding": "#DDDDDD", "prompt": "#56B4E9", "completion": "#0072B2", "
 
 
 def draw(path: Path, results: Mapping[str, Any]) -> None:
-    """How much longer TRL's step takes, and beside it a micro-batch as each of the two computes it."""
+    """Draw the ratio of seconds for each set, and a micro-batch as each of the two computes it."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -441,7 +441,7 @@ def draw(path: Path, results: Mapping[str, Any]) -> None:
     bars.axvline(1, color=COLOURS["TRL"], linewidth=1)
     bars.invert_yaxis()
     bars.margins(x=0.12)
-    bars.set(title="A step of TRL's over a step of ours", xlabel="ratio of seconds, median and quartiles; 1 = as TRL")
+    bars.set(title="Seconds of a step: TRL over trl-steady", xlabel="ratio, median and quartiles; 1 = as fast as TRL")
     drawn = next((name for name in SETS if name in results["sets"]), None)
     if drawn is not None:
         _strips(strips, results["sets"][drawn])
@@ -453,7 +453,7 @@ def draw(path: Path, results: Mapping[str, Any]) -> None:
 
 
 def _strips(axis: Any, of_set: Mapping[str, Any]) -> None:
-    """TRL's rectangle row by row; under it the same tokens end to end, in lines of its width."""
+    """Draw TRL's padded rows, and below them the same tokens packed and wrapped at the same width."""
     prompts, completions = of_set["micro_batch"]
     prompt_width, completion_width = of_set["widths"]
     width = prompt_width + completion_width
@@ -478,8 +478,8 @@ def _strips(axis: Any, of_set: Mapping[str, Any]) -> None:
         )
         start += prompt + completion
     for row, says in (
-        (-0.75, "TRL: padded to the rollout's longest"),
-        (below - 0.75, "ours: end to end in one row, here in lines"),
+        (-0.75, "TRL: padded to the longest of the rollout"),
+        (below - 0.75, "trl-steady: packed in one row, wrapped here"),
     ):
         axis.text(0, row, f"{says}, {width * len(prompts) if row < 0 else start:,} tokens", fontsize=9)
     kinds = ("prompt", "completion", "padding")
