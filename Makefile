@@ -72,9 +72,10 @@ AT_LOWEST := tests/routing tests/reference tests/padding/test_families.py $(pats
 test-lowest: $(LOWEST)/.test
 	$(LOWEST)/bin/python -m pytest -n $(JOBS) -m "not slow and not gpu" $(AT_LOWEST)
 
+WITH_DEEPSPEED := env PATH="$(DEEPSPEED)/bin:$$PATH" PYTHONPATH=$(DEEPSPEED) \
+	TORCH_EXTENSIONS_DIR=$(DEEPSPEED)/extensions $(BIN)/python
 test-deepspeed: $(DEEPSPEED)/.test
-	PATH="$(DEEPSPEED)/bin:$$PATH" PYTHONPATH=$(DEEPSPEED) TORCH_EXTENSIONS_DIR=$(DEEPSPEED)/extensions \
-		$(BIN)/python -m pytest -k zero3 tests/distributed
+	$(WITH_DEEPSPEED) -m pytest -k zero3 tests/distributed
 
 test-vllm: $(VLLM)/.test
 	$(VLLM)/bin/python -m pytest --show-capture=no tests/vllm
@@ -129,10 +130,13 @@ $(VENV)/.docs: $(VENV)/.torch pyproject.toml
 	$(PIP) -e ".[docs]"
 	touch $@
 
-# its own build wants torch; what else it needs is there
+# Its build needs torch. It compiles an extension when it is first used: do it here, since the tests have time limits, and
+# afresh, since a build that was stopped leaves a lock for which all others wait.
 $(DEEPSPEED)/.test: $(VENV)/.test
 	$(PIP) setuptools wheel
 	$(PIP) --no-build-isolation --no-deps --target $(DEEPSPEED) --upgrade deepspeed einops hjson msgpack ninja py-cpuinfo
+	rm -rf $(DEEPSPEED)/extensions
+	$(WITH_DEEPSPEED) -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
 	touch $@
 
 $(LOWEST)/.test: constraints-lowest.txt pyproject.toml
