@@ -53,6 +53,21 @@ def test_a_checkpoint_brings_the_card_once(models: dict[str, Path], tmp_path: Pa
     assert (tmp_path / "README.md").read_text().count("## trl-steady") == 1
 
 
+def test_step_rewards_are_on_when_a_function_returned_them(models: dict[str, Path], tmp_path: Path) -> None:
+    """Their default, "return_to_go", does not tell."""
+
+    def stepwise(completion_ids: list[list[int]], **_: Any) -> list[trl_steady.StepRewards]:
+        return [trl_steady.StepRewards.at_tokens([float(len(ids))], [1]) for ids in completion_ids]
+
+    trainer = tiny.trainer(models["dense"], tmp_path, loss_type="gspo_token", build={"reward_funcs": stepwise})
+    trainer.create_model_card()
+    assert "`step_advantage" not in (tmp_path / "README.md").read_text()
+    tiny.train(trainer)
+    trainer.create_model_card()
+    card = (tmp_path / "README.md").read_text()
+    assert "`step_advantage='return_to_go'`" in card and "@article{shao2024deepseekmath" in card
+
+
 def test_every_paper_of_a_method_has_a_citation() -> None:
     for method in METHODS:
         for number in re.findall(r"\d{4}\.\d{5}", method.paper):

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from huggingface_hub import ModelCard
 
 from trl_steady import __version__
-from trl_steady.methods import METHODS
+from trl_steady.methods import Method
 
 if TYPE_CHECKING:
     from trl_steady.config import GRPOConfig
@@ -20,16 +20,16 @@ _TAG = "trl-steady"
 _HEADING = "## trl-steady"
 
 
-def add_methods(path: Path, args: "GRPOConfig") -> None:
-    """Add to TRL's model card a tag, the methods that `args` switches on, and their citations.
+def add_methods(path: Path, on: Sequence[Method], args: "GRPOConfig") -> None:
+    """Add to TRL's model card a tag, the methods of the run, and their citations.
 
     Args:
         path: A card that TRL has just written, without a section of ours.
+        on: The methods that the run used.
         args: The configuration of the run.
     """
     card = ModelCard.load(path)
     card.data.tags = [*(card.data.tags or []), _TAG]
-    on = [method for method in METHODS if method.is_on(args)]
     lines = [f"\n{_HEADING}\n", f"The trainer was `trl_steady.GRPOTrainer` of trl-steady {__version__}."]
     if on:
         lines += ["It trained with these methods:\n", "| method | options | paper |", "|---|---|---|"]

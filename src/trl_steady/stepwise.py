@@ -49,6 +49,11 @@ class StepwiseTrainer(BudgetedTrainer):
         super().__init__(*arguments, **keywords)
 
     @property
+    def has_step_rewards(self) -> bool:
+        """True if a reward function has returned `StepRewards` in this process."""
+        return self._last_rollout is not None
+
+    @property
     def last_step_advantages(self) -> list[list[tuple[str, float]]]:
         """The loss tokens of each completion, with advantages, of this process's last rollout with step rewards.
 

@@ -21,6 +21,7 @@ from trl_steady.deprecations import ignore_trls
 from trl_steady.functional import importance, masks
 from trl_steady.host import MicroBatch, default_output_dir, overridden
 from trl_steady.host.inputs import refuse_inputs, refuse_reward_functions
+from trl_steady.methods import METHODS
 from trl_steady.precision import cast_undone, keep_gradients_on_cpu, keep_in_float32, warn_if_steps_round_away
 from trl_steady.reference.adapter import base_kept, parameters_kept, refuse_unmovable
 from trl_steady.reference.tensors import POLICY, REFERENCE
@@ -196,7 +197,9 @@ class GRPOTrainer(StepwiseTrainer):
         """Write TRL's model card, and add the methods that were on and their citations."""
         super().create_model_card(*arguments, **keywords)
         if self.is_world_process_zero():
-            add_methods(Path(self.args.output_dir, "README.md"), self.args)
+            seen = {"rewards"} if self.has_step_rewards else set()
+            on = [method for method in METHODS if method.is_on(self.args) or method.kind in seen]
+            add_methods(Path(self.args.output_dir, "README.md"), on, self.args)
 
     def add_to_checkpoint(self, checkpoint: Path) -> None:
         """Save the reference and its counters in the checkpoint, beside the rest."""
