@@ -4,7 +4,7 @@ import re
 from collections.abc import Sequence
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from huggingface_hub import ModelCard
 
@@ -29,7 +29,8 @@ def add_methods(path: Path, on: Sequence[Method], args: "GRPOConfig") -> None:
         args: The configuration of the run.
     """
     card = ModelCard.load(path)
-    card.data.tags = [*(card.data.tags or []), _TAG]
+    data: Any = card.data  # huggingface_hub declares the data of any card
+    data.tags = [*(data.tags or []), _TAG]
     lines = [f"\n{_HEADING}\n", f"The trainer was `trl_steady.GRPOTrainer` of trl-steady {__version__}."]
     if on:
         lines += ["It trained with these methods:\n", "| method | options | paper |", "|---|---|---|"]

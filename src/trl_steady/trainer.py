@@ -199,7 +199,7 @@ class GRPOTrainer(StepwiseTrainer):
         if self.is_world_process_zero():
             seen = {"rewards"} if self.has_step_rewards else set()
             on = [method for method in METHODS if method.is_on(self.args) or method.kind in seen]
-            add_methods(Path(self.args.output_dir, "README.md"), on, self.args)
+            add_methods(Path(self.args.output_dir or "", "README.md"), on, self.args)
 
     def add_to_checkpoint(self, checkpoint: Path) -> None:
         """Save the reference and its counters in the checkpoint, beside the rest."""
