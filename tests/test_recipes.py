@@ -165,7 +165,7 @@ def test_the_gspo_script_runs_from_end_to_end_on_a_tiny_model(
     few = on_a_small_scale(tmp_path, max_steps=8)
     results = recipes.gspo.main(*parse(recipes, YAMLS["smollm2-135m-comparison"], *few))
     printed = capsys.readouterr().out
-    assert printed.count("step ") >= 8 and "accuracy on held-out problems" in printed
+    assert printed.count("\nstep ") >= 8 and "accuracy on held-out problems" in printed
     assert json.loads((tmp_path / "results.json").read_text())["seed"] == 0
     assert list(results["held-out greedy accuracy by step"]) == [0, 4, 8]
     assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
@@ -183,7 +183,7 @@ def test_the_iterative_script_refreshes_and_resumes_on_a_tiny_model(
     kl = dict(zip(*recipes.report.series(first["history"], "kl"), strict=True))
     assert kl[1] == kl[3] == kl[5] == 0 and min(kl[2], kl[4], kl[6]) > 0
     printed = capsys.readouterr().out
-    assert printed.count("step ") == 6 and printed.count("-- refresh ") == 2
+    assert printed.count("\nstep ") == 6 and printed.count("-- refresh ") == 2
     assert printed.index("-- refresh 1 after update 2 (steps)") < printed.index("step   3/6")
     assert json.loads((tmp_path / "results.json").read_text())["refreshes"] == first["refreshes"]
     assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")

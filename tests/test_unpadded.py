@@ -350,10 +350,19 @@ def test_a_step_after_an_error_has_its_own_sequences_only(models: dict[str, Path
     ("options", "message"),
     [
         ({"token_budget": 0}, "token_budget=0 cannot work. Set token_budget to 1 token or more"),
-        ({"token_budget": 9, "trim_padding": False}, "token_budget=9 with trim_padding=False.*Set trim_padding=True"),
-        ({"share_prompts": True, "trim_padding": False}, "share_prompts=True with trim_padding=False"),
-        ({"token_budget": 9, "loss_type": "bnpo"}, "token_budget=9 with loss_type='bnpo'.*Set loss_type='dapo'"),
-        ({"token_budget": 9, "entropy_coef": 0.1}, "token_budget=9 with entropy_coef=0.1.*Switch it off"),
+        (
+            {"token_budget": 9, "trim_padding": False},
+            "token_budget=9 does not work with trim_padding=False.*Set trim_padding=True",
+        ),
+        ({"share_prompts": True, "trim_padding": False}, "share_prompts=True does not work with trim_padding=False"),
+        (
+            {"token_budget": 9, "loss_type": "bnpo"},
+            "token_budget=9 does not work with loss_type='bnpo'.*Set loss_type='dapo'",
+        ),
+        (
+            {"token_budget": 9, "entropy_coef": 0.1},
+            "token_budget=9 does not work with entropy_coef=0.1.*Switch it off",
+        ),
         ({"token_budget": 9, "use_adaptive_entropy": True}, "use_adaptive_entropy=True.*Switch it off"),
         ({"token_budget": 9, "top_entropy_quantile": 0.2}, "top_entropy_quantile=0.2.*Set top_entropy_quantile=1.0"),
         (
@@ -371,7 +380,7 @@ def test_a_step_after_an_error_has_its_own_sequences_only(models: dict[str, Path
         ({"token_budget": 9, "optim": "lomo"}, "the optimizers lomo and adalomo would step each time"),
         (
             {"token_budget": 9, "beta": 0.1, "sync_ref_model": True, "ref_model_sync_kl": 0.1},
-            "token_budget=9 with ref_model_sync_kl=0.1.*Leave one of the two unset",
+            "token_budget=9 does not work with ref_model_sync_kl=0.1.*Leave one of the two unset",
         ),
         ({"share_prompts": True, "model": "gpt2"}, "GPT2LMHeadModel has no rotary positions. Set share_prompts=False"),
         (
@@ -450,6 +459,6 @@ def test_a_loss_that_a_callback_sets_is_refused_too(models: dict[str, Path], tmp
             trainer.loss_type = "bnpo" if state.global_step == 2 else "dapo"
 
     trainer.add_callback(Sets())
-    with pytest.raises(ValueError, match="token_budget=30 with loss_type='bnpo'"):
+    with pytest.raises(ValueError, match="token_budget=30 does not work with loss_type='bnpo'"):
         trainer.train()
     assert trainer.state.global_step == 2
