@@ -92,10 +92,10 @@ check: $(VENV)/.test
 		else echo "skipped: no python$$version here to compile the sources with"; fi; \
 	done
 
-# the second finds what the pages do not name
+# The tests look for what the pages do not name, and at the site in a browser, if Chromium is installed.
 docs: $(VENV)/.docs $(VENV)/.test
 	$(BIN)/mkdocs build --strict
-	$(BIN)/python -m pytest -q tests/test_docs.py
+	DOCS_SITE=site $(BIN)/python -m pytest -q tests/test_docs.py tests/test_site.py
 
 bench: $(VENV)/.recipes
 	$(BIN)/python tests/benchmarks/seam.py
@@ -126,8 +126,10 @@ $(VENV)/.test: $(VENV)/.recipes
 	$(PIP) -e ".[recipes,test]"
 	touch $@
 
-$(VENV)/.docs: $(VENV)/.torch pyproject.toml
+# the second gets KaTeX from npm, once
+$(VENV)/.docs: $(VENV)/.torch pyproject.toml docs/hooks/formulas.py
 	$(PIP) -e ".[docs]"
+	$(BIN)/python docs/hooks/formulas.py
 	touch $@
 
 # Its build needs torch. It compiles an extension when it is first used: do it here, since the tests have time limits, and

@@ -1,4 +1,4 @@
-"""The documentation site, in a browser without network. `make docs` builds it and names its folder in SITE."""
+"""The documentation site, in a browser without network. `make docs` builds it and names its folder in DOCS_SITE."""
 
 import functools
 import html
@@ -20,9 +20,11 @@ import trl_steady
 import trl_steady.functional
 import trl_steady.rewards
 
-if "SITE" not in os.environ:
-    pytest.skip("SITE does not name a built site; `make docs` builds one and runs this file", allow_module_level=True)
-SITE = Path(os.environ["SITE"]).resolve()
+if "DOCS_SITE" not in os.environ:
+    pytest.skip(
+        "DOCS_SITE does not name a built site; `make docs` builds one and runs this file", allow_module_level=True
+    )
+SITE = Path(os.environ["DOCS_SITE"]).resolve()
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FORMULAS = ["methods/gspo/", "methods/kl/", "step-rewards/"]
 PAGES = [*FORMULAS, "", "choose/", "reference/", "recipes/", "recipes/moe/", "recipes/gspo/train.py/"]
@@ -78,7 +80,7 @@ def origin() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def report(origin: str, tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What the browser shows of each page, while every host but this one is unknown to it."""
+    """Each page as the browser shows it when it can resolve no other host."""
     if CHROMIUM is None:
         pytest.skip("Chromium is not installed")
     switches = ["headless", "no-sandbox", "disable-gpu", "no-first-run", "disable-sync", "disable-component-update"]
@@ -134,7 +136,7 @@ def test_every_public_name_has_a_signature() -> None:
     packages += [importlib.import_module(f"trl_steady.functional.{name}") for name in trl_steady.functional.__all__]
     for package in packages:
         for name in package.__all__:
-            signature = _signature(text, f"{package.__name__}.{name}")
+            signature = _signature(text, f"{(trl_steady if name in trl_steady.__all__ else package).__name__}.{name}")
             assert re.match(rf"{name}(\(| = |: )", signature), f"{package.__name__}.{name}: {signature}"
 
 

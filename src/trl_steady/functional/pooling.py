@@ -23,6 +23,7 @@ __all__ = [
 ]
 
 LARGEST_COUNT = 4096
+"""The largest count that `count_totals` keeps apart from larger ones."""
 _PER_DECADE = 50
 _EDGES = 1e-9 * 10 ** (torch.arange(12 * _PER_DECADE + 1, dtype=torch.float64) / _PER_DECADE)  # up to 1e3
 

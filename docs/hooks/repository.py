@@ -1,0 +1,124 @@
+"""MkDocs hook: add recipes/ and the notebooks to the site, and let links between files hold there and on GitHub.
+
+- A README becomes a page. A recipe's page ends with a list of its files.
+- A YAML or Python file becomes a page with a copy button.
+- A folder without a README becomes a list of its files.
+- Pictures and JSON files are copied.
+- A notebook becomes a page with its saved outputs, and can be downloaded.
+"""
+
+import json
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files, InclusionLevel
+
+ROOT = Path(__file__).parents[2]
+_LANGUAGES = {".yaml": "yaml", ".py": "python"}
+_COPIED = {".json", ".png"}
+# code first, so that links inside it stay
+_LINK = re.compile(r"^(`{3,}).*?^\1`*$|`[^`]+`|\]\((?![a-z]+:|#)([^)#\s]+)", flags=re.DOTALL | re.MULTILINE)
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
+
+
+def on_files(files: Files, config: Any) -> Files:
+    """Add the files of recipes/, and a page for each notebook."""
+    for path in [ROOT / "recipes", *sorted((ROOT / "recipes").rglob("*"))]:
+        name = path.relative_to(ROOT).as_posix()
+        if "__pycache__" in path.parts or path.name.startswith("_"):
+            continue
+        if path.name == "README.md" or path.suffix in _COPIED:
+            files.append(File.generated(config, name, abs_src_path=str(path)))
+        elif (path.is_dir() and not (path / "README.md").is_file()) or path.suffix in _LANGUAGES:
+            content = _folder(path) if path.is_dir() else _source(path)
+            files.append(File.generated(config, _on_site(name), content=content, inclusion=InclusionLevel.NOT_IN_NAV))
+    for notebook in [file for file in files if file.src_uri.endswith(".ipynb")]:
+        content = _page_of(json.loads(notebook.content_string), Path(notebook.src_uri).name)
+        files.append(File.generated(config, _on_site(f"docs/{notebook.src_uri}"), content=content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
+    """Change links between files of the repository into links between pages, and list the files of a recipe."""
+    uri = page.file.src_uri
+    folder = posixpath.dirname(uri if uri.startswith("recipes/") else f"docs/{uri}")
+
+    def link(found: re.Match) -> str:
+        if found[2] is None:  # code
+            return found[0]
+        target = _on_site(posixpath.normpath(posixpath.join(folder, found[2])))
+        return f"]({posixpath.relpath(target, posixpath.dirname(uri) or '.')}"
+
+    if re.fullmatch(r"recipes/\w+/README\.md", uri):
+        markdown += f"\n## Files\n\n{_list(ROOT / folder)}\n"
+    return _LINK.sub(link, markdown)
+
+
+def _on_site(name: str) -> str:
+    """Return where the site has a file of the repository, which need not exist."""
+    path = ROOT / name
+    if name.startswith("recipes"):
+        if path.is_dir():
+            return f"{name}/README.md" if (path / "README.md").is_file() else f"{name}/index.md"
+        return f"{name}.md" if path.suffix in _LANGUAGES else name
+    if path.suffix == ".ipynb":
+        name = name.removesuffix(".ipynb") + ".md"
+    return {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}.get(name, name.removeprefix("docs/"))
+
+
+def _head(title: str) -> str:
+    return f"---\ntitle: {title}\nsearch: {{exclude: true}}\nhide: [navigation, toc]\n---\n\n"
+
+
+def _source(path: Path) -> str:
+    """Return a page that shows a file."""
+    readme = next(folder / "README.md" for folder in path.parents if (folder / "README.md").is_file())
+    back = posixpath.relpath(readme.as_posix(), path.parent.as_posix())
+    name, language = path.relative_to(ROOT).as_posix(), _LANGUAGES[path.suffix]
+    text = f"{_head(path.name)}# `{path.name}`\n\n`{name}` belongs to [this recipe]({back}).\n"
+    if readme.parent.name == "recipes":
+        text = text.replace("belongs to [this recipe]", "is explained in [the list of recipes]")
+    return f"{text}\n``````{language}\n{path.read_text()}\n``````\n"
+
+
+def _folder(path: Path) -> str:
+    """Return a page that lists a folder."""
+    name = path.relative_to(ROOT).as_posix()
+    return f"{_head(name)}# `{name}`\n\n{_list(path)}\n"
+
+
+def _list(path: Path) -> str:
+    """Return links to what is in a folder."""
+    entries = (entry for entry in sorted(path.iterdir()) if entry.name[0] not in "._" and entry.name != "README.md")
+    return "\n".join(f"- [`{entry.name}`]({entry.name})" for entry in entries)
+
+
+def _page_of(notebook: dict[str, Any], name: str) -> str:
+    """Return a notebook as Markdown, with the outputs that it was saved with."""
+    parts = []
+    for cell in notebook["cells"]:
+        source = "".join(cell["source"])
+        if cell["cell_type"] != "code":
+            parts.append(source)
+        elif source.strip():
+            parts += [f"``````python\n{source}\n``````", *map(_output, cell["outputs"])]
+    heading, _, rest = "\n\n".join(parts).partition("\n")
+    return f'{heading}\n\n<a href="../{name}" download>Download this notebook</a>\n{rest}'
+
+
+def _output(output: dict[str, Any]) -> str:
+    """Return one output of a cell as Markdown: a picture, HTML or text."""
+    data = output.get("data", {})
+    if "image/png" in data:
+        return f'<img alt="" src="data:image/png;base64,{"".join(data["image/png"].split())}">'
+    if "text/html" in data:
+        compact = re.sub(r"\n\s*\n", "\n", "".join(data["text/html"]))  # an empty line would end the HTML block
+        plain = re.sub(
+            r'<style scoped>.*?</style>| border="1" class="dataframe"', "", compact, flags=re.DOTALL
+        )  # pandas
+        return f'<div class="output">{plain}</div>'
+    text = "".join(output.get("text") or data.get("text/plain") or output.get("traceback", []))
+    lines = [line.rpartition("\r")[2] for line in _ANSI.sub("", text).splitlines()]  # the last state of a progress bar
+    return "\n".join(["``````{ .text .output }", *lines, "``````"])
