@@ -1,0 +1,281 @@
+"""Print the tables of docs/memory.md: how much memory a run needs, by model, training mode and context.
+
+    python docs/figures/memory.py [--write] [--measure]
+
+`--write` puts the tables into the page. `--measure` trains small models on CPU, which takes three to ten minutes, and
+compares their peak memory with the formulas.
+"""
+
+import argparse
+import gc
+import re
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any, NamedTuple
+
+PAGE = Path(__file__).parents[1] / "memory.md"
+MODES = ("full", "LoRA", "QLoRA")
+CONTEXTS = (2048, 8192, 32_768)
+RANK = 16
+NF4 = 0.5 + 4 / 64  # four bits, and a float32 scale for each block of 64
+ADAM = 2  # moments of an entry, in the dtype of the parameter
+TOKEN_TILE, VOCAB_TILE = 4096, 32_768  # the fused head of TRL 1.16
+
+
+class Model(NamedTuple):
+    """Sizes in a model's config. For a mixture, `intermediate` is that of one expert."""
+
+    hidden: int
+    layers: int
+    heads: int
+    kv_heads: int
+    intermediate: int
+    tied: bool = False
+    experts: int = 0
+    chosen: int = 1
+    head_dim: int = 128
+    vocab: int = 151_936
+
+    @property
+    def projections(self) -> list[tuple[int, int]]:
+        """Inputs and outputs of the linear layers of one decoder layer, without experts."""
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        attention = [(self.hidden, query), (self.hidden, key), (self.hidden, key), (query, self.hidden)]
+        mlp = [(self.hidden, self.intermediate)] * 2 + [(self.intermediate, self.hidden)]
+        return attention if self.experts else attention + mlp
+
+    @property
+    def linear(self) -> int:
+        """Parameters of all linear layers except the LM head. bitsandbytes quantises these."""
+        return self.layers * sum(a * b for a, b in self.projections)
+
+    @property
+    def table(self) -> int:
+        """Parameters of the embedding, which are also those of the LM head."""
+        return self.vocab * self.hidden
+
+    @property
+    def parameters(self) -> int:
+        """Parameters of the whole model."""
+        norms = self.layers * 2 * (self.hidden + self.head_dim) + self.hidden
+        experts = self.layers * self.experts * self.hidden * (3 * self.intermediate + 1)  # + 1: the router
+        return self.linear + experts + norms + self.table * (1 if self.tied else 2)
+
+    @property
+    def adapter(self) -> int:
+        """Parameters of a LoRA on `projections`: on all linear layers, or on the attention of a mixture."""
+        return self.layers * RANK * sum(a + b for a, b in self.projections)
+
+
+QWEN3 = {
+    "0.6B": Model(1024, 28, 16, 8, 3072, tied=True),
+    "1.7B": Model(2048, 28, 16, 8, 6144, tied=True),
+    "4B": Model(2560, 36, 32, 8, 9728, tied=True),
+    "8B": Model(4096, 36, 32, 8, 12_288),
+    "14B": Model(5120, 40, 40, 8, 17_408),
+    "32B": Model(5120, 64, 64, 8, 25_600),
+    "30B-A3B": Model(2048, 48, 32, 4, 768, experts=128, chosen=8),
+}
+
+
+def states(model: Model, mode: str) -> dict[str, float]:
+    """Return the bytes that stay for the whole run, and those of a reference and a critic."""
+    trained = model.parameters if mode == "full" else model.adapter
+    size = 2 if mode == "QLoRA" else 4  # bytes of a trained parameter
+    frozen = model.linear * NF4 + (model.parameters - model.linear) * 2 if mode == "QLoRA" else model.parameters * 2
+    head = model.hidden - (0 if model.tied else model.table)  # a value head in place of the LM head
+    critic = model.parameters + head if mode == "full" else model.adapter + model.hidden
+    return {
+        "weights": model.parameters * 4 if mode == "full" else frozen,
+        "adapter": 0 if mode == "full" else trained * size,
+        "gradients": trained * size,
+        "optimizer": trained * size * ADAM,
+        "reference": trained * size,
+        "critic": critic * size * (2 + ADAM),
+    }
+
+
+def passes(
+    model: Model, mode: str, tokens: int, *, checkpointing: bool = True, on_cpu: bool = False
+) -> dict[str, float]:
+    """Return the bytes of a micro-batch: what is kept for backward, and the peaks of three moments on top of it."""
+    full = mode == "full"
+    residual = 4 if full else 2  # autocast leaves the hidden states in the dtype of the embedding
+    query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
+    inner, routed = model.chosen * model.intermediate, model.chosen * model.hidden * bool(model.experts)
+    # tensors that autograd saves in one layer; the layer's input is counted as the checkpoint
+    saved = (22 if full else 18) * model.hidden + 10 * query + (10 if full else 8) * key
+    size = 4 if full and model.experts else 2  # autocast leaves experts in the dtype of their weights
+    saved = tokens * (saved + size * (4 * inner + 2 * routed if full or not model.experts else 3 * inner + routed))
+    gradients = tokens * (2 * size * inner + size * routed + (residual + 2) * model.hidden)
+    if not full and not model.experts:  # PEFT's copies in float32
+        gradients = tokens * (6 * inner + 10 * model.hidden)
+    widest = max(a * b for a, b in model.projections)
+    trained = 6 * widest + 4 * model.experts * model.hidden * model.intermediate  # a gradient before it is added
+    cast = 2 * model.linear if full else 0  # autocast keeps a bf16 copy of each trained float32 weight
+    layer = saved + (cast / model.layers + max(gradients, trained) if full else gradients)
+    if mode == "QLoRA":
+        layer += 2 * widest  # one weight, dequantised
+    kept = model.layers * tokens * model.hidden * residual
+    if not checkpointing:
+        kept, layer = kept + cast + model.layers * saved, layer - saved - (cast / model.layers)
+        cast = 0
+    rows, columns = min(tokens, TOKEN_TILE), min(model.vocab, VOCAB_TILE)
+    tile = rows * VOCAB_TILE * 2 + 2 * columns * model.hidden
+    # Triton works in the tile; without it, torch holds three float32 copies in forward, seven and a mask in backward
+    forward, backward = (rows * columns * width * on_cpu for width in (12, 29))
+    head = tile + backward + tokens * model.hidden * 4 + (4 * model.table if full else 0)
+    return {"kept": kept, "end of forward": cast + tile + forward, "head backward": head, "layer backward": layer}
+
+
+def peak(model: Model, mode: str, tokens: int, **setting: bool) -> float:
+    """Return the bytes of a run: states, tensors kept for backward, and the highest of the three moments."""
+    resident = states(model, mode)
+    kept, *moments = passes(model, mode, tokens, **setting).values()
+    return sum(resident[name] for name in ("weights", "adapter", "gradients", "optimizer")) + kept + max(moments)
+
+
+def rendered(heading: list[str], rows: list[list[str]]) -> str:
+    """Return a table in Markdown."""
+    return "\n".join(f"| {' | '.join(row)} |" for row in [heading, ["---"] * len(heading), *rows])
+
+
+def gigabytes(number: float) -> str:
+    """Return 10^9 bytes with two or three digits; nothing for 0."""
+    size = number / 1e9
+    return "" if not size else f"{size:.2g}" if size < 0.95 else f"{size:.1f}" if size < 99.5 else f"{size:.0f}"
+
+
+def tables() -> dict[str, str]:
+    """Return the computed tables of the page by name."""
+    everything = [(name, model, mode) for name, model in QWEN3.items() for mode in MODES]
+    totals, parts, moments = [], [], []
+    for name, model, mode in everything:
+        resident = states(model, mode)
+        runs = [gigabytes(peak(model, mode, tokens)) for tokens in CONTEXTS]
+        extra = [gigabytes(resident["reference"]), gigabytes(resident["critic"])]
+        totals.append([name, mode, *runs, *extra])
+        columns = [gigabytes(resident[part]) for part in ("weights", "adapter", "gradients", "optimizer")]
+        count = model.parameters if mode == "full" else model.adapter
+        parts.append([name, mode, f"{count / 1e9:.2f}" if mode == "full" else f"{count / 1e9:.3f}", *columns])
+        for tokens in CONTEXTS:
+            if name in ("0.6B", "8B", "30B-A3B") and mode != "QLoRA":
+                cells = [gigabytes(number) for number in passes(model, mode, tokens).values()]
+                moments.append([name, mode, f"{tokens:,}", *cells])
+    begin, contexts = ["model", "training"], [f"{tokens:,} tokens" for tokens in CONTEXTS]
+    extra = ["add for a reference", "add with a critic (estimate)"]
+    kept = ["trained, billions", "weights", "adapter", "gradients", "optimizer"]
+    return {
+        "totals": rendered([*begin, *contexts, *extra], totals),
+        "states": rendered([*begin, *kept], parts),
+        "passes": rendered([*begin, "tokens", "kept", "end of forward", "head backward", "layer backward"], moments),
+    }
+
+
+NAMES = [
+    "hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "intermediate_size",
+    "tie_word_embeddings", "num_experts", "num_experts_per_tok", "head_dim", "vocab_size",
+]  # fmt: skip
+"""Names in transformers' configs of the fields of `Model`, in their order."""
+CASES = {
+    "large head": (Model(384, 8, 8, 4, 1152, head_dim=64, vocab=8192), 2048),
+    "many weights": (Model(512, 8, 8, 4, 4096, head_dim=64, vocab=512), 1024),
+    "wide layers": (Model(1024, 2, 8, 4, 8192, head_dim=64, vocab=512), 1024),
+    "mixture": (Model(512, 4, 8, 4, 512, experts=16, chosen=8, head_dim=64, vocab=512), 1024),
+}
+"""Small models and the tokens of their micro-batches. In the first three, different moments decide the peak."""
+
+
+def measured(model: Model, mode: str, tokens: int, checkpointing: bool) -> tuple[float, float]:
+    """Train two steps of two micro-batches on CPU. Return the bytes of all states and the peak, as allocated."""
+    sys.path.insert(0, str(PAGE.parents[1]))
+    import torch
+    from datasets import Dataset
+    from peft import LoraConfig
+    from tests import tiny
+    from tests.benchmarks.padding import peak_bytes
+    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+
+    import trl_steady
+
+    sizes = {**tiny.SIZES, **dict(zip(NAMES, model, strict=True)), "moe_intermediate_size": model.intermediate}
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        ids = [[(7 * i + j) % 200 + 50 for i in range(tokens // 2 - 16)] for j in range(len(prompts))]
+        return {"prompt_ids": [[60] * 16] * len(prompts), "completion_ids": ids, "logprobs": None}
+
+    def reward(completions: list[str], **_: Any) -> list[float]:
+        return [float(i % 2) for i in range(len(completions))]
+
+    targets = [f"{name}_proj" for name in ("qkvo" if model.experts else ("q", "k", "v", "o", "gate", "up", "down"))]
+    with tempfile.TemporaryDirectory() as folder:
+        torch.manual_seed(0)
+        config = (Qwen3MoeConfig if model.experts else Qwen3Config)(**sizes)
+        AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+        tiny.tokenizer().save_pretrained(folder)
+        args = trl_steady.GRPOConfig(
+            f"{folder}/out",
+            per_device_train_batch_size=2,
+            num_generations=2,
+            gradient_accumulation_steps=2,
+            max_steps=2,
+            gradient_checkpointing=checkpointing,
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+            model_init_kwargs={"dtype": "float32" if mode == "full" else "bfloat16"},
+        )
+        peft_config = LoraConfig(r=RANK, target_modules=targets) if mode == "LoRA" else None
+        data = Dataset.from_dict({"prompt": ["a"] * 16})
+        trainer = trl_steady.GRPOTrainer(folder, reward, args, data, rollout_func=rollout, peft_config=peft_config)
+        gc.collect()  # or the memory of an earlier run would be freed, and subtracted, in this one
+        gc.disable()
+        weights = sum(p.numel() * p.element_size() for p in trainer.model.parameters())
+        _, above = peak_bytes(trainer.train)
+        gc.enable()
+        trained = sum(p.numel() * p.element_size() for p in trainer.model.parameters() if p.requires_grad)
+        moments = sum(t.numel() * t.element_size() for s in trainer.optimizer.state.values() for t in s.values())
+    return weights + trained + moments, weights + above
+
+
+def comparison() -> str:
+    """Return the table of measured runs."""
+    rows: list[list[str]] = []
+    for name, (model, tokens) in CASES.items():
+        for mode in ("full", "LoRA"):
+            for checkpointing in (True, False):
+                resident, total = measured(model, mode, tokens, checkpointing)
+                parts = states(model, mode)
+                own = sum(parts[part] for part in ("weights", "adapter", "gradients", "optimizer"))
+                predicted = peak(model, mode, tokens, checkpointing=checkpointing, on_cpu=True)
+                pairs = [(own, resident), (predicted - own, total - resident), (predicted, total)]
+                cells = [f"{a / 1e6:.1f} / {b / 1e6:.1f} ({a / b:.2f})" for a, b in pairs]
+                rows.append([name, mode, f"{tokens:,}", "yes" if checkpointing else "no", *cells])
+    heading = ["model", "training", "tokens", "checkpointing", "states", "passes", "total"]
+    return rendered(heading, rows)
+
+
+def replaced(page: str, name: str, table: str) -> str:
+    """Return the page with the table between the markers of this name."""
+    begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
+    return re.sub(f"{begin}.*?{end}", lambda _: f"{begin}\n{table}\n{end}", page, flags=re.DOTALL)
+
+
+def main() -> None:
+    """Print the tables, and write them into the page if asked to."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="replace the tables in docs/memory.md")
+    parser.add_argument("--measure", action="store_true", help="train small models and compare")
+    options = parser.parse_args()
+    found = {**tables(), **({"measured": comparison()} if options.measure else {})}
+    page = PAGE.read_text()
+    for name, table in found.items():
+        print(f"{name}\n\n{table}\n")
+        page = replaced(page, name, table)
+    if options.write:
+        PAGE.write_text(page)
+
+
+if __name__ == "__main__":
+    main()
