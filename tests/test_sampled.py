@@ -172,7 +172,7 @@ def test_gradients_are_those_of_the_log_probs_among_the_sets(models: dict[str, P
         torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-5 * largest)
 
 
-@pytest.mark.parametrize("trim_padding", [True, False])
+@pytest.mark.parametrize("trim_padding", [True, pytest.param(False, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 @pytest.mark.filterwarnings("ignore:.*leaves tokens out", "ignore:.*were sampled among more")
 def test_without_sets_a_run_is_the_same_bit_for_bit(

@@ -77,7 +77,14 @@ def test_gspo_trains_as_trls_sequence_level_does(models: dict[str, Path], tmp_pa
 
 
 # gspo_token gives each token its own share of what multiplies single tokens
-@pytest.mark.parametrize("name", [name for name in OPTIONS if name != "entropy quantile"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if number % 2 else ())
+        for number, name in enumerate(OPTIONS)
+        if name != "entropy quantile"
+    ],
+)
 def test_gspo_token_trains_as_gspo_does(models: dict[str, Path], tmp_path: Path, name: str) -> None:
     gspo = run(models, tmp_path, OPTIONS[name], loss_type="gspo", optim="sgd", max_steps=3)
     token = run(models, tmp_path, OPTIONS[name], loss_type="gspo_token", optim="sgd", max_steps=3)

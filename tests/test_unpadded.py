@@ -101,8 +101,14 @@ class Widths:
         self.shapes.append(tuple(inputs[0].shape))
 
 
-@pytest.mark.parametrize("share_prompts", [False, True], ids=["own_prompts", "shared_prompts"])
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize(
+    ("loss_type", "share_prompts"),
+    [
+        pytest.param(loss_type, share, marks=pytest.mark.slow if share == bool(number % 2) else ())
+        for number, loss_type in enumerate(LOSS_TYPES)
+        for share in (False, True)
+    ],
+)
 def test_losses_gradients_and_metrics_are_those_of_padded_passes(
     models: dict[str, Path], tmp_path: Path, loss_type: str, share_prompts: bool
 ) -> None:
