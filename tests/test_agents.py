@@ -17,6 +17,7 @@ from trl_steady import StepRewards
 GROUP = 4
 # tokens for two calls in one turn with their results, and no more; those of the second of two turns have no room
 NO_ANSWER, HALF_AN_ANSWER = 70, 73
+MIN_P = 0.1
 BATCH = 32  # completions of a rollout: a group for each row of the dataset
 ORACLES = {"process": advantage_oracles.process, "return_to_go": advantage_oracles.return_to_go}
 
@@ -26,7 +27,9 @@ Steps = dict[int, float] | None  # end -> reward; None = no verdict
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return agent.save_model(tmp_path_factory.mktemp("agent"))
+    folder = agent.save_model(tmp_path_factory.mktemp("agent"))
+    assert agent.unlearned(folder) < MIN_P / 4  # so that it samples transcripts, with the kernels of any CPU
+    return folder
 
 
 class Recorded(trl_steady.GRPOTrainer):
@@ -62,7 +65,7 @@ def trainer(model: Path, output_dir: Path, reward_funcs: Any = None, **options: 
         "steps_per_generation": 2,
         "num_generations": GROUP,
         "max_completion_length": 160,
-        "min_p": 0.1,  # at temperature 1, but nothing that was not learned
+        "min_p": MIN_P,  # at temperature 1, but nothing that was not learned
         "learning_rate": 1e-5,
         "max_steps": 2,
         "gradient_checkpointing": False,
