@@ -105,19 +105,22 @@ def passes(
     query, key = model.heads * model.head_dim, model.kv_heads * model.head_dim
     inner, routed = model.chosen * model.intermediate, model.chosen * model.hidden * bool(model.experts)
     # tensors that autograd saves in one layer; the layer's input is counted as the checkpoint
-    saved = (22 if full else 18) * model.hidden + 10 * query + (10 if full else 8) * key
+    of_hidden, of_query, of_key = {"full": (22, 10, 10), "LoRA": (18, 10, 8), "QLoRA": (12, 8, 8)}[mode]
+    saved = of_hidden * model.hidden + of_query * query + of_key * key
     size = 4 if full and model.experts else 2  # autocast leaves experts in the dtype of their weights
     saved = tokens * (saved + size * (4 * inner + 2 * routed if full or not model.experts else 3 * inner + routed))
     gradients = tokens * (2 * size * inner + size * routed + (residual + 2) * model.hidden)
-    if not full and not model.experts:  # PEFT's copies in float32
-        gradients = tokens * (6 * inner + 10 * model.hidden)
     widest = max(a * b for a, b in model.projections)
+    if mode == "LoRA" and not model.experts:  # PEFT copies the inputs of a float32 adapter in float32
+        gradients = tokens * (6 * inner + 10 * model.hidden)
+    if mode == "QLoRA" and not model.experts:  # bitsandbytes dequantises one matrix at a time
+        gradients = max(tokens * (4 * inner + 2 * model.hidden), 2 * widest + 2 * tokens * inner)
     trained = 6 * widest + 4 * model.experts * model.hidden * model.intermediate  # a gradient before it is added
     cast = 2 * model.linear if full else 0  # autocast keeps a bf16 copy of each trained float32 weight
     layer = saved + (cast / model.layers + max(gradients, trained) if full else gradients)
-    if mode == "QLoRA":
-        layer += 2 * widest  # one weight, dequantised
     kept = model.layers * tokens * model.hidden * residual
+    if full and model.tied:
+        layer += 4 * model.table  # the gradient of the head, which waits for that of the embedding
     if not checkpointing:
         kept, layer = kept + cast + model.layers * saved, layer - saved - (cast / model.layers)
         cast = 0
@@ -195,7 +198,7 @@ def measured(model: Model, mode: str, tokens: int, checkpointing: bool) -> tuple
     from peft import LoraConfig
     from tests import tiny
     from tests.benchmarks.padding import peak_bytes
-    from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
+    from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3Config, Qwen3MoeConfig
 
     import trl_steady
 
@@ -208,6 +211,10 @@ def measured(model: Model, mode: str, tokens: int, checkpointing: bool) -> tuple
     def reward(completions: list[str], **_: Any) -> list[float]:
         return [float(i % 2) for i in range(len(completions))]
 
+    loading: dict[str, Any] = {"dtype": "float32" if mode == "full" else "bfloat16"}
+    if mode == "QLoRA":
+        nf4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": "bfloat16"}
+        loading["quantization_config"] = BitsAndBytesConfig(load_in_4bit=True, **nf4)
     targets = [f"{name}_proj" for name in ("qkvo" if model.experts else ("q", "k", "v", "o", "gate", "up", "down"))]
     with tempfile.TemporaryDirectory() as folder:
         torch.manual_seed(0)
@@ -224,14 +231,16 @@ def measured(model: Model, mode: str, tokens: int, checkpointing: bool) -> tuple
             use_cpu=True,
             report_to="none",
             save_strategy="no",
-            model_init_kwargs={"dtype": "float32" if mode == "full" else "bfloat16"},
+            model_init_kwargs=loading,
         )
-        peft_config = LoraConfig(r=RANK, target_modules=targets) if mode == "LoRA" else None
+        peft_config = None if mode == "full" else LoraConfig(r=RANK, target_modules=targets)
         data = Dataset.from_dict({"prompt": ["a"] * 16})
         trainer = trl_steady.GRPOTrainer(folder, reward, args, data, rollout_func=rollout, peft_config=peft_config)
         gc.collect()  # or the memory of an earlier run would be freed, and subtracted, in this one
         gc.disable()
-        weights = sum(p.numel() * p.element_size() for p in trainer.model.parameters())
+        states_of_nf4 = [getattr(p, "quant_state", None) for p in trainer.model.parameters()]
+        scales = [state.absmax for state in states_of_nf4 if state is not None]
+        weights = sum(t.numel() * t.element_size() for t in [*trainer.model.parameters(), *scales])
         _, above = peak_bytes(trainer.train)
         gc.enable()
         trained = sum(p.numel() * p.element_size() for p in trainer.model.parameters() if p.requires_grad)
@@ -243,7 +252,7 @@ def comparison() -> str:
     """Return the table of measured runs."""
     rows: list[list[str]] = []
     for name, (model, tokens) in CASES.items():
-        for mode in ("full", "LoRA"):
+        for mode in MODES:
             for checkpointing in (True, False):
                 resident, total = measured(model, mode, tokens, checkpointing)
                 parts = states(model, mode)
