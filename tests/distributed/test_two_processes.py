@@ -170,8 +170,9 @@ def check_histories(one: list[dict[str, float]], two: list[dict[str, float]]) ->
                 if metric == "routing/bytes":  # each pads to its own longest
                     continue
                 assert row_two[metric] == pytest.approx(value, rel=1e-3, abs=1e-6), metric
-            if metric.startswith(("off_policy", "mismatch")):  # to a bin of the histogram
-                assert row_two[metric] == pytest.approx(value, rel=0.05, abs=1e-6), metric
+            # to a bin of the histogram, and to the rounding of log-probs of some 6 nats, which are 0.5e-6 apart
+            if metric.startswith(("off_policy", "mismatch")):
+                assert row_two[metric] == pytest.approx(value, rel=0.05, abs=1e-5), metric
 
 
 def check_references(run: str, one: dict[str, Any], two: list[dict[str, Any]]) -> None:
