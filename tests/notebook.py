@@ -24,7 +24,7 @@ def executed(folder: Path, timeout: float = 600) -> NotebookNode:
     """Run all cells in a folder, with a kernel of this environment.
 
     Args:
-        folder: Where the notebook writes.
+        folder: The working directory of the notebook.
         timeout: Seconds for each cell.
 
     Raises:

@@ -46,7 +46,7 @@ class Block(NamedTuple):
 
     @property
     def is_fragment(self) -> bool:
-        """Whether it has `...` as an argument: to be completed by the reader, so that it cannot run."""
+        """True if the block has `...` as an argument, which the reader completes. It cannot run as it is."""
         return any(isinstance(node, ast.Constant) and node.value is ... for node in ast.walk(ast.parse(self.source)))
 
 

@@ -19,7 +19,7 @@ def warned(prepare: Callable[[], None], model: Path, output: Path) -> set[tuple[
 
 
 def test_a_run_shows_no_deprecation_of_trls(models: dict[str, Path], tmp_path: Path) -> None:
-    """And each filter is of a warning that comes without it."""
+    """Each filter is needed: without the filters, its warning appears."""
     shown = warned(lambda: None, models["dense"], tmp_path / "shown")
     assert shown >= {(module.split(".")[-1], message) for module, message in deprecations.TRLS}
     assert trainer.ignore_trls is deprecations.ignore_trls  # called when the module is imported, before this test

@@ -37,7 +37,7 @@ def check_outputs(of: Any) -> None:
 
 @pytest.mark.slow
 def test_the_notebook_runs(tmp_path: Path) -> None:
-    """Of four minutes on one core, nearly all is training."""
+    """This takes four minutes on one core. Nearly all of it is training."""
     check_outputs(notebook.executed(tmp_path))
 
 

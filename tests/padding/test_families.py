@@ -70,8 +70,9 @@ IS_TOLD = transformers.__version__.startswith("5.23.")
 
 # Rounding, in float32. Of log-probs and entropies: of the largest in the batch. Of the gradient of a parameter: of its
 # largest, or of a hundredth of the model's largest where all of it is rounding, such as that of the biases of keys.
-# The recurrent layers of Qwen3.5 round most, by 2.8e-5 on kernels for SSE4.1.
-OUTPUTS, GRADIENTS, FLOOR = 1e-5, 2e-4, 1e-2
+OUTPUTS, GRADIENTS, FLOOR = 1e-5, 1e-4, 1e-2
+# the recurrent layers of Qwen3.5 round most, by 2.8e-5 on kernels for SSE4.1
+GRADIENTS_OF = {"qwen3_5": 2e-4}
 
 PACKED_NAMES = [name for name in families.names() if name in PACKED or not IS_TOLD]
 
@@ -182,7 +183,7 @@ def _apart(value: Tensor, expected: Tensor, scale: float) -> float:
     return ((value - expected).abs().max() / scale).item()
 
 
-def _assert_same(computed: Computed, expected: Computed) -> None:
+def _assert_same(computed: Computed, expected: Computed, gradients: float = GRADIENTS) -> None:
     for field in ("log_probs", "entropy"):
         reference = getattr(expected, field)
         assert within(_apart(getattr(computed, field), reference, reference.abs().max().item()), OUTPUTS), field
@@ -195,7 +196,7 @@ def _assert_same(computed: Computed, expected: Computed) -> None:
         name: _apart(computed.gradients[name], gradient, gradient.abs().max().item() + FLOOR * largest)
         for name, gradient in expected.gradients.items()
     }
-    assert not {name: ratio for name, ratio in apart.items() if not within(ratio, GRADIENTS)}
+    assert not {name: ratio for name, ratio in apart.items() if not within(ratio, gradients)}
 
 
 def _told(name: str) -> str:
@@ -235,7 +236,7 @@ def test_a_batch_without_its_padding(name: str) -> None:
     model, batch = _build(name), _batch()
     of = traits(model)
     computed, shape = _without_padding(model, of, batch)
-    _assert_same(computed, _compute(model, model, batch))
+    _assert_same(computed, _compute(model, model, batch), GRADIENTS_OF.get(name, GRADIENTS))
     assert shape == _shape(_kind(of), batch)
     if IS_TOLD:
         assert _kind(of) == _told(name)
