@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import transformers
 
-import trl_steady
-from tests import tiny
+pytest.importorskip("nbclient", reason="needs nbclient, of the test extra")
 
-notebook = pytest.importorskip("tests.notebook", reason="needs nbclient, of the test extra")
+import trl_steady
+from tests import notebook, tiny
 
 
 def cells(of: Any) -> list[Any]:

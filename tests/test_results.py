@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
+from transformers import TrainerState
 
 from tests import tiny
-from trl_steady.results import results
+from trl_steady.results import ResultsCallback, results
 
 LOGS = [
     {"step": 1, "reward": 0.25, "kl": 0.5, "clip_ratio/region_mean": 0.1, "dropped/off_policy": 0.0},
@@ -30,6 +31,14 @@ def test_rewards_that_nobody_gave_are_left_out() -> None:
     lines = results(2, [{"reward": None}, {"reward": 1.0}, {"reward": None}]).splitlines()
     assert lines[1:] == ["  reward   1 in the first log, 1 in the last"]
     assert results(0, []).splitlines() == ["trl-steady: training ended at optimizer step 0"]
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_only_the_main_process_of_all_machines_prints_it(is_main: bool) -> None:
+    printed: list[str] = []
+    state = TrainerState(global_step=3, is_world_process_zero=is_main, is_local_process_zero=True, log_history=[*LOGS])
+    ResultsCallback(lambda text, **_: printed.append(text)).on_train_end(None, state, None)
+    assert printed == [results(3, LOGS)] * is_main
 
 
 def test_a_run_prints_it_once_at_its_end(

@@ -16,9 +16,6 @@ if TYPE_CHECKING:
 
 __all__ = ["add_methods", "citations"]
 
-_TAG = "trl-steady"
-_HEADING = "## trl-steady"
-
 
 def add_methods(path: Path, on: Sequence[Method], args: "GRPOConfig") -> None:
     """Add to TRL's model card a tag, the methods of the run, and their citations.
@@ -30,8 +27,8 @@ def add_methods(path: Path, on: Sequence[Method], args: "GRPOConfig") -> None:
     """
     card = ModelCard.load(path)
     data: Any = card.data  # huggingface_hub declares the data of any card
-    data.tags = [*(data.tags or []), _TAG]
-    lines = [f"\n{_HEADING}\n", f"The trainer was `trl_steady.GRPOTrainer` of trl-steady {__version__}."]
+    data.tags = [*(data.tags or []), "trl-steady"]
+    lines = ["\n## trl-steady\n", f"The trainer was `trl_steady.GRPOTrainer` of trl-steady {__version__}."]
     if on:
         lines += ["It trained with these methods:\n", "| method | options | paper |", "|---|---|---|"]
         lines += [f"| {method.name} | {_options(method.options, args)} | {_papers(method.paper)} |" for method in on]

@@ -18,7 +18,7 @@ TRLS = (
         _RENAMED.format("gradient_checkpointing_enable", "activation_checkpointing_enable"),
     ),
 )
-"""(module, message) of each FutureWarning that TRL 1.16 causes in transformers 5.23, whatever the script does."""
+"""(module, message) of each FutureWarning that TRL 1.16 causes in transformers 5.23 with its defaults."""
 
 
 def ignore_trls() -> None:

@@ -14,18 +14,19 @@ _DROPPED = "dropped/"
 
 
 class ResultsCallback(TrainerCallback):
-    """Prints `results` once at the end of training.
+    """Print `results` on the main process at the end of training.
 
     Args:
-        show: Prints a text on the main process only, as `Accelerator.print` does.
+        show: Prints a text, as `Accelerator.print` does.
     """
 
     def __init__(self, show: Callable[..., Any]) -> None:
         self._show = show
 
     def on_train_end(self, args: Any, state: TrainerState, control: Any, **_: Any) -> None:
-        """Print the block."""
-        self._show(results(state.global_step, state.log_history), flush=True)
+        """Print the lines."""
+        if state.is_world_process_zero:  # Accelerator.print alone would print on each machine
+            self._show(results(state.global_step, state.log_history), flush=True)
 
 
 def results(steps: int, logs: Sequence[Mapping[str, Any]]) -> str:

@@ -50,7 +50,7 @@ class StepwiseTrainer(BudgetedTrainer):
 
     @property
     def has_step_rewards(self) -> bool:
-        """True if a reward function has returned `StepRewards` in this process."""
+        """True if a rollout had `StepRewards`, on any process."""
         return self._last_rollout is not None
 
     @property

@@ -145,7 +145,8 @@ class GRPOTrainer(StepwiseTrainer):
         self._first_step = FirstStepCheck(self)
         self.add_callback(self._first_step)
         self.add_callback(ResultsCallback(self.accelerator.print))
-        self.accelerator.print(summary(self), flush=True)  # transformers' logger shows warnings only
+        if self.accelerator.is_main_process:  # print alone would do so on each machine
+            self.accelerator.print(summary(self), flush=True)  # transformers' logger shows warnings only
 
     @property
     def reference_refreshes(self) -> list[Refresh]:
