@@ -12,6 +12,7 @@ import torch
 from transformers.trainer_utils import get_last_checkpoint
 
 from tests import tiny, wide
+from trl_steady.reference.part import ReferencePart
 
 KINDS = ("full", "lora", "nf4")
 STEPS = 18
@@ -39,7 +40,7 @@ def build(kind: str, folder: Path, output: Path, **options: Any) -> Any:
 
 def state(trainer: Any) -> dict[str, Any]:
     """All that a resumed run must have in common with one that was never killed."""
-    moving = trainer._reference
+    moving = trainer.part(ReferencePart).callback
     return {
         "policy": {k: v.clone() for k, v in trainer.model.state_dict().items() if isinstance(v, torch.Tensor)},
         "reference": {pair.name: pair.reference.clone() for pair in moving.pairs()} if moving else {},

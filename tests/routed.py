@@ -12,9 +12,9 @@ from torch import Tensor
 
 import trl_steady
 from tests import routed_oracle, tiny
+from tests.losses import NATIVE_LOSS_TYPES, SEQUENCE_RATIO_LOSS_TYPES
 from tests.routed_oracle import NONE
-from trl_steady.checks import NATIVE_LOSS_TYPES, SEQUENCE_RATIO_LOSS_TYPES
-from trl_steady.turns import Traced
+from trl_steady.functional.turns import Traced
 
 LAYERS, EXPERTS, CHOSEN = 2, 4, 2
 
@@ -73,7 +73,7 @@ class Recorded(trl_steady.GRPOTrainer):
     def generate(self, prompt_ids: Any, *arguments: Any, **keywords: Any) -> Any:
         answer = super().generate(prompt_ids, *arguments, **keywords)
         if self.args.router_replay == "R3":
-            turns = self._rollout.turns
+            turns = self._rollout.records["routes"].turns
             turns[-1] = [self.tampered(routed) for routed in turns[-1]]
             self.turns[-1].append(turns[-1])
         return answer

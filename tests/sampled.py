@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests import routed, routed_oracle
 from tests.sampling import oracle
+from trl_steady.host import models as host_models
 from trl_steady.host import overridden
 from trl_steady.sampling.kept import KeptTokens
 
@@ -73,7 +74,7 @@ class Sampled(routed.Recorded):
         return super().rollout(inputs)
 
     def generate(self, prompt_ids: Any, *arguments: Any, **keywords: Any) -> Any:
-        bare: Any = self.bare(self.model)
+        bare: Any = host_models.bare(self, self.model)
         answers: list[Any] = []
 
         def telling(*inputs: Any, **options: Any) -> Tensor:

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 
-from trl_steady import cli
+from trl_steady.launcher import cli
 
 TRAIN = """
 from pathlib import Path

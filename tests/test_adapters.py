@@ -23,7 +23,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from tests import tiny
 from tests.headroom import within
-from trl_steady.adapters import merged_weights
+from trl_steady.adapters.merging import merged_weights
 
 WIDE = {"hidden_size": 64, "intermediate_size": 128, "initializer_range": 0.1}  # wide enough for bitsandbytes' blocks
 CONFIGS = {

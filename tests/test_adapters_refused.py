@@ -9,7 +9,7 @@ from peft import PeftModel, get_peft_model
 from torch import Tensor
 
 from tests.test_adapters import ATTENTION, adapted, bare, policy, quantised_policy
-from trl_steady.adapters import merged_weights
+from trl_steady.adapters.merging import merged_weights
 
 
 class _Convolution(torch.nn.Module):

@@ -41,9 +41,9 @@ class Recorded(trl_steady.GRPOTrainer):
         self.micro_batches: list[dict[str, Any]] = []
         self.completions: list[list[Completion]] = []
 
-    def keep_rewards(self, rewards: Tensor, completions: list[Any], completion_ids: list[list[int]]) -> None:
+    def _calculate_rewards(self, inputs: Any, prompts: Any, completions: list[Any], ids: list[list[int]]) -> Tensor:
         self.completions.append(completions)
-        super().keep_rewards(rewards, completions, completion_ids)
+        return super()._calculate_rewards(inputs, prompts, completions, ids)
 
     def rollout(self, inputs: Any) -> dict[str, Any]:
         output = super().rollout(inputs)

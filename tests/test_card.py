@@ -8,8 +8,8 @@ from huggingface_hub import ModelCard
 
 import trl_steady
 from tests import tiny
-from trl_steady.card import citations
-from trl_steady.methods import METHODS
+from trl_steady.config.methods import METHODS
+from trl_steady.trainers.card import citations
 
 OURS = {
     "loss_type": "gspo",

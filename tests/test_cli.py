@@ -19,7 +19,7 @@ from accelerate.commands import launch
 from trl.scripts import grpo
 
 import trl_steady
-from trl_steady import cli
+from trl_steady.launcher import cli
 
 ROOT = Path(__file__).parents[1]
 SCRIPT = Path(grpo.__file__)
@@ -51,7 +51,7 @@ OURS = ("--loss_type", "gspo_token", "--num_iterations", "2")
 
 
 def check_ran_with_our_loss(printed: str) -> None:
-    banner = "trl_steady.trainer.GRPOTrainer, loss_type='gspo_token'\n  on: GSPO-token: "
+    banner = "trl_steady.trainers.grpo.GRPOTrainer, loss_type='gspo_token'\n  on: GSPO-token: "
     assert printed.count(banner) == 1
     logged = [line for line in printed.splitlines() if "'grad_norm'" in line]
     assert len(logged) == 4 and sum("'ratio/sequence_mean'" in line for line in logged) == 4

@@ -21,7 +21,7 @@ from trl.rewards import accuracy_rewards
 import trl_steady
 from tests import tiny
 from tests.test_recipes import CHAT
-from trl_steady import cli
+from trl_steady.launcher import cli
 
 ROOT = Path(__file__).parents[1]
 PAGES = ("README.md", "docs/quickstart.md")
@@ -205,5 +205,5 @@ def test_a_command_runs(
     Path("train.py").write_text(script)
     assert cli.main(shlex.split(command)[1:]) == 0
     printed = capsys.readouterr().out
-    assert "trl_steady.trainer.GRPOTrainer, loss_type='gspo'" in printed or "train.py" not in command
+    assert "trl_steady.trainers.grpo.GRPOTrainer, loss_type='gspo'" in printed or "train.py" not in command
     assert printed

@@ -13,7 +13,7 @@ from trl import TrlParser
 
 import trl_steady
 from tests import tiny
-from trl_steady.checks import NATIVE_LOSS_TYPES
+from tests.losses import NATIVE_LOSS_TYPES
 
 if TYPE_CHECKING:
     from collections.abc import Hashable

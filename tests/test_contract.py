@@ -16,9 +16,9 @@ from trl.generation import vllm_client, vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import utils as trl_utils
 
+from tests.losses import NATIVE_LOSS_TYPES
 from trl_steady import host
-from trl_steady.checks import NATIVE_LOSS_TYPES
-from trl_steady.host.head import Head
+from trl_steady.host.fused_head import Head
 
 SOURCE = textwrap.dedent(inspect.getsource(trl.GRPOTrainer._compute_loss))
 

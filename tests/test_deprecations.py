@@ -5,7 +5,8 @@ from collections.abc import Callable
 from pathlib import Path
 
 from tests import tiny
-from trl_steady import deprecations, trainer
+from trl_steady.trainers import deprecations
+from trl_steady.trainers import grpo as trainer
 
 
 def warned(prepare: Callable[[], None], model: Path, output: Path) -> set[tuple[str, str]]:

@@ -15,8 +15,10 @@ import trl
 
 import trl_steady
 from tests import tiny
-from trl_steady import cli, environment, host
-from trl_steady.methods import METHODS
+from trl_steady import host
+from trl_steady.config.methods import METHODS
+from trl_steady.host.reached import trls_name
+from trl_steady.launcher import cli, environment
 
 ROOT = Path(__file__).parents[1]
 
@@ -112,7 +114,7 @@ def test_what_is_broken_is_reported_and_not_raised(
     assert found["plots of step rewards, recipes"] == "no ImportError: broken"
     for name in [name for name in found if "vLLM" in name]:
         assert found[name] == "no ImportError: libcudart.so.12"
-    broken["trl_steady.trainer"] = ImportError("trl-steady supports trl>=1.16,<2, found 1.15.0.")
+    broken["trl_steady.trainers.grpo"] = ImportError("trl-steady supports trl>=1.16,<2, found 1.15.0.")
     found = features(capsys)
     assert found[environment._TRAINER] == "no ImportError: trl-steady supports trl>=1.16,<2, found 1.15.0."
     assert found["rewards by math-verify"] == "no the trainer does not load"
@@ -182,7 +184,7 @@ def test_every_option_of_ours_belongs_to_a_method() -> None:
 
 def test_a_method_acts_in_methods_of_trl_that_we_wrap() -> None:
     for method in METHODS:
-        assert {*method.acts_in} <= {*host.CONTRACT.parameters}
+        assert {*map(trls_name, method.acts_in)} <= {*host.CONTRACT.parameters}
         assert bool(method.acts_in) == (method.kind != "reference" and method.options != ["adapter_dtype"])
 
 

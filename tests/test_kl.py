@@ -10,8 +10,8 @@ from torch import Tensor
 from tests import correction_oracles, oracles, tiny
 from tests.batches import TRL_SEQUENCE_LEVEL, Batch, Evaluate, random_batch
 from tests.headroom import within
-from trl_steady.checks import NATIVE_LOSS_TYPES
-from trl_steady.config import GRPOConfig
+from tests.losses import NATIVE_LOSS_TYPES
+from trl_steady.config.grpo import GRPOConfig
 
 BETA = 0.5
 ENGINE = {"rollout_func": print}  # a source of sampler's log-probs, as far as the constructor can tell

@@ -12,7 +12,7 @@ from torch import Tensor
 import trl_steady
 from tests import correction_oracles, oracles, tiny
 from tests.batches import HIGH, LOW, Batch, Evaluate, random_batch
-from trl_steady.checks import NATIVE_LOSS_TYPES
+from tests.losses import NATIVE_LOSS_TYPES
 
 ENGINE = {"rollout_func": print}  # a source of sampler's log-probs, as far as the constructor can tell
 DELTA = 0.5

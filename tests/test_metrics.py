@@ -12,6 +12,7 @@ from tests import correction_oracles, tiny
 from tests.batches import Evaluate, random_batch
 from tests.headroom import within
 from trl_steady.functional import pooling
+from trl_steady.host.metrics import Metrics
 
 ENGINE = {"rollout_func": print}
 BIN = 0.024  # the histogram's relative width, half of it
@@ -101,18 +102,16 @@ def logged(trained: Any) -> dict[str, float]:
 
 def collected(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Tensor]]:
     """Everything that is recorded in a run, by metric."""
-    import trl_steady
-
     samples: dict[str, list[Tensor]] = {}
-    original = trl_steady.GRPOTrainer.record_pooled
+    original = Metrics.pooled
 
     def record(self: Any, **kinds: Any) -> None:
-        for values in kinds.values():
-            for name, sample in values.items():
-                samples.setdefault(name, []).append(sample.detach())
+        for masked in kinds.values():
+            for name, (values, mask) in masked.items():
+                samples.setdefault(name, []).append(values.detach()[mask])
         original(self, **kinds)
 
-    monkeypatch.setattr(trl_steady.GRPOTrainer, "record_pooled", record)
+    monkeypatch.setattr(Metrics, "pooled", record)
     return samples
 
 

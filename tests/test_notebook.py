@@ -68,4 +68,4 @@ def test_the_cells_run_with_a_tiny_model(
     assert type(found["trainer"]) is trl_steady.GRPOTrainer and found["trainer"].state.global_step == 4
     assert list(found["table"].index) == list(range(1, 17))
     assert found["first"]["steps/mean_count"] > 0
-    assert capsys.readouterr().out.count("trl_steady.trainer.GRPOTrainer, loss_type=") == 2
+    assert capsys.readouterr().out.count("trl_steady.trainers.grpo.GRPOTrainer, loss_type=") == 2

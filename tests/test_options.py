@@ -12,7 +12,7 @@ import yaml
 import trl_steady
 from tests import scripts as own_scripts
 from tests.scripts import IMPORTS, Scripts
-from trl_steady import options
+from trl_steady.launcher import options
 
 scripts = own_scripts.scripts
 ROOT = Path(__file__).parents[1]
@@ -181,7 +181,7 @@ def test_a_config_that_the_trainer_builds_has_it_too(scripts: Scripts, capsys: p
 
 
 def test_afterwards_nothing_is_set() -> None:
-    from trl_steady.swap import swapped
+    from trl_steady.launcher.swap import swapped
 
     with swapped({"loss_type": "gspo"}):
         pass

@@ -176,7 +176,7 @@ def test_a_best_model_that_could_not_be_loaded_is_refused_when_the_trainer_is_bu
 def test_a_best_model_that_can_be_loaded_is(tmp_path: Path, name: str, lora: bool) -> None:
     trainer = tiny.train(tiny.trainer(saved(name, tmp_path / "model"), tmp_path, lora=lora, **BEST))
     again = tiny.trainer(tmp_path / "model", tmp_path, lora=lora, **BEST)
-    again.load_model_from(Path(trainer.state.best_model_checkpoint), None)
+    again._load_from_checkpoint(trainer.state.best_model_checkpoint)
     assert resumable.differences(tiny.parameters(again), tiny.parameters(trainer)) == []
 
 

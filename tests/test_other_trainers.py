@@ -87,7 +87,7 @@ def test_a_script_that_trains_with_another_trainer_hears_so_in_one_line(
 
 
 def test_several_other_trainers_are_named_together() -> None:
-    from trl_steady.cli import _without_ours
+    from trl_steady.launcher.cli import _without_ours
 
     said = "trained with trl.SFTTrainer and trl.RLOOTrainer, which are TRL's own; trl-steady has only GRPOTrainer."
     assert _without_ours(["trl.SFTTrainer", "trl.RLOOTrainer"]) == said

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests import tiny
-from trl_steady.checks import NATIVE_LOSS_TYPES
+from tests.losses import NATIVE_LOSS_TYPES
 
 
 def _settings() -> Iterator[Any]:

@@ -9,7 +9,7 @@ import trl
 from peft import LoraConfig
 
 from tests import tiny
-from trl_steady.precision import cast_undone
+from trl_steady.adapters.precision import cast_undone
 
 BATCHED: dict[str, Any] = {
     "use_transformers_continuous_batching": True,

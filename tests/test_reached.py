@@ -13,7 +13,7 @@ import trl
 import trl_steady
 from tests import tiny
 from tests.test_training import rollout as engine
-from trl_steady import active
+from trl_steady.trainers import active
 
 Models = dict[str, Path]
 
@@ -154,8 +154,8 @@ def test_an_attribute_of_the_trainer_is_named(models: Models, tmp_path: Path) ->
 def test_a_patch_of_our_class_is_named(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = build(trl_steady.GRPOTrainer, models["dense"], tmp_path, **GSPO)
     monkeypatch.setattr(trl_steady.GRPOTrainer, "_compute_loss", OwnLoss._compute_loss, raising=False)
-    said = "test_reached.OwnLoss._compute_loss replaces trl_steady.trainer.GRPOTrainer._compute_loss without calling"
-    assert said in refused(trainer)
+    ours = "trl_steady.trainers.grpo.GRPOTrainer._compute_loss"
+    assert f"test_reached.OwnLoss._compute_loss replaces {ours} without calling" in refused(trainer)
 
 
 class OwnScores(trl_steady.GRPOTrainer):

@@ -13,6 +13,7 @@ from trl.trainer.utils import use_adapter
 import trl_steady
 from tests import tiny
 from tests import wide as wide_model
+from trl_steady.reference.part import ReferencePart
 
 MOVING: dict[str, Any] = {
     "beta": 0.04,
@@ -73,7 +74,7 @@ def check_refreshes(trainer: Any) -> None:
     assert at_rollout == dict.fromkeys((0, 4, 8, 12), True)
     kl = [row["kl"] for row in tiny.history(trainer) if "kl" in row]
     assert [i for i, value in enumerate(kl) if value == 0.0] == [0, 4, 8, 12]
-    trained = [pair for pair in trainer._reference.pairs() if pair.policy.requires_grad]
+    trained = [pair for pair in trainer.part(ReferencePart).callback.pairs() if pair.policy.requires_grad]
     assert trained and all(not torch.equal(pair.policy, pair.reference) for pair in trained)  # step 13 moved on
 
 
@@ -100,7 +101,7 @@ def test_log_probs_are_equal_for_lora_on_fused_experts(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer = watched(models["moe"], tmp_path, monkeypatch, build={"peft_config": EXPERTS})
-    assert sum("experts" in pair.name for pair in trainer._reference.pairs()) == 8
+    assert sum("experts" in pair.name for pair in trainer.part(ReferencePart).callback.pairs()) == 8
     trainer.train()
     check_refreshes(trainer)
 

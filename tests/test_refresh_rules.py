@@ -88,7 +88,7 @@ def test_each_refresh_is_logged(models: dict[str, Path], tmp_path: Path, caplog:
         (int(row["ref/refresh_step"]), row["ref/refresh_kl"], "kl" if row["ref/refresh_by_kl"] else "steps")
         for row in logged
     ] == [tuple(refresh) for refresh in trainer.reference_refreshes]
-    lines = [record.getMessage() for record in caplog.records if record.name == "trl_steady.callbacks"]
+    lines = [record.getMessage() for record in caplog.records if record.name == "trl_steady.reference.callback"]
     step, kl, rule = trainer.reference_refreshes[0]
     assert len(lines) == len(logged)
     assert lines[0] == f"reference moved after step {step}: rule {rule!r}, KL before {kl}"

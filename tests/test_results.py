@@ -6,7 +6,7 @@ import pytest
 from transformers import TrainerState
 
 from tests import tiny
-from trl_steady.results import ResultsCallback, results
+from trl_steady.trainers.results import ResultsCallback, results
 
 LOGS = [
     {"step": 1, "reward": 0.25, "kl": 0.5, "clip_ratio/region_mean": 0.1, "dropped/off_policy": 0.0},

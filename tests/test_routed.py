@@ -24,7 +24,7 @@ from tests.routed import (
     rows,
 )
 from tests.routed_oracle import NONE
-from trl_steady import unpadded
+from trl_steady.padding import part as padding_part
 from trl_steady.padding.families import traits
 
 
@@ -52,7 +52,7 @@ def test_r2_takes_the_experts_of_the_policy_that_scored_the_rollout(
 ) -> None:
     folder = models["moe"]
     if options.get("cuts"):  # as if sequences could not be laid end to end
-        monkeypatch.setattr(unpadded, "traits", lambda each: replace(traits(each), why_not_packed="of the test"))
+        monkeypatch.setattr(padding_part, "traits", lambda each: replace(traits(each), why_not_packed="of the test"))
         options = {name: value for name, value in options.items() if name != "cuts"}
     free = tiny.train(build(folder, tmp_path, **options))
     trainer = tiny.train(build(folder, tmp_path, router_replay="R2", **options))

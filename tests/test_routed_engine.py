@@ -17,7 +17,9 @@ from tests import agent, engines, routed_oracle, tiny
 from tests.engines import COMPLETIONS, RENDER, SPARSE, TOKENS, Array, Build, Engine, Server, chosen, kept
 from tests.routed import CLOSE, Row, oracles, rows
 from tests.routed_oracle import NONE
-from trl_steady.host.engine import ROUTES, CapturingGeneration
+from trl_steady.host.engine import CapturingGeneration
+from trl_steady.routing.part import ROUTES, taken_routes
+from trl_steady.sampling.part import taken_sets
 
 mixture, engine, in_process = engines.mixture, engines.engine, engines.in_process
 server, over_http, flagged = engines.server, engines.over_http, engines.flagged
@@ -249,7 +251,7 @@ def test_a_generation_that_fails_leaves_the_engine_as_it_was(
 
     generation = served().vllm_generation
     generation.generate([[1, 2]], None, 1)
-    generation.take_routes(SPARSE)
+    taken_routes(generation, SPARSE)
     monkeypatch.setattr(VLLMClient, "generate", fails)
     with pytest.raises(RuntimeError, match="of the test"):
         generation.generate([[1, 2]], None, 1)
@@ -274,7 +276,7 @@ def test_each_of_two_processes_has_the_routes_of_its_own_sequences(
     for process, own in engines.processes(monkeypatch, of_processes):
         generation = CapturingGeneration(mixture, process, None, captures=[ROUTES], **options)
         _, completions, _, _ = generation.generate(own, None, generations)
-        for prompt, ids, routes in zip(own, completions, generation.take_routes(SPARSE), strict=True):
+        for prompt, ids, routes in zip(own, completions, taken_routes(generation, SPARSE), strict=True):
             assert np.array_equal(routes.numpy(), chosen([*prompt, *ids], 0)[:-1, SPARSE])
             seen += 1
     assert len(server.requests[COMPLETIONS]) == 1 and seen == 4 * generations
@@ -296,10 +298,10 @@ def test_a_server_is_asked_about_images_too(server: Server, flagged: Build, case
     _, completions, _, _ = generation.generate(twice(prompts), twice(images), 2)
     pairs = list(zip(twice(prompts), completions, strict=True))
     if "keep_sampling_mask" in IMAGES[case]:
-        sets = generation.take_kept_tokens(completions).lists()
+        sets = taken_sets(generation, completions).lists()
         assert sets == [each for pair in pairs for each in kept(*pair, 0)]
     if "router_replay" in IMAGES[case]:
-        for (prompt, ids), routes in zip(pairs, generation.take_routes(SPARSE), strict=True):
+        for (prompt, ids), routes in zip(pairs, taken_routes(generation, SPARSE), strict=True):
             assert torch.equal(routes, torch.from_numpy(chosen([*prompt, *ids], 0)[:-1, SPARSE]))
     assert {path: len(bodies) for path, bodies in server.requests.items()} == {RENDER: 3, TOKENS: 5}
     sent = {tuple(body["token_ids"]): body["features"] for body in server.requests[TOKENS]}

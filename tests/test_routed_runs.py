@@ -34,8 +34,8 @@ from tests.routed import (
     rows,
 )
 from tests.routed_oracle import NONE
+from trl_steady.functional.turns import Traced
 from trl_steady.host import overridden
-from trl_steady.turns import Traced
 
 
 @pytest.mark.parametrize("gradient_checkpointing", [False, True])

@@ -17,7 +17,7 @@ from tests.routed import FREE, LOSS_TYPES, ascending
 from tests.sampled import CLOSE, Sampled, build, without_ours
 from tests.sampling import oracle
 from trl_steady.sampling.kept import KeptTokens
-from trl_steady.sampling.recording import Recording
+from trl_steady.sampling.recording import SetRecording as Recording
 
 LORA = {"lora": "attention", "learning_rate": 0.1}
 # a rollout every second step, the reference moves in the middle: it is first the initial policy, later another one
@@ -276,7 +276,7 @@ def test_a_teacher_of_a_subclass_is_left_alone(models: dict[str, Path], tmp_path
         def log_probs(self, model: Any, ids: Tensor, mask: Tensor, width: int, *others: Any, **options: Any) -> Any:
             with torch.no_grad():
                 taught = super().log_probs(teacher, ids, mask, width)[0]
-            asked.append(self._sampling is None)
+            asked.append(self._rollout is None)
             for own, is_token, found in zip(ids, mask.bool(), taught, strict=True):
                 prompt = int(is_token[:-width].sum())
                 with torch.no_grad():

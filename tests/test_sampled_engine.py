@@ -21,8 +21,10 @@ from tests.routed import Row, oracles
 from tests.sampled import CLOSE
 from tests.sampling import oracle
 from trl_steady.host import engine as host_engine
-from trl_steady.host.engine import KEPT_TOKENS, ROUTES, CapturingGeneration
+from trl_steady.host.engine import CapturingGeneration
+from trl_steady.routing.part import ROUTES, taken_routes
 from trl_steady.sampling.kept import KeptTokens
+from trl_steady.sampling.part import KEPT_TOKENS, taken_sets
 
 mixture, engine, in_process = engines.mixture, engines.engine, engines.in_process
 server, over_http, flagged, built = engines.server, engines.over_http, engines.flagged, engines.built
@@ -223,10 +225,10 @@ def test_each_of_two_processes_has_the_sets_of_its_own_sequences(
     for process, own in engines.processes(monkeypatch, [prompts[0] + prompts[1], prompts[2] + prompts[3]]):
         generation = CapturingGeneration(model, process, None, captures=CAPTURES[captures], **options)
         _, completions, _, _ = generation.generate(own, None, generations)
-        sets = generation.take_kept_tokens(completions).lists()
+        sets = taken_sets(generation, completions).lists()
         assert sets == [each for pair in zip(own, completions, strict=True) for each in kept(*pair, 0)]
         if captures == "both":
-            for prompt, ids, routes in zip(own, completions, generation.take_routes(SPARSE), strict=True):
+            for prompt, ids, routes in zip(own, completions, taken_routes(generation, SPARSE), strict=True):
                 assert torch.equal(routes, routes_of([*prompt, *ids], 0)[:-1])
         seen += len(completions)
     assert len(server.requests[TOKENS]) == 4 and seen == 4 * generations
@@ -248,7 +250,7 @@ def test_answers_that_come_at_once_are_told_apart(server: Server, flagged: Build
         _, completions, _, _ = generation.generate(prompts, None, 1)
     finally:
         threading.settrace(None)  # type: ignore[arg-type]
-    sets = generation.take_kept_tokens(completions).lists()
+    sets = taken_sets(generation, completions).lists()
     assert sets == [each for pair in zip(prompts, completions, strict=True) for each in kept(*pair, 0)]
 
 
@@ -339,7 +341,7 @@ def test_a_generation_that_fails_leaves_the_engine_as_it_was(built: Build, monke
             generation.generate([[1, 2]], None, 1)
     assert vars(behind) == before
     _, completions, _, _ = generation.generate([[1, 2]], None, 1)
-    assert generation.take_kept_tokens(completions).lists() == kept([1, 2], completions[0], 0)
+    assert taken_sets(generation, completions).lists() == kept([1, 2], completions[0], 0)
 
 
 ASKED: dict[str, tuple[dict[str, Any], set[str]]] = {
@@ -401,5 +403,5 @@ def test_a_vllm_that_cannot_return_sets_says_so(
 )
 @pytest.mark.parametrize("options", [SETS, BOTH], ids=["sets", "both"])
 def test_an_engine_over_several_gpus_is_refused(in_process: Build, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=r"_parallel_size=2: a colocated engine returns the kept tokens .*'server'"):
+    with pytest.raises(ValueError, match=r"_parallel_size=2: a colocated engine returns the \w.*'server'"):
         in_process(vllm_tensor_parallel_size=2, **options)

@@ -16,7 +16,7 @@ from tests.headroom import within
 from tests.sampled import CLOSE, Sampled, build
 from tests.sampling import oracle
 from trl_steady.sampling.kept import KeptTokens
-from trl_steady.sampling.recording import Recording
+from trl_steady.sampling.recording import SetRecording as Recording
 
 
 def config(output: Path, **options: Any) -> trl_steady.GRPOConfig:

@@ -17,8 +17,8 @@ import trl_steady
 from tests import scripts as own_scripts
 from tests import tiny
 from tests.scripts import IMPORTS, Scripts
-from trl_steady import cli
-from trl_steady.swap import swapped
+from trl_steady.launcher import cli
+from trl_steady.launcher.swap import swapped
 
 scripts = own_scripts.scripts
 
@@ -31,7 +31,7 @@ def test_however_it_is_imported_it_is_ours(imports: str, scripts: Scripts, capsy
     """
     assert scripts.run(imports, check, max_steps=2, loss_type="gspo") == 0
     out, err = capsys.readouterr()
-    assert out.count("trl_steady.trainer.GRPOTrainer, loss_type='gspo'\n  on: GSPO: loss_type='gspo'\n") == 1
+    assert out.count("trl_steady.trainers.grpo.GRPOTrainer, loss_type='gspo'\n  on: GSPO: loss_type='gspo'\n") == 1
     assert "ratio/sequence_mean" in out and "trl-steady run" not in err
 
 

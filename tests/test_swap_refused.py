@@ -52,7 +52,7 @@ def unpatched(monkeypatch: pytest.MonkeyPatch) -> None:
     ("part", "said"),
     [
         (OWN_LOSS, "__main__.Own overrides _compute_loss without calling super"),
-        (PATCHED, "__main__.own replaces trl_steady.trainer.GRPOTrainer._compute_loss without calling it"),
+        (PATCHED, "__main__.own replaces trl_steady.trainers.grpo.GRPOTrainer._compute_loss without calling it"),
     ],
     ids=["subclass", "put into the class"],
 )

@@ -8,9 +8,9 @@ import pytest
 import torch
 import trl
 
-import trl_steady.trainer
+import trl_steady.trainers.grpo
 from tests import tiny
-from trl_steady.checks import NATIVE_LOSS_TYPES
+from tests.losses import NATIVE_LOSS_TYPES
 
 # The clip range of a test model that moves far in six steps; TRL's sequence level is given the same.
 CLIP = {"epsilon": 5e-3, "epsilon_high": 8e-3}
@@ -160,7 +160,7 @@ def test_a_trainer_without_args_makes_our_config(
         bf16: bool | None = False
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(trl_steady.trainer, "GRPOConfig", OnCPU)
+    monkeypatch.setattr(trl_steady.trainers.grpo, "GRPOConfig", OnCPU)
     trainer = trl_steady.GRPOTrainer(
         str(models["dense"]), tiny.reward, train_dataset=tiny.dataset(), processing_class=tiny.tokenizer()
     )

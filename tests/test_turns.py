@@ -6,8 +6,9 @@ import pytest
 import torch
 from torch import Tensor
 
-from trl_steady.routing.routes import from_engine, to_engine
-from trl_steady.turns import Traced, aligned, nothing, stitched
+from tests.routing.passes import to_engine
+from trl_steady.functional.turns import Traced, aligned, nothing, stitched
+from trl_steady.routing.routes import from_engine
 
 NONE = 255
 

@@ -17,9 +17,10 @@ from torch import Tensor
 import trl_steady
 from tests import tiny
 from tests.headroom import within
-from trl_steady import budgeted, unpadded
-from trl_steady.checks import NATIVE_LOSS_TYPES, SEQUENCE_RATIO_LOSS_TYPES
+from tests.losses import NATIVE_LOSS_TYPES, SEQUENCE_RATIO_LOSS_TYPES
+from trl_steady.padding import part as padding_part
 from trl_steady.padding.families import traits
+from trl_steady.padding.part import PaddingPart
 
 LOSS_TYPES = (*NATIVE_LOSS_TYPES, *SEQUENCE_RATIO_LOSS_TYPES)
 REGROUPED = tuple(loss_type for loss_type in LOSS_TYPES if loss_type != "bnpo")
@@ -259,20 +260,20 @@ def test_the_group_with_the_longest_comes_first(models: dict[str, Path], tmp_pat
     for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
         ids[row, 4 - len(prompt) : 4] = torch.tensor(prompt)
         mask[row, 4 - len(prompt) : 4 + completion] = 1
-    order, counts = trainer.batches(trainer.model, ids, mask, 4)
+    order, counts = trainer.part(PaddingPart)._batches(trainer.model, ids, mask, 4)
     assert order.tolist() == [3, 1, 2, 0] and counts == [1, 1, 1, 1]
 
 
 def test_a_budget_counts_batches_that_are_too_wide_to_be_cut(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(unpadded, "traits", lambda each: replace(traits(each), width_limit=9))
+    monkeypatch.setattr(padding_part, "traits", lambda each: replace(traits(each), width_limit=9))
     trainer: Any = tiny.trainer(models["dense"], tmp_path, token_budget=21)
     mask = torch.zeros(4, 10, dtype=torch.long)
     mask[:, 3:6] = 1
-    _, counts = trainer.batches(trainer.model, mask, mask, 4)
+    _, counts = trainer.part(PaddingPart)._batches(trainer.model, mask, mask, 4)
     assert counts == [2, 2]
-    assert trainer.batches(trainer.model, mask[:, :9], mask[:, :9], 4)[1] == [4]
+    assert trainer.part(PaddingPart)._batches(trainer.model, mask[:, :9], mask[:, :9], 4)[1] == [4]
     with torch.no_grad(), pytest.warns(UserWarning, match="batches wider than 9 tokens keep their padding"):
         trainer.log_probs(trainer.model, mask, mask, 6)
 
@@ -292,7 +293,7 @@ def test_evaluation_is_trls(
         trainers.append(tiny.trainer(models[model], tmp_path, token_budget=20, **settings))
     widths = Widths(trainers[-1].model)
     with monkeypatch.context() as patch:  # as if it could not be laid end to end
-        patch.setattr(unpadded, "traits", lambda each: replace(traits(each), why_not_packed="of the test"))
+        patch.setattr(padding_part, "traits", lambda each: replace(traits(each), why_not_packed="of the test"))
         with pytest.warns(UserWarning, match="only cuts columns that are padding in every row: of the test"):
             trainers.append(tiny.trainer(models[model], tmp_path, **settings))
     expected = {
@@ -413,7 +414,7 @@ def test_what_cannot_be_is_refused(
 def test_deepspeed_is_refused_a_budget(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(budgeted, "DistributedType", SimpleNamespace(DEEPSPEED=accelerate.DistributedType.NO))
+    monkeypatch.setattr(padding_part, "DistributedType", SimpleNamespace(DEEPSPEED=accelerate.DistributedType.NO))
     with pytest.raises(ValueError, match=r"DeepSpeed and the optimizers .* would step each time\. Train with DDP"):
         tiny.trainer(models["dense"], tmp_path, token_budget=9)
 

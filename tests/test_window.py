@@ -30,7 +30,7 @@ READ_IN_EVERY_UPDATE = (
     *("entropy_coef_delta", "entropy_target", "off_policy_mask_threshold", "off_policy_mask_level"),
     *("geometric_mask_range", "token_veto_threshold"),
 )
-MOVES_OF_THE_REFERENCE = (  # between windows; callbacks.py refuses a reference that is missing or would be ignored
+MOVES_OF_THE_REFERENCE = (  # between windows; its callback refuses one that is missing or would be ignored
     *("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps", "ref_model_sync_kl"),
     "ref_model_sync_reset_optimizer",
 )
@@ -52,10 +52,12 @@ OF_TRANSFORMERS = {"per_device_train_batch_size", "gradient_accumulation_steps",
 def test_every_option_shapes_a_rollout_or_does_not() -> None:
     """A new option of TRL's or of ours belongs into one of the two lists."""
     inherited = {field.name for field in fields(transformers.TrainingArguments)}
-    names = {field.name for field in fields(trl_steady.GRPOConfig)} - inherited
-    assert len({*WINDOW_OPTIONS, *NOT_OF_A_ROLLOUT}) == len(WINDOW_OPTIONS) + len(NOT_OF_A_ROLLOUT)
-    assert {*WINDOW_OPTIONS, *NOT_OF_A_ROLLOUT} - OF_TRANSFORMERS == names
-    assert inherited & {*WINDOW_OPTIONS} >= OF_TRANSFORMERS
+    every = {field.name for field in fields(trl_steady.GRPOConfig)}
+    ours = [name for part in trl_steady.GRPOTrainer.PARTS for name, _ in part.window_options]
+    of_rollouts = [*(name for name in WINDOW_OPTIONS if name in every), *ours]
+    assert len({*of_rollouts, *NOT_OF_A_ROLLOUT}) == len(of_rollouts) + len(NOT_OF_A_ROLLOUT)
+    assert {*of_rollouts, *NOT_OF_A_ROLLOUT} - OF_TRANSFORMERS == every - inherited
+    assert inherited & {*of_rollouts} >= OF_TRANSFORMERS
 
 
 def other_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:

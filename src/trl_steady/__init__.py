@@ -10,17 +10,17 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from trl_steady.callbacks import ReferenceRefreshCallback
-    from trl_steady.config import GRPOConfig
+    from trl_steady.config.grpo import GRPOConfig
+    from trl_steady.reference.callback import ReferenceRefreshCallback
     from trl_steady.rewards import StepRewards
-    from trl_steady.trainer import GRPOTrainer
+    from trl_steady.trainers.grpo import GRPOTrainer
 
 __version__ = "0.1.0.dev0"
 __all__ = ["GRPOConfig", "GRPOTrainer", "ReferenceRefreshCallback", "StepRewards"]
 _MODULES = {
-    "GRPOConfig": "config",
-    "GRPOTrainer": "trainer",
-    "ReferenceRefreshCallback": "callbacks",
+    "GRPOConfig": "config.grpo",
+    "GRPOTrainer": "trainers.grpo",
+    "ReferenceRefreshCallback": "reference.callback",
     "StepRewards": "rewards",
 }
 

@@ -42,8 +42,8 @@ sys.path += [str(ROOT), str(ROOT / "recipes")]
 from tests import tiny
 from tests.benchmarks import reference
 from tests.benchmarks.seam import CUDA
+from tests.losses import NATIVE_LOSS_TYPES
 
-from trl_steady.checks import NATIVE_LOSS_TYPES
 from trl_steady.host import overridden
 
 GROUP = 8  # completions of a prompt

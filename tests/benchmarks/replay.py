@@ -35,6 +35,7 @@ from tests.benchmarks import reference
 from tests.benchmarks.seam import CUDA
 
 from trl_steady.host import overridden
+from trl_steady.routing.part import RoutingPart
 
 SMALL = {
     "hidden_size": 256,
@@ -118,7 +119,7 @@ def step(trainer: Any, replay: str | None) -> float:
 def generate(trainer: Any, replay: str | None) -> None:
     """Tokens for one micro-batch of prompts, with their routes recorded or not."""
     prompts = torch.randint(50, 200, (trainer.args.per_device_train_batch_size, 32), generator=torch.manual_seed(0))
-    recording = trainer.routers_of(trainer.model).recording() if replay else contextlib.nullcontext()
+    recording = trainer.part(RoutingPart).routers_of(trainer.model).recording() if replay else contextlib.nullcontext()
     with recording, torch.no_grad():
         trainer.model.generate(
             prompts.to(trainer.model.device), max_new_tokens=32, min_new_tokens=32, do_sample=False, use_cache=True

@@ -116,7 +116,7 @@ def step(trainer: Any, inputs: dict[str, Any]) -> float:
     trainer.model.zero_grad()
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-    with torch.no_grad(), overridden(trainer, {"_kept": inputs.get("kept_tokens")}):
+    with torch.no_grad(), overridden(trainer, {"_samples": inputs}):
         old, _, _ = trainer.log_probs(trainer.model, ids, mask, inputs["completion_ids"].size(1))
     loss = trainer.compute_loss(trainer.model, {**inputs, "old_per_token_logps": old})
     trainer.accelerator.backward(loss)

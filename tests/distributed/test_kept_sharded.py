@@ -19,9 +19,9 @@ from trl.trainer.utils import add_fused_lm_head
 from tests import tiny
 from tests.distributed import processes
 from tests.distributed.test_zero3 import initialise
-from trl_steady.host.head import scored_by
+from trl_steady.host.fused_head import scored_by
 from trl_steady.sampling.kept import KeptTokens
-from trl_steady.sampling.model import KeptModel
+from trl_steady.sampling.proxy import KeptModel
 
 IDS = torch.arange(14).view(2, 7)
 SETS = KeptTokens.of([sorted({token, *range(token + 3, token + 3 + token % 5)}) for token in IDS.flatten().tolist()])

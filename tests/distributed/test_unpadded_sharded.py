@@ -20,8 +20,8 @@ from tests.distributed.test_zero3 import initialise
 from tests.padding.oracles import padded
 from trl_steady.padding.attention import attending_in, switched
 from trl_steady.padding.families import traits
-from trl_steady.padding.model import UnpaddedModel
 from trl_steady.padding.packing import Segment
+from trl_steady.padding.proxy import UnpaddedModel
 
 FIRST, SECOND = [5, 6, 7, 8], [9, 4]
 ROWS = padded([(FIRST, [8, 3]), (FIRST, [9, 9, 4, 5, 6]), (SECOND, [11]), (SECOND, [12, 13, 3])])

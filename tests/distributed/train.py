@@ -23,7 +23,9 @@ from trl.generation.vllm_client import VLLMClient
 
 from tests import resumable, tiny, wide
 from trl_steady import StepRewards
-from trl_steady import sampled as sampled_trainer
+from trl_steady.host import models as host_models
+from trl_steady.reference.part import ReferencePart
+from trl_steady.sampling import part as sampling_part
 from trl_steady.sampling.kept import KeptTokens
 
 GLOBAL_BATCH = 8
@@ -174,7 +176,8 @@ class Witness(transformers.TrainerCallback):
             self.cleared.append(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.steps.append({pair.name: pair.reference.detach().clone() for pair in self.trainer._reference.pairs()})
+        pairs = self.trainer.part(ReferencePart).callback.pairs()
+        self.steps.append({pair.name: pair.reference.detach().clone() for pair in pairs})
 
 
 class Invented:
@@ -221,7 +224,7 @@ def generate(trainer: Any, prompt_ids: list[list[int]], *_: Any, **__: Any) -> t
     """The answers; for R3 transformers' own `generate` is made to say them, and the trainer watches its routers."""
     answers = answers_of(len(prompt_ids), trainer)
     if trainer.args.router_replay == "R3":
-        model, tokenizer = trainer.bare(trainer.model), trainer.processing_class
+        model, tokenizer = host_models.bare(trainer, trainer.model), trainer.processing_class
         prompts = tokenizer.pad({"input_ids": prompt_ids}, return_tensors="pt")
         saying = Saying(answers, prompts.input_ids.size(1), tokenizer.pad_token_id)
         with other_routers(model):
@@ -255,7 +258,7 @@ def stand_ins(options: dict[str, Any], url: str) -> Iterator[None]:
             stack.enter_context(patch.object(VLLMClient, "update_named_params", lambda _, __, sent: list(sent)))
         else:
             stack.enter_context(patch.object(trl.GRPOTrainer, "_generate_single_turn", generate))
-            stack.enter_context(patch.object(sampled_trainer, "Recording", Invented))
+            stack.enter_context(patch.object(sampling_part, "SetRecording", Invented))
         yield
 
 
@@ -288,7 +291,7 @@ def fixed(run: str, models: dict[str, str], output: Path) -> dict[str, Any]:
             trained = (parameter for parameter in trainer.model.parameters() if parameter.requires_grad)
             trainer.optimizer = torch.optim.SGD(trained, lr=trainer.args.learning_rate, momentum=momentum)
         witness, computed = Witness(trainer), list[tuple[int, ...]]()
-        if trainer._reference:
+        if trainer.part(ReferencePart).callback:
             trainer.add_callback(witness)
         trainer.model.get_input_embeddings().register_forward_pre_hook(
             lambda _, arguments: computed.append(tuple(arguments[0].shape))

@@ -18,6 +18,7 @@ from tests import tiny
 from tests import wide as wide_model
 from tests.test_reference import MOVING, base_tensors
 
+from trl_steady.reference.part import ReferencePart
 from trl_steady.reference.tensors import move
 
 ROOT = Path(__file__).parents[2]
@@ -51,7 +52,7 @@ def test_the_base_stays_and_the_reference_moves(wide: Path, tmp_path: Path, base
     after = base_tensors(trainer.model)
     assert len(after) == len(before) and all(torch.equal(*pair) for pair in zip(after, before, strict=True))
     assert [step for step, _, _ in trainer.reference_refreshes] == list(range(4, 50, 4))
-    pairs = trainer._reference.pairs()
+    pairs = trainer.part(ReferencePart).callback.pairs()
     move(pairs, 1.0)
     torch.cuda.synchronize()
     started = time.perf_counter()

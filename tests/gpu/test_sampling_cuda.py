@@ -12,7 +12,8 @@ import torch
 from tests import tiny
 from transformers import AutoModelForCausalLM
 
-from trl_steady.sampling.recording import KeptMass, Recording
+from trl_steady.sampling.recording import KeptMass
+from trl_steady.sampling.recording import SetRecording as Recording
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
 TOP_K = 5

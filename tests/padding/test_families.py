@@ -16,8 +16,8 @@ from tests.headroom import within
 from tests.padding import families
 from trl_steady.padding.attention import attending_in, switched
 from trl_steady.padding.families import Traits, traits
-from trl_steady.padding.model import UnpaddedModel
 from trl_steady.padding.packing import Segment
+from trl_steady.padding.proxy import UnpaddedModel
 
 
 def _set(*lines: str) -> frozenset[str]:

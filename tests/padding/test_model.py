@@ -18,8 +18,8 @@ from tests.padding.oracles import Batch, padded
 from trl_steady.padding import attention
 from trl_steady.padding.attention import attending_in, switched
 from trl_steady.padding.families import Traits, traits
-from trl_steady.padding.model import UnpaddedModel
 from trl_steady.padding.packing import Segment
+from trl_steady.padding.proxy import UnpaddedModel
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16,

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from tests.padding import families
 from tests.routing import mixtures
 from trl_steady.routing.replay import Routers
+from trl_steady.routing.routes import is_route
 
 CASES = ("qwen3_moe normalised", "deepseek_v3 in groups", "gpt_oss")
 ROWS, COLUMNS = 2, 6
@@ -103,3 +104,8 @@ def move_routers(model: nn.Module) -> None:
     for router in routers_of(model):
         weight = router.get_parameter("weight")
         weight.add_(torch.randn(weight.shape, generator=generator))
+
+
+def to_engine(routes: Tensor) -> Tensor:
+    """Routes as an engine gives them: int32, with -1 where there is no route."""
+    return routes.to(torch.int32).where(is_route(routes).unsqueeze(-1), -1)

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.routing.passes import to_engine
 from trl_steady.routing.routes import (
     dtype_of,
     from_engine,
@@ -14,7 +15,6 @@ from trl_steady.routing.routes import (
     no_route,
     no_routes,
     shared,
-    to_engine,
 )
 
 NONE = 255

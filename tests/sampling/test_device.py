@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tests.devices import CUDA, bytes_held, pretended_gpu
 from trl_steady.sampling.kept import KeptTokens
-from trl_steady.sampling.recording import KeptMass, Recording
+from trl_steady.sampling.recording import KeptMass
+from trl_steady.sampling.recording import SetRecording as Recording
 
 SEQUENCES, PROMPT, STEPS, VOCABULARY = 3, 5, 40, 60
 COMPLETIONS = [[7] * STEPS, [7] * 3, [7] * 11]

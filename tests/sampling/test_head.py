@@ -14,8 +14,8 @@ from trl.kernels import ChunkedLogProbFunction
 from tests.headroom import within
 from tests.sampling import oracle
 from trl_steady.sampling import head
-from trl_steady.sampling.head import kept_log_probs
 from trl_steady.sampling.kept import KeptTokens
+from trl_steady.sampling.log_probs import kept_log_probs
 
 VOCABULARY, WIDTH = 23, 5
 SIZES = [2, 0, 7, 1, 22, 3, 1, 0, 2, 12, 5, 3]

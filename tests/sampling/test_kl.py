@@ -10,8 +10,8 @@ from torch import Tensor
 from tests.headroom import within
 from tests.sampling import oracle
 from trl_steady.functional import kl
-from trl_steady.sampling.head import kept_log_probs
 from trl_steady.sampling.kept import KeptTokens
+from trl_steady.sampling.log_probs import kept_log_probs
 
 VOCABULARY = 6
 SETS = [[4, 1, 2], [0, 5], [5, 4, 3, 1, 0], [3]]

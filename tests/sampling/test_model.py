@@ -13,14 +13,14 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
-import trl_steady.host.head
-import trl_steady.sampling.model
+import trl_steady.host.fused_head
+import trl_steady.sampling.proxy
 from tests import tiny
 from tests.headroom import within
 from tests.sampling import oracle
-from trl_steady.host.head import Head, scored_by
+from trl_steady.host.fused_head import Head, scored_by
 from trl_steady.sampling.kept import KeptTokens
-from trl_steady.sampling.model import KeptModel
+from trl_steady.sampling.proxy import KeptModel
 
 TRLS_HEAD = trl.trainer.utils._ChunkedLogProbFunction
 EPS = torch.finfo(torch.float32).eps
@@ -169,7 +169,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         numbers.append(len(hidden))
         return TRLS_HEAD.apply(hidden, *arguments)
 
-    monkeypatch.setattr(trl_steady.host.head, "_OWN", SimpleNamespace(apply=apply))
+    monkeypatch.setattr(trl_steady.host.fused_head, "_OWN", SimpleNamespace(apply=apply))
     return numbers
 
 
@@ -183,7 +183,7 @@ def compact(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_without_sets_everything_is_trls_to_the_bit(compact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model, own = build(), batch("none")
-    monkeypatch.setattr(trl_steady.sampling.model, "kept_log_probs", None)  # there is nothing to compute
+    monkeypatch.setattr(trl_steady.sampling.proxy, "kept_log_probs", None)  # there is nothing to compute
     assert any(len(each) == VOCABULARY for each in own.sets)
     for with_entropy in (True, False):
         got, trls = call(model, own, with_entropy=with_entropy), plain(model, own)

@@ -11,7 +11,7 @@ import trl.trainer.utils
 from torch import Tensor
 
 from tests.sampling.test_model import batch, build, call
-from trl_steady.host.head import Head, Scores, scored_by
+from trl_steady.host.fused_head import Head, Scores, scored_by
 
 KINDS = ["all", "some", "none"]
 

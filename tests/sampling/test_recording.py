@@ -13,7 +13,8 @@ from tests import tiny
 from tests.headroom import within
 from tests.sampling import oracle
 from trl_steady.sampling.kept import MAX_KEPT, KeptTokens
-from trl_steady.sampling.recording import KeptMass, Recording
+from trl_steady.sampling.recording import KeptMass
+from trl_steady.sampling.recording import SetRecording as Recording
 
 PROMPTS = ["1+2=", "ab", "abab7+8=", "x"]
 WIDTH = 8

@@ -15,7 +15,8 @@ from trl.generation import vllm_generation
 
 from tests.routed import Recorded, build
 from tests.vllm import cpu, mixtures
-from trl_steady.host.engine import KEPT_TOKENS, ROUTES
+from trl_steady.routing.part import ROUTES
+from trl_steady.sampling.part import KEPT_TOKENS
 
 BUDGET, BLOCK, BLOCKS = 48, 32, 18
 """Tokens that the engine feeds at a time, and what it remembers them in: small, so that prompts come in pieces."""

@@ -17,8 +17,10 @@ from tests.routed import CLOSE, oracles, rows
 from tests.routed_oracle import NONE
 from tests.vllm import conftest, mixtures
 from trl_steady.host import engine as host_engine
-from trl_steady.host.engine import KEPT_TOKENS, ROUTES, Capture
+from trl_steady.host.engine import Capture
+from trl_steady.routing.part import ROUTES, RoutingPart, taken_routes
 from trl_steady.routing.routes import from_engine
+from trl_steady.sampling.part import KEPT_TOKENS
 
 pytestmark = [
     pytest.mark.vllm,
@@ -86,7 +88,7 @@ def test_routes_are_those_of_each_token_and_of_the_weights_that_were_sent(
 ) -> None:
     """Three rollouts of four updates each, but for the last."""
     trainer = tiny.train(colocated(mixture, tmp_path, **TRAINING))
-    assert trainer.routers_of(trainer.model).decoder_layers == mixtures.SPARSE
+    assert trainer.part(RoutingPart).routers_of(trainer.model).decoder_layers == mixtures.SPARSE
     assert len(trainer.rollouts) == 3 and shares(mixture, trainer) == [1.0, 1.0, 1.0]
     assert max(shares(mixture, trainer, of_weights=0)[1:]) < 0.7  # the weights have moved
     policy, apart = oracles(mixture, trainer), 0
@@ -181,7 +183,7 @@ def test_however_the_engine_goes_about_it_routes_are_right(
     def check() -> None:
         alone = routed_oracle.plain(talkative, trainer.model, trainer.model.state_dict())
         _, completions, _, _ = generation.generate(prompts, None, 1)
-        routes = generation.take_routes(mixtures.SPARSE)
+        routes = taken_routes(generation, mixtures.SPARSE)
         sequences = [prompt + list(completion) for prompt, completion in zip(prompts, completions, strict=True)]
         pairs = list(zip(sequences, routes, strict=True))
         assert [len(own) for own in routes] == [len(ids) - 1 for ids in sequences]

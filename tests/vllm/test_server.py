@@ -20,7 +20,8 @@ from tests.routed import build, oracles, rows
 from tests.routed_oracle import NONE
 from tests.vllm import mixtures
 from tests.vllm.test_colocate import shares
-from trl_steady.host.engine import KEPT_TOKENS, ROUTES
+from trl_steady.routing.part import ROUTES, taken_routes
+from trl_steady.sampling.part import KEPT_TOKENS, taken_sets
 
 pytestmark = [
     pytest.mark.vllm,
@@ -128,14 +129,14 @@ def test_routes_of_answers_to_tokens_are_those_of_each_token(
     given, completions, _, _ = generation.generate(prompts, None, 3)
     assert given == prompts and len({len(ids) for ids in completions}) > 3
     sequences = [[*prompt, *ids] for prompt, ids in zip(prompts, completions, strict=True)]
-    pairs = list(zip(sequences, generation.take_routes(mixtures.SPARSE), strict=True))
+    pairs = list(zip(sequences, taken_routes(generation, mixtures.SPARSE), strict=True))
     assert [len(routes) for _, routes in pairs] == [len(ids) - 1 for ids in sequences]
     assert mixtures.share([mixtures.agreement(model, *pair) for pair in pairs]) == 1.0
     assert mixtures.share([mixtures.agreement(model, ids, routes.roll(1, 0)) for ids, routes in pairs]) < 0.5
     with pytest.raises(
         ValueError, match=r"vLLM returned no kept tokens for 18 of 18 sequences\. Start a server with "
     ):
-        generation.take_kept_tokens(completions)
+        taken_sets(generation, completions)
 
 
 def test_a_server_that_was_started_without_is_refused(

@@ -21,7 +21,8 @@ from tests.routed import build, oracles
 from tests.sampling import oracle
 from tests.test_sampled_engine import CORRECTED, SETS, TEMPERATURE, ratios, scores, sets_of
 from tests.vllm.test_colocate import Colocated
-from trl_steady.host.engine import KEPT_TOKENS, ROUTES
+from trl_steady.routing.part import ROUTES
+from trl_steady.sampling.part import KEPT_TOKENS
 
 pytestmark = [
     pytest.mark.vllm,

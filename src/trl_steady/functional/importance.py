@@ -1,10 +1,13 @@
 """Importance ratios between the current policy and the policy at rollout, as log-ratios."""
 
+import math
+
+import torch
 from torch import Tensor
 
 from trl_steady.functional.reduction import sequence_mean
 
-__all__ = ["gspo_token_surrogate", "sequence_log_ratio"]
+__all__ = ["gspo_token_surrogate", "log_geometric_mean_ratio", "sequence_log_ratio"]
 
 
 def sequence_log_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor) -> Tensor:
@@ -70,3 +73,51 @@ def gspo_token_surrogate(logps: Tensor, old_logps: Tensor, mask: Tensor) -> tupl
     """
     log_s = sequence_log_ratio(logps.detach(), old_logps, mask)
     return logps - logps.detach(), (-log_s).expand_as(logps)
+
+
+def log_geometric_mean_ratio(
+    logps: Tensor,
+    old_logps: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
+    *,
+    low: float,
+    high: float,
+    delta: float | None = None,
+) -> Tensor:
+    """Return the log of GMPO's ratio: the geometric mean of a sequence's clipped token ratios.
+
+    Source: GMPO (arXiv 2507.20673, equation 4). Its objective for a sequence is
+    (prod_t |min(ρ_t A, clip(ρ_t, e^-low, e^high) A)|)^(1/|y|) sgn(A), which is this ratio times A. The minimum takes
+    the smaller ratio if A is positive, and the larger one if A is negative.
+
+    Gradient: flows through `logps`, except at tokens that are held at a bound.
+
+    Args:
+        logps: (B, T) log-probs under the policy, in nats.
+        old_logps: (B, T) log-probs under the policy at rollout, same tokens.
+        advantages: (B, 1). Only the signs are read.
+        mask: (B, T) bool, True = loss token.
+        low: Lower clip range of the log-ratio.
+        high: Upper clip range of the log-ratio.
+        delta: Bound of the ratio that is not clipped, above e^high. It acts on negative advantages, as the two-sided
+            clip of TRL does. None for no bound.
+
+    Returns:
+        (B, 1); 0 (ratio 1) for a sequence without loss tokens.
+
+    Raises:
+        ValueError: shapes differ, or `mask` is not boolean.
+
+    >>> old_logps, mask = torch.zeros(2, 2), torch.ones(2, 2, dtype=torch.bool)
+    >>> logps = torch.tensor([[0.6, -0.6], [0.6, -0.6]])
+    >>> advantages = torch.tensor([[2.0], [-1.0]])
+    >>> log_ratio = log_geometric_mean_ratio(logps, old_logps, advantages, mask, low=0.4, high=0.4)
+    >>> log_ratio.flatten().tolist()  # (0.4 - 0.6) / 2, (0.6 - 0.4) / 2
+    [-0.09999999403953552, 0.09999999403953552]
+    """
+    log_ratio = logps - old_logps
+    clipped = log_ratio.clamp(-low, high)
+    smaller = torch.minimum(log_ratio, clipped)
+    larger = torch.maximum(log_ratio if delta is None else log_ratio.clamp(max=math.log(delta)), clipped)
+    return sequence_mean(torch.where(advantages > 0, smaller, larger), mask)

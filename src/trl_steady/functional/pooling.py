@@ -2,6 +2,9 @@
 
 Quantiles and effective sample sizes of small batches cannot be averaged to those of the whole. Each batch therefore
 yields totals, a float64 vector. The totals are added, and the statistic is computed from their sum.
+
+Values may have any shape. A mask of this shape tells which of them count (True). Selecting them by an index would make
+the CPU wait for a GPU.
 """
 
 import math
@@ -28,14 +31,14 @@ _PER_DECADE = 50
 _EDGES = 1e-9 * 10 ** (torch.arange(12 * _PER_DECADE + 1, dtype=torch.float64) / _PER_DECADE)  # up to 1e3
 
 
-def mean_totals(values: Tensor) -> Tensor:
-    """Return the totals of (n,) values that `mean` needs.
+def mean_totals(values: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return the totals of values that `mean` needs.
 
     >>> mean(mean_totals(torch.tensor([1.0, 2.0])) + mean_totals(torch.tensor([6.0])))
     3.0
     """
-    values = values.double()
-    return torch.stack([values.sum(), values.new_tensor(len(values))])
+    counts = _counts(values, mask)
+    return torch.stack([_read(values, counts).sum(), counts.sum()])
 
 
 def mean(totals: Tensor) -> float:
@@ -44,10 +47,11 @@ def mean(totals: Tensor) -> float:
     return total / count if count else math.nan
 
 
-def sample_size_totals(log_weights: Tensor) -> Tensor:
-    """Return the totals of (n,) log importance weights that `effective_sample_size` needs."""
-    weights = log_weights.double().exp()
-    return torch.stack([weights.sum(), (weights**2).sum(), weights.new_tensor(len(weights))])
+def sample_size_totals(log_weights: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return the totals of log importance weights that `effective_sample_size` needs."""
+    counts = _counts(log_weights, mask)
+    weights = _read(log_weights, counts).exp() * counts
+    return torch.stack([weights.sum(), (weights**2).sum(), counts.sum()])
 
 
 def effective_sample_size(totals: Tensor) -> float:
@@ -63,16 +67,17 @@ def effective_sample_size(totals: Tensor) -> float:
     return total**2 / (count * squares) if count else math.nan
 
 
-def histogram(values: Tensor) -> Tensor:
-    """Count (n,) values without NaN for `quantile`, in bins 4.7 % wide on both sides of zero, from 1e-9 to 1e3."""
-    values = values[~values.isnan()].double()
+def histogram(values: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Count values without NaN for `quantile`, in bins 4.7 % wide on both sides of zero, from 1e-9 to 1e3."""
+    counts = _counts(values, mask) * ~values.isnan()
+    values = _read(values, counts)
     bins = torch.bucketize(values.abs(), _EDGES.to(values.device)) * values.sign().long()
-    return torch.bincount(bins + len(_EDGES), minlength=2 * len(_EDGES) + 1).double()
+    return _binned(bins + len(_EDGES), counts, 2 * len(_EDGES) + 1)
 
 
-def count_totals(counts: Tensor) -> Tensor:
-    """Return how many of (n,) counts are 0, 1, 2 and so on. Counts above `LARGEST_COUNT` are taken as that."""
-    return torch.bincount(counts.long().clamp(max=LARGEST_COUNT), minlength=LARGEST_COUNT + 1).double()
+def count_totals(numbers: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return how many of the numbers are 0, 1, 2 and so on. Numbers above `LARGEST_COUNT` are taken as that."""
+    return _binned(numbers.long().clamp(max=LARGEST_COUNT), _counts(numbers, mask), LARGEST_COUNT + 1)
 
 
 def count_mean(totals: Tensor) -> float:
@@ -112,3 +117,18 @@ def quantile(counts: Tensor, share: float) -> float:
     index = min(abs(position), len(_EDGES) - 1)
     middle = _EDGES[index] * 10 ** (-0.5 / _PER_DECADE)
     return math.copysign(float(middle), position)
+
+
+def _counts(values: Tensor, mask: Tensor | None) -> Tensor:
+    """Return 1 for each value that counts, otherwise 0, in float64."""
+    ones = torch.ones_like(values, dtype=torch.float64)
+    return ones if mask is None else ones * mask
+
+
+def _read(values: Tensor, counts: Tensor) -> Tensor:
+    """Return the values in float64, and 0 in place of those that do not count."""
+    return values.detach().double().where(counts > 0, 0)
+
+
+def _binned(bins: Tensor, counts: Tensor, size: int) -> Tensor:
+    return counts.new_zeros(size).scatter_add_(0, bins.flatten(), counts.flatten())

@@ -1,4 +1,4 @@
-"""TRL's `GRPOTrainer`, with public methods of trl-steady in place of TRL's private ones.
+"""TRL's trainers, with public methods of trl-steady in place of TRL's private ones, and with parts.
 
 Only this package names private attributes of TRL. `CONTRACT` lists everything that TRL's `_compute_loss` reads, and
 how trl-steady's losses treat it. A test compares it with the installed TRL and names each difference.
@@ -20,27 +20,33 @@ if not trl.GRPOTrainer.__module__.startswith("trl."):
     )
 
 from trl_steady.host.contract import CONTRACT, Contract  # noqa: E402
-from trl_steady.host.loss import HostTrainer, MicroBatch  # noqa: E402
+from trl_steady.host.loss import MicroBatch, Terms  # noqa: E402
 from trl_steady.host.names import (  # noqa: E402
     default_output_dir,
     generation_interval,
     is_before_generation,
     log_last,
     logged,
+    logged_count,
     overridden,
     rollout_number,
 )
+from trl_steady.host.part import Part  # noqa: E402
+from trl_steady.host.seam import Steady  # noqa: E402
 
 __all__ = [
     "CONTRACT",
     "Contract",
-    "HostTrainer",
     "MicroBatch",
+    "Part",
+    "Steady",
+    "Terms",
     "default_output_dir",
     "generation_interval",
     "is_before_generation",
     "log_last",
     "logged",
+    "logged_count",
     "overridden",
     "rollout_number",
 ]

@@ -1,28 +1,22 @@
-"""TRL's vLLM engine, extended to return the experts and the kept tokens of the tokens that it generates."""
+"""TRL's vLLM engine, extended to return further data of the tokens that it generates."""
 
-import base64
 import functools
-import io
-import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
-import numpy as np
-import torch
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
-from trl.trainer import grpo_trainer
+from trl.trainer import grpo_trainer, rloo_trainer
 
 from trl_steady.host.names import overridden
-from trl_steady.routing.replay import Routers
-from trl_steady.routing.routes import from_engine
-from trl_steady.sampling.kept import KeptTokens
 
-__all__ = ["KEPT_TOKENS", "ROUTES", "Capture", "CapturingGeneration", "capturing_engine"]
+__all__ = ["Capture", "CapturingGeneration", "NamedWeights", "capturing_engine", "push"]
+
+NamedWeights = Callable[[], Iterator[tuple[str, Tensor]]]
 
 
 class Capture(NamedTuple):
@@ -42,26 +36,16 @@ class Capture(NamedTuple):
     """Reason why a completion may lack the data."""
     instead: str
     """End of a message: an alternative to the option."""
+    compact: Callable[[Any], Any] = lambda value: value
+    """Makes a completion's data smaller before they are kept and sent to other processes."""
+    check: Callable[[Any], None] = lambda model: None
+    """Raises a ValueError for a model that cannot have such data, before the engine is built."""
+    refusal: str | None = None
+    """Text of vLLM's ValueError for a setting with which it cannot return the data."""
+    needs_tokens_endpoint: bool = False
+    """True if a server's /v1/completions does not return the data, but its endpoint for tokens and images does."""
 
 
-ROUTES = Capture(
-    option="router_replay='R3'",
-    what="routes",
-    flag="enable_return_routed_experts",
-    field="routed_experts",
-    is_on="--enable-return-routed-experts",
-    lost="Some versions return none for a request that was preempted; more memory for the KV cache avoids this",
-    instead="or set router_replay='R2', which takes the routes of the trainer's own pass",
-)
-KEPT_TOKENS = Capture(
-    option="keep_sampling_mask=True",
-    what="kept tokens",
-    flag="return_sampling_mask",
-    field="sampling_mask",
-    is_on="--return-sampling-mask --enable-scale-out (the second from vLLM 0.30 on)",
-    lost="This needs vLLM 0.28 or later",
-    instead="or set keep_sampling_mask=False",
-)
 _PARTS_WITH_FLAG = ("model_config", "aux_output_config")  # parts of a server's config; the second from vLLM 0.31 on
 
 
@@ -69,16 +53,17 @@ _PARTS_WITH_FLAG = ("model_config", "aux_output_config")  # parts of a server's 
 def capturing_engine(captures: Sequence[Capture]) -> Iterator[None]:
     """Build an engine that returns these data for each of TRL's trainers that is built inside this context."""
     engine = functools.partial(CapturingGeneration, captures=captures)
-    with overridden(grpo_trainer, {"VLLMGeneration": engine} if captures else {}):
+    replaced = {"VLLMGeneration": engine} if captures else {}
+    with overridden(grpo_trainer, replaced), overridden(rloo_trainer, replaced):
         yield
 
 
 class CapturingGeneration(VLLMGeneration):
-    """TRL's `VLLMGeneration` that captures routes, kept tokens or both, and stores them until they are taken.
+    """TRL's `VLLMGeneration` that captures data of the generated tokens, and stores them until they are taken.
 
     Raises:
-        ValueError: The model has no routers; vLLM cannot capture the data; the server was started without the flag; or
-            a colocated engine uses several GPUs.
+        ValueError: The model or vLLM cannot have the data; the server was started without the flag; or a colocated
+            engine uses several GPUs.
     """
 
     def __init__(self, *arguments: Any, captures: Sequence[Capture], **keywords: Any) -> None:
@@ -86,11 +71,8 @@ class CapturingGeneration(VLLMGeneration):
         super().__init__(*arguments, **keywords)
 
     def _init_vllm(self) -> None:
-        if ROUTES in self._captures:
-            try:  # before the engine is built, which would raise another error
-                Routers(self.model)
-            except ValueError as error:
-                raise ValueError(f"{ROUTES.option}: {error} Leave router_replay unset.") from None
+        for capture in self._captures:
+            capture.check(self.model)
         if self.mode == "server":
             super()._init_vllm()
             if self.accelerator.is_main_process:
@@ -117,12 +99,13 @@ class CapturingGeneration(VLLMGeneration):
                     ) from error
             raise
         except ValueError as error:
-            if KEPT_TOKENS not in self._captures or "sampling distribution replay" not in str(error):
-                raise
-            raise ValueError(
-                f"{KEPT_TOKENS.option}: the installed vLLM{_installed()} cannot return kept tokens: {error}\nChange "
-                f"that, {KEPT_TOKENS.instead}."
-            ) from error
+            for capture in self._captures:
+                if capture.refusal is not None and capture.refusal in str(error):
+                    raise ValueError(
+                        f"{capture.option}: the installed vLLM{_installed()} cannot return {capture.what}: {error}\n"
+                        f"Change that, {capture.instead}."
+                    ) from error
+            raise
 
     def _check_server(self) -> None:
         server = self.vllm_client.get_server_info()
@@ -140,9 +123,9 @@ class CapturingGeneration(VLLMGeneration):
             with overridden(self.llm, {"generate": _kept(self.llm.generate, answers)}):
                 result = super().generate(prompts, *arguments, **keywords)
             (outputs,) = answers
-            for field in self._captured:
-                own = [getattr(one, field, None) for output in outputs for one in output.outputs]
-                self._captured[field] = [_compact(field, each) for each in own]
+            for capture in self._captures:
+                own = [getattr(one, capture.field, None) for output in outputs for one in output.outputs]
+                self._captured[capture.field] = [None if each is None else capture.compact(each) for each in own]
             return result
         captured: dict[str, list[Any]] = {}
         if not self.accelerator.is_main_process:
@@ -162,57 +145,33 @@ class CapturingGeneration(VLLMGeneration):
         self, own: Any, captured: dict[str, list[Any]], prompts: Any, features: Any = None, **keywords: Any
     ) -> Any:
         """Return the answer of TRL's client, and put the captured data of each completion into `captured`."""
-        if features is None and KEPT_TOKENS in self._captures:
-            # features select TRL's endpoint for images, because /v1/completions returns no kept tokens
-            features = [None] * len(prompts)
+        on_tokens = [capture for capture in self._captures if capture.needs_tokens_endpoint]
+        if features is None and on_tokens:
+            features = [None] * len(prompts)  # features select the endpoint
         answers: list[Any] = []
         with overridden(self.vllm_client, {"_post": _kept(self.vllm_client._post, answers)}):
             try:
                 output = own(prompts=prompts, features=features, **keywords)
             except Exception as error:
-                if KEPT_TOKENS not in self._captures or not str(error).startswith("Request failed: 404"):
+                if not on_tokens or not str(error).startswith("Request failed: 404"):
                     raise
                 raise ValueError(
-                    f"{KEPT_TOKENS.option} needs /inference/v1/generate of the vLLM server. Start it with "
-                    f"{KEPT_TOKENS.is_on}, {KEPT_TOKENS.instead}."
+                    f"{on_tokens[0].option} needs /inference/v1/generate of the vLLM server. Start it with "
+                    f"{on_tokens[0].is_on}, {on_tokens[0].instead}."
                 ) from error
         # requests may be answered in any order; the token lists are the same objects as in the answers
         choices = {id(choice["token_ids"]): choice for answer in answers for choice in answer["choices"]}
-        for field in self._captured:
-            captured[field] = [_compact(field, choices[id(ids)].get(field)) for ids in output["completion_ids"]]
+        for capture in self._captures:
+            own = [choices[id(ids)].get(capture.field) for ids in output["completion_ids"]]
+            captured[capture.field] = [None if each is None else capture.compact(each) for each in own]
         return output
 
-    def take_routes(self, layers: Sequence[int]) -> list[Tensor]:
-        """Return the routes (T - 1, L, K) of each sequence of the last `generate`, and forget them.
-
-        Args:
-            layers: (L,) indices of the decoder layers that have routers.
+    def take(self, capture: Capture) -> list[Any]:
+        """Return the data of each completion of the last `generate`, and forget them.
 
         Raises:
-            ValueError: The engine has returned no routes for a sequence.
+            ValueError: The engine has returned none for a completion.
         """
-        return [from_engine(_decoded(each), layers=layers) for each in self._take(ROUTES)]
-
-    def take_kept_tokens(self, completions: Sequence[Sequence[int]]) -> KeptTokens:
-        """Return the kept tokens at each token of the completions of the last `generate`, joined, and forget them.
-
-        Raises:
-            ValueError: The engine has returned none for a completion, or those of too few tokens.
-        """
-        parts: list[KeptTokens] = []
-        for (ids, counts), completion in zip(self._take(KEPT_TOKENS), completions, strict=True):
-            if len(counts) < len(completion):
-                raise ValueError(
-                    f"{KEPT_TOKENS.option}: vLLM returned kept tokens for {len(counts)} tokens of a completion of "
-                    f"{len(completion)}."
-                )
-            own = counts[: len(completion)]  # a stop token that is not in the completion has a row too
-            parts.append(KeptTokens.of_counts(torch.from_numpy(ids[: own.sum()]), torch.from_numpy(own)))
-        kept = KeptTokens.joined(parts)
-        kept.check()
-        return kept
-
-    def _take(self, capture: Capture) -> list[Any]:
         values, self._captured[capture.field] = self._captured[capture.field], []
         missing = sum(each is None for each in values)
         if missing:
@@ -243,15 +202,6 @@ def _kept(function: Any, answers: list[Any]) -> Any:
     return keeping
 
 
-def _compact(field: str, value: Any) -> Any:
-    """Return kept tokens as arrays of ids and counts, a tenth of the memory of nested lists; other data unchanged."""
-    if field != KEPT_TOKENS.field or value is None:
-        return value
-    rows = getattr(value, "token_ids", value)
-    counts = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
-    return np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int32, count=int(counts.sum())), counts
-
-
-def _decoded(routes: Any) -> Any:
-    """Return routes as an array; a server sends them as a NumPy file in base64."""
-    return np.load(io.BytesIO(base64.b64decode(routes))) if isinstance(routes, str) else routes
+def push(engine: Any, weights: Callable[[NamedWeights], Iterator[tuple[str, Tensor]]]) -> None:
+    """Send `weights(own)` to vLLM in place of `own()`, the named weights that TRL would merge and send."""
+    vars(engine)["_iter_named_params"] = functools.partial(weights, engine._iter_named_params)

@@ -1,97 +1,156 @@
-"""Additional metrics: means over micro-batches, as in TRL, and statistics of all samples since the last log."""
+"""Further metrics: means over micro-batches, as in TRL, and statistics of all samples since the last log.
+
+Everything is summed up on the device. Processes communicate, and numbers go to the CPU, only when they are read: for
+a log, for a checkpoint, or for a rule that depends on them.
+"""
 
 from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import torch
-import trl
 from torch import Tensor
 
 from trl_steady.functional import pooling
 
-__all__ = ["MeasuringTrainer"]
+__all__ = ["Metrics"]
 
 _QUANTILES = {"q01": 0.01, "q50": 0.5, "q90": 0.9, "q99": 0.99}
+Masked = tuple[Tensor, Tensor]
+"""Values, and a mask of the same shape: True = counts."""
 
 
-class MeasuringTrainer(trl.GRPOTrainer):
-    """`trl.GRPOTrainer` that logs more metrics, pooled over micro-batches.
+@dataclass
+class _Totals:
+    """What this process has recorded since processes last communicated (`steps`) or since the last log (`pool`)."""
 
-    Every process must record the same names in the same order.
+    steps: list[tuple[str, Tensor]] = field(default_factory=list)
+    """Name and (4,) sum, number, minimum and maximum of the values in one micro-batch."""
+    pool: dict[tuple[str, str], Tensor] = field(default_factory=dict)
+    """Kind and name -> totals that add up."""
+
+
+class Metrics:
+    """The metrics of a trainer. Every process must record the same names in the same order.
+
+    Args:
+        trainer: The trainer.
     """
 
-    model: torch.nn.Module  # set by TRL's constructor, whose annotation allows for None
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+        self._totals = {"train": _Totals(), "eval": _Totals()}
 
-    def __init__(self, *arguments: Any, **keywords: Any) -> None:
-        self._pool: dict[str, dict[tuple[str, str], Tensor]] = {"train": {}, "eval": {}}
-        super().__init__(*arguments, **keywords)
+    def token_mean(self, name: str, values: Tensor, mask: Tensor) -> None:
+        """Log the mean of `values` (B, T) over the loss tokens of all processes, for this micro-batch."""
+        self._own.steps.append((name, _step(values, mask)))
 
-    def record_token_mean(self, name: str, values: Tensor, mask: Tensor) -> None:
-        """Log the mean of `values` (B, T) over the loss tokens of all processes."""
-        totals = torch.stack([values.detach().where(mask, 0).sum(), mask.sum().to(values.dtype)])
-        total, count = self.accelerator.reduce(totals, reduction="sum")
-        self._record(name, (total / count.clamp(min=1)).item())
-
-    def record_sequence_spread(self, name: str, values: Tensor, mask: Tensor) -> None:
+    def spread(self, name: str, values: Tensor, mask: Tensor) -> None:
         """Log min, mean and max of `values` (B, 1) over all processes' sequences that have loss tokens."""
-        per_sequence = values.detach().squeeze(-1).where(mask.any(-1), torch.nan)
-        gathered = cast(Tensor, self.accelerator.gather(per_sequence))
-        known = gathered[~gathered.isnan()]
-        for statistic in ("min", "mean", "max"):
-            self._record(f"{name}_{statistic}", getattr(known, statistic)().item() if known.numel() else float("nan"))
+        self._own.steps.append((f"{name}_*", _step(values, mask.any(-1, keepdim=True))))
 
-    def record_pooled(
+    def pooled(
         self,
         *,
-        means: Mapping[str, Tensor] | None = None,
+        means: Mapping[str, Masked] | None = None,
         sums: Mapping[str, Tensor] | None = None,
-        quantiles: Mapping[str, Tensor] | None = None,
-        sample_sizes: Mapping[str, Tensor] | None = None,
-        counts: Mapping[str, Tensor] | None = None,
+        quantiles: Mapping[str, Masked] | None = None,
+        sample_sizes: Mapping[str, Masked] | None = None,
+        counts: Mapping[str, Masked] | None = None,
     ) -> None:
         """Add samples whose statistics over all processes and micro-batches are logged next time.
 
         Args:
-            means: name -> (n,) values. Their mean is logged.
+            means: name -> values. Their mean is logged.
             sums: name -> (2,) a sum of values and their number. The mean is logged.
-            quantiles: name -> (n,) values. Quantiles are logged as `name_q01` and so on.
-            sample_sizes: name -> (n,) log-weights. Their effective sample size is logged.
-            counts: name -> (n,) counts. Their mean is logged, and exact quantiles as `name_q50` and `name_q99`.
+            quantiles: name -> values. Quantiles are logged as `name_q01` and so on.
+            sample_sizes: name -> log-weights. Their effective sample size is logged.
+            counts: name -> counts. Their mean is logged, and exact quantiles as `name_q50` and `name_q99`.
         """
         totals = {
-            **{("mean", name): pooling.mean_totals(values.detach().cpu()) for name, values in (means or {}).items()},
-            **{("mean", name): values.detach().double().cpu() for name, values in (sums or {}).items()},
-            **{
-                ("quantiles", name): pooling.histogram(values.detach().cpu())
-                for name, values in (quantiles or {}).items()
-            },
-            **{
-                ("size", name): pooling.sample_size_totals(w.detach().cpu())
-                for name, w in (sample_sizes or {}).items()
-            },
-            **{("counts", name): pooling.count_totals(own.detach().cpu()) for name, own in (counts or {}).items()},
+            **{("mean", name): pooling.mean_totals(*masked) for name, masked in (means or {}).items()},
+            **{("mean", name): values.detach().double() for name, values in (sums or {}).items()},
+            **{("quantiles", name): pooling.histogram(*masked) for name, masked in (quantiles or {}).items()},
+            **{("size", name): pooling.sample_size_totals(*masked) for name, masked in (sample_sizes or {}).items()},
+            **{("counts", name): pooling.count_totals(*masked) for name, masked in (counts or {}).items()},
         }
-        if not totals:
+        pool, device = self._own.pool, self._trainer.accelerator.device
+        for key, total in totals.items():
+            pool[key] = pool[key] + total.to(device) if key in pool else total.to(device)
+
+    def count(self, name: str) -> int:
+        """Return how many micro-batches of training have recorded the mean of `name` since the last log."""
+        waiting = sum(own == name for own, _ in self._totals["train"].steps)
+        return len(self._trainer._metrics["train"].get(name, [])) + waiting
+
+    def settle(self) -> None:
+        """Hand the means of micro-batches to TRL, which logs them. Every process must call this method."""
+        for mode, own in self._totals.items():
+            steps, own.steps = own.steps, []
+            if steps:
+                totals, lows, highs = self._gathered(torch.stack([step for _, step in steps]))
+                for (name, _), total, low, high in zip(steps, totals, lows, highs, strict=True):
+                    self._hand_over(mode, name, total, low, high)
+
+    def log(self) -> None:
+        """Hand all metrics to TRL before it logs, and begin anew. Every process must call this method."""
+        mode = self._mode
+        steps, pool = self._own.steps, self._own.pool
+        self._totals[mode] = _Totals()
+        parts = [*(step for _, step in steps), *pool.values()]
+        if not parts:
             return
-        together = torch.cat(list(totals.values()))
-        if self.accelerator.num_processes > 1:
-            together = cast(
-                Tensor, self.accelerator.reduce(together.to(self.accelerator.device), reduction="sum")
-            ).cpu()
-        pool = self._pool["train" if self.model.training else "eval"]
-        for key, total in zip(totals, together.split([len(t) for t in totals.values()]), strict=True):
-            pool[key] = pool[key] + total if key in pool else total
+        totals, lows, highs = self._gathered(torch.cat(parts))
+        lengths = [len(part) for part in parts]
+        each = zip(totals.split(lengths), lows.split(lengths), highs.split(lengths), strict=True)
+        for (name, _), (total, low, high) in zip(steps, each, strict=False):
+            self._hand_over(mode, name, total, low, high)
+        for name, value in _summary(dict(zip(pool, totals.split(lengths)[len(steps) :], strict=True))):
+            self._trainer._metrics[mode][name].append(value)
 
-    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        """Log TRL's metrics and the statistics of the samples pooled since the last log."""
-        pool = self._pool["train" if self.model.training else "eval"]
-        for name, value in _summary(pool):
-            self._record(name, value)
-        super().log(logs, start_time)
-        pool.clear()
+    def state(self) -> dict[tuple[str, str], list[float]]:
+        """Return the totals of training over all processes, for a checkpoint. Every process must call this method."""
+        pool = self._totals["train"].pool
+        if not pool:
+            return {}
+        totals, *_ = self._gathered(torch.cat(list(pool.values())))
+        parts = totals.split([len(total) for total in pool.values()])
+        return {key: total.tolist() for key, total in zip(pool, parts, strict=True)}
 
-    def _record(self, name: str, value: float) -> None:
-        self._metrics["train" if self.model.training else "eval"][name].append(value)
+    def restore(self, state: Mapping[tuple[str, str], list[float]]) -> None:
+        """Continue with the totals of `state`, of which each process must get the same."""
+        accelerator = self._trainer.accelerator
+        for key, totals in state.items():
+            own = torch.tensor(totals, dtype=torch.float64, device=accelerator.device)
+            self._totals["train"].pool[key] = own if accelerator.is_main_process else torch.zeros_like(own)
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self._trainer.model.training else "eval"
+
+    @property
+    def _own(self) -> _Totals:
+        return self._totals[self._mode]
+
+    def _gathered(self, totals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the sum, the minimum and the maximum over processes, on the CPU: one collective and one transfer."""
+        each = cast(Tensor, self._trainer.accelerator.gather(totals.unsqueeze(0))).cpu()
+        return each.sum(0), each.amin(0), each.amax(0)
+
+    def _hand_over(self, mode: str, name: str, total: Tensor, low: Tensor, high: Tensor) -> None:
+        count, logged = float(total[1]), self._trainer._metrics[mode]
+        mean = float(total[0]) / max(count, 1)
+        if not name.endswith("_*"):
+            logged[name].append(mean)
+            return
+        for statistic, value in {"min": float(low[2]), "mean": mean, "max": float(high[3])}.items():
+            logged[f"{name[:-1]}{statistic}"].append(value if count else float("nan"))
+
+
+def _step(values: Tensor, mask: Tensor) -> Tensor:
+    values = values.detach().double()
+    low, high = values.where(mask, torch.inf).min(), values.where(mask, -torch.inf).max()
+    return torch.stack([values.where(mask, 0).sum(), mask.sum().double(), low, high])
 
 
 def _summary(pool: Mapping[tuple[str, str], Tensor]) -> Iterator[tuple[str, float]]:

@@ -8,19 +8,26 @@ import trl
 from trl.trainer.utils import get_config_model_id
 
 __all__ = [
+    "completions_of",
     "default_output_dir",
     "generation_interval",
     "is_before_generation",
     "log_last",
     "logged",
+    "logged_count",
     "overridden",
     "rollout_number",
 ]
 
 
-def default_output_dir(model: Any) -> str:
-    """Return TRL's output folder for a trainer built without `args`."""
-    return f"{(model if isinstance(model, str) else get_config_model_id(model.config)).split('/')[-1]}-GRPO"
+def default_output_dir(model: Any, method: str) -> str:
+    """Return TRL's output folder for a trainer of "GRPO" or another method that is built without `args`."""
+    return f"{(model if isinstance(model, str) else get_config_model_id(model.config)).split('/')[-1]}-{method}"
+
+
+def completions_of(generated: Any) -> list[list[int]]:
+    """Return the completions from what TRL's generation returns: alone, or first beside other values."""
+    return generated[0] if isinstance(generated, tuple) else generated
 
 
 def generation_interval(trainer: trl.GRPOTrainer | trl.RLOOTrainer) -> int:
@@ -41,8 +48,17 @@ def rollout_number(trainer: trl.GRPOTrainer | trl.RLOOTrainer) -> int:
 
 
 def logged(trainer: trl.GRPOTrainer | trl.RLOOTrainer, name: str) -> list[float]:
-    """Return the values of a training metric since the last log."""
+    """Return the values of a training metric since the last log. Every process must call this function."""
+    metrics = getattr(trainer, "metrics", None)
+    if metrics is not None:  # ours, which processes have not exchanged yet
+        metrics.settle()
     return trainer._metrics["train"].get(name, [])
+
+
+def logged_count(trainer: trl.GRPOTrainer | trl.RLOOTrainer, name: str) -> int:
+    """Return how many values of a training metric there are since the last log."""
+    metrics = getattr(trainer, "metrics", None)
+    return len(trainer._metrics["train"].get(name, [])) if metrics is None else metrics.count(name)
 
 
 def log_last(trainer: trl.GRPOTrainer | trl.RLOOTrainer, name: str, value: float) -> None:

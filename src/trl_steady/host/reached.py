@@ -2,10 +2,11 @@
 
 import inspect
 from collections.abc import Collection
+from typing import Any
 
 import trl
 
-__all__ = ["Reached", "is_known"]
+__all__ = ["Reached", "is_known", "trls_name"]
 
 # TRL's method -> trl-steady's public method that it calls, which a subclass may override instead
 _HOOKS = {
@@ -28,8 +29,15 @@ _ABOVE = {
     "_generate_single_turn": "_generate",
 }
 # read at import, before `trl-steady run` replaces TRL's trainer
-_THEIRS = {base.__module__ for base in trl.GRPOTrainer.__mro__}
+_THEIRS = {base.__module__ for kind in (trl.GRPOTrainer, trl.RLOOTrainer) for base in kind.__mro__}
+# other names of trl-steady for TRL's methods
+_TRLS = {**{ours: trls for trls, ours in _HOOKS.items()}, "calculate_rewards": "_calculate_rewards"}
 _IN_ROLLOUTS = {"_generate_and_score_completions", "_calculate_rewards", "_generate_single_turn"}
+
+
+def trls_name(method: str) -> str:
+    """Return the name of TRL's method that calls a public method of trl-steady."""
+    return _TRLS.get(method, method)
 
 
 class Reached:
@@ -39,7 +47,7 @@ class Reached:
     time, because a call of `super()` may depend on a condition.
     """
 
-    def __init__(self, trainer: trl.GRPOTrainer) -> None:
+    def __init__(self, trainer: Any) -> None:
         self._trainer, self._names = trainer, set[str]()
 
     def note(self, method: str) -> None:
@@ -49,15 +57,15 @@ class Reached:
             self._names.add(method)
 
     def missing(self, methods: Collection[str], *, has_generated: bool) -> list[str]:
-        """Return the first methods that micro-batches did not reach on the way to `methods`.
+        """Return the first methods of TRL that micro-batches did not reach on the way to `methods`.
 
         Args:
-            methods: TRL's names.
+            methods: Names of trl-steady.
             has_generated: True if this run has made a rollout. Otherwise the methods of rollouts do not count, because
                 a resume inside a generation window continues with the rollout of the checkpoint.
         """
         found: dict[str, None] = {}
-        for method in methods:
+        for method in map(trls_name, methods):
             if method in self or (method in _IN_ROLLOUTS and not has_generated):
                 continue
             while method in _CALLERS and _CALLERS[method] not in self:

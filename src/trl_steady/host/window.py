@@ -5,8 +5,6 @@ from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
-import trl
-
 __all__ = ["WINDOW_OPTIONS", "different", "refuse_other_settings", "window_settings"]
 
 WINDOW_OPTIONS = (
@@ -35,17 +33,13 @@ WINDOW_OPTIONS = (
     "reward_weights",
     "multi_objective_aggregation",
     "scale_rewards",
-    "step_advantage",
+    "normalize_advantages",
+    "reward_clip_range",
     # log-probs of the old policy, the engine and the reference
     "bf16",
     "fp16",
-    "adapter_dtype",
     "cast_lm_head_to_fp32",
     "disable_dropout",
-    "keep_sampling_mask",
-    "router_replay",
-    "router_replay_reference",
-    "share_prompts",
     "vllm_importance_sampling_correction",
     "vllm_importance_sampling_mode",
     "vllm_importance_sampling_clip_max",
@@ -56,10 +50,8 @@ WINDOW_OPTIONS = (
     "mask_truncated_completions",
     "beta",
     "use_bias_correction_kl",
-    "kl_estimator",
-    "kl_ratio_denominator",
 )
-"""Options that shape a rollout, or the objective for which it was made.
+"""TRL's options that shape a rollout, or the objective for which it was made. The parts of a trainer name ours.
 
 Clip ranges, mask thresholds, coefficients, the entropy bonus and the learning rate are not part of a rollout. The loss
 reads them in every update, and callbacks may anneal them. Options for the computation of passes (padding, budgets,
@@ -68,8 +60,7 @@ memory) change only rounding. Options for serving an engine, evaluation and logg
 
 _ACTS_WITH = {
     **{name: "use_vllm" for name in WINDOW_OPTIONS if name.startswith("vllm_")},
-    **dict.fromkeys(("router_replay_reference", "share_prompts"), "router_replay"),
-    **dict.fromkeys(("use_bias_correction_kl", "kl_estimator", "kl_ratio_denominator"), "beta"),
+    "use_bias_correction_kl": "beta",
 }
 """Option -> the option without which it has no effect on a rollout."""
 
@@ -80,21 +71,23 @@ _OFF = ("min_p", "bf16", "fp16", "disable_dropout")
 _UNSET = {"keep_sampling_mask": False, "router_replay": None}
 
 
-def window_settings(trainer: trl.GRPOTrainer) -> dict[str, Any]:
+def window_settings(trainer: Any) -> dict[str, Any]:
     """Return the settings that must be the same for a run to continue a rollout, as plain JSON."""
-    args: Any = trainer.args
-    acting = (name for name in WINDOW_OPTIONS if name not in _ACTS_WITH or getattr(args, _ACTS_WITH[name]))
+    args = trainer.args
+    options = {name: _ACTS_WITH.get(name) for name in WINDOW_OPTIONS if hasattr(args, name)}
+    for part in trainer.parts:
+        options.update(part.window_options)
     functions = {
         "reward_funcs": trainer.reward_func_names,
-        "tools": trainer.tools,
+        "tools": getattr(trainer, "tools", None),
         "environment_factory": _environments(trainer),
-        "rollout_func": trainer.rollout_func,
+        "rollout_func": getattr(trainer, "rollout_func", None),
     }
+    of_trainer = ("num_iterations", "scale_rewards")  # the trainer's scale_rewards is "group" for True
     settings = {
-        **{name: getattr(args, name) for name in acting},
+        **{name: getattr(args, name) for name, other in options.items() if other is None or getattr(args, other)},
         **functions,
-        "num_iterations": trainer.num_iterations,
-        "scale_rewards": trainer.scale_rewards,  # the trainer's value is "group" for True
+        **{name: getattr(trainer, name) for name in of_trainer if hasattr(trainer, name)},
         "reward_weights": _plain(args.reward_weights) or [1.0] * len(trainer.reward_func_names),
         "processes": trainer.accelerator.num_processes,
     }
@@ -102,9 +95,9 @@ def window_settings(trainer: trl.GRPOTrainer) -> dict[str, Any]:
     return json.loads(json.dumps({name: None if value == {} else value for name, value in plain.items()}))
 
 
-def _environments(trainer: trl.GRPOTrainer) -> Any:
+def _environments(trainer: Any) -> Any:
     """Return `environment_factory` as it was passed to the trainer."""
-    factories: Any = trainer.environment_factories
+    factories: Any = getattr(trainer, "environment_factories", None)
     return factories[None] if factories and factories.keys() == {None} else factories
 
 

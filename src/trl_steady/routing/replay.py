@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_map_only
 from trl_steady.routing.finding import find_routers, topk_sites
 from trl_steady.routing.routes import dtype_of, is_route
 
-__all__ = ["Recording", "Replay", "Routers", "RoutingError", "continued"]
+__all__ = ["Replay", "RouteRecording", "Routers", "RoutingError", "continued"]
 
 _TOPK = (torch.topk, torch.Tensor.topk)
 _MASKED_FILL = (torch.masked_fill, torch.Tensor.masked_fill)
@@ -59,14 +59,14 @@ class _Use:
                 )
         self.is_over = True
 
-    def _decided(self, layer: int, watch: "_Watch") -> Tensor:
+    def _decided(self, layer: int, watch: "_TopkWatch") -> Tensor:
         if watch.indices is None:
             raise RoutingError(f"the router {self.names[layer]} chose experts without calling topk.")
         self._calls[layer] = watch.calls
         return watch.indices
 
 
-class Recording(_Use):
+class RouteRecording(_Use):
     """The experts that routers chose in one pass of the model, or in several."""
 
     def __init__(self, names: Sequence[str], calls: dict[int, int]) -> None:
@@ -80,7 +80,7 @@ class Recording(_Use):
             RoutingError: the router did not call topk.
         """
         self._fired[layer] += 1
-        with _Watch() as watch:
+        with _TopkWatch() as watch:
             result = forward(*arguments, **keywords)
         chosen = self._decided(layer, watch).detach()
         self._chosen[layer].append(chosen.flatten(0, -2).to(dtype_of(watch.width)))
@@ -152,7 +152,7 @@ class Replay(_Use):
         """
         self._fired[layer] += 1
         if layer not in self._calls:
-            with _leaving_no_trace(self._routes.device), _Watch() as watch:
+            with _leaving_no_trace(self._routes.device), _TopkWatch() as watch:
                 copied = tree_map_only(Tensor, torch.clone, (arguments, keywords))
                 forward(*copied[0], **copied[1])
             self._decided(layer, watch)
@@ -225,16 +225,16 @@ class Routers:
         # If the code has one call of topk, this call decides. Otherwise the first run finds the last one.
         sites = {layer: topk_sites(type(module)) for layer, module in self._modules if "forward" not in vars(module)}
         self._calls = {layer: 1 for layer, count in sites.items() if count == 1}
-        self._use: Recording | Replay | None = None
+        self._use: RouteRecording | Replay | None = None
 
     def are_of(self, model: nn.Module) -> bool:
         """Return True if the model still has these routers. Adapters may have added or replaced some."""
         return self._modules == _listed(find_routers(model))
 
     @contextmanager
-    def recording(self) -> "Generator[Recording]":
+    def recording(self) -> "Generator[RouteRecording]":
         """Record which experts the routers choose, in one pass of the model or in several."""
-        with self._used_for(Recording(self.names, self._calls)) as recording:
+        with self._used_for(RouteRecording(self.names, self._calls)) as recording:
             yield recording
 
     @contextmanager
@@ -309,7 +309,7 @@ def _is_backward() -> bool:
     return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
 
 
-class _Watch(TorchFunctionMode):
+class _TopkWatch(TorchFunctionMode):
     """Observe the calls of topk in a router."""
 
     def __init__(self) -> None:

@@ -8,22 +8,25 @@ live router. Expert 0 is always an expert, never padding. Tensor operations cut,
 # pyright: reportUnknownMemberType=false
 # torch's annotations are partial
 
+import base64
+import io
 from collections.abc import Sequence
 from typing import Any, cast
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from trl_steady.turns import nothing
+from trl_steady.functional.turns import nothing
 
 __all__ = [
+    "decoded",
     "dtype_of",
     "from_engine",
     "is_route",
     "no_route",
     "no_routes",
     "shared",
-    "to_engine",
 ]
 
 
@@ -47,6 +50,11 @@ def no_routes(shape: Sequence[int], dtype: torch.dtype, device: Any = None) -> T
 def is_route(routes: Tensor) -> Tensor:
     """Return (..., L) bool for routes (..., L, K), True where there is a route."""
     return routes[..., 0] != no_route(routes.dtype)
+
+
+def decoded(routes: Any) -> Any:
+    """Return the routes of an engine as an array; a server sends them as a NumPy file in base64."""
+    return np.load(io.BytesIO(base64.b64decode(routes))) if isinstance(routes, str) else routes
 
 
 def from_engine(array: Any, *, layers: Sequence[int] | None = None) -> Tensor:
@@ -88,11 +96,6 @@ def from_engine(array: Any, *, layers: Sequence[int] | None = None) -> Tensor:
         )
     dtype = dtype_of(int(routes.max()) + 1 if routes.numel() else 1)
     return routes.to(dtype).where(~missing, no_route(dtype))
-
-
-def to_engine(routes: Tensor) -> Tensor:
-    """Convert routes to int32, with -1 where there is no route."""
-    return routes.to(torch.int32).where(is_route(routes).unsqueeze(-1), -1)
 
 
 def shared(routes: Tensor, prefixes: Tensor) -> Tensor:

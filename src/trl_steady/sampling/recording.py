@@ -14,7 +14,7 @@ from transformers import LogitsProcessor, LogitsProcessorList, PreTrainedModel
 
 from trl_steady.sampling.kept import KeptTokens
 
-__all__ = ["KeptMass", "Recording"]
+__all__ = ["KeptMass", "SetRecording"]
 
 
 class _Steps:
@@ -49,7 +49,7 @@ class _Steps:
         return torch.cat([torch.arange(0), *parts])
 
 
-class Recording:
+class SetRecording:
     """Kept tokens of one call of `generate`, for all its sequences, step by step."""
 
     def __init__(self) -> None:
@@ -127,7 +127,7 @@ class KeptMass:
 _Look = Callable[[Tensor, Tensor], None]
 
 
-class _Watch(LogitsProcessor):
+class _Passing(LogitsProcessor):
     """Logits processor that passes tokens and scores to a function, and does not change them."""
 
     def __init__(self, look: _Look) -> None:
@@ -145,7 +145,7 @@ def _watched(model: PreTrainedModel, before: _Look, after: _Look) -> Generator[N
 
     def build_and_watch(*arguments: Any, **keywords: Any) -> LogitsProcessorList:
         processors = build(*arguments, **keywords)
-        return LogitsProcessorList([_Watch(before), *processors, _Watch(after)])
+        return LogitsProcessorList([_Passing(before), *processors, _Passing(after)])
 
     attributes, name = vars(model), "_get_logits_processor"
     others = attributes.get(name)  # set by an outer context

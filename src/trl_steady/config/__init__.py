@@ -1,0 +1,1 @@
+"""Options: one config for each trainer, valid values, contradictions, and options without effect."""

@@ -1,0 +1,194 @@
+"""Valid values of each option, independent of the other options."""
+
+import functools
+import inspect
+import json
+import math
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+
+from trl_steady.config.spelling import near
+from trl_steady.losses.table import LOSSES
+
+if TYPE_CHECKING:
+    from trl_steady.config.grpo import GRPOConfig
+
+__all__ = ["CHOICES", "refuse_out_of_range"]
+
+# Options with a few valid values. Some are TRL's, because TRL checks them only in the first rollout.
+CHOICES: dict[str, tuple[Any, ...]] = {
+    "loss_type": tuple(LOSSES),
+    "importance_sampling_level": ("token", "sequence"),
+    "kl_estimator": ("k1", "k2", "k3"),
+    "kl_ratio_denominator": ("old", "sampler"),
+    "off_policy_mask_level": ("sequence", "token"),
+    "step_advantage": ("process", "return_to_go"),
+    "router_replay": ("R2", "R3"),
+    "adapter_dtype": ("float32",),
+    "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
+    "scale_rewards": ("group", "batch", "none", True, False),
+    "vllm_mode": ("server", "colocate"),
+    "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
+}
+_NONE_IS = {"router_replay": "None for no replay of routes", "adapter_dtype": "None for TRL's choice"}
+
+
+def _count(value: Any, least: int = 1, most: float = math.inf) -> bool:
+    return least <= operator.index(value) <= most
+
+
+def _positive(value: Any) -> bool:
+    return 0 < value < math.inf
+
+
+def _not_negative(value: Any) -> bool:
+    return 0 <= value < math.inf
+
+
+def _share(value: Any) -> bool:
+    return 0 < value <= 1
+
+
+def _object(value: Any) -> bool:
+    return isinstance(json.loads(value) if isinstance(value, str) else value, Mapping)
+
+
+def _multiple(value: Any) -> bool:
+    is_word = isinstance(value, str) and (value == "auto" or value.lower() in ("none", "null"))
+    return is_word or _count(int(value) if isinstance(value, str) else value)
+
+
+_A_COUNT = "a whole number, 1 or more"
+_A_POSITIVE = "a finite number above 0"
+_NO_NEGATIVE = "a finite number, 0 or above"
+_AN_OBJECT = "a dict or a string with a JSON object, or leave it unset"
+
+# Option, a check of its value, and the valid values in words. None is valid if the option's type allows it.
+_RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
+    ("learning_rate", _not_negative, _NO_NEGATIVE),
+    ("per_device_train_batch_size", _count, _A_COUNT),
+    ("per_device_eval_batch_size", _count, _A_COUNT),
+    ("gradient_accumulation_steps", _count, "1 or more"),
+    ("steps_per_generation", _count, "1 or more, or None for gradient_accumulation_steps"),
+    ("generation_batch_size", _count, f"{_A_COUNT}, or None for the batch of an optimizer step"),
+    ("num_generations", _count, "2 or more completions of a prompt"),
+    (
+        "num_generations_eval",
+        functools.partial(_count, least=0),
+        "1 or more completions of a prompt, or None for num_generations",
+    ),
+    ("num_iterations", _count, "1, 2, 3, ..."),
+    ("max_completion_length", _count, "1 or more tokens"),
+    ("pad_to_multiple_of", _multiple, "'auto', 1 or more, or None"),
+    ("epsilon", lambda v: v >= 0, "0 or above"),
+    ("epsilon_high", lambda v: v >= 0, "0 or above"),
+    ("delta", lambda v: v > 0, "above 0, or None for no two-sided clip"),
+    ("sapo_temperature_pos", _positive, _A_POSITIVE),
+    ("sapo_temperature_neg", _positive, _A_POSITIVE),
+    ("vespo_k_pos", _not_negative, _NO_NEGATIVE),
+    ("vespo_lambda_pos", _not_negative, _NO_NEGATIVE),
+    ("vespo_k_neg", _not_negative, _NO_NEGATIVE),
+    ("vespo_lambda_neg", _not_negative, _NO_NEGATIVE),
+    ("beta", _not_negative, "a finite number, 0 (no KL) or above"),
+    ("off_policy_mask_threshold", lambda v: v >= 0, "0 or above, in nats a token, or None for no mask"),
+    (
+        "geometric_mask_range",
+        lambda v: len(v) == 2 and 0 <= v[0] <= 1 <= v[1],
+        "two ratios, (low, high), with low <= 1 <= high, such as (0.99, 1.01), or None for no mask",
+    ),
+    ("token_veto_threshold", lambda v: 0 < v < 1, "above 0 and below 1, such as 0.0001, or None for no mask"),
+    ("ref_model_sync_steps", lambda v: v >= 1 and v == int(v), "1, 2, 3, ... optimizer steps"),
+    ("ref_model_mixup_alpha", _share, "above 0 and at most 1, where 1 copies the policy"),
+    ("ref_model_sync_kl", _positive, "above 0, in nats a token, or None for refreshes by steps only"),
+    ("token_budget", lambda v: v >= 1 and v == int(v), "1 token or more, or None for per_device_train_batch_size"),
+    ("router_aux_loss_coef", _not_negative, f"{_NO_NEGATIVE}, or None for the model's own"),
+    ("reward_weights", lambda v: all(map(math.isfinite, v)), "a list of finite numbers, one for each reward function"),
+    ("temperature", _positive, f"{_A_POSITIVE} (the policy is sampled, not decoded greedily)"),
+    ("top_p", _share, "above 0 and at most 1"),
+    # not None: transformers takes it for 50
+    ("top_k", functools.partial(_count, least=-1), "a whole number above 0, or 0 for no top-k filter"),
+    ("min_p", lambda v: 0 <= v <= 1, "between 0 and 1, or None"),
+    ("repetition_penalty", _positive, f"{_A_POSITIVE} (1 for no penalty)"),
+    ("top_entropy_quantile", lambda v: 0 <= v <= 1, "between 0 and 1 (1 keeps every token)"),
+    ("entropy_coef", math.isfinite, "a finite number, 0 for no bonus"),
+    ("entropy_coef_min", math.isfinite, "a finite number"),
+    ("entropy_coef_max", math.isfinite, "a finite number"),
+    ("entropy_coef_delta", _not_negative, _NO_NEGATIVE),
+    ("entropy_target", math.isfinite, "a finite number, in nats a token"),
+    ("max_tool_calling_iterations", functools.partial(_count, least=0), "0 or more, or None for no limit"),
+    ("num_completions_to_print", functools.partial(_count, least=0), "0 or more, or None for all"),
+    ("vllm_server_port", functools.partial(_count, most=65535), "a port, 1 to 65535"),
+    ("vllm_group_port", functools.partial(_count, most=65535), "a port, 1 to 65535"),
+    ("vllm_server_timeout", lambda v: v > 0, "above 0, in seconds"),
+    ("vllm_gpu_memory_utilization", _share, "above 0 and at most 1"),
+    ("vllm_max_model_length", _count, "1 or more tokens, or None for the model's own limit"),
+    ("vllm_tensor_parallel_size", _count, _A_COUNT),
+    ("vllm_importance_sampling_clip_max", lambda v: v > 0, "above 0, or None for no upper bound"),
+    ("vllm_importance_sampling_clip_min", _not_negative, f"{_NO_NEGATIVE}, or None for no lower bound"),
+    ("generation_kwargs", _object, _AN_OBJECT),
+    ("chat_template_kwargs", _object, _AN_OBJECT),
+    ("model_init_kwargs", _object, _AN_OBJECT),
+    ("transformers_continuous_batching_config", _object, _AN_OBJECT),
+)
+_NEVER_NONE = ("num_generations",)  # although its type allows None
+
+
+def refuse_out_of_range(args: "GRPOConfig") -> None:
+    """Refuse values that are invalid whatever the other options are.
+
+    Raises:
+        ValueError: The message names the option, its value and the valid values.
+    """
+    ours = next(kind for kind in type(args).__mro__ if kind.__module__.startswith("trl_steady."))
+    types = _types(ours)
+    for option, choices in CHOICES.items():
+        value = getattr(args, option)
+        if not _works(value, types[option], choices.__contains__):
+            expected = [*(repr(choice) for choice in choices if isinstance(choice, str)), _NONE_IS.get(option)]
+            _refuse(option, value, _listed([each for each in expected if each]), near(value, choices))
+    for option, holds, expected in _RANGES:
+        value, kinds = getattr(args, option), _kinds(types[option])
+        is_flag = isinstance(value, bool) and bool not in kinds  # otherwise Python takes it for 0 or 1
+        is_missing = value is None and option in _NEVER_NONE
+        if is_flag or is_missing or not _works(value, types[option], holds):
+            _refuse(option, value, expected)
+    for option, kind in types.items():
+        value, kinds = getattr(args, option, None), _kinds(kind)
+        if not bool in kinds <= {bool, type(None)}:
+            continue
+        is_lax = value is None and option not in inspect.get_annotations(ours)  # transformers takes None for False
+        if not is_lax and not _works(value, kind, (True, False).__contains__):
+            _refuse(option, value, "True or False")
+
+
+@functools.cache
+def _types(ours: type) -> dict[str, Any]:
+    """Return the types of the options of one of trl-steady's configs.
+
+    The annotations of a user's subclass may not resolve here. The types in the dataclass fields are not used either,
+    because `HfArgumentParser` rewrites them in place.
+    """
+    return get_type_hints(ours)
+
+
+def _kinds(hint: Any) -> set[Any]:
+    return set(get_args(hint) or (hint,))
+
+
+def _works(value: Any, hint: Any, holds: Callable[[Any], bool]) -> bool:
+    if value is None:
+        return type(None) in _kinds(hint)
+    try:
+        return bool(holds(value))
+    except (TypeError, ValueError, LookupError, ArithmeticError):  # a value of another type, such as a string
+        return False
+
+
+def _refuse(option: str, value: Any, expected: str, hint: str = "") -> None:
+    raise ValueError(f"{option}={value!r} cannot work. Set {option} to {expected}.{hint}")
+
+
+def _listed(names: Sequence[str]) -> str:
+    comma = "," if names[-1].startswith("None") and len(names) > 1 else ""
+    return f"{', '.join(names[:-1])}{comma} or {names[-1]}" if len(names) > 1 else names[0]

@@ -1,0 +1,44 @@
+"""The models of a trainer without their wrappers, and the role that each plays."""
+
+from typing import Any, Literal, cast
+
+import torch
+from accelerate.utils import DynamoBackend
+from peft import PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+__all__ = ["REFERENCE_ADAPTER", "bare", "compiles", "role_of", "text_tokenizer"]
+
+REFERENCE_ADAPTER = "ref"
+"""Name of the adapter that TRL uses as the reference."""
+
+
+def bare(trainer: Any, model: torch.nn.Module) -> PreTrainedModel:
+    """Return the transformers model in `model`, without wrappers."""
+    inner = trainer.accelerator.unwrap_model(model)
+    return cast(PreTrainedModel, inner.get_base_model() if isinstance(inner, PeftModel) else inner)
+
+
+def role_of(trainer: Any, model: Any, *, in_rollout: bool) -> Literal["old", "reference", "policy", "other"]:
+    """Return the role of a model that TRL scores: see `ScoringPass`."""
+    if model is trainer.ref_model and model is not None:
+        return "reference"
+    if not isinstance(model, torch.nn.Module) or bare(trainer, model) is not bare(trainer, trainer.model):
+        return "other"
+    layer = next((module for module in model.modules() if isinstance(module, BaseTunerLayer)), None)
+    if layer is not None and (layer.disable_adapters or REFERENCE_ADAPTER in layer.active_adapters):
+        return "reference"
+    return "old" if in_rollout else "policy"
+
+
+def compiles(trainer: Any) -> bool:
+    """Return True if the model goes through torch.compile."""
+    dynamo = trainer.accelerator.state.dynamo_plugin
+    return trainer.args.torch_compile or (dynamo is not None and dynamo.backend != DynamoBackend.NO)
+
+
+def text_tokenizer(trainer: Any) -> PreTrainedTokenizerBase:
+    """Return the tokenizer, which is part of the processor if the model reads more than text."""
+    processor = trainer.processing_class
+    return processor.tokenizer if isinstance(processor, ProcessorMixin) else processor

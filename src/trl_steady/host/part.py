@@ -1,0 +1,227 @@
+"""What a feature answers to the trainer (`Part`), and the records with which the trainer asks."""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+
+import torch
+from torch import Tensor
+
+from trl_steady.host.loss import MicroBatch, Terms
+
+if TYPE_CHECKING:
+    from trl_steady.host.engine import Capture
+    from trl_steady.host.seam import Steady
+
+__all__ = ["Part", "Rollout", "ScoringPass", "Turn"]
+
+_T = TypeVar("_T")
+
+
+@dataclass
+class Rollout:
+    """A rollout in progress."""
+
+    records: dict[str, Any] = field(default_factory=dict)
+    """Column of the samples -> the `TokenRecord` of a part, with what is known of the tokens so far."""
+    samples: dict[str, Any] = field(default_factory=dict)
+    """TRL's samples and the columns of the parts. Empty while TRL makes the rollout."""
+
+    @property
+    def input_ids(self) -> Tensor:
+        """(B, L) prompts before completions."""
+        return torch.cat([self.samples["prompt_ids"], self.samples["completion_ids"]], dim=1)
+
+    @property
+    def attention_mask(self) -> Tensor:
+        """(B, L) bool."""
+        return torch.cat([self.samples["prompt_mask"], self.samples["completion_mask"]], dim=1).bool()
+
+    @property
+    def is_sampled(self) -> Tensor:
+        """(B, T) bool, True for completion tokens that the policy sampled and the loss counts."""
+        mask = self.samples["completion_mask"].bool()
+        return mask & self.samples["tool_mask"].bool() if "tool_mask" in self.samples else mask
+
+
+@dataclass
+class Turn:
+    """One call of TRL's generation. An agent's rollout has several."""
+
+    prompt_ids: list[list[int]]
+    """The prompts, which contain all earlier turns."""
+    rollout: Rollout | None
+    """None if something other than a rollout generates."""
+    completion_ids: list[list[int]] = field(default_factory=list)
+    """Empty until TRL has generated."""
+
+
+@dataclass
+class ScoringPass:
+    """One call of TRL's scoring method, for `B` sequences of width `L` with `T` columns of completions."""
+
+    role: Literal["old", "reference", "policy", "other"]
+    """The model that is scored: the policy at rollout, the reference, the policy in a micro-batch, or a model that the
+    trainer does not know, such as a teacher of a subclass."""
+    model: torch.nn.Module
+    """The model that TRL passed."""
+    input_ids: Tensor
+    """(B, L), prompts before completions."""
+    attention_mask: Tensor
+    """(B, L)"""
+    width: int
+    """T"""
+    batch_size: int | None
+    """Sequences that go through the model together; None for all."""
+    with_entropy: bool
+    with_aux_loss: bool
+    is_text: bool
+    """True if the model gets nothing but text."""
+    rollout: Rollout | None
+    """The rollout that is scored, or None in a micro-batch."""
+    samples: Mapping[str, Any]
+    """The columns of the micro-batch; empty in a rollout."""
+    until_backward: ExitStack | None = None
+    """Contexts that must last until backward has ended; None outside a training step."""
+    extras: dict[str, Tensor] = field(default_factory=dict)
+    """Name -> (B, T) further values of the tokens, from the `extras` of the model's outputs."""
+
+    @property
+    def prompt_width(self) -> int:
+        """Number of columns of the prompts, L - T."""
+        return self.input_ids.size(1) - self.width
+
+    def lasting(self, context: AbstractContextManager[_T]) -> AbstractContextManager[_T]:
+        """Return a context for a forward. In training it stays active until backward has ended.
+
+        Layers that gradient checkpointing recomputes then behave as in the forward.
+        """
+        if self.until_backward is None or not torch.is_grad_enabled():
+            return context
+        return contextlib.nullcontext(self.until_backward.enter_context(context))
+
+
+class Part:
+    """One feature of a trainer. A method that a feature does not define changes nothing.
+
+    A trainer lists its parts in one tuple, and asks them in this order. The contexts of later parts are inside those
+    of earlier ones, and the models of later parts are around those of earlier ones.
+
+    Args:
+        trainer: The trainer, before its constructor has run.
+    """
+
+    window_options: ClassVar[tuple[tuple[str, str | None], ...]] = ()
+    """Options that a resume inside a generation window must not change, each with the option without which it has no
+    effect on a rollout, or None."""
+
+    def __init__(self, trainer: "Steady") -> None:
+        self.trainer: Any = trainer
+
+    # construction
+
+    def building(self, model: Any, args: Any) -> AbstractContextManager[None]:
+        """Return a context for TRL's constructor. `model` is what the user passed."""
+        return contextlib.nullcontext()
+
+    def captures(self, args: Any) -> list["Capture"]:
+        """Return what a vLLM engine must return beside tokens."""
+        return []
+
+    def built(self) -> None:
+        """Refuse what cannot work, after TRL's constructor.
+
+        Raises:
+            ValueError: The message names the option, its value and the fix.
+        """
+
+    # generation
+
+    def rolling(self, rollout: Rollout) -> AbstractContextManager[None]:
+        """Return a context for TRL's rollout."""
+        return contextlib.nullcontext()
+
+    def generating(self, turn: Turn) -> AbstractContextManager[None]:
+        """Return a context for one call of TRL's generation. On exit, `turn` has the completions."""
+        return contextlib.nullcontext()
+
+    def read_rewards(self, function: int, returned: Any) -> Any:
+        """Return what TRL gets from reward function number `function` for this process's completions."""
+        return returned
+
+    def keep_rewards(self, rewards: Tensor, completions: list[Any], completion_ids: list[list[int]]) -> None:
+        """Read the rewards (N, K) of all processes and the completions of this one, before TRL logs them."""
+
+    def columns(self, rollout: Rollout) -> Mapping[str, Any]:
+        """Return columns to add to the samples of a complete rollout."""
+        return {}
+
+    def advantages(self, rollout: Rollout) -> Tensor | None:
+        """Return advantages (B, T) that replace those of TRL, or None."""
+        return None
+
+    # scoring
+
+    def scoring(self, scoring: ScoringPass, model: Callable[..., Any]) -> AbstractContextManager[Callable[..., Any]]:
+        """Return a context for a scoring pass, which gives the model to call: `model`, or a proxy of it.
+
+        A proxy also gets `places`, the index of each token in the flattened `input_ids`, and passes them on. Its
+        outputs may have `extras`, a dict of (b, l - 1) tensors beside `log_probs`.
+        """
+        return contextlib.nullcontext(model)
+
+    def batches(self, scoring: ScoringPass) -> Sequence[Tensor]:
+        """Return the rows that go through the model together, batch by batch; nothing for TRL's order."""
+        return ()
+
+    def rewrites(self, inputs: Mapping[str, Any]) -> bool:
+        """Return True if this part computes the loss of a micro-batch with these inputs of TRL's."""
+        return False
+
+    def rewrite(self, batch: MicroBatch) -> Terms:
+        """Return the loss of a scored micro-batch as terms of TRL's loss and of its own."""
+        raise NotImplementedError
+
+    def computing(
+        self, model: torch.nn.Module, compute: Callable[[Mapping[str, Any]], Tensor], inputs: Mapping[str, Any]
+    ) -> Tensor:
+        """Return the loss of a micro-batch with these inputs, which `compute` computes."""
+        return compute(inputs)
+
+    # steps and checkpoints
+
+    def before_last_backward(self) -> None:
+        """Run before the backward pass of the last micro-batch of an optimizer step."""
+
+    def saving(self) -> AbstractContextManager[None]:
+        """Return a context in which the trainer saves the policy."""
+        return contextlib.nullcontext()
+
+    def loading(self, checkpoint: Path) -> AbstractContextManager[None]:
+        """Return a context in which the trainer loads the policy. On entry, refuse a checkpoint that does not fit."""
+        return contextlib.nullcontext()
+
+    def save(self, checkpoint: Path) -> None:
+        """Add to an unfinished checkpoint. Every process calls this method."""
+
+    def load(self, checkpoint: Path) -> None:
+        """Restore what `save` has added.
+
+        Raises:
+            ValueError: The run cannot be continued exactly. The message says why, and what to do.
+        """
+
+    def add_to_card(self, card: Path) -> None:
+        """Add to the model card that TRL has just written. Only the main process calls this method."""
+
+
+@contextlib.contextmanager
+def entered(contexts: Iterator[AbstractContextManager[Any]]) -> Iterator[None]:
+    """Enter several contexts, one inside the other."""
+    with ExitStack() as stack:
+        for context in contexts:
+            stack.enter_context(context)
+        yield

@@ -1,0 +1,114 @@
+"""One scoring pass: TRL's method calls the model in parts, and proxies need to know which tokens they get."""
+
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from trl_steady.host.part import Part, ScoringPass
+
+__all__ = ["PlacedModel", "Scores", "needs_places", "scored"]
+
+_ORDER = (
+    "keep_sampling_mask and router_replay need each row once and in order. Score whole batches with TRL's own method, "
+    "or switch both options off."
+)
+
+
+class Scores(NamedTuple):
+    """What TRL's scoring method returns."""
+
+    logps: Tensor
+    """(B, T) log-probs."""
+    entropies: Tensor | None
+    """(B, T) entropies of the whole vocabulary."""
+    aux_loss: Tensor | None
+    """Scalar load-balancing loss."""
+
+
+class PlacedModel:
+    """Proxy that tells another proxy, whose `needs_places` is True, which tokens of a batch it gets.
+
+    TRL passes the batch in parts, row after row.
+
+    Args:
+        model: The model to call, with `places` (b, l) beside `input_ids` (b, l): indices in the flattened batch.
+        places: (B, L) of the whole batch.
+        width: T, the number of columns of completions.
+    """
+
+    def __init__(self, model: Callable[..., Any], places: Tensor, width: int) -> None:
+        self._model, self._places, self._width, self._passed = model, places, width, 0
+        self._extras: list[dict[str, Tensor]] = []
+
+    def __call__(self, *, input_ids: Tensor, **others: Any) -> Any:
+        """Return the model's outputs for the next rows.
+
+        Raises:
+            RuntimeError: more rows than the batch has, or rows of another width.
+        """
+        own = self._places[self._passed : self._passed + len(input_ids)]
+        if own.shape != input_ids.shape:
+            raise RuntimeError(
+                f"the model got input_ids of shape {tuple(input_ids.shape)} after {self._passed} of the "
+                f"{len(self._places)} rows of a batch of width {self._places.size(1)}. {_ORDER}"
+            )
+        self._passed += len(input_ids)
+        outputs = self._model(input_ids=input_ids, places=own, **others)
+        self._extras.append({name: of[:, -self._width :] for name, of in getattr(outputs, "extras", {}).items()})
+        return outputs
+
+    def extras(self) -> dict[str, Tensor]:
+        """Return the further values (B, T) of the model's outputs. Call this after the last part.
+
+        Raises:
+            RuntimeError: rows are left over.
+        """
+        if self._passed != len(self._places):
+            raise RuntimeError(f"the model got {self._passed} of the {len(self._places)} rows of a batch. {_ORDER}")
+        return {name: torch.cat([part[name] for part in self._extras]) for name in self._extras[0]}
+
+
+def scored(scoring: ScoringPass, parts: Sequence[Part], own: Callable[..., Any]) -> Scores:
+    """Run a scoring pass on the models of the parts, and in their batches.
+
+    Args:
+        scoring: The pass. Its `extras` are set.
+        parts: The parts of the trainer.
+        own: TRL's scoring method, of a model, `input_ids`, `attention_mask` and `batch_size`.
+    """
+    ids, mask = scoring.input_ids, scoring.attention_mask
+    with ExitStack() as stack:
+        model = alone = _without_places(scoring.model)
+        for part in parts:
+            model = stack.enter_context(part.scoring(scoring, model))
+        if model is alone:  # no part acts in this pass
+            return Scores(*own(scoring.model, ids, mask, batch_size=scoring.batch_size))
+        places = torch.arange(ids.numel(), device=ids.device).view_as(ids)
+
+        def score(rows: Any, batch_size: int | None = None) -> tuple[Scores, dict[str, Tensor]]:
+            placed = PlacedModel(model, places[rows], scoring.width) if needs_places(model) else None
+            scores = Scores(*own(placed or model, ids[rows], mask[rows], batch_size=batch_size))
+            return scores, {} if placed is None else placed.extras()
+
+        batches = [rows for part in parts for rows in part.batches(scoring)]
+        if not batches:
+            scores, scoring.extras = score(slice(None), scoring.batch_size)
+            return scores
+        each, extras = zip(*map(score, batches), strict=True)
+        back = torch.cat(batches).argsort()
+        scoring.extras = {name: torch.cat([of[name] for of in extras])[back] for name in extras[0]}
+        logps, entropies, _ = zip(*each, strict=True)
+        return Scores(torch.cat(logps)[back], torch.cat(entropies)[back] if scoring.with_entropy else None, None)
+
+
+def _without_places(model: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a model that may get `places` and leaves them out."""
+    return lambda *, places=None, **batch: model(**batch)
+
+
+def needs_places(model: Callable[..., Any]) -> bool:
+    """Return True if a proxy must get `places`, or one inside it."""
+    return getattr(model, "needs_places", False)

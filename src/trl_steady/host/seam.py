@@ -1,0 +1,316 @@
+"""The way of a micro-batch, from generation to loss: one class that overrides each method of TRL once.
+
+`Steady` stands before a trainer class of TRL in the order of inheritance. It does what TRL does, and asks the parts of
+the trainer, in the order of one tuple, what they add. Methods with a leading underscore are TRL's. A subclass may
+override the public ones.
+"""
+
+import functools
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from types import MappingProxyType
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+
+import torch
+from torch import Tensor
+
+from trl_steady.host import loss
+from trl_steady.host.checkpoints import Checkpoints
+from trl_steady.host.engine import capturing_engine
+from trl_steady.host.inputs import (
+    checked_rollout,
+    refuse_data,
+    refuse_reward_functions,
+    refuse_rows,
+    refuse_small,
+)
+from trl_steady.host.metrics import Metrics
+from trl_steady.host.models import role_of
+from trl_steady.host.names import completions_of, overridden
+from trl_steady.host.part import Part, Rollout, ScoringPass, Turn, entered
+from trl_steady.host.reached import Reached
+from trl_steady.host.rewards import reading
+from trl_steady.host.scoring import scored
+
+if TYPE_CHECKING:
+    import trl
+
+    _Trls = trl.GRPOTrainer
+else:
+    _Trls = object
+
+__all__ = ["Steady"]
+
+_P = TypeVar("_P", bound=Part)
+
+
+class Steady(_Trls):
+    """A trainer of TRL with parts. Its subclasses also inherit from the trainer class of TRL, after this class."""
+
+    PARTS: ClassVar[tuple[type[Part], ...]] = ()
+    """The features of the trainer, in the order in which they are asked."""
+    model: torch.nn.Module  # set by TRL's constructor, whose annotation allows for None
+    _rollout: Rollout | None = None
+    _samples: Mapping[str, Any] = MappingProxyType({})  # the micro-batch whose loss is computed
+    _extras: Mapping[str, Tensor] = MappingProxyType({})  # of the last scoring pass
+    _until_backward: ExitStack | None = None
+
+    def __init__(self, model: Any, reward_funcs: Any, args: Any, *positional: Any, **keywords: Any) -> None:
+        refuse_reward_functions(reward_funcs)
+        self.reached, self.metrics, self.checkpoints = Reached(self), Metrics(self), Checkpoints(self)
+        self.parts = tuple(part(self) for part in self.PARTS)
+        captures = [capture for part in self.parts for capture in part.captures(args)]
+        with entered(part.building(model, args) for part in self.parts), capturing_engine(captures):
+            super().__init__(model, reward_funcs, args, *positional, **keywords)
+        self.checkpoints.refuse_unloadable()
+        for part in self.parts:
+            part.built()
+
+    def part(self, kind: type[_P]) -> _P:
+        """Return the part of a class."""
+        return next(part for part in self.parts if isinstance(part, kind))
+
+    # 1. Generate.
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        function = getattr(self, "rollout_func", None)
+        if getattr(self, "environment_factories", None) is None:  # environments may add prompts
+            refuse_rows(inputs, of_any_kind=function is not None)
+        with overridden(self, {} if function is None else {"rollout_func": checked_rollout(function)}):
+            return self.rollout(inputs)
+
+    def rollout(self, inputs: Any) -> dict[str, Any]:
+        """Make completions of a batch of prompts as TRL does, with rewards, log-probs and the columns of the parts."""
+        self.reached.note("rollout")
+        rollout = Rollout()
+        with entered(part.rolling(rollout) for part in self.parts), overridden(self, {"_rollout": rollout}):
+            rollout.samples = super()._generate_and_score_completions(inputs)
+        for part in self.parts:
+            rollout.samples.update(part.columns(rollout))
+        for part in self.parts:
+            advantages = part.advantages(rollout)
+            if advantages is not None:
+                rollout.samples["advantages"] = advantages
+        return rollout.samples
+
+    def _generate_single_turn(self, prompt_ids: list[list[int]], *arguments: Any, **keywords: Any) -> Any:
+        return self.generate(prompt_ids, *arguments, **keywords)
+
+    def generate(self, prompt_ids: list[list[int]], *arguments: Any, **keywords: Any) -> Any:
+        """Generate tokens for each prompt, and return what TRL returns.
+
+        Each turn of an agent is one call, whose prompt contains all earlier turns.
+        """
+        self.reached.note("generate")
+        turn = Turn(prompt_ids, self._rollout)
+        with entered(part.generating(turn) for part in self.parts):
+            generated = super()._generate_single_turn(prompt_ids, *arguments, **keywords)
+            turn.completion_ids = completions_of(generated)
+        return generated
+
+    def _calculate_rewards(
+        self, inputs: Any, prompts: Any, completions: list[Any], completion_ids_list: Any
+    ) -> Tensor:
+        self.reached.note("_calculate_rewards")
+        with overridden(self, {"reward_funcs": reading(self.reward_funcs, self._read_rewards)}):
+            rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
+        for part in self.parts:
+            part.keep_rewards(rewards, completions, completion_ids_list)
+        return rewards
+
+    def _read_rewards(self, function: int, returned: Any) -> Any:
+        for part in self.parts:
+            returned = part.read_rewards(function, returned)
+        return returned
+
+    # 2. Score the old policy and the reference in a rollout, and the policy in a micro-batch.
+
+    def _get_per_token_logps_and_entropies(self, model: Any, *arguments: Any, **keywords: Any) -> Any:
+        return self.log_probs(model, *arguments, **keywords)
+
+    def log_probs(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **of_samples: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return log-probs (B, T) and, on request, entropies (B, T) and the load-balancing loss, as TRL computes them.
+
+        Args:
+            model: The policy, the reference, or a wrapper of one of them.
+            input_ids: (B, L), prompts before completions.
+            attention_mask: (B, L).
+            logits_to_keep: T, the number of completion columns.
+            batch_size: Sequences that go through the model together; None for all.
+            compute_entropy: True to return entropies.
+            compute_aux_loss: True to return the load-balancing loss.
+            **of_samples: TRL's other arguments.
+        """
+        if torch.is_grad_enabled():  # the training pass, not the pass of the old policy or the reference
+            self.reached.note("log_probs")
+        scoring = ScoringPass(
+            role=role_of(self, model, in_rollout=self._rollout is not None),
+            model=model,
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            width=logits_to_keep,
+            batch_size=batch_size,
+            with_entropy=compute_entropy,
+            with_aux_loss=compute_aux_loss,
+            is_text=all(value is None for value in of_samples.values()),
+            rollout=self._rollout,
+            samples=self._samples,
+            until_backward=self._until_backward,
+        )
+        own = functools.partial(
+            super()._get_per_token_logps_and_entropies,
+            logits_to_keep=logits_to_keep,
+            compute_entropy=compute_entropy,
+            compute_aux_loss=compute_aux_loss,
+            **of_samples,
+        )
+        scores = scored(scoring, self.parts, own)
+        self._extras = scoring.extras
+        return scores
+
+    # 3. Compute the loss.
+
+    def training_step(self, *arguments: Any, **keywords: Any) -> Tensor:
+        """Run TRL's training step, and keep the contexts of its forward active until backward ends."""
+        with self.until_backward_ends():
+            return super().training_step(*arguments, **keywords)
+
+    @contextmanager
+    def until_backward_ends(self) -> Iterator[None]:
+        """Keep the contexts of forwards active until this context ends. Backward must end inside it."""
+        with ExitStack() as stack, overridden(self, {"_until_backward": stack}):
+            yield
+
+    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *arguments: Any, **keywords: Any) -> Tensor:
+        """Compute the loss of one micro-batch as TRL does. A part may regroup the micro-batches of a step."""
+        self.reached.note("compute_loss")
+
+        def compute(inputs: Mapping[str, Any]) -> Tensor:
+            with overridden(self, {"_samples": inputs}):
+                return super(Steady, self).compute_loss(model, inputs, *arguments, **keywords)
+
+        for part in self.parts:
+            compute = functools.partial(part.computing, model, compute)
+        return compute(inputs)
+
+    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
+        return self.micro_batch_loss(model, inputs)
+
+    def micro_batch_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """Compute the loss of a micro-batch: score it, rewrite the scores, run TRL's loss, and add what TRL lacks.
+
+        This is TRL's own loss if no option needs a rewrite and there are no log-probs of a sampler to compare.
+        """
+        self.reached.note("micro_batch_loss")
+        part = next((part for part in self.parts if part.rewrites(inputs)), None)
+        if part is None:
+            return super()._compute_loss(model, inputs)
+        batch = self.score(model, inputs)
+        terms = part.rewrite(batch)
+        with overridden(self, loss.attributes(self, terms)):
+            total = super()._compute_loss(model, loss.rewritten(inputs, terms.batch))
+        for factor, values in terms.own:
+            weights = loss.token_weights(self, batch.mask, inputs, terms.reduction, values.dtype)
+            total = total + factor * (weights * values).sum()
+        return total
+
+    def score(self, model: torch.nn.Module, inputs: dict[str, Any]) -> loss.MicroBatch:
+        """Run one forward of the policy on a micro-batch with TRL's own method."""
+        ids, completion_mask = inputs["completion_ids"], inputs["completion_mask"]
+        logps, entropies, aux_loss = self._get_per_token_logps_and_entropies(
+            model,
+            torch.cat([inputs["prompt_ids"], ids], dim=1),
+            torch.cat([inputs["prompt_mask"], completion_mask], dim=1),
+            ids.size(1),
+            compute_entropy=True,
+            compute_aux_loss=self.aux_loss_enabled,
+            **loss.forwarded(inputs),
+        )
+        return loss.MicroBatch.of(inputs, logps, entropies, aux_loss, self._extras)
+
+    # 4. Log, save and resume.
+
+    def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
+        """Log TRL's metrics and ours."""
+        self.metrics.log()
+        super().log(logs, start_time)
+
+    def compute_loss_context_manager(self) -> ExitStack:
+        """Return TRL's context, which also tells the parts that a step is about to run its last backward pass."""
+        context = super().compute_loss_context_manager()
+
+        def tell(error: type[BaseException] | None, *_: object) -> None:
+            if error is None and self.model.training and self.accelerator.sync_gradients:
+                for part in self.parts:
+                    part.before_last_backward()
+
+        context.push(tell)
+        return context
+
+    def get_train_dataloader(self) -> Any:
+        """Return TRL's dataloader, after a check that the dataset fits the reward functions and fills a rollout."""
+        refuse_data(self)
+        refuse_small(self)
+        return super().get_train_dataloader()
+
+    def get_batch_samples(self, *arguments: Any, **keywords: Any) -> Any:
+        """Return the micro-batches of an optimizer step, or none if the run was resumed after its last step.
+
+        transformers would take one more step.
+        """
+        if self.state.global_step >= self.state.max_steps:
+            self.control.should_training_stop = True
+            return [], None
+        return super().get_batch_samples(*arguments, **keywords)
+
+    def create_model_card(self, *arguments: Any, **keywords: Any) -> None:
+        """Write TRL's model card, and add what the parts say of the run."""
+        super().create_model_card(*arguments, **keywords)
+        if self.is_world_process_zero():
+            for part in self.parts:
+                part.add_to_card(Path(self.args.output_dir or "", "README.md"))
+
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        self.checkpoints.sampler = super()._get_train_sampler(dataset)
+        return self.checkpoints.sampler
+
+    def _get_output_dir(self, trial: Any) -> str:
+        return self.checkpoints.folder(super()._get_output_dir(trial))
+
+    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
+        own = functools.partial(super()._save_checkpoint, model, trial)
+        self.checkpoints.write(super()._get_output_dir(trial), own, super()._push_from_checkpoint)
+
+    def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
+        if not self.checkpoints.is_writing:
+            super()._push_from_checkpoint(checkpoint_folder)
+
+    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+        with entered(part.saving() for part in self.parts):
+            super()._save(output_dir, state_dict)
+
+    def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
+        checkpoint = Path(resume_from_checkpoint)
+        self.checkpoints.refuse_another_model(checkpoint)
+        with entered(part.loading(checkpoint) for part in self.parts):
+            super()._load_from_checkpoint(resume_from_checkpoint, model)
+
+    def _issue_warnings_after_load(self, load_result: Any) -> None:
+        super()._issue_warnings_after_load(load_result)
+        self.checkpoints.refuse_lost(load_result.missing_keys)
+
+    def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
+        super()._load_optimizer_and_scheduler(checkpoint)
+        if checkpoint is not None:
+            self.checkpoints.take_from(Path(checkpoint))

@@ -1,0 +1,187 @@
+"""Options of `GRPOConfig` on the launcher's command line, and among the arguments of a script."""
+
+import contextlib
+import json
+import re
+import shlex
+from collections.abc import Mapping, Sequence
+from dataclasses import MISSING, field, fields, make_dataclass
+from pathlib import Path
+from types import NoneType
+from typing import Any, get_args, get_origin, get_type_hints
+
+import yaml
+from transformers import HfArgumentParser
+
+from trl_steady.config.grpo import GRPOConfig
+from trl_steady.config.methods import METHODS
+from trl_steady.config.spelling import near
+from trl_steady.config.values import CHOICES
+
+__all__ = ["given_to_script", "is_option", "parse_settings", "refuse_dropped"]
+
+_FIELDS = {option.name: option for option in fields(GRPOConfig) if option.init}
+_TYPES = get_type_hints(GRPOConfig)
+# The launcher looks for these options among a script's arguments: those that GRPOConfig declares and those of METHODS.
+# It ignores one-word names (beta, epsilon) and TRL's other options, which a script may use for something else.
+_OURS = sorted(
+    name for name in {*vars(GRPOConfig)["__annotations__"], *(o for m in METHODS for o in m.options)} if "_" in name
+)
+# The config replaces None in these options.
+_FILLED = ("epsilon_high", "importance_sampling_level")
+_ABSENT, _OWN = object(), object()
+
+
+def is_option(name: str) -> bool:
+    """Return True if `GRPOConfig` has an option of this name."""
+    return name in _FIELDS
+
+
+def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
+    """Return the options of `--set NAME=VALUE`, with values parsed as on TRL's command line.
+
+    `None` or `null` is None for an option that can be None. Commas or blanks separate the items of a list.
+
+    Raises:
+        ValueError: The option does not exist, or the value has another type.
+    """
+    options: dict[str, Any] = {}
+    for setting in settings:
+        name, equals, text = setting.partition("=")
+        if not equals:
+            raise ValueError(f"--set {setting!r} has no value. Write --set NAME=VALUE.")
+        if name not in _FIELDS:
+            raise ValueError(f"--set {setting}: GRPOConfig has no option {name!r}.{near(name, _FIELDS, '{}')}")
+        try:
+            options[name] = _read(name, text)
+        except ValueError as error:
+            raise ValueError(f"--set {setting}: {error}") from None
+    return options
+
+
+def given_to_script(arguments: Sequence[str]) -> dict[str, Any]:
+    """Return trl-steady's options among a script's arguments and in the YAML file of its `--config`.
+
+    An argument belongs to the script, and is not returned, if its value is invalid for the option: another type, or
+    none of the option's choices.
+    """
+    given: dict[str, Any] = {}
+    path = _parsed("config", str, None, arguments)
+    if isinstance(path, str) and path.endswith((".yaml", ".yml")) and Path(path).is_file():
+        with contextlib.suppress(yaml.YAMLError, UnicodeDecodeError):  # the script reports such an error itself
+            content = yaml.safe_load(Path(path).read_text())
+            for name in _OURS if isinstance(content, dict) else []:
+                if name in content:
+                    given[name] = _chosen(name, _written(content[name]))
+    for name in _OURS:
+        value = _given(name, arguments)
+        if value is not _ABSENT:
+            given[name] = value
+    return {name: value for name, value in given.items() if value is not _OWN}
+
+
+def refuse_dropped(
+    args: GRPOConfig, settings: Mapping[str, Any], given: Mapping[str, Any], target: Sequence[str]
+) -> None:
+    """Refuse a trainer's config that lost options of the command line.
+
+    Args:
+        args: The trainer's config.
+        settings: Options of `--set`, with their values after the config's checks.
+        given: Options among the script's arguments.
+        target: The script, or `-m` and a module.
+
+    Raises:
+        ValueError: The message names the option, both values and the fix.
+    """
+    for name, value in settings.items():
+        if not _same(getattr(args, name), value):
+            raise ValueError(
+                f"--set {name}={_written(value)} was given, but the trainer's config has "
+                f"{name}={getattr(args, name)!r}. The script changes it after it has built the config. Remove that "
+                "change."
+            )
+    for name, value in given.items():
+        is_filled = value is None and name in _FILLED
+        if name not in settings and not is_filled and not _same(getattr(args, name), value):
+            command = f"trl-steady run --set {shlex.quote(f'{name}={_written(value)}')} {shlex.join(target)}"
+            raise ValueError(
+                f"{target[-1]} was given {name}={value!r} on its command line or in its --config, but the trainer's "
+                f"config has {name}={getattr(args, name)!r}: the script does not read the option. Write "
+                f"GRPOConfig(..., {name}={value!r}) in the script, or run `{command}`, which sets it in any script."
+            )
+
+
+class _Parser(HfArgumentParser):
+    def error(self, message: str) -> Any:
+        raise ValueError(message.split(": ", 1)[-1])
+
+
+def _parsed(name: str, of_type: Any, default: Any, arguments: Sequence[str]) -> Any:
+    """Return the value that TRL's parser gives one option from these arguments, `_ABSENT` if the option is missing.
+
+    Raises:
+        ValueError: The value does not have the option's type.
+    """
+    option = field(default_factory=lambda: default) if isinstance(default, list | dict) else field(default=default)
+    options: Any = make_dataclass("Options", [(name, of_type, option)])
+    parser = _Parser(options, add_help=False, allow_abbrev=False)
+    parser.set_defaults(**{name: _ABSENT})
+    return getattr(parser.parse_known_args(list(arguments))[0], name)
+
+
+def _default(name: str) -> Any:
+    option = _FIELDS[name]
+    return option.default if option.default_factory is MISSING else option.default_factory()
+
+
+def _given(name: str, arguments: Sequence[str]) -> Any:
+    """Return an option's value from these arguments, `_ABSENT` if it is missing, `_OWN` if it is invalid."""
+    try:
+        value = _parsed(name, _TYPES[name], _default(name), arguments)
+    except ValueError:
+        if _TYPES[name] is bool:  # a flag without a value, followed by another argument
+            return True
+    else:
+        return _chosen(name, value) if isinstance(value, str) else value
+    try:
+        return _chosen(name, " ".join(_parsed(name, list[str], None, arguments)))
+    except ValueError:  # the option has no value
+        return _OWN
+
+
+def _chosen(name: str, text: str) -> Any:
+    """Return the option's value for this text, in any case of letters; `_OWN` if the text is not a valid value."""
+    try:
+        value = _read(name, text)
+    except ValueError:
+        return _OWN
+    if value is None or name not in CHOICES:
+        return value
+    spelt = {str(choice).lower(): choice for choice in CHOICES[name]}
+    return spelt.get(str(value).lower(), _OWN)
+
+
+def _read(name: str, text: str) -> Any:
+    kinds = get_args(_TYPES[name]) or (_TYPES[name],)
+    is_none = text in ("None", "null") or (text.lower() in ("none", "null") and str not in kinds)
+    if is_none and NoneType in kinds:
+        return None
+    if text.startswith("{") and any(get_origin(kind) is dict or kind is dict for kind in kinds):
+        return json.loads(text)
+    is_list = str not in kinds and any(get_origin(kind) is list for kind in (*kinds, _TYPES[name]))
+    words = [word for word in re.split(r"[,\s]+", text.strip("[]() ")) if word] if is_list else []
+    arguments = [f"--{name}", *words] if is_list else [f"--{name}={text}"]
+    return _parsed(name, _TYPES[name], _default(name), arguments)
+
+
+def _same(has: Any, asked: Any) -> bool:
+    if isinstance(has, list | tuple) and isinstance(asked, list | tuple):
+        return list(has) == list(asked)
+    return has == asked
+
+
+def _written(value: Any) -> str:
+    if isinstance(value, list | tuple):
+        return ",".join(map(str, value))
+    return json.dumps(value) if isinstance(value, dict) else str(value)

@@ -1,0 +1,134 @@
+"""Replacement of TRL's `GRPOTrainer` and `GRPOConfig` by trl-steady's while an unchanged script runs."""
+
+import functools
+import os
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import transformers
+import trl
+
+from trl_steady.config.grpo import GRPOConfig
+from trl_steady.host.launching import TRAINER, standing_in
+from trl_steady.launcher.options import given_to_script, refuse_dropped
+from trl_steady.trainers.grpo import GRPOTrainer
+
+__all__ = ["Swap", "swapped"]
+
+_READ_AT_IMPORT = ("HF_", "TRANSFORMERS_", "CUDA_VISIBLE_DEVICES")
+_KEPT = "_set_by_launcher"  # attribute of a config: the options of --set, with their values after the config's checks
+
+
+@dataclass
+class Swap:
+    """The trainers that a script has built."""
+
+    trainers: int = 0
+    """Number of trl-steady's trainers."""
+    others: dict[str, None] = field(default_factory=dict)
+    """Names of the other trainers, in order of construction."""
+
+
+@contextmanager
+def swapped(
+    settings: Mapping[str, Any] | None = None, arguments: Sequence[str] = (), target: Sequence[str] = ("SCRIPT",)
+) -> Iterator[Swap]:
+    """Replace TRL's `GRPOTrainer` and `GRPOConfig` by trl-steady's in all modules of TRL.
+
+    Args:
+        settings: Options that every `GRPOConfig` gets before its checks. They override what the script passes to it.
+        arguments: The script's arguments. They may have options that the script does not read.
+        target: The script, or `-m` and a module, for messages.
+
+    Yields:
+        The trainers that have been built so far.
+
+    Raises:
+        ValueError: The script builds a trainer that would train GRPO without trl-steady, or one whose config lacks an
+            option of `settings` or `arguments`.
+    """
+    swap, environment, theirs = Swap(), dict(os.environ), trl.GRPOConfig
+    any_trainer, own_trainer, own_checks = (
+        transformers.Trainer.__init__,
+        GRPOTrainer.__init__,
+        GRPOConfig.__post_init__,
+    )
+    options, given = dict(settings or {}), given_to_script(arguments)
+
+    @functools.wraps(any_trainer)
+    def constructed(self: Any, *positional: Any, **keywords: Any) -> None:
+        if not isinstance(self, GRPOTrainer):
+            args = keywords.get("args", positional[1] if len(positional) > 1 else None)
+            names = [base.__name__ for base in type(self).__mro__]
+            if isinstance(args, theirs) or any(name.endswith("GRPOTrainer") for name in names):
+                raise ValueError(_not_ours(type(self)))
+            swap.others[_origin(type(self))] = None
+        any_trainer(self, *positional, **keywords)
+
+    @functools.wraps(own_trainer)
+    def constructed_by_us(
+        self: GRPOTrainer, model: Any, reward_funcs: Any = None, args: Any = None, *positional: Any, **keywords: Any
+    ) -> None:
+        _refuse_dropped(args)  # before the model is loaded
+        own_trainer(self, model, reward_funcs, args, *positional, **keywords)
+        _refuse_dropped(self.args)  # if args was None, the trainer has built a config
+        swap.trainers += 1
+        late = [name for name, value in os.environ.items() if environment.get(name) != value]
+        for line in _too_late(late):
+            self.accelerator.print(line, flush=True)
+
+    def _refuse_dropped(args: Any) -> None:
+        if isinstance(args, GRPOConfig):
+            refuse_dropped(args, vars(args).get(_KEPT, options), given, target)
+
+    @functools.wraps(own_checks)
+    def checked(self: GRPOConfig) -> None:
+        vars(self).update(options)
+        own_checks(self)
+        vars(self)[_KEPT] = {name: getattr(self, name) for name in options}
+
+    hooks = [(transformers.Trainer, "__init__", constructed), (GRPOTrainer, "__init__", constructed_by_us)]
+    if options:
+        hooks.append((GRPOConfig, "__post_init__", checked))
+    with standing_in(GRPOTrainer=GRPOTrainer, GRPOConfig=GRPOConfig), ExitStack() as stack:
+        for owner, name, hook in hooks:
+            stack.callback(setattr, owner, name, vars(owner)[name])
+            setattr(owner, name, hook)
+        yield swap
+
+
+def _not_ours(trainer: type) -> str:
+    if any(base.__name__ == "AsyncGRPOTrainer" for base in trainer.__mro__):
+        return f"{_origin(trainer)} is TRL's own; trl-steady has only GRPOTrainer. Run the script with python."
+    kept = any((base.__module__, base.__qualname__) == TRAINER for base in trainer.__mro__)
+    why = (
+        "its class, or a base of it, is TRL's own, imported before trl-steady replaced it or loaded again later"
+        if kept
+        else "it is not derived from trl.GRPOTrainer, or another package has replaced that class"
+    )
+    return (
+        f"{_name(trainer)} would train GRPO without trl-steady: {why}. To train with trl-steady, derive it from "
+        "trl_steady.GRPOTrainer, with `from trl_steady import GRPOConfig, GRPOTrainer` in that module. To train "
+        "without trl-steady, run the script with python."
+    )
+
+
+def _origin(trainer: type) -> str:
+    """Return the public name of a trainer, with the class of TRL or transformers that it derives from."""
+    for base in trainer.__mro__:
+        if base.__module__.split(".")[0] in ("trl", "transformers"):
+            package = base.__module__.split(".")[0]
+            public = f"{package}.{base.__name__}" if base.__module__.startswith(f"{package}.trainer") else _name(base)
+            return public if base is trainer else f"{_name(trainer)} (a {public})"
+    return _name(trainer)
+
+
+def _too_late(variables: Collection[str]) -> list[str]:
+    names = sorted(name for name in variables if name.startswith(_READ_AT_IMPORT))
+    return [f"  too late: {name} was read before the script set it. Set it in the shell" for name in names]
+
+
+def _name(kind: type) -> str:
+    return f"{kind.__module__}.{kind.__qualname__}"

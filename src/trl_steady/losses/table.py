@@ -1,0 +1,121 @@
+"""All losses of GRPO in one table: what each one is, and what options mean under it."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from torch import Tensor
+
+from trl_steady.host.loss import MicroBatch
+from trl_steady.losses import objective
+
+__all__ = ["LOSSES", "Loss"]
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One value of `loss_type`. What decides by the loss reads it here."""
+
+    reduction: Literal["sequence_mean", "sequence_sum", "micro_batch_tokens", "step_tokens", "constant"]
+    """How the values of tokens become a loss: see `trl_steady.host.loss.token_weights`."""
+    clip: Literal["ratio", "log_ratio", "cap", None] = "ratio"
+    """What `epsilon` and `epsilon_high` are: the distance of the ratio from 1, the distance of its log from 0, a cap
+    of the ratio itself (`epsilon_high` only), or nothing."""
+    advantages: Literal["by_level", "token", "sequence"] = "by_level"
+    """Which advantages count: those of tokens, the mean of a sequence, or tokens only if the ratio is per token."""
+    options: tuple[str, ...] = ()
+    """Options that only this loss reads."""
+
+    # The rest is for losses that TRL does not have.
+    name: str = ""
+    """Name of the method; "" for TRL's own losses."""
+    paper: str = ""
+    """arXiv number and section."""
+    page: str = ""
+    """Path of the page below docs/."""
+    host: str = ""
+    """TRL's loss that runs in its place."""
+    level: Literal["sequence", "token", None] = None
+    """`importance_sampling_level`; None if the user chooses it."""
+    what: str = ""
+    """What its ratios are, for messages."""
+    epsilon: float | None = None
+    """Default of `epsilon`; None for TRL's."""
+    epsilon_high: float | None = None
+    """Default of `epsilon_high` if `epsilon` is unset too."""
+    rewrite: Callable[[MicroBatch], MicroBatch] | None = None
+    """Changes the micro-batch so that TRL's loss on token ratios becomes this one."""
+    policy_term: Callable[..., Tensor] | None = None
+    """Computes the policy term itself: `objective.gmpo` shows the arguments. TRL's loss adds its other terms."""
+    in_trls_terms: Callable[[Any], Mapping[str, Any]] | None = None
+    """Translates clip ranges of the trainer for the metrics of TRL's loss."""
+
+    @property
+    def is_ours(self) -> bool:
+        """True if TRL does not have this loss."""
+        return bool(self.name)
+
+    def takes_token_advantages(self, importance_sampling_level: str) -> bool:
+        """Return True if the gradient of each token carries the advantage of that token."""
+        return self.advantages == "token" or (self.advantages == "by_level" and importance_sampling_level == "token")
+
+
+_GSPO = "2507.18071"
+
+LOSSES = {
+    "grpo": Loss("sequence_mean"),
+    "bnpo": Loss("micro_batch_tokens"),
+    "dr_grpo": Loss("constant"),
+    "dapo": Loss("step_tokens"),
+    # a sequence's ratio gives all tokens the same gradient, unless it is only a weight, as in cispo and vespo
+    "cispo": Loss("step_tokens", clip="cap", advantages="token"),
+    "sapo": Loss("sequence_mean", clip=None, options=("sapo_temperature_pos", "sapo_temperature_neg")),
+    "luspo": Loss("sequence_sum"),
+    "vespo": Loss(
+        "step_tokens",
+        clip=None,
+        advantages="token",
+        options=("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
+    ),
+    "gmpo": Loss(
+        "sequence_mean",
+        clip="log_ratio",
+        advantages="sequence",
+        name="GMPO",
+        paper="2507.20673, equation 4",
+        page="methods/gmpo.md",
+        host="grpo",
+        level="token",
+        what="the geometric mean of clipped token ratios",
+        epsilon=0.4,  # the clip range (e^-0.4, e^0.4)
+        epsilon_high=0.4,
+        policy_term=objective.gmpo,
+        in_trls_terms=objective.gmpo_clip_in_ratios,
+    ),
+    "gspo": Loss(
+        "sequence_mean",
+        advantages="sequence",
+        name="GSPO",
+        paper=f"{_GSPO}, section 4.1",
+        page="methods/gspo.md",
+        host="grpo",
+        level="sequence",
+        what="one ratio per sequence",
+        epsilon=3e-4,  # section 5.1: left and right clipping range
+        epsilon_high=4e-4,
+    ),
+    "gspo_token": Loss(
+        "sequence_mean",
+        advantages="token",
+        name="GSPO-token",
+        paper=f"{_GSPO}, section 4.3",
+        page="methods/gspo_token.md",
+        host="grpo",
+        level="sequence",
+        what="one ratio per sequence",
+        epsilon=3e-4,
+        epsilon_high=4e-4,
+        rewrite=objective.as_gspo_token,
+    ),
+}
+"""`loss_type` -> what the loss is. TRL's losses come first."""

@@ -1,0 +1,278 @@
+"""Passes without padding, and micro-batches that are measured in tokens, as a part."""
+
+import contextlib
+import functools
+import itertools
+import warnings
+import weakref
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, cast
+
+import torch
+from accelerate.utils import DistributedType
+from peft import PeftModel, PeftType
+from torch import Tensor
+from transformers import PreTrainedModel, TrainerCallback
+
+from trl_steady.config.checks import refuse_means_over_micro_batches
+from trl_steady.host import models
+from trl_steady.host.names import rollout_number
+from trl_steady.host.part import Part, ScoringPass
+from trl_steady.host.reached import is_known
+from trl_steady.host.regrouping import backward_of, divided_by
+from trl_steady.losses.table import LOSSES
+from trl_steady.padding.attention import attending_in, own_implementation, switched
+from trl_steady.padding.budget import Length, partition
+from trl_steady.padding.families import Traits, traits
+from trl_steady.padding.packing import Segment
+from trl_steady.padding.proxy import UnpaddedModel
+
+__all__ = ["PaddingPart"]
+
+# Adapters that do the same to a token wherever it is in a row
+_PER_TOKEN = {
+    PeftType.ADALORA,
+    PeftType.BOFT,
+    PeftType.FOURIERFT,
+    PeftType.HRA,
+    PeftType.IA3,
+    PeftType.LN_TUNING,
+    PeftType.LOHA,
+    PeftType.LOKR,
+    PeftType.LORA,
+    PeftType.OFT,
+    PeftType.RANDLORA,
+    PeftType.VBLORA,
+    PeftType.VERA,
+}
+_STEPS_IN_BACKWARD = ("lomo", "adalomo")
+
+
+class PaddingPart(Part):
+    """Computes no padding in the passes of policy and reference, and regroups micro-batches with `token_budget`.
+
+    Without a budget, TRL still chooses the sequences of each micro-batch. The loss is always that of the whole step.
+    With a budget, TRL's metrics become means over the new micro-batches.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(trainer)
+        self._traits: weakref.WeakKeyDictionary[torch.nn.Module, Traits] = weakref.WeakKeyDictionary()
+        self._waiting: list[tuple[int, Mapping[str, Any]]] = []
+
+    # construction
+
+    def built(self) -> None:
+        """Refuse models and settings with which sequences cannot be packed or regrouped."""
+        trainer, args = self.trainer, self.trainer.args
+        if args.trim_padding:
+            its = self.traits_of(trainer.model)
+            why_not = self.why_padded or its.why_not_packed
+            if args.share_prompts and why_not:
+                raise ValueError(f"share_prompts=True needs packed sequences, and {why_not}. Set share_prompts=False.")
+            if args.share_prompts and trainer.aux_loss_enabled:
+                raise ValueError(
+                    "share_prompts=True would count a prompt once in the load-balancing loss, but TRL counts it for "
+                    "each completion. Set router_aux_loss_coef=0.0, or share_prompts=False."
+                )
+            if why_not:
+                does_nothing = self.why_padded or its.width_limit == 0
+                what = "does nothing" if does_nothing else "only cuts columns that are padding in every row"
+                way_out = "Change that, or set trim_padding=False to keep the padding."
+                warnings.warn(f"trim_padding=True {what}: {why_not}. {way_out}", UserWarning, stacklevel=2)
+        if args.token_budget is not None:
+            self._refuse_budget(f"token_budget={args.token_budget}")
+            trainer.add_callback(_AtStepBegin(self._waiting.clear))  # left over from a step that raised
+
+    def _refuse_budget(self, budget: str) -> None:
+        trainer = self.trainer
+        if self.why_padded:
+            raise ValueError(
+                f"{budget} needs passes without padding, and {self.why_padded}. Leave token_budget unset."
+            )
+        config = models.bare(trainer, trainer.model).config
+        if config.get_text_config() is not config:
+            raise ValueError(
+                f"{budget} can only regroup text, and the model takes other inputs too. Leave token_budget unset."
+            )
+        if trainer.aux_loss_enabled:
+            raise ValueError(
+                f"{budget} does not work with a load-balancing loss, which is a mean over the tokens of each of TRL's "
+                "micro-batches. Set router_aux_loss_coef=0.0, or leave token_budget unset."
+            )
+        is_deepspeed = trainer.accelerator.distributed_type == DistributedType.DEEPSPEED
+        if is_deepspeed or trainer.args.optim in _STEPS_IN_BACKWARD:
+            raise ValueError(
+                f"{budget} runs backward more than once in the last micro-batch of an optimizer step. DeepSpeed and "
+                f"the optimizers {' and '.join(_STEPS_IN_BACKWARD)} would step each time. Train with DDP and another "
+                "optimizer, or leave token_budget unset."
+            )
+        if not is_known(type(trainer).compute_loss):
+            raise ValueError(
+                f"{budget} runs backward inside compute_loss, so {type(trainer).__name__}.compute_loss would see only "
+                "the last micro-batch. Override micro_batch_loss instead, or leave token_budget unset."
+            )
+
+    @property
+    def why_padded(self) -> str | None:
+        """Reason why no pass can leave out padding, for any model; None if passes can."""
+        args, model = self.trainer.args, self.trainer.model
+        if models.compiles(self.trainer):
+            return "torch.compile recompiles for each shape of a batch"
+        if args.neftune_noise_alpha is not None:
+            return "neftune_noise_alpha scales its noise by the width of a batch"
+        if args.n_gpu > 1:
+            return "one process drives several GPUs and divides the rows of a batch among them"
+        if isinstance(model, PeftModel):
+            config: Any = model.active_peft_config
+            if config.peft_type not in _PER_TOKEN or getattr(config, "alora_invocation_tokens", None):
+                return f"an adapter of type {type(config).__name__} may depend on the position of a token in its row"
+        return None
+
+    def traits_of(self, model: torch.nn.Module) -> Traits:
+        """Return the traits of the transformers model in `model`: which padding it can do without."""
+        bare = models.bare(self.trainer, model)
+        if bare not in self._traits or self._traits[bare].implementation != own_implementation(bare):
+            self._traits[bare] = traits(bare)
+        return self._traits[bare]
+
+    # scoring
+
+    @contextlib.contextmanager
+    def scoring(self, scoring: ScoringPass, model: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
+        """Leave out the padding of a pass."""
+        if not self._acts:
+            yield model
+            return
+        yield UnpaddedModel(
+            model,
+            self.traits_of(scoring.model),
+            prompt_width=scoring.prompt_width,
+            share_prompts=self.trainer.args.share_prompts,
+            attending=functools.partial(_attending, scoring, models.bare(self.trainer, scoring.model)),
+        )
+
+    def batches(self, scoring: ScoringPass) -> Sequence[Tensor]:
+        """Return batches of `token_budget`, or of sequences of similar length, if no gradient is needed."""
+        if not self._acts or torch.is_grad_enabled() or scoring.with_aux_loss or not scoring.is_text:
+            return ()
+        has_padding_left = self.traits_of(scoring.model).why_not_packed is not None
+        if self.trainer.args.token_budget is None and not has_padding_left:
+            return ()
+        ids, mask = scoring.input_ids, scoring.attention_mask
+        order, counts = self._batches(scoring.model, ids, mask, scoring.prompt_width, scoring.batch_size)
+        return order.split(counts)
+
+    @property
+    def _acts(self) -> bool:
+        return self.trainer.args.trim_padding and not self.why_padded
+
+    def _batches(
+        self,
+        model: torch.nn.Module,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        prompt_width: int,
+        batch_size: int | None = None,
+    ) -> tuple[Tensor, list[int]]:
+        """Return the order (B,) in which sequences go through `model`, and how many go at a time.
+
+        The numbers are the same on all processes. The longest sequences come first, so memory runs out early or not at
+        all. With `share_prompts`, the sequences of a prompt stay together with their longest.
+        """
+        args = self.trainer.args
+        mask, its = attention_mask.bool(), self.traits_of(model)
+        prompts, completions = mask[:, :prompt_width].sum(-1), mask[:, prompt_width:].sum(-1)
+        is_whole = input_ids.size(1) > its.width_limit
+        if is_whole or (its.why_not_packed and not its.is_shift_invariant):
+            prompts = torch.full_like(prompts, prompt_width)  # their padding is not cut off
+        if is_whole:
+            completions = torch.full_like(completions, input_ids.size(1) - prompt_width)
+        order = (prompts + completions).argsort(descending=True, stable=True)
+        groups = torch.full_like(prompts, -1)
+        if args.share_prompts:
+            shared = input_ids.where(mask, -1)[:, : prompt_width - 1]
+            _, groups = shared.unique(dim=0, return_inverse=True)
+            ranks: dict[int, int] = {}
+            for group in groups[order].tolist():
+                ranks.setdefault(group, len(ranks))
+            order = order[torch.tensor([ranks[group] for group in groups[order].tolist()]).argsort(stable=True)]
+        if args.token_budget is None:
+            size = batch_size or len(order)
+            return order, [min(size, len(order) - start) for start in range(0, len(order), size)]
+        lengths = torch.stack([prompts, completions, groups], dim=-1)[order].unsqueeze(0)
+        everywhere = cast(Tensor, self.trainer.accelerator.gather(lengths)).tolist()
+        processes = [[Length(*length) for length in own] for own in everywhere]
+        return order, partition(processes, args.token_budget, padded=is_whole or its.why_not_packed is not None)
+
+    # loss
+
+    def computing(
+        self, model: torch.nn.Module, compute: Callable[[Mapping[str, Any]], Tensor], inputs: Mapping[str, Any]
+    ) -> Tensor:
+        """Compute TRL's loss. With a budget, collect the micro-batches of an optimizer step and regroup them.
+
+        Earlier calls return 0, and the last call of the step runs all micro-batches.
+        """
+        trainer = self.trainer
+        if trainer.args.token_budget is None or not trainer.model.training:
+            return compute(inputs)
+        self._waiting.append((rollout_number(trainer), inputs))
+        if not trainer.accelerator.sync_gradients:
+            return torch.zeros((), device=trainer.accelerator.device, requires_grad=True)
+        refuse_means_over_micro_batches(trainer.args.token_budget, trainer)  # a callback may have changed the loss
+        waiting, self._waiting[:] = [*self._waiting], []
+        loss = getattr(trainer, "loss_type", None)
+        is_sum = loss is not None and LOSSES[loss].reduction == "step_tokens"
+        *others, last = self._regrouped(model, waiting)
+        total = torch.zeros((), device=trainer.accelerator.device)
+        for group, share in others:
+            total += backward_of(trainer, model, functools.partial(compute, group), 1.0 if is_sum else share)
+        group, share = last
+        with divided_by(trainer, 1.0 if is_sum else share) as scaled:
+            return total + scaled(compute(group))
+
+    def _regrouped(
+        self, model: torch.nn.Module, waiting: Sequence[tuple[int, Mapping[str, Any]]]
+    ) -> Iterator[tuple[dict[str, Any], float]]:
+        """Yield the micro-batches of the budget, each with its size as a share of TRL's micro-batch."""
+        for _, rollout in itertools.groupby(waiting, key=lambda waits: waits[0]):  # each rollout has its own width
+            parts = [inputs for _, inputs in rollout]
+            whole = {name: _together([part[name] for part in parts]) for name in parts[0]}
+            order, counts = self._batches(
+                model,
+                torch.cat([whole["prompt_ids"], whole["completion_ids"]], dim=1),
+                torch.cat([whole["prompt_mask"], whole["completion_mask"]], dim=1),
+                whole["prompt_ids"].size(1),
+            )
+            for rows in order.split(counts):
+                group = {name: _taken(values, rows) for name, values in whole.items()}
+                yield group, len(rows) / len(parts[0]["completion_ids"])
+
+
+class _AtStepBegin(TrainerCallback):
+    def __init__(self, run: Callable[[], None]) -> None:
+        self._run = run
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._run()
+
+
+@contextlib.contextmanager
+def _attending(scoring: ScoringPass, bare: PreTrainedModel, segments: Sequence[Segment]) -> Iterator[None]:
+    with scoring.lasting(switched(bare)), attending_in(segments):
+        yield
+
+
+def _together(values: Sequence[Any]) -> Any:
+    """Join one input of the micro-batches of a rollout. An input that has no rows is the same in all."""
+    first = values[0]
+    if isinstance(first, Tensor) and first.dim():
+        return torch.cat(list(values))
+    return list(itertools.chain(*values)) if isinstance(first, list) else first
+
+
+def _taken(values: Any, rows: Tensor) -> Any:
+    if isinstance(values, Tensor) and values.dim():
+        return values[rows]
+    return [values[row] for row in rows.tolist()] if isinstance(values, list) else values

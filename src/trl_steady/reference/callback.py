@@ -1,0 +1,223 @@
+"""Move the KL reference while TRL trains, log each move, and save the reference in checkpoints."""
+
+import json
+import logging
+import os
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import trl
+from accelerate.utils import is_peft_model
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from transformers import TrainerCallback
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from trl_steady import host
+from trl_steady.reference.adapter import add_reference_adapter
+from trl_steady.reference.tensors import Pair, adapter_pairs, gather, model_pairs, move, refuse_other_shapes, restore
+
+__all__ = ["REFERENCE_FILE", "ReferenceRefreshCallback", "Refresh"]
+
+REFERENCE_FILE = "reference.safetensors"
+"""File of a checkpoint that holds the reference's tensors, and the counters as metadata."""
+
+logger = logging.getLogger(__name__)
+
+
+class Refresh(NamedTuple):
+    """One move of the reference."""
+
+    step: int
+    """Optimizer steps taken before the move."""
+    kl: float | None
+    """KL of the last update before the move, in nats per token as TRL logs it, or None if it was not measured."""
+    rule: str
+    """The rule that fired first: `"steps"` or `"kl"`."""
+
+
+class ReferenceRefreshCallback(TrainerCallback):
+    """Move the KL reference of `trl.GRPOTrainer` or `trl.RLOOTrainer` to the policy, with or without PEFT.
+
+    Use it with TRL's own trainers: `trainer.add_callback(ReferenceRefreshCallback(trainer, steps=400))`.
+    `trl_steady.GRPOTrainer` creates its own callback if `sync_ref_model=True`.
+
+    After a rule has fired, the reference moves before the next optimizer step that begins with a generation, so that
+    no rollout mixes two references. With `alpha=1` this is Algorithm 1 of DeepSeekMath (arXiv 2402.03300). With PEFT
+    the reference is an adapter `ref` on the policy's own model. The callback creates it, equal to the current policy.
+
+    Every step logs `ref/refreshes`, the number of refreshes so far. The step after a refresh also logs
+    `ref/refresh_step`, `ref/refresh_kl` and `ref/refresh_by_kl` (1 or 0).
+
+    With TRL's trainer, a resume from `output_dir/checkpoint-N` restores the reference. Checkpoints that a kill has cut
+    short, or that are inside a generation window, behave as in TRL. `trl_steady.GRPOTrainer` has neither limit.
+
+    Args:
+        trainer: A trainer that has not started training, with `beta` not 0 and `sync_ref_model=False`.
+        steps: Optimizer steps between refreshes, counted from the start as in TRL, or None.
+        alpha: Share of the policy in the new reference, above 0 and at most 1. For an adapter it mixes the factors,
+            not their product.
+        kl: Also refresh when the KL of an update exceeds this many nats per token, or None.
+        reset_optimizer: Clear the optimizer's state at each refresh (ProRL, arXiv 2505.24864). The learning-rate
+            schedule goes on.
+
+    Raises:
+        ValueError: the trainer has no reference, or its reference cannot be moved. The message says what to do.
+    """
+
+    def __init__(
+        self,
+        trainer: trl.GRPOTrainer | trl.RLOOTrainer,
+        *,
+        steps: int | None = 512,
+        alpha: float = 1.0,
+        kl: float | None = None,
+        reset_optimizer: bool = False,
+    ) -> None:
+        self.steps, self.alpha, self.kl_limit, self.reset_optimizer = steps, alpha, kl, reset_optimizer
+        self.trainer: Any = trainer
+        self.refreshes: list[Refresh] = []
+        self._due: str | None = None
+        self._kl: float | None = None
+        self._seen = 0
+        _refuse(self)
+        model: Any = trainer.model
+        if is_peft_model(model):
+            add_reference_adapter(model)
+        pairs = self.pairs()  # raises now if they do not match
+        if is_peft_model(model) and trainer.is_fsdp_enabled and trainer.accelerator.mixed_precision != "no":
+            for pair in pairs:  # accelerate will cast the policy's, which are trainable
+                pair.reference.data = pair.reference.data.float()
+
+    def pairs(self) -> list[Pair]:
+        """Return the current pairs of policy and reference tensors. Wrapping and sharding the model replaces them."""
+        unwrap = partial(self.trainer.accelerator.unwrap_model, keep_torch_compile=False)
+        if self.trainer.ref_model is None:
+            return adapter_pairs(unwrap(self.trainer.model))
+        return model_pairs(unwrap(self.trainer.model), unwrap(self.trainer.ref_model))
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Move the reference if a refresh is due and the next step begins with a generation."""
+        if self._due and host.is_before_generation(self.trainer):
+            move(self.pairs(), self.alpha)
+            if self.reset_optimizer:
+                assert self.trainer.optimizer is not None
+                self.trainer.optimizer.state.clear()
+            self.refreshes.append(Refresh(state.global_step, self._kl, self._due))
+            self._due = None
+            self._log(self.refreshes[-1])
+        self._seen = host.logged_count(self.trainer, "kl")
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Check the rules, and mark a refresh as due if one has fired."""
+        is_on_time = self.steps is not None and state.global_step % self.steps == 0
+        if self._due or is_on_time or self.kl_limit is not None:  # reading the KL makes processes wait for one another
+            values = host.logged(self.trainer, "kl")[self._seen :]
+            if values:
+                self._kl = sum(values) / len(values)
+                if self._due is None and self.kl_limit is not None and self._kl > self.kl_limit:
+                    self._due = "kl"
+        if self._due is None and is_on_time:
+            self._due = "steps"
+        host.log_last(self.trainer, "ref/refreshes", len(self.refreshes))
+
+    def _log(self, refresh: Refresh) -> None:
+        host.log_last(self.trainer, "ref/refresh_step", refresh.step)
+        host.log_last(self.trainer, "ref/refresh_by_kl", float(refresh.rule == "kl"))
+        if refresh.kl is not None:
+            host.log_last(self.trainer, "ref/refresh_kl", refresh.kl)
+        if self.trainer.accelerator.is_main_process:
+            logger.info("reference moved after step %d: rule %r, KL before %s", refresh.step, refresh.rule, refresh.kl)
+
+    def save(self, folder: Path) -> None:
+        """Write the reference and the counters to one file, atomically. Every process must call it."""
+        writes = self.trainer.args.should_save
+        tensors = gather(self.pairs(), keep=writes)
+        if writes:
+            counters = {"refreshes": self.refreshes, "due": self._due, "kl": self._kl}
+            unfinished = folder / f"{REFERENCE_FILE}.unfinished"
+            save_file(tensors, unfinished, metadata={"trl_steady": json.dumps(counters)})
+            os.replace(unfinished, folder / REFERENCE_FILE)
+
+    def check(self, folder: Path) -> None:
+        """Raise on a checkpoint that `load` could not use, before anything is loaded from it.
+
+        Raises:
+            ValueError: the checkpoint holds no reference, or one of another shape.
+        """
+        if not (folder / REFERENCE_FILE).is_file():
+            raise ValueError(
+                f"the reference moves in this run, but {folder} holds no {REFERENCE_FILE}: it was written by TRL "
+                "alone, with sync_ref_model=False or with save_only_model=True, and a resume would begin with another "
+                "reference. Resume from a checkpoint of a run with a moving reference, or begin a new run from its "
+                "model."
+            )
+        with safe_open(folder / REFERENCE_FILE, framework="pt") as file:
+            names = list(file.keys())
+            refuse_other_shapes(self.pairs(), {name: tuple(file.get_slice(name).get_shape()) for name in names})
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote. Every process must call it.
+
+        Raises:
+            ValueError: as in `check`.
+        """
+        self.check(folder)
+        restore(self.pairs(), load_file(folder / REFERENCE_FILE))
+        with safe_open(folder / REFERENCE_FILE, framework="pt") as file:
+            counters = json.loads(file.metadata()["trl_steady"])
+        self.refreshes = [Refresh(*refresh) for refresh in counters["refreshes"]]
+        self._due, self._kl = counters["due"], counters["kl"]
+
+    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Add the reference to TRL's checkpoint."""
+        if not isinstance(self.trainer, host.Steady):  # that one saves it before the checkpoint is in place
+            self.save(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Restore the reference when TRL resumes."""
+        if state.global_step > 0 and not isinstance(self.trainer, host.Steady):
+            folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+            if not folder.is_dir():
+                raise ValueError(
+                    f"output_dir={args.output_dir!r} holds no {folder.name}, but on a resume this callback looks for "
+                    "the reference there. Keep the checkpoints in output_dir, or use trl_steady.GRPOTrainer, which "
+                    "knows the folder."
+                )
+            self.load(folder)
+
+
+def _refuse(callback: ReferenceRefreshCallback) -> None:
+    trainer: Any = callback.trainer
+    name = type(callback).__name__
+    if not isinstance(trainer, trl.GRPOTrainer | trl.RLOOTrainer):
+        raise ValueError(
+            f"{name} moves the reference of trl.GRPOTrainer and trl.RLOOTrainer, not of {type(trainer)}. Pass one of "
+            "these trainers."
+        )
+    if trainer.beta == 0.0:
+        raise ValueError(f"beta=0.0 leaves {name} nothing to move: there is no reference. Set beta above 0.")
+    args: Any = trainer.args
+    if isinstance(trainer, host.Steady) != args.sync_ref_model:
+        raise ValueError(
+            f"{name} cannot work with sync_ref_model={args.sync_ref_model} on {type(trainer).__module__}."
+            f"{type(trainer).__qualname__}. With trl_steady.GRPOTrainer set sync_ref_model=True and add no callback. "
+            "With TRL's trainers set sync_ref_model=False and add the callback."
+        )
+    if any(isinstance(other, ReferenceRefreshCallback) for other in trainer.callback_handler.callbacks):
+        raise ValueError(f"the trainer has a {name} already, and two would move its reference twice. Add only one.")
+    for option, value, works, expected in (
+        ("steps", callback.steps, callback.steps is None or callback.steps >= 1, "1 or more, or None"),
+        ("alpha", callback.alpha, 0 < callback.alpha <= 1, "a value above 0 and at most 1"),
+        ("kl", callback.kl_limit, callback.kl_limit is None or callback.kl_limit > 0, "a value above 0, or None"),
+    ):
+        if not works:
+            raise ValueError(f"{option}={value!r} cannot work. Set {option} to {expected}.")
+    if trainer.is_fsdp_enabled and getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1) == 1:
+        raise ValueError("FSDP version 1 flattens the reference's parameters away. Set fsdp_version: 2.")
+    if callback.reset_optimizer and trainer.is_deepspeed_enabled:
+        raise ValueError(
+            "DeepSpeed keeps the optimizer's state in partitions of its own, which cannot be cleared from here. Leave "
+            "the optimizer's state as it is (ref_model_sync_reset_optimizer=False), or use FSDP2 or DDP."
+        )

@@ -1,0 +1,109 @@
+"""The moving reference as a part: it is created, saved, restored and kept out of what is saved as the policy."""
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from peft import PeftModel
+
+from trl_steady.host.names import overridden
+from trl_steady.host.part import Part, Rollout
+from trl_steady.reference.adapter import base_kept, parameters_kept, refuse_unmovable
+from trl_steady.reference.callback import REFERENCE_FILE, ReferenceRefreshCallback
+from trl_steady.reference.tensors import POLICY, REFERENCE
+
+__all__ = ["ReferencePart"]
+
+
+class ReferencePart(Part):
+    """Moves the KL reference with `sync_ref_model`, also with PEFT, on quantised bases and across resumes."""
+
+    callback: ReferenceRefreshCallback | None = None
+    """Moves the reference; None if it does not move."""
+
+    @contextlib.contextmanager
+    def building(self, model: Any, args: Any) -> Iterator[None]:
+        """Refuse adapters that cannot be followed. TRL's constructor does not see the option.
+
+        It refuses it with PEFT, and adds its own callback without PEFT.
+        """
+        config = None
+        if args.sync_ref_model and isinstance(model, PeftModel):
+            refuse_unmovable(model)
+            if REFERENCE in model.peft_config:
+                raise ValueError(
+                    f"the model has an adapter named {REFERENCE!r}, a name reserved for the reference. Delete it with "
+                    f"model.delete_adapter({REFERENCE!r}), or load it under another name."
+                )
+            config = model.peft_config[POLICY]  # TRL's constructor adds another adapter from it
+        self._path = Path(model if isinstance(model, str | Path) else getattr(model, "name_or_path", ""))
+        with overridden(args, {"sync_ref_model": False}), base_kept(config):
+            yield
+
+    def built(self) -> None:
+        """Create the reference, and warn if the model is a checkpoint of a run whose reference has moved."""
+        trainer, args = self.trainer, self.trainer.args
+        if (self._path / REFERENCE_FILE).is_file():
+            warnings.warn(
+                f"{self._path} is a checkpoint with a reference that has moved ({REFERENCE_FILE}). Loaded as the "
+                "model, it begins a new run whose reference is this policy. To continue that run, build the trainer "
+                "as it was built and call train(resume_from_checkpoint=...).",
+                UserWarning,
+                stacklevel=2,
+            )
+        if args.sync_ref_model:
+            self.callback = ReferenceRefreshCallback(
+                trainer,
+                steps=args.ref_model_sync_steps,
+                alpha=args.ref_model_mixup_alpha,
+                kl=args.ref_model_sync_kl,
+                reset_optimizer=args.ref_model_sync_reset_optimizer,
+            )
+            trainer.add_callback(self.callback)
+
+    @contextlib.contextmanager
+    def rolling(self, rollout: Rollout) -> Iterator[None]:
+        """Keep which parameters are trainable. TRL switches to the reference's adapter and back."""
+        with parameters_kept(self.trainer.model) if self.callback else contextlib.nullcontext():
+            yield
+
+    @contextlib.contextmanager
+    def saving(self) -> Iterator[None]:
+        """Save a plain PEFT or transformers model, without the reference."""
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        if self.callback is None or not isinstance(model, PeftModel):
+            yield
+            return
+        alone = functools.partial(model.save_pretrained, selected_adapters=[POLICY])
+        with overridden(model, {"save_pretrained": alone}):
+            yield
+
+    @contextlib.contextmanager
+    def loading(self, checkpoint: Path) -> Iterator[None]:
+        """Load the policy in the dtype it was trained in. PEFT would load a bf16 adapter as float32."""
+        if self.callback:  # before PEFT fails on another shape
+            self.callback.check(checkpoint)
+        with parameters_kept(self.trainer.model):
+            yield
+
+    def save(self, checkpoint: Path) -> None:
+        """Save the reference and its counters."""
+        if self.callback:
+            self.callback.save(checkpoint)
+
+    def load(self, checkpoint: Path) -> None:
+        """Load the reference and its counters.
+
+        Raises:
+            ValueError: the checkpoint holds a moving reference, and `sync_ref_model` is off.
+        """
+        if self.callback:
+            self.callback.load(checkpoint)
+        elif (checkpoint / REFERENCE_FILE).is_file():
+            raise ValueError(
+                f"{checkpoint} holds a moving reference ({REFERENCE_FILE}), and with sync_ref_model=False a resume "
+                "would start over with the initial one. Set sync_ref_model=True as in the run that wrote it."
+            )

@@ -1,0 +1,83 @@
+"""Wrapper that makes a model return log-probs among the kept tokens."""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trl_steady.sampling.kept import KeptTokens
+from trl_steady.sampling.log_probs import kept_log_probs
+
+__all__ = ["KeptModel"]
+
+_ScoreHead = Callable[[Any], tuple[Tensor, Any, Any, Any, Any]]
+
+
+class KeptModel:
+    """Wrapper that scores each token among those kept when it was sampled, for a model with TRL's fused LM head.
+
+    Args:
+        model: The model to call, with `places`. It returns `log_probs`.
+        kept: Sets of some positions.
+        index: (B, L) of the whole batch, the number of the set that each token was sampled from. A token with -1 keeps
+            the log-prob of the model.
+        scored_by: Returns a context in which the given function replaces the log-prob function of the fused head.
+        with_entropy: True to compute the entropy, which is that of the whole vocabulary. If False, TRL's head scores
+            the whole vocabulary only if a token has no set.
+    """
+
+    needs_places = True
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        kept: KeptTokens,
+        index: Tensor,
+        scored_by: Callable[[_ScoreHead], AbstractContextManager[None]],
+        *,
+        with_entropy: bool,
+    ) -> None:
+        self._model, self._kept, self._index, self._scored_by = model, kept, index.flatten(), scored_by
+        self._with_entropy = with_entropy
+        self.kept_mass: Tensor = torch.zeros(2, dtype=torch.float64)
+        """(2,) sum of the model's probabilities on the sets so far, and number of sets. Needs `with_entropy`."""
+
+    def __call__(self, *, places: Tensor, labels: Tensor, **batch: Any) -> Any:
+        """Return the model's outputs. `places` are the token indices in the flattened batch."""
+        index = self._index[places][:, 1:]
+        has_label = labels[:, 1:] != -100
+
+        def score_head(head: Any) -> tuple[Tensor, Any, Any, Any, Any]:
+            is_all = len(head.targets) == has_label.numel()
+            own = index.where(has_label, -1).flatten() if is_all else index[has_label]
+            is_needed = has_label.flatten() if is_all else torch.ones_like(own, dtype=torch.bool)
+            device = head.hidden.device  # the last one, if the model is split over devices
+            return self._score(head, self._kept.take(own).to(device), is_needed.to(device))
+
+        with self._scored_by(score_head):
+            return self._model(places=places, labels=labels, **batch)
+
+    def _score(self, head: Any, kept: KeptTokens, is_needed: Tensor) -> tuple[Tensor, Any, Any, Any, Any]:
+        has_set = kept.counts > 0
+        if not has_set.any():
+            return head.own()
+        log_probs = kept_log_probs(
+            head.hidden,
+            head.weight,
+            head.bias,
+            head.targets,
+            kept,
+            temperature=head.temperature,
+            logit_scale=head.logit_scale,
+            softcap=head.softcap,
+        )
+        is_left = is_needed & ~has_set
+        if not self._with_entropy and not is_left.any():
+            return log_probs, None, None, None, None
+        whole, *others = head.own()
+        if self._with_entropy:
+            masses = (whole.detach() - log_probs.detach())[has_set].double().exp()
+            self.kept_mass = self.kept_mass.to(masses.device) + torch.stack([masses.sum(), has_set.sum()])
+        return (log_probs.where(has_set, whole) if is_left.any() else log_probs, *others)

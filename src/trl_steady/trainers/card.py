@@ -1,0 +1,63 @@
+"""Model cards: the methods that were on, with their citations, beside TRL's text."""
+
+import re
+from collections.abc import Sequence
+from importlib.resources import files
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import ModelCard
+
+from trl_steady import __version__
+from trl_steady.config.methods import Method
+
+if TYPE_CHECKING:
+    from trl_steady.config.grpo import GRPOConfig
+
+__all__ = ["add_methods", "citations"]
+
+
+def add_methods(path: Path, on: Sequence[Method], args: "GRPOConfig") -> None:
+    """Add to TRL's model card a tag, the methods of the run, and their citations.
+
+    Args:
+        path: A card that TRL has just written, without a section of ours.
+        on: The methods that the run used.
+        args: The configuration of the run.
+    """
+    card = ModelCard.load(path)
+    data: Any = card.data  # huggingface_hub declares the data of any card
+    data.tags = [*(data.tags or []), "trl-steady"]
+    lines = ["\n## trl-steady\n", f"The trainer was `trl_steady.GRPOTrainer` of trl-steady {__version__}."]
+    if on:
+        lines += ["It trained with these methods:\n", "| method | options | paper |", "|---|---|---|"]
+        lines += [f"| {method.name} | {_options(method.options, args)} | {_papers(method.paper)} |" for method in on]
+    else:
+        lines += ["None of its methods was on, so it trained as TRL's trainer does."]
+    cited = citations([number for method in on for number in _numbers(method.paper)])
+    if cited:
+        lines += ["\nCite the papers of these methods as:\n", "```bibtex", "\n\n".join(cited), "```"]
+    card.text = card.text.rstrip() + "\n" + "\n".join(lines) + "\n"
+    card.save(path)
+
+
+def citations(numbers: Sequence[str]) -> list[str]:
+    """Return the BibTeX entries of papers, in the order of `citations.bib`.
+
+    Args:
+        numbers: arXiv numbers, such as "2507.18071".
+    """
+    entries = files("trl_steady.trainers").joinpath("citations.bib").read_text("utf-8").strip().split("\n\n")
+    return [entry for entry in entries if any(f"arXiv:{number}" in entry for number in numbers)]
+
+
+def _numbers(paper: str) -> list[str]:
+    return re.findall(r"\d{4}\.\d{5}", paper)
+
+
+def _papers(paper: str) -> str:
+    return re.sub(r"\d{4}\.\d{5}", lambda found: f"[{found[0]}](https://huggingface.co/papers/{found[0]})", paper)
+
+
+def _options(names: Sequence[str], args: "GRPOConfig") -> str:
+    return ", ".join(f"`{name}={getattr(args, name)!r}`" for name in names)

@@ -1,0 +1,137 @@
+"""GRPO: the parts of its trainer, and the methods that a script may read or override."""
+
+import functools
+from typing import Any
+
+import trl
+from torch import Tensor
+
+from trl_steady.adapters.part import AdapterPart
+from trl_steady.config.grpo import GRPOConfig
+from trl_steady.functional import masks
+from trl_steady.host import Steady
+from trl_steady.losses.part import LossPart
+from trl_steady.losses.table import LOSSES
+from trl_steady.padding.part import PaddingPart
+from trl_steady.reference.callback import Refresh
+from trl_steady.reference.part import ReferencePart
+from trl_steady.rewards.part import RewardsPart
+from trl_steady.routing.part import RoutingPart
+from trl_steady.sampling.part import SamplingPart
+from trl_steady.trainers.deprecations import ignore_trls
+from trl_steady.trainers.reporting import InputsPart, ReportPart, own_config
+
+__all__ = ["GRPOTrainer"]
+
+ignore_trls()
+
+
+class GRPOTrainer(Steady, trl.GRPOTrainer):
+    """`trl.GRPOTrainer` with more losses, a moving reference and checkpoints that resume exactly.
+
+    The constructor is the same. With no option of trl-steady set and `trim_padding=False`, this trainer trains bit for
+    bit as TRL's does. The exceptions are listed in `docs/compatibility.md`.
+
+    Args:
+        model: As in TRL.
+        reward_funcs: As in TRL. For a completion, a function may also return `StepRewards`.
+        args: A `trl_steady.GRPOConfig`.
+        *positional: TRL's other arguments, in TRL's order.
+        **keywords: TRL's other arguments, by name.
+
+    Raises:
+        ValueError: `args` is not a `trl_steady.GRPOConfig`.
+        ValueError: No parameter is trainable, or bitsandbytes has packed the weights for inference.
+        ValueError: The adapter cannot follow the policy as a reference, or vLLM would have to share a quantised base.
+        ValueError: An option needs the log-probs of an engine, and there is no engine.
+        ValueError: The model does not support `token_budget` or `share_prompts`.
+        ValueError: The model, or the way rollouts are generated, does not support `router_replay` or
+            `keep_sampling_mask`.
+        ValueError: A dataset, the tokenizer or a reward function does not fit the others.
+        ValueError: Before the first optimizer step, a subclass overrides a method in which an option acts, without
+            calling `super()`.
+
+    Warns:
+        UserWarning: An off-policy mask has no effect, because every update is on-policy or the clip has silenced the
+            same sequences.
+        UserWarning: `trim_padding` has to keep padding.
+        UserWarning: Steps of the learning rate's size round away on most entries of a bf16 adapter.
+        UserWarning: The model is a checkpoint whose reference had moved.
+    """
+
+    PARTS = (
+        RoutingPart,
+        SamplingPart,
+        PaddingPart,  # around the two before: they score packed tokens
+        InputsPart,
+        AdapterPart,
+        ReferencePart,
+        RewardsPart,
+        LossPart,
+        ReportPart,
+    )
+    args: GRPOConfig
+
+    @functools.wraps(trl.GRPOTrainer.__init__, assigned=())  # for inspect.signature and tools that use it
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        *positional: Any,
+        **keywords: Any,
+    ) -> None:
+        super().__init__(model, reward_funcs, own_config(GRPOConfig, "GRPO", model, args), *positional, **keywords)
+
+    @property
+    def reference_refreshes(self) -> list[Refresh]:
+        """The refreshes of the reference so far, including those before a resume."""
+        callback = self.part(ReferencePart).callback
+        return callback.refreshes if callback else []
+
+    @property
+    def has_step_rewards(self) -> bool:
+        """True if a rollout had `StepRewards`, on any process."""
+        return self.part(RewardsPart).has_step_rewards
+
+    @property
+    def last_step_advantages(self) -> list[list[tuple[str, float]]]:
+        """The loss tokens of each completion, with advantages, of this process's last rollout with step rewards.
+
+        Each completion is a list of pairs of the token's text and its advantage, as
+        `trl_steady.rewards.advantages_html` and `advantages_png` take them.
+        """
+        return self.part(RewardsPart).last_step_advantages
+
+    @property
+    def why_one_advantage(self) -> str | None:
+        """Reason why the loss takes one advantage per sequence, with a fix; None if it takes one per token."""
+        level = self.importance_sampling_level
+        if LOSSES[self.loss_type].takes_token_advantages(level):
+            return None
+        is_by_loss = LOSSES[self.loss_type].advantages == "sequence"
+        loss = f"loss_type={self.loss_type!r}" if is_by_loss else f"importance_sampling_level={level!r}"
+        return (
+            f"with {loss} all tokens of a sequence share the gradient of one ratio, so only the mean of their "
+            "advantages would count. Set loss_type='gspo_token', which keeps the sequence's ratio,"
+        )
+
+    @staticmethod
+    def get_off_policy_mask(
+        advantages: Tensor,
+        per_token_logps: Tensor,
+        sampling_per_token_logps: Tensor,
+        mask: Tensor,
+        off_policy_threshold: float,
+    ) -> Tensor:
+        """Return TRL's off-policy mask, with one decision for each sequence, by the sign of its mean advantage.
+
+        DeepSeek-V3.2 (arXiv 2512.02556, section 3.1) masks sequences. TRL's own method decides token by token if the
+        advantages are (B, T).
+
+        Returns:
+            (B, 1) in the dtype of `mask`, as in TRL: 1 = keep, 0 = drop.
+        """
+        statistic = masks.off_policy_statistic(per_token_logps, sampling_per_token_logps, mask.bool())
+        keep = masks.off_policy_mask(advantages, statistic, mask.bool(), threshold=off_policy_threshold)
+        return keep.to(mask.dtype)
