@@ -67,8 +67,11 @@ test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest -m "slow"
 
 # the part of the suite that depends on versions most, so that it takes minutes
-AT_LOWEST := tests/routing tests/reference tests/padding/test_families.py $(patsubst %,tests/test_%.py, \
-	adapters checkpoints config contract import parity quantised reference resume routed sampled training versions)
+AT_LOWEST := $(patsubst %,tests/%.py, adapters/test_adapters adapters/test_quantised config/test_config \
+	host/test_checkpoints host/test_contract host/test_resume padding/test_families project/test_import \
+	project/test_versions reference/test_reference reference/test_tensors routing/test_families routing/test_images \
+	routing/test_replay routing/test_replay_on routing/test_routed routing/test_routes sampling/test_sampled \
+	trainers/test_parity trainers/test_training)
 test-lowest: $(LOWEST)/.test
 	$(LOWEST)/bin/python -m pytest -n $(JOBS) -m "not slow and not gpu" $(AT_LOWEST)
 
@@ -95,7 +98,7 @@ check: $(VENV)/.test
 # The tests look for what the pages do not name, and at the site in a browser, if Chromium is installed.
 docs: $(VENV)/.docs $(VENV)/.test
 	$(BIN)/mkdocs build --strict
-	DOCS_SITE=site $(BIN)/python -m pytest -q tests/test_docs.py tests/test_site.py
+	DOCS_SITE=site $(BIN)/python -m pytest -q tests/project/test_docs.py tests/project/test_site.py
 
 bench: $(VENV)/.recipes
 	$(BIN)/python tests/benchmarks/seam.py

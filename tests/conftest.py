@@ -18,10 +18,10 @@ import torch
 import trl
 from torch import Tensor
 
-from tests import tiny
-from tests import wide as wide_model
-from tests.batches import HIGH, LOW, Batch, Evaluate, Outcome
-from tests.headroom import Headroom
+from tests.tools import tiny
+from tests.tools import wide as wide_model
+from tests.tools.batches import HIGH, LOW, Batch, Evaluate, Outcome
+from tests.tools.headroom import Headroom
 
 torch.set_num_threads(1)
 

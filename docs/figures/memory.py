@@ -196,8 +196,8 @@ def measured(model: Model, mode: str, tokens: int, checkpointing: bool) -> tuple
     import torch
     from datasets import Dataset
     from peft import LoraConfig
-    from tests import tiny
     from tests.benchmarks.padding import peak_bytes
+    from tests.tools import tiny
     from transformers import AutoModelForCausalLM, BitsAndBytesConfig, Qwen3Config, Qwen3MoeConfig
 
     import trl_steady

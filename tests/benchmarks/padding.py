@@ -39,10 +39,10 @@ import trl_steady
 
 ROOT = Path(__file__).parents[2]
 sys.path += [str(ROOT), str(ROOT / "recipes")]
-from tests import tiny
 from tests.benchmarks import reference
 from tests.benchmarks.seam import CUDA
-from tests.losses import NATIVE_LOSS_TYPES
+from tests.tools import tiny
+from tests.tools.losses import NATIVE_LOSS_TYPES
 
 from trl_steady.host import overridden
 

@@ -27,8 +27,8 @@ from trl.trainer.utils import use_adapter
 import trl_steady
 
 sys.path += [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "recipes")]
-from tests import tiny
 from tests.benchmarks.seam import CUDA, rollouts
+from tests.tools import tiny
 
 from trl_steady.reference.tensors import adapter_pairs, model_pairs, move
 

@@ -30,9 +30,9 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 import trl_steady
 
 sys.path += [str(Path(__file__).parents[2])]
-from tests import tiny
 from tests.benchmarks import reference
 from tests.benchmarks.seam import CUDA
+from tests.tools import tiny
 
 from trl_steady.host import overridden
 from trl_steady.routing.part import RoutingPart

@@ -28,10 +28,10 @@ from transformers import Qwen2Config, Qwen2ForCausalLM
 import trl_steady
 
 sys.path += [str(Path(__file__).parents[2])]
-from tests import tiny
 from tests.benchmarks import reference
 from tests.benchmarks.padding import peak_bytes
 from tests.benchmarks.seam import CUDA
+from tests.tools import tiny
 
 from trl_steady.host import overridden
 from trl_steady.sampling.kept import KeptTokens

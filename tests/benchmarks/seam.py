@@ -23,7 +23,7 @@ from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
 import trl_steady
 
 sys.path += [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "recipes")]
-from tests import tiny
+from tests.tools import tiny
 
 CUDA = torch.cuda.is_available()
 

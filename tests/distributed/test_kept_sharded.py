@@ -16,9 +16,9 @@ from torch.distributed.tensor import DTensor
 from transformers.integrations.deepspeed import HfDeepSpeedConfig
 from trl.trainer.utils import add_fused_lm_head
 
-from tests import tiny
 from tests.distributed import processes
 from tests.distributed.test_zero3 import initialise
+from tests.tools import tiny
 from trl_steady.host.fused_head import scored_by
 from trl_steady.sampling.kept import KeptTokens
 from trl_steady.sampling.proxy import KeptModel

@@ -11,8 +11,9 @@ import pytest
 import transformers
 from trl.trainer import grpo_trainer
 
-from tests import test_engine, tiny
-from tests import wide as wide_model
+from tests.host import test_engine
+from tests.tools import tiny
+from tests.tools import wide as wide_model
 
 server = test_engine.server
 MOVING: dict[str, Any] = {"beta": 0.04, "sync_ref_model": True}

@@ -12,9 +12,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 
-from tests import tiny
 from tests.distributed import processes
 from tests.distributed.test_zero3 import initialise
+from tests.tools import tiny
 from trl_steady.routing.replay import Routers
 
 IDS = torch.arange(14).view(2, 7)

@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests import engines, resumable
 from tests.distributed import train
-from tests.engines import COMPLETIONS, MASKED, TOKENS, Engine, Server
+from tests.tools import engines, resumable
+from tests.tools.engines import COMPLETIONS, MASKED, TOKENS, Engine, Server
 
 mixture, engine, server = engines.mixture, engines.engine, engines.server
 

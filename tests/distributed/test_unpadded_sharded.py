@@ -14,10 +14,10 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from trl.trainer.utils import add_fused_lm_head
 
-from tests import tiny
 from tests.distributed import processes
 from tests.distributed.test_zero3 import initialise
-from tests.padding.oracles import padded
+from tests.oracles.padding import padded
+from tests.tools import tiny
 from trl_steady.padding.attention import attending_in, switched
 from trl_steady.padding.families import traits
 from trl_steady.padding.packing import Segment

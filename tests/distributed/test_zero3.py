@@ -15,8 +15,8 @@ import torch
 import transformers
 from trl.trainer.utils import use_adapter
 
-from tests import resumable, tiny
 from tests.distributed import processes
+from tests.tools import resumable, tiny
 from trl_steady.reference.adapter import add_reference_adapter
 from trl_steady.reference.tensors import Pair, adapter_pairs, gather, model_pairs, move, restore
 

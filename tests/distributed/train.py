@@ -21,7 +21,7 @@ from transformers import LogitsProcessor
 from trl.generation import vllm_client, vllm_generation
 from trl.generation.vllm_client import VLLMClient
 
-from tests import resumable, tiny, wide
+from tests.tools import resumable, tiny, wide
 from trl_steady import StepRewards
 from trl_steady.host import models as host_models
 from trl_steady.reference.part import ReferencePart
@@ -156,7 +156,7 @@ for _run in SERVED.values():
     _run |= {"model": "mixture", "use_vllm": True, "vllm_mode": "server", "router_aux_loss_coef": 0.0}
     _run |= {"vllm_importance_sampling_mode": "token_truncate", "top_k": 20}  # without which the server has no sets
     _run["build"] = {"rollout_func": None, **_run.get("build", {})}
-"""The same, with the rollouts of one vLLM server, as tests/engines.py plays it."""
+"""The same, with the rollouts of one vLLM server, as tests/tools/engines.py plays it."""
 
 SAMPLED = {"sampled_full": "full", "sampled_lora": "lora", "sampled_nf4": "nf4"}
 """Runs that draw their rollouts, and are resumed from `INSIDE`."""

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 from trl.trainer.utils import nanstd
 
-from tests import advantage_oracles as oracles
-from tests.headroom import within
+from tests.oracles import advantages as oracles
+from tests.tools.headroom import within
 from trl_steady.functional import advantages
 
 SCALES = ("group", "batch", "none")

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
-from tests.devices import CUDA, pretended_gpu
+from tests.tools.devices import CUDA, pretended_gpu
 from trl_steady.functional import advantages, importance, kl, masks, pooling, reduction
 
 B, T = 4, 6

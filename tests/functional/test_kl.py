@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.headroom import within
+from tests.tools.headroom import within
 from trl_steady.functional import kl
 
 Term = Callable[[Tensor, Tensor, Tensor], Tensor]  # of log π, log π_ref and log π_old

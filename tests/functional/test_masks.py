@@ -1,4 +1,4 @@
-"""The masks as functions: what they read, and the identity with GSPO's ratio. Decisions: `tests/test_masks.py`."""
+"""The masks as functions: what they read, and the identity with GSPO's ratio. Decisions: `losses/test_masks.py`."""
 
 import pytest
 import torch

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.headroom import within
+from tests.tools.headroom import within
 from trl_steady.functional import advantages
 
 SCRIPT = Path(__file__).parents[2] / "docs/figures/stopping_bias.py"

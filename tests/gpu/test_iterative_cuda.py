@@ -14,9 +14,9 @@ from typing import Any
 
 import pytest
 import torch
-from tests import tiny
-from tests import wide as wide_model
-from tests.test_reference import MOVING, base_tensors
+from tests.reference.test_reference import MOVING, base_tensors
+from tests.tools import tiny
+from tests.tools import wide as wide_model
 
 from trl_steady.reference.part import ReferencePart
 from trl_steady.reference.tensors import move

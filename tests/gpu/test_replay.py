@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 import torch
-from tests import tiny
 from tests.benchmarks import replay
+from tests.tools import tiny
 from torch import Tensor
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 

@@ -2,14 +2,14 @@
 
     python -m pytest tests/gpu/test_sampling_cuda.py -m gpu -s
 
-prints the memory that a recording holds. `tests/test_on_gpu.py` runs the same trainers on a pretended GPU.
+prints the memory that a recording holds. `tests/trainers/test_on_gpu.py` runs the same trainers on a pretended GPU.
 """
 
 from pathlib import Path
 
 import pytest
 import torch
-from tests import tiny
+from tests.tools import tiny
 from transformers import AutoModelForCausalLM
 
 from trl_steady.sampling.recording import KeptMass

@@ -9,7 +9,7 @@ import torch
 import trl
 from torch import Tensor
 
-from tests import tiny
+from tests.tools import tiny
 from trl_steady.host.scoring import PlacedModel
 
 ROWS, WIDTH = 5, 3

@@ -9,8 +9,8 @@ import torch
 from torch.distributed.utils import _apply_to_tensors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
-from tests.padding import oracles
-from tests.padding.oracles import Batch, padded
+from tests.oracles import padding as oracles
+from tests.oracles.padding import Batch, padded
 from trl_steady.padding import attention
 from trl_steady.padding.attention import attending_in, switched
 from trl_steady.padding.packing import Packing, pack

@@ -5,8 +5,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from tests.padding import oracles
-from tests.padding.oracles import Taken
+from tests.oracles import padding as oracles
+from tests.oracles.padding import Taken
 from trl_steady.padding.budget import Length, partition
 from trl_steady.padding.packing import pack
 

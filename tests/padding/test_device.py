@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.devices import CUDA, pretended_gpu
+from tests.tools.devices import CUDA, pretended_gpu
 from trl_steady.padding.packing import pack
 
 PROMPT, WIDTH = 4, 9

@@ -12,8 +12,8 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
-from tests.headroom import within
-from tests.padding import families
+from tests.tools import families
+from tests.tools.headroom import within
 from trl_steady.padding.attention import attending_in, switched
 from trl_steady.padding.families import Traits, traits
 from trl_steady.padding.packing import Segment

@@ -12,9 +12,9 @@ import transformers
 from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
-from tests.headroom import within
-from tests.padding import oracles
-from tests.padding.oracles import Batch, padded
+from tests.oracles import padding as oracles
+from tests.oracles.padding import Batch, padded
+from tests.tools.headroom import within
 from trl_steady.padding import attention
 from trl_steady.padding.attention import attending_in, switched
 from trl_steady.padding.families import Traits, traits

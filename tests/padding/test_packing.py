@@ -5,8 +5,8 @@ import random
 import pytest
 import torch
 
-from tests.padding import oracles
-from tests.padding.oracles import Batch, Name, padded
+from tests.oracles import padding as oracles
+from tests.oracles.padding import Batch, Name, padded
 from trl_steady.padding.packing import Packing, pack
 
 BATCHES: dict[str, Batch] = {

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.headroom import within
+from tests.tools.headroom import within
 from trl_steady.reference.tensors import Pair, adapter_pairs, gather, model_pairs, move, restore
 
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from transformers import BertConfig, BertForTokenClassification, Qwen2Config, Qwen2ForTokenClassification
 
-from tests import tiny
+from tests.tools import tiny
 from trl_steady import StepRewards, rewards
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from tests import tiny
+from tests.tools import tiny
 from trl_steady.functional import advantages
 from trl_steady.rewards import by_blank_line, by_regex
 from trl_steady.rewards.placement import Completion, token_ends

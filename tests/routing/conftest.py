@@ -3,8 +3,8 @@
 import pytest
 from transformers import PreTrainedModel
 
-from tests.routing import mixtures
-from tests.routing.passes import (
+from tests.tools import mixtures
+from tests.tools.passes import (
     CASES,
 )
 

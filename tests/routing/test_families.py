@@ -13,10 +13,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from tests.headroom import within
-from tests.padding import families
-from tests.routing import mixtures
-from tests.routing.mixtures import CASES, FAMILIES, Layer
+from tests.tools import families, mixtures
+from tests.tools.headroom import within
+from tests.tools.mixtures import CASES, FAMILIES, Layer
 from trl_steady.routing.replay import Replay, Routers
 from trl_steady.routing.routes import is_route, no_route
 
@@ -29,7 +28,7 @@ REFUSED = {
 }
 """What is said of those that have no place where a route could be put."""
 BY_OPTION = {"gemma4_text", "llama4_text"}
-"""Not in `tests.padding.families`, or no mixtures there."""
+"""Not in `tests.tools.families`, or no mixtures there."""
 
 # Of weights against a formula that is written otherwise, in float32: some units in the last place, of numbers up to 2.
 GATES = 2e-6

@@ -11,8 +11,7 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as NAMES
 
-from tests import tiny
-from tests.padding import families
+from tests.tools import families, tiny
 from trl_steady.routing.replay import Routers
 
 IS_TOLD = transformers.__version__.startswith("5.23.")

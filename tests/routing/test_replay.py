@@ -9,9 +9,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.padding import families
-from tests.routing import mixtures
-from tests.routing.passes import (
+from tests.tools import families, mixtures
+from tests.tools.passes import (
     CASES,
     COLUMNS,
     FIRST,

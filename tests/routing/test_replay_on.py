@@ -9,10 +9,9 @@ import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from tests.headroom import within
-from tests.padding import families
-from tests.routing import mixtures
-from tests.routing.passes import (
+from tests.tools import families, mixtures
+from tests.tools.headroom import within
+from tests.tools.passes import (
     ROUNDING,
     Outcome,
     apart,

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.routing.passes import to_engine
+from tests.tools.passes import to_engine
 from trl_steady.routing.routes import (
     dtype_of,
     from_engine,

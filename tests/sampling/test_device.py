@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.devices import CUDA, bytes_held, pretended_gpu
+from tests.tools.devices import CUDA, bytes_held, pretended_gpu
 from trl_steady.sampling.kept import KeptTokens
 from trl_steady.sampling.recording import KeptMass
 from trl_steady.sampling.recording import SetRecording as Recording

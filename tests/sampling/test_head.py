@@ -11,8 +11,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from trl.kernels import ChunkedLogProbFunction
 
-from tests.headroom import within
-from tests.sampling import oracle
+from tests.oracles import sampling as oracle
+from tests.tools.headroom import within
 from trl_steady.sampling import head
 from trl_steady.sampling.kept import KeptTokens
 from trl_steady.sampling.log_probs import kept_log_probs

@@ -7,8 +7,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.headroom import within
-from tests.sampling import oracle
+from tests.oracles import sampling as oracle
+from tests.tools.headroom import within
 from trl_steady.functional import kl
 from trl_steady.sampling.kept import KeptTokens
 from trl_steady.sampling.log_probs import kept_log_probs

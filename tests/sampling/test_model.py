@@ -15,9 +15,9 @@ from trl.trainer.utils import add_fused_lm_head
 
 import trl_steady.host.fused_head
 import trl_steady.sampling.proxy
-from tests import tiny
-from tests.headroom import within
-from tests.sampling import oracle
+from tests.oracles import sampling as oracle
+from tests.tools import tiny
+from tests.tools.headroom import within
 from trl_steady.host.fused_head import Head, scored_by
 from trl_steady.sampling.kept import KeptTokens
 from trl_steady.sampling.proxy import KeptModel

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests import tiny
-from tests.headroom import within
-from tests.sampling import oracle
+from tests.oracles import sampling as oracle
+from tests.tools import tiny
+from tests.tools.headroom import within
 from trl_steady.sampling.kept import MAX_KEPT, KeptTokens
 from trl_steady.sampling.recording import KeptMass
 from trl_steady.sampling.recording import SetRecording as Recording

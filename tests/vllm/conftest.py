@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from trl.generation import vllm_generation
 
-from tests.routed import Recorded, build
+from tests.tools.routed import Recorded, build
 from tests.vllm import cpu, mixtures
 from trl_steady.routing.part import ROUTES
 from trl_steady.sampling.part import KEPT_TOKENS

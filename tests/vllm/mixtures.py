@@ -9,7 +9,8 @@ from torch import Tensor, nn
 from transformers import Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from tests import routed_oracle, tiny
+from tests.oracles import routes as routed_oracle
+from tests.tools import tiny
 
 SPARSE = [1, 3, 4]
 """Which decoder layers have routers."""

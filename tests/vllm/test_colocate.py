@@ -12,9 +12,10 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig
 from trl.generation import vllm_generation
 
-from tests import agent, routed_oracle, tiny
-from tests.routed import CLOSE, oracles, rows
-from tests.routed_oracle import NONE
+from tests.oracles import routes as routed_oracle
+from tests.oracles.routes import NONE
+from tests.tools import agent, tiny
+from tests.tools.routed import CLOSE, oracles, rows
 from tests.vllm import conftest, mixtures
 from trl_steady.host import engine as host_engine
 from trl_steady.host.engine import Capture

@@ -15,9 +15,9 @@ import pytest
 import requests
 from trl.generation.vllm_client import VLLMClient
 
-from tests import tiny
-from tests.routed import build, oracles, rows
-from tests.routed_oracle import NONE
+from tests.oracles.routes import NONE
+from tests.tools import tiny
+from tests.tools.routed import build, oracles, rows
 from tests.vllm import mixtures
 from tests.vllm.test_colocate import shares
 from trl_steady.routing.part import ROUTES, taken_routes

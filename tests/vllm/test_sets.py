@@ -16,10 +16,10 @@ from transformers import Qwen2Config
 from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 
-from tests import tiny
-from tests.routed import build, oracles
-from tests.sampling import oracle
-from tests.test_sampled_engine import CORRECTED, SETS, TEMPERATURE, ratios, scores, sets_of
+from tests.oracles import sampling as oracle
+from tests.sampling.test_sampled_engine import CORRECTED, SETS, TEMPERATURE, ratios, scores, sets_of
+from tests.tools import tiny
+from tests.tools.routed import build, oracles
 from tests.vllm.test_colocate import Colocated
 from trl_steady.routing.part import ROUTES
 from trl_steady.sampling.part import KEPT_TOKENS

@@ -1,0 +1,186 @@
+"""NF4 and int8 bases with LoRA on CPU: they train, their bytes stay, and an evaluation does not end the learning."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from peft import LoraConfig
+
+from tests.tools import tiny
+from tests.tools.headroom import within
+from tests.tools.wide import BASES, load
+
+NEVER_PACKS = "this CPU has no AVX512-BF16, so that bitsandbytes never packs"
+
+
+def build(folder: Path, base: str, tmp_path: Path, **options: Any) -> Any:
+    return tiny.trainer(load(folder, base), tmp_path, lora=True, epsilon=5e-3, epsilon_high=8e-3, **options)
+
+
+def quantised_bytes(model: Any) -> dict[str, torch.Tensor]:
+    return {
+        name: value.detach().clone() for name, value in model.named_parameters() if not value.dtype.is_floating_point
+    }
+
+
+@pytest.mark.parametrize("base", BASES)
+@pytest.mark.parametrize("loss_type", ["gspo", "gspo_token"])
+def test_a_quantised_base_trains_its_adapter_and_keeps_its_bytes(
+    wide: Path, tmp_path: Path, base: str, loss_type: str
+) -> None:
+    trainer = build(wide, base, tmp_path, loss_type=loss_type)
+    adapter, frozen = tiny.parameters(trainer), quantised_bytes(trainer.model)
+    assert len(frozen) == 14  # seven linear layers in each of two blocks
+    trainer.train()
+    after = tiny.parameters(trainer)
+    assert all(not torch.equal(after[name], adapter[name]) for name in after if "lora_" in name)
+    assert all(torch.equal(value, quantised_bytes(trainer.model)[name]) for name, value in frozen.items())
+    assert max(row.get("ratio/sequence_max", 0) for row in tiny.history(trainer)) > 1
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_gspo_on_a_quantised_base_is_trls_sequence_level(wide: Path, tmp_path: Path, base: str) -> None:
+    ours = tiny.train(build(wide, base, tmp_path, padded=True, loss_type="gspo"))
+    theirs = tiny.train(
+        build(wide, base, tmp_path, ours=False, loss_type="grpo", importance_sampling_level="sequence")
+    )
+    expected, after = tiny.parameters(theirs), tiny.parameters(ours)
+    assert all(torch.equal(after[name], expected[name]) for name in expected)
+
+
+def input_gradient(model: Any) -> torch.Tensor:
+    """What a training forward passes down to the embeddings."""
+    model.train()
+    embeddings = torch.randn(1, 8, 64, generator=torch.Generator().manual_seed(0)).requires_grad_()
+    model(inputs_embeds=embeddings).logits.square().sum().backward()
+    assert embeddings.grad is not None
+    return embeddings.grad
+
+
+def distance(gradient: torch.Tensor, expected: torch.Tensor) -> float:
+    return ((gradient - expected).norm() / expected.norm()).item()
+
+
+def packs(model: Any) -> bool:
+    return any(getattr(module, "support_avx512bf16_for_cpu", False) for module in model.modules())
+
+
+def evaluate_once(model: Any) -> None:
+    model.eval()
+    with torch.no_grad():
+        model(torch.arange(40, 48).unsqueeze(0))
+
+
+@pytest.mark.parametrize("base", BASES)
+def test_gradients_flow_after_an_evaluation_on_cpu(wide: Path, tmp_path: Path, base: str) -> None:
+    model = load(wide, base)
+    if base == "nf4" and not packs(model):
+        pytest.skip(NEVER_PACKS)
+    expected = input_gradient(model)
+    trainer = tiny.trainer(model, tmp_path, lora=True, loss_type="gspo")
+    evaluate_once(trainer.model)
+    with trainer.model.disable_adapter():
+        assert within(distance(input_gradient(trainer.model), expected), 1e-5)
+
+
+def test_a_model_that_bitsandbytes_has_packed_is_refused(wide: Path, tmp_path: Path) -> None:
+    """And why: the gradient is gone by then. When the first half fails, the guard can go."""
+    model = load(wide, "nf4")
+    if not packs(model):
+        pytest.skip(NEVER_PACKS)
+    expected = input_gradient(model)
+    evaluate_once(model)
+    assert distance(input_gradient(model), expected) > 0.5  # what the residual stream passes is left
+    with pytest.raises(ValueError, match=r"repacked the 4-bit weights of .*q_proj.*Load the model again"):
+        tiny.trainer(model, tmp_path, lora=True, loss_type="gspo")
+
+
+def test_evaluations_do_not_end_the_learning(wide: Path, tmp_path: Path) -> None:
+    """One before the first step too: what a packed first layer would learn is then nothing at all."""
+    trainer = build(
+        wide,
+        "nf4",
+        tmp_path,
+        loss_type="gspo",
+        build={"eval_dataset": tiny.dataset(4)},
+        eval_strategy="steps",
+        eval_steps=1,
+        eval_on_start=True,
+        per_device_eval_batch_size=4,
+    )
+    before = tiny.parameters(trainer)
+    trainer.train()
+    after = tiny.parameters(trainer)
+    first_layer = [name for name in after if "layers.0." in name and "lora_" in name]
+    assert first_layer and all(not torch.equal(after[name], before[name]) for name in first_layer)
+    assert len([row for row in tiny.history(trainer) if "eval_reward" in row]) == 7
+
+
+def loaded_adapter(wide: Path, folder: Path) -> Any:
+    """An adapter trained before, in float32, on an NF4 base."""
+    peft.get_peft_model(load(wide, "nf4"), LoraConfig(**tiny.LORA)).save_pretrained(folder)
+    return peft.PeftModel.from_pretrained(load(wide, "nf4"), folder, is_trainable=True)
+
+
+def trained(model: Any) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in model.named_parameters() if p.requires_grad}
+
+
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_a_loaded_adapter_is_not_rounded_if_asked(wide: Path, tmp_path: Path, dtype: str | None) -> None:
+    model = loaded_adapter(wide, tmp_path / "adapter")
+    before = trained(model)
+    trainer = tiny.trainer(model, tmp_path, adapter_dtype=dtype)
+    after = trained(trainer.model)
+    assert before.keys() == after.keys() and len(before) == 8
+    assert all(torch.equal(after[name], before[name]) == (dtype == "float32") for name in before)
+
+
+@pytest.mark.parametrize(("dtype", "moved"), [(None, 0.05), ("float32", 1.0)])
+def test_a_learning_rate_of_1e_6_is_lost_on_bf16_adapters(
+    wide: Path, tmp_path: Path, dtype: str | None, moved: float
+) -> None:
+    """DeepSeekMath's rate, ten updates: the share of the entries that are not where they were."""
+    options = {"learning_rate": 1e-6, "max_steps": 10, "adapter_dtype": dtype}
+    if dtype is None:
+        with pytest.warns(
+            UserWarning, match=r"learning_rate=1e-06 is lost to rounding on 9\d.\d% .*adapter_dtype='float32'"
+        ):
+            trainer = tiny.trainer(load(wide, "nf4"), tmp_path, lora=True, **options)
+    else:
+        trainer = tiny.trainer(load(wide, "nf4"), tmp_path, lora=True, **options)
+    before = trained(trainer.model)
+    trainer.train()
+    after = trained(trainer.model)
+    changed = sum(int((after[name] != before[name]).sum()) for name in before)
+    entries = sum(value.numel() for value in before.values())
+    assert changed / entries <= moved and (dtype is None or changed / entries > 0.95)
+
+
+@pytest.mark.parametrize(
+    "options", [{"learning_rate": 1e-6, "adapter_dtype": "float32"}, {"learning_rate": 1e-2}, {"learning_rate": 0.0}]
+)
+def test_no_warning_where_steps_are_kept(wide: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lost to rounding.*")
+        tiny.trainer(load(wide, "nf4"), tmp_path, lora=True, **options)
+
+
+def test_adapter_dtype_without_an_adapter_is_refused(wide: Path, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"adapter_dtype='float32' would be ignored: .*Leave it unset, or give peft"):
+        tiny.trainer(wide, tmp_path, adapter_dtype="float32")
+
+
+def test_a_quantised_mixture_of_experts_replays_its_routes_and_keeps_its_experts_as_they_are(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """bitsandbytes takes linear layers only, and transformers has the experts of a layer as one parameter."""
+    trainer = build(models["moe"], "nf4", tmp_path, router_replay="R2", adapter_dtype="float32", learning_rate=0.1)
+    experts = {name: p for name, p in trainer.model.named_parameters() if ".experts." in name}
+    assert len(experts) == 4 and all(p.dtype.is_floating_point for p in experts.values())
+    assert len(quantised_bytes(trainer.model)) == 8  # of attention, in two layers
+    history = tiny.history(tiny.train(trainer))
+    assert history[0]["routing/changed"] == 0 and history[1]["routing/changed"] > 0.01

@@ -1,0 +1,171 @@
+"""With a vLLM server: what a quantised policy sends, and what the log-probs that come back decide and show."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
+from peft import LoraConfig
+from torch import Tensor
+from trl.generation import vllm_generation
+from trl.trainer import grpo_trainer
+
+from tests.reference.test_reference import base_tensors
+from tests.tools import tiny
+from tests.tools import wide as wide_model
+
+
+class Server:
+    """Stands in for TRL's client of a vLLM server: an unquantised model that takes what it is sent and samples."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+        self.syncs: list[dict[str, Tensor]] = []
+
+    def update_named_params(self, metadata: list[tuple[str, str, list[int]]], weights: Iterator[tuple[str, Tensor]]):
+        sent = {name: weight.detach().clone() for name, weight in weights}
+        assert [(n, str(w.dtype).removeprefix("torch."), list(w.shape)) for n, w in sent.items()] == metadata
+        missing, unexpected = self.model.load_state_dict(sent, strict=False)
+        assert not unexpected and not missing
+        self.syncs.append(sent)
+
+    def reset_prefix_cache(self) -> None: ...
+
+    def get_server_info(self) -> dict[str, Any]:
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+
+@pytest.fixture
+def server(wide: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
+    """TRL's own `sync_weights` runs; the engine behind it is a `Server`."""
+    engine = Server(wide)
+
+    class Generation(vllm_generation.VLLMGeneration):
+        def _init_vllm(self) -> None:
+            self.vllm_client = engine
+
+        def generate(self, prompts: list[list[int]], num_generations: int, **_: Any) -> tuple[Any, ...]:
+            completions, logprobs = [], []
+            for prompt in prompts:
+                ids = torch.tensor([prompt])
+                out = engine.model.generate(
+                    ids, do_sample=True, max_new_tokens=8, output_logits=True, return_dict_in_generate=True, top_k=0
+                )
+                tokens = out.sequences[0, len(prompt) :]
+                logits = torch.cat(out.logits).log_softmax(-1)
+                completions.append(tokens.tolist())
+                logprobs.append([[value] for value in logits[range(len(tokens)), tokens].tolist()])
+            return prompts, completions, logprobs, None
+
+    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Generation)
+    return engine
+
+
+VLLM: dict[str, Any] = {"use_vllm": True, "vllm_mode": "server", "beta": 0.04, "max_steps": 50}
+MOVING = {"sync_ref_model": True, "ref_model_mixup_alpha": 1.0, "ref_model_sync_steps": 4}
+
+
+def dequantised(module: Any) -> Tensor:
+    weight = module.weight
+    if hasattr(weight, "quant_state"):
+        return dequantize_4bit(weight, weight.quant_state)
+    scales = weight.SCB if weight.SCB is not None else module.state.SCB
+    return int8_vectorwise_dequant(weight.data, scales)
+
+
+@pytest.mark.supports("quantised base", "adapter_dtype", on="vLLM server", only="stand-in")
+@pytest.mark.supports("moving reference, quantised base", on="vLLM server", only="stand-in")
+@pytest.mark.parametrize("base", wide_model.BASES)
+def test_the_engine_gets_base_plus_delta_and_the_base_stays(
+    wide: Path, tmp_path: Path, server: Server, base: str
+) -> None:
+    """50 steps with 13 syncs and 12 refreshes; each sync against an independent computation."""
+    trainer = tiny.trainer(wide_model.load(wide, base), tmp_path, lora=True, adapter_dtype="float32", **VLLM, **MOVING)
+    before = [value.clone() for value in base_tensors(trainer.model)]
+    layer = trainer.model.base_model.model.model.layers[1].self_attn.v_proj
+    expected: list[Tensor] = []
+
+    class Witness(transformers.TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step % 4 == 0:  # a rollout comes
+                delta = 2 * layer.lora_B["default"].weight @ layer.lora_A["default"].weight  # lora_alpha / r = 8 / 4
+                expected.append((dequantised(layer.base_layer) + delta).detach())
+
+    trainer.add_callback(Witness())
+    trainer.train()
+    assert len(server.syncs) == len(expected) == 13
+    assert [step for step, _, _ in trainer.reference_refreshes] == list(range(4, 50, 4))
+    for sent, weight in zip(server.syncs, expected, strict=True):
+        torch.testing.assert_close(sent["model.layers.1.self_attn.v_proj.weight"], weight, rtol=1e-5, atol=1e-6)
+    assert not torch.equal(expected[0], expected[-1])
+    after = base_tensors(trainer.model)
+    assert len(after) == len(before) and all(torch.equal(*pair) for pair in zip(after, before, strict=True))
+    # what the engine samples from is the policy, to the rounding of the sampler's weights
+    name = "sampling/sampling_logp_difference/mean"
+    drift = [row[name] for row in tiny.history(trainer) if name in row]
+    assert len(drift) == 13 and max(drift) < 0.02
+
+
+@pytest.mark.supports("moving reference, LoRA", on="vLLM server", only="stand-in")
+def test_the_references_modules_are_not_sent(wide: Path, tmp_path: Path, server: Server) -> None:
+    """On an unquantised base TRL merges itself; it would send the reference's copy under a name no engine knows."""
+    config = LoraConfig(**{**tiny.LORA, "modules_to_save": ["input_layernorm"]})
+    options = {**VLLM, **MOVING, "max_steps": 5}
+    trainer = tiny.trainer(wide, tmp_path, build={"peft_config": config}, **options)
+    trainer.train()
+    assert len(server.syncs) == 2
+    norm = trainer.model.base_model.model.model.layers[0].input_layernorm.modules_to_save["ref"].weight
+    assert torch.equal(server.syncs[1]["model.layers.0.input_layernorm.weight"], norm)
+
+
+@pytest.mark.refuses(
+    "quantised base",
+    on="vLLM colocate",
+    message="vllm_mode='colocate' quantises the engine like the base, and cannot take weights with the adapter "
+    "merged. Serve the unquantised model with `vllm serve` and set vllm_mode='server', or use_vllm=False.",
+)
+def test_colocate_on_a_quantised_base_is_refused(wide: Path, tmp_path: Path, server: Server) -> None:
+    with pytest.raises(ValueError, match=r"vllm_mode='colocate' quantises the engine.*set vllm_mode='server'"):
+        tiny.trainer(wide_model.load(wide, "nf4"), tmp_path, lora=True, **{**VLLM, "vllm_mode": "colocate"})
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
+def test_with_an_engine_trls_losses_are_trls_and_the_mismatch_is_logged(
+    wide: Path, tmp_path: Path, server: Server, loss_type: str
+) -> None:
+    """An engine in bf16, TRL's correction on: the same parameters and metrics, and more of the latter."""
+    server.model.to(torch.bfloat16)
+    options = {**VLLM, "max_steps": 6, "loss_type": loss_type, "vllm_importance_sampling_mode": "token_truncate"}
+    theirs, ours = (
+        tiny.train(tiny.trainer(wide, tmp_path, ours=ours, padded=True, **options)) for ours in (False, True)
+    )
+    for row, own in zip(tiny.history(theirs), tiny.history(ours), strict=True):
+        assert {name: own[name] for name in row} == row
+    expected, after = tiny.parameters(theirs), tiny.parameters(ours)
+    assert all(torch.equal(after[name], expected[name]) for name in expected)
+    for row in tiny.history(ours)[:-1]:
+        assert 0 < row["mismatch/kl"] < 0.05 and row["mismatch/effective_sample_size"] > 0.9
+        assert row["mismatch/log_ratio_q01"] < 0 < row["mismatch/log_ratio_q99"]
+
+
+@pytest.mark.supports("gspo", "gspo_token", "KL corrections", "masks", on="vLLM server", only="stand-in")
+@pytest.mark.parametrize("loss_type", ["grpo", "gspo", "gspo_token"])
+def test_an_engines_log_probs_decide_masks_and_correct_the_kl(
+    wide: Path, tmp_path: Path, server: Server, loss_type: str
+) -> None:
+    """Every update is on-policy, so that nothing but the engine's rounding is left to see."""
+    server.model.to(torch.bfloat16)
+    options = {**VLLM, "max_steps": 3, "loss_type": loss_type, "steps_per_generation": 1, "optim": "sgd"}
+    options |= {"vllm_importance_sampling_correction": False, "per_device_train_batch_size": 16}
+    plain = tiny.train(tiny.trainer(wide, tmp_path, **options))
+    sampler = tiny.train(tiny.trainer(wide, tmp_path, kl_ratio_denominator="sampler", **options))
+    masks = {"geometric_mask_range": (0.999, 1.001), "off_policy_mask_threshold": 0.0, "token_veto_threshold": 0.99}
+    masked = tiny.train(tiny.trainer(wide, tmp_path, **masks, **options))
+    ends = [tiny.parameters(trained) for trained in (plain, sampler, masked)]
+    for other in ends[1:]:
+        assert any(not torch.equal(other[name], ends[0][name]) for name in other)
+    for mask in ("off_policy", "geometric", "veto"):
+        assert any(0 < row[f"dropped/{mask}"] < 1 for row in tiny.history(masked)[:-1]), mask

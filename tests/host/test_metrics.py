@@ -1,0 +1,267 @@
+"""What is logged of mismatch, masks and KL: raw, over all samples since the last log, and of the right ones."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.oracles import corrections as correction_oracles
+from tests.tools import tiny
+from tests.tools.batches import Evaluate, random_batch
+from tests.tools.headroom import within
+from trl_steady.functional import pooling
+from trl_steady.host.metrics import Metrics
+
+ENGINE = {"rollout_func": print}
+BIN = 0.024  # the histogram's relative width, half of it
+EPS = torch.finfo(torch.float32).eps
+
+
+def in_bin(found: float, expected: float) -> bool:
+    return within(abs(found - expected), 1e-6 * abs(expected) + 1e-9, granted=BIN * abs(expected))
+
+
+@pytest.mark.parametrize("loss_type", ["gspo", "gspo_token", "grpo", "dapo"])
+def test_mismatch_is_measured_before_any_mask_or_clip(evaluate: Evaluate, loss_type: str) -> None:
+    batch = random_batch(12, 6)
+    generator = torch.Generator().manual_seed(4)
+    sampler_logps = batch.old_logps + 0.6 * torch.randn(12, 6, generator=generator, dtype=torch.float64)
+    sampler_logps[1, 0] = torch.nan
+    everything_dropped = {"geometric_mask_range": (1.0, 1.0), "off_policy_mask_threshold": 0.0}
+    inputs = {"sampling_per_token_logps": sampler_logps, "importance_sampling_ratio": torch.zeros(12, 1).double()}
+    outcome = evaluate(
+        batch,
+        loss_type=loss_type,
+        build=ENGINE,
+        inputs=inputs,
+        attributes={"use_vllm": True},
+        **everything_dropped,
+    )
+    assert outcome.loss.item() == 0
+    of_sampler = (batch.old_logps, sampler_logps, batch.mask)
+    above, below = correction_oracles.mismatch_shares(*of_sampler)
+    expected = {
+        "mismatch/log_ratio_mean": correction_oracles.mismatch_mean_log_ratio(*of_sampler),
+        "mismatch/kl": correction_oracles.mismatch_k3(*of_sampler),
+        "mismatch/above_2": above,
+        "mismatch/below_half": below,
+        "mismatch/effective_sample_size": correction_oracles.mismatch_effective_sample_size(*of_sampler),
+    }
+    assert {name: outcome.metrics[name] for name in expected} == pytest.approx(expected, rel=1e-12)
+    assert 0 < above < 0.5 and 0 < below < 0.5
+    log_ratios = correction_oracles.mismatch_log_ratios(*of_sampler)
+    statistics = correction_oracles.off_policy_statistic(batch.logps, sampler_logps, batch.mask)
+    for suffix, share in {"q01": 0.01, "q50": 0.5, "q90": 0.9, "q99": 0.99}.items():
+        for name, values in {"mismatch/log_ratio": log_ratios, "off_policy": statistics}.items():
+            quantile = correction_oracles.quantile(values, share)
+            assert in_bin(outcome.metrics[f"{name}_{suffix}"], quantile), (name, suffix)
+
+
+@pytest.mark.parametrize("corrected", [True, False])
+def test_the_kl_by_each_estimator(evaluate: Evaluate, corrected: bool) -> None:
+    batch = random_batch(12, 6)
+    noise = torch.randn(12, 6, generator=torch.Generator().manual_seed(5), dtype=torch.float64)
+    ref_logps = batch.logps + 0.3 * noise
+    options = {"inputs": {"ref_per_token_logps": ref_logps}, "beta": 0.1, "use_bias_correction_kl": corrected}
+    metrics = evaluate(batch, loss_type="gspo", **options).metrics
+    ratio = (batch.logps - batch.old_logps).exp() if corrected else torch.ones_like(batch.logps)
+    log_r = ref_logps - batch.logps
+    for name, values in {"k1": -log_r, "k2": log_r**2 / 2, "k3": log_r.exp() - log_r - 1}.items():
+        assert metrics[f"kl/{name}"] == pytest.approx((ratio * values)[batch.mask].mean().item(), rel=1e-12)
+    assert metrics["kl"] == pytest.approx(metrics["kl/k3"], rel=1e-12)
+
+
+def test_quantiles_are_those_of_sorting() -> None:
+    """Over four decades on both sides of zero, zeros among them, in unequal parts."""
+    generator = torch.Generator().manual_seed(0)
+    values = torch.randn(5000, generator=generator) * 10 ** (4 * torch.rand(5000, generator=generator) - 4)
+    values[::10] = 0
+    counts = sum(pooling.histogram(part) for part in values.split([1, 999, 4000]))
+    assert isinstance(counts, Tensor)
+    for share in (0.01, 0.2, 0.44, 0.5, 0.6, 0.9, 0.99, 1.0):
+        expected = correction_oracles.quantile(values.double().tolist(), share)
+        assert in_bin(pooling.quantile(counts, share), expected), share
+    assert pooling.quantile(counts, 0.5) == 0
+    assert math.isnan(pooling.quantile(torch.zeros_like(counts), 0.5))
+
+
+def test_values_beyond_the_bins_are_counted_at_their_ends() -> None:
+    counts = pooling.histogram(torch.tensor([-1e9, -math.inf, 1e-12, 1e9, math.nan]))
+    assert counts.sum() == 4
+    low, middle, high = (pooling.quantile(counts, share) for share in (0.2, 0.6, 0.9))
+    assert in_bin(low, -1e3) and middle == 0 and in_bin(high, 1e3)
+
+
+def logged(trained: Any) -> dict[str, float]:
+    """The first log's values of the pooled metrics."""
+    names = ("off_policy", "dropped", "kl/", "mismatch")
+    return {k: v for row in trained.state.log_history[:1] for k, v in row.items() if k.startswith(names)}
+
+
+def collected(monkeypatch: pytest.MonkeyPatch) -> dict[str, list[Tensor]]:
+    """Everything that is recorded in a run, by metric."""
+    samples: dict[str, list[Tensor]] = {}
+    original = Metrics.pooled
+
+    def record(self: Any, **kinds: Any) -> None:
+        for masked in kinds.values():
+            for name, (values, mask) in masked.items():
+                samples.setdefault(name, []).append(values.detach()[mask])
+        original(self, **kinds)
+
+    monkeypatch.setattr(Metrics, "pooled", record)
+    return samples
+
+
+def test_they_are_of_all_micro_batches_since_the_last_log(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One sequence a micro-batch, as on a small GPU: a mean of each one's quantiles would be the mean."""
+    samples = collected(monkeypatch)
+    options = {
+        "per_device_train_batch_size": 1,
+        "gradient_accumulation_steps": 4,
+        "steps_per_generation": 16,
+        "beta": 0.1,
+        "logging_steps": 4,
+        "max_steps": 4,
+        "off_policy_mask_threshold": 0.01,
+    }
+    trained = tiny.train(tiny.trainer(models["dense"], tmp_path, loss_type="grpo", **options))
+    metrics = logged(trained)
+    assert len(samples["off_policy"]) == 16
+    statistic = torch.cat(samples["off_policy"])
+    for suffix, share in {"q50": 0.5, "q90": 0.9, "q99": 0.99}.items():
+        expected = correction_oracles.quantile(statistic.tolist(), share)
+        assert in_bin(metrics[f"off_policy_{suffix}"], expected)
+    assert metrics["off_policy_q99"] > statistic.mean() + statistic.std()
+    for name in ("kl/k1", "kl/k2", "kl/k3", "dropped/off_policy"):
+        values = torch.cat(samples[name]).double()
+        # a micro-batch's sum of up to 12 numbers is rounded in float32
+        assert within(abs(metrics[name] - values.mean()), 12 * EPS * values.abs().mean()), name
+    assert 0 < metrics["dropped/off_policy"] < 1
+
+
+def test_the_next_log_begins_anew_and_evaluation_has_its_own(models: dict[str, Path], tmp_path: Path) -> None:
+    options = {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "per_device_eval_batch_size": 4,
+        "build": {"eval_dataset": tiny.dataset(4)},
+        "max_steps": 4,
+        "loss_type": "gspo",
+    }
+    trained = tiny.train(tiny.trainer(models["dense"], tmp_path, **options))
+    rows = tiny.history(trained)
+    training = [row for row in rows if "off_policy_q50" in row]
+    assert len(training) == 4
+    assert training[0]["off_policy_q99"] == 0  # the first update of a rollout is on-policy, whatever followed
+    assert all(row["off_policy_q99"] != 0 for row in training[1:])
+    assert [row["eval_off_policy_q99"] for row in rows if "eval_off_policy_q99" in row] == [0, 0]
+
+
+VOCABULARY = tiny.SIZES["vocab_size"]
+SHARE, SHIFT = 0.1, math.log(4)
+
+
+def in_bf16(policy: Any) -> Any:
+    half = type(policy)(policy.config).to(torch.bfloat16).eval()
+    half.load_state_dict({name: value.bfloat16() for name, value in policy.state_dict().items()})
+    return half
+
+
+def shifted(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """The policy's own samples and log-probs under bf16, those of a known share of tokens off by a factor of four."""
+    generator = torch.Generator().manual_seed(11)
+    half = in_bf16(trainer.model)
+    answers, logprobs, planted = [], [], 0
+    for prompt in prompts:
+        ids = trainer.processing_class(prompt)["input_ids"]
+        answer = torch.randint(40, VOCABULARY - 2, (24,), generator=generator).tolist()
+        with torch.no_grad():
+            logits = half(torch.tensor([ids + answer])).logits[0, len(ids) - 1 : -1].float()
+        of_answer = logits.log_softmax(-1)[range(24), answer]
+        noise = SHIFT * torch.randn(24, generator=generator).sign()
+        hit = torch.rand(24, generator=generator) < SHARE
+        planted += int(hit.sum())
+        answers.append(answer)
+        logprobs.append((of_answer + noise * hit).tolist())
+    trainer.planted = planted / (24 * len(prompts))
+    ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+    return {"prompt_ids": ids, "completion_ids": answers, "logprobs": logprobs}
+
+
+def moments(probabilities: Tensor, ratio: Tensor) -> list[Tensor]:
+    """Mean, then variance, over one sampled token, of each metric."""
+    values = [ratio - 1 - ratio.log(), (ratio > 2).double(), (ratio < 0.5).double()]
+    means = [(probabilities * value).sum() for value in values]
+    squares = [(probabilities * value**2).sum() for value in values]
+    return [*means, *(square - mean**2 for square, mean in zip(squares, means, strict=True))]
+
+
+def disagreeing(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """An engine that samples from other logits than the trainer's, and tells what of that a metric should say."""
+    generator = torch.Generator().manual_seed(12)
+    half = in_bf16(trainer.model)
+    answers, logprobs, truths = [], [], []
+    for prompt in prompts:
+        ids, answer, of_answer = trainer.processing_class(prompt)["input_ids"], [], []
+        for _ in range(12):
+            context = torch.tensor([ids + answer])
+            with torch.no_grad():
+                trainers = trainer.model(context).logits[0, -1].double().log_softmax(-1)
+                logits = half(context).logits[0, -1].double()
+            if torch.rand(1, generator=generator) < 0.3:
+                logits = logits + 1.5 * torch.randn(VOCABULARY, generator=generator)
+            engines = logits.log_softmax(-1)
+            token = int(torch.multinomial(engines.exp(), 1, generator=generator))
+            answer.append(token)
+            of_answer.append(float(engines[token]))
+            ratio = (trainers - engines).exp()
+            truths.append(torch.stack([(engines.exp() * (engines - trainers)).sum(), *moments(engines.exp(), ratio)]))
+        answers.append(answer)
+        logprobs.append(of_answer)
+    trainer.truths = torch.stack(truths)
+    ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+    return {"prompt_ids": ids, "completion_ids": answers, "logprobs": logprobs}
+
+
+def first_log(models: dict[str, Path], tmp_path: Path, engine: Any, loss_type: str, sequences: int) -> Any:
+    options = {
+        "per_device_train_batch_size": sequences,
+        "steps_per_generation": 1,
+        "num_iterations": 2,
+        "max_steps": 1,
+        "max_completion_length": 24,
+        "build": {"rollout_func": engine, "train_dataset": tiny.dataset(64)},
+    }
+    return tiny.train(tiny.trainer(models["dense"], tmp_path, loss_type=loss_type, **options))
+
+
+@pytest.mark.parametrize("loss_type", ["dapo", "gspo"])
+def test_the_planted_share_is_reported(models: dict[str, Path], tmp_path: Path, loss_type: str) -> None:
+    trained = first_log(models, tmp_path, shifted, loss_type, 64)
+    metrics = logged(trained)
+    found = metrics["mismatch/above_2"] + metrics["mismatch/below_half"]
+    assert found == pytest.approx(trained.planted, abs=1e-6)  # bf16 alone is far from a factor of two
+    assert abs(found - SHARE) < 4 * math.sqrt(SHARE * (1 - SHARE) / (64 * 24))
+    # a shift of ±log 4, each as often: k3 of ratios 1/4 and 4
+    expected = SHARE * ((0.25 - 1 + SHIFT) + (4 - 1 - SHIFT)) / 2
+    deviation = math.sqrt(SHARE / (64 * 24)) * (4 - 1 - SHIFT)
+    assert abs(metrics["mismatch/kl"] - expected) < 4 * deviation + 1e-3
+
+
+def test_the_mismatch_of_an_engine_is_reported_to_sampling_error(models: dict[str, Path], tmp_path: Path) -> None:
+    """Against the KL and the shares summed over the vocabulary at each of the sampled prefixes, in four deviations."""
+    trained = first_log(models, tmp_path, disagreeing, "dapo", 128)
+    metrics = logged(trained)
+    divergence, *truths = trained.truths.T
+    assert divergence.mean().item() == pytest.approx(truths[0].mean().item(), rel=1e-9)  # what k3 is to estimate
+    names = ("mismatch/kl", "mismatch/above_2", "mismatch/below_half")
+    for name, mean, variance in zip(names, truths[:3], truths[3:], strict=True):
+        error = 4 * variance.sum().sqrt().item() / len(mean)
+        assert mean.mean() > 1.5 * error  # or 0 would pass
+        assert abs(metrics[name] - mean.mean().item()) < error, name

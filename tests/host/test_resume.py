@@ -1,0 +1,91 @@
+"""A run that is killed and resumed ends as the run that was never killed, bit for bit."""
+
+import itertools
+import random
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.trainer_utils import get_last_checkpoint
+
+from tests.tools import resumable
+
+
+@pytest.fixture(scope="module")
+def expected(models: dict[str, Path], wide: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """The state of each kind of run at its end, when nothing kills it."""
+    states = {}
+    for kind in resumable.KINDS:
+        output = tmp_path_factory.mktemp(kind)
+        assert resumable.run(kind, folder(kind, models, wide), output) == 0
+        states[kind] = torch.load(output / "state.pt")
+        assert [step for step, _, rule in states[kind]["refreshes"]] == [8, 16]
+    return states
+
+
+def folder(kind: str, models: dict[str, Path], wide: Path) -> Path:
+    return wide if kind == "nf4" else models["moe" if kind == "lora" else "dense"]
+
+
+KILLS = {  # each between a refresh and another
+    "full": (
+        "open",
+        "checkpoint-12/trainer_state.json",
+        1,
+    ),  # in the middle of a checkpoint; goes on at 9, in a window
+    "lora": ("os.rename", "checkpoint-18", 1),  # when it is whole but not yet in place; goes on at 15, a move due
+    "nf4": (
+        "open",
+        "_unfinished/checkpoint-15",
+        1,
+    ),  # inside a window; goes on at 12, at the end of one and of an epoch
+}
+
+
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind == "nf4" else pytest.mark.slow) for kind in resumable.KINDS]
+)
+def test_a_killed_run_ends_as_if_it_had_not_been(
+    kind: str, models: dict[str, Path], wide: Path, tmp_path: Path, expected: dict[str, Any]
+) -> None:
+    model = folder(kind, models, wide)
+    assert resumable.run(kind, model, tmp_path, kill=KILLS[kind]) == -signal.SIGKILL
+    assert not (tmp_path / "state.pt").exists()
+    assert resumable.run(kind, model, tmp_path) == 0
+    assert resumable.differences(expected[kind], torch.load(tmp_path / "state.pt")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("kind", resumable.KINDS)
+def test_a_run_killed_at_a_random_moment(
+    kind: str, seed: int, models: dict[str, Path], wide: Path, tmp_path: Path, expected: dict[str, Any]
+) -> None:
+    """From outside, anywhere between its first checkpoint and its end; sooner, if it had ended by then."""
+    model, moment = folder(kind, models, wide), random.Random(seed).uniform(0, 0.6)
+    for attempt in itertools.count():
+        output = tmp_path / str(attempt)
+        if resumable.run(kind, model, output, kill_after=moment / 2**attempt) == -signal.SIGKILL:
+            break
+    assert get_last_checkpoint(str(output)) is not None
+    assert resumable.run(kind, model, output) == 0
+    assert resumable.differences(expected[kind], torch.load(output / "state.pt")) == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("event", "times"), [("open", 4), ("os.rename", 2), ("shutil.rmtree", 12)])
+def test_a_run_killed_at_every_file_of_a_checkpoint(
+    event: str, times: int, models: dict[str, Path], wide: Path, tmp_path: Path, expected: dict[str, Any]
+) -> None:
+    """Of the third one: before each file that Python opens and each move; of all, before what is left is removed."""
+    model = folder("lora", models, wide)
+    pattern = "_unfinished" if event == "shutil.rmtree" else "checkpoint-9"
+    for count in itertools.count(1):
+        output = tmp_path / str(count)
+        if resumable.run("lora", model, output, kill=(event, pattern, count)) == 0:
+            break
+        assert resumable.run("lora", model, output) == 0
+        assert resumable.differences(expected["lora"], torch.load(output / "state.pt")) == []
+    assert count > times

@@ -1,0 +1,274 @@
+"""A generation window goes on in another run with the settings that it began with, or the option is named."""
+
+import shutil
+from collections.abc import Callable
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+import trl_steady
+from tests.tools import agent, resumable, tiny
+from trl_steady.host.window import WINDOW_OPTIONS, different, window_settings
+
+# Options that shape neither a rollout nor the objective that it was made for.
+ENGINES_AND_MEMORY = (
+    *("cache_implementation", "ds3_gather_for_generation", "transformers_continuous_batching_config"),
+    *("vllm_model_impl", "vllm_enable_sleep_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size"),
+    *("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port"),
+    *("pad_to_multiple_of", "trim_padding", "token_budget"),  # rounding only
+)
+DATA_AND_MODEL = ("model_init_kwargs", "trust_remote_code", "shuffle_dataset", "num_generations_eval")
+READ_IN_EVERY_UPDATE = (
+    *("epsilon", "epsilon_high", "delta", "sapo_temperature_neg", "sapo_temperature_pos"),
+    *("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg", "router_aux_loss_coef"),
+    *("top_entropy_quantile", "entropy_coef", "use_adaptive_entropy", "entropy_coef_min", "entropy_coef_max"),
+    *("entropy_coef_delta", "entropy_target", "off_policy_mask_threshold", "off_policy_mask_level"),
+    *("geometric_mask_range", "token_veto_threshold"),
+)
+MOVES_OF_THE_REFERENCE = (  # between windows; its callback refuses one that is missing or would be ignored
+    *("sync_ref_model", "ref_model_mixup_alpha", "ref_model_sync_steps", "ref_model_sync_kl"),
+    "ref_model_sync_reset_optimizer",
+)
+LOGS = (
+    *("log_completions", "log_multimodal", "num_completions_to_print", "log_unique_prompts"),
+    "log_completions_hub_repo",
+)
+OTHER_NAMES = (  # of options in the tuple, into which TRL turns them
+    *("generation_batch_size", "use_transformers_paged", "vllm_importance_sampling_cap"),
+)
+NOT_OF_A_ROLLOUT = (
+    *(*ENGINES_AND_MEMORY, *DATA_AND_MODEL, *READ_IN_EVERY_UPDATE, *MOVES_OF_THE_REFERENCE),
+    *(*LOGS, *OTHER_NAMES),
+)
+# transformers knows of no rollout, but these of its options cut or compute one
+OF_TRANSFORMERS = {"per_device_train_batch_size", "gradient_accumulation_steps", "bf16", "fp16"}
+
+
+def test_every_option_shapes_a_rollout_or_does_not() -> None:
+    """A new option of TRL's or of ours belongs into one of the two lists."""
+    inherited = {field.name for field in fields(transformers.TrainingArguments)}
+    every = {field.name for field in fields(trl_steady.GRPOConfig)}
+    ours = [name for part in trl_steady.GRPOTrainer.PARTS for name, _ in part.window_options]
+    of_rollouts = [*(name for name in WINDOW_OPTIONS if name in every), *ours]
+    assert len({*of_rollouts, *NOT_OF_A_ROLLOUT}) == len(of_rollouts) + len(NOT_OF_A_ROLLOUT)
+    assert {*of_rollouts, *NOT_OF_A_ROLLOUT} - OF_TRANSFORMERS == every - inherited
+    assert inherited & {*of_rollouts} >= OF_TRANSFORMERS
+
+
+def other_reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    return [float(len(ids)) for ids in completion_ids]
+
+
+OPTIONS: dict[str, Any] = {
+    **{name: resumable.OPTIONS[name] for name in ("steps_per_generation", "num_iterations", "save_strategy")},
+    "save_steps": 1,
+    "max_steps": 5,
+    "beta": 0.04,
+    "loss_type": "dapo",
+}
+
+
+@pytest.fixture(scope="module")
+def run(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Checkpoints at 3, inside a window, at 4, at the end of it, and at 5."""
+    folder = tmp_path_factory.mktemp("run")
+    tiny.train(build(models["dense"], folder))
+    return folder
+
+
+def build(model: Path, output: Path, **options: Any) -> Any:
+    return tiny.trainer(model, output, lora=True, **{**OPTIONS, **options})
+
+
+OTHERS: dict[str, Any] = {
+    "num_generations": 2,
+    "steps_per_generation": 4,
+    "num_iterations": 4,
+    "max_completion_length": 6,
+    "temperature": 0.7,
+    "top_p": 0.9,
+    "top_k": 5,
+    "min_p": 0.1,
+    "repetition_penalty": 1.1,
+    "generation_kwargs": {"no_repeat_ngram_size": 3},
+    "chat_template_kwargs": {"enable_thinking": False},
+    "use_transformers_continuous_batching": True,
+    "scale_rewards": "none",
+    "reward_weights": [2.0],
+    "multi_objective_aggregation": "normalize_then_sum",
+    "step_advantage": "process",
+    "max_tool_calling_iterations": 2,
+    "disable_dropout": True,
+    "adapter_dtype": "float32",
+    "loss_type": "grpo",
+    "mask_truncated_completions": True,
+    "beta": 0.0,
+    "use_bias_correction_kl": False,
+    "kl_estimator": "k2",
+}
+
+
+@pytest.mark.parametrize("option", OTHERS)
+def test_another_value_inside_a_window_is_refused_by_name(
+    models: dict[str, Path], tmp_path: Path, run: Path, option: str
+) -> None:
+    value, before = OTHERS[option], tiny.arguments(trl_steady.GRPOConfig, tmp_path, **OPTIONS)
+    other: Any = build(models["dense"], tmp_path, **{option: value})
+    began = [1.0] if option == "reward_weights" else getattr(before, option)
+    with pytest.raises(ValueError) as refused:
+        other.train(resume_from_checkpoint=str(run / "checkpoint-3"))
+    assert str(refused.value) == (
+        f"{run / 'checkpoint-3'} was taken inside a generation window that began with {option}={began!r}; this run "
+        f"has {option}={value!r}. Resume with the same value, or from a checkpoint at the end of a window."
+    )
+    assert other.state.global_step == 3
+
+
+@pytest.mark.filterwarnings("ignore:sampling leaves tokens out")
+def test_at_the_end_of_a_window_every_option_may_differ(models: dict[str, Path], tmp_path: Path, run: Path) -> None:
+    """As in TRL."""
+    options = {name: value for name, value in OTHERS.items() if not name.startswith("use_transformers")}
+    options["num_iterations"] = 1  # the other value would leave the last step inside a longer window
+    other = build(models["dense"], tmp_path, **options)
+    other.train(resume_from_checkpoint=str(run / "checkpoint-4"))
+    assert other.state.global_step == 5
+
+
+def test_options_and_reward_functions_are_named_one_a_line(models: dict[str, Path], tmp_path: Path, run: Path) -> None:
+    build_with = {"reward_funcs": [other_reward]}
+    other = build(models["dense"], tmp_path, temperature=0.7, num_generations=2, build=build_with)
+    with pytest.raises(ValueError) as refused:
+        other.train(resume_from_checkpoint=str(run / "checkpoint-3"))
+    first, *lines, last = str(refused.value).splitlines()
+    assert first.endswith("checkpoint-3 was taken inside a generation window that began with")
+    assert sorted(line.strip() for line in lines) == [
+        "num_generations=4; this run has num_generations=2",
+        "reward_funcs=['reward']; this run has reward_funcs=['other_reward']",
+        "temperature=1.0; this run has temperature=0.7",
+    ]
+    assert last == "Resume with the same values, or from a checkpoint at the end of a window."
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"learning_rate": 1e-3, "epsilon": 0.1, "beta": 0.1},  # read in every update
+        {"vllm_mode": "server", "share_prompts": True},  # which do nothing to this rollout
+        {"scale_rewards": True, "reward_weights": [1.0], "generation_kwargs": {}},  # the same in other words
+    ],
+)
+def test_what_does_not_shape_a_rollout_may_differ(
+    models: dict[str, Path], tmp_path: Path, run: Path, options: dict[str, Any]
+) -> None:
+    other = build(models["dense"], tmp_path, **options)
+    other.train(resume_from_checkpoint=str(run / "checkpoint-3"))
+    assert other.state.global_step == 5
+
+
+BIAS = {(1, 2): -10.0, (3,): 1.0}
+NOT_JSON: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "keys": (
+        {"generation_kwargs": {"sequence_bias": BIAS}},
+        {"generation_kwargs": {"sequence_bias": {(1, 2): 0.0}}},
+        "generation_kwargs",
+    ),
+    "array": ({"reward_weights": np.array([1.0])}, {"reward_weights": np.array([2.0])}, "reward_weights"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:sampling leaves tokens out")
+@pytest.mark.parametrize("case", NOT_JSON)
+def test_values_that_are_not_json_are_saved_and_compared(models: dict[str, Path], tmp_path: Path, case: str) -> None:
+    options, others, name = NOT_JSON[case]
+    tiny.train(build(models["dense"], tmp_path, **{**options, "max_steps": 3}))
+    checkpoint = str(tmp_path / "checkpoint-3")
+    with pytest.raises(ValueError, match=rf"began with {name}=.*this run has {name}="):
+        build(models["dense"], tmp_path, **others).train(resume_from_checkpoint=checkpoint)
+    again: Any = build(models["dense"], tmp_path, **options)
+    again.train(resume_from_checkpoint=checkpoint)
+    assert again.state.global_step == 5
+
+
+@pytest.mark.parametrize(
+    ("value", "equal", "other"),
+    [
+        ({1: 2, "a": 3}, {"a": 3, 1: 2}, {1: 2, "a": 4}),
+        ({(np.int64(1), 2): 3}, {(1, 2): 3}, {(2, 1): 3}),
+        ({0, 8}, {8, 0}, {0}),  # their hashes collide, so the order is that of insertion
+        ({0, "a"}, {"a", 0}, {0}),
+        ((1, np.float32(0.5)), [1, 0.5], [1, 0.25]),
+        (torch.tensor([1, 2]), np.array([1, 2]), torch.tensor([2, 1])),
+        (np.float32, np.float32, np.float64),
+    ],
+)
+def test_equal_values_are_equal_in_any_order_and_type(
+    models: dict[str, Path], tmp_path: Path, value: Any, equal: Any, other: Any
+) -> None:
+    trainer = build(models["dense"], tmp_path)
+    settings: list[dict[str, Any]] = []
+    for each in (value, equal, other):
+        trainer.args.generation_kwargs = {"own": each}
+        settings.append(window_settings(trainer))
+    assert different(settings[0], settings[1]) == []
+    assert different(settings[0], settings[2]) == ["generation_kwargs"]
+
+
+@pytest.mark.parametrize("option", ["min_p", "bf16", "fp16", "disable_dropout"])
+def test_none_is_the_same_as_off(models: dict[str, Path], tmp_path: Path, option: str) -> None:
+    """Also in a checkpoint that an earlier version wrote."""
+    here = window_settings(build(models["dense"], tmp_path))
+    off, on = (0.0, 0.1) if option == "min_p" else (False, True)
+    assert different({**here, option: None}, {**here, option: off}) == []
+    assert different({**here, option: None}, {**here, option: on}) == [option]
+
+
+def test_another_environment_is_another_setting(models: dict[str, Path], tmp_path: Path) -> None:
+    without = build(models["dense"], tmp_path)
+
+    def settings(factories: Any) -> dict[str, Any]:
+        without.environment_factories = factories
+        return window_settings(without)
+
+    one, two = settings({None: agent.Calculator}), settings({"sums": agent.Calculator, "more": agent.AsyncCalculator})
+    assert one["environment_factory"] == "Calculator"
+    assert two["environment_factory"] == {"sums": "Calculator", "more": "AsyncCalculator"}
+    for other in (two, settings({None: agent.AsyncCalculator}), settings(None)):
+        assert different(one, other) == ["environment_factory"]
+
+
+def of_an_older_version(checkpoint: Path) -> None:
+    """Written before most settings were recorded."""
+    window = torch.load(checkpoint / "rollouts_0.pt")
+    kept = ("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations")
+    window["settings"] = {name: window["settings"][name] for name in (*kept, "processes")}
+    torch.save(window, checkpoint / "rollouts_0.pt")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, None),
+        ({"temperature": 0.7}, None),  # which was not written down
+        ({"num_iterations": 4}, r"num_iterations=2; this run has num_iterations=4\."),
+        ({"keep_sampling_mask": True, "top_p": 0.9}, r"keep_sampling_mask=False; this run has .*=True\."),
+    ],
+)
+def test_a_checkpoint_of_an_older_version_is_compared_in_what_it_has(
+    models: dict[str, Path], tmp_path: Path, run: Path, options: dict[str, Any], message: str | None
+) -> None:
+    checkpoint = shutil.copytree(run / "checkpoint-3", tmp_path / "checkpoint-3")
+    of_an_older_version(checkpoint)
+    other = build(models["dense"], tmp_path, **options)
+    train: Callable[[], Any] = lambda: other.train(resume_from_checkpoint=str(checkpoint))
+    if message:
+        with pytest.raises(ValueError, match=message):
+            train()
+        return
+    train()
+    whole = torch.load(run / "checkpoint-5" / "optimizer.pt", weights_only=True)["state"]
+    assert (resumable.differences(whole, other.optimizer.state_dict()["state"]) == []) == (not options)

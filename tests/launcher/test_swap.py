@@ -1,0 +1,225 @@
+"""Scripts that know TRL's trainer only, with ours in its place."""
+
+import importlib
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import trl
+from trl.trainer import grpo_config, grpo_trainer
+
+import trl_steady
+from tests.tools import scripts as own_scripts
+from tests.tools import tiny
+from tests.tools.scripts import IMPORTS, Scripts
+from trl_steady.launcher import cli
+from trl_steady.launcher.swap import swapped
+
+scripts = own_scripts.scripts
+
+
+@pytest.mark.parametrize("imports", IMPORTS.values(), ids=list(IMPORTS))
+def test_however_it_is_imported_it_is_ours(imports: str, scripts: Scripts, capsys: pytest.CaptureFixture[str]) -> None:
+    check = """
+    import trl_steady
+    assert (GRPOTrainer, GRPOConfig) == (trl_steady.GRPOTrainer, trl_steady.GRPOConfig)
+    """
+    assert scripts.run(imports, check, max_steps=2, loss_type="gspo") == 0
+    out, err = capsys.readouterr()
+    assert out.count("trl_steady.trainers.grpo.GRPOTrainer, loss_type='gspo'\n  on: GSPO: loss_type='gspo'\n") == 1
+    assert "ratio/sequence_mean" in out and "trl-steady run" not in err
+
+
+def test_afterwards_trl_is_itself_again(scripts: Scripts) -> None:
+    gmpo_trainer = importlib.import_module("trl.experimental.gmpo.gmpo_trainer")  # has imported TRL's by name
+    constructors = transformers.Trainer.__init__, trl_steady.GRPOTrainer.__init__
+    before = trl.GRPOTrainer, trl.GRPOConfig
+    assert before[0].__module__ == "trl.trainer.grpo_trainer"
+    with pytest.raises(KeyError), swapped():
+        of_trl = [vars(module).values() for name, module in sys.modules.items() if name.split(".")[0] == "trl"]
+        assert not any(value is theirs for values in of_trl for value in values for theirs in before)
+        assert trl.GRPOTrainer is gmpo_trainer.GRPOTrainer is trl_steady.GRPOTrainer is not before[0]
+        raise KeyError
+    assert constructors == (transformers.Trainer.__init__, trl_steady.GRPOTrainer.__init__)
+    assert trl.GRPOTrainer is grpo_trainer.GRPOTrainer is trl.trainer.GRPOTrainer is gmpo_trainer.GRPOTrainer
+    assert trl.GRPOConfig is grpo_trainer.GRPOConfig is grpo_config.GRPOConfig
+    assert before == (trl.GRPOTrainer, trl.GRPOConfig)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "gspo"])
+def test_swapped_it_trains_as_imported_from_us(loss_type: str, scripts: Scripts) -> None:
+    """TRL's clip range for a loss of TRL's too, though its config is ours meanwhile."""
+    assert scripts.run(IMPORTS["from trl"], loss_type=loss_type) == 0
+    direct = tiny.train(tiny.trainer(scripts.model, scripts.folder, loss_type=loss_type))
+    for name, value in direct.model.state_dict().items():
+        assert torch.equal(value, scripts.policy()[name]), name
+
+
+def test_with_nothing_of_ours_on_it_trains_as_trl_does(scripts: Scripts, capsys: pytest.CaptureFixture[str]) -> None:
+    assert scripts.run(IMPORTS["from trl"], beta=0.0, trim_padding=False) == 0
+    assert "  on: nothing, it trains like TRL's trainer\n" in capsys.readouterr().out
+    theirs = tiny.train(tiny.trainer(scripts.model, scripts.folder, ours=False, beta=0.0))
+    for name, value in theirs.model.state_dict().items():
+        assert torch.equal(value, scripts.policy()[name]), name
+
+
+def test_what_is_left_to_trl_is_trls_also_when_swapped(models: dict[str, Path], tmp_path: Path) -> None:
+    """Masks by token are TRL's own decision, which is no longer to be found under TRL's name."""
+
+    def in_steps(completion_ids: list[list[int]], **_: Any) -> list[trl_steady.StepRewards]:
+        ends = [sorted({max(1, len(ids) // 2), len(ids)}) for ids in completion_ids]
+        values = [[sum(ids) % 7.0, -(ids[-1] % 5.0)] for ids in completion_ids]
+        return [trl_steady.StepRewards.at_tokens(v[: len(e)], e) for v, e in zip(values, ends, strict=True)]
+
+    def trained(level: str) -> dict[str, torch.Tensor]:
+        options = {"loss_type": "gspo_token", "off_policy_mask_threshold": 0.001, "off_policy_mask_level": level}
+        build = {"reward_funcs": in_steps}
+        return tiny.parameters(tiny.train(tiny.trainer(models["dense"], tmp_path, build=build, **options)))
+
+    by_token, by_sequence = trained("token"), trained("sequence")
+    with swapped():
+        swapped_by_token = trained("token")
+    assert all(torch.equal(value, swapped_by_token[name]) for name, value in by_token.items())
+    assert any(not torch.equal(value, by_sequence[name]) for name, value in by_token.items())
+
+
+def test_a_subclass_has_ours_below_it(scripts: Scripts, capsys: pytest.CaptureFixture[str]) -> None:
+    subclass = """
+    class Counting(GRPOTrainer):
+        def _compute_loss(self, model, inputs):
+            return super()._compute_loss(model, inputs)
+    """
+    assert scripts.run(IMPORTS["from trl"], subclass, trainer="Counting", max_steps=2, loss_type="gspo") == 0
+    out = capsys.readouterr().out
+    assert "__main__.Counting on trl_steady.GRPOTrainer, loss_type='gspo'" in out
+    assert "ratio/sequence_mean" in out and "  off:" not in out
+
+
+@pytest.mark.filterwarnings("ignore:.* cannot act:UserWarning")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (
+            {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_kl": 0.2},
+            [
+                "on: iterative GRPO: a reference that moves: sync_ref_model=True, beta=0.1\n",
+                "on: a reference that moves when the KL is too large: ref_model_sync_kl=0.2\n",
+            ],
+        ),
+        ({"loss_type": "gspo", "steps_per_generation": 1}, ["cannot act: GSPO: loss_type='gspo'"]),
+        (
+            {"off_policy_mask_threshold": 0.5, "steps_per_generation": 1},
+            ["cannot act: off-policy mask, by sequence or by token: off_policy_mask_threshold=0.5, off_policy"],
+        ),
+        ({"keep_sampling_mask": True}, ["cannot act: kept sampling mask: keep_sampling_mask=True"]),
+        (
+            {"loss_type": "gspo_token", "step_advantage": "process"},
+            ["on: step rewards (StepRewards), process supervision: step_advantage='process'"],
+        ),
+    ],
+    ids=str,
+)
+def test_a_trainer_says_what_is_asked_for_and_whether_it_can_act(
+    options: dict[str, Any], said: list[str], scripts: Scripts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {"max_steps": 1, "per_device_train_batch_size": 4, **options}
+    assert scripts.run(IMPORTS["from trl"], **options) == 0
+    out = capsys.readouterr().out
+    assert all(f"\n  {line}" in out for line in said)
+
+
+def test_what_is_set_too_late_is_said(
+    scripts: Scripts, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HF_HOME", "elsewhere")
+    monkeypatch.setenv("HF_ENDPOINT", "unchanged")
+    late = "import os\nos.environ['HF_HOME'] = 'late'\nos.environ['MINE'] = 'not read by them'"
+    assert scripts.run(late, IMPORTS["from trl"], max_steps=1) == 0
+    out = capsys.readouterr().out
+    monkeypatch.delenv("MINE")
+    assert out.count("too late") == 1
+    assert "  too late: HF_HOME was read before the script set it. Set it in the shell\n" in out
+
+
+def test_other_trainers_of_a_script_are_left_alone(scripts: Scripts, capsys: pytest.CaptureFixture[str]) -> None:
+    warm_up = f"""
+    import trl
+    from tests.tools import tiny
+    args = trl.SFTConfig({str(scripts.folder)!r}, use_cpu=True, bf16=False, report_to="none", max_steps=1)
+    rows = tiny.dataset().map(lambda row: {{"completion": "9"}})
+    trl.SFTTrainer({str(scripts.model)!r}, args=args, train_dataset=rows, processing_class=tiny.tokenizer()).train()
+    """
+    assert scripts.run(warm_up, IMPORTS["from trl"], max_steps=1) == 0
+    out, err = capsys.readouterr()
+    assert out.count(f"trl-steady {trl_steady.__version__}") == 1 and "trl-steady run" not in err
+
+
+def test_a_script_that_trains_nothing_of_ours_hears_of_it(
+    scripts: Scripts, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert scripts.run("print('nothing')", trainer="") == 0
+    said = "script.py ended without building trl-steady's GRPOTrainer in this process"
+    assert said in capsys.readouterr().err
+    for end in ("sys.exit()", "sys.exit(0)"):
+        assert scripts.run(f"import sys\n{end}", trainer="") == 0
+        assert said in capsys.readouterr().err
+    monkeypatch.setenv("RANK", "2")  # one process says it
+    assert scripts.run("print('nothing')", trainer="") == 0
+    assert said not in capsys.readouterr().err
+
+
+LOOK = """
+import json, os, sys
+import beside_the_script
+print(json.dumps([__name__, __file__, sys.argv[1:], sys.path[0], sys.path[1:], beside_the_script.HERE]))
+"""
+
+
+def test_a_script_sees_what_python_would_show_it(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also through a link, from another folder."""
+    folder = scripts.folder / "scripts"
+    folder.mkdir()
+    (folder / "look.py").write_text(LOOK)
+    (folder / "beside_the_script.py").write_text("HERE = 'found'")
+    (scripts.folder / "linked.py").symlink_to(folder / "look.py")
+    monkeypatch.chdir(scripts.folder)
+    shown = [
+        json.loads(subprocess.run([*command, "linked.py", "--lr", "1"], capture_output=True, check=True).stdout)
+        for command in ([sys.executable], [Path(sys.executable).with_name("trl-steady"), "run"])
+    ]
+    assert shown[0] == shown[1] and shown[0][-1] == "found"
+
+
+def test_a_scripts_exit_status_is_its_own(scripts: Scripts) -> None:
+    with pytest.raises(SystemExit, match="7"):
+        scripts.run("raise SystemExit(7)", trainer="")
+    with pytest.raises(SystemExit, match="stopped"):
+        scripts.run("raise SystemExit('stopped')", trainer="")
+
+
+def test_a_module_is_run_as_python_runs_it(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
+    package = scripts.folder / "a_package"
+    package.mkdir()
+    (package / "__init__.py").write_text("")
+    (package / "train.py").write_text(LOOK.replace("import beside_the_script", "from . import beside_the_script"))
+    (package / "beside_the_script.py").write_text("HERE = 'found'")
+    monkeypatch.chdir(scripts.folder)
+    of_python = [sys.executable, "-m", "a_package.train"]
+    of_ours = [Path(sys.executable).with_name("trl-steady"), "run", "-m", "a_package.train"]
+    shown = [
+        json.loads(subprocess.run([*command, "x"], capture_output=True, check=True).stdout)
+        for command in (of_python, of_ours)
+    ]
+    assert shown[0] == shown[1]
+
+
+def test_a_modules_main_is_itself_while_it_runs(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that what it defines can be pickled."""
+    (scripts.folder / "a_module.py").write_text("import pickle\nclass A:\n    pass\npickle.loads(pickle.dumps(A()))")
+    monkeypatch.chdir(scripts.folder)
+    assert cli.main(["run", "-m", "a_module"]) == 0

@@ -1,0 +1,192 @@
+"""GMPO through TRL's loss for everything but its policy term, against an oracle that multiplies as the paper does."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import trl_steady
+from tests.oracles import gmpo as gmpo_oracle
+from tests.tools import tiny
+from tests.tools.batches import Batch, Evaluate, Outcome, random_batch
+from trl_steady.functional.importance import log_geometric_mean_ratio
+
+CLIP = {"epsilon": 0.2, "epsilon_high": 0.3}
+BOUNDS = {"low": 0.2, "high": 0.3}
+SHAPES = [(6, 5), (5, 5), (6, 1), (1, 1), (2, 7)]
+
+
+def gmpo(evaluate: Evaluate, batch: Batch, **options: Any) -> Outcome:
+    return evaluate(batch, loss_type="gmpo", **{**CLIP, **options})
+
+
+def is_oracle(found: Outcome, oracle: Any) -> bool:
+    """To 1e-12, of products and roots in float64."""
+    same = found.loss.item() == pytest.approx(oracle.loss, rel=1e-12, abs=1e-15)
+    return same and torch.allclose(found.grad, oracle.grad, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("delta", [None, 1.4])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_loss_gradient_and_clip_metrics_are_the_oracles(
+    evaluate: Evaluate, shape: tuple[int, int], delta: float | None
+) -> None:
+    batch = random_batch(*shape)
+    if delta is not None:  # it acts on negative advantages
+        batch = batch._replace(advantages=-batch.advantages)
+    found = gmpo(evaluate, batch, delta=delta)
+    assert is_oracle(found, gmpo_oracle.gmpo(*batch_of(batch), **BOUNDS, delta=delta))
+    low, high = gmpo_oracle.clipped_share(*batch_of(batch), **BOUNDS)
+    if shape[1] > 1:  # at T = 1 TRL counts rows, the empty one too
+        assert found.metrics["clip_ratio/low_mean"] == pytest.approx(low)
+        assert found.metrics["clip_ratio/high_mean"] == pytest.approx(high)
+    if shape == (6, 5):  # a test of clipping that never clips shows nothing
+        assert low > 0 and (high > 0 or delta is not None)
+        assert delta is None or not is_oracle(found, gmpo_oracle.gmpo(*batch_of(batch), **BOUNDS))
+
+
+def batch_of(batch: Batch) -> tuple[Tensor, ...]:
+    return batch.logps, batch.old_logps, batch.advantages, batch.mask
+
+
+def test_by_hand(evaluate: Evaluate) -> None:
+    """Two tokens with ratios 2 and 1/2, clipped at e^-0.3 and e^0.3, and A = 4: the root of e^0.3 / 2, times 4.
+
+    With A = -4 the larger of each pair counts: the root of 2 e^-0.3.
+    """
+    old_logps = torch.tensor([[-1.0, -2.0]], dtype=torch.float64)
+    logps = old_logps + torch.tensor([[2.0, 0.5]], dtype=torch.float64).log()
+    options = {"epsilon": 0.3, "epsilon_high": 0.3}
+    for advantage, ratio, slopes in (
+        (4.0, math.sqrt(math.exp(0.3) / 2), (0, 1)),
+        (-4.0, math.sqrt(2 * math.exp(-0.3)), (1, 0)),
+    ):
+        batch = Batch(logps, old_logps, torch.ones(1, 2, dtype=torch.bool), torch.tensor([advantage]).double())
+        found = gmpo(evaluate, batch, **options)
+        assert found.loss.item() == pytest.approx(-ratio * advantage, rel=1e-12)
+        expected = [-ratio * advantage * slope / 2 for slope in slopes]
+        assert found.grad.flatten().tolist() == pytest.approx(expected, rel=1e-12)
+
+
+def test_of_one_token_it_is_grpo_with_the_same_clip(evaluate: Evaluate) -> None:
+    batch = random_batch(6, 1)
+    ratios = {"epsilon": -math.expm1(-0.2), "epsilon_high": math.expm1(0.3)}
+    found, grpo = gmpo(evaluate, batch), evaluate(batch, loss_type="grpo", ours=False, **ratios)
+    assert found.loss.item() == pytest.approx(grpo.loss.item(), rel=1e-12)
+    assert torch.allclose(found.grad, grpo.grad, rtol=1e-12, atol=1e-15)
+
+
+def test_without_a_clip_it_is_gspo(evaluate: Evaluate) -> None:
+    batch = random_batch()
+    found = gmpo(evaluate, batch, epsilon=50.0, epsilon_high=50.0)
+    options = {"importance_sampling_level": "sequence", "epsilon": 1.0, "epsilon_high": 1e9}
+    gspo = evaluate(batch, loss_type="grpo", ours=False, **options)
+    assert found.loss.item() == pytest.approx(gspo.loss.item(), rel=1e-12)
+    assert torch.allclose(found.grad, gspo.grad, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("delta", [None, 1.4])
+def test_the_gradient_is_that_of_finite_differences(delta: float | None) -> None:
+    batch = random_batch()
+    logps = batch.logps.clone().requires_grad_()
+    advantages = batch.advantages.unsqueeze(1)
+    ratio = lambda own: log_geometric_mean_ratio(own, batch.old_logps, advantages, batch.mask, **BOUNDS, delta=delta)
+    assert torch.autograd.gradcheck(ratio, logps)
+
+
+def test_everything_else_of_trls_loss_acts(evaluate: Evaluate) -> None:
+    """Each option changes the loss by what it adds in the oracle, or in TRL's loss of tokens."""
+    batch = random_batch()
+    plain = gmpo(evaluate, batch)
+    entropies = torch.rand(batch.logps.shape, generator=torch.manual_seed(0), dtype=torch.float64)
+
+    # the entropy bonus: coefficient times the mean entropy of the loss tokens
+    bonus = gmpo(evaluate, batch, entropies=entropies, entropy_coef=0.01)
+    assert (plain.loss - bonus.loss).item() == pytest.approx(0.01 * entropies[batch.mask].mean().item(), rel=1e-12)
+
+    # TRL's own KL, with its ratio per token: the same change as under GRPO
+    inputs = {"ref_per_token_logps": batch.old_logps - 0.3}
+    options: dict[str, Any] = {"beta": 0.1, "use_bias_correction_kl": True, "inputs": inputs}
+    with_kl = gmpo(evaluate, batch, **options)
+    grpo = [evaluate(batch, loss_type="grpo", ours=False, **own) for own in ({}, options)]
+    assert (with_kl.loss - plain.loss).item() == pytest.approx((grpo[1].loss - grpo[0].loss).item(), rel=1e-11)
+    assert torch.allclose(with_kl.grad - plain.grad, grpo[1].grad - grpo[0].grad, rtol=1e-9, atol=1e-14)
+    assert with_kl.metrics["kl"] == pytest.approx(grpo[1].metrics["kl"], rel=1e-12)
+
+    # weights of an engine
+    for shape in (batch.logps.shape, (len(batch.logps), 1)):
+        weights = 0.5 + torch.rand(shape, generator=torch.manual_seed(1), dtype=torch.float64)
+        inputs = {"importance_sampling_ratio": weights, "sampling_per_token_logps": batch.old_logps}
+        weighted = gmpo(evaluate, batch, inputs=inputs, attributes={"use_vllm": True})
+        assert is_oracle(weighted, gmpo_oracle.gmpo(*batch_of(batch), **BOUNDS, weights=weights))
+        assert weighted.loss.item() != pytest.approx(plain.loss.item(), rel=1e-3)
+
+    # the off-policy mask, decided by hand: a negative advantage, and less likely by more than 0.2 nats a token
+    drop = [
+        bool(advantage < 0 and (old - new)[own].mean() > 0.2)
+        for new, old, advantage, own in zip(*batch_of(batch), strict=True)
+    ]
+    keep = ~torch.tensor(drop)
+    assert 0 < keep.sum() < len(keep)
+    masked = gmpo(evaluate, batch, off_policy_mask_threshold=0.2)
+    assert is_oracle(masked, gmpo_oracle.gmpo(*batch_of(batch), **BOUNDS, keep=keep.double()))
+
+
+def test_the_entropy_quantile_limits_which_tokens_get_a_gradient(evaluate: Evaluate) -> None:
+    """The geometric mean is over these tokens only."""
+    batch = random_batch()
+    entropies = torch.rand(batch.logps.shape, generator=torch.manual_seed(0), dtype=torch.float64)
+    entropies[:, 0] = 2  # each sequence has a token of high entropy
+    found = gmpo(evaluate, batch, entropies=entropies, top_entropy_quantile=0.5)
+    mask = batch.mask & (entropies >= entropies[batch.mask].quantile(0.5))
+    assert is_oracle(found, gmpo_oracle.gmpo(batch.logps, batch.old_logps, batch.advantages, mask, **BOUNDS))
+    assert (found.grad[batch.mask & ~mask] == 0).all() and (found.grad[mask] != 0).any()
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e4])
+def test_garbage_under_the_mask_changes_nothing(evaluate: Evaluate, garbage: float) -> None:
+    batch = random_batch()
+    spoiled = batch._replace(
+        logps=batch.logps.masked_fill(~batch.mask, garbage),
+        old_logps=batch.old_logps.masked_fill(~batch.mask, garbage),
+    )
+    clean, dirty = gmpo(evaluate, batch), gmpo(evaluate, spoiled)
+    assert torch.equal(dirty.loss, clean.loss) and torch.equal(dirty.grad, clean.grad) and clean.loss.isfinite()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"importance_sampling_level": "sequence"}, "contradicts loss_type='gmpo', .*clipped token ratios"),
+        ({"delta": 1.4}, r"delta=1.4 is inside the clip range of loss_type='gmpo' \(upper end 1.49"),
+        ({"sapo_temperature_neg": 2.0}, "is an option of loss_type='sapo'"),
+    ],
+)
+def test_options_that_contradict_it_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny.arguments(trl_steady.GRPOConfig, tmp_path, loss_type="gmpo", **options)
+
+
+def test_its_defaults_are_the_papers(tmp_path: Path) -> None:
+    args = tiny.arguments(trl_steady.GRPOConfig, tmp_path, loss_type="gmpo")
+    assert (args.epsilon, args.epsilon_high, args.importance_sampling_level) == (0.4, 0.4, "token")
+
+
+def test_advantages_of_tokens_are_refused(evaluate: Evaluate) -> None:
+    with pytest.raises(ValueError, match="loss_type='gmpo' has one ratio and one advantage per sequence"):
+        gmpo(evaluate, random_batch(per_token=True))
+
+
+def test_it_trains_off_policy_otherwise_than_grpo_and_alike_on_policy(models: dict[str, Path], tmp_path: Path) -> None:
+    """On-policy, both have the policy gradient with the mean over a sequence's tokens."""
+
+    def trained(**options: Any) -> dict[str, Tensor]:
+        return tiny.parameters(tiny.train(tiny.trainer(models["dense"], tmp_path, **options)))
+
+    on_policy, off_policy = {"steps_per_generation": 1, "max_steps": 1}, {"epsilon": 1e-3, "max_steps": 4}
+    for options, same in ((on_policy, True), (off_policy, False)):
+        ours, trls = trained(loss_type="gmpo", **options), trained(loss_type="grpo", **options)
+        assert all(torch.allclose(ours[name], trls[name], rtol=1e-4, atol=1e-6) for name in trls) == same

@@ -1,0 +1,149 @@
+"""The KL through the trainer: equal to TRL's where TRL's is right, to the oracle where it is not."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.oracles import corrections as correction_oracles
+from tests.oracles import losses as oracles
+from tests.tools import tiny
+from tests.tools.batches import TRL_SEQUENCE_LEVEL, Batch, Evaluate, random_batch
+from tests.tools.headroom import within
+from tests.tools.losses import NATIVE_LOSS_TYPES
+from trl_steady.config.grpo import GRPOConfig
+
+BETA = 0.5
+ENGINE = {"rollout_func": print}  # a source of sampler's log-probs, as far as the constructor can tell
+
+
+def reference(batch: Batch) -> Tensor:
+    noise = torch.randn(batch.logps.shape, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    return batch.logps + 0.4 * noise
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("window", [1, 4])
+@pytest.mark.parametrize("loss_type", NATIVE_LOSS_TYPES)
+def test_our_kl_equals_trls_at_token_level(evaluate: Evaluate, loss_type: str, window: int, training: bool) -> None:
+    """Ours is forced by asking for the sampler's log-probs, which are the old ones here."""
+    batch = random_batch()
+    inputs = {
+        "ref_per_token_logps": reference(batch),
+        "sampling_per_token_logps": batch.old_logps,
+        "num_items_in_batch": torch.tensor(37),  # of the whole generation batch
+    }
+    options = {"loss_type": loss_type, "beta": BETA, "inputs": inputs, "training": training}
+    options["attributes"] = {"current_gradient_accumulation_steps": window}
+    ours = evaluate(batch, build=ENGINE, kl_ratio_denominator="sampler", **options)
+    theirs = evaluate(batch, ours=False, **options)
+    assert ours.loss.item() == pytest.approx(theirs.loss.item(), rel=1e-12)
+    assert torch.allclose(ours.grad, theirs.grad, rtol=1e-11, atol=1e-15)
+    assert ours.metrics["kl"] == pytest.approx(theirs.metrics["kl"], rel=1e-12)
+    without = evaluate(batch, ours=False, **{**options, "beta": 0.0})
+    assert not torch.allclose(ours.grad, without.grad, rtol=1e-2)  # there was a KL to compare
+
+
+@pytest.mark.parametrize("loss_type", NATIVE_LOSS_TYPES)
+def test_our_kl_trains_as_trls_does(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss_type: str
+) -> None:
+    """Whole runs with accumulation, four micro-batches a rollout and answers of unequal length."""
+    options = {
+        "loss_type": loss_type,
+        "beta": BETA,
+        "gradient_accumulation_steps": 2,
+        "num_iterations": 2,
+        "optim": "sgd",
+        "max_steps": 4,
+    }
+    theirs = tiny.train(tiny.trainer(models["dense"], tmp_path, ours=False, **options))
+    monkeypatch.setattr(GRPOConfig, "has_trls_kl", lambda self, level: False)
+    ours = tiny.train(tiny.trainer(models["dense"], tmp_path, **options))
+    expected, after = tiny.parameters(theirs), tiny.parameters(ours)
+    for name in expected:
+        assert torch.allclose(after[name], expected[name], rtol=1e-4, atol=1e-6), name
+    for row, own in zip(tiny.history(theirs)[:-1], tiny.history(ours)[:-1], strict=True):
+        assert own["kl"] == pytest.approx(row["kl"], rel=1e-3, abs=1e-7)
+
+
+@pytest.mark.parametrize("loss_type", ["gspo", "gspo_token", *NATIVE_LOSS_TYPES])
+@pytest.mark.parametrize("estimator", ["k1", "k2", "k3"])
+@pytest.mark.parametrize("denominator", ["old", "sampler"])
+def test_each_estimator_and_denominator_is_the_oracles(
+    evaluate: Evaluate, loss_type: str, estimator: str, denominator: str
+) -> None:
+    """The KL alone, as a difference between with and without; reduced by the mean over sequences or by tokens."""
+    batch = random_batch()
+    ref_logps, sampler_logps = reference(batch), batch.old_logps - 0.3
+    sampler_logps[0, 0] = torch.nan  # a token that the engine could not score
+    inputs = {"ref_per_token_logps": ref_logps, "sampling_per_token_logps": sampler_logps}
+    options = {"loss_type": loss_type, "build": ENGINE, "inputs": inputs}
+    if loss_type not in ("gspo", "gspo_token"):
+        options["importance_sampling_level"] = "sequence"  # where TRL's is wrong under every loss
+    own = {"kl_estimator": estimator, "kl_ratio_denominator": denominator}
+    ours, policy = evaluate(batch, beta=BETA, **own, **options), evaluate(batch, **options)
+    below = batch.old_logps
+    if denominator == "sampler":
+        below = correction_oracles.sampler_or_old(sampler_logps, batch.old_logps, batch.mask)
+    term = getattr(correction_oracles, f"corrected_{estimator}")(batch.logps, below, ref_logps, batch.mask)
+    if loss_type in ("gspo", "gspo_token", "grpo", "sapo"):
+        assert (ours.loss - policy.loss).item() == pytest.approx(BETA * term.loss, rel=1e-11)
+        assert torch.allclose(ours.grad - policy.grad, BETA * term.grad, rtol=1e-10, atol=1e-14)
+    else:  # other weights, of which TRL's own KL is the measure above
+        lengths = batch.mask.sum(-1, keepdim=True).clamp(min=1) * len(batch.mask)
+        slopes = (ours.grad - policy.grad)[batch.mask] / (term.grad * lengths)[batch.mask]
+        assert (slopes > 0).all()
+        assert within(slopes.std(), 1e-12 * slopes.mean())  # every token counts the same
+    if loss_type in ("gspo", "gspo_token", "grpo"):
+        theirs = evaluate(batch, beta=BETA, **{**TRL_SEQUENCE_LEVEL, "inputs": inputs})
+        assert not torch.allclose(ours.grad, theirs.grad, rtol=1e-3)
+
+
+@pytest.mark.parametrize("loss_type", ["gspo", "gspo_token", "grpo"])
+def test_uncorrected_k2(evaluate: Evaluate, loss_type: str) -> None:
+    batch = random_batch()
+    ref_logps = reference(batch)
+    options = {"loss_type": loss_type, "inputs": {"ref_per_token_logps": ref_logps}, "use_bias_correction_kl": False}
+    ours, policy = evaluate(batch, beta=BETA, kl_estimator="k2", **options), evaluate(batch, **options)
+    term = correction_oracles.plain_k2(batch.logps, ref_logps, batch.mask)
+    assert (ours.loss - policy.loss).item() == pytest.approx(BETA * term.loss, rel=1e-11)
+    assert torch.allclose(ours.grad - policy.grad, BETA * term.grad, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.parametrize("loss_type", ["gspo", "gspo_token", "grpo", "dapo"])
+def test_value_and_gradient_vanish_at_the_reference(evaluate: Evaluate, loss_type: str) -> None:
+    batch = random_batch()
+    options = {"loss_type": loss_type, "importance_sampling_level": None if "gspo" in loss_type else "sequence"}
+    inputs = {"ref_per_token_logps": batch.logps.clone()}
+    ours, policy = evaluate(batch, beta=BETA, inputs=inputs, **options), evaluate(batch, **options)
+    assert torch.equal(ours.loss, policy.loss) and torch.equal(ours.grad, policy.grad)
+    assert ours.metrics["kl"] == 0
+
+
+def test_the_kl_is_outside_of_every_mask(evaluate: Evaluate) -> None:
+    """All sequences dropped: what is left is the KL, counted over all of them."""
+    batch = random_batch()
+    ref_logps = reference(batch)
+    inputs = {"ref_per_token_logps": ref_logps, "sampling_per_token_logps": batch.old_logps + 9.0}
+    term = oracles.corrected_k3(batch.logps, batch.old_logps, ref_logps, batch.mask)
+    for loss_type in ("gspo", "gspo_token", "grpo"):
+        options = {"loss_type": loss_type, "build": ENGINE, "geometric_mask_range": (0.9, 1.1)}
+        outcome = evaluate(batch, beta=BETA, inputs=inputs, **options)
+        assert outcome.metrics["dropped/geometric"] == 1
+        assert outcome.loss.item() == pytest.approx(BETA * term.loss, rel=1e-12)
+        assert torch.allclose(outcome.grad, BETA * term.grad, rtol=1e-11, atol=1e-15)
+
+
+@pytest.mark.parametrize("loss_type", ["gspo", "grpo"])
+def test_the_ratio_is_not_clipped(evaluate: Evaluate, loss_type: str) -> None:
+    """A single token with ratio e², far outside of the clip range and of `delta`."""
+    old_logps = torch.full((1, 1), -3.0, dtype=torch.float64)
+    batch = Batch(old_logps + 2, old_logps, torch.ones(1, 1, dtype=torch.bool), torch.zeros(1, dtype=torch.float64))
+    options: dict[str, Any] = {"loss_type": loss_type, "delta": 2.0, "kl_estimator": "k3"}
+    if loss_type == "grpo":
+        options["importance_sampling_level"] = "sequence"
+    outcome = evaluate(batch, beta=1.0, inputs={"ref_per_token_logps": old_logps + 1}, **options)
+    assert outcome.grad.item() == pytest.approx(torch.tensor(2.0, dtype=torch.float64).exp().item())  # e² · k1, k1 = 1

@@ -1,0 +1,310 @@
+"""gspo and gspo_token through TRL's own loss, against TRL's sequence level and the oracle in `oracles/losses.py`."""
+
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+from torch import Tensor
+
+from tests.oracles import losses as oracles
+from tests.tools import tiny
+from tests.tools.batches import HIGH, LOW, TRL_SEQUENCE_LEVEL, Batch, Evaluate, Outcome, random_batch
+from trl_steady import host
+
+SHAPES = [(6, 5), (5, 5), (6, 1), (1, 1), (2, 7)]  # B == T and T == 1 among them
+
+
+def clip_metrics(outcome: Outcome) -> dict[str, float]:
+    return {k: v for k, v in outcome.metrics.items() if k.startswith("clip_ratio")}
+
+
+@pytest.mark.parametrize("delta", [None, 1.4])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gspo_is_trls_sequence_level_and_the_oracles(evaluate: Evaluate, shape: tuple[int, int], delta: float) -> None:
+    batch = random_batch(*shape)
+    ours, theirs = evaluate(batch, loss_type="gspo", delta=delta), evaluate(batch, delta=delta, **TRL_SEQUENCE_LEVEL)
+    assert torch.equal(ours.loss, theirs.loss)
+    assert torch.equal(ours.grad, theirs.grad)
+    assert clip_metrics(ours) == pytest.approx(clip_metrics(theirs), nan_ok=True) and len(clip_metrics(ours)) == 5
+    oracle = oracles.gspo(*batch, eps_low=LOW, eps_high=HIGH, delta=delta)
+    assert ours.loss.item() == pytest.approx(oracle.loss, rel=1e-12, abs=1e-15)
+    assert torch.allclose(ours.grad, oracle.grad, rtol=1e-12, atol=1e-15)
+    low, high, either = oracles.gspo_clip_shares(*batch, eps_low=LOW, eps_high=HIGH)
+    names = ("low_mean", "high_mean", "region_mean")
+    assert [ours.metrics[f"clip_ratio/{name}"] for name in names] == pytest.approx([low, high, either])
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gspo_token_with_constant_advantages_is_gspo(evaluate: Evaluate, shape: tuple[int, int]) -> None:
+    batch = random_batch(*shape)
+    spread_out = batch._replace(advantages=batch.advantages.unsqueeze(1).expand(shape).clone())
+    gspo = evaluate(batch, loss_type="gspo")
+    for advantages in (batch, spread_out):
+        token = evaluate(advantages, loss_type="gspo_token")
+        assert token.loss.item() == pytest.approx(gspo.loss.item(), rel=1e-12, abs=1e-15)
+        assert torch.allclose(token.grad, gspo.grad, rtol=1e-12, atol=1e-15)
+
+
+@pytest.mark.parametrize("delta", [None, 1.4])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_gspo_token_with_advantages_per_token_is_the_oracles(
+    evaluate: Evaluate, shape: tuple[int, int], delta: float
+) -> None:
+    batch = random_batch(*shape, per_token=True)
+    ours = evaluate(batch, loss_type="gspo_token", delta=delta)
+    oracle = oracles.gspo_token(*batch, eps_low=LOW, eps_high=HIGH, delta=delta)
+    assert ours.loss.item() == pytest.approx(oracle.loss, rel=1e-12, abs=1e-15)
+    assert torch.allclose(ours.grad, oracle.grad, rtol=1e-12, atol=1e-15)
+    if shape[1] > 1:  # at T = 1 TRL counts rows, the empty one too
+        shares = oracles.gspo_token_clip_shares(*batch, eps_low=LOW, eps_high=HIGH)
+        names = ("low_mean", "high_mean", "region_mean")
+        assert [ours.metrics[f"clip_ratio/{name}"] for name in names] == pytest.approx(shares)
+    # a test of clipping that never clips shows nothing
+    if shape == (6, 5) and delta is None:
+        assert (ours.grad[batch.mask] == 0).any() and (ours.grad[batch.mask] != 0).any()
+        plain_grpo = oracles.grpo_token(*batch, eps_low=LOW, eps_high=HIGH)
+        assert not torch.allclose(ours.grad, plain_grpo.grad, rtol=1e-3)
+
+
+def test_gspo_token_by_hand(evaluate: Evaluate) -> None:
+    """One answer of two tokens with ratios 1.21 and 1: s = 1.1. Advantages 2 and -4, G = 1, |y| = 2."""
+    old_logps = torch.tensor([[-1.0, -2.0]], dtype=torch.float64)
+    logps = old_logps + torch.tensor([[1.21, 1.0]], dtype=torch.float64).log()
+    batch = Batch(logps, old_logps, torch.ones(1, 2, dtype=torch.bool), torch.tensor([[2.0, -4.0]]).double())
+    inside = evaluate(batch, loss_type="gspo_token")
+    assert inside.loss.item() == pytest.approx(-(1.1 * 2 - 1.1 * 4) / 2)  # 1.1
+    assert inside.grad.flatten().tolist() == pytest.approx([-1.1, 2.2])  # -s A_t / 2
+    # the upper clip at 1.05 stops the token with A > 0 only
+    clipped = evaluate(batch, loss_type="gspo_token", epsilon_high=0.05)
+    assert clipped.grad.flatten().tolist() == pytest.approx([0.0, 2.2])
+    assert clipped.loss.item() == pytest.approx(-(1.05 * 2 - 1.1 * 4) / 2)
+
+
+@pytest.mark.parametrize("garbage", [float("nan"), float("inf"), 1e4])
+@pytest.mark.parametrize("loss_type", ["gspo", "gspo_token"])
+@pytest.mark.parametrize("shape", [(6, 5), (6, 1)])
+def test_garbage_under_the_mask_changes_nothing(
+    evaluate: Evaluate, shape: tuple[int, int], loss_type: str, garbage: float
+) -> None:
+    """Everything that comes per token: log-probs of all four policies, advantages, engine weights, entropies."""
+    batch = random_batch(*shape, per_token=loss_type == "gspo_token")
+    ref_logps, sampler_logps = batch.old_logps - 0.1, batch.old_logps + 0.1
+
+    def outcome(spoil: Callable[[Tensor], Tensor]) -> Outcome:
+        spoiled = Batch(
+            *(spoil(value) if value.shape == shape and value.is_floating_point() else value for value in batch)
+        )
+        inputs = {
+            "ref_per_token_logps": spoil(ref_logps),
+            "sampling_per_token_logps": spoil(sampler_logps),
+            "importance_sampling_ratio": spoil(torch.full(shape, 0.9, dtype=torch.float64)),
+        }
+        return evaluate(
+            spoiled,
+            loss_type=loss_type,
+            inputs=inputs,
+            entropies=spoil(torch.linspace(0.1, 2, shape[0] * shape[1]).view(shape).double()),
+            beta=0.1,
+            off_policy_mask_threshold=0.05,
+            top_entropy_quantile=0.9,
+            entropy_coef=0.01,
+            attributes={"use_vllm": True},
+        )
+
+    clean, dirty = outcome(lambda x: x), outcome(lambda x: x.masked_fill(~batch.mask, garbage))
+    assert torch.equal(dirty.loss, clean.loss) and clean.loss.isfinite()
+    assert torch.equal(dirty.grad, clean.grad) and clean.grad.isfinite().all()
+    assert dirty.metrics == pytest.approx(clean.metrics, nan_ok=True)
+    assert (clean.grad[~batch.mask] == 0).all()
+
+
+@pytest.mark.parametrize("log_ratio", [50.0, -50.0])
+@pytest.mark.parametrize("loss_type", ["gspo", "gspo_token"])
+def test_extreme_log_ratios_stay_finite_in_float32(evaluate: Evaluate, loss_type: str, log_ratio: float) -> None:
+    batch = random_batch()
+    batch = Batch((batch.old_logps + log_ratio).float(), batch.old_logps.float(), batch.mask, batch.advantages.float())
+    ours = evaluate(batch, loss_type=loss_type)
+    oracle = oracles.gspo(*(x.double() if x.is_floating_point() else x for x in batch), eps_low=LOW, eps_high=HIGH)
+    assert ours.loss.item() == pytest.approx(oracle.loss, rel=1e-4)
+    assert torch.allclose(ours.grad.double(), oracle.grad, rtol=1e-4) and ours.grad.isfinite().all()
+
+
+@pytest.mark.parametrize("loss_type", ["gspo", "gspo_token"])
+def test_a_batch_of_empty_completions_has_no_loss_and_no_gradient(evaluate: Evaluate, loss_type: str) -> None:
+    batch = random_batch()
+    outcome = evaluate(batch._replace(mask=torch.zeros_like(batch.mask)), loss_type=loss_type)
+    assert outcome.loss.item() == 0 and (outcome.grad == 0).all()
+
+
+@pytest.mark.parametrize("loss_type", ["gspo", "gspo_token"])
+def test_on_policy_the_gradient_is_that_of_reinforce(evaluate: Evaluate, loss_type: str) -> None:
+    batch = random_batch()
+    outcome = evaluate(batch, loss_type=loss_type, inputs={"old_per_token_logps": None})
+    lengths = batch.mask.sum(-1, keepdim=True).clamp(min=1)
+    expected = -batch.advantages.unsqueeze(1) * batch.mask / lengths / len(batch.mask)
+    assert torch.allclose(outcome.grad, expected, rtol=1e-14)
+    assert outcome.metrics["ratio/sequence_min"] == outcome.metrics["ratio/sequence_max"] == 1
+
+
+@pytest.mark.parametrize("loss_type", ["gspo", "gspo_token"])
+def test_tool_tokens_count_neither_in_the_ratio_nor_in_the_length(evaluate: Evaluate, loss_type: str) -> None:
+    batch = random_batch()
+    tool_mask = torch.ones_like(batch.mask, dtype=torch.int)
+    tool_mask[1, 1:3] = 0
+    with_tools = evaluate(batch, loss_type=loss_type, inputs={"tool_mask": tool_mask})
+    oracle = oracles.gspo(*batch._replace(mask=batch.mask & tool_mask.bool()), eps_low=LOW, eps_high=HIGH)
+    assert with_tools.loss.item() == pytest.approx(oracle.loss, rel=1e-12)
+    assert torch.allclose(with_tools.grad, oracle.grad, rtol=1e-12)
+
+
+@pytest.mark.parametrize("loss_type", ["gspo", "gspo_token"])
+def test_kl_is_corrected_by_the_token_ratio_not_by_the_sequences(evaluate: Evaluate, loss_type: str) -> None:
+    batch = random_batch()
+    ref_logps = batch.logps + 0.4 * torch.randn(batch.logps.shape, generator=torch.Generator().manual_seed(3)).double()
+    options = {"beta": 0.5, "inputs": {"ref_per_token_logps": ref_logps}}
+    ours = evaluate(batch, loss_type=loss_type, **options)
+    policy = oracles.gspo(*batch, eps_low=LOW, eps_high=HIGH)
+    divergence = oracles.corrected_k3(batch.logps, batch.old_logps, ref_logps, batch.mask)
+    assert ours.loss.item() == pytest.approx(policy.loss + 0.5 * divergence.loss, rel=1e-12)
+    assert torch.allclose(ours.grad, policy.grad + 0.5 * divergence.grad, rtol=1e-11, atol=1e-15)
+    per_token = (batch.logps - batch.old_logps).exp() * ((ref_logps - batch.logps).exp() - ref_logps + batch.logps - 1)
+    assert ours.metrics["kl"] == pytest.approx(per_token[batch.mask].mean().item(), rel=1e-12)
+    theirs = evaluate(batch, **options, **TRL_SEQUENCE_LEVEL)
+    assert not torch.allclose(ours.grad, theirs.grad, rtol=1e-3)
+
+
+@pytest.mark.parametrize("loss_type", ["gspo", "gspo_token"])
+def test_uncorrected_kl_is_trls_own(evaluate: Evaluate, loss_type: str) -> None:
+    batch = random_batch()
+    ref_logps = batch.logps - 0.3
+    options = {"beta": 0.5, "use_bias_correction_kl": False, "inputs": {"ref_per_token_logps": ref_logps}}
+    ours, theirs = evaluate(batch, loss_type=loss_type, **options), evaluate(batch, **options, **TRL_SEQUENCE_LEVEL)
+    assert ours.loss.item() == pytest.approx(theirs.loss.item(), rel=1e-12)
+    assert torch.allclose(ours.grad, theirs.grad, rtol=1e-11, atol=1e-15)
+    assert ours.metrics["kl"] == pytest.approx(theirs.metrics["kl"])
+    oracle = oracles.plain_k3(batch.logps, ref_logps, batch.mask)
+    policy = oracles.gspo(*batch, eps_low=LOW, eps_high=HIGH)
+    assert ours.loss.item() == pytest.approx(policy.loss + 0.5 * oracle.loss, rel=1e-12)
+
+
+@pytest.mark.parametrize("engine", [False, True])
+def test_off_policy_mask_reads_the_true_log_probs_under_gspo_token(evaluate: Evaluate, engine: bool) -> None:
+    batch = random_batch()
+    inputs = {"sampling_per_token_logps": batch.old_logps + 0.2} if engine else {}
+    # epsilon=0.9: GSPO's own lower clip already silences what the mask would drop beyond -log(1 - epsilon)
+    options = {"off_policy_mask_threshold": 0.1, "epsilon": 0.9, "inputs": inputs}
+    token, sequence = evaluate(batch, loss_type="gspo_token", **options), evaluate(batch, loss_type="gspo", **options)
+    theirs = evaluate(batch, **options, **TRL_SEQUENCE_LEVEL)
+    off = evaluate(batch, loss_type="gspo_token", epsilon=0.9, inputs=inputs)
+    assert torch.equal(sequence.grad, theirs.grad)
+    assert torch.allclose(token.grad, theirs.grad, rtol=1e-12, atol=1e-15)
+    assert not torch.equal(token.grad, off.grad)  # the mask did drop something
+
+
+def test_off_policy_mask_drops_whole_sequences_under_advantages_per_token(evaluate: Evaluate) -> None:
+    """Two answers with log(old / policy) = 1 at both tokens; mean advantages -0.5 (dropped) and 0.5 (kept)."""
+    old_logps = torch.full((2, 2), -1.0, dtype=torch.float64)
+    advantages = torch.tensor([[1.0, -2.0], [2.0, -1.0]], dtype=torch.float64)
+    batch = Batch(old_logps - 1, old_logps, torch.ones(2, 2, dtype=torch.bool), advantages)
+    outcome = evaluate(batch, loss_type="gspo_token", off_policy_mask_threshold=0.5, epsilon=0.9)
+    assert (outcome.grad[0] == 0).all()
+    assert (outcome.grad[1] != 0).all()
+
+
+@pytest.mark.parametrize("loss_type", ["gspo", "gspo_token"])
+@pytest.mark.parametrize("weights", [(6, 1), (6, 5)])
+def test_engine_weights_multiply_the_policy_term(evaluate: Evaluate, loss_type: str, weights: tuple[int, int]) -> None:
+    batch = random_batch()
+    ratio = torch.rand(weights, generator=torch.Generator().manual_seed(5)).double()
+    options = {"inputs": {"importance_sampling_ratio": ratio}, "attributes": {"use_vllm": True}}
+    ours, theirs = evaluate(batch, loss_type=loss_type, **options), evaluate(batch, **options, **TRL_SEQUENCE_LEVEL)
+    assert ours.loss.item() == pytest.approx(theirs.loss.item(), rel=1e-12)
+    if loss_type == "gspo" or weights == (6, 1):
+        assert torch.allclose(ours.grad, theirs.grad, rtol=1e-12, atol=1e-15)
+    else:  # each token its own weight, as each token has its own advantage
+        plain = oracles.gspo_token(*batch, eps_low=LOW, eps_high=HIGH)
+        assert torch.allclose(ours.grad, plain.grad * ratio, rtol=1e-12, atol=1e-15)
+
+
+def test_entropy_quantile_keeps_the_gradient_of_high_entropy_tokens_under_gspo_token(evaluate: Evaluate) -> None:
+    batch = random_batch()
+    entropies = torch.rand(batch.mask.shape, generator=torch.Generator().manual_seed(6)).double()
+    ours = evaluate(batch, loss_type="gspo_token", entropies=entropies, top_entropy_quantile=0.5)
+    kept = (entropies >= torch.quantile(entropies[batch.mask].float(), 0.5)) & batch.mask
+    plain = oracles.gspo_token(*batch, eps_low=LOW, eps_high=HIGH)
+    assert torch.allclose(ours.grad, plain.grad * kept, rtol=1e-12, atol=1e-15)
+    gspo = {"entropies": entropies, "top_entropy_quantile": 0.5}
+    assert torch.equal(
+        evaluate(batch, loss_type="gspo", **gspo).grad, evaluate(batch, **gspo, **TRL_SEQUENCE_LEVEL).grad
+    )
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "shape", "message"),
+    [
+        (
+            "gspo",
+            (6, 5),
+            r"advantages have shape \(B, T\) = \(6, 5\), but loss_type='gspo'.*Set loss_type='gspo_token'",
+        ),
+        ("gspo", (5,), r"advantages have shape \(5,\), but loss_type='gspo' takes \(B,\) = \(6,\)\."),
+        ("gspo_token", (6, 4), r"advantages have shape \(6, 4\).*\(B,\) = \(6,\) or \(B, T\) = \(6, 5\)"),
+        ("gspo_token", (1, 5), r"advantages have shape \(1, 5\)"),
+        ("gspo_token", (6, 5, 1), r"advantages have shape \(6, 5, 1\)"),
+    ],
+)
+def test_advantages_of_a_wrong_shape_are_refused(
+    evaluate: Evaluate, loss_type: str, shape: tuple[int, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        evaluate(random_batch()._replace(advantages=torch.ones(shape).double()), loss_type=loss_type)
+
+
+def test_square_batches_refuse_token_advantages_under_gspo(evaluate: Evaluate) -> None:
+    with pytest.raises(ValueError, match=r"\(B, T\) = \(5, 5\)"):
+        evaluate(random_batch(5, 5, per_token=True), loss_type="gspo")
+
+
+def test_metrics_of_the_sequence_ratio(evaluate: Evaluate) -> None:
+    batch = random_batch()
+    outcome = evaluate(batch, loss_type="gspo")
+    ratios = [((a - b)[m].mean()).exp().item() for a, b, m in zip(*batch[:3], strict=True) if m.any()]
+    assert outcome.metrics["ratio/sequence_min"] == pytest.approx(min(ratios))
+    assert outcome.metrics["ratio/sequence_mean"] == pytest.approx(sum(ratios) / len(ratios))
+    assert outcome.metrics["ratio/sequence_max"] == pytest.approx(max(ratios))
+
+
+def test_scoring_passes_what_trls_loss_passes(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every input that TRL forwards, images and all, reaches the scoring method as from TRL's own loss."""
+    batch = random_batch()
+    forwarded = {name: object() for name, how in host.CONTRACT.inputs.items() if "forwarded" in how}
+    calls: list[dict[str, Any]] = []
+
+    class Scored(Exception):
+        pass
+
+    def record(self: Any, *args: Any, **kwargs: Any) -> None:
+        bound = inspect.signature(original).bind(self, *args, **kwargs)
+        bound.apply_defaults()
+        calls.append(dict(bound.arguments))
+        raise Scored
+
+    original = trl.GRPOTrainer._get_per_token_logps_and_entropies
+    monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", record)
+    for options in ({"loss_type": "gspo"}, TRL_SEQUENCE_LEVEL):
+        trainer = tiny.trainer(models["dense"], tmp_path, padded=True, **options)
+        with pytest.raises(Scored):
+            trainer.compute_loss("the model", batch.inputs(**forwarded))
+    ours, theirs = calls
+    assert ours.keys() == theirs.keys() and len(forwarded) == 10
+    for name, value in theirs.items():
+        if isinstance(value, Tensor):
+            assert torch.equal(ours[name], value), name
+        elif name != "self":
+            assert ours[name] is value, name

@@ -1,0 +1,265 @@
+"""The masks through the trainer: which sequences they drop, and that dropping is all they do."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+from torch import Tensor
+
+import trl_steady
+from tests.oracles import corrections as correction_oracles
+from tests.oracles import losses as oracles
+from tests.tools import tiny
+from tests.tools.batches import HIGH, LOW, Batch, Evaluate, random_batch
+from tests.tools.losses import NATIVE_LOSS_TYPES
+
+ENGINE = {"rollout_func": print}  # a source of sampler's log-probs, as far as the constructor can tell
+DELTA = 0.5
+
+
+def one(advantage: float | list[float], statistic: float) -> Batch:
+    """Two answers of two tokens; the first has a mean log(old / policy) of `statistic`."""
+    old_logps = torch.full((2, 2), -1.0, dtype=torch.float64)
+    logps = old_logps - torch.tensor([[statistic + 0.25, statistic - 0.25], [0.0, 0.0]], dtype=torch.float64)
+    advantages = torch.tensor([[*advantage], [1.0, 1.0]] if isinstance(advantage, list) else [advantage, 1.0])
+    return Batch(logps, old_logps, torch.ones(2, 2, dtype=torch.bool), advantages.double())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64, torch.int32, torch.bool])
+def test_the_public_method_returns_ones_and_zeros_of_the_masks_dtype_as_trls(dtype: torch.dtype) -> None:
+    """Whoever multiplies by it, subtracts it from 1 or takes its mean, as with TRL's."""
+    batch = random_batch(64, 6)  # with an empty completion
+    sampler_logps = batch.old_logps.clone()
+    sampler_logps[::5, 1] = torch.nan  # which the engine could not score
+    arguments = (batch.advantages.unsqueeze(1), batch.logps, sampler_logps, batch.mask.to(dtype), 0.1)
+    keep = trl_steady.GRPOTrainer.get_off_policy_mask(*arguments)
+    expected = trl.GRPOTrainer.get_off_policy_mask(*arguments)
+    assert keep.dtype == expected.dtype == dtype and torch.equal(keep, expected)
+    assert 0 < keep.double().mean() < 1
+    assert dtype == torch.bool or set((1 - keep).flatten().tolist()) == {0, 1}
+
+
+def test_the_public_method_reads_nothing_under_the_mask() -> None:
+    """1.0 for a sequence that is not far off, 0.0 for one that is, whatever the padding holds."""
+    mask = torch.tensor([[1.0, 1.0, 0.0]]).expand(3, 3)
+    logps = torch.tensor([[-0.5, -0.5, 1e4], [-2.0, -2.0, torch.nan], [-2.0, -2.0, -torch.inf]])
+    advantages = torch.tensor([[-1.0], [-1.0], [1.0]])
+    keep = trl_steady.GRPOTrainer.get_off_policy_mask(advantages, logps, torch.zeros(3, 3), mask, 1.0)
+    assert torch.equal(keep, torch.tensor([[1.0], [0.0], [1.0]]))
+    assert keep.mean() == pytest.approx(2 / 3)
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "gspo", "gspo_token"])
+@pytest.mark.parametrize("level", ["sequence", "token"])
+@pytest.mark.parametrize("statistic", [-0.75, 0.25, 0.5, 0.75])  # below, below, at and above delta, exact in binary
+@pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
+def test_truth_table(evaluate: Evaluate, advantage: float, statistic: float, level: str, loss_type: str) -> None:
+    batch = one(advantage, statistic)
+    options = {"loss_type": loss_type, "epsilon": 0.9, "epsilon_high": 9.0}
+    masked = evaluate(batch, off_policy_mask_threshold=DELTA, off_policy_mask_level=level, **options)
+    free = evaluate(batch, **options)
+    drops = advantage < 0 and statistic > DELTA
+    assert (masked.grad[0] == 0).all() == (drops or advantage == 0)
+    assert torch.equal(masked.grad[0], torch.zeros(2).double() if drops else free.grad[0])
+    assert torch.equal(masked.grad[1], free.grad[1])  # divided by two answers as ever
+    assert masked.metrics["dropped/off_policy"] == 0.5 * drops
+
+
+@pytest.mark.parametrize(
+    ("advantages", "by_sequence", "by_token"),
+    [
+        ([1.0, -2.0], [False, False], [True, False]),
+        ([2.0, -1.0], [True, True], [True, False]),
+        ([-1.0, -1.0], [False, False], [False, False]),
+        ([1.0, -1.0], [True, True], [True, False]),  # a mean of 0 is kept
+    ],
+)
+@pytest.mark.parametrize("loss_type", ["gspo_token", "grpo", "dapo"])
+def test_truth_table_of_advantages_per_token(
+    evaluate: Evaluate, loss_type: str, advantages: list[float], by_sequence: list[bool], by_token: list[bool]
+) -> None:
+    batch = one(advantages, 0.75)
+    options = {"loss_type": loss_type, "epsilon": 0.9, "epsilon_high": 9.0}
+    free = evaluate(batch, **options)
+    for level, kept in (("sequence", by_sequence), ("token", by_token)):
+        masked = evaluate(batch, off_policy_mask_threshold=DELTA, off_policy_mask_level=level, **options)
+        assert torch.equal(masked.grad[0], free.grad[0] * torch.tensor(kept))
+        assert torch.equal(masked.grad[1], free.grad[1])
+
+
+def sampled(batch: Batch) -> Tensor:
+    """An engine that disagrees with the trainer, by sequence and by token, and leaves one token unscored."""
+    generator = torch.Generator().manual_seed(4)
+    spread = lambda *shape: torch.randn(*shape, generator=generator, dtype=torch.float64)
+    sampler_logps = batch.old_logps + 0.4 * spread(len(batch.mask), 1) + 0.2 * spread(*batch.mask.shape)
+    sampler_logps[1, 0] = torch.nan
+    return sampler_logps
+
+
+MASKS: dict[str, dict[str, Any]] = {
+    "off_policy by sequence": {"off_policy_mask_threshold": 0.1},
+    "off_policy by token": {"off_policy_mask_threshold": 0.1, "off_policy_mask_level": "token"},
+    "geometric": {"geometric_mask_range": (0.8, 1.25)},
+    "veto": {"token_veto_threshold": 0.75},
+}
+
+
+def oracle_keep(name: str, batch: Batch, sampler_logps: Tensor) -> Tensor:
+    if name == "geometric":
+        return correction_oracles.geometric(batch.old_logps, sampler_logps, batch.mask, 0.8, 1.25)
+    if name == "veto":
+        return correction_oracles.veto(batch.old_logps, sampler_logps, batch.mask, 0.75)
+    by = correction_oracles.off_policy_token if "token" in name else correction_oracles.off_policy_sequence
+    return by(batch.advantages, batch.logps, sampler_logps, batch.mask, 0.1)
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("loss_type", ["grpo", "gspo", "gspo_token"])
+def test_loss_and_gradient_are_the_oracles(evaluate: Evaluate, loss_type: str, name: str) -> None:
+    per_token = loss_type != "gspo"
+    batch = random_batch(12, 6, per_token=per_token)
+    sampler_logps = sampled(batch)
+    inputs = {"sampling_per_token_logps": sampler_logps}
+    # wide clips, which would silence what the mask drops
+    wide = {"epsilon": 0.9, "epsilon_high": 5.0}
+    outcome = evaluate(batch, loss_type=loss_type, build=ENGINE, inputs=inputs, **MASKS[name], **wide)
+    keep = oracle_keep(name, batch, sampler_logps)
+    assert 0 < keep[batch.mask].mean() < 1
+    of_loss = {"grpo": oracles.grpo_token, "gspo": oracles.gspo, "gspo_token": oracles.gspo_token}[loss_type]
+    rows = keep if per_token else correction_oracles.rows(keep, batch.mask)
+    oracle = of_loss(*batch, keep=rows, eps_low=0.9, eps_high=5.0)
+    assert outcome.loss.item() == pytest.approx(oracle.loss, rel=1e-12)
+    assert torch.allclose(outcome.grad, oracle.grad, rtol=1e-11, atol=1e-15)
+    counted = keep[batch.mask] if name.endswith("token") else correction_oracles.rows(keep, batch.mask)[:-1]
+    dropped = outcome.metrics[f"dropped/{name.split()[0]}"]
+    if per_token or not name.endswith("token"):  # at one advantage a sequence, levels are the same
+        assert dropped == pytest.approx(1 - counted.mean().item())
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "gspo", "gspo_token"])
+def test_masks_multiply(evaluate: Evaluate, loss_type: str) -> None:
+    batch = random_batch(12, 6)
+    sampler_logps = sampled(batch)
+    options = {"loss_type": loss_type, "build": ENGINE, "inputs": {"sampling_per_token_logps": sampler_logps}}
+    options |= {"epsilon": 0.9, "epsilon_high": 5.0}
+    free = evaluate(batch, **options)
+    chosen = ("off_policy by sequence", "geometric", "veto")
+    together = evaluate(batch, **options, **{k: v for name in chosen for k, v in MASKS[name].items()})
+    keep = math.prod(oracle_keep(name, batch, sampler_logps) for name in chosen)
+    assert torch.allclose(together.grad, free.grad * keep, rtol=1e-12, atol=1e-15)
+    assert len({float(oracle_keep(name, batch, sampler_logps).sum()) for name in chosen}) == 3
+
+
+@pytest.mark.parametrize("threshold", [3.0005e-4, -math.log(1 - 3e-4)])
+def test_with_gspo_the_mask_changes_no_gradient_from_the_lower_clip_on(evaluate: Evaluate, threshold: float) -> None:
+    """The statistic is -log s: beyond -log(1 - epsilon) a sequence with A < 0 has none to lose."""
+    batch = random_batch(64, 6, spread=4e-4)
+    batch = batch._replace(logps=batch.old_logps + (batch.logps - batch.old_logps) * 2e-3)
+    clip = {"loss_type": "gspo", "epsilon": 3e-4, "epsilon_high": 4e-4}
+    masked, free = evaluate(batch, off_policy_mask_threshold=threshold, **clip), evaluate(batch, **clip)
+    assert torch.equal(masked.grad, free.grad)
+    assert 0.05 < masked.metrics["dropped/off_policy"] < 0.95
+    # below it, it does
+    assert not torch.equal(evaluate(batch, off_policy_mask_threshold=2e-4, **clip).grad, free.grad)
+
+
+@pytest.mark.parametrize("loss_type", ["gspo", "gspo_token", *NATIVE_LOSS_TYPES])
+def test_an_infinite_threshold_is_off_bit_for_bit(models: dict[str, Path], tmp_path: Path, loss_type: str) -> None:
+    """And with it on, TRL's losses run through ours: TRL's parameters and metrics, and only more of the latter."""
+    options = {"loss_type": loss_type, "beta": 0.04, "gradient_accumulation_steps": 2, "num_iterations": 2}
+    native = loss_type in NATIVE_LOSS_TYPES
+    off = tiny.train(tiny.trainer(models["moe"], tmp_path, ours=not native, padded=True, **options))
+    on = tiny.train(tiny.trainer(models["moe"], tmp_path, padded=True, off_policy_mask_threshold=math.inf, **options))
+    expected, after = tiny.parameters(off), tiny.parameters(on)
+    assert all(torch.equal(after[name], expected[name]) for name in expected)
+    for row, own in zip(tiny.history(off), tiny.history(on), strict=True):
+        assert {name: own[name] for name in row} == row
+        assert all(own[name] == 0 for name in own if name.startswith("dropped"))
+
+
+@pytest.mark.parametrize(
+    ("attribute", "value"),
+    [("importance_sampling_level", "sequence"), ("loss_type", "bnpo"), ("off_policy_mask_threshold", 0.0)],
+)
+def test_what_a_callback_sets_on_the_trainer_is_honoured(evaluate: Evaluate, attribute: str, value: Any) -> None:
+    """TRL reads these from the trainer, so that they can be annealed."""
+    batch = random_batch(12, 6)
+    options = {"loss_type": "grpo", "off_policy_mask_threshold": math.inf, "epsilon": 0.9}
+    options["inputs"] = {"sampling_per_token_logps": sampled(batch)}
+    ours, theirs = (evaluate(batch, ours=ours, attributes={attribute: value}, **options) for ours in (True, False))
+    assert torch.equal(ours.loss, theirs.loss) and torch.equal(ours.grad, theirs.grad)
+    assert not torch.equal(ours.grad, evaluate(batch, **options).grad)
+
+
+@pytest.mark.parametrize("loss_type", NATIVE_LOSS_TYPES)
+def test_an_infinite_threshold_is_off_with_an_engines_weights_too(evaluate: Evaluate, loss_type: str) -> None:
+    """VESPO sums the weights' logs over padding, where they are 1."""
+    batch = random_batch()
+    weights = torch.rand(6, 5, generator=torch.Generator().manual_seed(5), dtype=torch.float64).where(batch.mask, 1)
+    inputs = {"importance_sampling_ratio": weights, "sampling_per_token_logps": batch.old_logps - weights.log()}
+    options = {"loss_type": loss_type, "inputs": inputs, "attributes": {"use_vllm": True}}
+    ours = evaluate(batch, off_policy_mask_threshold=math.inf, **options)
+    theirs = evaluate(batch, ours=False, **options)
+    assert torch.equal(ours.loss, theirs.loss) and torch.equal(ours.grad, theirs.grad)
+
+
+@pytest.mark.parametrize("name", MASKS)
+def test_the_gradient_is_that_of_the_loss_with_the_decisions_fixed(evaluate: Evaluate, name: str) -> None:
+    """By finite differences, which a soft mask would be seen in."""
+    batch = random_batch(4, 3)
+    inputs = {"sampling_per_token_logps": sampled(batch)}
+    options = {"loss_type": "gspo", "build": ENGINE, "inputs": inputs, "epsilon": 0.9, "epsilon_high": 5.0}
+    outcome = evaluate(batch, **options, **MASKS[name])
+    step = 1e-6
+    for i, t in torch.nonzero(batch.mask).tolist():
+        sides = []
+        for sign in (1, -1):
+            logps = batch.logps.clone()
+            logps[i, t] += sign * step
+            sides.append(evaluate(batch._replace(logps=logps), **options, **MASKS[name]).loss.item())
+        assert outcome.grad[i, t].item() == pytest.approx((sides[0] - sides[1]) / (2 * step), rel=1e-6, abs=1e-9)
+
+
+def test_dropped_sequences_still_count_under_every_reduction(evaluate: Evaluate) -> None:
+    batch = random_batch(12, 6)
+    inputs = {"sampling_per_token_logps": sampled(batch)}
+    for loss_type in NATIVE_LOSS_TYPES:
+        options = {"loss_type": loss_type, "build": ENGINE, "inputs": inputs}
+        free, masked = evaluate(batch, **options), evaluate(batch, **options, **MASKS["geometric"])
+        keep = oracle_keep("geometric", batch, inputs["sampling_per_token_logps"])
+        assert torch.allclose(masked.grad, free.grad * keep, rtol=1e-12, atol=1e-15), loss_type
+
+
+def test_an_engine_is_what_the_statistic_reads(evaluate: Evaluate) -> None:
+    """The old policy agrees with the policy and the engine does not, and the other way round."""
+    old_logps = torch.full((2, 2), -1.0, dtype=torch.float64)
+    batch = Batch(
+        old_logps.clone(), old_logps, torch.ones(2, 2, dtype=torch.bool), torch.tensor([-1.0, -1.0]).double()
+    )
+    options = {"loss_type": "grpo", "off_policy_mask_threshold": DELTA, "epsilon": LOW, "epsilon_high": HIGH}
+    far = evaluate(batch, inputs={"sampling_per_token_logps": old_logps + 1}, **options)
+    assert (far.grad == 0).all() and far.metrics["dropped/off_policy"] == 1
+    behind = batch._replace(logps=old_logps - 1)
+    near = evaluate(behind, inputs={"sampling_per_token_logps": old_logps - 1}, **{**options, "epsilon": 0.9})
+    assert (near.grad != 0).all() and near.metrics["dropped/off_policy"] == 0
+
+
+@pytest.mark.parametrize("level", ["sequence", "token"])
+def test_a_subclass_that_masks_in_its_own_way_is_asked(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, level: str
+) -> None:
+    asked: list[float] = []
+
+    def own(advantages: Tensor, off_policy_threshold: float, **_: Any) -> Tensor:
+        asked.append(off_policy_threshold)
+        return torch.zeros(len(advantages), 1)
+
+    subclass = type("Own", (trl_steady.GRPOTrainer,), {"get_off_policy_mask": staticmethod(own)})
+    monkeypatch.setattr(trl_steady, "GRPOTrainer", subclass)
+    options = {"loss_type": "grpo", "off_policy_mask_threshold": 0.3, "off_policy_mask_level": level}
+    trained = tiny.train(tiny.trainer(models["dense"], tmp_path, **options))
+    assert asked and set(asked) == {0.3}
+    assert all(row["grad_norm"] == 0 for row in tiny.history(trained) if "grad_norm" in row)

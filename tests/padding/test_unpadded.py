@@ -1,0 +1,471 @@
+"""Training without padding is TRL's: the same loss, gradients and metrics, whatever the loss and the model."""
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import accelerate
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, PromptTuningConfig
+from torch import Tensor
+
+import trl_steady
+from tests.tools import tiny
+from tests.tools.headroom import within
+from tests.tools.losses import NATIVE_LOSS_TYPES, SEQUENCE_RATIO_LOSS_TYPES
+from trl_steady.padding import part as padding_part
+from trl_steady.padding.families import traits
+from trl_steady.padding.part import PaddingPart
+
+LOSS_TYPES = (*NATIVE_LOSS_TYPES, *SEQUENCE_RATIO_LOSS_TYPES)
+REGROUPED = tuple(loss_type for loss_type in LOSS_TYPES if loss_type != "bnpo")
+
+
+def answers(length: Callable[[int, str], int]) -> Callable[..., dict[str, Any]]:
+    """Rollouts whose completions have lengths by place in the batch and prompt."""
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        ids = [[(13 * i + 5 * t) % 200 + 45 for t in range(length(i, p))] for i, p in enumerate(prompts)]
+        prompt_ids = [trainer.processing_class(p)["input_ids"] for p in prompts]
+        return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": None}
+
+    return rollout
+
+
+UNEQUAL = answers(lambda i, prompt: 1 + (3 * i + 5 * len(prompt)) % 8)  # other totals in each generation
+ROLLOUT: dict[str, Any] = {"build": {"rollout_func": UNEQUAL}}
+
+
+def pair(models: dict[str, Path], tmp_path: Path, *, model: str = "dense", **options: Any) -> tuple[Any, Any]:
+    """Without our options and with them, both trained; TRL's own trainer where it knows the loss."""
+    ours = {name: options.pop(name) for name in ("token_budget", "share_prompts") if name in options}
+    settings: dict[str, Any] = {
+        "beta": 0.1,
+        "num_iterations": 2,
+        "gradient_accumulation_steps": 2,
+        "optim": "sgd",  # Adam would blow rounding up to the size of an update where a gradient is zero on paper
+        "learning_rate": 3e-3,
+        "epsilon": 5e-3,
+        "epsilon_high": 8e-3,
+        "max_grad_norm": 1.0,
+        **options,
+        "build": {"rollout_func": UNEQUAL, **options.get("build", {})},
+    }
+    if settings.get("loss_type") in SEQUENCE_RATIO_LOSS_TYPES:
+        padded = tiny.trainer(models[model], tmp_path, trim_padding=False, **settings)
+    else:
+        padded = tiny.trainer(models[model], tmp_path, ours=False, **settings)
+    tiny.train(padded)
+    return padded, tiny.train(tiny.trainer(models[model], tmp_path, **settings, **ours))
+
+
+def assert_same_training(padded: Any, ours: Any, *, metrics: bool = True) -> None:
+    before = tiny.parameters(padded)
+    for name, value in tiny.parameters(ours).items():
+        torch.testing.assert_close(value, before[name], rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+    if not metrics:
+        return
+    rows = list(zip(tiny.history(ours), tiny.history(padded), strict=True))
+    assert len(rows) == 7
+    for row, theirs in rows:
+        for name, value in theirs.items():
+            if value is None or math.isnan(value):  # None is TRL's for no completion
+                assert row[name] is None or math.isnan(row[name]), name
+            else:  # a quantile may fall into the bin beside, 5 % off
+                granted = 0.05 * abs(value) if "_q" in name else 0
+                # rounding errors of float32 grow a hundredfold over the updates
+                assert within(abs(row[name] - value), 4e-4 * abs(value) + 8e-6, granted=granted), name
+
+
+def lengths_of(rollouts: Iterable[dict[str, Any]]) -> list[int]:
+    """Tokens of each sequence."""
+    return [
+        length
+        for batch in rollouts
+        for length in (batch["prompt_mask"].sum(-1) + batch["completion_mask"].sum(-1)).tolist()
+    ]
+
+
+class Widths:
+    """How wide the batches were that a model saw, and how many of their tokens were real."""
+
+    def __init__(self, model: torch.nn.Module, shapes: list[tuple[int, ...]] | None = None) -> None:
+        self.shapes: list[tuple[int, ...]] = [] if shapes is None else shapes
+        model.get_input_embeddings().register_forward_pre_hook(self._see)
+
+    def _see(self, module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self.shapes.append(tuple(inputs[0].shape))
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "share_prompts"),
+    [
+        pytest.param(loss_type, share, marks=pytest.mark.slow if share == bool(number % 2) else ())
+        for number, loss_type in enumerate(LOSS_TYPES)
+        for share in (False, True)
+    ],
+)
+def test_losses_gradients_and_metrics_are_those_of_padded_passes(
+    models: dict[str, Path], tmp_path: Path, loss_type: str, share_prompts: bool
+) -> None:
+    assert_same_training(*pair(models, tmp_path, loss_type=loss_type, share_prompts=share_prompts))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"entropy_coef": 0.1, "use_adaptive_entropy": True, "entropy_target": 3.9},
+        {"top_entropy_quantile": 0.37},
+        {"off_policy_mask_threshold": 0.001},
+        {"delta": 1.01},
+        {"gradient_checkpointing": True},
+        {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {"model_init_kwargs": {"attn_implementation": "eager"}},
+        {"model_init_kwargs": {"attn_implementation": "eager"}, "gradient_checkpointing": True, "share_prompts": True},
+        {"mask_truncated_completions": True},
+        {"cast_lm_head_to_fp32": True},
+        {"lora": True},
+        {"lora": True, "gradient_checkpointing": True},
+        {"model": "moe"},
+        {"model": "moe", "router_aux_loss_coef": 0.1},
+        {"model": "gpt2"},
+        {"model": "falcon_h1"},
+        {"model": "falcon_h1", "model_init_kwargs": {"attn_implementation": "eager"}},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:trim_padding=True only cuts")
+def test_so_they_are_with_other_models_and_options(
+    models: dict[str, Path], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    assert_same_training(*pair(models, tmp_path, loss_type="bnpo", **options))
+
+
+def test_passes_see_the_tokens_and_no_padding(models: dict[str, Path], tmp_path: Path) -> None:
+    """Two passes of 16 sequences for the rollout, in four batches each; then one step."""
+    options = {"beta": 0.1, "steps_per_generation": 4, "gradient_accumulation_steps": 1, "max_steps": 1}
+    trainer: Any = tiny.trainer(models["dense"], tmp_path, build={"rollout_func": UNEQUAL}, **options)
+    policy, reference = Widths(trainer.model), Widths(trainer.ref_model)
+    tiny.train(trainer)
+
+    rollouts = trainer._buffered_inputs
+    tokens = [int(batch["prompt_mask"].sum() + batch["completion_mask"].sum()) for batch in rollouts]
+    assert sum(batch["prompt_mask"].numel() + batch["completion_mask"].numel() for batch in rollouts) > sum(tokens)
+    assert [rows for rows, _ in reference.shapes] == [1] * 4
+    assert sum(width for _, width in reference.shapes) == sum(tokens)
+    assert policy.shapes[:4] == reference.shapes  # the old log-probs
+    assert policy.shapes[4:] == [(1, tokens[0])]  # the one micro-batch
+
+
+def test_a_batch_without_padding_is_trained_on_bit_for_bit_as_by_trl(models: dict[str, Path], tmp_path: Path) -> None:
+    equal = {"rollout_func": answers(lambda i, prompt: 6), "train_dataset": tiny.dataset().select([0, 0, 0, 0])}
+    shapes: list[tuple[int, ...]] = []
+
+    class Seen(transformers.TrainerCallback):
+        def on_train_begin(self, *_: Any, model: Any, **__: Any) -> None:
+            Widths(model, shapes)
+
+    equal["callbacks"] = [Seen()]
+    padded, ours = pair(models, tmp_path, loss_type="grpo", optim="adamw_torch", build=equal)
+
+    assert shapes and len(set(shapes)) == 1 and shapes[0][0] == 4  # those of TRL's trainer, and then of ours
+    assert tiny.history(ours) == tiny.history(padded)
+    after = tiny.parameters(padded)
+    assert all(torch.equal(value, after[name]) for name, value in tiny.parameters(ours).items())
+
+
+# in TRL's micro-batches, a fraction of one, and several; 16 accumulated micro-batches are those of two rollouts, twice
+@pytest.mark.parametrize(("token_budget", "accumulated"), [(12, 2), (30, 2), (30, 16), (10_000, 4)])
+@pytest.mark.parametrize("loss_type", REGROUPED)
+def test_the_loss_of_micro_batches_by_tokens_is_that_of_the_whole_step(
+    models: dict[str, Path], tmp_path: Path, loss_type: str, token_budget: int, accumulated: int
+) -> None:
+    settings = {"off_policy_mask_threshold": 0.01, "use_bias_correction_kl": True, "token_budget": token_budget}
+    padded, ours = pair(
+        models, tmp_path, loss_type=loss_type, gradient_accumulation_steps=accumulated, max_steps=3, **settings
+    )
+
+    assert_same_training(padded, ours, metrics=False)
+    for row, theirs in zip(tiny.history(ours), tiny.history(padded), strict=True):
+        for name in {"loss", "grad_norm", "train_loss"} & theirs.keys():
+            # the gradients that a step adds up have norms of up to 10, and cancel
+            assert row[name] == pytest.approx(theirs[name], rel=2e-4, abs=1e-4 if name == "grad_norm" else 8e-6), name
+
+
+def test_a_micro_batch_by_tokens_is_as_large_as_its_budget_allows(models: dict[str, Path], tmp_path: Path) -> None:
+    trainer: Any = tiny.trainer(
+        models["dense"], tmp_path, token_budget=30, gradient_accumulation_steps=4, beta=0.1, **ROLLOUT, max_steps=1
+    )
+    policy, reference = Widths(trainer.model), Widths(trainer.ref_model)
+    tiny.train(trainer)
+
+    lengths = sorted(lengths_of(trainer._buffered_inputs), reverse=True)
+    for widths in (policy.shapes, reference.shapes):
+        assert all(shape[0] == 1 and shape[1] <= 30 for shape in widths)
+        assert sum(shape[1] for shape in widths) == sum(lengths)
+        assert len(widths) < 16 and max(lengths) + min(lengths) <= 30 < sum(
+            lengths[:4]
+        )  # neither one by one nor TRL's
+    assert trainer.state.global_step == 1
+
+
+def test_a_budget_counts_the_padding_of_a_model_that_computes_it(models: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match="trim_padding=True only cuts columns.*GPT2LMHeadModel has no rotary"):
+        trainer: Any = tiny.trainer(
+            models["gpt2"], tmp_path, token_budget=40, gradient_accumulation_steps=4, **ROLLOUT, max_steps=1
+        )
+    policy = Widths(trainer.model)
+    tiny.train(trainer)
+
+    assert max(shape[0] for shape in policy.shapes) > 1
+    assert all(shape[0] * shape[1] <= 40 for shape in policy.shapes)
+    assert policy.shapes[0][1] == max(shape[1] for shape in policy.shapes) > min(shape[1] for shape in policy.shapes)
+    assert sum(shape[0] for shape in policy.shapes) == 16
+
+
+def test_shared_prompts_are_computed_once(models: dict[str, Path], tmp_path: Path) -> None:
+    """Also where the budget keeps groups apart, as long as each has room for one."""
+
+    def run(budget: int) -> tuple[list[tuple[int, ...]], list[int]]:
+        options = {"share_prompts": True, "token_budget": budget, "gradient_accumulation_steps": 4, "max_steps": 1}
+        trainer: Any = tiny.trainer(models["dense"], tmp_path, **options, **ROLLOUT)
+        policy = Widths(trainer.model)
+        tiny.train(trainer)
+        groups: dict[tuple[int, ...], int] = {}
+        for batch in trainer._buffered_inputs:
+            for ids, mask, n in zip(
+                batch["prompt_ids"], batch["prompt_mask"].bool(), batch["completion_mask"].sum(-1), strict=True
+            ):
+                prompt = tuple(ids[mask].tolist())
+                groups[prompt] = groups.get(prompt, len(prompt) - 1) + 1 + int(n)  # the last token is not shared
+        return policy.shapes, list(groups.values())
+
+    together, groups = run(10_000)
+    assert len(groups) == 4 and together == [(1, sum(groups))]
+    apart, again = run(max(groups))
+    assert again == groups and len(apart) > 1 and sum(width for _, width in apart) == sum(groups)
+
+
+def test_the_group_with_the_longest_comes_first(models: dict[str, Path], tmp_path: Path) -> None:
+    options = {"share_prompts": True, "token_budget": 1, "gradient_accumulation_steps": 4}  # one by one
+    trainer: Any = tiny.trainer(models["dense"], tmp_path, **options, **ROLLOUT)
+    prompts, completions = [[5, 6, 7], [1, 2, 3], [9, 9], [1, 2, 3]], [2, 1, 7, 9]
+    mask = torch.zeros(4, 13, dtype=torch.long)
+    ids = torch.zeros(4, 13, dtype=torch.long)
+    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
+        ids[row, 4 - len(prompt) : 4] = torch.tensor(prompt)
+        mask[row, 4 - len(prompt) : 4 + completion] = 1
+    order, counts = trainer.part(PaddingPart)._batches(trainer.model, ids, mask, 4)
+    assert order.tolist() == [3, 1, 2, 0] and counts == [1, 1, 1, 1]
+
+
+def test_a_budget_counts_batches_that_are_too_wide_to_be_cut(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(padding_part, "traits", lambda each: replace(traits(each), width_limit=9))
+    trainer: Any = tiny.trainer(models["dense"], tmp_path, token_budget=21)
+    mask = torch.zeros(4, 10, dtype=torch.long)
+    mask[:, 3:6] = 1
+    _, counts = trainer.part(PaddingPart)._batches(trainer.model, mask, mask, 4)
+    assert counts == [2, 2]
+    assert trainer.part(PaddingPart)._batches(trainer.model, mask[:, :9], mask[:, :9], 4)[1] == [4]
+    with torch.no_grad(), pytest.warns(UserWarning, match="batches wider than 9 tokens keep their padding"):
+        trainer.log_probs(trainer.model, mask, mask, 6)
+
+
+@pytest.mark.parametrize("model", ["dense", "moe"])
+def test_evaluation_is_trls(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: str
+) -> None:
+    settings = {
+        "beta": 0.1,
+        "per_device_eval_batch_size": 8,
+        "build": {**ROLLOUT["build"], "eval_dataset": tiny.dataset()},
+    }
+    padded = tiny.trainer(models[model], tmp_path, ours=False, **settings)
+    trainers = [tiny.trainer(models[model], tmp_path, **settings)]
+    if model == "dense":
+        trainers.append(tiny.trainer(models[model], tmp_path, token_budget=20, **settings))
+    widths = Widths(trainers[-1].model)
+    with monkeypatch.context() as patch:  # as if it could not be laid end to end
+        patch.setattr(padding_part, "traits", lambda each: replace(traits(each), why_not_packed="of the test"))
+        with pytest.warns(UserWarning, match="only cuts columns that are padding in every row: of the test"):
+            trainers.append(tiny.trainer(models[model], tmp_path, **settings))
+    expected = {
+        name: value for name, value in padded.evaluate().items() if "_per_second" not in name and "time" not in name
+    }
+    for trainer in trainers:
+        found = trainer.evaluate()
+        assert all(found[name] == pytest.approx(value, rel=1e-4, abs=1e-6) for name, value in expected.items())
+    assert model == "moe" or max(shape[1] for shape in widths.shapes) <= 20
+
+
+def test_a_run_by_tokens_resumes_exactly_inside_a_window(models: dict[str, Path], tmp_path: Path) -> None:
+    settings = {"token_budget": 30, "gradient_accumulation_steps": 2, "lora": True, "beta": 0.1, "num_iterations": 2}
+    settings |= {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+    whole = tiny.train(tiny.trainer(models["dense"], tmp_path, **settings))
+    resumed = tiny.trainer(models["dense"], tmp_path, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    after = tiny.parameters(resumed)
+    assert all(torch.equal(value, after[name]) for name, value in tiny.parameters(whole).items())
+
+
+def test_an_error_in_a_layer_leaves_the_models_own_attention(models: dict[str, Path], tmp_path: Path) -> None:
+    trainer: Any = tiny.trainer(models["dense"], tmp_path, **ROLLOUT)
+    implementations: list[str] = []
+
+    def stop(*_: Any) -> None:
+        implementations.append(trainer.model.config._attn_implementation)
+        if torch.is_grad_enabled():
+            raise InterruptedError
+
+    trainer.model.get_decoder().layers[-1].register_forward_pre_hook(stop)
+    with pytest.raises(InterruptedError):
+        trainer.train()
+    assert "sdpa" not in implementations
+    assert trainer.model.config._attn_implementation == "sdpa"
+
+
+def test_a_step_after_an_error_has_its_own_sequences_only(models: dict[str, Path], tmp_path: Path) -> None:
+    """An optimizer step of two rollouts, the second of which fails while the first waits for it."""
+    tokens: list[int] = []
+
+    def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        tokens.append(sum(len(prompt) + len(ids) for prompt, ids in zip(prompts, completion_ids, strict=True)))
+        if len(tokens) == 2:
+            raise InterruptedError
+        return tiny.reward(completion_ids)
+
+    options = {"token_budget": 30, "gradient_accumulation_steps": 8, "max_steps": 1}
+    trainer: Any = tiny.trainer(
+        models["dense"], tmp_path, build={"rollout_func": UNEQUAL, "reward_funcs": reward}, **options
+    )
+    with pytest.raises(InterruptedError):
+        trainer.train()
+    policy = Widths(trainer.model)
+    trainer._step = 0  # TRL would go on in the middle of the rollout
+    trainer.train()
+    assert len(tokens) == 4 and sum(width for _, width in policy.shapes) == tokens[2] + tokens[3]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"token_budget": 0}, "token_budget=0 cannot work. Set token_budget to 1 token or more"),
+        (
+            {"token_budget": 9, "trim_padding": False},
+            "token_budget=9 does not work with trim_padding=False.*Set trim_padding=True",
+        ),
+        ({"share_prompts": True, "trim_padding": False}, "share_prompts=True does not work with trim_padding=False"),
+        (
+            {"token_budget": 9, "loss_type": "bnpo"},
+            "token_budget=9 does not work with loss_type='bnpo'.*Set loss_type='dapo'",
+        ),
+        (
+            {"token_budget": 9, "entropy_coef": 0.1},
+            "token_budget=9 does not work with entropy_coef=0.1.*Switch it off",
+        ),
+        ({"token_budget": 9, "use_adaptive_entropy": True}, "use_adaptive_entropy=True.*Switch it off"),
+        ({"token_budget": 9, "top_entropy_quantile": 0.2}, "top_entropy_quantile=0.2.*Set top_entropy_quantile=1.0"),
+        (
+            {"token_budget": 9, "model": "moe"},
+            "token_budget=9 does not work with a load-balancing loss.*Set router_aux_loss_coef=0.0",
+        ),
+        (
+            {"share_prompts": True, "model": "moe"},
+            "share_prompts=True would count a prompt once.*router_aux_loss_coef=0",
+        ),
+        (
+            {"token_budget": 9, "torch_compile": True},
+            "token_budget=9 needs passes without padding, and torch.compile recompiles",
+        ),
+        ({"token_budget": 9, "optim": "lomo"}, "the optimizers lomo and adalomo would step each time"),
+        (
+            {"token_budget": 9, "beta": 0.1, "sync_ref_model": True, "ref_model_sync_kl": 0.1},
+            "token_budget=9 does not work with ref_model_sync_kl=0.1.*Leave one of the two unset",
+        ),
+        ({"share_prompts": True, "model": "gpt2"}, "GPT2LMHeadModel has no rotary positions. Set share_prompts=False"),
+        (
+            {"share_prompts": True, "model_init_kwargs": {"attn_implementation": "flex_attention"}},
+            "attn_implementation='flex_attention' has not been tested with packing; 'sdpa' and 'eager' have. Set",
+        ),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    models: dict[str, Path], tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    model = models[options.pop("model", "dense")]
+    with pytest.raises(ValueError, match=message):
+        tiny.trainer(model, tmp_path, **options)
+
+
+@pytest.mark.refuses(
+    "token_budget",
+    on=("ZeRO-2", "ZeRO-3"),
+    message="token_budget=9 runs backward more than once in the last micro-batch of an optimizer step. DeepSpeed and "
+    "the optimizers lomo and adalomo would step each time. Train with DDP and another optimizer, or leave "
+    "token_budget unset.",
+)
+def test_deepspeed_is_refused_a_budget(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(padding_part, "DistributedType", SimpleNamespace(DEEPSPEED=accelerate.DistributedType.NO))
+    with pytest.raises(ValueError, match=r"DeepSpeed and the optimizers .* would step each time\. Train with DDP"):
+        tiny.trainer(models["dense"], tmp_path, token_budget=9)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"torch_compile": True}, "trim_padding=True does nothing: torch.compile recompiles"),
+        ({"neftune_noise_alpha": 5.0}, "trim_padding=True does nothing: neftune_noise_alpha scales"),
+        (
+            {"build": {"peft_config": PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")}},
+            "trim_padding=True does nothing: an adapter of type PromptTuningConfig may depend on the position",
+        ),
+        (
+            {"build": {"peft_config": LoraConfig(**tiny.LORA, task_type="CAUSAL_LM", alora_invocation_tokens=[50])}},
+            "trim_padding=True does nothing: an adapter of type LoraConfig may depend on the position",
+        ),
+        (
+            {"model": "falcon_h1"},
+            "trim_padding=True only cuts columns that are padding in every row: FalconH1ForCausalLM",
+        ),
+    ],
+)
+def test_what_keeps_its_padding_is_said(
+    models: dict[str, Path], tmp_path: Path, options: dict[str, Any], message: str
+) -> None:
+    model = models[options.pop("model", "dense")]
+    with pytest.warns(UserWarning, match=message):
+        tiny.trainer(model, tmp_path, **options)
+
+
+def test_a_loss_of_its_own_is_refused_a_budget(models: dict[str, Path], tmp_path: Path) -> None:
+    """It would see the last of the step's micro-batches only."""
+
+    class Doubled(trl_steady.GRPOTrainer):
+        def compute_loss(self, *arguments: Any, **keywords: Any) -> Tensor:
+            return 2 * super().compute_loss(*arguments, **keywords)
+
+    args = tiny.arguments(trl_steady.GRPOConfig, tmp_path, token_budget=9)
+    with pytest.raises(ValueError, match=r"Doubled\.compute_loss would see only the last.*Override micro_batch_loss"):
+        Doubled(str(models["dense"]), tiny.reward, args, tiny.dataset(), processing_class=tiny.tokenizer())
+
+
+def test_a_loss_that_a_callback_sets_is_refused_too(models: dict[str, Path], tmp_path: Path) -> None:
+    trainer: Any = tiny.trainer(models["dense"], tmp_path, token_budget=30, **ROLLOUT)
+
+    class Sets(transformers.TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            trainer.loss_type = "bnpo" if state.global_step == 2 else "dapo"
+
+    trainer.add_callback(Sets())
+    with pytest.raises(ValueError, match="token_budget=30 does not work with loss_type='bnpo'"):
+        trainer.train()
+    assert trainer.state.global_step == 2

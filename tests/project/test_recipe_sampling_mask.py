@@ -1,0 +1,162 @@
+"""The recipe of the sampling mask: what its sampler tells, and a small run of each variant."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from trl import TrlParser
+
+import trl_steady
+from tests.tools.headroom import within
+
+FOLDER = Path(__file__).parents[2] / "recipes/sampling_mask"
+VARIANTS = {
+    "top-p 0.9, mask off": {},
+    "top-p 0.9, mask on": {"keep_sampling_mask": True},
+    "top-p 1": {"top_p": 1.0},
+}
+FEW = {"per_device_train_batch_size": 8, "num_generations": 4, "held_out": 10, "samples": 2, "learning_rate": 0.01}
+# of the whole vocabulary, while another distribution is sampled from
+pytestmark = pytest.mark.filterwarnings("ignore:sampling leaves tokens out:UserWarning")
+
+
+def parse(recipes: Any, name: str, **options: Any) -> tuple[Any, trl_steady.GRPOConfig]:
+    command = [part for option, value in options.items() for part in (f"--{option}", str(value))]
+    parser = TrlParser((recipes.sampling_mask.RecipeArguments, trl_steady.GRPOConfig))
+    return parser.parse_args_and_config(
+        ["--config", str(FOLDER / f"{name}.yaml"), "--use_cpu", "true", "--bf16", "false", *command]
+    )
+
+
+@pytest.fixture
+def small(recipes: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Two layers of four experts after two steps of a warm start."""
+    monkeypatch.setattr(recipes.digits, "WORKED_STEPS", 2)
+    monkeypatch.setattr(recipes.digits, "WORKED_BATCH", 8)
+    few = {"hidden_size": 16, "num_hidden_layers": 2, "num_experts": 4, "moe_intermediate_size": 8, "head_dim": 4}
+    monkeypatch.setattr(recipes.digits, "SIZE", recipes.digits.SIZE | few)
+    # so small a model is never right, and without a difference in reward there is nothing to learn
+    monkeypatch.setattr(recipes.digits.Digits, "is_right", lambda _, problem, text: sum(map(ord, text)) % 2 == 0)
+    return recipes
+
+
+@pytest.mark.parametrize("name", ["digits-top-p", "smollm2-135m-one-rollout"])
+@pytest.mark.parametrize("label", VARIANTS)
+def test_four_updates_for_each_rollout_and_one_option_between_the_variants(
+    recipes: Any, name: str, label: str
+) -> None:
+    recipe, args = parse(recipes, name, **VARIANTS[label])
+    assert recipes.run.updates_per_rollout(args) == 4 and args.max_steps % 4 == 0
+    assert args.truncations == ([] if label == "top-p 1" else ["top_p=0.9"])
+    assert args.keep_sampling_mask == (label == "top-p 0.9, mask on")
+    assert (args.loss_type, args.epsilon, recipe.asked_top_p) == ("grpo", 0.2, 0.9)
+
+
+def test_what_the_sampler_tells(recipes: Any) -> None:
+    logits = torch.tensor([[[0.5, 0.3, 0.1, 0.1], [0.6, 0.2, 0.1, 0.1]]]).log() * 2.0  # at a temperature of 2
+    left = torch.tensor([[[True, True, False, False], [True] * 4]])
+    scores = (logits / 2.0).where(left, -torch.inf)
+    told = recipes.sampler.Drawn.among(torch.tensor([[1, 2]]), scores, logits, 2.0)
+    torch.testing.assert_close(told.log_probs.exp(), torch.tensor([[0.3 / 0.8, 0.1]]))
+    torch.testing.assert_close(told.kept_mass, torch.tensor([[0.8, 1.0]]))
+    assert told.kept.tolist() == [[2, 4]] and told.of(0, 1).kept.tolist() == [2]
+
+
+@pytest.mark.parametrize(("label", "adapter"), [*((label, 0) for label in VARIANTS), ("top-p 0.9, mask on", 4)])
+def test_each_variant_runs_on_a_smaller_model(
+    small: Any, label: str, adapter: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    paths = {"start": tmp_path / "start", "output_dir": tmp_path / "out"}
+    fast = {**FEW, "max_steps": 8, "check_every": 1, "lora_r": adapter}
+    results = small.sampling_mask.main(*parse(small, "digits-top-p", **fast, **paths, **VARIANTS[label]))
+    assert "first updates: ratios are within" in capsys.readouterr().out
+    assert small.beside.variant(results) == label and small.beside.updates(results) == 4
+    has_mask, truncates = label.endswith("on"), label != "top-p 1"
+
+    history = results["history"]
+    assert [row["sampler/update"] for row in history if "sampler/update" in row] == [1, 2, 3, 4, 1, 2, 3, 4]
+    off_one, off_mass = small.sampler.first_updates(history)
+    masses = small.report.series(history, "sampler/kept_mass")[1]
+    assert all(0.9 <= mass < 0.99 if truncates else mass == pytest.approx(1, abs=1e-6) for mass in masses)
+    if has_mask:  # the trainer has the sampler's log-probs
+        assert within(off_one, 1e-4) and off_mass > 0.01
+        own = small.report.series(history, "sampling_mask/kept_mass")[1]
+        assert own[0] == pytest.approx(masses[0], abs=1e-4) and own[4] == pytest.approx(masses[4], abs=1e-4)
+    else:  # as many times too small as there was probability on the kept tokens
+        assert within(off_mass, 1e-4) and (off_one > 0.01) == truncates
+    least = min(small.beside.of_updates(results, "sampler/ratio_min", 1)[1])
+    assert within(max(0, 0.9 - least), 1e-4)
+    assert max(small.beside.of_updates(results, "sampler/log_ratio_std", 4)[1]) > 1e-3  # the policy has moved
+
+    assert list(results["accuracy"])[1:] == ["greedy", "sampled with top_p 0.9, 2 each"]
+    for picture in ("training.png", "all.png"):
+        small.beside.main(str(tmp_path / "out/all.png"), str(tmp_path / "out/results.json"))
+        assert (tmp_path / "out" / picture).read_bytes().startswith(b"\x89PNG")
+    assert capsys.readouterr().out.splitlines()[2].startswith(f"| {label} | 0 | ")
+    assert json.loads((tmp_path / "out/results.json").read_text())["objective"] == results["objective"]
+
+
+@pytest.mark.parametrize("label", ["top-p 0.9, mask off", "top-p 0.9, mask on"])
+def test_measuring_changes_nothing(small: Any, label: str, tmp_path: Path) -> None:
+    task, weights = small.digits.Digits(tmp_path / "start"), []
+    for measured in (False, True):
+        fast = {**FEW, "max_steps": 5, "output_dir": tmp_path / "out"}
+        recipe, args = parse(small, "digits-top-p", **fast, **VARIANTS[label])
+        trainer = small.small_model.build(recipe, args, task)
+        before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
+        callbacks = [small.sampler.Sampler(trainer), small.sampling_mask.Truncated(trainer, recipe, task)]
+        small.run.train(trainer, callbacks if measured else [])
+        weights.append(trainer.model.state_dict())
+        assert any(not torch.equal(before[name], value) for name, value in weights[-1].items())
+        assert not {"generate", "log_probs"} & set(vars(trainer)) and "generate" not in vars(trainer.model)
+    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
+
+
+def test_held_out_problems_are_answered_with_the_top_p_asked_for(small: Any, tmp_path: Path) -> None:
+    task = small.digits.Digits(tmp_path / "start")
+    trainer = small.small_model.build(*parse(small, "digits-top-p", output_dir=tmp_path), task)
+    asked, ways = task.split(20)[1], {}
+    own = trainer.model.generation_config.to_dict()
+    greedy = small.small_model.right_answers(trainer, asked, samples=0, task=task)
+    for top_p in (1e-6, 1.0):
+        torch.manual_seed(0)
+        with small.sampling_mask.asked_with(trainer.model, top_p):
+            ways[top_p] = small.small_model.right_answers(trainer, asked, samples=2, task=task)
+    assert trainer.model.generation_config.to_dict() == own
+    assert (ways[1e-6] == greedy).all()  # nothing but the likeliest token is left
+    assert (ways[1.0] != greedy).any()
+
+
+def test_the_table_has_the_seeds_and_their_mean(recipes: Any) -> None:
+    def results(seed: int, after: float, **objective: Any) -> dict[str, Any]:
+        names = ("sampled at temperature 1, 4 each", "greedy", "sampled with top_p 0.9, 4 each")
+        logged = {"clip_ratio/region_mean": 0.25, "entropy": 0.125, "grad_norm": 0.5, "kl": after}
+        history: list[dict[str, Any]] = []
+        for step in range(1, 9):
+            ratios = {"ratio_mean": 1.0 - step / 100, "ratio_min": 0.9, "ratio_max": 1.0, "log_ratio_std": 0.1}
+            ratios |= {"kept_mass": 0.95, "kept_tokens": 1.5, "singletons": 0.75}
+            own = {f"sampler/{name}": value for name, value in ratios.items()}
+            history.append({"step": step, "sampler/update": (step - 1) % 4 + 1.0, **own})
+            history.append({"step": step, **logged, **({"reward": after / 2} if step in (1, 5) else {})})
+        return {
+            "seed": seed,
+            "objective": {"top_p": 0.9, "keep_sampling_mask": False, **objective},
+            "accuracy": {name: {"before": 0.5, "after": after} for name in names},
+            "history": history,
+        }
+
+    runs = [results(1, 0.75), results(0, 0.25), results(0, 1.0, keep_sampling_mask=True), results(0, 0.5, top_p=1.0)]
+    lines = recipes.beside.table(runs).splitlines()
+    assert lines[2:7] == [
+        "| top-p 0.9, mask off | 0 | 25.0% | 25.0% | 25.0% | 12.5% |",
+        "| top-p 0.9, mask off | 1 | 75.0% | 75.0% | 75.0% | 37.5% |",
+        "| top-p 0.9, mask off | mean | 50.0% | 50.0% | 50.0% | 25.0% |",
+        "| top-p 0.9, mask on | 0 | 100.0% | 100.0% | 100.0% | 50.0% |",
+        "| top-p 1 | 0 | 50.0% | 50.0% | 50.0% | 25.0% |",
+    ]
+    # updates 1 and 5 are the first, 4 and 8 the last of their rollouts
+    assert "| ratio in update 1, mean | 0.9700 | 0.9700 | 0.9700 |" in lines
+    assert "| ratio in update 4, mean | 0.9400 | 0.9400 | 0.9400 |" in lines
+    assert "| KL, last 10 rollouts | 0.5000 (0.2500 to 0.7500) | 1.0000 | 0.5000 |" in lines

@@ -1,0 +1,47 @@
+"""The versions that pyproject.toml promises are those that are tested."""
+
+import re
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.version import Version
+
+ROOT = Path(__file__).parents[2]
+PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+RUNTIME = [Requirement(line) for line in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["recipes"]]
+
+
+def pins(file: str) -> dict[str, str]:
+    return dict(re.findall(r"^([\w.-]+)==(.+)$", (ROOT / file).read_text(), re.MULTILINE))
+
+
+@pytest.mark.parametrize("requirement", RUNTIME, ids=lambda requirement: requirement.name)
+def test_every_floor_is_what_the_lowest_versions_are_tested_with(requirement: Requirement) -> None:
+    floors = [each.version for each in requirement.specifier if each.operator == ">="]
+    assert len(floors) == 1
+    if requirement.name != "torch":  # of which no older build for the CPU alone is at hand
+        assert Version(floors[0]) == Version(pins("constraints-lowest.txt")[requirement.name])
+
+
+@pytest.mark.parametrize("file", ["constraints.txt", "constraints-lowest.txt"])
+def test_what_is_tested_is_allowed(file: str) -> None:
+    for requirement in RUNTIME:
+        assert requirement.specifier.contains(pins(file)[requirement.name]), requirement
+    assert pins(file)["torch"] == pins("constraints.txt")["torch"]
+
+
+def test_the_classifiers_are_the_pythons_that_are_checked() -> None:
+    (checked,) = re.findall(r"^PYTHONS := (.+)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    named = [line.split(" :: ")[-1] for line in PROJECT["classifiers"] if " :: Python :: " in line]
+    assert named == checked.split()
+    assert PROJECT["requires-python"] == f">={named[0]}"
+
+
+def test_the_pages_name_the_floors() -> None:
+    page = (ROOT / "docs/compatibility.md").read_text()
+    for requirement in RUNTIME[: len(PROJECT["dependencies"])]:
+        assert f"`{requirement.name}{requirement.specifier}`" in page or requirement.name in ("trl", "packaging")
+    assert {"make test-lowest", "make check"} <= set((ROOT / ".ci/run").read_text().splitlines())

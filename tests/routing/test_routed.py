@@ -1,0 +1,310 @@
+"""Replay of routes in training: the experts that every pass takes, its log-probs under them, and what is logged."""
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
+
+from tests.oracles import routes as routed_oracle
+from tests.oracles.routes import NONE
+from tests.tools import tiny
+from tests.tools.headroom import within
+from tests.tools.routed import (
+    CLOSE,
+    EXPERTS,
+    FREE,
+    LAYERS,
+    Random,
+    ascending,
+    build,
+    of_rollout,
+    oracles,
+    rows,
+)
+from trl_steady.padding import part as padding_part
+from trl_steady.padding.families import traits
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_iterations": 2, "max_steps": 9},
+        {"trim_padding": False},
+        {"cuts": True, "max_steps": 5, "model_init_kwargs": {"attn_implementation": "eager"}},
+        {"token_budget": 30, "gradient_accumulation_steps": 2, "max_steps": 3, **FREE},
+        {"share_prompts": True, **FREE},
+        {"share_prompts": True, "token_budget": 40, "gradient_accumulation_steps": 2, "max_steps": 3, **FREE},
+        {"gradient_checkpointing": False, "temperature": 0.7},
+        {"lora": "attention", "learning_rate": 0.1},
+        {"lora": "experts", "learning_rate": 0.1},
+        {"lora": "router", "learning_rate": 0.1},
+        {"lora": "saved router", "learning_rate": 0.1},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:trim_padding=True only cuts columns")
+def test_r2_takes_the_experts_of_the_policy_that_scored_the_rollout(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    folder = models["moe"]
+    if options.get("cuts"):  # as if sequences could not be laid end to end
+        monkeypatch.setattr(padding_part, "traits", lambda each: replace(traits(each), why_not_packed="of the test"))
+        options = {name: value for name, value in options.items() if name != "cuts"}
+    free = tiny.train(build(folder, tmp_path, **options))
+    trainer = tiny.train(build(folder, tmp_path, router_replay="R2", **options))
+    for name in ("loss", "grad_norm"):
+        assert tiny.history(trainer)[0][name] == tiny.history(free)[0][name]
+
+    policy, moved = oracles(folder, trainer), 0
+    rollouts: list[list[list[int]]] = [[] for _ in trainer.rollouts]
+    temperature = options.get("temperature", 1.0)
+    for update in trainer.updates:
+        before, now = policy(trainer.rollouts[update.rollout][0]), policy(update.weights)
+        rollouts[update.rollout] += [row.ids for row in update.rows]
+        for row in update.rows:
+            assert torch.equal(ascending(row.routes), routed_oracle.natural(before, row.ids))
+            assert row.of_padding is not None and (row.of_padding == NONE).all()
+            with torch.no_grad():
+                forced = routed_oracle.log_probs(now, row.ids, row.prompt, row.routes, temperature)
+                torch.testing.assert_close(row.values["logps"], forced, **CLOSE)
+                if moved < 5 and not torch.equal(routed_oracle.natural(now, row.ids), ascending(row.routes)):
+                    live = routed_oracle.log_probs(now, row.ids, row.prompt, None, temperature)
+                    moved += not torch.allclose(forced, live, **CLOSE)
+    assert moved == 5
+    assert not any("forward" in vars(m) for m in trainer.model.modules() if isinstance(m, Qwen3MoeTopKRouter))
+    generated = [[row.ids for row in rows(output)] for _, output in trainer.rollouts]
+    assert len(generated) > 1
+    whole = options.get("num_iterations", 1) * sorted(generated[0])
+    assert sorted(rollouts[0]) == sorted(whole) and rollouts[0][:16] != generated[0]  # TRL shuffles them
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"trim_padding": False},
+        {"trim_padding": False, "pad_to_multiple_of": 8},
+        {"token_budget": 30, "gradient_accumulation_steps": 2, **FREE},
+        {"gradient_checkpointing": False, "temperature": 0.7},
+        {"lora": "attention"},
+        {"router_replay_reference": True},
+        {"router_replay_reference": True, "lora": "attention"},
+        {"router_replay_reference": True, "lora": "saved router", "token_budget": 30, **FREE},
+        {"lora": "saved router"},
+        {"lora": "router"},
+        {"lora": "attention", "sync_ref_model": True},
+        {"steps_per_generation": 1},
+        {"steps_per_generation": 1, "router_replay_reference": True},
+    ],
+    ids=str,
+)
+def test_r3_takes_the_experts_of_the_rollout(models: dict[str, Path], tmp_path: Path, options: dict[str, Any]) -> None:
+    """In the old policy's pass and in the first update, whose ratio is 1; in the reference's pass if asked to."""
+    folder = models["moe"]
+    trainer = tiny.train(build(folder, tmp_path, Random, router_replay="R3", beta=0.1, max_steps=2, **options))
+    policy = oracles(folder, trainer)
+    temperature = options.get("temperature", 1.0)
+    (turn,) = trainer.turns[0]
+    given = {tuple(routed.ids): of_rollout(routed.values) for routed in turn}
+    before = policy(trainer.rollouts[0][0])
+    reference = before if options.get("sync_ref_model") else routed_oracle.initial(folder)
+    updates, apart = [update for update in trainer.updates if update.rollout == 0], 0
+    for number, update in enumerate(updates):
+        now = policy(update.weights)
+        if number == 0:
+            torch.testing.assert_close(now.state_dict(), before.state_dict(), rtol=0, atol=0)
+        for row in update.rows:
+            routes = given[tuple(row.ids)]
+            assert row.routes is not None and torch.equal(row.routes, routes)
+            of_reference = routes if options.get("router_replay_reference") else None
+            with torch.no_grad():
+                expected = {
+                    "logps": routed_oracle.log_probs(now, row.ids, row.prompt, routes, temperature),
+                    "old_per_token_logps": routed_oracle.log_probs(before, row.ids, row.prompt, routes, temperature),
+                    "ref_per_token_logps": routed_oracle.log_probs(
+                        reference, row.ids, row.prompt, of_reference, temperature
+                    ),
+                }
+                live = routed_oracle.log_probs(now, row.ids, row.prompt, None, temperature)
+            if "steps_per_generation" in options:  # the policy is the old one
+                del expected["old_per_token_logps"]
+            assert row.values.keys() == expected.keys()
+            for name, values in expected.items():
+                torch.testing.assert_close(row.values[name], values, **CLOSE)
+            apart += not torch.allclose(live, expected["logps"], **CLOSE)
+    assert apart == sum(len(update.rows) for update in updates) > 0
+
+
+def test_the_reference_takes_the_old_policys_experts_if_asked_to(models: dict[str, Path], tmp_path: Path) -> None:
+    folder = models["moe"]
+    options = {"router_replay": "R2", "beta": 0.1, "lora": "attention", "max_steps": 1}
+    reference, apart = routed_oracle.initial(folder), 0
+    for is_asked in (False, True):
+        trainer = tiny.train(build(folder, tmp_path, router_replay_reference=is_asked, **options))
+        before = oracles(folder, trainer)(trainer.rollouts[0][0])
+        for row in rows(trainer.rollouts[0][1]):
+            natural = routed_oracle.natural(before, row.ids)
+            assert torch.equal(ascending(row.routes), natural)
+            with torch.no_grad():
+                forced = routed_oracle.log_probs(reference, row.ids, row.prompt, natural)
+                free = routed_oracle.log_probs(reference, row.ids, row.prompt)
+            torch.testing.assert_close(row.values["ref_per_token_logps"], forced if is_asked else free, **CLOSE)
+            apart += not torch.allclose(forced, free, **CLOSE)
+    assert apart > 10
+
+
+def test_sequences_that_share_a_prompt_take_the_experts_of_one_of_them(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Of the first of the rollout, but for its last token, which each has to itself."""
+    folder = models["moe"]
+    options = {"share_prompts": True, "num_generations": 8, "max_steps": 2, **FREE}
+    trainer = tiny.train(build(folder, tmp_path, Random, router_replay="R3", **options))
+    prompts = [row.prompt for row in rows(trainer.rollouts[0][1])]
+    (turn,) = trainer.turns[0]
+    expected: dict[tuple[int, ...], Tensor] = {}
+    firsts: dict[tuple[int, ...], Tensor] = {}
+    for routed, prompt in zip(turn, prompts, strict=True):
+        routes, shared = of_rollout(routed.values), tuple(routed.ids[: prompt - 1])
+        first = firsts.setdefault(shared, routes[: prompt - 1].clone())
+        expected[tuple(routed.ids)] = torch.cat([first, routes[prompt - 1 :]])
+    assert len(firsts) == 2
+    before, policy = routed_oracle.initial(folder), oracles(folder, trainer)
+    for update in trainer.updates:
+        now = policy(update.weights)
+        for row in update.rows:
+            routes = expected[tuple(row.ids)]
+            assert row.routes is not None and torch.equal(row.routes, routes)
+            with torch.no_grad():
+                for name, model in {"logps": now, "old_per_token_logps": before}.items():
+                    forced = routed_oracle.log_probs(model, row.ids, row.prompt, routes)
+                    torch.testing.assert_close(row.values[name], forced, **CLOSE)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"gradient_checkpointing": False},
+        {"trim_padding": False, "pad_to_multiple_of": 8},
+        {"generation_kwargs": {"use_cache": False}},
+        {"generation_kwargs": {"use_cache": False}, "gradient_checkpointing": False},
+        {"lora": "router"},
+        {"mask_truncated_completions": True},
+        {"max_completion_length": 1},
+    ],
+    ids=str,
+)
+def test_what_generate_has_routed_is_where_each_token_goes(
+    models: dict[str, Path], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """Prompts are padded on their left, and rows that have ended go on with padding."""
+    trainer = tiny.train(build(models["moe"], tmp_path, router_replay="R3", max_steps=5, **options))
+    policy = oracles(models["moe"], trainer)
+    assert len(trainer.rollouts) == 2
+    for (weights, output), (turn,) in zip(trainer.rollouts, trainer.turns, strict=True):
+        model, found = policy(weights), list(rows(output))
+        assert len({row.prompt for row in found}) > 1
+        assert options.get("max_completion_length") == 1 or len({len(row.ids) - row.prompt for row in found}) > 2
+        for row, routed in zip(found, turn, strict=True):
+            natural = routed_oracle.natural(model, routed.ids)
+            assert torch.equal(ascending(routed.values), natural[:-1])
+            assert row.routes is not None and torch.equal(ascending(row.routes)[:-1], natural[: len(row.ids) - 1])
+            if len(row.ids) == len(routed.ids):
+                assert (row.routes[-1] == NONE).all()
+            assert row.of_padding is not None and (row.of_padding == NONE).all()
+
+
+SGD = {"optim": "sgd", "learning_rate": 0.3, "max_steps": 8}
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_layers_that_run_again_in_backward_take_the_same_experts(
+    models: dict[str, Path], tmp_path: Path, use_reentrant: bool
+) -> None:
+    """On routes that have moved, gradient checkpointing changes nothing."""
+    options = {"router_replay": "R2", **SGD}
+    once = tiny.train(build(models["moe"], tmp_path, gradient_checkpointing=False, **options))
+    again = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": use_reentrant}}
+    twice = tiny.train(build(models["moe"], tmp_path, **options, **again))
+    changed = [row["routing/changed"] for row in tiny.history(once)[:-1]]
+    assert sum(share > 0 for share in changed) >= 4
+    assert [row["routing/changed"] for row in tiny.history(twice)[:-1]] == changed
+    after = tiny.parameters(once)
+    # the reentrant kind adds gradients up in another order, without replay too, which eight large steps blow up;
+    # layers that ran again on other experts would be off by 1e-2 and more
+    close = {"rtol": 1e-3, "atol": 2e-4} if use_reentrant else {"rtol": 0.0, "atol": 0.0}
+    for name, value in tiny.parameters(twice).items():
+        torch.testing.assert_close(value, after[name], **close, msg=lambda text, n=name: f"{n}: {text}")
+
+
+def scored_with_gradient(trainer: Any, inputs: dict[str, Any]) -> tuple[Tensor, dict[str, Tensor]]:
+    """A loss outside of training, and its gradients."""
+    trainer.model.zero_grad()
+    loss = trainer.compute_loss(trainer.model, inputs)
+    loss.backward(retain_graph=True)
+    return loss.detach(), {name: p.grad.clone() for name, p in trainer.model.named_parameters()}
+
+
+@pytest.fixture
+def halfway(models: dict[str, Path], tmp_path: Path) -> Any:
+    """After one of a rollout's four updates; without a load-balancing loss, which sees a last token too."""
+    options = {"gradient_checkpointing": False, "max_steps": 1, **FREE}
+    trainer = tiny.train(build(models["moe"], tmp_path, Random, router_replay="R3", **options))
+    trainer.model.train()
+    return trainer
+
+
+def test_gradients_are_those_of_the_forced_experts_with_live_gates(models: dict[str, Path], halfway: Any) -> None:
+    inputs = halfway._buffered_inputs[1]
+    halfway.compute_loss(halfway.model, inputs)
+    halfway.model.zero_grad()
+    halfway.scored[inputs["completion_mask"].bool()].sum().backward()
+    alone = routed_oracle.plain(models["moe"], halfway.model, routed_oracle.weights(halfway.model))
+    sum(routed_oracle.log_probs(alone, row.ids, row.prompt, row.routes).sum() for row in rows(inputs)).backward()
+    expected = {name: p.grad for name, p in alone.named_parameters()}
+    for name, parameter in halfway.model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-4)
+    gates = [value for name, value in expected.items() if "gate.weight" in name]
+    assert len(gates) == LAYERS and all(gate.norm() > 1 for gate in gates)  # the router trains
+
+
+@pytest.mark.parametrize("trim_padding", [True, False])
+def test_routes_of_a_last_token_and_of_padding_change_nothing(halfway: Any, trim_padding: bool) -> None:
+    halfway.args.trim_padding = trim_padding
+    inputs = halfway._buffered_inputs[1]
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1).bool()
+    last = mask & (mask.flip(-1).cumsum(-1).flip(-1) == 1)
+    assert last.sum() == len(mask) and not mask.all()
+    loss, gradients = scored_with_gradient(halfway, inputs)
+
+    def with_others(where: Tensor) -> dict[str, Any]:
+        routes = inputs["routes"].clone()
+        routes[where] = (inputs["routes"][where] % EXPERTS + 1) % EXPERTS  # also where there was none
+        routes[where] = torch.stack([routes[where][..., 0], (routes[where][..., 0] + 1) % EXPERTS], dim=-1)
+        return {**inputs, "routes": routes}
+
+    for where in (last, ~mask):
+        changed = with_others(where)
+        assert not torch.equal(changed["routes"], inputs["routes"])
+        same, own = scored_with_gradient(halfway, changed)
+        torch.testing.assert_close(same, loss, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(own, gradients, rtol=1e-5, atol=1e-6)
+    other, _ = scored_with_gradient(halfway, with_others(mask & ~last))
+    assert not within((other - loss).abs(), 1e-3)
+
+
+def test_weights_that_stay_give_the_same_run_with_and_without_replay(models: dict[str, Path], tmp_path: Path) -> None:
+    for padding in ({}, {"trim_padding": False}):
+        options = {"learning_rate": 0.0, "beta": 0.1, **padding}
+        free = tiny.history(tiny.train(build(models["moe"], tmp_path, **options)))
+        replayed = tiny.history(tiny.train(build(models["moe"], tmp_path, router_replay="R2", **options)))
+        names = [{name for name in row if name.startswith("routing/")} for row in replayed]
+        assert all("routing/changed" in of_row for of_row in names[:-1])
+        assert [{k: v for k, v in row.items() if not k.startswith("routing/")} for row in replayed] == free
+        assert [row.get("routing/changed", 0) for row in replayed] == [0] * len(replayed)

@@ -1,0 +1,289 @@
+"""The kept sampling mask in training: among which tokens every pass scores, what that changes, and what is logged."""
+
+import math
+import statistics
+import zlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from trl.trainer import grpo_trainer
+
+from tests.oracles import routes as routed_oracle
+from tests.oracles import sampling as oracle
+from tests.tools import resumable, sampled, tiny
+from tests.tools.routed import FREE, LOSS_TYPES, ascending
+from tests.tools.sampled import CLOSE, Sampled, build, without_ours
+from trl_steady.sampling.kept import KeptTokens
+from trl_steady.sampling.recording import SetRecording as Recording
+
+LORA = {"lora": "attention", "learning_rate": 0.1}
+# a rollout every second step, the reference moves in the middle: it is first the initial policy, later another one
+MOVING = {"sync_ref_model": True, "ref_model_sync_steps": 4, "ref_model_mixup_alpha": 1.0}
+MOVING |= {"steps_per_generation": 2, "max_steps": 6}
+IN_BUDGET = {"token_budget": 30, "gradient_accumulation_steps": 2}
+
+
+def references(folder: Path, trainer: Any, options: dict[str, Any]) -> list[Any]:
+    """The reference's model by itself, of each rollout."""
+    policies = [sampled.models(folder, trainer)(weights) for weights, _ in trainer.rollouts]
+    if "sync_ref_model" in options:
+        return [policies[0], policies[0], policies[2]]
+    return [routed_oracle.initial(folder)] * len(policies)
+
+
+def check_all_passes(folder: Path, trainer: Any, options: dict[str, Any], updates: list[Any], apart: float) -> None:
+    """Of each token: its set, its log-probs among it, and an entropy of the whole vocabulary."""
+    policy, temperature = sampled.models(folder, trainer), options.get("temperature", 1.0)
+    of_reference, tokens, distant = references(folder, trainer, options), 0, 0
+    for update in updates:
+        now, before = policy(update.weights), policy(trainer.rollouts[update.rollout][0])
+        for row in sampled.rows(update):
+            given = trainer.sets_by_tokens(update.rollout)[tuple(row.ids)]
+            assert row.sets in given and all(row.sets) and not any(row.of_padding)
+            has_routes = options.get("router_replay") is not None
+            live, old, reference = (
+                sampled.scores(model, row, temperature, routes)
+                for model, routes in (
+                    (now, row.routes),
+                    (before, row.routes),
+                    (of_reference[update.rollout], row.routes if options.get("router_replay_reference") else None),
+                )
+            )
+            expected = {"logps": live, "old_per_token_logps": old, "ref_per_token_logps": reference}
+            if trainer.args.is_on_policy:  # and the policy is the old one
+                del expected["old_per_token_logps"]
+            assert row.values.keys() == {*expected, "entropies"}
+            for name, z in expected.items():
+                torch.testing.assert_close(row.values[name].double(), sampled.log_probs(z, row), **CLOSE)
+            torch.testing.assert_close(row.values["entropies"].double(), oracle.entropies(live), **CLOSE)
+            tokens += len(row.sets)
+            distant += int((oracle.kept_mass(live, row.sets) < 0.9).sum())
+            if has_routes and row.routes is not None and options["router_replay"] == "R2":
+                assert torch.equal(ascending(row.routes), routed_oracle.natural(before, row.ids))
+    assert distant > apart * tokens > 0
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_p": 0.6, "num_iterations": 2, "steps_per_generation": 2, "max_steps": 6},
+        {"top_k": 5, "temperature": 0.7, "trim_padding": False, "max_steps": 6},
+        {"top_p": 0.7, "trim_padding": False, "pad_to_multiple_of": 8},
+        {"min_p": 0.2, "share_prompts": True, "num_generations": 8, "gradient_checkpointing": False},
+        {"top_p": 0.8, "top_k": 20, "min_p": 0.05, "temperature": 0.7, **IN_BUDGET},
+        {"top_k": 8, "share_prompts": True, **IN_BUDGET, "token_budget": 40},
+        {"top_p": 0.9, "generation_kwargs": {"top_p": 0.5, "typical_p": 0.9}, "steps_per_generation": 1},
+        {"top_p": 0.6, **LORA},
+        {"min_p": 0.2, "temperature": 0.7, **LORA, **MOVING},
+        {"top_k": 5, **MOVING},
+        {"model": "falcon_h1", "min_p": 0.2, "gradient_checkpointing": False},
+        {"model": "moe", "top_p": 0.6, "router_replay": "R2"},
+        {"model": "moe", "top_k": 5, "temperature": 0.7, "router_replay": "R3", "router_replay_reference": True},
+        {"model": "moe", "min_p": 0.2, "router_replay": "R3", **IN_BUDGET, **FREE, "learning_rate": 0.1},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:trim_padding=True only cuts columns")
+def test_every_pass_scores_among_the_tokens_that_were_kept(
+    models: dict[str, Path], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    folder = models[options.get("model", "dense")]
+    options = {"max_steps": 3, **{name: value for name, value in options.items() if name != "model"}}
+    trainer = tiny.train(build(folder, tmp_path, **options))
+    check_all_passes(folder, trainer, options, trainer.updates, apart=0.3)
+
+    ids = [[row.ids for row in sampled.rows(update)] for update in trainer.updates if update.rollout == 0]
+    generated = [drawn.ids for drawn in trainer.draws[0][0]]
+    trained = [one for update in ids for one in update]
+    assert trained != generated[: len(trained)]  # TRL shuffles them
+    assert len({str(drawn.sets) for drawn in trainer.draws[0][0]}) > len(generated) // 2
+    if "steps_per_generation" in options or options["max_steps"] > 3:  # all of the first rollout has been trained on
+        assert sorted(trained) == sorted(generated * options.get("num_iterations", 1))
+
+
+def test_what_the_models_own_settings_leave_out_is_no_different(models: dict[str, Path], tmp_path: Path) -> None:
+    """Those of its generation_config, where TRL has none of its own."""
+    trainer = build(models["dense"], tmp_path, top_p=0.9, max_steps=2)
+    trainer.model.generation_config.update(min_p=0.2, no_repeat_ngram_size=1)
+    check_all_passes(models["dense"], tiny.train(trainer), {}, trainer.updates, apart=0.3)
+
+
+def test_sets_are_replayed_whatever_they_are(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As if a rollout had kept other tokens, of some only the one that was sampled, of others all."""
+    own = Recording.of
+
+    def others(completion: Sequence[int]) -> sampled.Sets:
+        generator = torch.Generator().manual_seed(zlib.crc32(str(completion).encode()))
+        sizes = torch.randint(-1, 30, (len(completion),), generator=generator).tolist()
+        tokens = torch.randperm(tiny.SIZES["vocab_size"], generator=generator).tolist()
+        return [
+            sorted({token, *tokens[:size]}) if size >= 0 else [] for token, size in zip(completion, sizes, strict=True)
+        ]
+
+    def tampered(self: Recording, completions: Sequence[Sequence[int]]) -> KeptTokens:
+        assert len(own(self, completions)) == sum(map(len, completions))
+        return KeptTokens.of(each[::-1] for completion in completions for each in others(completion))
+
+    monkeypatch.setattr(Recording, "of", tampered)
+    trainer = build(models["dense"], tmp_path, top_p=0.9, temperature=0.7, max_steps=4)
+    with pytest.warns(UserWarning, match="were sampled among more than 4096 tokens or among all"):
+        tiny.train(trainer)
+    policy, sizes = sampled.models(models["dense"], trainer), []
+    for update in trainer.updates:
+        now, before = policy(update.weights), policy(trainer.rollouts[0][0])
+        for row in sampled.rows(update):
+            assert row.sets == others(row.ids[row.prompt :])
+            sizes += map(len, row.sets)
+            live, old = (sampled.scores(model, row, 0.7) for model in (now, before))
+            for name, z in {"logps": live, "old_per_token_logps": old, "ref_per_token_logps": old}.items():
+                torch.testing.assert_close(row.values[name].double(), sampled.log_probs(z, row), **CLOSE)
+            torch.testing.assert_close(row.values["entropies"].double(), oracle.entropies(live), **CLOSE)
+    assert {0, 1} < set(sizes) and max(sizes) > 20
+    generated = [drawn.ids[-len(drawn.sets) :] for drawn in trainer.draws[0][0]]
+    check_metrics(models["dense"], trainer, sizes_of={0: [len(s) for each in generated for s in others(each)]})
+
+
+# gradients outside of training, where checkpointed layers would not know how to attend
+OUTSIDE = {"max_steps": 1, "gradient_checkpointing": False}
+
+
+def test_gradients_are_those_of_the_log_probs_among_the_sets(models: dict[str, Path], tmp_path: Path) -> None:
+    trainer = tiny.train(build(models["dense"], tmp_path, top_p=0.6, temperature=0.7, **OUTSIDE))
+    trainer.model.train()
+    inputs = trainer._buffered_inputs[1]
+    trainer.compute_loss(trainer.model, inputs)
+    trainer.model.zero_grad()
+    mask = inputs["completion_mask"].bool()
+    (trainer.scored[mask].sum() + trainer.entropies[mask].sum()).backward()
+    alone = routed_oracle.initial(models["dense"], trainer.model.state_dict())
+    for row in sampled.rows(trainer.updates[-1]):
+        logits = alone(input_ids=torch.tensor([row.ids]), use_cache=False).logits
+        z = logits[0, row.prompt - 1 : -1].double() / 0.7
+        (sampled.log_probs(z, row) + oracle.entropies(z)).sum().backward()
+    expected = {name: p.grad for name, p in alone.named_parameters()}
+    largest = max(float(gradient.abs().max()) for gradient in expected.values())
+    for name, parameter in trainer.model.named_parameters():
+        # sums of thousands of float32 products, next to the largest of them
+        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-5 * largest)
+
+
+@pytest.mark.parametrize("trim_padding", [True, pytest.param(False, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.filterwarnings("ignore:.*leaves tokens out", "ignore:.*were sampled among more")
+def test_without_sets_a_run_is_the_same_bit_for_bit(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss_type: str, trim_padding: bool
+) -> None:
+    """Where all is sampled from, and where sets are too large to be kept; each with every loss and every padding."""
+    options = {"loss_type": loss_type, "trim_padding": trim_padding, "max_steps": 3}
+    is_large = trim_padding == (LOSS_TYPES.index(loss_type) % 2 == 0)
+    options |= {"top_p": 0.6} if is_large else {"top_p": 1.0, "top_k": 0}
+    without = tiny.train(build(models["dense"], tmp_path, keep_sampling_mask=False, **options))
+    if is_large:
+        sampled.limit_sets(monkeypatch, 0)
+    trainer = tiny.train(build(models["dense"], tmp_path, **options))
+    assert without_ours(tiny.history(trainer)) == tiny.history(without)
+    assert resumable.differences(tiny.parameters(without), tiny.parameters(trainer)) == []
+    assert tiny.history(trainer)[0]["sampling_mask/fallback"] == 1
+    assert any(sets for drawn in trainer.draws[0][0] for sets in drawn.sets)
+
+
+@pytest.mark.parametrize("options", [{}, {"trim_padding": False}, {"share_prompts": True}], ids=str)
+def test_the_first_ratio_of_a_rollout_is_exactly_one(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Where the old log-probs come from the same micro-batches: log-probs are bit for bit the same."""
+    monkeypatch.setattr(grpo_trainer, "shuffle_sequence_dict", lambda batch: batch)
+    trainer = tiny.train(build(models["dense"], tmp_path, top_p=0.6, max_steps=2, **options))
+    first, second = trainer.updates
+    mask = first.inputs["completion_mask"].bool()
+    old = first.inputs["old_per_token_logps"]
+    found = torch.cat([own.values["logps"] for own in first.rows])
+    assert torch.equal(found, old[mask]) and found.abs().max() > 1
+    moved = [(row.values["logps"] - row.values["old_per_token_logps"]).abs().max() for row in second.rows]
+    assert max(moved) > 1e-2
+    assert tiny.history(trainer)[0]["kl"] == 0.0 < tiny.history(trainer)[1]["kl"]
+
+
+@pytest.mark.parametrize("loss_type", ["gspo", "gspo_token"])
+def test_ratios_that_are_logged_are_those_among_the_sets(
+    models: dict[str, Path], tmp_path: Path, loss_type: str
+) -> None:
+    """A sequence's is the geometric mean over its tokens."""
+    trainer = tiny.train(build(models["dense"], tmp_path, top_p=0.6, loss_type=loss_type, max_steps=3))
+    policy = sampled.models(models["dense"], trainer)
+    for update, logged in zip(trainer.updates, tiny.history(trainer), strict=False):
+        now, before = policy(update.weights), policy(trainer.rollouts[0][0])
+        ratios = []
+        for row in sampled.rows(update):
+            live, old = (sampled.log_probs(sampled.scores(model, row), row) for model in (now, before))
+            ratios.append(float((live - old).mean().exp()))
+        by_hand = {"min": min(ratios), "mean": statistics.fmean(ratios), "max": max(ratios)}
+        assert {name: logged[f"ratio/sequence_{name}"] for name in by_hand} == pytest.approx(by_hand, rel=1e-5)
+
+
+def check_metrics(folder: Path, trainer: Any, sizes_of: dict[int, list[int]]) -> None:
+    """What is logged of sampling, recomputed; `sizes_of` sets of a rollout, by the step that made it."""
+    policy, temperature = sampled.models(folder, trainer), trainer.args.temperature
+    for number, (logged, update) in enumerate(zip(tiny.history(trainer), trainer.updates, strict=False)):
+        own = {name.removeprefix("sampling_mask/"): v for name, v in logged.items() if "sampling_mask" in name}
+        found = [(sampled.scores(policy(update.weights), row, temperature), row) for row in sampled.rows(update)]
+        masses = torch.cat([oracle.kept_mass(z, row.sets)[[len(s) > 0 for s in row.sets]] for z, row in found])
+        assert own.pop("kept_mass") == pytest.approx(float(masses.mean()), rel=1e-5)
+        if number not in sizes_of:
+            assert own == {}
+            continue
+        sizes = sizes_of[number]
+        known = sorted(size for size in sizes if size)
+        expected = {
+            "kept_tokens": sum(known) / len(known),
+            "kept_tokens_q50": known[math.ceil(len(known) * 0.5) - 1],
+            "kept_tokens_q99": known[math.ceil(len(known) * 0.99) - 1],
+            "singletons": known.count(1) / len(known),
+            "fallback": sizes.count(0) / len(sizes),
+        }
+        assert own == pytest.approx(expected, rel=1e-12)
+
+
+@pytest.mark.filterwarnings("ignore:.*leaves tokens out")
+@pytest.mark.parametrize(
+    "options", [{"top_p": 0.3, "max_steps": 5}, {"min_p": 0.5, "temperature": 0.7, "trim_padding": False}], ids=str
+)
+def test_what_is_logged_by_hand(models: dict[str, Path], tmp_path: Path, options: dict[str, Any]) -> None:
+    trainer = tiny.train(build(models["dense"], tmp_path, **{"max_steps": 3, **options}))
+    sizes_of = {
+        4 * number: [len(each) for drawn in turn for each in drawn.sets]
+        for number, (turn,) in enumerate(trainer.draws)
+    }
+    assert any(1 in sizes for sizes in sizes_of.values())
+    check_metrics(models["dense"], trainer, sizes_of)
+    without = tiny.train(build(models["dense"], tmp_path, keep_sampling_mask=False, **{**options, "max_steps": 1}))
+    assert not any("sampling_mask" in name for row in tiny.history(without) for name in row)
+
+
+def test_a_teacher_of_a_subclass_is_left_alone(models: dict[str, Path], tmp_path: Path) -> None:
+    """In the rollout and in the loss: its log-probs are of the whole vocabulary."""
+    teacher = tiny.trainer(models["dense"], tmp_path).model
+    for parameter in teacher.parameters():
+        parameter.data += 0.1 * parameter.data.abs().mean() * torch.randn_like(parameter)
+    alone, asked = routed_oracle.initial(models["dense"], teacher.state_dict()), []
+
+    class Taught(Sampled):
+        def log_probs(self, model: Any, ids: Tensor, mask: Tensor, width: int, *others: Any, **options: Any) -> Any:
+            with torch.no_grad():
+                taught = super().log_probs(teacher, ids, mask, width)[0]
+            asked.append(self._rollout is None)
+            for own, is_token, found in zip(ids, mask.bool(), taught, strict=True):
+                prompt = int(is_token[:-width].sum())
+                with torch.no_grad():
+                    expected = routed_oracle.log_probs(alone, own[is_token].tolist(), prompt)
+                torch.testing.assert_close(found[is_token[-width:]], expected, **CLOSE)
+            return super().log_probs(model, ids, mask, width, *others, **options)
+
+    tiny.train(build(models["dense"], tmp_path, Taught, top_p=0.6, max_steps=2))
+    assert asked == [False, False, True, True]  # for the old policy, for the reference, and for each update

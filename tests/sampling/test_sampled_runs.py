@@ -1,0 +1,185 @@
+"""Whole runs with a kept sampling mask: resumed, evaluated, cut off, of agents and about images."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from tests.oracles import sampling as oracle
+from tests.tools import agent, resumable, sampled, tiny
+from tests.tools.sampled import CLOSE, build
+from tests.trainers import test_images
+
+llava = test_images.llava
+
+SAVING = {"save_strategy": "steps", "save_steps": 2}
+
+
+@pytest.mark.parametrize("options", [{"top_p": 0.6}, {"min_p": 0.2, "sync_ref_model": True, "lora": "attention"}])
+def test_a_run_resumes_exactly_inside_a_window(
+    models: dict[str, Path], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    whole = tiny.train(build(models["dense"], tmp_path, **options, **SAVING))
+    resumed = build(models["dense"], tmp_path, **options, **SAVING)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert len(resumed.updates) == 4 and tiny.history(whole)[3]["sampling_mask/kept_mass"] < 0.9
+    assert resumable.differences(resumable.state(whole), resumable.state(resumed)) == []
+
+
+@pytest.mark.filterwarnings("ignore:.*leaves tokens out")
+def test_a_run_is_not_resumed_inside_a_window_with_the_option_switched(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Old log-probs of its rollout would be of another distribution."""
+    options = {"top_p": 0.6, "max_steps": 4, **SAVING}
+    for there in (True, False):
+        tiny.train(build(models["dense"], tmp_path / str(there), keep_sampling_mask=there, **options))
+        other = build(models["dense"], tmp_path, keep_sampling_mask=not there, **{**options, "max_steps": 5})
+        message = rf"began with keep_sampling_mask={there}; this run has keep_sampling_mask={not there}\. Resume"
+        with pytest.raises(ValueError, match=message):
+            other.train(resume_from_checkpoint=str(tmp_path / str(there) / "checkpoint-2"))
+        other.train(resume_from_checkpoint=str(tmp_path / str(there) / "checkpoint-4"))  # between two windows
+        assert len(other.updates) == 1 and ("kept_tokens" in other.updates[0].inputs) != there
+
+
+def check_policy(trainer: Any, update: Any, model: Any) -> None:
+    """Its sets are those of the sampler, and its log-probs those among them."""
+    for row in sampled.rows(update):
+        assert row.sets in trainer.sets_by_tokens(update.rollout)[tuple(row.ids)]
+        expected = sampled.log_probs(sampled.scores(model, row), row)
+        torch.testing.assert_close(row.values["logps"].double(), expected, **CLOSE)
+
+
+@pytest.mark.parametrize("options", [{}, {"token_budget": 30}], ids=str)
+def test_evaluation_scores_among_its_own_sets_and_leaves_training_alone(
+    models: dict[str, Path], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    options = {"top_p": 0.6, "max_steps": 5, "per_device_eval_batch_size": 8, **options}
+    without = tiny.train(build(models["dense"], tmp_path, **options))
+    evaluations = {"eval_strategy": "steps", "eval_steps": 3, "build": {"eval_dataset": tiny.dataset(4)}}
+    trainer = tiny.train(build(models["dense"], tmp_path, **options, **evaluations))
+    evaluated = [row for row in tiny.history(trainer) if "eval_loss" in row]
+    assert len(evaluated) == 2 and len(trainer.evaluations) == 4
+    names = {name.removeprefix("sampling_mask/") for name in tiny.history(without)[0] if "sampling_mask" in name}
+    assert len(names) == 6
+    for row in evaluated:
+        assert {name for name in row if "sampling_mask" in name} == {f"eval_sampling_mask/{name}" for name in names}
+    trained = [row for row in tiny.history(trainer) if "eval_loss" not in row]
+    assert trained[:-1] == tiny.history(without)[:-1]
+    assert resumable.differences(tiny.parameters(without), tiny.parameters(trainer)) == []
+    policy = sampled.models(models["dense"], trainer)
+    masses = []
+    for update in trainer.evaluations:
+        model = policy(update.weights)
+        check_policy(trainer, update, model)
+        masses += [oracle.kept_mass(sampled.scores(model, row), row.sets) for row in sampled.rows(update)]
+    halves = (masses[: len(masses) // 2], masses[len(masses) // 2 :])
+    for row, own in zip(evaluated, halves, strict=True):
+        assert row["eval_sampling_mask/kept_mass"] == pytest.approx(float(torch.cat(own).mean()), rel=1e-5)
+
+
+def test_completions_that_are_masked_out_have_no_sets(models: dict[str, Path], tmp_path: Path) -> None:
+    trainer = tiny.train(build(models["dense"], tmp_path, top_p=0.6, mask_truncated_completions=True, max_steps=4))
+    ends, (turn,) = set(tiny.SIZES["eos_token_id"]), trainer.draws[0]
+    whole = [drawn for drawn in turn if drawn.ids[-1] in ends]
+    assert 0 < len(whole) < len(turn)
+    policy, found = sampled.models(models["dense"], trainer), []
+    for update in trainer.updates:
+        for row in sampled.rows(update):
+            assert not any(row.of_padding)
+            if len(row.ids) > row.prompt:
+                found.append(row.ids)
+                assert row.sets in trainer.sets_by_tokens(0)[tuple(row.ids)]
+                expected = sampled.log_probs(sampled.scores(policy(update.weights), row), row)
+                torch.testing.assert_close(row.values["logps"].double(), expected, **CLOSE)
+    assert sorted(found) == sorted(drawn.ids for drawn in whole)
+    sizes = [len(each) for drawn in whole for each in drawn.sets]
+    assert tiny.history(trainer)[0]["sampling_mask/kept_tokens"] == pytest.approx(sum(sizes) / len(sizes), rel=1e-12)
+    assert tiny.history(trainer)[0]["sampling_mask/fallback"] == 0
+
+
+def test_completions_of_one_token(models: dict[str, Path], tmp_path: Path) -> None:
+    trainer = tiny.train(build(models["dense"], tmp_path, top_p=0.6, max_completion_length=1, max_steps=2))
+    for update in trainer.updates:
+        check_policy(trainer, update, sampled.models(models["dense"], trainer)(update.weights))
+
+
+def test_the_size_of_micro_batches_is_of_no_matter(models: dict[str, Path], tmp_path: Path) -> None:
+    """But for the order in which float32 is summed up, which three steps of SGD leave near the rounding."""
+    options = {"top_p": 0.6, "optim": "sgd", "max_steps": 3, "steps_per_generation": 4}
+    whole = tiny.train(build(models["dense"], tmp_path, **options))
+    halves = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 8}
+    parts = tiny.train(build(models["dense"], tmp_path, **{**options, **halves}))
+    for row, other in zip(tiny.history(parts)[:-1], tiny.history(whole)[:-1], strict=True):
+        names = [name for name in other if name.startswith("sampling_mask/")]
+        assert names and {name: row[name] for name in names} == pytest.approx({n: other[n] for n in names}, rel=1e-4)
+    before, after = tiny.parameters(build(models["dense"], tmp_path, **options)), tiny.parameters(parts)
+    for name, value in tiny.parameters(whole).items():
+        torch.testing.assert_close(after[name], value, rtol=1e-4, atol=1e-5)
+        assert not torch.equal(value, before[name])
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that calls tools."""
+    return agent.save_model(tmp_path_factory.mktemp("caller"), steps=100)
+
+
+@pytest.mark.parametrize("options", [{}, {"token_budget": 400}], ids=str)
+def test_turns_of_an_agent_have_the_sets_of_their_own(caller: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    """What a tool says has none, and the log-prob that TRL gives it."""
+    build_ = {
+        "tools": agent.tools([]),
+        "train_dataset": agent.dataset(agent.one_by_one, agent.both_at_once),
+        "processing_class": agent.tokenizer(),
+    }
+    options = {"per_device_train_batch_size": 8, "steps_per_generation": 2, "max_completion_length": 160, **options}
+    options |= {"min_p": 0.05, "temperature": 0.9, "learning_rate": 1e-4, "max_steps": 2, "build": build_}
+    trainer = tiny.train(build(caller, tmp_path, **options))
+    (turns,) = trainer.draws
+    assert len(turns) >= 3 and len(turns[0]) == 16 > len(turns[1])
+    policy, sizes, of_tools, several = sampled.models(caller, trainer), [], 0, 0
+    for update in trainer.updates:
+        for row in sampled.rows(update):
+            own: list[list[int]] = [[] for _ in row.sets]
+            is_sampled = torch.zeros(len(own), dtype=torch.bool)
+            for start, end in agent.turns(row.ids[row.prompt :]):
+                is_sampled[start:end] = True
+            expected = set()
+            for drawn in (each for turn in turns for each in turn):
+                if row.ids[: len(drawn.ids)] == drawn.ids:
+                    start = len(drawn.ids) - len(drawn.sets) - row.prompt
+                    own[start : start + len(drawn.sets)] = drawn.sets
+                    expected.add(start)
+            several += len(expected) > 1
+            assert torch.equal(is_sampled, row.is_sampled)
+            assert [bool(each) for each in own] == is_sampled.tolist()
+            assert row.sets == own and not any(row.of_padding)
+            sizes += [len(each) for each in own if each]
+            of_tools += own.count([])
+            for name, weights in (("logps", update.weights), ("old_per_token_logps", trainer.rollouts[0][0])):
+                z = sampled.scores(policy(weights), row, 0.9)
+                torch.testing.assert_close(row.values[name].double(), sampled.log_probs(z, row), **CLOSE)
+    assert several > 0 and of_tools > 100
+    logged = tiny.history(trainer)[0]
+    assert logged["sampling_mask/kept_tokens"] == pytest.approx(sum(sizes) / len(sizes), rel=1e-12)
+    assert logged["sampling_mask/fallback"] == 0
+
+
+@pytest.mark.filterwarnings("ignore:trim_padding=True only cuts columns")
+def test_a_model_that_reads_images_scores_among_the_sets(llava: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, processor = llava
+    build_ = {"train_dataset": test_images.pictures(lengths=(1, 3, 2)), "processing_class": processor}
+    trainer = build(folder, tmp_path, top_p=0.6, max_steps=2, gradient_checkpointing=False, build=build_)
+    tiny.train(trainer)
+    for update in trainer.updates:
+        model = transformers.LlavaForConditionalGeneration.from_pretrained(folder, dtype=torch.float32).eval()
+        model.load_state_dict(update.weights)
+        rows = sampled.rows(update)
+        for row, picture in zip(rows, update.inputs["pixel_values"], strict=True):
+            assert row.sets in trainer.sets_by_tokens(0)[tuple(row.ids)] and all(row.sets)
+            z = sampled.scores(model, row, pixel_values=picture.unsqueeze(0))
+            torch.testing.assert_close(row.values["logps"].double(), sampled.log_probs(z, row), **CLOSE)
+            assert oracle.kept_mass(z, row.sets).mean() < 0.95

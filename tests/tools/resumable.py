@@ -1,0 +1,115 @@
+"""Runs with a moving reference in processes of their own, which may be killed at any moment and resumed."""
+
+import multiprocessing
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers.trainer_utils import get_last_checkpoint
+
+from tests.tools import tiny, wide
+from trl_steady.reference.part import ReferencePart
+
+KINDS = ("full", "lora", "nf4")
+STEPS = 18
+# A window is 4 steps, an epoch 12; checkpoints at 3, 6, 9 and 15 lie inside a window. A move is due at 7 and 14, and
+# comes after 8 and 16: a run resumed at 9 or 12 reads the restored reference in its rollout at 12.
+OPTIONS: dict[str, Any] = {
+    "beta": 0.04,
+    "sync_ref_model": True,
+    "ref_model_mixup_alpha": 1.0,
+    "ref_model_sync_steps": 7,
+    "steps_per_generation": 2,
+    "num_iterations": 2,
+    "max_steps": STEPS,
+    "save_strategy": "steps",
+    "save_steps": 3,
+    "build": {"train_dataset": tiny.dataset(6)},
+}
+
+
+def build(kind: str, folder: Path, output: Path, **options: Any) -> Any:
+    """A trainer; `folder` holds the model."""
+    model = wide.load(folder, "nf4") if kind == "nf4" else folder
+    return tiny.trainer(model, output, lora=kind != "full", **{**OPTIONS, **options})
+
+
+def state(trainer: Any) -> dict[str, Any]:
+    """All that a resumed run must have in common with one that was never killed."""
+    moving = trainer.part(ReferencePart).callback
+    return {
+        "policy": {k: v.clone() for k, v in trainer.model.state_dict().items() if isinstance(v, torch.Tensor)},
+        "reference": {pair.name: pair.reference.clone() for pair in moving.pairs()} if moving else {},
+        "optimizer": trainer.optimizer.state_dict()["state"],
+        "refreshes": [tuple(refresh) for refresh in trainer.reference_refreshes],
+        "history": tiny.history(trainer)[:-1],  # the summary row tells of this process only
+    }
+
+
+def kill_before(event: str, pattern: str, count: int) -> None:
+    """SIGKILL this process right before the `count`-th audit event whose first argument contains `pattern`."""
+    seen = 0
+
+    def hook(name: str, arguments: tuple[Any, ...]) -> None:
+        nonlocal seen
+        if name == event and pattern in str(arguments[:2]):
+            seen += 1
+            if seen == count:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+    sys.addaudithook(hook)
+
+
+def train(kind: str, folder: Path, output: Path, kill: tuple[str, str, int] | None, options: dict[str, Any]) -> None:
+    """Train to the end, from the last checkpoint if there is one, and leave the state in `output/state.pt`."""
+    torch.set_num_threads(1)
+    checkpoint = get_last_checkpoint(str(output)) if output.exists() else None
+    trainer = build(kind, folder, output, **options)
+    if kill:
+        kill_before(*kill)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    torch.save(state(trainer), output / "state.pt")
+
+
+_forked = multiprocessing.get_context("forkserver")
+_forked.set_forkserver_preload(["tests.tools.resumable"])
+
+
+def run(
+    kind: str,
+    folder: Path,
+    output: Path,
+    *,
+    kill: tuple[str, str, int] | None = None,
+    kill_after: float | None = None,
+    **options: Any,
+) -> int:
+    """The exit code of one process; `kill_after` its first checkpoint, in seconds, comes a SIGKILL from outside."""
+    process = _forked.Process(target=train, args=(kind, folder, output, kill, options))
+    process.start()
+    if kill_after is not None:
+        while process.is_alive() and not (output / "checkpoint-3").exists():
+            time.sleep(0.001)
+        process.join(kill_after)
+        process.kill()
+    process.join()
+    assert process.exitcode is not None
+    return process.exitcode
+
+
+def differences(expected: Any, found: Any, path: str = "") -> list[str]:
+    """Where two states differ, bit for bit."""
+    if isinstance(expected, torch.Tensor):
+        same = isinstance(found, torch.Tensor) and expected.dtype == found.dtype and torch.equal(expected, found)
+        return [] if same else [path]
+    if isinstance(expected, dict) and isinstance(found, dict) and expected.keys() == found.keys():
+        return [line for k in expected for line in differences(expected[k], found[k], f"{path}/{k}")]
+    if isinstance(expected, list) and isinstance(found, list) and len(expected) == len(found):
+        return [
+            x for i, pair in enumerate(zip(expected, found, strict=True)) for x in differences(*pair, f"{path}/{i}")
+        ]
+    return [] if expected == found else [f"{path}: {expected} != {found}"]

@@ -1,0 +1,67 @@
+"""Scripts that know TRL's trainer only, run as `trl-steady run` runs them."""
+
+import sys
+import textwrap
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from trl_steady.launcher import cli
+
+TRAIN = """
+from pathlib import Path
+from tests.tools import tiny
+args = tiny.arguments(GRPOConfig, Path(OUTPUT), **OPTIONS)
+trainer = Trainer(
+    MODEL, reward_funcs=tiny.reward, args=args, train_dataset=tiny.dataset(), processing_class=tiny.tokenizer(), BUILD
+)
+trainer.train()
+trainer.save_model(OUTPUT)
+"""
+IMPORTS = {
+    "from trl": "from trl import GRPOConfig, GRPOTrainer",
+    "trl itself": "import trl\nGRPOConfig, GRPOTrainer = trl.GRPOConfig, trl.GRPOTrainer",
+    "from trl.trainer": "from trl.trainer import GRPOConfig, GRPOTrainer",
+    "from the modules": "from trl.trainer.grpo_config import GRPOConfig\n"
+    "from trl.trainer.grpo_trainer import GRPOTrainer",
+    "from one module": "from trl.trainer.grpo_trainer import GRPOConfig, GRPOTrainer",
+    "everything": "from trl import *",
+}
+
+
+class Scripts:
+    """Scripts in a folder, run as the command line does."""
+
+    def __init__(self, folder: Path, model: Path) -> None:
+        self.folder, self.model = folder, model
+
+    def run(
+        self,
+        *parts: str,
+        trainer: str = "GRPOTrainer",
+        build: str = "",
+        settings: Sequence[str] = (),
+        arguments: Sequence[str] = (),
+        **options: Any,
+    ) -> int:
+        """`settings` stand before the script on the command line, `arguments` after it."""
+        path = self.folder / "script.py"
+        train = TRAIN.replace("Trainer(", f"{trainer}(", 1).replace("BUILD", build)
+        for name, value in {"OUTPUT": str(self.folder), "MODEL": str(self.model), "OPTIONS": options}.items():
+            train = train.replace(name, repr(value))
+        path.write_text("\n".join([*map(textwrap.dedent, parts), train if trainer else ""]))
+        return cli.main(["run", *settings, str(path), *arguments])
+
+    def policy(self) -> dict[str, torch.Tensor]:
+        return transformers.AutoModelForCausalLM.from_pretrained(self.folder).state_dict()
+
+
+@pytest.fixture
+def scripts(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Scripts:
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    return Scripts(tmp_path, models["dense"])

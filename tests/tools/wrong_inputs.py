@@ -1,0 +1,315 @@
+"""Models, data, tokenizers and reward functions that a user gets wrong, with what each message says."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import trl
+from datasets import Dataset, IterableDataset
+from peft import LoraConfig, PromptTuningConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+import trl_steady
+from tests.tools import tiny
+
+Make = Callable[[dict[str, Path], Path], Any]
+
+
+class Input(NamedTuple):
+    """What the user hands to the trainer beside a config that is right by itself."""
+
+    name: str
+    make: Make
+    """Builds the trainer."""
+    message: str
+    """Regular expression: names the input and its value, and the way out."""
+    kind: type = ValueError
+    stage: str = "trainer"
+    """Where it is said: `trainer`, its construction, or `rollout`, the first one."""
+    is_ours: bool = True
+    """False: TRL's own message."""
+
+
+def trainer(model: str = "dense", **keywords: Any) -> Make:
+    return lambda models, folder: tiny.trainer(models[model], folder, **{"max_steps": 1, **keywords})
+
+
+def building(model: str = "dense", **build: Any) -> Make:
+    return trainer(model, build=build)
+
+
+def evaluating(**build: Any) -> Make:
+    return trainer(eval_strategy="steps", eval_steps=1, build=build)
+
+
+def answering(function: Any, **options: Any) -> Make:
+    return trainer(build={"reward_funcs": function}, **options)
+
+
+def tokenizer(**tokens: Any) -> Any:
+    made = tiny.tokenizer()
+    for name, token in tokens.items():
+        setattr(made, name, token)
+    return made
+
+
+def with_new_pad_token() -> Any:
+    made = tiny.tokenizer()
+    made.add_special_tokens({"pad_token": "[PAD]"})
+    return made
+
+
+def prompts(values: list[Any]) -> Dataset:
+    return Dataset.from_dict({"prompt": values})
+
+
+def without_prompt() -> Dataset:
+    return tiny.dataset().rename_column("prompt", "question")
+
+
+def stream() -> IterableDataset:
+    return IterableDataset.from_generator(lambda: ({"question": str(i)} for i in range(16)))
+
+
+def narrow(completions: list[str]) -> list[float]:
+    return [1.0] * len(completions)
+
+
+def wants_answer(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
+def wants_singular(prompt: str, completion: str, **_: Any) -> float:
+    return 1.0
+
+
+def by_position(completions: list[str], /, **_: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
+def trls_config(models: dict[str, Path], folder: Path) -> Any:
+    args = trl.GRPOConfig(str(folder), use_cpu=True)
+    return trl_steady.GRPOTrainer(str(models["dense"]), tiny.reward, args, tiny.dataset())
+
+
+def frozen(models: dict[str, Path], folder: Path) -> Any:
+    model = AutoModelForCausalLM.from_pretrained(models["dense"]).requires_grad_(False)
+    return tiny.trainer(model, folder, build={"processing_class": tiny.tokenizer()})
+
+
+def with_adapter_ref(models: dict[str, Path], folder: Path) -> Any:
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(models["dense"]), LoraConfig(**tiny.LORA))
+    model.add_adapter("ref", LoraConfig(**tiny.LORA))
+    return tiny.trainer(model, folder, sync_ref_model=True, beta=0.1)
+
+
+class Replaced(trl_steady.GRPOTrainer):
+    def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
+        return super().compute_loss(*arguments, **keywords)
+
+
+def replaced(models: dict[str, Path], folder: Path) -> Any:
+    args = tiny.arguments(trl_steady.GRPOConfig, folder, token_budget=64)
+    return Replaced(str(models["dense"]), tiny.reward, args, tiny.dataset(), processing_class=tiny.tokenizer())
+
+
+PROMPT_TUNING = PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+ENGINE = r"with the engine that samples.*Set use_vllm=True, or leave"
+COMPILED = {"torch_compile": True}
+
+SETUPS = [
+    Input(
+        "TRL's config", trls_config, r"args is a trl\.trainer\.grpo_config\.GRPOConfig.*Import GRPOConfig from trl_"
+    ),
+    Input(
+        "a frozen model",
+        frozen,
+        r"the model has no trainable parameter.*Set requires_grad=True on some, or .*is_trainable=True",
+    ),
+    Input("an adapter ref", with_adapter_ref, r"has an adapter named 'ref'.* Delete it with model\.delete_adapter"),
+    Input("adapter_dtype alone", trainer(adapter_dtype="float32"), r"='float32' would be ignored.*Leave it unset, or"),
+    Input("a denominator", trainer(kl_ratio_denominator="sampler", beta=0.1), rf"='sampler' compares .*{ENGINE}"),
+    Input("a geometric mask", trainer(geometric_mask_range=(0.9, 1.1)), rf"=\(0\.9, 1\.1\) compares .*{ENGINE}"),
+    Input("a veto", trainer(token_veto_threshold=1e-4), rf"token_veto_threshold=0\.0001 compares .*{ENGINE}"),
+    Input(
+        "replay, dense", trainer(router_replay="R2"), r"router_replay='R2': Qwen2.* has no routers.*Leave router_re"
+    ),
+    Input(
+        "R3, a rollout_func",
+        trainer("moe", router_replay="R3", build={"rollout_func": print}),
+        r"router_replay='R3' does not work with a rollout_func.*Leave rollout_func unset, or set router_replay='R2'",
+    ),
+    Input(
+        "R3, continuous batching",
+        trainer("moe", router_replay="R3", use_transformers_continuous_batching=True),
+        r"router_replay='R3' does not work with use_transformers_continuous_batching=True.*Set it to False",
+    ),
+    Input("R2, compiled", trainer("moe", router_replay="R2", **COMPILED), r"='R2' patches.*Set torch_compile=False"),
+    Input(
+        "R2, prompt tuning",
+        trainer("moe", router_replay="R2", build={"peft_config": PROMPT_TUNING}),
+        r"router_replay='R2' does not work with prompt learning.*Train LoRA adapters, or leave router_replay unset",
+    ),
+    Input(
+        "share_prompts, Mamba",
+        trainer("falcon_h1", share_prompts=True),
+        r"share_prompts=True needs packed sequences.*Set share_prompts=False",
+    ),
+    Input(
+        "share_prompts, balance",
+        trainer("moe", share_prompts=True, router_aux_loss_coef=0.1),
+        r"share_prompts=True would count a prompt once.*Set router_aux_loss_coef=0\.0, or share_prompts=False",
+    ),
+    Input(
+        "token_budget, balance",
+        trainer("moe", token_budget=64, router_aux_loss_coef=0.1),
+        r"token_budget=64 does not work with a load-balancing loss.*Set router_aux_loss_coef=0\.0, or leave token_",
+    ),
+    Input(
+        "token_budget, LOMO",
+        trainer(token_budget=64, optim="lomo"),
+        r"token_budget=64 .*lomo and adalomo.*Train with DDP and another optimizer, or leave token_budget unset",
+    ),
+    Input(
+        "token_budget, NEFTune",
+        trainer(token_budget=64, neftune_noise_alpha=5.0),
+        r"token_budget=64 needs passes without padding, and neftune_noise_alpha.*Leave token_budget unset",
+    ),
+    Input("token_budget, compute_loss", replaced, r"token_budget=64 .*Replaced\.compute_loss.*Override micro_batch_l"),
+    Input(
+        "padding, NEFTune",
+        trainer(neftune_noise_alpha=5.0),
+        r"trim_padding=True does nothing: neftune_noise_alpha .*Change that, or set trim_padding=False",
+        UserWarning,
+    ),
+    Input(
+        "an idle mask, on-policy",
+        trainer(off_policy_mask_threshold=0.1, steps_per_generation=1, loss_type="grpo"),
+        r"off_policy_mask_threshold=0\.1 cannot act.*Set steps_per_generation=4",
+        UserWarning,
+    ),
+    Input(
+        "an idle mask, clipped",
+        trainer(off_policy_mask_threshold=0.1, loss_type="gspo"),
+        r"off_policy_mask_threshold=0\.1 cannot act with one advantage per sequence.*Set it to None or to a lower",
+        UserWarning,
+    ),
+    Input(
+        "weights of 0",
+        trainer(reward_weights=[0.0]),
+        r"reward_weights=\[0\.0\] sets all rewards to 0.*Set one of the weights",
+        UserWarning,
+    ),
+]
+
+DATA = [
+    Input(
+        "no prompt",
+        building(train_dataset=without_prompt()),
+        r"train_dataset has no column 'prompt', but 'question'\. Rename",
+    ),
+    Input(
+        "no prompt in eval", evaluating(eval_dataset=without_prompt()), r"eval_dataset has no column 'prompt'.*Rename"
+    ),
+    Input(
+        "no prompt in one eval",
+        evaluating(eval_dataset={"easy": tiny.dataset(), "hard": without_prompt()}),
+        r"eval_dataset\['hard'\] has no column 'prompt', but 'question'\. Rename the column",
+    ),
+    Input(
+        "two rows",
+        building(train_dataset=tiny.dataset(2)),
+        r"train_dataset has 2 rows, .* needs 4 prompts .*Use a da",
+        stage="rollout",
+    ),
+    Input(
+        "no rows",
+        building(train_dataset=tiny.dataset(0)),
+        r"train_dataset has 0 rows, .*Use a dataset with more",
+        stage="rollout",
+    ),
+    Input(
+        "completions",
+        building(train_dataset=tiny.dataset().add_column("completions", ["x"] * 16)),
+        r"train_dataset has a column 'completions'.*Rename",
+    ),
+    *(
+        Input(
+            name,
+            building(train_dataset=tiny.dataset().add_column(name, ["x"] * 16)),
+            rf"train_dataset has a column '{name}', but TRL passes.*Rename",
+        )
+        for name in ("trainer_state", "log_extra", "log_metric")
+    ),
+    Input(
+        "a stream", building(train_dataset=stream()), r"row 0 .* no 'prompt', but 'question'\. Rename", stage="rollout"
+    ),
+    Input(
+        "numbers",
+        building(train_dataset=prompts([*range(16)])),
+        r"has prompt=\d+\. Use a non-empty text",
+        stage="rollout",
+    ),
+    Input("None", building(train_dataset=prompts([None] * 16)), r"row 0 .*has prompt=None\. Use", stage="rollout"),
+    Input("empty", building(train_dataset=prompts([""] * 16)), r"row 0 .*has prompt=''\. Use", stage="rollout"),
+    Input(
+        "a list",
+        building(train_dataset=[{"prompt": "a"}]),
+        r"must be a `Dataset` .*got `list`",
+        TypeError,
+        is_ours=False,
+    ),
+    Input("no dataset", building(train_dataset=None), r"`train_dataset` is required", is_ours=False),
+    Input(
+        "no pad, no eos",
+        building(processing_class=tokenizer(pad_token=None, eos_token=None)),
+        r"the tokenizer has pad_token=None and eos_token=None.*Set tokenizer\.eos_token",
+    ),
+    Input(
+        "no eos", building(processing_class=tokenizer(eos_token=None)), r"the tokenizer has eos_token=None.*Set tok"
+    ),
+    Input(
+        "a new pad token",
+        building(processing_class=with_new_pad_token()),
+        r"pad_token='\[PAD\]' has the id 258, but the model has embeddings for 258 tokens\. Set .*resize_token_emb",
+    ),
+]
+
+FUNCTIONS = [
+    Input("a tuple", answering((tiny.reward,)), r"reward_funcs has \(<function.*cannot be called\. Pass a function"),
+    Input("a dict", answering({"reward": tiny.reward}), r"reward_funcs has {'reward': .* cannot be called\. Pass"),
+    Input("a number", answering([tiny.reward, 0.5]), r"reward_funcs has 0\.5, which cannot be called\. Pass"),
+    Input("a hole", answering([None]), r"reward_funcs has None, which cannot be called\. Pass"),
+    Input(
+        "by position", answering(by_position), r"'by_position' takes 'completions' by position only.*Delete the '/'"
+    ),
+    Input("none", answering([]), r"No reward source provided\. Pass `reward_funcs`", is_ours=False),
+    Input("too narrow", answering(narrow), r"'narrow' does not accept 'completion_ids', .*'prompts'.*Use \*\*kwargs"),
+    Input(
+        "a column", answering(wants_answer), r"'wants_answer' needs 'answer', but train_dataset has no such.*Use these"
+    ),
+    Input(
+        "singular", answering(wants_singular), r"needs 'prompt', 'completion', .* TRL passes 'prompts', 'completions'"
+    ),
+    Input(
+        "a column of eval",
+        evaluating(
+            reward_funcs=wants_answer,
+            train_dataset=tiny.dataset().add_column("answer", ["1"] * 16),
+            eval_dataset=tiny.dataset(),
+        ),
+        r"'wants_answer' needs 'answer', but eval_dataset has no such column\. .*Use these names",
+    ),
+    Input(
+        "a column that goes",
+        trainer(
+            remove_unused_columns=True,
+            build={"reward_funcs": wants_answer, "train_dataset": tiny.dataset().add_column("answer", ["1"] * 16)},
+        ),
+        r"'wants_answer' needs 'answer', but train_dataset, with remove_unused_columns=True, has no such.*Use these",
+    ),
+    Input("weights", trainer(reward_weights=[1.0, 1.0]), r"Number of reward weights \(2\) must match", is_ours=False),
+]
+
+
+INPUTS = [*SETUPS, *DATA, *FUNCTIONS]

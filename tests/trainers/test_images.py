@@ -1,0 +1,151 @@
+"""Images travel with their samples: a tiny vision-language model through TRL's own multimodal path."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from PIL import Image
+from transformers import (
+    CLIPImageProcessor,
+    CLIPVisionConfig,
+    LlamaConfig,
+    LlavaConfig,
+    LlavaForConditionalGeneration,
+    LlavaProcessor,
+)
+
+from tests.tools import tiny
+from trl_steady import StepRewards
+
+CHAT = (
+    "{% for m in messages %}{% for part in m['content'] %}"
+    "{{ '<image>' if part['type'] == 'image' else part['text'] }}{% endfor %}{% endfor %}:"
+)
+
+
+@pytest.fixture(scope="module")
+def llava(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    folder = tmp_path_factory.mktemp("llava")
+    tokenizer = tiny.tokenizer()
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    image_token = tokenizer.convert_tokens_to_ids("<image>")
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2}
+    config = LlavaConfig(
+        vision_config=CLIPVisionConfig(**vision, image_size=28, patch_size=14),
+        text_config=LlamaConfig(**{**tiny.SIZES, "vocab_size": len(tokenizer)}),
+        image_token_index=image_token,
+    )
+    torch.manual_seed(0)
+    model = LlavaForConditionalGeneration(config)
+    model.generation_config.eos_token_id = tiny.SIZES["eos_token_id"]
+    model.save_pretrained(folder)
+    size = {"height": 28, "width": 28}
+    return folder, LlavaProcessor(
+        image_processor=CLIPImageProcessor(size=size, crop_size=size),
+        tokenizer=tokenizer,
+        patch_size=14,
+        vision_feature_select_strategy="default",
+        chat_template=CHAT,
+        image_token="<image>",
+        num_additional_image_tokens=1,
+    )
+
+
+def pictures(rows: int = 8, *, lengths: tuple[int, ...] = (1,)) -> Dataset:
+    """Prompts that ask as often as the lengths say, in turn."""
+    texts = ["what" * lengths[i % len(lengths)] for i in range(rows)]
+    prompts = [[{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": each}]}] for each in texts]
+    images = [[Image.new("RGB", (28, 28), (30 * i, 255 - 30 * i, 100))] for i in range(rows)]
+    return Dataset.from_dict({"prompt": prompts, "images": images})
+
+
+@pytest.mark.parametrize("loss_type", ["gspo", "gspo_token"])
+def test_a_vision_language_model_trains_as_trls_sequence_level_does(
+    llava: tuple[Path, Any], tmp_path: Path, loss_type: str
+) -> None:
+    folder, processor = llava
+    options = {"epsilon": 5e-3, "epsilon_high": 8e-3, "optim": "sgd", "gradient_checkpointing": False}
+    options["build"] = {"train_dataset": pictures(), "processing_class": processor, "reward_funcs": tiny.reward}
+    before = tiny.parameters(tiny.trainer(folder, tmp_path, loss_type=loss_type, **options))
+    theirs = tiny.train(
+        tiny.trainer(folder, tmp_path, ours=False, loss_type="grpo", importance_sampling_level="sequence", **options)
+    )
+    ours = tiny.train(tiny.trainer(folder, tmp_path, padded=True, loss_type=loss_type, **options))
+    expected, after = tiny.parameters(theirs), tiny.parameters(ours)
+    for name in expected:
+        assert torch.allclose(after[name], expected[name], rtol=1e-4, atol=1e-6), name
+    if loss_type == "gspo":
+        assert all(torch.equal(after[name], expected[name]) for name in expected)
+    assert any(not torch.equal(after[name], before[name]) for name in after if "vision_tower" in name)
+
+
+@pytest.mark.parametrize("lora", [True, False])
+def test_a_run_with_images_resumes_exactly_or_not_at_all(llava: tuple[Path, Any], tmp_path: Path, lora: bool) -> None:
+    """transformers saves this model under other names than it loads, and would go on with the initial weights."""
+    folder, processor = llava
+    options: dict[str, Any] = {
+        "gradient_checkpointing": False,
+        "save_strategy": "steps",
+        "save_steps": 3,
+        "beta": 0.04,
+    }
+    options["build"] = {"train_dataset": pictures(), "processing_class": processor, "reward_funcs": tiny.reward}
+    whole = tiny.train(tiny.trainer(folder, tmp_path, lora=lora, sync_ref_model=True, **options))
+    resumed = tiny.trainer(folder, tmp_path, lora=lora, sync_ref_model=True, **options)
+    if lora:
+        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))  # inside a window, images and all
+        after = tiny.parameters(resumed)
+        assert all(torch.equal(value, after[name]) for name, value in tiny.parameters(whole).items())
+    else:
+        with pytest.raises(ValueError, match=r"lacks \d+ of the model's \d+ tensors.*Train an adapter, or start"):
+            resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+
+
+def test_steps_of_a_completion_about_an_image(llava: tuple[Path, Any], tmp_path: Path) -> None:
+    """By the processor's tokenizer; what a reward function sees is a conversation with one message."""
+    folder, processor = llava
+    contents: list[str] = []
+
+    def halves(completions: list[list[dict[str, Any]]], **_: Any) -> list[Any]:
+        texts = [message["content"] for (message,) in completions]
+        contents[:] = texts
+        half = [len(text) // 2 for text in texts]
+        return [
+            StepRewards([float(i), 1.0], [cut, len(text)]) if cut else None
+            for i, (cut, text) in enumerate(zip(half, texts, strict=True))
+        ]
+
+    options: dict[str, Any] = {"loss_type": "gspo_token", "step_advantage": "process", "max_steps": 1}
+    options["build"] = {"train_dataset": pictures(), "processing_class": processor, "reward_funcs": halves}
+    trainer = tiny.train(tiny.trainer(folder, tmp_path, gradient_checkpointing=False, **options))
+    shown = trainer.last_step_advantages
+    assert ["".join(text for text, _ in completion) for completion in shown] == contents
+    assert any(len({value for _, value in completion}) == 2 for completion in shown)
+
+
+def test_images_follow_their_samples_through_cut_columns(llava: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, processor = llava
+
+    options: dict[str, Any] = {"loss_type": "grpo", "optim": "sgd", "gradient_checkpointing": False, "beta": 0.1}
+    options |= {"per_device_train_batch_size": 2, "num_generations": 2, "steps_per_generation": 8}
+    data = pictures(lengths=(1, 3, 2))
+    options["build"] = {"train_dataset": data, "processing_class": processor, "reward_funcs": tiny.reward}
+    theirs = tiny.train(tiny.trainer(folder, tmp_path, ours=False, **options))
+    with pytest.warns(UserWarning, match="LlavaForConditionalGeneration takes other inputs than text"):
+        ours = tiny.trainer(folder, tmp_path, **options)
+    widths: list[int] = []
+    ours.model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: widths.append(inputs[0].size(1)))
+    tiny.train(ours)
+    expected = tiny.parameters(theirs)
+    for name, value in tiny.parameters(ours).items():
+        assert torch.allclose(value, expected[name], rtol=1e-4, atol=1e-6), name
+    assert len(set(widths)) > 2
+
+
+def test_a_budget_in_tokens_is_refused_to_a_model_that_reads_images(llava: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, processor = llava
+    build = {"train_dataset": pictures(), "processing_class": processor, "reward_funcs": tiny.reward}
+    with pytest.raises(ValueError, match="token_budget=100 can only regroup text, and the model takes"):
+        tiny.trainer(folder, tmp_path, token_budget=100, build=build)

@@ -1,0 +1,75 @@
+"""Whole runs on a pretended GPU: no operation mixes devices, and they train as on the CPU."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tools import tiny
+from tests.tools.devices import on_gpu
+from trl_steady.rewards import StepRewards
+
+
+def by_steps(completion_ids: list[list[int]], **_: Any) -> list[StepRewards]:
+    return [
+        StepRewards.at_tokens([float(token % 7) for token in ids], range(1, len(ids) + 1)) for ids in completion_ids
+    ]
+
+
+# each with the model, what is rewarded, and the options
+RUNS: dict[str, tuple[str, Any, dict[str, Any]]] = {
+    "kept": ("dense", tiny.reward, {"keep_sampling_mask": True, "top_k": 5}),
+    "kept, by tokens": (
+        "dense",
+        tiny.reward,
+        {"keep_sampling_mask": True, "top_p": 0.8, "token_budget": 50, "share_prompts": True},
+    ),
+    "truncated, not kept": ("dense", tiny.reward, {"top_p": 0.9}),
+    "sequence ratio": (
+        "dense",
+        tiny.reward,
+        {"loss_type": "gspo_token", "off_policy_mask_threshold": 0.1, "off_policy_mask_level": "token"},
+    ),
+    "a moving reference": ("dense", tiny.reward, {"sync_ref_model": True, "ref_model_sync_steps": 1}),
+    "cut at the right only": ("gpt2", tiny.reward, {"token_budget": 50}),
+    "R2": (
+        "moe",
+        tiny.reward,
+        {"router_replay": "R2", "router_replay_reference": True, "num_iterations": 2, "router_aux_loss_coef": 0.0},
+    ),
+    "R3, kept, by tokens": (
+        "moe",
+        tiny.reward,
+        {
+            **{"router_replay": "R3", "keep_sampling_mask": True, "top_p": 0.9},
+            **{"token_budget": 50, "share_prompts": True, "router_aux_loss_coef": 0.0},
+        },
+    ),
+    "step rewards": ("dense", by_steps, {"step_advantage": "process"}),
+}
+
+
+def trainer(models: dict[str, Path], tmp_path: Path, name: str) -> Any:
+    model, reward, options = RUNS[name]
+    settings = {"beta": 0.1, "optim": "sgd", "max_steps": 2, **options, "build": {"reward_funcs": reward}}
+    built = tiny.trainer(models[model], tmp_path, **settings)
+    if model == "moe":  # transformers' other implementation asks the GPU what it can do
+        built.model.set_experts_implementation("eager")
+        built.ref_model.set_experts_implementation("eager")
+    return built
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_on_a_gpu_is_that_of_the_cpu(models: dict[str, Path], tmp_path: Path, name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        expected = tiny.train(trainer(models, tmp_path / "cpu", name))
+        ours = trainer(models, tmp_path / "gpu", name)
+        with on_gpu(ours):
+            tiny.train(ours)
+            weights = {key: value.cpu() for key, value in tiny.parameters(ours).items()}
+    # the kernels are the CPU's, and some loops take other parts on a GPU
+    assert tiny.history(ours) == [pytest.approx(row, rel=1e-4, abs=1e-5) for row in tiny.history(expected)]
+    for key, value in tiny.parameters(expected).items():
+        assert weights[key].flatten().tolist() == pytest.approx(value.flatten().tolist(), rel=1e-4, abs=1e-5)

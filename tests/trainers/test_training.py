@@ -1,0 +1,205 @@
+"""Whole training runs with everything else of TRL switched on: `gspo` must be TRL's sequence level, bit for bit."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import trl
+
+import trl_steady.trainers.grpo
+from tests.tools import tiny
+from tests.tools.losses import NATIVE_LOSS_TYPES
+
+# The clip range of a test model that moves far in six steps; TRL's sequence level is given the same.
+CLIP = {"epsilon": 5e-3, "epsilon_high": 8e-3}
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "four updates per rollout": {},
+    "gradient accumulation": {"gradient_accumulation_steps": 2, "steps_per_generation": 8},
+    "iterations": {"num_iterations": 3, "steps_per_generation": 1},
+    "generation batch larger than a window": {"gradient_accumulation_steps": 3, "steps_per_generation": 4},
+    "truncated completions masked": {"mask_truncated_completions": True, "max_completion_length": 3},
+    "two-sided clip": {"delta": 1.02},
+    "entropy quantile": {"top_entropy_quantile": 0.5},
+    "entropy bonus": {"entropy_coef": 0.05},
+    "adaptive entropy": {"use_adaptive_entropy": True, "entropy_target": 5.0, "gradient_accumulation_steps": 2},
+    # beyond -log(1 - epsilon) the lower clip has silenced already what the mask drops
+    "off-policy mask": {"off_policy_mask_threshold": 1e-3, "epsilon": 0.5},
+    "uncorrected KL": {"beta": 0.04, "use_bias_correction_kl": False},
+    "aux loss": {"model": "moe", "router_aux_loss_coef": 0.1},
+    "LoRA": {"lora": True},
+    "LoRA on a mixture of experts": {"model": "moe", "lora": True},
+    "gradient checkpointing": {"gradient_checkpointing": True},
+    "no gradient checkpointing": {"gradient_checkpointing": False},
+    "reentrant checkpointing": {"gradient_checkpointing_kwargs": {"use_reentrant": True}, "lora": True},
+    "padding to a multiple": {"pad_to_multiple_of": 8},
+    "batch-scaled rewards": {"scale_rewards": "batch"},
+    "several rewards": {
+        "build": {"reward_funcs": [tiny.reward, lambda completions, **_: [float(len(c)) for c in completions]]},
+        "reward_weights": [1.0, 0.5],
+        "multi_objective_aggregation": "normalize_then_sum",
+    },
+    "evaluation": {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "per_device_eval_batch_size": 4,
+        "build": {"eval_dataset": tiny.dataset(4)},
+    },
+    "bf16 autocast": {"bf16": True},
+    "fp32 head": {"cast_lm_head_to_fp32": True, "model": "moe"},
+    "temperature and top-k": {"temperature": 0.7, "top_k": 20},
+}
+
+
+def run(models: dict[str, Path], tmp_path: Path, options: dict[str, Any], **others: Any) -> Any:
+    options = {**CLIP, **options, **others}
+    return tiny.train(tiny.trainer(models[options.pop("model", "dense")], tmp_path, **options))
+
+
+OURS = ("ratio/sequence", "off_policy_", "dropped/", "kl/", "mismatch/")
+
+
+def without_ours(history: list[dict[str, float]]) -> list[dict[str, float]]:
+    return [{k: v for k, v in row.items() if not k.removeprefix("eval_").startswith(OURS)} for row in history]
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_gspo_trains_as_trls_sequence_level_does(models: dict[str, Path], tmp_path: Path, name: str) -> None:
+    theirs = run(models, tmp_path, OPTIONS[name], ours=False, loss_type="grpo", importance_sampling_level="sequence")
+    ours = run(models, tmp_path, OPTIONS[name], padded=True, loss_type="gspo")
+    assert without_ours(tiny.history(ours)) == tiny.history(theirs)
+    expected, after = tiny.parameters(theirs), tiny.parameters(ours)
+    assert all(torch.equal(after[parameter], expected[parameter]) for parameter in expected)
+    ratios = [row["ratio/sequence_max"] for row in tiny.history(ours) if "ratio/sequence_max" in row]
+    assert len(ratios) >= 6 and max(ratios) > 1  # off-policy, or nothing was tested
+
+
+# gspo_token gives each token its own share of what multiplies single tokens
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(name, marks=pytest.mark.slow if number % 2 else ())
+        for number, name in enumerate(OPTIONS)
+        if name != "entropy quantile"
+    ],
+)
+def test_gspo_token_trains_as_gspo_does(models: dict[str, Path], tmp_path: Path, name: str) -> None:
+    gspo = run(models, tmp_path, OPTIONS[name], loss_type="gspo", optim="sgd", max_steps=3)
+    token = run(models, tmp_path, OPTIONS[name], loss_type="gspo_token", optim="sgd", max_steps=3)
+    expected, after = tiny.parameters(gspo), tiny.parameters(token)
+    for parameter in expected:
+        assert torch.allclose(after[parameter], expected[parameter], rtol=1e-4, atol=1e-6), parameter
+
+
+@pytest.mark.parametrize("loss_type", ["gspo", "gspo_token"])
+@pytest.mark.parametrize("lora", [False, True])
+def test_the_corrected_kl_differs_from_trls_and_scales_with_accumulation(
+    models: dict[str, Path], tmp_path: Path, loss_type: str, lora: bool
+) -> None:
+    """One optimizer step over 8 sequences as 1 x 8 and as 2 x 4 micro-batches of equal weight: same gradient."""
+    options = {"beta": 0.5, "num_iterations": 2, "max_steps": 2, "lora": lora, "optim": "sgd", "num_generations": 8}
+    whole = {"per_device_train_batch_size": 8, "steps_per_generation": 1}
+    halves = {"per_device_train_batch_size": 4, "steps_per_generation": 2, "gradient_accumulation_steps": 2}
+    one = run(models, tmp_path, options, loss_type=loss_type, **whole)
+    two = run(models, tmp_path, options, loss_type=loss_type, **halves)
+    expected, after = tiny.parameters(one), tiny.parameters(two)
+    for parameter in expected:
+        assert torch.allclose(after[parameter], expected[parameter], rtol=1e-4, atol=1e-6), parameter
+    theirs = run(
+        models, tmp_path, options, ours=False, loss_type="grpo", importance_sampling_level="sequence", **whole
+    )
+    moved = tiny.parameters(theirs)
+    assert any(not torch.allclose(moved[name], expected[name], rtol=1e-4, atol=1e-6) for name in expected)
+    assert all(row["kl"] >= 0 for row in tiny.history(one) if "kl" in row)
+
+
+def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """An environment's rollout: two tokens of its own in every answer, and log-probs of an engine."""
+    answers = [[(7 * i + 3 * t) % 200 + 45 for t in range(4 + i % 3)] for i in range(len(prompts))]
+    return {
+        "prompt_ids": [trainer.processing_class(p)["input_ids"] for p in prompts],
+        "completion_ids": answers,
+        "logprobs": [[-3.0] * len(a) for a in answers],
+        "env_mask": [[1, 0, 0, *[1] * (len(a) - 3)] for a in answers],
+    }
+
+
+@pytest.mark.parametrize("loss_type", ["gspo", "gspo_token"])
+def test_environment_tokens_and_an_engines_log_probs(models: dict[str, Path], tmp_path: Path, loss_type: str) -> None:
+    options = {"build": {"rollout_func": rollout}, "off_policy_mask_threshold": 2.0, "optim": "sgd"}
+    theirs = run(models, tmp_path, options, ours=False, loss_type="grpo", importance_sampling_level="sequence")
+    ours = run(models, tmp_path, options, loss_type=loss_type)
+    expected, after = tiny.parameters(theirs), tiny.parameters(ours)
+    for parameter in expected:
+        assert torch.allclose(after[parameter], expected[parameter], rtol=1e-4, atol=1e-6), parameter
+    unmasked = run(models, tmp_path, {**options, "off_policy_mask_threshold": 1e3}, loss_type=loss_type)
+    moved = tiny.parameters(unmasked)
+    assert any(not torch.equal(moved[name], after[name]) for name in after)  # the engine's log-probs did decide
+
+
+@pytest.mark.parametrize("loss_type", NATIVE_LOSS_TYPES)
+def test_with_an_engines_log_probs_trls_losses_are_trls_and_more_is_logged(
+    models: dict[str, Path], tmp_path: Path, loss_type: str
+) -> None:
+    options = {"build": {"rollout_func": rollout}, "loss_type": loss_type, "beta": 0.04}
+    theirs, ours = (run(models, tmp_path, options, ours=ours, padded=True) for ours in (False, True))
+    assert without_ours(tiny.history(ours)) == tiny.history(theirs)
+    expected, after = tiny.parameters(theirs), tiny.parameters(ours)
+    assert all(torch.equal(after[name], expected[name]) for name in expected)
+    assert all({"mismatch/kl", "off_policy_q50", "kl/k1"} <= row.keys() for row in tiny.history(ours)[:-1])
+
+
+def test_a_trainer_without_args_makes_our_config(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @dataclass
+    class OnCPU(trl_steady.GRPOConfig):
+        use_cpu: bool = True
+        bf16: bool | None = False
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(trl_steady.trainers.grpo, "GRPOConfig", OnCPU)
+    trainer = trl_steady.GRPOTrainer(
+        str(models["dense"]), tiny.reward, train_dataset=tiny.dataset(), processing_class=tiny.tokenizer()
+    )
+    assert isinstance(trainer.args, OnCPU)
+    assert trainer.args.output_dir == "dense-GRPO"  # as TRL names it
+
+
+@pytest.mark.parametrize("loss_type", ["gspo", "gspo_token"])
+def test_a_run_resumes_exactly_at_a_generation_boundary(
+    models: dict[str, Path], tmp_path: Path, loss_type: str
+) -> None:
+    options = {"save_strategy": "steps", "save_steps": 4, "max_steps": 8, "beta": 0.04}
+    whole = run(models, tmp_path, options, loss_type=loss_type)
+    resumed = tiny.trainer(models["dense"], tmp_path, loss_type=loss_type, **CLIP, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    expected, after = tiny.parameters(whole), tiny.parameters(resumed)
+    assert all(torch.equal(after[name], expected[name]) for name in expected)
+    saved = torch.load(tmp_path / "checkpoint-4" / "training_args.bin", weights_only=False)
+    assert saved.to_dict() == whole.args.to_dict()
+
+
+@pytest.mark.parametrize("loss_type", ["gspo", "gspo_token"])
+def test_a_subclass_that_scores_for_itself_is_applied_once(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss_type: str
+) -> None:
+    def halved(self: Any, *args: Any, **kwargs: Any) -> Any:
+        logps, entropies, aux_loss = original(self, *args, **kwargs)
+        return logps / 2, entropies, aux_loss
+
+    original = trl.GRPOTrainer._get_per_token_logps_and_entropies
+    options = {"optim": "sgd", "max_steps": 3}
+    after = {}
+    for package, loss in (
+        (trl, {"loss_type": "grpo", "importance_sampling_level": "sequence"}),
+        (trl_steady, {"loss_type": loss_type}),
+    ):
+        subclass = type("Halved", (package.GRPOTrainer,), {"_get_per_token_logps_and_entropies": halved})
+        monkeypatch.setattr(package, "GRPOTrainer", subclass)
+        after[package] = tiny.parameters(run(models, tmp_path, options, ours=package is trl_steady, **loss))
+        monkeypatch.undo()
+    for name, expected in after[trl].items():
+        assert torch.allclose(after[trl_steady][name], expected, rtol=1e-4, atol=1e-6), name
