@@ -10,7 +10,7 @@ import torch
 from tests.tools import tiny
 from tests.tools.stepwise import build, ends_of, lines, rows, values_of
 from trl_steady import StepRewards
-from trl_steady.rewards.part import RewardsPart
+from trl_steady.rewards.part import StepsPart
 
 
 def test_without_step_rewards_the_advantages_are_trls(models: dict[str, Path], tmp_path: Path) -> None:
@@ -153,5 +153,5 @@ def test_a_resumed_table_goes_on(models: dict[str, Path], tmp_path: Path) -> Non
     build(models, tmp_path, [steps_until(4)], **options).train()
     resumed = build(models, tmp_path, [steps_until(4)], **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert resumed.part(RewardsPart)._last_rollout is None
+    assert resumed.part(StepsPart)._last_rollout is None
     assert all(value is None for column in resumed._logs["extra"].values() for value in column)

@@ -16,7 +16,7 @@ from tests.tools import tiny
 from tests.tools.stepwise import FORMULAS, SCALES, Length, build, ends_of, judge, lines, mixed, rows, values_of
 from trl_steady import StepRewards
 from trl_steady.rewards import by_blank_line
-from trl_steady.rewards.part import RewardsPart
+from trl_steady.rewards.part import StepsPart
 
 
 def steps_by_hand(functions: list[Any], weights: list[float], texts: list[str], ids: list[list[int]]) -> list[Any]:
@@ -113,8 +113,8 @@ def test_one_step_at_the_end_trains_as_a_float_does(
     assert without == tiny.history(whole)
     before, after = tiny.parameters(whole), tiny.parameters(steps)
     assert all(torch.equal(after[name], before[name]) for name in before)
-    assert whole.part(RewardsPart)._last_rollout is None
-    assert steps.part(RewardsPart)._last_rollout["advantages"].dim() == 2
+    assert whole.part(StepsPart)._last_rollout is None
+    assert steps.part(StepsPart)._last_rollout["advantages"].dim() == 2
 
 
 def test_what_trains_differs_between_the_formulas_and_from_the_sum(models: dict[str, Path], tmp_path: Path) -> None:

@@ -102,8 +102,9 @@ def trainer(
     lora: bool = False,
     padded: bool = False,
     build: dict[str, Any] | None = None,
+    method: str = "GRPO",
     **options: Any,
-) -> trl.GRPOTrainer:
+) -> Any:
     """A trainer, ours or TRL's, with `options` of the config and `build` for the constructor.
 
     `padded`: ours pads as TRL does, so that it can be TRL bit for bit.
@@ -111,12 +112,13 @@ def trainer(
     package = trl_steady if ours else trl
     if ours and padded:
         options["trim_padding"] = False
-    args = arguments(package.GRPOConfig, output_dir, **options)
+    args = arguments(getattr(package, f"{method}Config"), output_dir, **options)
     keywords: dict[str, Any] = {"train_dataset": dataset(), "processing_class": tokenizer(), **(build or {})}
     if lora:
         keywords["peft_config"] = LoraConfig(**LORA)
     model = str(model) if isinstance(model, Path) else model
-    return package.GRPOTrainer(model=model, reward_funcs=keywords.pop("reward_funcs", reward), args=args, **keywords)
+    kind = getattr(package, f"{method}Trainer")
+    return kind(model=model, reward_funcs=keywords.pop("reward_funcs", reward), args=args, **keywords)
 
 
 def train(trainer: trl.GRPOTrainer) -> trl.GRPOTrainer:

@@ -7,29 +7,36 @@ from typing import TYPE_CHECKING, Any
 
 import trl
 
+from trl_steady.losses.objective import refuse_means_over_micro_batches
 from trl_steady.losses.table import LOSSES
 
 if TYPE_CHECKING:
     from trl_steady.config.grpo import GRPOConfig
+    from trl_steady.config.shared import SharedOptions
 
 __all__ = [
-    "TRLS_OPTIONS",
+    "TRLS_DEFAULTS",
     "beyond_sets",
     "refuse_contradictions",
-    "refuse_means_over_micro_batches",
+    "refuse_contradictions_of_loss",
     "reweights",
     "trl_default",
     "truncates",
 ]
 
-# read at import, before `trl-steady run` replaces TRL's config with trl-steady's
-TRLS_OPTIONS = {option.name: option for option in fields(trl.GRPOConfig)}
+
+def _defaults(kind: Any) -> dict[str, Any]:
+    return {own.name: own.default if own.default_factory is MISSING else own.default_factory() for own in fields(kind)}
 
 
-def trl_default(name: str) -> Any:
+# read at import, before `trl-steady run` replaces TRL's configs with trl-steady's
+TRLS_DEFAULTS = {"GRPO": _defaults(trl.GRPOConfig), "RLOO": _defaults(trl.RLOOConfig)}
+"""Method -> the options of TRL's config with their defaults."""
+
+
+def trl_default(name: str, method: str = "GRPO") -> Any:
     """Return the default of an option in the installed TRL."""
-    option = TRLS_OPTIONS[name]
-    return option.default_factory() if option.default_factory is not MISSING else option.default
+    return TRLS_DEFAULTS[method][name]
 
 
 # Generation options that may exclude tokens from sampling -> True for a value that does.
@@ -70,18 +77,30 @@ def reweights(option: str, value: Any) -> bool:
     return option in _WEIGHTINGS and value != _WEIGHTINGS[option]
 
 
-def refuse_contradictions(args: "GRPOConfig") -> None:
-    """Refuse options that are valid alone, but not together.
+def refuse_contradictions(args: "SharedOptions") -> None:
+    """Refuse options of every trainer that are valid alone, but not together.
 
     Raises:
         ValueError: The message names the option, its value and the fix.
     """
     _refuse_idle_reference(args)
     _refuse_regrouping(args)
+    _refuse_generation(args)
+    if args.keep_sampling_mask:
+        _refuse_unkept(args)
+
+
+def refuse_contradictions_of_loss(args: "GRPOConfig") -> None:
+    """Refuse options of GRPO's loss that are valid alone, but not together.
+
+    Raises:
+        ValueError: The message names the option, its value and the fix.
+    """
+    if args.token_budget is not None:
+        refuse_means_over_micro_batches(args.token_budget, args)
     if args.loss.is_ours:
         _refuse_under_own_loss(args)
     _refuse_kl_without_effect(args)
-    _refuse_generation(args)
     if args.loss_type == "dr_grpo" and args.max_completion_length is None:
         raise ValueError(
             "max_completion_length=None does not work with loss_type='dr_grpo', which divides by it. Set "
@@ -92,8 +111,6 @@ def refuse_contradictions(args: "GRPOConfig") -> None:
             f"entropy_coef_min={args.entropy_coef_min} is above entropy_coef_max={args.entropy_coef_max}. Set "
             "entropy_coef_min to at most entropy_coef_max."
         )
-    if args.keep_sampling_mask:
-        _refuse_unkept(args)
 
 
 def _refuse_under_own_loss(args: "GRPOConfig") -> None:
@@ -126,7 +143,7 @@ def _refuse_under_own_loss(args: "GRPOConfig") -> None:
                 )
 
 
-def _refuse_idle_reference(args: "GRPOConfig") -> None:
+def _refuse_idle_reference(args: "SharedOptions") -> None:
     """Refuse options of a moving reference if there is no reference, or if it does not move."""
     if args.sync_ref_model and args.beta == 0:
         raise ValueError(
@@ -141,7 +158,7 @@ def _refuse_idle_reference(args: "GRPOConfig") -> None:
             )
 
 
-def _refuse_regrouping(args: "GRPOConfig") -> None:
+def _refuse_regrouping(args: "SharedOptions") -> None:
     """Refuse to regroup TRL's micro-batches without `trim_padding`, or if the loss is not a sum over them."""
     for option in ("token_budget", "share_prompts"):
         if getattr(args, option) and not args.trim_padding:
@@ -149,47 +166,14 @@ def _refuse_regrouping(args: "GRPOConfig") -> None:
                 f"{option}={getattr(args, option)!r} does not work with trim_padding=False, which keeps TRL's batches "
                 f"as they are. Set trim_padding=True, or leave {option} unset."
             )
-    if args.token_budget is None:
-        return
-    refuse_means_over_micro_batches(args.token_budget, args)
-    if args.ref_model_sync_kl is not None:
+    if args.token_budget is not None and args.ref_model_sync_kl is not None:
         raise ValueError(
             f"token_budget={args.token_budget} does not work with ref_model_sync_kl={args.ref_model_sync_kl}, which "
             "is compared with a mean over TRL's micro-batches. Leave one of the two unset."
         )
 
 
-def refuse_means_over_micro_batches(token_budget: int, args: Any) -> None:
-    """Refuse terms that are means over the tokens of each of TRL's micro-batches, which `token_budget` regroups.
-
-    Args:
-        token_budget: The value of the option.
-        args: A config, or a trainer, whose attributes a callback may have set.
-
-    Raises:
-        ValueError: The message names the option, its value and the fix.
-    """
-    budget = f"token_budget={token_budget}"
-    if args.loss_type == "bnpo":
-        raise ValueError(
-            f"{budget} does not work with loss_type='bnpo', which is a mean over the tokens of each of TRL's "
-            "micro-batches. Set loss_type='dapo', the mean over the tokens of the whole step, or leave token_budget "
-            "unset."
-        )
-    if args.entropy_coef != 0 or args.use_adaptive_entropy:
-        raise ValueError(
-            f"{budget} does not work with entropy_coef={args.entropy_coef} and "
-            f"use_adaptive_entropy={args.use_adaptive_entropy}: the entropy bonus is a mean over the tokens of each "
-            "of TRL's micro-batches. Switch it off, or leave token_budget unset."
-        )
-    if args.top_entropy_quantile < 1:
-        raise ValueError(
-            f"{budget} does not work with top_entropy_quantile={args.top_entropy_quantile}, which is a quantile over "
-            "the tokens of each of TRL's micro-batches. Set top_entropy_quantile=1.0, or leave token_budget unset."
-        )
-
-
-def _refuse_unkept(args: "GRPOConfig") -> None:
+def _refuse_unkept(args: "SharedOptions") -> None:
     """Refuse settings of generation with which the kept tokens are not known."""
     option, sampling = "keep_sampling_mask=True", args.sampling
     if args.use_transformers_continuous_batching:
@@ -210,7 +194,7 @@ def _refuse_unkept(args: "GRPOConfig") -> None:
         )
 
 
-def _refuse_generation(args: "GRPOConfig") -> None:
+def _refuse_generation(args: "SharedOptions") -> None:
     """Refuse settings of generation that would fail, or break the groups, in the first rollout."""
     if args.top_k == -1 and not args.use_vllm:
         raise ValueError("top_k=-1 is only valid for vLLM; transformers refuses it. Set top_k=0 for no top-k filter.")

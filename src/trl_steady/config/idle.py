@@ -1,31 +1,38 @@
 """Warnings about options that have no effect, or probably not the intended one, each with a fix."""
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
 
 from transformers import GenerationConfig
 
-from trl_steady.config.checks import TRLS_OPTIONS, beyond_sets, trl_default
+from trl_steady.config.checks import TRLS_DEFAULTS, beyond_sets, trl_default
 from trl_steady.config.spelling import near
 from trl_steady.losses.table import LOSSES
 
 if TYPE_CHECKING:
     from trl_steady.config.grpo import GRPOConfig
+    from trl_steady.config.shared import SharedOptions
 
-__all__ = ["cannot_act"]
+__all__ = ["cannot_act", "loss_cannot_act"]
 
 _TOKEN_SCALE_EPSILON = 1e-2
 # so high that only a token whose probability grows by more than this factor within one rollout is clipped
 _FAR_EPSILON_HIGH = 10.0
 
 
-def cannot_act(args: "GRPOConfig") -> list[str]:
+def cannot_act(args: "SharedOptions") -> list[str]:
     """Return a warning with a fix for each option that is set and has no effect."""
-    clips = [*_token_scale(args), *_never_clips(args)]
-    return [*_inactive(args), *clips, *_idle_options(args), *_idle_with_trl(args), *_weighted(args), *_generated(args)]
+    idle = [*_idle(args, _shared_rows(args)), *_never_moves(args)]
+    return [*_inactive(args), *idle, *_weighted(args), *_generated(args)]
 
 
-def _inactive(args: "GRPOConfig") -> list[str]:
+def loss_cannot_act(args: "GRPOConfig") -> list[str]:
+    """Return a warning with a fix for each option of GRPO's loss that has no effect."""
+    return [*_token_scale(args), *_never_clips(args), *_idle(args, _loss_rows(args))]
+
+
+def _inactive(args: Any) -> list[str]:
     """Return warnings about options that have no effect because every update is on-policy."""
     if not args.is_on_policy:
         return []
@@ -35,7 +42,7 @@ def _inactive(args: "GRPOConfig") -> list[str]:
         f"{args.way_off_policy}"
     )
     messages = []
-    if args.loss.is_ours:
+    if args.METHOD == "GRPO" and args.loss.is_ours:
         messages.append(
             f"loss_type={args.loss_type!r} cannot act: every update is on-policy, so the sequence ratio is exactly 1 "
             f"and nothing is clipped {why}"
@@ -96,92 +103,54 @@ def _never_clips(args: "GRPOConfig") -> list[str]:
     return messages
 
 
-def _idle_options(args: "GRPOConfig") -> list[str]:
-    """Return warnings about trl-steady's options that have no effect because of another option."""
-    no_kl = "beta=0.0 there is no KL. Set beta above 0"
-    no_mask = "off_policy_mask_threshold=None there is no mask. Set off_policy_mask_threshold"
-    idle = [
-        ("kl_estimator", "k3", args.beta == 0, no_kl),
-        ("kl_ratio_denominator", "old", args.beta == 0, no_kl),
+_Rows = list[tuple[Sequence[str], bool, str]]
+"""Options, True if they have no effect, and why, with a fix."""
+
+
+def _idle(args: Any, rows: _Rows) -> list[str]:
+    """Return a warning for each row whose options are set."""
+    ours = {own.name: own.default for own in fields(args)}
+    defaults = {**ours, **TRLS_DEFAULTS[args.METHOD]}
+    messages = []
+    for options, is_off, why in rows:
+        values = {option: getattr(args, option) for option in options if option in defaults}
+        given = [f"{option}={value!r}" for option, value in values.items() if value != defaults[option]]
+        if is_off and given:
+            messages.append(
+                f"{' and '.join(given)} cannot act: with {why}, or leave {'it' if len(given) == 1 else 'them'} unset."
+            )
+    return messages
+
+
+def _shared_rows(args: "SharedOptions") -> _Rows:
+    """Return the rows of options that every trainer has."""
+    vllm = [name for name in TRLS_DEFAULTS["GRPO"] if name.startswith("vllm_")]
+    of_server = [name for name in vllm if name.startswith("vllm_server_")] + ["vllm_group_port"]
+    of_colocated = ["vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_tensor_parallel_size"]
+    is_served = args.use_vllm and args.vllm_mode == "server"
+    return [
         (
-            "kl_ratio_denominator",
-            "old",
-            args.beta != 0 and not args.use_bias_correction_kl,
-            "use_bias_correction_kl=False the KL has no ratio. Set use_bias_correction_kl=True",
-        ),
-        ("off_policy_mask_level", "sequence", args.off_policy_mask_threshold is None, no_mask),
-        (
-            "off_policy_mask_level",
-            "sequence",
-            args.off_policy_mask_threshold is not None and args.loss.advantages == "sequence",
-            f"loss_type={args.loss_type!r} a sequence has one advantage. Set loss_type='gspo_token'",
-        ),
-        (
-            "step_advantage",
-            "return_to_go",
-            not args.loss.takes_token_advantages(args.importance_sampling_level or "token"),
-            "one ratio per sequence, StepRewards are refused. Set loss_type='gspo_token'",
-        ),
-        (
-            "router_replay_reference",
-            False,
+            ["router_replay_reference"],
             args.router_replay is None,
             "router_replay=None there are no routes. Set router_replay",
         ),
         (
-            "router_replay_reference",
-            False,
+            ["router_replay_reference"],
             args.router_replay is not None and args.beta == 0,
             "beta=0.0 there is no reference. Set beta above 0",
         ),
         (
-            "keep_sampling_mask",
-            False,
+            ["keep_sampling_mask"],
             not args.truncations,
             "top_p, top_k and min_p unset, sampling excludes no token. Set one of them",
         ),
-    ]
-    return [
-        f"{option}={getattr(args, option)!r} cannot act: with {why}, or leave {option} unset."
-        for option, default, is_off, why in idle
-        if is_off and getattr(args, option) != default
-    ]
-
-
-def _idle_with_trl(args: "GRPOConfig") -> list[str]:
-    """Return warnings about TRL's options that TRL ignores without a message because of another option."""
-    vllm = [name for name in TRLS_OPTIONS if name.startswith("vllm_")]
-    of_server = (
-        "vllm_server_base_url",
-        "vllm_server_host",
-        "vllm_server_port",
-        "vllm_server_timeout",
-        "vllm_group_port",
-    )
-    of_colocated = ("vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_tensor_parallel_size")
-    of_correction = [
-        name for name in vllm if name.startswith("vllm_importance_sampling_") and "correction" not in name
-    ]
-    of_adaptive = ("entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target")
-    clips, caps, loss_type = args.loss.clip in ("ratio", "log_ratio"), args.loss.clip == "cap", args.loss_type
-    is_served = args.use_vllm and args.vllm_mode == "server"
-    idle: list[tuple[Sequence[str], bool, str]] = [
         (vllm, not args.use_vllm, "use_vllm=False only a rollout_func could read it. Set use_vllm=True"),
         (
             of_server,
-            args.use_vllm and args.vllm_mode != "server",
+            args.use_vllm and not is_served,
             "vllm_mode='colocate' there is no server. Set vllm_mode='server'",
         ),
-        (
-            of_colocated,
-            is_served,
-            "vllm_mode='server' the server decides this. Pass it to `trl vllm-serve`",
-        ),
-        (
-            of_correction,
-            args.use_vllm and not args.vllm_importance_sampling_correction,
-            "vllm_importance_sampling_correction=False there are no importance weights. Set that to True",
-        ),
+        (of_colocated, is_served, "vllm_mode='server' the server decides this. Pass it to `trl vllm-serve`"),
         (
             ["transformers_continuous_batching_config"],
             not args.use_transformers_continuous_batching,
@@ -207,9 +176,46 @@ def _idle_with_trl(args: "GRPOConfig") -> list[str]:
             not args.sync_ref_model,
             "sync_ref_model=False the reference does not move. Set sync_ref_model=True",
         ),
-        (["use_bias_correction_kl"], args.beta == 0, "beta=0.0 there is no KL. Set beta above 0"),
+    ]
+
+
+def _loss_rows(args: "GRPOConfig") -> _Rows:
+    """Return the rows of options of GRPO's loss and advantages."""
+    no_kl = "beta=0.0 there is no KL. Set beta above 0"
+    has_mask, loss, loss_type = args.off_policy_mask_threshold is not None, args.loss, args.loss_type
+    of_correction = ["mode", "clip_max", "clip_min"]
+    clips, caps = loss.clip in ("ratio", "log_ratio"), loss.clip == "cap"
+    return [
+        (["kl_estimator"], args.beta == 0, no_kl),
+        (["kl_ratio_denominator"], args.beta == 0, no_kl),
         (
-            of_adaptive,
+            ["kl_ratio_denominator"],
+            args.beta != 0 and not args.use_bias_correction_kl,
+            "use_bias_correction_kl=False the KL has no ratio. Set use_bias_correction_kl=True",
+        ),
+        (["use_bias_correction_kl"], args.beta == 0, no_kl),
+        (
+            ["off_policy_mask_level"],
+            not has_mask,
+            "off_policy_mask_threshold=None there is no mask. Set off_policy_mask_threshold",
+        ),
+        (
+            ["off_policy_mask_level"],
+            has_mask and loss.advantages == "sequence",
+            f"loss_type={loss_type!r} a sequence has one advantage. Set loss_type='gspo_token'",
+        ),
+        (
+            ["step_advantage"],
+            not loss.takes_token_advantages(args.importance_sampling_level or "token"),
+            "one ratio per sequence, StepRewards are refused. Set loss_type='gspo_token'",
+        ),
+        (
+            [f"vllm_importance_sampling_{name}" for name in of_correction],
+            args.use_vllm and not args.vllm_importance_sampling_correction,
+            "vllm_importance_sampling_correction=False there are no importance weights. Set that to True",
+        ),
+        (
+            ["entropy_coef_min", "entropy_coef_max", "entropy_coef_delta", "entropy_target"],
             not args.use_adaptive_entropy,
             "use_adaptive_entropy=False nothing reads it. Set use_adaptive_entropy=True",
         ),
@@ -219,38 +225,28 @@ def _idle_with_trl(args: "GRPOConfig") -> list[str]:
             not clips and (not caps or args.epsilon_high is not None),
             f"loss_type={loss_type!r} there is no lower clip. Set loss_type='dapo'",
         ),
-        (
-            ["epsilon_high"],
-            not clips and not caps,
-            f"loss_type={loss_type!r} there is no clip. Set loss_type='dapo'",
-        ),
+        (["epsilon_high"], not clips and not caps, f"loss_type={loss_type!r} there is no clip. Set loss_type='dapo'"),
         *(
-            (loss.options, loss_type != other, f"loss_type={loss_type!r} nothing reads it. Set loss_type={other!r}")
-            for other, loss in LOSSES.items()
+            (its.options, loss_type != other, f"loss_type={loss_type!r} nothing reads it. Set loss_type={other!r}")
+            for other, its in LOSSES.items()
         ),
     ]
-    messages = []
-    for options, is_off, why in idle:
-        given = [
-            f"{option}={getattr(args, option)!r}" for option in options if getattr(args, option) != trl_default(option)
-        ]
-        if is_off and given:
-            messages.append(
-                f"{' and '.join(given)} cannot act: with {why}, or leave {'it' if len(given) == 1 else 'them'} unset."
-            )
+
+
+def _never_moves(args: "SharedOptions") -> list[str]:
     if args.sync_ref_model and args.ref_model_sync_kl is None and 0 < args.max_steps <= args.ref_model_sync_steps:
-        messages.append(
+        return [
             f"sync_ref_model=True cannot act: the run ends after max_steps={args.max_steps}, before the reference "
             f"moves (ref_model_sync_steps={args.ref_model_sync_steps}). Set ref_model_sync_steps below max_steps."
-        )
-    return messages
+        ]
+    return []
 
 
-def _weighted(args: "GRPOConfig") -> list[str]:
+def _weighted(args: Any) -> list[str]:
     return [beyond_sets(args.weightings).strip()] if args.keep_sampling_mask and args.weightings else []
 
 
-def _generated(args: "GRPOConfig") -> list[str]:
+def _generated(args: Any) -> list[str]:
     """Return warnings about generation_kwargs that are ignored, or that do not match the options of the trainer."""
     given = args.generation_kwargs or {}
     assert not isinstance(given, str)  # parsed by transformers.TrainingArguments

@@ -2,14 +2,14 @@
 
 import re
 from collections.abc import Callable
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trl_steady.losses.table import LOSSES
 
 if TYPE_CHECKING:
-    from trl_steady.config.grpo import GRPOConfig
+    from trl_steady.config.shared import SharedOptions
 
-__all__ = ["METHODS", "Method"]
+__all__ = ["METHODS", "Method", "methods_on"]
 
 
 class Method(NamedTuple):
@@ -25,14 +25,14 @@ class Method(NamedTuple):
     """arXiv number and section, or "" if the method follows no paper."""
     page: str
     """Path of the page below docs/."""
-    is_on: "Callable[[GRPOConfig], bool]"
+    is_on: "Callable[[Any], bool]"
     """True for a config that enables the method, so that training differs from TRL's."""
     acts_in: tuple[str, ...] = ()
     """Methods of the trainer that implement it. Training must reach all of them."""
 
     @property
     def options(self) -> list[str]:
-        """Names of the options of `GRPOConfig` in `setting`."""
+        """Names of the options in `setting`."""
         return re.findall(r"\b([a-z_]+)(?=[=>])", self.setting)
 
 
@@ -216,3 +216,8 @@ METHODS = (
         lambda a: a.adapter_dtype is not None,
     ),
 )
+
+
+def methods_on(args: "SharedOptions") -> list[Method]:
+    """Return the methods that a config enables. A method whose options it lacks is off."""
+    return [m for m in METHODS if all(hasattr(args, option) for option in m.options) and m.is_on(args)]

@@ -12,7 +12,7 @@ from trl_steady.config.spelling import near
 from trl_steady.losses.table import LOSSES
 
 if TYPE_CHECKING:
-    from trl_steady.config.grpo import GRPOConfig
+    from trl_steady.config.shared import SharedOptions
 
 __all__ = ["CHOICES", "refuse_out_of_range"]
 
@@ -103,6 +103,11 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("ref_model_sync_kl", _positive, "above 0, in nats a token, or None for refreshes by steps only"),
     ("token_budget", lambda v: v >= 1 and v == int(v), "1 token or more, or None for per_device_train_batch_size"),
     ("router_aux_loss_coef", _not_negative, f"{_NO_NEGATIVE}, or None for the model's own"),
+    (
+        "reward_clip_range",
+        lambda v: len(v) == 2 and v[0] < v[1],
+        "two rewards, (low, high), with low < high, or None for no clip",
+    ),
     ("reward_weights", lambda v: all(map(math.isfinite, v)), "a list of finite numbers, one for each reward function"),
     ("temperature", _positive, f"{_A_POSITIVE} (the policy is sampled, not decoded greedily)"),
     ("top_p", _share, "above 0 and at most 1"),
@@ -134,7 +139,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
 _NEVER_NONE = ("num_generations",)  # although its type allows None
 
 
-def refuse_out_of_range(args: "GRPOConfig") -> None:
+def refuse_out_of_range(args: "SharedOptions") -> None:
     """Refuse values that are invalid whatever the other options are.
 
     Raises:
@@ -143,11 +148,15 @@ def refuse_out_of_range(args: "GRPOConfig") -> None:
     ours = next(kind for kind in type(args).__mro__ if kind.__module__.startswith("trl_steady."))
     types = _types(ours)
     for option, choices in CHOICES.items():
+        if option not in types:
+            continue
         value = getattr(args, option)
         if not _works(value, types[option], choices.__contains__):
             expected = [*(repr(choice) for choice in choices if isinstance(choice, str)), _NONE_IS.get(option)]
             _refuse(option, value, _listed([each for each in expected if each]), near(value, choices))
     for option, holds, expected in _RANGES:
+        if option not in types:
+            continue
         value, kinds = getattr(args, option), _kinds(types[option])
         is_flag = isinstance(value, bool) and bool not in kinds  # otherwise Python takes it for 0 or 1
         is_missing = value is None and option in _NEVER_NONE

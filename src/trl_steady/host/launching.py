@@ -1,4 +1,4 @@
-"""Replacement of TRL's trainer classes in all modules of TRL and behind its `grpo` command."""
+"""Replacement of TRL's trainer classes in all modules of TRL and behind its `grpo` and `rloo` commands."""
 
 import re
 import sys
@@ -11,14 +11,16 @@ import trl
 from trl.cli import accelerate_launcher
 from trl.cli.accelerate_config import resolve_accelerate_config_argument
 from trl.cli.main import main as trls_command
-from trl.scripts import grpo as grpo_script
+from trl.scripts import grpo, rloo
 
 from trl_steady.host.names import overridden
 
-__all__ = ["TRAINER", "grpo_command", "grpo_options", "resolve_accelerate_config_argument", "standing_in"]
+__all__ = ["TRAINERS", "command_options", "resolve_accelerate_config_argument", "standing_in", "trls"]
 
-TRAINER = ("trl.trainer.grpo_trainer", "GRPOTrainer")
-"""Module and name of TRL's own trainer, which also identify it in a module that was loaded again."""
+TRAINERS = {("trl.trainer.grpo_trainer", "GRPOTrainer"): "GRPO", ("trl.trainer.rloo_trainer", "RLOOTrainer"): "RLOO"}
+"""Module and name of TRL's own trainers, which also identify them in a module that was loaded again -> method."""
+
+_SCRIPTS: dict[str, Any] = {"grpo": grpo, "rloo": rloo}
 
 Launch = Callable[[Sequence[str], Sequence[str]], object]
 """Function of two arguments: the options of `accelerate launch`, and a script with its arguments."""
@@ -36,15 +38,17 @@ def standing_in(**classes: type) -> Iterator[None]:
         yield
 
 
-def grpo_options() -> list[str]:
-    """Return the names of the options that TRL's `trl grpo` reads itself."""
-    return ["help", "config", "accelerate_config", *re.findall(r"--(\w+)", grpo_script.make_parser().format_usage())]
+def command_options(command: str) -> list[str]:
+    """Return the names of the options that TRL's command, "grpo" or "rloo", reads itself."""
+    usage = _SCRIPTS[command].make_parser().format_usage()
+    return ["help", "config", "accelerate_config", *re.findall(r"--(\w+)", usage)]
 
 
-def grpo_command(arguments: Sequence[str], launch: Launch, refuse: Callable[[str], NoReturn]) -> int:
-    """Run TRL's own `trl grpo`, which sorts the arguments, but launch its script with `launch`.
+def trls(command: str, arguments: Sequence[str], launch: Launch, refuse: Callable[[str], NoReturn]) -> int:
+    """Run TRL's own command, which sorts the arguments, but launch its script with `launch`.
 
     Args:
+        command: "grpo" or "rloo".
         arguments: The arguments of the command.
         launch: Called with the options of `accelerate launch`, and a script with its arguments.
         refuse: Called with the error message of the parser.
@@ -62,9 +66,9 @@ def grpo_command(arguments: Sequence[str], launch: Launch, refuse: Callable[[str
         vars(parser)["error"] = refuse
         return parser
 
-    theirs = grpo_script.make_parser
+    theirs = _SCRIPTS[command].make_parser
     with (
         overridden(accelerate_launcher, {"launch_training_script": instead}),
-        overridden(grpo_script, {"make_parser": make_parser}),
+        overridden(_SCRIPTS[command], {"make_parser": make_parser}),
     ):
-        return trls_command(["grpo", *arguments])
+        return trls_command([command, *arguments])

@@ -51,6 +51,9 @@ class Steady(_Trls):
     PARTS: ClassVar[tuple[type[Part], ...]] = ()
     """The features of the trainer, in the order in which they are asked."""
     model: torch.nn.Module  # set by TRL's constructor, whose annotation allows for None
+    rollout_func: Any = None  # this and the next two: TRL has them for GRPO only
+    environment_factories: Any = None
+    tools: Any = None
     _rollout: Rollout | None = None
     _samples: Mapping[str, Any] = MappingProxyType({})  # the micro-batch whose loss is computed
     _extras: Mapping[str, Tensor] = MappingProxyType({})  # of the last scoring pass
@@ -71,11 +74,16 @@ class Steady(_Trls):
         """Return the part of a class."""
         return next(part for part in self.parts if isinstance(part, kind))
 
+    @property
+    def loss_is_token_sum(self) -> bool:
+        """True if the loss is a sum over the tokens of an optimizer step, divided by a known number."""
+        return False
+
     # 1. Generate.
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
-        function = getattr(self, "rollout_func", None)
-        if getattr(self, "environment_factories", None) is None:  # environments may add prompts
+        function = self.rollout_func
+        if self.environment_factories is None:  # environments may add prompts
             refuse_rows(inputs, of_any_kind=function is not None)
         with overridden(self, {} if function is None else {"rollout_func": checked_rollout(function)}):
             return self.rollout(inputs)

@@ -79,9 +79,9 @@ def window_settings(trainer: Any) -> dict[str, Any]:
         options.update(part.window_options)
     functions = {
         "reward_funcs": trainer.reward_func_names,
-        "tools": getattr(trainer, "tools", None),
+        "tools": trainer.tools,
         "environment_factory": _environments(trainer),
-        "rollout_func": getattr(trainer, "rollout_func", None),
+        "rollout_func": trainer.rollout_func,
     }
     of_trainer = ("num_iterations", "scale_rewards")  # the trainer's scale_rewards is "group" for True
     settings = {
@@ -97,7 +97,7 @@ def window_settings(trainer: Any) -> dict[str, Any]:
 
 def _environments(trainer: Any) -> Any:
     """Return `environment_factory` as it was passed to the trainer."""
-    factories: Any = getattr(trainer, "environment_factories", None)
+    factories: Any = trainer.environment_factories
     return factories[None] if factories and factories.keys() == {None} else factories
 
 

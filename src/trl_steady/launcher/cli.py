@@ -1,5 +1,6 @@
 """The command `trl-steady`, also `python -m trl_steady` and `accelerate launch -m trl_steady`."""
 
+import functools
 import os
 import re
 import runpy
@@ -16,21 +17,22 @@ __all__ = ["main"]
 _HELP = """\
 usage: trl-steady COMMAND ...
 
-  run [LAUNCH OPTIONS] SCRIPT [ARGUMENTS]     run a script with trl-steady's GRPOTrainer in place of trl.GRPOTrainer
+  run [LAUNCH OPTIONS] SCRIPT [ARGUMENTS]     run a script with trl-steady's GRPO and RLOO trainers in place of TRL's
   run [LAUNCH OPTIONS] -m MODULE [ARGUMENTS]  the same for a module
   grpo [ARGUMENTS] [LAUNCH OPTIONS]           run `trl grpo` with trl-steady's trainer and options
+  rloo [ARGUMENTS] [LAUNCH OPTIONS]           the same for `trl rloo`
   methods                                     list the methods that trl-steady adds, with settings, papers and docs
   env                                         list versions, devices and usable features, for bug reports
 
 LAUNCH OPTIONS are those of `accelerate launch`, plus
-  --set NAME=VALUE     set this option on every GRPOConfig that the script builds; may be repeated
+  --set NAME=VALUE     set this option on every config of these trainers that the script builds; may be repeated
   --accelerate_config  a file, or the name of a config of TRL (fsdp2, multi_gpu, single_gpu, zero2, zero3, ...)
 Without launch options other than --set, `run` runs the script in this process, as python does.
 `accelerate launch [LAUNCH OPTIONS] -m trl_steady run [--set NAME=VALUE] SCRIPT [ARGUMENTS]` does the same.
 
 trl-steady --version prints the versions of trl-steady and of TRL.
 """
-_COMMANDS = ("run", "grpo", "methods", "env")
+_COMMANDS = ("run", "grpo", "rloo", "methods", "env")
 
 
 class _Refused(Exception):
@@ -51,8 +53,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(_HELP)
         return 0
     try:
-        if command in ("run", "grpo"):
-            return run(rest) if command == "run" else grpo(rest)
+        if command in ("run", "grpo", "rloo"):
+            return run(rest) if command == "run" else trls(command, rest)
         if command == "--version":
             print(f"trl-steady {__version__}, trl {version('trl')}")
             return 0
@@ -78,18 +80,19 @@ def run(arguments: Sequence[str]) -> int:
     return _run_here(rest, settings)
 
 
-def grpo(arguments: Sequence[str]) -> int:
-    """Run TRL's `trl grpo` with trl-steady's trainer and options."""
-    from trl_steady.host.launching import grpo_command, grpo_options
+def trls(command: str, arguments: Sequence[str]) -> int:
+    """Run TRL's `trl grpo` or `trl rloo` with trl-steady's trainer and options."""
+    from trl_steady.host import launching
     from trl_steady.launcher.swap import swapped
 
     with swapped():
-        known = [*grpo_options(), *_launch_options(_launch_parser())]
+        known = [*launching.command_options(command), *_launch_options(_launch_parser())]
         names = [word[2:].split("=")[0].replace("-", "_") for word in arguments if word.startswith("--")]
         unknown = [name for name in names if not any(option.startswith(name) for option in known)]
         if unknown:  # before TRL builds a config, which may raise another error
             raise _Refused(_unrecognized(unknown, known))
-        return grpo_command(arguments, lambda options, script: _launch([*options, *script], known), _refuse)
+        launch = functools.partial(_launch_script, known)
+        return launching.trls(command, arguments, launch, _refuse)
 
 
 def methods() -> str:
@@ -166,6 +169,10 @@ def _launch_options(parser: Any) -> list[str]:
     return re.findall(r"--(\w+)", parser.format_usage())
 
 
+def _launch_script(known: Sequence[str], options: Sequence[str], script: Sequence[str]) -> int:
+    return _launch([*options, *script], known)
+
+
 def _launch(arguments: Sequence[str], known: Sequence[str] = ()) -> int:
     """Run `accelerate launch` on `trl-steady run` with the script.
 
@@ -208,7 +215,7 @@ def _launch(arguments: Sequence[str], known: Sequence[str] = ()) -> int:
 
 
 def _behind(names: Sequence[str]) -> str:
-    """Return a sentence that tells where to put options of `GRPOConfig`; "" if none of the names is one."""
+    """Return a sentence that tells where to put options of a config; "" if none of the names is one."""
     from trl_steady.launcher.options import is_option
 
     ours = [name for name in names if is_option(name)]
@@ -250,9 +257,10 @@ def _without_ours(trainers: Sequence[str]) -> str:
     if trainers:
         whose = "TRL's own" if all("trl." in trainer for trainer in trainers) else "not trl-steady's"
         verb = "is" if len(trainers) == 1 else "are"
-        return f"trained with {' and '.join(trainers)}, which {verb} {whose}; trl-steady has only GRPOTrainer."
+        ours = "trl-steady has only GRPOTrainer and RLOOTrainer"
+        return f"trained with {' and '.join(trainers)}, which {verb} {whose}; {ours}."
     return (
-        "ended without building trl-steady's GRPOTrainer in this process. If the script starts training processes, "
-        "launch them with `trl-steady run` or `accelerate launch -m trl_steady run`, or import GRPOConfig and "
-        "GRPOTrainer from trl_steady. Otherwise they train with plain TRL."
+        "ended without building a trainer of trl-steady's in this process. If the script starts training processes, "
+        "launch them with `trl-steady run` or `accelerate launch -m trl_steady run`, or import "
+        "GRPOConfig and GRPOTrainer from trl_steady. Otherwise they train with plain TRL."
     )

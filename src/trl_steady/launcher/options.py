@@ -1,6 +1,7 @@
-"""Options of `GRPOConfig` on the launcher's command line, and among the arguments of a script."""
+"""Options of our configs on the launcher's command line, and among the arguments of a script."""
 
 import contextlib
+import inspect
 import json
 import re
 import shlex
@@ -15,25 +16,27 @@ from transformers import HfArgumentParser
 
 from trl_steady.config.grpo import GRPOConfig
 from trl_steady.config.methods import METHODS
+from trl_steady.config.rloo import RLOOConfig
+from trl_steady.config.shared import SharedOptions
 from trl_steady.config.spelling import near
 from trl_steady.config.values import CHOICES
 
 __all__ = ["given_to_script", "is_option", "parse_settings", "refuse_dropped"]
 
-_FIELDS = {option.name: option for option in fields(GRPOConfig) if option.init}
-_TYPES = get_type_hints(GRPOConfig)
-# The launcher looks for these options among a script's arguments: those that GRPOConfig declares and those of METHODS.
+_CONFIGS = (RLOOConfig, GRPOConfig)
+_FIELDS = {option.name: option for config in _CONFIGS for option in fields(config) if option.init}
+_TYPES = {name: hint for config in _CONFIGS for name, hint in get_type_hints(config).items()}
+# The launcher looks for these options among a script's arguments: those that our configs declare and those of METHODS.
 # It ignores one-word names (beta, epsilon) and TRL's other options, which a script may use for something else.
-_OURS = sorted(
-    name for name in {*vars(GRPOConfig)["__annotations__"], *(o for m in METHODS for o in m.options)} if "_" in name
-)
+_DECLARED = {name for config in (SharedOptions, *_CONFIGS) for name in inspect.get_annotations(config)}
+_OURS = sorted(name for name in _DECLARED | {o for m in METHODS for o in m.options} if "_" in name)
 # The config replaces None in these options.
 _FILLED = ("epsilon_high", "importance_sampling_level")
 _ABSENT, _OWN = object(), object()
 
 
 def is_option(name: str) -> bool:
-    """Return True if `GRPOConfig` has an option of this name."""
+    """Return True if a config of ours has an option of this name."""
     return name in _FIELDS
 
 
@@ -81,7 +84,7 @@ def given_to_script(arguments: Sequence[str]) -> dict[str, Any]:
 
 
 def refuse_dropped(
-    args: GRPOConfig, settings: Mapping[str, Any], given: Mapping[str, Any], target: Sequence[str]
+    args: SharedOptions, settings: Mapping[str, Any], given: Mapping[str, Any], target: Sequence[str]
 ) -> None:
     """Refuse a trainer's config that lost options of the command line.
 
@@ -94,6 +97,10 @@ def refuse_dropped(
     Raises:
         ValueError: The message names the option, both values and the fix.
     """
+    own = f"{args.METHOD}Config"
+    for name, value in {**given, **settings}.items():
+        if name not in vars(args):
+            raise ValueError(f"{name}={_written(value)} was given, but {own} has no option {name!r}. Leave it out.")
     for name, value in settings.items():
         if not _same(getattr(args, name), value):
             raise ValueError(
@@ -108,7 +115,7 @@ def refuse_dropped(
             raise ValueError(
                 f"{target[-1]} was given {name}={value!r} on its command line or in its --config, but the trainer's "
                 f"config has {name}={getattr(args, name)!r}: the script does not read the option. Write "
-                f"GRPOConfig(..., {name}={value!r}) in the script, or run `{command}`, which sets it in any script."
+                f"{own}(..., {name}={value!r}) in the script, or run `{command}`, which sets it in any script."
             )
 
 

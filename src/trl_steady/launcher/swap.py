@@ -1,4 +1,4 @@
-"""Replacement of TRL's `GRPOTrainer` and `GRPOConfig` by trl-steady's while an unchanged script runs."""
+"""Replacement of TRL's GRPO and RLOO trainers and configs by trl-steady's while an unchanged script runs."""
 
 import functools
 import os
@@ -11,13 +11,18 @@ import transformers
 import trl
 
 from trl_steady.config.grpo import GRPOConfig
-from trl_steady.host.launching import TRAINER, standing_in
+from trl_steady.config.rloo import RLOOConfig
+from trl_steady.config.shared import SharedOptions
+from trl_steady.host import Steady
+from trl_steady.host.launching import TRAINERS, standing_in
 from trl_steady.launcher.options import given_to_script, refuse_dropped
 from trl_steady.trainers.grpo import GRPOTrainer
+from trl_steady.trainers.rloo import RLOOTrainer
 
 __all__ = ["Swap", "swapped"]
 
 _READ_AT_IMPORT = ("HF_", "TRANSFORMERS_", "CUDA_VISIBLE_DEVICES")
+_OURS = ((GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig))
 _KEPT = "_set_by_launcher"  # attribute of a config: the options of --set, with their values after the config's checks
 
 
@@ -35,10 +40,10 @@ class Swap:
 def swapped(
     settings: Mapping[str, Any] | None = None, arguments: Sequence[str] = (), target: Sequence[str] = ("SCRIPT",)
 ) -> Iterator[Swap]:
-    """Replace TRL's `GRPOTrainer` and `GRPOConfig` by trl-steady's in all modules of TRL.
+    """Replace TRL's GRPO and RLOO trainers and configs by trl-steady's in all modules of TRL.
 
     Args:
-        settings: Options that every `GRPOConfig` gets before its checks. They override what the script passes to it.
+        settings: Options that every config gets before its checks. They override what the script passes to it.
         arguments: The script's arguments. They may have options that the script does not read.
         target: The script, or `-m` and a module, for messages.
 
@@ -46,53 +51,57 @@ def swapped(
         The trainers that have been built so far.
 
     Raises:
-        ValueError: The script builds a trainer that would train GRPO without trl-steady, or one whose config lacks an
-            option of `settings` or `arguments`.
+        ValueError: The script builds a trainer that would train GRPO or RLOO without trl-steady, or one whose config
+            lacks an option of `settings` or `arguments`.
     """
-    swap, environment, theirs = Swap(), dict(os.environ), trl.GRPOConfig
-    any_trainer, own_trainer, own_checks = (
-        transformers.Trainer.__init__,
-        GRPOTrainer.__init__,
-        GRPOConfig.__post_init__,
-    )
+    swap, environment, theirs = Swap(), dict(os.environ), (trl.GRPOConfig, trl.RLOOConfig)
+    any_trainer = transformers.Trainer.__init__
     options, given = dict(settings or {}), given_to_script(arguments)
 
     @functools.wraps(any_trainer)
     def constructed(self: Any, *positional: Any, **keywords: Any) -> None:
-        if not isinstance(self, GRPOTrainer):
+        if not isinstance(self, Steady):
             args = keywords.get("args", positional[1] if len(positional) > 1 else None)
             names = [base.__name__ for base in type(self).__mro__]
-            if isinstance(args, theirs) or any(name.endswith("GRPOTrainer") for name in names):
+            if isinstance(args, theirs) or any(name.endswith(("GRPOTrainer", "RLOOTrainer")) for name in names):
                 raise ValueError(_not_ours(type(self)))
             swap.others[_origin(type(self))] = None
         any_trainer(self, *positional, **keywords)
 
-    @functools.wraps(own_trainer)
-    def constructed_by_us(
-        self: GRPOTrainer, model: Any, reward_funcs: Any = None, args: Any = None, *positional: Any, **keywords: Any
-    ) -> None:
-        _refuse_dropped(args)  # before the model is loaded
-        own_trainer(self, model, reward_funcs, args, *positional, **keywords)
-        _refuse_dropped(self.args)  # if args was None, the trainer has built a config
-        swap.trainers += 1
-        late = [name for name, value in os.environ.items() if environment.get(name) != value]
-        for line in _too_late(late):
-            self.accelerator.print(line, flush=True)
+    def counting(own_trainer: Any) -> Any:
+        @functools.wraps(own_trainer)
+        def constructed_by_us(
+            self: Any, model: Any, reward_funcs: Any = None, args: Any = None, *positional: Any, **keywords: Any
+        ) -> None:
+            _refuse_dropped(args)  # before the model is loaded
+            own_trainer(self, model, reward_funcs, args, *positional, **keywords)
+            _refuse_dropped(self.args)  # if args was None, the trainer has built a config
+            swap.trainers += 1
+            late = [name for name, value in os.environ.items() if environment.get(name) != value]
+            for line in _too_late(late):
+                self.accelerator.print(line, flush=True)
+
+        return constructed_by_us
 
     def _refuse_dropped(args: Any) -> None:
-        if isinstance(args, GRPOConfig):
+        if isinstance(args, SharedOptions):
             refuse_dropped(args, vars(args).get(_KEPT, options), given, target)
 
-    @functools.wraps(own_checks)
-    def checked(self: GRPOConfig) -> None:
-        vars(self).update(options)
-        own_checks(self)
-        vars(self)[_KEPT] = {name: getattr(self, name) for name in options}
+    def setting(own_checks: Any) -> Any:
+        @functools.wraps(own_checks)
+        def checked(self: Any) -> None:
+            vars(self).update(options)
+            own_checks(self)
+            vars(self)[_KEPT] = {name: getattr(self, name) for name in options}
 
-    hooks = [(transformers.Trainer, "__init__", constructed), (GRPOTrainer, "__init__", constructed_by_us)]
-    if options:
-        hooks.append((GRPOConfig, "__post_init__", checked))
-    with standing_in(GRPOTrainer=GRPOTrainer, GRPOConfig=GRPOConfig), ExitStack() as stack:
+        return checked
+
+    hooks: list[tuple[type, str, Any]] = [(transformers.Trainer, "__init__", constructed)]
+    for trainer, config in _OURS:
+        hooks.append((trainer, "__init__", counting(trainer.__init__)))
+        if options:
+            hooks.append((config, "__post_init__", setting(config.__post_init__)))
+    with standing_in(**{kind.__name__: kind for pair in _OURS for kind in pair}), ExitStack() as stack:
         for owner, name, hook in hooks:
             stack.callback(setattr, owner, name, vars(owner)[name])
             setattr(owner, name, hook)
@@ -101,17 +110,21 @@ def swapped(
 
 def _not_ours(trainer: type) -> str:
     if any(base.__name__ == "AsyncGRPOTrainer" for base in trainer.__mro__):
-        return f"{_origin(trainer)} is TRL's own; trl-steady has only GRPOTrainer. Run the script with python."
-    kept = any((base.__module__, base.__qualname__) == TRAINER for base in trainer.__mro__)
+        return (
+            f"{_origin(trainer)} is TRL's own; trl-steady has only GRPOTrainer and RLOOTrainer. Run the script with "
+            "python."
+        )
+    kept = next((base for base in trainer.__mro__ if (base.__module__, base.__qualname__) in TRAINERS), None)
+    method = "RLOO" if any(base.__name__.endswith("RLOOTrainer") for base in trainer.__mro__) else "GRPO"
     why = (
         "its class, or a base of it, is TRL's own, imported before trl-steady replaced it or loaded again later"
         if kept
-        else "it is not derived from trl.GRPOTrainer, or another package has replaced that class"
+        else f"it is not derived from trl.{method}Trainer, or another package has replaced that class"
     )
     return (
-        f"{_name(trainer)} would train GRPO without trl-steady: {why}. To train with trl-steady, derive it from "
-        "trl_steady.GRPOTrainer, with `from trl_steady import GRPOConfig, GRPOTrainer` in that module. To train "
-        "without trl-steady, run the script with python."
+        f"{_name(trainer)} would train {method} without trl-steady: {why}. To train with trl-steady, derive it from "
+        f"trl_steady.{method}Trainer, with `from trl_steady import {method}Config, {method}Trainer` in that module. "
+        "To train without trl-steady, run the script with python."
     )
 
 

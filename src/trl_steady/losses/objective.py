@@ -21,6 +21,7 @@ __all__ = [
     "gmpo_clip_in_ratios",
     "kl_estimates",
     "mismatch",
+    "refuse_means_over_micro_batches",
     "sampler_masks",
 ]
 
@@ -152,3 +153,33 @@ def dropped(keep: Mapping[str, Tensor], mask: Tensor) -> dict[str, Masked]:
     return {
         f"dropped/{name}": (~kept, mask if kept.shape == mask.shape else has_tokens) for name, kept in keep.items()
     }
+
+
+def refuse_means_over_micro_batches(token_budget: int, args: Any) -> None:
+    """Refuse terms that are means over the tokens of each of TRL's micro-batches, which `token_budget` regroups.
+
+    Args:
+        token_budget: The value of the option.
+        args: A config, or a trainer, whose attributes a callback may have set.
+
+    Raises:
+        ValueError: The message names the option, its value and the fix.
+    """
+    budget = f"token_budget={token_budget}"
+    if args.loss_type == "bnpo":
+        raise ValueError(
+            f"{budget} does not work with loss_type='bnpo', which is a mean over the tokens of each of TRL's "
+            "micro-batches. Set loss_type='dapo', the mean over the tokens of the whole step, or leave token_budget "
+            "unset."
+        )
+    if args.entropy_coef != 0 or args.use_adaptive_entropy:
+        raise ValueError(
+            f"{budget} does not work with entropy_coef={args.entropy_coef} and "
+            f"use_adaptive_entropy={args.use_adaptive_entropy}: the entropy bonus is a mean over the tokens of each "
+            "of TRL's micro-batches. Switch it off, or leave token_budget unset."
+        )
+    if args.top_entropy_quantile < 1:
+        raise ValueError(
+            f"{budget} does not work with top_entropy_quantile={args.top_entropy_quantile}, which is a quantile over "
+            "the tokens of each of TRL's micro-batches. Set top_entropy_quantile=1.0, or leave token_budget unset."
+        )

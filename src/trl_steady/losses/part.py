@@ -2,6 +2,7 @@
 
 import functools
 import warnings
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -40,6 +41,15 @@ class LossPart(Part):
             )
         for message in args.idle_without_engine:
             warnings.warn(message, UserWarning, stacklevel=2)
+
+    def computing(
+        self, model: torch.nn.Module, compute: Callable[[Mapping[str, Any]], Tensor], inputs: Mapping[str, Any]
+    ) -> Tensor:
+        """Refuse a loss that a callback has set and that a budget cannot regroup."""
+        trainer = self.trainer
+        if trainer.args.token_budget is not None and trainer.model.training and trainer.accelerator.sync_gradients:
+            objective.refuse_means_over_micro_batches(trainer.args.token_budget, trainer)
+        return compute(inputs)
 
     def rewrites(self, inputs: dict[str, Any]) -> bool:
         """Return True if an option needs a rewrite, or if there are log-probs of a sampler to compare."""

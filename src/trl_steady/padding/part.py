@@ -14,13 +14,11 @@ from peft import PeftModel, PeftType
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
-from trl_steady.config.checks import refuse_means_over_micro_batches
 from trl_steady.host import models
 from trl_steady.host.names import rollout_number
 from trl_steady.host.part import Part, ScoringPass
 from trl_steady.host.reached import is_known
 from trl_steady.host.regrouping import backward_of, divided_by
-from trl_steady.losses.table import LOSSES
 from trl_steady.padding.attention import attending_in, own_implementation, switched
 from trl_steady.padding.budget import Length, partition
 from trl_steady.padding.families import Traits, traits
@@ -220,10 +218,8 @@ class PaddingPart(Part):
         self._waiting.append((rollout_number(trainer), inputs))
         if not trainer.accelerator.sync_gradients:
             return torch.zeros((), device=trainer.accelerator.device, requires_grad=True)
-        refuse_means_over_micro_batches(trainer.args.token_budget, trainer)  # a callback may have changed the loss
         waiting, self._waiting[:] = [*self._waiting], []
-        loss = getattr(trainer, "loss_type", None)
-        is_sum = loss is not None and LOSSES[loss].reduction == "step_tokens"
+        is_sum = trainer.loss_is_token_sum
         *others, last = self._regrouped(model, waiting)
         total = torch.zeros((), device=trainer.accelerator.device)
         for group, share in others:

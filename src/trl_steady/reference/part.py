@@ -12,7 +12,7 @@ from peft import PeftModel
 from trl_steady.host.names import overridden
 from trl_steady.host.part import Part, Rollout
 from trl_steady.reference.adapter import base_kept, parameters_kept, refuse_unmovable
-from trl_steady.reference.callback import REFERENCE_FILE, ReferenceRefreshCallback
+from trl_steady.reference.callback import REFERENCE_FILE, ReferenceRefreshCallback, Refresh
 from trl_steady.reference.tensors import POLICY, REFERENCE
 
 __all__ = ["ReferencePart"]
@@ -23,6 +23,11 @@ class ReferencePart(Part):
 
     callback: ReferenceRefreshCallback | None = None
     """Moves the reference; None if it does not move."""
+
+    @property
+    def refreshes(self) -> list[Refresh]:
+        """The refreshes of the reference so far, including those before a resume."""
+        return self.callback.refreshes if self.callback else []
 
     @contextlib.contextmanager
     def building(self, model: Any, args: Any) -> Iterator[None]:

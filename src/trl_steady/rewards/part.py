@@ -1,4 +1,4 @@
-"""Rewards as a part: what reward functions return, and step rewards turned into advantages per token."""
+"""Rewards as parts: checks of what reward functions return, and step rewards turned into advantages per token."""
 
 import contextlib
 import warnings
@@ -19,7 +19,7 @@ from trl_steady.rewards.returned import as_rewards, has_nan, refuse_infinite
 from trl_steady.rewards.steps import StepRewards
 from trl_steady.rewards.table import ScoredCompletion, StepTable, tabulate
 
-__all__ = ["RewardsPart"]
+__all__ = ["RewardsPart", "StepsPart"]
 
 _FORMULAS = {"process": advantages.process, "return_to_go": advantages.return_to_go}
 _COLUMNS = ("steps/ends", "steps/rewards", "steps/advantages")
@@ -35,55 +35,29 @@ class _Returned(NamedTuple):
 
 
 class RewardsPart(Part):
-    """Turns `StepRewards` of reward functions into advantages (B, T) for TRL's loss.
-
-    If no reward function of any process returns `StepRewards` in a rollout, TRL's own advantages (B,) stay.
-    """
-
-    window_options = (("step_advantage", None),)
+    """Refuses rewards that are not numbers, are infinite or would be ignored, and warns of NaN."""
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
-        self._steps: dict[tuple[int, int], StepRewards] = {}
-        self._returned: _Returned | None = None
         self._returned_nan: set[int] = set()
-        self._last_rollout: dict[str, Tensor] | None = None
 
-    @property
-    def has_step_rewards(self) -> bool:
-        """True if a rollout had `StepRewards`, on any process."""
-        return self._last_rollout is not None
-
-    @property
-    def last_step_advantages(self) -> list[list[tuple[str, float]]]:
-        """The loss tokens of each completion, with advantages, of this process's last rollout with step rewards.
-
-        Each completion is a list of pairs of the token's text and its advantage, as
-        `trl_steady.rewards.advantages_html` and `advantages_png` take them.
-        """
-        if self._last_rollout is None:
-            return []
-        rollout, completions = self._last_rollout, []
-        for ids, mask, values in zip(rollout["ids"], rollout["mask"], rollout["advantages"], strict=True):
-            own = ids[mask].tolist()
-            text, begins = spelling(text_tokenizer(self.trainer), own)
-            pieces = [text[start:end] for start, end in pairwise(begins)]
-            completions.append(list(zip(pieces, values[mask].tolist(), strict=True)))
-        return completions
-
-    def read_rewards(self, function: int, returned: Any) -> Any:
-        """Store step rewards for later, and return their sums to TRL."""
+    def read_rewards(self, function: int, returned: Any) -> list[Any]:
+        """Return the rewards as a list with a number, None or `StepRewards` for each completion."""
         name = self.trainer.reward_func_names[function]
         rewards = as_rewards(name, returned)
         if has_nan(rewards):
             self._warn_of_nan(function, "Return None if you mean that, and a number otherwise.")
-        steps = {i: reward for i, reward in enumerate(rewards) if isinstance(reward, StepRewards)}
-        if steps:
+        if any(isinstance(reward, StepRewards) for reward in rewards):
             self._refuse_where_ignored(name)
-        for completion, reward in steps.items():
-            self._steps[completion, function] = reward
-            rewards[completion] = reward.total
         return rewards
+
+    def keep_rewards(self, rewards: Tensor, completions: list[Any], completion_ids: list[list[int]]) -> None:
+        """Refuse infinite rewards, and warn of a reward model that returns NaN."""
+        refuse_infinite(self.trainer.reward_func_names, rewards, len(completions))
+        for function, column in enumerate(rewards.isnan().any(0).tolist()):
+            is_model = isinstance(self.trainer.reward_funcs[function], torch.nn.Module)
+            if column and is_model and self.trainer.accelerator.is_main_process:
+                self._warn_of_nan(function, "Check the reward model: its weights, its dtype and its pad_token_id.")
 
     def _warn_of_nan(self, function: int, way_out: str) -> None:
         """Warn once per run and function.
@@ -117,13 +91,50 @@ class RewardsPart(Part):
                 "reward function. Set multi_objective_aggregation='sum_then_normalize'."
             )
 
+
+class StepsPart(Part):
+    """Turns `StepRewards` of reward functions into advantages (B, T) for TRL's loss.
+
+    If no reward function of any process returns `StepRewards` in a rollout, TRL's own advantages (B,) stay.
+    """
+
+    window_options = (("step_advantage", None),)
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(trainer)
+        self._steps: dict[tuple[int, int], StepRewards] = {}
+        self._returned: _Returned | None = None
+        self._last_rollout: dict[str, Tensor] | None = None
+
+    @property
+    def has_step_rewards(self) -> bool:
+        """True if a rollout had `StepRewards`, on any process."""
+        return self._last_rollout is not None
+
+    @property
+    def last_step_advantages(self) -> list[list[tuple[str, float]]]:
+        """The loss tokens of each completion, with advantages, of this process's last rollout with step rewards.
+
+        Each completion is a list of pairs of the token's text and its advantage, as
+        `trl_steady.rewards.advantages_html` and `advantages_png` take them.
+        """
+        if self._last_rollout is None:
+            return []
+        rollout, completions = self._last_rollout, []
+        for ids, mask, values in zip(rollout["ids"], rollout["mask"], rollout["advantages"], strict=True):
+            own = ids[mask].tolist()
+            text, begins = spelling(text_tokenizer(self.trainer), own)
+            pieces = [text[start:end] for start, end in pairwise(begins)]
+            completions.append(list(zip(pieces, values[mask].tolist(), strict=True)))
+        return completions
+
+    def read_rewards(self, function: int, returned: Any) -> list[Any]:
+        """Store step rewards for later, and return their sums to TRL."""
+        self._steps |= {(i, function): reward for i, reward in enumerate(returned) if isinstance(reward, StepRewards)}
+        return [reward.total if isinstance(reward, StepRewards) else reward for reward in returned]
+
     def keep_rewards(self, rewards: Tensor, completions: list[Any], completion_ids: list[list[int]]) -> None:
         """Store the rewards until the rollout is complete, when the model's own tokens are known."""
-        refuse_infinite(self.trainer.reward_func_names, rewards, len(completions))
-        for function, column in enumerate(rewards.isnan().any(0).tolist()):
-            is_model = isinstance(self.trainer.reward_funcs[function], torch.nn.Module)
-            if column and is_model and self.trainer.accelerator.is_main_process:
-                self._warn_of_nan(function, "Check the reward model: its weights, its dtype and its pad_token_id.")
         self._returned = _Returned(rewards, completions, completion_ids, self._steps)
         self._steps = {}
 

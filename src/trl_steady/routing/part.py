@@ -93,7 +93,7 @@ class RoutingPart(Part):
             )
         if self._kind == "R2":
             return
-        if getattr(trainer, "rollout_func", None) is not None:
+        if trainer.rollout_func is not None:
             raise ValueError(
                 f"{option} does not work with a rollout_func, which returns no routes. Leave rollout_func unset, "
                 f"{_R2_INSTEAD}."

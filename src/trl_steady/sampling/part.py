@@ -89,7 +89,7 @@ class SamplingPart(Part):
                 f"{_OPTION} does not work with prompt learning, which shifts tokens against labels. Train LoRA "
                 "adapters, or set keep_sampling_mask=False."
             )
-        if getattr(trainer, "rollout_func", None) is not None:
+        if trainer.rollout_func is not None:
             raise ValueError(
                 f"{_OPTION} does not work with a rollout_func, which returns no kept tokens. Leave rollout_func "
                 "unset, or set keep_sampling_mask=False and sample without top_p, top_k and min_p."

@@ -3,17 +3,16 @@
 import warnings
 from dataclasses import fields
 from importlib.metadata import version
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from transformers import TrainerCallback
 
 from trl_steady import __version__, host
-from trl_steady.config.idle import cannot_act
-from trl_steady.config.methods import METHODS, Method
+from trl_steady.config.methods import Method, methods_on
 
 if TYPE_CHECKING:
-    from trl_steady.config.grpo import GRPOConfig
-    from trl_steady.trainers.grpo import GRPOTrainer
+    from trl_steady.config.shared import SharedOptions
+    from trl_steady.host import Steady
 
 __all__ = ["PATIENCE", "FirstStepCheck", "summary"]
 
@@ -21,18 +20,18 @@ PATIENCE = 10
 """Number of optimizer steps after which an override must have called `super()`, if it calls it conditionally."""
 
 
-def summary(trainer: "GRPOTrainer") -> str:
+def summary(trainer: "Steady") -> str:
     """Return a line with the trainer's class and a line for each active method with its options."""
-    kind, args = type(trainer), trainer.args
+    kind, args = type(trainer), cast(Any, trainer.args)
     name = f"{kind.__module__}.{kind.__qualname__}"
-    base = "" if kind.__module__.startswith("trl_steady.") else " on trl_steady.GRPOTrainer"
-    lines = [f"trl-steady {__version__}, trl {version('trl')}: {name}{base}, loss_type={args.loss_type!r}"]
+    base = "" if kind.__module__.startswith("trl_steady.") else f" on trl_steady.{args.METHOD}Trainer"
+    loss = f", loss_type={args.loss_type!r}" if args.METHOD == "GRPO" else ""
+    lines = [f"trl-steady {__version__}, trl {version('trl')}: {name}{base}{loss}"]
     has_engine = trainer.use_vllm or trainer.rollout_func is not None
-    warned = [*cannot_act(args), *([] if has_engine else args.idle_without_engine)]
-    for method in METHODS:
-        if method.is_on(args):
-            is_idle = any(message.startswith(f"{option}=") for option in method.options for message in warned)
-            lines.append(f"  {'cannot act' if is_idle else 'on'}: {_described(method, args)}")
+    warned = [*args.cannot_act, *([] if has_engine else args.idle_without_engine)]
+    for method in methods_on(args):
+        is_idle = any(message.startswith(f"{option}=") for option in method.options for message in warned)
+        lines.append(f"  {'cannot act' if is_idle else 'on'}: {_described(method, args)}")
     return "\n".join(lines if len(lines) > 1 else [*lines, "  on: nothing, it trains like TRL's trainer"])
 
 
@@ -47,7 +46,7 @@ class FirstStepCheck(TrainerCallback):
     step does not make this call, the override gets a warning, and has `PATIENCE` steps to make it.
     """
 
-    def __init__(self, trainer: "GRPOTrainer") -> None:
+    def __init__(self, trainer: "Steady") -> None:
         self._trainer, self._has_generated, self._is_done = trainer, False, False
         self._steps, self._warned = 0, set[str]()
 
@@ -69,11 +68,10 @@ class FirstStepCheck(TrainerCallback):
         if self._is_done:
             return
         lost: dict[str, list[Method]] = {}
-        args = self._trainer.args
-        for method in METHODS:
-            if method.is_on(args):
-                for name in self._trainer.reached.missing(method.acts_in, has_generated=self._has_generated):
-                    lost.setdefault(name, []).append(method)
+        args = cast(Any, self._trainer.args)
+        for method in methods_on(args):
+            for name in self._trainer.reached.missing(method.acts_in, has_generated=self._has_generated):
+                lost.setdefault(name, []).append(method)
         by_default = {method for methods in lost.values() for method in methods if _is_default(method, args)}
         waits = False
         for name, methods in lost.items():
@@ -100,10 +98,10 @@ class FirstStepCheck(TrainerCallback):
         self._is_done = self._has_generated and not waits
 
 
-def _described(method: Method, args: "GRPOConfig") -> str:
+def _described(method: Method, args: "SharedOptions") -> str:
     return f"{method.name}: {', '.join(f'{option}={getattr(args, option)!r}' for option in method.options)}"
 
 
-def _is_default(method: Method, args: "GRPOConfig") -> bool:
+def _is_default(method: Method, args: "SharedOptions") -> bool:
     defaults = {option.name: option.default for option in fields(args)}
     return all(getattr(args, option) == defaults[option] for option in method.options)

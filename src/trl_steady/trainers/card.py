@@ -12,12 +12,12 @@ from trl_steady import __version__
 from trl_steady.config.methods import Method
 
 if TYPE_CHECKING:
-    from trl_steady.config.grpo import GRPOConfig
+    from trl_steady.config.shared import SharedOptions
 
 __all__ = ["add_methods", "citations"]
 
 
-def add_methods(path: Path, on: Sequence[Method], args: "GRPOConfig") -> None:
+def add_methods(path: Path, on: Sequence[Method], args: "SharedOptions") -> None:
     """Add to TRL's model card a tag, the methods of the run, and their citations.
 
     Args:
@@ -28,7 +28,7 @@ def add_methods(path: Path, on: Sequence[Method], args: "GRPOConfig") -> None:
     card = ModelCard.load(path)
     data: Any = card.data  # huggingface_hub declares the data of any card
     data.tags = [*(data.tags or []), "trl-steady"]
-    lines = ["\n## trl-steady\n", f"The trainer was `trl_steady.GRPOTrainer` of trl-steady {__version__}."]
+    lines = ["\n## trl-steady\n", f"The trainer was `trl_steady.{args.METHOD}Trainer` of trl-steady {__version__}."]
     if on:
         lines += ["It trained with these methods:\n", "| method | options | paper |", "|---|---|---|"]
         lines += [f"| {method.name} | {_options(method.options, args)} | {_papers(method.paper)} |" for method in on]
@@ -59,5 +59,5 @@ def _papers(paper: str) -> str:
     return re.sub(r"\d{4}\.\d{5}", lambda found: f"[{found[0]}](https://huggingface.co/papers/{found[0]})", paper)
 
 
-def _options(names: Sequence[str], args: "GRPOConfig") -> str:
+def _options(names: Sequence[str], args: "SharedOptions") -> str:
     return ", ".join(f"`{name}={getattr(args, name)!r}`" for name in names)

@@ -15,7 +15,7 @@ from trl_steady.losses.table import LOSSES
 from trl_steady.padding.part import PaddingPart
 from trl_steady.reference.callback import Refresh
 from trl_steady.reference.part import ReferencePart
-from trl_steady.rewards.part import RewardsPart
+from trl_steady.rewards.part import RewardsPart, StepsPart
 from trl_steady.routing.part import RoutingPart
 from trl_steady.sampling.part import SamplingPart
 from trl_steady.trainers.deprecations import ignore_trls
@@ -67,6 +67,7 @@ class GRPOTrainer(Steady, trl.GRPOTrainer):
         AdapterPart,
         ReferencePart,
         RewardsPart,
+        StepsPart,
         LossPart,
         ReportPart,
     )
@@ -86,13 +87,12 @@ class GRPOTrainer(Steady, trl.GRPOTrainer):
     @property
     def reference_refreshes(self) -> list[Refresh]:
         """The refreshes of the reference so far, including those before a resume."""
-        callback = self.part(ReferencePart).callback
-        return callback.refreshes if callback else []
+        return self.part(ReferencePart).refreshes
 
     @property
     def has_step_rewards(self) -> bool:
         """True if a rollout had `StepRewards`, on any process."""
-        return self.part(RewardsPart).has_step_rewards
+        return self.part(StepsPart).has_step_rewards
 
     @property
     def last_step_advantages(self) -> list[list[tuple[str, float]]]:
@@ -101,7 +101,12 @@ class GRPOTrainer(Steady, trl.GRPOTrainer):
         Each completion is a list of pairs of the token's text and its advantage, as
         `trl_steady.rewards.advantages_html` and `advantages_png` take them.
         """
-        return self.part(RewardsPart).last_step_advantages
+        return self.part(StepsPart).last_step_advantages
+
+    @property
+    def loss_is_token_sum(self) -> bool:
+        """True if the loss is a sum over the tokens of an optimizer step, divided by a known number."""
+        return LOSSES[self.loss_type].reduction == "step_tokens"
 
     @property
     def why_one_advantage(self) -> str | None:

@@ -3,7 +3,7 @@
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trl_steady.config.methods import METHODS
+from trl_steady.config.methods import METHODS, methods_on
 from trl_steady.host.inputs import refuse_inputs
 from trl_steady.host.models import text_tokenizer
 from trl_steady.host.names import default_output_dir
@@ -60,6 +60,7 @@ class ReportPart(Part):
     def add_to_card(self, card: Path) -> None:
         """Add the methods that were on, and their citations."""
         trainer = self.trainer
-        seen = {"rewards"} if getattr(trainer, "has_step_rewards", False) else set()
-        on = [method for method in METHODS if method.is_on(trainer.args) or method.kind in seen]
+        has_steps = getattr(trainer, "has_step_rewards", False)  # no option tells
+        active = methods_on(trainer.args)
+        on = [method for method in METHODS if method in active or (has_steps and method.kind == "rewards")]
         add_methods(card, on, trainer.args)

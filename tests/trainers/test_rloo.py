@@ -1,0 +1,295 @@
+"""RLOO with our parts: with all of them off it is TRL's bit for bit, and each acts as it does under GRPO."""
+
+import functools
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import trl
+from peft import LoraConfig
+
+import trl_steady
+from tests.oracles import routes as routed_oracle
+from tests.tools import resumable, tiny
+from trl_steady.sampling.kept import KeptTokens
+
+trainer = functools.partial(tiny.trainer, method="RLOO")
+# packed or padded, a sum is taken in another order; a few updates of 1e-2 carry the rounding on
+ROUNDING = {"rtol": 1e-2, "atol": 5e-4}
+
+
+def lengths(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
+    """None for some, which RLOO leaves out of the baseline."""
+    return [None if sum(ids) % 5 == 0 else float(len(ids)) for ids in completion_ids]
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "defaults": {},
+    "KL": {"beta": 0.1},
+    "accumulation": {"gradient_accumulation_steps": 2, "steps_per_generation": 4},
+    "several passes": {"num_iterations": 2, "epsilon": 0.1, "epsilon_high": 0.3},
+    "normalised": {"normalize_advantages": True, "reward_clip_range": (0.0, 9.0)},
+    "truncated": {"mask_truncated_completions": True, "max_completion_length": 4},
+    "sampling": {"temperature": 0.7, "top_k": 5, "repetition_penalty": 1.1},
+    "two rewards": {"reward_weights": [1.0, 0.5], "build": {"reward_funcs": [tiny.reward, lengths]}},
+    "lora": {"lora": True, "beta": 0.1},
+    "evaluation": {
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "per_device_eval_batch_size": 4,
+        "build": {"eval_dataset": tiny.dataset(4)},
+    },
+    "padded to a multiple": {"pad_to_multiple_of": 8},
+    "no columns removed": {"remove_unused_columns": False, "shuffle_dataset": False},
+}
+
+
+@pytest.mark.filterwarnings("ignore:sampling leaves tokens out")
+@pytest.mark.parametrize("model", ["dense", "moe"])
+@pytest.mark.parametrize("name", OPTIONS)
+def test_everything_off_is_trls_bit_for_bit(models: dict[str, Path], tmp_path: Path, name: str, model: str) -> None:
+    ours = tiny.train(trainer(models[model], tmp_path, padded=True, **OPTIONS[name]))
+    theirs = tiny.train(trainer(models[model], tmp_path, ours=False, **OPTIONS[name]))
+    assert resumable.differences(tiny.parameters(theirs), tiny.parameters(ours)) == []
+    assert resumable.differences(tiny.history(theirs), tiny.history(ours)) == []
+    moved = tiny.parameters(trainer(models[model], tmp_path, padded=True, **OPTIONS[name]))
+    assert resumable.differences(moved, tiny.parameters(ours)) != []
+
+
+@pytest.mark.parametrize("options", [{}, {"share_prompts": True}, {"token_budget": 40}], ids=str)
+@pytest.mark.parametrize("name", ["KL", "accumulation", "several passes", "lora"])
+def test_without_padding_it_is_trls_up_to_rounding(
+    models: dict[str, Path], tmp_path: Path, name: str, options: dict[str, Any]
+) -> None:
+    settings = {**OPTIONS[name], "max_steps": 3}
+    theirs = tiny.parameters(tiny.train(trainer(models["dense"], tmp_path, ours=False, **settings)))
+    widths: list[int] = []
+    own = trainer(models["dense"], tmp_path, **settings, **options)
+
+    def count(_: Any, inputs: Any) -> None:
+        if torch.is_grad_enabled():  # not while it generates
+            widths.append(inputs[0].numel())
+
+    own.model.get_input_embeddings().register_forward_pre_hook(count)
+    ours = tiny.parameters(tiny.train(own))
+    assert all(torch.allclose(ours[key], theirs[key], **ROUNDING) for key in theirs)
+    assert "token_budget" not in options or max(widths) <= 40
+
+
+def test_the_kl_is_exactly_0_after_a_refresh_with_lora(models: dict[str, Path], tmp_path: Path) -> None:
+    """RLOO's KL is that of a rollout, which is the first thing after a refresh."""
+    options = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 4, "ref_model_mixup_alpha": 1.0}
+    moving = tiny.train(trainer(models["dense"], tmp_path, lora=True, max_steps=12, **options))
+    assert [refresh.step for refresh in moving.reference_refreshes] == [4, 8]
+    kls = {row["step"] - 1: row["kl"] for row in moving.state.log_history if "kl" in row}
+    assert kls[0] == kls[4] == kls[8] == 0  # the initial adapter counts too: the reference is its copy
+    fixed = tiny.train(trainer(models["dense"], tmp_path, lora=True, max_steps=12, beta=0.1))
+    assert all(row["kl"] != 0 for row in fixed.state.log_history[4:] if "kl" in row)
+
+
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_killed_run_ends_as_if_it_had_not_been(kind: str, models: dict[str, Path], tmp_path: Path) -> None:
+    """Killed while it writes checkpoint 9, inside a window with a move of the reference due."""
+    model = models["dense" if kind == "full" else "moe"]
+    assert resumable.run(kind, model, tmp_path / "whole", method="RLOO") == 0
+    kill = ("open", "_unfinished/checkpoint-12", 1)
+    assert resumable.run(kind, model, tmp_path / "killed", kill=kill, method="RLOO") == -signal.SIGKILL
+    assert resumable.run(kind, model, tmp_path / "killed", method="RLOO") == 0
+    expected, found = (torch.load(tmp_path / run / "state.pt") for run in ("whole", "killed"))
+    assert [step for step, *_ in expected["refreshes"]] == [8, 16]
+    assert resumable.differences(expected, found) == []
+
+
+class Recorded(trl_steady.RLOOTrainer):
+    """Ours, which keeps its rollouts and what the policy scores in updates."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        self.rollouts: list[tuple[dict[str, torch.Tensor], dict[str, Any]]] = []
+        self.updates: list[tuple[dict[str, torch.Tensor], dict[str, Any]]] = []
+        super().__init__(*arguments, **keywords)
+
+    def rollout(self, inputs: Any) -> dict[str, Any]:
+        weights = routed_oracle.weights(self.model)
+        self.rollouts.append((weights, super().rollout(inputs)))
+        return self.rollouts[-1][1]
+
+    def micro_batch_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+        weights = routed_oracle.weights(self.model)
+        loss = super().micro_batch_loss(model, inputs)
+        self.updates.append((weights, {**inputs, "logps": self.scored}))
+        return loss
+
+    def log_probs(self, *arguments: Any, **keywords: Any) -> Any:
+        scores = super().log_probs(*arguments, **keywords)
+        self.scored = scores[0].detach()
+        return scores
+
+
+def recorded(folder: Path, output: Path, **options: Any) -> Recorded:
+    args = tiny.arguments(trl_steady.RLOOConfig, output, **options)
+    own = Recorded(str(folder), tiny.reward, args, tiny.dataset(), processing_class=tiny.tokenizer())
+    own.train()
+    return own
+
+
+def sequences(inputs: dict[str, Any]) -> list[tuple[list[int], int, torch.Tensor, int]]:
+    """Of each sequence: its tokens, the length of its prompt, where they are in the batch, and its row."""
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1).bool()
+    prompts = inputs["prompt_mask"].sum(-1).tolist()
+    return [(ids[i][own].tolist(), prompts[i], own, i) for i, own in enumerate(mask)]
+
+
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}
+
+
+def test_r2_replays_the_experts_of_the_old_policy(models: dict[str, Path], tmp_path: Path) -> None:
+    """Log-probs of each update equal those of the model alone whose tokens are sent through these experts."""
+    own = recorded(models["moe"], tmp_path, router_replay="R2", max_steps=4)
+    otherwise = 0
+    for weights, inputs in own.updates:
+        model = routed_oracle.initial(models["moe"], weights)
+        for tokens, prompt, where, row in sequences(inputs):
+            if len(tokens) == prompt:
+                continue
+            routes = inputs["routes"][row][where]
+            found = inputs["logps"][row][inputs["completion_mask"][row].bool()]
+            with torch.no_grad():
+                torch.testing.assert_close(found, routed_oracle.log_probs(model, tokens, prompt, routes), **CLOSE)
+                otherwise += not torch.allclose(found, routed_oracle.log_probs(model, tokens, prompt), **CLOSE)
+    assert otherwise > 0  # routers have changed, or nothing would have been shown
+    assert any(row.get("routing/changed", 0) > 0 for row in own.state.log_history)
+
+
+@pytest.mark.parametrize("options", [{}, {"token_budget": 60}], ids=str)
+def test_kept_tokens_are_what_old_and_new_log_probs_are_among(
+    models: dict[str, Path], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """From the model's own logits, masked by hand to the 5 tokens that top-k keeps."""
+    own = recorded(
+        models["dense"], tmp_path, keep_sampling_mask=True, top_k=5, temperature=0.8, max_steps=2, **options
+    )
+
+    def by_hand(weights: dict[str, torch.Tensor], inputs: dict[str, Any]) -> list[torch.Tensor]:
+        model = transformers.AutoModelForCausalLM.from_pretrained(models["dense"], dtype=torch.float32).eval()
+        model.load_state_dict(weights)
+        found = []
+        for tokens, prompt, _, row in sequences(inputs):
+            sets = KeptTokens(*inputs["kept_tokens"][row]).lists()[: len(tokens) - prompt]
+            assert all(len(own) == 5 for own in sets)
+            with torch.no_grad():
+                logits = model(input_ids=torch.tensor([tokens])).logits[0, prompt - 1 : -1] / 0.8
+            kept = [row[own].logsumexp(0) for row, own in zip(logits, sets, strict=True)]
+            of_tokens = logits.gather(-1, torch.tensor(tokens[prompt:])[:, None])[:, 0]
+            found.append(of_tokens - torch.stack(kept))
+        return found
+
+    for weights, samples in own.rollouts:
+        expected = torch.stack([each.sum() for each in by_hand(weights, samples)])
+        torch.testing.assert_close(samples["old_logps"], expected, rtol=1e-4, atol=1e-4)
+    for weights, inputs in own.updates:
+        for row, expected in enumerate(by_hand(weights, inputs)):
+            own_logps = inputs["logps"][row][inputs["completion_mask"][row].bool()]
+            torch.testing.assert_close(own_logps, expected, rtol=1e-4, atol=1e-4)
+    assert {
+        row["sampling_mask/kept_tokens"] for row in own.state.log_history if "sampling_mask/kept_tokens" in row
+    } == {5}
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "why"),
+    [
+        ("loss_type", "gspo", "RLOO has one loss"),
+        ("kl_estimator", "k2", "RLOO's KL is log policy - log reference at rollout.*part of its reward"),
+        ("geometric_mask_range", [0.9, 1.1], "RLOO's loss has no masks"),
+        ("step_advantage", "process", "RLOO has one advantage per sequence"),
+        ("top_entropy_quantile", 0.5, "RLOO does not read it"),
+    ],
+)
+def test_options_of_grpos_loss_are_refused_with_the_reason(tmp_path: Path, option: str, value: Any, why: str) -> None:
+    with pytest.raises(ValueError, match=f"^{option}=.* is an option of GRPO: {why}.*Leave {option} unset"):
+        trl_steady.RLOOConfig(str(tmp_path), **{option: value})
+
+
+def test_what_neither_knows_is_still_unexpected(tmp_path: Path) -> None:
+    with pytest.raises(TypeError, match="unexpected keyword argument 'loss_tpye'"):
+        trl_steady.RLOOConfig(str(tmp_path), loss_tpye="gspo")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"router_replay": "R4"}, "router_replay='R4' cannot work"),
+        ({"sync_ref_model": True, "beta": 0.0}, "sync_ref_model=True with beta=0.0"),
+        ({"share_prompts": True, "trim_padding": False}, "share_prompts=True does not work with trim_padding=False"),
+        ({"reward_clip_range": (1.0, 0.0)}, "reward_clip_range=.*cannot work"),
+        ({"temperature": 0.0}, "temperature=0.0 cannot work"),
+    ],
+)
+def test_options_that_cannot_work_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        tiny.arguments(trl_steady.RLOOConfig, tmp_path, **options)
+
+
+def test_step_rewards_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    def steps(completion_ids: list[list[int]], **_: Any) -> list[Any]:
+        return [trl_steady.StepRewards.at_tokens([1.0], [len(ids)]) for ids in completion_ids]
+
+    with pytest.raises(
+        ValueError, match="returned StepRewards, but RLOO has one ratio and one advantage per sequence"
+    ):
+        tiny.train(trainer(models["dense"], tmp_path, build={"reward_funcs": steps}))
+
+
+def test_configs_and_trainers_of_both_packages_do_not_mix(models: dict[str, Path], tmp_path: Path) -> None:
+    ours, theirs = (tiny.arguments(package.RLOOConfig, tmp_path) for package in (trl_steady, trl))
+    build = {"train_dataset": tiny.dataset(), "processing_class": tiny.tokenizer()}
+    with pytest.raises(ValueError, match=r"RLOOTrainer got a trl_steady\.RLOOConfig and would ignore"):
+        trl.RLOOTrainer(str(models["dense"]), tiny.reward, ours, **build)
+    with pytest.raises(ValueError, match="Import RLOOConfig from trl_steady too"):
+        trl_steady.RLOOTrainer(str(models["dense"]), tiny.reward, theirs, **build)
+    with pytest.raises(ValueError, match="Import GRPOConfig from trl_steady too"):
+        trl_steady.GRPOTrainer(str(models["dense"]), tiny.reward, ours, **build)
+
+
+def test_a_method_that_is_bypassed_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    class OwnScores(trl_steady.RLOOTrainer):
+        def _get_per_token_logps_and_entropies(self, *arguments: Any, **keywords: Any) -> Any:
+            return trl.RLOOTrainer._get_per_token_logps_and_entropies(self, *arguments, **keywords)
+
+    args = tiny.arguments(trl_steady.RLOOConfig, tmp_path, keep_sampling_mask=True, top_k=5)
+    build = {"train_dataset": tiny.dataset(), "processing_class": tiny.tokenizer()}
+    with pytest.raises(
+        ValueError, match="OwnScores overrides _get_per_token_logps_and_entropies without calling super"
+    ):
+        OwnScores(str(models["dense"]), tiny.reward, args, **build).train()
+
+
+def test_what_is_on_is_printed_and_in_the_model_card(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options = {
+        "beta": 0.1,
+        "sync_ref_model": True,
+        "ref_model_sync_steps": 2,
+        "save_strategy": "steps",
+        "save_steps": 4,
+    }
+    tiny.train(trainer(models["dense"], tmp_path, max_steps=4, **options))
+    printed, card = capsys.readouterr().out, (tmp_path / "README.md").read_text()
+    assert "trl_steady.trainers.rloo.RLOOTrainer\n  on: iterative GRPO: a reference that moves" in printed
+    assert "`trl_steady.RLOOTrainer`" in card and "| iterative GRPO: a reference that moves |" in card
+
+
+def test_on_a_quantised_base_the_reference_moves_too(wide: Path, tmp_path: Path) -> None:
+    from tests.tools import wide as wide_model
+
+    options = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 4, "ref_model_mixup_alpha": 1.0}
+    lora = LoraConfig(**tiny.LORA)
+    own = trainer(wide_model.load(wide, "nf4"), tmp_path, build={"peft_config": lora}, max_steps=8, **options)
+    tiny.train(own)
+    kls = {row["step"] - 1: row["kl"] for row in own.state.log_history if "kl" in row}
+    assert kls[4] == 0 and [refresh.step for refresh in own.reference_refreshes] == [4]
