@@ -19,7 +19,7 @@ if not trl.GRPOTrainer.__module__.startswith("trl."):
         "_compute_loss. trl-steady needs TRL's own trainer. Import trl_steady without the package that patches TRL."
     )
 
-from trl_steady.host.contract import CONTRACT, Contract  # noqa: E402
+from trl_steady.host.contract import CONTRACT, RLOO_CONTRACT, Contract  # noqa: E402
 from trl_steady.host.loss import MicroBatch, Terms  # noqa: E402
 from trl_steady.host.names import (  # noqa: E402
     default_output_dir,
@@ -36,6 +36,7 @@ from trl_steady.host.seam import Steady  # noqa: E402
 
 __all__ = [
     "CONTRACT",
+    "RLOO_CONTRACT",
     "Contract",
     "MicroBatch",
     "Part",

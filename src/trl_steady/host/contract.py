@@ -1,9 +1,9 @@
 """Table of everything that TRL's `_compute_loss` reads, and how trl-steady treats it; a test compares it with TRL."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-__all__ = ["CONTRACT", "FORWARDED", "Contract"]
+__all__ = ["CONTRACT", "FORWARDED", "RLOO_CONTRACT", "Contract"]
 
 
 @dataclass(frozen=True)
@@ -233,3 +233,24 @@ CONTRACT = Contract(
         "token_type_ids": _CUT,
     },
 )
+
+_ELSE = ("get_off_policy_mask", "_generate_single_turn")  # missing in RLOO, or with other parameters
+RLOO_CONTRACT = replace(
+    CONTRACT,
+    attributes={
+        "_get_per_token_logps_and_entropies": "wrapped: the parts score",
+        **dict.fromkeys(("_metrics", "accelerator", "aux_loss_enabled", "epsilon_high", "epsilon_low"), _BY_TRL),
+        **dict.fromkeys(("model", "router_aux_loss_coef"), _BY_TRL),
+    },
+    arguments={},
+    inputs={
+        **{name: FORWARDED for name, how in CONTRACT.inputs.items() if how == FORWARDED},
+        **dict.fromkeys(("advantages", "old_logps"), _BY_TRL),
+        **dict.fromkeys(("prompt_ids", "prompt_mask", "completion_ids", "completion_mask"), _BY_TRL),
+    },
+    parameters={
+        **{name: known for name, known in CONTRACT.parameters.items() if name not in _ELSE},
+        "_generate_single_turn": ("self", "prompt_ids", "images", "multimodal_fields"),
+    },
+)
+"""The same for TRL's RLOO, whose loss runs on TRL's own inputs."""

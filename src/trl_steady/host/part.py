@@ -78,16 +78,21 @@ class ScoringPass:
     """Sequences that go through the model together; None for all."""
     with_entropy: bool
     with_aux_loss: bool
-    is_text: bool
-    """True if the model gets nothing but text."""
+    of_samples: Mapping[str, Any]
+    """TRL's other arguments of the scoring method, such as images."""
     rollout: Rollout | None
     """The rollout that is scored, or None in a micro-batch."""
     samples: Mapping[str, Any]
     """The columns of the micro-batch; empty in a rollout."""
-    until_backward: ExitStack | None = None
+    until_backward: ExitStack | None
     """Contexts that must last until backward has ended; None outside a training step."""
     extras: dict[str, Tensor] = field(default_factory=dict)
     """Name -> (B, T) further values of the tokens, from the `extras` of the model's outputs."""
+
+    @property
+    def is_text(self) -> bool:
+        """True if the model gets nothing but text."""
+        return all(value is None for value in self.of_samples.values())
 
     @property
     def prompt_width(self) -> int:

@@ -1,5 +1,6 @@
 """One scoring pass: TRL's method calls the model in parts, and proxies need to know which tokens they get."""
 
+import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -77,20 +78,22 @@ def scored(scoring: ScoringPass, parts: Sequence[Part], own: Callable[..., Any])
     Args:
         scoring: The pass. Its `extras` are set.
         parts: The parts of the trainer.
-        own: TRL's scoring method, of a model, `input_ids`, `attention_mask` and `batch_size`.
+        own: TRL's scoring method.
     """
     ids, mask = scoring.input_ids, scoring.attention_mask
+    asked = {"compute_entropy": scoring.with_entropy, "compute_aux_loss": scoring.with_aux_loss, **scoring.of_samples}
+    trls = functools.partial(own, logits_to_keep=scoring.width, **asked)
     with ExitStack() as stack:
         model = alone = _without_places(scoring.model)
         for part in parts:
             model = stack.enter_context(part.scoring(scoring, model))
         if model is alone:  # no part acts in this pass
-            return Scores(*own(scoring.model, ids, mask, batch_size=scoring.batch_size))
+            return Scores(*trls(scoring.model, ids, mask, batch_size=scoring.batch_size))
         places = torch.arange(ids.numel(), device=ids.device).view_as(ids)
 
         def score(rows: Any, batch_size: int | None = None) -> tuple[Scores, dict[str, Tensor]]:
             placed = PlacedModel(model, places[rows], scoring.width) if needs_places(model) else None
-            scores = Scores(*own(placed or model, ids[rows], mask[rows], batch_size=batch_size))
+            scores = Scores(*trls(placed or model, ids[rows], mask[rows], batch_size=batch_size))
             return scores, {} if placed is None else placed.extras()
 
         batches = [rows for part in parts for rows in part.batches(scoring)]

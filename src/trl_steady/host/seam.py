@@ -150,40 +150,15 @@ class Steady(_Trls):
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return log-probs (B, T) and, on request, entropies (B, T) and the load-balancing loss, as TRL computes them.
 
-        Args:
-            model: The policy, the reference, or a wrapper of one of them.
-            input_ids: (B, L), prompts before completions.
-            attention_mask: (B, L).
-            logits_to_keep: T, the number of completion columns.
-            batch_size: Sequences that go through the model together; None for all.
-            compute_entropy: True to return entropies.
-            compute_aux_loss: True to return the load-balancing loss.
-            **of_samples: TRL's other arguments.
+        The arguments are TRL's; `ScoringPass` explains them.
         """
         if torch.is_grad_enabled():  # the training pass, not the pass of the old policy or the reference
             self.reached.note("log_probs")
-        scoring = ScoringPass(
-            role=role_of(self, model, in_rollout=self._rollout is not None),
-            model=model,
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            width=logits_to_keep,
-            batch_size=batch_size,
-            with_entropy=compute_entropy,
-            with_aux_loss=compute_aux_loss,
-            is_text=all(value is None for value in of_samples.values()),
-            rollout=self._rollout,
-            samples=self._samples,
-            until_backward=self._until_backward,
-        )
-        own = functools.partial(
-            super()._get_per_token_logps_and_entropies,
-            logits_to_keep=logits_to_keep,
-            compute_entropy=compute_entropy,
-            compute_aux_loss=compute_aux_loss,
-            **of_samples,
-        )
-        scores = scored(scoring, self.parts, own)
+        asked = logits_to_keep, batch_size, compute_entropy, compute_aux_loss, of_samples
+        here = self._rollout, self._samples, self._until_backward
+        role = role_of(self, model, in_rollout=self._rollout is not None)
+        scoring = ScoringPass(role, model, input_ids, attention_mask, *asked, *here)
+        scores = scored(scoring, self.parts, super()._get_per_token_logps_and_entropies)
         self._extras = scoring.extras
         return scores
 

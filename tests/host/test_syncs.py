@@ -1,0 +1,53 @@
+"""Between two logs our metrics, masks and KL make nobody wait: TRL's own loss does, in every micro-batch."""
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tools import tiny
+from tests.tools.batches import random_batch
+from tests.tools.syncs import counted
+
+OPTIONS: dict[str, Any] = {
+    "loss_type": "gspo_token",
+    "beta": 0.1,
+    "kl_estimator": "k2",
+    "use_bias_correction_kl": True,
+    "kl_ratio_denominator": "sampler",
+    "off_policy_mask_threshold": 0.1,
+    "geometric_mask_range": [0.5, 2.0],
+    "token_veto_threshold": 0.01,
+}
+
+
+def engine(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Never called: it only makes the trainer expect log-probs of a sampler."""
+    raise NotImplementedError
+
+
+@pytest.mark.parametrize("loss_type", ["gspo", "gspo_token", "gmpo", "dapo"])
+def test_a_micro_batch_of_ours_waits_for_nothing(models: dict[str, Path], tmp_path: Path, loss_type: str) -> None:
+    options = {**OPTIONS, "loss_type": loss_type}
+    trainer = tiny.trainer(models["dense"], tmp_path, padded=True, build={"rollout_func": engine}, **options)
+    vars(trainer)["current_gradient_accumulation_steps"] = 1
+    batch = random_batch()
+    inputs = batch.inputs(
+        ref_per_token_logps=batch.old_logps - 0.1,
+        sampling_per_token_logps=batch.old_logps + 0.05 * torch.randn(batch.logps.shape),
+        advantages=batch.advantages.float(),
+    )
+    inputs = {k: v.float() if v.is_floating_point() else v for k, v in inputs.items()}
+    trainer.model.train()
+    with counted() as syncs:
+        for _ in range(3):
+            trainer.compute_loss(trainer.model, inputs).backward()
+    assert syncs.transfers["trl_steady"] == 0 and syncs.collectives["trl_steady"] == 0
+    assert syncs.transfers["trl"] > 0 and syncs.collectives["trl"] > 0  # the counter counts
+    with counted() as syncs:
+        trainer.log({})
+    assert syncs.collectives == Counter({"trl_steady": 1})
+    logged = trainer.state.log_history[-1]
+    assert {"kl", "kl/k2", "ratio/sequence_min", "off_policy_q50", "dropped/veto", "mismatch/kl"} <= logged.keys()

@@ -1,0 +1,92 @@
+"""Rules of the source that a reader relies on: who may name what, and how deep a trainer is."""
+
+import ast
+import inspect
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from trl.generation import vllm_client, vllm_generation
+from trl.trainer import grpo_trainer, rloo_trainer, utils
+
+import trl_steady
+
+SRC = Path(trl_steady.__file__).parent
+HOST = SRC / "host"
+FILES = sorted(path for path in SRC.rglob("*.py") if HOST not in path.parents)
+TRAINERS = (trl_steady.GRPOTrainer, trl_steady.RLOOTrainer)
+
+
+def private_names() -> set[str]:
+    """What TRL's classes define, or set on themselves, with a leading underscore, and private names of its modules."""
+    found: set[str] = set()
+    for source in (grpo_trainer, rloo_trainer, utils, vllm_generation, vllm_client):
+        tree = ast.parse(inspect.getsource(source))
+        for node in ast.walk(tree):
+            match node:
+                case ast.Attribute(value=ast.Name(id="self"), attr=name) | ast.FunctionDef(name=name):
+                    found.add(name)
+                case ast.ClassDef(name=name) | ast.alias(asname=str(name)):
+                    found.add(name)
+                case _:
+                    pass
+    return {name for name in found if name.startswith("_") and not name.startswith("__")}
+
+
+def names_in(tree: ast.AST) -> Iterator[str]:
+    """Attributes of anything but `self`, imported names, and strings that are a name."""
+    for node in ast.walk(tree):
+        match node:
+            case ast.Attribute(value=ast.Name(id="self" | "cls" | "ctx")):
+                pass
+            case ast.Attribute(attr=name) | ast.Constant(value=str(name)) | ast.alias(name=name):
+                yield name
+            case _:
+                pass
+
+
+def test_only_the_host_names_what_is_private_to_trl() -> None:
+    theirs = private_names()
+    assert {"_compute_loss", "_metrics", "_buffered_inputs", "_iter_named_params", "_post"} <= theirs
+    found = {path.relative_to(SRC): theirs & set(names_in(ast.parse(path.read_text()))) for path in FILES}
+    assert {path: names for path, names in found.items() if names} == {}
+
+
+@pytest.mark.parametrize(
+    "line", ["trainer._metrics", "getattr(x, '_step')", "from trl.x import _ChunkedLogProbFunction"]
+)
+def test_a_private_name_is_found_in_each_form(line: str) -> None:
+    assert private_names() & set(names_in(ast.parse(line)))
+
+
+@pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.__name__)
+def test_a_trainer_has_at_most_three_classes_of_ours(trainer: type) -> None:
+    ours = [base.__name__ for base in trainer.__mro__ if base.__module__.startswith("trl_steady")]
+    assert ours == [trainer.__name__, "Steady"]
+
+
+def test_the_host_imports_no_feature() -> None:
+    for path in HOST.glob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text()))
+        modules = [node.module for node in nodes if isinstance(node, ast.ImportFrom) and node.module]
+        ours = {module.split(".")[1] for module in modules if module.startswith("trl_steady.")}
+        assert ours <= {"host", "functional"}, path.name
+
+
+def test_outside_the_host_nothing_of_the_trainer_is_replaced_for_a_call() -> None:
+    """`overridden` may replace attributes of a config or a model, not of a trainer."""
+    for path in FILES:
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "overridden":
+                assert ast.unparse(node.args[0]) in ("args", "model"), f"{path}: {ast.unparse(node)}"
+            if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "patch.object"):
+                assert "trainer" not in ast.unparse(node.args[0]), f"{path}: {ast.unparse(node)}"
+
+
+def test_the_way_of_a_micro_batch_is_one_short_file() -> None:
+    """From generation to loss, in this order."""
+    lines = (HOST / "seam.py").read_text().splitlines()
+    assert len(lines) < 300
+    steps = ["def rollout", "def generate", "def log_probs", "def compute_loss", "def micro_batch_loss", "def score"]
+    places = [next(i for i, line in enumerate(lines) if line.startswith(f"    {step}(")) for step in steps]
+    assert places == sorted(places)
