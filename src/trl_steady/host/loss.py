@@ -1,6 +1,6 @@
 """The loss of a micro-batch: its scores, and how TRL's own loss runs on them once they are rewritten."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -97,8 +97,8 @@ class Terms:
     """(B, 1) or (B, T), 1 = keep, 0 = leave out of TRL's policy term; None keeps all."""
     attributes: Mapping[str, Any] = field(default_factory=dict)
     """Further attributes of the trainer that TRL's loss reads, with the values that it needs."""
-    own: Sequence[tuple[float, Tensor]] = ()
-    """Factors and (B, T) values of terms that TRL does not have. They are reduced like TRL's policy term."""
+    own: Callable[[], Sequence[tuple[float, Tensor]]] = tuple
+    """Returns factors and (B, T) values of terms that TRL does not have. They are reduced like TRL's policy term."""
 
 
 # Keys of `inputs` that TRL's _compute_loss reads -> fields of MicroBatch that replace them.

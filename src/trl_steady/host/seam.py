@@ -203,7 +203,7 @@ class Steady(_Trls):
         terms = part.rewrite(batch)
         with overridden(self, loss.attributes(self, terms)):
             total = super()._compute_loss(model, loss.rewritten(inputs, terms.batch))
-        for factor, values in terms.own:
+        for factor, values in terms.own():
             weights = loss.token_weights(self, batch.mask, inputs, terms.reduction, values.dtype)
             total = total + factor * (weights * values).sum()
         return total

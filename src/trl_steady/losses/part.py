@@ -76,16 +76,20 @@ class LossPart(Part):
         statistic, masked = self._masks(clean)
         keep = functools.reduce(torch.mul, masked.values()) if masked else None
         attributes: dict[str, Any] = {}
-        terms: list[tuple[float, Tensor]] = []
+        policy_term: list[tuple[float, Tensor]] = []
         if own.policy_term is not None:
-            terms.append((1.0, self._policy_term(own.policy_term, clean, keep, attributes)))
+            policy_term.append((1.0, self._policy_term(own.policy_term, clean, keep, attributes)))
             keep = torch.zeros_like(clean.mask[:, :1])  # nothing is left of TRL's
             attributes |= own.in_trls_terms(trainer) if own.in_trls_terms else {}
-        estimates = {} if self.trainer.beta == 0.0 else objective.kl_estimates(clean, args)
-        if self._has_own_kl:
-            terms.append((self.trainer.beta, estimates[args.kl_estimator]))
+
+        def own_terms() -> list[tuple[float, Tensor]]:
+            estimates = {} if trainer.beta == 0.0 else objective.kl_estimates(clean, args)
+            self._measure(clean, statistic, masked, estimates)
+            if not self._has_own_kl:
+                return policy_term
             self.trainer.metrics.token_mean("kl", estimates[args.kl_estimator], clean.mask)
-        self._measure(clean, statistic, masked, estimates)
+            return [*policy_term, (trainer.beta, estimates[args.kl_estimator])]
+
         return Terms(
             batch=rewritten,
             loss_type=loss_type,
@@ -94,7 +98,7 @@ class LossPart(Part):
             with_kl=not self._has_own_kl,
             keep=keep,
             attributes=attributes,
-            own=terms,
+            own=own_terms,
         )
 
     def _masks(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
