@@ -43,9 +43,10 @@ def _inactive(args: Any) -> list[str]:
     )
     messages = []
     if args.METHOD == "GRPO" and args.loss.is_ours:
+        ratio = "sequence ratio is" if args.loss.level == "sequence" else "ratios are"
         messages.append(
-            f"loss_type={args.loss_type!r} cannot act: every update is on-policy, so the sequence ratio is exactly 1 "
-            f"and nothing is clipped {why}"
+            f"loss_type={args.loss_type!r} cannot act: every update is on-policy, so the {ratio} exactly 1 and nothing "
+            f"is clipped {why}"
         )
     if args.router_replay == "R2":
         messages.append(

@@ -31,14 +31,13 @@ class Contract:
 
 
 _BY_TRL = "honoured: TRL's own code runs"
+_IN_RATIOS = "honoured: TRL's own code runs; translated to ratios for TRL's metrics under gmpo"
 _CUT = "cut to the columns with tokens"
 _LAID = "cut to the columns with tokens; packed if the model allows it"
 _PASSED_ON = "passed on; the row is not packed"
 FORWARDED = "honoured: forwarded to TRL's scoring method by name"
 _OUR_KL = "honoured: our KL is normalised like TRL's loss"
-_NOT_READ = (
-    "refused if set with gspo or gspo_token, whose loss does not read it; otherwise honoured: TRL's own code runs"
-)
+_NOT_READ = "refused if set with a loss of ours, which does not read it; otherwise honoured: TRL's own code runs"
 
 CONTRACT = Contract(
     attributes={
@@ -53,13 +52,13 @@ CONTRACT = Contract(
         "beta": "honoured: 0 for TRL while our KL replaces TRL's",
         "current_gradient_accumulation_steps": _OUR_KL,
         "entropy_coef": _BY_TRL,
-        "epsilon_high": _BY_TRL,
-        "epsilon_low": _BY_TRL,
+        "epsilon_high": _IN_RATIOS,
+        "epsilon_low": _IN_RATIOS,
         "get_gamma_weights": _BY_TRL,
-        "get_high_entropy_mask": _BY_TRL,
+        "get_high_entropy_mask": "honoured: TRL's own code runs; gmpo calls it and hands TRL the result",
         "get_off_policy_mask": "wrapped: one decision per sequence, also with (B, T) advantages; adds the other masks",
-        "importance_sampling_level": "honoured: 'sequence' for gspo; 'token' for TRL's code under gspo_token",
-        "loss_type": "honoured: 'grpo' for TRL's code under gspo and gspo_token; decides how our KL is reduced",
+        "importance_sampling_level": "honoured: 'sequence' for gspo; 'token' for TRL's code under gspo_token and gmpo",
+        "loss_type": "honoured: 'grpo' for TRL's code under our losses; decides how our terms are reduced",
         "max_completion_length": _OUR_KL,
         "model": _BY_TRL,
         "off_policy_mask_threshold": "honoured: TRL multiplies by our mask if one is active",
@@ -85,13 +84,13 @@ CONTRACT = Contract(
         "vespo_lambda_pos": _NOT_READ,
     },
     inputs={
-        "advantages": "rewritten: gspo_token takes (B, T), set to 0 where the mask is 0; gspo refuses (B, T)",
+        "advantages": "rewritten: gspo_token takes (B, T), set to 0 where the mask is 0; gspo and gmpo refuse (B, T)",
         "completion_ids": _BY_TRL,
         "completion_mask": _BY_TRL,
         "image_grid_thw": FORWARDED,
         "image_position_ids": FORWARDED,
         "image_sizes": FORWARDED,
-        "importance_sampling_ratio": "rewritten for gspo and gspo_token: set to 0 where the mask is 0",
+        "importance_sampling_ratio": "rewritten for our losses: set to 0 where the mask is 0",
         "mm_token_type_ids": FORWARDED,
         "num_images": FORWARDED,
         "num_items_in_batch": _OUR_KL,
@@ -213,6 +212,7 @@ CONTRACT = Contract(
             "launch_parser_fn",
         ),
         "trl.scripts.grpo.make_parser": ("subparsers", "prog"),
+        "trl.scripts.rloo.make_parser": ("subparsers", "prog"),
     },
     scoring={
         "attention_mask": _LAID,

@@ -1,5 +1,6 @@
 """Settings that must not change inside a generation window."""
 
+import functools
 import json
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
@@ -123,11 +124,12 @@ def different(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     A checkpoint of an older version has fewer settings; missing ones are not compared.
     """
     there = {**_UNSET, **there}
-    return [name for name in here if name in there and _value(name, there[name]) != _value(name, here[name])]
+    value = functools.partial(_value, is_in_reward="normalize_advantages" in here)  # an option of RLOO
+    return [name for name in here if name in there and value(name, there[name]) != value(name, here[name])]
 
 
-def _value(name: str, value: Any) -> Any:
-    if name == "beta":  # only 0 or not matters: it decides whether there are reference log-probs
+def _value(name: str, value: Any, *, is_in_reward: bool) -> Any:
+    if name == "beta" and not is_in_reward:  # only 0 or not matters: it decides whether there are reference log-probs
         return value != 0
     return value or None if name in _OFF else value
 

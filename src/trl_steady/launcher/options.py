@@ -21,7 +21,7 @@ from trl_steady.config.shared import SharedOptions
 from trl_steady.config.spelling import near
 from trl_steady.config.values import CHOICES
 
-__all__ = ["given_to_script", "is_option", "parse_settings", "refuse_dropped"]
+__all__ = ["given_to_script", "is_option", "parse_settings", "refuse_dropped", "refuse_unknown"]
 
 _CONFIGS = (RLOOConfig, GRPOConfig)
 _FIELDS = {option.name: option for config in _CONFIGS for option in fields(config) if option.init}
@@ -54,7 +54,7 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
         if not equals:
             raise ValueError(f"--set {setting!r} has no value. Write --set NAME=VALUE.")
         if name not in _FIELDS:
-            raise ValueError(f"--set {setting}: GRPOConfig has no option {name!r}.{near(name, _FIELDS, '{}')}")
+            raise ValueError(f"--set {setting}: there is no option {name!r}.{near(name, _FIELDS, '{}')}")
         try:
             options[name] = _read(name, text)
         except ValueError as error:
@@ -83,6 +83,19 @@ def given_to_script(arguments: Sequence[str]) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not _OWN}
 
 
+def refuse_unknown(args: SharedOptions, options: Mapping[str, Any]) -> None:
+    """Refuse options of the command line that a trainer's config does not have.
+
+    Raises:
+        ValueError: The message names the option and the config.
+    """
+    for name in options.keys() - {own.name for own in fields(args)}:
+        raise ValueError(
+            f"{name}={_written(options[name])} was given, but {args.METHOD}Config has no option {name!r}. Leave it "
+            "out."
+        )
+
+
 def refuse_dropped(
     args: SharedOptions, settings: Mapping[str, Any], given: Mapping[str, Any], target: Sequence[str]
 ) -> None:
@@ -98,9 +111,7 @@ def refuse_dropped(
         ValueError: The message names the option, both values and the fix.
     """
     own = f"{args.METHOD}Config"
-    for name, value in {**given, **settings}.items():
-        if name not in vars(args):
-            raise ValueError(f"{name}={_written(value)} was given, but {own} has no option {name!r}. Leave it out.")
+    refuse_unknown(args, given)
     for name, value in settings.items():
         if not _same(getattr(args, name), value):
             raise ValueError(

@@ -15,7 +15,7 @@ from trl_steady.config.rloo import RLOOConfig
 from trl_steady.config.shared import SharedOptions
 from trl_steady.host import Steady
 from trl_steady.host.launching import TRAINERS, standing_in
-from trl_steady.launcher.options import given_to_script, refuse_dropped
+from trl_steady.launcher.options import given_to_script, refuse_dropped, refuse_unknown
 from trl_steady.trainers.grpo import GRPOTrainer
 from trl_steady.trainers.rloo import RLOOTrainer
 
@@ -90,6 +90,7 @@ def swapped(
     def setting(own_checks: Any) -> Any:
         @functools.wraps(own_checks)
         def checked(self: Any) -> None:
+            refuse_unknown(self, options)
             vars(self).update(options)
             own_checks(self)
             vars(self)[_KEPT] = {name: getattr(self, name) for name in options}

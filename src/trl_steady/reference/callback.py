@@ -41,7 +41,7 @@ class ReferenceRefreshCallback(TrainerCallback):
     """Move the KL reference of `trl.GRPOTrainer` or `trl.RLOOTrainer` to the policy, with or without PEFT.
 
     Use it with TRL's own trainers: `trainer.add_callback(ReferenceRefreshCallback(trainer, steps=400))`.
-    `trl_steady.GRPOTrainer` creates its own callback if `sync_ref_model=True`.
+    trl-steady's trainers create their own callback if `sync_ref_model=True`.
 
     After a rule has fired, the reference moves before the next optimizer step that begins with a generation, so that
     no rollout mixes two references. With `alpha=1` this is Algorithm 1 of DeepSeekMath (arXiv 2402.03300). With PEFT
@@ -51,7 +51,7 @@ class ReferenceRefreshCallback(TrainerCallback):
     `ref/refresh_step`, `ref/refresh_kl` and `ref/refresh_by_kl` (1 or 0).
 
     With TRL's trainer, a resume from `output_dir/checkpoint-N` restores the reference. Checkpoints that a kill has cut
-    short, or that are inside a generation window, behave as in TRL. `trl_steady.GRPOTrainer` has neither limit.
+    short, or that are inside a generation window, behave as in TRL. trl-steady's trainers have neither limit.
 
     Args:
         trainer: A trainer that has not started training, with `beta` not 0 and `sync_ref_model=False`.
