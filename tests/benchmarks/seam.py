@@ -1,5 +1,7 @@
 """What our seam costs: a micro-batch's loss and backward, ours and TRL's sequence level side by side in one run.
 
+Both have a KL, an off-policy mask and metrics, and neither leaves out padding.
+
     python tests/benchmarks/seam.py [--pairs 30] [--batch 16] [--prompt 64] [--completion 64] [--smollm2]
 
 Both trainers get the same fixed rollouts. They take turns, so that a drift of the machine's speed meets both; what is
@@ -24,6 +26,7 @@ import trl_steady
 
 sys.path += [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "recipes")]
 from tests.tools import tiny
+from tests.tools.syncs import counted
 
 CUDA = torch.cuda.is_available()
 
@@ -46,8 +49,8 @@ def trainer(package: Any, options: argparse.Namespace, folder: str, **loss: Any)
         per_device_train_batch_size=options.batch,
         num_generations=options.batch,
         steps_per_generation=4,
-        epsilon=3e-4,
-        epsilon_high=4e-4,
+        epsilon=3e-4 if loss["loss_type"] != "gmpo" else None,
+        epsilon_high=4e-4 if loss["loss_type"] != "gmpo" else None,
         gradient_checkpointing=False,
         use_cpu=not CUDA,
         bf16=CUDA,
@@ -73,6 +76,7 @@ def rollouts(options: argparse.Namespace, device: torch.device) -> dict[str, Any
         "completion_ids": ids(options.completion),
         "completion_mask": mask,
         "advantages": torch.randn(options.batch, generator=generator),
+        "ref_per_token_logps": -5 * torch.rand(options.batch, options.completion, generator=generator),
         "old_per_token_logps": -5 * torch.rand(options.batch, options.completion, generator=generator),
         "num_items_in_batch": mask.sum(),
     }
@@ -94,6 +98,26 @@ def step(trained: Any, inputs: dict[str, Any]) -> tuple[float, float]:
     return time.perf_counter() - started, torch.cuda.max_memory_allocated() - resident if CUDA else 0
 
 
+# our own KL, metrics and mask beside TRL's KL, metrics and mask
+SHARED: dict[str, Any] = {"beta": 0.04, "use_bias_correction_kl": True, "off_policy_mask_threshold": 0.1}
+THEIRS: dict[str, Any] = {"loss_type": "grpo", "importance_sampling_level": "sequence"}
+OURS: tuple[dict[str, Any], ...] = tuple({"loss_type": loss_type} for loss_type in ("gspo", "gspo_token", "gmpo"))
+
+
+def counts(ours: Any, inputs: dict[str, Any]) -> str:
+    """What makes processes wait for one another, and the CPU for its GPU, in a micro-batch and in a log."""
+    with counted() as micro_batch:
+        ours.compute_loss(ours.model, inputs).backward()
+    with counted() as log:
+        ours.metrics.log()
+    collectives, transfers = ({who: of[who] for who in ("trl_steady", "trl")} for of in
+                              (micro_batch.collectives, micro_batch.transfers))  # fmt: skip
+    return (
+        f"in a micro-batch: collectives {collectives}, device-to-host transfers {transfers}; "
+        f"in a log: collectives {log.collectives['trl_steady']}"
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, default in (("pairs", 30), ("batch", 16), ("prompt", 64), ("completion", 64)):
@@ -103,21 +127,23 @@ def main() -> None:
     device = torch.cuda.get_device_name() if CUDA else f"CPU, {torch.get_num_threads()} threads"
     print(f"{device}; torch {torch.__version__}, trl {trl.__version__}; {options}")
     with tempfile.TemporaryDirectory() as folder:
-        theirs = trainer(trl, options, folder, loss_type="grpo", importance_sampling_level="sequence")
-        for loss_type in ("gspo", "gspo_token"):
-            ours = trainer(trl_steady, options, folder, loss_type=loss_type)
+        for own in OURS:
+            theirs = trainer(trl, options, folder, **{**THEIRS, **SHARED})
+            ours = trainer(trl_steady, options, folder, trim_padding=False, **{**own, **SHARED})
             inputs = rollouts(options, ours.model.device)
             for warming in (ours, theirs, ours, theirs):
                 step(warming, inputs)
             pairs = [(step(ours, inputs), step(theirs, inputs)) for _ in range(options.pairs)]
             ratios = [mine / trls for (mine, _), (trls, _) in pairs]
             low, median, high = statistics.quantiles(ratios, n=4)
+            loss_type = own["loss_type"]
             tokens = options.batch * (options.prompt + options.completion)
             speeds = [tokens / statistics.median(pair[who][0] for pair in pairs) for who in (0, 1)]
             print(
                 f"{loss_type:10s} time ours / TRL {median:.3f} (quartiles {low:.3f}, {high:.3f}; {len(pairs)} pairs); "
                 f"tokens a second {speeds[0]:,.0f} ours, {speeds[1]:,.0f} TRL"
             )
+            print(f"{'':10s} {counts(ours, inputs)}")
             if CUDA:
                 peaks = [max(pair[who][1] for pair in pairs) / 2**20 for who in (0, 1)]
                 print(f"{'':10s} peak memory above resident {peaks[0]:,.1f} MiB ours, {peaks[1]:,.1f} MiB TRL")

@@ -163,7 +163,7 @@ def test_a_script_that_trains_nothing_of_ours_hears_of_it(
     scripts: Scripts, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert scripts.run("print('nothing')", trainer="") == 0
-    said = "script.py ended without building trl-steady's GRPOTrainer in this process"
+    said = "script.py ended without building trl-steady's GRPOTrainer or RLOOTrainer in this process"
     assert said in capsys.readouterr().err
     for end in ("sys.exit()", "sys.exit(0)"):
         assert scripts.run(f"import sys\n{end}", trainer="") == 0
@@ -223,3 +223,30 @@ def test_a_modules_main_is_itself_while_it_runs(scripts: Scripts, monkeypatch: p
     (scripts.folder / "a_module.py").write_text("import pickle\nclass A:\n    pass\npickle.loads(pickle.dumps(A()))")
     monkeypatch.chdir(scripts.folder)
     assert cli.main(["run", "-m", "a_module"]) == 0
+
+
+RLOO = """
+import trl
+from tests.tools import tiny
+args = trl.RLOOConfig({folder!r}, use_cpu=True, bf16=False, report_to="none", max_steps=1, num_generations=4,
+                      per_device_train_batch_size=4, max_completion_length=4)
+trainer = trl.RLOOTrainer({model!r}, tiny.reward, args, tiny.dataset(), processing_class=tiny.tokenizer())
+trainer.train()
+print(type(trainer).__module__, args.share_prompts, trainer.args.__class__.__module__)
+"""
+
+
+def test_an_rloo_script_trains_with_ours_and_with_what_is_set(
+    scripts: Scripts, capsys: pytest.CaptureFixture[str]
+) -> None:
+    script = RLOO.format(folder=str(scripts.folder), model=str(scripts.model))
+    assert scripts.run(script, settings=["--set", "share_prompts=true"], trainer="") == 0
+    out = capsys.readouterr().out
+    assert "trl_steady.trainers.rloo True trl_steady.config.rloo" in out
+    assert "on: a group's prompt computed once: share_prompts=True" in out
+
+
+def test_an_option_that_rloo_does_not_have_is_refused(scripts: Scripts) -> None:
+    script = RLOO.format(folder=str(scripts.folder), model=str(scripts.model))
+    with pytest.raises(ValueError, match=r"loss_type=gspo was given, but RLOOConfig has no option 'loss_type'"):
+        scripts.run(script, settings=["--set", "loss_type=gspo"], trainer="")

@@ -146,7 +146,7 @@ def test_every_recipe_has_its_place() -> None:
 def test_the_launchers_page_has_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
     commands = set(re.findall(r"^  (\w+) ", capsys.readouterr().out, flags=re.MULTILINE))
-    assert commands == {"run", "grpo", "methods", "env"}
+    assert commands == {"run", "grpo", "rloo", "methods", "env"}
     for command in commands:
         assert f"| `trl-steady {command}" in DOCS["docs/launcher.md"]
 

@@ -13,7 +13,7 @@ from trl.kernels import ChunkedLogProbFunction
 
 from tests.oracles import sampling as oracle
 from tests.tools.headroom import within
-from trl_steady.sampling import head
+from trl_steady.sampling import log_probs as head
 from trl_steady.sampling.kept import KeptTokens
 from trl_steady.sampling.log_probs import kept_log_probs
 

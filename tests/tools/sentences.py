@@ -53,6 +53,8 @@ def texts(path: Path) -> Iterator[tuple[int, str]]:
             first = node.body[0]
             if isinstance(first, ast.Expr) and isinstance(first.value, ast.Constant) and ast.get_docstring(node):
                 yield from _of_docstring(first.lineno, ast.get_docstring(node) or "")
+        elif isinstance(node, ast.Call) and ast.unparse(node.func) == "option":  # the text of an option
+            yield node.lineno, ast.literal_eval(node.args[1])
 
 
 def sentences(paragraph: str) -> list[str]:

@@ -199,9 +199,9 @@ def _check_message(mark: Mark, node: ast.FunctionDef, module: ast.Module) -> Non
 
 
 def _fits(template: list[str], message: str) -> bool:
-    """A template of an error, by its parts that are always there; of them is a third of the message, or more."""
+    """A template of an error, by its parts that are always there; of them is a quarter of the message, or more."""
     pattern = ".*".join(map(re.escape, template))
-    return 3 * sum(map(len, template)) > len(message) and re.fullmatch(pattern, message, re.S) is not None
+    return 4 * sum(map(len, template)) > len(message) and re.fullmatch(pattern, message, re.S) is not None
 
 
 def templates() -> list[list[str]]:

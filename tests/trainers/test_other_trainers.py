@@ -58,39 +58,41 @@ def test_a_script_may_ask_for_the_log_level(tmp_path: Path) -> None:
     assert args.get_process_log_level() == Mine().level(args) == transformers.logging.ERROR
 
 
-RLOO = """
+SFT = """
 import trl
+from datasets import Dataset
 from tests.tools import tiny
-args = trl.RLOOConfig({folder!r}, use_cpu=True, bf16=False, report_to="none", max_steps=1)
-data = {{"train_dataset": tiny.dataset(), "processing_class": tiny.tokenizer()}}
+args = trl.SFTConfig({folder!r}, use_cpu=True, bf16=False, report_to="none", max_steps=1)
+data = {{"train_dataset": Dataset.from_dict({{"text": ["ab"]}}), "processing_class": tiny.tokenizer()}}
 {kind}
-Trainer({model!r}, reward_funcs=tiny.reward, args=args, **data)
+Trainer({model!r}, args=args, **data)
 """
+ONLY = "trl-steady has only GRPOTrainer and RLOOTrainer."
 
 
 @pytest.mark.parametrize(
     ("kind", "name"),
     [
-        ("Trainer = trl.RLOOTrainer", "trl.RLOOTrainer"),
-        ("class Trainer(trl.RLOOTrainer): pass", "__main__.Trainer (a trl.RLOOTrainer)"),
+        ("Trainer = trl.SFTTrainer", "trl.SFTTrainer"),
+        ("class Trainer(trl.SFTTrainer): pass", "__main__.Trainer (a trl.SFTTrainer)"),
     ],
     ids=["TRL's", "derived"],
 )
 def test_a_script_that_trains_with_another_trainer_hears_so_in_one_line(
     kind: str, name: str, scripts: Scripts, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    script = RLOO.format(folder=str(scripts.folder), model=str(scripts.model), kind=kind)
+    script = SFT.format(folder=str(scripts.folder), model=str(scripts.model), kind=kind)
     assert scripts.run(script, trainer="") == 0
     said = [line for line in capsys.readouterr().err.splitlines() if "trl-steady run:" in line]
-    whole = f"script.py trained with {name}, which is TRL's own; trl-steady has only GRPOTrainer."
+    whole = f"script.py trained with {name}, which is TRL's own; {ONLY}"
     assert len(said) == 1 and said[0].endswith(whole)
 
 
 def test_several_other_trainers_are_named_together() -> None:
     from trl_steady.launcher.cli import _without_ours
 
-    said = "trained with trl.SFTTrainer and trl.RLOOTrainer, which are TRL's own; trl-steady has only GRPOTrainer."
-    assert _without_ours(["trl.SFTTrainer", "trl.RLOOTrainer"]) == said
+    said = f"trained with trl.SFTTrainer and trl.DPOTrainer, which are TRL's own; {ONLY}"
+    assert _without_ours(["trl.SFTTrainer", "trl.DPOTrainer"]) == said
     assert "transformers.Trainer, which is not trl-steady's;" in _without_ours(["transformers.Trainer"])
 
 
@@ -106,4 +108,4 @@ def test_trls_asynchronous_trainer_is_refused_in_one_line(scripts: Scripts) -> N
     with pytest.raises(ValueError) as refused:
         scripts.run(script, trainer="")
     name = "trl.experimental.async_grpo.async_grpo_trainer.AsyncGRPOTrainer"
-    assert str(refused.value) == f"{name} is TRL's own; trl-steady has only GRPOTrainer. Run the script with python."
+    assert str(refused.value) == f"{name} is TRL's own; {ONLY} Run the script with python."

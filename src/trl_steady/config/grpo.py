@@ -3,7 +3,6 @@
 import math
 import warnings
 from dataclasses import dataclass
-from typing import ClassVar
 
 import trl
 
@@ -39,7 +38,7 @@ class GRPOConfig(SharedOptions, trl.GRPOConfig):
             a clip range is too wide for a sequence ratio.
     """
 
-    METHOD: ClassVar[str] = "GRPO"
+    METHOD = "GRPO"
     loss_type: str = option(
         trl_default("loss_type"),
         'One of TRL\'s losses, or one of three more. `"gspo"` is GSPO (arXiv 2507.18071, section 4.1): one clipped '
@@ -113,7 +112,7 @@ class GRPOConfig(SharedOptions, trl.GRPOConfig):
 
     @property
     def loss(self) -> Loss:
-        """What `loss_type` is."""
+        """The entry of `loss_type` in the table of losses."""
         return LOSSES[self.loss_type]
 
     def has_trls_kl(self, importance_sampling_level: str) -> bool:

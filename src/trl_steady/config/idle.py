@@ -45,8 +45,8 @@ def _inactive(args: Any) -> list[str]:
     if args.METHOD == "GRPO" and args.loss.is_ours:
         ratio = "sequence ratio is" if args.loss.level == "sequence" else "ratios are"
         messages.append(
-            f"loss_type={args.loss_type!r} cannot act: every update is on-policy, so the {ratio} exactly 1 and nothing "
-            f"is clipped {why}"
+            f"loss_type={args.loss_type!r} cannot act: every update is on-policy, so the {ratio} exactly 1 and "
+            f"nothing is clipped {why}"
         )
     if args.router_replay == "R2":
         messages.append(
@@ -117,9 +117,8 @@ def _idle(args: Any, rows: _Rows) -> list[str]:
         values = {option: getattr(args, option) for option in options if option in defaults}
         given = [f"{option}={value!r}" for option, value in values.items() if value != defaults[option]]
         if is_off and given:
-            messages.append(
-                f"{' and '.join(given)} cannot act: with {why}, or leave {'it' if len(given) == 1 else 'them'} unset."
-            )
+            it = "them" if len(given) > 1 else "it" if options[0] in TRLS_DEFAULTS[args.METHOD] else options[0]
+            messages.append(f"{' and '.join(given)} cannot act: with {why}, or leave {it} unset.")
     return messages
 
 

@@ -2,7 +2,7 @@
 
 import warnings
 from dataclasses import dataclass, fields
-from typing import Any, ClassVar
+from typing import Any
 
 import trl
 
@@ -50,7 +50,7 @@ class RLOOConfig(SharedOptions, trl.RLOOConfig):
         UserWarning: An option has no effect because of another one.
     """
 
-    METHOD: ClassVar[str] = "RLOO"
+    METHOD = "RLOO"
 
     def __new__(cls, *_: Any, **options: Any) -> "RLOOConfig":
         """Refuse options of GRPO with the reason, which Python would only call unexpected."""

@@ -10,6 +10,7 @@ import transformers
 import trl
 
 from trl_steady.config.checks import reweights, truncates
+from trl_steady.host import Steady
 
 if TYPE_CHECKING:
     _Trls = trl.GRPOConfig
@@ -33,7 +34,9 @@ def documented(kind: _C) -> _C:
     lines: list[str] = []
     for own in fields(kind):
         if own.name in names:
-            text = textwrap.fill(f"{own.name}: {own.metadata['help']}", width=107, subsequent_indent="    ")
+            text = textwrap.fill(
+                f"{own.name}: {own.metadata['help']}", width=107, subsequent_indent="    ", break_on_hyphens=False
+            )
             lines += [textwrap.indent(text, "        ")]
     kind.__doc__ = (kind.__doc__ or "").replace("        {options}", "\n".join(lines))
     return kind
@@ -100,17 +103,14 @@ class SharedOptions(_Trls):
         """
         # transformers.Trainer.__init__ calls this method, so TRL needs no patch. A script may call it too.
         caller = sys._getframe(1).f_locals.get("self")
-        if isinstance(caller, transformers.Trainer):
-            from trl_steady.host import Steady  # not at the top: a script may only parse options
-
-            if not isinstance(caller, Steady):
-                name = f"{type(caller).__module__}.{type(caller).__qualname__}"
-                own = f"{self.METHOD}Config"
-                raise ValueError(
-                    f"{name} got a trl_steady.{own} and would ignore trl-steady's options. For {self.METHOD}, import "
-                    f"the trainer from trl_steady too: from trl_steady import {own}, {self.METHOD}Trainer. Give any "
-                    "other trainer its own config."
-                )
+        if isinstance(caller, transformers.Trainer) and not isinstance(caller, Steady):
+            name = f"{type(caller).__module__}.{type(caller).__qualname__}"
+            own = f"{self.METHOD}Config"
+            raise ValueError(
+                f"{name} got a trl_steady.{own} and would ignore trl-steady's options. For {self.METHOD}, import the "
+                f"trainer from trl_steady too: from trl_steady import {own}, {self.METHOD}Trainer. Give any other "
+                "trainer its own config."
+            )
         return super().get_process_log_level()
 
     @property

@@ -1,13 +1,13 @@
 """Valid values of each option, independent of the other options."""
 
 import functools
-import inspect
 import json
 import math
 import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
+from trl_steady.config.checks import TRLS_DEFAULTS
 from trl_steady.config.spelling import near
 from trl_steady.losses.table import LOSSES
 
@@ -162,11 +162,12 @@ def refuse_out_of_range(args: "SharedOptions") -> None:
         is_missing = value is None and option in _NEVER_NONE
         if is_flag or is_missing or not _works(value, types[option], holds):
             _refuse(option, value, expected)
+    inherited = TRLS_DEFAULTS[args.METHOD]
     for option, kind in types.items():
         value, kinds = getattr(args, option, None), _kinds(kind)
         if not bool in kinds <= {bool, type(None)}:
             continue
-        is_lax = value is None and option not in inspect.get_annotations(ours)  # transformers takes None for False
+        is_lax = value is None and option in inherited  # transformers takes None for False
         if not is_lax and not _works(value, kind, (True, False).__contains__):
             _refuse(option, value, "True or False")
 

@@ -110,11 +110,11 @@ def log_geometric_mean_ratio(
         ValueError: shapes differ, or `mask` is not boolean.
 
     >>> old_logps, mask = torch.zeros(2, 2), torch.ones(2, 2, dtype=torch.bool)
-    >>> logps = torch.tensor([[0.6, -0.6], [0.6, -0.6]])
+    >>> logps = torch.tensor([[0.75, -0.75], [0.75, -0.75]])
     >>> advantages = torch.tensor([[2.0], [-1.0]])
-    >>> log_ratio = log_geometric_mean_ratio(logps, old_logps, advantages, mask, low=0.4, high=0.4)
-    >>> log_ratio.flatten().tolist()  # (0.4 - 0.6) / 2, (0.6 - 0.4) / 2
-    [-0.09999999403953552, 0.09999999403953552]
+    >>> log_ratio = log_geometric_mean_ratio(logps, old_logps, advantages, mask, low=0.5, high=0.5)
+    >>> log_ratio.flatten().tolist()  # (0.5 - 0.75) / 2, (0.75 - 0.5) / 2
+    [-0.125, 0.125]
     """
     log_ratio = logps - old_logps
     clipped = log_ratio.clamp(-low, high)

@@ -147,9 +147,10 @@ def token_weights(trainer: Any, mask: Tensor, inputs: Mapping[str, Any], kind: s
         trainer: The trainer.
         mask: (B, T) bool, True = loss token.
         inputs: The inputs that TRL passed.
-        kind: The mean over sequences of the mean ("sequence_mean") or sum ("sequence_sum") of their tokens; the mean
-            over the tokens of the micro-batch ("micro_batch_tokens") or of the generation batch ("step_tokens"); or
-            the sum divided by the longest possible length of all sequences ("constant").
+        kind: The name of the reduction. With "sequence_mean" and "sequence_sum" it is the mean over sequences of the
+            mean or sum of their tokens. With "micro_batch_tokens" and "step_tokens" it is the mean over the tokens of
+            the micro-batch or of the generation batch. With "constant" it is the sum, divided by the longest possible
+            length of all sequences.
         dtype: The dtype of the weights.
     """
     is_training = trainer.model.training

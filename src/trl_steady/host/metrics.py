@@ -22,7 +22,7 @@ Masked = tuple[Tensor, Tensor]
 
 @dataclass
 class _Totals:
-    """What this process has recorded since processes last communicated (`steps`) or since the last log (`pool`)."""
+    """Values of this process since processes last communicated (`steps`), or since the last log (`pool`)."""
 
     steps: list[tuple[str, Tensor]] = field(default_factory=list)
     """Name and (4,) sum, number, minimum and maximum of the values in one micro-batch."""
@@ -82,6 +82,11 @@ class Metrics:
         """Return how many micro-batches of training have recorded the mean of `name` since the last log."""
         waiting = sum(own == name for own, _ in self._totals["train"].steps)
         return len(self._trainer._metrics["train"].get(name, [])) + waiting
+
+    @property
+    def is_settled(self) -> bool:
+        """True if there are no means of training's micro-batches that only this process knows."""
+        return not self._totals["train"].steps
 
     def settle(self) -> None:
         """Hand the means of micro-batches to TRL, which logs them. Every process must call this method."""

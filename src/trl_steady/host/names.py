@@ -12,6 +12,7 @@ __all__ = [
     "default_output_dir",
     "generation_interval",
     "is_before_generation",
+    "is_settled",
     "log_last",
     "logged",
     "logged_count",
@@ -53,6 +54,12 @@ def logged(trainer: trl.GRPOTrainer | trl.RLOOTrainer, name: str) -> list[float]
     if metrics is not None:  # ours, which processes have not exchanged yet
         metrics.settle()
     return trainer._metrics["train"].get(name, [])
+
+
+def is_settled(trainer: trl.GRPOTrainer | trl.RLOOTrainer) -> bool:
+    """Return True if processes need not communicate to read a training metric."""
+    metrics = getattr(trainer, "metrics", None)
+    return metrics is None or metrics.is_settled
 
 
 def logged_count(trainer: trl.GRPOTrainer | trl.RLOOTrainer, name: str) -> int:

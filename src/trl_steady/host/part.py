@@ -1,4 +1,4 @@
-"""What a feature answers to the trainer (`Part`), and the records with which the trainer asks."""
+"""The questions that a feature answers to the trainer (`Part`), and the records with which the trainer asks."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence

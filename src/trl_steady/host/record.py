@@ -16,7 +16,7 @@ class TokenRecord:
 
     Args:
         option: The option that needs them, for messages.
-        instead: What to do without them, as a sentence.
+        instead: A sentence that says how to do without them.
     """
 
     def __init__(self, option: str, instead: str = "") -> None:

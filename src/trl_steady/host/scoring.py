@@ -19,7 +19,7 @@ _ORDER = (
 
 
 class Scores(NamedTuple):
-    """What TRL's scoring method returns."""
+    """The result of TRL's scoring method."""
 
     logps: Tensor
     """(B, T) log-probs."""

@@ -260,7 +260,7 @@ def _without_ours(trainers: Sequence[str]) -> str:
         ours = "trl-steady has only GRPOTrainer and RLOOTrainer"
         return f"trained with {' and '.join(trainers)}, which {verb} {whose}; {ours}."
     return (
-        "ended without building a trainer of trl-steady's in this process. If the script starts training processes, "
-        "launch them with `trl-steady run` or `accelerate launch -m trl_steady run`, or import "
+        "ended without building trl-steady's GRPOTrainer or RLOOTrainer in this process. If the script starts "
+        "training processes, launch them with `trl-steady run` or `accelerate launch -m trl_steady run`, or import "
         "GRPOConfig and GRPOTrainer from trl_steady. Otherwise they train with plain TRL."
     )

@@ -54,7 +54,7 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
         if not equals:
             raise ValueError(f"--set {setting!r} has no value. Write --set NAME=VALUE.")
         if name not in _FIELDS:
-            raise ValueError(f"--set {setting}: there is no option {name!r}.{near(name, _FIELDS, '{}')}")
+            raise ValueError(f"--set {setting}: GRPOConfig has no option {name!r}.{near(name, _FIELDS, '{}')}")
         try:
             options[name] = _read(name, text)
         except ValueError as error:

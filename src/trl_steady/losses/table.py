@@ -14,7 +14,7 @@ __all__ = ["LOSSES", "Loss"]
 
 @dataclass(frozen=True)
 class Loss:
-    """One value of `loss_type`. What decides by the loss reads it here."""
+    """One value of `loss_type`. All code that depends on the loss reads it here."""
 
     reduction: Literal["sequence_mean", "sequence_sum", "micro_batch_tokens", "step_tokens", "constant"]
     """How the values of tokens become a loss: see `trl_steady.host.loss.token_weights`."""

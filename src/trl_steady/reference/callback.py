@@ -112,7 +112,8 @@ class ReferenceRefreshCallback(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Check the rules, and mark a refresh as due if one has fired."""
         is_on_time = self.steps is not None and state.global_step % self.steps == 0
-        if self._due or is_on_time or self.kl_limit is not None:  # reading the KL makes processes wait for one another
+        # reading a KL of our own makes processes wait for one another
+        if host.is_settled(self.trainer) or self._due or is_on_time or self.kl_limit is not None:
             values = host.logged(self.trainer, "kl")[self._seen :]
             if values:
                 self._kl = sum(values) / len(values)

@@ -1,4 +1,4 @@
-"""What every trainer says: which methods are on, that they act, and what came out."""
+"""Reports of every trainer: which methods are on, whether they act, and the results."""
 
 from pathlib import Path
 from typing import Any, TypeVar
