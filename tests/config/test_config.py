@@ -1,5 +1,7 @@
 """Defaults of the paper, refusals with the way out, warnings of what cannot act."""
 
+import dataclasses
+import inspect
 import re
 import warnings
 from dataclasses import dataclass
@@ -9,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import peft
 import pytest
 import trl
+from transformers import HfArgumentParser
 from trl import TrlParser
 
 import trl_steady
@@ -310,3 +313,17 @@ def test_no_warning_where_nothing_is_wrong(tmp_path: Path) -> None:
     assert warned(tmp_path, pad_to_multiple_of=128) == []  # the default on Neuron, and generation pads by it
     assert warned(tmp_path, generation_kwargs={"temperature": None, "max_new_tokens": None}) == []
     assert warned(tmp_path, max_completion_length=None, generation_kwargs={"max_new_tokens": 64}) == []
+
+
+@pytest.mark.parametrize("config", [trl_steady.GRPOConfig, trl_steady.RLOOConfig])
+def test_the_docstring_has_the_text_of_each_option_of_ours(config: Any) -> None:
+    """Each option is documented once, in its field; the docstring, `--help` and the site take it from there."""
+    text = " ".join(config.__doc__.split())
+    bases = [base for base in config.__mro__ if base.__module__.startswith("trl_steady")]
+    annotated = {name for base in bases for name in inspect.get_annotations(base)}
+    ours = [own for own in dataclasses.fields(config) if own.name in annotated]
+    assert len(ours) >= 9 and "{options}" not in text
+    for own in ours:
+        assert f"{own.name}: {' '.join(own.metadata['help'].split())}" in text
+    help_text = " ".join(HfArgumentParser(config).format_help().split())
+    assert "Leave out of the policy term" not in text or "Leave out of the policy term" in help_text

@@ -178,6 +178,8 @@ REFUSED: dict[tuple[str, ...], str] = {
     ("grpo", "--loss_tpye", "gspo"): "unrecognized arguments: --loss_tpye. Did you mean --loss_type?",
     ("grpo", "--num_procesess=2"): "unrecognized arguments: --num_procesess. Did you mean --num_processes?",
     ("grpo", "--beta", "abc"): "argument --beta: invalid float value: 'abc'.",
+    ("rloo", "--share_promts", "true"): "unrecognized arguments: --share_promts. Did you mean --share_prompts?",
+    ("rloo", "--loss_type", "gspo"): "unrecognized arguments: --loss_type.",
 }
 
 
@@ -216,7 +218,7 @@ def test_help_has_every_command_and_trls_command_our_fields(capsys: pytest.Captu
     for command in ([], ["--help"], ["run", "-h"]):
         assert cli.main(command) == 0
         out = capsys.readouterr().out
-        assert all(f"\n  {name} " in out for name in ("run", "grpo", "methods", "env"))
+        assert all(f"\n  {name} " in out for name in ("run", "grpo", "rloo", "methods", "env"))
     with pytest.raises(SystemExit, match="0"):
         cli.main(["grpo", "-h"])
     out = capsys.readouterr().out
@@ -226,3 +228,26 @@ def test_help_has_every_command_and_trls_command_our_fields(capsys: pytest.Captu
 def test_the_command_is_installed() -> None:
     done = subprocess.run([Path(sys.executable).with_name("trl-steady")], capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.startswith("usage: trl-steady")
+
+
+def test_trls_rloo_command_runs_its_script_with_ours(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As `grpo` does: TRL's own script, our trainer, our options from YAML and command line."""
+    own = {"sync_ref_model": True, "beta": 0.1, "ref_model_sync_steps": 2, "num_machines": 1}
+    config.write_text(config.read_text() + yaml.safe_dump(own))
+    launched = Launched(monkeypatch)
+    command = ["--config", str(config), "--share_prompts", "true", "--num_processes", "3"]
+    assert cli.main(["rloo", *command]) == 0
+    args = launched.args
+    assert (args.num_processes, args.num_machines, args.training_script) == (3, 1, "trl_steady")
+    assert args.training_script_args == ["run", str(SCRIPT.with_name("rloo.py")), *command[:4]]
+    capsys.readouterr()
+    assert cli.main(args.training_script_args) == 0
+    out = capsys.readouterr().out
+    assert "trl_steady.trainers.rloo.RLOOTrainer\n  on: iterative GRPO: a reference that moves" in out
+    assert "on: a group's prompt computed once: share_prompts=True" in out and "'ref/refreshes'" in out
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["rloo", "-h"])
+    out = capsys.readouterr().out
+    assert out.startswith("usage: trl-steady rloo ") and "--router_replay" in out and "--loss_type" not in out

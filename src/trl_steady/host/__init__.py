@@ -21,35 +21,8 @@ if not trl.GRPOTrainer.__module__.startswith("trl."):
 
 from trl_steady.host.contract import CONTRACT, RLOO_CONTRACT, Contract  # noqa: E402
 from trl_steady.host.loss import MicroBatch, Terms  # noqa: E402
-from trl_steady.host.names import (  # noqa: E402
-    default_output_dir,
-    generation_interval,
-    is_before_generation,
-    is_settled,
-    log_last,
-    logged,
-    logged_count,
-    overridden,
-    rollout_number,
-)
+from trl_steady.host.names import overridden  # noqa: E402
 from trl_steady.host.part import Part  # noqa: E402
 from trl_steady.host.seam import Steady  # noqa: E402
 
-__all__ = [
-    "CONTRACT",
-    "RLOO_CONTRACT",
-    "Contract",
-    "MicroBatch",
-    "Part",
-    "Steady",
-    "Terms",
-    "default_output_dir",
-    "generation_interval",
-    "is_before_generation",
-    "is_settled",
-    "log_last",
-    "logged",
-    "logged_count",
-    "overridden",
-    "rollout_number",
-]
+__all__ = ["CONTRACT", "RLOO_CONTRACT", "Contract", "MicroBatch", "Part", "Steady", "Terms", "overridden"]

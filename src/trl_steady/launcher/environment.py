@@ -6,9 +6,10 @@ import importlib
 import io
 import platform
 from collections.abc import Callable
-from importlib.metadata import PackageNotFoundError, distributions, packages_distributions, version
+from importlib.metadata import PackageNotFoundError, distributions, packages_distributions, requires, version
 from importlib.util import find_spec
 
+from packaging.requirements import Requirement
 from packaging.version import Version
 
 from trl_steady import __version__
@@ -17,8 +18,7 @@ __all__ = ["report"]
 
 TESTED_TRL = "1.16.0"
 _NEEDED = ("trl", "torch", "transformers", "accelerate", "peft", "bitsandbytes")
-# the range of TRL 1.16, and the first vLLM that returns kept tokens
-_VLLM_OF_TRL, _VLLM_WITH_KEPT_TOKENS = ("0.22.0", "0.31.0"), "0.28"
+_VLLM_WITH_KEPT_TOKENS = "0.28"  # the first one
 _CPU_WITH_ROUTES = "0.30"  # the only vLLM that captures routes on CPU
 
 
@@ -87,9 +87,10 @@ def _vllm() -> tuple[Version | None, str]:
         return None, "the module vllm belongs to no installed package: it is a checkout or a folder of that name"
     importlib.import_module("vllm")
     found = Version(Version(version(installed[0])).base_version)
-    low, high = _VLLM_OF_TRL
-    if not Version(low) <= found <= Version(high):
-        return None, f"vLLM {found}: trl {TESTED_TRL} supports {low} to {high}"
+    needed = next(each for each in map(Requirement, requires("trl") or ()) if each.name == "vllm").specifier
+    if found not in needed:
+        low, *_, high = sorted(Version(bound.version) for bound in needed)
+        return None, f"vLLM {found}: trl {version('trl')} supports {low} to {high}"
     return found, f"vLLM {found}"
 
 

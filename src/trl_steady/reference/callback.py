@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
-from trl_steady import host
+from trl_steady.host import Steady, names
 from trl_steady.reference.adapter import add_reference_adapter
 from trl_steady.reference.tensors import Pair, adapter_pairs, gather, model_pairs, move, refuse_other_shapes, restore
 
@@ -99,7 +99,7 @@ class ReferenceRefreshCallback(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Move the reference if a refresh is due and the next step begins with a generation."""
-        if self._due and host.is_before_generation(self.trainer):
+        if self._due and names.is_before_generation(self.trainer):
             move(self.pairs(), self.alpha)
             if self.reset_optimizer:
                 assert self.trainer.optimizer is not None
@@ -107,27 +107,27 @@ class ReferenceRefreshCallback(TrainerCallback):
             self.refreshes.append(Refresh(state.global_step, self._kl, self._due))
             self._due = None
             self._log(self.refreshes[-1])
-        self._seen = host.logged_count(self.trainer, "kl")
+        self._seen = names.logged_count(self.trainer, "kl")
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Check the rules, and mark a refresh as due if one has fired."""
         is_on_time = self.steps is not None and state.global_step % self.steps == 0
         # reading a KL of our own makes processes wait for one another
-        if host.is_settled(self.trainer) or self._due or is_on_time or self.kl_limit is not None:
-            values = host.logged(self.trainer, "kl")[self._seen :]
+        if names.is_settled(self.trainer) or self._due or is_on_time or self.kl_limit is not None:
+            values = names.logged(self.trainer, "kl")[self._seen :]
             if values:
                 self._kl = sum(values) / len(values)
                 if self._due is None and self.kl_limit is not None and self._kl > self.kl_limit:
                     self._due = "kl"
         if self._due is None and is_on_time:
             self._due = "steps"
-        host.log_last(self.trainer, "ref/refreshes", len(self.refreshes))
+        names.log_last(self.trainer, "ref/refreshes", len(self.refreshes))
 
     def _log(self, refresh: Refresh) -> None:
-        host.log_last(self.trainer, "ref/refresh_step", refresh.step)
-        host.log_last(self.trainer, "ref/refresh_by_kl", float(refresh.rule == "kl"))
+        names.log_last(self.trainer, "ref/refresh_step", refresh.step)
+        names.log_last(self.trainer, "ref/refresh_by_kl", float(refresh.rule == "kl"))
         if refresh.kl is not None:
-            host.log_last(self.trainer, "ref/refresh_kl", refresh.kl)
+            names.log_last(self.trainer, "ref/refresh_kl", refresh.kl)
         if self.trainer.accelerator.is_main_process:
             logger.info("reference moved after step %d: rule %r, KL before %s", refresh.step, refresh.rule, refresh.kl)
 
@@ -155,8 +155,8 @@ class ReferenceRefreshCallback(TrainerCallback):
                 "model."
             )
         with safe_open(folder / REFERENCE_FILE, framework="pt") as file:
-            names = list(file.keys())
-            refuse_other_shapes(self.pairs(), {name: tuple(file.get_slice(name).get_shape()) for name in names})
+            saved = list(file.keys())
+            refuse_other_shapes(self.pairs(), {name: tuple(file.get_slice(name).get_shape()) for name in saved})
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote. Every process must call it.
@@ -173,12 +173,12 @@ class ReferenceRefreshCallback(TrainerCallback):
 
     def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Add the reference to TRL's checkpoint."""
-        if not isinstance(self.trainer, host.Steady):  # that one saves it before the checkpoint is in place
+        if not isinstance(self.trainer, Steady):  # that one saves it before the checkpoint is in place
             self.save(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Restore the reference when TRL resumes."""
-        if state.global_step > 0 and not isinstance(self.trainer, host.Steady):
+        if state.global_step > 0 and not isinstance(self.trainer, Steady):
             folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
             if not folder.is_dir():
                 raise ValueError(
@@ -200,7 +200,7 @@ def _refuse(callback: ReferenceRefreshCallback) -> None:
     if trainer.beta == 0.0:
         raise ValueError(f"beta=0.0 leaves {name} nothing to move: there is no reference. Set beta above 0.")
     args: Any = trainer.args
-    if isinstance(trainer, host.Steady) != args.sync_ref_model:
+    if isinstance(trainer, Steady) != args.sync_ref_model:
         raise ValueError(
             f"{name} cannot work with sync_ref_model={args.sync_ref_model} on {type(trainer).__module__}."
             f"{type(trainer).__qualname__}. With trl_steady.GRPOTrainer set sync_ref_model=True and add no callback. "

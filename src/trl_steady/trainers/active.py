@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, Any, cast
 
 from transformers import TrainerCallback
 
-from trl_steady import __version__, host
+from trl_steady import __version__
 from trl_steady.config.methods import Method, methods_on
+from trl_steady.host.names import is_before_generation
 
 if TYPE_CHECKING:
     from trl_steady.config.shared import SharedOptions
@@ -52,7 +53,7 @@ class FirstStepCheck(TrainerCallback):
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Record whether this step begins with a new rollout, and does not continue the rollout of a checkpoint."""
-        self._has_generated |= host.is_before_generation(self._trainer)
+        self._has_generated |= is_before_generation(self._trainer)
         self._steps += 1
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
