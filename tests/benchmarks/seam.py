@@ -109,7 +109,7 @@ def counts(ours: Any, inputs: dict[str, Any]) -> str:
     with counted() as micro_batch:
         ours.compute_loss(ours.model, inputs).backward()
     with counted() as log:
-        ours.metrics.log()
+        ours.log({"loss": 0.0})
     collectives, transfers = ({who: of[who] for who in ("trl_steady", "trl")} for of in
                               (micro_batch.collectives, micro_batch.transfers))  # fmt: skip
     return (

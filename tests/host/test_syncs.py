@@ -29,7 +29,9 @@ def engine(prompts: list[str], trainer: Any) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize("loss_type", ["gspo", "gspo_token", "gmpo", "dapo"])
-def test_a_micro_batch_of_ours_waits_for_nothing(models: dict[str, Path], tmp_path: Path, loss_type: str) -> None:
+def test_a_micro_batch_of_ours_waits_for_nothing(
+    models: dict[str, Path], tmp_path: Path, loss_type: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     options = {**OPTIONS, "loss_type": loss_type}
     trainer = tiny.trainer(models["dense"], tmp_path, padded=True, build={"rollout_func": engine}, **options)
     vars(trainer)["current_gradient_accumulation_steps"] = 1
@@ -47,7 +49,13 @@ def test_a_micro_batch_of_ours_waits_for_nothing(models: dict[str, Path], tmp_pa
     assert syncs.transfers["trl_steady"] == 0 and syncs.collectives["trl_steady"] == 0
     assert syncs.transfers["trl"] > 0 and syncs.collectives["trl"] > 0  # the counter counts
     with counted() as syncs:
-        trainer.log({})
+        trainer.metrics._gathered(torch.zeros(3))
+    assert syncs.collectives == Counter()  # alone, there is nobody to ask
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    with counted() as syncs:
+        trainer.log({"of a script": 1.0})
+        assert syncs.collectives == Counter()  # it may run on one process
+        trainer.log({"loss": 0.0})
     assert syncs.collectives == Counter({"trl_steady": 1})
     logged = trainer.state.log_history[-1]
     assert {"kl", "kl/k2", "ratio/sequence_min", "off_policy_q50", "dropped/veto", "mismatch/kl"} <= logged.keys()

@@ -43,11 +43,11 @@ class Metrics:
 
     def token_mean(self, name: str, values: Tensor, mask: Tensor) -> None:
         """Log the mean of `values` (B, T) over the loss tokens of all processes, for this micro-batch."""
-        self._own.steps.append((name, _step(values, mask)))
+        self._own.steps.append((name, _step(*self._countable(values, mask))))
 
     def spread(self, name: str, values: Tensor, mask: Tensor) -> None:
         """Log min, mean and max of `values` (B, 1) over all processes' sequences that have loss tokens."""
-        self._own.steps.append((f"{name}_*", _step(values, mask.any(-1, keepdim=True))))
+        self._own.steps.append((f"{name}_*", _step(*self._countable(values, mask.any(-1, keepdim=True)))))
 
     def pooled(
         self,
@@ -67,16 +67,22 @@ class Metrics:
             sample_sizes: name -> log-weights. Their effective sample size is logged.
             counts: name -> counts. Their mean is logged, and exact quantiles as `name_q50` and `name_q99`.
         """
-        totals = {
-            **{("mean", name): pooling.mean_totals(*masked) for name, masked in (means or {}).items()},
-            **{("mean", name): values.detach().double() for name, values in (sums or {}).items()},
-            **{("quantiles", name): pooling.histogram(*masked) for name, masked in (quantiles or {}).items()},
-            **{("size", name): pooling.sample_size_totals(*masked) for name, masked in (sample_sizes or {}).items()},
-            **{("counts", name): pooling.count_totals(*masked) for name, masked in (counts or {}).items()},
+        kinds = {
+            ("mean", pooling.mean_totals): means,
+            ("quantiles", pooling.histogram): quantiles,
+            ("size", pooling.sample_size_totals): sample_sizes,
+            ("counts", pooling.count_totals): counts,
         }
-        pool, device = self._own.pool, self._trainer.accelerator.device
+        totals = {
+            (kind, name): of(*self._countable(*masked))
+            for (kind, of), values in kinds.items()
+            for name, masked in (values or {}).items()
+        }
+        for name, own in (sums or {}).items():
+            totals["mean", name] = self._countable(own)[0].double()
+        pool = self._own.pool
         for key, total in totals.items():
-            pool[key] = pool[key] + total.to(device) if key in pool else total.to(device)
+            pool[key] = pool[key] + total if key in pool else total
 
     def count(self, name: str) -> int:
         """Return how many micro-batches of training have recorded the mean of `name` since the last log."""
@@ -97,8 +103,15 @@ class Metrics:
                 for (name, _), total, low, high in zip(steps, totals, lows, highs, strict=True):
                     self._hand_over(mode, name, total, low, high)
 
-    def log(self) -> None:
-        """Hand all metrics to TRL before it logs, and begin anew. Every process must call this method."""
+    def log(self, logs: Mapping[str, Any]) -> None:
+        """Hand all metrics to TRL before it writes `logs`, and begin anew.
+
+        With several processes this is for transformers' own logs only, which every process writes. A script may call
+        `Trainer.log` on one process, where nobody else would take part in an exchange.
+        """
+        is_of_all = any(name == "loss" or name.endswith("_runtime") for name in logs)
+        if self._trainer.accelerator.num_processes > 1 and not is_of_all:
+            return
         mode = self._mode
         steps, pool = self._own.steps, self._own.pool
         self._totals[mode] = _Totals()
@@ -124,10 +137,15 @@ class Metrics:
 
     def restore(self, state: Mapping[tuple[str, str], list[float]]) -> None:
         """Continue with the totals of `state`, of which each process must get the same."""
-        accelerator = self._trainer.accelerator
+        is_main = self._trainer.accelerator.is_main_process
         for key, totals in state.items():
-            own = torch.tensor(totals, dtype=torch.float64, device=accelerator.device)
-            self._totals["train"].pool[key] = own if accelerator.is_main_process else torch.zeros_like(own)
+            own = torch.tensor(totals, dtype=torch.float64)
+            (self._totals["train"].pool[key],) = self._countable(own if is_main else torch.zeros_like(own))
+
+    def _countable(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return tensors without gradient on the device, or on the CPU if the device has no float64."""
+        device = self._trainer.accelerator.device
+        return tuple(own.detach().to("cpu" if device.type == "mps" else device) for own in tensors)
 
     @property
     def _mode(self) -> str:
@@ -139,7 +157,9 @@ class Metrics:
 
     def _gathered(self, totals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return the sum, the minimum and the maximum over processes, on the CPU: one collective and one transfer."""
-        each = cast(Tensor, self._trainer.accelerator.gather(totals.unsqueeze(0))).cpu()
+        accelerator = self._trainer.accelerator
+        own = totals.unsqueeze(0)
+        each = own.cpu() if accelerator.num_processes == 1 else cast(Tensor, accelerator.gather(own)).cpu()
         return each.sum(0), each.amin(0), each.amax(0)
 
     def _hand_over(self, mode: str, name: str, total: Tensor, low: Tensor, high: Tensor) -> None:

@@ -226,7 +226,7 @@ class Steady(_Trls):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         """Log TRL's metrics and ours."""
-        self.metrics.log()
+        self.metrics.log(logs)
         super().log(logs, start_time)
 
     def compute_loss_context_manager(self) -> ExitStack:
