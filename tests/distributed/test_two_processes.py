@@ -100,6 +100,27 @@ def test_two_processes_train_as_one_does(
             assert other["tokens"] < 0.8 * process["tokens"]
 
 
+def test_two_processes_train_rloo_as_one_does(models: dict[str, Path], tmp_path: Path) -> None:
+    alone = launch(1, models, tmp_path / "one", train.RLOO)
+    together = launch(2, models, tmp_path / "two", train.RLOO)
+    for run in train.RLOO:
+        (one,), two = alone[run], together[run]
+        assert [process["processes"] for process in (one, *two)] == [1, 2, 2]
+        check_close(run, one["parameters"], two[0]["parameters"])
+        if run != "rloo tokens":  # whose metrics are means over the micro-batches of each process
+            check_histories(one["history"], two[0]["history"])
+    assert [(step, rule) for step, _, rule in alone["rloo"][0]["refreshes"]] == [
+        (3, "steps"),
+        (6, "steps"),
+        (9, "steps"),
+    ]
+    check_references("rloo", alone["rloo"][0], together["rloo"])
+    assert any(row.get("routing/changed", 0) > 0.01 for row in alone["rloo routes"][0]["history"])
+    assert all(
+        row["sampling_mask/fallback"] < 1 for row in alone["rloo"][0]["history"] if "sampling_mask/fallback" in row
+    )
+
+
 @pytest.mark.supports("router_replay R2", "router_replay R3", on="DDP")
 def test_two_processes_replay_routes_as_one_does(
     models: dict[str, Path], tmp_path: Path, request: pytest.FixtureRequest
@@ -180,7 +201,7 @@ def check_references(run: str, one: dict[str, Any], two: list[dict[str, Any]]) -
     assert two[0]["refreshes"] == two[1]["refreshes"]  # the KL that decided too
     assert [(step, rule) for step, _, rule in two[0]["refreshes"]] == [(s, rule) for s, _, rule in one["refreshes"]]
     assert resumable.differences(two[0]["references"], two[1]["references"]) == []
-    assert len(one["references"]) == len(two[0]["references"]) == (train.FIXED | train.SERVED)[run]["max_steps"]
+    assert len(one["references"]) == len(two[0]["references"]) == (train.FIXED | train.SERVED | train.RLOO)[run]["max_steps"]
     for expected, found in zip(one["references"], two[0]["references"], strict=True):
         check_close(run, expected, found)
     changes = [

@@ -158,6 +158,28 @@ for _run in SERVED.values():
     _run["build"] = {"rollout_func": None, **_run.get("build", {})}
 """The same, with the rollouts of one vLLM server, as tests/tools/engines.py plays it."""
 
+RLOO: dict[str, dict[str, Any]] = {
+    "rloo": {
+        "model": "dense",
+        **MOVING,
+        "lora": True,
+        "keep_sampling_mask": True,
+        "top_p": 0.9,
+        "share_prompts": True,
+    },
+    "rloo routes": {
+        "model": "moe",
+        "router_replay": "R2",
+        "router_aux_loss_coef": 0.0,
+        "num_iterations": 4,
+        "max_steps": 8,
+    },
+    "rloo tokens": {"token_budget": 24, "beta": 0.0, **WINDOW_OF_FOUR},
+}
+"""The same with RLOO."""
+for _run in RLOO.values():
+    _run |= {"shows": [], "method": "RLOO", "normalize_advantages": True}
+
 SAMPLED = {"sampled_full": "full", "sampled_lora": "lora", "sampled_nf4": "nf4"}
 """Runs that draw their rollouts, and are resumed from `INSIDE`."""
 INSIDE = "checkpoint-7"
@@ -258,6 +280,8 @@ def stand_ins(options: dict[str, Any], url: str) -> Iterator[None]:
             stack.enter_context(patch.object(VLLMClient, "update_named_params", lambda _, __, sent: list(sent)))
         else:
             stack.enter_context(patch.object(trl.GRPOTrainer, "_generate_single_turn", generate))
+            completions = lambda *arguments: generate(*arguments)[0]
+            stack.enter_context(patch.object(trl.RLOOTrainer, "_generate_single_turn", completions))
             stack.enter_context(patch.object(sampling_part, "SetRecording", Invented))
         yield
 
@@ -276,9 +300,10 @@ def fixed(run: str, models: dict[str, str], output: Path) -> dict[str, Any]:
         "optim": "sgd",  # Adam would blow rounding up to the size of an update where the gradient is zero on paper
         "learning_rate": 0.1,
         "gradient_checkpointing": False,
-        **(FIXED | ROUTED | SERVED)[run],
+        **(FIXED | ROUTED | SERVED | RLOO)[run],
     }
-    options["build"] = {"rollout_func": rollout, **options.get("build", {})}
+    if options.get("method") != "RLOO":
+        options["build"] = {"rollout_func": rollout, **options.get("build", {})}
     del options["shows"]
     base, momentum = options.pop("base", None), options.pop("momentum", None)
     torch.manual_seed(0)  # the adapter of one process and of two
@@ -304,7 +329,7 @@ def fixed(run: str, models: dict[str, str], output: Path) -> dict[str, Any]:
         "parameters": {name: p for name, p in tiny.parameters(trainer).items() if p.dtype.is_floating_point},
         "base": resumable.differences(stored, frozen(trainer)),
         "history": tiny.history(trainer),
-        "step advantages": trainer.last_step_advantages,
+        "step advantages": getattr(trainer, "last_step_advantages", []),
         "table": {
             "advantages": list(trainer._logs["advantages"]),
             **{name: list(column) for name, column in trainer._logs["extra"].items()},
