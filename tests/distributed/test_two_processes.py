@@ -201,7 +201,11 @@ def check_references(run: str, one: dict[str, Any], two: list[dict[str, Any]]) -
     assert two[0]["refreshes"] == two[1]["refreshes"]  # the KL that decided too
     assert [(step, rule) for step, _, rule in two[0]["refreshes"]] == [(s, rule) for s, _, rule in one["refreshes"]]
     assert resumable.differences(two[0]["references"], two[1]["references"]) == []
-    assert len(one["references"]) == len(two[0]["references"]) == (train.FIXED | train.SERVED | train.RLOO)[run]["max_steps"]
+    assert (
+        len(one["references"])
+        == len(two[0]["references"])
+        == (train.FIXED | train.SERVED | train.RLOO)[run]["max_steps"]
+    )
     for expected, found in zip(one["references"], two[0]["references"], strict=True):
         check_close(run, expected, found)
     changes = [

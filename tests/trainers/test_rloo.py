@@ -293,3 +293,18 @@ def test_on_a_quantised_base_the_reference_moves_too(wide: Path, tmp_path: Path)
     tiny.train(own)
     kls = {row["step"] - 1: row["kl"] for row in own.state.log_history if "kl" in row}
     assert kls[4] == 0 and [refresh.step for refresh in own.reference_refreshes] == [4]
+
+
+def test_inside_a_window_the_kl_of_the_reward_must_stay(models: dict[str, Path], tmp_path: Path) -> None:
+    """The rewards of the rollout contain it. Under GRPO, whose loss reads it in each update, it may change."""
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "max_steps": 5}
+    tiny.train(trainer(models["dense"], tmp_path, beta=0.1, **options))
+    checkpoint = str(tmp_path / "checkpoint-3")
+    with pytest.raises(ValueError, match=r"window that began with beta=0\.1; this run has beta=0\.2"):
+        trainer(models["dense"], tmp_path, beta=0.2, **options).train(resume_from_checkpoint=checkpoint)
+    with pytest.raises(ValueError, match=r"began with normalize_advantages=False; this run has normalize_adv.*=True"):
+        again = trainer(models["dense"], tmp_path, beta=0.1, normalize_advantages=True, **options)
+        again.train(resume_from_checkpoint=checkpoint)
+    resumed = trainer(models["dense"], tmp_path, beta=0.1, epsilon=0.3, **options)  # the loss reads it in each update
+    resumed.train(resume_from_checkpoint=checkpoint)
+    assert resumed.state.global_step == 5
