@@ -2,6 +2,7 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -265,3 +266,16 @@ def test_the_mismatch_of_an_engine_is_reported_to_sampling_error(models: dict[st
         error = 4 * variance.sum().sqrt().item() / len(mean)
         assert mean.mean() > 1.5 * error  # or 0 would pass
         assert abs(metrics[name] - mean.mean().item()) < error, name
+
+
+@pytest.mark.parametrize("is_main", [True, False])
+def test_totals_of_a_checkpoint_count_once_over_all_processes(is_main: bool) -> None:
+    """Each process reads the totals of all, so only one may go on with them, and all must have the same names."""
+    accelerator = SimpleNamespace(is_main_process=is_main, num_processes=1, device=torch.device("cpu"))
+    model = torch.nn.Identity().train()
+    metrics = Metrics(SimpleNamespace(accelerator=accelerator, model=model, _metrics={"train": {}}))
+    metrics.restore({("mean", "a"): [6.0, 3.0], ("size", "b"): [2.0, 4.0, 1.0]})
+    assert list(metrics.state()) == [("mean", "a"), ("size", "b")]
+    assert metrics.state()["mean", "a"] == ([6.0, 3.0] if is_main else [0.0, 0.0])
+    metrics.pooled(means={"a": (torch.tensor([1.0, 9.0]), torch.tensor([True, False]))})
+    assert metrics.state()["mean", "a"] == ([7.0, 4.0] if is_main else [1.0, 1.0])
