@@ -190,3 +190,15 @@ def test_it_trains_off_policy_otherwise_than_grpo_and_alike_on_policy(models: di
     for options, same in ((on_policy, True), (off_policy, False)):
         ours, trls = trained(loss_type="gmpo", **options), trained(loss_type="grpo", **options)
         assert all(torch.allclose(ours[name], trls[name], rtol=1e-4, atol=1e-6) for name in trls) == same
+
+
+def test_a_ratio_beyond_float32_is_clipped_and_not_nan(evaluate: Evaluate) -> None:
+    """TRL's own policy term would be infinite, and 0 times infinity is NaN."""
+    batch = random_batch()
+    logps = batch.logps.clone()
+    logps[1, 0], logps[2, 1] = batch.old_logps[1, 0] + 200, batch.old_logps[2, 1] + 200
+    far = Batch(logps.float(), batch.old_logps.float(), batch.mask, -batch.advantages.abs().float())
+    near = far._replace(logps=logps.float(), advantages=batch.advantages.abs().float())
+    found = gmpo(evaluate, near)
+    assert found.loss.isfinite() and found.grad.isfinite().all() and found.grad[1, 0] == 0
+    assert gmpo(evaluate, far, delta=5.0).grad.isfinite().all()

@@ -110,7 +110,8 @@ _Rows = list[tuple[Sequence[str], bool, str]]
 
 def _idle(args: Any, rows: _Rows) -> list[str]:
     """Return a warning for each row whose options are set."""
-    ours = {own.name: own.default for own in fields(args)}
+    kind = next(base for base in type(args).__mro__ if base.__module__.startswith("trl_steady."))  # not a script's
+    ours = {own.name: own.default for own in fields(kind)}
     defaults = {**ours, **TRLS_DEFAULTS[args.METHOD]}
     messages = []
     for options, is_off, why in rows:
@@ -128,6 +129,7 @@ def _shared_rows(args: "SharedOptions") -> _Rows:
     of_server = [name for name in vllm if name.startswith("vllm_server_")] + ["vllm_group_port"]
     of_colocated = ["vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_tensor_parallel_size"]
     is_served = args.use_vllm and args.vllm_mode == "server"
+    reader = "only a rollout_func" if args.METHOD == "GRPO" else "nothing"
     return [
         (
             ["router_replay_reference"],
@@ -144,7 +146,7 @@ def _shared_rows(args: "SharedOptions") -> _Rows:
             not args.truncations,
             "top_p, top_k and min_p unset, sampling excludes no token. Set one of them",
         ),
-        (vllm, not args.use_vllm, "use_vllm=False only a rollout_func could read it. Set use_vllm=True"),
+        (vllm, not args.use_vllm, f"use_vllm=False {reader} could read it. Set use_vllm=True"),
         (
             of_server,
             args.use_vllm and not is_served,

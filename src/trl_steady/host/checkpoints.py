@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from accelerate.utils import broadcast_object_list
 from peft import PeftModel
 from torch import Tensor
 from torch.utils.data import Sampler
@@ -140,11 +141,14 @@ class Checkpoints:
             )
         for _ in range(int(state.epoch or 0)):  # TRL's sampler draws each epoch's order from one generator
             next(iter(self.sampler or ()), None)
-        self._take_window(checkpoint)
+        pool = self._take_window(checkpoint)
+        # a process that did not exist in the run that wrote it must gather the same totals as the others
+        trainer.metrics.restore(broadcast_object_list([pool])[0])
         for part in trainer.parts:
             part.load(checkpoint)
 
-    def _take_window(self, checkpoint: Path) -> None:
+    def _take_window(self, checkpoint: Path) -> dict[tuple[str, str], list[float]]:
+        """Restore the rollouts in use, and return the totals of metrics."""
         trainer = self._trainer
         interval, file = generation_interval(trainer), checkpoint / self._window_file()
         if not file.is_file():
@@ -154,7 +158,7 @@ class Checkpoints:
                     "resumed exactly: it was written by TRL, by fewer processes, or with save_only_model=True. Resume "
                     f"from a checkpoint at the end of a window (every {interval} micro-batches)."
                 )
-            return
+            return {}
         window = torch.load(file, map_location=trainer.accelerator.device.type, weights_only=True)
         settings = window_settings(trainer)
         if window["rollouts"] is not None:
@@ -162,13 +166,13 @@ class Checkpoints:
         trainer._step = window["position"] if not different(window["settings"], settings) else 0
         trainer._buffered_inputs = window["rollouts"]
         trainer._metrics["train"].update(window["metrics"])
-        trainer.metrics.restore(window["pool"])
         for name, values in json.loads(window["tables"]).items():
             if isinstance(values, list):
                 trainer._logs[name].extend(values)
             else:
                 for column, cells in values.items():
                     trainer._logs[name][column].extend(cells)
+        return window["pool"]
 
     def _tables(self) -> str:
         """Return the table of completions of the rollouts in use as JSON; an empty one if it contains images."""

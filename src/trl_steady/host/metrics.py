@@ -15,6 +15,7 @@ from trl_steady.functional import pooling
 
 __all__ = ["Metrics"]
 
+_MOST_WAITING = 4096
 _QUANTILES = {"q01": 0.01, "q50": 0.5, "q90": 0.9, "q99": 0.99}
 Masked = tuple[Tensor, Tensor]
 """Values, and a mask of the same shape: True = counts."""
@@ -43,11 +44,16 @@ class Metrics:
 
     def token_mean(self, name: str, values: Tensor, mask: Tensor) -> None:
         """Log the mean of `values` (B, T) over the loss tokens of all processes, for this micro-batch."""
-        self._own.steps.append((name, _step(*self._countable(values, mask))))
+        self._append(name, values, mask)
 
     def spread(self, name: str, values: Tensor, mask: Tensor) -> None:
         """Log min, mean and max of `values` (B, 1) over all processes' sequences that have loss tokens."""
-        self._own.steps.append((f"{name}_*", _step(*self._countable(values, mask.any(-1, keepdim=True)))))
+        self._append(f"{name}_*", values, mask.any(-1, keepdim=True) & ~values.isnan())
+
+    def _append(self, name: str, values: Tensor, mask: Tensor) -> None:
+        self._own.steps.append((name, _step(*self._countable(values, mask))))
+        if len(self._own.steps) >= _MOST_WAITING:  # at the same micro-batch on all processes
+            self.settle()
 
     def pooled(
         self,
@@ -143,9 +149,9 @@ class Metrics:
             (self._totals["train"].pool[key],) = self._countable(own if is_main else torch.zeros_like(own))
 
     def _countable(self, *tensors: Tensor) -> tuple[Tensor, ...]:
-        """Return tensors without gradient on the device, or on the CPU if the device has no float64."""
+        """Return tensors without gradient on the device, or on the CPU if the device may have no float64."""
         device = self._trainer.accelerator.device
-        return tuple(own.detach().to("cpu" if device.type == "mps" else device) for own in tensors)
+        return tuple(own.detach().to(device if device.type in ("cpu", "cuda") else "cpu") for own in tensors)
 
     @property
     def _mode(self) -> str:

@@ -16,7 +16,8 @@ REFERENCE_ADAPTER = "ref"
 
 def bare(trainer: Any, model: torch.nn.Module) -> PreTrainedModel:
     """Return the transformers model in `model`, without wrappers."""
-    inner = trainer.accelerator.unwrap_model(model)
+    # keeping torch.compile's wrapper would change it: it would lose the wrapper of DDP inside
+    inner = trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
     return cast(PreTrainedModel, inner.get_base_model() if isinstance(inner, PeftModel) else inner)
 
 

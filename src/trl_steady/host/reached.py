@@ -105,7 +105,10 @@ class Reached:
 
 
 def is_known(method: object) -> bool:
-    """Return True if a method is trl-steady's or one that trl-steady overrides, and not a script's."""
+    """Return True if a method is trl-steady's or one that trl-steady overrides, and not a script's.
+
+    A script's wrapper of such a method counts as the method, if `functools.wraps` has made it look like it.
+    """
     function = getattr(method, "__func__", method)
     return _is_ours(function) or getattr(function, "__module__", "") in _THEIRS
 

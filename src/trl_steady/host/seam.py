@@ -54,6 +54,7 @@ class Steady(_Trls):
     rollout_func: Any = None  # this and the next two: TRL has them for GRPO only
     environment_factories: Any = None
     tools: Any = None
+    loss_is_token_sum: Any = False  # True if it is a sum over the tokens of a step, divided by a known number
     _rollout: Rollout | None = None
     _samples: Mapping[str, Any] = MappingProxyType({})  # the micro-batch whose loss is computed
     _extras: Mapping[str, Tensor] = MappingProxyType({})  # of the last scoring pass
@@ -72,12 +73,7 @@ class Steady(_Trls):
 
     def part(self, kind: type[_P]) -> _P:
         """Return the part of a class."""
-        return next(part for part in self.parts if isinstance(part, kind))
-
-    @property
-    def loss_is_token_sum(self) -> bool:
-        """True if the loss is a sum over the tokens of an optimizer step, divided by a known number."""
-        return False
+        return {type(part): part for part in self.parts}[kind]  # pyright: ignore[reportReturnType]
 
     # 1. Generate.
 
@@ -159,7 +155,8 @@ class Steady(_Trls):
         role = role_of(self, model, in_rollout=self._rollout is not None)
         scoring = ScoringPass(role, model, input_ids, attention_mask, *asked, *here)
         scores = scored(scoring, self.parts, super()._get_per_token_logps_and_entropies)
-        self._extras = scoring.extras
+        if scoring.role == "policy":
+            self._extras = scoring.extras
         return scores
 
     # 3. Compute the loss.
@@ -211,6 +208,7 @@ class Steady(_Trls):
     def score(self, model: torch.nn.Module, inputs: dict[str, Any]) -> loss.MicroBatch:
         """Run one forward of the policy on a micro-batch with TRL's own method."""
         ids, completion_mask = inputs["completion_ids"], inputs["completion_mask"]
+        self._extras = {}
         logps, entropies, aux_loss = self._get_per_token_logps_and_entropies(
             model,
             torch.cat([inputs["prompt_ids"], ids], dim=1),
@@ -220,7 +218,8 @@ class Steady(_Trls):
             compute_aux_loss=self.aux_loss_enabled,
             **loss.forwarded(inputs),
         )
-        return loss.MicroBatch.of(inputs, logps, entropies, aux_loss, self._extras)
+        extras, self._extras = self._extras, {}
+        return loss.MicroBatch.of(inputs, logps, entropies, aux_loss, extras)
 
     # 4. Log, save and resume.
 

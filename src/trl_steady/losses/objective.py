@@ -17,6 +17,7 @@ __all__ = [
     "as_gspo_token",
     "check",
     "dropped",
+    "finite_ratios",
     "gmpo",
     "gmpo_clip_in_ratios",
     "kl_estimates",
@@ -28,6 +29,7 @@ __all__ = [
 Masked = tuple[Tensor, Tensor]
 """Values, and a mask of the same shape: True = counts."""
 
+_FINITE = 80.0
 _PLAIN = {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3}
 _CORRECTED = {"k1": kl.corrected_k1, "k2": kl.corrected_k2, "k3": kl.corrected_k3}
 
@@ -63,6 +65,16 @@ def gmpo(batch: MicroBatch, trainer: Any, is_kept: Tensor | None) -> Tensor:
         delta=trainer.args.delta,
     )
     return (-log_ratio.exp() * advantages).expand_as(batch.logps)
+
+
+def finite_ratios(batch: MicroBatch) -> MicroBatch:
+    """Return the micro-batch with old log-probs that keep each token's ratio finite in float32.
+
+    TRL computes the ratio and multiplies it by 0, and 0 times infinity is NaN. Ratios up to e^80 do not change.
+    """
+    log_ratio = batch.logps.detach() - batch.old_logps
+    bounded = batch.logps.detach() - log_ratio.clamp(-_FINITE, _FINITE)
+    return replace(batch, old_logps=batch.old_logps.where(log_ratio.abs() <= _FINITE, bounded))
 
 
 def gmpo_clip_in_ratios(trainer: Any) -> dict[str, float]:

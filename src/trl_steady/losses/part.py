@@ -79,7 +79,8 @@ class LossPart(Part):
         policy_term: list[tuple[float, Tensor]] = []
         if own.policy_term is not None:
             policy_term.append((1.0, self._policy_term(own.policy_term, clean, keep, attributes)))
-            keep = torch.zeros_like(clean.mask[:, :1])  # nothing is left of TRL's
+            keep = torch.zeros_like(clean.mask[:, :1])  # nothing is left of TRL's,
+            rewritten = objective.finite_ratios(clean)  # if it is finite
             attributes |= own.in_trls_terms(trainer) if own.in_trls_terms else {}
 
         def own_terms() -> list[tuple[float, Tensor]]:
@@ -107,8 +108,9 @@ class LossPart(Part):
         sampler_logps = batch.old_logps if batch.sampler_logps is None else batch.sampler_logps
         keep = objective.sampler_masks(batch, self.trainer.args)
         if threshold is not None:
-            decide = self.trainer.get_off_policy_mask  # a subclass may have its own
-            if self.trainer.args.off_policy_mask_level == "token" and is_known(decide):
+            decide = self.trainer.get_off_policy_mask  # a subclass may have its own, or wrap ours
+            is_ours = is_known(decide) and not hasattr(decide, "__wrapped__")
+            if self.trainer.args.off_policy_mask_level == "token" and is_ours:
                 decide = _BY_TOKEN
             keep["off_policy"] = decide(
                 advantages=batch.advantages.unsqueeze(1) if batch.advantages.dim() == 1 else batch.advantages,

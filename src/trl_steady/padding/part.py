@@ -14,10 +14,9 @@ from peft import PeftModel, PeftType
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
-from trl_steady.host import models
+from trl_steady.host import Steady, models
 from trl_steady.host.names import rollout_number
 from trl_steady.host.part import Part, ScoringPass
-from trl_steady.host.reached import is_known
 from trl_steady.host.regrouping import backward_of, divided_by
 from trl_steady.padding.attention import attending_in, own_implementation, switched
 from trl_steady.padding.budget import Length, partition
@@ -105,7 +104,7 @@ class PaddingPart(Part):
                 f"the optimizers {' and '.join(_STEPS_IN_BACKWARD)} would step each time. Train with DDP and another "
                 "optimizer, or leave token_budget unset."
             )
-        if not is_known(type(trainer).compute_loss):
+        if type(trainer).compute_loss is not Steady.compute_loss:
             raise ValueError(
                 f"{budget} runs backward inside compute_loss, so {type(trainer).__name__}.compute_loss would see only "
                 "the last micro-batch. Override micro_batch_loss instead, or leave token_budget unset."

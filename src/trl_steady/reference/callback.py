@@ -183,7 +183,7 @@ class ReferenceRefreshCallback(TrainerCallback):
             if not folder.is_dir():
                 raise ValueError(
                     f"output_dir={args.output_dir!r} holds no {folder.name}, but on a resume this callback looks for "
-                    "the reference there. Keep the checkpoints in output_dir, or use trl_steady.GRPOTrainer, which "
+                    "the reference there. Keep the checkpoints in output_dir, or use trl-steady's trainer, which "
                     "knows the folder."
                 )
             self.load(folder)
@@ -203,7 +203,7 @@ def _refuse(callback: ReferenceRefreshCallback) -> None:
     if isinstance(trainer, Steady) != args.sync_ref_model:
         raise ValueError(
             f"{name} cannot work with sync_ref_model={args.sync_ref_model} on {type(trainer).__module__}."
-            f"{type(trainer).__qualname__}. With trl_steady.GRPOTrainer set sync_ref_model=True and add no callback. "
+            f"{type(trainer).__qualname__}. With trl-steady's trainers set sync_ref_model=True and add no callback. "
             "With TRL's trainers set sync_ref_model=False and add the callback."
         )
     if any(isinstance(other, ReferenceRefreshCallback) for other in trainer.callback_handler.callbacks):
