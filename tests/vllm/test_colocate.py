@@ -17,8 +17,8 @@ from tests.oracles.routes import NONE
 from tests.tools import agent, tiny
 from tests.tools.routed import CLOSE, oracles, rows
 from tests.vllm import conftest, mixtures
-from trl_steady.host import engine as host_engine
 from trl_steady.host.engine import Capture
+from trl_steady.routing import part
 from trl_steady.routing.part import ROUTES, RoutingPart, taken_routes
 from trl_steady.routing.routes import from_engine
 from trl_steady.sampling.part import KEPT_TOKENS
@@ -77,7 +77,7 @@ def mismatches(folder: Path, trainer: Any) -> dict[str, Mismatch]:
 
 
 def off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_engine, "from_engine", lambda *a, **k: from_engine(*a, **k).roll(1, dims=0))
+    monkeypatch.setattr(part, "from_engine", lambda *a, **k: from_engine(*a, **k).roll(1, dims=0))
 
 
 TRAINING: dict[str, Any] = {"max_steps": 9, "learning_rate": 3e-3}
