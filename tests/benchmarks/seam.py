@@ -105,7 +105,7 @@ OURS: tuple[dict[str, Any], ...] = tuple({"loss_type": loss_type} for loss_type 
 
 
 def counts(ours: Any, inputs: dict[str, Any]) -> str:
-    """What makes processes wait for one another, and the CPU for its GPU, in a micro-batch and in a log."""
+    """Count the calls that make processes wait for one another, or the CPU for its GPU, in a micro-batch and a log."""
     with counted() as micro_batch:
         ours.compute_loss(ours.model, inputs).backward()
     with counted() as log:

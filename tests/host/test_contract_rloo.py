@@ -1,4 +1,4 @@
-"""What TRL's RLOO reads, held against `host.RLOO_CONTRACT`, as for GRPO."""
+"""Compare what TRL's RLOO reads with `host.RLOO_CONTRACT`, as for GRPO."""
 
 import inspect
 import re
@@ -60,5 +60,5 @@ def test_our_trainer_has_trls_constructor_and_our_config_trls_options() -> None:
 
 
 def test_transformers_divides_its_loss_by_the_window() -> None:
-    """And not GRPO's, which TRL divides: `regrouping.divided_by` depends on it."""
+    """TRL itself divides the loss of GRPO. `regrouping.divided_by` depends on this difference."""
     assert trl.GRPOTrainer.loss_is_scaled_for_ga and not trl.RLOOTrainer.loss_is_scaled_for_ga

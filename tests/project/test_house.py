@@ -18,7 +18,7 @@ TRAINERS = (trl_steady.GRPOTrainer, trl_steady.RLOOTrainer)
 
 
 def private_names() -> set[str]:
-    """What TRL's classes define, or set on themselves, with a leading underscore, and private names of its modules."""
+    """Return the private names that TRL's classes define or set on themselves, and those of its modules."""
     found: set[str] = set()
     for source in (grpo_trainer, rloo_trainer, utils, vllm_generation, vllm_client):
         tree = ast.parse(inspect.getsource(source))

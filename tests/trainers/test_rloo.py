@@ -136,7 +136,7 @@ def recorded(folder: Path, output: Path, **options: Any) -> Recorded:
 
 
 def sequences(inputs: dict[str, Any]) -> list[tuple[list[int], int, torch.Tensor, int]]:
-    """Of each sequence: its tokens, the length of its prompt, where they are in the batch, and its row."""
+    """Return the tokens of each sequence, the length of its prompt, its places in the batch, and its row."""
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1).bool()
     prompts = inputs["prompt_mask"].sum(-1).tolist()

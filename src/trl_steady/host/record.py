@@ -22,7 +22,7 @@ class TokenRecord:
     def __init__(self, option: str, instead: str = "") -> None:
         self._option, self._instead = option, instead
         self.turns: list[list[Traced]] = []
-        """What was recorded in generation, turn by turn."""
+        """The records of generation, turn by turn."""
         self.values: Any = None
         """The values of the padded batch, once they are known."""
 

@@ -19,7 +19,7 @@ class Loss:
     reduction: Literal["sequence_mean", "sequence_sum", "micro_batch_tokens", "step_tokens", "constant"]
     """How the values of tokens become a loss: see `trl_steady.host.loss.token_weights`."""
     clip: Literal["ratio", "log_ratio", "cap", None] = "ratio"
-    """What `epsilon` and `epsilon_high` are: the distance of the ratio from 1, the distance of its log from 0, a cap
+    """Meaning of `epsilon` and `epsilon_high`: the distance of the ratio from 1, the distance of its log from 0, a cap
     of the ratio itself (`epsilon_high` only), or nothing."""
     advantages: Literal["by_level", "token", "sequence"] = "by_level"
     """Which advantages count: those of tokens, the mean of a sequence, or tokens only if the ratio is per token."""
@@ -38,7 +38,7 @@ class Loss:
     level: Literal["sequence", "token", None] = None
     """`importance_sampling_level`; None if the user chooses it."""
     what: str = ""
-    """What its ratios are, for messages."""
+    """A phrase for its ratios, for messages."""
     epsilon: float | None = None
     """Default of `epsilon`; None for TRL's."""
     epsilon_high: float | None = None
