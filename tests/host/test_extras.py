@@ -13,6 +13,7 @@ from torch import Tensor
 import trl_steady
 from tests.tools import tiny
 from trl_steady.host import MicroBatch, Part
+from trl_steady.host.names import overridden
 
 
 class NextToken:
@@ -83,8 +84,19 @@ def test_values_of_a_pass_that_is_regrouped_come_back_in_order(models: dict[str,
     lengths = torch.tensor([2, 6, 1, 5, 3])
     mask = torch.cat([torch.ones(5, 2), (torch.arange(6) < lengths.unsqueeze(1)).float()], dim=1).long()
     ids = torch.arange(40).view(5, 8) % 50
-    with torch.no_grad():
+    extras: dict[str, Tensor] = {}
+    with torch.no_grad(), overridden(trainer, {"_extras": extras}):
         trainer.log_probs(trainer.model, ids, mask, 6)
     own = mask[:, 2:].bool()
-    assert torch.equal(trainer._extras["token"][own], ids[:, 2:][own].float())
-    assert torch.equal(trainer._extras["place"][own], torch.arange(40).view(5, 8)[:, 2:][own].float())
+    assert torch.equal(extras["token"][own], ids[:, 2:][own].float())
+    assert torch.equal(extras["place"][own], torch.arange(40).view(5, 8)[:, 2:][own].float())
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "gspo"])
+def test_no_value_outlives_its_micro_batch(models: dict[str, Path], tmp_path: Path, loss_type: str) -> None:
+    """It would keep the graph of its forward. TRL's own loss reads no values."""
+    args = tiny.arguments(trl_steady.GRPOConfig, tmp_path, loss_type=loss_type, max_steps=1)
+    trainer = Valued(str(models["dense"]), tiny.reward, args, tiny.dataset(), processing_class=tiny.tokenizer())
+    trainer.train()
+    assert bool(trainer.batches) == (loss_type == "gspo")
+    assert not trainer._extras

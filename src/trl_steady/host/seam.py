@@ -57,7 +57,7 @@ class Steady(_Trls):
     loss_is_token_sum: Any = False  # True if it is a sum over the tokens of a step, divided by a known number
     _rollout: Rollout | None = None
     _samples: Mapping[str, Any] = MappingProxyType({})  # the micro-batch whose loss is computed
-    _extras: Mapping[str, Tensor] = MappingProxyType({})  # of the last scoring pass
+    _extras: dict[str, Tensor] | None = None  # of the policy; nobody reads them outside `score`
     _until_backward: ExitStack | None = None
 
     def __init__(self, model: Any, reward_funcs: Any, args: Any, *positional: Any, **keywords: Any) -> None:
@@ -155,8 +155,8 @@ class Steady(_Trls):
         role = role_of(self, model, in_rollout=self._rollout is not None)
         scoring = ScoringPass(role, model, input_ids, attention_mask, *asked, *here)
         scores = scored(scoring, self.parts, super()._get_per_token_logps_and_entropies)
-        if scoring.role == "policy":
-            self._extras = scoring.extras
+        if self._extras is not None and scoring.role == "policy":
+            self._extras.update(scoring.extras)
         return scores
 
     # 3. Compute the loss.
@@ -208,17 +208,17 @@ class Steady(_Trls):
     def score(self, model: torch.nn.Module, inputs: dict[str, Any]) -> loss.MicroBatch:
         """Run one forward of the policy on a micro-batch with TRL's own method."""
         ids, completion_mask = inputs["completion_ids"], inputs["completion_mask"]
-        self._extras = {}
-        logps, entropies, aux_loss = self._get_per_token_logps_and_entropies(
-            model,
-            torch.cat([inputs["prompt_ids"], ids], dim=1),
-            torch.cat([inputs["prompt_mask"], completion_mask], dim=1),
-            ids.size(1),
-            compute_entropy=True,
-            compute_aux_loss=self.aux_loss_enabled,
-            **loss.forwarded(inputs),
-        )
-        extras, self._extras = self._extras, {}
+        extras: dict[str, Tensor] = {}
+        with overridden(self, {"_extras": extras}):
+            logps, entropies, aux_loss = self._get_per_token_logps_and_entropies(
+                model,
+                torch.cat([inputs["prompt_ids"], ids], dim=1),
+                torch.cat([inputs["prompt_mask"], completion_mask], dim=1),
+                ids.size(1),
+                compute_entropy=True,
+                compute_aux_loss=self.aux_loss_enabled,
+                **loss.forwarded(inputs),
+            )
         return loss.MicroBatch.of(inputs, logps, entropies, aux_loss, extras)
 
     # 4. Log, save and resume.
