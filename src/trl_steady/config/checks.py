@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "TRLS_DEFAULTS",
     "beyond_sets",
+    "own_class",
     "refuse_contradictions",
     "refuse_contradictions_of_loss",
     "reweights",
@@ -37,6 +38,11 @@ TRLS_DEFAULTS = {"GRPO": _defaults(trl.GRPOConfig), "RLOO": _defaults(trl.RLOOCo
 def trl_default(name: str, method: str = "GRPO") -> Any:
     """Return the default of an option in the installed TRL."""
     return TRLS_DEFAULTS[method][name]
+
+
+def own_class(args: "SharedOptions") -> type:
+    """Return trl-steady's class of a config, which may be an object of a script's subclass."""
+    return next(kind for kind in type(args).__mro__ if kind.__module__.startswith("trl_steady."))
 
 
 # Generation options that may exclude tokens from sampling -> True for a value that does.
@@ -100,7 +106,12 @@ def refuse_contradictions_of_loss(args: "GRPOConfig") -> None:
         refuse_means_over_micro_batches(args.token_budget, args)
     if args.loss.is_ours:
         _refuse_under_own_loss(args)
-    _refuse_kl_without_effect(args)
+    if args.beta != 0 and args.kl_estimator == "k1" and not args.use_bias_correction_kl:
+        raise ValueError(
+            "kl_estimator='k1' with use_bias_correction_kl=False: the gradient of log policy - log reference does not "
+            "depend on the reference, and its on-policy expectation is 0. This KL would add noise without holding the "
+            "policy. Set use_bias_correction_kl=True, or set kl_estimator to 'k2' or 'k3'."
+        )
     if args.loss_type == "dr_grpo" and args.max_completion_length is None:
         raise ValueError(
             "max_completion_length=None does not work with loss_type='dr_grpo', which divides by it. Set "
@@ -212,15 +223,6 @@ def _refuse_generation(args: "SharedOptions") -> None:
                 f"{name}={value!r} in generation_kwargs: TRL repeats each prompt itself. Leave {name} unset, and set "
                 f"num_generations={value!r}."
             )
-
-
-def _refuse_kl_without_effect(args: "GRPOConfig") -> None:
-    if args.beta != 0 and args.kl_estimator == "k1" and not args.use_bias_correction_kl:
-        raise ValueError(
-            "kl_estimator='k1' with use_bias_correction_kl=False: the gradient of log policy - log reference does not "
-            "depend on the reference, and its on-policy expectation is 0. This KL would add noise without holding the "
-            "policy. Set use_bias_correction_kl=True, or set kl_estimator to 'k2' or 'k3'."
-        )
 
 
 def beyond_sets(weightings: Sequence[str]) -> str:

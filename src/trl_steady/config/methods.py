@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from trl_steady.losses.table import LOSSES
@@ -36,185 +37,126 @@ class Method(NamedTuple):
         return re.findall(r"\b([a-z_]+)(?=[=>])", self.setting)
 
 
-_MATH, _V32 = "2402.03300", "2512.02556"
-_LOSS = ("micro_batch_loss",)
-_SCORES = ("log_probs",)
-_ROLLOUT = ("rollout",)
-_RECORDED = ("compute_loss", *_SCORES, *_ROLLOUT)  # recorded in the rollout, read when the policy is scored
+_MATH, _V32 = "2402.03300", "2512.02556, section 3.1"
+_LOSS, _SCORES = ("micro_batch_loss",), ("log_probs",)
+_RECORDED = ("compute_loss", "log_probs", "rollout")  # recorded in the rollout, read when the policy is scored
 _GENERATED = (*_RECORDED, "generate")
+_PAGES = {
+    "KL": "methods/kl.md",
+    "mask": "methods/masks.md",
+    "rewards": "step-rewards.md",
+    "reference": "iterative.md",
+    "routing": "routing-replay.md",
+    "sampling": "sampling-mask.md",
+    "passes": "performance.md",
+}
+
+
+def _method(
+    kind: str,
+    name: str,
+    setting: str,
+    acts_in: tuple[str, ...] = (),
+    *,
+    is_on: Callable[[Any], bool] | None = None,
+    paper: str = "",
+    page: str = "",
+) -> Method:
+    """Return a method. By default its page is that of its kind, and the first option in `setting` turns it on."""
+    switch = attrgetter(setting.partition("=")[0])
+    return Method(kind, name, setting, paper, page or _PAGES[kind], is_on or switch, acts_in)
+
+
+def _loss(loss_type: str) -> Method:
+    loss = LOSSES[loss_type]
+    setting = f'loss_type="{loss_type}"'
+    return Method("loss", loss.name, setting, loss.paper, loss.page, lambda a: a.loss_type == loss_type, _LOSS)
+
 
 METHODS = (
-    *(
-        Method(
-            "loss",
-            loss.name,
-            f'loss_type="{loss_type}"',
-            loss.paper,
-            loss.page,
-            lambda a, loss_type=loss_type: a.loss_type == loss_type,
-            _LOSS,
-        )
-        for loss_type, loss in LOSSES.items()
-        if loss.is_ours
-    ),
-    Method(
+    *(_loss(loss_type) for loss_type, loss in LOSSES.items() if loss.is_ours),
+    _method(
         "KL",
         "per-token ratio under a sequence-level loss",
         "use_bias_correction_kl=True, beta>0",
-        f"{_V32}, section 3.1",
-        "methods/kl.md",
-        lambda a: a.beta != 0 and a.use_bias_correction_kl and a.importance_sampling_level == "sequence",
         _LOSS,
+        is_on=lambda a: a.beta != 0 and a.use_bias_correction_kl and a.importance_sampling_level == "sequence",
+        paper=_V32,
     ),
-    Method(
+    _method(
         "KL",
         "ratio to the engine's log-probs",
         'kl_ratio_denominator="sampler"',
-        f"{_V32}, section 3.1",
-        "methods/kl.md",
-        lambda a: "kl_ratio_denominator" in a.sampler_options,
         _LOSS,
+        is_on=lambda a: "kl_ratio_denominator" in a.sampler_options,
+        paper=_V32,
     ),
-    Method(
+    _method(
         "KL",
         "estimators other than k3",
         'kl_estimator="k1" or "k2"',
-        "",
-        "methods/kl.md",
-        lambda a: a.beta != 0 and a.kl_estimator != "k3",
         _LOSS,
+        is_on=lambda a: a.beta != 0 and a.kl_estimator != "k3",
     ),
-    Method(
+    _method(
         "mask",
         "off-policy mask, by sequence or by token",
         "off_policy_mask_threshold=..., off_policy_mask_level=...",
-        f"{_V32}, section 3.1",
-        "methods/masks.md",
-        lambda a: a.off_policy_mask_threshold is not None,
         _LOSS,
+        is_on=lambda a: a.off_policy_mask_threshold is not None,
+        paper=_V32,
     ),
-    Method(
+    _method(
         "mask",
         "geometric mask, trainer against engine",
         "geometric_mask_range=(low, high)",
-        "",
-        "methods/masks.md",
-        lambda a: a.geometric_mask_range is not None,
         _LOSS,
+        is_on=lambda a: a.geometric_mask_range is not None,
     ),
-    Method(
-        "mask",
-        "veto of outlier tokens, trainer against engine",
-        "token_veto_threshold=...",
-        "",
-        "methods/masks.md",
-        lambda a: a.token_veto_threshold is not None,
-        _LOSS,
-    ),
-    Method(
+    _method("mask", "veto of outlier tokens, trainer against engine", "token_veto_threshold=...", _LOSS),
+    _method(
         "rewards",
         "step rewards (StepRewards), process supervision",
         'step_advantage="process" or "return_to_go"',
-        f"{_MATH}, section 4.1.3",
-        "step-rewards.md",
-        lambda a: a.step_advantage != "return_to_go",  # the default does not tell whether there are StepRewards
-        (*_ROLLOUT, "calculate_rewards"),
+        ("rollout", "calculate_rewards"),
+        is_on=lambda a: a.step_advantage != "return_to_go",  # the default does not tell whether there are StepRewards
+        paper=f"{_MATH}, section 4.1.3",
     ),
-    Method(
+    _method(
         "reference",
         "iterative GRPO: a reference that moves",
         "sync_ref_model=True, beta>0",
-        f"{_MATH}, Algorithm 1",
-        "iterative.md",
-        lambda a: a.sync_ref_model,
+        paper=f"{_MATH}, Algorithm 1",
     ),
-    Method(
-        "reference",
-        "a reference that moves when the KL is too large",
-        "ref_model_sync_kl=...",
-        "",
-        "iterative.md",
-        lambda a: a.ref_model_sync_kl is not None,
-    ),
-    Method(
+    _method("reference", "a reference that moves when the KL is too large", "ref_model_sync_kl=..."),
+    _method(
         "reference",
         "optimizer state cleared when the reference moves",
         "ref_model_sync_reset_optimizer=True",
-        "2505.24864",
-        "iterative.md",
-        lambda a: a.ref_model_sync_reset_optimizer,
+        paper="2505.24864",
     ),
-    Method(
+    _method(
         "routing",
         "R2: routes of the pass that scored the rollout",
         'router_replay="R2"',
-        "2507.18071; 2512.01374",
-        "routing-replay.md",
-        lambda a: a.router_replay == "R2",
         _RECORDED,
+        is_on=lambda a: a.router_replay == "R2",
+        paper="2507.18071; 2512.01374",
     ),
-    Method(
+    _method(
         "routing",
         "R3: routes of the rollout itself",
         'router_replay="R3"',
-        "2510.11370",
-        "routing-replay.md",
-        lambda a: a.router_replay == "R3",
         _GENERATED,
+        is_on=lambda a: a.router_replay == "R3",
+        paper="2510.11370",
     ),
-    Method(
-        "routing",
-        "routes in the reference's pass too",
-        "router_replay_reference=True",
-        "",
-        "routing-replay.md",
-        lambda a: a.router_replay_reference,
-        _RECORDED,
-    ),
-    Method(
-        "sampling",
-        "kept sampling mask",
-        "keep_sampling_mask=True",
-        f"{_V32}, section 3.1",
-        "sampling-mask.md",
-        lambda a: a.keep_sampling_mask,
-        _GENERATED,
-    ),
-    Method(
-        "passes",
-        "padding-free passes (the default)",
-        "trim_padding=True",
-        "",
-        "performance.md",
-        lambda a: a.trim_padding,
-        _SCORES,
-    ),
-    Method(
-        "passes",
-        "micro-batches limited by tokens",
-        "token_budget=...",
-        "",
-        "performance.md",
-        lambda a: a.token_budget is not None,
-        ("compute_loss",),
-    ),
-    Method(
-        "passes",
-        "a group's prompt computed once",
-        "share_prompts=True",
-        "",
-        "performance.md",
-        lambda a: a.share_prompts,
-        _SCORES,
-    ),
-    Method(
-        "passes",
-        "float32 adapters on a quantised base",
-        'adapter_dtype="float32"',
-        "",
-        "iterative.md",
-        lambda a: a.adapter_dtype is not None,
-    ),
+    _method("routing", "routes in the reference's pass too", "router_replay_reference=True", _RECORDED),
+    _method("sampling", "kept sampling mask", "keep_sampling_mask=True", _GENERATED, paper=_V32),
+    _method("passes", "padding-free passes (the default)", "trim_padding=True", _SCORES),
+    _method("passes", "micro-batches limited by tokens", "token_budget=...", ("compute_loss",)),
+    _method("passes", "a group's prompt computed once", "share_prompts=True", _SCORES),
+    _method("passes", "float32 adapters on a quantised base", 'adapter_dtype="float32"', page=_PAGES["reference"]),
 )
 
 
