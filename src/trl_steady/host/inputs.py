@@ -96,10 +96,9 @@ def refuse_small(trainer: Any) -> None:
     """
     dataset, args = trainer.train_dataset, trainer.args
     prompts = args.generation_batch_size // args.num_generations
-    if _is_users(trainer, "_get_train_sampler"):
-        return
     smaller = "steps_per_generation" if args.steps_per_generation > 1 else "per_device_train_batch_size"
-    if isinstance(dataset, Dataset) and len(dataset) < prompts:
+    is_trls_sampler = not _is_users(trainer, "_get_train_sampler")
+    if is_trls_sampler and isinstance(dataset, Dataset) and len(dataset) < prompts:
         raise ValueError(
             f"train_dataset has {len(dataset)} rows, but each rollout needs {prompts} prompts (generation_batch_size="
             f"{args.generation_batch_size} / num_generations={args.num_generations}), so nothing would be trained. "

@@ -101,15 +101,6 @@ class Terms:
     """Returns factors and (B, T) values of terms that TRL does not have. They are reduced like TRL's policy term."""
 
 
-# Keys of `inputs` that TRL's _compute_loss reads -> fields of MicroBatch that replace them.
-_REWRITTEN_INPUTS = {
-    "advantages": "advantages",
-    "old_per_token_logps": "old_logps",
-    "ref_per_token_logps": "ref_logps",
-    "importance_sampling_ratio": "sampler_weights",
-}
-
-
 def forwarded(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the inputs that TRL's scoring method gets beside tokens, such as images."""
     return {name: inputs[name] for name, how in CONTRACT.inputs.items() if how == FORWARDED and name in inputs}
@@ -117,7 +108,12 @@ def forwarded(inputs: Mapping[str, Any]) -> dict[str, Any]:
 
 def rewritten(inputs: Mapping[str, Any], batch: MicroBatch) -> dict[str, Any]:
     """Return TRL's inputs with the values of `batch`. Keys that it does not replace stay unchanged."""
-    values = {name: getattr(batch, ours) for name, ours in _REWRITTEN_INPUTS.items()}
+    values = {
+        "advantages": batch.advantages,
+        "old_per_token_logps": batch.old_logps,
+        "ref_per_token_logps": batch.ref_logps,
+        "importance_sampling_ratio": batch.sampler_weights,
+    }
     return {**inputs, **{name: value for name, value in values.items() if value is not None}}
 
 

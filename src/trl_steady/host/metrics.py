@@ -4,7 +4,7 @@ Everything is summed up on the device. Processes communicate, and numbers go to 
 a log, for a checkpoint, or for a rule that depends on them.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -32,11 +32,7 @@ class _Totals:
 
 
 class Metrics:
-    """The metrics of a trainer. Every process must record the same names in the same order.
-
-    Args:
-        trainer: The trainer.
-    """
+    """The metrics of a trainer. Every process must record the same names in the same order."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
@@ -105,9 +101,8 @@ class Metrics:
         for mode, own in self._totals.items():
             steps, own.steps = own.steps, []
             if steps:
-                totals, lows, highs = self._gathered(torch.stack([step for _, step in steps]))
-                for (name, _), total, low, high in zip(steps, totals, lows, highs, strict=True):
-                    self._hand_over(mode, name, total, low, high)
+                for (name, _), exchanged in zip(steps, self._exchanged([step for _, step in steps]), strict=True):
+                    self._hand_over(mode, name, *exchanged)
 
     def log(self, logs: Mapping[str, Any]) -> None:
         """Hand all metrics to TRL before it writes `logs`, and begin anew.
@@ -121,15 +116,13 @@ class Metrics:
         mode = self._mode
         steps, pool = self._own.steps, self._own.pool
         self._totals[mode] = _Totals()
-        parts = [*(step for _, step in steps), *pool.values()]
-        if not parts:
+        if not steps and not pool:
             return
-        totals, lows, highs = self._gathered(torch.cat(parts))
-        lengths = [len(part) for part in parts]
-        each = zip(totals.split(lengths), lows.split(lengths), highs.split(lengths), strict=True)
-        for (name, _), (total, low, high) in zip(steps, each, strict=False):
-            self._hand_over(mode, name, total, low, high)
-        for name, value in _summary(dict(zip(pool, totals.split(lengths)[len(steps) :], strict=True))):
+        exchanged = self._exchanged([*(step for _, step in steps), *pool.values()])
+        for (name, _), of_step in zip(steps, exchanged, strict=False):
+            self._hand_over(mode, name, *of_step)
+        totals = {key: total for key, (total, *_) in zip(pool, exchanged[len(steps) :], strict=True)}
+        for name, value in _summary(totals):
             self._trainer._metrics[mode][name].append(value)
 
     def state(self) -> dict[tuple[str, str], list[float]]:
@@ -137,9 +130,8 @@ class Metrics:
         pool = self._totals["train"].pool
         if not pool:
             return {}
-        totals, *_ = self._gathered(torch.cat(list(pool.values())))
-        parts = totals.split([len(total) for total in pool.values()])
-        return {key: total.tolist() for key, total in zip(pool, parts, strict=True)}
+        exchanged = self._exchanged(list(pool.values()))
+        return {key: total.tolist() for key, (total, *_) in zip(pool, exchanged, strict=True)}
 
     def restore(self, state: Mapping[tuple[str, str], list[float]]) -> None:
         """Continue with the totals of `state`, of which each process must get the same."""
@@ -161,12 +153,13 @@ class Metrics:
     def _own(self) -> _Totals:
         return self._totals[self._mode]
 
-    def _gathered(self, totals: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the sum, the minimum and the maximum over processes, on the CPU: one collective and one transfer."""
+    def _exchanged(self, parts: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
+        """Return sum, minimum and maximum of each part over processes, on the CPU: one collective, one transfer."""
         accelerator = self._trainer.accelerator
-        own = totals.unsqueeze(0)
+        own = torch.cat(list(parts)).unsqueeze(0)
         each = own.cpu() if accelerator.num_processes == 1 else cast(Tensor, accelerator.gather(own)).cpu()
-        return each.sum(0), each.amin(0), each.amax(0)
+        lengths = [len(part) for part in parts]
+        return list(zip(*(over.split(lengths) for over in (each.sum(0), each.amin(0), each.amax(0))), strict=True))
 
     def _hand_over(self, mode: str, name: str, total: Tensor, low: Tensor, high: Tensor) -> None:
         count, logged = float(total[1]), self._trainer._metrics[mode]

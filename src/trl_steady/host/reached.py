@@ -52,7 +52,6 @@ class Reached:
 
     def note(self, method: str) -> None:
         """Record that a method of trl-steady runs in training; evaluation may take another path."""
-        assert self._trainer.model is not None
         if self._trainer.model.training:
             self._names.add(method)
 

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,15 +18,8 @@ _ORDER = (
 )
 
 
-class Scores(NamedTuple):
-    """The result of TRL's scoring method."""
-
-    logps: Tensor
-    """(B, T) log-probs."""
-    entropies: Tensor | None
-    """(B, T) entropies of the whole vocabulary."""
-    aux_loss: Tensor | None
-    """Scalar load-balancing loss."""
+Scores = tuple[Tensor, Tensor | None, Tensor | None]
+"""(B, T) log-probs, (B, T) entropies of the whole vocabulary, and the scalar load-balancing loss."""
 
 
 class PlacedModel:
@@ -83,17 +76,21 @@ def scored(scoring: ScoringPass, parts: Sequence[Part], own: Callable[..., Any])
     ids, mask = scoring.input_ids, scoring.attention_mask
     asked = {"compute_entropy": scoring.with_entropy, "compute_aux_loss": scoring.with_aux_loss, **scoring.of_samples}
     trls = functools.partial(own, logits_to_keep=scoring.width, **asked)
+
+    def alone(*, places: Any = None, **batch: Any) -> Any:  # the model, which knows no places
+        return scoring.model(**batch)
+
     with ExitStack() as stack:
-        model = alone = _without_places(scoring.model)
+        model: Callable[..., Any] = alone
         for part in parts:
             model = stack.enter_context(part.scoring(scoring, model))
         if model is alone:  # no part acts in this pass
-            return Scores(*trls(scoring.model, ids, mask, batch_size=scoring.batch_size))
+            return trls(scoring.model, ids, mask, batch_size=scoring.batch_size)
         places = torch.arange(ids.numel(), device=ids.device).view_as(ids)
 
         def score(rows: Any, batch_size: int | None = None) -> tuple[Scores, dict[str, Tensor]]:
             placed = PlacedModel(model, places[rows], scoring.width) if needs_places(model) else None
-            scores = Scores(*trls(placed or model, ids[rows], mask[rows], batch_size=batch_size))
+            scores = trls(placed or model, ids[rows], mask[rows], batch_size=batch_size)
             return scores, {} if placed is None else placed.extras()
 
         batches = [rows for part in parts for rows in part.batches(scoring)]
@@ -104,12 +101,7 @@ def scored(scoring: ScoringPass, parts: Sequence[Part], own: Callable[..., Any])
         back = torch.cat(batches).argsort()
         scoring.extras = {name: torch.cat([of[name] for of in extras])[back] for name in extras[0]}
         logps, entropies, _ = zip(*each, strict=True)
-        return Scores(torch.cat(logps)[back], torch.cat(entropies)[back] if scoring.with_entropy else None, None)
-
-
-def _without_places(model: Callable[..., Any]) -> Callable[..., Any]:
-    """Return a model that may get `places` and leaves them out."""
-    return lambda *, places=None, **batch: model(**batch)
+        return torch.cat(logps)[back], torch.cat(entropies)[back] if scoring.with_entropy else None, None
 
 
 def needs_places(model: Callable[..., Any]) -> bool:

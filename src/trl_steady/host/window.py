@@ -1,6 +1,5 @@
 """Settings that must not change inside a generation window."""
 
-import functools
 import json
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
@@ -10,47 +9,20 @@ __all__ = ["WINDOW_OPTIONS", "different", "refuse_other_settings", "window_setti
 
 WINDOW_OPTIONS = (
     # the batches of a window
-    "per_device_train_batch_size",
-    "gradient_accumulation_steps",
-    "steps_per_generation",
-    "num_iterations",
+    *("per_device_train_batch_size", "gradient_accumulation_steps", "steps_per_generation", "num_iterations"),
     "num_generations",
     # generation
-    "use_vllm",
-    "vllm_mode",
-    "vllm_max_model_length",
-    "vllm_structured_outputs_regex",
-    "use_transformers_continuous_batching",
-    "max_completion_length",
-    "max_tool_calling_iterations",
-    "temperature",
-    "top_p",
-    "top_k",
-    "min_p",
-    "repetition_penalty",
-    "generation_kwargs",
-    "chat_template_kwargs",
+    *("use_vllm", "vllm_mode", "vllm_max_model_length", "vllm_structured_outputs_regex"),
+    *("use_transformers_continuous_batching", "max_completion_length", "max_tool_calling_iterations"),
+    *("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "generation_kwargs", "chat_template_kwargs"),
     # advantages
-    "reward_weights",
-    "multi_objective_aggregation",
-    "scale_rewards",
-    "normalize_advantages",
-    "reward_clip_range",
+    *("reward_weights", "multi_objective_aggregation", "scale_rewards", "normalize_advantages", "reward_clip_range"),
     # log-probs of the old policy, the engine and the reference
-    "bf16",
-    "fp16",
-    "cast_lm_head_to_fp32",
-    "disable_dropout",
-    "vllm_importance_sampling_correction",
-    "vllm_importance_sampling_mode",
-    "vllm_importance_sampling_clip_max",
-    "vllm_importance_sampling_clip_min",
+    *("bf16", "fp16", "cast_lm_head_to_fp32", "disable_dropout"),
+    *("vllm_importance_sampling_correction", "vllm_importance_sampling_mode"),
+    *("vllm_importance_sampling_clip_max", "vllm_importance_sampling_clip_min"),
     # the objective for which all of these were computed
-    "loss_type",
-    "importance_sampling_level",
-    "mask_truncated_completions",
-    "beta",
-    "use_bias_correction_kl",
+    *("loss_type", "importance_sampling_level", "mask_truncated_completions", "beta", "use_bias_correction_kl"),
 )
 """TRL's options that shape a rollout, or the objective for which it was made. The parts of a trainer name ours.
 
@@ -78,28 +50,21 @@ def window_settings(trainer: Any) -> dict[str, Any]:
     options = {name: _ACTS_WITH.get(name) for name in WINDOW_OPTIONS if hasattr(args, name)}
     for part in trainer.parts:
         options.update(part.window_options)
-    functions = {
-        "reward_funcs": trainer.reward_func_names,
-        "tools": trainer.tools,
-        "environment_factory": _environments(trainer),
-        "rollout_func": trainer.rollout_func,
-    }
+    factories: Any = trainer.environment_factories
     of_trainer = ("num_iterations", "scale_rewards")  # the trainer's scale_rewards is "group" for True
     settings = {
         **{name: getattr(args, name) for name, other in options.items() if other is None or getattr(args, other)},
-        **functions,
         **{name: getattr(trainer, name) for name in of_trainer if hasattr(trainer, name)},
+        "reward_funcs": trainer.reward_func_names,
         "reward_weights": _plain(args.reward_weights) or [1.0] * len(trainer.reward_func_names),
+        "tools": trainer.tools,
+        # as it was passed to the trainer
+        "environment_factory": factories[None] if factories and factories.keys() == {None} else factories,
+        "rollout_func": trainer.rollout_func,
         "processes": trainer.accelerator.num_processes,
     }
     plain = {name: _plain(value) for name, value in settings.items()}
     return json.loads(json.dumps({name: None if value == {} else value for name, value in plain.items()}))
-
-
-def _environments(trainer: Any) -> Any:
-    """Return `environment_factory` as it was passed to the trainer."""
-    factories: Any = trainer.environment_factories
-    return factories[None] if factories and factories.keys() == {None} else factories
 
 
 def _plain(value: Any) -> Any:
@@ -124,14 +89,14 @@ def different(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
     A checkpoint of an older version has fewer settings; missing ones are not compared.
     """
     there = {**_UNSET, **there}
-    value = functools.partial(_value, is_in_reward="normalize_advantages" in here)  # an option of RLOO
+    is_in_reward = "normalize_advantages" in here  # an option of RLOO, whose KL is part of the reward
+
+    def value(name: str, own: Any) -> Any:
+        if name == "beta" and not is_in_reward:  # only 0 or not matters: it decides if there are reference log-probs
+            return own != 0
+        return own or None if name in _OFF else own
+
     return [name for name in here if name in there and value(name, there[name]) != value(name, here[name])]
-
-
-def _value(name: str, value: Any, *, is_in_reward: bool) -> Any:
-    if name == "beta" and not is_in_reward:  # only 0 or not matters: it decides whether there are reference log-probs
-        return value != 0
-    return value or None if name in _OFF else value
 
 
 def refuse_other_settings(checkpoint: Path, there: Mapping[str, Any], here: Mapping[str, Any]) -> None:
