@@ -42,8 +42,8 @@ class KeptTokens:
             ValueError: a set has a token twice, or a negative token id.
         """
         sets = list(sets)
-        counts = torch.tensor([0, *map(len, sets)])
-        kept = cls(torch.tensor([token for each in sets for token in each], dtype=torch.int32), counts.cumsum(0))
+        ids = torch.tensor([token for each in sets for token in each], dtype=torch.int32)
+        kept = cls.of_counts(ids, torch.tensor([len(each) for each in sets]))
         kept.check()
         return kept
 
@@ -126,13 +126,11 @@ class KeptTokens:
         [[3], [], [5, 7], [3]]
         """
         index = index.to(self.offsets.device)
-        starts, counts = self.offsets[:-1], self.counts
-        own = index.clamp(min=0)
-        taken = counts[own].where(index >= 0, 0) if len(counts) else torch.zeros_like(index)
-        offsets = torch.cat([taken.new_zeros(1), taken.cumsum(0)])
-        shifts = (starts[own] if len(counts) else taken) - offsets[:-1]
-        indices = torch.arange(int(offsets[-1]), device=index.device) + shifts.repeat_interleave(taken)
-        return KeptTokens(self.ids[indices], offsets)
+        counts = torch.cat([self.counts, self.offsets.new_zeros(1)])[index]  # -1 is the last, an empty set
+        ends = counts.cumsum(0)
+        shifts = self.offsets[index] - (ends - counts)
+        indices = torch.arange(int(counts.sum()), device=index.device) + shifts.repeat_interleave(counts)
+        return KeptTokens.of_counts(self.ids[indices], counts)
 
     def without_large(self, vocabulary: int, limit: int = MAX_KEPT) -> "KeptTokens":
         """Return the sets, with those of more than `limit` tokens or of the whole vocabulary made empty.
@@ -150,11 +148,10 @@ class KeptTokens:
         >>> KeptTokens.of([[5, 7], [], [3]]).has(torch.tensor([7, 1, 4])).tolist()
         [True, True, False]
         """
-        rows = self.rows
-        matches = self.ids == tokens.to(self.ids.device)[rows]
-        found = torch.zeros(len(tokens), dtype=torch.bool, device=self.ids.device)
+        rows, found = self.rows, self.counts == 0
+        matches = self.ids == tokens.to(rows.device)[rows]
         found[rows[matches]] = True
-        return found | (self.counts == 0)
+        return found
 
     def to(self, device: torch.device) -> "KeptTokens":
         """Return the sets on a device."""

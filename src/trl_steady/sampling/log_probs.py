@@ -21,23 +21,6 @@ _CHUNK = 2**22
 """Numbers of the head that are read at a time on CPU; 8 times as many on a GPU, where launching kernels costs most."""
 
 
-class _Scaling(NamedTuple):
-    """How the product of a hidden state and the head becomes a score."""
-
-    temperature: float
-    logit_scale: float
-    softcap: float | None
-
-    def apply(self, products: Tensor) -> tuple[Tensor, Tensor | float]:
-        """Return the scores, and their derivatives with respect to the products."""
-        scores = products * self.logit_scale
-        slope: Tensor | float = self.logit_scale / self.temperature
-        if self.softcap is not None:
-            bent = torch.tanh(scores / self.softcap)
-            scores, slope = self.softcap * bent, slope * (1 - bent * bent)
-        return scores * (1 / self.temperature), slope
-
-
 class _Part(NamedTuple):
     """Chunk of `n` positions with sets of similar size, of at most `K` tokens each."""
 
@@ -75,16 +58,15 @@ class _KeptLogProbs(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        ids: Tensor,
-        offsets: Tensor,
-        scaling: _Scaling,
+        kept: KeptTokens,
+        scaling: tuple[float, float, float | None],
     ) -> Tensor:
         device = hidden.device.type
         ctx.dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
-        ctx.kept, ctx.scaling = KeptTokens(ids, offsets), scaling
+        ctx.kept, ctx.scaling = kept, scaling
         log_probs = hidden.new_zeros(len(hidden), dtype=torch.promote_types(ctx.dtype, torch.float32))
         normalisers = torch.zeros_like(log_probs)
-        for part in _parts(ctx.kept, hidden.size(-1)):
+        for part in _parts(kept, hidden.size(-1)):
             scores = _scores(ctx, part, hidden, weight, bias)[0]
             normaliser = scores.logsumexp(-1)
             own = scores.where(part.ids == targets[part.positions].unsqueeze(-1), 0).where(part.is_kept, 0).sum(-1)
@@ -102,8 +84,9 @@ class _KeptLogProbs(torch.autograd.Function):
                 torch.zeros(source.shape, dtype=grad.dtype, device=grad.device) if is_needed else None
                 for source, is_needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
             )
-            for positions, ids, is_kept in _parts(ctx.kept, hidden.size(-1)):
-                scores, slope, rows = _scores(ctx, _Part(positions, ids, is_kept), hidden, weight, bias)
+            for part in _parts(ctx.kept, hidden.size(-1)):
+                positions, ids, is_kept = part
+                scores, slope, rows = _scores(ctx, part, hidden, weight, bias)
                 probabilities = (scores - normalisers[positions].unsqueeze(-1)).exp()
                 is_own = (ids == targets[positions].unsqueeze(-1)) & is_kept
                 of_products = grad[positions].unsqueeze(-1) * (is_own.to(grad.dtype) - probabilities) * slope
@@ -115,19 +98,27 @@ class _KeptLogProbs(torch.autograd.Function):
                 if to_bias is not None:
                     to_bias.index_add_(0, ids[is_kept], of_products[is_kept])
         gradients = zip((to_hidden, to_weight, to_bias), (hidden, weight, bias), strict=True)
-        return *(None if own is None else own.to(source.dtype) for own, source in gradients), *[None] * 4
+        return *(None if own is None else own.to(source.dtype) for own, source in gradients), *[None] * 3
 
 
 def _scores(
     ctx: Any, part: _Part, hidden: Tensor, weight: Tensor, bias: Tensor | None
 ) -> tuple[Tensor, Tensor | float, Tensor]:
-    """Return the scores (n, K), -inf outside the sets, their derivatives, and the rows of the head (n, K, H)."""
+    """Return the scores (n, K), -inf outside the sets, their slopes, and the rows of the head (n, K, H).
+
+    The slopes are the derivatives of the scores with respect to the products of hidden states and rows.
+    """
+    temperature, logit_scale, softcap = ctx.scaling
     rows = weight[part.ids].to(ctx.dtype)
     products = torch.bmm(rows, hidden[part.positions].to(ctx.dtype).unsqueeze(-1)).squeeze(-1)
     if bias is not None:
         products = products + bias[part.ids].to(ctx.dtype)
-    scores, slope = ctx.scaling.apply(products.to(torch.promote_types(ctx.dtype, torch.float32)))
-    return scores.where(part.is_kept, -torch.inf), slope, rows
+    scores = products.to(torch.promote_types(ctx.dtype, torch.float32)) * logit_scale
+    slope: Tensor | float = logit_scale / temperature
+    if softcap is not None:
+        bent = torch.tanh(scores / softcap)
+        scores, slope = softcap * bent, slope * (1 - bent * bent)
+    return (scores * (1 / temperature)).where(part.is_kept, -torch.inf), slope, rows
 
 
 def kept_log_probs(
@@ -161,6 +152,5 @@ def kept_log_probs(
         (N,) log-probs. A set of one token gives exactly 0. An empty set also gives 0, and the caller must replace it.
         The gradient with respect to a score outside of the set is exactly 0.
     """
-    scaling = _Scaling(temperature, logit_scale, softcap)
-    kept = kept.to(hidden.device)
-    return cast(Tensor, _KeptLogProbs.apply(hidden, weight, bias, targets, kept.ids, kept.offsets, scaling))
+    scaling = temperature, logit_scale, softcap
+    return cast(Tensor, _KeptLogProbs.apply(hidden, weight, bias, targets, kept.to(hidden.device), scaling))

@@ -103,7 +103,7 @@ class SamplingPart(Part):
         trainer = self.trainer
         self._measured = None
         if self._is_on:
-            rollout.records[_COLUMN] = _KeptRecord(_OPTION, "Set keep_sampling_mask=False.")
+            rollout.records[_COLUMN] = _KeptRecord()
         elif trainer.args.truncations and not self._has_warned_of_bias and trainer.model.training:
             self._measured = []
         yield
@@ -112,24 +112,20 @@ class SamplingPart(Part):
     def generating(self, turn: Turn) -> "Generator[None]":
         """Record the kept tokens of a generation, or measure how much they leave out."""
         trainer, measured = self.trainer, self._measured
+        is_ours = not (trainer.use_vllm or trainer.args.use_transformers_continuous_batching)
         if turn.rollout is not None and self._is_on:
-            with self._recorded(turn):
+            with self._recorded(turn, turn.rollout.records[_COLUMN]):
                 yield
-        elif (
-            turn.rollout is None
-            or measured is None
-            or trainer.use_vllm
-            or trainer.args.use_transformers_continuous_batching
-        ):
-            yield
-        else:
+        elif turn.rollout is not None and measured is not None and is_ours:
             mass = KeptMass(trainer.temperature)
             with mass.listening(models.bare(trainer, trainer.model)):
                 yield
             measured.append(mass.of(turn.completion_ids))
+        else:
+            yield
 
     @contextlib.contextmanager
-    def _recorded(self, turn: Turn) -> "Generator[None]":
+    def _recorded(self, turn: Turn, record: "_KeptRecord") -> "Generator[None]":
         bare = models.bare(self.trainer, self.trainer.model)
         if self.trainer.use_vllm:
             yield
@@ -151,8 +147,7 @@ class SamplingPart(Part):
                 f"{_OPTION}: a token of the rollout is not in the set that it was sampled from, so sets and tokens do "
                 "not match. Set keep_sampling_mask=False, and report this bug."
             )
-        assert turn.rollout is not None
-        turn.rollout.records[_COLUMN].add_sets(turn, kept)
+        record.add_sets(turn, kept)
 
     def columns(self, rollout: Rollout) -> Mapping[str, Any]:
         """Return `kept_tokens`, or warn of the bias without them."""
@@ -261,19 +256,17 @@ class SamplingPart(Part):
 class _KeptRecord(TokenRecord):
     """A record whose value for a token is the number of its set."""
 
-    def __init__(self, option: str, instead: str) -> None:
-        super().__init__(option, instead)
+    def __init__(self) -> None:
+        super().__init__(_OPTION, "Set keep_sampling_mask=False.")
         self.sets: list[KeptTokens] = []
 
     def add_sets(self, turn: Turn, kept: KeptTokens) -> None:
         """Add the sets of all completion tokens of a turn, one completion after the other."""
-        number, values = sum(map(len, self.sets)), list[Tensor]()
-        for prompt, completion in zip(turn.prompt_ids, turn.completion_ids, strict=True):
-            own = [*[-1] * len(prompt), *range(number, number + len(completion))]
-            values.append(torch.tensor(own, dtype=torch.int32))
-            number += len(completion)
+        numbers = torch.arange(len(kept), dtype=torch.int32) + sum(map(len, self.sets))
+        parts = torch.split(numbers, [len(completion) for completion in turn.completion_ids])
+        prompts = [numbers.new_full((len(prompt),), -1) for prompt in turn.prompt_ids]
         self.sets.append(kept)
-        self.add(turn, values)
+        self.add(turn, [torch.cat(pair) for pair in zip(prompts, parts, strict=True)])
 
 
 def taken_sets(engine: Any, completions: list[list[int]]) -> KeptTokens:

@@ -2,7 +2,8 @@
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from typing import Any
+from dataclasses import KW_ONLY, dataclass, field
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -15,38 +16,30 @@ __all__ = ["KeptModel"]
 _ScoreHead = Callable[[Any], tuple[Tensor, Any, Any, Any, Any]]
 
 
+@dataclass(eq=False)
 class KeptModel:
-    """Wrapper that scores each token among those kept when it was sampled, for a model with TRL's fused LM head.
+    """Wrapper that scores each token among those kept when it was sampled, for a model with TRL's fused LM head."""
 
-    Args:
-        model: The model to call, with `places`. It returns `log_probs`.
-        kept: Sets of some positions.
-        index: (B, L) of the whole batch, the number of the set that each token was sampled from. A token with -1 keeps
-            the log-prob of the model.
-        scored_by: Returns a context in which the given function replaces the log-prob function of the fused head.
-        with_entropy: True to compute the entropy, which is that of the whole vocabulary. If False, TRL's head scores
-            the whole vocabulary only if a token has no set.
-    """
-
-    needs_places = True
-
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        kept: KeptTokens,
-        index: Tensor,
-        scored_by: Callable[[_ScoreHead], AbstractContextManager[None]],
-        *,
-        with_entropy: bool,
-    ) -> None:
-        self._model, self._kept, self._index, self._scored_by = model, kept, index.flatten(), scored_by
-        self._with_entropy = with_entropy
-        self.kept_mass: Tensor = torch.zeros(2, dtype=torch.float64)
-        """(2,) sum of the model's probabilities on the sets so far, and number of sets. Needs `with_entropy`."""
+    needs_places: ClassVar = True
+    model: Callable[..., Any]
+    """The model to call, with `places`. It returns `log_probs`."""
+    kept: KeptTokens
+    """Sets of some positions."""
+    index: Tensor
+    """(B, L) of the whole batch, the number of the set that each token was sampled from. A token with -1 keeps the
+    log-prob of the model."""
+    scored_by: Callable[[_ScoreHead], AbstractContextManager[None]]
+    """Returns a context in which the given function replaces the log-prob function of the fused head."""
+    _: KW_ONLY
+    with_entropy: bool
+    """True to compute the entropy, which is that of the whole vocabulary. If False, TRL's head scores the whole
+    vocabulary only if a token has no set."""
+    kept_mass: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64), init=False)
+    """(2,) sum of the model's probabilities on the sets so far, and number of sets. Needs `with_entropy`."""
 
     def __call__(self, *, places: Tensor, labels: Tensor, **batch: Any) -> Any:
         """Return the model's outputs. `places` are the token indices in the flattened batch."""
-        index = self._index[places][:, 1:]
+        index = self.index.flatten()[places][:, 1:]
         has_label = labels[:, 1:] != -100
 
         def score_head(head: Any) -> tuple[Tensor, Any, Any, Any, Any]:
@@ -54,10 +47,10 @@ class KeptModel:
             own = index.where(has_label, -1).flatten() if is_all else index[has_label]
             is_needed = has_label.flatten() if is_all else torch.ones_like(own, dtype=torch.bool)
             device = head.hidden.device  # the last one, if the model is split over devices
-            return self._score(head, self._kept.take(own).to(device), is_needed.to(device))
+            return self._score(head, self.kept.take(own).to(device), is_needed.to(device))
 
-        with self._scored_by(score_head):
-            return self._model(places=places, labels=labels, **batch)
+        with self.scored_by(score_head):
+            return self.model(places=places, labels=labels, **batch)
 
     def _score(self, head: Any, kept: KeptTokens, is_needed: Tensor) -> tuple[Tensor, Any, Any, Any, Any]:
         has_set = kept.counts > 0
@@ -74,10 +67,10 @@ class KeptModel:
             softcap=head.softcap,
         )
         is_left = is_needed & ~has_set
-        if not self._with_entropy and not is_left.any():
+        if not self.with_entropy and not is_left.any():
             return log_probs, None, None, None, None
         whole, *others = head.own()
-        if self._with_entropy:
+        if self.with_entropy:
             masses = (whole.detach() - log_probs.detach())[has_set].double().exp()
             self.kept_mass = self.kept_mass.to(masses.device) + torch.stack([masses.sum(), has_set.sum()])
         return (log_probs.where(has_set, whole) if is_left.any() else log_probs, *others)

@@ -4,9 +4,10 @@
 # pyright: reportIncompatibleMethodOverride=false
 # torch's annotations are partial; transformers has no public hook after its last logits processor
 
+import itertools
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
-from typing import Any
+from contextlib import AbstractContextManager, contextmanager
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -34,16 +35,15 @@ class _Steps:
 
         Return None if tokens were not drawn one after the other, for example with beam search or assisted decoding.
         """
-        first, steps = self._lengths[0] if self._lengths else 0, len(self._lengths)
-        if self._lengths != list(range(first, first + steps)) or max(map(len, completions), default=0) > steps:
+        steps = len(self._lengths)
+        if any(after != before + 1 for before, after in itertools.pairwise(self._lengths)):
             return None
-        if any(len(last) != len(completions) for last in self._last):
+        if max(map(len, completions), default=0) > steps or any(len(last) != len(completions) for last in self._last):
             return None
-        drawn = torch.stack([*self._last[1:], self._last[0]]).cpu() if steps else torch.empty(0, 0)
-        for row, each in enumerate(completions):
-            known = min(len(each), steps - 1)  # no step shows the last drawn token
-            if drawn[:known, row].tolist() != list(each[:known]):
-                return None
+        # each step shows the token that the step before has drawn; no step shows the last one
+        drawn = cast(list[list[int]], torch.stack(self._last).cpu()[1:].T.tolist() if steps else [])
+        if any(own[: len(each)] != list(each[: len(own)]) for own, each in zip(drawn, completions, strict=False)):
+            return None
         # what follows a completion is padding
         parts = [torch.arange(len(each)) * len(completions) + row for row, each in enumerate(completions)]
         return torch.cat([torch.arange(0), *parts])
@@ -72,11 +72,9 @@ class SetRecording:
             raise ValueError("transformers did not draw one token after the other for each sequence.")
         return KeptTokens.joined(self._sets).take(indices)
 
-    @contextmanager
-    def listening(self, model: PreTrainedModel) -> Generator[None]:
+    def listening(self, model: PreTrainedModel) -> AbstractContextManager[None]:
         """Record the call of `model.generate` inside this context."""
-        with _watched(model, lambda _ids, _scores: None, self.add):
-            yield
+        return _watched(model, lambda _ids, _scores: None, self.add)
 
 
 class KeptMass:
@@ -117,11 +115,9 @@ class KeptMass:
         masses, gaps = (torch.cat(of).cpu() if of else torch.empty(0) for of in (self._masses, self._gaps))
         return masses[indices], gaps[indices]
 
-    @contextmanager
-    def listening(self, model: PreTrainedModel) -> Generator[None]:
+    def listening(self, model: PreTrainedModel) -> AbstractContextManager[None]:
         """Measure the call of `model.generate` inside this context."""
-        with _watched(model, self.before, self.after):
-            yield
+        return _watched(model, self.before, self.after)
 
 
 _Look = Callable[[Tensor, Tensor], None]
@@ -141,18 +137,18 @@ class _Passing(LogitsProcessor):
 @contextmanager
 def _watched(model: PreTrainedModel, before: _Look, after: _Look) -> Generator[None]:
     """Call `before` and `after` with the tokens and scores of `model.generate` around all logits processors."""
+    attributes, name = vars(model), "_get_logits_processor"
+    outer = attributes.get(name)  # set by an outer context
     build: Any = model._get_logits_processor
 
     def build_and_watch(*arguments: Any, **keywords: Any) -> LogitsProcessorList:
         processors = build(*arguments, **keywords)
         return LogitsProcessorList([_Passing(before), *processors, _Passing(after)])
 
-    attributes, name = vars(model), "_get_logits_processor"
-    others = attributes.get(name)  # set by an outer context
     attributes[name] = build_and_watch
     try:
         yield
     finally:
         del attributes[name]
-        if others is not None:
-            attributes[name] = others
+        if outer is not None:
+            attributes[name] = outer
