@@ -26,11 +26,11 @@ _COLUMN = "routes"
 _R2_INSTEAD = "or set router_replay='R2', which takes the routes of the trainer's own pass"
 
 
-def _check(model: torch.nn.Module) -> None:
+def _check(model: torch.nn.Module, option: str = "router_replay='R3'") -> None:
     try:
         Routers(model)
     except ValueError as error:
-        raise ValueError(f"{ROUTES.option}: {error} Leave router_replay unset.") from None
+        raise ValueError(f"{option}: {error} Leave router_replay unset.") from None
 
 
 ROUTES = Capture(
@@ -80,10 +80,7 @@ class RoutingPart(Part):
         if self._kind is None:
             return
         option = f"router_replay={self._kind!r}"
-        try:
-            Routers(models.bare(trainer, trainer.model))  # only a check: a reference's adapter may still add routers
-        except ValueError as error:
-            raise ValueError(f"{option}: {error} Leave router_replay unset.") from None
+        _check(models.bare(trainer, trainer.model), option)
         if models.compiles(trainer):
             raise ValueError(f"{option} patches calls that torch.compile would compile away. Set torch_compile=False.")
         if isinstance(trainer.model, PeftModel) and trainer.model.active_peft_config.is_prompt_learning:
@@ -165,8 +162,8 @@ class RoutingPart(Part):
         """Return `routes`, unless there are none: R2 without a pass of the old policy."""
         if self._kind is None:
             return {}
-        samples, mask = rollout.samples, rollout.attention_mask
-        routes = self._of_rollout(rollout, rollout.input_ids, mask, samples["prompt_ids"].size(1))
+        mask = rollout.attention_mask
+        routes = self._of_rollout(rollout, rollout.input_ids, mask, rollout.samples["prompt_ids"].size(1))
         if routes is None:
             return {}
         is_needed = mask & (mask.flip(-1).cumsum(-1).flip(-1) > 1)  # no log-prob depends on the last token's route
@@ -208,9 +205,7 @@ class RoutingPart(Part):
                 if scoring.rollout is None:
                     self._log_replays(replayed.replays)
             elif scoring.role == "old":
-                recorded = RecordedModel(
-                    model, self.routers_of(scoring.model), (len(scoring.input_ids), scoring.input_ids.size(1))
-                )
+                recorded = RecordedModel(model, self.routers_of(scoring.model), scoring.input_ids.shape)
                 yield recorded
                 self._keep(scoring, recorded.routes)
             else:  # R2 without a pass of the old policy
@@ -233,8 +228,8 @@ class RoutingPart(Part):
         replayed = torch.stack([replay.replayed for replay in replays]).sum(0)
         sums = {"routing/changed": torch.stack([changed.sum(), replayed.sum()])}
         if self.trainer.args.log_level == "debug":  # the same on all processes, unlike the level of their loggers
-            for layer, pair in enumerate(torch.stack([changed, replayed], dim=-1)):
-                sums[f"routing/changed/{layer}"] = pair
+            pairs = torch.stack([changed, replayed], dim=-1)
+            sums |= {f"routing/changed/{layer}": pair for layer, pair in enumerate(pairs)}
         self.trainer.metrics.pooled(sums=sums)
 
     @contextlib.contextmanager
@@ -268,8 +263,5 @@ def _fed(model: torch.nn.Module) -> "Generator[list[Tensor]]":
         ids = keywords["input_ids"] if "input_ids" in keywords else arguments[0]
         passes.append(ids.reshape(-1, 1))
 
-    hook = model.register_forward_pre_hook(keep, with_kwargs=True)
-    try:
+    with model.register_forward_pre_hook(keep, with_kwargs=True):
         yield passes
-    finally:
-        hook.remove()

@@ -13,7 +13,7 @@ import re
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
@@ -124,7 +124,7 @@ class Replay(_Use):
         self._routes = routes
         self._has_route = is_route(routes)
         self._highest = int(routes.where(self._has_route.unsqueeze(-1), 0).max()) if routes.numel() else 0
-        self._changed: list[Tensor | None] = [None for _ in names]
+        self._changed: dict[int, Tensor] = {}
         self._has_gradient = torch.is_grad_enabled()
 
     @property
@@ -136,7 +136,7 @@ class Replay(_Use):
     def changed(self) -> Tensor:
         """(L,) number of replayed choices that the live router would not have made, not counting recomputed layers."""
         none = self._routes.new_zeros((), dtype=torch.long)
-        return torch.stack([none if number is None else number.to(none.device) for number in self._changed])
+        return torch.stack([self._changed.get(layer, none).to(none.device) for layer in range(len(self.names))])
 
     @property
     def replayed(self) -> Tensor:
@@ -153,8 +153,8 @@ class Replay(_Use):
         self._fired[layer] += 1
         if layer not in self._calls:
             with _leaving_no_trace(self._routes.device), _TopkWatch() as watch:
-                copied = tree_map_only(Tensor, torch.clone, (arguments, keywords))
-                forward(*copied[0], **copied[1])
+                copies, named_copies = tree_map_only(Tensor, torch.clone, (arguments, keywords))
+                forward(*copies, **named_copies)
             self._decided(layer, watch)
         call = self._calls[layer]
         with _Replace(call, functools.partial(self._choose, layer), self._has_route[:, layer]) as mode:
@@ -180,10 +180,13 @@ class Replay(_Use):
                 f"{scores.size(-1)} experts, counted from 0. The routes come from another model."
             )
         chosen = torch.where(has_route.unsqueeze(-1), routes.long(), of_live)
-        if self._changed[layer] is None:  # not if gradient checkpointing recomputes the layer
+        if layer not in self._changed:  # not if gradient checkpointing recomputes the layer
             kept = (chosen.unsqueeze(-1) == of_live.unsqueeze(-2)).any(-1)
             self._changed[layer] = (~kept).sum()
         return chosen.view(live.shape)
+
+
+_Used = TypeVar("_Used", RouteRecording, Replay)
 
 
 class Routers:
@@ -231,14 +234,11 @@ class Routers:
         """Return True if the model still has these routers. Adapters may have added or replaced some."""
         return self._modules == _listed(find_routers(model))
 
-    @contextmanager
-    def recording(self) -> "Generator[RouteRecording]":
+    def recording(self) -> AbstractContextManager[RouteRecording]:
         """Record which experts the routers choose, in one pass of the model or in several."""
-        with self._used_for(RouteRecording(self.names, self._calls)) as recording:
-            yield recording
+        return self._used_for(RouteRecording(self.names, self._calls))
 
-    @contextmanager
-    def replaying(self, routes: Tensor) -> "Generator[Replay]":
+    def replaying(self, routes: Tensor) -> AbstractContextManager[Replay]:
         """Make the routers choose given experts in one pass of the model.
 
         With gradient checkpointing, keep this context open until backward ends. `Replay.check` ends the pass. After
@@ -257,34 +257,32 @@ class Routers:
                 f"routes of shape {tuple(routes.shape)} for {len(self.names)} layers with routers ({self.names[0]} "
                 f"to {self.names[-1]}) do not fit. Their shape must be (tokens, layers, experts per token)."
             )
-        with self._used_for(Replay(self.names, self._calls, routes)) as replay:
-            yield replay
+        return self._used_for(Replay(self.names, self._calls, routes))
 
     @contextmanager
-    def _used_for(self, use: Any) -> Generator[Any]:
+    def _used_for(self, use: _Used) -> Generator[_Used]:
         before = self._use
-        with_gradient = isinstance(use, Replay) and torch.is_grad_enabled()
-        if with_gradient and isinstance(before, Replay) and before.awaits_backward and self._checkpoints():
+        is_second = isinstance(use, Replay) and isinstance(before, Replay) and before.awaits_backward
+        if is_second and torch.is_grad_enabled() and self._checkpoints():
             raise RuntimeError(
                 "a replayed pass began before the backward of an earlier one. Gradient checkpointing would recompute "
                 "the layers of both with the routes of the later one. Run backward first, or switch gradient "
                 "checkpointing off."
             )
         self._use = use
-        attributes = [(vars(module), vars(module).get("forward")) for _, module in self._modules]
-        if before is None:
-            for layer, module in self._modules:
-                vars(module)["forward"] = functools.partial(self._forward, layer, module.forward)
+        patched = self._modules if before is None else []
+        replaced = [(vars(module), vars(module).get("forward")) for _, module in patched]
+        for layer, module in patched:
+            vars(module)["forward"] = functools.partial(self._forward, layer, module.forward)
         try:
             yield use
         finally:
             self._use = before
-            if before is None:
-                for of_module, forward in attributes:
-                    if forward is None:
-                        del of_module["forward"]
-                    else:
-                        of_module["forward"] = forward
+            for attributes, forward in replaced:
+                if forward is None:
+                    del attributes["forward"]
+                else:
+                    attributes["forward"] = forward
 
     def _forward(self, layer: int, forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         use = self._use
@@ -294,10 +292,9 @@ class Routers:
 
     def _checkpoints(self) -> bool:
         model = self._model()
-        modules = [] if model is None else list(model.modules())
-        return any(
+        return model is not None and any(
             getattr(module, "gradient_checkpointing", False) is True or type(module).__name__ == "CheckpointWrapper"
-            for module in modules
+            for module in model.modules()
         )
 
 

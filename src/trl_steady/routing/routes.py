@@ -19,15 +19,7 @@ from torch import Tensor
 
 from trl_steady.functional.turns import nothing
 
-__all__ = [
-    "decoded",
-    "dtype_of",
-    "from_engine",
-    "is_route",
-    "no_route",
-    "no_routes",
-    "shared",
-]
+__all__ = ["decoded", "dtype_of", "from_engine", "is_route", "no_route", "no_routes", "shared"]
 
 
 def dtype_of(num_experts: int) -> torch.dtype:
@@ -85,9 +77,8 @@ def from_engine(array: Any, *, layers: Sequence[int] | None = None) -> Tensor:
             )
         routes = routes[:, list(layers)]
     missing = routes < 0
-    wrong = missing.any(-1) & ~missing.all(-1)
-    for distance in range(1, routes.size(-1)):
-        wrong |= (routes[..., distance:] == routes[..., :-distance]).any(-1) & ~missing.all(-1)
+    has_twice = (routes.sort(-1).values.diff(dim=-1) == 0).any(-1)
+    wrong = (missing.any(-1) | has_twice) & ~missing.all(-1)
     if wrong.any():
         token, layer = cast(list[int], wrong.nonzero()[0].tolist())
         raise ValueError(
