@@ -7,6 +7,7 @@ It fills the row of a token for which nothing was recorded. Tensor operations cu
 # pyright: reportUnknownMemberType=false
 # torch's annotations are partial
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
@@ -69,18 +70,16 @@ def _owners(before: Sequence[list[int]], later: Sequence[list[int]]) -> list[int
 
     Return None if a sequence has no match.
     """
-    best: list[tuple[int, list[int]] | None] = [(0, []) for _ in range(len(before) + 1)]
+    none: tuple[float, list[int]] = (-math.inf, [])
+    best: list[tuple[float, list[int]]] = [(0, [])] * (len(before) + 1)
     for ids in later:  # best[i]: the best match of the later sequences so far to the first i earlier ones
-        following: list[tuple[int, list[int]] | None] = [None]
+        following = [none]
         for i, own in enumerate(before):
-            ways = [following[i]]
-            rest = best[i]
-            if rest is not None and ids[: len(own)] == own:
-                ways.append((rest[0] + len(own), [*rest[1], i]))
-            known = [way for way in ways if way is not None]
-            following.append(max(known, key=lambda way: way[0]) if known else None)
+            shared, owners = best[i]
+            extended = (shared + len(own), [*owners, i]) if ids[: len(own)] == own else none
+            following.append(max(following[i], extended, key=lambda way: way[0]))
         best = following
-    return None if best[-1] is None else best[-1][1]
+    return None if best[-1] is none else best[-1][1]
 
 
 def _of_all(traced: Traced) -> Tensor:
@@ -90,13 +89,10 @@ def _of_all(traced: Traced) -> Tensor:
         raise ValueError(
             f"the engine returned values for {rows} tokens of a sequence of {tokens}. Only the last may have none."
         )
-    values = _of_nothing((tokens, *traced.values.shape[1:]), traced.values.dtype)
+    dtype = traced.values.dtype
+    values = torch.full((tokens, *traced.values.shape[1:]), nothing(dtype), dtype=dtype)
     values[:rows] = traced.values
     return values
-
-
-def _of_nothing(shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.full(tuple(shape), nothing(dtype), dtype=dtype)
 
 
 def aligned(sequences: Sequence[Traced], input_ids: Tensor, attention_mask: Tensor) -> Tensor:
@@ -119,7 +115,7 @@ def aligned(sequences: Sequence[Traced], input_ids: Tensor, attention_mask: Tens
     mask = attention_mask.bool().cpu()
     tokens = [cast(list[int], ids[own].tolist()) for ids, own in zip(input_ids.cpu(), mask, strict=True)]
     dtype = max((traced.values.dtype for traced in sequences), key=lambda each: each.itemsize)
-    batch = _of_nothing((*input_ids.shape, *sequences[0].values.shape[1:]), dtype)
+    batch = torch.full((*input_ids.shape, *sequences[0].values.shape[1:]), nothing(dtype), dtype=dtype)
     free = dict(enumerate(sequences))
     for row in sorted(free, key=lambda row: -len(tokens[row])):
         own = tokens[row]
@@ -130,5 +126,5 @@ def aligned(sequences: Sequence[Traced], input_ids: Tensor, attention_mask: Tens
                 "changed them after they were sampled."
             )
         values = _of_all(free.pop(fitting))[: len(own)]
-        batch[row, mask[row].nonzero().squeeze(-1)] = _widened(values.cpu(), dtype)
+        batch[row, mask[row].nonzero().squeeze(-1)] = _widened(values, dtype)
     return batch.to(input_ids.device)

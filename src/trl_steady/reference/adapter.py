@@ -68,10 +68,10 @@ def parameters_kept(model: torch.nn.Module) -> Iterator[None]:
         yield
     finally:
         for name, parameter in model.named_parameters():
-            dtype, requires_grad = before.get(name, (parameter.dtype, parameter.requires_grad))
-            if parameter.dtype != dtype:
-                parameter.data = parameter.data.to(dtype)
-            if parameter.requires_grad != requires_grad:
+            if name in before:
+                dtype, requires_grad = before[name]
+                if parameter.dtype != dtype:
+                    parameter.data = parameter.data.to(dtype)
                 parameter.requires_grad_(requires_grad)
 
 

@@ -44,8 +44,7 @@ def model_pairs(policy: torch.nn.Module, reference: torch.nn.Module) -> list[Pai
     Raises:
         ValueError: the models do not have the same tensors.
     """
-    ours, theirs = _tensors(policy), _tensors(reference)
-    return [Pair(name, tensor, theirs[name]) for name, tensor in _same_names(ours, theirs).items()]
+    return _paired(_tensors(policy), _tensors(reference))
 
 
 def adapter_pairs(model: torch.nn.Module) -> list[Pair]:
@@ -60,7 +59,7 @@ def adapter_pairs(model: torch.nn.Module) -> list[Pair]:
     every = _tensors(model)
     policy = {name: tensor for name, tensor in every.items() if POLICY in name.split(".")}
     reference = {_renamed(name): tensor for name, tensor in every.items() if REFERENCE in name.split(".")}
-    return [Pair(name, tensor, reference[name]) for name, tensor in _same_names(policy, reference).items()]
+    return _paired(policy, reference)
 
 
 def _renamed(name: str) -> str:
@@ -74,7 +73,7 @@ def _tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     return dict(itertools.chain(model.named_parameters(), model.named_buffers()))
 
 
-def _same_names(policy: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+def _paired(policy: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> list[Pair]:
     unpaired = sorted(policy.keys() ^ reference.keys())
     if unpaired or not policy:
         raise ValueError(
@@ -82,7 +81,7 @@ def _same_names(policy: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -
             + (f"; unpaired: {', '.join(unpaired[:3])}" if unpaired else "")
             + "), so the reference cannot follow the policy. Use LoRA, or full fine-tuning."
         )
-    return policy
+    return [Pair(name, tensor, reference[name]) for name, tensor in policy.items()]
 
 
 @torch.no_grad()
