@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from typing import Any
 
 from peft import PeftModel
@@ -67,13 +68,10 @@ class AdapterPart(Part):
                 lambda own: (pair for pair in own() if REFERENCE_ADAPTER not in pair[0].split(".")),
             )
 
-    @contextlib.contextmanager
-    def generating(self, turn: Turn) -> Iterator[None]:
+    def generating(self, turn: Turn) -> AbstractContextManager[None]:
         """Undo TRL's cast of the model for continuous batching, which would change the trained policy."""
         args = self.trainer.args
         is_ours = args.adapter_dtype is not None or args.sync_ref_model
-        if not (is_ours and args.use_transformers_continuous_batching):
-            yield
-            return
-        with cast_undone(self.trainer.model):  # old log-probs must be those of the trained policy
-            yield
+        if is_ours and args.use_transformers_continuous_batching:
+            return cast_undone(self.trainer.model)  # old log-probs must be those of the trained policy
+        return contextlib.nullcontext()

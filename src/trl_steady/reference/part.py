@@ -4,6 +4,7 @@ import contextlib
 import functools
 import warnings
 from collections.abc import Iterator
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -69,30 +70,23 @@ class ReferencePart(Part):
             )
             trainer.add_callback(self.callback)
 
-    @contextlib.contextmanager
-    def rolling(self, rollout: Rollout) -> Iterator[None]:
+    def rolling(self, rollout: Rollout) -> AbstractContextManager[None]:
         """Keep which parameters are trainable. TRL switches to the reference's adapter and back."""
-        with parameters_kept(self.trainer.model) if self.callback else contextlib.nullcontext():
-            yield
+        return parameters_kept(self.trainer.model) if self.callback else contextlib.nullcontext()
 
-    @contextlib.contextmanager
-    def saving(self) -> Iterator[None]:
+    def saving(self) -> AbstractContextManager[None]:
         """Save a plain PEFT or transformers model, without the reference."""
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         if self.callback is None or not isinstance(model, PeftModel):
-            yield
-            return
+            return contextlib.nullcontext()
         alone = functools.partial(model.save_pretrained, selected_adapters=[POLICY])
-        with overridden(model, {"save_pretrained": alone}):
-            yield
+        return overridden(model, {"save_pretrained": alone})
 
-    @contextlib.contextmanager
-    def loading(self, checkpoint: Path) -> Iterator[None]:
+    def loading(self, checkpoint: Path) -> AbstractContextManager[None]:
         """Load the policy in the dtype it was trained in. PEFT would load a bf16 adapter as float32."""
         if self.callback:  # before PEFT fails on another shape
             self.callback.check(checkpoint)
-        with parameters_kept(self.trainer.model):
-            yield
+        return parameters_kept(self.trainer.model)
 
     def save(self, checkpoint: Path) -> None:
         """Save the reference and its counters."""

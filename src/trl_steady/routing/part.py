@@ -80,7 +80,7 @@ class RoutingPart(Part):
         if self._kind is None:
             return
         option = f"router_replay={self._kind!r}"
-        _check(models.bare(trainer, trainer.model), option)
+        _check(models.bare(trainer, trainer.model), option)  # a reference's adapter may still add routers
         if models.compiles(trainer):
             raise ValueError(f"{option} patches calls that torch.compile would compile away. Set torch_compile=False.")
         if isinstance(trainer.model, PeftModel) and trainer.model.active_peft_config.is_prompt_learning:
@@ -197,31 +197,26 @@ class RoutingPart(Part):
         if self._kind is None or not is_ours:
             yield model
             return
+        rollout, ids, mask = scoring.rollout, scoring.input_ids, scoring.attention_mask
         with self._naming_option():
-            routes = self._of_pass(scoring)
+            if rollout is None:
+                routes = scoring.samples.get(_COLUMN)
+            else:
+                routes = self._of_rollout(rollout, ids, mask, scoring.prompt_width)
             if routes is not None:
                 replayed = ReplayedModel(model, self.routers_of(scoring.model), routes, scoring.lasting)
                 yield replayed
-                if scoring.rollout is None:
+                if rollout is None:
                     self._log_replays(replayed.replays)
-            elif scoring.role == "old":
-                recorded = RecordedModel(model, self.routers_of(scoring.model), scoring.input_ids.shape)
+            elif rollout is not None and scoring.role == "old":
+                recorded = RecordedModel(model, self.routers_of(scoring.model), ids.shape)
                 yield recorded
-                self._keep(scoring, recorded.routes)
+                assert recorded.routes is not None
+                own = recorded.routes.where(mask.bool()[..., None, None], no_route(recorded.routes.dtype))
+                record = rollout.records.setdefault(_COLUMN, TokenRecord("router_replay='R2'"))
+                record.values = self._of_one_prompt(own, ids, mask, scoring.prompt_width)
             else:  # R2 without a pass of the old policy
                 yield model
-
-    def _of_pass(self, scoring: ScoringPass) -> Tensor | None:
-        if scoring.rollout is None:
-            return scoring.samples.get(_COLUMN)
-        return self._of_rollout(scoring.rollout, scoring.input_ids, scoring.attention_mask, scoring.prompt_width)
-
-    def _keep(self, scoring: ScoringPass, routes: Tensor | None) -> None:
-        assert routes is not None and scoring.rollout is not None
-        ids, mask = scoring.input_ids, scoring.attention_mask
-        own = routes.where(mask.bool()[..., None, None], no_route(routes.dtype))
-        record = scoring.rollout.records.setdefault(_COLUMN, TokenRecord("router_replay='R2'"))
-        record.values = self._of_one_prompt(own, ids, mask, scoring.prompt_width)
 
     def _log_replays(self, replays: Sequence[Replay]) -> None:
         changed = torch.stack([replay.changed for replay in replays]).sum(0)

@@ -37,7 +37,7 @@ def _parts(kept: KeptTokens, width: int) -> Iterator[_Part]:
     counts = kept.counts
     order = counts.argsort(descending=True, stable=True)
     sizes = cast(list[int], counts[order].tolist())
-    with_choice = next((i for i, size in enumerate(sizes) if size < 2), len(sizes))
+    with_choice = sum(size >= 2 for size in sizes)
     chunk = _CHUNK if counts.device.type == "cpu" else 8 * _CHUNK
     start = 0
     while start < with_choice:
