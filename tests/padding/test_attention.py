@@ -9,6 +9,7 @@ import torch
 from torch.distributed.utils import _apply_to_tensors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
+from tests.oracles import kernels
 from tests.oracles import padding as oracles
 from tests.oracles.padding import Batch, padded
 from trl_steady.padding import attention
@@ -77,11 +78,13 @@ def _attend(
     query: torch.Tensor,
     key: torch.Tensor,
     value: torch.Tensor,
+    **options: Any,
 ) -> torch.Tensor:
     """(1, N, heads, size), by the functions that transformers calls."""
     with _making_masks(packing):
         mask: Any = attention._mask(implementation, local_size=window)
-    return attention._attend(implementation, layer, query, key, value, mask, scaling=0.4, dropout=0.0)[0]
+    options = {"scaling": 0.4, "dropout": 0.0, **options}
+    return attention._attend(implementation, layer, query, key, value, mask, **options)[0]
 
 
 def _visible(packing: Packing, batch: Batch, shared: bool, window: int | None) -> torch.Tensor:
@@ -109,6 +112,29 @@ def test_each_token_attends_to_what_it_may_see(
     own = torch.autograd.grad((got * weights).sum(), inputs)
     for gradient, should in zip(own, torch.autograd.grad((expected * weights).sum(), inputs), strict=True):
         torch.testing.assert_close(gradient, should, **rounding)
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
+@pytest.mark.parametrize("kernel", kernels.KERNELS)
+@pytest.mark.parametrize("key_heads", [1, 4])
+def test_a_kernel_for_the_whole_row_is_called_once(
+    batch: Batch, kernel: str, shared: bool, window: int | None, key_heads: int
+) -> None:
+    packing = _packing(batch, shared)
+    query, key, value = _drawn(packing, key_heads)
+    # FlashAttention gets the window from the layer, the others have it from the mask
+    options = {"sliding_window": window} if kernel == "flash_attention_2" else {}
+    with kernels.KERNELS[kernel]() as calls:
+        got = _attend(_layer(key_heads), packing, kernel, window, query, key, value, **options)
+    assert calls.count == 1
+    expected = oracles.attention(query[0], key[0], value[0], _visible(packing, batch, shared, window), scale=0.4)[None]
+    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
+    weights = torch.randn(got.shape, generator=torch.Generator().manual_seed(4), dtype=got.dtype)
+    inputs = (query, key, value)
+    own = torch.autograd.grad((got * weights).sum(), inputs)
+    for gradient, should in zip(own, torch.autograd.grad((expected * weights).sum(), inputs), strict=True):
+        torch.testing.assert_close(gradient, should, rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
@@ -300,3 +326,19 @@ def test_fsdp2_hands_segments_on_as_they_are() -> None:
     """It rebuilds dataclasses to cast what is in them, and each layer would make masks of its own."""
     segments = attention.Segments(_packing(BATCHES["ragged"], False).segments)
     assert _apply_to_tensors(lambda tensor: tensor.half(), {"attention_mask": segments})["attention_mask"] is segments
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_no_mask_waits_for_the_backward(window: int | None) -> None:
+    """It would have the square of a sequence's length; what waits has the length alone."""
+    packing = _packing(padded([([1, 2, 3, 4], [5] * 60), ([1, 2, 3, 4], [6] * 60)]), True)
+    inputs = _drawn(packing, 2)
+    sizes: list[int] = []
+
+    def remember(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
+        _attend(_layer(2), packing, "sdpa", window, *inputs)
+    assert 0 < max(sizes) <= inputs[0].numel() < 60 * 61

@@ -1,9 +1,11 @@
 """Every causal-LM family of transformers says the same of a batch with its padding as without it."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,9 +14,11 @@ from torch import Tensor
 from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
+from tests.oracles import kernels
 from tests.tools import families
 from tests.tools.headroom import within
-from trl_steady.padding.attention import attending_in, switched
+from trl_steady.padding import attention as packed
+from trl_steady.padding.attention import attending_in, own_implementation, switched
 from trl_steady.padding.families import Traits, traits
 from trl_steady.padding.packing import Segment
 from trl_steady.padding.proxy import UnpaddedModel
@@ -255,31 +259,70 @@ def test_a_batch_that_is_only_cut(name: str) -> None:
         assert shape[0] == len(PROMPTS)
 
 
-@pytest.mark.parametrize(("attention", "share_prompts"), [("eager", False), (None, True), ("eager", True)])
+KERNELS = {
+    "flash_attention_2": kernels.flash_attention,
+    "flex_attention": kernels.flex_attention,
+    "varlen": kernels.torch_varlen,
+}
+EVERY_TIME = [("eager", True), ("sdpa", True), ("flash_attention_2", True)]
+SLOW = [("eager", False), ("varlen", True), ("flash_attention_2", False), ("flex_attention", True)]
+COMBINED = [*EVERY_TIME, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
+
+
+@pytest.mark.parametrize(("attention", "share_prompts"), COMBINED)
 @pytest.mark.parametrize("name", PACKED_NAMES)
-def test_packed(name: str, attention: str | None, share_prompts: bool) -> None:
-    model, batch = _build(name, **({"attn_implementation": attention} if attention else {})), _batch()
-    of = traits(model)
-    if of.why_not_packed is not None and not IS_TOLD:
-        pytest.skip(of.why_not_packed)
-    computed, (rows, tokens) = _without_padding(model, of, batch, share_prompts=share_prompts)
-    _assert_same(computed, _compute(model, model, batch))
+def test_packed(name: str, attention: str, share_prompts: bool) -> None:
+    _assert_packed(name, attention, share_prompts)
+
+
+@pytest.mark.parametrize(
+    "attention",
+    ["sdpa", *(pytest.param(each, marks=pytest.mark.slow) for each in ("flash_attention_2", "flex_attention"))],
+)
+@pytest.mark.parametrize("name", PACKED_NAMES)
+def test_packed_with_gradient_checkpointing(name: str, attention: str) -> None:
+    _assert_packed(name, attention, share_prompts=True, checkpointing=True)
+
+
+def _assert_packed(name: str, attention: str, share_prompts: bool, *, checkpointing: bool = False) -> None:
+    """Against the padded batch: through FlashAttention where that packs, else by the model's default on a CPU."""
+    model, batch = _build(name, **({"attn_implementation": "eager"} if attention == "eager" else {})), _batch()
+    if checkpointing and not model.supports_gradient_checkpointing:
+        pytest.skip("it cannot")
+    if not _can(model, attention):
+        pytest.skip(f"{name} does not take {attention}")
+    expected = _compute(model, model, batch)
+    with contextlib.ExitStack() as kernel:
+        if attention in KERNELS:
+            calls = kernel.enter_context(KERNELS[attention]())
+        if attention in ("flash_attention_2", "flex_attention"):
+            kernels.use(model, attention)
+        if attention == "flash_attention_2":  # some families give it other windows than the masks of "sdpa" have
+            expected = _compute(model, model, batch)
+        if checkpointing:
+            model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        of = traits(model)
+        if of.why_not_packed is not None and not IS_TOLD:
+            pytest.skip(of.why_not_packed)
+        attended = kernel.enter_context(mock.patch.object(packed, "_attend", wraps=packed._attend))
+        if attention in KERNELS:
+            calls.count = 0
+        computed, (rows, tokens) = _without_padding(model, of, batch, share_prompts=share_prompts)
+        if attention in KERNELS:
+            assert calls.count == attended.call_count > 0
+    _assert_same(computed, expected)
     assert rows == 1
     # the last token of a prompt is each completion's own
     assert tokens == batch["attention_mask"].sum() - (PROMPTS[0] - 1 if share_prompts else 0)
 
 
-@pytest.mark.parametrize("name", PACKED_NAMES)
-def test_packed_with_gradient_checkpointing(name: str) -> None:
-    model, batch = _build(name).train(), _batch()
-    of = traits(model)
-    if not model.supports_gradient_checkpointing or (of.why_not_packed is not None and not IS_TOLD):
-        pytest.skip("it cannot")
-    expected = _compute(model, model, batch)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    computed, shape = _without_padding(model, of, batch, share_prompts=True)
-    _assert_same(computed, expected)
-    assert shape[0] == 1
+def _can(model: PreTrainedModel, attention: str) -> bool:
+    has_sinks = any("sink" in name for name, _ in model.named_parameters())  # flex attention has them on a GPU only
+    return {
+        "flash_attention_2": model._supports_flash_attn and not getattr(model.config, "prefix_lm", False),
+        "flex_attention": model._supports_flex_attn and not has_sinks,
+        "varlen": own_implementation(model) == "sdpa",
+    }.get(attention, True)
 
 
 @pytest.mark.parametrize("name", sorted(BALANCED.intersection(families.names())))

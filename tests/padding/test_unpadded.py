@@ -13,6 +13,7 @@ import torch
 import transformers
 from peft import LoraConfig, PromptTuningConfig
 from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 import trl_steady
 from tests.tools import tiny
@@ -38,6 +39,7 @@ def answers(length: Callable[[int, str], int]) -> Callable[..., dict[str, Any]]:
 
 
 UNEQUAL = answers(lambda i, prompt: 1 + (3 * i + 5 * len(prompt)) % 8)  # other totals in each generation
+transformers.AttentionInterface.register("of_a_script", sdpa_attention_forward)
 ROLLOUT: dict[str, Any] = {"build": {"rollout_func": UNEQUAL}}
 
 
@@ -391,8 +393,9 @@ def test_a_step_after_an_error_has_its_own_sequences_only(models: dict[str, Path
         ),
         ({"share_prompts": True, "model": "gpt2"}, "GPT2LMHeadModel has no rotary positions. Set share_prompts=False"),
         (
-            {"share_prompts": True, "model_init_kwargs": {"attn_implementation": "flex_attention"}},
-            "attn_implementation='flex_attention' has not been tested with packing; 'sdpa' and 'eager' have. Set",
+            {"share_prompts": True, "model_init_kwargs": {"attn_implementation": "of_a_script"}},
+            "attn_implementation='of_a_script' has not been tested with packing; 'sdpa', 'eager', 'flex_attention' "
+            "and FlashAttention have. Set",
         ),
     ],
 )

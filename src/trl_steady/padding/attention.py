@@ -6,6 +6,7 @@ the segments of its first run.
 """
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,51 +15,30 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
+from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+from transformers.modeling_flash_attention_utils import flash_attn_supports_top_left_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_steady.padding.packing import Segment
+from trl_steady.padding.segments import Segments
 
-__all__ = ["IMPLEMENTATIONS", "attending_in", "own_implementation", "switched"]
+try:
+    from torch.nn.attention.varlen import varlen_attn
+except ImportError:
+    varlen_attn = None
 
-IMPLEMENTATIONS = ("sdpa", "eager")
-"""Attention functions of transformers that follow the given mask in any layout."""
+__all__ = ["attending_in", "own_implementation", "switched", "why_not_packed"]
+
 _OURS = "trl_steady_packed_"  # prefix of the name of the model's own function
-
-
-class Segments:
-    """The segments of a packed row, which the layers get in place of an attention mask."""
-
-    # Not a dataclass: FSDP2 would rebuild it for each layer, and the masks with it.
-
-    def __init__(self, of_row: Sequence[Segment], window: int | None = None) -> None:
-        self.of_row = of_row
-        self.window = window
-        """How many tokens a token attends to in these layers, including itself; None for no limit."""
-        self._masks: dict[tuple[Any, ...], Tensor] = {}
-
-    def __getitem__(self, index: tuple[slice, ...]) -> "Segments":
-        """Return the segments unchanged if a layer cuts the mask to the number of queries and keys."""
-        if any(part.start not in (None, 0) or part.step is not None for part in index):
-            raise IndexError(f"the segments of a packed row cannot be cut to {index}. Set trim_padding=False.")
-        return self
-
-    def mask(self, own: int, shared: int, like: Tensor, implementation: str) -> Tensor | None:
-        """Return a mask (1, 1, own, shared + own), or None if "sdpa" attends causally without one."""
-        length = shared + own
-        window = min(self.window or length, length)
-        if implementation == "sdpa" and window == length and not shared:
-            return None
-        key_of_mask = (own, shared, like.device, like.dtype)
-        if key_of_mask not in self._masks:
-            query = torch.arange(shared, length, device=like.device).unsqueeze(1)
-            key = torch.arange(length, device=like.device)
-            sees = (key <= query) & (key > query - window)
-            if implementation == "eager":
-                sees = torch.zeros_like(sees, dtype=like.dtype).masked_fill(~sees, torch.finfo(like.dtype).min)
-            self._masks[key_of_mask] = sees[None, None]
-        return self._masks[key_of_mask]
+# an older torch has no such function, or one that takes less
+_HAS_VARLEN = varlen_attn is not None and {"scale", "window_size", "enable_gqa"} <= set(
+    inspect.signature(varlen_attn).parameters
+)
+_LARGEST_HEAD = 256  # of varlen_attn
 
 
 @dataclass
@@ -70,6 +50,25 @@ class _Forward:
 
 
 _forward: _Forward | None = None
+
+
+def why_not_packed(implementation: str | None) -> str | None:
+    """Return why an attention function cannot attend within segments; None if it can."""
+    if _is_flash(implementation):
+        if flash_attn_supports_top_left_mask():
+            return f"attn_implementation={implementation!r} aligns queries with the first keys, not with the last"
+        return None
+    if implementation in ("sdpa", "eager", "flex_attention"):
+        return None
+    return (
+        f"attn_implementation={implementation!r} has not been tested with packing; 'sdpa', 'eager', 'flex_attention' "
+        "and FlashAttention have"
+    )
+
+
+def _is_flash(implementation: str | None) -> bool:
+    """Return whether transformers' function for FlashAttention is behind a name, as for kernels from the hub."""
+    return ALL_ATTENTION_FUNCTIONS.get(implementation) is flash_attention_forward
 
 
 def _mask(name: str, *arguments: Any, local_size: int | None = None, **options: Any) -> Any:
@@ -90,28 +89,102 @@ def _attend(
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Implement transformers' `AttentionInterface`: three tensors (1, heads, N, size) give (1, N, heads, size)."""
-    attend: Callable[..., Any] = _eager(type(module)) if name == "eager" else ALL_ATTENTION_FUNCTIONS[name]
+    own = functools.partial(_eager(type(module)) if name == "eager" else ALL_ATTENTION_FUNCTIONS[name], module)
+    inputs = query, key, value
     if not isinstance(attention_mask, Segments):
         if _forward is None:
-            return attend(module, query, key, value, attention_mask, **options)
+            with _named(module, name):
+                return own(*inputs, attention_mask, **options)
         raise RuntimeError(
             f"{type(module).__name__} does not pass on the attention mask that it gets, so trim_padding=True cannot "
             "keep packed sequences apart. Set trim_padding=False."
         )
     if _forward is not None:
         _forward.was_attended_in = True
-    lengths = [segment.end - segment.start for segment in attention_mask.of_row]
+    if _is_flash(name):
+        with _named(module, name):
+            return _flash(own, inputs, attention_mask, options), None
+    if name == "flex_attention":
+        return own(*inputs, attention_mask.block_mask(query.device), **options)[0], None
+    if name == "sdpa" and _takes_varlen(query, value, **options):
+        return _by_varlen(inputs, attention_mask, options.get("scaling")), None
+    return _one_by_one(name, own, inputs, attention_mask, options), None
+
+
+def _flash(own: Callable[..., Any], inputs: Sequence[Tensor], segments: Segments, options: dict[str, Any]) -> Tensor:
+    query, key, value = inputs
+    its = segments.varlen(query.device)
+    if its.taken is not None:
+        key, value = (tensor.index_select(2, its.taken) for tensor in (key, value))
+    options |= {"cu_seq_lens_q": its.queries, "cu_seq_lens_k": its.keys}
+    options |= {"max_length_q": its.longest_queries, "max_length_k": its.longest_keys}
+    return own(query, key, value, None, **options)[0]
+
+
+def _takes_varlen(
+    query: Tensor, value: Tensor, dropout: float = 0.0, position_bias: Tensor | None = None, **_: Any
+) -> bool:
+    """Return whether torch's function for sequences of different lengths can stand for "sdpa"."""
+    return (
+        _HAS_VARLEN
+        and query.is_cuda
+        and torch.version.hip is None
+        and torch.backends.cuda.flash_sdp_enabled()
+        and torch.cuda.get_device_capability(query.device) >= (8, 0)
+        and query.dtype in (torch.bfloat16, torch.float16)
+        and value.size(-1) <= query.size(-1) <= _LARGEST_HEAD
+        and not dropout
+        and position_bias is None
+    )
+
+
+def _by_varlen(inputs: Sequence[Tensor], segments: Segments, scaling: float | None) -> Tensor:
+    query, key, value = (tensor[0].transpose(0, 1) for tensor in inputs)
+    its = segments.varlen(query.device)
+    if its.taken is not None:
+        key, value = key[its.taken], value[its.taken]
+    attend: Any = varlen_attn
+    output: Tensor = attend(
+        query,
+        key,
+        pad(value, (0, query.size(-1) - value.size(-1))),  # as large as the other two, which the kernel wants
+        its.queries,
+        its.keys,
+        its.longest_queries,
+        its.longest_keys,
+        scale=scaling,
+        window_size=(-1 if segments.window is None else segments.window - 1, 0),
+        enable_gqa=key.size(1) != query.size(1),
+    )
+    return output[..., : value.size(-1)].unsqueeze(0)
+
+
+def _one_by_one(
+    name: str, own: Callable[..., Any], inputs: Sequence[Tensor], segments: Segments, options: dict[str, Any]
+) -> Tensor:
+    def masked(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        mask = segments.mask(query.size(2), key.size(2) - query.size(2), query.device)
+        if name == "eager":
+            mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
+        return own(query, key, value, mask[None, None], **options)[0]
+
     outputs: list[Tensor] = []
     # Split the row: the gradient of each slice of it would be as large as the row.
-    pieces = (tensor.split(lengths, dim=2) for tensor in (query, key, value))
-    for segment, queries, keys, values in zip(attention_mask.of_row, *pieces, strict=True):
+    pieces = (tensor.split([len(segment) for segment in segments.of_row], dim=2) for tensor in inputs)
+    for segment, query, *seen in zip(segments.of_row, *pieces, strict=True):
         if segment.prefix is not None:
-            keys = torch.cat([key[:, :, segment.prefix], keys], dim=2)
-            values = torch.cat([value[:, :, segment.prefix], values], dim=2)
-        own = queries.size(2)
-        mask = attention_mask.mask(own, keys.size(2) - own, query, name)
-        outputs.append(attend(module, queries, keys, values, mask, **options)[0])
-    return torch.cat(outputs, dim=1), None
+            seen = [
+                torch.cat([each[:, :, segment.prefix], own], dim=2) for each, own in zip(inputs[1:], seen, strict=True)
+            ]
+        if name == "eager":
+            outputs.append(masked(query, *seen))
+        elif segments.is_causal(len(segment), segment.shared):
+            outputs.append(own(query, *seen, None, **options)[0])
+        else:  # "sdpa" would keep each mask until the backward
+            outputs.append(
+                checkpoint(masked, query, *seen, use_reentrant=False, preserve_rng_state=bool(options.get("dropout")))
+            )
+    return torch.cat(outputs, dim=1)
 
 
 def _eager(module: type) -> Callable[..., Any]:
@@ -120,9 +193,19 @@ def _eager(module: type) -> Callable[..., Any]:
     return next(vars(each)["eager_attention_forward"] for each in modules if "eager_attention_forward" in vars(each))
 
 
-for _name in IMPLEMENTATIONS:
-    AttentionInterface.register(_OURS + _name, functools.partial(_attend, _name))
-    AttentionMaskInterface.register(_OURS + _name, functools.partial(_mask, _name))
+@contextmanager
+def _named(module: torch.nn.Module, name: str) -> Iterator[None]:
+    """Give the module's config the name of its own function, by which FlashAttention finds its kernel."""
+    config: Any = getattr(module, "config", None)
+    before = getattr(config, "_attn_implementation", None)
+    if before is None:
+        yield
+        return
+    config._attn_implementation = name
+    try:
+        yield
+    finally:
+        config._attn_implementation = before
 
 
 def own_implementation(model: PreTrainedModel) -> str | None:
@@ -138,8 +221,12 @@ def switched(model: PreTrainedModel) -> Iterator[None]:
     before = {key: config._attn_implementation for key, config in configs.items()}
     try:
         for config in configs.values():
-            if config._attn_implementation in IMPLEMENTATIONS:
-                config._attn_implementation = _OURS + config._attn_implementation
+            name = config._attn_implementation
+            if name is not None and not name.startswith(_OURS) and why_not_packed(name) is None:
+                # kernels from the hub have names that are known only now
+                AttentionInterface.register(_OURS + name, functools.partial(_attend, name))
+                AttentionMaskInterface.register(_OURS + name, functools.partial(_mask, name))
+                config._attn_implementation = _OURS + name
         yield
     finally:
         for key, config in configs.items():

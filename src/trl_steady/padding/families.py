@@ -7,7 +7,7 @@ from typing import Any
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 
-from trl_steady.padding.attention import IMPLEMENTATIONS, own_implementation
+from trl_steady.padding.attention import own_implementation, why_not_packed
 
 __all__ = ["Traits", "traits"]
 
@@ -76,10 +76,7 @@ def _why_not_packed(model: PreTrainedModel) -> str | None:
         return f"{name} has layers other than attention that carry on information from earlier tokens"
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         return f"{name} has bidirectional attention"
-    if own_implementation(model) not in IMPLEMENTATIONS:
-        tested = " and ".join(map(repr, IMPLEMENTATIONS))
-        return f"attn_implementation={own_implementation(model)!r} has not been tested with packing; {tested} have"
-    return None
+    return why_not_packed(own_implementation(model))
 
 
 def _is_known(model: PreTrainedModel) -> bool:

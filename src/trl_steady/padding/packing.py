@@ -18,6 +18,14 @@ class Segment:
     prefix: slice | None = None
     """Earlier tokens of the row to which every token of the segment also attends."""
 
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    @property
+    def shared(self) -> int:
+        """Number of tokens of the prefix."""
+        return self.prefix.stop - self.prefix.start if self.prefix else 0
+
     @property
     def tokens(self) -> slice:
         """Slice of the packed row that holds the segment."""
