@@ -5,9 +5,9 @@ character.
 """
 
 import re
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Sequence
-from itertools import accumulate, groupby
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from transformers import PreTrainedTokenizerBase
@@ -84,14 +84,8 @@ def _sentencepiece(token: str) -> bytes:
 def _begins(pieces: Sequence[bytes], text: str) -> list[int]:
     """Return the (T + 1,) characters in which the pieces of `text` begin, and the length of the text."""
     raw = b"".join(pieces)
-    starts = _character_starts(raw)
-    begins, position, character = [], 0, 0
-    for piece in (*pieces, b""):
-        while character + 1 < len(starts) and starts[character + 1] <= position:
-            character += 1
-        begins.append(len(text) if position == len(raw) else character)
-        position += len(piece)
-    return begins
+    starts, positions = _character_starts(raw), accumulate(map(len, pieces), initial=0)
+    return [len(text) if position == len(raw) else bisect_right(starts, position) - 1 for position in positions]
 
 
 def _agreement(part: str, text: str) -> int:
@@ -137,11 +131,8 @@ def token_ends(steps: StepRewards, completion: Completion, tokenizer: PreTrained
 def _turn_ends(steps: StepRewards, completion: Completion) -> list[int]:
     if not any(completion.is_own):  # masked out: the others' baseline needs its rewards, but not its true ends
         return [*steps.ends[:-1], len(completion.ids)] if steps.ends else []
-    position, ends = 0, []
-    for own, run in groupby(completion.is_own):
-        position += len(list(run))
-        if own:
-            ends.append(position)
+    followed = enumerate(pairwise([*completion.is_own, False]), start=1)
+    ends = [end for end, (is_own, is_next_own) in followed if is_own and not is_next_own]
     if len(steps.values) != len(ends):
         raise ValueError(
             f"StepRewards.per_turn has {len(steps.values)} values, but completion {completion.index} has {len(ends)} "

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from trl_steady.rewards.splitters import Splitter, Steps
@@ -144,12 +145,9 @@ def process_reward_model(
         scores: list[list[float]] = [[] for _ in encoded]
         for start in range(0, len(order), batch_size):
             batch = order[start : start + batch_size]
-            width = max(len(encoded[i][0]) for i in batch)
-            ids = torch.zeros(len(batch), width, dtype=torch.long)
-            mask = torch.zeros_like(ids)
-            for row, i in enumerate(batch):
-                ids[row, : len(encoded[i][0])] = torch.tensor(encoded[i][0], dtype=torch.long)
-                mask[row, : len(encoded[i][0])] = 1
+            rows = [torch.tensor(encoded[i][0], dtype=torch.long) for i in batch]
+            ids = pad_sequence(rows, batch_first=True)
+            mask = pad_sequence([torch.ones_like(row) for row in rows], batch_first=True)
             logits = model(input_ids=ids.to(model.device), attention_mask=mask.to(model.device)).logits
             good = logits.float().softmax(-1)[..., good_label].cpu()
             for row, i in enumerate(batch):

@@ -1,5 +1,6 @@
 """The rewards of a rollout as one table of steps, for any mixture of plain and step rewards."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
@@ -42,28 +43,23 @@ def tabulate(completions: Sequence[ScoredCompletion], scalars: Tensor, weights: 
         cover: If no step reaches the last loss token, add a step of reward 0 that ends there. Then every loss token of
             a scored completion belongs to a step.
     """
-    known = (~scalars.isnan()).tolist()
-    rows: list[dict[int, dict[int, float]]] = []  # end -> reward function -> reward
-    for completion, is_known, numbers in zip(completions, known, scalars.tolist(), strict=True):
-        row: dict[int, dict[int, float]] = {}
+    rows: list[dict[int, list[float]]] = []  # end -> (K,) rewards by function
+    for completion, numbers in zip(completions, scalars.tolist(), strict=True):
+        row: dict[int, list[float]] = {}
         for function, number in enumerate(numbers):
-            if not is_known[function]:
+            if math.isnan(number):
                 continue
-            whole = [(completion.tokens, number)]
-            for end, value in completion.steps.get(function, whole):
-                at_end = row.setdefault(end, {})
-                at_end[function] = at_end.get(function, 0.0) + value
-        if cover and any(is_known) and max(row, default=-1) < completion.own_end:
-            row[completion.own_end] = {0: 0.0}  # any function will do
+            for end, value in completion.steps.get(function, [(completion.tokens, number)]):
+                at_end = row.setdefault(end, [math.nan] * len(weights))
+                at_end[function] = value if math.isnan(at_end[function]) else at_end[function] + value
+        is_scored = not all(map(math.isnan, numbers))
+        if cover and is_scored and max(row, default=-1) < completion.own_end:
+            row[completion.own_end] = [0.0, *[math.nan] * (len(weights) - 1)]  # any function will do
         rows.append(dict(sorted(row.items())))
     size = (len(rows), max(1, *map(len, rows)))
-    missing, beyond = [torch.nan] * len(weights), torch.iinfo(torch.int64).max
-    by_function, ends = [], []
-    for row in rows:
-        absent = size[1] - len(row)
-        values = [[at_end.get(function, torch.nan) for function in range(len(weights))] for at_end in row.values()]
-        by_function.append([*values, *[missing] * absent])
-        ends.append([*row, *[beyond] * absent])
+    missing, beyond = [math.nan] * len(weights), torch.iinfo(torch.int64).max
+    by_function = [[*row.values(), *[missing] * (size[1] - len(row))] for row in rows]
+    ends = [[*row, *[beyond] * (size[1] - len(row))] for row in rows]
     # sum as TRL does: function by function, in its dtype
     flat = scalars.new_tensor(by_function).flatten(0, 1)
     rewards = (flat * weights.to(flat)).nansum(1).where(~flat.isnan().all(1), torch.nan)
