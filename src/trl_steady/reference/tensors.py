@@ -7,7 +7,7 @@ An adapter and a full copy have the same form here, a list of `Pair`. Tensors ma
 import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -143,7 +143,8 @@ def restore(pairs: Iterable[Pair], tensors: Mapping[str, Tensor]) -> None:
 
 def refuse_other_shapes(pairs: Iterable[Pair], found: Mapping[str, tuple[int, ...]]) -> None:
     """Raise a ValueError that names the first tensor whose shape differs from this reference's."""
-    expected = {pair.name: tuple(_shape(pair.reference)) for pair in pairs}
+    # a ZeRO-3 partition's own shape is (0,)
+    expected = {name: tuple(getattr(reference, "ds_shape", reference.shape)) for name, _, reference in pairs}
     for name in sorted(expected.keys() | found.keys()):
         if expected.get(name) != found.get(name):
             raise ValueError(
@@ -155,10 +156,6 @@ def refuse_other_shapes(pairs: Iterable[Pair], found: Mapping[str, tuple[int, ..
 
 def _is_sharded(tensor: Tensor) -> bool:
     return isinstance(tensor, DTensor) or hasattr(tensor, "ds_id")
-
-
-def _shape(tensor: Any) -> Iterable[int]:
-    return getattr(tensor, "ds_shape", tensor.shape)  # a ZeRO-3 partition's own shape is (0,)
 
 
 def _local(tensor: Tensor) -> Tensor:

@@ -309,12 +309,10 @@ def _is_backward() -> bool:
 class _TopkWatch(TorchFunctionMode):
     """Observe the calls of topk in a router."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = 0
-        self.width = 0
-        """Width of the scores in the last call, which is the number of experts."""
-        self.indices: Tensor | None = None
+    calls = 0
+    width = 0
+    """Width of the scores in the last call, which is the number of experts."""
+    indices: Tensor | None = None
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
