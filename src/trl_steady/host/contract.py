@@ -157,7 +157,6 @@ CONTRACT = Contract(
     },
 )
 
-_ELSE = ("get_off_policy_mask", "_generate_single_turn")  # missing in RLOO, or with other parameters
 RLOO_CONTRACT = replace(
     CONTRACT,
     attributes={
@@ -171,7 +170,7 @@ RLOO_CONTRACT = replace(
         **_each("advantages, old_logps, prompt_ids, prompt_mask, completion_ids, completion_mask", _BY_TRL),
     },
     parameters={
-        **{name: known for name, known in CONTRACT.parameters.items() if name not in _ELSE},
+        **{name: known for name, known in CONTRACT.parameters.items() if name != "get_off_policy_mask"},
         **_parameters({"_generate_single_turn": "self, prompt_ids, images, multimodal_fields"}),
     },
 )

@@ -90,17 +90,14 @@ class CapturingGeneration(VLLMGeneration):
         try:
             with overridden(vllm_generation, {} if llm is None else {"LLM": functools.partial(llm, **flags)}):
                 super()._init_vllm()
-        except TypeError as error:
+        except (TypeError, ValueError) as error:
             for capture in self._captures:
-                if capture.flag in str(error):
+                if isinstance(error, TypeError) and capture.flag in str(error):
                     raise ValueError(
                         f"{capture.option} needs a vLLM with {capture.flag}, and the installed one{_installed()} does "
                         f"not have it. Install a newer one that TRL supports, {capture.instead}."
                     ) from error
-            raise
-        except ValueError as error:
-            for capture in self._captures:
-                if capture.refusal is not None and capture.refusal in str(error):
+                if isinstance(error, ValueError) and capture.refusal is not None and capture.refusal in str(error):
                     raise ValueError(
                         f"{capture.option}: the installed vLLM{_installed()} cannot return {capture.what}: {error}\n"
                         f"Change that, {capture.instead}."

@@ -69,15 +69,15 @@ def refuse_data(trainer: Any) -> None:
     Raises:
         ValueError: The message names what is missing and what to do.
     """
-    is_evaluated = trainer.args.eval_strategy != "no" or trainer.args.eval_on_start
-    evaluation = trainer.eval_dataset if is_evaluated else None
     collator = getattr(trainer.data_collator, "__module__", "")
     changes_rows = _is_users(trainer, *_ROWS) or collator.split(".")[0] != "trl"
-    if isinstance(evaluation, Mapping):
-        named = {f"eval_dataset[{name!r}]": dataset for name, dataset in evaluation.items()}
-    else:
-        named = {} if evaluation is None else {"eval_dataset": evaluation}
-    for name, dataset in {"train_dataset": trainer.train_dataset, **named}.items():
+    datasets, evaluation = {"train_dataset": trainer.train_dataset}, trainer.eval_dataset
+    if trainer.args.eval_strategy != "no" or trainer.args.eval_on_start:
+        if isinstance(evaluation, Mapping):
+            datasets |= {f"eval_dataset[{name!r}]": dataset for name, dataset in evaluation.items()}
+        elif evaluation is not None:
+            datasets["eval_dataset"] = evaluation
+    for name, dataset in datasets.items():
         columns = None if changes_rows else _columns(dataset)
         if columns is not None and "prompt" not in columns and trainer.environment_factories is None:
             raise ValueError(f"{name} has no column 'prompt', but {_quoted(columns)}. {_RENAME}.")
@@ -109,9 +109,7 @@ def refuse_small(trainer: Any) -> None:
 def refuse_rows(rows: Sequence[Mapping[str, Any]], *, of_any_kind: bool) -> None:
     """Refuse a batch with a row without a prompt, before anything is generated.
 
-    Args:
-        rows: The rows of the batch.
-        of_any_kind: True if a prompt may have any type, because a rollout_func reads it.
+    A prompt may be `of_any_kind` if a rollout_func reads it.
 
     Raises:
         ValueError: The message names the row and its content.

@@ -23,7 +23,6 @@ TRAINERS = {("trl.trainer.grpo_trainer", "GRPOTrainer"): "GRPO", ("trl.trainer.r
 _SCRIPTS: dict[str, Any] = {"grpo": grpo, "rloo": rloo}
 
 Launch = Callable[[Sequence[str], Sequence[str]], object]
-"""Function of two arguments: the options of `accelerate launch`, and a script with its arguments."""
 
 
 @contextmanager

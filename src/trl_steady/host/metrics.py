@@ -13,7 +13,7 @@ from torch import Tensor
 
 from trl_steady.functional import pooling
 
-__all__ = ["Metrics"]
+__all__ = ["Masked", "Metrics"]
 
 _MOST_WAITING = 4096
 _QUANTILES = {"q01": 0.01, "q50": 0.5, "q90": 0.9, "q99": 0.99}
@@ -47,7 +47,10 @@ class Metrics:
         self._append(f"{name}_*", values, mask.any(-1, keepdim=True) & ~values.isnan())
 
     def _append(self, name: str, values: Tensor, mask: Tensor) -> None:
-        self._own.steps.append((name, _step(*self._countable(values, mask))))
+        values, mask = self._countable(values, mask)
+        values = values.double()
+        low, high = values.where(mask, torch.inf).min(), values.where(mask, -torch.inf).max()
+        self._own.steps.append((name, torch.stack([values.where(mask, 0).sum(), mask.sum().double(), low, high])))
         if len(self._own.steps) >= _MOST_WAITING:  # at the same micro-batch on all processes
             self.settle()
 
@@ -169,12 +172,6 @@ class Metrics:
             return
         for statistic, value in {"min": float(low[2]), "mean": mean, "max": float(high[3])}.items():
             logged[f"{name[:-1]}{statistic}"].append(value if count else float("nan"))
-
-
-def _step(values: Tensor, mask: Tensor) -> Tensor:
-    values = values.detach().double()
-    low, high = values.where(mask, torch.inf).min(), values.where(mask, -torch.inf).max()
-    return torch.stack([values.where(mask, 0).sum(), mask.sum().double(), low, high])
 
 
 def _summary(pool: Mapping[tuple[str, str], Tensor]) -> Iterator[tuple[str, float]]:

@@ -11,19 +11,12 @@ from trl_steady.host.names import overridden
 
 __all__ = ["backward_of", "divided_by"]
 
-Scale = Callable[[Tensor], Tensor]
-
 
 @contextmanager
-def divided_by(trainer: Any, share: float) -> Iterator[Scale]:
-    """Give the loss of a micro-batch its share in the window of gradient accumulation.
+def divided_by(trainer: Any, share: float) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Give the loss of a micro-batch, whose size is a `share` of TRL's, its share in the accumulation window.
 
-    Args:
-        trainer: The trainer.
-        share: The size of the micro-batch as a share of TRL's.
-
-    Yields:
-        A function for the loss, which is computed inside this context.
+    The context gives a function to apply to the loss, which is computed inside it.
     """
     if not trainer.loss_is_scaled_for_ga:  # transformers will divide by the window
         yield lambda loss: loss * share

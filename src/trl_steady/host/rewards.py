@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, cast
+from typing import Any
 
 import torch
 from trl.trainer.utils import is_async_callable
@@ -15,7 +15,7 @@ def reading(functions: Sequence[Any], read: Callable[[int, Any], Any]) -> list[A
     return [
         function
         if isinstance(function, torch.nn.Module)  # TRL reads the logits of a reward model itself
-        else _then(cast(Callable[..., Any], function), functools.partial(read, index))
+        else _then(function, functools.partial(read, index))
         for index, function in enumerate(functions)
     ]
 

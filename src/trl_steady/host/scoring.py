@@ -66,12 +66,9 @@ class PlacedModel:
 
 
 def scored(scoring: ScoringPass, parts: Sequence[Part], own: Callable[..., Any]) -> Scores:
-    """Run a scoring pass on the models of the parts, and in their batches.
+    """Run a scoring pass with `own`, TRL's method, on the models of the parts and in their batches.
 
-    Args:
-        scoring: The pass. Its `extras` are set.
-        parts: The parts of the trainer.
-        own: TRL's scoring method.
+    This sets the `extras` of the pass.
     """
     ids, mask = scoring.input_ids, scoring.attention_mask
     asked = {"compute_entropy": scoring.with_entropy, "compute_aux_loss": scoring.with_aux_loss, **scoring.of_samples}

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from trl_steady.functional import importance, kl, masks
 from trl_steady.host.loss import MicroBatch
+from trl_steady.host.metrics import Masked
 
 if TYPE_CHECKING:
     from trl_steady.config.grpo import GRPOConfig
@@ -25,9 +26,6 @@ __all__ = [
     "refuse_means_over_micro_batches",
     "sampler_masks",
 ]
-
-Masked = tuple[Tensor, Tensor]
-"""Values, and a mask of the same shape: True = counts."""
 
 _FINITE = 80.0
 _PLAIN = {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3}
@@ -170,9 +168,7 @@ def dropped(keep: Mapping[str, Tensor], mask: Tensor) -> dict[str, Masked]:
 def refuse_means_over_micro_batches(token_budget: int, args: Any) -> None:
     """Refuse terms that are means over the tokens of each of TRL's micro-batches, which `token_budget` regroups.
 
-    Args:
-        token_budget: The value of the option.
-        args: A config, or a trainer, whose attributes a callback may have set.
+    `args` is a config, or a trainer, whose attributes a callback may have set.
 
     Raises:
         ValueError: The message names the option, its value and the fix.
