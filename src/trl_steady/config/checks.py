@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 __all__ = [
     "TRLS_DEFAULTS",
     "beyond_sets",
+    "defaults",
     "own_class",
     "refuse_contradictions",
     "refuse_contradictions_of_loss",
@@ -26,12 +27,13 @@ __all__ = [
 ]
 
 
-def _defaults(kind: Any) -> dict[str, Any]:
+def defaults(kind: Any) -> dict[str, Any]:
+    """Return the options of a config with their defaults."""
     return {own.name: own.default if own.default_factory is MISSING else own.default_factory() for own in fields(kind)}
 
 
 # read at import, before `trl-steady run` replaces TRL's configs with trl-steady's
-TRLS_DEFAULTS = {"GRPO": _defaults(trl.GRPOConfig), "RLOO": _defaults(trl.RLOOConfig)}
+TRLS_DEFAULTS = {"GRPO": defaults(trl.GRPOConfig), "RLOO": defaults(trl.RLOOConfig)}
 """Method -> the options of TRL's config with their defaults."""
 
 

@@ -1,12 +1,11 @@
 """Warnings about options that have no effect, or probably not the intended one, each with a fix."""
 
 from collections.abc import Iterator, Sequence
-from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from transformers import GenerationConfig
 
-from trl_steady.config.checks import TRLS_DEFAULTS, beyond_sets, own_class, trl_default
+from trl_steady.config.checks import TRLS_DEFAULTS, beyond_sets, defaults, own_class, trl_default
 from trl_steady.config.spelling import near
 from trl_steady.losses.table import LOSSES
 
@@ -101,10 +100,10 @@ _Rows = Iterator[tuple[Sequence[str], str]]
 def _idle(args: Any, rows: _Rows) -> Iterator[str]:
     """Yield a warning for each row whose options are set."""
     trls = TRLS_DEFAULTS[args.METHOD]
-    defaults = {**{own.name: own.default for own in fields(own_class(args))}, **trls}
+    unset = {**defaults(own_class(args)), **trls}
     for options, why in rows:
-        values = {option: getattr(args, option) for option in options if option in defaults}
-        given = [f"{option}={value!r}" for option, value in values.items() if value != defaults[option]]
+        values = {option: getattr(args, option) for option in options if option in unset}
+        given = [f"{option}={value!r}" for option, value in values.items() if value != unset[option]]
         if given:
             it = "them" if len(given) > 1 else "it" if options[0] in trls else options[0]
             yield f"{' and '.join(given)} cannot act: with {why}, or leave {it} unset."

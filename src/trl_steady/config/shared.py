@@ -31,14 +31,9 @@ def documented(kind: _C) -> _C:
     """Put the texts of our options into a config's docstring, in place of "{options}"."""
     ours = [base for base in kind.__mro__ if base.__module__.startswith("trl_steady.")]
     names = {name for base in ours for name in inspect.get_annotations(base)}
-    lines: list[str] = []
-    for own in fields(kind):
-        if own.name in names:
-            text = textwrap.fill(
-                f"{own.name}: {own.metadata['help']}", width=107, subsequent_indent="    ", break_on_hyphens=False
-            )
-            lines += [textwrap.indent(text, "        ")]
-    kind.__doc__ = (kind.__doc__ or "").replace("        {options}", "\n".join(lines))
+    wrapper = textwrap.TextWrapper(115, initial_indent=" " * 8, subsequent_indent=" " * 12, break_on_hyphens=False)
+    texts = [wrapper.fill(f"{own.name}: {own.metadata['help']}") for own in fields(kind) if own.name in names]
+    kind.__doc__ = (kind.__doc__ or "").replace("        {options}", "\n".join(texts))
     return kind
 
 
@@ -69,10 +64,7 @@ class SharedOptions(_Trls):
         "optimizer step up to this number. A longer sequence is a micro-batch of its own. None: TRL's "
         "micro-batches of `per_device_train_batch_size` sequences.",
     )
-    share_prompts: bool = option(
-        False,
-        "Compute a prompt once for all of its completions in the same forward pass.",
-    )
+    share_prompts: bool = option(False, "Compute a prompt once for all of its completions in the same forward pass.")
     router_replay: str | None = option(
         None,
         'For mixtures of experts. `"R2"`: all updates use the experts that were chosen when the old log-probs of '
@@ -80,8 +72,7 @@ class SharedOptions(_Trls):
         "while the rollout was generated. None: each pass chooses its experts, as in TRL.",
     )
     router_replay_reference: bool = option(
-        False,
-        "With `router_replay`, the reference's pass uses the same experts too.",
+        False, "With `router_replay`, the reference's pass uses the same experts too."
     )
     keep_sampling_mask: bool = option(
         False,
@@ -121,15 +112,11 @@ class SharedOptions(_Trls):
     @property
     def sampling(self) -> dict[str, Any]:
         """Generation options that are set; `generation_kwargs` override TRL's own options."""
+        assert not isinstance(self.generation_kwargs, str)  # parsed by transformers.TrainingArguments
         own = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty"]
         own += ["vllm_structured_outputs_regex"] if self.use_vllm else []
-        options = {**{name: getattr(self, name) for name in own}, **self._generation_kwargs}
+        options = {**{name: getattr(self, name) for name in own}, **(self.generation_kwargs or {})}
         return {name: value for name, value in options.items() if value is not None}
-
-    @property
-    def _generation_kwargs(self) -> dict[str, Any]:
-        assert not isinstance(self.generation_kwargs, str)  # parsed by transformers.TrainingArguments
-        return self.generation_kwargs or {}
 
     @property
     def truncations(self) -> list[str]:

@@ -4,10 +4,10 @@ import functools
 import json
 import math
 import operator
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
-from trl_steady.config.checks import TRLS_DEFAULTS
+from trl_steady.config.checks import TRLS_DEFAULTS, own_class
 from trl_steady.config.spelling import near
 from trl_steady.losses.table import LOSSES
 
@@ -34,8 +34,16 @@ CHOICES: dict[str, tuple[Any, ...]] = {
 _NONE_IS = {"router_replay": "None for no replay of routes", "adapter_dtype": "None for TRL's choice"}
 
 
-def _count(value: Any, least: int = 1, most: float = math.inf) -> bool:
-    return least <= operator.index(value) <= most
+def _count(value: Any) -> bool:
+    return operator.index(value) >= 1
+
+
+def _count_or_0(value: Any) -> bool:
+    return operator.index(value) >= 0
+
+
+def _port(value: Any) -> bool:
+    return 1 <= operator.index(value) <= 65535
 
 
 def _positive(value: Any) -> bool:
@@ -73,11 +81,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("steps_per_generation", _count, "1 or more, or None for gradient_accumulation_steps"),
     ("generation_batch_size", _count, f"{_A_COUNT}, or None for the batch of an optimizer step"),
     ("num_generations", _count, "2 or more completions of a prompt"),
-    (
-        "num_generations_eval",
-        functools.partial(_count, least=0),
-        "1 or more completions of a prompt, or None for num_generations",
-    ),
+    ("num_generations_eval", _count_or_0, "1 or more completions of a prompt, or None for num_generations"),
     ("num_iterations", _count, "1, 2, 3, ..."),
     ("max_completion_length", _count, "1 or more tokens"),
     ("pad_to_multiple_of", _multiple, "'auto', 1 or more, or None"),
@@ -112,7 +116,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("temperature", _positive, f"{_A_POSITIVE} (the policy is sampled, not decoded greedily)"),
     ("top_p", _share, "above 0 and at most 1"),
     # not None: transformers takes it for 50
-    ("top_k", functools.partial(_count, least=-1), "a whole number above 0, or 0 for no top-k filter"),
+    ("top_k", lambda v: operator.index(v) >= -1, "a whole number above 0, or 0 for no top-k filter"),
     ("min_p", lambda v: 0 <= v <= 1, "between 0 and 1, or None"),
     ("repetition_penalty", _positive, f"{_A_POSITIVE} (1 for no penalty)"),
     ("top_entropy_quantile", lambda v: 0 <= v <= 1, "between 0 and 1 (1 keeps every token)"),
@@ -121,10 +125,10 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("entropy_coef_max", math.isfinite, "a finite number"),
     ("entropy_coef_delta", _not_negative, _NO_NEGATIVE),
     ("entropy_target", math.isfinite, "a finite number, in nats a token"),
-    ("max_tool_calling_iterations", functools.partial(_count, least=0), "0 or more, or None for no limit"),
-    ("num_completions_to_print", functools.partial(_count, least=0), "0 or more, or None for all"),
-    ("vllm_server_port", functools.partial(_count, most=65535), "a port, 1 to 65535"),
-    ("vllm_group_port", functools.partial(_count, most=65535), "a port, 1 to 65535"),
+    ("max_tool_calling_iterations", _count_or_0, "0 or more, or None for no limit"),
+    ("num_completions_to_print", _count_or_0, "0 or more, or None for all"),
+    ("vllm_server_port", _port, "a port, 1 to 65535"),
+    ("vllm_group_port", _port, "a port, 1 to 65535"),
     ("vllm_server_timeout", lambda v: v > 0, "above 0, in seconds"),
     ("vllm_gpu_memory_utilization", _share, "above 0 and at most 1"),
     ("vllm_max_model_length", _count, "1 or more tokens, or None for the model's own limit"),
@@ -136,7 +140,6 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("model_init_kwargs", _object, _AN_OBJECT),
     ("transformers_continuous_batching_config", _object, _AN_OBJECT),
 )
-_NEVER_NONE = ("num_generations",)  # although its type allows None
 
 
 def refuse_out_of_range(args: "SharedOptions") -> None:
@@ -145,50 +148,45 @@ def refuse_out_of_range(args: "SharedOptions") -> None:
     Raises:
         ValueError: The message names the option, its value and the valid values.
     """
-    ours = next(kind for kind in type(args).__mro__ if kind.__module__.startswith("trl_steady."))
-    types = _types(ours)
+    types = _types(own_class(args))
     for option, choices in CHOICES.items():
-        if option not in types:
-            continue
-        value = getattr(args, option)
-        if not _works(value, types[option], choices.__contains__):
-            expected = [*(repr(choice) for choice in choices if isinstance(choice, str)), _NONE_IS.get(option)]
-            _refuse(option, value, _listed([each for each in expected if each]), near(value, choices))
+        if option in types and not _works(value := getattr(args, option), types[option], choices.__contains__):
+            *others, last = [repr(choice) for choice in choices if isinstance(choice, str)]
+            if option in _NONE_IS:
+                expected = f"{', '.join([*others, last])}, or {_NONE_IS[option]}"
+            else:
+                expected = f"{', '.join(others)} or {last}"
+            _refuse(option, value, expected, near(value, choices))
     for option, holds, expected in _RANGES:
         if option not in types:
             continue
-        value, kinds = getattr(args, option), _kinds(types[option])
-        is_flag = isinstance(value, bool) and bool not in kinds  # otherwise Python takes it for 0 or 1
-        is_missing = value is None and option in _NEVER_NONE
+        value = getattr(args, option)
+        is_flag = isinstance(value, bool)  # Python takes it for 0 or 1
+        is_missing = value is None and option == "num_generations"  # although its type allows None
         if is_flag or is_missing or not _works(value, types[option], holds):
             _refuse(option, value, expected)
-    inherited = TRLS_DEFAULTS[args.METHOD]
-    for option, kind in types.items():
-        value, kinds = getattr(args, option, None), _kinds(kind)
-        if not bool in kinds <= {bool, type(None)}:
+    for option, hint in types.items():
+        if hint not in (bool, bool | None):
             continue
-        is_lax = value is None and option in inherited  # transformers takes None for False
-        if not is_lax and not _works(value, kind, (True, False).__contains__):
+        value = getattr(args, option, None)
+        is_lax = value is None and option in TRLS_DEFAULTS[args.METHOD]  # transformers takes None for False
+        if not is_lax and not _works(value, hint, (True, False).__contains__):
             _refuse(option, value, "True or False")
 
 
 @functools.cache
-def _types(ours: type) -> dict[str, Any]:
+def _types(kind: type) -> dict[str, Any]:
     """Return the types of the options of one of trl-steady's configs.
 
     The annotations of a user's subclass may not resolve here. The types in the dataclass fields are not used either,
     because `HfArgumentParser` rewrites them in place.
     """
-    return get_type_hints(ours)
-
-
-def _kinds(hint: Any) -> set[Any]:
-    return set(get_args(hint) or (hint,))
+    return get_type_hints(kind)
 
 
 def _works(value: Any, hint: Any, holds: Callable[[Any], bool]) -> bool:
     if value is None:
-        return type(None) in _kinds(hint)
+        return type(None) in get_args(hint)
     try:
         return bool(holds(value))
     except (TypeError, ValueError, LookupError, ArithmeticError):  # a value of another type, such as a string
@@ -197,8 +195,3 @@ def _works(value: Any, hint: Any, holds: Callable[[Any], bool]) -> bool:
 
 def _refuse(option: str, value: Any, expected: str, hint: str = "") -> None:
     raise ValueError(f"{option}={value!r} cannot work. Set {option} to {expected}.{hint}")
-
-
-def _listed(names: Sequence[str]) -> str:
-    comma = "," if names[-1].startswith("None") and len(names) > 1 else ""
-    return f"{', '.join(names[:-1])}{comma} or {names[-1]}" if len(names) > 1 else names[0]
