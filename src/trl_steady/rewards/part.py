@@ -120,10 +120,9 @@ class StepsPart(Part):
         """
         if self._last_rollout is None:
             return []
-        rollout, completions = self._last_rollout, []
-        for ids, mask, values in zip(rollout["ids"], rollout["mask"], rollout["advantages"], strict=True):
-            own = ids[mask].tolist()
-            text, begins = spelling(text_tokenizer(self.trainer), own)
+        completions = []
+        for ids, mask, values in zip(*self._last_rollout.values(), strict=True):
+            text, begins = spelling(text_tokenizer(self.trainer), ids[mask].tolist())
             pieces = [text[start:end] for start, end in pairwise(begins)]
             completions.append(list(zip(pieces, values[mask].tolist(), strict=True)))
         return completions
@@ -200,13 +199,8 @@ class StepsPart(Part):
         ids = returned.ids[index]
         is_own = mask[: len(ids)]
         at_limit = len(ids) == self.trainer.max_completion_length
-        completion = Completion(
-            index=index,
-            content=returned.contents[index],
-            ids=ids,
-            is_own=is_own,
-            limit=f" (it has reached max_completion_length={self.trainer.max_completion_length})" if at_limit else "",
-        )
+        limit = f" (it has reached max_completion_length={self.trainer.max_completion_length})" if at_limit else ""
+        completion = Completion(index, returned.contents[index], ids, is_own, limit)
         steps = {}
         for function, name in enumerate(self.trainer.reward_func_names):
             rewards = returned.steps.get((index, function))
@@ -225,9 +219,5 @@ class StepsPart(Part):
             [values[has].tolist() for values, has in zip(column.cpu(), has_step, strict=True)]
             for column in (table.ends, table.rewards, step_advantages)
         ]
-        relog(
-            self.trainer,
-            len(has_step),
-            cast(Tensor, self.trainer.accelerator.gather(means)).tolist(),
-            dict(zip(_COLUMNS, columns, strict=True)),
-        )
+        gathered = cast(Tensor, self.trainer.accelerator.gather(means)).tolist()
+        relog(self.trainer, len(has_step), gathered, dict(zip(_COLUMNS, columns, strict=True)))
