@@ -1,6 +1,5 @@
 """The command `trl-steady`, also `python -m trl_steady` and `accelerate launch -m trl_steady`."""
 
-import functools
 import os
 import re
 import runpy
@@ -91,8 +90,7 @@ def trls(command: str, arguments: Sequence[str]) -> int:
         unknown = [name for name in names if not any(option.startswith(name) for option in known)]
         if unknown:  # before TRL builds a config, which may raise another error
             raise _Refused(_unrecognized(unknown, known))
-        launch = functools.partial(_launch_script, known)
-        return launching.trls(command, arguments, launch, _refuse)
+        return launching.trls(command, arguments, lambda given, script: _launch([*given, *script], known), _refuse)
 
 
 def methods() -> str:
@@ -169,10 +167,6 @@ def _launch_options(parser: Any) -> list[str]:
     return re.findall(r"--(\w+)", parser.format_usage())
 
 
-def _launch_script(known: Sequence[str], options: Sequence[str], script: Sequence[str]) -> int:
-    return _launch([*options, *script], known)
-
-
 def _launch(arguments: Sequence[str], known: Sequence[str] = ()) -> int:
     """Run `accelerate launch` on `trl-steady run` with the script.
 
@@ -190,17 +184,15 @@ def _launch(arguments: Sequence[str], known: Sequence[str] = ()) -> int:
         unknown = re.findall(r" --?([\w-]+)", message.partition("unrecognized arguments:")[2])
         if not unknown:
             _refuse(message)
-        raise _Refused(
-            _unrecognized(unknown, [*known, *_launch_options(parser)]) + ("" if known else _behind(unknown))
-        )
+        hints = _unrecognized(unknown, [*known, *_launch_options(parser)])
+        raise _Refused(hints if known else hints + _behind(unknown))
 
     parser.error = refuse
     launched = parser.parse_args(arguments)
     if launched.accelerate_config is not None:
+        config = ["--accelerate_config", launched.accelerate_config]
         try:
-            _, launched.config_file = resolve_accelerate_config_argument(
-                ["--accelerate_config", launched.accelerate_config]
-            )
+            _, launched.config_file = resolve_accelerate_config_argument(config)
         except ValueError as error:
             raise _Refused(str(error)) from None
     _parsed_settings(launched.settings)

@@ -6,7 +6,7 @@ import json
 import re
 import shlex
 from collections.abc import Mapping, Sequence
-from dataclasses import MISSING, field, fields, make_dataclass
+from dataclasses import field, fields, make_dataclass
 from pathlib import Path
 from types import NoneType
 from typing import Any, get_args, get_origin, get_type_hints
@@ -14,6 +14,7 @@ from typing import Any, get_args, get_origin, get_type_hints
 import yaml
 from transformers import HfArgumentParser
 
+from trl_steady.config.checks import defaults
 from trl_steady.config.grpo import GRPOConfig
 from trl_steady.config.methods import METHODS
 from trl_steady.config.rloo import RLOOConfig
@@ -32,7 +33,8 @@ _DECLARED = {name for config in (SharedOptions, *_CONFIGS) for name in inspect.g
 _OURS = sorted(name for name in _DECLARED | {o for m in METHODS for o in m.options} if "_" in name)
 # The config replaces None in these options.
 _FILLED = ("epsilon_high", "importance_sampling_level")
-_ABSENT, _OWN = object(), object()
+_DEFAULTS = {name: value for config in _CONFIGS for name, value in defaults(config).items()}
+_ABSENT = object()
 
 
 def is_option(name: str) -> bool:
@@ -69,18 +71,19 @@ def given_to_script(arguments: Sequence[str]) -> dict[str, Any]:
     none of the option's choices.
     """
     given: dict[str, Any] = {}
-    path = _parsed("config", str, None, arguments)
+    path, content = _parsed("config", str, arguments), None
     if isinstance(path, str) and path.endswith((".yaml", ".yml")) and Path(path).is_file():
         with contextlib.suppress(yaml.YAMLError, UnicodeDecodeError):  # the script reports such an error itself
             content = yaml.safe_load(Path(path).read_text())
-            for name in _OURS if isinstance(content, dict) else []:
-                if name in content:
-                    given[name] = _chosen(name, _written(content[name]))
-    for name in _OURS:
-        value = _given(name, arguments)
-        if value is not _ABSENT:
-            given[name] = value
-    return {name: value for name, value in given.items() if value is not _OWN}
+    in_file = content if isinstance(content, dict) else {}
+    for name in sorted(_OURS, key=lambda name: name not in in_file):  # those in the file first
+        with contextlib.suppress(ValueError):  # the argument belongs to the script
+            value = _given(name, arguments)
+            if value is _ABSENT and name in in_file:
+                value = _chosen(name, _written(in_file[name]))
+            if value is not _ABSENT:
+                given[name] = value
+    return given
 
 
 def refuse_unknown(args: SharedOptions, options: Mapping[str, Any]) -> None:
@@ -135,12 +138,13 @@ class _Parser(HfArgumentParser):
         raise ValueError(message.split(": ", 1)[-1])
 
 
-def _parsed(name: str, of_type: Any, default: Any, arguments: Sequence[str]) -> Any:
+def _parsed(name: str, of_type: Any, arguments: Sequence[str]) -> Any:
     """Return the value that TRL's parser gives one option from these arguments, `_ABSENT` if the option is missing.
 
     Raises:
         ValueError: The value does not have the option's type.
     """
+    default = _DEFAULTS.get(name)
     option = field(default_factory=lambda: default) if isinstance(default, list | dict) else field(default=default)
     options: Any = make_dataclass("Options", [(name, of_type, option)])
     parser = _Parser(options, add_help=False, allow_abbrev=False)
@@ -148,36 +152,34 @@ def _parsed(name: str, of_type: Any, default: Any, arguments: Sequence[str]) -> 
     return getattr(parser.parse_known_args(list(arguments))[0], name)
 
 
-def _default(name: str) -> Any:
-    option = _FIELDS[name]
-    return option.default if option.default_factory is MISSING else option.default_factory()
-
-
 def _given(name: str, arguments: Sequence[str]) -> Any:
-    """Return an option's value from these arguments, `_ABSENT` if it is missing, `_OWN` if it is invalid."""
+    """Return an option's value from these arguments, `_ABSENT` if it is missing.
+
+    Raises:
+        ValueError: The value is invalid.
+    """
     try:
-        value = _parsed(name, _TYPES[name], _default(name), arguments)
+        value = _parsed(name, _TYPES[name], arguments)
     except ValueError:
         if _TYPES[name] is bool:  # a flag without a value, followed by another argument
             return True
-    else:
-        return _chosen(name, value) if isinstance(value, str) else value
-    try:
-        return _chosen(name, " ".join(_parsed(name, list[str], None, arguments)))
-    except ValueError:  # the option has no value
-        return _OWN
+        value = " ".join(_parsed(name, list[str], arguments))
+    return _chosen(name, value) if isinstance(value, str) else value
 
 
 def _chosen(name: str, text: str) -> Any:
-    """Return the option's value for this text, in any case of letters; `_OWN` if the text is not a valid value."""
-    try:
-        value = _read(name, text)
-    except ValueError:
-        return _OWN
+    """Return the option's value for this text, in any case of letters.
+
+    Raises:
+        ValueError: The text is not a valid value.
+    """
+    value = _read(name, text)
     if value is None or name not in CHOICES:
         return value
     spelt = {str(choice).lower(): choice for choice in CHOICES[name]}
-    return spelt.get(str(value).lower(), _OWN)
+    if str(value).lower() not in spelt:
+        raise ValueError(f"{text!r} is not a choice")
+    return spelt[str(value).lower()]
 
 
 def _read(name: str, text: str) -> Any:
@@ -190,7 +192,7 @@ def _read(name: str, text: str) -> Any:
     is_list = str not in kinds and any(get_origin(kind) is list for kind in (*kinds, _TYPES[name]))
     words = [word for word in re.split(r"[,\s]+", text.strip("[]() ")) if word] if is_list else []
     arguments = [f"--{name}", *words] if is_list else [f"--{name}={text}"]
-    return _parsed(name, _TYPES[name], _default(name), arguments)
+    return _parsed(name, _TYPES[name], arguments)
 
 
 def _same(has: Any, asked: Any) -> bool:

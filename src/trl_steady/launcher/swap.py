@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -77,9 +77,10 @@ def swapped(
             own_trainer(self, model, reward_funcs, args, *positional, **keywords)
             _refuse_dropped(self.args)  # if args was None, the trainer has built a config
             swap.trainers += 1
-            late = [name for name, value in os.environ.items() if environment.get(name) != value]
-            for line in _too_late(late):
-                self.accelerator.print(line, flush=True)
+            for name in sorted(name for name, value in os.environ.items() if environment.get(name) != value):
+                if name.startswith(_READ_AT_IMPORT):
+                    late = f"  too late: {name} was read before the script set it. Set it in the shell"
+                    self.accelerator.print(late, flush=True)
 
         return constructed_by_us
 
@@ -132,16 +133,11 @@ def _not_ours(trainer: type) -> str:
 def _origin(trainer: type) -> str:
     """Return the public name of a trainer, with the class of TRL or transformers that it derives from."""
     for base in trainer.__mro__:
-        if base.__module__.split(".")[0] in ("trl", "transformers"):
-            package = base.__module__.split(".")[0]
+        package = base.__module__.split(".")[0]
+        if package in ("trl", "transformers"):
             public = f"{package}.{base.__name__}" if base.__module__.startswith(f"{package}.trainer") else _name(base)
             return public if base is trainer else f"{_name(trainer)} (a {public})"
     return _name(trainer)
-
-
-def _too_late(variables: Collection[str]) -> list[str]:
-    names = sorted(name for name in variables if name.startswith(_READ_AT_IMPORT))
-    return [f"  too late: {name} was read before the script set it. Set it in the shell" for name in names]
 
 
 def _name(kind: type) -> str:
