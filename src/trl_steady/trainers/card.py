@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["add_methods", "citations"]
 
+_NUMBER = r"\d{4}\.\d{5}"
+
 
 def add_methods(path: Path, on: Sequence[Method], args: "SharedOptions") -> None:
     """Add to TRL's model card a tag, the methods of the run, and their citations.
@@ -34,7 +36,7 @@ def add_methods(path: Path, on: Sequence[Method], args: "SharedOptions") -> None
         lines += [f"| {method.name} | {_options(method.options, args)} | {_papers(method.paper)} |" for method in on]
     else:
         lines += ["None of its methods was on, so it trained as TRL's trainer does."]
-    cited = citations([number for method in on for number in _numbers(method.paper)])
+    cited = citations([number for method in on for number in re.findall(_NUMBER, method.paper)])
     if cited:
         lines += ["\nCite the papers of these methods as:\n", "```bibtex", "\n\n".join(cited), "```"]
     card.text = card.text.rstrip() + "\n" + "\n".join(lines) + "\n"
@@ -51,12 +53,8 @@ def citations(numbers: Sequence[str]) -> list[str]:
     return [entry for entry in entries if any(f"arXiv:{number}" in entry for number in numbers)]
 
 
-def _numbers(paper: str) -> list[str]:
-    return re.findall(r"\d{4}\.\d{5}", paper)
-
-
 def _papers(paper: str) -> str:
-    return re.sub(r"\d{4}\.\d{5}", lambda found: f"[{found[0]}](https://huggingface.co/papers/{found[0]})", paper)
+    return re.sub(_NUMBER, lambda found: f"[{found[0]}](https://huggingface.co/papers/{found[0]})", paper)
 
 
 def _options(names: Sequence[str], args: "SharedOptions") -> str:

@@ -6,17 +6,14 @@ import warnings
 __all__ = ["TRLS", "ignore_trls"]
 
 _RENAMED = "`{}` is deprecated and will be removed in v6. Use `{}` instead."
-TRLS = (
-    ("transformers.training_args", _RENAMED.format("gradient_checkpointing", "activation_checkpointing")),
-    ("transformers.modeling_utils", _RENAMED.format("is_gradient_checkpointing", "is_activation_checkpointing")),
-    (
-        "transformers.modeling_utils",
-        _RENAMED.format("gradient_checkpointing_disable", "activation_checkpointing_disable"),
-    ),
-    (
-        "transformers.modeling_utils",
-        _RENAMED.format("gradient_checkpointing_enable", "activation_checkpointing_enable"),
-    ),
+TRLS = tuple(
+    (f"transformers.{module}", _RENAMED.format(old, old.replace("gradient", "activation")))
+    for module, old in (
+        ("training_args", "gradient_checkpointing"),
+        ("modeling_utils", "is_gradient_checkpointing"),
+        ("modeling_utils", "gradient_checkpointing_disable"),
+        ("modeling_utils", "gradient_checkpointing_enable"),
+    )
 )
 """(module, message) of each FutureWarning that TRL 1.16 causes in transformers 5.23 with its defaults."""
 
