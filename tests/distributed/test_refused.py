@@ -90,19 +90,3 @@ def test_zero3_is_refused_an_adapter_of_another_dtype(
     build()
     with pytest.raises(ValueError, match=r"adapter_dtype='float32': ZeRO-3 needs parameters of one.*ZeRO-2 or FSDP2"):
         build(adapter_dtype="float32")
-
-
-@pytest.mark.refuses(
-    "moving reference, quantised base",
-    on="vLLM colocate",
-    message="vllm_mode='colocate' quantises the engine like the base, and cannot take weights with the adapter "
-    "merged. Serve the unquantised model with `vllm serve` and set vllm_mode='server', or use_vllm=False.",
-)
-def test_a_colocated_engine_is_refused_a_quantised_base_beside_its_reference(
-    wide: Path, tmp_path: Path, server: test_engine.Server
-) -> None:
-    options: dict[str, Any] = {**MOVING, "lora": True, "use_vllm": True}
-    model = lambda: wide_model.load(wide, "nf4")
-    tiny.trainer(model(), tmp_path, vllm_mode="server", **options)
-    with pytest.raises(ValueError, match=r"vllm_mode='colocate' quantises the engine.*set vllm_mode='server'"):
-        tiny.trainer(model(), tmp_path, vllm_mode="colocate", **options)

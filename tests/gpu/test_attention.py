@@ -4,10 +4,10 @@ import importlib.util
 
 import pytest
 import torch
-
 from tests.oracles import padding as oracles
 from tests.padding import test_attention
 from tests.padding.test_attention import BATCHES, HEADS
+
 from trl_steady.padding import attention
 from trl_steady.padding.segments import Segments
 

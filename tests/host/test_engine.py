@@ -10,8 +10,7 @@ import transformers
 from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
 from peft import LoraConfig
 from torch import Tensor
-from trl.generation import vllm_generation
-from trl.trainer import grpo_trainer
+from trl.generation.vllm_generation import VLLMGeneration
 
 from tests.reference.test_reference import base_tensors
 from tests.tools import tiny
@@ -43,24 +42,24 @@ def server(wide: Path, monkeypatch: pytest.MonkeyPatch) -> Server:
     """TRL's own `sync_weights` runs; the engine behind it is a `Server`."""
     engine = Server(wide)
 
-    class Generation(vllm_generation.VLLMGeneration):
-        def _init_vllm(self) -> None:
-            self.vllm_client = engine
+    def connect(generation: Any) -> None:
+        generation.vllm_client = engine
 
-        def generate(self, prompts: list[list[int]], num_generations: int, **_: Any) -> tuple[Any, ...]:
-            completions, logprobs = [], []
-            for prompt in prompts:
-                ids = torch.tensor([prompt])
-                out = engine.model.generate(
-                    ids, do_sample=True, max_new_tokens=8, output_logits=True, return_dict_in_generate=True, top_k=0
-                )
-                tokens = out.sequences[0, len(prompt) :]
-                logits = torch.cat(out.logits).log_softmax(-1)
-                completions.append(tokens.tolist())
-                logprobs.append([[value] for value in logits[range(len(tokens)), tokens].tolist()])
-            return prompts, completions, logprobs, None
+    def generate(_: Any, prompts: list[list[int]], num_generations: int, **__: Any) -> tuple[Any, ...]:
+        completions, logprobs = [], []
+        for prompt in prompts:
+            ids = torch.tensor([prompt])
+            out = engine.model.generate(
+                ids, do_sample=True, max_new_tokens=8, output_logits=True, return_dict_in_generate=True, top_k=0
+            )
+            tokens = out.sequences[0, len(prompt) :]
+            logits = torch.cat(out.logits).log_softmax(-1)
+            completions.append(tokens.tolist())
+            logprobs.append([[value] for value in logits[range(len(tokens)), tokens].tolist()])
+        return prompts, completions, logprobs, None
 
-    monkeypatch.setattr(grpo_trainer, "VLLMGeneration", Generation)
+    monkeypatch.setattr(VLLMGeneration, "_init_vllm", connect)
+    monkeypatch.setattr(VLLMGeneration, "generate", generate)
     return engine
 
 
@@ -124,12 +123,20 @@ def test_the_references_modules_are_not_sent(wide: Path, tmp_path: Path, server:
 @pytest.mark.refuses(
     "quantised base",
     on="vLLM colocate",
-    message="vllm_mode='colocate' quantises the engine like the base, and cannot take weights with the adapter "
-    "merged. Serve the unquantised model with `vllm serve` and set vllm_mode='server', or use_vllm=False.",
+    where="with `vllm_adapter_sync=False`",
+    message="vllm_adapter_sync=False: vllm_mode='colocate' quantises the engine like the base, and cannot take "
+    "weights with the adapter merged. Leave vllm_adapter_sync unset; or serve the unquantised model with `vllm serve` "
+    "and set vllm_mode='server'; or set use_vllm=False.",
 )
-def test_colocate_on_a_quantised_base_is_refused(wide: Path, tmp_path: Path, server: Server) -> None:
+def test_colocate_on_a_quantised_base_gets_no_merged_weights(wide: Path, tmp_path: Path, server: Server) -> None:
     with pytest.raises(ValueError, match=r"vllm_mode='colocate' quantises the engine.*set vllm_mode='server'"):
-        tiny.trainer(wide_model.load(wide, "nf4"), tmp_path, lora=True, **{**VLLM, "vllm_mode": "colocate"})
+        tiny.trainer(
+            wide_model.load(wide, "nf4"),
+            tmp_path,
+            lora=True,
+            vllm_adapter_sync=False,
+            **{**VLLM, "vllm_mode": "colocate"},
+        )
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "vespo"])

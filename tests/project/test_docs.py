@@ -59,6 +59,7 @@ def test_every_public_name_and_every_option_of_ours_is_documented() -> None:
     added |= {"token_veto_threshold", "step_advantage", "ref_model_sync_kl", "ref_model_sync_reset_optimizer"}
     added |= {
         "adapter_dtype",
+        "vllm_adapter_sync",
         "trim_padding",
         "token_budget",
         "share_prompts",

@@ -18,7 +18,7 @@ from tests.oracles.routes import NONE
 from tests.tools import agent, engines, tiny
 from tests.tools.engines import COMPLETIONS, RENDER, SPARSE, TOKENS, Array, Build, Engine, Server, chosen, kept
 from tests.tools.routed import CLOSE, Row, oracles, rows
-from trl_steady.host.engine import CapturingGeneration
+from trl_steady.host.engine import SteadyGeneration
 from trl_steady.routing.part import ROUTES, taken_routes
 from trl_steady.sampling.part import taken_sets
 
@@ -275,7 +275,7 @@ def test_each_of_two_processes_has_the_routes_of_its_own_sequences(
     options = {"mode": "server", "server_base_url": server.url, "max_completion_length": 8}
     seen = 0
     for process, own in engines.processes(monkeypatch, of_processes):
-        generation = CapturingGeneration(mixture, process, None, captures=[ROUTES], **options)
+        generation = SteadyGeneration(mixture, process, None, captures=[ROUTES], **options)
         _, completions, _, _ = generation.generate(own, None, generations)
         for prompt, ids, routes in zip(own, completions, taken_routes(generation, SPARSE), strict=True):
             assert np.array_equal(routes.numpy(), chosen([*prompt, *ids], 0)[:-1, SPARSE])

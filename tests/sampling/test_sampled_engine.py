@@ -22,7 +22,7 @@ from tests.tools.headroom import within
 from tests.tools.routed import Row, oracles
 from tests.tools.sampled import CLOSE
 from trl_steady.host import engine as host_engine
-from trl_steady.host.engine import CapturingGeneration
+from trl_steady.host.engine import SteadyGeneration
 from trl_steady.routing.part import ROUTES, taken_routes
 from trl_steady.sampling.kept import KeptTokens
 from trl_steady.sampling.part import KEPT_TOKENS, taken_sets
@@ -224,7 +224,7 @@ def test_each_of_two_processes_has_the_sets_of_its_own_sequences(
     options = {"mode": "server", "server_base_url": server.url, "max_completion_length": 8, "top_k": 20}
     seen = 0
     for process, own in engines.processes(monkeypatch, [prompts[0] + prompts[1], prompts[2] + prompts[3]]):
-        generation = CapturingGeneration(model, process, None, captures=CAPTURES[captures], **options)
+        generation = SteadyGeneration(model, process, None, captures=CAPTURES[captures], **options)
         _, completions, _, _ = generation.generate(own, None, generations)
         sets = taken_sets(generation, completions).lists()
         assert sets == [each for pair in zip(own, completions, strict=True) for each in kept(*pair, 0)]
@@ -358,7 +358,7 @@ def test_the_engine_is_started_with_what_is_asked_for(in_process: Build, case: s
     options, flags = ASKED[case]
     generation, plain = in_process(**options).vllm_generation, in_process().vllm_generation
     assert generation.llm.asked == {**plain.llm.asked, **dict.fromkeys(flags, True)}
-    assert type(generation) is (CapturingGeneration if flags else type(plain))
+    assert type(generation) is (SteadyGeneration if flags else type(plain))
     assert type(plain) is vllm_generation.VLLMGeneration
 
 

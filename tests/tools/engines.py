@@ -34,6 +34,7 @@ from trl_steady.host import engine as host_engine
 LAYERS, SPARSE, EXPERTS, CHOSEN = 4, [1, 3], 8, 2
 ROUTED, MASKED = "enable_return_routed_experts", "return_sampling_mask"
 COMPLETIONS, TOKENS, RENDER = "/v1/completions", "/inference/v1/generate", "/v1/chat/completions/render"
+LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 UNBOUNDED = "sampling distribution replay requires top_k > 0 to bound sampling mask size"
 Array = Any
 Sets = list[list[int]]
@@ -100,6 +101,8 @@ class Engine:
         """Log-probs of a completion behind a prompt."""
         self.is_silent = False
         """Whether it has no word of routes and sets, as a version that knows of none."""
+        self.adapters: list[Any] | None = None
+        """Requests for adapters; None if a colocated engine takes none."""
         self._asked: Counter[tuple[int, ...]] = Counter()
         self._lock = threading.Lock()
 
@@ -146,9 +149,18 @@ class LLM:
         executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
         self.llm_engine = SimpleNamespace(model_executor=executor, model_config=SimpleNamespace(max_model_len=512))
         self.reset_prefix_cache = engine.reset_prefix_cache
+        if engine.adapters is not None:
+            self.llm_engine.add_lora = engine.adapters.append
 
-    def generate(self, prompts: list[dict[str, list[int]]], sampling_params: Any, use_tqdm: bool) -> list[Any]:
+    def generate(
+        self,
+        prompts: list[dict[str, list[int]]],
+        sampling_params: Any,
+        use_tqdm: bool,
+        lora_request: Any = None,
+    ) -> list[Any]:
         assert sampling_params.n == 1
+        assert lora_request == (self.engine.adapters[-1] if self.engine.adapters else None)
         if self.asked.get(MASKED) and sampling_params.top_k <= 0:
             raise ValueError(UNBOUNDED)
         return [self._answer(prompt["prompt_token_ids"]) for prompt in prompts]
@@ -187,7 +199,7 @@ class Server:
         self.engine = engine
         self.config: dict[str, Any] = {"model_config": {ROUTED: True, MASKED: False}}
         """What it was started with."""
-        self.missing: set[str] = set()
+        self.missing: set[str] = {LOAD, UNLOAD}
         """Paths that it does not serve."""
         self.waits = itertools.cycle([0.1, 0.05, 0.0, 0.02])
         """Seconds from a request for one prompt to its answer: not the first to come is the first to be answered."""
@@ -213,6 +225,8 @@ class Server:
             self.engine.reset_prefix_cache()
             return {"success": True}
         self.requests[path].append(body)
+        if path in (LOAD, UNLOAD):
+            return {}
         if path == RENDER:
             return {"features": features(body["messages"])}
         sampling = body if path == COMPLETIONS else body["sampling_params"]

@@ -7,8 +7,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import pytest
@@ -31,24 +32,21 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def url(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    flags = ["--enable-return-routed-experts", "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
+    yield from serving(mixture, tmp_path_factory.mktemp("server"), flags)
+
+
+def serving(
+    model: Path, folder: Path, flags: Sequence[str], environment: Mapping[str, str] = MappingProxyType({})
+) -> Iterator[str]:
+    """A server of a model in float32, while the generator waits; its log is in the folder."""
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{free.getsockname()[1]}"
-    port = address.split(":")[1]
-    options = [
-        "--dtype",
-        "float32",
-        "--enforce-eager",
-        "--max-model-len",
-        "128",
-        "--host",
-        "127.0.0.1",
-        "--port",
-        port,
-    ]
-    options += ["--enable-return-routed-experts", "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(mixture), *options]
-    log = tmp_path_factory.mktemp("server") / "log"
+    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *flags]
+    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "128"]
+    command += ["--host", "127.0.0.1", "--port", address.split(":")[1]]
+    log = folder / "log"
     distributed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # a colocated engine's
     alone = {name: value for name, value in os.environ.items() if name not in distributed}
     with log.open("w") as out:
@@ -56,7 +54,7 @@ def url(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str
             command,
             stdout=out,
             stderr=subprocess.STDOUT,
-            env={**alone, "VLLM_SERVER_DEV_MODE": "1"},
+            env={**alone, "VLLM_SERVER_DEV_MODE": "1", **environment},
             start_new_session=True,
         )
     try:

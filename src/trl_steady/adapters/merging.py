@@ -22,7 +22,7 @@ from peft.utils.integrations import dequantize_bnb_weight
 from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import Tensor
 
-__all__ = ["merged_weights"]
+__all__ = ["Site", "merged_weights", "sites"]
 
 _LAYERS = (lora.Linear, lora.Embedding, bnb.Linear4bit, bnb.Linear8bitLt, ParamWrapper, TrainableTokensLayer)
 # By name, because older releases of PEFT lack some. Some kinds not listed here route by token, or change the base when
@@ -61,14 +61,14 @@ def merged_weights(model: PeftModel, dtype: torch.dtype | None = None) -> Iterat
     if not isinstance(model.base_model, lora.LoraModel):
         raise ValueError(f"an adapter of {type(model.active_peft_config).__name__} {_REFUSED}. {_LORA}, {_WAY_OUT}")
     base = model.get_base_model()
-    tied: defaultdict[int, list[_Site]] = defaultdict(list)
-    for site in _sites(base, base):
+    tied: defaultdict[int, list[Site]] = defaultdict(list)
+    for site in sites(base, base):
         _check(site)
         tied[id(site.original)].append(site)
-    for sites in tied.values():
-        if any(site.trained_storage() != sites[0].trained_storage() for site in sites):
+    for places in tied.values():
+        if any(site.trained_storage() != places[0].trained_storage() for site in places):
             raise ValueError(
-                f"{' and '.join(site.name for site in sites)} are one tied weight, which an engine holds once, but "
+                f"{' and '.join(site.name for site in places)} are one tied weight, which an engine holds once, but "
                 "the adapter does not change them together. Leave them out of the adapter, set "
                 "ensure_weight_tying=True in its config, or untie them in the base (tie_word_embeddings=False)."
             )
@@ -77,7 +77,7 @@ def merged_weights(model: PeftModel, dtype: torch.dtype | None = None) -> Iterat
         yield first.name, first.merged(dtype or (None if first.quant_state is None else loaded_in))
 
 
-class _Site(NamedTuple):
+class Site(NamedTuple):
     """A parameter at one place in the bare model, and the adapter layers around its module."""
 
     name: str
@@ -90,6 +90,7 @@ class _Site(NamedTuple):
 
     @property
     def parameter(self) -> Any:
+        """The parameter, which is trained under `modules_to_save`."""
         return self.owner._parameters[self.key]
 
     @property
@@ -136,25 +137,25 @@ class _Site(NamedTuple):
         return bare.get_parameter(self.key).data.to(dtype)
 
 
-def _sites(module: Any, original: Any, name: str = "", layers: tuple[Any, ...] = ()) -> Iterator[_Site]:
+def sites(module: Any, original: Any, name: str = "", layers: tuple[Any, ...] = ()) -> Iterator[Site]:
     """Yield the parameters of the bare model in the order of `named_parameters`, tied ones at every place."""
     children: dict[str, Any] = module._modules
     if isinstance(module, ModulesToSaveWrapper):
         active = module.active_adapters  # PEFT allows one at most
         trained = children["modules_to_save"][active[0]] if active else module.original_module
-        yield from _sites(trained, module.original_module, name, layers)
+        yield from sites(trained, module.original_module, name, layers)
     elif isinstance(module, TrainableTokensWrapper):
-        yield from _sites(children["token_adapter"], children["token_adapter"], name, layers)
+        yield from sites(children["token_adapter"], children["token_adapter"], name, layers)
     elif isinstance(module, BaseTunerLayer):
-        yield from _sites(children["base_layer"], children["base_layer"], name, (module, *layers))
+        yield from sites(children["base_layer"], children["base_layer"], name, (module, *layers))
     else:
         for key, parameter in module._parameters.items():
             if parameter is not None:
-                yield _Site(f"{name}{key}", module, key, original._parameters.get(key, parameter), layers)
+                yield Site(f"{name}{key}", module, key, original._parameters.get(key, parameter), layers)
         for key, child in children.items():
             if child is not None:
                 path = name if key == "_checkpoint_wrapped_module" else f"{name}{key}."
-                yield from _sites(child, original._modules.get(key, child), path)
+                yield from sites(child, original._modules.get(key, child), path)
 
 
 def _merged_keys(layer: Any) -> set[str]:
@@ -177,7 +178,7 @@ def _on_the_side(layer: Any, bare: torch.nn.Module, precision: torch.dtype) -> A
     return side
 
 
-def _check(site: _Site) -> None:
+def _check(site: Site) -> None:
     """Raise if a parameter cannot be merged into a copy of the weights."""
     for layer in site.layers:
         variants = getattr(layer, "lora_variant", {})

@@ -1,11 +1,16 @@
 """Adapters and quantised bases as a part: their precision, their gradients, and what is sent to an engine."""
 
 import contextlib
+import functools
+import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
+from pathlib import Path
 from typing import Any
 
+from accelerate.utils import DistributedType
 from peft import PeftModel
+from torch import Tensor
 
 from trl_steady.adapters.merging import merged_weights
 from trl_steady.adapters.precision import (
@@ -14,7 +19,9 @@ from trl_steady.adapters.precision import (
     keep_in_float32,
     warn_if_steps_round_away,
 )
-from trl_steady.host.engine import push
+from trl_steady.adapters.serving import adapter_state, needs_adapter, save_adapter, served_rank, why_not_served
+from trl_steady.host.engine import NamedWeights, push, whole
+from trl_steady.host.lora import AdapterSync
 from trl_steady.host.models import REFERENCE_ADAPTER
 from trl_steady.host.part import Part, Turn
 
@@ -48,25 +55,61 @@ class AdapterPart(Part):
             )
         keep_gradients_on_cpu(model)
         warn_if_steps_round_away(model, args.learning_rate)
-        if trainer.use_vllm and isinstance(model, PeftModel):
-            self._leave_base_alone(model)
-
-    def _leave_base_alone(self, model: PeftModel) -> None:
-        """Keep a push to vLLM from changing a quantised base, and from sending the modules of the reference."""
-        quantised = getattr(model.get_base_model(), "is_quantized", False)
-        if quantised and self.trainer.vllm_mode == "colocate":
+        if not trainer.use_vllm:
+            return
+        if not isinstance(model, PeftModel):
+            if args.vllm_adapter_sync:
+                raise ValueError(
+                    "vllm_adapter_sync=True: the policy has no adapter. Give peft_config, or leave it unset."
+                )
+            return
+        if args.vllm_adapter_sync is False and needs_adapter(model, trainer.vllm_mode):
             raise ValueError(
-                "vllm_mode='colocate' quantises the engine like the base, and cannot take weights with the adapter "
-                "merged. Serve the unquantised model with `vllm serve` and set vllm_mode='server', or "
-                "use_vllm=False."
+                "vllm_adapter_sync=False: vllm_mode='colocate' quantises the engine like the base, and cannot take "
+                "weights with the adapter merged. Leave vllm_adapter_sync unset; or serve the unquantised model with "
+                "`vllm serve` and set vllm_mode='server'; or set use_vllm=False."
             )
-        if quantised:
-            push(self.trainer.vllm_generation, lambda own: merged_weights(model))
-        elif self.trainer.args.sync_ref_model:
-            push(
-                self.trainer.vllm_generation,
-                lambda own: (pair for pair in own() if REFERENCE_ADAPTER not in pair[0].split(".")),
-            )
+        if getattr(trainer.vllm_generation, "adapter", None) is None:
+            push(trainer.vllm_generation, functools.partial(self._merged, model))
+
+    def adapter_sync(self, args: Any) -> AdapterSync | None:
+        """Send the adapter alone, unless the user wants merged weights."""
+        asked = args.vllm_adapter_sync
+        if not args.use_vllm or asked is False:
+            return None
+        return AdapterSync(
+            option=f"vllm_adapter_sync={asked}",
+            is_required=lambda model, mode: asked or needs_adapter(model, mode),
+            why_not=why_not_served,
+            rank=served_rank,
+            state=adapter_state,
+            save=save_adapter,
+            folder=Path(args.output_dir),
+        )
+
+    def _merged(self, model: PeftModel, own: NamedWeights) -> Iterator[tuple[str, Tensor]]:
+        """Yield merged weights, computed beside the policy.
+
+        TRL merges into the policy's own weights and subtracts again. That leaves rounding errors in a bf16 base, and
+        requantises a quantised one. Under FSDP, and for adapters that cannot be merged on the side, TRL does it still.
+        """
+        trainer = self.trainer
+        if trainer.accelerator.distributed_type != DistributedType.FSDP:
+            with whole(trainer.vllm_generation, list(model.parameters())):
+                try:
+                    weights = merged_weights(model)
+                    first = next(weights)
+                except ValueError as error:
+                    if getattr(model.get_base_model(), "is_quantized", False):
+                        raise
+                    warnings.warn(
+                        f"each push to vLLM changes the policy's base by rounding: {error}", UserWarning, stacklevel=2
+                    )
+                else:
+                    yield first
+                    yield from weights
+                    return
+        yield from (pair for pair in own() if REFERENCE_ADAPTER not in pair[0].split("."))
 
     def generating(self, turn: Turn) -> AbstractContextManager[None]:
         """Undo TRL's cast of the model for continuous batching, which would change the trained policy."""

@@ -85,6 +85,12 @@ class SharedOptions(_Trls):
         '`"float32"` keeps the adapters of a quantised base in float32. TRL makes them bf16, in which steps with '
         "a small learning rate round away. None: as in TRL.",
     )
+    vllm_adapter_sync: bool | None = option(
+        None,
+        "With `use_vllm` and LoRA, send vLLM the adapter alone, which it serves beside its own copy of the base. "
+        "True: require that. False: send all weights with the adapter merged. None: send the adapter where vLLM can "
+        "serve it, and otherwise merged weights, with a warning.",
+    )
 
     def get_process_log_level(self) -> int:
         """Return the log level, as transformers does.

@@ -1,20 +1,23 @@
 """TRL's vLLM engine, extended to return further data of the tokens that it generates."""
 
+import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
-from accelerate.utils import broadcast_object_list
+from accelerate.utils import broadcast_object_list, is_peft_model
 from torch import Tensor
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer, rloo_trainer
 
+from trl_steady.host.lora import AdapterSender, AdapterSync, keeping_weights
 from trl_steady.host.names import overridden
 
-__all__ = ["Capture", "CapturingGeneration", "NamedWeights", "capturing_engine", "push"]
+__all__ = ["Capture", "NamedWeights", "SteadyGeneration", "push", "steady_engine", "whole"]
 
 NamedWeights = Callable[[], Iterator[tuple[str, Tensor]]]
 
@@ -50,29 +53,75 @@ _PARTS_WITH_FLAG = ("model_config", "aux_output_config")  # parts of a server's 
 
 
 @contextmanager
-def capturing_engine(captures: Sequence[Capture]) -> Iterator[None]:
-    """Build an engine that returns these data for each of TRL's trainers that is built inside this context."""
-    engine = functools.partial(CapturingGeneration, captures=captures)
-    replaced = {"VLLMGeneration": engine} if captures else {}
+def steady_engine(captures: Sequence[Capture], sync: AdapterSync | None) -> Iterator[None]:
+    """Give each of TRL's trainers that is built inside this context an engine of ours, if it needs anything of it."""
+
+    def build(*arguments: Any, model: Any, **keywords: Any) -> VLLMGeneration:
+        of_adapter = sync if is_peft_model(model) else None
+        if not captures and of_adapter is None:
+            return VLLMGeneration(*arguments, model=model, **keywords)
+        return SteadyGeneration(*arguments, model=model, captures=captures, sync=of_adapter, **keywords)
+
+    replaced = {"VLLMGeneration": build} if captures or sync else {}
     with overridden(grpo_trainer, replaced), overridden(rloo_trainer, replaced):
         yield
 
 
-class CapturingGeneration(VLLMGeneration):
-    """TRL's `VLLMGeneration` that captures data of the generated tokens, and stores them until they are taken.
+class SteadyGeneration(VLLMGeneration):
+    """TRL's `VLLMGeneration` that captures data of the generated tokens, and that may get an adapter alone.
+
+    It stores the data until they are taken.
 
     Raises:
-        ValueError: The model or vLLM cannot have the data; the server was started without the flag; or a colocated
-            engine uses several GPUs.
+        ValueError: The model or vLLM cannot have the data, or the server was started without the flag. A colocated
+            engine of several GPUs has to capture data. The engine cannot serve the adapter, and merged weights will
+            not do.
     """
 
-    def __init__(self, *arguments: Any, captures: Sequence[Capture], **keywords: Any) -> None:
+    adapter: AdapterSender | None = None
+    """Sends the adapter; None if all weights are sent."""
+
+    def __init__(
+        self, *arguments: Any, captures: Sequence[Capture], sync: AdapterSync | None = None, **keywords: Any
+    ) -> None:
         self._captures, self._captured = captures, {capture.field: [] for capture in captures}
+        self._sync = sync
         super().__init__(*arguments, **keywords)
 
     def _init_vllm(self) -> None:
         for capture in self._captures:
             capture.check(self.model)
+        sync = self._sync
+        if sync is None:
+            self._build({})
+            return
+        is_required = sync.is_required(self.model, self.mode)
+        why_not = sync.why_not(self.model, self.mode, self._dist.gather_params)
+        if why_not is None:
+            sender = AdapterSender(sync, self)
+            try:
+                self._build(sender.flags)
+                sender.send()
+                self.adapter = sender
+                return
+            except Exception as error:  # vLLM's own, of any type
+                why_not = f"vLLM{_installed()} refuses the adapter: {error}"
+        if is_required:
+            raise ValueError(
+                f"{sync.option}: {why_not}. Change that, or let the policy itself generate (use_vllm=False). An "
+                "unquantised policy may also get merged weights (vllm_adapter_sync=False)."
+            )
+        warnings.warn(
+            f"vLLM gets all weights with the adapter merged, because {why_not}. Set vllm_adapter_sync=False to send "
+            "merged weights without this warning.",
+            UserWarning,
+            stacklevel=2,
+        )
+        if not (hasattr(self, "llm") or hasattr(self, "vllm_client")):
+            self._build({})
+
+    def _build(self, flags: dict[str, Any]) -> None:
+        """Build TRL's engine, in this process with these options of vLLM's, or connect to the server."""
         if self.mode == "server":
             super()._init_vllm()
             if self.accelerator.is_main_process:
@@ -86,9 +135,11 @@ class CapturingGeneration(VLLMGeneration):
                 )
         # missing if vLLM is not installed; TRL then raises an error
         llm = getattr(vllm_generation, "LLM", None)
-        flags = {capture.flag: True for capture in self._captures}
+        build = functools.partial(llm or object, **flags, **{capture.flag: True for capture in self._captures})
+        if flags:  # of an adapter
+            build = functools.partial(keeping_weights, build)
         try:
-            with overridden(vllm_generation, {} if llm is None else {"LLM": functools.partial(llm, **flags)}):
+            with overridden(vllm_generation, {} if llm is None else {"LLM": build}):
                 super()._init_vllm()
         except (TypeError, ValueError) as error:
             for capture in self._captures:
@@ -113,8 +164,21 @@ class CapturingGeneration(VLLMGeneration):
                     f"capturing them. Start it with {capture.is_on}, {capture.instead}."
                 )
 
+    def sync_weights(self) -> None:
+        """Send the policy's weights, or its adapter alone."""
+        if self.adapter is None:
+            super().sync_weights()
+        else:
+            self.adapter.send()
+
     def generate(self, prompts: Any, *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
         """Generate as TRL does, and store the captured data."""
+        with contextlib.nullcontext() if self.adapter is None else self.adapter.answering():
+            return self._generate(prompts, *arguments, **keywords)
+
+    def _generate(self, prompts: Any, *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
+        if not self._captures:
+            return super().generate(prompts, *arguments, **keywords)
         answers: list[Any] = []
         if self.mode == "colocate":
             with overridden(self.llm, {"generate": _kept(self.llm.generate, answers)}):
@@ -202,3 +266,8 @@ def _kept(function: Any, answers: list[Any]) -> Any:
 def push(engine: Any, weights: Callable[[NamedWeights], Iterator[tuple[str, Tensor]]]) -> None:
     """Send `weights(own)` to vLLM in place of `own()`, the named weights that TRL would merge and send."""
     vars(engine)["_iter_named_params"] = functools.partial(weights, engine._iter_named_params)
+
+
+def whole(engine: Any, parameters: Sequence[Tensor]) -> AbstractContextManager[Any]:
+    """Return a context in which parameters are whole on this process, under ZeRO-3 too. All processes enter it."""
+    return engine._dist.gather_params(parameters)

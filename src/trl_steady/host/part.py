@@ -14,6 +14,7 @@ from trl_steady.host.loss import MicroBatch, Terms
 
 if TYPE_CHECKING:
     from trl_steady.host.engine import Capture
+    from trl_steady.host.lora import AdapterSync
     from trl_steady.host.seam import Steady
 
 __all__ = ["Part", "Rollout", "ScoringPass", "Turn"]
@@ -135,6 +136,9 @@ class Part:
     def captures(self, args: Any) -> list["Capture"]:
         """Return what a vLLM engine must return beside tokens."""
         return []
+
+    def adapter_sync(self, args: Any) -> "AdapterSync | None":
+        """Return how an adapter is sent to a vLLM engine; None if weights are sent."""
 
     def built(self) -> None:
         """Refuse what cannot work, after TRL's constructor.

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from trl_steady.host import loss
 from trl_steady.host.checkpoints import Checkpoints
-from trl_steady.host.engine import capturing_engine
+from trl_steady.host.engine import steady_engine
 from trl_steady.host.inputs import (
     checked_rollout,
     refuse_data,
@@ -65,7 +65,8 @@ class Steady(_Trls):
         self.reached, self.metrics, self.checkpoints = Reached(self), Metrics(self), Checkpoints(self)
         self.parts = tuple(part(self) for part in self.PARTS)
         captures = [capture for part in self.parts for capture in part.captures(args)]
-        with entered(part.building(model, args) for part in self.parts), capturing_engine(captures):
+        sync = next((sync for part in self.parts if (sync := part.adapter_sync(args))), None)
+        with entered(part.building(model, args) for part in self.parts), steady_engine(captures, sync):
             super().__init__(model, reward_funcs, args, *positional, **keywords)
         self.checkpoints.refuse_unloadable()
         for part in self.parts:

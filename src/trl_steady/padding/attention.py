@@ -129,6 +129,7 @@ def _takes_varlen(
         _HAS_VARLEN
         and query.is_cuda
         and torch.version.hip is None
+        and torch.cuda.is_available()
         and torch.backends.cuda.flash_sdp_enabled()
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
         and query.dtype in (torch.bfloat16, torch.float16)

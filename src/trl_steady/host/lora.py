@@ -1,0 +1,149 @@
+"""Send a policy's LoRA adapter to TRL's vLLM engine, instead of all weights with the adapter merged."""
+
+import functools
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+from torch import Tensor
+
+from trl_steady.host.names import overridden
+
+__all__ = ["AdapterSender", "AdapterSync", "Gather", "keeping_weights"]
+
+Gather = Callable[[Sequence[Tensor]], AbstractContextManager[Any]]
+"""Returns a context in which parameters are whole on this process, under ZeRO-3 too. All processes enter it."""
+
+
+@dataclass(frozen=True)
+class AdapterSync:
+    """How an adapter is sent to an engine. All processes call the functions, which get the PEFT model."""
+
+    option: str
+    """The option and its value, for messages."""
+    is_required: Callable[[Any, str], bool]
+    """Returns True if an engine of this mode, "colocate" or "server", cannot have merged weights instead."""
+    why_not: Callable[[Any, str, Gather], str | None]
+    """Returns why an engine of this mode cannot serve the adapter; None if it may."""
+    rank: Callable[[Any], int]
+    """Returns the largest rank for which a colocated engine must be built."""
+    state: Callable[[Any, Gather], dict[str, Tensor]]
+    """Returns the adapter's tensors, whole, under the names that PEFT saves."""
+    save: Callable[[Any, dict[str, Tensor], Path], None]
+    """Writes an adapter into a folder, as PEFT does."""
+    folder: Path
+    """Folder where a server, which may be on another machine, finds adapters."""
+
+
+class AdapterSender:
+    """Sends each version of the adapter to one of TRL's engines, under a name of its own.
+
+    Args:
+        sync: How the adapter is sent.
+        engine: TRL's `VLLMGeneration`.
+    """
+
+    def __init__(self, sync: AdapterSync, engine: Any) -> None:
+        self._sync, self._engine = sync, engine
+        self._version = 0
+        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self.flags = {"enable_lora": True, "max_lora_rank": sync.rank(engine.model), "max_loras": 1}
+        """Options of vLLM that a colocated engine needs."""
+
+    def send(self) -> None:
+        """Send the adapter as it is now, and let the engine forget the version before. Every process must call this.
+
+        Raises:
+            ValueError: The engine does not take the adapter.
+        """
+        engine = self._engine
+        state = self._sync.state(engine.model, engine._dist.gather_params)
+        if engine.mode == "colocate":
+            if engine.enable_sleep_mode and engine._llm_weights_sleeping:
+                engine.llm.wake_up(tags=["weights"])
+                engine._llm_weights_sleeping = False
+            self._write(state, None)
+            engine.llm.llm_engine.add_lora(self._request())  # the engine has room for one, and drops the other
+            engine.llm.reset_prefix_cache()
+            return
+        failure = [""]
+        if engine.accelerator.is_main_process:
+            try:
+                self._send_to_server(state)
+            except ValueError as error:
+                failure = [str(error)]
+        broadcast_object_list(failure, from_process=0)
+        if failure[0]:
+            raise ValueError(failure[0])
+
+    def _send_to_server(self, state: dict[str, Tensor]) -> None:
+        client, before = self._engine.vllm_client, self._name
+        self._sync.folder.mkdir(parents=True, exist_ok=True)
+        self._write(state, self._sync.folder.resolve())
+        self._post("load_lora_adapter", lora_name=self._name, lora_path=str(self._path))
+        if client.model == before:
+            self._post("unload_lora_adapter", lora_name=before)
+        client.model = self._name
+        client.reset_prefix_cache()
+
+    def _write(self, state: dict[str, Tensor], parent: Path | None) -> None:
+        self._version += 1
+        folder = tempfile.TemporaryDirectory(prefix="vllm-adapter-", dir=parent)
+        self._sync.save(self._engine.model, state, Path(folder.name))
+        before, self._folder = self._folder, folder
+        if before is not None:
+            before.cleanup()
+
+    @property
+    def _name(self) -> str:
+        return f"trl-steady-{self._version}"
+
+    @property
+    def _path(self) -> Path:
+        assert self._folder is not None
+        return Path(self._folder.name)
+
+    def _request(self) -> Any:
+        from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
+
+        return LoRARequest(self._name, self._version, str(self._path))
+
+    def _post(self, endpoint: str, **body: str) -> None:
+        client = self._engine.vllm_client
+        answer = client.session.post(f"{client.base_url}/v1/{endpoint}", json=body)
+        if answer.status_code == 404:
+            raise ValueError(
+                "the server takes no adapters; start it with --enable-lora, with a --max-lora-rank, and with the "
+                "environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
+            )
+        if answer.status_code != 200:
+            raise ValueError(f"the server answers /v1/{endpoint} with {answer.status_code}: {answer.text}")
+
+    @contextmanager
+    def answering(self) -> Iterator[None]:
+        """Let a colocated engine generate with the adapter. A server knows it as the model of the requests."""
+        if self._engine.mode == "server":
+            yield
+            return
+        llm = self._engine.llm
+        with overridden(llm, {"generate": functools.partial(llm.generate, lora_request=self._request())}):
+            yield
+
+
+def keeping_weights(build: Callable[..., Any], **asked: Any) -> Any:
+    """Build vLLM's `LLM` so that it keeps its weights while it sleeps. TRL's level of sleep drops them.
+
+    They wait in the CPU's memory. Nobody would send the base again.
+    """
+    llm = build(**asked)
+    if hasattr(llm, "sleep"):
+        vars(llm)["sleep"] = functools.partial(_sleep_lightly, llm.sleep)
+    return llm
+
+
+def _sleep_lightly(sleep: Callable[..., None], level: int) -> None:
+    sleep(level=1)

@@ -1,0 +1,301 @@
+"""An engine in the trainer's process that is sent adapters: PEFT reads the files, on a base of its own."""
+
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from torch import Tensor
+from transformers import BitsAndBytesConfig
+from trl.generation import vllm_generation
+from trl.generation.vllm_generation import VLLMGeneration
+
+from tests.reference.test_reference import base_tensors
+from tests.tools import engines, tiny
+from tests.tools import wide as wide_model
+
+mixture, engine, in_process = engines.mixture, engines.engine, engines.in_process
+NF4 = {**wide_model.NF4, "bnb_4bit_use_double_quant": True}
+# of the same weights in float32, one sequence at a time instead of a packed batch
+ROUNDING = 1e-4
+ENGINE: dict[str, Any] = {"use_vllm": True, "vllm_mode": "colocate", "beta": 0.04, "learning_rate": 1e-2}
+
+
+class Request(NamedTuple):
+    """vLLM's `LoRARequest`."""
+
+    name: str
+    number: int
+    path: str
+
+
+class LLM:
+    """vLLM's class of that name, as far as TRL and adapters use it."""
+
+    def __init__(self, asked: dict[str, Any], refuses: str | None) -> None:
+        if refuses == "enable_lora":
+            raise TypeError("unexpected keyword argument 'enable_lora'")
+        self.asked, self.refuses = asked, refuses
+        self.base = load(asked["model"], asked["quantization"])
+        self.adapters: list[Request] = []
+        self.answered: list[Request | None] = []
+        self.weights: dict[str, Tensor] = {}
+        self.slept: list[int] = []
+        self.is_awake = True
+        worker = SimpleNamespace(model_runner=SimpleNamespace(model=self))
+        executor = SimpleNamespace(driver_worker=worker)
+        config = SimpleNamespace(max_model_len=64)
+        self.llm_engine = SimpleNamespace(model_executor=executor, add_lora=self.add_lora, model_config=config)
+
+    def add_lora(self, request: Request) -> None:
+        assert self.is_awake
+        if self.refuses == "add_lora":
+            raise ValueError("expected target modules in {'q_proj'}")
+        adapter = LoraConfig.from_pretrained(request.path)
+        assert adapter.r <= self.asked["max_lora_rank"]
+        base = load(self.asked["model"], self.asked["quantization"])
+        self.served = PeftModel.from_pretrained(base, request.path).train()  # bitsandbytes repacks a base in eval mode
+        self.adapters.append(request)
+
+    def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
+        self.weights |= {name: value.detach().clone() for name, value in weights}
+        self.base.load_state_dict(self.weights, strict=False)
+
+    def reset_prefix_cache(self) -> None: ...
+
+    def sleep(self, level: int) -> None:
+        self.slept.append(level)
+        self.is_awake = False
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.is_awake = True
+
+    def generate(
+        self, prompts: list[Any], sampling_params: Any, use_tqdm: bool, lora_request: Request | None = None
+    ) -> list[Any]:
+        self.answered.append(lora_request)
+        assert lora_request is None or lora_request == self.adapters[-1]
+        model = self.base if lora_request is None else self.served
+        return [self._answer(model, prompt["prompt_token_ids"]) for prompt in prompts]
+
+    @torch.no_grad()
+    def _answer(self, model: Any, prompt: list[int]) -> Any:
+        ids = model.generate(input_ids=torch.tensor([prompt]), max_new_tokens=6, do_sample=True, top_k=0)[0]
+        scores = model(ids[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        tokens = ids[len(prompt) :].tolist()
+        scored = zip(tokens, scores[range(len(tokens)), tokens].tolist(), strict=True)
+        logprobs = [{token: SimpleNamespace(logprob=score, rank=1)} for token, score in scored]
+        return SimpleNamespace(prompt_token_ids=prompt, outputs=[SimpleNamespace(token_ids=tokens, logprobs=logprobs)])
+
+
+def requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put vLLM's class of requests where it is imported from."""
+    for name in ("vllm", "vllm.lora", "vllm.lora.request"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(LoRARequest=Request))
+
+
+def load(folder: str, quantization: str | None) -> Any:
+    options = {} if quantization is None else {"quantization_config": BitsAndBytesConfig(**NF4), "device_map": "cpu"}
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).train()
+
+
+@pytest.fixture
+def built(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, LLM]]:
+    """Builds a trainer, and the engine beside it."""
+    made: list[LLM] = []
+    engines.alone(monkeypatch)
+    requests(monkeypatch)
+    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda **_: True)
+    monkeypatch.setattr(vllm_generation, "SamplingParams", SimpleNamespace, raising=False)
+
+    def trainer(
+        model: Any = wide, refuses: str | None = None, lora: dict[str, Any] | None = None, **options: Any
+    ) -> tuple[Any, LLM]:
+        def llm(**asked: Any) -> LLM:
+            made.append(LLM(asked, refuses if "enable_lora" in asked else None))
+            return made[-1]
+
+        monkeypatch.setattr(vllm_generation, "LLM", llm, raising=False)
+        config = LoraConfig(**{**tiny.LORA, **(lora or {})})
+        ours = tiny.trainer(model, tmp_path, build={"peft_config": config}, **{**ENGINE, **options})
+        return ours, made[-1]
+
+    return trainer
+
+
+def quantised(wide: Path, **options: Any) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        wide, quantization_config=BitsAndBytesConfig(**{**NF4, **options}), dtype=torch.float32, device_map="cpu"
+    )
+
+
+def differences(trainer: Any) -> list[float]:
+    """Train, and compare log-probs of each rollout: the engine's and the policy's. The largest differences."""
+    found: list[float] = []
+
+    class Compared(type(trainer)):
+        def rollout(self, inputs: Any) -> Any:
+            samples = super().rollout(inputs)
+            ids = torch.cat([samples["prompt_ids"], samples["completion_ids"]], dim=1)
+            mask = torch.cat([samples["prompt_mask"], samples["completion_mask"]], dim=1)
+            with torch.no_grad():
+                logits = self.model(input_ids=ids, attention_mask=mask).logits[:, :-1]
+            scores = logits.float().log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+            scores = scores[:, samples["prompt_ids"].size(1) - 1 :]
+            kept = samples["completion_mask"].bool()
+            found.append((scores - samples["sampling_per_token_logps"])[kept].abs().max().item())
+            return samples
+
+    trainer.__class__ = Compared
+    trainer.train()
+    return found
+
+
+@pytest.mark.supports("quantised base", "adapter_dtype", on="vLLM colocate", only="stand-in")
+@pytest.mark.supports("moving reference, quantised base", on="vLLM colocate", only="stand-in")
+@pytest.mark.parametrize("base", ["float32", "nf4"])
+def test_the_engine_has_the_policys_adapter_at_each_rollout(
+    wide: Path, built: Callable[..., tuple[Any, LLM]], base: str
+) -> None:
+    model, moving = wide, {"sync_ref_model": True, "ref_model_mixup_alpha": 1.0, "ref_model_sync_steps": 4}
+    if base == "nf4":
+        model, moving = quantised(wide), {**moving, "adapter_dtype": "float32"}
+    trainer, llm = built(model, **moving, max_steps=12)
+    assert llm.asked["enable_lora"] and llm.asked["max_lora_rank"] == 8
+    assert llm.asked["quantization"] == (None if base == "float32" else "bitsandbytes")
+    before = [value.clone() for value in base_tensors(trainer.model)]
+    found = differences(trainer)
+    assert len(found) == 3 and max(found) < ROUNDING
+    assert len(llm.adapters) == 4  # one while the engine is built
+    assert llm.answered == llm.adapters[1:] and not llm.weights
+    assert len({(request.name, request.number, request.path) for request in llm.adapters}) == 4
+    assert [Path(request.path).exists() for request in llm.adapters] == [False, False, False, True]
+    assert all(torch.equal(*pair) for pair in zip(base_tensors(trainer.model), before, strict=True))
+
+
+def test_an_engine_that_sleeps_keeps_its_base(built: Callable[..., tuple[Any, LLM]]) -> None:
+    trainer, llm = built(vllm_enable_sleep_mode=True, max_steps=8)
+    assert max(differences(trainer)) < ROUNDING
+    assert set(llm.slept) == {1} and len(llm.slept) == 3
+
+
+def changed(wide: Path) -> Any:
+    model = transformers.AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32)
+    return get_peft_model(model, LoraConfig(**tiny.LORA)).merge_and_unload()
+
+
+UNSERVED: dict[str, tuple[dict[str, Any], str]] = {
+    "dora": ({"lora": {"use_dora": True}}, "vLLM does not serve LoRA with use_dora=True"),
+    "saved": ({"lora": {"modules_to_save": ["input_layernorm"]}}, "with modules_to_save=.'input_layernorm'."),
+    "ranks": ({"lora": {"rank_pattern": {"q_proj": 2}}}, "with rank_pattern={'q_proj': 2}"),
+    "bias": ({"lora": {"bias": "lora_only"}}, "with bias='lora_only'"),
+    "pissa": ({"lora": {"init_lora_weights": "pissa"}}, "q_proj.weight is not that of the checkpoint"),
+    "base": ({"model": changed}, "q_proj.weight is not that of the checkpoint"),
+    "target": ({"refuses": "add_lora"}, "vLLM refuses the adapter: expected target modules"),
+    "engine": ({"refuses": "enable_lora"}, "vLLM refuses the adapter: unexpected keyword argument 'enable_lora'"),
+}
+
+
+@pytest.mark.parametrize("case", UNSERVED)
+def test_what_is_not_served_is_merged(wide: Path, built: Callable[..., tuple[Any, LLM]], case: str) -> None:
+    options, reason = UNSERVED[case]
+    options = {name: value(wide) if name == "model" else value for name, value in options.items()}
+    with pytest.raises(ValueError, match=f"vllm_adapter_sync=True: .*{reason}.*vllm_adapter_sync=False"):
+        built(**options, vllm_adapter_sync=True)
+    options = {name: changed(wide) if name == "model" else value for name, value in options.items()}
+    with pytest.warns(UserWarning, match=f"vLLM gets all weights with the adapter merged, because .*{reason}"):
+        trainer, llm = built(**options, max_steps=8)
+    kept = [value for value in trainer.model.parameters() if not value.requires_grad]
+    before = [value.clone() for value in kept]
+    assert max(differences(trainer)) < ROUNDING
+    assert llm.weights and llm.answered == [None, None]
+    assert all(torch.equal(*pair) for pair in zip(kept, before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("quantisation", "message"),
+    [
+        ({"bnb_4bit_use_double_quant": False}, "bnb_4bit_use_double_quant=True, and the policy has 'nf4' and False"),
+        ({"bnb_4bit_quant_type": "fp4"}, "and the policy has 'fp4' and True"),
+    ],
+)
+def test_a_quantised_engine_takes_no_merged_weights(
+    wide: Path, built: Callable[..., tuple[Any, LLM]], quantisation: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"vllm_adapter_sync=None: vLLM quantises with .*{message}.*use_vllm=False"):
+        built(quantised(wide, **quantisation))
+
+
+def test_merged_weights_if_they_are_asked_for(built: Callable[..., tuple[Any, LLM]]) -> None:
+    trainer, llm = built(vllm_adapter_sync=False, max_steps=8)
+    assert "enable_lora" not in llm.asked
+    assert max(differences(trainer)) < ROUNDING and llm.weights
+
+
+@pytest.mark.parametrize("sync", [None, False], ids=["adapter", "merged"])
+@pytest.mark.parametrize("base", ["bf16", "nf4"])
+def test_100_syncs_leave_each_byte_of_the_base(
+    wide: Path, built: Callable[..., tuple[Any, LLM]], base: str, sync: bool | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL merges into the base and subtracts again, which wears it; see docs/upstream.md."""
+    if base == "bf16":
+        model = transformers.AutoModelForCausalLM.from_pretrained(wide, dtype=torch.bfloat16)
+        trainer, llm = built(model, vllm_adapter_sync=sync)
+    elif sync is None:
+        trainer, llm = built(quantised(wide), adapter_dtype="float32")
+    else:  # a colocated engine cannot have merged weights of it, a server can
+        monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda self: setattr(self, "vllm_client", Client()))
+        trainer, llm = tiny.trainer(quantised(wide), Path(wide.parent, "out"), lora=True, **SERVER), None
+    generation = trainer.vllm_generation
+    if llm is not None:
+        llm.llm_engine.add_lora = lambda _: None
+    before = [value.clone() for value in base_tensors(trainer.model)]
+    adapters = [value for value in trainer.model.parameters() if value.requires_grad]
+    for _ in range(100):
+        with torch.no_grad():
+            for value in adapters:
+                value.add_(0.01 * torch.randn_like(value))
+        generation.sync_weights()
+    assert (getattr(generation, "adapter", None) is None) == (sync is False)
+    after = base_tensors(trainer.model)
+    assert len(after) > 10 and all(torch.equal(*pair) for pair in zip(after, before, strict=True))
+
+
+SERVER = {**ENGINE, "vllm_mode": "server", "vllm_adapter_sync": False}
+
+
+class Client:
+    """TRL's client of a server that takes all that it is sent."""
+
+    def update_named_params(self, metadata: Any, weights: Any) -> None:
+        assert len(list(weights)) == len(metadata)
+
+    def reset_prefix_cache(self) -> None: ...
+
+    def get_server_info(self) -> dict[str, Any]:
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+
+@pytest.mark.parametrize("options", [{"router_replay": "R3"}, {"top_k": 50, "keep_sampling_mask": True}])
+def test_what_the_engine_says_of_tokens_is_as_with_merged_weights(
+    engine: engines.Engine, in_process: engines.Build, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
+) -> None:
+    """Its tokens come from nowhere, so that both ways train alike to the bit."""
+    requests(monkeypatch)
+    ends: list[dict[str, Tensor]] = []
+    for sync in (True, False):
+        engine.adapters, engine.syncs = ([], -1) if sync else (None, 0)  # an adapter is sent once more, at first
+        engine._asked.clear()
+        build = {"peft_config": LoraConfig(**tiny.LORA)}
+        torch.manual_seed(0)  # the adapter begins at random
+        trainer = in_process(vllm_adapter_sync=sync, build=build, **options)
+        trainer.train()
+        assert (trainer.vllm_generation.adapter is not None) == sync
+        ends.append(tiny.parameters(trainer))
+    assert ends[0].keys() == ends[1].keys()
+    assert not [name for name, value in ends[0].items() if not torch.equal(value, ends[1][name])]

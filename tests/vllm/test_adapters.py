@@ -1,0 +1,125 @@
+"""A vLLM engine that gets the adapter alone, on CPU: after each sync its log-probs are the policy's."""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig
+from transformers import Qwen3Config
+from trl.generation import vllm_generation
+from trl.generation.vllm_client import VLLMClient
+
+from tests.adapters.test_served import differences
+from tests.reference.test_reference import base_tensors
+from tests.tools import engines, tiny
+from tests.vllm import cpu
+from tests.vllm.test_server import serving
+
+pytestmark = [
+    pytest.mark.vllm,
+    pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM, as `make test-vllm` has it"),
+]
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
+# float32 on both sides; the engine adds the adapter's product where the policy does, in another order
+ROUNDING = 1e-4
+ENGINE: dict[str, Any] = {"use_vllm": True, "learning_rate": 1e-2, "max_completion_length": 12, "beta": 0.04}
+COLOCATED = {"vllm_mode": "colocate", "vllm_max_model_length": 64, "vllm_gpu_memory_utilization": 0.1}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense model with heads of 32, which vLLM's kernel for CPU takes."""
+    path = tmp_path_factory.mktemp("dense")
+    torch.manual_seed(0)
+    config = Qwen3Config(**{**tiny.SIZES, "hidden_size": 64, "num_key_value_heads": 1}, head_dim=32)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    tiny.tokenizer().save_pretrained(path)
+    return path
+
+
+@pytest.fixture
+def built(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, dict[str, Any]]]:
+    """Builds a trainer with a colocated engine, and says what TRL has asked of it."""
+    cpu.take_weights()
+    engines.alone(monkeypatch)
+    asked: dict[str, Any] = {}
+
+    def llm(**options: Any) -> Any:
+        import vllm
+
+        asked.clear()
+        asked.update(options)
+        small = {"dtype": "float32", "enforce_eager": True, "block_size": 32, "num_gpu_blocks_override": 18}
+        return vllm.LLM(**{**options, **small, "max_num_batched_tokens": 64, "max_num_seqs": 16})
+
+    def trainer(lora: dict[str, Any] | None = None, **options: Any) -> tuple[Any, dict[str, Any]]:
+        monkeypatch.setattr(vllm_generation, "LLM", llm)
+        config = LoraConfig(**{**LORA, **(lora or {})})
+        settings = {**ENGINE, **COLOCATED, **options}
+        return tiny.trainer(folder, tmp_path, build={"peft_config": config}, **settings), asked
+
+    return trainer
+
+
+@pytest.mark.supports("vllm_adapter_sync", "sync_ref_model, LoRA", on="vLLM colocate")
+def test_log_probs_are_the_policys_after_each_sync(built: Callable[..., tuple[Any, dict[str, Any]]]) -> None:
+    moving = {"sync_ref_model": True, "ref_model_mixup_alpha": 1.0, "ref_model_sync_steps": 4}
+    trainer, asked = built(vllm_adapter_sync=True, max_steps=12, **moving)
+    assert asked["enable_lora"] and asked["max_lora_rank"] == 8
+    before = [value.clone() for value in base_tensors(trainer.model)]
+    found = differences(trainer)
+    assert len(found) == 3 and max(found) < ROUNDING
+    assert all(torch.equal(*pair) for pair in zip(base_tensors(trainer.model), before, strict=True))
+    engine = trainer.vllm_generation.llm.llm_engine
+    assert len(engine.list_loras()) == 1
+
+
+@pytest.mark.parametrize("lora", [{"use_dora": True}, {"modules_to_save": ["q_norm"]}], ids=["dora", "saved"])
+def test_what_vllm_does_not_serve_is_merged(
+    built: Callable[..., tuple[Any, dict[str, Any]]], lora: dict[str, Any]
+) -> None:
+    with pytest.warns(UserWarning, match=f"because vLLM does not serve LoRA with {next(iter(lora))}="):
+        trainer, asked = built(lora, max_steps=8)
+    assert "enable_lora" not in asked
+    assert max(differences(trainer)) < ROUNDING
+
+
+def test_an_adapter_that_the_engine_refuses_is_merged(
+    built: Callable[..., tuple[Any, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The engine has room for adapters by then, and takes weights all the same."""
+    from trl_steady.adapters import part
+
+    monkeypatch.setattr(part, "served_rank", lambda model: 1)
+    with pytest.warns(UserWarning, match="refuses the adapter: LoRA rank 4 is greater than max_lora_rank"):
+        trainer, asked = built(max_steps=8)
+    assert asked["enable_lora"]
+    assert max(differences(trainer)) < ROUNDING
+
+
+@pytest.fixture(scope="module")
+def url(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    flags = ["--enable-lora", "--max-lora-rank", "8", "--logprobs-mode", "processed_logprobs"]
+    environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+    yield from serving(folder, tmp_path_factory.mktemp("server"), flags, environment)
+
+
+@pytest.mark.supports("vllm_adapter_sync", on="vLLM server")
+def test_a_servers_log_probs_are_the_policys_after_each_sync(
+    folder: Path, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(VLLMClient, "init_communicator", lambda *_, **__: None)  # nccl, for weights
+    address = {"vllm_mode": "server", "vllm_server_base_url": url}
+    build = {"peft_config": LoraConfig(**LORA)}
+    options = {**ENGINE, **address, "vllm_adapter_sync": True, "max_steps": 12}
+    trainer = tiny.trainer(folder, tmp_path, build=build, **options)
+    client = trainer.vllm_generation.vllm_client
+    found = differences(trainer)
+    assert len(found) == 3 and max(found) < ROUNDING
+    served = [each["id"] for each in client._get(f"{url}/v1/models")["data"]]
+    assert served == [str(folder), "trl-steady-4"] and client.model == "trl-steady-4"
+    assert len(list(tmp_path.glob("vllm-adapter-*"))) == 1
