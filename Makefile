@@ -17,7 +17,7 @@ JOBS ?= 2
 PYTHONS := 3.11 3.12 3.13
 
 .PHONY: demo demo-gspo demo-process demo-v32 demo-moe demo-sampling-mask
-.PHONY: test test-portable test-lowest test-slow test-deepspeed test-vllm check docs bench format clean
+.PHONY: test test-portable test-lowest test-slow test-deepspeed test-sharded test-vllm check docs bench format clean
 
 # deprecations that TRL owes transformers would bury the progress
 TRAIN = PYTHONWARNINGS=ignore::FutureWarning $(BIN)/python
@@ -52,8 +52,11 @@ demo-sampling-mask: $(VENV)/.recipes
 	$(MASK)/all --top_p 1.0
 	$(TRAIN) recipes/sampling_mask/beside.py outputs/sampling_mask/variants.png outputs/sampling_mask/*/results.json
 
+# `make test-sharded` runs these
+APART := --ignore tests/sharded
+
 test: $(VENV)/.test
-	$(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu"
+	$(BIN)/python -m pytest $(APART) -n $(JOBS) -m "not slow and not gpu"
 
 # other machines' kernels, as far as this one can run them: torch's own, oneDNN's, and MKL's order of summation
 OLDER = ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE
@@ -61,10 +64,10 @@ AVX2 = ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 
 test-portable: $(VENV)/.test
 	set -e; for kernels in "" "$(AVX2)" "$(OLDER)"; do echo "kernels: $${kernels:-this machine's own}"; \
-		env $$kernels $(BIN)/python -m pytest -n $(JOBS) -m "not slow and not gpu" --headroom 4; done
+		env $$kernels $(BIN)/python -m pytest $(APART) -n $(JOBS) -m "not slow and not gpu" --headroom 4; done
 
 test-slow: $(VENV)/.test
-	$(BIN)/python -m pytest -m "slow"
+	$(BIN)/python -m pytest $(APART) -m "slow"
 
 # the part of the suite that depends on versions most, so that it takes minutes
 AT_LOWEST := $(patsubst %,tests/%.py, adapters/test_adapters adapters/test_quantised config/test_config \
@@ -79,6 +82,10 @@ WITH_DEEPSPEED := env PATH="$(DEEPSPEED)/bin:$$PATH" PYTHONPATH=$(DEEPSPEED) \
 	TORCH_EXTENSIONS_DIR=$(DEEPSPEED)/extensions $(BIN)/python
 test-deepspeed: $(DEEPSPEED)/.test
 	$(WITH_DEEPSPEED) -m pytest -k zero3 tests/distributed
+
+# two processes at a time, with one thread each
+test-sharded: $(DEEPSPEED)/.test
+	OMP_NUM_THREADS=1 $(WITH_DEEPSPEED) -m pytest tests/sharded
 
 test-vllm: $(VLLM)/.test
 	$(VLLM)/bin/python -m pytest --show-capture=no tests/vllm

@@ -47,7 +47,7 @@ def marked(request: pytest.FixtureRequest) -> set[str]:
     return {feature for mark in request.node.iter_markers("supports") for feature in mark.args}
 
 
-@pytest.mark.supports("gspo", "gspo_token", "KL corrections", "masks", "step rewards", on="DDP")
+@pytest.mark.supports("gspo", "gspo_token", "gmpo", "KL corrections", "masks", "step rewards", on="DDP")
 @pytest.mark.supports("moving reference, full", "moving reference, LoRA", on="DDP")
 @pytest.mark.supports("ref_model_sync_kl", "ref_model_sync_reset_optimizer", on="DDP")
 @pytest.mark.supports("quantised base", "adapter_dtype", "moving reference, quantised base", on="DDP")
@@ -100,6 +100,7 @@ def test_two_processes_train_as_one_does(
             assert other["tokens"] < 0.8 * process["tokens"]
 
 
+@pytest.mark.supports("RLOO", on="DDP")
 def test_two_processes_train_rloo_as_one_does(models: dict[str, Path], tmp_path: Path) -> None:
     alone = launch(1, models, tmp_path / "one", train.RLOO)
     together = launch(2, models, tmp_path / "two", train.RLOO)

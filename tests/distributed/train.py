@@ -55,6 +55,7 @@ WINDOW_OF_FOUR: dict[str, Any] = {"gradient_accumulation_steps": 4, "steps_per_g
 FIXED: dict[str, dict[str, Any]] = {
     "gspo": {"shows": ["gspo", "trim_padding"], "loss_type": "gspo"},
     "gspo_token": {"shows": ["gspo_token", "KL corrections"], "loss_type": "gspo_token", "kl_estimator": "k2"},
+    "gmpo": {"shows": ["gmpo"], "loss_type": "gmpo"},
     "engine": {
         "shows": ["KL corrections", "masks"],
         "loss_type": "dapo",

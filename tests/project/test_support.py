@@ -42,11 +42,13 @@ def test_every_feature_is_a_row_and_every_row_is_of_a_feature() -> None:
 
 
 def test_what_ci_runs_is_read_from_what_ci_runs() -> None:
-    assert {"test", "test-vllm", "test-deepspeed"} <= support.suites() and support.left_out() == {"slow", "gpu"}
+    assert {"test", "test-vllm", "test-deepspeed", "test-sharded"} <= support.suites()
+    assert support.left_out() == {"slow", "gpu"}
     elsewhere = support.installed("tests", "test_zero3.py::test_it")
     assert {"torch", "pytest", "matplotlib"} <= elsewhere and not {"deepspeed", "vllm"} & elsewhere
     assert "deepspeed" in support.installed("distributed", "test_zero3.py::test_it")
     assert "deepspeed" not in support.installed("distributed", "test_fsdp2.py::test_it")
+    assert "deepspeed" in support.installed("sharded", "test_it.py::test_it")
     assert "vllm" in support.installed("vllm", "test_zero3.py::test_it")
 
 
@@ -94,6 +96,17 @@ def test_tests_with_deepspeed_count_where_they_are_chosen(tmp_path: Path) -> Non
     assert cells(tmp_path, test, "distributed/test_it.py") == {("gspo", "ZeRO-3"): "**tested**"}
     others = cells(tmp_path, test.replace("test_of_zero3", "test_of_zero"), "distributed/test_it.py")
     assert others == {("gspo", "ZeRO-3"): "not yet run; tested where deepspeed is installed"}
+
+
+def test_whole_runs_without_the_accelerator_are_said_to_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mark = '@pytest.mark.supports("gspo", on="FSDP2", only="CPU")\n'
+    pieces = '@pytest.mark.supports("gspo", on="FSDP2", only="pieces")\ndef test_pieces(): ...\n'
+    test = f"{pieces}{without('deepspeed')}\n{mark}def test_it(): ...\n"
+    assert cells(tmp_path, test, "sharded/test_it.py") == {("gspo", "FSDP2"): "**tested, on CPU**"}
+    monkeypatch.setattr(support, "suites", lambda: {"test"})
+    by = "by `make test-sharded`"
+    expected = f"not yet run; pieces tested {by}; tested, on CPU {by} where deepspeed is installed"
+    assert cells(tmp_path, test, "sharded/test_it.py") == {("gspo", "FSDP2"): expected}
 
 
 def test_pieces_and_stand_ins_are_said_to_be(tmp_path: Path) -> None:

@@ -1,7 +1,8 @@
 """The table of features and setups in docs/several-processes.md, made of the marks of the tests that show them.
 
-`@pytest.mark.supports(*features, on=SETUP)` says that a test shows features in a setup, or in several; with
-`only="pieces"` or `only="stand-in"` no whole run, or none with the real engine. `@pytest.mark.refuses(*features,
+`@pytest.mark.supports(*features, on=SETUP)` says that a test shows features in a setup, or in several. With
+`only="CPU"`, these are whole runs on CPU, where accelerate does not offer the setup. With `only="pieces"` or
+`only="stand-in"`, there is no whole run, or none with the real engine. `@pytest.mark.refuses(*features,
 on=SETUP, message=...)` says that a test sees them refused; with `where` not all of it, but what `where` says. Tests
 are read, not imported. One that `.ci/run` does not run backs no "tested".
 
@@ -25,6 +26,7 @@ SETUPS = ("DDP", "FSDP2", "ZeRO-2", "ZeRO-3", "vLLM colocate", "vLLM server")
 FEATURES = {
     "gspo": '`loss_type="gspo"`',
     "gspo_token": '`loss_type="gspo_token"`',
+    "gmpo": '`loss_type="gmpo"`',
     "KL corrections": "`kl_estimator`, `kl_ratio_denominator`",
     "masks": "`off_policy_mask_threshold`, `geometric_mask_range`, `token_veto_threshold`",
     "step rewards": "`StepRewards`",
@@ -35,17 +37,21 @@ FEATURES = {
     "ref_model_sync_reset_optimizer": "`ref_model_sync_reset_optimizer`",
     "quantised base": "LoRA (NF4 base)",
     "adapter_dtype": '`adapter_dtype="float32"`',
+    "vllm_adapter_sync": "`vllm_adapter_sync`",
     "router_replay R2": '`router_replay="R2"`',
     "router_replay R3": '`router_replay="R3"`',
     "keep_sampling_mask": "`keep_sampling_mask`",
     "trim_padding": "`trim_padding`",
     "token_budget": "`token_budget`",
     "share_prompts": "`share_prompts`",
+    "RLOO": "`RLOOTrainer`",
     "exact resume": "a resume inside a generation window",
 }
-SHOWN = {None: "tested", "pieces": "pieces tested", "stand-in": "tested with a stand-in"}
+SHOWN = {None: "tested", "CPU": "tested, on CPU", "pieces": "pieces tested", "stand-in": "tested with a stand-in"}
 """By `only`."""
 CUDA = "on CUDA"
+SHARDED = "sharded"
+"""The folder that `make test-sharded` runs, and `make test` does not."""
 
 
 @dataclass(frozen=True)
@@ -133,6 +139,8 @@ def _made(mark: ast.expr, test: str, needs: tuple[str, ...]) -> Mark:
 
 def _needs(marks: list[ast.expr], path: Path, test: str) -> Iterator[str]:
     """What a test needs that `.ci/run` does not have."""
+    if path.parent.name == SHARDED and f"test-{SHARDED}" not in suites():
+        yield f"by `make test-{SHARDED}`"
     for mark in marks:
         name = _name(mark)
         if name in ("pytest.mark.skip", "pytest.mark.xfail", "pytest.skip", "pytest.xfail"):
@@ -176,7 +184,7 @@ def installed(folder: str, test: str) -> set[str]:
     named = project["dependencies"] + [each for extra in extras for each in project["optional-dependencies"][extra]]
     if "test-deepspeed" in suites():
         chosen, of_folder = re.findall(r"pytest .*-k (\w+) tests/(\w+)$", _rule("test-deepspeed"), re.M)[0]
-        if chosen in test and of_folder == folder:
+        if folder == SHARDED or (chosen in test and of_folder == folder):
             named += re.findall(r"--upgrade (.*)$", _rule("$(DEEPSPEED)/.test"), re.M)[0].split()
     return {re.findall(r"^[\w-]+", each)[0] for each in named}
 
@@ -279,14 +287,15 @@ def cell(marks: list[Mark], feature: str, setup: str) -> str:
     """
     own = [mark for mark in marks if feature in mark.features and setup in mark.setups]
     refusals = [mark for mark in own if mark.kind == "refuses" and mark.is_run]
-    is_tested = any(mark.kind == "supports" and mark.only is None and mark.is_run for mark in own)
+    tested = {mark.only: SHOWN[mark.only] for mark in own if mark.kind == "supports" and mark.is_run}
     in_part = list(dict.fromkeys(mark.note for mark in refusals if mark.where))
     if any(not mark.where for mark in refusals):
         if any(mark.kind == "supports" for mark in own):
             raise Wrong(f"{feature} on {setup} is shown and refused")
         return "**refused**"
-    if is_tested:
-        return "; ".join(["**tested**", *in_part])
+    for only in (None, "CPU"):
+        if only in tested:
+            return "; ".join([f"**{tested[only]}**", *in_part])
     shown = [mark for mark in own if mark.kind == "supports"]
     notes = dict.fromkeys(mark.note for mark in sorted(shown, key=lambda mark: len(mark.needs)))
     return "; ".join(["not yet run", *notes, *in_part])

@@ -65,7 +65,7 @@ def built(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
     return trainer
 
 
-@pytest.mark.supports("vllm_adapter_sync", "sync_ref_model, LoRA", on="vLLM colocate")
+@pytest.mark.supports("vllm_adapter_sync", "moving reference, LoRA", on="vLLM colocate")
 def test_log_probs_are_the_policys_after_each_sync(built: Callable[..., tuple[Any, dict[str, Any]]]) -> None:
     moving = {"sync_ref_model": True, "ref_model_mixup_alpha": 1.0, "ref_model_sync_steps": 4}
     trainer, asked = built(vllm_adapter_sync=True, max_steps=12, **moving)

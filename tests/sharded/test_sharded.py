@@ -1,0 +1,311 @@
+"""Whole runs of FSDP2, ZeRO-2 and ZeRO-3 on two CPU processes, beside the same runs of DDP.
+
+Each run is also resumed from a checkpoint inside a generation window, and its model is saved and loaded again. One
+pair of processes does all runs of an engine, one after another, because starting torch takes longer than a run.
+"""
+
+import functools
+import importlib.util
+import re
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+from tests.distributed import processes
+from tests.sharded import runs
+from tests.sharded.runs import RUNS
+from tests.tools import agent
+from tests.tools import wide as wide_model
+
+Result = dict[str, Any]
+
+needs_deepspeed = pytest.mark.skipif(importlib.util.find_spec("deepspeed") is None, reason="needs deepspeed")
+KIND = {"DDP": "MULTI_CPU", "FSDP2": "FSDP", "ZeRO-2": "DEEPSPEED", "ZeRO-3": "DEEPSPEED"}
+
+# Both run the same kernels, but take sums over processes and tensors in another order. This changes the last digits of
+# a gradient, and ten updates carry them on. The largest difference of a tensor was 1e-5, that of a metric 5e-5.
+TENSORS: dict[str, Any] = {"rtol": 1e-4, "atol": 5e-5}
+METRICS: dict[str, Any] = {"rel": 1e-3, "abs": 1e-4}
+QUANTILES: dict[str, Any] = {"rel": 0.05, "abs": 1e-4}
+"""Metrics that are the middle of a bin, which is 4.7 % wide."""
+
+# TRL trains adapters of a quantised base in bfloat16. Each engine then rounds its sums at other places, and DeepSpeed
+# also keeps a float32 copy. Updates differ in the last of the 8 bits.
+TENSORS_BF16: dict[str, Any] = {"rtol": 2**-5, "atol": 2**-5}
+METRICS_BF16: dict[str, Any] = {"rel": 0.05, "abs": 0.05}
+
+
+class Engines:
+    """The results of each engine, which the first test that asks for them computes."""
+
+    def __init__(self, models: dict[str, Path], folder: Path) -> None:
+        self.models, self.folder = models, folder
+        self.ended: dict[str, Exception | None] = {}
+
+    def of(self, engine: str, name: str) -> list[Result]:
+        """Return what each process has left of a run."""
+        self._start(engine, runs.work, processes.WORLD)
+        return self._read(engine, self.folder / engine / name, processes.WORLD)
+
+    def alone(self, engine: str, name: str, step: int) -> Result:
+        """Return what one process has left that resumed the run of two from its checkpoint after `step`."""
+        self._start(engine, runs.work, processes.WORLD)
+        self._start(f"{engine} alone", runs.resize, 1)
+        return self._read(f"{engine} alone", self.folder / engine / name / f"alone-{step}", 1)[0]
+
+    def _start(self, what: str, work: Any, world: int) -> None:
+        if what in self.ended:
+            return
+        folder = self.folder / f"store of {what}"
+        folder.mkdir()
+        check = functools.partial(work, engine=what.split()[0], models=self.models, output=self.folder)
+        self.ended[what] = None
+        try:
+            processes.run(check, folder, seconds=1200, world=world)
+        except Exception as error:  # the results of the runs before it are there
+            self.ended[what] = error
+
+    def _read(self, what: str, folder: Path, world: int) -> list[Result]:
+        files = [folder / f"rank_{rank}.pt" for rank in range(world)]
+        if not all(file.exists() for file in files):
+            raise RuntimeError(f"{folder} was not reached") from self.ended[what]
+        return [torch.load(file, weights_only=False) for file in files]
+
+
+@pytest.fixture(scope="module")
+def engines(models: dict[str, Path], wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Engines:
+    folder = tmp_path_factory.mktemp("engines")
+    caller = agent.save_model(tmp_path_factory.mktemp("agent"))
+    return Engines({**models, "wide": wide, "agent": caller}, folder)
+
+
+def check_marks(request: pytest.FixtureRequest, engine: str, *, of_tokens: bool) -> None:
+    marked = {feature for mark in request.node.iter_markers("supports") for feature in mark.args}
+    assert marked | {"exact resume"} == runs.features(runs.runs_of(engine, of_tokens=of_tokens))
+
+
+def check(engines: Engines, engine: str, name: str) -> None:
+    """A run trains as under DDP, each process ends a resumed run as the uninterrupted one, and the model is saved."""
+    expected, found = engines.of("DDP", name), engines.of(engine, name)
+    assert [result["distributed"] for result in (*expected, *found)] == [*2 * [KIND["DDP"]], *2 * [KIND[engine]]]
+    check_shards(engine, found)
+    for result in found:
+        assert result["differences of the resumed run"] == []
+        assert [(step, rule) for step, _, rule in result["refreshes"]] == [
+            (step, rule) for step, _, rule in expected[0]["refreshes"]
+        ]
+        assert result["base"].keys() == expected[0]["base"].keys()
+        assert all(torch.equal(result["base"][key], value) for key, value in expected[0]["base"].items())
+        for kind in ("trained", "reference"):
+            check_tensors(expected[0][kind], result[kind])
+    is_bf16 = torch.bfloat16 in {tensor.dtype for tensor in found[0]["trained"].values()}
+    check_histories(expected[0]["history"], found[0]["history"], is_bf16=is_bf16)
+    check_saved(engines, engine, name, found[0]["trained"])
+
+
+def check_shards(engine: str, found: list[Result]) -> None:
+    whole = sum(tensor.numel() for tensor in found[0]["trained"].values())
+    if engine == "ZeRO-2":
+        assert [result["here"] for result in found] == [whole, whole]
+    else:
+        assert all(result["here"] < 0.6 * whole for result in found) and sum(r["here"] for r in found) >= whole
+
+
+def check_tensors(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        close = TENSORS_BF16 if value.dtype == torch.bfloat16 else TENSORS
+        torch.testing.assert_close(found[name], value, **close, msg=lambda text, name=name: f"{name}: {text}")
+
+
+def check_histories(expected: list[dict[str, float]], found: list[dict[str, float]], *, is_bf16: bool = False) -> None:
+    assert len(expected) == len(found) == runs.STEPS
+    for row, own in zip(expected, found, strict=True):
+        assert row.keys() == own.keys()
+        for metric, value in row.items():
+            close = QUANTILES if metric.startswith(("off_policy", "mismatch")) else METRICS
+            assert own[metric] == pytest.approx(value, **(METRICS_BF16 if is_bf16 else close)), metric
+
+
+def check_saved(engines: Engines, engine: str, name: str, trained: dict[str, torch.Tensor]) -> None:
+    run, saved = RUNS[name], engines.folder / engine / name / "saved"
+    if engine == "FSDP2" and run.get("saves_shards"):
+        assert not list(saved.glob("*.safetensors"))  # transformers saves models under FULL_STATE_DICT only
+        return
+    folder = engines.models[run.get("model", "dense")]
+    if run.get("lora"):
+        base = wide_model.load(folder, "nf4") if "base" in run else load(folder)
+        model = peft.PeftModel.from_pretrained(base, saved)
+        loaded = {key: tensor for key, tensor in model.named_parameters() if "lora_" in key}
+    else:
+        loaded = dict(load(saved).named_parameters())
+    assert loaded.keys() == trained.keys()
+    for key, tensor in trained.items():
+        assert torch.equal(loaded[key].to(tensor.dtype), tensor), key
+
+
+def load(folder: Path) -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
+
+
+@pytest.mark.supports("gspo", "gspo_token", "gmpo", "KL corrections", "masks", "step rewards", on="FSDP2", only="CPU")
+@pytest.mark.supports("moving reference, full", "moving reference, LoRA", on="FSDP2", only="CPU")
+@pytest.mark.supports("moving reference, quantised base", "quantised base", on="FSDP2", only="CPU")
+@pytest.mark.supports("ref_model_sync_kl", "ref_model_sync_reset_optimizer", "adapter_dtype", on="FSDP2", only="CPU")
+@pytest.mark.supports(
+    "router_replay R3", "keep_sampling_mask", "trim_padding", "share_prompts", on="FSDP2", only="CPU"
+)
+@pytest.mark.parametrize("name", runs.runs_of("FSDP2", of_tokens=False))
+def test_fsdp2_has_the_losses_and_references_of_ddp(
+    engines: Engines, request: pytest.FixtureRequest, name: str
+) -> None:
+    check_marks(request, "FSDP2", of_tokens=False)
+    check(engines, "FSDP2", name)
+
+
+@pytest.mark.supports("router_replay R2", "router_replay R3", "keep_sampling_mask", on="FSDP2", only="CPU")
+@pytest.mark.supports("token_budget", "share_prompts", "RLOO", "exact resume", on="FSDP2", only="CPU")
+@pytest.mark.supports("gspo", "gspo_token", "step rewards", on="FSDP2", only="CPU")
+@pytest.mark.supports("moving reference, full", "moving reference, LoRA", on="FSDP2", only="CPU")
+@pytest.mark.parametrize("name", runs.runs_of("FSDP2", of_tokens=True))
+def test_fsdp2_has_the_routes_kept_tokens_and_padding_of_ddp(
+    engines: Engines, request: pytest.FixtureRequest, name: str
+) -> None:
+    check_marks(request, "FSDP2", of_tokens=True)
+    check(engines, "FSDP2", name)
+
+
+@needs_deepspeed
+@pytest.mark.supports("gspo", "gspo_token", "gmpo", "KL corrections", "masks", "step rewards", on="ZeRO-2", only="CPU")
+@pytest.mark.supports("moving reference, full", "moving reference, LoRA", on="ZeRO-2", only="CPU")
+@pytest.mark.supports("moving reference, quantised base", "quantised base", on="ZeRO-2", only="CPU")
+@pytest.mark.supports("ref_model_sync_kl", "adapter_dtype", on="ZeRO-2", only="CPU")
+@pytest.mark.supports(
+    "router_replay R3", "keep_sampling_mask", "trim_padding", "share_prompts", on="ZeRO-2", only="CPU"
+)
+@pytest.mark.parametrize("name", runs.runs_of("ZeRO-2", of_tokens=False))
+def test_zero2_has_the_losses_and_references_of_ddp(
+    engines: Engines, request: pytest.FixtureRequest, name: str
+) -> None:
+    check_marks(request, "ZeRO-2", of_tokens=False)
+    check(engines, "ZeRO-2", name)
+
+
+@needs_deepspeed
+@pytest.mark.supports("router_replay R2", "router_replay R3", "keep_sampling_mask", on="ZeRO-2", only="CPU")
+@pytest.mark.supports("share_prompts", "RLOO", "exact resume", on="ZeRO-2", only="CPU")
+@pytest.mark.supports("gspo", "gspo_token", "step rewards", on="ZeRO-2", only="CPU")
+@pytest.mark.supports("moving reference, full", "moving reference, LoRA", on="ZeRO-2", only="CPU")
+@pytest.mark.parametrize("name", runs.runs_of("ZeRO-2", of_tokens=True))
+def test_zero2_has_the_routes_kept_tokens_and_padding_of_ddp(
+    engines: Engines, request: pytest.FixtureRequest, name: str
+) -> None:
+    check_marks(request, "ZeRO-2", of_tokens=True)
+    check(engines, "ZeRO-2", name)
+
+
+@needs_deepspeed
+@pytest.mark.supports("gspo", "gspo_token", "gmpo", "KL corrections", "masks", "step rewards", on="ZeRO-3", only="CPU")
+@pytest.mark.supports("moving reference, full", "moving reference, LoRA", on="ZeRO-3", only="CPU")
+@pytest.mark.supports("moving reference, quantised base", "quantised base", on="ZeRO-3", only="CPU")
+@pytest.mark.supports("ref_model_sync_kl", on="ZeRO-3", only="CPU")
+@pytest.mark.supports("router_replay R3", "trim_padding", "share_prompts", on="ZeRO-3", only="CPU")
+@pytest.mark.parametrize("name", runs.runs_of("ZeRO-3", of_tokens=False))
+def test_zero3_has_the_losses_and_references_of_ddp(
+    engines: Engines, request: pytest.FixtureRequest, name: str
+) -> None:
+    check_marks(request, "ZeRO-3", of_tokens=False)
+    check(engines, "ZeRO-3", name)
+
+
+@needs_deepspeed
+@pytest.mark.supports("router_replay R2", "router_replay R3", "keep_sampling_mask", on="ZeRO-3", only="CPU")
+@pytest.mark.supports("share_prompts", "RLOO", "exact resume", on="ZeRO-3", only="CPU")
+@pytest.mark.supports("gspo", "gspo_token", "step rewards", on="ZeRO-3", only="CPU")
+@pytest.mark.supports("moving reference, full", "moving reference, LoRA", on="ZeRO-3", only="CPU")
+@pytest.mark.parametrize("name", runs.runs_of("ZeRO-3", of_tokens=True))
+def test_zero3_has_the_routes_kept_tokens_and_padding_of_ddp(
+    engines: Engines, request: pytest.FixtureRequest, name: str
+) -> None:
+    check_marks(request, "ZeRO-3", of_tokens=True)
+    check(engines, "ZeRO-3", name)
+
+
+REFUSED = {
+    "reset": r"DeepSpeed keeps the optimizer's state in partitions of its own, which cannot be cleared .*or use FSDP2",
+    "nf4 float32": r"adapter_dtype='float32': ZeRO-3 needs parameters of one dtype.*or use ZeRO-2 or FSDP2",
+    "budget": r"token_budget=24 runs backward more than once .*DeepSpeed .*leave token_budget unset",
+}
+
+
+@needs_deepspeed
+@pytest.mark.parametrize(
+    ("engine", "name"), [(engine, name) for name, run in RUNS.items() for engine in sorted(runs.refusing(run))]
+)
+def test_deepspeed_refuses_the_others_before_training(engines: Engines, engine: str, name: str) -> None:
+    for result in engines.of(engine, name):
+        assert re.search(REFUSED[name], result["refused"])
+    assert not list((engines.folder / engine / name).glob("checkpoint-*"))
+
+
+@pytest.mark.refuses(
+    "exact resume",
+    on="FSDP2",
+    where="on another number of processes",
+    message="out/checkpoint-6 was taken inside a generation window that began with processes=2; this run has "
+    "processes=1. Resume with the same value, or from a checkpoint at the end of a window.",
+)
+def test_one_process_is_refused_the_rollouts_of_two(engines: Engines) -> None:
+    with pytest.raises(ValueError, match=r"window that began with processes=2; this run has processes=1\. Resume"):
+        raise ValueError(engines.alone("FSDP2", "gspo", runs.SAVED)["refused"])
+
+
+def test_one_process_continues_fsdp2_at_the_end_of_a_window(engines: Engines) -> None:
+    """With whole tensors and with one file per process."""
+    two, one = engines.of("FSDP2", "engine")[0], engines.alone("FSDP2", "engine", runs.WINDOW_END)
+    check_tensors(two["trained"], one["trained"])
+    check_histories(two["history"], one["history"])
+    one = engines.alone("FSDP2", "gspo", runs.WINDOW_END)
+    assert len(one["history"]) == runs.STEPS and "refused" not in one
+
+
+@needs_deepspeed
+@pytest.mark.parametrize("engine", ["ZeRO-2", "ZeRO-3"])
+def test_deepspeed_itself_refuses_another_number_of_processes(engines: Engines, engine: str) -> None:
+    for name, step in runs.RESIZED:
+        assert (
+            "used a DP world size of 2 but the current world size is 1" in engines.alone(engine, name, step)["refused"]
+        )
+
+
+def test_each_run_has_what_it_shows(engines: Engines) -> None:
+    """Under DDP: masks drop, the reference moves, routes and kept tokens act, and tools are called."""
+    rows = {name: engines.of("DDP", name)[0]["history"] for name in RUNS}
+
+    def values(name: str, metric: str) -> list[float]:
+        found = [row[metric] for row in rows[name] if metric in row]
+        assert found, (name, metric)
+        return found
+
+    for name, run in RUNS.items():
+        moves = engines.of("DDP", name)[0]["refreshes"]
+        assert [step for step, _, _ in moves] == ([4, 8] if run.get("sync_ref_model") else []), name
+        assert {rule for _, _, rule in moves} <= {"kl" if "ref_model_sync_kl" in run else "steps"}
+        assert max(values(name, "kl")) > 1e-3
+        assert max(values(name, "grad_norm")) > 0.1
+        if run.get("router_replay"):
+            assert max(values(name, "routing/changed")) > 0.01
+            assert values(name, "routing/fallback") == [0.0] * len(values(name, "routing/fallback"))
+        if run.get("keep_sampling_mask"):
+            assert all(0.5 < mass < 0.999 for mass in values(name, "sampling_mask/kept_mass"))
+        if run.get("loss_type") in ("gspo", "gspo_token"):
+            assert max(values(name, "ratio/sequence_max")) > 1.01
+    for mask in ("off_policy", "geometric", "veto"):
+        assert any(0 < value < 1 for value in values("engine", f"dropped/{mask}")), mask
+    for name in ("tools", "tools LoRA"):
+        assert min(values(name, "tools/call_frequency")) > 0 == max(values(name, "tools/failure_frequency"))
+    assert min(values("steps", "steps/mean_count")) > 1
