@@ -1,5 +1,6 @@
 """An engine in the trainer's process that is sent adapters: PEFT reads the files, on a base of its own."""
 
+import contextlib
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -18,8 +19,12 @@ from trl.generation.vllm_generation import VLLMGeneration
 from tests.reference.test_reference import base_tensors
 from tests.tools import engines, tiny
 from tests.tools import wide as wide_model
+from trl_steady.adapters.part import AdapterPart
+from trl_steady.host import engine as host_engine
+from trl_steady.host import lora
 
 mixture, engine, in_process = engines.mixture, engines.engine, engines.in_process
+server, over_http = engines.server, engines.over_http
 NF4 = {**wide_model.NF4, "bnb_4bit_use_double_quant": True}
 # of the same weights in float32, one sequence at a time instead of a packed batch
 ROUNDING = 1e-4
@@ -299,3 +304,45 @@ def test_what_the_engine_says_of_tokens_is_as_with_merged_weights(
         ends.append(tiny.parameters(trainer))
     assert ends[0].keys() == ends[1].keys()
     assert not [name for name, value in ends[0].items() if not torch.equal(value, ends[1][name])]
+
+
+def test_a_server_is_asked_for_its_flags_before_it_gets_an_adapter(
+    server: engines.Server, over_http: engines.Build
+) -> None:
+    """What a server refuses must not be taken for a refusal of the adapter."""
+    server.config = {"model_config": {engines.MASKED: False}}
+    build = {"peft_config": LoraConfig(**tiny.LORA)}
+    with pytest.raises(ValueError, match=r"keep_sampling_mask=True needs the .* of the vLLM server"):
+        over_http(top_k=50, keep_sampling_mask=True, build=build)
+
+
+def test_a_server_that_takes_no_adapters_gets_weights(server: engines.Server, over_http: engines.Build) -> None:
+    build = {"peft_config": LoraConfig(**tiny.LORA)}
+    with pytest.raises(ValueError, match=r"vllm_adapter_sync=True: .*start it with --enable-lora"):
+        over_http(vllm_adapter_sync=True, build=build)
+    with pytest.warns(UserWarning, match="because vLLM refuses the adapter: the server takes no adapters; start it"):
+        trainer = over_http(build=build)
+    trainer.train()
+    assert trainer.vllm_generation.adapter is None and server.engine.weights
+
+
+@pytest.mark.parametrize("takes", [True, False])
+def test_processes_agree_on_what_a_server_answers(monkeypatch: pytest.MonkeyPatch, wide: Path, takes: bool) -> None:
+    """Only the first of them talks to it."""
+    failure = "" if takes else "it says no"
+    heard = lambda values, from_process: values.__setitem__(0, failure)
+    monkeypatch.setattr(lora, "broadcast_object_list", heard)
+    model = get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(wide), LoraConfig(**tiny.LORA))
+    engine = object.__new__(host_engine.SteadyGeneration)
+    builds: list[None] = []
+    waits = SimpleNamespace(is_main_process=False, wait_for_everyone=lambda: builds.append(None))
+    backend = SimpleNamespace(gather_params=lambda _: contextlib.nullcontext(), fsdp_version=None)
+    sync = AdapterPart(SimpleNamespace()).adapter_sync(
+        SimpleNamespace(use_vllm=True, vllm_adapter_sync=None, output_dir="never")
+    )
+    vars(engine).update(model=model, mode="server", accelerator=waits, _dist=backend, _captures=[], _sync=sync)
+    monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda self: self.accelerator.wait_for_everyone())
+    with contextlib.nullcontext() if takes else pytest.warns(UserWarning, match="it says no"):
+        engine._init_vllm()
+    assert (engine.adapter is not None) == takes
+    assert len(builds) == 1  # or the others would wait for the first

@@ -93,14 +93,14 @@ class AdapterPart(Part):
         TRL merges into the policy's own weights and subtracts again. That leaves rounding errors in a bf16 base, and
         requantises a quantised one. Under FSDP, and for adapters that cannot be merged on the side, TRL does it still.
         """
-        trainer = self.trainer
-        if trainer.accelerator.distributed_type != DistributedType.FSDP:
+        trainer, is_quantised = self.trainer, getattr(model.get_base_model(), "is_quantized", False)
+        if is_quantised or trainer.accelerator.distributed_type != DistributedType.FSDP:
             with whole(trainer.vllm_generation, list(model.parameters())):
                 try:
                     weights = merged_weights(model)
                     first = next(weights)
                 except ValueError as error:
-                    if getattr(model.get_base_model(), "is_quantized", False):
+                    if is_quantised:
                         raise
                     warnings.warn(
                         f"each push to vLLM changes the policy's base by rounding: {error}", UserWarning, stacklevel=2

@@ -63,10 +63,10 @@ def why_not_served(model: PeftModel, mode: str, gather: Gather) -> str | None:
     if len(model.active_adapters) > 1:
         return f"{len(model.active_adapters)} adapters are active"
     plain = LoraConfig()
-    for own in fields(LoraConfig):
-        value = getattr(config, own.name)
-        if own.name not in _SERVED and value and value != getattr(plain, own.name):
-            return f"vLLM does not serve LoRA with {own.name}={value!r}"
+    for name in (field.name for field in fields(LoraConfig) if field.name not in _SERVED):
+        value = getattr(config, name)
+        if value and value != getattr(plain, name):
+            return f"vLLM does not serve LoRA with {name}={value!r}"
     if config.r > _RANKS[-1]:
         return f"vLLM does not serve LoRA of rank {config.r}, but up to {_RANKS[-1]}"
     if any(isinstance(module, ParamWrapper) for module in model.modules()):
@@ -75,11 +75,12 @@ def why_not_served(model: PeftModel, mode: str, gather: Gather) -> str | None:
         if mode == "server":
             return "a server does not quantise its base as the policy's is"
         base: Any = model.get_base_model()
-        quantisation = base.config.quantization_config
-        if not (quantisation.bnb_4bit_quant_type == "nf4" and quantisation.bnb_4bit_use_double_quant):
+        own = base.config.quantization_config
+        is_4bit = getattr(own, "load_in_4bit", False)
+        if is_4bit and not (own.bnb_4bit_quant_type == "nf4" and own.bnb_4bit_use_double_quant):
             return (
                 "vLLM quantises with bnb_4bit_quant_type='nf4' and bnb_4bit_use_double_quant=True, and the policy has "
-                f"{quantisation.bnb_4bit_quant_type!r} and {quantisation.bnb_4bit_use_double_quant}"
+                f"{own.bnb_4bit_quant_type!r} and {own.bnb_4bit_use_double_quant}"
             )
     return _why_other_base(model, gather)
 
@@ -89,7 +90,8 @@ def adapter_state(model: PeftModel, gather: Gather) -> dict[str, Tensor]:
     name = model.active_adapters[0]
     with gather([each for path, each in model.named_parameters() if name in path.split(".")]):
         state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-        return {path: _whole(each).to("cpu", copy=True).contiguous() for path, each in state.items()}
+        tensors = {path.replace("_checkpoint_wrapped_module.", ""): _whole(each) for path, each in state.items()}
+        return {path: each.to("cpu", copy=True).contiguous() for path, each in tensors.items()}
 
 
 def save_adapter(model: PeftModel, state: dict[str, Tensor], folder: Path) -> None:

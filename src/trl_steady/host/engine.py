@@ -95,18 +95,24 @@ class SteadyGeneration(VLLMGeneration):
         if sync is None:
             self._build({})
             return
-        is_required = sync.is_required(self.model, self.mode)
+        is_built = self.mode == "server"
+        if is_built:
+            self._build({})
         why_not = sync.why_not(self.model, self.mode, self._dist.gather_params)
+        if self._dist.fsdp_version == 1:
+            why_not = "version 1 of FSDP does not gather an adapter"
         if why_not is None:
             sender = AdapterSender(sync, self)
             try:
-                self._build(sender.flags)
+                if not is_built:
+                    self._build(sender.flags)
+                    is_built = True
                 sender.send()
                 self.adapter = sender
                 return
             except Exception as error:  # vLLM's own, of any type
                 why_not = f"vLLM{_installed()} refuses the adapter: {error}"
-        if is_required:
+        if sync.is_required(self.model, self.mode):
             raise ValueError(
                 f"{sync.option}: {why_not}. Change that, or let the policy itself generate (use_vllm=False). An "
                 "unquantised policy may also get merged weights (vllm_adapter_sync=False)."
@@ -117,7 +123,7 @@ class SteadyGeneration(VLLMGeneration):
             UserWarning,
             stacklevel=2,
         )
-        if not (hasattr(self, "llm") or hasattr(self, "vllm_client")):
+        if not is_built:
             self._build({})
 
     def _build(self, flags: dict[str, Any]) -> None:
