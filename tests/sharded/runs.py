@@ -166,6 +166,7 @@ RUNS: dict[str, Run] = {
     },
     "R2": {
         "shows": ["router_replay R2", "gspo", "moving reference, full", "share_prompts"],
+        "stays_whole": True,
         "model": "moe",
         "loss_type": "gspo",
         "router_replay": "R2",
@@ -185,6 +186,7 @@ RUNS: dict[str, Run] = {
     },
     "R3 LoRA": {
         "shows": ["router_replay R3", "gspo_token", "step rewards", "moving reference, LoRA"],
+        "stays_whole": True,
         "model": "moe",
         "loss_type": "gspo_token",
         "router_replay": "R3",
@@ -263,7 +265,8 @@ def build(name: str, engine: str, models: dict[str, Path], output: Path, **chang
     options: Run = {**COMMON, **RUNS[name], **changes}
     for key in ("shows", "refused"):
         options.pop(key, None)
-    options |= sharded.options(engine, saves_shards=options.pop("saves_shards", False))
+    of_fsdp2 = {name: options.pop(name) for name in ("saves_shards", "stays_whole") if name in options}
+    options |= sharded.options(engine, **of_fsdp2)
     folder = models[options.pop("model", "dense")]
     if options.pop("base", None):
         # FSDP2 shards floating-point tensors only

@@ -75,17 +75,19 @@ def _choose_deepspeed(state: Any, options: dict[str, Any]) -> None:
     state.deepspeed_plugins = plugins
 
 
-def options(engine: str, *, saves_shards: bool = False) -> dict[str, Any]:
+def options(engine: str, *, saves_shards: bool = False, stays_whole: bool = False) -> dict[str, Any]:
     """Return what a script gives its config to train with an engine, in float32.
 
     Args:
         engine: One of `ENGINES`.
         saves_shards: FSDP2 writes one file per process. Otherwise it writes whole tensors, as the recipe says.
+        stays_whole: FSDP2 keeps parameters whole between forward and backward.
     """
     if engine == "FSDP2":
         config = yaml.safe_load(FSDP2.read_text())["fsdp_config"]
         if saves_shards:
             config["fsdp_state_dict_type"] = "SHARDED_STATE_DICT"
+        config["fsdp_reshard_after_forward"] = not stays_whole
         return {"fsdp": True, "fsdp_config": config}
     if engine == "DDP":
         return {}
