@@ -17,7 +17,7 @@ JOBS ?= 2
 PYTHONS := 3.11 3.12 3.13
 
 .PHONY: demo demo-gspo demo-process demo-v32 demo-moe demo-sampling-mask
-.PHONY: test test-portable test-lowest test-slow test-deepspeed test-sharded test-vllm check docs bench format clean
+.PHONY: test test-portable test-lowest test-slow test-deepspeed test-sharded test-vllm test-gpu check docs bench format clean
 
 # deprecations that TRL owes transformers would bury the progress
 TRAIN = PYTHONWARNINGS=ignore::FutureWarning $(BIN)/python
@@ -89,6 +89,12 @@ test-sharded: $(DEEPSPEED)/.test
 
 test-vllm: $(VLLM)/.test
 	$(VLLM)/bin/python -m pytest --show-capture=no tests/vllm
+
+# on the first GPU; writes outputs/gpu.json, also if tests fail
+test-gpu: $(VENV)/.test
+	@if $(BIN)/python -c "import sys, torch; sys.exit(not torch.cuda.is_available())"; \
+		then $(BIN)/python -m pytest -m gpu tests/gpu; \
+		else echo "make test-gpu: torch finds no CUDA device here, so no test runs"; fi
 
 check: $(VENV)/.test
 	$(BIN)/ruff format --check .

@@ -1,0 +1,60 @@
+"""Whole runs in float32 on fixed rollouts: training on a GPU is that of the CPU."""
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.padding.test_unpadded import UNEQUAL
+from tests.tools import tiny
+from tests.tools.headroom import within
+from tests.tools.places import Place, everywhere
+from tests.tools.recorder import Figures
+from tests.trainers.test_on_gpu import by_steps
+
+# each with its model and its options
+RUNS: dict[str, tuple[str, dict[str, Any]]] = {
+    "GRPO": ("dense", {}),
+    "GSPO": ("dense", {"loss_type": "gspo"}),
+    "GSPO-token, step rewards": ("dense", {"loss_type": "gspo_token", "step_advantage": "process"}),
+    "GMPO, masked": ("dense", {"loss_type": "gmpo", "off_policy_mask_threshold": 0.1}),
+    "a moving reference": ("dense", {"sync_ref_model": True, "ref_model_sync_steps": 1}),
+    "shared prompts": ("dense", {"token_budget": 50, "share_prompts": True}),
+    "cut at the right only": ("gpt2", {"token_budget": 50}),
+    "R2": ("moe", {"router_replay": "R2", "router_replay_reference": True, "router_aux_loss_coef": 0.0}),
+}
+
+
+def trained(place: Place, models: dict[str, Path], output: Path, run: str) -> Any:
+    model, options = RUNS[run]
+    reward = by_steps if "step_advantage" in options else tiny.reward
+    settings = {"beta": 0.1, "optim": "sgd", "learning_rate": 3e-3, "num_iterations": 2, "max_steps": 4, **options}
+    build = {"reward_funcs": reward, "rollout_func": UNEQUAL}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        trainer = tiny.trainer(models[model], output, **place.arguments, build=build, **settings)
+        if model == "moe":  # transformers' other implementation takes another kernel on a GPU
+            trainer.model.set_experts_implementation("eager")
+            trainer.ref_model.set_experts_implementation("eager")
+        return tiny.train(trainer)
+
+
+@everywhere(slow=True)  # tests/trainers/test_on_gpu.py does this on a pretended GPU
+@pytest.mark.parametrize("run", RUNS)
+def test_a_run_is_that_of_the_cpu(
+    place: Place, models: dict[str, Path], tmp_path: Path, run: str, figures: Figures
+) -> None:
+    expected = trained(Place("cpu"), models, tmp_path / "cpu", run)
+    before = tiny.parameters(tiny.trainer(models[RUNS[run][0]], tmp_path / "new"))
+    ours = trained(place, models, tmp_path / "here", run)
+    assert {each.device.type for each in ours.model.parameters()} == {place.name}
+    true, own = tiny.parameters(expected), {name: each.cpu() for name, each in tiny.parameters(ours).items()}
+    moved = sum(float((true[name] - before[name]).square().sum()) for name in true) ** 0.5
+    off = sum(float((true[name] - own[name]).square().sum()) for name in true) ** 0.5
+    # float32 has 24 bits, 6e-8, of weights that are a hundred times as long as the way they move; four steps in which
+    # rounding grows about tenfold each
+    assert moved > 0 and within(off, 1e-2 * moved)
+    losses = [[row["loss"] for row in tiny.history(each) if "loss" in row] for each in (ours, expected)]
+    assert losses[0] == pytest.approx(losses[1], rel=1e-2, abs=1e-4)  # the same rounding
+    figures("distance of the weights from the CPU's, of the way they moved", off / moved, "")

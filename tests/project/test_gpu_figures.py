@@ -1,0 +1,174 @@
+"""The figures of `make test-gpu`: how they are recorded, and that docs/performance.md shows the recorded file."""
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gpu import conftest as gpu
+from tests.tools.recorder import Figures, Recorder
+
+ROOT = Path(__file__).parents[2]
+ENVIRONMENT = {
+    "device": {"name": "made up", "memory_bytes": 16 * 2**30, "capability": [8, 0], "cuda": "13.0"},
+    "versions": {"torch": "2.13.0", "bitsandbytes": None},
+}
+TESTS = """
+import pytest
+
+@pytest.fixture
+def broken():
+    yield
+    raise ValueError("late")
+
+@pytest.mark.gpu
+def test_passes(figures):
+    figures("ratio", 1.5, "")
+    figures("peak", 3, "MiB")
+
+@pytest.mark.gpu
+def test_fails(figures):
+    figures("before", 1, "s")
+    assert 1 == 2, "early"
+
+@pytest.mark.gpu
+def test_fails_in_teardown(broken):
+    pass
+
+@pytest.mark.gpu
+def test_skips():
+    pytest.skip("no flash | attention")
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_figure_is_finite(figures, value):
+    with pytest.raises(ValueError, match="finite"):
+        figures("value", value, "")
+
+@pytest.mark.gpu
+def test_a_figure_is_recorded_once(figures):
+    figures("value", 1, "")
+    with pytest.raises(ValueError, match="twice"):
+        figures("value", 2, "")
+
+def test_on_the_cpu(figures):
+    figures("ratio", 1, "")
+"""
+
+
+class Fixtures:
+    """The fixture of `tests/gpu/conftest.py` with another recorder."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self.recorder = recorder
+
+    @pytest.fixture
+    def figures(self, request: pytest.FixtureRequest) -> Figures:
+        return self.recorder.figures(request.node.nodeid)
+
+
+def run(folder: Path, tests: str, *options: str) -> Path:
+    """Run tests in a folder of their own, and return the path of the figures."""
+    (folder / "test_made_up.py").write_text(tests)
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
+    output = folder / "outputs/gpu.json"
+    recorder = Recorder(output, lambda: ENVIRONMENT)
+    arguments = ["-p", "no:cacheprovider", "-p", "no:terminal", "--import-mode=importlib", "--rootdir", str(folder)]
+    ended = pytest.main([*arguments, *options, str(folder)], plugins=[recorder, Fixtures(recorder)])
+    assert ended in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
+    return output
+
+
+@pytest.fixture
+def script() -> Any:
+    spec = importlib.util.spec_from_file_location("gpu_figures", ROOT / "docs/figures/gpu.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_outcome_and_figure_is_recorded(tmp_path: Path) -> None:
+    results = json.loads(run(tmp_path, TESTS).read_text())
+    assert {name: results[name] for name in ENVIRONMENT} == ENVIRONMENT
+    rows = {row["test"].split("::")[1]: row for row in results["tests"]}
+    assert {name: row["outcome"] for name, row in rows.items()} == {
+        "test_passes": "passed",
+        "test_fails": "failed",
+        "test_fails_in_teardown": "failed",
+        "test_skips": "skipped",
+        "test_a_figure_is_finite[nan]": "passed",
+        "test_a_figure_is_finite[inf]": "passed",
+        "test_a_figure_is_recorded_once": "passed",
+    }
+    assert rows["test_passes"]["figures"] == [
+        {"name": "ratio", "value": 1.5, "unit": ""},
+        {"name": "peak", "value": 3.0, "unit": "MiB"},
+    ]
+    assert [figure["name"] for figure in rows["test_fails"]["figures"]] == ["before"]
+    assert rows["test_skips"]["reason"] == "no flash | attention"
+    assert "late" in rows["test_fails_in_teardown"]["reason"] or "made_up" in rows["test_fails_in_teardown"]["reason"]
+    assert all(row["seconds"] > 0 and row["peak_bytes"] == 0 for row in rows.values())  # no allocator of CUDA here
+
+
+def test_nothing_is_written_where_all_tests_are_skipped(tmp_path: Path) -> None:
+    assert not run(tmp_path, TESTS, "-k", "skips or on_the_cpu").exists()
+
+
+def test_the_file_of_a_run_that_is_cut_off_has_what_ended(tmp_path: Path) -> None:
+    output = run(tmp_path, TESTS, "--exitfirst")
+    names = [row["test"].split("::")[1] for row in json.loads(output.read_text())["tests"]]
+    assert names == ["test_passes", "test_fails"]
+
+
+def test_the_table_shows_the_figures(script: Any, tmp_path: Path) -> None:
+    page, recorded = tmp_path / "page.md", tmp_path / "gpu.json"
+    page.write_text(f"before\n\n{script.START}\nold\n{script.END}\n\nafter\n")
+    script.main([], page=page, recorded=recorded)
+    assert page.read_text() == f"before\n\n{script.START}\n{script.NOT_YET}\n{script.END}\n\nafter\n"
+    output = run(tmp_path, TESTS)
+    script.main([str(output)], page=page, recorded=recorded)
+    assert recorded.read_bytes() == output.read_bytes()
+    text = page.read_text()
+    assert text.startswith("before\n\n") and text.endswith("\n\nafter\n") and script.NOT_YET not in text
+    assert "made up with 16 GiB, compute capability 8.0, CUDA 13.0. Versions: torch 2.13.0." in text
+    assert "4 tests passed, 2 failed, 1 were skipped." in text
+    assert "- failed: `test_made_up.py::test_fails`. " in text
+    assert "- skipped: `test_made_up.py::test_skips`. no flash \\| attention\n" in text
+    assert "| `test_made_up.py::test_passes` | ratio | 1.5 |\n|  | peak | 3 MiB |\n" in text
+    before = page.read_text()
+    script.main([], page=page, recorded=recorded)
+    assert page.read_text() == before
+
+
+def test_a_page_without_the_comments_is_an_error(script: Any, tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("before\n")
+    with pytest.raises(SystemExit, match="once each"):
+        script.main([], page=page, recorded=tmp_path / "gpu.json")
+    assert page.read_text() == "before\n"
+
+
+def test_the_page_shows_the_recorded_file(script: Any) -> None:
+    results = json.loads(script.RECORDED.read_text()) if script.RECORDED.exists() else None
+    page = script.PAGE.read_text()
+    assert script.filled(page, script.table(results)) == page, "run `python docs/figures/gpu.py`"
+
+
+def test_each_file_has_its_place_in_the_order() -> None:
+    assert sorted(gpu.ORDER) == sorted(path.name for path in (ROOT / "tests/gpu").glob("test_*.py"))
+
+
+def test_the_tests_run_in_the_order() -> None:
+    class Item:
+        def __init__(self, path: Path) -> None:
+            self.path = path
+
+    folder = ROOT / "tests/gpu"
+    other = Item(ROOT / "tests/losses/test_losses.py")
+    items: list[Any] = [Item(folder / "test_speed.py"), other, Item(folder / "test_attention.py")]
+    gpu.pytest_collection_modifyitems(items)
+    assert [item.path.name for item in items] == ["test_attention.py", "test_losses.py", "test_speed.py"]
+    assert items[1] is other

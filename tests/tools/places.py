@@ -1,0 +1,87 @@
+"""The devices that the tests of `tests/gpu` run on: CUDA in `make test-gpu`, the CPU in `make test` on other machines.
+
+A test gets a `Place` and asks it for its device, its sizes, and its attention kernels. On the CPU, the kernels of
+`tests/oracles/kernels.py` compute what a GPU's kernels compute.
+"""
+
+import importlib.util
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any, NamedTuple, TypeVar
+
+import pytest
+import torch
+
+from tests.oracles import kernels
+
+__all__ = ["KERNELS", "Place", "everywhere"]
+
+KERNELS = ("sdpa", "flex_attention", "flash_attention_2")
+_BF16 = (8, 0)  # the first compute capability whose matrix units take bf16
+_T = TypeVar("_T")
+
+
+class Place(NamedTuple):
+    """A device and what a test needs to know about it."""
+
+    name: str
+
+    @property
+    def is_cuda(self) -> bool:
+        """Return whether this is a real GPU."""
+        return self.name == "cuda"
+
+    @property
+    def device(self) -> torch.device:
+        """Return the device of tensors."""
+        return torch.device("cuda", 0) if self.is_cuda else torch.device("cpu")
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Return the options of a trainer that trains here, in float32."""
+        return {"use_cpu": not self.is_cuda, "bf16": False}
+
+    @property
+    def has_varlen(self) -> bool:
+        """Return whether "sdpa" has a call for all sequences of a packed row: torch 2.13 on a GPU with bf16."""
+        from trl_steady.padding import attention
+
+        return not self.is_cuda or (attention._HAS_VARLEN and torch.cuda.get_device_capability() >= _BF16)
+
+    def choose(self, cpu: _T, cuda: _T) -> _T:
+        """Return the size for this device."""
+        return cuda if self.is_cuda else cpu
+
+    def need_bf16(self) -> None:
+        """Skip the test on a GPU that only emulates bf16."""
+        if self.is_cuda and torch.cuda.get_device_capability() < _BF16:
+            pytest.skip(f"bf16 needs compute capability 8.0, this GPU has {torch.cuda.get_device_capability()}")
+
+    @contextmanager
+    def kernel(self, name: str, *models: Any) -> Iterator[None]:
+        """Let models attend with a kernel; on the CPU with what stands for it."""
+        if self.is_cuda:
+            self.need_bf16()
+            if name == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+                pytest.skip("flash_attn is not installed")
+            for model in models:
+                model.set_attn_implementation(name)
+        else:
+            for model in models:
+                kernels.use(model, name)
+        with nullcontext() if self.is_cuda else kernels.KERNELS[name]():
+            yield
+
+
+def everywhere(test: Callable[..., None] | None = None, *, slow: bool = False) -> Any:
+    """Run a test on both places. `slow`: its run on the CPU is for `make test-slow`."""
+    on_cpu = [pytest.mark.skipif(torch.cuda.is_available(), reason="make test-gpu runs this on CUDA")]
+    on_cuda = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")]
+    mark = pytest.mark.parametrize(
+        "place",
+        [
+            pytest.param(Place("cpu"), id="cpu", marks=[*on_cpu, *([pytest.mark.slow] if slow else [])]),
+            pytest.param(Place("cuda"), id="cuda", marks=on_cuda),
+        ],
+    )
+    return mark if test is None else mark(test)
