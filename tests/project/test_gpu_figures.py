@@ -2,10 +2,13 @@
 
 import importlib.util
 import json
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.gpu import conftest as gpu
 from tests.tools.recorder import Figures, Recorder
@@ -77,6 +80,7 @@ def run(folder: Path, tests: str, *options: str) -> Path:
     recorder = Recorder(output, lambda: ENVIRONMENT)
     arguments = ["-p", "no:cacheprovider", "-p", "no:terminal", "--import-mode=importlib", "--rootdir", str(folder)]
     ended = pytest.main([*arguments, *options, str(folder)], plugins=[recorder, Fixtures(recorder)])
+    sys.modules.pop("test_made_up", None)  # the next test has another one
     assert ended in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED)
     return output
 
@@ -172,3 +176,29 @@ def test_the_tests_run_in_the_order() -> None:
     gpu.pytest_collection_modifyitems(items)
     assert [item.path.name for item in items] == ["test_attention.py", "test_losses.py", "test_speed.py"]
     assert items[1] is other
+
+
+def test_the_peak_of_a_test_outlasts_the_resets_inside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With an allocator that the test drives, in place of CUDA's."""
+    allocator = SimpleNamespace(peak=7)  # left by the test before
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: allocator.peak)
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: setattr(allocator, "peak", 0))
+    monkeypatch.setattr(torch.cuda, "allocator", allocator, raising=False)
+    tests = """
+import pytest
+import torch
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("peaks", [(5, 2), (1, 3), (4,), ()])
+def test_allocates(peaks):
+    for number, peak in enumerate(peaks):
+        if number:
+            torch.cuda.reset_peak_memory_stats()
+        torch.cuda.allocator.peak = peak
+    assert peaks != (4,)
+"""
+    rows = json.loads(run(tmp_path, tests).read_text())["tests"]
+    found = [(row["outcome"], row["peak_bytes"]) for row in rows]
+    assert found == [("passed", 5), ("passed", 3), ("failed", 4), ("passed", 0)]
