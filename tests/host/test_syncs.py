@@ -59,3 +59,31 @@ def test_a_micro_batch_of_ours_waits_for_nothing(
     assert syncs.collectives == Counter({"trl_steady": 1})
     logged = trainer.state.log_history[-1]
     assert {"kl", "kl/k2", "ratio/sequence_min", "off_policy_q50", "dropped/veto", "mismatch/kl"} <= logged.keys()
+
+
+@pytest.mark.parametrize("options", [{}, {"share_prompts": True}, {"token_budget": 60, "share_prompts": True}])
+def test_passes_without_padding_wait_for_nothing(
+    models: dict[str, Path], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    """The lengths of the sequences come with the samples, from the rollout."""
+    trainer = tiny.trainer(models["dense"], tmp_path, beta=0.1, num_iterations=2, max_steps=1, **options)
+    waits: list[tuple[str, int]] = []
+
+    class Counted(type(trainer)):
+        def rollout(self, inputs: Any) -> Any:
+            with counted() as syncs:
+                samples = super().rollout(inputs)
+            waits.append(("rollout", syncs.transfers["trl_steady"]))
+            return samples
+
+        def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
+            with counted() as syncs:
+                loss = super().compute_loss(*arguments, **keywords)
+            waits.append(("micro-batch", syncs.transfers["trl_steady"] + syncs.collectives["trl_steady"]))
+            return loss
+
+    trainer.__class__ = Counted
+    trainer.train()
+    assert {name for name, _ in waits} == {"rollout", "micro-batch"}
+    assert {count for name, count in waits if name == "rollout"} == {1}  # a check of the rewards
+    assert {count for name, count in waits if name == "micro-batch"} == {0}

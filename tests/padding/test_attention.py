@@ -14,7 +14,7 @@ from tests.oracles import padding as oracles
 from tests.oracles.padding import Batch, padded
 from trl_steady.padding import attention
 from trl_steady.padding.attention import attending_in, switched
-from trl_steady.padding.packing import Packing, pack
+from trl_steady.padding.packing import Packing, lengths_of, pack
 
 HEADS, SIZE = 4, 6
 BATCHES = {
@@ -51,7 +51,9 @@ def _layer(key_heads: int) -> torch.nn.Module:
 
 
 def _packing(batch: Batch, shared: bool) -> Packing:
-    return pack(batch.mask, prompt_width=batch.prompt_columns, input_ids=batch.ids if shared else None)
+    lengths = lengths_of(batch.mask, prompt_width=batch.prompt_columns, input_ids=batch.ids if shared else None)
+    assert lengths is not None
+    return pack(lengths, prompt_width=batch.prompt_columns, device=batch.ids.device)
 
 
 def _drawn(packing: Packing, key_heads: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from tests.tools.devices import CUDA, pretended_gpu
-from trl_steady.padding.packing import pack
+from trl_steady.padding.packing import lengths_of, pack
 
 PROMPT, WIDTH = 4, 9
 
@@ -24,7 +24,9 @@ def batch(groups: int) -> tuple[Tensor, Tensor]:
 
 
 def packed(ids: Tensor, mask: Tensor, *, shares: bool) -> Any:
-    packing = pack(mask, prompt_width=PROMPT, input_ids=ids if shares else None)
+    lengths = lengths_of(mask, prompt_width=PROMPT, input_ids=ids if shares else None)
+    assert lengths is not None
+    packing = pack(lengths, prompt_width=PROMPT, device=ids.device)
     values = packing.gather(ids)[:, 1:].double()
     scattered = packing.scatter_predictions(values, (len(ids), WIDTH - 1))
     assert packing.rows.device == packing.columns.device == scattered.device == ids.device
@@ -50,6 +52,9 @@ def test_packing_waits_for_the_gpu_as_often_for_many_rows_as_for_few(shares: boo
     for groups in (2, 8):
         ids, mask = batch(groups)
         with pretended_gpu() as gpu:
-            pack(mask.to(CUDA), prompt_width=PROMPT, input_ids=ids.to(CUDA) if shares else None)
+            own = lengths_of(mask.to(CUDA), prompt_width=PROMPT, input_ids=ids.to(CUDA) if shares else None)
+            read = len(gpu.waits)
+            pack(own, prompt_width=PROMPT, device=torch.device(CUDA))
+            assert len(gpu.waits) == read
             waits.append(len(gpu.waits))
     assert waits[0] == waits[1]

@@ -7,7 +7,7 @@ import torch
 
 from tests.oracles import padding as oracles
 from tests.oracles.padding import Batch, Name, padded
-from trl_steady.padding.packing import Packing, pack
+from trl_steady.padding.packing import Packing, lengths_of, pack
 
 BATCHES: dict[str, Batch] = {
     "as wide as it is": padded([([1, 2], [3, 4]), ([5, 6], [7, 8])]),
@@ -51,7 +51,9 @@ def shared(request: pytest.FixtureRequest) -> bool:
 
 
 def _packed(batch: Batch, shared: bool) -> Packing:
-    return pack(batch.mask, prompt_width=batch.prompt_columns, input_ids=batch.ids if shared else None)
+    lengths = lengths_of(batch.mask, prompt_width=batch.prompt_columns, input_ids=batch.ids if shared else None)
+    assert lengths is not None
+    return pack(lengths, prompt_width=batch.prompt_columns, device=batch.ids.device)
 
 
 def _names(packing: Packing) -> list[Name]:
@@ -161,7 +163,7 @@ def test_by_hand() -> None:
 @pytest.mark.parametrize("kind", [torch.bool, torch.int64, torch.float32])
 def test_masks_of_any_kind(kind: torch.dtype, shared: bool) -> None:
     batch = BATCHES["two prompts in turn"]
-    got = pack(batch.mask.to(kind), prompt_width=batch.prompt_columns, input_ids=batch.ids if shared else None)
+    got = _packed(Batch(batch.ids, batch.mask.to(kind), batch.prompt_columns), shared)
     assert _names(got) == _names(_packed(batch, shared))
     assert list(got.segments) == list(_packed(batch, shared).segments)
 
@@ -181,3 +183,11 @@ def test_prompts_of_one_token_are_not_shared() -> None:
     packing = _packed(BATCHES["prompts of one token"], True)
     assert all(segment.prefix is None for segment in packing.segments)
     assert len(packing.segments) == 3
+
+
+def test_padding_between_tokens_is_found() -> None:
+    mask = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 0, 1, 1]])
+    assert lengths_of(mask[:1], prompt_width=2) == [(1, 2, -1)]
+    assert lengths_of(mask, prompt_width=2) is None
+    assert lengths_of(mask.flip(1), prompt_width=3) is None
+    assert lengths_of(torch.tensor([[1, 0, 1, 1]]), prompt_width=2) is None  # at the right of a prompt

@@ -20,6 +20,7 @@ from tests.tools import tiny
 from tests.tools.headroom import within
 from tests.tools.losses import NATIVE_LOSS_TYPES, SEQUENCE_RATIO_LOSS_TYPES
 from trl_steady.padding import part as padding_part
+from trl_steady.padding.budget import Length
 from trl_steady.padding.families import traits
 from trl_steady.padding.part import PaddingPart
 
@@ -256,14 +257,9 @@ def test_shared_prompts_are_computed_once(models: dict[str, Path], tmp_path: Pat
 def test_the_group_with_the_longest_comes_first(models: dict[str, Path], tmp_path: Path) -> None:
     options = {"share_prompts": True, "token_budget": 1, "gradient_accumulation_steps": 4}  # one by one
     trainer: Any = tiny.trainer(models["dense"], tmp_path, **options, **ROLLOUT)
-    prompts, completions = [[5, 6, 7], [1, 2, 3], [9, 9], [1, 2, 3]], [2, 1, 7, 9]
-    mask = torch.zeros(4, 13, dtype=torch.long)
-    ids = torch.zeros(4, 13, dtype=torch.long)
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        ids[row, 4 - len(prompt) : 4] = torch.tensor(prompt)
-        mask[row, 4 - len(prompt) : 4 + completion] = 1
-    order, counts = trainer.part(PaddingPart)._batches(trainer.model, ids, mask, 4)
-    assert order.tolist() == [3, 1, 2, 0] and counts == [1, 1, 1, 1]
+    part = trainer.part(PaddingPart)
+    lengths = [Length(3, 2, 0), Length(3, 1, 1), Length(2, 7, 2), Length(3, 9, 1)]
+    assert part._batches(part.traits_of(trainer.model), lengths, 13, 4, 4) == ([3, 1, 2, 0], [1, 1, 1, 1])
 
 
 def test_a_budget_counts_batches_that_are_too_wide_to_be_cut(
@@ -273,9 +269,10 @@ def test_a_budget_counts_batches_that_are_too_wide_to_be_cut(
     trainer: Any = tiny.trainer(models["dense"], tmp_path, token_budget=21)
     mask = torch.zeros(4, 10, dtype=torch.long)
     mask[:, 3:6] = 1
-    _, counts = trainer.part(PaddingPart)._batches(trainer.model, mask, mask, 4)
-    assert counts == [2, 2]
-    assert trainer.part(PaddingPart)._batches(trainer.model, mask[:, :9], mask[:, :9], 4)[1] == [4]
+    part = trainer.part(PaddingPart)
+    of = part.traits_of(trainer.model)
+    assert part._batches(of, [Length(1, 2)] * 4, 10, 4, 4)[1] == [2, 2]
+    assert part._batches(of, [Length(1, 2)] * 4, 9, 4, 4)[1] == [4]
     with torch.no_grad(), pytest.warns(UserWarning, match="batches wider than 9 tokens keep their padding"):
         trainer.log_probs(trainer.model, mask, mask, 6)
 
@@ -472,3 +469,31 @@ def test_a_loss_that_a_callback_sets_is_refused_too(models: dict[str, Path], tmp
     with pytest.raises(ValueError, match="token_budget=30 does not work with loss_type='bnpo'"):
         trainer.train()
     assert trainer.state.global_step == 2
+
+
+def test_lengths_that_are_not_of_the_mask_are_found(models: dict[str, Path], tmp_path: Path) -> None:
+    """A script changes a mask after the rollout; tokens without a length would get a log-prob of 0."""
+
+    class Changes(trl_steady.GRPOTrainer):
+        def compute_loss(self, model: Any, inputs: dict[str, Any], *arguments: Any, **keywords: Any) -> Tensor:
+            inputs["completion_mask"] = torch.ones_like(inputs["completion_mask"])
+            if self.state.global_step:
+                del inputs["lengths"]
+            return super().compute_loss(model, inputs, *arguments, **keywords)
+
+    args = tiny.arguments(trl_steady.GRPOConfig, tmp_path, max_steps=2)
+    build: dict[str, Any] = {"processing_class": tiny.tokenizer(), "rollout_func": UNEQUAL}
+    trainer = Changes(str(models["dense"]), tiny.reward, args, tiny.dataset(), **build)
+    with pytest.raises(RuntimeError, match="is not that of its rollout"):
+        trainer.train()
+    trainer.state.global_step = 1
+    batch = trainer._prepare_inputs(next(iter(trainer.get_train_dataloader())))
+    assert "lengths" in batch
+    assert trainer.compute_loss(trainer.model, batch).isfinite()
+
+
+def test_a_budget_wants_whole_sequences(models: dict[str, Path], tmp_path: Path) -> None:
+    trainer: Any = tiny.trainer(models["dense"], tmp_path, token_budget=30)
+    mask = torch.tensor([[1, 1, 0, 1]])
+    with torch.no_grad(), pytest.raises(ValueError, match="token_budget=30 needs sequences without padding between"):
+        trainer.log_probs(trainer.model, mask, mask, 2)

@@ -47,7 +47,10 @@ class PretendedGPU(TorchFunctionMode):
             return args[0].on_host.tolist()
         if func in (Tensor.cpu, Tensor.cuda):
             return self._moved(args[0], _CPU if func is Tensor.cpu else CUDA)
+        if func is Tensor.pin_memory:
+            return args[0]
         if func is Tensor.to:
+            kwargs.pop("non_blocking", None)
             return self._to(kwargs.pop("device", None), *args, **kwargs)
         if func in _MAKES_ANOTHER and isinstance(args[0], _OnGPU):
             return _OnGPU(func(args[0].on_host, *args[1:], **kwargs))

@@ -17,11 +17,11 @@ _COLLECTIVES = ("gather", "reduce", "gather_for_metrics", "pad_across_processes"
 
 
 def _caller() -> str:
-    """The package whose code is innermost: "trl_steady", "trl" or "" for neither."""
+    """The package whose code is innermost, of these three; "" for none."""
     frame = sys._getframe(2)
     while frame is not None:
         package = frame.f_globals.get("__name__", "").split(".")[0]
-        if package in ("trl_steady", "trl"):
+        if package in ("trl_steady", "trl", "transformers"):
             return package
         frame = frame.f_back  # type: ignore[assignment]
     return ""

@@ -6,7 +6,9 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-__all__ = ["Packing", "Segment", "pack"]
+from trl_steady.padding.budget import Length
+
+__all__ = ["Packing", "Segment", "fits", "lengths_of", "pack", "without_waiting"]
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,8 @@ class Packing:
     """(N,) the row in the padded batch that each token comes from."""
     columns: Tensor
     """(N,) the column of each token in the padded batch, which is also its position in transformers."""
+    predicted: Tensor
+    """Indices of the tokens that the token before them predicts: all but the first of each segment."""
     segments: Sequence[Segment] = field(repr=False)
     """Segments that cover all tokens, in order."""
 
@@ -52,60 +56,94 @@ class Packing:
 
         All other entries are 0, among them those of the first token of each segment, which no token predicts.
         """
-        is_first = torch.zeros(len(self.rows), dtype=torch.bool)
-        is_first[[segment.start for segment in self.segments]] = True
-        predicted = (~is_first).nonzero().squeeze(-1).to(packed.device)
-        indices = self.rows[predicted] * shape[1] + self.columns[predicted] - 1
-        return packed.new_zeros(shape[0] * shape[1]).index_put((indices,), packed[0, predicted - 1]).view(shape)
+        indices = self.rows[self.predicted] * shape[1] + self.columns[self.predicted] - 1
+        return packed.new_zeros(shape[0] * shape[1]).index_put((indices,), packed[0, self.predicted - 1]).view(shape)
 
 
-def pack(attention_mask: Tensor, *, prompt_width: int, input_ids: Tensor | None = None) -> Packing:
-    """Pack the tokens of a padded batch into one row, with one segment for each sequence.
+def lengths_of(attention_mask: Tensor, *, prompt_width: int, input_ids: Tensor | None = None) -> list[Length] | None:
+    """Return the lengths of the sequences of a padded batch. This waits for the batch's device.
 
     Args:
         attention_mask: (B, L), nonzero = token.
         prompt_width: Number of columns that belong to the prompts.
-        input_ids: (B, L). If given, sequences whose prompts have the same tokens before the last one share one copy of
-            these tokens. The copy is a segment of its own, and the prefix of their segments.
+        input_ids: (B, L). If given, sequences whose prompts have the same tokens before the last one are a group. Such
+            a prompt has two tokens or more.
 
     Returns:
-        The packing, on the device of `attention_mask`.
+        One length for each sequence; None if a sequence has padding between its tokens.
     """
     mask = attention_mask.bool()
+    prompts, completions = mask[:, :prompt_width].sum(-1), mask[:, prompt_width:].sum(-1)
+    table: list[list[int]] = torch.stack(
+        [prompts, completions, _fits(mask, prompts, completions, prompt_width)], dim=-1
+    ).tolist()
+    if not all(row[2] for row in table):
+        return None
+    lengths = [Length(prompt, completion) for prompt, completion, _ in table]
     if input_ids is None:
-        rows, columns = mask.nonzero().unbind(-1)
-        ends = mask.sum(-1).cumsum(0).tolist()
-        starts = [0, *ends[:-1]]
-        return Packing(rows, columns, [Segment(a, b) for a, b in zip(starts, ends, strict=True) if b > a])
-    mask = mask.cpu()  # on a GPU, the loops below would sync at every row
-    # The last token of a prompt predicts the first token of each completion, so each sequence has its own copy.
-    prefix = mask.clone()
-    prefix[:, prompt_width - 1 :] = False
-    tokens = [row[kept].tolist() for row, kept in zip(input_ids.cpu(), prefix, strict=True)]
-    sharing: dict[tuple[int, ...], list[int]] = {}
-    for row, prompt in enumerate(tokens):
-        sharing.setdefault(tuple(prompt), []).append(row)
+        return lengths
+    numbers: dict[tuple[int, ...], int] = {}
+    tokens: list[list[int]] = input_ids[:, : max(prompt_width - 1, 0)].tolist()
+    for row, (length, own) in enumerate(zip(lengths, tokens, strict=True)):
+        if length.prompt > 1:
+            group = numbers.setdefault(tuple(own[prompt_width - length.prompt :]), len(numbers))
+            lengths[row] = length._replace(group=group)
+    return lengths
+
+
+def fits(lengths: Sequence[Length], attention_mask: Tensor, *, prompt_width: int) -> Tensor:
+    """Return a bool scalar, on the device of a mask (B, L): whether the sequences have these lengths."""
+    own = torch.tensor([(length.prompt, length.completion) for length in lengths])
+    prompts, completions = without_waiting(own, attention_mask.device).unbind(-1)
+    return _fits(attention_mask.bool(), prompts, completions, prompt_width).all()
+
+
+def _fits(mask: Tensor, prompts: Tensor, completions: Tensor, prompt_width: int) -> Tensor:
+    columns = torch.arange(mask.size(1), device=mask.device)
+    starts, ends = prompt_width - prompts.unsqueeze(-1), prompt_width + completions.unsqueeze(-1)
+    return (mask == ((columns >= starts) & (columns < ends))).all(-1)
+
+
+def pack(lengths: Sequence[Length], *, prompt_width: int, device: torch.device) -> Packing:
+    """Pack the tokens of a padded batch into one row, with one segment for each sequence.
+
+    Args:
+        lengths: Lengths of the sequences. Several of one group share one copy of their prompt before its last token,
+            which predicts the first token of each completion. The copy is a segment of its own, and the prefix of
+            their segments.
+        prompt_width: Number of columns that belong to the prompts.
+        device: Device of the batch.
+
+    Returns:
+        The packing. Nothing waits for the device.
+    """
+    members: dict[tuple[str, int], list[int]] = {}
+    for row, length in enumerate(lengths):
+        members.setdefault(("row", row) if length.group < 0 else ("group", length.group), []).append(row)
     indices: list[Tensor] = []
     segments: list[Segment] = []
-    end = 0
 
-    def add(row: int, kept: Tensor, before: slice | None = None) -> slice:
-        nonlocal end
-        columns = kept.nonzero().squeeze(-1)
-        segment = Segment(end, end + len(columns), before)
-        end = segment.end
+    def add(row: int, first: int, end: int, prefix: slice | None = None) -> slice:
+        start = segments[-1].end if segments else 0
+        segment = Segment(start, start + end - first, prefix)
+        columns = torch.arange(first, end)
         indices.append(torch.stack([torch.full_like(columns, row), columns]))
-        if segment.end > segment.start:
+        if len(segment):
             segments.append(segment)
         return segment.tokens
 
-    for prompt, members in sharing.items():
-        if len(members) == 1 or not prompt:
-            for row in members:
-                add(row, mask[row])
-            continue
-        shared = add(members[0], prefix[members[0]])
-        for row in members:
-            add(row, mask[row] & ~prefix[row], shared)
-    rows, columns = torch.cat(indices, dim=1).to(attention_mask.device)
-    return Packing(rows, columns, segments)
+    for rows in members.values():
+        first, end = prompt_width - lengths[rows[0]].prompt, prompt_width - 1
+        prefix = add(rows[0], first, end) if len(rows) > 1 else None
+        for row in rows:
+            start = prompt_width - lengths[row].prompt if prefix is None else end
+            add(row, start, prompt_width + lengths[row].completion, prefix)
+    table = torch.cat(indices, dim=1) if indices else torch.empty(2, 0, dtype=torch.long)
+    predicted = [torch.arange(segment.start + 1, segment.end) for segment in segments]
+    of_rows, of_columns = without_waiting(table, device)
+    return Packing(of_rows, of_columns, without_waiting(torch.cat([table[0, :0], *predicted]), device), segments)
+
+
+def without_waiting(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the CPU on a device. A GPU gets it from pinned memory, so that the CPU does not wait."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -6,22 +6,23 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, cast
+from dataclasses import dataclass
+from typing import Any
 
 import torch
-from accelerate.utils import DistributedType
+from accelerate.utils import DistributedType, gather_object
 from peft import PeftModel, PeftType
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
 
 from trl_steady.host import Steady, models
 from trl_steady.host.names import rollout_number
-from trl_steady.host.part import Part, ScoringPass
+from trl_steady.host.part import Part, Rollout, ScoringPass
 from trl_steady.host.regrouping import backward_of, divided_by
 from trl_steady.padding.attention import attending_in, own_implementation, switched
 from trl_steady.padding.budget import Length, partition
 from trl_steady.padding.families import Traits, traits
-from trl_steady.padding.packing import Segment
+from trl_steady.padding.packing import Segment, lengths_of, without_waiting
 from trl_steady.padding.proxy import UnpaddedModel
 
 __all__ = ["PaddingPart"]
@@ -45,6 +46,27 @@ _PER_TOKEN = {
 _STEPS_IN_BACKWARD = ("lomo", "adalomo")
 
 
+@dataclass
+class _Plan:
+    """How the sequences of a pass go through a model."""
+
+    mask: Tensor
+    """The padded batch's."""
+    key: tuple[Any, ...]
+    """On what the plan depends beside the batch."""
+    lengths: Sequence[Length]
+    """As they are in the batch."""
+    order: Sequence[int] | None = None
+    """Rows in their order; None for that of the batch."""
+    batches: Sequence[Tensor] = ()
+    """Rows that go through the model together; none for TRL's own batches."""
+
+    @property
+    def in_order(self) -> Sequence[Length]:
+        """Lengths in the order in which the sequences come."""
+        return self.lengths if self.order is None else [self.lengths[row] for row in self.order]
+
+
 class PaddingPart(Part):
     """Computes no padding in the passes of policy and reference, and regroups micro-batches with `token_budget`.
 
@@ -56,6 +78,7 @@ class PaddingPart(Part):
         super().__init__(trainer)
         self._traits: weakref.WeakKeyDictionary[torch.nn.Module, Traits] = weakref.WeakKeyDictionary()
         self._waiting: list[tuple[int, Mapping[str, Any]]] = []
+        self._plan: _Plan | None = None
 
     # construction
 
@@ -141,66 +164,101 @@ class PaddingPart(Part):
         if not self._acts:
             yield model
             return
+        plan = self._plan_of(scoring)
         yield UnpaddedModel(
             model,
             self.traits_of(scoring.model),
             prompt_width=scoring.prompt_width,
             share_prompts=self.trainer.args.share_prompts,
+            lengths=None if plan is None else plan.in_order,
             attending=functools.partial(_attending, scoring, models.bare(self.trainer, scoring.model)),
         )
 
     def batches(self, scoring: ScoringPass) -> Sequence[Tensor]:
         """Return batches of `token_budget`, or of sequences of similar length, if no gradient is needed."""
-        if not self._acts or torch.is_grad_enabled() or scoring.with_aux_loss or not scoring.is_text:
-            return ()
-        has_padding_left = self.traits_of(scoring.model).why_not_packed is not None
-        if self.trainer.args.token_budget is None and not has_padding_left:
-            return ()
-        ids, mask = scoring.input_ids, scoring.attention_mask
-        order, counts = self._batches(scoring.model, ids, mask, scoring.prompt_width, scoring.batch_size)
-        return order.split(counts)
+        plan = self._plan_of(scoring) if self._acts else None
+        return () if plan is None else plan.batches
+
+    @contextlib.contextmanager
+    def rolling(self, rollout: Rollout) -> Iterator[None]:
+        """Forget the plan of the rollout before."""
+        self._plan = None
+        yield
+
+    def columns(self, rollout: Rollout) -> dict[str, Any]:
+        """Add the lengths of the sequences, so that no micro-batch waits for its device to know them."""
+        if not self._acts:
+            return {}
+        if self._plan is not None:
+            lengths = self._plan.lengths
+        else:
+            lengths = self._read(rollout.input_ids, rollout.attention_mask, rollout.samples["prompt_ids"].size(1))
+        return {} if lengths is None else {"lengths": list(map(tuple, lengths))}  # which a checkpoint can hold
 
     @property
     def _acts(self) -> bool:
         return self.trainer.args.trim_padding and not self.why_padded
 
+    def _plan_of(self, scoring: ScoringPass) -> _Plan | None:
+        """Return the plan of a pass, which those of a rollout share; None if there is padding between tokens."""
+        its, mask = self.traits_of(scoring.model), scoring.attention_mask
+        is_alone = torch.is_grad_enabled() or scoring.with_aux_loss or not scoring.is_text
+        key = its, is_alone, scoring.batch_size
+        if self._plan is not None and self._plan.mask is mask and self._plan.key == key:
+            return self._plan
+        known = scoring.samples.get("lengths") if scoring.role == "policy" else None
+        if known is not None and len(known) == len(mask):
+            lengths = [Length(*own) for own in known]
+        else:
+            lengths = self._read(scoring.input_ids, mask, scoring.prompt_width)
+        if lengths is None:
+            return None
+        plan = _Plan(mask, key, lengths)
+        if not is_alone and (self.trainer.args.token_budget is not None or its.why_not_packed is not None):
+            size = scoring.batch_size or len(lengths)
+            plan.order, counts = self._batches(its, lengths, mask.size(1), scoring.prompt_width, size)
+            plan.batches = without_waiting(torch.tensor(plan.order), mask.device).split(counts)
+        if scoring.rollout is not None and scoring.role != "other":
+            self._plan = plan
+        return plan
+
+    def _read(self, input_ids: Tensor, attention_mask: Tensor, prompt_width: int) -> list[Length] | None:
+        args = self.trainer.args
+        shared = input_ids if args.share_prompts else None
+        lengths = lengths_of(attention_mask, prompt_width=prompt_width, input_ids=shared)
+        if lengths is None and args.token_budget is not None:
+            raise ValueError(
+                f"token_budget={args.token_budget} needs sequences without padding between their tokens. Leave "
+                "token_budget unset."
+            )
+        return lengths
+
     def _batches(
-        self,
-        model: torch.nn.Module,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        prompt_width: int,
-        batch_size: int | None = None,
-    ) -> tuple[Tensor, list[int]]:
-        """Return the order (B,) in which sequences go through `model`, and how many go at a time.
+        self, its: Traits, lengths: Sequence[Length], width: int, prompt_width: int, batch_size: int
+    ) -> tuple[list[int], list[int]]:
+        """Return the order in which sequences go through a model, and how many go at a time.
 
         The numbers are the same on all processes. The longest sequences come first, so memory runs out early or not at
         all. With `share_prompts`, the sequences of a prompt stay together with their longest.
         """
-        args = self.trainer.args
-        mask, its = attention_mask.bool(), self.traits_of(model)
-        prompts, completions = mask[:, :prompt_width].sum(-1), mask[:, prompt_width:].sum(-1)
-        is_whole = input_ids.size(1) > its.width_limit
-        if is_whole or (its.why_not_packed and not its.is_shift_invariant):
-            prompts = torch.full_like(prompts, prompt_width)  # their padding is not cut off
+        is_whole = width > its.width_limit
+        if is_whole or (its.why_not_packed and not its.is_shift_invariant):  # their padding is not cut off
+            lengths = [length._replace(prompt=prompt_width) for length in lengths]
         if is_whole:
-            completions = torch.full_like(completions, input_ids.size(1) - prompt_width)
-        order = (prompts + completions).argsort(descending=True, stable=True)
-        groups = torch.full_like(prompts, -1)
-        if args.share_prompts:
-            shared = input_ids.where(mask, -1)[:, : prompt_width - 1]
-            _, groups = shared.unique(dim=0, return_inverse=True)
-            ranks: dict[int, int] = {}
-            for group in groups[order].tolist():
-                ranks.setdefault(group, len(ranks))
-            order = order[torch.tensor([ranks[group] for group in groups[order].tolist()]).argsort(stable=True)]
-        if args.token_budget is None:
-            size = batch_size or len(order)
-            return order, [min(size, len(order) - start) for start in range(0, len(order), size)]
-        lengths = torch.stack([prompts, completions, groups], dim=-1)[order].unsqueeze(0)
-        everywhere = cast(Tensor, self.trainer.accelerator.gather(lengths)).tolist()
-        processes = [[Length(*length) for length in own] for own in everywhere]
-        return order, partition(processes, args.token_budget, padded=is_whole or its.why_not_packed is not None)
+            lengths = [length._replace(completion=width - prompt_width) for length in lengths]
+        order = sorted(range(len(lengths)), key=lambda row: -lengths[row].prompt - lengths[row].completion)
+        first: dict[int, int] = {}
+        for place, row in enumerate(order):
+            first.setdefault(lengths[row].group if lengths[row].group >= 0 else -1 - row, place)
+        order.sort(key=lambda row: first[lengths[row].group if lengths[row].group >= 0 else -1 - row])
+        budget = self.trainer.args.token_budget
+        if budget is None:
+            return order, [min(batch_size, len(order) - start) for start in range(0, len(order), batch_size)]
+        own = [lengths[row] for row in order]
+        everywhere = [own]
+        if self.trainer.accelerator.num_processes > 1:
+            everywhere = [[Length(*length) for length in each] for each in gather_object([own])]
+        return order, partition(everywhere, budget, padded=is_whole or its.why_not_packed is not None)
 
     # loss
 
@@ -234,15 +292,23 @@ class PaddingPart(Part):
         for _, rollout in itertools.groupby(waiting, key=lambda waits: waits[0]):  # each rollout has its own width
             parts = [inputs for _, inputs in rollout]
             whole = {name: _together([part[name] for part in parts]) for name in parts[0]}
-            order, counts = self._batches(
-                model,
-                torch.cat([whole["prompt_ids"], whole["completion_ids"]], dim=1),
-                torch.cat([whole["prompt_mask"], whole["completion_mask"]], dim=1),
-                whole["prompt_ids"].size(1),
-            )
-            for rows in order.split(counts):
-                group = {name: _taken(values, rows) for name, values in whole.items()}
-                yield group, len(rows) / len(parts[0]["completion_ids"])
+            ids = torch.cat([whole["prompt_ids"], whole["completion_ids"]], dim=1)
+            prompt_width = whole["prompt_ids"].size(1)
+            if "lengths" in whole:
+                lengths = [Length(*own) for own in whole["lengths"]]
+            else:  # of a checkpoint that has none
+                mask = torch.cat([whole["prompt_mask"], whole["completion_mask"]], dim=1)
+                lengths = self._read(ids, mask, prompt_width)
+            assert lengths is not None  # with a budget
+            its = self.traits_of(model)
+            order, counts = self._batches(its, lengths, ids.size(1), prompt_width, len(lengths))
+            start = 0
+            for count in counts:
+                rows = order[start : start + count]
+                start += count
+                indices = without_waiting(torch.tensor(rows), ids.device)
+                group = {name: _taken(values, rows, indices) for name, values in whole.items()}
+                yield group, count / len(parts[0]["completion_ids"])
 
 
 class _AtStepBegin(TrainerCallback):
@@ -267,7 +333,7 @@ def _together(values: Sequence[Any]) -> Any:
     return list(itertools.chain(*values)) if isinstance(first, list) else first
 
 
-def _taken(values: Any, rows: Tensor) -> Any:
+def _taken(values: Any, rows: Sequence[int], indices: Tensor) -> Any:
     if isinstance(values, Tensor) and values.dim():
-        return values[rows]
-    return [values[row] for row in rows.tolist()] if isinstance(values, list) else values
+        return values[indices]
+    return [values[row] for row in rows] if isinstance(values, list) else values

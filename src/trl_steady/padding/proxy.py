@@ -1,22 +1,29 @@
 """Wrappers that run a model on a padded batch without its padding, and return outputs for the padded batch."""
 
+import itertools
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from trl_steady.host.scoring import needs_places
+from trl_steady.padding.budget import Length
 from trl_steady.padding.families import Traits
-from trl_steady.padding.packing import Segment, pack
+from trl_steady.padding.packing import Segment, fits, lengths_of, pack
 
 __all__ = ["UnpaddedModel"]
 
 _OF_TOKENS = ("token_type_ids", "mm_token_type_ids", "places")  # also (B, L)
 _PACKED = {"input_ids", "attention_mask", "labels", "places"}
+_OTHER_MASK = (
+    "the attention mask of a micro-batch is not that of its rollout, whose lengths came with the samples. Remove "
+    '"lengths" from the inputs where you change a mask.'
+)
 # other arguments that TRL passes for a batch that is text only
 _WITH_TEXT = {"fused_lm_head", "output_router_logits"}
 
@@ -32,6 +39,8 @@ class UnpaddedModel:
         traits: Traits of the transformers model in it.
         prompt_width: Number of columns of the batches that belong to the prompts.
         share_prompts: True if rows with the same prompt share one copy of it.
+        lengths: Lengths of all sequences that will come, in their order. None: they are read from each batch, and the
+            CPU waits for its device.
         attending: Returns a context in which the model attends within the given segments.
     """
 
@@ -42,16 +51,18 @@ class UnpaddedModel:
         *,
         prompt_width: int,
         share_prompts: bool,
+        lengths: Iterable[Length] | None = None,
         attending: Callable[[Sequence[Segment]], AbstractContextManager[None]],
     ) -> None:
         self._model, self._traits = model, traits
         self._prompt_width, self._share_prompts, self._attending = prompt_width, share_prompts, attending
+        self._lengths = None if lengths is None else iter(lengths)
         self.needs_places = needs_places(model)
 
     def __call__(self, *, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **others: Any) -> Any:
         """Return `log_probs` and `entropy`, (B, L - 1) each, and `aux_loss`, for inputs of shape (B, L)."""
         width = input_ids.size(1)
-        used = attention_mask.any(0).nonzero().squeeze(-1).tolist()
+        lengths = self._of_next(input_ids, attention_mask)
         if width > self._traits.width_limit > 0:
             warnings.warn(
                 f"batches wider than {self._traits.width_limit} tokens keep their padding, because the model's rotary "
@@ -59,34 +70,43 @@ class UnpaddedModel:
                 UserWarning,
                 stacklevel=2,
             )
-        if not used or width > self._traits.width_limit:
+        if not lengths or not any(length.prompt or length.completion for length in lengths):
             return self._model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **others)
-        left = min(used[0], self._prompt_width - 1) if self._traits.is_shift_invariant else 0
-        right = max(used[-1] + 1, self._prompt_width + 1)
+        if width > self._traits.width_limit:
+            return self._model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **others)
+        longest = max(max(length.prompt for length in lengths), 1)
+        left = self._prompt_width - longest if self._traits.is_shift_invariant else 0
+        right = self._prompt_width + max(max(length.completion for length in lengths), 1)
         batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
         batch |= {name: others.pop(name) for name in _OF_TOKENS if name in others}
         batch = {name: values[:, left:right] for name, values in batch.items()}
-        if self._packs(batch, others, self._prompt_width - left):
-            outputs = self._packed(batch, others, self._prompt_width - left, left)
+        if self._packs(batch, others, lengths, left):
+            outputs = self._packed(batch, others, lengths, left)
         else:
             outputs = self._model(**batch, **others)
         return _mapped(outputs, lambda values: pad(values, (left, width - right)))
 
-    def _packs(self, batch: dict[str, Tensor], others: dict[str, Any], prompt_width: int) -> bool:
-        mask = batch["attention_mask"]
+    def _of_next(self, input_ids: Tensor, attention_mask: Tensor) -> Sequence[Length] | None:
+        if self._lengths is not None:
+            own = list(itertools.islice(self._lengths, len(input_ids)))
+            is_fit = fits(own, attention_mask, prompt_width=self._prompt_width)
+            torch._assert_async(is_fit, _OTHER_MASK)  # pyright: ignore[reportPrivateUsage] - on a GPU nobody waits
+            return own
+        shared = input_ids if self._share_prompts else None
+        return lengths_of(attention_mask, prompt_width=self._prompt_width, input_ids=shared)
+
+    def _packs(self, batch: dict[str, Tensor], others: dict[str, Any], lengths: Sequence[Length], left: int) -> bool:
         if self._traits.why_not_packed or not batch.keys() <= _PACKED or not others.keys() <= _WITH_TEXT:
             return False
-        if not mask[:, prompt_width - 1].all():  # no token predicts the first token after an empty prompt
+        if not all(length.prompt for length in lengths):  # no token predicts the first token after an empty prompt
             return False
-        return self._share_prompts or not mask.all()
+        prompt_width = self._prompt_width - left
+        full = prompt_width, batch["labels"].size(1) - prompt_width
+        return self._share_prompts or any((length.prompt, length.completion) != full for length in lengths)
 
-    def _packed(self, batch: dict[str, Tensor], others: dict[str, Any], prompt_width: int, left: int) -> Any:
+    def _packed(self, batch: dict[str, Tensor], others: dict[str, Any], lengths: Sequence[Length], left: int) -> Any:
         input_ids, labels = batch["input_ids"], batch["labels"]
-        packing = pack(
-            batch["attention_mask"],
-            prompt_width=prompt_width,
-            input_ids=input_ids if self._share_prompts else None,
-        )
+        packing = pack(lengths, prompt_width=self._prompt_width - left, device=input_ids.device)
         if "places" in batch:
             others = {**others, "places": packing.gather(batch["places"])}
         with self._attending(packing.segments):

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from trl_steady.padding.packing import Segment
+from trl_steady.padding.packing import Segment, without_waiting
 
 __all__ = ["Segments", "Varlen"]
 
@@ -73,12 +73,12 @@ def _varlen(segments: Segments, device: torch.device) -> Varlen:
     if keys != queries:
         row = torch.arange(segments.of_row[-1].end)
         parts = [row[part] for segment in segments.of_row for part in (segment.prefix, segment.tokens) if part]
-        taken = torch.cat(parts).to(device)
+        taken = without_waiting(torch.cat(parts), device)
     return Varlen(_starts(queries, device), _starts(keys, device), max(queries), max(keys), taken)
 
 
 def _starts(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(device, torch.int32)
+    return without_waiting(pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32), device)
 
 
 def _block_mask(segments: Segments, device: torch.device) -> Any:
@@ -87,7 +87,7 @@ def _block_mask(segments: Segments, device: torch.device) -> Any:
     of_row = segments.of_row
     table = torch.tensor([[each.start, each.prefix.start if each.prefix else -1, each.shared] for each in of_row])
     table = table.repeat_interleave(torch.tensor([len(each) for each in of_row]), dim=0)
-    start, prefix, shared = table.to(device).unbind(-1)
+    start, prefix, shared = without_waiting(table, device).unbind(-1)
     count = len(start)
     position = torch.arange(count, device=device) - start + shared
     window = segments.window or count
