@@ -134,6 +134,7 @@ def torch_varlen() -> Iterator[Calls]:
         enable_gqa: bool = False,
     ) -> Tensor:
         calls.count += 1
+        assert query.dtype == key.dtype == value.dtype
         assert enable_gqa == (key.size(1) != query.size(1))
         return _varlen(query, key, value, cu_seq_q, cu_seq_k, (max_q, max_k), scale=scale, window=window_size)
 

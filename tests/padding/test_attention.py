@@ -211,6 +211,18 @@ def test_layers_of_one_pass_may_be_on_two_devices(implementation: str, window: i
     assert torch.equal(got, _attend(layer, packing, implementation, window, *inputs))
 
 
+def test_under_autocast_a_kernel_gets_what_sdpa_would() -> None:
+    """Rotary positions make float32 of queries and keys, but not of values."""
+    packing = _packing(BATCHES["one prompt"], True)
+    query, key, value = _drawn(packing, 2, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16), kernels.torch_varlen() as calls:
+        assert attention._autocast(query) == torch.bfloat16
+        got = _attend(_layer(2), packing, "sdpa", None, query, key, value.bfloat16())
+    assert calls.count == 1 and got.dtype == torch.bfloat16
+    exact = _attend(_layer(2), packing, "sdpa", None, query, key, value)
+    torch.testing.assert_close(got.float(), exact, rtol=5e-2, atol=5e-2)
+
+
 def _laid(batch: Batch) -> tuple[Packing, dict[str, torch.Tensor]]:
     packing = _packing(batch, False)
     return packing, {"input_ids": packing.gather(batch.ids), "position_ids": packing.columns[None]}

@@ -132,15 +132,21 @@ def _takes_varlen(
         and torch.cuda.is_available()
         and torch.backends.cuda.flash_sdp_enabled()
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
-        and query.dtype in (torch.bfloat16, torch.float16)
+        and _autocast(query) in (torch.bfloat16, torch.float16)
         and value.size(-1) <= query.size(-1) <= _LARGEST_HEAD
         and not dropout
         and position_bias is None
     )
 
 
+def _autocast(tensor: Tensor) -> torch.dtype:
+    """Return the dtype in which "sdpa" would take a tensor. Rotary positions leave queries and keys in float32."""
+    kind = tensor.device.type
+    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+
+
 def _by_varlen(inputs: Sequence[Tensor], segments: Segments, scaling: float | None) -> Tensor:
-    query, key, value = (tensor[0].transpose(0, 1) for tensor in inputs)
+    query, key, value = (tensor[0].transpose(0, 1).to(_autocast(tensor)) for tensor in inputs)
     its = segments.varlen(query.device)
     if its.taken is not None:
         key, value = key[its.taken], value[its.taken]
