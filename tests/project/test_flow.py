@@ -12,7 +12,7 @@ from trl_steady.host import Part
 FLOW = Path(__file__).parents[2] / "docs" / "figures" / "flow.py"
 # asked when a trainer is built, after a step, or for a checkpoint: not on the way of a micro-batch
 ELSEWHERE = {
-    *("building", "captures", "built", "before_last_backward"),
+    *("building", "captures", "adapter_sync", "built", "before_last_backward"),
     *("saving", "loading", "save", "load", "add_to_card"),
 }
 

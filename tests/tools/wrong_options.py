@@ -57,7 +57,7 @@ CHOICES = [
     out("router_replay", True, "'R2', 'R3', or None for no replay of routes"),
     out("adapter_dtype", "float16", "'float32', or None"),
     unknown("adapter_dtype", "Float32", "float32"),
-    out("vllm_adapter_sync", "lora", "True, False, or None for the adapter where vLLM can serve it"),
+    out("vllm_adapter_sync", "lora", "True or False"),
     unknown("scale_rewards", "batched", "batch"),
     out("scale_rewards", "std", "'group', 'batch' or 'none'"),
     unknown("multi_objective_aggregation", "normalise_then_sum", "normalize_then_sum"),

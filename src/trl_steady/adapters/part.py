@@ -31,7 +31,7 @@ __all__ = ["AdapterPart"]
 class AdapterPart(Part):
     """Keeps a quantised policy trainable, its adapters in the asked dtype, and its base unchanged by an engine."""
 
-    window_options = (("adapter_dtype", None),)
+    window_options = (("adapter_dtype", None), ("vllm_adapter_sync", "use_vllm"))
 
     @contextlib.contextmanager
     def building(self, model: Any, args: Any) -> Iterator[None]:

@@ -156,6 +156,7 @@ METHODS = (
     _method("passes", "padding-free passes (the default)", "trim_padding=True", _SCORES),
     _method("passes", "micro-batches limited by tokens", "token_budget=...", ("compute_loss",)),
     _method("passes", "a group's prompt computed once", "share_prompts=True", _SCORES),
+    _method("passes", "vLLM gets the LoRA adapter alone", "vllm_adapter_sync=True", page="vllm.md"),
     _method("passes", "float32 adapters on a quantised base", 'adapter_dtype="float32"', page=_PAGES["reference"]),
 )
 

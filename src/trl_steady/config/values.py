@@ -26,17 +26,12 @@ CHOICES: dict[str, tuple[Any, ...]] = {
     "step_advantage": ("process", "return_to_go"),
     "router_replay": ("R2", "R3"),
     "adapter_dtype": ("float32",),
-    "vllm_adapter_sync": (True, False),
     "multi_objective_aggregation": ("sum_then_normalize", "normalize_then_sum"),
     "scale_rewards": ("group", "batch", "none", True, False),
     "vllm_mode": ("server", "colocate"),
     "vllm_importance_sampling_mode": ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"),
 }
-_NONE_IS = {
-    "router_replay": "None for no replay of routes",
-    "adapter_dtype": "None for TRL's choice",
-    "vllm_adapter_sync": "None for the adapter where vLLM can serve it",
-}
+_NONE_IS = {"router_replay": "None for no replay of routes", "adapter_dtype": "None for TRL's choice"}
 
 
 def _count(value: Any) -> bool:
