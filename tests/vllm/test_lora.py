@@ -1,4 +1,7 @@
-"""A vLLM engine that gets the adapter alone, on CPU: after each sync its log-probs are the policy's."""
+"""A vLLM engine that gets the adapter alone, on CPU: after each sync its log-probs are the policy's.
+
+vLLM makes its groups of processes once, and a mixture of experts needs one more: those tests come before these.
+"""
 
 import importlib.util
 from collections.abc import Callable, Iterator
