@@ -116,7 +116,7 @@ def test_each_token_attends_to_what_it_may_see(
         torch.testing.assert_close(gradient, should, **rounding)
 
 
-@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.parametrize("window", [None, 1, 3])
 @pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
 @pytest.mark.parametrize("kernel", kernels.KERNELS)
 @pytest.mark.parametrize("key_heads", [1, 4])

@@ -264,8 +264,8 @@ KERNELS = {
     "flex_attention": kernels.flex_attention,
     "varlen": kernels.torch_varlen,
 }
-EVERY_TIME = [("eager", True), ("sdpa", True), ("flash_attention_2", True)]
-SLOW = [("eager", False), ("varlen", True), ("flash_attention_2", False), ("flex_attention", True)]
+EVERY_TIME = [("sdpa", True), ("flash_attention_2", True)]
+SLOW = [("eager", True), ("eager", False), ("varlen", True), ("flash_attention_2", False), ("flex_attention", True)]
 COMBINED = [*EVERY_TIME, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
 
 

@@ -27,8 +27,17 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kernel", kernels.KERNELS)
-@pytest.mark.parametrize("case", CASES)
+EVERY_TIME = {("flash_attention_2", "budget"), ("flash_attention_2", "replayed"), ("sdpa", "checkpointed")}
+
+
+@pytest.mark.parametrize(
+    ("kernel", "case"),
+    [
+        pytest.param(kernel, case, marks=() if (kernel, case) in EVERY_TIME else pytest.mark.slow)
+        for kernel in kernels.KERNELS
+        for case in CASES
+    ],
+)
 def test_training_by_a_kernel(models: dict[str, Path], tmp_path: Path, kernel: str, case: str) -> None:
     options = {**SETTINGS, **CASES[case]}
     model = models[options.pop("model", "dense")]
