@@ -287,6 +287,8 @@ def test_packed_with_gradient_checkpointing(name: str, attention: str) -> None:
 def _assert_packed(name: str, attention: str, share_prompts: bool, *, checkpointing: bool = False) -> None:
     """Against the padded batch: through FlashAttention where that packs, else by the model's default on a CPU."""
     model, batch = _build(name, **({"attn_implementation": "eager"} if attention == "eager" else {})), _batch()
+    if not IS_TOLD and (why_not := traits(model).why_not_packed) is not None:
+        pytest.skip(why_not)
     if checkpointing and not model.supports_gradient_checkpointing:
         pytest.skip("it cannot")
     if not _can(model, attention):
@@ -302,8 +304,6 @@ def _assert_packed(name: str, attention: str, share_prompts: bool, *, checkpoint
         if checkpointing:
             model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
         of = traits(model)
-        if of.why_not_packed is not None and not IS_TOLD:
-            pytest.skip(of.why_not_packed)
         attended = kernel.enter_context(mock.patch.object(packed, "_attend", wraps=packed._attend))
         if attention in KERNELS:
             calls.count = 0
