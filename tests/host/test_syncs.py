@@ -85,5 +85,6 @@ def test_passes_without_padding_wait_for_nothing(
     trainer.__class__ = Counted
     trainer.train()
     assert {name for name, _ in waits} == {"rollout", "micro-batch"}
-    assert {count for name, count in waits if name == "rollout"} == {1}  # a check of the rewards
+    # two for rewards, one for lengths whatever the number of passes, one for the tokens of equal prompts
+    assert {count for name, count in waits if name == "rollout"} == {4 if options else 3}
     assert {count for name, count in waits if name == "micro-batch"} == {0}
