@@ -3,6 +3,7 @@
 import contextlib
 import sys
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -222,6 +223,35 @@ def test_what_is_not_served_is_merged(wide: Path, built: Callable[..., tuple[Any
     assert all(torch.equal(*pair) for pair in zip(kept, before, strict=True))
 
 
+def test_a_colocated_engine_does_not_quantise_to_8_bits(wide: Path, built: Callable[..., tuple[Any, LLM]]) -> None:
+    with pytest.raises(ValueError, match="vllm_adapter_sync=None: vLLM does not quantise its base to 8 bits"):
+        built(wide_model.load(wide, "int8"))
+
+
+@pytest.mark.parametrize("error", [OSError("no space left"), ValueError("no")])
+def test_every_process_hears_why_a_version_was_not_sent(
+    wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+) -> None:
+    told: list[str] = []
+    monkeypatch.setattr(lora, "broadcast_object_list", lambda values, from_process: told.extend(values))
+    model = get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(wide), LoraConfig(**tiny.LORA))
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    sync = AdapterPart(SimpleNamespace()).adapter_sync(
+        SimpleNamespace(use_vllm=True, vllm_adapter_sync=None, output_dir=str(tmp_path))
+    )
+    assert sync is not None
+    backend = SimpleNamespace(gather_params=lambda _: contextlib.nullcontext())
+    accelerator = SimpleNamespace(is_main_process=True)
+    client = SimpleNamespace(model="base")
+    engine = SimpleNamespace(model=model, mode="server", accelerator=accelerator, _dist=backend, vllm_client=client)
+    with pytest.raises(ValueError, match=str(error)):
+        lora.AdapterSender(replace(sync, save=fail), engine).send()
+    assert told == [str(error)]
+
+
 @pytest.mark.parametrize(
     ("quantisation", "message"),
     [
@@ -309,7 +339,7 @@ def test_what_the_engine_says_of_tokens_is_as_with_merged_weights(
 def test_a_server_is_asked_for_its_flags_before_it_gets_an_adapter(
     server: engines.Server, over_http: engines.Build
 ) -> None:
-    """What a server refuses must not be taken for a refusal of the adapter."""
+    """A server's refusal must not be taken for one of the adapter."""
     server.config = {"model_config": {engines.MASKED: False}}
     build = {"peft_config": LoraConfig(**tiny.LORA)}
     with pytest.raises(ValueError, match=r"keep_sampling_mask=True needs the .* of the vLLM server"):

@@ -1,4 +1,4 @@
-"""What a sync of a LoRA policy to a colocated vLLM takes: the adapter alone, against all weights with it merged.
+"""Time a sync of a LoRA policy to a colocated vLLM: the adapter alone, against all weights with it merged.
 
     .venv-vllm/bin/python -m tests.benchmarks.vllm_sync
 

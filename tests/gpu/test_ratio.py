@@ -44,7 +44,7 @@ class Scored(trl_steady.GRPOTrainer):
 def first_update(
     place: Place, folder: Path, output: Path, monkeypatch: pytest.MonkeyPatch, weights: str, bf16: bool, **options: Any
 ) -> tuple[dict[str, float], Tensor]:
-    """What is logged of the first of two updates on a rollout, and the mean log-probs of its sequences."""
+    """Return the log of the first of two updates on a rollout, and the mean log-probs of its sequences."""
     source = padding.Source()
     settings = models.bench_options(place)
     settings.window = 4

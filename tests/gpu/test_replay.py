@@ -45,7 +45,7 @@ def mixture(place: Place) -> Mixture:
 
 
 class Pass(NamedTuple):
-    """Of one forward and backward."""
+    """Run one forward and backward."""
 
     logits: Tensor
     gradients: list[Tensor]

@@ -1,4 +1,4 @@
-"""What attention kernels of GPUs compute, from their documentation, in loops over sequences. They count their calls.
+"""Attend as kernels of GPUs do by their documentation, in loops over sequences. The functions count their calls.
 
 FlashAttention's `flash_attn_varlen_func`: if there are more keys than queries, the last query meets the last key;
 query i attends to keys from i + keys - queries - left to i + keys - queries + right. A sink is one more logit a head.

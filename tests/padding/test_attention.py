@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch.distributed.utils import _apply_to_tensors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.integrations.flash_attention import flash_attention_forward
 
 from tests.oracles import kernels
 from tests.oracles import padding as oracles
@@ -94,6 +95,17 @@ def _visible(packing: Packing, batch: Batch, shared: bool, window: int | None) -
     return oracles.visible(names, oracles.segments(batch, shared), window)
 
 
+def _assert_same(
+    got: torch.Tensor, expected: torch.Tensor, inputs: tuple[torch.Tensor, ...], **rounding: float
+) -> None:
+    """Compare values, and the gradients of a sum with random weights."""
+    torch.testing.assert_close(got, expected, **rounding)
+    weights = torch.randn(got.shape, generator=torch.Generator().manual_seed(4), dtype=got.dtype)
+    own = torch.autograd.grad((got * weights).sum(), inputs)
+    for gradient, should in zip(own, torch.autograd.grad((expected * weights).sum(), inputs), strict=True):
+        torch.testing.assert_close(gradient, should, **rounding)
+
+
 @pytest.mark.parametrize("window", WINDOWS)
 @pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])
@@ -108,12 +120,7 @@ def test_each_token_attends_to_what_it_may_see(
     expected = oracles.attention(query[0], key[0], value[0], allowed, scale=0.4)[None]
     # transformers' "eager" takes its softmax in float32, in which tens of weights and numbers below 4 are rounded
     rounding = {"rtol": 1e-10, "atol": 1e-12} if implementation == "sdpa" else {"rtol": 1e-4, "atol": 1e-5}
-    torch.testing.assert_close(got, expected, **rounding)
-    weights = torch.randn(got.shape, generator=torch.Generator().manual_seed(4), dtype=got.dtype)
-    inputs = (query, key, value)
-    own = torch.autograd.grad((got * weights).sum(), inputs)
-    for gradient, should in zip(own, torch.autograd.grad((expected * weights).sum(), inputs), strict=True):
-        torch.testing.assert_close(gradient, should, **rounding)
+    _assert_same(got, expected, (query, key, value), **rounding)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
@@ -131,12 +138,7 @@ def test_a_kernel_for_the_whole_row_is_called_once(
         got = _attend(_layer(key_heads), packing, kernel, window, query, key, value, **options)
     assert calls.count == 1
     expected = oracles.attention(query[0], key[0], value[0], _visible(packing, batch, shared, window), scale=0.4)[None]
-    torch.testing.assert_close(got, expected, rtol=1e-10, atol=1e-12)
-    weights = torch.randn(got.shape, generator=torch.Generator().manual_seed(4), dtype=got.dtype)
-    inputs = (query, key, value)
-    own = torch.autograd.grad((got * weights).sum(), inputs)
-    for gradient, should in zip(own, torch.autograd.grad((expected * weights).sum(), inputs), strict=True):
-        torch.testing.assert_close(gradient, should, rtol=1e-10, atol=1e-12)
+    _assert_same(got, expected, (query, key, value), rtol=1e-10, atol=1e-12)
 
 
 @pytest.mark.parametrize("window", [None, 1, 3])
@@ -230,6 +232,24 @@ def _laid(batch: Batch) -> tuple[Packing, dict[str, torch.Tensor]]:
 
 def _implementations(model: PreTrainedModel) -> Sequence[str | None]:
     return [module.config._attn_implementation for module in model.modules() if hasattr(module, "config")]
+
+
+def test_a_kernel_from_the_hub_goes_by_its_own_name(batch: Batch) -> None:
+    """transformers registers its function for FlashAttention under the name of the repository."""
+    name = "kernels-community/flash-attn2"
+    attention.AttentionInterface.register(name, flash_attention_forward)
+    attention.AttentionMaskInterface.register(name, attention.ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"])
+    model = _model()
+    packing, inputs = _laid(batch)
+    with switched(model), attending_in(packing.segments):
+        expected = model(**inputs).logits
+    kernels.use(model, name)
+    assert attention.why_not_packed(name) is None
+    with kernels.flash_attention(name) as calls, switched(model), attending_in(packing.segments):
+        logits = model(**inputs).logits
+    assert calls.count == len(model.model.layers)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)  # float32, and sums in another order
+    assert set(_implementations(model)) == {name}
 
 
 @pytest.mark.parametrize("implementation", ["sdpa", "eager"])

@@ -76,6 +76,8 @@ def why_not_served(model: PeftModel, mode: str, gather: Gather) -> str | None:
             return "a server does not quantise its base as the policy's is"
         base: Any = model.get_base_model()
         own = base.config.quantization_config
+        if getattr(own, "load_in_8bit", False):
+            return "vLLM does not quantise its base to 8 bits"
         is_4bit = getattr(own, "load_in_4bit", False)
         if is_4bit and not (own.bnb_4bit_quant_type == "nf4" and own.bnb_4bit_use_double_quant):
             return (

@@ -2,6 +2,7 @@
 
 import functools
 import tempfile
+import uuid
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ class AdapterSender:
 
     def __init__(self, sync: AdapterSync, engine: Any) -> None:
         self._sync, self._engine = sync, engine
-        self._version = 0
+        self._version, self._run = 0, uuid.uuid4().hex[:8]  # a server may still have those of a run that died
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self.flags = {"enable_lora": True, "max_lora_rank": sync.rank(engine.model), "max_loras": 1}
         """Options of vLLM that a colocated engine needs."""
@@ -74,8 +75,8 @@ class AdapterSender:
         if engine.accelerator.is_main_process:
             try:
                 self._send_to_server(state)
-            except ValueError as error:
-                failure = [str(error)]
+            except Exception as error:  # the others wait to hear of it
+                failure = [str(error) or repr(error)]
         broadcast_object_list(failure, from_process=0)
         if failure[0]:
             raise ValueError(failure[0])
@@ -100,7 +101,7 @@ class AdapterSender:
 
     @property
     def _name(self) -> str:
-        return f"trl-steady-{self._version}"
+        return f"trl-steady-{self._run}-{self._version}"
 
     @property
     def _path(self) -> Path:

@@ -7,10 +7,10 @@ import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
-from accelerate.utils import DistributedType, gather_object
+from accelerate.utils import DistributedType
 from peft import PeftModel, PeftType
 from torch import Tensor
 from transformers import PreTrainedModel, TrainerCallback
@@ -247,17 +247,19 @@ class PaddingPart(Part):
         if is_whole:
             lengths = [length._replace(completion=width - prompt_width) for length in lengths]
         order = sorted(range(len(lengths)), key=lambda row: -lengths[row].prompt - lengths[row].completion)
+        groups = [row.group if row.group >= 0 else -1 - number for number, row in enumerate(lengths)]
         first: dict[int, int] = {}
         for place, row in enumerate(order):
-            first.setdefault(lengths[row].group if lengths[row].group >= 0 else -1 - row, place)
-        order.sort(key=lambda row: first[lengths[row].group if lengths[row].group >= 0 else -1 - row])
+            first.setdefault(groups[row], place)
+        order.sort(key=lambda row: first[groups[row]])
         budget = self.trainer.args.token_budget
         if budget is None:
             return order, [min(batch_size, len(order) - start) for start in range(0, len(order), batch_size)]
-        own = [lengths[row] for row in order]
-        everywhere = [own]
-        if self.trainer.accelerator.num_processes > 1:
-            everywhere = [[Length(*length) for length in each] for each in gather_object([own])]
+        accelerator, everywhere = self.trainer.accelerator, [[lengths[row] for row in order]]
+        if accelerator.num_processes > 1:
+            own = without_waiting(torch.tensor(everywhere), accelerator.device)
+            gathered = cast(Tensor, accelerator.gather(own)).tolist()
+            everywhere = [[Length(*length) for length in each] for each in gathered]
         return order, partition(everywhere, budget, padded=is_whole or its.why_not_packed is not None)
 
     # loss

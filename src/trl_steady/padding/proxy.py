@@ -70,9 +70,8 @@ class UnpaddedModel:
                 UserWarning,
                 stacklevel=2,
             )
-        if not lengths or not any(length.prompt or length.completion for length in lengths):
-            return self._model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **others)
-        if width > self._traits.width_limit:
+        has_tokens = lengths is not None and any(length.prompt or length.completion for length in lengths)
+        if lengths is None or not has_tokens or width > self._traits.width_limit:
             return self._model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **others)
         longest = max(max(length.prompt for length in lengths), 1)
         left = self._prompt_width - longest if self._traits.is_shift_invariant else 0
@@ -90,7 +89,10 @@ class UnpaddedModel:
         if self._lengths is not None:
             own = list(itertools.islice(self._lengths, len(input_ids)))
             is_fit = fits(own, attention_mask, prompt_width=self._prompt_width)
-            torch._assert_async(is_fit, _OTHER_MASK)  # pyright: ignore[reportPrivateUsage] - on a GPU nobody waits
+            if is_fit.device.type in ("cpu", "cuda"):  # on a GPU nobody waits
+                torch._assert_async(is_fit, _OTHER_MASK)  # pyright: ignore[reportPrivateUsage]
+            elif not is_fit:
+                raise RuntimeError(_OTHER_MASK)
             return own
         shared = input_ids if self._share_prompts else None
         return lengths_of(attention_mask, prompt_width=self._prompt_width, input_ids=shared)
