@@ -45,7 +45,7 @@ def mixture(place: Place) -> Mixture:
 
 
 class Pass(NamedTuple):
-    """Run one forward and backward."""
+    """Results of one forward and backward."""
 
     logits: Tensor
     gradients: list[Tensor]
