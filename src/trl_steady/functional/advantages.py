@@ -1,4 +1,4 @@
-"""Turn step rewards into one advantage per token, by DeepSeekMath's formula or with one baseline per step.
+"""Advantages per token: of a critic (`gae`), or of step rewards, with a baseline per group or per step.
 
 Axes: `B` completions, `S` steps, `T` tokens. Each prompt has `group_size` consecutive completions. Rewards are (B, S),
 in the order of the steps, and NaN where a completion has no such step. A row of NaN is an unscored completion: it
@@ -10,9 +10,60 @@ With one step per completion (outcome supervision), `process` and `return_to_go`
 import torch
 from torch import Tensor
 
-__all__ = ["per_token", "process", "return_to_go"]
+__all__ = ["gae", "per_token", "process", "return_to_go"]
 
 _EPSILON = 1e-4  # TRL adds it to every standard deviation
+
+
+def gae(
+    rewards: Tensor,
+    values: Tensor,
+    mask: Tensor,
+    *,
+    gamma: float,
+    lam: float | Tensor,
+    bootstrap: Tensor | None = None,
+) -> Tensor:
+    """Return generalised advantage estimates (arXiv 1506.02438, section 3, equation 16) over action tokens only.
+
+    Tokens of tools and environments are skipped: the action after them follows the action before them.
+
+    Args:
+        rewards: (B, T) reward of each action token. Never read where `mask` is False.
+        values: (B, T) the critic's value of the state in which each token is chosen. Never read where `mask` is False.
+        mask: (B, T) bool, True = action token.
+        gamma: Discount, from 0 to 1.
+        lam: Lambda, from 0 to 1, or (B, 1) for one lambda per sequence.
+        bootstrap: (B,) value of the state after the last action token, for a sequence that was cut off; 0 where the
+            episode ended. None: all episodes ended.
+
+    Returns:
+        (B, T), the dtype of `values`, 0 where `mask` is False.
+
+    Raises:
+        ValueError: The shapes differ, or `mask` is not boolean.
+
+    >>> import torch
+    >>> rewards, values = torch.tensor([[0.0, 9.0, 1.0]]), torch.tensor([[0.5, 9.0, 0.25]])
+    >>> gae(rewards, values, torch.tensor([[True, False, True]]), gamma=1.0, lam=0.5).tolist()
+    [[0.125, 0.0, 0.75]]
+    """
+    if mask.dtype != torch.bool or mask.dim() != 2 or not rewards.shape == values.shape == mask.shape:
+        raise ValueError(
+            f"expected (B, T) rewards and values like a boolean mask, got {tuple(rewards.shape)}, "
+            f"{tuple(values.shape)} and a mask of shape {tuple(mask.shape)} and {mask.dtype}."
+        )
+    each_lam = lam.squeeze(-1) if isinstance(lam, Tensor) else lam
+    after = torch.zeros_like(values[:, 0]) if bootstrap is None else bootstrap.to(values.dtype)
+    running = torch.zeros_like(values[:, 0])
+    advantages = torch.zeros_like(values)
+    for token in reversed(range(mask.size(1))):
+        here, value = mask[:, token], values[:, token]
+        delta = rewards[:, token] + gamma * after - value
+        running = (delta + gamma * each_lam * running).where(here, running)
+        after = value.where(here, after)
+        advantages[:, token] = running.where(here, 0)
+    return advantages
 
 
 def process(rewards: Tensor, *, group_size: int, scale: str) -> Tensor:

@@ -19,7 +19,7 @@ from trl_steady.rewards.returned import as_rewards, has_nan, refuse_infinite
 from trl_steady.rewards.steps import StepRewards
 from trl_steady.rewards.table import ScoredCompletion, StepTable, tabulate
 
-__all__ = ["RewardsPart", "StepsPart"]
+__all__ = ["RewardsPart", "StepAdvantagesPart", "StepsPart", "log_advantages"]
 
 _FORMULAS = {"process": advantages.process, "return_to_go": advantages.return_to_go}
 _COLUMNS = ("steps/ends", "steps/rewards", "steps/advantages")
@@ -93,12 +93,7 @@ class RewardsPart(Part):
 
 
 class StepsPart(Part):
-    """Turns `StepRewards` of reward functions into advantages (B, T) for TRL's loss.
-
-    If no reward function of any process returns `StepRewards` in a rollout, TRL's own advantages (B,) stay.
-    """
-
-    window_options = (("step_advantage", None),)
+    """Keeps the `StepRewards` of reward functions for the part that turns them into advantages."""
 
     def __init__(self, trainer: Any) -> None:
         super().__init__(trainer)
@@ -143,56 +138,46 @@ class StepsPart(Part):
         self._steps, self._returned = {}, None
         yield
 
-    def advantages(self, rollout: Rollout) -> Tensor | None:
-        """Return advantages per token if any reward function returned `StepRewards`."""
-        trainer, returned = self.trainer, self._returned
-        if returned is None or not any(gather_object([bool(returned.steps)])):
-            count = len(rollout.samples["advantages"]) * trainer.accelerator.num_processes
-            relog(trainer, count, None, {name: [None] * count for name in _COLUMNS})
-            self._warn_without_step_rewards()
-            return None
-        mask = rollout.is_sampled
-        completions: list[ScoredCompletion] = gather_object(
-            [self._scored(returned, i, row) for i, row in enumerate(mask.tolist())]
-        )
-        group_size = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
-        assert group_size is not None  # filled in by TRL's config
-        self._warn_without_steps(completions, group_size)
-        formula = trainer.args.step_advantage
-        cover = formula == "return_to_go"
-        table = tabulate(completions, returned.rewards, trainer.reward_weights, cover=cover)
-        step_advantages = _FORMULAS[formula](table.rewards, group_size=group_size, scale=trainer.scale_rewards)
-        first = trainer.accelerator.process_index * len(mask)
-        here = slice(first, first + len(mask))
-        per_token = advantages.per_token(step_advantages[here], table.ends[here], mask.size(1)) * mask
-        last = {"ids": rollout.samples["completion_ids"], "mask": mask, "advantages": per_token}
+    @property
+    def has_rewards(self) -> bool:
+        """True if the reward functions were asked in this rollout."""
+        return self._returned is not None
+
+    @property
+    def has_steps(self) -> bool:
+        """True if a reward function returned `StepRewards` in this rollout, on any process. All processes ask."""
+        return self._returned is not None and any(gather_object([bool(self._returned.steps)]))
+
+    def scored(self, mask: Tensor) -> list[ScoredCompletion]:
+        """Return the data of this process's completions. `mask` (B, T) is True for the model's own tokens."""
+        assert self._returned is not None
+        return [self._scored(self._returned, i, row) for i, row in enumerate(mask.tolist())]
+
+    def table(self, completions: Sequence[ScoredCompletion], *, first: int = 0, cover: bool) -> StepTable:
+        """Return the rewards of completions as steps. `first` is the number of the first one over all processes."""
+        assert self._returned is not None
+        rewards = self._returned.rewards[first : first + len(completions)]
+        return tabulate(completions, rewards, self.trainer.reward_weights, cover=cover)
+
+    def keep_advantages(self, rollout: Rollout, per_token: Tensor) -> None:
+        """Store the advantages (B, T) of a rollout with step rewards for `last_step_advantages`."""
+        last = {"ids": rollout.samples["completion_ids"], "mask": rollout.is_sampled, "advantages": per_token}
         self._last_rollout = {name: value.cpu() for name, value in last.items()}
-        self._log_steps(table, step_advantages, mask, per_token)
-        counts = torch.tensor([len(steps) for completion in completions[here] for steps in completion.steps.values()])
-        trainer.metrics.pooled(means={"steps/mean_count": (counts, torch.ones_like(counts, dtype=torch.bool))})
-        return per_token
 
-    def _warn_without_step_rewards(self) -> None:
-        formula = self.trainer.args.step_advantage
-        if formula != "return_to_go" and self._last_rollout is None and self.trainer.accelerator.is_main_process:
-            warnings.warn(
-                f"step_advantage={formula!r} cannot act: no reward function has returned StepRewards in this rollout. "
-                "Return them, or leave step_advantage unset.",
-                UserWarning,
-                stacklevel=2,
-            )
+    def log(self, table: StepTable, step_advantages: Tensor | None) -> None:
+        """Add the steps of all processes to TRL's table of completions."""
+        has_step = ~table.rewards.isnan().cpu()
+        columns = [
+            [None] * len(has_step)
+            if column is None
+            else [values[has].tolist() for values, has in zip(column.cpu(), has_step, strict=True)]
+            for column in (table.ends, table.rewards, step_advantages)
+        ]
+        relog(self.trainer, len(has_step), None, dict(zip(_COLUMNS, columns, strict=True)))
 
-    def _warn_without_steps(self, completions: Sequence[ScoredCompletion], group_size: int) -> None:
-        for start in range(0, len(completions), group_size):
-            group = completions[start : start + group_size]
-            returned = [steps for completion in group for steps in completion.steps.values()]
-            if returned and not any(returned) and self.trainer.accelerator.is_main_process:
-                warnings.warn(
-                    f"no completion of a group of {group_size} has a step (StepRewards([], [])), so this group "
-                    "trains on plain rewards only, if it has any. Check how completions are split into steps.",
-                    UserWarning,
-                    stacklevel=2,
-                )
+    def log_none(self, count: int) -> None:
+        """Keep the table's columns as long as the others after a rollout of `count` completions without steps."""
+        relog(self.trainer, count, None, {name: [None] * count for name in _COLUMNS})
 
     def _scored(self, returned: _Returned, index: int, mask: list[bool]) -> ScoredCompletion:
         """Return the data of one completion of this process, with the ends of its steps in tokens."""
@@ -212,12 +197,65 @@ class StepsPart(Part):
                 steps[function] = list(zip(ends, rewards.values, strict=True))
         return ScoredCompletion(len(ids), max((t + 1 for t, own in enumerate(is_own) if own), default=0), steps)
 
-    def _log_steps(self, table: StepTable, step_advantages: Tensor, mask: Tensor, per_token: Tensor) -> None:
-        means = per_token.sum(1) / mask.sum(1).clamp(min=1)
-        has_step = ~table.rewards.isnan().cpu()
-        columns = [
-            [values[has].tolist() for values, has in zip(column.cpu(), has_step, strict=True)]
-            for column in (table.ends, table.rewards, step_advantages)
-        ]
-        gathered = cast(Tensor, self.trainer.accelerator.gather(means)).tolist()
-        relog(self.trainer, len(has_step), gathered, dict(zip(_COLUMNS, columns, strict=True)))
+
+class StepAdvantagesPart(Part):
+    """Turns `StepRewards` into advantages (B, T) for TRL's loss, relative to the group's other completions.
+
+    If no reward function of any process returns `StepRewards` in a rollout, TRL's own advantages (B,) stay.
+    """
+
+    window_options = (("step_advantage", None),)
+
+    def advantages(self, rollout: Rollout) -> Tensor | None:
+        """Return advantages per token if any reward function returned `StepRewards`."""
+        trainer, steps = self.trainer, self.trainer.part(StepsPart)
+        if not steps.has_steps:
+            steps.log_none(len(rollout.samples["advantages"]) * trainer.accelerator.num_processes)
+            self._warn_without_step_rewards(steps)
+            return None
+        mask = rollout.is_sampled
+        completions: list[ScoredCompletion] = gather_object(steps.scored(mask))
+        group_size = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
+        assert group_size is not None  # filled in by TRL's config
+        self._warn_without_steps(completions, group_size)
+        formula = trainer.args.step_advantage
+        table = steps.table(completions, cover=formula == "return_to_go")
+        step_advantages = _FORMULAS[formula](table.rewards, group_size=group_size, scale=trainer.scale_rewards)
+        first = trainer.accelerator.process_index * len(mask)
+        here = slice(first, first + len(mask))
+        per_token = advantages.per_token(step_advantages[here], table.ends[here], mask.size(1)) * mask
+        steps.keep_advantages(rollout, per_token)
+        log_advantages(trainer, per_token, mask)
+        steps.log(table, step_advantages)
+        counts = torch.tensor([len(own) for completion in completions[here] for own in completion.steps.values()])
+        trainer.metrics.pooled(means={"steps/mean_count": (counts, torch.ones_like(counts, dtype=torch.bool))})
+        return per_token
+
+    def _warn_without_step_rewards(self, steps: StepsPart) -> None:
+        formula = self.trainer.args.step_advantage
+        if formula != "return_to_go" and not steps.has_step_rewards and self.trainer.accelerator.is_main_process:
+            warnings.warn(
+                f"step_advantage={formula!r} cannot act: no reward function has returned StepRewards in this rollout. "
+                "Return them, or leave step_advantage unset.",
+                UserWarning,
+                stacklevel=2,
+            )
+
+    def _warn_without_steps(self, completions: Sequence[ScoredCompletion], group_size: int) -> None:
+        for start in range(0, len(completions), group_size):
+            group = completions[start : start + group_size]
+            returned = [steps for completion in group for steps in completion.steps.values()]
+            if returned and not any(returned) and self.trainer.accelerator.is_main_process:
+                warnings.warn(
+                    f"no completion of a group of {group_size} has a step (StepRewards([], [])), so this group "
+                    "trains on plain rewards only, if it has any. Check how completions are split into steps.",
+                    UserWarning,
+                    stacklevel=2,
+                )
+
+
+def log_advantages(trainer: Any, per_token: Tensor, mask: Tensor) -> None:
+    """Put the mean advantage of each completion into TRL's table of completions, in place of TRL's advantages."""
+    means = per_token.sum(1) / mask.sum(1).clamp(min=1)
+    gathered = cast(Tensor, trainer.accelerator.gather(means)).tolist()
+    relog(trainer, len(gathered), gathered, {})

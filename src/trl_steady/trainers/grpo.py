@@ -15,7 +15,7 @@ from trl_steady.losses.table import LOSSES
 from trl_steady.padding.part import PaddingPart
 from trl_steady.reference.callback import Refresh
 from trl_steady.reference.part import ReferencePart
-from trl_steady.rewards.part import RewardsPart, StepsPart
+from trl_steady.rewards.part import RewardsPart, StepAdvantagesPart, StepsPart
 from trl_steady.routing.part import RoutingPart
 from trl_steady.sampling.part import SamplingPart
 from trl_steady.trainers.deprecations import ignore_trls
@@ -68,6 +68,7 @@ class GRPOTrainer(Steady, trl.GRPOTrainer):
         ReferencePart,
         RewardsPart,
         StepsPart,
+        StepAdvantagesPart,
         LossPart,
         ReportPart,
     )

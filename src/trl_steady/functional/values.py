@@ -1,0 +1,134 @@
+"""Targets and loss of a critic.
+
+Axes: `B` sequences, `T` completion tokens, `S` steps. Masks are boolean, True = action token.
+"""
+
+import torch
+from torch import Tensor
+
+__all__ = ["adapted_kl_coef", "at_ends", "length_adaptive_lambda", "moments", "value_loss", "whitened"]
+
+_EPSILON = 1e-8  # of a variance, as in the PPO of OpenAI's and TRL's
+
+
+def at_ends(rewards: Tensor, ends: Tensor, mask: Tensor) -> Tensor:
+    """Return step rewards as rewards of tokens: each at the last action token of its step.
+
+    Args:
+        rewards: (B, S), NaN = no such step.
+        ends: (B, S) integer, exclusive ends of the steps in tokens. Ends beyond the last token are allowed.
+        mask: (B, T) bool, True = action token.
+
+    Returns:
+        (B, T), the dtype of `rewards`. The reward of a step with no action token before its end is dropped.
+
+    >>> import torch
+    >>> mask = torch.tensor([[True, True, False, True]])
+    >>> at_ends(torch.tensor([[1.0, 2.0]]), torch.tensor([[3, 9]]), mask).tolist()
+    [[0.0, 1.0, 0.0, 2.0]]
+    """
+    tokens = mask.size(1)
+    places = torch.arange(tokens, device=mask.device).expand_as(mask)
+    last = places.where(mask, -1).cummax(1).values.gather(1, ends.clamp(max=tokens) - 1)
+    placed = rewards.new_zeros(mask.shape)
+    return placed.scatter_add(1, last.clamp(min=0), rewards.nan_to_num(nan=0.0).where(last >= 0, 0))
+
+
+def length_adaptive_lambda(mask: Tensor, *, alpha: float) -> Tensor:
+    """Return VAPO's lambda (arXiv 2504.05118, section 4.2): 1 - 1 / (alpha l) for l action tokens, from 0 to 1.
+
+    Args:
+        mask: (B, T) bool, True = action token.
+        alpha: Above 0. The paper uses 0.05, with which answers of up to 20 tokens get lambda 0.
+
+    Returns:
+        (B, 1) float32.
+
+    >>> import torch
+    >>> length_adaptive_lambda(torch.ones(1, 40, dtype=torch.bool), alpha=0.05).tolist()
+    [[0.5]]
+    """
+    return (1 - 1 / (alpha * mask.sum(1, keepdim=True).float())).clamp(0, 1)
+
+
+def moments(values: Tensor, mask: Tensor) -> Tensor:
+    """Return (3,) number, sum and sum of squares of the values under the mask. Moments of several processes add up.
+
+    >>> import torch
+    >>> moments(torch.tensor([[1.0, 3.0, torch.nan]]), torch.tensor([[True, True, False]])).tolist()
+    [2.0, 4.0, 10.0]
+    """
+    clean = values.where(mask, 0)
+    return torch.stack([mask.sum().to(clean.dtype), clean.sum(), clean.square().sum()])
+
+
+def whitened(values: Tensor, mask: Tensor, totals: Tensor, *, shift_mean: bool = True) -> Tensor:
+    """Return the values divided by their standard deviation, with mean 0 or, without `shift_mean`, with their mean.
+
+    Args:
+        values: (B, T)
+        mask: (B, T) bool
+        totals: (3,) `moments` over all processes, in float64 where the device has it.
+        shift_mean: True to subtract the mean.
+
+    Returns:
+        (B, T), the dtype of `values`, 0 where `mask` is False.
+
+    >>> import torch
+    >>> values, mask = torch.tensor([[1.0, 3.0]]).double(), torch.ones(1, 2, dtype=torch.bool)
+    >>> whitened(values, mask, moments(values, mask)).round(decimals=4).tolist()
+    [[-0.7071, 0.7071]]
+    """
+    count, mean, spread = *totals[:2], _variance(totals)
+    mean = mean / count.clamp(min=1)
+    scaled = (values - mean) * (spread + _EPSILON).rsqrt()
+    return (scaled if shift_mean else scaled + mean).to(values.dtype).where(mask, 0)
+
+
+def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange: float | None) -> Tensor:
+    """Return the critic's loss: half the larger of the squared errors of the value and of the clipped value.
+
+    Source: the implementation of PPO (arXiv 1707.06347) by its authors, OpenAI Baselines `ppo2`.
+
+    Args:
+        values: (B, T), with gradient.
+        old_values: (B, T) values at rollout.
+        returns: (B, T) targets.
+        cliprange: The clipped value is at most this far from the old one. None: no clip.
+
+    Returns:
+        (B, T)
+
+    >>> import torch
+    >>> value_loss(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([2.0]), cliprange=0.5).tolist()
+    [1.125]
+    """
+    error = (values - returns).square()
+    if cliprange is None:
+        return 0.5 * error
+    clipped = old_values + (values - old_values).clamp(-cliprange, cliprange)
+    return 0.5 * torch.maximum(error, (clipped - returns).square())
+
+
+def adapted_kl_coef(coef: float, kl: float, *, target: float, horizon: float, answers: int) -> float:
+    """Return the next coefficient of an adaptive KL penalty (arXiv 1909.08593, section 2.2).
+
+    Args:
+        coef: The coefficient with which the answers were made.
+        kl: Mean KL of an answer, summed over its tokens, in nats.
+        target: The KL that is wanted, in the same unit.
+        horizon: Number of answers in which an error of 100 % changes the coefficient by a factor of about e; the
+            error is limited to 20 %.
+        answers: Number of answers of which `kl` is the mean.
+
+    >>> adapted_kl_coef(0.1, 9.0, target=6.0, horizon=100, answers=10)
+    0.10200000000000001
+    """
+    error = min(max(kl / target - 1, -0.2), 0.2)
+    return coef * (1 + error * answers / horizon)
+
+
+def _variance(totals: Tensor) -> Tensor:
+    """Return the unbiased variance of values with these moments, 0 for fewer than two."""
+    count, total, squares = totals
+    return ((squares - total.square() / count.clamp(min=1)) / (count - 1).clamp(min=1)).clamp(min=0)
