@@ -1,4 +1,4 @@
-"""Stability methods that DeepSeek and Qwen published, for the GRPO and RLOO trainers of Hugging Face TRL.
+"""Stability methods that DeepSeek and Qwen published, and PPO with a critic, for the trainers of Hugging Face TRL.
 
     from trl_steady import GRPOConfig, GRPOTrainer        # was: from trl import GRPOConfig, GRPOTrainer
     args = GRPOConfig(..., loss_type="gspo")
@@ -11,17 +11,30 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from trl_steady.config.grpo import GRPOConfig
+    from trl_steady.config.ppo import PPOConfig
     from trl_steady.config.rloo import RLOOConfig
     from trl_steady.reference.callback import ReferenceRefreshCallback
     from trl_steady.rewards import StepRewards
     from trl_steady.trainers.grpo import GRPOTrainer
+    from trl_steady.trainers.ppo import PPOTrainer
     from trl_steady.trainers.rloo import RLOOTrainer
 
 __version__ = "0.1.0.dev0"
-__all__ = ["GRPOConfig", "GRPOTrainer", "RLOOConfig", "RLOOTrainer", "ReferenceRefreshCallback", "StepRewards"]
+__all__ = [
+    "GRPOConfig",
+    "GRPOTrainer",
+    "PPOConfig",
+    "PPOTrainer",
+    "RLOOConfig",
+    "RLOOTrainer",
+    "ReferenceRefreshCallback",
+    "StepRewards",
+]
 _MODULES = {
     "GRPOConfig": "config.grpo",
     "GRPOTrainer": "trainers.grpo",
+    "PPOConfig": "config.ppo",
+    "PPOTrainer": "trainers.ppo",
     "RLOOConfig": "config.rloo",
     "RLOOTrainer": "trainers.rloo",
     "ReferenceRefreshCallback": "reference.callback",

@@ -240,7 +240,7 @@ def test_truncated_is_not_terminated() -> None:
 
 
 def test_nothing_to_score() -> None:
-    for shape in ((2, 3), (0, 3)):
+    for shape in ((2, 3), (0, 3), (2, 0)):
         nothing = torch.full(shape, torch.nan, dtype=torch.float64)
         bootstrap = torch.ones(shape[0], dtype=torch.float64)
         ours = advantages.gae(nothing, nothing, nothing == 0, gamma=1.0, lam=0.5, bootstrap=bootstrap)
@@ -269,3 +269,10 @@ def test_shapes_that_differ_are_refused(name: str, shape: str) -> None:
     arguments[name] = OTHER_SHAPES[shape](arguments[name])
     with pytest.raises(ValueError):
         advantages.gae(**arguments, gamma=1.0, lam=1.0)
+
+
+@pytest.mark.parametrize("wrong", [{"bootstrap": torch.ones(1)}, {"lam": torch.ones(1, 3)}])
+def test_one_number_for_all_rows_is_refused_where_each_has_its_own(wrong: dict[str, torch.Tensor]) -> None:
+    mask = torch.ones(3, 2, dtype=torch.bool)
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        advantages.gae(torch.ones(3, 2), torch.ones(3, 2), mask, **{"gamma": 1.0, "lam": 1.0, **wrong})

@@ -34,6 +34,7 @@ def defaults(kind: Any) -> dict[str, Any]:
 
 # read at import, before `trl-steady run` replaces TRL's configs with trl-steady's
 TRLS_DEFAULTS = {"GRPO": defaults(trl.GRPOConfig), "RLOO": defaults(trl.RLOOConfig)}
+TRLS_DEFAULTS["PPO"] = TRLS_DEFAULTS["GRPO"]
 """Method -> the options of TRL's config with their defaults."""
 
 
@@ -158,7 +159,7 @@ def _refuse_under_own_loss(args: "GRPOConfig") -> None:
 
 def _refuse_idle_reference(args: "SharedOptions") -> None:
     """Refuse options of a moving reference if there is no reference, or if it does not move."""
-    if args.sync_ref_model and args.beta == 0:
+    if args.sync_ref_model and not args.has_reference:
         raise ValueError(
             "sync_ref_model=True with beta=0.0: without a KL there is no reference to move. Set beta above 0 "
             "(DeepSeekMath uses 0.04), or set sync_ref_model=False."

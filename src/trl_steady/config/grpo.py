@@ -3,6 +3,7 @@
 import math
 import warnings
 from dataclasses import dataclass
+from typing import ClassVar
 
 import trl
 
@@ -39,6 +40,7 @@ class GRPOConfig(SharedOptions, trl.GRPOConfig):
     """
 
     METHOD = "GRPO"
+    _DEPTH: ClassVar[int] = 3  # of a script that builds the config, seen from here
     loss_type: str = option(
         trl_default("loss_type"),
         'One of TRL\'s losses, or one of three more. `"gspo"` is GSPO (arXiv 2507.18071, section 4.1): one clipped '
@@ -103,7 +105,7 @@ class GRPOConfig(SharedOptions, trl.GRPOConfig):
         refuse_contradictions(self)
         refuse_contradictions_of_loss(self)
         for message in self.cannot_act:
-            warnings.warn(message, UserWarning, stacklevel=3)
+            warnings.warn(message, UserWarning, stacklevel=self._DEPTH)
 
     @property
     def cannot_act(self) -> list[str]:

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from trl_steady.config.grpo import GRPOConfig
     from trl_steady.config.shared import SharedOptions
 
-__all__ = ["cannot_act", "loss_cannot_act"]
+__all__ = ["cannot_act", "idle_warnings", "loss_cannot_act"]
 
 _TOKEN_SCALE_EPSILON = 1e-2
 # so high that only a token whose probability grows by more than this factor within one rollout is clipped
@@ -22,12 +22,12 @@ _FAR_EPSILON_HIGH = 10.0
 
 def cannot_act(args: "SharedOptions") -> list[str]:
     """Return a warning with a fix for each option that is set and has no effect."""
-    return [*_inactive(args), *_idle(args, _shared_rows(args)), *_never_moves(args), *_sampling(args)]
+    return [*_inactive(args), *idle_warnings(args, _shared_rows(args)), *_never_moves(args), *_sampling(args)]
 
 
 def loss_cannot_act(args: "GRPOConfig") -> list[str]:
     """Return a warning with a fix for each option of GRPO's loss that has no effect."""
-    return [*_clip_ranges(args), *_idle(args, _loss_rows(args))]
+    return [*_clip_ranges(args), *idle_warnings(args, _loss_rows(args))]
 
 
 def _inactive(args: Any) -> Iterator[str]:
@@ -39,7 +39,7 @@ def _inactive(args: Any) -> Iterator[str]:
         f"generation batch: steps_per_generation={args.steps_per_generation}, num_iterations={args.num_iterations}). "
         f"{args.way_off_policy}"
     )
-    if args.METHOD == "GRPO" and args.loss.is_ours:
+    if args.METHOD != "RLOO" and args.loss.is_ours:
         ratio = "sequence ratio is" if args.loss.level == "sequence" else "ratios are"
         yield (
             f"loss_type={args.loss_type!r} cannot act: every update is on-policy, so the {ratio} exactly 1 and "
@@ -97,7 +97,7 @@ _Rows = Iterator[tuple[Sequence[str], str]]
 """Options without effect, and why, with a fix."""
 
 
-def _idle(args: Any, rows: _Rows) -> Iterator[str]:
+def idle_warnings(args: Any, rows: _Rows) -> Iterator[str]:
     """Yield a warning for each row whose options are set."""
     trls = TRLS_DEFAULTS[args.METHOD]
     unset = {**defaults(own_class(args)), **trls}
@@ -113,14 +113,14 @@ def _shared_rows(args: "SharedOptions") -> _Rows:
     """Yield options of every trainer that the other options keep from having an effect."""
     if args.router_replay is None:
         yield ["router_replay_reference"], "router_replay=None there are no routes. Set router_replay"
-    elif args.beta == 0:
+    elif not args.has_reference:
         yield ["router_replay_reference"], "beta=0.0 there is no reference. Set beta above 0"
     if not args.truncations:
         yield ["keep_sampling_mask"], "top_p, top_k and min_p unset, sampling excludes no token. Set one of them"
     vllm = [name for name in TRLS_DEFAULTS["GRPO"] if name.startswith("vllm_")]
     is_served = args.use_vllm and args.vllm_mode == "server"
     if not args.use_vllm:
-        reader = "only a rollout_func" if args.METHOD == "GRPO" else "nothing"
+        reader = "only a rollout_func" if args.METHOD != "RLOO" else "nothing"
         yield vllm, f"use_vllm=False {reader} could read it. Set use_vllm=True"
         yield ["vllm_adapter_sync"], "use_vllm=False there is no vLLM. Set use_vllm=True"
     elif is_served:

@@ -111,6 +111,11 @@ class SharedOptions(_Trls):
         return super().get_process_log_level()
 
     @property
+    def has_reference(self) -> bool:
+        """True if the policy is compared with a reference."""
+        return self.beta != 0
+
+    @property
     def idle_without_engine(self) -> list[str]:
         """Warnings about options that have no effect when the policy itself samples, each with a fix."""
         return []

@@ -54,8 +54,12 @@ def gae(
             f"{tuple(values.shape)} and a mask of shape {tuple(mask.shape)} and {mask.dtype}."
         )
     each_lam = lam.squeeze(-1) if isinstance(lam, Tensor) else lam
-    after = torch.zeros_like(values[:, 0]) if bootstrap is None else bootstrap.to(values.dtype)
-    running = torch.zeros_like(values[:, 0])
+    running = values.new_zeros(len(values))
+    after = running if bootstrap is None else bootstrap.to(values.dtype)
+    for name, own in (("lam", each_lam), ("bootstrap", after)):
+        if isinstance(own, Tensor) and own.shape != running.shape:
+            expected = "(B, 1)" if name == "lam" else "(B,)"
+            raise ValueError(f"expected {name} of shape {expected} with B = {len(values)}, got {tuple(own.shape)}.")
     advantages = torch.zeros_like(values)
     for token in reversed(range(mask.size(1))):
         here, value = mask[:, token], values[:, token]

@@ -6,7 +6,7 @@ Axes: `B` sequences, `T` completion tokens, `S` steps. Masks are boolean, True =
 import torch
 from torch import Tensor
 
-__all__ = ["adapted_kl_coef", "at_ends", "length_adaptive_lambda", "moments", "value_loss", "whitened"]
+__all__ = ["adapted_kl_coef", "at_ends", "length_adaptive_lambda", "moments", "value_loss", "variance", "whitened"]
 
 _EPSILON = 1e-8  # of a variance, as in the PPO of OpenAI's and TRL's
 
@@ -62,6 +62,17 @@ def moments(values: Tensor, mask: Tensor) -> Tensor:
     return torch.stack([mask.sum().to(clean.dtype), clean.sum(), clean.square().sum()])
 
 
+def variance(totals: Tensor) -> Tensor:
+    """Return the unbiased variance of values with these (3,) moments, 0 for fewer than two.
+
+    >>> import torch
+    >>> variance(torch.tensor([2.0, 4.0, 10.0])).item()
+    2.0
+    """
+    count, total, squares = totals
+    return ((squares - total.square() / count.clamp(min=1)) / (count - 1).clamp(min=1)).clamp(min=0)
+
+
 def whitened(values: Tensor, mask: Tensor, totals: Tensor, *, shift_mean: bool = True) -> Tensor:
     """Return the values divided by their standard deviation, with mean 0 or, without `shift_mean`, with their mean.
 
@@ -79,7 +90,7 @@ def whitened(values: Tensor, mask: Tensor, totals: Tensor, *, shift_mean: bool =
     >>> whitened(values, mask, moments(values, mask)).round(decimals=4).tolist()
     [[-0.7071, 0.7071]]
     """
-    count, mean, spread = *totals[:2], _variance(totals)
+    count, mean, spread = *totals[:2], variance(totals)
     mean = mean / count.clamp(min=1)
     scaled = (values - mean) * (spread + _EPSILON).rsqrt()
     return (scaled if shift_mean else scaled + mean).to(values.dtype).where(mask, 0)
@@ -126,9 +137,3 @@ def adapted_kl_coef(coef: float, kl: float, *, target: float, horizon: float, an
     """
     error = min(max(kl / target - 1, -0.2), 0.2)
     return coef * (1 + error * answers / horizon)
-
-
-def _variance(totals: Tensor) -> Tensor:
-    """Return the unbiased variance of values with these moments, 0 for fewer than two."""
-    count, total, squares = totals
-    return ((squares - total.square() / count.clamp(min=1)) / (count - 1).clamp(min=1)).clamp(min=0)

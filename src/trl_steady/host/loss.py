@@ -10,7 +10,7 @@ from torch import Tensor
 from trl_steady.functional import reduction
 from trl_steady.host.contract import CONTRACT, FORWARDED
 
-__all__ = ["MicroBatch", "Terms", "attributes", "forwarded", "rewritten", "token_weights"]
+__all__ = ["MicroBatch", "Terms", "attributes", "forwarded", "loss_mask", "rewritten", "scored", "token_weights"]
 
 
 @dataclass(frozen=True)
@@ -46,15 +46,14 @@ class MicroBatch:
     def of(
         cls,
         inputs: Mapping[str, Any],
-        logps: Tensor,
-        entropies: Tensor,
-        aux_loss: Tensor | None,
+        scores: tuple[Tensor, Tensor, Tensor | None],
         extras: Mapping[str, Tensor],
     ) -> "MicroBatch":
-        """Return TRL's inputs of a micro-batch with the policy's scores."""
-        mask, old_logps = inputs["completion_mask"], inputs.get("old_per_token_logps")
+        """Return TRL's inputs of a micro-batch with the policy's log-probs, entropies and load-balancing loss."""
+        logps, entropies, aux_loss = scores
+        old_logps = inputs.get("old_per_token_logps")
         return cls(
-            mask=(mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).bool(),
+            mask=loss_mask(inputs),
             logps=logps,
             entropies=entropies,
             aux_loss=aux_loss,
@@ -104,6 +103,19 @@ class Terms:
 def forwarded(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the inputs that TRL's scoring method gets beside tokens, such as images."""
     return {name: inputs[name] for name, how in CONTRACT.inputs.items() if how == FORWARDED and name in inputs}
+
+
+def loss_mask(inputs: Mapping[str, Any]) -> Tensor:
+    """Return (B, T) bool, True = loss token (completion mask and tool mask)."""
+    mask = inputs["completion_mask"]
+    return (mask * inputs["tool_mask"] if "tool_mask" in inputs else mask).bool()
+
+
+def scored(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor, int]:
+    """Return the arguments of TRL's scoring method for a micro-batch: ids and mask (B, L), and the number T."""
+    ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
+    mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
+    return ids, mask, inputs["completion_ids"].size(1)
 
 
 def rewritten(inputs: Mapping[str, Any], batch: MicroBatch) -> dict[str, Any]:

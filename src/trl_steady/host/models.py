@@ -8,14 +8,32 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-__all__ = ["REFERENCE_ADAPTER", "bare", "compiles", "role_of", "text_tokenizer"]
+__all__ = ["REFERENCE_ADAPTER", "VALUE_ADAPTER", "Scorer", "bare", "compiles", "role_of", "text_tokenizer"]
 
 REFERENCE_ADAPTER = "ref"
 """Name of the adapter that TRL uses as the reference."""
+VALUE_ADAPTER = "value"
+"""Name of the critic's adapter."""
 
 
-def bare(trainer: Any, model: torch.nn.Module) -> PreTrainedModel:
+class Scorer:
+    """A model that scores tokens by other means than an LM head. It is called as TRL's scoring method calls a policy.
+
+    Args:
+        backbone: The model that it runs.
+    """
+
+    def __init__(self, backbone: torch.nn.Module) -> None:
+        self.backbone = backbone
+
+    def __call__(self, **batch: Any) -> Any:
+        """Return outputs with one number per token as `log_probs`."""
+        raise NotImplementedError
+
+
+def bare(trainer: Any, model: torch.nn.Module | Scorer) -> PreTrainedModel:
     """Return the transformers model in `model`, without wrappers."""
+    model = model.backbone if isinstance(model, Scorer) else model
     # keeping torch.compile's wrapper would change it: it would lose the wrapper of DDP inside
     inner = trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
     return cast(PreTrainedModel, inner.get_base_model() if isinstance(inner, PeftModel) else inner)

@@ -10,7 +10,8 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
 import torch
 from torch import Tensor
 
-from trl_steady.host.loss import MicroBatch, Terms
+from trl_steady.host.loss import MicroBatch, Terms, forwarded, scored
+from trl_steady.host.models import Scorer
 
 if TYPE_CHECKING:
     from trl_steady.host.engine import Capture
@@ -64,11 +65,11 @@ class Turn:
 class ScoringPass:
     """One call of TRL's scoring method, for `B` sequences of width `L` with `T` columns of completions."""
 
-    role: Literal["old", "reference", "policy", "other"]
-    """The model that is scored: the policy at rollout, the reference, the policy in a micro-batch, or a model that the
-    trainer does not know, such as a teacher of a subclass."""
-    model: torch.nn.Module
-    """The model that TRL passed."""
+    role: Literal["old", "reference", "policy", "value", "other"]
+    """The model that is scored: the policy at rollout, the reference, the policy in a micro-batch, the critic, or a
+    model that the trainer does not know, such as a teacher of a subclass."""
+    model: Any
+    """The `torch.nn.Module` that TRL passed, or the critic."""
     input_ids: Tensor
     """(B, L), prompts before completions."""
     attention_mask: Tensor
@@ -89,6 +90,16 @@ class ScoringPass:
     """Contexts that must last until backward has ended; None outside a training step."""
     extras: dict[str, Tensor] = field(default_factory=dict)
     """Name -> (B, T) further values of the tokens, from the `extras` of the model's outputs."""
+
+    @classmethod
+    def of_values(
+        cls, critic: Scorer, samples: Mapping[str, Any], rollout: Rollout | None, *asked: Any
+    ) -> "ScoringPass":
+        """Return the pass of a critic over samples: all of a rollout, or those of a micro-batch."""
+        batch_size, until_backward = asked
+        of_rollout, columns = (rollout, {}) if rollout is not None else (None, samples)
+        how = batch_size, False, False, forwarded(samples), of_rollout, columns, until_backward
+        return cls("value", critic, *scored(samples), *how)
 
     @property
     def is_text(self) -> bool:
@@ -202,11 +213,20 @@ class Part:
 
     # steps and checkpoints
 
+    def grouping(self, optimizer: torch.optim.Optimizer) -> None:
+        """Change the parameter groups of a new optimizer, or add some."""
+
+    def after_last_backward(self) -> None:
+        """Run after the backward pass of the last micro-batch of an optimizer step, before gradients are clipped."""
+
     def before_last_backward(self) -> None:
         """Run before the backward pass of the last micro-batch of an optimizer step."""
 
-    def saving(self) -> AbstractContextManager[None]:
-        """Return a context in which the trainer saves the policy."""
+    def saving(self, folder: Path | None) -> AbstractContextManager[None]:
+        """Return a context in which the trainer saves the policy, in `folder` or, if it is None, in a checkpoint.
+
+        Only the processes that save call this method.
+        """
         return contextlib.nullcontext()
 
     def loading(self, checkpoint: Path) -> AbstractContextManager[None]:

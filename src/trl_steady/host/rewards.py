@@ -10,8 +10,12 @@ from trl.trainer.utils import is_async_callable
 __all__ = ["reading", "relog"]
 
 
-def reading(functions: Sequence[Any], read: Callable[[int, Any], Any]) -> list[Any]:
-    """Return reward functions whose results go through `read`, which gets the function's number and its result."""
+def reading(functions: Sequence[Any], reads: Sequence[Callable[[int, Any], Any]]) -> list[Any]:
+    """Return reward functions whose results go through all `reads`, which get the function's number and its result."""
+
+    def read(index: int, returned: Any) -> Any:
+        return functools.reduce(lambda result, each: each(index, result), reads, returned)
+
     return [
         function
         if isinstance(function, torch.nn.Module)  # TRL reads the logits of a reward model itself

@@ -18,15 +18,9 @@ from torch import Tensor
 from trl_steady.host import loss
 from trl_steady.host.checkpoints import Checkpoints
 from trl_steady.host.engine import steady_engine
-from trl_steady.host.inputs import (
-    checked_rollout,
-    refuse_data,
-    refuse_reward_functions,
-    refuse_rows,
-    refuse_small,
-)
+from trl_steady.host.inputs import checked_rollout, refuse_data, refuse_reward_functions, refuse_rows, refuse_small
 from trl_steady.host.metrics import Metrics
-from trl_steady.host.models import role_of
+from trl_steady.host.models import Scorer, role_of
 from trl_steady.host.names import completions_of, overridden
 from trl_steady.host.part import Part, Rollout, ScoringPass, Turn, entered
 from trl_steady.host.reached import Reached
@@ -118,16 +112,12 @@ class Steady(_Trls):
         self, inputs: Any, prompts: Any, completions: list[Any], completion_ids_list: Any
     ) -> Tensor:
         self.reached.note("_calculate_rewards")
-        with overridden(self, {"reward_funcs": reading(self.reward_funcs, self._read_rewards)}):
+        reads = [part.read_rewards for part in self.parts]
+        with overridden(self, {"reward_funcs": reading(self.reward_funcs, reads)}):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         for part in self.parts:
             part.keep_rewards(rewards, completions, completion_ids_list)
         return rewards
-
-    def _read_rewards(self, function: int, returned: Any) -> Any:
-        for part in self.parts:
-            returned = part.read_rewards(function, returned)
-        return returned
 
     # 2. Score the old policy and the reference in a rollout, and the policy in a micro-batch.
 
@@ -160,12 +150,22 @@ class Steady(_Trls):
             self._extras.update(scoring.extras)
         return scores
 
+    def values(
+        self, critic: Scorer, samples: Mapping[str, Any], rollout: Rollout | None = None, batch_size: int | None = None
+    ) -> Tensor:
+        """Return the values (B, T) of a critic for samples with TRL's columns, in the passes of the parts."""
+        scoring = ScoringPass.of_values(critic, samples, rollout, batch_size, self._until_backward)
+        return scored(scoring, self.parts, super()._get_per_token_logps_and_entropies)[0]
+
     # 3. Compute the loss.
 
     def training_step(self, *arguments: Any, **keywords: Any) -> Tensor:
         """Run TRL's training step, and keep the contexts of its forward active until backward ends."""
         with self.until_backward_ends():
-            return super().training_step(*arguments, **keywords)
+            loss = super().training_step(*arguments, **keywords)
+        for part in self.parts if self.accelerator.sync_gradients else ():
+            part.after_last_backward()
+        return loss
 
     @contextmanager
     def until_backward_ends(self) -> Iterator[None]:
@@ -208,19 +208,11 @@ class Steady(_Trls):
 
     def score(self, model: torch.nn.Module, inputs: dict[str, Any]) -> loss.MicroBatch:
         """Run one forward of the policy on a micro-batch with TRL's own method."""
-        ids, completion_mask = inputs["completion_ids"], inputs["completion_mask"]
         extras: dict[str, Tensor] = {}
+        of_model, asked = loss.forwarded(inputs), {"compute_entropy": True, "compute_aux_loss": self.aux_loss_enabled}
         with overridden(self, {"_extras": extras}):
-            logps, entropies, aux_loss = self._get_per_token_logps_and_entropies(
-                model,
-                torch.cat([inputs["prompt_ids"], ids], dim=1),
-                torch.cat([inputs["prompt_mask"], completion_mask], dim=1),
-                ids.size(1),
-                compute_entropy=True,
-                compute_aux_loss=self.aux_loss_enabled,
-                **loss.forwarded(inputs),
-            )
-        return loss.MicroBatch.of(inputs, logps, entropies, aux_loss, extras)
+            scores: Any = self._get_per_token_logps_and_entropies(model, *loss.scored(inputs), **asked, **of_model)
+        return loss.MicroBatch.of(inputs, scores, extras)
 
     # 4. Log, save and resume.
 
@@ -231,15 +223,22 @@ class Steady(_Trls):
 
     def compute_loss_context_manager(self) -> ExitStack:
         """Return TRL's context, which also tells the parts that a step is about to run its last backward pass."""
-        context = super().compute_loss_context_manager()
 
         def tell(error: type[BaseException] | None, *_: object) -> None:
             if error is None and self.model.training and self.accelerator.sync_gradients:
                 for part in self.parts:
                     part.before_last_backward()
 
+        context = super().compute_loss_context_manager()
         context.push(tell)
         return context
+
+    def create_optimizer(self, *arguments: Any) -> Any:
+        """Return transformers' optimizer, with the groups of the parts."""
+        optimizer = super().create_optimizer(*arguments)
+        for part in self.parts:
+            part.grouping(optimizer)
+        return optimizer
 
     def get_train_dataloader(self) -> Any:
         """Return TRL's dataloader, after a check that the dataset fits the reward functions and fills a rollout."""
@@ -260,9 +259,8 @@ class Steady(_Trls):
     def create_model_card(self, *arguments: Any, **keywords: Any) -> None:
         """Write TRL's model card, and add what the parts say of the run."""
         super().create_model_card(*arguments, **keywords)
-        if self.is_world_process_zero():
-            for part in self.parts:
-                part.add_to_card(Path(self.args.output_dir or "", "README.md"))
+        for part in self.parts if self.is_world_process_zero() else ():
+            part.add_to_card(Path(self.args.output_dir or "", "README.md"))
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
         self.checkpoints.sampler = super()._get_train_sampler(dataset)
@@ -280,7 +278,8 @@ class Steady(_Trls):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
-        with entered(part.saving() for part in self.parts):
+        folder = None if self.checkpoints.is_writing else Path(output_dir or self.args.output_dir or "")
+        with entered(part.saving(folder) for part in self.parts):
             super()._save(output_dir, state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:

@@ -204,9 +204,12 @@ class PaddingPart(Part):
         its, mask = self.traits_of(scoring.model), scoring.attention_mask
         is_alone = torch.is_grad_enabled() or scoring.with_aux_loss or not scoring.is_text
         key = its, is_alone, scoring.batch_size
-        if self._plan is not None and self._plan.mask is mask and self._plan.key == key:
-            return self._plan
-        known = scoring.samples.get("lengths") if scoring.role == "policy" else None
+        if self._plan is not None and self._plan.key == key:
+            # a critic's mask is built again from the samples; with another width it has more tokens than the rollout
+            is_of_critic = scoring.role == "value" and scoring.rollout is not None
+            if self._plan.mask is mask or (is_of_critic and self._plan.mask.shape == mask.shape):
+                return self._plan
+        known = scoring.samples.get("lengths") if scoring.role in ("policy", "value") else None
         if known is not None and len(known) == len(mask):
             lengths = [Length(*own) for own in known]
         else:
@@ -219,7 +222,9 @@ class PaddingPart(Part):
             plan.order, counts = self._batches(its, lengths, mask.size(1), scoring.prompt_width, size)
             plan.batches = without_waiting(torch.tensor(plan.order), mask.device).split(counts)
         if scoring.rollout is not None and scoring.role != "other":
-            self._plan = plan
+            columns = scoring.rollout.samples.get("completion_ids", mask)  # while TRL makes the rollout there are none
+            if scoring.role != "value" or columns.size(1) == scoring.width:
+                self._plan = plan
         return plan
 
     def _read(self, input_ids: Tensor, attention_mask: Tensor, prompt_width: int) -> list[Length] | None:

@@ -1,16 +1,15 @@
 """The reference as a second adapter named `ref` on the policy's own base model."""
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
 from peft import PeftModel
 
+from trl_steady.host.adapters import base_kept, parameters_kept
 from trl_steady.reference.tensors import POLICY, REFERENCE, adapter_pairs, move
 
-__all__ = ["add_reference_adapter", "base_kept", "parameters_kept", "refuse_unmovable"]
+__all__ = ["add_reference_adapter", "refuse_unmovable"]
 
 MOVABLE = ("LORA", "LOHA", "LOKR", "IA3")
 
@@ -38,41 +37,6 @@ def add_reference_adapter(model: PeftModel) -> None:
     for pair in pairs:
         pair.reference.requires_grad_(False)
     move(pairs, alpha=1)
-
-
-@contextmanager
-def base_kept(config: Any) -> Iterator[None]:
-    """Keep PEFT from changing the base while it adds adapters of this configuration.
-
-    The initialisations of PiSSA and OLoRA would write into the base.
-    """
-    start = getattr(config, "init_lora_weights", None)
-    if not isinstance(start, str):
-        yield
-        return
-    config.init_lora_weights = True
-    try:
-        yield
-    finally:
-        config.init_lora_weights = start
-
-
-@contextmanager
-def parameters_kept(model: torch.nn.Module) -> Iterator[None]:
-    """Restore the dtype and `requires_grad` of all parameters on exit.
-
-    PEFT makes every parameter of an adapter trainable when it switches adapters, and float32 when it loads one.
-    """
-    before = {name: (parameter.dtype, parameter.requires_grad) for name, parameter in model.named_parameters()}
-    try:
-        yield
-    finally:
-        for name, parameter in model.named_parameters():
-            if name in before:
-                dtype, requires_grad = before[name]
-                if parameter.dtype != dtype:
-                    parameter.data = parameter.data.to(dtype)
-                parameter.requires_grad_(requires_grad)
 
 
 def refuse_unmovable(model: PeftModel) -> None:

@@ -197,7 +197,7 @@ def _refuse(callback: ReferenceRefreshCallback) -> None:
             f"{name} moves the reference of trl.GRPOTrainer and trl.RLOOTrainer, not of {type(trainer)}. Pass one of "
             "these trainers."
         )
-    if trainer.beta == 0.0:
+    if trainer.beta == 0.0 and not getattr(trainer, "kl_coef", 0.0):
         raise ValueError(f"beta=0.0 leaves {name} nothing to move: there is no reference. Set beta above 0.")
     args: Any = trainer.args
     if isinstance(trainer, Steady) != args.sync_ref_model:

@@ -10,9 +10,10 @@ from typing import Any
 
 from peft import PeftModel
 
+from trl_steady.host.adapters import base_kept, parameters_kept
 from trl_steady.host.names import overridden
 from trl_steady.host.part import Part, Rollout
-from trl_steady.reference.adapter import base_kept, parameters_kept, refuse_unmovable
+from trl_steady.reference.adapter import refuse_unmovable
 from trl_steady.reference.callback import REFERENCE_FILE, ReferenceRefreshCallback, Refresh
 from trl_steady.reference.tensors import POLICY, REFERENCE
 
@@ -74,7 +75,7 @@ class ReferencePart(Part):
         """Keep which parameters are trainable. TRL switches to the reference's adapter and back."""
         return parameters_kept(self.trainer.model) if self.callback else contextlib.nullcontext()
 
-    def saving(self) -> AbstractContextManager[None]:
+    def saving(self, folder: Path | None) -> AbstractContextManager[None]:
         """Save a plain PEFT or transformers model, without the reference."""
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         if self.callback is None or not isinstance(model, PeftModel):

@@ -14,6 +14,9 @@ from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from trl_steady.host.adapters import POLICY_ADAPTER
+from trl_steady.host.models import REFERENCE_ADAPTER
+
 __all__ = [
     "POLICY",
     "REFERENCE",
@@ -26,8 +29,8 @@ __all__ = [
     "restore",
 ]
 
-POLICY, REFERENCE = "default", "ref"
-"""Names of the two adapters. TRL uses an adapter named `ref` as the reference."""
+POLICY, REFERENCE = POLICY_ADAPTER, REFERENCE_ADAPTER
+"""Names of the two adapters."""
 
 
 class Pair(NamedTuple):

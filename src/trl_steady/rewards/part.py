@@ -153,6 +153,11 @@ class StepsPart(Part):
         assert self._returned is not None
         return [self._scored(self._returned, i, row) for i, row in enumerate(mask.tolist())]
 
+    def is_scored(self, first: int, count: int) -> Tensor:
+        """Return (count,) bool, False for completions that no reward function has scored, from number `first` on."""
+        assert self._returned is not None
+        return ~self._returned.rewards[first : first + count].isnan().all(1)
+
     def table(self, completions: Sequence[ScoredCompletion], *, first: int = 0, cover: bool) -> StepTable:
         """Return the rewards of completions as steps. `first` is the number of the first one over all processes."""
         assert self._returned is not None

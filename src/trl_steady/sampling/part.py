@@ -224,7 +224,7 @@ class SamplingPart(Part):
     @contextlib.contextmanager
     def scoring(self, scoring: ScoringPass, model: Callable[..., Any]) -> "Generator[Callable[..., Any]]":
         """Score policy and reference among the kept tokens of the rollout or micro-batch."""
-        kept = self._of_pass(scoring) if self._is_on and scoring.role != "other" else None
+        kept = self._of_pass(scoring) if self._is_on and scoring.role not in ("value", "other") else None
         if kept is None:
             yield model
             return

@@ -26,7 +26,7 @@ def summary(trainer: "Steady") -> str:
     kind, args = type(trainer), cast(Any, trainer.args)
     name = f"{kind.__module__}.{kind.__qualname__}"
     base = "" if kind.__module__.startswith("trl_steady.") else f" on trl_steady.{args.METHOD}Trainer"
-    loss = f", loss_type={args.loss_type!r}" if args.METHOD == "GRPO" else ""
+    loss = f", loss_type={args.loss_type!r}" if args.METHOD != "RLOO" else ""
     lines = [f"trl-steady {__version__}, trl {version('trl')}: {name}{base}{loss}"]
     has_engine = trainer.use_vllm or trainer.rollout_func is not None
     warned = [*args.cannot_act, *([] if has_engine else args.idle_without_engine)]

@@ -1,0 +1,262 @@
+"""The critic: an adapter `value` on the policy's own base, or a model of its own, with a scalar head in float32."""
+
+import contextlib
+import copy
+import functools
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, cast
+
+import torch
+from peft import LoraConfig, PeftModel, TaskType
+from peft.tuners.tuners_utils import BaseTunerLayer
+from peft.utils.other import AuxiliaryTrainingWrapper
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, PreTrainedModel
+
+from trl_steady.host.adapters import POLICY_ADAPTER, base_kept, parameters_kept
+from trl_steady.host.models import VALUE_ADAPTER, Scorer
+
+__all__ = ["Critic", "add_value_adapter", "copied_from", "own_critic"]
+
+_HEAD = "score"  # the name in transformers' models for sequence classification
+_HEAD_WEIGHT = f"{_HEAD}.weight"
+_WEIGHTS = "adapter_model.safetensors"  # PEFT's name
+
+
+class Critic(Scorer):
+    """A critic that TRL's scoring method can call in place of a policy, with or without padding.
+
+    The value of a token is that of the state in which it is chosen: the prompt and all tokens before it.
+
+    Args:
+        backbone: The transformers model, or the PEFT model around it, whose last hidden state the head reads.
+        head: (1, H) float32, without bias.
+        adapter: Name of the adapter on `backbone` with which values are computed. None: `backbone` is the critic's
+            own, and all of it is trained.
+    """
+
+    def __init__(self, backbone: torch.nn.Module, head: torch.nn.Linear, adapter: str | None) -> None:
+        super().__init__(backbone)
+        self.head, self.adapter = head, adapter
+        # layers are found once: a model has hundreds
+        self._switches = [
+            own for own in backbone.modules() if isinstance(own, BaseTunerLayer | AuxiliaryTrainingWrapper)
+        ]
+
+    @property
+    def bare(self) -> PreTrainedModel:
+        """The transformers model without an adapter around it."""
+        return self.backbone.get_base_model() if isinstance(self.backbone, PeftModel) else self.backbone  # pyright: ignore
+
+    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
+        """Yield the trained parameters: those of the adapter, or of the whole model, and the head."""
+        body: torch.nn.Module = self.bare.base_model
+        for name, parameter in body.named_parameters():
+            if self.adapter is None or self.adapter in name.split("."):
+                yield name, parameter
+        yield _HEAD_WEIGHT, cast(torch.nn.Parameter, self.head.weight)
+
+    def __call__(self, *, labels: Tensor, fused_lm_head: bool = True, **inputs: Any) -> SimpleNamespace:
+        """Return the values (b, l - 1) of all tokens after the first, as `log_probs`."""
+        with self._speaking(), self._recomputed():
+            hidden = self.bare.base_model(**inputs, use_cache=False).last_hidden_state
+        with torch.autocast(hidden.device.type, enabled=False):
+            values = self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)
+        return SimpleNamespace(log_probs=values[:, :-1], entropy=None, aux_loss=None)
+
+    @contextlib.contextmanager
+    def _speaking(self) -> Iterator[None]:
+        """Let the critic's adapter act. PEFT's own switch would change which parameters are trained."""
+        if self.adapter is None:
+            yield
+            return
+        before = [
+            (layer, layer._active_adapter, getattr(layer, "_disable_adapters", False)) for layer in self._switches
+        ]
+        try:
+            for layer, _, _ in before:
+                layer._active_adapter, layer._disable_adapters = [self.adapter], False
+            yield
+        finally:
+            for layer, active, disabled in before:
+                layer._active_adapter, layer._disable_adapters = active, disabled
+
+    @contextlib.contextmanager
+    def _recomputed(self) -> Iterator[None]:
+        """Let gradient checkpointing recompute layers with the critic's adapter, whichever acts in backward."""
+        if self.adapter is None or not torch.is_grad_enabled():
+            yield
+            return
+        name, speaking = "_gradient_checkpointing_func", self._speaking
+        layers = [own for own in self.bare.modules() if name in vars(own)]
+        before = [vars(layer)[name] for layer in layers]
+        try:
+            for layer, function in zip(layers, before, strict=True):
+                of_recompute = functools.partial(_contexts, speaking)
+                vars(layer)[name] = functools.partial(function, context_fn=of_recompute)
+            yield
+        finally:
+            for layer, function in zip(layers, before, strict=True):
+                vars(layer)[name] = function
+
+    # files
+
+    def state(self) -> dict[str, Tensor]:
+        """Return the trained parameters by name, on the CPU."""
+        return {name: parameter.detach().cpu().contiguous() for name, parameter in self.named_parameters()}
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor], source: str) -> None:
+        """Restore what `state` returned.
+
+        Raises:
+            ValueError: The tensors are not those of this critic.
+        """
+        own = dict(self.named_parameters())
+        other = [name for name in own.keys() | state.keys() if name not in own or name not in state]
+        other += [name for name in own.keys() & state.keys() if own[name].shape != state[name].shape]
+        if other:
+            raise ValueError(
+                f"{source} holds another critic: {len(other)} tensors differ in name or shape, for example "
+                f"{min(other)}. Give the trainer the value_model or value_peft_config of the run that wrote it."
+            )
+        for name, parameter in own.items():
+            parameter.copy_(state[name])
+
+    def save_pretrained(self, folder: Path) -> None:
+        """Save a critic that `AutoModelForSequenceClassification` loads, or PEFT on such a model."""
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.adapter is None:
+            bare: Any = self.bare
+            with torch.no_grad():
+                getattr(bare, _HEAD).weight.copy_(self.head.weight)
+            bare.save_pretrained(folder)
+            return
+        assert isinstance(self.backbone, PeftModel)
+        config: Any = copy.deepcopy(self.backbone.peft_config[self.adapter])
+        config.task_type, config.modules_to_save, config.inference_mode = TaskType.SEQ_CLS, [_HEAD], True
+        config.save_pretrained(str(folder))
+        names, state = self._saved_names(), self.state()
+        save_file({names[name]: state[name] for name in names}, folder / _WEIGHTS)
+
+    def _saved_names(self) -> dict[str, str]:
+        """Return the name of each parameter in the file of PEFT for sequence classification."""
+        assert self.adapter is not None
+        prefix = "base_model.model."
+        body = f"{prefix}{self.bare.base_model_prefix}."
+        names = {name: f"{body}{_renamed(name, self.adapter, '')}" for name, _ in self.named_parameters()}
+        return {**names, _HEAD_WEIGHT: f"{prefix}{_HEAD_WEIGHT}"}
+
+    def load_pretrained(self, folder: Path) -> None:
+        """Load what `save_pretrained` wrote for an adapter.
+
+        Raises:
+            ValueError: The folder has no such critic.
+        """
+        assert self.adapter is not None
+        if not (folder / _WEIGHTS).is_file():
+            raise ValueError(f"value_init={str(folder)!r} has no {_WEIGHTS}. Give the folder 'value' of a saved run.")
+        names = {saved: name for name, saved in self._saved_names().items()}
+        state = {names.get(saved, saved): own for saved, own in load_file(folder / _WEIGHTS).items()}
+        self.load(state, f"value_init={str(folder)!r}")
+
+
+def add_value_adapter(model: PeftModel, peft_config: Any, name: str = VALUE_ADAPTER) -> Critic:
+    """Add an adapter to a PEFT policy, with a head of zeros, and return the critic.
+
+    Nothing else in the model changes. The adapter is in float32, whatever the dtype of the policy's.
+
+    Args:
+        model: The policy.
+        peft_config: Configuration of the adapter. None: that of the policy's adapter, with a copy of its weights.
+        name: Name of the adapter.
+
+    Raises:
+        ValueError: The model has an adapter of this name, or the adapter is not LoRA.
+    """
+    if name in model.peft_config:
+        raise ValueError(
+            f"the model has an adapter named {name!r}, a name reserved for the critic. Delete it with "
+            f"model.delete_adapter({name!r}), or load it under another name."
+        )
+    config = copy.deepcopy(peft_config or model.peft_config[POLICY_ADAPTER])
+    if not isinstance(config, LoraConfig):
+        raise ValueError(f"a critic on the policy's base needs LoRA, and its adapter is a {type(config).__name__}.")
+    config.modules_to_save, config.trainable_token_indices = None, None  # whole copies, which a value needs least
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    # keep the random state, so that rollouts are the same as without a critic
+    with parameters_kept(model), base_kept(config), torch.random.fork_rng(devices=devices):
+        model.add_adapter(name, config)
+    own = {n: p for n, p in model.named_parameters() if name in n.split(".")}
+    bare: Any = model.get_base_model()
+    read = {id(p) for p in bare.base_model.parameters()}
+    policy = dict(model.named_parameters())
+    for parameter_name, parameter in own.items():
+        parameter.data = parameter.data.float()
+        parameter.requires_grad_(id(parameter) in read)  # not of the LM head, through which no value goes
+        source = policy.get(_renamed(parameter_name, name, POLICY_ADAPTER))
+        if peft_config is None and source is not None:
+            parameter.data.copy_(source.data)
+    return Critic(model, _head(bare.config, next(iter(own.values())).device), name)
+
+
+def own_critic(model: PreTrainedModel) -> Critic:
+    """Return the critic of a model for sequence classification with one label. All of it is trained.
+
+    Raises:
+        ValueError: The model has no head named `score` for one label.
+    """
+    score = getattr(model, _HEAD, None)
+    if not isinstance(score, torch.nn.Linear) or score.out_features != 1 or score.bias is not None:
+        raise ValueError(
+            f"value_model is a {type(model).__name__} without a head 'score' for one label. Load it with "
+            "AutoModelForSequenceClassification.from_pretrained(..., num_labels=1), or train an adapter (peft_config)."
+        )
+    head = _head(model.config, score.weight.device)
+    head.weight.data.copy_(score.weight.data)
+    score.requires_grad_(False)  # the float32 copy is trained
+    model.base_model.requires_grad_(True)
+    return Critic(model, head, None)
+
+
+def copied_from(policy: PreTrainedModel) -> PreTrainedModel:
+    """Return a model for sequence classification whose body is a copy of the policy's, with a head of zeros.
+
+    Raises:
+        ValueError: transformers has no such model of this kind.
+    """
+    config = copy.deepcopy(policy.config)
+    config.num_labels = 1
+    try:
+        with torch.random.fork_rng():
+            model: Any = AutoModelForSequenceClassification.from_config(
+                config, dtype=policy.dtype, attn_implementation=policy.config._attn_implementation
+            )
+    except ValueError as error:
+        raise ValueError(
+            f"transformers has no {type(config).__name__.removesuffix('Config')} for sequence classification, so the "
+            "critic cannot be a copy of the policy. Train adapters (peft_config), or give value_model."
+        ) from error
+    model.base_model.load_state_dict(policy.base_model.state_dict())
+    torch.nn.init.zeros_(getattr(model, _HEAD).weight)
+    return model.to(policy.device)
+
+
+def _head(config: Any, device: torch.device) -> torch.nn.Linear:
+    size = config.get_text_config().hidden_size
+    head = torch.nn.Linear(size, 1, bias=False, device="meta", dtype=torch.float32)  # keeps the random state
+    head.weight = torch.nn.Parameter(torch.zeros(1, size, device=device))
+    return head
+
+
+def _contexts(speaking: Any) -> tuple[Any, Any]:
+    return contextlib.nullcontext(), speaking()
+
+
+def _renamed(name: str, adapter: str, other: str) -> str:
+    """Return the name of a parameter with another adapter's name in it, or with none if `other` is empty."""
+    parts = (other if part == adapter else part for part in name.split("."))
+    return ".".join(part for part in parts if part)

@@ -1,0 +1,353 @@
+"""PPO's critic as a part: values and targets of a rollout, and the loss and the updates of the critic."""
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from accelerate.utils import DistributedType, broadcast
+from peft import PeftModel
+from safetensors import safe_open
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, TrainerCallback
+
+from trl_steady.critic.model import Critic, add_value_adapter, copied_from, own_critic
+from trl_steady.critic.targets import targets
+from trl_steady.functional import values
+from trl_steady.host import loss, models
+from trl_steady.host.adapters import parameters_kept
+from trl_steady.host.part import Part, Rollout
+from trl_steady.host.rollouts import building_reference, scoring_reference
+from trl_steady.losses.table import LOSSES
+
+__all__ = ["CRITIC_FILE", "CriticPart"]
+
+CRITIC_FILE = "critic.safetensors"
+"""File of a checkpoint that holds the critic's tensors, and the coefficient of the KL as metadata."""
+
+
+class CriticPart(Part):
+    """Gives a rollout the advantages of a critic, and trains the critic beside the policy."""
+
+    window_options = (
+        *((name, None) for name in ("gamma", "lam", "value_lam", "lam_length_alpha", "kl_coef")),
+        *((name, None) for name in ("whiten_advantages", "whiten_rewards")),
+        *((name, None) for name in ("bootstrap_truncated", "missing_eos_penalty")),
+    )
+    critic: Critic
+    kl_coef: float
+    """The coefficient of the KL in the reward, which adapts with `kl_target`."""
+
+    def __init__(self, trainer: Any) -> None:
+        super().__init__(trainer)
+        self._of_step: list[tuple[Mapping[str, Any], Tensor]] = []  # samples and weights, for further updates
+        self._gradients: list[tuple[Tensor, Tensor]] = []
+
+    # construction
+
+    @contextlib.contextmanager
+    def building(self, model: Any, args: Any) -> Iterator[None]:
+        """Let TRL's constructor make the reference of the KL in the reward."""
+        with building_reference(args) if args.kl_coef else contextlib.nullcontext():
+            yield
+
+    def built(self) -> None:
+        """Make the critic, and refuse setups in which it would not be trained as asked."""
+        trainer, args = self.trainer, self.trainer.args
+        trainer.beta, self.kl_coef = args.beta, args.kl_coef
+        if trainer.accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
+            raise ValueError(
+                f"PPOTrainer does not work with {trainer.accelerator.distributed_type.value}, which would shard the "
+                "policy but not its critic. Use DDP (accelerate launch --multi_gpu), with adapters on a small base."
+            )
+        if trainer.optimizer is not None:
+            raise ValueError(
+                "optimizers=(...) has an optimizer without the critic's parameters, which the constructor has just "
+                "made. Set optim and learning_rate, or pass optimizer_cls_and_kwargs."
+            )
+        self.critic = self._made()
+        self._is_shared = self.critic.adapter is not None
+        if args.gradient_checkpointing and args.router_replay and (self._is_shared or args.ptx_coef):
+            raise ValueError(
+                f"router_replay={args.router_replay!r} does not work with gradient_checkpointing=True here: layers "
+                "of the critic or of ptx_dataset would be recomputed on the policy's routes. Switch one of them off."
+            )
+        if args.gradient_checkpointing and self._is_shared:
+            how = args.gradient_checkpointing_kwargs or {}
+            if how.get("use_reentrant"):
+                raise ValueError(
+                    "use_reentrant=True in gradient_checkpointing_kwargs does not work with a critic on the policy's "
+                    "base, whose layers must be recomputed with its own adapter. Set use_reentrant=False."
+                )
+        if not self._is_shared and trainer.accelerator.num_processes > 1:
+            for parameter in self.critic.backbone.parameters():  # the policy's are broadcast by DDP
+                parameter.data = cast(Tensor, broadcast(parameter.data))
+        trainer.add_callback(_Updates(self))
+
+    def _made(self) -> Critic:
+        trainer, args = self.trainer, self.trainer.args
+        policy, init = trainer.accelerator.unwrap_model(trainer.model), args.value_init
+        value_model, peft_config = trainer.value_model, trainer.value_peft_config
+        if isinstance(policy, PeftModel):
+            if value_model is not None:
+                raise ValueError(
+                    f"value_model={type(value_model).__name__}: the policy has an adapter, and its critic is an "
+                    "adapter on the same base. Leave value_model unset, or load a saved critic with value_init."
+                )
+            if init == "reward":
+                raise ValueError(
+                    "value_init='reward': the reward model is not an adapter on the policy's base. Set value_init to "
+                    "'policy' or to the path of a saved critic."
+                )
+            critic = add_value_adapter(policy, peft_config)
+            if init != "policy":
+                critic.load_pretrained(Path(init))
+            return critic
+        if peft_config is not None:
+            raise ValueError(
+                f"value_peft_config={type(peft_config).__name__}(...): the policy has no adapter, so its critic is a "
+                "whole model. Give peft_config too, or leave value_peft_config unset."
+            )
+        if value_model is not None and init != "policy":
+            raise ValueError(
+                f"value_model and value_init={init!r} both say where the critic begins. Give one of them."
+            )
+        if init == "reward":
+            value_model: Any = next((own for own in trainer.reward_funcs if isinstance(own, torch.nn.Module)), None)
+            if value_model is None:
+                raise ValueError(
+                    "value_init='reward': no reward function is a model. Set value_init to 'policy' or to a path."
+                )
+            config = value_model.config
+            twin: Any = type(value_model)._from_config(config, dtype=value_model.dtype)
+            twin.load_state_dict(value_model.state_dict())
+            value_model = twin
+        elif init != "policy":
+            value_model = init
+        if isinstance(value_model, str | Path):
+            value_model = AutoModelForSequenceClassification.from_pretrained(
+                value_model,
+                num_labels=1,
+                dtype=policy.dtype,
+                attn_implementation=policy.config._attn_implementation,
+            )
+        critic = own_critic(copied_from(policy) if value_model is None else value_model)
+        bare: Any = critic.bare.to(trainer.accelerator.device)
+        critic.head.to(trainer.accelerator.device)
+        if args.disable_dropout:
+            for module in bare.modules():
+                if isinstance(module, torch.nn.Dropout):
+                    module.p = 0.0
+        if args.gradient_checkpointing:
+            bare.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+        bare.train()
+        return critic
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The critic's parameters."""
+        return [parameter for _, parameter in self.critic.named_parameters() if parameter.requires_grad]
+
+    def grouping(self, optimizer: torch.optim.Optimizer) -> None:
+        """Give the critic groups of its own, with its learning rate."""
+        args, own = self.trainer.args, {id(parameter): parameter for parameter in self.parameters}
+        rate = args.learning_rate if args.value_learning_rate is None else args.value_learning_rate
+        taken: list[dict[str, Any]] = []
+        for group in optimizer.param_groups:
+            parameters = [parameter for parameter in group["params"] if id(parameter) in own]
+            if parameters:
+                group["params"] = [parameter for parameter in group["params"] if id(parameter) not in own]
+                taken.append({**group, "params": parameters})
+                for parameter in parameters:
+                    del own[id(parameter)]
+        if own:  # outside the policy
+            first = {name: value for name, value in optimizer.param_groups[0].items() if name != "initial_lr"}
+            decays = [parameter for parameter in own.values() if parameter.dim() > 1]
+            others = [parameter for parameter in own.values() if parameter.dim() <= 1]
+            taken.append({**first, "params": decays, "weight_decay": args.weight_decay})
+            taken.append({**first, "params": others, "weight_decay": 0.0})
+        for group in taken:
+            if group["params"]:
+                optimizer.add_param_group({**group, "lr": rate})
+
+    # a rollout
+
+    @contextlib.contextmanager
+    def rolling(self, rollout: Rollout) -> Iterator[None]:
+        """Let TRL score what the KL in the reward needs. Switching adapters does not change what is trained."""
+        kept = parameters_kept(self.trainer.model) if self._is_shared else contextlib.nullcontext()
+        has_kl = self.trainer.args.kl_coef != 0
+        with kept, scoring_reference(self.trainer) if has_kl else contextlib.nullcontext():
+            yield
+
+    def columns(self, rollout: Rollout) -> Mapping[str, Any]:
+        """Return values, returns and advantages (B, T) of the action tokens; NaN returns where there is no reward."""
+        old_values, after = self._score(rollout)
+        found = targets(self.trainer, rollout, old_values, after, kl_coef=self.kl_coef)
+        args = self.trainer.args
+        if args.kl_target is not None and self.trainer.model.training:
+            total, answers = found.kl_per_answer.tolist()
+            how = {"target": args.kl_target, "horizon": args.kl_horizon, "answers": int(answers)}
+            self.kl_coef = values.adapted_kl_coef(self.kl_coef, total / max(answers, 1), **how)
+        return found.columns
+
+    def _score(self, rollout: Rollout) -> tuple[Tensor, Tensor | None]:
+        """Return the values (B, T) of a rollout's tokens and, with `bootstrap_truncated`, those (B,) after them."""
+        trainer, samples = self.trainer, rollout.samples
+        size = trainer.args.per_device_train_batch_size
+        size = size if trainer.model.training else trainer.args.per_device_eval_batch_size
+        with torch.no_grad():
+            if not trainer.args.bootstrap_truncated:
+                return trainer.values(self.critic, samples, rollout, size), None
+            ends = samples["completion_mask"].sum(1, keepdim=True)
+            longer = {**samples, **_with_one_more(samples, ends)}
+            found = trainer.values(self.critic, longer, rollout, size)
+            return found[:, :-1], found.gather(1, ends).squeeze(1)
+
+    # a micro-batch
+
+    def computing(
+        self, model: torch.nn.Module, compute: Callable[[Mapping[str, Any]], Tensor], inputs: Mapping[str, Any]
+    ) -> Tensor:
+        """Return the policy's loss plus the critic's, which share no parameter. In warm-up the policy's is 0."""
+        trainer = self.trainer
+        # before the policy's pass, whose routes are replayed until backward ends
+        own, weights = self._loss(inputs)
+        if trainer.model.training and trainer.args.value_updates > 1:
+            self._of_step.append((inputs, weights))
+        of_policy = compute(inputs)
+        return own + (0.0 * of_policy if self.is_warming_up else of_policy)
+
+    @property
+    def is_warming_up(self) -> bool:
+        """True in optimizer steps in which only the critic learns."""
+        return self.trainer.model.training and self.trainer.state.global_step < self.trainer.args.value_warmup_steps
+
+    def _loss(self, inputs: Mapping[str, Any], weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
+        """Return the critic's loss of a micro-batch, and the weights (B, T) of its tokens."""
+        trainer, args = self.trainer, self.trainer.args
+        mask = loss.loss_mask(inputs)
+        found = trainer.values(self.critic, inputs)
+        mask = mask & ~inputs["returns"].isnan()
+        if weights is None:
+            entry = LOSSES[trainer.loss_type]
+            reduction = LOSSES[entry.host].reduction if entry.host else entry.reduction
+            weights = loss.token_weights(trainer, loss.loss_mask(inputs), inputs, reduction, found.dtype)
+            self._measure(found.detach(), inputs, mask)
+        each = values.value_loss(
+            found, inputs["values"], inputs["returns"].where(mask, 0), cliprange=args.cliprange_value
+        )
+        return (weights * each.where(mask, 0)).sum(), weights
+
+    def _measure(self, found: Tensor, inputs: Mapping[str, Any], mask: Tensor) -> None:
+        clip, old, returns = self.trainer.args.cliprange_value, inputs["values"], inputs["returns"].where(mask, 0)
+        means = {"value/loss": (values.value_loss(found, old, returns, cliprange=clip), mask)}
+        if clip is not None:
+            means["value/clip_ratio"] = ((found - old).abs() > clip, mask)
+        self.trainer.metrics.pooled(means=means)
+
+    # steps
+
+    def after_last_backward(self) -> None:
+        """Finish the gradients of an optimizer step, and keep the critic's out of the norm of the policy's."""
+        if self.is_warming_up:
+            own = {id(parameter) for parameter in self.parameters}
+            for parameter in self.trainer.model.parameters():
+                if id(parameter) not in own:
+                    parameter.grad = None
+        self._finish(is_reduced=self._is_shared)
+        self._gradients = [(own, own.grad) for own in self.parameters if own.grad is not None]
+        for parameter, _ in self._gradients:
+            parameter.grad = None
+
+    def _finish(self, *, is_reduced: bool) -> None:
+        """Average the gradients over processes and clip them. DDP has reduced those in the policy's model."""
+        args, accelerator = self.trainer.args, self.trainer.accelerator
+        grads = [own.grad for own in self.parameters if own.grad is not None]
+        if accelerator.num_processes > 1:
+            for grad in [self.critic.head.weight.grad] if is_reduced else grads:
+                if grad is not None:
+                    torch.distributed.all_reduce(grad.div_(accelerator.num_processes))
+        if args.max_grad_norm > 0 and grads:
+            norm = torch.nn.utils.clip_grad_norm_(self.parameters, args.max_grad_norm)
+            self.trainer.metrics.pooled(
+                means={"value/grad_norm": (norm.view(1), torch.ones_like(norm).bool().view(1))}
+            )
+
+    def restore_gradients(self) -> None:
+        """Hand the critic's gradients to the optimizer, once the policy's are clipped."""
+        for parameter, grad in self._gradients:
+            parameter.grad = grad
+        self._gradients = []
+
+    def update_again(self) -> None:
+        """Take the further updates of the critic in this optimizer step, on the same samples."""
+        of_step, self._of_step = self._of_step, []
+        for _ in range(self.trainer.args.value_updates - 1):
+            self.trainer.optimizer.zero_grad()
+            for inputs, weights in of_step:
+                with self.trainer.until_backward_ends():
+                    again, _ = self._loss(inputs, weights)
+                    again.backward()
+            self._finish(is_reduced=False)
+            self.trainer.optimizer.step()
+
+    def forget_step(self) -> None:
+        """Forget what a step that raised has left over."""
+        self._of_step, self._gradients = [], []
+
+    # checkpoints
+
+    @contextlib.contextmanager
+    def saving(self, folder: Path | None) -> Iterator[None]:
+        """Save the policy without the critic, and the critic beside it in `value`."""
+        yield
+        if folder is not None:
+            self.critic.save_pretrained(folder / models.VALUE_ADAPTER)
+
+    def save(self, checkpoint: Path) -> None:
+        """Save the critic and the coefficient of the KL."""
+        if self.trainer.args.should_save:
+            metadata = {"trl_steady": json.dumps({"kl_coef": self.kl_coef})}
+            save_file(self.critic.state(), checkpoint / CRITIC_FILE, metadata=metadata)
+
+    def load(self, checkpoint: Path) -> None:
+        """Load the critic and the coefficient of the KL.
+
+        Raises:
+            ValueError: The checkpoint has no critic, or another one.
+        """
+        file = checkpoint / CRITIC_FILE
+        if not file.is_file():
+            raise ValueError(
+                f"{checkpoint} holds no {CRITIC_FILE}: it was not written by PPOTrainer, or with "
+                "save_only_model=True, and a resume would begin with a new critic. Begin a new run from its model."
+            )
+        self.critic.load(load_file(file), str(file))
+        with safe_open(file, framework="pt") as opened:
+            self.kl_coef = json.loads(opened.metadata()["trl_steady"])["kl_coef"]
+
+
+class _Updates(TrainerCallback):
+    def __init__(self, part: CriticPart) -> None:
+        self._part = part
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._part.forget_step()
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._part.restore_gradients()
+
+    def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self._part.update_again()
+
+
+def _with_one_more(samples: Mapping[str, Any], ends: Tensor) -> dict[str, Tensor]:
+    """Return completions with one more token after each (B, T + 1), before which the value of the end is found."""
+    ids, mask = samples["completion_ids"], samples["completion_mask"]
+    ids = torch.nn.functional.pad(ids, (0, 1))
+    mask = torch.nn.functional.pad(mask, (0, 1)).scatter(1, ends, 1)
+    return {"completion_ids": ids, "completion_mask": mask}
