@@ -296,8 +296,10 @@ class CriticPart(Part):
             self.trainer.optimizer.step()
 
     def forget_step(self) -> None:
-        """Forget what a step that raised has left over."""
+        """Forget the samples and gradients of a step, also of one that raised."""
         self._of_step, self._gradients = [], []
+        for parameter in self.parameters:  # transformers clears gradients in the policy's model only
+            parameter.grad = None
 
     # checkpoints
 
@@ -343,6 +345,7 @@ class _Updates(TrainerCallback):
 
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._part.update_again()
+        self._part.forget_step()
 
 
 def _with_one_more(samples: Mapping[str, Any], ends: Tensor) -> dict[str, Tensor]:
