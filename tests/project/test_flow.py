@@ -14,6 +14,7 @@ FLOW = Path(__file__).parents[2] / "docs" / "figures" / "flow.py"
 ELSEWHERE = {
     *("building", "captures", "adapter_sync", "built", "before_last_backward"),
     *("saving", "loading", "save", "load", "add_to_card"),
+    *("grouping", "after_last_backward"),
 }
 
 

@@ -18,7 +18,7 @@ class Method(NamedTuple):
 
     kind: str
     """The part of training that the method changes: "loss", "KL", "mask", "rewards", "reference", "routing",
-    "sampling", or "passes" for the way in which forward passes are computed."""
+    "sampling", "critic", or "passes" for the way in which forward passes are computed."""
     name: str
     setting: str
     """The options in Python. The command line and YAML use the same names."""
@@ -48,6 +48,7 @@ _PAGES = {
     "reference": "iterative.md",
     "routing": "routing-replay.md",
     "sampling": "sampling-mask.md",
+    "critic": "ppo.md",
     "passes": "performance.md",
 }
 
@@ -153,6 +154,27 @@ METHODS = (
     ),
     _method("routing", "routes in the reference's pass too", "router_replay_reference=True", _RECORDED),
     _method("sampling", "kept sampling mask", "keep_sampling_mask=True", _GENERATED, paper=_V32),
+    _method(
+        "critic",
+        "PPO with a critic (GAE)",
+        "gamma=..., lam=...",
+        ("rollout", "calculate_rewards", "compute_loss"),
+        is_on=lambda a: True,
+        paper="1707.06347; 1506.02438",
+    ),
+    _method("critic", "KL to the reference in the reward", "kl_coef=...", paper="2203.02155, section 3.5"),
+    _method("critic", "KL coefficient that follows a target", "kl_target=...", paper="1909.08593, section 2.2"),
+    _method(
+        "critic",
+        "another lambda for the critic's targets",
+        "value_lam=...",
+        is_on=lambda a: a.value_lam is not None,
+        paper="2503.01491",
+    ),
+    _method("critic", "lambda by length", "lam_length_alpha=...", paper="2504.05118"),
+    _method("critic", "first steps for the critic alone", "value_warmup_steps=...", paper="2503.01491"),
+    _method("critic", "several updates of the critic", "value_updates=...", is_on=lambda a: a.value_updates > 1),
+    _method("critic", "pretraining loss", "ptx_coef=...", paper="2203.02155, section 3.5"),
     _method("passes", "padding-free passes (the default)", "trim_padding=True", _SCORES),
     _method("passes", "micro-batches limited by tokens", "token_budget=...", ("compute_loss",)),
     _method("passes", "a group's prompt computed once", "share_prompts=True", _SCORES),

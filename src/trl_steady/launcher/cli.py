@@ -20,18 +20,20 @@ usage: trl-steady COMMAND ...
   run [LAUNCH OPTIONS] -m MODULE [ARGUMENTS]  the same for a module
   grpo [ARGUMENTS] [LAUNCH OPTIONS]           run `trl grpo` with trl-steady's trainer and options
   rloo [ARGUMENTS] [LAUNCH OPTIONS]           the same for `trl rloo`
+  ppo [ARGUMENTS] [LAUNCH OPTIONS]            run `trl grpo` with trl-steady's PPO trainer and options
   methods                                     list the methods that trl-steady adds, with settings, papers and docs
   env                                         list versions, devices and usable features, for bug reports
 
 LAUNCH OPTIONS are those of `accelerate launch`, plus
   --set NAME=VALUE     set this option on every config of these trainers that the script builds; may be repeated
+  --ppo                train with PPO where the script trains with GRPO
   --accelerate_config  a file, or the name of a config of TRL (fsdp2, multi_gpu, single_gpu, zero2, zero3, ...)
-Without launch options other than --set, `run` runs the script in this process, as python does.
-`accelerate launch [LAUNCH OPTIONS] -m trl_steady run [--set NAME=VALUE] SCRIPT [ARGUMENTS]` does the same.
+Without launch options other than --set and --ppo, `run` runs the script in this process, as python does.
+`accelerate launch [LAUNCH OPTIONS] -m trl_steady run [--set NAME=VALUE] [--ppo] SCRIPT [ARGUMENTS]` does the same.
 
 trl-steady --version prints the versions of trl-steady and of TRL.
 """
-_COMMANDS = ("run", "grpo", "rloo", "methods", "env")
+_COMMANDS = ("run", "grpo", "rloo", "ppo", "methods", "env")
 
 
 class _Refused(Exception):
@@ -52,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(_HELP)
         return 0
     try:
-        if command in ("run", "grpo", "rloo"):
+        if command in ("run", "grpo", "rloo", "ppo"):
             return run(rest) if command == "run" else trls(command, rest)
         if command == "--version":
             print(f"trl-steady {__version__}, trl {version('trl')}")
@@ -73,24 +75,28 @@ def run(arguments: Sequence[str]) -> int:
     if not arguments or arguments[0] in ("-h", "--help"):
         print(_HELP)
         return 0 if arguments else 2
-    settings, rest = _leading_settings(arguments)
+    settings, ppo, rest = _leading_settings(arguments)
     if rest[0].startswith("-") and rest[0] != "-m":
-        return _launch([*(f"--set={setting}" for setting in settings), *rest])
-    return _run_here(rest, settings)
+        return _launch([*(["--ppo"] if ppo else []), *(f"--set={setting}" for setting in settings), *rest])
+    return _run_here(rest, settings, ppo=ppo)
 
 
 def trls(command: str, arguments: Sequence[str]) -> int:
-    """Run TRL's `trl grpo` or `trl rloo` with trl-steady's trainer and options."""
+    """Run TRL's `trl grpo` or `trl rloo` with trl-steady's trainer and options, or `trl grpo` with PPO."""
     from trl_steady.host import launching
     from trl_steady.launcher.swap import swapped
 
-    with swapped():
+    ppo = ["--ppo"] if command == "ppo" else []
+    command = "grpo" if ppo else command
+    with swapped(ppo=bool(ppo)):
         known = [*launching.command_options(command), *_launch_options(_launch_parser())]
         names = [word[2:].split("=")[0].replace("-", "_") for word in arguments if word.startswith("--")]
         unknown = [name for name in names if not any(option.startswith(name) for option in known)]
         if unknown:  # before TRL builds a config, which may raise another error
             raise _Refused(_unrecognized(unknown, known))
-        return launching.trls(command, arguments, lambda given, script: _launch([*given, *script], known), _refuse)
+        return launching.trls(
+            command, arguments, lambda given, script: _launch([*ppo, *given, *script], known), _refuse
+        )
 
 
 def methods() -> str:
@@ -117,17 +123,20 @@ def _no_command(command: str) -> str:
     return f"no command {command!r}.{near(command, _COMMANDS, '{}')} trl-steady --help lists the commands."
 
 
-def _leading_settings(arguments: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the settings of leading `--set` options, and the other arguments."""
-    settings, rest = [], list(arguments)
-    while rest and rest[0].split("=")[0] == "--set":
+def _leading_settings(arguments: Sequence[str]) -> tuple[list[str], bool, list[str]]:
+    """Return the settings of leading `--set` options, whether `--ppo` is among them, and the other arguments."""
+    settings, ppo, rest = [], False, list(arguments)
+    while rest and rest[0].split("=")[0] in ("--set", "--ppo"):
         first = rest.pop(0)
+        if first == "--ppo":
+            ppo = True
+            continue
         if first == "--set" and not rest:
             raise _Refused("--set needs NAME=VALUE.")
         settings.append(rest.pop(0) if first == "--set" else first.removeprefix("--set="))
     if not rest:
-        raise _Refused("there is no script after --set.")
-    return settings, rest
+        raise _Refused("there is no script after --set and --ppo.")
+    return settings, ppo, rest
 
 
 def _parsed_settings(settings: Sequence[str]) -> dict[str, Any]:
@@ -160,6 +169,7 @@ def _launch_parser() -> Any:
     parser = launch_command_parser()
     parser.add_argument("--accelerate_config")
     parser.add_argument("--set", action="append", default=[], dest="settings")
+    parser.add_argument("--ppo", action="store_true")
     return parser
 
 
@@ -200,7 +210,8 @@ def _launch(arguments: Sequence[str], known: Sequence[str] = ()) -> int:
     if not _is_there(target):
         raise _Refused(f"no such script: {launched.training_script!r}")
     settings = [f"--set={setting}" for setting in launched.settings]
-    launched.training_script_args = ["run", *settings, *target, *launched.training_script_args]
+    ppo = ["--ppo"] if launched.ppo else []
+    launched.training_script_args = ["run", *ppo, *settings, *target, *launched.training_script_args]
     launched.module, launched.training_script = True, "trl_steady"
     launch_command(launched)
     return 0
@@ -219,7 +230,7 @@ def _is_there(target: Sequence[str]) -> bool:
     return len(target) > 1 if target[0] == "-m" else Path(target[0]).is_file()
 
 
-def _run_here(arguments: list[str], settings: Sequence[str]) -> int:
+def _run_here(arguments: list[str], settings: Sequence[str], *, ppo: bool) -> int:
     if not _is_there(arguments):
         raise _Refused("-m needs a module" if arguments[0] == "-m" else f"no such script: {arguments[0]!r}")
     options = _parsed_settings(settings)
@@ -231,7 +242,7 @@ def _run_here(arguments: list[str], settings: Sequence[str]) -> int:
     if not sys.flags.safe_path:  # as python does
         sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(path))
     try:
-        with swapped(options, sys.argv[1:], target) as swap:
+        with swapped(options, sys.argv[1:], target, ppo=ppo) as swap:
             if is_module:
                 runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
             else:
@@ -249,10 +260,10 @@ def _without_ours(trainers: Sequence[str]) -> str:
     if trainers:
         whose = "TRL's own" if all("trl." in trainer for trainer in trainers) else "not trl-steady's"
         verb = "is" if len(trainers) == 1 else "are"
-        ours = "trl-steady has only GRPOTrainer and RLOOTrainer"
+        ours = "trl-steady has only GRPOTrainer, RLOOTrainer and PPOTrainer"
         return f"trained with {' and '.join(trainers)}, which {verb} {whose}; {ours}."
     return (
-        "ended without building trl-steady's GRPOTrainer or RLOOTrainer in this process. If the script starts "
+        "ended without building a trainer of trl-steady in this process. If the script starts "
         "training processes, launch them with `trl-steady run` or `accelerate launch -m trl_steady run`, or import "
         "GRPOConfig and GRPOTrainer from trl_steady. Otherwise they train with plain TRL."
     )

@@ -17,6 +17,7 @@ from transformers import HfArgumentParser
 from trl_steady.config.checks import defaults
 from trl_steady.config.grpo import GRPOConfig
 from trl_steady.config.methods import METHODS
+from trl_steady.config.ppo import PPOConfig
 from trl_steady.config.rloo import RLOOConfig
 from trl_steady.config.shared import SharedOptions
 from trl_steady.config.spelling import near
@@ -24,13 +25,15 @@ from trl_steady.config.values import CHOICES
 
 __all__ = ["given_to_script", "is_option", "parse_settings", "refuse_dropped", "refuse_unknown"]
 
-_CONFIGS = (RLOOConfig, GRPOConfig)
+_CONFIGS = (PPOConfig, RLOOConfig, GRPOConfig)
 _FIELDS = {option.name: option for config in _CONFIGS for option in fields(config) if option.init}
 _TYPES = {name: hint for config in _CONFIGS for name, hint in get_type_hints(config).items()}
 # The launcher looks for these options among a script's arguments: those that our configs declare and those of METHODS.
-# It ignores one-word names (beta, epsilon) and TRL's other options, which a script may use for something else.
-_DECLARED = {name for config in (SharedOptions, *_CONFIGS) for name in inspect.get_annotations(config)}
-_OURS = sorted(name for name in _DECLARED | {o for m in METHODS for o in m.options} if "_" in name)
+# It ignores one-word names (beta, epsilon) and TRL's other options, which a script may use for something else, and
+# those of PPO alone, which no script written for TRL reads.
+_DECLARED = {name for config in (SharedOptions, RLOOConfig, GRPOConfig) for name in inspect.get_annotations(config)}
+_OF_METHODS = {name for method in METHODS for name in method.options if name in defaults(GRPOConfig)}
+_OURS = sorted(name for name in _DECLARED | _OF_METHODS if "_" in name)
 # The config replaces None in these options.
 _FILLED = ("epsilon_high", "importance_sampling_level")
 _DEFAULTS = {name: value for config in _CONFIGS for name, value in defaults(config).items()}

@@ -11,18 +11,19 @@ import transformers
 import trl
 
 from trl_steady.config.grpo import GRPOConfig
+from trl_steady.config.ppo import PPOConfig
 from trl_steady.config.rloo import RLOOConfig
 from trl_steady.config.shared import SharedOptions
 from trl_steady.host import Steady
 from trl_steady.host.launching import TRAINERS, standing_in
 from trl_steady.launcher.options import given_to_script, refuse_dropped, refuse_unknown
 from trl_steady.trainers.grpo import GRPOTrainer
+from trl_steady.trainers.ppo import PPOTrainer
 from trl_steady.trainers.rloo import RLOOTrainer
 
 __all__ = ["Swap", "swapped"]
 
 _READ_AT_IMPORT = ("HF_", "TRANSFORMERS_", "CUDA_VISIBLE_DEVICES")
-_OURS = ((GRPOTrainer, GRPOConfig), (RLOOTrainer, RLOOConfig))
 _KEPT = "_set_by_launcher"  # attribute of a config: the options of --set, with their values after the config's checks
 
 
@@ -38,7 +39,11 @@ class Swap:
 
 @contextmanager
 def swapped(
-    settings: Mapping[str, Any] | None = None, arguments: Sequence[str] = (), target: Sequence[str] = ("SCRIPT",)
+    settings: Mapping[str, Any] | None = None,
+    arguments: Sequence[str] = (),
+    target: Sequence[str] = ("SCRIPT",),
+    *,
+    ppo: bool = False,
 ) -> Iterator[Swap]:
     """Replace TRL's GRPO and RLOO trainers and configs by trl-steady's in all modules of TRL.
 
@@ -46,6 +51,7 @@ def swapped(
         settings: Options that every config gets before its checks. They override what the script passes to it.
         arguments: The script's arguments. They may have options that the script does not read.
         target: The script, or `-m` and a module, for messages.
+        ppo: True to put PPO in GRPO's place.
 
     Yields:
         The trainers that have been built so far.
@@ -99,11 +105,14 @@ def swapped(
         return checked
 
     hooks: list[tuple[type, str, Any]] = [(transformers.Trainer, "__init__", constructed)]
-    for trainer, config in _OURS:
+    ours = {"GRPO": (PPOTrainer, PPOConfig) if ppo else (GRPOTrainer, GRPOConfig), "RLOO": (RLOOTrainer, RLOOConfig)}
+    for trainer, config in ours.values():
         hooks.append((trainer, "__init__", counting(trainer.__init__)))
         if options:
             hooks.append((config, "__post_init__", setting(config.__post_init__)))
-    with standing_in(**{kind.__name__: kind for pair in _OURS for kind in pair}), ExitStack() as stack:
+    trainers = {f"{method}Trainer": trainer for method, (trainer, _) in ours.items()}
+    configs = {f"{method}Config": config for method, (_, config) in ours.items()}
+    with standing_in(**trainers, **configs), ExitStack() as stack:
         for owner, name, hook in hooks:
             stack.callback(setattr, owner, name, vars(owner)[name])
             setattr(owner, name, hook)
@@ -113,8 +122,8 @@ def swapped(
 def _not_ours(trainer: type) -> str:
     if any(base.__name__ == "AsyncGRPOTrainer" for base in trainer.__mro__):
         return (
-            f"{_origin(trainer)} is TRL's own; trl-steady has only GRPOTrainer and RLOOTrainer. Run the script with "
-            "python."
+            f"{_origin(trainer)} is TRL's own; trl-steady has only GRPOTrainer, RLOOTrainer and PPOTrainer. Run the "
+            "script with python."
         )
     kept = next((base for base in trainer.__mro__ if (base.__module__, base.__qualname__) in TRAINERS), None)
     method = "RLOO" if any(base.__name__.endswith("RLOOTrainer") for base in trainer.__mro__) else "GRPO"
