@@ -1,0 +1,189 @@
+"""What a critic costs: bytes of each part on one base, and memory and time of a step against GRPO's, side by side.
+
+    python tests/benchmarks/critic.py [--rounds 5] [--batch 8] [--window 2] [--rank 16] [--kinds NF4 LoRA full]
+        [--random] [--json PATH] [--picture PATH]
+
+SmolLM2-135M-Instruct: NF4 with LoRA, float32 with LoRA, and fully fine-tuned. A step is all that the trainer does for
+the micro-batches of an optimizer step that begins with a rollout, without the sampling and without the optimizer's own
+step. Both trainers score a reference, of a KL in the loss (GRPO) or in the reward (PPO). They take turns, and ratios
+are round by round. `--random` takes a small random model in place of SmolLM2.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+
+import trl_steady
+
+ROOT = Path(__file__).parents[2]
+sys.path += [str(ROOT), str(ROOT / "recipes")]
+from tests.benchmarks import padding, reference
+from tests.benchmarks.seam import CUDA
+from tests.tools import tiny, wide
+
+KINDS = ("NF4", "LoRA", "full")
+# Okabe and Ito's, which colour-blind readers tell apart
+COLOURS = {"base": "#999999", "policy": "#0072B2", "reference": "#E69F00", "critic": "#009E73"}
+
+
+def build(kind: str, method: str, folder: Path, source: padding.Source, options: argparse.Namespace) -> Any:
+    config = getattr(trl_steady, f"{method}Config")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        args = config(
+            str(folder / "out"),
+            **({"beta": 0.04} if method == "GRPO" else {"kl_coef": 0.05}),
+            sync_ref_model=True,
+            num_iterations=2,  # with one, GRPO needs no log-probs of the old policy
+            gradient_accumulation_steps=options.window,
+            steps_per_generation=options.window,
+            per_device_train_batch_size=options.batch,
+            num_generations=padding.GROUP,
+            gradient_checkpointing=False,
+            use_cpu=not CUDA,
+            bf16=CUDA,
+            adapter_dtype="float32" if kind == "NF4" else None,
+            report_to="none",
+            model_init_kwargs={"dtype": "float32"},
+        )
+        lora = LoraConfig(r=options.rank, target_modules="all-linear", task_type="CAUSAL_LM")
+        built = getattr(trl_steady, f"{method}Trainer")(
+            model=wide.load(folder, "nf4") if kind == "NF4" else str(folder),
+            reward_funcs=tiny.reward,
+            args=args,
+            train_dataset=Dataset.from_dict({"prompt": ["a"]}),
+            peft_config=None if kind == "full" else lora,
+            rollout_func=source,
+        )
+    built.current_gradient_accumulation_steps = options.window  # set by the training loop, which does not run here
+    return built
+
+
+def sizes(trainer: Any) -> dict[str, int]:
+    """Bytes of what stands in memory, part by part."""
+    critic = {id(p): p.nbytes for _, p in trainer.critic.named_parameters()}
+    if trainer.ref_model is not None:
+        frozen = reference.size(trainer.ref_model.parameters())
+        policy = reference.size(trainer.model.parameters())
+        return {"base": 0, "policy": policy, "reference": frozen, "critic": sum(critic.values())}
+    of: dict[str, int] = {"base": 0, "policy": 0, "reference": 0, "critic": sum(critic.values())}
+    for name, parameter in trainer.model.named_parameters():
+        parts = name.split(".")
+        if id(parameter) not in critic:
+            of["policy" if "default" in parts else "reference" if "ref" in parts else "base"] += parameter.nbytes
+    return of
+
+
+def step(trainer: Any) -> None:
+    """The micro-batches of an optimizer step, the first of which begins with a rollout."""
+    rows = [{"prompt": str(i)} for i in range(len(trainer.rollout_func.rollout.prompts))]
+    torch.manual_seed(0)  # by which TRL shuffles a rollout over the micro-batches
+    trainer._step, trainer._buffered_inputs = 0, None
+    for micro_batch in range(trainer.args.gradient_accumulation_steps):
+        trainer.accelerator.gradient_state._set_sync_gradients(
+            micro_batch == trainer.args.gradient_accumulation_steps - 1
+        )
+        trainer.training_step(trainer.model, rows, None)
+
+
+def clear(trainer: Any) -> None:
+    trainer.optimizer = None
+    trainer.model.zero_grad()
+    trainer._metrics["train"].clear()
+    if isinstance(trainer, trl_steady.PPOTrainer):
+        for part in trainer.parts:
+            getattr(part, "forget_step", lambda: None)()
+
+
+def measured(kind: str, options: argparse.Namespace) -> dict[str, Any]:
+    source = padding.Source()
+    with tempfile.TemporaryDirectory() as folder:
+        reference.save_model(Path(folder), options.random)
+        lengths = argparse.Namespace(window=options.window, batch=options.batch, scale=options.scale)
+        source.rollout = padding.rollouts("lognormal", lengths)
+        trainers = {method: build(kind, method, Path(folder), source, options) for method in ("GRPO", "PPO")}
+        found: dict[str, Any] = {"bytes": sizes(trainers["PPO"]), "peak_bytes": {}, "seconds": {}}
+        for method, trainer in trainers.items():
+            clear(trainer)
+            _, found["peak_bytes"][method] = padding.peak_bytes(lambda t=trainer: step(t))
+            found["seconds"][method] = []
+        for number in range(options.rounds):
+            for method, trainer in trainers.items():
+                clear(trainer)
+                found["seconds"][method].append(reference.seconds(lambda t=trainer: step(t)))
+                print(f"  {kind}, round {number + 1}, {method}: {found['seconds'][method][-1]:.3f} s", flush=True)
+    ratios = [a / b for a, b in zip(found["seconds"]["PPO"], found["seconds"]["GRPO"], strict=True)]
+    found["ratio"] = dict(zip(("low", "median", "high"), statistics.quantiles(ratios, n=4), strict=True))
+    return found
+
+
+def report(results: Mapping[str, Any]) -> None:
+    for kind, found in results["kinds"].items():
+        own, peaks, ratio = found["bytes"], found["peak_bytes"], found["ratio"]
+        base = own["base"] or own["policy"]
+        parts = ", ".join(f"{name} {size / 2**20:.1f} MiB ({size / base:.1%})" for name, size in own.items() if size)
+        print(
+            f"{kind}: {parts}; peak of a step above resident: GRPO {peaks['GRPO'] / 2**20:,.1f} MiB, PPO "
+            f"{peaks['PPO'] / 2**20:,.1f} MiB ({peaks['PPO'] / peaks['GRPO']:.2f}); time of a step: PPO takes "
+            f"{ratio['median']:.2f} times as long as GRPO ({ratio['low']:.2f}, {ratio['high']:.2f})"
+        )
+
+
+def draw(results: Mapping[str, Any], path: Path) -> None:
+    """What stands on one base."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    figure, axes = plt.subplots(figsize=(8, 0.9 + 0.6 * len(results["kinds"])), layout="constrained")
+    for row, found in enumerate(reversed(results["kinds"].values())):
+        left = 0.0
+        for name, size in found["bytes"].items():
+            mib = size / 2**20
+            axes.barh(row, mib, left=left, color=COLOURS[name], label=name if row == 0 else None)
+            left += mib
+        axes.text(left, row, f" {left:,.0f} MiB", va="center")
+    axes.set_yticks(range(len(results["kinds"])), list(reversed(results["kinds"])))
+    axes.set_xlabel("weights in memory, MiB")
+    axes.margins(x=0.15)
+    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
+    axes.legend(handles, list(COLOURS), ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
+    figure.savefig(path, dpi=150, metadata={"Description": "tests/benchmarks/critic.py"})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    for name, default in (("rounds", 5), ("batch", 8), ("window", 2), ("rank", 16)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--scale", type=float, default=0.5)
+    parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
+    parser.add_argument("--random", action="store_true")
+    parser.add_argument("--json", type=Path)
+    parser.add_argument("--picture", type=Path)
+    options = parser.parse_args()
+    device = torch.cuda.get_device_name() if CUDA else f"CPU, {torch.get_num_threads()} threads"
+    print(f"{device}; torch {torch.__version__}; {vars(options)}", flush=True)
+    results = {"device": device, "kinds": {kind: measured(kind, options) for kind in options.kinds}}
+    report(results)
+    if options.json:
+        options.json.write_text(json.dumps(results, indent=1))
+    if options.picture:
+        draw(results, options.picture)
+
+
+if __name__ == "__main__":
+    main()
