@@ -3,7 +3,7 @@
 import contextlib
 import copy
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -108,6 +108,21 @@ class Critic(Scorer):
         """Return the trained parameters by name, on the CPU."""
         return {name: parameter.detach().cpu().contiguous() for name, parameter in self.named_parameters()}
 
+    def check(self, shapes: Mapping[str, Sequence[int]], source: str) -> None:
+        """Refuse tensors that `load` could not use, given their shapes.
+
+        Raises:
+            ValueError: The tensors are not those of this critic.
+        """
+        own = {name: list(parameter.shape) for name, parameter in self.named_parameters()}
+        there = {name: list(shape) for name, shape in shapes.items()}
+        other = [name for name in own.keys() | there.keys() if own.get(name) != there.get(name)]
+        if other:
+            raise ValueError(
+                f"{source} holds another critic: {len(other)} tensors differ in name or shape, for example "
+                f"{min(other)}. Give the trainer the value_model or value_peft_config of the run that wrote it."
+            )
+
     @torch.no_grad()
     def load(self, state: Mapping[str, Tensor], source: str) -> None:
         """Restore what `state` returned.
@@ -115,15 +130,8 @@ class Critic(Scorer):
         Raises:
             ValueError: The tensors are not those of this critic.
         """
-        own = dict(self.named_parameters())
-        other = [name for name in own.keys() | state.keys() if name not in own or name not in state]
-        other += [name for name in own.keys() & state.keys() if own[name].shape != state[name].shape]
-        if other:
-            raise ValueError(
-                f"{source} holds another critic: {len(other)} tensors differ in name or shape, for example "
-                f"{min(other)}. Give the trainer the value_model or value_peft_config of the run that wrote it."
-            )
-        for name, parameter in own.items():
+        self.check({name: tensor.shape for name, tensor in state.items()}, source)
+        for name, parameter in self.named_parameters():
             parameter.copy_(state[name])
 
     def save_pretrained(self, folder: Path) -> None:

@@ -1,7 +1,9 @@
 """PPO's critic as a part: values and targets of a rollout, and the loss and the updates of the critic."""
 
 import contextlib
+import functools
 import json
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, cast
@@ -19,6 +21,7 @@ from trl_steady.critic.targets import targets
 from trl_steady.functional import values
 from trl_steady.host import loss, models
 from trl_steady.host.adapters import parameters_kept
+from trl_steady.host.names import overridden
 from trl_steady.host.part import Part, Rollout
 from trl_steady.host.rollouts import building_reference, scoring_reference
 from trl_steady.losses.table import LOSSES
@@ -83,7 +86,7 @@ class CriticPart(Part):
                     "base, whose layers must be recomputed with its own adapter. Set use_reentrant=False."
                 )
         if not self._is_shared and trainer.accelerator.num_processes > 1:
-            for parameter in self.critic.backbone.parameters():  # the policy's are broadcast by DDP
+            for _, parameter in self.critic.named_parameters():  # the policy's are broadcast by DDP
                 parameter.data = cast(Tensor, broadcast(parameter.data))
         trainer.add_callback(_Updates(self))
 
@@ -306,7 +309,13 @@ class CriticPart(Part):
     @contextlib.contextmanager
     def saving(self, folder: Path | None) -> Iterator[None]:
         """Save the policy without the critic, and the critic beside it in `value`."""
-        yield
+        policy = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        alone = {}
+        if self._is_shared:
+            others = [name for name in policy.peft_config if name != models.VALUE_ADAPTER]
+            alone = {"save_pretrained": functools.partial(policy.save_pretrained, selected_adapters=others)}
+        with overridden(policy, alone):
+            yield
         if folder is not None:
             self.critic.save_pretrained(folder / models.VALUE_ADAPTER)
 
@@ -316,21 +325,47 @@ class CriticPart(Part):
             metadata = {"trl_steady": json.dumps({"kl_coef": self.kl_coef})}
             save_file(self.critic.state(), checkpoint / CRITIC_FILE, metadata=metadata)
 
-    def load(self, checkpoint: Path) -> None:
-        """Load the critic and the coefficient of the KL.
+    def loading(self, checkpoint: Path) -> contextlib.AbstractContextManager[None]:
+        """Refuse a checkpoint without this critic, before torch compares the groups of its optimizer."""
+        self._check(checkpoint)
+        return contextlib.nullcontext()
 
-        Raises:
-            ValueError: The checkpoint has no critic, or another one.
-        """
+    def _check(self, checkpoint: Path) -> Path:
         file = checkpoint / CRITIC_FILE
         if not file.is_file():
             raise ValueError(
                 f"{checkpoint} holds no {CRITIC_FILE}: it was not written by PPOTrainer, or with "
                 "save_only_model=True, and a resume would begin with a new critic. Begin a new run from its model."
             )
-        self.critic.load(load_file(file), str(file))
         with safe_open(file, framework="pt") as opened:
-            self.kl_coef = json.loads(opened.metadata()["trl_steady"])["kl_coef"]
+            names = list(opened.keys())
+            self.critic.check({name: opened.get_slice(name).get_shape() for name in names}, str(file))
+        return file
+
+    def load(self, checkpoint: Path) -> None:
+        """Load the critic and, with `kl_target`, the coefficient of the KL.
+
+        Raises:
+            ValueError: The checkpoint has no critic, or another one.
+        """
+        file = self._check(checkpoint)
+        self.critic.load(load_file(file), str(file))
+        if self.trainer.args.kl_target is not None:
+            with safe_open(file, framework="pt") as opened:
+                self.kl_coef = json.loads(opened.metadata()["trl_steady"])["kl_coef"]
+
+    def load_best(self, checkpoint: Path) -> None:
+        """Load the critic that belongs to the best policy, which transformers has loaded after the last step."""
+        file = checkpoint / CRITIC_FILE
+        if file.is_file():
+            self.critic.load(load_file(file), str(file))
+            return
+        warnings.warn(
+            f"load_best_model_at_end=True has loaded the policy of {checkpoint}, which has no critic. The trainer "
+            "keeps the critic of the last step. Set save_only_model=False to save the critic too.",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 class _Updates(TrainerCallback):
@@ -346,6 +381,10 @@ class _Updates(TrainerCallback):
     def on_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self._part.update_again()
         self._part.forget_step()
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self._part.load_best(Path(state.best_model_checkpoint))
 
 
 def _with_one_more(samples: Mapping[str, Any], ends: Tensor) -> dict[str, Tensor]:
