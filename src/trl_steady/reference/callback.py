@@ -60,7 +60,7 @@ class ReferenceRefreshCallback(TrainerCallback):
             not their product.
         kl: Also refresh when the KL of an update exceeds this many nats per token, or None.
         reset_optimizer: Clear the optimizer's state at each refresh (ProRL, arXiv 2505.24864). The learning-rate
-            schedule goes on.
+            schedule goes on. PPO's critic keeps its state.
 
     Raises:
         ValueError: the trainer has no reference, or its reference cannot be moved. The message says what to do.
@@ -102,8 +102,7 @@ class ReferenceRefreshCallback(TrainerCallback):
         if self._due and names.is_before_generation(self.trainer):
             move(self.pairs(), self.alpha)
             if self.reset_optimizer:
-                assert self.trainer.optimizer is not None
-                self.trainer.optimizer.state.clear()
+                self._reset_optimizer()
             self.refreshes.append(Refresh(state.global_step, self._kl, self._due))
             self._due = None
             self._log(self.refreshes[-1])
@@ -122,6 +121,15 @@ class ReferenceRefreshCallback(TrainerCallback):
         if self._due is None and is_on_time:
             self._due = "steps"
         names.log_last(self.trainer, "ref/refreshes", len(self.refreshes))
+
+    def _reset_optimizer(self) -> None:
+        """Clear the optimizer's state of the policy. A critic, which has no reference, keeps its own."""
+        critic, optimizer = getattr(self.trainer, "critic", None), self.trainer.optimizer
+        assert optimizer is not None
+        of_critic = [parameter for _, parameter in critic.named_parameters()] if critic else []
+        kept = {parameter: optimizer.state[parameter] for parameter in of_critic if parameter in optimizer.state}
+        optimizer.state.clear()
+        optimizer.state.update(kept)
 
     def _log(self, refresh: Refresh) -> None:
         names.log_last(self.trainer, "ref/refresh_step", refresh.step)
