@@ -6,9 +6,9 @@ from typing import Any
 
 import griffe
 
-from trl_steady import GRPOConfig, RLOOConfig
+from trl_steady import GRPOConfig, PPOConfig, RLOOConfig
 
-_CONFIGS: tuple[Any, ...] = (GRPOConfig, RLOOConfig)
+_CONFIGS: tuple[Any, ...] = (GRPOConfig, PPOConfig, RLOOConfig)
 
 
 class Defaults(griffe.Extension):

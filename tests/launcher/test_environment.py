@@ -16,7 +16,7 @@ import trl
 import trl_steady
 from tests.tools import tiny
 from trl_steady import host
-from trl_steady.config.methods import METHODS
+from trl_steady.config.methods import METHODS, methods_on
 from trl_steady.host.reached import trls_name
 from trl_steady.launcher import cli, environment
 
@@ -176,7 +176,7 @@ def test_the_table_has_every_method_with_its_page(capsys: pytest.CaptureFixture[
 
 def test_every_option_of_ours_belongs_to_a_method() -> None:
     theirs = {field.name for field in fields(trl.GRPOConfig)}
-    ours = {field.name for field in fields(trl_steady.GRPOConfig)} - theirs
+    ours = {field.name for field in fields(trl_steady.PPOConfig)} - theirs
     named = {name for method in METHODS for name in method.options}
     assert ours <= named <= theirs | ours
     assert all(method.options for method in METHODS)
@@ -229,5 +229,5 @@ UNPADDED = "padding-free passes (the default)"
 )
 def test_a_method_is_on_where_its_option_is(options: dict[str, Any], on: list[str], tmp_path: Path) -> None:
     args = tiny.arguments(trl_steady.GRPOConfig, tmp_path, **{"trim_padding": False, **options})
-    found = [method.name for method in METHODS if method.is_on(args)]
+    found = [method.name for method in methods_on(args)]
     assert len(found) == len(on) and all(name.startswith(start) for name, start in zip(found, on, strict=True))

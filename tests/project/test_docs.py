@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import trl
 import yaml
+from datasets import Dataset
 
 import trl_steady
 import trl_steady.rewards
@@ -90,11 +91,16 @@ def test_the_metrics_page_has_what_is_logged_and_nothing_else(models: dict[str, 
         "build": {"rollout_func": rollout, "reward_funcs": reward},
     }
     sampled = {"top_p": 0.8, "keep_sampling_mask": True, "build": {}}  # which a rollout_func cannot have
-    theirs, ours, of_sets = (
+    theirs, ours, of_sets, of_critic = (
         {name for row in tiny.history(tiny.train(tiny.trainer(models["moe"], tmp_path, **more))) for name in row}
-        for more in ({"ours": False, **options}, {**options, **everything}, {**options, **sampled})
+        for more in (
+            {"ours": False, **options},
+            {**options, **everything},
+            {**options, **sampled},
+            {"method": "PPO", "ptx_coef": 1.0, "build": {"ptx_dataset": Dataset.from_dict({"text": ["a b"]})}},
+        )
     )
-    logged, known = ours | of_sets, theirs
+    logged, known = ours | of_sets | of_critic, theirs
     first_cells = [line.split("|")[1] for line in DOCS["docs/metrics.md"].splitlines() if line.startswith("|")]
     documented = set(re.findall(r"`([^`]+)`", " ".join(first_cells)))
     assert logged - known <= documented
@@ -147,7 +153,7 @@ def test_every_recipe_has_its_place() -> None:
 def test_the_launchers_page_has_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
     commands = set(re.findall(r"^  (\w+) ", capsys.readouterr().out, flags=re.MULTILINE))
-    assert commands == {"run", "grpo", "rloo", "methods", "env"}
+    assert commands == {"run", "grpo", "rloo", "ppo", "methods", "env"}
     for command in commands:
         assert f"| `trl-steady {command}" in DOCS["docs/launcher.md"]
 

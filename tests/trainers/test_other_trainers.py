@@ -67,7 +67,7 @@ data = {{"train_dataset": Dataset.from_dict({{"text": ["ab"]}}), "processing_cla
 {kind}
 Trainer({model!r}, args=args, **data)
 """
-ONLY = "trl-steady has only GRPOTrainer and RLOOTrainer."
+ONLY = "trl-steady has only GRPOTrainer, RLOOTrainer and PPOTrainer."
 
 
 @pytest.mark.parametrize(

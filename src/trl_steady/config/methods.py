@@ -38,9 +38,12 @@ class Method(NamedTuple):
 
 
 _MATH, _V32 = "2402.03300", "2512.02556, section 3.1"
+_INSTRUCT = "2203.02155"
 _LOSS, _SCORES = ("micro_batch_loss",), ("log_probs",)
 _RECORDED = ("compute_loss", "log_probs", "rollout")  # recorded in the rollout, read when the policy is scored
 _GENERATED = (*_RECORDED, "generate")
+_ROLLOUT = ("rollout", "calculate_rewards")
+_CRITIC = (*_ROLLOUT, "compute_loss")
 _PAGES = {
     "KL": "methods/kl.md",
     "mask": "methods/masks.md",
@@ -119,7 +122,7 @@ METHODS = (
         "rewards",
         "step rewards (StepRewards), process supervision",
         'step_advantage="process" or "return_to_go"',
-        ("rollout", "calculate_rewards"),
+        _ROLLOUT,
         is_on=lambda a: a.step_advantage != "return_to_go",  # the default does not tell whether there are StepRewards
         paper=f"{_MATH}, section 4.1.3",
     ),
@@ -157,24 +160,49 @@ METHODS = (
     _method(
         "critic",
         "PPO with a critic (GAE)",
-        "gamma=..., lam=...",
-        ("rollout", "calculate_rewards", "compute_loss"),
+        "gamma=..., lam=..., cliprange_value=..., value_init=...",
+        _CRITIC,
         is_on=lambda a: True,
         paper="1707.06347; 1506.02438",
     ),
-    _method("critic", "KL to the reference in the reward", "kl_coef=...", paper="2203.02155, section 3.5"),
-    _method("critic", "KL coefficient that follows a target", "kl_target=...", paper="1909.08593, section 2.2"),
+    _method("critic", "whitening over all processes", "whiten_advantages=True, whiten_rewards=True", _ROLLOUT),
+    _method("critic", "KL to the reference in the reward", "kl_coef=...", _ROLLOUT, paper=f"{_INSTRUCT}, section 3.5"),
+    _method(
+        "critic",
+        "KL coefficient that follows a target",
+        "kl_target=..., kl_horizon=...",
+        _ROLLOUT,
+        paper="1909.08593, section 2.2",
+    ),
     _method(
         "critic",
         "another lambda for the critic's targets",
         "value_lam=...",
+        _ROLLOUT,
         is_on=lambda a: a.value_lam is not None,
         paper="2503.01491",
     ),
-    _method("critic", "lambda by length", "lam_length_alpha=...", paper="2504.05118"),
-    _method("critic", "first steps for the critic alone", "value_warmup_steps=...", paper="2503.01491"),
-    _method("critic", "several updates of the critic", "value_updates=...", is_on=lambda a: a.value_updates > 1),
-    _method("critic", "pretraining loss", "ptx_coef=...", paper="2203.02155, section 3.5"),
+    _method("critic", "lambda by length", "lam_length_alpha=...", _ROLLOUT, paper="2504.05118"),
+    _method("critic", "values after answers that were cut off", "bootstrap_truncated=True", _ROLLOUT),
+    _method(
+        "critic",
+        "penalty for answers without an end",
+        "missing_eos_penalty=...",
+        _ROLLOUT,
+        is_on=lambda a: a.missing_eos_penalty is not None,
+    ),
+    _method(
+        "critic",
+        "learning rate of the critic",
+        "value_learning_rate=...",
+        _CRITIC,
+        is_on=lambda a: a.value_learning_rate is not None,
+    ),
+    _method("critic", "first steps for the critic alone", "value_warmup_steps=...", _CRITIC, paper="2503.01491"),
+    _method(
+        "critic", "several updates of the critic", "value_updates=...", _CRITIC, is_on=lambda a: a.value_updates > 1
+    ),
+    _method("critic", "pretraining loss", "ptx_coef=...", ("compute_loss",), paper=f"{_INSTRUCT}, section 3.5"),
     _method("passes", "padding-free passes (the default)", "trim_padding=True", _SCORES),
     _method("passes", "micro-batches limited by tokens", "token_budget=...", ("compute_loss",)),
     _method("passes", "a group's prompt computed once", "share_prompts=True", _SCORES),

@@ -96,7 +96,7 @@ class PPOConfig(GRPOConfig):
     value_updates: int = option(1, "Updates of the critic in each optimizer step, all on the step's samples.")
     value_init: str = option(
         "policy",
-        'Where the critic begins: `"policy"` (a copy of the policy), `"reward"` (the reward model) or the path of a '
+        'Start of the critic: `"policy"` (a copy of the policy), `"reward"` (the reward model) or the path of a '
         "saved critic. Its head begins at 0, unless it is loaded.",
     )
     whiten_advantages: bool = option(True, "Shift and scale advantages to mean 0 and variance 1, over all processes.")

@@ -16,7 +16,7 @@ __all__ = ["Targets", "targets"]
 
 
 class Targets(NamedTuple):
-    """What a rollout of `B` completions gives the losses of policy and critic."""
+    """The targets of policy and critic in a rollout of `B` completions."""
 
     columns: Mapping[str, Tensor]
     """(B, T) float32 columns of the samples. `values` are those of the critic at rollout. `returns` are its targets,

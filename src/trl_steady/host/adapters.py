@@ -1,4 +1,4 @@
-"""What PEFT must not change when it adds, loads or switches adapters."""
+"""Contexts that keep PEFT from changing a model when it adds, loads or switches adapters."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager

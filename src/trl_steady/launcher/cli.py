@@ -135,7 +135,7 @@ def _leading_settings(arguments: Sequence[str]) -> tuple[list[str], bool, list[s
             raise _Refused("--set needs NAME=VALUE.")
         settings.append(rest.pop(0) if first == "--set" else first.removeprefix("--set="))
     if not rest:
-        raise _Refused("there is no script after --set and --ppo.")
+        raise _Refused("there is no script after --set.")
     return settings, ppo, rest
 
 
@@ -263,7 +263,7 @@ def _without_ours(trainers: Sequence[str]) -> str:
         ours = "trl-steady has only GRPOTrainer, RLOOTrainer and PPOTrainer"
         return f"trained with {' and '.join(trainers)}, which {verb} {whose}; {ours}."
     return (
-        "ended without building a trainer of trl-steady in this process. If the script starts "
+        "ended without building trl-steady's GRPOTrainer or RLOOTrainer in this process. If the script starts "
         "training processes, launch them with `trl-steady run` or `accelerate launch -m trl_steady run`, or import "
         "GRPOConfig and GRPOTrainer from trl_steady. Otherwise they train with plain TRL."
     )
