@@ -251,3 +251,31 @@ def test_trls_rloo_command_runs_its_script_with_ours(
         cli.main(["rloo", "-h"])
     out = capsys.readouterr().out
     assert out.startswith("usage: trl-steady rloo ") and "--router_replay" in out and "--loss_type" not in out
+
+
+def test_the_ppo_command_runs_trls_grpo_script_with_ppo(
+    config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    own = {"num_generations": 1, "value_warmup_steps": 1, "num_machines": 1}
+    config.write_text(yaml.safe_dump({**yaml.safe_load(config.read_text()), **own}))
+    launched = Launched(monkeypatch)
+    command = ["--config", str(config), "--kl_coef", "0.1", "--num_processes", "3"]
+    assert cli.main(["ppo", *command]) == 0
+    args = launched.args
+    assert (args.num_processes, args.num_machines, args.training_script) == (3, 1, "trl_steady")
+    assert args.training_script_args == ["run", "--ppo", str(SCRIPT), *command[:4]]
+    capsys.readouterr()
+    assert cli.main(args.training_script_args) == 0
+    out = capsys.readouterr().out
+    assert "trl_steady.trainers.ppo.PPOTrainer" in out and "'value/loss'" in out
+    assert "on: KL to the reference in the reward: kl_coef=0.1" in out
+    assert "on: first steps for the critic alone: value_warmup_steps=1" in out
+
+
+def test_the_options_of_the_ppo_command_are_those_of_ppo(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        cli.main(["ppo", "-h"])
+    assert "--kl_coef" in capsys.readouterr().out
+    assert cli.main(["ppo", "--kl_cof", "0.1"]) == 2
+    assert "unrecognized arguments: --kl_cof. Did you mean --kl_coef?" in capsys.readouterr().err
+    assert cli.main(["grpo", "--kl_coef", "0.1"]) == 2

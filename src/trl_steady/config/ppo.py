@@ -164,9 +164,10 @@ class PPOConfig(GRPOConfig):
             raise ValueError(
                 f"kl_target={self.kl_target} with kl_coef=0: a coefficient of 0 cannot adapt. Set kl_coef above 0."
             )
-        if self.optim in ("lomo", "adalomo"):
+        optimizer = getattr(self.optim, "value", self.optim)  # of an enumeration
+        if optimizer in ("lomo", "adalomo"):
             raise ValueError(
-                f"optim={self.optim!r} takes its steps in backward, where policy and critic cannot be told apart. Set "
+                f"optim={optimizer!r} takes its steps in backward, where policy and critic cannot be told apart. Set "
                 "another optimizer."
             )
 
