@@ -157,6 +157,9 @@ class CriticPart(Part):
     def grouping(self, optimizer: torch.optim.Optimizer) -> None:
         """Give the critic groups of its own, with its learning rate."""
         args, own = self.trainer.args, {id(parameter): parameter for parameter in self.parameters}
+        groups = [set(map(id, group["params"])) for group in optimizer.param_groups]
+        if sum(len(group) for group in groups if group <= own.keys()) == len(own):  # a second call of `train`
+            return
         rate = args.learning_rate if args.value_learning_rate is None else args.value_learning_rate
         taken: list[dict[str, Any]] = []
         for group in optimizer.param_groups:
