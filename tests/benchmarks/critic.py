@@ -1,12 +1,13 @@
 """What a critic costs: bytes of each part on one base, and memory and time of a step against GRPO's, side by side.
 
     python tests/benchmarks/critic.py [--rounds 5] [--batch 8] [--window 2] [--rank 16] [--kinds NF4 LoRA full]
-        [--random] [--json PATH] [--picture PATH]
+        [--random | --large] [--json PATH] [--picture PATH]
 
 SmolLM2-135M-Instruct: NF4 with LoRA, float32 with LoRA, and fully fine-tuned. A step is all that the trainer does for
 the micro-batches of an optimizer step that begins with a rollout, without the sampling and without the optimizer's own
 step. Both trainers score a reference, of a KL in the loss (GRPO) or in the reward (PPO). They take turns, and ratios
-are round by round. `--random` takes a small random model in place of SmolLM2.
+are round by round. `--random` takes a small random model in place of SmolLM2, `--large` a
+random one of 1.2 billion parameters.
 """
 
 import argparse
@@ -61,7 +62,7 @@ def build(kind: str, method: str, folder: Path, source: padding.Source, options:
         )
         lora = LoraConfig(r=options.rank, target_modules="all-linear", task_type="CAUSAL_LM")
         built = getattr(trl_steady, f"{method}Trainer")(
-            model=wide.load(folder, "nf4") if kind == "NF4" else str(folder),
+            model=wide.load(folder, "nf4", "cuda:0" if CUDA else "cpu") if kind == "NF4" else str(folder),
             reward_funcs=tiny.reward,
             args=args,
             train_dataset=Dataset.from_dict({"prompt": ["a"]}),
@@ -111,7 +112,7 @@ def clear(trainer: Any) -> None:
 def measured(kind: str, options: argparse.Namespace) -> dict[str, Any]:
     source = padding.Source()
     with tempfile.TemporaryDirectory() as folder:
-        reference.save_model(Path(folder), options.random)
+        padding.save_model(Path(folder), options)
         lengths = argparse.Namespace(window=options.window, batch=options.batch, scale=options.scale)
         source.rollout = padding.rollouts("lognormal", lengths)
         trainers = {method: build(kind, method, Path(folder), source, options) for method in ("GRPO", "PPO")}
@@ -172,6 +173,7 @@ def main() -> None:
     parser.add_argument("--scale", type=float, default=0.5)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--random", action="store_true")
+    parser.add_argument("--large", action="store_true")
     parser.add_argument("--json", type=Path)
     parser.add_argument("--picture", type=Path)
     options = parser.parse_args()

@@ -22,6 +22,7 @@ ORDER = (
     "test_sampling.py",
     "test_replay.py",
     "test_reference.py",
+    "test_ppo.py",
     "test_padding.py",
     "test_trainers.py",
     "test_memory.py",
