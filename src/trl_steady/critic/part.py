@@ -106,6 +106,8 @@ class CriticPart(Part):
                     "'policy' or to the path of a saved critic."
                 )
             critic = add_value_adapter(policy, peft_config)
+            if args.disable_dropout:  # TRL has done so before there was a critic
+                _without_dropout(policy)
             if init != "policy":
                 critic.load_pretrained(Path(init))
             return critic
@@ -141,9 +143,7 @@ class CriticPart(Part):
         bare: Any = critic.bare.to(trainer.accelerator.device)
         critic.head.to(trainer.accelerator.device)
         if args.disable_dropout:
-            for module in bare.modules():
-                if isinstance(module, torch.nn.Dropout):
-                    module.p = 0.0
+            _without_dropout(bare)
         if args.gradient_checkpointing:
             bare.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
         bare.train()
@@ -390,9 +390,15 @@ class _Updates(TrainerCallback):
             self._part.load_best(Path(state.best_model_checkpoint))
 
 
+def _without_dropout(model: torch.nn.Module) -> None:
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+
+
 def _with_one_more(samples: Mapping[str, Any], ends: Tensor) -> dict[str, Tensor]:
     """Return completions with one more token after each (B, T + 1), before which the value of the end is found."""
-    ids, mask = samples["completion_ids"], samples["completion_mask"]
-    ids = torch.nn.functional.pad(ids, (0, 1))
-    mask = torch.nn.functional.pad(mask, (0, 1)).scatter(1, ends, 1)
-    return {"completion_ids": ids, "completion_mask": mask}
+    names = ("completion_ids", "completion_mask", "token_type_ids", "mm_token_type_ids")
+    longer = {name: torch.nn.functional.pad(samples[name], (0, 1)) for name in names if name in samples}
+    longer["completion_mask"].scatter_(1, ends, 1)
+    return longer
