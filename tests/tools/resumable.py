@@ -40,11 +40,14 @@ def build(kind: str, folder: Path, output: Path, **options: Any) -> Any:
 
 def state(trainer: Any) -> dict[str, Any]:
     """All that a resumed run must have in common with one that was never killed."""
-    moving = trainer.part(ReferencePart).callback
+    moving, critic = trainer.part(ReferencePart).callback, getattr(trainer, "critic", None)
     return {
         "policy": {k: v.clone() for k, v in trainer.model.state_dict().items() if isinstance(v, torch.Tensor)},
         "reference": {pair.name: pair.reference.clone() for pair in moving.pairs()} if moving else {},
+        "critic": {name: tensor.clone() for name, tensor in critic.state().items()} if critic else {},
+        "kl_coef": getattr(trainer, "kl_coef", None),
         "optimizer": trainer.optimizer.state_dict()["state"],
+        "groups": trainer.optimizer.state_dict()["param_groups"],
         "refreshes": [tuple(refresh) for refresh in trainer.reference_refreshes],
         "history": tiny.history(trainer)[:-1],  # the summary row tells of this process only
     }

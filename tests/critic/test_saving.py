@@ -1,0 +1,333 @@
+"""A saved policy and a saved critic load without this package, and begin a new run with the same values."""
+
+import dataclasses
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from peft import LoraConfig
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, BitsAndBytesConfig
+
+from tests.tools import resumable, tiny
+from tests.tools import wide as wide_model
+
+KINDS = ("lora", "full", "nf4")
+TEXTS = ["ab1+2=", "30", "ababab12+13=25!"]
+CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # values are some units; without padding, sums are taken in another order
+
+
+def folder(kind: str, models: dict[str, Path], wide: Path) -> Path:
+    return wide if kind == "nf4" else models["dense"]
+
+
+def build(kind: str, models: dict[str, Path], wide: Path, output: Path, **options: Any) -> Any:
+    model: Any = folder(kind, models, wide)
+    model = options.pop("model", wide_model.load(model, "nf4") if kind == "nf4" else model)
+    options = {"method": "PPO", "num_generations": 1, "max_steps": 3, "lora": kind != "full", **options}
+    return tiny.trainer(model, output, **options)
+
+
+@dataclasses.dataclass
+class Saved:
+    """A run of three steps, and the folder to which `save_model` has written it."""
+
+    trainer: Any
+    folder: Path
+    base: Path
+    kind: str
+
+    @property
+    def plain_critic(self) -> Any:
+        """As the docs say that it is loaded, with transformers and PEFT alone."""
+        value = self.folder / "value"
+        if self.kind == "full":
+            return AutoModelForSequenceClassification.from_pretrained(value)
+        quantized = {"quantization_config": BitsAndBytesConfig(**wide_model.NF4), "device_map": "cpu"}
+        options: dict[str, Any] = {"dtype": torch.float32, **(quantized if self.kind == "nf4" else {})}
+        base = AutoModelForSequenceClassification.from_pretrained(self.base, num_labels=1, **options)
+        return self._unpacked(peft.PeftModel.from_pretrained(base, value))
+
+    @property
+    def plain_policy(self) -> Any:
+        if self.kind == "full":
+            return AutoModelForCausalLM.from_pretrained(self.folder)
+        base = wide_model.load(self.base, "nf4") if self.kind == "nf4" else None
+        base = base or AutoModelForCausalLM.from_pretrained(self.base)
+        policy = self._unpacked(peft.PeftModel.from_pretrained(base, self.folder))
+        for name, parameter in policy.named_parameters() if self.kind == "nf4" else ():
+            if "lora_" in name:  # TRL has trained it in bf16, and PEFT loads it as float32
+                parameter.data = parameter.data.bfloat16()
+        return policy
+
+    def _unpacked(self, model: Any) -> Any:
+        """Keep bitsandbytes from rounding an NF4 base in eval mode. There is no dropout."""
+        return model.train(self.kind == "nf4")
+
+
+@pytest.fixture(scope="module")
+def saved(models: dict[str, Path], wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
+    made: dict[str, Saved] = {}
+
+    def make(kind: str) -> Saved:
+        if kind not in made:
+            output = tmp_path_factory.mktemp(kind)
+            trainer = tiny.train(build(kind, models, wide, output))
+            trainer.save_model(str(output / "saved"))
+            made[kind] = Saved(trainer, output / "saved", folder(kind, models, wide), kind)
+        return made[kind]
+
+    return make
+
+
+def samples() -> dict[str, Tensor]:
+    """The texts as completions of one token, so that all tokens but the first have a value. They are padded."""
+    rows = [tiny.tokenizer()(text)["input_ids"] for text in TEXTS]
+    width, pad = max(map(len, rows)) - 1, tiny.SIZES["pad_token_id"]
+    ids = torch.tensor([[*row[1:], *[pad] * (width + 1 - len(row))] for row in rows])
+    mask = torch.tensor([[1] * (len(row) - 1) + [0] * (width + 1 - len(row)) for row in rows])
+    prompts = torch.tensor([row[:1] for row in rows])
+    return {
+        **{"prompt_ids": prompts, "prompt_mask": torch.ones_like(prompts)},
+        **{"completion_ids": ids, "completion_mask": mask},
+    }
+
+
+@torch.no_grad()
+def values(trainer: Any) -> list[Tensor]:
+    """The values that the trainer's critic gives all tokens of the texts after the first."""
+    columns = samples()
+    found = trainer.values(trainer.critic, columns)
+    return [row[mask.bool()] for row, mask in zip(found, columns["completion_mask"], strict=True)]
+
+
+@torch.no_grad()
+def plain_values(critic: Any) -> tuple[list[Tensor], list[Tensor]]:
+    """The same from a plain model: from its body and head, and from the logit that it pools for each beginning."""
+    bare = critic.get_base_model() if isinstance(critic, peft.PeftModel) else critic
+    by_body, by_logit = [], []
+    for text in TEXTS:
+        ids = torch.tensor([tiny.tokenizer()(text)["input_ids"]])
+        by_body.append(bare.score(bare.model(ids).last_hidden_state)[0, :-1, 0])
+        by_logit.append(torch.stack([critic(ids[:, :end]).logits[0, 0] for end in range(1, ids.size(1))]))
+    return by_body, by_logit
+
+
+def check_values(expected: list[Tensor], found: list[Tensor], **close: float) -> None:
+    for one, other in zip(expected, found, strict=True):
+        torch.testing.assert_close(other.float(), one, **(close or CLOSE))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_critic_is_a_plain_model_for_sequence_classification(kind: str, saved: Callable[[str], Saved]) -> None:
+    run = saved(kind)
+    expected = values(run.trainer)
+    assert torch.cat(expected).std() > 0.01  # not zeros
+    critic = run.plain_critic
+    by_body, by_logit = plain_values(critic)
+    check_values(expected, by_body)
+    check_values(expected, by_logit)
+    if kind != "full":
+        assert list(critic.peft_config) == ["default"]
+        assert isinstance(critic, peft.PeftModelForSequenceClassification)
+    else:
+        assert critic.config.num_labels == 1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_policy_is_saved_without_the_critic(kind: str, saved: Callable[[str], Saved]) -> None:
+    run = saved(kind)
+    assert [path.name for path in run.folder.iterdir() if path.is_dir()] == ["value"]
+    weights = run.folder / ("model.safetensors" if kind == "full" else "adapter_model.safetensors")
+    names = set(load_file(weights))
+    assert not [name for name in names if "score" in name or "value" in name.split(".")]
+    if kind != "full":
+        assert json.loads((run.folder / "adapter_config.json").read_text())["modules_to_save"] is None
+    policy = run.plain_policy
+    own = run.trainer.model.state_dict()
+    if kind == "full":
+        assert names == {name for name in own if name != "lm_head.weight" or name in names}
+    else:
+        assert list(policy.peft_config) == ["default"]
+        assert len(names) == sum(".default." in name for name in own)
+    run.trainer.model.eval()
+    with torch.no_grad():
+        for text in TEXTS:
+            ids = torch.tensor([tiny.tokenizer()(text)["input_ids"]])
+            expected = run.trainer.model(ids).logits.log_softmax(-1)
+            assert torch.equal(policy(ids).logits.log_softmax(-1), expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_critic_begins_a_new_run(
+    kind: str, models: dict[str, Path], wide: Path, tmp_path: Path, saved: Callable[[str], Saved]
+) -> None:
+    run = saved(kind)
+    fresh = build(kind, models, wide, tmp_path)
+    new = build(kind, models, wide, tmp_path, value_init=str(run.folder / "value"))
+    assert resumable.differences(run.trainer.critic.state(), new.critic.state()) == []
+    if kind != "full":  # the policy's adapter begins anew; a full critic does not need the policy
+        assert resumable.differences(adapter(fresh, "default"), adapter(new, "default")) == []
+    check_values(values(run.trainer), values(new), rtol=0, atol=0)
+    assert torch.cat(values(fresh)).abs().max() == 0
+    new.train()
+    assert resumable.differences(run.trainer.critic.state(), new.critic.state()) != []
+
+
+def adapter(trainer: Any, name: str) -> dict[str, Tensor]:
+    return {own: value for own, value in tiny.parameters(trainer).items() if name in own.split(".")}
+
+
+def test_policy_and_critic_of_a_folder_begin_a_new_run_together(
+    models: dict[str, Path], wide: Path, tmp_path: Path, saved: Callable[[str], Saved]
+) -> None:
+    """As the next stage of a recipe does."""
+    run = saved("lora")
+    base = AutoModelForCausalLM.from_pretrained(models["dense"])
+    policy = peft.PeftModel.from_pretrained(base, run.folder, is_trainable=True)
+    options = {"model": policy, "lora": False, "value_init": str(run.folder / "value"), "max_steps": 2}
+    new = build("lora", models, wide, tmp_path, **options)
+    for name in ("default", "value"):
+        assert resumable.differences(adapter(run.trainer, name), adapter(new, name)) == []
+    check_values(values(run.trainer), values(new), rtol=0, atol=0)
+    history = tiny.history(tiny.train(new))
+    assert history[0]["kl"] == 0  # the reference is the policy that was loaded
+    new.save_model(str(tmp_path / "saved"))
+    assert {path.name for path in (tmp_path / "saved").iterdir() if path.is_dir()} == {"ref", "value"}  # TRL's ref
+
+
+def test_a_saved_critic_of_another_kind_is_refused(
+    models: dict[str, Path], wide: Path, tmp_path: Path, saved: Callable[[str], Saved]
+) -> None:
+    full, lora = str(saved("full").folder / "value"), str(saved("lora").folder / "value")
+    with pytest.raises(ValueError, match=r"value_init='.*value' has no adapter_model.safetensors\. Give the folder"):
+        build("lora", models, wide, tmp_path, value_init=full)
+    with pytest.raises(ValueError, match=r"value_init='.*value' holds another critic: \d+ tensors differ"):
+        build("lora", models, wide, tmp_path, value_init=lora, build={"value_peft_config": LoraConfig(r=2)})
+
+
+# other ways to begin
+
+GIVEN = {
+    **{"hidden_size": 24, "num_hidden_layers": 1, "num_labels": 1},  # another size than the policy's
+    "initializer_range": 0.5,
+}
+
+
+@pytest.fixture(scope="module")
+def scorer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Folder of a model for sequence classification with one label, and its tokenizer."""
+    output = tmp_path_factory.mktemp("scorer")
+    torch.manual_seed(1)
+    config = transformers.Qwen2Config(**{**tiny.SIZES, **GIVEN})
+    AutoModelForSequenceClassification.from_config(config).save_pretrained(output)
+    tiny.tokenizer().save_pretrained(output)
+    return output
+
+
+@pytest.mark.parametrize("as_path", [False, True])
+def test_a_value_model_is_the_critic(
+    models: dict[str, Path], wide: Path, tmp_path: Path, scorer: Path, as_path: bool
+) -> None:
+    given = AutoModelForSequenceClassification.from_pretrained(scorer)
+    expected, _ = plain_values(given)
+    trainer = build("full", models, wide, tmp_path, build={"value_model": str(scorer) if as_path else given})
+    check_values(expected, values(trainer))
+    assert (trainer.critic.backbone is given) != as_path
+    tiny.train(trainer).save_model(str(tmp_path / "saved"))
+    after, by_logit = plain_values(AutoModelForSequenceClassification.from_pretrained(tmp_path / "saved" / "value"))
+    check_values(values(trainer), after)
+    check_values(values(trainer), by_logit)
+    assert not torch.allclose(torch.cat(after), torch.cat(expected))
+
+
+@pytest.mark.parametrize("as_path", [False, True])
+def test_the_reward_model_begins_the_critic_and_stays_as_it_is(
+    models: dict[str, Path], wide: Path, tmp_path: Path, scorer: Path, as_path: bool
+) -> None:
+    model = AutoModelForSequenceClassification.from_pretrained(scorer)
+    build_ = {"reward_funcs": [tiny.reward, str(scorer) if as_path else model]}
+    trainer = build("full", models, wide, tmp_path, value_init="reward", build=build_)
+    expected, _ = plain_values(model)
+    check_values(expected, values(trainer))
+    reward_model = trainer.reward_funcs[1]
+    before = {name: tensor.clone() for name, tensor in reward_model.state_dict().items()}
+    history = tiny.history(tiny.train(trainer))
+    assert resumable.differences(before, dict(reward_model.state_dict())) == []
+    assert not torch.allclose(torch.cat(values(trainer)), torch.cat(expected))
+    assert history[0]["value/mean"] != 0
+
+
+def test_beginnings_that_contradict_one_another_are_refused(
+    models: dict[str, Path], wide: Path, tmp_path: Path, scorer: Path
+) -> None:
+    value_model = AutoModelForSequenceClassification.from_pretrained(scorer)
+    for kind, options, message in (
+        ("lora", {"build": {"value_model": value_model}}, r"value_model=Qwen2.*: the policy has an adapter, and its"),
+        ("lora", {"value_init": "reward"}, r"value_init='reward': the reward model is not an adapter on"),
+        ("full", {"build": {"value_peft_config": LoraConfig()}}, r"value_peft_config=LoraConfig.*: the policy has no"),
+        ("full", {"value_init": "reward"}, r"value_init='reward': no reward function is a model"),
+        (
+            "full",
+            {"value_init": "reward", "build": {"value_model": value_model}},
+            r"value_model and value_init='reward' both say where the critic begins",
+        ),
+        (
+            "full",
+            {"build": {"value_model": AutoModelForCausalLM.from_pretrained(models["dense"])}},
+            r"value_model is a Qwen2ForCausalLM without a head 'score'.*num_labels=1",
+        ),
+    ):
+        with pytest.raises(ValueError, match=message):
+            build(kind, models, wide, tmp_path, **options)
+
+
+def test_an_adapter_of_its_own_is_saved_and_loaded(models: dict[str, Path], wide: Path, tmp_path: Path) -> None:
+    """Its rank and layers differ from the policy's, and it has DoRA."""
+    config = LoraConfig(r=2, lora_alpha=4, target_modules=["o_proj", "down_proj"], use_dora=True)
+    trainer = tiny.train(build("lora", models, wide, tmp_path, build={"value_peft_config": config}))
+    trainer.save_model(str(tmp_path / "saved"))
+    run = Saved(trainer, tmp_path / "saved", models["dense"], "lora")
+    for found in plain_values(run.plain_critic):
+        check_values(values(trainer), found)
+    again = {"value_init": str(tmp_path / "saved" / "value"), "build": {"value_peft_config": config}}
+    new = build("lora", models, wide, tmp_path, **again)
+    assert resumable.differences(trainer.critic.state(), new.critic.state()) == []
+
+
+# bf16
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_a_bf16_policy_has_a_critic_with_a_head_in_float32(
+    kind: str, models: dict[str, Path], wide: Path, tmp_path: Path
+) -> None:
+    model = AutoModelForCausalLM.from_pretrained(models["dense"], dtype=torch.bfloat16)
+    options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    trainer = tiny.train(build(kind, models, wide, tmp_path, model=model, **options))
+    dtypes = {name: parameter.dtype for name, parameter in trainer.critic.named_parameters()}
+    assert dtypes.pop("score.weight") == torch.float32
+    assert set(dtypes.values()) == {torch.float32 if kind == "lora" else torch.bfloat16}
+    assert trainer.model.get_input_embeddings().weight.dtype == torch.bfloat16
+    assert all(torch.isfinite(own).all() and own.dtype == torch.float32 for own in values(trainer))
+    trainer.save_model(str(tmp_path / "saved"))
+    value = tmp_path / "saved" / "value"
+    if kind == "lora":
+        base = AutoModelForSequenceClassification.from_pretrained(models["dense"], num_labels=1, dtype=torch.bfloat16)
+        plain = peft.PeftModel.from_pretrained(base, value).eval()
+        assert load_file(value / "adapter_model.safetensors")["base_model.model.score.weight"].dtype == torch.float32
+    else:
+        plain = AutoModelForSequenceClassification.from_pretrained(value).eval()
+        assert plain.dtype == torch.bfloat16
+    for found in plain_values(plain):
+        check_values(values(trainer), found, rtol=2e-2, atol=2e-2)  # the head has been rounded
+    model = AutoModelForCausalLM.from_pretrained(models["dense"], dtype=torch.bfloat16)
+    resumed = build(kind, models, wide, tmp_path, model=model, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert resumable.differences(resumable.state(trainer), resumable.state(resumed)) == []
