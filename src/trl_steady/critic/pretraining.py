@@ -71,7 +71,7 @@ class PretrainingPart(Part):
         own = torch.tensor(
             float(sum(max(len(ids) - 1, 0) for ids in self._of_step)), device=trainer.accelerator.device
         )
-        self._tokens = trainer.accelerator.reduce(own, reduction="sum")
+        self._tokens = trainer.accelerator.reduce(own, reduction="sum").clamp(min=1)
 
     def _ids(self, example: Mapping[str, Any]) -> list[int]:
         tokenizer: Any = models.text_tokenizer(self.trainer)
@@ -90,9 +90,8 @@ class PretrainingPart(Part):
         mask = torch.tensor([[1] * len(own) + [0] * (width - len(own)) for own in examples], device=device)
         labels = ids.masked_fill(mask == 0, -100)
         outputs: Any = model(input_ids=ids, attention_mask=mask, labels=labels, num_items_in_batch=self._tokens)
-        trainer.metrics.pooled(
-            means={"ptx_loss": (outputs.loss.view(1), torch.ones_like(outputs.loss).bool().view(1))}
-        )
+        total = outputs.loss.detach() * self._tokens
+        trainer.metrics.pooled(sums={"ptx_loss": torch.stack([total, mask[:, 1:].sum().to(total.dtype)])})
         # gradients are averaged over processes, and the loss is a mean over the tokens of all
         return outputs.loss * trainer.accelerator.num_processes
 
