@@ -1,0 +1,152 @@
+"""The language-model loss of `ptx_coef`: its gradient, the order of its examples, and refusals."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from torch import Tensor
+from transformers import TrainerCallback
+
+from tests.tools import tiny
+from tests.tools.critics import Twin, build, policy_parameters, same, snapshot
+from tests.tools.headroom import within
+
+TEXTS = ["a", "some words", "", "the longest of all these texts, by far", "1 + 1 = 2"]
+TEXT = Dataset.from_dict({"text": TEXTS})
+MESSAGES = Dataset.from_dict(
+    {"messages": [[{"role": "user", "content": f"{text}?"}, {"role": "assistant", "content": text}] for text in TEXTS]}
+)
+
+
+def examples_of(trainer: Any) -> list[list[list[int]]]:
+    """A list that gets the token ids of each forward of examples."""
+    seen: list[list[list[int]]] = []
+
+    def see(_: Any, __: Any, keywords: dict[str, Any]) -> None:
+        if "num_items_in_batch" in keywords:
+            batch = zip(keywords["input_ids"], keywords["attention_mask"], strict=True)
+            seen.append([ids[mask.bool()].tolist() for ids, mask in batch])
+
+    trainer.model.register_forward_pre_hook(see, with_kwargs=True)
+    return seen
+
+
+def step_gradients(trainer: Any) -> dict[str, Tensor]:
+    """Those of the policy in the only optimizer step of a run."""
+    found: dict[str, Tensor] = {}
+
+    class Watch(TrainerCallback):
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            found.update({n: p.grad.clone() for n, p in policy_parameters(trainer).items() if p.grad is not None})
+
+    trainer.add_callback(Watch())
+    trainer.train()
+    return found
+
+
+def language_model_loss(twin: Twin, examples: list[list[int]]) -> Tensor:
+    """Mean over all tokens but the first of each example, one example at a time."""
+    losses = []
+    for ids in map(torch.tensor, examples):
+        logits = twin.logits(ids)
+        losses.append(-logits.log_softmax(-1)[:-1].gather(1, ids[1:].unsqueeze(1)).flatten())
+    return torch.cat(losses).mean()
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "lora": {"lora": True},
+    "lora, not recomputed": {"lora": True, "gradient_checkpointing": False, "loss_type": "grpo"},
+    "lora, budget": {"lora": True, "token_budget": 20, "share_prompts": True},
+    "full": {},
+    "messages": {"lora": True},
+    "moe": {"lora": True},
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_its_gradient_is_added_to_the_policys(models: dict[str, Path], tmp_path: Path, case: str) -> None:
+    """Two micro-batches of four examples. Each of their tokens counts the same, in whatever batch it is."""
+    options = {"gradient_accumulation_steps": 2, "max_steps": 1, "max_grad_norm": 0.0, **CASES[case]}
+    model = models["moe" if case == "moe" else "dense"]
+    exact = case != "moe"  # torch groups no products in float64 on CPU
+    runs: list[dict[str, Tensor]] = []
+    for coef in (0.0, 0.7):
+        reader = tiny.tokenizer()
+        reader.chat_template = "{% for turn in messages %}{{ turn.content }}{{ eos_token }}{% endfor %}"
+        texts = {"ptx_dataset": MESSAGES if case == "messages" else TEXT} if coef else {}
+        built = {"processing_class": reader, **texts}
+        trainer = build(model, tmp_path, exact=exact, known=True, ptx_coef=coef, build=built, **options)
+        twin, seen = Twin(trainer), examples_of(trainer)
+        runs.append(step_gradients(trainer))
+    examples = [ids for batch in seen for ids in batch]
+    assert len(examples) == 8 and len({sum(map(len, batch)) for batch in seen}) > 1
+    loss = language_model_loss(twin, examples)
+    own = {n: p for n, p in twin.whole.named_parameters() if n in runs[0]}
+    expected = dict(zip(own, torch.autograd.grad(loss, [*own.values()]), strict=True))
+    size = torch.stack([each.norm() for each in expected.values()]).norm()
+    for name, gradient in expected.items():
+        error = (runs[1][name] - runs[0][name] - 0.7 * gradient).norm() / size
+        assert within(error.item(), 2e-5), name  # of norms in float32
+    assert tiny.history(trainer)[0]["ptx_loss"] == pytest.approx(loss.item(), rel=1e-5)
+
+
+def test_examples_are_whole_texts_and_a_pass_over_them_is_a_permutation(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Each pass has an order of its own. A text has an end, and is cut where the model's positions end."""
+    trainer = build(
+        models["dense"], tmp_path, known=True, ptx_coef=1.0, max_steps=10, build={"ptx_dataset": TEXT}, lora=True
+    )
+    trainer.critic.bare.config.max_position_embeddings = 30
+    seen = examples_of(trainer)
+    trainer.train()
+    order = [tuple(ids) for batch in seen for ids in batch]
+    reader = tiny.tokenizer()
+    whole = {(*reader(text)["input_ids"], reader.eos_token_id)[:30] for text in TEXTS}
+    passes = [order[start : start + len(TEXTS)] for start in range(0, len(order), len(TEXTS))]
+    assert len(passes) == 8 and max(map(len, order)) == 30
+    assert all({*own} == whole for own in passes)
+    assert len({*map(tuple, passes)}) > 4
+
+
+@pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
+def test_a_resumed_run_goes_on_with_the_same_examples(models: dict[str, Path], tmp_path: Path, lora: bool) -> None:
+    options = {"ptx_coef": 0.5, "gradient_accumulation_steps": 2, "max_steps": 4, "lora": lora, "known": True}
+    options.update(save_strategy="steps", save_steps=2, build={"ptx_dataset": TEXT})
+    whole = build(models["dense"], tmp_path, **options)
+    seen = examples_of(whole)
+    whole.train()
+    resumed = build(models["dense"], tmp_path, **options)
+    seen_again = examples_of(resumed)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert len(seen) == 8 and seen_again == seen[4:] != seen[:4]
+    assert same(snapshot(policy_parameters(whole)), snapshot(policy_parameters(resumed)))
+    assert tiny.history(whole)[2]["ptx_loss"] == tiny.history(resumed)[2]["ptx_loss"]
+
+
+def test_an_evaluation_reads_no_example(models: dict[str, Path], tmp_path: Path) -> None:
+    options = {"ptx_coef": 0.5, "lora": True, "known": True, "build": {"ptx_dataset": TEXT}}
+    trainer = build(models["dense"], tmp_path, **options)
+    seen = examples_of(trainer)
+    logs = trainer.evaluate(tiny.dataset(8))
+    assert not seen and "eval_ptx_loss" not in logs and logs["eval_loss"] != 0
+
+
+@pytest.mark.parametrize(
+    ("coef", "dataset", "message"),
+    [
+        (0.5, None, "ptx_coef=0.5 needs ptx_dataset, .* got NoneType. Pass ptx_dataset"),
+        (0.5, Dataset.from_dict({"text": []}), "needs ptx_dataset, a datasets.Dataset with rows"),
+        (0.5, TEXT.to_iterable_dataset(), "needs ptx_dataset, .* got IterableDataset"),
+        (0.5, ["a text"], "needs ptx_dataset, .* got list"),
+        (0.5, TEXT.rename_column("text", "content"), "has the columns content, and neither 'text' nor 'messages'"),
+        (0.0, TEXT, "ptx_dataset would be ignored: ptx_coef=0. Set ptx_coef"),
+    ],
+)
+def test_a_dataset_that_cannot_be_used_is_refused(
+    models: dict[str, Path], tmp_path: Path, coef: float, dataset: Any, message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        build(models["dense"], tmp_path, lora=True, ptx_coef=coef, build={"ptx_dataset": dataset})
