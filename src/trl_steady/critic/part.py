@@ -14,6 +14,7 @@ from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 
 from trl_steady.critic.model import Critic, add_value_adapter, copied_from, own_critic
@@ -85,10 +86,21 @@ class CriticPart(Part):
                     "use_reentrant=True in gradient_checkpointing_kwargs does not work with a critic on the policy's "
                     "base, whose layers must be recomputed with its own adapter. Set use_reentrant=False."
                 )
-        if not self._is_shared and trainer.accelerator.num_processes > 1:
-            for _, parameter in self.critic.named_parameters():  # the policy's are broadcast by DDP
-                parameter.data = cast(Tensor, broadcast(parameter.data))
+        if trainer.accelerator.num_processes > 1:
+            self._keep_from_ddp()
         trainer.add_callback(_Updates(self))
+
+    def _keep_from_ddp(self) -> None:
+        """Begin with the same critic on all processes, and keep it out of DDP, whose forward does not use it.
+
+        DDP takes an adapter that its forward does not use as ready, and fails when a gradient comes all the same.
+        """
+        policy, critics = self.trainer.model, list(self.critic.named_parameters())  # DDP has not wrapped it yet
+        for _, parameter in critics:
+            parameter.data = cast(Tensor, broadcast(parameter.data))
+        own = {id(parameter) for _, parameter in critics}
+        names = [name for name, parameter in policy.named_parameters() if id(parameter) in own]
+        DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(policy, names)
 
     def _made(self) -> Critic:
         trainer, args = self.trainer, self.trainer.args
@@ -264,19 +276,18 @@ class CriticPart(Part):
             for parameter in self.trainer.model.parameters():
                 if id(parameter) not in own:
                     parameter.grad = None
-        self._finish(is_reduced=self._is_shared)
+        self._finish()
         self._gradients = [(own, own.grad) for own in self.parameters if own.grad is not None]
         for parameter, _ in self._gradients:
             parameter.grad = None
 
-    def _finish(self, *, is_reduced: bool) -> None:
-        """Average the gradients over processes and clip them. DDP has reduced those in the policy's model."""
+    def _finish(self) -> None:
+        """Average the gradients over processes and clip them."""
         args, accelerator = self.trainer.args, self.trainer.accelerator
         grads = [own.grad for own in self.parameters if own.grad is not None]
         if accelerator.num_processes > 1:
-            for grad in [self.critic.head.weight.grad] if is_reduced else grads:
-                if grad is not None:
-                    torch.distributed.all_reduce(grad.div_(accelerator.num_processes))
+            for grad in grads:
+                torch.distributed.all_reduce(grad.div_(accelerator.num_processes))
         if args.max_grad_norm > 0 and grads:
             norm = torch.nn.utils.clip_grad_norm_(self.parameters, args.max_grad_norm)
             self.trainer.metrics.pooled(
@@ -298,7 +309,7 @@ class CriticPart(Part):
                 with self.trainer.until_backward_ends():
                     again, _ = self._loss(inputs, weights)
                     again.backward()
-            self._finish(is_reduced=False)
+            self._finish()
             self.trainer.optimizer.step()
 
     def forget_step(self) -> None:
