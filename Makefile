@@ -16,7 +16,7 @@ JOBS ?= 2
 # those of pyproject.toml's classifiers
 PYTHONS := 3.11 3.12 3.13
 
-.PHONY: demo demo-gspo demo-process demo-v32 demo-moe demo-sampling-mask
+.PHONY: demo demo-gspo demo-process demo-v32 demo-moe demo-sampling-mask demo-ppo
 .PHONY: test test-portable test-lowest test-slow test-deepspeed test-sharded test-vllm test-gpu check docs bench format clean
 
 # deprecations that TRL owes transformers would bury the progress
@@ -33,6 +33,9 @@ demo-process: $(VENV)/.recipes
 
 demo-v32: $(VENV)/.recipes
 	$(TRAIN) recipes/v32/train.py --config recipes/v32/smollm2-135m-v32.yaml
+
+demo-ppo: $(VENV)/.recipes
+	$(TRAIN) recipes/ppo/train.py --config recipes/ppo/smollm2-135m-ppo.yaml
 
 MOE = $(TRAIN) recipes/moe/train.py --config recipes/moe/qwen3-moe-digits.yaml --output_dir outputs/moe
 

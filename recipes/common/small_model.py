@@ -13,7 +13,7 @@ from transformers import TrainerCallback
 
 from common import report, run
 from common import task as larger
-from trl_steady import GRPOConfig, GRPOTrainer
+from trl_steady import GRPOConfig, GRPOTrainer, PPOConfig, PPOTrainer
 
 BATCH = 200  # answers generated at once in an evaluation
 Problem = tuple[int, ...]
@@ -99,13 +99,14 @@ class Checks(TrainerCallback):
 
 
 def build(recipe: run.RecipeArguments, args: GRPOConfig, task: Task = larger) -> GRPOTrainer:
-    """Return a trainer with the model, the task and the adapters."""
+    """Return a trainer with the model, the task and the adapters. A `PPOConfig` gives a trainer with a critic."""
     print("Loading the model" + (" and quantising it to NF4" if recipe.quantised else ""), flush=True)
     model, tokenizer = task.load(Path(args.output_dir) / "base", recipe.quantised)
     stop = tokenizer.encode(task.STOP, add_special_tokens=False)
     model.generation_config.eos_token_id = [*stop, tokenizer.eos_token_id]
     problems, _ = task.split(recipe.held_out)
-    return GRPOTrainer(
+    kind = PPOTrainer if isinstance(args, PPOConfig) else GRPOTrainer
+    return kind(
         model,
         task.reward,
         args,

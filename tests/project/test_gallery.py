@@ -45,6 +45,11 @@ RUN_BY = {
     "iterative_grpo/qwen2.5-7b-gsm8k-24gb": "test_recipes::test_gsm8k_runs_on_a_tiny_model_and_tiny_data",
     "iterative_grpo/smollm2-135m": "test_recipes::test_the_iterative_script_refreshes_and_resumes_on_a_tiny_model",
     "moe/qwen3-moe-digits": "test_recipe_moe::test_each_variant_runs_on_a_smaller_model",
+    "ppo/instructgpt": "test_recipe_ppo::test_the_presets_run_on_a_tiny_model",
+    "ppo/sao": "test_recipe_ppo::test_the_presets_run_on_a_tiny_model",
+    "ppo/smollm2-135m-grpo": "test_recipe_ppo::test_both_methods_run_on_a_tiny_model",
+    "ppo/smollm2-135m-ppo": "test_recipe_ppo::test_both_methods_run_on_a_tiny_model",
+    "ppo/vapo": "test_recipe_ppo::test_the_presets_run_on_a_tiny_model",
     "process_rewards/smollm2-135m-process": (
         "test_recipes::test_the_process_script_rewards_steps_or_outcomes_from_one_start"
     ),
@@ -66,7 +71,9 @@ def dataclasses(recipes: Any, name: str) -> tuple[Any, ...]:
     """Of the script that reads the recipe, ours or TRL's."""
     if name in WITHOUT_SCRIPT:
         return launched.GRPOScriptArguments, trl_steady.GRPOConfig, trl.ModelConfig, trl.DatasetMixtureConfig
-    return getattr(recipes, name.split("/")[0]).RecipeArguments, trl_steady.GRPOConfig
+    is_ppo = name.startswith("ppo/") and not name.endswith("-grpo")
+    config = trl_steady.PPOConfig if is_ppo else trl_steady.GRPOConfig
+    return getattr(recipes, name.split("/")[0]).RecipeArguments, config
 
 
 def parse(recipes: Any, name: str, *command: str) -> tuple[Any, ...]:
