@@ -205,7 +205,7 @@ def check_references(run: str, one: dict[str, Any], two: list[dict[str, Any]]) -
     assert (
         len(one["references"])
         == len(two[0]["references"])
-        == (train.FIXED | train.SERVED | train.RLOO)[run]["max_steps"]
+        == (train.FIXED | train.SERVED | train.RLOO | train.PPO)[run]["max_steps"]
     )
     for expected, found in zip(one["references"], two[0]["references"], strict=True):
         check_close(run, expected, found)

@@ -17,6 +17,7 @@ import torch
 import transformers
 import trl
 from accelerate import PartialState
+from datasets import Dataset
 from transformers import LogitsProcessor
 from trl.generation import vllm_client, vllm_generation
 from trl.generation.vllm_client import VLLMClient
@@ -181,6 +182,54 @@ RLOO: dict[str, dict[str, Any]] = {
 for _run in RLOO.values():
     _run |= {"shows": [], "method": "RLOO", "normalize_advantages": True}
 
+TEXTS = Dataset.from_dict({"text": [f"{i}+{i}={2 * i}" * (1 + i % 3) for i in range(11)]})
+PPO: dict[str, dict[str, Any]] = {
+    "ppo full": {
+        "shows": ["PPO, full", "ptx_coef"],
+        "value_head": True,  # of a model for sequence classification, drawn by each process for itself
+        "value_updates": 2,
+        "value_warmup_steps": 1,
+        "whiten_rewards": True,
+        "missing_eos_penalty": 0.5,
+        "bootstrap_truncated": True,
+        "ptx_coef": 0.2,
+        "build": {"ptx_dataset": TEXTS},
+    },
+    "ppo lora": {
+        "shows": ["PPO, LoRA", "moving reference, LoRA", "ptx_coef", "step rewards"],
+        "lora": True,
+        "max_steps": 6,
+        "kl_target": 0.5,
+        "kl_horizon": 32,
+        "value_updates": 2,
+        "value_warmup_steps": 1,
+        "gradient_checkpointing": True,
+        "ptx_coef": 0.2,
+        **{name: value for name, value in MOVING.items() if name.startswith(("sync", "ref"))},
+        "build": {"ptx_dataset": TEXTS, "reward_funcs": partly_in_steps},
+    },
+    "ppo tokens": {
+        "shows": ["PPO, LoRA", "token_budget", "share_prompts"],
+        "lora": True,
+        "value_updates": 2,
+        "token_budget": 24,
+        "share_prompts": True,
+        **WINDOW_OF_FOUR,
+        "max_steps": 6,
+    },
+    "ppo nf4": {
+        "shows": ["PPO, quantised base", "adapter_dtype"],
+        "model": "wide",
+        "base": "nf4",
+        "lora": True,
+        "adapter_dtype": "float32",
+    },
+}
+"""The same with PPO, whose critic is compared too."""
+for _run in PPO.values():
+    _run |= {"method": "PPO", "num_generations": 1, "beta": 0.0, "kl_coef": 0.1, "value_learning_rate": 0.05}
+    _run["build"] = {"train_dataset": tiny.dataset(64), **_run.get("build", {})}
+
 SAMPLED = {"sampled_full": "full", "sampled_lora": "lora", "sampled_nf4": "nf4"}
 """Runs that draw their rollouts, and are resumed from `INSIDE`."""
 INSIDE = "checkpoint-7"
@@ -301,7 +350,7 @@ def fixed(run: str, models: dict[str, str], output: Path) -> dict[str, Any]:
         "optim": "sgd",  # Adam would blow rounding up to the size of an update where the gradient is zero on paper
         "learning_rate": 0.1,
         "gradient_checkpointing": False,
-        **(FIXED | ROUTED | SERVED | RLOO)[run],
+        **(FIXED | ROUTED | SERVED | RLOO | PPO)[run],
     }
     if options.get("method") != "RLOO":
         options["build"] = {"rollout_func": rollout, **options.get("build", {})}
@@ -309,10 +358,13 @@ def fixed(run: str, models: dict[str, str], output: Path) -> dict[str, Any]:
     base, momentum = options.pop("base", None), options.pop("momentum", None)
     torch.manual_seed(0)  # the adapter of one process and of two
     model: Any = Path(models[options.pop("model", "dense")])
+    if options.pop("value_head", False):
+        options["build"]["value_model"] = with_head(model, state.process_index)
     if base:
         model = wide.load(model, base)
     with stand_ins(options, models.get("url", "")):
         trainer: Any = tiny.trainer(model, output, **options)
+        rollouts = recorded(trainer)
         if momentum:
             trained = (parameter for parameter in trainer.model.parameters() if parameter.requires_grad)
             trainer.optimizer = torch.optim.SGD(trained, lr=trainer.args.learning_rate, momentum=momentum)
@@ -330,6 +382,8 @@ def fixed(run: str, models: dict[str, str], output: Path) -> dict[str, Any]:
         "parameters": {name: p for name, p in tiny.parameters(trainer).items() if p.dtype.is_floating_point},
         "base": resumable.differences(stored, frozen(trainer)),
         "history": tiny.history(trainer),
+        "critic": trainer.critic.state() if "critic" in dir(trainer) else {},
+        "rollouts": rollouts,
         "step advantages": getattr(trainer, "last_step_advantages", []),
         "table": {
             "advantages": list(trainer._logs["advantages"]),
@@ -341,6 +395,31 @@ def fixed(run: str, models: dict[str, str], output: Path) -> dict[str, Any]:
         "rows": {rows for rows, _ in computed},
         "tokens": sum(rows * width for rows, width in computed),
     }
+
+
+def with_head(model: Path, process: int) -> Any:
+    """A model for sequence classification with the policy's body, and with a head that differs by process."""
+    made: Any = transformers.AutoModelForSequenceClassification.from_pretrained(model, num_labels=1)
+    generator = torch.Generator().manual_seed(process)
+    made.score.weight.data = torch.randn(made.score.weight.shape, generator=generator) / 4
+    return made
+
+
+def recorded(trainer: Any) -> list[dict[str, list[list[float]]]]:
+    """The critic's columns of each rollout that the trainer will make, without padding."""
+    rollouts: list[dict[str, list[list[float]]]] = []
+    own = trainer.rollout
+
+    def rollout(inputs: Any) -> dict[str, Any]:
+        samples = own(inputs)
+        mask = samples["completion_mask"].bool()
+        columns = {name: samples[name] for name in ("values", "returns", "advantages") if name in samples}
+        rows = {name: zip(values, mask, strict=True) for name, values in columns.items() if values.dim() == 2}
+        rollouts.append({name: [row[is_own].tolist() for row, is_own in pairs] for name, pairs in rows.items()})
+        return samples
+
+    trainer.rollout = rollout
+    return rollouts
 
 
 def frozen(trainer: Any) -> dict[str, torch.Tensor]:

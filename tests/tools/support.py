@@ -45,6 +45,10 @@ FEATURES = {
     "token_budget": "`token_budget`",
     "share_prompts": "`share_prompts`",
     "RLOO": "`RLOOTrainer`",
+    "PPO, full": "`PPOTrainer`, full fine-tuning",
+    "PPO, LoRA": "`PPOTrainer`, LoRA",
+    "PPO, quantised base": "`PPOTrainer`, LoRA (NF4 base)",
+    "ptx_coef": "`ptx_coef`",
     "exact resume": "a resume inside a generation window",
 }
 SHOWN = {None: "tested", "CPU": "tested, on CPU", "pieces": "pieces tested", "stand-in": "tested with a stand-in"}
