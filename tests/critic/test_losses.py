@@ -6,15 +6,16 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import BertConfig, BertLMHeadModel, TrainerCallback
 
 import trl_steady
 from tests.oracles import ppo as oracles
 from tests.tools import critics, tiny
 from tests.tools.critics import Twin, build, policy_parameters, rows, same, snapshot, stir
 from tests.tools.headroom import within
+from trl_steady.critic.model import add_value_adapter
 
 TOKEN_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 KINDS: dict[str, dict[str, Any]] = {"lora": {"lora": True}, "full": {}, "nf4": {"lora": True, "nf4": True}}
@@ -213,6 +214,19 @@ def test_neither_gets_a_gradient_of_the_others_loss(
     backward(trainer, inputs)
     assert all(p.grad is None for p in policy.values())
     assert all(p.grad is not None and p.grad.any() for name, p in critic.items() if p.dim() > 1)
+
+
+def test_a_module_of_the_adapters_name_stays_the_policys() -> None:
+    """BERT's attention has a projection `value`."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    bare = BertLMHeadModel(BertConfig(**sizes, vocab_size=20, is_decoder=True))
+    policy = get_peft_model(bare, LoraConfig(target_modules=["query", "value"]))
+    before = {name for name, own in policy.named_parameters() if own.requires_grad}
+    critic = add_value_adapter(policy, None)
+    added = {name for name, own in policy.named_parameters() if own.requires_grad} - before
+    assert added == {name.replace(".default.", ".value.") for name in before}
+    own = {f"base_model.model.bert.{name}" for name, _ in critic.named_parameters() if name != "score.weight"}
+    assert own == added and len(own) == 4
 
 
 # Training

@@ -22,7 +22,7 @@ from trl_steady.adapters.precision import (
 from trl_steady.adapters.serving import adapter_state, needs_adapter, save_adapter, served_rank, why_not_served
 from trl_steady.host.engine import NamedWeights, push, whole
 from trl_steady.host.lora import AdapterSync
-from trl_steady.host.models import REFERENCE_ADAPTER, VALUE_ADAPTER
+from trl_steady.host.models import REFERENCE_ADAPTER, VALUE_ADAPTER, is_of_lora
 from trl_steady.host.part import Part, Turn
 
 __all__ = ["AdapterPart"]
@@ -109,7 +109,9 @@ class AdapterPart(Part):
                     yield first
                     yield from weights
                     return
-        yield from (pair for pair in own() if not {REFERENCE_ADAPTER, VALUE_ADAPTER} & {*pair[0].split(".")})
+        for name, weight in own():
+            if REFERENCE_ADAPTER not in name.split(".") and not is_of_lora(name, VALUE_ADAPTER):
+                yield name, weight
 
     def generating(self, turn: Turn) -> AbstractContextManager[None]:
         """Undo TRL's cast of the model for continuous batching, which would change the trained policy."""

@@ -17,7 +17,7 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from trl_steady.host.adapters import POLICY_ADAPTER, base_kept, parameters_kept
-from trl_steady.host.models import VALUE_ADAPTER, Scorer
+from trl_steady.host.models import VALUE_ADAPTER, Scorer, is_of_lora
 
 __all__ = ["Critic", "add_value_adapter", "copied_from", "own_critic"]
 
@@ -55,7 +55,7 @@ class Critic(Scorer):
         """Yield the trained parameters: those of the adapter, or of the whole model, and the head."""
         body: torch.nn.Module = self.bare.base_model
         for name, parameter in body.named_parameters():
-            if self.adapter is None or self.adapter in name.split("."):
+            if self.adapter is None or is_of_lora(name, self.adapter):
                 yield name, parameter
         yield _HEAD_WEIGHT, cast(torch.nn.Parameter, self.head.weight)
 
@@ -198,7 +198,7 @@ def add_value_adapter(model: PeftModel, peft_config: Any, name: str = VALUE_ADAP
     # keep the random state, so that rollouts are the same as without a critic
     with parameters_kept(model), base_kept(config), torch.random.fork_rng(devices=devices):
         model.add_adapter(name, config)
-    own = {n: p for n, p in model.named_parameters() if name in n.split(".")}
+    own = {n: p for n, p in model.named_parameters() if is_of_lora(n, name)}
     bare: Any = model.get_base_model()
     read = {id(p) for p in bare.base_model.parameters()}
     policy = dict(model.named_parameters())
@@ -266,5 +266,9 @@ def _contexts(speaking: Any) -> tuple[Any, Any]:
 
 def _renamed(name: str, adapter: str, other: str) -> str:
     """Return the name of a parameter with another adapter's name in it, or with none if `other` is empty."""
-    parts = (other if part == adapter else part for part in name.split("."))
-    return ".".join(part for part in parts if part)
+    parts = name.split(".")
+    renamed = [
+        other if part == adapter and before.startswith("lora_") else part
+        for before, part in zip(["", *parts], parts, strict=False)
+    ]
+    return ".".join(part for part in renamed if part)

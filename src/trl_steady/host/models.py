@@ -1,5 +1,6 @@
 """The models of a trainer without their wrappers, and the role that each plays."""
 
+from itertools import pairwise
 from typing import Any, Literal, cast
 
 import torch
@@ -8,7 +9,16 @@ from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-__all__ = ["REFERENCE_ADAPTER", "VALUE_ADAPTER", "Scorer", "bare", "compiles", "role_of", "text_tokenizer"]
+__all__ = [
+    "REFERENCE_ADAPTER",
+    "VALUE_ADAPTER",
+    "Scorer",
+    "bare",
+    "compiles",
+    "is_of_lora",
+    "role_of",
+    "text_tokenizer",
+]
 
 REFERENCE_ADAPTER = "ref"
 """Name of the adapter that TRL uses as the reference."""
@@ -49,6 +59,17 @@ def role_of(trainer: Any, model: Any, *, in_rollout: bool) -> Literal["old", "re
     if layer is not None and (layer.disable_adapters or REFERENCE_ADAPTER in layer.active_adapters):
         return "reference"
     return "old" if in_rollout else "policy"
+
+
+def is_of_lora(name: str, adapter: str) -> bool:
+    """Return True if a parameter of this name belongs to a LoRA adapter.
+
+    A module of the model may have the adapter's name too, as the projection `value` in many models' attention.
+
+    >>> is_of_lora("attention.value.lora_A.value.weight", "value"), is_of_lora("attention.value.weight", "value")
+    (True, False)
+    """
+    return any(own == adapter and before.startswith("lora_") for before, own in pairwise(name.split(".")))
 
 
 def compiles(trainer: Any) -> bool:
