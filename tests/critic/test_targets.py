@@ -203,17 +203,17 @@ def test_the_coefficient_of_the_kl_moves_toward_its_target(models: dict[str, Pat
     assert trainer.kl_coef == coefs[-1]
 
 
-def test_metrics_by_hand(models: dict[str, Path], tmp_path: Path) -> None:
-    trainer = build(models["dense"], tmp_path, lora=True, known=True, kl_coef=0.3)
+@pytest.mark.parametrize("options", [{}, {"whiten_rewards": True, "missing_eos_penalty": 3.0}], ids=str)
+def test_metrics_by_hand(models: dict[str, Path], tmp_path: Path, options: dict[str, Any]) -> None:
+    """Rewards are logged as they are, and not as they are scaled."""
+    trainer = build(models["dense"], tmp_path, lora=True, known=True, kl_coef=0.3, **options)
     samples = trainer.rollout(rows())
     mask = (samples["completion_mask"] * samples["tool_mask"]).bool()
     counts = mask & torch.tensor([own.is_scored for own in ANSWERS]).unsqueeze(1)
     values, returns = samples["values"][counts].double(), samples["returns"][counts].double()
     ratios = (samples["old_per_token_logps"] - samples["ref_per_token_logps"]).double()
-    kl, rewards = (
-        ratios.where(mask, 0).sum(1),
-        torch.tensor([sum(v for _, v in own.earned(WEIGHTS)) for own in ANSWERS]),
-    )
+    kl, penalty = ratios.where(mask, 0).sum(1), options.get("missing_eos_penalty", 0.0)
+    rewards = torch.tensor([sum(v for _, v in own.earned(WEIGHTS)) - penalty * own.is_cut for own in ANSWERS])
     logged: dict[str, float] = {}
     trainer.log(logged)
     expected = {
