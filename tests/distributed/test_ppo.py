@@ -31,14 +31,13 @@ def work(rank: int, *, models: dict[str, Path], output: Path) -> None:
         folder = output / run
         folder.mkdir(parents=True, exist_ok=True)
         torch.save(train.fixed(run, models, folder), folder / f"rank_{rank}.pt")
-    for kind in ("lora", "full"):
-        ends = {}
-        for name, checkpoint in (("whole", None), ("resumed", str(output / kind / "whole" / "checkpoint-5"))):
-            torch.manual_seed(rank)  # a new adapter differs between processes until DDP evens it
-            trainer = resumable.build(kind, models["dense"], output / kind / name, **RESUMED)
-            trainer.train(resume_from_checkpoint=checkpoint)
-            ends[name] = resumable.state(trainer)
-        torch.save(ends, output / kind / f"rank_{rank}.pt")
+    ends, folder = {}, output / "resumed"
+    for name, checkpoint in (("whole", None), ("resumed", str(folder / "whole" / "checkpoint-5"))):
+        torch.manual_seed(rank)  # a new adapter differs between processes until DDP evens it
+        trainer = resumable.build("lora", models["dense"], folder / name, **RESUMED)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        ends[name] = resumable.state(trainer)
+    torch.save(ends, folder / f"rank_{rank}.pt")
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +69,7 @@ def test_two_processes_train_ppo_as_one_does(
             assert resumable.differences(two[0]["parameters"], each["parameters"]) == []
         check_close(run, one["parameters"], two[0]["parameters"])
         check_close(run, one["critic"], two[0]["critic"])
-        if "token_budget" not in train.PPO[run]:  # its metrics are means over the micro-batches of each process
+        if run in ("ppo full", "ppo lora"):  # metrics of a budget are means over the micro-batches of each process
             check_histories(one["history"], two[0]["history"])
             check_values(one["history"], two[0]["history"])
         if run == "ppo lora":
@@ -81,8 +80,8 @@ def test_two_processes_train_ppo_as_one_does(
 
 
 def check_rollouts(run: str, one: dict[str, Any], two: list[dict[str, Any]]) -> None:
-    """Values, returns and whitened advantages of all completions, which the two processes have one after the other."""
-    assert len(one["rollouts"]) == len(two[0]["rollouts"]) >= 3
+    """Values, returns and whitened advantages of all completions. The two processes have them one after the other."""
+    assert len(one["rollouts"]) == len(two[0]["rollouts"]) >= 2
     for whole, *halves in zip(one["rollouts"], *(process["rollouts"] for process in two), strict=True):
         assert whole.keys() == {"values", "returns", "advantages"}
         for name, expected in whole.items():
@@ -99,10 +98,9 @@ def check_values(one: list[dict[str, float]], two: list[dict[str, float]]) -> No
             assert own[metric] == pytest.approx(row[metric], rel=1e-3, abs=1e-3), metric
 
 
-@pytest.mark.supports("exact resume", "PPO, full", "PPO, LoRA", on="DDP")
-@pytest.mark.parametrize("kind", ["lora", "full"])
-def test_two_processes_resume_ppo_exactly_inside_a_window(together: Any, kind: str) -> None:
-    ends = together(kind)
+@pytest.mark.supports("exact resume", "PPO, LoRA", on="DDP")
+def test_two_processes_resume_ppo_exactly_inside_a_window(together: Any) -> None:
+    ends = together("resumed")
     for process in ends:
         assert resumable.differences(process["whole"], process["resumed"]) == []
         assert process["whole"]["kl_coef"] != RESUMED["kl_coef"]

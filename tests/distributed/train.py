@@ -215,7 +215,8 @@ PPO: dict[str, dict[str, Any]] = {
         "token_budget": 24,
         "share_prompts": True,
         **WINDOW_OF_FOUR,
-        "max_steps": 6,
+        "num_iterations": 1,
+        "max_steps": 2,
     },
     "ppo nf4": {
         "shows": ["PPO, quantised base", "adapter_dtype"],
@@ -223,6 +224,7 @@ PPO: dict[str, dict[str, Any]] = {
         "base": "nf4",
         "lora": True,
         "adapter_dtype": "float32",
+        "max_steps": 3,
     },
 }
 """The same with PPO, whose critic is compared too."""

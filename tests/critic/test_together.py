@@ -1,0 +1,374 @@
+"""Short runs of PPO with everything else of this package."""
+
+import functools
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from peft import LoraConfig
+from torch import Tensor
+
+from tests.tools import agent, mixtures, resumable, tiny
+from trl_steady import StepRewards
+from trl_steady.reference.part import ReferencePart
+
+PPO: dict[str, Any] = {"method": "PPO", "num_generations": 1, "kl_coef": 0.1, "optim": "sgd", "learning_rate": 0.05}
+KINDS = ("lora", "full")
+
+
+class Witness:
+    """The columns of a trainer's rollouts, and the values that its critic gives in losses."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.rollouts: list[dict[str, Tensor]] = []
+        self.values: list[Tensor] = []
+        self._rollout, self._values = trainer.rollout, trainer.values
+        trainer.rollout, trainer.values = self.rollout, self.value
+
+    def rollout(self, inputs: Any) -> dict[str, Any]:
+        samples = self._rollout(inputs)
+        self.rollouts.append({name: own.clone() for name, own in samples.items() if isinstance(own, Tensor)})
+        return samples
+
+    def value(self, critic: Any, samples: Any, rollout: Any = None, batch_size: Any = None) -> Tensor:
+        found = self._values(critic, samples, rollout, batch_size)
+        if rollout is None:
+            self.values.append(found.detach() * samples["completion_mask"])
+        return found
+
+
+def build(model: Any, output: Path, kind: str = "lora", **options: Any) -> tuple[Any, Witness]:
+    options = {**PPO, "lora": kind == "lora" and "peft_config" not in options.get("build", {}), **options}
+    trainer = tiny.trainer(model, output, **options)
+    with torch.no_grad():  # values that are not 0
+        trainer.critic.head.weight.copy_(torch.linspace(-0.2, 0.2, trainer.critic.head.weight.numel()).view(1, -1))
+    return trainer, Witness(trainer)
+
+
+def run(model: Any, output: Path, kind: str = "lora", **options: Any) -> tuple[Any, list[dict[str, float]], Witness]:
+    """A trainer that has trained, its logs without the summary, which are finite, and what was seen."""
+    trainer, witness = build(model, output, kind, **options)
+    trainer.train()
+    history = tiny.history(trainer)[:-1]
+    check_finite(history)
+    return trainer, history, witness
+
+
+def check_finite(history: Iterable[dict[str, float]]) -> None:
+    for row in history:
+        wrong = {name: value for name, value in row.items() if not math.isfinite(value)}
+        assert not wrong, wrong
+
+
+def of(history: Iterable[dict[str, float]], metric: str) -> list[float]:
+    return [row[metric] for row in history if metric in row]
+
+
+def policy(trainer: Any) -> dict[str, Tensor]:
+    """All parameters but the critic's."""
+    critic = {id(parameter) for _, parameter in trainer.critic.named_parameters()}
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if id(p) not in critic}
+
+
+def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:
+    return resumable.differences(before, after) != []
+
+
+def check_close(expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+# a moving reference
+
+MOVING: dict[str, Any] = {
+    "sync_ref_model": True,
+    "ref_model_mixup_alpha": 1.0,
+    "learning_rate": 0.01,
+    "optim": "adamw_torch",
+}
+
+
+class References(transformers.TrainerCallback):
+    """The reference at each step."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._pairs, self.steps = trainer.part(ReferencePart).callback.pairs, list[dict[str, Tensor]]()
+        trainer.add_callback(self)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.steps.append({pair.name: pair.reference.detach().clone() for pair in self._pairs()})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_moves_for_the_kl_in_the_reward(models: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    """A window is 4 steps. The KL of a rollout is exactly 0 right after a move, and only then."""
+    options = {**MOVING, "beta": 0.0, "ref_model_sync_steps": 8, "max_steps": 13}
+    trainer, witness = build(models["dense"], tmp_path, kind, **options)
+    references = References(trainer)
+    trainer.train()
+    history = tiny.history(trainer)
+    check_finite(history)
+    assert [(step, rule) for step, _, rule in trainer.reference_refreshes] == [(8, "steps")]
+    kl = of(history, "kl")
+    assert len(kl) == 4 and kl[0] == kl[2] == 0 and min(abs(kl[1]), abs(kl[3])) > 1e-4
+    assert of(history, "kl_per_answer")[2] == 0
+    ref = [rollout["ref_per_token_logps"] for rollout in witness.rollouts]
+    assert torch.equal(ref[2], witness.rollouts[2]["old_per_token_logps"])
+    assert not moved(references.steps[0], references.steps[7]) and moved(references.steps[7], references.steps[8])
+    assert not any("value" in name.split(".") for name in references.steps[0])
+    assert trainer.beta == 0
+
+
+def test_the_reference_moves_when_the_kl_of_a_rollout_exceeds_a_limit(models: dict[str, Path], tmp_path: Path) -> None:
+    options = {**MOVING, "ref_model_sync_steps": 100, "ref_model_sync_kl": 1e-4, "max_steps": 9}
+    trainer, history, _ = run(models["dense"], tmp_path, **options)
+    kl = of(history, "kl")
+    assert [tuple(refresh) for refresh in trainer.reference_refreshes] == [(8, kl[1], "kl")]
+    assert kl[0] == kl[2] == 0 and kl[1] > 1e-4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_only_the_policys_optimizer_is_cleared(models: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    """The critic has no reference that moves."""
+    options = {**MOVING, "ref_model_sync_steps": 4, "ref_model_sync_reset_optimizer": True, "max_steps": 6}
+    trainer, _, _ = run(models["dense"], tmp_path, kind, **options)
+    assert [step for step, _, _ in trainer.reference_refreshes] == [4]
+    critic = {id(parameter) for _, parameter in trainer.critic.named_parameters()}
+    steps = {True: set[int](), False: set[int]()}
+    for parameter, state in trainer.optimizer.state.items():
+        steps[id(parameter) in critic].add(int(state["step"]))
+    assert steps == {True: {6}, False: {2}}
+    assert len(critic & {id(parameter) for parameter in trainer.optimizer.state}) == len(critic)
+
+
+# losses and masks
+
+
+def test_the_corrected_kl_of_the_loss_differs(models: dict[str, Path], tmp_path: Path) -> None:
+    """It changes the policy, and not what the critic learns from the first rollout."""
+    ends = []
+    for corrected in (True, False):
+        options = {"kl_coef": 0.0, "beta": 0.5, "use_bias_correction_kl": corrected, "max_steps": 4}
+        ends.append(run(models["dense"], tmp_path, **options))
+    assert moved(policy(ends[0][0]), policy(ends[1][0]))
+    assert of(ends[0][1], "value/loss") == of(ends[1][1], "value/loss")
+    assert not moved(ends[0][0].critic.state(), ends[1][0].critic.state())
+    assert max(of(ends[0][1], "kl")) > 1e-3
+
+
+def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Answers of an engine, whose log-probs are up to 1.5 nats off, with two tokens of an environment."""
+    answers = [[(7 * i + 3 * t) % 200 + 45 for t in range(4 + i % 3)] for i in range(len(prompts))]
+    return {
+        "prompt_ids": [trainer.processing_class(prompt)["input_ids"] for prompt in prompts],
+        "completion_ids": answers,
+        "logprobs": [[-5.5 + 1.5 * math.sin(i + t) for t in range(len(own))] for i, own in enumerate(answers)],
+        "env_mask": [[1, 0, 0, *[1] * (len(own) - 3)] for own in answers],
+    }
+
+
+def test_the_off_policy_mask_drops_sequences_for_the_policy_only(models: dict[str, Path], tmp_path: Path) -> None:
+    options = {"build": {"rollout_func": rollout}, "max_steps": 4}
+    masked, history, _ = run(models["dense"], tmp_path, off_policy_mask_threshold=0.05, **options)
+    plain, other, _ = run(models["dense"], tmp_path, **options)
+    assert any(0 < share < 1 for share in of(history, "dropped/off_policy"))
+    assert moved(policy(masked), policy(plain))
+    assert of(history, "value/loss") == of(other, "value/loss")  # the critic learns from all
+    assert not moved(masked.critic.state(), plain.critic.state())
+
+
+def test_an_engines_log_probs_are_compared_and_an_environments_tokens_are_not_learned(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    _, history, witness = run(models["dense"], tmp_path, build={"rollout_func": rollout}, max_steps=5)
+    assert all({"mismatch/kl", "off_policy_q50", "value/loss"} <= row.keys() for row in history)
+    assert max(of(history, "mismatch/kl")) > 0.1 and len(of(history, "kl")) == 2
+    for columns in witness.rollouts:
+        of_environment = columns["completion_mask"].bool() & ~columns["tool_mask"].bool()
+        assert of_environment.any()
+        for name in ("advantages", "values", "returns"):
+            assert (columns[name][of_environment] == 0).all(), name
+            assert columns[name][columns["tool_mask"].bool()].abs().max() > 0, name
+
+
+# mixtures of experts
+
+
+@pytest.fixture(scope="module")
+def mixture(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Folder of the tiny mixture of a case of tests/tools/mixtures.py, with the vocabulary of the tokenizer."""
+
+    @functools.cache
+    def save(case: str) -> Path:
+        names = ("vocab_size", "eos_token_id", "pad_token_id")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setitem(mixtures.CASES, case, (case, {name: tiny.SIZES[name] for name in names}))
+            model = mixtures.build(case)
+        model.generation_config.eos_token_id = tiny.SIZES["eos_token_id"]
+        folder = tmp_path_factory.mktemp(case)
+        model.save_pretrained(folder)
+        return folder
+
+    return save
+
+
+EVERYWHERE = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3", "mixtral"])
+def test_routes_are_replayed_for_the_policy_and_not_for_the_critic(
+    mixture: Any, tmp_path: Path, case: str, kind: str
+) -> None:
+    """Step 1 has the policy's own routes. After it policy and critic are what they are without replay.
+
+    In step 2, the replay changes the policy's gradient. The values of the critic must be those without replay.
+    """
+    options: dict[str, Any] = {"max_steps": 4, "router_aux_loss_coef": 0.0, "value_updates": 2}
+    options |= {"gradient_checkpointing": kind == "full", "learning_rate": 0.1}
+    options["build"] = {"peft_config": EVERYWHERE} if kind == "lora" else {}
+    runs = [run(mixture(case), tmp_path, kind, router_replay=replay, **options) for replay in ("R2", None)]
+    (_, history, witness), (_, live, unwitnessed) = runs
+    changed = of(history, "routing/changed")
+    assert changed[0] == 0 and max(changed[1:]) > 0.01 and of(history, "routing/fallback") == [0]
+    assert torch.equal(witness.rollouts[0]["values"], unwitnessed.rollouts[0]["values"])
+    seen, expected = witness.values[:6], unwitnessed.values[:6]  # of steps 1 and 2, with 2 updates, and of 3
+    for number in range(4):
+        torch.testing.assert_close(seen[number], expected[number], rtol=1e-4, atol=1e-5)
+    assert history[0]["grad_norm"] == pytest.approx(live[0]["grad_norm"], rel=1e-4)
+    assert any(abs(own["grad_norm"] / other["grad_norm"] - 1) > 1e-3 for own, other in zip(history, live, strict=True))
+
+
+def test_replay_with_recomputed_layers_of_both_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(
+        ValueError, match=r"router_replay='R2' does not work with gradient_checkpointing=True here: lay"
+    ):
+        build(models["moe"], tmp_path, router_replay="R2", router_aux_loss_coef=0.0, gradient_checkpointing=True)
+
+
+# sampling
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_log_probs_are_among_the_kept_tokens(models: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    options = {"top_p": 0.8, "max_steps": 5}
+    _, history, witness = run(models["dense"], tmp_path, kind, keep_sampling_mask=True, **options)
+    _, _, without = run(models["dense"], tmp_path, kind, **options)
+    assert all(0.3 < mass < 1 for mass in of(history, "sampling_mask/kept_mass"))
+    kept, all_tokens = witness.rollouts[0], without.rollouts[0]
+    assert torch.equal(kept["completion_ids"], all_tokens["completion_ids"])
+    mask = kept["completion_mask"].bool()
+    assert (kept["old_per_token_logps"] > all_tokens["old_per_token_logps"] + 0.01)[mask].float().mean() > 0.9
+    assert torch.equal(kept["values"], all_tokens["values"])  # values need no tokens to choose from
+    if kind == "lora":  # the KL of a full policy is 0 in its first rollout
+        assert not torch.allclose(kept["advantages"], all_tokens["advantages"], rtol=1e-3)
+
+
+@pytest.mark.parametrize(("kind", "loss_type"), [("lora", "grpo"), ("full", "dapo")])
+def test_budgets_and_shared_prompts_change_rounding_only(
+    models: dict[str, Path], tmp_path: Path, kind: str, loss_type: str
+) -> None:
+    """With several updates of the critic and the language-model loss, which are regrouped too."""
+    texts = Dataset.from_dict({"text": ["3+4=7", "ab11+12=23", "0", "5+5=10 and 6+6=12", "x"]})
+    options: dict[str, Any] = {
+        **{"gradient_accumulation_steps": 4, "steps_per_generation": 4, "num_generations": 2, "max_steps": 2},
+        **{"loss_type": loss_type, "value_updates": 2, "ptx_coef": 0.5, "build": {"ptx_dataset": texts}},
+    }
+    plain, history, witness = run(models["dense"], tmp_path, kind, **options)
+    shared, other, rewitnessed = run(models["dense"], tmp_path, kind, token_budget=60, share_prompts=True, **options)
+    for expected, found in zip(witness.rollouts, rewitnessed.rollouts, strict=True):
+        for name in ("values", "returns", "advantages"):
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-3, atol=1e-4)
+    check_close(policy(plain), policy(shared))
+    check_close(plain.critic.state(), shared.critic.state())
+    assert of(other, "value/loss") == pytest.approx(of(history, "value/loss"), rel=1e-3)
+    assert len(witness.values) == 2 * 2 * 4 > len(rewitnessed.values)
+
+
+# agents
+
+
+def in_turns(completions: list[list[agent.Message]], **_: Any) -> list[StepRewards]:
+    rewards = []
+    for messages in completions:
+        own = [message for message in messages if message["role"] == "assistant"]
+        rewards.append(StepRewards.per_turn([agent.worth(message, number) for number, message in enumerate(own)]))
+    return rewards
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return agent.save_model(tmp_path_factory.mktemp("agent"), steps=90)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_turns_of_an_agent_have_values_and_its_tools_have_none(caller: Path, tmp_path: Path, kind: str) -> None:
+    reader = agent.tokenizer()
+    options: dict[str, Any] = {
+        **{"per_device_train_batch_size": 4, "steps_per_generation": 2, "max_completion_length": 160},
+        **{"min_p": 0.1, "learning_rate": 1e-4, "max_steps": 3, "lam": 1.0, "whiten_advantages": False},
+        "lora": False,
+        "build": {
+            "tools": agent.tools([]),
+            "train_dataset": agent.dataset(agent.one_by_one),
+            "processing_class": reader,
+            "reward_funcs": in_turns,
+            # an adapter that changes nothing yet: the model has learned to call tools
+            **({"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])} if kind == "lora" else {}),
+        },
+    }
+    _, history, witness = run(caller, tmp_path, kind, **options)
+    assert max(of(history, "tools/call_frequency")) > 0
+    several = 0
+    for columns in witness.rollouts:
+        for i, ids in enumerate(columns["completion_ids"].tolist()):
+            own = torch.zeros(len(ids), dtype=torch.bool)
+            turns = agent.turns(agent.unpadded(ids))
+            for start, end in turns:
+                own[start:end] = True
+            for name in ("values", "returns", "advantages"):
+                assert (columns[name][i][~own] == 0).all()
+            assert (columns["advantages"][i][own] != 0).all()
+            if len(turns) > 1:  # with lambda 1 the return is what is still to come
+                several += 1
+                returns = [columns["returns"][i][start].item() for start, _ in turns]
+                assert len(set(returns)) > 1
+    assert several > 0
+
+
+# evaluation
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_evaluation_has_values_and_changes_no_training(models: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    options: dict[str, Any] = {"kl_target": 0.1, "kl_horizon": 32, "max_steps": 6, "per_device_eval_batch_size": 4}
+    evaluations = {"eval_strategy": "steps", "eval_steps": 2, "build": {"eval_dataset": tiny.dataset(8)}}
+    alone, expected, _ = run(models["dense"], tmp_path, kind, **options)
+    trainer, _ = build(models["dense"], tmp_path, kind, **options, **evaluations)
+    evaluate = trainer.evaluate
+
+    def undisturbed(*arguments: Any, **keywords: Any) -> Any:
+        with torch.random.fork_rng():
+            return evaluate(*arguments, **keywords)
+
+    trainer.evaluate = undisturbed
+    history = tiny.history(tiny.train(trainer))[:-1]
+    check_finite(history)
+    evaluated = [row for row in history if "eval_loss" in row]
+    assert [row["step"] for row in evaluated] == [2, 4, 6]
+    for row in evaluated:
+        assert {"eval_value/loss", "eval_value/mean", "eval_kl", "eval_kl_coef", "eval_reward_with_kl"} <= row.keys()
+        assert not any(name.startswith(("value/", "kl")) for name in row)
+    assert len({row["eval_value/mean"] for row in evaluated}) == 3  # the critic has learned
+    trained = [row for row in history if "eval_loss" not in row]
+    assert trained == expected and trainer.kl_coef == alone.kl_coef != 0.1
+    assert not moved(policy(alone), policy(trainer)) and not moved(alone.critic.state(), trainer.critic.state())
