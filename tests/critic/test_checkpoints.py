@@ -128,7 +128,8 @@ def test_a_run_killed_at_a_random_moment(
 @pytest.mark.parametrize(
     ("kind", "steps"),
     [
-        *((kind, (1, 4, 6, 9)) for kind in ("lora", "full")),
+        ("lora", (1, 4, 6, 9)),
+        ("full", (4, 6)),
         *(pytest.param(kind, range(1, 10), marks=SLOW) for kind in resumable.KINDS),
     ],
 )
@@ -204,7 +205,7 @@ def test_the_best_policy_gets_its_critic_back(models: dict[str, Path], wide: Pat
         "eval_strategy": "steps",
         "eval_steps": 2,
         "save_steps": 2,
-        "max_steps": 6,
+        "max_steps": 4,
         "load_best_model_at_end": True,
         "metric_for_best_model": "step",  # the first is the best
         "greater_is_better": False,
@@ -215,15 +216,14 @@ def test_the_best_policy_gets_its_critic_back(models: dict[str, Path], wide: Pat
         def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
             metrics["eval_step"] = state.global_step
 
-    for kind in ("lora", "full"):
-        trainer = build(kind, models, wide, tmp_path / kind, **options)
-        trainer.add_callback(FirstIsBest())
-        trainer.train()
-        best = tmp_path / kind / "checkpoint-2"
-        assert trainer.state.best_model_checkpoint == str(best)
-        assert resumable.differences(trainer.critic.state(), load_file(best / "critic.safetensors")) == []
-        last = load_file(tmp_path / kind / "checkpoint-6" / "critic.safetensors")
-        assert resumable.differences(trainer.critic.state(), last) != []
+    trainer = build("lora", models, wide, tmp_path, **options)
+    trainer.add_callback(FirstIsBest())
+    trainer.train()
+    best = tmp_path / "checkpoint-2"
+    assert trainer.state.best_model_checkpoint == str(best)
+    assert resumable.differences(trainer.critic.state(), load_file(best / "critic.safetensors")) == []
+    last = load_file(tmp_path / "checkpoint-4" / "critic.safetensors")
+    assert resumable.differences(trainer.critic.state(), last) != []
     with pytest.warns(
         UserWarning, match=r"has loaded the policy of .*checkpoint-2, which has no critic.*the last step"
     ):
