@@ -2,6 +2,7 @@
 
 import contextlib
 import sys
+import weakref
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import Tensor
 from transformers import BitsAndBytesConfig
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
+from urllib3.util.retry import Retry
 
 from tests.reference.test_reference import base_tensors
 from tests.tools import engines, tiny
@@ -120,7 +122,11 @@ def built(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
     monkeypatch.setattr(vllm_generation, "SamplingParams", SimpleNamespace, raising=False)
 
     def trainer(
-        model: Any = wide, refuses: str | None = None, lora: dict[str, Any] | None = None, **options: Any
+        model: Any = wide,
+        refuses: str | None = None,
+        lora: dict[str, Any] | None = None,
+        build: dict[str, Any] | None = None,
+        **options: Any,
     ) -> tuple[Any, LLM]:
         def llm(**asked: Any) -> LLM:
             made.append(LLM(asked, refuses if "enable_lora" in asked else None))
@@ -128,7 +134,7 @@ def built(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
 
         monkeypatch.setattr(vllm_generation, "LLM", llm, raising=False)
         config = LoraConfig(**{**tiny.LORA, **(lora or {})})
-        ours = tiny.trainer(model, tmp_path, build={"peft_config": config}, **{**ENGINE, **options})
+        ours = tiny.trainer(model, tmp_path, build={"peft_config": config, **(build or {})}, **{**ENGINE, **options})
         return ours, made[-1]
 
     return trainer
@@ -190,9 +196,46 @@ def test_an_engine_that_sleeps_keeps_its_base(built: Callable[..., tuple[Any, LL
     assert set(llm.slept) == {1} and len(llm.slept) == 3
 
 
+def test_an_engine_that_sleeps_answers_more_than_once_per_step(built: Callable[..., tuple[Any, LLM]]) -> None:
+    """TRL sends the policy once more each time the engine wakes up, so that the version is another one by then."""
+    trainer, llm = built(vllm_enable_sleep_mode=True, max_steps=4, per_device_eval_batch_size=4)
+    trainer.evaluate(eval_dataset=tiny.dataset(8))
+    assert len(llm.answered) == 8 and None not in llm.answered
+
+
+def test_calls_of_vllms_own_methods_are_answered_with_the_adapter(built: Callable[..., tuple[Any, LLM]]) -> None:
+    """A `rollout_func` of TRL may call `trainer.vllm_generation.llm`."""
+    trainer, llm = built(max_steps=4)
+    prompts = [{"prompt_token_ids": [1, 2, 3]}]
+    trainer.vllm_generation.llm.generate(prompts, None, use_tqdm=False)
+    assert llm.answered == llm.adapters
+    trainer.vllm_generation.llm.generate(prompts, None, use_tqdm=False, lora_request=None)
+    assert llm.answered[1:] == [None]
+
+
 def changed(wide: Path) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32)
     return get_peft_model(model, LoraConfig(**tiny.LORA)).merge_and_unload()
+
+
+def test_an_engine_that_is_refused_gives_its_memory_back(
+    built: Callable[..., tuple[Any, LLM]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """vLLM refuses LoRA for some models after it has loaded them, and the next engine needs the same memory."""
+    own, refused, alive = LLM.__init__, [], []
+
+    def init(self: Any, asked: dict[str, Any], refuses: str | None) -> None:
+        alive.extend(each() for each in refused)
+        if "enable_lora" in asked:
+            self.itself = self
+            refused.append(weakref.ref(self))
+            raise ValueError("this model does not support LoRA yet")
+        own(self, asked, refuses)
+
+    monkeypatch.setattr(LLM, "__init__", init)
+    with pytest.warns(UserWarning, match="this model does not support LoRA yet"):
+        built()
+    assert refused and alive == [None]
 
 
 UNSERVED: dict[str, tuple[dict[str, Any], str]] = {
@@ -354,6 +397,84 @@ def test_a_server_that_takes_no_adapters_gets_weights(server: engines.Server, ov
         trainer = over_http(build=build)
     trainer.train()
     assert trainer.vllm_generation.adapter is None and server.engine.weights
+
+
+@pytest.fixture
+def sent(server: engines.Server, over_http: engines.Build) -> Callable[..., Any]:
+    """Builds a trainer whose server takes adapters."""
+    server.missing = set()
+
+    def build(**options: Any) -> Any:
+        return over_http(build={"peft_config": LoraConfig(**tiny.LORA)}, **options)
+
+    return build
+
+
+def test_a_servers_adapter_is_kept_out_of_uploads_and_can_be_read(
+    server: engines.Server, sent: Callable[..., Any], tmp_path: Path
+) -> None:
+    """transformers uploads the output folder without what begins with "_". A server may run as another user."""
+    tmp_path.chmod(0o755)
+    trainer = sent()
+    trainer.vllm_generation.sync_weights()
+    (folder,) = (path for path in tmp_path.iterdir() if "adapter" in path.name)
+    assert server.requests[engines.LOAD][-1]["lora_path"] == str(folder)
+    assert folder.name.startswith("_") and folder.stat().st_mode & 0o777 == 0o755
+
+
+def test_a_server_that_was_restarted_takes_the_next_adapter(server: engines.Server, sent: Callable[..., Any]) -> None:
+    """It does not know the version before, which is all that vLLM's 404 says then."""
+    trainer = sent()
+    server.missing = {engines.UNLOAD}
+    trainer.vllm_generation.sync_weights()
+    assert trainer.vllm_generation.vllm_client.model == server.requests[engines.LOAD][-1]["lora_name"]
+
+
+@pytest.mark.parametrize(
+    ("answer", "message"),
+    [
+        ((404, "Loading lora x failed: No adapter found for y"), "cannot read .*Let it see the trainer's output_dir"),
+        ((500, "LoRA rank 4 is greater than max_lora_rank"), "with 500: .*LoRA rank 4 is greater than max_lora_rank"),
+    ],
+)
+def test_a_servers_reason_is_in_the_message(
+    server: engines.Server, sent: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, answer: Any, message: str
+) -> None:
+    server.refused[engines.LOAD] = answer
+    monkeypatch.setattr(Retry, "get_backoff_time", lambda _: 0)
+    with pytest.raises(ValueError, match=f"vllm_adapter_sync=True: vLLM refuses the adapter: the server .*{message}"):
+        sent(vllm_adapter_sync=True)
+
+
+def test_merged_weights_are_not_generated_with_an_adapter(server: engines.Server, sent: Callable[..., Any]) -> None:
+    """The server has taken an adapter, but does not let go of its prefix cache."""
+    server.missing = {"/reset_prefix_cache"}
+    with pytest.warns(UserWarning, match="because vLLM refuses the adapter: Request failed: 404"):
+        trainer = sent()
+    assert server.requests[engines.LOAD] and trainer.vllm_generation.vllm_client.model == "mixture"
+
+
+@pytest.mark.parametrize("stage", ["base", "send"])
+def test_processes_agree_on_adapters(
+    built: Callable[..., tuple[Any, LLM]], monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    """One that sends all weights gathers other parameters than one that sends the adapter, and both would wait."""
+    calls = iter(["other base"] if stage == "base" else [None, None, "no space left"])
+    monkeypatch.setattr(host_engine, "gather_object", lambda values: [*values, next(calls)], raising=False)
+    reason = "other base" if stage == "base" else "vLLM refuses the adapter: no space left"
+    with pytest.warns(UserWarning, match=f"because {reason}"):
+        trainer, llm = built(max_steps=4)
+    assert trainer.vllm_generation.adapter is None and next(calls, None) is None
+    assert max(differences(trainer)) < ROUNDING and llm.weights and llm.answered == [None]
+
+
+def test_an_engine_that_some_processes_cannot_build_is_an_error(
+    built: Callable[..., tuple[Any, LLM]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = iter([None, "out of memory"])
+    monkeypatch.setattr(host_engine, "gather_object", lambda values: [*values, next(calls)], raising=False)
+    with pytest.raises(ValueError, match=r"refuses the adapter: out of memory. That is so on 1 of 2 processes"):
+        built()
 
 
 @pytest.mark.parametrize("takes", [True, False])

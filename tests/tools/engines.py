@@ -201,6 +201,8 @@ class Server:
         """What it was started with."""
         self.missing: set[str] = {LOAD, UNLOAD}
         """Paths that it does not serve."""
+        self.refused: dict[str, tuple[int, str]] = {}
+        """Paths that it serves with an error: status and message."""
         self.waits = itertools.cycle([0.1, 0.05, 0.0, 0.02])
         """Seconds from a request for one prompt to its answer: not the first to come is the first to be answered."""
         self.requests: defaultdict[str, list[dict[str, Any]]] = defaultdict(list)
@@ -289,6 +291,9 @@ def server(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
             body = json.loads(self.rfile.read(int(self.headers.get("Content-Length") or 0)) or "{}")
             if self.path in answering.missing:
                 return self._send(404, {"detail": "Not Found"})
+            if self.path in answering.refused:
+                status, message = answering.refused[self.path]
+                return self._send(status, {"error": {"message": message}})
             try:
                 self._send(200, answering.post(self.path, body))
             except Exception as error:  # without an answer the client would ask again and again

@@ -126,4 +126,4 @@ def test_a_servers_log_probs_are_the_policys_after_each_sync(
     served = [each["id"] for each in client._get(f"{url}/v1/models")["data"]]
     assert served == [str(folder), client.model]
     assert client.model.startswith("trl-steady-") and client.model.endswith("-4")
-    assert len(list(tmp_path.glob("vllm-adapter-*"))) == 1
+    assert len(list(tmp_path.glob("_vllm-adapter-*"))) == 1

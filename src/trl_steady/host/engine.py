@@ -1,17 +1,17 @@
 """TRL's vLLM engine, extended to return further data of the tokens that it generates."""
 
-import contextlib
 import functools
+import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any, NamedTuple
 
-from accelerate.utils import broadcast_object_list, is_peft_model
+from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from torch import Tensor
 from trl.generation import vllm_generation
-from trl.generation.vllm_generation import VLLMGeneration
+from trl.generation.vllm_generation import VLLMGeneration, empty_cache
 from trl.trainer import grpo_trainer, rloo_trainer
 
 from trl_steady.host.lora import AdapterSender, AdapterSync, keeping_weights
@@ -101,17 +101,21 @@ class SteadyGeneration(VLLMGeneration):
         why_not = sync.why_not(self.model, self.mode, self._dist.gather_params)
         if self._dist.fsdp_version == 1:
             why_not = "version 1 of FSDP does not gather an adapter"
+        # processes must agree at each step, because those that send the adapter gather other tensors than the rest
+        why_not = next(filter(None, gather_object([why_not])), None)
         if why_not is None:
-            sender = AdapterSender(sync, self)
-            try:
-                if not is_built:
-                    self._build(sender.flags)
-                    is_built = True
-                sender.send()
+            sender, refused = AdapterSender(sync, self), f"vLLM{_installed()} refuses the adapter: "
+            if not is_built:
+                why_not = self._refusal_of_build(sender.flags, refused)
+                is_built = why_not is None
+            if is_built:
+                errors = gather_object([_error_of(sender.send)])
+                why_not = next((refused + error for error in errors if error is not None), None)
+            if why_not is None:
                 self.adapter = sender
+                if self.mode == "colocate":
+                    sender.answer_with_adapter()
                 return
-            except Exception as error:  # vLLM's own, of any type
-                why_not = f"vLLM{_installed()} refuses the adapter: {error}"
         if sync.is_required(self.model, self.mode):
             raise ValueError(
                 f"{sync.option}: {why_not}. Change that, or let the policy itself generate (use_vllm=False). An "
@@ -124,7 +128,23 @@ class SteadyGeneration(VLLMGeneration):
             stacklevel=2,
         )
         if not is_built:
+            gc.collect()  # the refused engine's weights, which cycles keep on the GPU
+            empty_cache()
             self._build({})
+
+    def _refusal_of_build(self, flags: dict[str, Any], refused: str) -> str | None:
+        """Build an engine for adapters in this process. Return why vLLM does not, or None."""
+        error = _error_of(functools.partial(self._build, flags))
+        if error is not None:
+            self.accelerator.wait_for_everyone()  # as TRL's constructor does at its end
+        errors = gather_object([error])
+        if None in errors and len({*errors}) > 1:
+            reason = next(filter(None, errors))
+            raise ValueError(
+                f"{refused}{reason}. That is so on {len(errors) - errors.count(None)} of {len(errors)} processes. "
+                "Change that, or set vllm_adapter_sync=False."
+            )
+        return None if error is None else refused + error
 
     def _build(self, flags: dict[str, Any]) -> None:
         """Build TRL's engine, in this process with these options of vLLM's, or connect to the server."""
@@ -179,10 +199,6 @@ class SteadyGeneration(VLLMGeneration):
 
     def generate(self, prompts: Any, *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
         """Generate as TRL does, and store the captured data."""
-        with contextlib.nullcontext() if self.adapter is None else self.adapter.answering():
-            return self._generate(prompts, *arguments, **keywords)
-
-    def _generate(self, prompts: Any, *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
         if not self._captures:
             return super().generate(prompts, *arguments, **keywords)
         answers: list[Any] = []
@@ -247,6 +263,14 @@ class SteadyGeneration(VLLMGeneration):
                 f"a server with {capture.is_on}, {capture.instead}. {capture.lost}."
             )
         return values
+
+
+def _error_of(function: Callable[[], object]) -> str | None:
+    try:
+        function()
+    except Exception as error:  # vLLM's own, of any type
+        return str(error) or repr(error)
+    return None
 
 
 def _installed() -> str:

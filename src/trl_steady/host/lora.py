@@ -3,19 +3,19 @@
 import functools
 import tempfile
 import uuid
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
 from torch import Tensor
-
-from trl_steady.host.names import overridden
+from trl.generation.vllm_generation import empty_cache
 
 __all__ = ["AdapterSender", "AdapterSync", "Gather", "keeping_weights"]
 
+_SECONDS = 600  # for a server to load an adapter
 Gather = Callable[[Sequence[Tensor]], AbstractContextManager[Any]]
 """Returns a context in which parameters are whole on this process, under ZeRO-3 too. All processes enter it."""
 
@@ -65,6 +65,7 @@ class AdapterSender:
         state = self._sync.state(engine.model, engine._dist.gather_params)
         if engine.mode == "colocate":
             if engine.enable_sleep_mode and engine._llm_weights_sleeping:
+                empty_cache()  # as TRL does, so that the weights fit
                 engine.llm.wake_up(tags=["weights"])
                 engine._llm_weights_sleeping = False
             self._write(state, None)
@@ -85,15 +86,18 @@ class AdapterSender:
         client, before = self._engine.vllm_client, self._name
         self._sync.folder.mkdir(parents=True, exist_ok=True)
         self._write(state, self._sync.folder.resolve())
-        self._post("load_lora_adapter", lora_name=self._name, lora_path=str(self._path))
-        if client.model == before:
-            self._post("unload_lora_adapter", lora_name=before)
-        client.model = self._name
+        self._load()
         client.reset_prefix_cache()
+        if client.model == before:
+            self._unload(before)
+        client.model = self._name  # last, because merged weights are generated with the base
 
     def _write(self, state: dict[str, Tensor], parent: Path | None) -> None:
         self._version += 1
-        folder = tempfile.TemporaryDirectory(prefix="vllm-adapter-", dir=parent)
+        # the upload of a run to the Hub skips names that begin with "_"
+        folder = tempfile.TemporaryDirectory(prefix="_vllm-adapter-", dir=parent)
+        if parent is not None:  # a server may run as another user, and has to read it
+            Path(folder.name).chmod(parent.stat().st_mode & 0o777)
         self._sync.save(self._engine.model, state, Path(folder.name))
         before, self._folder = self._folder, folder
         if before is not None:
@@ -113,26 +117,50 @@ class AdapterSender:
 
         return LoRARequest(self._name, self._version, str(self._path))
 
-    def _post(self, endpoint: str, **body: str) -> None:
-        client = self._engine.vllm_client
-        answer = client.session.post(f"{client.base_url}/v1/{endpoint}", json=body)
+    def _load(self) -> None:
+        answer = self._post("load_lora_adapter", lora_name=self._name, lora_path=str(self._path))
+        if answer.status_code == 200:
+            return
+        if "No adapter found" in answer.text:  # vLLM's own 404
+            raise ValueError(
+                f"the server cannot read {self._path}. Let it see the trainer's output_dir under the same path, for "
+                "example on a shared file system"
+            )
         if answer.status_code == 404:
             raise ValueError(
                 "the server takes no adapters; start it with --enable-lora, with a --max-lora-rank, and with the "
                 "environment variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
             )
-        if answer.status_code != 200:
-            raise ValueError(f"the server answers /v1/{endpoint} with {answer.status_code}: {answer.text}")
+        raise ValueError(f"the server answers /v1/load_lora_adapter with {answer.status_code}: {answer.text}")
 
-    @contextmanager
-    def answering(self) -> Iterator[None]:
-        """Let a colocated engine generate with the adapter. A server knows it as the model of the requests."""
-        if self._engine.mode == "server":
-            yield
-            return
+    def _unload(self, name: str) -> None:
+        answer = self._post("unload_lora_adapter", lora_name=name)
+        if answer.status_code not in (200, 404):  # 404: the server has been restarted since
+            raise ValueError(f"the server answers /v1/unload_lora_adapter with {answer.status_code}: {answer.text}")
+
+    def _post(self, endpoint: str, **body: str) -> Any:
+        import requests  # TRL's client has it
+
+        client = self._engine.vllm_client
+        url = f"{client.base_url}/v1/{endpoint}"
+        try:
+            return client.session.post(url, json=body)
+        except requests.exceptions.RetryError:  # it has no answer's text; vLLM refuses adapters with 500
+            return requests.post(url, json=body, timeout=_SECONDS)
+
+    def answer_with_adapter(self) -> None:
+        """Let a colocated engine generate with the adapter, also when a `rollout_func` calls vLLM's own methods.
+
+        A server gets the adapter's name with each request.
+        """
         llm = self._engine.llm
-        with overridden(llm, {"generate": functools.partial(llm.generate, lora_request=self._request())}):
-            yield
+        for name in ("generate", "chat"):
+            if hasattr(llm, name):
+                vars(llm)[name] = functools.partial(self._with_adapter, getattr(llm, name))
+
+    def _with_adapter(self, own: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+        # read now: TRL's engine sends another version when it wakes up
+        return own(*arguments, **{"lora_request": self._request(), **keywords})
 
 
 def keeping_weights(build: Callable[..., Any], **asked: Any) -> Any:
