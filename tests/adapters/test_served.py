@@ -213,6 +213,27 @@ def test_calls_of_vllms_own_methods_are_answered_with_the_adapter(built: Callabl
     assert llm.answered[1:] == [None]
 
 
+@pytest.mark.parametrize("sync", [None, False], ids=["adapter", "merged"])
+def test_a_second_training_begins_with_the_policy_of_the_first(
+    built: Callable[..., tuple[Any, LLM]], sync: bool | None
+) -> None:
+    """Its first step has the number of the step in which TRL has sent the policy last."""
+    trainer, _ = built(max_steps=4, vllm_adapter_sync=sync)
+    assert len(found := differences(trainer)) == 1 and max(found) < ROUNDING
+    assert len(found := differences(trainer)) == 1 and max(found) < ROUNDING
+
+
+def test_the_best_policy_is_sent_before_it_is_evaluated(built: Callable[..., tuple[Any, LLM]]) -> None:
+    saved = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_runtime", "greater_is_better": None}
+    build = {"eval_dataset": tiny.dataset(4)}
+    trainer, llm = built(max_steps=4, per_device_eval_batch_size=4, **saved, **best, build=build)
+    trainer.train()
+    sent = len(llm.adapters)
+    trainer.evaluate()
+    assert len(llm.adapters) == sent + 1
+
+
 def changed(wide: Path) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32)
     return get_peft_model(model, LoraConfig(**tiny.LORA)).merge_and_unload()

@@ -10,6 +10,7 @@ from trl.trainer.utils import get_config_model_id
 __all__ = [
     "completions_of",
     "default_output_dir",
+    "forget_sync",
     "generation_interval",
     "is_before_generation",
     "is_settled",
@@ -71,6 +72,11 @@ def logged_count(trainer: trl.GRPOTrainer | trl.RLOOTrainer, name: str) -> int:
 def log_last(trainer: trl.GRPOTrainer | trl.RLOOTrainer, name: str, value: float) -> None:
     """Log a training metric by its last value before a log, not by its mean."""
     trainer._metrics["train"][name] = [value]
+
+
+def forget_sync(trainer: trl.GRPOTrainer | trl.RLOOTrainer) -> None:
+    """Let the next generation send the policy to vLLM. TRL sends it only if the number of the step has changed."""
+    trainer._last_loaded_step = -1
 
 
 @contextmanager
