@@ -13,6 +13,7 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import BitsAndBytesConfig
 from trl.generation import vllm_generation
@@ -22,6 +23,8 @@ from urllib3.util.retry import Retry
 from tests.reference.test_reference import base_tensors
 from tests.tools import engines, tiny
 from tests.tools import wide as wide_model
+from trl_steady.adapters import serving
+from trl_steady.adapters.merging import merged_weights
 from trl_steady.adapters.part import AdapterPart
 from trl_steady.host import engine as host_engine
 from trl_steady.host import lora
@@ -234,6 +237,33 @@ def test_the_best_policy_is_sent_before_it_is_evaluated(built: Callable[..., tup
     assert len(llm.adapters) == sent + 1
 
 
+@pytest.mark.supports("PPO, LoRA", on="vLLM colocate", only="stand-in")
+@pytest.mark.parametrize("sync", [True, False], ids=["adapter", "merged"])
+def test_a_critic_on_the_policys_base_is_not_sent(
+    wide: Path, built: Callable[..., tuple[Any, LLM]], sync: bool
+) -> None:
+    """Its adapter may have more modules than the policy's, and another rank."""
+    critic = LoraConfig(r=16, target_modules="all-linear")
+    moving = {"kl_coef": 0.1, "ref_model_mixup_alpha": 1.0, "ref_model_sync_steps": 4, "sync_ref_model": True}
+    trainer, llm = built(
+        method="PPO", build={"value_peft_config": critic}, vllm_adapter_sync=sync, max_steps=12, **moving
+    )
+    assert trainer.model.peft_config.keys() == {"default", "ref", "value"}
+    found = differences(trainer)
+    assert len(found) == 3 and max(found) < ROUNDING
+    if not sync:
+        bare = load(str(wide), None)
+        assert llm.weights.keys() == {name for name, _ in bare.named_parameters()}
+        return
+    assert llm.asked["max_lora_rank"] == 8 and not llm.weights
+    sent = load_file(Path(llm.adapters[-1].path, "adapter_model.safetensors"))
+    own = {name: value for name, value in trainer.model.named_parameters() if ".default." in name}
+    assert sent.keys() == {name.replace(".default", "") for name in own}
+    assert {value.shape for value in sent.values()} == {value.shape for value in own.values()}
+    adapter = LoraConfig.from_pretrained(llm.adapters[-1].path)
+    assert adapter.r == tiny.LORA["r"] and adapter.target_modules == {*tiny.LORA["target_modules"]}
+
+
 def changed(wide: Path) -> Any:
     model = transformers.AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32)
     return get_peft_model(model, LoraConfig(**tiny.LORA)).merge_and_unload()
@@ -285,6 +315,25 @@ def test_what_is_not_served_is_merged(wide: Path, built: Callable[..., tuple[Any
     assert max(differences(trainer)) < ROUNDING
     assert llm.weights and llm.answered == [None, None]
     assert all(torch.equal(*pair) for pair in zip(kept, before, strict=True))
+
+
+@pytest.mark.parametrize("other", [{"target_parameters": ["mlp.up_proj.weight"]}, {"target_modules": ["up_proj"]}])
+def test_what_another_adapter_is_does_not_count(wide: Path, other: dict[str, Any]) -> None:
+    model = get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(wide), LoraConfig(**tiny.LORA))
+    alone = {name: value.clone() for name, value in merged_weights(model)}
+    model.add_adapter("value", LoraConfig(r=2, init_lora_weights=False, **{"target_modules": [], **other}))
+    assert serving.why_not_served(model, "colocate", lambda _: contextlib.nullcontext()) is None
+    beside = dict(merged_weights(model))
+    assert beside.keys() == alone.keys() and all(torch.equal(beside[name], alone[name]) for name in alone)
+
+
+def test_a_base_with_more_tokens_than_the_checkpoint_is_another(
+    wide: Path, built: Callable[..., tuple[Any, LLM]]
+) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32)
+    model.resize_token_embeddings(model.config.vocab_size + 8)
+    with pytest.raises(ValueError, match=r"embed_tokens.weight is not that of the checkpoint"):
+        built(model, vllm_adapter_sync=True)
 
 
 def test_a_colocated_engine_does_not_quantise_to_8_bits(wide: Path, built: Callable[..., tuple[Any, LLM]]) -> None:

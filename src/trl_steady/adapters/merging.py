@@ -78,7 +78,7 @@ def merged_weights(model: PeftModel, dtype: torch.dtype | None = None) -> Iterat
 
 
 class Site(NamedTuple):
-    """A parameter at one place in the bare model, and the adapter layers around its module."""
+    """A parameter at one place in the bare model, and the layers around its module that have an active adapter."""
 
     name: str
     owner: torch.nn.Module
@@ -147,7 +147,8 @@ def sites(module: Any, original: Any, name: str = "", layers: tuple[Any, ...] = 
     elif isinstance(module, TrainableTokensWrapper):
         yield from sites(children["token_adapter"], children["token_adapter"], name, layers)
     elif isinstance(module, BaseTunerLayer):
-        yield from sites(children["base_layer"], children["base_layer"], name, (module, *layers))
+        acting = (module, *layers) if _acts(module) else layers
+        yield from sites(children["base_layer"], children["base_layer"], name, acting)
     else:
         for key, parameter in module._parameters.items():
             if parameter is not None:
@@ -156,6 +157,13 @@ def sites(module: Any, original: Any, name: str = "", layers: tuple[Any, ...] = 
             if child is not None:
                 path = name if key == "_checkpoint_wrapped_module" else f"{name}{key}."
                 yield from sites(child, original._modules.get(key, child), path)
+
+
+def _acts(layer: BaseTunerLayer) -> bool:
+    """Return whether an active adapter is in this layer. A reference or a critic may have layers of its own."""
+    return any(
+        name in getattr(layer, part, ()) for part in layer.adapter_layer_names for name in layer.active_adapters
+    )
 
 
 def _merged_keys(layer: Any) -> set[str]:

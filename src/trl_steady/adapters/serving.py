@@ -49,8 +49,9 @@ def served_rank(model: PeftModel) -> int:
 def why_not_served(model: PeftModel, mode: str, gather: Gather) -> str | None:
     """Return why a vLLM engine cannot serve the adapter beside the base of the policy's checkpoint; None if it may.
 
-    The engine loads the base itself, and it must be the policy's. The first row of each weight is compared with that
-    of the checkpoint. A weight without an adapter is left out if the checkpoint has it under another name.
+    The engine loads the base itself, and it must be the policy's. The shape and the first row of each weight are
+    compared with those of the checkpoint. A weight without an adapter is left out if the checkpoint has it under
+    another name.
 
     Args:
         model: A PEFT policy.
@@ -69,12 +70,12 @@ def why_not_served(model: PeftModel, mode: str, gather: Gather) -> str | None:
             return f"vLLM does not serve LoRA with {name}={value!r}"
     if config.r > _RANKS[-1]:
         return f"vLLM does not serve LoRA of rank {config.r}, but up to {_RANKS[-1]}"
-    if any(isinstance(module, ParamWrapper) for module in model.modules()):
+    base: Any = model.get_base_model()
+    if any(isinstance(layer, ParamWrapper) for site in sites(base, base) for layer in site.layers):
         return "vLLM does not serve LoRA on the joint weights of experts"
     if _is_quantised(model):
         if mode == "server":
             return "a server does not quantise its base as the policy's is"
-        base: Any = model.get_base_model()
         own = base.config.quantization_config
         if getattr(own, "load_in_8bit", False):
             return "vLLM does not quantise its base to 8 bits"
@@ -128,8 +129,9 @@ def _why_other_base(model: PeftModel, gather: Gather) -> str | None:
                 return f"{site.name} has another name in the checkpoint {path!r}, so that it cannot be compared"
             continue
         with safe_open(files[site.name], "pt") as file, gather([site.parameter]):
-            row = file.get_slice(site.name)[:1]
-            if not _begins_with(site, row):
+            there = file.get_slice(site.name)
+            is_sized = site.quant_state is not None or [*site.parameter.shape] == there.get_shape()
+            if not (is_sized and _begins_with(site, there[:1])):
                 return f"{site.name} is not that of the checkpoint {path!r}, which the engine loads"
     return None
 
