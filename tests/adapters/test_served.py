@@ -327,6 +327,15 @@ def test_what_another_adapter_is_does_not_count(wide: Path, other: dict[str, Any
     assert beside.keys() == alone.keys() and all(torch.equal(beside[name], alone[name]) for name in alone)
 
 
+def test_no_merged_weight_outlives_its_turn(built: Callable[..., tuple[Any, LLM]]) -> None:
+    """The first is the embedding, which is large."""
+    trainer, _ = built(vllm_adapter_sync=False, lora={"target_modules": ["embed_tokens", "q_proj"]})
+    weights = trainer.vllm_generation._iter_named_params()
+    first = weakref.ref(next(weights)[1])
+    next(weights)
+    assert first() is None
+
+
 def test_a_base_with_more_tokens_than_the_checkpoint_is_another(
     wide: Path, built: Callable[..., tuple[Any, LLM]]
 ) -> None:

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -106,7 +107,8 @@ class AdapterPart(Part):
                         f"each push to vLLM changes the policy's base by rounding: {error}", UserWarning, stacklevel=2
                     )
                 else:
-                    yield first
+                    weights = itertools.chain(iter([first]), weights)
+                    del first  # or it would stay on the GPU until all weights are sent
                     yield from weights
                     return
         for name, weight in own():
