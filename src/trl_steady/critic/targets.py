@@ -59,7 +59,6 @@ def targets(trainer: Any, rollout: Rollout, old_values: Tensor, after: Tensor | 
     if kl_coef:
         kl = (samples["old_per_token_logps"] - samples["ref_per_token_logps"]).where(mask, 0)
         rewards = score - kl_coef * kl
-    per_answer = rewards.sum(1, keepdim=True)  # before it is scaled
     counts, old_values = mask & is_scored, old_values.float().where(mask, 0)
     if args.whiten_rewards:
         rewards = values.whitened(rewards, counts, _everywhere(trainer, rewards, counts)[0], shift_mean=False)
@@ -89,7 +88,7 @@ def targets(trainer: Any, rollout: Rollout, old_values: Tensor, after: Tensor | 
             "value/explained_variance": (explained.view(1, 1), of_rollout & explained.isfinite()),
             "kl_coef": (torch.full_like(of_rollout, kl_coef, dtype=torch.float64), of_rollout),
             "kl_per_answer": (answer_kl, has_tokens),
-            "reward_with_kl": (per_answer, has_tokens & is_scored),
+            "reward_with_kl": (rewards.sum(1, keepdim=True), has_tokens & is_scored),
         }
     )
     columns = {
