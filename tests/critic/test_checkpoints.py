@@ -161,12 +161,16 @@ def test_a_trainer_that_has_trained_resumes_too(
 
 def test_only_the_critic_learns_in_the_warm_up(models: dict[str, Path], wide: Path, tmp_path: Path) -> None:
     """The tests above would not notice that nothing is warmed up."""
-    trainer = build("lora", models, wide, tmp_path, max_steps=4, save_strategy="no", sync_ref_model=False)
+    options = {"max_steps": 4, "save_strategy": "no", "sync_ref_model": False}
+    trainer = build("lora", models, wide, tmp_path, **options)
     before = {**tiny.parameters(trainer), "head": trainer.critic.head.weight.detach().clone()}
     trainer.train()
     after = {**tiny.parameters(trainer), "head": trainer.critic.head.weight.detach()}
     moved = {name for name, value in before.items() if not torch.equal(value, after[name])}
     assert moved == {name for name in before if ".value." in name or name == "head"}
+    other = tiny.train(build("lora", models, wide, tmp_path, ptx_coef=9.0, **options))
+    losses = [[row["loss"] for row in tiny.history(each)[:-1]] for each in (trainer, other)]
+    assert losses[0] == losses[1]  # what the policy would learn from is not in the loss
 
 
 def test_values_between_two_logs_are_kept(models: dict[str, Path], wide: Path, tmp_path: Path) -> None:

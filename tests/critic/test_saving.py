@@ -114,7 +114,7 @@ def plain_values(critic: Any) -> tuple[list[Tensor], list[Tensor]]:
     by_body, by_logit = [], []
     for text in TEXTS:
         ids = torch.tensor([tiny.tokenizer()(text)["input_ids"]])
-        by_body.append(bare.score(bare.model(ids).last_hidden_state)[0, :-1, 0])
+        by_body.append(bare.score(bare.base_model(ids).last_hidden_state)[0, :-1, 0])
         by_logit.append(torch.stack([critic(ids[:, :end]).logits[0, 0] for end in range(1, ids.size(1))]))
     return by_body, by_logit
 
@@ -288,17 +288,40 @@ def test_beginnings_that_contradict_one_another_are_refused(
             build(kind, models, wide, tmp_path, **options)
 
 
-def test_an_adapter_of_its_own_is_saved_and_loaded(models: dict[str, Path], wide: Path, tmp_path: Path) -> None:
-    """Its rank and layers differ from the policy's, and it has DoRA."""
-    config = LoraConfig(r=2, lora_alpha=4, target_modules=["o_proj", "down_proj"], use_dora=True)
-    trainer = tiny.train(build("lora", models, wide, tmp_path, build={"value_peft_config": config}))
+ADAPTERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "of another rank, on other layers, with DoRA": (
+        "dense",
+        tiny.LORA,
+        {"r": 2, "lora_alpha": 4, "target_modules": ["o_proj", "down_proj"], "use_dora": True},
+    ),
+    "beside a trained LM head": ("dense", {**tiny.LORA, "modules_to_save": ["lm_head"]}, {}),
+    "on transposed layers": ("gpt2", {**tiny.LORA, "target_modules": ["c_attn"], "fan_in_fan_out": True}, {}),
+    "on experts and routers": (
+        "moe",
+        {
+            **{**tiny.LORA, "lora_dropout": 0.0, "target_modules": ["q_proj"]},
+            "target_parameters": ["mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"],
+        },
+        {},
+    ),
+}
+"""Model, and the adapters of policy and critic, whose adapter is by default of the same kind."""
+
+
+@pytest.mark.parametrize("case", ADAPTERS)
+def test_adapters_of_other_kinds_are_saved_and_loaded(models: dict[str, Path], tmp_path: Path, case: str) -> None:
+    name, of_policy, of_critic = ADAPTERS[case]
+    build_: dict[str, Any] = {"peft_config": LoraConfig(**of_policy)}
+    if of_critic:
+        build_["value_peft_config"] = LoraConfig(**of_critic)
+    options: dict[str, Any] = {"method": "PPO", "num_generations": 1, "max_steps": 2, "build": build_}
+    trainer = tiny.train(tiny.trainer(models[name], tmp_path, **options))
     trainer.save_model(str(tmp_path / "saved"))
-    run = Saved(trainer, tmp_path / "saved", models["dense"], "lora")
+    run = Saved(trainer, tmp_path / "saved", models[name], "lora")
     for found in plain_values(run.plain_critic):
         check_values(values(trainer), found)
-    again = {"value_init": str(tmp_path / "saved" / "value"), "build": {"value_peft_config": config}}
-    new = build("lora", models, wide, tmp_path, **again)
-    assert resumable.differences(trainer.critic.state(), new.critic.state()) == []
+    again = tiny.trainer(models[name], tmp_path, value_init=str(tmp_path / "saved" / "value"), **options)
+    assert resumable.differences(trainer.critic.state(), again.critic.state()) == []
 
 
 # bf16
