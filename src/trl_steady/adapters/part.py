@@ -12,6 +12,7 @@ from typing import Any
 from accelerate.utils import DistributedType
 from peft import PeftModel
 from torch import Tensor
+from transformers import TrainerCallback
 
 from trl_steady.adapters.merging import merged_weights
 from trl_steady.adapters.precision import (
@@ -24,9 +25,23 @@ from trl_steady.adapters.serving import adapter_state, needs_adapter, save_adapt
 from trl_steady.host.engine import NamedWeights, push, whole
 from trl_steady.host.lora import AdapterSync
 from trl_steady.host.models import REFERENCE_ADAPTER, VALUE_ADAPTER, is_of_lora
+from trl_steady.host.names import forget_sync
 from trl_steady.host.part import Part, Turn
 
 __all__ = ["AdapterPart"]
+
+
+class _Unsynced(TrainerCallback):
+    """Lets an engine get the policy when a training begins, whose steps count from 0, and when the best is loaded."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        forget_sync(self._trainer)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        forget_sync(self._trainer)
 
 
 class AdapterPart(Part):
@@ -58,6 +73,7 @@ class AdapterPart(Part):
         warn_if_steps_round_away(model, args.learning_rate)
         if not trainer.use_vllm:
             return
+        trainer.add_callback(_Unsynced(trainer))
         if not isinstance(model, PeftModel):
             if args.vllm_adapter_sync:
                 raise ValueError(

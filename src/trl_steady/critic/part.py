@@ -86,8 +86,7 @@ class CriticPart(Part):
                     "use_reentrant=True in gradient_checkpointing_kwargs does not work with a critic on the policy's "
                     "base, whose layers must be recomputed with its own adapter. Set use_reentrant=False."
                 )
-        if trainer.accelerator.num_processes > 1:
-            self._keep_from_ddp()
+        self._keep_from_ddp()  # torchrun may wrap a model in DDP for one process too
         trainer.add_callback(_Updates(self))
 
     def _keep_from_ddp(self) -> None:
@@ -284,10 +283,12 @@ class CriticPart(Part):
     def _finish(self) -> None:
         """Average the gradients over processes and clip them."""
         args, accelerator = self.trainer.args, self.trainer.accelerator
-        grads = [own.grad for own in self.parameters if own.grad is not None]
         if accelerator.num_processes > 1:
-            for grad in grads:
-                torch.distributed.all_reduce(grad.div_(accelerator.num_processes))
+            for own in self.parameters:
+                if own.grad is None:  # of an expert that this process's tokens have not reached
+                    own.grad = torch.zeros_like(own)
+                torch.distributed.all_reduce(own.grad.div_(accelerator.num_processes))
+        grads = [own.grad for own in self.parameters if own.grad is not None]
         if args.max_grad_norm > 0 and grads:
             norm = torch.nn.utils.clip_grad_norm_(self.parameters, args.max_grad_norm)
             self.trainer.metrics.pooled(

@@ -21,7 +21,7 @@ from trl_steady.host.engine import steady_engine
 from trl_steady.host.inputs import checked_rollout, refuse_data, refuse_reward_functions, refuse_rows, refuse_small
 from trl_steady.host.metrics import Metrics
 from trl_steady.host.models import Scorer, role_of
-from trl_steady.host.names import completions_of, forget_sync, overridden
+from trl_steady.host.names import completions_of, overridden
 from trl_steady.host.part import Part, Rollout, ScoringPass, Turn, entered
 from trl_steady.host.reached import Reached
 from trl_steady.host.rewards import reading
@@ -159,14 +159,6 @@ class Steady(_Trls):
 
     # 3. Compute the loss.
 
-    def train(self, *arguments: Any, **keywords: Any) -> Any:
-        """Train as TRL does. An engine gets the policy before the first generation, also if this is a second training.
-
-        Its steps are counted from 0 again.
-        """
-        forget_sync(self)
-        return super().train(*arguments, **keywords)
-
     def training_step(self, *arguments: Any, **keywords: Any) -> Tensor:
         """Run TRL's training step, and keep the contexts of its forward active until backward ends."""
         with self.until_backward_ends():
@@ -295,10 +287,6 @@ class Steady(_Trls):
         self.checkpoints.refuse_another_model(checkpoint)
         with entered(part.loading(checkpoint) for part in self.parts):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
-
-    def _load_best_model(self) -> None:
-        super()._load_best_model()
-        forget_sync(self)
 
     def _issue_warnings_after_load(self, load_result: Any) -> None:
         super()._issue_warnings_after_load(load_result)
