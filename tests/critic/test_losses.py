@@ -187,7 +187,7 @@ def test_value_loss_and_its_gradient_are_the_oracles(
     # in float64, but for the norms, which transformers computes in float32 for any dtype
     assert loss.item() == pytest.approx(expected, rel=2e-6)
     own = gradients(critic_parameters(trainer))
-    assert within(distance(own, of_parameters), 2e-6)
+    assert within(distance(own, of_parameters), 5e-6)
     assert sum(each.any() for each in own.values()) > len(own) / 2
     if cliprange is not None:
         assert 0 < flat.sum() < loss_mask(inputs).sum()
