@@ -9,13 +9,16 @@ import pytest
 import torch
 import transformers
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp import fully_shard
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.debug import CommDebugMode
-from trl.trainer.utils import use_adapter
+from trl.trainer.utils import add_fused_lm_head, use_adapter
 
 from tests.distributed import processes
 from tests.tools import resumable, tiny
+from trl_steady.host import shards
+from trl_steady.host.adapters import parameters_kept
+from trl_steady.host.fused_head import per_token
 from trl_steady.reference.adapter import add_reference_adapter
 from trl_steady.reference.tensors import Pair, adapter_pairs, gather, model_pairs, move, restore
 
@@ -44,12 +47,13 @@ def with_adapters() -> peft.PeftModel:
     return model
 
 
-def shard(model: Any, *, reshard_after_forward: bool | None) -> Any:
+def shard(model: Any, *, reshard_after_forward: bool | None, dtype: torch.dtype | None = None) -> Any:
     """The layers, and the root with what is left, as accelerate and TRL do."""
+    policy = MixedPrecisionPolicy(dtype, dtype, dtype)
     mesh = init_device_mesh("cpu", (processes.WORLD,))
     layers = (model.get_base_model() if isinstance(model, peft.PeftModel) else model).model.layers
     for part in (*layers, model):
-        fully_shard(part, mesh=mesh, reshard_after_forward=reshard_after_forward)
+        fully_shard(part, mesh=mesh, reshard_after_forward=reshard_after_forward, mp_policy=policy)
     return model
 
 
@@ -178,3 +182,36 @@ def check_restoring(case: Adapters | Models) -> None:
 @pytest.mark.parametrize("checks", [check_adapters, check_models])
 def test_shards_move_as_whole_tensors_do_and_only_saving_gathers_the_reference(checks: Any, tmp_path: Path) -> None:
     processes.run(checks, tmp_path)
+
+
+def check_mixed_precision(rank: int) -> None:
+    model = with_adapters()
+    base: Any = model.get_base_model()
+    add_fused_lm_head(base)
+    shard(model, reshard_after_forward=None, dtype=torch.bfloat16)
+    with torch.no_grad():
+        with parameters_kept(model):  # which finds the root's parameters cast
+            before = model(IDS).logits
+        shards.reshard(model)
+        base.lm_head.modules_to_save.default.weight.to_local().mul_(2)
+        assert torch.equal(model(IDS).logits, 2 * before)
+    found: list[torch.Tensor] = []
+
+    def answer(head: Any) -> torch.Tensor:
+        found.append(head.hidden.float().sum(-1))
+        return found[0]
+
+    labels = IDS.clone()
+    labels[0, 3] = -100
+    values = per_token(model, answer, labels=labels, input_ids=IDS, attention_mask=torch.ones_like(IDS))
+    assert values.dtype == torch.float32 and not torch.equal(values, values.bfloat16().float())
+    torch.testing.assert_close(values, found[0].view(2, 5).where(labels[:, 1:] != -100, 0), rtol=1e-6, atol=0)
+    values.square().sum().backward()
+    shards.reshard(model)
+    grads = [p.grad for name, p in model.named_parameters() if "lora_B.default" in name]
+    assert all(grad is not None and shards.whole(grad).any() for grad in grads)
+
+
+def test_values_and_parameters_beside_the_casts_of_mixed_precision(tmp_path: Path) -> None:
+    """What stays in the root after a forward follows the optimizer, and values are not rounded to bf16."""
+    processes.run(check_mixed_precision, tmp_path)

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+from torch.distributed.tensor import DTensor
 
 __all__ = ["POLICY_ADAPTER", "base_kept", "parameters_kept"]
 
@@ -33,15 +34,19 @@ def base_kept(config: Any) -> Iterator[None]:
 def parameters_kept(model: torch.nn.Module) -> Iterator[None]:
     """Restore the dtype and `requires_grad` of all parameters on exit.
 
-    PEFT makes every parameter of an adapter trainable when it switches adapters, and float32 when it loads one.
+    PEFT makes every parameter of an adapter trainable when it switches adapters, and float32 when it loads one. FSDP2
+    may put an unsharded copy in the place of a parameter, in the dtype of its forwards, which is kept.
     """
-    before = {name: (parameter.dtype, parameter.requires_grad) for name, parameter in model.named_parameters()}
+    before = {
+        name: (isinstance(parameter, DTensor), parameter.dtype, parameter.requires_grad)
+        for name, parameter in model.named_parameters()
+    }
     try:
         yield
     finally:
         for name, parameter in model.named_parameters():
             if name in before:
-                dtype, requires_grad = before[name]
-                if parameter.dtype != dtype:
+                was_shard, dtype, requires_grad = before[name]
+                if parameter.dtype != dtype and isinstance(parameter, DTensor) == was_shard:
                     parameter.data = parameter.data.to(dtype)
                 parameter.requires_grad_(requires_grad)

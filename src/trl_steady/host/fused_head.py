@@ -16,7 +16,7 @@ from torch import Tensor
 
 from trl_steady.host.names import overridden
 
-__all__ = ["Head", "Scores", "scored_by"]
+__all__ = ["Head", "Scores", "per_token", "scored_by"]
 
 Scores = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """(N,) each: log-probs, entropies, and outputs that GRPO does not use."""
@@ -113,3 +113,26 @@ def scored_by(answer: Callable[[Head], Scores]) -> Iterator[None]:
 
     with overridden(trl.trainer.utils, {"_ChunkedLogProbFunction": SimpleNamespace(apply=apply)}):
         yield
+
+
+def per_token(model: torch.nn.Module, answer: Callable[[Head], Tensor], *, labels: Tensor, **inputs: Any) -> Tensor:
+    """Return what `answer` computes (N,) in a forward of a model with TRL's fused LM head, in its own dtype.
+
+    Returns:
+        (b, l - 1), for each token after the first; 0 for those without a label.
+    """
+    answers: list[Tensor] = []
+
+    def scores(head: Head) -> Scores:
+        answers.append(answer(head))
+        return answers[0], None, None, None, None
+
+    with scored_by(scores):
+        outputs = model(labels=labels, fused_lm_head=True, **inputs)
+    (own,), found, mask = answers, outputs.log_probs, labels[:, 1:] != -100
+    if found.dtype == own.dtype:
+        return found
+    # FSDP2 casts what a model returns, and knows only from its gradient that backward begins
+    own = own.detach().view(mask.shape)[mask] if own.numel() == mask.numel() else own.detach()
+    exact = torch.zeros_like(found, dtype=own.dtype).masked_scatter(mask.to(own.device), own)
+    return exact + (found - found.detach()).to(own.dtype)

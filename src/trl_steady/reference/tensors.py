@@ -11,9 +11,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.distributed.fsdp import FSDPModule
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
+from trl_steady.host import shards
 from trl_steady.host.adapters import POLICY_ADAPTER
 from trl_steady.host.models import REFERENCE_ADAPTER
 
@@ -70,9 +70,7 @@ def _renamed(name: str) -> str:
 
 
 def _tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    for module in model.modules():
-        if isinstance(module, FSDPModule):
-            module.reshard()  # a forward without a backward leaves unsharded copies, and writes to them are lost
+    shards.reshard(model)
     return dict(itertools.chain(model.named_parameters(), model.named_buffers()))
 
 
@@ -117,7 +115,7 @@ def gather(pairs: Iterable[Pair], *, keep: bool = True) -> dict[str, Tensor]:
     tensors = {}
     for name, _, reference in pairs:
         with _whole((reference,), write=False):
-            whole = reference.full_tensor() if isinstance(reference, DTensor) else reference.detach()
+            whole = shards.whole(reference)
             if keep:
                 tensors[name] = whole.to("cpu", copy=True).contiguous()
     return tensors
@@ -134,12 +132,8 @@ def restore(pairs: Iterable[Pair], tensors: Mapping[str, Tensor]) -> None:
     refuse_other_shapes(pairs, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
     for name, _, reference in pairs:
         with _whole((reference,), write=True):
-            if isinstance(reference, DTensor):
-                mesh, placements = reference.device_mesh, reference.placements
-                whole = tensors[name].to(reference.device)
-                reference.to_local().copy_(distribute_tensor(whole, mesh, placements).to_local())
-            elif _is_sharded(reference):
-                reference.copy_(tensors[name])
+            if _is_sharded(reference):
+                shards.assign(reference, tensors[name])
             else:  # restores the dtype too
                 reference.data = tensors[name].to(reference.device, copy=True)
 
