@@ -20,7 +20,9 @@ MOVING: dict[str, Any] = {"beta": 0.04, "sync_ref_model": True}
 RESET: dict[str, Any] = {**MOVING, "ref_model_sync_reset_optimizer": True}
 
 
-def under(monkeypatch: pytest.MonkeyPatch, *, stage: int | None = None, fsdp: int | None = None) -> None:
+def under(
+    monkeypatch: pytest.MonkeyPatch, *, stage: int | None = None, fsdp: int | None = None, **of_fsdp: bool
+) -> None:
     """Trainers built from now on are under DeepSpeed with this stage, or under this version of FSDP."""
     create = transformers.Trainer.create_accelerator_and_postprocess
 
@@ -29,8 +31,8 @@ def under(monkeypatch: pytest.MonkeyPatch, *, stage: int | None = None, fsdp: in
         if stage is not None:
             self.is_deepspeed_enabled, self.args.deepspeed_plugin = True, SimpleNamespace(zero_stage=stage)
         if fsdp is not None:
-            self.is_fsdp_enabled = True
-            monkeypatch.setitem(self.accelerator.state.__dict__, "fsdp_plugin", SimpleNamespace(fsdp_version=fsdp))
+            self.is_fsdp_enabled, plugin = True, SimpleNamespace(fsdp_version=fsdp, **of_fsdp)
+            monkeypatch.setitem(self.accelerator.state.__dict__, "fsdp_plugin", plugin)
 
     monkeypatch.setattr(transformers.Trainer, "create_accelerator_and_postprocess", created)
     for prepare in ("prepare_deepspeed", "prepare_fsdp"):  # the reference's model, by what is not there

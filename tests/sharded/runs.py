@@ -16,6 +16,7 @@ from unittest.mock import patch
 import torch
 import trl
 from accelerate import PartialState
+from datasets import Dataset
 from peft import LoraConfig
 from transformers import BitsAndBytesConfig
 
@@ -243,6 +244,56 @@ RUNS: dict[str, Run] = {
 }
 """Each with the features that it shows, and the engines that refuse it."""
 
+PPO: Run = {
+    "method": "PPO",
+    "num_generations": 1,
+    "beta": 0.0,
+    "kl_coef": 0.1,
+    "value_learning_rate": 1e-2,
+    "lora": True,
+    "refused": {"ZeRO-2", "ZeRO-3"},
+}
+TEXTS = Dataset.from_dict({"text": [f"{i}+{i}={2 * i}" * (1 + i % 3) for i in range(11)]})
+RUNS |= {
+    "ppo": {
+        "shows": ["PPO, LoRA", "moving reference, LoRA", "step rewards", "ptx_coef"],
+        **PPO,
+        **MOVING,
+        "kl_target": 0.5,
+        "kl_horizon": 64,
+        "value_updates": 2,
+        "value_warmup_steps": 1,
+        "bootstrap_truncated": True,
+        "ptx_coef": 0.2,
+        "gradient_checkpointing": True,
+        "gradient_accumulation_steps": 2,
+        "steps_per_generation": 4,
+        "build": {"reward_funcs": in_steps, "ptx_dataset": TEXTS},
+    },
+    # the checkpoint is inside the warm-up
+    "ppo warm-up": {
+        "shows": ["PPO, LoRA", "token_budget", "share_prompts"],
+        **PPO,
+        "stays_whole": True,
+        "saves_shards": True,
+        "value_warmup_steps": 7,
+        "token_budget": 24,
+        "share_prompts": True,
+        "gradient_accumulation_steps": 2,
+        "steps_per_generation": 4,
+        "build": {"value_peft_config": LoraConfig(r=2, target_modules="all-linear")},
+    },
+    "ppo nf4": {
+        "shows": ["PPO, quantised base", "adapter_dtype", "ref_model_sync_reset_optimizer"],
+        "model": "wide",
+        "base": "nf4",
+        **PPO,
+        **MOVING,
+        "adapter_dtype": "float32",
+        "ref_model_sync_reset_optimizer": True,
+    },
+}
+
 RESIZED = (("gspo", SAVED), ("gspo", WINDOW_END), ("engine", WINDOW_END))
 """Checkpoints from which one process also resumes."""
 for _name, _ in RESIZED:
@@ -250,13 +301,20 @@ for _name, _ in RESIZED:
 RUNS["engine"]["saves_shards"] = True
 
 
+OF_CRITIC = ("ppo", "ppo warm-up", "ppo nf4")
+"""Runs that show PPO."""
 OF_TOKENS = ("R2", "R3", "R3 LoRA", "tools", "tools LoRA", "budget", "rloo")
 """Runs that show what is kept or computed per token. The others show losses and references."""
 
 
-def runs_of(engine: str, *, of_tokens: bool) -> list[str]:
+def runs_of(engine: str, *, of_tokens: bool = False, of_critic: bool = False) -> list[str]:
     """Return the runs that an engine does not refuse."""
-    return [name for name, run in RUNS.items() if (name in OF_TOKENS) == of_tokens and engine not in refusing(run)]
+    group = of_tokens, of_critic
+    return [
+        name
+        for name, run in RUNS.items()
+        if (name in OF_TOKENS, name in OF_CRITIC) == group and engine not in refusing(run)
+    ]
 
 
 def refusing(run: Run) -> set[str]:
@@ -320,11 +378,18 @@ def reference(trainer: Any) -> dict[str, torch.Tensor]:
     return {pair.name: pair.reference for pair in callback.pairs()} if callback else {}
 
 
+def critic(trainer: Any) -> dict[str, torch.Tensor]:
+    """Return the tensors of a critic, as the trainer has them."""
+    return dict(trainer.critic.named_parameters()) if hasattr(trainer, "critic") else {}
+
+
 def state(trainer: Any) -> dict[str, Any]:
     """Return this process' part of all that a resumed run must have in common with the uninterrupted one."""
     return {
         "policy": {name: sharded.bits(sharded.local(p)) for name, p in trainer.model.named_parameters()},
         "reference": {name: sharded.bits(sharded.local(tensor)) for name, tensor in reference(trainer).items()},
+        "critic": {name: sharded.bits(sharded.local(p)) for name, p in critic(trainer).items()},
+        "kl_coef": getattr(trainer, "kl_coef", None),
         "refreshes": [tuple(refresh) for refresh in trainer.reference_refreshes],
         "history": tiny.history(trainer)[:-1],  # the last row is a summary of this process
     }
@@ -335,14 +400,19 @@ def do(name: str, engine: str, models: dict[str, Path], output: Path) -> dict[st
     trainer = build(name, engine, models, output)
     trainer.train()
     ended = state(trainer)
-    parameters = dict(trainer.model.named_parameters())
+    of_critic = set(map(id, critic(trainer).values()))
+    parameters = {name: p for name, p in trainer.model.named_parameters() if id(p) not in of_critic}
     trained = {name: p for name, p in parameters.items() if p.requires_grad}
-    base = {name: p for name, p in parameters.items() if not p.requires_grad and ".ref." not in name}
+    base = {
+        name: p for name, p in parameters.items() if not p.requires_grad and not {"ref", "value"} & {*name.split(".")}
+    }
     result = {
         "distributed": trainer.accelerator.distributed_type.value,
         "trained": sharded.whole(trained),
         "base": {name: sharded.bits(tensor) for name, tensor in sharded.whole(base).items()},
         "reference": sharded.whole(reference(trainer)),
+        "critic": sharded.whole(critic(trainer)),
+        "here of critic": sum(sharded.local(p).numel() for p in critic(trainer).values()),
         "here": sum(sharded.local(p).numel() for p in trained.values()),
         "refreshes": ended["refreshes"],
         "history": ended["history"],

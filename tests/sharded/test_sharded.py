@@ -83,9 +83,9 @@ def engines(models: dict[str, Path], wide: Path, tmp_path_factory: pytest.TempPa
     return Engines({**models, "wide": wide, "agent": caller}, folder)
 
 
-def check_marks(request: pytest.FixtureRequest, engine: str, *, of_tokens: bool) -> None:
+def check_marks(request: pytest.FixtureRequest, engine: str, **group: bool) -> None:
     marked = {feature for mark in request.node.iter_markers("supports") for feature in mark.args}
-    assert marked | {"exact resume"} == runs.features(runs.runs_of(engine, of_tokens=of_tokens))
+    assert marked | {"exact resume"} == runs.features(runs.runs_of(engine, **group))
 
 
 def check(engines: Engines, engine: str, name: str) -> None:
@@ -100,11 +100,12 @@ def check(engines: Engines, engine: str, name: str) -> None:
         ]
         assert result["base"].keys() == expected[0]["base"].keys()
         assert all(torch.equal(result["base"][key], value) for key, value in expected[0]["base"].items())
-        for kind in ("trained", "reference"):
+        for kind in ("trained", "reference", "critic"):
             check_tensors(expected[0][kind], result[kind])
     is_bf16 = torch.bfloat16 in {tensor.dtype for tensor in found[0]["trained"].values()}
     check_histories(expected[0]["history"], found[0]["history"], is_bf16=is_bf16)
     check_saved(engines, engine, name, found[0]["trained"])
+    check_saved_critic(engines, engine, name, found[0]["critic"])
 
 
 def check_shards(engine: str, found: list[Result]) -> None:
@@ -113,6 +114,10 @@ def check_shards(engine: str, found: list[Result]) -> None:
         assert [result["here"] for result in found] == [whole, whole]
     else:
         assert all(result["here"] < 0.6 * whole for result in found) and sum(r["here"] for r in found) >= whole
+    critic = sum(tensor.numel() for tensor in found[0]["critic"].values())
+    # the first process has the whole head, which is one row
+    assert all(result["here of critic"] <= 0.6 * critic + 64 for result in found)
+    assert sum(result["here of critic"] for result in found) == critic
 
 
 def check_tensors(expected: dict[str, torch.Tensor], found: dict[str, torch.Tensor]) -> None:
@@ -148,6 +153,28 @@ def check_saved(engines: Engines, engine: str, name: str, trained: dict[str, tor
         assert torch.equal(loaded[key].to(tensor.dtype), tensor), key
 
 
+def check_saved_critic(engines: Engines, engine: str, name: str, critic: dict[str, torch.Tensor]) -> None:
+    """transformers and PEFT load it from the folder `value`."""
+    run, value = RUNS[name], engines.folder / engine / name / "saved/value"
+    assert value.exists() == bool(critic and not run.get("saves_shards"))
+    if not value.exists():
+        return
+    folder, options = engines.models[run.get("model", "dense")], {}
+    if "base" in run:
+        options = {"quantization_config": transformers.BitsAndBytesConfig(**wide_model.NF4), "device_map": "cpu"}
+    of_classes = transformers.AutoModelForSequenceClassification
+    base = of_classes.from_pretrained(folder, num_labels=1, dtype=torch.float32, **options)
+    model = dict(peft.PeftModel.from_pretrained(base, value).named_parameters())
+    loaded = {key: tensor for key, tensor in model.items() if "default" in key.split(".")}
+    assert len(loaded) == len(critic) and max(tensor.abs().max() for tensor in critic.values()) > 0.1
+    for key, tensor in critic.items():
+        place = f"model.{key.replace('.value.', '.default.')}" if key != "score.weight" else HEAD
+        assert torch.equal(loaded[f"base_model.model.{place}"], tensor), key
+
+
+HEAD = "score.modules_to_save.default.weight"
+
+
 def load(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
 
@@ -159,11 +186,11 @@ def load(folder: Path) -> Any:
 @pytest.mark.supports(
     "router_replay R3", "keep_sampling_mask", "trim_padding", "share_prompts", on="FSDP2", only="CPU"
 )
-@pytest.mark.parametrize("name", runs.runs_of("FSDP2", of_tokens=False))
+@pytest.mark.parametrize("name", runs.runs_of("FSDP2"))
 def test_fsdp2_has_the_losses_and_references_of_ddp(
     engines: Engines, request: pytest.FixtureRequest, name: str
 ) -> None:
-    check_marks(request, "FSDP2", of_tokens=False)
+    check_marks(request, "FSDP2")
     check(engines, "FSDP2", name)
 
 
@@ -179,6 +206,15 @@ def test_fsdp2_has_the_routes_kept_tokens_and_padding_of_ddp(
     check(engines, "FSDP2", name)
 
 
+@pytest.mark.supports("PPO, LoRA", "PPO, quantised base", "ptx_coef", "exact resume", on="FSDP2", only="CPU")
+@pytest.mark.supports("moving reference, LoRA", "ref_model_sync_reset_optimizer", on="FSDP2", only="CPU")
+@pytest.mark.supports("token_budget", "share_prompts", "step rewards", "adapter_dtype", on="FSDP2", only="CPU")
+@pytest.mark.parametrize("name", runs.runs_of("FSDP2", of_critic=True))
+def test_fsdp2_has_the_critic_of_ddp(engines: Engines, request: pytest.FixtureRequest, name: str) -> None:
+    check_marks(request, "FSDP2", of_critic=True)
+    check(engines, "FSDP2", name)
+
+
 @needs_deepspeed
 @pytest.mark.supports("gspo", "gspo_token", "gmpo", "KL corrections", "masks", "step rewards", on="ZeRO-2", only="CPU")
 @pytest.mark.supports("moving reference, full", "moving reference, LoRA", on="ZeRO-2", only="CPU")
@@ -187,11 +223,11 @@ def test_fsdp2_has_the_routes_kept_tokens_and_padding_of_ddp(
 @pytest.mark.supports(
     "router_replay R3", "keep_sampling_mask", "trim_padding", "share_prompts", on="ZeRO-2", only="CPU"
 )
-@pytest.mark.parametrize("name", runs.runs_of("ZeRO-2", of_tokens=False))
+@pytest.mark.parametrize("name", runs.runs_of("ZeRO-2"))
 def test_zero2_has_the_losses_and_references_of_ddp(
     engines: Engines, request: pytest.FixtureRequest, name: str
 ) -> None:
-    check_marks(request, "ZeRO-2", of_tokens=False)
+    check_marks(request, "ZeRO-2")
     check(engines, "ZeRO-2", name)
 
 
@@ -214,11 +250,11 @@ def test_zero2_has_the_routes_kept_tokens_and_padding_of_ddp(
 @pytest.mark.supports("moving reference, quantised base", "quantised base", on="ZeRO-3", only="CPU")
 @pytest.mark.supports("ref_model_sync_kl", on="ZeRO-3", only="CPU")
 @pytest.mark.supports("router_replay R3", "trim_padding", "share_prompts", on="ZeRO-3", only="CPU")
-@pytest.mark.parametrize("name", runs.runs_of("ZeRO-3", of_tokens=False))
+@pytest.mark.parametrize("name", runs.runs_of("ZeRO-3"))
 def test_zero3_has_the_losses_and_references_of_ddp(
     engines: Engines, request: pytest.FixtureRequest, name: str
 ) -> None:
-    check_marks(request, "ZeRO-3", of_tokens=False)
+    check_marks(request, "ZeRO-3")
     check(engines, "ZeRO-3", name)
 
 
@@ -240,6 +276,7 @@ REFUSED = {
     "nf4 float32": r"adapter_dtype='float32': ZeRO-3 needs parameters of one dtype.*or use ZeRO-2 or FSDP2",
     "ppo": r"PPOTrainer does not work with (FSDP|DEEPSPEED), which would shard the policy but not its critic",
     "budget": r"token_budget=24 runs backward more than once .*DeepSpeed .*leave token_budget unset",
+    **dict.fromkeys(runs.OF_CRITIC, "PPOTrainer does not work with DeepSpeed.*or FSDP2 with adapters"),
 }
 
 
@@ -305,6 +342,10 @@ def test_each_run_has_what_it_shows(engines: Engines) -> None:
             assert all(0.5 < mass < 0.999 for mass in values(name, "sampling_mask/kept_mass"))
         if run.get("loss_type") in ("gspo", "gspo_token"):
             assert max(values(name, "ratio/sequence_max")) > 1.01
+        if name in runs.OF_CRITIC:
+            assert max(values(name, "value/grad_norm")) > run.get("max_grad_norm", runs.COMMON["max_grad_norm"])
+            assert len(set(values(name, "value/mean"))) > 2
+            assert [norm == 0 for norm in values(name, "grad_norm")].count(True) == run.get("value_warmup_steps", 0)
     for mask in ("off_policy", "geometric", "veto"):
         assert any(0 < value < 1 for value in values("engine", f"dropped/{mask}")), mask
     for name in ("tools", "tools LoRA"):

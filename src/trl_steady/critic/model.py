@@ -16,13 +16,17 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
+from trl_steady.host import shards
 from trl_steady.host.adapters import POLICY_ADAPTER, base_kept, parameters_kept
+from trl_steady.host.fused_head import per_token
 from trl_steady.host.models import VALUE_ADAPTER, Scorer, is_of_lora
 
 __all__ = ["Critic", "add_value_adapter", "copied_from", "own_critic"]
 
 _HEAD = "score"  # the name in transformers' models for sequence classification
 _HEAD_WEIGHT = f"{_HEAD}.weight"
+_JOINED = f"lora_{_HEAD}"  # as PEFT names what belongs to LoRA
+_BARE = "base_model.model."  # before the names of a transformers model in a PEFT model
 _WEIGHTS = "adapter_model.safetensors"  # PEFT's name
 
 
@@ -52,7 +56,14 @@ class Critic(Scorer):
         return self.backbone.get_base_model() if isinstance(self.backbone, PeftModel) else self.backbone  # pyright: ignore
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        """Yield the trained parameters: those of the adapter, or of the whole model, and the head."""
+        """Yield the trained parameters: those of the adapter, or of the whole model, and the head.
+
+        Under FSDP2 these are shards, and every process must call this method.
+        """
+        shards.reshard(self.backbone)
+        yield from self._named()
+
+    def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         body: torch.nn.Module = self.bare.base_model
         for name, parameter in body.named_parameters():
             if self.adapter is None or is_of_lora(name, self.adapter):
@@ -60,12 +71,21 @@ class Critic(Scorer):
         yield _HEAD_WEIGHT, cast(torch.nn.Parameter, self.head.weight)
 
     def __call__(self, *, labels: Tensor, fused_lm_head: bool = True, **inputs: Any) -> SimpleNamespace:
-        """Return the values (b, l - 1) of all tokens after the first, as `log_probs`."""
-        with self._speaking(), self._recomputed():
+        """Return the values (b, l - 1) of the tokens after the first that have a label, as `log_probs`."""
+        if self.adapter is None:
             hidden = self.bare.base_model(**inputs, use_cache=False).last_hidden_state
+            found = self._values(hidden[:, :-1])
+        else:
+            # through the whole model, which FSDP2 may shard
+            with self._speaking(), self._recomputed():
+                found = per_token(self.backbone, lambda head: self._values(head.hidden), labels=labels, **inputs)
+        return SimpleNamespace(log_probs=found, entropy=None, aux_loss=None)
+
+    def _values(self, hidden: Tensor) -> Tensor:
+        """Return the values (...) of hidden states (..., H)."""
         with torch.autocast(hidden.device.type, enabled=False):
-            values = self.head(hidden.to(self.head.weight.dtype)).squeeze(-1)
-        return SimpleNamespace(log_probs=values[:, :-1], entropy=None, aux_loss=None)
+            dtype = torch.promote_types(self.head.weight.dtype, torch.float32)  # FSDP2 may cast the weight
+            return torch.nn.functional.linear(hidden.to(dtype), self.head.weight.to(dtype)).squeeze(-1)
 
     @contextlib.contextmanager
     def _speaking(self) -> Iterator[None]:
@@ -78,7 +98,9 @@ class Critic(Scorer):
         ]
         try:
             for layer, _, _ in before:
-                layer._active_adapter, layer._disable_adapters = [self.adapter], False
+                # modules that are trained as a whole have no part in the critic, and show what they wrap only so
+                is_whole = isinstance(layer, AuxiliaryTrainingWrapper)
+                layer._active_adapter, layer._disable_adapters = [self.adapter], is_whole
             yield
         finally:
             for layer, active, disabled in before:
@@ -105,8 +127,8 @@ class Critic(Scorer):
     # files
 
     def state(self) -> dict[str, Tensor]:
-        """Return the trained parameters by name, on the CPU."""
-        return {name: parameter.detach().cpu().contiguous() for name, parameter in self.named_parameters()}
+        """Return the trained parameters by name, whole and on the CPU. Under FSDP2 every process must call this."""
+        return {name: shards.whole(parameter).cpu().contiguous() for name, parameter in self.named_parameters()}
 
     def check(self, shapes: Mapping[str, Sequence[int]], source: str) -> None:
         """Refuse tensors that `load` could not use, given their shapes.
@@ -114,7 +136,7 @@ class Critic(Scorer):
         Raises:
             ValueError: The tensors are not those of this critic.
         """
-        own = {name: list(parameter.shape) for name, parameter in self.named_parameters()}
+        own = {name: list(parameter.shape) for name, parameter in self._named()}
         there = {name: list(shape) for name, shape in shapes.items()}
         other = [name for name in own.keys() | there.keys() if own.get(name) != there.get(name)]
         if other:
@@ -123,19 +145,23 @@ class Critic(Scorer):
                 f"{min(other)}. Give the trainer the value_model or value_peft_config of the run that wrote it."
             )
 
-    @torch.no_grad()
     def load(self, state: Mapping[str, Tensor], source: str) -> None:
-        """Restore what `state` returned.
+        """Restore what `state` returned. Under FSDP2 every process must call this.
 
         Raises:
             ValueError: The tensors are not those of this critic.
         """
         self.check({name: tensor.shape for name, tensor in state.items()}, source)
         for name, parameter in self.named_parameters():
-            parameter.copy_(state[name])
+            shards.assign(parameter, state[name])
 
-    def save_pretrained(self, folder: Path) -> None:
-        """Save a critic that `AutoModelForSequenceClassification` loads, or PEFT on such a model."""
+    def save_pretrained(self, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
+        """Save a critic that `AutoModelForSequenceClassification` loads, or PEFT on such a model.
+
+        Args:
+            folder: The folder to write.
+            state: The return value of `state`; None: as the critic is now.
+        """
         folder.mkdir(parents=True, exist_ok=True)
         if self.adapter is None:
             bare: Any = self.bare
@@ -147,16 +173,33 @@ class Critic(Scorer):
         config: Any = copy.deepcopy(self.backbone.peft_config[self.adapter])
         config.task_type, config.modules_to_save, config.inference_mode = TaskType.SEQ_CLS, [_HEAD], True
         config.save_pretrained(str(folder))
-        names, state = self._saved_names(), self.state()
+        names, state = self._saved_names(), self.state() if state is None else state
         save_file({names[name]: state[name] for name in names}, folder / _WEIGHTS)
 
     def _saved_names(self) -> dict[str, str]:
         """Return the name of each parameter in the file of PEFT for sequence classification."""
         assert self.adapter is not None
-        prefix = "base_model.model."
-        body = f"{prefix}{self.bare.base_model_prefix}."
-        names = {name: f"{body}{_renamed(name, self.adapter, '')}" for name, _ in self.named_parameters()}
-        return {**names, _HEAD_WEIGHT: f"{prefix}{_HEAD_WEIGHT}"}
+        names = {name: f"{self._prefix}{_renamed(name, self.adapter, '')}" for name, _ in self._named()}
+        return {**names, _HEAD_WEIGHT: f"{_BARE}{_HEAD_WEIGHT}"}
+
+    @property
+    def _prefix(self) -> str:
+        """The text before the name of a parameter of the body in the state of a PEFT model."""
+        return f"{_BARE}{self.bare.base_model_prefix}."
+
+    # sharding
+
+    def join(self) -> None:
+        """Make the head a part of the PEFT model, under a name of the adapter. FSDP2 then shards it."""
+        assert self.adapter is not None
+        self.backbone.add_module(_JOINED, torch.nn.ModuleDict({self.adapter: self.head}))
+
+    def part_of(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """Return what `state` returns, taken from the whole state of the PEFT model that the head has joined."""
+        assert self.adapter is not None
+        places = {name: f"{self._prefix}{name}" for name, _ in self._named()}
+        places[_HEAD_WEIGHT] = f"{_JOINED}.{self.adapter}.weight"
+        return {name: state[place].cpu().contiguous() for name, place in places.items()}
 
     def load_pretrained(self, folder: Path) -> None:
         """Load what `save_pretrained` wrote for an adapter.

@@ -1,7 +1,6 @@
 """PPO's critic as a part: values and targets of a rollout, and the loss and the updates of the critic."""
 
 import contextlib
-import functools
 import json
 import warnings
 from collections.abc import Callable, Iterator, Mapping
@@ -9,18 +8,19 @@ from pathlib import Path
 from typing import Any, cast
 
 import torch
-from accelerate.utils import DistributedType, broadcast
+from accelerate.utils import broadcast
 from peft import PeftModel
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 
 from trl_steady.critic.model import Critic, add_value_adapter, copied_from, own_critic
 from trl_steady.critic.targets import targets
 from trl_steady.functional import values
-from trl_steady.host import loss, models
+from trl_steady.host import loss, models, shards
 from trl_steady.host.adapters import parameters_kept
 from trl_steady.host.names import overridden
 from trl_steady.host.part import Part, Rollout
@@ -62,11 +62,8 @@ class CriticPart(Part):
         """Make the critic, and refuse setups in which it would not be trained as asked."""
         trainer, args = self.trainer, self.trainer.args
         trainer.beta, self.kl_coef = args.beta, args.kl_coef
-        if trainer.accelerator.distributed_type in (DistributedType.DEEPSPEED, DistributedType.FSDP):
-            raise ValueError(
-                f"PPOTrainer does not work with {trainer.accelerator.distributed_type.value}, which would shard the "
-                "policy but not its critic. Use DDP (accelerate launch --multi_gpu), with adapters on a small base."
-            )
+        self._refuse_engine()
+        self._is_sharded = trainer.is_fsdp_enabled
         if trainer.optimizer is not None:
             raise ValueError(
                 "optimizers=(...) has an optimizer without the critic's parameters, which the constructor has just "
@@ -86,8 +83,52 @@ class CriticPart(Part):
                     "use_reentrant=True in gradient_checkpointing_kwargs does not work with a critic on the policy's "
                     "base, whose layers must be recomputed with its own adapter. Set use_reentrant=False."
                 )
-        self._keep_from_ddp()  # torchrun may wrap a model in DDP for one process too
+        if self._is_sharded:
+            self._join_fsdp()
+        else:
+            self._keep_from_ddp()  # torchrun may wrap a model in DDP for one process too
         trainer.add_callback(_Updates(self))
+
+    def _refuse_engine(self) -> None:
+        """Refuse the ways of sharding that cannot shard the critic too."""
+        trainer = self.trainer
+        if trainer.is_deepspeed_enabled:
+            raise ValueError(
+                "PPOTrainer does not work with DeepSpeed, which takes one step for policy and critic and clips the "
+                "gradients of both by one norm. Use DDP (accelerate launch --multi_gpu), or FSDP2 with adapters."
+            )
+        if not trainer.is_fsdp_enabled:
+            return
+        plugin = trainer.accelerator.state.fsdp_plugin
+        if getattr(plugin, "fsdp_version", 1) == 1:
+            raise ValueError("FSDP version 1 flattens the critic's parameters away. Set fsdp_version: 2.")
+        if not isinstance(trainer.accelerator.unwrap_model(trainer.model), PeftModel):
+            raise ValueError(
+                "PPOTrainer does not work with FSDP without adapters: accelerate shards one model, which leaves the "
+                "critic whole on each process. Train adapters (peft_config), or use DDP."
+            )
+        if getattr(plugin, "activation_checkpointing", False):
+            raise ValueError(
+                "activation_checkpointing in fsdp_config would recompute the critic's layers with the adapter of the "
+                "policy. Set gradient_checkpointing=True instead."
+            )
+
+    def _join_fsdp(self) -> None:
+        """Let FSDP2 shard the critic with the policy, each layer in one group.
+
+        Raises:
+            ValueError: Adapters of policy and critic have different dtypes, which FSDP2 does not take.
+        """
+        accelerator, policy = self.trainer.accelerator, self.critic.backbone
+        self.critic.join()
+        dtypes = {parameter.dtype for parameter in policy.parameters() if parameter.requires_grad}
+        # accelerate casts all that is trained to float32
+        is_cast = accelerator.mixed_precision != "no" and not getattr(policy, "is_quantized", False)
+        if len(dtypes) > 1 and not is_cast and self.trainer.args.adapter_dtype is None:
+            raise ValueError(
+                f"FSDP2 needs one dtype for all that is trained, and the policy's adapter and the critic have "
+                f"{', '.join(sorted(map(str, dtypes)))}. Set adapter_dtype='float32', or use DDP."
+            )
 
     def _keep_from_ddp(self) -> None:
         """Begin with the same critic on all processes, and keep it out of DDP, whose forward does not use it.
@@ -189,6 +230,8 @@ class CriticPart(Part):
         for group in taken:
             if group["params"]:
                 optimizer.add_param_group({**group, "lr": rate})
+        if self._is_sharded:  # torch 2.13 restores an empty group only if it is the last
+            optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
 
     # a rollout
 
@@ -283,23 +326,44 @@ class CriticPart(Part):
     def _finish(self) -> None:
         """Average the gradients over processes and clip them."""
         args, accelerator = self.trainer.args, self.trainer.accelerator
-        if accelerator.num_processes > 1:
+        if accelerator.num_processes > 1 and not self._is_sharded:  # FSDP2 has averaged them
             for own in self.parameters:
                 if own.grad is None:  # of an expert that this process's tokens have not reached
                     own.grad = torch.zeros_like(own)
                 torch.distributed.all_reduce(own.grad.div_(accelerator.num_processes))
         grads = [own.grad for own in self.parameters if own.grad is not None]
         if args.max_grad_norm > 0 and grads:
-            norm = torch.nn.utils.clip_grad_norm_(self.parameters, args.max_grad_norm)
+            norm = shards.whole(torch.nn.utils.get_total_norm(grads))
+            torch.nn.utils.clip_grads_with_norm_(self.parameters, args.max_grad_norm, norm)
             self.trainer.metrics.pooled(
                 means={"value/grad_norm": (norm.view(1), torch.ones_like(norm).bool().view(1))}
             )
 
     def restore_gradients(self) -> None:
         """Hand the critic's gradients to the optimizer, once the policy's are clipped."""
+        if self._is_sharded:
+            self._complete_optimizer()
         for parameter, grad in self._gradients:
             parameter.grad = grad
         self._gradients = []
+
+    def _complete_optimizer(self) -> None:
+        """Give the policy a state in the optimizer while it warms up, without which torch cannot load a sharded one.
+
+        The policy's first step begins with a new state.
+        """
+        trainer, own, state = self.trainer, self.parameters, self.trainer.optimizer.state
+        if self.is_warming_up:
+            kept = {parameter: state.pop(parameter) for parameter in own if parameter in state}
+            if not state:
+                # its step is with gradients of 0 and a learning rate of 0
+                get_optimizer_state_dict(trainer.model, trainer.optimizer)
+                for parameter in own:
+                    state.pop(parameter, None)
+            state.update(kept)
+        elif trainer.state.global_step == trainer.args.value_warmup_steps > 0:
+            for parameter in state.keys() - {*own}:
+                del state[parameter]
 
     def update_again(self) -> None:
         """Take the further updates of the critic in this optimizer step, on the same samples."""
@@ -324,21 +388,28 @@ class CriticPart(Part):
     @contextlib.contextmanager
     def saving(self, folder: Path | None) -> Iterator[None]:
         """Save the policy without the critic, and the critic beside it in `value`."""
-        policy = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        model, gathered = self.trainer.accelerator.unwrap_model(self.trainer.model), {}
         alone = {}
         if self._is_shared:
-            others = [name for name in policy.peft_config if name != models.VALUE_ADAPTER]
-            alone = {"save_pretrained": functools.partial(policy.save_pretrained, selected_adapters=others)}
-        with overridden(policy, alone):
+            own, others = model.save_pretrained, [name for name in model.peft_config if name != models.VALUE_ADAPTER]
+
+            def save(*arguments: Any, **options: Any) -> None:
+                gathered.update(options.get("state_dict") or {})
+                own(*arguments, **{"selected_adapters": others, **options})
+
+            alone = {"save_pretrained": save}
+        with overridden(model, alone):
             yield
-        if folder is not None:
-            self.critic.save_pretrained(folder / models.VALUE_ADAPTER)
+        if folder is not None and self.trainer.args.should_save:
+            state = self.critic.part_of(gathered) if self._is_sharded else None  # which one process cannot gather
+            self.critic.save_pretrained(folder / models.VALUE_ADAPTER, state)
 
     def save(self, checkpoint: Path) -> None:
         """Save the critic and the coefficient of the KL."""
+        state = self.critic.state()
         if self.trainer.args.should_save:
             metadata = {"trl_steady": json.dumps({"kl_coef": self.kl_coef})}
-            save_file(self.critic.state(), checkpoint / CRITIC_FILE, metadata=metadata)
+            save_file(state, checkpoint / CRITIC_FILE, metadata=metadata)
 
     def loading(self, checkpoint: Path) -> contextlib.AbstractContextManager[None]:
         """Refuse a checkpoint without this critic, before torch compares the groups of its optimizer."""
