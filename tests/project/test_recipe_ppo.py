@@ -1,5 +1,6 @@
 """The recipe of PPO: its presets, a small run of both methods from one start, and the comparison of runs."""
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -106,3 +107,21 @@ def test_the_methods_are_compared_problem_by_problem(recipes: Any) -> None:
     assert found["0", "greedy"][:3] == (0.25, 0.75, 0.5)
     assert found["1", "greedy"] == (0, 1, 1, 1, 1) and found["mean", "greedy"][:3] == (0.125, 0.875, 0.75)
     assert "| 0 | greedy | 25.0% | 75.0% | +50.0% |" in recipes.ppo_and_grpo.table(found)
+
+
+def test_the_recorded_runs_are_what_the_readme_says(recipes: Any) -> None:
+    readme = (FOLDER / "README.md").read_text().replace(" %", "%")
+    files = sorted((FOLDER / "results").glob("*-seed?.json"))
+    assert [file.stem for file in files] == [f"{method}-seed{seed}" for method in ("grpo", "ppo") for seed in range(3)]
+    runs = [json.loads(file.read_text()) for file in files]
+    for run in runs:
+        cells = [run["objective"]["method"], str(run["seed"])]
+        for row in run["accuracy"].values():
+            cells += [f"{row['before']:.1%}", f"{row['after']:.1%}", f"{100 * row['difference']:+.1f}"]
+            cells += [f"{100 * row['low']:+.1f} to {100 * row['high']:+.1f}"]
+        assert f"| {' | '.join(cells)} |" in readme
+    for (seed, decoding), row in recipes.ppo_and_grpo.differences(runs).items():
+        cells = [{"mean": "mean of the three"}.get(seed, seed), decoding.split()[0]]
+        cells += [f"{row.before:.1%}", f"{row.after:.1%}", f"{100 * row.difference:+.1f}"]
+        cells += [f"{100 * row.low:+.1f} to {100 * row.high:+.1f}"]
+        assert f"| {' | '.join(cells)} |" in readme
