@@ -75,7 +75,8 @@ def rows(method: str, depth: int = 0) -> Iterator[Row]:
 def _rows(happens: list[tuple[str, str]], depth: int) -> Iterator[Row]:
     for owner, name in happens:
         if owner == "part":
-            yield Row(depth, QUESTION, name, answers(name))
+            if answers(name):  # other questions are asked for PPO
+                yield Row(depth, QUESTION, name, answers(name))
         elif owner == "super":
             yield Row(depth, TRLS, name)
             for hook in INSIDE.get(name, ()):

@@ -97,6 +97,7 @@ CONTRACT = Contract(
             "_generate_single_turn": "self, prompt_ids, images, multimodal_fields, num_generations, has_tool_images",
             "_get_output_dir": "self, trial",
             "_get_train_sampler": "self, dataset",
+            "create_optimizer": "self, model",
             "_load_from_checkpoint": "self, resume_from_checkpoint, model",
             "_load_optimizer_and_scheduler": "self, checkpoint",
             "_push_from_checkpoint": "self, checkpoint_folder",
