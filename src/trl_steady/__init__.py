@@ -14,6 +14,8 @@ if TYPE_CHECKING:
     from trl_steady.config.ppo import PPOConfig
     from trl_steady.config.rloo import RLOOConfig
     from trl_steady.reference.callback import ReferenceRefreshCallback
+    from trl_steady.reward_model.adapter import RewardAdapter
+    from trl_steady.reward_model.callback import RewardModelRefreshCallback
     from trl_steady.rewards import StepRewards
     from trl_steady.trainers.grpo import GRPOTrainer
     from trl_steady.trainers.ppo import PPOTrainer
@@ -28,6 +30,8 @@ __all__ = [
     "RLOOConfig",
     "RLOOTrainer",
     "ReferenceRefreshCallback",
+    "RewardAdapter",
+    "RewardModelRefreshCallback",
     "StepRewards",
 ]
 _MODULES = {
@@ -38,6 +42,8 @@ _MODULES = {
     "RLOOConfig": "config.rloo",
     "RLOOTrainer": "trainers.rloo",
     "ReferenceRefreshCallback": "reference.callback",
+    "RewardAdapter": "reward_model.adapter",
+    "RewardModelRefreshCallback": "reward_model.callback",
     "StepRewards": "rewards",
 }
 

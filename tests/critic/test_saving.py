@@ -208,7 +208,7 @@ def test_a_saved_critic_of_another_kind_is_refused(
     full, lora = str(saved("full").folder / "value"), str(saved("lora").folder / "value")
     with pytest.raises(ValueError, match=r"value_init='.*value' has no adapter_model.safetensors\. Give the folder"):
         build("lora", models, wide, tmp_path, value_init=full)
-    with pytest.raises(ValueError, match=r"value_init='.*value' holds another critic: \d+ tensors differ"):
+    with pytest.raises(ValueError, match=r"value_init='.*value' holds other weights: \d+ tensors differ"):
         build("lora", models, wide, tmp_path, value_init=lora, build={"value_peft_config": LoraConfig(r=2)})
 
 

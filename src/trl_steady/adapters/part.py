@@ -24,7 +24,7 @@ from trl_steady.adapters.precision import (
 from trl_steady.adapters.serving import adapter_state, needs_adapter, save_adapter, served_rank, why_not_served
 from trl_steady.host.engine import NamedWeights, push, whole
 from trl_steady.host.lora import AdapterSync
-from trl_steady.host.models import REFERENCE_ADAPTER, VALUE_ADAPTER, is_of_lora
+from trl_steady.host.models import REFERENCE_ADAPTER, REWARD_ADAPTER, VALUE_ADAPTER, is_of_lora
 from trl_steady.host.names import forget_sync
 from trl_steady.host.part import Part, Turn
 
@@ -128,7 +128,8 @@ class AdapterPart(Part):
                     yield from weights
                     return
         for name, weight in own():
-            if REFERENCE_ADAPTER not in name.split(".") and not is_of_lora(name, VALUE_ADAPTER):
+            others = is_of_lora(name, VALUE_ADAPTER) or is_of_lora(name, REWARD_ADAPTER)
+            if REFERENCE_ADAPTER not in name.split(".") and not others:
                 yield name, weight
 
     def generating(self, turn: Turn) -> AbstractContextManager[None]:

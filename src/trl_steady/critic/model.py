@@ -141,8 +141,8 @@ class Critic(Scorer):
         other = [name for name in own.keys() | there.keys() if own.get(name) != there.get(name)]
         if other:
             raise ValueError(
-                f"{source} holds another critic: {len(other)} tensors differ in name or shape, for example "
-                f"{min(other)}. Give the trainer the value_model or value_peft_config of the run that wrote it."
+                f"{source} holds other weights: {len(other)} tensors differ in name or shape, for example "
+                f"{min(other)}. Give the model and the peft_config, or value_peft_config, of the run that wrote it."
             )
 
     def load(self, state: Mapping[str, Tensor], source: str) -> None:
@@ -154,6 +154,12 @@ class Critic(Scorer):
         self.check({name: tensor.shape for name, tensor in state.items()}, source)
         for name, parameter in self.named_parameters():
             shards.assign(parameter, state[name])
+
+    def copy(self, other: "Critic") -> None:
+        """Take over the weights of another adapter of the same configuration on the same base."""
+        assert self.adapter is not None and other.adapter is not None
+        state = {_renamed(name, other.adapter, self.adapter): tensor for name, tensor in other.state().items()}
+        self.load(state, f"the adapter {other.adapter!r}")
 
     def save_pretrained(self, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
         """Save a critic that `AutoModelForSequenceClassification` loads, or PEFT on such a model.
@@ -201,18 +207,18 @@ class Critic(Scorer):
         places[_HEAD_WEIGHT] = f"{_JOINED}.{self.adapter}.weight"
         return {name: state[place].cpu().contiguous() for name, place in places.items()}
 
-    def load_pretrained(self, folder: Path) -> None:
-        """Load what `save_pretrained` wrote for an adapter.
+    def load_pretrained(self, folder: Path, source: str) -> None:
+        """Load what `save_pretrained` wrote for an adapter. `source` names the folder in errors.
 
         Raises:
             ValueError: The folder has no such critic.
         """
         assert self.adapter is not None
         if not (folder / _WEIGHTS).is_file():
-            raise ValueError(f"value_init={str(folder)!r} has no {_WEIGHTS}. Give the folder 'value' of a saved run.")
+            raise ValueError(f"{source} has no {_WEIGHTS}. Give the folder '{self.adapter}' of a saved run.")
         names = {saved: name for name, saved in self._saved_names().items()}
         state = {names.get(saved, saved): own for saved, own in load_file(folder / _WEIGHTS).items()}
-        self.load(state, f"value_init={str(folder)!r}")
+        self.load(state, source)
 
 
 def add_value_adapter(model: PeftModel, peft_config: Any, name: str = VALUE_ADAPTER) -> Critic:
@@ -230,12 +236,15 @@ def add_value_adapter(model: PeftModel, peft_config: Any, name: str = VALUE_ADAP
     """
     if name in model.peft_config:
         raise ValueError(
-            f"the model has an adapter named {name!r}, a name reserved for the critic. Delete it with "
+            f"the model has an adapter named {name!r}, a name reserved for trl-steady. Delete it with "
             f"model.delete_adapter({name!r}), or load it under another name."
         )
     config = copy.deepcopy(peft_config or model.peft_config[POLICY_ADAPTER])
     if not isinstance(config, LoraConfig):
-        raise ValueError(f"a critic on the policy's base needs LoRA, and its adapter is a {type(config).__name__}.")
+        raise ValueError(
+            f"the adapter {name!r} on the policy's base must be LoRA, and peft_config is a {type(config).__name__}. "
+            "Give a LoraConfig."
+        )
     config.modules_to_save, config.trainable_token_indices = None, None  # whole copies, which a value needs least
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     # keep the random state, so that rollouts are the same as without a critic

@@ -22,9 +22,9 @@ from trl_steady.critic.targets import targets
 from trl_steady.functional import values
 from trl_steady.host import loss, models, shards
 from trl_steady.host.adapters import parameters_kept
-from trl_steady.host.names import overridden
 from trl_steady.host.part import Part, Rollout
 from trl_steady.host.rollouts import building_reference, scoring_reference
+from trl_steady.host.saving import saved_without
 from trl_steady.losses.table import LOSSES
 
 __all__ = ["CRITIC_FILE", "CriticPart"]
@@ -152,16 +152,24 @@ class CriticPart(Part):
                     f"value_model={type(value_model).__name__}: the policy has an adapter, and its critic is an "
                     "adapter on the same base. Leave value_model unset, or load a saved critic with value_init."
                 )
-            if init == "reward":
+            reward = trainer.reward_model
+            if init == "reward" and reward is None:
                 raise ValueError(
-                    "value_init='reward': the reward model is not an adapter on the policy's base. Set value_init to "
-                    "'policy' or to the path of a saved critic."
+                    "value_init='reward': the reward model is not an adapter on the policy's base. Put a "
+                    "RewardAdapter into reward_funcs, or set value_init to 'policy' or to the path of a saved critic."
                 )
-            critic = add_value_adapter(policy, peft_config)
+            if init == "reward" and peft_config is not None:
+                raise ValueError(
+                    "value_init='reward' begins with the reward model's adapter and its configuration, which "
+                    "value_peft_config would change. Give one of them."
+                )
+            critic = add_value_adapter(policy, policy.peft_config[reward.adapter] if init == "reward" else peft_config)
             if args.disable_dropout:  # TRL has done so before there was a critic
                 _without_dropout(policy)
-            if init != "policy":
-                critic.load_pretrained(Path(init))
+            if init == "reward":
+                critic.copy(reward)
+            elif init != "policy":
+                critic.load_pretrained(Path(init), f"value_init={str(init)!r}")
             return critic
         if peft_config is not None:
             raise ValueError(
@@ -173,7 +181,8 @@ class CriticPart(Part):
                 f"value_model and value_init={init!r} both say where the critic begins. Give one of them."
             )
         if init == "reward":
-            value_model: Any = next((own for own in trainer.reward_funcs if isinstance(own, torch.nn.Module)), None)
+            own_models = [own for own in trainer.reward_funcs if isinstance(own, torch.nn.Module)]
+            value_model: Any = next(iter(own_models), trainer.reward_model and trainer.reward_model.bare)
             if value_model is None:
                 raise ValueError(
                     "value_init='reward': no reward function is a model. Set value_init to 'policy' or to a path."
@@ -388,17 +397,9 @@ class CriticPart(Part):
     @contextlib.contextmanager
     def saving(self, folder: Path | None) -> Iterator[None]:
         """Save the policy without the critic, and the critic beside it in `value`."""
-        model, gathered = self.trainer.accelerator.unwrap_model(self.trainer.model), {}
-        alone = {}
-        if self._is_shared:
-            own, others = model.save_pretrained, [name for name in model.peft_config if name != models.VALUE_ADAPTER]
-
-            def save(*arguments: Any, **options: Any) -> None:
-                gathered.update(options.get("state_dict") or {})
-                own(*arguments, **{"selected_adapters": others, **options})
-
-            alone = {"save_pretrained": save}
-        with overridden(model, alone):
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        alone = saved_without(model, models.VALUE_ADAPTER) if self._is_shared else contextlib.nullcontext({})
+        with alone as gathered:
             yield
         if folder is not None and self.trainer.args.should_save:
             state = self.critic.part_of(gathered) if self._is_sharded else None  # which one process cannot gather

@@ -6,6 +6,6 @@ Axes: `B` sequences, `T` completion tokens. Masks are boolean, and True means th
 Functions take and return log-ratios, not ratios. Values where the mask is False may be anything, including NaN.
 """
 
-from trl_steady.functional import advantages, importance, kl, masks, pooling, reduction, values
+from trl_steady.functional import advantages, importance, kl, masks, pooling, reduction, reward_models, values
 
-__all__ = ["advantages", "importance", "kl", "masks", "pooling", "reduction", "values"]
+__all__ = ["advantages", "importance", "kl", "masks", "pooling", "reduction", "reward_models", "values"]

@@ -89,6 +89,10 @@ class Metrics:
         for key, total in totals.items():
             pool[key] = pool[key] + total if key in pool else total
 
+    def forget(self) -> None:
+        """Forget everything since the last log."""
+        self._totals = {"train": _Totals(), "eval": _Totals()}
+
     def count(self, name: str) -> int:
         """Return how many micro-batches of training have recorded the mean of `name` since the last log."""
         waiting = sum(own == name for own, _ in self._totals["train"].steps)

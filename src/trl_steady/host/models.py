@@ -11,6 +11,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 __all__ = [
     "REFERENCE_ADAPTER",
+    "REWARD_ADAPTER",
     "VALUE_ADAPTER",
     "Scorer",
     "bare",
@@ -22,6 +23,8 @@ __all__ = [
 
 REFERENCE_ADAPTER = "ref"
 """Name of the adapter that TRL uses as the reference."""
+REWARD_ADAPTER = "reward"
+"""Name of the reward model's adapter."""
 VALUE_ADAPTER = "value"
 """Name of the critic's adapter."""
 

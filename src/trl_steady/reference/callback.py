@@ -3,6 +3,7 @@
 import json
 import logging
 import os
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -78,6 +79,8 @@ class ReferenceRefreshCallback(TrainerCallback):
         self.steps, self.alpha, self.kl_limit, self.reset_optimizer = steps, alpha, kl, reset_optimizer
         self.trainer: Any = trainer
         self.refreshes: list[Refresh] = []
+        self.before_move: list[Callable[[int], None]] = []
+        """Called before each move with the number of optimizer steps taken, on every process."""
         self._due: str | None = None
         self._kl: float | None = None
         self._seen = 0
@@ -100,6 +103,8 @@ class ReferenceRefreshCallback(TrainerCallback):
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Move the reference if a refresh is due and the next step begins with a generation."""
         if self._due and names.is_before_generation(self.trainer):
+            for act in self.before_move:
+                act(state.global_step)
             move(self.pairs(), self.alpha)
             if self.reset_optimizer:
                 self._reset_optimizer()

@@ -15,6 +15,8 @@ from trl_steady.losses.table import LOSSES
 from trl_steady.padding.part import PaddingPart
 from trl_steady.reference.callback import Refresh
 from trl_steady.reference.part import ReferencePart
+from trl_steady.reward_model.callback import RewardRefresh
+from trl_steady.reward_model.part import RewardModelPart
 from trl_steady.rewards.part import RewardsPart, StepAdvantagesPart, StepsPart
 from trl_steady.routing.part import RoutingPart
 from trl_steady.sampling.part import SamplingPart
@@ -62,7 +64,8 @@ class GRPOTrainer(Steady, trl.GRPOTrainer):
     PARTS = (
         RoutingPart,
         SamplingPart,
-        PaddingPart,  # around the two before: they score packed tokens
+        RewardModelPart,
+        PaddingPart,  # around all before: they score packed tokens
         InputsPart,
         AdapterPart,
         ReferencePart,
@@ -89,6 +92,17 @@ class GRPOTrainer(Steady, trl.GRPOTrainer):
     def reference_refreshes(self) -> list[Refresh]:
         """The refreshes of the reference so far, including those before a resume."""
         return self.part(ReferencePart).refreshes
+
+    @property
+    def reward_model(self) -> Any:
+        """The reward model of a `RewardAdapter`, with `backbone`, `head` and the name of its `adapter`; or None."""
+        return self.part(RewardModelPart).model
+
+    @property
+    def reward_refreshes(self) -> list[RewardRefresh]:
+        """The retrainings of the reward model so far, including those before a resume."""
+        refresher = self.part(RewardModelPart).refresher
+        return refresher.refreshes if refresher else []
 
     @property
     def has_step_rewards(self) -> bool:

@@ -12,6 +12,7 @@ from trl_steady.critic.pretraining import PretrainingPart
 from trl_steady.losses.part import LossPart
 from trl_steady.padding.part import PaddingPart
 from trl_steady.reference.part import ReferencePart
+from trl_steady.reward_model.part import RewardModelPart
 from trl_steady.rewards.part import RewardsPart, StepsPart
 from trl_steady.routing.part import RoutingPart
 from trl_steady.sampling.part import SamplingPart
@@ -49,6 +50,7 @@ class PPOTrainer(GRPOTrainer):
     PARTS = (
         RoutingPart,
         SamplingPart,
+        RewardModelPart,  # before the critic, which may begin as it
         PretrainingPart,
         CriticPart,  # around the losses of the policy, which are 0 while only the critic learns
         PaddingPart,  # around all before: they score packed tokens

@@ -11,6 +11,8 @@ from trl_steady.host import Steady
 from trl_steady.padding.part import PaddingPart
 from trl_steady.reference.callback import Refresh
 from trl_steady.reference.part import ReferencePart
+from trl_steady.reward_model.callback import RewardRefresh
+from trl_steady.reward_model.part import RewardModelPart
 from trl_steady.rewards.part import RewardsPart
 from trl_steady.routing.part import RoutingPart
 from trl_steady.sampling.part import SamplingPart
@@ -42,7 +44,8 @@ class RLOOTrainer(Steady, trl.RLOOTrainer):
     PARTS = (
         RoutingPart,
         SamplingPart,
-        PaddingPart,  # around the two before: they score packed tokens
+        RewardModelPart,
+        PaddingPart,  # around all before: they score packed tokens
         InputsPart,
         AdapterPart,
         ReferencePart,
@@ -61,6 +64,12 @@ class RLOOTrainer(Steady, trl.RLOOTrainer):
     def reference_refreshes(self) -> list[Refresh]:
         """The refreshes of the reference so far, including those before a resume."""
         return self.part(ReferencePart).refreshes
+
+    @property
+    def reward_refreshes(self) -> list[RewardRefresh]:
+        """The retrainings of the reward model so far, including those before a resume."""
+        refresher = self.part(RewardModelPart).refresher
+        return refresher.refreshes if refresher else []
 
     @property
     def why_one_advantage(self) -> str:

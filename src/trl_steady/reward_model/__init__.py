@@ -1,0 +1,1 @@
+"""Reward models on the policy's own base, which learn from the policy's answers while it trains."""
