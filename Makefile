@@ -16,7 +16,7 @@ JOBS ?= 2
 # those of pyproject.toml's classifiers
 PYTHONS := 3.11 3.12 3.13
 
-.PHONY: demo demo-gspo demo-process demo-v32 demo-moe demo-sampling-mask demo-ppo
+.PHONY: demo demo-gspo demo-process demo-v32 demo-moe demo-sampling-mask demo-ppo demo-loop
 .PHONY: test test-portable test-lowest test-slow test-deepspeed test-sharded test-vllm test-gpu check docs bench format clean
 
 # deprecations that TRL owes transformers would bury the progress
@@ -36,6 +36,9 @@ demo-v32: $(VENV)/.recipes
 
 demo-ppo: $(VENV)/.recipes
 	$(TRAIN) recipes/ppo/train.py --config recipes/ppo/smollm2-135m-ppo.yaml
+
+demo-loop: $(VENV)/.recipes
+	$(TRAIN) recipes/deepseekmath_loop/train.py --config recipes/deepseekmath_loop/smollm2-135m.yaml
 
 MOE = $(TRAIN) recipes/moe/train.py --config recipes/moe/qwen3-moe-digits.yaml --output_dir outputs/moe
 

@@ -34,6 +34,7 @@ RECIPES = (
     *("process_rewards.compare", "process_rewards.sums", "process_rewards.train", "process_rewards.warm_up"),
     *("moe.digits", "moe.probe", "moe.train", "moe.variants", "ppo.ppo_and_grpo", "ppo.train"),
     *("sampling_mask.beside", "sampling_mask.sampler", "sampling_mask.train"),
+    *("deepseekmath_loop.arms", "deepseekmath_loop.train"),
 )
 
 

@@ -25,15 +25,20 @@ def questions(split: str) -> Dataset:
     return rows.map(example, remove_columns=rows.column_names)
 
 
-def train(recipe: Any, args: GRPOConfig, callbacks: run.Callbacks) -> tuple[GRPOTrainer, run.Results]:
-    """Train. TRL evaluates on `held_out` test questions, as often as the config says."""
+def train(
+    recipe: Any, args: GRPOConfig, callbacks: run.Callbacks, *, reward: Any = None
+) -> tuple[GRPOTrainer, run.Results]:
+    """Train. TRL evaluates on `held_out` test questions, as often as the config says.
+
+    `reward` replaces math-verify's reward.
+    """
     started = time.monotonic()
     accuracy_reward([], [])  # if math-verify is missing, fail before the weights are loaded
     problems, test = questions("train"), questions("test")
     test = test.select(range(min(recipe.held_out, len(test))))
     trainer = GRPOTrainer(
         recipe.model_name,
-        accuracy_reward,
+        reward or accuracy_reward,
         args,
         problems,
         test,

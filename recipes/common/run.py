@@ -48,10 +48,10 @@ class Progress(TrainerCallback):
 
     Args:
         describe: Returns the text for an update, from the values logged for it.
-        reward: The name of the reward.
+        reward: The name of the reward, which is a share of 1; None: the line does not show it.
     """
 
-    def __init__(self, describe: Callable[[Mapping[str, Any]], str], reward: str = "right") -> None:
+    def __init__(self, describe: Callable[[Mapping[str, Any]], str], reward: str | None = "right") -> None:
         self.describe, self.reward = describe, reward
 
     def on_train_begin(self, args: GRPOConfig, state: Any, control: Any, **_: Any) -> None:
@@ -62,7 +62,8 @@ class Progress(TrainerCallback):
         """Print the update that was logged."""
         if not logs or "loss" not in logs or not state.is_world_process_zero:
             return
-        reward = f"  {self.reward} {logs['reward']:.1%}" if logs.get("reward") is not None else ""
+        is_shown = self.reward is not None and logs.get("reward") is not None
+        reward = f"  {self.reward} {logs['reward']:.1%}" if is_shown else ""
         print(
             f"step {state.global_step:3d}/{state.max_steps}  {time.monotonic() - self.started:4.0f} s"
             f"{self.describe(logs)}{reward}",

@@ -98,8 +98,11 @@ class Checks(TrainerCallback):
         state.log_history.append({"step": state.global_step, self.NAME: share})
 
 
-def build(recipe: run.RecipeArguments, args: GRPOConfig, task: Task = larger) -> GRPOTrainer:
-    """Return a trainer with the model, the task and the adapters. A `PPOConfig` gives a trainer with a critic."""
+def build(recipe: run.RecipeArguments, args: GRPOConfig, task: Task = larger, *, reward: Any = None) -> GRPOTrainer:
+    """Return a trainer with the model, the task and the adapters. A `PPOConfig` gives a trainer with a critic.
+
+    `reward` replaces the task's reward.
+    """
     print("Loading the model" + (" and quantising it to NF4" if recipe.quantised else ""), flush=True)
     model, tokenizer = task.load(Path(args.output_dir) / "base", recipe.quantised)
     stop = tokenizer.encode(task.STOP, add_special_tokens=False)
@@ -108,7 +111,7 @@ def build(recipe: run.RecipeArguments, args: GRPOConfig, task: Task = larger) ->
     kind = PPOTrainer if isinstance(args, PPOConfig) else GRPOTrainer
     return kind(
         model,
-        task.reward,
+        reward or task.reward,
         args,
         Dataset.from_list([{"prompt": task.prompt(problem), "problem": list(problem)} for problem in problems]),
         processing_class=tokenizer,
@@ -117,11 +120,16 @@ def build(recipe: run.RecipeArguments, args: GRPOConfig, task: Task = larger) ->
 
 
 def train(
-    recipe: run.RecipeArguments, args: GRPOConfig, callbacks: run.Callbacks, task: Task = larger
+    recipe: run.RecipeArguments,
+    args: GRPOConfig,
+    callbacks: run.Callbacks,
+    task: Task = larger,
+    *,
+    reward: Any = None,
 ) -> tuple[GRPOTrainer, run.Results]:
-    """Evaluate, train, evaluate again, and print the table."""
+    """Evaluate, train, evaluate again, and print the table. `reward` replaces the task's reward in training."""
     started = time.monotonic()
-    trainer, (problems, test) = build(recipe, args, task), task.split(recipe.held_out)
+    trainer, (problems, test) = build(recipe, args, task, reward=reward), task.split(recipe.held_out)
     checked = test[: len(test) // 2]
     loaded = time.monotonic()
 

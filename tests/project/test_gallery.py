@@ -40,6 +40,7 @@ ACCELERATE = {
 }
 # the end-to-end tests that run a recipe's YAML on a tiny model; the others run below
 RUN_BY = {
+    "deepseekmath_loop/smollm2-135m": "test_recipe_loop::test_each_arm_runs_on_a_tiny_model",
     "gspo/smollm2-135m-comparison": "test_recipes::test_the_gspo_script_runs_from_end_to_end_on_a_tiny_model",
     "iterative_grpo/deepseekmath-7b": "test_recipes::test_gsm8k_runs_on_a_tiny_model_and_tiny_data",
     "iterative_grpo/qwen2.5-7b-gsm8k-24gb": "test_recipes::test_gsm8k_runs_on_a_tiny_model_and_tiny_data",
