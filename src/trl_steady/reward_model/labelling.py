@@ -80,7 +80,8 @@ def label_steps(
             itertools.chain.from_iterable([s] * continuations for s in open_steps), rest, strict=True
         )
     ]
-    contents = tokenizer.batch_decode(whole, skip_special_tokens=True)
+    # transformers decodes no text as one empty text
+    contents = tokenizer.batch_decode(whole, skip_special_tokens=True) if whole else []
     as_completions = [
         text if isinstance(completions[row], str) else [{**completions[row][0], "content": text}]
         for row, text in zip(rows, contents, strict=True)
