@@ -66,6 +66,11 @@ class RLOOTrainer(Steady, trl.RLOOTrainer):
         return self.part(ReferencePart).refreshes
 
     @property
+    def reward_model(self) -> Any:
+        """The reward model of a `RewardAdapter`, with `backbone`, `head` and the name of its `adapter`; or None."""
+        return self.part(RewardModelPart).model
+
+    @property
     def reward_refreshes(self) -> list[RewardRefresh]:
         """The retrainings of the reward model so far, including those before a resume."""
         refresher = self.part(RewardModelPart).refresher
