@@ -143,7 +143,7 @@ class RewardModelPart(Part):
         training = self.trainer.model.training
         size = self.trainer.args.per_device_train_batch_size
         size = size if training else self.trainer.args.per_device_eval_batch_size
-        with torch.no_grad():
+        with torch.no_grad(), self.dropping_out(False):
             scores = self.scores(self._prompts, ids, ends, batch_size=size)
         found = [row.tolist() for row in scores.cpu()]
         if self.refresher is not None:
@@ -165,6 +165,22 @@ class RewardModelPart(Part):
         placed = steps.rewards([0.0] * len(steps.texts))
         completion = Completion(number, content, ids, [True] * len(ids), "")
         return steps, token_ends(placed, completion, text_tokenizer(self.trainer))
+
+    @contextlib.contextmanager
+    def dropping_out(self, acts: bool) -> Iterator[None]:
+        """Switch the dropout of the policy's base on or off, whatever the trainer is doing. A score is not random."""
+        assert self.model is not None
+        if self.model.adapter is None:  # a model of its own has none
+            yield
+            return
+        bare = self.model.bare
+        before = [(module, module.training) for module in bare.modules()]
+        bare.train(acts)
+        try:
+            yield
+        finally:
+            for module, was_training in before:
+                module.training = was_training
 
     def scores(
         self,

@@ -48,7 +48,8 @@ def fit(
     assert part.model is not None
     parameters = [parameter for _, parameter in part.model.named_parameters()]
     quiet = args.disable_tqdm or not accelerator.is_main_process
-    with tqdm(total=epochs * len(examples), desc="reward model", unit="example", disable=quiet) as progress:
+    bar = tqdm(total=epochs * len(examples), desc="reward model", unit="example", disable=quiet)
+    with bar as progress, part.dropping_out(True):  # also in the first step of a resumed run
         for parameter in parameters:
             parameter.requires_grad_(True)
         try:
@@ -118,10 +119,11 @@ def measure(part: RewardModelPart, examples: Sequence[Example]) -> Measure | Non
         for i in range(count)
     ]
     found: list[Tensor] = []
-    for start in range(0, count, size):
-        rows = own[start : start + size]
-        columns = torch.stack([column.double().cpu() for column in _losses(part, rows)])
-        found += columns.split([len(row.labels) for row in rows], dim=1)
+    with part.dropping_out(False):
+        for start in range(0, count, size):
+            rows = own[start : start + size]
+            columns = torch.stack([column.double().cpu() for column in _losses(part, rows)])
+            found += columns.split([len(row.labels) for row in rows], dim=1)
     gathered = gather_object(found)
     in_order = [gathered[process * count + i] for i in range(count) for process in range(accelerator.num_processes)]
     losses, logits, labels = torch.cat(in_order[: len(examples)], dim=1)
