@@ -16,14 +16,13 @@ from trl_steady.host.rollouts import forget_logs
 from trl_steady.reference.part import ReferencePart
 from trl_steady.reward_model.examples import Answer, Example, History, examples_of, held_out
 from trl_steady.reward_model.labelling import label_steps, verdicts
-from trl_steady.reward_model.part import RewardModelPart
+from trl_steady.reward_model.part import STATE_FILE, RewardModelPart
 from trl_steady.reward_model.training import Measure, fit, measure
 
 __all__ = ["HISTORY_FILE", "RewardModelRefreshCallback", "RewardRefresh"]
 
 HISTORY_FILE = "reward_history.pt"
 """File in `output_dir`, and in a checkpoint, with the examples that may be replayed."""
-_STATE_FILE = "reward_refresh.pt"
 _HELD_OUT = 0.1  # share of an iteration's prompts that measure the reward model and never train it
 _OBJECTIVES = {"pairs": "outcome", "pointwise": "outcome", "steps": "steps"}
 _ACCEPT = ("always", "held_out_not_worse")
@@ -271,28 +270,41 @@ class RewardModelRefreshCallback(TrainerCallback):
             "answers": [tuple(own) for own in answers],
             "rollouts": self._rollouts,
             "refreshes": [tuple(own) for own in self.refreshes],
+            "objective": self.objective,
             "seen": self.history.seen,
             "optimizer": self.optimizer.state_dict(),
         }
-        torch.save(state, folder / _STATE_FILE)
-        if self.history.seen:
+        torch.save(state, folder / STATE_FILE)
+        if self.history.seen and self.trainer.accelerator.is_main_process:  # other machines may save, and have none
             shutil.copyfile(self.history.file, folder / HISTORY_FILE)
+
+    def check(self, folder: Path) -> None:
+        """Refuse a checkpoint that `load` could not use, before anything is loaded from it.
+
+        Raises:
+            ValueError: The checkpoint is of a run without this callback.
+        """
+        if not (folder / STATE_FILE).is_file():
+            raise ValueError(
+                f"{folder} holds no {STATE_FILE}: the run that wrote it did not retrain its reward model. Resume "
+                "without RewardModelRefreshCallback, or begin a new run from its model."
+            )
 
     def load(self, folder: Path) -> None:
         """Restore what `save` has added.
 
         Raises:
-            ValueError: The checkpoint has none of it.
+            ValueError: The checkpoint has none of it, or its history is of another objective.
         """
-        if not (folder / _STATE_FILE).is_file():
+        self.check(folder)
+        accelerator = self.trainer.accelerator
+        state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
+        if state["objective"] != self.objective:
             raise ValueError(
-                f"{folder} holds no {_STATE_FILE}: the run that wrote it did not retrain its reward model. Resume "
-                "without RewardModelRefreshCallback, or begin a new run from its model."
+                f"{folder} holds examples of objective={state['objective']!r}, and this run has "
+                f"objective={self.objective!r}. Set it to the same value, or begin a new run from its model."
             )
-        trainer = self.trainer
-        state = torch.load(folder / _STATE_FILE, map_location=trainer.accelerator.device, weights_only=True)
-        accelerator = trainer.accelerator
-        answers = [Answer(*own[:3], own[3].cpu(), own[4].cpu(), *own[5:]) for own in state["answers"]]
+        answers = [Answer(*own) for own in state["answers"]]
         self._answers = answers[accelerator.process_index :: accelerator.num_processes]
         self._rollouts, self.refreshes = state["rollouts"], [RewardRefresh(*own) for own in state["refreshes"]]
         self.optimizer.load_state_dict(state["optimizer"])

@@ -27,10 +27,12 @@ from trl_steady.rewards.splitters import Steps
 if TYPE_CHECKING:
     from trl_steady.reward_model.callback import RewardModelRefreshCallback
 
-__all__ = ["REWARD_FILE", "RewardModelPart"]
+__all__ = ["REWARD_FILE", "STATE_FILE", "RewardModelPart"]
 
 REWARD_FILE = "reward_model.safetensors"
 """File of a checkpoint that holds the reward model's tensors."""
+STATE_FILE = "reward_refresh.pt"
+"""File of a checkpoint that holds what `RewardModelRefreshCallback` needs to go on."""
 
 
 class RewardModelPart(Part):
@@ -239,6 +241,7 @@ class RewardModelPart(Part):
         return contextlib.nullcontext()
 
     def _check(self, checkpoint: Path) -> None:
+        """Refuse a checkpoint that this run cannot continue."""
         file = checkpoint / REWARD_FILE
         if self.model is None:
             if file.is_file():
@@ -256,6 +259,13 @@ class RewardModelPart(Part):
         with safe_open(file, framework="pt") as opened:
             names = list(opened.keys())
             self.model.check({name: opened.get_slice(name).get_shape() for name in names}, str(file))
+        if self.refresher is not None:
+            self.refresher.check(checkpoint)
+        elif (checkpoint / STATE_FILE).is_file():
+            raise ValueError(
+                f"{checkpoint} holds a reward model that learns ({STATE_FILE}), and in this run nothing trains it. "
+                "Add a RewardModelRefreshCallback, as in the run that wrote it."
+            )
 
     def load(self, checkpoint: Path) -> None:
         """Restore what `save` has added.
