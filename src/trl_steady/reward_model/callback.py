@@ -337,6 +337,13 @@ def _refuse(callback: RewardModelRefreshCallback, history: int) -> None:
             f"objective={callback.objective!r} trains a reward model with head={head!r}, and this one has "
             f"head={part.adapter.head!r}. Set one to fit the other."
         )
+    args: Any = trainer.args
+    is_reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
+    if args.gradient_checkpointing and is_reentrant and part.model.adapter is not None:
+        raise ValueError(
+            "use_reentrant=True in gradient_checkpointing_kwargs does not work with a reward model on the policy's "
+            "base, whose layers must be recomputed with its own adapter. Set use_reentrant=False."
+        )
     if callback.objective == "pairs" and trainer.num_generations < 2:
         raise ValueError(
             f"objective='pairs' needs two answers to a prompt, and num_generations={trainer.num_generations}. Set "

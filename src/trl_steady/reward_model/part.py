@@ -73,8 +73,8 @@ class RewardModelPart(Part):
                 f"RewardAdapter does not work with {engine}, which would shard it without training it. Use DDP "
                 "(accelerate launch --multi_gpu), or a reward model of its own in reward_funcs."
             )
-        self.adapter.part = self
         self.model = self._made()
+        self.adapter.part = self  # now that nothing can fail, so that a second attempt may use the adapter
         for _, parameter in self.model.named_parameters():
             parameter.data = broadcast(parameter.data)  # pyright: ignore[reportAttributeAccessIssue]
             parameter.requires_grad_(False)  # so that neither the policy's optimizer nor DDP takes it
