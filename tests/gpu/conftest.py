@@ -23,6 +23,7 @@ ORDER = (
     "test_replay.py",
     "test_reference.py",
     "test_ppo.py",
+    "test_reward_model.py",
     "test_padding.py",
     "test_trainers.py",
     "test_memory.py",

@@ -1,0 +1,115 @@
+"""Examples from answers, the held-out share, and the history on disk."""
+
+from itertools import groupby
+from pathlib import Path
+
+import pytest
+import torch
+
+from trl_steady.reward_model.examples import Answer, Example, History, examples_of, held_out
+
+
+def answers(labels: list[list[float]], *, group: int = 4, rollout: int = 0) -> list[Answer]:
+    """Answers with numbers as tokens, `group` to a prompt."""
+    return [
+        Answer(rollout, i, i // group, torch.tensor([i // group]), torch.tensor([100 + i, 7]), [2], own)
+        for i, own in enumerate(labels)
+    ]
+
+
+def generator(seed: int = 0) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+def example(number: int) -> Example:
+    return Example(
+        torch.tensor([number], dtype=torch.int32), [torch.tensor([number, 1], dtype=torch.int32)], [[2]], [1.0]
+    )
+
+
+def test_a_pair_is_a_right_and_a_wrong_answer_to_one_prompt_and_no_answer_is_in_two() -> None:
+    own = answers([[1.0], [0.0], [1.0], [1.0], [0.0], [0.0], [0.0], [0.0], [1.0], [0.0], [0.0], [1.0]])
+    pairs = examples_of(own, "pairs", generator())
+    label = {int(answer.completion[0]): answer.labels[0] for answer in own}
+    group = {int(answer.completion[0]): answer.group for answer in own}
+    found = [[int(completion[0]) for completion in pair.completions] for pair in pairs]
+    assert [len([pair for pair in found if group[pair[0]] == number]) for number in range(3)] == [1, 0, 2]
+    for right, wrong in found:
+        assert label[right] == 1.0 and label[wrong] == 0.0 and group[right] == group[wrong]
+    used = [number for pair in found for number in pair]
+    assert len(set(used)) == len(used)
+    assert all(pair.labels == [1.0] and pair.ends == [[2], [2]] for pair in pairs)
+
+
+def test_rollouts_have_groups_of_their_own() -> None:
+    """Group 0 of two rollouts is of two prompts."""
+    both = [*answers([[1.0]], rollout=0), *answers([[0.0]], rollout=1)]
+    assert examples_of(both, "pairs", generator()) == []
+    assert len(examples_of(both, "pointwise", generator())) == 2
+
+
+def test_answers_without_steps_teach_nothing() -> None:
+    (own,) = examples_of([*answers([[]]), *answers([[1.0, 0.0]])], "steps", generator())
+    assert own.labels == [1.0, 0.0]
+
+
+def test_whole_prompts_are_held_out_a_tenth_of_them() -> None:
+    own = answers([[1.0]] * 120)
+    rest, out = held_out(own, 0.1, generator())
+    groups = [{answer.group for answer in part} for part in (rest, out)]
+    assert len(groups[1]) == 3 and len(out) == 12 and not groups[0] & groups[1] and len(rest) == 108
+    assert [answer.index for answer in rest] == sorted(answer.index for answer in rest)
+    others = {tuple(a.group for a in held_out(own, 0.1, generator(seed))[1]) for seed in range(5)}
+    assert len(others) > 1
+
+
+@pytest.mark.parametrize(("groups", "count"), [(0, 0), (1, 0), (2, 1), (4, 1), (25, 2)])
+def test_at_least_one_prompt_is_held_out_unless_it_is_the_only_one(groups: int, count: int) -> None:
+    _, out = held_out(answers([[1.0]] * groups, group=1), 0.1, generator())
+    assert len(list(groupby(out, key=lambda own: own.group))) == count
+
+
+def test_the_history_is_uniform_over_all_that_it_saw(tmp_path: Path) -> None:
+    """100,000 kept examples, in 40 bins of arrival. A history that forgets the oldest first fails by far."""
+    bins = torch.zeros(40)
+    draws = generator(1)
+    for _ in range(50):
+        history = History(tmp_path / "history.pt", 2000)
+        for start in range(0, 4000, 1000):  # in parts, as refreshes come
+            history.add([example(number) for number in range(start, start + 1000)], draws)
+        kept = torch.tensor([int(own.prompt) for own in history.draw(2000, draws)])
+        assert len(kept) == len(history) == len(kept.unique()) == 2000
+        bins += torch.bincount(kept // 100, minlength=40)
+    chi_square = ((bins - 2500) ** 2 / 2500).sum().item()
+    # 39 degrees of freedom: above 72.1 once in 1,000; without replacement from 4,000, half of that is expected
+    assert chi_square < 72.1
+
+
+def test_the_history_is_on_disk_and_bounded(tmp_path: Path) -> None:
+    history = History(tmp_path / "folder" / "history.pt", 5)
+    assert history.draw(3, generator()) == [] and len(history) == 0
+    pair = Example(torch.tensor([1, 2]), [torch.tensor([3]), torch.tensor([4, 5])], [[1], [2]], [1.0])
+    history.add([pair], generator())
+    (found,) = history.draw(9, generator())
+    assert [found.prompt.tolist(), *(own.tolist() for own in found.completions)] == [[1, 2], [3], [4, 5]]
+    assert found.ends == [[1], [2]] and found.labels == [1.0]
+    history.add([example(number) for number in range(100)], generator())
+    assert len(history) == 5 and history.seen == 101
+    assert [file.name for file in (tmp_path / "folder").iterdir()] == ["history.pt"]
+    again = History(history.file, 5)
+    again.seen = history.seen
+    assert {int(own.prompt[0]) for own in again.draw(5, generator())} == {
+        int(own.prompt[0]) for own in history.draw(5, generator())
+    }
+    assert len({int(own.prompt[0]) for own in history.draw(2, generator())}) == 2
+
+
+def test_a_replay_draws_each_example_with_the_same_chance(tmp_path: Path) -> None:
+    """10,000 draws of 1 in 20: 500 each, a standard deviation of 21.8, and a bound of five of them."""
+    history, draws = History(tmp_path / "history.pt", 20), generator(2)
+    history.add([example(number) for number in range(20)], draws)
+    counts = torch.zeros(20)
+    for _ in range(2000):
+        for own in history.draw(5, draws):
+            counts[int(own.prompt)] += 1
+    assert counts.sum() == 10_000 and (counts - 500).abs().max() < 5 * 21.8

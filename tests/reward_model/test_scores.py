@@ -1,0 +1,182 @@
+"""A `RewardAdapter` scores as its saved model does when transformers and PEFT run it alone."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import PeftModel
+from torch import Tensor
+from transformers import AutoModelForSequenceClassification, BitsAndBytesConfig
+
+from tests.tools import critics, rewarding, tiny, wide
+from tests.tools.rewarding import KINDS
+from trl_steady import RewardAdapter, StepRewards
+from trl_steady.reward_model.part import RewardModelPart
+from trl_steady.rewards import by_blank_line, by_regex, by_turn
+
+PROMPTS = [[10, 11, 12], [10], [13, 14, 15, 16, 17], [18, 19]]
+ANSWERS = [[60, 61, 62, 63], [64], [65, 66], [67, 68, 69, 70, 71]]
+ENDS = [[1, 4], [1], [2], [2, 3, 5]]
+
+
+@pytest.fixture
+def model_of(models: dict[str, Path], wide: Path) -> Any:
+    return lambda kind: wide if kind == "nf4" else models["dense"]
+
+
+def saved(kind: str, base: Path, folder: Path) -> Any:
+    """The reward model of a folder, by transformers and PEFT alone."""
+    if kind == "full":
+        return AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1)
+    how = {"quantization_config": BitsAndBytesConfig(**wide.NF4)} if kind == "nf4" else {}
+    model = AutoModelForSequenceClassification.from_pretrained(base, num_labels=1, dtype=torch.float32, **how)
+    return PeftModel.from_pretrained(model, folder)
+
+
+@torch.no_grad()
+def scores_of(model: Any) -> Tensor:
+    """(4, 3) logits of each text cut at each end, one text at a time: the last token is the one that is scored."""
+    found = torch.zeros(4, 3, dtype=next(model.parameters()).dtype)
+    for row, (prompt, answer, ends) in enumerate(zip(PROMPTS, ANSWERS, ENDS, strict=True)):
+        for column, end in enumerate(ends):
+            found[row, column] = model(input_ids=torch.tensor([prompt + answer[:end]])).logits[0, 0]
+    return found
+
+
+@pytest.mark.parametrize("trim_padding", [True, False])
+@pytest.mark.parametrize("kind", KINDS)
+def test_scores_are_those_of_the_saved_model(kind: str, trim_padding: bool, model_of: Any, tmp_path: Path) -> None:
+    trainer = rewarding.build(kind, model_of(kind), tmp_path, trim_padding=trim_padding)
+    rewarding.stir(trainer)
+    trainer.save_model(str(tmp_path / "saved"))
+    twin = saved(kind, model_of(kind), tmp_path / "saved" / "reward")
+    twin.train(kind == "nf4")  # in eval mode, bitsandbytes rounds an NF4 base once more; there is no dropout
+    part = trainer.part(RewardModelPart)
+    with torch.no_grad():
+        found = part.scores(PROMPTS, ANSWERS, ENDS, batch_size=2)
+    expected = scores_of(twin)
+    assert found.shape == (4, 3) and len(found[found != 0].unique()) == 7
+    # float32, in which a score of some layers of sums differs by its last digits
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+    files = {file.name for file in (tmp_path / "saved").iterdir() if file.is_dir()}
+    assert files == {"reward"}  # and the policy alone beside it
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_saved_reward_model_comes_back(kind: str, model_of: Any, tmp_path: Path) -> None:
+    first = rewarding.build(kind, model_of(kind), tmp_path / "a")
+    rewarding.stir(first)
+    first.save_model(str(tmp_path / "saved"))
+    again = rewarding.build(kind, model_of(kind), tmp_path / "b", adapter=RewardAdapter(tmp_path / "saved" / "reward"))
+    before, after = first.reward_model.state(), again.reward_model.state()
+    assert critics.same(before, after) and before["score.weight"].any()
+
+
+def test_a_new_one_scores_0_and_its_adapter_is_the_policys(models: dict[str, Path], tmp_path: Path) -> None:
+    trainer = rewarding.build("lora", models["dense"], tmp_path)
+    parameters = dict(trainer.model.named_parameters())
+    own = {name: p for name, p in parameters.items() if ".reward." in name}
+    assert own and not any(p.requires_grad for p in own.values())
+    assert all(torch.equal(p, parameters[name.replace(".reward.", ".default.")]) for name, p in own.items())
+    with torch.no_grad():
+        assert not trainer.part(RewardModelPart).scores(PROMPTS, ANSWERS, ENDS).any()
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_the_reward_of_a_rollout_is_the_score_after_the_last_token(
+    kind: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Prompts of unequal lengths, and answers of unequal lengths, as the policy has read and written them."""
+    adapter = RewardAdapter()
+    trainer = rewarding.build(kind, models["dense"], tmp_path, adapter=adapter)
+    rewarding.stir(trainer)
+    trainer.model.train()
+    seen: list[Any] = []
+    own = adapter.part.rewards
+
+    def rewards(prompts: Any, completions: Any, ids: Any, columns: Any) -> Any:
+        seen.append(own(prompts, completions, ids, columns))
+        return seen[-1]
+
+    adapter.part.rewards = rewards
+    samples = trainer.rollout([{"prompt": prompt} for prompt in tiny.dataset(4)["prompt"] for _ in range(4)])
+    trainer.save_model(str(tmp_path / "saved"))
+    twin = saved(kind, models["dense"], tmp_path / "saved" / "reward").eval()
+    columns = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")
+    for row, (prompt, its, answer, mask) in enumerate(zip(*(samples[name] for name in columns), strict=True)):
+        text = torch.cat([prompt[its.bool()], answer[mask.bool()]])
+        with torch.no_grad():
+            expected = twin(input_ids=text.unsqueeze(0)).logits.item()
+        assert seen[0][row] == pytest.approx(expected, rel=1e-4, abs=1e-5)  # float32, sums of 16 terms
+    assert len({round(score, 6) for score in seen[0]}) > 8
+
+
+def test_steps_are_scored_at_their_ends(models: dict[str, Path], tmp_path: Path) -> None:
+    """One token a byte: a step that ends after n characters is scored after n tokens."""
+    adapter = RewardAdapter(head="steps", splitter=by_regex(";"))
+    trainer = rewarding.build("lora", models["dense"], tmp_path, adapter=adapter, loss_type="gspo_token")
+    rewarding.stir(trainer)
+    tokenizer = tiny.tokenizer()
+    texts = ["ab;c;", "xyz", ";", ""]
+    ids = [tokenizer(text)["input_ids"] for text in texts]
+    part = adapter.part
+    part._prompts = PROMPTS
+    found = part.rewards(texts, texts, ids, {})
+    with torch.no_grad():
+        expected = part.scores(PROMPTS, ids, [[3, 5], [3], [1], []])
+    assert found[0] == StepRewards(expected[0].tolist(), [3, 5], closed=True)
+    assert found[1] == StepRewards(expected[1, :1].tolist(), [3])
+    assert found[3] == StepRewards([], [])
+    adapter.splitter = by_turn()
+    with pytest.raises(ValueError, match=r"cannot score turns.*by_blank_line"):
+        part.rewards(texts, [[{"role": "assistant", "content": text}] for text in texts], ids, {})
+
+
+def test_step_scores_become_advantages_of_tokens(models: dict[str, Path], tmp_path: Path) -> None:
+    adapter = RewardAdapter(head="steps", splitter=rewarding.STEPS)
+    trainer = rewarding.build(
+        "lora", models["dense"], tmp_path, adapter=adapter, loss_type="gspo_token", step_advantage="process"
+    )
+    rewarding.stir(trainer)
+    trainer.model.train()
+    samples = trainer.rollout([{"prompt": "1+1="}] * 16)
+    assert samples["advantages"].shape == samples["completion_ids"].shape and trainer.has_step_rewards
+    assert (samples["advantages"].std(1) > 0).any()
+
+
+def test_a_reward_function_of_a_script_may_stand_beside_it(models: dict[str, Path], tmp_path: Path) -> None:
+    trainer = rewarding.build("lora", models["dense"], tmp_path, adapter=[tiny.reward, RewardAdapter()])
+    rewarding.stir(trainer)
+    tiny.train(trainer)
+    names = {name for row in trainer.state.log_history for name in row if name.startswith("rewards/")}
+    assert names >= {"rewards/reward/mean", "rewards/reward_model/mean"}
+
+
+def test_wrong_arguments_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    def refused(message: str, *arguments: Any, **options: Any) -> None:
+        with pytest.raises(ValueError, match=message):
+            RewardAdapter(*arguments, **options)
+
+    refused(r"head='process' is unknown\. Set head to one of 'outcome', 'steps'", head="process")
+    refused(r"splitter has no effect with head='outcome'", splitter=by_blank_line())
+    refused(r"source='x' has a configuration of its own.*Give one of", "x", peft_config=object())
+    with pytest.raises(ValueError, match=r"a trainer of trl-steady, and got none"):
+        RewardAdapter()(prompts=["a"], completions=["b"], completion_ids=[[1]])
+
+    def unbuilt(message: str, kind: str = "lora", **options: Any) -> None:
+        with pytest.raises(ValueError, match=message):
+            rewarding.build(kind, models["dense"], tmp_path, **options)
+
+    unbuilt(r"reward_funcs has 2 RewardAdapters", adapter=[RewardAdapter(), RewardAdapter()])
+    unbuilt(r"peft_config of RewardAdapter: the policy has no adapter", "full", adapter=RewardAdapter(peft_config=1))
+    unbuilt(r"'reward' on the policy's base must be LoRA", adapter=RewardAdapter(peft_config=object()))
+    adapter = RewardAdapter()
+    trainer = rewarding.build("lora", models["dense"], tmp_path, adapter=adapter)
+    unbuilt(r"belongs to another trainer\. Make a RewardAdapter for each", adapter=adapter)
+    with pytest.raises(ValueError, match=r"is new, its scores are all 0, and nothing trains it"):
+        trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    unbuilt(r"is an adapter, and the policy has none", "full", adapter=RewardAdapter(tmp_path / "saved" / "reward"))
+    (tmp_path / "saved" / "reward" / "adapter_model.safetensors").unlink()
+    unbuilt(r"RewardAdapter\('.*reward'\) has no adapter_model", adapter=RewardAdapter(tmp_path / "saved" / "reward"))

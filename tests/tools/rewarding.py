@@ -1,0 +1,51 @@
+"""Trainers whose reward is a `RewardAdapter`, and a rule that labels their answers."""
+
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.tools import tiny, wide
+from trl_steady import RewardAdapter, RewardModelRefreshCallback
+from trl_steady.rewards import by_regex
+
+OPTIONS: dict[str, Any] = {
+    **{"beta": 0.04, "sync_ref_model": True, "ref_model_sync_steps": 4, "ref_model_mixup_alpha": 1.0},
+    **{"max_steps": 9, "max_completion_length": 8},
+}
+KINDS: dict[str, dict[str, Any]] = {"lora": {"lora": True}, "nf4": {"lora": True}, "full": {}}
+STEPS = by_regex("[A-Za-z]")
+
+
+def is_right(prompts: list[str], completions: list[str], **_: Any) -> list[bool]:
+    """About half of the answers, by their text."""
+    return [sum(map(ord, completion)) % 2 == 0 for completion in completions]
+
+
+def build(kind: str, folder: Path, output: Path, *, adapter: Any = None, **options: Any) -> Any:
+    """A trainer with one reward, a `RewardAdapter`. `folder` holds the model."""
+    model = wide.load(folder, "nf4") if kind == "nf4" else folder
+    built = {"reward_funcs": adapter or RewardAdapter(), **options.pop("build", {})}
+    return tiny.trainer(model, output, build=built, **{**KINDS[kind], **OPTIONS, **options})
+
+
+def refreshed(kind: str, folder: Path, output: Path, *, objective: str = "pointwise", **options: Any) -> Any:
+    """The same with the callback that retrains it. `options["refresh"]` are the callback's."""
+    how = {"label_fn": is_right, "learning_rate": 1e-2, "epochs": 2, **options.pop("refresh", {})}
+    steps = {"head": "steps", "splitter": STEPS} if objective == "steps" else {}
+    options.setdefault("adapter", RewardAdapter(**steps))
+    trainer = build(kind, folder, output, **options)
+    trainer.add_callback(RewardModelRefreshCallback(trainer, objective=objective, **how))
+    return trainer
+
+
+def refresher(trainer: Any) -> RewardModelRefreshCallback:
+    return next(own for own in trainer.callback_handler.callbacks if isinstance(own, RewardModelRefreshCallback))
+
+
+@torch.no_grad()
+def stir(trainer: Any, seed: int = 0, by: float = 0.2) -> None:
+    """Move the reward model, so that its scores differ."""
+    generator = torch.Generator().manual_seed(seed)
+    for _, parameter in trainer.reward_model.named_parameters():
+        parameter.add_(by * torch.randn(parameter.shape, generator=generator).to(parameter.dtype))
