@@ -13,6 +13,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from tests.tools import tiny, wide
 from trl_steady.reference.part import ReferencePart
+from trl_steady.reward_model.part import RewardModelPart
 
 KINDS = ("full", "lora", "nf4")
 STEPS = 18
@@ -33,9 +34,13 @@ OPTIONS: dict[str, Any] = {
 
 
 def build(kind: str, folder: Path, output: Path, **options: Any) -> Any:
-    """A trainer; `folder` holds the model."""
+    """A trainer; `folder` holds the model. `then`, a function that can be pickled, gets the trainer before it runs."""
     model = wide.load(folder, "nf4") if kind == "nf4" else folder
-    return tiny.trainer(model, output, lora=kind != "full", **{**OPTIONS, **options})
+    then = options.pop("then", None)
+    trainer = tiny.trainer(model, output, lora=kind != "full", **{**OPTIONS, **options})
+    if then is not None:
+        then(trainer)
+    return trainer
 
 
 def state(trainer: Any) -> dict[str, Any]:
@@ -46,11 +51,30 @@ def state(trainer: Any) -> dict[str, Any]:
         "reference": {pair.name: pair.reference.clone() for pair in moving.pairs()} if moving else {},
         "critic": {name: tensor.clone() for name, tensor in critic.state().items()} if critic else {},
         "kl_coef": getattr(trainer, "kl_coef", None),
+        "reward model": of_reward_model(trainer.part(RewardModelPart)),
         "optimizer": trainer.optimizer.state_dict()["state"],
         "groups": trainer.optimizer.state_dict()["param_groups"],
         "refreshes": [tuple(refresh) for refresh in trainer.reference_refreshes],
         "history": tiny.history(trainer)[:-1],  # the summary row tells of this process only
     }
+
+
+def of_reward_model(part: RewardModelPart) -> dict[str, Any]:
+    """A reward model, and what retrains it. Every process must call this function."""
+    refresher, found = part.refresher, {}
+    if part.model is not None:
+        found["weights"] = {name: tensor.clone() for name, tensor in part.model.state().items()}
+    if refresher is not None:
+        found |= {
+            "answers": [list(own) for own in refresher._all_answers()],
+            "rollouts": refresher._rollouts,
+            "refreshes": [tuple(refresh) for refresh in refresher.refreshes],
+            "optimizer": refresher.optimizer.state_dict(),
+            "seen": refresher.history.seen,
+        }
+        if refresher.history.seen and refresher.history.file.is_file():  # on the machine of the main process
+            found["history"] = torch.load(refresher.history.file)
+    return found
 
 
 def kill_before(event: str, pattern: str, count: int) -> None:

@@ -1,0 +1,229 @@
+"""A reward model that is retrained on two processes (gloo, CPU) and on one, with the same global batch."""
+
+import functools
+import os
+import random
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import PartialState
+
+from tests.distributed import processes
+from tests.distributed.test_refused import under
+from tests.distributed.test_two_processes import check_close
+from tests.reward_model import test_checkpoints
+from tests.tools import resumable, rewarding, sharded, tiny
+from trl_steady import RewardAdapter
+from trl_steady.reference.part import ReferencePart
+from trl_steady.reward_model.part import RewardModelPart
+
+GLOBAL_BATCH = 8
+RUNS: dict[str, dict[str, Any]] = {
+    "pointwise": {"kind": "lora", "objective": "pointwise"},
+    "pairs": {"kind": "full", "objective": "pairs"},
+    "steps": {"kind": "lora", "objective": "steps"},
+    "held out": {"kind": "lora", "objective": "pointwise", "refresh": {"accept": "held_out_not_worse"}},
+}
+RESUMED: dict[str, Any] = {"per_device_train_batch_size": 2, "max_steps": 10, "save_steps": 3}
+"""The reward model is retrained after step 8. Rollouts are sampled."""
+
+
+def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Answers that depend on the prompt and on the place in the global batch only."""
+    first, tokenizer = trainer.accelerator.process_index * len(prompts), trainer.processing_class
+    answers = []
+    for place, prompt in enumerate(prompts, first):
+        drawn = random.Random(f"{prompt} {place}")
+        answers.append("".join(drawn.choices("0123456789ab", k=drawn.randint(1, 8))))
+    ids = [tokenizer(answer)["input_ids"] for answer in answers]
+    return {"prompt_ids": [tokenizer(p)["input_ids"] for p in prompts], "completion_ids": ids, "logprobs": None}
+
+
+def fixed(kind: str, model: Path, output: Path, *, objective: str, refresh: Any = None) -> dict[str, Any]:
+    """What a run leaves. With two processes, each group lies on both."""
+    state = PartialState()
+    options: dict[str, Any] = {
+        "per_device_train_batch_size": GLOBAL_BATCH // state.num_processes,
+        "num_generations": GLOBAL_BATCH,
+        "steps_per_generation": 1,
+        "optim": "sgd",
+        "learning_rate": 0.1,
+        "top_k": 1,  # continuations of steps are the likeliest ones, and the same on any number of processes
+        "build": {"rollout_func": rollout},
+    }
+    how = {"replay_fraction": 0.3, "continuations": 2, "history": 16, "learning_rate": 1e-2, **(refresh or {})}
+    torch.manual_seed(0)  # the adapter of one process and of two
+    trainer = rewarding.refreshed(kind, model, output, objective=objective, refresh=how, **options)
+    rewarding.stir(trainer)
+    refresher, part, rewards, retrained = rewarding.refresher(trainer), trainer.part(RewardModelPart), [], []
+    # Adam would blow rounding up to the size of an update where the gradient is zero on paper
+    refresher.optimizer.param_groups[0]["eps"] = 1e-3
+    own_rewards, own_refresh = part.rewards, refresher.refresh
+
+    def noted_rewards(*arguments: Any) -> list[Any]:
+        rewards.append(own_rewards(*arguments))
+        return rewards[-1]
+
+    def noted_refresh(step: int) -> None:
+        own_refresh(step)
+        retrained.append(resumable.of_reward_model(part)["weights"])
+
+    part.rewards = noted_rewards  # type: ignore[method-assign]
+    trainer.part(ReferencePart).callback.before_move[:] = [noted_refresh]
+    trainer.train()
+    return {
+        "processes": (state.num_processes, state.backend),
+        "rewards": [[getattr(own, "values", [own]) for own in rows] for rows in rewards],
+        "retrained": retrained,
+        "reward model": resumable.of_reward_model(part),
+        "parameters": tiny.parameters(trainer),
+        "history": tiny.history(trainer),
+    }
+
+
+def resumed(model: Path, output: Path) -> dict[str, Any]:
+    """The end of a run, and of those that resume it inside an outer iteration: in the first, and in the second."""
+    ends = {}
+    for name, checkpoint in (("whole", None), ("first", "checkpoint-6"), ("second", "checkpoint-9")):
+        torch.manual_seed(PartialState().process_index)  # a new adapter differs between processes
+        trainer = test_checkpoints.build("lora", model, output / name, **RESUMED)
+        trainer.train(resume_from_checkpoint=checkpoint and str(output / "whole" / checkpoint))
+        ends[name] = resumable.state(trainer)
+    return ends
+
+
+def on_two_machines(model: Path, output: Path) -> dict[str, Any]:
+    """The same with a disk for each process, as if it were the only one of a machine."""
+    os.environ["LOCAL_RANK"] = "0"
+    ends, folder = {}, output / str(PartialState().process_index)
+    for name, checkpoint in (("whole", None), ("second", str(folder / "whole" / "checkpoint-9"))):
+        trainer = test_checkpoints.build("lora", model, folder / name, save_on_each_node=True, **RESUMED)
+        trainer.train(resume_from_checkpoint=checkpoint)
+        ends[name] = resumable.of_reward_model(trainer.part(RewardModelPart))
+    return ends
+
+
+def work(rank: int, *, model: Path, output: Path) -> None:
+    """Do all runs on this process, and write what each leaves."""
+    sharded.enable("DDP")
+    PartialState(cpu=True)
+    for name, options in RUNS.items():
+        torch.save(fixed(model=model, output=output / name, **options), _file(output, name, rank))
+    torch.save(resumed(model, output / "resumed"), _file(output, "resumed", rank))
+    torch.save(on_two_machines(model, output / "machines"), _file(output, "machines", rank))
+
+
+def _file(output: Path, name: str, rank: int) -> Path:
+    (output / name).mkdir(parents=True, exist_ok=True)
+    return output / name / f"rank_{rank}.pt"
+
+
+@pytest.fixture(scope="module")
+def together(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return what both processes leave of a run."""
+    output = tmp_path_factory.mktemp("two")
+    processes.run(functools.partial(work, model=models["dense"], output=output), output)
+    return lambda name: [torch.load(_file(output, name, rank)) for rank in range(2)]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_two_processes_retrain_the_reward_model_as_one_does(
+    name: str, models: dict[str, Path], tmp_path: Path, together: Any
+) -> None:
+    one, two = fixed(model=models["dense"], output=tmp_path, **RUNS[name]), together(name)
+    assert [process["processes"] for process in (one, *two)] == [(1, None), (2, "gloo"), (2, "gloo")]
+    check_rewards(one["rewards"], [process["rewards"] for process in two])
+    for part in ("retrained", "reward model", "parameters"):  # of both processes bit for bit
+        assert resumable.differences(two[0][part], two[1][part]) == [], part
+    expected, found = one["reward model"], two[0]["reward model"]
+    assert [refresh[0] for refresh in expected["refreshes"]] == [4, 8] and expected["refreshes"][1][2] > 0
+    for part in ("refreshes", "seen", "rollouts", "answers", "history"):  # tokens, labels and shares: no rounding
+        assert resumable.differences(expected[part], found[part]) == [], part
+    known = {label for labels in expected["history"]["labels"] for label in labels}
+    assert known == ({1.0} if name == "pairs" else {0.0, 1.0})
+    for weights, own in zip(one["retrained"], two[0]["retrained"], strict=True):
+        check_close(name, weights, own)
+    check_close(name, one["parameters"], two[0]["parameters"])
+    check_measures(one["history"], two[0]["history"])
+
+
+def check_rewards(one: list[list[list[float]]], two: list[list[list[list[float]]]]) -> None:
+    """Scores of all completions. The two processes have them one after the other."""
+    assert len(one) == len(two[0]) == len(two[1]) == 9
+    for whole, *halves in zip(one, *two, strict=True):
+        both = [scores for half in halves for scores in half]
+        assert len(both) == len(whole) == GLOBAL_BATCH
+        for expected, found in zip(whole, both, strict=True):  # without padding, sums are taken in another order
+            assert found == pytest.approx(expected, rel=1e-3, abs=1e-4)
+        assert max(max(scores, default=0.0) for scores in whole) - min(min(s, default=0.0) for s in whole) > 0.1
+
+
+def check_measures(one: list[dict[str, float]], two: list[dict[str, float]]) -> None:
+    assert len(one) == len(two)
+    names = set[str]()
+    for expected, found in zip(one, two, strict=True):
+        own = {name for name in expected if name.startswith(("reward", "ref/"))}
+        assert own == {name for name in found if name.startswith(("reward", "ref/"))}
+        names |= own
+        for name in own:
+            assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-4), name
+    sets = ("fresh", "replayed", "held_out")
+    assert names >= {
+        f"reward_model/{which}/{of}/{figure}"
+        for which in ("old", "new")
+        for of in sets
+        for figure in ("accuracy", "calibration_error", "loss")
+    }
+    assert "reward_model/true" in names
+
+
+def test_two_processes_resume_exactly_inside_an_outer_iteration(together: Any) -> None:
+    ends = together("resumed")
+    for process in ends:
+        for name in ("first", "second"):
+            assert resumable.differences(process["whole"], process[name]) == [], name
+        (retrained,) = process["whole"]["reward model"]["refreshes"]
+        assert retrained[0] == 8 and process["whole"]["reward model"]["answers"]
+    own = [process["whole"]["reward model"] for process in ends]
+    assert resumable.differences(*own) == []
+
+
+def test_two_machines_without_a_common_disk_resume_too(together: Any) -> None:
+    """Each saves, and only the first has the history."""
+    ends = together("machines")
+    for process in ends:
+        assert resumable.differences(process["whole"], process["second"]) == []
+    assert ["history" in process["whole"] for process in ends] == [True, False]
+    assert resumable.differences(ends[0]["whole"]["weights"], ends[1]["whole"]["weights"]) == []
+
+
+@pytest.mark.parametrize("lora", [False, True])
+@pytest.mark.parametrize(
+    ("engine", "message"),
+    [
+        (
+            {"stage": 2},
+            "RewardAdapter does not work with DeepSpeed, which would shard it without training it. Use DDP",
+        ),
+        (
+            {"stage": 3},
+            "RewardAdapter does not work with DeepSpeed, which would shard it without training it. Use DDP",
+        ),
+        ({"fsdp": 2}, "RewardAdapter does not work with FSDP, which would shard it without training it. Use DDP"),
+    ],
+)
+def test_what_shards_models_is_refused(
+    models: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    engine: dict[str, int],
+    message: str,
+    lora: bool,
+) -> None:
+    under(monkeypatch, **engine)  # type: ignore[arg-type]
+    tiny.trainer(models["dense"], tmp_path, lora=lora)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tiny.trainer(models["dense"], tmp_path, lora=lora, build={"reward_funcs": RewardAdapter()})

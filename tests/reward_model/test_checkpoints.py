@@ -1,0 +1,415 @@
+"""Runs that retrain their reward model end as the run that was never killed, wherever they were killed and resumed."""
+
+import functools
+import json
+import random
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers.trainer_utils import get_last_checkpoint
+
+from tests.tools import resumable, rewarding, tiny
+from trl_steady import RewardAdapter, RewardModelRefreshCallback
+from trl_steady.reference.part import ReferencePart
+from trl_steady.reward_model.examples import Example, History
+from trl_steady.reward_model.part import RewardModelPart
+
+SLOW = pytest.mark.slow
+Expected = Callable[[str], dict[str, Any]]
+OBJECTIVES = {"full": "pairs", "lora": "pointwise", "nf4": "steps"}
+"""The objective of each kind of run. The labels of steps draw random numbers for continuations."""
+
+
+class Handed(RewardAdapter):
+    """A reward model that one process can hand to another."""
+
+    def __init__(self, objective: str, **options: Any) -> None:
+        self.arguments = objective, options
+        steps = {"head": "steps", "splitter": rewarding.STEPS} if objective == "steps" else {}
+        super().__init__(**steps, **options)
+
+    def __reduce__(self) -> Any:
+        objective, options = self.arguments
+        return functools.partial(Handed, objective, **options), ()
+
+
+def retrain(trainer: Any, objective: str, **how: Any) -> None:
+    """Retrain the reward model, which begins with scores that differ. Auditors hear of each update and each move."""
+    rewarding.stir(trainer)
+    options = {"learning_rate": 1e-2, "epochs": 2, "replay_fraction": 0.3, "continuations": 2, "history": 8}
+    how = {"label_fn": rewarding.is_right, "objective": objective, **options, **how}
+    callback = RewardModelRefreshCallback(trainer, **how)
+    trainer.add_callback(callback)
+    tell = lambda *_: sys.audit("tests.update", f"of retraining {len(callback.refreshes) + 1}.")
+    callback.optimizer.register_step_post_hook(tell)
+    moving = trainer.part(ReferencePart).callback
+    moving.before_move.append(lambda step: sys.audit("tests.move", f"move after step {step}."))
+
+
+def options_of(kind: str, *, changes: Any = None, retrained: bool = True, **options: Any) -> dict[str, Any]:
+    """Options of a run as in tests/tools/resumable.py, with another reward. `changes` are those of the callback.
+
+    A window is 4 steps. The reward model is retrained after steps 8 and 16, each time before the reference moves.
+    """
+    how = {"objective": OBJECTIVES[kind], **(changes or {})}
+    data = {"train_dataset": tiny.dataset(6), "reward_funcs": Handed(how["objective"])}
+    then = functools.partial(retrain, **how) if retrained else rewarding.stir
+    return {"then": then, **options, "build": {**data, **options.get("build", {})}}
+
+
+def folder(kind: str, models: dict[str, Path], wide: Path) -> Path:
+    return wide if kind == "nf4" else models["dense"]
+
+
+def build(kind: str, model: Path, output: Path, **options: Any) -> Any:
+    return resumable.build(kind, model, output, **options_of(kind, **options))
+
+
+def run(kind: str, model: Path, output: Path, **options: Any) -> int:
+    return resumable.run(kind, model, output, **options, **options_of(kind))
+
+
+@pytest.fixture(scope="module")
+def expected(models: dict[str, Path], wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Expected:
+    """Return the end of a run that nothing kills."""
+
+    @functools.cache
+    def end(kind: str) -> dict[str, Any]:
+        model, output = folder(kind, models, wide), tmp_path_factory.mktemp(kind)
+        return resumable.state(tiny.train(build(kind, model, output)))
+
+    return end
+
+
+def check_end(expected: dict[str, Any], output: Path) -> None:
+    """Both have retrained the reward model twice, the second time with examples of the first."""
+    assert resumable.differences(expected, torch.load(output / "state.pt")) == []
+    first, second = expected["reward model"]["refreshes"]
+    assert (first[0], second[0]) == (8, 16) == tuple(step for step, _, _ in expected["refreshes"])
+    assert first[2] == 0 < second[2] and first[1] > 0 < second[1]
+    assert expected["reward model"]["answers"] and expected["reward model"]["rollouts"] == 5
+
+
+KILLS: dict[str, tuple[tuple[str, str, int], int]] = {
+    "between two updates of the reward model": (("tests.update", "retraining 1.", 1), 6),
+    "between two of its later updates": (("tests.update", "retraining 2.", 2), 15),
+    "while the history is written": (("os.rename", "reward_history", 1), 6),
+    "while the history is written again": (("os.rename", "reward_history", 2), 15),
+    "between the retraining and the move": (("tests.move", "step 8.", 1), 6),
+    "between the second retraining and its move": (("tests.move", "step 16.", 1), 15),
+    "while a checkpoint takes the history": (("open", "checkpoint-9/reward_history.pt", 1), 6),
+    "inside a window": (("open", "checkpoint-12/trainer_state.json", 1), 9),
+    "before a checkpoint is in its place": (("os.rename", "checkpoint-18", 2), 15),  # the first is of the reference
+}
+"""When, and where the resumed run goes on."""
+FAST = {
+    ("lora", "between two of its later updates"),
+    ("full", "while the history is written again"),
+    ("nf4", "between the retraining and the move"),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "moment"),
+    [
+        pytest.param(kind, moment, marks=[] if (kind, moment) in FAST else SLOW)
+        for kind in resumable.KINDS
+        for moment in KILLS
+    ],
+)
+def test_a_killed_run_ends_as_if_it_had_not_been(
+    kind: str, moment: str, models: dict[str, Path], wide: Path, tmp_path: Path, expected: Expected
+) -> None:
+    kill, step = KILLS[moment]
+    model = folder(kind, models, wide)
+    assert run(kind, model, tmp_path, kill=kill) == -signal.SIGKILL
+    assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / f"checkpoint-{step}")
+    assert run(kind, model, tmp_path) == 0
+    check_end(expected(kind), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "seed"),
+    [
+        pytest.param(kind, seed, marks=[] if (kind, seed) == ("lora", 0) else SLOW)
+        for kind in resumable.KINDS
+        for seed in range(8)
+    ],
+)
+def test_a_run_killed_at_a_random_moment(
+    kind: str, seed: int, models: dict[str, Path], wide: Path, tmp_path: Path, expected: Expected
+) -> None:
+    """From outside, anywhere between the first checkpoint and the end; sooner, if the run had ended by then."""
+    model, moment = folder(kind, models, wide), random.Random(seed).uniform(0, 1.5)
+    for attempt in range(10):
+        output = tmp_path / str(attempt)
+        if run(kind, model, output, kill_after=moment / 2**attempt) == -signal.SIGKILL:
+            break
+    assert get_last_checkpoint(str(output)) is not None
+    assert run(kind, model, output) == 0
+    check_end(expected(kind), output)
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps"),
+    [
+        ("lora", (4, 8, 9)),
+        ("full", (8,)),
+        *(pytest.param(kind, range(1, 12), marks=SLOW) for kind in resumable.KINDS),
+    ],
+)
+def test_every_checkpoint_resumes_exactly(
+    kind: str, steps: Sequence[int], models: dict[str, Path], wide: Path, tmp_path: Path
+) -> None:
+    """With answers of an iteration, right before the reward model is retrained, and after that."""
+    model = folder(kind, models, wide)
+    whole = tiny.train(build(kind, model, tmp_path, max_steps=12, save_steps=1))
+    unsaved = tiny.train(build(kind, model, tmp_path / "unsaved", max_steps=12, save_strategy="no"))
+    end = resumable.state(whole)
+    assert resumable.differences(end, resumable.state(unsaved)) == []  # a save changes nothing
+    for step in steps:
+        output = tmp_path / f"resumed at {step}"
+        output.mkdir()
+        for left in ("reward_history.pt", "reward_history.unfinished"):  # by a run that was killed while it wrote
+            (output / left).write_bytes(b"torn")
+        resumed = build(kind, model, output, max_steps=12, save_strategy="no")
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        assert resumable.differences(end, resumable.state(resumed)) == [], step
+
+
+METHODS: dict[str, dict[str, Any]] = {
+    "PPO": {
+        **{"num_generations": 1, "beta": 0.0, "kl_coef": 0.1, "value_init": "reward"},
+        "build": {"train_dataset": tiny.dataset(24)},
+    },
+    "RLOO": {},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_other_trainers_resume_too(method: str, models: dict[str, Path], tmp_path: Path) -> None:
+    options = {"method": method, **METHODS[method], "max_steps": 10}
+    whole = tiny.train(build("lora", models["dense"], tmp_path, save_steps=9, **options))
+    resumed = build("lora", models["dense"], tmp_path / "resumed", save_strategy="no", **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
+    assert resumable.differences(resumable.state(whole), resumable.state(resumed)) == []
+    assert len(whole.reward_refreshes) == 1
+
+
+def test_a_trainer_that_has_trained_resumes_too(models: dict[str, Path], tmp_path: Path) -> None:
+    """It has a reward model, an optimizer and a history that are ahead of the checkpoint."""
+    trainer = tiny.train(build("lora", models["dense"], tmp_path, max_steps=9, save_steps=6, changes={"history": 100}))
+    end = resumable.state(trainer)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert resumable.differences(end, resumable.state(trainer)) == []
+
+
+def test_a_reward_model_trained_before_the_policy_is_in_the_checkpoint(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """The resumed run does not train it again."""
+    whole = build("lora", models["dense"], tmp_path, max_steps=10, save_steps=3)
+    rewarding.refresher(whole).fit(list(tiny.dataset(12)))
+    whole.train()
+    assert [refresh.step for refresh in whole.reward_refreshes] == [0, 8]
+    for step in (3, 9):
+        resumed = build("lora", models["dense"], tmp_path / "resumed", max_steps=10, save_strategy="no")
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        assert resumable.differences(resumable.state(whole), resumable.state(resumed)) == [], step
+
+
+def test_metrics_between_two_logs_are_kept(models: dict[str, Path], tmp_path: Path) -> None:
+    """The figures of the retraining after step 8 are in the log after step 12, and a checkpoint is in between."""
+    options = {"max_steps": 12, "save_steps": 9, "logging_steps": 6}
+    whole = tiny.train(build("lora", models["dense"], tmp_path, **options))
+    resumed = build("lora", models["dense"], tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
+    expected, found = (
+        [{k: v for k, v in row.items() if k != "loss"} for row in tiny.history(trainer)[:-1]]
+        for trainer in (whole, resumed)  # transformers averages the loss over the steps since the resume
+    )
+    assert found == expected
+    assert {"reward_model/true", "reward_model/new/fresh/loss", "reward_model/samples"} <= found[1].keys()
+
+
+def test_dropout_of_the_base_acts_in_the_training_of_the_reward_model_alone(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """A resumed run may begin with a retraining, before transformers has switched the model to training."""
+    model = tmp_path / "model"
+    shutil.copytree(models["dense"], model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.5}))
+    whole = build("lora", model, tmp_path, max_steps=9, save_steps=8)
+    part, answers = whole.part(RewardModelPart), [list(range(60, 68)), list(range(80, 88))]
+    whole.model.train()
+    part._prompts = [[70, 71], [72]]
+    first, second = (part.adapter(["", ""], ["", ""], answers) for _ in range(2))
+    assert first == second and first[0] != first[1]
+    rewarding.refresher(whole)._answers.clear()
+    whole.train()
+    resumed = build("lora", model, tmp_path / "resumed", max_steps=9, save_strategy="no")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    assert resumable.differences(resumable.state(whole), resumable.state(resumed)) == []
+    without = build("lora", models["dense"], tmp_path / "without", max_steps=9, save_strategy="no")
+    without.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    weights = [resumable.state(trainer)["reward model"]["weights"] for trainer in (whole, without)]
+    assert resumable.differences(*weights) != []  # dropout acted
+
+
+def test_a_checkpoint_holds_the_reward_model_once(models: dict[str, Path], tmp_path: Path) -> None:
+    """PEFT would write an adapter of its own for it, without the head."""
+    for kind in ("lora", "full"):
+        trainer = tiny.train(build(kind, models["dense"], tmp_path / kind, max_steps=3))
+        checkpoint = tmp_path / kind / "checkpoint-3"
+        assert not [path for path in checkpoint.iterdir() if path.is_dir()]
+        saved = load_file(checkpoint / "reward_model.safetensors")
+        assert resumable.differences(trainer.reward_model.state(), saved) == [] and "score.weight" in saved
+        weights = "adapter_model.safetensors" if kind == "lora" else "model.safetensors"
+        with safe_open(checkpoint / weights, "pt") as policy:
+            assert not [name for name in policy.keys() if "reward" in name.split(".") or "score" in name]  # noqa: SIM118
+
+
+def test_a_history_cut_short_while_it_is_written_leaves_the_one_before(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch writes it without a word to auditors, so that the tests above cannot kill a run in the middle."""
+    one = [Example(torch.tensor([1]), [torch.tensor([2, 3])], [[2]], [1.0])]
+    history, generator = History(tmp_path / "reward_history.pt", 10), torch.Generator()
+    history.add(one, generator)
+    before = history.file.read_bytes()
+
+    def torn(stored: Any, file: Path) -> None:
+        file.write_bytes(before[: len(before) // 2])
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(torch, "save", torn)
+        history.add(one, generator)
+    assert history.file.read_bytes() == before
+
+
+# what a resume refuses
+
+
+@pytest.fixture(scope="module")
+def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders with checkpoints after steps 2, inside a window, and 4, at its end."""
+    names = ("lora", "full", "model only", "kept", "grpo", "grpo full")
+    folders = {name: tmp_path_factory.mktemp(name) for name in names}
+    steps = {"max_steps": 4, "save_steps": 2}
+    for name in ("lora", "full"):
+        tiny.train(build(name, models["dense"], folders[name], **steps))
+    tiny.train(build("lora", models["dense"], folders["model only"], save_only_model=True, **steps))
+    tiny.train(build("lora", models["dense"], folders["kept"], retrained=False, **steps))
+    for name, kind in (("grpo", "lora"), ("grpo full", "full")):
+        tiny.train(resumable.build(kind, models["dense"], folders[name], **steps))
+    return folders
+
+
+def refused(trainer: Any, checkpoint: Path, message: str) -> None:
+    """A resume is refused with this message before a step, and before anything is loaded."""
+    state = lambda: [tiny.parameters(trainer), resumable.of_reward_model(trainer.part(RewardModelPart))]
+    before = state()
+    with pytest.raises(ValueError, match=message):
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert resumable.differences(before, state()) == []
+
+
+@pytest.mark.parametrize("step", [2, 4])
+@pytest.mark.parametrize(("name", "kind"), [("grpo", "lora"), ("grpo full", "full"), ("model only", "lora")])
+def test_a_checkpoint_without_a_reward_model_is_refused(
+    models: dict[str, Path], runs: dict[str, Path], tmp_path: Path, name: str, kind: str, step: int
+) -> None:
+    message = (
+        rf"checkpoint-{step} holds no reward_model\.safetensors: it was written without a RewardAdapter, or with "
+        r"save_only_model=True, and a resume would begin with another reward model\. Begin a new run from its model\."
+    )
+    refused(build(kind, models["dense"], tmp_path), runs[name] / f"checkpoint-{step}", message)
+
+
+@pytest.mark.parametrize("step", [2, 4])
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_a_trainer_without_a_reward_model_refuses_a_checkpoint_with_one(
+    models: dict[str, Path], runs: dict[str, Path], tmp_path: Path, kind: str, step: int
+) -> None:
+    message = (
+        rf"checkpoint-{step} holds a reward model \(reward_model\.safetensors\), and reward_funcs has no "
+        r"RewardAdapter\. Build the trainer as in the run that wrote it\."
+    )
+    trainer = resumable.build(kind, models["dense"], tmp_path)
+    refused(trainer, runs[kind] / f"checkpoint-{step}", message)
+
+
+@pytest.mark.parametrize("changes", [{"r": 2}, {"target_modules": ["q_proj"]}])
+def test_another_reward_model_is_refused(
+    models: dict[str, Path], runs: dict[str, Path], tmp_path: Path, changes: dict[str, Any]
+) -> None:
+    adapter = RewardAdapter(peft_config=LoraConfig(**{**tiny.LORA, **changes}))
+    trainer = build("lora", models["dense"], tmp_path, build={"reward_funcs": adapter})
+    message = r"reward_model\.safetensors holds other weights: \d+ tensors differ .*the peft_config"
+    refused(trainer, runs["lora"] / "checkpoint-4", message)
+
+
+def test_retraining_neither_begins_nor_ends_with_a_resume(
+    models: dict[str, Path], runs: dict[str, Path], tmp_path: Path
+) -> None:
+    message = (
+        r"checkpoint-4 holds no reward_refresh\.pt: the run that wrote it did not retrain its reward model\. Resume "
+        r"without RewardModelRefreshCallback, or begin a new run from its model\."
+    )
+    refused(build("lora", models["dense"], tmp_path), runs["kept"] / "checkpoint-4", message)
+    message = (
+        r"checkpoint-4 holds a reward model that learns \(reward_refresh\.pt\), and in this run nothing trains it\. "
+        r"Add a RewardModelRefreshCallback, as in the run that wrote it\."
+    )
+    trainer = build("lora", models["dense"], tmp_path, retrained=False)
+    refused(trainer, runs["lora"] / "checkpoint-4", message)
+    resumed = build("lora", models["dense"], tmp_path, retrained=False, max_steps=5)
+    resumed.train(resume_from_checkpoint=str(runs["kept"] / "checkpoint-4"))
+    assert resumed.state.global_step == 5
+
+
+def test_another_objective_is_refused(models: dict[str, Path], runs: dict[str, Path], tmp_path: Path) -> None:
+    """The history has pairs or single answers. A batch of both would be read as one of them."""
+    trainer = build("lora", models["dense"], tmp_path, changes={"objective": "pairs"})
+    message = r"checkpoint-4 holds examples of objective='pointwise', and this run has objective='pairs'\. Set it to"
+    with pytest.raises(ValueError, match=message):
+        trainer.train(resume_from_checkpoint=str(runs["lora"] / "checkpoint-4"))
+
+
+def test_other_options_of_the_retraining_may_change(
+    models: dict[str, Path], runs: dict[str, Path], tmp_path: Path
+) -> None:
+    changes = {"replay_fraction": 0.5, "epochs": 1, "history": 4, "accept": "held_out_not_worse"}
+    trainer = build("lora", models["dense"], tmp_path, changes=changes, max_steps=17, save_strategy="no")
+    trainer.train(resume_from_checkpoint=str(runs["lora"] / "checkpoint-2"))
+    assert [refresh.step for refresh in trainer.reward_refreshes] == [8, 16]
+    assert len(rewarding.refresher(trainer).history) == 4
+
+
+def test_reentrant_checkpointing_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    """Its recomputed layers would run with the policy's adapter. A reward model of its own is not affected."""
+    options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}
+    with pytest.raises(ValueError, match=r"use_reentrant=True .* does not work with a reward model .*use_reentrant=F"):
+        build("lora", models["dense"], tmp_path, **options)
+    build("full", models["dense"], tmp_path, **options)
+
+
+def test_an_adapter_may_be_used_again_after_a_trainer_could_not_be_built(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    adapter = RewardAdapter(peft_config=LoraConfig(**tiny.LORA))
+    with pytest.raises(ValueError, match="peft_config of RewardAdapter: the policy has no adapter"):
+        build("full", models["dense"], tmp_path, build={"reward_funcs": adapter}, retrained=False)
+    trainer = build("lora", models["dense"], tmp_path, build={"reward_funcs": adapter}, retrained=False)
+    assert trainer.part(RewardModelPart).adapter is adapter
