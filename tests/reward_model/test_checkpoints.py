@@ -269,14 +269,17 @@ def test_dropout_of_the_base_acts_in_the_training_of_the_reward_model_alone(
 def test_a_checkpoint_holds_the_reward_model_once(models: dict[str, Path], tmp_path: Path) -> None:
     """PEFT would write an adapter of its own for it, without the head."""
     for kind in ("lora", "full"):
-        trainer = tiny.train(build(kind, models["dense"], tmp_path / kind, max_steps=3))
-        checkpoint = tmp_path / kind / "checkpoint-3"
-        assert not [path for path in checkpoint.iterdir() if path.is_dir()]
-        saved = load_file(checkpoint / "reward_model.safetensors")
-        assert resumable.differences(trainer.reward_model.state(), saved) == [] and "score.weight" in saved
-        weights = "adapter_model.safetensors" if kind == "lora" else "model.safetensors"
-        with safe_open(checkpoint / weights, "pt") as policy:
-            assert not [name for name in policy.keys() if "reward" in name.split(".") or "score" in name]  # noqa: SIM118
+        for moves in (True, False):  # with a moving reference, the policy's adapter is saved alone
+            output = tmp_path / f"{kind} {moves}"
+            options = {"sync_ref_model": moves, "retrained": moves, "max_steps": 3}
+            trainer = tiny.train(build(kind, models["dense"], output, **options))
+            checkpoint = output / "checkpoint-3"
+            assert not [path for path in checkpoint.iterdir() if path.is_dir()]
+            saved = load_file(checkpoint / "reward_model.safetensors")
+            assert resumable.differences(trainer.reward_model.state(), saved) == [] and "score.weight" in saved
+            weights = "adapter_model.safetensors" if kind == "lora" else "model.safetensors"
+            with safe_open(checkpoint / weights, "pt") as policy:
+                assert not [name for name in policy.keys() if "reward" in name.split(".") or "score" in name]  # noqa: SIM118
 
 
 def test_a_history_cut_short_while_it_is_written_leaves_the_one_before(
