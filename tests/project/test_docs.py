@@ -13,7 +13,7 @@ from datasets import Dataset
 
 import trl_steady
 import trl_steady.rewards
-from tests.tools import sentences, tiny
+from tests.tools import rewarding, sentences, tiny
 from tests.trainers.test_training import rollout
 from trl_steady import host
 from trl_steady.config.methods import METHODS, Method
@@ -100,7 +100,13 @@ def test_the_metrics_page_has_what_is_logged_and_nothing_else(models: dict[str, 
             {"method": "PPO", "ptx_coef": 1.0, "build": {"ptx_dataset": Dataset.from_dict({"text": ["a b"]})}},
         )
     )
-    logged, known = ours | of_sets | of_critic, theirs
+    learning = rewarding.refreshed("lora", models["dense"], tmp_path)
+    of_loop = {
+        re.sub("^(reward_model/(?:old|new))/.*", r"\1/*", name).replace("rewards/reward_model/", "rewards/reward/")
+        for row in tiny.history(tiny.train(learning))
+        for name in row
+    }
+    logged, known = ours | of_sets | of_critic | of_loop, theirs
     first_cells = [line.split("|")[1] for line in DOCS["docs/metrics.md"].splitlines() if line.startswith("|")]
     documented = set(re.findall(r"`([^`]+)`", " ".join(first_cells)))
     assert logged - known <= documented
