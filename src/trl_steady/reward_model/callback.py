@@ -9,6 +9,7 @@ from typing import Any, Literal, NamedTuple
 
 import torch
 from accelerate.utils import broadcast_object_list, gather_object
+from torch import Tensor
 from transformers import TrainerCallback
 
 from trl_steady.host.names import log_last
@@ -42,7 +43,7 @@ class RewardRefresh(NamedTuple):
     old: float | None
     """Accuracy of the old reward model on held-out examples of this iteration; None without any."""
     new: float | None
-    """Accuracy of the new one on the same."""
+    """Accuracy of the new one on the same, also if it was refused."""
 
 
 class RewardModelRefreshCallback(TrainerCallback):
@@ -137,9 +138,12 @@ class RewardModelRefreshCallback(TrainerCallback):
         first = self.trainer.accelerator.process_index * len(known)
         for i, verdict in enumerate(known):
             if verdict is not None:
-                tokens = [torch.tensor(own, dtype=torch.int32) for own in (prompt_ids[i], completion_ids[i])]
-                place = self._rollouts, first + i, (first + i) // self.trainer.num_generations
-                self._answers.append(Answer(*place, *tokens, list(ends[i]), labels[i]))
+                prompt, completion = (
+                    torch.tensor(own, dtype=torch.int32) for own in (prompt_ids[i], completion_ids[i])
+                )
+                group = (first + i) // self.trainer.num_generations
+                answer = Answer(self._rollouts, first + i, group, prompt, completion, list(ends[i]), labels[i])
+                self._answers.append(answer)
         self._rollouts += 1
 
     # an outer iteration
@@ -192,13 +196,19 @@ class RewardModelRefreshCallback(TrainerCallback):
                 UserWarning,
                 stacklevel=2,
             )
-        is_accepted = self._trained([*fresh, *replayed], sets, before, generator) if fresh else True
+        kept = self._kept()
+        if fresh:
+            fit(self._part, self.optimizer, [*fresh, *replayed], epochs=self.epochs, generator=generator)
         after = self._measured("new", sets)
+        old, new = (None if own is None else own.accuracy for own in (before["held_out"], after["held_out"]))
+        is_accepted = kept is None or self._is_not_worse(old, new)
+        if kept is not None and not is_accepted:
+            self._part.model.load(kept[0], "the reward model")  # pyright: ignore[reportOptionalMemberAccess]
+            self.optimizer.load_state_dict(kept[1])
         if self.trainer.accelerator.is_main_process:
             self.history.add(fresh, generator)
         self.history.seen = broadcast_object_list([self.history.seen])[0]
-        accuracies = [None if own is None else own.accuracy for own in (before["held_out"], after["held_out"])]
-        self.refreshes.append(RewardRefresh(step, len(fresh), len(replayed), is_accepted, *accuracies))
+        self.refreshes.append(RewardRefresh(step, len(fresh), len(replayed), is_accepted, old, new))
         self._log()
 
     def _all_answers(self) -> list[Answer]:
@@ -213,22 +223,16 @@ class RewardModelRefreshCallback(TrainerCallback):
         generator.set_state(both[1])
         return both[0]
 
-    def _trained(
-        self,
-        examples: Sequence[Example],
-        sets: Mapping[str, Sequence[Example]],
-        before: Mapping[str, Measure | None],
-        generator: torch.Generator,
-    ) -> bool:
-        """Train the reward model. Return False if its old weights were kept."""
-        asks = self.accept == "held_out_not_worse"
+    def _kept(self) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """Return copies of the reward model and its optimizer's state, if the new one may be refused."""
+        if self.accept == "always":
+            return None
         model = self._part.model
         assert model is not None
-        kept = (model.state(), copy.deepcopy(self.optimizer.state_dict())) if asks else None
-        fit(self._part, self.optimizer, examples, epochs=self.epochs, generator=generator)
-        if kept is None:
-            return True
-        old, new = before["held_out"], measure(self._part, sets["held_out"])
+        state = {name: tensor.clone() for name, tensor in model.state().items()}  # on the CPU it is not a copy
+        return state, copy.deepcopy(self.optimizer.state_dict())
+
+    def _is_not_worse(self, old: float | None, new: float | None) -> bool:
         if old is None or new is None:
             warnings.warn(
                 "accept='held_out_not_worse' has nothing to compare: this iteration has no held-out example. The new "
@@ -237,11 +241,7 @@ class RewardModelRefreshCallback(TrainerCallback):
                 stacklevel=2,
             )
             return True
-        if new.accuracy >= old.accuracy:
-            return True
-        model.load(kept[0], "the reward model")
-        self.optimizer.load_state_dict(kept[1])
-        return False
+        return new >= old
 
     def _measured(self, which: str, sets: Mapping[str, Sequence[Example]]) -> dict[str, Measure | None]:
         """Measure the reward model on each set, and note the figures for the log."""

@@ -4,7 +4,7 @@ import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate.utils import broadcast
@@ -201,7 +201,7 @@ class RewardModelPart(Part):
             batch_size: Texts that go through the model together; None for all.
         """
         assert self.model is not None
-        device, pad = self.trainer.accelerator.device, text_tokenizer(self.trainer).pad_token_id
+        device, pad = self.trainer.accelerator.device, cast(int, text_tokenizer(self.trainer).pad_token_id)
         # the score after a token is a critic's value of the next one
         longer = [[*own, pad] for own in completions]
         prompt_ids, prompt_mask = _padded(prompts, pad, "left")
