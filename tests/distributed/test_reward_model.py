@@ -3,7 +3,6 @@
 import functools
 import os
 import random
-import re
 from pathlib import Path
 from typing import Any
 
@@ -129,6 +128,7 @@ def together(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) 
     return lambda name: [torch.load(_file(output, name, rank)) for rank in range(2)]
 
 
+@pytest.mark.supports("reward model, full", "reward model, LoRA", on="DDP")
 @pytest.mark.parametrize("name", RUNS)
 def test_two_processes_retrain_the_reward_model_as_one_does(
     name: str, models: dict[str, Path], tmp_path: Path, together: Any
@@ -180,6 +180,7 @@ def check_measures(one: list[dict[str, float]], two: list[dict[str, float]]) -> 
     assert "reward_model/true" in names
 
 
+@pytest.mark.supports("reward model, LoRA", "exact resume", on="DDP")
 def test_two_processes_resume_exactly_inside_an_outer_iteration(together: Any) -> None:
     ends = together("resumed")
     for process in ends:
@@ -200,30 +201,34 @@ def test_two_machines_without_a_common_disk_resume_too(together: Any) -> None:
     assert resumable.differences(ends[0]["whole"]["weights"], ends[1]["whole"]["weights"]) == []
 
 
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize(
-    ("engine", "message"),
-    [
-        (
-            {"stage": 2},
-            "RewardAdapter does not work with DeepSpeed, which would shard it without training it. Use DDP",
-        ),
-        (
-            {"stage": 3},
-            "RewardAdapter does not work with DeepSpeed, which would shard it without training it. Use DDP",
-        ),
-        ({"fsdp": 2}, "RewardAdapter does not work with FSDP, which would shard it without training it. Use DDP"),
-    ],
+@pytest.mark.refuses(
+    "reward model, full",
+    "reward model, LoRA",
+    on=("ZeRO-2", "ZeRO-3"),
+    with pytest.raises(ValueError, match=r"RewardAdapter does not work with DeepSpeed.* Use DDP \(.*in reward_funcs"):
+    "launch --multi_gpu), or a reward model of its own in reward_funcs.",
 )
-def test_what_shards_models_is_refused(
-    models: dict[str, Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    engine: dict[str, int],
-    message: str,
-    lora: bool,
+@pytest.mark.parametrize("stage", [2, 3])
+@pytest.mark.parametrize("lora", [False, True])
+def test_deepspeed_is_refused(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int, lora: bool
 ) -> None:
-    under(monkeypatch, **engine)  # type: ignore[arg-type]
+    under(monkeypatch, stage=stage)
     tiny.trainer(models["dense"], tmp_path, lora=lora)
-    with pytest.raises(ValueError, match=re.escape(message)):
+    with pytest.raises(ValueError, match=r"RewardAdapter does not work with DeepSpeed.* Use DDP \(.* in reward_funcs"):
+        tiny.trainer(models["dense"], tmp_path, lora=lora, build={"reward_funcs": RewardAdapter()})
+
+
+@pytest.mark.refuses(
+    "reward model, full",
+    "reward model, LoRA",
+    on="FSDP2",
+    message="RewardAdapter does not work with FSDP, which would shard it without training it. Use DDP (accelerate "
+    "launch --multi_gpu), or a reward model of its own in reward_funcs.",
+)
+@pytest.mark.parametrize("lora", [False, True])
+def test_fsdp_is_refused(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: bool) -> None:
+    under(monkeypatch, fsdp=2)
+    tiny.trainer(models["dense"], tmp_path, lora=lora)
+    with pytest.raises(ValueError, match=r"RewardAdapter does not work with FSDP.* Use DDP \(.* in reward_funcs"):
         tiny.trainer(models["dense"], tmp_path, lora=lora, build={"reward_funcs": RewardAdapter()})

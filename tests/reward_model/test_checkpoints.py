@@ -1,5 +1,6 @@
 """Runs that retrain their reward model end as the run that was never killed, wherever they were killed and resumed."""
 
+import contextlib
 import functools
 import json
 import random
@@ -12,12 +13,13 @@ from typing import Any
 
 import pytest
 import torch
+import transformers
 from peft import LoraConfig
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers.trainer_utils import get_last_checkpoint
 
-from tests.tools import resumable, rewarding, tiny
+from tests.tools import critics, resumable, rewarding, tiny
 from trl_steady import RewardAdapter, RewardModelRefreshCallback
 from trl_steady.reference.part import ReferencePart
 from trl_steady.reward_model.examples import Example, History
@@ -416,3 +418,59 @@ def test_an_adapter_may_be_used_again_after_a_trainer_could_not_be_built(
         build("full", models["dense"], tmp_path, build={"reward_funcs": adapter}, retrained=False)
     trainer = build("lora", models["dense"], tmp_path, build={"reward_funcs": adapter}, retrained=False)
     assert trainer.part(RewardModelPart).adapter is adapter
+
+
+@pytest.fixture(scope="module")
+def refreshed(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A checkpoint after step 9, of a run that has retrained the reward model once."""
+    output = tmp_path_factory.mktemp("refreshed")
+    tiny.train(build("lora", models["dense"], output, max_steps=9, save_steps=9))
+    return output / "checkpoint-9"
+
+
+def test_another_size_of_the_history_is_refused(models: dict[str, Path], tmp_path: Path, refreshed: Path) -> None:
+    """A smaller one would not be uniform over what was seen."""
+    trainer = build("lora", models["dense"], tmp_path, changes={"history": 5})
+    with pytest.raises(ValueError, match=r"holds examples of history=8, and this run has history=5\. Set it to"):
+        trainer.train(resume_from_checkpoint=str(refreshed))
+
+
+def test_a_resume_may_change_the_learning_rate(models: dict[str, Path], tmp_path: Path, refreshed: Path) -> None:
+    trainer = build("lora", models["dense"], tmp_path, changes={"learning_rate": 0.5}, max_steps=10)
+    trainer.train(resume_from_checkpoint=str(refreshed))
+    optimizer = rewarding.refresher(trainer).optimizer
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5] and optimizer.state
+
+
+@pytest.mark.parametrize("saves_model_only", [False, True])
+def test_the_best_policy_gets_its_reward_model_back(
+    models: dict[str, Path], tmp_path: Path, saves_model_only: bool
+) -> None:
+    options = {
+        **{
+            "eval_strategy": "steps",
+            "save_steps": 4,
+            "eval_steps": 4,
+            "max_steps": 10,
+            "metric_for_best_model": "step",
+        },
+        **{"load_best_model_at_end": True, "greater_is_better": False, "save_only_model": saves_model_only},
+        **{"build": {"eval_dataset": tiny.dataset(4)}, "per_device_eval_batch_size": 4},
+    }
+    trainer = build("lora", models["dense"], tmp_path, **options)
+
+    class Stamp(transformers.TrainerCallback):
+        """Makes the first evaluation the best."""
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
+            metrics["eval_step"] = state.global_step
+
+    trainer.add_callback(Stamp())
+    with (
+        pytest.warns(UserWarning, match="which has no reward model") if saves_model_only else contextlib.nullcontext()
+    ):
+        trainer.train()
+    best = tmp_path / "checkpoint-4"
+    assert trainer.state.best_model_checkpoint == str(best) and len(trainer.reward_refreshes) == 1
+    if not saves_model_only:
+        assert critics.same(trainer.reward_model.state(), load_file(best / "reward_model.safetensors"))

@@ -308,6 +308,9 @@ def test_wrong_arguments_are_refused(models: dict[str, Path], tmp_path: Path) ->
     refused(r"this GRPOTrainer has none\. Put a RewardAdapter into", tiny.trainer(models["dense"], tmp_path))
     still = rewarding.build("lora", models["dense"], tmp_path, sync_ref_model=False)
     refused(r"sync_ref_model=False keeps it where it is\. Set sync_ref_model=True", still)
+    half = rewarding.build("lora", models["dense"], tmp_path)
+    half.args.fp16 = True  # transformers would refuse it on a CPU
+    refused(r"fp16=True does not work with RewardModelRefreshCallback.*Set bf16=True", half)
     refused(r"objective='best' is unknown\. Set it to one of pairs, pointwise, steps", objective="best")
     refused(r"objective='steps' trains a reward model with head='steps'.*head='outcome'", objective="steps")
     refused(r"accept='never' is unknown", accept="never")

@@ -49,6 +49,8 @@ FEATURES = {
     "PPO, LoRA": "`PPOTrainer`, LoRA",
     "PPO, quantised base": "`PPOTrainer`, LoRA (NF4 base)",
     "ptx_coef": "`ptx_coef`",
+    "reward model, full": "`RewardAdapter`, retrained, full fine-tuning",
+    "reward model, LoRA": "`RewardAdapter`, retrained, LoRA",
     "exact resume": "a resume inside a generation window",
 }
 SHOWN = {None: "tested", "CPU": "tested, on CPU", "pieces": "pieces tested", "stand-in": "tested with a stand-in"}

@@ -271,6 +271,7 @@ class RewardModelRefreshCallback(TrainerCallback):
             "rollouts": self._rollouts,
             "refreshes": [tuple(own) for own in self.refreshes],
             "objective": self.objective,
+            "history": self.history.size,
             "seen": self.history.seen,
             "optimizer": self.optimizer.state_dict(),
         }
@@ -294,20 +295,23 @@ class RewardModelRefreshCallback(TrainerCallback):
         """Restore what `save` has added.
 
         Raises:
-            ValueError: The checkpoint has none of it, or its history is of another objective.
+            ValueError: The checkpoint has none of it, or its history is of another objective or size.
         """
         self.check(folder)
         accelerator = self.trainer.accelerator
         state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
-        if state["objective"] != self.objective:
-            raise ValueError(
-                f"{folder} holds examples of objective={state['objective']!r}, and this run has "
-                f"objective={self.objective!r}. Set it to the same value, or begin a new run from its model."
-            )
+        for option, value in (("objective", self.objective), ("history", self.history.size)):
+            if state[option] != value and (option == "objective" or state["seen"]):  # an empty history fits all
+                raise ValueError(
+                    f"{folder} holds examples of {option}={state[option]!r}, and this run has {option}={value!r}. Set "
+                    "it to the same value, or begin a new run from its model."
+                )
         answers = [Answer(*own) for own in state["answers"]]
         self._answers = answers[accelerator.process_index :: accelerator.num_processes]
         self._rollouts, self.refreshes = state["rollouts"], [RewardRefresh(*own) for own in state["refreshes"]]
         self.optimizer.load_state_dict(state["optimizer"])
+        for group in self.optimizer.param_groups:
+            group["lr"] = self.learning_rate  # which may have been changed
         self.history.seen = state["seen"]
         if self.history.seen and accelerator.is_main_process:
             self.history.file.parent.mkdir(parents=True, exist_ok=True)
@@ -327,7 +331,7 @@ def _refuse(callback: RewardModelRefreshCallback, history: int) -> None:
     if trainer.part(ReferencePart).callback is None:
         raise ValueError(
             f"{name} acts before each move of the reference, and sync_ref_model={trainer.args.sync_ref_model!r} keeps "
-            "it where it is. Set sync_ref_model=True, beta above 0, and ref_model_sync_steps."
+            "it where it is. Set sync_ref_model=True, ref_model_sync_steps, and beta (or PPO's kl_coef) above 0."
         )
     if callback.objective not in _OBJECTIVES:
         raise ValueError(f"objective={callback.objective!r} is unknown. Set it to one of {', '.join(_OBJECTIVES)}.")
@@ -338,6 +342,10 @@ def _refuse(callback: RewardModelRefreshCallback, history: int) -> None:
             f"head={part.adapter.head!r}. Set one to fit the other."
         )
     args: Any = trainer.args
+    if args.fp16:
+        raise ValueError(
+            f"fp16=True does not work with {name}, which trains without a loss scale. Set bf16=True, or neither."
+        )
     is_reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant")
     if args.gradient_checkpointing and is_reentrant and part.model.adapter is not None:
         raise ValueError(

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -78,7 +79,7 @@ class RewardModelPart(Part):
         for _, parameter in self.model.named_parameters():
             parameter.data = broadcast(parameter.data)  # pyright: ignore[reportAttributeAccessIssue]
             parameter.requires_grad_(False)  # so that neither the policy's optimizer nor DDP takes it
-        trainer.add_callback(_Start(self))
+        trainer.add_callback(_Ends(self))
 
     def _made(self) -> Critic:
         policy = self.trainer.accelerator.unwrap_model(self.trainer.model)
@@ -280,8 +281,8 @@ class RewardModelPart(Part):
             self.refresher.load(checkpoint)
 
 
-class _Start(TrainerCallback):
-    """Refuses to train with a reward model that has learned nothing and never will."""
+class _Ends(TrainerCallback):
+    """Refuses to begin with a reward model that never learns, and ends with the one of the best policy."""
 
     def __init__(self, part: RewardModelPart) -> None:
         self._part = part
@@ -298,6 +299,21 @@ class _Start(TrainerCallback):
                 "RewardAdapter() is new, its scores are all 0, and nothing trains it. Give it a source, or add a "
                 "RewardModelRefreshCallback."
             )
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        part, best = self._part, state.best_model_checkpoint
+        if part.model is None or part.refresher is None or not args.load_best_model_at_end or best is None:
+            return
+        file = Path(best) / REWARD_FILE
+        if file.is_file():
+            part.model.load(load_file(file), str(file))
+            return
+        warnings.warn(
+            f"load_best_model_at_end=True has loaded the policy of {best}, which has no reward model. The trainer "
+            "keeps the last one. Set save_only_model=False to save it too.",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 def _padded(rows: Sequence[Sequence[int]], value: int, side: str) -> tuple[Tensor, Tensor]:
