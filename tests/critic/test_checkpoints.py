@@ -286,7 +286,7 @@ def test_another_critic_is_refused(models: dict[str, Path], wide: Path, runs: di
         peft_config = LoraConfig(**{**tiny.LORA, **changes})
         other = {**PLAIN, "build": {**PLAIN["build"], "value_peft_config": peft_config}}
         trainer = build("lora", models, wide, tmp_path, **other)
-        message = r"critic\.safetensors holds other weights: \d+ tensors differ .*value_peft_config, of"
+        message = r"critic\.safetensors holds other weights: \d+ tensors differ .*value_peft_config\) of"
         refused(trainer, runs["lora"] / "checkpoint-4", message)
     smaller = transformers.AutoConfig.from_pretrained(models["dense"], num_hidden_layers=1, num_labels=1)
     value_model = AutoModelForSequenceClassification.from_config(smaller)

@@ -1,28 +1,20 @@
 """The critic and the policy of `PPOTrainer` find exact values, on the two problems of docs/figures/critic.py."""
 
-import importlib.util
-import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from tests.tools import script
 from tests.tools.headroom import within
-
-SCRIPT = Path(__file__).parents[2] / "docs/figures/critic.py"
 
 
 @pytest.fixture(scope="module")
-def figure() -> Any:
-    pytest.importorskip("matplotlib", reason="needs the recipes extra")
-    spec = importlib.util.spec_from_file_location("figure_of_the_critic", SCRIPT)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # where dataclasses look for their module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+def figure() -> Iterator[Any]:
+    with script.figure("critic") as module:
+        yield module
 
 
 @pytest.fixture(scope="module")

@@ -190,7 +190,7 @@ def test_every_checkpoint_resumes_exactly(
 
 METHODS: dict[str, dict[str, Any]] = {
     "PPO": {
-        **{"num_generations": 1, "beta": 0.0, "kl_coef": 0.1, "value_init": "reward"},
+        **{"num_generations": 1, "beta": 0.0, "kl_coef": 0.1},
         "build": {"train_dataset": tiny.dataset(24)},
     },
     "RLOO": {},
@@ -361,7 +361,7 @@ def test_another_reward_model_is_refused(
 ) -> None:
     adapter = RewardAdapter(peft_config=LoraConfig(**{**tiny.LORA, **changes}))
     trainer = build("lora", models["dense"], tmp_path, build={"reward_funcs": adapter})
-    message = r"reward_model\.safetensors holds other weights: \d+ tensors differ .*the peft_config"
+    message = r"reward_model\.safetensors holds other weights: \d+ tensors differ .*configurations \(peft_config"
     refused(trainer, runs["lora"] / "checkpoint-4", message)
 
 

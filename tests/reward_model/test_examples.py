@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from trl_steady.reward_model.examples import Answer, Example, History, examples_of, held_out
+from trl_steady.reward_model.examples import Answer, Example, History, examples_of, held_out, prompts_of
 
 
 def answers(labels: list[list[float]], *, group: int = 4, rollout: int = 0) -> list[Answer]:
@@ -63,6 +63,14 @@ def test_whole_prompts_are_held_out_a_tenth_of_them() -> None:
     assert len(others) > 1
 
 
+def test_a_prompt_that_comes_again_is_held_out_each_time() -> None:
+    """Four rollouts of the same three prompts."""
+    own = [answer for rollout in range(4) for answer in answers([[1.0]] * 12, rollout=rollout)]
+    rest, out = held_out(own, 0.1, generator())
+    assert len(out) == 16 and len(rest) == 32
+    assert len(prompts_of(out)) == 1 and not prompts_of(out) & prompts_of(rest)
+
+
 @pytest.mark.parametrize(("groups", "count"), [(0, 0), (1, 0), (2, 1), (4, 1), (25, 2)])
 def test_at_least_one_prompt_is_held_out_unless_it_is_the_only_one(groups: int, count: int) -> None:
     _, out = held_out(answers([[1.0]] * groups, group=1), 0.1, generator())
@@ -73,10 +81,11 @@ def test_the_history_is_uniform_over_all_that_it_saw(tmp_path: Path) -> None:
     """100,000 kept examples, in 40 bins of arrival. A history that forgets the oldest first fails by far."""
     bins = torch.zeros(40)
     draws = generator(1)
+    offered = [example(number) for number in range(4000)]
     for _ in range(50):
         history = History(tmp_path / "history.pt", 2000)
         for start in (0, 2000):  # in parts, as refreshes come
-            history.add([example(number) for number in range(start, start + 2000)], draws)
+            history.add(offered[start : start + 2000], draws)
         kept = torch.tensor([int(own.prompt) for own in history.draw(2000, draws)])
         assert len(kept) == len(history) == len(kept.unique()) == 2000
         bins += torch.bincount(kept // 100, minlength=40)
@@ -102,6 +111,9 @@ def test_the_history_is_on_disk_and_bounded(tmp_path: Path) -> None:
         int(own.prompt[0]) for own in history.draw(5, generator())
     }
     assert len({int(own.prompt[0]) for own in history.draw(2, generator())}) == 2
+    kept = prompts_of(history.draw(5, generator()))
+    left = history.draw(5, generator(), without=set(list(kept)[:2]))
+    assert len(left) == 3 and prompts_of(left) == kept - set(list(kept)[:2])
 
 
 def test_a_replay_draws_each_example_with_the_same_chance(tmp_path: Path) -> None:

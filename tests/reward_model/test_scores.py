@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, BitsAndBytesConfig
 
@@ -112,6 +112,30 @@ def test_the_reward_of_a_rollout_is_the_score_after_the_last_token(
     assert len({round(score, 6) for score in seen[0]}) > 8
 
 
+def test_an_end_that_is_also_padding_is_not_scored(models: dict[str, Path], tmp_path: Path) -> None:
+    """transformers scores the last token that is no padding, and `RewardTrainer` trains that score."""
+    reader = tiny.tokenizer()
+    reader.pad_token = reader.eos_token
+    end = reader.eos_token_id
+    trainer = rewarding.build("lora", models["dense"], tmp_path, build={"processing_class": reader})
+    rewarding.stir(trainer)
+    trainer.save_model(str(tmp_path / "saved"))
+    twin = saved("lora", models["dense"], tmp_path / "saved" / "reward").eval()
+    twin.config.pad_token_id = end
+    ended = [[*answer, end] for answer in ANSWERS[:3]] + [ANSWERS[3], [end]]  # one is cut off, one is empty
+    prompts = [*PROMPTS, [20, 21]]
+    part = trainer.part(RewardModelPart)
+    part._prompts = prompts
+    found = part.adapter([""] * 5, [""] * 5, ended)
+    texts = [prompt + answer for prompt, answer in zip(prompts, ended, strict=True)]
+    longest = max(map(len, texts))
+    ids = torch.tensor([text + [end] * (longest - len(text)) for text in texts])
+    mask = torch.tensor([[1] * len(text) + [0] * (longest - len(text)) for text in texts])
+    with torch.no_grad():
+        expected = twin(input_ids=ids, attention_mask=mask).logits[:, 0]
+    torch.testing.assert_close(torch.tensor(found), expected, rtol=1e-5, atol=1e-5)
+
+
 def test_steps_are_scored_at_their_ends(models: dict[str, Path], tmp_path: Path) -> None:
     """One token a byte: a step that ends after n characters is scored after n tokens."""
     adapter = RewardAdapter(head="steps", splitter=by_regex(";"))
@@ -161,6 +185,8 @@ def test_wrong_arguments_are_refused(models: dict[str, Path], tmp_path: Path) ->
     refused(r"head='process' is unknown\. Set head to one of 'outcome', 'steps'", head="process")
     refused(r"splitter has no effect with head='outcome'", splitter=by_blank_line())
     refused(r"source='x' has a configuration of its own.*Give one of", "x", peft_config=object())
+    refused(r"lora_dropout=0\.3 in peft_config would have no effect", peft_config=LoraConfig(lora_dropout=0.3))
+    refused(r"modules_to_save=\['lm_head'\] in peft_config", peft_config=LoraConfig(modules_to_save=["lm_head"]))
     with pytest.raises(ValueError, match=r"a trainer of trl-steady, and got none"):
         RewardAdapter()(prompts=["a"], completions=["b"], completion_ids=[[1]])
 
@@ -177,6 +203,10 @@ def test_wrong_arguments_are_refused(models: dict[str, Path], tmp_path: Path) ->
     with pytest.raises(ValueError, match=r"is new, its scores are all 0, and nothing trains it"):
         trainer.train()
     trainer.save_model(str(tmp_path / "saved"))
+    unbuilt(r"has no score\.weight, which would be random", "full", adapter=RewardAdapter(models["dense"]))
+    unbuilt(r"value_init='reward': RewardAdapter\(\) is new", method="PPO", num_generations=1, value_init="reward")
+    with pytest.raises(ValueError, match=r"reads text only, and the dataset has 'image'"):
+        adapter(["a"], ["b"], [[1]], image=[object()])
     unbuilt(r"is an adapter, and the policy has none", "full", adapter=RewardAdapter(tmp_path / "saved" / "reward"))
     (tmp_path / "saved" / "reward" / "adapter_model.safetensors").unlink()
     unbuilt(r"RewardAdapter\('.*reward'\) has no adapter_model", adapter=RewardAdapter(tmp_path / "saved" / "reward"))

@@ -7,10 +7,14 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tools import rewarding, tiny
+import trl_steady
+from tests.tools import engines, rewarding, tiny
+from tests.tools.engines import Engine, Server
 from trl_steady import RewardAdapter
 from trl_steady.reward_model import labelling
 from trl_steady.rewards import by_regex
+
+engine, server = engines.engine, engines.server
 
 # An answer has four digits of 0 and 1, each a step. It is right if the digits before its end, in order, hold 1, 1.
 LENGTH, N = 4, 8
@@ -66,6 +70,35 @@ def test_labels_are_those_of_brute_force(
     assert sorted({tuple(labels) for labels in found}) == [(1.0, 1.0, 0.0, 0.0), (1.0, 1.0, 1.0, 0.0), (1.0,) * 4]
 
 
+def test_a_step_without_a_verdict_has_no_label(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The rule has no verdict on a continuation that begins with 0."""
+    monkeypatch.setattr(labelling, "continued", all_continuations)
+    adapter = RewardAdapter(head="steps", splitter=by_regex("[01]"))
+
+    def rule(prompts: Any, completions: list[str], **_: Any) -> list[bool | None]:
+        return [None if own.startswith("0") else "11" in own for own in completions]
+
+    trainer = rewarding.build("lora", models["dense"], tmp_path, adapter=adapter, max_completion_length=LENGTH)
+    own_answers = ["0110", "1010"]
+    ids = [tiny.tokenizer()(answer)["input_ids"] for answer in own_answers]
+    labels = labelling.label_steps(
+        trainer,
+        rule,
+        ["", ""],
+        own_answers,
+        {},
+        prompt_ids=[[5], [6]],
+        completion_ids=ids,
+        ends=[list(range(1, LENGTH + 1))] * 2,
+        known=[True, False],  # of the whole answers
+        continuations=N,
+    )
+    assert torch.tensor(labels[0]).isnan().tolist() == [True, True, True, False] and labels[0][-1] == 1.0
+    assert labels[1] == brute_force(own_answers[1])
+
+
 def test_the_policy_continues_what_it_is_given(models: dict[str, Path], tmp_path: Path) -> None:
     """Texts of unequal lengths, in chunks, by greedy decoding: as each alone."""
     trainer = rewarding.build("lora", models["dense"], tmp_path, generation_kwargs={"do_sample": False})
@@ -77,6 +110,34 @@ def test_the_policy_continues_what_it_is_given(models: dict[str, Path], tmp_path
     with torch.no_grad():
         policy = trainer.model.generate(torch.tensor([texts[0]]), do_sample=False, max_new_tokens=8)[0, 3:].tolist()
     assert policy[: len(found[0])] == found[0]
+
+
+@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
+@pytest.mark.parametrize("mode", ["colocate", "server"])
+def test_an_engine_continues_each_text(
+    mode: str, kind: str, models: dict[str, Path], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    """More texts than a rollout has, none of them in a group: each gets its own continuation."""
+    player: Engine = request.getfixturevalue("engine")
+    player.spoken = lambda prompt, number: [100 + prompt[0], 200 + number]
+    options: dict[str, Any] = {"use_vllm": True, "vllm_mode": mode}
+    if mode == "server":
+        server: Server = request.getfixturevalue("server")
+        options["vllm_server_base_url"] = server.url
+    else:
+        engines.colocate(player, request.getfixturevalue("monkeypatch"))
+    trainer = getattr(trl_steady, f"{kind}Trainer")(
+        str(models["dense"]),
+        tiny.reward,
+        tiny.arguments(getattr(trl_steady, f"{kind}Config"), tmp_path, num_generations=4, **options),
+        train_dataset=tiny.dataset(),
+        processing_class=tiny.tokenizer(),
+    )
+    trainer.model.train()
+    texts = [[10 + text // 2, 7] for text in range(20)]  # each twice
+    found = labelling.continued(trainer, texts, 4)
+    assert found == [[110 + text // 2, 200 + text % 2] for text in range(20)]
+    assert trainer.num_generations == 4
 
 
 def test_each_iteration_labels_its_steps(models: dict[str, Path], tmp_path: Path) -> None:

@@ -21,7 +21,7 @@ from trl_steady.host.adapters import POLICY_ADAPTER, base_kept, parameters_kept
 from trl_steady.host.fused_head import per_token
 from trl_steady.host.models import VALUE_ADAPTER, Scorer, is_of_lora
 
-__all__ = ["Critic", "add_value_adapter", "copied_from", "own_critic"]
+__all__ = ["Critic", "add_value_adapter", "copied_from", "own_critic", "without_dropout"]
 
 _HEAD = "score"  # the name in transformers' models for sequence classification
 _HEAD_WEIGHT = f"{_HEAD}.weight"
@@ -142,7 +142,8 @@ class Critic(Scorer):
         if other:
             raise ValueError(
                 f"{source} holds other weights: {len(other)} tensors differ in name or shape, for example "
-                f"{min(other)}. Give the model and the peft_config, or value_peft_config, of the run that wrote it."
+                f"{min(other)}. Give the model and the LoRA configurations (peft_config, value_peft_config) "
+                "of the run that wrote it."
             )
 
     def load(self, state: Mapping[str, Tensor], source: str) -> None:
@@ -263,8 +264,12 @@ def add_value_adapter(model: PeftModel, peft_config: Any, name: str = VALUE_ADAP
     return Critic(model, _head(bare.config, next(iter(own.values())).device), name)
 
 
-def own_critic(model: PreTrainedModel) -> Critic:
+def own_critic(model: PreTrainedModel, name: str = "value_model") -> Critic:
     """Return the critic of a model for sequence classification with one label. All of it is trained.
+
+    Args:
+        model: The model.
+        name: The user's name for it, for messages.
 
     Raises:
         ValueError: The model has no head named `score` for one label.
@@ -272,7 +277,7 @@ def own_critic(model: PreTrainedModel) -> Critic:
     score = getattr(model, _HEAD, None)
     if not isinstance(score, torch.nn.Linear) or score.out_features != 1 or score.bias is not None:
         raise ValueError(
-            f"value_model is a {type(model).__name__} without a head 'score' for one label. Load it with "
+            f"{name} is a {type(model).__name__} without a head 'score' for one label. Load it with "
             "AutoModelForSequenceClassification.from_pretrained(..., num_labels=1), or train an adapter (peft_config)."
         )
     head = _head(model.config, score.weight.device)
@@ -282,8 +287,19 @@ def own_critic(model: PreTrainedModel) -> Critic:
     return Critic(model, head, None)
 
 
-def copied_from(policy: PreTrainedModel) -> PreTrainedModel:
+def without_dropout(model: torch.nn.Module) -> None:
+    """Switch dropout off for good."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+
+
+def copied_from(policy: PreTrainedModel, instead: str = "value_model") -> PreTrainedModel:
     """Return a model for sequence classification whose body is a copy of the policy's, with a head of zeros.
+
+    Args:
+        policy: The policy.
+        instead: Another way out, for messages.
 
     Raises:
         ValueError: transformers has no such model of this kind.
@@ -297,8 +313,8 @@ def copied_from(policy: PreTrainedModel) -> PreTrainedModel:
             )
     except ValueError as error:
         raise ValueError(
-            f"transformers has no {type(config).__name__.removesuffix('Config')} for sequence classification, so the "
-            "critic cannot be a copy of the policy. Train adapters (peft_config), or give value_model."
+            f"transformers has no {type(config).__name__.removesuffix('Config')} for sequence classification, so "
+            f"there is no copy of the policy with a head. Train adapters (peft_config), or give {instead}."
         ) from error
     model.base_model.load_state_dict(policy.base_model.state_dict())
     torch.nn.init.zeros_(getattr(model, _HEAD).weight)

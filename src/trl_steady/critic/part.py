@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 
-from trl_steady.critic.model import Critic, add_value_adapter, copied_from, own_critic
+from trl_steady.critic.model import Critic, add_value_adapter, copied_from, own_critic, without_dropout
 from trl_steady.critic.targets import targets
 from trl_steady.functional import values
 from trl_steady.host import loss, models, shards
@@ -158,6 +158,11 @@ class CriticPart(Part):
                     "value_init='reward': the reward model is not an adapter on the policy's base. Put a "
                     "RewardAdapter into reward_funcs, or set value_init to 'policy' or to the path of a saved critic."
                 )
+            if init == "reward" and not reward.head.weight.any():
+                raise ValueError(
+                    "value_init='reward': RewardAdapter() is new, so the critic would begin with values of 0. Give "
+                    "RewardAdapter the folder of a trained reward model, or set value_init='policy'."
+                )
             if init == "reward" and peft_config is not None:
                 raise ValueError(
                     "value_init='reward' begins with the reward model's adapter and its configuration, which "
@@ -165,7 +170,7 @@ class CriticPart(Part):
                 )
             critic = add_value_adapter(policy, policy.peft_config[reward.adapter] if init == "reward" else peft_config)
             if args.disable_dropout:  # TRL has done so before there was a critic
-                _without_dropout(policy)
+                without_dropout(policy)
             if init == "reward":
                 critic.copy(reward)
             elif init != "policy":
@@ -204,7 +209,7 @@ class CriticPart(Part):
         bare: Any = critic.bare.to(trainer.accelerator.device)
         critic.head.to(trainer.accelerator.device)
         if args.disable_dropout:
-            _without_dropout(bare)
+            without_dropout(bare)
         if args.gradient_checkpointing:
             bare.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
         bare.train()
@@ -472,12 +477,6 @@ class _Updates(TrainerCallback):
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         if args.load_best_model_at_end and state.best_model_checkpoint is not None:
             self._part.load_best(Path(state.best_model_checkpoint))
-
-
-def _without_dropout(model: torch.nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
 
 
 def _with_one_more(samples: Mapping[str, Any], ends: Tensor) -> dict[str, Tensor]:

@@ -52,7 +52,8 @@ def continued(trainer: Any, prompt_ids: Sequence[Sequence[int]], chunk: int) -> 
     rest = (None, {}) if isinstance(trainer, trl.RLOOTrainer) else (None, {}, 1)  # images, their fields, answers each
     chunk = len(prompt_ids) if trainer.use_vllm else chunk
     found: list[list[int]] = []
-    with overridden(trainer, {"_rollout": None}):
+    # RLOO's trainer has the server answer every `num_generations`-th text
+    with overridden(trainer, {"_rollout": None, "num_generations": 1, "num_generations_eval": 1}):
         for start in range(0, len(prompt_ids), max(chunk, 1)):
             texts = [list(ids) for ids in prompt_ids[start : start + chunk]]
             found += completions_of(trainer._generate_single_turn(texts, *rest))

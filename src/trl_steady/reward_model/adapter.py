@@ -50,6 +50,12 @@ class RewardAdapter:
                 f"source={str(source)!r} has a configuration of its own, which peft_config would change. Give one of "
                 "them."
             )
+        for option in ("modules_to_save", "trainable_token_indices", "lora_dropout"):
+            if getattr(peft_config, option, None):
+                raise ValueError(
+                    f"{option}={getattr(peft_config, option)!r} in peft_config would have no effect: the reward model "
+                    f"has LoRA without dropout, and its head. Leave {option} unset."
+                )
         if splitter is not None and head != "steps":
             raise ValueError(f"splitter has no effect with head={head!r}. Set head='steps', or leave splitter unset.")
         self.source, self.head, self.peft_config = source, head, peft_config

@@ -12,10 +12,11 @@ from accelerate.utils import broadcast_object_list, gather_object
 from torch import Tensor
 from transformers import TrainerCallback
 
+from trl_steady.critic.part import CriticPart
 from trl_steady.host.names import log_last
 from trl_steady.host.rollouts import forget_logs
 from trl_steady.reference.part import ReferencePart
-from trl_steady.reward_model.examples import Answer, Example, History, examples_of, held_out
+from trl_steady.reward_model.examples import Answer, Example, History, examples_of, held_out, prompts_of
 from trl_steady.reward_model.labelling import label_steps, verdicts
 from trl_steady.reward_model.part import STATE_FILE, RewardModelPart
 from trl_steady.reward_model.training import Measure, fit, measure
@@ -41,7 +42,7 @@ class RewardRefresh(NamedTuple):
     accepted: bool
     """False if the old weights were kept, with `accept="held_out_not_worse"`."""
     old: float | None
-    """Accuracy of the old reward model on held-out examples of this iteration; None without any."""
+    """Accuracy of the old reward model on held-out examples of this iteration; None without any, or if it was new."""
     new: float | None
     """Accuracy of the new one on the same, also if it was refused."""
 
@@ -142,8 +143,10 @@ class RewardModelRefreshCallback(TrainerCallback):
                     torch.tensor(own, dtype=torch.int32) for own in (prompt_ids[i], completion_ids[i])
                 )
                 group = (first + i) // self.trainer.num_generations
-                answer = Answer(self._rollouts, first + i, group, prompt, completion, list(ends[i]), labels[i])
-                self._answers.append(answer)
+                # NaN: no verdict on a step
+                steps = [(end, label) for end, label in zip(ends[i], labels[i], strict=True) if label == label]
+                own = [end for end, _ in steps], [label for _, label in steps]
+                self._answers.append(Answer(self._rollouts, first + i, group, prompt, completion, *own))
         self._rollouts += 1
 
     # an outer iteration
@@ -167,10 +170,13 @@ class RewardModelRefreshCallback(TrainerCallback):
         trainer.model.train()
         share = args.generation_batch_size // trainer.accelerator.num_processes
         first = trainer.accelerator.process_index * share
+        adapting = [(part, part.kl_coef) for part in trainer.parts if isinstance(part, CriticPart)]
         for start in range(0, len(rows) - each + 1, each):
             batch = [dict(row) for row in list(rows)[start : start + each] for _ in range(trainer.num_generations)]
             trainer.rollout(batch[first : first + share])
-        forget_logs(trainer)  # which are not of training
+        forget_logs(trainer)  # these rollouts are not of training
+        for critic, kl_coef in adapting:
+            critic.kl_coef = kl_coef
         self.refresh(0)
 
     def refresh(self, step: int) -> None:
@@ -185,9 +191,10 @@ class RewardModelRefreshCallback(TrainerCallback):
         train, out = held_out(answers, _HELD_OUT, generator)
         fresh, out = (examples_of(own, self.objective, generator) for own in (train, out))
         share = self.replay_fraction / (1 - self.replay_fraction)
-        replayed = self._replayed(round(share * len(fresh)), generator)
+        replayed = self._replayed(round(share * len(fresh)), prompts_of(out), generator)
         sets = {"fresh": fresh, "replayed": replayed, "held_out": out}
-        before = self._measured("old", sets)
+        is_new = self._part.is_fresh  # it scores all answers with 0, and knows nothing
+        before = {} if is_new else self._measured("old", sets)
         if not fresh and self.trainer.accelerator.is_main_process:
             warnings.warn(
                 f"the reward model was not retrained before step {step + 1}: the {len(answers)} answers of this "
@@ -196,11 +203,12 @@ class RewardModelRefreshCallback(TrainerCallback):
                 UserWarning,
                 stacklevel=2,
             )
-        kept = self._kept()
+        kept = None if is_new else self._kept()
         if fresh:
             fit(self._part, self.optimizer, [*fresh, *replayed], epochs=self.epochs, generator=generator)
         after = self._measured("new", sets)
-        old, new = (None if own is None else own.accuracy for own in (before["held_out"], after["held_out"]))
+        of_held_out = (own.get("held_out") for own in (before, after))
+        old, new = (None if own is None else own.accuracy for own in of_held_out)
         is_accepted = kept is None or self._is_not_worse(old, new)
         if kept is not None and not is_accepted:
             self._part.model.load(kept[0], "the reward model")  # pyright: ignore[reportOptionalMemberAccess]
@@ -215,9 +223,10 @@ class RewardModelRefreshCallback(TrainerCallback):
         """Return the answers of all processes, in the order of one process."""
         return sorted(gather_object(self._answers), key=lambda own: own[:2])
 
-    def _replayed(self, count: int, generator: torch.Generator) -> list[Example]:
-        """Return examples of the history, which the main process reads for all."""
-        drawn = [self.history.draw(count, generator) if self.trainer.accelerator.is_main_process else None]
+    def _replayed(self, count: int, held: set[tuple[int, ...]], generator: torch.Generator) -> list[Example]:
+        """Return examples of the history, not of held-out prompts. The main process reads them for all."""
+        is_main = self.trainer.accelerator.is_main_process
+        drawn = [self.history.draw(count, generator, without=held) if is_main else None]
         state = [generator.get_state()]
         both: list[Any] = broadcast_object_list([*drawn, *state])
         generator.set_state(both[1])
@@ -279,33 +288,34 @@ class RewardModelRefreshCallback(TrainerCallback):
         if self.history.seen and self.trainer.accelerator.is_main_process:  # other machines may save, and have none
             shutil.copyfile(self.history.file, folder / HISTORY_FILE)
 
-    def check(self, folder: Path) -> None:
-        """Refuse a checkpoint that `load` could not use, before anything is loaded from it.
+    def check(self, folder: Path) -> dict[str, Any]:
+        """Return what a checkpoint holds, before anything is loaded from it.
 
         Raises:
-            ValueError: The checkpoint is of a run without this callback.
+            ValueError: The checkpoint is of a run without this callback, or its history is of another objective or
+                size.
         """
         if not (folder / STATE_FILE).is_file():
             raise ValueError(
                 f"{folder} holds no {STATE_FILE}: the run that wrote it did not retrain its reward model. Resume "
                 "without RewardModelRefreshCallback, or begin a new run from its model."
             )
-
-    def load(self, folder: Path) -> None:
-        """Restore what `save` has added.
-
-        Raises:
-            ValueError: The checkpoint has none of it, or its history is of another objective or size.
-        """
-        self.check(folder)
-        accelerator = self.trainer.accelerator
-        state = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
+        state: dict[str, Any] = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
         for option, value in (("objective", self.objective), ("history", self.history.size)):
             if state[option] != value and (option == "objective" or state["seen"]):  # an empty history fits all
                 raise ValueError(
                     f"{folder} holds examples of {option}={state[option]!r}, and this run has {option}={value!r}. Set "
                     "it to the same value, or begin a new run from its model."
                 )
+        return state
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` has added.
+
+        Raises:
+            ValueError: As `check`.
+        """
+        state, accelerator = self.check(folder), self.trainer.accelerator
         answers = [Answer(*own) for own in state["answers"]]
         self._answers = answers[accelerator.process_index :: accelerator.num_processes]
         self._rollouts, self.refreshes = state["rollouts"], [RewardRefresh(*own) for own in state["refreshes"]]

@@ -1,7 +1,7 @@
 """Labelled answers, the examples that a reward model learns from, and the history that is replayed."""
 
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["Answer", "Example", "History", "examples_of", "held_out"]
+__all__ = ["Answer", "Example", "History", "examples_of", "held_out", "prompts_of"]
 
 
 class Answer(NamedTuple):
@@ -65,15 +65,23 @@ def examples_of(answers: Sequence[Answer], objective: str, generator: torch.Gene
 
 
 def held_out(answers: Sequence[Answer], share: float, generator: torch.Generator) -> tuple[list[Answer], list[Answer]]:
-    """Return the answers to train on, and those to measure with: all answers of a share of the groups, at least one.
+    """Return the answers to train on, and those to measure with: all answers to a share of the prompts, at least one.
 
-    With fewer than two groups, none is held out.
+    With fewer than two prompts, none is held out.
     """
-    groups = list(_groups(answers))
+    of_prompts: dict[tuple[int, ...], list[Answer]] = {}
+    for own in answers:
+        of_prompts.setdefault(tuple(own.prompt.tolist()), []).append(own)
+    groups = list(of_prompts.values())
     count = max(1, round(share * len(groups))) if len(groups) > 1 else 0
     chosen = set(torch.randperm(len(groups), generator=generator)[:count].tolist())
     rest, out = ([g for n, g in enumerate(groups) if (n in chosen) == is_out] for is_out in (False, True))
     return [own for group in rest for own in group], [own for group in out for own in group]
+
+
+def prompts_of(rows: Iterable[Answer | Example]) -> set[tuple[int, ...]]:
+    """Return the token ids of the prompts."""
+    return {tuple(own.prompt.tolist()) for own in rows}
 
 
 def _groups(answers: Sequence[Answer]) -> Iterator[list[Answer]]:
@@ -101,11 +109,13 @@ class History:
     def __len__(self) -> int:
         return min(self.seen, self.size)
 
-    def draw(self, count: int, generator: torch.Generator) -> list[Example]:
-        """Return `count` different examples, or all if there are fewer."""
+    def draw(
+        self, count: int, generator: torch.Generator, *, without: Collection[tuple[int, ...]] = ()
+    ) -> list[Example]:
+        """Return `count` different examples, or all if there are fewer, not of the prompts `without`."""
         if not len(self) or not count:
             return []
-        kept = self._read()
+        kept = [own for own in self._read() if not without or tuple(own.prompt.tolist()) not in without]
         return [kept[i] for i in torch.randperm(len(kept), generator=generator)[:count].tolist()]
 
     def add(self, examples: Sequence[Example], generator: torch.Generator) -> None:

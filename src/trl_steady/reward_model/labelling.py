@@ -52,7 +52,9 @@ def label_steps(
     """Return labels of the steps of this process's answers: does any of N continuations from its end come out right?
 
     The policy continues all steps but the last of each answer at once. A step that ends its answer has the answer's
-    label. Math-Shepherd (arXiv 2312.08935). Every process must call this function.
+    label. NaN: the rule has no verdict on any continuation. Math-Shepherd (arXiv 2312.08935).
+
+    Every process must call this function.
 
     Args:
         trainer: The trainer.
@@ -93,7 +95,8 @@ def label_steps(
     }
     found = verdicts(label_fn, [prompts[row] for row in rows], as_completions, repeated) if rows else []
     reached = torch.tensor([verdict is True for verdict in found]).view(-1, continuations)
-    of_open: Iterator[float] = iter(step_labels(reached).tolist())
+    is_known = torch.tensor([verdict is not None for verdict in found]).view(-1, continuations).any(1)
+    of_open: Iterator[float] = iter(step_labels(reached).where(is_known, torch.nan).tolist())
     return [
         [next(of_open) if end < len(completion_ids[row]) else float(known[row] is True) for end in own]
         for row, own in enumerate(ends)

@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForSequenceClassification, TrainerCallback
 
-from trl_steady.critic.model import Critic, add_value_adapter, copied_from, own_critic
+from trl_steady.critic.model import Critic, add_value_adapter, copied_from, own_critic, without_dropout
 from trl_steady.host.models import REWARD_ADAPTER, is_of_lora, text_tokenizer
 from trl_steady.host.part import Part, Rollout
 from trl_steady.host.rollouts import noting_prompts
@@ -94,7 +94,8 @@ class RewardModelPart(Part):
                 model.load_pretrained(Path(source), f"RewardAdapter({str(source)!r})")
             for name, module in policy.named_modules():
                 if isinstance(module, torch.nn.Dropout) and is_of_lora(name, REWARD_ADAPTER):
-                    module.p = 0.0  # a score is not random
+                    module.p = 0.0  # as in TRL's RewardTrainer
+            policy.peft_config[REWARD_ADAPTER].lora_dropout = 0.0  # pyright: ignore[reportAttributeAccessIssue]
             return model
         if config is not None:
             raise ValueError(
@@ -102,7 +103,7 @@ class RewardModelPart(Part):
                 "Give the trainer a peft_config too, or leave it unset."
             )
         if source is None:
-            whole = copied_from(policy)
+            whole = copied_from(policy, "RewardAdapter a source")
         elif (Path(source) / "adapter_config.json").is_file():
             raise ValueError(
                 f"RewardAdapter({str(source)!r}) is an adapter, and the policy has none. Train the policy with "
@@ -110,8 +111,19 @@ class RewardModelPart(Part):
             )
         else:
             how: dict[str, Any] = {"dtype": policy.dtype, "attn_implementation": policy.config._attn_implementation}
-            whole = AutoModelForSequenceClassification.from_pretrained(source, num_labels=1, **how)
-        model = own_critic(whole.eval())
+            whole, found = AutoModelForSequenceClassification.from_pretrained(
+                source, num_labels=1, output_loading_info=True, **how
+            )
+            if found["missing_keys"]:
+                raise ValueError(
+                    f"RewardAdapter({str(source)!r}) has no {', '.join(sorted(found['missing_keys'])[:3])}, which "
+                    "would be random. Give a model for sequence classification with one label, or RewardAdapter() for "
+                    "a new one."
+                )
+        model, args = own_critic(whole.eval(), f"RewardAdapter({str(source)!r})"), self.trainer.args
+        without_dropout(model.bare)
+        if args.gradient_checkpointing:
+            model.bare.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
         model.bare.to(self.trainer.accelerator.device)
         model.head.to(self.trainer.accelerator.device)
         return model
@@ -133,6 +145,17 @@ class RewardModelPart(Part):
         self, prompts: Sequence[Any], completions: Sequence[Any], ids: Sequence[list[int]], columns: Mapping[str, Any]
     ) -> list[Any]:
         """Return what the reward model returns as a reward function of TRL."""
+        # rows with text alone have None or []; an image may have no truth value
+        images = [
+            name
+            for name in ("image", "images")
+            if any(own is not None and not (isinstance(own, list) and not own) for own in columns.get(name) or ())
+        ]
+        if images:
+            raise ValueError(
+                f"RewardAdapter reads text only, and the dataset has {images[0]!r}. Use a reward model of its own in "
+                "reward_funcs."
+            )
         if len(self._prompts) != len(ids):
             raise ValueError(
                 f"RewardAdapter got {len(ids)} completions, and this rollout has {len(self._prompts)}. Return one "
@@ -142,7 +165,7 @@ class RewardModelPart(Part):
             self._steps(number, content, own)
             for number, (content, own) in enumerate(zip(completions, ids, strict=True))
         ]
-        ends = [[len(own)] if of is None else of[1] for of, own in zip(steps, ids, strict=True)]
+        ends = [[self._length(own)] if of is None else of[1] for of, own in zip(steps, ids, strict=True)]
         training = self.trainer.model.training
         size = self.trainer.args.per_device_train_batch_size
         size = size if training else self.trainer.args.per_device_eval_batch_size
@@ -154,6 +177,14 @@ class RewardModelPart(Part):
         if self.adapter.head == "outcome":
             return [row[0] for row in found]
         return [of[0].rewards(row[: len(own)]) for of, own, row in zip(steps, ends, found, strict=True) if of]
+
+    def _length(self, ids: list[int]) -> int:
+        """Return the number of tokens up to the last that is no padding, whose score transformers takes.
+
+        An end of sequence that is also the padding token counts as padding there.
+        """
+        pad = text_tokenizer(self.trainer).pad_token_id
+        return next((n for n in range(len(ids), 0, -1) if ids[n - 1] != pad), 0)
 
     def _steps(self, number: int, content: Any, ids: list[int]) -> tuple[Steps, list[int]] | None:
         """Return the steps of a completion, and how many tokens there are before the end of each."""
@@ -171,11 +202,8 @@ class RewardModelPart(Part):
 
     @contextlib.contextmanager
     def dropping_out(self, acts: bool) -> Iterator[None]:
-        """Switch the dropout of the policy's base on or off, whatever the trainer is doing. A score is not random."""
+        """Switch dropout and recomputation on or off, whatever the trainer is doing. A score is not random."""
         assert self.model is not None
-        if self.model.adapter is None:  # a model of its own has none
-            yield
-            return
         bare = self.model.bare
         before = [(module, module.training) for module in bare.modules()]
         bare.train(acts)
@@ -293,6 +321,13 @@ class _Ends(TrainerCallback):
             raise ValueError(
                 "RewardModelRefreshCallback was made, and is not among the trainer's callbacks. Add it with "
                 "trainer.add_callback(...)."
+            )
+        if refresher is not None and part.is_fresh and state.global_step == 0 and args.process_index == 0:
+            warnings.warn(
+                "RewardAdapter() is new: all its scores are 0, and the policy learns nothing from them before the "
+                "first refresh. Call the callback's fit(rows) before train().",
+                UserWarning,
+                stacklevel=2,
             )
         if refresher is None and part.is_fresh:
             raise ValueError(

@@ -1,6 +1,6 @@
 """Training and measuring a reward model on examples, on all processes."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -39,7 +39,8 @@ def fit(
         part: The part whose reward model learns.
         optimizer: An optimizer of the reward model's parameters.
         examples: The same on all processes.
-        epochs: Passes over the examples, each in another order.
+        epochs: Passes over the examples, each in another order. With `share_prompts`, answers to one prompt come
+            together, so that a pass computes it once. InstructGPT (arXiv 2203.02155, section 3.5) does so too.
         generator: Draws the orders. The same on all processes.
     """
     trainer = part.trainer
@@ -54,7 +55,7 @@ def fit(
             parameter.requires_grad_(True)
         try:
             for _ in range(epochs):
-                order = torch.randperm(len(examples), generator=generator).tolist()
+                order = _order(examples, generator, together=args.share_prompts)
                 for start in range(0, len(order), batch):
                     rows = [examples[i] for i in order[start : start + batch]]
                     _step(part, optimizer, parameters, rows)
@@ -65,6 +66,15 @@ def fit(
                 parameter.grad = None
 
 
+def _order(examples: Sequence[Example], generator: torch.Generator, *, together: bool) -> list[int]:
+    """Return the numbers of the examples in a random order, those of one prompt together if asked."""
+    groups: dict[Any, list[int]] = {}
+    for number, own in enumerate(examples):
+        groups.setdefault(tuple(own.prompt.tolist()) if together else number, []).append(number)
+    listed = list(groups.values())
+    return [number for i in torch.randperm(len(listed), generator=generator).tolist() for number in listed[i]]
+
+
 def _step(
     part: RewardModelPart, optimizer: torch.optim.Optimizer, parameters: list[Any], rows: Sequence[Example]
 ) -> None:
@@ -72,10 +82,9 @@ def _step(
     optimizer.zero_grad()
     total = sum(len(own.labels) for own in rows)
     own = rows[accelerator.process_index :: accelerator.num_processes]
-    size = max(1, args.per_device_train_batch_size // max(len(row.completions) for row in rows))
-    for start in range(0, len(own), size):
+    for micro_batch in _micro_batches(own, args.per_device_train_batch_size, args.token_budget):
         with part.trainer.until_backward_ends():
-            losses, _, _ = _losses(part, own[start : start + size])
+            losses, _, _ = _losses(part, micro_batch)
             (losses.sum() / total).backward()
     for parameter in parameters:
         if parameter.grad is None:  # of an expert that no token has reached
@@ -85,6 +94,22 @@ def _step(
     if args.max_grad_norm > 0:
         torch.nn.utils.clip_grad_norm_(parameters, args.max_grad_norm)
     optimizer.step()
+
+
+def _micro_batches(rows: Sequence[Example], size: int, budget: int | None) -> Iterator[list[Example]]:
+    """Cut a batch where it has `size` answers, or where `token_budget` would be exceeded. An example stays whole."""
+    cut: list[Example] = []
+    answers = tokens = 0
+    for row in rows:
+        count = len(row.completions)
+        length = sum(len(row.prompt) + len(completion) + 1 for completion in row.completions)  # one more is scored
+        if cut and (answers + count > size or (budget is not None and tokens + length > budget)):
+            yield cut
+            cut, answers, tokens = [], 0, 0
+        cut.append(row)
+        answers, tokens = answers + count, tokens + length
+    if cut:
+        yield cut
 
 
 def _losses(part: RewardModelPart, rows: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
