@@ -42,7 +42,7 @@ def train(
         args,
         problems,
         test,
-        quantization_config=smollm2.NF4 if recipe.quantised else None,
+        quantization_config=smollm2.nf4() if recipe.quantised else None,
         peft_config=recipe.adapter,
     )
     run.train(trainer, callbacks(trainer))

@@ -14,7 +14,12 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 
-NF4 = BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=torch.bfloat16)
+
+def nf4() -> BitsAndBytesConfig:
+    """Return NF4 with bf16 compute, or with float32 on a CPU without AVX-512, where bf16 is slow."""
+    is_slow = not torch.cuda.is_available() and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
+    dtype = torch.float32 if is_slow else torch.bfloat16
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
 
 
 def gguf() -> Path:
@@ -31,7 +36,7 @@ def load(folder: Path, *, quantised: bool = True) -> tuple[PreTrainedModel, PreT
 
     Args:
         folder: Folder for the unpacked weights and the tokenizer. An adapter trained on them refers to it as its base.
-        quantised: If True, NF4 with bf16 compute; otherwise bf16 on CUDA and float32 on CPU.
+        quantised: If True, `nf4()`; otherwise bf16 on CUDA and float32 on CPU.
     """
     file = gguf()
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, padding_side="left")
@@ -56,7 +61,7 @@ def _model(folder: Path, quantised: bool) -> PreTrainedModel:
     cuda = torch.cuda.is_available()
     return LlamaForCausalLM.from_pretrained(
         folder,
-        quantization_config=NF4 if quantised else None,
+        quantization_config=nf4() if quantised else None,
         dtype=torch.bfloat16 if cuda and not quantised else torch.float32,
         device_map="cuda:0" if cuda else None,
     )

@@ -108,7 +108,7 @@ PANELS = (
     ),
     (
         _panel(checks, "Accuracy on held-out problems (greedy)", is_share=True),
-        _panel(knowledge, "Accuracy of the reward model on the policy's new answers", is_share=True),
+        _panel(knowledge, "Accuracy of the reward model on new answers", is_share=True),
     ),
 )
 

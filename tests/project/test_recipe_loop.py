@@ -157,11 +157,29 @@ def test_arms_that_begin_with_different_reward_models_are_refused(recipes: Any) 
 
 def test_the_recorded_runs_are_what_the_readme_says(recipes: Any) -> None:
     readme = (FOLDER / "README.md").read_text().replace(" %", "%")
-    runs = [json.loads(file.read_text()) for file in sorted((FOLDER / "results").glob("*-seed?.json"))]
-    assert bool(runs) != ("## Accuracy of three seeds\n\n**Not yet run.**" in readme)
-    for own in runs:
-        cells = [own["objective"]["arm"].replace("_", " "), str(own["seed"])]
-        for row in own["accuracy"].values():
-            cells += [f"{row['before']:.1%}", f"{row['after']:.1%}", f"{100 * row['difference']:+.1f}"]
-            cells += [f"{100 * row['low']:+.1f} to {100 * row['high']:+.1f}"]
-        assert f"| {' | '.join(cells)} |" in readme
+    recorded = {
+        (arm, seed): json.loads((FOLDER / f"results/{arm}-seed{seed}.json").read_text())
+        for arm in recipes.arms.ARMS
+        for seed in range(3)
+    }
+    assert len(list((FOLDER / "results").glob("*.json"))) == len(recorded)
+    ways = ("sampled at temperature 1, 2 each", "greedy")
+    for arm in recipes.arms.ARMS:
+        shares = [[recorded[arm, seed]["accuracy"][way]["after"] for way in ways] for seed in range(3)]
+        shares.append([sum(own) / 3 for own in zip(*shares, strict=True)])
+        assert f"| `{arm}` | {' | '.join(f'{share:.1%}' for own in shares for share in own)} |" in readme
+    assert "43.2%, 39.2% and 37.5% sampled, and 68.5% greedy" in readme
+    found = recipes.arms.differences(list(recorded.values()))
+    for other in ("frozen", "without_replay", "rule"):
+        for way in ways:
+            rows = [found[(other, "retrained", seed, way)] for seed in ("0", "1", "2", "mean")]
+            cells = [f"{100 * d.difference:+.1f} ({100 * d.low:+.1f} to {100 * d.high:+.1f})" for d in rows]
+            assert f"| `retrained` | `{other}` | {way.split()[0]} | {' | '.join(cells)} |" in readme
+    _, args = parse(recipes, "smollm2-135m")
+    for (arm, seed), own in recorded.items():
+        before = [f"{own['accuracy'][way]['before']:.1%}" for way in ways]
+        assert before == [("43.2%", "39.2%", "37.5%")[seed], "68.5%"]
+        settings = own["objective"]
+        assert settings["arm"] == arm and own["seed"] == seed
+        names = recipes.deepseekmath_loop.OBJECTIVE
+        assert {name: settings[name] for name in names} == {name: getattr(args, name) for name in names}
