@@ -1,0 +1,389 @@
+"""docs/evidence.md shows what docs/figures/evidence computes, and what is computed is right."""
+
+import importlib
+import itertools
+import math
+import re
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.tools.batches import Batch, Evaluate
+from tests.tools.headroom import within
+
+DOCS = Path(__file__).parents[2] / "docs"
+SCRIPTS = ("staleness", "mismatch", "truncation", "routes", "lengths", "long", "thresholds")
+INF = math.inf
+EXACT = 1e-12
+
+
+@pytest.fixture(scope="module")
+def evidence() -> Iterator[Any]:
+    """The modules of docs/figures/evidence by their names."""
+    folder = str(DOCS / "figures/evidence")
+    names = ("exact", "shown", *SCRIPTS)
+    sys.path.insert(0, folder)
+    yield type("Evidence", (), {name: importlib.import_module(name) for name in names})
+    sys.path.remove(folder)
+    for name in names:
+        del sys.modules[name]
+
+
+def coin(evidence: Any, **options: Any) -> Any:
+    """Return a task of one token, 1 of which earns 1, the policy at 1/2, and the pass with a sampler at 1/4."""
+    task = evidence.exact.Task.of(2, 1, lambda _: torch.tensor([0.0, 1.0], dtype=torch.float64))
+    theta, other = torch.zeros(1, 2, dtype=torch.float64), torch.tensor([[3.0, 1.0]], dtype=torch.float64).log()
+    softmax = evidence.exact.softmax
+    old = other if options.get("stale") else theta
+    given = evidence.exact.Pass.of(task, softmax, theta, softmax(old), softmax(other))
+    return task, given, task.gradient(softmax, theta)
+
+
+def close(outcome: Tensor, *expected: float) -> bool:
+    """Compare bias, 1 - cosine and variance."""
+    return within((outcome[: len(expected)] - torch.tensor(expected, dtype=torch.float64)).abs(), EXACT)
+
+
+# ---------------------------------------------------------------------------------------------------------- by hand
+
+
+def test_staleness_by_hand(evidence: Any) -> None:
+    """True: p (1 - p) = 1/4 on the logit of token 1, and -1/4 on the other. The mean reward is 1/4, A = -1/4, 3/4.
+
+    No ratio: 1/4 * 3/4 * 1/2 + 3/4 * 1/4 * 1/2 = 3/16, three quarters of 1/4. With the ratios 2/3 and 2 it is
+    1/2 * 3/4 * 1/2 + 1/2 * 1/4 * 1/2 = 1/4. Its second moment is 1/4 * (2 * 3/4)^2 / 2 + 3/4 * (2/3 * 1/4)^2 / 2 =
+    7/24, so its variance is 7/24 - 1/8 = 1/6, and 4/3 of |true|^2 = 1/8. A clip at 0.2 stops both tokens.
+    """
+    task, given, true = coin(evidence, stale=True)
+    assert within((true - torch.tensor([[-0.25, 0.25]])).abs(), EXACT)
+    Method = evidence.exact.Method
+    assert close(Method("none").outcome(given, task, true), 1 / 4, 0, 3 / 16)
+    for name in ("token", "gspo", "gspo_token", "product"):  # the same for one token
+        assert close(Method(name, INF).outcome(given, task, true), 0, 0, 4 / 3)
+    assert close(Method("gmpo", INF).outcome(given, task, true), 0, 0, 4 / 3)
+    for clipped in (Method(), Method("gspo"), Method("gspo_token"), Method("gmpo", 0.4)):
+        assert close(clipped.outcome(given, task, true), 1, 1, 0)
+    # ln 1.5 = 0.405: the lower clip of GMPO at 0.41 lets token 0 through, 3/4 * 2/3 * 1/4 * 1/2 = 1/16
+    assert close(Method("gmpo", 0.41).outcome(given, task, true), 3 / 4, 0)
+    # token 0 has A < 0 and ln(3/4 / 1/2) = 0.405 above the threshold: what is left is 1/2 * 3/4 * 1/2 = 3/16
+    assert close(Method("token", INF, off_policy_mask_threshold=0.4).outcome(given, task, true), 1 / 4, 0)
+    assert close(Method("token", INF, off_policy_mask_threshold=0.41).outcome(given, task, true), 0, 0)
+
+
+def test_mismatch_by_hand(evidence: Any) -> None:
+    """The weights are 2/3 and 2. Without them 3/16 of 1/4; a limit of 3/2 leaves 9/64 + 4/64 = 13/64 of 16/64."""
+    task, given, true = coin(evidence)
+    Method = evidence.exact.Method
+    assert close(Method().outcome(given, task, true), 1 / 4, 0, 3 / 16)
+    for kind, limit, bias in itertools.product(("token", "sequence"), (3.0, 1.5), (0.0,)):
+        options = {"vllm_importance_sampling_clip_max": limit}
+        truncated = Method(vllm_importance_sampling_mode=f"{kind}_truncate", **options).outcome(given, task, true)
+        masked = Method(vllm_importance_sampling_mode=f"{kind}_mask", **options).outcome(given, task, true)
+        assert close(truncated, bias if limit == 3 else 3 / 16, 0)
+        assert close(masked, bias if limit == 3 else 3 / 4, 0)  # 4/64 of 16/64 is left
+    # the veto drops token 0, the geometric mask token 1: 3/32 of 8/32 is left
+    assert close(Method(token_veto_threshold=0.7).outcome(given, task, true), 5 / 8, 0)
+    assert close(Method(geometric_mask_range=(0.5, 1.9)).outcome(given, task, true), 5 / 8, 0)
+    assert close(Method(token_veto_threshold=0.6, geometric_mask_range=(0.6, 2.1)).outcome(given, task, true), 1 / 4)
+
+
+def test_the_weights_of_two_tokens_by_hand(evidence: Any) -> None:
+    """Ratios 2 and 2: the product is 4, above the limit of 3."""
+    double = torch.full((1, 2), 2.0, dtype=torch.float64).log()
+    zero = torch.zeros_like(double)
+    given = evidence.exact.Pass(zero, double, zero, zero)
+    mask = torch.ones(1, 2, dtype=torch.bool)
+    modes = {"token_truncate": [2, 2], "token_mask": [2, 2], "sequence_truncate": [3], "sequence_mask": [0]}
+    for mode, expected in modes.items():
+        method = evidence.exact.Method(vllm_importance_sampling_mode=mode)
+        assert within((method.engine_weights(given, mask) - torch.tensor(expected)).abs(), EXACT)
+
+
+def test_truncation_by_hand(evidence: Any) -> None:
+    """Probabilities 1/2, 3/10, 1/5; token 1 earns 1. Top-p 0.8 keeps two tokens with 5/8 and 3/8.
+
+    All tokens: 3/8 * 5/8 * ((-0.5, 0.7, -0.2) - (0.5, -0.3, -0.2)) = 15/64 * (-1, 1, 0), which is also the gradient
+    of the truncated policy. That of the policy of all tokens is 0.3 * (-0.5, 0.7, -0.2). The weight is 4/5.
+    """
+    exact, truncation = evidence.exact, evidence.truncation
+    theta = torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64).log()
+    is_kept = truncation.top_p_sets(exact.softmax(theta), 0.79)
+    assert is_kept.tolist() == [[True, True, False]]
+    task = exact.Task.of(3, 1, lambda _: torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64))
+    drawn = exact.Task(task.tokens[:2], task.mask[:2], task.prefixes[:2], task.rewards[:2])
+    policy = truncation.kept_policy(is_kept)
+    assert within((policy(theta)[0, :2].exp() - torch.tensor([5 / 8, 3 / 8])).abs(), EXACT)
+    true = torch.tensor([-15 / 64, 15 / 64, 0], dtype=torch.float64)
+    full = torch.tensor([-0.15, 0.21, -0.06], dtype=torch.float64)
+    assert within((task.gradient(exact.softmax, theta) - full).abs(), EXACT)
+    given = exact.Pass.of(drawn, exact.softmax, theta, exact.softmax(theta), policy(theta))
+    kept = exact.Pass.of(drawn, policy, theta, policy(theta))
+    away = math.dist((-15 / 64, 15 / 64, 0), (-0.15, 0.21, -0.06)) / math.hypot(-0.15, 0.21, -0.06)
+    truncate = exact.Method(vllm_importance_sampling_mode="token_truncate")
+    for passes in (given, kept):
+        assert close(exact.Method().outcome(passes, drawn, true), 0, 0)
+        assert close(exact.Method().outcome(passes, drawn, full), away)
+    assert close(truncate.outcome(given, drawn, true), 1 / 5, 0)
+    assert close(truncate.outcome(kept, drawn, true), 0, 0)
+
+
+def test_routes_by_hand(evidence: Any) -> None:
+    """The gates are 3/6 and 1/6, so token 0 has the odds 5 : 5 live, and 5/3 : 5 on the route to expert 1."""
+    routes = evidence.routes
+    model = routes.Mixture()
+    hidden = torch.eye(1, routes.WIDTH, dtype=torch.float64)
+    with torch.no_grad():
+        model.layers[0].gate.weight[0, 0] = math.log(3)
+        model.layers[0].experts[0][0, 0, 0] = 2 * math.log(5)
+        model.layers[0].experts[0][1, 0, 0] = 6 * math.log(5 / 3)
+        live = model(hidden).exp()
+        with routes.Routers(model).replaying(torch.tensor([[[1]]], dtype=torch.uint8)):
+            replayed = model(hidden).exp()
+    assert within((live[0, 0] - 1 / 2).abs(), EXACT) and within((replayed[0, 0] - 1 / 4).abs(), EXACT)
+    # completions come from expert 1: as in the other cases by hand, 3/4 of the gradient is left without a weight
+    exact = evidence.exact
+    task = exact.Task.of(6, 1, lambda _: torch.eye(6, dtype=torch.float64)[0])
+    given = exact.Pass.of(task, exact.softmax, live.log(), live.log(), replayed.log())
+    true = task.gradient(exact.softmax, live.log())
+    assert close(exact.Method().outcome(given, task, true), 1 / 4, 0)
+
+
+def test_lengths_by_hand(evidence: Any) -> None:
+    """The second token of two ends. All logits are 0: lengths 1 and 2 with 1/2, and length 2 earns 1.
+
+    Row 0 gets 1/8 from each length, 1/4 in all, which is p (1 - p). A mean over tokens, times the mean length 3/2,
+    gives 3/2 * 1/8 + 3/4 * 1/8 = 9/32, an eighth too much.
+    """
+    exact = evidence.exact
+    task = exact.Task.of(2, 2, lambda n: torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64)[:n], ends=True)
+    assert [row[mask].tolist() for row, mask in zip(task.tokens, task.mask, strict=True)] == [[0, 0], [0, 1], [1]]
+    theta = torch.zeros(2, 2, dtype=torch.float64)
+    given, true = exact.Pass.of(task, exact.softmax, theta, exact.softmax(theta)), task.gradient(exact.softmax, theta)
+    assert within((true - torch.tensor([[0.25, -0.25], [0, 0]])).abs(), EXACT)
+    assert close(exact.Method().outcome(given, task, true), 1 / 8, 0)
+    for reduction in ("step_tokens", "constant"):
+        assert close(exact.Method(reduction=reduction).outcome(given, task, true), 0, 0)
+
+
+def test_counts_by_hand(evidence: Any) -> None:
+    """Two tokens at 1/2 of which both must be the second: J = p^2, and its slope is 2 p * p (1 - p) = 1/4."""
+    task = evidence.long.counts([2], 0.5)
+    theta = torch.zeros(1, 2, dtype=torch.float64)
+    softmax = evidence.exact.softmax
+    assert within((task.probabilities(softmax(theta)) - torch.tensor([0.25, 0.5, 0.25])).abs(), EXACT)
+    assert within((task.gradient(softmax, theta) - torch.tensor([[-0.25, 0.25]])).abs(), EXACT)
+
+
+def test_thresholds_by_hand(evidence: Any) -> None:
+    """Ratios 2/3 and 2: a clip range of 1 reaches neither, and one of 0.35 stops token 1 only."""
+    task, given, true = coin(evidence, stale=True)
+    Method = evidence.exact.Method
+    assert close(Method(epsilon=1.0).outcome(given, task, true), 0, 0, 4 / 3)
+    assert close(Method(epsilon=0.35).outcome(given, task, true), 3 / 4, 0)  # 1/16 of 4/16 is left
+
+
+# ------------------------------------------------------------------------------------------------------- identities
+
+
+def biases(outcomes: dict[str, Tensor], *names: str) -> Tensor:
+    return torch.stack([outcomes[name][:2] for name in (names or outcomes)])
+
+
+def test_without_a_disturbance_nothing_is_biased(evidence: Any) -> None:
+    assert within(biases(evidence.staleness.outcomes(0)).abs(), EXACT)
+    assert within(biases(evidence.mismatch.outcomes(0.0)).abs(), EXACT)
+    for target in evidence.truncation.TARGETS:
+        assert within(biases(evidence.truncation.outcomes(1.0, target)).abs(), EXACT)
+    for case in evidence.routes.CASES:
+        assert within(biases(evidence.routes.outcomes(0.0, case)).abs(), EXACT)
+
+
+def test_the_product_of_all_ratios_is_unbiased_under_any_disturbance(evidence: Any) -> None:
+    for steps in (4, 32):
+        assert within(biases(evidence.staleness.outcomes(steps), "product of the ratios, no clip").abs(), 1e-10)
+    unlimited = "`sequence_truncate`, no limit"
+    for size in (0.2, 0.6):
+        assert within(biases(evidence.mismatch.outcomes(size), unlimited).abs(), EXACT)
+    assert within(biases(evidence.long.outcomes(256, "stale"), "product of the ratios, no clip").abs(), 1e-9)
+    assert within(biases(evidence.long.outcomes(64, "engine"), unlimited).abs(), 1e-9)
+
+
+def test_the_samplers_log_probs_leave_the_kl_unbiased(evidence: Any) -> None:
+    found = evidence.mismatch.of_kl(0.5)
+    assert within(biases(found, '`kl_ratio_denominator="sampler"`').abs(), EXACT)
+    assert found['`kl_ratio_denominator="old"`'][0] > 0.1
+
+
+def test_the_kept_mask_has_the_gradient_of_the_truncated_policy(evidence: Any) -> None:
+    truncation = evidence.truncation
+    for top_p in (0.9, 0.6):
+        kept = biases(truncation.outcomes(top_p, truncation.TARGETS[0]), "kept sampling mask")
+        assert within(kept.abs(), EXACT)
+    with_mask, without = (truncation.outcomes(1.0, truncation.TARGETS[1])[arms] for arms in [*truncation.arms()][::4])
+    assert within((with_mask - without).abs(), 1e-9)  # nothing is left out: the same in every column
+
+
+def test_methods_that_are_the_same_are_the_same(evidence: Any) -> None:
+    def equal(outcomes: dict[str, Tensor], *names: str) -> bool:
+        return all(within((outcomes[name] - outcomes[names[0]]).abs(), 1e-9) for name in names[1:])
+
+    stale = evidence.staleness.outcomes(8)
+    assert equal(stale, "GSPO, clip 3e-4, 4e-4", "GSPO-token, clip 3e-4, 4e-4")
+    assert equal(evidence.mismatch.outcomes(0.3), "no correction", "GSPO, clip 3e-4, 4e-4", "GMPO, clip 0.4")
+    assert equal(evidence.routes.outcomes(0.2, "engine"), "none, `token_truncate`", "R2, `token_truncate`")
+    losses = ('`"grpo"`', '`"gspo"`, clip 0.2', '`"gspo_token"`, clip 0.2', '`"gmpo"`, clip 0.4')
+    assert equal(evidence.lengths.outcomes(1.0, 0), *losses)
+    assert within(biases(evidence.lengths.outcomes(1.0, 0), '`"dapo"`', '`"dr_grpo"`').abs(), EXACT)
+
+
+def test_counts_stand_for_all_orders(evidence: Any) -> None:
+    """The gradient of a method over counts is that over every completion."""
+    exact = evidence.exact
+    counts = evidence.long.counts([5], 0.5)
+    every = exact.Task.of(2, 5, lambda n: torch.zeros(n, dtype=torch.float64))
+    every = exact.Task(
+        every.tokens, every.mask, torch.zeros_like(every.prefixes), (every.tokens.double().mean(1) > 0.5).double()
+    )
+    theta = 0.3 * exact.gaussians(1, 1, 2)
+    old = exact.softmax(theta + 0.3 * exact.gaussians(2, 1, 2))
+    for method in (exact.Method(), exact.Method("gspo", 0.1), exact.Method("gmpo", 0.3), exact.Method("product")):
+        short, long = (
+            method.outcome(exact.Pass.of(task, exact.softmax, theta, old), task, task.gradient(exact.softmax, theta))
+            for task in (counts, every)
+        )
+        assert within((short - long).abs(), 1e-9)
+
+
+def test_derivatives_of_rows_are_all_derivatives(evidence: Any) -> None:
+    exact, truncation = evidence.exact, evidence.truncation
+    theta = exact.gaussians(3, 4, 3)
+    kept = truncation.kept_policy(truncation.top_p_sets(exact.softmax(theta), 0.8))
+    for policy in (exact.softmax, kept):
+        whole: Any = torch.autograd.functional.jacobian(policy, theta)
+        finite = policy(theta).isfinite()
+        assert within((exact.derivatives(policy, theta) - whole.flatten(2))[finite].abs(), EXACT)
+
+
+def test_the_true_gradient_is_the_slope_of_the_return(evidence: Any) -> None:
+    """J by a loop over completions, and central differences."""
+    task, theta = evidence.staleness.problem(0)
+    true = task.gradient(evidence.exact.softmax, theta)
+
+    def expected(logits: Tensor) -> float:
+        table, total = logits.softmax(-1).tolist(), 0.0
+        rows = {own: row for row, own in enumerate(itertools.chain(*(words(n) for n in range(3))))}
+        for own, reward in zip(words(3), task.rewards.tolist(), strict=True):
+            total += reward * math.prod(table[rows[own[:t]]][own[t]] for t in range(3))
+        return total
+
+    def words(length: int) -> list[tuple[int, ...]]:
+        return [*itertools.product(range(6), repeat=length)]
+
+    for row, token in ((0, 0), (3, 5), (40, 2)):
+        step = torch.zeros_like(theta)
+        step[row, token] = 1e-5
+        slope = (expected(theta + step) - expected(theta - step)) / 2e-5
+        assert within(abs(slope - float(true[row, token])), 1e-9)
+
+
+# -------------------------------------------------------------------------------- the sampler, the trainer, the page
+
+
+def test_expectations_are_those_of_samples(evidence: Any) -> None:
+    """Tokens are drawn one by one from the sampler's table; the mean is within five standard errors."""
+    exact = evidence.exact
+    task, theta = evidence.lengths.problem(0, 1.0)
+    sampler = exact.softmax(theta + 0.3 * exact.gaussians(1, *theta.shape))
+    given = exact.Pass.of(task, exact.softmax, theta, exact.softmax(theta), sampler)
+    method = exact.Method(geometric_mask_range=(0.8, 1.2), vllm_importance_sampling_mode="token_truncate")
+    chances = given.probabilities(task)
+    gradients = torch.einsum(
+        "nt,ntp->np", method.slopes(given, task, task.rewards - chances @ task.rewards), given.scores
+    )
+    numbers = {tuple(row[mask].tolist()): n for n, (row, mask) in enumerate(zip(task.tokens, task.mask, strict=True))}
+    rows = {own[:t]: int(task.prefixes[n, t]) for own, n in numbers.items() for t in range(len(own))}
+    table, generator = sampler.exp(), torch.Generator().manual_seed(0)
+    pools = {
+        own: torch.multinomial(table[row], 20_000, True, generator=generator).tolist() for own, row in rows.items()
+    }
+    drawn, size = [], 20_000
+    for _ in range(size):
+        own: tuple[int, ...] = ()
+        while own not in numbers:
+            own = (*own, pools[own].pop())
+        drawn.append(numbers[own])
+    mean = chances @ gradients
+    error = ((chances @ gradients.square() - mean.square()) / size).sqrt()
+    away = (gradients[torch.tensor(drawn)].mean(0) - mean).abs()
+    often = error > error.max() / 10  # a mean of events that hardly occur is not normal
+    assert often.sum() > 20 and within(away[often] / error[often], 5)
+    assert away.max() > 1e-6  # it is a sample
+
+
+METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "grpo": ({}, {}),
+    "delta": ({"delta": 1.3}, {"delta": 1.3}),
+    "dapo": ({"reduction": "step_tokens"}, {"loss_type": "bnpo"}),  # which has the batch's own tokens
+    "dr_grpo": ({"reduction": "constant"}, {"loss_type": "dr_grpo", "max_completion_length": 4}),
+    "gspo": ({"ratio": "gspo"}, {"loss_type": "gspo"}),
+    "gspo_token": ({"ratio": "gspo_token"}, {"loss_type": "gspo_token"}),
+    "gmpo": ({"ratio": "gmpo"}, {"loss_type": "gmpo"}),
+    "off-policy mask": ({"off_policy_mask_threshold": 0.1}, {"off_policy_mask_threshold": 0.1}),
+    "masks": (
+        {"geometric_mask_range": (0.8, 1.3), "token_veto_threshold": 0.5},
+        {"geometric_mask_range": (0.8, 1.3), "token_veto_threshold": 0.5, "build": {"rollout_func": print}},
+    ),
+    "weights": ({"vllm_importance_sampling_mode": "token_truncate", "vllm_importance_sampling_clip_max": 1.2}, {}),
+}
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_slopes_are_those_of_the_trainers_loss(evidence: Any, evaluate: Evaluate, name: str) -> None:
+    exact = evidence.exact
+    own, options = METHODS[name]
+    task, theta = evidence.lengths.problem(0, 1.0)
+    tables = [exact.softmax(theta + 0.3 * exact.gaussians(seed, *theta.shape)) for seed in range(2)]
+    given = exact.Pass.of(task, exact.softmax, theta, *tables)
+    if name == "dapo":  # the mean length of the batch in place of the sampler's
+        length = task.mask.sum(-1).double().mean()
+        scale = given.mean_length(task) / length
+    else:
+        scale = 1.0
+    method = exact.Method(**{"epsilon": 0.2, "epsilon_high": 0.27, **own})
+    advantages = task.rewards - task.rewards.mean()
+    slopes = method.slopes(given, task, advantages)
+    inputs: dict[str, Any] = {"sampling_per_token_logps": given.sampler_logps}
+    if name == "weights":
+        inputs["importance_sampling_ratio"] = method.engine_weights(given, task.mask)
+        options = {"attributes": {"use_vllm": True}}
+    options = {"loss_type": "grpo", **options}  # TRL's default is "dapo"
+    batch = Batch(given.logps, given.old_logps, task.mask, advantages)
+    outcome = evaluate(batch, inputs=inputs, **options)
+    assert (outcome.grad == 0).any() and (outcome.grad != 0).any()
+    assert torch.allclose(slopes * scale, -outcome.grad * len(task.mask), rtol=1e-9, atol=1e-12)
+
+
+def tables_of(page: str) -> dict[str, str]:
+    return dict(re.findall(r"<!-- ([\w, ]+) -->\n(.*?)\n<!-- /\1 -->", page, flags=re.DOTALL))
+
+
+def test_the_page_shows_what_the_scripts_print(evidence: Any) -> None:
+    page = (DOCS / "evidence.md").read_text()
+    shown = tables_of(page)
+    for name in SCRIPTS:
+        for key, table in getattr(evidence, name).tables().items():
+            assert shown.pop(key) == table, f"run `python docs/figures/evidence/{name}.py --write`"
+        assert f"figures/evidence/{name}.png" in page
+    assert not shown
+
+
+def test_a_picture_is_drawn(evidence: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("matplotlib", reason="needs the recipes extra")
+    monkeypatch.setattr(evidence.staleness, "STEPS", (0, 4))
+    evidence.staleness.draw(tmp_path / "picture.png")
+    assert (tmp_path / "picture.png").stat().st_size > 10_000
