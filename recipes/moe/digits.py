@@ -1,4 +1,4 @@
-"""The task "sort ten digits", and the small mixture of experts that learns it and nothing else.
+"""The task "sort ten digits", and the small models that learn it and nothing else: a mixture of experts, a dense one.
 
 An answer is easy to verify, and each digit is one token.
 """
@@ -12,7 +12,16 @@ from typing import Any
 import torch
 from tokenizers import Regex, Tokenizer, decoders, pre_tokenizers
 from tokenizers.models import WordLevel
-from transformers import AutoTokenizer, PreTrainedTokenizerFast, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import (
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedModel,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+    Qwen3MoeConfig,
+    Qwen3MoeForCausalLM,
+)
 
 Problem = Sequence[int]
 
@@ -28,11 +37,14 @@ SIZE = {
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
     "head_dim": 16,
+}
+EXPERTS = {
     "num_experts": 16,
     "num_experts_per_tok": 2,
     "moe_intermediate_size": 64,
     "norm_topk_prob": True,  # as in Qwen3-30B-A3B
 }
+DENSE = {"intermediate_size": 128}  # as many weights as a token meets in the mixture
 
 # the warm start stops while there is something left to learn
 WORKED_STEPS, WORKED_BATCH, LEARNING_RATE = 100, 128, 3e-3
@@ -52,8 +64,8 @@ def draw(count: int) -> list[tuple[int, ...]]:
     return list(drawn.values())
 
 
-def untaught() -> tuple[Qwen3MoeForCausalLM, PreTrainedTokenizerFast]:
-    """Return a small Qwen3-MoE with random weights, and a tokenizer for it."""
+def untaught(*, dense: bool = False) -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
+    """Return a small Qwen3-MoE, or Qwen3, with random weights, and a tokenizer for it."""
     core = Tokenizer(WordLevel(VOCABULARY, unk_token=PAD))
     core.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     core.decoder = decoders.Fuse()
@@ -67,15 +79,18 @@ def untaught() -> tuple[Qwen3MoeForCausalLM, PreTrainedTokenizerFast]:
     )
     ends = {"bos_token_id": VOCABULARY[BEGIN], "eos_token_id": VOCABULARY[END], "pad_token_id": VOCABULARY[PAD]}
     torch.manual_seed(0)
-    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZE, **ends)), tokenizer
+    if dense:
+        return Qwen3ForCausalLM(Qwen3Config(**SIZE, **DENSE, **ends)), tokenizer
+    return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZE, **EXPERTS, **ends)), tokenizer
 
 
-def teach(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, worked: Sequence[tuple[str, str]]) -> None:
+def teach(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, worked: Sequence[tuple[str, str]]) -> None:
     """Train one pass over `worked`, pairs of prompt and answer, with cross-entropy on the answers.
 
-    Qwen's load-balancing loss is on (`router_aux_loss_coef`, 0.001), because a mixture that uses few of its experts
+    A mixture has Qwen's load-balancing loss (`router_aux_loss_coef`, 0.001), because one that uses few of its experts
     would have few routes to change.
     """
+    balanced = {"output_router_logits": True} if hasattr(model.config, "router_aux_loss_coef") else {}
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     steps = len(worked) // WORKED_BATCH
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min((s + 1) / 20, 1))
@@ -84,7 +99,7 @@ def teach(model: Qwen3MoeForCausalLM, tokenizer: PreTrainedTokenizerFast, worked
         ids = tokenizer([prompt + end for prompt, end in pairs], return_tensors="pt")["input_ids"].to(model.device)
         labels = ids.clone()
         labels[:, : -DIGITS - 1] = -100
-        loss = model(input_ids=ids, labels=labels, output_router_logits=True).loss
+        loss = model(input_ids=ids, labels=labels, **balanced).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -100,9 +115,11 @@ class Digits:
 
     Args:
         start: Folder of the model after its warm start. If it has no model, `load` makes one.
+        dense: Make a dense model, not a mixture of experts.
     """
 
     start: Path
+    dense: bool = False
 
     PREAMBLE = BEGIN
     STOP = ""
@@ -126,12 +143,12 @@ class Digits:
         """Load the model from `start`, in float32. Make it first if it is missing."""
         device = "cuda" if torch.cuda.is_available() else "cpu"
         if not (self.start / "model.safetensors").exists():
-            model, tokenizer = untaught()
+            model, tokenizer = untaught(dense=self.dense)
             worked = draw(WORKED_STEPS * WORKED_BATCH)
             teach(model.to(device), tokenizer, [(self.prompt(problem), answer(problem)) for problem in worked])
             tokenizer.save_pretrained(self.start)
             model.save_pretrained(self.start)
-        model = Qwen3MoeForCausalLM.from_pretrained(self.start, dtype=torch.float32).to(device)
+        model = AutoModelForCausalLM.from_pretrained(self.start, dtype=torch.float32).to(device)
         return model, AutoTokenizer.from_pretrained(self.start, padding_side="left")
 
     def split(self, held_out: int) -> tuple[list[tuple[int, ...]], list[tuple[int, ...]]]:

@@ -35,8 +35,10 @@ def small(recipes: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Two layers of four experts after two steps of a warm start."""
     monkeypatch.setattr(recipes.digits, "WORKED_STEPS", 2)
     monkeypatch.setattr(recipes.digits, "WORKED_BATCH", 8)
-    few = {"hidden_size": 16, "num_hidden_layers": 2, "num_experts": 4, "moe_intermediate_size": 8, "head_dim": 4}
+    few = {"hidden_size": 16, "num_hidden_layers": 2, "head_dim": 4}
     monkeypatch.setattr(recipes.digits, "SIZE", recipes.digits.SIZE | few)
+    experts = {"num_experts": 4, "moe_intermediate_size": 8}
+    monkeypatch.setattr(recipes.digits, "EXPERTS", recipes.digits.EXPERTS | experts)
     # so small a model is never right, and without a difference in reward there is nothing to learn
     monkeypatch.setattr(recipes.digits.Digits, "is_right", lambda _, problem, text: sum(map(ord, text)) % 2 == 0)
     return recipes

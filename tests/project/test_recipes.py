@@ -364,3 +364,14 @@ def test_smollm2_loads_quantised_and_trains_through_every_layer(recipes: Any, tm
     model.train()(inputs_embeds=embeddings).logits.sum().backward()
     assert embeddings.grad is not None and embeddings.grad.abs().max() > 0
     assert tokenizer.decode(tokenizer("max(10, 20) =")["input_ids"]) == "max(10, 20) ="
+
+
+@pytest.mark.parametrize(("cpu", "dtype"), [("AVX2", torch.float32), ("AVX512", torch.bfloat16)])
+def test_nf4_computes_in_bf16_where_that_is_fast(
+    recipes: Any, monkeypatch: pytest.MonkeyPatch, cpu: str, dtype: torch.dtype
+) -> None:
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda: cpu)
+    assert recipes.smollm2.nf4().bnb_4bit_compute_dtype == dtype
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert recipes.smollm2.nf4().bnb_4bit_compute_dtype == torch.bfloat16

@@ -73,7 +73,7 @@ class Server(http.server.SimpleHTTPRequestHandler):
 @pytest.fixture(scope="module")
 def origin() -> Iterator[str]:
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), functools.partial(Server, directory=SITE)) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}/"
         server.shutdown()
 

@@ -1,0 +1,220 @@
+"""recipes/stress: its samplers, its comparison, a small run of each experiment, and what was recorded of them."""
+
+import itertools
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import yaml
+
+from trl_steady import GRPOConfig
+
+FOLDER = Path(__file__).parents[2] / "recipes/stress"
+EXPERIMENTS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("*.yaml"))}
+RECORDED = [name for name in EXPERIMENTS if (FOLDER / f"results/{name}.json").is_file()]
+SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "head_dim": 4}
+FEW = {"max_steps": 4, "steps_per_generation": 2, "per_device_train_batch_size": 8, "num_generations": 4}
+UNLISTED = ("exact", "bf16")
+"""Arms that docs/evidence.md does not compare with the baseline in its table."""
+ROUNDING = 1e-5  # of log-probs in float32: two passes add in another order
+
+
+@pytest.fixture
+def small(recipes: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """A model of two small layers, which gets something right."""
+    monkeypatch.setattr(recipes.digits, "WORKED_STEPS", 2)
+    monkeypatch.setattr(recipes.digits, "WORKED_BATCH", 8)
+    monkeypatch.setattr(recipes.digits, "SIZE", recipes.digits.SIZE | SMALL)
+    monkeypatch.setattr(recipes.digits.Digits, "is_right", lambda _, problem, text: sum(map(ord, text)) % 2 == 0)
+    return recipes
+
+
+def trained(recipes: Any, folder: Path, *, every: int = 2, **arm: Any) -> Any:
+    """The trainer, after a short run of an arm."""
+    built: list[Any] = []
+
+    class Kept(recipes.stress.Stressed):
+        def __init__(self, *arguments: Any, **keywords: Any) -> None:
+            super().__init__(*arguments, **keywords)
+            built.append(self)
+            self.rollouts: list[Any] = []
+
+        def rollout(self, inputs: Any) -> Any:
+            self.rollouts.append(super().rollout(inputs))
+            return self.rollouts[-1]
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipes.stress, "Stressed", Kept)
+        options = {**EXPERIMENTS["engine"]["options"], **FEW, "learning_rate": 0.01, **arm.pop("options", {})}
+        measured = {"held_out": 4, "samples": 1, "every": every}
+        figures = recipes.stress.train(recipes.stress.Arm(options, **arm), 0, folder / "start", measured)
+    return SimpleNamespace(trainer=built[0], rollouts=built[0].rollouts, figures=figures)
+
+
+def test_roundings_by_hand(recipes: Any) -> None:
+    """Each row has its own scale: the second is a thousandth of the first."""
+    row = torch.tensor([6.0, -2.6, 1.0, 0.2])
+    weight = torch.stack([row, row / 1000])
+    by_hand = {
+        "none": [6.0, -2.6, 1.0, 0.2],
+        "3 levels": [6.0, 0.0, 0.0, 0.0],
+        "5 levels": [6.0, -3.0, 0.0, 0.0],  # in units of 3
+        "7 levels": [6.0, -2.0, 0.0, 0.0],  # in units of 2, and 0.5 goes to the even one
+        "e2m1": [6.0, -3.0, 1.0, 0.0],
+        "bf16": [6.0, -2.59375, 1.0, 0.2001953125],
+    }
+    for name, expected in by_hand.items():
+        rounded = recipes.samplers.ROUNDINGS[name](weight)
+        assert torch.allclose(rounded[0], torch.tensor(expected), rtol=1e-6, atol=0), name
+        if name not in ("none", "bf16"):
+            assert torch.allclose(rounded[1] * 1000, rounded[0], rtol=1e-5, atol=0), name
+    # e4m3 has 3 bits behind the leading one: 448 * 2.6 / 6 = 194.13 lies between 192 and 208
+    assert recipes.samplers.ROUNDINGS["e4m3"](weight)[0, 1] * 448 / 6 == pytest.approx(-192, rel=1e-6)
+
+
+def test_an_exact_sampler_is_the_policy(small: Any, tmp_path: Path) -> None:
+    run = trained(small, tmp_path)
+    assert len(run.rollouts) == 2
+    for samples in run.rollouts:
+        mask = samples["completion_mask"].bool()
+        apart = (samples["old_per_token_logps"] - samples["sampling_per_token_logps"])[mask]
+        assert apart.abs().max() < ROUNDING
+    assert run.figures["outside"] == [0.0, 0.0] and run.figures["ess"] == pytest.approx([1.0, 1.0], abs=1e-3)
+
+
+def test_a_sampler_lags_behind_and_rounds_linear_layers_only(small: Any, tmp_path: Path) -> None:
+    """Rollout 3 of a sampler that lags by two comes from the policy before the first update, as rollout 1 does."""
+    run = trained(small, tmp_path, sampler={"lag": 2, "rounding": "5 levels"}, options={"max_steps": 6})
+    past = run.trainer.sampler.past
+    assert len(run.rollouts) == 3 and len(past) == 3
+    start, _ = small.digits.Digits(tmp_path / "start", dense=True).load(tmp_path, quantised=False)
+    own, rounding = run.trainer.sampler.model.state_dict(), small.samplers.ROUNDINGS["5 levels"]
+    assert own.keys() == start.state_dict().keys()
+    for name, value in start.state_dict().items():
+        is_rounded = name.endswith("proj.weight")
+        assert torch.equal(own[name], rounding(value) if is_rounded else value), name
+        assert torch.equal(past[0][name], value), name
+    assert any(not torch.equal(past[1][name], past[0][name]) for name in past[0])
+    assert run.figures["outside"][2] > 0 and run.figures["ess"][2] < 1
+
+
+def test_trls_corrections_act(small: Any, tmp_path: Path) -> None:
+    """The weights are TRL's truncated ratios of old policy to sampler, and without a correction there are none."""
+    sampler = {"rounding": "3 levels"}
+    plain, corrected, older = (
+        trained(small, tmp_path, sampler=sampler, **arm)
+        for arm in ({}, {"correction": "token_truncate"}, {"old": "sampler"})
+    )
+    first = corrected.rollouts[0]
+    mask = first["completion_mask"].bool()
+    ratios = (first["old_per_token_logps"] - first["sampling_per_token_logps"]).exp()
+    assert torch.equal(first["importance_sampling_ratio"][mask], ratios.clamp(max=3.0)[mask])
+    assert ((ratios - 1).abs() > 0.01)[mask].any()
+    assert "importance_sampling_ratio" not in plain.rollouts[0]
+    assert torch.equal(older.rollouts[0]["old_per_token_logps"], older.rollouts[0]["sampling_per_token_logps"])
+    # all begin with the same rollout, and train in other ways
+    tokens = [run.rollouts[0]["completion_ids"] for run in (plain, corrected, older)]
+    assert torch.equal(tokens[0], tokens[1]) and torch.equal(tokens[0], tokens[2])
+    ends = [
+        torch.cat([value.flatten() for value in r.trainer.model.state_dict().values()])
+        for r in (plain, corrected, older)
+    ]
+    assert all(not torch.equal(one, other) for one, other in itertools.combinations(ends, 2))
+
+
+def test_a_check_changes_nothing(small: Any, tmp_path: Path) -> None:
+    often, never = trained(small, tmp_path, every=1), trained(small, tmp_path, every=100)
+    assert list(often.figures["accuracy"]) == [0, 1, 2, 3, 4] and list(never.figures["accuracy"]) == [0]
+    for one, other in zip(often.rollouts, never.rollouts, strict=True):
+        assert torch.equal(one["completion_ids"], other["completion_ids"])
+
+
+def figures(*accuracies: float) -> dict[str, Any]:
+    return {"accuracy": {str(step): value for step, value in enumerate(accuracies)}, "outside": [0.1], "ess": [0.5]}
+
+
+def test_the_comparison_by_hand(recipes: Any) -> None:
+    """Gains of 0.1, 0.2 and 0.3 over three seeds: only all signs, or none, give a mean as far from 0 as 0.2."""
+    experiment = {"baseline": "nothing", "arms": {"nothing": {}, "helps": {}, "more": {"against": "helps"}}}
+    base, gain = [0.2, 0.3, 0.4], [0.1, 0.2, 0.3]
+    runs = {
+        "nothing": {seed: figures(0.9, own, own, own) for seed, own in enumerate(base)},
+        "helps": {
+            seed: figures(0.0, *3 * [own + more]) for seed, (own, more) in enumerate(zip(base, gain, strict=True))
+        },
+        "more": {
+            seed: figures(*3 * [own + more + 0.1]) for seed, (own, more) in enumerate(zip(base, gain, strict=True))
+        },
+    }
+    found = recipes.experiment.compare(experiment, runs)
+    assert found["nothing"][1:] == (None, None, None, None) and found["nothing"].mean == pytest.approx(0.3)
+    assert found["helps"].difference == pytest.approx(0.2) and found["helps"].p == 2 / 8
+    assert found["more"].difference == pytest.approx(0.1)
+    # the mean of three resampled gains is 0.1 with a chance of 1/27 = 3.7 %, which is more than 2.5 %
+    assert (found["helps"].low, found["helps"].high) == (pytest.approx(0.1), pytest.approx(0.3))
+    # Holm: 0.01 * 3, then 0.02 * 2, and the last no smaller than the one before it
+    assert recipes.experiment.holm([0.02, 0.03, 0.01]) == pytest.approx([0.04, 0.04, 0.03])
+    rows = recipes.experiment.table(experiment, runs).splitlines()
+    assert rows[3].startswith("| helps | 50.0% | 30.0%, 70.0% | +20.0 | +10.0 to +30.0 | 0.250 | 0.500 |")
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_an_experiment_says_how_it_is_read(recipes: Any, name: str, tmp_path: Path) -> None:
+    experiment = EXPERIMENTS[name]
+    assert all(experiment[key] for key in ("question", "endpoint", "failure", "analysis", "chosen"))
+    assert len(experiment["seeds"]) >= 8 and {experiment["control"], experiment["baseline"]} <= set(experiment["arms"])
+    for arm in experiment["arms"].values():
+        assert arm.keys() <= {"options", "sampler", "correction", "old", "against"}
+        assert arm.get("against", experiment["baseline"]) in experiment["arms"]
+    for arm in recipes.experiment.arms(experiment).values():
+        GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **arm.options)
+        recipes.samplers.Sampler(**arm.sampler)
+
+
+@pytest.mark.parametrize("name", EXPERIMENTS)
+def test_each_experiment_runs_on_a_smaller_model(
+    small: Any, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    experiment = json.loads(json.dumps(EXPERIMENTS[name]))
+    experiment["options"] |= FEW
+    experiment["measured"] = {"held_out": 4, "samples": 1, "every": 2}
+    file, output = tmp_path / f"{name}.yaml", tmp_path / "out" / name
+
+    def run(*command: str) -> tuple[dict[str, Any], list[str]]:
+        file.write_text(yaml.safe_dump(experiment, sort_keys=False))
+        asked = [str(file), "--jobs", "1", "--seeds", "0", "--output_dir", str(output), *command]
+        results = small.experiment.main(asked)
+        return results, [line for line in capsys.readouterr().out.splitlines() if "  seed 0  " in line]
+
+    results, lines = run()
+    assert len(lines) == len(experiment["arms"]) == len(results["runs"])
+    assert results["settings"] == json.loads((output / "results.json").read_text())["settings"] == experiment
+    assert (output / "arms.png").read_bytes().startswith(b"\x89PNG")
+    again, lines = run()
+    assert lines == [] and again["runs"] == results["runs"]
+    arm = experiment["baseline"]  # other settings are another run
+    experiment["arms"][arm] = {**experiment["arms"][arm], "options": {"learning_rate": 0.01}}
+    _, lines = run("--arms", arm)
+    assert len(lines) == 1 and lines[0].endswith(arm)
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_what_was_recorded_fits_its_file_and_its_page(recipes: Any, name: str) -> None:
+    recorded = json.loads((FOLDER / f"results/{name}.json").read_text())
+    assert recorded["settings"] == EXPERIMENTS[name]
+    runs = {arm: {int(seed): own for seed, own in of.items()} for arm, of in recorded["runs"].items()}
+    assert {arm: list(of) for arm, of in runs.items()} == dict.fromkeys(
+        EXPERIMENTS[name]["arms"], EXPERIMENTS[name]["seeds"]
+    )
+    assert recipes.experiment.table(EXPERIMENTS[name], runs) in (FOLDER / "README.md").read_text()
+    assert all(np.isfinite(list(own["accuracy"].values())).all() for of in runs.values() for own in of.values())
+    page = (FOLDER.parents[1] / "docs/evidence.md").read_text()
+    for arm, row in recipes.experiment.compare(EXPERIMENTS[name], runs).items():
+        if row.difference is not None and arm not in UNLISTED:
+            low, middle, high = (100 * value for value in (row.low, row.difference, row.high))
+            assert f"{middle:+.1f} ({low:.1f} to {high:.1f})" in page, arm
+            assert f"{row.mean:.1%}".replace("%", " %") in page, arm
