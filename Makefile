@@ -17,7 +17,7 @@ JOBS ?= 2
 PYTHONS := 3.11 3.12 3.13
 
 .PHONY: demo demo-gspo demo-process demo-v32 demo-moe demo-sampling-mask demo-ppo demo-loop
-.PHONY: test test-portable test-lowest test-slow test-deepspeed test-sharded test-vllm test-gpu check docs bench format clean
+.PHONY: test test-portable test-lowest test-slow test-distributed test-sharded test-vllm test-gpu check docs bench format clean
 
 # deprecations that TRL owes transformers would bury the progress
 TRAIN = PYTHONWARNINGS=ignore::FutureWarning $(BIN)/python
@@ -58,8 +58,12 @@ demo-sampling-mask: $(VENV)/.recipes
 	$(MASK)/all --top_p 1.0
 	$(TRAIN) recipes/sampling_mask/beside.py outputs/sampling_mask/variants.png outputs/sampling_mask/*/results.json
 
-# `make test-sharded` runs these
-APART := --ignore tests/sharded
+# `make stress-engine` runs recipes/stress/engine.yaml: all its arms and seeds
+stress-%: $(VENV)/.recipes
+	$(TRAIN) recipes/stress/experiment.py recipes/stress/$*.yaml
+
+# `make test-sharded` and `make test-distributed` run these
+APART := --ignore tests/sharded --ignore tests/distributed
 
 test: $(VENV)/.test
 	$(BIN)/python -m pytest $(APART) -n $(JOBS) -m "not slow and not gpu"
@@ -86,10 +90,10 @@ test-lowest: $(LOWEST)/.test
 
 WITH_DEEPSPEED := env PATH="$(DEEPSPEED)/bin:$$PATH" PYTHONPATH=$(DEEPSPEED) \
 	TORCH_EXTENSIONS_DIR=$(DEEPSPEED)/extensions $(BIN)/python
-test-deepspeed: $(DEEPSPEED)/.test
-	$(WITH_DEEPSPEED) -m pytest -k zero3 tests/distributed
-
 # two processes at a time, with one thread each
+test-distributed: $(DEEPSPEED)/.test
+	OMP_NUM_THREADS=1 $(WITH_DEEPSPEED) -m pytest tests/distributed
+
 test-sharded: $(DEEPSPEED)/.test
 	OMP_NUM_THREADS=1 $(WITH_DEEPSPEED) -m pytest tests/sharded
 

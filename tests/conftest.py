@@ -35,6 +35,7 @@ RECIPES = (
     *("moe.digits", "moe.probe", "moe.train", "moe.variants", "ppo.ppo_and_grpo", "ppo.train"),
     *("sampling_mask.beside", "sampling_mask.sampler", "sampling_mask.train"),
     *("deepseekmath_loop.arms", "deepseekmath_loop.train"),
+    *("stress.experiment", "stress.samplers", "stress.train"),
 )
 
 
@@ -52,6 +53,15 @@ def pytest_configure(config: pytest.Config) -> None:
 def pytest_collection_finish() -> None:
     """accelerate collects garbage with every trainer: not among what has been imported by now."""
     gc.freeze()
+
+
+@pytest.fixture(autouse=True)
+def as_found() -> Iterator[None]:
+    """Each test leaves one thread and no process group, so that later tests round as those that run alone."""
+    yield
+    left = torch.get_num_threads(), torch.distributed.is_initialized()
+    torch.set_num_threads(1)
+    assert left == (1, False), f"threads, process group: {left}"
 
 
 @pytest.fixture(scope="session")

@@ -119,7 +119,6 @@ def load(folder: str, quantization: str | None) -> Any:
 def built(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, LLM]]:
     """Builds a trainer, and the engine beside it."""
     made: list[LLM] = []
-    engines.alone(monkeypatch)
     requests(monkeypatch)
     monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda **_: True)
     monkeypatch.setattr(vllm_generation, "SamplingParams", SimpleNamespace, raising=False)
@@ -135,6 +134,7 @@ def built(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
             made.append(LLM(asked, refuses if "enable_lora" in asked else None))
             return made[-1]
 
+        engines.alone(monkeypatch)  # a trainer that was refused has left its rank in the environment
         monkeypatch.setattr(vllm_generation, "LLM", llm, raising=False)
         config = LoraConfig(**{**tiny.LORA, **(lora or {})})
         ours = tiny.trainer(model, tmp_path, build={"peft_config": config, **(build or {})}, **{**ENGINE, **options})

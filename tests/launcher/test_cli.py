@@ -114,7 +114,7 @@ def wait(process: subprocess.Popen[bytes], printed: Path, last: str, seconds: fl
         if last in printed.read_text():
             break
     try:
-        return process.wait(timeout=30), printed.read_text()
+        return process.wait(timeout=10), printed.read_text()
     except subprocess.TimeoutExpired:
         process.terminate()  # which ends its workers
         process.wait(timeout=60)

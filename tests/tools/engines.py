@@ -177,11 +177,16 @@ class LLM:
         return SimpleNamespace(prompt_token_ids=prompt, outputs=[completion])
 
 
+def colocate(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put the engine where TRL looks for vLLM."""
+    monkeypatch.setattr(vllm_generation, "LLM", lambda **asked: LLM(engine, asked), raising=False)
+    monkeypatch.setattr(vllm_generation, "SamplingParams", SimpleNamespace, raising=False)
+
+
 @pytest.fixture
 def in_process(mixture: Path, tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Build:
     """Builds a trainer whose process has the engine."""
-    monkeypatch.setattr(vllm_generation, "LLM", lambda **asked: LLM(engine, asked), raising=False)
-    monkeypatch.setattr(vllm_generation, "SamplingParams", SimpleNamespace, raising=False)
+    colocate(engine, monkeypatch)
 
     def trainer(folder: Path = mixture, **options: Any) -> Any:
         alone(monkeypatch)
@@ -309,7 +314,7 @@ def server(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Server]:
     monkeypatch.setattr(VLLMClient, "init_communicator", lambda *_, **__: None)
     monkeypatch.setattr(VLLMClient, "update_named_params", lambda _, __, weights: engine.load_weights(weights))
     http = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    threading.Thread(target=http.serve_forever, daemon=True).start()
+    threading.Thread(target=http.serve_forever, args=(0.02,), daemon=True).start()
     answering.url = f"http://127.0.0.1:{http.server_port}"
     yield answering
     http.shutdown()

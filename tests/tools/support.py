@@ -56,8 +56,8 @@ FEATURES = {
 SHOWN = {None: "tested", "CPU": "tested, on CPU", "pieces": "pieces tested", "stand-in": "tested with a stand-in"}
 """By `only`."""
 CUDA = "on CUDA"
-SHARDED = "sharded"
-"""The folder that `make test-sharded` runs, and `make test` does not."""
+APART = ("sharded", "distributed")
+"""The folders with a target of their own, such as `make test-sharded`. `make test` does not run them."""
 
 
 @dataclass(frozen=True)
@@ -145,8 +145,8 @@ def _made(mark: ast.expr, test: str, needs: tuple[str, ...]) -> Mark:
 
 def _needs(marks: list[ast.expr], path: Path, test: str) -> Iterator[str]:
     """What a test needs that `.ci/run` does not have."""
-    if path.parent.name == SHARDED and f"test-{SHARDED}" not in suites():
-        yield f"by `make test-{SHARDED}`"
+    if path.parent.name in APART and f"test-{path.parent.name}" not in suites():
+        yield f"by `make test-{path.parent.name}`"
     for mark in marks:
         name = _name(mark)
         if name in ("pytest.mark.skip", "pytest.mark.xfail", "pytest.skip", "pytest.xfail"):
@@ -161,7 +161,7 @@ def _needs(marks: list[ast.expr], path: Path, test: str) -> Iterator[str]:
             package = re.fullmatch(r"importlib\.util\.find_spec\('(\w+)'\) is None|'(\w+)'", condition)
             if package:
                 needed = package[1] or package[2]
-                if needed not in installed(path.parent.name, f"{path.name}::{test.split('::')[1]}"):
+                if needed not in installed(path.parent.name):
                     yield f"where {needed} is installed"
             elif condition == "not torch.cuda.is_available()":
                 yield CUDA
@@ -179,8 +179,8 @@ def left_out() -> set[str]:
     return set(re.findall(r"not (\w+)", _rule("test")))
 
 
-def installed(folder: str, test: str) -> set[str]:
-    """Distributions that `.ci/run` runs a test of a folder with, in one of its suites."""
+def installed(folder: str) -> set[str]:
+    """Distributions that `.ci/run` runs the tests of a folder with, in one of its suites."""
     if folder == "vllm":
         named = (ROOT / "tests/vllm/no-deps.txt").read_text() + (ROOT / "tests/vllm/requirements.txt").read_text()
         names = set(re.findall(r"^[\w-]+", named, re.M)) if "test-vllm" in suites() else set()
@@ -188,10 +188,8 @@ def installed(folder: str, test: str) -> set[str]:
     project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     extras = re.findall(r"\w+", re.findall(r'-e "\.\[(.*?)\]"', _rule("$(VENV)/.test"))[0])
     named = project["dependencies"] + [each for extra in extras for each in project["optional-dependencies"][extra]]
-    if "test-deepspeed" in suites():
-        chosen, of_folder = re.findall(r"pytest .*-k (\w+) tests/(\w+)$", _rule("test-deepspeed"), re.M)[0]
-        if folder == SHARDED or (chosen in test and of_folder == folder):
-            named += re.findall(r"--upgrade (.*)$", _rule("$(DEEPSPEED)/.test"), re.M)[0].split()
+    if folder in APART and f"test-{folder}" in suites():
+        named += re.findall(r"--upgrade (.*)$", _rule("$(DEEPSPEED)/.test"), re.M)[0].split()
     return {re.findall(r"^[\w-]+", each)[0] for each in named}
 
 

@@ -1,0 +1,25 @@
+"""Scripts of docs/figures as modules."""
+
+import importlib.util
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+
+@contextmanager
+def figure(name: str) -> Iterator[Any]:
+    """The script docs/figures/`name`.py, which draws."""
+    pytest.importorskip("matplotlib", reason="needs the recipes extra")
+    spec = importlib.util.spec_from_file_location(
+        f"figure_{name}", Path(__file__).parents[2] / f"docs/figures/{name}.py"
+    )
+    assert spec and spec.loader
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module  # where dataclasses look for their module
+    spec.loader.exec_module(module)
+    yield module
+    del sys.modules[spec.name]
