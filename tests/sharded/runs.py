@@ -232,15 +232,6 @@ RUNS: dict[str, Run] = {
         "normalize_advantages": True,
         **MOVING,
     },
-    "ppo": {
-        "shows": ["PPO, LoRA"],
-        "method": "PPO",
-        "num_generations": 1,
-        "beta": 0.0,
-        "kl_coef": 0.1,
-        "lora": True,
-        "refused": {"FSDP2", "ZeRO-2", "ZeRO-3"},
-    },
 }
 """Each with the features that it shows, and the engines that refuse it."""
 
