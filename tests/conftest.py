@@ -35,7 +35,7 @@ RECIPES = (
     *("moe.digits", "moe.probe", "moe.train", "moe.variants", "ppo.ppo_and_grpo", "ppo.train"),
     *("sampling_mask.beside", "sampling_mask.sampler", "sampling_mask.train"),
     *("deepseekmath_loop.arms", "deepseekmath_loop.train"),
-    *("stress.experiment", "stress.samplers", "stress.train"),
+    *("stress.checks", "stress.experiment", "stress.samplers", "stress.train"),
 )
 
 

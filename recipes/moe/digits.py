@@ -84,13 +84,19 @@ def untaught(*, dense: bool = False) -> tuple[PreTrainedModel, PreTrainedTokeniz
     return Qwen3MoeForCausalLM(Qwen3MoeConfig(**SIZE, **EXPERTS, **ends)), tokenizer
 
 
-def teach(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, worked: Sequence[tuple[str, str]]) -> None:
+def teach(
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerFast,
+    worked: Sequence[tuple[str, str]],
+    *,
+    balanced: bool = True,
+) -> None:
     """Train one pass over `worked`, pairs of prompt and answer, with cross-entropy on the answers.
 
-    A mixture has Qwen's load-balancing loss (`router_aux_loss_coef`, 0.001), because one that uses few of its experts
-    would have few routes to change.
+    A `balanced` mixture has Qwen's load-balancing loss (`router_aux_loss_coef`, 0.001), because one that uses few of
+    its experts would have few routes to change.
     """
-    balanced = {"output_router_logits": True} if hasattr(model.config, "router_aux_loss_coef") else {}
+    extra = {"output_router_logits": True} if balanced and hasattr(model.config, "router_aux_loss_coef") else {}
     optimizer = torch.optim.AdamW(model.train().parameters(), lr=LEARNING_RATE, weight_decay=0.0)
     steps = len(worked) // WORKED_BATCH
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda s: min((s + 1) / 20, 1))
@@ -99,7 +105,7 @@ def teach(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, worked: Se
         ids = tokenizer([prompt + end for prompt, end in pairs], return_tensors="pt")["input_ids"].to(model.device)
         labels = ids.clone()
         labels[:, : -DIGITS - 1] = -100
-        loss = model(input_ids=ids, labels=labels, **balanced).loss
+        loss = model(input_ids=ids, labels=labels, **extra).loss
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
@@ -116,10 +122,12 @@ class Digits:
     Args:
         start: Folder of the model after its warm start. If it has no model, `load` makes one.
         dense: Make a dense model, not a mixture of experts.
+        balanced: Balance the experts' load in the warm start of a mixture.
     """
 
     start: Path
     dense: bool = False
+    balanced: bool = True
 
     PREAMBLE = BEGIN
     STOP = ""
@@ -145,7 +153,8 @@ class Digits:
         if not (self.start / "model.safetensors").exists():
             model, tokenizer = untaught(dense=self.dense)
             worked = draw(WORKED_STEPS * WORKED_BATCH)
-            teach(model.to(device), tokenizer, [(self.prompt(problem), answer(problem)) for problem in worked])
+            pairs = [(self.prompt(problem), answer(problem)) for problem in worked]
+            teach(model.to(device), tokenizer, pairs, balanced=self.balanced)
             tokenizer.save_pretrained(self.start)
             model.save_pretrained(self.start)
         model = AutoModelForCausalLM.from_pretrained(self.start, dtype=torch.float32).to(device)

@@ -26,14 +26,48 @@ import yaml
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common import report, run
-from moe.digits import Digits
-from stress.train import Arm, train
+from stress.train import Arm, task_of, train
 
 __all__ = ["LAST", "Comparison", "arms", "compare", "endpoint", "main", "table"]
 
 LAST = 3  # checks whose mean is the endpoint
 RESAMPLES = 10_000
 Runs = dict[str, dict[int, dict[str, Any]]]  # arm -> seed -> figures
+
+
+class Figure(NamedTuple):
+    """How a figure of a run is shown."""
+
+    title: str
+    """In the picture."""
+    heading: str
+    """In the table."""
+    form: str
+    scale: int = 1
+    decimals: int = 3
+    """Of differences, times `scale`. Shares have differences in points."""
+
+
+SHARE = {"scale": 100, "decimals": 1}
+CHECKED = {
+    "accuracy": Figure("Held-out accuracy, sampled", "accuracy", ".1%", **SHARE),
+    "truncated": Figure("Held-out accuracy, sampled with top-p", "truncated", ".1%", **SHARE),
+    "distance": Figure("KL of the policy to the optimum, nats an answer", "distance", ".3f"),
+}
+"""Figures of the checks. One of them is the endpoint."""
+SHOWN = CHECKED | {
+    "outside": Figure("Ratios outside 0.8 to 1.2, share", "outside", ".1%"),
+    "ess": Figure("Effective sample size, share", "ESS", ".2f"),
+    "grad_norm": Figure("Gradient norm before its limit", "gradient norm", ".2f"),
+    "reward": Figure("Reward of the rollout", "reward", ".2f"),
+    "kl": Figure("KL of the log", "KL", ".3f"),
+    "sampling_mask/kept_mass": Figure("Kept mass", "kept mass", ".3f"),
+    "changed": Figure("Experts that change in a rollout, share", "experts changed", ".1%"),
+    "log_ratio_std": Figure("Standard deviation of the log-ratios", "log-ratios, std", ".3f"),
+}
+USUAL = ("accuracy", "outside", "ess", "grad_norm")
+"""Figures in the picture, unless the YAML has `pictured`."""
+OF_ARM = ("correction", "old", "unmasked", "model", "router_rate")
 
 
 class Comparison(NamedTuple):
@@ -55,16 +89,16 @@ def arms(experiment: Mapping[str, Any]) -> dict[str, Arm]:
     return {
         name: Arm(
             options={**experiment["options"], **own.get("options", {})},
-            sampler={**experiment["sampler"], **own.get("sampler", {})},
-            **{key: of[key] for of in (experiment, own) for key in ("correction", "old") if key in of},
+            sampler=None if "sampler" not in experiment else {**experiment["sampler"], **own.get("sampler", {})},
+            **{key: of[key] for of in (experiment, own) for key in OF_ARM if key in of},
         )
         for name, own in experiment["arms"].items()
     }
 
 
-def endpoint(figures: Mapping[str, Any]) -> float:
-    """Return the mean of the last checks."""
-    return float(np.mean(list(figures["accuracy"].values())[-LAST:]))
+def endpoint(experiment: Mapping[str, Any], figures: Mapping[str, Any]) -> float:
+    """Return the mean of the last checks of the experiment's `figure`."""
+    return float(np.mean(list(figures[experiment.get("figure", "accuracy")].values())[-LAST:]))
 
 
 def compare(experiment: Mapping[str, Any], runs: Runs) -> dict[str, Comparison]:
@@ -72,11 +106,12 @@ def compare(experiment: Mapping[str, Any], runs: Runs) -> dict[str, Comparison]:
     found = {}
     for name, own in runs.items():
         against = experiment["arms"][name].get("against", experiment["baseline"])
-        mean = float(np.mean([endpoint(figures) for figures in own.values()]))
+        ends = {seed: endpoint(experiment, figures) for seed, figures in own.items()}
+        mean = float(np.mean(list(ends.values())))
         if name == against or against not in runs:
             found[name] = Comparison(mean, None, None, None, None)
             continue
-        gains = np.array([endpoint(own[seed]) - endpoint(runs[against][seed]) for seed in own])
+        gains = np.array([end - endpoint(experiment, runs[against][seed]) for seed, end in ends.items()])
         found[name] = Comparison(mean, float(gains.mean()), *_interval(gains), _sign_flip(gains))
     return found
 
@@ -104,80 +139,93 @@ def holm(values: Sequence[float]) -> list[float]:
 
 
 def table(experiment: Mapping[str, Any], runs: Runs) -> str:
-    """Return a Markdown table with a row for each arm. The last two columns are means over all rollouts and seeds."""
+    """Return a Markdown table with a row for each arm. The last columns are means over all rollouts and seeds."""
     found = compare(experiment, runs)
     tested = [name for name, row in found.items() if row.p is not None]
     corrected = dict(zip(tested, holm([float(found[name].p or 0.0) for name in tested]), strict=True))
+    own, columns = SHOWN[experiment.get("figure", "accuracy")], experiment.get("columns", ("outside", "ess"))
+    headings = " | ".join(SHOWN[name].heading for name in columns)
     lines = [
-        "| arm | endpoint | smallest and largest | difference | 95 % interval | p | p, corrected | outside | ESS |",
-        "|---|---|---|---|---|---|---|---|---|",
+        f"| arm | endpoint | smallest and largest | difference | 95 % interval | p | p, corrected | {headings} |",
+        "|---" * (7 + len(columns)) + "|",
     ]
     for name, row in found.items():
-        ends = [endpoint(own) for own in runs[name].values()]
-        outside, ess = (np.mean([np.mean(own[key]) for own in runs[name].values()]) for key in ("outside", "ess"))
+        ends = [endpoint(experiment, figures) for figures in runs[name].values()]
         compared = "| | | | "
         if row.difference is not None:
-            compared = (
-                f"| {100 * row.difference:+.1f} | {100 * row.low:+.1f} to {100 * row.high:+.1f} "
-                f"| {row.p:.3f} | {corrected[name]:.3f} "
+            middle, low, high = (
+                f"{own.scale * value:+.{own.decimals}f}" for value in (row.difference, row.low, row.high)
             )
-        lines.append(
-            f"| {name} | {row.mean:.1%} | {min(ends):.1%}, {max(ends):.1%} {compared}| {outside:.1%} | {ess:.2f} |"
-        )
+            compared = f"| {middle} | {low} to {high} | {row.p:.3f} | {corrected[name]:.3f} "
+        range_of = f"{min(ends):{own.form}}, {max(ends):{own.form}}"
+        means = " | ".join(_mean(runs[name], column) for column in columns)
+        lines.append(f"| {name} | {row.mean:{own.form}} | {range_of} {compared}| {means} |")
     return "\n".join(lines)
 
 
-def draw(path: Path, runs: Runs) -> None:
-    """Draw each arm over the updates: the mean of the seeds, and the range of their accuracies."""
-    styles = list(itertools.product("-:", [f"C{i}" for i in range(10) if i != 7]))  # C7 is grey, as the grid
+def _mean(runs: Mapping[int, Mapping[str, Any]], name: str) -> str:
+    """Return the mean of a figure over rollouts or checks, and seeds; nothing if the arm has no such figure."""
+    if any(name not in figures for figures in runs.values()):
+        return ""
+    values = [_curve(figures, name)[1] for figures in runs.values()]
+    return format(float(np.mean([np.mean([v for v in own if v is not None]) for own in values])), SHOWN[name].form)
 
-    def panel(name: str, title: str, *, log: bool = False) -> report.Panel:
+
+def draw(path: Path, experiment: Mapping[str, Any], runs: Runs) -> None:
+    """Draw each arm over the updates: the mean of the seeds, and the range of the figures of the checks."""
+    styles = list(itertools.product("-:", [f"C{i}" for i in range(10) if i != 7]))  # C7 is grey, as the grid
+    names = experiment.get("pictured", USUAL)
+
+    def panel(name: str) -> report.Panel:
         def drawn(axis: Any, _: Any) -> None:
             for (line, colour), (arm, own) in zip(styles, runs.items(), strict=False):
-                curves = [_curve(figures, name) for figures in own.values()]
+                curves = [_curve(figures, name) for figures in own.values() if name in figures]
+                if not curves:
+                    continue
                 steps, values = curves[0][0], np.array([values for _, values in curves], dtype=float)
                 axis.plot(steps, values.mean(axis=0), line, color=colour, linewidth=1.4, label=arm)
-                if name == "accuracy":
+                if name in CHECKED:
                     axis.fill_between(steps, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.07)
-            axis.set(title=title, yscale="log" if log else "linear")
-            if name == "accuracy":
+            axis.set(title=SHOWN[name].title, yscale="log" if name == "grad_norm" else "linear")
+            if name in CHECKED:
                 axis.set_ylim(bottom=0)
+            if name == names[0]:
                 axis.legend(fontsize=6, ncols=2, loc="lower left")
 
         return drawn
 
-    panels = [
-        [panel("accuracy", "Held-out accuracy, sampled"), panel("outside", "Ratios outside 0.8 to 1.2, share")],
-        [panel("ess", "Effective sample size, share"), panel("grad_norm", "Gradient norm before its limit", log=True)],
-    ]
+    panels = [[panel(name) for name in names[i : i + 2]] for i in range(0, len(names), 2)]
     report.draw(path, panels, runs)
 
 
 def _curve(figures: Mapping[str, Any], name: str) -> tuple[list[int], list[float]]:
-    if name == "accuracy":
+    if name in CHECKED:
         return [int(step) for step in figures[name]], list(figures[name].values())
     steps = max(int(step) for step in figures["accuracy"])
     values = figures[name]
     return [round((i + 1) * steps / len(values)) for i in range(len(values))], values
 
 
-def _settings(arm: Arm, measured: Mapping[str, int]) -> dict[str, Any]:
+def _settings(arm: Arm, measured: Mapping[str, Any]) -> dict[str, Any]:
     return {**asdict(arm), "measured": dict(measured)}
 
 
-def _is_done(file: Path, arm: Arm, measured: Mapping[str, int]) -> bool:
+def _is_done(file: Path, arm: Arm, measured: Mapping[str, Any]) -> bool:
     return file.exists() and json.loads(file.read_text())["settings"] == _settings(arm, measured)
 
 
-def _run(arm: Arm, seed: int, start: Path, measured: Mapping[str, int], file: Path) -> str:
+def _run(arm: Arm, seed: int, folder: Path, measured: Mapping[str, Any], file: Path) -> str:
     torch.set_num_threads(1)
-    figures = train(arm, seed, start, measured)
+    figures = train(arm, seed, folder, measured)
     kept = {"settings": _settings(arm, measured), "figures": figures}
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_suffix(".unfinished")
     unfinished.write_text(json.dumps(kept))
     os.replace(unfinished, file)
-    return f"{figures['seconds']:4d} s  {endpoint(figures):6.1%}"
+    last = "  ".join(
+        f"{name} {[*figures[name].values()][-1]:{CHECKED[name].form}}" for name in CHECKED if name in figures
+    )
+    return f"{figures['seconds']:4d} s  {last}"
 
 
 def _done(tasks: Mapping[Any, tuple[Any, ...]], jobs: int) -> Iterator[tuple[Any, str]]:
@@ -208,11 +256,12 @@ def main(command: Sequence[str] | None = None) -> dict[str, Any]:
         for seed in seeds
         for name in chosen
     }
-    start = output.parent / "start"
-    Digits(start, dense=True).load(output, quantised=False)  # makes it once, for all runs
+    folder = output.parent
+    for arm in chosen.values():
+        task_of(arm, folder).load(output, quantised=False)  # makes the starting models once, for all runs
     measured = experiment["measured"]
     missing = [key for key, file in files.items() if not _is_done(file, chosen[key[0]], measured)]
-    tasks = {(name, seed): (chosen[name], seed, start, measured, files[name, seed]) for name, seed in missing}
+    tasks = {(name, seed): (chosen[name], seed, folder, measured, files[name, seed]) for name, seed in missing}
     for number, ((name, seed), line) in enumerate(_done(tasks, asked.jobs), 1):
         print(f"{number:3d}/{len(missing)}  seed {seed}  {line}  {name}", flush=True)
     runs: Runs = {
@@ -224,7 +273,7 @@ def main(command: Sequence[str] | None = None) -> dict[str, Any]:
         "runs": runs,
     }
     (output / "results.json").write_text(json.dumps(results))
-    draw(output / "arms.png", runs)
+    draw(output / "arms.png", experiment, runs)
     print(table(experiment, runs))
     return results
 

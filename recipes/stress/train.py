@@ -5,7 +5,7 @@
 
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -14,19 +14,23 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import PrinterCallback, TrainerCallback
+from transformers import PrinterCallback
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from common import run, small_model
+from common import run
 from moe.digits import Digits
+from moe.probe import Probe
+from stress.checks import Checks, scored
 from stress.samplers import Sampler
 from trl_steady import GRPOConfig, GRPOTrainer
 
-__all__ = ["Arm", "Stressed", "train"]
+__all__ = ["Arm", "Stressed", "task_of", "train"]
 
 OUTSIDE = 0.2  # a ratio is far off if it is not within this of 1
-LOGGED = ("reward", "grad_norm", "clip_ratio/region_mean", "kl", "ratio/sequence_max")
+LOGGED = ("reward", "grad_norm", "clip_ratio/region_mean", "kl", "ratio/sequence_max", "sampling_mask/kept_mass")
+PROBED = {"probe/changed": "changed", "probe/live/log_ratio_std": "log_ratio_std"}
+PROBLEMS = 50  # held-out ones that the probe answers
 
 
 @dataclass(frozen=True)
@@ -35,12 +39,18 @@ class Arm:
 
     options: Mapping[str, Any]
     """Options of `GRPOConfig`."""
-    sampler: Mapping[str, Any] = field(default_factory=dict)
-    """Arguments of `Sampler`."""
+    sampler: Mapping[str, Any] | None = field(default_factory=dict)
+    """Arguments of `Sampler`; None: the policy samples, through TRL."""
     correction: str | None = None
     """TRL's `vllm_importance_sampling_mode`, with its default limit; None: no correction for the engine."""
     old: str = "policy"
     """The model that gives the old log-probs: the "policy", which scores each rollout again, or the "sampler"."""
+    unmasked: Sequence[str] = ()
+    """Log-probs that are of all tokens, with `keep_sampling_mask`: "old", "ref" (the reference)."""
+    model: str = "dense"
+    """The "dense" model, or the "mixture", without load balancing."""
+    router_rate: float = 1.0
+    """Multiplies the learning rate of the mixture's routers."""
 
 
 class Stressed(GRPOTrainer):
@@ -51,15 +61,16 @@ class Stressed(GRPOTrainer):
     """
 
     def __init__(self, arm: Arm, *arguments: Any, **keywords: Any) -> None:
-        self.arm, self.sampler = arm, Sampler(**arm.sampler)
+        self.arm, self.sampler = arm, None if arm.sampler is None else Sampler(**arm.sampler)
         self.apart: list[dict[str, float]] = []
         """For each rollout: `outside`, the share of tokens whose ratio of policy to sampler is not in 0.8 to 1.2, and
         `ess`, the effective sample size of the answers' ratios, as a share of their number."""
-        super().__init__(*arguments, rollout_func=self._sampled, **keywords)
+        super().__init__(*arguments, rollout_func=None if arm.sampler is None else self._sampled, **keywords)
         if arm.correction is not None:
             self.vllm_importance_sampling_mode = arm.correction
 
     def _sampled(self, prompts: list[str], trainer: GRPOTrainer) -> dict[str, Any]:
+        assert self.sampler is not None
         completions = self.sampler(prompts, trainer)
         self.use_vllm = self.arm.correction is not None
         return completions
@@ -68,11 +79,24 @@ class Stressed(GRPOTrainer):
         """Make a rollout with the sampler."""
         self.use_vllm = False  # TRL would send weights to vLLM
         samples = super().rollout(inputs)
-        old, sampler = samples["old_per_token_logps"], samples["sampling_per_token_logps"]
-        self.apart.append(_apart((old - sampler).double(), samples["completion_mask"].bool()))
-        if self.arm.old == "sampler":
-            samples["old_per_token_logps"] = sampler
+        if self.sampler is not None:
+            old, sampler = samples["old_per_token_logps"], samples["sampling_per_token_logps"]
+            self.apart.append(_apart((old - sampler).double(), samples["completion_mask"].bool()))
+            if self.arm.old == "sampler":
+                samples["old_per_token_logps"] = sampler
+        for name in self.arm.unmasked:
+            model = self.model if name == "old" else self.ref_model
+            samples[f"{name}_per_token_logps"] = _of_all_tokens(model, samples)
         return samples
+
+
+@torch.no_grad()
+def _of_all_tokens(model: Any, samples: Mapping[str, Any]) -> Tensor:
+    """Score the completions among all tokens. The prompts have no padding, and padding behind an end is not read."""
+    completions = samples["completion_ids"]
+    ids = torch.cat([samples["prompt_ids"], completions], dim=1)
+    log_probs = scored(model, ids, samples["prompt_ids"].size(1))
+    return log_probs.gather(-1, completions[..., None])[..., 0].float()
 
 
 def _apart(log_ratios: Tensor, is_token: Tensor) -> dict[str, float]:
@@ -84,60 +108,67 @@ def _apart(log_ratios: Tensor, is_token: Tensor) -> dict[str, float]:
     }
 
 
-class Checks(TrainerCallback):
-    """Sample answers to held-out problems with the policy itself, without changing the run's random numbers."""
-
-    def __init__(self, trainer: GRPOTrainer, task: Digits, held_out: int, samples: int, every: int) -> None:
-        self.trainer, self.task, self.samples, self.every = trainer, task, samples, every
-        _, self.problems = task.split(held_out)
-        self.accuracies: dict[int, float] = {}
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Check the untrained policy."""
-        self._check(state.global_step)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Check after every `every` updates."""
-        if state.global_step % self.every == 0:
-            self._check(state.global_step)
-
-    def _check(self, step: int) -> None:
-        with torch.random.fork_rng():
-            torch.manual_seed(self.trainer.args.seed)
-            right = small_model.right_answers(self.trainer, self.problems, samples=self.samples, task=self.task)
-        self.accuracies[step] = float(right.mean())
+def task_of(arm: Arm, folder: Path) -> Digits:
+    """Return the task with the arm's model. The starting models are in `folder`, and made if they are missing."""
+    if arm.model == "mixture":
+        return Digits(folder / "start-mixture", balanced=False)
+    return Digits(folder / "start", dense=True)
 
 
-def train(arm: Arm, seed: int, start: Path, measured: Mapping[str, int]) -> dict[str, Any]:
+def train(arm: Arm, seed: int, folder: Path, measured: Mapping[str, Any]) -> dict[str, Any]:
     """Train one arm with one seed, and return its figures.
 
     Args:
         arm: The arm.
         seed: Seeds the order of the problems and the answers. Arms with the same sampler begin with the same rollout.
-        start: Folder of the starting model.
-        measured: Numbers of `held_out` problems, of `samples` of each, and of updates between two checks (`every`).
+        folder: Folder of the starting models.
+        measured: Arguments of `Checks`.
     """
-    began, task = time.monotonic(), Digits(start, dense=True)
-    problems, _ = task.split(measured["held_out"])
+    began, task = time.monotonic(), task_of(arm, folder)
+    problems, held_out = task.split(measured["held_out"])
     with TemporaryDirectory() as output:
         model, tokenizer = task.load(Path(output), quantised=False)
         model.generation_config.eos_token_id = tokenizer.eos_token_id
         args = GRPOConfig(output_dir=output, seed=seed, **arm.options)
         rows = [{"prompt": task.prompt(problem), "problem": list(problem)} for problem in problems]
-        trainer = Stressed(arm, model, task.reward, args, Dataset.from_list(rows), processing_class=tokenizer)
+        trainer = Stressed(
+            *(arm, model, task.reward, args, Dataset.from_list(rows)),
+            processing_class=tokenizer,
+            optimizers=(_optimizer(model, args.learning_rate, arm.router_rate), None),
+        )
         trainer.remove_callback(PrinterCallback)
         checks = Checks(trainer, task, **measured)
         trainer.add_callback(checks)
+        if arm.model == "mixture":
+            trainer.add_callback(Probe(trainer, held_out[:PROBLEMS], task))
         trainer.train()
-    history = [row for row in trainer.state.log_history if "loss" in row]
-    names = [name for name in LOGGED if any(name in row for row in history)]
-    each = run.updates_per_rollout(args)
+    history, each = trainer.state.log_history, run.updates_per_rollout(args)
+    updates = [row for row in history if "loss" in row]
     return {
-        "accuracy": {step: round(share, 6) for step, share in checks.accuracies.items()},
-        **{name: _rounded([row.get(name) for row in history][each - 1 :: each]) for name in names},
-        **{name: _rounded([own[name] for own in trainer.apart]) for name in ("outside", "ess")},
+        **checks.found,
+        **{
+            name: _rounded([row.get(name) for row in updates][each - 1 :: each])
+            for name in LOGGED
+            if any(name in row for row in updates)
+        },
+        **{name: _rounded([own[name] for own in trainer.apart]) for name in ("outside", "ess") if trainer.apart},
+        **{
+            name: _rounded([row[key] for row in history if key in row])
+            for key, name in PROBED.items()
+            if arm.model == "mixture"
+        },
         "seconds": round(time.monotonic() - began),
     }
+
+
+def _optimizer(model: torch.nn.Module, rate: float, of_routers: float) -> torch.optim.Optimizer | None:
+    """Return transformers' default optimizer with another rate for routers; None: the default will do."""
+    if of_routers == 1:
+        return None
+    routers = [value for name, value in model.named_parameters() if name.endswith("mlp.gate.weight")]
+    others = [value for name, value in model.named_parameters() if not name.endswith("mlp.gate.weight")]
+    groups = [{"params": others}, {"params": routers, "lr": of_routers * rate}]
+    return torch.optim.AdamW(groups, lr=rate, weight_decay=0.0, fused=True)
 
 
 def _rounded(values: list[Any]) -> list[Any]:

@@ -18,6 +18,7 @@ EXPERIMENTS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(FO
 RECORDED = [name for name in EXPERIMENTS if (FOLDER / f"results/{name}.json").is_file()]
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "head_dim": 4}
 FEW = {"max_steps": 4, "steps_per_generation": 2, "per_device_train_batch_size": 8, "num_generations": 4}
+FEW_CHECKS = {"held_out": 4, "samples": 1, "every": 2}
 UNLISTED = ("exact", "bf16")
 """Arms that docs/evidence.md does not compare with the baseline in its table."""
 ROUNDING = 1e-5  # of log-probs in float32: two passes add in another order
@@ -33,7 +34,7 @@ def small(recipes: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
     return recipes
 
 
-def trained(recipes: Any, folder: Path, *, every: int = 2, **arm: Any) -> Any:
+def trained(recipes: Any, folder: Path, *, every: int = 2, measured: Any = None, **arm: Any) -> Any:
     """The trainer, after a short run of an arm."""
     built: list[Any] = []
 
@@ -50,8 +51,9 @@ def trained(recipes: Any, folder: Path, *, every: int = 2, **arm: Any) -> Any:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recipes.stress, "Stressed", Kept)
         options = {**EXPERIMENTS["engine"]["options"], **FEW, "learning_rate": 0.01, **arm.pop("options", {})}
-        measured = {"held_out": 4, "samples": 1, "every": every}
-        figures = recipes.stress.train(recipes.stress.Arm(options, **arm), 0, folder / "start", measured)
+        figures = recipes.stress.train(
+            recipes.stress.Arm(options, **arm), 0, folder, {**FEW_CHECKS, "every": every, **(measured or {})}
+        )
     return SimpleNamespace(trainer=built[0], rollouts=built[0].rollouts, figures=figures)
 
 
@@ -127,10 +129,100 @@ def test_trls_corrections_act(small: Any, tmp_path: Path) -> None:
 
 
 def test_a_check_changes_nothing(small: Any, tmp_path: Path) -> None:
-    often, never = trained(small, tmp_path, every=1), trained(small, tmp_path, every=100)
-    assert list(often.figures["accuracy"]) == [0, 1, 2, 3, 4] and list(never.figures["accuracy"]) == [0]
+    options, more = {"beta": 0.1}, {"top_p": 0.7, "beta": 0.5}
+    often = trained(small, tmp_path, every=1, measured=more, options=options)
+    never = trained(small, tmp_path, every=100, options=options)
+    for name in ("accuracy", "truncated", "distance"):
+        assert list(often.figures[name]) == [0, 1, 2, 3, 4]
+    assert list(never.figures["accuracy"]) == [0] and "distance" not in never.figures
     for one, other in zip(often.rollouts, never.rollouts, strict=True):
         assert torch.equal(one["completion_ids"], other["completion_ids"])
+
+
+def leaves(problem: str, recipes: Any) -> list[list[int]]:
+    """All answers of at most three tokens: an end ends one early."""
+    tokens, end = range(len(recipes.digits.TOKENS)), recipes.digits.VOCABULARY["</s>"]
+    return [
+        list(own)
+        for n in (1, 2, 3)
+        for own in itertools.product(tokens, repeat=n)
+        if end not in own[:-1] and (n == 3 or own[-1] == end)
+    ]
+
+
+@torch.no_grad()
+def test_the_distance_to_the_optimum_by_enumeration(small: Any, tmp_path: Path) -> None:
+    """Problems of two digits have 2,536 answers. The optimum is start * exp(reward / beta), normalised."""
+    task, beta, samples = small.digits.Digits(tmp_path, dense=True), 0.2, 3000
+    start, tokenizer = small.digits.untaught(dense=True)
+    policy, _ = small.digits.untaught(dense=True)
+    for scale, model in ((60, start.eval()), (90, policy.eval())):
+        model.lm_head.weight.mul_(scale).add_(0.01 * scale * torch.randn_like(model.lm_head.weight))
+    problems = [(3, 1), (7, 2)]
+    expected, variance = [], 0.0
+    for problem in problems:
+        answers = leaves(task.prompt(problem), small)
+        prompt = tokenizer(task.prompt(problem))["input_ids"]
+        padded = torch.tensor([prompt + own + [0] * (3 - len(own)) for own in answers])
+        is_token = torch.arange(3) < torch.tensor([[len(own)] for own in answers])
+        own, first = (
+            model(padded).logits[:, len(prompt) - 1 : -1].double().log_softmax(-1) for model in (policy, start)
+        )
+        at = padded[:, len(prompt) :, None]
+        log_p, log_first = ((of.gather(-1, at)[..., 0] * is_token).sum(1) for of in (own, first))
+        right = tokenizer(small.digits.answer(problem))["input_ids"]
+        rewards = torch.tensor([float(own == right) for own in answers])
+        assert rewards.sum() == 1 and abs(log_p.exp().sum() - 1) < 1e-6
+        optimum = (log_first + rewards / beta).log_softmax(0)
+        expected.append((log_p.exp() * (log_p - optimum)).sum().item())
+        of_answer = ((own.exp() * (own - first)).sum(-1) * is_token).sum(1)  # what a sample is worth
+        variance += (log_p.exp() @ of_answer.square() - (log_p.exp() @ of_answer).square()).item()
+    how: Any = {"samples": samples, "beta": beta}
+    torch.manual_seed(0)
+    found = small.checks.distance(policy, start, tokenizer, task, problems, **how)
+    error = (variance / samples) ** 0.5 / len(problems)
+    assert error < 0.05 * np.mean(expected)
+    assert abs(found - np.mean(expected)) < 5 * error
+    # of the start itself, the KL is 0 for each answer
+    of_start = small.checks.distance(start, start, tokenizer, task, problems, samples=1, beta=beta)
+    probabilities = []
+    for problem in problems:
+        ids = torch.tensor([tokenizer(task.prompt(problem) + small.digits.answer(problem))["input_ids"]])
+        log_probs = start(ids).logits[:, -4:-1].double().log_softmax(-1).gather(-1, ids[:, -3:, None])
+        probabilities.append(log_probs.sum().exp().item())
+    by_hand = [np.log(1 - p + p * np.exp(1 / beta)) - p / beta for p in probabilities]
+    assert of_start == pytest.approx(np.mean(by_hand), rel=1e-6)
+
+
+def test_log_probs_of_all_tokens_beside_the_mask(small: Any, tmp_path: Path) -> None:
+    options = {"top_p": 0.7, "keep_sampling_mask": True, "beta": 0.1}
+    runs = {own: trained(small, tmp_path, sampler=None, options=options, unmasked=own) for own in ((), ("old", "ref"))}
+    start, _ = small.digits.Digits(tmp_path / "start", dense=True).load(tmp_path, quantised=False)
+    kept, full = (runs[own].rollouts[0] for own in ((), ("old", "ref")))
+    assert torch.equal(kept["completion_ids"], full["completion_ids"]) and runs[()].figures.keys().isdisjoint({"ess"})
+    ids = torch.cat([full["prompt_ids"], full["completion_ids"]], dim=1)
+    width, mask = full["completion_ids"].size(1), full["completion_mask"].bool()
+    expected = (
+        start(ids).logits.detach().log_softmax(-1)[:, -width - 1 : -1].gather(-1, full["completion_ids"][..., None])
+    )
+    for name in ("old_per_token_logps", "ref_per_token_logps"):
+        assert (full[name] - expected[..., 0])[mask].abs().max() < ROUNDING
+        assert (kept[name] - expected[..., 0])[mask].min() > 1e-3  # the kept tokens have the whole probability
+
+
+def test_the_rate_of_the_routers(small: Any, tmp_path: Path) -> None:
+    """0 leaves them, and 1 is the default optimizer. A mixture has the figures of the probe."""
+    first, _ = small.digits.untaught()
+    arms = {rate: trained(small, tmp_path, model="mixture", router_rate=rate) for rate in (0.0, 1.0, 1 + 1e-9)}
+    start, _ = small.digits.Digits(tmp_path / "start-mixture", balanced=False).load(tmp_path, quantised=False)
+    ends = {rate: dict(run.trainer.model.named_parameters()) for rate, run in arms.items()}
+    assert start.state_dict().keys() == first.state_dict().keys()
+    for name, value in start.named_parameters():
+        is_router = name.endswith("mlp.gate.weight")
+        assert torch.equal(ends[0.0][name], value) == is_router, name
+        assert not torch.equal(ends[1.0][name], value), name
+        torch.testing.assert_close(ends[1 + 1e-9][name], ends[1.0][name], rtol=1e-4, atol=1e-5)
+    assert all(len(arms[1.0].figures[name]) == 2 for name in ("changed", "log_ratio_std"))
 
 
 def figures(*accuracies: float) -> dict[str, Any]:
@@ -159,7 +251,16 @@ def test_the_comparison_by_hand(recipes: Any) -> None:
     # Holm: 0.01 * 3, then 0.02 * 2, and the last no smaller than the one before it
     assert recipes.experiment.holm([0.02, 0.03, 0.01]) == pytest.approx([0.04, 0.04, 0.03])
     rows = recipes.experiment.table(experiment, runs).splitlines()
-    assert rows[3].startswith("| helps | 50.0% | 30.0%, 70.0% | +20.0 | +10.0 to +30.0 | 0.250 | 0.500 |")
+    assert rows[3] == "| helps | 50.0% | 30.0%, 70.0% | +20.0 | +10.0 to +30.0 | 0.250 | 0.500 | 10.0% | 0.50 |"
+    for own in itertools.chain.from_iterable(of.values() for of in runs.values()):
+        own["distance"] = {step: 2 * value for step, value in own["accuracy"].items()}
+    for own in runs["nothing"].values():
+        own["kl"] = [None, 0.25, 0.75]
+    experiment |= {"figure": "distance", "columns": ["accuracy", "kl"]}
+    rows = recipes.experiment.table(experiment, runs).splitlines()
+    assert rows[0].endswith("| p, corrected | accuracy | KL |")
+    assert rows[2] == "| nothing | 0.600 | 0.400, 0.800 | | | | | 45.0% | 0.500 |"
+    assert rows[3] == "| helps | 1.000 | 0.600, 1.400 | +0.400 | +0.200 to +0.600 | 0.250 | 0.500 | 37.5% |  |"
 
 
 @pytest.mark.parametrize("name", EXPERIMENTS)
@@ -168,20 +269,26 @@ def test_an_experiment_says_how_it_is_read(recipes: Any, name: str, tmp_path: Pa
     assert all(experiment[key] for key in ("question", "endpoint", "failure", "analysis", "chosen"))
     assert len(experiment["seeds"]) >= 8 and {experiment["control"], experiment["baseline"]} <= set(experiment["arms"])
     for arm in experiment["arms"].values():
-        assert arm.keys() <= {"options", "sampler", "correction", "old", "against"}
+        assert arm.keys() <= {"options", "sampler", "against", *recipes.experiment.OF_ARM}
         assert arm.get("against", experiment["baseline"]) in experiment["arms"]
     for arm in recipes.experiment.arms(experiment).values():
         GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **arm.options)
-        recipes.samplers.Sampler(**arm.sampler)
+        recipes.samplers.Sampler(**arm.sampler or {})
+    shown = {experiment.get("figure", "accuracy"), *experiment.get("pictured", ()), *experiment.get("columns", ())}
+    assert shown <= set(recipes.experiment.SHOWN)
 
 
+@pytest.mark.parametrize("all_arms", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_each_experiment_runs_on_a_smaller_model(
-    small: Any, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small: Any, name: str, all_arms: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     experiment = json.loads(json.dumps(EXPERIMENTS[name]))
     experiment["options"] |= FEW
-    experiment["measured"] = {"held_out": 4, "samples": 1, "every": 2}
+    experiment["measured"] |= FEW_CHECKS
+    if not all_arms:
+        named = (experiment["control"], experiment["baseline"])
+        experiment["arms"] = {arm: own for arm, own in experiment["arms"].items() if arm in named}
     file, output = tmp_path / f"{name}.yaml", tmp_path / "out" / name
 
     def run(*command: str) -> tuple[dict[str, Any], list[str]]:
@@ -213,8 +320,12 @@ def test_what_was_recorded_fits_its_file_and_its_page(recipes: Any, name: str) -
     assert recipes.experiment.table(EXPERIMENTS[name], runs) in (FOLDER / "README.md").read_text()
     assert all(np.isfinite(list(own["accuracy"].values())).all() for of in runs.values() for own in of.values())
     page = (FOLDER.parents[1] / "docs/evidence.md").read_text()
+    own = recipes.experiment.SHOWN[EXPERIMENTS[name].get("figure", "accuracy")]
     for arm, row in recipes.experiment.compare(EXPERIMENTS[name], runs).items():
         if row.difference is not None and arm not in UNLISTED:
-            low, middle, high = (100 * value for value in (row.low, row.difference, row.high))
-            assert f"{middle:+.1f} ({low:.1f} to {high:.1f})" in page, arm
-            assert f"{row.mean:.1%}".replace("%", " %") in page, arm
+            middle, low, high = (
+                f"{own.scale * value:{sign}.{own.decimals}f}"
+                for sign, value in (("+", row.difference), ("", row.low), ("", row.high))
+            )
+            assert f"{middle} ({low} to {high})" in page, arm
+            assert f"{row.mean:{own.form}}".replace("%", " %") in page, arm
