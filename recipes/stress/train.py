@@ -79,7 +79,7 @@ class Stressed(GRPOTrainer):
         """Make a rollout with the sampler."""
         self.use_vllm = False  # TRL would send weights to vLLM
         samples = super().rollout(inputs)
-        if self.sampler is not None:
+        if self.sampler is not None and "old_per_token_logps" in samples:  # TRL has none with one update per rollout
             old, sampler = samples["old_per_token_logps"], samples["sampling_per_token_logps"]
             self.apart.append(_apart((old - sampler).double(), samples["completion_mask"].bool()))
             if self.arm.old == "sampler":
