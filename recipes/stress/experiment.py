@@ -67,7 +67,7 @@ SHOWN = CHECKED | {
 }
 USUAL = ("accuracy", "outside", "ess", "grad_norm")
 """Figures in the picture, unless the YAML has `pictured`."""
-OF_ARM = ("correction", "old", "unmasked", "model", "router_rate")
+OF_ARM = ("correction", "old", "unmasked", "model", "router_rate", "away")
 
 
 class Comparison(NamedTuple):

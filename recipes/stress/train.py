@@ -51,6 +51,8 @@ class Arm:
     """The "dense" model, or the "mixture", without load balancing."""
     router_rate: float = 1.0
     """Multiplies the learning rate of the mixture's routers."""
+    away: float = 0.0
+    """The policy begins away from the reference: normal noise of this size, in standard deviations of each matrix."""
 
 
 class Stressed(GRPOTrainer):
@@ -129,6 +131,7 @@ def train(arm: Arm, seed: int, folder: Path, measured: Mapping[str, Any]) -> dic
     with TemporaryDirectory() as output:
         model, tokenizer = task.load(Path(output), quantised=False)
         model.generation_config.eos_token_id = tokenizer.eos_token_id
+        _move(model, arm.away)
         args = GRPOConfig(output_dir=output, seed=seed, **arm.options)
         rows = [{"prompt": task.prompt(problem), "problem": list(problem)} for problem in problems]
         trainer = Stressed(
@@ -159,6 +162,15 @@ def train(arm: Arm, seed: int, folder: Path, measured: Mapping[str, Any]) -> dic
         },
         "seconds": round(time.monotonic() - began),
     }
+
+
+@torch.no_grad()
+def _move(model: torch.nn.Module, size: float) -> None:
+    """Add the same noise for every seed. TRL loads the reference from the starting model's folder, without it."""
+    generator = torch.Generator().manual_seed(0)
+    for weight in model.parameters():
+        if weight.dim() > 1 and size:
+            weight.add_(torch.randn(weight.shape, generator=generator).to(weight.device) * size * weight.std())
 
 
 def _optimizer(model: torch.nn.Module, rate: float, of_routers: float) -> torch.optim.Optimizer | None:

@@ -225,6 +225,19 @@ def test_the_rate_of_the_routers(small: Any, tmp_path: Path) -> None:
     assert all(len(arms[1.0].figures[name]) == 2 for name in ("changed", "log_ratio_std"))
 
 
+def test_a_policy_begins_away_from_the_reference(small: Any, tmp_path: Path) -> None:
+    options = {"beta": 0.1, "learning_rate": 0.0}
+    trainer = trained(small, tmp_path, away=0.5, options=options, measured={"beta": 0.5}).trainer
+    start, _ = small.digits.Digits(tmp_path / "start", dense=True).load(tmp_path, quantised=False)
+    own, reference = trainer.model.state_dict(), trainer.ref_model.state_dict()
+    for name, value in start.state_dict().items():
+        assert torch.equal(reference[name], value)
+        if value.dim() == 1:
+            assert torch.equal(own[name], value)
+        else:  # at least 64 numbers: their standard deviation is known to 9 %
+            assert (own[name] - value).std() == pytest.approx(0.5 * value.std(), rel=0.4)
+
+
 def figures(*accuracies: float) -> dict[str, Any]:
     return {"accuracy": {str(step): value for step, value in enumerate(accuracies)}, "outside": [0.1], "ess": [0.5]}
 
