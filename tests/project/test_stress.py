@@ -235,7 +235,7 @@ def test_a_policy_begins_away_from_the_reference(small: Any, tmp_path: Path) -> 
         if value.dim() == 1:
             assert torch.equal(own[name], value)
         else:  # at least 64 numbers: their standard deviation is known to 9 %
-            assert (own[name] - value).std() == pytest.approx(0.5 * value.std(), rel=0.4)
+            assert 0.3 < ((own[name] - value).std() / value.std()).item() < 0.7
 
 
 def figures(*accuracies: float) -> dict[str, Any]:
