@@ -123,11 +123,13 @@ class Digits:
         start: Folder of the model after its warm start. If it has no model, `load` makes one.
         dense: Make a dense model, not a mixture of experts.
         balanced: Balance the experts' load in the warm start of a mixture.
+        share: Part of the worked examples that the warm start reads.
     """
 
     start: Path
     dense: bool = False
     balanced: bool = True
+    share: float = 1.0
 
     PREAMBLE = BEGIN
     STOP = ""
@@ -153,7 +155,8 @@ class Digits:
         if not (self.start / "model.safetensors").exists():
             model, tokenizer = untaught(dense=self.dense)
             worked = draw(WORKED_STEPS * WORKED_BATCH)
-            pairs = [(self.prompt(problem), answer(problem)) for problem in worked]
+            read = worked[: round(self.share * len(worked))]
+            pairs = [(self.prompt(problem), answer(problem)) for problem in read]
             teach(model.to(device), tokenizer, pairs, balanced=self.balanced)
             tokenizer.save_pretrained(self.start)
             model.save_pretrained(self.start)

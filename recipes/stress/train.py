@@ -49,7 +49,8 @@ class Arm:
     unmasked: Sequence[str] = ()
     """Log-probs that are of all tokens, with `keep_sampling_mask`: "old", "ref" (the reference)."""
     model: str = "dense"
-    """The "dense" model, the "mixture" (without load balancing), or "smollm2" with the larger of two numbers."""
+    """The "dense" model, the same with half of its warm start ("beginner"), the "mixture" (without load balancing),
+    or "smollm2" with the larger of two numbers."""
     router_rate: float = 1.0
     """Multiplies the learning rate of the mixture's routers."""
     away: float = 0.0
@@ -117,6 +118,8 @@ def task_of(arm: Arm, folder: Path) -> Any:
         return larger
     if arm.model == "mixture":
         return Digits(folder / "start-mixture", balanced=False)
+    if arm.model == "beginner":
+        return Digits(folder / "start-beginner", dense=True, share=0.5)
     return Digits(folder / "start", dense=True)
 
 
