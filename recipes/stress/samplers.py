@@ -83,14 +83,13 @@ def sampled(model: PreTrainedModel, trainer: GRPOTrainer, prompts: Sequence[str]
     """Sample a completion of each prompt at the trainer's temperature, from the whole vocabulary."""
     tokenizer: Any = trainer.processing_class
     inputs = tokenizer(list(prompts), return_tensors="pt").to(model.device)
-    ends = trainer.model.generation_config.eos_token_id
     output: Any = model.generate(
         **inputs,
         do_sample=True,
         temperature=trainer.args.temperature,
         top_k=0,
         max_new_tokens=trainer.args.max_completion_length,
-        eos_token_id=ends,
+        eos_token_id=tokenizer.eos_token_id,
         pad_token_id=tokenizer.pad_token_id,
         return_dict_in_generate=True,
         output_scores=True,
@@ -98,7 +97,7 @@ def sampled(model: PreTrainedModel, trainer: GRPOTrainer, prompts: Sequence[str]
     completions = output.sequences[:, inputs["input_ids"].size(1) :]
     log_probs = torch.stack(output.scores, dim=1).float().log_softmax(-1)
     log_probs = log_probs.gather(-1, completions[..., None])[..., 0].cpu()
-    is_end = torch.isin(completions, torch.tensor(ends, device=completions.device))
+    is_end = completions == tokenizer.eos_token_id
     lengths = torch.where(is_end.any(dim=1), is_end.int().argmax(dim=1) + 1, completions.size(1)).tolist()
     return {
         "prompt_ids": inputs["input_ids"].tolist(),

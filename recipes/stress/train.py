@@ -1,4 +1,4 @@
-"""One run of an experiment: GRPO on a small task, with something disturbed.
+"""One run of an experiment: GRPO on the digit-sorting task, with something disturbed.
 
 `experiment.py` starts these runs.
 """
@@ -19,7 +19,6 @@ from transformers import PrinterCallback
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common import run
-from common import task as larger
 from moe.digits import Digits
 from moe.probe import Probe
 from stress.checks import Checks, scored
@@ -49,8 +48,7 @@ class Arm:
     unmasked: Sequence[str] = ()
     """Log-probs that are of all tokens, with `keep_sampling_mask`: "old", "ref" (the reference)."""
     model: str = "dense"
-    """The "dense" model, the same with half of its warm start ("beginner"), the "mixture" (without load balancing),
-    or "smollm2" with the larger of two numbers."""
+    """The "dense" model, the same with half of its warm start ("beginner"), or the "mixture", without load balancing."""
     router_rate: float = 1.0
     """Multiplies the learning rate of the mixture's routers."""
     away: float = 0.0
@@ -112,10 +110,8 @@ def _apart(log_ratios: Tensor, is_token: Tensor) -> dict[str, float]:
     }
 
 
-def task_of(arm: Arm, folder: Path) -> Any:
-    """Return the task with the arm's model. The small models are in `folder`, and made if they are missing."""
-    if arm.model == "smollm2":
-        return larger
+def task_of(arm: Arm, folder: Path) -> Digits:
+    """Return the task with the arm's model. The starting models are in `folder`, and made if they are missing."""
     if arm.model == "mixture":
         return Digits(folder / "start-mixture", balanced=False)
     if arm.model == "beginner":
@@ -136,8 +132,7 @@ def train(arm: Arm, seed: int, folder: Path, measured: Mapping[str, Any]) -> dic
     problems, held_out = task.split(measured["held_out"])
     with TemporaryDirectory() as output:
         model, tokenizer = task.load(Path(output), quantised=False)
-        stop = tokenizer.encode(task.STOP, add_special_tokens=False)
-        model.generation_config.eos_token_id = [*stop, tokenizer.eos_token_id]
+        model.generation_config.eos_token_id = tokenizer.eos_token_id
         _move(model, arm.away)
         args = GRPOConfig(output_dir=output, seed=seed, **arm.options)
         rows = [{"prompt": task.prompt(problem), "problem": list(problem)} for problem in problems]
