@@ -31,6 +31,12 @@ OUTSIDE = 0.2  # a ratio is far off if it is not within this of 1
 LOGGED = ("reward", "grad_norm", "clip_ratio/region_mean", "kl", "ratio/sequence_max", "sampling_mask/kept_mass")
 PROBED = {"probe/changed": "changed", "probe/live/log_ratio_std": "log_ratio_std"}
 PROBLEMS = 50  # held-out ones that the probe answers
+MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+    "dense": ("start", {"dense": True}),
+    "beginner": ("start-beginner", {"dense": True, "share": 0.5}),
+    "mixture": ("start-mixture", {"balanced": False}),
+}
+"""Folder of the starting model, and arguments of `Digits`."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +54,7 @@ class Arm:
     unmasked: Sequence[str] = ()
     """Log-probs that are of all tokens, with `keep_sampling_mask`: "old", "ref" (the reference)."""
     model: str = "dense"
-    """The "dense" model, the same with half of its warm start ("beginner"), or the "mixture", without load balancing."""
+    """A key of `MODELS`."""
     router_rate: float = 1.0
     """Multiplies the learning rate of the mixture's routers."""
     away: float = 0.0
@@ -112,11 +118,8 @@ def _apart(log_ratios: Tensor, is_token: Tensor) -> dict[str, float]:
 
 def task_of(arm: Arm, folder: Path) -> Digits:
     """Return the task with the arm's model. The starting models are in `folder`, and made if they are missing."""
-    if arm.model == "mixture":
-        return Digits(folder / "start-mixture", balanced=False)
-    if arm.model == "beginner":
-        return Digits(folder / "start-beginner", dense=True, share=0.5)
-    return Digits(folder / "start", dense=True)
+    name, how = MODELS[arm.model]
+    return Digits(folder / name, **how)
 
 
 def train(arm: Arm, seed: int, folder: Path, measured: Mapping[str, Any]) -> dict[str, Any]:

@@ -287,6 +287,8 @@ def test_an_experiment_says_how_it_is_read(recipes: Any, name: str, tmp_path: Pa
     for arm in recipes.experiment.arms(experiment).values():
         GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **arm.options)
         recipes.samplers.Sampler(**arm.sampler or {})
+        recipes.stress.task_of(arm, tmp_path)
+        assert arm.old in ("policy", "sampler") and set(arm.unmasked) <= {"old", "ref"}
     shown = {experiment.get("figure", "accuracy"), *experiment.get("pictured", ()), *experiment.get("columns", ())}
     assert shown <= set(recipes.experiment.SHOWN)
 
