@@ -190,7 +190,7 @@ def draw(path: Path, experiment: Mapping[str, Any], runs: Runs) -> None:
             if name in CHECKED:
                 axis.set_ylim(bottom=0)
             if name == names[0]:
-                axis.legend(fontsize=6, ncols=2, loc="lower left")
+                axis.legend(fontsize=6, ncols=2, loc="best")
 
         return drawn
 
