@@ -5,7 +5,7 @@
 
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -152,10 +152,11 @@ def train(arm: Arm, seed: int, folder: Path, measured: Mapping[str, Any]) -> dic
         trainer.train()
     history, each = trainer.state.log_history, run.updates_per_rollout(args)
     updates = [row for row in history if "loss" in row]
+    rollouts = [updates[i : i + each] for i in range(0, len(updates), each)]
     return {
         **checks.found,
         **{
-            name: _rounded([row.get(name) for row in updates][each - 1 :: each])
+            name: _rounded([_last(row.get(name) for row in own) for own in rollouts])
             for name in LOGGED
             if any(name in row for row in updates)
         },
@@ -188,6 +189,11 @@ def _optimizer(model: torch.nn.Module, rate: float, of_routers: float) -> torch.
     return torch.optim.AdamW(groups, lr=rate, weight_decay=0.0, fused=True)
 
 
+def _last(values: Iterable[Any]) -> Any:
+    """Return the last value of a rollout that was logged. Some figures are logged with its first update only."""
+    return next((value for value in reversed([*values]) if value is not None), None)
+
+
 def _rounded(values: list[Any]) -> list[Any]:
-    """Four digits, to keep the files small. The last update of each rollout is enough for a curve."""
+    """Four digits, to keep the files small."""
     return [None if value is None else float(f"{value:.4g}") for value in values]

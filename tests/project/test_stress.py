@@ -85,6 +85,8 @@ def test_an_exact_sampler_is_the_policy(small: Any, tmp_path: Path) -> None:
         mask = samples["completion_mask"].bool()
         apart = (samples["old_per_token_logps"] - samples["sampling_per_token_logps"])[mask]
         assert apart.abs().max() < ROUNDING
+    rewards = [row["reward"] for row in run.trainer.state.log_history if "reward" in row]
+    assert run.figures["reward"] == pytest.approx(rewards, rel=1e-3) and len(rewards) == 2
     assert run.figures["outside"] == [0.0, 0.0] and run.figures["ess"] == pytest.approx([1.0, 1.0], abs=1e-3)
 
 
