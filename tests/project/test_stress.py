@@ -19,7 +19,7 @@ RECORDED = [name for name in EXPERIMENTS if (FOLDER / f"results/{name}.json").is
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "head_dim": 4}
 FEW = {"max_steps": 4, "steps_per_generation": 2, "per_device_train_batch_size": 8, "num_generations": 4}
 FEW_CHECKS = {"held_out": 4, "samples": 1, "every": 2}
-UNLISTED = ("exact", "bf16", "lag 0", "lag 1", "lag 4", "fresh", "plain k3, lag 4")
+UNLISTED = ("exact", "bf16", "lag 0", "lag 1", "lag 4", "fresh", "plain k3, lag 4", "top-p 1")
 """Arms that docs/evidence.md does not compare with the baseline in its table."""
 ROUNDING = 1e-5  # of log-probs in float32: two passes add in another order
 
