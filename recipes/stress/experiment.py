@@ -207,7 +207,7 @@ def _curve(figures: Mapping[str, Any], name: str) -> tuple[list[int], list[float
 
 
 def _settings(arm: Arm, measured: Mapping[str, Any]) -> dict[str, Any]:
-    return {**asdict(arm), "measured": dict(measured)}
+    return json.loads(json.dumps({**asdict(arm), "measured": dict(measured)}))  # as a file gives it: lists, no tuples
 
 
 def _is_done(file: Path, arm: Arm, measured: Mapping[str, Any]) -> bool:
