@@ -44,7 +44,7 @@ ROUNDINGS: dict[str, Callable[[Tensor], Tensor]] = {
     "bf16": lambda weight: weight.bfloat16().float(),
     "e4m3": _e4m3,
     "e2m1": _e2m1,
-    **{f"{2 * n + 1} levels": (lambda w, n=n: _integers(w, largest=n)) for n in (127, 7, 3, 2, 1)},
+    **{f"{2 * n + 1} levels": (lambda w, n=n: _integers(w, largest=n)) for n in (127, 31, 15, 7, 3, 2, 1)},
 }
 """Each rounds a weight (rows, columns), with one scale for a row. "255 levels" is int8, "15 levels" int4."""
 
@@ -82,14 +82,16 @@ class Sampler:
 def sampled(model: PreTrainedModel, trainer: GRPOTrainer, prompts: Sequence[str]) -> dict[str, Any]:
     """Sample a completion of each prompt at the trainer's temperature, from the whole vocabulary."""
     tokenizer: Any = trainer.processing_class
+    ends: list[int] = trainer.model.generation_config.eos_token_id
     inputs = tokenizer(list(prompts), return_tensors="pt").to(model.device)
     output: Any = model.generate(
         **inputs,
+        **_read(model, inputs["input_ids"]),
         do_sample=True,
         temperature=trainer.args.temperature,
         top_k=0,
         max_new_tokens=trainer.args.max_completion_length,
-        eos_token_id=tokenizer.eos_token_id,
+        eos_token_id=ends,
         pad_token_id=tokenizer.pad_token_id,
         return_dict_in_generate=True,
         output_scores=True,
@@ -97,10 +99,21 @@ def sampled(model: PreTrainedModel, trainer: GRPOTrainer, prompts: Sequence[str]
     completions = output.sequences[:, inputs["input_ids"].size(1) :]
     log_probs = torch.stack(output.scores, dim=1).float().log_softmax(-1)
     log_probs = log_probs.gather(-1, completions[..., None])[..., 0].cpu()
-    is_end = completions == tokenizer.eos_token_id
+    is_end = torch.isin(completions, torch.tensor(ends, device=completions.device))
     lengths = torch.where(is_end.any(dim=1), is_end.int().argmax(dim=1) + 1, completions.size(1)).tolist()
     return {
         "prompt_ids": inputs["input_ids"].tolist(),
         "completion_ids": [ids[:n] for ids, n in zip(completions.tolist(), lengths, strict=True)],
         "logprobs": [own[:n] for own, n in zip(log_probs.tolist(), lengths, strict=True)],
     }
+
+
+def _read(model: PreTrainedModel, prompts: Tensor) -> dict[str, Any]:
+    """Read what all prompts (number, tokens) begin with, such as solved examples, only once."""
+    is_same = (prompts == prompts[0]).all(dim=0)[:-1]
+    length = int(is_same.cumprod(dim=0).sum())
+    if length < 2:
+        return {}
+    cache: Any = model(input_ids=prompts[:1, :length], use_cache=True).past_key_values
+    cache.batch_repeat_interleave(len(prompts))
+    return {"past_key_values": cache}

@@ -18,7 +18,8 @@ from transformers import PrinterCallback
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from common import run
+from common import run, small_model
+from common import task as larger
 from moe.digits import Digits
 from moe.probe import Probe
 from stress.checks import Checks, scored
@@ -31,12 +32,13 @@ OUTSIDE = 0.2  # a ratio is far off if it is not within this of 1
 LOGGED = ("reward", "grad_norm", "clip_ratio/region_mean", "kl", "ratio/sequence_max", "sampling_mask/kept_mass")
 PROBED = {"probe/changed": "changed", "probe/live/log_ratio_std": "log_ratio_std"}
 PROBLEMS = 50  # held-out ones that the probe answers
-MODELS: Mapping[str, tuple[str, Mapping[str, Any]]] = {
+MODELS: Mapping[str, tuple[str, Mapping[str, Any]] | None] = {
     "dense": ("start", {"dense": True}),
     "beginner": ("start-beginner", {"dense": True, "share": 0.5}),
     "mixture": ("start-mixture", {"balanced": False}),
+    "smollm2": None,
 }
-"""Folder of the starting model, and arguments of `Digits`."""
+"""Folder of the starting model, and arguments of `Digits`. None: SmolLM2-135M, and the larger of two numbers."""
 
 
 @dataclass(frozen=True)
@@ -116,10 +118,10 @@ def _apart(log_ratios: Tensor, is_token: Tensor) -> dict[str, float]:
     }
 
 
-def task_of(arm: Arm, folder: Path) -> Digits:
-    """Return the task with the arm's model. The starting models are in `folder`, and made if they are missing."""
-    name, how = MODELS[arm.model]
-    return Digits(folder / name, **how)
+def task_of(arm: Arm, folder: Path) -> small_model.Task:
+    """Return the task with the arm's model. Starting models of `Digits` are in `folder`, made if they are missing."""
+    start = MODELS[arm.model]
+    return larger if start is None else Digits(folder / start[0], **start[1])
 
 
 def train(arm: Arm, seed: int, folder: Path, measured: Mapping[str, Any]) -> dict[str, Any]:
@@ -135,7 +137,7 @@ def train(arm: Arm, seed: int, folder: Path, measured: Mapping[str, Any]) -> dic
     problems, held_out = task.split(measured["held_out"])
     with TemporaryDirectory() as output:
         model, tokenizer = task.load(Path(output), quantised=False)
-        model.generation_config.eos_token_id = tokenizer.eos_token_id
+        model.generation_config.eos_token_id = [*tokenizer.encode(task.STOP), tokenizer.eos_token_id]
         _move(model, arm.away)
         args = GRPOConfig(output_dir=output, seed=seed, **arm.options)
         rows = [{"prompt": task.prompt(problem), "problem": list(problem)} for problem in problems]
