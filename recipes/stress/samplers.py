@@ -116,4 +116,4 @@ def _read(model: PreTrainedModel, prompts: Tensor) -> dict[str, Any]:
         return {}
     cache: Any = model(input_ids=prompts[:1, :length], use_cache=True).past_key_values
     cache.batch_repeat_interleave(len(prompts))
-    return {"past_key_values": cache}
+    return {"past_key_values": cache, "use_cache": True}  # transformers' Trainer sets False

@@ -95,6 +95,7 @@ def test_what_prompts_share_is_read_once(recipes: Any, tmp_path: Path, monkeypat
     """The log-probs are those of a pass over the whole rows, and an answer ends at either end."""
     model, tokenizer = recipes.digits.untaught(dense=True)
     model.generation_config.eos_token_id = ends = [recipes.digits.VOCABULARY[token] for token in ("7", "</s>")]
+    model.generation_config.use_cache = False  # as TRL sets it in training
     args = SimpleNamespace(temperature=1.0, max_completion_length=11)
     trainer = SimpleNamespace(model=model, args=args, processing_class=tokenizer)
     read: list[int] = []  # tokens in each pass
