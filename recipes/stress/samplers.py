@@ -13,6 +13,7 @@ from trl_steady import GRPOTrainer
 
 __all__ = ["ROUNDINGS", "Sampler"]
 
+WORTH = 16  # tokens that are worth a pass of their own, if all prompts begin with them
 FP4 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0])  # magnitudes of e2m1
 
 
@@ -112,7 +113,7 @@ def _read(model: PreTrainedModel, prompts: Tensor) -> dict[str, Any]:
     """Read what all prompts (number, tokens) begin with, such as solved examples, only once."""
     is_same = (prompts == prompts[0]).all(dim=0)[:-1]
     length = int(is_same.cumprod(dim=0).sum())
-    if length < 2:
+    if length < WORTH:
         return {}
     cache: Any = model(input_ids=prompts[:1, :length], use_cache=True).past_key_values
     cache.batch_repeat_interleave(len(prompts))

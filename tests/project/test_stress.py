@@ -98,6 +98,7 @@ def test_what_prompts_share_is_read_once(recipes: Any, tmp_path: Path, monkeypat
     model.generation_config.use_cache = False  # as TRL sets it in training
     args = SimpleNamespace(temperature=1.0, max_completion_length=11)
     trainer = SimpleNamespace(model=model, args=args, processing_class=tokenizer)
+    monkeypatch.setattr(recipes.samplers, "WORTH", 4)
     read: list[int] = []  # tokens in each pass
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda **given: read.append(given["input_ids"].numel()) or forward(**given))
