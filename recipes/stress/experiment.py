@@ -85,11 +85,21 @@ class Comparison(NamedTuple):
 
 
 def arms(experiment: Mapping[str, Any]) -> dict[str, Arm]:
-    """Return the arms of an experiment by name."""
+    """Return the arms of an experiment by name.
+
+    Raises:
+        ValueError: If an arm has a key that none can have.
+    """
+    keys = {"options", "sampler", "against", *OF_ARM}
+    for name, own in experiment["arms"].items():
+        if unknown := own.keys() - keys:
+            raise ValueError(f"The arm {name!r} has {sorted(unknown)}. An arm can have {sorted(keys)}.")
     return {
         name: Arm(
             options={**experiment["options"], **own.get("options", {})},
-            sampler=None if "sampler" not in experiment else {**experiment["sampler"], **own.get("sampler", {})},
+            sampler={**experiment.get("sampler", {}), **own.get("sampler", {})}
+            if "sampler" in (experiment | own)
+            else None,
             **{key: of[key] for of in (experiment, own) for key in OF_ARM if key in of},
         )
         for name, own in experiment["arms"].items()
@@ -249,6 +259,8 @@ def main(command: Sequence[str] | None = None) -> dict[str, Any]:
     asked = parser.parse_args(command)
     experiment = yaml.safe_load(asked.experiment.read_text())
     output = asked.output_dir or Path("outputs/stress") / asked.experiment.stem
+    if unknown := {*(asked.arms or ())} - {*experiment["arms"]}:
+        parser.error(f"--arms {sorted(unknown)}: the experiment has {list(experiment['arms'])}")
     chosen = {name: arm for name, arm in arms(experiment).items() if name in (asked.arms or experiment["arms"])}
     seeds = asked.seeds or experiment["seeds"]
     files = {

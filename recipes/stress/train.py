@@ -62,6 +62,18 @@ class Arm:
     away: float = 0.0
     """The policy begins away from the reference: normal noise of this size, in standard deviations of each matrix."""
 
+    def __post_init__(self) -> None:
+        """Refuse what would have no effect."""
+        if self.old not in ("policy", "sampler") or not {*self.unmasked} <= {"old", "ref"}:
+            raise ValueError(f"old={self.old!r}, unmasked={self.unmasked!r}: see the texts of stress.train.Arm.")
+        if self.sampler is None and (self.correction is not None or self.old == "sampler"):
+            raise ValueError(
+                f"correction={self.correction!r} and old={self.old!r} need the log-probs of a sampler, and TRL's own "
+                "generation gives none. Set sampler, for example to {}."
+            )
+        if self.unmasked and not self.options.get("keep_sampling_mask"):
+            raise ValueError(f"unmasked={self.unmasked!r} needs keep_sampling_mask=True in the options.")
+
 
 class Stressed(GRPOTrainer):
     """A trainer whose rollouts come from a `Sampler`. It notes how far sampler and policy are apart.

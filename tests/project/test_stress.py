@@ -307,16 +307,43 @@ def test_an_experiment_says_how_it_is_read(recipes: Any, name: str, tmp_path: Pa
     assert all(experiment[key] for key in ("question", "endpoint", "failure", "analysis", "chosen"))
     assert len(experiment["seeds"]) >= (3 if name == "smollm2" else 8)  # it confirms the results of others
     assert {experiment["control"], experiment["baseline"]} <= set(experiment["arms"])
-    for arm in experiment["arms"].values():
-        assert arm.keys() <= {"options", "sampler", "against", *recipes.experiment.OF_ARM}
-        assert arm.get("against", experiment["baseline"]) in experiment["arms"]
+    assert all(arm.get("against", experiment["baseline"]) in experiment["arms"] for arm in experiment["arms"].values())
     for arm in recipes.experiment.arms(experiment).values():
         GRPOConfig(output_dir=str(tmp_path), use_cpu=True, **arm.options)
         recipes.samplers.Sampler(**arm.sampler or {})
         recipes.stress.task_of(arm, tmp_path)
-        assert arm.old in ("policy", "sampler") and set(arm.unmasked) <= {"old", "ref"}
     shown = {experiment.get("figure", "accuracy"), *experiment.get("pictured", ()), *experiment.get("columns", ())}
     assert shown <= set(recipes.experiment.SHOWN)
+
+
+@pytest.mark.parametrize(
+    ("own", "told"),
+    [
+        ({"option": {}}, "has \\['option'\\]"),
+        ({"old": "engine"}, "old='engine'"),
+        ({"old": "sampler"}, "need the log-probs of a sampler"),
+        ({"correction": "token_mask"}, "need the log-probs of a sampler"),
+        ({"unmasked": ["old"]}, "keep_sampling_mask"),
+        ({"options": {"keep_sampling_mask": True}, "unmasked": ["policy"]}, "unmasked="),
+    ],
+)
+def test_an_arm_with_a_setting_of_no_effect_is_refused(recipes: Any, own: dict[str, Any], told: str) -> None:
+    experiment = {"options": {}, "arms": {"own": own}}  # TRL generates
+    with pytest.raises(ValueError, match=told):
+        recipes.experiment.arms(experiment)
+
+
+def test_an_arm_can_have_a_sampler_of_its_own(recipes: Any) -> None:
+    own = {"old": "sampler", "sampler": {"lag": 1}}
+    assert recipes.experiment.arms({"options": {}, "arms": {"own": own}})["own"].sampler == {"lag": 1}
+    shared = recipes.experiment.arms({"options": {}, "sampler": {"lag": 2, "rounding": "e4m3"}, "arms": {"own": own}})
+    assert shared["own"].sampler == {"lag": 1, "rounding": "e4m3"}
+
+
+def test_an_unknown_arm_is_refused(recipes: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        recipes.experiment.main([str(FOLDER / "engine.yaml"), "--arms", "exact", "nothng"])
+    assert "--arms ['nothng']" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("all_arms", [False, pytest.param(True, marks=pytest.mark.slow)])
