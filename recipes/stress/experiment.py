@@ -68,6 +68,10 @@ SHOWN = CHECKED | {
 USUAL = ("accuracy", "outside", "ess", "grad_norm")
 """Figures in the picture, unless the YAML has `pictured`."""
 OF_ARM = ("correction", "old", "unmasked", "model", "router_rate", "away")
+KEYS = {"options", "sampler", *OF_ARM}
+"""Of an experiment and of an arm, which overrules it."""
+TEXTS = ("question", "control", "endpoint", "failure", "analysis", "chosen")
+"""Keys of an experiment that are for readers."""
 
 
 class Comparison(NamedTuple):
@@ -88,17 +92,18 @@ def arms(experiment: Mapping[str, Any]) -> dict[str, Arm]:
     """Return the arms of an experiment by name.
 
     Raises:
-        ValueError: If an arm has a key that none can have.
+        ValueError: If the experiment or an arm has a key that nothing reads.
     """
-    keys = {"options", "sampler", "against", *OF_ARM}
-    for name, own in experiment["arms"].items():
-        if unknown := own.keys() - keys:
-            raise ValueError(f"The arm {name!r} has {sorted(unknown)}. An arm can have {sorted(keys)}.")
+    of_all = KEYS | {*TEXTS, "arms", "baseline", "seeds", "measured", "figure", "pictured", "columns"}
+    named = ((f"The arm {name!r}", own, KEYS | {"against"}) for name, own in experiment["arms"].items())
+    for what, given, keys in (("The experiment", experiment, of_all), *named):
+        if unknown := given.keys() - keys:
+            raise ValueError(f"{what} has {sorted(unknown)}. It can have {sorted(keys)}.")
     return {
         name: Arm(
             options={**experiment["options"], **own.get("options", {})},
             sampler={**experiment.get("sampler", {}), **own.get("sampler", {})}
-            if "sampler" in (experiment | own)
+            if "sampler" in experiment or "sampler" in own
             else None,
             **{key: of[key] for of in (experiment, own) for key in OF_ARM if key in of},
         )

@@ -64,8 +64,17 @@ class Arm:
 
     def __post_init__(self) -> None:
         """Refuse what would have no effect."""
-        if self.old not in ("policy", "sampler") or not {*self.unmasked} <= {"old", "ref"}:
-            raise ValueError(f"old={self.old!r}, unmasked={self.unmasked!r}: see the texts of stress.train.Arm.")
+        for name, given, known in (
+            ("old", {self.old}, {"policy", "sampler"}),
+            ("unmasked", {*self.unmasked}, {"old", "ref"}),
+            ("model", {self.model}, {*MODELS}),
+        ):
+            if given - known:
+                raise ValueError(f"{name}={getattr(self, name)!r}: it can have {sorted(known)}.")
+        if self.router_rate != 1 and self.model != "mixture":
+            raise ValueError(
+                f"router_rate={self.router_rate}: model={self.model!r} has no routers. Set model: mixture."
+            )
         if self.sampler is None and (self.correction is not None or self.old == "sampler"):
             raise ValueError(
                 f"correction={self.correction!r} and old={self.old!r} need the log-probs of a sampler, and TRL's own "
@@ -101,9 +110,11 @@ class Stressed(GRPOTrainer):
         """Make a rollout with the sampler."""
         self.use_vllm = False  # TRL would send weights to vLLM
         samples = super().rollout(inputs)
-        if self.sampler is not None and "old_per_token_logps" in samples:  # TRL has none with one update per rollout
-            old, sampler = samples["old_per_token_logps"], samples["sampling_per_token_logps"]
-            self.apart.append(_apart((old - sampler).double(), samples["completion_mask"].bool()))
+        if self.sampler is not None:
+            sampler = samples["sampling_per_token_logps"]
+            if "old_per_token_logps" in samples:  # TRL has none with one update per rollout
+                apart = (samples["old_per_token_logps"] - sampler).double()
+                self.apart.append(_apart(apart, samples["completion_mask"].bool()))
             if self.arm.old == "sampler":
                 samples["old_per_token_logps"] = sampler
         for name in self.arm.unmasked:

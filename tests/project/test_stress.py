@@ -98,12 +98,18 @@ def test_what_prompts_share_is_read_once(recipes: Any, tmp_path: Path, monkeypat
     model.generation_config.use_cache = False  # as TRL sets it in training
     args = SimpleNamespace(temperature=1.0, max_completion_length=11)
     trainer = SimpleNamespace(model=model, args=args, processing_class=tokenizer)
-    monkeypatch.setattr(recipes.samplers, "WORTH", 4)
     read: list[int] = []  # tokens in each pass
     forward = model.forward
     monkeypatch.setattr(model, "forward", lambda **given: read.append(given["input_ids"].numel()) or forward(**given))
-    # seven tokens a prompt: four are the same in all and three are not, or only the first is the same
-    for prompts, first in ((["<s>12345:", "<s>12399:"], [4, 40 * 3]), (["<s>12345:", "<s>62399:"], [40 * 7])):
+    # four tokens of seven are the same in all prompts, or only the first is; 15 and 16 tokens are the same
+    recorded, digits = recipes.samplers.WORTH, "<s>" + "12" * 8
+    for worth, prompts, first in (
+        (4, ["<s>12345:", "<s>12399:"], [4, 40 * 3]),
+        (4, ["<s>12345:", "<s>62399:"], [40 * 7]),
+        (recorded, [f"{digits[:17]}9:", f"{digits[:17]}8:"], [40 * 17]),
+        (recorded, [f"{digits[:18]}9:", f"{digits[:18]}8:"], [16, 40 * 2]),
+    ):
+        monkeypatch.setattr(recipes.samplers, "WORTH", worth)
         read.clear()
         found = recipes.samplers.sampled(model, trainer, prompts * 20)
         assert read[: len(first)] == first
@@ -151,6 +157,20 @@ def test_trls_corrections_act(small: Any, tmp_path: Path) -> None:
         for r in (plain, corrected, older)
     ]
     assert all(not torch.equal(one, other) for one, other in itertools.combinations(ends, 2))
+
+
+def test_the_samplers_log_probs_are_the_old_ones_with_one_update_per_rollout_too(small: Any, tmp_path: Path) -> None:
+    """There, TRL has no old log-probs of its own, and the ratio would be exactly 1."""
+    once = {"options": {"steps_per_generation": 1, "max_steps": 2}, "sampler": {"rounding": "3 levels"}}
+    plain, older = trained(small, tmp_path, **once), trained(small, tmp_path, **once, old="sampler")
+    assert torch.equal(plain.rollouts[0]["completion_ids"], older.rollouts[0]["completion_ids"])
+    assert "old_per_token_logps" not in plain.rollouts[0] and not plain.trainer.apart
+    largest = [
+        [row[key] for row in run.trainer.state.log_history if key in row]
+        for run in (plain, older)
+        for key in ("ratio/sequence_max",)
+    ]
+    assert all(value == 1 for value in largest[0]) and all(value > 1.001 for value in largest[1])
 
 
 def test_a_check_changes_nothing(small: Any, tmp_path: Path) -> None:
@@ -321,6 +341,8 @@ def test_an_experiment_says_how_it_is_read(recipes: Any, name: str, tmp_path: Pa
     [
         ({"option": {}}, "has \\['option'\\]"),
         ({"old": "engine"}, "old='engine'"),
+        ({"model": "large"}, "model='large'"),
+        ({"router_rate": 2.0}, "'dense' has no routers"),
         ({"old": "sampler"}, "need the log-probs of a sampler"),
         ({"correction": "token_mask"}, "need the log-probs of a sampler"),
         ({"unmasked": ["old"]}, "keep_sampling_mask"),
@@ -331,6 +353,11 @@ def test_an_arm_with_a_setting_of_no_effect_is_refused(recipes: Any, own: dict[s
     experiment = {"options": {}, "arms": {"own": own}}  # TRL generates
     with pytest.raises(ValueError, match=told):
         recipes.experiment.arms(experiment)
+
+
+def test_an_experiment_with_a_key_that_nothing_reads_is_refused(recipes: Any) -> None:
+    with pytest.raises(ValueError, match="The experiment has \\['routerrate'\\]"):
+        recipes.experiment.arms({"options": {}, "routerrate": 100, "arms": {}})
 
 
 def test_an_arm_can_have_a_sampler_of_its_own(recipes: Any) -> None:
