@@ -40,16 +40,15 @@ import trl_steady
 ROOT = Path(__file__).parents[2]
 sys.path += [str(ROOT), str(ROOT / "recipes")]
 from tests.benchmarks import reference
+from tests.benchmarks.padding_picture import draw
+from tests.benchmarks.padding_sets import GROUP, SETS, TRL, VARIANTS, Rollouts, rollouts, variants
 from tests.benchmarks.seam import CUDA
 from tests.tools import tiny
 from tests.tools.losses import NATIVE_LOSS_TYPES
 
 from trl_steady.host import overridden
 
-GROUP = 8  # completions of a prompt
 PASSES = 3  # old policy, reference, policy
-MEDIAN = 63  # tokens of a completion
-TRL = "TRL"
 OFF = {"token_budget": None, "share_prompts": False}
 LARGE = {
     "hidden_size": 2048,
@@ -62,64 +61,6 @@ LARGE = {
     "tie_word_embeddings": True,
     "initializer_range": 0.02,
 }
-
-
-class Rollouts(NamedTuple):
-    """Token ids of a rollout; completions of a group have one prompt."""
-
-    prompts: list[list[int]]
-    completions: list[list[int]]
-
-    @property
-    def tokens(self) -> int:
-        return sum(map(len, [*self.prompts, *self.completions]))
-
-    @property
-    def padded_width(self) -> int:
-        """Of TRL's batches, which are as wide as the longest prompt and the longest completion of the rollout."""
-        return max(map(len, self.prompts)) + max(map(len, self.completions))
-
-
-def rollouts(name: str, options: argparse.Namespace) -> Rollouts:
-    """Of one of the `SETS`, always the same."""
-    count = options.window * options.batch
-    groups = count // GROUP
-    generator = torch.Generator().manual_seed(0)
-    if name == "lognormal":
-        # quantiles in place of draws, so that 35 % of TRL's tokens are real however many sequences there are; the tail
-        # is cut, as by a limit on the length
-        shares = [(i + 0.5) / count for i in range(count)]
-        lengths = [min(320.0, MEDIAN * math.exp(statistics.NormalDist().inv_cdf(share))) for share in shares]
-        of_prompts = [20 + 40 * i / max(1, groups - 1) for i in range(groups)]
-    elif name == "long prompts":
-        lengths, of_prompts = [48 + 32 * i / (count - 1) for i in range(count)], [512.0] * groups
-    else:
-        lengths, of_prompts = [120.0] * count, [40.0] * groups
-
-    def ids(length: float) -> list[int]:
-        return torch.randint(50, 200, (max(1, round(length * options.scale)),), generator=generator).tolist()
-
-    completions = [ids(lengths[i]) for i in torch.randperm(count, generator=generator).tolist()]
-    prompts = [ids(length) for length in of_prompts]
-    return Rollouts([prompt for prompt in prompts for _ in range(GROUP)], completions)
-
-
-def variants(name: str, rollout: Rollouts, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Of our options, in each of the `SETS`. A budget is a third of TRL's micro-batch, padding included."""
-    budget = {"token_budget": options.batch * rollout.padded_width // 3}
-    found = {
-        "lognormal": {"ours": {}, "ours, token_budget": budget},
-        "long prompts": {
-            "ours": {},
-            "ours, share_prompts": {"share_prompts": True},
-            "ours, share_prompts and token_budget": {"share_prompts": True, **budget},
-        },
-        "equal": {"ours": {}},
-    }[name]
-    return {variant: ours for variant, ours in found.items() if variant in (options.variants or found)}
-
-
-SETS = ("lognormal", "long prompts", "equal")
 
 
 class Source:
@@ -415,80 +356,6 @@ def compared(
     return found
 
 
-# Okabe and Ito's, which colour-blind readers tell apart
-COLOURS = {"padding": "#DDDDDD", "prompt": "#56B4E9", "completion": "#0072B2", "ours": "#009E73", "TRL": "#000000"}
-
-
-def draw(path: Path, results: Mapping[str, Any]) -> None:
-    """Draw the ratio of seconds for each set, and a micro-batch as each of the two computes it."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, (bars, strips) = plt.subplots(ncols=2, figsize=(12, 4.2), width_ratios=(1.15, 1))
-    labels: list[str] = []
-    for name, of_set in results["sets"].items():
-        for variant, found in of_set["variants"].items():
-            if variant == TRL:
-                continue
-            ratio = found["ratio"]
-            whiskers = [[ratio["median"] - ratio["low"]], [ratio["high"] - ratio["median"]]]
-            bars.barh(len(labels), ratio["median"], xerr=whiskers, color=COLOURS["ours"], capsize=3, height=0.65)
-            bars.text(ratio["high"] + 0.04, len(labels), f"{ratio['median']:.2f}", va="center")
-            labels.append(f"{name}\n{variant}")
-    bars.set_yticks(range(len(labels)), labels, fontsize=8)
-    bars.axvline(1, color=COLOURS["TRL"], linewidth=1)
-    bars.invert_yaxis()
-    bars.margins(x=0.12)
-    bars.set(title="Seconds of a step: TRL over trl-steady", xlabel="ratio, median and quartiles; 1 = as fast as TRL")
-    drawn = next((name for name in SETS if name in results["sets"]), None)
-    if drawn is not None:
-        _strips(strips, results["sets"][drawn])
-        strips.set(title=f"One micro-batch of “{drawn}”", yticks=[], xlabel="tokens")
-    figure.tight_layout()
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
-    plt.close(figure)
-
-
-def _strips(axis: Any, of_set: Mapping[str, Any]) -> None:
-    """Draw TRL's padded rows, and below them the same tokens packed and wrapped at the same width."""
-    prompts, completions = of_set["micro_batch"]
-    prompt_width, completion_width = of_set["widths"]
-    width = prompt_width + completion_width
-
-    def tokens(row: float, start: int, length: int, kind: str) -> None:
-        while length > 0:
-            line, column = divmod(start, width)
-            taken = min(length, width - column)
-            axis.barh(row + line, taken, left=column, height=0.8, color=COLOURS[kind], linewidth=0)
-            start, length = start + taken, length - taken
-
-    for row, (prompt, completion) in enumerate(zip(prompts, completions, strict=True)):
-        tokens(row, 0, width, "padding")
-        tokens(row, prompt_width - prompt, prompt, "prompt")
-        tokens(row, prompt_width, completion, "completion")
-    below, start = len(prompts) + 1.5, 0
-    for prompt, completion in zip(prompts, completions, strict=True):
-        tokens(below, start, prompt, "prompt")
-        tokens(below, start + prompt, completion, "completion")
-        axis.plot(
-            [start % width] * 2, [below + start // width - 0.4, below + start // width + 0.4], "w", linewidth=1.5
-        )
-        start += prompt + completion
-    for row, says in (
-        (-0.75, "TRL: padded to the longest of the rollout"),
-        (below - 0.75, "trl-steady: packed in one row, wrapped here"),
-    ):
-        axis.text(0, row, f"{says}, {width * len(prompts) if row < 0 else start:,} tokens", fontsize=9)
-    kinds = ("prompt", "completion", "padding")
-    handles = [axis.barh([0], [0], color=COLOURS[kind], label=kind) for kind in kinds]
-    axis.legend(handles=handles, loc="lower right", fontsize=8, ncols=3)
-    axis.set_xlim(0, width)
-    axis.set_ylim(below + start // width + 2, -1.6)
-
-
 def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=5, help="3 or more")
@@ -504,6 +371,9 @@ def parsed() -> argparse.Namespace:
     options = parser.parse_args()
     if options.rounds < 3 or options.batch % 2:
         parser.error("--rounds is 3 or more, --batch even")
+    names = {name for given in options.sets for name in VARIANTS[given]}
+    if unknown := {*(options.variants or ())} - names:
+        parser.error(f"--variants {sorted(unknown)}: these sets have {sorted(names)}")
     if options.picture is None and not (options.random or options.large or options.check):
         options.picture = ROOT / "docs/figures/padding.png"
     return options
