@@ -283,6 +283,12 @@ def test_beginnings_that_contradict_one_another_are_refused(
             {"build": {"value_model": AutoModelForCausalLM.from_pretrained(models["dense"])}},
             r"value_model is a Qwen2ForCausalLM without a head 'score'.*num_labels=1",
         ),
+        ("full", {"value_init": str(models["dense"])}, r"value_init='.*' has no score\.weight, which would be random"),
+        (
+            "full",
+            {"build": {"value_model": models["dense"]}},
+            r"value_model='.*' has no score\.weight, which would be",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             build(kind, models, wide, tmp_path, **options)

@@ -21,7 +21,7 @@ from trl_steady.host.adapters import POLICY_ADAPTER, base_kept, parameters_kept
 from trl_steady.host.fused_head import per_token
 from trl_steady.host.models import VALUE_ADAPTER, Scorer, is_of_lora
 
-__all__ = ["Critic", "add_value_adapter", "copied_from", "own_critic", "without_dropout"]
+__all__ = ["Critic", "add_value_adapter", "copied_from", "loaded", "own_critic", "without_dropout"]
 
 _HEAD = "score"  # the name in transformers' models for sequence classification
 _HEAD_WEIGHT = f"{_HEAD}.weight"
@@ -285,6 +285,33 @@ def own_critic(model: PreTrainedModel, name: str = "value_model") -> Critic:
     score.requires_grad_(False)  # the float32 copy is trained
     model.base_model.requires_grad_(True)
     return Critic(model, head, None)
+
+
+def loaded(source: str | Path, policy: PreTrainedModel, name: str, instead: str) -> PreTrainedModel:
+    """Return a saved model for sequence classification, with the policy's dtype and attention.
+
+    Args:
+        source: The model's folder, or its name on the hub.
+        policy: The policy.
+        name: The user's name for the model, for messages.
+        instead: The way to a new one, for messages.
+
+    Raises:
+        ValueError: The model has no trained head.
+    """
+    model, found = AutoModelForSequenceClassification.from_pretrained(
+        source,
+        num_labels=1,
+        output_loading_info=True,
+        dtype=policy.dtype,
+        attn_implementation=policy.config._attn_implementation,
+    )
+    if found["missing_keys"]:
+        raise ValueError(
+            f"{name} has no {', '.join(sorted(found['missing_keys'])[:3])}, which would be random. Give a model for "
+            f"sequence classification with one label, or {instead} for a new one."
+        )
+    return model
 
 
 def without_dropout(model: torch.nn.Module) -> None:

@@ -15,9 +15,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
-from transformers import AutoModelForSequenceClassification, TrainerCallback
+from transformers import TrainerCallback
 
-from trl_steady.critic.model import Critic, add_value_adapter, copied_from, own_critic, without_dropout
+from trl_steady.critic.construction import critic_of
+from trl_steady.critic.model import Critic
 from trl_steady.critic.targets import targets
 from trl_steady.functional import values
 from trl_steady.host import loss, models, shards
@@ -69,7 +70,7 @@ class CriticPart(Part):
                 "optimizers=(...) has an optimizer without the critic's parameters, which the constructor has just "
                 "made. Set optim and learning_rate, or pass optimizer_cls_and_kwargs."
             )
-        self.critic = self._made()
+        self.critic = critic_of(trainer)
         self._is_shared = self.critic.adapter is not None
         if args.gradient_checkpointing and args.router_replay and (self._is_shared or args.ptx_coef):
             raise ValueError(
@@ -141,79 +142,6 @@ class CriticPart(Part):
         own = {id(parameter) for _, parameter in critics}
         names = [name for name, parameter in policy.named_parameters() if id(parameter) in own]
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(policy, names)
-
-    def _made(self) -> Critic:
-        trainer, args = self.trainer, self.trainer.args
-        policy, init = trainer.accelerator.unwrap_model(trainer.model), args.value_init
-        value_model, peft_config = trainer.value_model, trainer.value_peft_config
-        if isinstance(policy, PeftModel):
-            if value_model is not None:
-                raise ValueError(
-                    f"value_model={type(value_model).__name__}: the policy has an adapter, and its critic is an "
-                    "adapter on the same base. Leave value_model unset, or load a saved critic with value_init."
-                )
-            reward = trainer.reward_model
-            if init == "reward" and reward is None:
-                raise ValueError(
-                    "value_init='reward': the reward model is not an adapter on the policy's base. Put a "
-                    "RewardAdapter into reward_funcs, or set value_init to 'policy' or to the path of a saved critic."
-                )
-            if init == "reward" and not reward.head.weight.any():
-                raise ValueError(
-                    "value_init='reward': RewardAdapter() is new, so the critic would begin with values of 0. Give "
-                    "RewardAdapter the folder of a trained reward model, or set value_init='policy'."
-                )
-            if init == "reward" and peft_config is not None:
-                raise ValueError(
-                    "value_init='reward' begins with the reward model's adapter and its configuration, which "
-                    "value_peft_config would change. Give one of them."
-                )
-            critic = add_value_adapter(policy, policy.peft_config[reward.adapter] if init == "reward" else peft_config)
-            if args.disable_dropout:  # TRL has done so before there was a critic
-                without_dropout(policy)
-            if init == "reward":
-                critic.copy(reward)
-            elif init != "policy":
-                critic.load_pretrained(Path(init), f"value_init={str(init)!r}")
-            return critic
-        if peft_config is not None:
-            raise ValueError(
-                f"value_peft_config={type(peft_config).__name__}(...): the policy has no adapter, so its critic is a "
-                "whole model. Give peft_config too, or leave value_peft_config unset."
-            )
-        if value_model is not None and init != "policy":
-            raise ValueError(
-                f"value_model and value_init={init!r} both say where the critic begins. Give one of them."
-            )
-        if init == "reward":
-            own_models = [own for own in trainer.reward_funcs if isinstance(own, torch.nn.Module)]
-            value_model: Any = next(iter(own_models), trainer.reward_model and trainer.reward_model.bare)
-            if value_model is None:
-                raise ValueError(
-                    "value_init='reward': no reward function is a model. Set value_init to 'policy' or to a path."
-                )
-            config = value_model.config
-            twin: Any = type(value_model)._from_config(config, dtype=value_model.dtype)
-            twin.load_state_dict(value_model.state_dict())
-            value_model = twin
-        elif init != "policy":
-            value_model = init
-        if isinstance(value_model, str | Path):
-            value_model = AutoModelForSequenceClassification.from_pretrained(
-                value_model,
-                num_labels=1,
-                dtype=policy.dtype,
-                attn_implementation=policy.config._attn_implementation,
-            )
-        critic = own_critic(copied_from(policy) if value_model is None else value_model)
-        bare: Any = critic.bare.to(trainer.accelerator.device)
-        critic.head.to(trainer.accelerator.device)
-        if args.disable_dropout:
-            without_dropout(bare)
-        if args.gradient_checkpointing:
-            bare.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
-        bare.train()
-        return critic
 
     @property
     def parameters(self) -> list[torch.nn.Parameter]:

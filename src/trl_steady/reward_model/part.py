@@ -14,9 +14,9 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
-from transformers import AutoModelForSequenceClassification, TrainerCallback
+from transformers import TrainerCallback
 
-from trl_steady.critic.model import Critic, add_value_adapter, copied_from, own_critic, without_dropout
+from trl_steady.critic.model import Critic, add_value_adapter, copied_from, loaded, own_critic, without_dropout
 from trl_steady.host.models import REWARD_ADAPTER, is_of_lora, text_tokenizer
 from trl_steady.host.part import Part, Rollout
 from trl_steady.host.rollouts import noting_prompts
@@ -110,16 +110,7 @@ class RewardModelPart(Part):
                 "peft_config, or merge the reward model's adapter into its base and save it."
             )
         else:
-            how: dict[str, Any] = {"dtype": policy.dtype, "attn_implementation": policy.config._attn_implementation}
-            whole, found = AutoModelForSequenceClassification.from_pretrained(
-                source, num_labels=1, output_loading_info=True, **how
-            )
-            if found["missing_keys"]:
-                raise ValueError(
-                    f"RewardAdapter({str(source)!r}) has no {', '.join(sorted(found['missing_keys'])[:3])}, which "
-                    "would be random. Give a model for sequence classification with one label, or RewardAdapter() for "
-                    "a new one."
-                )
+            whole = loaded(source, policy, f"RewardAdapter({str(source)!r})", "RewardAdapter()")
         model, args = own_critic(whole.eval(), f"RewardAdapter({str(source)!r})"), self.trainer.args
         without_dropout(model.bare)
         if args.gradient_checkpointing:
