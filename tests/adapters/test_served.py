@@ -18,7 +18,6 @@ from torch import Tensor
 from transformers import BitsAndBytesConfig
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
-from urllib3.util.retry import Retry
 
 from tests.reference.test_reference import base_tensors
 from tests.tools import engines, tiny
@@ -26,11 +25,8 @@ from tests.tools import wide as wide_model
 from trl_steady.adapters import serving
 from trl_steady.adapters.merging import merged_weights
 from trl_steady.adapters.part import AdapterPart
-from trl_steady.host import engine as host_engine
 from trl_steady.host import lora
 
-mixture, engine, in_process = engines.mixture, engines.engine, engines.in_process
-server, over_http = engines.server, engines.over_http
 NF4 = {**wide_model.NF4, "bnb_4bit_use_double_quant": True}
 # of the same weights in float32, one sequence at a time instead of a packed batch
 ROUNDING = 1e-4
@@ -394,6 +390,21 @@ def test_merged_weights_if_they_are_asked_for(built: Callable[..., tuple[Any, LL
     assert max(differences(trainer)) < ROUNDING and llm.weights
 
 
+SERVER = {**ENGINE, "vllm_mode": "server", "vllm_adapter_sync": False}
+
+
+class Client:
+    """TRL's client of a server that takes all that it is sent."""
+
+    def update_named_params(self, metadata: Any, weights: Any) -> None:
+        assert len(list(weights)) == len(metadata)
+
+    def reset_prefix_cache(self) -> None: ...
+
+    def get_server_info(self) -> dict[str, Any]:
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+
 @pytest.mark.parametrize("sync", [None, False], ids=["adapter", "merged"])
 @pytest.mark.parametrize("base", ["bf16", "nf4"])
 def test_100_syncs_leave_each_byte_of_the_base(
@@ -421,158 +432,3 @@ def test_100_syncs_leave_each_byte_of_the_base(
     assert (getattr(generation, "adapter", None) is None) == (sync is False)
     after = base_tensors(trainer.model)
     assert len(after) > 10 and all(torch.equal(*pair) for pair in zip(after, before, strict=True))
-
-
-SERVER = {**ENGINE, "vllm_mode": "server", "vllm_adapter_sync": False}
-
-
-class Client:
-    """TRL's client of a server that takes all that it is sent."""
-
-    def update_named_params(self, metadata: Any, weights: Any) -> None:
-        assert len(list(weights)) == len(metadata)
-
-    def reset_prefix_cache(self) -> None: ...
-
-    def get_server_info(self) -> dict[str, Any]:
-        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
-
-
-@pytest.mark.parametrize("options", [{"router_replay": "R3"}, {"top_k": 50, "keep_sampling_mask": True}])
-def test_what_the_engine_says_of_tokens_is_as_with_merged_weights(
-    engine: engines.Engine, in_process: engines.Build, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
-    """Its tokens come from nowhere, so that both ways train alike to the bit."""
-    requests(monkeypatch)
-    ends: list[dict[str, Tensor]] = []
-    for sync in (True, False):
-        engine.adapters, engine.syncs = ([], -1) if sync else (None, 0)  # an adapter is sent once more, at first
-        engine._asked.clear()
-        build = {"peft_config": LoraConfig(**tiny.LORA)}
-        torch.manual_seed(0)  # the adapter begins at random
-        trainer = in_process(vllm_adapter_sync=sync, build=build, **options)
-        trainer.train()
-        assert (trainer.vllm_generation.adapter is not None) == sync
-        ends.append(tiny.parameters(trainer))
-    assert ends[0].keys() == ends[1].keys()
-    assert not [name for name, value in ends[0].items() if not torch.equal(value, ends[1][name])]
-
-
-def test_a_server_is_asked_for_its_flags_before_it_gets_an_adapter(
-    server: engines.Server, over_http: engines.Build
-) -> None:
-    """A server's refusal must not be taken for one of the adapter."""
-    server.config = {"model_config": {engines.MASKED: False}}
-    build = {"peft_config": LoraConfig(**tiny.LORA)}
-    with pytest.raises(ValueError, match=r"keep_sampling_mask=True needs the .* of the vLLM server"):
-        over_http(top_k=50, keep_sampling_mask=True, build=build)
-
-
-def test_a_server_that_takes_no_adapters_gets_weights(server: engines.Server, over_http: engines.Build) -> None:
-    build = {"peft_config": LoraConfig(**tiny.LORA)}
-    with pytest.raises(ValueError, match=r"vllm_adapter_sync=True: .*start it with --enable-lora"):
-        over_http(vllm_adapter_sync=True, build=build)
-    with pytest.warns(UserWarning, match="because vLLM refuses the adapter: the server takes no adapters; start it"):
-        trainer = over_http(build=build)
-    trainer.train()
-    assert trainer.vllm_generation.adapter is None and server.engine.weights
-
-
-@pytest.fixture
-def sent(server: engines.Server, over_http: engines.Build) -> Callable[..., Any]:
-    """Builds a trainer whose server takes adapters."""
-    server.missing = set()
-
-    def build(**options: Any) -> Any:
-        return over_http(build={"peft_config": LoraConfig(**tiny.LORA)}, **options)
-
-    return build
-
-
-def test_a_servers_adapter_is_kept_out_of_uploads_and_can_be_read(
-    server: engines.Server, sent: Callable[..., Any], tmp_path: Path
-) -> None:
-    """transformers uploads the output folder without what begins with "_". A server may run as another user."""
-    tmp_path.chmod(0o755)
-    trainer = sent()
-    trainer.vllm_generation.sync_weights()
-    (folder,) = (path for path in tmp_path.iterdir() if "adapter" in path.name)
-    assert server.requests[engines.LOAD][-1]["lora_path"] == str(folder)
-    assert folder.name.startswith("_") and folder.stat().st_mode & 0o777 == 0o755
-
-
-def test_a_server_that_was_restarted_takes_the_next_adapter(server: engines.Server, sent: Callable[..., Any]) -> None:
-    """It does not know the version before, which is all that vLLM's 404 says then."""
-    trainer = sent()
-    server.missing = {engines.UNLOAD}
-    trainer.vllm_generation.sync_weights()
-    assert trainer.vllm_generation.vllm_client.model == server.requests[engines.LOAD][-1]["lora_name"]
-
-
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        ((404, "Loading lora x failed: No adapter found for y"), "cannot read .*Let it see the trainer's output_dir"),
-        ((500, "LoRA rank 4 is greater than max_lora_rank"), "with 500: .*LoRA rank 4 is greater than max_lora_rank"),
-    ],
-)
-def test_a_servers_reason_is_in_the_message(
-    server: engines.Server, sent: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, answer: Any, message: str
-) -> None:
-    server.refused[engines.LOAD] = answer
-    monkeypatch.setattr(Retry, "get_backoff_time", lambda _: 0)
-    with pytest.raises(ValueError, match=f"vllm_adapter_sync=True: vLLM refuses the adapter: the server .*{message}"):
-        sent(vllm_adapter_sync=True)
-
-
-def test_merged_weights_are_not_generated_with_an_adapter(server: engines.Server, sent: Callable[..., Any]) -> None:
-    """The server has taken an adapter, but does not let go of its prefix cache."""
-    server.missing = {"/reset_prefix_cache"}
-    with pytest.warns(UserWarning, match="because vLLM refuses the adapter: Request failed: 404"):
-        trainer = sent()
-    assert server.requests[engines.LOAD] and trainer.vllm_generation.vllm_client.model == "mixture"
-
-
-@pytest.mark.parametrize("stage", ["base", "send"])
-def test_processes_agree_on_adapters(
-    built: Callable[..., tuple[Any, LLM]], monkeypatch: pytest.MonkeyPatch, stage: str
-) -> None:
-    """One that sends all weights gathers other parameters than one that sends the adapter, and both would wait."""
-    calls = iter(["other base"] if stage == "base" else [None, None, "no space left"])
-    monkeypatch.setattr(host_engine, "gather_object", lambda values: [*values, next(calls)], raising=False)
-    reason = "other base" if stage == "base" else "vLLM refuses the adapter: no space left"
-    with pytest.warns(UserWarning, match=f"because {reason}"):
-        trainer, llm = built(max_steps=4)
-    assert trainer.vllm_generation.adapter is None and next(calls, None) is None
-    assert max(differences(trainer)) < ROUNDING and llm.weights and llm.answered == [None]
-
-
-def test_an_engine_that_some_processes_cannot_build_is_an_error(
-    built: Callable[..., tuple[Any, LLM]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = iter([None, "out of memory"])
-    monkeypatch.setattr(host_engine, "gather_object", lambda values: [*values, next(calls)], raising=False)
-    with pytest.raises(ValueError, match=r"refuses the adapter: out of memory. That is so on 1 of 2 processes"):
-        built()
-
-
-@pytest.mark.parametrize("takes", [True, False])
-def test_processes_agree_on_what_a_server_answers(monkeypatch: pytest.MonkeyPatch, wide: Path, takes: bool) -> None:
-    """Only the first of them talks to it."""
-    failure = "" if takes else "it says no"
-    heard = lambda values, from_process: values.__setitem__(0, failure)
-    monkeypatch.setattr(lora, "broadcast_object_list", heard)
-    model = get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(wide), LoraConfig(**tiny.LORA))
-    engine = object.__new__(host_engine.SteadyGeneration)
-    builds: list[None] = []
-    waits = SimpleNamespace(is_main_process=False, wait_for_everyone=lambda: builds.append(None))
-    backend = SimpleNamespace(gather_params=lambda _: contextlib.nullcontext(), fsdp_version=None)
-    sync = AdapterPart(SimpleNamespace()).adapter_sync(
-        SimpleNamespace(use_vllm=True, vllm_adapter_sync=None, output_dir="never")
-    )
-    vars(engine).update(model=model, mode="server", accelerator=waits, _dist=backend, _captures=[], _sync=sync)
-    monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda self: self.accelerator.wait_for_everyone())
-    with contextlib.nullcontext() if takes else pytest.warns(UserWarning, match="it says no"):
-        engine._init_vllm()
-    assert (engine.adapter is not None) == takes
-    assert len(builds) == 1  # or the others would wait for the first
