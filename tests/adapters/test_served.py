@@ -290,7 +290,7 @@ UNSERVED: dict[str, tuple[dict[str, Any], str]] = {
     "saved": ({"lora": {"modules_to_save": ["input_layernorm"]}}, "with modules_to_save=.'input_layernorm'."),
     "ranks": ({"lora": {"rank_pattern": {"q_proj": 2}}}, "with rank_pattern={'q_proj': 2}"),
     "bias": ({"lora": {"bias": "lora_only"}}, "with bias='lora_only'"),
-    "pissa": ({"lora": {"init_lora_weights": "pissa"}}, "q_proj.weight is not that of the checkpoint"),
+    "pissa": ({"lora": {"init_lora_weights": "pissa"}}, "init_lora_weights='pissa'.*PEFT has changed the base"),
     "base": ({"model": changed}, "q_proj.weight is not that of the checkpoint"),
     "target": ({"refuses": "add_lora"}, "vLLM refuses the adapter: expected target modules"),
     "engine": ({"refuses": "enable_lora"}, "vLLM refuses the adapter: unexpected keyword argument 'enable_lora'"),

@@ -11,9 +11,11 @@ from typing import Any
 
 from accelerate.utils import DistributedType
 from peft import PeftModel
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import TrainerCallback
 
+from trl_steady.adapters.base import Base
 from trl_steady.adapters.merging import merged_weights
 from trl_steady.adapters.precision import (
     cast_undone,
@@ -28,20 +30,25 @@ from trl_steady.host.models import REFERENCE_ADAPTER, REWARD_ADAPTER, VALUE_ADAP
 from trl_steady.host.names import forget_sync
 from trl_steady.host.part import Part, Turn
 
-__all__ = ["AdapterPart"]
+__all__ = ["BASE_FILE", "AdapterPart"]
+
+BASE_FILE = "trained_base.safetensors"
+"""File beside an adapter with the parameters of the base that train and that PEFT does not save."""
 
 
-class _Unsynced(TrainerCallback):
+class _Ends(TrainerCallback):
     """Lets an engine get the policy when a training begins, whose steps count from 0, and when the best is loaded."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+    def __init__(self, part: "AdapterPart") -> None:
+        self._part = part
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        forget_sync(self._trainer)
+        forget_sync(self._part.trainer)
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        forget_sync(self._trainer)
+        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
+            self._part.load(Path(state.best_model_checkpoint))
+        forget_sync(self._part.trainer)
 
 
 class AdapterPart(Part):
@@ -71,9 +78,10 @@ class AdapterPart(Part):
             )
         keep_gradients_on_cpu(model)
         warn_if_steps_round_away(model, args.learning_rate)
+        self._warn_of_base()
+        trainer.add_callback(_Ends(self))
         if not trainer.use_vllm:
             return
-        trainer.add_callback(_Unsynced(trainer))
         if not isinstance(model, PeftModel):
             if args.vllm_adapter_sync:
                 raise ValueError(
@@ -110,7 +118,7 @@ class AdapterPart(Part):
         TRL merges into the policy's own weights and subtracts again. That leaves rounding errors in a bf16 base, and
         requantises a quantised one. Under FSDP, and for adapters that cannot be merged on the side, TRL does it still.
         """
-        trainer, is_quantised = self.trainer, getattr(model.get_base_model(), "is_quantized", False)
+        trainer, is_quantised = self.trainer, Base(model).is_quantised
         if is_quantised or trainer.accelerator.distributed_type != DistributedType.FSDP:
             with whole(trainer.vllm_generation, list(model.parameters())):
                 try:
@@ -131,6 +139,60 @@ class AdapterPart(Part):
             others = is_of_lora(name, VALUE_ADAPTER) or is_of_lora(name, REWARD_ADAPTER)
             if REFERENCE_ADAPTER not in name.split(".") and not others:
                 yield name, weight
+
+    # parameters of the base that train
+
+    def _unsaved(self) -> dict[str, Tensor]:
+        model: Any = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        return {**Base(model).unsaved} if isinstance(model, PeftModel) else {}
+
+    def _warn_of_base(self) -> None:
+        args, plugin = self.trainer.args, self.trainer.args.deepspeed_plugin
+        if not (unsaved := self._unsaved()):
+            return
+        what = f"{len(unsaved)} parameters of the base train beside the adapter, for example {min(unsaved)}. PEFT does"
+        if self.trainer.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3):
+            why_not = "are sharded. Use DDP"
+        elif args.load_best_model_at_end and args.save_only_model:
+            why_not = "would not return with load_best_model_at_end=True. Set save_only_model=False"
+        else:
+            warnings.warn(
+                f"{what} not save them: the trainer writes them to {BASE_FILE} beside the adapter. A reference, "
+                "critic or reward model on this base changes with them. List their modules in modules_to_save of "
+                "peft_config to avoid both.",
+                UserWarning,
+                stacklevel=2,
+            )
+            return
+        raise ValueError(f"{what} not save them, and they {why_not}, or list their modules in modules_to_save.")
+
+    @contextlib.contextmanager
+    def saving(self, folder: Path | None) -> Iterator[None]:
+        """Write the trained parameters of the base beside the adapter."""
+        yield
+        if folder is not None and self.trainer.args.should_save and (unsaved := self._unsaved()):
+            save_file({name: own.detach().cpu().contiguous() for name, own in unsaved.items()}, folder / BASE_FILE)
+
+    def save(self, checkpoint: Path) -> None:
+        """Save the trained parameters of the base."""
+        with self.saving(checkpoint):
+            pass
+
+    def loading(self, checkpoint: Path) -> AbstractContextManager[None]:
+        """Refuse a checkpoint of a run that trained other parameters of the base."""
+        unsaved, there = self._unsaved(), load_file(file) if (file := checkpoint / BASE_FILE).is_file() else {}
+        if other := unsaved.keys() ^ there.keys():
+            raise ValueError(
+                f"{checkpoint} has {len(there)} trained parameters of the base ({BASE_FILE}), and this run trains "
+                f"{len(unsaved)}: they differ in {min(other)}. Train those of that run, or begin a new one."
+            )
+        return contextlib.nullcontext()
+
+    def load(self, checkpoint: Path) -> None:
+        """Restore the trained parameters of the base."""
+        if unsaved := self._unsaved():
+            for name, tensor in load_file(checkpoint / BASE_FILE).items():
+                unsaved[name].data.copy_(tensor)
 
     def generating(self, turn: Turn) -> AbstractContextManager[None]:
         """Undo TRL's cast of the model for continuous batching, which would change the trained policy."""

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 
-from trl_steady.critic.model import Critic, add_value_adapter, copied_from, loaded, own_critic, without_dropout
+from trl_steady.critic.model import Critic, add_value_adapter, copied_from, loaded, own_critic, trusts, without_dropout
 
 __all__ = ["critic_of"]
 
@@ -77,10 +77,11 @@ def _whole_model(trainer: Any, policy: Any) -> Critic:
         twin.load_state_dict(value_model.state_dict())
         value_model = twin
     elif init != "policy":
-        value_model = loaded(init, policy, f"value_init={str(init)!r}", "value_init='policy'")
+        value_model = loaded(init, policy, f"value_init={str(init)!r}", "value_init='policy'", trusted=trusts(args))
     elif isinstance(value_model, str | Path):
-        value_model = loaded(value_model, policy, f"value_model={str(value_model)!r}", "no value_model")
-    critic = own_critic(copied_from(policy) if value_model is None else value_model)
+        name = f"value_model={str(value_model)!r}"
+        value_model = loaded(value_model, policy, name, "no value_model", trusted=trusts(args))
+    critic = own_critic(copied_from(policy, trusted=trusts(args)) if value_model is None else value_model)
     bare: Any = critic.bare.to(trainer.accelerator.device)
     critic.head.to(trainer.accelerator.device)
     if args.disable_dropout:

@@ -3,6 +3,7 @@
 import contextlib
 import copy
 import functools
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -10,18 +11,20 @@ from typing import Any, cast
 
 import torch
 from peft import LoraConfig, PeftModel, TaskType
+from peft.tuners.lora import LoraLayer, LoraModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
+from trl_steady.adapters.base import Base, start_of
 from trl_steady.host import shards
-from trl_steady.host.adapters import POLICY_ADAPTER, base_kept, parameters_kept
+from trl_steady.host.adapters import base_kept, parameters_kept
 from trl_steady.host.fused_head import per_token
 from trl_steady.host.models import VALUE_ADAPTER, Scorer, is_of_lora
 
-__all__ = ["Critic", "add_value_adapter", "copied_from", "loaded", "own_critic", "without_dropout"]
+__all__ = ["Critic", "add_value_adapter", "copied_from", "loaded", "own_critic", "trusts", "without_dropout"]
 
 _HEAD = "score"  # the name in transformers' models for sequence classification
 _HEAD_WEIGHT = f"{_HEAD}.weight"
@@ -89,22 +92,30 @@ class Critic(Scorer):
 
     @contextlib.contextmanager
     def _speaking(self) -> Iterator[None]:
-        """Let the critic's adapter act. PEFT's own switch would change which parameters are trained."""
+        """Let the critic's adapter act, without gradients of the base.
+
+        PEFT's own switch would change which parameters are trained.
+        """
         if self.adapter is None:
             yield
             return
+        assert isinstance(self.backbone, PeftModel)
+        of_policy = [*Base(self.backbone).trained.values()]
         before = [
             (layer, layer._active_adapter, getattr(layer, "_disable_adapters", False)) for layer in self._switches
         ]
         try:
             for layer, _, _ in before:
-                # modules that are trained as a whole have no part in the critic, and show what they wrap only so
-                is_whole = isinstance(layer, AuxiliaryTrainingWrapper)
-                layer._active_adapter, layer._disable_adapters = [self.adapter], is_whole
+                # a layer without LoRA has no part in the critic, and shows what it wraps only so
+                layer._active_adapter, layer._disable_adapters = [self.adapter], not isinstance(layer, LoraLayer)
+            for parameter in of_policy:
+                parameter.requires_grad_(False)
             yield
         finally:
             for layer, active, disabled in before:
                 layer._active_adapter, layer._disable_adapters = active, disabled
+            for parameter in of_policy:
+                parameter.requires_grad_(True)
 
     @contextlib.contextmanager
     def _recomputed(self) -> Iterator[None]:
@@ -118,7 +129,7 @@ class Critic(Scorer):
         try:
             for layer, function in zip(layers, before, strict=True):
                 of_recompute = functools.partial(_contexts, speaking)
-                vars(layer)[name] = functools.partial(function, context_fn=of_recompute)
+                vars(layer)[name] = functools.partial(function, use_reentrant=False, context_fn=of_recompute)
             yield
         finally:
             for layer, function in zip(layers, before, strict=True):
@@ -186,7 +197,7 @@ class Critic(Scorer):
     def _saved_names(self) -> dict[str, str]:
         """Return the name of each parameter in the file of PEFT for sequence classification."""
         assert self.adapter is not None
-        names = {name: f"{self._prefix}{_renamed(name, self.adapter, '')}" for name, _ in self._named()}
+        names = {name: f"{self._prefix}{_as_saved(_renamed(name, self.adapter, ''))}" for name, _ in self._named()}
         return {**names, _HEAD_WEIGHT: f"{_BARE}{_HEAD_WEIGHT}"}
 
     @property
@@ -217,9 +228,20 @@ class Critic(Scorer):
         assert self.adapter is not None
         if not (folder / _WEIGHTS).is_file():
             raise ValueError(f"{source} has no {_WEIGHTS}. Give the folder '{self.adapter}' of a saved run.")
+        config: Any = LoraConfig.from_pretrained(str(folder))
+        base = Base(self.backbone)  # pyright: ignore[reportArgumentType]
+        _refuse_other_start(base, config, source)
+        there, name = config.base_model_name_or_path, base.model.config.name_or_path
+        if there and name and there != name:
+            warnings.warn(
+                f"{source} was trained on {there!r}, and the base of the policy is {name!r}. On another base its "
+                "values mean nothing.",
+                UserWarning,
+                stacklevel=2,
+            )
         names = {saved: name for name, saved in self._saved_names().items()}
-        state = {names.get(saved, saved): own for saved, own in load_file(folder / _WEIGHTS).items()}
-        self.load(state, source)
+        state = {_as_saved(saved): own for saved, own in load_file(folder / _WEIGHTS).items()}
+        self.load({names.get(saved, saved): own for saved, own in state.items()}, source)
 
 
 def add_value_adapter(model: PeftModel, peft_config: Any, name: str = VALUE_ADAPTER) -> Critic:
@@ -240,13 +262,17 @@ def add_value_adapter(model: PeftModel, peft_config: Any, name: str = VALUE_ADAP
             f"the model has an adapter named {name!r}, a name reserved for trl-steady. Delete it with "
             f"model.delete_adapter({name!r}), or load it under another name."
         )
-    config = copy.deepcopy(peft_config or model.peft_config[POLICY_ADAPTER])
-    if not isinstance(config, LoraConfig):
+    base, of_policy = Base(model), model.active_adapters[0]
+    config = copy.deepcopy(peft_config or model.peft_config[of_policy])
+    if not (isinstance(model.base_model, LoraModel) and isinstance(config, LoraConfig)):
+        kinds = f"{type(model.peft_config[of_policy]).__name__} and {type(config).__name__}"
         raise ValueError(
-            f"the adapter {name!r} on the policy's base must be LoRA, and peft_config is a {type(config).__name__}. "
-            "Give a LoraConfig."
+            f"the adapter {name!r} must be LoRA beside LoRA, and the adapters of the policy and {name!r} are {kinds}. "
+            "PEFT does not combine others. Train the policy with a LoraConfig, or as a whole (no peft_config)."
         )
-    config.modules_to_save, config.trainable_token_indices = None, None  # whole copies, which a value needs least
+    _refuse_other_start(base, config, f"the configuration of the adapter {name!r}")
+    # whole copies, which a value needs least, and biases, which PEFT trains in the base
+    config.modules_to_save, config.trainable_token_indices, config.bias = None, None, "none"
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     # keep the random state, so that rollouts are the same as without a critic
     with parameters_kept(model), base_kept(config), torch.random.fork_rng(devices=devices):
@@ -258,7 +284,7 @@ def add_value_adapter(model: PeftModel, peft_config: Any, name: str = VALUE_ADAP
     for parameter_name, parameter in own.items():
         parameter.data = parameter.data.float()
         parameter.requires_grad_(id(parameter) in read)  # not of the LM head, through which no value goes
-        source = policy.get(_renamed(parameter_name, name, POLICY_ADAPTER))
+        source = policy.get(_renamed(parameter_name, name, of_policy))
         if peft_config is None and source is not None:
             parameter.data.copy_(source.data)
     return Critic(model, _head(bare.config, next(iter(own.values())).device), name)
@@ -287,7 +313,9 @@ def own_critic(model: PreTrainedModel, name: str = "value_model") -> Critic:
     return Critic(model, head, None)
 
 
-def loaded(source: str | Path, policy: PreTrainedModel, name: str, instead: str) -> PreTrainedModel:
+def loaded(
+    source: str | Path, policy: PreTrainedModel, name: str, instead: str, *, trusted: bool = False
+) -> PreTrainedModel:
     """Return a saved model for sequence classification, with the policy's dtype and attention.
 
     Args:
@@ -295,6 +323,7 @@ def loaded(source: str | Path, policy: PreTrainedModel, name: str, instead: str)
         policy: The policy.
         name: The user's name for the model, for messages.
         instead: The way to a new one, for messages.
+        trusted: transformers' `trust_remote_code`.
 
     Raises:
         ValueError: The model has no trained head.
@@ -305,6 +334,7 @@ def loaded(source: str | Path, policy: PreTrainedModel, name: str, instead: str)
         output_loading_info=True,
         dtype=policy.dtype,
         attn_implementation=policy.config._attn_implementation,
+        trust_remote_code=trusted,
     )
     if found["missing_keys"]:
         raise ValueError(
@@ -314,6 +344,11 @@ def loaded(source: str | Path, policy: PreTrainedModel, name: str, instead: str)
     return model
 
 
+def trusts(args: Any) -> bool:
+    """Return True if the user lets transformers run code that comes with a model, as TRL reads it."""
+    return (args.model_init_kwargs or {}).get("trust_remote_code", args.trust_remote_code)
+
+
 def without_dropout(model: torch.nn.Module) -> None:
     """Switch dropout off for good."""
     for module in model.modules():
@@ -321,12 +356,13 @@ def without_dropout(model: torch.nn.Module) -> None:
             module.p = 0.0
 
 
-def copied_from(policy: PreTrainedModel, instead: str = "value_model") -> PreTrainedModel:
+def copied_from(policy: PreTrainedModel, instead: str = "value_model", *, trusted: bool = False) -> PreTrainedModel:
     """Return a model for sequence classification whose body is a copy of the policy's, with a head of zeros.
 
     Args:
         policy: The policy.
         instead: Another way out, for messages.
+        trusted: transformers' `trust_remote_code`.
 
     Raises:
         ValueError: transformers has no such model of this kind.
@@ -336,7 +372,10 @@ def copied_from(policy: PreTrainedModel, instead: str = "value_model") -> PreTra
     try:
         with torch.random.fork_rng():
             model: Any = AutoModelForSequenceClassification.from_config(
-                config, dtype=policy.dtype, attn_implementation=policy.config._attn_implementation
+                config,
+                dtype=policy.dtype,
+                attn_implementation=policy.config._attn_implementation,
+                trust_remote_code=trusted,
             )
     except ValueError as error:
         raise ValueError(
@@ -353,6 +392,20 @@ def _head(config: Any, device: torch.device) -> torch.nn.Linear:
     head = torch.nn.Linear(size, 1, bias=False, device="meta", dtype=torch.float32)  # keeps the random state
     head.weight = torch.nn.Parameter(torch.zeros(1, size, device=device))
     return head
+
+
+def _refuse_other_start(base: Base, config: Any, what: str) -> None:
+    """Refuse an adapter that is right on another base, because PEFT changes the base when it makes some adapters."""
+    if (start := start_of(config)) != base.start:
+        raise ValueError(
+            f"{what} has {start or 'a start that keeps the base'}, and the policy's adapter has "
+            f"{base.start or 'one that keeps it'}. They share one base. Give both the same init_lora_weights."
+        )
+
+
+def _as_saved(name: str) -> str:
+    """Return a parameter's name as PEFT saves it, which leaves out a part of DoRA's."""
+    return name.removesuffix(".weight") if name.endswith("lora_magnitude_vector.weight") else name
 
 
 def _contexts(speaking: Any) -> tuple[Any, Any]:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from peft import PeftModel
 
+from trl_steady.adapters.base import Base
 from trl_steady.host.adapters import base_kept, parameters_kept
 from trl_steady.reference.tensors import POLICY, REFERENCE, adapter_pairs, move
 
@@ -63,11 +64,11 @@ def refuse_unmovable(model: PeftModel) -> None:
             f"peft_type={kind!r} cannot follow the policy as a reference{why}. Use one of {', '.join(MOVABLE)} "
             "(LoraConfig and its relatives), or full fine-tuning, or sync_ref_model=False."
         )
-    bias = getattr(config, "bias", "none")
-    if bias != "none":
+    if trained := Base(model).trained:
         raise ValueError(
-            f"bias={bias!r} trains the biases of the base model, which policy and reference share. Set bias='none', "
-            "or list the modules whose biases should train in modules_to_save."
+            f"{len(trained)} parameters of the base train beside the adapter, for example {min(trained)}, and policy "
+            "and reference share them. Set bias='none' in peft_config, and list modules that should train in "
+            "modules_to_save; or set sync_ref_model=False."
         )
     for option in ("kasa_config", "layer_replication"):
         value = getattr(config, option, None)

@@ -10,10 +10,11 @@ from typing import Any
 
 from peft import PeftModel
 
+from trl_steady.adapters.base import Base
 from trl_steady.host.adapters import base_kept, parameters_kept
 from trl_steady.host.names import overridden
 from trl_steady.host.part import Part, Rollout
-from trl_steady.reference.adapter import refuse_unmovable
+from trl_steady.reference.adapter import add_reference_adapter, refuse_unmovable
 from trl_steady.reference.callback import REFERENCE_FILE, ReferenceRefreshCallback, Refresh
 from trl_steady.reference.tensors import POLICY, REFERENCE
 
@@ -25,6 +26,8 @@ class ReferencePart(Part):
 
     callback: ReferenceRefreshCallback | None = None
     """Moves the reference; None if it does not move."""
+    _is_ours = False
+    """True if the reference is ours, and stays out of what is saved as the policy."""
 
     @property
     def refreshes(self) -> list[Refresh]:
@@ -37,7 +40,7 @@ class ReferencePart(Part):
 
         It refuses it with PEFT, and adds its own callback without PEFT.
         """
-        config = None
+        config = model.peft_config.get(POLICY) if isinstance(model, PeftModel) else None
         if args.sync_ref_model and isinstance(model, PeftModel):
             refuse_unmovable(model)
             if REFERENCE in model.peft_config:
@@ -45,8 +48,13 @@ class ReferencePart(Part):
                     f"the model has an adapter named {REFERENCE!r}, a name reserved for the reference. Delete it with "
                     f"model.delete_adapter({REFERENCE!r}), or load it under another name."
                 )
-            config = model.peft_config[POLICY]  # TRL's constructor adds another adapter from it
+        elif args.has_reference and isinstance(model, PeftModel) and config is None:
+            raise ValueError(
+                f"the adapters of the policy are {[*model.peft_config]}, and TRL makes its reference from one named "
+                f"{POLICY!r}. Load the adapter under that name, or train without a KL."
+            )
         self._path = Path(model if isinstance(model, str | Path) else getattr(model, "name_or_path", ""))
+        # TRL's constructor adds another adapter of this configuration
         with overridden(args, {"sync_ref_model": False}), base_kept(config):
             yield
 
@@ -61,7 +69,13 @@ class ReferencePart(Part):
                 UserWarning,
                 stacklevel=2,
             )
+        model = trainer.model
+        is_missing = args.has_reference and isinstance(model, PeftModel) and REFERENCE not in model.peft_config
+        if is_missing and Base(model).start is not None:  # without its adapter, it is not the model that was given
+            add_reference_adapter(model)
+            self._is_ours = True
         if args.sync_ref_model:
+            self._is_ours = True
             self.callback = ReferenceRefreshCallback(
                 trainer,
                 steps=args.ref_model_sync_steps,
@@ -73,12 +87,12 @@ class ReferencePart(Part):
 
     def rolling(self, rollout: Rollout) -> AbstractContextManager[None]:
         """Keep which parameters are trainable. TRL switches to the reference's adapter and back."""
-        return parameters_kept(self.trainer.model) if self.callback else contextlib.nullcontext()
+        return parameters_kept(self.trainer.model) if self._is_ours else contextlib.nullcontext()
 
     def saving(self, folder: Path | None) -> AbstractContextManager[None]:
         """Save a plain PEFT or transformers model, without the reference."""
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        if self.callback is None or not isinstance(model, PeftModel):
+        if not (self._is_ours and isinstance(model, PeftModel)):
             return contextlib.nullcontext()
         alone = functools.partial(model.save_pretrained, selected_adapters=[POLICY])
         return overridden(model, {"save_pretrained": alone})

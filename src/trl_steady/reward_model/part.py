@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 from transformers import TrainerCallback
 
-from trl_steady.critic.model import Critic, add_value_adapter, copied_from, loaded, own_critic, without_dropout
+from trl_steady.critic.model import Critic, add_value_adapter, copied_from, loaded, own_critic, trusts, without_dropout
 from trl_steady.host.models import REWARD_ADAPTER, is_of_lora, text_tokenizer
 from trl_steady.host.part import Part, Rollout
 from trl_steady.host.rollouts import noting_prompts
@@ -103,14 +103,15 @@ class RewardModelPart(Part):
                 "Give the trainer a peft_config too, or leave it unset."
             )
         if source is None:
-            whole = copied_from(policy, "RewardAdapter a source")
+            whole = copied_from(policy, "RewardAdapter a source", trusted=trusts(self.trainer.args))
         elif (Path(source) / "adapter_config.json").is_file():
             raise ValueError(
                 f"RewardAdapter({str(source)!r}) is an adapter, and the policy has none. Train the policy with "
                 "peft_config, or merge the reward model's adapter into its base and save it."
             )
         else:
-            whole = loaded(source, policy, f"RewardAdapter({str(source)!r})", "RewardAdapter()")
+            name = f"RewardAdapter({str(source)!r})"
+            whole = loaded(source, policy, name, "RewardAdapter()", trusted=trusts(self.trainer.args))
         model, args = own_critic(whole.eval(), f"RewardAdapter({str(source)!r})"), self.trainer.args
         without_dropout(model.bare)
         if args.gradient_checkpointing:

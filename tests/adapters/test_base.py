@@ -1,0 +1,321 @@
+"""A policy's base that is not its checkpoint: its start has changed it, parts of it train, or it has towers."""
+
+import contextlib
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
+
+from tests.reward_model.test_scores import ANSWERS, ENDS, PROMPTS, scores_of
+from tests.tools import critics, tiny
+from trl_steady import RewardAdapter
+from trl_steady.adapters.base import Base
+from trl_steady.adapters.part import BASE_FILE
+from trl_steady.adapters.serving import why_not_served
+from trl_steady.reward_model.part import RewardModelPart
+
+PLAIN = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+PPO: dict[str, Any] = {"method": "PPO", "num_generations": 1}
+TEXT = {**tiny.SIZES, "head_dim": 8}
+TOKENS = tiny.tokenizer()("ab+=").input_ids  # of the prompts
+
+
+def policy(folder: Path, *trained: str, adapter_name: str = "default", **lora: Any) -> Any:
+    """A PEFT model whose base also trains the parameters with one of these words in their names."""
+    torch.manual_seed(1)
+    config = LoraConfig(**{**PLAIN, "init_lora_weights": False, **lora})
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(folder), config, adapter_name=adapter_name)
+    for name, parameter in model.named_parameters():
+        if any(word in name for word in trained):
+            parameter.requires_grad_(True)
+    return model
+
+
+def of_base(trainer: Any) -> dict[str, Tensor]:
+    return {name: own.detach().clone() for name, own in Base(trainer.model).trained.items()}
+
+
+def whole(_: Any) -> Any:
+    return contextlib.nullcontext()
+
+
+# towers
+
+
+def qwen() -> Any:
+    vision = {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "out_hidden_size": 16}
+    tokens = {"image_token_id": 90, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93}
+    rope = {"rope_type": "default", "mrope_section": [1, 1, 2], "rope_theta": 1e4}
+    text, vision = {**TEXT, "rope_parameters": rope}, {**vision, "deepstack_visual_indexes": [0]}
+    config = transformers.Qwen3VLConfig(text_config=text, vision_config=vision, **tokens)
+    return transformers.Qwen3VLForConditionalGeneration(config)
+
+
+def idefics() -> Any:
+    vision = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision |= {"image_size": 32, "patch_size": 16}
+    config = transformers.Idefics3Config(text_config={"model_type": "llama", **TEXT}, vision_config=vision)
+    return transformers.Idefics3ForConditionalGeneration(config)
+
+
+@pytest.mark.parametrize(
+    "build, inside, tower", [(qwen, r".*language_model.*q_proj", "qkv"), (idefics, r".*text_model.*q_proj", "fc1")]
+)
+def test_lora_in_a_vision_tower_is_not_served(tmp_path: Path, build: Any, inside: str, tower: str) -> None:
+    """vLLM skips the modules of a tower with a log line."""
+    build().save_pretrained(tmp_path)
+    kind = type(build())
+    text = get_peft_model(kind.from_pretrained(tmp_path), LoraConfig(target_modules=f"{inside}|lm_head"))
+    assert Base(text).adapted_elsewhere == [] and "vision" not in (why_not_served(text, "colocate", whole) or "")
+    both = get_peft_model(kind.from_pretrained(tmp_path), LoraConfig(target_modules=f"{inside}|.*{tower}"))
+    assert tower in (why_not_served(both, "colocate", whole) or "")
+
+
+# parameters of the base that train
+
+
+@pytest.mark.parametrize("trained, lora", [(["input_layernorm"], {}), (["embed_tokens"], {}), ([], {"bias": "all"})])
+def test_an_adapter_beside_a_base_that_trains_is_not_served(
+    models: dict[str, Path], trained: list[str], lora: dict[str, Any]
+) -> None:
+    reason = why_not_served(policy(models["dense"], *trained, **lora), "server", whole) or ""
+    assert "trains beside the adapter" in reason or "bias='all'" in reason
+    assert why_not_served(policy(models["dense"]), "server", whole) is None
+
+
+@pytest.mark.parametrize("best", [False, True])
+def test_parameters_of_the_base_return_from_a_checkpoint(models: dict[str, Path], tmp_path: Path, best: bool) -> None:
+    options: dict[str, Any] = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4}
+    if best:
+        options |= {"load_best_model_at_end": True, "metric_for_best_model": "reward", "eval_strategy": "steps"}
+        options |= {"eval_steps": 4, "build": {"eval_dataset": tiny.dataset(4)}, "per_device_eval_batch_size": 4}
+    with pytest.warns(UserWarning, match=r"5 parameters of the base train .*layernorm.*modules_to_save"):
+        first = tiny.trainer(policy(models["dense"], "layernorm", "model.norm"), tmp_path, **options)
+    before = of_base(first)
+    first.train()
+    if best:  # of whichever step
+        saved = transformers.trainer_utils.get_last_checkpoint(str(tmp_path))
+        number = first.state.best_global_step
+        file = Path(saved or "").with_name(f"checkpoint-{number}") / BASE_FILE
+        assert critics.same(of_base(first), load_file(file))
+        return
+    again = tiny.trainer(policy(models["dense"], "layernorm", "model.norm"), tmp_path / "again", **options)
+    again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert critics.same(tiny.parameters(first), tiny.parameters(again))
+    assert all(not torch.equal(own, before[name]) for name, own in of_base(again).items())
+    frozen = tiny.trainer(policy(models["dense"]), tmp_path / "frozen", **options)
+    with pytest.raises(ValueError, match=r"has 5 trained parameters of the base .*and this run trains 0"):
+        frozen.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    (tmp_path / "checkpoint-4" / BASE_FILE).unlink()
+    with pytest.raises(ValueError, match=r"has 0 trained parameters .*this run trains 5"):
+        again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+
+
+@pytest.mark.parametrize("trained, lora", [(["norm", "embed_tokens"], {}), ([], {"bias": "lora_only"})])
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_no_gradient_of_a_critic_reaches_the_base(
+    models: dict[str, Path], tmp_path: Path, trained: list[str], lora: dict[str, Any], checkpointing: bool
+) -> None:
+    model = policy(models["dense"], *trained, **lora)
+    reward = {"reward_funcs": [RewardAdapter(), tiny.reward]}
+    trainer = critics.build(model, tmp_path, build=reward, gradient_checkpointing=checkpointing, kl_coef=0.0)
+    scorers = [trainer.critic, trainer.reward_model]
+    for _, parameter in trainer.reward_model.named_parameters():
+        parameter.requires_grad_(True)
+        parameter.data.add_(0.1)
+    samples = trainer.rollout([{"prompt": prompt} for prompt in tiny.dataset(4)["prompt"]])
+    for scorer in scorers:
+        with trainer.until_backward_ends():
+            trainer.values(scorer, samples).square().sum().backward()
+        learned = {id(parameter) for _, parameter in scorer.named_parameters()}
+        graded = [
+            name for name, own in trainer.model.named_parameters() if own.grad is not None and id(own) not in learned
+        ]
+        assert graded == [] and scorer.head.weight.grad.any()
+        trainer.model.zero_grad()
+    assert all(own.requires_grad for own in Base(trainer.model).trained.values()) and of_base(trainer)
+
+
+# starts that change the base
+
+
+@pytest.mark.parametrize("start", ["pissa", "olora"])
+@pytest.mark.parametrize("loaded", [False, True])
+def test_the_reference_is_the_model_that_was_given(
+    models: dict[str, Path], tmp_path: Path, start: str, loaded: bool
+) -> None:
+    model: Any = policy(models["dense"], init_lora_weights=start) if loaded else models["dense"]
+    config = LoraConfig(**PLAIN, init_lora_weights=start)
+    build = {} if loaded else {"peft_config": config}
+    trainer = tiny.trainer(model, tmp_path, build=build, **PPO, max_steps=1, learning_rate=0.0)
+    trainer.train()
+    assert trainer.state.log_history[0]["kl"] == pytest.approx(0, abs=1e-5)  # of nats, in float32
+    trainer.save_model(str(tmp_path / "saved"))
+    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(models["dense"]), tmp_path / "saved")
+    plain, ids = AutoModelForCausalLM.from_pretrained(models["dense"]), torch.tensor([[5, 6, 7, 8]])
+    with torch.no_grad():
+        for own in (again, trainer.model):
+            torch.testing.assert_close(own(input_ids=ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-4)
+    assert (tmp_path / "saved" / "ref").exists() == loaded  # TRL's own
+
+
+def test_a_critic_beside_pissa_is_saved_as_peft_loads_it(models: dict[str, Path], tmp_path: Path) -> None:
+    config = LoraConfig(**PLAIN, init_lora_weights="pissa")
+    trainer = critics.build(models["dense"], tmp_path, build={"peft_config": config})
+    samples = trainer.rollout([{"prompt": prompt} for prompt in tiny.dataset(4)["prompt"]])
+    with torch.no_grad():
+        values = trainer.values(trainer.critic, samples)
+    trainer.save_model(str(tmp_path / "saved"))
+    base = AutoModelForSequenceClassification.from_pretrained(models["dense"], num_labels=1)
+    plain = PeftModel.from_pretrained(base, tmp_path / "saved" / "value").eval()
+    prompt = samples["prompt_ids"][0][samples["prompt_mask"][0].bool()]
+    with torch.no_grad():
+        first = plain(input_ids=prompt[None]).logits.item()
+    assert values[0, 0].item() == pytest.approx(first, rel=1e-4)
+    resumed = critics.build(
+        models["dense"], tmp_path / "b", build={"peft_config": config}, value_init=str(tmp_path / "saved" / "value")
+    )
+    assert resumed.critic.adapter == "value"
+
+
+@pytest.mark.parametrize("of_policy, of_critic", [(True, "pissa"), ("pissa", True), ("olora", "pissa")])
+def test_adapters_with_different_starts_are_refused(
+    models: dict[str, Path], tmp_path: Path, of_policy: Any, of_critic: Any
+) -> None:
+    configs = {
+        "peft_config": LoraConfig(**PLAIN, init_lora_weights=of_policy),
+        "value_peft_config": LoraConfig(**PLAIN, init_lora_weights=of_critic),
+    }
+    with pytest.raises(ValueError, match=r"the adapter 'value' has .* and the policy's adapter has .*one base"):
+        tiny.trainer(models["dense"], tmp_path, build=configs, **PPO)
+
+
+def test_a_reward_model_of_the_checkpoint_does_not_score_on_a_changed_base(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    body = AutoModelForSequenceClassification.from_pretrained(models["dense"], num_labels=1)
+    config = LoraConfig(**PLAIN, task_type="SEQ_CLS", init_lora_weights=False)
+    get_peft_model(body, config).save_pretrained(tmp_path / "reward")
+    build = {"peft_config": LoraConfig(**PLAIN, init_lora_weights="pissa")}
+    build["reward_funcs"] = RewardAdapter(tmp_path / "reward")
+    with pytest.raises(ValueError, match=r"'reward' has a start that keeps the base, and .*'pissa'"):
+        tiny.trainer(models["dense"], tmp_path, build=build)
+
+
+# what should work
+
+
+@pytest.mark.parametrize("lora", [{"use_dora": True}, {"use_rslora": True}])
+def test_a_reward_adapter_that_peft_saved_scores_as_peft_does(
+    models: dict[str, Path], tmp_path: Path, lora: dict[str, Any]
+) -> None:
+    body = AutoModelForSequenceClassification.from_pretrained(models["dense"], num_labels=1)
+    twin = get_peft_model(body, LoraConfig(**PLAIN, task_type="SEQ_CLS", init_lora_weights=False, **lora)).eval()
+    for name, own in twin.named_parameters():
+        own.data.mul_(1.5 if "magnitude" in name else 1)
+    twin.save_pretrained(tmp_path / "reward")
+    build = {"reward_funcs": RewardAdapter(tmp_path / "reward"), "peft_config": LoraConfig(**PLAIN)}
+    trainer = tiny.trainer(models["dense"], tmp_path, build=build)
+    with torch.no_grad():
+        found = trainer.part(RewardModelPart).scores(PROMPTS, ANSWERS, ENDS)
+    torch.testing.assert_close(found, scores_of(twin), rtol=1e-5, atol=1e-5)
+    trainer.save_model(str(tmp_path / "saved"))
+    kinds = [
+        sorted(peft.utils.save_and_load.load_peft_weights(str(tmp_path / own))) for own in ("reward", "saved/reward")
+    ]
+    assert kinds[0] == kinds[1]
+
+
+def test_a_reward_adapter_of_another_base_warns(models: dict[str, Path], tmp_path: Path) -> None:
+    body = AutoModelForSequenceClassification.from_pretrained(models["dense"], num_labels=1)
+    twin = get_peft_model(body, LoraConfig(**PLAIN, task_type="SEQ_CLS"))
+    twin.peft_config["default"].base_model_name_or_path = "org/other"
+    twin.save_pretrained(tmp_path / "reward")
+    build = {"reward_funcs": RewardAdapter(tmp_path / "reward"), "peft_config": LoraConfig(**PLAIN)}
+    with pytest.warns(UserWarning, match=r"was trained on 'org/other', and the base of the policy is .*dense"):
+        tiny.trainer(models["dense"], tmp_path, build=build)
+
+
+@pytest.mark.parametrize(
+    "lora", [{"trainable_token_indices": {"embed_tokens": TOKENS}}, {"modules_to_save": ["lm_head"]}]
+)
+def test_a_critic_and_a_reward_model_stand_beside_trained_tokens_and_modules(
+    models: dict[str, Path], tmp_path: Path, lora: dict[str, Any]
+) -> None:
+    build = {"peft_config": LoraConfig(**PLAIN, **lora), "reward_funcs": [RewardAdapter(), tiny.reward]}
+    trainer = tiny.trainer(models["dense"], tmp_path, build=build, max_steps=2, **PPO)
+    trainer.reward_model.head.weight.data.fill_(0.1)
+    before = tiny.parameters(trainer)
+    trainer.train()
+    moved = {name for name, own in tiny.parameters(trainer).items() if not torch.equal(own, before[name])}
+    assert any("value" in name for name in moved) and any(
+        "trainable_tokens" in name or "modules_to_save" in name for name in moved
+    )
+
+
+def test_an_adapter_of_any_name_has_a_critic_and_a_reward_model(models: dict[str, Path], tmp_path: Path) -> None:
+    model = policy(models["dense"], adapter_name="mine")
+    build = {"reward_funcs": [RewardAdapter(), tiny.reward]}
+    trainer = tiny.trainer(model, tmp_path, build=build, kl_coef=0.0, max_steps=2, **PPO)
+    names = tiny.parameters(trainer)
+    trainer.reward_model.head.weight.data.fill_(0.1)
+    copies = [(own, names[name.replace(".value.", ".mine.")]) for name, own in names.items() if ".value." in name]
+    assert copies and all(torch.equal(*pair) for pair in copies)
+    trainer.train()
+    with pytest.raises(ValueError, match=r"adapters of the policy are \['mine'\].*named 'default'"):
+        tiny.trainer(policy(models["dense"], adapter_name="mine"), tmp_path, **PPO)
+
+
+@pytest.mark.parametrize("kind", [peft.IA3Config, peft.LoKrConfig, peft.OFTConfig, peft.VeraConfig])
+def test_adapters_that_peft_cannot_combine_with_lora_are_refused(
+    models: dict[str, Path], tmp_path: Path, kind: Any
+) -> None:
+    extra = {"feedforward_modules": []} if kind is peft.IA3Config else {}
+    config = kind(target_modules=["q_proj"], **extra)
+    match = rf"{kind.__name__} and .*PEFT does not combine others. Train the policy with a LoraConfig"
+    for given in ({}, {"value_peft_config": LoraConfig(**PLAIN)}):
+        with pytest.raises(ValueError, match=match):
+            tiny.trainer(models["dense"], tmp_path, build={"peft_config": config, **given}, kl_coef=0.0, **PPO)
+
+
+def test_a_critic_is_recomputed_with_empty_checkpointing_options(models: dict[str, Path], tmp_path: Path) -> None:
+    found = []
+    for kwargs in ({}, {"use_reentrant": False}):
+        options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs, "max_steps": 2, **PPO}
+        found.append(tiny.parameters(tiny.train(tiny.trainer(policy(models["dense"]), tmp_path, **options))))
+    assert critics.same(*found)
+
+
+CODE = """
+from transformers import Qwen2ForSequenceClassification
+class Mine(Qwen2ForSequenceClassification): ...
+"""
+
+
+@pytest.mark.parametrize("use", ["critic", "reward model"])
+def test_code_that_comes_with_a_model_runs_if_trl_is_told_to_trust_it(
+    models: dict[str, Path], tmp_path: Path, use: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    mine = tmp_path / "mine"
+    plain = AutoModelForSequenceClassification.from_pretrained(models["dense"], num_labels=1)
+    plain.save_pretrained(mine)
+    (mine / "mine.py").write_text(CODE)
+    config = json.loads((mine / "config.json").read_text())
+    auto = {"AutoModelForSequenceClassification": "mine.Mine"}
+    (mine / "config.json").write_text(json.dumps({**config, "auto_map": auto}))
+    given: dict[str, Any] = {"value_init": str(mine), **PPO}
+    if use == "reward model":
+        given = {"build": {"reward_funcs": RewardAdapter(mine)}}
+    trainer = tiny.trainer(models["dense"], tmp_path, trust_remote_code=True, **given)
+    model = trainer.critic if use == "critic" else trainer.reward_model
+    assert type(model.bare).__name__ == "Mine"
