@@ -95,9 +95,13 @@ def test_inputs(models: dict[str, Path], tmp_path: Path, case: Input) -> None:
     assert WAY_OUT.search(message) or not case.is_ours
 
 
-def test_at_least_a_hundred_are_ours() -> None:
-    cases = [case for case in (*OPTIONS, *INPUTS, *ROLLOUTS) if case.is_ours]
-    assert len(cases) + len(COMMANDS) >= 100
+def test_a_reward_function_without_its_column_is_told_what_trl_passes(models: dict[str, Path], tmp_path: Path) -> None:
+    def wants_answer(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+        return [1.0] * len(completions)
+
+    with pytest.raises(TypeError, match="answer") as caught:
+        tiny.trainer(models["dense"], tmp_path, build={"reward_funcs": wants_answer}).train()
+    assert "passes to a reward function by name: prompts, completions, completion_ids" in caught.value.__notes__[0]
 
 
 def test_every_option_of_ours_is_in_the_table() -> None:

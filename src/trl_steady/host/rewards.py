@@ -1,7 +1,8 @@
 """Access to the return values of reward functions, and to the advantages in TRL's table of completions."""
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -52,9 +53,21 @@ def _then(function: Callable[..., Any], read: Callable[[Any], Any]) -> Callable[
     """Return a function that applies `read` to the result of `function`; it is async if `function` is."""
 
     async def reading_later(*arguments: Any, **keywords: Any) -> Any:
-        return read(await function(*arguments, **keywords))
+        with _naming(keywords):
+            return read(await function(*arguments, **keywords))
 
     def reading_now(*arguments: Any, **keywords: Any) -> Any:
-        return read(function(*arguments, **keywords))
+        with _naming(keywords):
+            return read(function(*arguments, **keywords))
 
     return reading_later if is_async_callable(function) else reading_now
+
+
+@contextmanager
+def _naming(passed: Iterable[str]) -> Iterator[None]:
+    """Say what TRL passes to a reward function, if its call fails: it may ask for a column that is not there."""
+    try:
+        yield
+    except TypeError as error:
+        error.add_note(f"TRL passes to a reward function by name: {', '.join(passed)}. Use these names, and **kwargs.")
+        raise

@@ -18,7 +18,7 @@ from torch import Tensor
 from trl_steady.host import loss
 from trl_steady.host.checkpoints import Checkpoints
 from trl_steady.host.engine import steady_engine
-from trl_steady.host.inputs import checked_rollout, refuse_data, refuse_reward_functions, refuse_rows, refuse_small
+from trl_steady.host.inputs import checked_rollout, refuse_idle
 from trl_steady.host.metrics import Metrics
 from trl_steady.host.models import Scorer, role_of
 from trl_steady.host.names import completions_of, overridden
@@ -55,7 +55,6 @@ class Steady(_Trls):
     _until_backward: ExitStack | None = None
 
     def __init__(self, model: Any, reward_funcs: Any, args: Any, *positional: Any, **keywords: Any) -> None:
-        refuse_reward_functions(reward_funcs)
         self.reached, self.metrics, self.checkpoints = Reached(self), Metrics(self), Checkpoints(self)
         self.parts = tuple(part(self) for part in self.PARTS)
         captures = [capture for part in self.parts for capture in part.captures(args)]
@@ -74,8 +73,6 @@ class Steady(_Trls):
 
     def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         function = self.rollout_func
-        if self.environment_factories is None:  # environments may add prompts
-            refuse_rows(inputs, of_any_kind=function is not None)
         with overridden(self, {} if function is None else {"rollout_func": checked_rollout(function)}):
             return self.rollout(inputs)
 
@@ -240,12 +237,6 @@ class Steady(_Trls):
             part.grouping(optimizer)
         return optimizer
 
-    def get_train_dataloader(self) -> Any:
-        """Return TRL's dataloader, after a check that the dataset fits the reward functions and fills a rollout."""
-        refuse_data(self)
-        refuse_small(self)
-        return super().get_train_dataloader()
-
     def get_batch_samples(self, *arguments: Any, **keywords: Any) -> Any:
         """Return the micro-batches of an optimizer step, or none if the run was resumed after its last step.
 
@@ -263,6 +254,7 @@ class Steady(_Trls):
             part.add_to_card(Path(self.args.output_dir or "", "README.md"))
 
     def _get_train_sampler(self, dataset: Any = None) -> Any:
+        refuse_idle(self)
         self.checkpoints.sampler = super()._get_train_sampler(dataset)
         return self.checkpoints.sampler
 

@@ -21,7 +21,7 @@ from trl_steady.rewards.part import RewardsPart, StepAdvantagesPart, StepsPart
 from trl_steady.routing.part import RoutingPart
 from trl_steady.sampling.part import SamplingPart
 from trl_steady.trainers.deprecations import ignore_trls
-from trl_steady.trainers.reporting import InputsPart, ReportPart, own_config
+from trl_steady.trainers.reporting import ReportPart, own_config
 
 __all__ = ["GRPOTrainer"]
 
@@ -66,7 +66,6 @@ class GRPOTrainer(Steady, trl.GRPOTrainer):
         SamplingPart,
         RewardModelPart,
         PaddingPart,  # around all before: they score packed tokens
-        InputsPart,
         AdapterPart,
         ReferencePart,
         RewardsPart,

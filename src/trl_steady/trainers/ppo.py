@@ -17,7 +17,7 @@ from trl_steady.rewards.part import RewardsPart, StepsPart
 from trl_steady.routing.part import RoutingPart
 from trl_steady.sampling.part import SamplingPart
 from trl_steady.trainers.grpo import GRPOTrainer
-from trl_steady.trainers.reporting import InputsPart, ReportPart, own_config
+from trl_steady.trainers.reporting import ReportPart, own_config
 
 __all__ = ["PPOTrainer"]
 
@@ -54,7 +54,6 @@ class PPOTrainer(GRPOTrainer):
         PretrainingPart,
         CriticPart,  # around the losses of the policy, which are 0 while only the critic learns
         PaddingPart,  # around all before: they score packed tokens
-        InputsPart,
         AdapterPart,
         ReferencePart,
         RewardsPart,

@@ -4,15 +4,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from trl_steady.config.methods import METHODS, methods_on
-from trl_steady.host.inputs import refuse_inputs
-from trl_steady.host.models import text_tokenizer
 from trl_steady.host.names import default_output_dir
 from trl_steady.host.part import Part
 from trl_steady.trainers.active import FirstStepCheck, summary
 from trl_steady.trainers.card import add_methods
 from trl_steady.trainers.results import ResultsCallback
 
-__all__ = ["InputsPart", "ReportPart", "own_config"]
+__all__ = ["ReportPart", "own_config"]
 
 _C = TypeVar("_C")
 
@@ -31,14 +29,6 @@ def own_config(kind: type[_C], method: str, model: Any, args: Any) -> _C:
             f"Import {method}Config from trl_steady too: from trl_steady import {method}Config, {method}Trainer."
         )
     return args
-
-
-class InputsPart(Part):
-    """Refuses data, tokenizers and reward functions with which the first rollout or an evaluation would fail."""
-
-    def built(self) -> None:
-        """Refuse what does not fit."""
-        refuse_inputs(self.trainer, text_tokenizer(self.trainer))
 
 
 class ReportPart(Part):

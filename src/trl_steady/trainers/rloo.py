@@ -17,7 +17,7 @@ from trl_steady.rewards.part import RewardsPart
 from trl_steady.routing.part import RoutingPart
 from trl_steady.sampling.part import SamplingPart
 from trl_steady.trainers.deprecations import ignore_trls
-from trl_steady.trainers.reporting import InputsPart, ReportPart, own_config
+from trl_steady.trainers.reporting import ReportPart, own_config
 
 __all__ = ["RLOOTrainer"]
 
@@ -46,7 +46,6 @@ class RLOOTrainer(Steady, trl.RLOOTrainer):
         SamplingPart,
         RewardModelPart,
         PaddingPart,  # around all before: they score packed tokens
-        InputsPart,
         AdapterPart,
         ReferencePart,
         RewardsPart,
