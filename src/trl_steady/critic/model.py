@@ -48,6 +48,7 @@ class Critic(Scorer):
     def __init__(self, backbone: torch.nn.Module, head: torch.nn.Linear, adapter: str | None) -> None:
         super().__init__(backbone)
         self.head, self.adapter = head, adapter
+        self._of_policy: list[torch.nn.Parameter] = []  # parameters of the base that train with the policy
         # layers are found once: a model has hundreds
         self._switches = [
             own for own in backbone.modules() if isinstance(own, BaseTunerLayer | AuxiliaryTrainingWrapper)
@@ -79,6 +80,8 @@ class Critic(Scorer):
             hidden = self.bare.base_model(**inputs, use_cache=False).last_hidden_state
             found = self._values(hidden[:, :-1])
         else:
+            if torch.is_grad_enabled():
+                self._of_policy = [*Base(self.backbone).trained.values()]  # pyright: ignore[reportArgumentType]
             # through the whole model, which FSDP2 may shard
             with self._speaking(), self._recomputed():
                 found = per_token(self.backbone, lambda head: self._values(head.hidden), labels=labels, **inputs)
@@ -99,8 +102,6 @@ class Critic(Scorer):
         if self.adapter is None:
             yield
             return
-        assert isinstance(self.backbone, PeftModel)
-        of_policy = [*Base(self.backbone).trained.values()]
         before = [
             (layer, layer._active_adapter, getattr(layer, "_disable_adapters", False)) for layer in self._switches
         ]
@@ -108,13 +109,13 @@ class Critic(Scorer):
             for layer, _, _ in before:
                 # a layer without LoRA has no part in the critic, and shows what it wraps only so
                 layer._active_adapter, layer._disable_adapters = [self.adapter], not isinstance(layer, LoraLayer)
-            for parameter in of_policy:
+            for parameter in self._of_policy:
                 parameter.requires_grad_(False)
             yield
         finally:
             for layer, active, disabled in before:
                 layer._active_adapter, layer._disable_adapters = active, disabled
-            for parameter in of_policy:
+            for parameter in self._of_policy:
                 parameter.requires_grad_(True)
 
     @contextlib.contextmanager

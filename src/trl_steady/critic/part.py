@@ -17,6 +17,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 from torch.nn.parallel import DistributedDataParallel
 from transformers import TrainerCallback
 
+from trl_steady.adapters.base import Base
 from trl_steady.critic.construction import critic_of
 from trl_steady.critic.model import Critic
 from trl_steady.critic.targets import targets
@@ -121,6 +122,11 @@ class CriticPart(Part):
             ValueError: Adapters of policy and critic have different dtypes, which FSDP2 does not take.
         """
         accelerator, policy = self.trainer.accelerator, self.critic.backbone
+        if trained := Base(policy).trained:  # pyright: ignore[reportArgumentType]
+            raise ValueError(
+                f"FSDP2 would give {len(trained)} parameters of the base that train, for example {min(trained)}, the "
+                "critic's gradient too. Set bias='none' in peft_config, or use DDP."
+            )
         self.critic.join()
         dtypes = {parameter.dtype for parameter in policy.parameters() if parameter.requires_grad}
         # accelerate casts all that is trained to float32
