@@ -254,7 +254,7 @@ REFUSED: dict[str, tuple[peft.PeftConfig, str]] = {
     ),
     "bias": (
         LoraConfig(**RANDOM, bias="lora_only"),
-        r"6 parameters of the base train .*q_proj.bias.*Set bias='none' .*modules_to_save",
+        r"4 parameters of the base train .*q_proj.bias.*Set bias='none' .*modules_to_save",
     ),
 }
 
