@@ -168,7 +168,7 @@ SETUPS = [
     Input(
         "token_budget, LOMO",
         trainer(token_budget=64, optim="lomo"),
-        r"token_budget=64 .*lomo and adalomo.*Train with DDP and another optimizer, or leave token_budget unset",
+        r"token_budget=64 .*lomo, adalomo and .*Train with DDP and another optimizer, or leave token_budget unset",
     ),
     Input(
         "token_budget, NEFTune",
