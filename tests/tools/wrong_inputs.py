@@ -119,7 +119,7 @@ COMPILED = {"torch_compile": True}
 
 SETUPS = [
     Input(
-        "TRL's config", trls_config, r"args is a trl\.trainer\.grpo_config\.GRPOConfig.*Import GRPOConfig from trl_"
+        "TRL's config", trls_config, r"args is a trl\.trainer\.grpo_config\.GRPOConfig.*Import both: from trl_steady"
     ),
     Input(
         "a frozen model",
