@@ -1,5 +1,7 @@
 """`PPOConfig`: its defaults, the values and combinations that it refuses, and the warnings."""
 
+import inspect
+import re
 import warnings
 from dataclasses import fields
 from pathlib import Path
@@ -9,7 +11,8 @@ import pytest
 import trl
 
 from tests.tools import tiny
-from trl_steady import GRPOConfig, PPOConfig
+from trl_steady import GRPOConfig, PPOConfig, PPOTrainer
+from trl_steady.config import ppo
 
 DEFAULTS = {
     "num_generations": 1,
@@ -61,13 +64,39 @@ def test_one_completion_of_a_prompt_is_enough(batch: int, accumulation: int, tmp
 
 @pytest.mark.parametrize("count", [0, -1, 2.5, True, "one", None])
 def test_a_count_that_is_none_is_refused(count: Any, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"^num_generations="):
+    with pytest.raises(ValueError, match=r"^num_generations=.* or 1 or more with PPO\.$"):
         config(tmp_path, num_generations=count)
+
+
+def test_a_start_of_the_critic_may_be_a_path_or_a_name_on_the_hub(tmp_path: Path) -> None:
+    assert config(tmp_path, value_init=tmp_path).value_init == str(tmp_path)
+    for start in ("reward", "owner/critic-1.5B"):
+        assert config(tmp_path, value_init=start).value_init == start
+
+
+def test_an_estimator_that_the_reward_does_not_read_is_told(tmp_path: Path) -> None:
+    """TRL's former PPO and OpenRLHF read an option of this name there."""
+    for estimator in ("k1", "k2", "k3"):
+        with pytest.warns(
+            UserWarning, match=rf"^kl_estimator='{estimator}' cannot act: .* in the reward is always k1"
+        ):
+            config(tmp_path, kl_estimator=estimator)
+        with warnings.catch_warnings():
+            warnings.simplefilter("error", UserWarning)
+            assert config(tmp_path, kl_estimator=estimator, beta=0.1, kl_coef=0.0).kl_estimator == estimator
+    assert config(tmp_path, beta=0.1, kl_coef=0.0).kl_estimator == "k3"  # unset, as in GRPO
 
 
 @pytest.mark.parametrize(
     ("alias", "ours"),
     [
+        *(("ppo_epochs", "num_iterations"), ("max_epochs", "num_iterations"), ("clip_ratio", "epsilon")),
+        *(("eps_clip", "epsilon"), ("target_kl", "kl_target"), ("kl_penalty", "kl_coef"), ("lambd", "lam")),
+        *(
+            ("kl_loss_coef", "beta"),
+            ("n_samples_per_prompt", "num_generations"),
+            ("reward_model_path", "reward_funcs"),
+        ),
         ("cliprange", "epsilon"),
         ("num_ppo_epochs", "num_iterations"),
         ("num_mini_batches", "steps_per_generation"),
@@ -82,6 +111,14 @@ def test_a_count_that_is_none_is_refused(count: Any, tmp_path: Path) -> None:
 def test_names_of_other_packages_are_refused_with_ours(alias: str, ours: str, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=rf"^{alias}=0\.5 is an option of another package's PPO\. Set {ours} "):
         config(tmp_path, **{alias: 0.5})
+
+
+def test_every_name_to_use_exists_and_none_is_taken() -> None:
+    options, own = {own.name for own in fields(PPOConfig)}, PPOTrainer.__init__
+    arguments = {*inspect.signature(own).parameters, *inspect.signature(own, follow_wrapped=False).parameters}
+    for ours in ppo._NAMES:
+        assert {*re.sub(r" \(.*\)", "", ours).split(" and ")} <= options | arguments, ours
+    assert not ppo._ALIASES.keys() & (options | arguments)
 
 
 @pytest.mark.parametrize(
@@ -99,7 +136,10 @@ def test_names_of_other_packages_are_refused_with_ours(alias: str, ours: str, tm
         ({"value_warmup_steps": -1}, "value_warmup_steps=-1 cannot work"),
         ({"value_updates": 0}, "value_updates=0 cannot work"),
         ({"value_init": ""}, "value_init='' cannot work"),
+        ({"value_init": "polcy"}, "value_init='polcy' cannot work. Set value_init to 'policy', 'reward', an existing"),
+        ({"value_init": "runs/no-such/value"}, "value_init='runs/no-such/value' cannot work"),
         ({"missing_eos_penalty": float("nan")}, "missing_eos_penalty=nan cannot work"),
+        ({"missing_eos_penalty": -1.0}, "missing_eos_penalty=-1.0 cannot work. Set missing_eos_penalty to a finite"),
         ({"ptx_coef": -1}, "ptx_coef=-1 cannot work"),
         ({"whiten_advantages": "yes"}, "whiten_advantages='yes' cannot work"),
         ({"loss_type": "gspo"}, "loss_type='gspo' does not work with PPO"),
@@ -109,6 +149,8 @@ def test_names_of_other_packages_are_refused_with_ours(alias: str, ours: str, tm
         ({"kl_target": 6.0, "kl_coef": 0.0}, "kl_target=6.0 with kl_coef=0"),
         ({"sync_ref_model": True, "kl_coef": 0.0}, "sync_ref_model=True with beta=0.0"),
         ({"optim": "lomo"}, "optim='lomo' takes its steps in backward"),
+        ({"optim": "galore_adamw_layerwise"}, "optim='galore_adamw_layerwise' takes its steps in backward"),
+        ({"optim": "apollo_adamw_layerwise"}, "optim='apollo_adamw_layerwise' takes its steps in backward"),
     ],
     ids=str,
 )

@@ -247,13 +247,15 @@ def test_a_value_model_is_the_critic(
     assert not torch.allclose(torch.cat(after), torch.cat(expected))
 
 
-@pytest.mark.parametrize("as_path", [False, True])
+@pytest.mark.parametrize("how", ["model", "path", "value_model"])
 def test_the_reward_model_begins_the_critic_and_stays_as_it_is(
-    models: dict[str, Path], wide: Path, tmp_path: Path, scorer: Path, as_path: bool
+    models: dict[str, Path], wide: Path, tmp_path: Path, scorer: Path, how: str
 ) -> None:
+    """Also if it is given as `value_model`."""
     model = AutoModelForSequenceClassification.from_pretrained(scorer)
-    build_ = {"reward_funcs": [tiny.reward, str(scorer) if as_path else model]}
-    trainer = build("full", models, wide, tmp_path, value_init="reward", build=build_)
+    build_ = {"reward_funcs": [tiny.reward, str(scorer) if how == "path" else model]}
+    start = {"build": {**build_, "value_model": model}} if how == "value_model" else {"value_init": "reward"}
+    trainer = build("full", models, wide, tmp_path, **{"build": build_, **start})
     expected, _ = plain_values(model)
     check_values(expected, values(trainer))
     reward_model = trainer.reward_funcs[1]

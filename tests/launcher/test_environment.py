@@ -6,7 +6,7 @@ import re
 import sys
 from dataclasses import fields
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
@@ -177,7 +177,7 @@ def test_the_table_has_every_method_with_its_page(capsys: pytest.CaptureFixture[
 def test_every_option_of_ours_belongs_to_a_method() -> None:
     theirs = {field.name for field in fields(trl.GRPOConfig)}
     ours = {field.name for field in fields(trl_steady.PPOConfig)} - theirs
-    named = {name for method in METHODS for name in method.options}
+    named = {name for method in METHODS if method.kind != "reward model" for name in method.options}
     assert ours <= named <= theirs | ours
     assert all(method.options for method in METHODS)
 
@@ -186,8 +186,14 @@ def test_a_method_acts_in_methods_of_trl_that_we_wrap() -> None:
     for method in METHODS:
         assert {*map(trls_name, method.acts_in)} <= {*host.CONTRACT.parameters}
         assert bool(method.acts_in) == (
-            method.kind != "reference" and not {"adapter_dtype", "vllm_adapter_sync"} & {*method.options}
+            method.kind not in ("reference", "reward model")
+            and not {"adapter_dtype", "vllm_adapter_sync"} & {*method.options}
         )
+
+
+def test_a_method_names_a_part_of_a_trainer() -> None:
+    trainers = trl_steady.GRPOTrainer, trl_steady.RLOOTrainer, trl_steady.PPOTrainer
+    assert {method.part for method in METHODS} <= {part.__name__ for kind in trainers for part in kind.PARTS}
 
 
 MOVING, R2 = "iterative GRPO: a reference that moves", "R2: routes of"
@@ -229,5 +235,7 @@ UNPADDED = "padding-free passes (the default)"
 )
 def test_a_method_is_on_where_its_option_is(options: dict[str, Any], on: list[str], tmp_path: Path) -> None:
     args = tiny.arguments(trl_steady.GRPOConfig, tmp_path, **{"trim_padding": False, **options})
-    found = [method.name for method in methods_on(args)]
+    unused = {"has_step_rewards": False, "reward_model": None, "reward_refreshes": []}
+    trainer = SimpleNamespace(args=args, parts=[part(None) for part in trl_steady.GRPOTrainer.PARTS], **unused)
+    found = [method.name for method in methods_on(trainer)]
     assert len(found) == len(on) and all(name.startswith(start) for name, start in zip(found, on, strict=True))

@@ -48,7 +48,10 @@ from trl_steady.padding import part as padding_part
             {"token_budget": 9, "torch_compile": True},
             "token_budget=9 needs passes without padding, and torch.compile recompiles",
         ),
-        ({"token_budget": 9, "optim": "lomo"}, "the optimizers lomo and adalomo would step each time"),
+        *(
+            ({"token_budget": 9, "optim": name}, r"lomo, adalomo and \*_layerwise would step each time")
+            for name in ("lomo", "galore_adamw_layerwise", "galore_adafactor_layerwise", "apollo_adamw_layerwise")
+        ),
         (
             {"token_budget": 9, "beta": 0.1, "sync_ref_model": True, "ref_model_sync_kl": 0.1},
             "token_budget=9 does not work with ref_model_sync_kl=0.1.*Leave one of the two unset",
@@ -73,8 +76,8 @@ def test_what_cannot_be_is_refused(
     "token_budget",
     on=("ZeRO-2", "ZeRO-3"),
     message="token_budget=9 runs backward more than once in the last micro-batch of an optimizer step. DeepSpeed and "
-    "the optimizers lomo and adalomo would step each time. Train with DDP and another optimizer, or leave "
-    "token_budget unset.",
+    "the optimizers lomo, adalomo and *_layerwise would step each time. Train with DDP and another optimizer, or "
+    "leave token_budget unset.",
 )
 def test_deepspeed_is_refused_a_budget(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch

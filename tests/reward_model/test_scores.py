@@ -196,7 +196,7 @@ def test_wrong_arguments_are_refused(models: dict[str, Path], tmp_path: Path) ->
 
     unbuilt(r"reward_funcs has 2 RewardAdapters", adapter=[RewardAdapter(), RewardAdapter()])
     unbuilt(r"peft_config of RewardAdapter: the policy has no adapter", "full", adapter=RewardAdapter(peft_config=1))
-    unbuilt(r"'reward' must be LoRA beside LoRA, .* LoraConfig and object", adapter=RewardAdapter(peft_config=object()))
+    unbuilt(r"'reward' must be LoRA beside LoRA, .* and object", adapter=RewardAdapter(peft_config=object()))
     adapter = RewardAdapter()
     trainer = rewarding.build("lora", models["dense"], tmp_path, adapter=adapter)
     unbuilt(r"belongs to another trainer\. Make a RewardAdapter for each", adapter=adapter)

@@ -73,7 +73,7 @@ COMPILED = {"torch_compile": True}
 
 SETUPS = [
     Input(
-        "TRL's config", trls_config, r"args is a trl\.trainer\.grpo_config\.GRPOConfig.*Import GRPOConfig from trl_"
+        "TRL's config", trls_config, r"args is a trl\.trainer\.grpo_config\.GRPOConfig.*Import both: from trl_steady"
     ),
     Input(
         "a frozen model",
@@ -122,7 +122,7 @@ SETUPS = [
     Input(
         "token_budget, LOMO",
         trainer(token_budget=64, optim="lomo"),
-        r"token_budget=64 .*lomo and adalomo.*Train with DDP and another optimizer, or leave token_budget unset",
+        r"token_budget=64 .*lomo, adalomo and .*Train with DDP and another optimizer, or leave token_budget unset",
     ),
     Input(
         "token_budget, NEFTune",

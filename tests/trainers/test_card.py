@@ -4,10 +4,11 @@ import re
 from pathlib import Path
 from typing import Any
 
+import pytest
 from huggingface_hub import ModelCard
 
 import trl_steady
-from tests.tools import tiny
+from tests.tools import rewarding, tiny
 from trl_steady.config.methods import METHODS
 from trl_steady.trainers.card import citations
 
@@ -66,6 +67,44 @@ def test_step_rewards_are_on_when_a_function_returned_them(models: dict[str, Pat
     trainer.create_model_card()
     card = (tmp_path / "README.md").read_text()
     assert "`step_advantage='return_to_go'`" in card and "@article{shao2024deepseekmath" in card
+
+
+def test_the_card_of_ppo_names_and_cites_ppo(models: dict[str, Path], tmp_path: Path) -> None:
+    ppo = card(models, tmp_path, method="PPO", num_generations=1)
+    assert (
+        "This model was trained with PPO, a method introduced in [Proximal Policy Optimization Algorithms]" in ppo.text
+    )
+    assert "https://huggingface.co/papers/1707.06347" in ppo.text and "@article{schulman2017ppo" in ppo.text
+    assert "GRPO" not in ppo.text and "shao2024deepseekmath" not in ppo.text
+    assert {"trl", "ppo", "trl-steady"} <= {*ppo.data.tags} and "grpo" not in ppo.data.tags
+
+
+def test_what_cannot_act_is_not_on_the_card(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """GSPO on-policy, and a kept sampling mask where sampling keeps every token."""
+    own = card(models, tmp_path, loss_type="gspo", steps_per_generation=1, keep_sampling_mask=True, beta=0.0).text
+    out = capsys.readouterr().out
+    assert "cannot act: GSPO" in out and "cannot act: kept sampling mask" in out
+    assert "| GSPO" not in own and "kept sampling mask" not in own and "zheng2025gspo" not in own
+    assert "| padding-free passes" in own
+
+
+def test_a_reward_model_is_said_and_on_the_card(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    plain = card(models, tmp_path / "plain", lora=True).text
+    assert "reward model" not in capsys.readouterr().out + plain
+    trainer = rewarding.refreshed("lora", models["dense"], tmp_path / "own", max_steps=5)
+    said = "reward model on the policy's base: reward_funcs=RewardAdapter(...)"
+    assert f"  on: {said}\n" in capsys.readouterr().out
+    for steps in (0, 5):  # without and with a refresh
+        if steps:
+            tiny.train(trainer)
+        trainer.create_model_card()
+        text = (tmp_path / "own" / "README.md").read_text()
+        assert "| reward model on the policy's base | `reward_funcs=RewardAdapter(...)` |" in text
+        assert ("| `RewardModelRefreshCallback(trainer, label_fn=...)` |" in text) == bool(steps)
 
 
 def test_every_paper_of_a_method_has_a_citation() -> None:

@@ -244,17 +244,6 @@ def test_step_rewards_are_refused(models: dict[str, Path], tmp_path: Path) -> No
         tiny.train(trainer(models["dense"], tmp_path, build={"reward_funcs": steps}))
 
 
-def test_configs_and_trainers_of_both_packages_do_not_mix(models: dict[str, Path], tmp_path: Path) -> None:
-    ours, theirs = (tiny.arguments(package.RLOOConfig, tmp_path) for package in (trl_steady, trl))
-    build = {"train_dataset": tiny.dataset(), "processing_class": tiny.tokenizer()}
-    with pytest.raises(ValueError, match=r"RLOOTrainer got a trl_steady\.RLOOConfig and would ignore"):
-        trl.RLOOTrainer(str(models["dense"]), tiny.reward, ours, **build)
-    with pytest.raises(ValueError, match="Import RLOOConfig from trl_steady too"):
-        trl_steady.RLOOTrainer(str(models["dense"]), tiny.reward, theirs, **build)
-    with pytest.raises(ValueError, match="Import GRPOConfig from trl_steady too"):
-        trl_steady.GRPOTrainer(str(models["dense"]), tiny.reward, ours, **build)
-
-
 def test_a_method_that_is_bypassed_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
     class OwnScores(trl_steady.RLOOTrainer):
         def _get_per_token_logps_and_entropies(self, *arguments: Any, **keywords: Any) -> Any:

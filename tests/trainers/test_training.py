@@ -151,21 +151,22 @@ def test_with_an_engines_log_probs_trls_losses_are_trls_and_more_is_logged(
     assert all({"mismatch/kl", "off_policy_q50", "kl/k1"} <= row.keys() for row in tiny.history(ours)[:-1])
 
 
+@pytest.mark.parametrize("method", ["GRPO", "PPO"])
 def test_a_trainer_without_args_makes_our_config(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    method: str, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    kind = getattr(trl_steady, f"{method}Trainer")
+
     @dataclass
-    class OnCPU(trl_steady.GRPOConfig):
+    class OnCPU(kind.CONFIG):
         use_cpu: bool = True
         bf16: bool | None = False
 
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(trl_steady.trainers.grpo, "GRPOConfig", OnCPU)
-    trainer = trl_steady.GRPOTrainer(
-        str(models["dense"]), tiny.reward, train_dataset=tiny.dataset(), processing_class=tiny.tokenizer()
-    )
+    monkeypatch.setattr(kind, "CONFIG", OnCPU)
+    trainer = kind(str(models["dense"]), tiny.reward, train_dataset=tiny.dataset(), processing_class=tiny.tokenizer())
     assert isinstance(trainer.args, OnCPU)
-    assert trainer.args.output_dir == "dense-GRPO"  # as TRL names it
+    assert trainer.args.output_dir == f"dense-{method}"  # as TRL names it
 
 
 @pytest.mark.parametrize("loss_type", ["gspo", "gspo_token"])

@@ -60,6 +60,11 @@ def _clip_ranges(args: "GRPOConfig") -> Iterator[str]:
     wide = [f"{name}={value}" for name, value in ranges.items() if value is not None and value >= _TOKEN_SCALE_EPSILON]
     is_of_tokens = args.importance_sampling_level == "token"
     high = low if high is None else high
+    if args.loss.clip == "log_ratio" and low <= trl_default("epsilon"):
+        yield (
+            f"epsilon={low}: a clip range for token ratios, but loss_type={loss_type!r} clips log-ratios, with "
+            f"{args.loss.epsilon} in its paper. Leave epsilon unset, or set epsilon={args.loss.epsilon}."
+        )
     if args.loss.clip == "cap" and high < 1:
         unset = "" if args.epsilon_high is not None else f" (unset, it is epsilon={low})"
         yield (
@@ -118,28 +123,16 @@ def _shared_rows(args: "SharedOptions") -> _Rows:
     if not args.truncations:
         yield ["keep_sampling_mask"], "top_p, top_k and min_p unset, sampling excludes no token. Set one of them"
     vllm = [name for name in TRLS_DEFAULTS["GRPO"] if name.startswith("vllm_")]
-    is_served = args.use_vllm and args.vllm_mode == "server"
     if not args.use_vllm:
         reader = "only a rollout_func" if args.METHOD != "RLOO" else "nothing"
         yield vllm, f"use_vllm=False {reader} could read it. Set use_vllm=True"
         yield ["vllm_adapter_sync"], "use_vllm=False there is no vLLM. Set use_vllm=True"
-    elif is_served:
+    elif args.vllm_mode == "server":
         of_colocated = ["vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_tensor_parallel_size"]
         yield of_colocated, "vllm_mode='server' the server decides this. Pass it to `trl vllm-serve`"
     else:
         of_server = [name for name in vllm if name.startswith("vllm_server_")] + ["vllm_group_port"]
         yield of_server, "vllm_mode='colocate' there is no server. Set vllm_mode='server'"
-    if not args.use_transformers_continuous_batching:
-        why = "use_transformers_continuous_batching=False nothing reads it. Set that to True"
-        yield ["transformers_continuous_batching_config"], why
-    if args.use_vllm:
-        why = "use_vllm=True vLLM generates. Set use_vllm=False"
-        yield ["use_transformers_continuous_batching", "cache_implementation"], why
-    if is_served and args.vllm_server_base_url is not None:
-        url = f"vllm_server_base_url={args.vllm_server_base_url!r}"
-        yield ["vllm_server_host", "vllm_server_port"], f"{url} nothing reads it. Set vllm_server_base_url=None"
-    if is_served:
-        yield ["vllm_enable_sleep_mode"], "vllm_mode='server' the server does not sleep. Set vllm_mode='colocate'"
     if not args.sync_ref_model:
         why = "sync_ref_model=False the reference does not move. Set sync_ref_model=True"
         yield ["ref_model_sync_steps", "ref_model_mixup_alpha"], why
@@ -149,8 +142,9 @@ def _loss_rows(args: "GRPOConfig") -> _Rows:
     """Yield options of GRPO's loss and advantages that the other options keep from having an effect."""
     loss, with_loss = args.loss, f"loss_type={args.loss_type!r}"
     if args.beta == 0:
+        kl = " in the loss, and the KL in the reward is always k1" if args.has_reference else ""  # with PPO's kl_coef
         for option in ("kl_estimator", "kl_ratio_denominator", "use_bias_correction_kl"):
-            yield [option], "beta=0.0 there is no KL. Set beta above 0"
+            yield [option], f"beta=0.0 there is no KL{kl}. Set beta above 0"
     elif not args.use_bias_correction_kl:
         why = "use_bias_correction_kl=False the KL has no ratio. Set use_bias_correction_kl=True"
         yield ["kl_ratio_denominator"], why

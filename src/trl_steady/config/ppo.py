@@ -1,7 +1,8 @@
 """`GRPOConfig` with the options of PPO's critic, and without those of GRPO's groups."""
 
+import os
 import warnings
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import Any, ClassVar
 
@@ -10,29 +11,52 @@ from trl_steady.config.idle import idle_warnings
 from trl_steady.config.shared import documented, option
 from trl_steady.losses.table import LOSSES
 
-__all__ = ["PPOConfig"]
+__all__ = ["PPOConfig", "refuse_other_names"]
 
-# names in TRL's former PPO, in verl and in OpenRLHF -> what to set here
-_ALIASES = {
-    "cliprange": "epsilon",
-    "num_ppo_epochs": "num_iterations",
-    "num_mini_batches": "steps_per_generation and gradient_accumulation_steps",
-    "local_rollout_forward_batch_size": "per_device_train_batch_size",
-    "response_length": "max_completion_length",
-    "vf_coef": "value_learning_rate (the critic has parameters of its own, so a weight of its loss would do nothing)",
-    "init_kl_coef": "kl_coef",
-    "kl_estimator_in_reward": "kl_coef (the KL in the reward is always k1)",
-    "adap_kl_ctrl": "kl_target",
-    "target": "kl_target",
-    "horizon": "kl_horizon",
-    "gae_lambda": "lam",
-    "lambd": "lam",
-    "critic_warmup": "value_warmup_steps",
-    "freezing_actor_steps": "value_warmup_steps",
-    "critic_learning_rate": "value_learning_rate",
-    "value_clip": "cliprange_value",
-    "stop_token": "generation_kwargs",
+# what to set here -> names in TRL's former PPO, in verl and in OpenRLHF
+_NAMES = {
+    "model": "policy pretrain sft_model_path",
+    "args": "config",
+    "processing_class": "tokenizer",
+    "train_dataset": "dataset prompt_data",
+    "reward_funcs": "reward_model reward_model_path reward_pretrain",
+    "value_model": "critic_pretrain",
+    "kl_coef (the reference is the model as it was at the start)": "ref_model ref_policy",
+    "kl_coef (the KL in the reward is always k1)": "init_kl_coef kl_penalty kl_estimator_in_reward",
+    "kl_target (kl_coef follows it; no update is stopped early)": "adap_kl_ctrl early_stopping target target_kl",
+    "kl_horizon": "horizon",
+    "beta and kl_estimator": "kl_loss_coef kl_loss_type use_kl_loss",
+    "epsilon and epsilon_high": "clip_ratio clip_ratio_high clip_ratio_low cliprange eps_clip eps_clip_low_high",
+    "num_iterations": "max_epochs num_ppo_epochs ppo_epochs",
+    "steps_per_generation and gradient_accumulation_steps": "mini_batch_size num_mini_batches ppo_mini_batch_size",
+    "per_device_train_batch_size": "batch_size forward_batch_size local_rollout_forward_batch_size",
+    "num_generations": "n_samples_per_prompt",
+    "max_completion_length": "generate_max_len response_length",
+    "lam": "gae_lambda lambd",
+    "value_learning_rate (the value loss has no weight)": "critic_learning_rate vf_coef",
+    "value_warmup_steps": "critic_warmup freezing_actor_steps",
+    "cliprange_value": "value_clip",
+    "entropy_coef": "entropy_coeff entropy_loss_coef",
+    "generation_kwargs": "stop_token stop_token_id",
 }
+_ALIASES = {name: ours for ours, names in _NAMES.items() for name in names.split()}
+
+
+def refuse_other_names(given: Mapping[str, Any], known: Collection[str] = ()) -> None:
+    """Refuse arguments that are named as in another package's PPO, which Python would only call unexpected.
+
+    Args:
+        given: Arguments of `PPOConfig` or of `PPOTrainer`, by name.
+        known: Names that are taken, whatever they mean elsewhere.
+
+    Raises:
+        ValueError: The message has the name to use.
+    """
+    for name in sorted(given.keys() & _ALIASES.keys() - set(known)):
+        value, ours = given[name], _ALIASES[name]
+        shown = repr(value) if isinstance(value, str | int | float | None) else type(value).__name__
+        where = "PPOConfig" if hasattr(PPOConfig, ours.split()[0]) else "PPOTrainer"
+        raise ValueError(f"{name}={shown} is an option of another package's PPO. Set {ours} in {where}.")
 
 
 class _Alone(int):
@@ -86,6 +110,9 @@ class PPOConfig(GRPOConfig):
     )
     kl_horizon: int = option(10000, "With `kl_target`, number of answers in which `kl_coef` adapts.")
     beta: float = option(0.0, "Coefficient of a KL in the loss, as in GRPO, beside or in place of `kl_coef`.")
+    kl_estimator: str | None = option(
+        None, 'As in GRPO, for the KL that `beta` adds to the loss; unset, `"k3"`. The KL in the reward is always k1.'
+    )
     cliprange_value: float | None = option(
         0.2, "How far a value may move from its value at rollout before its loss is clipped. None: no clip."
     )
@@ -114,15 +141,15 @@ class PPOConfig(GRPOConfig):
     )
 
     def __new__(cls, *_: Any, **options: Any) -> "PPOConfig":
-        """Refuse options of other packages' PPO with the name to use, which Python would only call unexpected."""
-        known = {own.name for own in fields(cls)}
-        for name in options.keys() & _ALIASES.keys() - known:
-            raise ValueError(
-                f"{name}={options[name]!r} is an option of another package's PPO. Set {_ALIASES[name]} here."
-            )
+        """Refuse options of other packages' PPO with the name to use."""
+        refuse_other_names(options, {own.name for own in fields(cls)})
         return super().__new__(cls)
 
     def __post_init__(self) -> None:
+        if isinstance(self.value_init, os.PathLike):
+            self.value_init = os.fspath(self.value_init)
+        if self.kl_estimator is None and self.beta:
+            self.kl_estimator = "k3"
         given = self.num_generations
         if given == 1 and not isinstance(given, bool):
             self.num_generations = _Alone(1)
@@ -164,11 +191,10 @@ class PPOConfig(GRPOConfig):
             raise ValueError(
                 f"kl_target={self.kl_target} with kl_coef=0: a coefficient of 0 cannot adapt. Set kl_coef above 0."
             )
-        optimizer = getattr(self.optim, "value", self.optim)  # of an enumeration
-        if optimizer in ("lomo", "adalomo"):
+        if self.steps_in_backward:
             raise ValueError(
-                f"optim={optimizer!r} takes its steps in backward, where policy and critic cannot be told apart. Set "
-                "another optimizer."
+                f"optim={self.steps_in_backward!r} takes its steps in backward, where policy and critic cannot be "
+                "told apart. Set another optimizer."
             )
 
     @property

@@ -99,7 +99,17 @@ class SharedOptions(_Trls):
             ValueError: The caller is a trainer that is not trl-steady's and would ignore trl-steady's options.
         """
         # transformers.Trainer.__init__ calls this method, so TRL needs no patch. A script may call it too.
-        caller = sys._getframe(1).f_locals.get("self")
+        self._refuse_trainer(sys._getframe(1).f_locals.get("self"))
+        return super().get_process_log_level()
+
+    if not TYPE_CHECKING:  # pyright would take any name
+
+        def __getattr__(self, name: str) -> Any:
+            # a trainer of another method reads its own options before it calls the method above
+            self._refuse_trainer(sys._getframe(1).f_locals.get("self"))
+            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
+
+    def _refuse_trainer(self, caller: Any) -> None:
         if isinstance(caller, transformers.Trainer) and not isinstance(caller, Steady):
             name = f"{type(caller).__module__}.{type(caller).__qualname__}"
             own = f"{self.METHOD}Config"
@@ -108,12 +118,17 @@ class SharedOptions(_Trls):
                 f"trainer from trl_steady too: from trl_steady import {own}, {self.METHOD}Trainer. Give any other "
                 "trainer its own config."
             )
-        return super().get_process_log_level()
 
     @property
     def has_reference(self) -> bool:
         """True if the policy is compared with a reference."""
         return self.beta != 0
+
+    @property
+    def steps_in_backward(self) -> str | None:
+        """Name of the optimizer if it takes its steps inside backward, else None."""
+        name = getattr(self.optim, "value", self.optim)  # of an enumeration
+        return name if name in ("lomo", "adalomo") or name.endswith("_layerwise") else None
 
     @property
     def idle_without_engine(self) -> list[str]:

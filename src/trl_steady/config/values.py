@@ -4,6 +4,8 @@ import functools
 import json
 import math
 import operator
+import os
+import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
@@ -42,10 +44,6 @@ def _count_or_0(value: Any) -> bool:
     return operator.index(value) >= 0
 
 
-def _port(value: Any) -> bool:
-    return 1 <= operator.index(value) <= 65535
-
-
 def _positive(value: Any) -> bool:
     return 0 < value < math.inf
 
@@ -62,9 +60,8 @@ def _object(value: Any) -> bool:
     return isinstance(json.loads(value) if isinstance(value, str) else value, Mapping)
 
 
-def _multiple(value: Any) -> bool:
-    is_word = isinstance(value, str) and (value == "auto" or value.lower() in ("none", "null"))
-    return is_word or _count(int(value) if isinstance(value, str) else value)
+def _is_start(value: Any) -> bool:
+    return value in ("policy", "reward") or bool(re.fullmatch(r"\w[\w.-]*/[\w.-]+", value)) or os.path.isdir(value)
 
 
 _A_COUNT = "a whole number, 1 or more"
@@ -76,15 +73,13 @@ _AN_OBJECT = "a dict or a string with a JSON object, or leave it unset"
 _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("learning_rate", _not_negative, _NO_NEGATIVE),
     ("per_device_train_batch_size", _count, _A_COUNT),
-    ("per_device_eval_batch_size", _count, _A_COUNT),
     ("gradient_accumulation_steps", _count, "1 or more"),
     ("steps_per_generation", _count, "1 or more, or None for gradient_accumulation_steps"),
     ("generation_batch_size", _count, f"{_A_COUNT}, or None for the batch of an optimizer step"),
-    ("num_generations", _count, "2 or more completions of a prompt"),
+    ("num_generations", _count, "2 or more completions of a prompt, or 1 or more with PPO"),
     ("num_generations_eval", _count_or_0, "1 or more completions of a prompt, or None for num_generations"),
     ("num_iterations", _count, "1, 2, 3, ..."),
     ("max_completion_length", _count, "1 or more tokens"),
-    ("pad_to_multiple_of", _multiple, "'auto', 1 or more, or None"),
     *((name, lambda v: 0 <= v <= 1, "between 0 and 1") for name in ("gamma", "lam")),
     ("value_lam", lambda v: 0 <= v <= 1, "between 0 and 1, or None for lam"),
     ("lam_length_alpha", _positive, f"{_A_POSITIVE}, or None for lam"),
@@ -95,8 +90,8 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("value_learning_rate", _not_negative, f"{_NO_NEGATIVE}, or None for learning_rate"),
     ("value_warmup_steps", _count_or_0, "0 or more optimizer steps"),
     ("value_updates", _count, "1 or more"),
-    ("value_init", lambda v: isinstance(v, str) and bool(v), "'policy', 'reward' or a path"),
-    ("missing_eos_penalty", math.isfinite, "a finite number, or None for no penalty"),
+    ("value_init", _is_start, "'policy', 'reward', an existing folder, or 'owner/name' of a model on the hub"),
+    ("missing_eos_penalty", _not_negative, f"{_NO_NEGATIVE} (it is subtracted), or None for no penalty"),
     ("ptx_coef", _not_negative, "a finite number, 0 (no pretraining loss) or above"),
     ("epsilon", lambda v: v >= 0, "0 or above"),
     ("epsilon_high", lambda v: v >= 0, "0 or above"),
@@ -139,19 +134,9 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("entropy_coef_delta", _not_negative, _NO_NEGATIVE),
     ("entropy_target", math.isfinite, "a finite number, in nats a token"),
     ("max_tool_calling_iterations", _count_or_0, "0 or more, or None for no limit"),
-    ("num_completions_to_print", _count_or_0, "0 or more, or None for all"),
-    ("vllm_server_port", _port, "a port, 1 to 65535"),
-    ("vllm_group_port", _port, "a port, 1 to 65535"),
-    ("vllm_server_timeout", lambda v: v > 0, "above 0, in seconds"),
-    ("vllm_gpu_memory_utilization", _share, "above 0 and at most 1"),
-    ("vllm_max_model_length", _count, "1 or more tokens, or None for the model's own limit"),
-    ("vllm_tensor_parallel_size", _count, _A_COUNT),
     ("vllm_importance_sampling_clip_max", lambda v: v > 0, "above 0, or None for no upper bound"),
     ("vllm_importance_sampling_clip_min", _not_negative, f"{_NO_NEGATIVE}, or None for no lower bound"),
     ("generation_kwargs", _object, _AN_OBJECT),
-    ("chat_template_kwargs", _object, _AN_OBJECT),
-    ("model_init_kwargs", _object, _AN_OBJECT),
-    ("transformers_continuous_batching_config", _object, _AN_OBJECT),
 )
 
 

@@ -65,22 +65,23 @@ def _whole_model(trainer: Any, policy: Any) -> Critic:
         )
     if value_model is not None and init != "policy":
         raise ValueError(f"value_model and value_init={init!r} both say where the critic begins. Give one of them.")
+    scorers: list[Any] = [own for own in trainer.reward_funcs if isinstance(own, torch.nn.Module)]
+    scorers += [trainer.reward_model.bare] if trainer.reward_model else []
     if init == "reward":
-        own_models = [own for own in trainer.reward_funcs if isinstance(own, torch.nn.Module)]
-        value_model = next(iter(own_models), trainer.reward_model and trainer.reward_model.bare)
-        if value_model is None:
+        if not scorers:
             raise ValueError(
                 "value_init='reward': no reward function is a model. Set value_init to 'policy' or to a path."
             )
-        config = value_model.config
-        twin: Any = type(value_model)._from_config(config, dtype=value_model.dtype)
-        twin.load_state_dict(value_model.state_dict())
-        value_model = twin
+        value_model = scorers[0]
     elif init != "policy":
         value_model = loaded(init, policy, f"value_init={str(init)!r}", "value_init='policy'", trusted=trusts(args))
     elif isinstance(value_model, str | Path):
         name = f"value_model={str(value_model)!r}"
         value_model = loaded(value_model, policy, name, "no value_model", trusted=trusts(args))
+    for scorer in scorers:
+        if scorer is value_model:  # which must not learn while it scores
+            value_model = type(scorer)._from_config(scorer.config, dtype=scorer.dtype)
+            value_model.load_state_dict(scorer.state_dict())
     critic = own_critic(copied_from(policy, trusted=trusts(args)) if value_model is None else value_model)
     bare: Any = critic.bare.to(trainer.accelerator.device)
     critic.head.to(trainer.accelerator.device)

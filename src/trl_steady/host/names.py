@@ -1,8 +1,8 @@
 """Functions that read or set private state of TRL's trainers."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeVar
 
 import trl
 from trl.trainer.utils import get_config_model_id
@@ -17,14 +17,27 @@ __all__ = [
     "log_last",
     "logged",
     "logged_count",
+    "on_cards",
     "overridden",
     "rollout_number",
 ]
+
+_T = TypeVar("_T")
 
 
 def default_output_dir(model: Any, method: str) -> str:
     """Return TRL's output folder for a trainer of "GRPO" or another method that is built without `args`."""
     return f"{(model if isinstance(model, str) else get_config_model_id(model.config)).split('/')[-1]}-{method}"
+
+
+def on_cards(method: str, **paper: str) -> Callable[[type[_T]], type[_T]]:
+    """Return a decorator for trainers whose model cards name this method, with the title and id of its paper."""
+
+    def named(kind: Any) -> Any:
+        kind._name, kind._tag_names, kind._paper = method, ["trl", method.lower()], paper
+        return kind
+
+    return named
 
 
 def completions_of(generated: Any) -> list[list[int]]:

@@ -43,7 +43,6 @@ _PER_TOKEN = {
     PeftType.VBLORA,
     PeftType.VERA,
 }
-_STEPS_IN_BACKWARD = ("lomo", "adalomo")
 
 
 @dataclass
@@ -121,10 +120,10 @@ class PaddingPart(Part):
                 "micro-batches. Set router_aux_loss_coef=0.0, or leave token_budget unset."
             )
         is_deepspeed = trainer.accelerator.distributed_type == DistributedType.DEEPSPEED
-        if is_deepspeed or trainer.args.optim in _STEPS_IN_BACKWARD:
+        if is_deepspeed or trainer.args.steps_in_backward:
             raise ValueError(
                 f"{budget} runs backward more than once in the last micro-batch of an optimizer step. DeepSpeed and "
-                f"the optimizers {' and '.join(_STEPS_IN_BACKWARD)} would step each time. Train with DDP and another "
+                "the optimizers lomo, adalomo and *_layerwise would step each time. Train with DDP and another "
                 "optimizer, or leave token_budget unset."
             )
         if type(trainer).compute_loss is not Steady.compute_loss:

@@ -1,6 +1,7 @@
 """Summary of a trainer's active methods, and a check before the first optimizer step that they take effect."""
 
 import warnings
+from collections.abc import Iterator
 from dataclasses import fields
 from importlib.metadata import version
 from typing import TYPE_CHECKING, Any, cast
@@ -28,12 +29,17 @@ def summary(trainer: "Steady") -> str:
     base = "" if kind.__module__.startswith("trl_steady.") else f" on trl_steady.{args.METHOD}Trainer"
     loss = f", loss_type={args.loss_type!r}" if args.METHOD != "RLOO" else ""
     lines = [f"trl-steady {__version__}, trl {version('trl')}: {name}{base}{loss}"]
+    lines += [f"  {'on' if acts else 'cannot act'}: {_described(method, args)}" for method, acts in acting(trainer)]
+    return "\n".join(lines if len(lines) > 1 else [*lines, "  on: nothing, it trains like TRL's trainer"])
+
+
+def acting(trainer: "Steady") -> Iterator[tuple[Method, bool]]:
+    """Yield each active method of the trainer, with False if a warning has said that it has no effect."""
+    args = cast(Any, trainer.args)
     has_engine = trainer.use_vllm or trainer.rollout_func is not None
     warned = [*args.cannot_act, *([] if has_engine else args.idle_without_engine)]
-    for method in methods_on(args):
-        is_idle = any(message.startswith(f"{option}=") for option in method.options for message in warned)
-        lines.append(f"  {'cannot act' if is_idle else 'on'}: {_described(method, args)}")
-    return "\n".join(lines if len(lines) > 1 else [*lines, "  on: nothing, it trains like TRL's trainer"])
+    for method in methods_on(trainer):
+        yield method, not any(message.startswith(f"{option}=") for option in method.options for message in warned)
 
 
 class FirstStepCheck(TrainerCallback):
@@ -70,7 +76,7 @@ class FirstStepCheck(TrainerCallback):
             return
         lost: dict[str, list[Method]] = {}
         args = cast(Any, self._trainer.args)
-        for method in methods_on(args):
+        for method in methods_on(self._trainer):
             for name in self._trainer.reached.missing(method.acts_in, has_generated=self._has_generated):
                 lost.setdefault(name, []).append(method)
         by_default = {method for methods in lost.values() for method in methods if _is_default(method, args)}
@@ -96,7 +102,7 @@ class FirstStepCheck(TrainerCallback):
 
 
 def _described(method: Method, args: "SharedOptions") -> str:
-    return f"{method.name}: {', '.join(f'{option}={getattr(args, option)!r}' for option in method.options)}"
+    return f"{method.name}: {', '.join(method.settings(args))}"
 
 
 def _is_default(method: Method, args: "SharedOptions") -> bool:

@@ -33,7 +33,7 @@ def add_methods(path: Path, on: Sequence[Method], args: "SharedOptions") -> None
     lines = ["\n## trl-steady\n", f"The trainer was `trl_steady.{args.METHOD}Trainer` of trl-steady {__version__}."]
     if on:
         lines += ["It trained with these methods:\n", "| method | options | paper |", "|---|---|---|"]
-        lines += [f"| {method.name} | {_options(method.options, args)} | {_papers(method.paper)} |" for method in on]
+        lines += [f"| {method.name} | {_options(method, args)} | {_papers(method.paper)} |" for method in on]
     else:
         lines += ["None of its methods was on, so it trained as TRL's trainer does."]
     cited = citations([number for method in on for number in re.findall(_NUMBER, method.paper)])
@@ -57,5 +57,5 @@ def _papers(paper: str) -> str:
     return re.sub(_NUMBER, lambda found: f"[{found[0]}](https://huggingface.co/papers/{found[0]})", paper)
 
 
-def _options(names: Sequence[str], args: "SharedOptions") -> str:
-    return ", ".join(f"`{name}={getattr(args, name)!r}`" for name in names)
+def _options(method: Method, args: "SharedOptions") -> str:
+    return ", ".join(f"`{setting}`" for setting in method.settings(args))

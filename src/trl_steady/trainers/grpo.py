@@ -1,7 +1,7 @@
 """GRPO: the parts of its trainer, and the methods that a script may read or override."""
 
 import functools
-from typing import Any
+from typing import Any, ClassVar
 
 import trl
 from torch import Tensor
@@ -74,6 +74,8 @@ class GRPOTrainer(Steady, trl.GRPOTrainer):
         LossPart,
         ReportPart,
     )
+    CONFIG: ClassVar[type[GRPOConfig]] = GRPOConfig
+    """Class of `args`."""
     args: GRPOConfig
 
     @functools.wraps(trl.GRPOTrainer.__init__, assigned=())  # for inspect.signature and tools that use it
@@ -85,7 +87,7 @@ class GRPOTrainer(Steady, trl.GRPOTrainer):
         *positional: Any,
         **keywords: Any,
     ) -> None:
-        super().__init__(model, reward_funcs, own_config(GRPOConfig, "GRPO", model, args), *positional, **keywords)
+        super().__init__(model, reward_funcs, own_config(self.CONFIG, model, args), *positional, **keywords)
 
     @property
     def reference_refreshes(self) -> list[Refresh]:

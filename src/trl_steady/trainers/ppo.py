@@ -6,9 +6,10 @@ from typing import Any
 import trl
 
 from trl_steady.adapters.part import AdapterPart
-from trl_steady.config.ppo import PPOConfig
+from trl_steady.config.ppo import PPOConfig, refuse_other_names
 from trl_steady.critic.part import CriticPart
 from trl_steady.critic.pretraining import PretrainingPart
+from trl_steady.host.names import on_cards
 from trl_steady.losses.part import LossPart
 from trl_steady.padding.part import PaddingPart
 from trl_steady.reference.part import ReferencePart
@@ -17,11 +18,12 @@ from trl_steady.rewards.part import RewardsPart, StepsPart
 from trl_steady.routing.part import RoutingPart
 from trl_steady.sampling.part import SamplingPart
 from trl_steady.trainers.grpo import GRPOTrainer
-from trl_steady.trainers.reporting import ReportPart, own_config
+from trl_steady.trainers.reporting import ReportPart
 
 __all__ = ["PPOTrainer"]
 
 
+@on_cards("PPO", title="Proximal Policy Optimization Algorithms", id="1707.06347")
 class PPOTrainer(GRPOTrainer):
     """`GRPOTrainer` with a critic: PPO (arXiv 1707.06347) with the KL in the reward (InstructGPT, arXiv 2203.02155).
 
@@ -44,7 +46,8 @@ class PPOTrainer(GRPOTrainer):
         **keywords: TRL's other arguments, by name.
 
     Raises:
-        ValueError: As for `GRPOTrainer`. The critic cannot be made, or would not be trained as asked.
+        ValueError: As for `GRPOTrainer`. The critic cannot be made, or would not be trained as asked. An argument is
+            named as in another package's PPO.
     """
 
     PARTS = (
@@ -61,6 +64,7 @@ class PPOTrainer(GRPOTrainer):
         LossPart,
         ReportPart,
     )
+    CONFIG = PPOConfig
     args: PPOConfig
 
     @functools.wraps(trl.GRPOTrainer.__init__, assigned=())
@@ -75,8 +79,9 @@ class PPOTrainer(GRPOTrainer):
         ptx_dataset: Any = None,
         **keywords: Any,
     ) -> None:
+        refuse_other_names(keywords)
         self.value_model, self.value_peft_config, self.ptx_dataset = value_model, value_peft_config, ptx_dataset
-        super().__init__(model, reward_funcs, own_config(PPOConfig, "PPO", model, args), *positional, **keywords)
+        super().__init__(model, reward_funcs, args, *positional, **keywords)
 
     @property
     def kl_coef(self) -> float:

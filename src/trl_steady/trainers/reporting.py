@@ -3,32 +3,35 @@
 from pathlib import Path
 from typing import Any, TypeVar
 
-from trl_steady.config.methods import METHODS, methods_on
+from trl_steady.config.shared import SharedOptions
 from trl_steady.host.names import default_output_dir
 from trl_steady.host.part import Part
-from trl_steady.trainers.active import FirstStepCheck, summary
+from trl_steady.trainers.active import FirstStepCheck, acting, summary
 from trl_steady.trainers.card import add_methods
 from trl_steady.trainers.results import ResultsCallback
 
 __all__ = ["ReportPart", "own_config"]
 
-_C = TypeVar("_C")
+_C = TypeVar("_C", bound=SharedOptions)
 
 
-def own_config(kind: type[_C], method: str, model: Any, args: Any) -> _C:
-    """Return `args`, or a config with TRL's output folder for a method such as "GRPO" if it is None.
+def own_config(kind: type[_C], model: Any, args: Any) -> _C:
+    """Return `args`, or a config of a class with TRL's output folder if it is None.
 
     Raises:
-        ValueError: `args` is of another class.
+        ValueError: `args` is the config of another trainer.
     """
+    method = kind.METHOD
     if args is None:
-        args = kind(default_output_dir(model, method))  # pyright: ignore[reportCallIssue]
-    if not isinstance(args, kind):
-        raise ValueError(
-            f"args is a {type(args).__module__}.{type(args).__qualname__}, which has none of trl_steady's options. "
-            f"Import {method}Config from trl_steady too: from trl_steady import {method}Config, {method}Trainer."
-        )
-    return args
+        args = kind(default_output_dir(model, method))
+    if isinstance(args, kind) and method == args.METHOD:
+        return args
+    theirs = getattr(args, "METHOD", method)
+    other = "" if theirs == method else f", or: from trl_steady import {theirs}Config, {theirs}Trainer"
+    raise ValueError(
+        f"trl_steady.{method}Trainer takes a trl_steady.{method}Config, and args is a {type(args).__module__}."
+        f"{type(args).__qualname__}. Import both: from trl_steady import {method}Config, {method}Trainer{other}."
+    )
 
 
 class ReportPart(Part):
@@ -48,9 +51,5 @@ class ReportPart(Part):
         self._first_step.check()
 
     def add_to_card(self, card: Path) -> None:
-        """Add the methods that were on, and their citations."""
-        trainer = self.trainer
-        has_steps = getattr(trainer, "has_step_rewards", False)  # no option tells
-        active = methods_on(trainer.args)
-        on = [method for method in METHODS if method in active or (has_steps and method.kind == "rewards")]
-        add_methods(card, on, trainer.args)
+        """Add the methods that acted, and their citations."""
+        add_methods(card, [method for method, acts in acting(self.trainer) if acts], self.trainer.args)

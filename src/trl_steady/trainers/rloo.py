@@ -57,7 +57,7 @@ class RLOOTrainer(Steady, trl.RLOOTrainer):
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: RLOOConfig | None = None, *positional: Any, **keywords: Any
     ) -> None:
-        super().__init__(model, reward_funcs, own_config(RLOOConfig, "RLOO", model, args), *positional, **keywords)
+        super().__init__(model, reward_funcs, own_config(RLOOConfig, model, args), *positional, **keywords)
 
     @property
     def reference_refreshes(self) -> list[Refresh]:

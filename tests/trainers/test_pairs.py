@@ -1,0 +1,71 @@
+"""Pairs of a trainer and a config, ours and TRL's: a pair works, or an error names both."""
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trl
+
+import trl_steady
+from tests.tools import tiny
+
+METHODS = ("GRPO", "RLOO", "PPO")
+OURS = [(trl_steady, method) for method in METHODS]
+ALL = [*OURS, (trl, "GRPO"), (trl, "RLOO")]
+# TRL's trainers refuse each other's configs themselves
+PAIRS = [(kind, config) for kind, config in itertools.product(ALL, ALL) if trl_steady in (kind[0], config[0])]
+
+
+def built(models: dict[str, Path], kind: Any, args: Any, **keywords: Any) -> Any:
+    data = {"train_dataset": tiny.dataset(), "processing_class": tiny.tokenizer()}
+    return kind(str(models["dense"]), reward_funcs=tiny.reward, args=args, **data, **keywords)
+
+
+@pytest.mark.parametrize(("trainer", "config"), PAIRS, ids=lambda own: f"{own[0].__name__}.{own[1]}")
+def test_a_trainer_takes_its_own_config_only(
+    trainer: tuple[Any, str], config: tuple[Any, str], models: dict[str, Path], tmp_path: Path
+) -> None:
+    kind, args_kind = getattr(trainer[0], f"{trainer[1]}Trainer"), getattr(config[0], f"{config[1]}Config")
+    args = tiny.arguments(args_kind, tmp_path)
+    if trainer == config:
+        assert built(models, kind, args).args is args
+        return
+    with pytest.raises(ValueError) as error:
+        built(models, kind, args)
+    said = str(error.value)
+    names = {f"{kind.__module__}.{kind.__qualname__}", f"{trainer[0].__name__}.{kind.__name__}"}
+    of_args = {f"{args_kind.__module__}.{args_kind.__qualname__}", f"{config[0].__name__}.{args_kind.__name__}"}
+    assert any(name in said for name in names) and any(name in said for name in of_args)
+    method = config[1] if config[0] is trl_steady else trainer[1]
+    assert f"from trl_steady import {method}Config, {method}Trainer" in said
+
+
+def test_the_start_lines_are_of_the_parts_that_the_trainer_has(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Unmasked(trl_steady.GRPOTrainer):
+        PARTS = tuple(part for part in trl_steady.GRPOTrainer.PARTS if part.__name__ != "SamplingPart")
+
+    for kind, expected in ((trl_steady.GRPOTrainer, True), (Unmasked, False)):
+        built(models, kind, tiny.arguments(trl_steady.GRPOConfig, tmp_path, keep_sampling_mask=True, top_k=5))
+        out = capsys.readouterr().out
+        assert ("  on: kept sampling mask: keep_sampling_mask=True\n" in out) == expected
+        assert "  on: padding-free passes" in out
+
+
+@pytest.mark.parametrize(
+    ("name", "ours"),
+    [
+        ("ref_model", "kl_coef"),
+        ("reward_model", "reward_funcs"),
+        ("tokenizer", "processing_class"),
+        ("policy", "model"),
+    ],
+)
+def test_arguments_of_other_packages_ppo_are_refused_with_ours(
+    name: str, ours: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    args = tiny.arguments(trl_steady.PPOConfig, tmp_path)
+    with pytest.raises(ValueError, match=rf"^{name}=object is an option of another package's PPO\. Set {ours} "):
+        built(models, trl_steady.PPOTrainer, args, **{name: object()})
