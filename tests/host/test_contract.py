@@ -1,4 +1,4 @@
-"""What TRL's `_compute_loss` reads, held against `host.CONTRACT`: when TRL moves, this says by name what moved."""
+"""What TRL's `_compute_loss` reads, held against `CONTRACT`: when TRL moves, this says by name what moved."""
 
 import ast
 import inspect
@@ -16,8 +16,8 @@ from trl.generation import vllm_client, vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import utils as trl_utils
 
+from tests.host.contract import CONTRACT
 from tests.tools.losses import NATIVE_LOSS_TYPES
-from trl_steady import host
 from trl_steady.host.fused_head import Head
 
 SOURCE = textwrap.dedent(inspect.getsource(trl.GRPOTrainer._compute_loss))
@@ -69,9 +69,9 @@ def moved(source: str) -> list[str]:
     """One line for each name that TRL reads and the contract lacks, or the other way round."""
     lines: list[str] = []
     for kind, names in reads(source).items():
-        listed = set(getattr(host.CONTRACT, kind))
-        lines += [f"TRL reads {kind[:-1]} {name!r}, which host.CONTRACT lacks" for name in sorted(names - listed)]
-        lines += [f"host.CONTRACT lists {kind[:-1]} {name!r}, which TRL no longer reads" for name in listed - names]
+        listed = set(getattr(CONTRACT, kind))
+        lines += [f"TRL reads {kind[:-1]} {name!r}, which CONTRACT lacks" for name in sorted(names - listed)]
+        lines += [f"CONTRACT lists {kind[:-1]} {name!r}, which TRL no longer reads" for name in listed - names]
     return lines
 
 
@@ -84,7 +84,7 @@ def test_trls_loss_reads_what_the_contract_lists() -> None:
     [
         ("self.beta != 0.0", "self.gamma != 0.0 and self.beta != 0.0", "TRL reads attribute 'gamma'"),
         ("self.args.delta is not None", "self.args.delta_low is not None", "TRL reads argument 'delta_low'"),
-        ("self.args.delta", "self.args.two_sided", "host.CONTRACT lists argument 'delta', which TRL no longer reads"),
+        ("self.args.delta", "self.args.two_sided", "CONTRACT lists argument 'delta', which TRL no longer reads"),
         ('inputs["ref_per_token_logps"]', 'inputs["anchor"]', "TRL reads input 'anchor'"),
         ('inputs.get("old_per_token_logps")', 'inputs.get("old")', "TRL reads input 'old'"),
         ('"tool_mask" not in inputs', '"env_mask" not in inputs', "TRL reads input 'env_mask'"),
@@ -107,31 +107,31 @@ def test_a_doctored_trl_cannot_hide_a_name(line: str, whole: str) -> None:
 def test_every_entry_says_how_it_is_dealt_with() -> None:
     ways = ("honoured", "refused", "rewritten", "wrapped", "not reached")
     for kind in ("attributes", "arguments", "inputs"):
-        for name, how in getattr(host.CONTRACT, kind).items():
+        for name, how in getattr(CONTRACT, kind).items():
             assert how.startswith(ways), f"{kind} {name}: {how}"
 
 
 def test_what_is_refused_is_refused(tmp_path: Any) -> None:
     import trl_steady
 
-    for name, how in host.CONTRACT.arguments.items():
+    for name, how in CONTRACT.arguments.items():
         if how.startswith("refused"):
             with pytest.raises(ValueError, match=name):
                 trl_steady.GRPOConfig(str(tmp_path), use_cpu=True, bf16=False, loss_type="gspo", **{name: 9.0})
 
 
-@pytest.mark.parametrize("method", host.CONTRACT.parameters)
+@pytest.mark.parametrize("method", CONTRACT.parameters)
 def test_the_methods_we_wrap_have_the_parameters_we_know(method: str) -> None:
     found = tuple(inspect.signature(inspect.unwrap(getattr(trl.GRPOTrainer, method))).parameters)
-    assert found == host.CONTRACT.parameters[method]
+    assert found == CONTRACT.parameters[method]
 
 
-@pytest.mark.parametrize("method", host.CONTRACT.engine)
+@pytest.mark.parametrize("method", CONTRACT.engine)
 def test_the_methods_of_the_engine_that_we_wrap_have_the_parameters_we_know(method: str) -> None:
     kind, _, name = method.partition(".")
     module = vllm_generation if kind == "VLLMGeneration" else vllm_client
     found = tuple(inspect.signature(getattr(getattr(module, kind), name)).parameters)
-    assert found == host.CONTRACT.engine[method]
+    assert found == CONTRACT.engine[method]
 
 
 def test_the_engine_is_built_from_names_that_we_replace() -> None:
@@ -142,10 +142,10 @@ def test_the_engine_is_built_from_names_that_we_replace() -> None:
     assert inspect.getmodule(trl.GRPOTrainer).VLLMGeneration is VLLMGeneration  # type: ignore[union-attr]
 
 
-@pytest.mark.parametrize("name", host.CONTRACT.head)
+@pytest.mark.parametrize("name", CONTRACT.head)
 def test_the_functions_of_the_head_have_the_parameters_we_know(name: str) -> None:
     found = tuple(inspect.signature(operator.attrgetter(name)(trl_utils)).parameters)
-    assert found == host.CONTRACT.head[name]
+    assert found == CONTRACT.head[name]
 
 
 def test_the_fused_head_asks_once_by_the_name_that_we_answer_for() -> None:
@@ -157,9 +157,9 @@ def test_the_fused_head_asks_once_by_the_name_that_we_answer_for() -> None:
     assert any(ast.unparse(call) == "maybe_gather_lm_head_ctx(weight, bias)" for call in calls)
 
 
-@pytest.mark.parametrize("name", host.CONTRACT.command)
+@pytest.mark.parametrize("name", CONTRACT.command)
 def test_the_functions_of_the_command_line_have_the_parameters_we_know(name: str) -> None:
-    assert tuple(inspect.signature(pkgutil.resolve_name(name)).parameters) == host.CONTRACT.command[name]
+    assert tuple(inspect.signature(pkgutil.resolve_name(name)).parameters) == CONTRACT.command[name]
 
 
 def test_trls_command_parses_and_launches_by_the_names_that_we_answer_for() -> None:
@@ -174,8 +174,8 @@ def test_trls_command_parses_and_launches_by_the_names_that_we_answer_for() -> N
 
 
 def test_every_forwarded_input_is_a_parameter_of_trls_scoring_method() -> None:
-    forwarded = {name for name, how in host.CONTRACT.inputs.items() if "forwarded" in how}
-    assert forwarded <= set(host.CONTRACT.parameters["_get_per_token_logps_and_entropies"])
+    forwarded = {name for name, how in CONTRACT.inputs.items() if "forwarded" in how}
+    assert forwarded <= set(CONTRACT.parameters["_get_per_token_logps_and_entropies"])
 
 
 def test_the_loss_types_of_trl_are_those_we_know() -> None:
@@ -197,7 +197,7 @@ def test_our_trainer_has_trls_constructor() -> None:
 def test_trls_buffering_is_what_checkpoints_hold() -> None:
     source = textwrap.dedent(inspect.getsource(inspect.unwrap(trl.GRPOTrainer._prepare_inputs)))
     source = re.sub(r"\binputs\b", "batch", source)  # a local name there, not what `reads` looks for
-    assert reads(source)["attributes"] == set(host.CONTRACT.buffering)
+    assert reads(source)["attributes"] == set(CONTRACT.buffering)
     assert reads(source)["arguments"] == {"steps_per_generation"}
 
 
@@ -227,4 +227,4 @@ def test_trl_gives_a_model_and_takes_from_it_what_we_know_how_to_do_without_padd
     (literal,) = re.findall(r"model_inputs = \{(.*)\}", source)
     given |= set(re.findall(r'"(\w+)":', literal))
     taken = set(re.findall(r"outputs\.(\w+)", source))
-    assert given | taken == set(host.CONTRACT.scoring)
+    assert given | taken == set(CONTRACT.scoring)

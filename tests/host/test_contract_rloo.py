@@ -1,4 +1,4 @@
-"""Compare what TRL's RLOO reads with `host.RLOO_CONTRACT`, as for GRPO."""
+"""Compare what TRL's RLOO reads with `RLOO_CONTRACT`, as for GRPO."""
 
 import inspect
 import re
@@ -9,6 +9,7 @@ import pytest
 import trl
 
 import trl_steady
+from tests.host.contract import CONTRACT, RLOO_CONTRACT
 from tests.host.test_contract import reads
 from trl_steady import host
 from trl_steady.config.shared import SharedOptions
@@ -18,17 +19,17 @@ SOURCE = textwrap.dedent(inspect.getsource(trl.RLOOTrainer._compute_loss))
 
 @pytest.mark.parametrize("kind", ["attributes", "arguments", "inputs"])
 def test_its_loss_reads_what_the_contract_lists(kind: str) -> None:
-    assert reads(SOURCE)[kind] == set(getattr(host.RLOO_CONTRACT, kind))
+    assert reads(SOURCE)[kind] == set(getattr(RLOO_CONTRACT, kind))
 
 
-@pytest.mark.parametrize("method", host.RLOO_CONTRACT.parameters)
+@pytest.mark.parametrize("method", RLOO_CONTRACT.parameters)
 def test_the_methods_we_wrap_have_the_parameters_we_know(method: str) -> None:
     found = tuple(inspect.signature(inspect.unwrap(getattr(trl.RLOOTrainer, method))).parameters)
-    assert found == host.RLOO_CONTRACT.parameters[method]
+    assert found == RLOO_CONTRACT.parameters[method]
 
 
 def test_every_method_of_trls_that_the_seam_overrides_is_in_both_contracts() -> None:
-    for kind, contract in ((trl.GRPOTrainer, host.CONTRACT), (trl.RLOOTrainer, host.RLOO_CONTRACT)):
+    for kind, contract in ((trl.GRPOTrainer, CONTRACT), (trl.RLOOTrainer, RLOO_CONTRACT)):
         overridden = {name for name in vars(host.Steady) if name in dir(kind) and callable(getattr(kind, name))}
         inherited = {name for name in overridden if not getattr(kind, name).__module__.startswith(("trl.", "transf"))}
         # what transformers documents for subclasses needs no contract
@@ -48,7 +49,7 @@ def test_it_scores_as_grpo_does() -> None:
 def test_its_buffering_is_what_checkpoints_hold() -> None:
     source = textwrap.dedent(inspect.getsource(inspect.unwrap(trl.RLOOTrainer._prepare_inputs)))
     found = reads(re.sub(r"\binputs\b", "batch", source))
-    assert found["attributes"] == set(host.RLOO_CONTRACT.buffering)
+    assert found["attributes"] == set(RLOO_CONTRACT.buffering)
     assert found["arguments"] == {"steps_per_generation"}
 
 

@@ -14,8 +14,8 @@ import torch
 import trl
 
 import trl_steady
+from tests.host.contract import CONTRACT
 from tests.tools import tiny
-from trl_steady import host
 from trl_steady.config.methods import METHODS, methods_on
 from trl_steady.host.reached import trls_name
 from trl_steady.launcher import cli, environment
@@ -184,7 +184,7 @@ def test_every_option_of_ours_belongs_to_a_method() -> None:
 
 def test_a_method_acts_in_methods_of_trl_that_we_wrap() -> None:
     for method in METHODS:
-        assert {*map(trls_name, method.acts_in)} <= {*host.CONTRACT.parameters}
+        assert {*map(trls_name, method.acts_in)} <= {*CONTRACT.parameters}
         assert bool(method.acts_in) == (
             method.kind not in ("reference", "reward model")
             and not {"adapter_dtype", "vllm_adapter_sync"} & {*method.options}

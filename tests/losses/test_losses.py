@@ -10,10 +10,10 @@ import torch
 import trl
 from torch import Tensor
 
+from tests.host.contract import CONTRACT
 from tests.oracles import losses as oracles
 from tests.tools import tiny
 from tests.tools.batches import HIGH, LOW, TRL_SEQUENCE_LEVEL, Batch, Evaluate, Outcome, random_batch
-from trl_steady import host
 
 SHAPES = [(6, 5), (5, 5), (6, 1), (1, 1), (2, 7)]  # B == T and T == 1 among them
 
@@ -283,7 +283,7 @@ def test_scoring_passes_what_trls_loss_passes(
 ) -> None:
     """Every input that TRL forwards, images and all, reaches the scoring method as from TRL's own loss."""
     batch = random_batch()
-    forwarded = {name: object() for name, how in host.CONTRACT.inputs.items() if "forwarded" in how}
+    forwarded = {name: object() for name, how in CONTRACT.inputs.items() if "forwarded" in how}
     calls: list[dict[str, Any]] = []
 
     class Scored(Exception):

@@ -13,9 +13,9 @@ from datasets import Dataset
 
 import trl_steady
 import trl_steady.rewards
+from tests.host.contract import CONTRACT
 from tests.tools import rewarding, sentences, tiny
 from tests.trainers.test_training import rollout
-from trl_steady import host
 from trl_steady.config.methods import METHODS, Method
 from trl_steady.launcher import cli
 
@@ -27,7 +27,7 @@ PAGES |= {path.relative_to(ROOT).as_posix(): path.read_text() for path in ROOT.g
 
 @pytest.mark.parametrize("kind", ["attributes", "arguments", "inputs", "buffering", "scoring"])
 def test_the_compatibility_page_is_the_contract(kind: str) -> None:
-    for name, how in getattr(host.CONTRACT, kind).items():
+    for name, how in getattr(CONTRACT, kind).items():
         assert f"| `{name}` | {how} |\n" in DOCS["docs/compatibility.md"]
 
 
@@ -37,7 +37,7 @@ def test_the_compatibility_page_has_the_methods_we_wrap() -> None:
 
 
 def _parameters_of_trl() -> dict[str, tuple[str, ...]]:
-    contract = host.CONTRACT
+    contract = CONTRACT
     return {**contract.parameters, **contract.engine, **contract.head, **contract.command}
 
 
@@ -45,7 +45,7 @@ def test_only_host_names_private_attributes_of_trl() -> None:
     """Every underscore name that TRL's trainer has, searched for in the other files."""
     # dataclasses' __post_init__ and Python's own dunders are everybody's
     private = {name for name in dir(trl.GRPOTrainer) if name.startswith("_") and not name.startswith("__")}
-    private |= {name for name in host.CONTRACT.attributes if name.startswith("_")}
+    private |= {name for name in CONTRACT.attributes if name.startswith("_")}
     for path in (ROOT / "src").rglob("*.py"):
         if "host" not in path.parts:
             found = set(re.findall(r"\b(?:self|trainer|GRPOTrainer)\.(_\w+)", path.read_text())) & private

@@ -1,7 +1,7 @@
 """TRL's trainers, with public methods of trl-steady in place of TRL's private ones, and with parts.
 
-Only this package names private attributes of TRL. `CONTRACT` lists everything that TRL's `_compute_loss` reads, and
-how trl-steady's losses treat it. A test compares it with the installed TRL and names each difference.
+Only this package names private attributes of TRL. `tests/host/contract.py` lists everything that TRL's `_compute_loss`
+reads. A test compares it with the installed TRL and names each difference.
 """
 
 from importlib.metadata import version
@@ -19,10 +19,9 @@ if not trl.GRPOTrainer.__module__.startswith("trl."):
         "_compute_loss. trl-steady needs TRL's own trainer. Import trl_steady without the package that patches TRL."
     )
 
-from trl_steady.host.contract import CONTRACT, RLOO_CONTRACT, Contract  # noqa: E402
 from trl_steady.host.loss import MicroBatch, Terms  # noqa: E402
 from trl_steady.host.names import overridden  # noqa: E402
 from trl_steady.host.part import Part  # noqa: E402
 from trl_steady.host.seam import Steady  # noqa: E402
 
-__all__ = ["CONTRACT", "RLOO_CONTRACT", "Contract", "MicroBatch", "Part", "Steady", "Terms", "overridden"]
+__all__ = ["MicroBatch", "Part", "Steady", "Terms", "overridden"]

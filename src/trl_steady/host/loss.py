@@ -8,9 +8,24 @@ import torch
 from torch import Tensor
 
 from trl_steady.functional import reduction
-from trl_steady.host.contract import CONTRACT, FORWARDED
 
-__all__ = ["MicroBatch", "Terms", "attributes", "forwarded", "loss_mask", "rewritten", "scored", "token_weights"]
+__all__ = [
+    "FORWARDED",
+    "MicroBatch",
+    "Terms",
+    "attributes",
+    "forwarded",
+    "loss_mask",
+    "rewritten",
+    "scored",
+    "token_weights",
+]
+
+FORWARDED = (
+    *("image_grid_thw", "image_position_ids", "image_sizes", "mm_token_type_ids", "num_images", "num_tiles"),
+    *("pixel_attention_mask", "pixel_values", "spatial_shapes", "token_type_ids"),
+)
+"""Inputs that TRL's loss hands to its scoring method by name."""
 
 
 @dataclass(frozen=True)
@@ -102,7 +117,7 @@ class Terms:
 
 def forwarded(inputs: Mapping[str, Any]) -> dict[str, Any]:
     """Return the inputs that TRL's scoring method gets beside tokens, such as images."""
-    return {name: inputs[name] for name, how in CONTRACT.inputs.items() if how == FORWARDED and name in inputs}
+    return {name: inputs[name] for name in FORWARDED if name in inputs}
 
 
 def loss_mask(inputs: Mapping[str, Any]) -> Tensor:

@@ -1,9 +1,9 @@
-"""Table of everything that TRL's `_compute_loss` reads, and how trl-steady treats it; a test compares it with TRL."""
+"""Table of everything that TRL's `_compute_loss` reads, and how trl-steady treats it."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-__all__ = ["CONTRACT", "FORWARDED", "RLOO_CONTRACT", "Contract"]
+from trl_steady.host.loss import FORWARDED as FORWARDED_INPUTS
 
 
 @dataclass(frozen=True)
@@ -72,8 +72,7 @@ CONTRACT = Contract(
     },
     inputs={
         **_each("prompt_ids, prompt_mask, completion_ids, completion_mask, tool_mask", _BY_TRL),
-        **_each("image_grid_thw, image_position_ids, image_sizes, mm_token_type_ids, num_images", FORWARDED),
-        **_each("num_tiles, pixel_attention_mask, pixel_values, spatial_shapes, token_type_ids", FORWARDED),
+        **dict.fromkeys(FORWARDED_INPUTS, FORWARDED),
         "advantages": "rewritten: gspo_token takes (B, T), set to 0 where the mask is 0; gspo and gmpo refuse (B, T)",
         "importance_sampling_ratio": "rewritten for our losses: set to 0 where the mask is 0",
         "num_items_in_batch": _OUR_KL,
@@ -167,7 +166,7 @@ RLOO_CONTRACT = replace(
     },
     arguments={},
     inputs={
-        **{name: FORWARDED for name, how in CONTRACT.inputs.items() if how == FORWARDED},
+        **dict.fromkeys(FORWARDED_INPUTS, FORWARDED),
         **_each("advantages, old_logps, prompt_ids, prompt_mask, completion_ids, completion_mask", _BY_TRL),
     },
     parameters={
