@@ -16,7 +16,7 @@ JOBS ?= 2
 # those of pyproject.toml's classifiers
 PYTHONS := 3.11 3.12 3.13
 
-.PHONY: demo demo-gspo demo-process demo-v32 demo-moe demo-sampling-mask demo-ppo demo-loop
+.PHONY: demo demo-gspo demo-process demo-v32 demo-moe demo-sampling-mask demo-ppo demo-loop demo-own-data
 .PHONY: test test-portable test-lowest test-slow test-distributed test-sharded test-vllm test-gpu check docs bench format clean
 
 # deprecations that TRL owes transformers would bury the progress
@@ -39,6 +39,10 @@ demo-ppo: $(VENV)/.recipes
 
 demo-loop: $(VENV)/.recipes
 	$(TRAIN) recipes/deepseekmath_loop/train.py --config recipes/deepseekmath_loop/smollm2-135m.yaml
+
+demo-own-data: $(VENV)/.recipes
+	$(TRAIN) recipes/common/smollm2.py outputs/smollm2-135m
+	$(TRAIN) -m trl_steady grpo --config recipes/your_own_data/smollm2-135m.yaml
 
 MOE = $(TRAIN) recipes/moe/train.py --config recipes/moe/qwen3-moe-digits.yaml --output_dir outputs/moe
 

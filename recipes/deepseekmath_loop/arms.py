@@ -95,8 +95,8 @@ def _panel(points: Callable[[Run], Points], title: str, *, is_share: bool) -> re
                     curves[0][0], mean, "o-", markersize=3, color=colour, label=f"{name.replace('_', ' ')}{seeds}"
                 )
         axis.set(title=title, ylim=(0, 1) if is_share else None)
-        if axis.get_legend_handles_labels()[0]:
-            axis.legend(loc="lower right", fontsize="small")
+        if points is truths:  # every arm has them
+            axis.get_figure().legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=2)
 
     return draw
 
@@ -104,11 +104,11 @@ def _panel(points: Callable[[Run], Points], title: str, *, is_share: bool) -> re
 PANELS = (
     (
         _panel(truths, "Right answers in each rollout (share)", is_share=True),
-        _panel(scores, "Score of the reward model, mean of each rollout (logit)", is_share=False),
+        _panel(scores, "Score of the reward model (logit)", is_share=False),
     ),
     (
         _panel(checks, "Accuracy on held-out problems (greedy)", is_share=True),
-        _panel(knowledge, "Accuracy of the reward model on new answers", is_share=True),
+        _panel(knowledge, "Accuracy of the reward model", is_share=True),
     ),
 )
 
@@ -170,7 +170,7 @@ def main(path: str, *files: str) -> None:
     """Draw the runs in `files`, which are `results.json` files, and print a table of the runs with equal seeds."""
     runs = [json.loads(Path(file).read_text()) for file in files]
     refuse_other_starts(runs)
-    report.draw(Path(path), PANELS, runs)
+    report.draw(Path(path), PANELS, runs, width=3.9)
     print(table(differences(runs)))
 
 

@@ -1,6 +1,7 @@
 """Run an experiment: all its arms with all its seeds. Write the figures, a table and a picture.
 
 python recipes/stress/experiment.py recipes/stress/engine.yaml [--seeds 0 1] [--arms exact nothing] [--jobs 2]
+python recipes/stress/experiment.py recipes/stress/engine.yaml --redraw recipes/stress/results/engine.json
 
 Runs that were finished before, with the same settings, are not repeated.
 """
@@ -52,7 +53,7 @@ SHARE = {"scale": 100, "decimals": 1}
 CHECKED = {
     "accuracy": Figure("Held-out accuracy, sampled", "accuracy", ".1%", **SHARE),
     "truncated": Figure("Held-out accuracy, sampled with top-p", "truncated", ".1%", **SHARE),
-    "distance": Figure("KL of the policy to the optimum, nats an answer", "distance", ".3f"),
+    "distance": Figure("KL to the optimum, nats an answer", "distance", ".3f"),
 }
 """Figures of the checks. One of them is the endpoint."""
 SHOWN = CHECKED | {
@@ -94,7 +95,7 @@ def arms(experiment: Mapping[str, Any]) -> dict[str, Arm]:
     Raises:
         ValueError: If the experiment or an arm has a key that nothing reads.
     """
-    of_all = KEYS | {*TEXTS, "arms", "baseline", "seeds", "measured", "figure", "pictured", "columns"}
+    of_all = KEYS | {*TEXTS, "arms", "baseline", "seeds", "measured", "figure", "pictured", "columns", "drawn"}
     named = ((f"The arm {name!r}", own, KEYS | {"against"}) for name, own in experiment["arms"].items())
     for what, given, keys in (("The experiment", experiment, of_all), *named):
         if unknown := given.keys() - keys:
@@ -187,30 +188,35 @@ def _mean(runs: Mapping[int, Mapping[str, Any]], name: str) -> str:
 
 
 def draw(path: Path, experiment: Mapping[str, Any], runs: Runs) -> None:
-    """Draw each arm over the updates: the mean of the seeds, and the range of the figures of the checks."""
+    """Draw the arms over the updates: the mean of the seeds, and the range of the figures of the checks.
+
+    If the YAML has `drawn`, only these arms are drawn.
+    """
     styles = list(itertools.product("-:", [f"C{i}" for i in range(10) if i != 7]))  # C7 is grey, as the grid
     names = experiment.get("pictured", USUAL)
+    drawn_arms = {arm: runs[arm] for arm in experiment.get("drawn", runs) if arm in runs} or runs
 
     def panel(name: str) -> report.Panel:
         def drawn(axis: Any, _: Any) -> None:
-            for (line, colour), (arm, own) in zip(styles, runs.items(), strict=False):
+            for (line, colour), (arm, own) in zip(styles, drawn_arms.items(), strict=False):
                 curves = [_curve(figures, name) for figures in own.values() if name in figures]
                 if not curves:
                     continue
                 steps, values = curves[0][0], np.array([values for _, values in curves], dtype=float)
-                axis.plot(steps, values.mean(axis=0), line, color=colour, linewidth=1.4, label=arm)
+                axis.plot(steps, values.mean(axis=0), line, color=colour, linewidth=2, label=arm)
                 if name in CHECKED:
                     axis.fill_between(steps, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.07)
             axis.set(title=SHOWN[name].title, yscale="log" if name == "grad_norm" else "linear")
             if name in CHECKED:
                 axis.set_ylim(bottom=0)
             if name == names[0]:
-                axis.legend(fontsize=6, ncols=2, loc="best")
+                handles = axis.get_legend_handles_labels()
+                axis.get_figure().legend(*handles, loc="outside lower center", ncols=4 if len(drawn_arms) < 5 else 3)
 
         return drawn
 
     panels = [[panel(name) for name in names[i : i + 2]] for i in range(0, len(names), 2)]
-    report.draw(path, panels, runs)
+    report.draw(path, panels, runs, width=3.9)
 
 
 def _curve(figures: Mapping[str, Any], name: str) -> tuple[list[int], list[float]]:
@@ -261,8 +267,13 @@ def main(command: Sequence[str] | None = None) -> dict[str, Any]:
     parser.add_argument("--arms", nargs="+", help="instead of all")
     parser.add_argument("--jobs", type=int, default=2, help="processes, each with one thread")
     parser.add_argument("--output_dir", type=Path, help="instead of outputs/stress and the file's name")
+    parser.add_argument("--redraw", type=Path, help="results.json of an earlier run: draw its picture and run nothing")
     asked = parser.parse_args(command)
     experiment = yaml.safe_load(asked.experiment.read_text())
+    if asked.redraw:
+        recorded = json.loads(asked.redraw.read_text())
+        draw(asked.redraw.with_suffix(".png"), experiment, recorded["runs"])
+        return recorded
     output = asked.output_dir or Path("outputs/stress") / asked.experiment.stem
     if unknown := {*(asked.arms or ())} - {*experiment["arms"]}:
         parser.error(f"--arms {sorted(unknown)}: the experiment has {list(experiment['arms'])}")

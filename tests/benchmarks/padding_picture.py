@@ -1,5 +1,10 @@
-"""The picture of `padding.py`."""
+"""The picture of `padding.py`. Run this file to draw it again from recorded results:
 
+python -m tests.benchmarks.padding_picture docs/figures/padding.json docs/figures/padding.png
+"""
+
+import json
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -11,35 +16,45 @@ COLOURS = {"padding": "#DDDDDD", "prompt": "#56B4E9", "completion": "#0072B2", "
 
 
 def draw(path: Path, results: Mapping[str, Any]) -> None:
-    """Draw the ratio of seconds for each set, and a micro-batch as each of the two computes it."""
+    """Draw the ratio of seconds for each set, and a micro-batch as each of the two computes it.
+
+    The picture is legible at a width of 400 pixels.
+    """
     import matplotlib
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    figure, (bars, strips) = plt.subplots(ncols=2, figsize=(12, 4.2), width_ratios=(1.15, 1))
-    labels: list[str] = []
+    figure, (bars, strips) = plt.subplots(nrows=2, figsize=(6, 8.2), height_ratios=(1.1, 1), layout="constrained")
+    drawn = 0
     for name, of_set in results["sets"].items():
         for variant, found in of_set["variants"].items():
             if variant == TRL:
                 continue
             ratio = found["ratio"]
             whiskers = [[ratio["median"] - ratio["low"]], [ratio["high"] - ratio["median"]]]
-            bars.barh(len(labels), ratio["median"], xerr=whiskers, color=COLOURS["ours"], capsize=3, height=0.65)
-            bars.text(ratio["high"] + 0.04, len(labels), f"{ratio['median']:.2f}", va="center")
-            labels.append(f"{name}\n{variant}")
-    bars.set_yticks(range(len(labels)), labels, fontsize=8)
-    bars.axvline(1, color=COLOURS["TRL"], linewidth=1)
-    bars.invert_yaxis()
-    bars.margins(x=0.12)
-    bars.set(title="Seconds of a step: TRL over trl-steady", xlabel="ratio, median and quartiles; 1 = as fast as TRL")
-    drawn = next((name for name in SETS if name in results["sets"]), None)
-    if drawn is not None:
-        _strips(strips, results["sets"][drawn])
-        strips.set(title=f"One micro-batch of “{drawn}”", yticks=[], xlabel="tokens")
-    figure.tight_layout()
+            bars.barh(drawn, ratio["median"], xerr=whiskers, color=COLOURS["ours"], capsize=4, height=0.5)
+            bars.text(ratio["high"] + 0.1, drawn, f"{ratio['median']:.2f}", va="center", fontsize=15)
+            options = variant.removeprefix("ours").removeprefix(", ").replace(" and ", ", ") or "default"
+            ground = {"facecolor": "white", "edgecolor": "none", "pad": 1}
+            bars.text(0.05, drawn - 0.32, f"{name}: {options}", va="bottom", fontsize=13, bbox=ground)
+            drawn += 1
+    bars.axvline(1, color=COLOURS["TRL"], linewidth=1.5, zorder=0)
+    bars.set_ylim(drawn - 0.5, -0.8)
+    bars.margins(x=0.14)
+    bars.tick_params(labelsize=13)
+    bars.set_yticks([])
+    bars.set_title("TRL's seconds over ours, for one step", fontsize=15)
+    bars.set_xlabel("1 = as fast as TRL; median and quartiles", fontsize=13)
+    drawn_set = next((name for name in SETS if name in results["sets"]), None)
+    if drawn_set is not None:
+        _strips(strips, results["sets"][drawn_set])
+        strips.set_title(f"One micro-batch of “{drawn_set}”", fontsize=15)
+        strips.set_xlabel("tokens", fontsize=13)
+        strips.tick_params(labelsize=13)
+        strips.set_yticks([])
     path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=110)
+    figure.savefig(path, dpi=150)
     plt.close(figure)
 
 
@@ -60,7 +75,7 @@ def _strips(axis: Any, of_set: Mapping[str, Any]) -> None:
         tokens(row, 0, width, "padding")
         tokens(row, prompt_width - prompt, prompt, "prompt")
         tokens(row, prompt_width, completion, "completion")
-    below, start = len(prompts) + 1.5, 0
+    below, start = len(prompts) + 1.7, 0
     for prompt, completion in zip(prompts, completions, strict=True):
         tokens(below, start, prompt, "prompt")
         tokens(below, start + prompt, completion, "completion")
@@ -69,12 +84,16 @@ def _strips(axis: Any, of_set: Mapping[str, Any]) -> None:
         )
         start += prompt + completion
     for row, says in (
-        (-0.75, "TRL: padded to the longest of the rollout"),
-        (below - 0.75, "trl-steady: packed in one row, wrapped here"),
+        (-0.75, "TRL, padded"),
+        (below - 0.75, "trl-steady, packed in one row (wrapped here)"),
     ):
-        axis.text(0, row, f"{says}, {width * len(prompts) if row < 0 else start:,} tokens", fontsize=9)
+        axis.text(0, row, f"{says}: {width * len(prompts) if row < 0 else start:,} tokens", fontsize=13)
     kinds = ("prompt", "completion", "padding")
     handles = [axis.barh([0], [0], color=COLOURS[kind], label=kind) for kind in kinds]
-    axis.legend(handles=handles, loc="lower right", fontsize=8, ncols=3)
+    axis.legend(handles=handles, loc="lower right", fontsize=12, ncols=3, columnspacing=1)
     axis.set_xlim(0, width)
-    axis.set_ylim(below + start // width + 2, -1.6)
+    axis.set_ylim(below + start // width + 2.6, -2.2)
+
+
+if __name__ == "__main__":
+    draw(Path(sys.argv[2]), json.loads(Path(sys.argv[1]).read_text()))

@@ -3,6 +3,7 @@
 import pkgutil
 import re
 from dataclasses import fields
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -154,6 +155,35 @@ def test_every_recipe_has_its_place() -> None:
         linked = f"recipes/{folder}" in PAGES["README.md"] or folder == "accelerate"
         named = any(f"recipes/{folder}" in text for page, text in DOCS.items() if page != "docs/design.md")
         assert linked and named and f"({folder}" in PAGES["recipes/README.md"], folder
+
+
+def test_the_first_screen_of_the_readme_has_stability_the_import_and_the_limits() -> None:
+    """The home page has the same."""
+    for page in ("README.md", "docs/index.md"):
+        text = PAGES[page]
+        (first, *_) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
+        assert first.endswith("figures/stale.png")
+        parts = [first, "from trl_steady import GRPOConfig, GRPOTrainer  # was: from trl import", "- **Steadier.**"]
+        parts += ["- **Cheaper.**", "- **Restartable.**", "- **Loud.**", "**Nothing has run on a GPU yet.**"]
+        places = [text.index(part) for part in parts]
+        assert places == sorted(places) and text.count("\n", 0, places[-1]) < 45
+
+
+def test_the_readme_and_the_page_of_frameworks_say_what_trl_has() -> None:
+    has = {field.name for field in fields(trl.GRPOConfig)}
+    rows = {line.split("]")[0]: line.split(" | ")[3] for line in PAGES["README.md"].splitlines() if line[:3] == "| ["}
+    found = {name.removeprefix("| ["): of_trl for name, of_trl in rows.items() if not of_trl.startswith("no")}
+    assert "`importance_sampling_level`" in found["GSPO"] and "importance_sampling_level" in has
+    assert "`trl.experimental.gmpo`" in found["GMPO"] and find_spec("trl.experimental.gmpo")
+    assert "`async_grpo`" in found["padding-free passes"] and find_spec("trl.experimental.async_grpo.packing")
+    assert {"masks", "iterative GRPO"} <= found.keys() and {"off_policy_mask_threshold", "sync_ref_model"} <= has
+    assert found.keys() == {"GSPO", "GMPO", "padding-free passes", "masks", "iterative GRPO"}
+    for option in ("router_replay", "keep_sampling_mask", "geometric_mask_range", "step_advantage", "trim_padding"):
+        assert option not in has
+    assert not hasattr(trl, "PPOTrainer") and not find_spec("trl.experimental.ppo")
+    page = DOCS["docs/frameworks.md"]
+    for name in ("importance_sampling_level", "trl.experimental.gmpo", "off_policy_mask_threshold", "verl", "slime"):
+        assert name in page
 
 
 def test_the_launchers_page_has_every_command(capsys: pytest.CaptureFixture[str]) -> None:

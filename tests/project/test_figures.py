@@ -1,6 +1,8 @@
 """The pictures of the docs show what their pages say."""
 
 import importlib.util
+import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -11,17 +13,23 @@ from torch import Tensor
 
 from tests.tools.headroom import within
 
-SCRIPT = Path(__file__).parents[2] / "docs/figures/kl_optimum.py"
+ROOT = Path(__file__).parents[2]
+LEGIBLE = 10.5  # pixels of a line of text, where the picture is 400 pixels wide
 
 
-@pytest.fixture(scope="module")
-def toy() -> Any:
+def loaded(name: str) -> Any:
+    """A script of docs/figures."""
     pytest.importorskip("matplotlib", reason="needs the recipes extra")
-    spec = importlib.util.spec_from_file_location(SCRIPT.stem, SCRIPT)
+    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/figures/{name}.py")
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+@pytest.fixture(scope="module")
+def toy() -> Any:
+    return loaded("kl_optimum")
 
 
 @pytest.fixture(scope="module")
@@ -72,3 +80,66 @@ def test_the_updates_of_a_rollout_are_off_policy(runs: dict[str, Tensor]) -> Non
 def test_the_picture_is_drawn(toy: Any, runs: dict[str, Tensor], tmp_path: Path) -> None:
     toy.draw(tmp_path / "kl.png", runs)
     assert (tmp_path / "kl.png").stat().st_size > 10_000
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[..., Any]:
+    """Returns the figure that a function draws."""
+    plt = pytest.importorskip("matplotlib.pyplot", reason="needs the recipes extra")
+
+    def drawn(draw: Callable[..., None], *more: Any) -> Any:
+        figures: list[Any] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(plt, "close", figures.append)
+            draw(tmp_path / "x.png", *more)
+        (figure,) = figures
+        plt.close(figure)
+        return figure
+
+    return drawn
+
+
+def smallest_text(figure: Any) -> float:
+    """Its size in pixels, where the figure is 400 pixels wide."""
+    from matplotlib.text import Text
+
+    sizes = [text.get_fontsize() for text in figure.findobj(Text) if text.get_text().strip() and text.get_visible()]
+    return min(sizes) * 400 / 72 / figure.get_figwidth()
+
+
+def test_the_first_picture_is_the_recorded_runs_and_is_legible_on_a_phone(drawn: Callable[..., Any]) -> None:
+    stale = loaded("stale")
+    figure = drawn(stale.draw)
+    assert smallest_text(figure) > LEGIBLE
+    runs = json.loads((ROOT / "recipes/stress/results/staleness.json").read_text())["runs"]
+    with_mask, without = figure.axes[0].get_lines()
+    pages = [(ROOT / page).read_text() for page in ("README.md", "docs/index.md")]
+    for line, arm in ((with_mask, "off-policy mask"), (without, "nothing")):
+        checks = [list(run["accuracy"].values()) for run in runs[arm].values()]
+        means = [100 * sum(of) / len(checks) for of in zip(*checks, strict=True)]
+        assert line.get_ydata().tolist() == pytest.approx(means)
+        assert all(f"{sum(means[-3:]) / 3:.1f} %" in page for page in pages)
+
+
+def test_the_picture_of_padding_has_the_figures_of_its_page_and_is_legible_on_a_phone(
+    drawn: Callable[..., Any],
+) -> None:
+    from tests.benchmarks import padding_picture
+
+    recorded = json.loads((ROOT / "docs/figures/padding.json").read_text())
+    assert smallest_text(drawn(padding_picture.draw, recorded)) > LEGIBLE
+    page = (ROOT / "docs/performance.md").read_text()
+    rows = re.findall(
+        r"^\| ([a-z ]+) \| ([a-z_` ]+) \| (\d[\d.]+) \(([\d.]+), ([\d.]+)\) \|", page, flags=re.MULTILINE
+    )
+    found = {
+        (name, variant.replace("ours, ", "").replace("ours", "default")): of["ratio"]
+        for name, of_set in recorded["sets"].items()
+        for variant, of in of_set["variants"].items()
+    }
+    assert found == {
+        (name, variant.replace("`", "")): dict(zip(("median", "low", "high"), map(float, ratio), strict=True))
+        for name, variant, *ratio in rows
+    }
+    of_set = recorded["sets"]["lognormal"]
+    assert sum(of_set["widths"]) * 8 == 1064 and sum(map(sum, of_set["micro_batch"])) == 421

@@ -183,3 +183,19 @@ def test_the_recorded_runs_are_what_the_readme_says(recipes: Any) -> None:
         assert settings["arm"] == arm and own["seed"] == seed
         names = recipes.deepseekmath_loop.OBJECTIVE
         assert {name: settings[name] for name in names} == {name: getattr(args, name) for name in names}
+
+
+def test_the_picture_of_the_arms_has_its_legend_beside_the_lines(
+    recipes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figures: list[Any] = []
+    monkeypatch.setattr(recipes.report.plt, "close", figures.append)
+    recipes.arms.main(str(tmp_path / "arms.png"), *map(str, sorted(FOLDER.glob("results/*.json"))))
+    (figure,) = figures
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == [
+        f"{arm.replace('_', ' ')} (mean of 3)" for arm in recipes.arms.ARMS
+    ]
+    place = legend.get_window_extent()
+    assert place.x0 > 0 and place.x1 < figure.bbox.width
+    assert all(axis.get_legend() is None and axis.get_window_extent().y0 > place.y1 for axis in figure.axes)

@@ -27,7 +27,17 @@ if "DOCS_SITE" not in os.environ:
 SITE = Path(os.environ["DOCS_SITE"]).resolve()
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 FORMULAS = ["methods/gspo/", "methods/kl/", "step-rewards/"]
-PAGES = [*FORMULAS, "", "choose/", "reference/", "recipes/", "recipes/moe/", "recipes/gspo/train.py/"]
+PAGES = [
+    *FORMULAS,
+    "",
+    "choose/",
+    "frameworks/",
+    "metrics/",
+    "reference/",
+    "recipes/",
+    "recipes/moe/",
+    "recipes/gspo/train.py/",
+]
 # opens each page in a frame as wide as a phone, and reports what the browser made of it
 REPORTER = """<body><pre id="report"></pre><script>
 addEventListener("load", async () => {
@@ -43,6 +53,13 @@ addEventListener("load", async () => {
     report[page] = {
       sideways: root.scrollWidth - root.clientWidth,
       text: there.body.innerText,
+      // cells narrower than a word or two whose text has more than seven lines
+      squeezed: [...there.querySelectorAll("td")].filter(cell => {
+        const text = there.createRange();
+        text.selectNodeContents(cell);
+        const {width, height} = text.getBoundingClientRect();
+        return width && width < 130 && height > 7 * 1.6 * parseFloat(getComputedStyle(cell).fontSize);
+      }).map(cell => cell.innerText),
       formulas: [...there.querySelectorAll(".arithmatex .katex-html")].map(formula => formula.offsetWidth),
       fonts: [...there.fonts].filter(font => font.family.startsWith("KaTeX")).map(font => font.status),
       pictures: [...there.images].map(picture => [picture.src, picture.naturalWidth]),
@@ -104,6 +121,11 @@ def test_a_page_fits_a_phone_and_has_all_its_pictures(report: dict[str, dict[str
     assert report[page]["sideways"] == 0
     assert all(width > 0 for _, width in report[page]["pictures"])
     assert page not in {"", "recipes/", "recipes/moe/"} or report[page]["pictures"]
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_no_column_of_a_table_is_squeezed_on_a_phone(report: dict[str, dict[str, Any]], page: str) -> None:
+    assert report[page]["squeezed"] == []
 
 
 @pytest.mark.parametrize("page", PAGES)

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -336,6 +337,29 @@ def test_an_experiment_says_how_it_is_read(recipes: Any, name: str, tmp_path: Pa
     assert shown <= set(recipes.experiment.SHOWN)
 
 
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_picture_of_recorded_runs_has_few_arms_and_a_legend_beside_the_lines(
+    recipes: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shutil.copy(FOLDER / f"results/{name}.json", tmp_path / "results.json")
+    figures: list[Any] = []
+    monkeypatch.setattr(recipes.report.plt, "close", figures.append)
+    recipes.experiment.main([str(FOLDER / f"{name}.yaml"), "--redraw", str(tmp_path / "results.json")])
+    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
+    (figure,) = figures
+    experiment = EXPERIMENTS[name]
+    drawn = experiment.get("drawn", list(experiment["arms"]))
+    assert len(drawn) == 4 if name in ("engine", "staleness") else len(drawn) <= 7
+    assert {experiment["control"], experiment["baseline"]} <= set(drawn) <= set(experiment["arms"])
+    assert [line.get_label() for line in figure.axes[0].get_lines()] == drawn
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == drawn
+    place = legend.get_window_extent()
+    assert place.x0 > 0 and place.x1 < figure.bbox.width
+    assert all(axis.get_legend() is None and axis.get_window_extent().y0 > place.y1 for axis in figure.axes)
+    recipes.report.plt.Figure.clear(figure)
+
+
 @pytest.mark.parametrize(
     ("own", "told"),
     [
@@ -407,7 +431,8 @@ def test_each_experiment_runs_on_a_smaller_model(
 @pytest.mark.parametrize("name", RECORDED)
 def test_what_was_recorded_fits_its_file_and_its_page(recipes: Any, name: str) -> None:
     recorded = json.loads((FOLDER / f"results/{name}.json").read_text())
-    assert recorded["settings"] == EXPERIMENTS[name]
+    # `drawn` came after the runs, and shapes the picture only
+    assert recorded["settings"] == {key: value for key, value in EXPERIMENTS[name].items() if key != "drawn"}
     runs = {arm: {int(seed): own for seed, own in of.items()} for arm, of in recorded["runs"].items()}
     assert {arm: list(of) for arm, of in runs.items()} == dict.fromkeys(
         EXPERIMENTS[name]["arms"], EXPERIMENTS[name]["seeds"]

@@ -6,7 +6,7 @@ import math
 import operator
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from trl_steady.config.checks import TRLS_DEFAULTS, own_class
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 __all__ = ["CHOICES", "refuse_out_of_range"]
 
 # Options with a few valid values. Some are TRL's, because TRL checks them only in the first rollout.
-CHOICES: dict[str, tuple[Any, ...]] = {
-    "loss_type": tuple(LOSSES),
+CHOICES: dict[str, Collection[Any]] = {
+    "loss_type": LOSSES.keys(),  # a live view: a script may add a loss
     "importance_sampling_level": ("token", "sequence"),
     "kl_estimator": ("k1", "k2", "k3"),
     "kl_ratio_denominator": ("old", "sampler"),

@@ -1,0 +1,97 @@
+"""recipes/your_own_data: its rows fit its reward, and its one command trains."""
+
+import importlib
+import json
+import shlex
+import shutil
+from pathlib import Path
+from typing import Any
+
+import datasets
+import pytest
+
+from tests.launcher.test_cli import Launched
+from tests.project.test_recipes import CHAT, moved
+from tests.tools import tiny
+from trl_steady.launcher import cli
+
+ROOT = Path(__file__).parents[2]
+FOLDER = ROOT / "recipes/your_own_data"
+ROWS = [json.loads(line) for line in (FOLDER / "data/train.jsonl").read_text().splitlines()]
+
+
+@pytest.fixture
+def rewards(monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.chdir(ROOT)
+    monkeypatch.syspath_prepend(str(ROOT))
+    return importlib.import_module("recipes.your_own_data.rewards")
+
+
+def test_each_of_the_ten_rows_has_a_question_and_an_answer_that_the_reward_knows(rewards: Any) -> None:
+    assert len(ROWS) == 10
+    for row, other in zip(ROWS, ROWS[1:] + ROWS[:1], strict=True):
+        (message,) = row["prompt"]
+        assert message["role"] == "user" and message["content"]
+        right = row["answer"]
+        texts = [right, f" {right.upper()}.\n", f"It is {right}, I think.", other["answer"], f"x{right}x", ""]
+        completions = [[{"role": "assistant", "content": text}] for text in texts]
+        found = rewards.is_right(completions=completions, answer=[right] * len(texts), prompts=None)
+        assert found == [1.0, 1.0, 0.5, 0.0, 0.0, 0.0]
+
+
+def test_the_one_command_trains_a_tiny_model(
+    rewards: Any,
+    models: dict[str, Path],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """The command of the README for another model. A random model is never right, so its reward is replaced."""
+    asked: list[str] = []
+
+    def by_length(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
+        asked.extend(answer)
+        return [float(len(message["content"]) % 2) for (message,) in completions]
+
+    monkeypatch.setattr(rewards, "is_right", by_length)
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    shutil.copytree(models["dense"], tmp_path / "model")
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(tmp_path / "model")
+    (line,) = (line for line in (FOLDER / "README.md").read_text().splitlines() if "--model_name_or_path" in line)
+    command = shlex.split(line.replace("Qwen/Qwen3-0.6B", str(tmp_path / "model")))[1:]
+    assert command[:3] == ["grpo", "--config", str((FOLDER / "smollm2-135m.yaml").relative_to(ROOT))]
+    launched = Launched(monkeypatch)
+    assert cli.main([*command, "--output_dir", str(tmp_path / "out"), "--use_cpu", "true"]) == 0
+    assert cli.main(launched.args.training_script_args) == 0
+    printed = capsys.readouterr().out
+    assert "GRPOTrainer, loss_type='gspo'" in printed and printed.count("'rewards/by_length/mean'") == 2
+    assert len(asked) == 64 and set(asked) <= {row["answer"] for row in ROWS} and len(set(asked)) == 8
+    assert moved(tmp_path / "out", tmp_path / "model")
+
+
+def test_make_runs_the_commands_of_the_readme() -> None:
+    readme, makefile = (path.read_text() for path in (FOLDER / "README.md", ROOT / "Makefile"))
+    unpack = "recipes/common/smollm2.py outputs/smollm2-135m"
+    train = "grpo --config recipes/your_own_data/smollm2-135m.yaml"
+    assert f"python {unpack}\ntrl-steady {train}\n" in readme
+    assert f"$(TRAIN) {unpack}\n\t$(TRAIN) -m trl_steady {train}\n" in makefile
+    assert "model_name_or_path: outputs/smollm2-135m " in (FOLDER / "smollm2-135m.yaml").read_text()
+
+
+def test_smollm2_is_unpacked_where_it_is_asked(
+    recipes: Any, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a tiny model in place of the GGUF file."""
+    small = recipes.smollm2.LlamaForCausalLM(recipes.smollm2.LlamaConfig(**tiny.SIZES))
+    monkeypatch.setattr(recipes.smollm2, "gguf", lambda: tmp_path / "x.gguf")
+    for auto, value in (("AutoModelForCausalLM", small), ("AutoTokenizer", tiny.tokenizer())):
+        stand_in = type(auto, (), {"from_pretrained": staticmethod(lambda *_, value=value, **__: value)})
+        monkeypatch.setattr(recipes.smollm2, auto, stand_in)
+    recipes.smollm2.unpack(tmp_path / "a/b")
+    assert {path.name for path in (tmp_path / "a/b").iterdir()} >= {
+        "config.json",
+        "model.safetensors",
+        "tokenizer.json",
+    }
