@@ -5,8 +5,6 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from trl_steady.losses.table import LOSSES
-
 if TYPE_CHECKING:
     from trl_steady.config.shared import SharedOptions
 
@@ -71,14 +69,15 @@ def _method(
     return Method(kind, name, setting, paper, page or _PAGES[kind], is_on or switch, acts_in)
 
 
-def _loss(loss_type: str) -> Method:
-    loss = LOSSES[loss_type]
-    setting = f'loss_type="{loss_type}"'
-    return Method("loss", loss.name, setting, loss.paper, loss.page, lambda a: a.loss_type == loss_type, _LOSS)
+def _loss(loss_type: str, name: str, paper: str) -> Method:
+    setting, page = f'loss_type="{loss_type}"', f"methods/{loss_type}.md"
+    return Method("loss", name, setting, paper, page, lambda a: a.loss_type == loss_type, _LOSS)
 
 
 METHODS = (
-    *(_loss(loss_type) for loss_type, loss in LOSSES.items() if loss.is_ours),
+    _loss("gmpo", "GMPO", "2507.20673, equation 4"),
+    _loss("gspo", "GSPO", "2507.18071, section 4.1"),
+    _loss("gspo_token", "GSPO-token", "2507.18071, section 4.3"),
     _method(
         "KL",
         "per-token ratio under a sequence-level loss",
