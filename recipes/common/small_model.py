@@ -71,6 +71,8 @@ def right_answers(
         answers = model.generate(**inputs, past_key_values=cache, max_new_tokens=args.max_completion_length, **how)
         texts = tokenizer.batch_decode(answers[:, inputs["input_ids"].size(1) :])
         scores += [task.is_right(problem, text) for problem, text in zip(batch, texts, strict=True)]
+        if len(asked) > BATCH:
+            print(f"           {len(scores)} of {len(asked)} answers", flush=True)
     model.train()
     return np.array(scores, dtype=float).reshape(len(problems), -1)
 
@@ -135,15 +137,23 @@ def train(
 
     print(f"Before: {len(test)} held-out problems, {recipe.samples} samples each, and greedily", flush=True)
     torch.manual_seed(args.seed)
-    before = {n: right_answers(trainer, test, samples=n, task=task) for n in (recipe.samples, 0)}
+    names = {recipe.samples: f"sampled at temperature {args.temperature:g}, {recipe.samples} each", 0: "greedy"}
+
+    def measured() -> dict[int, np.ndarray]:
+        found = {}
+        for samples, name in names.items():
+            found[samples] = right_answers(trainer, test, samples=samples, task=task)
+            print(f"           held out, {name}: {found[samples].mean():.1%} right", flush=True)
+        return found
+
+    before = measured()
     evaluated = time.monotonic()
     print(f"Training: {args.max_steps} updates, {run.updates_per_rollout(args)} for each rollout", flush=True)
     run.train(trainer, [*callbacks(trainer), Checks(trainer, checked, task, recipe.check_every)])
     trained = time.monotonic()
     print("After", flush=True)
-    after = {n: right_answers(trainer, test, samples=n, task=task) for n in (recipe.samples, 0)}
+    after = measured()
 
-    names = {recipe.samples: f"sampled at temperature {args.temperature:g}, {recipe.samples} each", 0: "greedy"}
     rows = {name: report.difference(before[n], after[n]) for n, name in names.items()}
     print(f"\n{report.table(rows)}\n", flush=True)
     checks = zip(*report.series(trainer.state.log_history, Checks.NAME), strict=True)

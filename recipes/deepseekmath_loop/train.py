@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from accelerate.utils import set_seed
-from transformers import TrainerCallback
-from transformers.trainer_utils import get_last_checkpoint
 from trl import TrlParser
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -64,7 +62,7 @@ class Frozen(RewardModelRefreshCallback):
             super().refresh(step)
 
 
-class Trainings(TrainerCallback):
+class Trainings(run.TrainerCallback):
     """Print one line per training of the reward model."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:
@@ -108,7 +106,7 @@ def refresher(recipe: RecipeArguments, trainer: GRPOTrainer) -> RewardModelRefre
         epochs=recipe.reward_epochs,
     )
     args: Any = trainer.args
-    is_resumed = args.resume_from_checkpoint and get_last_checkpoint(args.output_dir)
+    is_resumed = args.resume_from_checkpoint and run.get_last_checkpoint(args.output_dir)
     if recipe.reward_model is None and not is_resumed:
         rows: Any = trainer.train_dataset
         if trainer.is_world_process_zero():
@@ -123,7 +121,7 @@ def main(recipe: RecipeArguments, args: GRPOConfig) -> run.Results:
     head = "steps" if recipe.reward_objective == "steps" else "outcome"
     reward = tasks.rule(recipe) if is_rule else RewardAdapter(recipe.reward_model, head=head)
 
-    def callbacks(trainer: GRPOTrainer) -> list[TrainerCallback]:
+    def callbacks(trainer: GRPOTrainer) -> list[run.TrainerCallback]:
         own = [] if is_rule else [refresher(recipe, trainer), Trainings(trainer)]
         set_seed(args.seed, device_specific=True)  # all arms have the same first rollout
         return [*own, run.Progress(describe, "right" if is_rule else None)]

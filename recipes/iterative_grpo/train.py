@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
 from trl import TrlParser
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -19,7 +18,7 @@ from iterative_grpo import pictures
 from trl_steady import GRPOConfig, GRPOTrainer
 
 
-class Refreshes(TrainerCallback):
+class Refreshes(run.TrainerCallback):
     """Print one line per refresh of the reference, before the first update with it."""
 
     def __init__(self, trainer: GRPOTrainer) -> None:

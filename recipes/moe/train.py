@@ -10,7 +10,6 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
 from trl import TrlParser
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -58,7 +57,7 @@ def main(recipe: RecipeArguments, args: GRPOConfig) -> run.Results:
     task = digits.Digits(Path(recipe.start))
     _, held_out = task.split(recipe.held_out)
 
-    def callbacks(trainer: GRPOTrainer) -> list[TrainerCallback]:
+    def callbacks(trainer: GRPOTrainer) -> list[run.TrainerCallback]:
         return [run.Progress(describe), probe.Probe(trainer, held_out[:PROBED], task)]
 
     trainer, found = small_model.train(recipe, args, callbacks, task)

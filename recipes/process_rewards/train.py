@@ -9,7 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerCallback
 from trl import TrlParser
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -37,7 +36,7 @@ class RecipeArguments(run.RecipeArguments):
     )
 
 
-class Picture(TrainerCallback):
+class Picture(run.TrainerCallback):
     """Draw completions of the first rollout with tokens coloured by advantage. Outcome rewards have no picture."""
 
     def __init__(self, trainer: GRPOTrainer, path: Path) -> None:
@@ -61,7 +60,7 @@ def describe(logs: Mapping[str, Any]) -> str:
 def main(recipe: RecipeArguments, args: GRPOConfig) -> run.Results:
     """Train and report. Return the contents of `results.json`."""
 
-    def callbacks(trainer: GRPOTrainer) -> list[TrainerCallback]:
+    def callbacks(trainer: GRPOTrainer) -> list[run.TrainerCallback]:
         return [run.Progress(describe, "reward"), Picture(trainer, Path(args.output_dir) / "advantages.png")]
 
     task = sums.Sums(recipe.rewards, Path(recipe.start))

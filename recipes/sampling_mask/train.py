@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from transformers import TrainerCallback
 from trl import TrlParser
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -65,7 +64,7 @@ def asked_with(model: Any, top_p: float) -> Iterator[None]:
         settings.do_sample, settings.top_p = own
 
 
-class Truncated(TrainerCallback):
+class Truncated(run.TrainerCallback):
     """Answer held-out problems with a top_p before and after training, without changing the run's random numbers."""
 
     def __init__(self, trainer: GRPOTrainer, recipe: RecipeArguments, task: small_model.Task) -> None:
@@ -107,7 +106,7 @@ def main(recipe: RecipeArguments, args: GRPOConfig) -> run.Results:
     task: Any = digits.Digits(Path(recipe.start)) if recipe.task == "digits" else larger
     truncated: list[Truncated] = []
 
-    def callbacks(trainer: GRPOTrainer) -> Sequence[TrainerCallback]:
+    def callbacks(trainer: GRPOTrainer) -> Sequence[run.TrainerCallback]:
         truncated.append(Truncated(trainer, recipe, task))
         return [run.Progress(describe), sampler.Sampler(trainer), *truncated]
 

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import PrinterCallback
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -169,7 +168,7 @@ def train(arm: Arm, seed: int, folder: Path, measured: Mapping[str, Any]) -> dic
             processing_class=tokenizer,
             optimizers=(_optimizer(model, args.learning_rate, arm.router_rate), None),
         )
-        trainer.remove_callback(PrinterCallback)
+        trainer.remove_callback(run.PrinterCallback)
         checks = Checks(trainer, task, **measured)
         trainer.add_callback(checks)
         if arm.model == "mixture":

@@ -7,6 +7,7 @@
 """
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -20,6 +21,11 @@ if TYPE_CHECKING:
     from trl_steady.trainers.grpo import GRPOTrainer
     from trl_steady.trainers.ppo import PPOTrainer
     from trl_steady.trainers.rloo import RLOOTrainer
+
+# bitsandbytes logs this on each import on a recent CPU. The kernel that it misses is optional.
+logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
+    lambda record: not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
+)
 
 __version__ = "0.1.0.dev0"
 __all__ = [

@@ -13,9 +13,11 @@ from typing import Any
 
 import datasets
 import pytest
+import torch
 import trl
 import yaml
 from accelerate.commands import launch
+from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from trl.scripts import grpo
 
 import trl_steady
@@ -156,6 +158,75 @@ def test_a_script_is_launched_with_accelerates_options(
     assert args.training_script_args == ["run", *settings, *target]
 
 
+MULTI_CPU = {"distributed_type": "MULTI_CPU", "num_processes": 2, "num_machines": 1, "use_cpu": True}
+MPI = {**MULTI_CPU, "mpirun_config": {"mpirun_ccl": "1", "mpirun_hostfile": "hosts"}}
+
+
+@pytest.mark.parametrize(
+    ("options", "refused"),
+    [
+        (["--num_processes", "2"], True),
+        (["--cpu", "--num_processes", "2"], True),
+        (["--accelerate_config", json.dumps(MULTI_CPU)], True),
+        (["--accelerate_config", json.dumps(MPI)], False),  # mpirun starts two
+        (["--multi_gpu", "--num_processes", "2"], False),  # torchrun starts two
+        (["--num_processes", "1"], False),
+        (["--mixed_precision", "no"], False),
+    ],
+    ids=str,
+)
+def test_fewer_processes_than_asked_for_are_refused(
+    options: list[str],
+    refused: bool,
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    if "{" in options[-1]:
+        Path("launch.yaml").write_text(options.pop())
+        options = [*options, "launch.yaml"]
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    started: list[Any] = []
+    for launcher in ("simple_launcher", "multi_gpu_launcher"):
+        monkeypatch.setattr(launch, launcher, started.append)
+    assert cli.main(["run", *options, "train.py"]) == (2 if refused else 0)
+    assert len(started) == (not refused)
+    said = "num_processes=2, but accelerate would start one process. Add --multi_gpu, which works on CPU too"
+    assert (said in capsys.readouterr().err) == refused
+
+
+class Failed:
+    """A process that has printed its error and ended."""
+
+    returncode = 3
+
+    def __init__(self, *_: Any, **__: Any) -> None:
+        sys.stderr.write("ValueError: the script's\n")
+
+    def wait(self) -> None: ...
+
+
+def test_the_error_of_the_script_is_the_last_one_printed(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    monkeypatch.setattr(launch.subprocess, "Popen", Failed)
+    with pytest.raises(SystemExit, match="1"):  # no CalledProcessError, which python prints
+        cli.main(["run", "--num_processes", "1", "train.py"])
+    assert capsys.readouterr().err.endswith("ValueError: the script's\n")
+
+    def killed(_: Any) -> None:
+        raise ChildFailedError("train.py", {1: ProcessFailure(local_rank=1, pid=0, exitcode=-9, error_file="")})
+
+    monkeypatch.setattr(launch, "multi_gpu_launcher", killed)
+    with pytest.raises(SystemExit, match="1"):
+        cli.main(["run", "--multi_gpu", "--num_processes", "2", "train.py"])
+    assert capsys.readouterr().err.endswith("trl-steady: process 1 failed with exit code -9. See its error above.\n")
+
+
 REFUSED: dict[tuple[str, ...], str] = {
     ("nonsense",): "no command 'nonsense'. trl-steady --help lists the commands.",
     ("grop",): "no command 'grop'. Did you mean grpo? trl-steady --help lists the commands.",
@@ -215,7 +286,7 @@ def test_the_versions_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_help_has_every_command_and_trls_command_our_fields(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["run"]) == 2
     capsys.readouterr()
-    for command in ([], ["--help"], ["run", "-h"]):
+    for command in ([], ["--help"], ["run", "-h"], ["env", "--help"], ["methods", "-h"]):
         assert cli.main(command) == 0
         out = capsys.readouterr().out
         assert all(f"\n  {name} " in out for name in ("run", "grpo", "rloo", "methods", "env"))
@@ -275,7 +346,8 @@ def test_the_ppo_command_runs_trls_grpo_script_with_ppo(
 def test_the_options_of_the_ppo_command_are_those_of_ppo(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         cli.main(["ppo", "-h"])
-    assert "--kl_coef" in capsys.readouterr().out
+    out = capsys.readouterr().out
+    assert out.startswith("usage: trl-steady ppo ") and "--kl_coef" in out
     assert cli.main(["ppo", "--kl_cof", "0.1"]) == 2
     assert "unrecognized arguments: --kl_cof. Did you mean --kl_coef?" in capsys.readouterr().err
     assert cli.main(["grpo", "--kl_coef", "0.1"]) == 2

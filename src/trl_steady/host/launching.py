@@ -8,6 +8,7 @@ from importlib import resources
 from typing import Any, NoReturn
 
 import trl
+from accelerate.commands import launch as accelerates
 from trl.cli import accelerate_launcher
 from trl.cli.accelerate_config import resolve_accelerate_config_argument
 from trl.cli.main import main as trls_command
@@ -15,7 +16,14 @@ from trl.scripts import grpo, rloo
 
 from trl_steady.host.names import overridden
 
-__all__ = ["TRAINERS", "command_options", "resolve_accelerate_config_argument", "standing_in", "trls"]
+__all__ = [
+    "TRAINERS",
+    "accelerate_launch",
+    "command_options",
+    "resolve_accelerate_config_argument",
+    "standing_in",
+    "trls",
+]
 
 TRAINERS = {("trl.trainer.grpo_trainer", "GRPOTrainer"): "GRPO", ("trl.trainer.rloo_trainer", "RLOOTrainer"): "RLOO"}
 """Module and name of TRL's own trainers, which also identify them in a module that was loaded again -> method."""
@@ -43,11 +51,29 @@ def command_options(command: str) -> list[str]:
     return ["help", "config", "accelerate_config", *re.findall(r"--(\w+)", usage)]
 
 
-def trls(command: str, arguments: Sequence[str], launch: Launch, refuse: Callable[[str], NoReturn]) -> int:
+def accelerate_launch(args: Any, refuse: Callable[[str], NoReturn]) -> None:
+    """Run `accelerate launch`, but call `refuse` if it would start one process where more were asked for."""
+    theirs = accelerates.simple_launcher
+
+    def one_process(args: Any) -> None:
+        if args.num_processes > 1 and args.mpirun_hostfile is None:
+            refuse(
+                f"num_processes={args.num_processes}, but accelerate would start one process. Add --multi_gpu, which "
+                "works on CPU too if the script sets use_cpu=True and --cpu is left out. Or leave out num_processes"
+            )
+        theirs(args)
+
+    args.quiet = True  # no traceback of accelerate's below the script's own
+    with overridden(accelerates, {"simple_launcher": one_process}):
+        accelerates.launch_command(args)
+
+
+def trls(command: str, name: str, arguments: Sequence[str], launch: Launch, refuse: Callable[[str], NoReturn]) -> int:
     """Run TRL's own command, which sorts the arguments, but launch its script with `launch`.
 
     Args:
         command: "grpo" or "rloo".
+        name: The command of ours that the usage text names.
         arguments: The arguments of the command.
         launch: Called with the options of `accelerate launch`, and a script with its arguments.
         refuse: Called with the error message of the parser.
@@ -61,7 +87,7 @@ def trls(command: str, arguments: Sequence[str], launch: Launch, refuse: Callabl
         launch(launch_args, [str(script), *training_script_args])
 
     def make_parser(prog: str) -> Any:
-        parser = theirs(None, prog=f"trl-steady {prog.split()[-1]}")
+        parser = theirs(None, prog=f"trl-steady {name}")
         vars(parser)["error"] = refuse
         return parser
 

@@ -50,12 +50,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
         The exit status.
     """
     command, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    if command in ("-h", "--help"):
+    of_trl = command in ("grpo", "rloo", "ppo")  # these have a help of their own
+    if not of_trl and {"-h", "--help"} & {command, *rest[:1]}:
         print(_HELP)
         return 0
     try:
-        if command in ("run", "grpo", "rloo", "ppo"):
-            return run(rest) if command == "run" else trls(command, rest)
+        if of_trl or command == "run":
+            return trls(command, rest) if of_trl else run(rest)
         if command == "--version":
             print(f"trl-steady {__version__}, trl {version('trl')}")
             return 0
@@ -72,9 +73,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def run(arguments: Sequence[str]) -> int:
     """Run a script that imports TRL's trainer, with trl-steady's in its place."""
-    if not arguments or arguments[0] in ("-h", "--help"):
+    if not arguments:
         print(_HELP)
-        return 0 if arguments else 2
+        return 2
     settings, ppo, rest = _leading_settings(arguments)
     if rest[0].startswith("-") and rest[0] != "-m":
         return _launch([*(["--ppo"] if ppo else []), *(f"--set={setting}" for setting in settings), *rest])
@@ -87,15 +88,15 @@ def trls(command: str, arguments: Sequence[str]) -> int:
     from trl_steady.launcher.swap import swapped
 
     ppo = ["--ppo"] if command == "ppo" else []
-    command = "grpo" if ppo else command
+    script = "grpo" if ppo else command
     with swapped(ppo=bool(ppo)):
-        known = [*launching.command_options(command), *_launch_options(_launch_parser())]
+        known = [*launching.command_options(script), *_launch_options(_launch_parser())]
         names = [word[2:].split("=")[0].replace("-", "_") for word in arguments if word.startswith("--")]
         unknown = [name for name in names if not any(option.startswith(name) for option in known)]
         if unknown:  # before TRL builds a config, which may raise another error
             raise _Refused(_unrecognized(unknown, known))
         return launching.trls(
-            command, arguments, lambda given, script: _launch([*ppo, *given, *script], known), _refuse
+            script, command, arguments, lambda given, target: _launch([*ppo, *given, *target], known), _refuse
         )
 
 
@@ -184,9 +185,9 @@ def _launch(arguments: Sequence[str], known: Sequence[str] = ()) -> int:
         arguments: Launch options, then the script and its arguments.
         known: Names to suggest for a misspelt option, in addition to the launch options.
     """
-    from accelerate.commands.launch import launch_command
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 
-    from trl_steady.host.launching import resolve_accelerate_config_argument
+    from trl_steady.host.launching import accelerate_launch, resolve_accelerate_config_argument
 
     parser = _launch_parser()
 
@@ -213,7 +214,14 @@ def _launch(arguments: Sequence[str], known: Sequence[str] = ()) -> int:
     ppo = ["--ppo"] if launched.ppo else []
     launched.training_script_args = ["run", *ppo, *settings, *target, *launched.training_script_args]
     launched.module, launched.training_script = True, "trl_steady"
-    launch_command(launched)
+    try:
+        accelerate_launch(launched, _refuse)
+    except ChildFailedError as failed:
+        rank, first = failed.get_first_failure()
+        print(
+            f"trl-steady: process {rank} failed with exit code {first.exitcode}. See its error above.", file=sys.stderr
+        )
+        raise SystemExit(1) from None
     return 0
 
 

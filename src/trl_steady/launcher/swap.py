@@ -58,7 +58,7 @@ def swapped(
 
     Raises:
         ValueError: The script builds a trainer that would train GRPO or RLOO without trl-steady, or one whose config
-            lacks an option of `settings` or `arguments`.
+            lacks an option of `settings` or `arguments`, or several processes train, each alone.
     """
     swap, environment, theirs = Swap(), dict(os.environ), (trl.GRPOConfig, trl.RLOOConfig)
     any_trainer = transformers.Trainer.__init__
@@ -82,6 +82,12 @@ def swapped(
             _refuse_dropped(args)  # before the model is loaded
             own_trainer(self, model, reward_funcs, args, *positional, **keywords)
             _refuse_dropped(self.args)  # if args was None, the trainer has built a config
+            started, together = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), self.accelerator.num_processes
+            if together < started:
+                raise ValueError(
+                    f"{started} processes were started, but each would train alone, because torch finds no GPU and "
+                    "the config does not ask for the CPU. Set use_cpu=True in the script, or --set use_cpu=true."
+                )
             swap.trainers += 1
             for name in sorted(name for name, value in os.environ.items() if environment.get(name) != value):
                 if name.startswith(_READ_AT_IMPORT):

@@ -29,10 +29,6 @@ class Loss:
     # The rest is for losses that TRL does not have.
     name: str = ""
     """Name of the method; "" for TRL's own losses."""
-    paper: str = ""
-    """arXiv number and section."""
-    page: str = ""
-    """Path of the page below docs/."""
     host: str = ""
     """TRL's loss that runs in its place."""
     level: Literal["sequence", "token", None] = None
@@ -60,8 +56,6 @@ class Loss:
         return self.advantages == "token" or (self.advantages == "by_level" and importance_sampling_level == "token")
 
 
-_GSPO = "2507.18071"
-
 LOSSES = {
     "grpo": Loss("sequence_mean"),
     "bnpo": Loss("micro_batch_tokens"),
@@ -82,8 +76,6 @@ LOSSES = {
         clip="log_ratio",
         advantages="sequence",
         name="GMPO",
-        paper="2507.20673, equation 4",
-        page="methods/gmpo.md",
         host="grpo",
         level="token",
         what="the geometric mean of clipped token ratios",
@@ -96,8 +88,6 @@ LOSSES = {
         "sequence_mean",
         advantages="sequence",
         name="GSPO",
-        paper=f"{_GSPO}, section 4.1",
-        page="methods/gspo.md",
         host="grpo",
         level="sequence",
         what="one ratio per sequence",
@@ -108,8 +98,6 @@ LOSSES = {
         "sequence_mean",
         advantages="token",
         name="GSPO-token",
-        paper=f"{_GSPO}, section 4.3",
-        page="methods/gspo_token.md",
         host="grpo",
         level="sequence",
         what="one ratio per sequence",
