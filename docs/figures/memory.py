@@ -227,6 +227,7 @@ def measured(model: Model, mode: str, tokens: int, checkpointing: bool) -> tuple
             num_generations=2,
             gradient_accumulation_steps=2,
             max_steps=2,
+            engine_check=None,
             gradient_checkpointing=checkpointing,
             use_cpu=True,
             report_to="none",

@@ -53,9 +53,11 @@ class LLM:
         self.answered: list[Request | None] = []
         self.weights: dict[str, Tensor] = {}
         self.slept: list[int] = []
+        self.slept_by: list[str] = []
         self.is_awake = True
-        worker = SimpleNamespace(model_runner=SimpleNamespace(model=self))
-        executor = SimpleNamespace(driver_worker=worker)
+        self.manager = SimpleNamespace(modules=dict.fromkeys(["qkv_proj"]), get_adapter=self.get_adapter)
+        runner = SimpleNamespace(model=self, lora_manager=SimpleNamespace(_adapter_manager=self.manager))
+        executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
         config = SimpleNamespace(max_model_len=64)
         self.llm_engine = SimpleNamespace(model_executor=executor, add_lora=self.add_lora, model_config=config)
 
@@ -69,14 +71,20 @@ class LLM:
         self.served = PeftModel.from_pretrained(base, request.path).train()  # bitsandbytes repacks a base in eval mode
         self.adapters.append(request)
 
+    def get_adapter(self, number: int) -> Any:
+        """What vLLM keeps of an adapter: projections that it has joined, and modules that it only logs."""
+        names = ["qkv_proj"] if self.refuses is None else ["qkv_proj", self.refuses]
+        return SimpleNamespace(loras=dict.fromkeys(names))
+
     def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
         self.weights |= {name: value.detach().clone() for name, value in weights}
         self.base.load_state_dict(self.weights, strict=False)
 
     def reset_prefix_cache(self) -> None: ...
 
-    def sleep(self, level: int) -> None:
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
         self.slept.append(level)
+        self.slept_by.append(mode)
         self.is_awake = False
 
     def wake_up(self, tags: list[str]) -> None:
@@ -88,16 +96,18 @@ class LLM:
         self.answered.append(lora_request)
         assert lora_request is None or lora_request == self.adapters[-1]
         model = self.base if lora_request is None else self.served
-        return [self._answer(model, prompt["prompt_token_ids"]) for prompt in prompts]
+        is_scored = getattr(sampling_params, "logprobs", None) is not None
+        return [self._answer(model, prompt["prompt_token_ids"], is_scored) for prompt in prompts]
 
     @torch.no_grad()
-    def _answer(self, model: Any, prompt: list[int]) -> Any:
+    def _answer(self, model: Any, prompt: list[int], is_scored: bool) -> Any:
         ids = model.generate(input_ids=torch.tensor([prompt]), max_new_tokens=6, do_sample=True, top_k=0)[0]
         scores = model(ids[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
         tokens = ids[len(prompt) :].tolist()
         scored = zip(tokens, scores[range(len(tokens)), tokens].tolist(), strict=True)
         logprobs = [{token: SimpleNamespace(logprob=score, rank=1)} for token, score in scored]
-        return SimpleNamespace(prompt_token_ids=prompt, outputs=[SimpleNamespace(token_ids=tokens, logprobs=logprobs)])
+        completion = SimpleNamespace(token_ids=tokens, logprobs=logprobs if is_scored else None)
+        return SimpleNamespace(prompt_token_ids=prompt, outputs=[completion])
 
 
 def requests(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,6 +205,15 @@ def test_an_engine_that_sleeps_keeps_its_base(built: Callable[..., tuple[Any, LL
     assert set(llm.slept) == {1} and len(llm.slept) == 3
 
 
+def test_a_rollout_func_puts_the_engine_to_sleep_as_vllm_allows(built: Callable[..., tuple[Any, LLM]]) -> None:
+    """Its base stays at each level. Level 0 only pauses."""
+    sleeping = built()[0].vllm_generation.llm
+    sleeping.sleep()
+    sleeping.sleep(level=2, mode="wait")
+    sleeping.sleep(0, "keep")
+    assert sleeping.slept == [1, 1, 0] and sleeping.slept_by == ["abort", "wait", "keep"]
+
+
 def test_an_engine_that_sleeps_answers_more_than_once_per_step(built: Callable[..., tuple[Any, LLM]]) -> None:
     """TRL sends the policy once more each time the engine wakes up, so that the version is another one by then."""
     trainer, llm = built(vllm_enable_sleep_mode=True, max_steps=4, per_device_eval_batch_size=4)
@@ -265,24 +284,12 @@ def changed(wide: Path) -> Any:
     return get_peft_model(model, LoraConfig(**tiny.LORA)).merge_and_unload()
 
 
-def test_an_engine_that_is_refused_gives_its_memory_back(
-    built: Callable[..., tuple[Any, LLM]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """vLLM refuses LoRA for some models after it has loaded them, and the next engine needs the same memory."""
-    own, refused, alive = LLM.__init__, [], []
-
-    def init(self: Any, asked: dict[str, Any], refuses: str | None) -> None:
-        alive.extend(each() for each in refused)
-        if "enable_lora" in asked:
-            self.itself = self
-            refused.append(weakref.ref(self))
-            raise ValueError("this model does not support LoRA yet")
-        own(self, asked, refuses)
-
-    monkeypatch.setattr(LLM, "__init__", init)
-    with pytest.warns(UserWarning, match="this model does not support LoRA yet"):
-        built()
-    assert refused and alive == [None]
+def test_an_engine_that_cannot_serve_adapters_names_the_way_out(built: Callable[..., tuple[Any, LLM]]) -> None:
+    """It is built once. The error is vLLM's own."""
+    with pytest.raises(TypeError, match="unexpected keyword argument 'enable_lora'") as error:
+        built(refuses="enable_lora")
+    (note,) = error.value.__notes__
+    assert "vllm_adapter_sync=None: vLLM was asked to serve the adapter" in note and "vllm_adapter_sync=False" in note
 
 
 UNSERVED: dict[str, tuple[dict[str, Any], str]] = {
@@ -293,7 +300,10 @@ UNSERVED: dict[str, tuple[dict[str, Any], str]] = {
     "pissa": ({"lora": {"init_lora_weights": "pissa"}}, "init_lora_weights='pissa'.*PEFT has changed the base"),
     "base": ({"model": changed}, "q_proj.weight is not that of the checkpoint"),
     "target": ({"refuses": "add_lora"}, "vLLM refuses the adapter: expected target modules"),
-    "engine": ({"refuses": "enable_lora"}, "vLLM refuses the adapter: unexpected keyword argument 'enable_lora'"),
+    "towers": (
+        {"refuses": "visual.qkv"},
+        "vLLM refuses the adapter: it leaves out 1 of the adapter's modules, such as",
+    ),
 }
 
 

@@ -125,22 +125,13 @@ def test_processes_agree_on_adapters(
     built: Callable[..., tuple[Any, LLM]], monkeypatch: pytest.MonkeyPatch, stage: str
 ) -> None:
     """One that sends all weights gathers other parameters than one that sends the adapter, and both would wait."""
-    calls = iter(["other base"] if stage == "base" else [None, None, "no space left"])
+    calls = iter(["other base"] if stage == "base" else [None, "no space left"])
     monkeypatch.setattr(host_engine, "gather_object", lambda values: [*values, next(calls)], raising=False)
     reason = "other base" if stage == "base" else "vLLM refuses the adapter: no space left"
     with pytest.warns(UserWarning, match=f"because {reason}"):
         trainer, llm = built(max_steps=4)
     assert trainer.vllm_generation.adapter is None and next(calls, None) is None
     assert max(differences(trainer)) < ROUNDING and llm.weights and llm.answered == [None]
-
-
-def test_an_engine_that_some_processes_cannot_build_is_an_error(
-    built: Callable[..., tuple[Any, LLM]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    calls = iter([None, "out of memory"])
-    monkeypatch.setattr(host_engine, "gather_object", lambda values: [*values, next(calls)], raising=False)
-    with pytest.raises(ValueError, match=r"refuses the adapter: out of memory. That is so on 1 of 2 processes"):
-        built()
 
 
 @pytest.mark.parametrize("takes", [True, False])

@@ -53,6 +53,7 @@ def build(kind: str, method: str, folder: Path, source: padding.Source, options:
             steps_per_generation=options.window,
             per_device_train_batch_size=options.batch,
             num_generations=padding.GROUP,
+            engine_check=None,
             gradient_checkpointing=False,
             use_cpu=not CUDA,
             bf16=CUDA,

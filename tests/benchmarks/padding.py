@@ -111,6 +111,8 @@ class Bench:
             "report_to": "none",
             "model_init_kwargs": {"dtype": "float32", "attn_implementation": "sdpa"},
         }
+        if package is trl_steady:
+            settings["engine_check"] = None
         args = package.GRPOConfig(str(folder / "out"), **{**settings, **config})
         dataset = Dataset.from_dict({"prompt": ["a"]})
         built = package.GRPOTrainer(str(folder), tiny.reward, args, dataset, rollout_func=self.source)

@@ -78,6 +78,7 @@ def build(options: argparse.Namespace, folder: str) -> Any:
     args = trl_steady.GRPOConfig(
         folder,
         router_replay="R2",
+        engine_check=None,
         num_iterations=2,  # with one, TRL needs no log-probs of the old policy
         gradient_accumulation_steps=options.window,
         steps_per_generation=options.window,

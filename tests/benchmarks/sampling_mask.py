@@ -78,6 +78,7 @@ def build(vocabulary: int, options: argparse.Namespace, folder: str) -> Any:
     args = trl_steady.GRPOConfig(
         folder,
         trim_padding=False,
+        engine_check=None,
         num_iterations=2,  # with one, TRL needs no log-probs of the old policy
         gradient_accumulation_steps=1,
         per_device_train_batch_size=options.batch,

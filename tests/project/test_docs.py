@@ -68,6 +68,7 @@ def test_every_public_name_and_every_option_of_ours_is_documented() -> None:
         "router_replay",
         "router_replay_reference",
         "keep_sampling_mask",
+        "engine_check",
     }
     assert ours == {"epsilon", "importance_sampling_level"} | added  # loss_type and epsilon_high keep TRL's default
     for name in (*trl_steady.__all__, *ours, "loss_type", "epsilon_high", "gspo", "gspo_token"):

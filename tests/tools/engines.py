@@ -34,6 +34,8 @@ from trl_steady.host import engine as host_engine
 LAYERS, SPARSE, EXPERTS, CHOSEN = 4, [1, 3], 8, 2
 ROUTED, MASKED = "enable_return_routed_experts", "return_sampling_mask"
 COMPLETIONS, TOKENS, RENDER = "/v1/completions", "/inference/v1/generate", "/v1/chat/completions/render"
+# no policy has sampled its tokens
+UNCHECKED = {"use_vllm": True, "engine_check": None}
 LOAD, UNLOAD = "/v1/load_lora_adapter", "/v1/unload_lora_adapter"
 UNBOUNDED = "sampling distribution replay requires top_k > 0 to bound sampling mask size"
 Array = Any
@@ -190,7 +192,7 @@ def in_process(mixture: Path, tmp_path: Path, engine: Engine, monkeypatch: pytes
 
     def trainer(folder: Path = mixture, **options: Any) -> Any:
         alone(monkeypatch)
-        return build(folder, tmp_path, **{"use_vllm": True, "vllm_mode": "colocate", "max_steps": 5, **options})
+        return build(folder, tmp_path, **{**UNCHECKED, "vllm_mode": "colocate", "max_steps": 5, **options})
 
     return trainer
 
@@ -327,7 +329,7 @@ def over_http(mixture: Path, tmp_path: Path, server: Server) -> Build:
     address = {"vllm_mode": "server", "vllm_server_base_url": server.url}
 
     def trainer(folder: Path = mixture, **options: Any) -> Any:
-        return build(folder, tmp_path, **{"use_vllm": True, **address, "max_steps": 5, **options})
+        return build(folder, tmp_path, **{**UNCHECKED, **address, "max_steps": 5, **options})
 
     return trainer
 

@@ -112,6 +112,8 @@ def trainer(
     package = trl_steady if ours else trl
     if ours and padded:
         options["trim_padding"] = False
+    if ours and "rollout_func" in (build or {}):
+        options = {"engine_check": None, **options}  # no model has its log-probs
     args = arguments(getattr(package, f"{method}Config"), output_dir, **options)
     keywords: dict[str, Any] = {"train_dataset": dataset(), "processing_class": tokenizer(), **(build or {})}
     if lora:

@@ -75,6 +75,8 @@ RANGES = [
     out("token_veto_threshold", "1e-4", "such as 0.0001"),
     out("token_veto_threshold", 0.0, "above 0 and below 1"),
     out("token_veto_threshold", 1.5),
+    out("engine_check", 0.0, "above 0, in nats a token, or None for no comparison with the engine"),
+    out("engine_check", float("nan"), "above 0, in nats a token, or None for no comparison with the engine"),
     out("ref_model_sync_kl", 0.0, "above 0, in nats a token, or None", beta=0.1),
     out("ref_model_sync_steps", 0, "1, 2, 3, ... optimizer steps"),
     out("ref_model_sync_steps", INF),

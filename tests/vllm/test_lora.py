@@ -59,8 +59,10 @@ def built(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
         small = {"dtype": "float32", "enforce_eager": True, "block_size": 32, "num_gpu_blocks_override": 18}
         return vllm.LLM(**{**options, **small, "max_num_batched_tokens": 64, "max_num_seqs": 16})
 
-    def trainer(lora: dict[str, Any] | None = None, **options: Any) -> tuple[Any, dict[str, Any]]:
-        monkeypatch.setattr(vllm_generation, "LLM", llm)
+    def trainer(
+        lora: dict[str, Any] | None = None, engine: dict[str, Any] | None = None, **options: Any
+    ) -> tuple[Any, dict[str, Any]]:
+        monkeypatch.setattr(vllm_generation, "LLM", lambda **own: llm(**{**own, **(engine or {})}))
         config = LoraConfig(**{**LORA, **(lora or {})})
         settings = {**ENGINE, **COLOCATED, **options}
         return tiny.trainer(folder, tmp_path, build={"peft_config": config}, **settings), asked
@@ -104,6 +106,83 @@ def test_an_adapter_that_the_engine_refuses_is_merged(
     assert max(differences(trainer)) < ROUNDING
 
 
+def test_an_adapter_of_which_the_engine_skips_modules_is_merged(
+    built: Callable[..., tuple[Any, dict[str, Any]]],
+) -> None:
+    """vLLM only logs what it skips, also in the towers of a multimodal model."""
+    partly = {"lora_target_modules": ["qkv_proj", "o_proj"]}
+    skips = r"refuses the adapter: it leaves out 6 of the adapter's modules, such as model.layers.0.mlp.down_proj"
+    with pytest.raises(ValueError, match=f"vllm_adapter_sync=True: .*{skips}"):
+        built(engine=partly, vllm_adapter_sync=True)
+    with pytest.warns(UserWarning, match=skips):
+        trainer, _ = built(engine=partly, max_steps=8)
+    assert trainer.vllm_generation.adapter is None
+    assert max(differences(trainer)) < ROUNDING
+
+
+def test_sleep_takes_the_arguments_of_vllms(built: Callable[..., tuple[Any, dict[str, Any]]]) -> None:
+    trainer, _ = built(max_steps=4)
+    llm = trainer.vllm_generation.llm
+    for how in ({}, {"level": 1, "mode": "abort"}, {"level": 2}):
+        llm.sleep(**how)
+        llm.wake_up()
+    assert max(differences(trainer)) < ROUNDING
+
+
+@pytest.fixture(scope="module")
+def other(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A checkpoint of the same shape, surer of its tokens."""
+    path = tmp_path_factory.mktemp("other")
+    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
+    torch.manual_seed(1)
+    with torch.no_grad():
+        model.lm_head.weight.normal_()
+    model.save_pretrained(path)
+    tiny.tokenizer().save_pretrained(path)
+    return str(path)
+
+
+MISMATCH = r"engine_check=1.0: engine and policy differ by a mean k3 of \S+ nats per token"
+
+
+def without_reference(method: str) -> dict[str, Any]:
+    own = {} if method == "RLOO" else {"vllm_importance_sampling_correction": False}
+    return {"method": method, "beta": 0.0, "steps_per_generation": 1, "per_device_train_batch_size": 16, **own}
+
+
+@pytest.mark.parametrize("method", ["GRPO", "RLOO", "PPO"])
+def test_an_engine_with_the_policys_base_passes_the_check(
+    built: Callable[..., tuple[Any, dict[str, Any]]], method: str
+) -> None:
+    """On-policy and without TRL's correction, where TRL scores no old policy."""
+    trainer, _ = built(max_steps=2, engine_check=1e-6, **without_reference(method))
+    trainer.train()
+    assert trainer.state.global_step == 2
+
+
+@pytest.mark.parametrize("method", ["GRPO", "RLOO", "PPO"])
+def test_an_engine_with_another_base_is_found(
+    built: Callable[..., tuple[Any, dict[str, Any]]], other: str, method: str
+) -> None:
+    trainer, asked = built(engine={"model": other}, max_steps=2, **without_reference(method))
+    assert asked["model"] == other and asked["enable_lora"]
+    with pytest.raises(ValueError, match=MISMATCH):
+        trainer.train()
+    assert trainer.state.global_step == 0
+
+
+def test_an_engine_with_another_base_is_found_after_a_resume(
+    built: Callable[..., tuple[Any, dict[str, Any]]], other: str, tmp_path: Path
+) -> None:
+    """The checkpoint is inside a generation window, whose rollout is the old engine's."""
+    options = {"max_steps": 8, "save_strategy": "steps", "save_steps": 2}
+    built(**options)[0].train()
+    trainer, _ = built(engine={"model": other}, **options)
+    with pytest.raises(ValueError, match=MISMATCH):
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert trainer.state.global_step == 4
+
+
 @pytest.fixture(scope="module")
 def url(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     flags = ["--enable-lora", "--max-lora-rank", "8", "--logprobs-mode", "processed_logprobs"]
@@ -127,3 +206,17 @@ def test_a_servers_log_probs_are_the_policys_after_each_sync(
     assert served == [str(folder), client.model]
     assert client.model.startswith("trl-steady-") and client.model.endswith("-4")
     assert len(list(tmp_path.glob("_vllm-adapter-*"))) == 1
+
+
+def test_a_server_with_another_base_is_found(
+    other: str, folder: Path, tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    flags = ["--enable-lora", "--max-lora-rank", "8", "--logprobs-mode", "processed_logprobs"]
+    environment = {"VLLM_ALLOW_RUNTIME_LORA_UPDATING": "True"}
+    monkeypatch.setattr(VLLMClient, "init_communicator", lambda *_, **__: None)  # nccl, for weights
+    for url in serving(Path(other), tmp_path_factory.mktemp("server"), flags, environment):
+        address = {"vllm_mode": "server", "vllm_server_base_url": url}
+        options = {**ENGINE, **address, "vllm_adapter_sync": True, "max_steps": 4}
+        trainer = tiny.trainer(folder, tmp_path, build={"peft_config": LoraConfig(**LORA)}, **options)
+        with pytest.raises(ValueError, match=MISMATCH):
+            trainer.train()

@@ -125,7 +125,7 @@ def _shared_rows(args: "SharedOptions") -> _Rows:
     vllm = [name for name in TRLS_DEFAULTS["GRPO"] if name.startswith("vllm_")]
     if not args.use_vllm:
         reader = "only a rollout_func" if args.METHOD != "RLOO" else "nothing"
-        yield vllm, f"use_vllm=False {reader} could read it. Set use_vllm=True"
+        yield [*vllm, "engine_check"], f"use_vllm=False {reader} could read it. Set use_vllm=True"
         yield ["vllm_adapter_sync"], "use_vllm=False there is no vLLM. Set use_vllm=True"
     elif args.vllm_mode == "server":
         of_colocated = ["vllm_gpu_memory_utilization", "vllm_max_model_length", "vllm_tensor_parallel_size"]

@@ -150,6 +150,14 @@ METHODS = (
     _method("routing", "routes in the reference's pass too", "router_replay_reference=True", _RECORDED),
     _method("sampling", "kept sampling mask", "keep_sampling_mask=True", _GENERATED, _V32),
     _method(
+        "sampling",
+        "engine check: the first rollout is compared with the policy",
+        "engine_check=...",
+        ("rollout",),
+        is_on=lambda a: a.use_vllm and a.engine_check is not None and not a.uncorrected,
+        page="vllm.md",
+    ),
+    _method(
         "critic",
         "PPO with a critic (GAE)",
         "gamma=..., lam=..., cliprange_value=..., value_init=...",

@@ -91,6 +91,12 @@ class SharedOptions(_Trls):
         "True: require that. False: send all weights with the adapter merged. None: send the adapter where vLLM can "
         "serve it, and otherwise merged weights, with a warning.",
     )
+    engine_check: float | None = option(
+        1.0,
+        "Largest mean k3, in nats per token, between trainer and vLLM (or a `rollout_func`) in the first rollout of "
+        "a run and in the first after a resume. Above it, the engine serves another model than the policy, and the "
+        "run ends with an error. None: no check.",
+    )
 
     def get_process_log_level(self) -> int:
         """Return the log level, as transformers does.
@@ -156,6 +162,11 @@ class SharedOptions(_Trls):
         if self.sampling["temperature"] != self.temperature:  # log-probs are computed with the latter
             weights["temperature"] = self.sampling["temperature"]
         return [f"{name}={value!r}" for name, value in weights.items()]
+
+    @property
+    def uncorrected(self) -> list[str]:
+        """Settings with which the sampler's log-probs are of another distribution than the policy's."""
+        return [*([] if self.keep_sampling_mask else self.truncations), *self.weightings]
 
     @property
     def is_on_policy(self) -> bool:

@@ -114,6 +114,7 @@ _RANGES: tuple[tuple[str, Callable[[Any], bool], str], ...] = (
     ("ref_model_mixup_alpha", _share, "above 0 and at most 1, where 1 copies the policy"),
     ("ref_model_sync_kl", _positive, "above 0, in nats a token, or None for refreshes by steps only"),
     ("token_budget", lambda v: v >= 1 and v == int(v), "1 token or more, or None for per_device_train_batch_size"),
+    ("engine_check", _positive, "above 0, in nats a token, or None for no comparison with the engine"),
     ("router_aux_loss_coef", _not_negative, f"{_NO_NEGATIVE}, or None for the model's own"),
     (
         "reward_clip_range",

@@ -1,7 +1,6 @@
 """TRL's vLLM engine, extended to return further data of the tokens that it generates."""
 
 import functools
-import gc
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -11,13 +10,13 @@ from typing import Any, NamedTuple
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from torch import Tensor
 from trl.generation import vllm_generation
-from trl.generation.vllm_generation import VLLMGeneration, empty_cache
+from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer, rloo_trainer
 
 from trl_steady.host.lora import AdapterSender, AdapterSync, keeping_weights
 from trl_steady.host.names import overridden
 
-__all__ = ["Capture", "NamedWeights", "SteadyGeneration", "push", "steady_engine", "whole"]
+__all__ = ["Capture", "NamedWeights", "SteadyGeneration", "keeping_log_probs", "push", "steady_engine", "whole"]
 
 NamedWeights = Callable[[], Iterator[tuple[str, Tensor]]]
 
@@ -50,6 +49,7 @@ class Capture(NamedTuple):
 
 
 _PARTS_WITH_FLAG = ("model_config", "aux_output_config")  # parts of a server's config; the second from vLLM 0.31 on
+_MERGED = "An unquantised policy may also get merged weights (vllm_adapter_sync=False)."
 
 
 @contextmanager
@@ -95,56 +95,43 @@ class SteadyGeneration(VLLMGeneration):
         if sync is None:
             self._build({})
             return
-        is_built = self.mode == "server"
-        if is_built:
-            self._build({})
         why_not = sync.why_not(self.model, self.mode, self._dist.gather_params)
         if self._dist.fsdp_version == 1:
             why_not = "version 1 of FSDP does not gather an adapter"
         # processes must agree at each step, because those that send the adapter gather other tensors than the rest
         why_not = next(filter(None, gather_object([why_not])), None)
-        if why_not is None:
-            sender, refused = AdapterSender(sync, self), f"vLLM{_installed()} refuses the adapter: "
-            if not is_built:
-                why_not = self._refusal_of_build(sender.flags, refused)
-                is_built = why_not is None
-            if is_built:
-                errors = gather_object([_error_of(sender.send)])
-                why_not = next((refused + error for error in errors if error is not None), None)
-            if why_not is None:
-                self.adapter = sender
-                if self.mode == "colocate":
-                    sender.answer_with_adapter()
-                return
+        if why_not is not None:
+            self._merge_instead(sync, why_not)
+            self._build({})
+            return
+        sender = AdapterSender(sync, self)
+        try:
+            self._build(sender.flags)
+        except Exception as error:
+            if self.mode == "colocate":
+                error.add_note(f"{sync.option}: vLLM was asked to serve the adapter. {_MERGED}")
+            raise
+        errors = gather_object([_error_of(sender.send)])
+        error = next(filter(None, errors), None)
+        if error is not None:
+            self._merge_instead(sync, f"vLLM{_installed()} refuses the adapter: {error}")
+            return
+        self.adapter = sender
+        if self.mode == "colocate":
+            sender.answer_with_adapter()
+
+    def _merge_instead(self, sync: AdapterSync, why_not: str) -> None:
+        """Warn that the engine gets merged weights, or refuse that."""
         if sync.is_required(self.model, self.mode):
             raise ValueError(
-                f"{sync.option}: {why_not}. Change that, or let the policy itself generate (use_vllm=False). An "
-                "unquantised policy may also get merged weights (vllm_adapter_sync=False)."
+                f"{sync.option}: {why_not}. Change that, or let the policy itself generate (use_vllm=False). {_MERGED}"
             )
         warnings.warn(
             f"vLLM gets all weights with the adapter merged, because {why_not}. Set vllm_adapter_sync=False to send "
             "merged weights without this warning.",
             UserWarning,
-            stacklevel=2,
+            stacklevel=3,
         )
-        if not is_built:
-            gc.collect()  # the refused engine's weights, which cycles keep on the GPU
-            empty_cache()
-            self._build({})
-
-    def _refusal_of_build(self, flags: dict[str, Any], refused: str) -> str | None:
-        """Build an engine for adapters in this process. Return why vLLM does not, or None."""
-        error = _error_of(functools.partial(self._build, flags))
-        if error is not None:
-            self.accelerator.wait_for_everyone()  # as TRL's constructor does at its end
-        errors = gather_object([error])
-        if None in errors and len({*errors}) > 1:
-            reason = next(filter(None, errors))
-            raise ValueError(
-                f"{refused}{reason}. That is so on {len(errors) - errors.count(None)} of {len(errors)} processes. "
-                "Change that, or set vllm_adapter_sync=False."
-            )
-        return None if error is None else refused + error
 
     def _build(self, flags: dict[str, Any]) -> None:
         """Build TRL's engine, in this process with these options of vLLM's, or connect to the server."""
@@ -263,6 +250,14 @@ class SteadyGeneration(VLLMGeneration):
                 f"a server with {capture.is_on}, {capture.instead}. {capture.lost}."
             )
         return values
+
+
+@contextmanager
+def keeping_log_probs(engine: Any) -> Iterator[list[tuple[Any, ...]]]:
+    """Let TRL's engine return log-probs, which RLOO's trainer does not ask for. Give its answers, as a list."""
+    answers: list[tuple[Any, ...]] = []
+    with overridden(engine, {"logprobs": engine.logprobs or 0, "generate": _kept(engine.generate, answers)}):
+        yield answers
 
 
 def _error_of(function: Callable[[], object]) -> str | None:

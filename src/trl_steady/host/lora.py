@@ -71,6 +71,8 @@ class AdapterSender:
             self._write(state, None)
             engine.llm.llm_engine.add_lora(self._request())  # the engine has room for one, and drops the other
             engine.llm.reset_prefix_cache()
+            if unserved := _unserved(engine.llm, self._version):
+                raise ValueError(f"it leaves out {len(unserved)} of the adapter's modules, such as {unserved[0]}")
             return
         failure = [""]
         if engine.accelerator.is_main_process:
@@ -174,5 +176,14 @@ def keeping_weights(build: Callable[..., Any], **asked: Any) -> Any:
     return llm
 
 
-def _sleep_lightly(sleep: Callable[..., None], level: int) -> None:
-    sleep(level=1)
+def _sleep_lightly(sleep: Callable[..., None], level: int = 1, *arguments: Any, **keywords: Any) -> None:
+    sleep(min(level, 1), *arguments, **keywords)
+
+
+def _unserved(llm: Any, number: int) -> list[str]:
+    """Return the adapter's modules that a colocated engine skips. vLLM only logs them, such as those of a tower."""
+    try:
+        manager = llm.llm_engine.model_executor.driver_worker.model_runner.lora_manager._adapter_manager
+        return sorted(manager.get_adapter(number).loras.keys() - manager.modules.keys())
+    except AttributeError:  # private: another version may have other names
+        return []

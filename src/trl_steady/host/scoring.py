@@ -8,9 +8,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trl_steady.host.part import Part, ScoringPass
+from trl_steady.host import loss
+from trl_steady.host.names import overridden
+from trl_steady.host.part import Part, Rollout, ScoringPass
 
-__all__ = ["PlacedModel", "Scores", "needs_places", "scored"]
+__all__ = ["PlacedModel", "Scores", "needs_places", "policy_log_probs", "scored"]
 
 _ORDER = (
     "keep_sampling_mask and router_replay need each row once and in order. Score whole batches with TRL's own method, "
@@ -99,6 +101,14 @@ def scored(scoring: ScoringPass, parts: Sequence[Part], own: Callable[..., Any])
         scoring.extras = {name: torch.cat([of[name] for of in extras])[back] for name in extras[0]}
         logps, entropies, _ = zip(*each, strict=True)
         return torch.cat(logps)[back], torch.cat(entropies)[back] if scoring.with_entropy else None, None
+
+
+def policy_log_probs(trainer: Any, rollout: Rollout) -> Tensor:
+    """Return the policy's log-probs (B, T) of a complete rollout. The random state stays as without this pass."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    tokens, of_model = loss.scored(rollout.samples), loss.forwarded(rollout.samples)
+    with torch.no_grad(), torch.random.fork_rng(devices), overridden(trainer, {"_rollout": rollout}):
+        return trainer.log_probs(trainer.model, *tokens, trainer.args.per_device_train_batch_size, **of_model)[0]
 
 
 def needs_places(model: Callable[..., Any]) -> bool:

@@ -85,10 +85,11 @@ class FirstStepCheck(TrainerCallback):
             asked = [method for method in methods if method not in by_default]
             why, way_out = self._trainer.reached.why(name)
             options = [option for method in asked or methods for option in method.options]
-            unset = f"leave {' and '.join(dict.fromkeys(options))} at TRL's defaults"
+            names = " and ".join(dict.fromkeys(options))
+            unset = f"leave {names} at TRL's defaults" if asked else f"switch off {names}"
             message = (
                 f"{why}, so this would have no effect: {'; '.join(_described(m, args) for m in asked or methods)}. "
-                f"{way_out}, or {unset if asked else 'set trim_padding=False'}."
+                f"{way_out}, or {unset}."
             )
             is_conditional = self._steps <= PATIENCE and self._trainer.reached.calls_super(name)
             if asked and not is_conditional:

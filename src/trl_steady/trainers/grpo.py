@@ -19,6 +19,7 @@ from trl_steady.reward_model.callback import RewardRefresh
 from trl_steady.reward_model.part import RewardModelPart
 from trl_steady.rewards.part import RewardsPart, StepAdvantagesPart, StepsPart
 from trl_steady.routing.part import RoutingPart
+from trl_steady.sampling.agreement import EngineCheckPart
 from trl_steady.sampling.part import SamplingPart
 from trl_steady.trainers.deprecations import ignore_trls
 from trl_steady.trainers.reporting import ReportPart, own_config
@@ -72,6 +73,7 @@ class GRPOTrainer(Steady, trl.GRPOTrainer):
         StepsPart,
         StepAdvantagesPart,
         LossPart,
+        EngineCheckPart,
         ReportPart,
     )
     CONFIG: ClassVar[type[GRPOConfig]] = GRPOConfig

@@ -16,6 +16,7 @@ from trl_steady.reference.part import ReferencePart
 from trl_steady.reward_model.part import RewardModelPart
 from trl_steady.rewards.part import RewardsPart, StepsPart
 from trl_steady.routing.part import RoutingPart
+from trl_steady.sampling.agreement import EngineCheckPart
 from trl_steady.sampling.part import SamplingPart
 from trl_steady.trainers.grpo import GRPOTrainer
 from trl_steady.trainers.reporting import ReportPart
@@ -62,6 +63,7 @@ class PPOTrainer(GRPOTrainer):
         RewardsPart,
         StepsPart,
         LossPart,
+        EngineCheckPart,
         ReportPart,
     )
     CONFIG = PPOConfig

@@ -15,6 +15,7 @@ from trl_steady.reward_model.callback import RewardRefresh
 from trl_steady.reward_model.part import RewardModelPart
 from trl_steady.rewards.part import RewardsPart
 from trl_steady.routing.part import RoutingPart
+from trl_steady.sampling.agreement import EngineCheckPart
 from trl_steady.sampling.part import SamplingPart
 from trl_steady.trainers.deprecations import ignore_trls
 from trl_steady.trainers.reporting import ReportPart, own_config
@@ -49,6 +50,7 @@ class RLOOTrainer(Steady, trl.RLOOTrainer):
         AdapterPart,
         ReferencePart,
         RewardsPart,
+        EngineCheckPart,
         ReportPart,
     )
     args: RLOOConfig

@@ -1,0 +1,98 @@
+"""The engine check as a part: it compares a rollout's log-probs of the sampler with those of the policy."""
+
+import contextlib
+import warnings
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from trl_steady.functional import kl
+from trl_steady.host.engine import keeping_log_probs
+from trl_steady.host.part import Part, Rollout
+from trl_steady.host.scoring import policy_log_probs
+
+__all__ = ["EngineCheckPart", "disagreement"]
+
+
+class EngineCheckPart(Part):
+    """Refuses an engine that serves another model than the policy, with `engine_check`.
+
+    An engine that gets an adapter alone has loaded the base itself. The part compares the first rollout of a run, and
+    the first that is generated after a resume.
+    """
+
+    def built(self) -> None:
+        """Find out if there is an engine to compare. Warn if a setting of sampling rules that out."""
+        trainer, args = self.trainer, self.trainer.args
+        self._acts = args.engine_check is not None and (trainer.use_vllm or trainer.rollout_func is not None)
+        if self._acts and args.uncorrected:
+            self._acts = False
+            self._skip(f"the log-probs of the policy are without {' and '.join(args.uncorrected)}")
+        self._is_due = self._acts
+
+    def load(self, checkpoint: Path) -> None:
+        """Compare again after a resume."""
+        self._is_due = self._acts
+
+    @contextlib.contextmanager
+    def rolling(self, rollout: Rollout) -> "Generator[None]":
+        """Keep the log-probs of the engine, for which RLOO's trainer does not ask."""
+        self._compares = self._is_due and self.trainer.model.training
+        keeps = self._compares and self.trainer.use_vllm
+        with keeping_log_probs(self.trainer.vllm_generation) if keeps else contextlib.nullcontext([]) as self._answers:
+            yield
+
+    def columns(self, rollout: Rollout) -> Mapping[str, Any]:
+        """Compare the rollout if that is due. There is no column.
+
+        Raises:
+            ValueError: Engine and policy differ by more than `engine_check`.
+        """
+        if not self._compares:
+            return {}
+        trainer, limit = self.trainer, self.trainer.args.engine_check
+        logps = rollout.samples.get("old_per_token_logps")
+        logps = policy_log_probs(trainer, rollout) if logps is None else logps
+        sums = disagreement(logps, self._sampler_logps(rollout, logps), rollout.is_sampled)
+        total, scored, sampled = trainer.accelerator.reduce(sums, "sum").tolist()
+        self._is_due = not sampled  # all answers were cut off and masked
+        if sampled and not scored:
+            self._skip("the rollout has no log-probs of the sampler")
+        elif sampled and not total / scored <= limit:  # NaN too
+            raise ValueError(
+                f"engine_check={limit}: engine and policy differ by a mean k3 of {total / scored:.3g} nats per token. "
+                "The engine has another base (another checkpoint, a quantised one, or one that an earlier run has "
+                "changed), the base without its adapter, or the adapter twice; or a rollout_func returns other "
+                "log-probs. Start the engine with the policy's base, or set vllm_adapter_sync=False to send all "
+                "weights. If you expect this difference, raise engine_check, or set it to None."
+            )
+        return {}
+
+    def _sampler_logps(self, rollout: Rollout, like: Tensor) -> Tensor:
+        column: Tensor | None = rollout.samples.get("sampling_per_token_logps")
+        found = torch.full(like.shape, torch.nan) if column is None else column
+        if column is None and len(self._answers) == 1:  # more: turns of a subclass
+            for row, answer in zip(found, self._answers[0][2], strict=True):
+                row[: len(answer)] = torch.tensor([torch.nan if own[0] is None else own[0] for own in answer])
+        return found.to(like.device)
+
+    def _skip(self, why: str) -> None:
+        if self.trainer.accelerator.is_main_process:
+            option = f"engine_check={self.trainer.args.engine_check}"
+            warnings.warn(f"{option} cannot act: {why}. Change that, or set engine_check=None.", stacklevel=2)
+
+
+def disagreement(logps: Tensor, sampler_logps: Tensor, is_sampled: Tensor) -> Tensor:
+    """Return sums (3,) of one process, which add up over processes: of k3 in nats, of its tokens, of sampled tokens.
+
+    Args:
+        logps: (B, T) log-probs under the policy.
+        sampler_logps: (B, T) log-probs under the sampler, NaN for tokens that it could not score.
+        is_sampled: (B, T) bool, True = a token of the loss.
+    """
+    scored = is_sampled & ~sampler_logps.isnan()
+    k3 = kl.k3(sampler_logps.where(scored, 0), logps.where(scored, 0))  # as in `mismatch/kl`
+    return torch.stack([k3.sum(), scored.sum(), is_sampled.sum()])
