@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import LoraConfig
+from peft import LoraConfig, get_peft_model
 from transformers import Qwen3Config
 from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
@@ -60,11 +60,16 @@ def built(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
         return vllm.LLM(**{**options, **small, "max_num_batched_tokens": 64, "max_num_seqs": 16})
 
     def trainer(
-        lora: dict[str, Any] | None = None, engine: dict[str, Any] | None = None, **options: Any
+        lora: dict[str, Any] | None = None, engine: dict[str, Any] | None = None, trained: str = "", **options: Any
     ) -> tuple[Any, dict[str, Any]]:
         monkeypatch.setattr(vllm_generation, "LLM", lambda **own: llm(**{**own, **(engine or {})}))
         config = LoraConfig(**{**LORA, **(lora or {})})
         settings = {**ENGINE, **COLOCATED, **options}
+        if trained:
+            model = get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(folder), config)
+            for name, parameter in model.named_parameters():
+                parameter.requires_grad_(parameter.requires_grad or trained in name)
+            return tiny.trainer(model, tmp_path, **settings), asked
         return tiny.trainer(folder, tmp_path, build={"peft_config": config}, **settings), asked
 
     return trainer
@@ -91,6 +96,17 @@ def test_what_vllm_does_not_serve_is_merged(
         trainer, asked = built(lora, max_steps=8)
     assert "enable_lora" not in asked
     assert max(differences(trainer)) < ROUNDING
+
+
+def test_norms_that_train_beside_the_adapter_reach_the_engine(
+    built: Callable[..., tuple[Any, dict[str, Any]]],
+) -> None:
+    with pytest.warns(UserWarning, match="because .*norm.weight of the base trains beside the adapter"):
+        trainer, _ = built(trained="layernorm", max_steps=8)
+    before = {name: own.clone() for name, own in trainer.model.named_parameters() if "layernorm" in name}
+    assert max(differences(trainer)) < ROUNDING
+    after = dict(trainer.model.named_parameters())
+    assert before and not any(torch.equal(own, after[name]) for name, own in before.items())
 
 
 def test_an_adapter_that_the_engine_refuses_is_merged(

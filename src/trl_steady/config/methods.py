@@ -74,6 +74,9 @@ _IS_ON: dict[str, Callable[[Any], bool]] = {
     "step_advantage": lambda trainer: trainer.args.step_advantage != "return_to_go" or trainer.has_step_rewards,
     "reward_funcs": attrgetter("reward_model"),
     "label_fn": attrgetter("reward_refreshes"),
+    "engine_check": lambda trainer: (
+        trainer.args.use_vllm and trainer.args.engine_check and not trainer.args.uncorrected
+    ),
     "gamma": lambda trainer: True,
     "value_lam": lambda trainer: trainer.args.value_lam is not None,
     "value_learning_rate": lambda trainer: trainer.args.value_learning_rate is not None,
@@ -154,8 +157,8 @@ METHODS = (
         "engine check: the first rollout is compared with the policy",
         "engine_check=...",
         ("rollout",),
-        is_on=lambda a: a.use_vllm and a.engine_check is not None and not a.uncorrected,
         page="vllm.md",
+        part="EngineCheckPart",
     ),
     _method(
         "critic",
