@@ -31,10 +31,8 @@ def test_one_message_of_bitsandbytes_is_dropped_and_no_other() -> None:
         assert bool(logger.filter(record)) == is_printed
 
 
-def test_a_class_loads_when_it_is_used_and_the_trainer_ignores_deprecations_of_trls() -> None:
-    loads = "from trl_steady import GRPOTrainer; import sys; print('trl' in sys.modules)"
-    known = "from warnings import filters; from trl_steady.trainers import deprecations; known = len(filters)"
-    assert run(f"{loads}; {known}; deprecations.ignore_trls(); print(len(filters) - known)").split() == ["True", "0"]
+def test_a_class_loads_when_it_is_used() -> None:
+    assert run("from trl_steady import GRPOTrainer; import sys; print('trl' in sys.modules)") == "True"
 
 
 def test_listing_and_unknown_names() -> None:

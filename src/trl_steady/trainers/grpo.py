@@ -21,12 +21,9 @@ from trl_steady.rewards.part import RewardsPart, StepAdvantagesPart, StepsPart
 from trl_steady.routing.part import RoutingPart
 from trl_steady.sampling.agreement import EngineCheckPart
 from trl_steady.sampling.part import SamplingPart
-from trl_steady.trainers.deprecations import ignore_trls
 from trl_steady.trainers.reporting import ReportPart, own_config
 
 __all__ = ["GRPOTrainer"]
-
-ignore_trls()
 
 
 class GRPOTrainer(Steady, trl.GRPOTrainer):

@@ -1,4 +1,4 @@
-"""Reports of every trainer: which methods are on, whether they act, and the results."""
+"""Reports of every trainer: which methods are on, and whether they act."""
 
 from pathlib import Path
 from typing import Any, TypeVar
@@ -8,7 +8,6 @@ from trl_steady.host.names import default_output_dir
 from trl_steady.host.part import Part
 from trl_steady.trainers.active import FirstStepCheck, acting, summary
 from trl_steady.trainers.card import add_methods
-from trl_steady.trainers.results import ResultsCallback
 
 __all__ = ["ReportPart", "own_config"]
 
@@ -35,14 +34,13 @@ def own_config(kind: type[_C], model: Any, args: Any) -> _C:
 
 
 class ReportPart(Part):
-    """Says what is on, checks that it acts, and says at the end what came out."""
+    """Says what is on, and checks that it acts."""
 
     def built(self) -> None:
         """Print which methods are on."""
         trainer = self.trainer
         self._first_step = FirstStepCheck(trainer)
         trainer.add_callback(self._first_step)
-        trainer.add_callback(ResultsCallback(trainer.accelerator.print))
         if trainer.accelerator.is_main_process:  # print alone would do so on each machine
             trainer.accelerator.print(summary(trainer), flush=True)  # transformers' logger shows warnings only
 
