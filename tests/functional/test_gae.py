@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.oracles import ppo as oracles
 from tests.tools.headroom import within
@@ -26,6 +27,14 @@ torch.set_default_dtype(torch.float64)
 from torchrl.objectives.value.functional import generalized_advantage_estimate as gae
 torch.save([gae(**row)[0] for row in torch.load(sys.argv[1])], sys.argv[2])
 """
+
+
+class Counted(TorchDispatchMode):
+    operations = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.operations += 1
+        return function(*args, **(kwargs or {}))
 
 
 class Rollout(NamedTuple):
@@ -276,3 +285,14 @@ def test_one_number_for_all_rows_is_refused_where_each_has_its_own(wrong: dict[s
     mask = torch.ones(3, 2, dtype=torch.bool)
     with pytest.raises(ValueError, match=next(iter(wrong))):
         advantages.gae(torch.ones(3, 2), torch.ones(3, 2), mask, **{"gamma": 1.0, "lam": 1.0, **wrong})
+
+
+def test_the_number_of_operations_grows_with_the_logarithm_of_the_length() -> None:
+    """A loop over tokens would start thousands of kernels on a GPU."""
+    counts = []
+    for width in (64, 4096):
+        rewards, values = torch.rand(2, 2, width).unbind()
+        with Counted() as counted:
+            advantages.gae(rewards, values, rewards > 0.1, gamma=1.0, lam=0.9)
+        counts.append(counted.operations)
+    assert counts[1] <= 2 * counts[0]  # twelve rounds instead of six

@@ -84,6 +84,20 @@ def with_other_shapes(checkpoint: Path) -> None:
     save_file({name: value[..., :2].contiguous() for name, value in load_file(file).items()}, file)
 
 
+def test_a_checkpoint_of_trl_resumes_at_the_end_of_a_window_after_a_short_step(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """An epoch is one window of three micro-batches: a step with two of them, and one with the last."""
+    window = {"steps_per_generation": 3, "gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    window |= {"build": {"train_dataset": tiny.dataset(3)}, "max_steps": 4}
+    tiny.trainer(models["dense"], tmp_path / "trl", ours=False, **window).train()
+    ours = tiny.trainer(models["dense"], tmp_path / "ours", **window)
+    ours.train(resume_from_checkpoint=str(tmp_path / "trl" / "checkpoint-2"))
+    assert ours.state.global_step == 4
+    with pytest.raises(ValueError, match="checkpoint-3 was taken inside a generation window"):
+        ours.train(resume_from_checkpoint=str(tmp_path / "trl" / "checkpoint-3"))
+
+
 MOVING = resumable.OPTIONS
 REFUSED: list[tuple[str, int, Callable[[Path], None] | None, dict[str, Any], str]] = [
     ("trl", 12, None, MOVING, r"holds no reference.safetensors: it was written by TRL alone.*begin a new run"),

@@ -18,13 +18,13 @@ TRLS = trl.GRPOTrainer._get_per_token_logps_and_entropies
 
 
 def placed() -> PlacedModel:
-    return PlacedModel(lambda *, input_ids, places: places, PLACES, WIDTH)
+    return PlacedModel(lambda *, input_ids, places: places, PLACES)
 
 
 def test_parts_get_the_indices_of_their_rows() -> None:
     model = placed()
     parts = [model(input_ids=torch.zeros(rows, WIDTH)) for rows in (2, 2, 1)]
-    model.extras()
+    model.refuse_rest()
     assert torch.equal(torch.cat(parts), PLACES)
 
 
@@ -34,7 +34,7 @@ def test_rows_left_over_are_refused(parts: tuple[int, ...]) -> None:
     for rows in parts:
         model(input_ids=torch.zeros(rows, WIDTH))
     with pytest.raises(RuntimeError, match=rf"got {sum(parts)} of the 5 rows.*keep_sampling_mask and router_replay"):
-        model.extras()
+        model.refuse_rest()
 
 
 @pytest.mark.parametrize("shape", [(3, WIDTH), (6, WIDTH), (1, WIDTH - 1)], ids=str)

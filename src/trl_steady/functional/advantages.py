@@ -53,21 +53,24 @@ def gae(
             f"expected (B, T) rewards and values like a boolean mask, got {tuple(rewards.shape)}, "
             f"{tuple(values.shape)} and a mask of shape {tuple(mask.shape)} and {mask.dtype}."
         )
-    each_lam = lam.squeeze(-1) if isinstance(lam, Tensor) else lam
-    running = values.new_zeros(len(values))
-    after = running if bootstrap is None else bootstrap.to(values.dtype)
-    for name, own in (("lam", each_lam), ("bootstrap", after)):
-        if isinstance(own, Tensor) and own.shape != running.shape:
-            expected = "(B, 1)" if name == "lam" else "(B,)"
-            raise ValueError(f"expected {name} of shape {expected} with B = {len(values)}, got {tuple(own.shape)}.")
-    advantages = torch.zeros_like(values)
-    for token in reversed(range(mask.size(1))):
-        here, value = mask[:, token], values[:, token]
-        delta = rewards[:, token] + gamma * after - value
-        running = (delta + gamma * each_lam * running).where(here, running)
-        after = value.where(here, after)
-        advantages[:, token] = running.where(here, 0)
-    return advantages
+    count, width = mask.shape
+    end = values.new_zeros(count) if bootstrap is None else bootstrap.to(values.dtype)
+    for name, given, expected in (("lam", lam, "(B, 1)"), ("bootstrap", end, "(B,)")):
+        if isinstance(given, Tensor) and given.shape != ((count, 1) if name == "lam" else (count,)):
+            raise ValueError(f"expected {name} of shape {expected} with B = {count}, got {tuple(given.shape)}.")
+    token = torch.arange(width, device=mask.device).expand_as(mask).where(mask, width)
+    following = torch.cat([token[:, 1:], token.new_full((count, 1), width)], dim=1).flip(1).cummin(1).values.flip(1)
+    after = torch.cat([values.where(mask, 0), end.unsqueeze(1)], dim=1).gather(1, following)
+    advantages = (rewards + gamma * after - values).where(mask, 0)
+    decay = torch.where(mask, gamma * lam, values.new_ones(()))
+    # doubling: after a round with `step`, each entry has the terms of the next 2 * step tokens
+    step = 1
+    while step < width:
+        later = torch.nn.functional.pad(advantages[:, step:], (0, step))
+        advantages = advantages + decay * later
+        decay = decay * torch.nn.functional.pad(decay[:, step:], (0, step))
+        step *= 2
+    return advantages.where(mask, 0)
 
 
 def process(rewards: Tensor, *, group_size: int, scale: str) -> Tensor:

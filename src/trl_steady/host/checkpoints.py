@@ -5,7 +5,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -152,7 +152,7 @@ class Checkpoints:
         trainer = self._trainer
         interval, file = generation_interval(trainer), checkpoint / self._window_file()
         if not file.is_file():
-            if trainer.state.global_step * trainer.args.gradient_accumulation_steps % interval:
+            if self._micro_batches_of_epoch() % interval:
                 raise ValueError(
                     f"{checkpoint} was taken inside a generation window and has no {file.name}, so it cannot be "
                     "resumed exactly: it was written by TRL, by fewer processes, or with save_only_model=True. Resume "
@@ -173,6 +173,14 @@ class Checkpoints:
                 for column, cells in values.items():
                     trainer._logs[name][column].extend(cells)
         return window["pool"]
+
+    def _micro_batches_of_epoch(self) -> int:
+        """Return the number of micro-batches since the epoch began. The last step of an epoch may have fewer."""
+        steps, args, sampler = self._trainer.state.global_step, self._trainer.args, cast(Any, self.sampler)
+        if sampler is not None:
+            samples = args.per_device_train_batch_size * args.steps_per_generation * args.world_size
+            steps %= -(-(len(sampler) // samples) // args.gradient_accumulation_steps)
+        return steps * args.gradient_accumulation_steps
 
     def _tables(self) -> str:
         """Return the table of completions of the rollouts in use as JSON; an empty one if it contains images."""

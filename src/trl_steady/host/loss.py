@@ -54,16 +54,9 @@ class MicroBatch:
     """(B, T) log-probs under the reference, if `beta` is not 0."""
     sampler_weights: Tensor | None = None
     """(B, 1) or (B, T) weights, old policy / sampler, of TRL's engine correction."""
-    extras: Mapping[str, Tensor] = field(default_factory=dict)
-    """Name -> (B, T) further values that a part's model has returned, with gradient."""
 
     @classmethod
-    def of(
-        cls,
-        inputs: Mapping[str, Any],
-        scores: tuple[Tensor, Tensor, Tensor | None],
-        extras: Mapping[str, Tensor],
-    ) -> "MicroBatch":
+    def of(cls, inputs: Mapping[str, Any], scores: tuple[Tensor, Tensor, Tensor | None]) -> "MicroBatch":
         """Return TRL's inputs of a micro-batch with the policy's log-probs, entropies and load-balancing loss."""
         logps, entropies, aux_loss = scores
         old_logps = inputs.get("old_per_token_logps")
@@ -77,7 +70,6 @@ class MicroBatch:
             sampler_logps=inputs.get("sampling_per_token_logps"),
             ref_logps=inputs.get("ref_per_token_logps"),
             sampler_weights=inputs.get("importance_sampling_ratio"),
-            extras=extras,
         )
 
     def without_garbage(self) -> "MicroBatch":

@@ -88,8 +88,6 @@ class ScoringPass:
     """The columns of the micro-batch; empty in a rollout."""
     until_backward: ExitStack | None
     """Contexts that must last until backward has ended; None outside a training step."""
-    extras: dict[str, Tensor] = field(default_factory=dict)
-    """Name -> (B, T) further values of the tokens, from the `extras` of the model's outputs."""
 
     @classmethod
     def of_values(
@@ -188,8 +186,7 @@ class Part:
     def scoring(self, scoring: ScoringPass, model: Callable[..., Any]) -> AbstractContextManager[Callable[..., Any]]:
         """Return a context for a scoring pass, which gives the model to call: `model`, or a proxy of it.
 
-        A proxy also gets `places`, the index of each token in the flattened `input_ids`, and passes them on. Its
-        outputs may have `extras`, a dict of (b, l - 1) tensors beside `log_probs`.
+        A proxy also gets `places`, the index of each token in the flattened `input_ids`, and passes them on.
         """
         return contextlib.nullcontext(model)
 

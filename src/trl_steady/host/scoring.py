@@ -32,12 +32,10 @@ class PlacedModel:
     Args:
         model: The model to call, with `places` (b, l) beside `input_ids` (b, l): indices in the flattened batch.
         places: (B, L) of the whole batch.
-        width: T, the number of columns of completions.
     """
 
-    def __init__(self, model: Callable[..., Any], places: Tensor, width: int) -> None:
-        self._model, self._places, self._width, self._passed = model, places, width, 0
-        self._extras: list[dict[str, Tensor]] = []
+    def __init__(self, model: Callable[..., Any], places: Tensor) -> None:
+        self._model, self._places, self._passed = model, places, 0
 
     def __call__(self, *, input_ids: Tensor, **others: Any) -> Any:
         """Return the model's outputs for the next rows.
@@ -52,26 +50,16 @@ class PlacedModel:
                 f"{len(self._places)} rows of a batch of width {self._places.size(1)}. {_ORDER}"
             )
         self._passed += len(input_ids)
-        outputs = self._model(input_ids=input_ids, places=own, **others)
-        self._extras.append({name: of[:, -self._width :] for name, of in getattr(outputs, "extras", {}).items()})
-        return outputs
+        return self._model(input_ids=input_ids, places=own, **others)
 
-    def extras(self) -> dict[str, Tensor]:
-        """Return the further values (B, T) of the model's outputs. Call this after the last part.
-
-        Raises:
-            RuntimeError: rows are left over.
-        """
+    def refuse_rest(self) -> None:
+        """Raise a RuntimeError if rows are left over. Call this after the last part."""
         if self._passed != len(self._places):
             raise RuntimeError(f"the model got {self._passed} of the {len(self._places)} rows of a batch. {_ORDER}")
-        return {name: torch.cat([part[name] for part in self._extras]) for name in self._extras[0]}
 
 
 def scored(scoring: ScoringPass, parts: Sequence[Part], own: Callable[..., Any]) -> Scores:
-    """Run a scoring pass with `own`, TRL's method, on the models of the parts and in their batches.
-
-    This sets the `extras` of the pass.
-    """
+    """Run a scoring pass with `own`, TRL's method, on the models of the parts and in their batches."""
     ids, mask = scoring.input_ids, scoring.attention_mask
     asked = {"compute_entropy": scoring.with_entropy, "compute_aux_loss": scoring.with_aux_loss, **scoring.of_samples}
     trls = functools.partial(own, logits_to_keep=scoring.width, **asked)
@@ -87,19 +75,18 @@ def scored(scoring: ScoringPass, parts: Sequence[Part], own: Callable[..., Any])
             return trls(scoring.model, ids, mask, batch_size=scoring.batch_size)
         places = torch.arange(ids.numel(), device=ids.device).view_as(ids)
 
-        def score(rows: Any, batch_size: int | None = None) -> tuple[Scores, dict[str, Tensor]]:
-            placed = PlacedModel(model, places[rows], scoring.width) if needs_places(model) else None
+        def score(rows: Any, batch_size: int | None = None) -> Scores:
+            placed = PlacedModel(model, places[rows]) if needs_places(model) else None
             scores = trls(placed or model, ids[rows], mask[rows], batch_size=batch_size)
-            return scores, {} if placed is None else placed.extras()
+            if placed is not None:
+                placed.refuse_rest()
+            return scores
 
         batches = [rows for part in parts for rows in part.batches(scoring)]
         if not batches:
-            scores, scoring.extras = score(slice(None), scoring.batch_size)
-            return scores
-        each, extras = zip(*map(score, batches), strict=True)
+            return score(slice(None), scoring.batch_size)
+        logps, entropies, _ = zip(*map(score, batches), strict=True)
         back = torch.cat(batches).argsort()
-        scoring.extras = {name: torch.cat([of[name] for of in extras])[back] for name in extras[0]}
-        logps, entropies, _ = zip(*each, strict=True)
         return torch.cat(logps)[back], torch.cat(entropies)[back] if scoring.with_entropy else None, None
 
 

@@ -51,7 +51,6 @@ class Steady(_Trls):
     loss_is_token_sum: Any = False  # True if it is a sum over the tokens of a step, divided by a known number
     _rollout: Rollout | None = None
     _samples: Mapping[str, Any] = MappingProxyType({})  # the micro-batch whose loss is computed
-    _extras: dict[str, Tensor] | None = None  # of the policy; nobody reads them outside `score`
     _until_backward: ExitStack | None = None
 
     def __init__(self, model: Any, reward_funcs: Any, args: Any, *positional: Any, **keywords: Any) -> None:
@@ -142,10 +141,7 @@ class Steady(_Trls):
         here = self._rollout, self._samples, self._until_backward
         role = role_of(self, model, in_rollout=self._rollout is not None)
         scoring = ScoringPass(role, model, input_ids, attention_mask, *asked, *here)
-        scores = scored(scoring, self.parts, super()._get_per_token_logps_and_entropies)
-        if self._extras is not None and scoring.role == "policy":
-            self._extras.update(scoring.extras)
-        return scores
+        return scored(scoring, self.parts, super()._get_per_token_logps_and_entropies)
 
     def values(
         self, critic: Scorer, samples: Mapping[str, Any], rollout: Rollout | None = None, batch_size: int | None = None
@@ -205,11 +201,9 @@ class Steady(_Trls):
 
     def score(self, model: torch.nn.Module, inputs: dict[str, Any]) -> loss.MicroBatch:
         """Run one forward of the policy on a micro-batch with TRL's own method."""
-        extras: dict[str, Tensor] = {}
         of_model, asked = loss.forwarded(inputs), {"compute_entropy": True, "compute_aux_loss": self.aux_loss_enabled}
-        with overridden(self, {"_extras": extras}):
-            scores: Any = self._get_per_token_logps_and_entropies(model, *loss.scored(inputs), **asked, **of_model)
-        return loss.MicroBatch.of(inputs, scores, extras)
+        scores: Any = self._get_per_token_logps_and_entropies(model, *loss.scored(inputs), **asked, **of_model)
+        return loss.MicroBatch.of(inputs, scores)
 
     # 4. Log, save and resume.
 

@@ -40,9 +40,6 @@ _ACTS_WITH = {
 _OFF = ("min_p", "bf16", "fp16", "disable_dropout")
 """Options for which None is the same as 0 or False."""
 
-# values of settings that an older version left out of a checkpoint when they were unset
-_UNSET = {"keep_sampling_mask": False, "router_replay": None}
-
 
 def window_settings(trainer: Any) -> dict[str, Any]:
     """Return the settings that must be the same for a run to continue a rollout, as plain JSON."""
@@ -84,11 +81,7 @@ def _plain(value: Any) -> Any:
 
 
 def different(there: Mapping[str, Any], here: Mapping[str, Any]) -> list[str]:
-    """Return the settings that both runs have and whose values differ.
-
-    A checkpoint of an older version has fewer settings; missing ones are not compared.
-    """
-    there = {**_UNSET, **there}
+    """Return the settings that both runs have and whose values differ."""
     is_in_reward = "normalize_advantages" in here  # an option of RLOO, whose KL is part of the reward
 
     def value(name: str, own: Any) -> Any:
@@ -105,8 +98,7 @@ def refuse_other_settings(checkpoint: Path, there: Mapping[str, Any], here: Mapp
     Raises:
         ValueError: The message names each option with both values.
     """
-    before = {**_UNSET, **there}
-    lines = [f"{name}={before[name]!r}; this run has {name}={here[name]!r}" for name in different(there, here)]
+    lines = [f"{name}={there[name]!r}; this run has {name}={here[name]!r}" for name in different(there, here)]
     if not lines:
         return
     began = f" {lines[0]}. " if len(lines) == 1 else "".join(f"\n  {line}" for line in lines) + "\n"

@@ -124,10 +124,9 @@ class UnpaddedModel:
 
 
 def _mapped(outputs: Any, change: Callable[[Tensor], Tensor]) -> SimpleNamespace:
-    """Return outputs of a model with changed values of tokens, also those that a proxy has added as `extras`."""
+    """Return outputs of a model with changed values of tokens."""
     return SimpleNamespace(
         log_probs=None if outputs.log_probs is None else change(outputs.log_probs),
         entropy=None if outputs.entropy is None else change(outputs.entropy),
         aux_loss=outputs.aux_loss,
-        extras={name: change(values) for name, values in getattr(outputs, "extras", {}).items()},
     )
