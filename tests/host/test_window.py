@@ -21,6 +21,7 @@ ENGINES_AND_MEMORY = (
     *("vllm_model_impl", "vllm_enable_sleep_mode", "vllm_gpu_memory_utilization", "vllm_tensor_parallel_size"),
     *("vllm_server_base_url", "vllm_server_host", "vllm_server_port", "vllm_server_timeout", "vllm_group_port"),
     *("pad_to_multiple_of", "trim_padding", "token_budget"),  # rounding only
+    "engine_check",
 )
 DATA_AND_MODEL = ("model_init_kwargs", "trust_remote_code", "shuffle_dataset", "num_generations_eval")
 READ_IN_EVERY_UPDATE = (
@@ -255,7 +256,6 @@ def of_an_older_version(checkpoint: Path) -> None:
         ({}, None),
         ({"temperature": 0.7}, None),  # which was not written down
         ({"num_iterations": 4}, r"num_iterations=2; this run has num_iterations=4\."),
-        ({"keep_sampling_mask": True, "top_p": 0.9}, r"keep_sampling_mask=False; this run has .*=True\."),
     ],
 )
 def test_a_checkpoint_of_an_older_version_is_compared_in_what_it_has(
