@@ -48,10 +48,10 @@ class ReferencePart(Part):
                     f"the model has an adapter named {REFERENCE!r}, a name reserved for the reference. Delete it with "
                     f"model.delete_adapter({REFERENCE!r}), or load it under another name."
                 )
-        elif args.has_reference and isinstance(model, PeftModel) and config is None:
+        elif args.has_reference and isinstance(model, PeftModel) and list(model.active_adapters) != [POLICY]:
             raise ValueError(
-                f"the adapters of the policy are {[*model.peft_config]}, and TRL makes its reference from one named "
-                f"{POLICY!r}. Load the adapter under that name, or train without a KL."
+                f"the active adapters of the policy are {list(model.active_adapters)}, and TRL makes its reference "
+                f"from one named {POLICY!r}. Load one adapter under that name, or train without a KL."
             )
         self._path = Path(model if isinstance(model, str | Path) else getattr(model, "name_or_path", ""))
         # TRL's constructor adds another adapter of this configuration
