@@ -70,6 +70,10 @@ class ReferencePart(Part):
                 stacklevel=2,
             )
         model = trainer.model
+        if args.has_reference and isinstance(model, PeftModel) and REFERENCE in model.peft_config:
+            for name, own in model.named_parameters():  # TRL copies names with ".default." in the middle only
+                if name.endswith(f".{POLICY}"):
+                    model.get_parameter(f"{name.removesuffix(POLICY)}{REFERENCE}").data.copy_(own.data)
         is_missing = args.has_reference and isinstance(model, PeftModel) and REFERENCE not in model.peft_config
         if is_missing and Base(model).start is not None:  # without its adapter, it is not the model that was given
             add_reference_adapter(model)
