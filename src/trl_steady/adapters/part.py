@@ -157,9 +157,8 @@ class AdapterPart(Part):
             why_not = "would not return with load_best_model_at_end=True. Set save_only_model=False"
         else:
             warnings.warn(
-                f"{what} not save them: the trainer writes them to {BASE_FILE} beside the adapter. A reference, "
-                "critic or reward model on this base changes with them. List their modules in modules_to_save of "
-                "peft_config to avoid both.",
+                f"{what} not save them: the trainer writes them to {BASE_FILE} beside the adapter. A reference on "
+                "this base changes with them. List their modules in modules_to_save of peft_config to avoid both.",
                 UserWarning,
                 stacklevel=2,
             )
