@@ -178,7 +178,13 @@ class AdapterPart(Part):
             pass
 
     def loading(self, checkpoint: Path) -> AbstractContextManager[None]:
-        """Refuse a checkpoint of a run that trained other parameters of the base."""
+        """Refuse a checkpoint of a run that trained other parameters of the base, or of several active adapters."""
+        model: Any = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        if isinstance(model, PeftModel) and len(model.active_adapters) > 1:
+            raise ValueError(
+                f"the active adapters of the policy are {model.active_adapters}, and transformers loads the first "
+                f"only. Merge the others into the base before you train, or begin a new run from {checkpoint}."
+            )
         unsaved, there = self._unsaved(), load_file(file) if (file := checkpoint / BASE_FILE).is_file() else {}
         if other := unsaved.keys() ^ there.keys():
             raise ValueError(
