@@ -144,6 +144,34 @@ def test_no_gradient_of_a_critic_reaches_the_base(
     assert all(own.requires_grad for own in Base(trainer.model).trained.values()) and of_base(trainer)
 
 
+@pytest.mark.parametrize("use", ["value", "reward"])
+def test_a_critic_or_reward_model_that_changes_with_the_base_warns(
+    models: dict[str, Path], tmp_path: Path, use: str
+) -> None:
+    build: dict[str, Any] = {"peft_config": LoraConfig(**PLAIN, bias="lora_only")}
+    options = {**PPO, "kl_coef": 0.0} if use == "value" else {}
+    if use == "reward":
+        build["reward_funcs"] = RewardAdapter()
+    with pytest.warns(UserWarning, match=rf"4 parameters of the base train .*'{use}' says of a text changes .*bias="):
+        tiny.trainer(models["dense"], tmp_path, build=build, **options)
+
+
+def test_a_resume_of_two_active_adapters_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    """transformers would load the first, and leave the other switched off."""
+
+    def trainer(folder: Path) -> Any:
+        model = policy(models["dense"])
+        model.add_adapter("second", LoraConfig(**PLAIN))
+        model.base_model.set_adapter(["default", "second"])
+        return tiny.trainer(model, folder, max_steps=4, save_strategy="steps", save_steps=2)
+
+    trainer(tmp_path).train()
+    with pytest.raises(
+        ValueError, match=r"active adapters .*'second'\], and transformers loads the first .*checkpoint"
+    ):
+        trainer(tmp_path / "again").train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
 # starts that change the base
 
 

@@ -157,9 +157,8 @@ class AdapterPart(Part):
             why_not = "would not return with load_best_model_at_end=True. Set save_only_model=False"
         else:
             warnings.warn(
-                f"{what} not save them: the trainer writes them to {BASE_FILE} beside the adapter. A reference, "
-                "critic or reward model on this base changes with them. List their modules in modules_to_save of "
-                "peft_config to avoid both.",
+                f"{what} not save them: the trainer writes them to {BASE_FILE} beside the adapter. A reference on "
+                "this base changes with them. List their modules in modules_to_save of peft_config to avoid both.",
                 UserWarning,
                 stacklevel=2,
             )
@@ -179,7 +178,13 @@ class AdapterPart(Part):
             pass
 
     def loading(self, checkpoint: Path) -> AbstractContextManager[None]:
-        """Refuse a checkpoint of a run that trained other parameters of the base."""
+        """Refuse a checkpoint of a run that trained other parameters of the base, or of several active adapters."""
+        model: Any = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        if isinstance(model, PeftModel) and len(model.active_adapters) > 1:
+            raise ValueError(
+                f"the active adapters of the policy are {model.active_adapters}, and transformers loads the first "
+                f"only. Merge the others into the base before you train, or begin a new run from {checkpoint}."
+            )
         unsaved, there = self._unsaved(), load_file(file) if (file := checkpoint / BASE_FILE).is_file() else {}
         if other := unsaved.keys() ^ there.keys():
             raise ValueError(

@@ -272,6 +272,14 @@ def add_value_adapter(model: PeftModel, peft_config: Any, name: str = VALUE_ADAP
             "PEFT does not combine others. Train the policy with a LoraConfig, or as a whole (no peft_config)."
         )
     _refuse_other_start(base, config, f"the configuration of the adapter {name!r}")
+    if trained := base.trained:
+        warnings.warn(
+            f"{len(trained)} parameters of the base train with the policy, for example {min(trained)}. What the "
+            f"adapter {name!r} says of a text changes with them. Set bias='none' in peft_config, and list modules "
+            "that should train in modules_to_save.",
+            UserWarning,
+            stacklevel=2,
+        )
     # whole copies, which a value needs least, and biases, which PEFT trains in the base
     config.modules_to_save, config.trainable_token_indices, config.bias = None, None, "none"
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []

@@ -48,10 +48,10 @@ class ReferencePart(Part):
                     f"the model has an adapter named {REFERENCE!r}, a name reserved for the reference. Delete it with "
                     f"model.delete_adapter({REFERENCE!r}), or load it under another name."
                 )
-        elif args.has_reference and isinstance(model, PeftModel) and config is None:
+        elif args.has_reference and isinstance(model, PeftModel) and list(model.active_adapters) != [POLICY]:
             raise ValueError(
-                f"the adapters of the policy are {[*model.peft_config]}, and TRL makes its reference from one named "
-                f"{POLICY!r}. Load the adapter under that name, or train without a KL."
+                f"the active adapters of the policy are {list(model.active_adapters)}, and TRL makes its reference "
+                f"from one named {POLICY!r}. Load one adapter under that name, or train without a KL."
             )
         self._path = Path(model if isinstance(model, str | Path) else getattr(model, "name_or_path", ""))
         # TRL's constructor adds another adapter of this configuration
@@ -70,6 +70,10 @@ class ReferencePart(Part):
                 stacklevel=2,
             )
         model = trainer.model
+        if args.has_reference and isinstance(model, PeftModel) and REFERENCE in model.peft_config:
+            for name, own in model.named_parameters():  # TRL copies names with ".default." in the middle only
+                if name.endswith(f".{POLICY}"):
+                    model.get_parameter(f"{name.removesuffix(POLICY)}{REFERENCE}").data.copy_(own.data)
         is_missing = args.has_reference and isinstance(model, PeftModel) and REFERENCE not in model.peft_config
         if is_missing and Base(model).start is not None:  # without its adapter, it is not the model that was given
             add_reference_adapter(model)
