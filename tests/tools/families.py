@@ -7,7 +7,11 @@ from typing import Any
 import torch
 import transformers
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 __all__ = ["UNBUILT", "VOCABULARY", "build", "config", "names"]
 
@@ -70,7 +74,7 @@ _SIZES: dict[str, Any] = {
     **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
     **dict.fromkeys(("index_head_dim", "indexer_head_dim"), 8),
     **dict.fromkeys(("index_n_heads", "indexer_n_heads"), 2),
-    **dict.fromkeys(("index_topk",), 5),
+    **dict.fromkeys(("index_topk",), 26),
     # recurrent
     **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size"), 8),
     **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8),
@@ -90,7 +94,6 @@ _SIZES: dict[str, Any] = {
 
 _EXTRAS: dict[str, dict[str, Any]] = {
     "bamba": {"attn_layer_indices": [1]},
-    "axk2": {"index_n_heads": 32},
     "blt": {
         **{
             f"{part}_config": {
@@ -119,9 +122,7 @@ _EXTRAS: dict[str, dict[str, Any]] = {
         "ffn_config": {"ffn_hidden_size": 16, "moe_num_experts": 4, "moe_top_k": 2},
         "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
     },
-    "deepseek_v32": {"index_n_heads": 32},
     "dots3_note_text": {
-        "index_n_heads": 32,
         "head_dim": 16,
         **{f"swa_{name}": 4 for name in ("num_attention_heads", "num_key_value_heads")},
         **{f"swa_{name}": 16 for name in ("q_lora_rank", "kv_lora_rank", "head_dim")},
@@ -138,10 +139,8 @@ _EXTRAS: dict[str, dict[str, Any]] = {
     },
     "gemma4_text": {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "global_head_dim": 8},
     "gpt_neo": {"attention_types": [[["global", "local"], 1]], "num_heads": 4},
-    "glm_moe_dsa": {"index_n_heads": 32},
     "gptj": {"rotary_dim": 4},
     "granitemoehybrid": {"layer_types": ["linear_attention", "full_attention"]},
-    "hy_v4": {"index_n_heads": 32},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1},
     "kimi_linear": {"linear_head_dim": 8, "linear_num_heads": 2},
     "lfm2": {"layer_types": ["conv", "full_attention"]},
@@ -152,7 +151,7 @@ _EXTRAS: dict[str, dict[str, Any]] = {
         "layer_types": ["full_attention", "minimax_m3_sparse"],
         "index_n_heads": 2,
         "index_block_size": 2,
-        "index_topk_blocks": 2,
+        "index_topk_blocks": 13,
     },
     "minicpm3": {"dim_model_base": 32},
     "ministral3": {
@@ -215,9 +214,9 @@ def names() -> list[str]:
     return [name for name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES if name not in UNBUILT]
 
 
-def config(name: str) -> PretrainedConfig:
-    """A tiny one of a model type, with each kind of its layers in it."""
-    kind = _model_class(name).config_class
+def config(name: str, **changed: Any) -> PretrainedConfig:
+    """A tiny one of a model type, or of a text model in another, with each kind of its layers and changed fields."""
+    kind = _model_class(name).config_class if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES else CONFIG_MAPPING[name]
     known = kind().to_dict()
     fields = {field: size for field, size in _SIZES.items() if field in known}
     if "kv_lora_rank" in known:  # latent attention has no groups of heads
@@ -230,19 +229,20 @@ def config(name: str) -> PretrainedConfig:
         if len(of_layers) > 1:
             fields["num_hidden_layers"] = depth
             fields[field] = list(itertools.islice(itertools.cycle(of_layers), depth))
-    return kind(**fields | _EXTRAS.get(name, {}))
+    return kind(**fields | _EXTRAS.get(name, {}) | changed)
 
 
-def build(name: str, **options: Any) -> PreTrainedModel:
-    """The tiny random model of a model type, in float32 and ready to be evaluated; the same each time."""
+def build(name: str, *, own: PretrainedConfig | None = None, **options: Any) -> PreTrainedModel:
+    """The tiny random model of a model type or config, in float32 and ready to be evaluated; the same each time."""
     torch.manual_seed(zlib.crc32(name.encode()))
-    model = _model_class(name)._from_config(config(name), dtype=torch.float32, **options)
+    model = _model_class(name)._from_config(own or config(name), dtype=torch.float32, **options)
     _spread(model)
     return model.eval()
 
 
 def _model_class(name: str) -> type[PreTrainedModel]:
-    return getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[name])
+    known = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES | MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    return getattr(transformers, known[name])
 
 
 @torch.no_grad()

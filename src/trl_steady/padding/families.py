@@ -16,9 +16,10 @@ _ROPE_OF_THE_WIDTH = ("dynamic", "longrope")
 # Layers that divide a row into blocks, starting at its first column
 _LAYERS_OF_BLOCKS = {"compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse"}
 # Families with rotary positions whose results still depend on the padding before a sequence: queries are scaled by
-# their column (beam), norms after the rotation have weights (hunyuan), states absorb padding (recurrent_gemma), or
-# the input is grouped into patches (blt)
-_COUNTS_COLUMNS = {"beam", "blt", "hunyuan_v1_dense", "hunyuan_v1_moe", "recurrent_gemma"}
+# their column (beam, mistral_large4), norms after the rotation have weights (hunyuan), states absorb padding
+# (recurrent_gemma), or the input is grouped into patches (blt)
+_COUNTS_COLUMNS = {"beam", "blt", "mistral_large4_text", "recurrent_gemma"}
+_COUNTS_COLUMNS |= {"hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text"}
 # Families in which tokens depend on later tokens (cpmant), or on other rows (doge, as a mixture of experts)
 _SEES_EVERYTHING = {"cpmant", "doge"}
 
@@ -41,12 +42,11 @@ def traits(model: PreTrainedModel) -> Traits:
     """Return the traits of a transformers model. Pass the model without PEFT's wrapper."""
     config = model.config.get_text_config()
     limits = [
-        rope.get("original_max_position_embeddings")
-        or getattr(config, "original_max_position_embeddings", None)  # transformers 4
-        or config.max_position_embeddings
+        rope.get("original_max_position_embeddings") or config.max_position_embeddings
         for rope in _rope(config)
         if rope.get("rope_type", rope.get("type")) in _ROPE_OF_THE_WIDTH
     ]
+    limits.extend(_selections(model))
     if config.model_type in _SEES_EVERYTHING:
         limits = [0]
     counts_columns = config.model_type in _COUNTS_COLUMNS or any("llama_4_scaling_beta" in r for r in _rope(config))
@@ -86,13 +86,26 @@ def _is_known(model: PreTrainedModel) -> bool:
 
 
 def _is_rotary(model: PreTrainedModel) -> bool:
-    return any("Rotary" in type(module).__name__ for module in model.modules())
+    base: Any = model.base_model  # its vision tower may be rotary when its text model is not
+    return any("Rotary" in type(module).__name__ for module in base.get_decoder().modules())
+
+
+def _selections(model: PreTrainedModel) -> Iterator[int]:
+    """Yield the width up to which each indexer of sparse attention selects all tokens.
+
+    In wider batches, the padding can decide which tokens are selected: scores of 0 tie, and padding may have a score.
+    """
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "index_topk"):
+            yield module.index_topk * getattr(module, "compress_rate", 1)
+        elif hasattr(module, "topk_blocks"):
+            yield module.topk_blocks * module.block_size
 
 
 def _rope(config: PretrainedConfig) -> Iterator[Mapping[str, Any]]:
     """Yield the rotary parameters: one set for all layers, or one set for each kind of layer."""
-    for name in ("rope_parameters", "rope_scaling"):
-        rope = getattr(config, name, None)
-        if isinstance(rope, Mapping):
-            yield rope
-            yield from (each for each in rope.values() if isinstance(each, Mapping))
+    rope = getattr(config, "rope_parameters", None)
+    if isinstance(rope, Mapping):
+        yield rope
+        yield from (each for each in rope.values() if isinstance(each, Mapping))

@@ -66,7 +66,7 @@ class UnpaddedModel:
         if width > self._traits.width_limit > 0:
             warnings.warn(
                 f"batches wider than {self._traits.width_limit} tokens keep their padding, because the model's rotary "
-                "frequencies then depend on the width of the batch.",
+                "frequencies or sparse attention then depend on the width of the batch.",
                 UserWarning,
                 stacklevel=2,
             )
