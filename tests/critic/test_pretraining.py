@@ -6,14 +6,19 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
+from peft import LoraConfig
 from torch import Tensor
-from transformers import TrainerCallback
+from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig, MptConfig, TrainerCallback
 
 from tests.tools import tiny
 from tests.tools.critics import Twin, build, policy_parameters, same, snapshot
 from tests.tools.headroom import within
 
 TEXTS = ["a", "some words", "", "the longest of all these texts, by far", "1 + 1 = 2"]
+SMALL = {
+    **{name: tiny.SIZES[name] for name in ("vocab_size", "eos_token_id", "pad_token_id", "hidden_size")},
+    **{"num_hidden_layers": 2, "num_attention_heads": 2},
+}
 TEXT = Dataset.from_dict({"text": TEXTS})
 MESSAGES = Dataset.from_dict(
     {"messages": [[{"role": "user", "content": f"{text}?"}, {"role": "assistant", "content": text}] for text in TEXTS]}
@@ -34,7 +39,7 @@ def examples_of(trainer: Any) -> list[list[list[int]]]:
 
 
 def step_gradients(trainer: Any) -> dict[str, Tensor]:
-    """Those of the policy in the only optimizer step of a run."""
+    """Those of the policy in the last optimizer step of a run."""
     found: dict[str, Tensor] = {}
 
     class Watch(TrainerCallback):
@@ -55,11 +60,15 @@ def language_model_loss(twin: Twin, examples: list[list[int]]) -> Tensor:
     return torch.cat(losses).mean()
 
 
+# three micro-batches an epoch, in steps of two and one
+SHORT = {"lora": True, "steps_per_generation": 3, "max_steps": 2, "learning_rate": 0.0}
 CASES: dict[str, dict[str, Any]] = {
     "lora": {"lora": True},
     "lora, not recomputed": {"lora": True, "gradient_checkpointing": False, "loss_type": "grpo"},
     "lora, budget": {"lora": True, "token_budget": 20, "share_prompts": True},
     "full": {},
+    "last window of an epoch": SHORT,
+    "last window of an epoch, budget": {**SHORT, "token_budget": 20},
     "messages": {"lora": True},
     "moe": {"lora": True},
 }
@@ -67,7 +76,10 @@ CASES: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_its_gradient_is_added_to_the_policys(models: dict[str, Path], tmp_path: Path, case: str) -> None:
-    """Two micro-batches of four examples. Each of their tokens counts the same, in whatever batch it is."""
+    """Two micro-batches of four examples. Each of their tokens counts the same, in whatever batch it is.
+
+    The last window of an epoch has one micro-batch.
+    """
     options = {"gradient_accumulation_steps": 2, "max_steps": 1, "max_grad_norm": 0.0, **CASES[case]}
     model = models["moe" if case == "moe" else "dense"]
     exact = case != "moe"  # torch groups no products in float64 on CPU
@@ -76,12 +88,17 @@ def test_its_gradient_is_added_to_the_policys(models: dict[str, Path], tmp_path:
         reader = tiny.tokenizer()
         reader.chat_template = "{% for turn in messages %}{{ turn.content }}{{ eos_token }}{% endfor %}"
         texts = {"ptx_dataset": MESSAGES if case == "messages" else TEXT} if coef else {}
-        built = {"processing_class": reader, **texts}
+        built = {
+            "processing_class": reader,
+            "train_dataset": tiny.dataset(4 * options.get("steps_per_generation", 4)),
+            **texts,
+        }
         trainer = build(model, tmp_path, exact=exact, known=True, ptx_coef=coef, build=built, **options)
         twin, seen = Twin(trainer), examples_of(trainer)
         runs.append(step_gradients(trainer))
-    examples = [ids for batch in seen for ids in batch]
-    assert len(examples) == 8 and len({sum(map(len, batch)) for batch in seen}) > 1
+    last = options["max_steps"] - 1
+    examples = [ids for batch in seen for ids in batch][8 * last :]
+    assert len(examples) == (4 if last else 8) and len({sum(map(len, batch)) for batch in seen}) > 1
     loss = language_model_loss(twin, examples)
     own = {n: p for n, p in twin.whole.named_parameters() if n in runs[0]}
     expected = dict(zip(own, torch.autograd.grad(loss, [*own.values()]), strict=True))
@@ -89,7 +106,7 @@ def test_its_gradient_is_added_to_the_policys(models: dict[str, Path], tmp_path:
     for name, gradient in expected.items():
         error = (runs[1][name] - runs[0][name] - 0.7 * gradient).norm() / size
         assert within(error.item(), 2e-5), name  # of norms in float32
-    assert tiny.history(trainer)[0]["ptx_loss"] == pytest.approx(loss.item(), rel=1e-5)
+    assert tiny.history(trainer)[last]["ptx_loss"] == pytest.approx(loss.item(), rel=1e-5)
 
 
 def test_examples_are_whole_texts_and_a_pass_over_them_is_a_permutation(
@@ -109,6 +126,22 @@ def test_examples_are_whole_texts_and_a_pass_over_them_is_a_permutation(
     assert len(passes) == 8 and max(map(len, order)) == 30
     assert all({*own} == whole for own in passes)
     assert len({*map(tuple, passes)}) > 4
+
+
+@pytest.mark.parametrize(
+    ("config", "target", "length"),
+    [(BloomConfig, "query_key_value", 39), (MptConfig, "Wqkv", 30), (MambaConfig, "in_proj", 39)],
+)
+def test_a_text_is_whole_without_a_limit_of_positions(tmp_path: Path, config: Any, target: str, length: int) -> None:
+    """The longest text has 38 bytes and an end. MPT's limit is `max_seq_len`; the others have none."""
+    whole = config(**{"max_seq_len": 30} if config is MptConfig else {}, **SMALL)
+    AutoModelForCausalLM.from_config(whole).save_pretrained(tmp_path)
+    adapter = LoraConfig(r=2, target_modules=[target])
+    built = {"ptx_dataset": TEXT, "peft_config": adapter, "processing_class": tiny.tokenizer()}
+    trainer = build(tmp_path, tmp_path, known=True, ptx_coef=1.0, max_steps=2, trim_padding=False, build=built)
+    seen = examples_of(trainer)
+    trainer.train()
+    assert max(len(ids) for batch in seen for ids in batch) == length
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])

@@ -60,8 +60,10 @@ class PretrainingPart(Part):
     def begin_step(self) -> None:
         """Draw the examples of an optimizer step."""
         trainer, args = self.trainer, self.trainer.args
-        count = args.per_device_train_batch_size * args.gradient_accumulation_steps
-        first = (trainer.state.global_step * args.world_size + trainer.accelerator.process_index) * count
+        before = trainer.state.global_step * args.world_size + trainer.accelerator.process_index
+        first = before * args.per_device_train_batch_size * args.gradient_accumulation_steps
+        # the last window of an epoch can be shorter than gradient_accumulation_steps
+        count = args.per_device_train_batch_size * trainer.current_gradient_accumulation_steps
         dataset = trainer.ptx_dataset
         self._of_step = []
         for position in range(first, first + count):
@@ -75,7 +77,8 @@ class PretrainingPart(Part):
 
     def _ids(self, example: Mapping[str, Any]) -> list[int]:
         tokenizer: Any = models.text_tokenizer(self.trainer)
-        limit = models.bare(self.trainer, self.trainer.model).config.get_text_config().max_position_embeddings
+        config = models.bare(self.trainer, self.trainer.model).config.get_text_config()
+        limit = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
         if example.get("messages") is not None:
             ids = tokenizer.apply_chat_template(example["messages"], tokenize=True, return_dict=False)
         else:
