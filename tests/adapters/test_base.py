@@ -1,7 +1,9 @@
 """A policy's base that is not its checkpoint: its start has changed it, parts of it train, or it has towers."""
 
 import contextlib
+import copy
 import json
+import warnings
 from pathlib import Path
 from typing import Any
 
@@ -112,10 +114,10 @@ def test_parameters_of_the_base_return_from_a_checkpoint(models: dict[str, Path]
     assert critics.same(tiny.parameters(first), tiny.parameters(again))
     assert all(not torch.equal(own, before[name]) for name, own in of_base(again).items())
     frozen = tiny.trainer(policy(models["dense"]), tmp_path / "frozen", **options)
-    with pytest.raises(ValueError, match=r"has 5 trained parameters of the base .*and this run trains 0"):
+    with pytest.raises(ValueError, match=r"has 5 parameters of the base that train .*and this run has 0"):
         frozen.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     (tmp_path / "checkpoint-4" / BASE_FILE).unlink()
-    with pytest.raises(ValueError, match=r"has 0 trained parameters .*this run trains 5"):
+    with pytest.raises(ValueError, match=r"has 0 parameters .*this run has 5"):
         again.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
 
 
@@ -170,6 +172,40 @@ def test_a_resume_of_two_active_adapters_is_refused(models: dict[str, Path], tmp
         ValueError, match=r"active adapters .*'second'\], and transformers loads the first .*checkpoint"
     ):
         trainer(tmp_path / "again").train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+
+
+def test_biases_that_peft_leaves_out_return_from_a_checkpoint(models: dict[str, Path], tmp_path: Path) -> None:
+    """With `lora_only`, PEFT saves the biases of LoRA's own modules."""
+    lora = {"target_modules": ["c_attn"], "bias": "lora_only", "fan_in_fan_out": True}
+    options: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
+    first, again = (
+        tiny.trainer(policy(models["gpt2"], "ln_", **lora), tmp_path / name, **options) for name in ("first", "again")
+    )
+    first.train()
+    again.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-2"))
+    assert critics.same(tiny.parameters(first), tiny.parameters(again))
+    unsaved = Base(first.model).unsaved
+    assert unsaved.keys() < of_base(first).keys() and any(name.endswith("bias") for name in unsaved)
+
+
+def test_a_tied_embedding_that_trains_is_saved_once(models: dict[str, Path], tmp_path: Path) -> None:
+    model = policy(models["gpt2"], "wte", target_modules=["c_attn"], fan_in_fan_out=True)
+    trainer = tiny.trainer(model, tmp_path, max_steps=2, save_strategy="steps", save_steps=2)
+    trainer.train()
+    assert [*load_file(tmp_path / "checkpoint-2" / BASE_FILE)] == [*Base(model).trained] == ["transformer.wte.weight"]
+
+
+def test_checkpoints_without_what_the_trainer_adds_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"5 parameters .* nor does save_only_model=True\. Set it to False"):
+        tiny.trainer(policy(models["dense"], "norm"), tmp_path, save_only_model=True)
+
+
+@pytest.mark.parametrize("beta", [0.0, 0.1])
+def test_a_reference_on_trained_biases_is_said_to_move(models: dict[str, Path], tmp_path: Path, beta: float) -> None:
+    config = LoraConfig(**PLAIN, bias="all")
+    with pytest.warns(UserWarning, match="6 parameters of the base train") as said:
+        tiny.trainer(models["dense"], tmp_path, build={"peft_config": config}, beta=beta)
+    assert any("A reference on this base changes" in str(each.message) for each in said) == bool(beta)
 
 
 # starts that change the base
@@ -238,6 +274,49 @@ def test_a_reward_model_of_the_checkpoint_does_not_score_on_a_changed_base(
         tiny.trainer(models["dense"], tmp_path, build=build)
 
 
+@pytest.mark.parametrize(
+    "before, after, message",
+    [
+        ("pissa", True, "has 4 parameters of the base that were changed"),
+        (True, "pissa", "has 0 parameters of the base that were changed"),
+        ("pissa_niter_1", "pissa_niter_1", "PEFT has made another base .*Its start is random. Set a seed"),
+        ("pissa", "pissa", ""),
+    ],
+)
+def test_a_run_resumes_on_the_base_that_it_had(
+    models: dict[str, Path], tmp_path: Path, before: Any, after: Any, message: str
+) -> None:
+    def build(start: Any, seed: int, folder: str) -> Any:
+        model = AutoModelForCausalLM.from_pretrained(models["dense"])
+        torch.manual_seed(seed)
+        model = get_peft_model(model, LoraConfig(**PLAIN, init_lora_weights=start))
+        return tiny.trainer(model, tmp_path / folder, max_steps=4, save_strategy="steps", save_steps=2)
+
+    first, again = build(before, 0, "first"), build(after, 1, "again")
+    first.train()
+    with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
+        again.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-2"))
+    assert message or critics.same(tiny.parameters(first), tiny.parameters(again))
+
+
+def test_a_critic_takes_the_policys_start_also_by_a_word_for_its_modules(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    config = LoraConfig(**{**PLAIN, "target_modules": "all-linear"}, init_lora_weights="pissa")
+    given = {"peft_config": config, "value_peft_config": copy.deepcopy(config)}
+    model = tiny.trainer(models["dense"], tmp_path, build=given, **PPO).model
+    assert model.peft_config["value"].target_modules == model.peft_config["default"].target_modules
+
+
+@pytest.mark.parametrize("option", [{"bias": "all"}, {"modules_to_save": ["lm_head"]}])
+def test_options_that_a_critic_does_not_have_are_refused(
+    models: dict[str, Path], tmp_path: Path, option: dict[str, Any]
+) -> None:
+    given = {"peft_config": LoraConfig(**PLAIN), "value_peft_config": LoraConfig(**PLAIN, **option)}
+    with pytest.raises(ValueError, match=rf"{next(iter(option))}=.* in value_peft_config would have no effect"):
+        tiny.trainer(models["dense"], tmp_path, build=given, **PPO)
+
+
 # what should work
 
 
@@ -270,6 +349,18 @@ def test_a_reward_adapter_of_another_base_warns(models: dict[str, Path], tmp_pat
     build = {"reward_funcs": RewardAdapter(tmp_path / "reward"), "peft_config": LoraConfig(**PLAIN)}
     with pytest.warns(UserWarning, match=r"was trained on 'org/other', and the base of the policy is .*dense"):
         tiny.trainer(models["dense"], tmp_path, build=build)
+
+
+def test_another_spelling_of_the_same_folder_is_the_same_base(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = AutoModelForSequenceClassification.from_pretrained(models["dense"], num_labels=1)
+    get_peft_model(body, LoraConfig(**PLAIN, task_type="SEQ_CLS")).save_pretrained(tmp_path / "reward")
+    monkeypatch.chdir(models["dense"].parent)
+    build = {"reward_funcs": RewardAdapter(tmp_path / "reward"), "peft_config": LoraConfig(**PLAIN)}
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*was trained on")
+        tiny.trainer(models["dense"].name, tmp_path, build=build)
 
 
 @pytest.mark.parametrize(

@@ -335,10 +335,8 @@ NOT_PLAIN = ("DoRA", "trained tokens", "bias", "modules_to_save", "target parame
 # a part of the message -> column -> kinds
 REASONS: dict[str, dict[str, tuple[str, ...]]] = {
     "parameters of the base train beside the adapter": {
-        **dict.fromkeys(("reference", "KL in the reward"), ("trained norms",)),
-        "moving reference": OF_BASE,
+        **dict.fromkeys(("reference", "KL in the reward", "moving reference"), OF_BASE),
     },
-    "disabling adapter layers with bias configured": dict.fromkeys(("reference", "KL in the reward"), ("bias",)),
     "parameters of the base train with the policy": dict.fromkeys(("critic", "reward model"), OF_BASE),
     "PEFT does not combine others": dict.fromkeys(("KL in the reward", "critic", "reward model"), NOT_LORA),
     "peft_type='VERA' cannot follow the policy as a reference": {"moving reference": ("VeRA",)},

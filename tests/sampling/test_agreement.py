@@ -221,3 +221,13 @@ def test_sums_of_two_processes_are_those_of_all_their_tokens() -> None:
 def test_a_policy_without_a_number_is_no_agreement() -> None:
     sums = disagreement(torch.tensor([[torch.nan, -1.0]]), torch.tensor([[-1.0, -1.0]]), torch.ones(1, 2).bool())
     assert not sums[0] / sums[1] <= 1.0
+
+
+def test_a_single_outlier_is_no_other_model() -> None:
+    logps = torch.full((8, 100), -1.0)
+    sampler, sampled = logps.clone(), torch.ones(8, 100, dtype=torch.bool)
+    sampler[0, 0], logps[0, 0] = -9.0, -0.2  # k3 is e^8.8 - 9.8 nats, 8.3 a token
+    total, scored, _ = disagreement(logps, sampler, sampled).tolist()
+    assert total / scored < 0.1
+    total, scored, _ = disagreement(logps, logps - 3, sampled).tolist()  # all tokens are off
+    assert total / scored > 1

@@ -162,7 +162,6 @@ DATA = [
         trainer(reward_weights=[0.0]),
         r"reward_weights=\[0\.0\] sets all rewards to 0.*Set one of the weights",
         UserWarning,
-        stage="rollout",
     ),
 ]
 

@@ -9,11 +9,13 @@ from typing import Any
 import torch
 from bitsandbytes.functional import quantize_4bit
 from peft import PeftModel
+from peft.utils.save_and_load import get_peft_model_state_dict
 from safetensors import safe_open
 from torch import Tensor
 from transformers.utils.hub import cached_file
 
 from trl_steady.adapters.merging import Site, sites
+from trl_steady.host import shards
 
 __all__ = ["Base", "Gather", "start_of"]
 
@@ -30,10 +32,7 @@ def start_of(config: Any) -> str | None:
     """
     start = getattr(config, "init_lora_weights", None)
     if isinstance(start, str) and start.lower().startswith(_STARTS):
-        targets = (
-            config.target_modules if isinstance(config.target_modules, str) else sorted(config.target_modules or ())
-        )
-        return f"init_lora_weights={start!r} with r={config.r} and target_modules={targets}"
+        return f"init_lora_weights={start!r} with r={config.r}"
     return "kasa_config" if getattr(config, "kasa_config", None) is not None else None
 
 
@@ -64,18 +63,28 @@ class Base:
 
         Copies that PEFT trains in their place (`modules_to_save`, `trainable_token_indices`) are not of the base.
         """
-        every = sites(self.model, self.model)
-        return {
-            site.name: site.parameter
-            for site in every
-            if site.parameter is site.original and site.parameter.requires_grad
-        }
+        found: dict[int, tuple[str, torch.nn.Parameter]] = {}
+        for site in sites(self.model, self.model):
+            if site.parameter is site.original and site.parameter.requires_grad:
+                found.setdefault(id(site.parameter), (site.name, site.parameter))  # a tied one once
+        return dict(found.values())
 
     @property
     def unsaved(self) -> dict[str, torch.nn.Parameter]:
         """Those parameters of `trained` that PEFT leaves out of the adapter's file."""
-        biases = any(getattr(self._policy.peft_config[name], "bias", "none") != "none" for name in self._active)
-        return {name: value for name, value in self.trained.items() if not (biases and name.endswith("bias"))}
+        if not (trained := self.trained):
+            return {}
+        saved = get_peft_model_state_dict(self._policy, adapter_name=self._active[0], save_embedding_layers=False)
+        names = {name.removeprefix("base_model.model.").replace(".base_layer.", ".") for name in saved}
+        return {name: value for name, value in trained.items() if name not in names}
+
+    @property
+    def rows(self) -> dict[str, Tensor]:
+        """The first row of each weight that a start has changed, by which a resume knows the base again."""
+        if self.start is None:
+            return {}
+        adapted = (site for site in sites(self.model, self.model) if site.layers and site.parameter.dim() == 2)
+        return {f"{site.name}[0]": shards.whole(site.parameter)[0].float().cpu() for site in adapted}
 
     @property
     def adapted_elsewhere(self) -> list[str]:

@@ -34,6 +34,7 @@ __all__ = ["BASE_FILE", "AdapterPart"]
 
 BASE_FILE = "trained_base.safetensors"
 """File beside an adapter with the parameters of the base that train and that PEFT does not save."""
+_ROWS_FILE = "changed_base.safetensors"  # of a checkpoint
 
 
 class _Ends(TrainerCallback):
@@ -140,64 +141,79 @@ class AdapterPart(Part):
             if REFERENCE_ADAPTER not in name.split(".") and not others:
                 yield name, weight
 
-    # parameters of the base that train
+    # a base that trains, or that a start has changed
 
-    def _unsaved(self) -> dict[str, Tensor]:
+    @property
+    def _base(self) -> Base | None:
         model: Any = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        return {**Base(model).unsaved} if isinstance(model, PeftModel) else {}
+        return Base(model) if isinstance(model, PeftModel) else None
 
     def _warn_of_base(self) -> None:
         args, plugin = self.trainer.args, self.trainer.args.deepspeed_plugin
-        if not (unsaved := self._unsaved()):
+        if self._base is None or not (trained := self._base.trained):
             return
-        what = f"{len(unsaved)} parameters of the base train beside the adapter, for example {min(unsaved)}. PEFT does"
-        if self.trainer.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3):
-            why_not = "are sharded. Use DDP"
-        elif args.load_best_model_at_end and args.save_only_model:
-            why_not = "would not return with load_best_model_at_end=True. Set save_only_model=False"
-        else:
-            warnings.warn(
-                f"{what} not save them: the trainer writes them to {BASE_FILE} beside the adapter. A reference on "
-                "this base changes with them. List their modules in modules_to_save of peft_config to avoid both.",
-                UserWarning,
-                stacklevel=2,
-            )
-            return
-        raise ValueError(f"{what} not save them, and they {why_not}, or list their modules in modules_to_save.")
+        what = f"{len(trained)} parameters of the base train beside the adapter, for example {min(trained)}."
+        instead = "list their modules in modules_to_save of peft_config"
+        if unsaved := self._base.unsaved:
+            what += f" PEFT does not save {len(unsaved)} of them,"
+            if self.trainer.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3):
+                raise ValueError(f"{what} and they are sharded. Use DDP, or {instead}.")
+            if args.save_only_model:
+                raise ValueError(f"{what} nor does save_only_model=True. Set it to False, or {instead}.")
+            what += f" so the trainer writes them to {BASE_FILE} beside it."
+        if args.has_reference:
+            what += " A reference on this base changes with them."
+        warnings.warn(f"{what} To avoid this, {instead}.", UserWarning, stacklevel=2)
 
     @contextlib.contextmanager
     def saving(self, folder: Path | None) -> Iterator[None]:
         """Write the trained parameters of the base beside the adapter."""
         yield
-        if folder is not None and self.trainer.args.should_save and (unsaved := self._unsaved()):
-            save_file({name: own.detach().cpu().contiguous() for name, own in unsaved.items()}, folder / BASE_FILE)
+        if folder is not None and self.trainer.args.should_save and self._base is not None:
+            unsaved = {name: own.detach().cpu().contiguous() for name, own in self._base.unsaved.items()}
+            if unsaved:
+                save_file(unsaved, folder / BASE_FILE)
 
     def save(self, checkpoint: Path) -> None:
-        """Save the trained parameters of the base."""
+        """Save the trained parameters of the base, and how to know a changed base again."""
         with self.saving(checkpoint):
             pass
+        rows = {} if self._base is None else self._base.rows  # on all processes, which gather them
+        if rows and self.trainer.args.should_save:
+            save_file(rows, checkpoint / _ROWS_FILE)
 
     def loading(self, checkpoint: Path) -> AbstractContextManager[None]:
-        """Refuse a checkpoint of a run that trained other parameters of the base, or of several active adapters."""
-        model: Any = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        if isinstance(model, PeftModel) and len(model.active_adapters) > 1:
+        """Refuse a checkpoint of a run on another base, or of several active adapters."""
+        if (base := self._base) is None:
+            return contextlib.nullcontext()
+        if len(active := self.trainer.accelerator.unwrap_model(self.trainer.model).active_adapters) > 1:
             raise ValueError(
-                f"the active adapters of the policy are {model.active_adapters}, and transformers loads the first "
-                f"only. Merge the others into the base before you train, or begin a new run from {checkpoint}."
+                f"the active adapters of the policy are {active}, and transformers loads the first only. Merge the "
+                f"others into the base before you train, or begin a new run from {checkpoint}."
             )
-        unsaved, there = self._unsaved(), load_file(file) if (file := checkpoint / BASE_FILE).is_file() else {}
-        if other := unsaved.keys() ^ there.keys():
+        for kind, these, name in (("train", base.unsaved, BASE_FILE), ("were changed", base.rows, _ROWS_FILE)):
+            there = load_file(file) if (file := checkpoint / name).is_file() else {}
+            if other := these.keys() ^ there.keys():
+                raise ValueError(
+                    f"{checkpoint} has {len(there)} parameters of the base that {kind} ({name}), and this run has "
+                    f"{len(these)}: they differ in {min(other)}. Train those of that run, with its init_lora_weights, "
+                    "or begin a new run."
+                )
+        # another machine rounds otherwise
+        far = [name for name, row in base.rows.items() if (row - there[name]).abs().max() > 0.02 * row.abs().max()]
+        if far:
             raise ValueError(
-                f"{checkpoint} has {len(there)} trained parameters of the base ({BASE_FILE}), and this run trains "
-                f"{len(unsaved)}: they differ in {min(other)}. Train those of that run, or begin a new one."
+                f"{base.start}: PEFT has made another base than in {checkpoint}, for example {far[0]}. Its start is "
+                "random. Set a seed before you make the adapter, or begin a new run."
             )
         return contextlib.nullcontext()
 
     def load(self, checkpoint: Path) -> None:
         """Restore the trained parameters of the base."""
-        if unsaved := self._unsaved():
-            for name, tensor in load_file(checkpoint / BASE_FILE).items():
-                unsaved[name].data.copy_(tensor)
+        if self._base is not None and (unsaved := self._base.unsaved):
+            there = load_file(checkpoint / BASE_FILE)
+            for name, own in unsaved.items():
+                own.data.copy_(there[name])
 
     def generating(self, turn: Turn) -> AbstractContextManager[None]:
         """Undo TRL's cast of the model for continuous batching, which would change the trained policy."""

@@ -88,8 +88,8 @@ class SharedOptions(_Trls):
     vllm_adapter_sync: bool | None = option(
         None,
         "With `use_vllm` and LoRA, send vLLM the adapter alone, which it serves beside its own copy of the base. "
-        "True: require that. False: send all weights with the adapter merged. None: send the adapter where vLLM can "
-        "serve it, and otherwise merged weights, with a warning.",
+        "True: require that. False: send all weights with the adapter merged. None: send the adapter if its "
+        "configuration is one that vLLM serves, and otherwise merged weights, with a warning.",
     )
     engine_check: float | None = option(
         1.0,

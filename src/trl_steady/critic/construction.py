@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from peft import PeftModel
+from transformers import PreTrainedModel
 
 from trl_steady.critic.model import Critic, add_value_adapter, copied_from, loaded, own_critic, trusts, without_dropout
 
@@ -45,6 +46,12 @@ def _adapter(trainer: Any, policy: PeftModel) -> Critic:
             "value_init='reward' begins with the reward model's adapter and its configuration, which "
             "value_peft_config would change. Give one of them."
         )
+    for option in ("modules_to_save", "trainable_token_indices", "bias"):
+        if (value := getattr(peft_config, option, None)) not in (None, "none"):
+            raise ValueError(
+                f"{option}={value!r} in value_peft_config would have no effect: the critic has LoRA, and its head. "
+                f"Leave {option} unset."
+            )
     critic = add_value_adapter(policy, policy.peft_config[reward.adapter] if init == "reward" else peft_config)
     if args.disable_dropout:  # TRL has done so before there was a critic
         without_dropout(policy)
@@ -79,7 +86,7 @@ def _whole_model(trainer: Any, policy: Any) -> Critic:
         name = f"value_model={str(value_model)!r}"
         value_model = loaded(value_model, policy, name, "no value_model", trusted=trusts(args))
     for scorer in scorers:
-        if scorer is value_model:  # which must not learn while it scores
+        if scorer is value_model and isinstance(scorer, PreTrainedModel):  # which must not learn while it scores
             value_model = type(scorer)._from_config(scorer.config, dtype=scorer.dtype)
             value_model.load_state_dict(scorer.state_dict())
     critic = own_critic(copied_from(policy, trusted=trusts(args)) if value_model is None else value_model)

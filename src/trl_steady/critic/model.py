@@ -233,10 +233,10 @@ class Critic(Scorer):
         base = Base(self.backbone)  # pyright: ignore[reportArgumentType]
         _refuse_other_start(base, config, source)
         there, name = config.base_model_name_or_path, base.model.config.name_or_path
-        if there and name and there != name:
+        if there and name and Path(there).resolve() != Path(name).resolve():
             warnings.warn(
-                f"{source} was trained on {there!r}, and the base of the policy is {name!r}. On another base its "
-                "values mean nothing.",
+                f"{source} was trained on {there!r}, and the base of the policy is {name!r}. If that is another "
+                "model, its values mean nothing.",
                 UserWarning,
                 stacklevel=2,
             )
@@ -272,6 +272,8 @@ def add_value_adapter(model: PeftModel, peft_config: Any, name: str = VALUE_ADAP
             "PEFT does not combine others. Train the policy with a LoraConfig, or as a whole (no peft_config)."
         )
     _refuse_other_start(base, config, f"the configuration of the adapter {name!r}")
+    if base.start is not None:  # PEFT changes these modules again when it loads the saved adapter
+        config.target_modules = copy.copy(cast(Any, model.peft_config[of_policy]).target_modules)
     if trained := base.trained:
         warnings.warn(
             f"{len(trained)} parameters of the base train with the policy, for example {min(trained)}. What the "
@@ -408,7 +410,7 @@ def _refuse_other_start(base: Base, config: Any, what: str) -> None:
     if (start := start_of(config)) != base.start:
         raise ValueError(
             f"{what} has {start or 'a start that keeps the base'}, and the policy's adapter has "
-            f"{base.start or 'one that keeps it'}. They share one base. Give both the same init_lora_weights."
+            f"{base.start or 'one that keeps it'}. They share one base. Give both the same init_lora_weights and r."
         )
 
 

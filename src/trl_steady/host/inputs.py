@@ -2,7 +2,6 @@
 
 import functools
 import reprlib
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -16,9 +15,6 @@ def refuse_idle(trainer: Any) -> None:
 
     Raises:
         ValueError: The message names both numbers.
-
-    Warns:
-        UserWarning: All reward weights are 0.
     """
     dataset, args = trainer.train_dataset, trainer.args
     prompts = args.generation_batch_size // args.num_generations
@@ -28,13 +24,6 @@ def refuse_idle(trainer: Any) -> None:
             f"train_dataset has {len(dataset)} rows, but each rollout needs {prompts} prompts (generation_batch_size="
             f"{args.generation_batch_size} / num_generations={args.num_generations}), so nothing would be trained. "
             f"Use a dataset with more rows, or set a smaller {smaller}."
-        )
-    if not trainer.reward_weights.any():
-        warnings.warn(
-            f"reward_weights={trainer.reward_weights.tolist()} sets all rewards to 0. Set one of the weights to a "
-            "number other than 0, or leave reward_weights unset.",
-            UserWarning,
-            stacklevel=3,
         )
 
 

@@ -50,8 +50,8 @@ class RewardAdapter:
                 f"source={str(source)!r} has a configuration of its own, which peft_config would change. Give one of "
                 "them."
             )
-        for option in ("modules_to_save", "trainable_token_indices", "lora_dropout"):
-            if getattr(peft_config, option, None):
+        for option in ("modules_to_save", "trainable_token_indices", "lora_dropout", "bias"):
+            if getattr(peft_config, option, None) not in (None, 0, "none"):
                 raise ValueError(
                     f"{option}={getattr(peft_config, option)!r} in peft_config would have no effect: the reward model "
                     f"has LoRA without dropout, and its head. Leave {option} unset."

@@ -16,6 +16,9 @@ from trl_steady.host.scoring import policy_log_probs
 
 __all__ = ["EngineCheckPart", "disagreement"]
 
+_MOST = 10.0
+"""Most nats that a token counts: an outlier among hundreds, such as a flipped expert, is not another model."""
+
 
 class EngineCheckPart(Part):
     """Refuses an engine that serves another model than the policy, with `engine_check`.
@@ -94,5 +97,5 @@ def disagreement(logps: Tensor, sampler_logps: Tensor, is_sampled: Tensor) -> Te
         is_sampled: (B, T) bool, True = a token of the loss.
     """
     scored = is_sampled & ~sampler_logps.isnan()
-    k3 = kl.k3(sampler_logps.where(scored, 0), logps.where(scored, 0))  # as in `mismatch/kl`
+    k3 = kl.k3(sampler_logps.where(scored, 0), logps.where(scored, 0)).clamp(max=_MOST)  # else as in `mismatch/kl`
     return torch.stack([k3.sum(), scored.sum(), is_sampled.sum()])

@@ -1,5 +1,6 @@
 """Reports of every trainer: which methods are on, and whether they act."""
 
+import warnings
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -39,6 +40,13 @@ class ReportPart(Part):
     def built(self) -> None:
         """Print which methods are on."""
         trainer = self.trainer
+        if not trainer.reward_weights.any():
+            warnings.warn(
+                f"reward_weights={trainer.reward_weights.tolist()} sets all rewards to 0. Set one of the weights to a "
+                "number other than 0, or leave reward_weights unset.",
+                UserWarning,
+                stacklevel=2,
+            )
         self._first_step = FirstStepCheck(trainer)
         trainer.add_callback(self._first_step)
         if trainer.accelerator.is_main_process:  # print alone would do so on each machine
