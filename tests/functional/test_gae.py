@@ -296,3 +296,20 @@ def test_the_number_of_operations_grows_with_the_logarithm_of_the_length() -> No
             advantages.gae(rewards, values, rewards > 0.1, gamma=1.0, lam=0.9)
         counts.append(counted.operations)
     assert counts[1] <= 2 * counts[0]  # twelve rounds instead of six
+
+
+@pytest.mark.parametrize("lam", [1e-3, 0.5, 1.0])
+@pytest.mark.parametrize("tokens", [1023, 1024, 1025])
+def test_long_answers_are_as_exact_as_short_ones(lam: float, tokens: int) -> None:
+    """A formula that divides by products of lambda would underflow."""
+    generator = torch.Generator().manual_seed(tokens)
+    rewards, values = torch.randn(2, 2, tokens, generator=generator, dtype=torch.float64)
+    mask = torch.rand(2, tokens, generator=generator) < 0.8
+    rollout = Rollout(rewards, values, mask, 1.0, tensor([[lam], [0.5]]), tensor([0.0, 2.0]), [False, True])
+    assert within((rollout.ours() - rollout.oracles()).abs(), EXACT)
+
+
+def test_advantages_have_the_dtype_of_the_values() -> None:
+    ones = torch.ones(1, 3)
+    found = advantages.gae(ones, ones, ones > 0, gamma=1.0, lam=ones[:, :1].double())
+    assert found.dtype == torch.float32

@@ -62,7 +62,7 @@ def gae(
     following = torch.cat([token[:, 1:], token.new_full((count, 1), width)], dim=1).flip(1).cummin(1).values.flip(1)
     after = torch.cat([values.where(mask, 0), end.unsqueeze(1)], dim=1).gather(1, following)
     advantages = (rewards + gamma * after - values).where(mask, 0)
-    decay = torch.where(mask, gamma * lam, values.new_ones(()))
+    decay = torch.where(mask, gamma * lam, values.new_ones(())).to(values.dtype)
     # doubling: after a round with `step`, each entry has the terms of the next 2 * step tokens
     step = 1
     while step < width:
