@@ -47,7 +47,7 @@ class GRPOTrainer(Steady, trl.GRPOTrainer):
         ValueError: The model does not support `token_budget` or `share_prompts`.
         ValueError: The model, or the way rollouts are generated, does not support `router_replay` or
             `keep_sampling_mask`.
-        ValueError: A dataset, the tokenizer or a reward function does not fit the others.
+        ValueError: The data set is smaller than a rollout.
         ValueError: Before the first optimizer step, a subclass overrides a method in which an option acts, without
             calling `super()`.
 
