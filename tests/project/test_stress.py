@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,8 +21,6 @@ RECORDED = [name for name in EXPERIMENTS if (FOLDER / f"results/{name}.json").is
 SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "head_dim": 4}
 FEW = {"max_steps": 4, "steps_per_generation": 2, "per_device_train_batch_size": 8, "num_generations": 4}
 FEW_CHECKS = {"held_out": 4, "samples": 1, "every": 2}
-UNLISTED = ("bf16", "lag 1", "lag 4", "plain k3, lag 4")
-"""Arms, beside the controls, that docs/evidence.md does not compare with the baseline in its tables."""
 ROUNDING = 1e-5  # of log-probs in float32: two passes add in another order
 
 
@@ -439,13 +438,25 @@ def test_what_was_recorded_fits_its_file_and_its_page(recipes: Any, name: str) -
     )
     assert recipes.experiment.table(EXPERIMENTS[name], runs) in (FOLDER / "README.md").read_text()
     assert all(np.isfinite(list(own["accuracy"].values())).all() for of in runs.values() for own in of.values())
+
+
+def test_the_summary_of_evidence_quotes_recorded_differences(recipes: Any) -> None:
     page = (FOLDER.parents[1] / "docs/evidence.md").read_text()
-    own = recipes.experiment.SHOWN[EXPERIMENTS[name].get("figure", "accuracy")]
-    for arm, row in recipes.experiment.compare(EXPERIMENTS[name], runs).items():
-        if row.difference is not None and arm not in (EXPERIMENTS[name]["control"], *UNLISTED):
-            middle, low, high = (
-                f"{own.scale * value:{sign}.{own.decimals}f}"
-                for sign, value in (("+", row.difference), ("", row.low), ("", row.high))
-            )
-            assert f"{middle} ({low} to {high})" in page, arm
-            assert f"{row.mean:{own.form}}".replace("%", " %") in page, arm
+    summary = page.partition("## Summary")[2].partition("## Exact")[0]
+    quoted = set(re.findall(r"[\d.]+ \([\d.]+ to [\d.]+\)", summary))
+    signed, intervals = set(), set()
+    for name in RECORDED:
+        recorded = json.loads((FOLDER / f"results/{name}.json").read_text())
+        runs = {arm: {int(seed): own for seed, own in of.items()} for arm, of in recorded["runs"].items()}
+        shown = recipes.experiment.SHOWN[EXPERIMENTS[name].get("figure", "accuracy")]
+        found = set()
+        for row in recipes.experiment.compare(EXPERIMENTS[name], runs).values():
+            if row.difference is not None:
+                ends = sorted(abs(end) for end in (row.low, row.high))
+                sizes = (f"{shown.scale * size:.{shown.decimals}f}" for size in (abs(row.difference), *ends))
+                found.add("{} ({} to {})".format(*sizes))
+                signed.add(f"{shown.scale * row.difference:+.{shown.decimals}f}")
+        assert found & quoted, name
+        intervals |= found
+    assert quoted <= intervals
+    assert set(re.findall(r"(?<![\w.])[+-]\d+\.\d", summary)) <= signed

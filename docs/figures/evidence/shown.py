@@ -21,8 +21,12 @@ STYLES = ("-", "--", "-.", ":")
 
 
 def rendered(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """Return a table in Markdown."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in [heading, ["---"] * len(heading), *rows])
+    """Return a table in Markdown. Rows that show the same figures become one."""
+    names: dict[tuple[str, ...], list[str]] = {}
+    for name, *figures in rows:
+        names.setdefault(tuple(figures), []).append(name)
+    lines = [heading, ["---"] * len(heading), *(["; ".join(each), *figures] for figures, each in names.items())]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def digits(value: Tensor | float) -> str:
