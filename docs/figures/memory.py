@@ -152,27 +152,20 @@ def gigabytes(number: float) -> str:
 
 def tables() -> dict[str, str]:
     """Return the computed tables of the page by name."""
-    everything = [(name, model, mode) for name, model in QWEN3.items() for mode in MODES]
-    totals, parts, moments = [], [], []
-    for name, model, mode in everything:
-        resident = states(model, mode)
-        runs = [gigabytes(peak(model, mode, tokens)) for tokens in CONTEXTS]
-        extra = [gigabytes(resident["reference"]), gigabytes(resident["critic"])]
-        totals.append([name, mode, *runs, *extra])
-        columns = [gigabytes(resident[part]) for part in ("weights", "adapter", "gradients", "optimizer")]
-        count = model.parameters if mode == "full" else model.adapter
-        parts.append([name, mode, f"{count / 1e9:.2f}" if mode == "full" else f"{count / 1e9:.3f}", *columns])
-        for tokens in CONTEXTS:
-            if name in ("0.6B", "8B", "30B-A3B") and mode != "QLoRA":
-                cells = [gigabytes(number) for number in passes(model, mode, tokens).values()]
-                moments.append([name, mode, f"{tokens:,}", *cells])
-    begin, contexts = ["model", "training"], [f"{tokens:,} tokens" for tokens in CONTEXTS]
+    totals, weights = [], []
+    for name, model in QWEN3.items():
+        for mode in MODES:
+            resident = states(model, mode)
+            runs = [gigabytes(peak(model, mode, tokens)) for tokens in CONTEXTS]
+            totals.append([name, mode, *runs, gigabytes(resident["reference"]), gigabytes(resident["critic"])])
+        sizes = [gigabytes(states(model, mode)["weights"]) for mode in MODES]
+        weights.append([name, f"{model.parameters / 1e9:.2f}", f"{model.adapter / 1e9:.3f}", *sizes])
+    contexts = [f"{tokens:,} tokens" for tokens in CONTEXTS]
     extra = ["add for a reference", "add with a critic (estimate)"]
-    kept = ["trained, billions", "weights", "adapter", "gradients", "optimizer"]
+    kinds = ["parameters, billions", "of the adapter", *(f"weights in GB, {mode}" for mode in MODES)]
     return {
-        "totals": rendered([*begin, *contexts, *extra], totals),
-        "states": rendered([*begin, *kept], parts),
-        "passes": rendered([*begin, "tokens", "kept", "end of forward", "head backward", "layer backward"], moments),
+        "totals": rendered(["model", "training", *contexts, *extra], totals),
+        "states": rendered(["model", *kinds], weights),
     }
 
 
@@ -254,16 +247,16 @@ def comparison() -> str:
     rows: list[list[str]] = []
     for name, (model, tokens) in CASES.items():
         for mode in MODES:
+            parts = states(model, mode)
+            own = sum(parts[part] for part in ("weights", "adapter", "gradients", "optimizer"))
+            cells = []
             for checkpointing in (True, False):
                 resident, total = measured(model, mode, tokens, checkpointing)
-                parts = states(model, mode)
-                own = sum(parts[part] for part in ("weights", "adapter", "gradients", "optimizer"))
                 predicted = peak(model, mode, tokens, checkpointing=checkpointing, on_cpu=True)
-                pairs = [(own, resident), (predicted - own, total - resident), (predicted, total)]
-                cells = [f"{a / 1e6:.1f} / {b / 1e6:.1f} ({a / b:.2f})" for a, b in pairs]
-                rows.append([name, mode, f"{tokens:,}", "yes" if checkpointing else "no", *cells])
-    heading = ["model", "training", "tokens", "checkpointing", "states", "passes", "total"]
-    return rendered(heading, rows)
+                ratio = (predicted - own) / (total - resident)
+                cells.append(f"{predicted / 1e6:.1f} / {total / 1e6:.1f} ({ratio:.2f})")
+            rows.append([name, mode, f"{tokens:,}", *cells])
+    return rendered(["model", "training", "tokens", "with checkpointing", "without"], rows)
 
 
 def replaced(page: str, name: str, table: str) -> str:

@@ -25,7 +25,7 @@ def of(folder: Path, source: str, file: str = "test_it.py") -> list[support.Mark
 def cells(folder: Path, source: str, file: str = "test_it.py") -> dict[tuple[str, str], str]:
     marks = of(folder, source, file)
     each = {(feature, setup): support.cell(marks, feature, setup) for feature in FEATURES for setup in SETUPS}
-    return {place: text for place, text in each.items() if text != "not yet run"}
+    return {place: text for place, text in each.items() if text != support.NOT_RUN}
 
 
 def test_the_page_has_the_table_of_the_marks() -> None:
@@ -68,9 +68,9 @@ SKIPPED = {
 
 @pytest.mark.parametrize("skip", SKIPPED)
 def test_a_test_that_ci_skips_makes_no_cell_tested(tmp_path: Path, skip: str) -> None:
-    expected = SKIPPED[skip].replace("tested", "**tested**") if SKIPPED[skip] == "tested" else None
+    expected = "✓" if SKIPPED[skip] == "tested" else f"?; {SKIPPED[skip]}"
     test = f'{skip}\n@pytest.mark.supports("gspo", on="DDP")\ndef test_it(): ...\n'
-    assert cells(tmp_path, test) == {("gspo", "DDP"): expected or f"not yet run; {SKIPPED[skip]}"}
+    assert cells(tmp_path, test) == {("gspo", "DDP"): expected}
     of_file = f"pytestmark = [{skip[1:]}]\n" + test.removeprefix(skip)
     assert cells(tmp_path, of_file) == cells(tmp_path, test)
 
@@ -78,7 +78,7 @@ def test_a_test_that_ci_skips_makes_no_cell_tested(tmp_path: Path, skip: str) ->
 def test_a_skip_in_the_body_counts(tmp_path: Path) -> None:
     test = '@pytest.mark.supports("gspo", on="DDP")\ndef test_it():\n    '
     assert cells(tmp_path, test + 'pytest.importorskip("deepspeed")') == {
-        ("gspo", "DDP"): "not yet run; tested where deepspeed is installed"
+        ("gspo", "DDP"): "?; tested where deepspeed is installed"
     }
     with pytest.raises(Wrong, match="is skipped or expected to fail"):
         of(tmp_path, test + 'if True:\n        pytest.skip("not here")')
@@ -86,13 +86,13 @@ def test_a_skip_in_the_body_counts(tmp_path: Path) -> None:
 
 def test_tests_with_a_real_vllm_count_in_their_own_folder(tmp_path: Path) -> None:
     test = f'{without("vllm")}\n@pytest.mark.supports("gspo", on="vLLM server")\ndef test_it(): ...\n'
-    assert cells(tmp_path, test, "vllm/test_it.py") == {("gspo", "vLLM server"): "**tested**"}
+    assert cells(tmp_path, test, "vllm/test_it.py") == {("gspo", "vLLM server"): "✓"}
 
 
 def test_tests_with_deepspeed_count_in_their_own_folder(tmp_path: Path) -> None:
     test = f'{without("deepspeed")}\n@pytest.mark.supports("gspo", on="ZeRO-3")\ndef test_it(): ...\n'
-    assert cells(tmp_path, test, "distributed/test_it.py") == {("gspo", "ZeRO-3"): "**tested**"}
-    elsewhere = {("gspo", "ZeRO-3"): "not yet run; tested where deepspeed is installed"}
+    assert cells(tmp_path, test, "distributed/test_it.py") == {("gspo", "ZeRO-3"): "✓"}
+    elsewhere = {("gspo", "ZeRO-3"): "?; tested where deepspeed is installed"}
     assert cells(tmp_path, test, "reference/test_it.py") == elsewhere
 
 
@@ -100,10 +100,10 @@ def test_whole_runs_without_the_accelerator_are_said_to_be(tmp_path: Path, monke
     mark = '@pytest.mark.supports("gspo", on="FSDP2", only="CPU")\n'
     pieces = '@pytest.mark.supports("gspo", on="FSDP2", only="pieces")\ndef test_pieces(): ...\n'
     test = f"{pieces}{without('deepspeed')}\n{mark}def test_it(): ...\n"
-    assert cells(tmp_path, test, "sharded/test_it.py") == {("gspo", "FSDP2"): "**tested, on CPU**"}
+    assert cells(tmp_path, test, "sharded/test_it.py") == {("gspo", "FSDP2"): "(✓)"}
     monkeypatch.setattr(support, "suites", lambda: {"test"})
     by = "by `make test-sharded`"
-    expected = f"not yet run; pieces tested {by}; tested, on CPU {by} where deepspeed is installed"
+    expected = f"?; pieces {by}; tested, on CPU {by} where deepspeed is installed"
     assert cells(tmp_path, test, "sharded/test_it.py") == {("gspo", "FSDP2"): expected}
 
 
@@ -111,9 +111,9 @@ def test_pieces_and_stand_ins_are_said_to_be(tmp_path: Path) -> None:
     marks = '@pytest.mark.supports("gspo", "masks", on="FSDP2", only="pieces")\n'
     marks += '@pytest.mark.supports("masks", on=("FSDP2", "vLLM server"), only="stand-in")\n'
     assert cells(tmp_path, marks + "def test_it(): ...\n") == {
-        ("gspo", "FSDP2"): "not yet run; pieces tested",
-        ("masks", "FSDP2"): "not yet run; pieces tested; tested with a stand-in",
-        ("masks", "vLLM server"): "not yet run; tested with a stand-in",
+        ("gspo", "FSDP2"): "?; pieces",
+        ("masks", "FSDP2"): "?; pieces; stand-in",
+        ("masks", "vLLM server"): "?; stand-in",
     }
 
 
@@ -124,8 +124,8 @@ def refusing(message: str = TOLD, pattern: str = "cannot be cleared .* use FSDP2
 
 def test_a_refusal_is_all_of_a_cell_or_a_part(tmp_path: Path) -> None:
     shown = '@pytest.mark.supports("gspo", on="ZeRO-2")\n'
-    assert cells(tmp_path, refusing()) == {("gspo", "ZeRO-2"): "**refused**"}
-    assert cells(tmp_path, shown + refusing(where="on CPU")) == {("gspo", "ZeRO-2"): "**tested**; refused on CPU"}
+    assert cells(tmp_path, refusing()) == {("gspo", "ZeRO-2"): "✗"}
+    assert cells(tmp_path, shown + refusing(where="on CPU")) == {("gspo", "ZeRO-2"): "✓; refused on CPU"}
     assert TOLD in support.table(of(tmp_path, refusing()))
     with pytest.raises(Wrong, match="gspo on ZeRO-2 is shown and refused"):
         cells(tmp_path, shown + refusing())

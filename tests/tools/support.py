@@ -53,8 +53,11 @@ FEATURES = {
     "reward model, LoRA": "`RewardAdapter`, retrained, LoRA",
     "exact resume": "a resume inside a generation window",
 }
-SHOWN = {None: "tested", "CPU": "tested, on CPU", "pieces": "pieces tested", "stand-in": "tested with a stand-in"}
+SHOWN = {None: "tested", "CPU": "tested, on CPU", "pieces": "pieces", "stand-in": "stand-in"}
 """By `only`."""
+SIGNS = {None: "✓", "CPU": "(✓)"}
+"""Of whole runs, by `only`."""
+REFUSED, NOT_RUN = "✗", "?"
 CUDA = "on CUDA"
 APART = ("sharded", "distributed")
 """The folders with a target of their own, such as `make test-sharded`. `make test` does not run them."""
@@ -291,22 +294,22 @@ def cell(marks: list[Mark], feature: str, setup: str) -> str:
     """
     own = [mark for mark in marks if feature in mark.features and setup in mark.setups]
     refusals = [mark for mark in own if mark.kind == "refuses" and mark.is_run]
-    tested = {mark.only: SHOWN[mark.only] for mark in own if mark.kind == "supports" and mark.is_run}
+    tested = {mark.only for mark in own if mark.kind == "supports" and mark.is_run}
     in_part = list(dict.fromkeys(mark.note for mark in refusals if mark.where))
     if any(not mark.where for mark in refusals):
         if any(mark.kind == "supports" for mark in own):
             raise Wrong(f"{feature} on {setup} is shown and refused")
-        return "**refused**"
-    for only in (None, "CPU"):
+        return REFUSED
+    for only, sign in SIGNS.items():
         if only in tested:
-            return "; ".join([f"**{tested[only]}**", *in_part])
+            return "; ".join([sign, *in_part])
     shown = [mark for mark in own if mark.kind == "supports"]
     notes = dict.fromkeys(mark.note for mark in sorted(shown, key=lambda mark: len(mark.needs)))
-    return "; ".join(["not yet run", *notes, *in_part])
+    return "; ".join([NOT_RUN, *notes, *in_part])
 
 
 def table(marks: list[Mark]) -> str:
-    """Markdown: the cells, what is refused, and the tests behind them."""
+    """Markdown: the cells, and what is refused."""
     lines = [f"| | {' | '.join(SETUPS)} |", f"|---{'|---' * len(SETUPS)}|"]
     for feature, label in FEATURES.items():
         lines.append(f"| {label} | {' | '.join(cell(marks, feature, setup) for setup in SETUPS)} |")
@@ -315,7 +318,12 @@ def table(marks: list[Mark]) -> str:
         if mark.kind == "refuses" and mark.is_run:
             on = " ".join([", ".join(mark.setups), mark.where]).strip()
             lines.append(f"| {_labels(mark.features)} | {on} | {' '.join(mark.message.split())} |")
-    lines += ["", "### Tests", "", "| test | result | setup | features |", "|---|---|---|---|"]
+    return "\n".join(lines)
+
+
+def behind(marks: list[Mark]) -> str:
+    """Markdown: the tests behind the cells."""
+    lines = ["| test | result | setup | features |", "|---|---|---|---|"]
     shown: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
     for mark in marks:
         shown.setdefault((mark.test, mark.note, mark.setups), []).extend(mark.features)
@@ -337,8 +345,8 @@ def written(page: str, marks: list[Mark]) -> str:
 
 
 if __name__ == "__main__":
-    now = written(PAGE.read_text(), collect())
+    collected = collect()
     if "--write" in sys.argv[1:]:
-        PAGE.write_text(now)
+        PAGE.write_text(written(PAGE.read_text(), collected))
     else:
-        sys.stdout.write(now.split(BEGIN)[1].split(END)[0])
+        sys.stdout.write(f"{table(collected)}\n\n{behind(collected)}\n")
