@@ -43,7 +43,7 @@ built = test_served.built
 
 
 class Policy(NamedTuple):
-    """What a trainer gets."""
+    """A model and a configuration, as a trainer gets them."""
 
     model: Any
     config: Any = None
@@ -170,14 +170,14 @@ def logits(model: Any) -> Tensor:
 
 
 def of_policy(trainer: Any) -> dict[str, Any]:
-    """What the policy trains, without a vision tower, to which text passes no gradient."""
+    """Return the trained tensors outside a vision tower, to which text passes no gradient."""
     others = {"ref", "value", "reward", "visual"}
     every = trainer.model.named_parameters()
     return {name: own for name, own in every if own.requires_grad and others.isdisjoint(name.split("."))}
 
 
 def train(trainer: Any) -> None:
-    """And see that all of the policy learns."""
+    """Train, and check that all of the policy learns."""
     before = critics.snapshot(of_policy(trainer))
     trainer.train()
     after = of_policy(trainer)
@@ -355,7 +355,7 @@ REASONS: dict[str, dict[str, tuple[str, ...]]] = {
 
 
 def cell(setup: Setup, column: str) -> str:
-    """What happens, and the number of the reason if it is not what a user asked for."""
+    """Return the text of a cell, with the number of the reason if it is not what a user asked for."""
     reasons = [text for text, places in REASONS.items() if setup.kind in places.get(column, ())]
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always", UserWarning)

@@ -72,7 +72,7 @@ class LLM:
         self.adapters.append(request)
 
     def get_adapter(self, number: int) -> Any:
-        """What vLLM keeps of an adapter: projections that it has joined, and modules that it only logs."""
+        """Keep of an adapter what vLLM keeps: joined projections, and not the modules that it only logs."""
         names = ["qkv_proj"] if self.refuses is None else ["qkv_proj", self.refuses]
         return SimpleNamespace(loras=dict.fromkeys(names))
 

@@ -1,4 +1,4 @@
-"""What TRL's `_compute_loss` reads, held against `CONTRACT`: when TRL moves, this says by name what moved."""
+"""Compare what TRL's `_compute_loss` reads with `CONTRACT`: when TRL moves, name what moved."""
 
 import ast
 import inspect

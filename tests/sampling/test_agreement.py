@@ -26,7 +26,7 @@ ON_POLICY = {"steps_per_generation": 1, "per_device_train_batch_size": 16}
 
 
 def settings(method: str, **options: Any) -> dict[str, Any]:
-    """Of a run on-policy. RLOO has no correction."""
+    """Return the options of an on-policy run. RLOO has no correction."""
     own = {} if method == "RLOO" else {"vllm_importance_sampling_correction": False}
     return {"method": method, "beta": 0.0, **ON_POLICY, **own, **options}
 
@@ -43,7 +43,7 @@ def other(wide: Path, tmp_path: Path) -> str:
 
 
 def compared(monkeypatch: pytest.MonkeyPatch) -> list[float]:
-    """What is measured from now on: mean k3."""
+    """Record each mean k3 that is measured from now on."""
     found: list[float] = []
 
     def measured(*tensors: Tensor) -> Tensor:

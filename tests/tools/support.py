@@ -56,7 +56,7 @@ FEATURES = {
 SHOWN = {None: "tested", "CPU": "tested, on CPU", "pieces": "pieces", "stand-in": "stand-in"}
 """By `only`."""
 SIGNS = {None: "✓", "CPU": "(✓)"}
-"""Of whole runs, by `only`."""
+"""Signs for whole runs, by `only`."""
 REFUSED, NOT_RUN = "✗", "?"
 CUDA = "on CUDA"
 APART = ("sharded", "distributed")
