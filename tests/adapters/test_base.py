@@ -308,6 +308,13 @@ def test_a_critic_takes_the_policys_start_also_by_a_word_for_its_modules(
     assert model.peft_config["value"].target_modules == model.peft_config["default"].target_modules
 
 
+def test_an_empty_option_of_a_critic_is_unset(models: dict[str, Path], tmp_path: Path) -> None:
+    empty = LoraConfig(**PLAIN, modules_to_save=[])
+    given = {"peft_config": LoraConfig(**PLAIN), "value_peft_config": empty}
+    given["reward_funcs"] = RewardAdapter(peft_config=empty)
+    assert tiny.trainer(models["dense"], tmp_path, build=given, **PPO).critic.adapter == "value"
+
+
 @pytest.mark.parametrize("option", [{"bias": "all"}, {"modules_to_save": ["lm_head"]}])
 def test_options_that_a_critic_does_not_have_are_refused(
     models: dict[str, Path], tmp_path: Path, option: dict[str, Any]

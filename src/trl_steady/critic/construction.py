@@ -47,7 +47,7 @@ def _adapter(trainer: Any, policy: PeftModel) -> Critic:
             "value_peft_config would change. Give one of them."
         )
     for option in ("modules_to_save", "trainable_token_indices", "bias"):
-        if (value := getattr(peft_config, option, None)) not in (None, "none"):
+        if (value := getattr(peft_config, option, None)) and value != "none":
             raise ValueError(
                 f"{option}={value!r} in value_peft_config would have no effect: the critic has LoRA, and its head. "
                 f"Leave {option} unset."

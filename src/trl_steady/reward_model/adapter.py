@@ -51,9 +51,9 @@ class RewardAdapter:
                 "them."
             )
         for option in ("modules_to_save", "trainable_token_indices", "lora_dropout", "bias"):
-            if getattr(peft_config, option, None) not in (None, 0, "none"):
+            if (value := getattr(peft_config, option, None)) and value != "none":
                 raise ValueError(
-                    f"{option}={getattr(peft_config, option)!r} in peft_config would have no effect: the reward model "
+                    f"{option}={value!r} in peft_config would have no effect: the reward model "
                     f"has LoRA without dropout, and its head. Leave {option} unset."
                 )
         if splitter is not None and head != "steps":
