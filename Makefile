@@ -68,9 +68,11 @@ stress-%: $(VENV)/.recipes
 
 # `make test-sharded` and `make test-distributed` run these
 APART := --ignore tests/sharded --ignore tests/distributed
+# one worker a file, so that a file's fixtures are made once
+PARALLEL = -n $(JOBS) --dist loadfile
 
 test: $(VENV)/.test
-	$(BIN)/python -m pytest $(APART) -n $(JOBS) -m "not slow and not gpu"
+	$(BIN)/python -m pytest $(APART) $(PARALLEL) -m "not slow and not gpu"
 
 # other machines' kernels, as far as this one can run them: torch's own, oneDNN's, and MKL's order of summation
 OLDER = ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE
@@ -78,10 +80,10 @@ AVX2 = ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 
 test-portable: $(VENV)/.test
 	set -e; for kernels in "" "$(AVX2)" "$(OLDER)"; do echo "kernels: $${kernels:-this machine's own}"; \
-		env $$kernels $(BIN)/python -m pytest $(APART) -n $(JOBS) -m "not slow and not gpu" --headroom 4; done
+		env $$kernels $(BIN)/python -m pytest $(APART) $(PARALLEL) -m "not slow and not gpu" --headroom 4; done
 
 test-slow: $(VENV)/.test
-	$(BIN)/python -m pytest $(APART) -m "slow"
+	$(BIN)/python -m pytest $(APART) $(PARALLEL) -m "slow and not gpu"
 
 # the part of the suite that depends on versions most, so that it takes minutes
 AT_LOWEST := $(patsubst %,tests/%.py, adapters/test_adapters adapters/test_quantised config/test_config \
@@ -90,7 +92,7 @@ AT_LOWEST := $(patsubst %,tests/%.py, adapters/test_adapters adapters/test_quant
 	routing/test_replay routing/test_replay_on routing/test_routed routing/test_routes sampling/test_sampled \
 	trainers/test_parity trainers/test_training)
 test-lowest: $(LOWEST)/.test
-	$(LOWEST)/bin/python -m pytest -n $(JOBS) -m "not slow and not gpu" $(AT_LOWEST)
+	$(LOWEST)/bin/python -m pytest $(PARALLEL) -m "not slow and not gpu" $(AT_LOWEST)
 
 WITH_DEEPSPEED := env PATH="$(DEEPSPEED)/bin:$$PATH" PYTHONPATH=$(DEEPSPEED) \
 	TORCH_EXTENSIONS_DIR=$(DEEPSPEED)/extensions $(BIN)/python

@@ -32,6 +32,7 @@ RECIPES = (
     *("common.gsm8k", "common.report", "common.run", "common.small_model", "common.smollm2", "common.task"),
     *("common.tasks", "gspo.train", "iterative_grpo.pictures", "iterative_grpo.train", "v32.panels", "v32.train"),
     *("process_rewards.compare", "process_rewards.sums", "process_rewards.train", "process_rewards.warm_up"),
+    *("common.advantages", "process_rewards.prm"),
     *("moe.digits", "moe.probe", "moe.train", "moe.variants", "ppo.ppo_and_grpo", "ppo.train"),
     *("sampling_mask.beside", "sampling_mask.sampler", "sampling_mask.train"),
     *("deepseekmath_loop.arms", "deepseekmath_loop.train"),

@@ -1,13 +1,13 @@
 """MkDocs hook: add recipes/ and the notebooks to the site, and let links between files hold there and on GitHub.
 
 - A README becomes a page. A recipe's page ends with a list of its files.
-- A YAML or Python file becomes a page with a copy button.
-- A folder without a README becomes a list of its files.
-- Pictures and JSON files are copied.
+- A link to another file or folder of recipes/ leads to the repository whose address is in DOCS_REPOSITORY.
+- Without this variable, the files are copied as they are, and a folder without a README becomes a list of its files.
 - A notebook becomes a page with its saved outputs, and can be downloaded.
 """
 
 import json
+import os
 import posixpath
 import re
 from pathlib import Path
@@ -16,8 +16,9 @@ from typing import Any
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 ROOT = Path(__file__).parents[2]
-_LANGUAGES = {".yaml": "yaml", ".py": "python"}
-_COPIED = {".json", ".jsonl", ".png"}
+REPOSITORY = os.environ.get("DOCS_REPOSITORY", "").rstrip("/")
+"""Such as `https://github.com/owner/name`."""
+_SOURCES = {".yaml", ".py", ".json", ".jsonl"}
 # code first, so that links inside it stay
 _LINK = re.compile(r"^(`{3,}).*?^\1`*$|`[^`]+`|\]\((?![a-z]+:|#)([^)#\s]+)", flags=re.DOTALL | re.MULTILINE)
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
@@ -29,11 +30,12 @@ def on_files(files: Files, config: Any) -> Files:
         name = path.relative_to(ROOT).as_posix()
         if "__pycache__" in path.parts or path.name.startswith("_"):
             continue
-        if path.name == "README.md" or path.suffix in _COPIED:
+        is_copied = path.suffix == ".png" or (path.suffix in _SOURCES and not REPOSITORY)
+        if path.name == "README.md" or is_copied:
             files.append(File.generated(config, name, abs_src_path=str(path)))
-        elif (path.is_dir() and not (path / "README.md").is_file()) or path.suffix in _LANGUAGES:
-            content = _folder(path) if path.is_dir() else _source(path)
-            files.append(File.generated(config, _on_site(name), content=content, inclusion=InclusionLevel.NOT_IN_NAV))
+        elif path.is_dir() and not (path / "README.md").is_file() and not REPOSITORY:
+            folder = File.generated(config, _on_site(name), content=_folder(path), inclusion=InclusionLevel.NOT_IN_NAV)
+            files.append(folder)
     for notebook in [file for file in files if file.src_uri.endswith(".ipynb")]:
         content = _page_of(json.loads(notebook.content_string), Path(notebook.src_uri).name)
         files.append(File.generated(config, _on_site(f"docs/{notebook.src_uri}"), content=content))
@@ -48,7 +50,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
     def link(found: re.Match) -> str:
         if found[2] is None:  # code
             return found[0]
-        target = _on_site(posixpath.normpath(posixpath.join(folder, found[2])))
+        name = posixpath.normpath(posixpath.join(folder, found[2]))
+        target = _on_site(name)
+        if REPOSITORY and name.startswith("recipes") and not target.endswith(("README.md", ".png")):
+            return f"]({REPOSITORY}/{'tree' if (ROOT / name).is_dir() else 'blob'}/main/{name}"
         return f"]({posixpath.relpath(target, posixpath.dirname(uri) or '.')}"
 
     if re.fullmatch(r"recipes/\w+/README\.md", uri):
@@ -62,31 +67,17 @@ def _on_site(name: str) -> str:
     if name.startswith("recipes"):
         if path.is_dir():
             return f"{name}/README.md" if (path / "README.md").is_file() else f"{name}/index.md"
-        return f"{name}.md" if path.suffix in _LANGUAGES else name
+        return name
     if path.suffix == ".ipynb":
         name = name.removesuffix(".ipynb") + ".md"
     return {"README.md": "index.md", "CHANGELOG.md": "changelog.md"}.get(name, name.removeprefix("docs/"))
 
 
-def _head(title: str) -> str:
-    return f"---\ntitle: {title}\nsearch: {{exclude: true}}\nhide: [navigation, toc]\n---\n\n"
-
-
-def _source(path: Path) -> str:
-    """Return a page that shows a file."""
-    readme = next(folder / "README.md" for folder in path.parents if (folder / "README.md").is_file())
-    back = posixpath.relpath(readme.as_posix(), path.parent.as_posix())
-    name, language = path.relative_to(ROOT).as_posix(), _LANGUAGES[path.suffix]
-    text = f"{_head(path.name)}# `{path.name}`\n\n`{name}` belongs to [this recipe]({back}).\n"
-    if readme.parent.name == "recipes":
-        text = text.replace("belongs to [this recipe]", "is explained in [the list of recipes]")
-    return f"{text}\n``````{language}\n{path.read_text()}\n``````\n"
-
-
 def _folder(path: Path) -> str:
     """Return a page that lists a folder."""
     name = path.relative_to(ROOT).as_posix()
-    return f"{_head(name)}# `{name}`\n\n{_list(path)}\n"
+    head = f"---\ntitle: {name}\nsearch: {{exclude: true}}\nhide: [navigation, toc]\n---\n\n"
+    return f"{head}# `{name}`\n\n{_list(path)}\n"
 
 
 def _list(path: Path) -> str:

@@ -14,9 +14,9 @@ from trl import TrlParser
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common import report, run, small_model
+from common.advantages import advantages_png
 from process_rewards import compare, sums
 from trl_steady import GRPOConfig, GRPOTrainer
-from trl_steady.rewards import advantages_png
 
 SHOWN = 6  # completions in the picture of advantages
 OBJECTIVE = ("loss_type", "step_advantage", "scale_rewards", "beta")

@@ -37,7 +37,6 @@ CONFIGS = {
 ATTENTION = ["q_proj", "k_proj"]
 PATTERNS = {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"k_proj": 32}}
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
-BLOCKS = peft.tuners.lora.BdLoraConfig(target_modules_bd_a=["q_proj"], target_modules_bd_b=["k_proj"], nblocks=2)
 # kind -> the model, and the options of its adapter
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "linear": ("dense", {"target_modules": ATTENTION}),
@@ -47,9 +46,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "patterns": ("dense", {"target_modules": ATTENTION, **PATTERNS}),
     "bias": ("dense", {"target_modules": ATTENTION, "lora_bias": True}),
     "dora": ("dense", {"target_modules": [*ATTENTION, "embed_tokens"], "use_dora": True}),
-    "mica": ("dense", {"target_modules": [*ATTENTION, "embed_tokens"], "init_lora_weights": "mica"}),
-    "velora": ("dense", {"target_modules": ATTENTION, "velora_config": peft.tuners.lora.VeloraConfig(num_groups=2)}),
-    "bdlora": ("dense", {"target_modules": ATTENTION, "use_bdlora": BLOCKS}),
     "saved": ("dense", {"target_modules": ATTENTION, "modules_to_save": ["lm_head", "mlp"]}),
     "tokens": ("dense", {"target_modules": ATTENTION, "trainable_token_indices": [3, 40]}),
     "experts": ("moe", {"target_modules": ATTENTION, "target_parameters": EXPERTS}),
@@ -149,10 +145,10 @@ def assert_same_state(after: dict[str, Tensor], before: dict[str, Tensor]) -> No
         assert after[name].dtype == value.dtype and torch.equal(after[name], value), name
 
 
-@pytest.mark.parametrize("ref", [False, True], ids=["alone", "with ref"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_is_pefts_merge_under_trls_names_and_the_model_stays(kind: str, ref: bool) -> None:
-    model = policy(kind, ref=ref)
+def test_it_is_pefts_merge_under_trls_names_and_the_model_stays(kind: str) -> None:
+    """Beside an inactive adapter of the same kind. An engine with the weights is the policy."""
+    model = policy(kind, ref=True)
     before = state(model)
     weights = pushed(model)
     assert_same_state(state(model), before)
@@ -165,10 +161,14 @@ def test_it_is_pefts_merge_under_trls_names_and_the_model_stays(kind: str, ref: 
         torch.testing.assert_close(weight, expected[name].detach(), rtol=1e-6, atol=1e-6)
     changed = [name for name, weight in weights.items() if not torch.equal(weight, base[name])]
     assert changed and len(changed) < len(base)
-
     if kind not in NAMED_WRONGLY_BY_TRL:
         alone = policy(kind)  # beside `ref`, TRL has a name too many
         assert [*weights] == [name for name, _ in trl_push(alone)]
+
+    of_policy = logits(model)
+    torch.testing.assert_close(engine_logits(model, KINDS[kind][0]), of_policy, rtol=1e-4, atol=5e-4)
+    with model.disable_adapter():
+        assert (logits(model) - of_policy).abs().max() > 0.1
 
 
 def test_what_trl_would_push_under_names_that_no_engine_knows() -> None:
@@ -177,15 +177,6 @@ def test_what_trl_would_push_under_names_that_no_engine_knows() -> None:
     assert "lm_head.modules_to_save.ref.weight" in names
     names = {name for name, _ in trl_push(policy("tokens"))}
     assert "model.embed_tokens.weight" not in names and any("trainable_tokens_delta" in name for name in names)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_an_engine_with_the_pushed_weights_is_the_policy(kind: str) -> None:
-    model = policy(kind, ref=True)
-    expected = logits(model)
-    torch.testing.assert_close(engine_logits(model, KINDS[kind][0]), expected, rtol=1e-4, atol=5e-4)
-    with model.disable_adapter():
-        assert (logits(model) - expected).abs().max() > 0.1
 
 
 def test_the_active_adapter_is_the_one_that_is_merged() -> None:
@@ -289,15 +280,15 @@ def test_on_a_quantised_base_it_is_the_dequantised_weight_and_the_delta(wide: Pa
         assert within(off, 1e-6 + 1e-5 * expected.abs(), granted=2**-8 * expected.abs())  # half a bfloat16 digit
 
 
-@pytest.mark.parametrize("base", BASES)
-def test_fifty_pushes_leave_the_stored_base_as_it_was_and_trls_does_not(wide: Path, base: str) -> None:
+@pytest.mark.parametrize("base", ["nf4", "int8"])
+def test_pushes_leave_the_stored_base_as_it_was_and_trls_does_not(wide: Path, base: str) -> None:
     model = quantised_policy(wide, base, torch.bfloat16, modules_to_save=["lm_head"])
     for name, parameter in model.named_parameters():
         if "lora_B" in name:
             parameter.data *= 0.003  # a delta smaller than the base, as in training
     before = state(model)
     assert any("absmax" in name or "SCB" in name for name in before)
-    for _ in range(50):
+    for _ in range(5):
         for _ in merged_weights(model):
             pass
     assert_same_state(state(model), before)

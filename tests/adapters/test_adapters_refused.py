@@ -8,7 +8,7 @@ import torch
 from peft import PeftModel, get_peft_model
 from torch import Tensor
 
-from tests.adapters.test_adapters import ATTENTION, adapted, bare, policy, quantised_policy
+from tests.adapters.test_adapters import ATTENTION, adapted, bare, policy
 from trl_steady.adapters.merging import merged_weights
 
 
@@ -16,13 +16,6 @@ class _Convolution(torch.nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.conv = torch.nn.Conv1d(4, 4, 3)
-
-
-def _packed(wide: Path) -> PeftModel:
-    """As bitsandbytes marks it, on any CPU."""
-    model = quantised_policy(wide, "nf4", torch.float32)
-    model.get_base_model().model.layers[1].mlp.down_proj.weight.quant_state.packing_format_for_cpu = True
-    return model
 
 
 def _meta(_: Path) -> PeftModel:
@@ -73,11 +66,6 @@ REFUSED = {
         lambda _: adapted(bare("dense"), {"target_modules": ATTENTION, "alora_invocation_tokens": [1]}),
         r"q_proj.weight .*lora.layer.Linear with ALoraLinearVariant, which .*Use LoRA or DoRA on",
     ),
-    "bias": (
-        lambda _: adapted(bare("dense"), {"target_modules": ["o_proj"], "lora_bias": True}),
-        r"o_proj.weight .*has a lora_bias in a layer without a bias. Set lora_bias=False",
-    ),
-    "packed": (_packed, r"repacked model.layers.1.mlp.down_proj.weight .*Load the model again"),
     "meta": (_meta, r"lm_head.weight cannot be read .*: it is a Tensor of torch.float32 on meta, in a Linear"),
     "float8": (_quantised_otherwise, r"down_proj.weight cannot be .*Tensor of torch.float8_e4m3fn.*bitsandbytes or"),
     "subclass": (_of_a_subclass, r"down_proj.weight cannot be .*Sharded of torch.float32.*not sharded"),

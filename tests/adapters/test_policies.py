@@ -216,7 +216,7 @@ def reference(setup: Setup) -> str:
         train(trainer)
         assert (logits(trainer.model) - before).abs().max() > 0.01
         found.add(torch.equal(of_reference(trainer.model), before))
-    return "yes" if found == {True} else "moves, warned"
+    return "✓" if found == {True} else "moves, warned"
 
 
 def moving_reference(setup: Setup) -> str:
@@ -227,7 +227,7 @@ def moving_reference(setup: Setup) -> str:
     kl = kl_of(trainer)
     assert [refresh.step for refresh in trainer.reference_refreshes] == [4] and len(kl) == 6
     assert kl[4] == pytest.approx(0, abs=1e-6) and min(kl[3], kl[5]) > 1e-5
-    return "yes"
+    return "✓"
 
 
 def kl_in_the_reward(setup: Setup) -> str:
@@ -237,7 +237,7 @@ def kl_in_the_reward(setup: Setup) -> str:
     train(trainer)
     kl = kl_of(trainer)  # one a rollout
     assert len(kl) == 3 and kl[0] == pytest.approx(0, abs=1e-6) and min(kl[1:]) > 1e-3
-    return "yes" if torch.equal(of_reference(trainer.model), before) else "moves, warned"
+    return "✓" if torch.equal(of_reference(trainer.model), before) else "moves, warned"
 
 
 def apart(trainer: Any, scorer: Any) -> str:
@@ -256,7 +256,7 @@ def apart(trainer: Any, scorer: Any) -> str:
     with torch.no_grad():
         for parameter in of_policy(trainer).values():
             parameter.add_(0.1)
-        return "yes" if torch.equal(trainer.values(scorer, samples), before) else "moves, warned"
+        return "✓" if torch.equal(trainer.values(scorer, samples), before) else "moves, warned"
 
 
 def critic(setup: Setup) -> str:
@@ -291,7 +291,7 @@ def resume(setup: Setup) -> str:
     states = (own.model.state_dict().items() for own in (again, first))
     found, expected = ({name: own for name, own in state if isinstance(own, Tensor)} for state in states)
     assert critics.same(found, expected)
-    return "yes"
+    return "✓"
 
 
 def vllm(setup: Setup) -> str:
@@ -362,10 +362,10 @@ def cell(setup: Setup, column: str) -> str:
         try:
             found = COLUMNS[column](setup)
         except ValueError as error:
-            found, told = "refused", str(error)
+            found, told = "✗", str(error)
         else:
             told = " ".join(str(each.message) for each in said if issubclass(each.category, UserWarning))
-    if found in ("yes", "adapter"):
+    if found in ("✓", "adapter"):
         assert not reasons
         return found
     assert len(reasons) == 1 and reasons[0] in told, f"{column}: {found}: {told}"

@@ -4,7 +4,6 @@ import contextlib
 import sys
 import weakref
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -22,10 +21,9 @@ from trl.generation.vllm_generation import VLLMGeneration
 from tests.reference.test_reference import base_tensors
 from tests.tools import engines, tiny
 from tests.tools import wide as wide_model
-from trl_steady.adapters import serving
+from trl_steady.adapters import sending, serving
 from trl_steady.adapters.merging import merged_weights
 from trl_steady.adapters.part import AdapterPart
-from trl_steady.host import lora
 
 NF4 = {**wide_model.NF4, "bnb_4bit_use_double_quant": True}
 # of the same weights in float32, one sequence at a time instead of a packed batch
@@ -236,7 +234,8 @@ def test_a_second_training_begins_with_the_policy_of_the_first(
     built: Callable[..., tuple[Any, LLM]], sync: bool | None
 ) -> None:
     """Its first step has the number of the step in which TRL has sent the policy last."""
-    trainer, _ = built(max_steps=4, vllm_adapter_sync=sync)
+    trainer, llm = built(max_steps=4, vllm_adapter_sync=sync)
+    assert ("enable_lora" in llm.asked) == (sync is None)
     assert len(found := differences(trainer)) == 1 and max(found) < ROUNDING
     assert len(found := differences(trainer)) == 1 and max(found) < ROUNDING
 
@@ -311,9 +310,6 @@ UNSERVED: dict[str, tuple[dict[str, Any], str]] = {
 def test_what_is_not_served_is_merged(wide: Path, built: Callable[..., tuple[Any, LLM]], case: str) -> None:
     options, reason = UNSERVED[case]
     options = {name: value(wide) if name == "model" else value for name, value in options.items()}
-    with pytest.raises(ValueError, match=f"vllm_adapter_sync=True: .*{reason}.*vllm_adapter_sync=False"):
-        built(**options, vllm_adapter_sync=True)
-    options = {name: changed(wide) if name == "model" else value for name, value in options.items()}
     with pytest.warns(UserWarning, match=f"vLLM gets all weights with the adapter merged, because .*{reason}"):
         trainer, llm = built(**options, max_steps=8)
     kept = [value for value in trainer.model.parameters() if not value.requires_grad]
@@ -347,21 +343,17 @@ def test_a_base_with_more_tokens_than_the_checkpoint_is_another(
 ) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32)
     model.resize_token_embeddings(model.config.vocab_size + 8)
-    with pytest.raises(ValueError, match=r"embed_tokens.weight is not that of the checkpoint"):
+    reason = r"vllm_adapter_sync=True: .*embed_tokens.weight is not that of the checkpoint.*vllm_adapter_sync=False"
+    with pytest.raises(ValueError, match=reason):
         built(model, vllm_adapter_sync=True)
 
 
-def test_a_colocated_engine_does_not_quantise_to_8_bits(wide: Path, built: Callable[..., tuple[Any, LLM]]) -> None:
-    with pytest.raises(ValueError, match="vllm_adapter_sync=None: vLLM does not quantise its base to 8 bits"):
-        built(wide_model.load(wide, "int8"))
-
-
-@pytest.mark.parametrize("error", [OSError("no space left"), ValueError("no")])
 def test_every_process_hears_why_a_version_was_not_sent(
-    wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
+    wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    error = OSError("no space left")
     told: list[str] = []
-    monkeypatch.setattr(lora, "broadcast_object_list", lambda values, from_process: told.extend(values))
+    monkeypatch.setattr(sending, "broadcast_object_list", lambda values, from_process: told.extend(values))
     model = get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(wide), LoraConfig(**tiny.LORA))
 
     def fail(*_: Any) -> None:
@@ -371,33 +363,31 @@ def test_every_process_hears_why_a_version_was_not_sent(
         SimpleNamespace(use_vllm=True, vllm_adapter_sync=None, output_dir=str(tmp_path))
     )
     assert sync is not None
-    backend = SimpleNamespace(gather_params=lambda _: contextlib.nullcontext())
+    monkeypatch.setattr(sending, "save_adapter", fail)
     accelerator = SimpleNamespace(is_main_process=True)
     client = SimpleNamespace(model="base")
-    engine = SimpleNamespace(model=model, mode="server", accelerator=accelerator, _dist=backend, vllm_client=client)
+    engine: Any = SimpleNamespace(model=model, mode="server", accelerator=accelerator, vllm_client=client)
+    engine.whole = lambda _: contextlib.nullcontext()
     with pytest.raises(ValueError, match=str(error)):
-        lora.AdapterSender(replace(sync, save=fail), engine).send()
+        sync.send(engine)
     assert told == [str(error)]
 
 
 @pytest.mark.parametrize(
-    ("quantisation", "message"),
+    ("base", "message"),
     [
         ({"bnb_4bit_use_double_quant": False}, "bnb_4bit_use_double_quant=True, and the policy has 'nf4' and False"),
         ({"bnb_4bit_quant_type": "fp4"}, "and the policy has 'fp4' and True"),
+        ("int8", "vLLM does not quantise its base to 8 bits"),
     ],
+    ids=["double", "fp4", "int8"],
 )
 def test_a_quantised_engine_takes_no_merged_weights(
-    wide: Path, built: Callable[..., tuple[Any, LLM]], quantisation: dict[str, Any], message: str
+    wide: Path, built: Callable[..., tuple[Any, LLM]], base: Any, message: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"vllm_adapter_sync=None: vLLM quantises with .*{message}.*use_vllm=False"):
-        built(quantised(wide, **quantisation))
-
-
-def test_merged_weights_if_they_are_asked_for(built: Callable[..., tuple[Any, LLM]]) -> None:
-    trainer, llm = built(vllm_adapter_sync=False, max_steps=8)
-    assert "enable_lora" not in llm.asked
-    assert max(differences(trainer)) < ROUNDING and llm.weights
+    model = wide_model.load(wide, base) if base == "int8" else quantised(wide, **base)
+    with pytest.raises(ValueError, match=f"vllm_adapter_sync=None: .*{message}.*use_vllm=False"):
+        built(model)
 
 
 SERVER = {**ENGINE, "vllm_mode": "server", "vllm_adapter_sync": False}
@@ -417,7 +407,7 @@ class Client:
 
 @pytest.mark.parametrize("sync", [None, False], ids=["adapter", "merged"])
 @pytest.mark.parametrize("base", ["bf16", "nf4"])
-def test_100_syncs_leave_each_byte_of_the_base(
+def test_syncs_leave_each_byte_of_the_base(
     wide: Path, built: Callable[..., tuple[Any, LLM]], base: str, sync: bool | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """TRL merges into the base and subtracts again, which wears it; see docs/upstream.md."""
@@ -434,7 +424,7 @@ def test_100_syncs_leave_each_byte_of_the_base(
         llm.llm_engine.add_lora = lambda _: None
     before = [value.clone() for value in base_tensors(trainer.model)]
     adapters = [value for value in trainer.model.parameters() if value.requires_grad]
-    for _ in range(100):
+    for _ in range(10):
         with torch.no_grad():
             for value in adapters:
                 value.add_(0.01 * torch.randn_like(value))

@@ -17,9 +17,9 @@ from urllib3.util.retry import Retry
 from tests.adapters import test_served
 from tests.adapters.test_served import LLM, ROUNDING, differences, requests
 from tests.tools import engines, tiny
+from trl_steady.adapters import sending
 from trl_steady.adapters.part import AdapterPart
 from trl_steady.host import engine as host_engine
-from trl_steady.host import lora
 
 mixture, engine, in_process = engines.mixture, engines.engine, engines.in_process
 server, over_http, built = engines.server, engines.over_http, test_served.built
@@ -139,7 +139,7 @@ def test_processes_agree_on_what_a_server_answers(monkeypatch: pytest.MonkeyPatc
     """Only the first of them talks to it."""
     failure = "" if takes else "it says no"
     heard = lambda values, from_process: values.__setitem__(0, failure)
-    monkeypatch.setattr(lora, "broadcast_object_list", heard)
+    monkeypatch.setattr(sending, "broadcast_object_list", heard)
     model = get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(wide), LoraConfig(**tiny.LORA))
     engine = object.__new__(host_engine.SteadyGeneration)
     builds: list[None] = []

@@ -12,28 +12,21 @@ random one of 1.2 billion parameters.
 
 import argparse
 import json
-import os
-import statistics
 import sys
 import tempfile
-import warnings
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 import torch
-from datasets import Dataset
 from peft import LoraConfig
 
 import trl_steady
 
-ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT), str(ROOT / "recipes")]
-from tests.benchmarks import padding, reference
-from tests.benchmarks.seam import CUDA
-from tests.tools import tiny, wide
+sys.path += [str(Path(__file__).parents[2])]
+from tests.benchmarks import measuring, padding, reference
+from tests.benchmarks.measuring import CUDA
+from tests.tools import wide
 
 KINDS = ("NF4", "LoRA", "full")
 # Okabe and Ito's, which colour-blind readers tell apart
@@ -41,37 +34,23 @@ COLOURS = {"base": "#999999", "policy": "#0072B2", "reference": "#E69F00", "crit
 
 
 def build(kind: str, method: str, folder: Path, source: padding.Source, options: argparse.Namespace) -> Any:
-    config = getattr(trl_steady, f"{method}Config")
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        args = config(
-            str(folder / "out"),
-            **({"beta": 0.04} if method == "GRPO" else {"kl_coef": 0.05}),
-            sync_ref_model=True,
-            num_iterations=2,  # with one, GRPO needs no log-probs of the old policy
-            gradient_accumulation_steps=options.window,
-            steps_per_generation=options.window,
-            per_device_train_batch_size=options.batch,
-            num_generations=padding.GROUP,
-            engine_check=None,
-            gradient_checkpointing=False,
-            use_cpu=not CUDA,
-            bf16=CUDA,
-            adapter_dtype="float32" if kind == "NF4" else None,
-            report_to="none",
-            model_init_kwargs={"dtype": "float32"},
-        )
-        lora = LoraConfig(r=options.rank, target_modules="all-linear", task_type="CAUSAL_LM")
-        built = getattr(trl_steady, f"{method}Trainer")(
-            model=wide.load(folder, "nf4", "cuda:0" if CUDA else "cpu") if kind == "NF4" else str(folder),
-            reward_funcs=tiny.reward,
-            args=args,
-            train_dataset=Dataset.from_dict({"prompt": ["a"]}),
-            peft_config=None if kind == "full" else lora,
-            rollout_func=source,
-        )
-    built.current_gradient_accumulation_steps = options.window  # set by the training loop, which does not run here
-    return built
+    lora = LoraConfig(r=options.rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    return measuring.build(
+        trl_steady,
+        wide.load(folder, "nf4", "cuda:0" if CUDA else "cpu") if kind == "NF4" else str(folder),
+        folder / "out",
+        {"peft_config": None if kind == "full" else lora, "rollout_func": source},
+        method,
+        **({"beta": 0.04} if method == "GRPO" else {"kl_coef": 0.05}),
+        sync_ref_model=True,
+        num_iterations=2,  # with one, GRPO needs no log-probs of the old policy
+        gradient_accumulation_steps=options.window,
+        steps_per_generation=options.window,
+        per_device_train_batch_size=options.batch,
+        num_generations=padding.GROUP,
+        adapter_dtype="float32" if kind == "NF4" else None,
+        model_init_kwargs={"dtype": "float32"},
+    )
 
 
 def sizes(trainer: Any) -> dict[str, int]:
@@ -125,10 +104,9 @@ def measured(kind: str, options: argparse.Namespace) -> dict[str, Any]:
         for number in range(options.rounds):
             for method, trainer in trainers.items():
                 clear(trainer)
-                found["seconds"][method].append(reference.seconds(lambda t=trainer: step(t)))
+                found["seconds"][method].append(measuring.seconds(lambda t=trainer: step(t)))
                 print(f"  {kind}, round {number + 1}, {method}: {found['seconds'][method][-1]:.3f} s", flush=True)
-    ratios = [a / b for a, b in zip(found["seconds"]["PPO"], found["seconds"]["GRPO"], strict=True)]
-    found["ratio"] = dict(zip(("low", "median", "high"), statistics.quantiles(ratios, n=4), strict=True))
+    found["ratio"] = measuring.quartiles(found["seconds"]["PPO"], found["seconds"]["GRPO"])
     return found
 
 
@@ -168,18 +146,13 @@ def draw(results: Mapping[str, Any], path: Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("rounds", 5), ("batch", 8), ("window", 2), ("rank", 16)):
-        parser.add_argument(f"--{name}", type=int, default=default)
+    parser = measuring.parser(__doc__, "random", "large", rounds=5, batch=8, window=2, rank=16)
     parser.add_argument("--scale", type=float, default=0.5)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    parser.add_argument("--random", action="store_true")
-    parser.add_argument("--large", action="store_true")
-    parser.add_argument("--json", type=Path)
-    parser.add_argument("--picture", type=Path)
+    for name in ("json", "picture"):
+        parser.add_argument(f"--{name}", type=Path)
     options = parser.parse_args()
-    device = torch.cuda.get_device_name() if CUDA else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{device}; torch {torch.__version__}; {vars(options)}", flush=True)
+    device = measuring.heading(options)
     results = {"device": device, "kinds": {kind: measured(kind, options) for kind in options.kinds}}
     report(results)
     if options.json:

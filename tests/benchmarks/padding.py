@@ -1,7 +1,7 @@
 """What leaving out padding saves: ours and TRL's side by side in one run, a whole optimizer step on fixed rollouts.
 
     python tests/benchmarks/padding.py [--rounds 5] [--batch 8] [--window 4] [--scale 0.5] [--sets NAME ...]
-        [--variants NAME ...] [--checkpointing] [--random | --large] [--check] [--picture PATH] [--json PATH]
+        [--variants NAME ...] [--checkpointing] [--random | --large] [--picture PATH] [--json PATH]
 
 SmolLM2-135M-Instruct, fully fine-tuned in float32 (on CUDA under bf16 autocast). A step is all that TRL's
 `training_step` does for the micro-batches of an optimizer step that begins with a rollout: log-probs of the old
@@ -10,41 +10,31 @@ the sampling. The variants take turns, so that a drift of the machine's speed me
 The round before the first is not timed: in it tokens, memory, loss and gradients are compared.
 
 `--scale` multiplies all lengths. `--random` takes a small random model in place of SmolLM2, `--large` a random one of
-1.2 billion parameters. `--check` times nothing and compares loss, gradients and metrics under each of TRL's losses.
+1.2 billion parameters.
 """
 
 import argparse
 import contextlib
 import json
 import math
-import os
 import statistics
 import sys
 import tempfile
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-os.environ.setdefault("TRL_EXPERIMENTAL_SILENCE", "1")
-
 import torch
 import trl
-from datasets import Dataset
 from torch import Tensor
-from transformers import LlamaConfig, LlamaForCausalLM
 
 import trl_steady
 
-ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT), str(ROOT / "recipes")]
-from tests.benchmarks import reference
+sys.path += [str(Path(__file__).parents[2])]
+from tests.benchmarks import measuring
+from tests.benchmarks.measuring import CUDA, ROOT
 from tests.benchmarks.padding_picture import draw
 from tests.benchmarks.padding_sets import GROUP, SETS, TRL, VARIANTS, Rollouts, rollouts, variants
-from tests.benchmarks.seam import CUDA
-from tests.tools import tiny
-from tests.tools.losses import NATIVE_LOSS_TYPES
 
 from trl_steady.host import overridden
 
@@ -90,11 +80,9 @@ class Bench:
 
     def __init__(self, folder: Path, options: argparse.Namespace, **config: Any) -> None:
         self.source = Source()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)
-            self.trainers = {
-                package.__name__: self._build(package, folder, options, **config) for package in (trl, trl_steady)
-            }
+        self.trainers = {
+            package.__name__: self._build(package, folder, options, **config) for package in (trl, trl_steady)
+        }
         self.nudge()
 
     def _build(self, package: Any, folder: Path, options: argparse.Namespace, **config: Any) -> Any:
@@ -106,20 +94,10 @@ class Bench:
             "per_device_train_batch_size": options.batch,
             "num_generations": GROUP,
             "gradient_checkpointing": options.checkpointing,
-            "use_cpu": not CUDA,
-            "bf16": CUDA,
-            "report_to": "none",
             "model_init_kwargs": {"dtype": "float32", "attn_implementation": "sdpa"},
+            **config,
         }
-        if package is trl_steady:
-            settings["engine_check"] = None
-        args = package.GRPOConfig(str(folder / "out"), **{**settings, **config})
-        dataset = Dataset.from_dict({"prompt": ["a"]})
-        built = package.GRPOTrainer(str(folder), tiny.reward, args, dataset, rollout_func=self.source)
-        built.current_gradient_accumulation_steps = options.window  # set by the training loop, which does not run here
-        if options.checkpointing:
-            built.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        return built
+        return measuring.build(package, str(folder), folder / "out", {"rollout_func": self.source}, **settings)
 
     def trainer(self, variant: str) -> Any:
         return self.trainers["trl" if variant == TRL else "trl_steady"]
@@ -240,11 +218,7 @@ def difference(own: Outcome, theirs: Outcome) -> Difference:
 
 
 def save_model(folder: Path, options: argparse.Namespace) -> None:
-    if not options.large:
-        return reference.save_model(folder, options.random)
-    torch.manual_seed(0)
-    LlamaForCausalLM(LlamaConfig(**{**tiny.SIZES, **LARGE})).save_pretrained(folder)
-    tiny.tokenizer().save_pretrained(folder)
+    measuring.save_model(folder, options.random or options.large, LARGE if options.large else measuring.SMALL)
 
 
 def measured(bench: Bench, name: str, options: argparse.Namespace) -> dict[str, Any]:
@@ -280,13 +254,12 @@ def measured(bench: Bench, name: str, options: argparse.Namespace) -> dict[str, 
     for number in range(options.rounds):
         for variant, ours in chosen.items():
             bench.clear(variant)
-            took = reference.seconds(lambda v=variant, o=ours: bench.window(v, o))
+            took = measuring.seconds(lambda v=variant, o=ours: bench.window(v, o))
             results["variants"][variant]["seconds"].append(took)
             print(f"  round {number + 1}, {variant}: {took:.3f} s", flush=True)
     for of_variant in results["variants"].values():
         trls = results["variants"][TRL]["seconds"]
-        ratios = [a / b for a, b in zip(trls, of_variant["seconds"], strict=True)]
-        of_variant["ratio"] = dict(zip(("low", "median", "high"), statistics.quantiles(ratios, n=4), strict=True))
+        of_variant["ratio"] = measuring.quartiles(trls, of_variant["seconds"])
     return results
 
 
@@ -310,95 +283,39 @@ def report(results: Mapping[str, Any]) -> None:
             )
 
 
-def check(bench: Bench, options: argparse.Namespace) -> dict[str, Any]:
-    """Each of TRL's losses on each set: at the policy that has scored the rollout, and away from it, where all act."""
-    results: dict[str, Any] = {}
-    moved: list[str] = []
-    for name in options.sets:
-        buffers: dict[str, Any] = {}
-        found = {"dapo, on-policy": compared(bench, name, options, buffers, "dapo", first=0)}
-        bench.nudge()
-        for loss_type in NATIVE_LOSS_TYPES:
-            label = f"{loss_type}, off-policy"
-            found[label] = compared(bench, name, options, buffers, loss_type, first=options.window)
-        if name == "equal":
-            moved = [label for label, of_variants in found.items() if any(of_variants["ours"][:3])]
-        results[name] = {
-            label: {variant: apart._asdict() for variant, apart in of_variants.items()}
-            for label, of_variants in found.items()
-        }
-    if moved:
-        raise SystemExit(f"without padding, ours is not TRL's bit for bit: {'; '.join(moved)}")
-    return results
-
-
-def compared(
-    bench: Bench, name: str, options: argparse.Namespace, buffers: dict[str, Any], loss_type: str, *, first: int
-) -> dict[str, Difference]:
-    """Of each variant from TRL's on a set; `buffers` keeps each one's scored rollout from the first window on."""
-    rollout = bench.source.rollout = rollouts(name, options)
-    found: dict[str, Difference] = {}
-    theirs: Outcome | None = None
-    for variant, ours in {TRL: {}, **variants(name, rollout, options)}.items():
-        if loss_type == "bnpo" and "token_budget" in ours:  # which is refused
-            continue
-        trainer = bench.trainer(variant)
-        bench.clear(variant)
-        trainer._buffered_inputs = buffers.get(variant)
-        with overridden(trainer, {"loss_type": loss_type}), overridden(trainer.args, {"loss_type": loss_type}):
-            losses = bench.window(variant, ours, first=first)
-        buffers[variant] = trainer._buffered_inputs
-        outcome = bench.outcome(variant, losses)
-        if theirs is None:
-            theirs = outcome
-            continue
-        found[variant] = difference(outcome, theirs)
-        when = "on" if first == 0 else "off"
-        print(f"{name}, {variant}, {loss_type}, {when}-policy: {told(found[variant])}", flush=True)
-    return found
-
-
 def parsed() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rounds", type=int, default=5, help="3 or more")
-    parser.add_argument("--batch", type=int, default=8, help="sequences of a micro-batch, an even number")
-    parser.add_argument("--window", type=int, default=4, help="micro-batches of an optimizer step, and of a rollout")
+    flags = ("random", "large", "checkpointing")
+    # a round takes turns, a batch is of sequences, a window of the micro-batches of an optimizer step
+    parser = measuring.parser(__doc__, *flags, rounds=5, batch=8, window=4)
     parser.add_argument("--variants", nargs="+", help="of our options, by name; all where left out")
     parser.add_argument("--scale", type=float, default=1.0 if CUDA else 0.5)
     parser.add_argument("--sets", nargs="+", choices=SETS, default=SETS)
     parser.add_argument("--picture", type=Path, help="by default docs/figures/padding.png, with SmolLM2")
     parser.add_argument("--json", type=Path)
-    for name in ("random", "large", "check", "checkpointing"):
-        parser.add_argument(f"--{name}", action="store_true")
     options = parser.parse_args()
     if options.rounds < 3 or options.batch % 2:
         parser.error("--rounds is 3 or more, --batch even")
     names = {name for given in options.sets for name in VARIANTS[given]}
     if unknown := {*(options.variants or ())} - names:
         parser.error(f"--variants {sorted(unknown)}: these sets have {sorted(names)}")
-    if options.picture is None and not (options.random or options.large or options.check):
+    if options.picture is None and not (options.random or options.large):
         options.picture = ROOT / "docs/figures/padding.png"
     return options
 
 
 def main() -> None:
     options = parsed()
-    device = torch.cuda.get_device_name() if CUDA else f"CPU, {torch.get_num_threads()} threads"
+    device = measuring.heading(options)
     given = {name: value for name, value in vars(options).items() if name not in ("picture", "json")}
-    print(f"{device}; torch {torch.__version__}, trl {trl.__version__}; {given}", flush=True)
     results: dict[str, Any] = {"device": device, "torch": torch.__version__, "trl": trl.__version__, "given": given}
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), options)
-        bench = Bench(Path(folder), options, **({"epsilon": 0.01} if options.check else {}))  # clips act
-        if options.check:
-            results["check"] = check(bench, options)
-        else:
-            results["sets"] = {name: measured(bench, name, options) for name in options.sets}
-    if not options.check:
-        report(results)
+        bench = Bench(Path(folder), options)
+        results["sets"] = {name: measured(bench, name, options) for name in options.sets}
+    report(results)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
-    if options.picture and not options.check:
+    if options.picture:
         draw(options.picture, results)
 
 

@@ -22,16 +22,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-import trl
-from datasets import Dataset
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 import trl_steady
 
 sys.path += [str(Path(__file__).parents[2])]
-from tests.benchmarks import reference
-from tests.benchmarks.seam import CUDA
+from tests.benchmarks import measuring
+from tests.benchmarks.measuring import CUDA
 from tests.tools import tiny
 
 from trl_steady.host import overridden
@@ -68,39 +65,26 @@ def build(options: argparse.Namespace, folder: str) -> Any:
         model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**tiny.SIZES, **(LARGE if options.large else SMALL)}))
     generator = torch.Generator().manual_seed(0)
     count = options.batch * options.window
-    draw = lambda length: torch.randint(50, 200, (length,), generator=generator).tolist()
     lengths = torch.randint(options.completion // 2, options.completion + 1, (count,), generator=generator).tolist()
     rollout = {
-        "prompt_ids": [draw(options.prompt) for _ in range(count)],
-        "completion_ids": [draw(length) for length in lengths],
+        "prompt_ids": measuring.random_ids([options.prompt] * count, generator),
+        "completion_ids": measuring.random_ids(lengths, generator),
         "logprobs": None,
     }
-    args = trl_steady.GRPOConfig(
+    parts = {"processing_class": tiny.tokenizer(), "rollout_func": lambda prompts, trainer: dict(rollout)}
+    return measuring.build(
+        trl_steady,
+        model,
         folder,
+        parts,
         router_replay="R2",
-        engine_check=None,
         num_iterations=2,  # with one, TRL needs no log-probs of the old policy
         gradient_accumulation_steps=options.window,
         steps_per_generation=options.window,
         per_device_train_batch_size=options.batch,
         num_generations=options.batch,
         gradient_checkpointing=options.checkpointing,
-        use_cpu=not CUDA,
-        bf16=CUDA,
-        report_to="none",
     )
-    trainer: Any = trl_steady.GRPOTrainer(
-        model,
-        tiny.reward,
-        args,
-        Dataset.from_dict({"prompt": ["a"]}),
-        processing_class=tiny.tokenizer(),
-        rollout_func=lambda prompts, trainer: dict(rollout),
-    )
-    trainer.current_gradient_accumulation_steps = options.window  # set by the training loop, which does not run here
-    if options.checkpointing:
-        trainer.model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-    return trainer
 
 
 def step(trainer: Any, replay: str | None) -> float:
@@ -113,8 +97,7 @@ def step(trainer: Any, replay: str | None) -> float:
     with overridden(trainer.args, {"router_replay": replay}):
         for _ in range(window):
             trainer.training_step(trainer.model, rows, None)
-    squares = (p.grad.double().square().sum() for p in trainer.model.parameters() if p.grad is not None)
-    return float(sum(squares)) ** 0.5
+    return measuring.grad_norm(trainer)
 
 
 def generate(trainer: Any, replay: str | None) -> None:
@@ -129,36 +112,23 @@ def generate(trainer: Any, replay: str | None) -> None:
 
 def compared(what: str, work: Callable[[str | None], Any], replay: str, rounds: int) -> float:
     """The median ratio of with to without."""
-    pairs = []
-    for turn in range(-1, rounds):  # the first is not counted
-        order = (replay, None) if turn % 2 else (None, replay)
-        seconds = {each: reference.seconds(lambda each=each: work(each)) for each in order}
-        if turn >= 0:
-            pairs.append((seconds[replay], seconds[None]))
-    ratios = [with_replay / without for with_replay, without in pairs]
-    low, median, high = statistics.quantiles(ratios, n=4)
-    seconds = statistics.median(without for _, without in pairs)
+    found = measuring.in_turns({"with": lambda: work(replay), "without": lambda: work(None)}, rounds)
+    ratio = measuring.quartiles(found["with"], found["without"])
     print(
-        f"{what}: time with / without {median:.3f} (quartiles {low:.3f}, {high:.3f}; {rounds} rounds; without "
-        f"{seconds:.2f} s)"
+        f"{what}: time with / without {ratio['median']:.3f} (quartiles {ratio['low']:.3f}, {ratio['high']:.3f}; "
+        f"{rounds} rounds; without {statistics.median(found['without']):.2f} s)"
     )
-    return median
+    return ratio["median"]
 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("rounds", 15), ("batch", 8), ("window", 2), ("prompt", 64), ("completion", 192)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--checkpointing", action="store_true")
-    parser.add_argument("--large", action="store_true")
-    return parser.parse_args(arguments)
+    numbers = {"rounds": 15, "batch": 8, "window": 2, "prompt": 64, "completion": 192}
+    return measuring.parser(__doc__, "checkpointing", "large", **numbers).parse_args(arguments)
 
 
 def main() -> None:
     options = parsed()
-    device = torch.cuda.get_device_name() if CUDA else f"CPU, {torch.get_num_threads()} threads"
-    versions = f"torch {torch.__version__}, trl {trl.__version__}, transformers {transformers.__version__}"
-    print(f"{device}; {versions}; {options}")
+    measuring.heading(options)
     with tempfile.TemporaryDirectory() as folder:
         trainer = build(options, folder)
         norms = {replay: step(trainer, replay) for replay in (None, "R2")}
@@ -168,7 +138,7 @@ def main() -> None:
         tokens = sum(batch["prompt_ids"].numel() + batch["completion_ids"].numel() for batch in batches)
         config = trainer.model.config
         layers, chosen = config.num_hidden_layers, config.num_experts_per_tok
-        print(f"routes: {held:,} bytes = {tokens:,} places in the padded batches x {layers} layers x {chosen} experts")
+        print(f"routes: {held:,} bytes = {tokens:,} tokens of the padded batches x {layers} layers x {chosen} experts")
         assert held == tokens * layers * chosen * batches[0]["routes"].element_size()
         compared("optimizer step", lambda replay: step(trainer, replay), "R2", options.rounds)
         compared("generation", lambda replay: generate(trainer, replay), "R3", options.rounds)

@@ -10,50 +10,29 @@ take turns, and ratios are round by round. `--random` takes a small random model
 import argparse
 import json
 import math
-import os
 import statistics
 import sys
 import tempfile
-import warnings
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
-
 import torch
-from datasets import Dataset
 from peft import LoraConfig
 from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
 import trl_steady
 
-ROOT = Path(__file__).parents[2]
-sys.path += [str(ROOT), str(ROOT / "recipes")]
-from tests.benchmarks import reference
-from tests.benchmarks.seam import CUDA
+sys.path += [str(Path(__file__).parents[2])]
+from tests.benchmarks import measuring, reference
 
 MEDIAN = 63  # words of an answer
 
 
 def build(folder: Path, reward: Any, options: argparse.Namespace) -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)
-        args = trl_steady.GRPOConfig(
-            str(folder / "out"),
-            per_device_train_batch_size=8,
-            num_generations=8,
-            use_cpu=not CUDA,
-            bf16=CUDA,
-            report_to="none",
-            model_init_kwargs={"dtype": "float32"},
-        )
-        return trl_steady.GRPOTrainer(
-            model=str(folder),
-            reward_funcs=reward,
-            args=args,
-            train_dataset=Dataset.from_dict({"prompt": ["a"]}),
-            peft_config=LoraConfig(r=options.rank, target_modules="all-linear", task_type="CAUSAL_LM"),
-        )
+    lora = LoraConfig(r=options.rank, target_modules="all-linear", task_type="CAUSAL_LM")
+    parts = {"reward_funcs": reward, "peft_config": lora}
+    batch = {"per_device_train_batch_size": 8, "num_generations": 8, "model_init_kwargs": {"dtype": "float32"}}
+    return measuring.build(trl_steady, str(folder), folder / "out", parts, **batch)
 
 
 def texts(count: int) -> tuple[list[str], list[str]]:
@@ -67,7 +46,7 @@ def texts(count: int) -> tuple[list[str], list[str]]:
 def measured(options: argparse.Namespace) -> dict[str, Any]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        reference.save_model(folder, options.random)
+        measuring.save_model(folder, options.random)
         whole = AutoModelForSequenceClassification.from_pretrained(folder, num_labels=1, dtype=torch.float32)
         tokenizer = AutoTokenizer.from_pretrained(folder)
         whole.config.pad_token_id = tokenizer.pad_token_id
@@ -82,29 +61,18 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
             "adapter": reference.size(p for _, p in adapter.part.model.named_parameters()),
             "own model": reference.size(whole.parameters()),
         }
-        found["seconds"] = {name: [] for name in trainers}
-        for number in range(-1, options.rounds):  # the first is not timed
-            for name, trainer in trainers.items():
-                rows = [{"prompt": prompt} for prompt in prompts]
-                work = lambda t=trainer, r=rows: t._calculate_rewards(r, prompts, answers, ids)
-                seconds = reference.seconds(work)
-                if number >= 0:
-                    found["seconds"][name].append(seconds)
-                    print(f"  round {number + 1}, {name}: {seconds:.3f} s", flush=True)
-    ratios = [a / b for a, b in zip(found["seconds"]["own model"], found["seconds"]["adapter"], strict=True)]
-    found["ratio"] = dict(zip(("low", "median", "high"), statistics.quantiles(ratios, n=4), strict=True))
+        rows = [{"prompt": prompt} for prompt in prompts]
+        work = {n: lambda t=t: t._calculate_rewards(rows, prompts, answers, ids) for n, t in trainers.items()}
+        found["seconds"] = measuring.in_turns(work, options.rounds)
+    found["ratio"] = measuring.quartiles(found["seconds"]["own model"], found["seconds"]["adapter"])
     return found
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("rounds", 5), ("answers", 32), ("rank", 16)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--random", action="store_true")
+    parser = measuring.parser(__doc__, "random", rounds=5, answers=32, rank=16)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
-    device = torch.cuda.get_device_name() if CUDA else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{device}; torch {torch.__version__}; {vars(options)}", flush=True)
+    measuring.heading(options)
     found = measured(options)
     size, ratio = found["bytes"], found["ratio"]
     print(

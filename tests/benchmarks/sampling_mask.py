@@ -19,18 +19,15 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
-import trl
-from datasets import Dataset
 from torch import Tensor
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 import trl_steady
 
 sys.path += [str(Path(__file__).parents[2])]
-from tests.benchmarks import reference
+from tests.benchmarks import measuring
+from tests.benchmarks.measuring import CUDA
 from tests.benchmarks.padding import peak_bytes
-from tests.benchmarks.seam import CUDA
 from tests.tools import tiny
 
 from trl_steady.host import overridden
@@ -68,35 +65,24 @@ def build(vocabulary: int, options: argparse.Namespace, folder: str) -> Any:
     }
     with torch.device("cuda" if CUDA else "cpu"):
         model = Qwen2ForCausalLM(Qwen2Config(**{**tiny.SIZES, **sizes, "initializer_range": 0.02}))
-    draw = lambda length: torch.randint(50, 200, (length,)).tolist()
     lengths = torch.randint(options.completion // 2, options.completion + 1, (options.batch,)).tolist()
     rollout = {
-        "prompt_ids": [draw(options.prompt)] * options.batch,
-        "completion_ids": [draw(length) for length in lengths],
+        "prompt_ids": measuring.random_ids([options.prompt]) * options.batch,
+        "completion_ids": measuring.random_ids(lengths),
         "logprobs": None,
     }
-    args = trl_steady.GRPOConfig(
+    parts = {"processing_class": tiny.tokenizer(), "rollout_func": lambda prompts, trainer: dict(rollout)}
+    trainer = measuring.build(
+        trl_steady,
+        model,
         folder,
+        parts,
         trim_padding=False,
-        engine_check=None,
         num_iterations=2,  # with one, TRL needs no log-probs of the old policy
         gradient_accumulation_steps=1,
         per_device_train_batch_size=options.batch,
         num_generations=options.batch,
-        gradient_checkpointing=False,
-        use_cpu=not CUDA,
-        bf16=CUDA,
-        report_to="none",
     )
-    trainer: Any = trl_steady.GRPOTrainer(
-        model,
-        tiny.reward,
-        args,
-        Dataset.from_dict({"prompt": ["a"]}),
-        processing_class=tiny.tokenizer(),
-        rollout_func=lambda prompts, trainer: dict(rollout),
-    )
-    trainer.current_gradient_accumulation_steps = 1  # set by the training loop, which does not run here
     trainer.buffered = trainer._prepare_inputs([{"prompt": "a"} for _ in range(options.batch)])
     return trainer
 
@@ -121,8 +107,7 @@ def step(trainer: Any, inputs: dict[str, Any]) -> float:
         old, _, _ = trainer.log_probs(trainer.model, ids, mask, inputs["completion_ids"].size(1))
     loss = trainer.compute_loss(trainer.model, {**inputs, "old_per_token_logps": old})
     trainer.accelerator.backward(loss)
-    squares = (p.grad.double().square().sum() for p in trainer.model.parameters() if p.grad is not None)
-    return float(sum(squares)) ** 0.5
+    return measuring.grad_norm(trainer)
 
 
 def compare(trainer: Any, name: str, vocabulary: int, rounds: int) -> None:
@@ -137,18 +122,14 @@ def compare(trainer: Any, name: str, vocabulary: int, rounds: int) -> None:
         once()
     # the least of three: whether autograd sums a tied head's two gradients in place differs from step to step
     peaks = {each: min(peak_bytes(once)[1] for _ in range(3)) for each, once in work.items()}
-    pairs = []
-    for turn in range(-1, rounds):  # the first is not counted
-        order = ("with", "without") if turn % 2 else ("without", "with")
-        seconds = {each: reference.seconds(work[each]) for each in order}
-        if turn >= 0:
-            pairs.append((seconds["with"], seconds["without"]))
-    low, median, high = statistics.quantiles([own / trls for own, trls in pairs], n=4)
+    found = measuring.in_turns(work, rounds)
+    ratio = measuring.quartiles(found["with"], found["without"])
     weights = sum(p.nbytes for p in trainer.model.parameters())
     print(
         f"vocabulary {vocabulary:,}, sets {name} (mean {counts.mean():.1f}, median {counts.median():.0f}, "
-        f"{(counts == 1).double().mean():.0%} of one token; {len(counts)} tokens): time with / without {median:.3f} "
-        f"(quartiles {low:.3f}, {high:.3f}; {rounds} rounds; without {statistics.median(s for _, s in pairs):.2f} s); "
+        f"{(counts == 1).double().mean():.0%} of one token; {len(counts)} tokens): time with / without "
+        f"{ratio['median']:.3f} (quartiles {ratio['low']:.3f}, {ratio['high']:.3f}; {rounds} rounds; without "
+        f"{statistics.median(found['without']):.2f} s); "
         f"peak memory above the weights {peaks['with'] / 2**20:,.0f} MiB / "
         f"{peaks['without'] / 2**20:,.0f} MiB = {peaks['with'] / peaks['without']:.3f}, with them "
         f"{(peaks['with'] + weights) / (peaks['without'] + weights):.3f}",
@@ -156,18 +137,9 @@ def compare(trainer: Any, name: str, vocabulary: int, rounds: int) -> None:
     )
 
 
-def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("rounds", 15), ("batch", 4), ("prompt", 64), ("completion", 128), ("layers", 4)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    return parser.parse_args(arguments)
-
-
 def main() -> None:
-    options = parsed()
-    device = torch.cuda.get_device_name() if CUDA else f"CPU, {torch.get_num_threads()} threads"
-    versions = f"torch {torch.__version__}, trl {trl.__version__}, transformers {transformers.__version__}"
-    print(f"{device}; {versions}; {options}")
+    options = measuring.parser(__doc__, rounds=15, batch=4, prompt=64, completion=128, layers=4).parse_args()
+    measuring.heading(options)
     with tempfile.TemporaryDirectory() as folder:
         for vocabulary in MODELS:
             trainer = build(vocabulary, options, folder)

@@ -18,51 +18,33 @@ from typing import Any
 
 import torch
 import trl
-from datasets import Dataset
 from peft import LoraConfig
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedTokenizerFast
+from transformers import LlamaConfig, LlamaForCausalLM
 
 import trl_steady
 
-sys.path += [str(Path(__file__).parents[2]), str(Path(__file__).parents[2] / "recipes")]
+sys.path += [str(Path(__file__).parents[2])]
+from tests.benchmarks import measuring
+from tests.benchmarks.measuring import CUDA
 from tests.tools import tiny
 from tests.tools.syncs import counted
 
-CUDA = torch.cuda.is_available()
-
-
-def model_and_tokenizer(smollm2: bool, folder: str) -> tuple[Any, PreTrainedTokenizerFast]:
-    if smollm2:
-        from common import smollm2 as recipe
-
-        return recipe.load(Path(folder))
-    torch.manual_seed(0)
-    sizes = {"hidden_size": 256, "intermediate_size": 1024, "num_hidden_layers": 6, "num_attention_heads": 8}
-    config = LlamaConfig(**{**tiny.SIZES, **sizes, "num_key_value_heads": 8, "initializer_range": 0.02})
-    return LlamaForCausalLM(config).to("cuda" if CUDA else "cpu"), tiny.tokenizer()
-
 
 def trainer(package: Any, options: argparse.Namespace, folder: str, **loss: Any) -> Any:
-    model, tokenizer = model_and_tokenizer(options.smollm2, folder)
-    args = package.GRPOConfig(
-        folder,
-        per_device_train_batch_size=options.batch,
-        num_generations=options.batch,
-        steps_per_generation=4,
-        epsilon=3e-4 if loss["loss_type"] != "gmpo" else None,
-        epsilon_high=4e-4 if loss["loss_type"] != "gmpo" else None,
-        gradient_checkpointing=False,
-        use_cpu=not CUDA,
-        bf16=CUDA,
-        report_to="none",
-        **loss,
-    )
+    if options.smollm2:
+        from common import smollm2
+
+        model, tokenizer = smollm2.load(Path(folder))
+    else:
+        torch.manual_seed(0)
+        model = LlamaForCausalLM(LlamaConfig(**{**tiny.SIZES, **measuring.SMALL})).to("cuda" if CUDA else "cpu")
+        tokenizer = tiny.tokenizer()
+    low, high = (None, None) if loss["loss_type"] == "gmpo" else (3e-4, 4e-4)
+    clip = {"epsilon": low, "epsilon_high": high}
+    batch = {"per_device_train_batch_size": options.batch, "num_generations": options.batch}
     lora = LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
-    built = package.GRPOTrainer(
-        model, tiny.reward, args, Dataset.from_dict({"prompt": ["a"]}), processing_class=tokenizer, peft_config=lora
-    )
-    built.current_gradient_accumulation_steps = 1  # set by the training loop, which does not run here
-    return built
+    parts = {"processing_class": tokenizer, "peft_config": lora}
+    return measuring.build(package, model, folder, parts, **batch, steps_per_generation=4, **clip, **loss)
 
 
 def rollouts(options: argparse.Namespace, device: torch.device) -> dict[str, Any]:
@@ -119,28 +101,22 @@ def counts(ours: Any, inputs: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, default in (("pairs", 30), ("batch", 16), ("prompt", 64), ("completion", 64)):
-        parser.add_argument(f"--{name}", type=int, default=default)
-    parser.add_argument("--smollm2", action="store_true")
-    options = parser.parse_args()
-    device = torch.cuda.get_device_name() if CUDA else f"CPU, {torch.get_num_threads()} threads"
-    print(f"{device}; torch {torch.__version__}, trl {trl.__version__}; {options}")
+    options = measuring.parser(__doc__, "smollm2", pairs=30, batch=16, prompt=64, completion=64).parse_args()
+    measuring.heading(options)
     with tempfile.TemporaryDirectory() as folder:
-        for own in OURS:
+        for loss in OURS:
             theirs = trainer(trl, options, folder, **{**THEIRS, **SHARED})
-            ours = trainer(trl_steady, options, folder, trim_padding=False, **{**own, **SHARED})
+            ours = trainer(trl_steady, options, folder, trim_padding=False, **{**loss, **SHARED})
             inputs = rollouts(options, ours.model.device)
             for warming in (ours, theirs, ours, theirs):
                 step(warming, inputs)
             pairs = [(step(ours, inputs), step(theirs, inputs)) for _ in range(options.pairs)]
-            ratios = [mine / trls for (mine, _), (trls, _) in pairs]
-            low, median, high = statistics.quantiles(ratios, n=4)
-            loss_type = own["loss_type"]
+            ratio = measuring.quartiles(*([pair[who][0] for pair in pairs] for who in (0, 1)))
             tokens = options.batch * (options.prompt + options.completion)
             speeds = [tokens / statistics.median(pair[who][0] for pair in pairs) for who in (0, 1)]
             print(
-                f"{loss_type:10s} time ours / TRL {median:.3f} (quartiles {low:.3f}, {high:.3f}; {len(pairs)} pairs); "
+                f"{loss['loss_type']:10s} time ours / TRL {ratio['median']:.3f} (quartiles {ratio['low']:.3f}, "
+                f"{ratio['high']:.3f}; {len(pairs)} pairs); "
                 f"tokens a second {speeds[0]:,.0f} ours, {speeds[1]:,.0f} TRL"
             )
             print(f"{'':10s} {counts(ours, inputs)}")

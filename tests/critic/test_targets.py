@@ -101,13 +101,7 @@ def test_advantages_and_returns_are_the_oracles(
         assert max(apart(*pair) for pair in zip(others, (advantages, returns), strict=True)) > 1e-2
 
 
-PASSES: list[dict[str, Any]] = [
-    {"trim_padding": False},
-    {},
-    {"share_prompts": True},
-    {"token_budget": 20},
-    {"token_budget": 20, "share_prompts": True},
-]
+PASSES: list[dict[str, Any]] = [{"trim_padding": False}, {}, {"token_budget": 20, "share_prompts": True}]
 
 ADAPTERS = {
     "value_peft_config": {"value_peft_config": LoraConfig(r=2, target_modules=["k_proj", "down_proj"])},
@@ -119,8 +113,8 @@ ADAPTERS = {
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        *((kind, own) for kind in ("lora", "full", "nf4") for own in PASSES),
-        *((kind, own) for kind in ("lora moe", "full moe", *ADAPTERS) for own in (PASSES[1], PASSES[-1])),
+        *(("lora", own) for own in PASSES),
+        *((kind, PASSES[-1]) for kind in ("full", "nf4", "lora moe", "full moe", *ADAPTERS)),
     ],
     ids=str,
 )
@@ -156,7 +150,7 @@ def test_values_and_log_probs_are_those_of_a_plain_forward(
         layers = [own for own in whole.modules() if isinstance(own, BaseTunerLayer)]
         assert layers and all(own.active_adapters == ["default"] and not own.disable_adapters for own in layers)
         trained = {n for n, p in whole.named_parameters() if p.requires_grad}
-        assert trained == {n for n, _ in whole.named_parameters() if {"default", "value"} & {*n.split(".")}}
+        assert trained == {n for n, _ in whole.named_parameters() if "default" in n.split(".")}
 
 
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])

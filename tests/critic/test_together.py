@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tests.tools import agent, mixtures, resumable, tiny
 from trl_steady import StepRewards
+from trl_steady.critic.part import CriticPart
 from trl_steady.reference.part import ReferencePart
 
 PPO: dict[str, Any] = {"method": "PPO", "num_generations": 1, "kl_coef": 0.1, "optim": "sgd", "learning_rate": 0.05}
@@ -138,31 +139,19 @@ def test_the_reference_moves_when_the_kl_of_a_rollout_exceeds_a_limit(models: di
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_the_policys_optimizer_is_cleared(models: dict[str, Path], tmp_path: Path, kind: str) -> None:
-    """The critic has no reference that moves."""
+    """The critic has no reference that moves, and an optimizer of its own."""
     options = {**MOVING, "ref_model_sync_steps": 4, "ref_model_sync_reset_optimizer": True, "max_steps": 6}
     trainer, _, _ = run(models["dense"], tmp_path, kind, **options)
     assert [step for step, _, _ in trainer.reference_refreshes] == [4]
-    critic = {id(parameter) for _, parameter in trainer.critic.named_parameters()}
-    steps = {True: set[int](), False: set[int]()}
-    for parameter, state in trainer.optimizer.state.items():
-        steps[id(parameter) in critic].add(int(state["step"]))
-    assert steps == {True: {6}, False: {2}}
-    assert len(critic & {id(parameter) for parameter in trainer.optimizer.state}) == len(critic)
+    critic = {id(parameter) for parameter in trainer.critic.parameters}
+    assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {2}
+    assert not critic & {id(parameter) for group in trainer.optimizer.param_groups for parameter in group["params"]}
+    of_critic = trainer.part(CriticPart).learner.state_dict()
+    assert {int(value) for name, value in of_critic.items() if name.endswith(".step")} == {6}
+    assert len(of_critic) == 3 * len(critic)
 
 
 # losses and masks
-
-
-def test_the_corrected_kl_of_the_loss_differs(models: dict[str, Path], tmp_path: Path) -> None:
-    """It changes the policy, and not what the critic learns from the first rollout."""
-    ends = []
-    for corrected in (True, False):
-        options = {"kl_coef": 0.0, "beta": 0.5, "use_bias_correction_kl": corrected, "max_steps": 4}
-        ends.append(run(models["dense"], tmp_path, **options))
-    assert moved(policy(ends[0][0]), policy(ends[1][0]))
-    assert of(ends[0][1], "value/loss") == of(ends[1][1], "value/loss")
-    assert not moved(ends[0][0].critic.state(), ends[1][0].critic.state())
-    assert max(of(ends[0][1], "kl")) > 1e-3
 
 
 def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
@@ -225,7 +214,7 @@ EVERYWHERE = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=Fals
 
 
 CASES = ("qwen3_moe", "deepseek_v3", "mixtral")
-FAST = {("qwen3_moe", "lora"), ("deepseek_v3", "full")}
+FAST = {("qwen3_moe", "lora")}
 
 
 @pytest.mark.parametrize(
@@ -259,17 +248,15 @@ def test_routes_are_replayed_for_the_policy_and_not_for_the_critic(
 
 
 def test_replay_with_recomputed_layers_of_both_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(
-        ValueError, match=r"router_replay='R2' does not work with gradient_checkpointing=True here: lay"
-    ):
+    with pytest.raises(ValueError, match="router_replay='R2' does not work with gradient_checkpointing=True"):
         build(models["moe"], tmp_path, router_replay="R2", router_aux_loss_coef=0.0, gradient_checkpointing=True)
 
 
 # sampling
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_log_probs_are_among_the_kept_tokens(models: dict[str, Path], tmp_path: Path, kind: str) -> None:
+def test_log_probs_are_among_the_kept_tokens(models: dict[str, Path], tmp_path: Path) -> None:
+    kind = "lora"  # the KL of a full policy is 0 in its first rollout
     options = {"top_p": 0.8, "max_steps": 5}
     _, history, witness = run(models["dense"], tmp_path, kind, keep_sampling_mask=True, **options)
     _, _, without = run(models["dense"], tmp_path, kind, **options)
@@ -279,11 +266,12 @@ def test_log_probs_are_among_the_kept_tokens(models: dict[str, Path], tmp_path: 
     mask = kept["completion_mask"].bool()
     assert (kept["old_per_token_logps"] > all_tokens["old_per_token_logps"] + 0.01)[mask].float().mean() > 0.9
     assert torch.equal(kept["values"], all_tokens["values"])  # values need no tokens to choose from
-    if kind == "lora":  # the KL of a full policy is 0 in its first rollout
-        assert not torch.allclose(kept["advantages"], all_tokens["advantages"], rtol=1e-3)
+    assert not torch.allclose(kept["advantages"], all_tokens["advantages"], rtol=1e-3)
 
 
-@pytest.mark.parametrize(("kind", "loss_type"), [("lora", "grpo"), ("full", "dapo")])
+@pytest.mark.parametrize(
+    ("kind", "loss_type"), [("lora", "grpo"), pytest.param("full", "dapo", marks=pytest.mark.slow)]
+)
 def test_budgets_and_shared_prompts_change_rounding_only(
     models: dict[str, Path], tmp_path: Path, kind: str, loss_type: str
 ) -> None:
@@ -317,10 +305,11 @@ def in_turns(completions: list[list[agent.Message]], **_: Any) -> list[StepRewar
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return agent.save_model(tmp_path_factory.mktemp("agent"), steps=90)
+    return agent.save_model(tmp_path_factory.mktemp("agent"))
 
 
-@pytest.mark.parametrize("kind", ["lora", pytest.param("full", marks=pytest.mark.slow)])
+@pytest.mark.slow  # an agent must learn to call tools first
+@pytest.mark.parametrize("kind", KINDS)
 def test_turns_of_an_agent_have_values_and_its_tools_have_none(caller: Path, tmp_path: Path, kind: str) -> None:
     reader = agent.tokenizer()
     options: dict[str, Any] = {
@@ -353,32 +342,3 @@ def test_turns_of_an_agent_have_values_and_its_tools_have_none(caller: Path, tmp
                 returns = [columns["returns"][i][start].item() for start, _ in turns]
                 assert len(set(returns)) > 1
     assert several > 0
-
-
-# evaluation
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_evaluation_has_values_and_changes_no_training(models: dict[str, Path], tmp_path: Path, kind: str) -> None:
-    options: dict[str, Any] = {"kl_target": 0.1, "kl_horizon": 32, "max_steps": 5, "per_device_eval_batch_size": 4}
-    evaluations = {"eval_strategy": "steps", "eval_steps": 2, "build": {"eval_dataset": tiny.dataset(8)}}
-    alone, expected, _ = run(models["dense"], tmp_path, kind, **options)
-    trainer, _ = build(models["dense"], tmp_path, kind, **options, **evaluations)
-    evaluate = trainer.evaluate
-
-    def undisturbed(*arguments: Any, **keywords: Any) -> Any:
-        with torch.random.fork_rng():
-            return evaluate(*arguments, **keywords)
-
-    trainer.evaluate = undisturbed
-    history = tiny.history(tiny.train(trainer))[:-1]
-    check_finite(history)
-    evaluated = [row for row in history if "eval_loss" in row]
-    assert [row["step"] for row in evaluated] == [2, 4, 5]
-    for row in evaluated:
-        assert {"eval_value/loss", "eval_value/mean", "eval_kl", "eval_kl_coef", "eval_reward_with_kl"} <= row.keys()
-        assert not any(name.startswith(("value/", "kl")) for name in row)
-    assert len({row["eval_value/mean"] for row in evaluated}) == 3  # the critic has learned
-    trained = [row for row in history if "eval_loss" not in row]
-    assert trained == expected and trainer.kl_coef == alone.kl_coef != 0.1
-    assert not moved(policy(alone), policy(trainer)) and not moved(alone.critic.state(), trainer.critic.state())

@@ -25,8 +25,8 @@ from trl_steady.sampling.proxy import KeptModel
 
 IDS = torch.arange(14).view(2, 7)
 SETS = KeptTokens.of([sorted({token, *range(token + 3, token + 3 + token % 5)}) for token in IDS.flatten().tolist()])
-PLACES = torch.arange(14).view(2, 7)
-INDEX = {"all": PLACES, "some": PLACES.where(IDS % 4 != 1, -1), "none": torch.full_like(PLACES, -1)}
+INDICES = torch.arange(14).view(2, 7)
+INDEX = {"all": INDICES, "some": INDICES.where(IDS % 4 != 1, -1), "none": torch.full_like(INDICES, -1)}
 """Which tokens have sets."""
 ROUNDS = [("some", "some"), ("all", "some"), ("some", "none"), ("none", "all")]
 """Which tokens of the first process have sets, and which of the second."""
@@ -50,9 +50,11 @@ def shard(model: Any) -> Any:
 
 
 def log_probs(model: Any, kind: str, *, with_entropy: bool = False) -> torch.Tensor:
-    kept = KeptModel(lambda places, **batch: model(**batch), SETS, INDEX[kind], scored_by, with_entropy=with_entropy)
+    kept = KeptModel(
+        lambda token_indices, **batch: model(**batch), SETS, INDEX[kind], scored_by, with_entropy=with_entropy
+    )
     batch = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "labels": IDS, "fused_lm_head": True}
-    scores = kept(places=PLACES, **batch).log_probs
+    scores = kept(token_indices=INDICES, **batch).log_probs
     assert (scores == 0).any() == (kind != "none") and (scores < 0).any()
     return scores
 

@@ -1,4 +1,4 @@
-"""PPO on two processes (gloo, CPU) and on one process with the same global batch, and setups that are refused."""
+"""PPO on two processes (gloo, CPU) and on one process with the same global batch."""
 
 import functools
 from pathlib import Path
@@ -9,10 +9,8 @@ import torch
 from accelerate import PartialState
 
 from tests.distributed import processes, runs, train
-from tests.distributed.test_refused import under
 from tests.distributed.test_two_processes import check_close, check_histories, check_references, marked
 from tests.tools import resumable, sharded, tiny
-from tests.tools import wide as wide_model
 
 RESUMED: dict[str, Any] = {
     **{"method": "PPO", "num_generations": 1, "beta": 0.0, "kl_coef": 0.1, "kl_target": 0.05, "kl_horizon": 64},
@@ -106,72 +104,3 @@ def test_two_processes_resume_ppo_exactly_inside_a_window(together: Any) -> None
         assert process["whole"]["kl_coef"] != RESUMED["kl_coef"]
         assert len(process["whole"]["refreshes"]) == 1
     assert resumable.differences(ends[0]["whole"]["critic"], ends[1]["whole"]["critic"]) == []
-
-
-PPO: dict[str, Any] = {"method": "PPO", "num_generations": 1}
-
-
-@pytest.mark.refuses(
-    "PPO, full",
-    "PPO, LoRA",
-    "PPO, quantised base",
-    "ptx_coef",
-    on=("ZeRO-2", "ZeRO-3"),
-    message="PPOTrainer does not work with DeepSpeed, which takes one step for policy and critic and clips the "
-    "gradients of both by one norm. Use DDP (accelerate launch --multi_gpu), or FSDP2 with adapters.",
-)
-@pytest.mark.parametrize("lora", [False, True])
-def test_deepspeed_is_refused(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: bool
-) -> None:
-    """tests/sharded shows it with the engines themselves."""
-    under(monkeypatch, stage=2)
-    with pytest.raises(ValueError, match=r"PPOTrainer does not work with DeepSpeed.* Use DDP \(.*FSDP2 with adapters"):
-        tiny.trainer(models["dense"], tmp_path, lora=lora, **PPO)
-
-
-@pytest.mark.refuses(
-    "PPO, full",
-    on="FSDP2",
-    message="PPOTrainer does not work with FSDP without adapters: accelerate shards one model, which leaves the "
-    "critic whole on each process. Train adapters (peft_config), or use DDP.",
-)
-def test_a_value_model_beside_a_sharded_policy_is_refused(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    under(monkeypatch, fsdp=2)
-    tiny.trainer(models["dense"], tmp_path, lora=True, **PPO)
-    with pytest.raises(ValueError, match=r"does not work with FSDP without adapters.* \(peft_config\), or use DDP"):
-        tiny.trainer(models["dense"], tmp_path, **PPO)
-
-
-@pytest.mark.refuses(
-    "PPO, LoRA",
-    on="FSDP2",
-    where="under version 1 of FSDP",
-    message="FSDP version 1 flattens the critic's parameters away. Set fsdp_version: 2.",
-)
-def test_version_1_of_fsdp_is_refused(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    under(monkeypatch, fsdp=1)
-    with pytest.raises(ValueError, match=r"FSDP version 1 flattens the critic's .*Set fsdp_version: 2"):
-        tiny.trainer(models["dense"], tmp_path, lora=True, **PPO)
-
-
-def test_fsdps_own_checkpointing_is_refused(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    under(monkeypatch, fsdp=2, activation_checkpointing=True)
-    with pytest.raises(ValueError, match=r"activation_checkpointing in fsdp_config .*Set gradient_checkpointing=True"):
-        tiny.trainer(models["dense"], tmp_path, lora=True, **PPO)
-
-
-def test_adapters_of_two_dtypes_are_refused_under_fsdp2(
-    wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """TRL casts the policy's adapter on a quantised base."""
-    under(monkeypatch, fsdp=2)
-    tiny.trainer(wide_model.load(wide, "nf4"), tmp_path, lora=True, adapter_dtype="float32", **PPO)
-    with pytest.raises(ValueError, match=r"one dtype .* torch.bfloat16, torch.float32\. Set adapter_dtype='float32'"):
-        tiny.trainer(wide_model.load(wide, "nf4"), tmp_path, lora=True, **PPO)

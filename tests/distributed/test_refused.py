@@ -11,13 +11,54 @@ import pytest
 import transformers
 from trl.trainer import grpo_trainer
 
-from tests.host import test_engine
 from tests.tools import tiny
 from tests.tools import wide as wide_model
+from trl_steady import RewardAdapter
 
-server = test_engine.server
 MOVING: dict[str, Any] = {"beta": 0.04, "sync_ref_model": True}
 RESET: dict[str, Any] = {**MOVING, "ref_model_sync_reset_optimizer": True}
+PPO: dict[str, Any] = {"method": "PPO", "num_generations": 1}
+LORA, FLOAT32 = {"lora": True}, {"lora": True, "adapter_dtype": "float32"}
+REWARD_MODEL: dict[str, Any] = {"build": {"reward_funcs": RewardAdapter()}}
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
+    "an optimizer in partitions is not cleared": (
+        {"stage": 2},
+        MOVING,
+        RESET,
+        "ref_model_sync_reset_optimizer=True .*DeepSpeed.*FSDP2 or DDP",
+    ),
+    "a moving adapter under FSDP 1": ({"fsdp": 1}, LORA, LORA | MOVING, "FSDP version 1 .*fsdp_version: 2"),
+    "a moving model under FSDP 1": ({"fsdp": 1}, {}, MOVING, "FSDP version 1 .*fsdp_version: 2"),
+    "adapters of another dtype in partitions": (
+        {"stage": 3},
+        LORA | {"model": "nf4"},
+        FLOAT32 | {"model": "nf4"},
+        "adapter_dtype='float32'.*ZeRO-3 .*ZeRO-2 or FSDP2",
+    ),
+    "PPO with ZeRO-3": ({"stage": 3}, LORA, PPO | LORA, "PPOTrainer .*ZeRO-3.* Use DDP .*FSDP2 with adapters"),
+    "a critic's warm-up with DeepSpeed": (
+        {"stage": 2},
+        PPO | LORA,
+        PPO | LORA | {"value_warmup_steps": 2},
+        "value_warmup_steps=2 .*DeepSpeed",
+    ),
+    "a value model beside a sharded policy": (
+        {"fsdp": 2},
+        PPO | LORA,
+        PPO,
+        "FSDP without adapters.*peft_config",
+    ),
+    "PPO under FSDP 1": ({"fsdp": 1}, LORA, PPO | LORA, "PPOTrainer .*FSDP version 1.*FSDP2 with adapters"),
+    "PPO with FSDP's own checkpointing": (
+        {"fsdp": 2, "activation_checkpointing": True},
+        LORA,
+        PPO | LORA,
+        "activation_checkpointing .*gradient_checkpointing=True",
+    ),
+    "a reward model with DeepSpeed": ({"stage": 3}, {}, REWARD_MODEL, "RewardAdapter .*DeepSpeed.* Use DDP"),
+    "a reward model with FSDP": ({"fsdp": 2}, LORA, LORA | REWARD_MODEL, "RewardAdapter .*FSDP.* Use DDP"),
+}
+"""Where each trainer is, the options of one that works there, those that are refused, and the message."""
 
 
 def under(
@@ -39,56 +80,25 @@ def under(
         monkeypatch.setattr(grpo_trainer, prepare, lambda model, *_, **__: model)
 
 
-@pytest.mark.refuses(
-    "ref_model_sync_reset_optimizer",
-    on=("ZeRO-2", "ZeRO-3"),
-    message="DeepSpeed keeps the optimizer's state in partitions of its own, which cannot be cleared from here. Leave "
-    "the optimizer's state as it is (ref_model_sync_reset_optimizer=False), or use FSDP2 or DDP.",
-)
-@pytest.mark.parametrize("lora", [False, True])
-@pytest.mark.parametrize("stage", [2, 3])
-def test_an_optimizer_in_partitions_is_not_cleared(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: int, lora: bool
+@pytest.mark.refuses("ref_model_sync_reset_optimizer", on=("ZeRO-2", "ZeRO-3"))
+@pytest.mark.refuses("moving reference, full", "moving reference, LoRA", on="FSDP2", where="under version 1 of FSDP")
+@pytest.mark.refuses("adapter_dtype", on="ZeRO-3")
+@pytest.mark.refuses("PPO, full", "PPO, LoRA", "PPO, quantised base", "ptx_coef", on="ZeRO-3")
+@pytest.mark.refuses("PPO, full", on="FSDP2")
+@pytest.mark.refuses("PPO, LoRA", on="FSDP2", where="under version 1 of FSDP")
+@pytest.mark.refuses("reward model, full", "reward model, LoRA", on=("ZeRO-2", "ZeRO-3", "FSDP2"))
+@pytest.mark.parametrize("case", CASES)
+def test_what_an_engine_cannot_do_is_refused(
+    models: dict[str, Path], wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
 ) -> None:
-    under(monkeypatch, stage=stage)
-    tiny.trainer(models["dense"], tmp_path, lora=lora, **MOVING)
-    with pytest.raises(ValueError, match=r"DeepSpeed keeps the optimizer's state .*cannot be cleared .*FSDP2 or DDP"):
-        tiny.trainer(models["dense"], tmp_path, lora=lora, **RESET)
+    setup, works, refused, message = CASES[case]
 
+    def build(options: dict[str, Any]) -> Any:
+        is_quantised = options.get("model") == "nf4"
+        model = wide_model.load(wide, "nf4") if is_quantised else models["dense"]
+        return tiny.trainer(model, tmp_path, **{name: value for name, value in options.items() if name != "model"})
 
-@pytest.mark.refuses(
-    "moving reference, full",
-    "moving reference, LoRA",
-    on="FSDP2",
-    where="under version 1 of FSDP",
-    message="FSDP version 1 flattens the reference's parameters away. Set fsdp_version: 2.",
-)
-@pytest.mark.parametrize("lora", [False, True])
-def test_version_1_of_fsdp_is_refused_a_moving_reference(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, lora: bool
-) -> None:
-    with monkeypatch.context() as patch:
-        under(patch, fsdp=2)
-        tiny.trainer(models["dense"], tmp_path, lora=lora, **RESET)
-    under(monkeypatch, fsdp=1)
-    tiny.trainer(models["dense"], tmp_path, lora=lora, beta=0.04)
-    with pytest.raises(ValueError, match=r"FSDP version 1 flattens the reference's .*Set fsdp_version: 2"):
-        tiny.trainer(models["dense"], tmp_path, lora=lora, **MOVING)
-
-
-@pytest.mark.refuses(
-    "adapter_dtype",
-    on="ZeRO-3",
-    message="adapter_dtype='float32': ZeRO-3 needs parameters of one dtype. Leave it unset, or use ZeRO-2 or FSDP2.",
-)
-def test_zero3_is_refused_an_adapter_of_another_dtype(
-    wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    build = lambda **options: tiny.trainer(wide_model.load(wide, "nf4"), tmp_path, lora=True, **options)
-    with monkeypatch.context() as patch:
-        under(patch, stage=2)
-        build(adapter_dtype="float32")
-    under(monkeypatch, stage=3)
-    build()
-    with pytest.raises(ValueError, match=r"adapter_dtype='float32': ZeRO-3 needs parameters of one.*ZeRO-2 or FSDP2"):
-        build(adapter_dtype="float32")
+    under(monkeypatch, **setup)
+    build(works)
+    with pytest.raises(ValueError, match=message):
+        build(refused)

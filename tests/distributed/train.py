@@ -23,6 +23,7 @@ from trl.generation.vllm_client import VLLMClient
 
 from tests.distributed.runs import FIXED, GLOBAL_BATCH, INSIDE, PPO, RLOO, ROUTED, SAMPLED, SERVED
 from tests.tools import resumable, tiny, wide
+from trl_steady.critic import learner
 from trl_steady.host import models as host_models
 from trl_steady.reference.part import ReferencePart
 from trl_steady.sampling import part as sampling_part
@@ -156,7 +157,9 @@ def fixed(run: str, models: dict[str, str], output: Path) -> dict[str, Any]:
         options["build"]["value_model"] = with_head(model, state.process_index)
     if base:
         model = wide.load(model, base)
-    with stand_ins(options, models.get("url", "")):
+    # the critic's optimizer, for the same reason
+    descent = patch.object(learner, "AdamW", lambda groups, **_: torch.optim.SGD(groups))
+    with stand_ins(options, models.get("url", "")), descent:
         trainer: Any = tiny.trainer(model, output, **options)
         rollouts = recorded(trainer)
         if momentum:

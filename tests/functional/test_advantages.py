@@ -1,5 +1,6 @@
 """Step rewards into advantages per token: an independent oracle, hand-worked groups, and what must hold exactly."""
 
+import itertools
 import random
 from collections.abc import Callable
 
@@ -61,8 +62,8 @@ def test_by_hand(case: tuple[str, str, list[oracles.Completion], int, str, list[
 
 @pytest.mark.parametrize("scale", SCALES)
 @pytest.mark.parametrize("name", FORMULAS)
-def test_an_oracle_that_saw_the_formulas_only(name: str, scale: str) -> None:
-    for seed in range(100):
+def test_advantages_are_those_of_an_oracle_that_saw_the_formulas_only(name: str, scale: str) -> None:
+    for seed in range(20):
         group_size = 1 + seed % 5
         batch = random_batch(seed, group_size, 3)
         expected = getattr(oracles, name)(batch, group_size, scale)
@@ -84,8 +85,8 @@ def trls(rewards: Tensor, group_size: int, scale: str) -> Tensor:
 @pytest.mark.parametrize("name", FORMULAS)
 def test_one_step_is_outcome_supervision_bit_for_bit(name: str, scale: str) -> None:
     generator = torch.Generator().manual_seed(0)
-    for group_size in (2, 3, 4, 7, 8, 16, 64):
-        for groups in (1, 2, 33):
+    for group_size in (2, 3, 7, 64):
+        for groups in (1, 33):
             rewards = torch.randn(groups * group_size, generator=generator)
             rewards[torch.rand(len(rewards), generator=generator) < 0.3] = torch.nan
             rewards[:group_size] = 0.1  # a group without spread
@@ -117,20 +118,9 @@ def test_pooled_rewards_are_normalised_and_show_at_step_ends_only() -> None:
 
 
 @pytest.mark.parametrize("name", FORMULAS)
-def test_shift_and_scale_of_rewards(name: str) -> None:
-    """Scale does not matter, but for the epsilon; a shift does not where every completion has as many steps."""
-    generator = torch.Generator().manual_seed(0)
-    rewards = torch.randn(8, 3, generator=generator, dtype=torch.float64)
-    result = FORMULAS[name](rewards, group_size=4, scale="group")
-    assert torch.allclose(FORMULAS[name](rewards + 5, group_size=4, scale="group"), result, rtol=1e-9)
-    assert torch.allclose(FORMULAS[name](rewards * 100, group_size=4, scale="group"), result, rtol=1e-3)
-
-
-@pytest.mark.parametrize("scale", SCALES)
-@pytest.mark.parametrize("name", FORMULAS)
-def test_no_spread_is_no_advantage(name: str, scale: str) -> None:
-    same = torch.full((4, 3), 0.5)
-    for rewards in (same, torch.full((4, 3), torch.nan)):
+def test_no_spread_is_no_advantage(name: str) -> None:
+    for value, scale in itertools.product((0.5, torch.nan), SCALES):
+        rewards = torch.full((4, 3), value)
         assert torch.equal(FORMULAS[name](rewards, group_size=4, scale=scale), torch.zeros(4, 3))
 
 
@@ -147,11 +137,8 @@ def test_no_advantage_is_large_because_a_spread_is_small(name: str) -> None:
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_what_cannot_be_grouped_is_refused(name: str) -> None:
-    with pytest.raises(ValueError, match=r"B a multiple of group_size=4, got \(6, 2\)"):
-        FORMULAS[name](torch.zeros(6, 2), group_size=4, scale="group")
-    with pytest.raises(ValueError, match=r"got \(6,\)"):
-        FORMULAS[name](torch.zeros(6), group_size=3, scale="group")
-    with pytest.raises(ValueError, match=r"S at least 1.*got \(4, 0\)"):
-        FORMULAS[name](torch.zeros(4, 0), group_size=4, scale="group")
+    for shape in ((6, 2), (4,), (4, 0)):
+        with pytest.raises(ValueError, match="multiple of group_size=4"):
+            FORMULAS[name](torch.zeros(shape), group_size=4, scale="group")
     with pytest.raises(ValueError, match="scale='std' is unknown"):
         FORMULAS[name](torch.zeros(6, 2), group_size=3, scale="std")

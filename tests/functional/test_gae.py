@@ -17,7 +17,7 @@ from tests.tools.headroom import within
 from trl_steady.functional import advantages
 
 EXACT = 1e-12  # thousands of roundings of float64 in numbers near 1
-BATCHES = range(200)
+BATCHES = range(100)
 GARBAGE = (torch.nan, 1e30, -1e30, torch.inf)
 
 # torchrl multiplies gamma by a mask of integers, which gives the default dtype
@@ -86,19 +86,20 @@ def random_rollout(seed: int) -> Rollout:
     return Rollout(rewards, values, mask, rng.choice([0.9, 0.99, 1.0]), lam, bootstrap, truncated)
 
 
-def test_an_oracle_that_saw_the_formulas_only() -> None:
+def test_gae_is_that_of_an_oracle_that_saw_the_formulas_only() -> None:
     gaps = empty = 0
     for seed in BATCHES:
         rollout = random_rollout(seed)
         assert within((rollout.ours() - rollout.oracles()).abs(), EXACT), seed
         inner = rollout.mask.cumsum(1).bool() & rollout.mask.flip(1).cumsum(1).flip(1).bool() & ~rollout.mask
         gaps, empty = gaps + int(inner.any(1).sum()), empty + int((~rollout.mask.any(1)).sum())
-    assert gaps > 100
-    assert empty > 50
+    assert gaps > 50
+    assert empty > 25
 
 
-@pytest.mark.skipif(importlib.util.find_spec("torchrl") is None, reason="needs torchrl: `make test` installs it")
-def test_torchrl_on_the_action_tokens_alone(tmp_path: Path) -> None:
+@pytest.mark.slow
+@pytest.mark.skipif(importlib.util.find_spec("torchrl") is None, reason="needs torchrl")
+def test_gae_is_torchrls_on_the_action_tokens_alone(tmp_path: Path) -> None:
     """Another process imports torchrl, because torchrl sets the start method of processes and patches torch."""
     inputs, ours, ours_by_loop = [], [], []
     for rollout in map(random_rollout, BATCHES):
@@ -122,7 +123,7 @@ def test_torchrl_on_the_action_tokens_alone(tmp_path: Path) -> None:
     command = [sys.executable, "-c", TORCHRL, str(tmp_path / "inputs.pt"), str(tmp_path / "outputs.pt")]
     subprocess.run(command, check=True, capture_output=True, text=True)
     theirs = torch.load(tmp_path / "outputs.pt")
-    assert len(theirs) > 500
+    assert len(theirs) > 250
     for each, own, loop in zip(theirs, ours, ours_by_loop, strict=True):
         assert within((each.squeeze(1) - own).abs(), EXACT)
         assert within((each.squeeze(1) - loop).abs(), EXACT)
@@ -161,17 +162,6 @@ def test_by_hand(lam: float, bootstrap: float) -> None:
     if bootstrap == 0:
         ours = advantages.gae(REWARDS, VALUES, MASK, gamma=0.5, lam=lam)
         torch.testing.assert_close(ours, expected, rtol=0, atol=EXACT)
-
-
-def test_each_row_has_its_lambda_and_its_bootstrap() -> None:
-    rows = len(BY_HAND)
-    lam, bootstrap = tensor(list(BY_HAND)).unbind(1)
-    expected = torch.zeros(rows, 5, dtype=torch.float64).masked_scatter(
-        MASK.expand(rows, -1), tensor(list(BY_HAND.values()))
-    )
-    batch = (x.expand(rows, -1) for x in (REWARDS, VALUES, MASK))
-    ours = advantages.gae(*batch, gamma=0.5, lam=lam.unsqueeze(1), bootstrap=bootstrap)
-    torch.testing.assert_close(ours, expected, rtol=0, atol=EXACT)
 
 
 def test_without_values_it_is_the_return_to_go() -> None:
@@ -235,19 +225,6 @@ def test_a_tool_gap_full_of_garbage_changes_nothing_and_zeroing_it_would() -> No
                 assert not within(difference.amin(), 1e-4)
 
 
-def test_truncated_is_not_terminated() -> None:
-    """The value v of the state after the last of n action tokens adds gamma (gamma lambda)^(n - 1 - k) v to A_k."""
-    gamma, lam, value = 0.9, 0.8, 2.5
-    for seed in range(20):
-        rollout = random_rollout(seed)._replace(gamma=gamma, lam=lam)
-        rows = len(rollout.mask)
-        ended = rollout._replace(bootstrap=torch.zeros(rows, dtype=torch.float64)).ours()
-        truncated = rollout._replace(bootstrap=torch.full((rows,), value, dtype=torch.float64)).ours()
-        later = rollout.mask.sum(1, keepdim=True) - rollout.mask.cumsum(1)
-        expected = (value * gamma * (gamma * lam) ** later.double()).where(rollout.mask, 0)
-        assert within((truncated - ended - expected).abs(), EXACT)
-
-
 def test_nothing_to_score() -> None:
     for shape in ((2, 3), (0, 3), (2, 0)):
         nothing = torch.full(shape, torch.nan, dtype=torch.float64)
@@ -256,28 +233,12 @@ def test_nothing_to_score() -> None:
         assert torch.equal(ours, torch.zeros(shape, dtype=torch.float64))
 
 
-@pytest.mark.parametrize("kind", [torch.float64, torch.int64, torch.uint8])
-def test_a_mask_that_is_not_boolean_is_refused(kind: torch.dtype) -> None:
-    with pytest.raises(ValueError, match="mask"):
-        advantages.gae(REWARDS, VALUES, MASK.to(kind), gamma=1.0, lam=1.0)
-
-
-OTHER_SHAPES: dict[str, Any] = {
-    "a column less": lambda x: x[:, :-1],
-    "one column": lambda x: x[:, :1],
-    "one row": lambda x: x[0],
-    "twice the rows": lambda x: x.repeat(2, 1),
-}
-
-
 @pytest.mark.parametrize("name", ["rewards", "values", "mask"])
-@pytest.mark.parametrize("shape", OTHER_SHAPES)
-def test_shapes_that_differ_are_refused(name: str, shape: str) -> None:
-    """Also those that would broadcast."""
+def test_shapes_that_would_broadcast_and_masks_of_numbers_are_refused(name: str) -> None:
     arguments = {"rewards": REWARDS, "values": VALUES, "mask": MASK}
-    arguments[name] = OTHER_SHAPES[shape](arguments[name])
-    with pytest.raises(ValueError):
-        advantages.gae(**arguments, gamma=1.0, lam=1.0)
+    for value in (arguments[name][:, :1], arguments[name][0], MASK.long() if name == "mask" else REWARDS.repeat(2, 1)):
+        with pytest.raises(ValueError, match="mask"):
+            advantages.gae(**{**arguments, name: value}, gamma=1.0, lam=1.0)
 
 
 @pytest.mark.parametrize("wrong", [{"bootstrap": torch.ones(1)}, {"lam": torch.ones(1, 3)}])
@@ -298,9 +259,8 @@ def test_the_number_of_operations_grows_with_the_logarithm_of_the_length() -> No
     assert counts[1] <= 2 * counts[0]  # twelve rounds instead of six
 
 
-@pytest.mark.parametrize("lam", [1e-3, 0.5, 1.0])
-@pytest.mark.parametrize("tokens", [1023, 1024, 1025])
-def test_long_answers_are_as_exact_as_short_ones(lam: float, tokens: int) -> None:
+@pytest.mark.parametrize(("tokens", "lam"), [(1023, 1e-3), (1024, 1.0), (1025, 0.5)])
+def test_long_answers_are_as_exact_as_short_ones(tokens: int, lam: float) -> None:
     """A formula that divides by products of lambda would underflow."""
     generator = torch.Generator().manual_seed(tokens)
     rewards, values = torch.randn(2, 2, tokens, generator=generator, dtype=torch.float64)

@@ -12,7 +12,7 @@ from tests.tools.headroom import within
 from trl_steady.functional import kl
 
 Term = Callable[[Tensor, Tensor, Tensor], Tensor]  # of log π, log π_ref and log π_old
-SEEDS = range(20)
+SEEDS = range(3)
 
 corrected: dict[str, Term] = {
     "k1": lambda logps, ref_logps, old_logps: kl.corrected_k1(logps, ref_logps, logps - old_logps),
@@ -60,7 +60,7 @@ def expectation(term: Term, theta: Tensor, old: Tensor, ref: Tensor) -> Tensor:
 ROUNDED = 1e-14  # ten roundings of float64 in numbers below 8
 
 
-def test_by_hand() -> None:
+def test_values_and_slopes_by_hand() -> None:
     """π = 1/2, ref = 1/4, old = 1/8: r = 1/2, ρ = 4."""
     half, quarter, eighth = (torch.tensor(p, dtype=torch.float64).log() for p in (0.5, 0.25, 0.125))
     ln2 = math.log(2)
@@ -81,9 +81,7 @@ def test_k3_keeps_its_digits_near_zero_in_float32() -> None:
 
 @pytest.mark.parametrize("seed", SEEDS)
 @pytest.mark.parametrize("name", corrected)
-def test_corrected_the_expected_gradient_is_that_of_the_reverse_kl_whatever_the_old_policy(
-    name: str, seed: int
-) -> None:
+def test_corrected_estimators_have_the_gradient_of_the_reverse_kl_off_policy(name: str, seed: int) -> None:
     theta, old, ref = policies(seed)
     got = gradient(expectation(corrected[name], theta, old, ref), theta)
     expected = gradient(divergence(theta, ref), theta)
@@ -91,28 +89,25 @@ def test_corrected_the_expected_gradient_is_that_of_the_reverse_kl_whatever_the_
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_not_corrected_or_corrected_wrongly_it_is_another_gradient(seed: int) -> None:
+def test_other_terms_have_another_gradient(seed: int) -> None:
     theta, old, ref = policies(seed)
     expected = gradient(divergence(theta, ref), theta)
     for term in (*plain.values(), *wrong.values()):
         assert not within((gradient(expectation(term, theta, old, ref), theta) - expected).abs(), 1e-3)
 
 
-@pytest.mark.parametrize("seed", SEEDS)
-def test_sample_by_sample_corrected_k3_is_the_detached_ratio_times_k2(seed: int) -> None:
-    by_k2: Term = lambda logps, ref_logps, old_logps: (logps - old_logps).detach().exp() * (logps - ref_logps) ** 2 / 2
-    theta, old, ref = policies(seed)
+def test_corrected_k2_and_k3_have_the_same_gradient_sample_by_sample() -> None:
+    theta, old, ref = policies()
     for token in range(5):
-        k3, k2, written_out = (
+        k3, k2 = (
             gradient(term(theta.log_softmax(-1), ref.log_softmax(-1), old.log_softmax(-1))[token], theta)
-            for term in (corrected["k3"], corrected["k2"], by_k2)
+            for term in (corrected["k3"], corrected["k2"])
         )
-        assert within((k3 - written_out).abs(), 1e-12)
         assert within((k3 - k2).abs(), 1e-12)
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_on_policy_the_plain_ones_estimate_three_different_gradients(seed: int) -> None:
+def test_plain_estimators_have_three_different_gradients_on_policy(seed: int) -> None:
     theta, _, ref = policies(seed)
     old = theta.detach()
     zero, reverse, forward = (
@@ -127,22 +122,7 @@ def test_on_policy_the_plain_ones_estimate_three_different_gradients(seed: int) 
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_the_wrong_ones_estimate(seed: int) -> None:
-    theta, old, ref = policies(seed)
-    reverse, forward = gradient(divergence(theta, ref), theta), gradient(divergence(ref, theta), theta)
-    for sampled in (theta.detach(), old):  # the ratio detached undoes the correction
-        detached = gradient(expectation(wrong["k3 with the ratio detached"], theta, sampled, ref), theta)
-        assert within((detached - forward).abs(), 1e-12)
-    logps = theta.log_softmax(-1)
-    of_k2 = gradient((logps.exp() * (logps - ref.log_softmax(-1)) ** 2 / 2).sum(), theta)
-    attached = gradient(expectation(wrong["k2 with the ratio attached"], theta, old, ref), theta)
-    assert within((attached - of_k2).abs(), 1e-12)
-    k3 = gradient(expectation(plain["k3"], theta, old, ref), theta)
-    assert min((k3 - reverse).abs().max(), (k3 - forward).abs().max()) > 1e-3
-
-
-@pytest.mark.parametrize("seed", SEEDS)
-def test_values(seed: int) -> None:
+def test_corrected_k1_and_k3_have_the_value_of_the_kl(seed: int) -> None:
     theta, old, ref = policies(seed)
     expected = divergence(theta, ref).item()
     for name in ("k1", "k3"):
@@ -160,7 +140,7 @@ def test_value_and_gradient_vanish_at_the_reference(name: str) -> None:
     assert gradient(term.sum(), theta).abs().max() == 0
 
 
-def test_gradcheck() -> None:
+def test_gradients_are_those_of_finite_differences() -> None:
     theta, old, ref = policies()
     old_logps, ref_logps = old.log_softmax(-1), ref.log_softmax(-1)
     logps = theta.log_softmax(-1).detach().requires_grad_()
@@ -171,8 +151,8 @@ def test_gradcheck() -> None:
 
 
 @pytest.mark.parametrize("on_policy", [False, True])
-def test_over_two_tokens_it_is_the_kl_of_each_given_its_prefix_and_a_sequence_ratio_is_none(on_policy: bool) -> None:
-    """V = 3, T = 2, enumerated: the claim of the documentation, and the negative of huggingface/trl#6586."""
+def test_over_two_tokens_it_is_the_kl_of_each_given_its_prefix(on_policy: bool) -> None:
+    """V = 3, T = 2, enumerated. A sequence ratio is no KL at all: the negative of huggingface/trl#6586."""
     first, second = policies(1, 3), policies(2, 3, 3)  # logits of token 1, and of token 2 after each token 1
     if on_policy:
         first, second = (first[0], first[0].detach(), first[2]), (second[0], second[0].detach(), second[2])

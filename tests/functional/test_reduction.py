@@ -14,5 +14,5 @@ def test_each_sequence_is_averaged_over_its_own_loss_tokens() -> None:
 
 
 def test_a_column_of_one_value_per_sequence_is_not_broadcast() -> None:
-    with pytest.raises(ValueError, match="like the mask"):
+    with pytest.raises(ValueError, match="values like the mask"):
         reduction.sequence_mean(torch.zeros(3, 1), MASK)

@@ -62,7 +62,7 @@ def apart(own: list[Tensor], true: list[Tensor]) -> float:
     return (off / sum(float(b.double().square().sum()) for _, b in pairs)) ** 0.5
 
 
-@everywhere
+@everywhere(slow=True)
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_a_loss_in_bf16_is_that_in_float32(place: Place, loss_type: str, tmp_path: Path, figures: Figures) -> None:
     place.need_bf16()

@@ -61,7 +61,7 @@ def true_gradients(folder: Path, place: Place, *, checkpointing: bool = False) -
     }
 
 
-@everywhere
+@everywhere(slow=True)
 @CHECKPOINTING
 def test_in_float32_a_step_is_trls_within_rounding(
     place: Place, tmp_path: Path, checkpointing: bool, figures: Figures

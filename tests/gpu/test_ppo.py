@@ -14,6 +14,7 @@ from tests.gpu.test_losses import apart
 from tests.tools import tiny
 from tests.tools.places import Place, everywhere
 from tests.tools.recorder import Figures
+from trl_steady.critic.part import CriticPart
 
 
 def step(place: Place, folder: Path, output: Path, *, lora: bool, bf16: bool) -> tuple[torch.Tensor, list[Any]]:
@@ -33,6 +34,7 @@ def step(place: Place, folder: Path, output: Path, *, lora: bool, bf16: bool) ->
     }
     inputs = {name: value.to(place.device) for name, value in inputs.items()}
     trainer.model.train()
+    trainer.part(CriticPart).learner.switch(True)
     with trainer.until_backward_ends():
         values = trainer.values(trainer.critic, inputs)
         is_token = inputs["completion_mask"].bool()

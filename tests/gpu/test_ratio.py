@@ -63,7 +63,7 @@ def first_update(
     return row, trainer.means
 
 
-@everywhere
+@everywhere(slow=True)
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("passes", PASSES)
 def test_the_ratio_of_the_first_update_is_1_within_rounding(

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.benchmarks.reference import seconds
+from tests.benchmarks.measuring import seconds
 from tests.reference.test_reference import MOVING, base_tensors
 from tests.tools import tiny
 from tests.tools import wide as wide_model
@@ -17,7 +17,7 @@ from trl_steady.reference.part import ReferencePart
 from trl_steady.reference.tensors import move
 
 
-@everywhere
+@everywhere(slow=True)
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
 @pytest.mark.parametrize("base", wide_model.BASES)
 def test_the_base_stays_and_the_reference_moves(

@@ -116,7 +116,7 @@ def test_checkpointing_replays_the_same_routes(place: Place, figures: Figures) -
     figures("gradients, distance from a pass without checkpointing", distance, "")
 
 
-@everywhere
+@everywhere(slow=True)
 @pytest.mark.parametrize("options", [{}, {"token_budget": 40, "share_prompts": True}], ids=["packed", "by tokens"])
 def test_training_with_r2(
     place: Place, models: dict[str, Path], tmp_path: Path, options: dict[str, Any], figures: Figures

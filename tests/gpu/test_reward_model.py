@@ -37,7 +37,7 @@ def test_scores_in_bf16_are_those_in_float32(place: Place, tmp_path: Path, figur
     figures("largest error of a score, of the largest score", error, "")
 
 
-@everywhere
+@everywhere(slow=True)
 def test_an_outer_iteration_and_its_memory(place: Place, tmp_path: Path, figures: Figures) -> None:
     folder = models.save_model(tmp_path / "model", place.choose(models.SMALL, models.LARGE))
     options = {**place.arguments, "ref_model_sync_steps": 1, "max_steps": 5, "steps_per_generation": 1}

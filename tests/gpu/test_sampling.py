@@ -10,7 +10,6 @@ from transformers import AutoModelForCausalLM
 from tests.tools import tiny
 from tests.tools.places import Place, everywhere
 from tests.tools.recorder import Figures
-from trl_steady.sampling.recording import KeptMass
 from trl_steady.sampling.recording import SetRecording as Recording
 
 TOP_K = 5
@@ -21,8 +20,8 @@ BY_TOKENS = {"token_budget": 60, "share_prompts": True}
 def test_sets_are_the_finite_scores_of_generate(place: Place, models: dict[str, Path], figures: Figures) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(models["dense"]).eval().to(place.device)
     ids = torch.tensor([[50, 51, 52], [60, 61, 62]], device=place.device)
-    recording, mass = Recording(), KeptMass(1.0)
-    with recording.listening(model), mass.listening(model):
+    recording = Recording()
+    with recording.listening(model):
         out = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
@@ -38,12 +37,10 @@ def test_sets_are_the_finite_scores_of_generate(place: Place, models: dict[str, 
     finite = [(scores > -torch.inf).tolist() for scores in out.scores]
     expected = [[i for i, own in enumerate(finite[step][row]) if own] for row in range(2) for step in range(8)]
     assert [sorted(own) for own in recording.of(completions).lists()] == expected
-    measured = mass.of(completions)
-    assert measured is not None and measured[0].min() >= 0.8 - 1e-6  # rounding of a sum in float32
     figures("mean number of kept tokens", sum(map(len, expected)) / len(expected), "tokens")
 
 
-@everywhere
+@everywhere(slow=True)
 @pytest.mark.parametrize("bf16", [False, True], ids=["float32", "bf16"])
 @pytest.mark.parametrize("options", [{}, BY_TOKENS], ids=["packed", "by tokens"])
 def test_a_run_with_the_mask(
@@ -64,9 +61,8 @@ def test_a_run_with_the_mask(
 
 
 @everywhere
-def test_without_the_mask_the_first_rollout_says_how_far_off_it_is(
+def test_without_the_mask_the_trainer_says_that_sampling_leaves_tokens_out(
     place: Place, models: dict[str, Path], tmp_path: Path
 ) -> None:
-    trainer = tiny.trainer(models["dense"], tmp_path, top_p=0.8, max_steps=1, **place.arguments)
-    with pytest.warns(UserWarning, match=r"the kept tokens had 0\.[89]"):
-        trainer.train()
+    with pytest.warns(UserWarning, match=r"sampling leaves tokens out \(top_p=0\.8\)"):
+        tiny.trainer(models["dense"], tmp_path, top_p=0.8, max_steps=1, **place.arguments)

@@ -34,7 +34,7 @@ _BY_TRL = "honoured: TRL's own code runs"
 _IN_RATIOS = "honoured: TRL's own code runs; translated to ratios for TRL's metrics under gmpo"
 FORWARDED = "honoured: forwarded to TRL's scoring method by name"
 _OUR_KL = "honoured: our KL is normalised like TRL's loss"
-_NOT_READ = "refused if set with a loss of ours, which does not read it; otherwise honoured: TRL's own code runs"
+_NOT_READ = "honoured: TRL's own code runs; a loss of ours does not read it"
 
 
 def _each(names: str, how: str) -> dict[str, str]:

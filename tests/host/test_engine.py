@@ -124,9 +124,6 @@ def test_the_references_modules_are_not_sent(wide: Path, tmp_path: Path, server:
     "quantised base",
     on="vLLM colocate",
     where="with `vllm_adapter_sync=False`",
-    message="vllm_adapter_sync=False: vllm_mode='colocate' quantises the engine like the base, and cannot take "
-    "weights with the adapter merged. Leave vllm_adapter_sync unset; or serve the unquantised model with `vllm serve` "
-    "and set vllm_mode='server'; or set use_vllm=False.",
 )
 def test_colocate_on_a_quantised_base_gets_no_merged_weights(wide: Path, tmp_path: Path, server: Server) -> None:
     with pytest.raises(ValueError, match=r"vllm_mode='colocate' quantises the engine.*set vllm_mode='server'"):

@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from torch.utils.data import SubsetRandomSampler
 import trl_steady
 from tests.tools import tiny
 from tests.tools.stepwise import rows
-from trl_steady.rewards.returned import refuse_infinite
+from trl_steady.rewards.part import RewardsPart
 
 NAN = float("nan")
 
@@ -83,11 +84,13 @@ def test_nan_is_no_reward_and_said_once_a_function(models: dict[str, Path], tmp_
     ("row", "said"), [(1, "completion 1 of process 0"), (4, "completion 0 of process 1"), (7, "completion 3 of proc")]
 )
 def test_an_infinite_reward_is_named_by_its_process_and_its_place_there(row: int, said: str) -> None:
-    rewards = torch.zeros(8, 2)
+    names = ["first", "second"]
+    part = RewardsPart(SimpleNamespace(reward_func_names=names, accelerator=SimpleNamespace(process_index=0)))
+    rewards = torch.full((8, 2), 3e38)
+    part.keep_rewards(rewards, [""] * 4, [])
     rewards[row, 1] = -torch.inf
-    with pytest.raises(ValueError, match=rf"'second' returned -inf for {said}"):
-        refuse_infinite(["first", "second"], rewards, 4)
-    refuse_infinite(["first"], torch.tensor([[NAN], [3e38]]), 2)
+    with pytest.raises(ValueError, match=rf"'second' returned -inf .*for {said}"):
+        part.keep_rewards(rewards, [""] * 4, [])
 
 
 def test_rewards_as_tensors_and_numbers_of_every_kind(models: dict[str, Path], tmp_path: Path) -> None:

@@ -1,7 +1,7 @@
 """Reference values for advantages from step rewards in group-relative RL, written from the formulas alone.
 
-Everything is an explicit Python loop over completions ``i``, steps ``j`` and tokens ``t`` on `Fraction`, so that each
-line can be read against its formula. Only square roots and the returned values are rounded to floats.
+Everything is in `Fraction`; only square roots and the returned values are rounded to floats. i counts completions,
+j steps, t tokens.
 
 * A batch is a list of completions. Each ``group_size`` consecutive ones share a prompt and form a group.
 * A completion is ``(tokens, steps)``, or None: unscored. Its tokens are 0, ..., tokens - 1.
@@ -54,9 +54,7 @@ def _divisor(of_group: Fraction, of_batch: Fraction, scale: str) -> Fraction:
     return Fraction(1)
 
 
-# --------------------------------------------------------------------------------------------------------------------
 # Process supervision
-# --------------------------------------------------------------------------------------------------------------------
 
 
 def _pool(completions: list[Completion]) -> list[Fraction]:
@@ -81,20 +79,12 @@ def process(batch: list[Completion], group_size: int, scale: str) -> list[list[f
                 advantages.append([])
                 continue
             tokens, steps = completion
-            row = []
-            for t in range(tokens):
-                total = Fraction(0)
-                for end, reward in steps:
-                    if end - 1 >= t:
-                        total += (Fraction(reward) - mean) / divisor
-                row.append(float(total))
-            advantages.append(row)
+            normalised = [(end, (Fraction(reward) - mean) / divisor) for end, reward in steps]
+            advantages.append([float(sum(r for end, r in normalised if end - 1 >= t)) for t in range(tokens)])
     return advantages
 
 
-# --------------------------------------------------------------------------------------------------------------------
 # Return-to-go
-# --------------------------------------------------------------------------------------------------------------------
 
 
 def _covering_steps(tokens: int, steps: list[tuple[int, float]]) -> list[tuple[int, Fraction]]:
@@ -124,10 +114,8 @@ def _unscaled(group: list[Completion]) -> list[list[Fraction]]:
     unscaled = []
     for i, completion in enumerate(group):
         others = group[:i] + group[i + 1 :]
-        row = []
-        for j, r in enumerate(_returns(completion)):
-            row.append(Fraction(g - 1, g) * (r - _mean(_running(others, j))))
-        unscaled.append(row)
+        returns = enumerate(_returns(completion))
+        unscaled.append([Fraction(g - 1, g) * (r - _mean(_running(others, j))) for j, r in returns])
     return unscaled
 
 
@@ -165,20 +153,14 @@ def return_to_go(batch: list[Completion], group_size: int, scale: str) -> list[l
     for group in groups:
         divisor = _divisor(_spread([group]), _spread(groups), scale)
         for completion, unscaled in zip(group, _unscaled(group), strict=True):
-            if completion is None:
-                advantages.append([])
-                continue
             row = []
-            for (end, _), u in zip(_covering_steps(*completion), unscaled, strict=True):
-                while len(row) < end:
-                    row.append(float(u / divisor))
+            for (end, _), u in zip(_covering_steps(*completion) if completion else [], unscaled, strict=True):
+                row += [float(u / divisor)] * (end - len(row))
             advantages.append(row)
     return advantages
 
 
-# --------------------------------------------------------------------------------------------------------------------
 # Cases worked by hand: (name, function, batch, group_size, scale, expected)
-# --------------------------------------------------------------------------------------------------------------------
 
 HAND_WORKED = [
     # Pool 0, 1, 1, 0: mean 1/2, deviations -1/2, 1/2, 1/2, -1/2, std = sqrt(4 * 1/4 / 3) = sqrt(1/3).
@@ -197,17 +179,6 @@ HAND_WORKED = [
             [-0.5 / (math.sqrt(1 / 3) + 1e-4)] * 3,
             [0.0, 0.0],
         ],
-    ),
-    # Group 1: pool 1, 2; mean 3/2; deviations -1/2, 1/2. Token 0: -1/2 + 1/2 = 0; 1-2: 1/2; 3: trails, 0.
-    # Group 2: pool 0, 0, 1, 4; mean 5/4; deviations -5/4, -5/4, -1/4 and 11/4.
-    # First of it: token 0: -5/4 - 5/4 - 1/4 = -11/4; 1: -5/4 - 1/4 = -3/2; 2: -1/4. Second: 11/4.
-    (
-        "process, none: two groups, one completion unscored",
-        "process",
-        [(4, [(1, 1), (3, 2)]), None, (3, [(1, 0), (2, 0), (3, 1)]), (2, [(2, 4)])],
-        2,
-        "none",
-        [[0.0, 0.5, 0.5, 0.0], [], [-2.75, -1.5, -0.25], [2.75, 2.75]],
     ),
     # Batch: 4, 2, 0, 4, 0; mean 2; squared deviations 4, 0, 4, 4, 4; std = sqrt(16 / 4) = 2.
     # Group 1: pool 4, 2; mean 3; deviations 1, -1. Token 0: 1 - 1 = 0; 1-2: -1. Its other completion has no step: 0.
@@ -237,28 +208,6 @@ HAND_WORKED = [
         2,
         "group",
         [[0.0, 0.0], [0.0], [0.0, 0.0], [0.0], [], [0.0, 0.0, 0.0], [], []],
-    ),
-    # One step of -1, 1 and 3 that ends at the last token: mean 1, deviations -2, 0, 2, std = sqrt(8 / 2) = 2.
-    # Each token gets (r - mean) / (std + 1e-4). The same batch is below, for return_to_go.
-    (
-        "process, group: one step each",
-        "process",
-        [(1, [(1, -1)]), (2, [(2, 1)]), (3, [(3, 3)])],
-        3,
-        "group",
-        [[-2 / 2.0001], [0.0, 0.0], [2 / 2.0001] * 3],
-    ),
-    # Third completion: one more step, worth 0, for token 2. Returns: (3, 2), (1, 1) and (1, 0). (G - 1)/G = 2/3.
-    # First: step 0: 2/3 (3 - (1 + 1)/2) = 2/3 * 2 = 4/3; step 1: 2/3 (2 - (1 + 0)/2) = 2/3 * 3/2 = 1.
-    # Second: step 0: 2/3 (1 - (3 + 1)/2) = -2/3; step 1: 2/3 (1 - (2 + 0)/2) = 0.
-    # Third: step 0: 2/3 (1 - (3 + 1)/2) = -2/3; step 1: 2/3 (0 - (2 + 1)/2) = -1.
-    (
-        "return_to_go, none: a trailing token is a step of its own",
-        "return_to_go",
-        [(4, [(2, 1), (4, 2)]), (3, [(1, 0), (3, 1)]), (3, [(2, 1)])],
-        3,
-        "none",
-        [[4 / 3, 4 / 3, 1.0, 1.0], [-2 / 3, 0.0, 0.0], [-2 / 3, -2 / 3, -1.0]],
     ),
     # Fourth completion: one step, worth 0. Returns: (3, 2, 3), unscored, (1) and (0). G = 3, (G - 1)/G = 2/3.
     # First: step 0: 2/3 (3 - (1 + 0)/2) = 2/3 * 5/2 = 5/3; no other has step 1 or 2: 2/3 * 2 = 4/3, 2/3 * 3 = 2.
@@ -310,17 +259,6 @@ HAND_WORKED = [
             [],
         ],
     ),
-    # Returns (1, 0) and (1, 1).
-    # Step 0: 1/2 (1 - 1) = 0 for both; 1, 1 has std 0. Step 1: 1/2 (0 - 1) = -1/2 and 1/2 (1 - 0) = 1/2;
-    # 0, 1 has mean 1/2 and std = sqrt((1/4 + 1/4) / 1) = sqrt(1/2). D = sqrt(1/2).
-    (
-        "return_to_go, group: equal totals, unequal returns",
-        "return_to_go",
-        [(2, [(1, 1), (2, 0)]), (2, [(1, 0), (2, 1)])],
-        2,
-        "group",
-        [[0.0, -0.5 / (math.sqrt(1 / 2) + 1e-4)], [0.0, 0.5 / (math.sqrt(1 / 2) + 1e-4)]],
-    ),
     # Returns (1, 3) and (0). Step 0: 1/2 (1 - 0) = 1/2 and 1/2 (0 - 1) = -1/2;
     # 1, 0 has mean 1/2 and std = sqrt((1/4 + 1/4) / 1) = sqrt(1/2) < 3/2.
     # Step 1, the first completion alone: 1/2 (3 - 0) = 3/2. D = 3/2.
@@ -331,24 +269,5 @@ HAND_WORKED = [
         2,
         "group",
         [[0.5 / 1.5001, 1.5 / 1.5001, 1.5 / 1.5001], [-0.5 / 1.5001, -0.5 / 1.5001]],
-    ),
-    # One scored completion in the batch: G = 1, so 0; alone at its steps with |0|, so D = 0.
-    (
-        "return_to_go, batch: one scored completion",
-        "return_to_go",
-        [None, (2, [(1, 3), (2, 1)])],
-        2,
-        "batch",
-        [[], [0.0, 0.0]],
-    ),
-    # Returns (-1), (1), (3); (G - 1)/G = 2/3. Step 0: mean 1, D = std = sqrt((4 + 0 + 4) / 2) = 2.
-    # 2/3 (-1 - (1 + 3)/2) = -2; 2/3 (1 - (-1 + 3)/2) = 0; 2/3 (3 - (-1 + 1)/2) = 2: r - mean, as for process above.
-    (
-        "return_to_go, group: one step each",
-        "return_to_go",
-        [(1, [(1, -1)]), (2, [(2, 1)]), (3, [(3, 3)])],
-        3,
-        "group",
-        [[-2 / 2.0001], [0.0, 0.0], [2 / 2.0001] * 3],
     ),
 ]

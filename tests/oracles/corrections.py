@@ -1,9 +1,6 @@
 """Reference values for KL terms and masks that correct for an off-policy sampler, written from the formulas alone.
 
-Everything is an explicit Python loop over sequences ``i`` and tokens ``t`` on Python floats (IEEE float64), so that
-each line can be read against its formula. Gradients are closed forms; autograd is never used.
-
-Notation, on top of that of `losses.py` (``logps``, ``ref_logps``, ``mask``, ``G``, ``|y_i|``, ``Result``):
+Loops, floats and gradients are as in `losses.py`. Notation, on top of its own:
 
 * ``old_logps[i, t]``: log pi_old(y_it), the policy at rollout as the trainer scores it.
 * ``sampler_logps[i, t]``: log mu(y_it), the engine that sampled y_it. NaN where the engine could not score the token.
@@ -14,10 +11,7 @@ Notation, on top of that of `losses.py` (``logps``, ``ref_logps``, ``mask``, ``G
   d k1_it / d l_it = 1, d k2_it / d l_it = -log r_it, d k3_it / d l_it = 1 - r_it, d rho_it / d l_it = rho_it.
 * Masks are ``keep`` of `losses.py`: 1.0 for a token that stays in the policy loss, 0.0 for one that is dropped.
 
-What lies at a masked-out position is never read, so it may be NaN. A row without a loss token adds 0 to every sum,
-still counts in G, and is kept by every mask.
-
-Thresholds are compared as they stand, so a value within rounding of its threshold may fall on either side.
+A row without a loss token is kept by every mask. A value within rounding of its threshold may fall on either side.
 
 Papers:
 
@@ -26,15 +20,14 @@ Papers:
 """
 
 import math
+from collections.abc import Callable
 
 import torch
 
 from tests.oracles import losses as oracles
-from tests.oracles.losses import Result, _advantage, _loss_tokens, _token_ratio, _zero_grad
+from tests.oracles.losses import Result, _advantage, _loss_tokens, _sequence_mean, _token_ratio
 
-# --------------------------------------------------------------------------------------------------------------------
 # KL terms
-# --------------------------------------------------------------------------------------------------------------------
 
 
 def sampler_or_old(sampler_logps: torch.Tensor, old_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
@@ -54,77 +47,51 @@ def plain_k2(logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor) -
 
     d loss / d log pi_theta(y_it) = -log r_it / (G |y_i|).
     """
-    g = logps.shape[0]
-    grad = _zero_grad(logps)
-    loss = 0.0
-    for i in range(g):
-        tokens = _loss_tokens(mask, i)
-        for t in tokens:
-            log_r = float(ref_logps[i, t]) - float(logps[i, t])
-            loss += log_r**2 / 2.0 / (g * len(tokens))
-            grad[i, t] = -log_r / (g * len(tokens))
-    return Result(loss=loss, grad=grad)
+
+    def term(i: int, t: int, _: list[int]) -> tuple[float, float]:
+        log_r = float(ref_logps[i, t]) - float(logps[i, t])
+        return log_r**2 / 2.0, -log_r
+
+    return _sequence_mean(mask, term)
 
 
-def corrected_k1(
-    logps: torch.Tensor, denominator_logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor
+def _corrected(
+    logps: torch.Tensor,
+    denominator_logps: torch.Tensor,
+    ref_logps: torch.Tensor,
+    mask: torch.Tensor,
+    of_k1: Callable[[float], tuple[float, float]],
 ) -> Result:
-    """The k1 estimate times the importance ratio, which is per token, not detached and not clipped.
+    """(1/G) sum_i (1/|y_i|) sum_t rho_it x_it, with x_it and its slope over rho_it from k1_it."""
 
-    loss = (1/G) sum_i (1/|y_i|) sum_t rho_it k1_it
+    def term(i: int, t: int, _: list[int]) -> tuple[float, float]:
+        rho = _token_ratio(logps, denominator_logps, i, t)
+        value, slope = of_k1(float(logps[i, t]) - float(ref_logps[i, t]))
+        return rho * value, rho * slope
+
+    return _sequence_mean(mask, term)
+
+
+def corrected_k1(*batch: torch.Tensor) -> Result:
+    """The k1 estimate times the importance ratio, which is per token, not detached and not clipped.
 
     d loss / d log pi_theta(y_it) = rho_it (k1_it + 1) / (G |y_i|), by the product rule.
     """
-    g = logps.shape[0]
-    grad = _zero_grad(logps)
-    loss = 0.0
-    for i in range(g):
-        tokens = _loss_tokens(mask, i)
-        for t in tokens:
-            rho = _token_ratio(logps, denominator_logps, i, t)
-            k1 = float(logps[i, t]) - float(ref_logps[i, t])
-            loss += rho * k1 / (g * len(tokens))
-            grad[i, t] = rho * (k1 + 1.0) / (g * len(tokens))
-    return Result(loss=loss, grad=grad)
+    return _corrected(*batch, lambda k1: (k1, k1 + 1.0))
 
 
-def corrected_k2(
-    logps: torch.Tensor, denominator_logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor
-) -> Result:
-    """The k2 estimate times the importance ratio, which is per token, not clipped, and a constant (sg: stop-gradient).
-
-    loss = (1/G) sum_i (1/|y_i|) sum_t sg[rho_it] k2_it
+def corrected_k2(*batch: torch.Tensor) -> Result:
+    """The k2 estimate times the importance ratio, which is per token, not clipped, and a constant.
 
     d loss / d log pi_theta(y_it) = rho_it k1_it / (G |y_i|), that of `corrected_k3`.
     """
-    g = logps.shape[0]
-    grad = _zero_grad(logps)
-    loss = 0.0
-    for i in range(g):
-        tokens = _loss_tokens(mask, i)
-        for t in tokens:
-            rho = _token_ratio(logps, denominator_logps, i, t)
-            k1 = float(logps[i, t]) - float(ref_logps[i, t])
-            loss += rho * (k1**2 / 2.0) / (g * len(tokens))
-            grad[i, t] = rho * k1 / (g * len(tokens))
-    return Result(loss=loss, grad=grad)
+    return _corrected(*batch, lambda k1: (k1**2 / 2.0, k1))
 
 
-def corrected_k3(
-    logps: torch.Tensor, denominator_logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor
-) -> Result:
-    """The k3 estimate times the importance ratio, arXiv 2512.02556, section 3.1: per token, not detached, not clipped.
-
-    loss = (1/G) sum_i (1/|y_i|) sum_t rho_it k3_it
-
-    d loss / d log pi_theta(y_it) = rho_it (k3_it + 1 - r_it) / (G |y_i|) = rho_it k1_it / (G |y_i|).
-    """
-    return oracles.corrected_k3(logps, denominator_logps, ref_logps, mask)
+corrected_k3 = oracles.corrected_k3
 
 
-# --------------------------------------------------------------------------------------------------------------------
 # Masks: (B, T), float64, 1.0 = keep, 0.0 = drop, 1.0 at masked-out positions
-# --------------------------------------------------------------------------------------------------------------------
 
 
 def _mean_log_off_policy_ratio(logps: torch.Tensor, sampling_logps: torch.Tensor, i: int, tokens: list[int]) -> float:
@@ -142,22 +109,13 @@ def _keep_all(mask: torch.Tensor) -> torch.Tensor:
 
 
 def off_policy_statistic(logps: torch.Tensor, sampling_logps: torch.Tensor, mask: torch.Tensor) -> list[float]:
-    """(1/|y_i|) sum_t log( pi_sampling(y_it) / pi_theta(y_it) ) of every row that has a loss token, in row order."""
-    statistics = []
-    for i in range(logps.shape[0]):
-        tokens = _loss_tokens(mask, i)
-        if len(tokens) == 0:
-            continue
-        statistics.append(_mean_log_off_policy_ratio(logps, sampling_logps, i, tokens))
-    return statistics
+    """The mean log off-policy ratio of every row that has a loss token, in row order."""
+    rows_of_tokens = [(i, _loss_tokens(mask, i)) for i in range(logps.shape[0])]
+    return [_mean_log_off_policy_ratio(logps, sampling_logps, i, tokens) for i, tokens in rows_of_tokens if tokens]
 
 
 def off_policy_sequence(
-    advantages: torch.Tensor,
-    logps: torch.Tensor,
-    sampling_logps: torch.Tensor,
-    mask: torch.Tensor,
-    delta: float,
+    advantages: torch.Tensor, logps: torch.Tensor, sampling_logps: torch.Tensor, mask: torch.Tensor, delta: float
 ) -> torch.Tensor:
     """Off-policy sequence masking, arXiv 2512.02556, section 3.1. ``advantages`` is (B,) or (B, T).
 
@@ -165,44 +123,25 @@ def off_policy_sequence(
 
     A_i of (B, T) advantages is their mean over the loss tokens of sequence i.
     """
-    keep = _keep_all(mask)
+    means = []
     for i in range(logps.shape[0]):
         tokens = _loss_tokens(mask, i)
-        if len(tokens) == 0:
-            continue
-        if advantages.dim() == 1:
-            a_i = float(advantages[i])
-        else:
-            total = 0.0
-            for t in tokens:
-                total += float(advantages[i, t])
-            a_i = total / len(tokens)
-        if a_i < 0.0 and _mean_log_off_policy_ratio(logps, sampling_logps, i, tokens) > delta:
-            for t in tokens:
-                keep[i, t] = 0.0
-    return keep
+        means.append(sum(_advantage(advantages, i, t) for t in tokens) / max(len(tokens), 1))
+    return off_policy_token(torch.tensor(means), logps, sampling_logps, mask, delta)
 
 
 def off_policy_token(
-    advantages: torch.Tensor,
-    logps: torch.Tensor,
-    sampling_logps: torch.Tensor,
-    mask: torch.Tensor,
-    delta: float,
+    advantages: torch.Tensor, logps: torch.Tensor, sampling_logps: torch.Tensor, mask: torch.Tensor, delta: float
 ) -> torch.Tensor:
     """`off_policy_sequence` with the sign of each token's own advantage. ``advantages`` is (B,) or (B, T).
 
     M_it = 0 if A_it < 0 and (1/|y_i|) sum_t log( pi_sampling(y_it) / pi_theta(y_it) ) > delta, else 1
-
-    With (B,) advantages A_it = A_i, and this is `off_policy_sequence`.
     """
     keep = _keep_all(mask)
     for i in range(logps.shape[0]):
         tokens = _loss_tokens(mask, i)
-        if len(tokens) == 0:
-            continue
-        statistic = _mean_log_off_policy_ratio(logps, sampling_logps, i, tokens)
         for t in tokens:
+            statistic = _mean_log_off_policy_ratio(logps, sampling_logps, i, tokens)
             if _advantage(advantages, i, t) < 0.0 and statistic > delta:
                 keep[i, t] = 0.0
     return keep
@@ -218,17 +157,9 @@ def geometric(
     keep = _keep_all(mask)
     for i in range(old_logps.shape[0]):
         tokens = _loss_tokens(mask, i)
-        if len(tokens) == 0:
-            continue
-        total = 0.0
-        for t in tokens:
-            if math.isnan(float(sampler_logps[i, t])):
-                continue
-            total += float(old_logps[i, t]) - float(sampler_logps[i, t])
-        geometric_mean = math.exp(total / len(tokens))
-        if not low <= geometric_mean <= high:
-            for t in tokens:
-                keep[i, t] = 0.0
+        # pi_old / mu is the inverse of the off-policy ratio
+        if tokens and not low <= math.exp(-_mean_log_off_policy_ratio(old_logps, sampler_logps, i, tokens)) <= high:
+            keep[i, tokens] = 0.0
     return keep
 
 
@@ -240,15 +171,8 @@ def veto(old_logps: torch.Tensor, sampler_logps: torch.Tensor, mask: torch.Tenso
     keep = _keep_all(mask)
     for i in range(old_logps.shape[0]):
         tokens = _loss_tokens(mask, i)
-        vetoed = False
-        for t in tokens:
-            if math.isnan(float(sampler_logps[i, t])):
-                continue
-            if _token_ratio(old_logps, sampler_logps, i, t) < threshold:
-                vetoed = True
-        if vetoed:
-            for t in tokens:
-                keep[i, t] = 0.0
+        if any(_token_ratio(old_logps, sampler_logps, i, t) < threshold for t in tokens):  # NaN is not
+            keep[i, tokens] = 0.0
     return keep
 
 
@@ -264,80 +188,46 @@ def rows(keep: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
     return per_row
 
 
-# --------------------------------------------------------------------------------------------------------------------
 # Mismatch between pi_old and mu, over all loss tokens of all rows; w = pi_old(y_it) / mu(y_it)
 #
-# A token that mu could not score (NaN) is left out, so n counts the others. With n = 0 there is no value: ValueError.
-# --------------------------------------------------------------------------------------------------------------------
+# A token that mu could not score (NaN) is left out, so n counts the others.
 
 
 def mismatch_log_ratios(old_logps: torch.Tensor, sampler_logps: torch.Tensor, mask: torch.Tensor) -> list[float]:
     """log w of every scored loss token, row by row."""
-    log_ratios = []
-    for i in range(mask.shape[0]):
-        for t in _loss_tokens(mask, i):
-            if math.isnan(float(sampler_logps[i, t])):
-                continue
-            log_ratios.append(float(old_logps[i, t]) - float(sampler_logps[i, t]))
-    return log_ratios
+    pairs = [(old_logps[i, t], sampler_logps[i, t]) for i in range(mask.shape[0]) for t in _loss_tokens(mask, i)]
+    return [float(old) - float(sampler) for old, sampler in pairs if not math.isnan(float(sampler))]
 
 
-def _scored(old_logps: torch.Tensor, sampler_logps: torch.Tensor, mask: torch.Tensor) -> list[float]:
-    log_ratios = mismatch_log_ratios(old_logps, sampler_logps, mask)
-    if len(log_ratios) == 0:
-        raise ValueError("no loss token has a sampler log-prob")
-    return log_ratios
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values)
 
 
-def mismatch_mean_log_ratio(old_logps: torch.Tensor, sampler_logps: torch.Tensor, mask: torch.Tensor) -> float:
+def mismatch_mean_log_ratio(*batch: torch.Tensor) -> float:
     """(1/n) sum log w."""
-    log_ratios = _scored(old_logps, sampler_logps, mask)
-    total = 0.0
-    for log_w in log_ratios:
-        total += log_w
-    return total / len(log_ratios)
+    return _mean(mismatch_log_ratios(*batch))
 
 
-def mismatch_k3(old_logps: torch.Tensor, sampler_logps: torch.Tensor, mask: torch.Tensor) -> float:
+def mismatch_k3(*batch: torch.Tensor) -> float:
     """(1/n) sum (w - 1 - log w), an estimate of KL(mu || pi_old) on tokens sampled from mu."""
-    log_ratios = _scored(old_logps, sampler_logps, mask)
-    total = 0.0
-    for log_w in log_ratios:
-        total += math.exp(log_w) - 1.0 - log_w
-    return total / len(log_ratios)
+    return _mean([math.exp(log_w) - 1.0 - log_w for log_w in mismatch_log_ratios(*batch)])
 
 
-def mismatch_shares(old_logps: torch.Tensor, sampler_logps: torch.Tensor, mask: torch.Tensor) -> tuple[float, float]:
+def mismatch_shares(*batch: torch.Tensor) -> tuple[float, float]:
     """Shares of the n tokens with w > 2 and with w < 1/2."""
-    log_ratios = _scored(old_logps, sampler_logps, mask)
-    above = 0
-    below = 0
-    for log_w in log_ratios:
-        if math.exp(log_w) > 2.0:
-            above += 1
-        if math.exp(log_w) < 0.5:
-            below += 1
-    return above / len(log_ratios), below / len(log_ratios)
+    ratios = [math.exp(log_w) for log_w in mismatch_log_ratios(*batch)]
+    return _mean([float(w > 2.0) for w in ratios]), _mean([float(w < 0.5) for w in ratios])
 
 
-def mismatch_effective_sample_size(old_logps: torch.Tensor, sampler_logps: torch.Tensor, mask: torch.Tensor) -> float:
+def mismatch_effective_sample_size(*batch: torch.Tensor) -> float:
     """(sum w)^2 / (n sum w^2), as a share: 1 where all w are equal, 1/n where one token has all the weight."""
-    log_ratios = _scored(old_logps, sampler_logps, mask)
-    total = 0.0
-    total_of_squares = 0.0
-    for log_w in log_ratios:
-        w = math.exp(log_w)
-        total += w
-        total_of_squares += w * w
-    return total * total / (len(log_ratios) * total_of_squares)
+    ratios = [math.exp(log_w) for log_w in mismatch_log_ratios(*batch)]
+    return sum(ratios) ** 2 / (len(ratios) * sum(w * w for w in ratios))
 
 
 def quantile(values: list[float], q: float) -> float:
     """v_k of the sorted values v_1 <= ... <= v_n, with the smallest k such that k/n >= q (0 <= q <= 1)."""
-    if len(values) == 0 or not 0.0 <= q <= 1.0:
-        raise ValueError("quantile takes at least one value and 0 <= q <= 1")
-    ordered = sorted(values)
     k = 1
-    while k / len(ordered) < q:
+    while k / len(values) < q:
         k += 1
-    return ordered[k - 1]
+    return sorted(values)[k - 1]

@@ -14,16 +14,12 @@ import torch
 from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers import modeling_flash_attention_utils as flash
-from transformers.integrations import flex_attention as flex
 
 from trl_steady.padding import attention
 
 
 class Calls:
-    """How often a kernel was called."""
-
-    def __init__(self) -> None:
-        self.count = 0
+    count = 0
 
 
 def _softmax(scores: Tensor, allowed: Tensor, value: Tensor, sink: Tensor | None = None) -> Tensor:
@@ -145,37 +141,6 @@ def torch_varlen() -> Iterator[Calls]:
         yield calls
 
 
-@contextmanager
-def flex_attention() -> Iterator[Calls]:
-    """Put a kernel behind transformers' function for flex attention, which has no backward on a CPU."""
-    calls = Calls()
-
-    def dense(
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        *,
-        score_mod: Callable[..., Tensor],
-        block_mask: Any,
-        scale: float | None,
-        enable_gqa: bool,
-        **_: Any,
-    ) -> Tensor:
-        calls.count += 1
-        count = query.size(2)
-        own, seen = torch.arange(count)[:, None], torch.arange(count)[None]
-        zero = torch.zeros((), dtype=torch.long)
-        allowed = block_mask.mask_mod(zero, zero, own, seen)
-        blocks = block_mask.to_dense()[0, 0].bool().repeat_interleave(128, 0).repeat_interleave(128, 1)
-        assert not (allowed & ~blocks[:count, :count]).any(), "a block that is left out has visible keys"
-        key, value = (x.repeat_interleave(query.size(1) // x.size(1), dim=1) for x in (key, value))
-        scores = query @ key.transpose(2, 3) * (scale or query.size(-1) ** -0.5)
-        return _softmax(score_mod(scores, zero, zero, own, seen), allowed, value)
-
-    with patch.object(flex, "compile_friendly_flex_attention", dense):
-        yield calls
-
-
 def use(model: PreTrainedModel, name: str) -> None:
     """Let a model attend by a function that transformers would refuse to load here."""
     for module in model.modules():
@@ -185,6 +150,5 @@ def use(model: PreTrainedModel, name: str) -> None:
 
 KERNELS: dict[str, Callable[[], Any]] = {
     "flash_attention_2": flash_attention,
-    "flex_attention": flex_attention,
     "sdpa": torch_varlen,
 }

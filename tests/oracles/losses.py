@@ -22,6 +22,7 @@ Papers:
 """
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -35,20 +36,12 @@ class Result:
     grad: torch.Tensor
 
 
-# --------------------------------------------------------------------------------------------------------------------
 # Pieces
-# --------------------------------------------------------------------------------------------------------------------
 
 
 def _loss_tokens(mask: torch.Tensor, i: int) -> list[int]:
     """The positions t of sequence i that take part in the loss; |y_i| is the length of this list."""
-    if mask.dtype != torch.bool:
-        raise TypeError(f"mask must be bool, got {mask.dtype}")
-    tokens = []
-    for t in range(mask.shape[1]):
-        if bool(mask[i, t]):
-            tokens.append(t)
-    return tokens
+    return [t for t in range(mask.shape[1]) if bool(mask[i, t])]
 
 
 def _zero_grad(logps: torch.Tensor) -> torch.Tensor:
@@ -77,9 +70,24 @@ def _sequence_ratio(logps: torch.Tensor, old_logps: torch.Tensor, i: int, tokens
 
 def _kept(keep: torch.Tensor | None, i: int, t: int) -> float:
     """M_it of a mask on the policy term, 1 = keep, ``keep[i, t]``, or M_i = ``keep[i]`` of a (B,) one; 1 without."""
-    if keep is None:
-        return 1.0
-    return _advantage(keep, i, t)
+    return 1.0 if keep is None else _advantage(keep, i, t)
+
+
+def _sequence_mean(mask: torch.Tensor, term: Callable[[int, int, list[int]], tuple[float, float]]) -> Result:
+    """(1/G) sum_i (1/|y_i|) sum_t x_it, with the x_it and the d x_it / d log pi_theta(y_it) that ``term`` returns.
+
+    ``term`` gets i, t and the list of the loss tokens of sequence i.
+    """
+    g = mask.shape[0]
+    grad = _zero_grad(mask)
+    loss = 0.0
+    for i in range(g):
+        tokens = _loss_tokens(mask, i)
+        for t in tokens:
+            value, slope = term(i, t, tokens)
+            loss += value / (g * len(tokens))
+            grad[i, t] = slope / (g * len(tokens))
+    return Result(loss=loss, grad=grad)
 
 
 def _surrogate(w: float, a: float, eps_low: float, eps_high: float, delta: float | None) -> tuple[float, float]:
@@ -107,19 +115,7 @@ def _surrogate(w: float, a: float, eps_low: float, eps_high: float, delta: float
     return clipped, clipped_slope
 
 
-def _clipped_low(w: float, a: float, eps_low: float) -> bool:
-    """The clipped branch is the active one, at the lower bound: A < 0 and w < 1 - eps_low."""
-    return a < 0.0 and w < 1.0 - eps_low
-
-
-def _clipped_high(w: float, a: float, eps_high: float) -> bool:
-    """The clipped branch is the active one, at the upper bound: A > 0 and w > 1 + eps_high."""
-    return a > 0.0 and w > 1.0 + eps_high
-
-
-# --------------------------------------------------------------------------------------------------------------------
 # Policy losses
-# --------------------------------------------------------------------------------------------------------------------
 
 
 def gspo(
@@ -143,8 +139,6 @@ def gspo(
     d log s_i / d log pi_theta(y_it) = 1/|y_i|; it is 0 where A_i > 0 and s_i > 1 + eps_high, and where A_i < 0 and
     s_i < 1 - eps_low. A_i < 0 with a large s_i is not clipped (only ``delta`` bounds that side).
     """
-    if advantages.dim() != 1 or (keep is not None and keep.dim() != 1):
-        raise ValueError("gspo takes one advantage and one keep per sequence, (B,); see gspo_token for one per token")
     g = logps.shape[0]
     grad = _zero_grad(logps)
     objective = 0.0
@@ -181,20 +175,13 @@ def gspo_token(
     The value of s_it is s_i at every token, and d log s_it / d log pi_theta(y_it) = 1 through that token alone, so
     d loss / d log pi_theta(y_it) = -s_i A_it / (G |y_i|) where the unclipped branch is active, else 0.
     """
-    g = logps.shape[0]
-    grad = _zero_grad(logps)
-    objective = 0.0
-    for i in range(g):
-        tokens = _loss_tokens(mask, i)
-        if len(tokens) == 0:
-            continue
+
+    def term(i: int, t: int, tokens: list[int]) -> tuple[float, float]:
         s_i = _sequence_ratio(logps, old_logps, i, tokens)
-        for t in tokens:
-            value, slope = _surrogate(s_i, _advantage(advantages, i, t), eps_low, eps_high, delta)
-            m_it = _kept(keep, i, t)
-            objective += value * m_it / (g * len(tokens))
-            grad[i, t] = -slope * m_it / (g * len(tokens))
-    return Result(loss=-objective, grad=grad)
+        value, slope = _surrogate(s_i, _advantage(advantages, i, t), eps_low, eps_high, delta)
+        return -value * _kept(keep, i, t), -slope * _kept(keep, i, t)
+
+    return _sequence_mean(mask, term)
 
 
 def grpo_token(
@@ -216,23 +203,16 @@ def grpo_token(
 
     d loss / d log pi_theta(y_it) = -r_it A_it / (G |y_i|) where the unclipped branch is active, else 0.
     """
-    g = logps.shape[0]
-    grad = _zero_grad(logps)
-    objective = 0.0
-    for i in range(g):
-        tokens = _loss_tokens(mask, i)
-        for t in tokens:
-            r_it = _token_ratio(logps, old_logps, i, t)
-            value, slope = _surrogate(r_it, _advantage(advantages, i, t), eps_low, eps_high, delta)
-            m_it = _kept(keep, i, t)
-            objective += value * m_it / (g * len(tokens))
-            grad[i, t] = -slope * m_it / (g * len(tokens))
-    return Result(loss=-objective, grad=grad)
+
+    def term(i: int, t: int, _: list[int]) -> tuple[float, float]:
+        r_it = _token_ratio(logps, old_logps, i, t)
+        value, slope = _surrogate(r_it, _advantage(advantages, i, t), eps_low, eps_high, delta)
+        return -value * _kept(keep, i, t), -slope * _kept(keep, i, t)
+
+    return _sequence_mean(mask, term)
 
 
-# --------------------------------------------------------------------------------------------------------------------
 # KL terms
-# --------------------------------------------------------------------------------------------------------------------
 
 
 def corrected_k3(logps: torch.Tensor, old_logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor) -> Result:
@@ -245,18 +225,14 @@ def corrected_k3(logps: torch.Tensor, old_logps: torch.Tensor, ref_logps: torch.
     depend on theta, so
     d loss / d log pi_theta(y_it) = (pi_theta / pi_old) * log(pi_theta / pi_ref) / (G |y_i|).
     """
-    g = logps.shape[0]
-    grad = _zero_grad(logps)
-    loss = 0.0
-    for i in range(g):
-        tokens = _loss_tokens(mask, i)
-        for t in tokens:
-            ratio = _token_ratio(logps, old_logps, i, t)
-            log_ref_over_theta = float(ref_logps[i, t]) - float(logps[i, t])
-            kl_it = ratio * (math.exp(log_ref_over_theta) - log_ref_over_theta - 1.0)
-            loss += kl_it / (g * len(tokens))
-            grad[i, t] = ratio * -log_ref_over_theta / (g * len(tokens))
-    return Result(loss=loss, grad=grad)
+
+    def term(i: int, t: int, _: list[int]) -> tuple[float, float]:
+        ratio = _token_ratio(logps, old_logps, i, t)
+        log_ref_over_theta = float(ref_logps[i, t]) - float(logps[i, t])
+        kl_it = ratio * (math.exp(log_ref_over_theta) - log_ref_over_theta - 1.0)
+        return kl_it, ratio * -log_ref_over_theta
+
+    return _sequence_mean(mask, term)
 
 
 def plain_k3(logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor) -> Result:
@@ -267,51 +243,17 @@ def plain_k3(logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor) -
 
     d loss / d log pi_theta(y_it) = (1 - pi_ref / pi_theta) / (G |y_i|).
     """
-    g = logps.shape[0]
-    grad = _zero_grad(logps)
-    loss = 0.0
-    for i in range(g):
-        tokens = _loss_tokens(mask, i)
-        for t in tokens:
-            log_ref_over_theta = float(ref_logps[i, t]) - float(logps[i, t])
-            kl_it = math.exp(log_ref_over_theta) - log_ref_over_theta - 1.0
-            loss += kl_it / (g * len(tokens))
-            grad[i, t] = (1.0 - math.exp(log_ref_over_theta)) / (g * len(tokens))
-    return Result(loss=loss, grad=grad)
+
+    def term(i: int, t: int, _: list[int]) -> tuple[float, float]:
+        log_ref_over_theta = float(ref_logps[i, t]) - float(logps[i, t])
+        return math.exp(log_ref_over_theta) - log_ref_over_theta - 1.0, 1.0 - math.exp(log_ref_over_theta)
+
+    return _sequence_mean(mask, term)
 
 
-# --------------------------------------------------------------------------------------------------------------------
 # Clip statistics: (low, high, either)
 #
 # Low: A < 0 and ratio < 1 - eps_low. High: A > 0 and ratio > 1 + eps_high. The bound delta is no part of them.
-# --------------------------------------------------------------------------------------------------------------------
-
-
-def gspo_clip_shares(
-    logps: torch.Tensor,
-    old_logps: torch.Tensor,
-    mask: torch.Tensor,
-    advantages: torch.Tensor,
-    *,
-    eps_low: float,
-    eps_high: float,
-) -> tuple[float, float, float]:
-    """Share of the G sequences whose s_i is clipped (low, high, either); one without a loss token is not clipped."""
-    if advantages.dim() != 1:
-        raise ValueError("gspo_clip_shares takes one advantage per sequence, (B,)")
-    g = logps.shape[0]
-    low = 0
-    high = 0
-    for i in range(g):
-        tokens = _loss_tokens(mask, i)
-        if len(tokens) == 0:
-            continue
-        s_i = _sequence_ratio(logps, old_logps, i, tokens)
-        if _clipped_low(s_i, float(advantages[i]), eps_low):
-            low += 1
-        if _clipped_high(s_i, float(advantages[i]), eps_high):
-            high += 1
-    return low / g, high / g, (low + high) / g
 
 
 def gspo_token_clip_shares(
@@ -324,20 +266,12 @@ def gspo_token_clip_shares(
     eps_high: float,
 ) -> tuple[float, float, float]:
     """Share of all loss tokens whose s_it (= s_i in value) is clipped (low, high, either); zeros if there is none."""
-    low = 0
-    high = 0
-    count = 0
+    low = high = count = 0
     for i in range(logps.shape[0]):
         tokens = _loss_tokens(mask, i)
-        if len(tokens) == 0:
-            continue
-        s_i = _sequence_ratio(logps, old_logps, i, tokens)
         for t in tokens:
+            s_i, a = _sequence_ratio(logps, old_logps, i, tokens), _advantage(advantages, i, t)
             count += 1
-            if _clipped_low(s_i, _advantage(advantages, i, t), eps_low):
-                low += 1
-            if _clipped_high(s_i, _advantage(advantages, i, t), eps_high):
-                high += 1
-    if count == 0:
-        return 0.0, 0.0, 0.0
-    return low / count, high / count, (low + high) / count
+            low += a < 0.0 and s_i < 1.0 - eps_low
+            high += a > 0.0 and s_i > 1.0 + eps_high
+    return low / max(count, 1), high / max(count, 1), (low + high) / max(count, 1)

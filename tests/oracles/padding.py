@@ -89,11 +89,9 @@ def seen(parts: Sequence[Segment], window: int | None = None) -> dict[Name, set[
     result: dict[Name, set[Name]] = {}
     for part in parts:
         sequence = [*part.prefix, *part.names]
-        for own, name in enumerate(sequence):
-            if own < len(part.prefix):
-                continue
-            first = 0 if window is None else max(0, own - window + 1)
-            result[name] = set(sequence[first : own + 1])
+        for last, name in enumerate(part.names, len(part.prefix)):
+            first = 0 if window is None else max(0, last - window + 1)
+            result[name] = set(sequence[first : last + 1])
     return result
 
 

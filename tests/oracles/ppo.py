@@ -1,7 +1,6 @@
 """Reference values for PPO with a critic on token sequences, written from the papers' formulas alone.
 
-The code is an explicit Python loop over completions ``i`` and tokens ``t`` on Python floats (IEEE float64), so that
-each line can be read against its formula. It is slow.
+The code loops over completions ``i`` and tokens ``t`` on Python floats (IEEE float64).
 
 * A table is (B, T): a list of lists, or a float64 tensor. Tokens of shorter completions are padded.
 * ``mask[i][t]`` is True for an action token: a token that the policy has sampled. Tool output and padding are False.
@@ -30,7 +29,6 @@ Table = Sequence[Row]
 
 
 def _actions(row: Row) -> list[int]:
-    """Return the indices of the action tokens of one completion."""
     return [t for t in range(len(row)) if bool(row[t])]
 
 
@@ -38,9 +36,7 @@ def _zeros(mask: Table) -> list[list[float]]:
     return [[0.0] * len(row) for row in mask]
 
 
-# --------------------------------------------------------------------------------------------------------------------
 # Advantages
-# --------------------------------------------------------------------------------------------------------------------
 
 
 def gae(
@@ -94,9 +90,7 @@ def length_adaptive_lambda(alpha: float, length: int) -> float:
     return min(max(1.0 - 1.0 / (alpha * length), 0.0), 1.0)
 
 
-# --------------------------------------------------------------------------------------------------------------------
 # Rewards
-# --------------------------------------------------------------------------------------------------------------------
 
 
 def token_rewards(
@@ -185,9 +179,7 @@ def whiten(values: Table, mask: Table, shift_mean: bool = True) -> list[list[flo
     return whitened
 
 
-# --------------------------------------------------------------------------------------------------------------------
 # The critic
-# --------------------------------------------------------------------------------------------------------------------
 
 
 def value_loss(
@@ -219,9 +211,7 @@ def value_loss(
     return losses
 
 
-# --------------------------------------------------------------------------------------------------------------------
 # All of it
-# --------------------------------------------------------------------------------------------------------------------
 
 
 def ppo_targets(
@@ -243,12 +233,8 @@ def ppo_targets(
 ) -> tuple[list[list[float]], list[list[float]]]:
     """Return the advantages and the returns of a rollout.
 
-    1. Token rewards: `token_rewards`.
-    2. With ``whiten_rewards``: `whiten`, without shifting the mean.
-    3. Advantages: `gae` with the policy's lambda. With ``alpha``, this is `length_adaptive_lambda` of the completion's
-       number of action tokens (VAPO, arXiv 2504.05118, section 4.2), and ``lam`` is not used.
-    4. Returns: `gae` with ``value_lam``, plus the values (arXiv 2504.05118, section 4.1: decoupled GAE).
-    5. With ``whiten_advantages``: `whiten`. The returns keep their scale.
+    Returns are `gae` with ``value_lam``, plus the values (arXiv 2504.05118, section 4.1: decoupled GAE). They are not
+    whitened.
 
     Example, by hand: gamma = 1, one step of reward 1 at the end, V = 0 and 1/2 at the two action tokens, no penalty.
 

@@ -18,9 +18,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-# --------------------------------------------------------------------------------------------------------------------
 # Scores and what they say of a set
-# --------------------------------------------------------------------------------------------------------------------
 
 
 def scores(
@@ -64,10 +62,8 @@ def log_probs(z: Tensor, targets: Tensor, kept: Sequence[Sequence[int]]) -> Tens
     >>> log_probs(z[:1], torch.tensor([2]), [[2]]).item()
     0.0
     """
-    values = []
-    for row, a, s in zip(z.double(), targets.tolist(), kept, strict=True):
-        values.append(row[a] - torch.logsumexp(row[_members(row, s)], dim=0))
-    return torch.stack(values)
+    rows = zip(z.double(), targets.tolist(), kept, strict=True)
+    return torch.stack([row[a] - torch.logsumexp(row[_members(row, s)], dim=0) for row, a, s in rows])
 
 
 def kept_mass(z: Tensor, kept: Sequence[Sequence[int]]) -> Tensor:
@@ -77,11 +73,8 @@ def kept_mass(z: Tensor, kept: Sequence[Sequence[int]]) -> Tensor:
     >>> _rounded(kept_mass(z, [[0, 1], [2], []]))  # 5/6, 1/6, 1
     [0.8333333333, 0.1666666667, 1.0]
     """
-    values = []
-    for row, s in zip(z.double(), kept, strict=True):
-        p = torch.softmax(row, dim=0)
-        values.append(p[_members(row, s)].sum() if len(s) > 0 else torch.ones_like(p[0]))
-    return torch.stack(values)
+    rows = zip(torch.softmax(z.double(), dim=1), kept, strict=True)
+    return torch.stack([p[_members(p, s)].sum() if len(s) > 0 else torch.ones_like(p[0]) for p, s in rows])
 
 
 def entropies(z: Tensor) -> Tensor:
@@ -92,11 +85,8 @@ def entropies(z: Tensor) -> Tensor:
     >>> round(math.log(2) / 2 + math.log(3) / 3 + math.log(6) / 6, 10)
     1.0114042647
     """
-    values = []
-    for row in z.double():
-        log_p = torch.log_softmax(row, dim=0)
-        values.append(-(log_p.exp() * log_p).sum())
-    return torch.stack(values)
+    log_p = torch.log_softmax(z.double(), dim=1)
+    return -(log_p.exp() * log_p).sum(1)
 
 
 def kl(z: Tensor, other: Tensor, kept: Sequence[Sequence[int]]) -> Tensor:
@@ -138,23 +128,18 @@ def expected_gradient(
     for a in _members(leaf, kept):
         logps = log_probs(leaf[None], torch.tensor([a]), [kept])
         old_logps = log_probs(old.detach()[None], torch.tensor([a]), [kept])
-        value = estimate(logps, old_logps)
-        if value.shape != logps.shape:
-            raise ValueError(f"estimate gave shape {tuple(value.shape)} for {tuple(logps.shape)}")
-        (gradient,) = torch.autograd.grad(value.sum(), leaf)
+        (gradient,) = torch.autograd.grad(estimate(logps, old_logps).sum(), leaf)
         total += math.exp(float(old_logps)) * gradient
     return total
 
 
-# --------------------------------------------------------------------------------------------------------------------
 # Sampling rules: which of the candidates are left, in ascending order
-# --------------------------------------------------------------------------------------------------------------------
 
 
-def top_k(z_row: Tensor, k: int, candidates: Sequence[int]) -> list[int]:
+def _top_k(z_row: Tensor, k: int, candidates: Sequence[int]) -> list[int]:
     """The k highest of the candidates, and all that tie with the last of these.
 
-    >>> top_k(torch.tensor([1.0, 4.0, 2.0, 3.0, 2.0]), 2, [4, 3, 2, 0])
+    >>> _top_k(torch.tensor([1.0, 4.0, 2.0, 3.0, 2.0]), 2, [4, 3, 2, 0])
     [2, 3, 4]
     """
     z = z_row.double().tolist()
@@ -162,15 +147,15 @@ def top_k(z_row: Tensor, k: int, candidates: Sequence[int]) -> list[int]:
     return sorted(a for a in candidates if z[a] >= highest[-1])
 
 
-def top_p(z_row: Tensor, p: float, candidates: Sequence[int]) -> list[int]:
+def _top_p(z_row: Tensor, p: float, candidates: Sequence[int]) -> list[int]:
     """The smallest set of the most probable candidates whose renormalised probabilities sum to at least p.
 
     At least one. Of equally probable candidates the lower id goes first.
 
     >>> z = torch.tensor([3.0, 2.0, 1.0]).double().log()
-    >>> top_p(z, 0.49, [0, 1, 2]), top_p(z, 0.55, [0, 1, 2]), top_p(z, 0.84, [0, 1, 2])
+    >>> _top_p(z, 0.49, [0, 1, 2]), _top_p(z, 0.55, [0, 1, 2]), _top_p(z, 0.84, [0, 1, 2])
     ([0], [0, 1], [0, 1, 2])
-    >>> top_p(z, 0.55, [0, 1])  # of the two, 3/5
+    >>> _top_p(z, 0.55, [0, 1])  # of the two, 3/5
     [0]
     """
     if p >= 1:  # no sum of rounded probabilities decides this one
@@ -184,19 +169,16 @@ def top_p(z_row: Tensor, p: float, candidates: Sequence[int]) -> list[int]:
     return sorted(left)
 
 
-def min_p(z_row: Tensor, p: float, candidates: Sequence[int]) -> list[int]:
+def _min_p(z_row: Tensor, p: float, candidates: Sequence[int]) -> list[int]:
     """The candidates at least p times as probable as the most probable of them.
 
     >>> z = torch.tensor([3.0, 2.0, 1.0]).double().log()
-    >>> min_p(z, 0.5, [0, 1, 2]), min_p(z, 0.33, [0, 1, 2]), min_p(z, 0.49, [1, 2])
+    >>> _min_p(z, 0.5, [0, 1, 2]), _min_p(z, 0.33, [0, 1, 2]), _min_p(z, 0.49, [1, 2])
     ([0, 1], [0, 1, 2], [1, 2])
     """
     probability = _renormalised(z_row, candidates)
     highest = max(probability.values())
     return sorted(a for a in candidates if probability[a] >= p * highest)
-
-
-_top_k, _top_p, _min_p = top_k, top_p, min_p
 
 
 def sampled_from(z_row: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: float | None = None) -> list[int]:
@@ -213,24 +195,16 @@ def sampled_from(z_row: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: fl
     left = list(range(z_row.numel()))
     if top_k > 0:
         left = _top_k(z_row, top_k, left)
-    if top_p < 1:
-        left = _top_p(z_row, top_p, left)
-    if min_p is not None:
-        left = _min_p(z_row, min_p, left)
-    return left
+    left = _top_p(z_row, top_p, left)
+    return left if min_p is None else _min_p(z_row, min_p, left)
 
 
-# --------------------------------------------------------------------------------------------------------------------
 # Pieces
-# --------------------------------------------------------------------------------------------------------------------
 
 
 def _members(row: Tensor, s: Sequence[int]) -> list[int]:
     """The tokens of the set: those listed, or the whole vocabulary for an empty list."""
-    members = [int(a) for a in s]
-    if len(set(members)) != len(members) or any(a < 0 or a >= row.numel() for a in members):
-        raise ValueError(f"a set is of distinct ids from 0 to {row.numel() - 1}, got {members}")
-    return members if len(members) > 0 else list(range(row.numel()))
+    return [int(a) for a in s] or list(range(row.numel()))
 
 
 def _renormalised(z_row: Tensor, candidates: Sequence[int]) -> dict[int, float]:

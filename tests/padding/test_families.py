@@ -237,92 +237,64 @@ def test_the_table_is_of_all_families() -> None:
 
 @pytest.mark.parametrize("name", families.names())
 def test_a_batch_without_its_padding(name: str) -> None:
+    """Several sequences and one alone, only cut even if they could be packed, and with shared prompts."""
     model, batch = _build(name), _batch()
-    of = traits(model)
+    of, expected = traits(model), _compute(model, model, batch)
     computed, shape = _without_padding(model, of, batch)
-    _assert_same(computed, _compute(model, model, batch), GRADIENTS_OF.get(name, GRADIENTS))
+    _assert_same(computed, expected, GRADIENTS_OF.get(name, GRADIENTS))
     assert shape == _shape(_kind(of), batch)
     if IS_TOLD:
         assert _kind(of) == _told(name)
-
-
-@pytest.mark.parametrize("name", families.names())
-def test_a_batch_that_is_only_cut(name: str) -> None:
-    """As one sequence alone is, or several by an attention function that is not ours to split."""
-    model, batch = _build(name), _batch()
     alone = {field: values[:1] for field, values in batch.items()}
-    of = traits(model)
     _assert_same(_without_padding(model, of, alone)[0], _compute(model, model, alone))
     if of.why_not_packed is None:
         computed, shape = _without_padding(model, replace(of, why_not_packed="told so"), batch)
-        _assert_same(computed, _compute(model, model, batch))
+        _assert_same(computed, expected)
         assert shape[0] == len(PROMPTS)
+        _assert_packed(model, expected, batch, share_prompts=True)
+        if model.supports_gradient_checkpointing:
+            model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            _assert_packed(model, expected, batch, share_prompts=True)
 
 
-KERNELS = {
-    "flash_attention_2": kernels.flash_attention,
-    "flex_attention": kernels.flex_attention,
-    "varlen": kernels.torch_varlen,
-}
-EVERY_TIME = [("sdpa", True), ("flash_attention_2", True)]
-SLOW = [("eager", True), ("eager", False), ("varlen", True), ("flash_attention_2", False), ("flex_attention", True)]
-COMBINED = [*EVERY_TIME, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)]
-
-
-@pytest.mark.parametrize(("attention", "share_prompts"), COMBINED)
-@pytest.mark.parametrize("name", PACKED_NAMES)
-def test_packed(name: str, attention: str, share_prompts: bool) -> None:
-    _assert_packed(name, attention, share_prompts)
+KERNELS = {"flash_attention_2": kernels.flash_attention, "varlen": kernels.torch_varlen}
+SLOW = [("eager", True), ("eager", False), ("varlen", True), ("flash_attention_2", False)]
 
 
 @pytest.mark.parametrize(
-    "attention",
-    ["sdpa", *(pytest.param(each, marks=pytest.mark.slow) for each in ("flash_attention_2", "flex_attention"))],
+    ("attention", "share_prompts"),
+    [("flash_attention_2", True), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)],
 )
 @pytest.mark.parametrize("name", PACKED_NAMES)
-def test_packed_with_gradient_checkpointing(name: str, attention: str) -> None:
-    _assert_packed(name, attention, share_prompts=True, checkpointing=True)
-
-
-def _assert_packed(name: str, attention: str, share_prompts: bool, *, checkpointing: bool = False) -> None:
+def test_packed_by_other_attention(name: str, attention: str, share_prompts: bool) -> None:
     """Against the padded batch: through FlashAttention where that packs, else by the model's default on a CPU."""
     model, batch = _build(name, **({"attn_implementation": "eager"} if attention == "eager" else {})), _batch()
     if not IS_TOLD and (why_not := traits(model).why_not_packed) is not None:
         pytest.skip(why_not)
-    if checkpointing and not model.supports_gradient_checkpointing:
-        pytest.skip("it cannot")
-    if not _can(model, attention):
-        pytest.skip(f"{name} does not take {attention}")
-    expected = _compute(model, model, batch)
+    is_flash = attention == "flash_attention_2"
+    if is_flash and (not model._supports_flash_attn or getattr(model.config, "prefix_lm", False)):
+        pytest.skip(f"{name} does not take FlashAttention")
+    if attention == "varlen" and own_implementation(model) != "sdpa":
+        pytest.skip(f"{name} does not take sdpa")
+    expected = None if is_flash else _compute(model, model, batch)
     with contextlib.ExitStack() as kernel:
-        if attention in KERNELS:
-            calls = kernel.enter_context(KERNELS[attention]())
-        if attention in ("flash_attention_2", "flex_attention"):
+        calls = kernel.enter_context(KERNELS[attention]()) if attention in KERNELS else None
+        if is_flash:  # some families give it other windows than the masks of "sdpa" have
             kernels.use(model, attention)
-        if attention == "flash_attention_2":  # some families give it other windows than the masks of "sdpa" have
-            expected = _compute(model, model, batch)
-        if checkpointing:
-            model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        of = traits(model)
+        expected = expected or _compute(model, model, batch)
         attended = kernel.enter_context(mock.patch.object(packed, "_attend", wraps=packed._attend))
-        if attention in KERNELS:
-            calls.count = 0
-        computed, (rows, tokens) = _without_padding(model, of, batch, share_prompts=share_prompts)
-        if attention in KERNELS:
-            assert calls.count == attended.call_count > 0
+        before = 0 if calls is None else calls.count
+        _assert_packed(model, expected, batch, share_prompts=share_prompts)
+    if calls is not None:
+        assert calls.count - before == attended.call_count > 0
+
+
+def _assert_packed(model: PreTrainedModel, expected: Computed, batch: Batch, *, share_prompts: bool) -> None:
+    computed, (rows, tokens) = _without_padding(model, traits(model), batch, share_prompts=share_prompts)
     _assert_same(computed, expected)
     assert rows == 1
     # the last token of a prompt is each completion's own
     assert tokens == batch["attention_mask"].sum() - (PROMPTS[0] - 1 if share_prompts else 0)
-
-
-def _can(model: PreTrainedModel, attention: str) -> bool:
-    has_sinks = any("sink" in name for name, _ in model.named_parameters())  # flex attention has them on a GPU only
-    return {
-        "flash_attention_2": model._supports_flash_attn and not getattr(model.config, "prefix_lm", False),
-        "flex_attention": model._supports_flex_attn and not has_sinks,
-        "varlen": own_implementation(model) == "sdpa",
-    }.get(attention, True)
 
 
 @pytest.mark.parametrize("name", sorted(BALANCED.intersection(families.names())))
@@ -333,7 +305,7 @@ def test_load_balancing(name: str) -> None:
     _assert_same(_without_padding(model, traits(model), batch, output_router_logits=True)[0], expected)
 
 
-@pytest.mark.parametrize("name", ["llama", "qwen3_moe", "gemma2", "gpt_oss", "deepseek_v3"])
+@pytest.mark.parametrize("name", ["llama", "gpt_oss"])
 def test_sequences_that_saw_each_other_would_be_noticed(name: str) -> None:
     model, batch = _build(name), _batch()
     one: Callable[[Sequence[Segment]], list[Segment]] = lambda own: [Segment(own[0].start, own[-1].end)]

@@ -4,7 +4,6 @@ import ast
 import json
 import re
 import shlex
-import shutil
 import sys
 from dataclasses import fields
 from pathlib import Path
@@ -12,15 +11,11 @@ from typing import Any, NamedTuple
 
 import datasets
 import pytest
-import torch
-import transformers
 from transformers import training_args
-from transformers.trainer_utils import validate_quantization_for_training
 from trl.rewards import accuracy_rewards
 
 import trl_steady
-from tests.project.test_recipes import CHAT
-from tests.tools import tiny
+from tests.tools import recipe
 from trl_steady.launcher import cli
 
 ROOT = Path(__file__).parents[2]
@@ -84,11 +79,7 @@ def local(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPat
     """A tiny model with a chat template, and 16 problems with DeepMath's columns, by the names on the hub."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    model, data = tmp_path / "model", tmp_path / "data"
-    shutil.copytree(models["dense"], model)
-    tokenizer = tiny.tokenizer()
-    tokenizer.chat_template = CHAT
-    tokenizer.save_pretrained(model)
+    model, data = recipe.chatty(models["dense"], tmp_path / "model"), tmp_path / "data"
     data.mkdir()
     rows = [{"prompt": [{"role": "user", "content": f"{i}+1="}], "solution": str(i + 1)} for i in range(16)]
     (data / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
@@ -130,44 +121,20 @@ def test_the_script_for_a_gpu_runs_as_it_is(local: dict[str, str]) -> None:
     assert "ratio/sequence_mean" in row and row["rewards/accuracy_reward/mean"] == 0  # a random model is never right
 
 
-def check_smollm2_trained(found: dict[str, Any], printed: str) -> list[dict[str, float]]:
-    """Check that the script took its steps and printed the lines of the page, up to the digits. Return its log."""
-    assert type(found["trainer"]) is trl_steady.GRPOTrainer
-    shown = next(block for block in BLOCKS[BLOCKS.index(SMOLLM2) :] if block.language == "text").source.splitlines()
-    without_digits = lambda lines: [re.sub(r"(?<!update )\d+(\.\d+)?", "", line) for line in lines]
-    assert without_digits(printed.splitlines()[-len(shown) :]) == without_digits(shown)
-    return [row for row in found["trainer"].state.log_history if "loss" in row]
-
-
 @pytest.mark.slow
 def test_the_script_for_a_cpu_runs_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """It prints the lines of the page, up to the digits."""
     monkeypatch.chdir(tmp_path)
-    rows = check_smollm2_trained(run(SMOLLM2), capsys.readouterr().out)
+    trainer = run(SMOLLM2)["trainer"]
+    assert type(trainer) is trl_steady.GRPOTrainer
+    shown = next(block for block in BLOCKS[BLOCKS.index(SMOLLM2) :] if block.language == "text").source.splitlines()
+    without_digits = lambda lines: [re.sub(r"(?<!update )\d+(\.\d+)?", "", line) for line in lines]
+    assert without_digits(capsys.readouterr().out.splitlines()[-len(shown) :]) == without_digits(shown)
+    rows = [row for row in trainer.state.log_history if "loss" in row]
     ratios = [(row["ratio/sequence_min"], row["ratio/sequence_max"]) for row in rows]
     assert [ratio == (1, 1) for ratio in ratios] == 2 * [True, False, False, False]
-
-
-def test_the_script_for_a_cpu_runs_with_a_smaller_model(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The script is unchanged, and loads SmolLM2. It then trains a tiny model, which is never right."""
-    load = transformers.AutoModelForCausalLM.from_pretrained
-    loaded: list[Any] = []
-
-    def exchanged(*arguments: Any, **options: Any) -> Any:
-        loaded.append(load(*arguments, **options))
-        return load(models["dense"])
-
-    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", exchanged)
-    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", lambda *_, gguf_file, **__: tiny.tokenizer())
-    monkeypatch.chdir(tmp_path)
-    rows = check_smollm2_trained(run(SMOLLM2), capsys.readouterr().out)
-    assert len(rows) == 8 and rows[0]["reward"] == 0
-    (smollm2,) = loaded
-    assert smollm2.num_parameters() == 134_515_008 and smollm2.dtype == torch.float32
-    validate_quantization_for_training(smollm2)  # raises an error for a model that the trainer would not train
 
 
 def test_the_errors_are_those_of_the_code(monkeypatch: pytest.MonkeyPatch) -> None:

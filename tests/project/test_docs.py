@@ -26,22 +26,6 @@ PAGES = {**DOCS, **{path.relative_to(ROOT).as_posix(): path.read_text() for path
 PAGES |= {path.relative_to(ROOT).as_posix(): path.read_text() for path in ROOT.glob("recipes/**/*.md")}
 
 
-@pytest.mark.parametrize("kind", ["attributes", "arguments", "inputs", "buffering", "scoring"])
-def test_the_compatibility_page_is_the_contract(kind: str) -> None:
-    for name, how in getattr(CONTRACT, kind).items():
-        assert f"| `{name}` | {how} |\n" in DOCS["docs/compatibility.md"]
-
-
-def test_the_compatibility_page_has_the_methods_we_wrap() -> None:
-    for method, parameters in _parameters_of_trl().items():
-        assert f"| `{method}` | {', '.join(f'`{name}`' for name in parameters)} |\n" in DOCS["docs/compatibility.md"]
-
-
-def _parameters_of_trl() -> dict[str, tuple[str, ...]]:
-    contract = CONTRACT
-    return {**contract.parameters, **contract.engine, **contract.head, **contract.command}
-
-
 def test_only_host_names_private_attributes_of_trl() -> None:
     """Every underscore name that TRL's trainer has, searched for in the other files."""
     # dataclasses' __post_init__ and Python's own dunders are everybody's

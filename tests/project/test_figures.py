@@ -1,9 +1,8 @@
 """The pictures of the docs show what their pages say."""
 
-import importlib.util
 import json
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,25 +10,17 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.tools import script
 from tests.tools.headroom import within
 
 ROOT = Path(__file__).parents[2]
 LEGIBLE = 10.5  # pixels of a line of text, where the picture is 400 pixels wide
 
 
-def loaded(name: str) -> Any:
-    """A script of docs/figures."""
-    pytest.importorskip("matplotlib", reason="needs the recipes extra")
-    spec = importlib.util.spec_from_file_location(name, ROOT / f"docs/figures/{name}.py")
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
 @pytest.fixture(scope="module")
-def toy() -> Any:
-    return loaded("kl_optimum")
+def toy() -> Iterator[Any]:
+    with script.figure("kl_optimum") as toy:
+        yield toy
 
 
 @pytest.fixture(scope="module")
@@ -60,14 +51,13 @@ def test_a_closed_form_is_the_optimum_of_its_objective(
     assert within(abs(curvature[-1]), 1e-12) and curvature[-2] < -1e-3
 
 
-def test_the_corrected_kl_ends_at_the_optimum(toy: Any, runs: dict[str, Tensor]) -> None:
+def test_the_corrected_kl_ends_at_the_optimum_and_the_others_at_that_of_the_other_kl(
+    toy: Any, runs: dict[str, Tensor]
+) -> None:
     assert within(toy.distances(runs["corrected"][-1], toy.optimum()), 1e-8)
-
-
-@pytest.mark.parametrize("name", ["uncorrected", "ratio detached"])
-def test_the_others_end_at_the_optimum_of_the_other_kl(toy: Any, runs: dict[str, Tensor], name: str) -> None:
-    assert toy.distances(runs[name][-1], toy.optimum()) > 0.2
-    assert within(toy.distances(runs[name][-1], toy.optimum_of_the_other_kl()), 1e-8)
+    for name in ("uncorrected", "ratio detached"):
+        assert toy.distances(runs[name][-1], toy.optimum()) > 0.2
+        assert within(toy.distances(runs[name][-1], toy.optimum_of_the_other_kl()), 1e-8)
 
 
 def test_the_updates_of_a_rollout_are_off_policy(runs: dict[str, Tensor]) -> None:
@@ -108,8 +98,8 @@ def smallest_text(figure: Any) -> float:
 
 
 def test_the_first_picture_is_the_recorded_runs_and_is_legible_on_a_phone(drawn: Callable[..., Any]) -> None:
-    stale = loaded("stale")
-    figure = drawn(stale.draw)
+    with script.figure("stale") as stale:
+        figure = drawn(stale.draw)
     assert smallest_text(figure) > LEGIBLE
     runs = json.loads((ROOT / "recipes/stress/results/staleness.json").read_text())["runs"]
     with_mask, without = figure.axes[0].get_lines()

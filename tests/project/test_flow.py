@@ -1,30 +1,28 @@
 """The figure of the flow is drawn from the code's own names, and is of today's code."""
 
-import importlib.util
 import inspect
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.tools.script import figure
 from trl_steady.host import Part
 
 FLOW = Path(__file__).parents[2] / "docs" / "figures" / "flow.py"
 # asked when a trainer is built, after a step, or for a checkpoint: not on the way of a micro-batch
 ELSEWHERE = {
-    *("building", "captures", "adapter_sync", "built", "before_last_backward"),
+    *("building", "captures", "adapter_sync", "built"),
+    *("beginning", "stepping", "before_last_backward", "after_last_backward", "ending"),
     *("saving", "loading", "save", "load", "add_to_card"),
-    *("grouping", "after_last_backward"),
 }
 
 
 @pytest.fixture(scope="module")
-def flow() -> Any:
-    spec = importlib.util.spec_from_file_location(FLOW.stem, FLOW)
-    assert spec and spec.loader
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def flow() -> Iterator[Any]:
+    with figure("flow", draws=False) as script:
+        yield script
 
 
 def test_the_flow_has_every_question_of_a_part(flow: Any) -> None:

@@ -1,9 +1,7 @@
-"""The gallery: every recipe says what it is, is in the README and runs; accelerate reads its files as meant."""
+"""The files of recipes/: they parse, say where they come from, have their papers' settings, and run."""
 
-import ast
 import json
 import re
-import shutil
 import subprocess
 import sys
 from dataclasses import fields
@@ -20,16 +18,9 @@ from accelerate.utils import DistributedType
 from trl.scripts import grpo as launched
 
 import trl_steady
-from tests.project.test_recipes import CHAT, GSM8K, moved, on_a_small_scale, small  # noqa: F401  (a fixture)
-from tests.tools import tiny
+from tests.tools import recipe
+from tests.tools.recipe import FOLDER, WITHOUT_SCRIPT, YAMLS, dataclasses, parse
 
-FOLDER = Path(__file__).parents[2] / "recipes"
-YAMLS = {
-    f"{path.parent.name}/{path.stem}": path
-    for path in sorted(FOLDER.glob("**/*.yaml"))
-    if path.parent.name not in ("accelerate", "stress")  # these have tests of their own
-}
-WITHOUT_SCRIPT = [name for name, path in YAMLS.items() if "reward_funcs" in yaml.safe_load(path.read_text())]
 OWN_DATA = "your_own_data/smollm2-135m"  # shows the form of its files
 LARGE = [name for name in WITHOUT_SCRIPT if name != OWN_DATA]
 ACCELERATE = {
@@ -40,27 +31,7 @@ ACCELERATE = {
     "zero2": (DistributedType.DEEPSPEED, 8),
     "zero3": (DistributedType.DEEPSPEED, 8),
 }
-# the end-to-end tests that run a recipe's YAML on a tiny model; the others run below
-RUN_BY = {
-    "deepseekmath_loop/smollm2-135m": "test_recipe_loop::test_each_arm_runs_on_a_tiny_model",
-    "gspo/smollm2-135m-comparison": "test_recipes::test_the_gspo_script_runs_from_end_to_end_on_a_tiny_model",
-    "iterative_grpo/deepseekmath-7b": "test_recipes::test_gsm8k_runs_on_a_tiny_model_and_tiny_data",
-    "iterative_grpo/qwen2.5-7b-gsm8k-24gb": "test_recipes::test_gsm8k_runs_on_a_tiny_model_and_tiny_data",
-    "iterative_grpo/smollm2-135m": "test_recipes::test_the_iterative_script_refreshes_and_resumes_on_a_tiny_model",
-    "moe/qwen3-moe-digits": "test_recipe_moe::test_each_variant_runs_on_a_smaller_model",
-    "ppo/instructgpt": "test_recipe_ppo::test_the_presets_run_on_a_tiny_model",
-    "ppo/sao": "test_recipe_ppo::test_the_presets_run_on_a_tiny_model",
-    "ppo/smollm2-135m-grpo": "test_recipe_ppo::test_both_methods_run_on_a_tiny_model",
-    "ppo/smollm2-135m-ppo": "test_recipe_ppo::test_both_methods_run_on_a_tiny_model",
-    "ppo/vapo": "test_recipe_ppo::test_the_presets_run_on_a_tiny_model",
-    "process_rewards/smollm2-135m-process": (
-        "test_recipes::test_the_process_script_rewards_steps_or_outcomes_from_one_start"
-    ),
-    "sampling_mask/digits-top-p": "test_recipe_sampling_mask::test_each_variant_runs_on_a_smaller_model",
-    "v32/qwen2.5-7b-gsm8k-80gb": "test_recipes::test_gsm8k_runs_on_a_tiny_model_and_tiny_data",
-    "v32/smollm2-135m-v32": "test_recipes::test_the_v32_script_shows_what_the_mask_sees_and_drops",
-    OWN_DATA: "test_recipe_own_data::test_the_one_command_trains_a_tiny_model",
-}
+# of the recipes that test_recipe*.py do not run
 SMOKE = {
     "moe/qwen3-30b-a3b-fsdp2": {},
     "sampling_mask/smollm2-135m-one-rollout": {},
@@ -71,24 +42,8 @@ SMOKE = {
 }
 
 
-def dataclasses(recipes: Any, name: str) -> tuple[Any, ...]:
-    """Of the script that reads the recipe, ours or TRL's."""
-    if name in WITHOUT_SCRIPT:
-        return launched.GRPOScriptArguments, trl_steady.GRPOConfig, trl.ModelConfig, trl.DatasetMixtureConfig
-    is_ppo = name.startswith("ppo/") and not name.endswith("-grpo")
-    config = trl_steady.PPOConfig if is_ppo else trl_steady.GRPOConfig
-    return getattr(recipes, name.split("/")[0]).RecipeArguments, config
-
-
-def parse(recipes: Any, name: str, *command: str) -> tuple[Any, ...]:
-    parser = trl.TrlParser(dataclasses(recipes, name))
-    return parser.parse_args_and_config(
-        ["--config", str(YAMLS[name]), "--use_cpu", "true", "--bf16", "false", *command]
-    )
-
-
 def header(path: Path) -> dict[str, str]:
-    """The comment that a YAML begins with, by its headings; the first line is under the empty one."""
+    """Return the comment that a YAML begins with, by its headings; the first line is under the empty one."""
     found, heading = {"": ""}, ""
     for line in path.read_text().splitlines():
         if not line.startswith("#"):
@@ -101,9 +56,16 @@ def header(path: Path) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("name", YAMLS)
-def test_a_recipe_parses_without_a_warning(recipes: Any, name: str, recwarn: pytest.WarningsRecorder) -> None:
+def test_a_recipe_parses_without_a_warning_and_explains_what_is_not_a_default(
+    recipes: Any, name: str, recwarn: pytest.WarningsRecorder
+) -> None:
     parse(recipes, name)
     assert [str(w.message) for w in recwarn if w.category is UserWarning] == []
+    defaults = {field.name: field.default for kind in dataclasses(recipes, name) for field in fields(kind)}
+    for line in YAMLS[name].read_text().splitlines():
+        if line and not line.startswith(("#", " ")):
+            ((option, value),) = yaml.safe_load(line).items()
+            assert " # " in line or defaults[option] == value, line
 
 
 @pytest.mark.parametrize("name", YAMLS)
@@ -121,22 +83,13 @@ def test_a_recipe_says_where_it_comes_from_and_what_to_expect(name: str) -> None
     assert "NOT YET RUN" not in said[""]
     (file, *_) = files = re.findall(r"results/[\w.-]+\.json", expected)
     assert all((folder / file).is_file() for file in files)
-    readme = (folder / "README.md").read_text().replace(" %", "%")
+    readme = recipe.without_spaces(folder / "README.md")
     figures = re.findall(r"\d+\.\d+%?", expected.replace(" %", "%"))
     assert figures and all(figure in readme for figure in figures)
     results = json.loads((folder / file).read_text())
     (results,) = [run for run in results.get("runs", [results]) if run["seed"] == 0]
     measured = {f"{row[time]:.1%}" for row in results["accuracy"].values() for time in ("before", "after")}
     assert {figure for figure in figures if figure.endswith("%")} <= measured
-
-
-@pytest.mark.parametrize("name", YAMLS)
-def test_a_setting_that_is_not_the_default_has_a_comment(recipes: Any, name: str) -> None:
-    defaults = {field.name: field.default for kind in dataclasses(recipes, name) for field in fields(kind)}
-    for line in YAMLS[name].read_text().splitlines():
-        if line and not line.startswith(("#", " ")):
-            ((option, value),) = yaml.safe_load(line).items()
-            assert " # " in line or defaults[option] == value, line
 
 
 @pytest.mark.parametrize("name", ACCELERATE)
@@ -148,8 +101,7 @@ def test_accelerate_reads_a_configuration_as_it_is_meant(name: str) -> None:
     stage = found.deepspeed_config.get("zero_stage"), found.fsdp_config.get("fsdp_version")
     assert stage == {"zero2": (2, None), "zero3": (3, None), "fsdp2": (None, 2)}.get(name, (None, None))
     assert header(path).keys() >= {"For", "With", "Tested"}
-    (line,) = (line for line in path.read_text().splitlines() if line.startswith("num_processes:"))
-    assert "  # " in line
+    assert re.search(r"^num_processes:.*  # ", path.read_text(), flags=re.MULTILINE)
 
 
 # `--use_cpu true` has the trainer ask for the CPU in this way
@@ -161,6 +113,7 @@ pathlib.Path(sys.argv[1], str(state.process_index)).write_text(found)
 """
 
 
+@pytest.mark.slow
 def test_two_processes_on_cpu_are_two(tmp_path: Path) -> None:
     script = tmp_path / "who.py"
     script.write_text(WHO)
@@ -180,120 +133,133 @@ def test_the_gallery_has_every_file_and_every_picture() -> None:
     assert {picture.split("/")[0] for picture in shown} == {
         path.parent.parent.name for path in FOLDER.glob("*/results/*.png")
     }
-    for file in re.findall(r"recipes/[\w/.-]+\.(?:yaml|py)", readme):
-        assert (FOLDER.parent / file).is_file(), file
-    headings = re.findall(r"^#+ (.+)$", readme, flags=re.MULTILINE)
-    anchors = {re.sub(r"[^\w -]", "", heading).lower().replace(" ", "-") for heading in headings}
-    assert set(re.findall(r"\]\(#([^)]+)\)", readme)) <= anchors
 
 
 def test_a_figure_of_the_gallery_is_its_recipes() -> None:
     """Each paragraph with figures links the README that has them."""
     readme = (FOLDER / "README.md").read_text()
     for section in re.split(r"^###? ", readme, flags=re.MULTILINE)[1:]:
-        figures = re.findall(r"\d+\.\d+ %|\b\d\.\d{4}\b", section)
         linked = [FOLDER / path for path in re.findall(r"\]\((\w+/README\.md)\)", section)]
-        theirs = "".join(path.read_text() for path in linked).replace(" %", "%")
-        for figure in figures:
+        theirs = "".join(map(recipe.without_spaces, linked))
+        for figure in re.findall(r"\d+\.\d+ %|\b\d\.\d{4}\b", section):
             assert figure.replace(" %", "%") in theirs, (section.splitlines()[0], figure)
 
 
-def test_every_recipe_runs_somewhere() -> None:
-    assert sorted([*RUN_BY, *SMOKE]) == sorted(YAMLS)
-    for name, test in RUN_BY.items():
-        file, function = test.split("::")
-        source = (Path(__file__).parent / f"{file}.py").read_text()
-        (body,) = (node for node in ast.walk(ast.parse(source)) if getattr(node, "name", None) == function)
+def test_every_recipe_is_run_by_a_test() -> None:
+    source = "".join(path.read_text() for path in Path(__file__).parent.glob("test_recipe*.py"))
+    for name in YAMLS.keys() - SMOKE:
         stem = name.split("/")[1]
-        found = ast.get_source_segment(source, body) or ""
-        assert f'"{stem}"' in found or f'"{stem}.yaml"' in found, test
+        assert any(f'"{quoted}"' in source for quoted in (name, stem, f"{stem}.yaml")), name
 
 
-def test_recipes_without_a_script_differ_in_the_objective_only() -> None:
+def test_the_gspo_recipes_have_the_papers_clip_range_off_policy(recipes: Any) -> None:
+    for name in ("gspo/smollm2-135m-comparison", "gspo/qwen3-4b-deepmath-80gb"):
+        args = parse(recipes, name)[1]
+        assert (args.loss_type, args.epsilon, args.epsilon_high) == ("gspo", 3e-4, 4e-4)
+        assert args.beta == 0 and not args.is_on_policy
+    script, args = parse(recipes, "process_rewards/smollm2-135m-process")
+    assert (script.rewards, args.loss_type, args.step_advantage) == ("steps", "gspo_token", "return_to_go")
+    assert (args.epsilon, args.epsilon_high) == (3e-4, 4e-4) and not args.is_on_policy
+    longest = len(recipes.sums.answer((29, 29, 29, 29)))  # a token for each character, and one for the end
+    assert longest < args.max_completion_length
+
+
+@pytest.mark.parametrize(
+    ("name", "processes", "an_update", "a_rollout", "questions", "outer_iterations"),
+    [
+        ("smollm2-135m", 1, 16, 64, 8, 4),
+        ("qwen2.5-7b-gsm8k-24gb", 1, 32, 128, 16, 4),
+        ("deepseekmath-7b", 8, 1024, 1024, 16, 3),  # section 4.2: a single update after each exploration
+    ],
+)
+def test_the_three_clocks_of_iterative_grpo(
+    recipes: Any, name: str, processes: int, an_update: int, a_rollout: int, questions: int, outer_iterations: int
+) -> None:
+    script, args = parse(recipes, f"iterative_grpo/{name}")
+    answers = args.per_device_train_batch_size * processes
+    assert answers * args.gradient_accumulation_steps == an_update
+    assert answers * args.steps_per_generation == a_rollout == questions * args.num_generations
+    updates = recipes.run.updates_per_rollout(args)
+    assert updates == a_rollout // an_update
+    # a refresh waits for the next rollout: an outer iteration of whole rollouts is as long as it says
+    assert args.sync_ref_model and args.ref_model_sync_steps % updates == 0
+    assert args.max_steps == outer_iterations * args.ref_model_sync_steps
+    assert (args.loss_type, args.beta, args.ref_model_mixup_alpha) == ("grpo", 0.04, 1.0)
+    if processes == 8:
+        assert (args.learning_rate, args.num_generations, args.max_completion_length) == (1e-6, 64, 1024)
+        assert args.is_on_policy and not args.use_bias_correction_kl
+        assert script.adapter is None and not script.quantised
+
+
+@pytest.mark.parametrize("name", ["smollm2-135m-v32", "qwen2.5-7b-gsm8k-80gb"])
+def test_v32_has_the_papers_settings_off_policy(recipes: Any, name: str) -> None:
+    args = parse(recipes, f"v32/{name}")[1]
+    assert (args.loss_type, args.importance_sampling_level, args.scale_rewards) == ("grpo", "token", "none")
+    assert args.beta > 0 and args.use_bias_correction_kl and args.kl_estimator == "k3"
+    assert args.off_policy_mask_threshold is not None and recipes.run.updates_per_rollout(args) == 4
+    # TRL's own term where the policy samples; against the engine where an engine does
+    assert args.kl_ratio_denominator == ("sampler" if args.use_vllm else "old")
+    assert bool(args.truncations) == args.keep_sampling_mask == args.use_vllm
+
+
+def test_recipes_without_a_script_differ_in_their_papers_objective_only(recipes: Any) -> None:
     objective = {"loss_type", "epsilon", "epsilon_high", "beta", "scale_rewards", "use_bias_correction_kl"}
     objective |= {"kl_ratio_denominator", "off_policy_mask_threshold", "top_p", "top_k", "keep_sampling_mask"}
     objective |= {"sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha", "output_dir"}
     settings = [yaml.safe_load(YAMLS[name].read_text()) for name in LARGE]
     rest = [{name: value for name, value in one.items() if name not in objective} for one in settings]
     assert len(rest) == 3 and rest[0] == rest[1] == rest[2]
-
-
-def test_recipes_without_a_script_have_their_papers_settings(recipes: Any) -> None:
     for name in LARGE:
         script, args, model, _ = parse(recipes, name)
         assert recipes.run.updates_per_rollout(args) == 4 and script.reward_funcs == ["accuracy_reward"]
         assert model.use_peft and model.lora_target_modules == "all-linear"
-    gspo, v32, iterative = (
-        parse(recipes, f"{folder}/qwen3-4b-deepmath-80gb")[1] for folder in ("gspo", "v32", "iterative_grpo")
-    )
-    assert (gspo.loss_type, gspo.epsilon, gspo.epsilon_high, gspo.beta) == ("gspo", 3e-4, 4e-4, 0)
+    v32, iterative = (parse(recipes, f"{folder}/qwen3-4b-deepmath-80gb")[1] for folder in ("v32", "iterative_grpo"))
     assert v32.keep_sampling_mask and v32.truncations and v32.kl_ratio_denominator == "sampler"
     assert iterative.sync_ref_model and (iterative.beta, iterative.ref_model_mixup_alpha) == (0.04, 1.0)
     assert iterative.max_steps == 4 * iterative.ref_model_sync_steps
 
 
-@pytest.fixture
-def chatty(models: dict[str, Path], tmp_path: Path) -> dict[str, Path]:
-    """The tiny models with a chat template."""
-    folders = {name: tmp_path / name for name in ("dense", "moe")}
-    for name, folder in folders.items():
-        shutil.copytree(models[name], folder)
-        tokenizer = tiny.tokenizer()
-        tokenizer.chat_template = CHAT
-        tokenizer.save_pretrained(folder)
-    return folders
-
-
-def by_length(completions: list[Any], solution: list[str], **_: Any) -> list[float]:
-    """A random model is never right, and without a difference in reward there is nothing to learn."""
-    return [float(len(completion[0]["content"]) % 2) for completion in completions]
-
-
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:sampling leaves tokens out:UserWarning")
-@pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("name", SMOKE)
 def test_a_recipe_takes_two_steps_on_a_tiny_model(
-    recipes: Any, chatty: dict[str, Path], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    smollm2: Any, models: dict[str, Path], name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    few: dict[str, Any] = {"per_device_train_batch_size": 4, "num_generations": 4, "gradient_accumulation_steps": 1}
-    few |= {"steps_per_generation": 2, "max_steps": 2, "max_completion_length": 8, "use_vllm": False} | SMOKE[name]
-    few |= {"save_strategy": "no", "learning_rate": 0.01}
+    few: dict[str, Any] = {**recipe.FROM_HUB, "steps_per_generation": 2, "max_steps": 2, "save_strategy": "no"}
+    few |= {"learning_rate": 0.01, **SMOKE[name]}
+    del few["model_init_kwargs"]
+    start = recipe.chatty(models["moe" if name.startswith("moe/") else "dense"], tmp_path / "model")
+    policy = tmp_path / "out"
     if name in WITHOUT_SCRIPT:
-        built: list[Any] = []
+        trained: list[Any] = []
 
         class Kept(trl_steady.GRPOTrainer):
             def __init__(self, **options: Any) -> None:
                 super().__init__(**options)
-                built.append(self)
+                trained.append(self)
 
         data = tmp_path / "data"
         data.mkdir()
-        rows = [recipes.gsm8k.example(row) for row in GSM8K]
+        rows = [smollm2.gsm8k.example(row) for row in recipe.GSM8K]
         (data / "train.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
         monkeypatch.setattr(trl, "GRPOTrainer", Kept)
-        monkeypatch.setattr(trl.rewards, "accuracy_reward", by_length)
-        few |= {"model_name_or_path": chatty["dense"], "dataset_name": data, "dtype": "float32"}
-        few |= {"output_dir": tmp_path / "out"}
-        launched.main(
-            *parse(recipes, name, *(part for key, value in few.items() for part in (f"--{key}", str(value))))
-        )
-        assert len(built[0].reference_refreshes) == ("ref_model_sync_steps" in SMOKE[name])
-        history, policy, start = built[0].state.log_history, tmp_path / "out", chatty["dense"]
+        monkeypatch.setattr(trl.rewards, "accuracy_reward", recipe.by_length)
+        few |= {"model_name_or_path": start, "dataset_name": data, "dtype": "float32", "output_dir": policy}
+        launched.main(*parse(smollm2, name, **few))
+        assert len(trained[0].reference_refreshes) == ("ref_model_sync_steps" in SMOKE[name])
+        history = trained[0].state.log_history
     else:
         if name.startswith("moe/"):
-            problems = [recipes.gsm8k.example(row) for row in GSM8K]
-            monkeypatch.setattr(recipes.gsm8k, "questions", lambda _: recipes.gsm8k.Dataset.from_list(problems))
-            monkeypatch.setattr(recipes.gsm8k, "accuracy_reward", by_length)
-            few |= {"model_name": chatty["moe"], "eval_strategy": "no", "eval_on_start": False}
-        results = getattr(recipes, name.split("/")[0]).main(
-            *parse(recipes, name, *on_a_small_scale(tmp_path / "out", **few))
-        )
-        history, policy = results["history"], tmp_path / "out"
-        policy, start = next(policy / kind for kind in ("adapter", "model") if (policy / kind).is_dir()), chatty["moe"]
+            problems = [smollm2.gsm8k.example(row) for row in recipe.GSM8K]
+            monkeypatch.setattr(smollm2.gsm8k, "questions", lambda _: smollm2.gsm8k.Dataset.from_list(problems))
+            monkeypatch.setattr(smollm2.gsm8k, "accuracy_reward", recipe.by_length)
+            few |= {"model_name": start, "eval_strategy": "no", "eval_on_start": False}
+        history = recipe.run(smollm2, name, policy, **few)["history"]
+        policy = next(policy / kind for kind in ("adapter", "model") if (policy / kind).is_dir())
     assert [row["step"] for row in history if "loss" in row] == [1, 2]
     assert any(row.get("frac_reward_zero_std", 1) < 1 for row in history)
     if (policy / "adapter_config.json").is_file():
-        assert moved(policy, chatty["dense"])
+        assert recipe.moved(policy, start)
     else:
         before, after = (transformers.AutoModelForCausalLM.from_pretrained(path) for path in (start, policy))
         assert any(not torch.equal(*pair) for pair in zip(before.parameters(), after.parameters(), strict=True))

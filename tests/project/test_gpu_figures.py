@@ -1,8 +1,8 @@
 """The figures of `make test-gpu`: how they are recorded, and that docs/performance.md shows the recorded file."""
 
-import importlib.util
 import json
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +12,7 @@ import torch
 
 from tests.gpu import conftest as gpu
 from tests.tools.recorder import Figures, Recorder
+from tests.tools.script import figure
 
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {
@@ -86,12 +87,9 @@ def run(folder: Path, tests: str, *options: str) -> Path:
 
 
 @pytest.fixture
-def script() -> Any:
-    spec = importlib.util.spec_from_file_location("gpu_figures", ROOT / "docs/figures/gpu.py")
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def script() -> Iterator[Any]:
+    with figure("gpu", draws=False) as module:
+        yield module
 
 
 def test_every_outcome_and_figure_is_recorded(tmp_path: Path) -> None:
@@ -117,14 +115,10 @@ def test_every_outcome_and_figure_is_recorded(tmp_path: Path) -> None:
     assert all(row["seconds"] > 0 and row["peak_bytes"] == 0 for row in rows.values())  # no allocator of CUDA here
 
 
-def test_nothing_is_written_where_all_tests_are_skipped(tmp_path: Path) -> None:
+def test_the_file_has_what_ended_and_is_not_written_if_all_is_skipped(tmp_path: Path) -> None:
     assert not run(tmp_path, TESTS, "-k", "skips or on_the_cpu").exists()
-
-
-def test_the_file_of_a_run_that_is_cut_off_has_what_ended(tmp_path: Path) -> None:
-    output = run(tmp_path, TESTS, "--exitfirst")
-    names = [row["test"].split("::")[1] for row in json.loads(output.read_text())["tests"]]
-    assert names == ["test_passes", "test_fails"]
+    rows = json.loads(run(tmp_path, TESTS, "--exitfirst").read_text())["tests"]
+    assert [row["test"].split("::")[1] for row in rows] == ["test_passes", "test_fails"]
 
 
 def test_the_table_shows_the_figures(script: Any, tmp_path: Path) -> None:
@@ -161,21 +155,13 @@ def test_the_page_shows_the_recorded_file(script: Any) -> None:
     assert script.filled(page, script.table(results)) == page, "run `python docs/figures/gpu.py`"
 
 
-def test_each_file_has_its_place_in_the_order() -> None:
-    assert sorted(gpu.ORDER) == sorted(path.name for path in (ROOT / "tests/gpu").glob("test_*.py"))
-
-
-def test_the_tests_run_in_the_order() -> None:
-    class Item:
-        def __init__(self, path: Path) -> None:
-            self.path = path
-
+def test_each_file_has_its_place_in_the_order_and_is_sorted_by_it() -> None:
     folder = ROOT / "tests/gpu"
-    other = Item(ROOT / "tests/losses/test_losses.py")
-    items: list[Any] = [Item(folder / "test_speed.py"), other, Item(folder / "test_attention.py")]
+    assert sorted(gpu.ORDER) == sorted(path.name for path in folder.glob("test_*.py"))
+    paths = [folder / "test_speed.py", ROOT / "tests/losses/test_losses.py", folder / "test_attention.py"]
+    items: list[Any] = [SimpleNamespace(path=path) for path in paths]
     gpu.pytest_collection_modifyitems(items)
     assert [item.path.name for item in items] == ["test_attention.py", "test_losses.py", "test_speed.py"]
-    assert items[1] is other
 
 
 def test_the_peak_of_a_test_outlasts_the_resets_inside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -6,13 +6,14 @@ from typing import Any
 
 import pytest
 import torch
-from trl import TrlParser
 
-import trl_steady
+from tests.tools import recipe
 from tests.tools.headroom import within
+from tests.tools.recipe import is_picture, parse
 from trl_steady.routing.replay import Routers
 
-FOLDER = Path(__file__).parents[2] / "recipes/moe"
+NAME = "moe/qwen3-moe-digits"
+FEW = {"num_generations": 4, "max_steps": 8, "learning_rate": 0.01}
 PROBLEM = (3, 1, 4, 1, 5, 9, 2, 6, 5, 3)
 VARIANTS = {
     "GRPO": {},
@@ -22,51 +23,29 @@ VARIANTS = {
 }
 
 
-def parse(recipes: Any, name: str, **options: Any) -> tuple[Any, trl_steady.GRPOConfig]:
-    command = [part for option, value in options.items() for part in (f"--{option}", str(value))]
-    parser = TrlParser((recipes.moe.RecipeArguments, trl_steady.GRPOConfig))
-    return parser.parse_args_and_config(
-        ["--config", str(FOLDER / f"{name}.yaml"), "--use_cpu", "true", "--bf16", "false", *command]
-    )
+COMPLETIONS = {
+    "1123345569</s>": True,
+    "1123345569</s><pad>": True,  # what generation fills up with
+    "1123345569": False,  # has not ended
+    "1123345569<pad>": False,
+    "112334556</s>": False,
+    "11233455690</s>": False,
+    "1123345596</s>": False,
+    "</s>": False,
+    "": False,
+}
 
 
-@pytest.fixture
-def small(recipes: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Two layers of four experts after two steps of a warm start."""
-    monkeypatch.setattr(recipes.digits, "WORKED_STEPS", 2)
-    monkeypatch.setattr(recipes.digits, "WORKED_BATCH", 8)
-    few = {"hidden_size": 16, "num_hidden_layers": 2, "head_dim": 4}
-    monkeypatch.setattr(recipes.digits, "SIZE", recipes.digits.SIZE | few)
-    experts = {"num_experts": 4, "moe_intermediate_size": 8}
-    monkeypatch.setattr(recipes.digits, "EXPERTS", recipes.digits.EXPERTS | experts)
-    # so small a model is never right, and without a difference in reward there is nothing to learn
-    monkeypatch.setattr(recipes.digits.Digits, "is_right", lambda _, problem, text: sum(map(ord, text)) % 2 == 0)
-    return recipes
-
-
-@pytest.mark.parametrize(
-    ("completion", "right"),
-    [
-        ("1123345569</s>", True),
-        ("1123345569</s><pad>", True),  # what generation fills up with
-        ("1123345569", False),  # has not ended
-        ("1123345569<pad>", False),
-        ("112334556</s>", False),
-        ("11233455690</s>", False),
-        ("1123345596</s>", False),
-        ("</s>", False),
-        ("", False),
-    ],
-)
-def test_an_answer_is_all_digits_in_order_and_the_end(recipes: Any, completion: str, right: bool) -> None:
+def test_an_answer_is_all_digits_in_order_and_the_end(recipes: Any) -> None:
     task, vocabulary = recipes.digits.Digits(Path()), recipes.digits.VOCABULARY
     assert task.prompt(PROBLEM) == "<s>3141592653:"
-    assert task.is_right(PROBLEM, completion) is right
-    names = completion.replace("</s>", "e").replace("<pad>", "p")
-    ids = [vocabulary[{"e": "</s>", "p": "<pad>"}.get(name, name)] for name in names]
-    # the text is what TRL hands over, without special tokens
-    text = names.replace("e", "").replace("p", "")
-    assert task.reward([text], problem=[list(PROBLEM)], completion_ids=[ids]) == [float(right)]
+    for completion, right in COMPLETIONS.items():
+        assert task.is_right(PROBLEM, completion) is right
+        names = completion.replace("</s>", "e").replace("<pad>", "p")
+        ids = [vocabulary[{"e": "</s>", "p": "<pad>"}.get(name, name)] for name in names]
+        # the text is what TRL hands over, without special tokens
+        text = names.replace("e", "").replace("p", "")
+        assert task.reward([text], problem=[list(PROBLEM)], completion_ids=[ids]) == [float(right)]
 
 
 def test_the_tokenizer_reads_what_it_writes(recipes: Any) -> None:
@@ -89,22 +68,22 @@ def test_warm_start_training_and_held_out_problems_have_no_digits_in_common(reci
 
 def test_four_updates_for_each_rollout_with_the_papers_clip_ranges(recipes: Any) -> None:
     for label, options in VARIANTS.items():
-        recipe, args = parse(recipes, "qwen3-moe-digits", **options)
+        script, args = parse(recipes, NAME, **options)
         clip = (3e-4, 4e-4) if label == "GSPO" else (0.2, None)
         assert (args.epsilon, args.epsilon_high) == clip and args.router_aux_loss_coef == 0
         assert recipes.run.updates_per_rollout(args) == 4 and args.max_steps % 4 == 0
-        assert recipe.adapter is None and args.max_completion_length == recipes.digits.DIGITS + 1
+        assert script.adapter is None and args.max_completion_length == recipes.digits.DIGITS + 1
         assert (args.router_replay or "None") == options.get("router_replay", "None")
 
 
 def test_the_large_config_shares_out_whole_groups(recipes: Any) -> None:
-    recipe, args = parse(recipes, "qwen3-30b-a3b-fsdp2")
+    script, args = parse(recipes, "moe/qwen3-30b-a3b-fsdp2")
     answers = 6 * args.per_device_train_batch_size  # of six processes
     assert answers * args.steps_per_generation == 48 * args.num_generations
     assert answers * args.gradient_accumulation_steps % args.num_generations == 0
     assert recipes.run.updates_per_rollout(args) == 4
-    assert (args.router_replay, args.vllm_mode, recipe.task) == ("R3", "server", "gsm8k")
-    assert recipe.held_out % (6 * args.per_device_eval_batch_size) == 0
+    assert (args.router_replay, args.vllm_mode, script.task) == ("R3", "server", "gsm8k")
+    assert script.held_out % (6 * args.per_device_eval_batch_size) == 0
 
 
 def test_changes_of_routes_are_counted_in_whatever_order(recipes: Any) -> None:
@@ -121,67 +100,66 @@ def test_the_spread_of_ratios(recipes: Any) -> None:
     assert found["log_ratio_std"] == pytest.approx(torch.tensor([3.0, 0.4, 1.9, 1.0]).log().std().item())
 
 
-def test_the_probe_replays_as_the_package_does(small: Any) -> None:
-    model, tokenizer = small.digits.untaught()
+def test_the_probe_replays_as_the_package_does(digits: Any) -> None:
+    model, tokenizer = digits.digits.untaught()
     ids = tokenizer(["<s>3141592653:11"] * 2 + ["<s>2718281828:11"], return_tensors="pt")["input_ids"]
     with torch.no_grad():
-        with small.probe.routed(model) as chosen:
+        with digits.probe.routed(model) as chosen:
             plain = model(input_ids=ids).logits
-        with small.probe.routed(model, chosen):
+        with digits.probe.routed(model, chosen):
             assert torch.equal(model(input_ids=ids).logits, plain)
         for parameter in model.parameters():
             parameter.add_(0.02 * torch.randn_like(parameter))
-        with small.probe.routed(model, chosen):
+        with digits.probe.routed(model, chosen):
             replayed = model(input_ids=ids).logits
-        with small.probe.routed(model) as live:
+        with digits.probe.routed(model) as live:
             moved = model(input_ids=ids).logits
         with Routers(model).replaying(torch.stack(chosen, dim=1)):
             theirs = model(input_ids=ids).logits
-    assert small.probe.changed(chosen, live, torch.ones(ids.shape, dtype=torch.bool)) > 0
+    assert digits.probe.changed(chosen, live, torch.ones(ids.shape, dtype=torch.bool)) > 0
     torch.testing.assert_close(replayed, theirs)
     assert not within((moved - replayed).abs(), 1e-4)
 
 
-@pytest.mark.parametrize("label", VARIANTS)
+# one variant is enough for each commit
+EACH = [pytest.param(label, marks=() if label == "GRPO, R3" else pytest.mark.slow) for label in VARIANTS]
+
+
+@pytest.mark.parametrize("label", EACH)
 def test_each_variant_runs_on_a_smaller_model(
-    small: Any, label: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    digits: Any, label: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    few = {"per_device_train_batch_size": 8, "num_generations": 4, "max_steps": 8, "held_out": 10, "samples": 2}
-    fast = {"learning_rate": 0.01, "check_every": 1, "start": tmp_path / "start", "output_dir": tmp_path / "out"}
-    parsed = parse(small, "qwen3-moe-digits", **few, **fast, **VARIANTS[label])
-    results = small.moe.main(*parsed)
+    output, few = tmp_path / "out", {**FEW, "check_every": 1, "start": tmp_path / "start"}
+    results = recipe.run(digits, NAME, output, **few, **VARIANTS[label])
     assert "accuracy on held-out problems" in capsys.readouterr().out
-    assert small.variants.variant(results) == label
-    for name in small.variants.COLUMNS:
-        steps, values = small.report.series(results["history"], name)
+    assert digits.variants.variant(results) == label
+    for name in digits.variants.COLUMNS:
+        steps, values = digits.report.series(results["history"], name)
         assert steps == [4, 8] and all(value >= 0 for value in values)
-    assert small.report.series(results["history"], "probe/changed")[1][0] > 0
+    assert digits.report.series(results["history"], "probe/changed")[1][0] > 0
     assert any("routing/changed" in row for row in results["history"]) == ("router_replay" in VARIANTS[label])
-    for picture in ("training.png", "all.png"):
-        small.variants.main(str(tmp_path / "out/all.png"), str(tmp_path / "out/results.json"))
-        assert (tmp_path / "out" / picture).read_bytes().startswith(b"\x89PNG")
+    digits.variants.main(str(output / "all.png"), str(output / "results.json"))
+    assert is_picture(output / "training.png") and is_picture(output / "all.png")
     assert capsys.readouterr().out.splitlines()[2].startswith(f"| {label} | 0 | ")
-    assert json.loads((tmp_path / "out/results.json").read_text())["objective"] == results["objective"]
+    assert json.loads((output / "results.json").read_text())["objective"] == results["objective"]
 
 
+@pytest.mark.slow
 def test_a_model_from_the_hub_is_reported_without_a_probe(
-    small: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    digits: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    task = small.digits.Digits(tmp_path / "start")
-    monkeypatch.setattr(small.gsm8k, "train", lambda *arguments: small.small_model.train(*arguments, task))
-    few = {"per_device_train_batch_size": 8, "num_generations": 4, "max_steps": 4, "held_out": 10, "samples": 2}
-    parsed = parse(small, "qwen3-moe-digits", task="gsm8k", router_replay="R2", output_dir=tmp_path, **few)
-    results = small.moe.main(*parsed)
+    task = digits.digits.Digits(tmp_path / "start")
+    monkeypatch.setattr(digits.gsm8k, "train", lambda *arguments: digits.small_model.train(*arguments, task))
+    results = recipe.run(digits, NAME, tmp_path, **FEW, task="gsm8k", router_replay="R2")
     assert not any("probe/changed" in row for row in results["history"])
-    assert results["objective"]["router_replay"] == "R2"
-    assert (tmp_path / "training.png").read_bytes().startswith(b"\x89PNG")
+    assert results["objective"]["router_replay"] == "R2" and is_picture(tmp_path / "training.png")
 
 
-def test_the_probe_leaves_the_runs_random_numbers_alone(small: Any, tmp_path: Path) -> None:
-    task = small.digits.Digits(tmp_path / "start")
-    recipe, args = parse(small, "qwen3-moe-digits", output_dir=tmp_path, start=tmp_path / "start")
-    trainer = small.small_model.build(recipe, args, task)
-    probe = small.probe.Probe(trainer, task.split(4)[1], task)
+def test_the_probe_leaves_the_runs_random_numbers_alone(digits: Any, tmp_path: Path) -> None:
+    task = digits.digits.Digits(tmp_path / "start")
+    script, args = parse(digits, NAME, output_dir=tmp_path, start=tmp_path / "start")
+    trainer = digits.small_model.build(script, args, task)
+    probe = digits.probe.Probe(trainer, task.split(4)[1], task)
     before = torch.get_rng_state()
     probe.on_step_begin(args, trainer.state, trainer.control)
     assert torch.equal(torch.get_rng_state(), before)

@@ -3,7 +3,6 @@
 import importlib
 import json
 import shlex
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -11,8 +10,8 @@ import datasets
 import pytest
 
 from tests.launcher.test_cli import Launched
-from tests.project.test_recipes import CHAT, moved
-from tests.tools import tiny
+from tests.tools import recipe, tiny
+from tests.tools.recipe import moved
 from trl_steady.launcher import cli
 
 ROOT = Path(__file__).parents[2]
@@ -55,10 +54,7 @@ def test_the_one_command_trains_a_tiny_model(
 
     monkeypatch.setattr(rewards, "is_right", by_length)
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    shutil.copytree(models["dense"], tmp_path / "model")
-    tokenizer = tiny.tokenizer()
-    tokenizer.chat_template = CHAT
-    tokenizer.save_pretrained(tmp_path / "model")
+    recipe.chatty(models["dense"], tmp_path / "model")
     (line,) = (line for line in (FOLDER / "README.md").read_text().splitlines() if "--model_name_or_path" in line)
     command = shlex.split(line.replace("Qwen/Qwen3-0.6B", str(tmp_path / "model")))[1:]
     assert command[:3] == ["grpo", "--config", str((FOLDER / "smollm2-135m.yaml").relative_to(ROOT))]
@@ -90,8 +86,5 @@ def test_smollm2_is_unpacked_where_it_is_asked(
         stand_in = type(auto, (), {"from_pretrained": staticmethod(lambda *_, value=value, **__: value)})
         monkeypatch.setattr(recipes.smollm2, auto, stand_in)
     recipes.smollm2.unpack(tmp_path / "a/b")
-    assert {path.name for path in (tmp_path / "a/b").iterdir()} >= {
-        "config.json",
-        "model.safetensors",
-        "tokenizer.json",
-    }
+    files = {path.name for path in (tmp_path / "a/b").iterdir()}
+    assert files >= {"config.json", "model.safetensors", "tokenizer.json"}

@@ -6,54 +6,30 @@ from typing import Any
 
 import pytest
 import torch
-from trl import TrlParser
 
-import trl_steady
+from tests.tools import recipe
 from tests.tools.headroom import within
+from tests.tools.recipe import is_picture, parse
 
-FOLDER = Path(__file__).parents[2] / "recipes/sampling_mask"
+NAME = "sampling_mask/digits-top-p"
 VARIANTS = {
     "top-p 0.9, mask off": {},
     "top-p 0.9, mask on": {"keep_sampling_mask": True},
     "top-p 1": {"top_p": 1.0},
 }
-FEW = {"per_device_train_batch_size": 8, "num_generations": 4, "held_out": 10, "samples": 2, "learning_rate": 0.01}
+FEW = {"per_device_train_batch_size": 8, "num_generations": 4, "learning_rate": 0.01}
 # of the whole vocabulary, while another distribution is sampled from
 pytestmark = pytest.mark.filterwarnings("ignore:sampling leaves tokens out:UserWarning")
 
 
-def parse(recipes: Any, name: str, **options: Any) -> tuple[Any, trl_steady.GRPOConfig]:
-    command = [part for option, value in options.items() for part in (f"--{option}", str(value))]
-    parser = TrlParser((recipes.sampling_mask.RecipeArguments, trl_steady.GRPOConfig))
-    return parser.parse_args_and_config(
-        ["--config", str(FOLDER / f"{name}.yaml"), "--use_cpu", "true", "--bf16", "false", *command]
-    )
-
-
-@pytest.fixture
-def small(recipes: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Two layers of four experts after two steps of a warm start."""
-    monkeypatch.setattr(recipes.digits, "WORKED_STEPS", 2)
-    monkeypatch.setattr(recipes.digits, "WORKED_BATCH", 8)
-    few = {"hidden_size": 16, "num_hidden_layers": 2, "head_dim": 4}
-    monkeypatch.setattr(recipes.digits, "SIZE", recipes.digits.SIZE | few)
-    experts = {"num_experts": 4, "moe_intermediate_size": 8}
-    monkeypatch.setattr(recipes.digits, "EXPERTS", recipes.digits.EXPERTS | experts)
-    # so small a model is never right, and without a difference in reward there is nothing to learn
-    monkeypatch.setattr(recipes.digits.Digits, "is_right", lambda _, problem, text: sum(map(ord, text)) % 2 == 0)
-    return recipes
-
-
-@pytest.mark.parametrize("name", ["digits-top-p", "smollm2-135m-one-rollout"])
-@pytest.mark.parametrize("label", VARIANTS)
-def test_four_updates_for_each_rollout_and_one_option_between_the_variants(
-    recipes: Any, name: str, label: str
-) -> None:
-    recipe, args = parse(recipes, name, **VARIANTS[label])
-    assert recipes.run.updates_per_rollout(args) == 4 and args.max_steps % 4 == 0
-    assert args.truncations == ([] if label == "top-p 1" else ["top_p=0.9"])
-    assert args.keep_sampling_mask == (label == "top-p 0.9, mask on")
-    assert (args.loss_type, args.epsilon, recipe.asked_top_p) == ("grpo", 0.2, 0.9)
+def test_four_updates_for_each_rollout_and_one_option_between_the_variants(recipes: Any) -> None:
+    for name in (NAME, "sampling_mask/smollm2-135m-one-rollout"):
+        for label, options in VARIANTS.items():
+            script, args = parse(recipes, name, **options)
+            assert recipes.run.updates_per_rollout(args) == 4 and args.max_steps % 4 == 0
+            assert args.truncations == ([] if label == "top-p 1" else ["top_p=0.9"])
+            assert args.keep_sampling_mask == (label == "top-p 0.9, mask on")
+            assert (args.loss_type, args.epsilon, script.asked_top_p) == ("grpo", 0.2, 0.9)
 
 
 def test_what_the_sampler_tells(recipes: Any) -> None:
@@ -66,67 +42,67 @@ def test_what_the_sampler_tells(recipes: Any) -> None:
     assert told.kept.tolist() == [[2, 4]] and told.of(0, 1).kept.tolist() == [2]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("label", "adapter"), [*((label, 0) for label in VARIANTS), ("top-p 0.9, mask on", 4)])
 def test_each_variant_runs_on_a_smaller_model(
-    small: Any, label: str, adapter: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    digits: Any, label: str, adapter: int, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    paths = {"start": tmp_path / "start", "output_dir": tmp_path / "out"}
-    fast = {**FEW, "max_steps": 8, "check_every": 1, "lora_r": adapter}
-    results = small.sampling_mask.main(*parse(small, "digits-top-p", **fast, **paths, **VARIANTS[label]))
+    fast = {**FEW, "max_steps": 8, "check_every": 1, "lora_r": adapter, "start": tmp_path / "start"}
+    results = recipe.run(digits, NAME, tmp_path / "out", **fast, **VARIANTS[label])
     assert "first updates: ratios are within" in capsys.readouterr().out
-    assert small.beside.variant(results) == label and small.beside.updates(results) == 4
+    assert digits.beside.variant(results) == label and digits.beside.updates(results) == 4
     has_mask, truncates = label.endswith("on"), label != "top-p 1"
 
     history = results["history"]
     assert [row["sampler/update"] for row in history if "sampler/update" in row] == [1, 2, 3, 4, 1, 2, 3, 4]
-    off_one, off_mass = small.sampler.first_updates(history)
-    masses = small.report.series(history, "sampler/kept_mass")[1]
+    off_one, off_mass = digits.sampler.first_updates(history)
+    masses = digits.report.series(history, "sampler/kept_mass")[1]
     assert all(0.9 <= mass < 0.99 if truncates else mass == pytest.approx(1, abs=1e-6) for mass in masses)
     if has_mask:  # the trainer has the sampler's log-probs
         assert within(off_one, 1e-4) and off_mass > 0.01
-        own = small.report.series(history, "sampling_mask/kept_mass")[1]
+        own = digits.report.series(history, "sampling_mask/kept_mass")[1]
         assert own[0] == pytest.approx(masses[0], abs=1e-4) and own[4] == pytest.approx(masses[4], abs=1e-4)
     else:  # as many times too small as there was probability on the kept tokens
         assert within(off_mass, 1e-4) and (off_one > 0.01) == truncates
-    least = min(small.beside.of_updates(results, "sampler/ratio_min", 1)[1])
+    least = min(digits.beside.of_updates(results, "sampler/ratio_min", 1)[1])
     assert within(max(0, 0.9 - least), 1e-4)
-    assert max(small.beside.of_updates(results, "sampler/log_ratio_std", 4)[1]) > 1e-3  # the policy has moved
+    assert max(digits.beside.of_updates(results, "sampler/log_ratio_std", 4)[1]) > 1e-3  # the policy has moved
 
     assert list(results["accuracy"])[1:] == ["greedy", "sampled with top_p 0.9, 2 each"]
-    for picture in ("training.png", "all.png"):
-        small.beside.main(str(tmp_path / "out/all.png"), str(tmp_path / "out/results.json"))
-        assert (tmp_path / "out" / picture).read_bytes().startswith(b"\x89PNG")
+    digits.beside.main(str(tmp_path / "out/all.png"), str(tmp_path / "out/results.json"))
+    assert is_picture(tmp_path / "out/training.png") and is_picture(tmp_path / "out/all.png")
     assert capsys.readouterr().out.splitlines()[2].startswith(f"| {label} | 0 | ")
     assert json.loads((tmp_path / "out/results.json").read_text())["objective"] == results["objective"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("label", ["top-p 0.9, mask off", "top-p 0.9, mask on"])
-def test_measuring_changes_nothing(small: Any, label: str, tmp_path: Path) -> None:
-    task, weights = small.digits.Digits(tmp_path / "start"), []
+def test_measuring_changes_nothing(digits: Any, label: str, tmp_path: Path) -> None:
+    task, weights = digits.digits.Digits(tmp_path / "start"), []
     for measured in (False, True):
         fast = {**FEW, "max_steps": 5, "output_dir": tmp_path / "out"}
-        recipe, args = parse(small, "digits-top-p", **fast, **VARIANTS[label])
-        trainer = small.small_model.build(recipe, args, task)
+        script, args = parse(digits, NAME, **fast, **VARIANTS[label])
+        trainer = digits.small_model.build(script, args, task)
         before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-        callbacks = [small.sampler.Sampler(trainer), small.sampling_mask.Truncated(trainer, recipe, task)]
-        small.run.train(trainer, callbacks if measured else [])
+        callbacks = [digits.sampler.Sampler(trainer), digits.sampling_mask.Truncated(trainer, script, task)]
+        digits.run.train(trainer, callbacks if measured else [])
         weights.append(trainer.model.state_dict())
         assert any(not torch.equal(before[name], value) for name, value in weights[-1].items())
         assert not {"generate", "log_probs"} & set(vars(trainer)) and "generate" not in vars(trainer.model)
     assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
 
 
-def test_held_out_problems_are_answered_with_the_top_p_asked_for(small: Any, tmp_path: Path) -> None:
-    task = small.digits.Digits(tmp_path / "start")
-    trainer = small.small_model.build(*parse(small, "digits-top-p", output_dir=tmp_path), task)
+def test_held_out_problems_are_answered_with_the_top_p_asked_for(digits: Any, tmp_path: Path) -> None:
+    task = digits.digits.Digits(tmp_path / "start")
+    trainer = digits.small_model.build(*parse(digits, NAME, output_dir=tmp_path), task)
     asked, ways = task.split(20)[1], {}
-    own = trainer.model.generation_config.to_dict()
-    greedy = small.small_model.right_answers(trainer, asked, samples=0, task=task)
+    before = trainer.model.generation_config.to_dict()
+    greedy = digits.small_model.right_answers(trainer, asked, samples=0, task=task)
     for top_p in (1e-6, 1.0):
         torch.manual_seed(0)
-        with small.sampling_mask.asked_with(trainer.model, top_p):
-            ways[top_p] = small.small_model.right_answers(trainer, asked, samples=2, task=task)
-    assert trainer.model.generation_config.to_dict() == own
+        with digits.sampling_mask.asked_with(trainer.model, top_p):
+            ways[top_p] = digits.small_model.right_answers(trainer, asked, samples=2, task=task)
+    assert trainer.model.generation_config.to_dict() == before
     assert (ways[1e-6] == greedy).all()  # nothing but the likeliest token is left
     assert (ways[1.0] != greedy).any()
 

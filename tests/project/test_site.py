@@ -36,7 +36,7 @@ PAGES = [
     "reference/",
     "recipes/",
     "recipes/moe/",
-    "recipes/gspo/train.py/",
+    "reference/grpo-config/",
 ]
 # opens each page in a frame as wide as a phone, and reports what the browser made of it
 REPORTER = """<body><pre id="report"></pre><script>
@@ -153,7 +153,7 @@ def _exists(page: Path, url: str) -> bool:
 
 
 def test_every_public_name_has_a_signature() -> None:
-    text = (SITE / "reference/index.html").read_text()
+    text = "\n".join(path.read_text() for path in sorted(SITE.glob("reference/*/index.html")))
     packages = [trl_steady, trl_steady.rewards]
     packages += [importlib.import_module(f"trl_steady.functional.{name}") for name in trl_steady.functional.__all__]
     for package in packages:
@@ -163,12 +163,25 @@ def test_every_public_name_has_a_signature() -> None:
 
 
 def test_the_signature_of_the_config_shows_values() -> None:
-    text = (SITE / "reference/index.html").read_text()
+    text = (SITE / "reference/grpo-config/index.html").read_text()
     signature = _signature(text, "trl_steady.GRPOConfig")
     assert f'loss_type: str = "{trl_steady.GRPOConfig.loss_type}",' in signature
     assert "**trl_options" in signature
     assert "trl_default" not in text and "field(" not in text
     assert not re.search(r'<h\d id="[\w.]*\._', text)  # a private name
+
+
+def test_a_search_for_the_off_policy_mask_finds_its_page_first() -> None:
+    """The search counts a word in a title a thousand times, and no other title has all three."""
+    index = json.loads((SITE / "search/search_index.json").read_text())["docs"]
+    titles = {entry["location"]: set(re.findall(r"\w+", entry["title"].lower())) for entry in index}
+    found = {location.partition("#")[0] for location, words in titles.items() if {"off", "policy", "mask"} <= words}
+    assert found == {"methods/masks/"}
+
+
+def test_sources_are_linked_and_not_pages() -> None:
+    assert not [path for kind in ("py", "yaml") for path in SITE.rglob(f"*.{kind}/index.html")]
+    assert 'href="train.py"' in (SITE / "recipes/gspo/index.html").read_text()
 
 
 def _signature(text: str, name: str) -> str:

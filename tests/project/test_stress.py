@@ -13,26 +13,22 @@ import pytest
 import torch
 import yaml
 
+from tests.tools import recipe
 from trl_steady import GRPOConfig
 
 FOLDER = Path(__file__).parents[2] / "recipes/stress"
 EXPERIMENTS = {path.stem: yaml.safe_load(path.read_text()) for path in sorted(FOLDER.glob("*.yaml"))}
 RECORDED = [name for name in EXPERIMENTS if (FOLDER / f"results/{name}.json").is_file()]
-SMALL = {"hidden_size": 16, "num_hidden_layers": 2, "head_dim": 4}
 FEW = {"max_steps": 4, "steps_per_generation": 2, "per_device_train_batch_size": 8, "num_generations": 4}
 FEW_CHECKS = {"held_out": 4, "samples": 1, "every": 2}
 ROUNDING = 1e-5  # of log-probs in float32: two passes add in another order
 
 
 @pytest.fixture
-def small(recipes: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """A model of two small layers, which gets something right. It stands for SmolLM2, too."""
-    monkeypatch.setitem(recipes.stress.MODELS, "smollm2", recipes.stress.MODELS["dense"])
-    monkeypatch.setattr(recipes.digits, "WORKED_STEPS", 2)
-    monkeypatch.setattr(recipes.digits, "WORKED_BATCH", 8)
-    monkeypatch.setattr(recipes.digits, "SIZE", recipes.digits.SIZE | SMALL)
-    monkeypatch.setattr(recipes.digits.Digits, "is_right", lambda _, problem, text: sum(map(ord, text)) % 2 == 0)
-    return recipes
+def small(digits: Any, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """The small model of digits stands for SmolLM2, too."""
+    monkeypatch.setitem(digits.stress.MODELS, "smollm2", digits.stress.MODELS["dense"])
+    return digits
 
 
 def trained(recipes: Any, folder: Path, *, every: int = 2, measured: Any = None, **arm: Any) -> Any:
@@ -79,6 +75,7 @@ def test_roundings_by_hand(recipes: Any) -> None:
     assert recipes.samplers.ROUNDINGS["e4m3"](weight)[0, 1] * 448 / 6 == pytest.approx(-192, rel=1e-6)
 
 
+@pytest.mark.slow
 def test_an_exact_sampler_is_the_policy(small: Any, tmp_path: Path) -> None:
     run = trained(small, tmp_path)
     assert len(run.rollouts) == 2
@@ -91,6 +88,7 @@ def test_an_exact_sampler_is_the_policy(small: Any, tmp_path: Path) -> None:
     assert run.figures["outside"] == [0.0, 0.0] and run.figures["ess"] == pytest.approx([1.0, 1.0], abs=1e-3)
 
 
+@pytest.mark.slow
 def test_what_prompts_share_is_read_once(recipes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The log-probs are those of a pass over the whole rows, and an answer ends at either end."""
     model, tokenizer = recipes.digits.untaught(dense=True)
@@ -119,6 +117,7 @@ def test_what_prompts_share_is_read_once(recipes: Any, tmp_path: Path, monkeypat
             assert torch.allclose(torch.tensor(own).double(), log_probs[range(len(ids)), ids], atol=ROUNDING)
 
 
+@pytest.mark.slow
 def test_a_sampler_lags_behind_and_rounds_linear_layers_only(small: Any, tmp_path: Path) -> None:
     """Rollout 3 of a sampler that lags by two comes from the policy before the first update, as rollout 1 does."""
     run = trained(small, tmp_path, sampler={"lag": 2, "rounding": "5 levels"}, options={"max_steps": 6})
@@ -135,6 +134,7 @@ def test_a_sampler_lags_behind_and_rounds_linear_layers_only(small: Any, tmp_pat
     assert run.figures["outside"][2] > 0 and run.figures["ess"][2] < 1
 
 
+@pytest.mark.slow
 def test_trls_corrections_act(small: Any, tmp_path: Path) -> None:
     """The weights are TRL's truncated ratios of old policy to sampler, and without a correction there are none."""
     sampler = {"rounding": "3 levels"}
@@ -159,6 +159,7 @@ def test_trls_corrections_act(small: Any, tmp_path: Path) -> None:
     assert all(not torch.equal(one, other) for one, other in itertools.combinations(ends, 2))
 
 
+@pytest.mark.slow
 def test_the_samplers_log_probs_are_the_old_ones_with_one_update_per_rollout_too(small: Any, tmp_path: Path) -> None:
     """There, TRL has no old log-probs of its own, and the ratio would be exactly 1."""
     once = {"options": {"steps_per_generation": 1, "max_steps": 2}, "sampler": {"rounding": "3 levels"}}
@@ -173,6 +174,7 @@ def test_the_samplers_log_probs_are_the_old_ones_with_one_update_per_rollout_too
     assert all(value == 1 for value in largest[0]) and all(value > 1.001 for value in largest[1])
 
 
+@pytest.mark.slow
 def test_a_check_changes_nothing(small: Any, tmp_path: Path) -> None:
     options, more = {"beta": 0.1}, {"top_p": 0.7, "beta": 0.5}
     often = trained(small, tmp_path, every=1, measured=more, options=options)
@@ -195,6 +197,7 @@ def leaves(problem: str, recipes: Any) -> list[list[int]]:
     ]
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_the_distance_to_the_optimum_by_enumeration(small: Any, tmp_path: Path) -> None:
     """Problems of two digits have 2,536 answers. The optimum is start * exp(reward / beta), normalised."""
@@ -239,6 +242,7 @@ def test_the_distance_to_the_optimum_by_enumeration(small: Any, tmp_path: Path) 
     assert of_start == pytest.approx(np.mean(by_hand), rel=1e-6)
 
 
+@pytest.mark.slow
 def test_log_probs_of_all_tokens_beside_the_mask(small: Any, tmp_path: Path) -> None:
     options = {"top_p": 0.7, "keep_sampling_mask": True, "beta": 0.1}
     runs = {own: trained(small, tmp_path, sampler=None, options=options, unmasked=own) for own in ((), ("old", "ref"))}
@@ -255,6 +259,7 @@ def test_log_probs_of_all_tokens_beside_the_mask(small: Any, tmp_path: Path) -> 
         assert (kept[name] - expected[..., 0])[mask].min() > 1e-3  # the kept tokens have the whole probability
 
 
+@pytest.mark.slow
 def test_the_rate_of_the_routers(small: Any, tmp_path: Path) -> None:
     """0 leaves them, and 1 is the default optimizer. A mixture has the figures of the probe."""
     first, _ = small.digits.untaught()
@@ -270,6 +275,7 @@ def test_the_rate_of_the_routers(small: Any, tmp_path: Path) -> None:
     assert all(len(arms[1.0].figures[name]) == 2 for name in ("changed", "log_ratio_std"))
 
 
+@pytest.mark.slow
 def test_a_policy_begins_away_from_the_reference(small: Any, tmp_path: Path) -> None:
     options = {"beta": 0.1, "learning_rate": 0.0}
     trainer = trained(small, tmp_path, away=0.5, options=options, measured={"beta": 0.5}).trainer
@@ -309,7 +315,7 @@ def test_the_comparison_by_hand(recipes: Any) -> None:
     # Holm: 0.01 * 3, then 0.02 * 2, and the last no smaller than the one before it
     assert recipes.experiment.holm([0.02, 0.03, 0.01]) == pytest.approx([0.04, 0.04, 0.03])
     rows = recipes.experiment.table(experiment, runs).splitlines()
-    assert rows[3] == "| helps | 50.0% | 30.0%, 70.0% | +20.0 | +10.0 to +30.0 | 0.250 | 0.500 | 10.0% | 0.50 |"
+    assert rows[3] == "| helps | 50.0% | +20.0 | +10.0 to +30.0 | 0.250 | 0.500 | 10.0% | 0.50 |"
     for own in itertools.chain.from_iterable(of.values() for of in runs.values()):
         own["distance"] = {step: 2 * value for step, value in own["accuracy"].items()}
     for own in runs["nothing"].values():
@@ -336,77 +342,46 @@ def test_an_experiment_says_how_it_is_read(recipes: Any, name: str, tmp_path: Pa
     assert shown <= set(recipes.experiment.SHOWN)
 
 
-@pytest.mark.parametrize("name", RECORDED)
-def test_a_picture_of_recorded_runs_has_few_arms_and_a_legend_beside_the_lines(
-    recipes: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    shutil.copy(FOLDER / f"results/{name}.json", tmp_path / "results.json")
-    figures: list[Any] = []
-    monkeypatch.setattr(recipes.report.plt, "close", figures.append)
-    recipes.experiment.main([str(FOLDER / f"{name}.yaml"), "--redraw", str(tmp_path / "results.json")])
-    assert (tmp_path / "results.png").read_bytes().startswith(b"\x89PNG")
-    (figure,) = figures
-    experiment = EXPERIMENTS[name]
-    drawn = experiment.get("drawn", list(experiment["arms"]))
-    assert len(drawn) == 4 if name in ("engine", "staleness") else len(drawn) <= 7
-    assert {experiment["control"], experiment["baseline"]} <= set(drawn) <= set(experiment["arms"])
-    assert [line.get_label() for line in figure.axes[0].get_lines()] == drawn
-    (legend,) = figure.legends
-    assert [text.get_text() for text in legend.get_texts()] == drawn
-    place = legend.get_window_extent()
-    assert place.x0 > 0 and place.x1 < figure.bbox.width
-    assert all(axis.get_legend() is None and axis.get_window_extent().y0 > place.y1 for axis in figure.axes)
-    recipes.report.plt.Figure.clear(figure)
-
-
-@pytest.mark.parametrize(
-    ("own", "told"),
-    [
-        ({"option": {}}, "has \\['option'\\]"),
-        ({"old": "engine"}, "old='engine'"),
-        ({"model": "large"}, "model='large'"),
-        ({"router_rate": 2.0}, "'dense' has no routers"),
-        ({"old": "sampler"}, "need the log-probs of a sampler"),
-        ({"correction": "token_mask"}, "need the log-probs of a sampler"),
-        ({"unmasked": ["old"]}, "keep_sampling_mask"),
-        ({"options": {"keep_sampling_mask": True}, "unmasked": ["policy"]}, "unmasked="),
-    ],
+REFUSED = (
+    ({"option": {}}, "has \\['option'\\]"),
+    ({"old": "engine"}, "old='engine'"),
+    ({"model": "large"}, "model='large'"),
+    ({"router_rate": 2.0}, "'dense' has no routers"),
+    ({"old": "sampler"}, "need the log-probs of a sampler"),
+    ({"correction": "token_mask"}, "need the log-probs of a sampler"),
+    ({"unmasked": ["old"]}, "keep_sampling_mask"),
+    ({"options": {"keep_sampling_mask": True}, "unmasked": ["policy"]}, "unmasked="),
 )
-def test_an_arm_with_a_setting_of_no_effect_is_refused(recipes: Any, own: dict[str, Any], told: str) -> None:
-    experiment = {"options": {}, "arms": {"own": own}}  # TRL generates
-    with pytest.raises(ValueError, match=told):
-        recipes.experiment.arms(experiment)
 
 
-def test_an_experiment_with_a_key_that_nothing_reads_is_refused(recipes: Any) -> None:
+def test_a_setting_of_no_effect_is_refused(recipes: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    for arm, told in REFUSED:
+        with pytest.raises(ValueError, match=told):
+            recipes.experiment.arms({"options": {}, "arms": {"own": arm}})  # TRL generates
     with pytest.raises(ValueError, match="The experiment has \\['routerrate'\\]"):
         recipes.experiment.arms({"options": {}, "routerrate": 100, "arms": {}})
-
-
-def test_an_arm_can_have_a_sampler_of_its_own(recipes: Any) -> None:
-    own = {"old": "sampler", "sampler": {"lag": 1}}
-    assert recipes.experiment.arms({"options": {}, "arms": {"own": own}})["own"].sampler == {"lag": 1}
-    shared = recipes.experiment.arms({"options": {}, "sampler": {"lag": 2, "rounding": "e4m3"}, "arms": {"own": own}})
-    assert shared["own"].sampler == {"lag": 1, "rounding": "e4m3"}
-
-
-def test_an_unknown_arm_is_refused(recipes: Any, capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         recipes.experiment.main([str(FOLDER / "engine.yaml"), "--arms", "exact", "nothng"])
     assert "--arms ['nothng']" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("all_arms", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_an_arm_can_have_a_sampler_of_its_own(recipes: Any) -> None:
+    arm = {"old": "sampler", "sampler": {"lag": 1}}
+    assert recipes.experiment.arms({"options": {}, "arms": {"own": arm}})["own"].sampler == {"lag": 1}
+    shared = recipes.experiment.arms({"options": {}, "sampler": {"lag": 2, "rounding": "e4m3"}, "arms": {"own": arm}})
+    assert shared["own"].sampler == {"lag": 1, "rounding": "e4m3"}
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_each_experiment_runs_on_a_smaller_model(
-    small: Any, name: str, all_arms: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    small: Any, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    """Its control and its baseline; the other arms are built above."""
     experiment = json.loads(json.dumps(EXPERIMENTS[name]))
     experiment["options"] |= FEW
     experiment["measured"] |= FEW_CHECKS
-    if not all_arms:
-        named = (experiment["control"], experiment["baseline"])
-        experiment["arms"] = {arm: own for arm, own in experiment["arms"].items() if arm in named}
+    experiment["arms"] = {arm: experiment["arms"][arm] for arm in (experiment["control"], experiment["baseline"])}
     file, output = tmp_path / f"{name}.yaml", tmp_path / "out" / name
 
     def run(*command: str) -> tuple[dict[str, Any], list[str]]:
@@ -418,7 +393,7 @@ def test_each_experiment_runs_on_a_smaller_model(
     results, lines = run()
     assert len(lines) == len(experiment["arms"]) == len(results["runs"])
     assert results["settings"] == json.loads((output / "results.json").read_text())["settings"] == experiment
-    assert (output / "arms.png").read_bytes().startswith(b"\x89PNG")
+    assert recipe.is_picture(output / "arms.png")
     again, lines = run()
     assert lines == [] and again["runs"] == results["runs"]
     arm = experiment["baseline"]  # other settings are another run
@@ -427,17 +402,38 @@ def test_each_experiment_runs_on_a_smaller_model(
     assert len(lines) == 1 and lines[0].endswith(arm)
 
 
+def recorded(name: str) -> tuple[dict[str, Any], dict[str, dict[int, Any]]]:
+    """Return the settings and the runs in an experiment's file of results."""
+    found = json.loads((FOLDER / f"results/{name}.json").read_text())
+    runs = {arm: {int(seed): row for seed, row in of_arm.items()} for arm, of_arm in found["runs"].items()}
+    return found["settings"], runs
+
+
 @pytest.mark.parametrize("name", RECORDED)
-def test_what_was_recorded_fits_its_file_and_its_page(recipes: Any, name: str) -> None:
-    recorded = json.loads((FOLDER / f"results/{name}.json").read_text())
+def test_what_was_recorded_fits_its_file_its_page_and_its_picture(
+    recipes: Any, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    experiment, (settings, runs) = EXPERIMENTS[name], recorded(name)
     # `drawn` came after the runs, and shapes the picture only
-    assert recorded["settings"] == {key: value for key, value in EXPERIMENTS[name].items() if key != "drawn"}
-    runs = {arm: {int(seed): own for seed, own in of.items()} for arm, of in recorded["runs"].items()}
-    assert {arm: list(of) for arm, of in runs.items()} == dict.fromkeys(
-        EXPERIMENTS[name]["arms"], EXPERIMENTS[name]["seeds"]
+    assert settings == {key: value for key, value in experiment.items() if key != "drawn"}
+    assert {arm: list(of_arm) for arm, of_arm in runs.items()} == dict.fromkeys(
+        experiment["arms"], experiment["seeds"]
     )
-    assert recipes.experiment.table(EXPERIMENTS[name], runs) in (FOLDER / "README.md").read_text()
-    assert all(np.isfinite(list(own["accuracy"].values())).all() for of in runs.values() for own in of.values())
+    assert recipes.experiment.table(experiment, runs) in (FOLDER / "README.md").read_text()
+    assert all(np.isfinite([*row["accuracy"].values()]).all() for of_arm in runs.values() for row in of_arm.values())
+
+    shutil.copy(FOLDER / f"results/{name}.json", tmp_path / "results.json")
+    figures: list[Any] = []
+    monkeypatch.setattr(recipes.report.plt, "close", figures.append)
+    recipes.experiment.main([str(FOLDER / f"{name}.yaml"), "--redraw", str(tmp_path / "results.json")])
+    assert recipe.is_picture(tmp_path / "results.png")
+    (figure,) = figures
+    drawn = experiment.get("drawn", list(experiment["arms"]))
+    assert len(drawn) == 4 if name in ("engine", "staleness") else len(drawn) <= 7
+    assert {experiment["control"], experiment["baseline"]} <= set(drawn) <= set(experiment["arms"])
+    assert [line.get_label() for line in figure.axes[0].get_lines()] == drawn
+    assert recipe.legend_beside_lines(figure) == drawn
+    recipes.report.plt.Figure.clear(figure)
 
 
 def test_the_summary_of_evidence_quotes_recorded_differences(recipes: Any) -> None:
@@ -446,8 +442,7 @@ def test_the_summary_of_evidence_quotes_recorded_differences(recipes: Any) -> No
     quoted = set(re.findall(r"[\d.]+ \([\d.]+ to [\d.]+\)", summary))
     signed, intervals = set(), set()
     for name in RECORDED:
-        recorded = json.loads((FOLDER / f"results/{name}.json").read_text())
-        runs = {arm: {int(seed): own for seed, own in of.items()} for arm, of in recorded["runs"].items()}
+        _, runs = recorded(name)
         shown = recipes.experiment.SHOWN[EXPERIMENTS[name].get("figure", "accuracy")]
         found = set()
         for row in recipes.experiment.compare(EXPERIMENTS[name], runs).values():

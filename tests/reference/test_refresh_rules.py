@@ -27,11 +27,9 @@ def rows(trainer: Any) -> list[dict[str, float]]:
     ("settings", "steps", "moved"),
     [
         # micro-batches a step, of a window = steps_per_generation * num_iterations
-        ({"gradient_accumulation_steps": 1, "steps_per_generation": 4}, 4, [4, 8, 12, 16, 20]),
         ({"gradient_accumulation_steps": 1, "steps_per_generation": 4}, 5, [8, 12, 16, 20]),  # due at 5, 10, 15, 20
         ({"gradient_accumulation_steps": 1, "steps_per_generation": 2, "num_iterations": 3}, 5, [6, 12, 18]),
         ({"gradient_accumulation_steps": 2, "steps_per_generation": 2, "max_steps": 6}, 2, [2, 4]),  # on-policy
-        ({"gradient_accumulation_steps": 4, "steps_per_generation": 1, "max_steps": 6}, 1, [1, 2, 3, 4, 5]),
         # windows of 3 in steps of 2, and an epoch of 15 whose last step has 1
         ({"gradient_accumulation_steps": 2, "steps_per_generation": 3, "max_steps": 12}, 1, [3, 6, 8, 11]),
         ({"gradient_accumulation_steps": 1, "steps_per_generation": 4}, 100, []),
@@ -124,11 +122,10 @@ def test_the_callback_makes_trls_trainer_ours(models: dict[str, Path], tmp_path:
     assert tiny.history(theirs) == tiny.history(ours)
 
 
-@pytest.mark.parametrize("lora", [False, True])
-def test_the_callback_works_with_rloo(models: dict[str, Path], tmp_path: Path, lora: bool) -> None:
+def test_the_callback_works_with_rloo(models: dict[str, Path], tmp_path: Path) -> None:
     """RLOO's KL is part of its reward, and logged once a rollout."""
     args = tiny.arguments(trl.RLOOConfig, tmp_path, beta=0.04, max_steps=13)
-    model, peft_config = str(models["dense"]), LoraConfig(**tiny.LORA) if lora else None
+    model, peft_config = str(models["dense"]), LoraConfig(**tiny.LORA)
     common = {"train_dataset": tiny.dataset(), "processing_class": tiny.tokenizer(), "peft_config": peft_config}
     trainer = trl.RLOOTrainer(model, tiny.reward, args, **common)
     callback = ReferenceRefreshCallback(trainer, steps=8)
@@ -140,13 +137,12 @@ def test_the_callback_works_with_rloo(models: dict[str, Path], tmp_path: Path, l
     assert kl[1] == 0.0 and kl[5] > 0 and kl[9] == 0.0 and kl[13] > 0
 
 
-@pytest.mark.parametrize("lora", [False, True])
-def test_the_callback_resumes_with_trls_trainer(models: dict[str, Path], tmp_path: Path, lora: bool) -> None:
+def test_the_callback_resumes_with_trls_trainer(models: dict[str, Path], tmp_path: Path) -> None:
     """At the end of a window, as TRL itself does."""
 
     def build(output: Path) -> Any:
         options = {"max_steps": 12, "save_strategy": "steps", "save_steps": 8}
-        trainer = tiny.trainer(models["dense"], output, ours=False, lora=lora, beta=0.04, **options)
+        trainer = tiny.trainer(models["dense"], output, ours=False, lora=True, beta=0.04, **options)
         callback = ReferenceRefreshCallback(trainer, steps=4, alpha=0.6)  # what it was goes into what it becomes
         trainer.add_callback(callback)
         return trainer
@@ -157,28 +153,21 @@ def test_the_callback_resumes_with_trls_trainer(models: dict[str, Path], tmp_pat
     after = tiny.parameters(resumed)
     assert all(torch.equal(value, after[name]) for name, value in tiny.parameters(whole).items())
     (tmp_path / "checkpoint-8" / "reference.safetensors").unlink()
-    with pytest.raises(ValueError, match=r"checkpoint-8 holds no reference.safetensors: it was written by TRL alone"):
+    with pytest.raises(ValueError, match=r"checkpoint-8 holds no reference.safetensors"):
         build(tmp_path).train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
 
 
 @pytest.mark.parametrize(
     ("build", "arguments", "message"),
     [
-        ({"beta": 0.0}, {}, r"beta=0.0 leaves ReferenceRefreshCallback nothing to move"),
-        ({"beta": 0.04}, {"steps": 0}, r"steps=0 cannot work. Set steps to 1 or more, or None"),
-        ({"beta": 0.04}, {"alpha": 0.0}, r"alpha=0.0 cannot work. Set alpha to a value above 0 and at most 1"),
-        ({"beta": 0.04}, {"kl": -1.0}, r"kl=-1.0 cannot work. Set kl to a value above 0, or None"),
-        ({"beta": 0.04, "ours": True}, {}, r"sync_ref_model=False on trl_steady.*set sync_ref_model=True and add no"),
-        (
-            {"beta": 0.04, "ours": True, "sync_ref_model": True},
-            {},
-            r"the trainer has a ReferenceRefreshCallback already.* Add only one",
-        ),
-        (
-            {"beta": 0.04, "sync_ref_model": True},
-            {},
-            r"sync_ref_model=True on trl\..*set sync_ref_model=False",
-        ),
+        ({"beta": 0.0}, {}, "beta=0.0.*no reference"),
+        ({"beta": 0.04}, {"steps": 0}, "steps=0 .*above 0"),
+        ({"beta": 0.04}, {"alpha": 0.0}, "alpha=0.0 .*at most 1"),
+        ({"beta": 0.04}, {"alpha": 1.1}, "alpha=1.1 .*at most 1"),
+        ({"beta": 0.04}, {"kl": -1.0}, "kl=-1.0 .*above 0"),
+        ({"beta": 0.04, "ours": True}, {}, "sync_ref_model=False on trl_steady"),
+        ({"beta": 0.04, "ours": True, "sync_ref_model": True}, {}, "sync_ref_model=True on trl_steady"),
+        ({"beta": 0.04, "sync_ref_model": True}, {}, r"sync_ref_model=True on trl\."),
     ],
 )
 def test_a_callback_that_cannot_work_is_refused(
@@ -187,8 +176,3 @@ def test_a_callback_that_cannot_work_is_refused(
     trainer = tiny.trainer(models["dense"], tmp_path, **{"ours": False, **build})
     with pytest.raises(ValueError, match=message):
         trainer.add_callback(ReferenceRefreshCallback(trainer, **arguments))
-
-
-def test_the_callback_refuses_a_trainer_without_generations() -> None:
-    with pytest.raises(ValueError, match=r"moves the reference of trl.GRPOTrainer and trl.RLOOTrainer, not"):
-        ReferenceRefreshCallback(object())  # pyright: ignore[reportArgumentType]

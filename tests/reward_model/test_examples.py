@@ -12,8 +12,8 @@ from trl_steady.reward_model.examples import Answer, Example, History, examples_
 def answers(labels: list[list[float]], *, group: int = 4, rollout: int = 0) -> list[Answer]:
     """Answers with numbers as tokens, `group` to a prompt."""
     return [
-        Answer(rollout, i, i // group, torch.tensor([i // group]), torch.tensor([100 + i, 7]), [2], own)
-        for i, own in enumerate(labels)
+        Answer(rollout, i, i // group, torch.tensor([i // group]), torch.tensor([100 + i, 7]), [2], known)
+        for i, known in enumerate(labels)
     ]
 
 
@@ -28,10 +28,10 @@ def example(number: int) -> Example:
 
 
 def test_a_pair_is_a_right_and_a_wrong_answer_to_one_prompt_and_no_answer_is_in_two() -> None:
-    own = answers([[1.0], [0.0], [1.0], [1.0], [0.0], [0.0], [0.0], [0.0], [1.0], [0.0], [0.0], [1.0]])
-    pairs = examples_of(own, "pairs", generator())
-    label = {int(answer.completion[0]): answer.labels[0] for answer in own}
-    group = {int(answer.completion[0]): answer.group for answer in own}
+    known = answers([[1.0], [0.0], [1.0], [1.0], [0.0], [0.0], [0.0], [0.0], [1.0], [0.0], [0.0], [1.0]])
+    pairs = examples_of(known, "pairs", generator())
+    label = {int(answer.completion[0]): answer.labels[0] for answer in known}
+    group = {int(answer.completion[0]): answer.group for answer in known}
     found = [[int(completion[0]) for completion in pair.completions] for pair in pairs]
     assert [len([pair for pair in found if group[pair[0]] == number]) for number in range(3)] == [1, 0, 2]
     for right, wrong in found:
@@ -49,24 +49,24 @@ def test_rollouts_have_groups_of_their_own() -> None:
 
 
 def test_answers_without_steps_teach_nothing() -> None:
-    (own,) = examples_of([*answers([[]]), *answers([[1.0, 0.0]])], "steps", generator())
-    assert own.labels == [1.0, 0.0]
+    (known,) = examples_of([*answers([[]]), *answers([[1.0, 0.0]])], "steps", generator())
+    assert known.labels == [1.0, 0.0]
 
 
 def test_whole_prompts_are_held_out_a_tenth_of_them() -> None:
-    own = answers([[1.0]] * 120)
-    rest, out = held_out(own, 0.1, generator())
+    known = answers([[1.0]] * 120)
+    rest, out = held_out(known, 0.1, generator())
     groups = [{answer.group for answer in part} for part in (rest, out)]
     assert len(groups[1]) == 3 and len(out) == 12 and not groups[0] & groups[1] and len(rest) == 108
     assert [answer.index for answer in rest] == sorted(answer.index for answer in rest)
-    others = {tuple(a.group for a in held_out(own, 0.1, generator(seed))[1]) for seed in range(5)}
+    others = {tuple(a.group for a in held_out(known, 0.1, generator(seed))[1]) for seed in range(5)}
     assert len(others) > 1
 
 
 def test_a_prompt_that_comes_again_is_held_out_each_time() -> None:
     """Four rollouts of the same three prompts."""
-    own = [answer for rollout in range(4) for answer in answers([[1.0]] * 12, rollout=rollout)]
-    rest, out = held_out(own, 0.1, generator())
+    known = [answer for rollout in range(4) for answer in answers([[1.0]] * 12, rollout=rollout)]
+    rest, out = held_out(known, 0.1, generator())
     assert len(out) == 16 and len(rest) == 32
     assert len(prompts_of(out)) == 1 and not prompts_of(out) & prompts_of(rest)
 
@@ -74,19 +74,19 @@ def test_a_prompt_that_comes_again_is_held_out_each_time() -> None:
 @pytest.mark.parametrize(("groups", "count"), [(0, 0), (1, 0), (2, 1), (4, 1), (25, 2)])
 def test_at_least_one_prompt_is_held_out_unless_it_is_the_only_one(groups: int, count: int) -> None:
     _, out = held_out(answers([[1.0]] * groups, group=1), 0.1, generator())
-    assert len(list(groupby(out, key=lambda own: own.group))) == count
+    assert len(list(groupby(out, key=lambda known: known.group))) == count
 
 
-def test_the_history_is_uniform_over_all_that_it_saw(tmp_path: Path) -> None:
+def test_the_history_is_uniform_over_all_that_it_saw() -> None:
     """100,000 kept examples, in 40 bins of arrival. A history that forgets the oldest first fails by far."""
     bins = torch.zeros(40)
     draws = generator(1)
     offered = [example(number) for number in range(4000)]
     for _ in range(50):
-        history = History(tmp_path / "history.pt", 2000)
+        history = History(2000)
         for start in (0, 2000):  # in parts, as refreshes come
             history.add(offered[start : start + 2000], draws)
-        kept = torch.tensor([int(own.prompt) for own in history.draw(2000, draws)])
+        kept = torch.tensor([int(drawn.prompt) for drawn in history.draw(2000, draws)])
         assert len(kept) == len(history) == len(kept.unique()) == 2000
         bins += torch.bincount(kept // 100, minlength=40)
     chi_square = ((bins - 2500) ** 2 / 2500).sum().item()
@@ -94,34 +94,32 @@ def test_the_history_is_uniform_over_all_that_it_saw(tmp_path: Path) -> None:
     assert chi_square < 72.1
 
 
-def test_the_history_is_on_disk_and_bounded(tmp_path: Path) -> None:
-    history = History(tmp_path / "folder" / "history.pt", 5)
+def test_the_history_is_bounded_and_survives_a_file(tmp_path: Path) -> None:
+    history = History(5)
     assert history.draw(3, generator()) == [] and len(history) == 0
+    history.load(History(5).state())
     pair = Example(torch.tensor([1, 2]), [torch.tensor([3]), torch.tensor([4, 5])], [[1], [2]], [1.0])
     history.add([pair], generator())
-    (found,) = history.draw(9, generator())
-    assert [found.prompt.tolist(), *(own.tolist() for own in found.completions)] == [[1, 2], [3], [4, 5]]
+    again = History(5)
+    torch.save(history.state(), tmp_path / "history.pt")
+    again.load(torch.load(tmp_path / "history.pt", weights_only=True))
+    (found,) = again.draw(9, generator())
+    assert [found.prompt.tolist(), *(tokens.tolist() for tokens in found.completions)] == [[1, 2], [3], [4, 5]]
     assert found.ends == [[1], [2]] and found.labels == [1.0]
-    history.add([example(number) for number in range(100)], generator())
-    assert len(history) == 5 and history.seen == 101
-    assert [file.name for file in (tmp_path / "folder").iterdir()] == ["history.pt"]
-    again = History(history.file, 5)
-    again.seen = history.seen
-    assert {int(own.prompt[0]) for own in again.draw(5, generator())} == {
-        int(own.prompt[0]) for own in history.draw(5, generator())
-    }
-    assert len({int(own.prompt[0]) for own in history.draw(2, generator())}) == 2
-    kept = prompts_of(history.draw(5, generator()))
-    left = history.draw(5, generator(), without=set(list(kept)[:2]))
+    again.add([example(number) for number in range(100)], generator())
+    assert len(again) == 5 and again.seen == 101
+    assert len(prompts_of(again.draw(2, generator()))) == 2
+    kept = prompts_of(again.draw(5, generator()))
+    left = again.draw(5, generator(), without=set(list(kept)[:2]))
     assert len(left) == 3 and prompts_of(left) == kept - set(list(kept)[:2])
 
 
-def test_a_replay_draws_each_example_with_the_same_chance(tmp_path: Path) -> None:
+def test_a_replay_draws_each_example_with_the_same_chance() -> None:
     """10,000 draws of 1 in 20: 500 each, a standard deviation of 21.8, and a bound of five of them."""
-    history, draws = History(tmp_path / "history.pt", 20), generator(2)
+    history, draws = History(20), generator(2)
     history.add([example(number) for number in range(20)], draws)
     counts = torch.zeros(20)
     for _ in range(2000):
-        for own in history.draw(5, draws):
-            counts[int(own.prompt)] += 1
+        for drawn in history.draw(5, draws):
+            counts[int(drawn.prompt)] += 1
     assert counts.sum() == 10_000 and (counts - 500).abs().max() < 5 * 21.8

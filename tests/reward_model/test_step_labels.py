@@ -43,60 +43,46 @@ def all_continuations(trainer: Any, prompt_ids: list[list[int]], chunk: int) -> 
     return found
 
 
-def test_labels_are_those_of_brute_force(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def labels_of(
+    trainer: Any, rule: Any, answers: list[str], known: list[bool | None], columns: dict[str, Any]
+) -> list[list[float]]:
+    """Each answer has a prompt of its own, so that equal beginnings are counted apart."""
+    count = len(answers)
+    given = labelling.Answers(
+        prompts=["?"] * count,
+        completions=answers,
+        columns=columns,
+        prompt_ids=[[10, 20 + number] for number in range(count)],
+        completion_ids=[tiny.tokenizer()(answer)["input_ids"] for answer in answers],
+        ends=[list(range(1, LENGTH + 1))] * count,
+    )
+    return labelling.label_steps(trainer, rule, given, known, N)
+
+
+@pytest.fixture
+def trainer(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
     monkeypatch.setattr(labelling, "continued", all_continuations)
     adapter = RewardAdapter(head="steps", splitter=by_regex("[01]"))
-    trainer = rewarding.build("lora", models["dense"], tmp_path, adapter=adapter, max_completion_length=LENGTH)
+    return rewarding.build("lora", models["dense"], tmp_path, adapter=adapter, max_completion_length=LENGTH)
+
+
+def test_labels_are_those_of_brute_force(trainer: Any) -> None:
     answers = ["".join(digits) for digits in itertools.product("01", repeat=LENGTH)]
-    ids = [tiny.tokenizer()(answer)["input_ids"] for answer in answers]
-    ends = [list(range(1, LENGTH + 1))] * len(answers)
-    # each answer has a prompt of its own, so that equal beginnings are counted apart
-    prompts = [[10, 20 + number] for number in range(len(answers))]
-    found = labelling.label_steps(
-        trainer,
-        is_right,
-        ["?"] * len(answers),
-        answers,
-        {"trainer_state": None, "answer": [*range(len(answers))]},
-        prompt_ids=prompts,
-        completion_ids=ids,
-        ends=ends,
-        known=is_right(None, answers),
-        continuations=N,
-    )
+    columns = {"trainer_state": None, "answer": [*range(len(answers))]}
+    found = labels_of(trainer, is_right, answers, is_right(None, answers), columns)
     assert found == [brute_force(answer) for answer in answers]
     assert sorted({tuple(labels) for labels in found}) == [(1.0, 1.0, 0.0, 0.0), (1.0, 1.0, 1.0, 0.0), (1.0,) * 4]
 
 
-def test_a_step_without_a_verdict_has_no_label(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_step_without_a_verdict_has_no_label(trainer: Any) -> None:
     """The rule has no verdict on a continuation that begins with 0."""
-    monkeypatch.setattr(labelling, "continued", all_continuations)
-    adapter = RewardAdapter(head="steps", splitter=by_regex("[01]"))
 
     def rule(prompts: Any, completions: list[str], **_: Any) -> list[bool | None]:
-        return [None if own.startswith("0") else "11" in own for own in completions]
+        return [None if text.startswith("0") else "11" in text for text in completions]
 
-    trainer = rewarding.build("lora", models["dense"], tmp_path, adapter=adapter, max_completion_length=LENGTH)
-    own_answers = ["0110", "1010"]
-    ids = [tiny.tokenizer()(answer)["input_ids"] for answer in own_answers]
-    labels = labelling.label_steps(
-        trainer,
-        rule,
-        ["", ""],
-        own_answers,
-        {},
-        prompt_ids=[[5], [6]],
-        completion_ids=ids,
-        ends=[list(range(1, LENGTH + 1))] * 2,
-        known=[True, False],  # of the whole answers
-        continuations=N,
-    )
+    labels = labels_of(trainer, rule, ["0110", "1010"], [True, False], {})
     assert torch.tensor(labels[0]).isnan().tolist() == [True, True, True, False] and labels[0][-1] == 1.0
-    assert labels[1] == brute_force(own_answers[1])
+    assert labels[1] == brute_force("1010")
 
 
 def test_the_policy_continues_what_it_is_given(models: dict[str, Path], tmp_path: Path) -> None:
@@ -106,14 +92,13 @@ def test_the_policy_continues_what_it_is_given(models: dict[str, Path], tmp_path
     texts = [[10, 11, 12], [60], [61, 62], [13, 14, 15, 16]]
     found = labelling.continued(trainer, texts, 3)
     alone = [labelling.continued(trainer, [text], 1)[0] for text in texts]
-    assert found == alone and len({tuple(own) for own in found}) > 1
+    assert found == alone and len({tuple(ids) for ids in found}) > 1
     with torch.no_grad():
         policy = trainer.model.generate(torch.tensor([texts[0]]), do_sample=False, max_new_tokens=8)[0, 3:].tolist()
     assert policy[: len(found[0])] == found[0]
 
 
-@pytest.mark.parametrize("kind", ["GRPO", "RLOO"])
-@pytest.mark.parametrize("mode", ["colocate", "server"])
+@pytest.mark.parametrize(("kind", "mode"), [("GRPO", "colocate"), ("RLOO", "server")])
 def test_an_engine_continues_each_text(
     mode: str, kind: str, models: dict[str, Path], tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -148,13 +133,13 @@ def test_each_iteration_labels_its_steps(models: dict[str, Path], tmp_path: Path
         asked.append(len(completions))
         return rewarding.is_right(prompts, completions)
 
-    how: dict[str, Any] = {"label_fn": rule, "continuations": 3}
+    refresh: dict[str, Any] = {"label_fn": rule, "continuations": 3}
     data = tiny.dataset().add_column("answer", list(range(16)))
     trainer = rewarding.refreshed(
-        "lora", models["dense"], tmp_path, objective="steps", refresh=how, build={"train_dataset": data}
+        "lora", models["dense"], tmp_path, objective="steps", refresh=refresh, build={"train_dataset": data}
     )
     tiny.train(trainer)
     assert asked[0] == 16 and len(asked) == 6 and all(count % 3 == 0 for count in asked[1::2])
     assert [record.samples > 0 for record in trainer.reward_refreshes] == [True, True]
     limit = trainer.max_completion_length
-    assert all(len(own.completion) <= limit for own in rewarding.refresher(trainer)._answers)
+    assert all(len(answer.completion) <= limit for answer in rewarding.refresher(trainer)._answers)

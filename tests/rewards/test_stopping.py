@@ -46,7 +46,7 @@ def outcomes(separated: str, closed: bool | None) -> list[Outcome]:
         if closed is not None:
             rewards = replace(rewards, closed=closed)
         ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
-        ends = token_ends(rewards, Completion(0, text, ids, [True] * len(ids), ""), tokenizer)
+        ends = token_ends(rewards, Completion("a completion", text, ids, [True] * len(ids)), tokenizer)
         scored = ScoredCompletion(len(ids), len(ids), {0: list(zip(ends, rewards.values, strict=True))})
         result.append(Outcome(first, bool(more), 0.125 if more else 0.25, scored))
     return result

@@ -3,7 +3,6 @@
 import inspect
 import re
 import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,7 +10,7 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES as NAMES
 
-from tests.tools import families, tiny
+from tests.tools import families
 from trl_steady.routing.replay import Routers
 
 IS_TOLD = transformers.__version__.startswith("5.23.")
@@ -36,11 +35,10 @@ FOUND = {
 }
 """The stack of layers in which each family has all its routers, one in a layer."""
 REFUSED = {
-    "dots3_note": "routers in several stacks of layers, model.language_model.layers and model.vision_tower.blocks",
-    "ernie4_5_vl_moe": "two routers in one block, model.language_model.layers.1.mlp.text_moe.gate and model."
-    "language_model.layers.1.mlp.vision_moe.gate, which do not see the same tokens",
-    "gemma4": "has no routers: it is not a mixture of experts",  # but with an option
-    "granite_docling": "has no routers: it is not a mixture of experts",
+    "dots3_note": r"\.vision_tower\.blocks.*do not see the same tokens",
+    "ernie4_5_vl_moe": r"text_moe\.gate and .*vision_moe\.gate.*do not see the same tokens",
+    "gemma4": "has no routers",  # but with an option
+    "granite_docling": "has no routers",
 }
 UNBUILT = {
     "deepseek_ocr2": "its config has no defaults",
@@ -86,18 +84,8 @@ def on_meta(family: str) -> Any:
         return kind(family)(kind(family).config_class(**of_text))
 
 
-def ernie() -> Any:
-    """With experts for text and others for images in each layer but the first."""
-    own = {**tiny.SIZES, "moe_num_experts": 4, "moe_k": 2, "moe_intermediate_size": [16, 16]}
-    own["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 2]}
-    tower = {"depth": 1, "hidden_size": 16, "num_heads": 2, "intermediate_size": 16}
-    config = transformers.Ernie4_5_VLMoeConfig(text_config=own, vision_config=tower)
-    torch.manual_seed(0)
-    return transformers.Ernie4_5_VLMoeForConditionalGeneration._from_config(config, dtype=torch.float32)
-
-
 @pytest.mark.skipif(not IS_TOLD, reason="the families are those of transformers 5.23")
-def test_the_table_is_of_all_families() -> None:
+def test_the_tables_are_of_all_families_with_images() -> None:
     mixed = {
         family
         for family in NAMES
@@ -117,7 +105,7 @@ def test_routers_of_the_text_are_found_one_in_a_layer(family: str) -> None:
 @pytest.mark.skipif(not IS_TOLD, reason="the families are those of transformers 5.23")
 @pytest.mark.parametrize("family", REFUSED)
 def test_what_routes_text_and_images_apart_is_refused(family: str) -> None:
-    with pytest.raises(ValueError, match=re.escape(REFUSED[family])):
+    with pytest.raises(ValueError, match=REFUSED[family]):
         Routers(on_meta(family))
 
 
@@ -134,13 +122,3 @@ def test_each_router_runs_once_for_text(family: str) -> None:
         model(input_ids=torch.arange(2, 10).view(2, 4))
         replay.check()
     assert replay.changed.sum() > 0
-
-
-@pytest.mark.parametrize("value", ["R2", "R3"])
-def test_a_trainer_refuses_experts_for_images_beside_those_for_text(tmp_path: Path, value: str) -> None:
-    message = (
-        rf"router_replay='{value}': Ernie4_5_VLMoeForConditionalGeneration has two routers in one block, "
-        r"\S+text_moe\.gate and \S+vision_moe\.gate, which do not see the same tokens\. Leave router_replay unset"
-    )
-    with pytest.raises(ValueError, match=message):
-        tiny.trainer(ernie(), tmp_path, router_replay=value)

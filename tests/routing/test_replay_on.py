@@ -25,7 +25,8 @@ from tests.tools.passes import (
     run,
     run_forward,
 )
-from trl_steady.routing.replay import Routers
+from trl_steady.routing.part import fed
+from trl_steady.routing.replay import Routers, continued
 
 # Adapters
 
@@ -67,7 +68,7 @@ def adapted(model: PreTrainedModel, kind: str) -> peft.PeftModel:
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
-def test_adapters(qwen: PreTrainedModel, kind: str) -> None:
+def test_routes_are_replayed_with_and_without_an_adapter(qwen: PreTrainedModel, kind: str) -> None:
     base, routes = copy.deepcopy(qwen), others(2)
     model = adapted(qwen, kind)
     own = recorded(model)
@@ -101,7 +102,9 @@ def test_adapters(qwen: PreTrainedModel, kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["experts and router", "copied router"])
-def test_adapters_and_gradient_checkpointing(qwen: PreTrainedModel, kind: str, checkpointing: dict[str, bool]) -> None:
+def test_adapters_replay_under_gradient_checkpointing(
+    qwen: PreTrainedModel, kind: str, checkpointing: dict[str, bool]
+) -> None:
     routes = others(2)
     model = adapted(qwen, kind).train()
     expected = replayed(model, routes)
@@ -110,7 +113,7 @@ def test_adapters_and_gradient_checkpointing(qwen: PreTrainedModel, kind: str, c
     assert_equal(replayed(model, routes), expected)
 
 
-def test_a_router_with_dropout(checkpointing: dict[str, bool]) -> None:
+def test_a_router_in_advance_takes_no_random_numbers(checkpointing: dict[str, bool]) -> None:
     """A pass that only looks takes no random numbers from one that runs again."""
     routes = others(2)
     kind = {"r": 2, "target_modules": ["wg"], "lora_dropout": 0.5}
@@ -137,26 +140,26 @@ def test_a_router_with_dropout(checkpointing: dict[str, bool]) -> None:
     assert_equal(outcome(0, is_known=False, is_checkpointed=True), expected)
 
 
-def test_a_frozen_router(model: PreTrainedModel) -> None:
-    routes = others(len(routers_of(model)))
-    logits, gradients = replayed(model, routes)
-    for router in routers_of(model):
+def test_a_frozen_router_is_replayed_and_gets_no_gradient(qwen: PreTrainedModel) -> None:
+    routes = others(len(routers_of(qwen)))
+    logits, gradients = replayed(qwen, routes)
+    for router in routers_of(qwen):
         router.requires_grad_(False)
     names = {
         name
-        for name, each in model.named_parameters()
+        for name, each in qwen.named_parameters()
         if not each.requires_grad and gradients.pop(name, None) is not None
     }
-    assert len(names) >= len(routers_of(model))
-    assert_equal(replayed(model, routes), (logits, gradients))
+    assert len(names) >= len(routers_of(qwen))
+    assert_equal(replayed(qwen, routes), (logits, gradients))
 
 
 # Other precisions
 
 
-@pytest.mark.parametrize("how", ["bfloat16", "autocast"])
-def test_half_precision(model: PreTrainedModel, how: str, checkpointing: dict[str, bool]) -> None:
-    if how == "bfloat16":
+@pytest.mark.parametrize("precision", ["bfloat16", "autocast"])
+def test_half_precision_records_and_replays(model: PreTrainedModel, precision: str) -> None:
+    if precision == "bfloat16":
         model.to(torch.bfloat16)
     else:  # as accelerate does
         vars(model)["forward"] = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)
@@ -174,7 +177,7 @@ def test_half_precision(model: PreTrainedModel, how: str, checkpointing: dict[st
     assert all(expected[1][f"{name}.weight"].abs().max() > 0 for name in routers.names)
     # of routers that have not run before
     assert_equal(replayed(model, routes), expected)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
     assert_equal(replayed(model, routes), expected)
 
 
@@ -184,19 +187,17 @@ NEW = 6
 
 
 @pytest.mark.parametrize("use_cache", [True, False])
-@pytest.mark.parametrize("do_sample", [False, True])
-def test_routes_of_a_generation(model: PreTrainedModel, do_sample: bool, use_cache: bool) -> None:
+def test_a_generation_has_the_routes_of_a_pass_over_its_tokens(qwen: PreTrainedModel, use_cache: bool) -> None:
     generator = torch.Generator().manual_seed(0)
     mask = torch.arange(5) >= torch.tensor([[0], [2], [4]])
     prompts = torch.randint(2, families.VOCABULARY, mask.shape, generator=generator) * mask
 
     def generate(**options: Any) -> Tensor:
         torch.manual_seed(0)
-        return model.generate(
+        return qwen.generate(
             input_ids=prompts,
             attention_mask=mask.long(),
-            do_sample=do_sample,
-            top_k=0,
+            do_sample=False,
             use_cache=use_cache,
             max_new_tokens=NEW,
             pad_token_id=0,
@@ -204,15 +205,16 @@ def test_routes_of_a_generation(model: PreTrainedModel, do_sample: bool, use_cac
         )
 
     ends = generate(eos_token_id=None)[0, 7].item()  # the third that the first one says
-    with Routers(model).recording() as recording:
+    with Routers(qwen).recording() as recording, fed(qwen) as passes:
         sequences = generate(eos_token_id=ends)
     assert (sequences[0, 8:] == 0).all()
     assert sequences.size(1) == mask.size(1) + NEW  # another one goes on
-    routes = recording.routes_of_generation(len(sequences))
-    assert routes.shape == (3, sequences.size(1) - 1, len(routers_of(model)), 2)
+    routes = continued(recording.routes_of_passes([len(ids) for ids in passes]), len(sequences))
+    assert torch.equal(continued(passes, len(sequences)), sequences[:, :-1])
+    assert routes.shape == (3, sequences.size(1) - 1, 2, 2)
     whole = nn.functional.pad(mask, (0, NEW), value=True)
-    with torch.no_grad(), Routers(model).recording() as recording:
-        model(
+    with torch.no_grad(), Routers(qwen).recording() as recording:
+        qwen(
             input_ids=sequences,
             attention_mask=whole.long(),
             position_ids=(whole.cumsum(-1) - 1).clamp(min=0),
@@ -223,12 +225,3 @@ def test_routes_of_a_generation(model: PreTrainedModel, do_sample: bool, use_cac
     assert torch.equal(routes.sort(-1).values[is_token], full.sort(-1).values[is_token])
     # the control: other tokens have other routes
     assert not torch.equal(routes[:, 1:].sort(-1).values, full[:, :-1].sort(-1).values)
-
-
-def test_a_generation_of_one_token(qwen: PreTrainedModel) -> None:
-    prompts = torch.randint(2, families.VOCABULARY, (2, 4), generator=torch.Generator().manual_seed(0))
-    with Routers(qwen).recording() as recording:
-        qwen.generate(input_ids=prompts, max_new_tokens=1, do_sample=False, pad_token_id=0)
-    routes = recording.routes_of_generation(2)
-    assert routes.shape == (2, 4, 2, 2)
-    assert torch.equal(routes.flatten(0, 1), recording.routes())

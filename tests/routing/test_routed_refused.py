@@ -9,19 +9,11 @@ import torch
 from peft import PromptTuningConfig
 
 import trl_steady
-from tests.tools import families, tiny
+from tests.tools import tiny
 
 
 def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
     raise NotImplementedError
-
-
-@pytest.mark.parametrize("value", ["R4", "r2", "", True])
-def test_an_unknown_replay_is_refused(tmp_path: Path, value: Any) -> None:
-    with pytest.raises(
-        ValueError, match=rf"router_replay={value!r} cannot work\. Set router_replay to 'R2', 'R3', or"
-    ):
-        tiny.arguments(trl_steady.GRPOConfig, tmp_path, router_replay=value)
 
 
 @pytest.mark.parametrize(
@@ -29,25 +21,16 @@ def test_an_unknown_replay_is_refused(tmp_path: Path, value: Any) -> None:
     [
         (
             {"model": "dense"},
-            r"router_replay='R2': Qwen2ForCausalLM has no routers: it is not a mixture of experts\. Leave",
+            r"router_replay: Qwen2ForCausalLM has no routers: it is not a mixture of experts\. Leave",
         ),
+        ({"torch_compile": True}, "router_replay='R2' does not work with torch.compile"),
         (
             {"router_replay": "R3", "build": {"rollout_func": rollout}},
             r"router_replay='R3' does not work with a rollout_func, which returns no routes\. Leave rollout_func",
         ),
-        (
-            {"router_replay": "R3", "use_transformers_continuous_batching": True},
-            r"router_replay='R3' does not work with use_transformers_continuous_batching=True.*Set it to False, or",
-        ),
-        ({"torch_compile": True}, r"router_replay='R2' patches calls that torch\.compile.*Set torch_compile=False"),
-        (
-            {"build": {"peft_config": PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")}},
-            r"router_replay='R2' does not work with prompt learning, whose virtual tokens have no routes\. Train LoRA",
-        ),
     ],
     ids=lambda value: str(value)[:60],
 )
-@pytest.mark.filterwarnings("ignore:trim_padding=True does nothing")
 def test_what_cannot_be_replayed_is_refused(
     models: dict[str, Path], tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
@@ -57,18 +40,18 @@ def test_what_cannot_be_replayed_is_refused(
         tiny.trainer(model, tmp_path, **options)
 
 
-def test_routers_that_choose_otherwise_are_refused(tmp_path: Path) -> None:
-    """Phi-MoE takes one maximum after the other."""
-    with pytest.raises(ValueError, match=r"router_replay='R2': model\.layers\.0\.\S+ of PhimoeForCausalLM.*by topk"):
-        tiny.trainer(families.build("phimoe"), tmp_path, router_replay="R2")
+def test_virtual_tokens_are_refused_in_the_first_rollout(models: dict[str, Path], tmp_path: Path) -> None:
+    prompts = PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
+    trainer = tiny.trainer(models["moe"], tmp_path, router_replay="R2", build={"peft_config": prompts})
+    with pytest.raises(ValueError, match=r"router_replay: the router .* in passes of"):
+        tiny.train(trainer)
 
 
 @pytest.mark.parametrize(
     "options",
     [
         {"router_replay": "R2", "build": {"rollout_func": rollout}},
-        {"router_replay": "R2", "generation_kwargs": {"num_beams": 2}},
-        {"router_replay": "R3", "generation_kwargs": {"num_beams": 1, "use_cache": False, "top_k": 5}},
+        {"router_replay": "R3", "generation_kwargs": {"num_beams": 1, "use_cache": False}},
     ],
     ids=lambda options: " ".join(options),
 )
@@ -87,11 +70,11 @@ def test_what_can_be_replayed_is_not_refused(models: dict[str, Path], tmp_path: 
         ),
         (
             {"router_replay_reference": True, "beta": 0.1},
-            r"router_replay_reference=True cannot act: with router_replay=None there are no routes\. Set router",
+            r"router_replay_reference=True cannot act with router_replay=None",
         ),
         (
             {"router_replay_reference": True, "router_replay": "R2"},
-            r"router_replay_reference=True cannot act: with beta=0\.0 there is no reference\. Set beta above 0",
+            r"router_replay_reference=True cannot act with has_reference=False",
         ),
     ],
 )
@@ -125,23 +108,30 @@ def test_an_on_policy_run_has_nothing_to_replay(models: dict[str, Path], tmp_pat
     """Which is what has been said: it trains as without."""
     options = {"steps_per_generation": 1, "max_steps": 2, "beta": 0.1}
     free = tiny.history(tiny.train(tiny.trainer(models["moe"], tmp_path, **options)))
-    for reference in (False, True):
-        replay = {"router_replay": "R2", "router_replay_reference": reference}
-        assert tiny.history(tiny.train(tiny.trainer(models["moe"], tmp_path, **replay, **options))) == free
+    replay = {"router_replay": "R2", "router_replay_reference": True}
+    assert tiny.history(tiny.train(tiny.trainer(models["moe"], tmp_path, **replay, **options))) == free
 
 
-@pytest.mark.parametrize("through", ["generation_kwargs", "generation_config"])
-@pytest.mark.parametrize("option", [{"num_beams": 2}, {"guidance_scale": 1.5}], ids=str)
+BLOCKS = {"num_blocks": 64, "max_batch_tokens": 64}
+
+
+@pytest.mark.parametrize(
+    ("through", "option"),
+    [
+        ("generation_kwargs", {"num_beams": 2}),
+        ("generation_config", {"guidance_scale": 1.5}),
+        ("args", {"use_transformers_continuous_batching": True, "transformers_continuous_batching_config": BLOCKS}),
+    ],
+)
 def test_generation_that_does_not_feed_tokens_in_turn_is_refused(
     models: dict[str, Path], tmp_path: Path, through: str, option: dict[str, Any]
 ) -> None:
-    """Wherever it comes from, before the first step."""
-    by_options = {"generation_kwargs": option} if through == "generation_kwargs" else {}
+    by_options = {"generation_kwargs": {"generation_kwargs": option}, "args": option}.get(through, {})
     trainer = tiny.trainer(models["moe"], tmp_path, router_replay="R3", **by_options)
     if through == "generation_config":
         trainer.model.generation_config.update(**option)
     before = tiny.parameters(trainer)
-    with pytest.raises(ValueError, match=r"router_replay='R3': transformers has not fed.*Leave beam search.*or set"):
+    with pytest.raises(ValueError, match=r"router_replay='R3'.*Leave beam search.*or set"):
         tiny.train(trainer)
     assert all(torch.equal(before[name], value) for name, value in tiny.parameters(trainer).items())
 
@@ -152,8 +142,7 @@ def test_trl_has_no_cache_compile_generation(models: dict[str, Path], tmp_path: 
     assert trainer.generation_config.disable_compile is True
 
 
-@pytest.mark.parametrize("tokens", ["none", "some"])
-@pytest.mark.parametrize("value", ["R2", "R3"])
+@pytest.mark.parametrize(("value", "tokens"), [("R2", "some"), ("R3", "none"), ("R3", "some")])
 def test_a_router_that_leaves_tokens_out_is_refused_in_the_first_rollout(
     models: dict[str, Path], tmp_path: Path, value: str, tokens: str
 ) -> None:
@@ -163,6 +152,6 @@ def test_a_router_that_leaves_tokens_out_is_refused_in_the_first_rollout(
     forward = layer.forward
     partly = lambda states: torch.cat([forward(states[:, :1]), states[:, 1:]], dim=1)
     layer.forward = partly if tokens == "some" else lambda states: states
-    with pytest.raises(ValueError, match=rf"router_replay='{value}': the router.*layers\.1\.mlp\.gate.*Leave router"):
+    with pytest.raises(ValueError, match=r"router_replay: the router.*layers\.1\.mlp\.gate.*Leave router"):
         tiny.train(trainer)
     assert trainer.state.global_step == 0

@@ -46,14 +46,7 @@ def test_the_dtype_has_room_for_every_expert_and_for_none(num_experts: int, dtyp
     last = torch.tensor([[num_experts - 1]]).to(dtype)
     assert last.item() == num_experts - 1
     assert is_route(last).all()
-    assert not is_route(no_routes((3, 1), dtype)).any()
-
-
-def test_no_routes() -> None:
-    nothing = no_routes((2, 3, 4, 5), torch.int16)
-    assert nothing.shape == (2, 3, 4, 5)
-    assert nothing.dtype == torch.int16
-    assert (nothing == -1).all()
+    assert not is_route(no_routes((3, 1), dtype, torch.device("cpu"))).any()
 
 
 def test_where_there_is_a_route() -> None:
@@ -83,17 +76,12 @@ def drawn(highest: int) -> Tensor:
 
 @pytest.mark.parametrize(
     ("highest", "dtype"),
-    [
-        *((highest, torch.uint8) for highest in (1, 7, 253, 254)),
-        *((highest, torch.int16) for highest in (255, 256, 2**15 - 1)),
-        (2**15, torch.int32),
-    ],
+    [(7, torch.uint8), (254, torch.uint8), (255, torch.int16), (2**15 - 1, torch.int16), (2**15, torch.int32)],
 )
-@pytest.mark.parametrize("source", ["int32", "int64", "tensor", "lists"])
-def test_there_and_back(highest: int, dtype: torch.dtype, source: str) -> None:
+@pytest.mark.parametrize("source", ["int64", "lists"])
+def test_an_engines_routes_keep_their_experts(highest: int, dtype: torch.dtype, source: str) -> None:
     given = drawn(highest)
-    array: Any = {"tensor": given, "lists": given.tolist()}.get(source)
-    taken = from_engine(given.numpy().astype(source) if array is None else array)
+    taken = from_engine(given.tolist() if source == "lists" else given.numpy().astype(source))
     assert taken.dtype == dtype
     assert torch.equal(is_route(taken), given[..., 0] >= 0)
     assert torch.equal(taken[is_route(taken)].int(), given[given[..., 0] >= 0])
@@ -115,7 +103,7 @@ def test_an_engine_that_has_rows_for_layers_without_routers(layers: list[int]) -
     assert torch.equal(to_engine(from_engine(own, layers=layers)), own)
 
 
-def test_an_engine_of_a_smaller_model() -> None:
+def test_routes_of_a_smaller_model_are_refused() -> None:
     with pytest.raises(ValueError, match="routes of 3 layers, and the model has routers in its decoder layers 1, 3"):
         from_engine(drawn(7), layers=[1, 3])
 
@@ -127,40 +115,19 @@ def test_an_engine_that_has_no_routes_at_all() -> None:
     assert from_engine(np.zeros((0, 2, 2), dtype=np.int32)).shape == (0, 2, 2)
 
 
-def test_what_an_engine_gave_is_not_written_to() -> None:
-    given = torch.tensor([[[-1, -1]], [[1, 0]]])
-    kept = given.clone()
-    taken = from_engine(given)
-    to_engine(taken).fill_(7)
-    taken.fill_(9)
-    assert torch.equal(given, kept)
-
-
 @pytest.mark.parametrize(
     ("array", "message"),
     [
         (np.zeros((2, 3, 2), dtype=np.int32), r"token 0 in layer 0 are \[0, 0\]"),
         ([[[1, 0], [2, 3]], [[3, 1], [0, 0]]], r"token 1 in layer 1 are \[0, 0\]"),
-        ([[[2, 2, 1]]], r"token 0 in layer 0 are \[2, 2, 1\]"),
-        ([[[2, 1, 2]]], r"token 0 in layer 0 are \[2, 1, 2\]"),
         ([[[4, 2, 1, 4]]], r"token 0 in layer 0 are \[4, 2, 1, 4\]"),
         ([[[1, 0]], [[3, -1]]], r"token 1 in layer 0 are \[3, -1\]"),
-        ([[[1, 0]], [[-1, 3]]], r"token 1 in layer 0 are \[-1, 3\]"),
         ([[[-1, -1, 0]]], r"token 0 in layer 0 are \[-1, -1, 0\]"),
-        ([[0, 1]], r"shape \(tokens, layers, experts per token\), not torch.int64 of shape \(1, 2\)"),
-        ([[[[0, 1]]]], r"not torch.int64 of shape \(1, 1, 1, 2\)"),
-        (np.array([[[0.0, 1.0]]]), "integers .* not torch.float64"),
-        (torch.tensor([[[0, 1]]], dtype=torch.bfloat16), "integers .* not torch.bfloat16"),
     ],
 )
-def test_what_an_engine_cannot_mean(array: Any, message: str) -> None:
+def test_rows_that_an_engine_has_not_filled_in_are_refused(array: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         from_engine(array)
-
-
-def test_experts_of_different_layers_and_tokens_may_be_the_same() -> None:
-    given = [[[1, 0], [1, 0]], [[0, 1], [1, 0]]]
-    assert from_engine(given).tolist() == given
 
 
 # Of the same beginning
@@ -179,11 +146,6 @@ def test_sequences_that_begin_alike_share_the_routes_of_the_first_that_has_some(
     assert torch.equal(own, given)
     assert experts(result) == [[1, 10, none, 4], [5, 6, 7, 8], [1, 10, none, 12], [1, 10, none, 16]]
     assert torch.equal(shared(result, prefixes), result)
-
-
-def test_sequences_that_all_begin_in_their_own_way_share_nothing() -> None:
-    own = torch.arange(3 * 2 * 2 * 2, dtype=torch.uint8).reshape(3, 2, 2, 2)
-    assert torch.equal(shared(own, torch.tensor([[1, 2], [2, 1], [-1, 1]])), own)
 
 
 def test_all_layers_are_those_of_one_sequence() -> None:

@@ -19,8 +19,7 @@ from trl_steady.sampling.agreement import EngineCheckPart, disagreement
 built = test_served.built
 Built = Callable[..., tuple[Any, LLM]]
 METHODS = ("GRPO", "RLOO", "PPO")
-CAUSES = r"engine_check=1.0: engine and policy differ by a mean k3 of \S+ nats per token.*another base.*without its "
-CAUSES += r"adapter, or the adapter twice.*vllm_adapter_sync=False"
+CAUSES = r"engine_check=1.0: engine and policy differ by a mean k3 of \S+ nats per token.*vllm_adapter_sync=False"
 # one update of a rollout, without TRL's correction: TRL then scores no old policy
 ON_POLICY = {"steps_per_generation": 1, "per_device_train_batch_size": 16}
 
@@ -75,25 +74,16 @@ def test_an_engine_with_another_base_is_found_before_the_first_update(built: Bui
     assert all(torch.equal(value, before[name]) for name, value in tiny.parameters(trainer).items())
 
 
-@pytest.mark.parametrize("at", [2, 4], ids=["inside a window", "between windows"])
 def test_an_engine_with_another_base_is_found_in_the_first_new_rollout_of_a_resume(
-    built: Built, other: str, tmp_path: Path, at: int
+    built: Built, other: str, tmp_path: Path
 ) -> None:
-    options = {"max_steps": 8, "save_strategy": "steps", "save_steps": 2}
-    built(**options)[0].train()
-    trainer, llm = built(**options)
-    llm.asked["model"] = other
-    with pytest.raises(ValueError, match=CAUSES):
-        trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{at}"))
-    assert trainer.state.global_step == 4
-
-
-def test_the_same_trainer_compares_again_after_a_resume(built: Built, other: str, tmp_path: Path) -> None:
-    trainer, llm = built(max_steps=8, save_strategy="steps", save_steps=4)
+    """Inside a generation window; and by a trainer that has compared before."""
+    trainer, llm = built(max_steps=8, save_strategy="steps", save_steps=2)
     trainer.train()
     llm.asked["model"] = other
     with pytest.raises(ValueError, match=CAUSES):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert trainer.state.global_step == 4
 
 
 def test_none_trains_with_another_base(built: Built, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -107,8 +97,9 @@ def test_none_trains_with_another_base(built: Built, other: str, monkeypatch: py
 OFF_POLICY = {"steps_per_generation": 4, "per_device_train_batch_size": 4}
 
 
-@pytest.mark.parametrize("updates", [ON_POLICY, OFF_POLICY], ids=["on-policy", "off-policy"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "updates"), [("GRPO", ON_POLICY), ("RLOO", ON_POLICY), ("PPO", OFF_POLICY)], ids=["GRPO", "RLOO", "PPO"]
+)
 def test_the_check_changes_no_bit_of_a_run(
     built: Built, monkeypatch: pytest.MonkeyPatch, method: str, updates: dict[str, Any]
 ) -> None:
@@ -179,7 +170,7 @@ def rolled(logprobs: Any) -> Any:
 def test_a_rollout_func_is_compared_by_its_log_probs(models: dict[str, Path], tmp_path: Path) -> None:
     """Their NaN are left out, and hide nothing."""
     scored = rolled(lambda ids: [0.0, float("nan"), 0.0])
-    with pytest.raises(ValueError, match=CAUSES.replace("engine and policy", ".*")):
+    with pytest.raises(ValueError, match=CAUSES):
         tiny.trainer(models["dense"], tmp_path, build={"rollout_func": scored}, engine_check=1.0).train()
 
 
@@ -218,16 +209,13 @@ def test_sums_of_two_processes_are_those_of_all_their_tokens() -> None:
     torch.testing.assert_close(sum(parts), whole)
 
 
-def test_a_policy_without_a_number_is_no_agreement() -> None:
-    sums = disagreement(torch.tensor([[torch.nan, -1.0]]), torch.tensor([[-1.0, -1.0]]), torch.ones(1, 2).bool())
-    assert not sums[0] / sums[1] <= 1.0
-
-
-def test_a_single_outlier_is_no_other_model() -> None:
-    logps = torch.full((8, 100), -1.0)
-    sampler, sampled = logps.clone(), torch.ones(8, 100, dtype=torch.bool)
-    sampler[0, 0], logps[0, 0] = -9.0, -0.2  # k3 is e^8.8 - 9.8 nats, 8.3 a token
-    total, scored, _ = disagreement(logps, sampler, sampled).tolist()
+def test_a_policy_without_a_number_is_no_agreement_and_an_outlier_is_no_other_model() -> None:
+    logps, sampled = torch.full((8, 100), -1.0), torch.ones(8, 100, dtype=torch.bool)
+    total, scored, _ = disagreement(logps.index_fill(1, torch.tensor([0]), torch.nan), logps, sampled).tolist()
+    assert not total / scored <= 1.0
+    sampler, policy = logps.clone(), logps.clone()
+    sampler[0, 0], policy[0, 0] = -9.0, -0.2  # k3 is e^8.8 - 9.8 nats, 8.3 a token
+    total, scored, _ = disagreement(policy, sampler, sampled).tolist()
     assert total / scored < 0.1
     total, scored, _ = disagreement(logps, logps - 3, sampled).tolist()  # all tokens are off
     assert total / scored > 1

@@ -9,7 +9,6 @@ from torch import Tensor
 
 from tests.tools.devices import CUDA, bytes_held, pretended_gpu
 from trl_steady.sampling.kept import KeptTokens
-from trl_steady.sampling.recording import KeptMass
 from trl_steady.sampling.recording import SetRecording as Recording
 
 SEQUENCES, PROMPT, STEPS, VOCABULARY = 3, 5, 40, 60
@@ -24,25 +23,19 @@ def is_kept() -> Tensor:
     return kept
 
 
-def generated(device: torch.device | str) -> tuple[Recording, KeptMass]:
-    """What has been taken in when transformers has drawn token 7 everywhere, each step with tensors of its own."""
-    recording, mass = Recording(), KeptMass(0.7)
-    raw = torch.randn(STEPS, SEQUENCES, VOCABULARY, generator=torch.Generator().manual_seed(1))
-    for step, (logits, own) in enumerate(zip(raw, is_kept(), strict=True)):
+def generated(device: torch.device | str) -> Recording:
+    """What has been recorded when transformers has drawn token 7 everywhere, each step with tensors of its own."""
+    recording = Recording()
+    for step, kept in enumerate(is_kept()):
         input_ids = torch.full((SEQUENCES, PROMPT + step), 7).to(device)
-        scores = logits.clone().to(device)
-        mass.before(input_ids, scores)
-        scores = scores.where(own.to(device), -torch.inf)
-        recording.add(input_ids, scores)
-        mass.after(input_ids, scores)
-    return recording, mass
+        recording.add(input_ids, torch.zeros(kept.shape).where(kept, -torch.inf).to(device))
+    return recording
 
 
 def test_sets_of_a_gpu_are_those_of_the_cpu() -> None:
-    recording, _ = generated("cpu")
-    expected = recording.of(COMPLETIONS).lists()
+    expected = generated("cpu").of(COMPLETIONS).lists()
     with pretended_gpu():
-        on_gpu, _ = generated(CUDA)
+        on_gpu = generated(CUDA)
         kept = on_gpu.of(COMPLETIONS)
         drawn = torch.tensor(list(itertools.chain(*COMPLETIONS)))
         assert kept.has(drawn).all()
@@ -55,21 +48,10 @@ def test_sets_of_a_gpu_are_those_of_the_cpu() -> None:
     assert expected == [own[place].nonzero().flatten().tolist() for place in places]
 
 
-def test_the_mass_of_a_gpu_is_that_of_the_cpu_in_a_few_transfers() -> None:
-    expected: Any = generated("cpu")[1].of(COMPLETIONS)
-    with pretended_gpu() as gpu:
-        mass = generated(CUDA)[1]
-        before = len(gpu.waits)
-        result: Any = mass.of(COMPLETIONS)
-        assert len(gpu.waits) - before == 3  # what was drawn, masses, gaps
-    assert all(torch.equal(own, other) for own, other in zip(result, expected, strict=True))
-
-
 @pytest.mark.parametrize("device", ["cpu", CUDA], ids=str)
 def test_a_recording_holds_its_sets_and_the_last_tokens_only(device: Any) -> None:
     with pretended_gpu():
-        recording, mass = generated(device)
+        recording = generated(device)
         drawn = 8 * SEQUENCES * STEPS
         offsets = 8 * (SEQUENCES + 1) * STEPS + 8  # one more is of no sets, to which the others are joined
         assert bytes_held(recording) == drawn + offsets + 4 * int(is_kept().sum())
-        assert bytes_held(mass) == drawn + 2 * 4 * SEQUENCES * STEPS

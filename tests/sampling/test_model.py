@@ -18,7 +18,7 @@ import trl_steady.sampling.proxy
 from tests.oracles import sampling as oracle
 from tests.tools import tiny
 from tests.tools.headroom import within
-from trl_steady.host.fused_head import Head, scored_by
+from trl_steady.host.fused_head import scored_by
 from trl_steady.sampling.kept import KeptTokens
 from trl_steady.sampling.proxy import KeptModel
 
@@ -27,7 +27,7 @@ EPS = torch.finfo(torch.float32).eps
 TEMPERATURE = 0.8
 VOCABULARY = tiny.SIZES["vocab_size"]
 BATCH, WIDTH, PROMPT = 3, 8, 3
-PLACES = torch.arange(BATCH * WIDTH).view(BATCH, WIDTH)
+INDICES = torch.arange(BATCH * WIDTH).view(BATCH, WIDTH)
 
 # What each family does to its logits, by hand.
 FAMILIES: dict[str, tuple[PretrainedConfig, dict[str, float]]] = {
@@ -108,13 +108,13 @@ def batch(kind: str = "some") -> Batch:
 
 def wrap(model: Callable[..., Any], own: Batch, *, with_entropy: bool = True) -> KeptModel:
     kept = KeptTokens.of(own.sets).without_large(VOCABULARY)
-    bare = lambda *, places, **batch: model(**batch, fused_lm_head=True)
+    bare = lambda *, token_indices, **batch: model(**batch, fused_lm_head=True)
     return KeptModel(bare, kept, own.index, scored_by, with_entropy=with_entropy)
 
 
 def call(model: Callable[..., Any], own: Batch, *, with_entropy: bool = True) -> Any:
     kept_model = wrap(model, own, with_entropy=with_entropy)
-    out = kept_model(places=PLACES, input_ids=own.input_ids, labels=own.labels)
+    out = kept_model(token_indices=INDICES, input_ids=own.input_ids, labels=own.labels)
     return SimpleNamespace(log_probs=out.log_probs, entropy=out.entropy, kept_mass=kept_model.kept_mass)
 
 
@@ -169,7 +169,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         numbers.append(len(hidden))
         return TRLS_HEAD.apply(hidden, *arguments)
 
-    monkeypatch.setattr(trl_steady.host.fused_head, "_OWN", SimpleNamespace(apply=apply))
+    monkeypatch.setattr(trl_steady.host.fused_head, "_TRLS", SimpleNamespace(apply=apply))
     return numbers
 
 
@@ -300,53 +300,37 @@ def test_trls_head_is_asked_where_its_answer_is_needed(asked: list[int], compact
     assert asked == []
 
 
-def test_compact_only_labelled_positions_are_scored(compact: bool) -> None:
-    model, own, seen = build(), batch("all"), []
-
-    def answer(head: Head) -> Any:
-        seen.append(head.hidden.size(0))
-        return head.own()
-
-    with scored_by(answer):
-        trls = plain(model, own)
-    assert seen == [int(own.has_label.sum()) if compact else own.has_label.numel()]
-    assert trls.entropy is not None
-
-
 @pytest.mark.parametrize(
     "parts",
-    [[PLACES[:1], PLACES[1:]], [PLACES[:, 2:]], [PLACES[[2, 0]], PLACES[1:2, 1:7]], [PLACES[[1, 2, 0]].view(1, -1)]],
+    [
+        [INDICES[:1], INDICES[1:]],
+        [INDICES[:, 2:]],
+        [INDICES[[2, 0]], INDICES[1:2, 1:7]],
+        [INDICES[[1, 2, 0]].view(1, -1)],
+    ],
     ids=["in two", "without a margin", "in another order", "end to end"],
 )
-def test_a_part_of_the_batch_has_the_sets_of_its_places(parts: list[Tensor], compact: bool) -> None:
+def test_a_part_of_the_batch_has_the_sets_at_its_indices(parts: list[Tensor], compact: bool) -> None:
     """In a model without layers, which makes of each token the same in whatever company."""
     own = batch()
     model = AutoModelForCausalLM.from_config(transformers.Qwen2Config(**(tiny.SIZES | {"num_hidden_layers": 0})))
     add_fused_lm_head(model, TEMPERATURE, outputs=("log_probs", "entropy"))
     whole, kept_model = call(model, own), wrap(model, own)
     log_probs = torch.nn.functional.pad(whole.log_probs, (1, 0)).flatten()
-    for places in parts:
-        tokens = {"input_ids": own.input_ids.flatten()[places], "labels": own.labels.flatten()[places]}
-        out = kept_model(places=places, **tokens)
+    for token_indices in parts:
+        tokens = {"input_ids": own.input_ids.flatten()[token_indices], "labels": own.labels.flatten()[token_indices]}
+        out = kept_model(token_indices=token_indices, **tokens)
         # sums of products below 20, a few roundings of each, in other shapes
-        assert within((out.log_probs - log_probs[places[:, 1:]]).abs(), 100 * EPS)
+        assert within((out.log_probs - log_probs[token_indices[:, 1:]]).abs(), 100 * EPS)
     assert kept_model.kept_mass[1] == whole.kept_mass[1] > 0
     assert within((kept_model.kept_mass[0] - whole.kept_mass[0]).abs(), 100 * EPS * whole.kept_mass[1])
 
 
-@pytest.mark.parametrize("fails", [True, False])
-def test_trls_head_is_its_own_again_afterwards(fails: bool) -> None:
-    model, own = build(), batch()
-
-    def watched(**batch: Any) -> Any:
+def test_trls_head_is_its_own_again_after_an_error() -> None:
+    def fail(**_: Any) -> Any:
         assert trl.trainer.utils._ChunkedLogProbFunction is not TRLS_HEAD
-        if fails:
-            raise RuntimeError("on purpose")
-        return model(**batch)
+        raise RuntimeError("on purpose")
 
-    if fails:
-        with pytest.raises(RuntimeError, match="on purpose"):
-            call(watched, own)
-    else:
-        call(watched, own)
+    with pytest.raises(RuntimeError, match="on purpose"):
+        call(fail, batch())
     assert trl.trainer.utils._ChunkedLogProbFunction is TRLS_HEAD

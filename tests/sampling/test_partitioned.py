@@ -75,23 +75,18 @@ def test_each_pass_gathers_the_head_once_forward_and_once_backward(
     assert gathers == {kind: {"forward": 1, "backward": 1} for kind in KINDS}
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_pass_without_gradient_gathers_the_head_once(monkeypatch: pytest.MonkeyPatch, kind: str) -> None:
+def test_passes_without_gradient_and_second_backwards_gather_the_head_each_time(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     model = build()
-    partitioned = Partitioned(model, monkeypatch)
+    partitioned, parameters = Partitioned(model, monkeypatch), list(model.parameters())
     with torch.no_grad():
-        assert not call(model, batch(kind), with_entropy=False).log_probs.requires_grad
+        assert not call(model, batch("some"), with_entropy=False).log_probs.requires_grad
     assert partitioned.gathers == {"forward": 1, "backward": 0}
-
-
-def test_a_partitioned_head_goes_backward_as_often_as_the_graph_around_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build()
-    partitioned = Partitioned(model, monkeypatch)
     loss = loss_of(call(model, batch()), 0.1)
-    parameters = list(model.parameters())
     first = torch.autograd.grad(loss, parameters, retain_graph=True)
     assert all(map(torch.equal, first, torch.autograd.grad(loss, parameters)))
-    assert partitioned.gathers == {"forward": 1, "backward": 2}
+    assert partitioned.gathers == {"forward": 2, "backward": 2}
 
 
 def test_an_answer_of_the_model_s_own_head_is_gathered_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -100,7 +95,7 @@ def test_an_answer_of_the_model_s_own_head_is_gathered_once(monkeypatch: pytest.
     own = dataclasses.replace(batch(), sets=[])
     expected = model(input_ids=own.input_ids, labels=own.labels, fused_lm_head=True)
     partitioned = Partitioned(model, monkeypatch)
-    with scored_by(Head.own):
+    with scored_by(Head.trl_scores):
         got = model(input_ids=own.input_ids, labels=own.labels, fused_lm_head=True)
     for name in ("log_probs", "entropy", "mean_logits", "is_top1"):
         assert torch.equal(got[name], expected[name])

@@ -17,10 +17,8 @@ llava = test_images.llava
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 
 
-@pytest.mark.parametrize("options", [{"top_p": 0.6}, {"min_p": 0.2, "sync_ref_model": True, "lora": "attention"}])
-def test_a_run_resumes_exactly_inside_a_window(
-    models: dict[str, Path], tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_a_run_resumes_exactly_inside_a_window(models: dict[str, Path], tmp_path: Path) -> None:
+    options = {"min_p": 0.2, "sync_ref_model": True, "lora": "attention"}
     whole = tiny.train(build(models["dense"], tmp_path, **options, **SAVING))
     resumed = build(models["dense"], tmp_path, **options, **SAVING)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
@@ -37,7 +35,7 @@ def test_a_run_is_not_resumed_inside_a_window_with_the_option_switched(
     for there in (True, False):
         tiny.train(build(models["dense"], tmp_path / str(there), keep_sampling_mask=there, **options))
         other = build(models["dense"], tmp_path, keep_sampling_mask=not there, **{**options, "max_steps": 5})
-        message = rf"began with keep_sampling_mask={there}; this run has keep_sampling_mask={not there}\. Resume"
+        message = rf"began with\s+keep_sampling_mask={there}; this run has keep_sampling_mask={not there}\s"
         with pytest.raises(ValueError, match=message):
             other.train(resume_from_checkpoint=str(tmp_path / str(there) / "checkpoint-2"))
         other.train(resume_from_checkpoint=str(tmp_path / str(there) / "checkpoint-4"))  # between two windows
@@ -52,7 +50,7 @@ def check_policy(trainer: Any, update: Any, model: Any) -> None:
         torch.testing.assert_close(row.values["logps"].double(), expected, **CLOSE)
 
 
-@pytest.mark.parametrize("options", [{}, {"token_budget": 30}], ids=str)
+@pytest.mark.parametrize("options", [{"token_budget": 30}], ids=str)
 def test_evaluation_scores_among_its_own_sets_and_leaves_training_alone(
     models: dict[str, Path], tmp_path: Path, options: dict[str, Any]
 ) -> None:
@@ -100,12 +98,6 @@ def test_completions_that_are_masked_out_have_no_sets(models: dict[str, Path], t
     assert tiny.history(trainer)[0]["sampling_mask/fallback"] == 0
 
 
-def test_completions_of_one_token(models: dict[str, Path], tmp_path: Path) -> None:
-    trainer = tiny.train(build(models["dense"], tmp_path, top_p=0.6, max_completion_length=1, max_steps=2))
-    for update in trainer.updates:
-        check_policy(trainer, update, sampled.models(models["dense"], trainer)(update.weights))
-
-
 def test_the_size_of_micro_batches_is_of_no_matter(models: dict[str, Path], tmp_path: Path) -> None:
     """But for the order in which float32 is summed up, which three steps of SGD leave near the rounding."""
     options = {"top_p": 0.6, "optim": "sgd", "max_steps": 3, "steps_per_generation": 4}
@@ -124,9 +116,10 @@ def test_the_size_of_micro_batches_is_of_no_matter(models: dict[str, Path], tmp_
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that calls tools."""
-    return agent.save_model(tmp_path_factory.mktemp("caller"), steps=100)
+    return agent.save_model(tmp_path_factory.mktemp("caller"))
 
 
+@pytest.mark.slow  # the agent learns to call tools; test_sampled_engine.py joins turns in seconds
 @pytest.mark.parametrize("options", [{}, {"token_budget": 400}], ids=str)
 def test_turns_of_an_agent_have_the_sets_of_their_own(caller: Path, tmp_path: Path, options: dict[str, Any]) -> None:
     """What a tool says has none, and the log-prob that TRL gives it."""

@@ -1,11 +1,13 @@
 """A tiny model that calls tools: a Qwen3 chat template of TRL's, two tools, and transcripts learned by heart.
 
+`python -m tests.tools.agent` trains the model and writes `WEIGHTS`, from which the tests take it.
 The model samples: some prompts are answered at once, after one tool or after two, others by two calls in one turn.
 """
 
 import asyncio
 import functools
 import json
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,9 +15,10 @@ from typing import Any
 import torch
 import transformers
 from datasets import Dataset
+from safetensors.torch import load_file, save_file
 from tokenizers import AddedToken
 from torch.nn.functional import cross_entropy
-from transformers import PreTrainedTokenizerFast, Qwen2Config
+from transformers import PreTrainedConfig, PreTrainedTokenizerFast, Qwen2Config
 from trl import chat_template_utils
 
 from tests.tools import tiny
@@ -24,6 +27,7 @@ from trl_steady import StepRewards
 Message = dict[str, Any]
 Calls = list[tuple[str, Any]]
 
+WEIGHTS = Path(__file__).parents[1] / "data/agent.safetensors"
 TURN_END, PAD = "<|im_end|>", "<|endoftext|>"
 # between two turns of the model, whose last token is TURN_END
 TOOL_RESULT = "\n<|im_start|>user\n<tool_response>\n"
@@ -180,10 +184,21 @@ def unlearned(folder: Path) -> float:
     return worst
 
 
-def save_model(folder: Path, steps: int = 300) -> Path:
-    """Train on the transcripts, and on nothing else; after 240 steps they are known by heart."""
+def save_model(folder: Path) -> Path:
+    """Save the model of `WEIGHTS`, which knows the transcripts by heart, with its tokenizer."""
     reader = tokenizer()
-    config = Qwen2Config(
+    model = transformers.AutoModelForCausalLM.from_config(config(reader), dtype=torch.float32)
+    # stored in bfloat16 and without the embedding's copy, the head
+    model.load_state_dict(load_file(WEIGHTS), strict=False)
+    model.save_pretrained(folder)
+    reader.save_pretrained(folder)
+    return folder
+
+
+def config(
+    reader: PreTrainedTokenizerFast, kind: type[PreTrainedConfig] = Qwen2Config, **more: Any
+) -> PreTrainedConfig:
+    return kind(
         hidden_size=64,
         intermediate_size=128,
         num_hidden_layers=2,
@@ -194,13 +209,19 @@ def save_model(folder: Path, steps: int = 300) -> Path:
         eos_token_id=reader.eos_token_id,
         pad_token_id=reader.pad_token_id,
         tie_word_embeddings=True,
+        **more,
     )
+
+
+def train_model(folder: Path, steps: int = 300, **architecture: Any) -> Path:
+    """Train on the transcripts, and on nothing else; after 240 steps they are known by heart."""
+    reader = tokenizer()
     batch = reader(texts(reader), padding=True, padding_side="right", return_tensors="pt")
     ids, mask = batch["input_ids"], batch["attention_mask"]
     targets = ids.where(mask.bool(), -100)[:, 1:]
     with torch.random.fork_rng():
         torch.manual_seed(0)
-        model = transformers.AutoModelForCausalLM.from_config(config)
+        model = transformers.AutoModelForCausalLM.from_config(config(reader, **architecture))
         optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3, weight_decay=0.0)
         schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, max_lr=5e-3, total_steps=steps)
         for _ in range(steps):
@@ -246,3 +267,9 @@ def turns(ids: list[int]) -> list[tuple[int, int]]:
 def worth(message: Message, number: int) -> float:
     """Of a turn: arbitrary, deterministic, exact in float32."""
     return (sum(json.dumps(message, sort_keys=True).encode()) % 13 - 5) / 4 + number
+
+
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as trained:
+        parameters = load_file(train_model(Path(trained)) / "model.safetensors")
+    save_file({name: value.bfloat16() for name, value in parameters.items()}, WEIGHTS)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from tests.tools import tiny, wide
 from trl_steady import StepRewards
+from trl_steady.critic import learner
 
 EOS = tiny.SIZES["eos_token_id"][0]
 OTHER_EOS = 7  # a further end of the generation config
@@ -139,6 +140,11 @@ def policy_parameters(trainer: Any) -> dict[str, nn.Parameter]:
     return {name: own for name, own in trainer.model.named_parameters() if id(own) not in critic}
 
 
+def descend(monkeypatch: Any) -> None:
+    """Let critics take steps of SGD, which are proportional to gradients."""
+    monkeypatch.setattr(learner, "AdamW", lambda groups, **_: torch.optim.SGD(groups))
+
+
 def snapshot(parameters: dict[str, Any]) -> dict[str, Tensor]:
     return {name: own.detach().clone() for name, own in parameters.items()}
 
@@ -162,6 +168,8 @@ class Twin:
         for own in (self.whole, self.head, self._reference, self._critic) if exact else ():
             if own is not None:
                 own.double()
+        for own in self.parameters.values():  # which the critic's need only while it is trained
+            own.requires_grad_(True)
 
     @property
     def _body(self) -> Any:

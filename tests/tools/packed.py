@@ -62,7 +62,6 @@ WAYS = [
     if not (implementation == "sdpa" and name in EAGER_ONLY)
 ]
 WINDOWED = ("mistral", "gemma2", "gemma3", "gpt_oss")
-DENSE = ("llama", "qwen2", "mistral", "gemma2", "gemma3")
 
 BATCHES = {
     "ragged": padded([([5, 6, 7], [8, 3]), ([9], [4, 10, 11, 12, 3, 9, 8]), ([13, 14], [15, 16, 3])], left=2, right=1),

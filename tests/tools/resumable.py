@@ -12,6 +12,7 @@ import torch
 from transformers.trainer_utils import get_last_checkpoint
 
 from tests.tools import tiny, wide
+from trl_steady.critic.part import CriticPart
 from trl_steady.reference.part import ReferencePart
 from trl_steady.reward_model.part import RewardModelPart
 
@@ -50,6 +51,7 @@ def state(trainer: Any) -> dict[str, Any]:
         "policy": {k: v.clone() for k, v in trainer.model.state_dict().items() if isinstance(v, torch.Tensor)},
         "reference": {pair.name: pair.reference.clone() for pair in moving.pairs()} if moving else {},
         "critic": {name: tensor.clone() for name, tensor in critic.state().items()} if critic else {},
+        "critic optimizer": trainer.part(CriticPart).learner.state_dict() if critic else {},
         "kl_coef": getattr(trainer, "kl_coef", None),
         "reward model": of_reward_model(trainer.part(RewardModelPart)),
         "optimizer": trainer.optimizer.state_dict()["state"],
@@ -66,14 +68,12 @@ def of_reward_model(part: RewardModelPart) -> dict[str, Any]:
         found["weights"] = {name: tensor.clone() for name, tensor in part.model.state().items()}
     if refresher is not None:
         found |= {
-            "answers": [list(own) for own in refresher._all_answers()],
+            "answers": [list(answer) for answer in refresher._all_answers()],
             "rollouts": refresher._rollouts,
             "refreshes": [tuple(refresh) for refresh in refresher.refreshes],
-            "optimizer": refresher.optimizer.state_dict(),
-            "seen": refresher.history.seen,
+            "optimizer": refresher.learner.state_dict(),
+            "history": refresher.history.state(),
         }
-        if refresher.history.seen and refresher.history.file.is_file():  # on the machine of the main process
-            found["history"] = torch.load(refresher.history.file)
     return found
 
 

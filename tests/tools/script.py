@@ -11,12 +11,12 @@ import pytest
 
 
 @contextmanager
-def figure(name: str) -> Iterator[Any]:
-    """The script docs/figures/`name`.py, which draws."""
-    pytest.importorskip("matplotlib", reason="needs the recipes extra")
-    spec = importlib.util.spec_from_file_location(
-        f"figure_{name}", Path(__file__).parents[2] / f"docs/figures/{name}.py"
-    )
+def figure(name: str, *, draws: bool = True) -> Iterator[Any]:
+    """Give the script docs/figures/`name`.py. One that draws needs matplotlib."""
+    if draws:
+        pytest.importorskip("matplotlib", reason="needs the recipes extra")
+    path = Path(__file__).parents[2] / f"docs/figures/{name}.py"
+    spec = importlib.util.spec_from_file_location(f"figure_{name}", path)
     assert spec and spec.loader
     module = importlib.util.module_from_spec(spec)
     sys.modules[spec.name] = module  # where dataclasses look for their module

@@ -7,7 +7,6 @@ from tests.tools import tiny
 from trl_steady import StepRewards
 
 FORMULAS = ("process", "return_to_go")
-SCALES = ("group", "batch", "none")
 ANSWERS = ["one\ntwo\nthree", "one", "two\ntwo", "a\nb\nc\nd", "", "xy\nz", "\n", "last\none"]
 
 

@@ -2,9 +2,9 @@
 
 `@pytest.mark.supports(*features, on=SETUP)` says that a test shows features in a setup, or in several. With
 `only="CPU"`, these are whole runs on CPU, where accelerate does not offer the setup. With `only="pieces"` or
-`only="stand-in"`, there is no whole run, or none with the real engine. `@pytest.mark.refuses(*features,
-on=SETUP, message=...)` says that a test sees them refused; with `where` not all of it, but what `where` says. Tests
-are read, not imported. One that `.ci/run` does not run backs no "tested".
+`only="stand-in"`, there is no whole run, or none with the real engine. `@pytest.mark.refuses(*features, on=SETUP)`
+says that a test sees them refused; with `where` not all of it, but what `where` says. Tests are read, not imported,
+since some need vLLM. A test that `.ci/run` does not run backs no sign.
 
 Usage: python -m tests.tools.support [--write]
 """
@@ -12,11 +12,9 @@ Usage: python -m tests.tools.support [--write]
 import ast
 import re
 import sys
-import tomllib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/several-processes.md"
@@ -53,14 +51,14 @@ FEATURES = {
     "reward model, LoRA": "`RewardAdapter`, retrained, LoRA",
     "exact resume": "a resume inside a generation window",
 }
-SHOWN = {None: "tested", "CPU": "tested, on CPU", "pieces": "pieces", "stand-in": "stand-in"}
-"""By `only`."""
 SIGNS = {None: "✓", "CPU": "(✓)"}
 """Signs for whole runs, by `only`."""
+NOTES = {None: "tested", "CPU": "tested, on CPU", "pieces": "pieces", "stand-in": "stand-in"}
 REFUSED, NOT_RUN = "✗", "?"
-CUDA = "on CUDA"
-APART = ("sharded", "distributed")
-"""The folders with a target of their own, such as `make test-sharded`. `make test` does not run them."""
+INSTALLED = {"sharded": "deepspeed", "distributed": "deepspeed", "vllm": "vllm"}
+"""What a folder's target in the Makefile installs. Tests elsewhere would be skipped for want of it."""
+ON_CUDA, ON_CPU = "not torch.cuda.is_available()", "torch.cuda.is_available()"
+"""Conditions of `skipif`."""
 
 
 @dataclass(frozen=True)
@@ -73,275 +71,123 @@ class Mark:
     """`supports` or `refuses`."""
     features: tuple[str, ...]
     setups: tuple[str, ...]
+    is_run: bool
+    """Whether `.ci/run` runs the test, which it does unless the test needs CUDA."""
     only: str | None = None
-    message: str = ""
     where: str = ""
-    needs: tuple[str, ...] = ()
-    """What keeps `.ci/run` from running it."""
-
-    @property
-    def is_run(self) -> bool:
-        return not self.needs
 
     @property
     def note(self) -> str:
-        """In a cell that is not "tested"."""
+        """The words for a cell that has no sign of this mark."""
         if self.kind == "refuses":
             return f"refused {self.where}".strip()
-        if CUDA in self.needs:
-            return "a test for CUDA is written"
-        return " ".join([SHOWN[self.only], *self.needs])
+        return NOTES[self.only] if self.is_run else "a test for CUDA is written"
 
 
 class Wrong(ValueError):
     """A mark that cannot be."""
 
 
-def collect(folder: Path = ROOT / "tests") -> list[Mark]:
-    """The marks of all tests, in the order of their files."""
-    skipping = {name for path in folder.rglob("*.py") for name in _skipping_fixtures(ast.parse(path.read_text()))}
-    return [mark for path in sorted(folder.rglob("test_*.py")) for mark in read(path, skipping)]
+def collect() -> list[Mark]:
+    """Return the marks of all tests, in the order of their files."""
+    return [mark for path in sorted((ROOT / "tests").rglob("test_*.py")) for mark in read(path)]
 
 
-def read(path: Path, skipping: Iterable[str] = ()) -> Iterator[Mark]:
-    """The marks of a file.
+def read(path: Path) -> Iterator[Mark]:
+    """Yield the marks of a file.
 
     Raises:
-        Wrong: a mark that names what there is not, or sits where it cannot be told whether `.ci/run` runs it.
+        Wrong: a mark names what is not in the table, or its test is skipped for a reason that is not known here.
     """
     module = ast.parse(path.read_text())
-    of_all = [mark for node in module.body if _assigns(node, "pytestmark") for mark in _listed(node.value)]
+    of_file = [node.value for node in module.body if isinstance(node, ast.Assign) and _name(node) == "pytestmark"]
     for node in module.body:
-        marks = getattr(node, "decorator_list", [])
-        own = [mark for mark in marks if _name(mark) in ("pytest.mark.supports", "pytest.mark.refuses")]
-        if not own:
-            continue
-        assert isinstance(node, ast.FunctionDef)
-        relative = path.relative_to(ROOT) if path.is_relative_to(ROOT) else path
-        test = f"{relative.as_posix()}::{node.name}"
-        caught = {argument.arg for argument in node.args.args} & set(skipping)
-        if caught:
-            raise Wrong(f"{test}: {caught.pop()} may skip it")
-        needs = tuple(dict.fromkeys(_needs([*of_all, *marks, *_skips(node)], path, test)))
-        for mark in own:
-            made = _made(mark, test, needs)
-            if made.kind == "refuses":
-                _check_message(made, node, module)
-            yield made
+        if isinstance(node, ast.FunctionDef):
+            marks = [mark for mark in node.decorator_list if _name(mark) in ("supports", "refuses")]
+            test = f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name}::{node.name}"
+            is_run = not marks or _is_run([*of_file, *node.decorator_list, *node.body], path.parent.name, test)
+            yield from (_mark(mark, test, is_run) for mark in marks)
 
 
-def _made(mark: ast.expr, test: str, needs: tuple[str, ...]) -> Mark:
+def _mark(mark: ast.expr, test: str, is_run: bool) -> Mark:
     assert isinstance(mark, ast.Call)
-    said = {keyword.arg: ast.literal_eval(keyword.value) for keyword in mark.keywords}
-    setups = said.pop("on", ())
+    options = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in mark.keywords}
+    setups = options.pop("on", ())
     setups = (setups,) if isinstance(setups, str) else tuple(setups)
     features = tuple(ast.literal_eval(each) for each in mark.args)
-    made = Mark(test, _name(mark).rsplit(".")[-1], features, setups, needs=needs, **said)  # type: ignore[arg-type]
     for known, named in ((FEATURES, features), (SETUPS, setups)):
-        unknown = [each for each in named if each not in known]
-        if unknown or not named:
-            raise Wrong(f"{test}: a mark names {unknown or 'nothing'}, and there are {', '.join(known)}")
-    if made.only not in SHOWN or (made.kind == "refuses") != bool(made.message):
-        raise Wrong(f"{test}: only={made.only!r}, message={made.message!r}")
-    return made
+        if not named or not set(named) <= set(known):
+            raise Wrong(f"{test}: a mark names {named or 'nothing'}, and the table has {', '.join(known)}")
+    if options.get("only") not in NOTES:
+        raise Wrong(f"{test}: only={options['only']!r}, which is none of {NOTES}")
+    return Mark(test, _name(mark), features, setups, is_run, **options)
 
 
-def _needs(marks: list[ast.expr], path: Path, test: str) -> Iterator[str]:
-    """What a test needs that `.ci/run` does not have."""
-    if path.parent.name in APART and f"test-{path.parent.name}" not in suites():
-        yield f"by `make test-{path.parent.name}`"
-    for mark in marks:
-        name = _name(mark)
-        if name in ("pytest.mark.skip", "pytest.mark.xfail", "pytest.skip", "pytest.xfail"):
-            raise Wrong(f"{test} is skipped or expected to fail")
-        if name == "pytest.mark.slow" and "slow" in left_out():
-            yield "by `make test-slow`"
-        elif name == "pytest.mark.gpu" and "gpu" in left_out():
-            yield CUDA
-        elif name in ("pytest.mark.skipif", "pytest.importorskip"):
-            assert isinstance(mark, ast.Call)
-            condition = ast.unparse(mark.args[0])
-            package = re.fullmatch(r"importlib\.util\.find_spec\('(\w+)'\) is None|'(\w+)'", condition)
-            if package:
-                needed = package[1] or package[2]
-                if needed not in installed(path.parent.name):
-                    yield f"where {needed} is installed"
-            elif condition == "not torch.cuda.is_available()":
-                yield CUDA
-            elif condition != "torch.cuda.is_available()":  # which CI has not
-                raise Wrong(f"{test}: whether .ci/run skips it, `{condition}` does not tell")
-
-
-def suites() -> set[str]:
-    """The targets that `.ci/run` makes."""
-    return set(re.findall(r"^make ([\w-]+)$", (ROOT / ".ci/run").read_text(), re.M))
-
-
-def left_out() -> set[str]:
-    """The marks whose tests `make test` does not run."""
-    return set(re.findall(r"not (\w+)", _rule("test")))
-
-
-def installed(folder: str) -> set[str]:
-    """Distributions that `.ci/run` runs the tests of a folder with, in one of its suites."""
-    if folder == "vllm":
-        named = (ROOT / "tests/vllm/no-deps.txt").read_text() + (ROOT / "tests/vllm/requirements.txt").read_text()
-        names = set(re.findall(r"^[\w-]+", named, re.M)) if "test-vllm" in suites() else set()
-        return names | {name.removesuffix("-cpu") for name in names}
-    project: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-    extras = re.findall(r"\w+", re.findall(r'-e "\.\[(.*?)\]"', _rule("$(VENV)/.test"))[0])
-    named = project["dependencies"] + [each for extra in extras for each in project["optional-dependencies"][extra]]
-    if folder in APART and f"test-{folder}" in suites():
-        named += re.findall(r"--upgrade (.*)$", _rule("$(DEEPSPEED)/.test"), re.M)[0].split()
-    return {re.findall(r"^[\w-]+", each)[0] for each in named}
-
-
-def _rule(target: str) -> str:
-    return re.findall(rf"^{re.escape(target)}:.*\n((?:\t.*\n)+)", (ROOT / "Makefile").read_text(), re.M)[0]
-
-
-def _check_message(mark: Mark, node: ast.FunctionDef, module: ast.Module) -> None:
-    """It is what some error of the package says, and what the test expects.
-
-    Raises:
-        Wrong: it is not.
-    """
-    if not any(_fits(template, mark.message) for template in templates()):
-        raise Wrong(f"{mark.test}: no error of the package says {mark.message!r}")
-    patterns = [pattern for call in ast.walk(node) for pattern in _patterns(call, node, module)]
-    if not any(re.search(pattern, mark.message) for pattern in patterns):
-        raise Wrong(f"{mark.test} expects {patterns}, and none of them is in {mark.message!r}")
-
-
-def _fits(template: list[str], message: str) -> bool:
-    """A template of an error, by its parts that are always there; of them is a quarter of the message, or more."""
-    pattern = ".*".join(map(re.escape, template))
-    return 4 * sum(map(len, template)) > len(message) and re.fullmatch(pattern, message, re.S) is not None
-
-
-def templates() -> list[list[str]]:
-    """The errors that the package raises."""
-    raised = (
-        node.exc.args[0]
-        for path in (ROOT / "src").rglob("*.py")
-        for node in ast.walk(ast.parse(path.read_text()))
-        if isinstance(node, ast.Raise) and isinstance(node.exc, ast.Call) and node.exc.args
-    )
-    return [parts for parts in map(_parts, raised) if parts]
-
-
-def _parts(value: ast.expr) -> list[str]:
-    """A string, or an f-string without what is filled in."""
-    if isinstance(value, ast.Constant) and isinstance(value.value, str):
-        return [value.value]
-    if not isinstance(value, ast.JoinedStr):
-        return []
-    parts = [""]
-    for each in value.values:
-        if isinstance(each, ast.Constant):
-            parts[-1] += each.value
-        else:
-            parts.append("")
-    return parts
-
-
-def _patterns(call: ast.AST, node: ast.FunctionDef, module: ast.Module) -> Iterator[str]:
-    """What a call of `pytest.raises` matches; a name is looked up in the test, and in what it is given."""
-    if not (isinstance(call, ast.Call) and _name(call) == "pytest.raises"):
-        return
-    for value in (keyword.value for keyword in call.keywords if keyword.arg == "match"):
-        if isinstance(value, ast.Name):
-            assigned = [each.value for each in ast.walk(node) if _assigns(each, value.id)]
-            given = [each for mark in node.decorator_list if _name(mark).endswith("parametrize") for each in [mark]]
-            found = [*assigned, *(each for mark in given for each in ast.walk(mark) if isinstance(each, ast.Constant))]
-        else:
-            found = [value]
-        for each in found:
-            parts = _parts(each)  # type: ignore[arg-type]
-            if parts:
-                yield ".*".join(parts)
-
-
-def _skips(node: ast.FunctionDef) -> list[ast.expr]:
-    """Calls that skip the test while it runs."""
-    skips = ("pytest.skip", "pytest.xfail", "pytest.importorskip")
-    return [call for call in ast.walk(node) if isinstance(call, ast.Call) and _name(call) in skips]
-
-
-def _skipping_fixtures(module: ast.Module) -> Iterator[str]:
-    for node in module.body:
-        if isinstance(node, ast.FunctionDef) and any("fixture" in _name(mark) for mark in node.decorator_list):
-            yield from [node.name] if _skips(node) else []
-
-
-def _assigns(node: Any, name: str) -> bool:
-    return isinstance(node, ast.Assign) and any(isinstance(to, ast.Name) and to.id == name for to in node.targets)
-
-
-def _listed(value: ast.expr) -> list[ast.expr]:
-    return value.elts if isinstance(value, ast.List) else [value]
+def _is_run(nodes: list[ast.AST], folder: str, test: str) -> bool:
+    """Return whether `.ci/run` runs a test, from its marks and its body."""
+    needs_cuda = False
+    for node in (inner for each in nodes for inner in ast.walk(each)):
+        match _name(node), node:
+            case "gpu", _:
+                needs_cuda = True
+            case "skipif" | "importorskip", ast.Call(args=[condition, *_]):
+                text = ast.unparse(condition)
+                if text not in (ON_CUDA, ON_CPU) and f"'{INSTALLED.get(folder)}'" not in text:
+                    raise Wrong(f"{test}: `{text}` does not tell whether .ci/run skips it")
+                needs_cuda |= text == ON_CUDA
+            case "skip" | "xfail", _:
+                raise Wrong(f"{test} is skipped or expected to fail")
+    return not needs_cuda
 
 
 def _name(node: ast.AST) -> str:
-    return ast.unparse(node.func if isinstance(node, ast.Call) else node)
+    """Return the last part of the name of a mark or of a call, or the name that an assignment binds."""
+    match node:
+        case ast.Call(func=func):
+            return _name(func)
+        case ast.Attribute(attr=name) | ast.Name(id=name) | ast.Assign(targets=[ast.Name(id=name)]):
+            return name
+    return ""
 
 
 def cell(marks: list[Mark], feature: str, setup: str) -> str:
-    """What the table says of a feature in a setup.
+    """Return what the table says of a feature in a setup.
 
     Raises:
-        Wrong: it is tested, and refused.
+        Wrong: the feature is tested, and refused.
     """
-    own = [mark for mark in marks if feature in mark.features and setup in mark.setups]
-    refusals = [mark for mark in own if mark.kind == "refuses" and mark.is_run]
-    tested = {mark.only for mark in own if mark.kind == "supports" and mark.is_run}
-    in_part = list(dict.fromkeys(mark.note for mark in refusals if mark.where))
+    found = [mark for mark in marks if feature in mark.features and setup in mark.setups]
+    shown = [mark for mark in found if mark.kind == "supports"]
+    refusals = [mark for mark in found if mark.kind == "refuses" and mark.is_run]
     if any(not mark.where for mark in refusals):
-        if any(mark.kind == "supports" for mark in own):
+        if shown:
             raise Wrong(f"{feature} on {setup} is shown and refused")
         return REFUSED
-    for only, sign in SIGNS.items():
-        if only in tested:
-            return "; ".join([sign, *in_part])
-    shown = [mark for mark in own if mark.kind == "supports"]
-    notes = dict.fromkeys(mark.note for mark in sorted(shown, key=lambda mark: len(mark.needs)))
-    return "; ".join([NOT_RUN, *notes, *in_part])
+    in_part = dict.fromkeys(mark.note for mark in refusals)
+    run = {mark.only for mark in shown if mark.is_run}
+    signs = [sign for only, sign in SIGNS.items() if only in run]
+    notes = [] if signs else dict.fromkeys(mark.note for mark in shown)
+    return "; ".join([*(signs[:1] or [NOT_RUN]), *notes, *in_part])
 
 
 def table(marks: list[Mark]) -> str:
-    """Markdown: the cells, and what is refused."""
+    """Return the cells in Markdown."""
     lines = [f"| | {' | '.join(SETUPS)} |", f"|---{'|---' * len(SETUPS)}|"]
     for feature, label in FEATURES.items():
         lines.append(f"| {label} | {' | '.join(cell(marks, feature, setup) for setup in SETUPS)} |")
-    lines += ["", "### Refusal messages", "", "| feature | setup | message |", "|---|---|---|"]
-    for mark in marks:
-        if mark.kind == "refuses" and mark.is_run:
-            on = " ".join([", ".join(mark.setups), mark.where]).strip()
-            lines.append(f"| {_labels(mark.features)} | {on} | {' '.join(mark.message.split())} |")
     return "\n".join(lines)
 
 
 def behind(marks: list[Mark]) -> str:
-    """Markdown: the tests behind the cells."""
-    lines = ["| test | result | setup | features |", "|---|---|---|---|"]
-    shown: dict[tuple[str, str, tuple[str, ...]], list[str]] = {}
-    for mark in marks:
-        shown.setdefault((mark.test, mark.note, mark.setups), []).extend(mark.features)
-    for (test, note, setups), features in shown.items():
-        file, name = test.split("::")
-        lines.append(f"| `{file}`: `{name}` | {note} | {', '.join(setups)} | {_labels(features)} |")
-    return "\n".join(lines)
-
-
-def _labels(features: Iterable[str]) -> str:
-    return "; ".join(FEATURES[feature] for feature in features)
+    """Return the tests behind the cells, a line for each mark."""
+    return "\n".join(
+        f"{mark.test}: {mark.note} on {', '.join(mark.setups)}: {'; '.join(mark.features)}" for mark in marks
+    )
 
 
 def written(page: str, marks: list[Mark]) -> str:
-    """The page with the table as it is now."""
-    before, rest = page.split(BEGIN)
-    _, after = rest.split(END)
-    return f"{before}{BEGIN}\n{table(marks)}\n{END}{after}"
+    """Return the page with the table of these marks."""
+    return re.sub(f"(?<={re.escape(BEGIN)}).*(?={re.escape(END)})", lambda _: f"\n{table(marks)}\n", page, flags=re.S)
 
 
 if __name__ == "__main__":

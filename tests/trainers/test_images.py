@@ -61,46 +61,31 @@ def pictures(rows: int = 8, *, lengths: tuple[int, ...] = (1,)) -> Dataset:
     return Dataset.from_dict({"prompt": prompts, "images": images})
 
 
-@pytest.mark.parametrize("loss_type", ["gspo", "gspo_token"])
-def test_a_vision_language_model_trains_as_trls_sequence_level_does(
-    llava: tuple[Path, Any], tmp_path: Path, loss_type: str
-) -> None:
+def test_a_vision_language_model_trains_as_trls_sequence_level_does(llava: tuple[Path, Any], tmp_path: Path) -> None:
     folder, processor = llava
     options = {"epsilon": 5e-3, "epsilon_high": 8e-3, "optim": "sgd", "gradient_checkpointing": False}
     options["build"] = {"train_dataset": pictures(), "processing_class": processor, "reward_funcs": tiny.reward}
-    before = tiny.parameters(tiny.trainer(folder, tmp_path, loss_type=loss_type, **options))
+    before = tiny.parameters(tiny.trainer(folder, tmp_path, loss_type="gspo", **options))
     theirs = tiny.train(
         tiny.trainer(folder, tmp_path, ours=False, loss_type="grpo", importance_sampling_level="sequence", **options)
     )
-    ours = tiny.train(tiny.trainer(folder, tmp_path, padded=True, loss_type=loss_type, **options))
+    ours = tiny.train(tiny.trainer(folder, tmp_path, padded=True, loss_type="gspo", **options))
     expected, after = tiny.parameters(theirs), tiny.parameters(ours)
-    for name in expected:
-        assert torch.allclose(after[name], expected[name], rtol=1e-4, atol=1e-6), name
-    if loss_type == "gspo":
-        assert all(torch.equal(after[name], expected[name]) for name in expected)
+    assert all(torch.equal(after[name], expected[name]) for name in expected)
     assert any(not torch.equal(after[name], before[name]) for name in after if "vision_tower" in name)
 
 
-@pytest.mark.parametrize("lora", [True, False])
-def test_a_run_with_images_resumes_exactly_or_not_at_all(llava: tuple[Path, Any], tmp_path: Path, lora: bool) -> None:
-    """transformers saves this model under other names than it loads, and would go on with the initial weights."""
+def test_a_run_with_images_resumes_exactly(llava: tuple[Path, Any], tmp_path: Path) -> None:
+    """Inside a window, images and all."""
     folder, processor = llava
-    options: dict[str, Any] = {
-        "gradient_checkpointing": False,
-        "save_strategy": "steps",
-        "save_steps": 3,
-        "beta": 0.04,
-    }
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "beta": 0.04, "lora": True}
+    options |= {"gradient_checkpointing": False, "sync_ref_model": True}
     options["build"] = {"train_dataset": pictures(), "processing_class": processor, "reward_funcs": tiny.reward}
-    whole = tiny.train(tiny.trainer(folder, tmp_path, lora=lora, sync_ref_model=True, **options))
-    resumed = tiny.trainer(folder, tmp_path, lora=lora, sync_ref_model=True, **options)
-    if lora:
-        resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))  # inside a window, images and all
-        after = tiny.parameters(resumed)
-        assert all(torch.equal(value, after[name]) for name, value in tiny.parameters(whole).items())
-    else:
-        with pytest.raises(ValueError, match=r"lacks \d+ of the model's \d+ tensors.*Train an adapter, or start"):
-            resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    whole = tiny.train(tiny.trainer(folder, tmp_path, **options))
+    resumed = tiny.trainer(folder, tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    after = tiny.parameters(resumed)
+    assert all(torch.equal(value, after[name]) for name, value in tiny.parameters(whole).items())
 
 
 def test_steps_of_a_completion_about_an_image(llava: tuple[Path, Any], tmp_path: Path) -> None:
@@ -127,7 +112,6 @@ def test_steps_of_a_completion_about_an_image(llava: tuple[Path, Any], tmp_path:
 
 def test_images_follow_their_samples_through_cut_columns(llava: tuple[Path, Any], tmp_path: Path) -> None:
     folder, processor = llava
-
     options: dict[str, Any] = {"loss_type": "grpo", "optim": "sgd", "gradient_checkpointing": False, "beta": 0.1}
     options |= {"per_device_train_batch_size": 2, "num_generations": 2, "steps_per_generation": 8}
     data = pictures(lengths=(1, 3, 2))
@@ -142,10 +126,5 @@ def test_images_follow_their_samples_through_cut_columns(llava: tuple[Path, Any]
     for name, value in tiny.parameters(ours).items():
         assert torch.allclose(value, expected[name], rtol=1e-4, atol=1e-6), name
     assert len(set(widths)) > 2
-
-
-def test_a_budget_in_tokens_is_refused_to_a_model_that_reads_images(llava: tuple[Path, Any], tmp_path: Path) -> None:
-    folder, processor = llava
-    build = {"train_dataset": pictures(), "processing_class": processor, "reward_funcs": tiny.reward}
-    with pytest.raises(ValueError, match="token_budget=100 can only regroup text, and the model takes"):
-        tiny.trainer(folder, tmp_path, token_budget=100, build=build)
+    with pytest.raises(ValueError, match=r"token_budget=100 .*takes other inputs than text"):
+        tiny.trainer(folder, tmp_path, token_budget=100, **options)

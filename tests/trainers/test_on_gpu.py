@@ -19,7 +19,6 @@ def by_steps(completion_ids: list[list[int]], **_: Any) -> list[StepRewards]:
 
 # each with the model, what is rewarded, and the options
 RUNS: dict[str, tuple[str, Any, dict[str, Any]]] = {
-    "kept": ("dense", tiny.reward, {"keep_sampling_mask": True, "top_k": 5}),
     "kept, by tokens": (
         "dense",
         tiny.reward,

@@ -48,9 +48,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:sampling leaves tokens out")
-@pytest.mark.parametrize("model", ["dense", "moe"])
 @pytest.mark.parametrize("name", OPTIONS)
-def test_everything_off_is_trls_bit_for_bit(models: dict[str, Path], tmp_path: Path, name: str, model: str) -> None:
+def test_everything_off_is_trls_bit_for_bit(models: dict[str, Path], tmp_path: Path, name: str) -> None:
+    model = ("dense", "moe")[list(OPTIONS).index(name) % 2]
     ours = tiny.train(trainer(models[model], tmp_path, padded=True, **OPTIONS[name]))
     theirs = tiny.train(trainer(models[model], tmp_path, ours=False, **OPTIONS[name]))
     assert resumable.differences(tiny.parameters(theirs), tiny.parameters(ours)) == []
@@ -59,8 +59,11 @@ def test_everything_off_is_trls_bit_for_bit(models: dict[str, Path], tmp_path: P
     assert resumable.differences(moved, tiny.parameters(ours)) != []
 
 
-@pytest.mark.parametrize("options", [{}, {"share_prompts": True}, {"token_budget": 40}], ids=str)
-@pytest.mark.parametrize("name", ["KL", "accumulation", "several passes", "lora"])
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [("KL", {}), ("accumulation", {"token_budget": 40}), ("several passes", {"share_prompts": True})],
+    ids=str,
+)
 def test_without_padding_it_is_trls_up_to_rounding(
     models: dict[str, Path], tmp_path: Path, name: str, options: dict[str, Any]
 ) -> None:
@@ -90,7 +93,7 @@ def test_the_kl_is_exactly_0_after_a_refresh_with_lora(models: dict[str, Path], 
     assert all(row["kl"] != 0 for row in fixed.state.log_history[4:] if "kl" in row)
 
 
-@pytest.mark.parametrize("kind", ["full", "lora"])
+@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.slow), "lora"])
 def test_a_killed_run_ends_as_if_it_had_not_been(kind: str, models: dict[str, Path], tmp_path: Path) -> None:
     """Killed while it writes checkpoint 9, inside a window with a move of the reference due."""
     model = models["dense" if kind == "full" else "moe"]
@@ -164,14 +167,10 @@ def test_r2_replays_the_experts_of_the_old_policy(models: dict[str, Path], tmp_p
     assert any(row.get("routing/changed", 0) > 0 for row in own.state.log_history)
 
 
-@pytest.mark.parametrize("options", [{}, {"token_budget": 60}], ids=str)
-def test_kept_tokens_are_what_old_and_new_log_probs_are_among(
-    models: dict[str, Path], tmp_path: Path, options: dict[str, Any]
-) -> None:
+def test_kept_tokens_are_what_old_and_new_log_probs_are_among(models: dict[str, Path], tmp_path: Path) -> None:
     """From the model's own logits, masked by hand to the 5 tokens that top-k keeps."""
-    own = recorded(
-        models["dense"], tmp_path, keep_sampling_mask=True, top_k=5, temperature=0.8, max_steps=2, **options
-    )
+    sampling = {"keep_sampling_mask": True, "top_k": 5, "temperature": 0.8}
+    own = recorded(models["dense"], tmp_path, max_steps=2, token_budget=60, **sampling)
 
     def by_hand(weights: dict[str, torch.Tensor], inputs: dict[str, Any]) -> list[torch.Tensor]:
         model = transformers.AutoModelForCausalLM.from_pretrained(models["dense"], dtype=torch.float32).eval()
@@ -199,19 +198,10 @@ def test_kept_tokens_are_what_old_and_new_log_probs_are_among(
     } == {5}
 
 
-@pytest.mark.parametrize(
-    ("option", "value", "why"),
-    [
-        ("loss_type", "gspo", "RLOO has one loss"),
-        ("kl_estimator", "k2", "RLOO's KL is log policy - log reference at rollout.*part of its reward"),
-        ("geometric_mask_range", [0.9, 1.1], "RLOO's loss has no masks"),
-        ("step_advantage", "process", "RLOO has one advantage per sequence"),
-        ("top_entropy_quantile", 0.5, "RLOO does not read it"),
-    ],
-)
-def test_options_of_grpos_loss_are_refused_with_the_reason(tmp_path: Path, option: str, value: Any, why: str) -> None:
-    with pytest.raises(ValueError, match=f"^{option}=.* is an option of GRPO: {why}.*Leave {option} unset"):
-        trl_steady.RLOOConfig(str(tmp_path), **{option: value})
+def test_options_of_grpo_are_refused_with_the_reason(tmp_path: Path) -> None:
+    for option, value in {"loss_type": "gspo", "kl_estimator": "k2", "top_entropy_quantile": 0.5}.items():
+        with pytest.raises(ValueError, match=f"^{option}=.* is an option of GRPO: RLOO has one loss.*Leave {option}"):
+            trl_steady.RLOOConfig(str(tmp_path), **{option: value})  # type: ignore[arg-type]
 
 
 def test_what_neither_knows_is_still_unexpected(tmp_path: Path) -> None:
@@ -225,8 +215,7 @@ def test_what_neither_knows_is_still_unexpected(tmp_path: Path) -> None:
         ({"router_replay": "R4"}, "router_replay='R4' cannot work"),
         ({"sync_ref_model": True, "beta": 0.0}, "sync_ref_model=True with beta=0.0"),
         ({"share_prompts": True, "trim_padding": False}, "share_prompts=True does not work with trim_padding=False"),
-        ({"reward_clip_range": (1.0, 0.0)}, "reward_clip_range=.*cannot work"),
-        ({"temperature": 0.0}, "temperature=0.0 cannot work"),
+        ({"token_budget": 64, "ref_model_sync_kl": 0.1}, "token_budget=64 does not work with ref_model_sync_kl"),
     ],
 )
 def test_options_that_cannot_work_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
@@ -251,9 +240,7 @@ def test_a_method_that_is_bypassed_is_refused(models: dict[str, Path], tmp_path:
 
     args = tiny.arguments(trl_steady.RLOOConfig, tmp_path, keep_sampling_mask=True, top_k=5)
     build = {"train_dataset": tiny.dataset(), "processing_class": tiny.tokenizer()}
-    with pytest.raises(
-        ValueError, match="OwnScores overrides _get_per_token_logps_and_entropies without calling super"
-    ):
+    with pytest.raises(ValueError, match=r"OwnScores\._get_per_token_logps_and_entropies kept the first"):
         OwnScores(str(models["dense"]), tiny.reward, args, **build).train()
 
 
@@ -289,9 +276,9 @@ def test_inside_a_window_the_kl_of_the_reward_must_stay(models: dict[str, Path],
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3, "max_steps": 5}
     tiny.train(trainer(models["dense"], tmp_path, beta=0.1, **options))
     checkpoint = str(tmp_path / "checkpoint-3")
-    with pytest.raises(ValueError, match=r"window that began with beta=0\.1; this run has beta=0\.2"):
+    with pytest.raises(ValueError, match=r"window that began with\s+beta=0\.1; this run has beta=0\.2"):
         trainer(models["dense"], tmp_path, beta=0.2, **options).train(resume_from_checkpoint=checkpoint)
-    with pytest.raises(ValueError, match=r"began with normalize_advantages=False; this run has normalize_adv.*=True"):
+    with pytest.raises(ValueError, match=r"began with\s+normalize_advantages=False; this run .*=True"):
         again = trainer(models["dense"], tmp_path, beta=0.1, normalize_advantages=True, **options)
         again.train(resume_from_checkpoint=checkpoint)
     resumed = trainer(models["dense"], tmp_path, beta=0.1, epsilon=0.3, **options)  # the loss reads it in each update

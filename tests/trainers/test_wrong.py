@@ -1,98 +1,85 @@
-"""What users get wrong: each is said before the first step, by name and value, with what to do.
+"""What users get wrong in models, data and functions: each message comes before the first step and names a way out."""
 
-The tables are `tests/tools/wrong_options.py`, `tests/tools/wrong_inputs.py` and `tests/tools/wrong_rewards.py`.
-"""
-
-import contextlib
-import inspect
-import re
-import warnings
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import TrainerCallback
-from trl import TrlParser
+from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForSequenceClassification
 
-import trl_steady
-from tests.config.test_config import config
 from tests.tools import tiny
-from tests.tools.wrong_inputs import INPUTS, Input
-from tests.tools.wrong_options import COMMANDS, OPTIONS, Command, Options
-from tests.tools.wrong_rewards import ROLLOUTS
-from trl_steady.config.shared import SharedOptions
+from trl_steady import StepRewards
 
-WAY_OUT = re.compile(
-    r"[.?] (?:Set|Use|Leave|Return|Pass|Rename|Give|Import|Delete|Check|Train|Override|Switch|Change)\b"
-)
-"""A sentence that says what to do."""
+INF, NAN = float("inf"), float("nan")
 
 
-class Ended(Exception):
-    """A first optimizer step is about to be taken."""
+def rewarding(reward: Callable[[], object]) -> dict[str, Any]:
+    def careless(completions: list[str], **_: Any) -> list[Any]:
+        return [reward() for _ in completions]
+
+    return {"loss_type": "gspo_token", "build": {"reward_funcs": careless}}
 
 
-class Accepted(TrainerCallback):
-    def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
-        raise Ended
+def rolling(**change: Any) -> dict[str, Any]:
+    def roll(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        ids = {"prompt_ids": [[50, 51]] * len(prompts), "completion_ids": [[60, 61, 62]] * len(prompts)}
+        return {**ids, "logprobs": None, **change}
+
+    return {"build": {"rollout_func": roll}}
 
 
-def message_of(make: Any, kind: Any, pattern: str) -> str:
-    """The first message of that kind that has the pattern."""
-    kinds = kind if isinstance(kind, tuple) else (kind,)
-    said: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            make()
-        except tuple(each for each in kinds if not issubclass(each, Warning)) as error:
-            said.append(str(error))
-    if any(issubclass(each, Warning) for each in kinds):
-        said += [str(warning.message) for warning in caught if issubclass(warning.category, kinds)]
-    (message, *_) = [text for text in said if re.search(pattern, text)] or [None]
-    assert message is not None, f"{pattern!r} is in none of {said}"
-    return message
+def scoring(score: float) -> dict[str, Any]:
+    """A reward model that scores all completions so."""
+    model = Qwen2ForSequenceClassification(Qwen2Config(**{**tiny.SIZES, "num_labels": 1, "name_or_path": "rm"}))
+    model.score.register_forward_hook(lambda module, inputs, logits: torch.full_like(logits, score))
+    return {"build": {"reward_funcs": [model], "reward_processing_classes": [tiny.tokenizer()]}}
 
 
-@pytest.mark.parametrize("case", OPTIONS, ids=lambda case: str(case.given)[:80])
-def test_options(tmp_path: Path, case: Options) -> None:
-    message = message_of(lambda: config(tmp_path, **{"loss_type": "gspo", **case.given}), case.kind, case.message)
-    option, value = next(iter(case.given.items()))
-    assert (case.shown or f"{option}={value!r}") in message
-    assert WAY_OUT.search(message) or not case.is_ours
+ERRORS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "minus inf": (lambda: rewarding(lambda: -INF), r"'careless' returned -inf .*completion 0 .*Return a finite"),
+    "beyond float32": (lambda: rewarding(lambda: 1e39), r"returned inf \(in float32\)"),
+    "a model's inf": (lambda: scoring(INF), r"'rm' returned inf"),
+    "an infinite sum": (lambda: rewarding(lambda: StepRewards.at_tokens([3e38] * 2, [1, 2])), "returned inf"),
+    "steps, normalised": (
+        lambda: {
+            **rewarding(lambda: StepRewards([1], [1])),
+            "multi_objective_aggregation": "normalize_then_sum",
+        },
+        r"StepRewards, .*Set .*='sum_then_norm",
+    ),
+    "an end too far": (lambda: rewarding(lambda: StepRewards([1], [999])), r"999, .* of reward function 'careless'"),
+    "three log-probs": (lambda: rolling(logprobs=[[-1.0] * 3] * 3), "logprobs of lengths .*one value for each token"),
+    "short masks": (lambda: rolling(env_mask=[[1]] * 16), "env_mask of lengths .*one value for each token"),
+    "no log-probs": (
+        lambda: {**rolling(), "token_veto_threshold": 1e-4},
+        r"=0\.0001 needs the sampler's log-probs.*Return 'logprobs'",
+    ),
+    "two rows": (lambda: {"build": {"train_dataset": tiny.dataset(2)}}, r"has 2 rows, .* needs 4 prompts .*set a sm"),
+}
 
 
-@pytest.mark.parametrize("case", COMMANDS, ids=lambda case: case.given)
-def test_command_lines_and_files(tmp_path: Path, case: Command) -> None:
-    command = ["--output_dir", str(tmp_path), "--use_cpu", "true", "--bf16", "false"]
-    if case.is_yaml:
-        (tmp_path / "config.yaml").write_text(case.given)
-        command += ["--config", str(tmp_path / "config.yaml")]
-    else:
-        command += case.given.split()
-    parser = TrlParser(trl_steady.GRPOConfig)
-    assert WAY_OUT.search(message_of(lambda: parser.parse_args_and_config(command), ValueError, case.message))
+@pytest.mark.parametrize("name", ERRORS)
+def test_a_mistake_is_named_before_the_first_step(models: dict[str, Path], tmp_path: Path, name: str) -> None:
+    options, message = ERRORS[name]
+    trainer = tiny.trainer(models["dense"], tmp_path, max_steps=1, **options())
+    with pytest.raises(ValueError, match=message):
+        trainer.train()
+    assert trainer.state.global_step == 0
 
 
-@pytest.mark.parametrize("case", [*INPUTS, *ROLLOUTS], ids=lambda case: f"{case.stage}: {case.name}")
-def test_inputs(models: dict[str, Path], tmp_path: Path, case: Input) -> None:
-    if case.stage == "trainer":
-        message = message_of(lambda: case.make(models, tmp_path), case.kind, case.message)
-    else:
-        trainer = case.make(models, tmp_path)
-        before = tiny.parameters(trainer)
-        trainer.add_callback(Accepted())
+def test_a_frozen_model_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(models["dense"]).requires_grad_(False)
+    with pytest.raises(ValueError, match=r"no trainable parameter.*Set requires_grad=True"):
+        tiny.trainer(model, tmp_path, build={"processing_class": tiny.tokenizer()})
 
-        def train() -> None:
-            with contextlib.suppress(Ended):
-                trainer.train()
 
-        message = message_of(train, case.kind, case.message)
-        after = tiny.parameters(trainer)
-        assert trainer.state.global_step == 0
-        assert all(torch.equal(before[name], value) for name, value in after.items())
-    assert WAY_OUT.search(message) or not case.is_ours
+def test_what_teaches_nothing_is_warned_of(models: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.warns(UserWarning, match=r"reward_weights=\[0\.0\] sets all rewards to 0.*Set one of the weights"):
+        tiny.trainer(models["dense"], tmp_path, reward_weights=[0.0])
+    trainer = tiny.trainer(models["dense"], tmp_path, max_steps=1, **scoring(NAN))
+    with pytest.warns(UserWarning, match="'rm' returned nan, .*Check the weights"):
+        trainer.train()
 
 
 def test_a_reward_function_without_its_column_is_told_what_trl_passes(models: dict[str, Path], tmp_path: Path) -> None:
@@ -102,9 +89,3 @@ def test_a_reward_function_without_its_column_is_told_what_trl_passes(models: di
     with pytest.raises(TypeError, match="answer") as caught:
         tiny.trainer(models["dense"], tmp_path, build={"reward_funcs": wants_answer}).train()
     assert "passes to a reward function by name: prompts, completions, completion_ids" in caught.value.__notes__[0]
-
-
-def test_every_option_of_ours_is_in_the_table() -> None:
-    refused = {next(iter(case.given)) for case in OPTIONS if case.kind is ValueError}
-    ours = inspect.get_annotations(trl_steady.GRPOConfig).keys() | inspect.get_annotations(SharedOptions).keys()
-    assert not {name for name in ours if not name.startswith("_")} - {"METHOD"} - refused

@@ -212,9 +212,8 @@ def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A mixture of experts that calls tools; its first layer is dense."""
     names = ("head_dim", "num_experts", "num_experts_per_tok", "moe_intermediate_size")
     sizes = {name: mixtures.SIZES[name] for name in names}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(agent, "Qwen2Config", functools.partial(Qwen3MoeConfig, **sizes, mlp_only_layers=[0]))
-        return agent.save_model(tmp_path_factory.mktemp("caller"), steps=90)
+    sizes |= {"kind": Qwen3MoeConfig, "mlp_only_layers": [0]}
+    return agent.train_model(tmp_path_factory.mktemp("caller"), steps=90, **sizes)
 
 
 def test_turns_of_an_agent_are_put_together(
@@ -274,17 +273,14 @@ def test_a_vllm_that_cannot_capture_says_so(
     generation = colocated(mixture, tmp_path).vllm_generation
     monkeypatch.setattr(vllm_generation, "LLM", functools.partial(conftest.new, "float32"))
     generation._captures = [capture._replace(flag="enable_return_of_everything")]
-    with pytest.raises(
-        ValueError, match=r"needs a vLLM with enable_return_of_everything.*\(vllm.* Install a newer one"
-    ):
+    with pytest.raises(TypeError, match="enable_return_of_everything") as error:
         generation._init_vllm()
+    assert "needs enable_return_of_everything" in error.value.__notes__[0]
 
 
 def test_a_dense_model_is_refused(models: dict[str, Path], tmp_path: Path, colocated: Colocated) -> None:
     """Before an engine is built."""
-    with pytest.raises(
-        ValueError, match=r"router_replay='R3': Qwen2ForCausalLM has no routers.*Leave router_replay unset"
-    ):
+    with pytest.raises(ValueError, match=r"router_replay: Qwen2ForCausalLM has no routers.*Leave router_replay unset"):
         colocated(models["dense"], tmp_path)
 
 

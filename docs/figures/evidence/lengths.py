@@ -78,7 +78,7 @@ def spread(width: float) -> float:
 
 def tables() -> dict[str, str]:
     """Return the tables of the page by name."""
-    cases = [(width, 0) for width in (0.3, 0.7, INF)] + [(width, STEPS) for width in (0.3, INF)]
+    cases = [(0.3, 0), (INF, 0), (INF, STEPS)]
     heading = [f"spread {spread(width):.2f}" + (f", {steps} steps" if steps else "") for width, steps in cases]
     rows = [[name, *(shown.cells(outcomes(*case)[name]) for case in cases)] for name in arms()]
     return {"lengths": shown.rendered(["`loss_type`", *heading], rows)}

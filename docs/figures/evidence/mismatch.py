@@ -141,7 +141,7 @@ def of_kl(size: float) -> dict[str, Tensor]:
 
 def tables() -> dict[str, str]:
     """Return the tables of the page by name."""
-    sizes = {name: size_of(share) for name, share in ROUNDED.items()}
+    sizes = {name: size_of(ROUNDED[name]) for name in ("bf16", "fp8 e4m3")}
     levels = [f"{name}: {size:g} ({outside(size):.1%} outside)" for name, size in sizes.items()]
     rows = [[name, *(shown.cells(outcomes(size)[name]) for size in sizes.values())] for name in arms()]
     shares = (0.01, 0.05)

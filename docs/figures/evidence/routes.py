@@ -24,7 +24,7 @@ from trl_steady.routing.replay import Routers
 
 EXPERTS, WIDTH = 4, 6
 SIZES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6)
-SHOWN = (0.05, 0.2, 0.6)
+SHOWN = (0.05, 0.6)
 CASES = ("old policy", "engine")
 TRUNCATE: dict[str, Any] = {"vllm_importance_sampling_mode": "token_truncate"}
 

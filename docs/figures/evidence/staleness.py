@@ -16,7 +16,7 @@ from torch import Tensor
 
 VOCABULARY, LENGTH, RATE = 6, 3, 0.5
 STEPS = (0, 1, 2, 4, 8, 16, 32)
-SHOWN = (4, 8, 16)
+SHOWN = (4, 16)
 """Steps of the table."""
 LOGGED = 8
 """Step from which the off-policy mask's threshold is set, as docs/methods/masks.md advises."""

@@ -22,7 +22,7 @@ from trl_steady.sampling.kept import KeptTokens
 from trl_steady.sampling.log_probs import kept_log_probs
 
 TOP_P = (1.0, 0.99, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
-SHOWN = (0.95, 0.8, 0.6)
+SHOWN = (0.95, 0.8)
 TARGETS = ("truncated policy", "policy of all tokens")
 
 

@@ -15,9 +15,7 @@ from torch import Tensor
 from transformers.utils.hub import cached_file
 
 from trl_steady.adapters.merging import Site, sites
-from trl_steady.host import shards
-
-__all__ = ["Base", "Gather", "start_of"]
+from trl_steady.host import models
 
 Gather = Callable[[Sequence[Tensor]], AbstractContextManager[Any]]
 """Returns a context in which parameters are whole on this process, under ZeRO-3 too. All processes enter it."""
@@ -84,7 +82,7 @@ class Base:
         if self.start is None:
             return {}
         adapted = (site for site in sites(self.model, self.model) if site.layers and site.parameter.dim() == 2)
-        return {f"{site.name}[0]": shards.whole(site.parameter)[0].float().cpu() for site in adapted}
+        return {f"{site.name}[0]": models.whole(site.parameter)[0].float().cpu() for site in adapted}
 
     @property
     def adapted_elsewhere(self) -> list[str]:
@@ -109,18 +107,16 @@ class Base:
         path = self.model.config.name_or_path
         files = _files(path)
         if not files:
-            return (
-                f"the base of the policy cannot be compared with that of the engine: {path!r} has no safetensors files"
-            )
+            return f"the policy's base cannot be compared with the engine's: {path!r} has no safetensors files"
         for site in sites(self.model, self.model):
             if site.name not in files:
                 if site.layers:
                     return f"{site.name} has another name in the checkpoint {path!r}, so that it cannot be compared"
                 continue
             with safe_open(files[site.name], "pt") as file, gather([site.parameter]):
-                there = file.get_slice(site.name)
-                is_sized = site.quant_state is not None or [*site.parameter.shape] == there.get_shape()
-                if not (is_sized and _begins_with(site, there[:1])):
+                saved = file.get_slice(site.name)
+                is_sized = site.quant_state is not None or [*site.parameter.shape] == saved.get_shape()
+                if not (is_sized and _begins_with(site, saved[:1])):
                     return f"{site.name} is not that of the checkpoint {path!r}, which the engine loads"
         return None
 
@@ -151,8 +147,8 @@ def _begins_with(site: Site, row: Tensor) -> bool:
     """Return whether a parameter begins with this row of the checkpoint, quantised as the parameter is."""
     parameter, state = site.parameter.detach(), site.quant_state
     if state is None or row.dtype == parameter.dtype == torch.uint8:
-        own = parameter[:1]
-        return own.shape == row.shape and torch.equal(own, row.to(own.device, own.dtype))
+        first = parameter[:1]
+        return first.shape == row.shape and torch.equal(first, row.to(first.device, first.dtype))
     if row.numel() % state.blocksize:
         return False
     codes, _ = quantize_4bit(

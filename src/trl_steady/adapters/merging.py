@@ -22,13 +22,8 @@ from peft.utils.integrations import dequantize_bnb_weight
 from peft.utils.other import ModulesToSaveWrapper, TrainableTokensWrapper
 from torch import Tensor
 
-__all__ = ["Site", "merged_weights", "sites"]
-
 _LAYERS = (lora.Linear, lora.Embedding, bnb.Linear4bit, bnb.Linear8bitLt, ParamWrapper, TrainableTokensLayer)
-# By name, because older releases of PEFT lack some. Some kinds not listed here route by token, or change the base when
-# they merge.
-_KINDS = ("DoraLinear", "DoraEmbedding", "MiCALinear", "MiCAEmbedding", "BdLoraLinear", "VeloraLinear")
-_VARIANTS = {f"{kind}Variant" for kind in _KINDS}
+_VARIANTS = {"DoraLinearVariant", "DoraEmbeddingVariant"}  # others route by token, or change the base when they merge
 _REFUSED = "cannot be merged into a copy of the weights"
 _LORA = "Use LoRA or DoRA"
 _BASE = "a bitsandbytes or an unquantised base"
@@ -50,13 +45,12 @@ def merged_weights(model: PeftModel, dtype: torch.dtype | None = None) -> Iterat
             dtype in which its model was loaded (`config.dtype`).
 
     Yields:
-        (name, weight), without gradient, in the shape of the bare, unquantised model. A weight that the adapter does
-        not change and that needs no cast is the parameter's own storage, as in TRL: read it, but do not write to it.
+        (name, weight) in the shape of the bare, unquantised model. A weight that the adapter does not change and that
+        needs no cast is the parameter's own storage, as in TRL: read it, but do not write to it.
 
     Raises:
-        ValueError: before anything is yielded, if the model has a tuner, layer, variant or quantisation that is not
-            covered here, or 4-bit weights that bitsandbytes has repacked on CPU. The same holds for parameters that
-            are not whole, and for tied weights that the adapter does not change together.
+        ValueError: before anything is yielded, if the adapter, the quantisation or tied weights are not covered, or
+            parameters are not whole.
     """
     if not isinstance(model.base_model, lora.LoraModel):
         raise ValueError(f"an adapter of {type(model.active_peft_config).__name__} {_REFUSED}. {_LORA}, {_WAY_OUT}")
@@ -65,10 +59,10 @@ def merged_weights(model: PeftModel, dtype: torch.dtype | None = None) -> Iterat
     for site in sites(base, base):
         _check(site)
         tied[id(site.original)].append(site)
-    for places in tied.values():
-        if any(site.trained_storage() != places[0].trained_storage() for site in places):
+    for group in tied.values():
+        if any(site.trained_storage() != group[0].trained_storage() for site in group):
             raise ValueError(
-                f"{' and '.join(site.name for site in places)} are one tied weight, which an engine holds once, but "
+                f"{' and '.join(site.name for site in group)} are one tied weight, which an engine holds once, but "
                 "the adapter does not change them together. Leave them out of the adapter, set "
                 "ensure_weight_tying=True in its config, or untie them in the base (tie_word_embeddings=False)."
             )
@@ -194,13 +188,6 @@ def _check(site: Site) -> None:
         if type(layer) not in _LAYERS or kinds:
             kind = " with ".join((f"{type(layer).__module__}.{type(layer).__name__}", *kinds))
             raise ValueError(f"{site.name} is in a {kind}, which {_REFUSED}. {_LORA} on {_BASE}, {_WAY_OUT}")
-        if "bias" in _merged_keys(layer) and site.owner._parameters.get("bias") is None:
-            raise ValueError(f"{site.name} has a lora_bias in a layer without a bias. Set lora_bias=False.")
-    if getattr(site.quant_state, "packing_format_for_cpu", False):
-        raise ValueError(
-            f"bitsandbytes has repacked {site.name} for inference, because the model was used in eval mode on CPU. "
-            "Load the model again and build the trainer before the first eval-mode forward."
-        )
     value = site.parameter
     whole = type(value.data) is Tensor and value.numel() and not value.is_meta
     if site.quant_state is None and not (whole and value.is_floating_point() and value.itemsize > 1):  # 1: float8

@@ -13,7 +13,6 @@ from accelerate.utils import DistributedType
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from transformers import TrainerCallback
 
 from trl_steady.adapters.base import Base
 from trl_steady.adapters.merging import merged_weights
@@ -23,33 +22,16 @@ from trl_steady.adapters.precision import (
     keep_in_float32,
     warn_if_steps_round_away,
 )
-from trl_steady.adapters.serving import adapter_state, needs_adapter, save_adapter, served_rank, why_not_served
+from trl_steady.adapters.sending import LoraSync
+from trl_steady.adapters.serving import needs_adapter
 from trl_steady.host.engine import NamedWeights, push, whole
-from trl_steady.host.lora import AdapterSync
 from trl_steady.host.models import REFERENCE_ADAPTER, REWARD_ADAPTER, VALUE_ADAPTER, is_of_lora
 from trl_steady.host.names import forget_sync
 from trl_steady.host.part import Part, Turn
 
-__all__ = ["BASE_FILE", "AdapterPart"]
-
 BASE_FILE = "trained_base.safetensors"
 """File beside an adapter with the parameters of the base that train and that PEFT does not save."""
 _ROWS_FILE = "changed_base.safetensors"  # of a checkpoint
-
-
-class _Ends(TrainerCallback):
-    """Lets an engine get the policy when a training begins, whose steps count from 0, and when the best is loaded."""
-
-    def __init__(self, part: "AdapterPart") -> None:
-        self._part = part
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        forget_sync(self._part.trainer)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if args.load_best_model_at_end and state.best_model_checkpoint is not None:
-            self._part.load(Path(state.best_model_checkpoint))
-        forget_sync(self._part.trainer)
 
 
 class AdapterPart(Part):
@@ -73,21 +55,17 @@ class AdapterPart(Part):
         self._loaded = {}
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise ValueError(
-                "the model has no trainable parameter, so that training would change nothing. Set "
-                "requires_grad=True on some, or load a PEFT adapter with PeftModel.from_pretrained(..., "
-                "is_trainable=True)."
+                "the model has no trainable parameter. Set requires_grad=True on some, or load a PEFT adapter with "
+                "PeftModel.from_pretrained(..., is_trainable=True)."
             )
         keep_gradients_on_cpu(model)
         warn_if_steps_round_away(model, args.learning_rate)
         self._warn_of_base()
-        trainer.add_callback(_Ends(self))
         if not trainer.use_vllm:
             return
         if not isinstance(model, PeftModel):
             if args.vllm_adapter_sync:
-                raise ValueError(
-                    "vllm_adapter_sync=True: the policy has no adapter. Give peft_config, or leave it unset."
-                )
+                raise ValueError("vllm_adapter_sync=True: the policy has no adapter. Give peft_config.")
             return
         if args.vllm_adapter_sync is False and needs_adapter(model, trainer.vllm_mode):
             raise ValueError(
@@ -98,22 +76,14 @@ class AdapterPart(Part):
         if getattr(trainer.vllm_generation, "adapter", None) is None:
             push(trainer.vllm_generation, functools.partial(self._merged, model))
 
-    def adapter_sync(self, args: Any) -> AdapterSync | None:
+    def adapter_sync(self, args: Any) -> LoraSync | None:
         """Send the adapter alone, unless the user wants merged weights."""
         asked = args.vllm_adapter_sync
         if not args.use_vllm or asked is False:
             return None
-        return AdapterSync(
-            option=f"vllm_adapter_sync={asked}",
-            is_required=lambda model, mode: asked or needs_adapter(model, mode),
-            why_not=why_not_served,
-            rank=served_rank,
-            state=adapter_state,
-            save=save_adapter,
-            folder=Path(args.output_dir),
-        )
+        return LoraSync(asked, Path(args.output_dir))
 
-    def _merged(self, model: PeftModel, own: NamedWeights) -> Iterator[tuple[str, Tensor]]:
+    def _merged(self, model: PeftModel, trls: NamedWeights) -> Iterator[tuple[str, Tensor]]:
         """Yield merged weights, computed beside the policy.
 
         TRL merges into the policy's own weights and subtracts again. That leaves rounding errors in a bf16 base, and
@@ -136,7 +106,7 @@ class AdapterPart(Part):
                     del first  # or it would stay on the GPU until all weights are sent
                     yield from weights
                     return
-        for name, weight in own():
+        for name, weight in trls():
             others = is_of_lora(name, VALUE_ADAPTER) or is_of_lora(name, REWARD_ADAPTER)
             if REFERENCE_ADAPTER not in name.split(".") and not others:
                 yield name, weight
@@ -156,21 +126,30 @@ class AdapterPart(Part):
         instead = "list their modules in modules_to_save of peft_config"
         if unsaved := self._base.unsaved:
             what += f" PEFT does not save {len(unsaved)} of them,"
-            if self.trainer.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3):
-                raise ValueError(f"{what} and they are sharded. Use DDP, or {instead}.")
-            if args.save_only_model:
-                raise ValueError(f"{what} nor does save_only_model=True. Set it to False, or {instead}.")
+            is_sharded = self.trainer.is_fsdp_enabled or (plugin is not None and plugin.zero_stage == 3)
+            if is_sharded or args.save_only_model:
+                raise ValueError(f"{what} nor does FSDP, ZeRO-3 or save_only_model=True. Use neither, or {instead}.")
             what += f" so the trainer writes them to {BASE_FILE} beside it."
         if args.has_reference:
             what += " A reference on this base changes with them."
         warnings.warn(f"{what} To avoid this, {instead}.", UserWarning, stacklevel=2)
+
+    def beginning(self) -> None:
+        """Let the engine get the policy, because the steps of a training count from 0 again."""
+        forget_sync(self.trainer)
+
+    def ending(self, best: Path | None) -> None:
+        """Load the base of the best checkpoint, and let the engine get the policy."""
+        if best is not None:
+            self.load(best)
+        forget_sync(self.trainer)
 
     @contextlib.contextmanager
     def saving(self, folder: Path | None) -> Iterator[None]:
         """Write the trained parameters of the base beside the adapter."""
         yield
         if folder is not None and self.trainer.args.should_save and self._base is not None:
-            unsaved = {name: own.detach().cpu().contiguous() for name, own in self._base.unsaved.items()}
+            unsaved = {name: value.detach().cpu().contiguous() for name, value in self._base.unsaved.items()}
             if unsaved:
                 save_file(unsaved, folder / BASE_FILE)
 
@@ -186,34 +165,38 @@ class AdapterPart(Part):
         """Refuse a checkpoint of a run on another base, or of several active adapters."""
         if (base := self._base) is None:
             return contextlib.nullcontext()
+        reasons: list[str] = []
         if len(active := self.trainer.accelerator.unwrap_model(self.trainer.model).active_adapters) > 1:
-            raise ValueError(
+            reasons.append(
                 f"the active adapters of the policy are {active}, and transformers loads the first only. Merge the "
-                f"others into the base before you train, or begin a new run from {checkpoint}."
+                "others into the base before you train"
             )
-        for kind, these, name in (("train", base.unsaved, BASE_FILE), ("were changed", base.rows, _ROWS_FILE)):
-            there = load_file(file) if (file := checkpoint / name).is_file() else {}
-            if other := these.keys() ^ there.keys():
-                raise ValueError(
-                    f"{checkpoint} has {len(there)} parameters of the base that {kind} ({name}), and this run has "
-                    f"{len(these)}: they differ in {min(other)}. Train those of that run, with its init_lora_weights, "
-                    "or begin a new run."
+        rows = base.rows
+        for kind, tensors, name in (("train", base.unsaved, BASE_FILE), ("were changed", rows, _ROWS_FILE)):
+            saved = load_file(file) if (file := checkpoint / name).is_file() else {}
+            if other := tensors.keys() ^ saved.keys():
+                reasons.append(
+                    f"{checkpoint} has {len(saved)} parameters of the base that {kind} ({name}), and this run has "
+                    f"{len(tensors)}: they differ in {min(other)}"
                 )
-        # another machine rounds otherwise
-        far = [name for name, row in base.rows.items() if (row - there[name]).abs().max() > 0.02 * row.abs().max()]
-        if far:
-            raise ValueError(
-                f"{base.start}: PEFT has made another base than in {checkpoint}, for example {far[0]}. Its start is "
-                "random. Set a seed before you make the adapter, or begin a new run."
-            )
+            elif name == _ROWS_FILE:
+                # another machine rounds otherwise, by less than this
+                far = [key for key, row in rows.items() if (row - saved[key]).abs().max() > 0.02 * row.abs().max()]
+                if far:
+                    reasons.append(
+                        f"{base.start}: PEFT has made another base than in {checkpoint}, for example {far[0]}. Its "
+                        "start is random. Set a seed before you make the adapter"
+                    )
+        if reasons:
+            raise ValueError(f"{reasons[0]}. Give the model and the peft_config of that run, or begin a new run.")
         return contextlib.nullcontext()
 
     def load(self, checkpoint: Path) -> None:
         """Restore the trained parameters of the base."""
         if self._base is not None and (unsaved := self._base.unsaved):
-            there = load_file(checkpoint / BASE_FILE)
-            for name, own in unsaved.items():
-                own.data.copy_(there[name])
+            saved = load_file(checkpoint / BASE_FILE)
+            for name, parameter in unsaved.items():
+                parameter.data.copy_(saved[name])
 
     def generating(self, turn: Turn) -> AbstractContextManager[None]:
         """Undo TRL's cast of the model for continuous batching, which would change the trained policy."""

@@ -9,8 +9,6 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
-__all__ = ["cast_undone", "keep_gradients_on_cpu", "keep_in_float32", "warn_if_steps_round_away"]
-
 
 def keep_in_float32(model: torch.nn.Module, before: Mapping[str, Tensor], deepspeed_plugin: Any = None) -> None:
     """Bring the adapters of a quantised base back to float32 after TRL's constructor has cast them to bf16.
@@ -47,8 +45,8 @@ def cast_undone(model: torch.nn.Module) -> Iterator[None]:
     try:
         yield
     finally:
-        own = {id(tensor): before[name] for name, tensor in _tensors(model) if name in before}
-        model._apply(lambda tensor: own.get(id(tensor), tensor))  # torch's own mechanism, which FSDP2 follows
+        originals = {id(tensor): before[name] for name, tensor in _tensors(model) if name in before}
+        model._apply(lambda tensor: originals.get(id(tensor), tensor))  # torch's own mechanism, which FSDP2 follows
 
 
 def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -94,8 +92,7 @@ def keep_gradients_on_cpu(model: torch.nn.Module) -> None:
         if getattr(module, "support_avx512bf16_for_cpu", False) and module.weight.device.type == "cpu":
             if getattr(module.weight.quant_state, "packing_format_for_cpu", False):
                 raise ValueError(
-                    f"bitsandbytes has repacked the 4-bit weights of {name} for inference, because the model was used "
-                    "in eval mode on CPU, and no gradient would pass through them. Load the model again and build the "
-                    "trainer before the first eval-mode forward. Later evaluations do no harm."
+                    f"bitsandbytes has repacked the 4-bit weights of {name} in an eval-mode forward on CPU, and no "
+                    "gradient would pass through them. Load the model again and build the trainer first."
                 )
             module.support_avx512bf16_for_cpu = False

@@ -13,8 +13,6 @@ from torch import Tensor
 from trl_steady.adapters.base import Base, Gather
 from trl_steady.adapters.merging import sites
 
-__all__ = ["adapter_state", "needs_adapter", "save_adapter", "served_rank", "why_not_served"]
-
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks for which vLLM can be built."""
 # Fields of LoraConfig with which an adapter still is two matrices a layer, of one rank and one scale. `Base` knows
@@ -41,11 +39,6 @@ def why_not_served(model: PeftModel, mode: str, gather: Gather) -> str | None:
     """Return why a vLLM engine cannot serve the adapter beside the base of the policy's checkpoint; None if it may.
 
     The engine loads the base itself, and it must be the policy's.
-
-    Args:
-        model: A PEFT policy.
-        mode: "colocate" or "server".
-        gather: Returns a context in which parameters are whole, under ZeRO-3 too.
     """
     config: Any = model.active_peft_config
     if type(config) is not LoraConfig:
@@ -67,14 +60,14 @@ def why_not_served(model: PeftModel, mode: str, gather: Gather) -> str | None:
     if base.is_quantised:
         if mode == "server":
             return "a server does not quantise its base as the policy's is"
-        own = base.model.config.quantization_config
-        if getattr(own, "load_in_8bit", False):
+        quantised = base.model.config.quantization_config
+        if getattr(quantised, "load_in_8bit", False):
             return "vLLM does not quantise its base to 8 bits"
-        is_4bit = getattr(own, "load_in_4bit", False)
-        if is_4bit and not (own.bnb_4bit_quant_type == "nf4" and own.bnb_4bit_use_double_quant):
+        is_4bit = getattr(quantised, "load_in_4bit", False)
+        if is_4bit and not (quantised.bnb_4bit_quant_type == "nf4" and quantised.bnb_4bit_use_double_quant):
             return (
                 "vLLM quantises with bnb_4bit_quant_type='nf4' and bnb_4bit_use_double_quant=True, and the policy has "
-                f"{own.bnb_4bit_quant_type!r} and {own.bnb_4bit_use_double_quant}"
+                f"{quantised.bnb_4bit_quant_type!r} and {quantised.bnb_4bit_use_double_quant}"
             )
     return base.why_not_checkpoint(gather)
 

@@ -1,19 +1,32 @@
 """`trl.GRPOConfig` with trl-steady's options: defaults from the papers, errors, and warnings with a fix."""
 
 import math
-import warnings
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
 
 import trl
 
-from trl_steady.config.checks import refuse_contradictions, refuse_contradictions_of_loss, trl_default
-from trl_steady.config.idle import cannot_act, loss_cannot_act
-from trl_steady.config.shared import SharedOptions, documented, option
-from trl_steady.config.values import refuse_out_of_range
+from trl_steady.config.options import documented, needs, option, trl_default
+from trl_steady.config.shared import SharedOptions
 from trl_steady.losses.table import LOSSES, Loss
 
-__all__ = ["GRPOConfig"]
+_TOKEN_SCALE_EPSILON = 1e-2  # clip ranges from here on are those of token ratios
+
+
+def _has_no_levels(args: "GRPOConfig") -> str | None:
+    if args.off_policy_mask_threshold is None:
+        return "off_policy_mask_threshold=None"
+    return f"loss_type={args.loss_type!r}" if args.loss.advantages == "sequence" else None
+
+
+def _refuses_steps(args: "GRPOConfig") -> str | None:
+    takes_tokens = args.loss.takes_token_advantages(args.importance_sampling_level or "token")
+    return None if takes_tokens else f"loss_type={args.loss_type!r}, whose ratio is of sequences"
+
+
+def _is_range(value: list[float]) -> bool:
+    low, high = value
+    return 0 <= low <= 1 <= high
 
 
 @documented
@@ -40,55 +53,71 @@ class GRPOConfig(SharedOptions, trl.GRPOConfig):
     """
 
     METHOD = "GRPO"
-    _DEPTH: ClassVar[int] = 3  # of a script that builds the config, seen from here
     loss_type: str = option(
         trl_default("loss_type"),
         'One of TRL\'s losses, or one of three more. `"gspo"` is GSPO (arXiv 2507.18071, section 4.1): one clipped '
         'ratio and one advantage per sequence. `"gspo_token"` is GSPO-token (section 4.3): the same ratio in '
         'value, with advantages per token. `"gmpo"` is GMPO (arXiv 2507.20673): the geometric mean of clipped '
         "token ratios.",
+        LOSSES.keys(),  # a live view: a script may add a loss
     )
     epsilon: float | None = option(
         None,
         "Lower clip range. If unset, 3e-4 for gspo and gspo_token (section 5.1), 0.4 for gmpo (of the log-ratio), "
         "and TRL's default otherwise.",
+        lambda value: value >= 0,
+        "0 or above, or None for the default of the loss",
     )
     epsilon_high: float | None = option(
         None,
         "Upper clip range. If unset, 4e-4 for gspo and gspo_token and 0.4 for gmpo when `epsilon` is unset too. "
         "Otherwise it is `epsilon`, which is TRL's rule.",
+        lambda value: value >= 0,
+        "0 or above, or None",
     )
     importance_sampling_level: str | None = option(
         None,
         '`"token"` or `"sequence"`. If unset, `"sequence"` for gspo and gspo_token and TRL\'s default otherwise.',
+        ("token", "sequence"),
+        "'token' or 'sequence', or None for that of the loss",
     )
     kl_estimator: str = option(
         "k3",
         '`"k1"`, `"k2"` or `"k3"` (GRPO\'s): how the KL is estimated from a sampled token. '
         "`trl_steady.functional.kl` lists the gradient of each. With `use_bias_correction_kl` all three have the "
         "gradient of the reverse KL.",
+        ("k1", "k2", "k3"),
+        idle=needs("beta"),
     )
     kl_ratio_denominator: str = option(
         "old",
         'Denominator of the ratio with which `use_bias_correction_kl` corrects the KL. `"old"` is the policy at '
         'rollout, scored by the trainer. `"sampler"` is the inference engine\'s log-probs, with which the '
         "correction is unbiased.",
+        ("old", "sampler"),
+        idle=needs("beta", "use_bias_correction_kl"),
     )
     off_policy_mask_level: str = option(
         "sequence",
         "With advantages per token, how `off_policy_mask_threshold` (DeepSeek-V3.2, arXiv 2512.02556, section "
         '3.1) decides. `"sequence"` decides once for all tokens, by the sign of their mean advantage. `"token"` '
         "decides for each token by its own advantage.",
+        ("sequence", "token"),
+        idle=_has_no_levels,
     )
     geometric_mask_range: list[float] | None = option(
         None,
         "(low, high). Leave out of the policy term each sequence whose geometric mean of the token ratios, "
         "trainer to inference engine, is outside this range. None: no mask.",
+        _is_range,
+        "(low, high), with low <= 1 <= high, such as (0.99, 1.01), or None for no mask",
     )
     token_veto_threshold: float | None = option(
         None,
         "Leave out of the policy term each sequence that has a token whose ratio, trainer to inference engine, is "
         "below this value. None: no mask.",
+        lambda value: 0 < value < 1,
+        "above 0 and below 1, such as 0.0001, or None for no mask",
     )
     step_advantage: str = option(
         "return_to_go",
@@ -96,21 +125,72 @@ class GRPOConfig(SharedOptions, trl.GRPOConfig):
         "2402.03300, section 4.1.3) sums the rewards from a step on, each normalised over the group's steps. "
         '`"return_to_go"` sums the rewards from a step on and subtracts the mean of the same sum in the group\'s '
         'other completions. With `scale_rewards="none"` it does not favour stopping early or late.',
+        ("process", "return_to_go"),
+        idle=_refuses_steps,
     )
 
-    def __post_init__(self) -> None:
-        refuse_out_of_range(self)
-        self._fill_unset()
-        super().__post_init__()
-        refuse_contradictions(self)
-        refuse_contradictions_of_loss(self)
-        for message in self.cannot_act:
-            warnings.warn(message, UserWarning, stacklevel=self._DEPTH)
+    def _fill_unset(self) -> None:
+        loss = self.loss
+        if self.epsilon is None:
+            self.epsilon = trl_default("epsilon") if loss.epsilon is None else loss.epsilon
+            if self.epsilon_high is None:
+                self.epsilon_high = loss.epsilon_high
+        if self.importance_sampling_level is None:
+            self.importance_sampling_level = loss.level or trl_default("importance_sampling_level")
+
+    def _contradictions(self) -> Iterator[str]:
+        yield from super()._contradictions()
+        if self.beta != 0 and self.kl_estimator == "k1" and not self.use_bias_correction_kl:
+            yield (
+                "kl_estimator='k1' with use_bias_correction_kl=False adds noise without holding the policy: on-policy "
+                "the gradient of log policy - log reference is 0 in expectation. Set use_bias_correction_kl=True, or "
+                "kl_estimator to 'k2' or 'k3'."
+            )
+        if not self.loss.is_ours:
+            return
+        if self.importance_sampling_level != self.loss.level:
+            yield (
+                f"importance_sampling_level={self.importance_sampling_level!r} contradicts loss_type="
+                f"{self.loss_type!r}, which uses {self.loss.what}. Leave importance_sampling_level unset."
+            )
+        upper = math.exp(self._high) if self.loss.clip == "log_ratio" else 1 + self._high
+        if self.delta is not None and self.delta <= upper:
+            yield (
+                f"delta={self.delta} is inside the clip range of loss_type={self.loss_type!r} (upper end {upper}), "
+                f"so it would replace epsilon_high. Set delta above {upper}, or None for no two-sided clip."
+            )
 
     @property
     def cannot_act(self) -> list[str]:
-        """Warnings about options that have no effect, each with a fix."""
-        return [*cannot_act(self), *loss_cannot_act(self)]
+        """Warnings about options that have no effect, or probably not the intended one, each with a fix."""
+        messages, loss = super().cannot_act, self.loss
+        assert self.epsilon is not None  # filled in at construction
+        if loss.is_ours and self.is_on_policy:
+            messages.append(
+                f"loss_type={self.loss_type!r} cannot act: every update is on-policy, so all ratios are exactly 1 and "
+                f"nothing is clipped (an optimizer step uses the whole generation batch). {self.way_off_policy}"
+            )
+        if loss.clip == "log_ratio" and self.epsilon <= trl_default("epsilon"):
+            messages.append(
+                f"epsilon={self.epsilon}: a clip range for token ratios, but loss_type={self.loss_type!r} clips "
+                f"log-ratios, with {loss.epsilon} in its paper. Leave epsilon unset, or set epsilon={loss.epsilon}."
+            )
+        ranges = {"epsilon": self.epsilon, "epsilon_high": self.epsilon_high}
+        wide = [f"{name}={value}" for name, value in ranges.items() if value and value >= _TOKEN_SCALE_EPSILON]
+        if wide and loss.clip == "ratio" and self.importance_sampling_level == "sequence":
+            messages.append(
+                f"{' and '.join(wide)}: a clip range for token ratios, but the ratio is per sequence. It is a mean "
+                "over the completion and varies far less, so almost nothing will be clipped. Set "
+                f"epsilon={LOSSES['gspo'].epsilon} and epsilon_high={LOSSES['gspo'].epsilon_high}, as in the GSPO "
+                "paper."
+            )
+        return messages
+
+    @property
+    def _high(self) -> float:
+        """Upper clip range."""
+        assert self.epsilon is not None  # filled in at construction
+        return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     @property
     def loss(self) -> Loss:
@@ -121,8 +201,8 @@ class GRPOConfig(SharedOptions, trl.GRPOConfig):
         """Return True if TRL's own KL is the configured one: k3, plain or with a per-token ratio to the old policy."""
         if self.kl_estimator != "k3":
             return False
-        own_ratio = importance_sampling_level == "token" and self.kl_ratio_denominator == "old"
-        return own_ratio or not self.use_bias_correction_kl
+        has_old_ratio = importance_sampling_level == "token" and self.kl_ratio_denominator == "old"
+        return has_old_ratio or not self.use_bias_correction_kl
 
     @property
     def sampler_options(self) -> list[str]:
@@ -141,29 +221,16 @@ class GRPOConfig(SharedOptions, trl.GRPOConfig):
         threshold = self.off_policy_mask_threshold
         if threshold is None or threshold == math.inf:  # infinity only switches on metrics
             return []
+        cannot = f"off_policy_mask_threshold={threshold} cannot act"
         if self.is_on_policy:
-            return [
-                f"off_policy_mask_threshold={threshold} cannot act: every update is on-policy, so the policy and the "
-                f"sampler are the same. {self.way_off_policy}"
-            ]
+            return [f"{cannot}: every update is on-policy, and the policy is the sampler. {self.way_off_policy}"]
         assert self.epsilon is not None  # filled in at construction
         clipped = -math.log1p(-self.epsilon) if self.epsilon < 1 else math.inf
         clips_sequences = self.importance_sampling_level == "sequence" and self.loss.clip == "ratio"
         # with gspo_token, the advantages of a sequence's tokens may have both signs
         if clips_sequences and self.loss.advantages != "token" and threshold >= clipped:
             return [
-                f"off_policy_mask_threshold={threshold} cannot act with one advantage per sequence: from "
-                f"-log(1 - epsilon) = {clipped:.6g} on, the lower clip of the sequence ratio (epsilon={self.epsilon}) "
-                "already removes the gradient of the same sequences. Set it to None or to a lower value. The mask can "
-                "act with token ratios or with an inference engine."
+                f"{cannot} with one advantage per sequence: from -log(1 - epsilon) = {clipped:.6g} on, the lower clip "
+                "has already removed the gradient of the same sequences. Set a lower value, or None."
             ]
         return []
-
-    def _fill_unset(self) -> None:
-        loss = self.loss
-        if self.epsilon is None:
-            self.epsilon = trl_default("epsilon") if loss.epsilon is None else loss.epsilon
-            if self.epsilon_high is None:
-                self.epsilon_high = loss.epsilon_high
-        if self.importance_sampling_level is None:
-            self.importance_sampling_level = loss.level or trl_default("importance_sampling_level")

@@ -1,31 +1,12 @@
 """`trl.RLOOConfig` with the options of trl-steady that apply to RLOO."""
 
-import warnings
 from dataclasses import dataclass, fields
-from typing import Any
 
 import trl
 
-from trl_steady.config.checks import refuse_contradictions
 from trl_steady.config.grpo import GRPOConfig
-from trl_steady.config.idle import cannot_act
-from trl_steady.config.shared import SharedOptions, documented
-from trl_steady.config.values import refuse_out_of_range
-
-__all__ = ["RLOOConfig"]
-
-_ONE_LOSS = "RLOO has one loss, with the clipped ratio of whole sequences"
-_KL = "RLOO's KL is log policy - log reference at rollout, summed over a sequence, and part of its reward"
-_NO_MASK = "RLOO's loss has no masks, and TRL asks its engine for no log-probs"
-_ADVANTAGE = "RLOO has one advantage per sequence, relative to the group's other answers"
-# options of GRPO -> why RLOO does not have them
-_REASONS = {
-    **dict.fromkeys(("loss_type", "importance_sampling_level", "delta"), _ONE_LOSS),
-    **dict.fromkeys(("kl_estimator", "kl_ratio_denominator", "use_bias_correction_kl"), _KL),
-    **dict.fromkeys(("off_policy_mask_threshold", "off_policy_mask_level"), _NO_MASK),
-    **dict.fromkeys(("geometric_mask_range", "token_veto_threshold"), _NO_MASK),
-    **dict.fromkeys(("step_advantage", "scale_rewards"), _ADVANTAGE),
-}
+from trl_steady.config.options import documented
+from trl_steady.config.shared import SharedOptions
 
 
 @documented
@@ -52,24 +33,13 @@ class RLOOConfig(SharedOptions, trl.RLOOConfig):
 
     METHOD = "RLOO"
 
-    def __new__(cls, *_: Any, **options: Any) -> "RLOOConfig":
-        """Refuse options of GRPO with the reason, which Python would only call unexpected."""
-        known = {own.name for own in fields(cls)}
-        for option in options.keys() & {own.name for own in fields(GRPOConfig)} - known:
+    def __new__(cls, *_: object, **options: object) -> "RLOOConfig":
+        """Refuse options of GRPO, which Python would only call unexpected."""
+        of_grpo = {each.name for each in fields(GRPOConfig)} - {each.name for each in fields(cls)}
+        for name in sorted(options.keys() & of_grpo):
             raise ValueError(
-                f"{option}={options[option]!r} is an option of GRPO: {_REASONS.get(option, 'RLOO does not read it')}. "
-                f"Leave {option} unset, or train with GRPOConfig and GRPOTrainer."
+                f"{name}={options[name]!r} is an option of GRPO: RLOO has one loss, with the ratio and the advantage "
+                "of whole sequences, no masks, and its KL is log policy - log reference in the reward. Leave "
+                f"{name} unset, or train with GRPOConfig and GRPOTrainer."
             )
         return super().__new__(cls)
-
-    def __post_init__(self) -> None:
-        refuse_out_of_range(self)
-        super().__post_init__()
-        refuse_contradictions(self)
-        for message in self.cannot_act:
-            warnings.warn(message, UserWarning, stacklevel=3)
-
-    @property
-    def cannot_act(self) -> list[str]:
-        """Warnings about options that have no effect, each with a fix."""
-        return cannot_act(self)

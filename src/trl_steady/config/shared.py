@@ -1,40 +1,28 @@
 """Options that all trainers have, and what a config says of them. Each option is documented here, and nowhere else."""
 
-import inspect
-import sys
-import textwrap
-from dataclasses import dataclass, field, fields
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+import warnings
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
-import transformers
 import trl
 
-from trl_steady.config.checks import reweights, truncates
-from trl_steady.host import Steady
+from trl_steady.config import sampling
+from trl_steady.config.options import count, idle_options, needs, option, positive, refuse_invalid
 
 if TYPE_CHECKING:
     _Trls = trl.GRPOConfig
 else:
     _Trls = object
 
-__all__ = ["SharedOptions", "documented", "option"]
 
-_C = TypeVar("_C", bound=type)
-
-
-def option(default: Any, text: str) -> Any:
-    """Return a field of a config with a default and with the text that documents it."""
-    return field(default=default, metadata={"help": text})
-
-
-def documented(kind: _C) -> _C:
-    """Put the texts of our options into a config's docstring, in place of "{options}"."""
-    ours = [base for base in kind.__mro__ if base.__module__.startswith("trl_steady.")]
-    names = {name for base in ours for name in inspect.get_annotations(base)}
-    wrapper = textwrap.TextWrapper(115, initial_indent=" " * 8, subsequent_indent=" " * 12, break_on_hyphens=False)
-    texts = [wrapper.fill(f"{own.name}: {own.metadata['help']}") for own in fields(kind) if own.name in names]
-    kind.__doc__ = (kind.__doc__ or "").replace("        {options}", "\n".join(texts))
-    return kind
+# Options with which TRL computes over the tokens of a micro-batch -> the value without that.
+_OVER_MICRO_BATCHES: dict[str, object] = {
+    "ref_model_sync_kl": None,
+    "entropy_coef": 0.0,
+    "use_adaptive_entropy": False,
+    "top_entropy_quantile": 1.0,
+}
 
 
 @dataclass
@@ -47,10 +35,14 @@ class SharedOptions(_Trls):
         None,
         "With `sync_ref_model`, also move the reference when the KL of an update exceeds this many nats per "
         "token. The KL is the logged one, so it depends on `kl_estimator`. None: move it by steps only.",
+        positive,
+        "above 0, in nats a token, or None for refreshes by steps only",
+        idle=needs("sync_ref_model"),
     )
     ref_model_sync_reset_optimizer: bool = option(
         False,
         "With `sync_ref_model`, clear the optimizer's state each time the reference moves (ProRL, arXiv 2505.24864).",
+        idle=needs("sync_ref_model"),
     )
     trim_padding: bool = option(
         True,
@@ -63,6 +55,8 @@ class SharedOptions(_Trls):
         "Maximum number of tokens in a micro-batch of the policy. Micro-batches are filled with sequences of the "
         "optimizer step up to this number. A longer sequence is a micro-batch of its own. None: TRL's "
         "micro-batches of `per_device_train_batch_size` sequences.",
+        count,
+        "1 token or more, or None for per_device_train_batch_size",
     )
     share_prompts: bool = option(False, "Compute a prompt once for all of its completions in the same forward pass.")
     router_replay: str | None = option(
@@ -70,60 +64,139 @@ class SharedOptions(_Trls):
         'For mixtures of experts. `"R2"`: all updates use the experts that were chosen when the old log-probs of '
         'the rollout were computed. `"R3"`: the old log-probs and the updates use the experts that were chosen '
         "while the rollout was generated. None: each pass chooses its experts, as in TRL.",
+        ("R2", "R3"),
+        "'R2', 'R3', or None for no replay of routes",
     )
     router_replay_reference: bool = option(
-        False, "With `router_replay`, the reference's pass uses the same experts too."
+        False,
+        "With `router_replay`, the reference's pass uses the same experts too.",
+        idle=needs("router_replay", "has_reference"),
     )
     keep_sampling_mask: bool = option(
         False,
         "If `top_p`, `top_k` or `min_p` exclude tokens from sampling, normalise log-probs over the tokens that "
         'were kept, under policy, old policy and reference (DeepSeek-V3.2, section 3.1, "Keep Sampling Mask"). '
         "False: normalise over the whole vocabulary, as in TRL.",
+        idle=lambda args: None if args.truncations else "top_p, top_k and min_p that keep every token",
     )
     adapter_dtype: str | None = option(
         None,
         '`"float32"` keeps the adapters of a quantised base in float32. TRL makes them bf16, in which steps with '
         "a small learning rate round away. None: as in TRL.",
+        ("float32",),
+        "'float32', or None for TRL's choice",
     )
     vllm_adapter_sync: bool | None = option(
         None,
         "With `use_vllm` and LoRA, send vLLM the adapter alone, which it serves beside its own copy of the base. "
         "True: require that. False: send all weights with the adapter merged. None: send the adapter if its "
         "configuration is one that vLLM serves, and otherwise merged weights, with a warning.",
+        expected="True, False, or None",
+        idle=needs("use_vllm"),
     )
     engine_check: float | None = option(
         1.0,
         "Largest mean k3, in nats per token, between trainer and vLLM (or a `rollout_func`) in the first rollout of "
         "a run and in the first after a resume. Above it, the engine serves another model than the policy, and the "
         "run ends with an error. None: no check.",
+        positive,
+        "above 0, in nats a token, or None for no comparison with the engine",
+        idle=lambda args: None if args.use_vllm else "use_vllm=False, unless a rollout_func generates",
     )
 
-    def get_process_log_level(self) -> int:
-        """Return the log level, as transformers does.
+    def __post_init__(self) -> None:
+        refuse_invalid(self)
+        self._fill_unset()
+        self._run_trls_checks()
+        for message in self._contradictions():
+            raise ValueError(message)
+        for message in self.cannot_act:
+            warnings.warn(message, UserWarning, stacklevel=3)
+
+    def _fill_unset(self) -> None:
+        """Set the options whose defaults depend on other options."""
+
+    def _run_trls_checks(self) -> None:
+        super().__post_init__()
+
+    def _contradictions(self) -> Iterator[str]:
+        """Yield errors about options that are valid alone, but not together, each with a fix."""
+        if self.sync_ref_model and not self.has_reference:
+            yield (
+                "sync_ref_model=True with beta=0.0: without a KL there is no reference to move. Set beta above 0, or "
+                "set sync_ref_model=False."
+            )
+        for name in ("token_budget", "share_prompts"):
+            if getattr(self, name) and not self.trim_padding:
+                yield (
+                    f"{name}={getattr(self, name)!r} does not work with trim_padding=False, which keeps TRL's batches "
+                    f"as they are. Set trim_padding=True, or leave {name} unset."
+                )
+        ways_out = {name: off for name, off in _OVER_MICRO_BATCHES.items() if getattr(self, name, off) != off}
+        ways_out |= {"loss_type": "dapo"} if getattr(self, "loss_type", "") == "bnpo" else {}
+        for name, other in ways_out.items() if self.token_budget is not None else ():
+            yield (
+                f"token_budget={self.token_budget} does not work with {name}={getattr(self, name)!r}, which is a mean "
+                f"or a quantile over each of TRL's micro-batches. Set {name}={other!r}, or leave token_budget unset."
+            )
+        if self.top_k is None:  # the other options would read it as no filter
+            yield "top_k=None: transformers takes it for 50. Set top_k=0 for no top-k filter."
+        if self.keep_sampling_mask and (reason := self._why_unkept()):
+            yield f"keep_sampling_mask=True does not work with {reason}, or set keep_sampling_mask=False."
+
+    def _why_unkept(self) -> str | None:
+        """Return a setting of generation with which the kept tokens are not known, with a fix."""
+        given = self.sampling
+        if self.use_transformers_continuous_batching:
+            return (
+                "use_transformers_continuous_batching=True, which does not expose the distribution that it samples "
+                "from. Set it to False"
+            )
+        for name, works in (("do_sample", True), ("num_beams", 1)):
+            if given.get(name, works) != works:
+                return f"{name}={given[name]!r} in generation_kwargs, which searches for tokens. Leave {name} unset"
+        if self.use_vllm and given.get("top_k", 0) <= 0:
+            return (
+                f"top_k={given.get('top_k')}: vLLM returns the kept tokens only if top_k limits their number. Set "
+                "top_k=512, for example, in addition to top_p"
+            )
+        return None
+
+    @property
+    def cannot_act(self) -> list[str]:
+        """Warnings about options that have no effect, or probably not the intended one, each with a fix."""
+        messages = list(idle_options(self))
+        if self.router_replay == "R2" and self.is_on_policy:
+            messages.append(
+                "router_replay='R2' cannot act: every update is on-policy, so its routes are those of the current "
+                f"policy. {self.way_off_policy}"
+            )
+        is_short = self.ref_model_sync_kl is None and 0 < self.max_steps <= self.ref_model_sync_steps
+        if self.sync_ref_model and is_short:
+            messages.append(
+                f"sync_ref_model=True cannot act: the run ends after max_steps={self.max_steps}, before the reference "
+                f"moves. Set ref_model_sync_steps={self.ref_model_sync_steps} below max_steps."
+            )
+        if self.keep_sampling_mask and self.weightings:  # the temperature of generation_kwargs may be one of them
+            messages.append(sampling.beyond_sets(self.weightings).strip())
+        return messages
+
+    is_of_our_trainer = False  # not an option, without an annotation
+    """True while one of our trainers is built with this config."""
+
+    @property
+    def place_model_on_device(self) -> bool | None:
+        """As in transformers, whose trainers read it when they are built.
 
         Raises:
-            ValueError: The caller is a trainer that is not trl-steady's and would ignore trl-steady's options.
+            ValueError: The trainer is not trl-steady's and would ignore trl-steady's options.
         """
-        # transformers.Trainer.__init__ calls this method, so TRL needs no patch. A script may call it too.
-        self._refuse_trainer(sys._getframe(1).f_locals.get("self"))
-        return super().get_process_log_level()
-
-    if not TYPE_CHECKING:  # pyright would take any name
-
-        def __getattr__(self, name: str) -> Any:
-            # a trainer of another method reads its own options before it calls the method above
-            self._refuse_trainer(sys._getframe(1).f_locals.get("self"))
-            raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}", name=name, obj=self)
-
-    def _refuse_trainer(self, caller: Any) -> None:
-        if isinstance(caller, transformers.Trainer) and not isinstance(caller, Steady):
-            name = f"{type(caller).__module__}.{type(caller).__qualname__}"
-            own = f"{self.METHOD}Config"
+        if not self.is_of_our_trainer:
             raise ValueError(
-                f"{name} got a trl_steady.{own} and would ignore trl-steady's options. For {self.METHOD}, import the "
-                f"trainer from trl_steady too: from trl_steady import {own}, {self.METHOD}Trainer. Give any other "
-                "trainer its own config."
+                f"a trainer that is not trl-steady's got a trl_steady.{self.METHOD}Config and would ignore its "
+                f"options. Use both: from trl_steady import {self.METHOD}Config, {self.METHOD}Trainer."
             )
+        return super().place_model_on_device
 
     @property
     def has_reference(self) -> bool:
@@ -145,23 +218,23 @@ class SharedOptions(_Trls):
     def sampling(self) -> dict[str, Any]:
         """Generation options that are set; `generation_kwargs` override TRL's own options."""
         assert not isinstance(self.generation_kwargs, str)  # parsed by transformers.TrainingArguments
-        own = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty"]
-        own += ["vllm_structured_outputs_regex"] if self.use_vllm else []
-        options = {**{name: getattr(self, name) for name in own}, **(self.generation_kwargs or {})}
+        names = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty"]
+        names += ["vllm_structured_outputs_regex"] if self.use_vllm else []
+        options = {**{name: getattr(self, name) for name in names}, **(self.generation_kwargs or {})}
         return {name: value for name, value in options.items() if value is not None}
 
     @property
     def truncations(self) -> list[str]:
         """Settings that exclude tokens from sampling, such as "top_p=0.9"."""
-        return [f"{name}={value!r}" for name, value in self.sampling.items() if truncates(name, value)]
+        return sampling.truncations(self.sampling)
 
     @property
     def weightings(self) -> list[str]:
         """Settings that change the probabilities of the kept tokens, such as "repetition_penalty=1.1"."""
-        weights = {name: value for name, value in self.sampling.items() if reweights(name, value)}
-        if self.sampling["temperature"] != self.temperature:  # log-probs are computed with the latter
-            weights["temperature"] = self.sampling["temperature"]
-        return [f"{name}={value!r}" for name, value in weights.items()]
+        # log-probs are computed with the option, not with the temperature of generation_kwargs
+        used = self.sampling["temperature"]
+        scaled = [] if used == self.temperature else [f"temperature={used!r}"]
+        return sampling.weightings(self.sampling) + scaled
 
     @property
     def uncorrected(self) -> list[str]:
@@ -182,9 +255,7 @@ class SharedOptions(_Trls):
         """Advice for an on-policy config: the settings with which a rollout feeds several updates."""
         assert self.steps_per_generation is not None  # filled in by trl.GRPOConfig
         accumulation = self.gradient_accumulation_steps
-        batch = 4 * accumulation * self.per_device_train_batch_size * self.world_size
         return (
-            f"Set steps_per_generation={4 * accumulation} (or generation_batch_size={batch}, if you set that instead) "
-            "for four updates per rollout as in the GSPO paper, or "
+            f"Set steps_per_generation={4 * accumulation} for four updates per rollout as in the GSPO paper, or "
             f"num_iterations={accumulation // self.steps_per_generation + 1} or more."
         )

@@ -8,93 +8,84 @@ from peft import PeftModel
 from transformers import PreTrainedModel
 
 from trl_steady.critic.model import Critic, add_value_adapter, copied_from, loaded, own_critic, trusts, without_dropout
+from trl_steady.critic.trainer import PPO
 
-__all__ = ["critic_of"]
 
-
-def critic_of(trainer: Any) -> Critic:
+def critic_of(trainer: PPO) -> Critic:
     """Return the critic that the trainer's options ask for: an adapter if the policy has one, else a model.
 
     Raises:
         ValueError: `value_model`, `value_init` or `value_peft_config` does not go with the policy or with the others.
     """
     policy = trainer.accelerator.unwrap_model(trainer.model)
-    return (_adapter if isinstance(policy, PeftModel) else _whole_model)(trainer, policy)
+    _refuse_contradictions(trainer, is_adapted=isinstance(policy, PeftModel))
+    critic = _adapter(trainer, policy) if isinstance(policy, PeftModel) else _whole_model(trainer, policy)
+    if trainer.args.disable_dropout:  # TRL has done so before there was a critic
+        without_dropout(critic.backbone)
+    return critic
 
 
-def _adapter(trainer: Any, policy: PeftModel) -> Critic:
-    args, init = trainer.args, trainer.args.value_init
-    value_model, peft_config = trainer.value_model, trainer.value_peft_config
-    if value_model is not None:
-        raise ValueError(
-            f"value_model={type(value_model).__name__}: the policy has an adapter, and its critic is an "
-            "adapter on the same base. Leave value_model unset, or load a saved critic with value_init."
-        )
-    reward = trainer.reward_model
-    if init == "reward" and reward is None:
-        raise ValueError(
-            "value_init='reward': the reward model is not an adapter on the policy's base. Put a "
-            "RewardAdapter into reward_funcs, or set value_init to 'policy' or to the path of a saved critic."
-        )
-    if init == "reward" and not reward.head.weight.any():
-        raise ValueError(
-            "value_init='reward': RewardAdapter() is new, so the critic would begin with values of 0. Give "
-            "RewardAdapter the folder of a trained reward model, or set value_init='policy'."
-        )
-    if init == "reward" and peft_config is not None:
-        raise ValueError(
-            "value_init='reward' begins with the reward model's adapter and its configuration, which "
-            "value_peft_config would change. Give one of them."
-        )
+def _refuse_contradictions(trainer: PPO, *, is_adapted: bool) -> None:
+    idle, other = "value_model", "value_peft_config"
+    if not is_adapted:
+        idle, other = other, idle
+    if getattr(trainer, idle) is not None:
+        critic = "an adapter, so its critic is one too" if is_adapted else "no adapter, so its critic is a whole model"
+        raise ValueError(f"{idle} would have no effect: the policy has {critic}. Leave it unset.")
+    init = trainer.args.value_init
+    is_decided = init == "reward" if is_adapted else init != "policy"
+    if is_decided and getattr(trainer, other) is not None:
+        raise ValueError(f"{other} and value_init={init!r} both say where the critic begins. Give one of them.")
     for option in ("modules_to_save", "trainable_token_indices", "bias"):
-        if (value := getattr(peft_config, option, None)) and value != "none":
+        if (value := getattr(trainer.value_peft_config, option, None)) and value != "none":
             raise ValueError(
                 f"{option}={value!r} in value_peft_config would have no effect: the critic has LoRA, and its head. "
                 f"Leave {option} unset."
             )
-    critic = add_value_adapter(policy, policy.peft_config[reward.adapter] if init == "reward" else peft_config)
-    if args.disable_dropout:  # TRL has done so before there was a critic
-        without_dropout(policy)
-    if init == "reward":
+    reward = trainer.reward_model
+    has_adapter = is_adapted and reward is not None and bool(reward.head.weight.any())
+    if init == "reward" and not (has_adapter if is_adapted else _scorers(trainer)):
+        needed = "trained RewardAdapter" if is_adapted else "model or RewardAdapter"
+        raise ValueError(
+            f"value_init='reward' begins with the reward model, and reward_funcs has no {needed} "
+            "to begin with. Add one, or set value_init to 'policy' or to the path of a saved critic."
+        )
+
+
+def _adapter(trainer: PPO, policy: PeftModel) -> Critic:
+    init, reward = trainer.args.value_init, trainer.reward_model
+    if init == "reward" and reward is not None and reward.adapter is not None:
+        critic = add_value_adapter(policy, policy.peft_config[reward.adapter])
         critic.copy(reward)
-    elif init != "policy":
+        return critic
+    critic = add_value_adapter(policy, trainer.value_peft_config)
+    if init != "policy":
         critic.load_pretrained(Path(init), f"value_init={str(init)!r}")
     return critic
 
 
-def _whole_model(trainer: Any, policy: Any) -> Critic:
+def _scorers(trainer: PPO) -> list[torch.nn.Module]:
+    """Return the models among the reward functions."""
+    scorers = [function for function in trainer.reward_funcs if isinstance(function, torch.nn.Module)]
+    return [*scorers, trainer.reward_model.bare] if trainer.reward_model else scorers
+
+
+def _whole_model(trainer: PPO, policy: PreTrainedModel) -> Critic:
     args, init = trainer.args, trainer.args.value_init
-    value_model: Any = trainer.value_model
-    if (peft_config := trainer.value_peft_config) is not None:
-        raise ValueError(
-            f"value_peft_config={type(peft_config).__name__}(...): the policy has no adapter, so its critic is a "
-            "whole model. Give peft_config too, or leave value_peft_config unset."
-        )
-    if value_model is not None and init != "policy":
-        raise ValueError(f"value_model and value_init={init!r} both say where the critic begins. Give one of them.")
-    scorers: list[Any] = [own for own in trainer.reward_funcs if isinstance(own, torch.nn.Module)]
-    scorers += [trainer.reward_model.bare] if trainer.reward_model else []
-    if init == "reward":
-        if not scorers:
-            raise ValueError(
-                "value_init='reward': no reward function is a model. Set value_init to 'policy' or to a path."
-            )
-        value_model = scorers[0]
-    elif init != "policy":
-        value_model = loaded(init, policy, f"value_init={str(init)!r}", "value_init='policy'", trusted=trusts(args))
-    elif isinstance(value_model, str | Path):
-        name = f"value_model={str(value_model)!r}"
-        value_model = loaded(value_model, policy, name, "no value_model", trusted=trusts(args))
+    scorers = _scorers(trainer)
+    model: Any = scorers[0] if init == "reward" else trainer.value_model
+    if init not in ("policy", "reward"):
+        model = loaded(init, policy, f"value_init={str(init)!r}", "value_init='policy'", trusted=trusts(args))
+    elif isinstance(model, str | Path):
+        model = loaded(model, policy, f"value_model={str(model)!r}", "no value_model", trusted=trusts(args))
     for scorer in scorers:
-        if scorer is value_model and isinstance(scorer, PreTrainedModel):  # which must not learn while it scores
-            value_model = type(scorer)._from_config(scorer.config, dtype=scorer.dtype)
-            value_model.load_state_dict(scorer.state_dict())
-    critic = own_critic(copied_from(policy, trusted=trusts(args)) if value_model is None else value_model)
-    bare: Any = critic.bare.to(trainer.accelerator.device)
+        if scorer is model and isinstance(scorer, PreTrainedModel):  # which must not learn while it scores
+            model = type(scorer)._from_config(scorer.config, dtype=scorer.dtype)
+            model.load_state_dict(scorer.state_dict())
+    critic = own_critic(copied_from(policy, trusted=trusts(args)) if model is None else model)
+    critic.bare.to(trainer.accelerator.device)
     critic.head.to(trainer.accelerator.device)
-    if args.disable_dropout:
-        without_dropout(bare)
     if args.gradient_checkpointing:
-        bare.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
-    bare.train()
+        critic.bare.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
+    critic.bare.train()
     return critic

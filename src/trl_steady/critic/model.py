@@ -5,6 +5,7 @@ import copy
 import functools
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -19,12 +20,10 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from trl_steady.adapters.base import Base, start_of
-from trl_steady.host import shards
-from trl_steady.host.adapters import base_kept, parameters_kept
+from trl_steady.host import models
+from trl_steady.host.files import refuse_other_shapes
 from trl_steady.host.fused_head import per_token
-from trl_steady.host.models import VALUE_ADAPTER, Scorer, is_of_lora
-
-__all__ = ["Critic", "add_value_adapter", "copied_from", "loaded", "own_critic", "trusts", "without_dropout"]
+from trl_steady.host.models import VALUE_ADAPTER, Scorer, base_kept, is_of_lora, parameters_kept
 
 _HEAD = "score"  # the name in transformers' models for sequence classification
 _HEAD_WEIGHT = f"{_HEAD}.weight"
@@ -51,7 +50,7 @@ class Critic(Scorer):
         self._of_policy: list[torch.nn.Parameter] = []  # parameters of the base that train with the policy
         # layers are found once: a model has hundreds
         self._switches = [
-            own for own in backbone.modules() if isinstance(own, BaseTunerLayer | AuxiliaryTrainingWrapper)
+            layer for layer in backbone.modules() if isinstance(layer, BaseTunerLayer | AuxiliaryTrainingWrapper)
         ]
 
     @property
@@ -64,8 +63,13 @@ class Critic(Scorer):
 
         Under FSDP2 these are shards, and every process must call this method.
         """
-        shards.reshard(self.backbone)
+        models.reshard(self.backbone)
         yield from self._named()
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The trained parameters."""
+        return [parameter for _, parameter in self.named_parameters()]
 
     def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         body: torch.nn.Module = self.bare.base_model
@@ -99,9 +103,6 @@ class Critic(Scorer):
 
         PEFT's own switch would change which parameters are trained.
         """
-        if self.adapter is None:
-            yield
-            return
         before = [
             (layer, layer._active_adapter, getattr(layer, "_disable_adapters", False)) for layer in self._switches
         ]
@@ -121,52 +122,36 @@ class Critic(Scorer):
     @contextlib.contextmanager
     def _recomputed(self) -> Iterator[None]:
         """Let gradient checkpointing recompute layers with the critic's adapter, whichever acts in backward."""
-        if self.adapter is None or not torch.is_grad_enabled():
-            yield
-            return
-        name, speaking = "_gradient_checkpointing_func", self._speaking
-        layers = [own for own in self.bare.modules() if name in vars(own)]
+        name = "_gradient_checkpointing_func"
+        layers = [layer for layer in self.bare.modules() if name in vars(layer)] if torch.is_grad_enabled() else []
         before = [vars(layer)[name] for layer in layers]
         try:
             for layer, function in zip(layers, before, strict=True):
-                of_recompute = functools.partial(_contexts, speaking)
-                vars(layer)[name] = functools.partial(function, use_reentrant=False, context_fn=of_recompute)
+                vars(layer)[name] = functools.partial(function, use_reentrant=False, context_fn=self._contexts)
             yield
         finally:
             for layer, function in zip(layers, before, strict=True):
                 vars(layer)[name] = function
 
+    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+        """Return the contexts of a checkpointed forward, in which the adapter acts, and of its recomputation."""
+        return contextlib.nullcontext(), self._speaking()
+
     # files
 
     def state(self) -> dict[str, Tensor]:
         """Return the trained parameters by name, whole and on the CPU. Under FSDP2 every process must call this."""
-        return {name: shards.whole(parameter).cpu().contiguous() for name, parameter in self.named_parameters()}
+        return {name: models.whole(parameter).cpu().contiguous() for name, parameter in self.named_parameters()}
 
     def check(self, shapes: Mapping[str, Sequence[int]], source: str) -> None:
-        """Refuse tensors that `load` could not use, given their shapes.
-
-        Raises:
-            ValueError: The tensors are not those of this critic.
-        """
-        own = {name: list(parameter.shape) for name, parameter in self._named()}
-        there = {name: list(shape) for name, shape in shapes.items()}
-        other = [name for name in own.keys() | there.keys() if own.get(name) != there.get(name)]
-        if other:
-            raise ValueError(
-                f"{source} holds other weights: {len(other)} tensors differ in name or shape, for example "
-                f"{min(other)}. Give the model and the LoRA configurations (peft_config, value_peft_config) "
-                "of the run that wrote it."
-            )
+        """Raise a ValueError if tensors of these shapes are not those of this critic."""
+        refuse_other_shapes(shapes, {name: parameter.shape for name, parameter in self._named()}, source)
 
     def load(self, state: Mapping[str, Tensor], source: str) -> None:
-        """Restore what `state` returned. Under FSDP2 every process must call this.
-
-        Raises:
-            ValueError: The tensors are not those of this critic.
-        """
+        """Restore what `state` returned, or raise a ValueError. Under FSDP2 every process must call this."""
         self.check({name: tensor.shape for name, tensor in state.items()}, source)
         for name, parameter in self.named_parameters():
-            shards.assign(parameter, state[name])
+            models.assign(parameter, state[name])
 
     def copy(self, other: "Critic") -> None:
         """Take over the weights of another adapter of the same configuration on the same base."""
@@ -177,9 +162,7 @@ class Critic(Scorer):
     def save_pretrained(self, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
         """Save a critic that `AutoModelForSequenceClassification` loads, or PEFT on such a model.
 
-        Args:
-            folder: The folder to write.
-            state: The return value of `state`; None: as the critic is now.
+        `state` is what the method of this name returned; None: as the critic is now.
         """
         folder.mkdir(parents=True, exist_ok=True)
         if self.adapter is None:
@@ -216,33 +199,30 @@ class Critic(Scorer):
     def part_of(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what `state` returns, taken from the whole state of the PEFT model that the head has joined."""
         assert self.adapter is not None
-        places = {name: f"{self._prefix}{name}" for name, _ in self._named()}
-        places[_HEAD_WEIGHT] = f"{_JOINED}.{self.adapter}.weight"
-        return {name: state[place].cpu().contiguous() for name, place in places.items()}
+        saved = {name: f"{self._prefix}{name}" for name, _ in self._named()}
+        saved[_HEAD_WEIGHT] = f"{_JOINED}.{self.adapter}.weight"
+        return {name: state[entry].cpu().contiguous() for name, entry in saved.items()}
 
     def load_pretrained(self, folder: Path, source: str) -> None:
         """Load what `save_pretrained` wrote for an adapter. `source` names the folder in errors.
 
         Raises:
-            ValueError: The folder has no such critic.
+            ValueError: The folder has an adapter with other tensors, or one for another start of the base.
         """
-        assert self.adapter is not None
-        if not (folder / _WEIGHTS).is_file():
-            raise ValueError(f"{source} has no {_WEIGHTS}. Give the folder '{self.adapter}' of a saved run.")
         config: Any = LoraConfig.from_pretrained(str(folder))
         base = Base(self.backbone)  # pyright: ignore[reportArgumentType]
         _refuse_other_start(base, config, source)
-        there, name = config.base_model_name_or_path, base.model.config.name_or_path
-        if there and name and Path(there).resolve() != Path(name).resolve():
+        trained_on, name = config.base_model_name_or_path, base.model.config.name_or_path
+        if trained_on and name and Path(trained_on).resolve() != Path(name).resolve():
             warnings.warn(
-                f"{source} was trained on {there!r}, and the base of the policy is {name!r}. If that is another "
+                f"{source} was trained on {trained_on!r}, and the base of the policy is {name!r}. If that is another "
                 "model, its values mean nothing.",
                 UserWarning,
                 stacklevel=2,
             )
         names = {saved: name for name, saved in self._saved_names().items()}
-        state = {_as_saved(saved): own for saved, own in load_file(folder / _WEIGHTS).items()}
-        self.load({names.get(saved, saved): own for saved, own in state.items()}, source)
+        state = {_as_saved(saved): tensor for saved, tensor in load_file(folder / _WEIGHTS).items()}
+        self.load({names.get(saved, saved): tensor for saved, tensor in state.items()}, source)
 
 
 def add_value_adapter(model: PeftModel, peft_config: Any, name: str = VALUE_ADAPTER) -> Critic:
@@ -258,27 +238,21 @@ def add_value_adapter(model: PeftModel, peft_config: Any, name: str = VALUE_ADAP
     Raises:
         ValueError: The model has an adapter of this name, or the adapter is not LoRA.
     """
-    if name in model.peft_config:
-        raise ValueError(
-            f"the model has an adapter named {name!r}, a name reserved for trl-steady. Delete it with "
-            f"model.delete_adapter({name!r}), or load it under another name."
-        )
     base, of_policy = Base(model), model.active_adapters[0]
     config = copy.deepcopy(peft_config or model.peft_config[of_policy])
     if not (isinstance(model.base_model, LoraModel) and isinstance(config, LoraConfig)):
         kinds = f"{type(model.peft_config[of_policy]).__name__} and {type(config).__name__}"
         raise ValueError(
-            f"the adapter {name!r} must be LoRA beside LoRA, and the adapters of the policy and {name!r} are {kinds}. "
-            "PEFT does not combine others. Train the policy with a LoraConfig, or as a whole (no peft_config)."
+            f"the adapters of the policy and {name!r} are {kinds}, and must both be LoRA. Train the policy with a "
+            "LoraConfig, or as a whole (no peft_config)."
         )
     _refuse_other_start(base, config, f"the configuration of the adapter {name!r}")
     if base.start is not None:  # PEFT changes these modules again when it loads the saved adapter
         config.target_modules = copy.copy(cast(Any, model.peft_config[of_policy]).target_modules)
     if trained := base.trained:
         warnings.warn(
-            f"{len(trained)} parameters of the base train with the policy, for example {min(trained)}. What the "
-            f"adapter {name!r} says of a text changes with them. Set bias='none' in peft_config, and list modules "
-            "that should train in modules_to_save.",
+            f"{len(trained)} parameters of the base train with the policy, for example {min(trained)}. They change "
+            f"what the adapter {name!r} says. Set bias='none' in peft_config, and list modules in modules_to_save.",
             UserWarning,
             stacklevel=2,
         )
@@ -288,28 +262,25 @@ def add_value_adapter(model: PeftModel, peft_config: Any, name: str = VALUE_ADAP
     # keep the random state, so that rollouts are the same as without a critic
     with parameters_kept(model), base_kept(config), torch.random.fork_rng(devices=devices):
         model.add_adapter(name, config)
-    own = {n: p for n, p in model.named_parameters() if is_of_lora(n, name)}
     bare: Any = model.get_base_model()
-    read = {id(p) for p in bare.base_model.parameters()}
-    policy = dict(model.named_parameters())
-    for parameter_name, parameter in own.items():
+    read = {id(parameter) for parameter in bare.base_model.parameters()}
+    of_model = dict(model.named_parameters())
+    for parameter_name, parameter in of_model.items():
+        if not is_of_lora(parameter_name, name):
+            continue
         parameter.data = parameter.data.float()
         parameter.requires_grad_(id(parameter) in read)  # not of the LM head, through which no value goes
-        source = policy.get(_renamed(parameter_name, name, of_policy))
+        source = of_model.get(_renamed(parameter_name, name, of_policy))
         if peft_config is None and source is not None:
             parameter.data.copy_(source.data)
-    return Critic(model, _head(bare.config, next(iter(own.values())).device), name)
+    return Critic(model, _head(bare.config, parameter.device), name)
 
 
 def own_critic(model: PreTrainedModel, name: str = "value_model") -> Critic:
     """Return the critic of a model for sequence classification with one label. All of it is trained.
 
-    Args:
-        model: The model.
-        name: The user's name for it, for messages.
-
     Raises:
-        ValueError: The model has no head named `score` for one label.
+        ValueError: The model, which messages call `name`, has no head named `score` for one label.
     """
     score = getattr(model, _HEAD, None)
     if not isinstance(score, torch.nn.Linear) or score.out_features != 1 or score.bias is not None:
@@ -370,13 +341,8 @@ def without_dropout(model: torch.nn.Module) -> None:
 def copied_from(policy: PreTrainedModel, instead: str = "value_model", *, trusted: bool = False) -> PreTrainedModel:
     """Return a model for sequence classification whose body is a copy of the policy's, with a head of zeros.
 
-    Args:
-        policy: The policy.
-        instead: Another way out, for messages.
-        trusted: transformers' `trust_remote_code`.
-
     Raises:
-        ValueError: transformers has no such model of this kind.
+        ValueError: transformers has no such model of this kind. `instead` is another way out.
     """
     config = copy.deepcopy(policy.config)
     config.num_labels = 1
@@ -417,10 +383,6 @@ def _refuse_other_start(base: Base, config: Any, what: str) -> None:
 def _as_saved(name: str) -> str:
     """Return a parameter's name as PEFT saves it, which leaves out a part of DoRA's."""
     return name.removesuffix(".weight") if name.endswith("lora_magnitude_vector.weight") else name
-
-
-def _contexts(speaking: Any) -> tuple[Any, Any]:
-    return contextlib.nullcontext(), speaking()
 
 
 def _renamed(name: str, adapter: str, other: str) -> str:

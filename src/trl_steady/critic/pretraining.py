@@ -1,17 +1,15 @@
 """InstructGPT's pretraining loss as a part: a language-model loss on other text, in each optimizer step."""
 
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import TrainerCallback
 
+from trl_steady.critic.trainer import PPO
 from trl_steady.host import models
 from trl_steady.host.part import Part
-
-__all__ = ["PretrainingPart"]
 
 
 class PretrainingPart(Part):
@@ -25,26 +23,20 @@ class PretrainingPart(Part):
     _of_step: list[list[int]]
     """Token ids of the examples that the optimizer step has not used yet."""
 
+    trainer: PPO
+
     def built(self) -> None:
         """Refuse a dataset that is missing, would be ignored or has no text."""
-        trainer, dataset = self.trainer, self.trainer.ptx_dataset
-        coef = trainer.args.ptx_coef
+        dataset, coef = self.trainer.ptx_dataset, self.trainer.args.ptx_coef
         self._of_step = []
-        if coef == 0:
-            if dataset is not None:
-                raise ValueError("ptx_dataset would be ignored: ptx_coef=0. Set ptx_coef (InstructGPT uses 27.8).")
-            return
-        if not isinstance(dataset, Dataset) or not len(dataset):
+        if coef == 0 and dataset is not None:
+            raise ValueError("ptx_dataset would be ignored: ptx_coef=0. Set ptx_coef (InstructGPT uses 27.8).")
+        is_usable = isinstance(dataset, Dataset) and len(dataset) and {"text", "messages"} & {*dataset.column_names}
+        if coef != 0 and not is_usable:
             raise ValueError(
-                f"ptx_coef={coef} needs ptx_dataset, a datasets.Dataset with rows, and got {type(dataset).__name__}. "
-                "Pass ptx_dataset to the trainer, or set ptx_coef=0."
+                f"ptx_coef={coef} needs ptx_dataset, a datasets.Dataset with rows and a column 'text' or 'messages', "
+                f"and got {type(dataset).__name__}. Pass one to the trainer, or set ptx_coef=0."
             )
-        if not {"text", "messages"} & {*dataset.column_names}:
-            raise ValueError(
-                f"ptx_dataset has the columns {', '.join(dataset.column_names)}, and neither 'text' nor 'messages'. "
-                "Rename the column that holds the text: dataset.rename_column(..., 'text')."
-            )
-        trainer.add_callback(_AtStepBegin(self))
 
     def computing(
         self, model: torch.nn.Module, compute: Callable[[Mapping[str, Any]], Tensor], inputs: Mapping[str, Any]
@@ -54,26 +46,28 @@ class PretrainingPart(Part):
         if coef == 0 or not self.trainer.model.training:
             return compute(inputs)
         # before the policy's pass, whose routes are replayed until backward ends
-        own = coef * self._loss(model, len(inputs["completion_ids"]))
-        return own + compute(inputs)
+        of_examples = coef * self._loss(model, len(inputs["completion_ids"]))
+        return of_examples + compute(inputs)
 
-    def begin_step(self) -> None:
+    def stepping(self) -> None:
         """Draw the examples of an optimizer step."""
-        trainer, args = self.trainer, self.trainer.args
+        trainer, args, dataset = self.trainer, self.trainer.args, self.trainer.ptx_dataset
+        self._of_step = []
+        if args.ptx_coef == 0:
+            return
+        assert dataset is not None
         before = trainer.state.global_step * args.world_size + trainer.accelerator.process_index
         first = before * args.per_device_train_batch_size * args.gradient_accumulation_steps
         # the last window of an epoch can be shorter than gradient_accumulation_steps
         count = args.per_device_train_batch_size * trainer.current_gradient_accumulation_steps
-        dataset = trainer.ptx_dataset
-        self._of_step = []
         for position in range(first, first + count):
-            epoch, place = divmod(position, len(dataset))
+            epoch, index = divmod(position, len(dataset))
             order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(args.seed + epoch))
-            self._of_step.append(self._ids(dataset[int(order[place])]))
-        own = torch.tensor(
+            self._of_step.append(self._ids(dataset[int(order[index])]))
+        tokens = torch.tensor(
             float(sum(max(len(ids) - 1, 0) for ids in self._of_step)), device=trainer.accelerator.device
         )
-        self._tokens = trainer.accelerator.reduce(own, reduction="sum").clamp(min=1)
+        self._tokens = cast(Tensor, trainer.accelerator.reduce(tokens, reduction="sum")).clamp(min=1)
 
     def _ids(self, example: Mapping[str, Any]) -> list[int]:
         tokenizer: Any = models.text_tokenizer(self.trainer)
@@ -89,19 +83,11 @@ class PretrainingPart(Part):
         trainer = self.trainer
         examples, self._of_step = self._of_step[:count], self._of_step[count:]
         device, width = trainer.accelerator.device, max(map(len, examples))
-        ids = torch.tensor([[*own, *[0] * (width - len(own))] for own in examples], device=device)
-        mask = torch.tensor([[1] * len(own) + [0] * (width - len(own)) for own in examples], device=device)
+        ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in examples], device=device)
+        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in examples], device=device)
         labels = ids.masked_fill(mask == 0, -100)
         outputs: Any = model(input_ids=ids, attention_mask=mask, labels=labels, num_items_in_batch=self._tokens)
         total = outputs.loss.detach() * self._tokens
         trainer.metrics.pooled(sums={"ptx_loss": torch.stack([total, mask[:, 1:].sum().to(total.dtype)])})
         # gradients are averaged over processes, and the loss is a mean over the tokens of all
         return outputs.loss * trainer.accelerator.num_processes
-
-
-class _AtStepBegin(TrainerCallback):
-    def __init__(self, part: PretrainingPart) -> None:
-        self._part = part
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._part.begin_step()

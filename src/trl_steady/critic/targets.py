@@ -7,12 +7,11 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from trl_steady.critic.trainer import PPO
 from trl_steady.functional import advantages, values
 from trl_steady.host.models import text_tokenizer
 from trl_steady.host.part import Rollout
 from trl_steady.rewards.part import StepsPart, log_advantages
-
-__all__ = ["Targets", "targets"]
 
 
 class Targets(NamedTuple):
@@ -26,7 +25,7 @@ class Targets(NamedTuple):
     """(2,) sum over the answers of all processes of their KL to the reference, in nats, and number of answers."""
 
 
-def targets(trainer: Any, rollout: Rollout, old_values: Tensor, after: Tensor | None, *, kl_coef: float) -> Targets:
+def targets(trainer: PPO, rollout: Rollout, old_values: Tensor, after: Tensor | None, *, kl_coef: float) -> Targets:
     """Return the columns of a complete rollout, and log what they show. Every process must call this function.
 
     Args:
@@ -35,17 +34,9 @@ def targets(trainer: Any, rollout: Rollout, old_values: Tensor, after: Tensor | 
         old_values: (B, T) values of the critic.
         after: (B,) value of the state after each completion; None: 0 for all.
         kl_coef: Coefficient of the KL in the reward.
-
-    Raises:
-        ValueError: A subclass computes rewards without trl-steady, which then has none.
     """
     args, samples, mask = trainer.args, rollout.samples, rollout.is_sampled
     steps = trainer.part(StepsPart)
-    if not steps.has_rewards:
-        raise ValueError(
-            f"{type(trainer).__name__} computes rewards without calling super()._calculate_rewards, so PPO has no "
-            "reward of a token. Call it."
-        )
     first = trainer.accelerator.process_index * len(mask)
     completions = steps.scored(mask)
     table = steps.table(completions, first=first, cover=False)
@@ -99,7 +90,7 @@ def targets(trainer: Any, rollout: Rollout, old_values: Tensor, after: Tensor | 
     return Targets(columns, totals[3][[1, 0]])
 
 
-def _is_cut(trainer: Any, samples: Mapping[str, Tensor]) -> Tensor:
+def _is_cut(trainer: PPO, samples: Mapping[str, Tensor]) -> Tensor:
     """Return (B, 1) bool, True for a completion that does not end as a model ends its text."""
     ends = samples["completion_mask"].sum(1, keepdim=True)
     last = samples["completion_ids"].gather(1, (ends - 1).clamp(min=0))
@@ -107,15 +98,15 @@ def _is_cut(trainer: Any, samples: Mapping[str, Tensor]) -> Tensor:
     return ~torch.isin(last, stops) & (ends > 0)
 
 
-def _everywhere(trainer: Any, *pairs: Tensor) -> Tensor:
+def _everywhere(trainer: PPO, *pairs: Tensor) -> Tensor:
     """Return (n, 3) moments over all processes of n values under their masks."""
     exact = torch.float64 if pairs[0].device.type in ("cpu", "cuda") else torch.float32
     masked = zip(pairs[::2], pairs[1::2], strict=True)
-    own = torch.stack([values.moments(each.to(exact), mask) for each, mask in masked])
-    return cast(Tensor, trainer.accelerator.reduce(own, reduction="sum"))
+    moments = torch.stack([values.moments(each.to(exact), mask) for each, mask in masked])
+    return cast(Tensor, trainer.accelerator.reduce(moments, reduction="sum"))
 
 
-def _log(trainer: Any, steps: StepsPart, completions: list[Any], rollout: Rollout, per_token: Tensor) -> None:
+def _log(trainer: PPO, steps: StepsPart, completions: list[Any], rollout: Rollout, per_token: Tensor) -> None:
     """Put advantages and step rewards into TRL's table of completions."""
     log_advantages(trainer, per_token, rollout.is_sampled)
     if steps.has_steps:

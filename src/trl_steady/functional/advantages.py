@@ -32,8 +32,8 @@ def gae(
         rewards: (B, T) reward of each action token. Never read where `mask` is False.
         values: (B, T) the critic's value of the state in which each token is chosen. Never read where `mask` is False.
         mask: (B, T) bool, True = action token.
-        gamma: Discount, from 0 to 1.
-        lam: Lambda, from 0 to 1, or (B, 1) for one lambda per sequence.
+        gamma: Discount.
+        lam: Lambda, or (B, 1) for one lambda per sequence.
         bootstrap: (B,) value of the state after the last action token, for a sequence that was cut off; 0 where the
             episode ended. None: all episodes ended.
 
@@ -126,16 +126,12 @@ def return_to_go(rewards: Tensor, *, group_size: int, scale: str) -> Tensor:
     with totals: see `docs/step-rewards.md`.
 
     Args:
-        rewards: (B, S), NaN = no such step.
-        group_size: Completions per prompt.
+        rewards, group_size: As for `process`.
         scale: Divisor of the advantages. `"group"`: the largest spread at any step in the group, plus 1e-4.
             `"batch"`: the largest spread at any step in the batch, plus 1e-4. `"none"`: no division.
 
     Returns:
         (B, S), 0 where there is no such step.
-
-    Raises:
-        ValueError: B is not a multiple of `group_size`, S is 0, or `scale` is unknown.
 
     >>> import torch
     >>> rewards = torch.tensor([[1.0, 0.0], [0.0, torch.nan], [1.0, 1.0]])  # returns from each step on: 1 0, 0, 2 1

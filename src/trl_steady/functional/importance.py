@@ -1,4 +1,9 @@
-"""Importance ratios between the current policy and the policy at rollout, as log-ratios."""
+"""Importance ratios between the current policy and the policy at rollout, as log-ratios.
+
+`logps` and `old_logps` are (B, T) log-probs of the same tokens, in nats, under the policy and under the policy at
+rollout. `mask` is (B, T) bool, True = loss token. Functions raise a ValueError if shapes differ or the mask is not
+boolean.
+"""
 
 import math
 
@@ -18,16 +23,8 @@ def sequence_log_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor) -> Tensor
     Gradient: flows through `logps`. The only difference from TRL's sequence level is that values where `mask` is False
     are never read.
 
-    Args:
-        logps: (B, T) log-probs under the policy, in nats.
-        old_logps: (B, T) log-probs under the policy at rollout, same tokens.
-        mask: (B, T) bool, True = loss token.
-
     Returns:
         (B, 1); 0 (ratio 1) for a sequence without loss tokens.
-
-    Raises:
-        ValueError: shapes differ, or `mask` is not boolean.
 
     >>> import torch
     >>> logps = torch.tensor([[-1.0, -2.0, -9.0]])
@@ -51,16 +48,8 @@ def gspo_token_surrogate(logps: Tensor, old_logps: Tensor, mask: Tensor) -> tupl
     (log π, sg[log π] - log s_i) is the same on paper. But its rounding error is about 1e-3 times the paper's clip
     range (3e-4), so a clip bound could separate tokens of one sequence.
 
-    Args:
-        logps: (B, T) log-probs under the policy, finite everywhere.
-        old_logps: (B, T) log-probs under the policy at rollout, same tokens.
-        mask: (B, T) bool, True = loss token.
-
     Returns:
-        (B, T) and (B, T).
-
-    Raises:
-        ValueError: shapes differ, or `mask` is not boolean.
+        (B, T) and (B, T). `logps` must be finite everywhere.
 
     >>> import torch
     >>> logps = torch.tensor([[-1.0, -2.0]], requires_grad=True)
@@ -94,20 +83,14 @@ def log_geometric_mean_ratio(
     Gradient: flows through `logps`, except at tokens that are held at a bound.
 
     Args:
-        logps: (B, T) log-probs under the policy, in nats.
-        old_logps: (B, T) log-probs under the policy at rollout, same tokens.
+        logps, old_logps, mask: (B, T), as above.
         advantages: (B, 1). Only the signs are read.
-        mask: (B, T) bool, True = loss token.
-        low: Lower clip range of the log-ratio.
-        high: Upper clip range of the log-ratio.
+        low, high: Clip range of the log-ratio.
         delta: Bound of the ratio that is not clipped, above e^high. It acts on negative advantages, as the two-sided
             clip of TRL does. None for no bound.
 
     Returns:
         (B, 1); 0 (ratio 1) for a sequence without loss tokens.
-
-    Raises:
-        ValueError: shapes differ, or `mask` is not boolean.
 
     >>> old_logps, mask = torch.zeros(2, 2), torch.ones(2, 2, dtype=torch.bool)
     >>> logps = torch.tensor([[0.75, -0.75], [0.75, -0.75]])

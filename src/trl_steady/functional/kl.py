@@ -9,6 +9,10 @@ Expected gradients, which `tests/functional/test_kl.py` checks by enumeration:
 - `k2` has the gradient of KL(π || π_ref) on-policy.
 - `k3` has the gradient of the forward KL(π_ref || π) on-policy.
 
+All arguments are (B, T), in nats, of the same tokens: `logps` under the policy, `ref_logps` under the reference, and
+`log_ratio`, which is log ρ with its gradient. All functions return (B, T), in nats; `k2` and `corrected_k2` in nats
+squared.
+
 Each estimator is the KL of one token given its prefix, and prefixes come from π_old. The sum over tokens does not have
 the gradient of the KL of whole sequences, which also contains the effect of a token on the divergence of later tokens.
 """
@@ -25,13 +29,6 @@ def k1(logps: Tensor, ref_logps: Tensor) -> Tensor:
 
     Gradient: d log π, through `logps`.
 
-    Args:
-        logps: (B, T) log-probs under the policy, in nats.
-        ref_logps: (B, T) log-probs under the reference, same tokens.
-
-    Returns:
-        (B, T), in nats.
-
     >>> import torch
     >>> k1(torch.tensor([[-1.0]]), torch.tensor([[-1.5]])).item()
     0.5
@@ -43,13 +40,6 @@ def k2(logps: Tensor, ref_logps: Tensor) -> Tensor:
     """Return (log r)² / 2: non-negative, biased in value, with the gradient of the reverse KL on-policy.
 
     Gradient: -log r · d log π, through `logps`.
-
-    Args:
-        logps: (B, T) log-probs under the policy, in nats.
-        ref_logps: (B, T) log-probs under the reference, same tokens.
-
-    Returns:
-        (B, T), in nats squared.
 
     >>> import torch
     >>> k2(torch.tensor([[-1.0]]), torch.tensor([[-1.5]])).item()
@@ -66,13 +56,6 @@ def k3(logps: Tensor, ref_logps: Tensor) -> Tensor:
 
     Gradient: (1 - r) d log π, through `logps`.
 
-    Args:
-        logps: (B, T) log-probs under the policy, in nats.
-        ref_logps: (B, T) log-probs under the reference, same tokens.
-
-    Returns:
-        (B, T), in nats.
-
     >>> import math, torch
     >>> round(k3(torch.tensor([[0.0]]), torch.tensor([[math.log(2.0)]])).item(), 6)  # 2 - ln 2 - 1
     0.306853
@@ -87,14 +70,6 @@ def corrected_k1(logps: Tensor, ref_logps: Tensor, log_ratio: Tensor) -> Tensor:
 
     Gradient: through both factors. Without the ratio it would be d log π, which is 0 in expectation on-policy.
 
-    Args:
-        logps: (B, T) log-probs under the policy, in nats.
-        ref_logps: (B, T) log-probs under the reference, same tokens.
-        log_ratio: (B, T), log ρ = log π - log π_old of the same tokens, with its gradient.
-
-    Returns:
-        (B, T), in nats, of either sign.
-
     >>> import torch
     >>> corrected_k1(torch.tensor([[-1.0]]), torch.tensor([[-1.5]]), torch.tensor([[2.0]]).log()).item()
     1.0
@@ -106,14 +81,6 @@ def corrected_k2(logps: Tensor, ref_logps: Tensor, log_ratio: Tensor) -> Tensor:
     """Return sg[ρ] · k2: the gradient of `corrected_k3` for every sample, but another value.
 
     Gradient: through k2 only. If it also went through the ratio, it would be the gradient of E[k2], which is not a KL.
-
-    Args:
-        logps: (B, T) log-probs under the policy, in nats.
-        ref_logps: (B, T) log-probs under the reference, same tokens.
-        log_ratio: (B, T), log ρ = log π - log π_old of the same tokens.
-
-    Returns:
-        (B, T), in nats squared.
 
     >>> import torch
     >>> corrected_k2(torch.tensor([[-1.0]]), torch.tensor([[-1.5]]), torch.tensor([[2.0]]).log()).item()
@@ -131,14 +98,7 @@ def corrected_k3(logps: Tensor, ref_logps: Tensor, log_ratio: Tensor) -> Tensor:
     With a sequence-level ratio this differs from TRL 1.16, which multiplies by the sequence ratio
     (huggingface/trl#6586). That product estimates no KL.
 
-    Args:
-        logps: (B, T) log-probs under the policy, in nats.
-        ref_logps: (B, T) log-probs under the reference, same tokens.
-        log_ratio: (B, T), log ρ = log π - log π_old of the same tokens, with its gradient.
-
-    Returns:
-        (B, T), in nats, 0 or above. It overflows float32, as in TRL, if the reference is 88 nats or more above the
-        policy.
+    The value is 0 or above. It overflows float32, as in TRL, if the reference is 88 nats or more above the policy.
 
     >>> import math, torch
     >>> logps, ref_logps = torch.tensor([[0.0]]), torch.tensor([[math.log(2.0)]])

@@ -5,6 +5,9 @@ one sequence does not increase the weight of the others. No gradient flows throu
 
 The sampler is the inference engine or policy that generated the tokens. `sampler_logps` may be NaN where an engine
 could not score a token. NaN is no evidence either way, so such a token counts as equally likely under both policies.
+
+Log-probs are (B, T), in nats, and `mask` is (B, T) bool, True = loss token. Functions raise a ValueError if shapes
+differ or the mask is not boolean.
 """
 
 from torch import Tensor
@@ -16,13 +19,6 @@ __all__ = ["geometric_mask", "log_ratio", "off_policy_mask", "off_policy_statist
 
 def log_ratio(logps: Tensor, sampler_logps: Tensor) -> Tensor:
     """Return log π - log μ without gradient, and 0 where the sampler's log-prob is NaN.
-
-    Args:
-        logps: (B, T) log-probs under a policy, in nats.
-        sampler_logps: (B, T) log-probs under the sampler, same tokens.
-
-    Returns:
-        (B, T), in nats.
 
     >>> import torch
     >>> log_ratio(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, torch.nan]])).tolist()
@@ -38,16 +34,8 @@ def off_policy_statistic(logps: Tensor, sampler_logps: Tensor, mask: Tensor) -> 
     Source: DeepSeek-V3.2 (arXiv 2512.02556, section 3.1), where μ is the inference engine's probability. If μ is the
     policy at rollout instead, the statistic is -log s_i of GSPO.
 
-    Args:
-        logps: (B, T) log-probs under the current policy, in nats.
-        sampler_logps: (B, T) log-probs under the sampler, same tokens.
-        mask: (B, T) bool, True = loss token.
-
     Returns:
         (B, 1), in nats per token; 0 for a sequence without loss tokens.
-
-    Raises:
-        ValueError: shapes differ, or `mask` is not boolean.
 
     >>> import torch
     >>> logps, sampled = torch.tensor([[-2.0, -3.0, -9.0]]), torch.tensor([[-1.0, -1.0, 0.0]])
@@ -66,14 +54,11 @@ def off_policy_mask(advantages: Tensor, statistic: Tensor, mask: Tensor, *, thre
     Args:
         advantages: (B, 1) or (B, T).
         statistic: (B, 1), from `off_policy_statistic`.
-        mask: (B, T) bool, True = loss token.
+        mask: (B, T) bool
         threshold: δ, in nats per token. Infinity drops nothing.
 
     Returns:
         (B, 1) bool, True = keep.
-
-    Raises:
-        ValueError: per-token advantages do not have the mask's shape, or `mask` is not boolean.
 
     >>> import torch
     >>> mask = torch.ones(3, 2, dtype=torch.bool)
@@ -93,15 +78,11 @@ def geometric_mask(mismatch: Tensor, mask: Tensor, *, low: float, high: float) -
 
     Args:
         mismatch: (B, T), log π_old - log μ of the sampled tokens, from `log_ratio`.
-        mask: (B, T) bool, True = loss token.
-        low: Lower bound of the ratio, at most 1.
-        high: Upper bound of the ratio, at least 1.
+        mask: (B, T) bool
+        low, high: Bounds of the ratio, at most and at least 1.
 
     Returns:
         (B, 1) bool, True = keep; a sequence without loss tokens is kept.
-
-    Raises:
-        ValueError: shapes differ, or `mask` is not boolean.
 
     >>> import torch
     >>> mismatch = torch.tensor([[0.02, -0.01], [0.02, 0.01]])
@@ -116,8 +97,7 @@ def token_veto(mismatch: Tensor, mask: Tensor, *, threshold: float) -> Tensor:
     """Drop each sequence that has a token much less likely under the trainer than under the sampler.
 
     Args:
-        mismatch: (B, T), log π_old - log μ of the sampled tokens, from `log_ratio`.
-        mask: (B, T) bool, True = loss token.
+        mismatch, mask: (B, T), as above.
         threshold: The smallest ratio π_old / μ that passes, between 0 and 1.
 
     Returns:

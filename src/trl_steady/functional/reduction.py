@@ -32,58 +32,32 @@ def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
 
 
 def sequence_mean_weights(mask: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the weights 1 / (B |y_i|) of the mean over sequences of the mean over their tokens.
+    """Return the (B, T) weights 1 / (B |y_i|) of the mean over sequences of the mean over their loss tokens.
 
     Source: GRPO (arXiv 2402.03300, eq. 3), GSPO (arXiv 2507.18071, section 4.1). A sequence without loss tokens counts
-    in B, as in TRL.
-
-    Args:
-        mask: (B, T) bool, True = loss token.
-        dtype: Dtype of the weights. Use the dtype of the values to avoid rounding.
-
-    Returns:
-        (B, T) of `dtype`, 0 where `mask` is False.
+    in B, as in TRL. `dtype` should be that of the values, to avoid rounding.
 
     >>> import torch
     >>> sequence_mean_weights(torch.tensor([[True, True], [True, False]])).tolist()
     [[0.25, 0.25], [0.5, 0.0]]
     """
-    _check(mask)
-    return mask.to(dtype) / (mask.sum(-1, keepdim=True).clamp(min=1) * len(mask))
+    return token_weights(mask, mask.sum(-1, keepdim=True).clamp(min=1) * len(mask), dtype=dtype)
 
 
 def sequence_sum_weights(mask: Tensor, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the weights 1 / B of the mean over sequences of the sum over their tokens.
-
-    This is LUSPO's length-unbiased reduction.
-
-    Args:
-        mask: (B, T) bool, True = loss token.
-        dtype: Dtype of the weights. Use the dtype of the values to avoid rounding.
-
-    Returns:
-        (B, T) of `dtype`, 0 where `mask` is False.
+    """Return the (B, T) weights 1 / B of the mean over sequences of the sum over their tokens, as in LUSPO.
 
     >>> import torch
     >>> sequence_sum_weights(torch.tensor([[True, True], [True, False]])).tolist()
     [[0.5, 0.5], [0.5, 0.0]]
     """
-    _check(mask)
-    return mask.to(dtype) / len(mask)
+    return token_weights(mask, len(mask), dtype=dtype)
 
 
 def token_weights(mask: Tensor, tokens: Tensor | float, *, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Return the weight 1 / `tokens` for every loss token.
+    """Return the (B, T) weight 1 / `tokens` for every loss token, 0 where `mask` (B, T) is False.
 
-    `tokens` is the number of loss tokens in the batch for BNPO, and a constant for Dr. GRPO.
-
-    Args:
-        mask: (B, T) bool, True = loss token.
-        tokens: Divisor of the sum. Values below 1 count as 1.
-        dtype: Dtype of the weights. Use the dtype of the values to avoid rounding.
-
-    Returns:
-        (B, T) of `dtype`, 0 where `mask` is False.
+    BNPO takes the number of loss tokens in the batch, and Dr. GRPO a constant. Divisors below 1 count as 1.
 
     >>> import torch
     >>> token_weights(torch.tensor([[True, True], [True, False]]), 4).tolist()
@@ -93,10 +67,11 @@ def token_weights(mask: Tensor, tokens: Tensor | float, *, dtype: torch.dtype = 
     return mask.to(dtype) / torch.as_tensor(tokens, device=mask.device).clamp(min=1)
 
 
-def _check(mask: Tensor, *others: Tensor) -> None:
+def _check(mask: Tensor, values: Tensor | None = None) -> None:
     """Raise on shapes that would broadcast: if B == T, a (B,) tensor would silently follow the wrong axis."""
-    if mask.dim() != 2 or mask.dtype != torch.bool:
-        raise ValueError(f"mask must be a boolean (B, T) tensor, got {tuple(mask.shape)} of {mask.dtype}.")
-    for other in others:
-        if other.shape != mask.shape:
-            raise ValueError(f"expected shape (B, T) = {tuple(mask.shape)} like the mask, got {tuple(other.shape)}.")
+    shape = mask.shape if values is None else values.shape
+    if mask.dim() != 2 or mask.dtype != torch.bool or shape != mask.shape:
+        raise ValueError(
+            f"expected a boolean (B, T) mask and values like the mask, got a mask of shape {tuple(mask.shape)} and "
+            f"{mask.dtype}, and values of shape {tuple(shape)}."
+        )

@@ -14,9 +14,7 @@ __all__ = ["calibration_error", "pair_loss", "step_labels", "verdict_loss"]
 def pair_loss(right: Tensor, wrong: Tensor) -> Tensor:
     """Return -log sigmoid(r_w - r_l) for each pair, the Bradley-Terry loss.
 
-    Args:
-        right: (N,) scores of the better answers.
-        wrong: (N,) scores of the worse answers.
+    `right` and `wrong` are the (N,) scores of the better and the worse answers.
 
     >>> pair_loss(torch.tensor([1.0]), torch.tensor([1.0])).exp()  # doctest: +NUMBER
     tensor([2.0])
@@ -25,22 +23,14 @@ def pair_loss(right: Tensor, wrong: Tensor) -> Tensor:
 
 
 def verdict_loss(scores: Tensor, labels: Tensor) -> Tensor:
-    """Return the cross-entropy of each score, as a logit, with its label.
-
-    Args:
-        scores: (N,) scores of answers or of steps.
-        labels: (N,) 1 = good, 0 = not.
-    """
+    """Return the cross-entropy (N,) of each score, as a logit, with its label: 1 = good, 0 = not."""
     return binary_cross_entropy_with_logits(scores, labels.to(scores.dtype), reduction="none")
 
 
 def step_labels(reached: Tensor) -> Tensor:
     """Return (S,) labels of steps: 1 if any continuation from the end of the step reaches the right answer.
 
-    Math-Shepherd (arXiv 2312.08935) calls this "hard estimation".
-
-    Args:
-        reached: (S, N) bool, True if a continuation has reached it.
+    `reached` is (S, N) bool. Math-Shepherd (arXiv 2312.08935) calls this "hard estimation".
     """
     return reached.any(-1).float()
 
@@ -50,15 +40,9 @@ def calibration_error(probabilities: Tensor, labels: Tensor, *, bins: int = 10) 
 
     Guo et al., arXiv 1706.04599, section 2, equation 3, with bins of equal width.
 
-    Args:
-        probabilities: (N,) that the label is 1.
-        labels: (N,) 1 or 0.
-        bins: Number of bins.
-
-    Returns:
-        A scalar between 0 and 1; NaN for N = 0.
+    `probabilities` (N,) are those of the label 1. The result is between 0 and 1, and NaN for N = 0.
     """
     probabilities, labels = probabilities.double(), labels.double()
-    place = (probabilities * bins).long().clamp(0, bins - 1)
-    gaps = torch.zeros(bins, dtype=torch.double, device=place.device).index_add_(0, place, probabilities - labels)
+    index = (probabilities * bins).long().clamp(0, bins - 1)
+    gaps = torch.zeros(bins, dtype=torch.double, device=index.device).index_add_(0, index, probabilities - labels)
     return gaps.abs().sum() / len(labels)

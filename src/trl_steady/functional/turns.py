@@ -7,7 +7,6 @@ It fills the row of a token for which nothing was recorded. Tensor operations cu
 # pyright: reportUnknownMemberType=false
 # torch's annotations are partial
 
-import math
 from collections.abc import Sequence
 from typing import NamedTuple, cast
 
@@ -43,43 +42,27 @@ def stitched(turns: Sequence[Sequence[Traced]]) -> list[Traced]:
 
     Args:
         turns: All sequences of the first turn, then for each later turn the sequences that continue. These keep their
-            order, and each begins with all its earlier tokens.
+            order, and each begins with all its earlier tokens. It continues the first sequence in order that fits.
 
     Raises:
         ValueError: a sequence continues none of the earlier ones.
     """
     sequences = [Traced(list(each.ids), _of_all(each)) for each in turns[0]]
     for number, turn in enumerate(turns[1:], start=2):
-        owners = _owners([each.ids for each in sequences], [each.ids for each in turn])
-        if owners is None:
-            raise ValueError(
-                f"turn {number} of a rollout has sequences that continue none of the earlier ones, so their recorded "
-                "values cannot be joined."
-            )
-        for own, later in zip(owners, turn, strict=True):
-            values, known = _of_all(later), sequences[own].values
+        candidates = iter(range(len(sequences)))  # each is tried once, so that the order is kept
+        for later in turn:
+            index = next((i for i in candidates if later.ids[: len(sequences[i].ids)] == sequences[i].ids), None)
+            if index is None:
+                raise ValueError(
+                    f"turn {number} of a rollout has sequences that continue none of the earlier ones, so their "
+                    "recorded values cannot be joined."
+                )
+            values, known = _of_all(later), sequences[index].values
             dtype = max(values.dtype, known.dtype, key=lambda each: each.itemsize)
             values, known = _widened(values, dtype), _widened(known, dtype)
             values[: len(known)] = known.where(known != nothing(dtype), values[: len(known)])
-            sequences[own] = Traced(list(later.ids), values)
+            sequences[index] = Traced(list(later.ids), values)
     return sequences
-
-
-def _owners(before: Sequence[list[int]], later: Sequence[list[int]]) -> list[int] | None:
-    """Match each later sequence to the earlier one that it extends, in order, and maximise the shared tokens.
-
-    Return None if a sequence has no match.
-    """
-    none: tuple[float, list[int]] = (-math.inf, [])
-    best: list[tuple[float, list[int]]] = [(0, [])] * (len(before) + 1)
-    for ids in later:  # best[i]: the best match of the later sequences so far to the first i earlier ones
-        following = [none]
-        for i, own in enumerate(before):
-            shared, owners = best[i]
-            extended = (shared + len(own), [*owners, i]) if ids[: len(own)] == own else none
-            following.append(max(following[i], extended, key=lambda way: way[0]))
-        best = following
-    return None if best[-1] is none else best[-1][1]
 
 
 def _of_all(traced: Traced) -> Tensor:
@@ -108,23 +91,21 @@ def aligned(sequences: Sequence[Traced], input_ids: Tensor, attention_mask: Tens
         (B, T, *) on the device of `input_ids`. Padding has the value "nothing", and so has a last token without a row.
 
     Raises:
-        ValueError: the number of sequences is not B, or a row has other tokens than every sequence.
+        ValueError: a row has other tokens than every sequence that is left.
     """
-    if len(sequences) != len(input_ids):
-        raise ValueError(f"{len(sequences)} sequences were recorded, and the batch has {len(input_ids)} rows.")
     mask = attention_mask.bool().cpu()
-    tokens = [cast(list[int], ids[own].tolist()) for ids, own in zip(input_ids.cpu(), mask, strict=True)]
+    tokens = [cast(list[int], ids[is_token].tolist()) for ids, is_token in zip(input_ids.cpu(), mask, strict=True)]
     dtype = max((traced.values.dtype for traced in sequences), key=lambda each: each.itemsize)
     batch = torch.full((*input_ids.shape, *sequences[0].values.shape[1:]), nothing(dtype), dtype=dtype)
     free = dict(enumerate(sequences))
-    for row in sorted(free, key=lambda row: -len(tokens[row])):
-        own = tokens[row]
-        fitting = next((i for i in (row, *free) if i in free and free[i].ids[: len(own)] == own), None)
+    for row in sorted(range(len(tokens)), key=lambda row: -len(tokens[row])):
+        count = len(tokens[row])
+        fitting = next((i for i in (row, *free) if i in free and free[i].ids[:count] == tokens[row]), None)
         if fitting is None:
             raise ValueError(
                 f"sequence {row} of the rollout has other tokens than were recorded. A subclass or a tool may have "
                 "changed them after they were sampled."
             )
-        values = _of_all(free.pop(fitting))[: len(own)]
+        values = _of_all(free.pop(fitting))[:count]
         batch[row, mask[row].nonzero().squeeze(-1)] = _widened(values, dtype)
     return batch.to(input_ids.device)

@@ -17,7 +17,7 @@ def at_ends(rewards: Tensor, ends: Tensor, mask: Tensor) -> Tensor:
     Args:
         rewards: (B, S), NaN = no such step.
         ends: (B, S) integer, exclusive ends of the steps in tokens. Ends beyond the last token are allowed.
-        mask: (B, T) bool, True = action token.
+        mask: (B, T) bool
 
     Returns:
         (B, T), the dtype of `rewards`. The reward of a step with no action token before its end is dropped.
@@ -28,8 +28,8 @@ def at_ends(rewards: Tensor, ends: Tensor, mask: Tensor) -> Tensor:
     [[0.0, 1.0, 0.0, 2.0]]
     """
     tokens = mask.size(1)
-    places = torch.arange(tokens, device=mask.device).expand_as(mask)
-    last = places.where(mask, -1).cummax(1).values.gather(1, ends.clamp(max=tokens) - 1)
+    indices = torch.arange(tokens, device=mask.device).expand_as(mask)
+    last = indices.where(mask, -1).cummax(1).values.gather(1, ends.clamp(max=tokens) - 1)
     placed = rewards.new_zeros(mask.shape)
     return placed.scatter_add(1, last.clamp(min=0), rewards.nan_to_num(nan=0.0).where(last >= 0, 0))
 
@@ -37,12 +37,7 @@ def at_ends(rewards: Tensor, ends: Tensor, mask: Tensor) -> Tensor:
 def length_adaptive_lambda(mask: Tensor, *, alpha: float) -> Tensor:
     """Return VAPO's lambda (arXiv 2504.05118, section 4.2): 1 - 1 / (alpha l) for l action tokens, from 0 to 1.
 
-    Args:
-        mask: (B, T) bool, True = action token.
-        alpha: Above 0. The paper uses 0.05, with which answers of up to 20 tokens get lambda 0.
-
-    Returns:
-        (B, 1) float32.
+    It returns (B, 1) float32. The paper's `alpha` is 0.05, with which answers of up to 20 tokens get lambda 0.
 
     >>> import torch
     >>> length_adaptive_lambda(torch.ones(1, 40, dtype=torch.bool), alpha=0.05).tolist()
@@ -76,14 +71,8 @@ def variance(totals: Tensor) -> Tensor:
 def whitened(values: Tensor, mask: Tensor, totals: Tensor, *, shift_mean: bool = True) -> Tensor:
     """Return the values divided by their standard deviation, with mean 0 or, without `shift_mean`, with their mean.
 
-    Args:
-        values: (B, T)
-        mask: (B, T) bool
-        totals: (3,) `moments` over all processes, in float64 where the device has it.
-        shift_mean: True to subtract the mean.
-
-    Returns:
-        (B, T), the dtype of `values`, 0 where `mask` is False.
+    It returns (B, T), 0 where `mask` is False. `totals` are the (3,) `moments` over all processes, in float64 if the
+    device has it.
 
     >>> import torch
     >>> values, mask = torch.tensor([[1.0, 3.0]]).double(), torch.ones(1, 2, dtype=torch.bool)
@@ -102,13 +91,8 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange
     Source: the implementation of PPO (arXiv 1707.06347) by its authors, OpenAI Baselines `ppo2`.
 
     Args:
-        values: (B, T), with gradient.
-        old_values: (B, T) values at rollout.
-        returns: (B, T) targets.
+        values, old_values, returns: (B, T). The old values are those at rollout, and returns are the targets.
         cliprange: The clipped value is at most this far from the old one. None: no clip.
-
-    Returns:
-        (B, T)
 
     >>> import torch
     >>> value_loss(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([2.0]), cliprange=0.5).tolist()

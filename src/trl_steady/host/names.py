@@ -4,25 +4,14 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-import trl
 from trl.trainer.utils import get_config_model_id
 
-__all__ = [
-    "completions_of",
-    "default_output_dir",
-    "forget_sync",
-    "generation_interval",
-    "is_before_generation",
-    "is_settled",
-    "log_last",
-    "logged",
-    "logged_count",
-    "on_cards",
-    "overridden",
-    "rollout_number",
-]
-
 _T = TypeVar("_T")
+
+
+def trls(trainer: object) -> Any:
+    """Return the trainer as TRL's, whose private attributes no type declares."""
+    return trainer
 
 
 def default_output_dir(model: Any, method: str) -> str:
@@ -45,51 +34,51 @@ def completions_of(generated: Any) -> list[list[int]]:
     return generated[0] if isinstance(generated, tuple) else generated
 
 
-def generation_interval(trainer: trl.GRPOTrainer | trl.RLOOTrainer) -> int:
+def generation_interval(trainer: object) -> int:
     """Return the number of micro-batches between two generations."""
-    args: Any = trainer.args
-    return args.steps_per_generation * trainer.num_iterations
+    private = trls(trainer)
+    return private.args.steps_per_generation * private.num_iterations
 
 
-def is_before_generation(trainer: trl.GRPOTrainer | trl.RLOOTrainer) -> bool:
+def is_before_generation(trainer: object) -> bool:
     """Return True if the next training micro-batch begins with a generation."""
-    return trainer._step % generation_interval(trainer) == 0
+    return trls(trainer)._step % generation_interval(trainer) == 0
 
 
-def rollout_number(trainer: trl.GRPOTrainer | trl.RLOOTrainer) -> int:
+def rollout_number(trainer: object) -> int:
     """Return the number of the pass over rollouts to which the current training micro-batch belongs."""
-    args: Any = trainer.args
-    return trainer._step // args.steps_per_generation
+    private = trls(trainer)
+    return private._step // private.args.steps_per_generation
 
 
-def logged(trainer: trl.GRPOTrainer | trl.RLOOTrainer, name: str) -> list[float]:
+def logged(trainer: object, name: str) -> list[float]:
     """Return the values of a training metric since the last log. Every process must call this function."""
     metrics = getattr(trainer, "metrics", None)
     if metrics is not None:  # ours, which processes have not exchanged yet
         metrics.settle()
-    return trainer._metrics["train"].get(name, [])
+    return trls(trainer)._metrics["train"].get(name, [])
 
 
-def is_settled(trainer: trl.GRPOTrainer | trl.RLOOTrainer) -> bool:
+def is_settled(trainer: object) -> bool:
     """Return True if processes need not communicate to read a training metric."""
     metrics = getattr(trainer, "metrics", None)
     return metrics is None or metrics.is_settled
 
 
-def logged_count(trainer: trl.GRPOTrainer | trl.RLOOTrainer, name: str) -> int:
+def logged_count(trainer: object, name: str) -> int:
     """Return how many values of a training metric there are since the last log."""
     metrics = getattr(trainer, "metrics", None)
-    return len(trainer._metrics["train"].get(name, [])) if metrics is None else metrics.count(name)
+    return len(trls(trainer)._metrics["train"].get(name, [])) if metrics is None else metrics.count(name)
 
 
-def log_last(trainer: trl.GRPOTrainer | trl.RLOOTrainer, name: str, value: float) -> None:
+def log_last(trainer: object, name: str, value: float) -> None:
     """Log a training metric by its last value before a log, not by its mean."""
-    trainer._metrics["train"][name] = [value]
+    trls(trainer)._metrics["train"][name] = [value]
 
 
-def forget_sync(trainer: trl.GRPOTrainer | trl.RLOOTrainer) -> None:
+def forget_sync(trainer: object) -> None:
     """Let the next generation send the policy to vLLM. TRL sends it only if the number of the step has changed."""
-    trainer._last_loaded_step = -1
+    trls(trainer)._last_loaded_step = -1
 
 
 @contextmanager

@@ -1,24 +1,124 @@
-"""The questions that a feature answers to the trainer (`Part`), and the records with which the trainer asks."""
+"""The questions that a feature answers to the trainer (`Part`), and what it may read of the trainer (`Trainer`).
+
+This file knows what TRL makes public. It names nothing that is private to TRL.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor
+from transformers import TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler, TrainerCallback
 
+from trl_steady.functional.turns import Traced, aligned, stitched
 from trl_steady.host.loss import MicroBatch, Terms, forwarded, scored
 from trl_steady.host.models import Scorer
 
 if TYPE_CHECKING:
-    from trl_steady.host.engine import Capture
-    from trl_steady.host.lora import AdapterSync
-    from trl_steady.host.seam import Steady
+    from trl_steady.host.engine import AdapterSync, Capture
+    from trl_steady.host.metrics import Metrics
+    from trl_steady.host.reached import Reached
 
-__all__ = ["Part", "Rollout", "ScoringPass", "Turn"]
+_P = TypeVar("_P", bound="Part")
+
+
+class Trainer(Protocol):
+    """A trainer of TRL with parts, as its parts see it. A part sets nothing on it."""
+
+    # transformers' and TRL's; `args` is a config of `trl_steady.config`
+    args: Any
+    model: torch.nn.Module
+    ref_model: torch.nn.Module | None
+    accelerator: Accelerator
+    state: TrainerState
+    optimizer: Any  # accelerate's wrapper, or DeepSpeed's
+    lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None
+    processing_class: Any
+    callback_handler: CallbackHandler
+    train_dataset: Any
+    is_fsdp_enabled: bool
+    is_deepspeed_enabled: bool
+    aux_loss_enabled: bool
+    current_gradient_accumulation_steps: int
+    loss_is_scaled_for_ga: bool
+    pad_to_multiple_of: int | None
+    loss_type: str
+    importance_sampling_level: str
+    beta: float
+    temperature: float
+    off_policy_mask_threshold: float | None
+    get_off_policy_mask: Callable[..., Tensor]
+    top_entropy_quantile: float
+    scale_rewards: Any  # a string, or a bool under RLOO
+    multi_objective_aggregation: str
+    vllm_importance_sampling_correction: bool
+    num_generations: int
+    num_generations_eval: int
+    num_iterations: int
+    max_completion_length: int | None
+    reward_funcs: list[Any]
+    reward_func_names: list[str]
+    reward_weights: Tensor
+    use_vllm: bool
+    vllm_mode: str
+    vllm_generation: Any
+    rollout_func: Callable[..., Any] | None
+    tools: Any
+    # the seam's
+    parts: tuple["Part", ...]
+    metrics: "Metrics"
+    reached: "Reached"
+    loss_is_token_sum: bool
+
+    def add_callback(self, callback: TrainerCallback) -> None:
+        """Add a callback to those of the trainer."""
+
+    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """Return the loss of one micro-batch."""
+        ...
+
+    def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
+        """Return TRL's mask (B, T) of the tokens with the highest entropies."""
+        ...
+
+    def part(self, kind: type[_P]) -> _P:
+        """Return the part of a class."""
+        ...
+
+    def log_probs(
+        self,
+        model: Any,
+        input_ids: Tensor,
+        attention_mask: Tensor,
+        logits_to_keep: int,
+        batch_size: int | None = None,
+        compute_entropy: bool = False,
+        compute_aux_loss: bool = False,
+        **of_samples: Any,
+    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
+        """Return log-probs (B, T) and, on request, entropies (B, T) and the load-balancing loss."""
+        ...
+
+    def values(
+        self,
+        critic: Scorer,
+        samples: Mapping[str, Any],
+        rollout: "Rollout | None" = None,
+        batch_size: int | None = None,
+    ) -> Tensor:
+        """Return the values (B, T) of a critic for samples with TRL's columns."""
+        ...
+
+    def until_backward_ends(self) -> AbstractContextManager[None]:
+        """Return a context in which the contexts of forwards stay active. Backward must end inside it."""
+        ...
+
 
 _T = TypeVar("_T")
 
@@ -133,8 +233,8 @@ class Part:
     """Options that a resume inside a generation window must not change, each with the option without which it has no
     effect on a rollout, or None."""
 
-    def __init__(self, trainer: "Steady") -> None:
-        self.trainer: Any = trainer
+    def __init__(self, trainer: Trainer) -> None:
+        self.trainer: Trainer = trainer
 
     # construction
 
@@ -186,7 +286,7 @@ class Part:
     def scoring(self, scoring: ScoringPass, model: Callable[..., Any]) -> AbstractContextManager[Callable[..., Any]]:
         """Return a context for a scoring pass, which gives the model to call: `model`, or a proxy of it.
 
-        A proxy also gets `places`, the index of each token in the flattened `input_ids`, and passes them on.
+        A proxy also gets `token_indices`, the index of each token in the flattened `input_ids`, and passes them on.
         """
         return contextlib.nullcontext(model)
 
@@ -210,14 +310,20 @@ class Part:
 
     # steps and checkpoints
 
-    def grouping(self, optimizer: torch.optim.Optimizer) -> None:
-        """Change the parameter groups of a new optimizer, or add some."""
+    def beginning(self) -> None:
+        """Run when a training begins, after the checkpoint of a resume has been loaded."""
+
+    def stepping(self) -> None:
+        """Run before the first micro-batch of an optimizer step, also after a step that raised."""
+
+    def before_last_backward(self) -> None:
+        """Run before the backward pass of the last micro-batch of an optimizer step."""
 
     def after_last_backward(self) -> None:
         """Run after the backward pass of the last micro-batch of an optimizer step, before gradients are clipped."""
 
-    def before_last_backward(self) -> None:
-        """Run before the backward pass of the last micro-batch of an optimizer step."""
+    def ending(self, best: Path | None) -> None:
+        """Run when a training has ended. `best` is the checkpoint that `load_best_model_at_end` has loaded."""
 
     def saving(self, folder: Path | None) -> AbstractContextManager[None]:
         """Return a context in which the trainer saves the policy, in `folder` or, if it is None, in a checkpoint.
@@ -251,3 +357,58 @@ def entered(contexts: Iterator[AbstractContextManager[Any]]) -> Iterator[None]:
         for context in contexts:
             stack.enter_context(context)
         yield
+
+
+class Steps(TrainerCallback):
+    """Asks the parts of a trainer what they do when a training or a step begins, and when a training ends."""
+
+    def __init__(self, parts: tuple[Part, ...]) -> None:
+        self._parts = parts
+
+    def on_train_begin(self, *_: object, **__: object) -> None:
+        """Ask each part for its `beginning`."""
+        for part in self._parts:
+            part.beginning()
+
+    def on_step_begin(self, *_: object, **__: object) -> None:
+        """Ask each part for its `stepping`."""
+        for part in self._parts:
+            part.stepping()
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: object, **_: object) -> None:
+        """Ask each part for its `ending`."""
+        best = state.best_model_checkpoint if args.load_best_model_at_end else None
+        for part in self._parts:
+            part.ending(None if best is None else Path(best))
+
+
+class TokenRecord:
+    """The values of one rollout.
+
+    Args:
+        option: The option that needs them, for messages.
+        instead: A sentence that says how to do without them.
+    """
+
+    def __init__(self, option: str, instead: str = "") -> None:
+        self._option, self._instead = option, instead
+        self.turns: list[list[Traced]] = []
+        """The records of generation, turn by turn."""
+        self.values: Any = None
+        """The values of the padded batch, once they are known."""
+
+    def add(self, turn: Turn, values: Sequence[Tensor]) -> None:
+        """Add the values of a turn: (T, *) for each of its sequences, or (T - 1, *) without the last token."""
+        sequences = zip(turn.prompt_ids, turn.completion_ids, values, strict=True)
+        self.turns.append([Traced([*prompt, *completion], own) for prompt, completion, own in sequences])
+
+    def aligned(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
+        """Return the values (B, L, *) of the tokens of a padded batch.
+
+        Raises:
+            ValueError: The batch has other tokens than were recorded, or nothing was recorded.
+        """
+        try:
+            return aligned(stitched(self.turns), input_ids, attention_mask)
+        except ValueError as error:
+            raise ValueError(f"{self._option}: {error} {self._instead}") from error

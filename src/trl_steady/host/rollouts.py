@@ -1,25 +1,34 @@
-"""Changes of what TRL computes in a rollout."""
+"""Changes of what TRL computes in a rollout: its reward functions, its table of completions, its generation.
 
-from collections.abc import Callable, Iterator, Sequence
+This file knows TRL's private state of a rollout.
+"""
+
+import functools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+import torch
 import trl
+from trl.trainer.utils import is_async_callable
 
-from trl_steady.host.names import completions_of, overridden
+from trl_steady.host.mistakes import naming_columns
+from trl_steady.host.names import completions_of, overridden, trls
 
-__all__ = ["building_reference", "continued", "forget_logs", "noting_prompts", "scoring_reference"]
+if TYPE_CHECKING:
+    from trl_steady.host.part import Trainer
 
 
 @contextmanager
-def building_reference(args: Any) -> Iterator[None]:
+def building_reference(trainer: Any, args: Any) -> Iterator[None]:
     """Let TRL's constructor make a reference although the loss has no KL."""
     with overridden(args, {} if args.beta else {"beta": 1.0}):
         yield
+    trainer.beta = args.beta
 
 
 @contextmanager
-def scoring_reference(trainer: Any) -> Iterator[None]:
+def scoring_reference(trainer: "Trainer") -> Iterator[None]:
     """Let TRL's rollout score the old policy and the reference, which its loss may not need."""
     # TRL skips the old policy if a rollout feeds one update, so that the ratio is 1
     beyond = trainer.args.gradient_accumulation_steps + 1
@@ -28,9 +37,9 @@ def scoring_reference(trainer: Any) -> Iterator[None]:
 
 
 @contextmanager
-def noting_prompts(trainer: Any, note: Callable[[list[list[int]]], None]) -> Iterator[None]:
+def noting_prompts(trainer: "Trainer", note: Callable[[list[list[int]]], None]) -> Iterator[None]:
     """Tell `note` the token ids of the prompts of each rollout, as the policy has read them."""
-    own = trainer._generate
+    own = trls(trainer)._generate
 
     def generate(*arguments: Any, **keywords: Any) -> Any:
         generated = own(*arguments, **keywords)
@@ -41,7 +50,7 @@ def noting_prompts(trainer: Any, note: Callable[[list[list[int]]], None]) -> Ite
         yield
 
 
-def continued(trainer: Any, prompt_ids: Sequence[Sequence[int]], chunk: int) -> list[list[int]]:
+def continued(trainer: "Trainer", prompt_ids: Sequence[Sequence[int]], chunk: int) -> list[list[int]]:
     """Return one continuation of each text, by whatever generates rollouts. It is not part of a rollout.
 
     Args:
@@ -56,15 +65,69 @@ def continued(trainer: Any, prompt_ids: Sequence[Sequence[int]], chunk: int) -> 
     with overridden(trainer, {"_rollout": None, "num_generations": 1, "num_generations_eval": 1}):
         for start in range(0, len(prompt_ids), max(chunk, 1)):
             texts = [list(ids) for ids in prompt_ids[start : start + chunk]]
-            found += completions_of(trainer._generate_single_turn(texts, *rest))
+            found += completions_of(trls(trainer)._generate_single_turn(texts, *rest))
     return found
 
 
-def forget_logs(trainer: Any) -> None:
+def forget_logs(trainer: "Trainer") -> None:
     """Forget the metrics and the table of completions since the last log."""
     trainer.metrics.forget()
-    for metrics in trainer._metrics.values():
+    for metrics in trls(trainer)._metrics.values():
         metrics.clear()
-    for column in trainer._logs.values():
+    for column in trls(trainer)._logs.values():
         for own in column.values() if isinstance(column, dict) else [column]:
             own.clear()
+
+
+def reading(functions: Sequence[Any], reads: Sequence[Callable[[int, Any], Any]]) -> list[Any]:
+    """Return reward functions whose results go through all `reads`, which get the function's number and its result."""
+
+    def read(index: int, returned: Any) -> Any:
+        return functools.reduce(lambda result, each: each(index, result), reads, returned)
+
+    return [
+        function
+        if isinstance(function, torch.nn.Module)  # TRL reads the logits of a reward model itself
+        else _then(function, functools.partial(read, index))
+        for index, function in enumerate(functions)
+    ]
+
+
+def relog(
+    trainer: "Trainer", count: int, advantages: Sequence[float] | None, columns: Mapping[str, Sequence[Any]]
+) -> None:
+    """Change the rows of the last rollout in TRL's table of completions.
+
+    Args:
+        trainer: The trainer.
+        count: Number of completions of the rollout, over all processes.
+        advantages: (count,) values that replace TRL's; None keeps TRL's.
+        columns: name -> (count,) values of an additional column. A new column with only None is not added.
+    """
+    logs = trls(trainer)._logs
+    if advantages is not None:
+        column = logs["advantages"]
+        for _ in range(min(count, len(column))):
+            column.pop()
+        column.extend(advantages)
+    for name, values in columns.items():
+        if name not in logs["extra"] and all(value is None for value in values):
+            continue
+        column = logs["extra"][name]
+        # every column of TRL's table must be as long as the column of prompts
+        column.extend([None] * (len(logs["prompt"]) - count - len(column)))
+        column.extend(values)
+
+
+def _then(function: Callable[..., Any], read: Callable[[Any], Any]) -> Callable[..., Any]:
+    """Return a function that applies `read` to the result of `function`; it is async if `function` is."""
+
+    async def reading_later(*arguments: Any, **keywords: Any) -> Any:
+        with naming_columns(keywords):
+            return read(await function(*arguments, **keywords))
+
+    def reading_now(*arguments: Any, **keywords: Any) -> Any:
+        with naming_columns(keywords):
+            return read(function(*arguments, **keywords))
+
+    return reading_later if is_async_callable(function) else reading_now

@@ -12,8 +12,6 @@ from trl_steady.host import loss
 from trl_steady.host.names import overridden
 from trl_steady.host.part import Part, Rollout, ScoringPass
 
-__all__ = ["PlacedModel", "Scores", "needs_places", "policy_log_probs", "scored"]
-
 _ORDER = (
     "keep_sampling_mask and router_replay need each row once and in order. Score whole batches with TRL's own method, "
     "or switch both options off."
@@ -24,18 +22,18 @@ Scores = tuple[Tensor, Tensor | None, Tensor | None]
 """(B, T) log-probs, (B, T) entropies of the whole vocabulary, and the scalar load-balancing loss."""
 
 
-class PlacedModel:
-    """Proxy that tells another proxy, whose `needs_places` is True, which tokens of a batch it gets.
+class IndexedModel:
+    """Proxy that tells another proxy, whose `needs_token_indices` is True, which tokens of a batch it gets.
 
     TRL passes the batch in parts, row after row.
 
     Args:
-        model: The model to call, with `places` (b, l) beside `input_ids` (b, l): indices in the flattened batch.
-        places: (B, L) of the whole batch.
+        model: The model to call, with `token_indices` of the shape of `input_ids`.
+        token_indices: (B, L) indices of all tokens in the flattened batch.
     """
 
-    def __init__(self, model: Callable[..., Any], places: Tensor) -> None:
-        self._model, self._places, self._passed = model, places, 0
+    def __init__(self, model: Callable[..., Any], token_indices: Tensor) -> None:
+        self._model, self._token_indices, self._passed = model, token_indices, 0
 
     def __call__(self, *, input_ids: Tensor, **others: Any) -> Any:
         """Return the model's outputs for the next rows.
@@ -43,19 +41,21 @@ class PlacedModel:
         Raises:
             RuntimeError: more rows than the batch has, or rows of another width.
         """
-        own = self._places[self._passed : self._passed + len(input_ids)]
-        if own.shape != input_ids.shape:
+        token_indices = self._token_indices[self._passed : self._passed + len(input_ids)]
+        if token_indices.shape != input_ids.shape:
             raise RuntimeError(
                 f"the model got input_ids of shape {tuple(input_ids.shape)} after {self._passed} of the "
-                f"{len(self._places)} rows of a batch of width {self._places.size(1)}. {_ORDER}"
+                f"{len(self._token_indices)} rows of a batch of width {self._token_indices.size(1)}. {_ORDER}"
             )
         self._passed += len(input_ids)
-        return self._model(input_ids=input_ids, places=own, **others)
+        return self._model(input_ids=input_ids, token_indices=token_indices, **others)
 
     def refuse_rest(self) -> None:
         """Raise a RuntimeError if rows are left over. Call this after the last part."""
-        if self._passed != len(self._places):
-            raise RuntimeError(f"the model got {self._passed} of the {len(self._places)} rows of a batch. {_ORDER}")
+        if self._passed != len(self._token_indices):
+            raise RuntimeError(
+                f"the model got {self._passed} of the {len(self._token_indices)} rows of a batch. {_ORDER}"
+            )
 
 
 def scored(scoring: ScoringPass, parts: Sequence[Part], own: Callable[..., Any]) -> Scores:
@@ -64,22 +64,22 @@ def scored(scoring: ScoringPass, parts: Sequence[Part], own: Callable[..., Any])
     asked = {"compute_entropy": scoring.with_entropy, "compute_aux_loss": scoring.with_aux_loss, **scoring.of_samples}
     trls = functools.partial(own, logits_to_keep=scoring.width, **asked)
 
-    def alone(*, places: Any = None, **batch: Any) -> Any:  # the model, which knows no places
+    def bare(*, token_indices: Any = None, **batch: Any) -> Any:
         return scoring.model(**batch)
 
     with ExitStack() as stack:
-        model: Callable[..., Any] = alone
+        model: Callable[..., Any] = bare
         for part in parts:
             model = stack.enter_context(part.scoring(scoring, model))
-        if model is alone:  # no part acts in this pass
+        if model is bare:  # no part acts in this pass
             return trls(scoring.model, ids, mask, batch_size=scoring.batch_size)
-        places = torch.arange(ids.numel(), device=ids.device).view_as(ids)
+        token_indices = torch.arange(ids.numel(), device=ids.device).view_as(ids)
 
         def score(rows: Any, batch_size: int | None = None) -> Scores:
-            placed = PlacedModel(model, places[rows]) if needs_places(model) else None
-            scores = trls(placed or model, ids[rows], mask[rows], batch_size=batch_size)
-            if placed is not None:
-                placed.refuse_rest()
+            indexed = IndexedModel(model, token_indices[rows]) if needs_token_indices(model) else None
+            scores = trls(indexed or model, ids[rows], mask[rows], batch_size=batch_size)
+            if indexed is not None:
+                indexed.refuse_rest()
             return scores
 
         batches = [rows for part in parts for rows in part.batches(scoring)]
@@ -98,6 +98,6 @@ def policy_log_probs(trainer: Any, rollout: Rollout) -> Tensor:
         return trainer.log_probs(trainer.model, *tokens, trainer.args.per_device_train_batch_size, **of_model)[0]
 
 
-def needs_places(model: Callable[..., Any]) -> bool:
-    """Return True if a proxy must get `places`, or one inside it."""
-    return getattr(model, "needs_places", False)
+def needs_token_indices(model: Callable[..., Any]) -> bool:
+    """Return True if a proxy must get `token_indices`, or one inside it."""
+    return getattr(model, "needs_token_indices", False)

@@ -6,25 +6,27 @@ override the public ones.
 """
 
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
+from datasets import Dataset
 from torch import Tensor
+from torch.utils.data import Sampler
 
 from trl_steady.host import loss
 from trl_steady.host.checkpoints import Checkpoints
 from trl_steady.host.engine import steady_engine
-from trl_steady.host.inputs import checked_rollout, refuse_idle
 from trl_steady.host.metrics import Metrics
+from trl_steady.host.mistakes import checked_rollout, refuse_small
 from trl_steady.host.models import Scorer, role_of
 from trl_steady.host.names import completions_of, overridden
-from trl_steady.host.part import Part, Rollout, ScoringPass, Turn, entered
+from trl_steady.host.part import Part, Rollout, ScoringPass, Steps, Trainer, Turn, entered
 from trl_steady.host.reached import Reached
-from trl_steady.host.rewards import reading
+from trl_steady.host.rollouts import reading
 from trl_steady.host.scoring import scored
 
 if TYPE_CHECKING:
@@ -34,8 +36,6 @@ if TYPE_CHECKING:
 else:
     _Trls = object
 
-__all__ = ["Steady"]
-
 _P = TypeVar("_P", bound=Part)
 
 
@@ -44,18 +44,21 @@ class Steady(_Trls):
 
     PARTS: ClassVar[tuple[type[Part], ...]] = ()
     """The features of the trainer, in the order in which they are asked."""
+    args: Any  # a config of `trl_steady.config`
     model: torch.nn.Module  # set by TRL's constructor, whose annotation allows for None
-    rollout_func: Any = None  # this and the next two: TRL has them for GRPO only
-    environment_factories: Any = None
+    # TRL has these three for GRPO only
+    rollout_func: Callable[..., Any] | None = None
+    environment_factories: Mapping[str | None, object] | None = None
     tools: Any = None
-    loss_is_token_sum: Any = False  # True if it is a sum over the tokens of a step, divided by a known number
+    loss_is_token_sum: bool | property = False  # True for a sum over tokens of a step, divided by a known number
+    # What is in progress. TRL's methods stand between the seam's, and would not hand these on as arguments.
     _rollout: Rollout | None = None
     _samples: Mapping[str, Any] = MappingProxyType({})  # the micro-batch whose loss is computed
     _until_backward: ExitStack | None = None
 
     def __init__(self, model: Any, reward_funcs: Any, args: Any, *positional: Any, **keywords: Any) -> None:
         self.reached, self.metrics, self.checkpoints = Reached(self), Metrics(self), Checkpoints(self)
-        self.parts = tuple(part(self) for part in self.PARTS)
+        self.parts = tuple(part(self._as_trainer) for part in self.PARTS)
         captures = [capture for part in self.parts for capture in part.captures(args)]
         sync = next((sync for part in self.parts if (sync := part.adapter_sync(args))), None)
         with entered(part.building(model, args) for part in self.parts), steady_engine(captures, sync):
@@ -63,6 +66,11 @@ class Steady(_Trls):
         self.checkpoints.refuse_unloadable()
         for part in self.parts:
             part.built()
+        self.add_callback(Steps(self.parts))
+
+    @property
+    def _as_trainer(self) -> Trainer:
+        return cast(Trainer, self)  # TRL annotates few attributes, so that a type checker cannot compare the two
 
     def part(self, kind: type[_P]) -> _P:
         """Return the part of a class."""
@@ -70,12 +78,12 @@ class Steady(_Trls):
 
     # 1. Generate.
 
-    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         function = self.rollout_func
         with overridden(self, {} if function is None else {"rollout_func": checked_rollout(function)}):
             return self.rollout(inputs)
 
-    def rollout(self, inputs: Any) -> dict[str, Any]:
+    def rollout(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Make completions of a batch of prompts as TRL does, with rewards, log-probs and the columns of the parts."""
         self.reached.note("rollout")
         rollout = Rollout()
@@ -105,9 +113,9 @@ class Steady(_Trls):
         return generated
 
     def _calculate_rewards(
-        self, inputs: Any, prompts: Any, completions: list[Any], completion_ids_list: Any
+        self, inputs: Any, prompts: Any, completions: list[Any], completion_ids_list: list[list[int]]
     ) -> Tensor:
-        self.reached.note("_calculate_rewards")
+        self.reached.note("calculate_rewards")
         reads = [part.read_rewards for part in self.parts]
         with overridden(self, {"reward_funcs": reading(self.reward_funcs, reads)}):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
@@ -138,9 +146,9 @@ class Steady(_Trls):
         if torch.is_grad_enabled():  # the training pass, not the pass of the old policy or the reference
             self.reached.note("log_probs")
         asked = logits_to_keep, batch_size, compute_entropy, compute_aux_loss, of_samples
-        here = self._rollout, self._samples, self._until_backward
-        role = role_of(self, model, in_rollout=self._rollout is not None)
-        scoring = ScoringPass(role, model, input_ids, attention_mask, *asked, *here)
+        in_progress = self._rollout, self._samples, self._until_backward
+        role = role_of(self._as_trainer, model, in_rollout=self._rollout is not None)
+        scoring = ScoringPass(role, model, input_ids, attention_mask, *asked, *in_progress)
         return scored(scoring, self.parts, super()._get_per_token_logps_and_entropies)
 
     def values(
@@ -166,7 +174,9 @@ class Steady(_Trls):
         with ExitStack() as stack, overridden(self, {"_until_backward": stack}):
             yield
 
-    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any], *arguments: Any, **keywords: Any) -> Tensor:
+    def compute_loss(
+        self, model: torch.nn.Module, inputs: dict[str, Any], *arguments: object, **keywords: object
+    ) -> Tensor:
         """Compute the loss of one micro-batch as TRL does. A part may regroup the micro-batches of a step."""
         self.reached.note("compute_loss")
 
@@ -174,7 +184,7 @@ class Steady(_Trls):
             with overridden(self, {"_samples": inputs}):
                 return super(Steady, self).compute_loss(model, inputs, *arguments, **keywords)
 
-        for part in self.parts:
+        for part in self.parts:  # each part calls the one before it, and the first calls TRL
             compute = functools.partial(part.computing, model, compute)
         return compute(inputs)
 
@@ -192,10 +202,10 @@ class Steady(_Trls):
             return super()._compute_loss(model, inputs)
         batch = self.score(model, inputs)
         terms = part.rewrite(batch)
-        with overridden(self, loss.attributes(self, terms)):
+        with overridden(self, loss.attributes(self._as_trainer, terms)):
             total = super()._compute_loss(model, loss.rewritten(inputs, terms.batch))
-        for factor, values in terms.own():
-            weights = loss.token_weights(self, batch.mask, inputs, terms.reduction, values.dtype)
+        for factor, values in terms.added:
+            weights = loss.token_weights(self._as_trainer, batch.mask, inputs, terms.reduction, values.dtype)
             total = total + factor * (weights * values).sum()
         return total
 
@@ -224,13 +234,6 @@ class Steady(_Trls):
         context.push(tell)
         return context
 
-    def create_optimizer(self, *arguments: Any) -> Any:
-        """Return transformers' optimizer, with the groups of the parts."""
-        optimizer = super().create_optimizer(*arguments)
-        for part in self.parts:
-            part.grouping(optimizer)
-        return optimizer
-
     def get_batch_samples(self, *arguments: Any, **keywords: Any) -> Any:
         """Return the micro-batches of an optimizer step, or none if the run was resumed after its last step.
 
@@ -247,23 +250,23 @@ class Steady(_Trls):
         for part in self.parts if self.is_world_process_zero() else ():
             part.add_to_card(Path(self.args.output_dir or "", "README.md"))
 
-    def _get_train_sampler(self, dataset: Any = None) -> Any:
-        refuse_idle(self)
+    def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler[int] | None:
+        refuse_small(self.train_dataset, self.args)
         self.checkpoints.sampler = super()._get_train_sampler(dataset)
         return self.checkpoints.sampler
 
-    def _get_output_dir(self, trial: Any) -> str:
+    def _get_output_dir(self, trial: object) -> str:
         return self.checkpoints.folder(super()._get_output_dir(trial))
 
-    def _save_checkpoint(self, model: torch.nn.Module, trial: Any) -> None:
-        own = functools.partial(super()._save_checkpoint, model, trial)
-        self.checkpoints.write(super()._get_output_dir(trial), own, super()._push_from_checkpoint)
+    def _save_checkpoint(self, model: torch.nn.Module, trial: object) -> None:
+        write = functools.partial(super()._save_checkpoint, model, trial)
+        self.checkpoints.write(super()._get_output_dir(trial), write, super()._push_from_checkpoint)
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if not self.checkpoints.is_writing:
             super()._push_from_checkpoint(checkpoint_folder)
 
-    def _save(self, output_dir: str | None = None, state_dict: Any = None) -> None:
+    def _save(self, output_dir: str | None = None, state_dict: dict[str, Tensor] | None = None) -> None:
         folder = None if self.checkpoints.is_writing else Path(output_dir or self.args.output_dir or "")
         with entered(part.saving(folder) for part in self.parts):
             super()._save(output_dir, state_dict)

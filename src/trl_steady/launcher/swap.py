@@ -2,7 +2,7 @@
 
 import functools
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -15,13 +15,11 @@ from trl_steady.config.ppo import PPOConfig
 from trl_steady.config.rloo import RLOOConfig
 from trl_steady.config.shared import SharedOptions
 from trl_steady.host import Steady
-from trl_steady.host.launching import TRAINERS, standing_in
-from trl_steady.launcher.options import given_to_script, refuse_dropped, refuse_unknown
+from trl_steady.launcher.options import refuse_unknown
+from trl_steady.launcher.trl_commands import replaced_in_trl
 from trl_steady.trainers.grpo import GRPOTrainer
 from trl_steady.trainers.ppo import PPOTrainer
 from trl_steady.trainers.rloo import RLOOTrainer
-
-__all__ = ["Swap", "swapped"]
 
 _READ_AT_IMPORT = ("HF_", "TRANSFORMERS_", "CUDA_VISIBLE_DEVICES")
 _KEPT = "_set_by_launcher"  # attribute of a config: the options of --set, with their values after the config's checks
@@ -38,19 +36,11 @@ class Swap:
 
 
 @contextmanager
-def swapped(
-    settings: Mapping[str, Any] | None = None,
-    arguments: Sequence[str] = (),
-    target: Sequence[str] = ("SCRIPT",),
-    *,
-    ppo: bool = False,
-) -> Iterator[Swap]:
+def swapped(settings: Mapping[str, object] | None = None, *, ppo: bool = False) -> Iterator[Swap]:
     """Replace TRL's GRPO and RLOO trainers and configs by trl-steady's in all modules of TRL.
 
     Args:
         settings: Options that every config gets before its checks. They override what the script passes to it.
-        arguments: The script's arguments. They may have options that the script does not read.
-        target: The script, or `-m` and a module, for messages.
         ppo: True to put PPO in GRPO's place.
 
     Yields:
@@ -58,101 +48,73 @@ def swapped(
 
     Raises:
         ValueError: The script builds a trainer that would train GRPO or RLOO without trl-steady, or one whose config
-            lacks an option of `settings` or `arguments`, or several processes train, each alone.
+            has lost an option of `settings`, or several processes train, each alone.
     """
-    swap, environment, theirs = Swap(), dict(os.environ), (trl.GRPOConfig, trl.RLOOConfig)
-    any_trainer = transformers.Trainer.__init__
-    options, given = dict(settings or {}), given_to_script(arguments)
+    swap, options, environment = Swap(), dict(settings or {}), dict(os.environ)
+    theirs = (trl.GRPOConfig, trl.RLOOConfig)
+    construct, check = transformers.Trainer.__init__, SharedOptions.__post_init__
 
-    @functools.wraps(any_trainer)
+    @functools.wraps(construct)
     def constructed(self: Any, *positional: Any, **keywords: Any) -> None:
-        if not isinstance(self, Steady):
-            args = keywords.get("args", positional[1] if len(positional) > 1 else None)
+        args = keywords.get("args", positional[1] if len(positional) > 1 else None)
+        if isinstance(self, Steady):
+            _refuse_changed(args)
+            swap.trainers += 1
+        else:
             names = [base.__name__ for base in type(self).__mro__]
             if isinstance(args, theirs) or any(name.endswith(("GRPOTrainer", "RLOOTrainer")) for name in names):
-                raise ValueError(_not_ours(type(self)))
-            swap.others[_origin(type(self))] = None
-        any_trainer(self, *positional, **keywords)
-
-    def counting(own_trainer: Any) -> Any:
-        @functools.wraps(own_trainer)
-        def constructed_by_us(
-            self: Any, model: Any, reward_funcs: Any = None, args: Any = None, *positional: Any, **keywords: Any
-        ) -> None:
-            _refuse_dropped(args)  # before the model is loaded
-            own_trainer(self, model, reward_funcs, args, *positional, **keywords)
-            _refuse_dropped(self.args)  # if args was None, the trainer has built a config
-            started, together = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), self.accelerator.num_processes
-            if together < started:
                 raise ValueError(
-                    f"{started} processes were started, but each would train alone, because torch finds no GPU and "
-                    "the config does not ask for the CPU. Set use_cpu=True in the script, or --set use_cpu=true."
+                    f"{_name(type(self))} would train without trl-steady: it does not derive from trl-steady's "
+                    "trainers. Derive it from trl_steady.GRPOTrainer or trl_steady.RLOOTrainer in its module, or run "
+                    "the script with python."
                 )
-            swap.trainers += 1
+            swap.others[_name(type(self))] = None
+        construct(self, *positional, **keywords)
+        if isinstance(self, Steady):
+            _refuse_processes_apart(self.accelerator.num_processes)
             for name in sorted(name for name, value in os.environ.items() if environment.get(name) != value):
                 if name.startswith(_READ_AT_IMPORT):
                     late = f"  too late: {name} was read before the script set it. Set it in the shell"
                     self.accelerator.print(late, flush=True)
 
-        return constructed_by_us
+    @functools.wraps(check)
+    def checked(self: SharedOptions) -> None:
+        refuse_unknown(self, options)
+        vars(self).update(options)
+        check(self)
+        vars(self)[_KEPT] = {name: getattr(self, name) for name in options}
 
-    def _refuse_dropped(args: Any) -> None:
-        if isinstance(args, SharedOptions):
-            refuse_dropped(args, vars(args).get(_KEPT, options), given, target)
-
-    def setting(own_checks: Any) -> Any:
-        @functools.wraps(own_checks)
-        def checked(self: Any) -> None:
-            refuse_unknown(self, options)
-            vars(self).update(options)
-            own_checks(self)
-            vars(self)[_KEPT] = {name: getattr(self, name) for name in options}
-
-        return checked
-
-    hooks: list[tuple[type, str, Any]] = [(transformers.Trainer, "__init__", constructed)]
-    ours = {"GRPO": (PPOTrainer, PPOConfig) if ppo else (GRPOTrainer, GRPOConfig), "RLOO": (RLOOTrainer, RLOOConfig)}
-    for trainer, config in ours.values():
-        hooks.append((trainer, "__init__", counting(trainer.__init__)))
-        if options:
-            hooks.append((config, "__post_init__", setting(config.__post_init__)))
-    trainers = {f"{method}Trainer": trainer for method, (trainer, _) in ours.items()}
-    configs = {f"{method}Config": config for method, (_, config) in ours.items()}
-    with standing_in(**trainers, **configs), ExitStack() as stack:
+    ours: dict[str, type] = {
+        "GRPOTrainer": PPOTrainer if ppo else GRPOTrainer,
+        "GRPOConfig": PPOConfig if ppo else GRPOConfig,
+        "RLOOTrainer": RLOOTrainer,
+        "RLOOConfig": RLOOConfig,
+    }
+    with ExitStack() as stack:
+        stack.enter_context(replaced_in_trl(**ours))
+        hooks = (transformers.Trainer, "__init__", constructed), (SharedOptions, "__post_init__", checked)
         for owner, name, hook in hooks:
             stack.callback(setattr, owner, name, vars(owner)[name])
             setattr(owner, name, hook)
         yield swap
 
 
-def _not_ours(trainer: type) -> str:
-    if any(base.__name__ == "AsyncGRPOTrainer" for base in trainer.__mro__):
-        return (
-            f"{_origin(trainer)} is TRL's own; trl-steady has only GRPOTrainer, RLOOTrainer and PPOTrainer. Run the "
-            "script with python."
+def _refuse_changed(args: object) -> None:
+    for name, value in getattr(args, _KEPT, {}).items():
+        if getattr(args, name) != value:
+            raise ValueError(
+                f"--set {name} was given, but the trainer's config has {name}={getattr(args, name)!r}. The script "
+                "changes it after it has built the config. Remove that change."
+            )
+
+
+def _refuse_processes_apart(together: int) -> None:
+    started = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if together < started:
+        raise ValueError(
+            f"{started} processes were started, but each would train alone, because torch finds no GPU and the config "
+            "does not ask for the CPU. Set use_cpu=True in the script, or --set use_cpu=true."
         )
-    kept = next((base for base in trainer.__mro__ if (base.__module__, base.__qualname__) in TRAINERS), None)
-    method = "RLOO" if any(base.__name__.endswith("RLOOTrainer") for base in trainer.__mro__) else "GRPO"
-    why = (
-        "its class, or a base of it, is TRL's own, imported before trl-steady replaced it or loaded again later"
-        if kept
-        else f"it is not derived from trl.{method}Trainer, or another package has replaced that class"
-    )
-    return (
-        f"{_name(trainer)} would train {method} without trl-steady: {why}. To train with trl-steady, derive it from "
-        f"trl_steady.{method}Trainer, with `from trl_steady import {method}Config, {method}Trainer` in that module. "
-        "To train without trl-steady, run the script with python."
-    )
-
-
-def _origin(trainer: type) -> str:
-    """Return the public name of a trainer, with the class of TRL or transformers that it derives from."""
-    for base in trainer.__mro__:
-        package = base.__module__.split(".")[0]
-        if package in ("trl", "transformers"):
-            public = f"{package}.{base.__name__}" if base.__module__.startswith(f"{package}.trainer") else _name(base)
-            return public if base is trainer else f"{_name(trainer)} (a {public})"
-    return _name(trainer)
 
 
 def _name(kind: type) -> str:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 from torch import Tensor
 
@@ -14,20 +14,7 @@ from trl_steady.host.metrics import Masked
 if TYPE_CHECKING:
     from trl_steady.config.grpo import GRPOConfig
 
-__all__ = [
-    "as_gspo_token",
-    "check",
-    "dropped",
-    "finite_ratios",
-    "gmpo",
-    "gmpo_clip_in_ratios",
-    "kl_estimates",
-    "mismatch",
-    "refuse_means_over_micro_batches",
-    "sampler_masks",
-]
-
-_FINITE = 80.0
+_FINITE = 80.0  # e^80 fits into float32
 _PLAIN = {"k1": kl.k1, "k2": kl.k2, "k3": kl.k3}
 _CORRECTED = {"k1": kl.corrected_k1, "k2": kl.corrected_k2, "k3": kl.corrected_k3}
 
@@ -43,16 +30,24 @@ def as_gspo_token(batch: MicroBatch) -> MicroBatch:
     return replace(batch, logps=logps, old_logps=old_logps, ref_logps=ref_logps)
 
 
-def gmpo(batch: MicroBatch, trainer: Any, is_kept: Tensor | None) -> Tensor:
+class ClippedTrainer(Protocol):
+    """A trainer with clip ranges, which a callback may anneal."""
+
+    epsilon_low: float
+    epsilon_high: float
+    args: Any
+
+
+def gmpo(batch: MicroBatch, trainer: ClippedTrainer, is_kept: Tensor | None) -> Tensor:
     """Return the policy term of GMPO, (B, T) equal values for all tokens of a sequence.
 
     Args:
         batch: The micro-batch, without garbage.
-        trainer: The trainer, with the clip ranges of the log-ratio.
-        is_kept: (B, T) bool, the tokens to which `top_entropy_quantile` limits the gradient; None for all.
+        trainer: Its clip ranges are those of the log-ratio.
+        is_kept: (B, T), the tokens to which `top_entropy_quantile` limits the gradient; None for all.
     """
     advantages = batch.advantages.view(-1, 1)
-    mask = batch.mask if is_kept is None else batch.mask & is_kept
+    mask = batch.mask if is_kept is None else batch.mask & is_kept.bool()
     log_ratio = importance.log_geometric_mean_ratio(
         batch.logps,
         batch.old_logps,
@@ -75,7 +70,7 @@ def finite_ratios(batch: MicroBatch) -> MicroBatch:
     return replace(batch, old_logps=batch.old_logps.where(log_ratio.abs() <= _FINITE, bounded))
 
 
-def gmpo_clip_in_ratios(trainer: Any) -> dict[str, float]:
+def gmpo_clip_in_ratios(trainer: ClippedTrainer) -> dict[str, float]:
     """Return GMPO's clip ranges as distances of the ratio from 1, which TRL's metrics need."""
     return {"epsilon_low": -math.expm1(-trainer.epsilon_low), "epsilon_high": math.expm1(trainer.epsilon_high)}
 
@@ -126,31 +121,28 @@ def mismatch(batch: MicroBatch) -> tuple[Masked, dict[str, Masked]]:
     return (log_ratio, scored), {name: (values, scored) for name, values in means.items()}
 
 
+def refuse_sampler_options(args: "GRPOConfig") -> None:
+    """Raise if an option needs the sampler's log-probs. Call it where there are none."""
+    for option in args.sampler_options:
+        raise ValueError(
+            f"{option}={getattr(args, option)!r} needs the sampler's log-probs, and there are none. Return 'logprobs' "
+            f"from rollout_func, set use_vllm=True, or leave {option} unset."
+        )
+
+
 def check(batch: MicroBatch, args: "GRPOConfig") -> None:
-    """Raise on a micro-batch that lacks what an option needs, or whose advantages would broadcast on the wrong axis.
+    """Raise on a micro-batch that would train something else, or lacks what an option needs.
 
     Raises:
         ValueError: the message names the option and says what to do.
     """
-    if args.sampler_options and batch.sampler_logps is None:
-        option = args.sampler_options[0]
+    if batch.sampler_logps is None:
+        refuse_sampler_options(args)
+    # TRL's loss would multiply the ratio of a sequence by the advantage of each token
+    if args.loss.advantages == "sequence" and batch.advantages.dim() == 2 and batch.advantages.size(1) != 1:
         raise ValueError(
-            f"{option}={getattr(args, option)!r} needs the sampler's log-probs, but this rollout has none. Return "
-            f"'logprobs' from rollout_func, set use_vllm=True, or leave {option} unset."
-        )
-    shape, (sequences, tokens) = tuple(batch.advantages.shape), batch.mask.shape
-    if not args.loss.is_ours or shape in ((sequences,), (sequences, 1)):
-        return
-    takes_tokens = args.loss.advantages == "token"
-    if shape != (sequences, tokens):
-        raise ValueError(
-            f"advantages have shape {shape}, but loss_type={args.loss_type!r} takes (B,) = ({sequences},)"
-            + (f" or (B, T) = ({sequences}, {tokens})." if takes_tokens else ".")
-        )
-    if not takes_tokens:
-        raise ValueError(
-            f"advantages have shape (B, T) = {shape}, but loss_type={args.loss_type!r} has one ratio and one "
-            "advantage per sequence. Set loss_type='gspo_token', or give advantages of shape (B,)."
+            f"advantages have shape (B, T) = {tuple(batch.advantages.shape)}, but loss_type={args.loss_type!r} takes "
+            "one advantage per sequence. Set loss_type='gspo_token', or give advantages of shape (B,)."
         )
 
 
@@ -163,31 +155,3 @@ def dropped(keep: Mapping[str, Tensor], mask: Tensor) -> dict[str, Masked]:
     return {
         f"dropped/{name}": (~kept, mask if kept.shape == mask.shape else has_tokens) for name, kept in keep.items()
     }
-
-
-def refuse_means_over_micro_batches(token_budget: int, args: Any) -> None:
-    """Refuse terms that are means over the tokens of each of TRL's micro-batches, which `token_budget` regroups.
-
-    `args` is a config, or a trainer, whose attributes a callback may have set.
-
-    Raises:
-        ValueError: The message names the option, its value and the fix.
-    """
-    budget = f"token_budget={token_budget}"
-    if args.loss_type == "bnpo":
-        raise ValueError(
-            f"{budget} does not work with loss_type='bnpo', which is a mean over the tokens of each of TRL's "
-            "micro-batches. Set loss_type='dapo', the mean over the tokens of the whole step, or leave token_budget "
-            "unset."
-        )
-    if args.entropy_coef != 0 or args.use_adaptive_entropy:
-        raise ValueError(
-            f"{budget} does not work with entropy_coef={args.entropy_coef} and "
-            f"use_adaptive_entropy={args.use_adaptive_entropy}: the entropy bonus is a mean over the tokens of each "
-            "of TRL's micro-batches. Switch it off, or leave token_budget unset."
-        )
-    if args.top_entropy_quantile < 1:
-        raise ValueError(
-            f"{budget} does not work with top_entropy_quantile={args.top_entropy_quantile}, which is a quantile over "
-            "the tokens of each of TRL's micro-batches. Set top_entropy_quantile=1.0, or leave token_budget unset."
-        )

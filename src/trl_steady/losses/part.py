@@ -3,7 +3,7 @@
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 import trl
@@ -11,95 +11,101 @@ from torch import Tensor
 
 from trl_steady.functional import importance, masks
 from trl_steady.host.loss import MicroBatch, Terms
-from trl_steady.host.part import Part
-from trl_steady.host.reached import is_known
+from trl_steady.host.part import Part, Trainer
 from trl_steady.losses import objective
 from trl_steady.losses.table import LOSSES
 
-__all__ = ["LossPart"]
-
-
 # TRL's own mask decides token by token. Read at import, before `trl-steady run` replaces TRL's trainer.
 _BY_TOKEN = trl.GRPOTrainer.get_off_policy_mask
+
+
+class _Trainer(objective.ClippedTrainer, Trainer, Protocol):
+    """GRPO's trainer. A callback may change these attributes in mid-run."""
+
+    off_policy_mask_threshold: float | None
+    get_off_policy_mask: Callable[..., Tensor]
+    top_entropy_quantile: float
+    get_high_entropy_mask: Callable[[Tensor, Tensor, float], Tensor]
+    entropy_coef: float
+    use_adaptive_entropy: bool
+    vllm_importance_sampling_correction: bool
 
 
 class LossPart(Part):
     """Computes losses, KLs and masks that TRL does not have, and compares the trainer with the sampler."""
 
     window_options = (("kl_estimator", "beta"), ("kl_ratio_denominator", "beta"))
+    trainer: _Trainer
 
     def built(self) -> None:
-        """Refuse options that compare the trainer with an engine, whose log-probs may differ from the policy's."""
-        args = self.trainer.args
-        if self.trainer.use_vllm or self.trainer.rollout_func is not None:
-            return
-        if args.sampler_options:
-            option = args.sampler_options[0]
-            raise ValueError(
-                f"{option}={getattr(args, option)!r} compares the trainer with the engine that samples, and here "
-                f"transformers generates with the policy itself. Set use_vllm=True, or leave {option} unset."
-            )
-        for message in args.idle_without_engine:
-            warnings.warn(message, UserWarning, stacklevel=2)
+        """Refuse or warn of options that compare the trainer with an engine, if transformers samples."""
+        if not self.trainer.use_vllm and self.trainer.rollout_func is None:
+            objective.refuse_sampler_options(self.trainer.args)
+            for message in self.trainer.args.idle_without_engine:
+                warnings.warn(message, UserWarning, stacklevel=2)
 
     def computing(
         self, model: torch.nn.Module, compute: Callable[[Mapping[str, Any]], Tensor], inputs: Mapping[str, Any]
     ) -> Tensor:
-        """Refuse a loss that a callback has set and that a budget cannot regroup."""
+        """Refuse a loss that a callback has set in mid-run and that a budget would regroup into another one."""
         trainer = self.trainer
-        if trainer.args.token_budget is not None and trainer.model.training and trainer.accelerator.sync_gradients:
-            objective.refuse_means_over_micro_batches(trainer.args.token_budget, trainer)
+        has_entropy = trainer.entropy_coef != 0 or trainer.use_adaptive_entropy or trainer.top_entropy_quantile < 1
+        if trainer.args.token_budget is not None and (trainer.loss_type == "bnpo" or has_entropy):
+            raise ValueError(
+                f"token_budget={trainer.args.token_budget} does not work with loss_type={trainer.loss_type!r} and the "
+                "entropy options that the trainer has now: these are means over each of TRL's micro-batches."
+            )
         return compute(inputs)
 
-    def rewrites(self, inputs: dict[str, Any]) -> bool:
+    def rewrites(self, inputs: Mapping[str, Any]) -> bool:
         """Return True if an option needs a rewrite, or if there are log-probs of a sampler to compare."""
         args = self.trainer.args
-        # TRL reads these from the trainer, where a callback may have set them
         has_mask = self.trainer.off_policy_mask_threshold is not None or bool(args.sampler_options)
-        return args.loss.is_ours or self._has_own_kl or has_mask or "sampling_per_token_logps" in inputs
+        return args.loss.is_ours or self._adds_kl or has_mask or "sampling_per_token_logps" in inputs
 
     @property
-    def _has_own_kl(self) -> bool:
+    def _adds_kl(self) -> bool:
         return self.trainer.beta != 0.0 and not self.trainer.args.has_trls_kl(self.trainer.importance_sampling_level)
 
     def rewrite(self, batch: MicroBatch) -> Terms:
         """Return the loss as TRL's on rewritten log-probs, plus a KL or a policy term that TRL does not have."""
-        trainer, args, own = self.trainer, self.trainer.args, self.trainer.args.loss
+        trainer, args, method = self.trainer, self.trainer.args, self.trainer.args.loss
         objective.check(batch, args)
         clean = batch.without_garbage()
         loss_type, level = trainer.loss_type, trainer.importance_sampling_level
         rewritten = batch  # TRL's losses may read values under the mask
-        if own.is_ours:
-            loss_type, rewritten = own.host, clean
-        if own.rewrite is not None:
-            level, rewritten = "token", own.rewrite(clean)
+        if method.is_ours:
+            loss_type, rewritten = method.host, clean
+        if method.rewrite is not None:
+            level, rewritten = "token", method.rewrite(clean)
         statistic, masked = self._masks(clean)
         keep = functools.reduce(torch.mul, masked.values()) if masked else None
-        attributes: dict[str, Any] = {}
-        policy_term: list[tuple[float, Tensor]] = []
-        if own.policy_term is not None:
-            policy_term.append((1.0, self._policy_term(own.policy_term, clean, keep, attributes)))
-            keep = torch.zeros_like(clean.mask[:, :1])  # nothing is left of TRL's,
-            rewritten = objective.finite_ratios(clean)  # if it is finite
-            attributes |= own.in_trls_terms(trainer) if own.in_trls_terms else {}
-
-        def own_terms() -> list[tuple[float, Tensor]]:
-            estimates = {} if trainer.beta == 0.0 else objective.kl_estimates(clean, args)
-            self._measure(clean, statistic, masked, estimates)
-            if not self._has_own_kl:
-                return policy_term
-            self.trainer.metrics.token_mean("kl", estimates[args.kl_estimator], clean.mask)
-            return [*policy_term, (trainer.beta, estimates[args.kl_estimator])]
-
+        attributes: dict[str, object] = {}
+        added: list[tuple[float, Tensor]] = []
+        if method.policy_term is not None:
+            high_entropy = self._high_entropy(clean)
+            values = self._weighted(method.policy_term(clean, trainer, high_entropy), clean)
+            added.append((1.0, values if keep is None else values * keep))
+            attributes = {"get_high_entropy_mask": lambda *_, **__: high_entropy}  # processes communicate once
+            attributes |= method.in_trls_terms(trainer) if method.in_trls_terms else {}
+            # TRL's policy term becomes 0, for which it must be finite
+            keep = torch.zeros_like(clean.mask[:, :1])
+            rewritten = objective.finite_ratios(clean)
+        # from a copy, so that autograd adds up the KL's gradients before it adds those of the policy term
+        estimates = {} if trainer.beta == 0.0 else objective.kl_estimates(batch.without_garbage(), args)
+        self._measure(clean, statistic, masked, estimates)
+        if self._adds_kl:
+            trainer.metrics.token_mean("kl", estimates[args.kl_estimator], clean.mask)
+            added.append((trainer.beta, estimates[args.kl_estimator]))
         return Terms(
             batch=rewritten,
             loss_type=loss_type,
             importance_sampling_level=level,
             reduction=LOSSES[loss_type].reduction,
-            with_kl=not self._has_own_kl,
+            with_kl=not self._adds_kl,
             keep=keep,
             attributes=attributes,
-            own=own_terms,
+            added=added,
         )
 
     def _masks(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
@@ -109,7 +115,7 @@ class LossPart(Part):
         keep = objective.sampler_masks(batch, self.trainer.args)
         if threshold is not None:
             decide = self.trainer.get_off_policy_mask  # a subclass may have its own, or wrap ours
-            is_ours = is_known(decide) and not hasattr(decide, "__wrapped__")
+            is_ours = decide.__module__.startswith("trl_steady.") and not hasattr(decide, "__wrapped__")
             if self.trainer.args.off_policy_mask_level == "token" and is_ours:
                 decide = _BY_TOKEN
             keep["off_policy"] = decide(
@@ -121,18 +127,19 @@ class LossPart(Part):
             ).bool()
         return masks.off_policy_statistic(batch.logps, sampler_logps, batch.mask), keep
 
-    def _policy_term(self, term: Any, batch: MicroBatch, keep: Tensor | None, attributes: dict[str, Any]) -> Tensor:
-        """Return a policy term of our own with TRL's masks and weights of the policy term."""
-        is_kept = None
-        if self.trainer.top_entropy_quantile < 1.0:
-            quantile = 1 - self.trainer.top_entropy_quantile
-            is_kept = self.trainer.get_high_entropy_mask(batch.entropies, batch.mask, quantile)
-            attributes["get_high_entropy_mask"] = lambda *_args, **_kwargs: is_kept  # processes communicate once
-        values = term(batch, self.trainer, None if is_kept is None else is_kept.bool())
-        if self.trainer.use_vllm and self.trainer.vllm_importance_sampling_correction:
-            assert batch.sampler_weights is not None
-            values = values * batch.sampler_weights
-        return values if keep is None else values * keep
+    def _high_entropy(self, batch: MicroBatch) -> Tensor | None:
+        """Return the tokens (B, T) to which `top_entropy_quantile` limits the gradient, or None for all."""
+        quantile = self.trainer.top_entropy_quantile
+        if quantile >= 1.0:
+            return None
+        return self.trainer.get_high_entropy_mask(batch.entropies, batch.mask, 1 - quantile)
+
+    def _weighted(self, values: Tensor, batch: MicroBatch) -> Tensor:
+        """Return the values of a policy term with the weights of TRL's engine correction."""
+        if not (self.trainer.use_vllm and self.trainer.vllm_importance_sampling_correction):
+            return values
+        assert batch.sampler_weights is not None
+        return values * batch.sampler_weights
 
     def _measure(
         self, batch: MicroBatch, statistic: Tensor, keep: dict[str, Tensor], estimates: dict[str, Tensor]

@@ -2,14 +2,12 @@
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
 from torch import Tensor
 
 from trl_steady.host.loss import MicroBatch
 from trl_steady.losses import objective
-
-__all__ = ["LOSSES", "Loss"]
 
 
 @dataclass(frozen=True)
@@ -41,9 +39,9 @@ class Loss:
     """Default of `epsilon_high` if `epsilon` is unset too."""
     rewrite: Callable[[MicroBatch], MicroBatch] | None = None
     """Changes the micro-batch so that TRL's loss on token ratios becomes this one."""
-    policy_term: Callable[..., Tensor] | None = None
-    """Computes the policy term itself: `objective.gmpo` shows the arguments. TRL's loss adds its other terms."""
-    in_trls_terms: Callable[[Any], Mapping[str, Any]] | None = None
+    policy_term: Callable[[MicroBatch, objective.ClippedTrainer, Tensor | None], Tensor] | None = None
+    """Computes the policy term itself, as `objective.gmpo` does. TRL's loss adds its other terms."""
+    in_trls_terms: Callable[[objective.ClippedTrainer], Mapping[str, float]] | None = None
     """Translates clip ranges of the trainer for the metrics of TRL's loss."""
 
     @property

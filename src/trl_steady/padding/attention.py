@@ -31,8 +31,6 @@ try:
 except ImportError:
     varlen_attn = None
 
-__all__ = ["attending_in", "own_implementation", "switched", "why_not_packed"]
-
 _OURS = "trl_steady_packed_"  # prefix of the name of the model's own function
 # an older torch has no such function, or one that takes less
 _HAS_VARLEN = varlen_attn is not None and {"scale", "window_size", "enable_gqa"} <= set(
@@ -58,11 +56,11 @@ def why_not_packed(implementation: str | None) -> str | None:
         if flash_attn_supports_top_left_mask():
             return f"attn_implementation={implementation!r} aligns queries with the first keys, not with the last"
         return None
-    if implementation in ("sdpa", "eager", "flex_attention"):
+    if implementation in ("sdpa", "eager"):
         return None
     return (
-        f"attn_implementation={implementation!r} has not been tested with packing; 'sdpa', 'eager', 'flex_attention' "
-        "and FlashAttention have"
+        f"attn_implementation={implementation!r} has not been tested with packing; 'sdpa', 'eager' and FlashAttention "
+        "have"
     )
 
 
@@ -89,12 +87,12 @@ def _attend(
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Implement transformers' `AttentionInterface`: three tensors (1, heads, N, size) give (1, N, heads, size)."""
-    own = functools.partial(_eager(type(module)) if name == "eager" else ALL_ATTENTION_FUNCTIONS[name], module)
+    attend = functools.partial(_eager(type(module)) if name == "eager" else ALL_ATTENTION_FUNCTIONS[name], module)
     inputs = query, key, value
     if not isinstance(attention_mask, Segments):
         if _forward is None:
             with _named(module, name):
-                return own(*inputs, attention_mask, **options)
+                return attend(*inputs, attention_mask, **options)
         raise RuntimeError(
             f"{type(module).__name__} does not pass on the attention mask that it gets, so trim_padding=True cannot "
             "keep packed sequences apart. Set trim_padding=False."
@@ -103,22 +101,22 @@ def _attend(
         _forward.was_attended_in = True
     if _is_flash(name):
         with _named(module, name):
-            return _flash(own, inputs, attention_mask, options), None
-    if name == "flex_attention":
-        return own(*inputs, attention_mask.block_mask(query.device), **options)[0], None
+            return _flash(attend, inputs, attention_mask, options), None
     if name == "sdpa" and _takes_varlen(query, value, **options):
         return _by_varlen(inputs, attention_mask, options.get("scaling")), None
-    return _one_by_one(name, own, inputs, attention_mask, options), None
+    return _one_by_one(name, attend, inputs, attention_mask, options), None
 
 
-def _flash(own: Callable[..., Any], inputs: Sequence[Tensor], segments: Segments, options: dict[str, Any]) -> Tensor:
+def _flash(
+    attend: Callable[..., Any], inputs: Sequence[Tensor], segments: Segments, options: dict[str, Any]
+) -> Tensor:
     query, key, value = inputs
-    its = segments.varlen(query.device)
-    if its.taken is not None:
-        key, value = (tensor.index_select(2, its.taken) for tensor in (key, value))
-    options |= {"cu_seq_lens_q": its.queries, "cu_seq_lens_k": its.keys}
-    options |= {"max_length_q": its.longest_queries, "max_length_k": its.longest_keys}
-    return own(query, key, value, None, **options)[0]
+    varlen = segments.varlen(query.device)
+    if varlen.taken is not None:
+        key, value = (tensor.index_select(2, varlen.taken) for tensor in (key, value))
+    options |= {"cu_seq_lens_q": varlen.queries, "cu_seq_lens_k": varlen.keys}
+    options |= {"max_length_q": varlen.longest_queries, "max_length_k": varlen.longest_keys}
+    return attend(query, key, value, None, **options)[0]
 
 
 def _takes_varlen(
@@ -147,18 +145,18 @@ def _autocast(tensor: Tensor) -> torch.dtype:
 
 def _by_varlen(inputs: Sequence[Tensor], segments: Segments, scaling: float | None) -> Tensor:
     query, key, value = (tensor[0].transpose(0, 1).to(_autocast(tensor)) for tensor in inputs)
-    its = segments.varlen(query.device)
-    if its.taken is not None:
-        key, value = key[its.taken], value[its.taken]
+    varlen = segments.varlen(query.device)
+    if varlen.taken is not None:
+        key, value = key[varlen.taken], value[varlen.taken]
     attend: Any = varlen_attn
     output: Tensor = attend(
         query,
         key,
         pad(value, (0, query.size(-1) - value.size(-1))),  # as large as the other two, which the kernel wants
-        its.queries,
-        its.keys,
-        its.longest_queries,
-        its.longest_keys,
+        varlen.queries,
+        varlen.keys,
+        varlen.longest_queries,
+        varlen.longest_keys,
         scale=scaling,
         window_size=(-1 if segments.window is None else segments.window - 1, 0),
         enable_gqa=key.size(1) != query.size(1),
@@ -167,26 +165,25 @@ def _by_varlen(inputs: Sequence[Tensor], segments: Segments, scaling: float | No
 
 
 def _one_by_one(
-    name: str, own: Callable[..., Any], inputs: Sequence[Tensor], segments: Segments, options: dict[str, Any]
+    name: str, attend: Callable[..., Any], inputs: Sequence[Tensor], segments: Segments, options: dict[str, Any]
 ) -> Tensor:
     def masked(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         mask = segments.mask(query.size(2), key.size(2) - query.size(2), query.device)
         if name == "eager":
             mask = torch.zeros_like(mask, dtype=query.dtype).masked_fill(~mask, torch.finfo(query.dtype).min)
-        return own(query, key, value, mask[None, None], **options)[0]
+        return attend(query, key, value, mask[None, None], **options)[0]
 
     outputs: list[Tensor] = []
     # Split the row: the gradient of each slice of it would be as large as the row.
     pieces = (tensor.split([len(segment) for segment in segments.of_row], dim=2) for tensor in inputs)
     for segment, query, *seen in zip(segments.of_row, *pieces, strict=True):
         if segment.prefix is not None:
-            seen = [
-                torch.cat([each[:, :, segment.prefix], own], dim=2) for each, own in zip(inputs[1:], seen, strict=True)
-            ]
+            of_prefix = [tensor[:, :, segment.prefix] for tensor in inputs[1:]]
+            seen = [torch.cat(pair, dim=2) for pair in zip(of_prefix, seen, strict=True)]
         if name == "eager":
             outputs.append(masked(query, *seen))
         elif segments.is_causal(len(segment), segment.shared):
-            outputs.append(own(query, *seen, None, **options)[0])
+            outputs.append(attend(query, *seen, None, **options)[0])
         else:  # "sdpa" would keep each mask until the backward
             outputs.append(
                 checkpoint(masked, query, *seen, use_reentrant=False, preserve_rng_state=bool(options.get("dropout")))

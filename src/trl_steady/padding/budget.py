@@ -3,8 +3,6 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
-__all__ = ["Length", "partition"]
-
 
 class Length(NamedTuple):
     """Numbers of tokens in a sequence."""
@@ -19,8 +17,7 @@ def partition(lengths: Sequence[Sequence[Length]], budget: int, *, padded: bool)
     """Return how many sequences to take at a time, in order, so that no process exceeds a budget of tokens.
 
     Args:
-        lengths: Lengths of the sequences of each process, in the order in which they are taken. All processes have
-            the same number of sequences.
+        lengths: Sequences of each process, in the order in which they are taken, as many on each.
         budget: Tokens at a time on each process. A longer sequence is taken alone.
         padded: True if sequences that are taken together are padded to the longest.
 
@@ -30,7 +27,7 @@ def partition(lengths: Sequence[Sequence[Length]], budget: int, *, padded: bool)
     counts: list[int] = []
     start, total = 0, len(lengths[0])
     for end in range(1, total + 1):
-        if end - start > 1 and any(_tokens(own[start:end], padded=padded) > budget for own in lengths):
+        if end - start > 1 and any(_tokens(of_process[start:end], padded=padded) > budget for of_process in lengths):
             counts.append(end - 1 - start)
             start = end - 1
     return [*counts, total - start] if total else counts
@@ -39,6 +36,7 @@ def partition(lengths: Sequence[Sequence[Length]], budget: int, *, padded: bool)
 def _tokens(taken: Sequence[Length], *, padded: bool) -> int:
     if padded:
         return len(taken) * (max(length.prompt for length in taken) + max(length.completion for length in taken))
-    own = sum(length.completion + (length.prompt if length.group < 0 else 1) for length in taken)
+    # a prompt's last token predicts the first of a completion, so that each completion has one of its own
+    apart = sum(length.completion + (length.prompt if length.group < 0 else 1) for length in taken)
     shared = {length.group: length.prompt - 1 for length in taken if length.group >= 0}
-    return own + sum(shared.values())
+    return apart + sum(shared.values())

@@ -9,8 +9,6 @@ from transformers import PretrainedConfig, PreTrainedModel
 
 from trl_steady.padding.attention import own_implementation, why_not_packed
 
-__all__ = ["Traits", "traits"]
-
 _LAYERS = {"full_attention", "sliding_attention"}
 _ROPE_OF_THE_WIDTH = ("dynamic", "longrope")
 # Layers that divide a row into blocks, starting at its first column
@@ -28,14 +26,10 @@ _SEES_EVERYTHING = {"cpmant", "doge"}
 class Traits:
     """Which padding a model can do without."""
 
-    implementation: str | None
-    """Name of the attention function."""
-    why_not_packed: str | None
-    """Why packed sequences would influence each other; None if they do not."""
-    is_shift_invariant: bool
-    """True if padding before a sequence changes nothing."""
-    width_limit: float
-    """Largest width of batches whose columns may be cut; usually infinite."""
+    implementation: str | None  # name of the attention function
+    why_not_packed: str | None  # why packed sequences would influence each other; None if they do not
+    is_shift_invariant: bool  # True if padding before a sequence changes nothing
+    width_limit: float  # largest width of batches whose columns may be cut; usually infinite
 
 
 def traits(model: PreTrainedModel) -> Traits:
@@ -44,7 +38,7 @@ def traits(model: PreTrainedModel) -> Traits:
     limits = [
         rope.get("original_max_position_embeddings") or config.max_position_embeddings
         for rope in _rope(config)
-        if rope.get("rope_type", rope.get("type")) in _ROPE_OF_THE_WIDTH
+        if rope.get("rope_type") in _ROPE_OF_THE_WIDTH
     ]
     limits.extend(_selections(model))
     if config.model_type in _SEES_EVERYTHING:
@@ -81,8 +75,8 @@ def _why_not_packed(model: PreTrainedModel) -> str | None:
 
 def _is_known(model: PreTrainedModel) -> bool:
     # FSDP2 puts a class of its own before the model's
-    own_class = next(each for each in type(model).__mro__ if not each.__module__.startswith("torch."))
-    return own_class.__module__.startswith("transformers.models.")
+    kind = next(kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch."))
+    return kind.__module__.startswith("transformers.models.")
 
 
 def _is_rotary(model: PreTrainedModel) -> bool:

@@ -8,8 +8,6 @@ from torch import Tensor
 
 from trl_steady.padding.budget import Length
 
-__all__ = ["Packing", "Segment", "fits", "lengths_of", "pack", "without_waiting"]
-
 
 @dataclass(frozen=True)
 class Segment:
@@ -38,14 +36,10 @@ class Segment:
 class Packing:
     """`N` tokens of a padded batch (B, L), packed into one row."""
 
-    rows: Tensor
-    """(N,) the row in the padded batch that each token comes from."""
-    columns: Tensor
-    """(N,) the column of each token in the padded batch, which is also its position in transformers."""
-    predicted: Tensor
-    """Indices of the tokens that the token before them predicts: all but the first of each segment."""
-    segments: Sequence[Segment] = field(repr=False)
-    """Segments that cover all tokens, in order."""
+    rows: Tensor  # (N,) of the padded batch
+    columns: Tensor  # (N,) of the padded batch, which are also the positions in transformers
+    predicted: Tensor  # indices of all tokens but the first of each segment, which no token predicts
+    segments: Sequence[Segment] = field(repr=False)  # cover all tokens, in order
 
     def gather(self, padded: Tensor) -> Tensor:
         """Return the values (1, N) of a padded (B, L) tensor at the packed tokens."""
@@ -74,9 +68,8 @@ def lengths_of(attention_mask: Tensor, *, prompt_width: int, input_ids: Tensor |
     """
     mask = attention_mask.bool()
     prompts, completions = mask[:, :prompt_width].sum(-1), mask[:, prompt_width:].sum(-1)
-    table: list[list[int]] = torch.stack(
-        [prompts, completions, _fits(mask, prompts, completions, prompt_width)], dim=-1
-    ).tolist()
+    is_fit = _fits(mask, prompts, completions, prompt_width)
+    table: list[list[int]] = torch.stack([prompts, completions, is_fit], dim=-1).tolist()  # one wait for all three
     if not all(row[2] for row in table):
         return None
     lengths = [Length(prompt, completion) for prompt, completion, _ in table]
@@ -84,17 +77,17 @@ def lengths_of(attention_mask: Tensor, *, prompt_width: int, input_ids: Tensor |
         return lengths
     numbers: dict[tuple[int, ...], int] = {}
     tokens: list[list[int]] = input_ids[:, : max(prompt_width - 1, 0)].tolist()
-    for row, (length, own) in enumerate(zip(lengths, tokens, strict=True)):
+    for row, (length, prompt) in enumerate(zip(lengths, tokens, strict=True)):
         if length.prompt > 1:
-            group = numbers.setdefault(tuple(own[prompt_width - length.prompt :]), len(numbers))
+            group = numbers.setdefault(tuple(prompt[prompt_width - length.prompt :]), len(numbers))
             lengths[row] = length._replace(group=group)
     return lengths
 
 
 def fits(lengths: Sequence[Length], attention_mask: Tensor, *, prompt_width: int) -> Tensor:
     """Return a bool scalar, on the device of a mask (B, L): whether the sequences have these lengths."""
-    own = torch.tensor([(length.prompt, length.completion) for length in lengths])
-    prompts, completions = without_waiting(own, attention_mask.device).unbind(-1)
+    table = torch.tensor([(length.prompt, length.completion) for length in lengths])
+    prompts, completions = without_waiting(table, attention_mask.device).unbind(-1)
     return _fits(attention_mask.bool(), prompts, completions, prompt_width).all()
 
 
@@ -112,10 +105,7 @@ def pack(lengths: Sequence[Length], *, prompt_width: int, device: torch.device) 
             which predicts the first token of each completion. The copy is a segment of its own, and the prefix of
             their segments.
         prompt_width: Number of columns that belong to the prompts.
-        device: Device of the batch.
-
-    Returns:
-        The packing. Nothing waits for the device.
+        device: Device of the batch, for which nothing waits.
     """
     members: dict[tuple[str, int], list[int]] = {}
     for row, length in enumerate(lengths):

@@ -10,55 +10,34 @@ from dataclasses import dataclass
 from typing import Any, cast
 
 import torch
-from accelerate.utils import DistributedType
-from peft import PeftModel, PeftType
+from peft import PeftModel
 from torch import Tensor
-from transformers import PreTrainedModel, TrainerCallback
+from transformers import PreTrainedModel
 
 from trl_steady.host import Steady, models
+from trl_steady.host.loss import backward_of, divided_by
 from trl_steady.host.names import rollout_number
-from trl_steady.host.part import Part, Rollout, ScoringPass
-from trl_steady.host.regrouping import backward_of, divided_by
+from trl_steady.host.part import Part, Rollout, ScoringPass, Trainer
 from trl_steady.padding.attention import attending_in, own_implementation, switched
 from trl_steady.padding.budget import Length, partition
 from trl_steady.padding.families import Traits, traits
 from trl_steady.padding.packing import Segment, lengths_of, without_waiting
 from trl_steady.padding.proxy import UnpaddedModel
 
-__all__ = ["PaddingPart"]
-
 # Adapters that do the same to a token wherever it is in a row
-_PER_TOKEN = {
-    PeftType.ADALORA,
-    PeftType.BOFT,
-    PeftType.FOURIERFT,
-    PeftType.HRA,
-    PeftType.IA3,
-    PeftType.LN_TUNING,
-    PeftType.LOHA,
-    PeftType.LOKR,
-    PeftType.LORA,
-    PeftType.OFT,
-    PeftType.RANDLORA,
-    PeftType.VBLORA,
-    PeftType.VERA,
-}
+_PER_TOKEN = {"ADALORA", "BOFT", "FOURIERFT", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "OFT", "RANDLORA"}
+_PER_TOKEN |= {"VBLORA", "VERA"}
 
 
 @dataclass
 class _Plan:
     """How the sequences of a pass go through a model."""
 
-    mask: Tensor
-    """The padded batch's."""
-    key: tuple[Any, ...]
-    """On what the plan depends beside the batch."""
-    lengths: Sequence[Length]
-    """As they are in the batch."""
-    order: Sequence[int] | None = None
-    """Rows in their order; None for that of the batch."""
-    batches: Sequence[Tensor] = ()
-    """Rows that go through the model together; none for TRL's own batches."""
+    mask: Tensor  # of the padded batch
+    key: tuple[Any, ...]  # on what the plan depends beside the batch
+    lengths: Sequence[Length]  # as they are in the batch
+    order: Sequence[int] | None = None  # of the rows; None for that of the batch
+    batches: Sequence[Tensor] = ()  # rows that go through the model together; none for TRL's own batches
 
     @property
     def in_order(self) -> Sequence[Length]:
@@ -73,7 +52,7 @@ class PaddingPart(Part):
     With a budget, TRL's metrics become means over the new micro-batches.
     """
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
         self._traits: weakref.WeakKeyDictionary[torch.nn.Module, Traits] = weakref.WeakKeyDictionary()
         self._waiting: list[tuple[int, Mapping[str, Any]]] = []
@@ -83,54 +62,45 @@ class PaddingPart(Part):
 
     def built(self) -> None:
         """Refuse models and settings with which sequences cannot be packed or regrouped."""
-        trainer, args = self.trainer, self.trainer.args
-        if args.trim_padding:
-            its = self.traits_of(trainer.model)
-            why_not = self.why_padded or its.why_not_packed
-            if args.share_prompts and why_not:
-                raise ValueError(f"share_prompts=True needs packed sequences, and {why_not}. Set share_prompts=False.")
-            if args.share_prompts and trainer.aux_loss_enabled:
-                raise ValueError(
-                    "share_prompts=True would count a prompt once in the load-balancing loss, but TRL counts it for "
-                    "each completion. Set router_aux_loss_coef=0.0, or share_prompts=False."
-                )
-            if why_not:
-                does_nothing = self.why_padded or its.width_limit == 0
-                what = "does nothing" if does_nothing else "only cuts columns that are padding in every row"
-                way_out = "Change that, or set trim_padding=False to keep the padding."
-                warnings.warn(f"trim_padding=True {what}: {why_not}. {way_out}", UserWarning, stacklevel=2)
-        if args.token_budget is not None:
-            self._refuse_budget(f"token_budget={args.token_budget}")
-            trainer.add_callback(_AtStepBegin(self._waiting.clear))  # left over from a step that raised
+        args = self.trainer.args
+        if not args.trim_padding:
+            return
+        model_traits = self.traits_of(self.trainer.model)
+        why_not = self.why_padded or model_traits.why_not_packed
+        if args.share_prompts and self.trainer.aux_loss_enabled:
+            why_not = "router_aux_loss_coef is not 0.0, and TRL's load-balancing loss counts a prompt with each answer"
+        reasons = {
+            "share_prompts=True": args.share_prompts and why_not,
+            f"token_budget={args.token_budget}": args.token_budget is not None and self._why_not_regrouped(),
+        }
+        for option, reason in reasons.items():
+            if reason:
+                raise ValueError(f"{option} does not work here: {reason}. Change that, or leave the option unset.")
+        if why_not:
+            does_nothing = self.why_padded or model_traits.width_limit == 0
+            what = "does nothing" if does_nothing else "only cuts columns that are padding in every row"
+            way_out = "Change that, or set trim_padding=False to keep the padding."
+            warnings.warn(f"trim_padding=True {what}: {why_not}. {way_out}", UserWarning, stacklevel=2)
 
-    def _refuse_budget(self, budget: str) -> None:
+    def _why_not_regrouped(self) -> str | None:
         trainer = self.trainer
-        if self.why_padded:
-            raise ValueError(
-                f"{budget} needs passes without padding, and {self.why_padded}. Leave token_budget unset."
-            )
         config = models.bare(trainer, trainer.model).config
+        if self.why_padded:
+            return self.why_padded
         if config.get_text_config() is not config:
-            raise ValueError(
-                f"{budget} can only regroup text, and the model takes other inputs too. Leave token_budget unset."
-            )
+            return "the model takes other inputs than text"
         if trainer.aux_loss_enabled:
-            raise ValueError(
-                f"{budget} does not work with a load-balancing loss, which is a mean over the tokens of each of TRL's "
-                "micro-batches. Set router_aux_loss_coef=0.0, or leave token_budget unset."
-            )
-        is_deepspeed = trainer.accelerator.distributed_type == DistributedType.DEEPSPEED
-        if is_deepspeed or trainer.args.steps_in_backward:
-            raise ValueError(
-                f"{budget} runs backward more than once in the last micro-batch of an optimizer step. DeepSpeed and "
-                "the optimizers lomo, adalomo and *_layerwise would step each time. Train with DDP and another "
-                "optimizer, or leave token_budget unset."
+            return "router_aux_loss_coef is not 0.0, and the load-balancing loss is a mean over TRL's micro-batches"
+        if trainer.is_deepspeed_enabled or trainer.args.steps_in_backward:
+            return (
+                "it runs backward several times in a step, and DeepSpeed, lomo, adalomo and *_layerwise step each time"
             )
         if type(trainer).compute_loss is not Steady.compute_loss:
-            raise ValueError(
-                f"{budget} runs backward inside compute_loss, so {type(trainer).__name__}.compute_loss would see only "
-                "the last micro-batch. Override micro_batch_loss instead, or leave token_budget unset."
+            return (
+                f"{type(trainer).__name__}.compute_loss would see only the last micro-batch of an optimizer step; "
+                "override micro_batch_loss instead"
             )
+        return None
 
     @property
     def why_padded(self) -> str | None:
@@ -200,9 +170,9 @@ class PaddingPart(Part):
 
     def _plan_of(self, scoring: ScoringPass) -> _Plan | None:
         """Return the plan of a pass, which those of a rollout share; None if there is padding between tokens."""
-        its, mask = self.traits_of(scoring.model), scoring.attention_mask
+        model_traits, mask = self.traits_of(scoring.model), scoring.attention_mask
         is_alone = torch.is_grad_enabled() or scoring.with_aux_loss or not scoring.is_text
-        key = its, is_alone, scoring.batch_size
+        key = model_traits, is_alone, scoring.batch_size
         if self._plan is not None and self._plan.key == key:
             # a critic's mask is built again from the samples; with another width it has more tokens than the rollout
             is_of_critic = scoring.role == "value" and scoring.rollout is not None
@@ -210,15 +180,15 @@ class PaddingPart(Part):
                 return self._plan
         known = scoring.samples.get("lengths") if scoring.role in ("policy", "value") else None
         if known is not None and len(known) == len(mask):
-            lengths = [Length(*own) for own in known]
+            lengths = [Length(*numbers) for numbers in known]
         else:
             lengths = self._read(scoring.input_ids, mask, scoring.prompt_width)
         if lengths is None:
             return None
         plan = _Plan(mask, key, lengths)
-        if not is_alone and (self.trainer.args.token_budget is not None or its.why_not_packed is not None):
+        if not is_alone and (self.trainer.args.token_budget is not None or model_traits.why_not_packed is not None):
             size = scoring.batch_size or len(lengths)
-            plan.order, counts = self._batches(its, lengths, mask.size(1), scoring.prompt_width, size)
+            plan.order, counts = self._batches(model_traits, lengths, mask.size(1), scoring.prompt_width, size)
             plan.batches = without_waiting(torch.tensor(plan.order), mask.device).split(counts)
         if scoring.rollout is not None and scoring.role != "other":
             columns = scoring.rollout.samples.get("completion_ids", mask)  # while TRL makes the rollout there are none
@@ -227,46 +197,45 @@ class PaddingPart(Part):
         return plan
 
     def _read(self, input_ids: Tensor, attention_mask: Tensor, prompt_width: int) -> list[Length] | None:
-        args = self.trainer.args
-        shared = input_ids if args.share_prompts else None
-        lengths = lengths_of(attention_mask, prompt_width=prompt_width, input_ids=shared)
-        if lengths is None and args.token_budget is not None:
-            raise ValueError(
-                f"token_budget={args.token_budget} needs sequences without padding between their tokens. Leave "
-                "token_budget unset."
-            )
-        return lengths
+        shared = input_ids if self.trainer.args.share_prompts else None
+        return lengths_of(attention_mask, prompt_width=prompt_width, input_ids=shared)
 
     def _batches(
-        self, its: Traits, lengths: Sequence[Length], width: int, prompt_width: int, batch_size: int
+        self, model_traits: Traits, lengths: Sequence[Length], width: int, prompt_width: int, batch_size: int
     ) -> tuple[list[int], list[int]]:
         """Return the order in which sequences go through a model, and how many go at a time.
 
         The numbers are the same on all processes. The longest sequences come first, so memory runs out early or not at
         all. With `share_prompts`, the sequences of a prompt stay together with their longest.
         """
-        is_whole = width > its.width_limit
-        if is_whole or (its.why_not_packed and not its.is_shift_invariant):  # their padding is not cut off
+        is_whole = width > model_traits.width_limit
+        if is_whole or (
+            model_traits.why_not_packed and not model_traits.is_shift_invariant
+        ):  # their padding is not cut off
             lengths = [length._replace(prompt=prompt_width) for length in lengths]
         if is_whole:
             lengths = [length._replace(completion=width - prompt_width) for length in lengths]
         order = sorted(range(len(lengths)), key=lambda row: -lengths[row].prompt - lengths[row].completion)
-        groups = [row.group if row.group >= 0 else -1 - number for number, row in enumerate(lengths)]
-        first: dict[int, int] = {}
-        for place, row in enumerate(order):
-            first.setdefault(groups[row], place)
+        groups = [length.group if length.group >= 0 else -1 - row for row, length in enumerate(lengths)]
+        first: dict[int, int] = {}  # group -> position of its longest sequence
+        for position, row in enumerate(order):
+            first.setdefault(groups[row], position)
         order.sort(key=lambda row: first[groups[row]])
         budget = self.trainer.args.token_budget
         if budget is None:
             return order, [min(batch_size, len(order) - start) for start in range(0, len(order), batch_size)]
         accelerator, everywhere = self.trainer.accelerator, [[lengths[row] for row in order]]
         if accelerator.num_processes > 1:
-            own = without_waiting(torch.tensor(everywhere), accelerator.device)
-            gathered = cast(Tensor, accelerator.gather(own)).tolist()
-            everywhere = [[Length(*length) for length in each] for each in gathered]
-        return order, partition(everywhere, budget, padded=is_whole or its.why_not_packed is not None)
+            table = without_waiting(torch.tensor(everywhere), accelerator.device)
+            gathered = cast(Tensor, accelerator.gather(table)).tolist()
+            everywhere = [[Length(*numbers) for numbers in each] for each in gathered]
+        return order, partition(everywhere, budget, padded=is_whole or model_traits.why_not_packed is not None)
 
     # loss
+
+    def stepping(self) -> None:
+        """Forget micro-batches of an optimizer step that raised."""
+        self._waiting.clear()
 
     def computing(
         self, model: torch.nn.Module, compute: Callable[[Mapping[str, Any]], Tensor], inputs: Mapping[str, Any]
@@ -282,47 +251,35 @@ class PaddingPart(Part):
         if not trainer.accelerator.sync_gradients:
             return torch.zeros((), device=trainer.accelerator.device, requires_grad=True)
         waiting, self._waiting[:] = [*self._waiting], []
-        is_sum = trainer.loss_is_token_sum
         *others, last = self._regrouped(model, waiting)
         total = torch.zeros((), device=trainer.accelerator.device)
         for group, share in others:
-            total += backward_of(trainer, model, functools.partial(compute, group), 1.0 if is_sum else share)
+            total += backward_of(trainer, model, functools.partial(compute, group), share)
         group, share = last
-        with divided_by(trainer, 1.0 if is_sum else share) as scaled:
+        with divided_by(trainer, share) as scaled:
             return total + scaled(compute(group))
 
     def _regrouped(
         self, model: torch.nn.Module, waiting: Sequence[tuple[int, Mapping[str, Any]]]
     ) -> Iterator[tuple[dict[str, Any], float]]:
-        """Yield the micro-batches of the budget, each with its size as a share of TRL's micro-batch."""
+        """Yield the micro-batches of the budget, each with its size as a share of TRL's micro-batch.
+
+        The share is 1 if the loss is a sum over tokens, which no grouping changes.
+        """
         for _, rollout in itertools.groupby(waiting, key=lambda waits: waits[0]):  # each rollout has its own width
             parts = [inputs for _, inputs in rollout]
             whole = {name: _together([part[name] for part in parts]) for name in parts[0]}
-            ids = torch.cat([whole["prompt_ids"], whole["completion_ids"]], dim=1)
-            prompt_width = whole["prompt_ids"].size(1)
-            if "lengths" in whole:
-                lengths = [Length(*own) for own in whole["lengths"]]
-            else:  # of a checkpoint that has none
-                mask = torch.cat([whole["prompt_mask"], whole["completion_mask"]], dim=1)
-                lengths = self._read(ids, mask, prompt_width)
-            assert lengths is not None  # with a budget
-            its = self.traits_of(model)
-            order, counts = self._batches(its, lengths, ids.size(1), prompt_width, len(lengths))
-            start = 0
-            for count in counts:
-                rows = order[start : start + count]
-                start += count
-                indices = without_waiting(torch.tensor(rows), ids.device)
-                group = {name: _taken(values, rows, indices) for name, values in whole.items()}
-                yield group, count / len(parts[0]["completion_ids"])
-
-
-class _AtStepBegin(TrainerCallback):
-    def __init__(self, run: Callable[[], None]) -> None:
-        self._run = run
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self._run()
+            prompt_width, completion_width = (whole[name].size(1) for name in ("prompt_ids", "completion_ids"))
+            lengths = [Length(*numbers) for numbers in whole["lengths"]]
+            width = prompt_width + completion_width
+            order, counts = self._batches(self.traits_of(model), lengths, width, prompt_width, len(lengths))
+            indices = without_waiting(torch.tensor(order), whole["prompt_ids"].device)
+            ordered = iter(order)
+            for taken in indices.split(counts):
+                rows = [*itertools.islice(ordered, len(taken))]
+                group = {name: _taken(values, rows, taken) for name, values in whole.items()}
+                size = len(parts[0]["completion_ids"])
+                yield group, 1.0 if self.trainer.loss_is_token_sum else len(rows) / size
 
 
 @contextlib.contextmanager

@@ -11,15 +11,13 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from trl_steady.host.scoring import needs_places
+from trl_steady.host.scoring import needs_token_indices
 from trl_steady.padding.budget import Length
 from trl_steady.padding.families import Traits
 from trl_steady.padding.packing import Segment, fits, lengths_of, pack
 
-__all__ = ["UnpaddedModel"]
-
-_OF_TOKENS = ("token_type_ids", "mm_token_type_ids", "places")  # also (B, L)
-_PACKED = {"input_ids", "attention_mask", "labels", "places"}
+_OF_TOKENS = ("token_type_ids", "mm_token_type_ids", "token_indices")  # also (B, L)
+_PACKED = {"input_ids", "attention_mask", "labels", "token_indices"}
 _OTHER_MASK = (
     "the attention mask of a micro-batch is not that of its rollout, whose lengths came with the samples. Remove "
     '"lengths" from the inputs where you change a mask.'
@@ -57,7 +55,7 @@ class UnpaddedModel:
         self._model, self._traits = model, traits
         self._prompt_width, self._share_prompts, self._attending = prompt_width, share_prompts, attending
         self._lengths = None if lengths is None else iter(lengths)
-        self.needs_places = needs_places(model)
+        self.needs_token_indices = needs_token_indices(model)
 
     def __call__(self, *, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **others: Any) -> Any:
         """Return `log_probs` and `entropy`, (B, L - 1) each, and `aux_loss`, for inputs of shape (B, L)."""
@@ -87,13 +85,13 @@ class UnpaddedModel:
 
     def _of_next(self, input_ids: Tensor, attention_mask: Tensor) -> Sequence[Length] | None:
         if self._lengths is not None:
-            own = list(itertools.islice(self._lengths, len(input_ids)))
-            is_fit = fits(own, attention_mask, prompt_width=self._prompt_width)
+            lengths = list(itertools.islice(self._lengths, len(input_ids)))
+            is_fit = fits(lengths, attention_mask, prompt_width=self._prompt_width)
             if is_fit.device.type in ("cpu", "cuda"):  # on a GPU nobody waits
                 torch._assert_async(is_fit, _OTHER_MASK)  # pyright: ignore[reportPrivateUsage]
             elif not is_fit:
                 raise RuntimeError(_OTHER_MASK)
-            return own
+            return lengths
         shared = input_ids if self._share_prompts else None
         return lengths_of(attention_mask, prompt_width=self._prompt_width, input_ids=shared)
 
@@ -109,8 +107,8 @@ class UnpaddedModel:
     def _packed(self, batch: dict[str, Tensor], others: dict[str, Any], lengths: Sequence[Length], left: int) -> Any:
         input_ids, labels = batch["input_ids"], batch["labels"]
         packing = pack(lengths, prompt_width=self._prompt_width - left, device=input_ids.device)
-        if "places" in batch:
-            others = {**others, "places": packing.gather(batch["places"])}
+        if "token_indices" in batch:
+            others = {**others, "token_indices": packing.gather(batch["token_indices"])}
         with self._attending(packing.segments):
             outputs = self._model(
                 input_ids=packing.gather(input_ids),

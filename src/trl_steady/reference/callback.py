@@ -1,8 +1,6 @@
 """Move the KL reference while TRL trains, log each move, and save the reference in checkpoints."""
 
-import json
 import logging
-import os
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -10,20 +8,15 @@ from typing import Any, NamedTuple
 
 import trl
 from accelerate.utils import is_peft_model
-from safetensors import safe_open
-from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from trl_steady.host import Steady, names
+from trl_steady.host.files import TensorFile
 from trl_steady.reference.adapter import add_reference_adapter
-from trl_steady.reference.tensors import Pair, adapter_pairs, gather, model_pairs, move, refuse_other_shapes, restore
+from trl_steady.reference.tensors import Pair, adapter_pairs, check, gather, model_pairs, move, restore
 
-__all__ = ["REFERENCE_FILE", "ReferenceRefreshCallback", "Refresh"]
-
-REFERENCE_FILE = "reference.safetensors"
-"""File of a checkpoint that holds the reference's tensors, and the counters as metadata."""
-
+FILE = TensorFile("reference.safetensors", "reference")
 logger = logging.getLogger(__name__)
 
 
@@ -61,7 +54,7 @@ class ReferenceRefreshCallback(TrainerCallback):
             not their product.
         kl: Also refresh when the KL of an update exceeds this many nats per token, or None.
         reset_optimizer: Clear the optimizer's state at each refresh (ProRL, arXiv 2505.24864). The learning-rate
-            schedule goes on. PPO's critic keeps its state.
+            schedule goes on. PPO's critic has an optimizer of its own.
 
     Raises:
         ValueError: the trainer has no reference, or its reference cannot be moved. The message says what to do.
@@ -81,6 +74,7 @@ class ReferenceRefreshCallback(TrainerCallback):
         self.refreshes: list[Refresh] = []
         self.before_move: list[Callable[[int], None]] = []
         """Called before each move with the number of optimizer steps taken, on every process."""
+        # the rule that asks for a move, and the KL of the last update
         self._due: str | None = None
         self._kl: float | None = None
         self._seen = 0
@@ -107,7 +101,7 @@ class ReferenceRefreshCallback(TrainerCallback):
                 act(state.global_step)
             move(self.pairs(), self.alpha)
             if self.reset_optimizer:
-                self._reset_optimizer()
+                self.trainer.optimizer.state.clear()
             self.refreshes.append(Refresh(state.global_step, self._kl, self._due))
             self._due = None
             self._log(self.refreshes[-1])
@@ -127,15 +121,6 @@ class ReferenceRefreshCallback(TrainerCallback):
             self._due = "steps"
         names.log_last(self.trainer, "ref/refreshes", len(self.refreshes))
 
-    def _reset_optimizer(self) -> None:
-        """Clear the optimizer's state of the policy. A critic, which has no reference, keeps its own."""
-        critic, optimizer = getattr(self.trainer, "critic", None), self.trainer.optimizer
-        assert optimizer is not None
-        of_critic = [parameter for _, parameter in critic.named_parameters()] if critic else []
-        kept = {parameter: optimizer.state[parameter] for parameter in of_critic if parameter in optimizer.state}
-        optimizer.state.clear()
-        optimizer.state.update(kept)
-
     def _log(self, refresh: Refresh) -> None:
         names.log_last(self.trainer, "ref/refresh_step", refresh.step)
         names.log_last(self.trainer, "ref/refresh_by_kl", float(refresh.rule == "kl"))
@@ -149,38 +134,16 @@ class ReferenceRefreshCallback(TrainerCallback):
         writes = self.trainer.args.should_save
         tensors = gather(self.pairs(), keep=writes)
         if writes:
-            counters = {"refreshes": self.refreshes, "due": self._due, "kl": self._kl}
-            unfinished = folder / f"{REFERENCE_FILE}.unfinished"
-            save_file(tensors, unfinished, metadata={"trl_steady": json.dumps(counters)})
-            os.replace(unfinished, folder / REFERENCE_FILE)
+            FILE.save(folder, tensors, refreshes=self.refreshes, due=self._due, kl=self._kl)
 
     def check(self, folder: Path) -> None:
-        """Raise on a checkpoint that `load` could not use, before anything is loaded from it.
-
-        Raises:
-            ValueError: the checkpoint holds no reference, or one of another shape.
-        """
-        if not (folder / REFERENCE_FILE).is_file():
-            raise ValueError(
-                f"the reference moves in this run, but {folder} holds no {REFERENCE_FILE}: it was written by TRL "
-                "alone, with sync_ref_model=False or with save_only_model=True, and a resume would begin with another "
-                "reference. Resume from a checkpoint of a run with a moving reference, or begin a new run from its "
-                "model."
-            )
-        with safe_open(folder / REFERENCE_FILE, framework="pt") as file:
-            saved = list(file.keys())
-            refuse_other_shapes(self.pairs(), {name: tuple(file.get_slice(name).get_shape()) for name in saved})
+        """Raise a ValueError if a checkpoint holds no reference, or another one, before anything is loaded."""
+        check(self.pairs(), FILE.shapes(folder), str(folder / FILE.name))
 
     def load(self, folder: Path) -> None:
-        """Restore what `save` wrote. Every process must call it.
-
-        Raises:
-            ValueError: as in `check`.
-        """
-        self.check(folder)
-        restore(self.pairs(), load_file(folder / REFERENCE_FILE))
-        with safe_open(folder / REFERENCE_FILE, framework="pt") as file:
-            counters = json.loads(file.metadata()["trl_steady"])
+        """Restore what `save` wrote, or raise a ValueError. Every process must call it."""
+        tensors, counters = FILE.load(folder)
+        restore(self.pairs(), tensors)
         self.refreshes = [Refresh(*refresh) for refresh in counters["refreshes"]]
         self._due, self._kl = counters["due"], counters["kl"]
 
@@ -192,46 +155,32 @@ class ReferenceRefreshCallback(TrainerCallback):
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Restore the reference when TRL resumes."""
         if state.global_step > 0 and not isinstance(self.trainer, Steady):
-            folder = Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
-            if not folder.is_dir():
-                raise ValueError(
-                    f"output_dir={args.output_dir!r} holds no {folder.name}, but on a resume this callback looks for "
-                    "the reference there. Keep the checkpoints in output_dir, or use trl-steady's trainer, which "
-                    "knows the folder."
-                )
-            self.load(folder)
+            self.load(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
 
 
 def _refuse(callback: ReferenceRefreshCallback) -> None:
     trainer: Any = callback.trainer
-    name = type(callback).__name__
-    if not isinstance(trainer, trl.GRPOTrainer | trl.RLOOTrainer):
-        raise ValueError(
-            f"{name} moves the reference of trl.GRPOTrainer and trl.RLOOTrainer, not of {type(trainer)}. Pass one of "
-            "these trainers."
-        )
+    name, args = type(callback).__name__, trainer.args
     if trainer.beta == 0.0 and not getattr(trainer, "kl_coef", 0.0):
         raise ValueError(f"beta=0.0 leaves {name} nothing to move: there is no reference. Set beta above 0.")
-    args: Any = trainer.args
-    if isinstance(trainer, Steady) != args.sync_ref_model:
+    has_other = any(isinstance(other, ReferenceRefreshCallback) for other in trainer.callback_handler.callbacks)
+    if isinstance(trainer, Steady) != args.sync_ref_model or has_other:
         raise ValueError(
-            f"{name} cannot work with sync_ref_model={args.sync_ref_model} on {type(trainer).__module__}."
-            f"{type(trainer).__qualname__}. With trl-steady's trainers set sync_ref_model=True and add no callback. "
-            "With TRL's trainers set sync_ref_model=False and add the callback."
+            f"two callbacks would move the reference, or none: sync_ref_model={args.sync_ref_model} on "
+            f"{type(trainer).__module__}. With trl-steady's trainers set sync_ref_model=True and add no {name}. With "
+            "TRL's trainers set sync_ref_model=False and add one."
         )
-    if any(isinstance(other, ReferenceRefreshCallback) for other in trainer.callback_handler.callbacks):
-        raise ValueError(f"the trainer has a {name} already, and two would move its reference twice. Add only one.")
-    for option, value, works, expected in (
-        ("steps", callback.steps, callback.steps is None or callback.steps >= 1, "1 or more, or None"),
-        ("alpha", callback.alpha, 0 < callback.alpha <= 1, "a value above 0 and at most 1"),
-        ("kl", callback.kl_limit, callback.kl_limit is None or callback.kl_limit > 0, "a value above 0, or None"),
+    for option, value, works in (
+        ("steps", callback.steps, callback.steps is None or callback.steps >= 1),
+        ("alpha", callback.alpha, 0 < callback.alpha <= 1),
+        ("kl", callback.kl_limit, callback.kl_limit is None or callback.kl_limit > 0),
     ):
         if not works:
-            raise ValueError(f"{option}={value!r} cannot work. Set {option} to {expected}.")
+            raise ValueError(f"{option}={value!r} cannot work. Set it above 0; alpha is at most 1.")
     if trainer.is_fsdp_enabled and getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1) == 1:
         raise ValueError("FSDP version 1 flattens the reference's parameters away. Set fsdp_version: 2.")
     if callback.reset_optimizer and trainer.is_deepspeed_enabled:
         raise ValueError(
-            "DeepSpeed keeps the optimizer's state in partitions of its own, which cannot be cleared from here. Leave "
-            "the optimizer's state as it is (ref_model_sync_reset_optimizer=False), or use FSDP2 or DDP."
+            "ref_model_sync_reset_optimizer=True does not work with DeepSpeed, which keeps the optimizer's state in "
+            "partitions of its own. Set it to False, or use FSDP2 or DDP."
         )

@@ -6,19 +6,16 @@ import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 from peft import PeftModel
 
 from trl_steady.adapters.base import Base
-from trl_steady.host.adapters import base_kept, parameters_kept
+from trl_steady.host.models import POLICY_ADAPTER, REFERENCE_ADAPTER, base_kept, parameters_kept
 from trl_steady.host.names import overridden
 from trl_steady.host.part import Part, Rollout
-from trl_steady.reference.adapter import add_reference_adapter, refuse_unmovable
-from trl_steady.reference.callback import REFERENCE_FILE, ReferenceRefreshCallback, Refresh
-from trl_steady.reference.tensors import POLICY, REFERENCE
-
-__all__ = ["ReferencePart"]
+from trl_steady.reference.adapter import add_reference_adapter, refuse_several, refuse_unmovable
+from trl_steady.reference.callback import FILE, ReferenceRefreshCallback, Refresh
 
 
 class ReferencePart(Part):
@@ -36,23 +33,22 @@ class ReferencePart(Part):
 
     @contextlib.contextmanager
     def building(self, model: Any, args: Any) -> Iterator[None]:
-        """Refuse adapters that cannot be followed. TRL's constructor does not see the option.
+        """Refuse adapters that cannot be followed. TRL's constructor does not see `sync_ref_model`.
 
         It refuses it with PEFT, and adds its own callback without PEFT.
         """
-        config = model.peft_config.get(POLICY) if isinstance(model, PeftModel) else None
-        if args.sync_ref_model and isinstance(model, PeftModel):
-            refuse_unmovable(model)
-            if REFERENCE in model.peft_config:
-                raise ValueError(
-                    f"the model has an adapter named {REFERENCE!r}, a name reserved for the reference. Delete it with "
-                    f"model.delete_adapter({REFERENCE!r}), or load it under another name."
-                )
-        elif args.has_reference and isinstance(model, PeftModel) and list(model.active_adapters) != [POLICY]:
-            raise ValueError(
-                f"the active adapters of the policy are {list(model.active_adapters)}, and TRL makes its reference "
-                f"from one named {POLICY!r}. Load one adapter under that name, or train without a KL."
-            )
+        config = None
+        if isinstance(model, PeftModel):
+            config = model.peft_config.get(POLICY_ADAPTER)
+            if args.has_reference:  # TRL would copy one of several adapters, and let that one alone act
+                refuse_several(model)
+            if args.sync_ref_model:
+                refuse_unmovable(model)
+                if REFERENCE_ADAPTER in model.peft_config:
+                    raise ValueError(
+                        f"the model has an adapter named {REFERENCE_ADAPTER!r}, a name reserved for the reference. "
+                        "Delete it with model.delete_adapter, or load it under another name."
+                    )
         self._path = Path(model if isinstance(model, str | Path) else getattr(model, "name_or_path", ""))
         # TRL's constructor adds another adapter of this configuration
         with overridden(args, {"sync_ref_model": False}), base_kept(config):
@@ -61,33 +57,39 @@ class ReferencePart(Part):
     def built(self) -> None:
         """Create the reference, and warn if the model is a checkpoint of a run whose reference has moved."""
         trainer, args = self.trainer, self.trainer.args
-        if (self._path / REFERENCE_FILE).is_file():
+        if (self._path / FILE.name).is_file():
             warnings.warn(
-                f"{self._path} is a checkpoint with a reference that has moved ({REFERENCE_FILE}). Loaded as the "
-                "model, it begins a new run whose reference is this policy. To continue that run, build the trainer "
-                "as it was built and call train(resume_from_checkpoint=...).",
+                f"{self._path} is a checkpoint with a reference that has moved ({FILE.name}). As the model, it begins "
+                "a new run whose reference is this policy. To continue its run, build the trainer as before and call "
+                "train(resume_from_checkpoint=...).",
                 UserWarning,
                 stacklevel=2,
             )
         model = trainer.model
-        if args.has_reference and isinstance(model, PeftModel) and REFERENCE in model.peft_config:
-            for name, own in model.named_parameters():  # TRL copies names with ".default." in the middle only
-                if name.endswith(f".{POLICY}"):
-                    model.get_parameter(f"{name.removesuffix(POLICY)}{REFERENCE}").data.copy_(own.data)
-        is_missing = args.has_reference and isinstance(model, PeftModel) and REFERENCE not in model.peft_config
-        if is_missing and Base(model).start is not None:  # without its adapter, it is not the model that was given
-            add_reference_adapter(model)
-            self._is_ours = True
+        if args.has_reference and isinstance(model, PeftModel):
+            self._complete(model)
         if args.sync_ref_model:
             self._is_ours = True
+            host = cast(Any, trainer)  # the callback is annotated for TRL's own trainers
             self.callback = ReferenceRefreshCallback(
-                trainer,
+                host,
                 steps=args.ref_model_sync_steps,
                 alpha=args.ref_model_mixup_alpha,
                 kl=args.ref_model_sync_kl,
                 reset_optimizer=args.ref_model_sync_reset_optimizer,
             )
-            trainer.add_callback(self.callback)
+            host.add_callback(self.callback)
+
+    def _complete(self, model: PeftModel) -> None:
+        """Let the reference be the policy as it was given."""
+        if REFERENCE_ADAPTER in model.peft_config:
+            for name, policy in model.named_parameters():  # TRL copies names with ".default." in the middle only
+                if name.endswith(f".{POLICY_ADAPTER}"):
+                    reference = model.get_parameter(f"{name.removesuffix(POLICY_ADAPTER)}{REFERENCE_ADAPTER}")
+                    reference.data.copy_(policy.data)
+        elif Base(model).start is not None:  # without its adapter, the base is not the model that was given
+            add_reference_adapter(model)
+            self._is_ours = True
 
     def rolling(self, rollout: Rollout) -> AbstractContextManager[None]:
         """Keep which parameters are trainable. TRL switches to the reference's adapter and back."""
@@ -98,7 +100,7 @@ class ReferencePart(Part):
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         if not (self._is_ours and isinstance(model, PeftModel)):
             return contextlib.nullcontext()
-        alone = functools.partial(model.save_pretrained, selected_adapters=[POLICY])
+        alone = functools.partial(model.save_pretrained, selected_adapters=[POLICY_ADAPTER])
         return overridden(model, {"save_pretrained": alone})
 
     def loading(self, checkpoint: Path) -> AbstractContextManager[None]:
@@ -113,15 +115,11 @@ class ReferencePart(Part):
             self.callback.save(checkpoint)
 
     def load(self, checkpoint: Path) -> None:
-        """Load the reference and its counters.
-
-        Raises:
-            ValueError: the checkpoint holds a moving reference, and `sync_ref_model` is off.
-        """
+        """Load the reference and its counters, or raise a ValueError if it has moved and would not move on."""
         if self.callback:
             self.callback.load(checkpoint)
-        elif (checkpoint / REFERENCE_FILE).is_file():
+        elif (checkpoint / FILE.name).is_file():
             raise ValueError(
-                f"{checkpoint} holds a moving reference ({REFERENCE_FILE}), and with sync_ref_model=False a resume "
+                f"{checkpoint} holds a moving reference ({FILE.name}), and with sync_ref_model=False a resume "
                 "would start over with the initial one. Set sync_ref_model=True as in the run that wrote it."
             )

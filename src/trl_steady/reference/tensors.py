@@ -5,7 +5,7 @@ An adapter and a full copy have the same form here, a list of `Pair`. Tensors ma
 """
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -13,24 +13,9 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from trl_steady.host import shards
-from trl_steady.host.adapters import POLICY_ADAPTER
-from trl_steady.host.models import REFERENCE_ADAPTER
-
-__all__ = [
-    "POLICY",
-    "REFERENCE",
-    "Pair",
-    "adapter_pairs",
-    "gather",
-    "model_pairs",
-    "move",
-    "refuse_other_shapes",
-    "restore",
-]
-
-POLICY, REFERENCE = POLICY_ADAPTER, REFERENCE_ADAPTER
-"""Names of the two adapters."""
+from trl_steady.host import models
+from trl_steady.host.files import refuse_other_shapes
+from trl_steady.host.models import POLICY_ADAPTER, REFERENCE_ADAPTER
 
 
 class Pair(NamedTuple):
@@ -42,11 +27,7 @@ class Pair(NamedTuple):
 
 
 def model_pairs(policy: torch.nn.Module, reference: torch.nn.Module) -> list[Pair]:
-    """Return the paired parameters and buffers of two models of one architecture, with tied weights once.
-
-    Raises:
-        ValueError: the models do not have the same tensors.
-    """
+    """Return the paired parameters and buffers of two models of one architecture, with tied weights once."""
     return _paired(_tensors(policy), _tensors(reference))
 
 
@@ -55,22 +36,19 @@ def adapter_pairs(model: torch.nn.Module) -> list[Pair]:
 
     The adapter's name is a whole component of a tensor's name, in the middle (`lora_A.default.weight`) or at the end
     (`lora_embedding_A.default`).
-
-    Raises:
-        ValueError: the two adapters do not have the same tensors.
     """
-    every = _tensors(model)
-    policy = {name: tensor for name, tensor in every.items() if POLICY in name.split(".")}
-    reference = {_renamed(name): tensor for name, tensor in every.items() if REFERENCE in name.split(".")}
+    tensors = {tuple(name.split(".")): tensor for name, tensor in _tensors(model).items()}
+    policy = {".".join(name): tensor for name, tensor in tensors.items() if POLICY_ADAPTER in name}
+    reference = {
+        ".".join(POLICY_ADAPTER if part == REFERENCE_ADAPTER else part for part in name): tensor
+        for name, tensor in tensors.items()
+        if REFERENCE_ADAPTER in name
+    }
     return _paired(policy, reference)
 
 
-def _renamed(name: str) -> str:
-    return ".".join(POLICY if part == REFERENCE else part for part in name.split("."))
-
-
 def _tensors(model: torch.nn.Module) -> dict[str, Tensor]:
-    shards.reshard(model)
+    models.reshard(model)
     return dict(itertools.chain(model.named_parameters(), model.named_buffers()))
 
 
@@ -108,14 +86,12 @@ def move(pairs: Iterable[Pair], alpha: float) -> None:
 def gather(pairs: Iterable[Pair], *, keep: bool = True) -> dict[str, Tensor]:
     """Return the reference's tensors, whole and on the CPU. Every process must call it.
 
-    Args:
-        pairs: As for `move`.
-        keep: True to return the tensors on this process. If False, it only helps to gather them, one at a time.
+    With `keep=False` a process only helps to gather them, one at a time.
     """
     tensors = {}
     for name, _, reference in pairs:
         with _whole((reference,), write=False):
-            whole = shards.whole(reference)
+            whole = models.whole(reference)
             if keep:
                 tensors[name] = whole.to("cpu", copy=True).contiguous()
     return tensors
@@ -123,32 +99,22 @@ def gather(pairs: Iterable[Pair], *, keep: bool = True) -> dict[str, Tensor]:
 
 @torch.no_grad()
 def restore(pairs: Iterable[Pair], tensors: Mapping[str, Tensor]) -> None:
-    """Copy the tensors that `gather` returned back into the reference. Every process must call it.
-
-    Raises:
-        ValueError: the names or shapes are not those of this reference.
-    """
+    """Copy the tensors that `gather` returned back into the reference. Every process must call it."""
     pairs = list(pairs)
-    refuse_other_shapes(pairs, {name: tuple(tensor.shape) for name, tensor in tensors.items()})
+    check(pairs, {name: tensor.shape for name, tensor in tensors.items()}, "the saved reference")
     for name, _, reference in pairs:
         with _whole((reference,), write=True):
             if _is_sharded(reference):
-                shards.assign(reference, tensors[name])
+                models.assign(reference, tensors[name])
             else:  # restores the dtype too
                 reference.data = tensors[name].to(reference.device, copy=True)
 
 
-def refuse_other_shapes(pairs: Iterable[Pair], found: Mapping[str, tuple[int, ...]]) -> None:
-    """Raise a ValueError that names the first tensor whose shape differs from this reference's."""
+def check(pairs: Iterable[Pair], found: Mapping[str, Sequence[int]], source: str) -> None:
+    """Raise a ValueError if tensors of these shapes are not those of the reference."""
     # a ZeRO-3 partition's own shape is (0,)
-    expected = {name: tuple(getattr(reference, "ds_shape", reference.shape)) for name, _, reference in pairs}
-    for name in sorted(expected.keys() | found.keys()):
-        if expected.get(name) != found.get(name):
-            raise ValueError(
-                f"the saved reference has another shape than this model's: {name} is {found.get(name, 'missing')} "
-                f"there and {expected.get(name, 'missing')} here. Build the trainer with the model and the "
-                "peft_config (target_modules, r, modules_to_save) that the run began with."
-            )
+    expected = {name: getattr(reference, "ds_shape", reference.shape) for name, _, reference in pairs}
+    refuse_other_shapes(found, expected, source)
 
 
 def _is_sharded(tensor: Tensor) -> bool:

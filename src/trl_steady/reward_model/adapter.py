@@ -1,16 +1,16 @@
 """The reward model that users put into `reward_funcs`."""
 
+from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Literal
 
 from trl_steady.rewards.splitters import Splitter, by_blank_line
 
 if TYPE_CHECKING:
+    from peft import LoraConfig
+
     from trl_steady.reward_model.part import RewardModelPart
-
-__all__ = ["RewardAdapter"]
-
-_HEADS = ("outcome", "steps")
+    from trl_steady.rewards.steps import StepRewards
 
 
 class RewardAdapter:
@@ -40,36 +40,33 @@ class RewardAdapter:
         source: str | Path | None = None,
         *,
         head: Literal["outcome", "steps"] = "outcome",
-        peft_config: Any = None,
+        peft_config: "LoraConfig | None" = None,
         splitter: Splitter | None = None,
     ) -> None:
-        if head not in _HEADS:
-            raise ValueError(f"head={head!r} is unknown. Set head to one of {', '.join(map(repr, _HEADS))}.")
-        if source is not None and peft_config is not None:
-            raise ValueError(
-                f"source={str(source)!r} has a configuration of its own, which peft_config would change. Give one of "
-                "them."
-            )
-        for option in ("modules_to_save", "trainable_token_indices", "lora_dropout", "bias"):
-            if (value := getattr(peft_config, option, None)) and value != "none":
-                raise ValueError(
-                    f"{option}={value!r} in peft_config would have no effect: the reward model "
-                    f"has LoRA without dropout, and its head. Leave {option} unset."
-                )
-        if splitter is not None and head != "steps":
-            raise ValueError(f"splitter has no effect with head={head!r}. Set head='steps', or leave splitter unset.")
+        ignored = ("modules_to_save", "trainable_token_indices", "lora_dropout", "bias")
+        given = [option for option in ignored if (getattr(peft_config, option, None) or "none") != "none"]
+        for is_wrong, message in (
+            (head not in ("outcome", "steps"), f"head={head!r} is unknown. Set it to 'outcome' or 'steps'."),
+            (splitter and head != "steps", f"splitter has no effect with head={head!r}. Set head='steps'."),
+            (source and peft_config, f"source={str(source)!r} has a peft_config already. Give one of them."),
+            (given, f"peft_config has {', '.join(given)}, without effect on a reward model. Leave it unset."),
+        ):
+            if is_wrong:
+                raise ValueError(message)
         self.source, self.head, self.peft_config = source, head, peft_config
         self.splitter = splitter or by_blank_line()
         self.__name__ = "reward_model"  # under which TRL logs the reward
         self.part: RewardModelPart | None = None
         """The part of the trainer that scores; None before there is a trainer."""
 
-    def __call__(self, prompts: Any, completions: Any, completion_ids: Any, **columns: Any) -> list[Any]:
-        """Return a score or `StepRewards` for each completion.
-
-        Raises:
-            ValueError: No trainer of trl-steady has this reward model.
-        """
+    def __call__(
+        self,
+        prompts: Sequence[object],
+        completions: Sequence[object],
+        completion_ids: Sequence[list[int]],
+        **columns: object,
+    ) -> "list[float] | list[StepRewards]":
+        """Return a score or `StepRewards` for each completion. Raises ValueError without a trainer of trl-steady."""
         if self.part is None:
             raise ValueError(
                 "RewardAdapter scores with a trainer of trl-steady, and got none. Import GRPOTrainer, PPOTrainer or "

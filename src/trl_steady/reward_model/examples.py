@@ -1,15 +1,13 @@
 """Labelled answers, the examples that a reward model learns from, and the history that is replayed."""
 
-import os
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from itertools import groupby
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
-__all__ = ["Answer", "Example", "History", "examples_of", "held_out", "prompts_of"]
+_T = TypeVar("_T")
 
 
 class Answer(NamedTuple):
@@ -44,23 +42,19 @@ class Example(NamedTuple):
 
 
 def examples_of(answers: Sequence[Answer], objective: str, generator: torch.Generator) -> list[Example]:
-    """Return the examples that answers give.
+    """Return the examples that answers give, which are in the order of rollouts and groups.
 
-    `"pairs"` pairs right and wrong answers of a group at random, each at most once. The others give one for an answer.
-
-    Args:
-        answers: In the order of rollouts and groups.
-        objective: `"pairs"`, `"pointwise"` or `"steps"`.
-        generator: Draws the pairs.
+    `"pairs"` pairs right and wrong answers of a group at random, each at most once. The other objectives give one
+    example for an answer.
     """
     if objective != "pairs":
-        return [Example(own.prompt, [own.completion], [own.ends], own.labels) for own in answers if own.labels]
+        return [Example(a.prompt, [a.completion], [a.ends], a.labels) for a in answers if a.labels]
     examples = []
-    for group in _groups(answers):
-        right, wrong = (_shuffled([own for own in group if own.labels == [label]], generator) for label in (1.0, 0.0))
+    for _, group in groupby(answers, key=lambda answer: (answer.rollout, answer.group)):
+        known = list(group)
+        right, wrong = (_shuffled([a for a in known if a.labels == [label]], generator) for label in (1.0, 0.0))
         for good, bad in zip(right, wrong, strict=False):
-            pair = [good, bad]
-            examples.append(Example(good.prompt, [o.completion for o in pair], [o.ends for o in pair], [1.0]))
+            examples.append(Example(good.prompt, [good.completion, bad.completion], [good.ends, bad.ends], [1.0]))
     return examples
 
 
@@ -69,85 +63,77 @@ def held_out(answers: Sequence[Answer], share: float, generator: torch.Generator
 
     With fewer than two prompts, none is held out.
     """
-    of_prompts: dict[tuple[int, ...], list[Answer]] = {}
-    for own in answers:
-        of_prompts.setdefault(tuple(own.prompt.tolist()), []).append(own)
-    groups = list(of_prompts.values())
-    count = max(1, round(share * len(groups))) if len(groups) > 1 else 0
-    chosen = set(torch.randperm(len(groups), generator=generator)[:count].tolist())
-    rest, out = ([g for n, g in enumerate(groups) if (n in chosen) == is_out] for is_out in (False, True))
-    return [own for group in rest for own in group], [own for group in out for own in group]
+    prompts = list(dict.fromkeys(map(_tokens_of, answers)))
+    count = max(1, round(share * len(prompts))) if len(prompts) > 1 else 0
+    chosen = set(_shuffled(prompts, generator)[:count])
+    rest, out = ([a for a in answers if (_tokens_of(a) in chosen) == is_out] for is_out in (False, True))
+    return rest, out
 
 
 def prompts_of(rows: Iterable[Answer | Example]) -> set[tuple[int, ...]]:
     """Return the token ids of the prompts."""
-    return {tuple(own.prompt.tolist()) for own in rows}
+    return {_tokens_of(row) for row in rows}
 
 
-def _groups(answers: Sequence[Answer]) -> Iterator[list[Answer]]:
-    for _, group in groupby(answers, key=lambda own: (own.rollout, own.group)):
-        yield list(group)
+def _tokens_of(row: Answer | Example) -> tuple[int, ...]:
+    return tuple(row.prompt.tolist())
 
 
-def _shuffled(rows: list[Any], generator: torch.Generator) -> list[Any]:
+def _shuffled(rows: Sequence[_T], generator: torch.Generator) -> list[_T]:
     return [rows[i] for i in torch.randperm(len(rows), generator=generator).tolist()]
 
 
 class History:
-    """A uniform sample of all examples so far, of bounded size, on disk (reservoir sampling, Vitter's Algorithm R).
+    """A uniform sample of all examples so far, of bounded size (reservoir sampling, Vitter's Algorithm R).
 
-    Args:
-        file: The file, which `add` replaces.
-        size: The most examples that are kept.
+    All processes offer the same examples with the same generator, so that all have the same history.
     """
 
-    def __init__(self, file: Path, size: int) -> None:
-        self.file, self.size = file, size
-        self.seen = 0
-        """Number of examples that were offered."""
+    def __init__(self, size: int) -> None:
+        self.size, self.seen = size, 0
+        """The most examples that are kept, and the number of those that were offered."""
+        self._kept: list[Example] = []
 
     def __len__(self) -> int:
-        return min(self.seen, self.size)
+        return len(self._kept)
 
     def draw(
         self, count: int, generator: torch.Generator, *, without: Collection[tuple[int, ...]] = ()
     ) -> list[Example]:
         """Return `count` different examples, or all if there are fewer, not of the prompts `without`."""
-        if not len(self) or not count:
+        if not self._kept or not count:
             return []
-        kept = [own for own in self._read() if not without or tuple(own.prompt.tolist()) not in without]
-        return [kept[i] for i in torch.randperm(len(kept), generator=generator)[:count].tolist()]
+        kept = [example for example in self._kept if _tokens_of(example) not in without]
+        return _shuffled(kept, generator)[:count]
 
     def add(self, examples: Sequence[Example], generator: torch.Generator) -> None:
         """Offer examples. Each of all so far is kept with the same probability."""
-        kept = self._read() if len(self) else []
-        for own in examples:
+        for example in examples:
             self.seen += 1
-            if len(kept) < self.size:
-                kept.append(own)
+            if len(self._kept) < self.size:
+                self._kept.append(example)
                 continue
-            place = int(torch.randint(self.seen, (), generator=generator))
-            if place < self.size:
-                kept[place] = own
-        self._write(kept)
+            index = int(torch.randint(self.seen, (), generator=generator))
+            if index < self.size:
+                self._kept[index] = example
 
-    def _read(self) -> list[Example]:
-        stored = torch.load(self.file, weights_only=True)
-        pieces = iter(stored["tokens"].split(stored["sizes"]))
-        return [
-            Example(next(pieces), [next(pieces) for _ in ends], ends, labels)
-            for ends, labels in zip(stored["ends"], stored["labels"], strict=True)
-        ]
-
-    def _write(self, kept: Sequence[Example]) -> None:
-        pieces = [piece for own in kept for piece in (own.prompt, *own.completions)]
-        stored = {
+    def state(self) -> dict[str, Any]:
+        """Return what a checkpoint holds. All tokens are one tensor, because files of many tensors are slow."""
+        pieces = [piece for example in self._kept for piece in (example.prompt, *example.completions)]
+        return {
+            "size": self.size,
+            "seen": self.seen,
             "tokens": torch.cat(pieces) if pieces else torch.zeros(0, dtype=torch.int32),
-            "sizes": [len(piece) for piece in pieces],
-            "ends": [own.ends for own in kept],
-            "labels": [own.labels for own in kept],
+            "lengths": [len(piece) for piece in pieces],
+            "ends": [example.ends for example in self._kept],
+            "labels": [example.labels for example in self._kept],
         }
-        self.file.parent.mkdir(parents=True, exist_ok=True)
-        unfinished = self.file.with_suffix(".unfinished")
-        torch.save(stored, unfinished)
-        os.replace(unfinished, self.file)
+
+    def load(self, state: Mapping[str, Any]) -> None:
+        """Restore what `state` returned."""
+        pieces = iter(state["tokens"].split(state["lengths"]))
+        self.seen = state["seen"]
+        self._kept = [
+            Example(next(pieces), [next(pieces) for _ in ends], ends, labels)
+            for ends, labels in zip(state["ends"], state["labels"], strict=True)
+        ]

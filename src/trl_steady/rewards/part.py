@@ -4,7 +4,7 @@ import contextlib
 import warnings
 from collections.abc import Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, Protocol, cast
 
 import torch
 from accelerate.utils import gather_object
@@ -12,17 +12,25 @@ from torch import Tensor
 
 from trl_steady.functional import advantages
 from trl_steady.host.models import text_tokenizer
-from trl_steady.host.part import Part, Rollout
-from trl_steady.host.rewards import relog
-from trl_steady.rewards.placement import Completion, spelling, token_ends
-from trl_steady.rewards.returned import as_rewards, has_nan, refuse_infinite
+from trl_steady.host.part import Part, Rollout, Trainer
+from trl_steady.host.reached import Reached
+from trl_steady.host.rollouts import relog
+from trl_steady.rewards.placement import Completion, text_and_offsets, token_ends
 from trl_steady.rewards.steps import StepRewards
 from trl_steady.rewards.table import ScoredCompletion, StepTable, tabulate
 
-__all__ = ["RewardsPart", "StepAdvantagesPart", "StepsPart", "log_advantages"]
-
 _FORMULAS = {"process": advantages.process, "return_to_go": advantages.return_to_go}
 _COLUMNS = ("steps/ends", "steps/rewards", "steps/advantages")
+
+
+class RewardedTrainer(Trainer, Protocol):
+    """A trainer whose reward functions may return `StepRewards`."""
+
+    reached: Reached
+    num_generations_eval: int
+    scale_rewards: str
+    multi_objective_aggregation: str
+    why_one_advantage: str | None
 
 
 class _Returned(NamedTuple):
@@ -35,67 +43,66 @@ class _Returned(NamedTuple):
 
 
 class RewardsPart(Part):
-    """Refuses rewards that are not numbers, are infinite or would be ignored, and warns of NaN."""
+    """Refuses rewards that are infinite or would be ignored, and warns of NaN."""
 
-    def __init__(self, trainer: Any) -> None:
+    trainer: RewardedTrainer
+
+    def __init__(self, trainer: RewardedTrainer) -> None:
         super().__init__(trainer)
+        self._without: dict[int, int] = {}  # reward function -> completions of this process for which it returned None
         self._returned_nan: set[int] = set()
 
     def read_rewards(self, function: int, returned: Any) -> list[Any]:
-        """Return the rewards as a list with a number, None or `StepRewards` for each completion."""
-        name = self.trainer.reward_func_names[function]
-        rewards = as_rewards(name, returned)
-        if has_nan(rewards):
-            self._warn_of_nan(function, "Return None if you mean that, and a number otherwise.")
+        """Return the rewards as a list, in which completions may have `StepRewards`."""
+        rewards = list(returned)
+        self._without[function] = sum(reward is None for reward in rewards)
         if any(isinstance(reward, StepRewards) for reward in rewards):
-            self._refuse_where_ignored(name)
+            self._refuse_where_ignored(function)
         return rewards
 
     def keep_rewards(self, rewards: Tensor, completions: list[Any], completion_ids: list[list[int]]) -> None:
-        """Refuse infinite rewards, and warn of a reward model that returns NaN."""
-        refuse_infinite(self.trainer.reward_func_names, rewards, len(completions))
-        for function, column in enumerate(rewards.isnan().any(0).tolist()):
-            is_model = isinstance(self.trainer.reward_funcs[function], torch.nn.Module)
-            if column and is_model and self.trainer.accelerator.is_main_process:
-                self._warn_of_nan(function, "Check the reward model: its weights, its dtype and its pad_token_id.")
-
-    def _warn_of_nan(self, function: int, way_out: str) -> None:
-        """Warn once per run and function.
-
-        A process can check its own completions only: in the gathered rewards, TRL's None is NaN too.
-        """
-        if function not in self._returned_nan:
-            self._returned_nan.add(function)
-            warnings.warn(
-                f"reward function {self.trainer.reward_func_names[function]!r} returned nan, which TRL treats as no "
-                f"reward. {way_out}",
-                UserWarning,
-                stacklevel=2,
-            )
-
-    def _refuse_where_ignored(self, name: str) -> None:
-        returned = f"reward function {name!r} returned StepRewards, but"
-        if self.trainer.model.training and "rollout" not in self.trainer.reached:
+        """Refuse infinite rewards, and warn once per function of NaN, which TRL takes as no reward."""
+        trainer, count = self.trainer, len(completions)
+        if rewards.isinf().any():  # the weights would become NaN; all processes see it and stop
+            row, function = rewards.isinf().nonzero()[0].tolist()
             raise ValueError(
-                f"{returned} {type(self.trainer).__name__} makes its rollouts without calling super(), which would "
-                "turn them into advantages. Call super() in the method that makes rollouts, or return one float per "
-                "completion."
+                f"reward function {trainer.reward_func_names[function]!r} returned {rewards[row, function].item()} "
+                f"(in float32) for completion {row % count} of process {row // count}. Return a finite number, or "
+                "None for no reward."
             )
-        why = self.trainer.why_one_advantage
+        # among the gathered rewards, None is NaN too
+        first = trainer.accelerator.process_index * count
+        for function, missing in enumerate(rewards[first : first + count].isnan().sum(0).tolist()):
+            if missing > self._without.get(function, 0) and function not in self._returned_nan:
+                self._returned_nan.add(function)
+                warnings.warn(
+                    f"reward function {trainer.reward_func_names[function]!r} returned nan, which TRL treats as no "
+                    "reward. Return None if you mean that. Check the weights, the dtype and the pad_token_id of a "
+                    "reward model.",
+                    UserWarning,
+                    stacklevel=2,
+                )
+
+    def _refuse_where_ignored(self, function: int) -> None:
+        trainer, why = self.trainer, self.trainer.why_one_advantage
+        if trainer.model.training and "rollout" not in trainer.reached:
+            why = f"{type(trainer).__name__} makes its rollouts without calling super(). Call super() there,"
+        elif why is None and trainer.multi_objective_aggregation != "sum_then_normalize":  # which RLOO does not have
+            why = (
+                f"multi_objective_aggregation={trainer.multi_objective_aggregation!r} normalises one number per "
+                "completion. Set multi_objective_aggregation='sum_then_normalize',"
+            )
         if why is not None:
-            raise ValueError(f"{returned} {why} or return one float per completion.")
-        aggregation = self.trainer.multi_objective_aggregation
-        if aggregation != "sum_then_normalize":
             raise ValueError(
-                f"{returned} multi_objective_aggregation={aggregation!r} normalises one number per completion and "
-                "reward function. Set multi_objective_aggregation='sum_then_normalize'."
+                f"reward function {trainer.reward_func_names[function]!r} returned StepRewards, but {why} or return "
+                "one float per completion."
             )
 
 
 class StepsPart(Part):
     """Keeps the `StepRewards` of reward functions for the part that turns them into advantages."""
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
         self._steps: dict[tuple[int, int], StepRewards] = {}
         self._returned: _Returned | None = None
@@ -108,17 +115,13 @@ class StepsPart(Part):
 
     @property
     def last_step_advantages(self) -> list[list[tuple[str, float]]]:
-        """The loss tokens of each completion, with advantages, of this process's last rollout with step rewards.
-
-        Each completion is a list of pairs of the token's text and its advantage, as
-        `trl_steady.rewards.advantages_html` and `advantages_png` take them.
-        """
+        """See the property of `GRPOTrainer`."""
         if self._last_rollout is None:
             return []
         completions = []
         for ids, mask, values in zip(*self._last_rollout.values(), strict=True):
-            text, begins = spelling(text_tokenizer(self.trainer), ids[mask].tolist())
-            pieces = [text[start:end] for start, end in pairwise(begins)]
+            text, offsets = text_and_offsets(text_tokenizer(self.trainer), ids[mask].tolist())
+            pieces = [text[start:end] for start, end in pairwise(offsets)]
             completions.append(list(zip(pieces, values[mask].tolist(), strict=True)))
         return completions
 
@@ -172,13 +175,11 @@ class StepsPart(Part):
     def log(self, table: StepTable, step_advantages: Tensor | None) -> None:
         """Add the steps of all processes to TRL's table of completions."""
         has_step = ~table.rewards.isnan().cpu()
-        columns = [
-            [None] * len(has_step)
-            if column is None
-            else [values[has].tolist() for values, has in zip(column.cpu(), has_step, strict=True)]
-            for column in (table.ends, table.rewards, step_advantages)
-        ]
-        relog(self.trainer, len(has_step), None, dict(zip(_COLUMNS, columns, strict=True)))
+        columns: dict[str, list[list[float] | None]] = {name: [None] * len(has_step) for name in _COLUMNS}
+        for name, values in zip(_COLUMNS, (table.ends, table.rewards, step_advantages), strict=True):
+            if values is not None:
+                columns[name] = [row[has].tolist() for row, has in zip(values.cpu(), has_step, strict=True)]
+        relog(self.trainer, len(has_step), None, columns)
 
     def log_none(self, count: int) -> None:
         """Keep the table's columns as long as the others after a rollout of `count` completions without steps."""
@@ -188,19 +189,16 @@ class StepsPart(Part):
         """Return the data of one completion of this process, with the ends of its steps in tokens."""
         ids = returned.ids[index]
         is_own = mask[: len(ids)]
-        at_limit = len(ids) == self.trainer.max_completion_length
-        limit = f" (it has reached max_completion_length={self.trainer.max_completion_length})" if at_limit else ""
-        completion = Completion(index, returned.contents[index], ids, is_own, limit)
+        own_end = max((t + 1 for t, is_counted in enumerate(is_own) if is_counted), default=0)
         steps = {}
         for function, name in enumerate(self.trainer.reward_func_names):
             rewards = returned.steps.get((index, function))
             if rewards is not None:
-                try:
-                    ends = token_ends(rewards, completion, text_tokenizer(self.trainer))
-                except ValueError as error:
-                    raise ValueError(f"reward function {name!r}: {error}") from error
+                label = f"completion {index} of reward function {name!r}"
+                completion = Completion(label, returned.contents[index], ids, is_own)
+                ends = token_ends(rewards, completion, text_tokenizer(self.trainer))
                 steps[function] = list(zip(ends, rewards.values, strict=True))
-        return ScoredCompletion(len(ids), max((t + 1 for t, own in enumerate(is_own) if own), default=0), steps)
+        return ScoredCompletion(len(ids), own_end, steps)
 
 
 class StepAdvantagesPart(Part):
@@ -210,41 +208,36 @@ class StepAdvantagesPart(Part):
     """
 
     window_options = (("step_advantage", None),)
+    trainer: RewardedTrainer
 
     def advantages(self, rollout: Rollout) -> Tensor | None:
         """Return advantages per token if any reward function returned `StepRewards`."""
-        trainer, steps = self.trainer, self.trainer.part(StepsPart)
+        trainer, steps, formula = self.trainer, self.trainer.part(StepsPart), self.trainer.args.step_advantage
         if not steps.has_steps:
             steps.log_none(len(rollout.samples["advantages"]) * trainer.accelerator.num_processes)
-            self._warn_without_step_rewards(steps)
+            if formula != "return_to_go" and not steps.has_step_rewards and trainer.accelerator.is_main_process:
+                warnings.warn(
+                    f"step_advantage={formula!r} cannot act: no reward function has returned StepRewards in this "
+                    "rollout. Return them, or leave step_advantage unset.",
+                    UserWarning,
+                    stacklevel=2,
+                )
             return None
         mask = rollout.is_sampled
         completions: list[ScoredCompletion] = gather_object(steps.scored(mask))
         group_size = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
-        assert group_size is not None  # filled in by TRL's config
         self._warn_without_steps(completions, group_size)
-        formula = trainer.args.step_advantage
         table = steps.table(completions, cover=formula == "return_to_go")
         step_advantages = _FORMULAS[formula](table.rewards, group_size=group_size, scale=trainer.scale_rewards)
         first = trainer.accelerator.process_index * len(mask)
-        here = slice(first, first + len(mask))
-        per_token = advantages.per_token(step_advantages[here], table.ends[here], mask.size(1)) * mask
+        rows = slice(first, first + len(mask))
+        per_token = advantages.per_token(step_advantages[rows], table.ends[rows], mask.size(1)) * mask
         steps.keep_advantages(rollout, per_token)
         log_advantages(trainer, per_token, mask)
         steps.log(table, step_advantages)
-        counts = torch.tensor([len(own) for completion in completions[here] for own in completion.steps.values()])
+        counts = torch.tensor([len(ends) for completion in completions[rows] for ends in completion.steps.values()])
         trainer.metrics.pooled(means={"steps/mean_count": (counts, torch.ones_like(counts, dtype=torch.bool))})
         return per_token
-
-    def _warn_without_step_rewards(self, steps: StepsPart) -> None:
-        formula = self.trainer.args.step_advantage
-        if formula != "return_to_go" and not steps.has_step_rewards and self.trainer.accelerator.is_main_process:
-            warnings.warn(
-                f"step_advantage={formula!r} cannot act: no reward function has returned StepRewards in this rollout. "
-                "Return them, or leave step_advantage unset.",
-                UserWarning,
-                stacklevel=2,
-            )
 
     def _warn_without_steps(self, completions: Sequence[ScoredCompletion], group_size: int) -> None:
         for start in range(0, len(completions), group_size):
@@ -259,7 +252,7 @@ class StepAdvantagesPart(Part):
                 )
 
 
-def log_advantages(trainer: Any, per_token: Tensor, mask: Tensor) -> None:
+def log_advantages(trainer: Trainer, per_token: Tensor, mask: Tensor) -> None:
     """Put the mean advantage of each completion into TRL's table of completions, in place of TRL's advantages."""
     means = per_token.sum(1) / mask.sum(1).clamp(min=1)
     gathered = cast(Tensor, trainer.accelerator.gather(means)).tolist()

@@ -4,8 +4,9 @@ A token belongs to the step in which it begins. A token that begins inside a cha
 character.
 """
 
+import codecs
 import re
-from bisect import bisect_left, bisect_right
+from bisect import bisect_left
 from collections.abc import Sequence
 from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
@@ -16,41 +17,30 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from trl_steady.rewards.splitters import message_text
 from trl_steady.rewards.steps import StepRewards
 
-__all__ = ["Completion", "Spelling", "spelling", "token_ends"]
-
 _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level BPE
 _BYTE_TOKEN = re.compile("<0x([0-9A-F]{2})>")  # of SentencePiece's byte fallback
-
-
-class Spelling(NamedTuple):
-    """A completion's text and its offset mapping."""
-
-    text: str
-    begins: list[int]
-    """(T + 1,) the character in which each token begins, non-decreasing, followed by the length of the text."""
 
 
 class Completion(NamedTuple):
     """The data of a completion that is needed to place its steps."""
 
-    index: int
-    """Index in the rollout of this process, for error messages."""
+    name: str
+    """Name for error messages."""
     content: Any
     """The completion as reward functions get it: text, or a list of messages."""
     ids: Sequence[int]
     """(T,) token ids without padding."""
     is_own: Sequence[bool]
     """(T,) True = a loss token: the model wrote it, and it is not masked out."""
-    limit: str
-    """Text for error messages if the completion has reached its length limit, otherwise ''."""
 
 
-def spelling(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Spelling:
+def text_and_offsets(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> tuple[str, list[int]]:
     """Decode `ids` without special tokens, as TRL does, and return the text with its offset mapping.
 
-    The mapping is exact for byte-level tokenizers, and for tokenizers like SentencePiece if the text is valid. For
-    other tokenizers the function decodes the text before each token. This costs more, and is exact except at
-    characters that the decoder has replaced (U+FFFD).
+    The mapping has the character in which each token begins (T + 1,), non-decreasing, followed by the length of the
+    text. It is exact for byte-level tokenizers, and for tokenizers like SentencePiece if the text is valid. For other
+    tokenizers the function decodes the text before each token. This costs more, and is exact except at characters that
+    the decoder has replaced (U+FFFD).
     """
     ids = list(ids)
     text = str(tokenizer.decode(ids, skip_special_tokens=True))
@@ -63,11 +53,13 @@ def spelling(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> Spelling
         first = next((i for i, piece in enumerate(pieces) if piece), 0)
         for strip in (b"", b" "):  # SentencePiece decoders remove the first space
             stripped = [p.removeprefix(strip) if i == first else p for i, p in enumerate(pieces)]
-            if b"".join(stripped).decode(errors="replace") == text:
-                return Spelling(text, _begins(stripped, text))
+            raw = b"".join(stripped)
+            if raw.decode(errors="replace") == text:
+                characters = [*_characters(raw), len(text)]
+                return text, [characters[start] for start in accumulate(map(len, stripped), initial=0)]
     before = (str(tokenizer.decode(ids[:t], skip_special_tokens=True)) for t in range(len(ids)))
     # text that ends inside a character decodes to something else, so the maximum keeps the offsets non-decreasing
-    return Spelling(text, [*accumulate((_agreement(part, text) for part in before), max), len(text)])
+    return text, [*accumulate((_agreement(part, text) for part in before), max), len(text)]
 
 
 def _byte_level(token: str) -> bytes:
@@ -81,34 +73,21 @@ def _sentencepiece(token: str) -> bytes:
     return bytes([int(byte[1], 16)]) if byte else token.replace("\u2581", " ").encode()
 
 
-def _begins(pieces: Sequence[bytes], text: str) -> list[int]:
-    """Return the (T + 1,) characters in which the pieces of `text` begin, and the length of the text."""
-    raw = b"".join(pieces)
-    starts, positions = _character_starts(raw), accumulate(map(len, pieces), initial=0)
-    return [len(text) if position == len(raw) else bisect_right(starts, position) - 1 for position in positions]
+def _characters(raw: bytes) -> list[int]:
+    """Return for each byte the character of `raw.decode(errors="replace")` that it belongs to."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    characters, count = [], 0
+    for position in range(len(raw)):
+        count += len(decoder.decode(raw[position : position + 1]))
+        unfinished, _ = decoder.getstate()  # the decoder waits for the other bytes of a character
+        characters.append(count + len(unfinished.decode(errors="replace")) - 1)
+    return characters
 
 
 def _agreement(part: str, text: str) -> int:
     """Return the length of the common prefix of `part` and `text`."""
     pairs = zip(part, text, strict=False)
     return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(part), len(text)))
-
-
-def _character_starts(raw: bytes) -> list[int]:
-    """Return the byte at which each character of `raw.decode(errors="replace")` begins."""
-    starts, position = [], 0
-    while position < len(raw):
-        try:
-            valid, bad = raw[position:].decode(), None
-        except UnicodeDecodeError as error:
-            valid, bad = raw[position : position + error.start].decode(), error
-        for character in valid:
-            starts.append(position)
-            position += len(character.encode())
-        if bad is not None:
-            starts.append(position)  # one U+FFFD replaces the bytes that form no character
-            position += bad.end - bad.start
-    return starts
 
 
 def token_ends(steps: StepRewards, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> list[int]:
@@ -135,54 +114,46 @@ def _turn_ends(steps: StepRewards, completion: Completion) -> list[int]:
     ends = [end for end, (is_own, is_next_own) in followed if is_own and not is_next_own]
     if len(steps.values) != len(ends):
         raise ValueError(
-            f"StepRewards.per_turn has {len(steps.values)} values, but completion {completion.index} has {len(ends)} "
-            f"assistant turns{completion.limit}. Give one value for each turn."
+            f"StepRewards.per_turn has {len(steps.values)} values, but {completion.name} has {len(ends)} assistant "
+            "turns. Give one value for each turn."
         )
     return ends
 
 
 def _character_ends(steps: StepRewards, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    text, begins = spelling(tokenizer, completion.ids)
-    seen, offset = _seen(completion, text)
-    _refuse_beyond(steps, completion, len(seen))
-    ends = [bisect_left(begins, offset + end, hi=len(completion.ids)) for end in steps.ends]
-    rest = text[offset + steps.ends[-1] :]
-    is_all = not rest or (steps.ends[-1] == len(seen) and rest.isspace())  # a template may have stripped it
+    text, offsets = text_and_offsets(tokenizer, completion.ids)
+    content, start = _content_in(text, completion)
+    _refuse_beyond(steps, completion, len(content))
+    ends = [bisect_left(offsets, start + end, hi=len(completion.ids)) for end in steps.ends]
+    rest = text[start + steps.ends[-1] :]
+    is_all = not rest or (steps.ends[-1] == len(content) and rest.isspace())  # a template may have stripped it
     if is_all and not steps.closed:
         ends[-1] = len(completion.ids)
     return ends
 
 
-def _seen(completion: Completion, text: str) -> tuple[str, int]:
-    """Return the text that a reward function gets, and its offset in the text of the tokens."""
-    plain = isinstance(completion.content, str)
-    messages = [{"content": completion.content}] if plain else completion.content
-    way_out = "Use StepRewards.per_turn for one reward per turn, or StepRewards.at_tokens."
-    if len(messages) != 1:
-        raise ValueError(
-            f"StepRewards has ends in characters, but completion {completion.index} has {len(messages)} messages. "
-            + way_out
-        )
-    seen = message_text(messages[0])
+def _content_in(text: str, completion: Completion) -> tuple[str, int]:
+    """Return the text that a reward function gets, and where it begins in the text of the tokens."""
+    is_plain = isinstance(completion.content, str)
+    message, *others = [{"content": completion.content}] if is_plain else completion.content
+    content = message_text(message)
     # a template removes the reasoning, which is before the content, and tool calls, which are after it
-    reasoning = str(messages[0].get("reasoning_content") or messages[0].get("thinking") or "")
-    if reasoning or messages[0].get("tool_calls"):
-        offset = text.find(seen, text.find(reasoning) + len(reasoning) if reasoning in text else 0)
+    reasoning = str(message.get("reasoning_content") or message.get("thinking") or "")
+    if reasoning or message.get("tool_calls"):
+        start = text.find(content, text.find(reasoning) + len(reasoning) if reasoning in text else 0)
     else:
-        offset = text.rfind(seen)
-    if offset < 0:
+        start = text.rfind(content)
+    if others or start < 0:
         raise ValueError(
-            f"StepRewards has ends in characters, but the content {seen!r} of completion {completion.index} is not "
-            f"part of the text of its tokens, {text!r}. " + way_out
+            f"StepRewards has ends in characters, but {completion.name} is not one message whose content {content!r} "
+            f"is a part of the text of its tokens, {text!r}. Use StepRewards.per_turn or StepRewards.at_tokens."
         )
-    return seen, offset
+    return content, start
 
 
 def _refuse_beyond(steps: StepRewards, completion: Completion, length: int) -> None:
     if steps.ends[-1] > length:
-        what = f"has {length} {steps.unit}{completion.limit}" if length else "is empty"
         raise ValueError(
-            f"StepRewards has ends[{len(steps.ends) - 1}]={steps.ends[-1]}, but completion {completion.index} {what}. "
-            "Give ends within the completion. For a completion without steps return StepRewards([], []), or None for "
-            "no reward."
+            f"StepRewards has an end at {steps.ends[-1]}, but {completion.name} has {length} {steps.unit}. Give ends "
+            "within the completion, StepRewards([], []) for no step, or None for no reward."
         )

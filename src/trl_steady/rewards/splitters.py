@@ -6,11 +6,10 @@ A splitter takes a completion in the form that reward functions get, and returns
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Any
 
 from trl_steady.rewards.steps import StepRewards
-
-__all__ = ["Splitter", "Steps", "by_blank_line", "by_regex", "by_turn", "message_text"]
 
 
 @dataclass(frozen=True)
@@ -29,16 +28,10 @@ class Steps:
     closed: bool = False
 
     def rewards(self, values: Sequence[float]) -> StepRewards:
-        """Return these steps as `StepRewards`, with one value for each step.
-
-        Raises:
-            ValueError: there is not exactly one finite value for each step.
-        """
-        if len(values) != len(self.texts):
-            raise ValueError(f"got {len(values)} rewards for {len(self.texts)} steps. Give one for each step.")
-        return (
-            StepRewards.per_turn(values) if self.ends is None else StepRewards(values, self.ends, closed=self.closed)
-        )
+        """Return these steps as `StepRewards`, with one value for each step."""
+        if self.ends is None:
+            return StepRewards.per_turn(values)
+        return StepRewards(values, self.ends, closed=self.closed)
 
 
 Splitter = Callable[[Any], Steps]
@@ -67,15 +60,12 @@ def by_regex(pattern: str | re.Pattern[str]) -> Splitter:
     def split(completion: Any) -> Steps:
         text = _content(completion)
         ends: list[int] = []
-        for match in compiled.finditer(text):
-            if text[ends[-1] if ends else 0 : match.end()].strip():
-                ends.append(match.end())
-        closed = bool(ends)
-        if text[ends[-1] if ends else 0 :].strip():
-            ends.append(len(text))
-            closed = False
-        starts = (0, *ends)
-        return Steps([text[start:end] for start, end in zip(starts, ends, strict=False)], ends, closed)
+        matches = [match.end() for match in compiled.finditer(text)]
+        for end in (*matches, len(text)):
+            if text[ends[-1] if ends else 0 : end].strip():  # a blank piece goes to the next step
+                ends.append(end)
+        closed = bool(ends) and ends[-1] in matches
+        return Steps([text[start:end] for start, end in pairwise((0, *ends))], ends, closed)
 
     return split
 
@@ -96,20 +86,12 @@ def by_turn() -> Splitter:
 
     The text of a step is the content of its message. Tool calls are in `completions`, which a scorer also gets.
 
-    Raises:
-        ValueError: the splitter got a completion that is not a conversation.
-
     >>> call, answer = {"role": "assistant", "content": "Let me look."}, {"role": "assistant", "content": "It is 4."}
     >>> by_turn()([call, {"role": "tool", "name": "look", "content": "4"}, answer])
     Steps(texts=['Let me look.', 'It is 4.'], ends=None, closed=False)
     """
 
     def split(completion: Any) -> Steps:
-        if isinstance(completion, str):
-            raise ValueError(
-                "by_turn splits conversations, but this completion is text. Use by_regex or by_blank_line, or return "
-                "StepRewards.per_turn for the turns of a rollout_func."
-            )
         return Steps([message_text(m) for m in completion if m["role"] == "assistant"], None)
 
     return split

@@ -2,14 +2,10 @@
 
 import math
 import operator
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any
-
-__all__ = ["StepRewards"]
 
 _LARGEST = 3.4028234663852886e38  # of float32, in which TRL stores rewards
-_UNITS = ("characters", "tokens", "turns")
 
 
 @dataclass(frozen=True)
@@ -30,8 +26,7 @@ class StepRewards:
         unit: Unit of `ends`, set by `at_tokens` and `per_turn`.
 
     Raises:
-        ValueError: `values` and `ends` differ in length, a value is not a finite number, an end is not a whole number,
-            or the ends do not increase.
+        ValueError: `values` and `ends` differ in length, a value is not finite, or the ends do not increase.
 
     >>> text = "1 + 1 = 2. 2 + 1 = 4."
     >>> StepRewards([1.0, 0.0], [text.index(".") + 1, len(text)])
@@ -52,9 +47,6 @@ class StepRewards:
             ends: (S,) exclusive end of each step, in increasing order: the number of `completion_ids` before it,
                 including the tokens of tools and environments.
 
-        Raises:
-            ValueError: as in the constructor.
-
         >>> StepRewards.at_tokens([0.5, 0.5], [12, 20]).ends
         (12, 20)
         """
@@ -62,52 +54,36 @@ class StepRewards:
 
     @classmethod
     def per_turn(cls, values: Sequence[float]) -> "StepRewards":
-        """Return `StepRewards` with one value for each assistant turn.
+        """Return `StepRewards` with one value for each assistant turn, in order.
 
         A turn ends with the last token that the model wrote in it. In a conversation, a turn is a message of the
         assistant. In other completions it is a run of tokens that the model wrote (marked with 1 in a rollout's
         `env_mask`).
 
-        Args:
-            values: (turns,) reward of each turn, in order.
-
-        Raises:
-            ValueError: a value is not a finite number.
-
         >>> StepRewards.per_turn([0.0, 0.0, 1.0]).ends
         (1, 2, 3)
         """
-        values = list(values)
         return cls(values, range(1, len(values) + 1), unit="turns")
 
     def __post_init__(self) -> None:
-        if self.unit not in _UNITS:
+        values, ends = tuple(map(float, self.values)), tuple(map(operator.index, self.ends))
+        if self.unit not in ("characters", "tokens", "turns") or (self.closed and self.unit != "characters"):
             raise ValueError(
-                f"StepRewards has the unknown unit={self.unit!r}. Use StepRewards.at_tokens or StepRewards.per_turn."
+                f"StepRewards has unit={self.unit!r} and closed={self.closed!r}. Use StepRewards.at_tokens or "
+                "StepRewards.per_turn, and leave closed unset for them."
             )
-        if self.closed and self.unit != "characters":
-            raise ValueError(
-                f"StepRewards has closed=True with ends in {self.unit}, which already define the tokens of each step. "
-                "Leave closed unset."
-            )
-        values = tuple(_finite(step, value) for step, value in enumerate(_items("values", self.values)))
-        ends = tuple(_whole(step, end) for step, end in enumerate(_items("ends", self.ends)))
         if len(values) != len(ends):
             raise ValueError(
-                f"StepRewards has {len(values)} values and {len(ends)} ends. Give one end for each value, in "
-                f"{self.unit}."
+                f"StepRewards has {len(values)} values and {len(ends)} ends. Give one end for each value."
             )
-        for step, (before, end) in enumerate(zip((0, *ends), ends, strict=False)):
-            if end <= before:
-                after = f"ends[{step - 1}]={before}" if step else "0"
-                raise ValueError(
-                    f"StepRewards has ends[{step}]={end}, which is not after {after}. Give exclusive ends "
-                    "that increase, so that no step is empty."
-                )
-        if self.unit == "turns" and ends != tuple(range(1, len(ends) + 1)):
+        # NaN marks a missing step in tables, and an infinite value would make the weights NaN
+        if not all(abs(value) <= _LARGEST for value in values):
             raise ValueError(
-                f"StepRewards has unit='turns' and ends={ends}. Use StepRewards.per_turn(values), which sets the ends."
+                f"StepRewards has values={values}. Give finite numbers, and 0 for a step that earns nothing. For a "
+                "completion without a reward return None."
             )
+        if any(end <= before for before, end in zip((0, *ends), ends, strict=False)):
+            raise ValueError(f"StepRewards has ends={ends}. Give exclusive ends that increase from 1 or more.")
         object.__setattr__(self, "values", values)
         object.__setattr__(self, "ends", ends)
 
@@ -115,29 +91,3 @@ class StepRewards:
     def total(self) -> float:
         """The reward of the completion, as it is logged: the sum of `values`."""
         return math.fsum(self.values)
-
-
-def _items(name: str, given: Any) -> Iterable[Any]:
-    if isinstance(given, str | bytes) or not isinstance(given, Iterable):
-        raise ValueError(f"StepRewards has {name}={given!r}. Give a list of numbers, one for each step.")
-    return given
-
-
-def _finite(step: int, value: Any) -> float:
-    try:
-        number = math.nan if isinstance(value, str) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not abs(number) <= _LARGEST:
-        raise ValueError(
-            f"StepRewards has values[{step}]={value!r}. Give finite numbers, and 0 for a step that earns nothing. For "
-            "a completion without a reward return None."
-        )
-    return number
-
-
-def _whole(step: int, end: Any) -> int:
-    try:
-        return operator.index(end)
-    except TypeError:
-        raise ValueError(f"StepRewards has ends[{step}]={end!r}. Give whole numbers.") from None

@@ -7,8 +7,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-__all__ = ["ScoredCompletion", "StepTable", "tabulate"]
-
 
 class ScoredCompletion(NamedTuple):
     """The data of a completion besides its scalar rewards, in a plain form that can be sent to other processes."""

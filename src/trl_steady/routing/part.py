@@ -9,29 +9,17 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
-from peft import PeftModel
 from torch import Tensor
 
 from trl_steady.host import models
 from trl_steady.host.engine import Capture
-from trl_steady.host.part import Part, Rollout, ScoringPass, Turn
-from trl_steady.host.record import TokenRecord
+from trl_steady.host.part import Part, Rollout, ScoringPass, TokenRecord, Turn
 from trl_steady.routing.proxy import RecordedModel, ReplayedModel
-from trl_steady.routing.replay import Replay, RouteRecording, Routers, RoutingError, continued
+from trl_steady.routing.replay import Replay, RouteRecording, Routers, continued
 from trl_steady.routing.routes import decoded, from_engine, is_route, no_route, shared
 
-__all__ = ["ROUTES", "RoutingPart", "taken_routes"]
-
 _COLUMN = "routes"
-_R2_INSTEAD = "or set router_replay='R2', which takes the routes of the trainer's own pass"
-
-
-def _check(model: torch.nn.Module, option: str = "router_replay='R3'") -> None:
-    try:
-        Routers(model)
-    except ValueError as error:
-        raise ValueError(f"{option}: {error} Leave router_replay unset.") from None
-
+_R2_INSTEAD = "set router_replay='R2', which takes the routes of the trainer's own pass"
 
 ROUTES = Capture(
     option="router_replay='R3'",
@@ -40,8 +28,8 @@ ROUTES = Capture(
     field="routed_experts",
     is_on="--enable-return-routed-experts",
     lost="Some versions return none for a request that was preempted; more memory for the KV cache avoids this",
-    instead=_R2_INSTEAD,
-    check=_check,
+    instead=f"or {_R2_INSTEAD}",
+    check=Routers,
 )
 
 
@@ -75,30 +63,20 @@ class RoutingPart(Part):
         return [ROUTES] if args.use_vllm and args.router_replay == "R3" else []
 
     def built(self) -> None:
-        """Refuse a model without routers, and ways of generating that do not tell the routes."""
+        """Refuse a model without routers, and an R3 that would get no routes."""
         trainer = self.trainer
         if self._kind is None:
             return
-        option = f"router_replay={self._kind!r}"
-        _check(models.bare(trainer, trainer.model), option)  # a reference's adapter may still add routers
-        if models.compiles(trainer):
-            raise ValueError(f"{option} patches calls that torch.compile would compile away. Set torch_compile=False.")
-        if isinstance(trainer.model, PeftModel) and trainer.model.active_peft_config.is_prompt_learning:
+        Routers(models.bare(trainer, trainer.model))  # not kept: a reference's adapter may still add routers
+        if models.compiles(trainer):  # its graph would be that of one batch's routes
             raise ValueError(
-                f"{option} does not work with prompt learning, whose virtual tokens have no routes. Train LoRA "
-                "adapters, or leave router_replay unset."
+                f"router_replay={self._kind!r} does not work with torch.compile. Switch it off, or leave "
+                "router_replay unset."
             )
-        if self._kind == "R2":
-            return
-        if trainer.rollout_func is not None:
+        if self._kind == "R3" and trainer.rollout_func is not None:
             raise ValueError(
-                f"{option} does not work with a rollout_func, which returns no routes. Leave rollout_func unset, "
-                f"{_R2_INSTEAD}."
-            )
-        if trainer.args.use_transformers_continuous_batching and not trainer.use_vllm:
-            raise ValueError(
-                f"{option} does not work with use_transformers_continuous_batching=True, which mixes the tokens of "
-                f"several sequences. Set it to False, {_R2_INSTEAD}."
+                "router_replay='R3' does not work with a rollout_func, which returns no routes. Leave rollout_func "
+                f"unset, or {_R2_INSTEAD}."
             )
 
     def routers_of(self, model: torch.nn.Module) -> Routers:
@@ -133,30 +111,30 @@ class RoutingPart(Part):
             routes = taken_routes(trainer.vllm_generation, layers)
         else:
             bare = models.bare(trainer, trainer.model)
-            with self._naming_option():
-                with self.routers_of(trainer.model).recording() as recording, _fed(bare) as passes:
-                    yield
-                routes = self._of_generation(recording, passes, turn)
+            with self.routers_of(trainer.model).recording() as recording, fed(bare) as passes:
+                yield
+            routes = self._of_generation(recording, passes, turn)
         turn.rollout.records[_COLUMN].add(turn, routes)
 
     def _of_generation(self, recording: RouteRecording, passes: list[Tensor], turn: Turn) -> list[Tensor]:
         """Return the routes (T - 1, M, K) of each sequence from transformers' passes over all of them."""
         count = len(turn.prompt_ids)
-        padded = recording.routes_of_generation(count).cpu()
-        fed = cast(list[list[int]], continued(passes, count).squeeze(-1).tolist())
-        multiple = int(self.trainer.pad_to_multiple_of or 1)
+        is_batch = all(len(ids) % count == 0 for ids in passes)  # not with continuous batching
+        fed = cast(list[list[int]], continued(passes, count).tolist() if is_batch else [[]] * count)
+        multiple = int(self.trainer.args.pad_to_multiple_of or 1)
         width = -(-max(map(len, turn.prompt_ids)) // multiple) * multiple  # prompts are padded on their left
-        routes: list[Tensor] = []
+        slices: list[slice] = []
         for row, (prompt, completion) in enumerate(zip(turn.prompt_ids, turn.completion_ids, strict=True)):
-            own = slice(width - len(prompt), width + len(completion) - 1)
-            if fed[row][own] != [*prompt, *completion][:-1]:
+            tokens = slice(width - len(prompt), width + len(completion) - 1)
+            if fed[row][tokens] != [*prompt, *completion][:-1]:
                 raise ValueError(
                     "router_replay='R3': transformers has not fed the model the tokens of each sequence one after "
-                    "another. Leave beam search, guidance and assisted decoding out of generation_kwargs and of the "
-                    "model's generation_config, or set router_replay='R2'."
+                    "another. Leave beam search, guidance, assisted decoding and continuous batching out of the "
+                    f"options of generation, or {_R2_INSTEAD}."
                 )
-            routes.append(padded[row, own])
-        return routes
+            slices.append(tokens)
+        padded = continued(recording.routes_of_passes([len(ids) for ids in passes]), count).cpu()
+        return [padded[row, tokens] for row, tokens in enumerate(slices)]
 
     def columns(self, rollout: Rollout) -> Mapping[str, Any]:
         """Return `routes`, unless there are none: R2 without a pass of the old policy."""
@@ -198,25 +176,24 @@ class RoutingPart(Part):
             yield model
             return
         rollout, ids, mask = scoring.rollout, scoring.input_ids, scoring.attention_mask
-        with self._naming_option():
+        if rollout is None:
+            routes = scoring.samples.get(_COLUMN)
+        else:
+            routes = self._of_rollout(rollout, ids, mask, scoring.prompt_width)
+        if routes is not None:
+            replayed = ReplayedModel(model, self.routers_of(scoring.model), routes, scoring.lasting)
+            yield replayed
             if rollout is None:
-                routes = scoring.samples.get(_COLUMN)
-            else:
-                routes = self._of_rollout(rollout, ids, mask, scoring.prompt_width)
-            if routes is not None:
-                replayed = ReplayedModel(model, self.routers_of(scoring.model), routes, scoring.lasting)
-                yield replayed
-                if rollout is None:
-                    self._log_replays(replayed.replays)
-            elif rollout is not None and scoring.role == "old":
-                recorded = RecordedModel(model, self.routers_of(scoring.model), ids.shape)
-                yield recorded
-                assert recorded.routes is not None
-                own = recorded.routes.where(mask.bool()[..., None, None], no_route(recorded.routes.dtype))
-                record = rollout.records.setdefault(_COLUMN, TokenRecord("router_replay='R2'"))
-                record.values = self._of_one_prompt(own, ids, mask, scoring.prompt_width)
-            else:  # R2 without a pass of the old policy
-                yield model
+                self._log_replays(replayed.replays)
+        elif rollout is not None and scoring.role == "old":
+            recorded = RecordedModel(model, self.routers_of(scoring.model), ids.shape)
+            yield recorded
+            assert recorded.routes is not None
+            routes = recorded.routes.where(mask.bool()[..., None, None], no_route(recorded.routes.dtype))
+            record = rollout.records.setdefault(_COLUMN, TokenRecord("router_replay='R2'"))
+            record.values = self._of_one_prompt(routes, ids, mask, scoring.prompt_width)
+        else:  # R2 without a pass of the old policy
+            yield model
 
     def _log_replays(self, replays: Sequence[Replay]) -> None:
         changed = torch.stack([replay.changed for replay in replays]).sum(0)
@@ -227,36 +204,23 @@ class RoutingPart(Part):
             sums |= {f"routing/changed/{layer}": pair for layer, pair in enumerate(pairs)}
         self.trainer.metrics.pooled(sums=sums)
 
-    @contextlib.contextmanager
-    def _naming_option(self) -> "Generator[None]":
-        """Turn an error of the routers into a ValueError that names the option."""
-        try:
-            yield
-        except RoutingError as error:
-            raise ValueError(f"router_replay={self._kind!r}: {error} Leave router_replay unset.") from error
-
 
 def taken_routes(engine: Any, layers: Sequence[int]) -> list[Tensor]:
     """Return the routes (T - 1, M, K) of each sequence of the engine's last call. It forgets them.
 
-    Args:
-        engine: TRL's engine that captures `ROUTES`.
-        layers: (M,) indices of the decoder layers that have routers.
-
-    Raises:
-        ValueError: The engine has returned no routes for a sequence.
+    `layers` are the (M,) indices of the decoder layers that have routers.
     """
-    return [from_engine(decoded(own), layers=layers) for own in engine.take(ROUTES)]
+    return [from_engine(decoded(routes), layers=layers) for routes in engine.take(ROUTES)]
 
 
 @contextlib.contextmanager
-def _fed(model: torch.nn.Module) -> "Generator[list[Tensor]]":
-    """Record the token ids (B * n, 1) that each pass of a model gets inside this context."""
+def fed(model: torch.nn.Module) -> "Generator[list[Tensor]]":
+    """Record the token ids (B * n,) that each pass of a model gets inside this context."""
     passes: list[Tensor] = []
 
-    def keep(_: Any, arguments: Any, keywords: dict[str, Any]) -> None:
+    def keep(_: object, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
         ids = keywords["input_ids"] if "input_ids" in keywords else arguments[0]
-        passes.append(ids.reshape(-1, 1))
+        passes.append(ids.flatten())
 
     with model.register_forward_pre_hook(keep, with_kwargs=True):
         yield passes

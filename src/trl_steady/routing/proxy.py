@@ -7,42 +7,35 @@ from typing import Any, ClassVar
 
 from torch import Tensor
 
-from trl_steady.routing.replay import Replay, Routers, RoutingError
+from trl_steady.routing.replay import Replay, Routers
 from trl_steady.routing.routes import no_routes
-
-__all__ = ["RecordedModel", "ReplayedModel"]
 
 
 @dataclass(eq=False)
 class RecordedModel:
     """Wrapper that records the routes of a model for a batch that comes in parts."""
 
-    needs_places: ClassVar = True
+    needs_token_indices: ClassVar = True
     model: Callable[..., Any]
-    """The model to call, with `places`."""
+    """The model to call, with `token_indices`."""
     routers: Routers
     shape: Sequence[int]
     """(B, T) of the whole batch."""
     routes: Tensor | None = None
     """(B, T, L, K), or None before the first part. Tokens that have not gone through the model have no route."""
 
-    def __call__(self, *, places: Tensor, **batch: Any) -> Any:
-        """Return the model's outputs, and record routes. `places` are the token indices in the flattened batch.
+    def __call__(self, *, token_indices: Tensor, **batch: Any) -> Any:
+        """Return the model's outputs, and record routes. `token_indices` are those in the flattened batch.
 
         Raises:
             RoutingError: the routers did not run once for each token.
         """
         with self.routers.recording() as recording:
-            outputs = self.model(places=places, **batch)
-        own = recording.routes()
-        if len(own) != places.numel():
-            raise RoutingError(
-                f"the router {self.routers.names[0]} and the others chose experts for {len(own)} tokens in a pass of "
-                f"{places.numel()} tokens."
-            )
+            outputs = self.model(token_indices=token_indices, **batch)
+        (routes,) = recording.routes_of_passes([token_indices.numel()])
         if self.routes is None:
-            self.routes = no_routes((*self.shape, *own.shape[1:]), own.dtype, own.device)
-        self.routes.flatten(0, 1)[places.flatten()] = own
+            self.routes = no_routes((*self.shape, *routes.shape[1:]), routes.dtype, routes.device)
+        self.routes.flatten(0, 1)[token_indices.flatten()] = routes
         return outputs
 
 
@@ -50,9 +43,9 @@ class RecordedModel:
 class ReplayedModel:
     """Wrapper that makes a model use given routes."""
 
-    needs_places: ClassVar = True
+    needs_token_indices: ClassVar = True
     model: Callable[..., Any]
-    """The model to call, with `places`."""
+    """The model to call, with `token_indices`."""
     routers: Routers
     routes: Tensor
     """(B, T, L, K) of the whole batch."""
@@ -61,15 +54,14 @@ class ReplayedModel:
     replays: list[Replay] = field(default_factory=list[Replay])
     """The replays of the parts so far."""
 
-    def __call__(self, *, places: Tensor, **batch: Any) -> Any:
-        """Return the model's outputs on the given routes. `places` are the token indices in the flattened batch.
+    def __call__(self, *, token_indices: Tensor, **batch: Any) -> Any:
+        """Return the model's outputs on the given routes. `token_indices` index the flattened batch.
 
         Raises:
-            RoutingError: the routers did not run once for each token.
-            ValueError: a route leads to an expert that the model does not have.
+            RoutingError: the routers did not run once for each token, or the routes do not fit.
         """
-        with self.lasting(self.routers.replaying(self.routes.flatten(0, 1)[places.flatten()])) as replay:
-            outputs = self.model(places=places, **batch)
+        with self.lasting(self.routers.replaying(self.routes.flatten(0, 1)[token_indices.flatten()])) as replay:
+            outputs = self.model(token_indices=token_indices, **batch)
             replay.check()
         self.replays.append(replay)
         return outputs

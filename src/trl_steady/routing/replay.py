@@ -9,6 +9,7 @@ then normalises and scales the values, so gate weights and their gradients are t
 # torch's annotations are partial
 
 import functools
+import itertools
 import re
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -21,17 +22,20 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
-from trl_steady.routing.finding import find_routers, topk_sites
+from trl_steady.routing.finding import find_routers
 from trl_steady.routing.routes import dtype_of, is_route
-
-__all__ = ["Replay", "RouteRecording", "Routers", "RoutingError", "continued"]
 
 _TOPK = (torch.topk, torch.Tensor.topk)
 _MASKED_FILL = (torch.masked_fill, torch.Tensor.masked_fill)
 
+Forward = Callable[..., object]
 
-class RoutingError(RuntimeError):
-    """Error for a run of the routers that gives a token no route, or more than one."""
+
+class RoutingError(ValueError):
+    """Error for a model whose routes cannot be recorded or replayed. The message names the option."""
+
+    def __init__(self, problem: str) -> None:
+        super().__init__(f"router_replay: {problem} Leave router_replay unset.")
 
 
 class _Use:
@@ -41,29 +45,14 @@ class _Use:
         self.names = names
         self._calls = calls
         """Layer -> number of calls of topk in its router, of which the last decides. Known after a first run."""
-        self._fired = [0] * len(names)
-        self.is_over = False
-        """True after the end of the pass. From then on, only layers that backward recomputes belong to it."""
 
-    def check(self) -> None:
-        """End the pass of the model, and check that each router has run once in it.
-
-        Raises:
-            RoutingError: a router has not. The message names the first one.
-        """
-        for name, times in zip(self.names, self._fired, strict=True):
-            if times != 1:
-                raise RoutingError(
-                    f"the router {name} ran {times} times in one pass of the model, and must run once. Another "
-                    "implementation may replace its layer, or the model may use the layer more than once."
-                )
-        self.is_over = True
-
-    def _decided(self, layer: int, watch: "_TopkWatch") -> Tensor:
-        if watch.indices is None:
-            raise RoutingError(f"the router {self.names[layer]} chose experts without calling topk.")
-        self._calls[layer] = watch.calls
-        return watch.indices
+    def _check_calls(self, layer: int, calls: int) -> None:
+        """Raise if a router has not called topk, or another number of times than in its first run."""
+        if calls == 0 or calls != self._calls.setdefault(layer, calls):
+            raise RoutingError(
+                f"the router {self.names[layer]} called topk {calls} times instead of {self._calls.get(layer, 1)}, so "
+                "its choice is unknown. It may choose by other means, or differently in training."
+            )
 
 
 class RouteRecording(_Use):
@@ -73,47 +62,37 @@ class RouteRecording(_Use):
         super().__init__(names, calls)
         self._chosen: list[list[Tensor]] = [[] for _ in names]
 
-    def route(self, layer: int, forward: Callable[..., Any], arguments: Any, keywords: Any) -> Any:
-        """Run the router of a layer, and record its choice.
-
-        Raises:
-            RoutingError: the router did not call topk.
-        """
-        self._fired[layer] += 1
+    def route(
+        self, layer: int, forward: Forward, arguments: tuple[object, ...], keywords: dict[str, object]
+    ) -> object:
+        """Run the router of a layer, and record its choice."""
         with _TopkWatch() as watch:
             result = forward(*arguments, **keywords)
-        chosen = self._decided(layer, watch).detach()
-        self._chosen[layer].append(chosen.flatten(0, -2).to(dtype_of(watch.width)))
+        self._check_calls(layer, watch.calls)
+        assert watch.indices is not None
+        self._chosen[layer].append(watch.indices.detach().flatten(0, -2).to(dtype_of(watch.width)))
         return result
 
     def routes(self) -> Tensor:
-        """Return the routes (N, L, K) of the N tokens of a single pass.
+        """Return the routes (N, L, K) of the N tokens of a single pass, as many as the first router saw."""
+        return self.routes_of_passes([sum(map(len, self._chosen[0][:1]))])[0]
+
+    def routes_of_passes(self, tokens: Sequence[int]) -> list[Tensor]:
+        """Return the routes (N, L, K) of each pass. `tokens` are the numbers of tokens in each.
 
         Raises:
-            RoutingError: a router did not run exactly once, or layers chose different numbers of experts.
+            RoutingError: a router did not run once for each token, or layers chose different numbers of experts.
         """
-        self.check()
-        return self._stacked([chosen for (chosen,) in self._chosen])
-
-    def routes_of_generation(self, sequences: int) -> Tensor:
-        """Return the routes (B, T, L, K) of a prefill and the decoding steps after it, for B sequences of T tokens.
-
-        Raises:
-            RoutingError: a router did not run for every token, or layers chose different numbers of experts.
-        """
+        experts = {chosen.size(-1) for chosen in self._chosen[0]}
         for name, chosen in zip(self.names, self._chosen, strict=True):
-            if not chosen or any(len(own) % sequences for own in chosen):
+            if [len(part) for part in chosen] != list(tokens) or {part.size(-1) for part in chosen} != experts:
                 raise RoutingError(
-                    f"the router {name} has not run for every token of a generation of {sequences} sequences. The "
-                    "model may send text and images through different routers, or replace the layer by a kernel."
+                    f"the router {name} chose experts of shapes {[tuple(part.shape) for part in chosen]} in passes of "
+                    f"{list(tokens)} tokens, {sorted(experts)} for each. A kernel may replace its layer, text and "
+                    "images may go through different routers, or the model may use the layer more than once."
                 )
-        return self._stacked([continued(chosen, sequences) for chosen in self._chosen])
-
-    def _stacked(self, layers: Sequence[Tensor]) -> Tensor:
-        shapes = {name: tuple(chosen.shape) for name, chosen in zip(self.names, layers, strict=True)}
-        if len(set(shapes.values())) > 1:
-            raise RoutingError(f"the routers of different layers have chosen different numbers of experts: {shapes}.")
-        return torch.stack([chosen.to(layers[0].device) for chosen in layers], dim=-2)
+        device = self._chosen[0][0].device
+        return [torch.stack([part.to(device) for part in parts], 1) for parts in zip(*self._chosen, strict=True)]
 
 
 class Replay(_Use):
@@ -121,6 +100,9 @@ class Replay(_Use):
 
     def __init__(self, names: Sequence[str], calls: dict[int, int], routes: Tensor) -> None:
         super().__init__(names, calls)
+        self.is_over = False
+        """True after the end of the pass. From then on, only layers that backward recomputes belong to it."""
+        self._fired = [0] * len(names)
         self._routes = routes
         self._has_route = is_route(routes)
         self._highest = int(routes.where(self._has_route.unsqueeze(-1), 0).max()) if routes.numel() else 0
@@ -143,41 +125,43 @@ class Replay(_Use):
         """(L,) number of replayed choices."""
         return self._has_route.sum(0) * self._routes.size(-1)
 
-    def route(self, layer: int, forward: Callable[..., Any], arguments: Any, keywords: Any) -> Any:
-        """Run the router of a layer, and replace its choice.
+    def check(self) -> None:
+        """End the pass of the model. Raise a `RoutingError` if a router has not run once in it."""
+        for name, times in zip(self.names, self._fired, strict=True):
+            if times != 1:
+                raise RoutingError(
+                    f"the router {name} ran {times} times in one pass of the model, and must run once. Another "
+                    "implementation may replace its layer, or the model may use the layer more than once."
+                )
+        self.is_over = True
 
-        Raises:
-            RoutingError: the router chooses for other tokens, or calls topk another number of times than before.
-            ValueError: a route leads to an expert that the model does not have.
-        """
+    def route(
+        self, layer: int, forward: Forward, arguments: tuple[object, ...], keywords: dict[str, object]
+    ) -> object:
+        """Run the router of a layer, and replace its choice."""
         self._fired[layer] += 1
         if layer not in self._calls:
+            # a run in advance tells which call of topk decides
             with _leaving_no_trace(self._routes.device), _TopkWatch() as watch:
                 copies, named_copies = tree_map_only(Tensor, torch.clone, (arguments, keywords))
                 forward(*copies, **named_copies)
-            self._decided(layer, watch)
-        call = self._calls[layer]
-        with _Replace(call, functools.partial(self._choose, layer), self._has_route[:, layer]) as mode:
+            self._check_calls(layer, watch.calls)
+        choose = functools.partial(self._choose, layer)
+        with _Replace(self._calls[layer], choose, self._has_route[:, layer]) as mode:
             result = forward(*arguments, **keywords)
-        if mode.calls != call:
-            raise RoutingError(
-                f"the router {self.names[layer]} called topk {mode.calls} times instead of {call}, so its choice is "
-                "unknown. It may choose in another way in training, or for other inputs."
-            )
+        self._check_calls(layer, mode.calls)
         return result
 
     def _choose(self, layer: int, scores: Tensor, live: Tensor) -> Tensor:
         routes, has_route = self._routes[:, layer].to(live.device), self._has_route[:, layer].to(live.device)
         of_live = live.flatten(0, -2)
-        if of_live.shape != routes.shape:
+        fitting = (len(of_live), len(self.names), of_live.size(-1))
+        # shapes would broadcast, and on a GPU an index beyond the experts would end the process
+        if self._routes.shape != fitting or self._highest >= scores.size(-1):
             raise RoutingError(
-                f"the router {self.names[layer]} chooses experts for (tokens, experts per token) = "
-                f"{tuple(of_live.shape)}, and the routes are for {tuple(routes.shape)}."
-            )
-        if self._highest >= scores.size(-1):
-            raise ValueError(
-                f"a route leads to expert {self._highest}, and the router {self.names[layer]} has "
-                f"{scores.size(-1)} experts, counted from 0. The routes come from another model."
+                f"routes of shape {tuple(self._routes.shape)} with experts up to {self._highest} do not fit the "
+                f"router {self.names[layer]}: it needs (tokens, layers, experts per token) = {fitting}, and has "
+                f"{scores.size(-1)} experts, counted from 0. The routes are of another model or of other tokens."
             )
         chosen = torch.where(has_route.unsqueeze(-1), routes.long(), of_live)
         if layer not in self._changed:  # not if gradient checkpointing recomputes the layer
@@ -195,39 +179,29 @@ class Routers:
     Use them from one thread at a time. Gradient checkpointing may recompute routers in autograd's threads.
 
     Raises:
-        ValueError: the model has no routers, or its experts are not chosen by `topk`. Or it has routers in several
-            stacks of layers, or two routers in one block, for example for text and for images.
+        RoutingError: the model has no routers, or some of them do not see the same tokens.
     """
 
     def __init__(self, model: nn.Module) -> None:
         found = find_routers(model)
         if not found:
-            raise ValueError(f"{type(model).__name__} has no routers: it is not a mixture of experts.")
+            raise RoutingError(f"{type(model).__name__} has no routers: it is not a mixture of experts.")
         self.names = list(found)
         """Names of the routers, in the order of their layers."""
-        places = [re.split(r"\.(\d+)\.", name, maxsplit=1) for name in self.names]
-        stacks = sorted({place[0] for place in places})
-        if len(stacks) > 1:
-            raise ValueError(
-                f"{type(model).__name__} has routers in several stacks of layers, {' and '.join(stacks)}, which do "
-                "not see the same tokens."
-            )
-        blocks: dict[str, str] = {}
-        for name in self.names:
-            block = re.sub(r"(\.\d+\.[^.]+)\..*", r"\1", name, count=1)
-            other = blocks.setdefault(block, name)
-            if other != name:
-                raise ValueError(
-                    f"{type(model).__name__} has two routers in one block, {other} and {name}, which do not see the "
-                    "same tokens."
+        # stack of layers, number of the layer, block of the layer
+        paths = [[*re.split(r"\.(\d+)\.?", name, maxsplit=1), "0", ""][:3] for name in self.names]
+        for i, j in itertools.combinations(range(len(paths)), 2):
+            in_one_block = paths[i][1] == paths[j][1] and paths[i][2].split(".")[0] == paths[j][2].split(".")[0]
+            if paths[i][0] != paths[j][0] or in_one_block:
+                raise RoutingError(
+                    f"{type(model).__name__} has the routers {self.names[i]} and {self.names[j]}, in two stacks of "
+                    "layers or in one block, which do not see the same tokens."
                 )
-        self.decoder_layers = [int(place[1]) if len(place) > 1 else 0 for place in places]
+        self.decoder_layers = [int(number) for _, number, _ in paths]
         """Number of the layer of each router in its stack of layers, counted from 0."""
         self._model = weakref.ref(model)
         self._modules = _listed(found)
-        # If the code has one call of topk, this call decides. Otherwise the first run finds the last one.
-        sites = {layer: topk_sites(type(module)) for layer, module in self._modules if "forward" not in vars(module)}
-        self._calls = {layer: 1 for layer, count in sites.items() if count == 1}
+        self._calls: dict[int, int] = {}
         self._use: RouteRecording | Replay | None = None
 
     def are_of(self, model: nn.Module) -> bool:
@@ -241,22 +215,13 @@ class Routers:
     def replaying(self, routes: Tensor) -> AbstractContextManager[Replay]:
         """Make the routers choose given experts in one pass of the model.
 
-        With gradient checkpointing, keep this context open until backward ends. `Replay.check` ends the pass. After
-        that, only layers that backward recomputes are replayed. A replay inside another one takes its place.
-
-        Args:
-            routes: (N, L, K) of the N tokens that the model gets, row by row. Tokens without a route are left to the
-                live router.
+        `routes` are (N, L, K) for the N tokens that the model gets, row by row. Tokens without a route are left to the
+        live router. With gradient checkpointing, keep this context open until backward ends. `Replay.check` ends the
+        pass. After that, only layers that backward recomputes are replayed. A replay inside another takes its place.
 
         Raises:
-            ValueError: the routes have another number of layers.
             RuntimeError: another pass still waits for a backward that will recompute its layers.
         """
-        if routes.dim() != 3 or routes.size(1) != len(self.names):
-            raise ValueError(
-                f"routes of shape {tuple(routes.shape)} for {len(self.names)} layers with routers ({self.names[0]} "
-                f"to {self.names[-1]}) do not fit. Their shape must be (tokens, layers, experts per token)."
-            )
         return self._used_for(Replay(self.names, self._calls, routes))
 
     @contextmanager
@@ -272,6 +237,7 @@ class Routers:
         self._use = use
         patched = self._modules if before is None else []
         replaced = [(vars(module), vars(module).get("forward")) for _, module in patched]
+        # on the module, not by a mode around the model: modes are thread-local, and backward has threads of its own
         for layer, module in patched:
             vars(module)["forward"] = functools.partial(self._forward, layer, module.forward)
         try:
@@ -284,9 +250,9 @@ class Routers:
                 else:
                     attributes["forward"] = forward
 
-    def _forward(self, layer: int, forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
+    def _forward(self, layer: int, forward: Forward, *arguments: object, **keywords: object) -> object:
         use = self._use
-        if use is None or (use.is_over and not (isinstance(use, Replay) and _is_backward())):
+        if use is None or (isinstance(use, Replay) and use.is_over and not _is_backward()):
             return forward(*arguments, **keywords)
         return use.route(layer, forward, arguments, keywords)
 
@@ -359,7 +325,7 @@ def _leaving_no_trace(device: torch.device) -> Generator[None]:
     # PEFT's LoRA on parameters computes its weights inside this cache
     cached = cast(int, parametrize._cache_enabled)  # pyright: ignore[reportPrivateUsage]
     parametrize._cache_enabled = 0  # pyright: ignore[reportPrivateUsage]
-    devices = [device] if device.type == "cuda" else []
+    devices = [device] if device.type == "cuda" and torch.cuda.is_available() else []
     try:
         forked = cast("AbstractContextManager[None]", torch.random.fork_rng(devices))
         with torch.no_grad(), forked:
@@ -374,14 +340,14 @@ def _first(args: Any, kwargs: Any) -> Tensor:
 
 
 def continued(passes: Sequence[Tensor], sequences: int) -> Tensor:
-    """Join the values (B * n, K) of passes, each of n more tokens of B sequences, to (B, T, K).
+    """Join the values (B * n, *) of passes, each of n more tokens of B sequences, to (B, T, *).
 
     Without a KV cache, each decoding step runs all earlier tokens again. A token keeps the value of its first run.
     """
     parts: list[Tensor] = []
     known = 0
-    for chosen in passes:
-        part = chosen.view(sequences, -1, chosen.size(-1))
+    for values in passes:
+        part = values.view(sequences, -1, *values.shape[1:])
         if parts and part.size(1) == known + 1:
             part = part[:, -1:]
         parts.append(part)

@@ -11,15 +11,13 @@ live router. Expert 0 is always an expert, never padding. Tensor operations cut,
 import base64
 import io
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from trl_steady.functional.turns import nothing
-
-__all__ = ["decoded", "dtype_of", "from_engine", "is_route", "no_route", "no_routes", "shared"]
 
 
 def dtype_of(num_experts: int) -> torch.dtype:
@@ -34,7 +32,7 @@ def no_route(dtype: torch.dtype) -> int:
     return nothing(dtype)
 
 
-def no_routes(shape: Sequence[int], dtype: torch.dtype, device: Any = None) -> Tensor:
+def no_routes(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return a tensor of this shape in which no token has a route."""
     return torch.full(tuple(shape), no_route(dtype), dtype=dtype, device=device)
 
@@ -44,12 +42,12 @@ def is_route(routes: Tensor) -> Tensor:
     return routes[..., 0] != no_route(routes.dtype)
 
 
-def decoded(routes: Any) -> Any:
+def decoded(routes: object) -> object:
     """Return the routes of an engine as an array; a server sends them as a NumPy file in base64."""
     return np.load(io.BytesIO(base64.b64decode(routes))) if isinstance(routes, str) else routes
 
 
-def from_engine(array: Any, *, layers: Sequence[int] | None = None) -> Tensor:
+def from_engine(array: object, *, layers: Sequence[int] | None = None) -> Tensor:
     """Convert the integers of an engine to routes. A row of -1 means that a token has no route.
 
     Args:
@@ -58,17 +56,12 @@ def from_engine(array: Any, *, layers: Sequence[int] | None = None) -> Tensor:
             return rows for all layers.
 
     Raises:
-        ValueError: the shape or the layers do not fit. Or a row has -1 beside experts, or the same expert twice, which
-            happens if the engine has not filled it in.
+        ValueError: the layers do not fit. Or a row has -1 beside experts, or the same expert twice, which happens if
+            the engine has not filled it in.
     """
     routes = torch.as_tensor(array)
     if routes.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch does not compare these
         routes = routes.long()
-    if routes.dim() != 3 or routes.is_floating_point():
-        raise ValueError(
-            f"routes must be integers of shape (tokens, layers, experts per token), not {routes.dtype} of shape "
-            f"{tuple(routes.shape)}."
-        )
     if layers is not None and routes.size(1) != len(layers):
         if routes.size(1) <= max(layers) or len(set(layers)) < len(layers):
             raise ValueError(
@@ -90,22 +83,17 @@ def from_engine(array: Any, *, layers: Sequence[int] | None = None) -> Tensor:
 
 
 def shared(routes: Tensor, prefixes: Tensor) -> Tensor:
-    """Give sequences with the same prefix the same routes for it.
+    """Give sequences with the same prefix the same routes (B, T, L, K) for it.
 
-    Args:
-        routes: (B, T, L, K).
-        prefixes: (B, P) the tokens of the first P columns, with a number that is no token id in place of padding.
-
-    Returns:
-        (B, T, L, K). Rows with equal prefixes form a group. In each column of the prefix, a group has the routes of
-        its first row that has some there.
+    `prefixes` (B, P) are the tokens of the first P columns, with a number that is no token id in place of padding.
+    Rows with equal prefixes form a group. In each column, a group has the routes of its first row that has some.
     """
     result, width = routes.clone(), prefixes.size(1)
     columns = torch.arange(width, device=routes.device)
     groups = cast(Tensor, prefixes.unique(dim=0, return_inverse=True)[1])
     for group in range(int(groups.max()) + 1):
         rows = groups == group
-        own = routes[rows, :width]
-        first = is_route(own).any(-1).int().argmax(0)
-        result[rows, :width] = own[first, columns]
+        known = routes[rows, :width]
+        first = is_route(known).any(-1).int().argmax(0)
+        result[rows, :width] = known[first, columns]
     return result

@@ -1,10 +1,13 @@
 """The engine check as a part: it compares a rollout's log-probs of the sampler with those of the policy."""
 
+# pyright: reportUnknownMemberType=false
+# annotations of torch and accelerate are partial
+
 import contextlib
 import warnings
 from collections.abc import Generator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -13,8 +16,6 @@ from trl_steady.functional import kl
 from trl_steady.host.engine import keeping_log_probs
 from trl_steady.host.part import Part, Rollout
 from trl_steady.host.scoring import policy_log_probs
-
-__all__ = ["EngineCheckPart", "disagreement"]
 
 _MOST = 10.0
 """Most nats that a token counts: an outlier among hundreds, such as a flipped expert, is not another model."""
@@ -60,17 +61,16 @@ class EngineCheckPart(Part):
         logps = rollout.samples.get("old_per_token_logps")
         logps = policy_log_probs(trainer, rollout) if logps is None else logps
         sums = disagreement(logps, self._sampler_logps(rollout, logps), rollout.is_sampled)
-        total, scored, sampled = trainer.accelerator.reduce(sums, "sum").tolist()
+        reduced = cast(Tensor, trainer.accelerator.reduce(sums, "sum"))
+        total, scored, sampled = cast(list[float], reduced.tolist())
         self._is_due = not sampled  # all answers were cut off and masked
         if sampled and not scored:
             self._skip("the rollout has no log-probs of the sampler")
         elif sampled and not total / scored <= limit:  # NaN too
             raise ValueError(
                 f"engine_check={limit}: engine and policy differ by a mean k3 of {total / scored:.3g} nats per token. "
-                "The engine has another base (another checkpoint, a quantised one, or one that an earlier run has "
-                "changed), the base without its adapter, or the adapter twice; or a rollout_func returns other "
-                "log-probs. Start the engine with the policy's base, or set vllm_adapter_sync=False to send all "
-                "weights. If you expect this difference, raise engine_check, or set it to None."
+                "The engine has another base or no adapter, or a rollout_func returns other log-probs. Start the "
+                "engine with the policy's base, set vllm_adapter_sync=False, or raise engine_check if you expect it."
             )
         return {}
 
@@ -79,7 +79,7 @@ class EngineCheckPart(Part):
         found = torch.full(like.shape, torch.nan) if column is None else column
         if column is None and len(self._answers) == 1:  # more: turns of a subclass
             for row, answer in zip(found, self._answers[0][2], strict=True):
-                row[: len(answer)] = torch.tensor([torch.nan if own[0] is None else own[0] for own in answer])
+                row[: len(answer)] = torch.tensor([torch.nan if logps[0] is None else logps[0] for logps in answer])
         return found.to(like.device)
 
     def _skip(self, why: str) -> None:

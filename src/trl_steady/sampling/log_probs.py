@@ -15,8 +15,6 @@ from torch import Tensor
 
 from trl_steady.sampling.kept import KeptTokens
 
-__all__ = ["kept_log_probs"]
-
 _CHUNK = 2**22
 """Numbers of the head that are read at a time on CPU; 8 times as many on a GPU, where launching kernels costs most."""
 
@@ -24,12 +22,9 @@ _CHUNK = 2**22
 class _Part(NamedTuple):
     """Chunk of `n` positions with sets of similar size, of at most `K` tokens each."""
 
-    positions: Tensor
-    """(n,)"""
-    ids: Tensor
-    """(n, K)"""
-    is_kept: Tensor
-    """(n, K) bool, False for entries that only fill up a row."""
+    positions: Tensor  # (n,)
+    ids: Tensor  # (n, K)
+    is_kept: Tensor  # (n, K) bool, False for entries that only fill up a row
 
 
 def _parts(kept: KeptTokens, width: int) -> Iterator[_Part]:
@@ -69,8 +64,9 @@ class _KeptLogProbs(torch.autograd.Function):
         for part in _parts(kept, hidden.size(-1)):
             scores = _scores(ctx, part, hidden, weight, bias)[0]
             normaliser = scores.logsumexp(-1)
-            own = scores.where(part.ids == targets[part.positions].unsqueeze(-1), 0).where(part.is_kept, 0).sum(-1)
-            log_probs[part.positions] = own - normaliser
+            is_target = part.is_kept & (part.ids == targets[part.positions].unsqueeze(-1))
+            of_targets = scores.where(is_target, 0).sum(-1)
+            log_probs[part.positions] = of_targets - normaliser
             normalisers[part.positions] = normaliser
         ctx.save_for_backward(hidden, weight, bias, targets, normalisers)
         return log_probs
@@ -98,7 +94,7 @@ class _KeptLogProbs(torch.autograd.Function):
                 if to_bias is not None:
                     to_bias.index_add_(0, ids[is_kept], of_products[is_kept])
         gradients = zip((to_hidden, to_weight, to_bias), (hidden, weight, bias), strict=True)
-        return *(None if own is None else own.to(source.dtype) for own, source in gradients), *[None] * 3
+        return *(None if grad is None else grad.to(source.dtype) for grad, source in gradients), *[None] * 3
 
 
 def _scores(
@@ -144,7 +140,7 @@ def kept_log_probs(
         bias: (V,) or None.
         targets: (N,) token ids, each in its set.
         kept: Sets of the N positions.
-        temperature: Sampling temperature.
+        temperature: Sampling temperature, by which scaled and capped logits are divided.
         logit_scale: Factor by which the model multiplies its logits.
         softcap: Bound of the logits, softcap * tanh(. / softcap); None for no bound.
 

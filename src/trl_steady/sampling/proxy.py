@@ -11,8 +11,6 @@ from torch import Tensor
 from trl_steady.sampling.kept import KeptTokens
 from trl_steady.sampling.log_probs import kept_log_probs
 
-__all__ = ["KeptModel"]
-
 _ScoreHead = Callable[[Any], tuple[Tensor, Any, Any, Any, Any]]
 
 
@@ -20,9 +18,9 @@ _ScoreHead = Callable[[Any], tuple[Tensor, Any, Any, Any, Any]]
 class KeptModel:
     """Wrapper that scores each token among those kept when it was sampled, for a model with TRL's fused LM head."""
 
-    needs_places: ClassVar = True
+    needs_token_indices: ClassVar = True
     model: Callable[..., Any]
-    """The model to call, with `places`. It returns `log_probs`."""
+    """The model to call, with `token_indices`. It returns `log_probs`."""
     kept: KeptTokens
     """Sets of some positions."""
     index: Tensor
@@ -37,25 +35,25 @@ class KeptModel:
     kept_mass: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64), init=False)
     """(2,) sum of the model's probabilities on the sets so far, and number of sets. Needs `with_entropy`."""
 
-    def __call__(self, *, places: Tensor, labels: Tensor, **batch: Any) -> Any:
-        """Return the model's outputs. `places` are the token indices in the flattened batch."""
-        index = self.index.flatten()[places][:, 1:]
+    def __call__(self, *, token_indices: Tensor, labels: Tensor, **batch: Any) -> Any:
+        """Return the model's outputs. `token_indices` index the flattened batch."""
+        index = self.index.flatten()[token_indices][:, 1:]
         has_label = labels[:, 1:] != -100
 
         def score_head(head: Any) -> tuple[Tensor, Any, Any, Any, Any]:
             is_all = len(head.targets) == has_label.numel()
-            own = index.where(has_label, -1).flatten() if is_all else index[has_label]
-            is_needed = has_label.flatten() if is_all else torch.ones_like(own, dtype=torch.bool)
+            numbers = index.where(has_label, -1).flatten() if is_all else index[has_label]
+            is_needed = has_label.flatten() if is_all else torch.ones_like(numbers, dtype=torch.bool)
             device = head.hidden.device  # the last one, if the model is split over devices
-            return self._score(head, self.kept.take(own).to(device), is_needed.to(device))
+            return self._score(head, self.kept.take(numbers).to(device), is_needed.to(device))
 
         with self.scored_by(score_head):
-            return self.model(places=places, labels=labels, **batch)
+            return self.model(token_indices=token_indices, labels=labels, **batch)
 
     def _score(self, head: Any, kept: KeptTokens, is_needed: Tensor) -> tuple[Tensor, Any, Any, Any, Any]:
         has_set = kept.counts > 0
         if not has_set.any():
-            return head.own()
+            return head.trl_scores()
         log_probs = kept_log_probs(
             head.hidden,
             head.weight,
@@ -69,7 +67,7 @@ class KeptModel:
         is_left = is_needed & ~has_set
         if not self.with_entropy and not is_left.any():
             return log_probs, None, None, None, None
-        whole, *others = head.own()
+        whole, *others = head.trl_scores()
         if self.with_entropy:
             masses = (whole.detach() - log_probs.detach())[has_set].double().exp()
             self.kept_mass = self.kept_mass.to(masses.device) + torch.stack([masses.sum(), has_set.sum()])

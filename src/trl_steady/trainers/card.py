@@ -14,19 +14,11 @@ from trl_steady.config.methods import Method
 if TYPE_CHECKING:
     from trl_steady.config.shared import SharedOptions
 
-__all__ = ["add_methods", "citations"]
-
 _NUMBER = r"\d{4}\.\d{5}"
 
 
 def add_methods(path: Path, on: Sequence[Method], args: "SharedOptions") -> None:
-    """Add to TRL's model card a tag, the methods of the run, and their citations.
-
-    Args:
-        path: A card that TRL has just written, without a section of ours.
-        on: The methods that the run used.
-        args: The configuration of the run.
-    """
+    """Add a tag, the methods of the run, and their citations to a model card that TRL has just written."""
     card = ModelCard.load(path)
     data: Any = card.data  # huggingface_hub declares the data of any card
     data.tags = [*(data.tags or []), "trl-steady"]
@@ -44,11 +36,7 @@ def add_methods(path: Path, on: Sequence[Method], args: "SharedOptions") -> None
 
 
 def citations(numbers: Sequence[str]) -> list[str]:
-    """Return the BibTeX entries of papers, in the order of `citations.bib`.
-
-    Args:
-        numbers: arXiv numbers, such as "2507.18071".
-    """
+    """Return the BibTeX entries of papers by their arXiv numbers, in the order of `citations.bib`."""
     entries = files("trl_steady.trainers").joinpath("citations.bib").read_text("utf-8").strip().split("\n\n")
     return [entry for entry in entries if any(f"arXiv:{number}" in entry for number in numbers)]
 

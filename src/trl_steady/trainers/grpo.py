@@ -1,7 +1,7 @@
 """GRPO: the parts of its trainer, and the methods that a script may read or override."""
 
 import functools
-from typing import Any, ClassVar
+from typing import Any
 
 import trl
 from torch import Tensor
@@ -9,24 +9,20 @@ from torch import Tensor
 from trl_steady.adapters.part import AdapterPart
 from trl_steady.config.grpo import GRPOConfig
 from trl_steady.functional import masks
-from trl_steady.host import Steady
 from trl_steady.losses.part import LossPart
 from trl_steady.losses.table import LOSSES
 from trl_steady.padding.part import PaddingPart
-from trl_steady.reference.callback import Refresh
 from trl_steady.reference.part import ReferencePart
-from trl_steady.reward_model.callback import RewardRefresh
 from trl_steady.reward_model.part import RewardModelPart
 from trl_steady.rewards.part import RewardsPart, StepAdvantagesPart, StepsPart
 from trl_steady.routing.part import RoutingPart
 from trl_steady.sampling.agreement import EngineCheckPart
 from trl_steady.sampling.part import SamplingPart
-from trl_steady.trainers.reporting import ReportPart, own_config
+from trl_steady.trainers.base import SteadyTrainer
+from trl_steady.trainers.report import ReportPart
 
-__all__ = ["GRPOTrainer"]
 
-
-class GRPOTrainer(Steady, trl.GRPOTrainer):
+class GRPOTrainer(SteadyTrainer, trl.GRPOTrainer):
     """`trl.GRPOTrainer` with more losses, a moving reference and checkpoints that resume exactly.
 
     The constructor is the same. With no option of trl-steady set and `trim_padding=False`, this trainer trains bit for
@@ -40,23 +36,12 @@ class GRPOTrainer(Steady, trl.GRPOTrainer):
         **keywords: TRL's other arguments, by name.
 
     Raises:
-        ValueError: `args` is not a `trl_steady.GRPOConfig`.
-        ValueError: No parameter is trainable, or bitsandbytes has packed the weights for inference.
-        ValueError: The adapter cannot follow the policy as a reference, or vLLM would have to share a quantised base.
-        ValueError: An option needs the log-probs of an engine, and there is no engine.
-        ValueError: The model does not support `token_budget` or `share_prompts`.
-        ValueError: The model, or the way rollouts are generated, does not support `router_replay` or
-            `keep_sampling_mask`.
-        ValueError: The data set is smaller than a rollout.
-        ValueError: Before the first optimizer step, a subclass overrides a method in which an option acts, without
-            calling `super()`.
+        ValueError: `args` is not a `trl_steady.GRPOConfig`, an option does not work with the model, the adapter or the
+            engine, or the data set is smaller than a rollout. Before the first optimizer step, a subclass overrides a
+            method in which an option acts, without calling `super()`.
 
     Warns:
-        UserWarning: An off-policy mask has no effect, because every update is on-policy or the clip has silenced the
-            same sequences.
-        UserWarning: `trim_padding` has to keep padding.
-        UserWarning: Steps of the learning rate's size round away on most entries of a bf16 adapter.
-        UserWarning: The model is a checkpoint whose reference had moved.
+        UserWarning: An option has no effect, or steps of the learning rate's size round away in a bf16 adapter.
     """
 
     PARTS = (
@@ -73,8 +58,7 @@ class GRPOTrainer(Steady, trl.GRPOTrainer):
         EngineCheckPart,
         ReportPart,
     )
-    CONFIG: ClassVar[type[GRPOConfig]] = GRPOConfig
-    """Class of `args`."""
+    CONFIG = GRPOConfig
     args: GRPOConfig
 
     @functools.wraps(trl.GRPOTrainer.__init__, assigned=())  # for inspect.signature and tools that use it
@@ -86,23 +70,7 @@ class GRPOTrainer(Steady, trl.GRPOTrainer):
         *positional: Any,
         **keywords: Any,
     ) -> None:
-        super().__init__(model, reward_funcs, own_config(self.CONFIG, model, args), *positional, **keywords)
-
-    @property
-    def reference_refreshes(self) -> list[Refresh]:
-        """The refreshes of the reference so far, including those before a resume."""
-        return self.part(ReferencePart).refreshes
-
-    @property
-    def reward_model(self) -> Any:
-        """The reward model of a `RewardAdapter`, with `backbone`, `head` and the name of its `adapter`; or None."""
-        return self.part(RewardModelPart).model
-
-    @property
-    def reward_refreshes(self) -> list[RewardRefresh]:
-        """The retrainings of the reward model so far, including those before a resume."""
-        refresher = self.part(RewardModelPart).refresher
-        return refresher.refreshes if refresher else []
+        super().__init__(model, reward_funcs, args, *positional, **keywords)
 
     @property
     def has_step_rewards(self) -> bool:
@@ -111,11 +79,7 @@ class GRPOTrainer(Steady, trl.GRPOTrainer):
 
     @property
     def last_step_advantages(self) -> list[list[tuple[str, float]]]:
-        """The loss tokens of each completion, with advantages, of this process's last rollout with step rewards.
-
-        Each completion is a list of pairs of the token's text and its advantage, as
-        `trl_steady.rewards.advantages_html` and `advantages_png` take them.
-        """
+        """Pairs of text and advantage of the loss tokens, by completion, of the last rollout with step rewards."""
         return self.part(StepsPart).last_step_advantages
 
     @property
@@ -126,13 +90,11 @@ class GRPOTrainer(Steady, trl.GRPOTrainer):
     @property
     def why_one_advantage(self) -> str | None:
         """Reason why the loss takes one advantage per sequence, with a fix; None if it takes one per token."""
-        level = self.importance_sampling_level
-        if LOSSES[self.loss_type].takes_token_advantages(level):
+        loss_type, level = self.loss_type, self.importance_sampling_level
+        if LOSSES[loss_type].takes_token_advantages(level):
             return None
-        is_by_loss = LOSSES[self.loss_type].advantages == "sequence"
-        loss = f"loss_type={self.loss_type!r}" if is_by_loss else f"importance_sampling_level={level!r}"
         return (
-            f"with {loss} all tokens of a sequence share the gradient of one ratio, so only the mean of their "
+            f"with loss_type={loss_type!r} and importance_sampling_level={level!r} only the mean of a sequence's "
             "advantages would count. Set loss_type='gspo_token', which keeps the sequence's ratio,"
         )
 

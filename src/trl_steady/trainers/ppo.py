@@ -6,9 +6,10 @@ from typing import Any
 import trl
 
 from trl_steady.adapters.part import AdapterPart
-from trl_steady.config.ppo import PPOConfig, refuse_other_names
+from trl_steady.config.ppo import PPOConfig
 from trl_steady.critic.part import CriticPart
 from trl_steady.critic.pretraining import PretrainingPart
+from trl_steady.host.mistakes import refuse_names_of_other_ppos
 from trl_steady.host.names import on_cards
 from trl_steady.losses.part import LossPart
 from trl_steady.padding.part import PaddingPart
@@ -19,9 +20,7 @@ from trl_steady.routing.part import RoutingPart
 from trl_steady.sampling.agreement import EngineCheckPart
 from trl_steady.sampling.part import SamplingPart
 from trl_steady.trainers.grpo import GRPOTrainer
-from trl_steady.trainers.reporting import ReportPart
-
-__all__ = ["PPOTrainer"]
+from trl_steady.trainers.report import ReportPart
 
 
 @on_cards("PPO", title="Proximal Policy Optimization Algorithms", id="1707.06347")
@@ -81,7 +80,7 @@ class PPOTrainer(GRPOTrainer):
         ptx_dataset: Any = None,
         **keywords: Any,
     ) -> None:
-        refuse_other_names(keywords)
+        refuse_names_of_other_ppos(keywords)
         self.value_model, self.value_peft_config, self.ptx_dataset = value_model, value_peft_config, ptx_dataset
         super().__init__(model, reward_funcs, args, *positional, **keywords)
 

@@ -7,22 +7,18 @@ import trl
 
 from trl_steady.adapters.part import AdapterPart
 from trl_steady.config.rloo import RLOOConfig
-from trl_steady.host import Steady
 from trl_steady.padding.part import PaddingPart
-from trl_steady.reference.callback import Refresh
 from trl_steady.reference.part import ReferencePart
-from trl_steady.reward_model.callback import RewardRefresh
 from trl_steady.reward_model.part import RewardModelPart
 from trl_steady.rewards.part import RewardsPart
 from trl_steady.routing.part import RoutingPart
 from trl_steady.sampling.agreement import EngineCheckPart
 from trl_steady.sampling.part import SamplingPart
-from trl_steady.trainers.reporting import ReportPart, own_config
+from trl_steady.trainers.base import SteadyTrainer
+from trl_steady.trainers.report import ReportPart
 
-__all__ = ["RLOOTrainer"]
 
-
-class RLOOTrainer(Steady, trl.RLOOTrainer):
+class RLOOTrainer(SteadyTrainer, trl.RLOOTrainer):
     """`trl.RLOOTrainer` with a moving reference and checkpoints that resume exactly.
 
     The constructor is the same. With no option of trl-steady set and `trim_padding=False`, this trainer trains bit for
@@ -50,29 +46,14 @@ class RLOOTrainer(Steady, trl.RLOOTrainer):
         EngineCheckPart,
         ReportPart,
     )
+    CONFIG = RLOOConfig
     args: RLOOConfig
 
     @functools.wraps(trl.RLOOTrainer.__init__, assigned=())  # for inspect.signature and tools that use it
     def __init__(
         self, model: Any, reward_funcs: Any = None, args: RLOOConfig | None = None, *positional: Any, **keywords: Any
     ) -> None:
-        super().__init__(model, reward_funcs, own_config(RLOOConfig, model, args), *positional, **keywords)
-
-    @property
-    def reference_refreshes(self) -> list[Refresh]:
-        """The refreshes of the reference so far, including those before a resume."""
-        return self.part(ReferencePart).refreshes
-
-    @property
-    def reward_model(self) -> Any:
-        """The reward model of a `RewardAdapter`, with `backbone`, `head` and the name of its `adapter`; or None."""
-        return self.part(RewardModelPart).model
-
-    @property
-    def reward_refreshes(self) -> list[RewardRefresh]:
-        """The retrainings of the reward model so far, including those before a resume."""
-        refresher = self.part(RewardModelPart).refresher
-        return refresher.refreshes if refresher else []
+        super().__init__(model, reward_funcs, args, *positional, **keywords)
 
     @property
     def why_one_advantage(self) -> str:

@@ -10,27 +10,27 @@ import trl
 from torch import Tensor
 
 from tests.tools import tiny
-from trl_steady.host.scoring import PlacedModel
+from trl_steady.host.scoring import IndexedModel
 
 ROWS, WIDTH = 5, 3
-PLACES = torch.arange(ROWS * WIDTH).view(ROWS, WIDTH)
+INDICES = torch.arange(ROWS * WIDTH).view(ROWS, WIDTH)
 TRLS = trl.GRPOTrainer._get_per_token_logps_and_entropies
 
 
-def placed() -> PlacedModel:
-    return PlacedModel(lambda *, input_ids, places: places, PLACES)
+def indexed() -> IndexedModel:
+    return IndexedModel(lambda *, input_ids, token_indices: token_indices, INDICES)
 
 
 def test_parts_get_the_indices_of_their_rows() -> None:
-    model = placed()
+    model = indexed()
     parts = [model(input_ids=torch.zeros(rows, WIDTH)) for rows in (2, 2, 1)]
     model.refuse_rest()
-    assert torch.equal(torch.cat(parts), PLACES)
+    assert torch.equal(torch.cat(parts), INDICES)
 
 
 @pytest.mark.parametrize("parts", [(2, 2), (4,), ()], ids=str)
 def test_rows_left_over_are_refused(parts: tuple[int, ...]) -> None:
-    model = placed()
+    model = indexed()
     for rows in parts:
         model(input_ids=torch.zeros(rows, WIDTH))
     with pytest.raises(RuntimeError, match=rf"got {sum(parts)} of the 5 rows.*keep_sampling_mask and router_replay"):
@@ -39,7 +39,7 @@ def test_rows_left_over_are_refused(parts: tuple[int, ...]) -> None:
 
 @pytest.mark.parametrize("shape", [(3, WIDTH), (6, WIDTH), (1, WIDTH - 1)], ids=str)
 def test_more_rows_or_other_columns_are_refused(shape: tuple[int, int]) -> None:
-    model = placed()
+    model = indexed()
     model(input_ids=torch.zeros(3, WIDTH))
     with pytest.raises(RuntimeError, match=r"shape \(\d, \d\) after 3 of the 5 rows of a batch of width 3"):
         model(input_ids=torch.zeros(shape))

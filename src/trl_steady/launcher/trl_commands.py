@@ -10,20 +10,10 @@ from typing import Any, NoReturn
 import trl
 from accelerate.commands import launch as accelerates
 from trl.cli import accelerate_launcher
-from trl.cli.accelerate_config import resolve_accelerate_config_argument
 from trl.cli.main import main as trls_command
 from trl.scripts import grpo, rloo
 
 from trl_steady.host.names import overridden
-
-__all__ = [
-    "TRAINERS",
-    "accelerate_launch",
-    "command_options",
-    "resolve_accelerate_config_argument",
-    "standing_in",
-    "trls",
-]
 
 TRAINERS = {("trl.trainer.grpo_trainer", "GRPOTrainer"): "GRPO", ("trl.trainer.rloo_trainer", "RLOOTrainer"): "RLOO"}
 """Module and name of TRL's own trainers, which also identify them in a module that was loaded again -> method."""
@@ -34,7 +24,7 @@ Launch = Callable[[Sequence[str], Sequence[str]], object]
 
 
 @contextmanager
-def standing_in(**classes: type) -> Iterator[None]:
+def replaced_in_trl(**classes: type) -> Iterator[None]:
     """Replace classes of TRL, by name, in `trl` and in all of its loaded modules."""
     with ExitStack() as stack:
         for name, stand_in in classes.items():

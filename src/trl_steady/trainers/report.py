@@ -1,0 +1,124 @@
+"""Reports of every trainer: which methods are on, and whether they act."""
+
+import warnings
+from collections.abc import Iterator
+from dataclasses import fields
+from importlib.metadata import version
+from pathlib import Path
+from typing import Protocol, cast
+
+import trl
+
+from trl_steady import __version__
+from trl_steady.config.methods import Method, methods_on
+from trl_steady.config.shared import SharedOptions
+from trl_steady.host.names import is_before_generation
+from trl_steady.host.part import Part, Trainer
+from trl_steady.host.reached import OF_ROLLOUTS, Reached, overrides
+from trl_steady.trainers.card import add_methods
+
+
+class _Trainer(Trainer, Protocol):
+    reached: Reached
+
+
+class ReportPart(Part):
+    """Says what is on, and raises an error if a subclass, a mixin or a patch keeps it from taking effect.
+
+    The check ends with the first optimizer step whose rollout was made in this run. It runs before the last backward
+    pass of a step, in which DeepSpeed takes its own.
+    """
+
+    trainer: _Trainer
+    _has_generated = False
+    _is_checked = False
+
+    def built(self) -> None:
+        """Print which methods are on."""
+        if not self.trainer.reward_weights.any():
+            warnings.warn(
+                f"reward_weights={self.trainer.reward_weights.tolist()} sets all rewards to 0. Set one of the weights "
+                "to another number, or leave reward_weights unset.",
+                UserWarning,
+                stacklevel=2,
+            )
+        if self.trainer.accelerator.is_main_process:  # print alone would do so on each machine
+            self.trainer.accelerator.print(summary(self.trainer), flush=True)  # transformers' logger shows warnings
+
+    def stepping(self) -> None:
+        """Check the step before, unless that has been done: a script may override `training_step`."""
+        if self._has_generated:
+            self._check()
+        self._has_generated |= is_before_generation(cast(trl.GRPOTrainer, self.trainer))
+
+    def before_last_backward(self) -> None:
+        """Check that the step has reached all methods that are on."""
+        self._check()
+
+    def ending(self, best: Path | None) -> None:
+        """Check the last step, unless that has been done."""
+        if self._has_generated:
+            self._check()
+
+    def _check(self) -> None:
+        """Raise if an option had no effect; warn if the option is on by default.
+
+        Raises:
+            ValueError: The message names the overrides and the options.
+        """
+        if self._is_checked:
+            return
+        self._is_checked = self._has_generated
+        trainer, args = self.trainer, self.trainer.args
+        awaited = frozenset() if self._has_generated else OF_ROLLOUTS
+        lost: dict[Method, list[str]] = {}
+        for method in methods_on(trainer):
+            missing = [name for name in method.acts_in if name not in trainer.reached and name not in awaited]
+            if missing:
+                lost[method] = missing
+        asked = [method for method in lost if not _is_default(method, args)]
+        options = " and ".join(dict.fromkeys(option for method in asked or lost for option in method.options))
+        names = dict.fromkeys(name for method in asked or lost for name in lost[method])
+        found = dict.fromkeys(override for name in names for override in overrides(trainer, name))
+        message = (
+            f"{' and '.join(found) or 'a patch'} kept the first optimizer step from trl-steady's "
+            f"{' and '.join(names)}, so this would have no effect: "
+            f"{'; '.join(_described(method, args) for method in asked or lost)}. Call super() in every step, or "
+            f"{'leave' if asked else 'switch off'} {options}{' unset' if asked else ''}."
+        )
+        if asked:
+            raise ValueError(message)
+        if lost and trainer.accelerator.is_main_process:
+            warnings.warn(message, UserWarning, stacklevel=2)
+
+    def add_to_card(self, card: Path) -> None:
+        """Add the methods that acted, and their citations."""
+        add_methods(card, [method for method, acts in acting(self.trainer) if acts], self.trainer.args)
+
+
+def summary(trainer: Trainer) -> str:
+    """Return a line with the trainer's class and a line for each active method with its options."""
+    kind, args = type(trainer), trainer.args
+    name = f"{kind.__module__}.{kind.__qualname__}"
+    base = "" if kind.__module__.startswith("trl_steady.") else f" on trl_steady.{args.METHOD}Trainer"
+    loss = f", loss_type={args.loss_type!r}" if args.METHOD != "RLOO" else ""
+    lines = [f"trl-steady {__version__}, trl {version('trl')}: {name}{base}{loss}"]
+    lines += [f"  {'on' if acts else 'cannot act'}: {_described(method, args)}" for method, acts in acting(trainer)]
+    return "\n".join(lines if len(lines) > 1 else [*lines, "  on: nothing, it trains like TRL's trainer"])
+
+
+def acting(trainer: Trainer) -> Iterator[tuple[Method, bool]]:
+    """Yield each active method of the trainer, with False if a warning has said that it has no effect."""
+    has_engine = trainer.use_vllm or trainer.rollout_func is not None
+    warned = [*trainer.args.cannot_act, *([] if has_engine else trainer.args.idle_without_engine)]
+    for method in methods_on(trainer):
+        yield method, not any(message.startswith(f"{option}=") for option in method.options for message in warned)
+
+
+def _described(method: Method, args: SharedOptions) -> str:
+    return f"{method.name}: {', '.join(method.settings(args))}"
+
+
+def _is_default(method: Method, args: SharedOptions) -> bool:
+    defaults = {option.name: option.default for option in fields(args)}
+    return all(getattr(args, option) == defaults[option] for option in method.options)

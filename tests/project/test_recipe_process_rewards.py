@@ -1,0 +1,97 @@
+"""The process reward model and the picture of advantages that the recipes have."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import BertConfig, BertForTokenClassification, Qwen2Config, Qwen2ForTokenClassification
+
+from tests.tools import tiny
+from trl_steady import StepRewards, rewards
+
+
+def prm(**changes: Any) -> Any:
+    torch.manual_seed(0)
+    config = Qwen2Config(**{**tiny.SIZES, "num_labels": 3, "max_position_embeddings": 64, **changes})
+    return Qwen2ForTokenClassification(config)
+
+
+def prm_scores(model: Any, prompt_ids: list[int], steps: Sequence[str], separator: str, label: int) -> list[float]:
+    """One solution, one forward a step: the probability at the last token read so far (a causal model)."""
+    tokenizer, ids, scores = tiny.tokenizer(), list(prompt_ids), []
+    for step in steps:
+        ids += tokenizer(step)["input_ids"] + tokenizer(separator)["input_ids"]
+        logits = model.eval()(torch.tensor([ids])).logits[0, -1]
+        scores.append(logits.softmax(-1)[label].item())
+    return scores
+
+
+def test_a_process_reward_model_reads_a_batch_as_it_was_trained(recipes: Any) -> None:
+    model, tokenizer = prm(classifier_dropout=0.9), tiny.tokenizer()
+    reward = recipes.prm.process_reward_model(
+        model, tokenizer, rewards.by_blank_line(), separator="\n##", good_label=2, batch_size=2
+    )
+    model.train()  # as a trainer that holds it might set it
+    texts = ["a = 1\n\nb = 2\n\n", "c\n\nd\n\nthe third step is longer", "", "x"]
+    steps = [["a = 1", "b = 2"], ["c", "d", "the third step is longer"], [], ["x"]]
+    result = reward(prompts=["p?", "q", "r", "longer?"], completions=texts, trainer_state=None)
+    for prompt, row, got in zip(["p?", "q", "r", "longer?"], steps, result, strict=True):
+        expected = prm_scores(model, tokenizer(prompt)["input_ids"], row, "\n##", 2)
+        assert got.values == pytest.approx(expected, rel=1e-5)
+    assert result[0].ends == (7, 14) and result[2] == StepRewards([], [])
+    assert len({round(v, 3) for each in result for v in each.values}) > 4  # or any position would have done
+    model.config.name_or_path = "somebody/a-prm"
+    assert recipes.prm.process_reward_model(model, tokenizer, rewards.by_blank_line()).__name__ == "a-prm"
+
+
+def test_a_process_reward_model_reads_a_bos_and_a_conversation(recipes: Any) -> None:
+    model, tokenizer = prm(), tiny.tokenizer()
+    tokenizer.bos_token = tokenizer.pad_token
+    reward = recipes.prm.process_reward_model(model, tokenizer, rewards.by_regex(r"\n"))
+    (plain,) = reward(prompts=["p"], completions=["a\nb"])
+    bos = [tokenizer.bos_token_id]
+    assert plain.values == pytest.approx(prm_scores(model, bos + tokenizer("p")["input_ids"], ["a", "b"], "\n", 1))
+    tokenizer.chat_template = "{% for m in messages %}{{ m['role'] }}:{{ m['content'] }};{% endfor %}bot:"
+    talk = [{"role": "user", "content": "p"}]
+    (chat,) = reward(prompts=[talk], completions=[[{"role": "assistant", "content": "a\nb"}]])
+    assert chat.values == pytest.approx(prm_scores(model, tokenizer("user:p;bot:")["input_ids"], ["a", "b"], "\n", 1))
+
+
+def test_a_process_reward_model_refuses_what_it_would_read_wrongly(recipes: Any) -> None:
+    model, tokenizer, lines = prm(), tiny.tokenizer(), rewards.by_regex(r"\n")
+    with pytest.raises(ValueError, match="separator='' has no token"):
+        recipes.prm.process_reward_model(model, tokenizer, lines, separator="")
+    with pytest.raises(ValueError, match="cannot score turns"):
+        recipes.prm.process_reward_model(model, tokenizer, rewards.by_turn())(prompts=["p"], completions=[[]])
+    reward = recipes.prm.process_reward_model(model, tokenizer, lines)
+    with pytest.raises(ValueError, match=r"has 71 tokens, .* at most 64"):
+        reward(prompts=["p" * 60], completions=["a" * 10])
+    tokenizer.model_max_length = 62  # RoBERTa's positions begin behind the padding's
+    with pytest.raises(ValueError, match=r"has 63 tokens, .* at most 62"):
+        recipes.prm.process_reward_model(model, tokenizer, lines)(prompts=["p" * 60], completions=["aa"])
+
+
+def test_padding_does_not_leak_into_an_encoder(recipes: Any) -> None:
+    torch.manual_seed(0)
+    size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
+    model = BertForTokenClassification(BertConfig(vocab_size=260, num_labels=2, **size))
+    reward = recipes.prm.process_reward_model(model, tiny.tokenizer(), rewards.by_regex(r"\n"))
+    together = reward(prompts=["p", "a longer prompt"], completions=["a\nb", "c\nd\nee"])
+    for i, (prompt, text) in enumerate([("p", "a\nb"), ("a longer prompt", "c\nd\nee")]):
+        assert reward(prompts=[prompt], completions=[text])[0].values == pytest.approx(together[i].values, rel=1e-4)
+
+
+def test_a_picture_of_advantages_has_their_colours(recipes: Any, tmp_path: Path) -> None:
+    image = pytest.importorskip("matplotlib.image", reason="needs the recipes extra")
+    recipes.advantages.advantages_png(
+        [[("aaaa", 1.0), ("bbbb\ncc", -1.0)], [("$x_", 0.0)]], tmp_path / "one.png", columns=20
+    )
+    pixels = image.imread(tmp_path / "one.png")[..., :3]
+    green = (pixels[..., 1] - pixels[..., 0] > 0.3).sum()
+    red = (pixels[..., 0] - pixels[..., 1] > 0.3).sum()
+    assert green > 400
+    assert red / green == pytest.approx(7 / 4, rel=0.3)  # seven characters, the line's end shown, beside four
+    recipes.advantages.advantages_png([], tmp_path / "none.png")
+    assert (tmp_path / "none.png").stat().st_size > 0

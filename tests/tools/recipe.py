@@ -1,0 +1,98 @@
+"""Recipes in tests: their files, their settings, and tiny models and data in place of theirs."""
+
+import re
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import transformers
+import trl
+import yaml
+from trl.scripts import grpo as launched
+
+import trl_steady
+from tests.tools import tiny
+
+FOLDER = Path(__file__).parents[2] / "recipes"
+YAMLS = {
+    f"{path.parent.name}/{path.stem}": path
+    for path in sorted(FOLDER.glob("**/*.yaml"))
+    if path.parent.name not in ("accelerate", "stress")  # these have tests of their own
+}
+WITHOUT_SCRIPT = [name for name, path in YAMLS.items() if "reward_funcs" in yaml.safe_load(path.read_text())]
+GSM8K = [
+    {"question": f"What is 1,000 + {i}?", "answer": f"One thousand and {i}.\n#### {1000 + i:,}"} for i in range(8)
+]
+CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
+# for a model from the hub, on data like GSM8K, without an engine
+FROM_HUB: dict[str, Any] = {
+    "model_init_kwargs": '{"dtype": "float32"}',
+    "num_generations": 4,
+    "per_device_train_batch_size": 4,
+    "gradient_accumulation_steps": 1,
+    "max_completion_length": 8,
+    "use_vllm": False,
+}
+
+
+def dataclasses(recipes: Any, name: str) -> tuple[Any, ...]:
+    """Return the dataclasses of the script that reads the recipe, ours or TRL's."""
+    if name in WITHOUT_SCRIPT:
+        return launched.GRPOScriptArguments, trl_steady.GRPOConfig, trl.ModelConfig, trl.DatasetMixtureConfig
+    is_ppo = name.startswith("ppo/") and not name.endswith("-grpo")
+    config = trl_steady.PPOConfig if is_ppo else trl_steady.GRPOConfig
+    return getattr(recipes, name.split("/")[0]).RecipeArguments, config
+
+
+def parse(recipes: Any, name: str, kinds: tuple[Any, ...] | None = None, **options: Any) -> tuple[Any, ...]:
+    """Parse the YAML file of this name, with options of the command line, for a CPU."""
+    options = {"use_cpu": True, "bf16": False, **options}
+    command = [part for option, value in options.items() for part in (f"--{option}", str(value))]
+    parser = trl.TrlParser(kinds or dataclasses(recipes, name))
+    return parser.parse_args_and_config(["--config", str(YAMLS[name]), *command])
+
+
+def run(recipes: Any, name: str, output: Path, **options: Any) -> Any:
+    """Run the script of a recipe on few problems, and return its results."""
+    few = {"per_device_train_batch_size": 8, "held_out": 10, "samples": 2, "output_dir": output, **options}
+    return getattr(recipes, name.split("/")[0]).main(*parse(recipes, name, **few))
+
+
+def moved(adapter: Path, model: Path) -> bool:
+    """Return whether an adapter does anything; it is loaded as a user would."""
+    plain = transformers.AutoModelForCausalLM.from_pretrained(model)
+    found = peft.PeftModel.from_pretrained(plain, str(adapter))
+    return any(value.abs().max() > 0 for name, value in found.named_parameters() if "lora_B" in name)
+
+
+def is_picture(path: Path) -> bool:
+    return path.read_bytes().startswith(b"\x89PNG")
+
+
+def legend_beside_lines(figure: Any) -> list[str]:
+    """Return the labels of a figure's one legend, which must be inside the picture and under all axes."""
+    (legend,) = figure.legends
+    extent = legend.get_window_extent()
+    assert extent.x0 > 0 and extent.x1 < figure.bbox.width
+    assert all(axis.get_legend() is None and axis.get_window_extent().y0 > extent.y1 for axis in figure.axes)
+    return [text.get_text() for text in legend.get_texts()]
+
+
+def chatty(model: Path, folder: Path) -> Path:
+    """Return a copy of a tiny model, with a chat template."""
+    shutil.copytree(model, folder)
+    tokenizer = tiny.tokenizer()
+    tokenizer.chat_template = CHAT
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+def by_length(completions: list[Any], solution: list[str], **_: Any) -> list[float]:
+    """A random model is never right, and without a difference in reward there is nothing to learn."""
+    return [float(len(completion[0]["content"]) % 2) for completion in completions]
+
+
+def without_spaces(page: Path) -> str:
+    """Return a page whose percentages are written as Python writes them."""
+    return re.sub(r" %", "%", page.read_text())
