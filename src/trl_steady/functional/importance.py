@@ -83,9 +83,12 @@ def log_geometric_mean_ratio(
     Gradient: flows through `logps`, except at tokens that are held at a bound.
 
     Args:
-        logps, old_logps, mask: (B, T), as above.
+        logps: (B, T), as above.
+        old_logps: (B, T), as above.
+        mask: (B, T) bool
         advantages: (B, 1). Only the signs are read.
-        low, high: Clip range of the log-ratio.
+        low: How far the log-ratio may fall below 0.
+        high: How far it may rise above 0.
         delta: Bound of the ratio that is not clipped, above e^high. It acts on negative advantages, as the two-sided
             clip of TRL does. None for no bound.
 

@@ -79,7 +79,8 @@ def geometric_mask(mismatch: Tensor, mask: Tensor, *, low: float, high: float) -
     Args:
         mismatch: (B, T), log π_old - log μ of the sampled tokens, from `log_ratio`.
         mask: (B, T) bool
-        low, high: Bounds of the ratio, at most and at least 1.
+        low: Lower bound of the ratio, at most 1.
+        high: Upper bound, at least 1.
 
     Returns:
         (B, 1) bool, True = keep; a sequence without loss tokens is kept.
@@ -97,7 +98,8 @@ def token_veto(mismatch: Tensor, mask: Tensor, *, threshold: float) -> Tensor:
     """Drop each sequence that has a token much less likely under the trainer than under the sampler.
 
     Args:
-        mismatch, mask: (B, T), as above.
+        mismatch: (B, T), as above.
+        mask: (B, T) bool
         threshold: The smallest ratio π_old / μ that passes, between 0 and 1.
 
     Returns:

@@ -91,7 +91,9 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange
     Source: the implementation of PPO (arXiv 1707.06347) by its authors, OpenAI Baselines `ppo2`.
 
     Args:
-        values, old_values, returns: (B, T). The old values are those at rollout, and returns are the targets.
+        values: (B, T)
+        old_values: (B, T), the values at rollout.
+        returns: (B, T), the targets.
         cliprange: The clipped value is at most this far from the old one. None: no clip.
 
     >>> import torch
