@@ -338,10 +338,11 @@ REASONS: dict[str, dict[str, tuple[str, ...]]] = {
         **dict.fromkeys(("reference", "KL in the reward", "moving reference"), OF_BASE),
     },
     "parameters of the base train with the policy": dict.fromkeys(("critic", "reward model"), OF_BASE),
-    "PEFT does not combine others": dict.fromkeys(("KL in the reward", "critic", "reward model"), NOT_LORA),
+    "must both be LoRA": dict.fromkeys(("KL in the reward", "critic", "reward model"), NOT_LORA),
     "peft_type='VERA' cannot follow the policy as a reference": {"moving reference": ("VeRA",)},
-    "TRL makes its reference from one named 'default'": dict.fromkeys(("reference", "KL in the reward"), NOT_DEFAULT),
-    "the reference can follow only one, named 'default'": {"moving reference": NOT_DEFAULT},
+    "the reference is made from one named 'default'": dict.fromkeys(
+        ("reference", "moving reference", "KL in the reward"), NOT_DEFAULT
+    ),
     "transformers loads the first only": {"resume": ("two adapters",)},
     "vLLM does not serve LoRA with": {"vLLM": NOT_PLAIN},
     "PEFT has changed the base": {"vLLM": ("PiSSA", "OLoRA", "CorDA")},

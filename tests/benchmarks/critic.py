@@ -4,10 +4,10 @@
         [--random | --large] [--json PATH] [--picture PATH]
 
 SmolLM2-135M-Instruct: NF4 with LoRA, float32 with LoRA, and fully fine-tuned. A step is all that the trainer does for
-the micro-batches of an optimizer step that begins with a rollout, without the sampling and without the optimizer's own
-step. Both trainers score a reference, of a KL in the loss (GRPO) or in the reward (PPO). They take turns, and ratios
-are round by round. `--random` takes a small random model in place of SmolLM2, `--large` a
-random one of 1.2 billion parameters.
+the micro-batches of an optimizer step that begins with a rollout, without the sampling and without the step of the
+policy's optimizer. The critic's optimizer takes its step. Both trainers score a reference, of a KL in the loss (GRPO)
+or in the reward (PPO). They take turns, and ratios are round by round. `--random` takes a small random model in place
+of SmolLM2, `--large` a random one of 1.2 billion parameters.
 """
 
 import argparse
@@ -81,12 +81,9 @@ def step(trainer: Any) -> None:
 
 
 def clear(trainer: Any) -> None:
-    trainer.optimizer = None
+    trainer.create_optimizer()
     trainer.model.zero_grad()
     trainer._metrics["train"].clear()
-    if isinstance(trainer, trl_steady.PPOTrainer):
-        for part in trainer.parts:
-            getattr(part, "forget_step", lambda: None)()
 
 
 def measured(kind: str, options: argparse.Namespace) -> dict[str, Any]:

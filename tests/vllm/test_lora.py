@@ -113,9 +113,9 @@ def test_an_adapter_that_the_engine_refuses_is_merged(
     built: Callable[..., tuple[Any, dict[str, Any]]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The engine has room for adapters by then, and takes weights all the same."""
-    from trl_steady.adapters import part
+    from trl_steady.adapters import sending
 
-    monkeypatch.setattr(part, "served_rank", lambda model: 1)
+    monkeypatch.setattr(sending, "served_rank", lambda model: 1)
     with pytest.warns(UserWarning, match="refuses the adapter: LoRA rank 4 is greater than max_lora_rank"):
         trainer, asked = built(max_steps=8)
     assert asked["enable_lora"]
