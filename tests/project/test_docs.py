@@ -14,7 +14,6 @@ from datasets import Dataset
 
 import trl_steady
 import trl_steady.rewards
-from tests.host.contract import CONTRACT
 from tests.tools import rewarding, sentences, tiny
 from tests.trainers.test_training import rollout
 from trl_steady.config.methods import METHODS, Method
@@ -24,17 +23,6 @@ ROOT = Path(__file__).parents[2]
 DOCS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.glob("docs/**/*.md"))}
 PAGES = {**DOCS, **{path.relative_to(ROOT).as_posix(): path.read_text() for path in ROOT.glob("*.md")}}
 PAGES |= {path.relative_to(ROOT).as_posix(): path.read_text() for path in ROOT.glob("recipes/**/*.md")}
-
-
-def test_only_host_names_private_attributes_of_trl() -> None:
-    """Every underscore name that TRL's trainer has, searched for in the other files."""
-    # dataclasses' __post_init__ and Python's own dunders are everybody's
-    private = {name for name in dir(trl.GRPOTrainer) if name.startswith("_") and not name.startswith("__")}
-    private |= {name for name in CONTRACT.attributes if name.startswith("_")}
-    for path in (ROOT / "src").rglob("*.py"):
-        if "host" not in path.parts:
-            found = set(re.findall(r"\b(?:self|trainer|GRPOTrainer)\.(_\w+)", path.read_text())) & private
-            assert not found, f"{path.name} names {found}"
 
 
 def test_every_public_name_and_every_option_of_ours_is_documented() -> None:
@@ -142,18 +130,6 @@ def test_every_recipe_has_its_place() -> None:
         assert linked and named and f"({folder}" in PAGES["recipes/README.md"], folder
 
 
-def test_the_first_screen_of_the_readme_has_stability_the_import_and_the_limits() -> None:
-    """The home page has the same."""
-    for page in ("README.md", "docs/index.md"):
-        text = PAGES[page]
-        (first, *_) = re.findall(r"!\[[^\]]+\]\(([^)]+)\)", text)
-        assert first.endswith("figures/stale.png")
-        parts = [first, "from trl_steady import GRPOConfig, GRPOTrainer  # was: from trl import", "- **Steadier.**"]
-        parts += ["- **Cheaper.**", "- **Restartable.**", "- **Loud.**", "**Nothing has run on a GPU yet.**"]
-        places = [text.index(part) for part in parts]
-        assert places == sorted(places) and text.count("\n", 0, places[-1]) < 45
-
-
 def test_the_readme_and_the_page_of_frameworks_say_what_trl_has() -> None:
     has = {field.name for field in fields(trl.GRPOConfig)}
     rows = {line.split("]")[0]: line.split(" | ")[3] for line in PAGES["README.md"].splitlines() if line[:3] == "| ["}
@@ -188,30 +164,3 @@ def test_links_between_files_resolve(page: str) -> None:
 def test_no_sentence_is_too_long_or_starts_with_its_object() -> None:
     """In the documentation and the docstrings; `python -m tests.tools.sentences` helps to find them."""
     assert [f"{found.file}:{found.line}: {found.why}" for found in sentences.findings(sentences.files())] == []
-
-
-def test_the_search_for_sentences_finds_them(tmp_path: Path) -> None:
-    """In each kind of text, and not in code, formulas, questions or names with full stops."""
-    long = " ".join(["word"] * 31)
-    page = tmp_path / "page.md"
-    page.write_text(
-        f"# What it is\n\nA `{long}` b. Is it? {long.capitalize()}. What now? See e.g. the `x.y` file.\n\n"
-        f"- Of an item\n- {'w ' * 15}\n- {'w ' * 16}\n\n| Where | {long} |\n|---|---|\n\n"
-        f"```text\nWhat {long}\n```\n\n$$ Of {long} $$\n\nSome words[^1] and **Whatever** it is. **Whether** so.\n"
-    )
-    module = tmp_path / "module.py"
-    module.write_text(
-        f'"""A module.\n\nOf two parts.\n"""\n\ndef f(a):\n    """Return it.\n\n    Args:\n        a: What it is.\n'
-        f'        b (int): {long}.\n\n    >>> "Of code"\n    \'Of code\'\n    """\n\nx = "Of a string"\n'
-    )
-    assert [(found.line, found.why) for found in sentences.findings([page, module])] == [
-        (1, "starts with 'What'"),
-        (3, "31 words"),
-        (5, "starts with 'Of'"),
-        (9, "starts with 'Where'"),
-        (9, "31 words"),
-        (18, "starts with 'Whether'"),
-        (3, "starts with 'Of'"),
-        (10, "starts with 'What'"),
-        (11, "31 words"),
-    ]

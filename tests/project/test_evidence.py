@@ -207,19 +207,6 @@ def test_the_kept_mask_has_the_gradient_of_the_truncated_policy(evidence: Any) -
     assert within((with_mask - without).abs(), 1e-9)  # nothing is left out: the same in every column
 
 
-def test_methods_that_are_the_same_are_the_same(evidence: Any) -> None:
-    def equal(outcomes: dict[str, Tensor], *names: str) -> bool:
-        return all(within((outcomes[name] - outcomes[names[0]]).abs(), 1e-9) for name in names[1:])
-
-    stale = evidence.staleness.outcomes(8)
-    assert equal(stale, "GSPO, clip 3e-4, 4e-4", "GSPO-token, clip 3e-4, 4e-4")
-    assert equal(evidence.mismatch.outcomes(0.3), "no correction", "GSPO, clip 3e-4, 4e-4", "GMPO, clip 0.4")
-    assert equal(evidence.routes.outcomes(0.2, "engine"), "none, `token_truncate`", "R2, `token_truncate`")
-    losses = ('`"grpo"`', '`"gspo"`, clip 0.2', '`"gspo_token"`, clip 0.2', '`"gmpo"`, clip 0.4')
-    assert equal(evidence.lengths.outcomes(1.0, 0), *losses)
-    assert within(biases(evidence.lengths.outcomes(1.0, 0), '`"dapo"`', '`"dr_grpo"`').abs(), EXACT)
-
-
 def test_counts_stand_for_all_orders(evidence: Any) -> None:
     """The gradient of a method over counts is that over every completion."""
     exact = evidence.exact
@@ -325,10 +312,3 @@ def test_the_page_shows_what_the_scripts_print(evidence: Any) -> None:
             assert shown.pop(key) == table, f"run `python docs/figures/evidence/{name}.py --write`"
         assert f"figures/evidence/{name}.png" in page
     assert not shown
-
-
-def test_a_picture_is_drawn(evidence: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    pytest.importorskip("matplotlib", reason="needs the recipes extra")
-    monkeypatch.setattr(evidence.staleness, "STEPS", (0, 4))
-    evidence.staleness.draw(tmp_path / "picture.png")
-    assert (tmp_path / "picture.png").stat().st_size > 10_000

@@ -4,13 +4,10 @@ import json
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from tests.gpu import conftest as gpu
 from tests.tools.recorder import Figures, Recorder
 from tests.tools.script import figure
 
@@ -115,12 +112,6 @@ def test_every_outcome_and_figure_is_recorded(tmp_path: Path) -> None:
     assert all(row["seconds"] > 0 and row["peak_bytes"] == 0 for row in rows.values())  # no allocator of CUDA here
 
 
-def test_the_file_has_what_ended_and_is_not_written_if_all_is_skipped(tmp_path: Path) -> None:
-    assert not run(tmp_path, TESTS, "-k", "skips or on_the_cpu").exists()
-    rows = json.loads(run(tmp_path, TESTS, "--exitfirst").read_text())["tests"]
-    assert [row["test"].split("::")[1] for row in rows] == ["test_passes", "test_fails"]
-
-
 def test_the_table_shows_the_figures(script: Any, tmp_path: Path) -> None:
     page, recorded = tmp_path / "page.md", tmp_path / "gpu.json"
     page.write_text(f"before\n\n{script.START}\nold\n{script.END}\n\nafter\n")
@@ -141,50 +132,7 @@ def test_the_table_shows_the_figures(script: Any, tmp_path: Path) -> None:
     assert page.read_text() == before
 
 
-def test_a_page_without_the_comments_is_an_error(script: Any, tmp_path: Path) -> None:
-    page = tmp_path / "page.md"
-    page.write_text("before\n")
-    with pytest.raises(SystemExit, match="once each"):
-        script.main([], page=page, recorded=tmp_path / "gpu.json")
-    assert page.read_text() == "before\n"
-
-
 def test_the_page_shows_the_recorded_file(script: Any) -> None:
     results = json.loads(script.RECORDED.read_text()) if script.RECORDED.exists() else None
     page = script.PAGE.read_text()
     assert script.filled(page, script.table(results)) == page, "run `python docs/figures/gpu.py`"
-
-
-def test_each_file_has_its_place_in_the_order_and_is_sorted_by_it() -> None:
-    folder = ROOT / "tests/gpu"
-    assert sorted(gpu.ORDER) == sorted(path.name for path in folder.glob("test_*.py"))
-    paths = [folder / "test_speed.py", ROOT / "tests/losses/test_losses.py", folder / "test_attention.py"]
-    items: list[Any] = [SimpleNamespace(path=path) for path in paths]
-    gpu.pytest_collection_modifyitems(items)
-    assert [item.path.name for item in items] == ["test_attention.py", "test_losses.py", "test_speed.py"]
-
-
-def test_the_peak_of_a_test_outlasts_the_resets_inside_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With an allocator that the test drives, in place of CUDA's."""
-    allocator = SimpleNamespace(peak=7)  # left by the test before
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
-    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda: allocator.peak)
-    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", lambda: setattr(allocator, "peak", 0))
-    monkeypatch.setattr(torch.cuda, "allocator", allocator, raising=False)
-    tests = """
-import pytest
-import torch
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("peaks", [(5, 2), (1, 3), (4,), ()])
-def test_allocates(peaks):
-    for number, peak in enumerate(peaks):
-        if number:
-            torch.cuda.reset_peak_memory_stats()
-        torch.cuda.allocator.peak = peak
-    assert peaks != (4,)
-"""
-    rows = json.loads(run(tmp_path, tests).read_text())["tests"]
-    found = [(row["outcome"], row["peak_bytes"]) for row in rows]
-    assert found == [("passed", 5), ("passed", 3), ("failed", 4), ("passed", 0)]

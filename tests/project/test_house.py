@@ -52,13 +52,6 @@ def test_only_the_host_names_what_is_private_to_trl() -> None:
     assert {path: names for path, names in found.items() if names} == {}
 
 
-@pytest.mark.parametrize(
-    "line", ["trainer._metrics", "getattr(x, '_step')", "from trl.x import _ChunkedLogProbFunction"]
-)
-def test_a_private_name_is_found_in_each_form(line: str) -> None:
-    assert private_names() & set(names_in(ast.parse(line)))
-
-
 @pytest.mark.parametrize("trainer", TRAINERS, ids=lambda trainer: trainer.__name__)
 def test_a_trainer_is_itself_on_what_all_trainers_share(trainer: type) -> None:
     ours = [base.__name__ for base in trainer.__mro__ if base.__module__.startswith("trl_steady")]

@@ -48,14 +48,6 @@ def test_an_answer_is_all_digits_in_order_and_the_end(recipes: Any) -> None:
         assert task.reward([text], problem=[list(PROBLEM)], completion_ids=[ids]) == [float(right)]
 
 
-def test_the_tokenizer_reads_what_it_writes(recipes: Any) -> None:
-    _, tokenizer = recipes.digits.untaught()
-    text = "<s>3141592653:1123345569</s>"
-    ids = tokenizer(text)["input_ids"]
-    assert len(ids) == 1 + 10 + 1 + 10 + 1 and tokenizer.decode(ids) == text
-    assert tokenizer(["<s>1:", "<s>12:"], padding=True)["input_ids"][0][0] == tokenizer.pad_token_id == 0
-
-
 def test_warm_start_training_and_held_out_problems_have_no_digits_in_common(recipes: Any) -> None:
     digits = recipes.digits
     worked = digits.draw(digits.WORKED_STEPS * digits.WORKED_BATCH)
@@ -76,28 +68,12 @@ def test_four_updates_for_each_rollout_with_the_papers_clip_ranges(recipes: Any)
         assert (args.router_replay or "None") == options.get("router_replay", "None")
 
 
-def test_the_large_config_shares_out_whole_groups(recipes: Any) -> None:
-    script, args = parse(recipes, "moe/qwen3-30b-a3b-fsdp2")
-    answers = 6 * args.per_device_train_batch_size  # of six processes
-    assert answers * args.steps_per_generation == 48 * args.num_generations
-    assert answers * args.gradient_accumulation_steps % args.num_generations == 0
-    assert recipes.run.updates_per_rollout(args) == 4
-    assert (args.router_replay, args.vllm_mode, script.task) == ("R3", "server", "gsm8k")
-    assert script.held_out % (6 * args.per_device_eval_batch_size) == 0
-
-
 def test_changes_of_routes_are_counted_in_whatever_order(recipes: Any) -> None:
     before = [torch.tensor([[0, 1], [2, 3], [0, 1]]), torch.tensor([[0, 1], [0, 1], [0, 1]])]
     after = [torch.tensor([[1, 0], [2, 1], [2, 3]]), torch.tensor([[0, 1], [1, 0], [2, 3]])]
     tokens = torch.tensor([[True, True, False]])
     assert recipes.probe.changed(before, after, tokens) == 1 / 8  # one of two tokens, two layers, two experts
     assert recipes.probe.changed(before, before, tokens) == 0
-
-
-def test_the_spread_of_ratios(recipes: Any) -> None:
-    found = recipes.probe.spread(torch.tensor([3.0, 0.4, 1.9, 1.0]).log())
-    assert found["beyond_2"] == 0.5  # 3 and 0.4
-    assert found["log_ratio_std"] == pytest.approx(torch.tensor([3.0, 0.4, 1.9, 1.0]).log().std().item())
 
 
 def test_the_probe_replays_as_the_package_does(digits: Any) -> None:
@@ -142,29 +118,6 @@ def test_each_variant_runs_on_a_smaller_model(
     assert is_picture(output / "training.png") and is_picture(output / "all.png")
     assert capsys.readouterr().out.splitlines()[2].startswith(f"| {label} | 0 | ")
     assert json.loads((output / "results.json").read_text())["objective"] == results["objective"]
-
-
-@pytest.mark.slow
-def test_a_model_from_the_hub_is_reported_without_a_probe(
-    digits: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    task = digits.digits.Digits(tmp_path / "start")
-    monkeypatch.setattr(digits.gsm8k, "train", lambda *arguments: digits.small_model.train(*arguments, task))
-    results = recipe.run(digits, NAME, tmp_path, **FEW, task="gsm8k", router_replay="R2")
-    assert not any("probe/changed" in row for row in results["history"])
-    assert results["objective"]["router_replay"] == "R2" and is_picture(tmp_path / "training.png")
-
-
-def test_the_probe_leaves_the_runs_random_numbers_alone(digits: Any, tmp_path: Path) -> None:
-    task = digits.digits.Digits(tmp_path / "start")
-    script, args = parse(digits, NAME, output_dir=tmp_path, start=tmp_path / "start")
-    trainer = digits.small_model.build(script, args, task)
-    probe = digits.probe.Probe(trainer, task.split(4)[1], task)
-    before = torch.get_rng_state()
-    probe.on_step_begin(args, trainer.state, trainer.control)
-    assert torch.equal(torch.get_rng_state(), before)
-    assert probe.ids.shape[0] == 4 and probe.mask[:, : probe.prompt + 1].all()
-    assert len(probe.log_probs) == probe.mask[:, probe.prompt :].sum()
 
 
 def test_the_table_has_the_seeds_and_their_mean(recipes: Any) -> None:

@@ -89,35 +89,6 @@ def test_an_exact_sampler_is_the_policy(small: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_what_prompts_share_is_read_once(recipes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The log-probs are those of a pass over the whole rows, and an answer ends at either end."""
-    model, tokenizer = recipes.digits.untaught(dense=True)
-    model.generation_config.eos_token_id = ends = [recipes.digits.VOCABULARY[token] for token in ("7", "</s>")]
-    model.generation_config.use_cache = False  # as TRL sets it in training
-    args = SimpleNamespace(temperature=1.0, max_completion_length=11)
-    trainer = SimpleNamespace(model=model, args=args, processing_class=tokenizer)
-    read: list[int] = []  # tokens in each pass
-    forward = model.forward
-    monkeypatch.setattr(model, "forward", lambda **given: read.append(given["input_ids"].numel()) or forward(**given))
-    # four tokens of seven are the same in all prompts, or only the first is; 15 and 16 tokens are the same
-    recorded, digits = recipes.samplers.WORTH, "<s>" + "12" * 8
-    for worth, prompts, first in (
-        (4, ["<s>12345:", "<s>12399:"], [4, 40 * 3]),
-        (4, ["<s>12345:", "<s>62399:"], [40 * 7]),
-        (recorded, [f"{digits[:17]}9:", f"{digits[:17]}8:"], [40 * 17]),
-        (recorded, [f"{digits[:18]}9:", f"{digits[:18]}8:"], [16, 40 * 2]),
-    ):
-        monkeypatch.setattr(recipes.samplers, "WORTH", worth)
-        read.clear()
-        found = recipes.samplers.sampled(model, trainer, prompts * 20)
-        assert read[: len(first)] == first
-        for prompt, ids, own in zip(found["prompt_ids"], found["completion_ids"], found["logprobs"], strict=True):
-            assert (ids[-1] in ends or len(ids) == 11) and not {*ids[:-1]} & {*ends}
-            log_probs = recipes.checks.scored(model, torch.tensor([prompt + ids]), len(prompt))[0]
-            assert torch.allclose(torch.tensor(own).double(), log_probs[range(len(ids)), ids], atol=ROUNDING)
-
-
-@pytest.mark.slow
 def test_a_sampler_lags_behind_and_rounds_linear_layers_only(small: Any, tmp_path: Path) -> None:
     """Rollout 3 of a sampler that lags by two comes from the policy before the first update, as rollout 1 does."""
     run = trained(small, tmp_path, sampler={"lag": 2, "rounding": "5 levels"}, options={"max_steps": 6})
@@ -157,33 +128,6 @@ def test_trls_corrections_act(small: Any, tmp_path: Path) -> None:
         for r in (plain, corrected, older)
     ]
     assert all(not torch.equal(one, other) for one, other in itertools.combinations(ends, 2))
-
-
-@pytest.mark.slow
-def test_the_samplers_log_probs_are_the_old_ones_with_one_update_per_rollout_too(small: Any, tmp_path: Path) -> None:
-    """There, TRL has no old log-probs of its own, and the ratio would be exactly 1."""
-    once = {"options": {"steps_per_generation": 1, "max_steps": 2}, "sampler": {"rounding": "3 levels"}}
-    plain, older = trained(small, tmp_path, **once), trained(small, tmp_path, **once, old="sampler")
-    assert torch.equal(plain.rollouts[0]["completion_ids"], older.rollouts[0]["completion_ids"])
-    assert "old_per_token_logps" not in plain.rollouts[0] and not plain.trainer.apart
-    largest = [
-        [row[key] for row in run.trainer.state.log_history if key in row]
-        for run in (plain, older)
-        for key in ("ratio/sequence_max",)
-    ]
-    assert all(value == 1 for value in largest[0]) and all(value > 1.001 for value in largest[1])
-
-
-@pytest.mark.slow
-def test_a_check_changes_nothing(small: Any, tmp_path: Path) -> None:
-    options, more = {"beta": 0.1}, {"top_p": 0.7, "beta": 0.5}
-    often = trained(small, tmp_path, every=1, measured=more, options=options)
-    never = trained(small, tmp_path, every=100, options=options)
-    for name in ("accuracy", "truncated", "distance"):
-        assert list(often.figures[name]) == [0, 1, 2, 3, 4]
-    assert list(never.figures["accuracy"]) == [0] and "distance" not in never.figures
-    for one, other in zip(often.rollouts, never.rollouts, strict=True):
-        assert torch.equal(one["completion_ids"], other["completion_ids"])
 
 
 def leaves(problem: str, recipes: Any) -> list[list[int]]:
@@ -275,20 +219,6 @@ def test_the_rate_of_the_routers(small: Any, tmp_path: Path) -> None:
     assert all(len(arms[1.0].figures[name]) == 2 for name in ("changed", "log_ratio_std"))
 
 
-@pytest.mark.slow
-def test_a_policy_begins_away_from_the_reference(small: Any, tmp_path: Path) -> None:
-    options = {"beta": 0.1, "learning_rate": 0.0}
-    trainer = trained(small, tmp_path, away=0.5, options=options, measured={"beta": 0.5}).trainer
-    start, _ = small.digits.Digits(tmp_path / "start", dense=True).load(tmp_path, quantised=False)
-    own, reference = trainer.model.state_dict(), trainer.ref_model.state_dict()
-    for name, value in start.state_dict().items():
-        assert torch.equal(reference[name], value)
-        if value.dim() == 1:
-            assert torch.equal(own[name], value)
-        else:  # at least 64 numbers: their standard deviation is known to 9 %
-            assert 0.3 < ((own[name] - value).std() / value.std()).item() < 0.7
-
-
 def figures(*accuracies: float) -> dict[str, Any]:
     return {"accuracy": {str(step): value for step, value in enumerate(accuracies)}, "outside": [0.1], "ess": [0.5]}
 
@@ -363,13 +293,6 @@ def test_a_setting_of_no_effect_is_refused(recipes: Any, capsys: pytest.CaptureF
     with pytest.raises(SystemExit):
         recipes.experiment.main([str(FOLDER / "engine.yaml"), "--arms", "exact", "nothng"])
     assert "--arms ['nothng']" in capsys.readouterr().err
-
-
-def test_an_arm_can_have_a_sampler_of_its_own(recipes: Any) -> None:
-    arm = {"old": "sampler", "sampler": {"lag": 1}}
-    assert recipes.experiment.arms({"options": {}, "arms": {"own": arm}})["own"].sampler == {"lag": 1}
-    shared = recipes.experiment.arms({"options": {}, "sampler": {"lag": 2, "rounding": "e4m3"}, "arms": {"own": arm}})
-    assert shared["own"].sampler == {"lag": 1, "rounding": "e4m3"}
 
 
 @pytest.mark.slow
