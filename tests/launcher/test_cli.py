@@ -13,14 +13,11 @@ from typing import Any
 
 import datasets
 import pytest
-import torch
-import trl
 import yaml
 from accelerate.commands import launch
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError, ProcessFailure
 from trl.scripts import grpo
 
-import trl_steady
 from trl_steady.launcher import cli
 
 ROOT = Path(__file__).parents[2]
@@ -153,43 +150,6 @@ def test_a_script_is_launched_with_accelerates_options(
     assert args.training_script_args == ["run", *settings, *target]
 
 
-MULTI_CPU = {"distributed_type": "MULTI_CPU", "num_processes": 2, "num_machines": 1, "use_cpu": True}
-MPI = {**MULTI_CPU, "mpirun_config": {"mpirun_ccl": "1", "mpirun_hostfile": "hosts"}}
-
-
-@pytest.mark.parametrize(
-    ("options", "refused"),
-    [
-        (["--num_processes", "2"], True),
-        (["--accelerate_config", json.dumps(MULTI_CPU)], True),
-        (["--accelerate_config", json.dumps(MPI)], False),  # mpirun starts two
-        (["--multi_gpu", "--num_processes", "2"], False),  # torchrun starts two
-        (["--mixed_precision", "no"], False),
-    ],
-    ids=str,
-)
-def test_fewer_processes_than_asked_for_are_refused(
-    options: list[str],
-    refused: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("train.py").touch()
-    if "{" in options[-1]:
-        Path("launch.yaml").write_text(options.pop())
-        options = [*options, "launch.yaml"]
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    started: list[Any] = []
-    for launcher in ("simple_launcher", "multi_gpu_launcher"):
-        monkeypatch.setattr(launch, launcher, started.append)
-    assert cli.main(["run", *options, "train.py"]) == (2 if refused else 0)
-    assert len(started) == (not refused)
-    said = "num_processes=2, but accelerate would start one process. Add --multi_gpu, which works on CPU too"
-    assert (said in capsys.readouterr().err) == refused
-
-
 class Failed:
     """A process that has printed its error and ended."""
 
@@ -263,11 +223,6 @@ def test_an_option_misspelt_in_a_yaml_is_refused_in_one_line(
     assert "usage" not in err
 
 
-def test_the_versions_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out == f"trl-steady {trl_steady.__version__}, trl {trl.__version__}\n"
-
-
 def test_help_has_every_command_and_trls_command_our_fields(capsys: pytest.CaptureFixture[str]) -> None:
     for command in ([], ["run", "-h"], ["env", "--help"]):
         assert cli.main(command) == 0
@@ -324,13 +279,3 @@ def test_the_ppo_command_runs_trls_grpo_script_with_ppo(
     assert "trl_steady.trainers.ppo.PPOTrainer" in out and "'value/loss'" in out
     assert "on: KL to the reference in the reward: kl_coef=0.1" in out
     assert "on: first steps for the critic alone: value_warmup_steps=1" in out
-
-
-def test_the_options_of_the_ppo_command_are_those_of_ppo(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit, match="0"):
-        cli.main(["ppo", "-h"])
-    out = capsys.readouterr().out
-    assert out.startswith("usage: trl-steady ppo ") and "--kl_coef" in out
-    assert cli.main(["ppo", "--kl_cof", "0.1"]) == 2
-    assert "unrecognized arguments: --kl_cof. Did you mean --kl_coef?" in capsys.readouterr().err
-    assert cli.main(["grpo", "--kl_coef", "0.1"]) == 2

@@ -3,7 +3,6 @@
 import importlib.metadata
 import inspect
 import re
-import sys
 from dataclasses import fields
 from pathlib import Path
 from types import SimpleNamespace
@@ -28,16 +27,6 @@ def test_the_report_has_versions(capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("trl", "transformers", "peft", "bitsandbytes"):
         assert re.search(rf"(?im)^- {name} version: {re.escape(importlib.metadata.version(name))}$", out), name
     assert f"\n- trl-steady version: {trl_steady.__version__}\n" in out
-
-
-def test_the_report_survives_a_failure_of_trls(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setitem(sys.modules, "trl.scripts.env", None)
-    assert cli.main(["env"]) == 0
-    out = capsys.readouterr().out
-    assert "- `trl env` failed: ModuleNotFoundError" in out
-    assert f"\n- torch version: {importlib.metadata.version('torch')}\n" in out
 
 
 def test_the_table_has_every_method_with_its_page(capsys: pytest.CaptureFixture[str]) -> None:
@@ -71,11 +60,6 @@ def test_a_method_acts_in_methods_that_the_seam_notes() -> None:
             method.kind not in ("reference", "reward model")
             and not {"adapter_dtype", "vllm_adapter_sync"} & {*method.options}
         )
-
-
-def test_a_method_names_a_part_of_a_trainer() -> None:
-    trainers = trl_steady.GRPOTrainer, trl_steady.RLOOTrainer, trl_steady.PPOTrainer
-    assert {method.part for method in METHODS} <= {part.__name__ for kind in trainers for part in kind.PARTS}
 
 
 MOVING, R2 = "iterative GRPO: a reference that moves", "R2: routes of"

@@ -94,19 +94,6 @@ def test_a_subclass_has_ours_below_it(scripts: Scripts, capsys: pytest.CaptureFi
     assert "ratio/sequence_mean" in out and "  off:" not in out
 
 
-def test_what_is_set_too_late_is_said(
-    scripts: Scripts, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("HF_HOME", "elsewhere")
-    monkeypatch.setenv("HF_ENDPOINT", "unchanged")
-    late = "import os\nos.environ['HF_HOME'] = 'late'\nos.environ['MINE'] = 'not read by them'"
-    assert scripts.run(late, IMPORTS["from trl"], max_steps=1) == 0
-    out = capsys.readouterr().out
-    monkeypatch.delenv("MINE")
-    assert out.count("too late") == 1
-    assert "  too late: HF_HOME was read before the script set it. Set it in the shell\n" in out
-
-
 def test_a_script_that_trains_nothing_of_ours_hears_of_it(
     scripts: Scripts, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

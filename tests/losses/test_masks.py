@@ -42,16 +42,6 @@ def test_the_public_method_returns_ones_and_zeros_of_the_masks_dtype_as_trls(dty
     assert dtype == torch.bool or set((1 - keep).flatten().tolist()) == {0, 1}
 
 
-def test_the_public_method_reads_nothing_under_the_mask() -> None:
-    """1.0 for a sequence that is not far off, 0.0 for one that is, whatever the padding holds."""
-    mask = torch.tensor([[1.0, 1.0, 0.0]]).expand(3, 3)
-    logps = torch.tensor([[-0.5, -0.5, 1e4], [-2.0, -2.0, torch.nan], [-2.0, -2.0, -torch.inf]])
-    advantages = torch.tensor([[-1.0], [-1.0], [1.0]])
-    keep = trl_steady.GRPOTrainer.get_off_policy_mask(advantages, logps, torch.zeros(3, 3), mask, 1.0)
-    assert torch.equal(keep, torch.tensor([[1.0], [0.0], [1.0]]))
-    assert keep.mean() == pytest.approx(2 / 3)
-
-
 @pytest.mark.parametrize(("level", "loss_type"), [("sequence", "gspo"), ("token", "gspo_token"), ("sequence", "grpo")])
 @pytest.mark.parametrize("statistic", [-0.75, 0.5, 0.75])  # below, at and above delta, exact in binary
 @pytest.mark.parametrize("advantage", [-1.0, 0.0, 1.0])
@@ -192,20 +182,6 @@ def test_what_a_callback_sets_on_the_trainer_is_honoured(evaluate: Evaluate, att
     ours, theirs = (evaluate(batch, ours=ours, attributes={attribute: value}, **options) for ours in (True, False))
     assert torch.equal(ours.loss, theirs.loss) and torch.equal(ours.grad, theirs.grad)
     assert not torch.equal(ours.grad, evaluate(batch, **options).grad)
-
-
-@pytest.mark.parametrize("loss_type", NATIVE_LOSS_TYPES)
-def test_an_infinite_threshold_is_off_under_every_loss_with_an_engines_weights(
-    evaluate: Evaluate, loss_type: str
-) -> None:
-    """VESPO sums the weights' logs over padding, where they are 1."""
-    batch = random_batch()
-    weights = torch.rand(6, 5, generator=torch.Generator().manual_seed(5), dtype=torch.float64).where(batch.mask, 1)
-    inputs = {"importance_sampling_ratio": weights, "sampling_per_token_logps": batch.old_logps - weights.log()}
-    options = {"loss_type": loss_type, "inputs": inputs, "attributes": {"use_vllm": True}}
-    ours = evaluate(batch, off_policy_mask_threshold=math.inf, **options)
-    theirs = evaluate(batch, ours=False, **options)
-    assert torch.equal(ours.loss, theirs.loss) and torch.equal(ours.grad, theirs.grad)
 
 
 def test_dropped_sequences_still_count_under_every_reduction(evaluate: Evaluate) -> None:

@@ -14,7 +14,7 @@ from datasets import Dataset
 
 import trl_steady
 import trl_steady.rewards
-from tests.tools import rewarding, sentences, tiny
+from tests.tools import rewarding, tiny
 from tests.trainers.test_training import rollout
 from trl_steady.config.methods import METHODS, Method
 from trl_steady.launcher import cli
@@ -159,8 +159,3 @@ def test_the_launchers_page_has_every_command(capsys: pytest.CaptureFixture[str]
 def test_links_between_files_resolve(page: str) -> None:
     for target in re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", PAGES[page]):
         assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
-
-
-def test_no_sentence_is_too_long_or_starts_with_its_object() -> None:
-    """In the documentation and the docstrings; `python -m tests.tools.sentences` helps to find them."""
-    assert [f"{found.file}:{found.line}: {found.why}" for found in sentences.findings(sentences.files())] == []

@@ -15,7 +15,7 @@ FLOW = Path(__file__).parents[2] / "docs" / "figures" / "flow.py"
 ELSEWHERE = {
     *("building", "captures", "adapter_sync", "built"),
     *("beginning", "stepping", "before_last_backward", "after_last_backward", "ending"),
-    *("saving", "loading", "save", "load", "add_to_card"),
+    *("saving", "loading", "save", "load"),
 }
 
 

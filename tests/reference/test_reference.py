@@ -284,10 +284,3 @@ def test_the_reference_drops_nothing_out(models: dict[str, Path], tmp_path: Path
     trainer.train()
     kl = [row["kl"] for row in tiny.history(trainer) if "kl" in row]
     assert [i for i, value in enumerate(kl) if value == 0.0] == ([0, 4, 8, 12] if disable else [])
-
-
-@pytest.mark.slow  # it compiles
-def test_a_compiled_full_model_moves(models: dict[str, Path], tmp_path: Path) -> None:
-    trainer = tiny.trainer(models["dense"], tmp_path, torch_compile=True, torch_compile_backend="eager", **MOVING)
-    trainer.train()
-    assert len(trainer.reference_refreshes) == 3

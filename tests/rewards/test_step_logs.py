@@ -10,11 +10,10 @@ import torch
 from tests.tools import tiny
 from tests.tools.stepwise import build, ends_of, lines, rows, values_of
 from trl_steady import StepRewards
-from trl_steady.rewards.part import StepsPart
 
 
 def test_without_step_rewards_the_advantages_are_trls(models: dict[str, Path], tmp_path: Path) -> None:
-    """Also in a rollout between two that have them; the table stays rectangular."""
+    """Also in a rollout between two that have them."""
     calls = []
 
     def sometimes(completions: list[str], **_: Any) -> list[Any]:
@@ -24,17 +23,11 @@ def test_without_step_rewards_the_advantages_are_trls(models: dict[str, Path], t
     trainer = build(models, tmp_path, [sometimes], log_completions=True)
     plain = build(models, tmp_path, [lambda completions, **_: [sum(values_of(text)) for text in completions]])
     trls = plain.rollout(rows(16))["advantages"]
-    logs = trainer._logs
     for dimensions in (2, 1, 2):
         advantages = trainer.rollout(rows(16))["advantages"]
         assert advantages.dim() == dimensions
         if dimensions == 1:
-            assert torch.equal(advantages, trls) and list(logs["advantages"]) == trls.tolist()
-        columns = [logs["prompt"], logs["advantages"], *logs["rewards"].values(), *logs["extra"].values()]
-        assert {len(column) for column in columns} == {16}
-        assert len(logs["extra"]) == 3
-        for column in logs["extra"].values():
-            assert [value is None for value in column] == [dimensions == 1] * 16
+            assert torch.equal(advantages, trls) and list(trainer._logs["advantages"]) == trls.tolist()
 
 
 def test_the_table_shows_what_was_trained_on(models: dict[str, Path], tmp_path: Path) -> None:
@@ -51,56 +44,13 @@ def test_the_table_shows_what_was_trained_on(models: dict[str, Path], tmp_path: 
         mask = output["completion_mask"][i].bool()
         advantages = output["advantages"][i][mask]
         assert row["lines"] == pytest.approx(sum(values_of(row["completion"])))
-        assert list(row["steps/rewards"]) == pytest.approx(values_of(row["completion"]))
         assert row["advantage"] == pytest.approx(advantages.mean().item(), abs=1e-6)
-        by_step = [advantages[end - 1].item() for end in row["steps/ends"]]
-        assert list(row["steps/advantages"]) == pytest.approx(by_step, abs=1e-6)
         shown = trainer.last_step_advantages[i]
         assert "".join(text for text, _ in shown) == row["completion"]
         assert [value for _, value in shown] == advantages.tolist()
     counts = [len(ends_of(text)) for text in table["completion"]]
     (logged,) = [row["steps/mean_count"] for row in tiny.history(trainer) if "steps/mean_count" in row]
     assert logged == pytest.approx(sum(counts) / len(counts)) and len(set(counts)) > 2
-
-
-def test_a_table_that_begins_with_other_rollouts_is_filled_up(models: dict[str, Path], tmp_path: Path) -> None:
-    """Evaluations add batch after batch to one table."""
-    calls = []
-
-    def later(completions: list[str], **_: Any) -> list[Any]:
-        calls.append(None)
-        return lines(completions) if len(calls) > 2 else [1.0] * len(completions)
-
-    trainer = build(models, tmp_path, [later], per_device_eval_batch_size=4)
-    trainer.model.eval()
-    for _ in range(3):
-        trainer.rollout(rows(4))
-    assert len(trainer._logs["prompt"]) == 12
-    assert [value is None for value in trainer._logs["extra"]["steps/rewards"]] == [True] * 8 + [False] * 4
-
-
-def test_without_any_step_rewards_no_column_is_begun(models: dict[str, Path], tmp_path: Path) -> None:
-    trainer = build(models, tmp_path, [tiny.reward])
-    trainer.rollout(rows(4))
-    assert not trainer._logs["extra"] and trainer.last_step_advantages == []
-
-
-@pytest.mark.parametrize(("formula", "rest"), [("return_to_go", True), ("process", False)])
-def test_the_table_has_the_step_that_ends_what_no_reward_ended(
-    models: dict[str, Path], tmp_path: Path, formula: str, rest: bool
-) -> None:
-    def first_byte(completions: list[str], **_: Any) -> list[StepRewards]:
-        return [StepRewards([float(len(t))], [1], closed=True) if t else StepRewards([], []) for t in completions]
-
-    trainer = build(models, tmp_path, [first_byte], step_advantage=formula)
-    output = trainer.rollout(rows(16))
-    extra, texts = trainer._logs["extra"], list(trainer._logs["completion"])
-    for text, ends, values, mask in zip(
-        texts, extra["steps/ends"], extra["steps/rewards"], output["completion_mask"], strict=True
-    ):
-        assert ends == [1] * bool(text) + [int(mask.sum())] * rest
-        assert values == [len(text)] * bool(text) + [0.0] * rest
-    assert "" in texts
 
 
 def test_the_last_rollout_is_shown(models: dict[str, Path], tmp_path: Path) -> None:
@@ -137,21 +87,3 @@ def test_tokens_of_tools_are_not_shown(models: dict[str, Path], tmp_path: Path) 
     assert output["tool_mask"][0].tolist() == [1, 1, 0, 0, 0, 0, 0, 0, 1]
     for shown, row in zip(trainer.last_step_advantages, output["advantages"].tolist(), strict=True):
         assert shown == [("a", row[0]), ("b", row[1]), ("c", row[8])] and row[0] != row[8]
-
-
-def test_a_resumed_table_goes_on(models: dict[str, Path], tmp_path: Path) -> None:
-    """Steps before the checkpoint, floats after it: no row of before stands beside what came after."""
-
-    def steps_until(end: int) -> Any:
-        def early(completions: list[str], trainer_state: Any, **_: Any) -> list[Any]:
-            sums = [sum(values_of(text)) for text in completions]
-            return lines(completions) if trainer_state.global_step < end else sums
-
-        return early
-
-    options = {"save_strategy": "steps", "save_steps": 4, "max_steps": 6, "log_completions": True}
-    build(models, tmp_path, [steps_until(4)], **options).train()
-    resumed = build(models, tmp_path, [steps_until(4)], **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert resumed.part(StepsPart)._last_rollout is None
-    assert all(value is None for column in resumed._logs["extra"].values() for value in column)

@@ -59,6 +59,7 @@ Wrong = tuple[dict[str, Any], str]
 CONTRADICTIONS: list[Wrong] = [
     ({"kl_estimator": "k1", "use_bias_correction_kl": False, "beta": 0.1}, r"adds noise.*'k2' or 'k3'"),
     ({"sync_ref_model": True}, r"sync_ref_model=True with beta=0\.0"),
+    ({"adapter_dtype": "float32", "use_transformers_continuous_batching": True}, "adapter_dtype='float32' does not"),
     ({"importance_sampling_level": "token"}, r"='token' contradicts loss_type='gspo'.*Leave importance_s"),
     ({"delta": 1.0002}, r"delta=1\.0002 is inside the clip range.*Set delta above 1\.0004"),
     ({"delta": 1.4, "loss_type": "gmpo"}, r"Set delta above 1\.49"),

@@ -212,16 +212,6 @@ def test_the_loss_is_blind_to_tools(run: Run, monkeypatch: pytest.MonkeyPatch) -
     assert torch.equal(*losses)
 
 
-def test_the_table_of_completions_shows_where_turns_end(run: Run) -> None:
-    found = [row for rollout in run.trainer.rollouts for row in rows(rollout)]
-    table = run.trainer._logs
-    last = found[-len(table["extra"]["steps/ends"]) :]
-    assert list(table["extra"]["steps/ends"]) == [[end for _, end in agent.turns(row.ids)] for row in last]
-    completions = [completion for rollout in run.trainer.completions for completion in rollout][-len(last) :]
-    assert list(table["extra"]["steps/rewards"]) == [by_message(completion) for completion in completions]
-    assert list(table["rewards"]["per_turn"]) == [sum(by_message(completion)) for completion in completions]
-
-
 @pytest.mark.parametrize(
     ("room", "masked", "formula"), [(HALF_AN_ANSWER, True, "process"), (NO_ANSWER, False, "return_to_go")]
 )
@@ -241,10 +231,6 @@ def test_a_turn_that_is_cut_is_a_turn(model: Path, tmp_path: Path, room: int, ma
         expected = [[0.0] * len(row) if is_cut else row for row, is_cut in zip(expected, cut, strict=True)]
     assert [row.advantages for row in found] == close(expected)
     assert any(any(row.advantages) for row, is_cut in zip(found, cut, strict=True) if is_cut) is not masked
-    ends = recorded._logs["extra"]["steps/ends"]
-    assert [len(of_one) for of_one in ends] == [len(of_one) for of_one in steps]
-    kept = [i for i in range(BATCH) if not (masked and cut[i])]
-    assert [ends[i] for i in kept] == [list(steps[i]) for i in kept]
 
 
 def in_environment(environment: type[agent.Calculator]) -> dict[str, Any]:

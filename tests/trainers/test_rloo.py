@@ -244,20 +244,10 @@ def test_a_method_that_is_bypassed_is_refused(models: dict[str, Path], tmp_path:
         OwnScores(str(models["dense"]), tiny.reward, args, **build).train()
 
 
-def test_what_is_on_is_printed_and_in_the_model_card(
-    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    options = {
-        "beta": 0.1,
-        "sync_ref_model": True,
-        "ref_model_sync_steps": 2,
-        "save_strategy": "steps",
-        "save_steps": 4,
-    }
-    tiny.train(trainer(models["dense"], tmp_path, max_steps=4, **options))
-    printed, card = capsys.readouterr().out, (tmp_path / "README.md").read_text()
+def test_what_is_on_is_printed(models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer(models["dense"], tmp_path, beta=0.1, sync_ref_model=True, ref_model_sync_steps=2)
+    printed = capsys.readouterr().out
     assert "trl_steady.trainers.rloo.RLOOTrainer\n  on: iterative GRPO: a reference that moves" in printed
-    assert "`trl_steady.RLOOTrainer`" in card and "| iterative GRPO: a reference that moves |" in card
 
 
 def test_on_a_quantised_base_the_reference_moves_too(wide: Path, tmp_path: Path) -> None:

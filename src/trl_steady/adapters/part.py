@@ -17,7 +17,6 @@ from torch import Tensor
 from trl_steady.adapters.base import Base
 from trl_steady.adapters.merging import merged_weights
 from trl_steady.adapters.precision import (
-    cast_undone,
     keep_gradients_on_cpu,
     keep_in_float32,
     warn_if_steps_round_away,
@@ -27,7 +26,7 @@ from trl_steady.adapters.serving import needs_adapter
 from trl_steady.host.engine import NamedWeights, push, whole
 from trl_steady.host.models import REFERENCE_ADAPTER, REWARD_ADAPTER, VALUE_ADAPTER, is_of_lora
 from trl_steady.host.names import forget_sync
-from trl_steady.host.part import Part, Turn
+from trl_steady.host.part import Part
 
 BASE_FILE = "trained_base.safetensors"
 """File beside an adapter with the parameters of the base that train and that PEFT does not save."""
@@ -197,11 +196,3 @@ class AdapterPart(Part):
             saved = load_file(checkpoint / BASE_FILE)
             for name, parameter in unsaved.items():
                 parameter.data.copy_(saved[name])
-
-    def generating(self, turn: Turn) -> AbstractContextManager[None]:
-        """Undo TRL's cast of the model for continuous batching, which would change the trained policy."""
-        args = self.trainer.args
-        is_ours = args.adapter_dtype is not None or args.sync_ref_model
-        if is_ours and args.use_transformers_continuous_batching:
-            return cast_undone(self.trainer.model)  # old log-probs must be those of the trained policy
-        return contextlib.nullcontext()

@@ -1,8 +1,7 @@
 """Keep the gradients of a quantised policy, and the precision that its adapters need at small learning rates."""
 
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -32,29 +31,6 @@ def keep_in_float32(model: torch.nn.Module, before: Mapping[str, Tensor], deepsp
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.data = before.get(name, parameter.data).to(parameter.device, torch.float32)
-
-
-@contextmanager
-def cast_undone(model: torch.nn.Module) -> Iterator[None]:
-    """Restore the data of parameters, gradients and buffers if the code inside casts the model.
-
-    TRL casts the whole model for continuous batching and does not cast it back. The parameters stay the same objects,
-    so the optimizer's references to them stay valid.
-    """
-    before = {name: tensor.detach() for name, tensor in _tensors(model)}
-    try:
-        yield
-    finally:
-        originals = {id(tensor): before[name] for name, tensor in _tensors(model) if name in before}
-        model._apply(lambda tensor: originals.get(id(tensor), tensor))  # torch's own mechanism, which FSDP2 follows
-
-
-def _tensors(model: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    for name, parameter in model.named_parameters():
-        yield name, parameter
-        if parameter.grad is not None:
-            yield f"{name}.grad", parameter.grad
-    yield from model.named_buffers()
 
 
 def warn_if_steps_round_away(model: torch.nn.Module, learning_rate: float) -> None:

@@ -139,6 +139,11 @@ class SharedOptions(_Trls):
                 f"token_budget={self.token_budget} does not work with {name}={getattr(self, name)!r}, which is a mean "
                 f"or a quantile over each of TRL's micro-batches. Set {name}={other!r}, or leave token_budget unset."
             )
+        if self.adapter_dtype is not None and self.use_transformers_continuous_batching:
+            yield (
+                f"adapter_dtype={self.adapter_dtype!r} does not work with use_transformers_continuous_batching=True, "
+                "for which TRL casts the whole model. Set it to False."
+            )
         if self.top_k is None:  # the other options would read it as no filter
             yield "top_k=None: transformers takes it for 50. Set top_k=0 for no top-k filter."
         if self.keep_sampling_mask and (reason := self._why_unkept()):

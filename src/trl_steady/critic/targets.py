@@ -1,10 +1,9 @@
 """Values, returns and advantages of a rollout."""
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
-from accelerate.utils import gather_object
 from torch import Tensor
 
 from trl_steady.critic.trainer import PPO
@@ -67,7 +66,9 @@ def targets(trainer: PPO, rollout: Rollout, old_values: Tensor, after: Tensor | 
     if args.whiten_advantages:
         of_policy = values.whitened(of_policy, counts, totals[0])
     of_policy = of_policy.where(counts, 0)
-    _log(trainer, steps, completions, rollout, of_policy)
+    log_advantages(trainer, of_policy, rollout.is_sampled)
+    if steps.has_steps:
+        steps.keep_advantages(rollout, of_policy)
     if kl_coef and trainer.beta == 0:  # otherwise TRL logs that of the loss
         trainer.metrics.token_mean("kl", kl, mask)
     explained = 1 - values.variance(totals[2]) / values.variance(totals[1])
@@ -104,13 +105,3 @@ def _everywhere(trainer: PPO, *pairs: Tensor) -> Tensor:
     masked = zip(pairs[::2], pairs[1::2], strict=True)
     moments = torch.stack([values.moments(each.to(exact), mask) for each, mask in masked])
     return cast(Tensor, trainer.accelerator.reduce(moments, reduction="sum"))
-
-
-def _log(trainer: PPO, steps: StepsPart, completions: list[Any], rollout: Rollout, per_token: Tensor) -> None:
-    """Put advantages and step rewards into TRL's table of completions."""
-    log_advantages(trainer, per_token, rollout.is_sampled)
-    if steps.has_steps:
-        steps.keep_advantages(rollout, per_token)
-        steps.log(steps.table(gather_object(completions), cover=False), None)
-    else:
-        steps.log_none(len(completions) * trainer.accelerator.num_processes)

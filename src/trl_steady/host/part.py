@@ -346,9 +346,6 @@ class Part:
             ValueError: The run cannot be continued exactly. The message says why, and what to do.
         """
 
-    def add_to_card(self, card: Path) -> None:
-        """Add to the model card that TRL has just written. Only the main process calls this method."""
-
 
 @contextlib.contextmanager
 def entered(contexts: Iterator[AbstractContextManager[Any]]) -> Iterator[None]:

@@ -4,7 +4,7 @@ This file knows TRL's private state of a rollout.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -39,10 +39,10 @@ def scoring_reference(trainer: "Trainer") -> Iterator[None]:
 @contextmanager
 def noting_prompts(trainer: "Trainer", note: Callable[[list[list[int]]], None]) -> Iterator[None]:
     """Tell `note` the token ids of the prompts of each rollout, as the policy has read them."""
-    own = trls(trainer)._generate
+    theirs = trls(trainer)._generate
 
     def generate(*arguments: Any, **keywords: Any) -> Any:
-        generated = own(*arguments, **keywords)
+        generated = theirs(*arguments, **keywords)
         note(generated[0])
         return generated
 
@@ -75,8 +75,8 @@ def forget_logs(trainer: "Trainer") -> None:
     for metrics in trls(trainer)._metrics.values():
         metrics.clear()
     for column in trls(trainer)._logs.values():
-        for own in column.values() if isinstance(column, dict) else [column]:
-            own.clear()
+        for values in column.values() if isinstance(column, dict) else [column]:
+            values.clear()
 
 
 def reading(functions: Sequence[Any], reads: Sequence[Callable[[int, Any], Any]]) -> list[Any]:
@@ -93,30 +93,12 @@ def reading(functions: Sequence[Any], reads: Sequence[Callable[[int, Any], Any]]
     ]
 
 
-def relog(
-    trainer: "Trainer", count: int, advantages: Sequence[float] | None, columns: Mapping[str, Sequence[Any]]
-) -> None:
-    """Change the rows of the last rollout in TRL's table of completions.
-
-    Args:
-        trainer: The trainer.
-        count: Number of completions of the rollout, over all processes.
-        advantages: (count,) values that replace TRL's; None keeps TRL's.
-        columns: name -> (count,) values of an additional column. A new column with only None is not added.
-    """
-    logs = trls(trainer)._logs
-    if advantages is not None:
-        column = logs["advantages"]
-        for _ in range(min(count, len(column))):
-            column.pop()
-        column.extend(advantages)
-    for name, values in columns.items():
-        if name not in logs["extra"] and all(value is None for value in values):
-            continue
-        column = logs["extra"][name]
-        # every column of TRL's table must be as long as the column of prompts
-        column.extend([None] * (len(logs["prompt"]) - count - len(column)))
-        column.extend(values)
+def relog_advantages(trainer: "Trainer", advantages: Sequence[float]) -> None:
+    """Replace the advantages of the last rollout, over all processes, in TRL's table of completions."""
+    column = trls(trainer)._logs["advantages"]
+    for _ in range(min(len(advantages), len(column))):
+        column.pop()
+    column.extend(advantages)
 
 
 def _then(function: Callable[..., Any], read: Callable[[Any], Any]) -> Callable[..., Any]:

@@ -244,12 +244,6 @@ class Steady(_Trls):
             return [], None
         return super().get_batch_samples(*arguments, **keywords)
 
-    def create_model_card(self, *arguments: Any, **keywords: Any) -> None:
-        """Write TRL's model card, and add what the parts say of the run."""
-        super().create_model_card(*arguments, **keywords)
-        for part in self.parts if self.is_world_process_zero() else ():
-            part.add_to_card(Path(self.args.output_dir or "", "README.md"))
-
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler[int] | None:
         refuse_small(self.train_dataset, self.args)
         self.checkpoints.sampler = super()._get_train_sampler(dataset)

@@ -173,14 +173,12 @@ def _launch(arguments: Sequence[str], known: Sequence[str] = ()) -> int:
         arguments: Launch options, then the script and its arguments.
         known: Names to suggest for a misspelt option, in addition to the launch options.
     """
+    from accelerate.commands.launch import launch_command
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
-    from trl_steady.launcher.trl_commands import accelerate_launch
-
     parser = _launch_parser()
-    refuse = functools.partial(_refuse, [*known, *_launch_options(parser)])
-    vars(parser)["error"] = refuse
+    vars(parser)["error"] = functools.partial(_refuse, [*known, *_launch_options(parser)])
     launched = parser.parse_args(arguments)
     if launched.accelerate_config is not None:
         try:
@@ -196,8 +194,9 @@ def _launch(arguments: Sequence[str], known: Sequence[str] = ()) -> int:
     ppo = ["--ppo"] if launched.ppo else []
     launched.training_script_args = ["run", *ppo, *settings, *target, *launched.training_script_args]
     launched.module, launched.training_script = True, "trl_steady"
+    launched.quiet = True  # no traceback of accelerate's below the script's own
     try:
-        accelerate_launch(launched, refuse)
+        launch_command(launched)
     except ChildFailedError as failed:
         rank, first = failed.get_first_failure()
         print(f"trl-steady: process {rank} failed with exit code {first.exitcode}, see above.", file=sys.stderr)

@@ -21,7 +21,6 @@ from trl_steady.trainers.grpo import GRPOTrainer
 from trl_steady.trainers.ppo import PPOTrainer
 from trl_steady.trainers.rloo import RLOOTrainer
 
-_READ_AT_IMPORT = ("HF_", "TRANSFORMERS_", "CUDA_VISIBLE_DEVICES")
 _KEPT = "_set_by_launcher"  # attribute of a config: the options of --set, with their values after the config's checks
 
 
@@ -50,7 +49,7 @@ def swapped(settings: Mapping[str, object] | None = None, *, ppo: bool = False) 
         ValueError: The script builds a trainer that would train GRPO or RLOO without trl-steady, or one whose config
             has lost an option of `settings`, or several processes train, each alone.
     """
-    swap, options, environment = Swap(), dict(settings or {}), dict(os.environ)
+    swap, options = Swap(), dict(settings or {})
     theirs = (trl.GRPOConfig, trl.RLOOConfig)
     construct, check = transformers.Trainer.__init__, SharedOptions.__post_init__
 
@@ -72,10 +71,6 @@ def swapped(settings: Mapping[str, object] | None = None, *, ppo: bool = False) 
         construct(self, *positional, **keywords)
         if isinstance(self, Steady):
             _refuse_processes_apart(self.accelerator.num_processes)
-            for name in sorted(name for name, value in os.environ.items() if environment.get(name) != value):
-                if name.startswith(_READ_AT_IMPORT):
-                    late = f"  too late: {name} was read before the script set it. Set it in the shell"
-                    self.accelerator.print(late, flush=True)
 
     @functools.wraps(check)
     def checked(self: SharedOptions) -> None:

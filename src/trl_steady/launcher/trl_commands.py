@@ -8,7 +8,6 @@ from importlib import resources
 from typing import Any, NoReturn
 
 import trl
-from accelerate.commands import launch as accelerates
 from trl.cli import accelerate_launcher
 from trl.cli.main import main as trls_command
 from trl.scripts import grpo, rloo
@@ -39,23 +38,6 @@ def command_options(command: str) -> list[str]:
     """Return the names of the options that TRL's command, "grpo" or "rloo", reads itself."""
     usage = _SCRIPTS[command].make_parser().format_usage()
     return ["help", "config", "accelerate_config", *re.findall(r"--(\w+)", usage)]
-
-
-def accelerate_launch(args: Any, refuse: Callable[[str], NoReturn]) -> None:
-    """Run `accelerate launch`, but call `refuse` if it would start one process where more were asked for."""
-    theirs = accelerates.simple_launcher
-
-    def one_process(args: Any) -> None:
-        if args.num_processes > 1 and args.mpirun_hostfile is None:
-            refuse(
-                f"num_processes={args.num_processes}, but accelerate would start one process. Add --multi_gpu, which "
-                "works on CPU too if the script sets use_cpu=True and --cpu is left out. Or leave out num_processes"
-            )
-        theirs(args)
-
-    args.quiet = True  # no traceback of accelerate's below the script's own
-    with overridden(accelerates, {"simple_launcher": one_process}):
-        accelerates.launch_command(args)
 
 
 def trls(command: str, name: str, arguments: Sequence[str], launch: Launch, refuse: Callable[[str], NoReturn]) -> int:

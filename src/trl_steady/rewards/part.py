@@ -14,13 +14,12 @@ from trl_steady.functional import advantages
 from trl_steady.host.models import text_tokenizer
 from trl_steady.host.part import Part, Rollout, Trainer
 from trl_steady.host.reached import Reached
-from trl_steady.host.rollouts import relog
+from trl_steady.host.rollouts import relog_advantages
 from trl_steady.rewards.placement import Completion, text_and_offsets, token_ends
 from trl_steady.rewards.steps import StepRewards
 from trl_steady.rewards.table import ScoredCompletion, StepTable, tabulate
 
 _FORMULAS = {"process": advantages.process, "return_to_go": advantages.return_to_go}
-_COLUMNS = ("steps/ends", "steps/rewards", "steps/advantages")
 
 
 class RewardedTrainer(Trainer, Protocol):
@@ -172,19 +171,6 @@ class StepsPart(Part):
         last = {"ids": rollout.samples["completion_ids"], "mask": rollout.is_sampled, "advantages": per_token}
         self._last_rollout = {name: value.cpu() for name, value in last.items()}
 
-    def log(self, table: StepTable, step_advantages: Tensor | None) -> None:
-        """Add the steps of all processes to TRL's table of completions."""
-        has_step = ~table.rewards.isnan().cpu()
-        columns: dict[str, list[list[float] | None]] = {name: [None] * len(has_step) for name in _COLUMNS}
-        for name, values in zip(_COLUMNS, (table.ends, table.rewards, step_advantages), strict=True):
-            if values is not None:
-                columns[name] = [row[has].tolist() for row, has in zip(values.cpu(), has_step, strict=True)]
-        relog(self.trainer, len(has_step), None, columns)
-
-    def log_none(self, count: int) -> None:
-        """Keep the table's columns as long as the others after a rollout of `count` completions without steps."""
-        relog(self.trainer, count, None, {name: [None] * count for name in _COLUMNS})
-
     def _scored(self, returned: _Returned, index: int, mask: list[bool]) -> ScoredCompletion:
         """Return the data of one completion of this process, with the ends of its steps in tokens."""
         ids = returned.ids[index]
@@ -214,7 +200,6 @@ class StepAdvantagesPart(Part):
         """Return advantages per token if any reward function returned `StepRewards`."""
         trainer, steps, formula = self.trainer, self.trainer.part(StepsPart), self.trainer.args.step_advantage
         if not steps.has_steps:
-            steps.log_none(len(rollout.samples["advantages"]) * trainer.accelerator.num_processes)
             if formula != "return_to_go" and not steps.has_step_rewards and trainer.accelerator.is_main_process:
                 warnings.warn(
                     f"step_advantage={formula!r} cannot act: no reward function has returned StepRewards in this "
@@ -234,7 +219,6 @@ class StepAdvantagesPart(Part):
         per_token = advantages.per_token(step_advantages[rows], table.ends[rows], mask.size(1)) * mask
         steps.keep_advantages(rollout, per_token)
         log_advantages(trainer, per_token, mask)
-        steps.log(table, step_advantages)
         counts = torch.tensor([len(ends) for completion in completions[rows] for ends in completion.steps.values()])
         trainer.metrics.pooled(means={"steps/mean_count": (counts, torch.ones_like(counts, dtype=torch.bool))})
         return per_token
@@ -255,5 +239,4 @@ class StepAdvantagesPart(Part):
 def log_advantages(trainer: Trainer, per_token: Tensor, mask: Tensor) -> None:
     """Put the mean advantage of each completion into TRL's table of completions, in place of TRL's advantages."""
     means = per_token.sum(1) / mask.sum(1).clamp(min=1)
-    gathered = cast(Tensor, trainer.accelerator.gather(means)).tolist()
-    relog(trainer, len(gathered), gathered, {})
+    relog_advantages(trainer, cast(Tensor, trainer.accelerator.gather(means)).tolist())

@@ -15,7 +15,6 @@ from trl_steady.config.shared import SharedOptions
 from trl_steady.host.names import is_before_generation
 from trl_steady.host.part import Part, Trainer
 from trl_steady.host.reached import OF_ROLLOUTS, Reached, overrides
-from trl_steady.trainers.card import add_methods
 
 
 class _Trainer(Trainer, Protocol):
@@ -90,10 +89,6 @@ class ReportPart(Part):
             raise ValueError(message)
         if lost and trainer.accelerator.is_main_process:
             warnings.warn(message, UserWarning, stacklevel=2)
-
-    def add_to_card(self, card: Path) -> None:
-        """Add the methods that acted, and their citations."""
-        add_methods(card, [method for method, acts in acting(self.trainer) if acts], self.trainer.args)
 
 
 def summary(trainer: Trainer) -> str:
