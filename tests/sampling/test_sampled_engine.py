@@ -293,24 +293,6 @@ def test_a_server_that_was_started_without_is_refused(server: Server, over_http:
         over_http(**BOTH)
 
 
-def test_a_server_that_does_not_take_tokens_is_refused(
-    models: dict[str, Path], server: Server, flagged: Build
-) -> None:
-    server.missing = {TOKENS}
-    with pytest.raises(ValueError, match=rf"needs {TOKENS} of the vLLM server\. Start it with .*--enable-scale-out"):
-        flagged(models["dense"], **SETS).train()
-
-
-@pytest.mark.parametrize("reason", ["Request failed: 400, 4040 tokens are more than 512", "port=40412: refused"])
-def test_another_error_of_a_server_is_not_taken_for_it(
-    models: dict[str, Path], flagged: Build, monkeypatch: pytest.MonkeyPatch, reason: str
-) -> None:
-    trainer = flagged(models["dense"], **SETS)
-    monkeypatch.setattr(VLLMClient, "_generate_from_features", fails_with(RuntimeError(reason)))
-    with pytest.raises(RuntimeError, match=reason):
-        trainer.train()
-
-
 ASKED: dict[str, tuple[dict[str, Any], set[str]]] = {
     "sets": (SETS, {MASKED}),
     "routes": ({"router_replay": "R3"}, {ROUTED}),
