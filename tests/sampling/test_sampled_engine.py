@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 from trl.generation import vllm_generation
-from trl.generation.vllm_client import VLLMClient
 
 from tests.oracles import routes as routed_oracle
 from tests.oracles import sampling as oracle

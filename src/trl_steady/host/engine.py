@@ -102,7 +102,7 @@ class SteadyGeneration(VLLMGeneration):
     """Sends the adapter; None if all weights are sent."""
 
     def __init__(
-        self, *arguments: Any, captures: Sequence[Capture], sync: AdapterSync | None, **keywords: Any
+        self, *arguments: Any, captures: Sequence[Capture], sync: AdapterSync | None = None, **keywords: Any
     ) -> None:
         self._captures, self._sync = captures, sync
         self._captured: dict[str, list[Any]] = {}
@@ -282,7 +282,7 @@ def _keeping_weights(build: Callable[..., Any], **asked: object) -> Any:
     llm = build(**asked)
     if hasattr(llm, "sleep"):
         sleep = llm.sleep
-        vars(llm)["sleep"] = lambda level=1: sleep(level=min(level, 1))
+        vars(llm)["sleep"] = lambda level=1, *mode, **others: sleep(min(level, 1), *mode, **others)
     return llm
 
 

@@ -96,8 +96,7 @@ class Steady(_Trls):
         for part in self.parts:
             rollout.samples.update(part.columns(rollout))
         for part in self.parts:
-            advantages = part.advantages(rollout)
-            if advantages is not None:
+            if (advantages := part.advantages(rollout)) is not None:
                 rollout.samples["advantages"] = advantages
         return rollout.samples
 
@@ -117,11 +116,7 @@ class Steady(_Trls):
         return generated
 
     def _calculate_rewards(
-        self,
-        inputs: list[dict[str, Any]],
-        prompts: list[Any],
-        completions: list[Any],
-        completion_ids_list: list[list[int]],
+        self, inputs: list[Any], prompts: list[Any], completions: list[Any], completion_ids_list: list[list[int]]
     ) -> Tensor:
         self.reached.note("calculate_rewards")
         reads = [part.read_rewards for part in self.parts]
@@ -153,9 +148,9 @@ class Steady(_Trls):
         """
         if torch.is_grad_enabled():  # the training pass, not the pass of the old policy or the reference
             self.reached.note("log_probs")
+        role = role_of(self._as_trainer, model, in_rollout=self._rollout is not None)
         asked = logits_to_keep, batch_size, compute_entropy, compute_aux_loss, of_samples
         in_progress = self._rollout, self._samples, self._until_backward
-        role = role_of(self._as_trainer, model, in_rollout=self._rollout is not None)
         scoring = ScoringPass(role, model, input_ids, attention_mask, *asked, *in_progress)
         return scored(scoring, self.parts, super()._get_per_token_logps_and_entropies)
 
