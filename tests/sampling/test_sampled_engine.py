@@ -11,7 +11,6 @@ import pytest
 import torch
 from torch import Tensor
 from trl.generation import vllm_generation
-from trl.generation.vllm_client import VLLMClient
 
 from tests.oracles import routes as routed_oracle
 from tests.oracles import sampling as oracle
@@ -291,24 +290,6 @@ def test_a_server_that_was_started_without_is_refused(server: Server, over_http:
     server.config = NOT_STARTED[case]
     with pytest.raises(ValueError, match=r"needs the kept tokens of .*with --return-sampling-mask --enable-scale-out"):
         over_http(**BOTH)
-
-
-def test_a_server_that_does_not_take_tokens_is_refused(
-    models: dict[str, Path], server: Server, flagged: Build
-) -> None:
-    server.missing = {TOKENS}
-    with pytest.raises(ValueError, match=rf"needs {TOKENS} of the vLLM server\. Start it with .*--enable-scale-out"):
-        flagged(models["dense"], **SETS).train()
-
-
-@pytest.mark.parametrize("reason", ["Request failed: 400, 4040 tokens are more than 512", "port=40412: refused"])
-def test_another_error_of_a_server_is_not_taken_for_it(
-    models: dict[str, Path], flagged: Build, monkeypatch: pytest.MonkeyPatch, reason: str
-) -> None:
-    trainer = flagged(models["dense"], **SETS)
-    monkeypatch.setattr(VLLMClient, "_generate_from_features", fails_with(RuntimeError(reason)))
-    with pytest.raises(RuntimeError, match=reason):
-        trainer.train()
 
 
 ASKED: dict[str, tuple[dict[str, Any], set[str]]] = {

@@ -4,9 +4,10 @@ This file knows how transformers writes and reads a checkpoint, and TRL's buffer
 """
 
 import json
+import math
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -14,10 +15,9 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from accelerate.utils import broadcast_object_list
 from peft import PeftModel
-from torch import Tensor
 from torch.utils.data import Sampler
-from transformers import trainer_utils
 from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import rotate_checkpoints
 
 from trl_steady.host.names import generation_interval, is_before_generation, overridden
 from trl_steady.host.resume import (
@@ -26,6 +26,7 @@ from trl_steady.host.resume import (
     refuse_another_model,
     refuse_other_settings,
     saved_otherwise,
+    tensors_of,
     window_settings,
 )
 
@@ -43,7 +44,7 @@ class Checkpoints:
     def __init__(self, trainer: "Steady") -> None:
         self._trainer = trainer
         self.is_writing = False
-        self.sampler: Sampler[Any] | None = None
+        self.sampler: Sampler[int] | None = None
         """TRL's sampler of the training data; None for a stream."""
 
     def folder(self, run: str) -> str:
@@ -104,12 +105,7 @@ class Checkpoints:
         if args.push_to_hub:
             push(str(checkpoint))
         if args.should_save:
-            trainer_utils.rotate_checkpoints(
-                output_dir=run,
-                save_total_limit=args.save_total_limit,
-                best_model_checkpoint=state.best_model_checkpoint,
-                use_mtime=True,
-            )
+            rotate_checkpoints(run, args.save_total_limit, state.best_model_checkpoint, use_mtime=True)
 
     def add_to(self, checkpoint: Path) -> None:
         """Add the rollouts in use, the position in them, the metrics not yet logged and what the parts save.
@@ -187,19 +183,21 @@ class Checkpoints:
 
     def _micro_batches_of_epoch(self) -> int:
         """Return the number of micro-batches since the epoch began. The last step of an epoch may have fewer."""
-        steps, args, sampler = self._trainer.state.global_step, self._trainer.args, cast(Any, self.sampler)
-        if sampler is not None:
+        steps, args = self._trainer.state.global_step, self._trainer.args
+        if self.sampler is not None:
             samples = args.per_device_train_batch_size * args.steps_per_generation * args.world_size
-            steps %= -(-(len(sampler) // samples) // args.gradient_accumulation_steps)
+            micro_batches = len(cast(Sized, self.sampler)) // samples
+            steps %= math.ceil(micro_batches / args.gradient_accumulation_steps)
         return steps * args.gradient_accumulation_steps
 
     def _tables(self) -> str:
         """Return the table of completions of the rollouts in use as JSON; an empty one if it contains images."""
         logs = self._trainer._logs
-        lists = {name: list(logs[name]) for name in ("prompt", "completion", "advantages")}
-        columns = {name: {k: list(v) for k, v in logs[name].items()} for name in ("rewards", "extra")}
+        table: dict[str, object] = {name: list(logs[name]) for name in ("prompt", "completion", "advantages")}
+        for name in ("rewards", "extra"):
+            table[name] = {column: list(values) for column, values in logs[name].items()}
         try:
-            return json.dumps({**lists, **columns})
+            return json.dumps(table)
         except TypeError:
             return "{}"
 
@@ -214,21 +212,20 @@ class Checkpoints:
     def refuse_lost(self, missing: Collection[str]) -> None:
         """Refuse a checkpoint that lacks tensors of the model, whose names transformers has found to be missing."""
         model = self._trainer.model
-        tensors = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+        tensors = tensors_of(model)
         lost = not_loaded(tensors, tensors.keys() - set(missing))
         if not lost:
             return
-        way_out = (
-            f"it is of a {type(model).__name__} with others. Give the trainer the model that the run started with."
-        )
         if set(lost) <= set(saved_otherwise(model)):
-            way_out = (
+            reason = (
                 "transformers saves models of this kind under other names than it loads, and would keep the initial "
                 "tensors. Train an adapter, or start a new run with the checkpoint as its model."
             )
+        else:
+            reason = f"it is of a {type(model).__name__} with others. Give the trainer the model that the run had."
         raise ValueError(
             f"the checkpoint lacks {len(lost)} of the model's {len(tensors)} tensors, for example {min(lost)}: "
-            f"{way_out}"
+            f"{reason}"
         )
 
 

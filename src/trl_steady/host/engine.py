@@ -104,8 +104,8 @@ class SteadyGeneration(VLLMGeneration):
     def __init__(
         self, *arguments: Any, captures: Sequence[Capture], sync: AdapterSync | None = None, **keywords: Any
     ) -> None:
-        self._captures, self._captured = captures, {capture.field: [] for capture in captures}
-        self._sync = sync
+        self._captures, self._sync = captures, sync
+        self._captured: dict[str, list[Any]] = {}
         super().__init__(*arguments, **keywords)
 
     def _init_vllm(self) -> None:
@@ -115,9 +115,8 @@ class SteadyGeneration(VLLMGeneration):
         if sync is None:
             self._build({})
             return
-        why_not = sync.why_not(self)
-        if self._dist.fsdp_version == 1:
-            why_not = "version 1 of FSDP does not gather an adapter"
+        is_fsdp1 = self._dist.fsdp_version == 1
+        why_not = "version 1 of FSDP does not gather an adapter" if is_fsdp1 else sync.why_not(self)
         if why_not := _first_of_all(why_not):
             self._merge_instead(sync, why_not)
             self._build({})
@@ -160,14 +159,13 @@ class SteadyGeneration(VLLMGeneration):
                     f"{capture.option} with vllm_tensor_parallel_size={self.tensor_parallel_size}: a colocated engine "
                     f"returns the {capture.what} to one process only. Set vllm_mode='server', {capture.instead}."
                 )
-        # missing if vLLM is not installed; TRL then raises an error
-        llm = getattr(vllm_generation, "LLM", None)
         flags = {**adapter_flags, **{capture.flag: True for capture in self._captures}}
-        build = functools.partial(llm or object, **flags)
+        # `LLM` is missing if vLLM is not installed; TRL then raises an error
+        build = functools.partial(getattr(vllm_generation, "LLM", object), **flags)
         if adapter_flags:
             build = functools.partial(_keeping_weights, build)
         try:
-            with overridden(vllm_generation, {} if llm is None else {"LLM": build}):
+            with overridden(vllm_generation, {"LLM": build} if hasattr(vllm_generation, "LLM") else {}):
                 super()._init_vllm()
         except Exception as error:
             asked = [f"{capture.option} needs {capture.flag} ({capture.instead})" for capture in self._captures]
@@ -186,7 +184,7 @@ class SteadyGeneration(VLLMGeneration):
                 )
 
     def whole(self, parameters: Sequence[Tensor]) -> AbstractContextManager[object]:
-        """Return a context in which parameters are whole on this process: see `whole` below."""
+        """Return a context in which parameters are whole on this process, under ZeRO-3 too. All processes enter it."""
         return whole(self, parameters)
 
     def wake_weights(self) -> None:
@@ -211,8 +209,7 @@ class SteadyGeneration(VLLMGeneration):
             answers: list[Any] = []
             with overridden(self.llm, {"generate": _kept(self.llm.generate, answers)}):
                 result = super().generate(prompts, *arguments, **keywords)
-            (outputs,) = answers
-            self._captured = self._compacted([completion for output in outputs for completion in output.outputs])
+            self._captured = self._compacted([completion for output in answers[0] for completion in output.outputs])
             return result
         on_main: list[dict[str, list[Any]]] = [{}]
         if not self.accelerator.is_main_process:
@@ -228,11 +225,14 @@ class SteadyGeneration(VLLMGeneration):
 
     def _compacted(self, completions: Sequence[object]) -> dict[str, list[Any]]:
         """Return the captured data of completions, field by field."""
-        captured: dict[str, list[Any]] = {}
-        for capture in self._captures:
-            values = [getattr(completion, capture.field, None) for completion in completions]
-            captured[capture.field] = [None if value is None else capture.compact(value) for value in values]
-        return captured
+
+        def compacted(capture: Capture, value: object) -> object:
+            return None if value is None else capture.compact(value)
+
+        return {
+            capture.field: [compacted(capture, getattr(each, capture.field, None)) for each in completions]
+            for capture in self._captures
+        }
 
     def _generate_on_server(
         self,
@@ -243,20 +243,11 @@ class SteadyGeneration(VLLMGeneration):
         **keywords: object,
     ) -> dict[str, Any]:
         """Return the answer of TRL's client, and set `captured[0]` to the captured data of the completions."""
-        on_tokens = [capture for capture in self._captures if capture.needs_tokens_endpoint]
-        if features is None and on_tokens:
+        if features is None and any(capture.needs_tokens_endpoint for capture in self._captures):
             features = [None] * len(prompts)  # features select the endpoint
         answers: list[Any] = []
         with overridden(self.vllm_client, {"_post": _kept(self.vllm_client._post, answers)}):
-            try:
-                output = generate(prompts=prompts, features=features, **keywords)
-            except Exception as error:
-                if not on_tokens or not str(error).startswith("Request failed: 404"):
-                    raise
-                raise ValueError(
-                    f"{on_tokens[0].option} needs /inference/v1/generate of the vLLM server. Start it with "
-                    f"{on_tokens[0].is_on}, {on_tokens[0].instead}."
-                ) from error
+            output = generate(prompts=prompts, features=features, **keywords)
         # requests may be answered in any order; the token lists are the same objects as in the answers
         choices = {id(choice["token_ids"]): choice for answer in answers for choice in answer["choices"]}
         captured[0] = self._compacted([SimpleNamespace(**choices[id(ids)]) for ids in output["completion_ids"]])
@@ -268,7 +259,7 @@ class SteadyGeneration(VLLMGeneration):
         Raises:
             ValueError: The engine has returned none for a completion.
         """
-        values, self._captured[capture.field] = self._captured[capture.field], []
+        values = self._captured.pop(capture.field, [])
         missing = sum(each is None for each in values)
         if missing:
             raise ValueError(
@@ -290,16 +281,13 @@ def _keeping_weights(build: Callable[..., Any], **asked: object) -> Any:
     """
     llm = build(**asked)
     if hasattr(llm, "sleep"):
-        vars(llm)["sleep"] = functools.partial(_sleep_lightly, llm.sleep)
+        sleep = llm.sleep
+        vars(llm)["sleep"] = lambda level=1, *mode, **others: sleep(min(level, 1), *mode, **others)
     return llm
 
 
-def _sleep_lightly(sleep: Callable[..., None], level: int = 1, *arguments: object, **keywords: object) -> None:
-    sleep(min(level, 1), *arguments, **keywords)
-
-
 @contextmanager
-def keeping_log_probs(engine: Any) -> Iterator[list[tuple[Any, ...]]]:
+def keeping_log_probs(engine: VLLMGeneration) -> Iterator[list[tuple[Any, ...]]]:
     """Let TRL's engine return log-probs, which RLOO's trainer does not ask for. Give its answers, as a list."""
     answers: list[tuple[Any, ...]] = []
     with overridden(engine, {"logprobs": engine.logprobs or 0, "generate": _kept(engine.generate, answers)}):
@@ -317,11 +305,11 @@ def _kept(function: Callable[..., Any], answers: list[Any]) -> Callable[..., Any
     return keeping
 
 
-def push(engine: Any, weights: Callable[[NamedWeights], Iterator[tuple[str, Tensor]]]) -> None:
+def push(engine: VLLMGeneration, weights: Callable[[NamedWeights], Iterator[tuple[str, Tensor]]]) -> None:
     """Send `weights(trls)` to vLLM in place of `trls()`, the named weights that TRL would merge and send."""
     vars(engine)["_iter_named_params"] = functools.partial(weights, engine._iter_named_params)
 
 
-def whole(engine: Any, parameters: Sequence[Tensor]) -> AbstractContextManager[object]:
+def whole(engine: VLLMGeneration, parameters: Sequence[Tensor]) -> AbstractContextManager[object]:
     """Return a context in which parameters are whole on this process, under ZeRO-3 too. All processes enter it."""
     return engine._dist.gather_params(parameters)

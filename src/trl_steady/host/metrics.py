@@ -52,8 +52,9 @@ class Metrics:
         values, mask = self._countable(values, mask)
         values = values.double()
         low, high = values.where(mask, torch.inf).min(), values.where(mask, -torch.inf).max()
-        self._own.steps.append((name, torch.stack([values.where(mask, 0).sum(), mask.sum().double(), low, high])))
-        if len(self._own.steps) >= _MOST_WAITING:  # at the same micro-batch on all processes
+        steps = self._totals[self._mode].steps
+        steps.append((name, torch.stack([values.where(mask, 0).sum(), mask.sum().double(), low, high])))
+        if len(steps) >= _MOST_WAITING:  # at the same micro-batch on all processes
             self.settle()
 
     def pooled(
@@ -85,9 +86,9 @@ class Metrics:
             for (kind, of), values in kinds.items()
             for name, masked in (values or {}).items()
         }
-        for name, own in (sums or {}).items():
-            totals["mean", name] = self._countable(own)[0].double()
-        pool = self._own.pool
+        for name, total in (sums or {}).items():
+            totals["mean", name] = self._countable(total)[0].double()
+        pool = self._totals[self._mode].pool
         for key, total in totals.items():
             pool[key] = pool[key] + total if key in pool else total
 
@@ -97,7 +98,7 @@ class Metrics:
 
     def count(self, name: str) -> int:
         """Return how many micro-batches of training have recorded the mean of `name` since the last log."""
-        waiting = sum(own == name for own, _ in self._totals["train"].steps)
+        waiting = sum(recorded == name for recorded, _ in self._totals["train"].steps)
         return len(self._trainer._metrics["train"].get(name, [])) + waiting
 
     @property
@@ -107,8 +108,8 @@ class Metrics:
 
     def settle(self) -> None:
         """Hand the means of micro-batches to TRL, which logs them. Every process must call this method."""
-        for mode, own in self._totals.items():
-            steps, own.steps = own.steps, []
+        for mode, totals in self._totals.items():
+            steps, totals.steps = totals.steps, []
             if steps:
                 for (name, _), exchanged in zip(steps, self._exchanged([step for _, step in steps]), strict=True):
                     self._hand_over(mode, name, *exchanged)
@@ -123,10 +124,10 @@ class Metrics:
         if self._trainer.accelerator.num_processes > 1 and not is_of_all:
             return
         mode = self._mode
-        steps, pool = self._own.steps, self._own.pool
-        self._totals[mode] = _Totals()
+        steps, pool = self._totals[mode].steps, self._totals[mode].pool
         if not steps and not pool:
             return
+        self._totals[mode] = _Totals()
         exchanged = self._exchanged([*(step for _, step in steps), *pool.values()])
         for (name, _), of_step in zip(steps, exchanged, strict=False):
             self._hand_over(mode, name, *of_step)
@@ -145,28 +146,24 @@ class Metrics:
     def restore(self, state: Mapping[tuple[str, str], list[float]]) -> None:
         """Continue with the totals of `state`, of which each process must get the same."""
         is_main = self._trainer.accelerator.is_main_process
-        for key, totals in state.items():
-            own = torch.tensor(totals, dtype=torch.float64)
-            (self._totals["train"].pool[key],) = self._countable(own if is_main else torch.zeros_like(own))
+        for key, values in state.items():
+            totals = torch.tensor(values, dtype=torch.float64)
+            (self._totals["train"].pool[key],) = self._countable(totals if is_main else torch.zeros_like(totals))
 
     def _countable(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return tensors without gradient on the device, or on the CPU if the device may have no float64."""
         device = self._trainer.accelerator.device
-        return tuple(own.detach().to(device if device.type in ("cpu", "cuda") else "cpu") for own in tensors)
+        return tuple(tensor.detach().to(device if device.type in ("cpu", "cuda") else "cpu") for tensor in tensors)
 
     @property
     def _mode(self) -> str:
         return "train" if self._trainer.model.training else "eval"
 
-    @property
-    def _own(self) -> _Totals:
-        return self._totals[self._mode]
-
     def _exchanged(self, parts: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
         """Return sum, minimum and maximum of each part over processes, on the CPU: one collective, one transfer."""
         accelerator = self._trainer.accelerator
-        own = torch.cat(list(parts)).unsqueeze(0)
-        each = own.cpu() if accelerator.num_processes == 1 else cast(Tensor, accelerator.gather(own)).cpu()
+        ours = torch.cat(list(parts)).unsqueeze(0)
+        each = ours.cpu() if accelerator.num_processes == 1 else cast(Tensor, accelerator.gather(ours)).cpu()
         lengths = [len(part) for part in parts]
         return list(zip(*(over.split(lengths) for over in (each.sum(0), each.amin(0), each.amax(0))), strict=True))
 

@@ -1,6 +1,6 @@
 """The models of a trainer: without wrappers, their roles, their adapters, and tensors that FSDP2 may shard.
 
-This file knows PEFT, accelerate and FSDP2, and nothing of TRL.
+This file knows PEFT, accelerate and FSDP2.
 """
 
 from collections.abc import Iterator
@@ -10,23 +10,22 @@ from typing import TYPE_CHECKING, Any, Literal, cast
 
 import torch
 from accelerate.utils import DynamoBackend
-from peft import PeftModel
+from peft import PeftConfig, PeftModel
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
+from trl_steady.host.names import overridden
+
 if TYPE_CHECKING:
     from trl_steady.host.part import Trainer
 
 
-REFERENCE_ADAPTER = "ref"
-"""Name of the adapter that TRL uses as the reference."""
-REWARD_ADAPTER = "reward"
-"""Name of the reward model's adapter."""
-VALUE_ADAPTER = "value"
-"""Name of the critic's adapter."""
+# names of adapters on one model; TRL looks for the first two
+POLICY_ADAPTER, REFERENCE_ADAPTER = "default", "ref"
+REWARD_ADAPTER, VALUE_ADAPTER = "reward", "value"
 
 
 class Scorer:
@@ -39,7 +38,7 @@ class Scorer:
     def __init__(self, backbone: torch.nn.Module) -> None:
         self.backbone = backbone
 
-    def __call__(self, **batch: Any) -> Any:
+    def __call__(self, **batch: object) -> Any:
         """Return outputs with one number per token as `log_probs`."""
         raise NotImplementedError
 
@@ -52,7 +51,7 @@ def bare(trainer: "Trainer", model: torch.nn.Module | Scorer) -> PreTrainedModel
     return cast(PreTrainedModel, inner.get_base_model() if isinstance(inner, PeftModel) else inner)
 
 
-def role_of(trainer: "Trainer", model: Any, *, in_rollout: bool) -> Literal["old", "reference", "policy", "other"]:
+def role_of(trainer: "Trainer", model: object, *, in_rollout: bool) -> Literal["old", "reference", "policy", "other"]:
     """Return the role of a model that TRL scores: see `ScoringPass`."""
     if model is trainer.ref_model and model is not None:
         return "reference"
@@ -72,7 +71,7 @@ def is_of_lora(name: str, adapter: str) -> bool:
     >>> is_of_lora("attention.value.lora_A.value.weight", "value"), is_of_lora("attention.value.weight", "value")
     (True, False)
     """
-    return any(own == adapter and before.startswith("lora_") for before, own in pairwise(name.split(".")))
+    return any(part == adapter and before.startswith("lora_") for before, part in pairwise(name.split(".")))
 
 
 def compiles(trainer: "Trainer") -> bool:
@@ -87,25 +86,17 @@ def text_tokenizer(trainer: "Trainer") -> PreTrainedTokenizerBase:
     return processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
 
 
-POLICY_ADAPTER = "default"
-"""Name of the policy's adapter."""
-
-
 @contextmanager
-def base_kept(config: Any) -> Iterator[None]:
+def base_kept(config: PeftConfig | None) -> Iterator[None]:
     """Keep PEFT from changing the base while it adds adapters of this configuration.
 
     The initialisations of PiSSA and OLoRA would write into the base.
     """
-    start = getattr(config, "init_lora_weights", None)
-    if not isinstance(start, str):
+    if isinstance(getattr(config, "init_lora_weights", None), str):
+        with overridden(config, {"init_lora_weights": True}):
+            yield
+    else:
         yield
-        return
-    config.init_lora_weights = True
-    try:
-        yield
-    finally:
-        config.init_lora_weights = start
 
 
 @contextmanager

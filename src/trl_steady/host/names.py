@@ -36,8 +36,7 @@ def completions_of(generated: Any) -> list[list[int]]:
 
 def generation_interval(trainer: object) -> int:
     """Return the number of micro-batches between two generations."""
-    private = trls(trainer)
-    return private.args.steps_per_generation * private.num_iterations
+    return trls(trainer).args.steps_per_generation * trls(trainer).num_iterations
 
 
 def is_before_generation(trainer: object) -> bool:
@@ -47,8 +46,7 @@ def is_before_generation(trainer: object) -> bool:
 
 def rollout_number(trainer: object) -> int:
     """Return the number of the pass over rollouts to which the current training micro-batch belongs."""
-    private = trls(trainer)
-    return private._step // private.args.steps_per_generation
+    return trls(trainer)._step // trls(trainer).args.steps_per_generation
 
 
 def logged(trainer: object, name: str) -> list[float]:

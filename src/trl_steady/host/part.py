@@ -12,15 +12,18 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
 
 import torch
 from accelerate import Accelerator
+from peft import PeftModel
 from torch import Tensor
-from transformers import TrainerState, TrainingArguments
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, TrainerCallback
 
 from trl_steady.functional.turns import Traced, aligned, stitched
-from trl_steady.host.loss import MicroBatch, Terms, forwarded, scored
+from trl_steady.host.loss import MicroBatch, Terms, loss_mask
 from trl_steady.host.models import Scorer
 
 if TYPE_CHECKING:
+    from trl.generation.vllm_generation import VLLMGeneration
+
     from trl_steady.host.engine import AdapterSync, Capture
     from trl_steady.host.metrics import Metrics
     from trl_steady.host.reached import Reached
@@ -38,38 +41,32 @@ class Trainer(Protocol):
     accelerator: Accelerator
     state: TrainerState
     optimizer: Any  # accelerate's wrapper, or DeepSpeed's
-    lr_scheduler: torch.optim.lr_scheduler.LRScheduler | None
-    processing_class: Any
+    processing_class: PreTrainedTokenizerBase | ProcessorMixin
     callback_handler: CallbackHandler
-    train_dataset: Any
     is_fsdp_enabled: bool
     is_deepspeed_enabled: bool
     aux_loss_enabled: bool
     current_gradient_accumulation_steps: int
     loss_is_scaled_for_ga: bool
-    pad_to_multiple_of: int | None
     loss_type: str
     importance_sampling_level: str
     beta: float
-    temperature: float
     off_policy_mask_threshold: float | None
     get_off_policy_mask: Callable[..., Tensor]
     top_entropy_quantile: float
-    scale_rewards: Any  # a string, or a bool under RLOO
+    scale_rewards: str | bool  # a bool under RLOO
     multi_objective_aggregation: str
     vllm_importance_sampling_correction: bool
     num_generations: int
     num_generations_eval: int
-    num_iterations: int
     max_completion_length: int | None
     reward_funcs: list[Any]
     reward_func_names: list[str]
     reward_weights: Tensor
     use_vllm: bool
     vllm_mode: str
-    vllm_generation: Any
+    vllm_generation: "VLLMGeneration"
     rollout_func: Callable[..., Any] | None
-    tools: Any
     # the seam's
     parts: tuple["Part", ...]
     metrics: "Metrics"
@@ -93,14 +90,14 @@ class Trainer(Protocol):
 
     def log_probs(
         self,
-        model: Any,
+        model: torch.nn.Module,
         input_ids: Tensor,
         attention_mask: Tensor,
         logits_to_keep: int,
         batch_size: int | None = None,
         compute_entropy: bool = False,
         compute_aux_loss: bool = False,
-        **of_samples: Any,
+        **of_samples: object,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return log-probs (B, T) and, on request, entropies (B, T) and the load-balancing loss."""
         ...
@@ -145,8 +142,7 @@ class Rollout:
     @property
     def is_sampled(self) -> Tensor:
         """(B, T) bool, True for completion tokens that the policy sampled and the loss counts."""
-        mask = self.samples["completion_mask"].bool()
-        return mask & self.samples["tool_mask"].bool() if "tool_mask" in self.samples else mask
+        return loss_mask(self.samples)
 
 
 @dataclass
@@ -189,16 +185,6 @@ class ScoringPass:
     until_backward: ExitStack | None
     """Contexts that must last until backward has ended; None outside a training step."""
 
-    @classmethod
-    def of_values(
-        cls, critic: Scorer, samples: Mapping[str, Any], rollout: Rollout | None, *asked: Any
-    ) -> "ScoringPass":
-        """Return the pass of a critic over samples: all of a rollout, or those of a micro-batch."""
-        batch_size, until_backward = asked
-        of_rollout, columns = (rollout, {}) if rollout is not None else (None, samples)
-        how = batch_size, False, False, forwarded(samples), of_rollout, columns, until_backward
-        return cls("value", critic, *scored(samples), *how)
-
     @property
     def is_text(self) -> bool:
         """True if the model gets nothing but text."""
@@ -238,7 +224,7 @@ class Part:
 
     # construction
 
-    def building(self, model: Any, args: Any) -> AbstractContextManager[None]:
+    def building(self, model: str | PreTrainedModel | PeftModel, args: Any) -> AbstractContextManager[None]:
         """Return a context for TRL's constructor. `model` is what the user passed."""
         return contextlib.nullcontext()
 
@@ -384,7 +370,7 @@ class TokenRecord:
 
     Args:
         option: The option that needs them, for messages.
-        instead: A sentence that says how to do without them.
+        instead: A sentence that names an alternative.
     """
 
     def __init__(self, option: str, instead: str = "") -> None:
@@ -397,7 +383,7 @@ class TokenRecord:
     def add(self, turn: Turn, values: Sequence[Tensor]) -> None:
         """Add the values of a turn: (T, *) for each of its sequences, or (T - 1, *) without the last token."""
         sequences = zip(turn.prompt_ids, turn.completion_ids, values, strict=True)
-        self.turns.append([Traced([*prompt, *completion], own) for prompt, completion, own in sequences])
+        self.turns.append([Traced([*prompt, *completion], traced) for prompt, completion, traced in sequences])
 
     def aligned(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """Return the values (B, L, *) of the tokens of a padded batch.

@@ -6,11 +6,12 @@ This file knows TRL's options and how transformers names tensors. It loads nothi
 import json
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from peft import PeftModel
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.core_model_loading import revert_weight_conversion
 
 if TYPE_CHECKING:
@@ -94,7 +95,7 @@ def different(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the settings that both runs have and whose values differ."""
     is_in_reward = "normalize_advantages" in now  # an option of RLOO, whose KL is part of the reward
 
-    def value(name: str, setting: Any) -> Any:
+    def value(name: str, setting: object) -> object:
         if name == "beta" and not is_in_reward:  # only 0 or not matters: it decides if there are reference log-probs
             return setting != 0
         return setting or None if name in _OFF else setting
@@ -122,11 +123,16 @@ def saved_otherwise(model: torch.nn.Module) -> list[str]:
     transformers 5 fuses experts when it loads a model, and splits them when it saves it. The Trainer, however, loads a
     checkpoint by the names in memory. This function converts only names and shapes, and copies no tensor.
     """
-    tensors = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
-    plain: Any = model
+    tensors = tensors_of(model)
+    plain = cast(PreTrainedModel, model)
     saved = revert_weight_conversion(plain, {name: tensor.to("meta") for name, tensor in tensors.items()})
     same = {name for name in tensors.keys() & saved.keys() if tensors[name].shape == saved[name].shape}
     return not_loaded(tensors, same)
+
+
+def tensors_of(model: torch.nn.Module) -> dict[str, Tensor]:
+    """Return the state of a model without what is not a tensor."""
+    return {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
 
 
 def not_loaded(tensors: dict[str, Tensor], loaded: set[str]) -> list[str]:

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 @contextmanager
-def building_reference(trainer: Any, args: Any) -> Iterator[None]:
+def building_reference(trainer: "Trainer", args: Any) -> Iterator[None]:
     """Let TRL's constructor make a reference although the loss has no KL."""
     with overridden(args, {} if args.beta else {"beta": 1.0}):
         yield
@@ -39,14 +39,14 @@ def scoring_reference(trainer: "Trainer") -> Iterator[None]:
 @contextmanager
 def noting_prompts(trainer: "Trainer", note: Callable[[list[list[int]]], None]) -> Iterator[None]:
     """Tell `note` the token ids of the prompts of each rollout, as the policy has read them."""
-    theirs = trls(trainer)._generate
+    generate = trls(trainer)._generate
 
-    def generate(*arguments: Any, **keywords: Any) -> Any:
-        generated = theirs(*arguments, **keywords)
+    def noting(*arguments: object) -> tuple[Any, ...]:
+        generated = generate(*arguments)
         note(generated[0])
         return generated
 
-    with overridden(trainer, {"_generate": generate}):
+    with overridden(trainer, {"_generate": noting}):
         yield
 
 
@@ -75,14 +75,14 @@ def forget_logs(trainer: "Trainer") -> None:
     for metrics in trls(trainer)._metrics.values():
         metrics.clear()
     for column in trls(trainer)._logs.values():
-        for values in column.values() if isinstance(column, dict) else [column]:
-            values.clear()
+        for rows in column.values() if isinstance(column, dict) else [column]:
+            rows.clear()
 
 
 def reading(functions: Sequence[Any], reads: Sequence[Callable[[int, Any], Any]]) -> list[Any]:
     """Return reward functions whose results go through all `reads`, which get the function's number and its result."""
 
-    def read(index: int, returned: Any) -> Any:
+    def read(index: int, returned: object) -> Any:
         return functools.reduce(lambda result, each: each(index, result), reads, returned)
 
     return [
@@ -104,11 +104,11 @@ def relog_advantages(trainer: "Trainer", advantages: Sequence[float]) -> None:
 def _then(function: Callable[..., Any], read: Callable[[Any], Any]) -> Callable[..., Any]:
     """Return a function that applies `read` to the result of `function`; it is async if `function` is."""
 
-    async def reading_later(*arguments: Any, **keywords: Any) -> Any:
+    async def reading_later(*arguments: object, **keywords: object) -> Any:
         with naming_columns(keywords):
             return read(await function(*arguments, **keywords))
 
-    def reading_now(*arguments: Any, **keywords: Any) -> Any:
+    def reading_now(*arguments: object, **keywords: object) -> Any:
         with naming_columns(keywords):
             return read(function(*arguments, **keywords))
 

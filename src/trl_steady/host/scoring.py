@@ -10,13 +10,7 @@ from torch import Tensor
 
 from trl_steady.host import loss
 from trl_steady.host.names import overridden
-from trl_steady.host.part import Part, Rollout, ScoringPass
-
-_ORDER = (
-    "keep_sampling_mask and router_replay need each row once and in order. Score whole batches with TRL's own method, "
-    "or switch both options off."
-)
-
+from trl_steady.host.part import Part, Rollout, ScoringPass, Trainer
 
 Scores = tuple[Tensor, Tensor | None, Tensor | None]
 """(B, T) log-probs, (B, T) entropies of the whole vocabulary, and the scalar load-balancing loss."""
@@ -35,36 +29,33 @@ class IndexedModel:
     def __init__(self, model: Callable[..., Any], token_indices: Tensor) -> None:
         self._model, self._token_indices, self._passed = model, token_indices, 0
 
-    def __call__(self, *, input_ids: Tensor, **others: Any) -> Any:
-        """Return the model's outputs for the next rows.
-
-        Raises:
-            RuntimeError: more rows than the batch has, or rows of another width.
-        """
+    def __call__(self, *, input_ids: Tensor, **others: object) -> Any:
+        """Return the model's outputs for the next rows. Raises RuntimeError if the batch has no such rows."""
         token_indices = self._token_indices[self._passed : self._passed + len(input_ids)]
-        if token_indices.shape != input_ids.shape:
-            raise RuntimeError(
-                f"the model got input_ids of shape {tuple(input_ids.shape)} after {self._passed} of the "
-                f"{len(self._token_indices)} rows of a batch of width {self._token_indices.size(1)}. {_ORDER}"
-            )
         self._passed += len(input_ids)
+        self._refuse_unless(token_indices.shape == input_ids.shape)
         return self._model(input_ids=input_ids, token_indices=token_indices, **others)
 
     def refuse_rest(self) -> None:
         """Raise a RuntimeError if rows are left over. Call this after the last part."""
-        if self._passed != len(self._token_indices):
+        self._refuse_unless(self._passed == len(self._token_indices))
+
+    def _refuse_unless(self, is_in_order: bool) -> None:
+        if not is_in_order:
             raise RuntimeError(
-                f"the model got {self._passed} of the {len(self._token_indices)} rows of a batch. {_ORDER}"
+                f"the model got {self._passed} rows of a batch of shape {tuple(self._token_indices.shape)}, or rows "
+                "of another width. keep_sampling_mask and router_replay need each row once and in order. Score whole "
+                "batches with TRL's own method, or switch both options off."
             )
 
 
-def scored(scoring: ScoringPass, parts: Sequence[Part], own: Callable[..., Any]) -> Scores:
-    """Run a scoring pass with `own`, TRL's method, on the models of the parts and in their batches."""
+def scored(scoring: ScoringPass, parts: Sequence[Part], method: Callable[..., Any]) -> Scores:
+    """Run a scoring pass with TRL's method on the models of the parts and in their batches."""
     ids, mask = scoring.input_ids, scoring.attention_mask
     asked = {"compute_entropy": scoring.with_entropy, "compute_aux_loss": scoring.with_aux_loss, **scoring.of_samples}
-    trls = functools.partial(own, logits_to_keep=scoring.width, **asked)
+    trls = functools.partial(method, logits_to_keep=scoring.width, **asked)
 
-    def bare(*, token_indices: Any = None, **batch: Any) -> Any:
+    def bare(*, token_indices: object = None, **batch: object) -> Any:
         return scoring.model(**batch)
 
     with ExitStack() as stack:
@@ -75,7 +66,7 @@ def scored(scoring: ScoringPass, parts: Sequence[Part], own: Callable[..., Any])
             return trls(scoring.model, ids, mask, batch_size=scoring.batch_size)
         token_indices = torch.arange(ids.numel(), device=ids.device).view_as(ids)
 
-        def score(rows: Any, batch_size: int | None = None) -> Scores:
+        def score(rows: Tensor | slice, batch_size: int | None = None) -> Scores:
             indexed = IndexedModel(model, token_indices[rows]) if needs_token_indices(model) else None
             scores = trls(indexed or model, ids[rows], mask[rows], batch_size=batch_size)
             if indexed is not None:
@@ -90,7 +81,7 @@ def scored(scoring: ScoringPass, parts: Sequence[Part], own: Callable[..., Any])
         return torch.cat(logps)[back], torch.cat(entropies)[back] if scoring.with_entropy else None, None
 
 
-def policy_log_probs(trainer: Any, rollout: Rollout) -> Tensor:
+def policy_log_probs(trainer: Trainer, rollout: Rollout) -> Tensor:
     """Return the policy's log-probs (B, T) of a complete rollout. The random state stays as without this pass."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     tokens, of_model = loss.scored(rollout.samples), loss.forwarded(rollout.samples)

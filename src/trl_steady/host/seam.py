@@ -6,16 +6,18 @@ override the public ones.
 """
 
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from types import MappingProxyType
+from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, ClassVar, TypeVar, cast
 
 import torch
 from datasets import Dataset
+from peft import PeftModel
 from torch import Tensor
 from torch.utils.data import Sampler
+from transformers import PreTrainedModel
 
 from trl_steady.host import loss
 from trl_steady.host.checkpoints import Checkpoints
@@ -49,14 +51,16 @@ class Steady(_Trls):
     # TRL has these three for GRPO only
     rollout_func: Callable[..., Any] | None = None
     environment_factories: Mapping[str | None, object] | None = None
-    tools: Any = None
+    tools: Sequence[object] | None = None
     loss_is_token_sum: bool | property = False  # True for a sum over tokens of a step, divided by a known number
     # What is in progress. TRL's methods stand between the seam's, and would not hand these on as arguments.
     _rollout: Rollout | None = None
     _samples: Mapping[str, Any] = MappingProxyType({})  # the micro-batch whose loss is computed
     _until_backward: ExitStack | None = None
 
-    def __init__(self, model: Any, reward_funcs: Any, args: Any, *positional: Any, **keywords: Any) -> None:
+    def __init__(
+        self, model: str | PreTrainedModel | PeftModel, reward_funcs: Any, args: Any, *positional: Any, **keywords: Any
+    ) -> None:
         self.reached, self.metrics, self.checkpoints = Reached(self), Metrics(self), Checkpoints(self)
         self.parts = tuple(part(self._as_trainer) for part in self.PARTS)
         captures = [capture for part in self.parts for capture in part.captures(args)]
@@ -92,8 +96,7 @@ class Steady(_Trls):
         for part in self.parts:
             rollout.samples.update(part.columns(rollout))
         for part in self.parts:
-            advantages = part.advantages(rollout)
-            if advantages is not None:
+            if (advantages := part.advantages(rollout)) is not None:
                 rollout.samples["advantages"] = advantages
         return rollout.samples
 
@@ -113,7 +116,7 @@ class Steady(_Trls):
         return generated
 
     def _calculate_rewards(
-        self, inputs: Any, prompts: Any, completions: list[Any], completion_ids_list: list[list[int]]
+        self, inputs: list[Any], prompts: list[Any], completions: list[Any], completion_ids_list: list[list[int]]
     ) -> Tensor:
         self.reached.note("calculate_rewards")
         reads = [part.read_rewards for part in self.parts]
@@ -125,19 +128,19 @@ class Steady(_Trls):
 
     # 2. Score the old policy and the reference in a rollout, and the policy in a micro-batch.
 
-    def _get_per_token_logps_and_entropies(self, model: Any, *arguments: Any, **keywords: Any) -> Any:
+    def _get_per_token_logps_and_entropies(self, model: torch.nn.Module, *arguments: Any, **keywords: Any) -> Any:
         return self.log_probs(model, *arguments, **keywords)
 
     def log_probs(
         self,
-        model: Any,
+        model: torch.nn.Module,
         input_ids: Tensor,
         attention_mask: Tensor,
         logits_to_keep: int,
         batch_size: int | None = None,
         compute_entropy: bool = False,
         compute_aux_loss: bool = False,
-        **of_samples: Any,
+        **of_samples: object,
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return log-probs (B, T) and, on request, entropies (B, T) and the load-balancing loss, as TRL computes them.
 
@@ -145,9 +148,9 @@ class Steady(_Trls):
         """
         if torch.is_grad_enabled():  # the training pass, not the pass of the old policy or the reference
             self.reached.note("log_probs")
+        role = role_of(self._as_trainer, model, in_rollout=self._rollout is not None)
         asked = logits_to_keep, batch_size, compute_entropy, compute_aux_loss, of_samples
         in_progress = self._rollout, self._samples, self._until_backward
-        role = role_of(self._as_trainer, model, in_rollout=self._rollout is not None)
         scoring = ScoringPass(role, model, input_ids, attention_mask, *asked, *in_progress)
         return scored(scoring, self.parts, super()._get_per_token_logps_and_entropies)
 
@@ -155,15 +158,19 @@ class Steady(_Trls):
         self, critic: Scorer, samples: Mapping[str, Any], rollout: Rollout | None = None, batch_size: int | None = None
     ) -> Tensor:
         """Return the values (B, T) of a critic for samples with TRL's columns, in the passes of the parts."""
-        scoring = ScoringPass.of_values(critic, samples, rollout, batch_size, self._until_backward)
+        columns = {} if rollout is not None else samples
+        asked = batch_size, False, False, loss.forwarded(samples), rollout, columns, self._until_backward
+        scoring = ScoringPass("value", critic, *loss.scored(samples), *asked)
         return scored(scoring, self.parts, super()._get_per_token_logps_and_entropies)[0]
 
     # 3. Compute the loss.
 
-    def training_step(self, *arguments: Any, **keywords: Any) -> Tensor:
+    def training_step(
+        self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
+    ) -> Tensor:
         """Run TRL's training step, and keep the contexts of its forward active until backward ends."""
         with self.until_backward_ends():
-            loss = super().training_step(*arguments, **keywords)
+            loss = super().training_step(model, inputs, num_items_in_batch)
         for part in self.parts if self.accelerator.sync_gradients else ():
             part.after_last_backward()
         return loss
@@ -234,7 +241,9 @@ class Steady(_Trls):
         context.push(tell)
         return context
 
-    def get_batch_samples(self, *arguments: Any, **keywords: Any) -> Any:
+    def get_batch_samples(
+        self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
+    ) -> tuple[list[Any], Tensor | int | None]:
         """Return the micro-batches of an optimizer step, or none if the run was resumed after its last step.
 
         transformers would take one more step.
@@ -242,7 +251,7 @@ class Steady(_Trls):
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return [], None
-        return super().get_batch_samples(*arguments, **keywords)
+        return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler[int] | None:
         refuse_small(self.train_dataset, self.args)
@@ -271,7 +280,7 @@ class Steady(_Trls):
         with entered(part.loading(checkpoint) for part in self.parts):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
-    def _issue_warnings_after_load(self, load_result: Any) -> None:
+    def _issue_warnings_after_load(self, load_result: SimpleNamespace) -> None:
         super()._issue_warnings_after_load(load_result)
         self.checkpoints.refuse_lost(load_result.missing_keys)
 
