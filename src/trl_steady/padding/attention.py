@@ -36,7 +36,6 @@ _OURS = "trl_steady_packed_"  # prefix of the name of the model's own function
 _HAS_VARLEN = varlen_attn is not None and {"scale", "window_size", "enable_gqa"} <= set(
     inspect.signature(varlen_attn).parameters
 )
-_LARGEST_HEAD = 256  # of varlen_attn
 
 
 @dataclass
@@ -52,16 +51,13 @@ _forward: _Forward | None = None
 
 def why_not_packed(implementation: str | None) -> str | None:
     """Return why an attention function cannot attend within segments; None if it can."""
+    name = f"attn_implementation={implementation!r}"
     if _is_flash(implementation):
-        if flash_attn_supports_top_left_mask():
-            return f"attn_implementation={implementation!r} aligns queries with the first keys, not with the last"
-        return None
+        aligns_first = flash_attn_supports_top_left_mask()
+        return f"{name} aligns queries with the first keys, not with the last" if aligns_first else None
     if implementation in ("sdpa", "eager"):
         return None
-    return (
-        f"attn_implementation={implementation!r} has not been tested with packing; 'sdpa', 'eager' and FlashAttention "
-        "have"
-    )
+    return f"{name} has not been tested with packing; 'sdpa', 'eager' and FlashAttention have"
 
 
 def _is_flash(implementation: str | None) -> bool:
@@ -69,12 +65,13 @@ def _is_flash(implementation: str | None) -> bool:
     return ALL_ATTENTION_FUNCTIONS.get(implementation) is flash_attention_forward
 
 
-def _mask(name: str, *arguments: Any, local_size: int | None = None, **options: Any) -> Any:
+def _mask(name: str, *arguments: object, local_size: int | None = None, **options: object) -> Segments | Tensor | None:
     """Implement transformers' `AttentionMaskInterface`, which a model calls for each kind of its layers."""
-    if _forward is None:  # a forward that is not packed, while the model stays switched
-        local = {} if local_size is None else {"local_size": local_size}
-        return ALL_MASK_ATTENTION_FUNCTIONS[name](*arguments, **local, **options)
-    return Segments(_forward.segments, local_size)
+    if _forward is not None:
+        return Segments(_forward.segments, local_size)
+    # a forward that is not packed, while the model stays switched
+    local = {} if local_size is None else {"local_size": local_size}
+    return ALL_MASK_ATTENTION_FUNCTIONS[name](*arguments, **local, **options)
 
 
 def _attend(
@@ -83,22 +80,23 @@ def _attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    attention_mask: Any,
+    attention_mask: Segments | Tensor | None,
     **options: Any,
 ) -> tuple[Tensor, Tensor | None]:
     """Implement transformers' `AttentionInterface`: three tensors (1, heads, N, size) give (1, N, heads, size)."""
     attend = functools.partial(_eager(type(module)) if name == "eager" else ALL_ATTENTION_FUNCTIONS[name], module)
     inputs = query, key, value
-    if not isinstance(attention_mask, Segments):
-        if _forward is None:
-            with _named(module, name):
-                return attend(*inputs, attention_mask, **options)
+    if isinstance(attention_mask, Segments):
+        if _forward is not None:
+            _forward.was_attended_in = True
+    elif _forward is None:
+        with _named(module, name):
+            return attend(*inputs, attention_mask, **options)
+    else:
         raise RuntimeError(
             f"{type(module).__name__} does not pass on the attention mask that it gets, so trim_padding=True cannot "
             "keep packed sequences apart. Set trim_padding=False."
         )
-    if _forward is not None:
-        _forward.was_attended_in = True
     if _is_flash(name):
         with _named(module, name):
             return _flash(attend, inputs, attention_mask, options), None
@@ -108,7 +106,7 @@ def _attend(
 
 
 def _flash(
-    attend: Callable[..., Any], inputs: Sequence[Tensor], segments: Segments, options: dict[str, Any]
+    attend: Callable[..., Any], inputs: Sequence[Tensor], segments: Segments, options: dict[str, object]
 ) -> Tensor:
     query, key, value = inputs
     varlen = segments.varlen(query.device)
@@ -120,7 +118,7 @@ def _flash(
 
 
 def _takes_varlen(
-    query: Tensor, value: Tensor, dropout: float = 0.0, position_bias: Tensor | None = None, **_: Any
+    query: Tensor, value: Tensor, dropout: float = 0.0, position_bias: Tensor | None = None, **_: object
 ) -> bool:
     """Return whether torch's function for sequences of different lengths can stand for "sdpa"."""
     return (
@@ -131,7 +129,7 @@ def _takes_varlen(
         and torch.backends.cuda.flash_sdp_enabled()
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
         and _autocast(query) in (torch.bfloat16, torch.float16)
-        and value.size(-1) <= query.size(-1) <= _LARGEST_HEAD
+        and value.size(-1) <= query.size(-1) <= 256  # the kernel's largest head
         and not dropout
         and position_bias is None
     )
@@ -148,8 +146,8 @@ def _by_varlen(inputs: Sequence[Tensor], segments: Segments, scaling: float | No
     varlen = segments.varlen(query.device)
     if varlen.taken is not None:
         key, value = key[varlen.taken], value[varlen.taken]
-    attend: Any = varlen_attn
-    output: Tensor = attend(
+    assert varlen_attn is not None
+    output: Any = varlen_attn(
         query,
         key,
         pad(value, (0, query.size(-1) - value.size(-1))),  # as large as the other two, which the kernel wants

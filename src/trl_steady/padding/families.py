@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
@@ -80,8 +80,8 @@ def _is_known(model: PreTrainedModel) -> bool:
 
 
 def _is_rotary(model: PreTrainedModel) -> bool:
-    base: Any = model.base_model  # its vision tower may be rotary when its text model is not
-    return any("Rotary" in type(module).__name__ for module in base.get_decoder().modules())
+    text = cast(PreTrainedModel, model.base_model).get_decoder()  # a vision tower may be rotary beside it
+    return any("Rotary" in type(module).__name__ for module in text.modules())
 
 
 def _selections(model: PreTrainedModel) -> Iterator[int]:
@@ -89,12 +89,11 @@ def _selections(model: PreTrainedModel) -> Iterator[int]:
 
     In wider batches, the padding can decide which tokens are selected: scores of 0 tie, and padding may have a score.
     """
-    module: Any
-    for module in model.modules():
-        if hasattr(module, "index_topk"):
-            yield module.index_topk * getattr(module, "compress_rate", 1)
-        elif hasattr(module, "topk_blocks"):
-            yield module.topk_blocks * module.block_size
+    for sizes in map(vars, model.modules()):
+        if "index_topk" in sizes:
+            yield sizes["index_topk"] * sizes.get("compress_rate", 1)
+        elif "topk_blocks" in sizes:
+            yield sizes["topk_blocks"] * sizes["block_size"]
 
 
 def _rope(config: PretrainedConfig) -> Iterator[Mapping[str, Any]]:

@@ -28,7 +28,7 @@ class Segment:
 
     @property
     def tokens(self) -> slice:
-        """Slice of the packed row that holds the segment."""
+        """Slice of the packed row."""
         return slice(self.start, self.end)
 
 
@@ -129,9 +129,9 @@ def pack(lengths: Sequence[Length], *, prompt_width: int, device: torch.device) 
             start = prompt_width - lengths[row].prompt if prefix is None else end
             add(row, start, prompt_width + lengths[row].completion, prefix)
     table = torch.cat(indices, dim=1) if indices else torch.empty(2, 0, dtype=torch.long)
-    predicted = [torch.arange(segment.start + 1, segment.end) for segment in segments]
+    predicted = torch.cat([table[0, :0], *(torch.arange(segment.start + 1, segment.end) for segment in segments)])
     of_rows, of_columns = without_waiting(table, device)
-    return Packing(of_rows, of_columns, without_waiting(torch.cat([table[0, :0], *predicted]), device), segments)
+    return Packing(of_rows, of_columns, without_waiting(predicted, device), segments)
 
 
 def without_waiting(tensor: Tensor, device: torch.device) -> Tensor:

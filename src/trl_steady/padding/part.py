@@ -36,20 +36,14 @@ class _Plan:
     mask: Tensor  # of the padded batch
     key: tuple[Any, ...]  # on what the plan depends beside the batch
     lengths: Sequence[Length]  # as they are in the batch
-    order: Sequence[int] | None = None  # of the rows; None for that of the batch
+    order: Sequence[int]  # in which the rows come
     batches: Sequence[Tensor] = ()  # rows that go through the model together; none for TRL's own batches
-
-    @property
-    def in_order(self) -> Sequence[Length]:
-        """Lengths in the order in which the sequences come."""
-        return self.lengths if self.order is None else [self.lengths[row] for row in self.order]
 
 
 class PaddingPart(Part):
     """Computes no padding in the passes of policy and reference, and regroups micro-batches with `token_budget`.
 
-    Without a budget, TRL still chooses the sequences of each micro-batch. The loss is always that of the whole step.
-    With a budget, TRL's metrics become means over the new micro-batches.
+    The loss is always that of the whole step. With a budget, TRL's metrics become means over the new micro-batches.
     """
 
     def __init__(self, trainer: Trainer) -> None:
@@ -79,8 +73,11 @@ class PaddingPart(Part):
         if why_not:
             does_nothing = self.why_padded or model_traits.width_limit == 0
             what = "does nothing" if does_nothing else "only cuts columns that are padding in every row"
-            way_out = "Change that, or set trim_padding=False to keep the padding."
-            warnings.warn(f"trim_padding=True {what}: {why_not}. {way_out}", UserWarning, stacklevel=2)
+            warnings.warn(
+                f"trim_padding=True {what}: {why_not}. Change that, or set trim_padding=False to keep the padding.",
+                UserWarning,
+                stacklevel=2,
+            )
 
     def _why_not_regrouped(self) -> str | None:
         trainer = self.trainer
@@ -113,7 +110,7 @@ class PaddingPart(Part):
         if args.n_gpu > 1:
             return "one process drives several GPUs and divides the rows of a batch among them"
         if isinstance(model, PeftModel):
-            config: Any = model.active_peft_config
+            config = model.active_peft_config
             if config.peft_type not in _PER_TOKEN or getattr(config, "alora_invocation_tokens", None):
                 return f"an adapter of type {type(config).__name__} may depend on the position of a token in its row"
         return None
@@ -139,7 +136,7 @@ class PaddingPart(Part):
             self.traits_of(scoring.model),
             prompt_width=scoring.prompt_width,
             share_prompts=self.trainer.args.share_prompts,
-            lengths=None if plan is None else plan.in_order,
+            lengths=None if plan is None else [plan.lengths[row] for row in plan.order],
             attending=functools.partial(_attending, scoring, models.bare(self.trainer, scoring.model)),
         )
 
@@ -185,7 +182,7 @@ class PaddingPart(Part):
             lengths = self._read(scoring.input_ids, mask, scoring.prompt_width)
         if lengths is None:
             return None
-        plan = _Plan(mask, key, lengths)
+        plan = _Plan(mask, key, lengths, range(len(lengths)))
         if not is_alone and (self.trainer.args.token_budget is not None or model_traits.why_not_packed is not None):
             size = scoring.batch_size or len(lengths)
             plan.order, counts = self._batches(model_traits, lengths, mask.size(1), scoring.prompt_width, size)
@@ -208,10 +205,9 @@ class PaddingPart(Part):
         The numbers are the same on all processes. The longest sequences come first, so memory runs out early or not at
         all. With `share_prompts`, the sequences of a prompt stay together with their longest.
         """
-        is_whole = width > model_traits.width_limit
-        if is_whole or (
-            model_traits.why_not_packed and not model_traits.is_shift_invariant
-        ):  # their padding is not cut off
+        # the columns of padding that are not cut off count too
+        is_whole, is_packed = width > model_traits.width_limit, model_traits.why_not_packed is None
+        if is_whole or not (is_packed or model_traits.is_shift_invariant):
             lengths = [length._replace(prompt=prompt_width) for length in lengths]
         if is_whole:
             lengths = [length._replace(completion=width - prompt_width) for length in lengths]
@@ -229,7 +225,7 @@ class PaddingPart(Part):
             table = without_waiting(torch.tensor(everywhere), accelerator.device)
             gathered = cast(Tensor, accelerator.gather(table)).tolist()
             everywhere = [[Length(*numbers) for numbers in each] for each in gathered]
-        return order, partition(everywhere, budget, padded=is_whole or model_traits.why_not_packed is not None)
+        return order, partition(everywhere, budget, padded=is_whole or not is_packed)
 
     # loss
 
@@ -250,14 +246,13 @@ class PaddingPart(Part):
         self._waiting.append((rollout_number(trainer), inputs))
         if not trainer.accelerator.sync_gradients:
             return torch.zeros((), device=trainer.accelerator.device, requires_grad=True)
-        waiting, self._waiting[:] = [*self._waiting], []
-        *others, last = self._regrouped(model, waiting)
+        waiting, self._waiting = self._waiting, []
+        *others, (last, share_of_last) = self._regrouped(model, waiting)
         total = torch.zeros((), device=trainer.accelerator.device)
         for group, share in others:
             total += backward_of(trainer, model, functools.partial(compute, group), share)
-        group, share = last
-        with divided_by(trainer, share) as scaled:
-            return total + scaled(compute(group))
+        with divided_by(trainer, share_of_last) as scaled:
+            return total + scaled(compute(last))
 
     def _regrouped(
         self, model: torch.nn.Module, waiting: Sequence[tuple[int, Mapping[str, Any]]]
@@ -269,16 +264,15 @@ class PaddingPart(Part):
         for _, rollout in itertools.groupby(waiting, key=lambda waits: waits[0]):  # each rollout has its own width
             parts = [inputs for _, inputs in rollout]
             whole = {name: _together([part[name] for part in parts]) for name in parts[0]}
-            prompt_width, completion_width = (whole[name].size(1) for name in ("prompt_ids", "completion_ids"))
+            prompt_width = whole["prompt_ids"].size(1)
+            width = prompt_width + whole["completion_ids"].size(1)
             lengths = [Length(*numbers) for numbers in whole["lengths"]]
-            width = prompt_width + completion_width
             order, counts = self._batches(self.traits_of(model), lengths, width, prompt_width, len(lengths))
             indices = without_waiting(torch.tensor(order), whole["prompt_ids"].device)
-            ordered = iter(order)
+            ordered, size = iter(order), len(parts[0]["completion_ids"])
             for taken in indices.split(counts):
                 rows = [*itertools.islice(ordered, len(taken))]
                 group = {name: _taken(values, rows, taken) for name, values in whole.items()}
-                size = len(parts[0]["completion_ids"])
                 yield group, 1.0 if self.trainer.loss_is_token_sum else len(rows) / size
 
 

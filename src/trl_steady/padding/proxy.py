@@ -5,7 +5,7 @@ import warnings
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import AbstractContextManager
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -22,8 +22,7 @@ _OTHER_MASK = (
     "the attention mask of a micro-batch is not that of its rollout, whose lengths came with the samples. Remove "
     '"lengths" from the inputs where you change a mask.'
 )
-# other arguments that TRL passes for a batch that is text only
-_WITH_TEXT = {"fused_lm_head", "output_router_logits"}
+_WITH_TEXT = {"fused_lm_head", "output_router_logits"}  # other arguments of TRL for a batch that is text only
 
 
 class UnpaddedModel:
@@ -57,7 +56,7 @@ class UnpaddedModel:
         self._lengths = None if lengths is None else iter(lengths)
         self.needs_token_indices = needs_token_indices(model)
 
-    def __call__(self, *, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **others: Any) -> Any:
+    def __call__(self, *, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **others: object) -> object:
         """Return `log_probs` and `entropy`, (B, L - 1) each, and `aux_loss`, for inputs of shape (B, L)."""
         width = input_ids.size(1)
         lengths = self._of_next(input_ids, attention_mask)
@@ -75,7 +74,7 @@ class UnpaddedModel:
         left = self._prompt_width - longest if self._traits.is_shift_invariant else 0
         right = self._prompt_width + max(max(length.completion for length in lengths), 1)
         batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
-        batch |= {name: others.pop(name) for name in _OF_TOKENS if name in others}
+        batch |= {name: cast(Tensor, others.pop(name)) for name in _OF_TOKENS if name in others}
         batch = {name: values[:, left:right] for name, values in batch.items()}
         if self._packs(batch, others, lengths, left):
             outputs = self._packed(batch, others, lengths, left)
@@ -95,7 +94,9 @@ class UnpaddedModel:
         shared = input_ids if self._share_prompts else None
         return lengths_of(attention_mask, prompt_width=self._prompt_width, input_ids=shared)
 
-    def _packs(self, batch: dict[str, Tensor], others: dict[str, Any], lengths: Sequence[Length], left: int) -> bool:
+    def _packs(
+        self, batch: dict[str, Tensor], others: dict[str, object], lengths: Sequence[Length], left: int
+    ) -> bool:
         if self._traits.why_not_packed or not batch.keys() <= _PACKED or not others.keys() <= _WITH_TEXT:
             return False
         if not all(length.prompt for length in lengths):  # no token predicts the first token after an empty prompt
@@ -104,7 +105,9 @@ class UnpaddedModel:
         full = prompt_width, batch["labels"].size(1) - prompt_width
         return self._share_prompts or any((length.prompt, length.completion) != full for length in lengths)
 
-    def _packed(self, batch: dict[str, Tensor], others: dict[str, Any], lengths: Sequence[Length], left: int) -> Any:
+    def _packed(
+        self, batch: dict[str, Tensor], others: dict[str, object], lengths: Sequence[Length], left: int
+    ) -> SimpleNamespace:
         input_ids, labels = batch["input_ids"], batch["labels"]
         packing = pack(lengths, prompt_width=self._prompt_width - left, device=input_ids.device)
         if "token_indices" in batch:

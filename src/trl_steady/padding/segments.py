@@ -39,8 +39,17 @@ class Segments:
 
     def varlen(self, device: torch.device) -> Varlen:
         """Return what one call for all segments needs, made once for the layers of a device."""
-        if device not in self._varlen:
-            self._varlen[device] = _varlen(self.of_row, device)
+        if device in self._varlen:
+            return self._varlen[device]
+        queries = [len(segment) for segment in self.of_row]
+        keys = [len(segment) + segment.shared for segment in self.of_row]
+        taken = None
+        if keys != queries:
+            row = torch.arange(self.of_row[-1].end)
+            parts = [row[part] for segment in self.of_row for part in (segment.prefix, segment.tokens) if part]
+            taken = without_waiting(torch.cat(parts), device)
+        starts = _starts(queries, device), _starts(keys, device)
+        self._varlen[device] = Varlen(*starts, max(queries), max(keys), taken)
         return self._varlen[device]
 
     def is_causal(self, length: int, shared: int) -> bool:
@@ -52,17 +61,6 @@ class Segments:
         query = torch.arange(shared, shared + length, device=device).unsqueeze(1)
         key = torch.arange(shared + length, device=device)
         return (key <= query) & (key > query - (self.window or shared + length))
-
-
-def _varlen(of_row: Sequence[Segment], device: torch.device) -> Varlen:
-    queries = [len(segment) for segment in of_row]
-    keys = [len(segment) + segment.shared for segment in of_row]
-    taken = None
-    if keys != queries:
-        row = torch.arange(of_row[-1].end)
-        parts = [row[part] for segment in of_row for part in (segment.prefix, segment.tokens) if part]
-        taken = without_waiting(torch.cat(parts), device)
-    return Varlen(_starts(queries, device), _starts(keys, device), max(queries), max(keys), taken)
 
 
 def _starts(lengths: Sequence[int], device: torch.device) -> Tensor:

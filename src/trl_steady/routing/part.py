@@ -12,8 +12,8 @@ import torch
 from torch import Tensor
 
 from trl_steady.host import models
-from trl_steady.host.engine import Capture
-from trl_steady.host.part import Part, Rollout, ScoringPass, TokenRecord, Turn
+from trl_steady.host.engine import Capture, SteadyGeneration
+from trl_steady.host.part import Part, Rollout, ScoringPass, TokenRecord, Trainer, Turn
 from trl_steady.routing.proxy import RecordedModel, ReplayedModel
 from trl_steady.routing.replay import Replay, RouteRecording, Routers, continued
 from trl_steady.routing.routes import decoded, from_engine, is_route, no_route, shared
@@ -48,7 +48,7 @@ class RoutingPart(Part):
         ("share_prompts", "router_replay"),
     )
 
-    def __init__(self, trainer: Any) -> None:
+    def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
         self._routers: weakref.WeakKeyDictionary[torch.nn.Module, Routers] = weakref.WeakKeyDictionary()
 
@@ -91,8 +91,9 @@ class RoutingPart(Part):
     @contextlib.contextmanager
     def rolling(self, rollout: Rollout) -> "Generator[None]":
         """Begin a record. Adapters may have changed the routers since the last rollout."""
-        for model in [model for model, routers in self._routers.items() if not routers.are_of(model)]:
-            del self._routers[model]
+        for model, routers in [*self._routers.items()]:
+            if not routers.are_of(model):
+                del self._routers[model]
         if self._kind == "R3":
             instead = "Set router_replay='R2', which needs no routes from the generation."
             rollout.records[_COLUMN] = TokenRecord(ROUTES.option, instead)
@@ -154,9 +155,11 @@ class RoutingPart(Part):
     def _of_rollout(self, rollout: Rollout, ids: Tensor, mask: Tensor, prompt_width: int) -> Tensor | None:
         """Return the routes of the padded batch, or None if nothing has recorded them yet."""
         record = rollout.records.get(_COLUMN)
-        if record is not None and record.values is None and record.turns:
+        if record is None:
+            return None
+        if record.values is None and record.turns:
             record.values = self._of_one_prompt(record.aligned(ids, mask), ids, mask, prompt_width)
-        return None if record is None else record.values
+        return record.values
 
     def _of_one_prompt(self, routes: Tensor, ids: Tensor, mask: Tensor, prompt_width: int) -> Tensor:
         """Give sequences that share a prompt the same routes for it."""
@@ -205,7 +208,7 @@ class RoutingPart(Part):
         self.trainer.metrics.pooled(sums=sums)
 
 
-def taken_routes(engine: Any, layers: Sequence[int]) -> list[Tensor]:
+def taken_routes(engine: SteadyGeneration, layers: Sequence[int]) -> list[Tensor]:
     """Return the routes (T - 1, M, K) of each sequence of the engine's last call. It forgets them.
 
     `layers` are the (M,) indices of the decoder layers that have routers.

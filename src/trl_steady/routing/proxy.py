@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -16,15 +16,13 @@ class RecordedModel:
     """Wrapper that records the routes of a model for a batch that comes in parts."""
 
     needs_token_indices: ClassVar = True
-    model: Callable[..., Any]
-    """The model to call, with `token_indices`."""
+    model: Callable[..., object]  # takes `token_indices`
     routers: Routers
-    shape: Sequence[int]
-    """(B, T) of the whole batch."""
+    shape: Sequence[int]  # (B, T) of the whole batch
     routes: Tensor | None = None
     """(B, T, L, K), or None before the first part. Tokens that have not gone through the model have no route."""
 
-    def __call__(self, *, token_indices: Tensor, **batch: Any) -> Any:
+    def __call__(self, *, token_indices: Tensor, **batch: object) -> object:
         """Return the model's outputs, and record routes. `token_indices` are those in the flattened batch.
 
         Raises:
@@ -44,17 +42,15 @@ class ReplayedModel:
     """Wrapper that makes a model use given routes."""
 
     needs_token_indices: ClassVar = True
-    model: Callable[..., Any]
-    """The model to call, with `token_indices`."""
+    model: Callable[..., object]  # takes `token_indices`
     routers: Routers
-    routes: Tensor
-    """(B, T, L, K) of the whole batch."""
+    routes: Tensor  # (B, T, L, K) of the whole batch
     lasting: Callable[[AbstractContextManager[Replay]], AbstractContextManager[Replay]]
     """Keeps a context active as long as layers of the model may be recomputed."""
     replays: list[Replay] = field(default_factory=list[Replay])
     """The replays of the parts so far."""
 
-    def __call__(self, *, token_indices: Tensor, **batch: Any) -> Any:
+    def __call__(self, *, token_indices: Tensor, **batch: object) -> object:
         """Return the model's outputs on the given routes. `token_indices` index the flattened batch.
 
         Raises:

@@ -13,7 +13,7 @@ import itertools
 import re
 import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeVar, cast
 
 import torch
@@ -22,6 +22,7 @@ from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map_only
 
+from trl_steady.host.names import overridden
 from trl_steady.routing.finding import find_routers
 from trl_steady.routing.routes import dtype_of, is_route
 
@@ -235,20 +236,15 @@ class Routers:
                 "checkpointing off."
             )
         self._use = use
-        patched = self._modules if before is None else []
-        replaced = [(vars(module), vars(module).get("forward")) for _, module in patched]
-        # on the module, not by a mode around the model: modes are thread-local, and backward has threads of its own
-        for layer, module in patched:
-            vars(module)["forward"] = functools.partial(self._forward, layer, module.forward)
-        try:
-            yield use
-        finally:
-            self._use = before
-            for attributes, forward in replaced:
-                if forward is None:
-                    del attributes["forward"]
-                else:
-                    attributes["forward"] = forward
+        with ExitStack() as patches:
+            # on the modules, as a mode around the model is thread-local, and backward has threads of its own
+            for layer, module in self._modules if before is None else []:
+                forward = functools.partial(self._forward, layer, module.forward)
+                patches.enter_context(overridden(module, {"forward": forward}))
+            try:
+                yield use
+            finally:
+                self._use = before
 
     def _forward(self, layer: int, forward: Forward, *arguments: object, **keywords: object) -> object:
         use = self._use
@@ -280,7 +276,9 @@ class _TopkWatch(TorchFunctionMode):
     """Width of the scores in the last call, which is the number of experts."""
     indices: Tensor | None = None
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         result = func(*args, **(kwargs or {}))
         if func in _TOPK:
             self.calls += 1
@@ -288,7 +286,7 @@ class _TopkWatch(TorchFunctionMode):
         return result
 
 
-class _Replace(TorchFunctionMode):
+class _Replace(_TopkWatch):
     """Replace the result of one call of topk.
 
     A router may mask the scores of some groups of experts before topk. The experts of a route may be in masked groups.
@@ -299,16 +297,14 @@ class _Replace(TorchFunctionMode):
         super().__init__()
         self._call, self._choose, self._has_route = call, choose, has_route
         self._masked: tuple[Tensor, Tensor] | None = None
-        self.calls = 0
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
+    def __torch_function__(
+        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        result = super().__torch_function__(func, types, args, kwargs)
         if func in _MASKED_FILL:
             self._masked = result, _first(args, kwargs)
-        if func not in _TOPK:
-            return result
-        self.calls += 1
-        if self.calls != self._call:
+        if func not in _TOPK or self.calls != self._call:
             return result
         scores = _first(args, kwargs)
         indices = self._choose(scores, result.indices)
@@ -335,8 +331,8 @@ def _leaving_no_trace(device: torch.device) -> Generator[None]:
         torch.clear_autocast_cache()
 
 
-def _first(args: Any, kwargs: Any) -> Tensor:
-    return args[0] if args else kwargs["input"]
+def _first(args: Sequence[Any], kwargs: dict[str, Any] | None) -> Tensor:
+    return args[0] if args else (kwargs or {})["input"]
 
 
 def continued(passes: Sequence[Tensor], sequences: int) -> Tensor:

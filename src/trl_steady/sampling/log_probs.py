@@ -84,8 +84,8 @@ class _KeptLogProbs(torch.autograd.Function):
                 positions, ids, is_kept = part
                 scores, slope, rows = _scores(ctx, part, hidden, weight, bias)
                 probabilities = (scores - normalisers[positions].unsqueeze(-1)).exp()
-                is_own = (ids == targets[positions].unsqueeze(-1)) & is_kept
-                of_products = grad[positions].unsqueeze(-1) * (is_own.to(grad.dtype) - probabilities) * slope
+                is_target = (ids == targets[positions].unsqueeze(-1)) & is_kept
+                of_products = grad[positions].unsqueeze(-1) * (is_target.to(grad.dtype) - probabilities) * slope
                 if to_hidden is not None:
                     to_hidden[positions] = torch.bmm(of_products.unsqueeze(1), rows.to(grad.dtype)).squeeze(1)
                 if to_weight is not None:

@@ -6,8 +6,8 @@
 import contextlib
 import itertools
 import warnings
-from collections.abc import Callable, Generator, Mapping
-from typing import Any
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from peft import PeftModel
 from torch import Tensor
 
 from trl_steady.host import models
-from trl_steady.host.engine import Capture
+from trl_steady.host.engine import Capture, SteadyGeneration
 from trl_steady.host.fused_head import scored_by
 from trl_steady.host.part import Part, Rollout, ScoringPass, TokenRecord, Turn
 from trl_steady.sampling.kept import MAX_KEPT, KeptTokens
@@ -26,9 +26,9 @@ _COLUMN = "kept_tokens"
 _OPTION = "keep_sampling_mask=True"
 
 
-def _compact(value: Any) -> tuple[np.ndarray, np.ndarray]:
+def _compact(value: object) -> tuple[np.ndarray, np.ndarray]:
     """Return kept tokens as arrays of ids and counts, a tenth of the memory of nested lists."""
-    rows = getattr(value, "token_ids", value)
+    rows = cast(Sequence[Sequence[int]], getattr(value, "token_ids", value))
     counts = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     return np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int32, count=int(counts.sum())), counts
 
@@ -205,7 +205,7 @@ class _KeptRecord(TokenRecord):
         self.add(turn, [torch.cat(pair) for pair in zip(prompts, parts, strict=True)])
 
 
-def taken_sets(engine: Any, completions: list[list[int]]) -> KeptTokens:
+def taken_sets(engine: SteadyGeneration, completions: list[list[int]]) -> KeptTokens:
     """Return the kept tokens at each token of the completions of the engine's last call, joined. It forgets them."""
     parts: list[KeptTokens] = []
     for (ids, counts), completion in zip(engine.take(KEPT_TOKENS), completions, strict=True):

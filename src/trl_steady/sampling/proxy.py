@@ -3,15 +3,14 @@
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass, field
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
+from trl_steady.host.fused_head import Head, Scores
 from trl_steady.sampling.kept import KeptTokens
 from trl_steady.sampling.log_probs import kept_log_probs
-
-_ScoreHead = Callable[[Any], tuple[Tensor, Any, Any, Any, Any]]
 
 
 @dataclass(eq=False)
@@ -19,14 +18,12 @@ class KeptModel:
     """Wrapper that scores each token among those kept when it was sampled, for a model with TRL's fused LM head."""
 
     needs_token_indices: ClassVar = True
-    model: Callable[..., Any]
-    """The model to call, with `token_indices`. It returns `log_probs`."""
-    kept: KeptTokens
-    """Sets of some positions."""
+    model: Callable[..., object]  # takes `token_indices`, returns `log_probs`
+    kept: KeptTokens  # of some positions
     index: Tensor
     """(B, L) of the whole batch, the number of the set that each token was sampled from. A token with -1 keeps the
     log-prob of the model."""
-    scored_by: Callable[[_ScoreHead], AbstractContextManager[None]]
+    scored_by: Callable[[Callable[[Head], Scores]], AbstractContextManager[None]]
     """Returns a context in which the given function replaces the log-prob function of the fused head."""
     _: KW_ONLY
     with_entropy: bool
@@ -35,12 +32,12 @@ class KeptModel:
     kept_mass: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64), init=False)
     """(2,) sum of the model's probabilities on the sets so far, and number of sets. Needs `with_entropy`."""
 
-    def __call__(self, *, token_indices: Tensor, labels: Tensor, **batch: Any) -> Any:
+    def __call__(self, *, token_indices: Tensor, labels: Tensor, **batch: object) -> object:
         """Return the model's outputs. `token_indices` index the flattened batch."""
         index = self.index.flatten()[token_indices][:, 1:]
         has_label = labels[:, 1:] != -100
 
-        def score_head(head: Any) -> tuple[Tensor, Any, Any, Any, Any]:
+        def score_head(head: Head) -> Scores:
             is_all = len(head.targets) == has_label.numel()
             numbers = index.where(has_label, -1).flatten() if is_all else index[has_label]
             is_needed = has_label.flatten() if is_all else torch.ones_like(numbers, dtype=torch.bool)
@@ -50,7 +47,7 @@ class KeptModel:
         with self.scored_by(score_head):
             return self.model(token_indices=token_indices, labels=labels, **batch)
 
-    def _score(self, head: Any, kept: KeptTokens, is_needed: Tensor) -> tuple[Tensor, Any, Any, Any, Any]:
+    def _score(self, head: Head, kept: KeptTokens, is_needed: Tensor) -> Scores:
         has_set = kept.counts > 0
         if not has_set.any():
             return head.trl_scores()
@@ -67,8 +64,9 @@ class KeptModel:
         is_left = is_needed & ~has_set
         if not self.with_entropy and not is_left.any():
             return log_probs, None, None, None, None
-        whole, *others = head.trl_scores()
+        scores = head.trl_scores()
+        whole = scores[0]
         if self.with_entropy:
             masses = (whole.detach() - log_probs.detach())[has_set].double().exp()
             self.kept_mass = self.kept_mass.to(masses.device) + torch.stack([masses.sum(), has_set.sum()])
-        return (log_probs.where(has_set, whole) if is_left.any() else log_probs, *others)
+        return (log_probs.where(has_set, whole) if is_left.any() else log_probs, *scores[1:])
