@@ -22,7 +22,6 @@ from trl_steady.host.loss import MicroBatch, Terms, loss_mask
 from trl_steady.host.models import Scorer
 
 if TYPE_CHECKING:
-    from trl.generation.vllm_generation import VLLMGeneration
 
     from trl_steady.host.engine import AdapterSync, Capture
     from trl_steady.host.metrics import Metrics
@@ -65,7 +64,7 @@ class Trainer(Protocol):
     reward_weights: Tensor
     use_vllm: bool
     vllm_mode: str
-    vllm_generation: "VLLMGeneration"
+    vllm_generation: Any  # TRL's engine, or ours
     rollout_func: Callable[..., Any] | None
     # the seam's
     parts: tuple["Part", ...]
