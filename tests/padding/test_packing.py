@@ -113,14 +113,6 @@ def test_by_hand() -> None:
     assert apart.scatter_predictions(said, (3, 4)).tolist() == [[0, 10, 20, 30], [50, 60, 70, 0], [0, 90, 100, 0]]
 
 
-@pytest.mark.parametrize("kind", [torch.bool, torch.float32])
-def test_masks_of_any_kind(kind: torch.dtype) -> None:
-    batch = BATCHES["two prompts in turn"]
-    got = _packed(Batch(batch.ids, batch.mask.to(kind), batch.prompt_columns), shared=True)
-    assert _names(got) == _names(_packed(batch, shared=True))
-    assert list(got.segments) == list(_packed(batch, shared=True).segments)
-
-
 @SHARED
 def test_padding_may_hold_any_token(shared: bool) -> None:
     """Prompts of the same tokens share, whatever stands before them; those of other tokens do not."""
@@ -131,12 +123,6 @@ def test_padding_may_hold_any_token(shared: bool) -> None:
         other = batch.with_ids(ids)
         assert _names(_packed(other, shared)) == _names(_packed(batch, shared))
         assert list(_packed(other, shared).segments) == list(_packed(batch, shared).segments)
-
-
-def test_prompts_of_one_token_are_not_shared() -> None:
-    packing = _packed(BATCHES["prompts of one token"], True)
-    assert all(segment.prefix is None for segment in packing.segments)
-    assert len(packing.segments) == 3
 
 
 def test_padding_between_tokens_is_found() -> None:

@@ -181,20 +181,6 @@ def compact(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return request.param == "compact"
 
 
-def test_without_sets_everything_is_trls_to_the_bit(compact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, own = build(), batch("none")
-    monkeypatch.setattr(trl_steady.sampling.proxy, "kept_log_probs", None)  # there is nothing to compute
-    assert any(len(each) == VOCABULARY for each in own.sets)
-    for with_entropy in (True, False):
-        got, trls = call(model, own, with_entropy=with_entropy), plain(model, own)
-        assert torch.equal(got.log_probs, trls.log_probs)
-        assert torch.equal(got.entropy, trls.entropy)
-        own_gradients, trls_gradients = gradients(model, loss_of(got)), gradients(model, loss_of(trls))
-        assert own_gradients.keys() == trls_gradients.keys() == dict(model.named_parameters()).keys()
-        assert all(torch.equal(own_gradients[name], trls_gradients[name]) for name in own_gradients)
-        assert got.kept_mass.tolist() == [0, 0]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["some", "all"])
 def test_log_probs_are_the_oracles_on_hidden_states(family: str, kind: str, compact: bool) -> None:
@@ -324,13 +310,3 @@ def test_a_part_of_the_batch_has_the_sets_at_its_indices(parts: list[Tensor], co
         assert within((out.log_probs - log_probs[token_indices[:, 1:]]).abs(), 100 * EPS)
     assert kept_model.kept_mass[1] == whole.kept_mass[1] > 0
     assert within((kept_model.kept_mass[0] - whole.kept_mass[0]).abs(), 100 * EPS * whole.kept_mass[1])
-
-
-def test_trls_head_is_its_own_again_after_an_error() -> None:
-    def fail(**_: Any) -> Any:
-        assert trl.trainer.utils._ChunkedLogProbFunction is not TRLS_HEAD
-        raise RuntimeError("on purpose")
-
-    with pytest.raises(RuntimeError, match="on purpose"):
-        call(fail, batch())
-    assert trl.trainer.utils._ChunkedLogProbFunction is TRLS_HEAD

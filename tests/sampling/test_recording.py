@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.oracles import sampling as oracle
 from tests.tools import tiny
 from trl_steady.sampling.kept import MAX_KEPT, KeptTokens
 from trl_steady.sampling.recording import SetRecording as Recording
@@ -93,35 +92,6 @@ def test_recorded_are_the_scores_that_generate_samples_from(model: PreTrainedMod
     assert [sorted(each) for each in kept.lists()] == without_whole([finite(each) for each in scores])
     assert kept.has(torch.tensor([token for each in completions for token in each])).all()
     assert len(kept) == sum(lengths)
-
-
-@pytest.mark.parametrize("name", RULES)
-def test_the_oracles_rules_on_raw_logits_leave_the_same_sets(model: PreTrainedModel, name: str) -> None:
-    rules = {k: v for k, v in RULES[name].items() if k != "temperature"}
-    sequences, _, logits = reported(model, **RULES[name])
-    recording = Recording()
-    with recording.listening(model):
-        generate(model, **RULES[name])
-    z = torch.stack(logits).double() / RULES[name].get("temperature", 1.0)
-    sets = [oracle.sampled_from(row, **rules) for row in z]
-    assert [sorted(each) for each in recording.of(cut(sequences)).lists()] == without_whole(sets)
-
-
-def test_recorded_are_several_sequences_of_a_prompt(model: PreTrainedModel) -> None:
-    options = {"top_p": 0.7, "num_return_sequences": 3}
-    sequences, scores, _ = reported(model, **options)
-    recording = Recording()
-    with recording.listening(model):
-        assert torch.equal(generate(model, **options), sequences)
-    assert [sorted(each) for each in recording.of(cut(sequences)).lists()] == [finite(each) for each in scores]
-
-
-def test_a_processor_of_the_callers_own_counts(model: PreTrainedModel) -> None:
-    odd = lambda _, scores: scores.masked_fill(torch.arange(VOCABULARY) % 2 == 1, -torch.inf)
-    recording = Recording()
-    with recording.listening(model):
-        sequences = generate(model, logits_processor=[odd])
-    assert recording.of(cut(sequences)).lists() == [list(range(0, VOCABULARY, 2))] * sum(map(len, cut(sequences)))
 
 
 def test_nothing_is_left_on_the_model(model: PreTrainedModel) -> None:
