@@ -2,14 +2,11 @@
 
 import pytest
 import torch
-import transformers
-from trl.trainer.utils import add_fused_lm_head
 
 from tests.oracles import padding as oracles
 from tests.oracles.padding import Batch
 from tests.tools.packed import (
     BATCHES,
-    MODELS,
     SIZES,
     WAYS,
     answers_of,
@@ -46,18 +43,6 @@ class TestValues:
         assert gradients.keys() == should_be.keys()
         for parameter, gradient in gradients.items():
             torch.testing.assert_close(gradient, should_be[parameter], **rounding)
-
-    def test_by_the_head_of_trl(self, batch: Batch, share: bool) -> None:
-        """With a temperature, which the head applies."""
-        torch.manual_seed(1)
-        model = transformers.LlamaForCausalLM(MODELS["llama"]()).eval()
-        add_fused_lm_head(model, temperature=0.7, outputs=("log_probs", "entropy"))
-        got = answers_of(unpadded(model, batch, share=share), batch)
-        for own, should in zip(got, oracles.alone(model, batch, temperature=0.7), strict=True):
-            torch.testing.assert_close(own, should.float(), rtol=2e-4, atol=2e-4)
-        said = batch.mask[:, batch.prompt_columns :].bool()
-        assert bool((got[0][said] < 0).all())
-        assert not got[0][~said].any() and not got[1][~said].any()
 
 
 class TestKeptApart:

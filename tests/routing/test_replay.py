@@ -105,28 +105,6 @@ def test_nothing_is_left_behind_by_an_exception(qwen: PreTrainedModel, at: str) 
         assert_gone_through(qwen, routes)
 
 
-def test_a_forward_that_another_has_put_there_is_called_and_put_back(qwen: PreTrainedModel) -> None:
-    """As accelerate's hooks do."""
-    router, calls = routers_of(qwen)[0], []
-    own = router.forward
-
-    def hooked(*arguments: Any, **keywords: Any) -> Any:
-        calls.append(1)
-        return own(*arguments, **keywords)
-
-    vars(router)["forward"] = hooked
-    routers, routes = Routers(qwen), others(2)
-    with routers.recording() as recording:
-        run_forward(qwen)
-    assert len(calls) == 1
-    assert recording.routes().shape == (TOKENS, 2, 2)
-    with routers.replaying(routes):
-        assert_gone_through(qwen, routes)
-    assert len(calls) == 2
-    assert vars(router)["forward"] is hooked
-    assert "forward" not in vars(routers_of(qwen)[1])
-
-
 def test_a_context_within_another_holds_until_its_end(qwen: PreTrainedModel) -> None:
     routers, layers = Routers(qwen), len(routers_of(qwen))
     outer, inner, natural = others(layers, 1), others(layers, 2), recorded(qwen)

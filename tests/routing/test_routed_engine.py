@@ -8,7 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from PIL import Image
 from trl.generation import vllm_generation
 
@@ -17,8 +16,7 @@ from tests.oracles.routes import NONE
 from tests.tools import agent, engines, tiny
 from tests.tools.engines import COMPLETIONS, RENDER, SPARSE, TOKENS, Array, Build, Engine, Server, chosen, kept
 from tests.tools.routed import CLOSE, Row, oracles, rows
-from trl_steady.host.engine import SteadyGeneration
-from trl_steady.routing.part import ROUTES, taken_routes
+from trl_steady.routing.part import taken_routes
 from trl_steady.sampling.part import taken_sets
 
 mixture, engine, in_process = engines.mixture, engines.engine, engines.in_process
@@ -183,30 +181,6 @@ def test_a_token_has_the_routes_of_the_turn_in_which_it_first_had_some(
         assert row.routes is not None and np.array_equal(row.routes[:-1].numpy(), expected[:-1, SPARSE])
         turns.append(len(spans))
     assert turns == [1, 2] * 8
-
-
-def test_without_r3_the_engine_is_trls(colocated: Build) -> None:
-    generation = colocated(router_replay="R2").vllm_generation
-    assert type(generation) is vllm_generation.VLLMGeneration
-    assert "enable_return_routed_experts" not in generation.llm.asked
-
-
-def test_each_of_two_processes_has_the_routes_of_its_own_sequences(
-    server: Server, monkeypatch: pytest.MonkeyPatch, models: dict[str, Path]
-) -> None:
-    generations = 3
-    mixture = transformers.AutoModelForCausalLM.from_pretrained(models["moe"])
-    prompts = [[prompt] * generations for prompt in ([1, 2, 3], [4, 5], [6, 7, 8, 9], [9])]
-    of_processes = [[*prompts[0], *prompts[1]], [*prompts[2], *prompts[3]]]
-    options = {"mode": "server", "server_base_url": server.url, "max_completion_length": 8}
-    seen = 0
-    for process, own in engines.processes(monkeypatch, of_processes):
-        generation = SteadyGeneration(mixture, process, None, captures=[ROUTES], **options)
-        _, completions, _, _ = generation.generate(own, None, generations)
-        for prompt, ids, routes in zip(own, completions, taken_routes(generation, SPARSE), strict=True):
-            assert np.array_equal(routes.numpy(), chosen([*prompt, *ids], 0)[:-1, SPARSE])
-            seen += 1
-    assert len(server.requests[COMPLETIONS]) == 1 and seen == 4 * generations
 
 
 PICTURE = 3

@@ -8,7 +8,6 @@ import torch
 import transformers
 from torch import Tensor
 
-import trl_steady
 from tests.oracles import routes as routed_oracle
 from tests.oracles.routes import NONE
 from tests.tools import resumable, tiny
@@ -27,7 +26,6 @@ from tests.tools.routed import (
     rows,
 )
 from trl_steady.functional.turns import Traced
-from trl_steady.host import overridden
 
 
 @pytest.mark.parametrize(("replay", "gradient_checkpointing"), [("R2", False), ("R3", True)])
@@ -167,33 +165,3 @@ def test_routers_that_an_adapter_brings_later_are_found(models: dict[str, Path],
     trainer.args.max_steps = 8
     tiny.train(trainer)
     assert trainer.state.global_step == 8
-
-
-def test_a_teacher_of_a_subclass_is_left_alone(models: dict[str, Path], tmp_path: Path) -> None:
-    """In the rollout and in the loss, a mixture of experts itself."""
-    teacher = tiny.trainer(models["moe"], tmp_path).model
-    for parameter in teacher.parameters():
-        parameter.data += 0.1 * parameter.data.abs().mean() * torch.randn_like(parameter)
-    found: list[tuple[Tensor, Tensor]] = []
-
-    class Taught(trl_steady.GRPOTrainer):
-        def ask(self, batch: dict[str, Any]) -> None:
-            ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-            mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-            arguments = (teacher, ids, mask, batch["completion_ids"].size(1))
-            with torch.no_grad(), overridden(self.args, {"router_replay": None}):
-                expected, *_ = self.log_probs(*arguments)
-            with torch.no_grad():
-                found.append((self.log_probs(*arguments)[0], expected))
-
-        def compute_loss(self, model: Any, inputs: dict[str, Any], *others: Any, **options: Any) -> Tensor:
-            self.ask(inputs)
-            return super().compute_loss(model, inputs, *others, **options)
-
-        def micro_batch_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
-            self.ask(inputs)
-            return super().micro_batch_loss(model, inputs)
-
-    args = tiny.arguments(trl_steady.GRPOConfig, tmp_path, router_replay="R2", max_steps=3)
-    tiny.train(Taught(str(models["moe"]), tiny.reward, args, tiny.dataset(), processing_class=tiny.tokenizer()))
-    assert len(found) == 6 and all(torch.equal(own, expected) for own, expected in found)

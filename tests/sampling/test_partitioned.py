@@ -73,20 +73,6 @@ def test_each_pass_gathers_the_head_once_forward_and_once_backward(
     assert gathers == {kind: {"forward": 1, "backward": 1} for kind in KINDS}
 
 
-def test_passes_without_gradient_and_second_backwards_gather_the_head_each_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = build()
-    partitioned, parameters = Partitioned(model, monkeypatch), list(model.parameters())
-    with torch.no_grad():
-        assert not call(model, batch("some"), with_entropy=False).log_probs.requires_grad
-    assert partitioned.gathers == {"forward": 1, "backward": 0}
-    loss = loss_of(call(model, batch()), 0.1)
-    first = torch.autograd.grad(loss, parameters, retain_graph=True)
-    assert all(map(torch.equal, first, torch.autograd.grad(loss, parameters)))
-    assert partitioned.gathers == {"forward": 2, "backward": 2}
-
-
 class WithoutGradient(torch.autograd.Function):
     """Hand None back where a gradient is expected."""
 

@@ -151,18 +151,6 @@ def test_beam_search_is_refused(model: PreTrainedModel) -> None:
     assert True in outcomes
 
 
-def test_assisted_decoding_is_refused(model: PreTrainedModel) -> None:
-    ids, outcomes = torch.tensor([[50, 51, 52, 50, 51, 52, 50, 51]]), set()
-    options = {"do_sample": True, "max_new_tokens": 6, "use_cache": True, "top_k": 200, "prompt_lookup_num_tokens": 3}
-    for seed in range(8):
-        recording = Recording()
-        torch.manual_seed(seed)
-        with recording.listening(model):
-            out = model.generate(ids, **options)
-        outcomes.add(refused(recording, cut(out[:, ids.size(1) :])))
-    assert True in outcomes
-
-
 @pytest.mark.parametrize("lengths", [[3, 5], [3, 3], [4, 3]], ids=str)
 def test_steps_of_other_than_one_token_are_refused_whatever_the_tokens(lengths: list[int]) -> None:
     recording = Recording()

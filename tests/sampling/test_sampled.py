@@ -173,11 +173,11 @@ def test_what_is_logged_by_hand(models: dict[str, Path], tmp_path: Path, options
 
 
 def test_a_teacher_of_a_subclass_is_left_alone(models: dict[str, Path], tmp_path: Path) -> None:
-    """In the rollout and in the loss: its log-probs are of the whole vocabulary."""
-    teacher = tiny.trainer(models["dense"], tmp_path).model
+    """In the rollout and in the loss, its log-probs are of the whole vocabulary, and its routers choose."""
+    teacher = tiny.trainer(models["moe"], tmp_path).model
     for parameter in teacher.parameters():
         parameter.data += 0.1 * parameter.data.abs().mean() * torch.randn_like(parameter)
-    alone, asked = routed_oracle.initial(models["dense"], teacher.state_dict()), []
+    alone, asked = routed_oracle.initial(models["moe"], teacher.state_dict()), []
 
     class Taught(Sampled):
         def log_probs(self, model: Any, ids: Tensor, mask: Tensor, width: int, *others: Any, **options: Any) -> Any:
@@ -191,5 +191,5 @@ def test_a_teacher_of_a_subclass_is_left_alone(models: dict[str, Path], tmp_path
                 torch.testing.assert_close(found[is_token[-width:]], expected, **CLOSE)
             return super().log_probs(model, ids, mask, width, *others, **options)
 
-    tiny.train(build(models["dense"], tmp_path, Taught, top_p=0.6, max_steps=2))
+    tiny.train(build(models["moe"], tmp_path, Taught, top_p=0.6, router_replay="R2", max_steps=2))
     assert asked == [False, False, True, True]  # for the old policy, for the reference, and for each update

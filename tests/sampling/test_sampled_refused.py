@@ -62,20 +62,14 @@ def test_trainers_that_cannot_score_among_sets_are_refused(
 
 TRUNCATES = {
     "min_p": (0.1, 0.0),
-    "top_h": (0.5, 1.0),
     "typical_p": (0.5, 1.0),
-    "epsilon_cutoff": (0.01, 0.0),
-    "eta_cutoff": (0.01, 0.0),
     "structured_outputs": ({"regex": "a+"}, None),
-    "suppress_tokens": ([5], None),
     "no_repeat_ngram_size": (2, 0),
     "min_new_tokens": (3, None),
 }
 REWEIGHTS = {
     "repetition_penalty": (0.9, 1.0),
-    "encoder_repetition_penalty": (1.1, 1.0),
     "frequency_penalty": (-0.5, 0.0),
-    "presence_penalty": (0.5, 0.0),
     "logit_bias": ({"5": 1.0}, {}),
     "exponential_decay_length_penalty": ((2, 1.5), None),
     "guidance_scale": (1.5, 1.0),
