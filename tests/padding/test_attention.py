@@ -140,21 +140,6 @@ def test_a_kernel_for_the_whole_row_is_called_once(
     _assert_same(got, expected, (query, key, value), rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.parametrize("window", [None, 3])
-@IMPLEMENTATIONS
-def test_what_a_token_does_not_see_has_no_gradient(implementation: str, window: int | None) -> None:
-    """Exactly none, where the oracle above is compared within rounding."""
-    batch = BATCHES["two prompts in turn"]
-    packing = _packing(batch, True)
-    query, key, value = _drawn(packing, 2)
-    got = _attend(_layer(2), packing, implementation, window, query, key, value)
-    moves = [
-        (torch.autograd.grad(got[0, token].sum(), value, retain_graph=True)[0] != 0).any(1).any(-1)[0].tolist()
-        for token in range(len(packing.rows))
-    ]
-    assert moves == _visible(packing, batch, True, window).tolist()
-
-
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("window", [None, 2])
 def test_half_precision_is_masked_too(implementation: str, window: int | None) -> None:
@@ -168,21 +153,6 @@ def test_half_precision_is_masked_too(implementation: str, window: int | None) -
         got = _attend(layer, packing, implementation, window, *(x.to(dtype) for x in whole))
         assert got.dtype == dtype
         torch.testing.assert_close(got.double(), expected, rtol=5e-2, atol=5e-2)
-
-
-@IMPLEMENTATIONS
-@pytest.mark.parametrize("window", [None, 2])
-def test_layers_of_one_pass_may_be_of_two_types_and_on_two_devices(implementation: str, window: int | None) -> None:
-    """All layers get the same segments, and a mask made for one serves the others only where it fits."""
-    packing, layer = _packing(BATCHES["one prompt"], True), _layer(2)
-    with _making_masks(packing):
-        mask: Any = attention._mask(implementation, local_size=window)
-    for dtype, device in ((torch.float32, "cpu"), (torch.float16, "cpu"), (torch.float64, "meta"), (None, "cpu")):
-        inputs = [tensor.to(device) for tensor in _drawn(packing, 2, dtype or torch.float64)]
-        got = attention._attend(implementation, layer, *inputs, mask, scaling=0.4, dropout=0.0)[0]
-        assert got.dtype == inputs[0].dtype and got.device.type == device
-        if device == "cpu":
-            assert torch.equal(got, _attend(layer, packing, implementation, window, *inputs))
 
 
 def test_under_autocast_a_kernel_gets_what_sdpa_would() -> None:
@@ -247,22 +217,6 @@ def test_nothing_is_left_of_a_forward(implementation: str, fails: bool) -> None:
     assert torch.equal(model(batch.ids).logits, before)
 
 
-def test_switched_within_switched() -> None:
-    """A second pass before the first one's backward gives back what the first had set."""
-    model, other, batch = _model(), _model(), BATCHES["ragged"]
-    packing, inputs = _laid(batch)
-    with switched(model):
-        assert set(_implementations(other)) == {"sdpa"}
-        with attending_in(packing.segments):
-            first = model(**inputs).logits
-        with switched(model), attending_in(packing.segments):
-            second = model(**inputs).logits
-        with attending_in(packing.segments):
-            third = model(**inputs).logits
-    assert torch.equal(first, second) and torch.equal(first, third)
-    assert set(_implementations(model)) == {"sdpa"}
-
-
 @IMPLEMENTATIONS
 @pytest.mark.parametrize("mask", ["none", "a tensor"])
 def test_a_layer_that_gets_another_mask(implementation: str, mask: str) -> None:
@@ -291,15 +245,6 @@ def test_segments_may_be_cut_as_a_mask_is_to_what_there_is() -> None:
     for elsewhere in ((slice(None), slice(1, None)), (slice(None), slice(-3, None)), (slice(None, None, 2),)):
         with pytest.raises(IndexError):
             mask[elsewhere]
-
-
-@IMPLEMENTATIONS
-def test_a_switched_model_takes_padded_batches_as_ever(implementation: str) -> None:
-    """Another forward before the backward of a packed one."""
-    model, batch = _model(implementation), BATCHES["ragged"]
-    expected = model(batch.ids, attention_mask=batch.mask).logits
-    with switched(model):
-        assert torch.equal(model(batch.ids, attention_mask=batch.mask).logits, expected)
 
 
 def test_a_model_that_attends_by_itself_is_found_out() -> None:

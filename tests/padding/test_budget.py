@@ -43,27 +43,6 @@ def test_as_many_as_fit_on_all_processes(processes: int, kind: str) -> None:
         assert oracles.fault(counts, sequences, budget, kind == "padded") is None
 
 
-@pytest.mark.parametrize("padded", [False, True])
-def test_a_budget_met_exactly_is_kept(padded: bool) -> None:
-    sequences = [[Taken(2, 3)] * 6]  # 5 tokens each, padded or not
-    assert _partition(sequences, 10, padded=padded) == [2, 2, 2]
-    assert _partition(sequences, 9, padded=padded) == [1] * 6
-    assert _partition(sequences, 14, padded=padded) == [2, 2, 2]
-    assert _partition(sequences, 20, padded=padded) == [4, 2]
-
-
-def test_a_sequence_over_the_budget_goes_alone() -> None:
-    lengths = [Taken(1, 1), Taken(50, 50), Taken(1, 1), Taken(1, 1), Taken(60, 0)]
-    assert _partition([lengths], 10, padded=False) == [1, 1, 2, 1]
-
-
-def test_the_fullest_process_decides() -> None:
-    short, long = Taken(1, 1), Taken(5, 5)
-    assert _partition([[short] * 4, [short, short, long, short]], 10, padded=False) == [2, 1, 1]
-    assert _partition([[short, short, long, short], [short] * 4], 10, padded=False) == [2, 1, 1]
-    assert _partition([[short] * 4], 10, padded=False) == [4]
-
-
 def test_padding_is_to_the_longest_prompt_and_the_longest_completion() -> None:
     pair = [Taken(8, 1), Taken(1, 8)]  # 9 tokens each, and 16 columns between them
     assert _partition([pair], 31, padded=True) == [1, 1]
@@ -78,14 +57,6 @@ def test_a_shared_prompt_counts_once_but_for_its_last_token() -> None:
     other = [Taken(10, 2, 0), Taken(10, 2, 1)]
     assert _partition([other], 23, padded=False) == [1, 1]
     assert _partition([other], 24, padded=False) == [2]
-
-
-@pytest.mark.parametrize("padded", [False, True])
-def test_one_sequence_and_none(padded: bool) -> None:
-    assert _partition([[Taken(3, 4)]], 1, padded=padded) == [1]
-    assert _partition([[Taken(3, 4)], [Taken(1, 1)]], 100, padded=padded) == [1]
-    assert _partition([[]], 10, padded=padded) == []
-    assert _partition([[], []], 10, padded=padded) == []
 
 
 @pytest.mark.parametrize("seed", range(4))

@@ -1,6 +1,5 @@
 """Models that select tokens or count columns give a sequence the same log-probs in a rollout and in a micro-batch."""
 
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -10,8 +9,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.padding.test_families import OUTPUTS, _apart, _assert_same, _batch, _compute, _shape, _without_padding
-from tests.padding.test_unpadded import ROLLOUT
-from tests.tools import families, tiny
+from tests.tools import families
 from tests.tools.headroom import within
 from trl_steady.padding.families import traits
 
@@ -78,16 +76,6 @@ def test_a_selection_is_the_same_in_a_rollout_and_in_a_micro_batch(name: str) ->
     log_probs = torch.cat([own.log_probs for own in computed])
     assert within(_apart(log_probs, old, old.abs().max().item()), OUTPUTS)
     assert of.width_limit == width
-
-
-@pytest.mark.filterwarnings("ignore:trim_padding=True only cuts", "ignore:batches wider than 5 tokens")
-def test_nothing_is_clipped_before_the_first_update_of_a_model_that_selects(tmp_path: Path) -> None:
-    own = families.config("deepseek_v32", index_topk=5, vocab_size=tiny.SIZES["vocab_size"])
-    options: dict[str, Any] = {"num_iterations": 2, "learning_rate": 0.0, "epsilon": 1e-4}
-    trainer: Any = tiny.trainer(families.build("deepseek_v32", own=own), tmp_path, **options, **ROLLOUT)
-    clipped = [row.get("clip_ratio/region_mean") for row in tiny.history(tiny.train(trainer))]
-    assert len(clipped) == 7
-    assert set(clipped[:-1]) == {0.0}
 
 
 @pytest.mark.parametrize(

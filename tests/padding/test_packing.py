@@ -86,18 +86,6 @@ def test_a_packed_batch_is_that_of_the_oracle(name: str, shared: bool) -> None:
     assert torch.equal(predicted != 0, follows) and len(predicted.unique()) == follows.sum() + (~follows).any()
 
 
-def test_gradients_return_where_the_values_came_from() -> None:
-    batch = BATCHES["two prompts in turn"]
-    packing = _packed(batch, True)
-    count = len(packing.rows)
-    said = torch.arange(1.0, count)[None].requires_grad_()
-    scattered = packing.scatter_predictions(said, (batch.shape[0], batch.shape[1] - 1))
-    (gradient,) = torch.autograd.grad((scattered**2).sum(), said)
-    told = set(scattered.flatten().tolist())
-    assert gradient.tolist() == [[2.0 * v if v in told else 0.0 for v in range(1, count)]]
-    assert 0.0 in gradient[0].tolist()  # what the end of a segment says of the next one goes nowhere
-
-
 def test_by_hand() -> None:
     """Row 0 is `. a b | c d`, row 1 is `x y z | w .`, and row 2 asks what row 0 does."""
     batch = padded([([1, 2], [3, 4]), ([7, 8, 9], [6]), ([1, 2], [5])])
@@ -113,14 +101,6 @@ def test_by_hand() -> None:
     assert apart.scatter_predictions(said, (3, 4)).tolist() == [[0, 10, 20, 30], [50, 60, 70, 0], [0, 90, 100, 0]]
 
 
-@pytest.mark.parametrize("kind", [torch.bool, torch.float32])
-def test_masks_of_any_kind(kind: torch.dtype) -> None:
-    batch = BATCHES["two prompts in turn"]
-    got = _packed(Batch(batch.ids, batch.mask.to(kind), batch.prompt_columns), shared=True)
-    assert _names(got) == _names(_packed(batch, shared=True))
-    assert list(got.segments) == list(_packed(batch, shared=True).segments)
-
-
 @SHARED
 def test_padding_may_hold_any_token(shared: bool) -> None:
     """Prompts of the same tokens share, whatever stands before them; those of other tokens do not."""
@@ -131,12 +111,6 @@ def test_padding_may_hold_any_token(shared: bool) -> None:
         other = batch.with_ids(ids)
         assert _names(_packed(other, shared)) == _names(_packed(batch, shared))
         assert list(_packed(other, shared).segments) == list(_packed(batch, shared).segments)
-
-
-def test_prompts_of_one_token_are_not_shared() -> None:
-    packing = _packed(BATCHES["prompts of one token"], True)
-    assert all(segment.prefix is None for segment in packing.segments)
-    assert len(packing.segments) == 3
 
 
 def test_padding_between_tokens_is_found() -> None:

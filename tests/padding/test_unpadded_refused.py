@@ -85,16 +85,6 @@ def test_the_trainer_warns_of_padding_that_it_keeps(
         tiny.trainer(model, tmp_path, **options)
 
 
-@pytest.mark.parametrize("implementation", ["flex_attention", "of_a_script"])
-def test_attention_that_has_not_been_tested_only_cuts_columns(
-    models: dict[str, Path], tmp_path: Path, implementation: str
-) -> None:
-    model_init_kwargs = {"attn_implementation": implementation}
-    message = f"only cuts columns .*attn_implementation='{implementation}' has not been tested with packing"
-    with pytest.warns(UserWarning, match=message):
-        tiny.trainer(models["dense"], tmp_path, model_init_kwargs=model_init_kwargs)
-
-
 def test_a_loss_of_its_own_is_refused_a_budget(models: dict[str, Path], tmp_path: Path) -> None:
     """It would see the last of the step's micro-batches only."""
 

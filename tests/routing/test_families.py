@@ -12,7 +12,6 @@ from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.tools import families, mixtures
-from tests.tools.headroom import within
 from tests.tools.mixtures import CASES, FAMILIES, Layer
 from trl_steady.routing.replay import Replay, Routers
 from trl_steady.routing.routes import is_route, no_route
@@ -25,8 +24,6 @@ BY_OPTION = {"gemma4_text", "llama4_text"}
 
 # Of weights against a formula that is written otherwise, in float32: some units in the last place, of numbers up to 2.
 GATES = 2e-6
-# Of outputs where experts get other tokens than before: sums in another order, in float32 and a few layers deep.
-ROUNDING = 1e-4
 
 
 @dataclass
@@ -107,11 +104,6 @@ def _assert_equal(outcome: Outcome, expected: Outcome) -> None:
     assert not [
         name for name, gradient in expected.gradients.items() if not torch.equal(outcome.gradients[name], gradient)
     ]
-
-
-def _apart(value: Tensor, expected: Tensor) -> float:
-    """In parts of the largest."""
-    return ((value - expected).abs().max() / expected.abs().max()).item()
 
 
 @pytest.mark.skipif(not IS_TOLD, reason="the families are those of transformers 5.23")
@@ -217,20 +209,3 @@ def _check_tokens_without_a_route(model: nn.Module, routers: Routers, layers: Se
         assert torch.equal(layer.chosen[has_route], _is_of(routes[has_route, number], layer.gates.size(1)))
         assert replay.changed[number] == mixtures.changes(layer, routes[:, number])
         assert replay.replayed[number] == has_route.sum() * routes.size(-1)
-
-
-@pytest.mark.parametrize("case", ["qwen3_moe", "deepseek_v3 in groups"])
-def test_the_route_of_a_token_changes_nothing_before_it(case: str) -> None:
-    model, layers = _built(case)
-    with mixtures.seen(layers):
-        _run(model)
-    routes, others = (_others(layers, 2, seed).unflatten(0, (ROWS, COLUMNS)) for seed in (3, 4))
-    outcomes: dict[int, Outcome] = {}
-    for changed in (-1, 1):
-        given = routes.clone()
-        if changed >= 0:
-            given[:, changed] = others[:, changed]
-        outcomes[changed], _ = _replayed(Routers(model), model, given.flatten(0, 1))
-    changed, unchanged = outcomes[1].logits, outcomes[-1].logits
-    assert within(_apart(changed[:, :1], unchanged[:, :1]), ROUNDING)
-    assert not within(_apart(changed[:, 1], unchanged[:, 1]), ROUNDING)

@@ -50,19 +50,6 @@ def test_gradient_checkpointing_recomputes_layers_on_the_routes(
     assert replay.changed.sum() > 0
 
 
-def test_a_replay_needs_no_recording_before_it(qwen: PreTrainedModel) -> None:
-    layers = len(routers_of(qwen))
-    routes = others(layers)
-    routers = Routers(qwen)
-    with routers.recording():
-        run_forward(qwen)
-    with routers.replaying(routes):
-        expected = run(qwen)
-    assert_equal(replayed(qwen, routes), expected)
-    with Routers(qwen).replaying(routes):
-        assert_gone_through(qwen, routes)
-
-
 def test_each_layer_decides_in_its_own_way(qwen: PreTrainedModel) -> None:
     """By one topk in one layer, by three in another."""
     in_groups = mixtures.build("deepseek_v3 in groups")
@@ -93,34 +80,7 @@ def test_more_experts_than_a_byte_counts() -> None:
         assert_gone_through(model, routes)
 
 
-def test_a_token_counts_as_changed_by_its_set_of_experts(qwen: PreTrainedModel) -> None:
-    routes = recorded(qwen)
-    with torch.no_grad(), Routers(qwen).replaying(routes.flip(-1)) as replay:
-        run_forward(qwen)
-    assert replay.changed.tolist() == [0, 0]
-    first = routes[0, 0].tolist()
-    other = next(expert for expert in range(mixtures.EXPERTS) if expert not in first)
-    routes[0, 0, 1] = other
-    with torch.no_grad(), Routers(qwen).replaying(routes) as replay:
-        run_forward(qwen)
-    assert replay.changed[0] == 1
-    assert replay.replayed.tolist() == [2 * TOKENS] * 2
-
-
 # What is left behind
-
-
-def test_nothing_is_left_behind(qwen: PreTrainedModel) -> None:
-    natural, routers = run(qwen), Routers(qwen)
-    layers = len(routers_of(qwen))
-    with routers.recording():
-        assert all("forward" in vars(router) for router in routers_of(qwen))
-        run_forward(qwen)
-    assert not any("forward" in vars(router) for router in routers_of(qwen))
-    with routers.replaying(others(layers)):
-        run(qwen)
-    assert not any("forward" in vars(router) for router in routers_of(qwen))
-    assert_equal(run(qwen), natural)
 
 
 @pytest.mark.parametrize("at", ["in the model", "in the context", "in a router"])
@@ -143,28 +103,6 @@ def test_nothing_is_left_behind_by_an_exception(qwen: PreTrainedModel, at: str) 
     routes = others(2)
     with routers.replaying(routes):
         assert_gone_through(qwen, routes)
-
-
-def test_a_forward_that_another_has_put_there_is_called_and_put_back(qwen: PreTrainedModel) -> None:
-    """As accelerate's hooks do."""
-    router, calls = routers_of(qwen)[0], []
-    own = router.forward
-
-    def hooked(*arguments: Any, **keywords: Any) -> Any:
-        calls.append(1)
-        return own(*arguments, **keywords)
-
-    vars(router)["forward"] = hooked
-    routers, routes = Routers(qwen), others(2)
-    with routers.recording() as recording:
-        run_forward(qwen)
-    assert len(calls) == 1
-    assert recording.routes().shape == (TOKENS, 2, 2)
-    with routers.replaying(routes):
-        assert_gone_through(qwen, routes)
-    assert len(calls) == 2
-    assert vars(router)["forward"] is hooked
-    assert "forward" not in vars(routers_of(qwen)[1])
 
 
 def test_a_context_within_another_holds_until_its_end(qwen: PreTrainedModel) -> None:

@@ -6,10 +6,10 @@ from typing import Any
 import peft
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 from transformers import PreTrainedModel
 
-from tests.tools import families, mixtures
+from tests.tools import mixtures
 from tests.tools.headroom import within
 from tests.tools.passes import (
     ROUNDING,
@@ -21,12 +21,10 @@ from tests.tools.passes import (
     others,
     recorded,
     replayed,
-    routers_of,
     run,
     run_forward,
 )
-from trl_steady.routing.part import fed
-from trl_steady.routing.replay import Routers, continued
+from trl_steady.routing.replay import Routers
 
 # Adapters
 
@@ -101,18 +99,6 @@ def test_routes_are_replayed_with_and_without_an_adapter(qwen: PreTrainedModel, 
         assert within(apart(run_forward(merged), logits), ROUNDING)
 
 
-@pytest.mark.parametrize("kind", ["experts and router", "copied router"])
-def test_adapters_replay_under_gradient_checkpointing(
-    qwen: PreTrainedModel, kind: str, checkpointing: dict[str, bool]
-) -> None:
-    routes = others(2)
-    model = adapted(qwen, kind).train()
-    expected = replayed(model, routes)
-    model.enable_input_require_grads()
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
-    assert_equal(replayed(model, routes), expected)
-
-
 def test_a_router_in_advance_takes_no_random_numbers(checkpointing: dict[str, bool]) -> None:
     """A pass that only looks takes no random numbers from one that runs again."""
     routes = others(2)
@@ -138,20 +124,6 @@ def test_a_router_in_advance_takes_no_random_numbers(checkpointing: dict[str, bo
     assert_equal(outcome(0, is_known=True, is_checkpointed=True), expected)
     assert_equal(outcome(0, is_known=False, is_checkpointed=False), expected)
     assert_equal(outcome(0, is_known=False, is_checkpointed=True), expected)
-
-
-def test_a_frozen_router_is_replayed_and_gets_no_gradient(qwen: PreTrainedModel) -> None:
-    routes = others(len(routers_of(qwen)))
-    logits, gradients = replayed(qwen, routes)
-    for router in routers_of(qwen):
-        router.requires_grad_(False)
-    names = {
-        name
-        for name, each in qwen.named_parameters()
-        if not each.requires_grad and gradients.pop(name, None) is not None
-    }
-    assert len(names) >= len(routers_of(qwen))
-    assert_equal(replayed(qwen, routes), (logits, gradients))
 
 
 # Other precisions
@@ -182,46 +154,3 @@ def test_half_precision_records_and_replays(model: PreTrainedModel, precision: s
 
 
 # Generation
-
-NEW = 6
-
-
-@pytest.mark.parametrize("use_cache", [True, False])
-def test_a_generation_has_the_routes_of_a_pass_over_its_tokens(qwen: PreTrainedModel, use_cache: bool) -> None:
-    generator = torch.Generator().manual_seed(0)
-    mask = torch.arange(5) >= torch.tensor([[0], [2], [4]])
-    prompts = torch.randint(2, families.VOCABULARY, mask.shape, generator=generator) * mask
-
-    def generate(**options: Any) -> Tensor:
-        torch.manual_seed(0)
-        return qwen.generate(
-            input_ids=prompts,
-            attention_mask=mask.long(),
-            do_sample=False,
-            use_cache=use_cache,
-            max_new_tokens=NEW,
-            pad_token_id=0,
-            **options,
-        )
-
-    ends = generate(eos_token_id=None)[0, 7].item()  # the third that the first one says
-    with Routers(qwen).recording() as recording, fed(qwen) as passes:
-        sequences = generate(eos_token_id=ends)
-    assert (sequences[0, 8:] == 0).all()
-    assert sequences.size(1) == mask.size(1) + NEW  # another one goes on
-    routes = continued(recording.routes_of_passes([len(ids) for ids in passes]), len(sequences))
-    assert torch.equal(continued(passes, len(sequences)), sequences[:, :-1])
-    assert routes.shape == (3, sequences.size(1) - 1, 2, 2)
-    whole = nn.functional.pad(mask, (0, NEW), value=True)
-    with torch.no_grad(), Routers(qwen).recording() as recording:
-        qwen(
-            input_ids=sequences,
-            attention_mask=whole.long(),
-            position_ids=(whole.cumsum(-1) - 1).clamp(min=0),
-            use_cache=False,
-        )
-    full = recording.routes().unflatten(0, sequences.shape)[:, :-1]
-    is_token = whole[:, :-1]
-    assert torch.equal(routes.sort(-1).values[is_token], full.sort(-1).values[is_token])
-    # the control: other tokens have other routes
-    assert not torch.equal(routes[:, 1:].sort(-1).values, full[:, :-1].sort(-1).values)

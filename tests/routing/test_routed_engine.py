@@ -8,18 +8,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers
 from PIL import Image
 from trl.generation import vllm_generation
-from trl.generation.vllm_client import VLLMClient
 
 from tests.oracles import routes as routed_oracle
 from tests.oracles.routes import NONE
 from tests.tools import agent, engines, tiny
 from tests.tools.engines import COMPLETIONS, RENDER, SPARSE, TOKENS, Array, Build, Engine, Server, chosen, kept
 from tests.tools.routed import CLOSE, Row, oracles, rows
-from trl_steady.host.engine import SteadyGeneration
-from trl_steady.routing.part import ROUTES, taken_routes
+from trl_steady.routing.part import taken_routes
 from trl_steady.sampling.part import taken_sets
 
 mixture, engine, in_process = engines.mixture, engines.engine, engines.in_process
@@ -109,32 +106,11 @@ def test_the_flag_of_vllm_0_31_is_found(server: Server, served: Build) -> None:
     tiny.train(served(max_steps=1))
 
 
-@pytest.mark.parametrize(
-    "config",
-    [
-        {"model_config": {"enable_return_routed_experts": False}},
-        {"model_config": {}, "aux_output_config": None},
-    ],
-    ids=str,
-)
-def test_a_server_that_captures_nothing_is_refused(server: Server, served: Build, config: dict[str, Any]) -> None:
-    server.config = config
-    with pytest.raises(ValueError, match=r"started without capturing them\. Start it with --enable-return-routed-"):
-        served()
-
-
 @pytest.mark.parametrize("is_silent", [False, True])
 def test_answers_without_routes_are_refused(engine: Engine, served: Build, is_silent: bool) -> None:
     engine.answered, engine.is_silent = lambda _: None, is_silent
     with pytest.raises(ValueError, match=r"vLLM returned no routes for 16 of 16 sequences\. Start a server with "):
         served().train()
-
-
-def test_a_few_sequences_without_routes_are_refused(engine: Engine, colocated: Build) -> None:
-    count = iter(range(16))
-    engine.answered = lambda experts: None if next(count) in (3, 5) else experts[:-1]
-    with pytest.raises(ValueError, match=r"vLLM returned no routes for 2 of 16 sequences.*router_replay='R2'"):
-        colocated().train()
 
 
 WRONG: dict[str, tuple[Callable[[Array], Array], str]] = {
@@ -178,28 +154,6 @@ def test_a_vllm_without_capture_says_what_to_do(colocated: Build, monkeypatch: p
     assert vllm_generation.LLM is old
 
 
-@pytest.mark.parametrize("error", [TypeError("unsupported operand"), ValueError("No such model")], ids=repr)
-def test_an_engines_own_errors_are_not_taken_for_it(
-    colocated: Build, monkeypatch: pytest.MonkeyPatch, error: Exception
-) -> None:
-    def broken(**_: Any) -> Any:
-        raise error
-
-    monkeypatch.setattr(vllm_generation, "LLM", broken)
-    for options in ({}, SETS):
-        with pytest.raises(type(error), match=f"^{error}"):
-            colocated(**options)
-    assert vllm_generation.LLM is broken
-
-
-def test_without_vllm_trl_says_so(colocated: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(vllm_generation, "LLM")
-    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda **_: False)
-    with pytest.raises(ImportError, match="vLLM is not available"):
-        colocated()
-    assert not hasattr(vllm_generation, "LLM")
-
-
 @pytest.mark.refuses(
     "router_replay R3",
     on="vLLM colocate",
@@ -210,11 +164,6 @@ def test_an_engine_over_several_gpus_is_refused(colocated: Build) -> None:
         ValueError, match=r"vllm_tensor_parallel_size=2: a colocated engine.*Set vllm_mode='server', or"
     ):
         colocated(vllm_tensor_parallel_size=2)
-
-
-def test_a_dense_model_is_refused(models: dict[str, Path], colocated: Build) -> None:
-    with pytest.raises(ValueError, match="router_replay: Qwen2ForCausalLM has no routers"):
-        colocated(models["dense"])
 
 
 def test_a_token_has_the_routes_of_the_turn_in_which_it_first_had_some(
@@ -232,51 +181,6 @@ def test_a_token_has_the_routes_of_the_turn_in_which_it_first_had_some(
         assert row.routes is not None and np.array_equal(row.routes[:-1].numpy(), expected[:-1, SPARSE])
         turns.append(len(spans))
     assert turns == [1, 2] * 8
-
-
-def test_without_r3_the_engine_is_trls(colocated: Build) -> None:
-    generation = colocated(router_replay="R2").vllm_generation
-    assert type(generation) is vllm_generation.VLLMGeneration
-    assert "enable_return_routed_experts" not in generation.llm.asked
-
-
-def test_a_generation_that_fails_leaves_the_engine_as_it_was(
-    server: Server, served: Build, colocated: Build, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def fails(*_: Any, **__: Any) -> Any:
-        raise RuntimeError("of the test")
-
-    generation = served().vllm_generation
-    generation.generate([[1, 2]], None, 1)
-    taken_routes(generation, SPARSE)
-    monkeypatch.setattr(VLLMClient, "generate", fails)
-    with pytest.raises(RuntimeError, match="of the test"):
-        generation.generate([[1, 2]], None, 1)
-    assert not {"_post", "generate"} & vars(generation.vllm_client).keys()
-
-    generation = colocated().vllm_generation
-    monkeypatch.setattr(engines.LLM, "generate", fails)
-    with pytest.raises(RuntimeError, match="of the test"):
-        generation.generate([[1, 2]], None, 1)
-    assert "generate" not in vars(generation.llm)
-
-
-def test_each_of_two_processes_has_the_routes_of_its_own_sequences(
-    server: Server, monkeypatch: pytest.MonkeyPatch, models: dict[str, Path]
-) -> None:
-    generations = 3
-    mixture = transformers.AutoModelForCausalLM.from_pretrained(models["moe"])
-    prompts = [[prompt] * generations for prompt in ([1, 2, 3], [4, 5], [6, 7, 8, 9], [9])]
-    of_processes = [[*prompts[0], *prompts[1]], [*prompts[2], *prompts[3]]]
-    options = {"mode": "server", "server_base_url": server.url, "max_completion_length": 8}
-    seen = 0
-    for process, own in engines.processes(monkeypatch, of_processes):
-        generation = SteadyGeneration(mixture, process, None, captures=[ROUTES], **options)
-        _, completions, _, _ = generation.generate(own, None, generations)
-        for prompt, ids, routes in zip(own, completions, taken_routes(generation, SPARSE), strict=True):
-            assert np.array_equal(routes.numpy(), chosen([*prompt, *ids], 0)[:-1, SPARSE])
-            seen += 1
-    assert len(server.requests[COMPLETIONS]) == 1 and seen == 4 * generations
 
 
 PICTURE = 3

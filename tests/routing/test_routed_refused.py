@@ -1,6 +1,5 @@
 """What replay of routes cannot do is refused when the trainer is built, and what will do nothing is said."""
 
-import warnings
 from pathlib import Path
 from typing import Any
 
@@ -48,20 +47,6 @@ def test_virtual_tokens_are_refused_in_the_first_rollout(models: dict[str, Path]
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {"router_replay": "R2", "build": {"rollout_func": rollout}},
-        {"router_replay": "R3", "generation_kwargs": {"num_beams": 1, "use_cache": False}},
-    ],
-    ids=lambda options: " ".join(options),
-)
-def test_what_can_be_replayed_is_not_refused(models: dict[str, Path], tmp_path: Path, options: dict[str, Any]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        assert tiny.trainer(models["moe"], tmp_path, **options).args.router_replay == options["router_replay"]
-
-
-@pytest.mark.parametrize(
     ("options", "message"),
     [
         (
@@ -83,33 +68,10 @@ def test_what_will_do_nothing_is_said(tmp_path: Path, options: dict[str, Any], m
         config(tmp_path, **options)
 
 
-@pytest.mark.parametrize(
-    "options",
-    [
-        {"router_replay": "R2", "steps_per_generation": 1, "num_iterations": 2},
-        {"router_replay": "R3", "steps_per_generation": 1},  # the rollout's experts may be others all the same
-        {"router_replay_reference": True, "router_replay": "R2", "beta": 0.1},
-    ],
-    ids=str,
-)
-def test_what_acts_is_passed_over_in_silence(tmp_path: Path, options: dict[str, Any]) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        config(tmp_path, **options)
-
-
 def config(output: Path, **options: Any) -> trl_steady.GRPOConfig:
     """Warnings and all."""
     defaults = {"gradient_accumulation_steps": 1, "steps_per_generation": 4, "per_device_train_batch_size": 8}
     return trl_steady.GRPOConfig(str(output), use_cpu=True, bf16=False, report_to="none", **{**defaults, **options})
-
-
-def test_an_on_policy_run_has_nothing_to_replay(models: dict[str, Path], tmp_path: Path) -> None:
-    """Which is what has been said: it trains as without."""
-    options = {"steps_per_generation": 1, "max_steps": 2, "beta": 0.1}
-    free = tiny.history(tiny.train(tiny.trainer(models["moe"], tmp_path, **options)))
-    replay = {"router_replay": "R2", "router_replay_reference": True}
-    assert tiny.history(tiny.train(tiny.trainer(models["moe"], tmp_path, **replay, **options))) == free
 
 
 BLOCKS = {"num_blocks": 64, "max_batch_tokens": 64}
@@ -134,24 +96,3 @@ def test_generation_that_does_not_feed_tokens_in_turn_is_refused(
     with pytest.raises(ValueError, match=r"router_replay='R3'.*Leave beam search.*or set"):
         tiny.train(trainer)
     assert all(torch.equal(before[name], value) for name, value in tiny.parameters(trainer).items())
-
-
-def test_trl_has_no_cache_compile_generation(models: dict[str, Path], tmp_path: Path) -> None:
-    """Which would trace away the calls that are watched."""
-    trainer: Any = tiny.trainer(models["moe"], tmp_path, router_replay="R3", cache_implementation="static")
-    assert trainer.generation_config.disable_compile is True
-
-
-@pytest.mark.parametrize(("value", "tokens"), [("R2", "some"), ("R3", "none"), ("R3", "some")])
-def test_a_router_that_leaves_tokens_out_is_refused_in_the_first_rollout(
-    models: dict[str, Path], tmp_path: Path, value: str, tokens: str
-) -> None:
-    """Which the construction cannot tell."""
-    trainer: Any = tiny.trainer(models["moe"], tmp_path, router_replay=value)
-    layer = trainer.model.model.layers[1].mlp
-    forward = layer.forward
-    partly = lambda states: torch.cat([forward(states[:, :1]), states[:, 1:]], dim=1)
-    layer.forward = partly if tokens == "some" else lambda states: states
-    with pytest.raises(ValueError, match=r"router_replay: the router.*layers\.1\.mlp\.gate.*Leave router"):
-        tiny.train(trainer)
-    assert trainer.state.global_step == 0

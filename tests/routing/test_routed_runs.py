@@ -1,10 +1,5 @@
 """Whole runs with routing replay: resumed, evaluated, logged, and of agents."""
 
-import copy
-import functools
-import itertools
-import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,16 +7,13 @@ import pytest
 import torch
 import transformers
 from torch import Tensor
-from transformers import Qwen3MoeConfig
 
-import trl_steady
 from tests.oracles import routes as routed_oracle
 from tests.oracles.routes import NONE
-from tests.tools import agent, resumable, tiny
+from tests.tools import resumable, tiny
 from tests.tools.routed import (
     CHOSEN,
     CLOSE,
-    EXPERTS,
     LAYERS,
     LORA,
     Random,
@@ -34,7 +26,6 @@ from tests.tools.routed import (
     rows,
 )
 from trl_steady.functional.turns import Traced
-from trl_steady.host import overridden
 
 
 @pytest.mark.parametrize(("replay", "gradient_checkpointing"), [("R2", False), ("R3", True)])
@@ -91,18 +82,6 @@ def test_evaluation_replays_too_and_leaves_training_alone(models: dict[str, Path
             torch.testing.assert_close(row.values["logps"], forced, **CLOSE)
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "vespo", "gspo_token"])
-def test_every_loss_trains_with_replay(models: dict[str, Path], tmp_path: Path, loss_type: str) -> None:
-    options = {"loss_type": loss_type, "max_steps": 2}
-    history = tiny.history(tiny.train(build(models["moe"], tmp_path, router_replay="R2", **options)))
-    without = tiny.history(tiny.train(build(models["moe"], tmp_path, **options)))
-    assert history[0]["loss"] == without[0]["loss"] and history[1]["routing/changed"] > 0
-    assert all(math.isfinite(row[name]) for row in history[:2] for name in ("loss", "grad_norm"))
-    assert history[1]["grad_norm"] != without[1]["grad_norm"]
-    assert {"routing/changed", "routing/fallback", "routing/bytes"} <= history[0].keys()
-    assert not any(name.startswith("routing/") for row in without for name in row)
-
-
 def changed_by_hand(folder: Path, trainer: Any, update: Update) -> tuple[Tensor, int]:
     """(L,) replayed choices that the routers would not have made, and how many are replayed in each layer."""
     now = oracles(folder, trainer)(update.weights)
@@ -134,24 +113,6 @@ def test_what_is_logged_by_hand(models: dict[str, Path], tmp_path: Path, replay:
             assert row["routing/bytes"] == 16 * columns * LAYERS * CHOSEN
             assert row["routing/fallback"] == 0
     assert history[3]["routing/changed"] > 0
-
-
-def test_routes_among_more_experts_than_a_byte_holds(tmp_path: Path) -> None:
-    sizes = {"num_experts": 300, "num_experts_per_tok": 8, "moe_intermediate_size": 4, "head_dim": 8}
-    torch.manual_seed(0)
-    model = transformers.Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**tiny.SIZES, **sizes}))
-    alone = copy.deepcopy(model).eval()
-    options = {"router_replay": "R3", "max_steps": 1, "build": {"model": model}}
-    trainer = tiny.train(build(tmp_path, tmp_path / "run", **options))
-    output = trainer.rollouts[0][1]
-    assert output["routes"].dtype == torch.int16
-    columns = output["prompt_ids"].size(1) + output["completion_ids"].size(1)
-    assert tiny.history(trainer)[0]["routing/bytes"] == 16 * columns * LAYERS * 8 * 2
-    assert tiny.history(trainer)[0]["routing/changed"] == 0
-    for row in rows(output):
-        assert torch.equal(ascending(row.routes)[:-1], routed_oracle.natural(alone, row.ids)[:-1])
-        assert row.of_padding is not None and (row.of_padding == -1).all()
-    assert output["routes"].max() > 255
 
 
 class Holed(Random):
@@ -187,81 +148,6 @@ def test_tokens_without_a_route_go_where_they_would_and_are_counted(models: dict
         assert logged == pytest.approx(int(refused.sum()) / (CHOSEN * sum(of_layers)), rel=1e-12)
 
 
-@pytest.fixture(scope="module")
-def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A mixture of experts that calls tools."""
-    sizes = {"head_dim": 16, "num_experts": EXPERTS, "num_experts_per_tok": CHOSEN, "moe_intermediate_size": 64}
-    return agent.train_model(tmp_path_factory.mktemp("caller"), steps=90, kind=Qwen3MoeConfig, **sizes)
-
-
-def agents(folder: Path, output: Path, tools: list[Callable[..., Any]], kind: type[Recorded] = Recorded) -> Any:
-    """After a rollout of several turns, and its first two updates."""
-    build_ = {
-        "tools": tools,
-        "train_dataset": agent.dataset(agent.one_by_one, agent.both_at_once),
-        "processing_class": agent.tokenizer(),
-    }
-    options: dict[str, Any] = {
-        "per_device_train_batch_size": 8,
-        "steps_per_generation": 2,
-        "max_completion_length": 160,
-        "min_p": 0.1,  # nothing that was not learned
-        "learning_rate": 1e-5,
-        "max_steps": 2,
-        "router_replay": "R3",
-        "build": build_,
-    }
-    return tiny.train(build(folder, output, kind, **options))
-
-
-@pytest.mark.slow  # the fixture trains an agent; tests/functional/test_turns.py has the cases by hand
-@pytest.mark.parametrize("kind", [Recorded, Random])
-def test_turns_of_an_agent_are_put_together(caller: Path, tmp_path: Path, kind: type[Recorded]) -> None:
-    """A turn's last token is fed by the next one, and what a tool says too; what was fed before keeps its routes."""
-    trainer = agents(caller, tmp_path, agent.tools([]), kind)
-    assert len(trainer.turns[0]) >= 3 and len(trainer.turns[0][0]) == 16 > len(trainer.turns[0][1])
-    assert tiny.history(trainer)[0]["routing/fallback"] == 0
-    model = oracles(caller, trainer)(trainer.rollouts[0][0])
-    turns = []
-    for row in rows(trainer.rollouts[0][1]):
-        turns.append(len(agent.turns(row.ids[row.prompt :])))
-        expected = torch.full((len(row.ids), LAYERS, CHOSEN), NONE, dtype=torch.uint8)
-        for routed in itertools.chain(*reversed(trainer.turns[0])):  # the first turn has the last word
-            if row.ids[: len(routed.ids)] == routed.ids:
-                expected[: len(routed.values)] = routed.values
-        assert row.routes is not None and torch.equal(row.routes, expected)
-        if kind is Recorded:
-            assert torch.equal(ascending(row.routes)[:-1], routed_oracle.natural(model, row.ids)[:-1])
-    assert set(turns) >= {1, 2}
-    for row in trainer.updates[0].rows:
-        with torch.no_grad():
-            forced = routed_oracle.log_probs(model, row.ids, row.prompt, row.routes)
-        torch.testing.assert_close(row.values["logps"], forced, **CLOSE)
-
-
-@pytest.mark.slow
-def test_of_two_completions_that_are_the_same_either_may_go_on(caller: Path, tmp_path: Path) -> None:
-    """TRL ends the one whose tool says too much for its completion."""
-    number = itertools.count()
-
-    def at_length(tool: Callable[..., int]) -> Callable[..., Any]:
-        @functools.wraps(tool)
-        def answer(**arguments: int) -> Any:
-            return "9" * 200 if next(number) % 2 == 0 else tool(**arguments)
-
-        return answer
-
-    trainer = agents(caller, tmp_path, [at_length(tool) for tool in agent.tools([])])
-    first = [routed.ids for routed in trainer.turns[0][0]]
-    found = list(rows(trainer.rollouts[0][1]))
-    ended = [row.ids for row, ids in zip(found, first, strict=True) if row.ids == ids]
-    assert any(ids in ended for row, ids in zip(found, first, strict=True) if row.ids != ids)
-    assert tiny.history(trainer)[0]["routing/fallback"] == 0
-    model = oracles(caller, trainer)(trainer.rollouts[0][0])
-    for row in found:
-        assert torch.equal(ascending(row.routes)[:-1], routed_oracle.natural(model, row.ids)[:-1])
-
-
 def test_a_moving_reference_with_routers_of_its_own_takes_the_routes(models: dict[str, Path], tmp_path: Path) -> None:
     """Its copy of a trained router comes after the policy's, and is replayed too: at the start the two are one."""
     options = {"router_replay": "R2", "router_replay_reference": True, "beta": 0.1, "sync_ref_model": True}
@@ -279,33 +165,3 @@ def test_routers_that_an_adapter_brings_later_are_found(models: dict[str, Path],
     trainer.args.max_steps = 8
     tiny.train(trainer)
     assert trainer.state.global_step == 8
-
-
-def test_a_teacher_of_a_subclass_is_left_alone(models: dict[str, Path], tmp_path: Path) -> None:
-    """In the rollout and in the loss, a mixture of experts itself."""
-    teacher = tiny.trainer(models["moe"], tmp_path).model
-    for parameter in teacher.parameters():
-        parameter.data += 0.1 * parameter.data.abs().mean() * torch.randn_like(parameter)
-    found: list[tuple[Tensor, Tensor]] = []
-
-    class Taught(trl_steady.GRPOTrainer):
-        def ask(self, batch: dict[str, Any]) -> None:
-            ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], dim=1)
-            mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], dim=1)
-            arguments = (teacher, ids, mask, batch["completion_ids"].size(1))
-            with torch.no_grad(), overridden(self.args, {"router_replay": None}):
-                expected, *_ = self.log_probs(*arguments)
-            with torch.no_grad():
-                found.append((self.log_probs(*arguments)[0], expected))
-
-        def compute_loss(self, model: Any, inputs: dict[str, Any], *others: Any, **options: Any) -> Tensor:
-            self.ask(inputs)
-            return super().compute_loss(model, inputs, *others, **options)
-
-        def micro_batch_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
-            self.ask(inputs)
-            return super().micro_batch_loss(model, inputs)
-
-    args = tiny.arguments(trl_steady.GRPOConfig, tmp_path, router_replay="R2", max_steps=3)
-    tiny.train(Taught(str(models["moe"]), tiny.reward, args, tiny.dataset(), processing_class=tiny.tokenizer()))
-    assert len(found) == 6 and all(torch.equal(own, expected) for own, expected in found)

@@ -17,8 +17,6 @@ from trl_steady.routing.routes import (
     shared,
 )
 
-NONE = 255
-
 
 def routes(*experts: int, dtype: torch.dtype = torch.uint8) -> Tensor:
     """(T, 1, 1): one expert a token."""
@@ -47,13 +45,6 @@ def test_the_dtype_has_room_for_every_expert_and_for_none(num_experts: int, dtyp
     assert last.item() == num_experts - 1
     assert is_route(last).all()
     assert not is_route(no_routes((3, 1), dtype, torch.device("cpu"))).any()
-
-
-def test_where_there_is_a_route() -> None:
-    some = torch.tensor([[[0, 1], [255, 255]], [[3, 0], [254, 0]]], dtype=torch.uint8)
-    assert is_route(some).tolist() == [[True, False], [True, True]]
-    # 255 is an expert where there are more than 255
-    assert is_route(torch.tensor([[255, 256], [-1, -1]], dtype=torch.int16)).tolist() == [True, False]
 
 
 def test_an_engines_routes_by_hand() -> None:
@@ -108,13 +99,6 @@ def test_routes_of_a_smaller_model_are_refused() -> None:
         from_engine(drawn(7), layers=[1, 3])
 
 
-def test_an_engine_that_has_no_routes_at_all() -> None:
-    taken = from_engine(np.full((2, 1, 2), -1))
-    assert taken.dtype == torch.uint8
-    assert not is_route(taken).any()
-    assert from_engine(np.zeros((0, 2, 2), dtype=np.int32)).shape == (0, 2, 2)
-
-
 @pytest.mark.parametrize(
     ("array", "message"),
     [
@@ -146,8 +130,3 @@ def test_sequences_that_begin_alike_share_the_routes_of_the_first_that_has_some(
     assert torch.equal(own, given)
     assert experts(result) == [[1, 10, none, 4], [5, 6, 7, 8], [1, 10, none, 12], [1, 10, none, 16]]
     assert torch.equal(shared(result, prefixes), result)
-
-
-def test_all_layers_are_those_of_one_sequence() -> None:
-    own = torch.arange(2 * 1 * 3 * 2, dtype=torch.uint8).reshape(2, 1, 3, 2)
-    assert torch.equal(shared(own, torch.tensor([[5], [5]]))[1], own[0])

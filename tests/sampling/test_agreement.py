@@ -1,6 +1,5 @@
 """The engine check: an engine with another base is found in the first rollout, and the check changes no training."""
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from tests.adapters import test_served
 from tests.adapters.test_served import LLM
 from tests.tools import tiny
 from trl_steady.sampling import agreement
-from trl_steady.sampling.agreement import EngineCheckPart, disagreement
+from trl_steady.sampling.agreement import disagreement
 
 built = test_served.built
 Built = Callable[..., tuple[Any, LLM]]
@@ -86,14 +85,6 @@ def test_an_engine_with_another_base_is_found_in_the_first_new_rollout_of_a_resu
     assert trainer.state.global_step == 4
 
 
-def test_none_trains_with_another_base(built: Built, other: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = compared(monkeypatch)
-    trainer, llm = built(max_steps=2, engine_check=None)
-    llm.asked["model"] = other
-    trainer.train()
-    assert not found
-
-
 OFF_POLICY = {"steps_per_generation": 4, "per_device_train_batch_size": 4}
 
 
@@ -141,19 +132,6 @@ def test_another_distribution_than_the_policys_is_not_compared(
         trainer, _ = built(max_steps=1, **sampling)
     trainer.train()
     assert not found
-
-
-@pytest.mark.parametrize(("kept", "warned"), [(True, 0), (False, 1)])
-def test_kept_sets_correct_truncated_sampling(
-    models: dict[str, Path], tmp_path: Path, kept: bool, warned: int
-) -> None:
-    trainer = tiny.trainer(models["dense"], tmp_path, top_p=0.9, keep_sampling_mask=kept)
-    trainer.use_vllm = True
-    part = EngineCheckPart(trainer)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        part.built()
-    assert len(caught) == warned
 
 
 def rolled(logprobs: Any) -> Any:

@@ -181,20 +181,6 @@ def compact(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     return request.param == "compact"
 
 
-def test_without_sets_everything_is_trls_to_the_bit(compact: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    model, own = build(), batch("none")
-    monkeypatch.setattr(trl_steady.sampling.proxy, "kept_log_probs", None)  # there is nothing to compute
-    assert any(len(each) == VOCABULARY for each in own.sets)
-    for with_entropy in (True, False):
-        got, trls = call(model, own, with_entropy=with_entropy), plain(model, own)
-        assert torch.equal(got.log_probs, trls.log_probs)
-        assert torch.equal(got.entropy, trls.entropy)
-        own_gradients, trls_gradients = gradients(model, loss_of(got)), gradients(model, loss_of(trls))
-        assert own_gradients.keys() == trls_gradients.keys() == dict(model.named_parameters()).keys()
-        assert all(torch.equal(own_gradients[name], trls_gradients[name]) for name in own_gradients)
-        assert got.kept_mass.tolist() == [0, 0]
-
-
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["some", "all"])
 def test_log_probs_are_the_oracles_on_hidden_states(family: str, kind: str, compact: bool) -> None:
@@ -242,41 +228,10 @@ def test_gradients_of_all_parameters_are_those_through_plain_logits(
     )
     exact = gradients(model, loss_of(out))
     assert got.keys() == exact.keys() == dict(model.named_parameters()).keys()
-    noise = 10 * torch.finfo(torch.float64).eps  # hundreds of numbers are added up, in two orders
-    if with_entropy:  # TRL's own head is asked, which rounds to float32, whatever the model
-        noise = noise_of_trls_head(model, own)
+    # hundreds of numbers are added up, in two orders; TRL's own head rounds to float32, whatever the model
+    noise = (100 * EPS) if with_entropy else 10 * torch.finfo(torch.float64).eps
     for name, gradient in exact.items():
         assert within((got[name] - gradient).abs(), 16 * noise * gradient.abs().max()), name
-
-
-def noise_of_trls_head(model: PreTrainedModel, own: Batch) -> float:
-    """How far the gradients of TRL's head are from those through plain logits, as a share of the largest."""
-    trls = gradients(model, loss_of(plain(model, own)))
-    whole = (model(input_ids=own.input_ids).logits[:, :-1] / TEMPERATURE).log_softmax(-1)
-    answers = {
-        "log_probs": whole.gather(-1, own.input_ids[:, 1:].unsqueeze(-1)).squeeze(-1),
-        "entropy": -(whole.exp() * whole).sum(-1),
-    }
-    masked = {name: values.masked_fill(~own.has_label, 0) for name, values in answers.items()}
-    exact = gradients(model, loss_of(SimpleNamespace(**masked)))
-    return max(float((trls[name] - gradient).abs().max() / gradient.abs().max()) for name, gradient in exact.items())
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_head_in_float32_is_the_oracles_under_autocast_and_in_a_bfloat16_model(dtype: torch.dtype) -> None:
-    own = batch()
-    model = build(dtype=dtype, cast_lm_head_to_fp32=True)
-    with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.float32):
-        z = scores(model, own)
-        got = call(model, own)
-        rough = call(build(dtype=dtype), own)
-    exact = expected(z, own)
-    assert within((got.log_probs.double() - exact).abs(), rounding(model, own))
-    assert got.log_probs.dtype == torch.float32
-    assert not within((rough.log_probs.double() - exact).abs(), 1e-3)
-    gotten = gradients(model, loss_of(got))
-    assert {gradient.dtype for gradient in gotten.values()} == {dtype}
-    assert all(gradient.isfinite().all() and gradient.any() for gradient in gotten.values())
 
 
 def test_trls_head_is_asked_where_its_answer_is_needed(asked: list[int], compact: bool) -> None:
@@ -324,13 +279,3 @@ def test_a_part_of_the_batch_has_the_sets_at_its_indices(parts: list[Tensor], co
         assert within((out.log_probs - log_probs[token_indices[:, 1:]]).abs(), 100 * EPS)
     assert kept_model.kept_mass[1] == whole.kept_mass[1] > 0
     assert within((kept_model.kept_mass[0] - whole.kept_mass[0]).abs(), 100 * EPS * whole.kept_mass[1])
-
-
-def test_trls_head_is_its_own_again_after_an_error() -> None:
-    def fail(**_: Any) -> Any:
-        assert trl.trainer.utils._ChunkedLogProbFunction is not TRLS_HEAD
-        raise RuntimeError("on purpose")
-
-    with pytest.raises(RuntimeError, match="on purpose"):
-        call(fail, batch())
-    assert trl.trainer.utils._ChunkedLogProbFunction is TRLS_HEAD

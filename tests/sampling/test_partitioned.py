@@ -1,6 +1,5 @@
 """A head that ZeRO-3 partitions is gathered equally often, whichever tokens of this process have sets."""
 
-import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -11,7 +10,6 @@ import trl.trainer.utils
 from torch import Tensor
 
 from tests.sampling.test_model import batch, build, call
-from trl_steady.host.fused_head import Head, Scores, scored_by
 
 KINDS = ["all", "some", "none"]
 
@@ -75,35 +73,6 @@ def test_each_pass_gathers_the_head_once_forward_and_once_backward(
     assert gathers == {kind: {"forward": 1, "backward": 1} for kind in KINDS}
 
 
-def test_passes_without_gradient_and_second_backwards_gather_the_head_each_time(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    model = build()
-    partitioned, parameters = Partitioned(model, monkeypatch), list(model.parameters())
-    with torch.no_grad():
-        assert not call(model, batch("some"), with_entropy=False).log_probs.requires_grad
-    assert partitioned.gathers == {"forward": 1, "backward": 0}
-    loss = loss_of(call(model, batch()), 0.1)
-    first = torch.autograd.grad(loss, parameters, retain_graph=True)
-    assert all(map(torch.equal, first, torch.autograd.grad(loss, parameters)))
-    assert partitioned.gathers == {"forward": 2, "backward": 2}
-
-
-def test_an_answer_of_the_model_s_own_head_is_gathered_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Outputs without a gradient among them."""
-    model = build(outputs=("log_probs", "entropy", "mean_logits", "is_top1"))
-    own = dataclasses.replace(batch(), sets=[])
-    expected = model(input_ids=own.input_ids, labels=own.labels, fused_lm_head=True)
-    partitioned = Partitioned(model, monkeypatch)
-    with scored_by(Head.trl_scores):
-        got = model(input_ids=own.input_ids, labels=own.labels, fused_lm_head=True)
-    for name in ("log_probs", "entropy", "mean_logits", "is_top1"):
-        assert torch.equal(got[name], expected[name])
-        assert got[name].requires_grad == expected[name].requires_grad
-    got.log_probs.sum().backward(inputs=[model.model.norm.weight])
-    assert partitioned.gathers == {"forward": 1, "backward": 1}
-
-
 class WithoutGradient(torch.autograd.Function):
     """Hand None back where a gradient is expected."""
 
@@ -124,21 +93,6 @@ def test_a_backward_without_gradients_gathers_the_head_all_the_same(monkeypatch:
     WithoutGradient.apply(out.log_probs).sum().backward()
     assert partitioned.gathers == {"forward": 1, "backward": 1}
     assert model.get_output_embeddings().weight.grad is None
-
-
-def test_a_bias_that_the_answer_leaves_out_has_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    model, own = build("biased", outputs=("log_probs",)), batch()
-    partitioned, head = Partitioned(model, monkeypatch), model.get_output_embeddings()
-
-    def without_bias(asked: Head) -> Scores:
-        with partitioned.gathering(asked.weight, asked.bias):
-            log_probs = (asked.hidden @ asked.weight.T).log_softmax(-1)
-        return log_probs.gather(-1, asked.targets[:, None]).squeeze(-1), None, None, None, None
-
-    with scored_by(without_bias):
-        out = model(input_ids=own.input_ids, labels=own.labels, fused_lm_head=True)
-    weight, bias = torch.autograd.grad(out.log_probs.sum(), [head.weight, head.bias], allow_unused=True)
-    assert weight.any() and bias is None
 
 
 def test_a_second_derivative_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

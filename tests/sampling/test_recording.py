@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.oracles import sampling as oracle
 from tests.tools import tiny
 from trl_steady.sampling.kept import MAX_KEPT, KeptTokens
 from trl_steady.sampling.recording import SetRecording as Recording
@@ -95,35 +94,6 @@ def test_recorded_are_the_scores_that_generate_samples_from(model: PreTrainedMod
     assert len(kept) == sum(lengths)
 
 
-@pytest.mark.parametrize("name", RULES)
-def test_the_oracles_rules_on_raw_logits_leave_the_same_sets(model: PreTrainedModel, name: str) -> None:
-    rules = {k: v for k, v in RULES[name].items() if k != "temperature"}
-    sequences, _, logits = reported(model, **RULES[name])
-    recording = Recording()
-    with recording.listening(model):
-        generate(model, **RULES[name])
-    z = torch.stack(logits).double() / RULES[name].get("temperature", 1.0)
-    sets = [oracle.sampled_from(row, **rules) for row in z]
-    assert [sorted(each) for each in recording.of(cut(sequences)).lists()] == without_whole(sets)
-
-
-def test_recorded_are_several_sequences_of_a_prompt(model: PreTrainedModel) -> None:
-    options = {"top_p": 0.7, "num_return_sequences": 3}
-    sequences, scores, _ = reported(model, **options)
-    recording = Recording()
-    with recording.listening(model):
-        assert torch.equal(generate(model, **options), sequences)
-    assert [sorted(each) for each in recording.of(cut(sequences)).lists()] == [finite(each) for each in scores]
-
-
-def test_a_processor_of_the_callers_own_counts(model: PreTrainedModel) -> None:
-    odd = lambda _, scores: scores.masked_fill(torch.arange(VOCABULARY) % 2 == 1, -torch.inf)
-    recording = Recording()
-    with recording.listening(model):
-        sequences = generate(model, logits_processor=[odd])
-    assert recording.of(cut(sequences)).lists() == [list(range(0, VOCABULARY, 2))] * sum(map(len, cut(sequences)))
-
-
 def test_nothing_is_left_on_the_model(model: PreTrainedModel) -> None:
     before, config = dict(vars(model)), copy.deepcopy(model.generation_config)
     with Recording().listening(model):
@@ -178,18 +148,6 @@ def test_beam_search_is_refused(model: PreTrainedModel) -> None:
         with recording.listening(model):
             sequences = generate(model, seed, num_beams=2, top_p=0.9)
         outcomes.add(refused(recording, cut(sequences)))
-    assert True in outcomes
-
-
-def test_assisted_decoding_is_refused(model: PreTrainedModel) -> None:
-    ids, outcomes = torch.tensor([[50, 51, 52, 50, 51, 52, 50, 51]]), set()
-    options = {"do_sample": True, "max_new_tokens": 6, "use_cache": True, "top_k": 200, "prompt_lookup_num_tokens": 3}
-    for seed in range(8):
-        recording = Recording()
-        torch.manual_seed(seed)
-        with recording.listening(model):
-            out = model.generate(ids, **options)
-        outcomes.add(refused(recording, cut(out[:, ids.size(1) :])))
     assert True in outcomes
 
 

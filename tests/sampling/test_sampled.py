@@ -1,9 +1,6 @@
 """The kept sampling mask in training: among which tokens every pass scores, what that changes, and what is logged."""
 
 import math
-import statistics
-import zlib
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +14,6 @@ from tests.oracles import sampling as oracle
 from tests.tools import resumable, sampled, tiny
 from tests.tools.routed import FREE, LOSS_TYPES, ascending
 from tests.tools.sampled import CLOSE, Sampled, build, without_ours
-from trl_steady.sampling.kept import KeptTokens
-from trl_steady.sampling.recording import SetRecording as Recording
 
 LORA = {"lora": "attention", "learning_rate": 0.1}
 # a rollout every second step, the reference moves in the middle: it is first the initial policy, later another one
@@ -101,74 +96,6 @@ def test_every_pass_scores_among_the_tokens_that_were_kept(
         assert sorted(trained) == sorted(generated * options.get("num_iterations", 1))
 
 
-def test_what_the_models_own_settings_leave_out_is_no_different(models: dict[str, Path], tmp_path: Path) -> None:
-    """Those of its generation_config, where TRL has none of its own."""
-    trainer = build(models["dense"], tmp_path, top_p=0.9, max_steps=2)
-    trainer.model.generation_config.update(min_p=0.2, no_repeat_ngram_size=1)
-    check_all_passes(models["dense"], tiny.train(trainer), {}, trainer.updates, apart=0.3)
-
-
-def test_sets_are_replayed_whatever_they_are(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As if a rollout had kept other tokens, of some only the one that was sampled, of others all."""
-    own = Recording.of
-
-    def others(completion: Sequence[int]) -> sampled.Sets:
-        generator = torch.Generator().manual_seed(zlib.crc32(str(completion).encode()))
-        sizes = torch.randint(-1, 30, (len(completion),), generator=generator).tolist()
-        tokens = torch.randperm(tiny.SIZES["vocab_size"], generator=generator).tolist()
-        return [
-            sorted({token, *tokens[:size]}) if size >= 0 else [] for token, size in zip(completion, sizes, strict=True)
-        ]
-
-    def tampered(self: Recording, completions: Sequence[Sequence[int]]) -> KeptTokens:
-        assert len(own(self, completions)) == sum(map(len, completions))
-        return KeptTokens.of(each[::-1] for completion in completions for each in others(completion))
-
-    monkeypatch.setattr(Recording, "of", tampered)
-    trainer = build(models["dense"], tmp_path, top_p=0.9, temperature=0.7, max_steps=4)
-    with pytest.warns(UserWarning, match="were sampled among more than 4096 tokens or among all"):
-        tiny.train(trainer)
-    policy, sizes = sampled.models(models["dense"], trainer), []
-    for update in trainer.updates:
-        now, before = policy(update.weights), policy(trainer.rollouts[0][0])
-        for row in sampled.rows(update):
-            assert row.sets == others(row.ids[row.prompt :])
-            sizes += map(len, row.sets)
-            live, old = (sampled.scores(model, row, 0.7) for model in (now, before))
-            for name, z in {"logps": live, "old_per_token_logps": old, "ref_per_token_logps": old}.items():
-                torch.testing.assert_close(row.values[name].double(), sampled.log_probs(z, row), **CLOSE)
-            torch.testing.assert_close(row.values["entropies"].double(), oracle.entropies(live), **CLOSE)
-    assert {0, 1} < set(sizes) and max(sizes) > 20
-    generated = [drawn.ids[-len(drawn.sets) :] for drawn in trainer.draws[0][0]]
-    check_metrics(models["dense"], trainer, sizes_of={0: [len(s) for each in generated for s in others(each)]})
-
-
-# gradients outside of training, where checkpointed layers would not know how to attend
-OUTSIDE = {"max_steps": 1, "gradient_checkpointing": False}
-
-
-def test_gradients_are_those_of_the_log_probs_among_the_sets(models: dict[str, Path], tmp_path: Path) -> None:
-    trainer = tiny.train(build(models["dense"], tmp_path, top_p=0.6, temperature=0.7, **OUTSIDE))
-    trainer.model.train()
-    inputs = trainer._buffered_inputs[1]
-    trainer.compute_loss(trainer.model, inputs)
-    trainer.model.zero_grad()
-    mask = inputs["completion_mask"].bool()
-    (trainer.scored[mask].sum() + trainer.entropies[mask].sum()).backward()
-    alone = routed_oracle.initial(models["dense"], trainer.model.state_dict())
-    for row in sampled.rows(trainer.updates[-1]):
-        logits = alone(input_ids=torch.tensor([row.ids]), use_cache=False).logits
-        z = logits[0, row.prompt - 1 : -1].double() / 0.7
-        (sampled.log_probs(z, row) + oracle.entropies(z)).sum().backward()
-    expected = {name: p.grad for name, p in alone.named_parameters()}
-    largest = max(float(gradient.abs().max()) for gradient in expected.values())
-    for name, parameter in trainer.model.named_parameters():
-        # sums of thousands of float32 products, next to the largest of them
-        torch.testing.assert_close(parameter.grad, expected[name], rtol=1e-4, atol=1e-5 * largest)
-
-
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 @pytest.mark.filterwarnings("ignore:.*leaves tokens out", "ignore:.*were sampled among more")
 def test_without_sets_a_run_is_the_same_bit_for_bit(
@@ -204,20 +131,6 @@ def test_the_first_ratio_of_a_rollout_is_exactly_one(
     moved = [(row.values["logps"] - row.values["old_per_token_logps"]).abs().max() for row in second.rows]
     assert max(moved) > 1e-2
     assert tiny.history(trainer)[0]["kl"] == 0.0 < tiny.history(trainer)[1]["kl"]
-
-
-def test_ratios_that_are_logged_are_those_among_the_sets(models: dict[str, Path], tmp_path: Path) -> None:
-    """A sequence's is the geometric mean over its tokens."""
-    trainer = tiny.train(build(models["dense"], tmp_path, top_p=0.6, loss_type="gspo", max_steps=3))
-    policy = sampled.models(models["dense"], trainer)
-    for update, logged in zip(trainer.updates, tiny.history(trainer), strict=False):
-        now, before = policy(update.weights), policy(trainer.rollouts[0][0])
-        ratios = []
-        for row in sampled.rows(update):
-            live, old = (sampled.log_probs(sampled.scores(model, row), row) for model in (now, before))
-            ratios.append(float((live - old).mean().exp()))
-        by_hand = {"min": min(ratios), "mean": statistics.fmean(ratios), "max": max(ratios)}
-        assert {name: logged[f"ratio/sequence_{name}"] for name in by_hand} == pytest.approx(by_hand, rel=1e-5)
 
 
 def check_metrics(folder: Path, trainer: Any, sizes_of: dict[int, list[int]]) -> None:
@@ -260,11 +173,11 @@ def test_what_is_logged_by_hand(models: dict[str, Path], tmp_path: Path, options
 
 
 def test_a_teacher_of_a_subclass_is_left_alone(models: dict[str, Path], tmp_path: Path) -> None:
-    """In the rollout and in the loss: its log-probs are of the whole vocabulary."""
-    teacher = tiny.trainer(models["dense"], tmp_path).model
+    """In the rollout and in the loss, its log-probs are of the whole vocabulary, and its routers choose."""
+    teacher = tiny.trainer(models["moe"], tmp_path).model
     for parameter in teacher.parameters():
         parameter.data += 0.1 * parameter.data.abs().mean() * torch.randn_like(parameter)
-    alone, asked = routed_oracle.initial(models["dense"], teacher.state_dict()), []
+    alone, asked = routed_oracle.initial(models["moe"], teacher.state_dict()), []
 
     class Taught(Sampled):
         def log_probs(self, model: Any, ids: Tensor, mask: Tensor, width: int, *others: Any, **options: Any) -> Any:
@@ -278,5 +191,5 @@ def test_a_teacher_of_a_subclass_is_left_alone(models: dict[str, Path], tmp_path
                 torch.testing.assert_close(found[is_token[-width:]], expected, **CLOSE)
             return super().log_probs(model, ids, mask, width, *others, **options)
 
-    tiny.train(build(models["dense"], tmp_path, Taught, top_p=0.6, max_steps=2))
+    tiny.train(build(models["moe"], tmp_path, Taught, top_p=0.6, router_replay="R2", max_steps=2))
     assert asked == [False, False, True, True]  # for the old policy, for the reference, and for each update

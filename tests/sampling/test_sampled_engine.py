@@ -1,7 +1,5 @@
 """Kept tokens of a vLLM, colocated or a server, as tests/tools/engines.py plays it: sets that no sampling has left."""
 
-import threading
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -19,7 +17,6 @@ from tests.tools.engines import MASKED, ROUTED, SPARSE, TOKENS, Build, Engine, S
 from tests.tools.headroom import within
 from tests.tools.routed import Row, oracles
 from tests.tools.sampled import CLOSE
-from trl_steady.host import engine as host_engine
 from trl_steady.host.engine import SteadyGeneration
 from trl_steady.routing.part import ROUTES, taken_routes
 from trl_steady.sampling.kept import KeptTokens
@@ -134,24 +131,6 @@ def test_a_server_has_each_prompt_once_and_answers_in_any_order(
     assert sorted(came) == sorted(server.answers) and came != server.answers
 
 
-@pytest.mark.filterwarnings("ignore:sampling leaves tokens out")
-def test_without_the_option_the_ratio_is_the_kept_mass(
-    models: dict[str, Path], engine: Engine, server: Server, built: Build
-) -> None:
-    folder = models["dense"]
-    score_as_sampled(engine, folder)
-    trainer = built(folder, **SAMPLING, **CORRECTED)
-    assert type(trainer.vllm_generation) is vllm_generation.VLLMGeneration
-    trainer.train()
-    policy, masses = oracles(folder, trainer), []
-    for update, row, ratio in ratios(trainer):
-        assert "kept_tokens" not in update.inputs
-        model = policy(trainer.rollouts[update.rollout][0])
-        masses.append(oracle.kept_mass(scores(model, row.ids, row.prompt, None), returned(row, update.rollout + 1)))
-        torch.testing.assert_close(ratio.double(), masses[-1], **CLOSE)
-    assert torch.cat(masses).mean() < 0.3 and TOKENS not in server.requests
-
-
 def test_routes_and_sets_go_together(mixture: Path, engine: Engine, built: Build) -> None:
     score_as_sampled(engine, mixture, is_routed=True)
     trainer = tiny.train(built(**BOTH, **CORRECTED))
@@ -230,33 +209,6 @@ def test_each_of_two_processes_has_the_sets_of_its_own_sequences(
                 assert torch.equal(routes, routes_of([*prompt, *ids], 0)[:-1])
         seen += len(completions)
     assert len(server.requests[TOKENS]) == 4 and seen == 4 * generations
-
-
-def test_answers_that_come_at_once_are_told_apart(server: Server, flagged: Build) -> None:
-    """Each thread of the client waits at every line of ours for the others to come so far."""
-    server.waits = iter([0.0] * 4)
-    generation = flagged(**SETS).vllm_generation
-    prompts = [[1, 2, 3], [4, 5], [6, 7, 8, 9], [9]]
-
-    def waiting(frame: Any, event: str, _: Any) -> Any:
-        if event == "line":
-            time.sleep(0.02)
-        return waiting if frame.f_code.co_filename == host_engine.__file__ else None
-
-    threading.settrace(waiting)
-    try:
-        _, completions, _, _ = generation.generate(prompts, None, 1)
-    finally:
-        threading.settrace(None)  # type: ignore[arg-type]
-    sets = taken_sets(generation, completions).lists()
-    assert sets == [each for pair in zip(prompts, completions, strict=True) for each in kept(*pair, 0)]
-
-
-def fails_with(error: Exception) -> Callable[..., Any]:
-    def fails(*_: Any, **__: Any) -> Any:
-        raise error
-
-    return fails
 
 
 WRONG: dict[str, tuple[Callable[[Sets], Sets | None], str]] = {

@@ -10,8 +10,8 @@ import torch
 from peft import PromptTuningConfig
 
 import trl_steady
-from tests.tools import sampled, tiny
-from tests.tools.sampled import CLOSE, Sampled, build
+from tests.tools import tiny
+from tests.tools.sampled import Sampled, build
 from trl_steady.sampling.kept import KeptTokens
 from trl_steady.sampling.recording import SetRecording as Recording
 
@@ -40,9 +40,6 @@ def test_options_whose_kept_tokens_are_not_known_are_refused(
     config(tmp_path, **options, keep_sampling_mask=False)
 
 
-PROMPTS = PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -65,20 +62,14 @@ def test_trainers_that_cannot_score_among_sets_are_refused(
 
 TRUNCATES = {
     "min_p": (0.1, 0.0),
-    "top_h": (0.5, 1.0),
     "typical_p": (0.5, 1.0),
-    "epsilon_cutoff": (0.01, 0.0),
-    "eta_cutoff": (0.01, 0.0),
     "structured_outputs": ({"regex": "a+"}, None),
-    "suppress_tokens": ([5], None),
     "no_repeat_ngram_size": (2, 0),
     "min_new_tokens": (3, None),
 }
 REWEIGHTS = {
     "repetition_penalty": (0.9, 1.0),
-    "encoder_repetition_penalty": (1.1, 1.0),
     "frequency_penalty": (-0.5, 0.0),
-    "presence_penalty": (0.5, 0.0),
     "logit_bias": ({"5": 1.0}, {}),
     "exponential_decay_length_penalty": ((2, 1.5), None),
     "guidance_scale": (1.5, 1.0),
@@ -166,25 +157,6 @@ def test_a_subclass_whose_tokens_are_not_those_of_the_sets_is_refused(
 
 
 @pytest.mark.parametrize(
-    "options",
-    [
-        {},
-        {"top_p": 1.0, "top_k": 20},
-        {"top_p": 1.0, "generation_kwargs": {"top_k": 20}},
-        {"use_vllm": True, "generation_kwargs": {"top_k": 20}},
-        {"repetition_penalty": 1.0, "generation_kwargs": {"guidance_scale": 1, "num_beams": 1, "do_sample": True}},
-    ],
-    ids=str,
-)
-def test_sampling_that_leaves_tokens_out_and_moves_no_probability_needs_no_warning(
-    tmp_path: Path, options: dict[str, Any]
-) -> None:
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        config(tmp_path, **options)
-
-
-@pytest.mark.parametrize(
     ("options", "named"),
     [
         ({"top_k": 12, "temperature": 0.7}, "top_k=12"),
@@ -206,30 +178,3 @@ def test_the_trainer_warns_of_truncated_sampling_without_the_option(
     messages = [str(each.message) for each in found if "leaves tokens out" in str(each.message)]
     assert len(messages) == (named is not None)
     assert named is None or messages[0].startswith(f"sampling leaves tokens out ({named}")
-
-
-def test_sets_that_are_too_large_are_counted_and_not_kept(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Their tokens have log-probs of the whole vocabulary."""
-    limit = 15
-    sampled.limit_sets(monkeypatch, limit)
-    trainer = build(models["dense"], tmp_path, top_p=0.6, max_steps=5)
-    with pytest.warns(UserWarning, match="were sampled among more than") as found:
-        tiny.train(trainer)
-    (message,) = [str(each.message) for each in found if "sampled" in str(each.message)]
-    assert len(trainer.draws) == 2
-    (turn,) = trainer.draws[0]
-    sizes = [len(each) for drawn in turn for each in drawn.sets]
-    large = sum(size > limit for size in sizes)
-    assert 0 < large < len(sizes)
-    assert message.startswith(f"{large} of {len(sizes)} tokens were sampled among more than 4096 tokens or among all")
-    assert message.endswith("Set top_k to bound the number of kept tokens.")
-    assert tiny.history(trainer)[0]["sampling_mask/fallback"] == pytest.approx(large / len(sizes), rel=1e-12)
-    kept = {tuple(drawn.ids): [each if len(each) <= limit else [] for each in drawn.sets] for drawn in turn}
-    policy = sampled.models(models["dense"], trainer)
-    for update in trainer.updates[:2]:
-        for row in sampled.rows(update):
-            assert row.sets == kept[tuple(row.ids)]
-            expected = sampled.log_probs(sampled.scores(policy(update.weights), row), row)
-            torch.testing.assert_close(row.values["logps"].double(), expected, **CLOSE)

@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from tests.oracles import sampling as oracle
-from tests.tools import agent, resumable, sampled, tiny
+from tests.tools import resumable, sampled, tiny
 from tests.tools.sampled import CLOSE, build
 from tests.trainers import test_images
 
@@ -96,69 +96,6 @@ def test_completions_that_are_masked_out_have_no_sets(models: dict[str, Path], t
     sizes = [len(each) for drawn in whole for each in drawn.sets]
     assert tiny.history(trainer)[0]["sampling_mask/kept_tokens"] == pytest.approx(sum(sizes) / len(sizes), rel=1e-12)
     assert tiny.history(trainer)[0]["sampling_mask/fallback"] == 0
-
-
-def test_the_size_of_micro_batches_is_of_no_matter(models: dict[str, Path], tmp_path: Path) -> None:
-    """But for the order in which float32 is summed up, which three steps of SGD leave near the rounding."""
-    options = {"top_p": 0.6, "optim": "sgd", "max_steps": 3, "steps_per_generation": 4}
-    whole = tiny.train(build(models["dense"], tmp_path, **options))
-    halves = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2, "steps_per_generation": 8}
-    parts = tiny.train(build(models["dense"], tmp_path, **{**options, **halves}))
-    for row, other in zip(tiny.history(parts)[:-1], tiny.history(whole)[:-1], strict=True):
-        names = [name for name in other if name.startswith("sampling_mask/")]
-        assert names and {name: row[name] for name in names} == pytest.approx({n: other[n] for n in names}, rel=1e-4)
-    before, after = tiny.parameters(build(models["dense"], tmp_path, **options)), tiny.parameters(parts)
-    for name, value in tiny.parameters(whole).items():
-        torch.testing.assert_close(after[name], value, rtol=1e-4, atol=1e-5)
-        assert not torch.equal(value, before[name])
-
-
-@pytest.fixture(scope="module")
-def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model that calls tools."""
-    return agent.save_model(tmp_path_factory.mktemp("caller"))
-
-
-@pytest.mark.slow  # the agent learns to call tools; test_sampled_engine.py joins turns in seconds
-@pytest.mark.parametrize("options", [{}, {"token_budget": 400}], ids=str)
-def test_turns_of_an_agent_have_the_sets_of_their_own(caller: Path, tmp_path: Path, options: dict[str, Any]) -> None:
-    """What a tool says has none, and the log-prob that TRL gives it."""
-    build_ = {
-        "tools": agent.tools([]),
-        "train_dataset": agent.dataset(agent.one_by_one, agent.both_at_once),
-        "processing_class": agent.tokenizer(),
-    }
-    options = {"per_device_train_batch_size": 8, "steps_per_generation": 2, "max_completion_length": 160, **options}
-    options |= {"min_p": 0.05, "temperature": 0.9, "learning_rate": 1e-4, "max_steps": 2, "build": build_}
-    trainer = tiny.train(build(caller, tmp_path, **options))
-    (turns,) = trainer.draws
-    assert len(turns) >= 3 and len(turns[0]) == 16 > len(turns[1])
-    policy, sizes, of_tools, several = sampled.models(caller, trainer), [], 0, 0
-    for update in trainer.updates:
-        for row in sampled.rows(update):
-            own: list[list[int]] = [[] for _ in row.sets]
-            is_sampled = torch.zeros(len(own), dtype=torch.bool)
-            for start, end in agent.turns(row.ids[row.prompt :]):
-                is_sampled[start:end] = True
-            expected = set()
-            for drawn in (each for turn in turns for each in turn):
-                if row.ids[: len(drawn.ids)] == drawn.ids:
-                    start = len(drawn.ids) - len(drawn.sets) - row.prompt
-                    own[start : start + len(drawn.sets)] = drawn.sets
-                    expected.add(start)
-            several += len(expected) > 1
-            assert torch.equal(is_sampled, row.is_sampled)
-            assert [bool(each) for each in own] == is_sampled.tolist()
-            assert row.sets == own and not any(row.of_padding)
-            sizes += [len(each) for each in own if each]
-            of_tools += own.count([])
-            for name, weights in (("logps", update.weights), ("old_per_token_logps", trainer.rollouts[0][0])):
-                z = sampled.scores(policy(weights), row, 0.9)
-                torch.testing.assert_close(row.values[name].double(), sampled.log_probs(z, row), **CLOSE)
-    assert several > 0 and of_tools > 100
-    logged = tiny.history(trainer)[0]
-    assert logged["sampling_mask/kept_tokens"] == pytest.approx(sum(sizes) / len(sizes), rel=1e-12)
-    assert logged["sampling_mask/fallback"] == 0
 
 
 @pytest.mark.filterwarnings("ignore:trim_padding=True only cuts columns")
