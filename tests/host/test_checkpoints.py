@@ -12,7 +12,7 @@ import torch
 import transformers
 import trl
 from peft import LoraConfig
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from transformers.trainer_utils import get_last_checkpoint
 
 import trl_steady
@@ -77,12 +77,6 @@ def without_rollouts(checkpoint: Path) -> None:
     (checkpoint / "rollouts_0.pt").unlink()
 
 
-def with_other_shapes(checkpoint: Path) -> None:
-    """A reference of another adapter, as when r is changed between the runs."""
-    file = checkpoint / "reference.safetensors"
-    save_file({name: value[..., :2].contiguous() for name, value in load_file(file).items()}, file)
-
-
 def test_a_checkpoint_of_trl_resumes_at_the_end_of_a_window_after_a_short_step(
     models: dict[str, Path], tmp_path: Path
 ) -> None:
@@ -102,27 +96,8 @@ REFUSED: list[tuple[str, int, Callable[[Path], None] | None, dict[str, Any], str
     ("trl", 12, None, MOVING, r"holds no reference.safetensors.*begin a new run"),
     ("model only", 3, None, MOVING, r"holds no reference.safetensors.*save_only_model=False"),
     ("moving", 12, None, FROZEN, r"checkpoint-12 holds a moving reference .*Set sync_ref_model=True"),
-    (
-        "trl",
-        3,
-        None,
-        FROZEN,
-        r"checkpoint-3 was taken inside a generation window and has no .*4 micro-batches",
-    ),
-    (
-        "moving",
-        9,
-        without_rollouts,
-        MOVING,
-        r"was taken inside a generation window and has no rollouts_0.pt, so it .*: it was",
-    ),
-    (
-        "moving",
-        9,
-        with_other_shapes,
-        MOVING,
-        r"8 tensors differ.*lora_A.default.weight.*peft_",
-    ),
+    ("trl", 3, None, FROZEN, r"checkpoint-3 was taken inside a generation window and has no .*4 micro-batches"),
+    ("moving", 9, without_rollouts, MOVING, r"inside a generation window and has no rollouts_0.pt, so it .*: it was"),
     (
         "moving",
         9,
@@ -243,9 +218,7 @@ def test_the_hub_gets_the_finished_checkpoint(
 
 def test_a_checkpoint_loaded_as_the_model_says_what_it_begins(models: dict[str, Path], tmp_path: Path) -> None:
     tiny.train(resumable.build("full", models["dense"], tmp_path, max_steps=3))
-    with pytest.warns(
-        UserWarning, match=r"checkpoint-3 is a checkpoint with a reference that has moved.*begins a new"
-    ):
+    with pytest.warns(UserWarning, match="checkpoint-3 is a checkpoint with a reference that has moved.*begins a new"):
         tiny.trainer(tmp_path / "checkpoint-3", tmp_path / "second", **FROZEN)
 
 
@@ -304,30 +277,26 @@ def of_stream(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory)
     return tiny.train(streamed(models["dense"], tmp_path_factory.mktemp("stream")))
 
 
-def test_a_stream_that_has_begun_again_is_refused(models: dict[str, Path], tmp_path: Path, of_stream: Any) -> None:
-    with pytest.raises(ValueError, match=r"checkpoint-15 was taken after the stream .* started again.*has a length"):
-        streamed(models["dense"], tmp_path).train(resume_from_checkpoint=f"{of_stream.args.output_dir}/checkpoint-15")
-
-
-def test_a_finished_run_over_a_stream_takes_no_step_more(
+def test_a_stream_that_has_begun_again_is_refused_unless_the_run_has_ended(
     models: dict[str, Path], tmp_path: Path, of_stream: Any
 ) -> None:
-    """In the second pass; there is no place to be found."""
+    resumed = streamed(models["dense"], tmp_path)
+    with pytest.raises(ValueError, match=r"checkpoint-15 was taken after the stream .* started again.*has a length"):
+        resumed.train(resume_from_checkpoint=f"{of_stream.args.output_dir}/checkpoint-15")
     resumed = streamed(models["dense"], tmp_path)
     resumed.train(resume_from_checkpoint=f"{of_stream.args.output_dir}/checkpoint-18")
     assert resumed.state.global_step == 18
     assert resumable.differences(tiny.parameters(of_stream), tiny.parameters(resumed)) == []
 
 
-@pytest.mark.parametrize("steps", [9, pytest.param(12, marks=pytest.mark.slow)])
 def test_a_run_over_a_stream_that_ended_in_its_first_pass_can_be_made_longer(
-    models: dict[str, Path], tmp_path: Path, of_stream: Any, steps: int
+    models: dict[str, Path], tmp_path: Path, of_stream: Any
 ) -> None:
     """transformers writes epoch 1.0 into the last checkpoint, which is no second pass."""
-    short = tiny.train(streamed(models["dense"], tmp_path, max_steps=steps))
+    short = tiny.train(streamed(models["dense"], tmp_path, max_steps=9))
     assert short.state.epoch == 1.0
     longer = streamed(models["dense"], tmp_path)
-    longer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{steps}"))
+    longer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
     assert resumable.differences(tiny.parameters(of_stream), tiny.parameters(longer)) == []
 
 

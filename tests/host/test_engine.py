@@ -136,18 +136,17 @@ def test_colocate_on_a_quantised_base_gets_no_merged_weights(wide: Path, tmp_pat
         )
 
 
-@pytest.mark.parametrize("loss_type", ["dapo", "vespo"])
 def test_with_an_engine_trls_losses_are_trls_and_the_mismatch_is_logged(
-    wide: Path, tmp_path: Path, server: Server, loss_type: str
+    wide: Path, tmp_path: Path, server: Server
 ) -> None:
     """An engine in bf16, TRL's correction on: the same parameters and metrics, and more of the latter."""
     server.model.to(torch.bfloat16)
-    options = {**VLLM, "max_steps": 6, "loss_type": loss_type, "vllm_importance_sampling_mode": "token_truncate"}
+    options = {**VLLM, "max_steps": 6, "loss_type": "vespo", "vllm_importance_sampling_mode": "token_truncate"}
     theirs, ours = (
         tiny.train(tiny.trainer(wide, tmp_path, ours=ours, padded=True, **options)) for ours in (False, True)
     )
-    for row, own in zip(tiny.history(theirs), tiny.history(ours), strict=True):
-        assert {name: own[name] for name in row} == row
+    for expected_row, row in zip(tiny.history(theirs), tiny.history(ours), strict=True):
+        assert expected_row.items() <= row.items()
     expected, after = tiny.parameters(theirs), tiny.parameters(ours)
     assert all(torch.equal(after[name], expected[name]) for name in expected)
     for row in tiny.history(ours)[:-1]:

@@ -1,12 +1,10 @@
 """Data sets that are too small, what NaN means as a reward, and whose completion is infinite."""
 
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from torch.utils.data import SubsetRandomSampler
@@ -41,17 +39,6 @@ def test_the_hint_for_a_small_dataset_is_a_way_out(models: dict[str, Path], tmp_
         trainer.train()
     options = {**small, "per_device_train_batch_size": 4}
     tiny.trainer(models["dense"], tmp_path, steps_per_generation=1, **options).get_train_dataloader()
-
-
-def rolled(prompts: list[Any], as_: Callable[[Any], Any] = list) -> dict[str, Any]:
-    ids = {"prompt_ids": [[50]] * len(prompts), "completion_ids": as_([[60, 61]] * len(prompts))}
-    return {**ids, "logprobs": as_([[-1.0, -2.0]] * len(prompts)), "env_mask": as_([[1, 1]] * len(prompts))}
-
-
-@pytest.mark.parametrize("as_", [torch.tensor, np.array, lambda rows: [torch.tensor(row) for row in rows]])
-def test_a_rollout_func_may_return_tensors_and_arrays(as_: Any, models: dict[str, Path], tmp_path: Path) -> None:
-    build = {"rollout_func": lambda prompts, trainer: rolled(prompts, as_)}
-    assert tiny.train(tiny.trainer(models["dense"], tmp_path, max_steps=1, build=build)).state.global_step == 1
 
 
 def test_nan_is_no_reward_and_said_once_a_function(models: dict[str, Path], tmp_path: Path) -> None:

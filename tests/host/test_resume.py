@@ -2,7 +2,6 @@
 
 import functools
 import itertools
-import random
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers.trainer_utils import get_last_checkpoint
 
 from tests.tools import resumable
 
@@ -57,28 +55,6 @@ def test_a_killed_run_ends_as_if_it_had_not_been(
     assert not (tmp_path / "state.pt").exists()
     assert resumable.run(kind, model, tmp_path) == 0
     assert resumable.differences(expected(kind), torch.load(tmp_path / "state.pt")) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seed", range(5))
-@pytest.mark.parametrize("kind", resumable.KINDS)
-def test_a_run_killed_at_a_random_moment(
-    kind: str,
-    seed: int,
-    models: dict[str, Path],
-    wide: Path,
-    tmp_path: Path,
-    expected: Callable[[str], dict[str, Any]],
-) -> None:
-    """From outside, anywhere between its first checkpoint and its end; sooner, if it had ended by then."""
-    model, moment = folder(kind, models, wide), random.Random(seed).uniform(0, 0.6)
-    for attempt in itertools.count():
-        output = tmp_path / str(attempt)
-        if resumable.run(kind, model, output, kill_after=moment / 2**attempt) == -signal.SIGKILL:
-            break
-    assert get_last_checkpoint(str(output)) is not None
-    assert resumable.run(kind, model, output) == 0
-    assert resumable.differences(expected(kind), torch.load(output / "state.pt")) == []
 
 
 @pytest.mark.slow

@@ -10,10 +10,10 @@ import torch
 import trl
 from torch import Tensor
 
-from tests.host.contract import CONTRACT
 from tests.oracles import losses as oracles
 from tests.tools import tiny
 from tests.tools.batches import HIGH, LOW, TRL_SEQUENCE_LEVEL, Batch, Evaluate, Outcome, random_batch
+from trl_steady.host.loss import FORWARDED
 
 # B == T and T == 1 among them
 CASES = [((6, 5), None), ((6, 5), 1.4), ((5, 5), 1.4), ((6, 1), None), ((1, 1), 1.4), ((2, 7), None)]
@@ -233,7 +233,7 @@ def test_scoring_passes_what_trls_loss_passes(
 ) -> None:
     """Every input that TRL forwards, images and all, reaches the scoring method as from TRL's own loss."""
     batch = random_batch()
-    forwarded = {name: object() for name, how in CONTRACT.inputs.items() if "forwarded" in how}
+    forwarded = {name: object() for name in FORWARDED}
     calls: list[dict[str, Any]] = []
 
     class Scored(Exception):
