@@ -89,27 +89,6 @@ def entropies(z: Tensor) -> Tensor:
     return -(log_p.exp() * log_p).sum(1)
 
 
-def kl(z: Tensor, other: Tensor, kept: Sequence[Sequence[int]]) -> Tensor:
-    """(N,) KL(p || q) = sum_{j in S} p_j (log p_j - log q_j), p = pi^S of ``z`` and q = pi^S of ``other``.
-
-    On the first two tokens p = (3/5, 2/5) and, of equal scores, q = (1/2, 1/2):
-
-    >>> z = torch.tensor([[3.0, 2.0, 1.0]]).double().log().expand(3, 3)
-    >>> _rounded(kl(z, torch.zeros(3, 3), [[0, 1], [1], []]))
-    [0.0201355136, 0.0, 0.087208024]
-    >>> round(0.6 * math.log(1.2) + 0.4 * math.log(0.8), 10)
-    0.0201355136
-    >>> round(math.log(1.5) / 2 + math.log(0.5) / 6, 10)
-    0.087208024
-    """
-    values = []
-    for row, other_row, s in zip(z.double(), other.double(), kept, strict=True):
-        log_p = torch.log_softmax(row[_members(row, s)], dim=0)
-        log_q = torch.log_softmax(other_row[_members(row, s)], dim=0)
-        values.append((log_p.exp() * (log_p - log_q)).sum())
-    return torch.stack(values)
-
-
 def expected_gradient(
     estimate: Callable[[Tensor, Tensor], Tensor], z: Tensor, old: Tensor, kept: Sequence[int]
 ) -> Tensor:

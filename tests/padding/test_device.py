@@ -1,6 +1,5 @@
 """Packing on a pretended GPU: the same as on the CPU, and no transfer for each row of a batch."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,12 +29,7 @@ def packed(ids: Tensor, mask: Tensor, *, shares: bool) -> Any:
     values = packing.gather(ids)[:, 1:].double()
     scattered = packing.scatter_predictions(values, (len(ids), WIDTH - 1))
     assert packing.rows.device == packing.columns.device == scattered.device == ids.device
-    return SimpleNamespace(
-        rows=packing.rows.tolist(),
-        columns=packing.columns.tolist(),
-        segments=list(packing.segments),
-        scattered=scattered.tolist(),
-    )
+    return packing.rows.tolist(), packing.columns.tolist(), list(packing.segments), scattered.tolist()
 
 
 @pytest.mark.parametrize("shares", [False, True])

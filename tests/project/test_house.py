@@ -68,7 +68,7 @@ def test_the_host_imports_no_feature() -> None:
 
 
 def test_outside_the_host_nothing_of_the_trainer_is_replaced_for_a_call() -> None:
-    """`overridden` may replace attributes of a config or a model, not of a trainer."""
+    """`overridden` may replace attributes of a config, a model or its module, not of a trainer."""
     for path in FILES:
         if path.name == "trl_commands.py":  # replaces names of TRL's modules, before there is a trainer
             continue

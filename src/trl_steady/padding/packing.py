@@ -55,16 +55,11 @@ class Packing:
 
 
 def lengths_of(attention_mask: Tensor, *, prompt_width: int, input_ids: Tensor | None = None) -> list[Length] | None:
-    """Return the lengths of the sequences of a padded batch. This waits for the batch's device.
+    """Return the lengths of the sequences of a padded batch; None if one has padding between its tokens.
 
-    Args:
-        attention_mask: (B, L), nonzero = token.
-        prompt_width: Number of columns that belong to the prompts.
-        input_ids: (B, L). If given, sequences whose prompts have the same tokens before the last one are a group. Such
-            a prompt has two tokens or more.
-
-    Returns:
-        One length for each sequence; None if a sequence has padding between its tokens.
+    This waits for the device of `attention_mask` (B, L), nonzero = token. The first `prompt_width` columns are those
+    of the prompts. With `input_ids` (B, L), sequences whose prompts have the same tokens before the last one are a
+    group. Such a prompt has two tokens or more.
     """
     mask = attention_mask.bool()
     prompts, completions = mask[:, :prompt_width].sum(-1), mask[:, prompt_width:].sum(-1)
@@ -98,14 +93,10 @@ def _fits(mask: Tensor, prompts: Tensor, completions: Tensor, prompt_width: int)
 
 
 def pack(lengths: Sequence[Length], *, prompt_width: int, device: torch.device) -> Packing:
-    """Pack the tokens of a padded batch into one row, with one segment for each sequence.
+    """Pack the tokens of a padded batch into one row, with one segment for each sequence. No device is waited for.
 
-    Args:
-        lengths: Lengths of the sequences. Several of one group share one copy of their prompt before its last token,
-            which predicts the first token of each completion. The copy is a segment of its own, and the prefix of
-            their segments.
-        prompt_width: Number of columns that belong to the prompts.
-        device: Device of the batch, for which nothing waits.
+    Several sequences of one group share one copy of their prompt before its last token, which predicts the first token
+    of each completion. The copy is a segment of its own, and the prefix of their segments.
     """
     members: dict[tuple[str, int], list[int]] = {}
     for row, length in enumerate(lengths):

@@ -136,7 +136,7 @@ class PaddingPart(Part):
             self.traits_of(scoring.model),
             prompt_width=scoring.prompt_width,
             share_prompts=self.trainer.args.share_prompts,
-            lengths=None if plan is None else [plan.lengths[row] for row in plan.order],
+            lengths=None if plan is None else iter([plan.lengths[row] for row in plan.order]),
             attending=functools.partial(_attending, scoring, models.bare(self.trainer, scoring.model)),
         )
 

@@ -2,8 +2,9 @@
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
+from dataclasses import KW_ONLY, dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -25,95 +26,87 @@ _OTHER_MASK = (
 _WITH_TEXT = {"fused_lm_head", "output_router_logits"}  # other arguments of TRL for a batch that is text only
 
 
+@dataclass(eq=False)
 class UnpaddedModel:
     """Wrapper that leaves out padding, for a model with TRL's fused LM head and one pass over padded batches.
 
     Columns that are padding in every row are cut off at both ends. If padding is left and the model allows it, the
     sequences are packed into one row. A batch without padding goes to the model unchanged, unless prompts are shared.
-
-    Args:
-        model: The model to call, which may be wrapped for several processes.
-        traits: Traits of the transformers model in it.
-        prompt_width: Number of columns of the batches that belong to the prompts.
-        share_prompts: True if rows with the same prompt share one copy of it.
-        lengths: Lengths of all sequences that will come, in their order. None: they are read from each batch, and the
-            CPU waits for its device.
-        attending: Returns a context in which the model attends within the given segments.
     """
 
-    def __init__(
-        self,
-        model: Callable[..., Any],
-        traits: Traits,
-        *,
-        prompt_width: int,
-        share_prompts: bool,
-        lengths: Iterable[Length] | None = None,
-        attending: Callable[[Sequence[Segment]], AbstractContextManager[None]],
-    ) -> None:
-        self._model, self._traits = model, traits
-        self._prompt_width, self._share_prompts, self._attending = prompt_width, share_prompts, attending
-        self._lengths = None if lengths is None else iter(lengths)
-        self.needs_token_indices = needs_token_indices(model)
+    model: Callable[..., Any]  # may be wrapped for several processes
+    traits: Traits  # of the transformers model in it
+    _: KW_ONLY
+    prompt_width: int  # number of columns of the batches that belong to the prompts
+    share_prompts: bool  # True if rows with the same prompt share one copy of it
+    attending: Callable[[Sequence[Segment]], AbstractContextManager[None]]
+    """Returns a context in which the model attends within the given segments."""
+    lengths: Iterator[Length] | None = None
+    """Lengths of all sequences that will come, in order. None: the CPU reads them and waits for the device."""
+
+    @property
+    def needs_token_indices(self) -> bool:
+        """True if the model inside needs `token_indices`."""
+        return needs_token_indices(self.model)
 
     def __call__(self, *, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **others: object) -> object:
         """Return `log_probs` and `entropy`, (B, L - 1) each, and `aux_loss`, for inputs of shape (B, L)."""
         width = input_ids.size(1)
         lengths = self._of_next(input_ids, attention_mask)
-        if width > self._traits.width_limit > 0:
+        if width > self.traits.width_limit > 0:
             warnings.warn(
-                f"batches wider than {self._traits.width_limit} tokens keep their padding, because the model's rotary "
+                f"batches wider than {self.traits.width_limit} tokens keep their padding, because the model's rotary "
                 "frequencies or sparse attention then depend on the width of the batch.",
                 UserWarning,
                 stacklevel=2,
             )
         has_tokens = lengths is not None and any(length.prompt or length.completion for length in lengths)
-        if lengths is None or not has_tokens or width > self._traits.width_limit:
-            return self._model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **others)
+        if lengths is None or not has_tokens or width > self.traits.width_limit:
+            return self.model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **others)
         longest = max(max(length.prompt for length in lengths), 1)
-        left = self._prompt_width - longest if self._traits.is_shift_invariant else 0
-        right = self._prompt_width + max(max(length.completion for length in lengths), 1)
+        left = self.prompt_width - longest if self.traits.is_shift_invariant else 0
+        right = self.prompt_width + max(max(length.completion for length in lengths), 1)
         batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
         batch |= {name: cast(Tensor, others.pop(name)) for name in _OF_TOKENS if name in others}
         batch = {name: values[:, left:right] for name, values in batch.items()}
         if self._packs(batch, others, lengths, left):
             outputs = self._packed(batch, others, lengths, left)
         else:
-            outputs = self._model(**batch, **others)
+            outputs = self.model(**batch, **others)
         return _mapped(outputs, lambda values: pad(values, (left, width - right)))
 
     def _of_next(self, input_ids: Tensor, attention_mask: Tensor) -> Sequence[Length] | None:
-        if self._lengths is not None:
-            lengths = list(itertools.islice(self._lengths, len(input_ids)))
-            is_fit = fits(lengths, attention_mask, prompt_width=self._prompt_width)
+        if self.lengths is not None:
+            lengths = list(itertools.islice(self.lengths, len(input_ids)))
+            is_fit = fits(lengths, attention_mask, prompt_width=self.prompt_width)
             if is_fit.device.type in ("cpu", "cuda"):  # on a GPU nobody waits
                 torch._assert_async(is_fit, _OTHER_MASK)  # pyright: ignore[reportPrivateUsage]
             elif not is_fit:
                 raise RuntimeError(_OTHER_MASK)
             return lengths
-        shared = input_ids if self._share_prompts else None
-        return lengths_of(attention_mask, prompt_width=self._prompt_width, input_ids=shared)
+        shared = input_ids if self.share_prompts else None
+        return lengths_of(attention_mask, prompt_width=self.prompt_width, input_ids=shared)
 
     def _packs(
         self, batch: dict[str, Tensor], others: dict[str, object], lengths: Sequence[Length], left: int
     ) -> bool:
-        if self._traits.why_not_packed or not batch.keys() <= _PACKED or not others.keys() <= _WITH_TEXT:
+        if self.traits.why_not_packed or not batch.keys() <= _PACKED or not others.keys() <= _WITH_TEXT:
             return False
         if not all(length.prompt for length in lengths):  # no token predicts the first token after an empty prompt
             return False
-        prompt_width = self._prompt_width - left
+        prompt_width = self.prompt_width - left
         full = prompt_width, batch["labels"].size(1) - prompt_width
-        return self._share_prompts or any((length.prompt, length.completion) != full for length in lengths)
+        return self.share_prompts or any((length.prompt, length.completion) != full for length in lengths)
 
     def _packed(
         self, batch: dict[str, Tensor], others: dict[str, object], lengths: Sequence[Length], left: int
     ) -> SimpleNamespace:
         input_ids, labels = batch["input_ids"], batch["labels"]
-        packing = pack(lengths, prompt_width=self._prompt_width - left, device=input_ids.device)
+        packing = pack(lengths, prompt_width=self.prompt_width - left, device=input_ids.device)
         if "token_indices" in batch:
             others = {**others, "token_indices": packing.gather(batch["token_indices"])}
-        with self._attending(packing.segments):
-            outputs = self._model(
+        with self.attending(packing.segments):
+            outputs = self.model(
                 input_ids=packing.gather(input_ids),
                 attention_mask=None,
                 position_ids=packing.columns.unsqueeze(0) + left,  # as in the padded batch

@@ -23,11 +23,7 @@ class RecordedModel:
     """(B, T, L, K), or None before the first part. Tokens that have not gone through the model have no route."""
 
     def __call__(self, *, token_indices: Tensor, **batch: object) -> object:
-        """Return the model's outputs, and record routes. `token_indices` are those in the flattened batch.
-
-        Raises:
-            RoutingError: the routers did not run once for each token.
-        """
+        """Return the model's outputs, and record routes. `token_indices` are those in the flattened batch."""
         with self.routers.recording() as recording:
             outputs = self.model(token_indices=token_indices, **batch)
         (routes,) = recording.routes_of_passes([token_indices.numel()])
@@ -51,11 +47,7 @@ class ReplayedModel:
     """The replays of the parts so far."""
 
     def __call__(self, *, token_indices: Tensor, **batch: object) -> object:
-        """Return the model's outputs on the given routes. `token_indices` index the flattened batch.
-
-        Raises:
-            RoutingError: the routers did not run once for each token, or the routes do not fit.
-        """
+        """Return the model's outputs on the given routes. `token_indices` index the flattened batch."""
         with self.lasting(self.routers.replaying(self.routes.flatten(0, 1)[token_indices.flatten()])) as replay:
             outputs = self.model(token_indices=token_indices, **batch)
             replay.check()

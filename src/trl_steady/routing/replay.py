@@ -107,19 +107,14 @@ class Replay(_Use):
         self._routes = routes
         self._has_route = is_route(routes)
         self._highest = int(routes.where(self._has_route.unsqueeze(-1), 0).max()) if routes.numel() else 0
-        self._changed: dict[int, Tensor] = {}
+        self.changed = routes.new_zeros(len(names), dtype=torch.long)
+        """(L,) number of replayed choices that the live router would not have made, not counting recomputed layers."""
         self._has_gradient = torch.is_grad_enabled()
 
     @property
     def awaits_backward(self) -> bool:
         """True if the pass has gradients and none of its layers has been recomputed yet."""
         return self._has_gradient and max(self._fired) < 2
-
-    @property
-    def changed(self) -> Tensor:
-        """(L,) number of replayed choices that the live router would not have made, not counting recomputed layers."""
-        none = self._routes.new_zeros((), dtype=torch.long)
-        return torch.stack([self._changed.get(layer, none).to(none.device) for layer in range(len(self.names))])
 
     @property
     def replayed(self) -> Tensor:
@@ -165,9 +160,8 @@ class Replay(_Use):
                 f"{scores.size(-1)} experts, counted from 0. The routes are of another model or of other tokens."
             )
         chosen = torch.where(has_route.unsqueeze(-1), routes.long(), of_live)
-        if layer not in self._changed:  # not if gradient checkpointing recomputes the layer
-            kept = (chosen.unsqueeze(-1) == of_live.unsqueeze(-2)).any(-1)
-            self._changed[layer] = (~kept).sum()
+        if self._fired[layer] == 1:  # not if gradient checkpointing recomputes the layer
+            self.changed[layer] = (chosen.unsqueeze(-1) != of_live.unsqueeze(-2)).all(-1).sum()
         return chosen.view(live.shape)
 
 

@@ -48,12 +48,10 @@ def decoded(routes: object) -> object:
 
 
 def from_engine(array: object, *, layers: Sequence[int] | None = None) -> Tensor:
-    """Convert the integers of an engine to routes. A row of -1 means that a token has no route.
+    """Convert the integers (T, L, K) of an engine to routes. A row of -1 means that a token has no route.
 
-    Args:
-        array: (T, L, K) NumPy array, tensor or nested lists.
-        layers: (L,) numbers of the decoder layers that have routers, counted from 0. Pass them if the engine may
-            return rows for all layers.
+    `layers` are the (L,) numbers of the decoder layers that have routers, counted from 0. Pass them if the engine may
+    return rows for all layers.
 
     Raises:
         ValueError: the layers do not fit. Or a row has -1 beside experts, or the same expert twice, which happens if

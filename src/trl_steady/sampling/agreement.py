@@ -50,11 +50,7 @@ class EngineCheckPart(Part):
             yield
 
     def columns(self, rollout: Rollout) -> Mapping[str, Any]:
-        """Compare the rollout if that is due. There is no column.
-
-        Raises:
-            ValueError: Engine and policy differ by more than `engine_check`.
-        """
+        """Compare the rollout if that is due, and refuse another model. There is no column."""
         if not self._compares:
             return {}
         trainer, limit = self.trainer, self.trainer.args.engine_check
@@ -91,10 +87,7 @@ class EngineCheckPart(Part):
 def disagreement(logps: Tensor, sampler_logps: Tensor, is_sampled: Tensor) -> Tensor:
     """Return sums (3,) of one process, which add up over processes: of k3 in nats, of its tokens, of sampled tokens.
 
-    Args:
-        logps: (B, T) log-probs under the policy.
-        sampler_logps: (B, T) log-probs under the sampler, NaN for tokens that it could not score.
-        is_sampled: (B, T) bool, True = a token of the loss.
+    All tensors are (B, T). The sampler's log-probs are NaN for tokens that it could not score.
     """
     scored = is_sampled & ~sampler_logps.isnan()
     k3 = kl.k3(sampler_logps.where(scored, 0), logps.where(scored, 0)).clamp(max=_MOST)  # else as in `mismatch/kl`

@@ -31,11 +31,7 @@ class KeptTokens:
 
     @classmethod
     def of(cls, sets: Iterable[Sequence[int]]) -> "KeptTokens":
-        """Build sets from lists of token ids.
-
-        Raises:
-            ValueError: a set has a token twice, or a negative token id.
-        """
+        """Build sets from lists of token ids, and check them."""
         sets = list(sets)
         ids = torch.tensor([token for each in sets for token in each], dtype=torch.int32)
         kept = cls.of_counts(ids, torch.tensor([len(each) for each in sets]))

@@ -21,14 +21,12 @@ class KeptModel:
     model: Callable[..., object]  # takes `token_indices`, returns `log_probs`
     kept: KeptTokens  # of some positions
     index: Tensor
-    """(B, L) of the whole batch, the number of the set that each token was sampled from. A token with -1 keeps the
-    log-prob of the model."""
+    """(B, L) number of the set that each token was sampled from. A token with -1 keeps the log-prob of the model."""
     scored_by: Callable[[Callable[[Head], Scores]], AbstractContextManager[None]]
     """Returns a context in which the given function replaces the log-prob function of the fused head."""
     _: KW_ONLY
     with_entropy: bool
-    """True to compute the entropy, which is that of the whole vocabulary. If False, TRL's head scores the whole
-    vocabulary only if a token has no set."""
+    """True to compute the entropy of the whole vocabulary. Otherwise, TRL's head runs only if a token has no set."""
     kept_mass: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64), init=False)
     """(2,) sum of the model's probabilities on the sets so far, and number of sets. Needs `with_entropy`."""
 
