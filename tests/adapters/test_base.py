@@ -2,7 +2,6 @@
 
 import contextlib
 import copy
-import json
 import warnings
 from pathlib import Path
 from typing import Any
@@ -378,34 +377,3 @@ def test_an_adapter_that_peft_cannot_combine_with_lora_is_refused(models: dict[s
     for given in ({}, {"value_peft_config": LoraConfig(**PLAIN)}):
         with pytest.raises(ValueError, match=r"IA3Config and .*LoraConfig"):
             tiny.trainer(models["dense"], tmp_path, build={"peft_config": config, **given}, kl_coef=0.0, **PPO)
-
-
-def test_a_critic_is_recomputed_with_empty_checkpointing_options(models: dict[str, Path], tmp_path: Path) -> None:
-    found = []
-    for kwargs in ({}, {"use_reentrant": False}):
-        options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs, "max_steps": 2, **PPO}
-        found.append(tiny.parameters(tiny.train(tiny.trainer(policy(models["dense"]), tmp_path, **options))))
-    assert critics.same(*found)
-
-
-CODE = """
-from transformers import Qwen2ForSequenceClassification
-class Mine(Qwen2ForSequenceClassification): ...
-"""
-
-
-def test_code_that_comes_with_a_model_runs_if_trl_is_told_to_trust_it(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
-    mine = tmp_path / "mine"
-    AutoModelForSequenceClassification.from_pretrained(models["dense"], num_labels=1).save_pretrained(mine)
-    (mine / "mine.py").write_text(CODE)
-    config = json.loads((mine / "config.json").read_text())
-    auto = {"AutoModelForSequenceClassification": "mine.Mine"}
-    (mine / "config.json").write_text(json.dumps({**config, "auto_map": auto}))
-    for given in ({"value_init": str(mine), **PPO}, {"build": {"reward_funcs": RewardAdapter(mine)}}):
-        trainer = tiny.trainer(models["dense"], tmp_path, trust_remote_code=True, **given)
-        model = trainer.critic if "method" in given else trainer.reward_model
-        assert type(model.bare).__name__ == "Mine"

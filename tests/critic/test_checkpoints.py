@@ -1,6 +1,5 @@
 """PPO runs that are killed and resumed end as the run that was never killed, with policy, critic and coefficient."""
 
-import random
 import signal
 import sys
 from collections.abc import Sequence
@@ -104,23 +103,6 @@ def test_a_killed_run_ends_as_if_it_had_not_been(
     assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / f"checkpoint-{step}")
     assert resumable.run(kind, model, tmp_path, **PPO) == 0
     assert resumable.differences(expected(kind), torch.load(tmp_path / "state.pt")) == []
-
-
-@SLOW
-@pytest.mark.parametrize("seed", range(3))
-@pytest.mark.parametrize("kind", resumable.KINDS)
-def test_a_run_killed_at_a_random_moment(
-    kind: str, seed: int, models: dict[str, Path], wide: Path, tmp_path: Path, expected: Expected
-) -> None:
-    """From outside, anywhere between the first checkpoint and the end; sooner, if the run had ended by then."""
-    model, moment = folder(kind, models, wide), random.Random(seed).uniform(0, 1.5)
-    for attempt in range(10):
-        output = tmp_path / str(attempt)
-        if resumable.run(kind, model, output, kill_after=moment / 2**attempt, **PPO) == -signal.SIGKILL:
-            break
-    assert get_last_checkpoint(str(output)) is not None
-    assert resumable.run(kind, model, output, **PPO) == 0
-    assert resumable.differences(expected(kind), torch.load(output / "state.pt")) == []
 
 
 @pytest.mark.parametrize(
@@ -300,24 +282,6 @@ FREE: dict[str, Any] = {
 def test_every_option_of_ppo_is_one_or_the_other() -> None:
     own = {name for name in vars(trl_steady.PPOConfig)["__annotations__"] if not name.startswith("_")}
     assert own - {"num_generations", "beta", "kl_estimator"} == CHANGES.keys() | FREE.keys()  # those are TRL's too
-
-
-def test_all_changes_are_named_together(
-    models: dict[str, Path], wide: Path, runs: dict[str, Path], tmp_path: Path
-) -> None:
-    trainer = build("lora", models, wide, tmp_path, **{**PLAIN, **CHANGES})
-    with pytest.raises(ValueError, match="inside a generation window that began with\n") as error:
-        trainer.train(resume_from_checkpoint=str(runs["lora"] / "checkpoint-2"))
-    assert all(f"this run has {name}={value!r}\n" in str(error.value) for name, value in CHANGES.items())
-
-
-def test_other_options_may_change_inside_a_window(
-    models: dict[str, Path], wide: Path, runs: dict[str, Path], tmp_path: Path
-) -> None:
-    options = {**PLAIN, **FREE, "max_steps": 3, "build": {**PLAIN["build"], "ptx_dataset": TEXTS}}
-    trainer = build("lora", models, wide, tmp_path, **options)
-    trainer.train(resume_from_checkpoint=str(runs["lora"] / "checkpoint-2"))
-    assert trainer.state.global_step == 3
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.7])

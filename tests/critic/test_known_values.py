@@ -1,7 +1,6 @@
 """The critic and the policy of `PPOTrainer` find exact values, on the two problems of docs/figures/critic.py."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,27 +81,6 @@ def test_policy_and_critic_find_the_best_of_the_bandit(bandit: Any) -> None:
     assert within(bandit.distances[-1], 0.01) and bandit.distances[0] > 0.2
     assert within((bandit.values[-1] - bandit.known[-1]).abs(), 0.01)
     assert within((bandit.values[-1] - bandit.best).abs(), 0.01)
-
-
-@pytest.mark.slow
-def test_the_picture_is_drawn(figure: Any, chain: Any, bandit: Any, tmp_path: Path) -> None:
-    figure.draw(tmp_path / "critic.png", chain, bandit)
-    assert (tmp_path / "critic.png").stat().st_size > 10_000
-    assert figure.table("chain", chain, (0, 180)).count("\n") == 3
-
-
-@pytest.mark.slow
-def test_whole_models_find_the_best_of_the_bandit(figure: Any) -> None:
-    run = figure.train(figure.BANDIT, seed=1)
-    assert within(run.distances[-1], 0.01)
-    assert within((run.values[-1] - run.best).abs(), 0.01)
-
-
-@pytest.mark.slow
-def test_other_rollouts_lead_to_the_same_values(figure: Any) -> None:
-    run = figure.train(figure.CHAIN, seed=1)
-    assert within(run.distances[-1], 0.04)
-    assert within((run.values[-1] - run.best).abs(), 0.06)
 
 
 @pytest.mark.slow

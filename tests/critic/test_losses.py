@@ -109,21 +109,6 @@ def test_a_loss_with_one_advantage_per_sequence_is_refused(tmp_path: Path, optio
         tiny.arguments(trl_steady.PPOConfig, tmp_path, num_generations=1, **options)
 
 
-def test_gspo_token_is_that_of_grpo(models: dict[str, Path], tmp_path: Path) -> None:
-    """The same loss and gradient of the policy as GRPOTrainer's on these samples."""
-    options = {"loss_type": "gspo_token", "epsilon": 0.02, "epsilon_high": 0.03}
-    trainer = build(models["dense"], tmp_path, known=True, lora=True, **options)
-    inputs = micro_batch(trainer)
-    backward(trainer, inputs)
-    other = tiny.trainer(models["dense"], tmp_path, lora=True, **options)
-    own = policy_parameters(trainer)
-    other.model.load_state_dict({**other.model.state_dict(), **snapshot(own)})
-    other.current_gradient_accumulation_steps = 1
-    backward(other, inputs)
-    assert same(gradients(own), gradients(dict(other.model.named_parameters())))
-    assert any(each.any() for each in gradients(own).values())
-
-
 # The critic
 
 

@@ -13,8 +13,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from torch import Tensor
 
-from tests.tools import agent, mixtures, resumable, tiny
-from trl_steady import StepRewards
+from tests.tools import mixtures, resumable, tiny
 from trl_steady.critic.part import CriticPart
 from trl_steady.reference.part import ReferencePart
 
@@ -129,14 +128,6 @@ def test_the_reference_moves_for_the_kl_in_the_reward(models: dict[str, Path], t
     assert trainer.beta == 0
 
 
-def test_the_reference_moves_when_the_kl_of_a_rollout_exceeds_a_limit(models: dict[str, Path], tmp_path: Path) -> None:
-    options = {**MOVING, "ref_model_sync_steps": 100, "ref_model_sync_kl": 1e-4, "max_steps": 9}
-    trainer, history, _ = run(models["dense"], tmp_path, **options)
-    kl = of(history, "kl")
-    assert [tuple(refresh) for refresh in trainer.reference_refreshes] == [(8, kl[1], "kl")]
-    assert kl[0] == kl[2] == 0 and kl[1] > 1e-4
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_only_the_policys_optimizer_is_cleared(models: dict[str, Path], tmp_path: Path, kind: str) -> None:
     """The critic has no reference that moves, and an optimizer of its own."""
@@ -173,20 +164,6 @@ def test_the_off_policy_mask_drops_sequences_for_the_policy_only(models: dict[st
     assert moved(policy(masked), policy(plain))
     assert of(history, "value/loss") == of(other, "value/loss")  # the critic learns from all
     assert not moved(masked.critic.state(), plain.critic.state())
-
-
-def test_an_engines_log_probs_are_compared_and_an_environments_tokens_are_not_learned(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    _, history, witness = run(models["dense"], tmp_path, build={"rollout_func": rollout}, max_steps=5)
-    assert all({"mismatch/kl", "off_policy_q50", "value/loss"} <= row.keys() for row in history)
-    assert max(of(history, "mismatch/kl")) > 0.1 and len(of(history, "kl")) == 2
-    for columns in witness.rollouts:
-        of_environment = columns["completion_mask"].bool() & ~columns["tool_mask"].bool()
-        assert of_environment.any()
-        for name in ("advantages", "values", "returns"):
-            assert (columns[name][of_environment] == 0).all(), name
-            assert columns[name][columns["tool_mask"].bool()].abs().max() > 0, name
 
 
 # mixtures of experts
@@ -293,52 +270,3 @@ def test_budgets_and_shared_prompts_change_rounding_only(
 
 
 # agents
-
-
-def in_turns(completions: list[list[agent.Message]], **_: Any) -> list[StepRewards]:
-    rewards = []
-    for messages in completions:
-        own = [message for message in messages if message["role"] == "assistant"]
-        rewards.append(StepRewards.per_turn([agent.worth(message, number) for number, message in enumerate(own)]))
-    return rewards
-
-
-@pytest.fixture(scope="module")
-def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return agent.save_model(tmp_path_factory.mktemp("agent"))
-
-
-@pytest.mark.slow  # an agent must learn to call tools first
-@pytest.mark.parametrize("kind", KINDS)
-def test_turns_of_an_agent_have_values_and_its_tools_have_none(caller: Path, tmp_path: Path, kind: str) -> None:
-    reader = agent.tokenizer()
-    options: dict[str, Any] = {
-        **{"per_device_train_batch_size": 4, "steps_per_generation": 2, "max_completion_length": 160},
-        **{"min_p": 0.1, "learning_rate": 1e-4, "max_steps": 3, "lam": 1.0, "whiten_advantages": False},
-        "lora": False,
-        "build": {
-            "tools": agent.tools([]),
-            "train_dataset": agent.dataset(agent.one_by_one),
-            "processing_class": reader,
-            "reward_funcs": in_turns,
-            # an adapter that changes nothing yet: the model has learned to call tools
-            **({"peft_config": LoraConfig(r=4, target_modules=["q_proj", "v_proj"])} if kind == "lora" else {}),
-        },
-    }
-    _, history, witness = run(caller, tmp_path, kind, **options)
-    assert max(of(history, "tools/call_frequency")) > 0
-    several = 0
-    for columns in witness.rollouts:
-        for i, ids in enumerate(columns["completion_ids"].tolist()):
-            own = torch.zeros(len(ids), dtype=torch.bool)
-            turns = agent.turns(agent.unpadded(ids))
-            for start, end in turns:
-                own[start:end] = True
-            for name in ("values", "returns", "advantages"):
-                assert (columns[name][i][~own] == 0).all()
-            assert (columns["advantages"][i][own] != 0).all()
-            if len(turns) > 1:  # with lambda 1 the return is what is still to come
-                several += 1
-                returns = [columns["returns"][i][start].item() for start, _ in turns]
-                assert len(set(returns)) > 1
-    assert several > 0

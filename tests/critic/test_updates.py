@@ -224,29 +224,6 @@ def test_a_critic_does_not_change_the_first_rollout(models: dict[str, Path], tmp
     assert len({*map(tuple, ours["completion_ids"].tolist())}) > 4
 
 
-@pytest.mark.parametrize(("kind", "loss_type"), [("lora", "grpo"), ("full", "dapo")])
-def test_a_token_budget_takes_the_same_step(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, loss_type: str
-) -> None:
-    """The micro-batches are others, and not as many."""
-    descend(monkeypatch)
-    options = {"loss_type": loss_type, "gradient_accumulation_steps": 4, "max_steps": 1, "value_updates": 2}
-    runs, counts = [], []
-    for budget in (None, 30):
-        own = {**STEPS, **options, **KINDS[kind], "token_budget": budget}
-        trainer = build(models["dense"], tmp_path, exact=True, known=True, max_grad_norm=0.0, **own)
-        before, steps = everything(trainer), []
-        losses = trainer.micro_batch_loss
-        trainer.micro_batch_loss = lambda *a, losses=losses, steps=steps: steps.append(1) or losses(*a)
-        trainer.train()
-        runs.append({name: own - before[name] for name, own in everything(trainer).items()})
-        counts.append(len(steps))
-    assert counts[0] != counts[1]
-    for is_critic in (True, False):
-        found, expected = ({n: p for n, p in own.items() if n.startswith("critic") == is_critic} for own in runs)
-        assert within(distance(found, expected), 5e-5)  # of norms in float32
-
-
 def test_an_evaluation_between_steps_changes_nothing(models: dict[str, Path], tmp_path: Path) -> None:
     """It logs the loss of the critic's own rollout, whose values and returns are those of this critic."""
     runs = []

@@ -82,7 +82,6 @@ CONTRACT = Contract(
             "_push_from_checkpoint": "self, checkpoint_folder",
             "_save": "self, output_dir, state_dict",
             "_save_checkpoint": "self, model, trial",
-            "create_model_card": "self, model_name, dataset_name, tags",
             "create_optimizer": "self, model",
             "get_batch_samples": "self, epoch_iterator, num_batches, device",
             "get_train_dataloader": "self",

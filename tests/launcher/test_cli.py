@@ -234,11 +234,6 @@ def test_help_has_every_command_and_trls_command_our_fields(capsys: pytest.Captu
     assert out.startswith("usage: trl-steady grpo ") and "--router_replay" in out and "--reward_funcs" in out
 
 
-def test_the_command_is_installed() -> None:
-    done = subprocess.run([Path(sys.executable).with_name("trl-steady")], capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.startswith("usage: trl-steady")
-
-
 def test_trls_rloo_command_runs_its_script_with_ours(
     config: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -2,8 +2,6 @@
 
 import json
 import re
-import subprocess
-import sys
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -104,26 +102,6 @@ def test_accelerate_reads_a_configuration_as_it_is_meant(name: str) -> None:
     assert re.search(r"^num_processes:.*  # ", path.read_text(), flags=re.MULTILINE)
 
 
-# `--use_cpu true` has the trainer ask for the CPU in this way
-WHO = """
-import pathlib, sys, accelerate
-state = accelerate.PartialState(cpu=True)
-found = f"{state.num_processes} {state.backend} {state.device.type}"
-pathlib.Path(sys.argv[1], str(state.process_index)).write_text(found)
-"""
-
-
-@pytest.mark.slow
-def test_two_processes_on_cpu_are_two(tmp_path: Path) -> None:
-    script = tmp_path / "who.py"
-    script.write_text(WHO)
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--config_file"]
-    launch += [str(FOLDER / "accelerate/ddp_cpu.yaml"), str(script), str(tmp_path)]
-    done = subprocess.run(launch, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert [(tmp_path / rank).read_text() for rank in "01"] == 2 * ["2 gloo cpu"]
-
-
 def test_the_gallery_has_every_file_and_every_picture() -> None:
     readme = (FOLDER / "README.md").read_text()
     for path in FOLDER.glob("**/*.yaml"):
@@ -200,23 +178,6 @@ def test_v32_has_the_papers_settings_off_policy(recipes: Any, name: str) -> None
     # TRL's own term where the policy samples; against the engine where an engine does
     assert args.kl_ratio_denominator == ("sampler" if args.use_vllm else "old")
     assert bool(args.truncations) == args.keep_sampling_mask == args.use_vllm
-
-
-def test_recipes_without_a_script_differ_in_their_papers_objective_only(recipes: Any) -> None:
-    objective = {"loss_type", "epsilon", "epsilon_high", "beta", "scale_rewards", "use_bias_correction_kl"}
-    objective |= {"kl_ratio_denominator", "off_policy_mask_threshold", "top_p", "top_k", "keep_sampling_mask"}
-    objective |= {"sync_ref_model", "ref_model_sync_steps", "ref_model_mixup_alpha", "output_dir"}
-    settings = [yaml.safe_load(YAMLS[name].read_text()) for name in LARGE]
-    rest = [{name: value for name, value in one.items() if name not in objective} for one in settings]
-    assert len(rest) == 3 and rest[0] == rest[1] == rest[2]
-    for name in LARGE:
-        script, args, model, _ = parse(recipes, name)
-        assert recipes.run.updates_per_rollout(args) == 4 and script.reward_funcs == ["accuracy_reward"]
-        assert model.use_peft and model.lora_target_modules == "all-linear"
-    v32, iterative = (parse(recipes, f"{folder}/qwen3-4b-deepmath-80gb")[1] for folder in ("v32", "iterative_grpo"))
-    assert v32.keep_sampling_mask and v32.truncations and v32.kl_ratio_denominator == "sampler"
-    assert iterative.sync_ref_model and (iterative.beta, iterative.ref_model_mixup_alpha) == (0.04, 1.0)
-    assert iterative.max_steps == 4 * iterative.ref_model_sync_steps
 
 
 @pytest.mark.slow

@@ -65,17 +65,6 @@ def test_each_arm_runs_on_a_tiny_model(
 
 
 @pytest.mark.slow
-def test_a_reward_model_from_a_folder_is_not_trained_at_first(smollm2: Any, tmp_path: Path) -> None:
-    few = {"max_steps": 2, "steps_per_generation": 1, "ref_model_sync_steps": 1, "initial_prompts": 2, "arm": "frozen"}
-    made = recipe.run(smollm2, NAME, tmp_path / "first", reward_learning_rate=0.01, **few)
-    assert [row["step"] for row in made["reward_refreshes"]] == [0]
-    found = recipe.run(smollm2, NAME, tmp_path / "second", reward_model=tmp_path / "first/adapter/reward", **few)
-    assert found["reward_refreshes"] == [] and len(found["refreshes"]) == 1
-    for figures in (smollm2.arms.truths, smollm2.arms.scores):  # it is the same, and so is the run
-        assert figures(found) == figures(made)
-
-
-@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:vllm_max_model_length:UserWarning")  # without an engine here
 @pytest.mark.parametrize("objective", ["pointwise", "steps"])
 def test_the_7b_config_runs_with_a_reward_model(
@@ -117,13 +106,6 @@ def test_the_arms_are_compared_problem_by_problem(recipes: Any) -> None:
     assert "| retrained | frozen | 0 | greedy | 25.0% | 75.0% | +50.0% |" in recipes.arms.table(found)
 
 
-def test_arms_that_begin_with_different_reward_models_are_refused(recipes: Any) -> None:
-    same = [run("frozen", 0, "0"), run("retrained", 0, "0"), run("retrained", 1, "0", 0.7), run("rule", 0, "0", 0.9)]
-    recipes.arms.refuse_other_starts(same)
-    with pytest.raises(ValueError, match="the arms frozen and without_replay of seed 0 began with different"):
-        recipes.arms.refuse_other_starts([*same, run("without_replay", 0, "0", 0.6)])
-
-
 def test_the_recorded_runs_are_what_the_readme_says(recipes: Any) -> None:
     readme = recipe.without_spaces(FOLDER / "README.md")
     recorded = {
@@ -152,13 +134,3 @@ def test_the_recorded_runs_are_what_the_readme_says(recipes: Any) -> None:
         assert settings["arm"] == arm and own["seed"] == seed
         names = recipes.deepseekmath_loop.OBJECTIVE
         assert {name: settings[name] for name in names} == {name: getattr(args, name) for name in names}
-
-
-def test_the_picture_of_the_arms_has_its_legend_beside_the_lines(
-    recipes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    figures: list[Any] = []
-    monkeypatch.setattr(recipes.report.plt, "close", figures.append)
-    recipes.arms.main(str(tmp_path / "arms.png"), *map(str, sorted(FOLDER.glob("results/*.json"))))
-    (figure,) = figures
-    assert recipe.legend_beside_lines(figure) == [f"{arm.replace('_', ' ')} (mean of 3)" for arm in recipes.arms.ARMS]

@@ -75,38 +75,6 @@ def test_each_variant_runs_on_a_smaller_model(
     assert json.loads((tmp_path / "out/results.json").read_text())["objective"] == results["objective"]
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("label", ["top-p 0.9, mask off", "top-p 0.9, mask on"])
-def test_measuring_changes_nothing(digits: Any, label: str, tmp_path: Path) -> None:
-    task, weights = digits.digits.Digits(tmp_path / "start"), []
-    for measured in (False, True):
-        fast = {**FEW, "max_steps": 5, "output_dir": tmp_path / "out"}
-        script, args = parse(digits, NAME, **fast, **VARIANTS[label])
-        trainer = digits.small_model.build(script, args, task)
-        before = {name: value.clone() for name, value in trainer.model.state_dict().items()}
-        callbacks = [digits.sampler.Sampler(trainer), digits.sampling_mask.Truncated(trainer, script, task)]
-        digits.run.train(trainer, callbacks if measured else [])
-        weights.append(trainer.model.state_dict())
-        assert any(not torch.equal(before[name], value) for name, value in weights[-1].items())
-        assert not {"generate", "log_probs"} & set(vars(trainer)) and "generate" not in vars(trainer.model)
-    assert all(torch.equal(value, weights[1][name]) for name, value in weights[0].items())
-
-
-def test_held_out_problems_are_answered_with_the_top_p_asked_for(digits: Any, tmp_path: Path) -> None:
-    task = digits.digits.Digits(tmp_path / "start")
-    trainer = digits.small_model.build(*parse(digits, NAME, output_dir=tmp_path), task)
-    asked, ways = task.split(20)[1], {}
-    before = trainer.model.generation_config.to_dict()
-    greedy = digits.small_model.right_answers(trainer, asked, samples=0, task=task)
-    for top_p in (1e-6, 1.0):
-        torch.manual_seed(0)
-        with digits.sampling_mask.asked_with(trainer.model, top_p):
-            ways[top_p] = digits.small_model.right_answers(trainer, asked, samples=2, task=task)
-    assert trainer.model.generation_config.to_dict() == before
-    assert (ways[1e-6] == greedy).all()  # nothing but the likeliest token is left
-    assert (ways[1.0] != greedy).any()
-
-
 def test_the_table_has_the_seeds_and_their_mean(recipes: Any) -> None:
     def results(seed: int, after: float, **objective: Any) -> dict[str, Any]:
         names = ("sampled at temperature 1, 4 each", "greedy", "sampled with top_p 0.9, 4 each")
