@@ -89,15 +89,7 @@ class Trainer(Protocol):
         ...
 
     def log_probs(
-        self,
-        model: torch.nn.Module,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        compute_entropy: bool = False,
-        compute_aux_loss: bool = False,
-        **of_samples: object,
+        self, model: torch.nn.Module, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, **others: Any
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return log-probs (B, T) and, on request, entropies (B, T) and the load-balancing loss."""
         ...
