@@ -92,6 +92,7 @@ WAYS: list[tuple[type, str, dict[str, Any], str]] = [
     (Below, "dense", GSPO, r"Below\._compute_loss and \S+OwnLoss\._compute_loss"),
     (WarmingUp, "dense", {**GSPO, "eval_on_start": True, "eval_strategy": "steps"}, r"WarmingUp\.compute_loss"),
     (OwnScores, "dense", {"share_prompts": True}, r"OwnScores\._get_per_token_logps"),
+    (OwnLoss, "dense", {"share_prompts": True}, r"OwnLoss\._compute_loss"),  # the old policy's pass is ours
     (OwnRewards, "dense", STEPS, r"OwnRewards\._calculate_rewards"),
     (OwnRollout, "moe", {**R3, "router_replay": "R2"}, r"OwnRollout\._generate_and_score_completions"),
     (OwnGeneration, "moe", R3, r"OwnGeneration\._generate_single_turn"),

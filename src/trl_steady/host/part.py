@@ -51,14 +51,7 @@ class Trainer(Protocol):
     loss_type: str
     importance_sampling_level: str
     beta: float
-    off_policy_mask_threshold: float | None
-    get_off_policy_mask: Callable[..., Tensor]
-    top_entropy_quantile: float
-    scale_rewards: str | bool  # a bool under RLOO
-    multi_objective_aggregation: str
-    vllm_importance_sampling_correction: bool
     num_generations: int
-    num_generations_eval: int
     max_completion_length: int | None
     reward_funcs: list[Any]
     reward_func_names: list[str]
@@ -73,15 +66,8 @@ class Trainer(Protocol):
     reached: "Reached"
     loss_is_token_sum: bool
 
-    def add_callback(self, callback: TrainerCallback) -> None:
-        """Add a callback to those of the trainer."""
-
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Return the loss of one micro-batch."""
-        ...
-
-    def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
-        """Return TRL's mask (B, T) of the tokens with the highest entropies."""
         ...
 
     def part(self, kind: type[_P]) -> _P:
