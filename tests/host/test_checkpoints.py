@@ -65,14 +65,6 @@ def test_what_is_saved_is_plain_peft(models: dict[str, Path], tmp_path: Path) ->
         assert all(torch.equal(value, policy[name]) for name, value in adapter_tensors(plain, "default").items())
 
 
-def test_what_is_saved_of_a_full_model_is_plain_transformers(models: dict[str, Path], tmp_path: Path) -> None:
-    trainer = resumable.build("full", models["dense"], tmp_path, max_steps=9)
-    trainer.train()
-    plain = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint-9")
-    policy = trainer.model.state_dict()
-    assert all(torch.equal(value, policy[name]) for name, value in plain.state_dict().items())
-
-
 def without_rollouts(checkpoint: Path) -> None:
     (checkpoint / "rollouts_0.pt").unlink()
 

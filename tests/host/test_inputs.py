@@ -7,29 +7,12 @@ from typing import Any
 
 import pytest
 import torch
-from torch.utils.data import SubsetRandomSampler
 
-import trl_steady
 from tests.tools import tiny
 from tests.tools.stepwise import rows
 from trl_steady.rewards.part import RewardsPart
 
 NAN = float("nan")
-
-
-def of_a_subclass(kind: Any, model: Path, folder: Path, **build: Any) -> Any:
-    args = tiny.arguments(trl_steady.GRPOConfig, folder, max_steps=1)
-    build = {"reward_funcs": tiny.reward, "train_dataset": tiny.dataset(), **build}
-    return kind(str(model), args=args, processing_class=tiny.tokenizer(), **build)
-
-
-def test_a_sampler_of_ones_own_may_take_fewer_prompts(models: dict[str, Path], tmp_path: Path) -> None:
-    class Repeated(trl_steady.GRPOTrainer):
-        def _get_train_sampler(self, dataset: Any = None) -> Any:
-            return SubsetRandomSampler([0] * 16)
-
-    trainer = of_a_subclass(Repeated, models["dense"], tmp_path, train_dataset=tiny.dataset(1))
-    assert tiny.train(trainer).state.global_step == 1
 
 
 def test_the_hint_for_a_small_dataset_is_a_way_out(models: dict[str, Path], tmp_path: Path) -> None:

@@ -92,6 +92,7 @@ WAYS: list[tuple[type, str, dict[str, Any], str]] = [
     (Below, "dense", GSPO, r"Below\._compute_loss and \S+OwnLoss\._compute_loss"),
     (WarmingUp, "dense", {**GSPO, "eval_on_start": True, "eval_strategy": "steps"}, r"WarmingUp\.compute_loss"),
     (OwnScores, "dense", {"share_prompts": True}, r"OwnScores\._get_per_token_logps"),
+    (OwnLoss, "dense", {"share_prompts": True}, r"OwnLoss\._compute_loss"),  # the old policy's pass is ours
     (OwnRewards, "dense", STEPS, r"OwnRewards\._calculate_rewards"),
     (OwnRollout, "moe", {**R3, "router_replay": "R2"}, r"OwnRollout\._generate_and_score_completions"),
     (OwnGeneration, "moe", R3, r"OwnGeneration\._generate_single_turn"),
@@ -182,20 +183,3 @@ def test_a_resume_inside_a_window_needs_no_rollout_until_it_makes_one(models: Mo
         with pytest.raises(ValueError, match=r"OwnRollout\._generate_and_score_completions"):
             resumed.train(resume_from_checkpoint=checkpoint)
         assert resumed.state.global_step == 4
-
-
-def test_a_trainer_says_once_which_methods_are_on(
-    models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trainer = build(Sometimes, models["dense"], tmp_path, **GSPO)
-    lines = capsys.readouterr().out.splitlines()
-    assert re.fullmatch(
-        r"trl-steady \S+, trl \S+: tests.host.test_reached.Sometimes on trl_steady.GRPOTrainer, loss_type='gspo'",
-        lines[0],
-    )
-    assert lines[1:] == [
-        "  on: GSPO: loss_type='gspo'",
-        "  on: padding-free passes (the default): trim_padding=True",
-    ]
-    tiny.train(trainer)
-    assert "  on: " not in capsys.readouterr().out

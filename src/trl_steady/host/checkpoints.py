@@ -24,7 +24,6 @@ from trl_steady.host.resume import (
     different,
     not_loaded,
     refuse_another_model,
-    refuse_other_settings,
     saved_otherwise,
     tensors_of,
     window_settings,
@@ -167,10 +166,15 @@ class Checkpoints:
                 )
             return {}
         window = torch.load(file, map_location=trainer.accelerator.device.type, weights_only=True)
-        settings = window_settings(trainer)
-        if window["rollouts"] is not None:
-            refuse_other_settings(checkpoint, window["settings"], settings)
-        trainer._step = window["position"] if not different(window["settings"], settings) else 0
+        before, now = window["settings"], window_settings(trainer)
+        changed = different(before, now)
+        if changed and window["rollouts"] is not None:
+            lines = [f"\n  {name}={before[name]!r}; this run has {name}={now[name]!r}" for name in changed]
+            raise ValueError(
+                f"{checkpoint} was taken inside a generation window that began with{''.join(lines)}\nResume with the "
+                "same values, or from a checkpoint at the end of a window."
+            )
+        trainer._step = 0 if changed else window["position"]
         trainer._buffered_inputs = window["rollouts"]
         trainer._metrics["train"].update(window["metrics"])
         for name, values in json.loads(window["tables"]).items():

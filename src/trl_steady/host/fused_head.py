@@ -45,11 +45,6 @@ class Head:
         """Return the scores that TRL computes."""
         return _TRLS.apply(*vars(self).values())
 
-    @property
-    def is_partitioned(self) -> bool:
-        """True if ZeRO-3 partitions the head, which is then gathered only in forward."""
-        return hasattr(self.weight, "ds_id")
-
 
 _TRLS: Any = trl.trainer.utils._ChunkedLogProbFunction
 
@@ -105,13 +100,11 @@ def scored_by(answer: Callable[[Head], Scores]) -> Iterator[None]:
 
     def apply(*arguments: Any) -> Scores:
         head = Head(*arguments)
-        if not (head.is_partitioned and torch.is_grad_enabled()):
+        is_partitioned = hasattr(head.weight, "ds_id")  # by ZeRO-3, which gathers the head only in forward
+        if not (is_partitioned and torch.is_grad_enabled()):
             return answer(head)
-
-        def answer_for(hidden: Tensor) -> Scores:
-            return answer(replace(head, hidden=hidden))
-
-        return _GatheredOnce.apply(head.hidden, head.weight, head.bias, answer_for)
+        of_hidden = lambda hidden: answer(replace(head, hidden=hidden))  # noqa: E731
+        return _GatheredOnce.apply(head.hidden, head.weight, head.bias, of_hidden)
 
     with overridden(trl.trainer.utils, {"_ChunkedLogProbFunction": SimpleNamespace(apply=apply)}):
         yield

@@ -55,15 +55,12 @@ class MicroBatch:
     @classmethod
     def of(cls, inputs: Mapping[str, Any], scores: tuple[Tensor, Tensor, Tensor | None]) -> "MicroBatch":
         """Return TRL's inputs of a micro-batch with the policy's log-probs, entropies and load-balancing loss."""
-        logps, entropies, aux_loss = scores
         old_logps = inputs.get("old_per_token_logps")
         return cls(
-            mask=loss_mask(inputs),
-            logps=logps,
-            entropies=entropies,
-            aux_loss=aux_loss,
+            loss_mask(inputs),
+            *scores,
             advantages=inputs["advantages"],
-            old_logps=logps.detach() if old_logps is None else old_logps,
+            old_logps=scores[0].detach() if old_logps is None else old_logps,
             sampler_logps=inputs.get("sampling_per_token_logps"),
             ref_logps=inputs.get("ref_per_token_logps"),
             sampler_weights=inputs.get("importance_sampling_ratio"),

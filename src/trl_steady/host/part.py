@@ -22,7 +22,6 @@ from trl_steady.host.loss import MicroBatch, Terms, loss_mask
 from trl_steady.host.models import Scorer
 
 if TYPE_CHECKING:
-
     from trl_steady.host.engine import AdapterSync, Capture
     from trl_steady.host.metrics import Metrics
     from trl_steady.host.reached import Reached
@@ -50,14 +49,7 @@ class Trainer(Protocol):
     loss_type: str
     importance_sampling_level: str
     beta: float
-    off_policy_mask_threshold: float | None
-    get_off_policy_mask: Callable[..., Tensor]
-    top_entropy_quantile: float
-    scale_rewards: str | bool  # a bool under RLOO
-    multi_objective_aggregation: str
-    vllm_importance_sampling_correction: bool
     num_generations: int
-    num_generations_eval: int
     max_completion_length: int | None
     reward_funcs: list[Any]
     reward_func_names: list[str]
@@ -72,15 +64,8 @@ class Trainer(Protocol):
     reached: "Reached"
     loss_is_token_sum: bool
 
-    def add_callback(self, callback: TrainerCallback) -> None:
-        """Add a callback to those of the trainer."""
-
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Return the loss of one micro-batch."""
-        ...
-
-    def get_high_entropy_mask(self, entropies: Tensor, mask: Tensor, threshold: float) -> Tensor:
-        """Return TRL's mask (B, T) of the tokens with the highest entropies."""
         ...
 
     def part(self, kind: type[_P]) -> _P:
@@ -88,15 +73,7 @@ class Trainer(Protocol):
         ...
 
     def log_probs(
-        self,
-        model: torch.nn.Module,
-        input_ids: Tensor,
-        attention_mask: Tensor,
-        logits_to_keep: int,
-        batch_size: int | None = None,
-        compute_entropy: bool = False,
-        compute_aux_loss: bool = False,
-        **of_samples: object,
+        self, model: torch.nn.Module, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, **others: Any
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return log-probs (B, T) and, on request, entropies (B, T) and the load-balancing loss."""
         ...

@@ -103,20 +103,6 @@ def different(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return [name for name in now if name in before and value(name, before[name]) != value(name, now[name])]
 
 
-def refuse_other_settings(checkpoint: Path, before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Refuse a resume inside a generation window that began with other settings.
-
-    Raises:
-        ValueError: The message names each option with both values.
-    """
-    lines = [f"\n  {name}={before[name]!r}; this run has {name}={now[name]!r}" for name in different(before, now)]
-    if lines:
-        raise ValueError(
-            f"{checkpoint} was taken inside a generation window that began with{''.join(lines)}\nResume with the same "
-            "values, or from a checkpoint at the end of a window."
-        )
-
-
 def saved_otherwise(model: torch.nn.Module) -> list[str]:
     """Return the tensors of a transformers model that transformers saves under other names or in other shapes.
 

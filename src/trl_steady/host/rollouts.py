@@ -82,15 +82,24 @@ def forget_logs(trainer: "Trainer") -> None:
 def reading(functions: Sequence[Any], reads: Sequence[Callable[[int, Any], Any]]) -> list[Any]:
     """Return reward functions whose results go through all `reads`, which get the function's number and its result."""
 
-    def read(index: int, returned: object) -> Any:
-        return functools.reduce(lambda result, each: each(index, result), reads, returned)
+    def read_by_all(index: int, function: Callable[..., Any]) -> Callable[..., Any]:
+        if isinstance(function, torch.nn.Module):  # TRL reads the logits of a reward model itself
+            return function
 
-    return [
-        function
-        if isinstance(function, torch.nn.Module)  # TRL reads the logits of a reward model itself
-        else _then(function, functools.partial(read, index))
-        for index, function in enumerate(functions)
-    ]
+        def read(returned: object) -> Any:
+            return functools.reduce(lambda result, each: each(index, result), reads, returned)
+
+        async def reading_later(*arguments: object, **keywords: object) -> Any:
+            with naming_columns(keywords):
+                return read(await function(*arguments, **keywords))
+
+        def reading_now(*arguments: object, **keywords: object) -> Any:
+            with naming_columns(keywords):
+                return read(function(*arguments, **keywords))
+
+        return reading_later if is_async_callable(function) else reading_now
+
+    return [read_by_all(index, function) for index, function in enumerate(functions)]
 
 
 def relog_advantages(trainer: "Trainer", advantages: Sequence[float]) -> None:
@@ -99,17 +108,3 @@ def relog_advantages(trainer: "Trainer", advantages: Sequence[float]) -> None:
     for _ in range(min(len(advantages), len(column))):
         column.pop()
     column.extend(advantages)
-
-
-def _then(function: Callable[..., Any], read: Callable[[Any], Any]) -> Callable[..., Any]:
-    """Return a function that applies `read` to the result of `function`; it is async if `function` is."""
-
-    async def reading_later(*arguments: object, **keywords: object) -> Any:
-        with naming_columns(keywords):
-            return read(await function(*arguments, **keywords))
-
-    def reading_now(*arguments: object, **keywords: object) -> Any:
-        with naming_columns(keywords):
-            return read(function(*arguments, **keywords))
-
-    return reading_later if is_async_callable(function) else reading_now

@@ -84,9 +84,9 @@ def scored(scoring: ScoringPass, parts: Sequence[Part], method: Callable[..., An
 def policy_log_probs(trainer: Trainer, rollout: Rollout) -> Tensor:
     """Return the policy's log-probs (B, T) of a complete rollout. The random state stays as without this pass."""
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
-    tokens, of_model = loss.scored(rollout.samples), loss.forwarded(rollout.samples)
+    asked = {"batch_size": trainer.args.per_device_train_batch_size, **loss.forwarded(rollout.samples)}
     with torch.no_grad(), torch.random.fork_rng(devices), overridden(trainer, {"_rollout": rollout}):
-        return trainer.log_probs(trainer.model, *tokens, trainer.args.per_device_train_batch_size, **of_model)[0]
+        return trainer.log_probs(trainer.model, *loss.scored(rollout.samples), **asked)[0]
 
 
 def needs_token_indices(model: Callable[..., Any]) -> bool:

@@ -219,7 +219,7 @@ class Steady(_Trls):
     def score(self, model: torch.nn.Module, inputs: dict[str, Any]) -> loss.MicroBatch:
         """Run one forward of the policy on a micro-batch with TRL's own method."""
         of_model, asked = loss.forwarded(inputs), {"compute_entropy": True, "compute_aux_loss": self.aux_loss_enabled}
-        scores: Any = self._get_per_token_logps_and_entropies(model, *loss.scored(inputs), **asked, **of_model)
+        scores = self._get_per_token_logps_and_entropies(model, *loss.scored(inputs), **asked, **of_model)
         return loss.MicroBatch.of(inputs, scores)
 
     # 4. Log, save and resume.
