@@ -18,11 +18,6 @@ from trl_steady.routing.routes import (
 )
 
 
-def routes(*experts: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """(T, 1, 1): one expert a token."""
-    return torch.tensor(experts, dtype=dtype).reshape(-1, 1, 1)
-
-
 def experts(of: Tensor) -> list[Any]:
     return of.squeeze((-2, -1)).tolist()
 

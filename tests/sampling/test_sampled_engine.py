@@ -232,7 +232,6 @@ def test_wrong_sets_are_refused(models: dict[str, Path], engine: Engine, built: 
 
 NOT_STARTED: dict[str, dict[str, Any]] = {
     "off": {"model_config": {MASKED: False, ROUTED: True}},
-    "unknown": {"model_config": {ROUTED: True}},
     "0.31": {"model_config": {MASKED: False}, "aux_output_config": {ROUTED: True}},
 }
 
