@@ -25,8 +25,6 @@ def experts(of: Tensor) -> list[Any]:
 @pytest.mark.parametrize(
     ("num_experts", "dtype", "missing"),
     [
-        (1, torch.uint8, 255),
-        (8, torch.uint8, 255),
         (255, torch.uint8, 255),
         (256, torch.int16, -1),
         (2**15, torch.int16, -1),

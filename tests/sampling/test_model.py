@@ -13,8 +13,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
-import trl_steady.host.fused_head
-import trl_steady.sampling.proxy
 from tests.oracles import sampling as oracle
 from tests.tools import tiny
 from tests.tools.headroom import within
@@ -22,7 +20,6 @@ from trl_steady.host.fused_head import scored_by
 from trl_steady.sampling.kept import KeptTokens
 from trl_steady.sampling.proxy import KeptModel
 
-TRLS_HEAD = trl.trainer.utils._ChunkedLogProbFunction
 EPS = torch.finfo(torch.float32).eps
 TEMPERATURE = 0.8
 VOCABULARY = tiny.SIZES["vocab_size"]
@@ -160,19 +157,6 @@ def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of each call of TRL's own head, the number of positions."""
-    numbers: list[int] = []
-
-    def apply(hidden: Tensor, *arguments: Any) -> Any:
-        numbers.append(len(hidden))
-        return TRLS_HEAD.apply(hidden, *arguments)
-
-    monkeypatch.setattr(trl_steady.host.fused_head, "_TRLS", SimpleNamespace(apply=apply))
-    return numbers
-
-
 @pytest.fixture(params=["all positions", "compact"])
 def compact(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """As on a GPU, where only positions with a label go to the head; TRL's own head does not look at this one."""
@@ -232,27 +216,6 @@ def test_gradients_of_all_parameters_are_those_through_plain_logits(
     noise = (100 * EPS) if with_entropy else 10 * torch.finfo(torch.float64).eps
     for name, gradient in exact.items():
         assert within((got[name] - gradient).abs(), 16 * noise * gradient.abs().max()), name
-
-
-def test_trls_head_is_asked_where_its_answer_is_needed(asked: list[int], compact: bool) -> None:
-    model = build()
-    own = batch("all")
-    labelled = int(own.has_label.sum())
-    positions = labelled if compact else own.has_label.numel()
-    call(model, own, with_entropy=False)
-    assert asked == []
-    call(model, own)
-    assert asked == [positions]
-    for row, column in ((1, 5), (0, 3), (2, 7)):  # one token with a label
-        one = dataclasses.replace(own, index=own.index.clone())
-        one.index[row, column] = -1
-        call(model, one, with_entropy=False)
-        assert asked.pop() == positions
-    one.index[:] = own.index
-    one.index[1, 6] = one.index[0, 2] = -1  # without
-    asked.clear()
-    call(model, one, with_entropy=False)
-    assert asked == []
 
 
 @pytest.mark.parametrize(

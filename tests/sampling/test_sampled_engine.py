@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from trl.generation import vllm_generation
 
 from tests.oracles import routes as routed_oracle
 from tests.oracles import sampling as oracle
@@ -249,23 +248,6 @@ def test_a_server_that_does_not_take_tokens_is_refused(
     server.missing = {TOKENS}
     with pytest.raises(ValueError, match=rf"needs {TOKENS} of the vLLM server\. Start it with .*--enable-scale-out"):
         flagged(models["dense"], **SETS).train()
-
-
-ASKED: dict[str, tuple[dict[str, Any], set[str]]] = {
-    "sets": (SETS, {MASKED}),
-    "routes": ({"router_replay": "R3"}, {ROUTED}),
-    "both": (BOTH, {MASKED, ROUTED}),
-    "other routes": ({"router_replay": "R2", **SAMPLING}, set()),
-}
-
-
-@pytest.mark.parametrize("case", ASKED)
-def test_the_engine_is_started_with_what_is_asked_for(in_process: Build, case: str) -> None:
-    options, flags = ASKED[case]
-    generation, plain = in_process(**options).vllm_generation, in_process().vllm_generation
-    assert generation.llm.asked == {**plain.llm.asked, **dict.fromkeys(flags, True)}
-    assert type(generation) is (SteadyGeneration if flags else type(plain))
-    assert type(plain) is vllm_generation.VLLMGeneration
 
 
 @pytest.mark.refuses(
