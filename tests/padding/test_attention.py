@@ -97,8 +97,8 @@ def _assert_same(
     """Compare values, and the gradients of a sum with random weights."""
     torch.testing.assert_close(got, expected, **rounding)
     weights = torch.randn(got.shape, generator=torch.Generator().manual_seed(4), dtype=got.dtype)
-    own = torch.autograd.grad((got * weights).sum(), inputs)
-    for gradient, should in zip(own, torch.autograd.grad((expected * weights).sum(), inputs), strict=True):
+    gradients = torch.autograd.grad((got * weights).sum(), inputs)
+    for gradient, should in zip(gradients, torch.autograd.grad((expected * weights).sum(), inputs), strict=True):
         torch.testing.assert_close(gradient, should, **rounding)
 
 

@@ -25,8 +25,8 @@ ON_POLICY = {"steps_per_generation": 1, "per_device_train_batch_size": 16}
 
 def settings(method: str, **options: Any) -> dict[str, Any]:
     """Return the options of an on-policy run. RLOO has no correction."""
-    own = {} if method == "RLOO" else {"vllm_importance_sampling_correction": False}
-    return {"method": method, "beta": 0.0, **ON_POLICY, **own, **options}
+    correction = {} if method == "RLOO" else {"vllm_importance_sampling_correction": False}
+    return {"method": method, "beta": 0.0, **ON_POLICY, **correction, **options}
 
 
 @pytest.fixture

@@ -63,8 +63,8 @@ def reported(model: PreTrainedModel, seed: int = 3, **options: Any) -> tuple[Ten
     """Sequences, and of each token of all completions the scores that it was sampled from, and the raw logits."""
     options |= {"return_dict_in_generate": True, "output_scores": True, "output_logits": True}
     out, sequences = generate(model, seed, **options)
-    places = [(row, step) for row, each in enumerate(cut(sequences)) for step in range(len(each))]
-    return sequences, *([of[step][row] for row, step in places] for of in (out.scores, out.logits))
+    tokens = [(row, step) for row, each in enumerate(cut(sequences)) for step in range(len(each))]
+    return sequences, *([of[step][row] for row, step in tokens] for of in (out.scores, out.logits))
 
 
 def finite(scores: Tensor) -> list[int]:
