@@ -7,6 +7,7 @@ from torch import Tensor
 from tests.oracles.padding import Batch, padded
 from tests.padding import test_attention
 from tests.padding.test_attention import BATCHES, HEADS
+from tests.tools.packed import packing_of
 from tests.tools.places import KERNELS, Place, everywhere
 from tests.tools.recorder import Figures
 from trl_steady.padding import attention
@@ -45,7 +46,7 @@ def test_a_kernel_attends_to_what_a_token_may_see(
     place: Place, name: str, batch: str, shared: bool, window: int | None, figures: Figures
 ) -> None:
     place.need_bf16()
-    packing = test_attention._packing(PLACES[batch], shared)
+    packing = packing_of(PLACES[batch], shared)
     draw = torch.Generator().manual_seed(3)
     count = len(packing.rows)
     inputs = [torch.randn(1, heads, count, SIZE, generator=draw).bfloat16() for heads in (HEADS, 2, 2)]

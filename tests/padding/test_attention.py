@@ -13,9 +13,10 @@ from transformers.integrations.flash_attention import flash_attention_forward
 from tests.oracles import kernels
 from tests.oracles import padding as oracles
 from tests.oracles.padding import Batch, padded
+from tests.tools.packed import packing_of
 from trl_steady.padding import attention
 from trl_steady.padding.attention import attending_in, switched
-from trl_steady.padding.packing import Packing, lengths_of, pack
+from trl_steady.padding.packing import Packing
 
 HEADS, SIZE = 4, 6
 BATCHES = {
@@ -24,7 +25,7 @@ BATCHES = {
     "one prompt": padded([([1, 2, 3, 4], [5, 6]), ([1, 2, 3, 4], []), ([1, 2, 3, 4], [7, 8, 9]), ([5, 6], [6])]),
     "two prompts in turn": padded([([1, 2, 3], [4, 4]), ([5, 6], [7]), ([1, 2, 3], [8]), ([5, 6], [9, 9, 9])]),
 }
-SHARED = pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
+KERNELS = [(name, name) for name in kernels.KERNELS]
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 
 
@@ -50,12 +51,6 @@ def _model(implementation: str = "sdpa", key_heads: int = 2) -> PreTrainedModel:
 
 def _layer(key_heads: int) -> torch.nn.Module:
     return _model(key_heads=key_heads).model.layers[0].self_attn
-
-
-def _packing(batch: Batch, shared: bool) -> Packing:
-    lengths = lengths_of(batch.mask, prompt_width=batch.prompt_columns, input_ids=batch.ids if shared else None)
-    assert lengths is not None
-    return pack(lengths, prompt_width=batch.prompt_columns, device=batch.ids.device)
 
 
 def _drawn(packing: Packing, key_heads: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
@@ -102,42 +97,29 @@ def _assert_same(
     """Compare values, and the gradients of a sum with random weights."""
     torch.testing.assert_close(got, expected, **rounding)
     weights = torch.randn(got.shape, generator=torch.Generator().manual_seed(4), dtype=got.dtype)
-    own = torch.autograd.grad((got * weights).sum(), inputs)
-    for gradient, should in zip(own, torch.autograd.grad((expected * weights).sum(), inputs), strict=True):
+    gradients = torch.autograd.grad((got * weights).sum(), inputs)
+    for gradient, should in zip(gradients, torch.autograd.grad((expected * weights).sum(), inputs), strict=True):
         torch.testing.assert_close(gradient, should, **rounding)
 
 
 @pytest.mark.parametrize(("window", "key_heads"), [(None, 1), (1, 4), (3, 1)])
-@SHARED
-@IMPLEMENTATIONS
+@pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
+@pytest.mark.parametrize(("implementation", "kernel"), [("sdpa", None), ("eager", None), *KERNELS])
 def test_each_token_attends_to_what_it_may_see(
-    batch: Batch, implementation: str, shared: bool, window: int | None, key_heads: int
+    batch: Batch, implementation: str, kernel: str | None, shared: bool, window: int | None, key_heads: int
 ) -> None:
-    packing = _packing(batch, shared)
+    packing = packing_of(batch, shared)
     query, key, value = _drawn(packing, key_heads)
-    got = _attend(_layer(key_heads), packing, implementation, window, query, key, value)
+    # FlashAttention gets the window from the layer, the others have it from the mask
+    options = {"sliding_window": window} if implementation == "flash_attention_2" else {}
+    with kernels.KERNELS[kernel]() if kernel else contextlib.nullcontext() as calls:
+        got = _attend(_layer(key_heads), packing, implementation, window, query, key, value, **options)
+    assert calls is None or calls.count == 1  # for the whole row
     allowed = _visible(packing, batch, shared, window)
     expected = oracles.attention(query[0], key[0], value[0], allowed, scale=0.4)[None]
     # transformers' "eager" takes its softmax in float32, in which tens of weights and numbers below 4 are rounded
-    rounding = {"rtol": 1e-10, "atol": 1e-12} if implementation == "sdpa" else {"rtol": 1e-4, "atol": 1e-5}
+    rounding = {"rtol": 1e-4, "atol": 1e-5} if implementation == "eager" else {"rtol": 1e-10, "atol": 1e-12}
     _assert_same(got, expected, (query, key, value), **rounding)
-
-
-@pytest.mark.parametrize(("window", "key_heads"), [(None, 1), (1, 4), (3, 1)])
-@SHARED
-@pytest.mark.parametrize("kernel", kernels.KERNELS)
-def test_a_kernel_for_the_whole_row_is_called_once(
-    batch: Batch, kernel: str, shared: bool, window: int | None, key_heads: int
-) -> None:
-    packing = _packing(batch, shared)
-    query, key, value = _drawn(packing, key_heads)
-    # FlashAttention gets the window from the layer, the others have it from the mask
-    options = {"sliding_window": window} if kernel == "flash_attention_2" else {}
-    with kernels.KERNELS[kernel]() as calls:
-        got = _attend(_layer(key_heads), packing, kernel, window, query, key, value, **options)
-    assert calls.count == 1
-    expected = oracles.attention(query[0], key[0], value[0], _visible(packing, batch, shared, window), scale=0.4)[None]
-    _assert_same(got, expected, (query, key, value), rtol=1e-10, atol=1e-12)
 
 
 @IMPLEMENTATIONS
@@ -145,7 +127,7 @@ def test_a_kernel_for_the_whole_row_is_called_once(
 def test_half_precision_is_masked_too(implementation: str, window: int | None) -> None:
     """A mask of the least number of another type would let tokens through, or be infinite."""
     batch = BATCHES["one prompt"]
-    packing = _packing(batch, True)
+    packing = packing_of(batch, True)
     layer = _layer(2)
     whole = _drawn(packing, 2)
     expected = _attend(layer, packing, implementation, window, *whole)
@@ -157,7 +139,7 @@ def test_half_precision_is_masked_too(implementation: str, window: int | None) -
 
 def test_under_autocast_a_kernel_gets_what_sdpa_would() -> None:
     """Rotary positions make float32 of queries and keys, but not of values."""
-    packing = _packing(BATCHES["one prompt"], True)
+    packing = packing_of(BATCHES["one prompt"], True)
     query, key, value = _drawn(packing, 2, torch.float32)
     with torch.autocast("cpu", torch.bfloat16), kernels.torch_varlen() as calls:
         assert attention._autocast(query) == torch.bfloat16
@@ -168,7 +150,7 @@ def test_under_autocast_a_kernel_gets_what_sdpa_would() -> None:
 
 
 def _laid(batch: Batch) -> tuple[Packing, dict[str, torch.Tensor]]:
-    packing = _packing(batch, False)
+    packing = packing_of(batch, False)
     return packing, {"input_ids": packing.gather(batch.ids), "position_ids": packing.columns[None]}
 
 
@@ -217,16 +199,13 @@ def test_nothing_is_left_of_a_forward(implementation: str, fails: bool) -> None:
     assert torch.equal(model(batch.ids).logits, before)
 
 
-@IMPLEMENTATIONS
-@pytest.mark.parametrize("mask", ["none", "a tensor"])
-def test_a_layer_that_gets_another_mask(implementation: str, mask: str) -> None:
-    model, batch = _model(implementation), BATCHES["ragged"]
-    packing, inputs = _laid(batch)
-    count = len(packing.rows)
-    other = None if mask == "none" else torch.ones(1, 1, count, count, dtype=torch.bool)
+@pytest.mark.parametrize("mask", [None, torch.ones(1, 1, 1, 1, dtype=torch.bool)], ids=["none", "a tensor"])
+def test_a_layer_that_gets_another_mask(mask: torch.Tensor | None) -> None:
+    model = _model()
+    packing, inputs = _laid(BATCHES["ragged"])
 
     def swap(_: Any, args: Any, keywords: dict[str, Any]) -> Any:
-        return args, {**keywords, "attention_mask": other}
+        return args, {**keywords, "attention_mask": mask}
 
     model.model.layers[1].self_attn.register_forward_pre_hook(swap, with_kwargs=True)
     with (
@@ -239,7 +218,7 @@ def test_a_layer_that_gets_another_mask(implementation: str, mask: str) -> None:
 
 def test_segments_may_be_cut_as_a_mask_is_to_what_there_is() -> None:
     """Some layers cut a mask to the keys they have; from elsewhere than its start that would be another row's."""
-    with _making_masks(_packing(BATCHES["ragged"], False)):
+    with _making_masks(packing_of(BATCHES["ragged"], False)):
         mask: Any = attention._mask("sdpa", local_size=3)
     assert mask[:, :, :, :16] is mask
     for elsewhere in ((slice(None), slice(1, None)), (slice(None), slice(-3, None)), (slice(None, None, 2),)):
@@ -261,14 +240,14 @@ def test_a_model_that_attends_by_itself_is_found_out() -> None:
 
 def test_fsdp2_hands_segments_on_as_they_are() -> None:
     """It rebuilds dataclasses to cast what is in them, and each layer would make masks of its own."""
-    segments = attention.Segments(_packing(BATCHES["ragged"], False).segments)
+    segments = attention.Segments(packing_of(BATCHES["ragged"], False).segments)
     assert _apply_to_tensors(lambda tensor: tensor.half(), {"attention_mask": segments})["attention_mask"] is segments
 
 
 @pytest.mark.parametrize("window", [None, 24])
 def test_no_mask_waits_for_the_backward(window: int | None) -> None:
     """It would have the square of a sequence's length; what waits has the length alone."""
-    packing = _packing(padded([([1, 2, 3, 4], [5] * 60), ([1, 2, 3, 4], [6] * 60)]), True)
+    packing = packing_of(padded([([1, 2, 3, 4], [5] * 60), ([1, 2, 3, 4], [6] * 60)]), True)
     inputs = _drawn(packing, 2)
     sizes: list[int] = []
 

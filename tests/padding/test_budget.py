@@ -8,8 +8,8 @@ import pytest
 
 from tests.oracles import padding as oracles
 from tests.oracles.padding import Taken
+from tests.tools.packed import packing_of
 from trl_steady.padding.budget import Length, partition
-from trl_steady.padding.packing import lengths_of, pack
 
 BUDGETS = (1, 7, 18, 19, 20, 33, 50, 75, 10_000)
 
@@ -69,10 +69,7 @@ def test_counted_is_what_packing_lays_down(seed: int, shared: bool) -> None:
         ([i if s.question is None else s.question] * s.prompt, [i] * s.completion) for i, s in enumerate(sequences)
     ]
     batch = oracles.padded(rows, right=1)
-    lengths = lengths_of(batch.mask, prompt_width=batch.prompt_columns, input_ids=batch.ids if shared else None)
-    assert lengths is not None
-    laid = pack(lengths, prompt_width=batch.prompt_columns, device=batch.ids.device)
-    count = len(laid.rows)
+    count = len(packing_of(batch, shared).rows)
     assert _partition([sequences], count, padded=False) == [len(sequences)]
     if len(sequences) > 1:
         assert len(_partition([sequences], count - 1, padded=False)) > 1

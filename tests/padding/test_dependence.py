@@ -54,8 +54,8 @@ def _with_tower(name: str, text: str, **changed: Any) -> PretrainedConfig:
 def _build(name: str, text: str | None = None, **changed: Any) -> PreTrainedModel:
     if name not in CONFIG_MAPPING:
         pytest.skip("this transformers does not have it")
-    own = families.config(name, **changed) if text is None else _with_tower(name, text, **changed)
-    model = families.build(name, own=own, **({"attn_implementation": "eager"} if name in EAGER else {}))
+    config = families.config(name, **changed) if text is None else _with_tower(name, text, **changed)
+    model = families.build(name, own=config, **({"attn_implementation": "eager"} if name in EAGER else {}))
     add_fused_lm_head(model, outputs=("log_probs", "entropy"))
     return model
 
@@ -71,9 +71,9 @@ def test_a_selection_is_the_same_in_a_rollout_and_in_a_micro_batch(name: str) ->
     assert not within(_apart(old, of_all, of_all.abs().max().item()), 1000 * OUTPUTS), "all tokens are selected"
     parts = [{field: values[rows] for field, values in batch.items()} for rows in (slice(2), slice(2, 4))]
     computed = [_without_padding(model, of, part)[0] for part in parts]
-    for own, part in zip(computed, parts, strict=True):
-        _assert_same(own, _compute(model, model, part))
-    log_probs = torch.cat([own.log_probs for own in computed])
+    for of_part, part in zip(computed, parts, strict=True):
+        _assert_same(of_part, _compute(model, model, part))
+    log_probs = torch.cat([of_part.log_probs for of_part in computed])
     assert within(_apart(log_probs, old, old.abs().max().item()), OUTPUTS)
     assert of.width_limit == width
 

@@ -46,9 +46,9 @@ def test_packing_waits_for_the_gpu_as_often_for_many_rows_as_for_few(shares: boo
     for groups in (2, 8):
         ids, mask = batch(groups)
         with pretended_gpu() as gpu:
-            own = lengths_of(mask.to(CUDA), prompt_width=PROMPT, input_ids=ids.to(CUDA) if shares else None)
+            lengths = lengths_of(mask.to(CUDA), prompt_width=PROMPT, input_ids=ids.to(CUDA) if shares else None)
             read = len(gpu.waits)
-            pack(own, prompt_width=PROMPT, device=torch.device(CUDA))
+            pack(lengths, prompt_width=PROMPT, device=torch.device(CUDA))
             assert len(gpu.waits) == read
             waits.append(len(gpu.waits))
     assert waits[0] == waits[1]

@@ -250,22 +250,19 @@ def test_a_batch_without_its_padding(name: str) -> None:
         computed, shape = _without_padding(model, replace(of, why_not_packed="told so"), batch)
         _assert_same(computed, expected)
         assert shape[0] == len(PROMPTS)
-        _assert_packed(model, expected, batch, share_prompts=True)
+        _assert_packed(model, expected, batch)
         if model.supports_gradient_checkpointing:
             model.train().gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-            _assert_packed(model, expected, batch, share_prompts=True)
+            _assert_packed(model, expected, batch)
 
 
 KERNELS = {"flash_attention_2": kernels.flash_attention, "varlen": kernels.torch_varlen}
-SLOW = [("eager", True), ("eager", False), ("varlen", True), ("flash_attention_2", False)]
+SLOW = [pytest.param(attention, marks=pytest.mark.slow) for attention in ("eager", "varlen")]
 
 
-@pytest.mark.parametrize(
-    ("attention", "share_prompts"),
-    [("flash_attention_2", True), *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)],
-)
+@pytest.mark.parametrize("attention", ["flash_attention_2", *SLOW])
 @pytest.mark.parametrize("name", PACKED_NAMES)
-def test_packed_by_other_attention(name: str, attention: str, share_prompts: bool) -> None:
+def test_packed_by_other_attention(name: str, attention: str) -> None:
     """Against the padded batch: through FlashAttention where that packs, else by the model's default on a CPU."""
     model, batch = _build(name, **({"attn_implementation": "eager"} if attention == "eager" else {})), _batch()
     if not IS_TOLD and (why_not := traits(model).why_not_packed) is not None:
@@ -283,17 +280,16 @@ def test_packed_by_other_attention(name: str, attention: str, share_prompts: boo
         expected = expected or _compute(model, model, batch)
         attended = kernel.enter_context(mock.patch.object(packed, "_attend", wraps=packed._attend))
         before = 0 if calls is None else calls.count
-        _assert_packed(model, expected, batch, share_prompts=share_prompts)
+        _assert_packed(model, expected, batch)
     if calls is not None:
         assert calls.count - before == attended.call_count > 0
 
 
-def _assert_packed(model: PreTrainedModel, expected: Computed, batch: Batch, *, share_prompts: bool) -> None:
-    computed, (rows, tokens) = _without_padding(model, traits(model), batch, share_prompts=share_prompts)
+def _assert_packed(model: PreTrainedModel, expected: Computed, batch: Batch) -> None:
+    computed, (rows, tokens) = _without_padding(model, traits(model), batch, share_prompts=True)
     _assert_same(computed, expected)
     assert rows == 1
-    # the last token of a prompt is each completion's own
-    assert tokens == batch["attention_mask"].sum() - (PROMPTS[0] - 1 if share_prompts else 0)
+    assert tokens == batch["attention_mask"].sum() - (PROMPTS[0] - 1)  # each completion has the prompt's last token
 
 
 @pytest.mark.parametrize("name", sorted(BALANCED.intersection(families.names())))

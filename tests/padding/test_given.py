@@ -93,11 +93,11 @@ def test_wider_than_the_limit_or_without_tokens_is_left_alone(share: bool) -> No
     batch = padded([([5, 6], [7]), ([8], [9, 10])], left=1, right=2)
     empty = padded([([], []), ([], [])], left=2, right=3)
     width = batch.shape[1]
-    for own, limit, is_whole in ((batch, width - 1, True), (batch, width, False), (empty, 99, True)):
-        outputs, given, entered = call(own, share, width_limit=limit)
-        assert (given["input_ids"] is own.ids) == (given["attention_mask"] is own.mask) == is_whole
+    for each, limit, is_whole in ((batch, width - 1, True), (batch, width, False), (empty, 99, True)):
+        outputs, given, entered = call(each, share, width_limit=limit)
+        assert (given["input_ids"] is each.ids) == (given["attention_mask"] is each.mask) == is_whole
         assert bool(entered) != is_whole
-        assert outputs.log_probs.shape == (2, own.shape[1] - 1)
+        assert outputs.log_probs.shape == (2, each.shape[1] - 1)
 
 
 @pytest.mark.parametrize(

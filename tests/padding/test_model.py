@@ -35,8 +35,8 @@ class TestValues:
         got = answers_of(unpadded(model, batch, share=share, called=exact(model)), batch)
         expected = oracles.alone(model, batch)
         rounding = {"rtol": 1e-9, "atol": 1e-11}
-        for own, should in zip(got, expected, strict=True):
-            torch.testing.assert_close(own, should, **rounding)
+        for values, should in zip(got, expected, strict=True):
+            torch.testing.assert_close(values, should, **rounding)
         if not any(answers.requires_grad for answers in expected):
             return
         gradients, should_be = gradients_of(model, got), gradients_of(model, expected)

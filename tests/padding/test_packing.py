@@ -7,7 +7,8 @@ import torch
 
 from tests.oracles import padding as oracles
 from tests.oracles.padding import Batch, Name, padded
-from trl_steady.padding.packing import Packing, lengths_of, pack
+from tests.tools.packed import packing_of
+from trl_steady.padding.packing import Packing, lengths_of
 
 BATCHES: dict[str, Batch] = {
     "as wide as it is": padded([([1, 2], [3, 4]), ([5, 6], [7, 8])]),
@@ -43,12 +44,6 @@ BATCHES |= {f"random {seed}": _random(seed) for seed in range(6)}
 SHARED = pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
 
 
-def _packed(batch: Batch, shared: bool) -> Packing:
-    lengths = lengths_of(batch.mask, prompt_width=batch.prompt_columns, input_ids=batch.ids if shared else None)
-    assert lengths is not None
-    return pack(lengths, prompt_width=batch.prompt_columns, device=batch.ids.device)
-
-
 def _names(packing: Packing) -> list[Name]:
     return list(zip(packing.rows.tolist(), packing.columns.tolist(), strict=True))
 
@@ -69,7 +64,7 @@ def _sees(packing: Packing) -> torch.Tensor:
 def test_a_packed_batch_is_that_of_the_oracle(name: str, shared: bool) -> None:
     """Its tokens, what each of them sees, and where the predictions go."""
     batch = BATCHES[name]
-    packing, segments = _packed(batch, shared), oracles.segments(batch, shared)
+    packing, segments = packing_of(batch, shared), oracles.segments(batch, shared)
     names = _names(packing)
     assert sorted(names) == sorted(name for segment in segments for name in segment.names)
     borders = [0, *(segment.end for segment in packing.segments)]
@@ -89,10 +84,10 @@ def test_a_packed_batch_is_that_of_the_oracle(name: str, shared: bool) -> None:
 def test_by_hand() -> None:
     """Row 0 is `. a b | c d`, row 1 is `x y z | w .`, and row 2 asks what row 0 does."""
     batch = padded([([1, 2], [3, 4]), ([7, 8, 9], [6]), ([1, 2], [5])])
-    apart = _packed(batch, False)
+    apart = packing_of(batch, False)
     assert apart.gather(batch.ids).tolist() == [[1, 2, 3, 4, 7, 8, 9, 6, 1, 2, 5]]
     assert apart.columns.tolist() == [1, 2, 3, 4, 0, 1, 2, 3, 1, 2, 3]
-    shared = _packed(batch, True)
+    shared = packing_of(batch, True)
     assert sorted(shared.gather(batch.ids)[0].tolist()) == [1, 2, 2, 3, 4, 5, 6, 7, 8, 9]
     prefixes = [segment.prefix for segment in shared.segments if segment.prefix is not None]
     assert len(prefixes) == 2 and prefixes[0] == prefixes[1]
@@ -109,8 +104,8 @@ def test_padding_may_hold_any_token(shared: bool) -> None:
         ids = batch.ids.where(batch.mask.bool(), filler)
         ids[1, 1] = 1  # the padded row now reads like the longer prompt
         other = batch.with_ids(ids)
-        assert _names(_packed(other, shared)) == _names(_packed(batch, shared))
-        assert list(_packed(other, shared).segments) == list(_packed(batch, shared).segments)
+        assert _names(packing_of(other, shared)) == _names(packing_of(batch, shared))
+        assert list(packing_of(other, shared).segments) == list(packing_of(batch, shared).segments)
 
 
 def test_padding_between_tokens_is_found() -> None:

@@ -54,10 +54,10 @@ def kind(family: str) -> Any:
 
 def text(family: str) -> dict[str, Any]:
     """Tiny sizes of the text's config."""
-    own = kind(family).config_class.sub_configs["text_config"]
-    if own.model_type in families.names():
-        return families.config(own.model_type).to_dict()
-    known = own().to_dict()
+    config = kind(family).config_class.sub_configs["text_config"]
+    if config.model_type in families.names():
+        return families.config(config.model_type).to_dict()
+    known = config().to_dict()
     return {field: size for field, size in families._SIZES.items() if field in known}
 
 

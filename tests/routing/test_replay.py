@@ -151,11 +151,11 @@ def test_two_passes_before_one_backward_are_refused_if_layers_run_again(qwen: Pr
 def test_a_router_that_writes_into_its_input_does_so_once(qwen: PreTrainedModel) -> None:
     """As jitter does; also where it runs once before, to be known."""
     router = routers_of(qwen)[1]
-    own = router.forward
+    original = router.forward
 
     def forward(hidden_states: Tensor) -> Any:
         hidden_states *= 1.5
-        return own(hidden_states)
+        return original(hidden_states)
 
     vars(router)["forward"] = forward
     routes = others(2)

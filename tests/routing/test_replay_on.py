@@ -69,8 +69,8 @@ def adapted(model: PreTrainedModel, kind: str) -> peft.PeftModel:
 def test_routes_are_replayed_with_and_without_an_adapter(qwen: PreTrainedModel, kind: str) -> None:
     base, routes = copy.deepcopy(qwen), others(2)
     model = adapted(qwen, kind)
-    own = recorded(model)
-    assert_equal(replayed(model, own), run(model))
+    natural = recorded(model)
+    assert_equal(replayed(model, natural), run(model))
     routers = Routers(model)
     assert len(routers.names) == 2
     with routers.replaying(routes):

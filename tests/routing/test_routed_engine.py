@@ -140,20 +140,6 @@ def test_wrong_routes_are_refused(engine: Engine, colocated: Build, case: str) -
         colocated().train()
 
 
-def test_a_vllm_without_capture_says_what_to_do(colocated: Build, monkeypatch: pytest.MonkeyPatch) -> None:
-    def old(enable_prefix_caching: bool = True, **asked: Any) -> Any:
-        if "enable_return_routed_experts" in asked:
-            raise TypeError("EngineArgs.__init__() got an unexpected keyword argument 'enable_return_routed_experts'")
-        raise NotImplementedError
-
-    monkeypatch.setattr(vllm_generation, "LLM", old)
-    with pytest.raises(TypeError, match="unexpected keyword") as error:
-        colocated()
-    (note,) = error.value.__notes__
-    assert "router_replay='R3' needs enable_return_routed_experts" in note and "or set router_replay" in note
-    assert vllm_generation.LLM is old
-
-
 @pytest.mark.refuses(
     "router_replay R3",
     on="vLLM colocate",

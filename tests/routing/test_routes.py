@@ -18,11 +18,6 @@ from trl_steady.routing.routes import (
 )
 
 
-def routes(*experts: int, dtype: torch.dtype = torch.uint8) -> Tensor:
-    """(T, 1, 1): one expert a token."""
-    return torch.tensor(experts, dtype=dtype).reshape(-1, 1, 1)
-
-
 def experts(of: Tensor) -> list[Any]:
     return of.squeeze((-2, -1)).tolist()
 
@@ -30,8 +25,6 @@ def experts(of: Tensor) -> list[Any]:
 @pytest.mark.parametrize(
     ("num_experts", "dtype", "missing"),
     [
-        (1, torch.uint8, 255),
-        (8, torch.uint8, 255),
         (255, torch.uint8, 255),
         (256, torch.int16, -1),
         (2**15, torch.int16, -1),
@@ -87,11 +80,11 @@ def test_an_engine_of_narrow_integers(source: str) -> None:
 @pytest.mark.parametrize("layers", [[1, 3], [0, 1, 2, 3], [3]])
 def test_an_engine_that_has_rows_for_layers_without_routers(layers: list[int]) -> None:
     """Which nobody has filled in."""
-    own = drawn(7)[:, :1].repeat(1, len(layers), 1)
+    filled = drawn(7)[:, :1].repeat(1, len(layers), 1)
     given = torch.zeros(7, 4, 2, dtype=torch.int32)
-    given[:, layers] = own
-    assert torch.equal(to_engine(from_engine(given, layers=layers)), own)
-    assert torch.equal(to_engine(from_engine(own, layers=layers)), own)
+    given[:, layers] = filled
+    assert torch.equal(to_engine(from_engine(given, layers=layers)), filled)
+    assert torch.equal(to_engine(from_engine(filled, layers=layers)), filled)
 
 
 def test_routes_of_a_smaller_model_are_refused() -> None:
@@ -120,13 +113,13 @@ def test_rows_that_an_engine_has_not_filled_in_are_refused(array: Any, message: 
 @pytest.mark.parametrize("none", [255, -1])
 def test_sequences_that_begin_alike_share_the_routes_of_the_first_that_has_some(none: int) -> None:
     dtype = torch.uint8 if none == 255 else torch.int16
-    own = torch.tensor(
+    routes_of_rows = torch.tensor(
         [[1, none, none, 4], [5, 6, 7, 8], [9, 10, none, 12], [13, 14, none, 16]],
         dtype=dtype,
     )[..., None, None]
     prefixes = torch.tensor([[3, 4, 5], [3, 4, 6], [3, 4, 5], [3, 4, 5]])
-    given = own.clone()
-    result = shared(own, prefixes)
-    assert torch.equal(own, given)
+    given = routes_of_rows.clone()
+    result = shared(routes_of_rows, prefixes)
+    assert torch.equal(routes_of_rows, given)
     assert experts(result) == [[1, 10, none, 4], [5, 6, 7, 8], [1, 10, none, 12], [1, 10, none, 16]]
     assert torch.equal(shared(result, prefixes), result)

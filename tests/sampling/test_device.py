@@ -43,9 +43,9 @@ def test_sets_of_a_gpu_are_those_of_the_cpu() -> None:
         assert on_gpu.of([[], [], []]).lists() == []
         trained = KeptTokens.joined([kept]).to(CUDA).take(torch.tensor([0, -1, 2], device=CUDA))
         assert trained.lists() == [expected[0], [], expected[2]]
-    own = is_kept()
-    places = [(step, row) for row, each in enumerate(COMPLETIONS) for step in range(len(each))]
-    assert expected == [own[place].nonzero().flatten().tolist() for place in places]
+    mask = is_kept()
+    tokens = [(step, row) for row, each in enumerate(COMPLETIONS) for step in range(len(each))]
+    assert expected == [mask[place].nonzero().flatten().tolist() for place in tokens]
 
 
 @pytest.mark.parametrize("device", ["cpu", CUDA], ids=str)

@@ -186,17 +186,6 @@ def test_backward_is_the_same_inside_autocast_and_outside() -> None:
     assert {each.dtype for each in inside} == {torch.float32}
 
 
-@pytest.mark.parametrize("needed", [(0,), (1,), (0, 2)], ids=str)
-def test_only_trained_tensors_get_a_gradient(needed: tuple[int, ...]) -> None:
-    case = make_case()
-    all_three = case.gradients(weights(case))
-    for number, leaf in enumerate(case[:3]):
-        leaf.requires_grad_(number in needed)
-    (case.log_probs() * weights(case)).sum().backward()
-    assert [leaf.grad is not None for leaf in case[:3]] == [number in needed for number in range(3)]
-    assert all(torch.equal(case[number].grad, all_three[number]) for number in needed)
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_position_without_a_choice_spoils_no_other(bad: float) -> None:
     case, with_choice = make_case(), torch.tensor(SIZES) > 1

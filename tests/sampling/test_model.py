@@ -13,8 +13,6 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
-import trl_steady.host.fused_head
-import trl_steady.sampling.proxy
 from tests.oracles import sampling as oracle
 from tests.tools import tiny
 from tests.tools.headroom import within
@@ -22,7 +20,6 @@ from trl_steady.host.fused_head import scored_by
 from trl_steady.sampling.kept import KeptTokens
 from trl_steady.sampling.proxy import KeptModel
 
-TRLS_HEAD = trl.trainer.utils._ChunkedLogProbFunction
 EPS = torch.finfo(torch.float32).eps
 TEMPERATURE = 0.8
 VOCABULARY = tiny.SIZES["vocab_size"]
@@ -94,9 +91,9 @@ def batch(kind: str = "some") -> Batch:
     index = order.argsort().view(BATCH, WIDTH)
     sets = []
     for place, size in zip(order.tolist(), sizes, strict=False):
-        own = int(input_ids.flatten()[place])
-        others = [token for token in torch.randperm(VOCABULARY, generator=generator).tolist() if token != own]
-        sets.append([*others[: size // 2], own, *others[size // 2 : size - 1]])
+        target = int(input_ids.flatten()[place])
+        others = [token for token in torch.randperm(VOCABULARY, generator=generator).tolist() if token != target]
+        sets.append([*others[: size // 2], target, *others[size // 2 : size - 1]])
     if kind == "some":
         index[0, 4], index[2, 7] = -1, -1
         sets[index[1, 3]], sets[index[0, 6]] = [], []
@@ -106,46 +103,46 @@ def batch(kind: str = "some") -> Batch:
     return Batch(input_ids, labels, sets, index)
 
 
-def wrap(model: Callable[..., Any], own: Batch, *, with_entropy: bool = True) -> KeptModel:
-    kept = KeptTokens.of(own.sets).without_large(VOCABULARY)
+def wrap(model: Callable[..., Any], data: Batch, *, with_entropy: bool = True) -> KeptModel:
+    kept = KeptTokens.of(data.sets).without_large(VOCABULARY)
     bare = lambda *, token_indices, **batch: model(**batch, fused_lm_head=True)
-    return KeptModel(bare, kept, own.index, scored_by, with_entropy=with_entropy)
+    return KeptModel(bare, kept, data.index, scored_by, with_entropy=with_entropy)
 
 
-def call(model: Callable[..., Any], own: Batch, *, with_entropy: bool = True) -> Any:
-    kept_model = wrap(model, own, with_entropy=with_entropy)
-    out = kept_model(token_indices=INDICES, input_ids=own.input_ids, labels=own.labels)
+def call(model: Callable[..., Any], data: Batch, *, with_entropy: bool = True) -> Any:
+    kept_model = wrap(model, data, with_entropy=with_entropy)
+    out = kept_model(token_indices=INDICES, input_ids=data.input_ids, labels=data.labels)
     return SimpleNamespace(log_probs=out.log_probs, entropy=out.entropy, kept_mass=kept_model.kept_mass)
 
 
-def plain(model: PreTrainedModel, own: Batch) -> Any:
+def plain(model: PreTrainedModel, data: Batch) -> Any:
     """TRL's, of the whole vocabulary."""
-    return model(input_ids=own.input_ids, labels=own.labels, fused_lm_head=True)
+    return model(input_ids=data.input_ids, labels=data.labels, fused_lm_head=True)
 
 
-def scores(model: PreTrainedModel, own: Batch, **scaling: float) -> Tensor:
+def scores(model: PreTrainedModel, data: Batch, **scaling: float) -> Tensor:
     """(B * (L - 1), V), in float64 from the hidden states."""
     with torch.no_grad():
-        hidden = model.model(input_ids=own.input_ids, use_cache=False).last_hidden_state[:, :-1]
+        hidden = model.model(input_ids=data.input_ids, use_cache=False).last_hidden_state[:, :-1]
     head = model.get_output_embeddings()
     return oracle.scores(hidden.flatten(0, 1), head.weight, head.bias, temperature=TEMPERATURE, **scaling).detach()
 
 
-def rounding(model: PreTrainedModel, own: Batch, *, logit_scale: float = 1.0, **_: float) -> float:
+def rounding(model: PreTrainedModel, data: Batch, *, logit_scale: float = 1.0, **_: float) -> float:
     """Of log-probs in float32: of the 16 products that add up in a score, and of a few steps more, half an eps each.
 
     16 times, as two scores meet in a log-prob.
     """
     with torch.no_grad():
-        hidden = model.model(input_ids=own.input_ids, use_cache=False).last_hidden_state.float()
+        hidden = model.model(input_ids=data.input_ids, use_cache=False).last_hidden_state.float()
         largest = (hidden.abs() @ model.get_output_embeddings().weight.float().abs().T).max()
     return 16 * EPS * float(largest) * logit_scale / TEMPERATURE
 
 
-def expected(z: Tensor, own: Batch) -> Tensor:
+def expected(z: Tensor, data: Batch) -> Tensor:
     """(B, L - 1) log-probs, 0 without a label."""
-    targets = own.input_ids[:, 1:].flatten()
-    return oracle.log_probs(z, targets, own.set_of).view(BATCH, -1).where(own.has_label, 0)
+    targets = data.input_ids[:, 1:].flatten()
+    return oracle.log_probs(z, targets, data.set_of).view(BATCH, -1).where(data.has_label, 0)
 
 
 def loss_of(out: Any) -> Tensor:
@@ -160,19 +157,6 @@ def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
     return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
 
 
-@pytest.fixture
-def asked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Of each call of TRL's own head, the number of positions."""
-    numbers: list[int] = []
-
-    def apply(hidden: Tensor, *arguments: Any) -> Any:
-        numbers.append(len(hidden))
-        return TRLS_HEAD.apply(hidden, *arguments)
-
-    monkeypatch.setattr(trl_steady.host.fused_head, "_TRLS", SimpleNamespace(apply=apply))
-    return numbers
-
-
 @pytest.fixture(params=["all positions", "compact"])
 def compact(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
     """As on a GPU, where only positions with a label go to the head; TRL's own head does not look at this one."""
@@ -184,25 +168,25 @@ def compact(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("kind", ["some", "all"])
 def test_log_probs_are_the_oracles_on_hidden_states(family: str, kind: str, compact: bool) -> None:
-    model, own, scaling = build(family), batch(kind), FAMILIES[family][1]
-    z = scores(model, own, **scaling)
+    model, data, scaling = build(family), batch(kind), FAMILIES[family][1]
+    z = scores(model, data, **scaling)
     # the control: by hand the scores are those of the model's own logits
-    logits = model(input_ids=own.input_ids).logits[:, :-1].detach().flatten(0, 1) / TEMPERATURE
-    tolerance = rounding(model, own, **scaling)
+    logits = model(input_ids=data.input_ids).logits[:, :-1].detach().flatten(0, 1) / TEMPERATURE
+    tolerance = rounding(model, data, **scaling)
     assert within((logits.double() - z).abs(), tolerance)
-    trls, got, short = plain(model, own), call(model, own), call(model, own, with_entropy=False)
+    trls, got, short = plain(model, data), call(model, data), call(model, data, with_entropy=False)
     for out in (got, short):
-        assert within((out.log_probs.double() - expected(z, own)).abs(), tolerance)
-        assert out.log_probs[~own.has_label].count_nonzero() == 0
-        unset = own.has_label & ~own.has_set
+        assert within((out.log_probs.double() - expected(z, data)).abs(), tolerance)
+        assert out.log_probs[~data.has_label].count_nonzero() == 0
+        unset = data.has_label & ~data.has_set
         assert torch.equal(out.log_probs[unset], trls.log_probs[unset])
     assert bool(unset.any()) == (kind == "some")
     assert torch.equal(got.entropy, trls.entropy)
     assert kind == "some" or short.entropy is None
     # of the vocabulary they are far off
-    assert ((got.log_probs - trls.log_probs)[own.has_set] > 1e-2).float().mean() > 0.5
-    mass = oracle.kept_mass(z, own.set_of)[own.has_set.flatten()]
-    assert got.kept_mass[1] == own.has_set.sum()
+    assert ((got.log_probs - trls.log_probs)[data.has_set] > 1e-2).float().mean() > 0.5
+    mass = oracle.kept_mass(z, data.set_of)[data.has_set.flatten()]
+    assert got.kept_mass[1] == data.has_set.sum()
     assert within((got.kept_mass[0] - mass.sum()).abs(), tolerance * len(mass))
     assert short.kept_mass.tolist() == [0, 0]
     assert not got.kept_mass.requires_grad  # or it would hold on to every pass
@@ -213,18 +197,18 @@ def test_log_probs_are_the_oracles_on_hidden_states(family: str, kind: str, comp
 def test_gradients_of_all_parameters_are_those_through_plain_logits(
     family: str, kind: str, with_entropy: bool, compact: bool
 ) -> None:
-    model, own = build(family, torch.float64), batch(kind)
-    got = gradients(model, loss_of(call(model, own, with_entropy=with_entropy)))
-    logits = model(input_ids=own.input_ids).logits[:, :-1] / TEMPERATURE
+    model, data = build(family, torch.float64), batch(kind)
+    got = gradients(model, loss_of(call(model, data, with_entropy=with_entropy)))
+    logits = model(input_ids=data.input_ids).logits[:, :-1] / TEMPERATURE
     is_kept = torch.zeros_like(logits, dtype=torch.bool).flatten(0, 1)
-    for row, each in enumerate(own.set_of):
+    for row, each in enumerate(data.set_of):
         is_kept[row, each or slice(None)] = True
-    targets = own.input_ids[:, 1:].unsqueeze(-1)
+    targets = data.input_ids[:, 1:].unsqueeze(-1)
     log_probs = logits.masked_fill(~is_kept.view_as(logits), -torch.inf).log_softmax(-1).gather(-1, targets)
     whole = logits.log_softmax(-1)
     out = SimpleNamespace(
-        log_probs=log_probs.squeeze(-1).masked_fill(~own.has_label, 0),
-        entropy=-(whole.exp() * whole).sum(-1).masked_fill(~own.has_label, 0) if with_entropy else None,
+        log_probs=log_probs.squeeze(-1).masked_fill(~data.has_label, 0),
+        entropy=-(whole.exp() * whole).sum(-1).masked_fill(~data.has_label, 0) if with_entropy else None,
     )
     exact = gradients(model, loss_of(out))
     assert got.keys() == exact.keys() == dict(model.named_parameters()).keys()
@@ -232,27 +216,6 @@ def test_gradients_of_all_parameters_are_those_through_plain_logits(
     noise = (100 * EPS) if with_entropy else 10 * torch.finfo(torch.float64).eps
     for name, gradient in exact.items():
         assert within((got[name] - gradient).abs(), 16 * noise * gradient.abs().max()), name
-
-
-def test_trls_head_is_asked_where_its_answer_is_needed(asked: list[int], compact: bool) -> None:
-    model = build()
-    own = batch("all")
-    labelled = int(own.has_label.sum())
-    positions = labelled if compact else own.has_label.numel()
-    call(model, own, with_entropy=False)
-    assert asked == []
-    call(model, own)
-    assert asked == [positions]
-    for row, column in ((1, 5), (0, 3), (2, 7)):  # one token with a label
-        one = dataclasses.replace(own, index=own.index.clone())
-        one.index[row, column] = -1
-        call(model, one, with_entropy=False)
-        assert asked.pop() == positions
-    one.index[:] = own.index
-    one.index[1, 6] = one.index[0, 2] = -1  # without
-    asked.clear()
-    call(model, one, with_entropy=False)
-    assert asked == []
 
 
 @pytest.mark.parametrize(
@@ -267,13 +230,13 @@ def test_trls_head_is_asked_where_its_answer_is_needed(asked: list[int], compact
 )
 def test_a_part_of_the_batch_has_the_sets_at_its_indices(parts: list[Tensor], compact: bool) -> None:
     """In a model without layers, which makes of each token the same in whatever company."""
-    own = batch()
+    data = batch()
     model = AutoModelForCausalLM.from_config(transformers.Qwen2Config(**(tiny.SIZES | {"num_hidden_layers": 0})))
     add_fused_lm_head(model, TEMPERATURE, outputs=("log_probs", "entropy"))
-    whole, kept_model = call(model, own), wrap(model, own)
+    whole, kept_model = call(model, data), wrap(model, data)
     log_probs = torch.nn.functional.pad(whole.log_probs, (1, 0)).flatten()
     for token_indices in parts:
-        tokens = {"input_ids": own.input_ids.flatten()[token_indices], "labels": own.labels.flatten()[token_indices]}
+        tokens = {"input_ids": data.input_ids.flatten()[token_indices], "labels": data.labels.flatten()[token_indices]}
         out = kept_model(token_indices=token_indices, **tokens)
         # sums of products below 20, a few roundings of each, in other shapes
         assert within((out.log_probs - log_probs[token_indices[:, 1:]]).abs(), 100 * EPS)

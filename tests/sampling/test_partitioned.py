@@ -18,27 +18,29 @@ class Partitioned:
     """A stand-in for ZeRO-3: the head is empty except inside of gathers, which are counted."""
 
     def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.whole = {own: own.detach().clone() for own in model.get_output_embeddings().parameters()}
+        self.whole = {
+            parameter: parameter.detach().clone() for parameter in model.get_output_embeddings().parameters()
+        }
         self.gathers = {"forward": 0, "backward": 0}
-        for number, own in enumerate(self.whole):
-            own.ds_id = number
+        for number, parameter in enumerate(self.whole):
+            parameter.ds_id = number
         self.empty()
         monkeypatch.setattr(trl.trainer.utils, "maybe_gather_lm_head_ctx", self.gathering)
 
     def empty(self) -> None:
-        for own in self.whole:
-            own.data = torch.empty(0)
+        for parameter in self.whole:
+            parameter.data = torch.empty(0)
 
     @contextmanager
     def gathering(self, *parameters: Tensor | None) -> Iterator[None]:
         """A gather, or nothing inside of another one, as with TRL's."""
-        assert {id(own) for own in parameters if own is not None} == set(map(id, self.whole))
-        if all(own.numel() for own in self.whole):
+        assert {id(parameter) for parameter in parameters if parameter is not None} == set(map(id, self.whole))
+        if all(parameter.numel() for parameter in self.whole):
             yield
             return
         self.gathers["forward" if torch._C._current_graph_task_id() == -1 else "backward"] += 1
-        for own, value in self.whole.items():
-            own.data = value.clone()
+        for parameter, value in self.whole.items():
+            parameter.data = value.clone()
         try:
             yield
         finally:
@@ -58,14 +60,14 @@ def test_each_pass_gathers_the_head_once_forward_and_once_backward(
 ) -> None:
     gathers = {}
     for kind in KINDS:
-        own, model = batch(kind), build(family)
+        data, model = batch(kind), build(family)
         model.get_output_embeddings().requires_grad_(trained == "everything")
         parameters = [each for each in model.parameters() if each.requires_grad]
-        expected = call(model, own, with_entropy=with_entropy)
+        expected = call(model, data, with_entropy=with_entropy)
         gradients = torch.autograd.grad(loss_of(expected, bonus), parameters)
         with monkeypatch.context() as patch:
             partitioned = Partitioned(model, patch)
-            got = call(model, own, with_entropy=with_entropy)
+            got = call(model, data, with_entropy=with_entropy)
             assert torch.equal(got.log_probs, expected.log_probs)
             assert torch.equal(got.kept_mass, expected.kept_mass)
             assert all(map(torch.equal, torch.autograd.grad(loss_of(got, bonus), parameters), gradients))
@@ -77,8 +79,8 @@ class WithoutGradient(torch.autograd.Function):
     """Hand None back where a gradient is expected."""
 
     @staticmethod
-    def forward(ctx: Any, own: Tensor) -> Tensor:
-        return own.clone()
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.clone()
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> None:

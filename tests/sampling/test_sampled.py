@@ -126,7 +126,7 @@ def test_the_first_ratio_of_a_rollout_is_exactly_one(
     first, second = trainer.updates
     mask = first.inputs["completion_mask"].bool()
     old = first.inputs["old_per_token_logps"]
-    found = torch.cat([own.values["logps"] for own in first.rows])
+    found = torch.cat([row.values["logps"] for row in first.rows])
     assert torch.equal(found, old[mask]) and found.abs().max() > 1
     moved = [(row.values["logps"] - row.values["old_per_token_logps"]).abs().max() for row in second.rows]
     assert max(moved) > 1e-2
@@ -137,12 +137,12 @@ def check_metrics(folder: Path, trainer: Any, sizes_of: dict[int, list[int]]) ->
     """What is logged of sampling, recomputed; `sizes_of` sets of a rollout, by the step that made it."""
     policy, temperature = sampled.models(folder, trainer), trainer.args.temperature
     for number, (logged, update) in enumerate(zip(tiny.history(trainer), trainer.updates, strict=False)):
-        own = {name.removeprefix("sampling_mask/"): v for name, v in logged.items() if "sampling_mask" in name}
+        of_mask = {name.removeprefix("sampling_mask/"): v for name, v in logged.items() if "sampling_mask" in name}
         found = [(sampled.scores(policy(update.weights), row, temperature), row) for row in sampled.rows(update)]
         masses = torch.cat([oracle.kept_mass(z, row.sets)[[len(s) > 0 for s in row.sets]] for z, row in found])
-        assert own.pop("kept_mass") == pytest.approx(float(masses.mean()), rel=1e-5)
+        assert of_mask.pop("kept_mass") == pytest.approx(float(masses.mean()), rel=1e-5)
         if number not in sizes_of:
-            assert own == {}
+            assert of_mask == {}
             continue
         sizes = sizes_of[number]
         known = sorted(size for size in sizes if size)
@@ -153,7 +153,7 @@ def check_metrics(folder: Path, trainer: Any, sizes_of: dict[int, list[int]]) ->
             "singletons": known.count(1) / len(known),
             "fallback": sizes.count(0) / len(sizes),
         }
-        assert own == pytest.approx(expected, rel=1e-12)
+        assert of_mask == pytest.approx(expected, rel=1e-12)
 
 
 @pytest.mark.filterwarnings("ignore:.*leaves tokens out")
@@ -184,10 +184,10 @@ def test_a_teacher_of_a_subclass_is_left_alone(models: dict[str, Path], tmp_path
             with torch.no_grad():
                 taught = super().log_probs(teacher, ids, mask, width)[0]
             asked.append(self._rollout is None)
-            for own, is_token, found in zip(ids, mask.bool(), taught, strict=True):
+            for sequence, is_token, found in zip(ids, mask.bool(), taught, strict=True):
                 prompt = int(is_token[:-width].sum())
                 with torch.no_grad():
-                    expected = routed_oracle.log_probs(alone, own[is_token].tolist(), prompt)
+                    expected = routed_oracle.log_probs(alone, sequence[is_token].tolist(), prompt)
                 torch.testing.assert_close(found[is_token[-width:]], expected, **CLOSE)
             return super().log_probs(model, ids, mask, width, *others, **options)
 

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from trl.generation import vllm_generation
 
 from tests.oracles import routes as routed_oracle
 from tests.oracles import sampling as oracle
@@ -63,8 +62,8 @@ def score_as_sampled(engine: Engine, folder: Path, is_routed: bool = False) -> N
 
 def sets_of(batch: dict[str, Any]) -> Iterator[Sets]:
     """Of the tokens of each completion; padding has none."""
-    for own, mask in zip(batch["kept_tokens"], batch["completion_mask"].bool().tolist(), strict=True):
-        sets = list(zip(KeptTokens(*own).lists(), mask, strict=True))
+    for of_completion, mask in zip(batch["kept_tokens"], batch["completion_mask"].bool().tolist(), strict=True):
+        sets = list(zip(KeptTokens(*of_completion).lists(), mask, strict=True))
         assert not any(each for each, is_token in sets if not is_token)
         yield [sorted(each) for each, is_token in sets if is_token]
 
@@ -98,8 +97,8 @@ def ratios(trainer: Any) -> Iterator[tuple[Any, Row, Tensor]]:
     """TRL's, of the trainer to the engine, of each token of a row of an update."""
     for update in trainer.updates:
         mask, of_batch = update.inputs["completion_mask"].bool(), update.inputs["importance_sampling_ratio"]
-        for row, own, is_token in zip(update.rows, of_batch, mask, strict=True):
-            yield update, row, own[is_token]
+        for row, of_row, is_token in zip(update.rows, of_batch, mask, strict=True):
+            yield update, row, of_row[is_token]
 
 
 @pytest.mark.supports("keep_sampling_mask", on=("vLLM colocate", "vLLM server"), only="stand-in")
@@ -156,7 +155,7 @@ def test_a_token_without_a_choice_of_tokens_is_scored_among_all(
         models["dense"],
         lambda row, syncs: [each if i % 3 == 1 else [] for i, each in enumerate(returned(row, syncs))],
     )
-    sets = [each for update in trainer.updates for own in sets_of(update.inputs) for each in own]
+    sets = [each for update in trainer.updates for of_row in sets_of(update.inputs) for each in of_row]
     share = sum(not each for each in sets) / len(sets)
     assert 0.5 < share < 0.9 and tiny.history(trainer)[0]["sampling_mask/fallback"] == pytest.approx(share)
 
@@ -199,13 +198,17 @@ def test_each_of_two_processes_has_the_sets_of_its_own_sequences(
     prompts = [[prompt] * generations for prompt in ([1, 2, 3], [4, 5], [6, 7, 8, 9], [9])]
     options = {"mode": "server", "server_base_url": server.url, "max_completion_length": 8, "top_k": 20}
     seen = 0
-    for process, own in engines.processes(monkeypatch, [prompts[0] + prompts[1], prompts[2] + prompts[3]]):
+    for process, prompts_of_process in engines.processes(
+        monkeypatch, [prompts[0] + prompts[1], prompts[2] + prompts[3]]
+    ):
         generation = SteadyGeneration(model, process, None, captures=CAPTURES[captures], **options)
-        _, completions, _, _ = generation.generate(own, None, generations)
+        _, completions, _, _ = generation.generate(prompts_of_process, None, generations)
         sets = taken_sets(generation, completions).lists()
-        assert sets == [each for pair in zip(own, completions, strict=True) for each in kept(*pair, 0)]
+        assert sets == [each for pair in zip(prompts_of_process, completions, strict=True) for each in kept(*pair, 0)]
         if captures == "both":
-            for prompt, ids, routes in zip(own, completions, taken_routes(generation, SPARSE), strict=True):
+            for prompt, ids, routes in zip(
+                prompts_of_process, completions, taken_routes(generation, SPARSE), strict=True
+            ):
                 assert torch.equal(routes, routes_of([*prompt, *ids], 0)[:-1])
         seen += len(completions)
     assert len(server.requests[TOKENS]) == 4 and seen == 4 * generations
@@ -232,7 +235,6 @@ def test_wrong_sets_are_refused(models: dict[str, Path], engine: Engine, built: 
 
 NOT_STARTED: dict[str, dict[str, Any]] = {
     "off": {"model_config": {MASKED: False, ROUTED: True}},
-    "unknown": {"model_config": {ROUTED: True}},
     "0.31": {"model_config": {MASKED: False}, "aux_output_config": {ROUTED: True}},
 }
 

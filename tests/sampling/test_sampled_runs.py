@@ -32,14 +32,14 @@ def test_a_run_is_not_resumed_inside_a_window_with_the_option_switched(
 ) -> None:
     """Old log-probs of its rollout would be of another distribution."""
     options = {"top_p": 0.6, "max_steps": 4, **SAVING}
-    for there in (True, False):
-        tiny.train(build(models["dense"], tmp_path / str(there), keep_sampling_mask=there, **options))
-        other = build(models["dense"], tmp_path, keep_sampling_mask=not there, **{**options, "max_steps": 5})
-        message = rf"began with\s+keep_sampling_mask={there}; this run has keep_sampling_mask={not there}\s"
+    for is_kept in (True, False):
+        tiny.train(build(models["dense"], tmp_path / str(is_kept), keep_sampling_mask=is_kept, **options))
+        other = build(models["dense"], tmp_path, keep_sampling_mask=not is_kept, **{**options, "max_steps": 5})
+        message = rf"began with\s+keep_sampling_mask={is_kept}; this run has keep_sampling_mask={not is_kept}\s"
         with pytest.raises(ValueError, match=message):
-            other.train(resume_from_checkpoint=str(tmp_path / str(there) / "checkpoint-2"))
-        other.train(resume_from_checkpoint=str(tmp_path / str(there) / "checkpoint-4"))  # between two windows
-        assert len(other.updates) == 1 and ("kept_tokens" in other.updates[0].inputs) != there
+            other.train(resume_from_checkpoint=str(tmp_path / str(is_kept) / "checkpoint-2"))
+        other.train(resume_from_checkpoint=str(tmp_path / str(is_kept) / "checkpoint-4"))  # between two windows
+        assert len(other.updates) == 1 and ("kept_tokens" in other.updates[0].inputs) != is_kept
 
 
 def test_evaluation_scores_among_its_own_sets_and_leaves_training_alone(

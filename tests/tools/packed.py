@@ -14,7 +14,7 @@ from trl.trainer.utils import add_fused_lm_head
 from tests.oracles.padding import Batch, padded
 from trl_steady.padding.attention import attending_in, switched
 from trl_steady.padding.families import traits
-from trl_steady.padding.packing import Segment
+from trl_steady.padding.packing import Packing, Segment, lengths_of, pack
 from trl_steady.padding.proxy import UnpaddedModel
 
 SIZES: dict[str, Any] = {
@@ -117,6 +117,12 @@ def exact(model: PreTrainedModel) -> Callable[..., Any]:
         )
 
     return forward
+
+
+def packing_of(batch: Batch, shared: bool) -> Packing:
+    lengths = lengths_of(batch.mask, prompt_width=batch.prompt_columns, input_ids=batch.ids if shared else None)
+    assert lengths is not None
+    return pack(lengths, prompt_width=batch.prompt_columns, device=batch.ids.device)
 
 
 @contextlib.contextmanager

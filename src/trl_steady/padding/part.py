@@ -75,7 +75,6 @@ class PaddingPart(Part):
             what = "does nothing" if does_nothing else "only cuts columns that are padding in every row"
             warnings.warn(
                 f"trim_padding=True {what}: {why_not}. Change that, or set trim_padding=False to keep the padding.",
-                UserWarning,
                 stacklevel=2,
             )
 

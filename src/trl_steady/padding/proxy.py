@@ -57,7 +57,6 @@ class UnpaddedModel:
             warnings.warn(
                 f"batches wider than {self.traits.width_limit} tokens keep their padding, because the model's rotary "
                 "frequencies or sparse attention then depend on the width of the batch.",
-                UserWarning,
                 stacklevel=2,
             )
         has_tokens = lengths is not None and any(length.prompt or length.completion for length in lengths)

@@ -71,15 +71,13 @@ class SamplingPart(Part):
                     f"sampling leaves tokens out ({', '.join(args.truncations)}), and log-probs are of the whole "
                     "vocabulary. Updates train another distribution than the sampled one. Set "
                     "keep_sampling_mask=True, or sample from the whole vocabulary.",
-                    UserWarning,
                     stacklevel=2,
                 )
             return
+        learns_prompts = isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
         reasons = {
             "torch.compile, which would trace TRL's fused LM head": models.compiles(trainer),
-            "prompt learning, which shifts tokens against labels": (
-                isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
-            ),
+            "prompt learning, which shifts tokens against labels": learns_prompts,
             "a rollout_func, which returns no kept tokens": trainer.rollout_func is not None,
         }
         for reason, is_so in reasons.items():
@@ -141,7 +139,6 @@ class SamplingPart(Part):
             warnings.warn(
                 f"{int(without)} of {len(counts)} tokens were sampled among more than {MAX_KEPT} tokens or among all. "
                 "Their log-probs are of the whole vocabulary. Set top_k to bound the number of kept tokens.",
-                UserWarning,
                 stacklevel=2,
             )
         return {_COLUMN: kept.of_samples(width)}
