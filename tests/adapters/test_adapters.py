@@ -171,14 +171,6 @@ def test_it_is_pefts_merge_under_trls_names_and_the_model_stays(kind: str) -> No
         assert (logits(model) - of_policy).abs().max() > 0.1
 
 
-def test_what_trl_would_push_under_names_that_no_engine_knows() -> None:
-    """When this fails, the exceptions in the docstring of `merged_weights` can go."""
-    names = {name for name, _ in trl_push(policy("saved", ref=True))}
-    assert "lm_head.modules_to_save.ref.weight" in names
-    names = {name for name, _ in trl_push(policy("tokens"))}
-    assert "model.embed_tokens.weight" not in names and any("trainable_tokens_delta" in name for name in names)
-
-
 def test_the_active_adapter_is_the_one_that_is_merged() -> None:
     model = policy("saved", ref=True)
     default = pushed(model)
@@ -280,27 +272,6 @@ def test_on_a_quantised_base_it_is_the_dequantised_weight_and_the_delta(wide: Pa
         assert within(off, 1e-6 + 1e-5 * expected.abs(), granted=2**-8 * expected.abs())  # half a bfloat16 digit
 
 
-@pytest.mark.parametrize("base", ["nf4", "int8"])
-def test_pushes_leave_the_stored_base_as_it_was_and_trls_does_not(wide: Path, base: str) -> None:
-    model = quantised_policy(wide, base, torch.bfloat16, modules_to_save=["lm_head"])
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            parameter.data *= 0.003  # a delta smaller than the base, as in training
-    before = state(model)
-    assert any("absmax" in name or "SCB" in name for name in before)
-    for _ in range(5):
-        for _ in merged_weights(model):
-            pass
-    assert_same_state(state(model), before)
-
-    layer = model.get_base_model().model.layers[0].self_attn.q_proj
-    stored, delta = dequantised(layer.base_layer), layer.get_delta_weight("default").detach().float()
-    names = {name for name, _ in trl_push(model)}
-    assert "lm_head.modules_to_save.ref.weight" in names
-    ratio = (dequantised(layer.base_layer) - stored).norm() / delta.norm()
-    assert ratio > 0.1
-
-
 @pytest.mark.parametrize(
     ("base", "tolerance", "options"),
     [
@@ -356,29 +327,3 @@ def test_no_merged_weight_is_kept_and_what_is_not_merged_is_not_copied() -> None
             assert weight.data_ptr() in stored
         del weight
     assert merged == 4
-
-
-def attributes_of(model: torch.nn.Module) -> list[dict[str, Any]]:
-    return [
-        {name: copy.copy(value) if isinstance(value, dict | list) else value for name, value in vars(module).items()}
-        for module in model.modules()
-    ]
-
-
-@pytest.mark.parametrize("kind", ["dora", "experts", "tokens"])
-def test_nothing_is_left_behind_when_a_push_breaks_off(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    model = policy(kind)
-    before, attributes = state(model), attributes_of(model)
-    weights = merged_weights(model)
-    next(weights)
-    weights.close()
-
-    def fail(*_: Any, **__: Any) -> None:
-        raise KeyError("on purpose")
-
-    original = peft.tuners.lora.Linear.merge
-    monkeypatch.setattr(peft.tuners.lora.Linear, "merge", lambda side: (original(side), fail()))
-    with pytest.raises(KeyError, match="on purpose"):
-        pushed(model)
-    assert_same_state(state(model), before)
-    assert attributes_of(model) == attributes

@@ -153,37 +153,6 @@ def test_a_critic_or_reward_model_that_changes_with_the_base_warns(
         tiny.trainer(models["dense"], tmp_path, build=build, **options)
 
 
-def test_a_resume_of_two_active_adapters_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
-    """transformers would load the first, and leave the other switched off."""
-
-    def trainer(folder: Path) -> Any:
-        model = policy(models["dense"])
-        model.add_adapter("second", LoraConfig(**PLAIN))
-        model.base_model.set_adapter(["default", "second"])
-        return tiny.trainer(model, folder, max_steps=4, save_strategy="steps", save_steps=2)
-
-    trainer(tmp_path).train()
-    with pytest.raises(ValueError, match=r"active adapters .*'second'\], and transformers loads the first only"):
-        trainer(tmp_path / "again").train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-
-
-def test_what_peft_leaves_out_returns_from_a_checkpoint(models: dict[str, Path], tmp_path: Path) -> None:
-    """With `lora_only`, PEFT saves the biases of LoRA's own modules. A tied embedding is saved once."""
-    lora = {"target_modules": ["c_attn"], "bias": "lora_only", "fan_in_fan_out": True}
-    options: dict[str, Any] = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    first, again = (
-        tiny.trainer(policy(models["gpt2"], "ln_", "wte", **lora), tmp_path / name, **options)
-        for name in ("first", "again")
-    )
-    first.train()
-    again.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-2"))
-    assert critics.same(tiny.parameters(first), tiny.parameters(again))
-    unsaved = Base(first.model).unsaved
-    assert unsaved.keys() < of_base(first).keys() and any(name.endswith("bias") for name in unsaved)
-    assert load_file(tmp_path / "first" / "checkpoint-2" / BASE_FILE).keys() == unsaved.keys()
-    assert "transformer.wte.weight" in unsaved and "lm_head.weight" not in unsaved
-
-
 def test_a_reference_on_trained_biases_is_said_to_move(models: dict[str, Path], tmp_path: Path) -> None:
     for beta in (0.0, 0.1):
         build = {"peft_config": LoraConfig(**PLAIN, bias="all")}
@@ -195,25 +164,6 @@ def test_a_reference_on_trained_biases_is_said_to_move(models: dict[str, Path], 
 
 
 # starts that change the base
-
-
-@pytest.mark.parametrize(("start", "loaded"), [("olora", False), ("pissa", True)])
-def test_the_reference_is_the_model_that_was_given(
-    models: dict[str, Path], tmp_path: Path, start: str, loaded: bool
-) -> None:
-    model: Any = policy(models["dense"], init_lora_weights=start) if loaded else models["dense"]
-    config = LoraConfig(**PLAIN, init_lora_weights=start)
-    build = {} if loaded else {"peft_config": config}
-    trainer = tiny.trainer(model, tmp_path, build=build, **PPO, max_steps=1, learning_rate=0.0)
-    trainer.train()
-    assert trainer.state.log_history[0]["kl"] == pytest.approx(0, abs=1e-5)  # of nats, in float32
-    trainer.save_model(str(tmp_path / "saved"))
-    again = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(models["dense"]), tmp_path / "saved")
-    plain, ids = AutoModelForCausalLM.from_pretrained(models["dense"]), torch.tensor([[5, 6, 7, 8]])
-    with torch.no_grad():
-        for own in (again, trainer.model):
-            torch.testing.assert_close(own(input_ids=ids).logits, plain(ids).logits, rtol=1e-4, atol=1e-4)
-    assert (tmp_path / "saved" / "ref").exists() == loaded  # TRL's own
 
 
 def test_a_critic_beside_pissa_is_saved_as_peft_loads_it(models: dict[str, Path], tmp_path: Path) -> None:
@@ -344,48 +294,6 @@ def test_a_reward_adapter_of_another_base_warns(
     with warnings.catch_warnings():
         warnings.filterwarnings("error", message=".*was trained on")
         build(str(models["dense"]))
-
-
-def test_a_critic_and_a_reward_model_stand_beside_trained_tokens_and_modules(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    config = LoraConfig(**PLAIN, trainable_token_indices={"embed_tokens": TOKENS}, modules_to_save=["lm_head"])
-    build = {"peft_config": config, "reward_funcs": [RewardAdapter(), tiny.reward]}
-    trainer = tiny.trainer(models["dense"], tmp_path, build=build, max_steps=2, **PPO)
-    trainer.reward_model.head.weight.data.fill_(0.1)
-    before = tiny.parameters(trainer)
-    trainer.train()
-    moved = {name for name, own in tiny.parameters(trainer).items() if not torch.equal(own, before[name])}
-    for word in ("value", "trainable_tokens", "modules_to_save"):
-        assert any(word in name for name in moved), word
-
-
-def test_an_adapter_of_any_name_has_a_critic_and_a_reward_model(models: dict[str, Path], tmp_path: Path) -> None:
-    model = policy(models["dense"], adapter_name="mine")
-    build = {"reward_funcs": [RewardAdapter(), tiny.reward]}
-    trainer = tiny.trainer(model, tmp_path, build=build, kl_coef=0.0, max_steps=2, **PPO)
-    names = tiny.parameters(trainer)
-    trainer.reward_model.head.weight.data.fill_(0.1)
-    copies = [(own, names[name.replace(".value.", ".mine.")]) for name, own in names.items() if ".value." in name]
-    assert copies and all(torch.equal(*pair) for pair in copies)
-    trainer.train()
-    with pytest.raises(ValueError, match=r".*\['mine'\].*named 'default'"):
-        tiny.trainer(policy(models["dense"], adapter_name="mine"), tmp_path, **PPO)
-
-
-def test_an_adapter_that_peft_cannot_combine_with_lora_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
-    config = peft.IA3Config(target_modules=["q_proj"], feedforward_modules=[])
-    for given in ({}, {"value_peft_config": LoraConfig(**PLAIN)}):
-        with pytest.raises(ValueError, match=r"IA3Config and .*LoraConfig"):
-            tiny.trainer(models["dense"], tmp_path, build={"peft_config": config, **given}, kl_coef=0.0, **PPO)
-
-
-def test_a_critic_is_recomputed_with_empty_checkpointing_options(models: dict[str, Path], tmp_path: Path) -> None:
-    found = []
-    for kwargs in ({}, {"use_reentrant": False}):
-        options = {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": kwargs, "max_steps": 2, **PPO}
-        found.append(tiny.parameters(tiny.train(tiny.trainer(policy(models["dense"]), tmp_path, **options))))
-    assert critics.same(*found)
 
 
 CODE = """

@@ -74,12 +74,6 @@ def test_what_is_cast_to_generate_comes_back_bit_for_bit(
     assert all(state["exp_avg"].dtype == torch.float32 for state in trainer.optimizer.state.values())
 
 
-def test_trls_own_cast_is_left_to_trl(models: dict[str, Path], tmp_path: Path) -> None:
-    """Full fine-tuning with nothing of ours: a float32 model is bf16 from the first rollout on, as in TRL."""
-    trainer = tiny.train(tiny.trainer(models["dense"], tmp_path, **BATCHED))
-    assert {p.dtype for p in trainer.model.parameters()} == {torch.bfloat16}
-
-
 def test_a_gradient_comes_back_with_its_parameter() -> None:
     model = torch.nn.Linear(2, 2)
     model(torch.full((1, 2), 0.1)).sum().backward()

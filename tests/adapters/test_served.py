@@ -2,7 +2,6 @@
 
 import contextlib
 import sys
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -212,13 +211,6 @@ def test_a_rollout_func_puts_the_engine_to_sleep_as_vllm_allows(built: Callable[
     assert sleeping.slept == [1, 1, 0] and sleeping.slept_by == ["abort", "wait", "keep"]
 
 
-def test_an_engine_that_sleeps_answers_more_than_once_per_step(built: Callable[..., tuple[Any, LLM]]) -> None:
-    """TRL sends the policy once more each time the engine wakes up, so that the version is another one by then."""
-    trainer, llm = built(vllm_enable_sleep_mode=True, max_steps=4, per_device_eval_batch_size=4)
-    trainer.evaluate(eval_dataset=tiny.dataset(8))
-    assert len(llm.answered) == 8 and None not in llm.answered
-
-
 def test_calls_of_vllms_own_methods_are_answered_with_the_adapter(built: Callable[..., tuple[Any, LLM]]) -> None:
     """A `rollout_func` of TRL may call `trainer.vllm_generation.llm`."""
     trainer, llm = built(max_steps=4)
@@ -327,25 +319,6 @@ def test_what_another_adapter_is_does_not_count(wide: Path, other: dict[str, Any
     assert serving.why_not_served(model, "colocate", lambda _: contextlib.nullcontext()) is None
     beside = dict(merged_weights(model))
     assert beside.keys() == alone.keys() and all(torch.equal(beside[name], alone[name]) for name in alone)
-
-
-def test_no_merged_weight_outlives_its_turn(built: Callable[..., tuple[Any, LLM]]) -> None:
-    """The first is the embedding, which is large."""
-    trainer, _ = built(vllm_adapter_sync=False, lora={"target_modules": ["embed_tokens", "q_proj"]})
-    weights = trainer.vllm_generation._iter_named_params()
-    first = weakref.ref(next(weights)[1])
-    next(weights)
-    assert first() is None
-
-
-def test_a_base_with_more_tokens_than_the_checkpoint_is_another(
-    wide: Path, built: Callable[..., tuple[Any, LLM]]
-) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32)
-    model.resize_token_embeddings(model.config.vocab_size + 8)
-    reason = r"vllm_adapter_sync=True: .*embed_tokens.weight is not that of the checkpoint.*vllm_adapter_sync=False"
-    with pytest.raises(ValueError, match=reason):
-        built(model, vllm_adapter_sync=True)
 
 
 def test_every_process_hears_why_a_version_was_not_sent(

@@ -235,22 +235,6 @@ def corrected_k3(logps: torch.Tensor, old_logps: torch.Tensor, ref_logps: torch.
     return _sequence_mean(mask, term)
 
 
-def plain_k3(logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor) -> Result:
-    """The uncorrected k3 estimate (the KL term of GRPO, arXiv 2402.03300, eq. 4), by sequence mean.
-
-    kl_it = pi_ref / pi_theta - log(pi_ref / pi_theta) - 1, all at y_it
-    loss  = (1/G) sum_i (1/|y_i|) sum_t kl_it
-
-    d loss / d log pi_theta(y_it) = (1 - pi_ref / pi_theta) / (G |y_i|).
-    """
-
-    def term(i: int, t: int, _: list[int]) -> tuple[float, float]:
-        log_ref_over_theta = float(ref_logps[i, t]) - float(logps[i, t])
-        return math.exp(log_ref_over_theta) - log_ref_over_theta - 1.0, 1.0 - math.exp(log_ref_over_theta)
-
-    return _sequence_mean(mask, term)
-
-
 # Clip statistics: (low, high, either)
 #
 # Low: A < 0 and ratio < 1 - eps_low. High: A > 0 and ratio > 1 + eps_high. The bound delta is no part of them.

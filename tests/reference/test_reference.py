@@ -223,20 +223,6 @@ def test_what_is_frozen_stays_frozen(models: dict[str, Path], tmp_path: Path) ->
     assert all(torch.equal(after[name], before[name]) == ("lora_A" in name) for name in before)
 
 
-@pytest.mark.parametrize("adapter", ["linear and embedding", "new tokens"])
-def test_the_fixed_reference_of_a_loaded_adapter_is_that_adapter(
-    models: dict[str, Path], tmp_path: Path, adapter: str
-) -> None:
-    """TRL's copy leaves out the parameters whose names end in the adapter's."""
-    model = transformers.AutoModelForCausalLM.from_pretrained(models["dense"])
-    model = peft.get_peft_model(model, ADAPTERS[adapter])
-    for parameter in (own for own in model.parameters() if own.requires_grad):
-        parameter.data.add_(torch.randn(parameter.shape))
-    trained = tiny.parameters(tiny.trainer(model, tmp_path, beta=0.04))
-    pairs = [(own, trained[name.replace("default", "ref")]) for name, own in trained.items() if "default" in name]
-    assert pairs and all(torch.equal(*pair) for pair in pairs)
-
-
 REFUSED: dict[str, tuple[peft.PeftConfig, str]] = {
     "prompts": (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "PROMPT_TUNING.*LORA"),
     "VeRA": (peft.VeraConfig(target_modules=["q_proj"]), "VERA.*LORA.*sync_ref_model=False"),
@@ -284,10 +270,3 @@ def test_the_reference_drops_nothing_out(models: dict[str, Path], tmp_path: Path
     trainer.train()
     kl = [row["kl"] for row in tiny.history(trainer) if "kl" in row]
     assert [i for i, value in enumerate(kl) if value == 0.0] == ([0, 4, 8, 12] if disable else [])
-
-
-@pytest.mark.slow  # it compiles
-def test_a_compiled_full_model_moves(models: dict[str, Path], tmp_path: Path) -> None:
-    trainer = tiny.trainer(models["dense"], tmp_path, torch_compile=True, torch_compile_backend="eager", **MOVING)
-    trainer.train()
-    assert len(trainer.reference_refreshes) == 3

@@ -51,14 +51,6 @@ def test_the_reference_takes_the_policys_dtype() -> None:
         assert moved.reference.dtype == policy and torch.equal(moved.reference, moved.policy)
 
 
-def test_the_policys_storage_is_not_shared() -> None:
-    moved = pair([1.0], [0.0])
-    move([moved], 1.0)
-    with torch.no_grad():
-        moved.policy.add_(1)
-    assert moved.reference.tolist() == [1.0]
-
-
 class Normalised(nn.Module):
     def __init__(self) -> None:
         super().__init__()

@@ -1,6 +1,5 @@
 """Routes of a vLLM engine in the trainer's process: they are those of the tokens, and what they are good for."""
 
-import functools
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
@@ -17,11 +16,9 @@ from tests.oracles.routes import NONE
 from tests.tools import agent, tiny
 from tests.tools.routed import CLOSE, oracles, rows
 from tests.vllm import conftest, mixtures
-from trl_steady.host.engine import Capture
 from trl_steady.routing import part
-from trl_steady.routing.part import ROUTES, RoutingPart, taken_routes
+from trl_steady.routing.part import RoutingPart, taken_routes
 from trl_steady.routing.routes import from_engine
-from trl_steady.sampling.part import KEPT_TOKENS
 
 pytestmark = [
     pytest.mark.vllm,
@@ -113,15 +110,6 @@ def test_routes_are_those_of_each_token_and_of_the_weights_that_were_sent(
     assert [row["routing/fallback"] for row in history if "routing/fallback" in row] == [0, 0, 0]
     assert history[0]["routing/changed"] < 1e-3 < 0.02 < history[3]["routing/changed"]
     assert all(row["mismatch/kl"] < 1e-9 for row in history if "mismatch/kl" in row)
-
-
-def test_routes_of_the_token_before_are_found_out(
-    mixture: Path, tmp_path: Path, colocated: Colocated, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    off_by_one(monkeypatch)
-    trainer = tiny.train(colocated(mixture, tmp_path, **TRAINING))
-    assert max(shares(mixture, trainer)) < 0.5
-    assert all(row["mismatch/kl"] > 1e-3 for row in tiny.history(trainer) if "mismatch/kl" in row)
 
 
 LONG: dict[str, Any] = {"max_completion_length": 96, "per_device_train_batch_size": 16, "max_steps": 2}
@@ -263,30 +251,3 @@ def test_an_engine_that_captures_nothing_is_not_trained_with(
         ValueError, match=r"vLLM returned no routes for 16 of 16 sequences\. Start a server with --enable-"
     ):
         trainer.train()
-
-
-@pytest.mark.parametrize("capture", [ROUTES, KEPT_TOKENS], ids=lambda capture: capture.what)
-def test_a_vllm_that_cannot_capture_says_so(
-    mixture: Path, tmp_path: Path, colocated: Colocated, monkeypatch: pytest.MonkeyPatch, capture: Capture
-) -> None:
-    """As the flag is unknown to an older one."""
-    generation = colocated(mixture, tmp_path).vllm_generation
-    monkeypatch.setattr(vllm_generation, "LLM", functools.partial(conftest.new, "float32"))
-    generation._captures = [capture._replace(flag="enable_return_of_everything")]
-    with pytest.raises(TypeError, match="enable_return_of_everything") as error:
-        generation._init_vllm()
-    assert "needs enable_return_of_everything" in error.value.__notes__[0]
-
-
-def test_a_dense_model_is_refused(models: dict[str, Path], tmp_path: Path, colocated: Colocated) -> None:
-    """Before an engine is built."""
-    with pytest.raises(ValueError, match=r"router_replay: Qwen2ForCausalLM has no routers.*Leave router_replay unset"):
-        colocated(models["dense"], tmp_path)
-
-
-def test_routes_among_more_experts_than_a_byte_holds(tmp_path: Path, colocated: Colocated) -> None:
-    folder = mixtures.save_model(tmp_path / "model", num_experts=300)
-    trainer = tiny.train(colocated(folder, tmp_path, max_steps=1))
-    assert shares(folder, trainer) == [1.0]
-    routes = trainer.rollouts[0][1]["routes"]
-    assert routes.dtype == torch.int16 and routes.max() > 255
