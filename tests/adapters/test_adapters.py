@@ -40,18 +40,14 @@ EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 # kind -> the model, and the options of its adapter
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "linear": ("dense", {"target_modules": ATTENTION}),
-    "all linear": ("dense", {"target_modules": "all-linear"}),
     "embedding": ("dense", {"target_modules": ["embed_tokens", "lm_head", "q_proj"]}),
-    "rslora": ("dense", {"target_modules": ATTENTION, "use_rslora": True}),
     "patterns": ("dense", {"target_modules": ATTENTION, **PATTERNS}),
     "bias": ("dense", {"target_modules": ATTENTION, "lora_bias": True}),
     "dora": ("dense", {"target_modules": [*ATTENTION, "embed_tokens"], "use_dora": True}),
     "saved": ("dense", {"target_modules": ATTENTION, "modules_to_save": ["lm_head", "mlp"]}),
     "tokens": ("dense", {"target_modules": ATTENTION, "trainable_token_indices": [3, 40]}),
     "experts": ("moe", {"target_modules": ATTENTION, "target_parameters": EXPERTS}),
-    "router": ("moe", {"target_modules": ATTENTION, "target_parameters": ["mlp.gate.weight"]}),
     "conv1d": ("transposed", {"target_modules": ["c_attn", "c_proj"], "fan_in_fan_out": True}),
-    "conv1d dora": ("transposed", {"target_modules": ["c_attn"], "fan_in_fan_out": True, "use_dora": True}),
 }
 NAMED_WRONGLY_BY_TRL = {"tokens"}
 NF4 = {"load_in_4bit": True, "bnb_4bit_quant_type": "nf4", "bnb_4bit_compute_dtype": torch.bfloat16}

@@ -1,7 +1,6 @@
 """A policy's base that is not its checkpoint: its start has changed it, parts of it train, or it has towers."""
 
 import contextlib
-import copy
 import json
 import warnings
 from pathlib import Path
@@ -240,18 +239,6 @@ def test_a_run_resumes_on_the_base_that_it_had(
     with pytest.raises(ValueError, match=message) if message else contextlib.nullcontext():
         again.train(resume_from_checkpoint=str(tmp_path / "first" / "checkpoint-2"))
     assert message or critics.same(tiny.parameters(first), tiny.parameters(again))
-
-
-def test_a_critics_options_may_be_words_or_empty(models: dict[str, Path], tmp_path: Path) -> None:
-    """It takes the policy's start by a word for its modules, too. An empty option is unset."""
-    config = LoraConfig(**{**PLAIN, "target_modules": "all-linear"}, init_lora_weights="pissa")
-    given: dict[str, Any] = {"peft_config": config, "value_peft_config": copy.deepcopy(config)}
-    model = tiny.trainer(models["dense"], tmp_path, build=given, **PPO).model
-    assert model.peft_config["value"].target_modules == model.peft_config["default"].target_modules
-    empty = LoraConfig(**PLAIN, modules_to_save=[])
-    given = {"peft_config": LoraConfig(**PLAIN), "value_peft_config": empty}
-    given["reward_funcs"] = RewardAdapter(peft_config=empty)
-    assert tiny.trainer(models["dense"], tmp_path, build=given, **PPO).critic.adapter == "value"
 
 
 # what should work

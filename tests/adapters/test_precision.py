@@ -22,7 +22,6 @@ BATCHED: dict[str, Any] = {
 MOVING = {"sync_ref_model": True, "beta": 0.04}
 HEAD = LoraConfig(**tiny.LORA, modules_to_save=["lm_head"])
 KINDS: dict[str, dict[str, Any]] = {
-    "adapter": {"lora": True, "adapter_dtype": "float32"},
     "adapter and its reference": {"lora": True, "adapter_dtype": "float32", **MOVING},
     "adapter and a head in float32": {
         "build": {"peft_config": HEAD},

@@ -202,15 +202,6 @@ def test_an_engine_that_sleeps_keeps_its_base(built: Callable[..., tuple[Any, LL
     assert set(llm.slept) == {1} and len(llm.slept) == 3
 
 
-def test_a_rollout_func_puts_the_engine_to_sleep_as_vllm_allows(built: Callable[..., tuple[Any, LLM]]) -> None:
-    """Its base stays at each level. Level 0 only pauses."""
-    sleeping = built()[0].vllm_generation.llm
-    sleeping.sleep()
-    sleeping.sleep(level=2, mode="wait")
-    sleeping.sleep(0, "keep")
-    assert sleeping.slept == [1, 1, 0] and sleeping.slept_by == ["abort", "wait", "keep"]
-
-
 def test_calls_of_vllms_own_methods_are_answered_with_the_adapter(built: Callable[..., tuple[Any, LLM]]) -> None:
     """A `rollout_func` of TRL may call `trainer.vllm_generation.llm`."""
     trainer, llm = built(max_steps=4)
@@ -285,9 +276,6 @@ def test_an_engine_that_cannot_serve_adapters_names_the_way_out(built: Callable[
 
 UNSERVED: dict[str, tuple[dict[str, Any], str]] = {
     "dora": ({"lora": {"use_dora": True}}, "vLLM does not serve LoRA with use_dora=True"),
-    "saved": ({"lora": {"modules_to_save": ["input_layernorm"]}}, "with modules_to_save=.'input_layernorm'."),
-    "ranks": ({"lora": {"rank_pattern": {"q_proj": 2}}}, "with rank_pattern={'q_proj': 2}"),
-    "bias": ({"lora": {"bias": "lora_only"}}, "with bias='lora_only'"),
     "pissa": ({"lora": {"init_lora_weights": "pissa"}}, "init_lora_weights='pissa'.*PEFT has changed the base"),
     "base": ({"model": changed}, "q_proj.weight is not that of the checkpoint"),
     "target": ({"refuses": "add_lora"}, "vLLM refuses the adapter: expected target modules"),

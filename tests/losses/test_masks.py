@@ -163,16 +163,6 @@ def test_an_infinite_threshold_is_off_under_every_loss_with_an_engines_weights(
     assert torch.equal(ours.loss, theirs.loss) and torch.equal(ours.grad, theirs.grad)
 
 
-def test_dropped_sequences_still_count_under_every_reduction(evaluate: Evaluate) -> None:
-    batch = random_batch(12, 6)
-    inputs = {"sampling_per_token_logps": sampled(batch)}
-    for loss_type in NATIVE_LOSS_TYPES:
-        options = {"loss_type": loss_type, "build": ENGINE, "inputs": inputs}
-        free, masked = evaluate(batch, **options), evaluate(batch, **options, **MASKS["geometric"])
-        keep = oracle_keep("geometric", batch, inputs["sampling_per_token_logps"])
-        assert torch.allclose(masked.grad, free.grad * keep, rtol=1e-12, atol=1e-15), loss_type
-
-
 def test_a_subclass_that_masks_in_its_own_way_is_asked(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

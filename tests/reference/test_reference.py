@@ -25,12 +25,9 @@ MOVING: dict[str, Any] = {
 RANDOM = {"init_lora_weights": False, "target_modules": ["q_proj", "v_proj"], "r": 4}
 ADAPTERS: dict[str, peft.PeftConfig] = {
     "LoRA": LoraConfig(**RANDOM),
-    "rsLoRA": LoraConfig(**RANDOM, use_rslora=True),
     "DoRA": LoraConfig(**RANDOM, use_dora=True),
-    "patterns": LoraConfig(**RANDOM, rank_pattern={"v_proj": 2}, alpha_pattern={"q_proj": 3}),
     "modules_to_save": LoraConfig(**RANDOM, modules_to_save=["input_layernorm", "lm_head"]),
     "linear and embedding": LoraConfig(**{**RANDOM, "target_modules": ["k_proj", "o_proj", "embed_tokens"]}),
-    "all linear": LoraConfig(**{**RANDOM, "target_modules": "all-linear"}, task_type="CAUSAL_LM"),
     "new tokens": LoraConfig(**RANDOM, trainable_token_indices=list(range(40))),
     "PiSSA": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="pissa"),
     "LoHa": peft.LoHaConfig(r=4, target_modules=["q_proj", "v_proj"], init_weights=False),
@@ -40,10 +37,8 @@ ADAPTERS: dict[str, peft.PeftConfig] = {
 EXPERTS = LoraConfig(r=2, init_lora_weights=False, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
 CASES: dict[str, tuple[str, peft.PeftConfig | None, dict[str, Any]]] = {
     **{name: (("dense", "moe")[number % 2], config, {}) for number, (name, config) in enumerate(ADAPTERS.items())},
-    "all linear, moe": ("moe", ADAPTERS["all linear"], {}),
     "fused experts": ("moe", EXPERTS, {}),
     "full": ("dense", None, {}),
-    "full, moe": ("moe", None, {}),
     "nf4": ("nf4", None, {"lora": True}),
     "int8, float32": ("int8", None, {"lora": True, "adapter_dtype": "float32"}),
 }

@@ -144,18 +144,6 @@ def test_an_engine_with_another_base_is_found(
     assert trainer.state.global_step == 0
 
 
-def test_an_engine_with_another_base_is_found_after_a_resume(
-    built: Callable[..., tuple[Any, dict[str, Any]]], other: str, tmp_path: Path
-) -> None:
-    """The checkpoint is inside a generation window, whose rollout is the old engine's."""
-    options = {"max_steps": 8, "save_strategy": "steps", "save_steps": 2}
-    built(**options)[0].train()
-    trainer, _ = built(engine={"model": other}, **options)
-    with pytest.raises(ValueError, match=MISMATCH):
-        trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert trainer.state.global_step == 4
-
-
 @pytest.fixture(scope="module")
 def url(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     flags = ["--enable-lora", "--max-lora-rank", "8", "--logprobs-mode", "processed_logprobs"]
