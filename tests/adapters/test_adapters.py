@@ -294,9 +294,9 @@ def test_an_engine_with_the_weights_of_a_quantised_base_is_the_policy(
 def test_dtypes_are_the_weights_own_and_the_merge_is_rounded_once() -> None:
     model = adapted(bare("dense").to(torch.bfloat16), {"target_modules": ATTENTION})
     model.get_base_model().lm_head.float()
-    exact, own = pushed(model, torch.float32), pushed(model)
+    exact, rounded_once = pushed(model, torch.float32), pushed(model)
     assert {weight.dtype for weight in exact.values()} == {torch.float32}
-    for name, weight in own.items():
+    for name, weight in rounded_once.items():
         assert weight.dtype == (torch.float32 if name == "lm_head.weight" else torch.bfloat16)
         assert torch.equal(weight, exact[name].to(weight.dtype))
     name = "model.layers.0.self_attn.q_proj"

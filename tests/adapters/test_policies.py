@@ -53,8 +53,8 @@ class Policy(NamedTuple):
 def new(config: Any = LoraConfig, base: str = "dense", **options: Any) -> Callable[[Folders], Policy]:
     """An adapter that the trainer makes."""
     rank = {} if config is peft.IA3Config else {"r": 4}
-    own = {**rank, "target_modules": PLAIN["target_modules"], **options}
-    return lambda folders: Policy(folders[base], config(**own))
+    settings = {**rank, "target_modules": PLAIN["target_modules"], **options}
+    return lambda folders: Policy(folders[base], config(**settings))
 
 
 def plain(folder: Path) -> Any:
@@ -138,7 +138,7 @@ class Setup:
         if loaded:
             model = get_peft_model(whole(policy.model), policy.config)
             with torch.no_grad():
-                for parameter in (own for own in model.parameters() if own.requires_grad):
+                for parameter in (tensor for tensor in model.parameters() if tensor.requires_grad):
                     parameter.add_(0.1 * torch.randn(parameter.shape))
             return Policy(model, None, policy.options)
         return policy
@@ -173,7 +173,7 @@ def of_policy(trainer: Any) -> dict[str, Any]:
     """Return the trained tensors outside a vision tower, to which text passes no gradient."""
     others = {"ref", "value", "reward", "visual"}
     every = trainer.model.named_parameters()
-    return {name: own for name, own in every if own.requires_grad and others.isdisjoint(name.split("."))}
+    return {name: tensor for name, tensor in every if tensor.requires_grad and others.isdisjoint(name.split("."))}
 
 
 def train(trainer: Any) -> None:
@@ -182,7 +182,7 @@ def train(trainer: Any) -> None:
     trainer.train()
     after = of_policy(trainer)
     assert before and before.keys() == after.keys()
-    assert [name for name, own in before.items() if torch.equal(own, after[name])] == []
+    assert [name for name, tensor in before.items() if torch.equal(tensor, after[name])] == []
 
 
 # columns
@@ -244,15 +244,15 @@ def apart(trainer: Any, scorer: Any) -> str:
     """A scorer's gradient reaches nothing else, and its scores do not change with the policy."""
     samples = trainer.rollout([{"prompt": prompt} for prompt in tiny.dataset(4)["prompt"]])
     trainer.model.train()
-    own = {name: each for name, each in scorer.named_parameters() if "visual" not in name}
-    for parameter in own.values():
+    parameters = {name: each for name, each in scorer.named_parameters() if "visual" not in name}
+    for parameter in parameters.values():
         parameter.requires_grad_(True).data.add_(0.1)
     with trainer.until_backward_ends():
         before = trainer.values(scorer, samples)
         before.square().sum().backward()
     graded = {id(each) for each in trainer.model.parameters() if each.grad is not None}
-    assert graded <= {id(each) for each in own.values()} and before.isfinite().all()
-    assert [name for name, each in own.items() if each.grad is None or not each.grad.any()] == []
+    assert graded <= {id(each) for each in parameters.values()} and before.isfinite().all()
+    assert [name for name, each in parameters.items() if each.grad is None or not each.grad.any()] == []
     with torch.no_grad():
         for parameter in of_policy(trainer).values():
             parameter.add_(0.1)
@@ -288,8 +288,8 @@ def resume(setup: Setup) -> str:
     train(first)
     again = setup.trainer(seed=3, **options)
     again.train(resume_from_checkpoint=str(setup.output / "2" / "checkpoint-4"))
-    states = (own.model.state_dict().items() for own in (again, first))
-    found, expected = ({name: own for name, own in state if isinstance(own, Tensor)} for state in states)
+    states = (trainer.model.state_dict().items() for trainer in (again, first))
+    found, expected = ({name: tensor for name, tensor in state if isinstance(tensor, Tensor)} for state in states)
     assert critics.same(found, expected)
     return "✓"
 
@@ -302,12 +302,12 @@ def vllm(setup: Setup) -> str:
         for name, parameter in model.named_parameters():
             if "visual" in name and parameter.requires_grad:  # text alone would leave it at 0
                 parameter.add_(0.1)
-    frozen = critics.snapshot({name: own for name, own in model.named_parameters() if not own.requires_grad})
+    frozen = critics.snapshot({name: tensor for name, tensor in model.named_parameters() if not tensor.requires_grad})
     before = critics.snapshot(of_policy(trainer))
     found = differences(trainer)
     assert len(found) == 2 and within(max(found), ROUNDING)
-    assert not any(torch.equal(own, before[name]) for name, own in of_policy(trainer).items())
-    is_worn = any(not torch.equal(own, model.get_parameter(name)) for name, own in frozen.items())
+    assert not any(torch.equal(tensor, before[name]) for name, tensor in of_policy(trainer).items())
+    is_worn = any(not torch.equal(tensor, model.get_parameter(name)) for name, tensor in frozen.items())
     if llm.adapters:
         assert not llm.weights and not is_worn
         return "adapter"
@@ -381,7 +381,7 @@ FOUND: dict[str, list[str]] = {}
 def rows(page: str) -> dict[str, list[str]]:
     """The cells of the table by the first of their row."""
     made = page.split(BEGIN)[1].split(END)[0].splitlines()
-    cells = ([own.strip() for own in each.split("|")[1:-1]] for each in made if each.startswith("|"))
+    cells = ([text.strip() for text in each.split("|")[1:-1]] for each in made if each.startswith("|"))
     return {first: others for first, *others in cells}
 
 

@@ -45,10 +45,10 @@ def test_what_is_cast_to_generate_comes_back_bit_for_bit(
 ) -> None:
     """Before old log-probs are computed; the optimizer's parameters are still the model's."""
     seen: list[bool] = []
-    own = trl.GRPOTrainer._generate_single_turn
+    original = trl.GRPOTrainer._generate_single_turn
 
     def generate(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        output = own(self, *arguments, **keywords)
+        output = original(self, *arguments, **keywords)
         seen.append(any(p.dtype == torch.bfloat16 for p in self.model.parameters()))  # or nothing is shown
         return output
 

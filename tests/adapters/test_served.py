@@ -254,9 +254,9 @@ def test_a_critic_on_the_policys_base_is_not_sent(
         return
     assert llm.asked["max_lora_rank"] == 8 and not llm.weights
     sent = load_file(Path(llm.adapters[-1].path, "adapter_model.safetensors"))
-    own = {name: value for name, value in trainer.model.named_parameters() if ".default." in name}
-    assert sent.keys() == {name.replace(".default", "") for name in own}
-    assert {value.shape for value in sent.values()} == {value.shape for value in own.values()}
+    trained = {name: value for name, value in trainer.model.named_parameters() if ".default." in name}
+    assert sent.keys() == {name.replace(".default", "") for name in trained}
+    assert {value.shape for value in sent.values()} == {value.shape for value in trained.values()}
     adapter = LoraConfig.from_pretrained(llm.adapters[-1].path)
     assert adapter.r == tiny.LORA["r"] and adapter.target_modules == {*tiny.LORA["target_modules"]}
 

@@ -124,8 +124,8 @@ def test_gae_is_torchrls_on_the_action_tokens_alone(tmp_path: Path) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True)
     theirs = torch.load(tmp_path / "outputs.pt")
     assert len(theirs) > 250
-    for each, own, loop in zip(theirs, ours, ours_by_loop, strict=True):
-        assert within((each.squeeze(1) - own).abs(), EXACT)
+    for each, advantage, loop in zip(theirs, ours, ours_by_loop, strict=True):
+        assert within((each.squeeze(1) - advantage).abs(), EXACT)
         assert within((each.squeeze(1) - loop).abs(), EXACT)
 
 

@@ -113,7 +113,7 @@ def test_over_two_tokens_it_is_the_kl_of_each_given_its_prefix(on_policy: bool) 
         first, second = (first[0], first[0].detach(), first[2]), (second[0], second[0].detach(), second[2])
     theta = (first[0], second[0])
 
-    def terms(own: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    def terms(term: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """Gradient of sum over answers of π_old(answer) times `own` of its (2,) log-probs."""
         total = torch.zeros((), dtype=torch.float64)
         for a, b in itertools.product(range(3), repeat=2):
@@ -121,7 +121,7 @@ def test_over_two_tokens_it_is_the_kl_of_each_given_its_prefix(on_policy: bool) 
                 torch.stack([x.log_softmax(-1)[a], y.log_softmax(-1)[a, b]])
                 for x, y in zip(first, second, strict=True)
             )
-            total = total + old_logps.sum().exp().detach() * own(logps, ref_logps, old_logps).sum()
+            total = total + old_logps.sum().exp().detach() * term(logps, ref_logps, old_logps).sum()
         return torch.autograd.grad(total, theta)
 
     def gap(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> float:

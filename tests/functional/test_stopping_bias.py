@@ -81,11 +81,11 @@ def test_the_bias_of_process_by_hand(placement: str, expected: Fraction) -> None
     half, total = Fraction(1, 2), Fraction(0)
     outcomes = [((Fraction(first),), Fraction(1, 4)) for first in (0, 1)]
     outcomes += [((Fraction(first), second), Fraction(1, 8)) for first in (0, 1) for second in (-half, half)]
-    for (own, chance), (other, chance_of_other) in itertools.product(outcomes, repeat=2):
-        mean = sum(own + other) / Fraction(len(own + other))
-        counted = own if placement == figure.LAST_OF_THE_STEP else own[1:]  # an empty sum is 0
+    for (steps_of_one, chance), (other, chance_of_other) in itertools.product(outcomes, repeat=2):
+        mean = sum(steps_of_one + other) / Fraction(len(steps_of_one + other))
+        counted = steps_of_one if placement == figure.LAST_OF_THE_STEP else steps_of_one[1:]  # an empty sum is 0
         advantage = sum((reward - mean for reward in counted), Fraction(0))
-        total += chance * chance_of_other * advantage * (half if len(own) == 2 else -half)
+        total += chance * chance_of_other * advantage * (half if len(steps_of_one) == 2 else -half)
     assert total == expected
 
     toy = figure.Toy(figure.FIRST_GOOD, figure.SYMMETRIC, steps=2, group_size=2)

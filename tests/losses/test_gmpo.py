@@ -83,7 +83,7 @@ def test_entropy_kl_weights_and_masks_of_trl_act_under_gmpo(evaluate: Evaluate) 
     inputs = {"ref_per_token_logps": batch.old_logps - 0.3}
     options: dict[str, Any] = {"beta": 0.1, "use_bias_correction_kl": True, "inputs": inputs}
     with_kl = gmpo(evaluate, batch, **options)
-    grpo = [evaluate(batch, loss_type="grpo", ours=False, **own) for own in ({}, options)]
+    grpo = [evaluate(batch, loss_type="grpo", ours=False, **given) for given in ({}, options)]
     assert (with_kl.loss - plain.loss).item() == pytest.approx((grpo[1].loss - grpo[0].loss).item(), rel=1e-11)
     assert torch.allclose(with_kl.grad - plain.grad, grpo[1].grad - grpo[0].grad, rtol=1e-9, atol=1e-14)
     assert with_kl.metrics["kl"] == pytest.approx(grpo[1].metrics["kl"], rel=1e-12)
@@ -98,8 +98,8 @@ def test_entropy_kl_weights_and_masks_of_trl_act_under_gmpo(evaluate: Evaluate) 
 
     # the off-policy mask, decided by hand: a negative advantage, and less likely by more than 0.2 nats a token
     drop = [
-        bool(advantage < 0 and (old - new)[own].mean() > 0.2)
-        for new, old, advantage, own in zip(*batch_of(batch), strict=True)
+        bool(advantage < 0 and (old - new)[mask].mean() > 0.2)
+        for new, old, advantage, mask in zip(*batch_of(batch), strict=True)
     ]
     keep = ~torch.tensor(drop)
     assert 0 < keep.sum() < len(keep)

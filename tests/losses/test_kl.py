@@ -53,8 +53,8 @@ def test_each_estimator_and_denominator_is_the_oracles(
     options = {"loss_type": loss_type, "build": ENGINE, "inputs": inputs}
     if loss_type == "grpo":
         options["importance_sampling_level"] = "sequence"  # where TRL's is wrong
-    own = {"kl_estimator": estimator, "kl_ratio_denominator": denominator}
-    ours, policy = evaluate(batch, beta=BETA, **own, **options), evaluate(batch, **options)
+    settings = {"kl_estimator": estimator, "kl_ratio_denominator": denominator}
+    ours, policy = evaluate(batch, beta=BETA, **settings, **options), evaluate(batch, **options)
     below = batch.old_logps
     if denominator == "sampler":
         below = correction_oracles.sampler_or_old(sampler_logps, batch.old_logps, batch.mask)

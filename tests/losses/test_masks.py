@@ -130,9 +130,9 @@ def test_an_infinite_threshold_is_off_bit_for_bit(models: dict[str, Path], tmp_p
     on = tiny.train(tiny.trainer(models["moe"], tmp_path, padded=True, off_policy_mask_threshold=math.inf, **options))
     expected, after = tiny.parameters(off), tiny.parameters(on)
     assert all(torch.equal(after[name], expected[name]) for name in expected)
-    for row, own in zip(tiny.history(off), tiny.history(on), strict=True):
-        assert {name: own[name] for name in row} == row
-        assert all(own[name] == 0 for name in own if name.startswith("dropped"))
+    for row, ours in zip(tiny.history(off), tiny.history(on), strict=True):
+        assert {name: ours[name] for name in row} == row
+        assert all(ours[name] == 0 for name in ours if name.startswith("dropped"))
 
 
 @pytest.mark.parametrize(
@@ -168,11 +168,11 @@ def test_a_subclass_that_masks_in_its_own_way_is_asked(
 ) -> None:
     asked: list[float] = []
 
-    def own(advantages: Tensor, off_policy_threshold: float, **_: Any) -> Tensor:
+    def drop_all(advantages: Tensor, off_policy_threshold: float, **_: Any) -> Tensor:
         asked.append(off_policy_threshold)
         return torch.zeros(len(advantages), 1)
 
-    subclass = type("Own", (trl_steady.GRPOTrainer,), {"get_off_policy_mask": staticmethod(own)})
+    subclass = type("Own", (trl_steady.GRPOTrainer,), {"get_off_policy_mask": staticmethod(drop_all)})
     monkeypatch.setattr(trl_steady, "GRPOTrainer", subclass)
     options = {"loss_type": "grpo", "off_policy_mask_threshold": 0.3, "off_policy_mask_level": "token"}
     trained = tiny.train(tiny.trainer(models["dense"], tmp_path, **options))

@@ -62,7 +62,7 @@ def built(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
     def trainer(
         lora: dict[str, Any] | None = None, engine: dict[str, Any] | None = None, trained: str = "", **options: Any
     ) -> tuple[Any, dict[str, Any]]:
-        monkeypatch.setattr(vllm_generation, "LLM", lambda **own: llm(**{**own, **(engine or {})}))
+        monkeypatch.setattr(vllm_generation, "LLM", lambda **keywords: llm(**{**keywords, **(engine or {})}))
         config = LoraConfig(**{**LORA, **(lora or {})})
         settings = {**ENGINE, **COLOCATED, **options}
         if trained:
@@ -119,8 +119,8 @@ MISMATCH = r"engine_check=1.0: engine and policy differ by a mean k3 of \S+ nats
 
 
 def without_reference(method: str) -> dict[str, Any]:
-    own = {} if method == "RLOO" else {"vllm_importance_sampling_correction": False}
-    return {"method": method, "beta": 0.0, "steps_per_generation": 1, "per_device_train_batch_size": 16, **own}
+    correction = {} if method == "RLOO" else {"vllm_importance_sampling_correction": False}
+    return {"method": method, "beta": 0.0, "steps_per_generation": 1, "per_device_train_batch_size": 16, **correction}
 
 
 @pytest.mark.parametrize("method", ["GRPO", "RLOO", "PPO"])

@@ -88,7 +88,7 @@ def test_ratios_to_an_engine_on_a_gpu_are_1_among_kept_tokens_and_the_kept_mass_
         for update in trainer.updates:
             for row, sets in zip(update.rows, sets_of(update.inputs), strict=True):
                 z = scores(policy(trainer.rollouts[update.rollout][0]), row.ids, row.prompt, None)
-                same += [own == oracle.sampled_from(each, top_k=TOP_K) for own, each in zip(sets, z, strict=True)]
+                same += [kept == oracle.sampled_from(each, top_k=TOP_K) for kept, each in zip(sets, z, strict=True)]
         assert sum(same) > 0.95 * len(same)  # two tokens may be too close to tell
 
 
