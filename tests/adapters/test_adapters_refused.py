@@ -48,19 +48,9 @@ REFUSED = {
         lambda _: get_peft_model(bare("dense"), peft.IA3Config(task_type="CAUSAL_LM", feedforward_modules=[])),
         r"an adapter of IA3Config cannot be merged into a copy of the weights. Use LoRA or DoRA, or .*use_vllm=False",
     ),
-    "prompt": (
-        lambda _: get_peft_model(bare("dense"), peft.PromptTuningConfig(num_virtual_tokens=2, task_type="CAUSAL_LM")),
-        r"PromptTuningConfig cannot be merged into a copy of the weights",
-    ),
     "layer": (
         lambda _: adapted(_Convolution(), {"target_modules": ["conv"]}),
         r"conv.weight is in a peft.tuners.lora.layer.Conv1d, which .* Use LoRA or DoRA on .*use_vllm=False",
-    ),
-    "tuner's layer": (
-        lambda _: get_peft_model(
-            bare("dense"), peft.AdaLoraConfig(target_modules=ATTENTION, total_step=9, tinit=1, tfinal=1)
-        ),
-        r"q_proj.weight .*adalora.layer.SVDLinear",
     ),
     "variant": (
         lambda _: adapted(bare("dense"), {"target_modules": ATTENTION, "alora_invocation_tokens": [1]}),

@@ -2,7 +2,6 @@
 
 import contextlib
 import sys
-import weakref
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -203,22 +202,6 @@ def test_an_engine_that_sleeps_keeps_its_base(built: Callable[..., tuple[Any, LL
     assert set(llm.slept) == {1} and len(llm.slept) == 3
 
 
-def test_a_rollout_func_puts_the_engine_to_sleep_as_vllm_allows(built: Callable[..., tuple[Any, LLM]]) -> None:
-    """Its base stays at each level. Level 0 only pauses."""
-    sleeping = built()[0].vllm_generation.llm
-    sleeping.sleep()
-    sleeping.sleep(level=2, mode="wait")
-    sleeping.sleep(0, "keep")
-    assert sleeping.slept == [1, 1, 0] and sleeping.slept_by == ["abort", "wait", "keep"]
-
-
-def test_an_engine_that_sleeps_answers_more_than_once_per_step(built: Callable[..., tuple[Any, LLM]]) -> None:
-    """TRL sends the policy once more each time the engine wakes up, so that the version is another one by then."""
-    trainer, llm = built(vllm_enable_sleep_mode=True, max_steps=4, per_device_eval_batch_size=4)
-    trainer.evaluate(eval_dataset=tiny.dataset(8))
-    assert len(llm.answered) == 8 and None not in llm.answered
-
-
 def test_calls_of_vllms_own_methods_are_answered_with_the_adapter(built: Callable[..., tuple[Any, LLM]]) -> None:
     """A `rollout_func` of TRL may call `trainer.vllm_generation.llm`."""
     trainer, llm = built(max_steps=4)
@@ -271,9 +254,9 @@ def test_a_critic_on_the_policys_base_is_not_sent(
         return
     assert llm.asked["max_lora_rank"] == 8 and not llm.weights
     sent = load_file(Path(llm.adapters[-1].path, "adapter_model.safetensors"))
-    own = {name: value for name, value in trainer.model.named_parameters() if ".default." in name}
-    assert sent.keys() == {name.replace(".default", "") for name in own}
-    assert {value.shape for value in sent.values()} == {value.shape for value in own.values()}
+    trained = {name: value for name, value in trainer.model.named_parameters() if ".default." in name}
+    assert sent.keys() == {name.replace(".default", "") for name in trained}
+    assert {value.shape for value in sent.values()} == {value.shape for value in trained.values()}
     adapter = LoraConfig.from_pretrained(llm.adapters[-1].path)
     assert adapter.r == tiny.LORA["r"] and adapter.target_modules == {*tiny.LORA["target_modules"]}
 
@@ -293,9 +276,6 @@ def test_an_engine_that_cannot_serve_adapters_names_the_way_out(built: Callable[
 
 UNSERVED: dict[str, tuple[dict[str, Any], str]] = {
     "dora": ({"lora": {"use_dora": True}}, "vLLM does not serve LoRA with use_dora=True"),
-    "saved": ({"lora": {"modules_to_save": ["input_layernorm"]}}, "with modules_to_save=.'input_layernorm'."),
-    "ranks": ({"lora": {"rank_pattern": {"q_proj": 2}}}, "with rank_pattern={'q_proj': 2}"),
-    "bias": ({"lora": {"bias": "lora_only"}}, "with bias='lora_only'"),
     "pissa": ({"lora": {"init_lora_weights": "pissa"}}, "init_lora_weights='pissa'.*PEFT has changed the base"),
     "base": ({"model": changed}, "q_proj.weight is not that of the checkpoint"),
     "target": ({"refuses": "add_lora"}, "vLLM refuses the adapter: expected target modules"),
@@ -327,25 +307,6 @@ def test_what_another_adapter_is_does_not_count(wide: Path, other: dict[str, Any
     assert serving.why_not_served(model, "colocate", lambda _: contextlib.nullcontext()) is None
     beside = dict(merged_weights(model))
     assert beside.keys() == alone.keys() and all(torch.equal(beside[name], alone[name]) for name in alone)
-
-
-def test_no_merged_weight_outlives_its_turn(built: Callable[..., tuple[Any, LLM]]) -> None:
-    """The first is the embedding, which is large."""
-    trainer, _ = built(vllm_adapter_sync=False, lora={"target_modules": ["embed_tokens", "q_proj"]})
-    weights = trainer.vllm_generation._iter_named_params()
-    first = weakref.ref(next(weights)[1])
-    next(weights)
-    assert first() is None
-
-
-def test_a_base_with_more_tokens_than_the_checkpoint_is_another(
-    wide: Path, built: Callable[..., tuple[Any, LLM]]
-) -> None:
-    model = transformers.AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32)
-    model.resize_token_embeddings(model.config.vocab_size + 8)
-    reason = r"vllm_adapter_sync=True: .*embed_tokens.weight is not that of the checkpoint.*vllm_adapter_sync=False"
-    with pytest.raises(ValueError, match=reason):
-        built(model, vllm_adapter_sync=True)
 
 
 def test_every_process_hears_why_a_version_was_not_sent(

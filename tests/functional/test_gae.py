@@ -124,8 +124,8 @@ def test_gae_is_torchrls_on_the_action_tokens_alone(tmp_path: Path) -> None:
     subprocess.run(command, check=True, capture_output=True, text=True)
     theirs = torch.load(tmp_path / "outputs.pt")
     assert len(theirs) > 250
-    for each, own, loop in zip(theirs, ours, ours_by_loop, strict=True):
-        assert within((each.squeeze(1) - own).abs(), EXACT)
+    for each, advantage, loop in zip(theirs, ours, ours_by_loop, strict=True):
+        assert within((each.squeeze(1) - advantage).abs(), EXACT)
         assert within((each.squeeze(1) - loop).abs(), EXACT)
 
 
@@ -164,32 +164,6 @@ def test_by_hand(lam: float, bootstrap: float) -> None:
         torch.testing.assert_close(ours, expected, rtol=0, atol=EXACT)
 
 
-def test_without_values_it_is_the_return_to_go() -> None:
-    for seed in range(20):
-        rollout = random_rollout(seed)
-        values = with_garbage(torch.zeros_like(rollout.values), rollout.mask, seed)
-        ours = advantages.gae(rollout.rewards, values, rollout.mask, gamma=1.0, lam=1.0)
-        rewards = rollout.rewards.where(rollout.mask, 0)
-        to_go = rewards.flip(1).cumsum(1).flip(1).where(rollout.mask, 0)
-        assert within((ours - to_go).abs(), EXACT)
-
-
-def test_garbage_outside_the_mask_changes_no_bit() -> None:
-    for seed in range(20):
-        rollout = random_rollout(seed)
-        clean = rollout._replace(
-            rewards=rollout.rewards.where(rollout.mask, 0), values=rollout.values.where(rollout.mask, 0)
-        )
-        expected = clean.ours()
-        assert (expected[~rollout.mask] == 0).all()
-        for garbage in GARBAGE:
-            rewards, values = (x.where(rollout.mask, garbage) for x in (rollout.rewards, rollout.values))
-            before = rewards.clone(), values.clone()
-            assert torch.equal(rollout._replace(rewards=rewards, values=values).ours(), expected)
-            for x, unchanged in zip((rewards, values), before, strict=True):
-                torch.testing.assert_close(x, unchanged, rtol=0, atol=0, equal_nan=True)
-
-
 def insert(x: Tensor, at: int, columns: Tensor) -> Tensor:
     return torch.cat([x[:, :at], columns.expand(len(x), -1), x[:, at:]], 1)
 
@@ -223,14 +197,6 @@ def test_a_tool_gap_full_of_garbage_changes_nothing_and_zeroing_it_would() -> No
             if 0 < at < tokens:  # each row differs, and each token before the gap
                 difference = (zeroed(gap)[:, :at] - expected[:, :at]).abs()
                 assert not within(difference.amin(), 1e-4)
-
-
-def test_nothing_to_score() -> None:
-    for shape in ((2, 3), (0, 3), (2, 0)):
-        nothing = torch.full(shape, torch.nan, dtype=torch.float64)
-        bootstrap = torch.ones(shape[0], dtype=torch.float64)
-        ours = advantages.gae(nothing, nothing, nothing == 0, gamma=1.0, lam=0.5, bootstrap=bootstrap)
-        assert torch.equal(ours, torch.zeros(shape, dtype=torch.float64))
 
 
 @pytest.mark.parametrize("name", ["rewards", "values", "mask"])
@@ -267,9 +233,3 @@ def test_long_answers_are_as_exact_as_short_ones(tokens: int, lam: float) -> Non
     mask = torch.rand(2, tokens, generator=generator) < 0.8
     rollout = Rollout(rewards, values, mask, 1.0, tensor([[lam], [0.5]]), tensor([0.0, 2.0]), [False, True])
     assert within((rollout.ours() - rollout.oracles()).abs(), EXACT)
-
-
-def test_advantages_have_the_dtype_of_the_values() -> None:
-    ones = torch.ones(1, 3)
-    found = advantages.gae(ones, ones, ones > 0, gamma=1.0, lam=ones[:, :1].double())
-    assert found.dtype == torch.float32

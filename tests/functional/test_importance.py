@@ -1,7 +1,5 @@
 """Sequence log-ratio and GSPO-token surrogate: numbers by hand, identities, gradients in float64."""
 
-import math
-
 import pytest
 import torch
 
@@ -61,15 +59,6 @@ def test_surrogate_gives_each_token_its_own_gradient_times_the_sequence_ratio() 
     (centred - surrogate).exp().sum().backward()
     s = importance.sequence_log_ratio(logps.detach(), old_logps, mask).exp()
     assert torch.allclose(logps.grad, s.expand_as(logps), rtol=1e-15)
-
-
-def test_extreme_log_ratios_stay_finite_in_float32() -> None:
-    logps = torch.tensor([[0.0, -50.0], [-50.0, -50.0]], requires_grad=True)
-    old_logps = torch.tensor([[-50.0, -100.0], [0.0, 0.0]])
-    s = importance.sequence_log_ratio(logps, old_logps, torch.ones(2, 2, dtype=torch.bool)).exp()
-    assert s.flatten().tolist() == pytest.approx([math.exp(50), math.exp(-50)], rel=1e-6)
-    s.sum().backward()
-    assert logps.grad is not None and logps.grad.isfinite().all()
 
 
 @pytest.mark.parametrize(

@@ -24,14 +24,6 @@ plain: dict[str, Term] = {
     "k2": lambda logps, ref_logps, _: kl.k2(logps, ref_logps),
     "k3": lambda logps, ref_logps, _: kl.k3(logps, ref_logps),
 }
-wrong: dict[str, Term] = {
-    "k3 with the ratio detached": lambda logps, ref_logps, old_logps: kl.corrected_k3(
-        logps, ref_logps, (logps - old_logps).detach()
-    ),
-    "k2 with the ratio attached": lambda logps, ref_logps, old_logps: (
-        (logps - old_logps).exp() * kl.k2(logps, ref_logps)
-    ),
-}
 
 
 def policies(seed: int = 0, *shape: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -89,24 +81,6 @@ def test_corrected_estimators_have_the_gradient_of_the_reverse_kl_off_policy(nam
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_other_terms_have_another_gradient(seed: int) -> None:
-    theta, old, ref = policies(seed)
-    expected = gradient(divergence(theta, ref), theta)
-    for term in (*plain.values(), *wrong.values()):
-        assert not within((gradient(expectation(term, theta, old, ref), theta) - expected).abs(), 1e-3)
-
-
-def test_corrected_k2_and_k3_have_the_same_gradient_sample_by_sample() -> None:
-    theta, old, ref = policies()
-    for token in range(5):
-        k3, k2 = (
-            gradient(term(theta.log_softmax(-1), ref.log_softmax(-1), old.log_softmax(-1))[token], theta)
-            for term in (corrected["k3"], corrected["k2"])
-        )
-        assert within((k3 - k2).abs(), 1e-12)
-
-
-@pytest.mark.parametrize("seed", SEEDS)
 def test_plain_estimators_have_three_different_gradients_on_policy(seed: int) -> None:
     theta, _, ref = policies(seed)
     old = theta.detach()
@@ -131,25 +105,6 @@ def test_corrected_k1_and_k3_have_the_value_of_the_kl(seed: int) -> None:
     assert (corrected["k3"](theta.log_softmax(-1), ref.log_softmax(-1), old.log_softmax(-1)) >= 0).all()
 
 
-@pytest.mark.parametrize("name", ["k2", "k3"])
-def test_value_and_gradient_vanish_at_the_reference(name: str) -> None:
-    theta, old, _ = policies()
-    logps = theta.log_softmax(-1)
-    term = corrected[name](logps, logps.detach(), old.log_softmax(-1))
-    assert term.abs().max() == 0
-    assert gradient(term.sum(), theta).abs().max() == 0
-
-
-def test_gradients_are_those_of_finite_differences() -> None:
-    theta, old, ref = policies()
-    old_logps, ref_logps = old.log_softmax(-1), ref.log_softmax(-1)
-    logps = theta.log_softmax(-1).detach().requires_grad_()
-    for name in ("k1", "k3"):
-        assert torch.autograd.gradcheck(lambda x, name=name: corrected[name](x, ref_logps, old_logps), logps)
-    constant = (logps - old_logps).detach()  # the ratio of k2 is one
-    assert torch.autograd.gradcheck(lambda x: kl.corrected_k2(x, ref_logps, constant), logps)
-
-
 @pytest.mark.parametrize("on_policy", [False, True])
 def test_over_two_tokens_it_is_the_kl_of_each_given_its_prefix(on_policy: bool) -> None:
     """V = 3, T = 2, enumerated. A sequence ratio is no KL at all: the negative of huggingface/trl#6586."""
@@ -158,7 +113,7 @@ def test_over_two_tokens_it_is_the_kl_of_each_given_its_prefix(on_policy: bool) 
         first, second = (first[0], first[0].detach(), first[2]), (second[0], second[0].detach(), second[2])
     theta = (first[0], second[0])
 
-    def terms(own: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
+    def terms(term: Callable[[Tensor, Tensor, Tensor], Tensor]) -> tuple[Tensor, Tensor]:
         """Gradient of sum over answers of π_old(answer) times `own` of its (2,) log-probs."""
         total = torch.zeros((), dtype=torch.float64)
         for a, b in itertools.product(range(3), repeat=2):
@@ -166,7 +121,7 @@ def test_over_two_tokens_it_is_the_kl_of_each_given_its_prefix(on_policy: bool) 
                 torch.stack([x.log_softmax(-1)[a], y.log_softmax(-1)[a, b]])
                 for x, y in zip(first, second, strict=True)
             )
-            total = total + old_logps.sum().exp().detach() * own(logps, ref_logps, old_logps).sum()
+            total = total + old_logps.sum().exp().detach() * term(logps, ref_logps, old_logps).sum()
         return torch.autograd.grad(total, theta)
 
     def gap(got: tuple[Tensor, Tensor], expected: tuple[Tensor, Tensor]) -> float:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.tools.passes import to_engine
-from trl_steady.functional.turns import Traced, aligned, nothing, stitched
+from trl_steady.functional.turns import Traced, aligned, stitched
 
 NONE = 255
 
@@ -74,20 +74,6 @@ def test_the_same_tokens_going_on_differently_keep_their_own_routes() -> None:
     assert [experts(each.values) for each in whole] == [[10, 11, 12], [20, 21, 22]]
 
 
-def test_sequences_that_begin_alike_continue_in_their_order() -> None:
-    first = [Traced([1, 2], routes(10, 11)), Traced([1, 2], routes(20, 21))]
-    second = [Traced([1, 2, 3], routes(90, 90, 12)), Traced([1, 2, 3, 4], routes(90, 90, 22, 23))]
-    whole = stitched([first, second])
-    assert [experts(each.values) for each in whole] == [[10, 11, 12], [20, 21, 22, 23]]
-
-
-def test_a_sequence_and_one_that_it_begins_both_go_on() -> None:
-    first = [Traced([1, 2], routes(10, 11)), Traced([1, 2, 3], routes(20, 21, 22))]
-    second = [Traced([1, 2, 7], routes(90, 90, 12)), Traced([1, 2, 3, 4], routes(90, 90, 90, 23))]
-    whole = stitched([first, second])
-    assert [experts(each.values) for each in whole] == [[10, 11, 12], [20, 21, 22, 23]]
-
-
 def test_their_order_tells_them_apart_where_their_tokens_do_not() -> None:
     first = [Traced([1, 2], routes(10, 11)), Traced([1, 2, 3], routes(20, 21, 22))]
     second = [Traced([1, 2, 3, 9], routes(90, 90, 12, 13)), Traced([1, 2, 3, 4], routes(90, 90, 90, 23))]
@@ -120,31 +106,6 @@ def test_rows_are_where_their_tokens_are() -> None:
     assert batch.shape == (2, 6, 1, 1)
     assert batch.dtype == torch.uint8
     assert experts(batch) == [[NONE, NONE, 1, 2, NONE, NONE], [11, 12, 13, 14, 15, NONE]]
-
-
-@pytest.mark.parametrize("dtype", [torch.uint8, torch.int32])
-def test_several_layers_and_experts_in_each_dtype(dtype: torch.dtype) -> None:
-    own = torch.arange(3 * 2 * 2).reshape(3, 2, 2).to(dtype)
-    batch = aligned([Traced([7, 8, 9], own)], torch.tensor([[0, 7, 8, 9]]), torch.tensor([[0, 1, 1, 1]]))
-    assert batch.dtype == dtype
-    assert torch.equal(batch[0, 1:], own)
-    assert (batch[0, 0] == nothing(dtype)).all()
-
-
-def test_a_sequence_cut_at_its_end() -> None:
-    """Its last token has had a row then."""
-    long = Traced([7, 8, 9, 10], routes(1, 2, 3))
-    batch = aligned([long], torch.tensor([[0, 7, 8, 9]]), torch.tensor([[0, 1, 1, 1]]))
-    assert experts(batch) == [[NONE, 1, 2, 3]]
-
-
-def test_a_completion_that_is_masked_out_is_padding() -> None:
-    """As one that was cut at the longest length is, where such are left out of the loss."""
-    sequences = [Traced([7, 8, 9], routes(1, 2)), Traced([7, 8], routes(3, 4)), Traced([7, 8], routes(5, 6))]
-    ids = torch.tensor([[0, 7, 8, 9], [0, 7, 8, 0], [0, 7, 8, 0]])
-    mask = torch.tensor([[0, 1, 0, 0], [0, 1, 1, 0], [0, 0, 0, 0]])
-    batch = aligned(sequences, ids, mask)
-    assert experts(batch) == [[NONE, 1, NONE, NONE], [NONE, 3, 4, NONE], [NONE] * 4]
 
 
 def test_other_tokens_than_were_recorded_are_refused() -> None:

@@ -180,35 +180,6 @@ HAND_WORKED = [
             [0.0, 0.0],
         ],
     ),
-    # Batch: 4, 2, 0, 4, 0; mean 2; squared deviations 4, 0, 4, 4, 4; std = sqrt(16 / 4) = 2.
-    # Group 1: pool 4, 2; mean 3; deviations 1, -1. Token 0: 1 - 1 = 0; 1-2: -1. Its other completion has no step: 0.
-    # Group 2: pool 0, 4, 0; mean 4/3; deviations -4/3, 8/3 and -4/3.
-    # First of it: token 0: -4/3 + 8/3 = 4/3; 1: 8/3. Second: tokens 0-2: -4/3; 3: trails, 0.
-    (
-        "process, batch: the mean is the group's, the std the batch's",
-        "process",
-        [(3, [(1, 4), (3, 2)]), (2, []), None, (2, [(1, 0), (2, 4)]), None, (4, [(3, 0)])],
-        3,
-        "batch",
-        [
-            [0.0, -1 / 2.0001, -1 / 2.0001],
-            [0.0, 0.0],
-            [],
-            [4 / 3 / 2.0001, 8 / 3 / 2.0001],
-            [],
-            [-4 / 3 / 2.0001, -4 / 3 / 2.0001, -4 / 3 / 2.0001, 0.0],
-        ],
-    ),
-    # Group 1: pool of one value, deviation 7 - 7 = 0. Group 2: pool 5, 5; deviations 0, std 0. Group 3: empty pool.
-    # Group 4: nothing scored.
-    (
-        "process, group: no std, or a std of zero",
-        "process",
-        [(2, [(2, 7)]), (1, []), (2, [(2, 5)]), (1, [(1, 5)]), None, (3, []), None, None],
-        2,
-        "group",
-        [[0.0, 0.0], [0.0], [0.0, 0.0], [0.0], [], [0.0, 0.0, 0.0], [], []],
-    ),
     # Fourth completion: one step, worth 0. Returns: (3, 2, 3), unscored, (1) and (0). G = 3, (G - 1)/G = 2/3.
     # First: step 0: 2/3 (3 - (1 + 0)/2) = 2/3 * 5/2 = 5/3; no other has step 1 or 2: 2/3 * 2 = 4/3, 2/3 * 3 = 2.
     # Third: 2/3 (1 - (3 + 0)/2) = 2/3 * -1/2 = -1/3. Fourth: 2/3 (0 - (3 + 1)/2) = -4/3.
@@ -219,23 +190,6 @@ HAND_WORKED = [
         4,
         "none",
         [[5 / 3, 4 / 3, 4 / 3, 2.0, 2.0], [], [-1 / 3, -1 / 3], [-4 / 3, -4 / 3, -4 / 3]],
-    ),
-    # Group 1: returns (3, 1, 0), the last one of the trailing token, and (1, 3).
-    # First: 1/2 (3 - 1) = 1; 1/2 (1 - 3) = -1; 1/2 (0 - 0) = 0. Second: 1/2 (1 - 3) = -1; 1/2 (3 - 1) = 1.
-    # Step 0: 3, 1, mean 2, std = sqrt((1 + 1) / 1) = sqrt(2); step 1: 1, 3, sqrt(2) too; step 2, alone: |0|.
-    # D = sqrt(2). Group 2: G = 1, so (G - 1)/G = 0.
-    (
-        "return_to_go, group: a trailing token, a group with one scored completion",
-        "return_to_go",
-        [(3, [(1, 2), (2, 1)]), (2, [(1, -2), (2, 3)]), (2, [(2, 9)]), None],
-        2,
-        "group",
-        [
-            [1 / (math.sqrt(2) + 1e-4), -1 / (math.sqrt(2) + 1e-4), 0.0],
-            [-1 / (math.sqrt(2) + 1e-4), 1 / (math.sqrt(2) + 1e-4)],
-            [0.0, 0.0],
-            [],
-        ],
     ),
     # Group 1: returns (4), (0) and (2, -1); (G - 1)/G = 2/3. First: 2/3 (4 - (0 + 2)/2) = 2.
     # Second: 2/3 (0 - (4 + 2)/2) = -2. Third: 2/3 (2 - (4 + 0)/2) = 0; step 1, alone: 2/3 * -1 = -2/3.

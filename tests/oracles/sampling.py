@@ -13,7 +13,7 @@ The vocabulary of the examples worked by hand has three tokens, of probabilities
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -87,29 +87,6 @@ def entropies(z: Tensor) -> Tensor:
     """
     log_p = torch.log_softmax(z.double(), dim=1)
     return -(log_p.exp() * log_p).sum(1)
-
-
-def expected_gradient(
-    estimate: Callable[[Tensor, Tensor], Tensor], z: Tensor, old: Tensor, kept: Sequence[int]
-) -> Tensor:
-    """(V,) sum_{a in S} pi_old^S(a) d/dz estimate(log pi_z^S(a), log pi_old^S(a)), of one position, by enumeration.
-
-    ``estimate`` is called once for each token, with two tensors of shape (1,); of these only the first has a gradient.
-
-    For log pi_z^S itself the sum is pi_old^S - pi_z^S on the set, here (1/2 - 3/5, 1/2 - 2/5), and nothing outside:
-
-    >>> z = torch.tensor([3.0, 2.0, 1.0]).double().log()
-    >>> _rounded(expected_gradient(lambda logps, old_logps: logps - old_logps, z, torch.zeros(3), [0, 1]))
-    [-0.1, 0.1, 0.0]
-    """
-    leaf = z.detach().double().clone().requires_grad_()
-    total = torch.zeros_like(leaf, requires_grad=False)
-    for a in _members(leaf, kept):
-        logps = log_probs(leaf[None], torch.tensor([a]), [kept])
-        old_logps = log_probs(old.detach()[None], torch.tensor([a]), [kept])
-        (gradient,) = torch.autograd.grad(estimate(logps, old_logps).sum(), leaf)
-        total += math.exp(float(old_logps)) * gradient
-    return total
 
 
 # Sampling rules: which of the candidates are left, in ascending order

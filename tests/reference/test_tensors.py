@@ -7,7 +7,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.tools.headroom import within
 from trl_steady.reference.tensors import Pair, adapter_pairs, gather, model_pairs, move, restore
 
 
@@ -49,14 +48,6 @@ def test_the_reference_takes_the_policys_dtype() -> None:
         )
         move([moved], 1.0)
         assert moved.reference.dtype == policy and torch.equal(moved.reference, moved.policy)
-
-
-def test_the_policys_storage_is_not_shared() -> None:
-    moved = pair([1.0], [0.0])
-    move([moved], 1.0)
-    with torch.no_grad():
-        moved.policy.add_(1)
-    assert moved.reference.tolist() == [1.0]
 
 
 class Normalised(nn.Module):
@@ -133,38 +124,3 @@ def test_tensors_of_another_adapter_are_refused(change: dict[str, Tensor | None]
     with pytest.raises(ValueError, match=f"1 tensors differ in name or shape, for example {min(change)}"):
         restore(pairs, saved)
     assert all(torch.equal(value, before[name]) for name, value in gather(pairs).items())
-
-
-def factors(seed: int, *, shared_a: bool = False) -> tuple[Tensor, ...]:
-    """A and B of a policy and of a reference, rank 2, float64."""
-    g = torch.Generator().manual_seed(seed)
-    a, b, c, d = (torch.randn(shape, generator=g, dtype=torch.float64) for shape in ((2, 5), (4, 2), (2, 5), (4, 2)))
-    return a, b, a if shared_a else c, d
-
-
-def mixed_product(alpha: float, a: Tensor, b: Tensor, a_ref: Tensor, b_ref: Tensor) -> Tensor:
-    """B A of the reference after `move`."""
-    pairs = [
-        Pair("A", nn.Parameter(a), nn.Parameter(a_ref.clone())),
-        Pair("B", nn.Parameter(b), nn.Parameter(b_ref.clone())),
-    ]
-    move(pairs, alpha)
-    return pairs[1].reference @ pairs[0].reference
-
-
-@pytest.mark.parametrize("alpha", [0.1, 0.6])
-def test_mixing_factors_misses_the_mixed_product_by_what_the_docs_say(alpha: float) -> None:
-    """alpha (1 - alpha) (B - B_ref)(A - A_ref), which is second order in how far the two are apart."""
-    a, b, a_ref, b_ref = factors(0)
-    exact = alpha * b @ a + (1 - alpha) * b_ref @ a_ref
-    missed = exact - mixed_product(alpha, a, b, a_ref, b_ref)
-    torch.testing.assert_close(missed, alpha * (1 - alpha) * (b - b_ref) @ (a - a_ref), rtol=0, atol=1e-12)
-    assert not within(missed.abs(), 0.05)
-
-
-def test_mixing_is_exact_where_a_is_frozen_or_alpha_is_1() -> None:
-    a, b, a_ref, b_ref = factors(1, shared_a=True)
-    exact = 0.6 * b @ a + 0.4 * b_ref @ a_ref
-    torch.testing.assert_close(mixed_product(0.6, a, b, a_ref, b_ref), exact, rtol=0, atol=1e-14)
-    a, b, a_ref, b_ref = factors(2)
-    assert torch.equal(mixed_product(1.0, a, b, a_ref, b_ref), b @ a)

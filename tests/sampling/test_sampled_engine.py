@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
+from trl.generation import vllm_generation
 
 from tests.oracles import routes as routed_oracle
 from tests.oracles import sampling as oracle

@@ -25,12 +25,12 @@ def take_weights() -> None:
 
     def load_weights(self: Any, weights: Any) -> Iterator[Any]:
         for name, tensor in weights:
-            own = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}.get(name.rsplit(".", 1)[-1])
-            if own is None or not hasattr(self, "packed"):
+            parameter = {"gate_up_proj": "w13_weight", "down_proj": "w2_weight"}.get(name.rsplit(".", 1)[-1])
+            if parameter is None or not hasattr(self, "packed"):
                 yield from load(self, [(name, tensor)])
             else:
-                getattr(self, own).data.copy_(cpu_prepack_moe_weight(_padded(own, tensor), "vec"))
-                yield own
+                getattr(self, parameter).data.copy_(cpu_prepack_moe_weight(_padded(parameter, tensor), "vec"))
+                yield parameter
 
     def marked(process: Callable[..., None]) -> Callable[..., None]:
         def processed(self: Any, layer: Any) -> None:

@@ -61,8 +61,3 @@ def agreement(model: nn.Module, ids: list[int], routes: Tensor) -> Tensor:
 
 def share(of_sequences: list[Tensor]) -> float:
     return torch.cat([agreed.flatten() for agreed in of_sequences]).double().mean().item()
-
-
-def k3(new: Tensor, old: Tensor) -> float:
-    """KL of `old` from `new`, of log-probs of tokens sampled under `old`."""
-    return torch.expm1(new - old).sub(new - old).double().mean().item()

@@ -1,14 +1,12 @@
 """Routes of a vLLM engine in the trainer's process: they are those of the tokens, and what they are good for."""
 
-import functools
 import importlib.util
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 from transformers import Qwen3MoeConfig
 from trl.generation import vllm_generation
 
@@ -17,11 +15,7 @@ from tests.oracles.routes import NONE
 from tests.tools import agent, tiny
 from tests.tools.routed import CLOSE, oracles, rows
 from tests.vllm import conftest, mixtures
-from trl_steady.host.engine import Capture
-from trl_steady.routing import part
-from trl_steady.routing.part import ROUTES, RoutingPart, taken_routes
-from trl_steady.routing.routes import from_engine
-from trl_steady.sampling.part import KEPT_TOKENS
+from trl_steady.routing.part import RoutingPart, taken_routes
 
 pytestmark = [
     pytest.mark.vllm,
@@ -37,47 +31,6 @@ def shares(folder: Path, trainer: Any, of_weights: int | None = None) -> list[fl
         model = policy(trainer.rollouts[number if of_weights is None else of_weights][0])
         result.append(mixtures.share([mixtures.agreement(model, row.ids, row.routes) for row in rows(output)]))
     return result
-
-
-class Mismatch(NamedTuple):
-    """Of log-probs of the trainer's to those that vLLM has sampled with."""
-
-    k3: float
-    difference: float
-    """Its mean."""
-    far: float
-    """Share of ratios above 1.1 or below 1 / 1.1."""
-    very_far: float
-    """Above 2 or below 1 / 2."""
-    tokens: int
-
-
-def mismatches(folder: Path, trainer: Any) -> dict[str, Mismatch]:
-    """Over all rollouts: of the trainer's own old log-probs, and of the model's alone without the rollout's routes."""
-    policy = oracles(folder, trainer)
-    found: dict[str, list[Tensor]] = {"sampled": [], "replayed": [], "live": []}
-    for weights, output in trainer.rollouts:
-        model = policy(weights)
-        for row, of_row, completion in zip(
-            rows(output), output["sampling_per_token_logps"], output["completion_mask"].bool(), strict=True
-        ):
-            found["sampled"].append(of_row[completion])
-            found["replayed"].append(row.values["old_per_token_logps"])
-            with torch.no_grad():
-                forced = routed_oracle.log_probs(model, row.ids, row.prompt, row.routes)
-                found["live"].append(routed_oracle.log_probs(model, row.ids, row.prompt))
-            torch.testing.assert_close(row.values["old_per_token_logps"], forced, **CLOSE)
-    sampled, result = torch.cat(found["sampled"]), {}
-    for name in ("replayed", "live"):
-        scored = torch.cat(found[name])
-        difference = (scored - sampled).abs()
-        far = ((difference.exp() > ratio).double().mean().item() for ratio in (1.1, 2))
-        result[name] = Mismatch(mixtures.k3(scored, sampled), difference.mean().item(), *far, len(sampled))
-    return result
-
-
-def off_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(part, "from_engine", lambda *a, **k: from_engine(*a, **k).roll(1, dims=0))
 
 
 TRAINING: dict[str, Any] = {"max_steps": 9, "learning_rate": 3e-3}
@@ -113,37 +66,6 @@ def test_routes_are_those_of_each_token_and_of_the_weights_that_were_sent(
     assert [row["routing/fallback"] for row in history if "routing/fallback" in row] == [0, 0, 0]
     assert history[0]["routing/changed"] < 1e-3 < 0.02 < history[3]["routing/changed"]
     assert all(row["mismatch/kl"] < 1e-9 for row in history if "mismatch/kl" in row)
-
-
-def test_routes_of_the_token_before_are_found_out(
-    mixture: Path, tmp_path: Path, colocated: Colocated, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    off_by_one(monkeypatch)
-    trainer = tiny.train(colocated(mixture, tmp_path, **TRAINING))
-    assert max(shares(mixture, trainer)) < 0.5
-    assert all(row["mismatch/kl"] > 1e-3 for row in tiny.history(trainer) if "mismatch/kl" in row)
-
-
-LONG: dict[str, Any] = {"max_completion_length": 96, "per_device_train_batch_size": 16, "max_steps": 2}
-
-
-def test_with_replay_the_trainer_is_closer_to_an_engine_in_bfloat16(
-    talkative: Path, tmp_path: Path, colocated: Colocated, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    options = {"dtype": "bfloat16", "learning_rate": 1e-3, **LONG}
-    trainer = tiny.train(colocated(talkative, tmp_path, **options))
-    (share,) = shares(talkative, trainer)
-    found = mismatches(talkative, trainer)
-    assert 0.95 < share < 0.998 and found["live"].tokens > 5000
-    assert found["replayed"].k3 < found["live"].k3 / 2
-    assert found["replayed"].difference < found["live"].difference / 1.2
-    assert found["replayed"].far < found["live"].far / 2
-    logged = tiny.history(trainer)[0]["mismatch/kl"]  # of a quarter of these tokens, the first update's
-    assert logged == pytest.approx(found["replayed"].k3, rel=0.5)
-
-    off_by_one(monkeypatch)
-    wrong = mismatches(talkative, tiny.train(colocated(talkative, tmp_path, **options)))
-    assert wrong["replayed"].k3 > 20 * wrong["live"].k3
 
 
 def random_prompts(*lengths: int, begin: list[int] | None = None) -> list[list[int]]:
@@ -187,9 +109,9 @@ def test_however_the_engine_goes_about_it_routes_are_right(
         routes = taken_routes(generation, mixtures.SPARSE)
         sequences = [prompt + list(completion) for prompt, completion in zip(prompts, completions, strict=True)]
         pairs = list(zip(sequences, routes, strict=True))
-        assert [len(own) for own in routes] == [len(ids) - 1 for ids in sequences]
+        assert [len(of_tokens) for of_tokens in routes] == [len(ids) - 1 for ids in sequences]
         assert mixtures.share([mixtures.agreement(alone, *pair) for pair in pairs]) == 1.0
-        assert mixtures.share([mixtures.agreement(alone, ids, own.roll(1, 0)) for ids, own in pairs]) < 0.5
+        assert mixtures.share([mixtures.agreement(alone, ids, of_tokens.roll(1, 0)) for ids, of_tokens in pairs]) < 0.5
 
     generation.sync_weights()
     check()
@@ -263,30 +185,3 @@ def test_an_engine_that_captures_nothing_is_not_trained_with(
         ValueError, match=r"vLLM returned no routes for 16 of 16 sequences\. Start a server with --enable-"
     ):
         trainer.train()
-
-
-@pytest.mark.parametrize("capture", [ROUTES, KEPT_TOKENS], ids=lambda capture: capture.what)
-def test_a_vllm_that_cannot_capture_says_so(
-    mixture: Path, tmp_path: Path, colocated: Colocated, monkeypatch: pytest.MonkeyPatch, capture: Capture
-) -> None:
-    """As the flag is unknown to an older one."""
-    generation = colocated(mixture, tmp_path).vllm_generation
-    monkeypatch.setattr(vllm_generation, "LLM", functools.partial(conftest.new, "float32"))
-    generation._captures = [capture._replace(flag="enable_return_of_everything")]
-    with pytest.raises(TypeError, match="enable_return_of_everything") as error:
-        generation._init_vllm()
-    assert "needs enable_return_of_everything" in error.value.__notes__[0]
-
-
-def test_a_dense_model_is_refused(models: dict[str, Path], tmp_path: Path, colocated: Colocated) -> None:
-    """Before an engine is built."""
-    with pytest.raises(ValueError, match=r"router_replay: Qwen2ForCausalLM has no routers.*Leave router_replay unset"):
-        colocated(models["dense"], tmp_path)
-
-
-def test_routes_among_more_experts_than_a_byte_holds(tmp_path: Path, colocated: Colocated) -> None:
-    folder = mixtures.save_model(tmp_path / "model", num_experts=300)
-    trainer = tiny.train(colocated(folder, tmp_path, max_steps=1))
-    assert shares(folder, trainer) == [1.0]
-    routes = trainer.rollouts[0][1]["routes"]
-    assert routes.dtype == torch.int16 and routes.max() > 255

@@ -91,7 +91,7 @@ def test_what_is_sampled_is_trained_on_as_if_it_came_from_elsewhere(
 
         def told(prompts: Any, trainer: Any, _left: Any = left) -> dict[str, Any]:
             prompt_ids, completion_ids, logprobs, _ = next(_left)
-            of_tokens = [[each[0] for each in own] for own in logprobs]
+            of_tokens = [[each[0] for each in answer] for answer in logprobs]
             return {"prompt_ids": prompt_ids, "completion_ids": completion_ids, "logprobs": of_tokens}
 
         other = {**options, "build": {**options.get("build", {}), "rollout_func": told}, "max_completion_length": 40}

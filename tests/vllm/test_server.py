@@ -99,9 +99,9 @@ def test_routes_are_those_of_each_token(
     mixture: Path, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     trainer, sent = served(mixture, tmp_path, url, monkeypatch, router_replay="R3")
-    own = vars(trainer.vllm_generation.vllm_client).copy()
+    before = vars(trainer.vllm_generation.vllm_client).copy()
     tiny.train(trainer)
-    assert vars(trainer.vllm_generation.vllm_client).keys() == own.keys()
+    assert vars(trainer.vllm_generation.vllm_client).keys() == before.keys()
     assert len(sent) == len(trainer.rollouts) == 1 and shares(mixture, trainer) == [1.0]
     ((weights, output),) = trainer.rollouts
     found, model = list(rows(output)), oracles(mixture, trainer)(weights)

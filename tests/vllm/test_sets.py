@@ -5,7 +5,6 @@ import functools
 import importlib.util
 import inspect
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -13,7 +12,6 @@ import transformers
 from torch import Tensor
 from transformers import Qwen2Config
 from trl.generation import vllm_generation
-from trl.generation.vllm_client import VLLMClient
 
 from tests.oracles import sampling as oracle
 from tests.sampling.test_sampled_engine import CORRECTED, SETS, TEMPERATURE, ratios, scores, sets_of
@@ -41,39 +39,6 @@ def test_a_completion_has_the_fields_that_are_read() -> None:
         assert capture.flag in inspect.signature(EngineArgs).parameters
         assert capture.flag in {field.name for field in dataclasses.fields(ModelConfig)}  # of /server_info
     assert KEPT_TOKENS.flag in inspect.signature(vllm_generation.LLM).parameters
-
-
-def test_of_a_servers_answers_those_to_tokens_have_them() -> None:
-    """To prompts of images or of none; those of /v1/completions have routes only."""
-    from vllm.entrypoints.launchers.cli_args import FrontendArgs
-    from vllm.entrypoints.openai.completion.protocol import CompletionResponseChoice
-    from vllm.entrypoints.scale_out.token_in_token_out import api_router
-    from vllm.entrypoints.scale_out.token_in_token_out.protocol import GenerateRequest, GenerateResponseChoice
-
-    answer = GenerateResponseChoice(index=0, token_ids=[5, 3], sampling_mask=[[5, 7], [3]]).model_dump(mode="json")
-    assert answer[KEPT_TOKENS.field] == [[5, 7], [3]] and answer[ROUTES.field] is None
-    assert ROUTES.field in CompletionResponseChoice.model_fields
-    assert KEPT_TOKENS.field not in CompletionResponseChoice.model_fields
-    assert "/inference/v1/generate" in {route.path for route in api_router.router.routes}
-    assert "enable_scale_out" in {field.name for field in dataclasses.fields(FrontendArgs)}
-    sent: list[dict[str, Any]] = []
-
-    def post(url: str, json: dict[str, Any]) -> dict[str, Any]:
-        sent.append(json)
-        return {"choices": [{"token_ids": [5], "logprobs": {"content": []}}]}
-
-    client = VLLMClient.__new__(VLLMClient)
-    client.base_url, client.model, client._post = "", "model", post
-    client.generate([[1, 2]], features=[None], n=1, top_k=20, top_p=0.9, temperature=TEMPERATURE)
-    asked = GenerateRequest(**sent[0])
-    assert asked.features is None and (asked.sampling_params.top_k, asked.sampling_params.n) == (20, 1)
-
-
-def test_top_k_has_to_bound_them() -> None:
-    from vllm.v1.engine.input_processor import InputProcessor
-
-    source = inspect.getsource(InputProcessor)
-    assert "return_sampling_mask" in source and "sampling distribution replay requires top_k > 0" in source
 
 
 @pytest.mark.refuses(
@@ -123,7 +88,7 @@ def test_ratios_to_an_engine_on_a_gpu_are_1_among_kept_tokens_and_the_kept_mass_
         for update in trainer.updates:
             for row, sets in zip(update.rows, sets_of(update.inputs), strict=True):
                 z = scores(policy(trainer.rollouts[update.rollout][0]), row.ids, row.prompt, None)
-                same += [own == oracle.sampled_from(each, top_k=TOP_K) for own, each in zip(sets, z, strict=True)]
+                same += [kept == oracle.sampled_from(each, top_k=TOP_K) for kept, each in zip(sets, z, strict=True)]
         assert sum(same) > 0.95 * len(same)  # two tokens may be too close to tell
 
 

@@ -4,31 +4,34 @@ import json
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 import torch
 from bitsandbytes.functional import quantize_4bit
-from peft import PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel
 from peft.utils.save_and_load import get_peft_model_state_dict
 from safetensors import safe_open
 from torch import Tensor
+from transformers import PreTrainedModel
 from transformers.utils.hub import cached_file
 
 from trl_steady.adapters.merging import Site, sites
 from trl_steady.host import models
 
-Gather = Callable[[Sequence[Tensor]], AbstractContextManager[Any]]
+Gather = Callable[[Sequence[Tensor]], AbstractContextManager[object]]
 """Returns a context in which parameters are whole on this process, under ZeRO-3 too. All processes enter it."""
 _STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 _INDEX, _ALONE = "model.safetensors.index.json", "model.safetensors"
 
 
-def start_of(config: Any) -> str | None:
+def start_of(config: PeftConfig) -> str | None:
     """Return the setting with which PEFT changes the base when it makes an adapter of this configuration, or None.
 
     Such an adapter is right on the changed base only.
     """
-    start = getattr(config, "init_lora_weights", None)
+    if not isinstance(config, LoraConfig):
+        return None
+    start = config.init_lora_weights
     if isinstance(start, str) and start.lower().startswith(_STARTS):
         return f"init_lora_weights={start!r} with r={config.r}"
     return "kasa_config" if getattr(config, "kasa_config", None) is not None else None
@@ -42,7 +45,7 @@ class Base:
     """
 
     def __init__(self, policy: PeftModel) -> None:
-        self.model: Any = policy.get_base_model()
+        self.model = cast(PreTrainedModel, policy.get_base_model())
         self._policy = policy
 
     @property
@@ -104,7 +107,7 @@ class Base:
             return f"{self.start}: PEFT has changed the base"
         if self.trained:
             return f"{min(self.trained)} of the base trains beside the adapter"
-        path = self.model.config.name_or_path
+        path = str(self.model.config.name_or_path)
         files = _files(path)
         if not files:
             return f"the policy's base cannot be compared with the engine's: {path!r} has no safetensors files"

@@ -131,7 +131,7 @@ class Site(NamedTuple):
         return bare.get_parameter(self.key).data.to(dtype)
 
 
-def sites(module: Any, original: Any, name: str = "", layers: tuple[Any, ...] = ()) -> Iterator[Site]:
+def sites(module: torch.nn.Module, original: Any, name: str = "", layers: tuple[Any, ...] = ()) -> Iterator[Site]:
     """Yield the parameters of the bare model in the order of `named_parameters`, tied ones at every place."""
     children: dict[str, Any] = module._modules
     if isinstance(module, ModulesToSaveWrapper):
@@ -160,7 +160,7 @@ def _acts(layer: BaseTunerLayer) -> bool:
     )
 
 
-def _merged_keys(layer: Any) -> set[str]:
+def _merged_keys(layer: BaseTunerLayer) -> set[str]:
     """Return the names of the base layer's parameters that an adapter layer changes."""
     if isinstance(layer, ParamWrapper):
         return {layer.parameter_name}

@@ -39,7 +39,7 @@ class AdapterPart(Part):
     window_options = (("adapter_dtype", None), ("vllm_adapter_sync", "use_vllm"))
 
     @contextlib.contextmanager
-    def building(self, model: Any, args: Any) -> Iterator[None]:
+    def building(self, model: object, args: Any) -> Iterator[None]:
         """Keep the values of a loaded adapter, which TRL's constructor casts to bf16."""
         self._loaded = {}
         if args.adapter_dtype is not None and isinstance(model, PeftModel):
@@ -114,7 +114,7 @@ class AdapterPart(Part):
 
     @property
     def _base(self) -> Base | None:
-        model: Any = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         return Base(model) if isinstance(model, PeftModel) else None
 
     def _warn_of_base(self) -> None:

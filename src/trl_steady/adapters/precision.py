@@ -2,14 +2,19 @@
 
 import warnings
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from peft import PeftModel
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from accelerate import DeepSpeedPlugin
 
-def keep_in_float32(model: torch.nn.Module, before: Mapping[str, Tensor], deepspeed_plugin: Any = None) -> None:
+
+def keep_in_float32(
+    model: torch.nn.Module, before: Mapping[str, Tensor], deepspeed_plugin: "DeepSpeedPlugin | None" = None
+) -> None:
     """Bring the adapters of a quantised base back to float32 after TRL's constructor has cast them to bf16.
 
     Args:

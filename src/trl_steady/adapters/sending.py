@@ -32,6 +32,7 @@ class LoraSync:
         self._asked, self._output = asked, folder
         self._version, self._run = 0, uuid.uuid4().hex[:8]  # a server may still have those of a run that died
         self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._path = ""
 
     def is_required(self, engine: "SteadyGeneration") -> bool:
         """Return True if the engine cannot have merged weights instead, or must not."""
@@ -87,18 +88,13 @@ class LoraSync:
         if parent is not None:  # a server may run as another user, and has to read it
             Path(folder.name).chmod(parent.stat().st_mode & 0o777)
         save_adapter(_policy(engine), state, Path(folder.name))
-        before, self._folder = self._folder, folder
+        before, self._folder, self._path = self._folder, folder, folder.name
         if before is not None:
             before.cleanup()
 
     @property
     def _adapter_name(self) -> str:
         return f"trl-steady-{self._run}-{self._version}"
-
-    @property
-    def _path(self) -> str:
-        assert self._folder is not None
-        return self._folder.name
 
     def _request(self) -> object:
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]

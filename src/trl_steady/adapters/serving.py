@@ -2,7 +2,6 @@
 
 from dataclasses import fields
 from pathlib import Path
-from typing import Any
 
 from peft import LoraConfig, PeftModel
 from peft.tuners.lora.layer import ParamWrapper
@@ -12,6 +11,7 @@ from torch import Tensor
 
 from trl_steady.adapters.base import Base, Gather
 from trl_steady.adapters.merging import sites
+from trl_steady.host import models
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks for which vLLM can be built."""
@@ -40,7 +40,7 @@ def why_not_served(model: PeftModel, mode: str, gather: Gather) -> str | None:
 
     The engine loads the base itself, and it must be the policy's.
     """
-    config: Any = model.active_peft_config
+    config = model.active_peft_config
     if type(config) is not LoraConfig:
         return f"an adapter of {type(config).__name__} is not LoRA"
     if len(model.active_adapters) > 1:
@@ -77,7 +77,7 @@ def adapter_state(model: PeftModel, gather: Gather) -> dict[str, Tensor]:
     name = model.active_adapters[0]
     with gather([each for path, each in model.named_parameters() if name in path.split(".")]):
         state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
-        tensors = {path.replace("_checkpoint_wrapped_module.", ""): _whole(each) for path, each in state.items()}
+        tensors = {path.replace("_checkpoint_wrapped_module.", ""): models.whole(each) for path, each in state.items()}
         return {path: each.to("cpu", copy=True).contiguous() for path, each in tensors.items()}
 
 
@@ -91,7 +91,3 @@ def _config(model: PeftModel) -> LoraConfig:
     config = model.active_peft_config
     assert isinstance(config, LoraConfig)
     return config
-
-
-def _whole(tensor: Any) -> Tensor:
-    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from torch import Tensor
 
@@ -35,7 +35,7 @@ class ClippedTrainer(Protocol):
 
     epsilon_low: float
     epsilon_high: float
-    args: Any
+    args: "GRPOConfig"
 
 
 def gmpo(batch: MicroBatch, trainer: ClippedTrainer, is_kept: Tensor | None) -> Tensor:

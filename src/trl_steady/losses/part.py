@@ -3,7 +3,7 @@
 import functools
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 import trl
@@ -45,7 +45,7 @@ class LossPart(Part):
                 warnings.warn(message, UserWarning, stacklevel=2)
 
     def computing(
-        self, model: torch.nn.Module, compute: Callable[[Mapping[str, Any]], Tensor], inputs: Mapping[str, Any]
+        self, model: torch.nn.Module, compute: Callable[[Mapping[str, object]], Tensor], inputs: Mapping[str, object]
     ) -> Tensor:
         """Refuse a loss that a callback has set in mid-run and that a budget would regroup into another one."""
         trainer = self.trainer
@@ -57,7 +57,7 @@ class LossPart(Part):
             )
         return compute(inputs)
 
-    def rewrites(self, inputs: Mapping[str, Any]) -> bool:
+    def rewrites(self, inputs: Mapping[str, object]) -> bool:
         """Return True if an option needs a rewrite, or if there are log-probs of a sampler to compare."""
         args = self.trainer.args
         has_mask = self.trainer.off_policy_mask_threshold is not None or bool(args.sampler_options)

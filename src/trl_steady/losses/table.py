@@ -21,8 +21,6 @@ class Loss:
     of the ratio itself (`epsilon_high` only), or nothing."""
     advantages: Literal["by_level", "token", "sequence"] = "by_level"
     """Which advantages count: those of tokens, the mean of a sequence, or tokens only if the ratio is per token."""
-    options: tuple[str, ...] = ()
-    """Options that only this loss reads."""
 
     # The rest is for losses that TRL does not have.
     name: str = ""
@@ -61,14 +59,9 @@ LOSSES = {
     "dapo": Loss("step_tokens"),
     # a sequence's ratio gives all tokens the same gradient, unless it is only a weight, as in cispo and vespo
     "cispo": Loss("step_tokens", clip="cap", advantages="token"),
-    "sapo": Loss("sequence_mean", clip=None, options=("sapo_temperature_pos", "sapo_temperature_neg")),
+    "sapo": Loss("sequence_mean", clip=None),
     "luspo": Loss("sequence_sum"),
-    "vespo": Loss(
-        "step_tokens",
-        clip=None,
-        advantages="token",
-        options=("vespo_k_pos", "vespo_lambda_pos", "vespo_k_neg", "vespo_lambda_neg"),
-    ),
+    "vespo": Loss("step_tokens", clip=None, advantages="token"),
     "gmpo": Loss(
         "sequence_mean",
         clip="log_ratio",

@@ -1,7 +1,6 @@
 """The reference as a second adapter named `ref` on the policy's own base model."""
 
 import copy
-from typing import Any
 
 import torch
 from peft import PeftModel
@@ -47,7 +46,7 @@ def refuse_several(model: PeftModel) -> None:
 def refuse_unmovable(model: PeftModel) -> None:
     """Raise a ValueError on adapters whose copy could not follow the policy."""
     refuse_several(model)
-    config: Any = model.peft_config[POLICY_ADAPTER]
+    config = model.peft_config[POLICY_ADAPTER]
     changing = [option for option in ("kasa_config", "layer_replication") if getattr(config, option, None) is not None]
     kind = getattr(config.peft_type, "value", str(config.peft_type))
     # AdaLoRA changes its ranks while it trains, and prompts are not adapters of the weights

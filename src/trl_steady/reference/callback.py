@@ -7,8 +7,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import trl
-from accelerate.utils import is_peft_model
-from transformers import TrainerCallback
+from peft import PeftModel
+from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 
 from trl_steady.host import Steady, names
@@ -79,11 +79,11 @@ class ReferenceRefreshCallback(TrainerCallback):
         self._kl: float | None = None
         self._seen = 0
         _refuse(self)
-        model: Any = trainer.model
-        if is_peft_model(model):
+        model = trainer.model
+        if isinstance(model, PeftModel):
             add_reference_adapter(model)
         pairs = self.pairs()  # raises now if they do not match
-        if is_peft_model(model) and trainer.is_fsdp_enabled and trainer.accelerator.mixed_precision != "no":
+        if isinstance(model, PeftModel) and trainer.is_fsdp_enabled and trainer.accelerator.mixed_precision != "no":
             for pair in pairs:  # accelerate will cast the policy's, which are trainable
                 pair.reference.data = pair.reference.data.float()
 
@@ -94,7 +94,7 @@ class ReferenceRefreshCallback(TrainerCallback):
             return adapter_pairs(unwrap(self.trainer.model))
         return model_pairs(unwrap(self.trainer.model), unwrap(self.trainer.ref_model))
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_begin(self, args: object, state: TrainerState, control: object, **_: object) -> None:
         """Move the reference if a refresh is due and the next step begins with a generation."""
         if self._due and names.is_before_generation(self.trainer):
             for act in self.before_move:
@@ -107,7 +107,7 @@ class ReferenceRefreshCallback(TrainerCallback):
             self._log(self.refreshes[-1])
         self._seen = names.logged_count(self.trainer, "kl")
 
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_step_end(self, args: object, state: TrainerState, control: object, **_: object) -> None:
         """Check the rules, and mark a refresh as due if one has fired."""
         is_on_time = self.steps is not None and state.global_step % self.steps == 0
         # reading a KL of our own makes processes wait for one another
@@ -147,15 +147,19 @@ class ReferenceRefreshCallback(TrainerCallback):
         self.refreshes = [Refresh(*refresh) for refresh in counters["refreshes"]]
         self._due, self._kl = counters["due"], counters["kl"]
 
-    def on_save(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: object, **_: object) -> None:
         """Add the reference to TRL's checkpoint."""
         if not isinstance(self.trainer, Steady):  # that one saves it before the checkpoint is in place
-            self.save(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+            self.save(_checkpoint(args, state))
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: object, **_: object) -> None:
         """Restore the reference when TRL resumes."""
         if state.global_step > 0 and not isinstance(self.trainer, Steady):
-            self.load(Path(args.output_dir) / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}")
+            self.load(_checkpoint(args, state))
+
+
+def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(args.output_dir or "") / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
 
 
 def _refuse(callback: ReferenceRefreshCallback) -> None:

@@ -32,7 +32,7 @@ class ReferencePart(Part):
         return self.callback.refreshes if self.callback else []
 
     @contextlib.contextmanager
-    def building(self, model: Any, args: Any) -> Iterator[None]:
+    def building(self, model: object, args: Any) -> Iterator[None]:
         """Refuse adapters that cannot be followed. TRL's constructor does not see `sync_ref_model`.
 
         It refuses it with PEFT, and adds its own callback without PEFT.
