@@ -214,11 +214,7 @@ class Part:
         """Return how an adapter is sent to a vLLM engine; None if weights are sent."""
 
     def built(self) -> None:
-        """Refuse what cannot work, after TRL's constructor.
-
-        Raises:
-            ValueError: The message names the option, its value and the fix.
-        """
+        """Raise a ValueError for options that cannot work, after TRL's constructor has run."""
 
     # generation
 
@@ -304,11 +300,7 @@ class Part:
         """Add to an unfinished checkpoint. Every process calls this method."""
 
     def load(self, checkpoint: Path) -> None:
-        """Restore what `save` has added.
-
-        Raises:
-            ValueError: The run cannot be continued exactly. The message says why, and what to do.
-        """
+        """Restore what `save` has added. Raise a ValueError if the run cannot be continued exactly."""
 
     def add_to_card(self, card: Path) -> None:
         """Add to the model card that TRL has just written. Only the main process calls this method."""
