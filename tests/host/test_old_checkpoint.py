@@ -57,7 +57,6 @@ def test_it_goes_on_with_its_rollout_its_metrics_and_the_move_that_is_due(
     # the log of step 4 is of updates 3 and 4: it has the metrics that the checkpoint held
     row = next(row for row in trainer.state.log_history if row["step"] == 4)
     mean, count = rollouts["pool"]["mean", "dropped/off_policy"]
-    own = 4  # sequences of update 4
-    assert count == own
-    assert row["dropped/off_policy"] * 2 * own >= mean
+    assert count == 4  # sequences of update 4
+    assert row["dropped/off_policy"] * 2 * count >= mean
     assert row["kl"] > 0 and "ratio/sequence_min" in row

@@ -209,7 +209,8 @@ class SteadyGeneration(VLLMGeneration):
             answers: list[Any] = []
             with overridden(self.llm, {"generate": _kept(self.llm.generate, answers)}):
                 result = super().generate(prompts, *arguments, **keywords)
-            self._captured = self._compacted([completion for output in answers[0] for completion in output.outputs])
+            (outputs,) = answers
+            self._captured = self._compacted([completion for output in outputs for completion in output.outputs])
             return result
         on_main: list[dict[str, list[Any]]] = [{}]
         if not self.accelerator.is_main_process:

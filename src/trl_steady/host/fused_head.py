@@ -103,8 +103,11 @@ def scored_by(answer: Callable[[Head], Scores]) -> Iterator[None]:
         is_partitioned = hasattr(head.weight, "ds_id")  # by ZeRO-3, which gathers the head only in forward
         if not (is_partitioned and torch.is_grad_enabled()):
             return answer(head)
-        of_hidden = lambda hidden: answer(replace(head, hidden=hidden))  # noqa: E731
-        return _GatheredOnce.apply(head.hidden, head.weight, head.bias, of_hidden)
+
+        def answer_for(hidden: Tensor) -> Scores:
+            return answer(replace(head, hidden=hidden))
+
+        return _GatheredOnce.apply(head.hidden, head.weight, head.bias, answer_for)
 
     with overridden(trl.trainer.utils, {"_ChunkedLogProbFunction": SimpleNamespace(apply=apply)}):
         yield

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from trl_steady.host.part import Trainer
 
 
-# names of adapters on one model; TRL looks for the first two
+# names of adapters on one model; TRL takes the second as the reference
 POLICY_ADAPTER, REFERENCE_ADAPTER = "default", "ref"
 REWARD_ADAPTER, VALUE_ADAPTER = "reward", "value"
 

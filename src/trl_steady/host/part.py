@@ -212,11 +212,7 @@ class Part:
         """Return how an adapter is sent to a vLLM engine; None if weights are sent."""
 
     def built(self) -> None:
-        """Refuse what cannot work, after TRL's constructor.
-
-        Raises:
-            ValueError: The message names the option, its value and the fix.
-        """
+        """Raise a ValueError for options that cannot work, after TRL's constructor has run."""
 
     # generation
 
@@ -302,11 +298,7 @@ class Part:
         """Add to an unfinished checkpoint. Every process calls this method."""
 
     def load(self, checkpoint: Path) -> None:
-        """Restore what `save` has added.
-
-        Raises:
-            ValueError: The run cannot be continued exactly. The message says why, and what to do.
-        """
+        """Restore what `save` has added. Raise a ValueError if the run cannot be continued exactly."""
 
 
 @contextlib.contextmanager

@@ -41,8 +41,8 @@ def noting_prompts(trainer: "Trainer", note: Callable[[list[list[int]]], None]) 
     """Tell `note` the token ids of the prompts of each rollout, as the policy has read them."""
     generate = trls(trainer)._generate
 
-    def noting(*arguments: object) -> tuple[Any, ...]:
-        generated = generate(*arguments)
+    def noting(*arguments: object, **keywords: object) -> tuple[Any, ...]:
+        generated = generate(*arguments, **keywords)
         note(generated[0])
         return generated
 

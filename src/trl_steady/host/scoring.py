@@ -30,7 +30,7 @@ class IndexedModel:
         self._model, self._token_indices, self._passed = model, token_indices, 0
 
     def __call__(self, *, input_ids: Tensor, **others: object) -> Any:
-        """Return the model's outputs for the next rows. Raises RuntimeError if the batch has no such rows."""
+        """Return the model's outputs for the next rows. Raise a RuntimeError if the batch has no such rows."""
         token_indices = self._token_indices[self._passed : self._passed + len(input_ids)]
         self._passed += len(input_ids)
         self._refuse_unless(token_indices.shape == input_ids.shape)
