@@ -61,7 +61,6 @@ WAYS = [
     for implementation in ("sdpa", "eager")
     if not (implementation == "sdpa" and name in EAGER_ONLY)
 ]
-WINDOWED = ("mistral", "gemma2", "gemma3", "gpt_oss")
 
 BATCHES = {
     "ragged": padded([([5, 6, 7], [8, 3]), ([9], [4, 10, 11, 12, 3, 9, 8]), ([13, 14], [15, 16, 3])], left=2, right=1),
