@@ -68,16 +68,13 @@ class RoutingPart(Part):
         if self._kind is None:
             return
         Routers(models.bare(trainer, trainer.model))  # not kept: a reference's adapter may still add routers
-        if models.compiles(trainer):  # its graph would be that of one batch's routes
-            raise ValueError(
-                f"router_replay={self._kind!r} does not work with torch.compile. Switch it off, or leave "
-                "router_replay unset."
-            )
-        if self._kind == "R3" and trainer.rollout_func is not None:
-            raise ValueError(
-                "router_replay='R3' does not work with a rollout_func, which returns no routes. Leave rollout_func "
-                f"unset, or {_R2_INSTEAD}."
-            )
+        reasons = {
+            "torch.compile, whose graph would be that of one batch's routes": models.compiles(trainer),
+            "a rollout_func, which returns no routes": self._kind == "R3" and trainer.rollout_func is not None,
+        }
+        for reason, is_so in reasons.items():
+            if is_so:
+                raise ValueError(f"router_replay={self._kind!r} does not work with {reason}. Change one of the two.")
 
     def routers_of(self, model: torch.nn.Module) -> Routers:
         """Return the routers of the transformers model in `model`."""
