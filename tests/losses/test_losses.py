@@ -129,6 +129,17 @@ def test_kl_is_corrected_by_the_token_ratio_not_by_the_sequences(evaluate: Evalu
     assert not torch.allclose(ours.grad, theirs.grad, rtol=1e-3)
 
 
+@pytest.mark.parametrize("loss_type", ["gspo", "gspo_token"])
+def test_uncorrected_kl_is_trls_own(evaluate: Evaluate, loss_type: str) -> None:
+    batch = random_batch()
+    inputs = {"ref_per_token_logps": batch.logps - 0.3}
+    options = {"beta": 0.5, "use_bias_correction_kl": False, "inputs": inputs}
+    ours, theirs = evaluate(batch, loss_type=loss_type, **options), evaluate(batch, **options, **TRL_SEQUENCE_LEVEL)
+    assert ours.loss.item() == pytest.approx(theirs.loss.item(), rel=1e-12)
+    assert torch.allclose(ours.grad, theirs.grad, rtol=1e-11, atol=1e-15)
+    assert ours.metrics["kl"] == pytest.approx(theirs.metrics["kl"])
+
+
 def test_off_policy_mask_reads_the_true_log_probs_under_gspo_token(evaluate: Evaluate) -> None:
     batch = random_batch()
     inputs = {"sampling_per_token_logps": batch.old_logps + 0.2}

@@ -84,7 +84,10 @@ class LossPart(Part):
         added: list[tuple[float, Tensor]] = []
         if method.policy_term is not None:
             high_entropy = self._high_entropy(clean)
-            values = self._weighted(method.policy_term(clean, trainer, high_entropy), clean)
+            values = method.policy_term(clean, trainer, high_entropy)
+            if trainer.use_vllm and trainer.vllm_importance_sampling_correction:  # the weights of TRL's correction
+                assert clean.sampler_weights is not None
+                values = values * clean.sampler_weights
             added.append((1.0, values if keep is None else values * keep))
             attributes = {"get_high_entropy_mask": lambda *_, **__: high_entropy}  # processes communicate once
             attributes |= method.in_trls_terms(trainer) if method.in_trls_terms else {}
@@ -133,13 +136,6 @@ class LossPart(Part):
         if quantile >= 1.0:
             return None
         return self.trainer.get_high_entropy_mask(batch.entropies, batch.mask, 1 - quantile)
-
-    def _weighted(self, values: Tensor, batch: MicroBatch) -> Tensor:
-        """Return the values of a policy term with the weights of TRL's engine correction."""
-        if not (self.trainer.use_vllm and self.trainer.vllm_importance_sampling_correction):
-            return values
-        assert batch.sampler_weights is not None
-        return values * batch.sampler_weights
 
     def _measure(
         self, batch: MicroBatch, statistic: Tensor, keep: dict[str, Tensor], estimates: dict[str, Tensor]
