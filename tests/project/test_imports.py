@@ -66,5 +66,5 @@ def test_the_host_has_at_most_16_files() -> None:
 
 def test_there_are_few_checks_and_few_untyped_lines() -> None:
     """Tighten these numbers, do not raise them: a check is for what would train something else in silence."""
-    assert sum(bool(re.match(r"\s*raise\b", line)) for line in LINES) <= 158
-    assert sum(": Any" in line for line in LINES) <= 167
+    assert sum(bool(re.match(r"\s*raise\b", line)) for line in LINES) <= 150
+    assert sum(": Any" in line for line in LINES) <= 100
