@@ -4,19 +4,12 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
 
-from trl.trainer.utils import get_config_model_id
-
 _T = TypeVar("_T")
 
 
 def trls(trainer: object) -> Any:
     """Return the trainer as TRL's, whose private attributes no type declares."""
     return trainer
-
-
-def default_output_dir(model: Any, method: str) -> str:
-    """Return TRL's output folder for a trainer of "GRPO" or another method that is built without `args`."""
-    return f"{(model if isinstance(model, str) else get_config_model_id(model.config)).split('/')[-1]}-{method}"
 
 
 def on_cards(method: str, **paper: str) -> Callable[[type[_T]], type[_T]]:

@@ -2,9 +2,11 @@
 
 from typing import Any, ClassVar
 
+from trl.trainer.utils import get_config_model_id
+
 from trl_steady.config.shared import SharedOptions
 from trl_steady.host import Steady
-from trl_steady.host.names import default_output_dir, overridden
+from trl_steady.host.names import overridden
 from trl_steady.reference.callback import Refresh
 from trl_steady.reference.part import ReferencePart
 from trl_steady.reward_model.callback import RewardRefresh
@@ -49,7 +51,8 @@ def _own_config(kind: type[SharedOptions], model: Any, args: object) -> SharedOp
     """
     method = kind.METHOD
     if args is None:
-        args = kind(default_output_dir(model, method))
+        model_id = model if isinstance(model, str) else get_config_model_id(model.config)
+        args = kind(f"{model_id.split('/')[-1]}-{method}")
     if isinstance(args, kind) and method == args.METHOD:
         return args
     theirs = getattr(args, "METHOD", method)
