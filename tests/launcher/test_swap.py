@@ -54,14 +54,6 @@ def test_afterwards_trl_is_itself_again(scripts: Scripts) -> None:
     assert before == (trl.GRPOTrainer, trl.GRPOConfig)
 
 
-def test_swapped_it_trains_as_imported_from_us(scripts: Scripts) -> None:
-    """TRL's clip range for a loss of TRL's, though its config is ours meanwhile."""
-    assert scripts.run(IMPORTS["from trl"], loss_type="grpo") == 0
-    direct = tiny.train(tiny.trainer(scripts.model, scripts.folder, loss_type="grpo"))
-    for name, value in direct.model.state_dict().items():
-        assert torch.equal(value, scripts.policy()[name]), name
-
-
 def test_what_is_left_to_trl_is_trls_also_when_swapped(models: dict[str, Path], tmp_path: Path) -> None:
     """Masks by token are TRL's own decision, which is no longer to be found under TRL's name."""
 
@@ -100,9 +92,8 @@ def test_a_script_that_trains_nothing_of_ours_hears_of_it(
     assert scripts.run("print('nothing')", trainer="") == 0
     said = "script.py ended without building a GRPOTrainer or RLOOTrainer in this process"
     assert said in capsys.readouterr().err
-    for end in ("sys.exit()", "sys.exit(0)"):
-        assert scripts.run(f"import sys\n{end}", trainer="") == 0
-        assert said in capsys.readouterr().err
+    assert scripts.run("import sys\nsys.exit(0)", trainer="") == 0
+    assert said in capsys.readouterr().err
     monkeypatch.setenv("RANK", "2")  # one process says it
     assert scripts.run("print('nothing')", trainer="") == 0
     assert said not in capsys.readouterr().err
@@ -134,8 +125,6 @@ def test_a_script_sees_what_python_would_show_it(scripts: Scripts, monkeypatch: 
 def test_a_scripts_exit_status_is_its_own(scripts: Scripts) -> None:
     with pytest.raises(SystemExit, match="7"):
         scripts.run("raise SystemExit(7)", trainer="")
-    with pytest.raises(SystemExit, match="stopped"):
-        scripts.run("raise SystemExit('stopped')", trainer="")
 
 
 def test_a_modules_main_is_itself_while_it_runs(scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,6 @@ from transformers import HfArgumentParser
 from trl_steady.config.ppo import PPOConfig
 from trl_steady.config.rloo import RLOOConfig
 from trl_steady.config.shared import SharedOptions
-from trl_steady.host.mistakes import near
 
 _TYPES = {
     option.name: get_type_hints(config)[option.name]
@@ -36,7 +35,7 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
         if not equals:
             raise ValueError(f"--set {setting!r} has no value. Write --set NAME=VALUE.")
         if name not in _TYPES:
-            raise ValueError(f"--set {setting}: no config of ours has an option {name!r}.{near(name, _TYPES)}")
+            raise ValueError(f"--set {setting}: no config of ours has an option {name!r}.")
         try:
             options[name] = _read(name, text)
         except ValueError as error:

@@ -4,7 +4,6 @@ import functools
 import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import transformers
@@ -24,18 +23,8 @@ from trl_steady.trainers.rloo import RLOOTrainer
 _KEPT = "_set_by_launcher"  # attribute of a config: the options of --set, with their values after the config's checks
 
 
-@dataclass
-class Swap:
-    """The trainers that a script has built."""
-
-    trainers: int = 0
-    """Number of trl-steady's trainers."""
-    others: dict[str, None] = field(default_factory=dict)
-    """Names of the other trainers, in order of construction."""
-
-
 @contextmanager
-def swapped(settings: Mapping[str, object] | None = None, *, ppo: bool = False) -> Iterator[Swap]:
+def swapped(settings: Mapping[str, object] | None = None, *, ppo: bool = False) -> Iterator[list[type]]:
     """Replace TRL's GRPO and RLOO trainers and configs by trl-steady's in all modules of TRL.
 
     Args:
@@ -43,13 +32,13 @@ def swapped(settings: Mapping[str, object] | None = None, *, ppo: bool = False) 
         ppo: True to put PPO in GRPO's place.
 
     Yields:
-        The trainers that have been built so far.
+        The classes of trl-steady's trainers that have been built so far.
 
     Raises:
         ValueError: The script builds a trainer that would train GRPO or RLOO without trl-steady, or one whose config
             has lost an option of `settings`, or several processes train, each alone.
     """
-    swap, options = Swap(), dict(settings or {})
+    built, options = list[type](), dict(settings or {})
     theirs = (trl.GRPOConfig, trl.RLOOConfig)
     construct, check = transformers.Trainer.__init__, SharedOptions.__post_init__
 
@@ -58,16 +47,14 @@ def swapped(settings: Mapping[str, object] | None = None, *, ppo: bool = False) 
         args = keywords.get("args", positional[1] if len(positional) > 1 else None)
         if isinstance(self, Steady):
             _refuse_changed(args)
-            swap.trainers += 1
+            built.append(type(self))
         else:
             names = [base.__name__ for base in type(self).__mro__]
             if isinstance(args, theirs) or any(name.endswith(("GRPOTrainer", "RLOOTrainer")) for name in names):
                 raise ValueError(
-                    f"{_name(type(self))} would train without trl-steady: it does not derive from trl-steady's "
-                    "trainers. Derive it from trl_steady.GRPOTrainer or trl_steady.RLOOTrainer in its module, or run "
-                    "the script with python."
+                    f"{type(self).__module__}.{type(self).__qualname__} would train without trl-steady. Derive it "
+                    "from trl_steady.GRPOTrainer or trl_steady.RLOOTrainer, or run the script with python."
                 )
-            swap.others[_name(type(self))] = None
         construct(self, *positional, **keywords)
         if isinstance(self, Steady):
             _refuse_processes_apart(self.accelerator.num_processes)
@@ -91,7 +78,7 @@ def swapped(settings: Mapping[str, object] | None = None, *, ppo: bool = False) 
         for owner, name, hook in hooks:
             stack.callback(setattr, owner, name, vars(owner)[name])
             setattr(owner, name, hook)
-        yield swap
+        yield built
 
 
 def _refuse_changed(args: object) -> None:
@@ -110,7 +97,3 @@ def _refuse_processes_apart(together: int) -> None:
             f"{started} processes were started, but each would train alone, because torch finds no GPU and the config "
             "does not ask for the CPU. Set use_cpu=True in the script, or --set use_cpu=true."
         )
-
-
-def _name(kind: type) -> str:
-    return f"{kind.__module__}.{kind.__qualname__}"
