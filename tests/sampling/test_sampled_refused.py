@@ -22,9 +22,6 @@ def config(output: Path, **options: Any) -> trl_steady.GRPOConfig:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"use_transformers_continuous_batching": True}, "use_transformers_continuous_batching=True"),
-        ({"generation_kwargs": {"do_sample": False}}, "do_sample=False"),
-        ({"generation_kwargs": {"num_beams": 3}}, "num_beams=3"),
         ({"use_vllm": True, "top_k": 0}, "top_k=0: vLLM"),
         ({"use_vllm": True, "top_k": 50, "generation_kwargs": {"top_k": -1}}, "top_k=-1: vLLM"),
     ],

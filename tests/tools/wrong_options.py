@@ -15,7 +15,7 @@ INVALID: dict[str, list[Any]] = {
     "geometric_mask_range": [(0.99,), (1.01, 0.99), (1.01, 1.02), {"low": 0.9, "high": 1.1}, 0.99],
     "token_veto_threshold": ["1e-4", 0.0, 1.0],
     "step_advantage": ["gae"],
-    "ref_model_sync_kl": [0.0, INF],
+    "ref_model_sync_kl": [INF],
     "ref_model_sync_reset_optimizer": [2],
     "trim_padding": ["no", None],
     "token_budget": [0, 10.5, "4096", True],
@@ -25,7 +25,7 @@ INVALID: dict[str, list[Any]] = {
     "keep_sampling_mask": [[0.9]],
     "adapter_dtype": ["float16"],
     "vllm_adapter_sync": ["lora"],
-    "engine_check": [0.0, NAN],
+    "engine_check": [0.0],
 }
 """Option of `GRPOConfig` -> values that are refused whatever the other options are."""
 
@@ -38,13 +38,12 @@ INVALID_PPO: dict[str, list[Any]] = {
     "kl_coef": [-1],
     "kl_target": [0],
     "kl_horizon": [0],
-    "beta": [-0.1, None],
     "kl_estimator": ["k4"],
     "cliprange_value": [0],
     "value_learning_rate": [-1e-5],
     "value_warmup_steps": [-1, 0.5],
     "value_updates": [0],
-    "value_init": ["", "polcy", "runs/no-such/value"],
+    "value_init": [""],
     "whiten_advantages": ["yes"],
     "whiten_rewards": [None],
     "bootstrap_truncated": ["yes"],
@@ -61,40 +60,28 @@ CONTRADICTIONS: list[Wrong] = [
     ({"sync_ref_model": True}, r"sync_ref_model=True with beta=0\.0"),
     ({"adapter_dtype": "float32", "use_transformers_continuous_batching": True}, "adapter_dtype='float32' does not"),
     ({"importance_sampling_level": "token"}, r"='token' contradicts loss_type='gspo'.*Leave importance_s"),
-    ({"delta": 1.0002}, r"delta=1\.0002 is inside the clip range.*Set delta above 1\.0004"),
-    ({"delta": 1.4, "loss_type": "gmpo"}, r"Set delta above 1\.49"),
     ({"token_budget": 512, "trim_padding": False}, r"token_budget=512 does not work with trim_padding=False"),
     ({"share_prompts": True, "trim_padding": False}, r"share_prompts=True does not work with trim_padding"),
     ({"token_budget": 512, "loss_type": "bnpo"}, r"token_budget=512 does not work with loss_type='bnpo'"),
     ({"token_budget": 512, "entropy_coef": 0.1}, r"does not work with entropy_coef=0\.1"),
-    ({"token_budget": 512, "use_adaptive_entropy": True}, r"does not work with use_adaptive_entropy"),
     ({"token_budget": 512, "top_entropy_quantile": 0.2}, r"does not work with top_entropy_quantile=0\.2"),
-    (
-        {"token_budget": 512, "ref_model_sync_kl": 0.1, "sync_ref_model": True, "beta": 0.1},
-        r"token_budget=512 does not work with ref_model_sync_kl=0\.1",
-    ),
     ({"top_k": None}, r"top_k=None: transformers takes it for 50"),
 ]
 """For `GRPOConfig` with loss_type="gspo", off-policy."""
 
 CONTRADICTIONS_PPO: list[Wrong] = [
     ({"loss_type": "gspo"}, r"loss_type='gspo' with .* does not work with PPO.*'gspo_token'"),
-    ({"loss_type": "gmpo"}, r"loss_type='gmpo' with"),
     ({"importance_sampling_level": "sequence"}, r"importance_sampling_level='sequence' does not work with PPO"),
-    ({"sync_ref_model": True, "kl_coef": 0.0}, r"sync_ref_model=True with beta=0\.0"),
-    ({"optim": "lomo"}, r"optim='lomo' takes its steps in backward"),
     ({"optim": "galore_adamw_layerwise"}, r"optim='galore_adamw_layerwise' takes"),
     ({"fp16": True}, r"fp16=True does not work with PPO"),
 ]
 
 _ON_POLICY = {"steps_per_generation": 1}
 IDLE: list[Wrong] = [
-    (_ON_POLICY, r"loss_type='gspo' cannot act: every update is on-policy.*steps_per_generation=4"),
-    ({**_ON_POLICY, "router_replay": "R2", "loss_type": "grpo"}, r"router_replay='R2' cannot act: every update"),
-    ({"epsilon": 0.2}, r"epsilon=0\.2: a clip range for token ratios.*epsilon=0\.0003 and epsilon_high=0\.0004"),
-    ({"epsilon": 0.2, "epsilon_high": 0.28}, r"^epsilon=0\.2 and epsilon_high=0\.28: "),
-    ({"loss_type": "luspo", "importance_sampling_level": "sequence"}, r"epsilon=0\.2: .* the ratio is per sequence"),
-    ({"epsilon": 0.2, "loss_type": "gmpo"}, r"loss_type='gmpo' clips log-ratios, .*set epsilon=0\.4"),
+    (_ON_POLICY, r"loss_type='gspo' cannot act with on-policy updates: steps_per_generation \* num_iterations is not"),
+    ({**_ON_POLICY, "router_replay": "R2", "loss_type": "grpo"}, r"router_replay='R2' cannot act with on-policy"),
+    ({"epsilon_high": 0.28}, r"epsilon_high=0\.28 are for token ratios.*Set epsilon=3e-4 and epsilon_high=4e-4"),
+    ({"loss_type": "luspo", "importance_sampling_level": "sequence"}, r"epsilon=0\.2 .* A sequence ratio"),
     ({"kl_estimator": "k2"}, r"kl_estimator='k2' cannot act with beta=0\.0"),
     ({"kl_ratio_denominator": "sampler"}, r"cannot act with beta=0\.0"),
     (
@@ -109,10 +96,6 @@ IDLE: list[Wrong] = [
     ({"step_advantage": "process"}, r"step_advantage='process' cannot act with loss_type='gspo'"),
     ({"ref_model_sync_kl": 0.1, "beta": 0.1}, r"ref_model_sync_kl=0\.1 cannot act with sync_ref_model=False"),
     ({"ref_model_sync_reset_optimizer": True}, r"cannot act with sync_ref_model=False"),
-    (
-        {"sync_ref_model": True, "beta": 0.1, "max_steps": 100},
-        r"sync_ref_model=True cannot act: .* max_steps=100.*ref_model_sync_steps=512",
-    ),
     ({"vllm_adapter_sync": True}, r"vllm_adapter_sync=True cannot act with use_vllm=False"),
     ({"engine_check": 0.5}, r"engine_check=0\.5 cannot act with use_vllm=False, unless a rollout_func"),
     ({"router_replay_reference": True}, r"router_replay_reference=True cannot act with router_replay=None"),
@@ -122,26 +105,22 @@ IDLE: list[Wrong] = [
 """For `GRPOConfig` with loss_type="gspo", off-policy: one warning each."""
 
 IDLE_PPO: list[Wrong] = [
-    ({"beta": 0.1}, r"twice, by kl_coef=0\.05 in the reward and by beta=0\.1 in the loss"),
     ({"scale_rewards": "none"}, r"scale_rewards='none' cannot act"),
-    ({"multi_objective_aggregation": "normalize_then_sum"}, r"='normalize_then_sum' cannot act"),
-    ({"step_advantage": "process"}, r"step_advantage='process' cannot act"),
     ({"kl_estimator": "k3"}, r"kl_estimator='k3' cannot act with beta=0\.0"),
     ({"lam_length_alpha": 0.05, "lam": 0.9}, r"lam=0\.9 cannot act with lam_length_alpha=0\.05"),
     ({"kl_target": 6.0, "kl_coef": 0.0}, r"kl_target=6\.0 cannot act with kl_coef=0\.0"),
     ({"kl_horizon": 5}, r"kl_horizon=5 cannot act with kl_target=None"),
     ({"mask_truncated_completions": True, "missing_eos_penalty": 1.0}, r"=1\.0 cannot act with mask_trunc"),
-    ({"mask_truncated_completions": True, "bootstrap_truncated": True}, r"=True cannot act with mask_trunc"),
 ]
 
 SILENT: list[dict[str, Any]] = [
     {"loss_type": "gspo_token"},
-    {"loss_type": "gmpo"},
     {"loss_type": "grpo"},
     {"loss_type": "sapo", "importance_sampling_level": "sequence"},  # clips nothing
     {"loss_type": "gspo_token", "off_policy_mask_threshold": 1e-4, "off_policy_mask_level": "token"},
     {"loss_type": "gspo_token", "step_advantage": "process"},
-    {"loss_type": "gspo_token", "geometric_mask_range": None, "token_budget": 512},
+    {"loss_type": "gmpo", "epsilon": 0.2, "token_budget": 512},
+    {"loss_type": "gspo", "gradient_accumulation_steps": 4, "steps_per_generation": 4, "num_iterations": 2},
     {"loss_type": "grpo", **_ON_POLICY},
     {"loss_type": "grpo", "kl_estimator": "k1", "beta": 0.1},
     {"router_replay": "R2", "router_replay_reference": True, "beta": 0.1},

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import transformers
 import trl
 
 import trl_steady
@@ -17,9 +18,9 @@ ALL = [*OURS, (trl, "GRPO"), (trl, "RLOO")]
 PAIRS = [(kind, config) for kind, config in itertools.product(ALL, ALL) if trl_steady in (kind[0], config[0])]
 
 
-def built(models: dict[str, Path], kind: Any, args: Any, **keywords: Any) -> Any:
+def built(models: dict[str, Path], kind: Any, args: Any) -> Any:
     data = {"train_dataset": tiny.dataset(), "processing_class": tiny.tokenizer()}
-    return kind(str(models["dense"]), reward_funcs=tiny.reward, args=args, **data, **keywords)
+    return kind(str(models["dense"]), reward_funcs=tiny.reward, args=args, **data)
 
 
 @pytest.mark.parametrize(("trainer", "config"), PAIRS, ids=lambda pair: f"{pair[0].__name__}.{pair[1]}")
@@ -40,23 +41,13 @@ def test_a_trainer_takes_its_own_config_only(
             built(models, kind, args)
 
 
-def test_the_start_lines_are_of_the_parts_that_the_trainer_has(
-    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_our_config_in_another_trainer_is_refused_also_after_it_was_in_ours(
+    models: dict[str, Path], tmp_path: Path
 ) -> None:
-    class Unmasked(trl_steady.GRPOTrainer):
-        PARTS = tuple(part for part in trl_steady.GRPOTrainer.PARTS if part.__name__ != "SamplingPart")
-
-    for kind, expected in ((trl_steady.GRPOTrainer, True), (Unmasked, False)):
-        built(models, kind, tiny.arguments(trl_steady.GRPOConfig, tmp_path, keep_sampling_mask=True, top_k=5))
-        out = capsys.readouterr().out
-        assert ("  on: kept sampling mask: keep_sampling_mask=True\n" in out) == expected
-        assert "  on: padding-free passes" in out
-
-
-def test_arguments_of_other_packages_ppo_are_refused_with_ours(models: dict[str, Path], tmp_path: Path) -> None:
-    args = tiny.arguments(trl_steady.PPOConfig, tmp_path)
-    with pytest.raises(ValueError, match=r"^tokenizer is an option of another package's PPO\. Set processing_class\."):
-        built(models, trl_steady.PPOTrainer, args, tokenizer=object())
+    args = tiny.arguments(trl_steady.GRPOConfig, tmp_path)
+    model = built(models, trl_steady.GRPOTrainer, args).model
+    with pytest.raises(ValueError, match=r"got a trl_steady\.GRPOConfig .*from trl_steady import GRPOConfig, GRPOTr"):
+        transformers.Trainer(model, args=args, train_dataset=tiny.dataset())
 
 
 def test_the_card_of_ppo_names_ppo(models: dict[str, Path], tmp_path: Path) -> None:

@@ -9,7 +9,6 @@ import pytest
 import torch
 import transformers
 import trl
-from peft import LoraConfig
 
 import trl_steady
 from tests.oracles import routes as routed_oracle
@@ -28,11 +27,9 @@ def lengths(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "defaults": {},
-    "KL": {"beta": 0.1},
     "accumulation": {"gradient_accumulation_steps": 2, "steps_per_generation": 4},
     "several passes": {"num_iterations": 2, "epsilon": 0.1, "epsilon_high": 0.3},
     "normalised": {"normalize_advantages": True, "reward_clip_range": (0.0, 9.0)},
-    "truncated": {"mask_truncated_completions": True, "max_completion_length": 4},
     "sampling": {"temperature": 0.7, "top_k": 5, "repetition_penalty": 1.1},
     "two rewards": {"reward_weights": [1.0, 0.5], "build": {"reward_funcs": [tiny.reward, lengths]}},
     "lora": {"lora": True, "beta": 0.1},
@@ -42,8 +39,6 @@ OPTIONS: dict[str, dict[str, Any]] = {
         "per_device_eval_batch_size": 4,
         "build": {"eval_dataset": tiny.dataset(4)},
     },
-    "padded to a multiple": {"pad_to_multiple_of": 8},
-    "no columns removed": {"remove_unused_columns": False, "shuffle_dataset": False},
 }
 
 
@@ -60,9 +55,7 @@ def test_everything_off_is_trls_bit_for_bit(models: dict[str, Path], tmp_path: P
 
 
 @pytest.mark.parametrize(
-    ("name", "options"),
-    [("KL", {}), ("accumulation", {"token_budget": 40}), ("several passes", {"share_prompts": True})],
-    ids=str,
+    ("name", "options"), [("accumulation", {"token_budget": 40}), ("several passes", {"share_prompts": True})], ids=str
 )
 def test_without_padding_it_is_trls_up_to_rounding(
     models: dict[str, Path], tmp_path: Path, name: str, options: dict[str, Any]
@@ -198,31 +191,6 @@ def test_kept_tokens_are_what_old_and_new_log_probs_are_among(models: dict[str, 
     } == {5}
 
 
-def test_options_of_grpo_are_refused_with_the_reason(tmp_path: Path) -> None:
-    for option, value in {"loss_type": "gspo", "kl_estimator": "k2", "top_entropy_quantile": 0.5}.items():
-        with pytest.raises(ValueError, match=f"^{option}=.* is an option of GRPO: RLOO has one loss.*Leave {option}"):
-            trl_steady.RLOOConfig(str(tmp_path), **{option: value})  # type: ignore[arg-type]
-
-
-def test_what_neither_knows_is_still_unexpected(tmp_path: Path) -> None:
-    with pytest.raises(TypeError, match="unexpected keyword argument 'loss_tpye'"):
-        trl_steady.RLOOConfig(str(tmp_path), loss_tpye="gspo")  # type: ignore[call-arg]
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"router_replay": "R4"}, "router_replay='R4' cannot work"),
-        ({"sync_ref_model": True, "beta": 0.0}, "sync_ref_model=True with beta=0.0"),
-        ({"share_prompts": True, "trim_padding": False}, "share_prompts=True does not work with trim_padding=False"),
-        ({"token_budget": 64, "ref_model_sync_kl": 0.1}, "token_budget=64 does not work with ref_model_sync_kl"),
-    ],
-)
-def test_options_that_cannot_work_are_refused(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        tiny.arguments(trl_steady.RLOOConfig, tmp_path, **options)
-
-
 def test_step_rewards_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
     def steps(completion_ids: list[list[int]], **_: Any) -> list[Any]:
         return [trl_steady.StepRewards.at_tokens([1.0], [len(ids)]) for ids in completion_ids]
@@ -242,23 +210,6 @@ def test_a_method_that_is_bypassed_is_refused(models: dict[str, Path], tmp_path:
     build = {"train_dataset": tiny.dataset(), "processing_class": tiny.tokenizer()}
     with pytest.raises(ValueError, match=r"OwnScores\._get_per_token_logps_and_entropies kept the first"):
         OwnScores(str(models["dense"]), tiny.reward, args, **build).train()
-
-
-def test_what_is_on_is_printed(models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer(models["dense"], tmp_path, beta=0.1, sync_ref_model=True, ref_model_sync_steps=2)
-    printed = capsys.readouterr().out
-    assert "trl_steady.trainers.rloo.RLOOTrainer\n  on: iterative GRPO: a reference that moves" in printed
-
-
-def test_on_a_quantised_base_the_reference_moves_too(wide: Path, tmp_path: Path) -> None:
-    from tests.tools import wide as wide_model
-
-    options = {"beta": 0.1, "sync_ref_model": True, "ref_model_sync_steps": 4, "ref_model_mixup_alpha": 1.0}
-    lora = LoraConfig(**tiny.LORA)
-    own = trainer(wide_model.load(wide, "nf4"), tmp_path, build={"peft_config": lora}, max_steps=8, **options)
-    tiny.train(own)
-    kls = {row["step"] - 1: row["kl"] for row in own.state.log_history if "kl" in row}
-    assert kls[4] == 0 and [refresh.step for refresh in own.reference_refreshes] == [4]
 
 
 def test_inside_a_window_the_kl_of_the_reward_must_stay(models: dict[str, Path], tmp_path: Path) -> None:

@@ -75,8 +75,6 @@ def test_a_frozen_model_is_refused(models: dict[str, Path], tmp_path: Path) -> N
 
 
 def test_what_teaches_nothing_is_warned_of(models: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match=r"reward_weights=\[0\.0\] sets all rewards to 0.*Set one of the weights"):
-        tiny.trainer(models["dense"], tmp_path, reward_weights=[0.0])
     trainer = tiny.trainer(models["dense"], tmp_path, max_steps=1, **scoring(NAN))
     with pytest.warns(UserWarning, match="'rm' returned nan, .*Check the weights"):
         trainer.train()

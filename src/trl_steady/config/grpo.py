@@ -1,13 +1,12 @@
 """`trl.GRPOConfig` with trl-steady's options: defaults from the papers, errors, and warnings with a fix."""
 
-import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
 import trl
 
-from trl_steady.config.options import documented, needs, option, trl_default
-from trl_steady.config.shared import SharedOptions
+from trl_steady.config.options import NOT_NEGATIVE, Range, documented, needs, option, trl_default
+from trl_steady.config.shared import SharedOptions, never_off_policy
 from trl_steady.losses.table import LOSSES, Loss
 
 _TOKEN_SCALE_EPSILON = 1e-2  # clip ranges from here on are those of token ratios
@@ -22,11 +21,6 @@ def _has_no_levels(args: "GRPOConfig") -> str | None:
 def _refuses_steps(args: "GRPOConfig") -> str | None:
     takes_tokens = args.loss.takes_token_advantages(args.importance_sampling_level or "token")
     return None if takes_tokens else f"loss_type={args.loss_type!r}, whose ratio is of sequences"
-
-
-def _is_range(value: list[float]) -> bool:
-    low, high = value
-    return 0 <= low <= 1 <= high
 
 
 @documented
@@ -60,26 +54,24 @@ class GRPOConfig(SharedOptions, trl.GRPOConfig):
         'value, with advantages per token. `"gmpo"` is GMPO (arXiv 2507.20673): the geometric mean of clipped '
         "token ratios.",
         LOSSES.keys(),  # a live view: a script may add a loss
+        idle=lambda args: never_off_policy(args) if args.loss.is_ours else None,
     )
     epsilon: float | None = option(
         None,
         "Lower clip range. If unset, 3e-4 for gspo and gspo_token (section 5.1), 0.4 for gmpo (of the log-ratio), "
         "and TRL's default otherwise.",
-        lambda value: value >= 0,
-        "0 or above, or None for the default of the loss",
+        NOT_NEGATIVE,
     )
     epsilon_high: float | None = option(
         None,
         "Upper clip range. If unset, 4e-4 for gspo and gspo_token and 0.4 for gmpo when `epsilon` is unset too. "
         "Otherwise it is `epsilon`, which is TRL's rule.",
-        lambda value: value >= 0,
-        "0 or above, or None",
+        NOT_NEGATIVE,
     )
     importance_sampling_level: str | None = option(
         None,
         '`"token"` or `"sequence"`. If unset, `"sequence"` for gspo and gspo_token and TRL\'s default otherwise.',
         ("token", "sequence"),
-        "'token' or 'sequence', or None for that of the loss",
     )
     kl_estimator: str = option(
         "k3",
@@ -109,15 +101,13 @@ class GRPOConfig(SharedOptions, trl.GRPOConfig):
         None,
         "(low, high). Leave out of the policy term each sequence whose geometric mean of the token ratios, "
         "trainer to inference engine, is outside this range. None: no mask.",
-        _is_range,
-        "(low, high), with low <= 1 <= high, such as (0.99, 1.01), or None for no mask",
+        Range(lambda value: len(value) == 2 and 0 <= value[0] <= 1 <= value[1], "(low, high), with low <= 1 <= high"),
     )
     token_veto_threshold: float | None = option(
         None,
         "Leave out of the policy term each sequence that has a token whose ratio, trainer to inference engine, is "
         "below this value. None: no mask.",
-        lambda value: 0 < value < 1,
-        "above 0 and below 1, such as 0.0001, or None for no mask",
+        Range(lambda value: 0 < value < 1, "above 0 and below 1"),
     )
     step_advantage: str = option(
         "return_to_go",
@@ -142,55 +132,26 @@ class GRPOConfig(SharedOptions, trl.GRPOConfig):
         yield from super()._contradictions()
         if self.beta != 0 and self.kl_estimator == "k1" and not self.use_bias_correction_kl:
             yield (
-                "kl_estimator='k1' with use_bias_correction_kl=False adds noise without holding the policy: on-policy "
-                "the gradient of log policy - log reference is 0 in expectation. Set use_bias_correction_kl=True, or "
-                "kl_estimator to 'k2' or 'k3'."
+                "kl_estimator='k1' with use_bias_correction_kl=False only adds noise: its gradient is 0 in "
+                "expectation. Set use_bias_correction_kl=True, or kl_estimator to 'k2' or 'k3'."
             )
-        if not self.loss.is_ours:
-            return
-        if self.importance_sampling_level != self.loss.level:
+        if self.loss.is_ours and self.importance_sampling_level != self.loss.level:
             yield (
                 f"importance_sampling_level={self.importance_sampling_level!r} contradicts loss_type="
                 f"{self.loss_type!r}, which uses {self.loss.what}. Leave importance_sampling_level unset."
-            )
-        upper = math.exp(self._high) if self.loss.clip == "log_ratio" else 1 + self._high
-        if self.delta is not None and self.delta <= upper:
-            yield (
-                f"delta={self.delta} is inside the clip range of loss_type={self.loss_type!r} (upper end {upper}), "
-                f"so it would replace epsilon_high. Set delta above {upper}, or None for no two-sided clip."
             )
 
     @property
     def cannot_act(self) -> list[str]:
         """Warnings about options that have no effect, or probably not the intended one, each with a fix."""
-        messages, loss = super().cannot_act, self.loss
-        assert self.epsilon is not None  # filled in at construction
-        if loss.is_ours and self.is_on_policy:
+        messages = super().cannot_act
+        is_of_sequences = self.loss.clip == "ratio" and self.importance_sampling_level == "sequence"
+        if is_of_sequences and max(self.epsilon or 0, self.epsilon_high or 0) >= _TOKEN_SCALE_EPSILON:
             messages.append(
-                f"loss_type={self.loss_type!r} cannot act: every update is on-policy, so all ratios are exactly 1 and "
-                f"nothing is clipped (an optimizer step uses the whole generation batch). {self.way_off_policy}"
-            )
-        if loss.clip == "log_ratio" and self.epsilon <= trl_default("epsilon"):
-            messages.append(
-                f"epsilon={self.epsilon}: a clip range for token ratios, but loss_type={self.loss_type!r} clips "
-                f"log-ratios, with {loss.epsilon} in its paper. Leave epsilon unset, or set epsilon={loss.epsilon}."
-            )
-        ranges = {"epsilon": self.epsilon, "epsilon_high": self.epsilon_high}
-        wide = [f"{name}={value}" for name, value in ranges.items() if value and value >= _TOKEN_SCALE_EPSILON]
-        if wide and loss.clip == "ratio" and self.importance_sampling_level == "sequence":
-            messages.append(
-                f"{' and '.join(wide)}: a clip range for token ratios, but the ratio is per sequence. It is a mean "
-                "over the completion and varies far less, so almost nothing will be clipped. Set "
-                f"epsilon={LOSSES['gspo'].epsilon} and epsilon_high={LOSSES['gspo'].epsilon_high}, as in the GSPO "
-                "paper."
+                f"epsilon={self.epsilon} and epsilon_high={self.epsilon_high} are for token ratios. A sequence ratio "
+                "varies far less, so almost nothing will be clipped. Set epsilon=3e-4 and epsilon_high=4e-4, as GSPO."
             )
         return messages
-
-    @property
-    def _high(self) -> float:
-        """Upper clip range."""
-        assert self.epsilon is not None  # filled in at construction
-        return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     @property
     def loss(self) -> Loss:
@@ -214,23 +175,3 @@ class GRPOConfig(SharedOptions, trl.GRPOConfig):
             "token_veto_threshold": self.token_veto_threshold is not None,
         }
         return [option for option, is_set in set_ones.items() if is_set]
-
-    @property
-    def idle_without_engine(self) -> list[str]:
-        """Warnings about options that have no effect when the policy itself samples, each with a fix."""
-        threshold = self.off_policy_mask_threshold
-        if threshold is None or threshold == math.inf:  # infinity only switches on metrics
-            return []
-        cannot = f"off_policy_mask_threshold={threshold} cannot act"
-        if self.is_on_policy:
-            return [f"{cannot}: every update is on-policy, and the policy is the sampler. {self.way_off_policy}"]
-        assert self.epsilon is not None  # filled in at construction
-        clipped = -math.log1p(-self.epsilon) if self.epsilon < 1 else math.inf
-        clips_sequences = self.importance_sampling_level == "sequence" and self.loss.clip == "ratio"
-        # with gspo_token, the advantages of a sequence's tokens may have both signs
-        if clips_sequences and self.loss.advantages != "token" and threshold >= clipped:
-            return [
-                f"{cannot} with one advantage per sequence: from -log(1 - epsilon) = {clipped:.6g} on, the lower clip "
-                "has already removed the gradient of the same sequences. Set a lower value, or None."
-            ]
-        return []

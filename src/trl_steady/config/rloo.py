@@ -1,10 +1,9 @@
 """`trl.RLOOConfig` with the options of trl-steady that apply to RLOO."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import trl
 
-from trl_steady.config.grpo import GRPOConfig
 from trl_steady.config.options import documented
 from trl_steady.config.shared import SharedOptions
 
@@ -24,22 +23,10 @@ class RLOOConfig(SharedOptions, trl.RLOOConfig):
         {options}
 
     Raises:
-        ValueError: An option is invalid, or is one of GRPO that RLOO does not have. The message names the option, its
-            value and the fix.
+        ValueError: An option is invalid. The message names the option, its value and the fix.
 
     Warns:
         UserWarning: An option has no effect because of another one.
     """
 
     METHOD = "RLOO"
-
-    def __new__(cls, *_: object, **options: object) -> "RLOOConfig":
-        """Refuse options of GRPO, which Python would only call unexpected."""
-        of_grpo = {each.name for each in fields(GRPOConfig)} - {each.name for each in fields(cls)}
-        for name in sorted(options.keys() & of_grpo):
-            raise ValueError(
-                f"{name}={options[name]!r} is an option of GRPO: RLOO has one loss, with the ratio and the advantage "
-                "of whole sequences, no masks, and its KL is log policy - log reference in the reward. Leave "
-                f"{name} unset, or train with GRPOConfig and GRPOTrainer."
-            )
-        return super().__new__(cls)

@@ -7,8 +7,8 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import trl
 
-from trl_steady.config import sampling
-from trl_steady.config.options import count, idle_options, needs, option, positive, refuse_invalid
+from trl_steady.config.options import COUNT, POSITIVE, idle_options, needs, option, refuse_invalid
+from trl_steady.config.sampling import TRUNCATIONS, WEIGHTINGS
 
 if TYPE_CHECKING:
     _Trls = trl.GRPOConfig
@@ -25,6 +25,13 @@ _OVER_MICRO_BATCHES: dict[str, object] = {
 }
 
 
+def never_off_policy(args: "SharedOptions") -> str | None:
+    """Return the settings with which every update is on-policy, as an `idle` of an option; None without them."""
+    if not args.is_on_policy:
+        return None
+    return "on-policy updates: steps_per_generation * num_iterations is not above gradient_accumulation_steps"
+
+
 @dataclass
 class SharedOptions(_Trls):
     """Options of every trainer of trl-steady, in addition to those of TRL's config."""
@@ -35,8 +42,7 @@ class SharedOptions(_Trls):
         None,
         "With `sync_ref_model`, also move the reference when the KL of an update exceeds this many nats per "
         "token. The KL is the logged one, so it depends on `kl_estimator`. None: move it by steps only.",
-        positive,
-        "above 0, in nats a token, or None for refreshes by steps only",
+        POSITIVE,
         idle=needs("sync_ref_model"),
     )
     ref_model_sync_reset_optimizer: bool = option(
@@ -55,8 +61,7 @@ class SharedOptions(_Trls):
         "Maximum number of tokens in a micro-batch of the policy. Micro-batches are filled with sequences of the "
         "optimizer step up to this number. A longer sequence is a micro-batch of its own. None: TRL's "
         "micro-batches of `per_device_train_batch_size` sequences.",
-        count,
-        "1 token or more, or None for per_device_train_batch_size",
+        COUNT,
     )
     share_prompts: bool = option(False, "Compute a prompt once for all of its completions in the same forward pass.")
     router_replay: str | None = option(
@@ -65,7 +70,7 @@ class SharedOptions(_Trls):
         'the rollout were computed. `"R3"`: the old log-probs and the updates use the experts that were chosen '
         "while the rollout was generated. None: each pass chooses its experts, as in TRL.",
         ("R2", "R3"),
-        "'R2', 'R3', or None for no replay of routes",
+        idle=lambda args: never_off_policy(args) if args.router_replay == "R2" else None,
     )
     router_replay_reference: bool = option(
         False,
@@ -84,14 +89,12 @@ class SharedOptions(_Trls):
         '`"float32"` keeps the adapters of a quantised base in float32. TRL makes them bf16, in which steps with '
         "a small learning rate round away. None: as in TRL.",
         ("float32",),
-        "'float32', or None for TRL's choice",
     )
     vllm_adapter_sync: bool | None = option(
         None,
         "With `use_vllm` and LoRA, send vLLM the adapter alone, which it serves beside its own copy of the base. "
         "True: require that. False: send all weights with the adapter merged. None: send the adapter if its "
         "configuration is one that vLLM serves, and otherwise merged weights, with a warning.",
-        expected="True, False, or None",
         idle=needs("use_vllm"),
     )
     engine_check: float | None = option(
@@ -99,8 +102,8 @@ class SharedOptions(_Trls):
         "Largest mean k3, in nats per token, between trainer and vLLM (or a `rollout_func`) in the first rollout of "
         "a run and in the first after a resume. Above it, the engine serves another model than the policy, and the "
         "run ends with an error. None: no check.",
-        positive,
-        "above 0, in nats a token, or None for no comparison with the engine",
+        POSITIVE,
+        takes_none=True,
         idle=lambda args: None if args.use_vllm else "use_vllm=False, unless a rollout_func generates",
     )
 
@@ -122,23 +125,18 @@ class SharedOptions(_Trls):
     def _contradictions(self) -> Iterator[str]:
         """Yield errors about options that are valid alone, but not together, each with a fix."""
         if self.sync_ref_model and not self.has_reference:
-            yield (
-                "sync_ref_model=True with beta=0.0: without a KL there is no reference to move. Set beta above 0, or "
-                "set sync_ref_model=False."
-            )
+            yield "sync_ref_model=True with beta=0.0: there is no reference to move. Set beta above 0."
         for name in ("token_budget", "share_prompts"):
             if getattr(self, name) and not self.trim_padding:
+                yield f"{name}={getattr(self, name)!r} does not work with trim_padding=False. Set trim_padding=True."
+        if self.token_budget is not None:
+            over = [name for name, off in _OVER_MICRO_BATCHES.items() if getattr(self, name, off) != off]
+            over += ["loss_type"] if getattr(self, "loss_type", "") == "bnpo" else []
+            for name in over:
                 yield (
-                    f"{name}={getattr(self, name)!r} does not work with trim_padding=False, which keeps TRL's batches "
-                    f"as they are. Set trim_padding=True, or leave {name} unset."
+                    f"token_budget={self.token_budget} does not work with {name}={getattr(self, name)!r}, which acts "
+                    "over each of TRL's micro-batches. Leave one of them unset."
                 )
-        ways_out = {name: off for name, off in _OVER_MICRO_BATCHES.items() if getattr(self, name, off) != off}
-        ways_out |= {"loss_type": "dapo"} if getattr(self, "loss_type", "") == "bnpo" else {}
-        for name, other in ways_out.items() if self.token_budget is not None else ():
-            yield (
-                f"token_budget={self.token_budget} does not work with {name}={getattr(self, name)!r}, which is a mean "
-                f"or a quantile over each of TRL's micro-batches. Set {name}={other!r}, or leave token_budget unset."
-            )
         if self.adapter_dtype is not None and self.use_transformers_continuous_batching:
             yield (
                 f"adapter_dtype={self.adapter_dtype!r} does not work with use_transformers_continuous_batching=True, "
@@ -146,44 +144,21 @@ class SharedOptions(_Trls):
             )
         if self.top_k is None:  # the other options would read it as no filter
             yield "top_k=None: transformers takes it for 50. Set top_k=0 for no top-k filter."
-        if self.keep_sampling_mask and (reason := self._why_unkept()):
-            yield f"keep_sampling_mask=True does not work with {reason}, or set keep_sampling_mask=False."
-
-    def _why_unkept(self) -> str | None:
-        """Return a setting of generation with which the kept tokens are not known, with a fix."""
-        given = self.sampling
-        if self.use_transformers_continuous_batching:
-            return (
-                "use_transformers_continuous_batching=True, which does not expose the distribution that it samples "
-                "from. Set it to False"
+        if self.keep_sampling_mask and self.use_vllm and self.sampling.get("top_k", 0) <= 0:
+            yield (
+                f"keep_sampling_mask=True does not work with top_k={self.sampling.get('top_k')}: vLLM returns kept "
+                "tokens only if top_k limits their number. Set top_k=512, for example, in addition to top_p."
             )
-        for name, works in (("do_sample", True), ("num_beams", 1)):
-            if given.get(name, works) != works:
-                return f"{name}={given[name]!r} in generation_kwargs, which searches for tokens. Leave {name} unset"
-        if self.use_vllm and given.get("top_k", 0) <= 0:
-            return (
-                f"top_k={given.get('top_k')}: vLLM returns the kept tokens only if top_k limits their number. Set "
-                "top_k=512, for example, in addition to top_p"
-            )
-        return None
 
     @property
     def cannot_act(self) -> list[str]:
         """Warnings about options that have no effect, or probably not the intended one, each with a fix."""
         messages = list(idle_options(self))
-        if self.router_replay == "R2" and self.is_on_policy:
-            messages.append(
-                "router_replay='R2' cannot act: every update is on-policy, so its routes are those of the current "
-                f"policy. {self.way_off_policy}"
-            )
-        is_short = self.ref_model_sync_kl is None and 0 < self.max_steps <= self.ref_model_sync_steps
-        if self.sync_ref_model and is_short:
-            messages.append(
-                f"sync_ref_model=True cannot act: the run ends after max_steps={self.max_steps}, before the reference "
-                f"moves. Set ref_model_sync_steps={self.ref_model_sync_steps} below max_steps."
-            )
         if self.keep_sampling_mask and self.weightings:  # the temperature of generation_kwargs may be one of them
-            messages.append(sampling.beyond_sets(self.weightings).strip())
+            messages.append(
+                f"{', '.join(self.weightings)} also changes the probabilities of the kept tokens, and ratios include "
+                "this change even with keep_sampling_mask=True."
+            )
         return messages
 
     is_of_our_trainer = False  # not an option, without an annotation
@@ -215,11 +190,6 @@ class SharedOptions(_Trls):
         return name if name in ("lomo", "adalomo") or name.endswith("_layerwise") else None
 
     @property
-    def idle_without_engine(self) -> list[str]:
-        """Warnings about options that have no effect when the policy itself samples, each with a fix."""
-        return []
-
-    @property
     def sampling(self) -> dict[str, Any]:
         """Generation options that are set; `generation_kwargs` override TRL's own options."""
         assert not isinstance(self.generation_kwargs, str)  # parsed by transformers.TrainingArguments
@@ -231,15 +201,15 @@ class SharedOptions(_Trls):
     @property
     def truncations(self) -> list[str]:
         """Settings that exclude tokens from sampling, such as "top_p=0.9"."""
-        return sampling.truncations(self.sampling)
+        given = self.sampling.items()
+        return [f"{name}={value!r}" for name, value in given if name in TRUNCATIONS and TRUNCATIONS[name](value)]
 
     @property
     def weightings(self) -> list[str]:
         """Settings that change the probabilities of the kept tokens, such as "repetition_penalty=1.1"."""
         # log-probs are computed with the option, not with the temperature of generation_kwargs
-        used = self.sampling["temperature"]
-        scaled = [] if used == self.temperature else [f"temperature={used!r}"]
-        return sampling.weightings(self.sampling) + scaled
+        unweighted = {**WEIGHTINGS, "temperature": self.temperature}
+        return [f"{name}={value!r}" for name, value in self.sampling.items() if unweighted.get(name, value) != value]
 
     @property
     def uncorrected(self) -> list[str]:
@@ -254,13 +224,3 @@ class SharedOptions(_Trls):
         """
         assert self.steps_per_generation is not None  # filled in by trl.GRPOConfig
         return self.gradient_accumulation_steps % (self.steps_per_generation * self.num_iterations) == 0
-
-    @property
-    def way_off_policy(self) -> str:
-        """Advice for an on-policy config: the settings with which a rollout feeds several updates."""
-        assert self.steps_per_generation is not None  # filled in by trl.GRPOConfig
-        accumulation = self.gradient_accumulation_steps
-        return (
-            f"Set steps_per_generation={4 * accumulation} for four updates per rollout as in the GSPO paper, or "
-            f"num_iterations={accumulation // self.steps_per_generation + 1} or more."
-        )

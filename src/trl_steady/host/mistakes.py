@@ -1,57 +1,11 @@
 """Friendly errors for the commonest mistakes, which would otherwise have a poor message or train nothing."""
 
-import difflib
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
 from datasets import Dataset
-
-# what to set -> names in TRL's former PPO, in verl and in OpenRLHF
-PPO_NAMES = {
-    "model": "policy pretrain sft_model_path",
-    "args": "config",
-    "processing_class": "tokenizer",
-    "train_dataset": "dataset prompt_data",
-    "reward_funcs": "reward_model reward_model_path reward_pretrain",
-    "value_model": "critic_pretrain",
-    "kl_coef (the reference is the model as it was at the start)": "ref_model ref_policy",
-    "kl_coef (the KL in the reward is always k1)": "init_kl_coef kl_penalty kl_estimator_in_reward",
-    "kl_target (kl_coef follows it; no update is stopped early)": "adap_kl_ctrl early_stopping target target_kl",
-    "kl_horizon": "horizon",
-    "beta and kl_estimator": "kl_loss_coef kl_loss_type use_kl_loss",
-    "epsilon and epsilon_high": "clip_ratio clip_ratio_high clip_ratio_low cliprange eps_clip eps_clip_low_high",
-    "num_iterations": "max_epochs num_ppo_epochs ppo_epochs",
-    "steps_per_generation and gradient_accumulation_steps": "mini_batch_size num_mini_batches ppo_mini_batch_size",
-    "per_device_train_batch_size": "batch_size forward_batch_size local_rollout_forward_batch_size",
-    "num_generations": "n_samples_per_prompt",
-    "max_completion_length": "generate_max_len response_length",
-    "lam": "gae_lambda lambd",
-    "value_learning_rate (the value loss has no weight)": "critic_learning_rate vf_coef",
-    "value_warmup_steps": "critic_warmup freezing_actor_steps",
-    "cliprange_value": "value_clip",
-    "entropy_coef": "entropy_coeff entropy_loss_coef",
-    "generation_kwargs": "stop_token stop_token_id",
-}
-_ALIASES = {name: ours for ours, names in PPO_NAMES.items() for name in names.split()}
-
-
-def near(given: object, names: Iterable[str], form: str = "{}") -> str:
-    """Return " Did you mean ...?" with the known name closest to `given`, in any case of letters, or ""."""
-    by_case = {name.lower(): name for name in names}
-    matches = difflib.get_close_matches(str(given).lower(), by_case, n=1, cutoff=0.7)
-    return f" Did you mean {form.format(by_case[matches[0]])}?" if matches else ""
-
-
-def refuse_names_of_other_ppos(given: Mapping[str, object], known: Collection[str] = ()) -> None:
-    """Refuse arguments that are named as in another package's PPO; `known` names are taken.
-
-    Raises:
-        ValueError: The message has the name to use.
-    """
-    for name in sorted(given.keys() & _ALIASES.keys() - set(known)):
-        raise ValueError(f"{name} is an option of another package's PPO. Set {_ALIASES[name]}.")
 
 
 def refuse_small(dataset: object, args: Any) -> None:

@@ -1,7 +1,6 @@
 """The loss of GRPO as a part: terms of TRL's loss on rewritten log-probs, and terms that TRL does not have."""
 
 import functools
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Protocol
 
@@ -38,11 +37,9 @@ class LossPart(Part):
     trainer: _Trainer
 
     def built(self) -> None:
-        """Refuse or warn of options that compare the trainer with an engine, if transformers samples."""
+        """Refuse options that compare the trainer with an engine, if transformers samples."""
         if not self.trainer.use_vllm and self.trainer.rollout_func is None:
             objective.refuse_sampler_options(self.trainer.args)
-            for message in self.trainer.args.idle_without_engine:
-                warnings.warn(message, UserWarning, stacklevel=2)
 
     def computing(
         self, model: torch.nn.Module, compute: Callable[[Mapping[str, object]], Tensor], inputs: Mapping[str, object]

@@ -20,7 +20,12 @@ class SteadyTrainer(Steady):
     """Class of `args`."""
 
     def __init__(
-        self, model: Any, reward_funcs: Any, args: SharedOptions | None, *positional: Any, **keywords: Any
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: SharedOptions | None = None,
+        *positional: Any,
+        **keywords: Any,
     ) -> None:
         args = _own_config(self.CONFIG, model, args)
         with overridden(args, {"is_of_our_trainer": True}):
@@ -55,9 +60,7 @@ def _own_config(kind: type[SharedOptions], model: Any, args: object) -> SharedOp
         args = kind(f"{model_id.split('/')[-1]}-{method}")
     if isinstance(args, kind) and method == args.METHOD:
         return args
-    theirs = getattr(args, "METHOD", method)
-    other = "" if theirs == method else f", or: from trl_steady import {theirs}Config, {theirs}Trainer"
     raise ValueError(
         f"trl_steady.{method}Trainer takes a trl_steady.{method}Config, and args is a {type(args).__module__}."
-        f"{type(args).__qualname__}. Import both: from trl_steady import {method}Config, {method}Trainer{other}."
+        f"{type(args).__qualname__}. Import both: from trl_steady import {method}Config, {method}Trainer."
     )

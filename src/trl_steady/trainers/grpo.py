@@ -1,8 +1,5 @@
 """GRPO: the parts of its trainer, and the methods that a script may read or override."""
 
-import functools
-from typing import Any
-
 import trl
 from torch import Tensor
 
@@ -60,17 +57,6 @@ class GRPOTrainer(SteadyTrainer, trl.GRPOTrainer):
     )
     CONFIG = GRPOConfig
     args: GRPOConfig
-
-    @functools.wraps(trl.GRPOTrainer.__init__, assigned=())  # for inspect.signature and tools that use it
-    def __init__(
-        self,
-        model: Any,
-        reward_funcs: Any = None,
-        args: GRPOConfig | None = None,
-        *positional: Any,
-        **keywords: Any,
-    ) -> None:
-        super().__init__(model, reward_funcs, args, *positional, **keywords)
 
     @property
     def has_step_rewards(self) -> bool:

@@ -1,15 +1,11 @@
 """PPO: GRPO's trainer with a critic, whose advantages take the place of a group's."""
 
-import functools
 from typing import Any
-
-import trl
 
 from trl_steady.adapters.part import AdapterPart
 from trl_steady.config.ppo import PPOConfig
 from trl_steady.critic.part import CriticPart
 from trl_steady.critic.pretraining import PretrainingPart
-from trl_steady.host.mistakes import refuse_names_of_other_ppos
 from trl_steady.host.names import on_cards
 from trl_steady.losses.part import LossPart
 from trl_steady.padding.part import PaddingPart
@@ -46,8 +42,7 @@ class PPOTrainer(GRPOTrainer):
         **keywords: TRL's other arguments, by name.
 
     Raises:
-        ValueError: As for `GRPOTrainer`. The critic cannot be made, or would not be trained as asked. An argument is
-            named as in another package's PPO.
+        ValueError: As for `GRPOTrainer`. The critic cannot be made, or would not be trained as asked.
     """
 
     PARTS = (
@@ -68,7 +63,6 @@ class PPOTrainer(GRPOTrainer):
     CONFIG = PPOConfig
     args: PPOConfig
 
-    @functools.wraps(trl.GRPOTrainer.__init__, assigned=())
     def __init__(
         self,
         model: Any,
@@ -80,7 +74,6 @@ class PPOTrainer(GRPOTrainer):
         ptx_dataset: Any = None,
         **keywords: Any,
     ) -> None:
-        refuse_names_of_other_ppos(keywords)
         self.value_model, self.value_peft_config, self.ptx_dataset = value_model, value_peft_config, ptx_dataset
         super().__init__(model, reward_funcs, args, *positional, **keywords)
 

@@ -1,8 +1,6 @@
 """Reports of every trainer: which methods are on, and whether they act."""
 
 import warnings
-from collections.abc import Iterator
-from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Protocol, cast
@@ -10,7 +8,7 @@ from typing import Protocol, cast
 import trl
 
 from trl_steady import __version__
-from trl_steady.config.methods import Method, methods_on
+from trl_steady.config.methods import METHODS, Method
 from trl_steady.config.shared import SharedOptions
 from trl_steady.host.names import is_before_generation
 from trl_steady.host.part import Part, Trainer
@@ -34,13 +32,6 @@ class ReportPart(Part):
 
     def built(self) -> None:
         """Print which methods are on."""
-        if not self.trainer.reward_weights.any():
-            warnings.warn(
-                f"reward_weights={self.trainer.reward_weights.tolist()} sets all rewards to 0. Set one of the weights "
-                "to another number, or leave reward_weights unset.",
-                UserWarning,
-                stacklevel=2,
-            )
         if self.trainer.accelerator.is_main_process:  # print alone would do so on each machine
             self.trainer.accelerator.print(summary(self.trainer), flush=True)  # transformers' logger shows warnings
 
@@ -71,19 +62,19 @@ class ReportPart(Part):
         trainer, args = self.trainer, self.trainer.args
         awaited = frozenset() if self._has_generated else OF_ROLLOUTS
         lost: dict[Method, list[str]] = {}
-        for method in methods_on(trainer):
+        for method in METHODS:
             missing = [name for name in method.acts_in if name not in trainer.reached and name not in awaited]
-            if missing:
+            if missing and method.is_on(trainer):
                 lost[method] = missing
-        asked = [method for method in lost if not _is_default(method, args)]
-        options = " and ".join(dict.fromkeys(option for method in asked or lost for option in method.options))
-        names = dict.fromkeys(name for method in asked or lost for name in lost[method])
+        asked = {method: names for method, names in lost.items() if not _is_default(method, args)}
+        shown = asked or lost
+        names = dict.fromkeys(name for missing in shown.values() for name in missing)
         found = dict.fromkeys(override for name in names for override in overrides(trainer, name))
         message = (
             f"{' and '.join(found) or 'a patch'} kept the first optimizer step from trl-steady's "
             f"{' and '.join(names)}, so this would have no effect: "
-            f"{'; '.join(_described(method, args) for method in asked or lost)}. Call super() in every step, or "
-            f"{'leave' if asked else 'switch off'} {options}{' unset' if asked else ''}."
+            f"{'; '.join(_described(method, args) for method in shown)}. Call super() in every step, or leave "
+            "these options at their defaults."
         )
         if asked:
             raise ValueError(message)
@@ -98,16 +89,8 @@ def summary(trainer: Trainer) -> str:
     base = "" if kind.__module__.startswith("trl_steady.") else f" on trl_steady.{args.METHOD}Trainer"
     loss = f", loss_type={args.loss_type!r}" if args.METHOD != "RLOO" else ""
     lines = [f"trl-steady {__version__}, trl {version('trl')}: {name}{base}{loss}"]
-    lines += [f"  {'on' if acts else 'cannot act'}: {_described(method, args)}" for method, acts in acting(trainer)]
+    lines += [f"  on: {_described(method, args)}" for method in METHODS if method.is_on(trainer)]
     return "\n".join(lines if len(lines) > 1 else [*lines, "  on: nothing, it trains like TRL's trainer"])
-
-
-def acting(trainer: Trainer) -> Iterator[tuple[Method, bool]]:
-    """Yield each active method of the trainer, with False if a warning has said that it has no effect."""
-    has_engine = trainer.use_vllm or trainer.rollout_func is not None
-    warned = [*trainer.args.cannot_act, *([] if has_engine else trainer.args.idle_without_engine)]
-    for method in methods_on(trainer):
-        yield method, not any(message.startswith(f"{option}=") for option in method.options for message in warned)
 
 
 def _described(method: Method, args: SharedOptions) -> str:
@@ -115,5 +98,4 @@ def _described(method: Method, args: SharedOptions) -> str:
 
 
 def _is_default(method: Method, args: SharedOptions) -> bool:
-    defaults = {option.name: option.default for option in fields(args)}
-    return all(getattr(args, option) == defaults[option] for option in method.options)
+    return all(getattr(args, option) == getattr(type(args), option) for option in method.options)
