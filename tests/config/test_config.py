@@ -3,9 +3,8 @@
 import dataclasses
 import re
 import warnings
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import pytest
 import trl
@@ -16,9 +15,6 @@ import trl_steady
 from tests.tools.losses import NATIVE_LOSS_TYPES
 from tests.tools.wrong_options import CONTRADICTIONS, IDLE, INVALID, INVALID_PPO, SILENT
 from trl_steady.config.options import Help
-
-if TYPE_CHECKING:
-    from collections.abc import Hashable
 
 OFF_POLICY = {
     "per_device_train_batch_size": 4,
@@ -88,21 +84,6 @@ def test_trl_parser_reads_our_fields_from_yaml_and_command_line(tmp_path: Path) 
     (args,) = TrlParser(trl_steady.GRPOConfig).parse_args_and_config(["--config", str(path)])
     assert args.geometric_mask_range == [0.98, 1.02] and args.off_policy_mask_threshold == float("inf")
     assert args.importance_sampling_level == "sequence"
-
-
-@dataclass
-class Tagged(trl_steady.GRPOConfig):
-    """Has an annotation that only type checkers resolve, and an option whose type it narrows."""
-
-    tag: "Hashable | None" = None
-    min_p: "Hashable" = 0.0
-
-
-def test_annotations_of_a_subclass_need_not_resolve(tmp_path: Path) -> None:
-    args = Tagged(str(tmp_path), use_cpu=True, bf16=False, per_device_train_batch_size=8, tag="a", min_p=None)
-    assert args.tag == "a"
-    with pytest.raises(ValueError, match="token_budget=0 cannot work"):
-        Tagged(str(tmp_path), use_cpu=True, bf16=False, token_budget=0)
 
 
 @pytest.mark.parametrize("option", INVALID)

@@ -182,13 +182,6 @@ def test_each_turn_has_one_advantage_and_tools_have_none(run: Run) -> None:
     assert max(several) == 3  # turns of one completion differ
 
 
-def test_what_left_the_rollout_comes_to_the_loss(run: Run) -> None:
-    assert len(run.trainer.micro_batches) == 4
-    came = [row for batch in run.trainer.micro_batches for row in rows(batch)]
-    left = [row for rollout in run.trainer.rollouts for row in rows(rollout)]
-    assert sorted(came) == sorted(left) and came != left  # TRL shuffles them
-
-
 def test_the_loss_is_blind_to_tools(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     batch = run.trainer.micro_batches[-1]
     own = torch.zeros_like(batch["tool_mask"], dtype=torch.bool)

@@ -24,7 +24,6 @@ RUNS: dict[str, tuple[str, Any, dict[str, Any]]] = {
         tiny.reward,
         {"keep_sampling_mask": True, "top_p": 0.8, "token_budget": 50, "share_prompts": True},
     ),
-    "truncated, not kept": ("dense", tiny.reward, {"top_p": 0.9}),
     "sequence ratio": (
         "dense",
         tiny.reward,

@@ -35,7 +35,7 @@ def test_a_trainer_takes_its_own_config_only(
         with pytest.raises(AttributeError, match=f"'{args_kind.__name__}' object has no attribute"):  # TRL's own
             built(models, kind, args)
     else:
-        method = config[1] if config[0] is trl_steady else trainer[1]
+        method = trainer[1] if trainer[0] is trl_steady else config[1]
         both = f"trl_steady.*{args_kind.__name__}.*from trl_steady import {method}Config, {method}Trainer"
         with pytest.raises(ValueError, match=both):
             built(models, kind, args)
