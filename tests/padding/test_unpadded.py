@@ -15,9 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from tests.tools import tiny
 from tests.tools.headroom import within
 from tests.tools.losses import NATIVE_LOSS_TYPES, SEQUENCE_RATIO_LOSS_TYPES
-from trl_steady.padding import part as padding_part
 from trl_steady.padding.budget import Length
-from trl_steady.padding.families import traits
 from trl_steady.padding.part import PaddingPart
 
 LOSS_TYPES = (*NATIVE_LOSS_TYPES, *SEQUENCE_RATIO_LOSS_TYPES)
@@ -233,27 +231,18 @@ def test_shared_prompts_are_computed_once(models: dict[str, Path], tmp_path: Pat
     assert again == groups and len(apart) > 1 and sum(width for _, width in apart) == sum(groups)
 
 
-def test_the_group_with_the_longest_comes_first(models: dict[str, Path], tmp_path: Path) -> None:
+def test_batches_of_a_budget_by_hand(models: dict[str, Path], tmp_path: Path) -> None:
+    """The group with the longest sequence comes first. Batches that are too wide to be cut count whole."""
     options = {"share_prompts": True, "token_budget": 1, "gradient_accumulation_steps": 4}  # one by one
     trainer: Any = tiny.trainer(models["dense"], tmp_path, **options, **ROLLOUT)
     part = trainer.part(PaddingPart)
-    lengths = [Length(3, 2, 0), Length(3, 1, 1), Length(2, 7, 2), Length(3, 9, 1)]
-    assert part._batches(part.traits_of(trainer.model), lengths, 13, 4, 4) == ([3, 1, 2, 0], [1, 1, 1, 1])
-
-
-def test_a_budget_counts_batches_that_are_too_wide_to_be_cut(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(padding_part, "traits", lambda each: replace(traits(each), width_limit=9))
-    trainer: Any = tiny.trainer(models["dense"], tmp_path, token_budget=21)
-    mask = torch.zeros(4, 10, dtype=torch.long)
-    mask[:, 3:6] = 1
-    part = trainer.part(PaddingPart)
     of = part.traits_of(trainer.model)
-    assert part._batches(of, [Length(1, 2)] * 4, 10, 4, 4)[1] == [2, 2]
-    assert part._batches(of, [Length(1, 2)] * 4, 9, 4, 4)[1] == [4]
-    with torch.no_grad(), pytest.warns(UserWarning, match="batches wider than 9 tokens keep their padding"):
-        trainer.log_probs(trainer.model, mask, mask, 6)
+    lengths = [Length(3, 2, 0), Length(3, 1, 1), Length(2, 7, 2), Length(3, 9, 1)]
+    assert part._batches(of, lengths, 13, 4, 4) == [[3], [1], [2], [0]]
+    trainer.args.token_budget = 21
+    limited = replace(of, width_limit=9)
+    assert part._batches(limited, [Length(1, 2)] * 4, 10, 4, 4) == [[0, 1], [2, 3]]
+    assert part._batches(limited, [Length(1, 2)] * 4, 9, 4, 4) == [[0, 1, 2, 3]]
 
 
 def test_evaluation_is_trls(models: dict[str, Path], tmp_path: Path) -> None:
