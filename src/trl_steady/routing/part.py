@@ -215,8 +215,9 @@ def fed(model: torch.nn.Module) -> "Generator[list[Tensor]]":
     """Record the token ids (B * n,) that each pass of a model gets inside this context."""
     passes: list[Tensor] = []
 
-    def keep(_: object, __: object, keywords: dict[str, Any]) -> None:
-        passes.append(keywords["input_ids"].flatten())
+    def keep(_: object, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+        ids = keywords["input_ids"] if "input_ids" in keywords else arguments[0]
+        passes.append(ids.flatten())
 
     with model.register_forward_pre_hook(keep, with_kwargs=True):
         yield passes
