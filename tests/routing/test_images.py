@@ -17,21 +17,15 @@ pytestmark = pytest.mark.skipif(
 )
 
 FOUND = {
-    "aria": "language_model.layers",
-    "glm4v_moe": "language_model.layers",
-    "glm5_next": "language_model.layers",
-    "inkling2": "language_model.layers",
-    "inkling_mm_model": "language_model.layers",
+    **dict.fromkeys(
+        (
+            *("aria", "glm4v_moe", "glm5_next", "inkling2", "inkling_mm_model", "minimax_m3_vl", "mistral_large4"),
+            *("muse_spark", "qwen3_5_moe", "qwen3_omni_moe_thinker", "qwen3_vl_moe", "step3p7", "unlimited_ocr"),
+        ),
+        "language_model.layers",
+    ),
     "llama4": "language_model.model.layers",
-    "minimax_m3_vl": "language_model.layers",
     "mistral4": "layers",
-    "mistral_large4": "language_model.layers",
-    "muse_spark": "language_model.layers",
-    "qwen3_5_moe": "language_model.layers",
-    "qwen3_omni_moe_thinker": "language_model.layers",
-    "qwen3_vl_moe": "language_model.layers",
-    "step3p7": "language_model.layers",
-    "unlimited_ocr": "language_model.layers",
 }
 """The stack of layers in which each family has all its routers, one in a layer."""
 IN_TWO_STACKS = ("dots3_note", "ernie4_5_vl_moe")

@@ -73,9 +73,6 @@ def test_more_experts_than_a_byte_counts() -> None:
         assert_gone_through(model, routes)
 
 
-# What is left behind
-
-
 def test_nothing_is_left_behind_by_an_exception(qwen: PreTrainedModel) -> None:
     natural, routers = run(qwen), Routers(qwen)
 
@@ -107,9 +104,6 @@ def test_a_context_within_another_holds_until_its_end(qwen: PreTrainedModel) -> 
         of_outer.check()  # what was within does not count
         assert_gone_through(qwen, natural)  # its pass is over
     assert torch.equal(recorded(qwen), natural)
-
-
-# Between forward and backward
 
 
 def test_another_pass_between_forward_and_backward_chooses_anew(qwen: PreTrainedModel) -> None:
@@ -165,9 +159,6 @@ def test_a_router_that_writes_into_its_input_does_so_once(qwen: PreTrainedModel)
             with routers.replaying(routes):
                 logits.append(run_forward(qwen))
     assert torch.equal(*logits)
-
-
-# Errors
 
 
 def test_routes_of_another_shape_are_refused(qwen: PreTrainedModel) -> None:

@@ -26,8 +26,6 @@ from tests.tools.passes import (
 )
 from trl_steady.routing.replay import Routers
 
-# Adapters
-
 
 @torch.no_grad()
 def spread(model: nn.Module) -> None:
@@ -107,9 +105,6 @@ def test_a_router_in_advance_takes_no_random_numbers(checkpointing: dict[str, bo
     assert_equal(outcome(0, is_known=True, is_checkpointed=True), expected)
     assert_equal(outcome(0, is_known=False, is_checkpointed=False), expected)
     assert_equal(outcome(0, is_known=False, is_checkpointed=True), expected)
-
-
-# Other precisions
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "autocast"])

@@ -68,8 +68,6 @@ def check_row(row: Row, rollout: int) -> None:
 ANSWERS: dict[str, Callable[[Array], Array]] = {
     "all but the last token": lambda experts: experts[:-1],
     "all tokens": lambda experts: experts,
-    "int16": lambda experts: experts[:-1].astype(np.int16),
-    "uint16": lambda experts: experts[:-1].astype(np.uint16),
     "layers with routers": lambda experts: experts[:-1, SPARSE],
 }
 
@@ -113,22 +111,12 @@ def test_answers_without_routes_are_refused(engine: Engine, served: Build, is_si
         served().train()
 
 
-WRONG: dict[str, tuple[Callable[[Array], Array], str]] = {
-    "nothing filled in": (
-        lambda experts: np.zeros_like(experts[:-1]),
-        r"routes of token 0 in layer 0 are \[0, 0\].*has not captured them",
-    ),
-    "a token too few": (
-        lambda experts: experts[:-2],
-        r"returned values for \d+ tokens of a sequence of \d+\. Only the last may have none",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_routes_are_refused(engine: Engine, colocated: Build, case: str) -> None:
-    engine.answered, message = WRONG[case]
-    with pytest.raises(ValueError, match=message):
+def test_wrong_routes_are_refused(engine: Engine, colocated: Build) -> None:
+    engine.answered = lambda experts: np.zeros_like(experts[:-1])
+    with pytest.raises(ValueError, match=r"routes of token 0 in layer 0 are \[0, 0\].*has not captured them"):
+        colocated().train()
+    engine.answered = lambda experts: experts[:-2]
+    with pytest.raises(ValueError, match=r"returned values for \d+ tokens of a sequence of \d+\. Only the last"):
         colocated().train()
 
 

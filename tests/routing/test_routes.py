@@ -29,6 +29,9 @@ def test_an_engines_routes_by_hand() -> None:
     taken = from_engine([[[3, 0], [1, 2]], [[-1, -1], [2, 3]]], [0, 1])
     assert taken.dtype == torch.uint8
     assert taken.tolist() == [[[3, 0], [1, 2]], [[255, 255], [2, 3]]]
+    for source in ("uint8", "int16", "uint16"):
+        array = np.array([[[0, 255]], [[7, 3]]], dtype=source)
+        assert to_engine(from_engine(array, [0])).tolist() == [[[0, 255]], [[7, 3]]]
 
 
 def drawn(highest: int) -> Tensor:
@@ -50,12 +53,6 @@ def test_an_engines_routes_keep_their_experts(highest: int, dtype: torch.dtype) 
         assert taken.dtype == dtype
         assert torch.equal(is_route(taken), given[..., 0] >= 0)
         assert torch.equal(to_engine(taken), given)
-
-
-@pytest.mark.parametrize("source", ["uint8", "int16", "uint16"])
-def test_an_engine_of_narrow_integers(source: str) -> None:
-    array = np.array([[[0, 255]], [[7, 3]]], dtype=source)
-    assert to_engine(from_engine(array, [0])).tolist() == [[[0, 255]], [[7, 3]]]
 
 
 def test_an_engine_may_have_rows_for_layers_without_routers() -> None:
@@ -91,9 +88,5 @@ def test_sequences_that_begin_alike_share_the_routes_of_the_first_that_has_some(
     prefixes = torch.tensor([[3, 4, 5], [3, 4, 6], [3, 4, 5], [3, 4, 5]])
     result = shared(given, prefixes)
     assert given.squeeze((-2, -1)).tolist() == rows
-    assert result.squeeze((-2, -1)).tolist() == [
-        [1, 10, none, 4],
-        [5, 6, 7, 8],
-        [1, 10, none, 12],
-        [1, 10, none, 16],
-    ]
+    expected = [[1, 10, none, 4], [5, 6, 7, 8], [1, 10, none, 12], [1, 10, none, 16]]
+    assert result.squeeze((-2, -1)).tolist() == expected
