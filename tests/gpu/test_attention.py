@@ -6,8 +6,8 @@ from torch import Tensor
 
 from tests.oracles.padding import Batch, padded
 from tests.padding import test_attention
-from tests.padding.test_attention import BATCHES, HEADS
-from tests.tools.packed import packing_of
+from tests.padding.test_attention import HEADS
+from tests.tools.packed import BATCHES, packing_of
 from tests.tools.places import KERNELS, Place, everywhere
 from tests.tools.recorder import Figures
 from trl_steady.padding import attention

@@ -8,7 +8,6 @@ import pytest
 
 from tests.oracles import padding as oracles
 from tests.oracles.padding import Taken
-from tests.tools.packed import packing_of
 from trl_steady.padding.budget import Length, partition
 
 BUDGETS = (1, 7, 18, 19, 20, 33, 50, 75, 10_000)
@@ -57,19 +56,3 @@ def test_a_shared_prompt_counts_once_but_for_its_last_token() -> None:
     other = [Taken(10, 2, 0), Taken(10, 2, 1)]
     assert _partition([other], 23, padded=False) == [1, 1]
     assert _partition([other], 24, padded=False) == [2]
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("shared", [False, True])
-def test_counted_is_what_packing_lays_down(seed: int, shared: bool) -> None:
-    """The longest run of sequences under a budget of its own tokens is itself, and not under one token less."""
-    sequences = _drawn(seed, 1, shared=shared)[0]
-    # prompts of other questions differ from their first token on, so that nothing but the whole of one is shared
-    rows = [
-        ([i if s.question is None else s.question] * s.prompt, [i] * s.completion) for i, s in enumerate(sequences)
-    ]
-    batch = oracles.padded(rows, right=1)
-    count = len(packing_of(batch, shared).rows)
-    assert _partition([sequences], count, padded=False) == [len(sequences)]
-    if len(sequences) > 1:
-        assert len(_partition([sequences], count - 1, padded=False)) > 1

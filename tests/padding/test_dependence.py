@@ -60,7 +60,6 @@ def _build(name: str, text: str | None = None, **changed: Any) -> PreTrainedMode
     return model
 
 
-@pytest.mark.filterwarnings("ignore:batches wider than")
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_a_selection_is_the_same_in_a_rollout_and_in_a_micro_batch(name: str) -> None:
     sizes, width = SELECTIONS[name]

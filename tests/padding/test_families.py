@@ -20,7 +20,7 @@ from tests.tools.headroom import within
 from trl_steady.padding import attention as packed
 from trl_steady.padding.attention import attending_in, own_implementation, switched
 from trl_steady.padding.families import Traits, traits
-from trl_steady.padding.packing import Segment
+from trl_steady.padding.packing import Segment, lengths_of
 from trl_steady.padding.proxy import UnpaddedModel
 
 
@@ -62,13 +62,6 @@ CUT_RIGHT = _set(
 WHOLE = _set("cpmant doge")
 """Nothing: padding is read out of the tokens and taken to be at the left, or rows are mixed."""
 
-BALANCED = _set(
-    "afmoe bailing_hybrid beam cohere2_moe deepseek_v2 ernie4_5_moe exaone_moe flex_olmo flint gpt_oss",
-    "hunyuan_v1_moe hy_v3 jamba kimi_linear kolibri1 laguna lfm2_moe mellum minimax minimax_m2 minimax_m3_vl_text",
-    "mixtral olmoe qwen2_moe qwen3_5_moe qwen3_5_moe_text qwen3_moe qwen3_next qwen4_exp qwen4_exp_text",
-)
-"""TRL's fused head knows how to ask for the load-balancing loss."""
-
 IS_TOLD = transformers.__version__.startswith("5.23.")
 """Other versions of transformers may move a family from one set to another; what is computed must hold for all."""
 
@@ -91,7 +84,6 @@ Batch = dict[str, Tensor]
 class Computed:
     log_probs: Tensor
     entropy: Tensor
-    aux_loss: Tensor | None
     gradients: dict[str, Tensor]
 
 
@@ -111,41 +103,29 @@ def _batch() -> Batch:
 
 
 def _build(name: str, **options: Any) -> PreTrainedModel:
+    """Of another transformers, only a model that works with padding, where no code of ours runs."""
     try:
         model = families.build(name, **options)
+        add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+        if not IS_TOLD:
+            _compute(model, model, _batch())
     except Exception as error:
         if IS_TOLD:
             raise
-        pytest.skip(f"transformers {transformers.__version__} wants another config: {error!r}")
-    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
-    if not IS_TOLD:
-        _plain(model, _batch())
+        pytest.skip(f"transformers {transformers.__version__} has another {name}: {error!r}")
     return model
 
 
-def _plain(model: PreTrainedModel, batch: Batch, **options: Any) -> Computed:
-    """A pass with padding, in which no code of ours runs; another transformers may fail in it."""
-    try:
-        return _compute(model, model, batch, **options)
-    except Exception as error:
-        if IS_TOLD:
-            raise
-        pytest.skip(f"transformers {transformers.__version__} cannot run this model: {error!r}")
-
-
-def _compute(call: Callable[..., Any], model: PreTrainedModel, batch: Batch, **options: Any) -> Computed:
+def _compute(call: Callable[..., Any], model: PreTrainedModel, batch: Batch) -> Computed:
     """Of random weights, so that each place has its own share in the gradients."""
     model.zero_grad(set_to_none=True)
-    outputs = call(**batch, fused_lm_head=True, **options)
+    outputs = call(**batch, fused_lm_head=True)
     told = batch["labels"][:, 1:] != -100
     weights = torch.randn(2, *told.shape, generator=torch.Generator().manual_seed(1))
     loss = (weights[0] * outputs.log_probs + weights[1] * outputs.entropy)[told].sum()
-    if outputs.aux_loss is not None:
-        loss = loss + outputs.aux_loss
     loss.backward()
     gradients = {name: each.grad.clone() for name, each in model.named_parameters() if each.grad is not None}
-    aux_loss = None if outputs.aux_loss is None else outputs.aux_loss.detach()
-    return Computed(outputs.log_probs.detach()[told], outputs.entropy.detach()[told], aux_loss, gradients)
+    return Computed(outputs.log_probs.detach()[told], outputs.entropy.detach()[told], gradients)
 
 
 def _without_padding(
@@ -154,7 +134,6 @@ def _without_padding(
     batch: Batch,
     *,
     share_prompts: bool = False,
-    **options: Any,
 ) -> tuple[Computed, tuple[int, int]]:
     """What `UnpaddedModel` makes of a batch, and the rows and columns of tokens that the model has seen for it."""
     seen: list[tuple[int, int]] = []
@@ -169,14 +148,11 @@ def _without_padding(
             with attending_in(segments):
                 yield
 
-        unpadded = UnpaddedModel(
-            model,
-            of,
-            prompt_width=PROMPT_WIDTH,
-            share_prompts=share_prompts,
-            attending=attending,
-        )
-        computed = _compute(unpadded, model, batch, **options)
+        shared = batch["input_ids"] if share_prompts else None
+        lengths = lengths_of(batch["attention_mask"], prompt_width=PROMPT_WIDTH, input_ids=shared)
+        assert lengths is not None
+        unpadded = UnpaddedModel(model, of, prompt_width=PROMPT_WIDTH, lengths=iter(lengths), attending=attending)
+        computed = _compute(unpadded, model, batch)
     hook.remove()
     return computed, seen[0]
 
@@ -190,9 +166,6 @@ def _assert_same(computed: Computed, expected: Computed, gradients: float = GRAD
     for field in ("log_probs", "entropy"):
         reference = getattr(expected, field)
         assert within(_apart(getattr(computed, field), reference, reference.abs().max().item()), OUTPUTS), field
-    if expected.aux_loss is not None:
-        assert computed.aux_loss is not None
-        torch.testing.assert_close(computed.aux_loss, expected.aux_loss, rtol=OUTPUTS, atol=0)
     assert computed.gradients.keys() == expected.gradients.keys()
     largest = max(gradient.abs().max().item() for gradient in expected.gradients.values())
     apart = {
@@ -290,11 +263,3 @@ def _assert_packed(model: PreTrainedModel, expected: Computed, batch: Batch) -> 
     _assert_same(computed, expected)
     assert rows == 1
     assert tokens == batch["attention_mask"].sum() - (PROMPTS[0] - 1)  # each completion has the prompt's last token
-
-
-@pytest.mark.parametrize("name", sorted(BALANCED.intersection(families.names())))
-def test_load_balancing(name: str) -> None:
-    model, batch = _build(name), _batch()
-    expected = _plain(model, batch, output_router_logits=True)
-    assert expected.aux_loss is not None
-    _assert_same(_without_padding(model, traits(model), batch, output_router_logits=True)[0], expected)

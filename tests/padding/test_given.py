@@ -1,7 +1,6 @@
 """Inputs and attention that a model gets without its padding, and what is left of them after a pass."""
 
 import contextlib
-import functools
 from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -10,10 +9,10 @@ import pytest
 import torch
 
 from tests.oracles.padding import Batch, padded
-from tests.tools.packed import BATCHES, RAGGED, answers_of, exact, gradients_of, model_of, unpadded
+from tests.tools.packed import BATCHES, RAGGED, answers_of, exact, gradients_of, lengths_in, model_of, unpadded
 from trl_steady.padding import attention
 from trl_steady.padding.attention import attending_in, switched
-from trl_steady.padding.families import Traits, traits
+from trl_steady.padding.families import Traits
 from trl_steady.padding.packing import Segment
 from trl_steady.padding.proxy import UnpaddedModel
 
@@ -39,7 +38,7 @@ def call(
         model,
         Traits(**{**of_model, **changed}),
         prompt_width=batch.prompt_columns,
-        share_prompts=share,
+        lengths=iter(lengths_in(batch, share)),
         attending=attending,
     )
     inputs = {"input_ids": batch.ids, "attention_mask": batch.mask, "labels": batch.labels}
@@ -88,16 +87,13 @@ def test_other_inputs_are_passed_on_without_packing(name: str, share: bool) -> N
     assert torch.equal(given[name], values if name == "pixel_values" else values[:, 1:5])
 
 
-@pytest.mark.filterwarnings("ignore:batches wider than")
-def test_wider_than_the_limit_or_without_tokens_is_left_alone(share: bool) -> None:
+def test_a_batch_wider_than_the_limit_is_left_alone(share: bool) -> None:
     batch = padded([([5, 6], [7]), ([8], [9, 10])], left=1, right=2)
-    empty = padded([([], []), ([], [])], left=2, right=3)
-    width = batch.shape[1]
-    for each, limit, is_whole in ((batch, width - 1, True), (batch, width, False), (empty, 99, True)):
-        outputs, given, entered = call(each, share, width_limit=limit)
-        assert (given["input_ids"] is each.ids) == (given["attention_mask"] is each.mask) == is_whole
+    for limit, is_whole in ((batch.shape[1] - 1, True), (batch.shape[1], False)):
+        outputs, given, entered = call(batch, share, width_limit=limit)
+        assert (given["input_ids"] is batch.ids) == (given["attention_mask"] is batch.mask) == is_whole
         assert bool(entered) != is_whole
-        assert outputs.log_probs.shape == (2, each.shape[1] - 1)
+        assert outputs.log_probs.shape == (2, batch.shape[1] - 1)
 
 
 @pytest.mark.parametrize(
@@ -105,9 +101,8 @@ def test_wider_than_the_limit_or_without_tokens_is_left_alone(share: bool) -> No
     [
         ([([5, 6], [7]), ([], [8, 9])], 2),
         ([([], [7]), ([], [8, 9])], 1),  # where the first tokens of the answers are told
-        ([([5, 6], [7]), ([], [])], 2),
     ],
-    ids=["one", "all", "nor an answer"],
+    ids=["one", "all"],
 )
 def test_an_answer_to_nothing_is_not_packed(rows: Any, first: int, share: bool) -> None:
     """Its first token is told by padding, which a packed row has not."""
@@ -150,12 +145,9 @@ def test_layers_that_run_again_in_backward_attend_as_in_the_forward(
             with attending_in(segments):
                 yield
 
-        of_model = functools.partial(
-            UnpaddedModel, exact(model), traits(plain), share_prompts=share, attending=attending
-        )
-        answers = answers_of(of_model(prompt_width=batch.prompt_columns), batch)
+        answers = answers_of(unpadded(model, batch, share=share, called=exact(model), within=attending), batch)
         with torch.no_grad():
-            answers_of(of_model(prompt_width=between.prompt_columns), between)
+            answers_of(unpadded(model, between, share=share, called=exact(model), within=attending), between)
         gradients = gradients_of(model, answers)
     assert len(runs) == 3 and runs[0] == runs[2] != runs[1]  # the first is run again
     assert attention._forward is None

@@ -12,19 +12,12 @@ from trl_steady.padding.packing import Packing, lengths_of
 
 BATCHES: dict[str, Batch] = {
     "as wide as it is": padded([([1, 2], [3, 4]), ([5, 6], [7, 8])]),
-    "ragged": padded([([1, 2, 3], [4]), ([5], [6, 7, 8]), ([9, 10], [11, 12])]),
     "columns to spare": padded([([1, 2, 3], [4]), ([5], [6, 7])], left=2, right=3),
-    "one row": padded([([1, 2], [3])], left=1, right=1),
-    "one token": padded([([1], [])], right=1),
-    "an answer without tokens": padded([([1, 2], []), ([3], [4])]),
-    "a row without tokens": padded([([1, 2], [3]), ([], []), ([4], [5, 6])]),
-    "no tokens at all": padded([([], []), ([], [])], left=2, right=2),
     "an answer to nothing": padded([([1, 2], [3]), ([], [4, 5])]),
     "one prompt": padded([([1, 2, 3], [4]), ([1, 2, 3], [5, 6]), ([1, 2, 3], [])], left=1),
     "two prompts in turn": padded([([1, 2, 3], [4]), ([5, 6], [7]), ([1, 2, 3], [8]), ([5, 6], [9, 9])]),
     "a prompt and its end": padded([([1, 2, 3], [4]), ([2, 3], [5]), ([1, 2, 3], [6]), ([2, 3], [7]), ([3], [8])]),
     "a prompt and its start": padded([([1, 2, 3, 4], [4]), ([1, 2], [5]), ([1, 2, 3, 4], [6]), ([1, 2], [7])]),
-    "prompts of one token": padded([([1], [2, 3]), ([1], [4]), ([1], [5])]),
     "prompts of one token, with padding": padded([([1], [2, 3]), ([1], [4]), ([5, 6], [5]), ([5, 6], [7])]),
     "the pad token in the text": padded([([0, 0, 2], [0, 3]), ([0, 2], [0]), ([0, 0, 2], [0, 0]), ([0, 2], [1])]),
 }

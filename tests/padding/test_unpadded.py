@@ -15,9 +15,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from tests.tools import tiny
 from tests.tools.headroom import within
 from tests.tools.losses import NATIVE_LOSS_TYPES, SEQUENCE_RATIO_LOSS_TYPES
-from trl_steady.padding import part as padding_part
 from trl_steady.padding.budget import Length
-from trl_steady.padding.families import traits
 from trl_steady.padding.part import PaddingPart
 
 LOSS_TYPES = (*NATIVE_LOSS_TYPES, *SEQUENCE_RATIO_LOSS_TYPES)
@@ -196,20 +194,6 @@ def test_a_micro_batch_by_tokens_is_as_large_as_its_budget_allows(models: dict[s
         assert len(widths) < 16 and max(lengths) + min(lengths) <= 30 < sum(lengths[:4])  # not one by one, nor TRL's
 
 
-def test_a_budget_counts_the_padding_of_a_model_that_computes_it(models: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="trim_padding=True only cuts columns.*GPT2LMHeadModel has no rotary"):
-        trainer: Any = tiny.trainer(
-            models["gpt2"], tmp_path, token_budget=40, gradient_accumulation_steps=4, **ROLLOUT, max_steps=1
-        )
-    policy = Widths(trainer.model)
-    tiny.train(trainer)
-
-    assert max(shape[0] for shape in policy.shapes) > 1
-    assert all(shape[0] * shape[1] <= 40 for shape in policy.shapes)
-    assert policy.shapes[0][1] == max(shape[1] for shape in policy.shapes) > min(shape[1] for shape in policy.shapes)
-    assert sum(shape[0] for shape in policy.shapes) == 16
-
-
 def test_shared_prompts_are_computed_once(models: dict[str, Path], tmp_path: Path) -> None:
     """Also where the budget keeps groups apart, as long as each has room for one."""
 
@@ -233,27 +217,21 @@ def test_shared_prompts_are_computed_once(models: dict[str, Path], tmp_path: Pat
     assert again == groups and len(apart) > 1 and sum(width for _, width in apart) == sum(groups)
 
 
-def test_the_group_with_the_longest_comes_first(models: dict[str, Path], tmp_path: Path) -> None:
+def test_batches_of_a_budget_by_hand(models: dict[str, Path], tmp_path: Path) -> None:
+    """The group with the longest sequence comes first. Padding that is computed counts."""
     options = {"share_prompts": True, "token_budget": 1, "gradient_accumulation_steps": 4}  # one by one
     trainer: Any = tiny.trainer(models["dense"], tmp_path, **options, **ROLLOUT)
     part = trainer.part(PaddingPart)
-    lengths = [Length(3, 2, 0), Length(3, 1, 1), Length(2, 7, 2), Length(3, 9, 1)]
-    assert part._batches(part.traits_of(trainer.model), lengths, 13, 4, 4) == ([3, 1, 2, 0], [1, 1, 1, 1])
-
-
-def test_a_budget_counts_batches_that_are_too_wide_to_be_cut(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(padding_part, "traits", lambda each: replace(traits(each), width_limit=9))
-    trainer: Any = tiny.trainer(models["dense"], tmp_path, token_budget=21)
-    mask = torch.zeros(4, 10, dtype=torch.long)
-    mask[:, 3:6] = 1
-    part = trainer.part(PaddingPart)
     of = part.traits_of(trainer.model)
-    assert part._batches(of, [Length(1, 2)] * 4, 10, 4, 4)[1] == [2, 2]
-    assert part._batches(of, [Length(1, 2)] * 4, 9, 4, 4)[1] == [4]
-    with torch.no_grad(), pytest.warns(UserWarning, match="batches wider than 9 tokens keep their padding"):
-        trainer.log_probs(trainer.model, mask, mask, 6)
+    lengths = [Length(3, 2, 0), Length(3, 1, 1), Length(2, 7, 2), Length(3, 9, 1)]
+    assert part._batches(of, lengths, 13, 4, 4) == [[3], [1], [2], [0]]
+    trainer.args.token_budget = 21
+    limited = replace(of, width_limit=9)
+    assert part._batches(limited, [Length(1, 2)] * 4, 10, 4, 4) == [[0, 1], [2, 3]]
+    assert part._batches(limited, [Length(1, 2)] * 4, 9, 4, 4) == [[0, 1, 2, 3]]
+    cut = replace(of, why_not_packed="of the test", is_shift_invariant=False)  # at the right only: 4 columns of prompt
+    assert part._batches(cut, [Length(1, 2), Length(2, 3), Length(1, 1)], 9, 4, 4) == [[1, 0, 2]]
+    assert part._batches(cut, [Length(1, 2), Length(2, 4), Length(1, 1)], 9, 4, 4) == [[1, 0], [2]]
 
 
 def test_evaluation_is_trls(models: dict[str, Path], tmp_path: Path) -> None:

@@ -4,9 +4,7 @@ import pytest
 from transformers import PreTrainedModel
 
 from tests.tools import mixtures
-from tests.tools.passes import (
-    CASES,
-)
+from tests.tools.passes import CASES
 
 
 @pytest.fixture(params=CASES)

@@ -65,18 +65,12 @@ def test_more_experts_than_a_byte_counts() -> None:
     model = AutoModelForCausalLM.from_config(config)
     move_routers(model)
     routes = recorded(model)
-    with gone_through(model) as seen:
-        run_forward(model)
-    assert routes.dtype == torch.int16
-    assert routes.max() > 255
-    assert torch.equal(routes[:, 0].long(), seen[0])
+    assert routes.dtype == torch.int16 and routes.max() > 255
+    assert_gone_through(model, routes)
     assert_equal(replayed(model, routes), run(model))
     routes = torch.stack([torch.arange(255, 255 + TOKENS), torch.arange(TOKENS)], dim=-1)[:, None].to(torch.int16)
     with Routers(model).replaying(routes):
         assert_gone_through(model, routes)
-
-
-# What is left behind
 
 
 def test_nothing_is_left_behind_by_an_exception(qwen: PreTrainedModel) -> None:
@@ -110,9 +104,6 @@ def test_a_context_within_another_holds_until_its_end(qwen: PreTrainedModel) -> 
         of_outer.check()  # what was within does not count
         assert_gone_through(qwen, natural)  # its pass is over
     assert torch.equal(recorded(qwen), natural)
-
-
-# Between forward and backward
 
 
 def test_another_pass_between_forward_and_backward_chooses_anew(qwen: PreTrainedModel) -> None:
@@ -170,27 +161,13 @@ def test_a_router_that_writes_into_its_input_does_so_once(qwen: PreTrainedModel)
     assert torch.equal(*logits)
 
 
-# Errors
-
-
-@pytest.mark.parametrize("shape", [(TOKENS + 1, 2, 2), (TOKENS, 2, 1), (TOKENS, 3, 2), (1, 2, 2)])
-def test_routes_of_another_shape_are_refused(qwen: PreTrainedModel, shape: tuple[int, int, int]) -> None:
+def test_routes_of_another_shape_are_refused(qwen: PreTrainedModel) -> None:
     """Some of them would broadcast."""
-    routes = torch.arange(shape[-1], dtype=torch.uint8).expand(shape)
-    with pytest.raises(ValueError, match=r"do not fit .*model\.layers"), Routers(qwen).replaying(routes):
-        run_forward(qwen)
+    for shape in ((TOKENS + 1, 2, 2), (TOKENS, 2, 1), (TOKENS, 3, 2), (1, 2, 2)):
+        routes = torch.arange(shape[-1], dtype=torch.uint8).expand(shape)
+        with pytest.raises(ValueError, match=r"do not fit .*model\.layers"), Routers(qwen).replaying(routes):
+            run_forward(qwen)
     assert not any("forward" in vars(router) for router in routers_of(qwen))
-
-
-def test_an_expert_that_the_model_lacks_is_refused(qwen: PreTrainedModel) -> None:
-    routes = others(2)
-    routes[-1, -1] = torch.tensor([0, mixtures.EXPERTS - 1])
-    with Routers(qwen).replaying(routes):
-        assert_gone_through(qwen, routes)
-    routes[-1, -1, 1] = mixtures.EXPERTS
-    message = f"experts up to {mixtures.EXPERTS} do not fit.*{FIRST}"
-    with pytest.raises(ValueError, match=message), Routers(qwen).replaying(routes):
-        run_forward(qwen)
 
 
 def test_a_layer_whose_router_does_not_run_is_refused(qwen: PreTrainedModel) -> None:
@@ -198,7 +175,7 @@ def test_a_layer_whose_router_does_not_run_is_refused(qwen: PreTrainedModel) -> 
     qwen.get_submodule("model.layers.1").mlp = nn.Identity()
     with routers.recording() as recording:
         run_forward(qwen)
-    with pytest.raises(ValueError, match=f"the router {SECOND} chose experts of shapes \\[\\]"):
+    with pytest.raises(ValueError, match=rf"the router {SECOND} chose experts for \[\] tokens"):
         recording.routes()
     with routers.replaying(others(2)) as replay:
         run_forward(qwen)
@@ -211,7 +188,7 @@ def test_a_router_that_runs_twice_is_refused(qwen: PreTrainedModel) -> None:
     with routers.recording() as recording:
         run_forward(qwen)
         run_forward(qwen)
-    with pytest.raises(ValueError, match=rf"{FIRST} .*\[\({TOKENS}, 2\), \({TOKENS}, 2\)\]"):
+    with pytest.raises(ValueError, match=rf"{FIRST} chose experts for \[{TOKENS}, {TOKENS}\] tokens"):
         recording.routes()
     layers = qwen.get_submodule("model.layers")
     assert isinstance(layers, nn.ModuleList)
@@ -242,11 +219,3 @@ def test_a_router_that_decides_otherwise_than_before_is_refused(qwen: PreTrained
     with pytest.raises(ValueError, match=message), routers.replaying(routes):
         run_forward(qwen)
     assert vars(router)["forward"] is forward
-
-
-def test_layers_that_choose_different_numbers_of_experts_are_refused(qwen: PreTrainedModel) -> None:
-    vars(routers_of(qwen)[1])["top_k"] = 3
-    with Routers(qwen).recording() as recording:
-        run_forward(qwen)
-    with pytest.raises(ValueError, match=rf"{SECOND} chose experts of shapes \[\({TOKENS}, 3\)\]"):
-        recording.routes()

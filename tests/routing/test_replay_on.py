@@ -26,8 +26,6 @@ from tests.tools.passes import (
 )
 from trl_steady.routing.replay import Routers
 
-# Adapters
-
 
 @torch.no_grad()
 def spread(model: nn.Module) -> None:
@@ -40,35 +38,18 @@ def spread(model: nn.Module) -> None:
 
 EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
 ADAPTERS: dict[str, dict[str, Any]] = {
-    "attention": {"target_modules": ["q_proj"]},
     "experts": {"target_modules": ["q_proj"], "target_parameters": EXPERTS},
-    "router": {"target_modules": ["q_proj"], "target_parameters": ["mlp.gate.weight"]},
     "experts and router": {"target_modules": [], "target_parameters": [*EXPERTS, "mlp.gate.weight"]},
     "copied router": {"target_modules": ["q_proj"], "modules_to_save": ["gate"]},
-    "experts and copied router": {
-        "target_modules": ["q_proj"],
-        "target_parameters": EXPERTS,
-        "modules_to_save": ["gate"],
-    },
 }
-TRAINED_ROUTER = {
-    "router": "lora_",
-    "experts and router": "lora_",
-    "copied router": "modules_to_save",
-    "experts and copied router": "modules_to_save",
-}
-
-
-def adapted(model: PreTrainedModel, kind: str) -> peft.PeftModel:
-    adapter = peft.get_peft_model(model, peft.LoraConfig(r=2, lora_dropout=0.0, **ADAPTERS[kind]))
-    spread(adapter)
-    return adapter.eval()
+TRAINED_ROUTER = {"experts and router": "lora_", "copied router": "modules_to_save"}
 
 
 @pytest.mark.parametrize("kind", ADAPTERS)
 def test_routes_are_replayed_with_and_without_an_adapter(qwen: PreTrainedModel, kind: str) -> None:
     base, routes = copy.deepcopy(qwen), others(2)
-    model = adapted(qwen, kind)
+    model = peft.get_peft_model(qwen, peft.LoraConfig(r=2, lora_dropout=0.0, **ADAPTERS[kind])).eval()
+    spread(model)
     natural = recorded(model)
     assert_equal(replayed(model, natural), run(model))
     routers = Routers(model)
@@ -126,9 +107,6 @@ def test_a_router_in_advance_takes_no_random_numbers(checkpointing: dict[str, bo
     assert_equal(outcome(0, is_known=False, is_checkpointed=True), expected)
 
 
-# Other precisions
-
-
 @pytest.mark.parametrize("precision", ["bfloat16", "autocast"])
 def test_half_precision_records_and_replays(model: PreTrainedModel, precision: str) -> None:
     if precision == "bfloat16":
@@ -151,6 +129,3 @@ def test_half_precision_records_and_replays(model: PreTrainedModel, precision: s
     assert_equal(replayed(model, routes), expected)
     model.gradient_checkpointing_enable({"use_reentrant": False})
     assert_equal(replayed(model, routes), expected)
-
-
-# Generation

@@ -80,7 +80,7 @@ def test_r2_replays_the_experts_of_the_policy_that_scored_the_rollout(
     [
         {},
         {"trim_padding": False, "pad_to_multiple_of": 8},
-        {"gradient_checkpointing": False, "temperature": 0.7},
+        {"gradient_checkpointing": False, "temperature": 0.7, "share_prompts": True, "num_generations": 8, **FREE},
         {"router_replay_reference": True, "lora": "saved router", "token_budget": 30, **FREE},
         {"lora": "attention", "sync_ref_model": True},
         {"steps_per_generation": 1},
@@ -90,13 +90,23 @@ def test_r2_replays_the_experts_of_the_policy_that_scored_the_rollout(
 def test_r3_replays_the_experts_of_the_rollout(
     models: dict[str, Path], tmp_path: Path, options: dict[str, Any]
 ) -> None:
-    """In the old policy's pass and in the first update, whose ratio is 1; in the reference's pass if asked to."""
+    """In the old policy's pass and in the first update, whose ratio is 1; in the reference's pass if asked to.
+
+    Sequences that share a prompt take the experts of the first of them, but for the last token of the prompt.
+    """
     folder = models["moe"]
     trainer = tiny.train(build(folder, tmp_path, Random, router_replay="R3", beta=0.1, max_steps=2, **options))
     policy = oracles(folder, trainer)
     temperature = options.get("temperature", 1.0)
     (turn,) = trainer.turns[0]
     given = {tuple(routed.ids): of_rollout(routed.values) for routed in turn}
+    if "share_prompts" in options:
+        firsts: dict[tuple[int, ...], Tensor] = {}
+        for row in rows(trainer.rollouts[0][1]):
+            routes, shared = given[tuple(row.ids)], row.prompt - 1
+            first = firsts.setdefault(tuple(row.ids[:shared]), routes[:shared])
+            given[tuple(row.ids)] = torch.cat([first, routes[shared:]])
+        assert len(firsts) == 2
     before = policy(trainer.rollouts[0][0])
     reference = before if options.get("sync_ref_model") else routed_oracle.initial(folder)
     updates, apart = [update for update in trainer.updates if update.rollout == 0], 0
@@ -124,34 +134,6 @@ def test_r3_replays_the_experts_of_the_rollout(
                 torch.testing.assert_close(row.values[name], values, **CLOSE)
             apart += not torch.allclose(live, expected["logps"], **CLOSE)
     assert apart == sum(len(update.rows) for update in updates) > 0
-
-
-def test_sequences_that_share_a_prompt_take_the_experts_of_one_of_them(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    """Of the first of the rollout, but for its last token, which each has to itself."""
-    folder = models["moe"]
-    options = {"share_prompts": True, "num_generations": 8, "max_steps": 2, **FREE}
-    trainer = tiny.train(build(folder, tmp_path, Random, router_replay="R3", **options))
-    prompts = [row.prompt for row in rows(trainer.rollouts[0][1])]
-    (turn,) = trainer.turns[0]
-    expected: dict[tuple[int, ...], Tensor] = {}
-    firsts: dict[tuple[int, ...], Tensor] = {}
-    for routed, prompt in zip(turn, prompts, strict=True):
-        routes, shared = of_rollout(routed.values), tuple(routed.ids[: prompt - 1])
-        first = firsts.setdefault(shared, routes[: prompt - 1].clone())
-        expected[tuple(routed.ids)] = torch.cat([first, routes[prompt - 1 :]])
-    assert len(firsts) == 2
-    before, policy = routed_oracle.initial(folder), oracles(folder, trainer)
-    for update in trainer.updates:
-        now = policy(update.weights)
-        for row in update.rows:
-            routes = expected[tuple(row.ids)]
-            assert row.routes is not None and torch.equal(row.routes, routes)
-            with torch.no_grad():
-                for name, model in {"logps": now, "old_per_token_logps": before}.items():
-                    forced = routed_oracle.log_probs(model, row.ids, row.prompt, routes)
-                    torch.testing.assert_close(row.values[name], forced, **CLOSE)
 
 
 @pytest.mark.parametrize(

@@ -68,8 +68,6 @@ def check_row(row: Row, rollout: int) -> None:
 ANSWERS: dict[str, Callable[[Array], Array]] = {
     "all but the last token": lambda experts: experts[:-1],
     "all tokens": lambda experts: experts,
-    "int16": lambda experts: experts[:-1].astype(np.int16),
-    "uint16": lambda experts: experts[:-1].astype(np.uint16),
     "layers with routers": lambda experts: experts[:-1, SPARSE],
 }
 
@@ -113,30 +111,12 @@ def test_answers_without_routes_are_refused(engine: Engine, served: Build, is_si
         served().train()
 
 
-WRONG: dict[str, tuple[Callable[[Array], Array], str]] = {
-    "nothing filled in": (
-        lambda experts: np.zeros_like(experts[:-1]),
-        r"routes of token 0 in layer 0 are \[0, 0\].*has not captured them",
-    ),
-    "another model": (
-        lambda experts: experts[:-1, :3],
-        r"returned routes of 3 layers, and the model has routers in its decoder layers 1, 3.*serves another model",
-    ),
-    "a token too few": (
-        lambda experts: experts[:-2],
-        r"returned values for \d+ tokens of a sequence of \d+\. Only the last may have none",
-    ),
-    "experts that there are not": (
-        lambda experts: np.where(experts == 0, 77, experts)[:-1],
-        r"experts up to 77 do not fit the router model\.layers\.1\.mlp\.gate.* 8 experts",
-    ),
-}
-
-
-@pytest.mark.parametrize("case", WRONG)
-def test_wrong_routes_are_refused(engine: Engine, colocated: Build, case: str) -> None:
-    engine.answered, message = WRONG[case]
-    with pytest.raises(ValueError, match=message):
+def test_wrong_routes_are_refused(engine: Engine, colocated: Build) -> None:
+    engine.answered = lambda experts: np.zeros_like(experts[:-1])
+    with pytest.raises(ValueError, match=r"routes of token 0 in layer 0 are \[0, 0\].*has not captured them"):
+        colocated().train()
+    engine.answered = lambda experts: experts[:-2]
+    with pytest.raises(ValueError, match=r"returned values for \d+ tokens of a sequence of \d+\. Only the last"):
         colocated().train()
 
 
@@ -170,13 +150,11 @@ def test_a_token_has_the_routes_of_the_turn_in_which_it_first_had_some(
 
 
 PICTURE = 3
-IMAGES: dict[str, dict[str, Any]] = {"routes": R3, "sets": SETS, "both": {**R3, **SETS}}
 
 
-@pytest.mark.parametrize("case", IMAGES)
-def test_a_server_is_asked_about_images_too(server: Server, flagged: Build, case: str) -> None:
+def test_a_server_is_asked_about_images_too(server: Server, flagged: Build) -> None:
     """TRL sends each prompt with what the server made of its images, or with nothing."""
-    generation = flagged(**IMAGES[case]).vllm_generation
+    generation = flagged(**R3, **SETS).vllm_generation
     generation.processing_class = SimpleNamespace(image_token_id=PICTURE)
     red, blue = (Image.new("RGB", (4, 4), color) for color in ("red", "blue"))
     prompts = [[1, 2], [PICTURE, PICTURE, 4], [5, PICTURE, 6, PICTURE], [9], [8, PICTURE]]
@@ -184,12 +162,10 @@ def test_a_server_is_asked_about_images_too(server: Server, flagged: Build, case
     twice = lambda items: [each for each in items for _ in range(2)]
     _, completions, _, _ = generation.generate(twice(prompts), twice(images), 2)
     pairs = list(zip(twice(prompts), completions, strict=True))
-    if "keep_sampling_mask" in IMAGES[case]:
-        sets = taken_sets(generation, completions).lists()
-        assert sets == [each for pair in pairs for each in kept(*pair, 0)]
-    if "router_replay" in IMAGES[case]:
-        for (prompt, ids), routes in zip(pairs, taken_routes(generation, SPARSE), strict=True):
-            assert torch.equal(routes, torch.from_numpy(chosen([*prompt, *ids], 0)[:-1, SPARSE]))
+    sets = taken_sets(generation, completions).lists()
+    assert sets == [each for pair in pairs for each in kept(*pair, 0)]
+    for (prompt, ids), routes in zip(pairs, taken_routes(generation, SPARSE), strict=True):
+        assert torch.equal(routes, torch.from_numpy(chosen([*prompt, *ids], 0)[:-1, SPARSE]))
     assert {path: len(bodies) for path, bodies in server.requests.items()} == {RENDER: 3, TOKENS: 5}
     sent = {tuple(body["token_ids"]): body["features"] for body in server.requests[TOKENS]}
     assert sent[1, 2] is sent[(9,)] is None

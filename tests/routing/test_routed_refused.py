@@ -7,7 +7,6 @@ import pytest
 import torch
 from peft import PromptTuningConfig
 
-import trl_steady
 from tests.tools import tiny
 
 
@@ -44,34 +43,6 @@ def test_virtual_tokens_are_refused_in_the_first_rollout(models: dict[str, Path]
     trainer = tiny.trainer(models["moe"], tmp_path, router_replay="R2", build={"peft_config": prompts})
     with pytest.raises(ValueError, match=r"router_replay: the router .* in passes of"):
         tiny.train(trainer)
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        (
-            {"router_replay": "R2", "steps_per_generation": 1},
-            r"router_replay='R2' cannot act with on-policy updates",
-        ),
-        (
-            {"router_replay_reference": True, "beta": 0.1},
-            r"router_replay_reference=True cannot act with router_replay=None",
-        ),
-        (
-            {"router_replay_reference": True, "router_replay": "R2"},
-            r"router_replay_reference=True cannot act with has_reference=False",
-        ),
-    ],
-)
-def test_what_will_do_nothing_is_said(tmp_path: Path, options: dict[str, Any], message: str) -> None:
-    with pytest.warns(UserWarning, match=message):
-        config(tmp_path, **options)
-
-
-def config(output: Path, **options: Any) -> trl_steady.GRPOConfig:
-    """Warnings and all."""
-    defaults = {"gradient_accumulation_steps": 1, "steps_per_generation": 4, "per_device_train_batch_size": 8}
-    return trl_steady.GRPOConfig(str(output), use_cpu=True, bf16=False, report_to="none", **{**defaults, **options})
 
 
 BLOCKS = {"num_blocks": 64, "max_batch_tokens": 64}

@@ -1,12 +1,10 @@
 """Whole runs with routing replay: resumed, evaluated, logged, and of agents."""
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import transformers
-from torch import Tensor
 
 from tests.oracles import routes as routed_oracle
 from tests.oracles.routes import NONE
@@ -18,7 +16,6 @@ from tests.tools.routed import (
     LORA,
     Random,
     Recorded,
-    Update,
     ascending,
     build,
     of_rollout,
@@ -75,39 +72,6 @@ def test_evaluation_replays_too_and_leaves_training_alone(models: dict[str, Path
     assert found and all(torch.equal(ascending(row.routes), ascending(given[tuple(row.ids)])) for row in found)
 
 
-def changed_by_hand(folder: Path, trainer: Any, update: Update) -> tuple[Tensor, int]:
-    """(L,) replayed choices that the routers would not have made, and how many are replayed in each layer."""
-    now = oracles(folder, trainer)(update.weights)
-    refused = [routed_oracle.refused(now, row.ids, row.routes) for row in update.rows if row.routes is not None]
-    replayed = sum(int((row.routes[:, 0] != NONE).sum()) for row in update.rows if row.routes is not None)
-    return torch.stack(refused).sum(0), replayed
-
-
-@pytest.mark.parametrize(("replay", "log_level"), [("R2", "debug"), ("R3", "passive")])
-def test_what_is_logged_by_hand(models: dict[str, Path], tmp_path: Path, replay: str, log_level: str) -> None:
-    verbosity = transformers.logging.get_verbosity()
-    kind = Random if replay == "R3" else Recorded
-    trainer = build(models["moe"], tmp_path, kind, router_replay=replay, log_level=log_level)
-    try:
-        history = tiny.history(tiny.train(trainer))
-    finally:
-        transformers.logging.set_verbosity(verbosity)
-    rollouts = iter(trainer.rollouts)
-    for number, (row, update) in enumerate(zip(history[:-1], trainer.updates, strict=True)):
-        refused, replayed = changed_by_hand(models["moe"], trainer, update)
-        assert row["routing/changed"] == pytest.approx(int(refused.sum()) / (LAYERS * replayed), rel=1e-12)
-        layers = {name: value for name, value in row.items() if name.startswith("routing/changed/")}
-        by_hand = {f"routing/changed/{layer}": int(n) / replayed for layer, n in enumerate(refused)}
-        assert layers == (pytest.approx(by_hand, rel=1e-12) if log_level == "debug" else {})
-        assert ("routing/bytes" in row) == ("routing/fallback" in row) == (number % 4 == 0)
-        if number % 4 == 0:
-            output = next(rollouts)[1]
-            columns = output["prompt_ids"].size(1) + output["completion_ids"].size(1)
-            assert row["routing/bytes"] == 16 * columns * LAYERS * CHOSEN
-            assert row["routing/fallback"] == 0
-    assert history[3]["routing/changed"] > 0
-
-
 class Holed(Random):
     """Of each sequence's second token, one layer is missing; of a fourth, both."""
 
@@ -118,27 +82,41 @@ class Holed(Random):
         return Traced(routed.ids, routes)
 
 
-def test_tokens_without_a_route_go_where_they_would_and_are_counted(models: dict[str, Path], tmp_path: Path) -> None:
-    trainer = tiny.train(build(models["moe"], tmp_path, Holed, router_replay="R3", max_steps=2))
-    lengths = [len(row.ids) for row in rows(trainer.rollouts[0][1])]
-    missing = len(lengths) + sum(length - 1 > 3 for length in lengths)
-    assert min(lengths) > 2
-    assert tiny.history(trainer)[0]["routing/fallback"] == missing / (sum(lengths) - len(lengths))
-    policy = oracles(models["moe"], trainer)
-    for number, update in enumerate(trainer.updates):
-        now = policy(update.weights)
-        for row in update.rows:
-            assert row.routes is not None and (row.routes[1, 1] == NONE).all() and (row.routes[1, 0] != NONE).all()
+@pytest.mark.parametrize(("replay", "log_level"), [("R2", "debug"), ("R3", "passive")])
+def test_what_is_logged_by_hand(models: dict[str, Path], tmp_path: Path, replay: str, log_level: str) -> None:
+    """Tokens without a route go where they would."""
+    verbosity = transformers.logging.get_verbosity()
+    kind = Holed if replay == "R3" else Recorded
+    trainer = build(models["moe"], tmp_path, kind, router_replay=replay, log_level=log_level)
+    try:
+        history = tiny.history(tiny.train(trainer))
+    finally:
+        transformers.logging.set_verbosity(verbosity)
+    rollouts, policy = iter(trainer.rollouts), oracles(models["moe"], trainer)
+    for number, (row, update) in enumerate(zip(history[:-1], trainer.updates, strict=True)):
+        now, refused, replayed = policy(update.weights), torch.zeros(LAYERS), torch.zeros(LAYERS)
+        for found in update.rows:
+            assert found.routes is not None
+            refused += routed_oracle.refused(now, found.ids, found.routes)
+            replayed += (found.routes != NONE).sum((0, 2))
+            if replay == "R3":
+                assert (found.routes[1, 1] == NONE).all() and (found.routes[1, 0] != NONE).all()
             with torch.no_grad():
-                forced = routed_oracle.log_probs(now, row.ids, row.prompt, row.routes)
-            torch.testing.assert_close(row.values["logps"], forced, **CLOSE)
-        of_layers = [
-            sum(int((row.routes[:, layer, 0] != NONE).sum()) for row in update.rows if row.routes is not None)
-            for layer in range(LAYERS)
-        ]
-        refused, _ = changed_by_hand(models["moe"], trainer, update)
-        logged = tiny.history(trainer)[number]["routing/changed"]
-        assert logged == pytest.approx(int(refused.sum()) / (CHOSEN * sum(of_layers)), rel=1e-12)
+                forced = routed_oracle.log_probs(now, found.ids, found.prompt, found.routes)
+            torch.testing.assert_close(found.values["logps"], forced, **CLOSE)
+        assert row["routing/changed"] == pytest.approx(float(refused.sum() / replayed.sum()), rel=1e-6)
+        layers = {name: value for name, value in row.items() if name.startswith("routing/changed/")}
+        by_hand = {f"routing/changed/{layer}": float(n) for layer, n in enumerate(refused / replayed)}
+        assert layers == (pytest.approx(by_hand, rel=1e-6) if log_level == "debug" else {})
+        assert ("routing/bytes" in row) == ("routing/fallback" in row) == (number % 4 == 0)
+        if number % 4 == 0:
+            output = next(rollouts)[1]
+            columns = output["prompt_ids"].size(1) + output["completion_ids"].size(1)
+            lengths = [len(found.ids) for found in rows(output)]
+            missing = 0 if replay == "R2" else len(lengths) + sum(length - 1 > 3 for length in lengths)
+            assert row["routing/bytes"] == 16 * columns * LAYERS * CHOSEN
+            assert row["routing/fallback"] == missing / (sum(lengths) - len(lengths))
+    assert history[3]["routing/changed"] > 0
 
 
 def test_a_moving_reference_with_routers_of_its_own_takes_the_routes(models: dict[str, Path], tmp_path: Path) -> None:

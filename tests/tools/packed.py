@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +14,7 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tests.oracles.padding import Batch, padded
 from trl_steady.padding.attention import attending_in, switched
+from trl_steady.padding.budget import Length
 from trl_steady.padding.families import traits
 from trl_steady.padding.packing import Packing, Segment, lengths_of, pack
 from trl_steady.padding.proxy import UnpaddedModel
@@ -119,10 +121,14 @@ def exact(model: PreTrainedModel) -> Callable[..., Any]:
     return forward
 
 
-def packing_of(batch: Batch, shared: bool) -> Packing:
+def lengths_in(batch: Batch, shared: bool) -> list[Length]:
     lengths = lengths_of(batch.mask, prompt_width=batch.prompt_columns, input_ids=batch.ids if shared else None)
     assert lengths is not None
-    return pack(lengths, prompt_width=batch.prompt_columns, device=batch.ids.device)
+    return lengths
+
+
+def packing_of(batch: Batch, shared: bool) -> Packing:
+    return pack(lengths_in(batch, shared), prompt_width=batch.prompt_columns, device=batch.ids.device)
 
 
 @contextlib.contextmanager
@@ -137,16 +143,16 @@ def unpadded(
     *,
     share: bool = False,
     called: Callable[..., Any] | None = None,
-    packs: bool = True,
     within: Callable[[Sequence[Segment]], contextlib.AbstractContextManager[None]] | None = None,
 ) -> UnpaddedModel:
+    """A proxy for any number of passes of one batch."""
     of_model = traits(model)
-    assert (of_model.why_not_packed is None) == packs, of_model.why_not_packed
+    assert of_model.why_not_packed is None
     return UnpaddedModel(
         called or model,
         of_model,
         prompt_width=batch.prompt_columns,
-        share_prompts=share,
+        lengths=itertools.cycle(lengths_in(batch, share)),
         attending=within or functools.partial(attending, model),
     )
 

@@ -46,7 +46,7 @@ class Place(NamedTuple):
         """Return whether "sdpa" has a call for all sequences of a packed row: torch 2.13 on a GPU with bf16."""
         from trl_steady.padding import attention
 
-        return not self.is_cuda or (attention._HAS_VARLEN and torch.cuda.get_device_capability() >= _BF16)
+        return not self.is_cuda or (attention.varlen_attn is not None and torch.cuda.get_device_capability() >= _BF16)
 
     def choose(self, cpu: _T, cuda: _T) -> _T:
         """Return the size for this device."""

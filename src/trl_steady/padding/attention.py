@@ -6,7 +6,6 @@ the segments of its first run.
 """
 
 import functools
-import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,22 +19,17 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
-from transformers.modeling_flash_attention_utils import flash_attn_supports_top_left_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from trl_steady.padding.packing import Segment
 from trl_steady.padding.segments import Segments
 
-try:
+if torch.__version__ >= "2.13":  # an older torch has no such function, or one that takes less
     from torch.nn.attention.varlen import varlen_attn
-except ImportError:
+else:
     varlen_attn = None
 
 _OURS = "trl_steady_packed_"  # prefix of the name of the model's own function
-# an older torch has no such function, or one that takes less
-_HAS_VARLEN = varlen_attn is not None and {"scale", "window_size", "enable_gqa"} <= set(
-    inspect.signature(varlen_attn).parameters
-)
 
 
 @dataclass
@@ -51,13 +45,9 @@ _forward: _Forward | None = None
 
 def why_not_packed(implementation: str | None) -> str | None:
     """Return why an attention function cannot attend within segments; None if it can."""
-    name = f"attn_implementation={implementation!r}"
-    if _is_flash(implementation):
-        aligns_first = flash_attn_supports_top_left_mask()
-        return f"{name} aligns queries with the first keys, not with the last" if aligns_first else None
-    if implementation in ("sdpa", "eager"):
+    if implementation in ("sdpa", "eager") or _is_flash(implementation):
         return None
-    return f"{name} has not been tested with packing; 'sdpa', 'eager' and FlashAttention have"
+    return f"attn_implementation={implementation!r} has not been tested with packed sequences"
 
 
 def _is_flash(implementation: str | None) -> bool:
@@ -85,36 +75,29 @@ def _attend(
 ) -> tuple[Tensor, Tensor | None]:
     """Implement transformers' `AttentionInterface`: three tensors (1, heads, N, size) give (1, N, heads, size)."""
     attend = functools.partial(_eager(type(module)) if name == "eager" else ALL_ATTENTION_FUNCTIONS[name], module)
-    inputs = query, key, value
     if isinstance(attention_mask, Segments):
         if _forward is not None:
             _forward.was_attended_in = True
     elif _forward is None:
-        with _named(module, name):
-            return attend(*inputs, attention_mask, **options)
+        with _named(module.config, name):
+            return attend(query, key, value, attention_mask, **options)
     else:
         raise RuntimeError(
             f"{type(module).__name__} does not pass on the attention mask that it gets, so trim_padding=True cannot "
             "keep packed sequences apart. Set trim_padding=False."
         )
-    if _is_flash(name):
-        with _named(module, name):
-            return _flash(attend, inputs, attention_mask, options), None
-    if name == "sdpa" and _takes_varlen(query, value, **options):
-        return _by_varlen(inputs, attention_mask, options.get("scaling")), None
-    return _one_by_one(name, attend, inputs, attention_mask, options), None
-
-
-def _flash(
-    attend: Callable[..., Any], inputs: Sequence[Tensor], segments: Segments, options: dict[str, object]
-) -> Tensor:
-    query, key, value = inputs
-    varlen = segments.varlen(query.device)
+    is_flash = _is_flash(name)
+    if not is_flash and not (name == "sdpa" and _takes_varlen(query, value, **options)):
+        return _one_by_one(name, attend, (query, key, value), attention_mask, options), None
+    varlen = attention_mask.varlen(query.device)
     if varlen.taken is not None:
         key, value = (tensor.index_select(2, varlen.taken) for tensor in (key, value))
+    if not is_flash:
+        return _by_varlen((query, key, value), attention_mask, options.get("scaling")), None
     options |= {"cu_seq_lens_q": varlen.queries, "cu_seq_lens_k": varlen.keys}
     options |= {"max_length_q": varlen.longest_queries, "max_length_k": varlen.longest_keys}
-    return attend(query, key, value, None, **options)[0]
+    with _named(module.config, name):
+        return attend(query, key, value, None, **options)[0], None
 
 
 def _takes_varlen(
@@ -122,7 +105,7 @@ def _takes_varlen(
 ) -> bool:
     """Return whether torch's function for sequences of different lengths can stand for "sdpa"."""
     return (
-        _HAS_VARLEN
+        varlen_attn is not None
         and query.is_cuda
         and torch.version.hip is None
         and torch.cuda.is_available()
@@ -144,8 +127,6 @@ def _autocast(tensor: Tensor) -> torch.dtype:
 def _by_varlen(inputs: Sequence[Tensor], segments: Segments, scaling: float | None) -> Tensor:
     query, key, value = (tensor[0].transpose(0, 1).to(_autocast(tensor)) for tensor in inputs)
     varlen = segments.varlen(query.device)
-    if varlen.taken is not None:
-        key, value = key[varlen.taken], value[varlen.taken]
     assert varlen_attn is not None
     output: Any = varlen_attn(
         query,
@@ -180,7 +161,7 @@ def _one_by_one(
             seen = [torch.cat(pair, dim=2) for pair in zip(of_prefix, seen, strict=True)]
         if name == "eager":
             outputs.append(masked(query, *seen))
-        elif segments.is_causal(len(segment), segment.shared):
+        elif not segment.shared and (segments.window is None or segments.window >= len(segment)):
             outputs.append(attend(query, *seen, None, **options)[0])
         else:  # "sdpa" would keep each mask until the backward
             outputs.append(
@@ -196,14 +177,9 @@ def _eager(module: type) -> Callable[..., Any]:
 
 
 @contextmanager
-def _named(module: torch.nn.Module, name: str) -> Iterator[None]:
-    """Give the module's config the name of its own function, by which FlashAttention finds its kernel."""
-    config: Any = getattr(module, "config", None)
-    before = getattr(config, "_attn_implementation", None)
-    if before is None:
-        yield
-        return
-    config._attn_implementation = name
+def _named(config: Any, name: str) -> Iterator[None]:
+    """Let a config name another attention function, by which layers find it, and FlashAttention its kernel."""
+    before, config._attn_implementation = config._attn_implementation, name
     try:
         yield
     finally:
@@ -219,20 +195,13 @@ def own_implementation(model: PreTrainedModel) -> str | None:
 @contextmanager
 def switched(model: PreTrainedModel) -> Iterator[None]:
     """Switch the model to attention functions that read segments, for packed forwards and recomputed layers."""
-    configs: dict[int, Any] = {id(each.config): each.config for each in model.modules() if hasattr(each, "config")}
-    before = {key: config._attn_implementation for key, config in configs.items()}
-    try:
-        for config in configs.values():
-            name = config._attn_implementation
-            if name is not None and not name.startswith(_OURS) and why_not_packed(name) is None:
-                # kernels from the hub have names that are known only now
-                AttentionInterface.register(_OURS + name, functools.partial(_attend, name))
-                AttentionMaskInterface.register(_OURS + name, functools.partial(_mask, name))
-                config._attn_implementation = _OURS + name
+    name = own_implementation(model)
+    assert name is not None
+    # kernels from the hub have names that are known only now
+    AttentionInterface.register(_OURS + name, functools.partial(_attend, name))
+    AttentionMaskInterface.register(_OURS + name, functools.partial(_mask, name))
+    with _named(model.config, _OURS + name):
         yield
-    finally:
-        for key, config in configs.items():
-            config._attn_implementation = before[key]
 
 
 @contextmanager

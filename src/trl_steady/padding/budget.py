@@ -13,6 +13,11 @@ class Length(NamedTuple):
     """Number of the group of sequences that share one copy of their prompt; -1 for no group."""
 
 
+def groups_of(lengths: Sequence[Length]) -> list[int]:
+    """Return a number for each sequence, the same for all of a group and for no other."""
+    return [length.group if length.group >= 0 else -1 - row for row, length in enumerate(lengths)]
+
+
 def partition(lengths: Sequence[Sequence[Length]], budget: int, *, padded: bool) -> list[int]:
     """Return how many sequences to take at a time, in order, so that no process exceeds a budget of tokens.
 
@@ -25,7 +30,7 @@ def partition(lengths: Sequence[Sequence[Length]], budget: int, *, padded: bool)
         if end - start > 1 and any(_tokens(of_process[start:end], padded=padded) > budget for of_process in lengths):
             counts.append(end - 1 - start)
             start = end - 1
-    return [*counts, total - start] if total else counts
+    return [*counts, total - start]
 
 
 def _tokens(taken: Sequence[Length], *, padded: bool) -> int:

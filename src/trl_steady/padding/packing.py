@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from trl_steady.padding.budget import Length
+from trl_steady.padding.budget import Length, groups_of
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ def lengths_of(attention_mask: Tensor, *, prompt_width: int, input_ids: Tensor |
     if input_ids is None:
         return lengths
     numbers: dict[tuple[int, ...], int] = {}
-    tokens: list[list[int]] = input_ids[:, : max(prompt_width - 1, 0)].tolist()
+    tokens: list[list[int]] = input_ids[:, : prompt_width - 1].tolist()
     for row, (length, prompt) in enumerate(zip(lengths, tokens, strict=True)):
         if length.prompt > 1:
             group = numbers.setdefault(tuple(prompt[prompt_width - length.prompt :]), len(numbers))
@@ -98,20 +98,18 @@ def pack(lengths: Sequence[Length], *, prompt_width: int, device: torch.device) 
     Several sequences of one group share one copy of their prompt before its last token, which predicts the first token
     of each completion. The copy is a segment of its own, and the prefix of their segments.
     """
-    members: dict[tuple[str, int], list[int]] = {}
-    for row, length in enumerate(lengths):
-        members.setdefault(("row", row) if length.group < 0 else ("group", length.group), []).append(row)
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(groups_of(lengths)):
+        members.setdefault(group, []).append(row)
     indices: list[Tensor] = []
     segments: list[Segment] = []
 
     def add(row: int, first: int, end: int, prefix: slice | None = None) -> slice:
         start = segments[-1].end if segments else 0
-        segment = Segment(start, start + end - first, prefix)
+        segments.append(Segment(start, start + end - first, prefix))
         columns = torch.arange(first, end)
         indices.append(torch.stack([torch.full_like(columns, row), columns]))
-        if len(segment):
-            segments.append(segment)
-        return segment.tokens
+        return segments[-1].tokens
 
     for rows in members.values():
         first, end = prompt_width - lengths[rows[0]].prompt, prompt_width - 1
@@ -119,9 +117,8 @@ def pack(lengths: Sequence[Length], *, prompt_width: int, device: torch.device) 
         for row in rows:
             start = prompt_width - lengths[row].prompt if prefix is None else end
             add(row, start, prompt_width + lengths[row].completion, prefix)
-    table = torch.cat(indices, dim=1) if indices else torch.empty(2, 0, dtype=torch.long)
-    predicted = torch.cat([table[0, :0], *(torch.arange(segment.start + 1, segment.end) for segment in segments)])
-    of_rows, of_columns = without_waiting(table, device)
+    predicted = torch.cat([torch.arange(segment.start + 1, segment.end) for segment in segments])
+    of_rows, of_columns = without_waiting(torch.cat(indices, dim=1), device)
     return Packing(of_rows, of_columns, without_waiting(predicted, device), segments)
 
 

@@ -6,10 +6,10 @@ import itertools
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
+from accelerate.utils import gather_object
 from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
@@ -19,25 +19,15 @@ from trl_steady.host.loss import backward_of, divided_by
 from trl_steady.host.names import rollout_number
 from trl_steady.host.part import Part, Rollout, ScoringPass, Trainer
 from trl_steady.padding.attention import attending_in, own_implementation, switched
-from trl_steady.padding.budget import Length, partition
+from trl_steady.padding.budget import Length, groups_of, partition
 from trl_steady.padding.families import Traits, traits
-from trl_steady.padding.packing import Segment, lengths_of, without_waiting
+from trl_steady.padding.packing import Segment, fits, lengths_of, without_waiting
 from trl_steady.padding.proxy import UnpaddedModel
 
+_LENGTHS = "lengths"
 # Adapters that do the same to a token wherever it is in a row
-_PER_TOKEN = {"ADALORA", "BOFT", "FOURIERFT", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "OFT", "RANDLORA"}
-_PER_TOKEN |= {"VBLORA", "VERA"}
-
-
-@dataclass
-class _Plan:
-    """How the sequences of a pass go through a model."""
-
-    mask: Tensor  # of the padded batch
-    key: tuple[Any, ...]  # on what the plan depends beside the batch
-    lengths: Sequence[Length]  # as they are in the batch
-    order: Sequence[int]  # in which the rows come
-    batches: Sequence[Tensor] = ()  # rows that go through the model together; none for TRL's own batches
+_PER_TOKEN = {"ADALORA", "BOFT", "FOURIERFT", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "OFT", "VERA"}
+_OTHER_MASK = "the mask of a micro-batch is not that of its rollout. Remove 'lengths' if you change masks."
 
 
 class PaddingPart(Part):
@@ -50,7 +40,8 @@ class PaddingPart(Part):
         super().__init__(trainer)
         self._traits: weakref.WeakKeyDictionary[torch.nn.Module, Traits] = weakref.WeakKeyDictionary()
         self._waiting: list[tuple[int, Mapping[str, Any]]] = []
-        self._plan: _Plan | None = None
+        self._of_pass: list[list[int]] = []
+        """Rows that go through the model together in the current pass; empty for TRL's own batches."""
 
     # construction
 
@@ -63,39 +54,29 @@ class PaddingPart(Part):
         why_not = self.why_padded or model_traits.why_not_packed
         if args.share_prompts and self.trainer.aux_loss_enabled:
             why_not = "router_aux_loss_coef is not 0.0, and TRL's load-balancing loss counts a prompt with each answer"
-        reasons = {
-            "share_prompts=True": args.share_prompts and why_not,
-            f"token_budget={args.token_budget}": args.token_budget is not None and self._why_not_regrouped(),
-        }
-        for option, reason in reasons.items():
-            if reason:
-                raise ValueError(f"{option} does not work here: {reason}. Change that, or leave the option unset.")
+        if args.share_prompts and why_not:
+            raise ValueError(f"share_prompts=True does not work here: {why_not}. Change that, or leave it unset.")
+        reason = self.why_padded or self._why_not_regrouped()
+        if args.token_budget is not None and reason:
+            raise ValueError(f"token_budget={args.token_budget} does not work here: {reason}. Leave it unset.")
         if why_not:
-            does_nothing = self.why_padded or model_traits.width_limit == 0
-            what = "does nothing" if does_nothing else "only cuts columns that are padding in every row"
+            is_whole = self.why_padded or model_traits.width_limit == 0
+            what = "does nothing" if is_whole else "only cuts columns that are padding in every row"
             warnings.warn(
-                f"trim_padding=True {what}: {why_not}. Change that, or set trim_padding=False to keep the padding.",
-                stacklevel=2,
+                f"trim_padding=True {what}: {why_not}. Set trim_padding=False to keep the padding.", stacklevel=2
             )
 
     def _why_not_regrouped(self) -> str | None:
         trainer = self.trainer
         config = models.bare(trainer, trainer.model).config
-        if self.why_padded:
-            return self.why_padded
         if config.get_text_config() is not config:
             return "the model takes other inputs than text"
         if trainer.aux_loss_enabled:
             return "router_aux_loss_coef is not 0.0, and the load-balancing loss is a mean over TRL's micro-batches"
         if trainer.is_deepspeed_enabled or trainer.args.steps_in_backward:
-            return (
-                "it runs backward several times in a step, and DeepSpeed, lomo, adalomo and *_layerwise step each time"
-            )
+            return "it runs backward several times in a step; DeepSpeed, lomo, adalomo, *_layerwise step each time"
         if type(trainer).compute_loss is not Steady.compute_loss:
-            return (
-                f"{type(trainer).__name__}.compute_loss would see only the last micro-batch of an optimizer step; "
-                "override micro_batch_loss instead"
-            )
+            return f"{type(trainer).__name__}.compute_loss would see only the last part; override micro_batch_loss"
         return None
 
     @property
@@ -125,72 +106,62 @@ class PaddingPart(Part):
 
     @contextlib.contextmanager
     def scoring(self, scoring: ScoringPass, model: Callable[..., Any]) -> Iterator[Callable[..., Any]]:
-        """Leave out the padding of a pass."""
-        if not self._acts:
+        """Leave out the padding of a pass, unless there is some between tokens."""
+        self._of_pass = []
+        lengths = self._lengths_of(scoring) if self._acts else None
+        if lengths is None:
             yield model
             return
-        plan = self._plan_of(scoring)
+        model_traits, budget = self.traits_of(scoring.model), self.trainer.args.token_budget
+        is_alone = torch.is_grad_enabled() or scoring.with_aux_loss or not scoring.is_text
+        if not is_alone and (budget is not None or model_traits.why_not_packed is not None):
+            width, size = scoring.input_ids.size(1), scoring.batch_size or len(lengths)
+            self._of_pass = self._batches(model_traits, lengths, width, scoring.prompt_width, size)
+            lengths = [lengths[row] for rows in self._of_pass for row in rows]
         yield UnpaddedModel(
             model,
-            self.traits_of(scoring.model),
+            model_traits,
             prompt_width=scoring.prompt_width,
-            share_prompts=self.trainer.args.share_prompts,
-            lengths=None if plan is None else iter([plan.lengths[row] for row in plan.order]),
+            lengths=iter(lengths),
             attending=functools.partial(_attending, scoring, models.bare(self.trainer, scoring.model)),
         )
 
     def batches(self, scoring: ScoringPass) -> Sequence[Tensor]:
         """Return batches of `token_budget`, or of sequences of similar length, if no gradient is needed."""
-        plan = self._plan_of(scoring) if self._acts else None
-        return () if plan is None else plan.batches
-
-    @contextlib.contextmanager
-    def rolling(self, rollout: Rollout) -> Iterator[None]:
-        """Forget the plan of the rollout before."""
-        self._plan = None
-        yield
+        return [without_waiting(torch.tensor(rows), scoring.input_ids.device) for rows in self._of_pass]
 
     def columns(self, rollout: Rollout) -> dict[str, Any]:
         """Add the lengths of the sequences, so that no micro-batch waits for its device to know them."""
         if not self._acts:
             return {}
-        if self._plan is not None:
-            lengths = self._plan.lengths
+        if _LENGTHS in rollout.records:
+            lengths = rollout.records[_LENGTHS][1]
         else:
             lengths = self._read(rollout.input_ids, rollout.attention_mask, rollout.samples["prompt_ids"].size(1))
-        return {} if lengths is None else {"lengths": list(map(tuple, lengths))}  # which a checkpoint can hold
+        return {} if lengths is None else {_LENGTHS: list(map(tuple, lengths))}  # which a checkpoint can hold
 
     @property
     def _acts(self) -> bool:
         return self.trainer.args.trim_padding and not self.why_padded
 
-    def _plan_of(self, scoring: ScoringPass) -> _Plan | None:
-        """Return the plan of a pass, which those of a rollout share; None if there is padding between tokens."""
-        model_traits, mask = self.traits_of(scoring.model), scoring.attention_mask
-        is_alone = torch.is_grad_enabled() or scoring.with_aux_loss or not scoring.is_text
-        key = model_traits, is_alone, scoring.batch_size
-        if self._plan is not None and self._plan.key == key:
-            # a critic's mask is built again from the samples; with another width it has more tokens than the rollout
-            is_of_critic = scoring.role == "value" and scoring.rollout is not None
-            if self._plan.mask is mask or (is_of_critic and self._plan.mask.shape == mask.shape):
-                return self._plan
-        known = scoring.samples.get("lengths") if scoring.role in ("policy", "value") else None
+    def _lengths_of(self, scoring: ScoringPass) -> list[Length] | None:
+        """Return the lengths of the sequences of a pass; None if there is padding between tokens."""
+        mask, prompt_width = scoring.attention_mask, scoring.prompt_width
+        known = scoring.samples.get(_LENGTHS) if scoring.role in ("policy", "value") else None
         if known is not None and len(known) == len(mask):
             lengths = [Length(*numbers) for numbers in known]
-        else:
-            lengths = self._read(scoring.input_ids, mask, scoring.prompt_width)
-        if lengths is None:
-            return None
-        plan = _Plan(mask, key, lengths, range(len(lengths)))
-        if not is_alone and (self.trainer.args.token_budget is not None or model_traits.why_not_packed is not None):
-            size = scoring.batch_size or len(lengths)
-            plan.order, counts = self._batches(model_traits, lengths, mask.size(1), scoring.prompt_width, size)
-            plan.batches = without_waiting(torch.tensor(plan.order), mask.device).split(counts)
-        if scoring.rollout is not None and scoring.role != "other":
-            columns = scoring.rollout.samples.get("completion_ids", mask)  # while TRL makes the rollout there are none
-            if scoring.role != "value" or columns.size(1) == scoring.width:
-                self._plan = plan
-        return plan
+            is_fit = fits(lengths, mask, prompt_width=prompt_width)
+            if is_fit.device.type in ("cpu", "cuda"):  # on a GPU nobody waits
+                torch._assert_async(is_fit, _OTHER_MASK)  # pyright: ignore[reportPrivateUsage]
+            elif not is_fit:
+                raise RuntimeError(_OTHER_MASK)
+            return lengths
+        if scoring.rollout is None or scoring.role not in ("old", "reference"):
+            return self._read(scoring.input_ids, mask, prompt_width)
+        records = scoring.rollout.records
+        if _LENGTHS not in records or records[_LENGTHS][0] is not mask:
+            records[_LENGTHS] = mask, self._read(scoring.input_ids, mask, prompt_width)
+        return records[_LENGTHS][1]
 
     def _read(self, input_ids: Tensor, attention_mask: Tensor, prompt_width: int) -> list[Length] | None:
         shared = input_ids if self.trainer.args.share_prompts else None
@@ -198,10 +169,10 @@ class PaddingPart(Part):
 
     def _batches(
         self, model_traits: Traits, lengths: Sequence[Length], width: int, prompt_width: int, batch_size: int
-    ) -> tuple[list[int], list[int]]:
-        """Return the order in which sequences go through a model, and how many go at a time.
+    ) -> list[list[int]]:
+        """Return the sequences that go through a model together, batch by batch.
 
-        The numbers are the same on all processes. The longest sequences come first, so memory runs out early or not at
+        The sizes are the same on all processes. The longest sequences come first, so memory runs out early or not at
         all. With `share_prompts`, the sequences of a prompt stay together with their longest.
         """
         # the columns of padding that are not cut off count too
@@ -211,20 +182,18 @@ class PaddingPart(Part):
         if is_whole:
             lengths = [length._replace(completion=width - prompt_width) for length in lengths]
         order = sorted(range(len(lengths)), key=lambda row: -lengths[row].prompt - lengths[row].completion)
-        groups = [length.group if length.group >= 0 else -1 - row for row, length in enumerate(lengths)]
+        groups = groups_of(lengths)
         first: dict[int, int] = {}  # group -> position of its longest sequence
         for position, row in enumerate(order):
             first.setdefault(groups[row], position)
         order.sort(key=lambda row: first[groups[row]])
         budget = self.trainer.args.token_budget
         if budget is None:
-            return order, [min(batch_size, len(order) - start) for start in range(0, len(order), batch_size)]
-        accelerator, everywhere = self.trainer.accelerator, [[lengths[row] for row in order]]
-        if accelerator.num_processes > 1:
-            table = without_waiting(torch.tensor(everywhere), accelerator.device)
-            gathered = cast(Tensor, accelerator.gather(table)).tolist()
-            everywhere = [[Length(*numbers) for numbers in each] for each in gathered]
-        return order, partition(everywhere, budget, padded=is_whole or not is_packed)
+            return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+        everywhere: list[list[Length]] = gather_object([[lengths[row] for row in order]])
+        rows = iter(order)
+        counts = partition(everywhere, budget, padded=is_whole or not is_packed)
+        return [[*itertools.islice(rows, count)] for count in counts]
 
     # loss
 
@@ -265,12 +234,10 @@ class PaddingPart(Part):
             whole = {name: _together([part[name] for part in parts]) for name in parts[0]}
             prompt_width = whole["prompt_ids"].size(1)
             width = prompt_width + whole["completion_ids"].size(1)
-            lengths = [Length(*numbers) for numbers in whole["lengths"]]
-            order, counts = self._batches(self.traits_of(model), lengths, width, prompt_width, len(lengths))
-            indices = without_waiting(torch.tensor(order), whole["prompt_ids"].device)
-            ordered, size = iter(order), len(parts[0]["completion_ids"])
-            for taken in indices.split(counts):
-                rows = [*itertools.islice(ordered, len(taken))]
+            lengths = [Length(*numbers) for numbers in whole[_LENGTHS]]
+            device, size = whole["prompt_ids"].device, len(parts[0]["completion_ids"])
+            for rows in self._batches(self.traits_of(model), lengths, width, prompt_width, len(lengths)):
+                taken = without_waiting(torch.tensor(rows), device)
                 group = {name: _taken(values, rows, taken) for name, values in whole.items()}
                 yield group, 1.0 if self.trainer.loss_is_token_sum else len(rows) / size
 

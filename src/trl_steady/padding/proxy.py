@@ -1,28 +1,22 @@
-"""Wrappers that run a model on a padded batch without its padding, and return outputs for the padded batch."""
+"""Wrapper that runs a model on a padded batch without its padding, and returns outputs for the padded batch."""
 
 import itertools
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import KW_ONLY, dataclass
 from types import SimpleNamespace
 from typing import Any, cast
 
-import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from trl_steady.host.scoring import needs_token_indices
 from trl_steady.padding.budget import Length
 from trl_steady.padding.families import Traits
-from trl_steady.padding.packing import Segment, fits, lengths_of, pack
+from trl_steady.padding.packing import Segment, pack
 
 _OF_TOKENS = ("token_type_ids", "mm_token_type_ids", "token_indices")  # also (B, L)
 _PACKED = {"input_ids", "attention_mask", "labels", "token_indices"}
-_OTHER_MASK = (
-    "the attention mask of a micro-batch is not that of its rollout, whose lengths came with the samples. Remove "
-    '"lengths" from the inputs where you change a mask.'
-)
 _WITH_TEXT = {"fused_lm_head", "output_router_logits"}  # other arguments of TRL for a batch that is text only
 
 
@@ -38,11 +32,9 @@ class UnpaddedModel:
     traits: Traits  # of the transformers model in it
     _: KW_ONLY
     prompt_width: int  # number of columns of the batches that belong to the prompts
-    share_prompts: bool  # True if rows with the same prompt share one copy of it
+    lengths: Iterator[Length]  # of all sequences that will come, in order
     attending: Callable[[Sequence[Segment]], AbstractContextManager[None]]
     """Returns a context in which the model attends within the given segments."""
-    lengths: Iterator[Length] | None = None
-    """Lengths of all sequences that will come, in order. None: the CPU reads them and waits for the device."""
 
     @property
     def needs_token_indices(self) -> bool:
@@ -51,21 +43,13 @@ class UnpaddedModel:
 
     def __call__(self, *, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **others: object) -> object:
         """Return `log_probs` and `entropy`, (B, L - 1) each, and `aux_loss`, for inputs of shape (B, L)."""
-        width = input_ids.size(1)
-        lengths = self._of_next(input_ids, attention_mask)
-        if width > self.traits.width_limit > 0:
-            warnings.warn(
-                f"batches wider than {self.traits.width_limit} tokens keep their padding, because the model's rotary "
-                "frequencies or sparse attention then depend on the width of the batch.",
-                stacklevel=2,
-            )
-        has_tokens = lengths is not None and any(length.prompt or length.completion for length in lengths)
-        if lengths is None or not has_tokens or width > self.traits.width_limit:
-            return self.model(input_ids=input_ids, attention_mask=attention_mask, labels=labels, **others)
+        width, lengths = input_ids.size(1), [*itertools.islice(self.lengths, len(input_ids))]
+        batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+        if width > self.traits.width_limit:
+            return self.model(**batch, **others)
         longest = max(max(length.prompt for length in lengths), 1)
         left = self.prompt_width - longest if self.traits.is_shift_invariant else 0
         right = self.prompt_width + max(max(length.completion for length in lengths), 1)
-        batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
         batch |= {name: cast(Tensor, others.pop(name)) for name in _OF_TOKENS if name in others}
         batch = {name: values[:, left:right] for name, values in batch.items()}
         if self._packs(batch, others, lengths, left):
@@ -73,18 +57,6 @@ class UnpaddedModel:
         else:
             outputs = self.model(**batch, **others)
         return _mapped(outputs, lambda values: pad(values, (left, width - right)))
-
-    def _of_next(self, input_ids: Tensor, attention_mask: Tensor) -> Sequence[Length] | None:
-        if self.lengths is not None:
-            lengths = list(itertools.islice(self.lengths, len(input_ids)))
-            is_fit = fits(lengths, attention_mask, prompt_width=self.prompt_width)
-            if is_fit.device.type in ("cpu", "cuda"):  # on a GPU nobody waits
-                torch._assert_async(is_fit, _OTHER_MASK)  # pyright: ignore[reportPrivateUsage]
-            elif not is_fit:
-                raise RuntimeError(_OTHER_MASK)
-            return lengths
-        shared = input_ids if self.share_prompts else None
-        return lengths_of(attention_mask, prompt_width=self.prompt_width, input_ids=shared)
 
     def _packs(
         self, batch: dict[str, Tensor], others: dict[str, object], lengths: Sequence[Length], left: int
@@ -95,7 +67,7 @@ class UnpaddedModel:
             return False
         prompt_width = self.prompt_width - left
         full = prompt_width, batch["labels"].size(1) - prompt_width
-        return self.share_prompts or any((length.prompt, length.completion) != full for length in lengths)
+        return any(length.group >= 0 or (length.prompt, length.completion) != full for length in lengths)
 
     def _packed(
         self, batch: dict[str, Tensor], others: dict[str, object], lengths: Sequence[Length], left: int
@@ -119,7 +91,7 @@ class UnpaddedModel:
 def _mapped(outputs: Any, change: Callable[[Tensor], Tensor]) -> SimpleNamespace:
     """Return outputs of a model with changed values of tokens."""
     return SimpleNamespace(
-        log_probs=None if outputs.log_probs is None else change(outputs.log_probs),
+        log_probs=change(outputs.log_probs),
         entropy=None if outputs.entropy is None else change(outputs.entropy),
         aux_loss=outputs.aux_loss,
     )

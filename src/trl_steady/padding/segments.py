@@ -52,10 +52,6 @@ class Segments:
         self._varlen[device] = Varlen(*starts, max(queries), max(keys), taken)
         return self._varlen[device]
 
-    def is_causal(self, length: int, shared: int) -> bool:
-        """Return whether `length` tokens after `shared` ones of a prefix attend causally and to nothing else."""
-        return not shared and (self.window is None or self.window >= length)
-
     def mask(self, length: int, shared: int, device: torch.device) -> Tensor:
         """Return which keys each query attends to: (length, shared + length), True = attend."""
         query = torch.arange(shared, shared + length, device=device).unsqueeze(1)

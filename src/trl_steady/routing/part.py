@@ -4,19 +4,19 @@
 # torch's annotations are partial
 
 import contextlib
-import weakref
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from trl_steady.functional.turns import nothing
 from trl_steady.host import models
 from trl_steady.host.engine import Capture, SteadyGeneration
 from trl_steady.host.part import Part, Rollout, ScoringPass, TokenRecord, Trainer, Turn
 from trl_steady.routing.proxy import RecordedModel, ReplayedModel
 from trl_steady.routing.replay import Replay, RouteRecording, Routers, continued
-from trl_steady.routing.routes import decoded, from_engine, is_route, no_route, shared
+from trl_steady.routing.routes import from_engine, is_route, shared
 
 _COLUMN = "routes"
 _R2_INSTEAD = "set router_replay='R2', which takes the routes of the trainer's own pass"
@@ -50,7 +50,7 @@ class RoutingPart(Part):
 
     def __init__(self, trainer: Trainer) -> None:
         super().__init__(trainer)
-        self._routers: weakref.WeakKeyDictionary[torch.nn.Module, Routers] = weakref.WeakKeyDictionary()
+        self._routers: dict[torch.nn.Module, Routers] = {}
 
     @property
     def _kind(self) -> str | None:
@@ -68,13 +68,13 @@ class RoutingPart(Part):
         if self._kind is None:
             return
         Routers(models.bare(trainer, trainer.model))  # not kept: a reference's adapter may still add routers
-        reasons = {
-            "torch.compile, whose graph would be that of one batch's routes": models.compiles(trainer),
-            "a rollout_func, which returns no routes": self._kind == "R3" and trainer.rollout_func is not None,
-        }
-        for reason, is_so in reasons.items():
-            if is_so:
-                raise ValueError(f"router_replay={self._kind!r} does not work with {reason}. Change one of the two.")
+        if models.compiles(trainer):
+            raise ValueError(
+                f"router_replay={self._kind!r} does not work with torch.compile, whose graph would be that of one "
+                "batch's routes. Change one of the two."
+            )
+        if self._kind == "R3" and trainer.rollout_func is not None:
+            raise ValueError("router_replay='R3' does not work with a rollout_func, which returns no routes.")
 
     def routers_of(self, model: torch.nn.Module) -> Routers:
         """Return the routers of the transformers model in `model`."""
@@ -88,9 +88,7 @@ class RoutingPart(Part):
     @contextlib.contextmanager
     def rolling(self, rollout: Rollout) -> "Generator[None]":
         """Begin a record. Adapters may have changed the routers since the last rollout."""
-        for model, routers in [*self._routers.items()]:
-            if not routers.are_of(model):
-                del self._routers[model]
+        self._routers.clear()
         if self._kind == "R3":
             instead = "Set router_replay='R2', which needs no routes from the generation."
             rollout.records[_COLUMN] = TokenRecord(ROUTES.option, instead)
@@ -105,8 +103,7 @@ class RoutingPart(Part):
             return
         if trainer.use_vllm:
             yield
-            layers = self.routers_of(trainer.model).decoder_layers
-            routes = taken_routes(trainer.vllm_generation, layers)
+            routes = taken_routes(trainer.vllm_generation, self.routers_of(trainer.model).decoder_layers)
         else:
             bare = models.bare(trainer, trainer.model)
             with self.routers_of(trainer.model).recording() as recording, fed(bare) as passes:
@@ -189,7 +186,7 @@ class RoutingPart(Part):
             recorded = RecordedModel(model, self.routers_of(scoring.model), ids.shape)
             yield recorded
             assert recorded.routes is not None
-            routes = recorded.routes.where(mask.bool()[..., None, None], no_route(recorded.routes.dtype))
+            routes = recorded.routes.where(mask.bool()[..., None, None], nothing(recorded.routes.dtype))
             record = rollout.records.setdefault(_COLUMN, TokenRecord("router_replay='R2'"))
             record.values = self._of_one_prompt(routes, ids, mask, scoring.prompt_width)
         else:  # R2 without a pass of the old policy
@@ -210,7 +207,7 @@ def taken_routes(engine: SteadyGeneration, layers: Sequence[int]) -> list[Tensor
 
     `layers` are the (M,) indices of the decoder layers that have routers.
     """
-    return [from_engine(decoded(routes), layers=layers) for routes in engine.take(ROUTES)]
+    return [from_engine(routes, layers) for routes in engine.take(ROUTES)]
 
 
 @contextlib.contextmanager

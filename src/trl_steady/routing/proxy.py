@@ -7,8 +7,8 @@ from typing import ClassVar
 
 from torch import Tensor
 
+from trl_steady.functional.turns import nothing
 from trl_steady.routing.replay import Replay, Routers
-from trl_steady.routing.routes import no_routes
 
 
 @dataclass(eq=False)
@@ -28,7 +28,7 @@ class RecordedModel:
             outputs = self.model(token_indices=token_indices, **batch)
         (routes,) = recording.routes_of_passes([token_indices.numel()])
         if self.routes is None:
-            self.routes = no_routes((*self.shape, *routes.shape[1:]), routes.dtype, routes.device)
+            self.routes = routes.new_full((*self.shape, *routes.shape[1:]), nothing(routes.dtype))
         self.routes.flatten(0, 1)[token_indices.flatten()] = routes
         return outputs
 

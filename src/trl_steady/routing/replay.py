@@ -9,10 +9,8 @@ then normalises and scales the values, so gate weights and their gradients are t
 # torch's annotations are partial
 
 import functools
-import itertools
 import re
-import weakref
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any, TypeVar, cast
 
@@ -39,75 +37,54 @@ class RoutingError(ValueError):
         super().__init__(f"router_replay: {problem} Leave router_replay unset.")
 
 
-class _Use:
-    """The current use of the routers of a model."""
-
-    def __init__(self, names: Sequence[str], calls: dict[int, int]) -> None:
-        self.names = names
-        self._calls = calls
-        """Layer -> number of calls of topk in its router, of which the last decides. Known after a first run."""
-
-    def _check_calls(self, layer: int, calls: int) -> None:
-        """Raise if a router has not called topk, or another number of times than in its first run."""
-        if calls == 0 or calls != self._calls.setdefault(layer, calls):
-            raise RoutingError(
-                f"the router {self.names[layer]} called topk {calls} times instead of {self._calls.get(layer, 1)}, so "
-                "its choice is unknown. It may choose by other means, or differently in training."
-            )
-
-
-class RouteRecording(_Use):
+class RouteRecording:
     """The experts that routers chose in one pass of the model, or in several."""
 
-    def __init__(self, names: Sequence[str], calls: dict[int, int]) -> None:
-        super().__init__(names, calls)
-        self._chosen: list[list[Tensor]] = [[] for _ in names]
+    def __init__(self, routers: "Routers") -> None:
+        self._routers = routers
+        self._chosen: list[list[Tensor]] = [[] for _ in routers.names]
 
-    def route(
-        self, layer: int, forward: Forward, arguments: tuple[object, ...], keywords: dict[str, object]
-    ) -> object:
+    def route(self, layer: int, forward: Forward, arguments: Sequence[object], keywords: dict[str, object]) -> object:
         """Run the router of a layer, and record its choice."""
-        with _TopkWatch() as watch:
+        with _Topk() as watch:
             result = forward(*arguments, **keywords)
-        self._check_calls(layer, watch.calls)
+        self._routers.check_calls(layer, watch.calls)
         assert watch.indices is not None
         self._chosen[layer].append(watch.indices.detach().flatten(0, -2).to(dtype_of(watch.width)))
         return result
 
     def routes(self) -> Tensor:
         """Return the routes (N, L, K) of the N tokens of a single pass, as many as the first router saw."""
-        return self.routes_of_passes([sum(map(len, self._chosen[0][:1]))])[0]
+        return self.routes_of_passes([*map(len, self._chosen[0][:1])])[0]
 
     def routes_of_passes(self, tokens: Sequence[int]) -> list[Tensor]:
         """Return the routes (N, L, K) of each pass. `tokens` are the numbers of tokens in each.
 
         Raises:
-            RoutingError: a router did not run once for each token, or layers chose different numbers of experts.
+            RoutingError: a router did not run once for each token.
         """
-        experts = {chosen.size(-1) for chosen in self._chosen[0]}
-        for name, chosen in zip(self.names, self._chosen, strict=True):
-            if [len(part) for part in chosen] != list(tokens) or {part.size(-1) for part in chosen} != experts:
+        for name, chosen in zip(self._routers.names, self._chosen, strict=True):
+            seen = [len(part) for part in chosen]
+            if seen != list(tokens):
                 raise RoutingError(
-                    f"the router {name} chose experts of shapes {[tuple(part.shape) for part in chosen]} in passes of "
-                    f"{list(tokens)} tokens, {sorted(experts)} for each. A kernel may replace its layer, text and "
-                    "images may go through different routers, or the model may use the layer more than once."
+                    f"the router {name} chose experts for {seen} tokens in passes of {list(tokens)}. A kernel may "
+                    "replace its layer, images may have other routers, or the model may use the layer more than once."
                 )
         device = self._chosen[0][0].device
         return [torch.stack([part.to(device) for part in parts], 1) for parts in zip(*self._chosen, strict=True)]
 
 
-class Replay(_Use):
+class Replay:
     """The experts that routers are made to choose, and how many of these choices differ from their own."""
 
-    def __init__(self, names: Sequence[str], calls: dict[int, int], routes: Tensor) -> None:
-        super().__init__(names, calls)
+    def __init__(self, routers: "Routers", routes: Tensor) -> None:
+        self._routers = routers
         self.is_over = False
         """True after the end of the pass. From then on, only layers that backward recomputes belong to it."""
-        self._fired = [0] * len(names)
+        self._fired = [0] * len(routers.names)
         self._routes = routes
         self._has_route = is_route(routes)
-        self._highest = int(routes.where(self._has_route.unsqueeze(-1), 0).max()) if routes.numel() else 0
-        self.changed = routes.new_zeros(len(names), dtype=torch.long)
+        self.changed = routes.new_zeros(len(routers.names), dtype=torch.long)
         """(L,) number of replayed choices that the live router would not have made, not counting recomputed layers."""
         self._has_gradient = torch.is_grad_enabled()
 
@@ -123,46 +100,44 @@ class Replay(_Use):
 
     def check(self) -> None:
         """End the pass of the model. Raise a `RoutingError` if a router has not run once in it."""
-        for name, times in zip(self.names, self._fired, strict=True):
+        for name, times in zip(self._routers.names, self._fired, strict=True):
             if times != 1:
                 raise RoutingError(
-                    f"the router {name} ran {times} times in one pass of the model, and must run once. Another "
-                    "implementation may replace its layer, or the model may use the layer more than once."
+                    f"the router {name} ran {times} times in one pass of the model, and must run once. A kernel may "
+                    "replace its layer, or the model may use the layer more than once."
                 )
         self.is_over = True
 
-    def route(
-        self, layer: int, forward: Forward, arguments: tuple[object, ...], keywords: dict[str, object]
-    ) -> object:
+    def route(self, layer: int, forward: Forward, arguments: Sequence[object], keywords: dict[str, object]) -> object:
         """Run the router of a layer, and replace its choice."""
         self._fired[layer] += 1
-        if layer not in self._calls:
+        calls = self._routers.calls
+        if layer not in calls:
             # a run in advance tells which call of topk decides
-            with _leaving_no_trace(self._routes.device), _TopkWatch() as watch:
+            with _leaving_no_trace(self._routes.device), _Topk() as watch:
                 copies, named_copies = tree_map_only(Tensor, torch.clone, (arguments, keywords))
                 forward(*copies, **named_copies)
-            self._check_calls(layer, watch.calls)
-        choose = functools.partial(self._choose, layer)
-        with _Replace(self._calls[layer], choose, self._has_route[:, layer]) as mode:
+            self._routers.check_calls(layer, watch.calls)
+        with _Topk(calls[layer], functools.partial(self._replaced, layer)) as mode:
             result = forward(*arguments, **keywords)
-        self._check_calls(layer, mode.calls)
+        self._routers.check_calls(layer, mode.calls)
         return result
 
-    def _choose(self, layer: int, scores: Tensor, live: Tensor) -> Tensor:
-        routes, has_route = self._routes[:, layer].to(live.device), self._has_route[:, layer].to(live.device)
-        of_live = live.flatten(0, -2)
-        fitting = (len(of_live), len(self.names), of_live.size(-1))
-        # shapes would broadcast, and on a GPU an index beyond the experts would end the process
-        if self._routes.shape != fitting or self._highest >= scores.size(-1):
+    def _replaced(self, layer: int, scores: Tensor, live: torch.return_types.topk) -> torch.return_types.topk:
+        indices, names = live.indices, self._routers.names
+        routes, has_route = (each[:, layer].to(indices.device) for each in (self._routes, self._has_route))
+        of_live = indices.flatten(0, -2)
+        fitting = (len(of_live), len(names), of_live.size(-1))
+        if self._routes.shape != fitting:  # which would broadcast
             raise RoutingError(
-                f"routes of shape {tuple(self._routes.shape)} with experts up to {self._highest} do not fit the "
-                f"router {self.names[layer]}: it needs (tokens, layers, experts per token) = {fitting}, and has "
-                f"{scores.size(-1)} experts, counted from 0. The routes are of another model or of other tokens."
+                f"routes of shape {tuple(self._routes.shape)} do not fit the router {names[layer]}: it needs "
+                f"(tokens, layers, experts per token) = {fitting}. The routes are of another model or of other tokens."
             )
         chosen = torch.where(has_route.unsqueeze(-1), routes.long(), of_live)
         if self._fired[layer] == 1:  # not if gradient checkpointing recomputes the layer
             self.changed[layer] = (chosen.unsqueeze(-1) != of_live.unsqueeze(-2)).all(-1).sum()
-        return chosen.view(live.shape)
+        chosen, has_route = chosen.view(indices.shape), has_route.view(*indices.shape[:-1], 1)
+        return torch.return_types.topk((torch.where(has_route, scores.gather(-1, chosen), live.values), chosen))
 
 
 _Used = TypeVar("_Used", RouteRecording, Replay)
@@ -174,7 +149,7 @@ class Routers:
     Use them from one thread at a time. Gradient checkpointing may recompute routers in autograd's threads.
 
     Raises:
-        RoutingError: the model has no routers, or some of them do not see the same tokens.
+        RoutingError: the model has no routers.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -183,29 +158,25 @@ class Routers:
             raise RoutingError(f"{type(model).__name__} has no routers: it is not a mixture of experts.")
         self.names = list(found)
         """Names of the routers, in the order of their layers."""
-        # stack of layers, number of the layer, block of the layer
-        paths = [[*re.split(r"\.(\d+)\.?", name, maxsplit=1), "0", ""][:3] for name in self.names]
-        for i, j in itertools.combinations(range(len(paths)), 2):
-            in_one_block = paths[i][1] == paths[j][1] and paths[i][2].split(".")[0] == paths[j][2].split(".")[0]
-            if paths[i][0] != paths[j][0] or in_one_block:
-                raise RoutingError(
-                    f"{type(model).__name__} has the routers {self.names[i]} and {self.names[j]}, in two stacks of "
-                    "layers or in one block, which do not see the same tokens."
-                )
-        self.decoder_layers = [int(number) for _, number, _ in paths]
+        self.decoder_layers = [int((re.findall(r"\.(\d+)", name) or [0])[0]) for name in self.names]
         """Number of the layer of each router in its stack of layers, counted from 0."""
-        self._model = weakref.ref(model)
-        self._modules = _listed(found)
-        self._calls: dict[int, int] = {}
+        self._model = model
+        self._modules = [(layer, module) for layer, same in enumerate(found.values()) for module in same]
+        self.calls: dict[int, int] = {}
+        """Layer -> number of calls of topk in its router, of which the last decides. Known after a first run."""
         self._use: RouteRecording | Replay | None = None
 
-    def are_of(self, model: nn.Module) -> bool:
-        """Return True if the model still has these routers. Adapters may have added or replaced some."""
-        return self._modules == _listed(find_routers(model))
+    def check_calls(self, layer: int, calls: int) -> None:
+        """Raise if a router has not called topk, or another number of times than in its first run."""
+        if calls == 0 or calls != self.calls.setdefault(layer, calls):
+            raise RoutingError(
+                f"the router {self.names[layer]} called topk {calls} times instead of {self.calls.get(layer, 1)}. It "
+                "may choose by other means, or differently in training."
+            )
 
     def recording(self) -> AbstractContextManager[RouteRecording]:
         """Record which experts the routers choose, in one pass of the model or in several."""
-        return self._used_for(RouteRecording(self.names, self._calls))
+        return self._used_for(RouteRecording(self))
 
     def replaying(self, routes: Tensor) -> AbstractContextManager[Replay]:
         """Make the routers choose given experts in one pass of the model.
@@ -217,17 +188,20 @@ class Routers:
         Raises:
             RuntimeError: another pass still waits for a backward that will recompute its layers.
         """
-        return self._used_for(Replay(self.names, self._calls, routes))
+        return self._used_for(Replay(self, routes))
 
     @contextmanager
     def _used_for(self, use: _Used) -> Generator[_Used]:
         before = self._use
         is_second = isinstance(use, Replay) and isinstance(before, Replay) and before.awaits_backward
-        if is_second and torch.is_grad_enabled() and self._checkpoints():
+        checkpoints = (
+            getattr(module, "gradient_checkpointing", False) is True or type(module).__name__ == "CheckpointWrapper"
+            for module in self._model.modules()
+        )
+        if is_second and torch.is_grad_enabled() and any(checkpoints):
             raise RuntimeError(
-                "a replayed pass began before the backward of an earlier one. Gradient checkpointing would recompute "
-                "the layers of both with the routes of the later one. Run backward first, or switch gradient "
-                "checkpointing off."
+                "a replayed pass began before the backward of an earlier one, whose recomputed layers would take its "
+                "routes. Run backward first, or switch gradient checkpointing off."
             )
         self._use = use
         with ExitStack() as patches:
@@ -242,71 +216,44 @@ class Routers:
 
     def _forward(self, layer: int, forward: Forward, *arguments: object, **keywords: object) -> object:
         use = self._use
-        if use is None or (isinstance(use, Replay) and use.is_over and not _is_backward()):
+        is_backward = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
+        if use is None or (isinstance(use, Replay) and use.is_over and not is_backward):
             return forward(*arguments, **keywords)
         return use.route(layer, forward, arguments, keywords)
 
-    def _checkpoints(self) -> bool:
-        model = self._model()
-        return model is not None and any(
-            getattr(module, "gradient_checkpointing", False) is True or type(module).__name__ == "CheckpointWrapper"
-            for module in model.modules()
-        )
 
+class _Topk(TorchFunctionMode):
+    """Observe the calls of topk in a router, and let `replace` change the result of one of them.
 
-def _listed(found: Mapping[str, Sequence[nn.Module]]) -> list[tuple[int, nn.Module]]:
-    return [(layer, module) for layer, same in enumerate(found.values()) for module in same]
-
-
-def _is_backward() -> bool:
-    return torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
-
-
-class _TopkWatch(TorchFunctionMode):
-    """Observe the calls of topk in a router."""
+    A router may mask the scores of some groups of experts before topk. The experts of a route may be in masked groups,
+    so `replace` gets the scores before the mask.
+    """
 
     calls = 0
     width = 0
     """Width of the scores in the last call, which is the number of experts."""
     indices: Tensor | None = None
 
-    def __torch_function__(
-        self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if func in _TOPK:
-            self.calls += 1
-            self.width, self.indices = _first(args, kwargs).size(-1), result.indices
-        return result
-
-
-class _Replace(_TopkWatch):
-    """Replace the result of one call of topk.
-
-    A router may mask the scores of some groups of experts before topk. The experts of a route may be in masked groups.
-    For tokens with a route, the values are therefore taken from the scores before the mask.
-    """
-
-    def __init__(self, call: int, choose: Callable[[Tensor, Tensor], Tensor], has_route: Tensor) -> None:
+    def __init__(self, call: int = 0, replace: Callable[..., object] | None = None) -> None:
         super().__init__()
-        self._call, self._choose, self._has_route = call, choose, has_route
-        self._masked: tuple[Tensor, Tensor] | None = None
+        self._call, self._replace = call, replace
+        self._masked: tuple[object, Tensor] | None = None
 
     def __torch_function__(
         self, func: Callable[..., Any], types: object, args: Sequence[Any] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        result = super().__torch_function__(func, types, args, kwargs)
+    ) -> object:
+        result = func(*args, **(kwargs or {}))
         if func in _MASKED_FILL:
-            self._masked = result, _first(args, kwargs)
-        if func not in _TOPK or self.calls != self._call:
+            self._masked = result, args[0]
+        if func not in _TOPK:
             return result
-        scores = _first(args, kwargs)
-        indices = self._choose(scores, result.indices)
+        scores, self.calls = args[0], self.calls + 1
+        self.width, self.indices = scores.size(-1), result.indices
+        if self._replace is None or self.calls != self._call:
+            return result
         if self._masked is not None and scores is self._masked[0]:
             scores = self._masked[1]
-        has_route = self._has_route.to(indices.device).view(*indices.shape[:-1], 1)
-        values = torch.where(has_route, scores.gather(-1, indices), result.values)
-        return torch.return_types.topk((values, indices))
+        return self._replace(scores, result)
 
 
 @contextmanager
@@ -323,10 +270,6 @@ def _leaving_no_trace(device: torch.device) -> Generator[None]:
     finally:
         parametrize._cache_enabled = cached  # pyright: ignore[reportPrivateUsage]
         torch.clear_autocast_cache()
-
-
-def _first(args: Sequence[Any], kwargs: dict[str, Any] | None) -> Tensor:
-    return args[0] if args else (kwargs or {})["input"]
 
 
 def continued(passes: Sequence[Tensor], sequences: int) -> Tensor:

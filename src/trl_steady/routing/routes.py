@@ -1,8 +1,8 @@
 """Routes as data: the experts of each layer that each token goes through.
 
 Routes are a tensor of shape (..., L, K) for L layers with routers and K experts a token. Its dtype is the smallest
-integer dtype that has a value for each expert and one more value, "no route". A token without a route is left to the
-live router. Expert 0 is always an expert, never padding. Tensor operations cut, pad and join routes.
+integer dtype that has a value for each expert and one more value, "nothing": such a token is left to the live router.
+Expert 0 is always an expert, never padding. Tensor operations cut, pad and join routes.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -27,45 +27,24 @@ def dtype_of(num_experts: int) -> torch.dtype:
     return torch.int16 if num_experts <= 2**15 else torch.int32
 
 
-def no_route(dtype: torch.dtype) -> int:
-    """Return the value for "no route": 255 in uint8, otherwise -1."""
-    return nothing(dtype)
-
-
-def no_routes(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Return a tensor of this shape in which no token has a route."""
-    return torch.full(tuple(shape), no_route(dtype), dtype=dtype, device=device)
-
-
 def is_route(routes: Tensor) -> Tensor:
     """Return (..., L) bool for routes (..., L, K), True where there is a route."""
-    return routes[..., 0] != no_route(routes.dtype)
+    return routes[..., 0] != nothing(routes.dtype)
 
 
-def decoded(routes: object) -> object:
-    """Return the routes of an engine as an array; a server sends them as a NumPy file in base64."""
-    return np.load(io.BytesIO(base64.b64decode(routes))) if isinstance(routes, str) else routes
+def from_engine(array: object, layers: Sequence[int]) -> Tensor:
+    """Convert the integers (T, L, K) of an engine to routes. A server sends them as a NumPy file in base64.
 
-
-def from_engine(array: object, *, layers: Sequence[int] | None = None) -> Tensor:
-    """Convert the integers (T, L, K) of an engine to routes. A row of -1 means that a token has no route.
-
-    `layers` are the (L,) numbers of the decoder layers that have routers, counted from 0. Pass them if the engine may
-    return rows for all layers.
+    A row of -1 means that a token has no route. `layers` are the (L,) numbers of the decoder layers that have routers,
+    counted from 0. The engine may also return rows for all decoder layers.
 
     Raises:
-        ValueError: the layers do not fit. Or a row has -1 beside experts, or the same expert twice, which happens if
-            the engine has not filled it in.
+        ValueError: a row has -1 beside experts, or the same expert twice, which happens if the engine has not filled
+            it in.
     """
-    routes = torch.as_tensor(array)
-    if routes.dtype in (torch.uint16, torch.uint32, torch.uint64):  # torch does not compare these
-        routes = routes.long()
-    if layers is not None and routes.size(1) != len(layers):
-        if routes.size(1) <= max(layers) or len(set(layers)) < len(layers):
-            raise ValueError(
-                f"the engine returned routes of {routes.size(1)} layers, and the model has routers in its decoder "
-                f"layers {', '.join(map(str, layers))}, counted from 0. The engine serves another model."
-            )
+    array = np.load(io.BytesIO(base64.b64decode(array))) if isinstance(array, str) else array
+    routes = torch.as_tensor(array).int()
+    if routes.size(1) != len(layers):
         routes = routes[:, list(layers)]
     missing = routes < 0
     has_twice = (routes.sort(-1).values.diff(dim=-1) == 0).any(-1)
@@ -77,7 +56,7 @@ def from_engine(array: object, *, layers: Sequence[int] | None = None) -> Tensor
             "different experts. The engine has not captured them; it may capture routes in some of its layers only."
         )
     dtype = dtype_of(int(routes.max()) + 1 if routes.numel() else 1)
-    return routes.to(dtype).where(~missing, no_route(dtype))
+    return routes.to(dtype).where(~missing, nothing(dtype))
 
 
 def shared(routes: Tensor, prefixes: Tensor) -> Tensor:
