@@ -80,12 +80,3 @@ def test_what_teaches_nothing_is_warned_of(models: dict[str, Path], tmp_path: Pa
     trainer = tiny.trainer(models["dense"], tmp_path, max_steps=1, **scoring(NAN))
     with pytest.warns(UserWarning, match="'rm' returned nan, .*Check the weights"):
         trainer.train()
-
-
-def test_a_reward_function_without_its_column_is_told_what_trl_passes(models: dict[str, Path], tmp_path: Path) -> None:
-    def wants_answer(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-        return [1.0] * len(completions)
-
-    with pytest.raises(TypeError, match="answer") as caught:
-        tiny.trainer(models["dense"], tmp_path, build={"reward_funcs": wants_answer}).train()
-    assert "passes to a reward function by name: prompts, completions, completion_ids" in caught.value.__notes__[0]

@@ -12,7 +12,6 @@ import torch
 import trl
 from trl.trainer.utils import is_async_callable
 
-from trl_steady.host.mistakes import naming_columns
 from trl_steady.host.names import completions_of, overridden, trls
 
 if TYPE_CHECKING:
@@ -53,10 +52,7 @@ def noting_prompts(trainer: "Trainer", note: Callable[[list[list[int]]], None]) 
 def continued(trainer: "Trainer", prompt_ids: Sequence[Sequence[int]], chunk: int) -> list[list[int]]:
     """Return one continuation of each text, by whatever generates rollouts. It is not part of a rollout.
 
-    Args:
-        trainer: The trainer.
-        prompt_ids: Token ids of each text. The number must be the same on all processes.
-        chunk: Number of texts that transformers' generation continues together. vLLM gets all at once.
+    The number of texts must be the same on all processes. transformers continues `chunk` of them at once, vLLM all.
     """
     rest = (None, {}) if isinstance(trainer, trl.RLOOTrainer) else (None, {}, 1)  # images, their fields, answers each
     chunk = len(prompt_ids) if trainer.use_vllm else chunk
@@ -90,12 +86,10 @@ def reading(functions: Sequence[Any], reads: Sequence[Callable[[int, Any], Any]]
             return functools.reduce(lambda result, each: each(index, result), reads, returned)
 
         async def reading_later(*arguments: object, **keywords: object) -> Any:
-            with naming_columns(keywords):
-                return read(await function(*arguments, **keywords))
+            return read(await function(*arguments, **keywords))
 
         def reading_now(*arguments: object, **keywords: object) -> Any:
-            with naming_columns(keywords):
-                return read(function(*arguments, **keywords))
+            return read(function(*arguments, **keywords))
 
         return reading_later if is_async_callable(function) else reading_now
 

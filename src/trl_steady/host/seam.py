@@ -28,6 +28,7 @@ from trl_steady.host.models import Scorer, role_of
 from trl_steady.host.names import completions_of, overridden
 from trl_steady.host.part import Part, Rollout, ScoringPass, Steps, Trainer, Turn, entered
 from trl_steady.host.reached import Reached
+from trl_steady.host.resume import refuse_lost
 from trl_steady.host.rollouts import reading
 from trl_steady.host.scoring import scored
 
@@ -67,7 +68,6 @@ class Steady(_Trls):
         sync = next((sync for part in self.parts if (sync := part.adapter_sync(args))), None)
         with entered(part.building(model, args) for part in self.parts), steady_engine(captures, sync):
             super().__init__(model, reward_funcs, args, *positional, **keywords)
-        self.checkpoints.refuse_unloadable()
         for part in self.parts:
             part.built()
         self.add_callback(Steps(self.parts))
@@ -229,18 +229,6 @@ class Steady(_Trls):
         self.metrics.log(logs)
         super().log(logs, start_time)
 
-    def compute_loss_context_manager(self) -> ExitStack:
-        """Return TRL's context, which also tells the parts that a step is about to run its last backward pass."""
-
-        def tell(error: type[BaseException] | None, *_: object) -> None:
-            if error is None and self.model.training and self.accelerator.sync_gradients:
-                for part in self.parts:
-                    part.before_last_backward()
-
-        context = super().compute_loss_context_manager()
-        context.push(tell)
-        return context
-
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
     ) -> tuple[list[Any], Tensor | int | None]:
@@ -276,13 +264,12 @@ class Steady(_Trls):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         checkpoint = Path(resume_from_checkpoint)
-        self.checkpoints.refuse_another_model(checkpoint)
         with entered(part.loading(checkpoint) for part in self.parts):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _issue_warnings_after_load(self, load_result: SimpleNamespace) -> None:
         super()._issue_warnings_after_load(load_result)
-        self.checkpoints.refuse_lost(load_result.missing_keys)
+        refuse_lost(self.model, load_result.missing_keys)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

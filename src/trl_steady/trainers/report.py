@@ -24,8 +24,7 @@ class _Trainer(Trainer, Protocol):
 class ReportPart(Part):
     """Says what is on, and raises an error if a subclass, a mixin or a patch keeps it from taking effect.
 
-    The check ends with the first optimizer step whose rollout was made in this run. It runs before the last backward
-    pass of a step, in which DeepSpeed takes its own.
+    The check ends with the first optimizer step whose rollout was made in this run.
     """
 
     trainer: _Trainer
@@ -50,7 +49,7 @@ class ReportPart(Part):
             self._check()
         self._has_generated |= is_before_generation(cast(trl.GRPOTrainer, self.trainer))
 
-    def before_last_backward(self) -> None:
+    def after_last_backward(self) -> None:
         """Check that the step has reached all methods that are on."""
         self._check()
 
