@@ -103,8 +103,7 @@ def test_each_option_that_shapes_a_rollout_is_a_setting(models: dict[str, Path],
     trainer = build(models["dense"], tmp_path)
     before = window_settings(trainer)
     for option, value in OTHERS.items():
-        target = trainer if option in ("num_iterations", "scale_rewards") else trainer.args
-        with overridden(target, {option: value}):
+        with overridden(trainer.args, {option: value}):
             assert different(before, window_settings(trainer)) == [option]
     with overridden(trainer, {"environment_factories": {None: agent.Calculator}}):
         assert different(before, window_settings(trainer)) == ["environment_factory"]

@@ -71,16 +71,12 @@ class Metrics:
             ("size", pooling.sample_size_totals): sample_sizes,
             ("counts", pooling.count_totals): counts,
         }
-        totals = {
-            (kind, name): of(*self._countable(*masked))
-            for (kind, of), values in kinds.items()
-            for name, masked in (values or {}).items()
-        }
-        for name, total in (sums or {}).items():
-            totals["mean", name] = self._countable(total)[0].double()
         pool = self._pools[self._mode]
-        for key, total in totals.items():
-            pool[key] = pool[key] + total if key in pool else total
+        for (kind, of), samples in kinds.items():
+            for name, masked in (samples or {}).items():
+                pool[kind, name] = pool.get((kind, name), 0) + of(*self._countable(*masked))
+        for name, total in (sums or {}).items():
+            pool["mean", name] = pool.get(("mean", name), 0) + self._countable(total)[0].double()
 
     def forget(self) -> None:
         """Forget everything since the last log."""

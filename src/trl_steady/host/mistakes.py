@@ -1,4 +1,4 @@
-"""Friendly errors for the commonest mistakes, which would otherwise have a poor message or train nothing."""
+"""Friendly errors for the commonest mistakes, which have poor messages or train nothing. It knows options of TRL."""
 
 import difflib
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence

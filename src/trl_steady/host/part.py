@@ -24,7 +24,6 @@ from trl_steady.host.models import Scorer
 if TYPE_CHECKING:
     from trl_steady.host.engine import AdapterSync, Capture
     from trl_steady.host.metrics import Metrics
-    from trl_steady.host.reached import Reached
 
 _P = TypeVar("_P", bound="Part")
 
@@ -61,7 +60,7 @@ class Trainer(Protocol):
     # the seam's
     parts: tuple["Part", ...]
     metrics: "Metrics"
-    reached: "Reached"
+    reached: set[str]
     loss_is_token_sum: bool
 
     def part(self, kind: type[_P]) -> _P:

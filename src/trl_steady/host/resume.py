@@ -51,10 +51,8 @@ def window_settings(trainer: "Steady") -> dict[str, Any]:
     options = {name: _ACTS_WITH.get(name) for name in WINDOW_OPTIONS if hasattr(args, name)}
     for part in trainer.parts:
         options.update(part.window_options)
-    of_trainer = ("num_iterations", "scale_rewards")  # the trainer's scale_rewards is "group" for True
     settings = {
         **{name: getattr(args, name) for name, other in options.items() if other is None or getattr(args, other)},
-        **{name: getattr(trainer, name) for name in of_trainer if hasattr(trainer, name)},
         "reward_funcs": trainer.reward_func_names,
         "reward_weights": args.reward_weights or [1.0] * len(trainer.reward_func_names),
         "tools": trainer.tools,

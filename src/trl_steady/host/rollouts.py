@@ -68,11 +68,8 @@ def continued(trainer: "Trainer", prompt_ids: Sequence[Sequence[int]], chunk: in
 def forget_logs(trainer: "Trainer") -> None:
     """Forget the metrics and the table of completions since the last log."""
     trainer.metrics.forget()
-    for metrics in trls(trainer)._metrics.values():
-        metrics.clear()
-    for column in trls(trainer)._logs.values():
-        for rows in column.values() if isinstance(column, dict) else [column]:
-            rows.clear()
+    for values in (*trls(trainer)._metrics.values(), *trls(trainer)._logs.values()):
+        values.clear()
 
 
 def reading(functions: Sequence[Any], reads: Sequence[Callable[[int, Any], Any]]) -> list[Any]:

@@ -10,7 +10,7 @@ from trl_steady.config.ppo import PPOConfig
 from trl_steady.critic.part import CriticPart
 from trl_steady.critic.pretraining import PretrainingPart
 from trl_steady.host.mistakes import refuse_names_of_other_ppos
-from trl_steady.host.names import on_cards
+from trl_steady.host.names import set_cards
 from trl_steady.losses.part import LossPart
 from trl_steady.padding.part import PaddingPart
 from trl_steady.reference.part import ReferencePart
@@ -23,7 +23,6 @@ from trl_steady.trainers.grpo import GRPOTrainer
 from trl_steady.trainers.report import ReportPart
 
 
-@on_cards("PPO", title="Proximal Policy Optimization Algorithms", id="1707.06347")
 class PPOTrainer(GRPOTrainer):
     """`GRPOTrainer` with a critic: PPO (arXiv 1707.06347) with the KL in the reward (InstructGPT, arXiv 2203.02155).
 
@@ -97,3 +96,6 @@ class PPOTrainer(GRPOTrainer):
     @property
     def why_one_advantage(self) -> None:
         """None: the loss takes one advantage per token."""
+
+
+set_cards(PPOTrainer, "PPO", title="Proximal Policy Optimization Algorithms", id="1707.06347")

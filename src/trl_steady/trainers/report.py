@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from dataclasses import fields
 from importlib.metadata import version
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import trl
 
@@ -14,11 +14,7 @@ from trl_steady.config.methods import Method, methods_on
 from trl_steady.config.shared import SharedOptions
 from trl_steady.host.names import is_before_generation
 from trl_steady.host.part import Part, Trainer
-from trl_steady.host.reached import OF_ROLLOUTS, Reached, overrides
-
-
-class _Trainer(Trainer, Protocol):
-    reached: Reached
+from trl_steady.host.reached import OF_ROLLOUTS, overrides
 
 
 class ReportPart(Part):
@@ -27,7 +23,6 @@ class ReportPart(Part):
     The check ends with the first optimizer step whose rollout was made in this run.
     """
 
-    trainer: _Trainer
     _has_generated = False
     _is_checked = False
 
