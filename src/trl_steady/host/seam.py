@@ -81,7 +81,7 @@ class Steady(_Trls):
         return {type(part): part for part in self.parts}[kind]  # pyright: ignore[reportReturnType]
 
     def note_reached(self, method: str) -> None:
-        """Record that a method of ours runs in training. Only a run shows it: `super()` may be called on a condition."""
+        """Record that a method of ours runs in training. Only a run shows it: a script may call `super()` or not."""
         if self.model.training:
             self.reached.add(method)
 
