@@ -50,12 +50,14 @@ class AdapterSync(Protocol):
 
     def is_required(self, engine: "SteadyGeneration") -> bool:
         """Return True if the engine cannot have merged weights instead."""
+        ...
 
     def why_not(self, engine: "SteadyGeneration") -> str | None:
         """Return why the engine, which is not built yet, cannot serve the adapter; None if it may."""
 
     def flags(self, engine: "SteadyGeneration") -> dict[str, object]:
         """Return the options of vLLM that a colocated engine needs."""
+        ...
 
     def send(self, engine: "SteadyGeneration") -> None:
         """Send the adapter as it is now. Raises an error if the engine does not take it."""

@@ -63,13 +63,19 @@ class Trainer(Protocol):
     reached: set[str]
     loss_is_token_sum: bool
 
+    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
+        """Return the loss of one micro-batch."""
+        ...
+
     def part(self, kind: type[_P]) -> _P:
         """Return the part of a class."""
+        ...
 
     def log_probs(
         self, model: torch.nn.Module, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, **others: Any
     ) -> tuple[Tensor, Tensor | None, Tensor | None]:
         """Return log-probs (B, T) and, on request, entropies (B, T) and the load-balancing loss."""
+        ...
 
     def values(
         self,
@@ -79,9 +85,11 @@ class Trainer(Protocol):
         batch_size: int | None = None,
     ) -> Tensor:
         """Return the values (B, T) of a critic for samples with TRL's columns."""
+        ...
 
     def until_backward_ends(self) -> AbstractContextManager[None]:
         """Return a context in which the contexts of forwards stay active. Backward must end inside it."""
+        ...
 
 
 _T = TypeVar("_T")
