@@ -120,20 +120,11 @@ def test_the_references_modules_are_not_sent(wide: Path, tmp_path: Path, server:
     assert torch.equal(server.syncs[1]["model.layers.0.input_layernorm.weight"], norm)
 
 
-@pytest.mark.refuses(
-    "quantised base",
-    on="vLLM colocate",
-    where="with `vllm_adapter_sync=False`",
-)
+@pytest.mark.refuses("quantised base", on="vLLM colocate", where="with `vllm_adapter_sync=False`")
 def test_colocate_on_a_quantised_base_gets_no_merged_weights(wide: Path, tmp_path: Path, server: Server) -> None:
+    options = {**VLLM, "vllm_mode": "colocate", "vllm_adapter_sync": False}
     with pytest.raises(ValueError, match=r"vllm_mode='colocate' quantises the engine.*set vllm_mode='server'"):
-        tiny.trainer(
-            wide_model.load(wide, "nf4"),
-            tmp_path,
-            lora=True,
-            vllm_adapter_sync=False,
-            **{**VLLM, "vllm_mode": "colocate"},
-        )
+        tiny.trainer(wide_model.load(wide, "nf4"), tmp_path, lora=True, **options)
 
 
 def test_with_an_engine_trls_losses_are_trls_and_the_mismatch_is_logged(

@@ -17,24 +17,11 @@ INDICES = torch.arange(ROWS * WIDTH).view(ROWS, WIDTH)
 TRLS = trl.GRPOTrainer._get_per_token_logps_and_entropies
 
 
-def indexed() -> IndexedModel:
-    return IndexedModel(lambda *, input_ids, token_indices: token_indices, INDICES)
-
-
 def test_parts_get_the_indices_of_their_rows() -> None:
-    model = indexed()
+    model = IndexedModel(lambda *, input_ids, token_indices: token_indices, INDICES)
     parts = [model(input_ids=torch.zeros(rows, WIDTH)) for rows in (2, 2, 1)]
     model.refuse_rest()
     assert torch.equal(torch.cat(parts), INDICES)
-
-
-@pytest.mark.parametrize("shapes", [[(4, 3)], [], [(3, 3), (3, 3)], [(3, 3), (1, 2)]], ids=str)
-def test_rows_left_over_repeated_or_of_another_width_are_refused(shapes: list[tuple[int, int]]) -> None:
-    model = indexed()
-    with pytest.raises(RuntimeError, match="keep_sampling_mask and router_replay need each row once and in order"):
-        for shape in shapes:
-            model(input_ids=torch.zeros(shape))
-        model.refuse_rest()
 
 
 def without_the_last(

@@ -42,11 +42,6 @@ class Below(OwnLoss):
         return super()._compute_loss(model, inputs)
 
 
-class OwnCompute(trl_steady.GRPOTrainer):
-    def compute_loss(self, model: Any, inputs: Any, *_: Any, **__: Any) -> Any:
-        return OwnLoss._compute_loss(self, model, inputs)  # type: ignore[arg-type]
-
-
 class OwnStep(trl_steady.GRPOTrainer):
     def training_step(self, model: Any, inputs: Any, num_items_in_batch: Any = None) -> Any:
         loss = OwnLoss._compute_loss(self, model, self._prepare_inputs(inputs))  # type: ignore[arg-type]
@@ -92,11 +87,9 @@ WAYS: list[tuple[type, str, dict[str, Any], str]] = [
     (Below, "dense", GSPO, r"Below\._compute_loss and \S+OwnLoss\._compute_loss"),
     (WarmingUp, "dense", {**GSPO, "eval_on_start": True, "eval_strategy": "steps"}, r"WarmingUp\.compute_loss"),
     (OwnScores, "dense", {"share_prompts": True}, r"OwnScores\._get_per_token_logps"),
-    (OwnLoss, "dense", {"share_prompts": True}, r"OwnLoss\._compute_loss"),  # the old policy's pass is ours
     (OwnRewards, "dense", STEPS, r"OwnRewards\._calculate_rewards"),
     (OwnRollout, "moe", {**R3, "router_replay": "R2"}, r"OwnRollout\._generate_and_score_completions"),
     (OwnGeneration, "moe", R3, r"OwnGeneration\._generate_single_turn"),
-    (OwnCompute, "dense", {"keep_sampling_mask": True, "top_k": 5}, r"OwnCompute\.compute_loss"),
 ]
 
 
@@ -155,13 +148,6 @@ def test_what_calls_ours_or_needs_nothing_of_ours_trains(
         steps = {"gradient_accumulation_steps": 2, "steps_per_generation": 8}
         trained = tiny.train(build(kind, models["dense"], tmp_path, **steps, **options))
     assert trained.state.global_step == 2
-
-
-def test_it_comes_before_the_backward_pass(models: Models, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """In which DeepSpeed takes the optimizer's step."""
-    trainer = build(OwnLoss, models["dense"], tmp_path, **GSPO)
-    monkeypatch.setattr(trainer.accelerator, "backward", lambda *_, **__: pytest.fail("backward"))
-    refused(trainer)
 
 
 def test_a_bypassed_default_is_a_warning(models: Models, tmp_path: Path) -> None:

@@ -49,7 +49,7 @@ def test_a_micro_batch_of_ours_waits_for_nothing(
     assert syncs.transfers["trl_steady"] == 0 and syncs.collectives["trl_steady"] == 0
     assert syncs.transfers["trl"] > 0 and syncs.collectives["trl"] > 0  # the counter counts
     with counted() as syncs:
-        trainer.metrics._exchanged([torch.zeros(3)])
+        trainer.metrics._exchange("eval", {("mean", "a"): torch.zeros(2)})
     assert syncs.collectives == Counter()  # alone, there is nobody to ask
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
     with counted() as syncs:

@@ -95,11 +95,3 @@ def test_a_backward_without_gradients_gathers_the_head_all_the_same(monkeypatch:
     WithoutGradient.apply(out.log_probs).sum().backward()
     assert partitioned.gathers == {"forward": 1, "backward": 1}
     assert model.get_output_embeddings().weight.grad is None
-
-
-def test_a_second_derivative_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = build()
-    Partitioned(model, monkeypatch)
-    loss = loss_of(call(model, batch()), 0.1)
-    with pytest.raises(RuntimeError, match="create_graph=True is not supported"):
-        torch.autograd.grad(loss, list(model.parameters()), create_graph=True)

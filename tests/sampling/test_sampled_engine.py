@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from trl.generation import vllm_generation
 
 from tests.oracles import routes as routed_oracle
 from tests.oracles import sampling as oracle
@@ -234,19 +233,6 @@ def test_wrong_sets_are_refused(models: dict[str, Path], engine: Engine, built: 
         built(models["dense"], **SETS).train()
 
 
-NOT_STARTED: dict[str, dict[str, Any]] = {
-    "off": {"model_config": {MASKED: False, ROUTED: True}},
-    "0.31": {"model_config": {MASKED: False}, "aux_output_config": {ROUTED: True}},
-}
-
-
-@pytest.mark.parametrize("case", NOT_STARTED)
-def test_a_server_that_was_started_without_is_refused(server: Server, over_http: Build, case: str) -> None:
-    server.config = NOT_STARTED[case]
-    with pytest.raises(ValueError, match=r"needs the kept tokens of .*with --return-sampling-mask --enable-scale-out"):
-        over_http(**BOTH)
-
-
 ASKED: dict[str, tuple[dict[str, Any], set[str]]] = {
     "sets": (SETS, {MASKED}),
     "routes": ({"router_replay": "R3"}, {ROUTED}),
@@ -260,8 +246,6 @@ def test_the_engine_is_started_with_what_is_asked_for(in_process: Build, case: s
     options, flags = ASKED[case]
     generation, plain = in_process(**options).vllm_generation, in_process().vllm_generation
     assert generation.llm.asked == {**plain.llm.asked, **dict.fromkeys(flags, True)}
-    assert type(generation) is (SteadyGeneration if flags else type(plain))
-    assert type(plain) is vllm_generation.VLLMGeneration
 
 
 @pytest.mark.refuses(

@@ -15,6 +15,7 @@ from trl_steady.config.options import (
     needs,
     option,
 )
+from trl_steady.host.mistakes import refuse_names_of_other_ppos
 
 # options about the advantages of groups -> their defaults
 _OF_GROUPS = {
@@ -138,6 +139,11 @@ class PPOConfig(GRPOConfig):
         "Weight of the language-model loss on `ptx_dataset` (InstructGPT, arXiv 2203.02155, equation 2).",
         NOT_NEGATIVE,
     )
+
+    def __new__(cls, *_: object, **options: object) -> "PPOConfig":
+        """Refuse options of other packages' PPO with the name to use."""
+        refuse_names_of_other_ppos(options)
+        return super().__new__(cls)
 
     def _fill_unset(self) -> None:
         super()._fill_unset()

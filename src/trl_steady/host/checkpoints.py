@@ -3,11 +3,10 @@
 This file knows how transformers writes and reads a checkpoint, and TRL's buffered rollouts.
 """
 
-import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Collection, Iterator, Sized
+from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -20,25 +19,14 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
 from trl_steady.host.names import generation_interval, is_before_generation, overridden
-from trl_steady.host.resume import (
-    different,
-    not_loaded,
-    refuse_another_model,
-    saved_otherwise,
-    tensors_of,
-    window_settings,
-)
+from trl_steady.host.resume import different, window_settings
 
 if TYPE_CHECKING:
     from trl_steady.host.seam import Steady
 
 
 class Checkpoints:
-    """Writes complete checkpoints, with the rollouts in use, that survive a killed save, and resumes from them.
-
-    Args:
-        trainer: The trainer, before its constructor has run.
-    """
+    """Writes complete checkpoints, with the rollouts in use, that survive a killed save, and resumes from them."""
 
     def __init__(self, trainer: "Steady") -> None:
         self._trainer = trainer
@@ -50,19 +38,6 @@ class Checkpoints:
         """Return the folder in which transformers writes checkpoints: `run`, or a temporary one during a save."""
         # the upload to the Hub skips names that begin with "_"
         return os.path.join(run, "_unfinished") if self.is_writing else run
-
-    def refuse_unloadable(self) -> None:
-        """Refuse `load_best_model_at_end` for a model that transformers cannot load after it has saved it."""
-        trainer, model, args = self._trainer, self._trainer.model, self._trainer.args
-        loads_names = not (isinstance(model, PeftModel) or trainer.is_deepspeed_enabled or trainer.is_fsdp_enabled)
-        lost = saved_otherwise(model) if args.load_best_model_at_end and loads_names else []
-        if lost:
-            raise ValueError(
-                f"load_best_model_at_end=True cannot load a fully trained {type(model).__name__}: transformers saves "
-                f"{len(lost)} of its tensors under other names than it loads, for example {min(lost)}. Set "
-                f"load_best_model_at_end=False, keep metric_for_best_model={args.metric_for_best_model!r}, and after "
-                "training load trainer.state.best_model_checkpoint with from_pretrained. Or train an adapter."
-            )
 
     def write(self, run: str, write: Callable[[], None], push: Callable[[str], None]) -> None:
         """Write a checkpoint to a temporary folder and move it into place when it is complete.
@@ -85,7 +60,7 @@ class Checkpoints:
             accelerator.wait_for_everyone()
             write()
             if not args.save_only_model:
-                self.add_to(unfinished)
+                self._add_to(unfinished)
         finally:
             self.is_writing = False
         if state.best_global_step:  # transformers has looked for the best one in the temporary folder
@@ -94,23 +69,22 @@ class Checkpoints:
                 state.best_model_checkpoint = best
             if args.should_save:
                 state.save_to_json(str(unfinished / TRAINER_STATE_NAME))
-        accelerator.wait_for_everyone()
-        if accelerator.is_main_process:
-            _publish(unfinished, checkpoint)
-        accelerator.wait_for_everyone()
-        if accelerator.is_local_main_process and unfinished.exists():  # another machine with its own disk
-            _publish(unfinished, checkpoint)
+        # the second is for other machines with disks of their own
+        for moves_it in (accelerator.is_main_process, accelerator.is_local_main_process):
+            accelerator.wait_for_everyone()
+            if moves_it and unfinished.exists():
+                if checkpoint.exists():  # from a run that was later resumed at an earlier checkpoint
+                    os.replace(checkpoint, unfinished.parent / "replaced")
+                os.replace(unfinished, checkpoint)
+                shutil.rmtree(unfinished.parent, ignore_errors=True)
         accelerator.wait_for_everyone()
         if args.push_to_hub:
             push(str(checkpoint))
         if args.should_save:
             rotate_checkpoints(run, args.save_total_limit, state.best_model_checkpoint, use_mtime=True)
 
-    def add_to(self, checkpoint: Path) -> None:
-        """Add the rollouts in use, the position in them, the metrics not yet logged and what the parts save.
-
-        Every process must call this method. Each writes its own file.
-        """
+    def _add_to(self, checkpoint: Path) -> None:
+        """Add this process's rollouts in use, position and metrics, and what the parts save."""
         trainer = self._trainer
         checkpoint.mkdir(parents=True, exist_ok=True)
         trainer.metrics.settle()
@@ -120,23 +94,15 @@ class Checkpoints:
             "rollouts": None if is_before_generation(trainer) else trainer._buffered_inputs,
             "metrics": dict(trainer._metrics["train"]),
             "pool": trainer.metrics.state(),
-            "tables": self._tables(),
         }
         torch.save(window, checkpoint / self._window_file())
         for part in trainer.parts:
             part.save(checkpoint)
 
     def take_from(self, checkpoint: Path) -> None:
-        """Restore what `add_to` added.
-
-        Raises:
-            ValueError: The checkpoint cannot be resumed exactly. It is of another model. Or it was taken inside a
-                generation window, and its rollouts are missing or were made with other settings. Or it was taken in
-                the second pass over a stream of data, and the run has steps left.
-        """
+        """Restore what a save has added. Raises ValueError if the checkpoint cannot be resumed exactly."""
         trainer = self._trainer
         state = trainer.state
-        self.refuse_another_model(checkpoint)  # again, because DeepSpeed does not use `_load_from_checkpoint`
         # for a stream, transformers takes max_steps as one epoch: the end of the first pass is 1.0 or below
         is_in_later_pass = self.sampler is None and (state.epoch or 0) > 1
         if is_in_later_pass and state.global_step < state.max_steps:
@@ -160,9 +126,9 @@ class Checkpoints:
         if not file.is_file():
             if self._micro_batches_of_epoch() % interval:
                 raise ValueError(
-                    f"{checkpoint} was taken inside a generation window and has no {file.name}, so it cannot be "
-                    "resumed exactly: it was written by TRL, by fewer processes, or with save_only_model=True. Resume "
-                    f"from a checkpoint at the end of a window (every {interval} micro-batches)."
+                    f"{checkpoint} was taken inside a generation window and has no {file.name}: it was written by "
+                    "TRL, by fewer processes, or with save_only_model=True. Resume from a checkpoint at the end of a "
+                    f"window (every {interval} micro-batches)."
                 )
             return {}
         window = torch.load(file, map_location=trainer.accelerator.device.type, weights_only=True)
@@ -177,12 +143,6 @@ class Checkpoints:
         trainer._step = 0 if changed else window["position"]
         trainer._buffered_inputs = window["rollouts"]
         trainer._metrics["train"].update(window["metrics"])
-        for name, values in json.loads(window["tables"]).items():
-            if isinstance(values, list):
-                trainer._logs[name].extend(values)
-            else:
-                for column, cells in values.items():
-                    trainer._logs[name][column].extend(cells)
         return window["pool"]
 
     def _micro_batches_of_epoch(self) -> int:
@@ -194,50 +154,8 @@ class Checkpoints:
             steps %= math.ceil(micro_batches / args.gradient_accumulation_steps)
         return steps * args.gradient_accumulation_steps
 
-    def _tables(self) -> str:
-        """Return the table of completions of the rollouts in use as JSON; an empty one if it contains images."""
-        logs = self._trainer._logs
-        table: dict[str, object] = {name: list(logs[name]) for name in ("prompt", "completion", "advantages")}
-        for name in ("rewards", "extra"):
-            table[name] = {column: list(values) for column, values in logs[name].items()}
-        try:
-            return json.dumps(table)
-        except TypeError:
-            return "{}"
-
     def _window_file(self) -> str:
         return f"rollouts_{self._trainer.accelerator.process_index}.pt"
-
-    def refuse_another_model(self, checkpoint: Path) -> None:
-        """Refuse a checkpoint of another model, before it is loaded."""
-        trainer = self._trainer
-        refuse_another_model(checkpoint, trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
-
-    def refuse_lost(self, missing: Collection[str]) -> None:
-        """Refuse a checkpoint that lacks tensors of the model, whose names transformers has found to be missing."""
-        model = self._trainer.model
-        tensors = tensors_of(model)
-        lost = not_loaded(tensors, tensors.keys() - set(missing))
-        if not lost:
-            return
-        if set(lost) <= set(saved_otherwise(model)):
-            reason = (
-                "transformers saves models of this kind under other names than it loads, and would keep the initial "
-                "tensors. Train an adapter, or start a new run with the checkpoint as its model."
-            )
-        else:
-            reason = f"it is of a {type(model).__name__} with others. Give the trainer the model that the run had."
-        raise ValueError(
-            f"the checkpoint lacks {len(lost)} of the model's {len(tensors)} tensors, for example {min(lost)}: "
-            f"{reason}"
-        )
-
-
-def _publish(unfinished: Path, checkpoint: Path) -> None:
-    if checkpoint.exists():  # from a run that was later resumed at an earlier checkpoint
-        os.replace(checkpoint, unfinished.parent / "replaced")
-    os.replace(unfinished, checkpoint)
-    shutil.rmtree(unfinished.parent, ignore_errors=True)
 
 
 @contextmanager

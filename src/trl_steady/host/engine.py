@@ -1,4 +1,7 @@
-"""TRL's vLLM engine, extended to return further data of the tokens that it generates."""
+"""TRL's vLLM engine, extended to return further data of the tokens that it generates, and to take an adapter alone.
+
+This file knows how TRL builds, feeds and asks an engine. It knows neither the data nor the adapter.
+"""
 
 import functools
 import warnings
@@ -31,22 +34,12 @@ class Capture(NamedTuple):
     """Flag of vLLM with which the engine must be started."""
     field: str
     """Field of a completion that holds the data."""
-    is_on: str
-    """Command-line flags with which a server returns the data."""
-    lost: str
-    """Reason why a completion may lack the data."""
-    instead: str
-    """End of a message: an alternative to the option."""
+    remedy: str
+    """What to do if vLLM returns no data, as a sentence."""
     compact: Callable[[Any], Any] = lambda value: value
     """Makes a completion's data smaller before they are kept and sent to other processes."""
-    check: Callable[[Any], object] = lambda model: None
-    """Raises a ValueError for a model that cannot have such data, before the engine is built."""
     needs_tokens_endpoint: bool = False
     """True if a server's /v1/completions does not return the data, but its endpoint for tokens and images does."""
-
-
-_PARTS_WITH_FLAG = ("model_config", "aux_output_config")  # parts of a server's config; the second from vLLM 0.31 on
-_MERGED = "An unquantised policy may also get merged weights (vllm_adapter_sync=False)."
 
 
 class AdapterSync(Protocol):
@@ -79,8 +72,6 @@ def steady_engine(captures: Sequence[Capture], sync: AdapterSync | None) -> Iter
 
     def build(*arguments: Any, model: PreTrainedModel | PeftModel, **keywords: Any) -> VLLMGeneration:
         sync_of_model = sync if is_peft_model(model) else None
-        if not captures and sync_of_model is None:
-            return VLLMGeneration(*arguments, model=model, **keywords)
         return SteadyGeneration(*arguments, model=model, captures=captures, sync=sync_of_model, **keywords)
 
     replaced = {"VLLMGeneration": build} if captures or sync else {}
@@ -89,13 +80,11 @@ def steady_engine(captures: Sequence[Capture], sync: AdapterSync | None) -> Iter
 
 
 class SteadyGeneration(VLLMGeneration):
-    """TRL's `VLLMGeneration` that captures data of the generated tokens, and that may get an adapter alone.
-
-    It stores the data until they are taken.
+    """TRL's `VLLMGeneration` that stores data of its tokens until they are taken, and may get an adapter alone.
 
     Raises:
-        ValueError: The model cannot have the data, or the server was started without the flag. A colocated engine of
-            several GPUs has to capture data. The engine cannot serve the adapter, and merged weights will not do.
+        ValueError: A colocated engine of several GPUs has to capture data. The engine cannot serve the adapter, and
+            merged weights will not do.
     """
 
     adapter: AdapterSync | None = None
@@ -109,8 +98,6 @@ class SteadyGeneration(VLLMGeneration):
         super().__init__(*arguments, **keywords)
 
     def _init_vllm(self) -> None:
-        for capture in self._captures:
-            capture.check(self.model)
         sync = self._sync
         if sync is None:
             self._build({})
@@ -122,13 +109,12 @@ class SteadyGeneration(VLLMGeneration):
             self._build({})
             return
         self._build(sync.flags(self))
-        refusal = None
         try:
             sync.send(self)
         except Exception as error:  # vLLM's own, of any type
-            refusal = str(error) or repr(error)
-        if refusal := _first_of_all(refusal):
-            self._merge_instead(sync, f"vLLM refuses the adapter: {refusal}")
+            why_not = f"vLLM refuses the adapter: {error!s}"
+        if why_not := _first_of_all(why_not):
+            self._merge_instead(sync, why_not)
         else:
             self.adapter = sync
             sync.attach(self)
@@ -137,7 +123,8 @@ class SteadyGeneration(VLLMGeneration):
         """Warn that the engine gets merged weights, or refuse that."""
         if sync.is_required(self):
             raise ValueError(
-                f"{sync.option}: {why_not}. Change that, or let the policy itself generate (use_vllm=False). {_MERGED}"
+                f"{sync.option}: {why_not}. Change that, or let the policy itself generate (use_vllm=False). An "
+                "unquantised policy may also get merged weights (vllm_adapter_sync=False)."
             )
         warnings.warn(
             f"vLLM gets all weights with the adapter merged, because {why_not}. Set vllm_adapter_sync=False to send "
@@ -150,38 +137,20 @@ class SteadyGeneration(VLLMGeneration):
         """Build TRL's engine, in this process with these options of vLLM's, or connect to the server."""
         if self.mode == "server":
             super()._init_vllm()
-            if self.accelerator.is_main_process:
-                self._check_server()
             return
-        for capture in self._captures:
-            if self.tensor_parallel_size > 1:
-                raise ValueError(
-                    f"{capture.option} with vllm_tensor_parallel_size={self.tensor_parallel_size}: a colocated engine "
-                    f"returns the {capture.what} to one process only. Set vllm_mode='server', {capture.instead}."
-                )
+        if self._captures and self.tensor_parallel_size > 1:
+            capture = self._captures[0]
+            raise ValueError(
+                f"{capture.option} with vllm_tensor_parallel_size={self.tensor_parallel_size}: a colocated engine "
+                f"returns the {capture.what} to one process only. Set vllm_mode='server'."
+            )
         flags = {**adapter_flags, **{capture.flag: True for capture in self._captures}}
         # `LLM` is missing if vLLM is not installed; TRL then raises an error
         build = functools.partial(getattr(vllm_generation, "LLM", object), **flags)
-        if adapter_flags:
+        if adapter_flags and self.enable_sleep_mode:
             build = functools.partial(_keeping_weights, build)
-        try:
-            with overridden(vllm_generation, {"LLM": build} if hasattr(vllm_generation, "LLM") else {}):
-                super()._init_vllm()
-        except Exception as error:
-            asked = [f"{capture.option} needs {capture.flag} ({capture.instead})" for capture in self._captures]
-            if adapter_flags and self._sync is not None:
-                asked.append(f"{self._sync.option}: vLLM was asked to serve the adapter. {_MERGED}")
-            error.add_note("\n".join(asked))
-            raise
-
-    def _check_server(self) -> None:
-        server = self.vllm_client.get_server_info()
-        for capture in self._captures:
-            if not any((server.get(part) or {}).get(capture.flag) for part in _PARTS_WITH_FLAG):
-                raise ValueError(
-                    f"{capture.option} needs the {capture.what} of the vLLM server, which was started without "
-                    f"capturing them. Start it with {capture.is_on}, {capture.instead}."
-                )
+        with overridden(vllm_generation, {"LLM": build}):
+            super()._init_vllm()
 
     def whole(self, parameters: Sequence[Tensor]) -> AbstractContextManager[object]:
         """Return a context in which parameters are whole on this process, under ZeRO-3 too. All processes enter it."""
@@ -221,19 +190,16 @@ class SteadyGeneration(VLLMGeneration):
                 result = super().generate(prompts, *arguments, **keywords)
         broadcast_object_list(on_main, from_process=0)
         first = self.accelerator.process_index * len(prompts)
-        self._captured |= {field: values[first : first + len(prompts)] for field, values in on_main[0].items()}
+        self._captured = {field: values[first : first + len(prompts)] for field, values in on_main[0].items()}
         return result
 
     def _compacted(self, completions: Sequence[object]) -> dict[str, list[Any]]:
         """Return the captured data of completions, field by field."""
-
-        def compacted(capture: Capture, value: object) -> object:
-            return None if value is None else capture.compact(value)
-
-        return {
-            capture.field: [compacted(capture, getattr(each, capture.field, None)) for each in completions]
-            for capture in self._captures
-        }
+        found: dict[str, list[Any]] = {}
+        for capture in self._captures:
+            values = [getattr(completion, capture.field, None) for completion in completions]
+            found[capture.field] = [None if value is None else capture.compact(value) for value in values]
+        return found
 
     def _generate_on_server(
         self,
@@ -264,8 +230,8 @@ class SteadyGeneration(VLLMGeneration):
         missing = sum(each is None for each in values)
         if missing:
             raise ValueError(
-                f"{capture.option}: vLLM returned no {capture.what} for {missing} of {len(values)} sequences. Start "
-                f"a server with {capture.is_on}, {capture.instead}. {capture.lost}."
+                f"{capture.option}: vLLM returned no {capture.what} for {missing} of {len(values)} sequences. "
+                f"{capture.remedy}"
             )
         return values
 
@@ -281,9 +247,8 @@ def _keeping_weights(build: Callable[..., Any], **asked: object) -> Any:
     TRL's level of sleep drops them, and nobody would send the base again.
     """
     llm = build(**asked)
-    if hasattr(llm, "sleep"):
-        sleep = llm.sleep
-        vars(llm)["sleep"] = lambda level=1, *mode, **others: sleep(min(level, 1), *mode, **others)
+    sleep = llm.sleep
+    vars(llm)["sleep"] = lambda level=1, *mode, **others: sleep(min(level, 1), *mode, **others)
     return llm
 
 

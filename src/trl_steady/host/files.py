@@ -1,7 +1,6 @@
-"""Files of a checkpoint that hold tensors of ours."""
+"""Files of a checkpoint that hold tensors of ours. This file knows no model."""
 
 import json
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -13,21 +12,14 @@ from torch import Tensor
 
 
 class TensorFile:
-    """A file of a checkpoint with the tensors of one model, and JSON metadata.
-
-    Args:
-        name: Name of the file.
-        content: Name of the content in messages, such as "critic".
-    """
+    """A file of a checkpoint with the tensors of one model, and JSON metadata. `content` is their name in messages."""
 
     def __init__(self, name: str, content: str) -> None:
         self.name, self.content = name, content
 
     def save(self, folder: Path, tensors: Mapping[str, Tensor], **metadata: object) -> None:
-        """Write the file, which appears only when it is complete."""
-        unfinished = folder / f"{self.name}.unfinished"
-        save_file(dict(tensors), unfinished, metadata={"trl_steady": json.dumps(metadata)})
-        os.replace(unfinished, folder / self.name)
+        """Write the file."""
+        save_file(dict(tensors), folder / self.name, metadata={"trl_steady": json.dumps(metadata)})
 
     def shapes(self, folder: Path) -> dict[str, Sequence[int]]:
         """Return the shapes of the tensors, without loading them. Raises ValueError if there is no such file."""
@@ -57,8 +49,7 @@ class TensorFile:
         if not (folder / self.name).is_file():
             raise ValueError(
                 f"{folder} holds no {self.name}, and a resume would begin with another {self.content}. Resume from a "
-                "checkpoint of a run with the same settings and save_only_model=False, or begin a new run from its "
-                "model."
+                "checkpoint of a run with these settings and save_only_model=False, or begin a new run."
             )
         return folder / self.name
 

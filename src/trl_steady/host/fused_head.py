@@ -1,4 +1,4 @@
-"""Replacement of the log-prob function inside TRL's fused LM head."""
+"""Replacement of the log-prob function inside TRL's fused LM head. This file knows its arguments and results."""
 
 # pyright: reportUnknownMemberType=false, reportIncompatibleMethodOverride=false
 # torch's annotations are partial, and an autograd function's arguments differ from those of torch's base class
@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import trl.trainer.utils
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from trl_steady.host.names import overridden
 
@@ -76,11 +77,8 @@ class _GatheredOnce(torch.autograd.Function):
         return scores  # pyright: ignore[reportReturnType]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
-        if torch.is_grad_enabled():
-            raise RuntimeError(
-                "create_graph=True is not supported for an LM head that ZeRO-3 partitions. Leave create_graph unset."
-            )
         weight, bias = ctx.saved_tensors
         needed = ctx.needs_input_grad[:3]
         inputs = [leaf for leaf, is_needed in zip((ctx.hidden, weight, bias), needed, strict=True) if is_needed]
@@ -113,11 +111,10 @@ def scored_by(answer: Callable[[Head], Scores]) -> Iterator[None]:
         yield
 
 
-def per_token(model: torch.nn.Module, answer: Callable[[Head], Tensor], *, labels: Tensor, **inputs: Any) -> Tensor:
+def per_token(model: torch.nn.Module, answer: Callable[[Head], Tensor], *, labels: Tensor, **inputs: object) -> Tensor:
     """Return what `answer` computes (N,) in a forward of a model with TRL's fused LM head, in its own dtype.
 
-    Returns:
-        (b, l - 1), for each token after the first; 0 for those without a label.
+    It is (b, l - 1), for each token after the first; 0 for those without a label.
     """
     answers: list[Tensor] = []
 

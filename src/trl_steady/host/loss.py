@@ -4,7 +4,7 @@ This file knows what TRL's `_compute_loss` reads and how transformers divides a 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -120,7 +120,7 @@ def scored(inputs: Mapping[str, Any]) -> tuple[Tensor, Tensor, int]:
 
 
 def rewritten(inputs: Mapping[str, Any], batch: MicroBatch) -> dict[str, Any]:
-    """Return TRL's inputs with the values of `batch`. Keys that it does not replace stay unchanged."""
+    """Return TRL's inputs with the values of `batch`."""
     values = {
         "advantages": batch.advantages,
         "old_per_token_logps": batch.old_logps,
@@ -152,17 +152,11 @@ def attributes(trainer: "Trainer", terms: Terms) -> dict[str, Any]:
 def token_weights(
     trainer: "Trainer", mask: Tensor, inputs: Mapping[str, Any], kind: str, dtype: torch.dtype
 ) -> Tensor:
-    """Return the weights (B, T) of the loss tokens in TRL's loss of a micro-batch.
+    """Return the weights (B, T) of the loss tokens in TRL's loss of a micro-batch, whose `inputs` TRL passed.
 
-    Args:
-        trainer: The trainer.
-        mask: (B, T) bool, True = loss token.
-        inputs: The inputs that TRL passed.
-        kind: The name of the reduction. With "sequence_mean" and "sequence_sum" it is the mean over sequences of the
-            mean or sum of their tokens. With "micro_batch_tokens" and "step_tokens" it is the mean over the tokens of
-            the micro-batch or of the generation batch. With "constant" it is the sum, divided by the longest possible
-            length of all sequences.
-        dtype: The dtype of the weights.
+    With the `kind` "sequence_mean" or "sequence_sum" the loss is the mean over sequences of the mean or sum of their
+    tokens. With "micro_batch_tokens" or "step_tokens" it is the mean over the tokens of the micro-batch or of the
+    generation batch. With "constant" it is the sum, divided by the longest possible length of all sequences.
     """
     is_training = trainer.model.training
     window = trainer.current_gradient_accumulation_steps if is_training else 1.0
@@ -175,31 +169,26 @@ def token_weights(
     if kind == "constant":
         assert trainer.max_completion_length is not None  # TRL's loss needs it too
         return reduction.token_weights(mask, len(mask) * trainer.max_completion_length, dtype=dtype) / window
-    # a mean over the tokens of the generation batch, of which a window is one part
+    # "step_tokens": a window is one part of the generation batch
     tokens = inputs["num_items_in_batch"].clamp(min=1.0).to(dtype) / trainer.accelerator.num_processes
     return mask.to(dtype) / (tokens * (window / trainer.args.steps_per_generation if is_training else 1.0))
 
 
 @contextmanager
 def divided_by(trainer: "Trainer", share: float) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Give the loss of a micro-batch, whose size is a `share` of TRL's, its share in the accumulation window.
-
-    The context gives a function to apply to the loss, which is computed inside it.
-    """
+    """Give a function for the loss, computed inside, of a micro-batch that is a `share` of TRL's in the window."""
     if not trainer.loss_is_scaled_for_ga:  # transformers will divide by the window
         yield lambda loss: loss * share
         return
     window = trainer.current_gradient_accumulation_steps
-    with nullcontext() if share == 1 else overridden(trainer, {"current_gradient_accumulation_steps": window / share}):
+    with overridden(trainer, {"current_gradient_accumulation_steps": window / share}):
         yield lambda loss: loss
 
 
 def backward_of(trainer: "Trainer", model: torch.nn.Module, compute: Callable[[], Tensor], share: float) -> Tensor:
     """Run a micro-batch before the last one with its backward pass, and return its loss without gradient."""
-    always = trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
-    # gradients are reduced in the last micro-batch, unless the user wants it each time
-    unsynchronised = nullcontext() if always else trainer.accelerator.no_sync(model)
-    with trainer.until_backward_ends(), unsynchronised, divided_by(trainer, share) as scaled:
+    # gradients are reduced in the last micro-batch
+    with trainer.until_backward_ends(), trainer.accelerator.no_sync(model), divided_by(trainer, share) as scaled:
         loss = scaled(compute())
         window = 1 if trainer.loss_is_scaled_for_ga else trainer.current_gradient_accumulation_steps
         trainer.accelerator.backward(loss / window)

@@ -1,12 +1,12 @@
 """Further metrics: means over micro-batches, as in TRL, and statistics of all samples since the last log.
 
 Everything is summed up on the device. Processes communicate, and numbers go to the CPU, only when they are read: for
-a log, for a checkpoint, or for a rule that depends on them.
+a log, for a checkpoint, or for a rule that depends on them. This file knows where TRL keeps what it will log.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, cast
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor
@@ -17,20 +17,11 @@ if TYPE_CHECKING:
     from trl_steady.host.seam import Steady
 
 
-_MOST_WAITING = 4096
 _QUANTILES = {"q01": 0.01, "q50": 0.5, "q90": 0.9, "q99": 0.99}
 Masked = tuple[Tensor, Tensor]
 """Values, and a mask of the same shape: True = counts."""
-
-
-@dataclass
-class _Totals:
-    """Values of this process since processes last communicated (`steps`), or since the last log (`pool`)."""
-
-    steps: list[tuple[str, Tensor]] = field(default_factory=list)
-    """Name and (4,) sum, number, minimum and maximum of the values in one micro-batch."""
-    pool: dict[tuple[str, str], Tensor] = field(default_factory=dict)
-    """Kind and name -> totals that add up."""
+_Pool = dict[tuple[str, str], Tensor]
+"""Kind and name -> totals that add up."""
 
 
 class Metrics:
@@ -38,24 +29,23 @@ class Metrics:
 
     def __init__(self, trainer: "Steady") -> None:
         self._trainer = trainer
-        self._totals = {"train": _Totals(), "eval": _Totals()}
+        # "train" or "eval" -> name and (4,) sum, number, minimum and maximum of the values in one micro-batch, since
+        # processes last communicated
+        self._steps: defaultdict[str, list[tuple[str, Tensor]]] = defaultdict(list)
+        # the same -> totals since the last log
+        self._pools: defaultdict[str, _Pool] = defaultdict(dict)
 
     def token_mean(self, name: str, values: Tensor, mask: Tensor) -> None:
         """Log the mean of `values` (B, T) over the loss tokens of all processes, for this micro-batch."""
-        self._append(name, values, mask)
-
-    def spread(self, name: str, values: Tensor, mask: Tensor) -> None:
-        """Log min, mean and max of `values` (B, 1) over all processes' sequences that have loss tokens."""
-        self._append(f"{name}_*", values, mask.any(-1, keepdim=True) & ~values.isnan())
-
-    def _append(self, name: str, values: Tensor, mask: Tensor) -> None:
         values, mask = self._countable(values, mask)
         values = values.double()
         low, high = values.where(mask, torch.inf).min(), values.where(mask, -torch.inf).max()
-        steps = self._totals[self._mode].steps
-        steps.append((name, torch.stack([values.where(mask, 0).sum(), mask.sum().double(), low, high])))
-        if len(steps) >= _MOST_WAITING:  # at the same micro-batch on all processes
-            self.settle()
+        step = torch.stack([values.where(mask, 0).sum(), mask.sum().double(), low, high])
+        self._steps[self._mode].append((name, step))
+
+    def spread(self, name: str, values: Tensor, mask: Tensor) -> None:
+        """Log min, mean and max of `values` (B, 1) over all processes' sequences that have loss tokens."""
+        self.token_mean(f"{name}_*", values, mask.any(-1, keepdim=True) & ~values.isnan())
 
     def pooled(
         self,
@@ -81,40 +71,34 @@ class Metrics:
             ("size", pooling.sample_size_totals): sample_sizes,
             ("counts", pooling.count_totals): counts,
         }
-        totals = {
-            (kind, name): of(*self._countable(*masked))
-            for (kind, of), values in kinds.items()
-            for name, masked in (values or {}).items()
-        }
+        pool = self._pools[self._mode]
+        for (kind, of), samples in kinds.items():
+            for name, masked in (samples or {}).items():
+                pool[kind, name] = pool.get((kind, name), 0) + of(*self._countable(*masked))
         for name, total in (sums or {}).items():
-            totals["mean", name] = self._countable(total)[0].double()
-        pool = self._totals[self._mode].pool
-        for key, total in totals.items():
-            pool[key] = pool[key] + total if key in pool else total
+            pool["mean", name] = pool.get(("mean", name), 0) + self._countable(total)[0].double()
 
     def forget(self) -> None:
         """Forget everything since the last log."""
-        self._totals = {"train": _Totals(), "eval": _Totals()}
+        self._steps.clear()
+        self._pools.clear()
 
     def count(self, name: str) -> int:
         """Return how many micro-batches of training have recorded the mean of `name` since the last log."""
-        waiting = sum(recorded == name for recorded, _ in self._totals["train"].steps)
+        waiting = sum(recorded == name for recorded, _ in self._steps["train"])
         return len(self._trainer._metrics["train"].get(name, [])) + waiting
 
     @property
     def is_settled(self) -> bool:
         """True if there are no means of training's micro-batches that only this process knows."""
-        return not self._totals["train"].steps
+        return not self._steps["train"]
 
     def settle(self) -> None:
         """Hand the means of micro-batches to TRL, which logs them. Every process must call this method."""
-        for mode, totals in self._totals.items():
-            steps, totals.steps = totals.steps, []
-            if steps:
-                for (name, _), exchanged in zip(steps, self._exchanged([step for _, step in steps]), strict=True):
-                    self._hand_over(mode, name, *exchanged)
+        for mode in list(self._steps):
+            self._exchange(mode, {})
 
-    def log(self, logs: Mapping[str, Any]) -> None:
+    def log(self, logs: Mapping[str, object]) -> None:
         """Hand all metrics to TRL before it writes `logs`, and begin anew.
 
         With several processes this is for transformers' own logs only, which every process writes. A script may call
@@ -124,31 +108,19 @@ class Metrics:
         if self._trainer.accelerator.num_processes > 1 and not is_of_all:
             return
         mode = self._mode
-        steps, pool = self._totals[mode].steps, self._totals[mode].pool
-        if not steps and not pool:
-            return
-        self._totals[mode] = _Totals()
-        exchanged = self._exchanged([*(step for _, step in steps), *pool.values()])
-        for (name, _), of_step in zip(steps, exchanged, strict=False):
-            self._hand_over(mode, name, *of_step)
-        totals = {key: total for key, (total, *_) in zip(pool, exchanged[len(steps) :], strict=True)}
-        for name, value in _summary(totals):
+        for name, value in _summary(self._exchange(mode, self._pools.pop(mode, {}))):
             self._trainer._metrics[mode][name].append(value)
 
     def state(self) -> dict[tuple[str, str], list[float]]:
         """Return the totals of training over all processes, for a checkpoint. Every process must call this method."""
-        pool = self._totals["train"].pool
-        if not pool:
-            return {}
-        exchanged = self._exchanged(list(pool.values()))
-        return {key: total.tolist() for key, (total, *_) in zip(pool, exchanged, strict=True)}
+        return {key: total.tolist() for key, total in self._exchange("train", self._pools["train"]).items()}
 
     def restore(self, state: Mapping[tuple[str, str], list[float]]) -> None:
         """Continue with the totals of `state`, of which each process must get the same."""
         is_main = self._trainer.accelerator.is_main_process
         for key, values in state.items():
             totals = torch.tensor(values, dtype=torch.float64)
-            (self._totals["train"].pool[key],) = self._countable(totals if is_main else torch.zeros_like(totals))
+            (self._pools["train"][key],) = self._countable(totals if is_main else torch.zeros_like(totals))
 
     def _countable(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return tensors without gradient on the device, or on the CPU if the device may have no float64."""
@@ -159,25 +131,29 @@ class Metrics:
     def _mode(self) -> str:
         return "train" if self._trainer.model.training else "eval"
 
-    def _exchanged(self, parts: Sequence[Tensor]) -> list[tuple[Tensor, ...]]:
-        """Return sum, minimum and maximum of each part over processes, on the CPU: one collective, one transfer."""
-        accelerator = self._trainer.accelerator
-        ours = torch.cat(list(parts)).unsqueeze(0)
+    def _exchange(self, mode: str, pool: _Pool) -> _Pool:
+        """Hand means to TRL, and return totals over all processes on the CPU: one collective, one transfer."""
+        steps = self._steps.pop(mode, [])
+        parts = [*(step for _, step in steps), *pool.values()]
+        if not parts:
+            return {}
+        accelerator, ours = self._trainer.accelerator, torch.cat(parts).unsqueeze(0)
         each = ours.cpu() if accelerator.num_processes == 1 else cast(Tensor, accelerator.gather(ours)).cpu()
         lengths = [len(part) for part in parts]
-        return list(zip(*(over.split(lengths) for over in (each.sum(0), each.amin(0), each.amax(0))), strict=True))
+        totals, lows, highs = (over.split(lengths) for over in (each.sum(0), each.amin(0), each.amax(0)))
+        logged = self._trainer._metrics[mode]
+        for (name, _), total, low, high in zip(steps, totals, lows, highs, strict=False):
+            count = float(total[1])
+            mean = float(total[0]) / max(count, 1)
+            if not name.endswith("_*"):
+                logged[name].append(mean)
+                continue
+            for statistic, value in {"min": float(low[2]), "mean": mean, "max": float(high[3])}.items():
+                logged[f"{name[:-1]}{statistic}"].append(value if count else float("nan"))
+        return dict(zip(pool, totals[len(steps) :], strict=True))
 
-    def _hand_over(self, mode: str, name: str, total: Tensor, low: Tensor, high: Tensor) -> None:
-        count, logged = float(total[1]), self._trainer._metrics[mode]
-        mean = float(total[0]) / max(count, 1)
-        if not name.endswith("_*"):
-            logged[name].append(mean)
-            return
-        for statistic, value in {"min": float(low[2]), "mean": mean, "max": float(high[3])}.items():
-            logged[f"{name[:-1]}{statistic}"].append(value if count else float("nan"))
 
-
-def _summary(pool: Mapping[tuple[str, str], Tensor]) -> Iterator[tuple[str, float]]:
+def _summary(pool: _Pool) -> Iterator[tuple[str, float]]:
     for (kind, name), totals in pool.items():
         if kind == "mean":
             yield name, pooling.mean(totals)

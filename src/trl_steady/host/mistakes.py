@@ -1,35 +1,47 @@
-"""Friendly errors for the commonest mistakes, which would otherwise have a poor message or train nothing."""
+"""Friendly errors for the commonest mistakes, which have poor messages or train nothing. It knows options of TRL."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
 from datasets import Dataset
 
+# what to set -> names in TRL's former PPO, in verl and in OpenRLHF
+PPO_NAMES = {
+    "model": "policy pretrain sft_model_path",
+    "processing_class": "tokenizer",
+    "train_dataset": "dataset prompt_data",
+    "reward_funcs": "reward_model reward_model_path reward_pretrain",
+    "value_model": "critic_pretrain",
+    "kl_coef (the reference is the model as it was at the start)": "ref_model ref_policy init_kl_coef",
+    "kl_target (kl_coef follows it; no update is stopped early)": "adap_kl_ctrl early_stopping target target_kl",
+    "epsilon and epsilon_high": "clip_ratio cliprange eps_clip",
+    "num_iterations": "max_epochs num_ppo_epochs ppo_epochs",
+    "steps_per_generation and gradient_accumulation_steps": "mini_batch_size num_mini_batches ppo_mini_batch_size",
+}
+_ALIASES = {name: ours for ours, names in PPO_NAMES.items() for name in names.split()}
+
+
+def refuse_names_of_other_ppos(given: Mapping[str, object]) -> None:
+    """Refuse arguments that are named as in another package's PPO, and say what to set."""
+    for name in sorted(given.keys() & _ALIASES.keys()):
+        raise ValueError(f"{name} is an option of another package's PPO. Set {_ALIASES[name]}.")
+
 
 def refuse_small(dataset: object, args: Any) -> None:
-    """Refuse a dataset that is smaller than a rollout, because TRL's sampler would drop all of it.
-
-    Raises:
-        ValueError: The message names both numbers.
-    """
+    """Refuse a dataset that is smaller than a rollout, because TRL's sampler would drop all of it."""
     prompts = args.generation_batch_size // args.num_generations
-    smaller = "steps_per_generation" if args.steps_per_generation > 1 else "per_device_train_batch_size"
     if isinstance(dataset, Dataset) and len(dataset) < prompts:
         raise ValueError(
             f"train_dataset has {len(dataset)} rows, but each rollout needs {prompts} prompts (generation_batch_size="
             f"{args.generation_batch_size} / num_generations={args.num_generations}), so nothing would be trained. "
-            f"Use a dataset with more rows, or set a smaller {smaller}."
+            "Use a dataset with more rows, or set a smaller steps_per_generation or per_device_train_batch_size."
         )
 
 
 def checked_rollout(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a `rollout_func` to refuse token lists that TRL would pad, so that values would belong to other tokens.
-
-    Raises:
-        ValueError: The message names the key and both lengths.
-    """
+    """Wrap a `rollout_func` to refuse token lists that TRL would pad, so that values would belong to other tokens."""
 
     @wraps(function)
     def checking(prompts: Sequence[object], *arguments: object, **keywords: object) -> Any:

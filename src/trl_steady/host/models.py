@@ -4,7 +4,7 @@ This file knows PEFT, accelerate and FSDP2.
 """
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, Literal, cast
 
@@ -29,11 +29,7 @@ REWARD_ADAPTER, VALUE_ADAPTER = "reward", "value"
 
 
 class Scorer:
-    """A model that scores tokens by other means than an LM head. It is called as TRL's scoring method calls a policy.
-
-    Args:
-        backbone: The model that it runs.
-    """
+    """A model that scores tokens by other means than an LM head. It runs a backbone, and is called as a policy is."""
 
     def __init__(self, backbone: torch.nn.Module) -> None:
         self.backbone = backbone
@@ -86,17 +82,11 @@ def text_tokenizer(trainer: "Trainer") -> PreTrainedTokenizerBase:
     return processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
 
 
-@contextmanager
-def base_kept(config: PeftConfig | None) -> Iterator[None]:
-    """Keep PEFT from changing the base while it adds adapters of this configuration.
-
-    The initialisations of PiSSA and OLoRA would write into the base.
-    """
+def base_kept(config: PeftConfig | None) -> AbstractContextManager[None]:
+    """Keep PEFT from changing the base while it adds adapters of this configuration, as PiSSA and OLoRA would."""
     if isinstance(getattr(config, "init_lora_weights", None), str):
-        with overridden(config, {"init_lora_weights": True}):
-            yield
-    else:
-        yield
+        return overridden(config, {"init_lora_weights": True})
+    return nullcontext()
 
 
 @contextmanager

@@ -1,10 +1,8 @@
-"""Functions that read or set private state of TRL's trainers."""
+"""Functions that read or set private state of TRL's trainers. This file knows none of our parts."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any, TypeVar
-
-_T = TypeVar("_T")
+from typing import Any
 
 
 def trls(trainer: object) -> Any:
@@ -12,14 +10,9 @@ def trls(trainer: object) -> Any:
     return trainer
 
 
-def on_cards(method: str, **paper: str) -> Callable[[type[_T]], type[_T]]:
-    """Return a decorator for trainers whose model cards name this method, with the title and id of its paper."""
-
-    def named(kind: Any) -> Any:
-        kind._name, kind._tag_names, kind._paper = method, ["trl", method.lower()], paper
-        return kind
-
-    return named
+def set_cards(kind: Any, method: str, **paper: str) -> None:
+    """Let the model cards of a trainer class name this method, with the title and id of its paper."""
+    kind._name, kind._tag_names, kind._paper = method, ["trl", method.lower()], paper
 
 
 def completions_of(generated: Any) -> list[list[int]]:

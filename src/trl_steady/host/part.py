@@ -18,13 +18,12 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 from transformers.trainer_callback import CallbackHandler, TrainerCallback
 
 from trl_steady.functional.turns import Traced, aligned, stitched
-from trl_steady.host.loss import MicroBatch, Terms, loss_mask
+from trl_steady.host.loss import MicroBatch, Terms, loss_mask, scored
 from trl_steady.host.models import Scorer
 
 if TYPE_CHECKING:
     from trl_steady.host.engine import AdapterSync, Capture
     from trl_steady.host.metrics import Metrics
-    from trl_steady.host.reached import Reached
 
 _P = TypeVar("_P", bound="Part")
 
@@ -38,7 +37,7 @@ class Trainer(Protocol):
     ref_model: torch.nn.Module | None
     accelerator: Accelerator
     state: TrainerState
-    optimizer: Any  # accelerate's wrapper, or DeepSpeed's
+    optimizer: torch.optim.Optimizer | None
     processing_class: PreTrainedTokenizerBase | ProcessorMixin
     callback_handler: CallbackHandler
     is_fsdp_enabled: bool
@@ -61,7 +60,7 @@ class Trainer(Protocol):
     # the seam's
     parts: tuple["Part", ...]
     metrics: "Metrics"
-    reached: "Reached"
+    reached: set[str]
     loss_is_token_sum: bool
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
@@ -108,12 +107,12 @@ class Rollout:
     @property
     def input_ids(self) -> Tensor:
         """(B, L) prompts before completions."""
-        return torch.cat([self.samples["prompt_ids"], self.samples["completion_ids"]], dim=1)
+        return scored(self.samples)[0]
 
     @property
     def attention_mask(self) -> Tensor:
         """(B, L) bool."""
-        return torch.cat([self.samples["prompt_mask"], self.samples["completion_mask"]], dim=1).bool()
+        return scored(self.samples)[1].bool()
 
     @property
     def is_sampled(self) -> Tensor:
@@ -186,9 +185,6 @@ class Part:
 
     A trainer lists its parts in one tuple, and asks them in this order. The contexts of later parts are inside those
     of earlier ones, and the models of later parts are around those of earlier ones.
-
-    Args:
-        trainer: The trainer, before its constructor has run.
     """
 
     window_options: ClassVar[tuple[tuple[str, str | None], ...]] = ()
@@ -200,15 +196,15 @@ class Part:
 
     # construction
 
-    def building(self, model: str | PreTrainedModel | PeftModel, args: Any) -> AbstractContextManager[None]:
+    def building(self, model: str | PreTrainedModel | PeftModel, args: object) -> AbstractContextManager[None]:
         """Return a context for TRL's constructor. `model` is what the user passed."""
         return contextlib.nullcontext()
 
-    def captures(self, args: Any) -> list["Capture"]:
+    def captures(self, args: object) -> list["Capture"]:
         """Return what a vLLM engine must return beside tokens."""
         return []
 
-    def adapter_sync(self, args: Any) -> "AdapterSync | None":
+    def adapter_sync(self, args: object) -> "AdapterSync | None":
         """Return how an adapter is sent to a vLLM engine; None if weights are sent."""
 
     def built(self) -> None:
@@ -224,7 +220,7 @@ class Part:
         """Return a context for one call of TRL's generation. On exit, `turn` has the completions."""
         return contextlib.nullcontext()
 
-    def read_rewards(self, function: int, returned: Any) -> Any:
+    def read_rewards(self, function: int, returned: object) -> object:
         """Return what TRL gets from reward function number `function` for this process's completions."""
         return returned
 
@@ -273,9 +269,6 @@ class Part:
 
     def stepping(self) -> None:
         """Run before the first micro-batch of an optimizer step, also after a step that raised."""
-
-    def before_last_backward(self) -> None:
-        """Run before the backward pass of the last micro-batch of an optimizer step."""
 
     def after_last_backward(self) -> None:
         """Run after the backward pass of the last micro-batch of an optimizer step, before gradients are clipped."""
@@ -334,12 +327,7 @@ class Steps(TrainerCallback):
 
 
 class TokenRecord:
-    """The values of one rollout.
-
-    Args:
-        option: The option that needs them, for messages.
-        instead: A sentence that names an alternative.
-    """
+    """The values of one rollout. `instead` is a sentence for messages that names an alternative to the option."""
 
     def __init__(self, option: str, instead: str = "") -> None:
         self._option, self._instead = option, instead

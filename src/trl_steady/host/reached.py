@@ -1,6 +1,4 @@
-"""Record of trl-steady's methods that a training run has reached, and of the overrides that may bypass one."""
-
-from typing import Any
+"""The overrides on the way to methods of trl-steady, which a training may therefore not reach. It knows only names."""
 
 _LOSS = ("training_step", "compute_loss", "_compute_loss", "micro_batch_loss")
 _ROLLOUT = ("_prepare_inputs", "_generate_and_score_completions", "rollout")
@@ -15,25 +13,6 @@ _WAYS = {
 }
 OF_ROLLOUTS = frozenset(("rollout", "calculate_rewards", "generate"))
 """Methods that a step on the rollout of a checkpoint does not reach."""
-
-
-class Reached:
-    """The methods of trl-steady that training has reached.
-
-    A subclass, a mixin, a patch or an attribute of the trainer may bypass trl-steady's code. Only a run shows it,
-    because a call of `super()` may depend on a condition.
-    """
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer, self._names = trainer, set[str]()
-
-    def note(self, method: str) -> None:
-        """Record that a method of trl-steady runs in training; evaluation may take another path."""
-        if self._trainer.model.training:
-            self._names.add(method)
-
-    def __contains__(self, method: str) -> bool:
-        return method in self._names
 
 
 def overrides(trainer: object, method: str) -> list[str]:

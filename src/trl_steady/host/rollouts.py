@@ -53,10 +53,7 @@ def noting_prompts(trainer: "Trainer", note: Callable[[list[list[int]]], None]) 
 def continued(trainer: "Trainer", prompt_ids: Sequence[Sequence[int]], chunk: int) -> list[list[int]]:
     """Return one continuation of each text, by whatever generates rollouts. It is not part of a rollout.
 
-    Args:
-        trainer: The trainer.
-        prompt_ids: Token ids of each text. The number must be the same on all processes.
-        chunk: Number of texts that transformers' generation continues together. vLLM gets all at once.
+    The number of texts must be the same on all processes. transformers continues `chunk` of them at once, vLLM all.
     """
     rest = (None, {}) if isinstance(trainer, trl.RLOOTrainer) else (None, {}, 1)  # images, their fields, answers each
     chunk = len(prompt_ids) if trainer.use_vllm else chunk
@@ -72,11 +69,8 @@ def continued(trainer: "Trainer", prompt_ids: Sequence[Sequence[int]], chunk: in
 def forget_logs(trainer: "Trainer") -> None:
     """Forget the metrics and the table of completions since the last log."""
     trainer.metrics.forget()
-    for metrics in trls(trainer)._metrics.values():
-        metrics.clear()
-    for column in trls(trainer)._logs.values():
-        for rows in column.values() if isinstance(column, dict) else [column]:
-            rows.clear()
+    for values in (*trls(trainer)._metrics.values(), *trls(trainer)._logs.values()):
+        values.clear()
 
 
 def reading(functions: Sequence[Any], reads: Sequence[Callable[[int, Any], Any]]) -> list[Any]:

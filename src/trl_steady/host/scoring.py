@@ -1,4 +1,7 @@
-"""One scoring pass: TRL's method calls the model in parts, and proxies need to know which tokens they get."""
+"""One scoring pass: TRL's method calls the model in parts, and proxies need to know which tokens they get.
+
+This file knows the arguments of TRL's scoring method, and no part.
+"""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -17,13 +20,9 @@ Scores = tuple[Tensor, Tensor | None, Tensor | None]
 
 
 class IndexedModel:
-    """Proxy that tells another proxy, whose `needs_token_indices` is True, which tokens of a batch it gets.
+    """Proxy that tells another proxy, whose `needs_token_indices` is True, which tokens of a batch (B, L) it gets.
 
     TRL passes the batch in parts, row after row.
-
-    Args:
-        model: The model to call, with `token_indices` of the shape of `input_ids`.
-        token_indices: (B, L) indices of all tokens in the flattened batch.
     """
 
     def __init__(self, model: Callable[..., Any], token_indices: Tensor) -> None:

@@ -27,7 +27,7 @@ from trl_steady.host.mistakes import checked_rollout, refuse_small
 from trl_steady.host.models import Scorer, role_of
 from trl_steady.host.names import completions_of, overridden
 from trl_steady.host.part import Part, Rollout, ScoringPass, Steps, Trainer, Turn, entered
-from trl_steady.host.reached import Reached
+from trl_steady.host.resume import refuse_lost
 from trl_steady.host.rollouts import reading
 from trl_steady.host.scoring import scored
 
@@ -61,13 +61,13 @@ class Steady(_Trls):
     def __init__(
         self, model: str | PreTrainedModel | PeftModel, reward_funcs: Any, args: Any, *positional: Any, **keywords: Any
     ) -> None:
-        self.reached, self.metrics, self.checkpoints = Reached(self), Metrics(self), Checkpoints(self)
+        self.reached = set[str]()  # our methods that training has run
+        self.metrics, self.checkpoints = Metrics(self), Checkpoints(self)
         self.parts = tuple(part(self._as_trainer) for part in self.PARTS)
         captures = [capture for part in self.parts for capture in part.captures(args)]
         sync = next((sync for part in self.parts if (sync := part.adapter_sync(args))), None)
         with entered(part.building(model, args) for part in self.parts), steady_engine(captures, sync):
             super().__init__(model, reward_funcs, args, *positional, **keywords)
-        self.checkpoints.refuse_unloadable()
         for part in self.parts:
             part.built()
         self.add_callback(Steps(self.parts))
@@ -80,6 +80,11 @@ class Steady(_Trls):
         """Return the part of a class."""
         return {type(part): part for part in self.parts}[kind]  # pyright: ignore[reportReturnType]
 
+    def note_reached(self, method: str) -> None:
+        """Record that a method of ours runs in training. Only a run shows it: a script may call `super()` or not."""
+        if self.model.training:
+            self.reached.add(method)
+
     # 1. Generate.
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
@@ -89,7 +94,7 @@ class Steady(_Trls):
 
     def rollout(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
         """Make completions of a batch of prompts as TRL does, with rewards, log-probs and the columns of the parts."""
-        self.reached.note("rollout")
+        self.note_reached("rollout")
         rollout = Rollout()
         with entered(part.rolling(rollout) for part in self.parts), overridden(self, {"_rollout": rollout}):
             rollout.samples = super()._generate_and_score_completions(inputs)
@@ -108,7 +113,7 @@ class Steady(_Trls):
 
         Each turn of an agent is one call, whose prompt contains all earlier turns.
         """
-        self.reached.note("generate")
+        self.note_reached("generate")
         turn = Turn(prompt_ids, self._rollout)
         with entered(part.generating(turn) for part in self.parts):
             generated = super()._generate_single_turn(prompt_ids, *arguments, **keywords)
@@ -118,7 +123,7 @@ class Steady(_Trls):
     def _calculate_rewards(
         self, inputs: list[Any], prompts: list[Any], completions: list[Any], completion_ids_list: list[list[int]]
     ) -> Tensor:
-        self.reached.note("calculate_rewards")
+        self.note_reached("calculate_rewards")
         reads = [part.read_rewards for part in self.parts]
         with overridden(self, {"reward_funcs": reading(self.reward_funcs, reads)}):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
@@ -147,7 +152,7 @@ class Steady(_Trls):
         The arguments are TRL's; `ScoringPass` explains them.
         """
         if torch.is_grad_enabled():  # the training pass, not the pass of the old policy or the reference
-            self.reached.note("log_probs")
+            self.note_reached("log_probs")
         role = role_of(self._as_trainer, model, in_rollout=self._rollout is not None)
         asked = logits_to_keep, batch_size, compute_entropy, compute_aux_loss, of_samples
         in_progress = self._rollout, self._samples, self._until_backward
@@ -185,7 +190,7 @@ class Steady(_Trls):
         self, model: torch.nn.Module, inputs: dict[str, Any], *arguments: object, **keywords: object
     ) -> Tensor:
         """Compute the loss of one micro-batch as TRL does. A part may regroup the micro-batches of a step."""
-        self.reached.note("compute_loss")
+        self.note_reached("compute_loss")
 
         def compute(inputs: Mapping[str, Any]) -> Tensor:
             with overridden(self, {"_samples": inputs}):
@@ -203,7 +208,7 @@ class Steady(_Trls):
 
         This is TRL's own loss if no option needs a rewrite and there are no log-probs of a sampler to compare.
         """
-        self.reached.note("micro_batch_loss")
+        self.note_reached("micro_batch_loss")
         part = next((part for part in self.parts if part.rewrites(inputs)), None)
         if part is None:
             return super()._compute_loss(model, inputs)
@@ -228,18 +233,6 @@ class Steady(_Trls):
         """Log TRL's metrics and ours."""
         self.metrics.log(logs)
         super().log(logs, start_time)
-
-    def compute_loss_context_manager(self) -> ExitStack:
-        """Return TRL's context, which also tells the parts that a step is about to run its last backward pass."""
-
-        def tell(error: type[BaseException] | None, *_: object) -> None:
-            if error is None and self.model.training and self.accelerator.sync_gradients:
-                for part in self.parts:
-                    part.before_last_backward()
-
-        context = super().compute_loss_context_manager()
-        context.push(tell)
-        return context
 
     def get_batch_samples(
         self, epoch_iterator: Iterator[Any], num_batches: int, device: torch.device
@@ -276,13 +269,12 @@ class Steady(_Trls):
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
         checkpoint = Path(resume_from_checkpoint)
-        self.checkpoints.refuse_another_model(checkpoint)
         with entered(part.loading(checkpoint) for part in self.parts):
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _issue_warnings_after_load(self, load_result: SimpleNamespace) -> None:
         super()._issue_warnings_after_load(load_result)
-        self.checkpoints.refuse_lost(load_result.missing_keys)
+        refuse_lost(self.model, load_result.missing_keys)
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         super()._load_optimizer_and_scheduler(checkpoint)

@@ -130,7 +130,7 @@ class ReferenceRefreshCallback(TrainerCallback):
             logger.info("reference moved after step %d: rule %r, KL before %s", refresh.step, refresh.rule, refresh.kl)
 
     def save(self, folder: Path) -> None:
-        """Write the reference and the counters to one file, atomically. Every process must call it."""
+        """Write the reference and the counters to one file. Every process must call it."""
         writes = self.trainer.args.should_save
         tensors = gather(self.pairs(), keep=writes)
         if writes:

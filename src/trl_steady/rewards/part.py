@@ -13,7 +13,6 @@ from torch import Tensor
 from trl_steady.functional import advantages
 from trl_steady.host.models import text_tokenizer
 from trl_steady.host.part import Part, Rollout, Trainer
-from trl_steady.host.reached import Reached
 from trl_steady.host.rollouts import relog_advantages
 from trl_steady.rewards.placement import Completion, text_and_offsets, token_ends
 from trl_steady.rewards.steps import StepRewards
@@ -25,7 +24,6 @@ _FORMULAS = {"process": advantages.process, "return_to_go": advantages.return_to
 class RewardedTrainer(Trainer, Protocol):
     """A trainer whose reward functions may return `StepRewards`."""
 
-    reached: Reached
     num_generations_eval: int
     scale_rewards: str
     multi_objective_aggregation: str

@@ -26,10 +26,8 @@ ROUTES = Capture(
     what="routes",
     flag="enable_return_routed_experts",
     field="routed_experts",
-    is_on="--enable-return-routed-experts",
-    lost="Some versions return none for a request that was preempted; more memory for the KV cache avoids this",
-    instead=f"or {_R2_INSTEAD}",
-    check=Routers,
+    remedy=f"Start a server with --enable-return-routed-experts, or {_R2_INSTEAD}. A preempted request may lack them: "
+    "give the KV cache more memory.",
 )
 
 

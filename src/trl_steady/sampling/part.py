@@ -38,9 +38,8 @@ KEPT_TOKENS = Capture(
     what="kept tokens",
     flag="return_sampling_mask",
     field="sampling_mask",
-    is_on="--return-sampling-mask --enable-scale-out (the second from vLLM 0.30 on)",
-    lost="This needs vLLM 0.28 or later",
-    instead="or set keep_sampling_mask=False",
+    remedy="Start a server with --return-sampling-mask --enable-scale-out (the second from vLLM 0.30 on), or set "
+    "keep_sampling_mask=False. This needs vLLM 0.28 or later.",
     compact=_compact,
     needs_tokens_endpoint=True,
 )

@@ -6,7 +6,8 @@ from trl_steady.adapters.part import AdapterPart
 from trl_steady.config.ppo import PPOConfig
 from trl_steady.critic.part import CriticPart
 from trl_steady.critic.pretraining import PretrainingPart
-from trl_steady.host.names import on_cards
+from trl_steady.host.mistakes import refuse_names_of_other_ppos
+from trl_steady.host.names import set_cards
 from trl_steady.losses.part import LossPart
 from trl_steady.padding.part import PaddingPart
 from trl_steady.reference.part import ReferencePart
@@ -19,7 +20,6 @@ from trl_steady.trainers.grpo import GRPOTrainer
 from trl_steady.trainers.report import ReportPart
 
 
-@on_cards("PPO", title="Proximal Policy Optimization Algorithms", id="1707.06347")
 class PPOTrainer(GRPOTrainer):
     """`GRPOTrainer` with a critic: PPO (arXiv 1707.06347) with the KL in the reward (InstructGPT, arXiv 2203.02155).
 
@@ -42,7 +42,8 @@ class PPOTrainer(GRPOTrainer):
         **keywords: TRL's other arguments, by name.
 
     Raises:
-        ValueError: As for `GRPOTrainer`. The critic cannot be made, or would not be trained as asked.
+        ValueError: As for `GRPOTrainer`. The critic cannot be made, or would not be trained as asked. An argument is
+            named as in another package's PPO.
     """
 
     PARTS = (
@@ -74,6 +75,7 @@ class PPOTrainer(GRPOTrainer):
         ptx_dataset: Any = None,
         **keywords: Any,
     ) -> None:
+        refuse_names_of_other_ppos(keywords)
         self.value_model, self.value_peft_config, self.ptx_dataset = value_model, value_peft_config, ptx_dataset
         super().__init__(model, reward_funcs, args, *positional, **keywords)
 
@@ -90,3 +92,6 @@ class PPOTrainer(GRPOTrainer):
     @property
     def why_one_advantage(self) -> None:
         """None: the loss takes one advantage per token."""
+
+
+set_cards(PPOTrainer, "PPO", title="Proximal Policy Optimization Algorithms", id="1707.06347")

@@ -3,7 +3,7 @@
 import warnings
 from importlib.metadata import version
 from pathlib import Path
-from typing import Protocol, cast
+from typing import cast
 
 import trl
 
@@ -12,21 +12,15 @@ from trl_steady.config.methods import METHODS, Method
 from trl_steady.config.shared import SharedOptions
 from trl_steady.host.names import is_before_generation
 from trl_steady.host.part import Part, Trainer
-from trl_steady.host.reached import OF_ROLLOUTS, Reached, overrides
-
-
-class _Trainer(Trainer, Protocol):
-    reached: Reached
+from trl_steady.host.reached import OF_ROLLOUTS, overrides
 
 
 class ReportPart(Part):
     """Says what is on, and raises an error if a subclass, a mixin or a patch keeps it from taking effect.
 
-    The check ends with the first optimizer step whose rollout was made in this run. It runs before the last backward
-    pass of a step, in which DeepSpeed takes its own.
+    The check ends with the first optimizer step whose rollout was made in this run.
     """
 
-    trainer: _Trainer
     _has_generated = False
     _is_checked = False
 
@@ -41,7 +35,7 @@ class ReportPart(Part):
             self._check()
         self._has_generated |= is_before_generation(cast(trl.GRPOTrainer, self.trainer))
 
-    def before_last_backward(self) -> None:
+    def after_last_backward(self) -> None:
         """Check that the step has reached all methods that are on."""
         self._check()
 
