@@ -151,7 +151,7 @@ class GRPOConfig(SharedOptions, trl.GRPOConfig):
         if self.importance_sampling_level != self.loss.level:
             yield (
                 f"importance_sampling_level={self.importance_sampling_level!r} contradicts loss_type="
-                f"{self.loss_type!r}, which uses {self.loss.what}. Leave importance_sampling_level unset."
+                f"{self.loss_type!r}, which is {self.loss.level!r}. Leave importance_sampling_level unset."
             )
         upper = math.exp(self._high) if self.loss.clip == "log_ratio" else 1 + self._high
         if self.delta is not None and self.delta <= upper:
