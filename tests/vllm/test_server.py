@@ -135,10 +135,3 @@ def test_routes_of_answers_to_tokens_are_those_of_each_token(
         ValueError, match=r"vLLM returned no kept tokens for 18 of 18 sequences\. Start a server with "
     ):
         taken_sets(generation, completions)
-
-
-def test_a_server_that_was_started_without_is_refused(
-    mixture: Path, tmp_path: Path, url: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with pytest.raises(ValueError, match=r"keep_sampling_mask=True needs the kept tokens .*--return-sampling-mask"):
-        served(mixture, tmp_path, url, monkeypatch, keep_sampling_mask=True, top_k=20)
