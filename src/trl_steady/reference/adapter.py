@@ -51,8 +51,8 @@ def refuse_unmovable(model: PeftModel) -> None:
     # AdaLoRA changes its ranks while it trains, and prompts are not adapters of the weights
     if config.peft_type not in _MOVABLE or changing:
         raise ValueError(
-            f"an adapter of {' '.join((config.peft_type, *changing))} cannot follow the policy as a reference. Use "
-            f"one of {', '.join(_MOVABLE)} without such options, full fine-tuning, or sync_ref_model=False."
+            f"{changing or config.peft_type} in peft_config cannot follow the policy as a reference. Use one of "
+            f"{', '.join(_MOVABLE)} without it, full fine-tuning, or sync_ref_model=False."
         )
     if trained := Base(model).trained:
         raise ValueError(
