@@ -20,9 +20,8 @@ from trl.generation.vllm_generation import VLLMGeneration
 from tests.reference.test_reference import base_tensors
 from tests.tools import engines, tiny
 from tests.tools import wide as wide_model
-from trl_steady.adapters import sending, serving
+from trl_steady.adapters import serving
 from trl_steady.adapters.merging import merged_weights
-from trl_steady.adapters.part import AdapterPart
 
 NF4 = {**wide_model.NF4, "bnb_4bit_use_double_quant": True}
 # of the same weights in float32, one sequence at a time instead of a packed batch
@@ -48,7 +47,6 @@ class LLM:
         self.answered: list[Request | None] = []
         self.weights: dict[str, Tensor] = {}
         self.slept: list[int] = []
-        self.slept_by: list[str] = []
         self.is_awake = True
         self.manager = SimpleNamespace(modules=dict.fromkeys(["qkv_proj"]), get_adapter=self.get_adapter)
         runner = SimpleNamespace(model=self, lora_manager=SimpleNamespace(_adapter_manager=self.manager))
@@ -79,7 +77,6 @@ class LLM:
 
     def sleep(self, level: int = 1, mode: str = "abort") -> None:
         self.slept.append(level)
-        self.slept_by.append(mode)
         self.is_awake = False
 
     def wake_up(self, tags: list[str]) -> None:
@@ -111,8 +108,10 @@ def requests(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, name, SimpleNamespace(LoRARequest=Request))
 
 
-def load(folder: str, quantization: str | None) -> Any:
-    options = {} if quantization is None else {"quantization_config": BitsAndBytesConfig(**NF4), "device_map": "cpu"}
+def load(folder: Any, quantization: str | None, **asked: Any) -> Any:
+    options: dict[str, Any] = {}
+    if quantization:
+        options = {"quantization_config": BitsAndBytesConfig(**{**NF4, **asked}), "device_map": "cpu"}
     return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).train()
 
 
@@ -142,12 +141,6 @@ def built(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callab
         return ours, made[-1]
 
     return trainer
-
-
-def quantised(wide: Path, **options: Any) -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(
-        wide, quantization_config=BitsAndBytesConfig(**{**NF4, **options}), dtype=torch.float32, device_map="cpu"
-    )
 
 
 def differences(trainer: Any) -> list[float]:
@@ -180,7 +173,7 @@ def test_the_engine_has_the_policys_adapter_at_each_rollout(
 ) -> None:
     model, moving = wide, {"sync_ref_model": True, "ref_model_mixup_alpha": 1.0, "ref_model_sync_steps": 4}
     if base == "nf4":
-        model, moving = quantised(wide), {**moving, "adapter_dtype": "float32"}
+        model, moving = load(wide, "bitsandbytes"), {**moving, "adapter_dtype": "float32"}
     trainer, llm = built(model, **moving, max_steps=12)
     assert llm.asked["enable_lora"] and llm.asked["max_lora_rank"] == 8
     assert llm.asked["quantization"] == (None if base == "float32" else "bitsandbytes")
@@ -247,7 +240,7 @@ def test_a_critic_on_the_policys_base_is_not_sent(
     found = differences(trainer)
     assert len(found) == 3 and max(found) < ROUNDING
     if not sync:
-        bare = load(str(wide), None)
+        bare = load(wide, None)
         assert llm.weights.keys() == {name for name, _ in bare.named_parameters()}
         return
     assert llm.asked["max_lora_rank"] == 8 and not llm.weights
@@ -260,8 +253,7 @@ def test_a_critic_on_the_policys_base_is_not_sent(
 
 
 def changed(wide: Path) -> Any:
-    model = transformers.AutoModelForCausalLM.from_pretrained(wide, dtype=torch.float32)
-    return get_peft_model(model, LoraConfig(**tiny.LORA)).merge_and_unload()
+    return get_peft_model(load(wide, None), LoraConfig(**tiny.LORA)).merge_and_unload()
 
 
 UNSERVED: dict[str, tuple[dict[str, Any], str]] = {
@@ -289,55 +281,43 @@ def test_what_is_not_served_is_merged(wide: Path, built: Callable[..., tuple[Any
     assert all(torch.equal(*pair) for pair in zip(kept, before, strict=True))
 
 
-@pytest.mark.parametrize("other", [{"target_parameters": ["mlp.up_proj.weight"]}, {"target_modules": ["up_proj"]}])
-def test_what_another_adapter_is_does_not_count(wide: Path, other: dict[str, Any]) -> None:
-    model = get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(wide), LoraConfig(**tiny.LORA))
+def why_not(model: Any) -> str | None:
+    return serving.why_not_served(model, "colocate", lambda _: contextlib.nullcontext())
+
+
+def test_what_another_adapter_is_does_not_count(wide: Path) -> None:
+    model = get_peft_model(load(wide, None), LoraConfig(**tiny.LORA))
     alone = {name: value.clone() for name, value in merged_weights(model)}
-    model.add_adapter("value", LoraConfig(r=2, init_lora_weights=False, **{"target_modules": [], **other}))
-    assert serving.why_not_served(model, "colocate", lambda _: contextlib.nullcontext()) is None
+    model.add_adapter("value", LoraConfig(r=2, init_lora_weights=False, target_modules=["up_proj"]))
+    assert why_not(model) is None
     beside = dict(merged_weights(model))
     assert beside.keys() == alone.keys() and all(torch.equal(beside[name], alone[name]) for name in alone)
 
 
-def test_every_process_hears_why_a_version_was_not_sent(
-    wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    error = OSError("no space left")
-    told: list[str] = []
-    monkeypatch.setattr(sending, "broadcast_object_list", lambda values, from_process: told.extend(values))
-    model = get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(wide), LoraConfig(**tiny.LORA))
-
-    def fail(*_: Any) -> None:
-        raise error
-
-    sync = AdapterPart(SimpleNamespace()).adapter_sync(
-        SimpleNamespace(use_vllm=True, vllm_adapter_sync=None, output_dir=str(tmp_path))
-    )
-    assert sync is not None
-    monkeypatch.setattr(sending, "save_adapter", fail)
-    accelerator = SimpleNamespace(is_main_process=True)
-    client = SimpleNamespace(model="base")
-    engine: Any = SimpleNamespace(model=model, mode="server", accelerator=accelerator, vllm_client=client)
-    engine.whole = lambda _: contextlib.nullcontext()
-    with pytest.raises(ValueError, match=str(error)):
-        sync.send(engine)
-    assert told == [str(error)]
+@pytest.mark.parametrize("base", [None, "bitsandbytes"])
+def test_each_file_of_a_checkpoint_is_compared_with_the_base(wide: Path, tmp_path: Path, base: str | None) -> None:
+    """Shards, and weights without an adapter, count too."""
+    load(wide, None).save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len([*tmp_path.glob("model-*.safetensors")]) > 1
+    model = get_peft_model(load(tmp_path, base), LoraConfig(**tiny.LORA))
+    assert why_not(model) is None
+    weight = model.get_base_model().model.layers[1].mlp.down_proj.weight
+    before = weight.data.clone()
+    weight.data[0] += 1
+    assert "layers.1.mlp.down_proj.weight is not that of the checkpoint" in (why_not(model) or "")
+    weight.data = before
+    model.get_base_model().config.name_or_path = str(tmp_path / "none")
+    assert "q_proj.weight cannot be compared: " in (why_not(model) or "")
 
 
 @pytest.mark.parametrize(
-    ("base", "message"),
-    [
-        ({"bnb_4bit_use_double_quant": False}, "bnb_4bit_use_double_quant=True, and the policy has 'nf4' and False"),
-        ({"bnb_4bit_quant_type": "fp4"}, "and the policy has 'fp4' and True"),
-        ("int8", "vLLM does not quantise its base to 8 bits"),
-    ],
-    ids=["double", "fp4", "int8"],
+    "base", [{"bnb_4bit_use_double_quant": False}, {"bnb_4bit_quant_type": "fp4"}, "int8"], ids=str
 )
-def test_a_quantised_engine_takes_no_merged_weights(
-    wide: Path, built: Callable[..., tuple[Any, LLM]], base: Any, message: str
+def test_a_base_that_vllm_quantises_otherwise_is_refused(
+    wide: Path, built: Callable[..., tuple[Any, LLM]], base: Any
 ) -> None:
-    model = wide_model.load(wide, base) if base == "int8" else quantised(wide, **base)
-    with pytest.raises(ValueError, match=f"vllm_adapter_sync=None: .*{message}.*use_vllm=False"):
+    model = wide_model.load(wide, base) if base == "int8" else load(wide, "bitsandbytes", **base)
+    with pytest.raises(ValueError, match=r"vllm_adapter_sync=None: vLLM quantises with .*'nf4'.*use_vllm=False"):
         built(model)
 
 
@@ -356,30 +336,23 @@ class Client:
         return {"model_config": {"logprobs_mode": "processed_logprobs"}}
 
 
-@pytest.mark.parametrize("sync", [None, False], ids=["adapter", "merged"])
 @pytest.mark.parametrize("base", ["bf16", "nf4"])
-def test_syncs_leave_each_byte_of_the_base(
-    wide: Path, built: Callable[..., tuple[Any, LLM]], base: str, sync: bool | None, monkeypatch: pytest.MonkeyPatch
+def test_pushes_of_merged_weights_leave_each_byte_of_the_base(
+    wide: Path, built: Callable[..., tuple[Any, LLM]], base: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """TRL merges into the base and subtracts again, which wears it; see docs/upstream.md."""
     if base == "bf16":
         model = transformers.AutoModelForCausalLM.from_pretrained(wide, dtype=torch.bfloat16)
-        trainer, llm = built(model, vllm_adapter_sync=sync)
-    elif sync is None:
-        trainer, llm = built(quantised(wide), adapter_dtype="float32")
+        trainer, _ = built(model, vllm_adapter_sync=False)
     else:  # a colocated engine cannot have merged weights of it, a server can
         monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda self: setattr(self, "vllm_client", Client()))
-        trainer, llm = tiny.trainer(quantised(wide), Path(wide.parent, "out"), lora=True, **SERVER), None
-    generation = trainer.vllm_generation
-    if llm is not None:
-        llm.llm_engine.add_lora = lambda _: None
+        trainer = tiny.trainer(load(wide, "bitsandbytes"), Path(wide.parent, "out"), lora=True, **SERVER)
     before = [value.clone() for value in base_tensors(trainer.model)]
     adapters = [value for value in trainer.model.parameters() if value.requires_grad]
     for _ in range(10):
         with torch.no_grad():
             for value in adapters:
                 value.add_(0.01 * torch.randn_like(value))
-        generation.sync_weights()
-    assert (getattr(generation, "adapter", None) is None) == (sync is False)
+        trainer.vllm_generation.sync_weights()
     after = base_tensors(trainer.model)
     assert len(after) > 10 and all(torch.equal(*pair) for pair in zip(after, before, strict=True))

@@ -12,7 +12,6 @@ import transformers
 from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from trl.generation.vllm_generation import VLLMGeneration
-from urllib3.util.retry import Retry
 
 from tests.adapters import test_served
 from tests.adapters.test_served import LLM, ROUNDING, differences, requests
@@ -45,21 +44,12 @@ def test_what_the_engine_says_of_tokens_is_as_with_merged_weights(
     assert not [name for name, value in ends[0].items() if not torch.equal(value, ends[1][name])]
 
 
-def test_a_server_is_asked_for_its_flags_before_it_gets_an_adapter(
-    server: engines.Server, over_http: engines.Build
-) -> None:
-    """A server's refusal must not be taken for one of the adapter."""
-    server.config = {"model_config": {engines.MASKED: False}}
-    build = {"peft_config": LoraConfig(**tiny.LORA)}
-    with pytest.raises(ValueError, match=r"keep_sampling_mask=True needs the .* of the vLLM server"):
-        over_http(top_k=50, keep_sampling_mask=True, build=build)
-
-
 def test_a_server_that_takes_no_adapters_gets_weights(server: engines.Server, over_http: engines.Build) -> None:
     build = {"peft_config": LoraConfig(**tiny.LORA)}
-    with pytest.raises(ValueError, match=r"vllm_adapter_sync=True: .*start it with --enable-lora"):
+    reason = "vLLM refuses the adapter: the server answers /v1/load_lora_adapter with 404.*Start it with --enable-lora"
+    with pytest.raises(ValueError, match=f"vllm_adapter_sync=True: {reason}"):
         over_http(vllm_adapter_sync=True, build=build)
-    with pytest.warns(UserWarning, match="because vLLM refuses the adapter: the server takes no adapters; start it"):
+    with pytest.warns(UserWarning, match=f"because {reason}"):
         trainer = over_http(build=build)
     trainer.train()
     assert trainer.vllm_generation.adapter is None and server.engine.weights
@@ -96,20 +86,27 @@ def test_a_server_that_was_restarted_takes_the_next_adapter(server: engines.Serv
     assert trainer.vllm_generation.vllm_client.model == server.requests[engines.LOAD][-1]["lora_name"]
 
 
-@pytest.mark.parametrize(
-    ("answer", "message"),
-    [
-        ((404, "Loading lora x failed: No adapter found for y"), "cannot read .*Let it see the trainer's output_dir"),
-        ((500, "LoRA rank 4 is greater than max_lora_rank"), "with 500: .*LoRA rank 4 is greater than max_lora_rank"),
-    ],
-)
-def test_a_servers_reason_is_in_the_message(
-    server: engines.Server, sent: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, answer: Any, message: str
-) -> None:
-    server.refused[engines.LOAD] = answer
-    monkeypatch.setattr(Retry, "get_backoff_time", lambda _: 0)
-    with pytest.raises(ValueError, match=f"vllm_adapter_sync=True: vLLM refuses the adapter: the server .*{message}"):
+def test_a_servers_reason_is_in_the_message(server: engines.Server, sent: Callable[..., Any]) -> None:
+    server.refused[engines.LOAD] = (500, "LoRA rank 4 is greater than max_lora_rank")
+    with pytest.raises(
+        ValueError, match=r"with 500: .*LoRA rank 4 is greater than max_lora_rank.*under the same path"
+    ):
         sent(vllm_adapter_sync=True)
+
+
+def test_every_process_hears_why_a_version_was_not_sent(
+    sent: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trainer, told = sent(), list[str]()
+
+    def fail(*_: Any) -> None:
+        raise OSError("no space left")
+
+    monkeypatch.setattr(sending, "save_file", fail)
+    monkeypatch.setattr(sending, "broadcast_object_list", lambda values, from_process: told.extend(values))
+    with pytest.raises(ValueError, match="no space left"):
+        trainer.vllm_generation.sync_weights()
+    assert told == ["no space left"]
 
 
 def test_merged_weights_are_not_generated_with_an_adapter(server: engines.Server, sent: Callable[..., Any]) -> None:

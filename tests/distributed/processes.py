@@ -13,15 +13,15 @@ import torch.multiprocessing
 WORLD = 2
 
 
-def run(check: Callable[[int], None], folder: Path, seconds: float = 300, world: int = WORLD) -> None:
-    """Call `check(rank)` on each of the processes, of which there are `world`, and raise what one raises.
+def run(check: Callable[[int], None], folder: Path, seconds: float = 300) -> None:
+    """Call `check(rank)` on each of the processes, and raise what one raises.
 
     Raises:
         TimeoutError: They have not ended in time. Processes that wait in different collectives never do.
     """
-    arguments, end = (check, str(folder / "store"), world), time.monotonic() + seconds
+    arguments, end = (check, str(folder / "store")), time.monotonic() + seconds
     context: Any = torch.multiprocessing.start_processes(
-        _enter, arguments, nprocs=world, start_method="spawn", join=False
+        _enter, arguments, nprocs=WORLD, start_method="spawn", join=False
     )
     while not context.join(timeout=max(0, end - time.monotonic())):
         if time.monotonic() > end:
@@ -30,13 +30,13 @@ def run(check: Callable[[int], None], folder: Path, seconds: float = 300, world:
             raise TimeoutError(f"{check.__name__} has not ended after {seconds} seconds.")
 
 
-def _enter(rank: int, check: Callable[[int], None], store: str, world: int) -> None:
+def _enter(rank: int, check: Callable[[int], None], store: str) -> None:
     torch.set_num_threads(1)
     # DeepSpeed and accelerate read these
-    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world))
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(WORLD), LOCAL_WORLD_SIZE=str(WORLD))
     os.environ.update(MASTER_ADDR="127.0.0.1", DS_ACCELERATOR="cpu")
     torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{store}", rank=rank, world_size=world, timeout=datetime.timedelta(minutes=5)
+        "gloo", init_method=f"file://{store}", rank=rank, world_size=WORLD, timeout=datetime.timedelta(minutes=5)
     )
     check(rank)
     torch.distributed.barrier()

@@ -43,8 +43,6 @@ FIXED: dict[str, dict[str, Any]] = {
         "off_policy_mask_threshold": 0.2,
         "token_veto_threshold": 0.005,
     },
-    "tokens": {"shows": ["token_budget"], "loss_type": "dapo", "token_budget": 24, **WINDOW_OF_FOUR},
-    "prompts": {"shows": ["share_prompts"], "loss_type": "gspo", "share_prompts": True},
     "tokens, prompts": {
         "shows": ["token_budget", "share_prompts"],
         "loss_type": "dapo",
@@ -115,27 +113,15 @@ SERVED: dict[str, dict[str, Any]] = {
         "top_p": 0.9,
         "kl_ratio_denominator": "sampler",
         "max_steps": 7,
-    },
-    "served prompts": {
-        "shows": ["token_budget", "share_prompts", "router_replay R2"],
-        "loss_type": "dapo",
-        "router_replay": "R2",
-        "token_budget": 40,
-        "share_prompts": True,
-        **WINDOW_OF_FOUR,
-    },
-    "served steps": {
-        "shows": ["gspo_token", "step rewards", "moving reference, full"],
-        "loss_type": "gspo_token",
-        "build": {"reward_funcs": partly_in_steps},
-        **MOVING,
-        "learning_rate": 0.02,
+        "model": "mixture",
+        "use_vllm": True,
+        "vllm_mode": "server",
+        "router_aux_loss_coef": 0.0,
+        "vllm_importance_sampling_mode": "token_truncate",
+        "top_k": 20,  # without which the server has no sets
+        "build": {"rollout_func": None},
     },
 }
-for _run in SERVED.values():
-    _run |= {"model": "mixture", "use_vllm": True, "vllm_mode": "server", "router_aux_loss_coef": 0.0}
-    _run |= {"vllm_importance_sampling_mode": "token_truncate", "top_k": 20}  # without which the server has no sets
-    _run["build"] = {"rollout_func": None, **_run.get("build", {})}
 """The same, with the rollouts of one vLLM server, as tests/tools/engines.py plays it."""
 
 RLOO: dict[str, dict[str, Any]] = {
@@ -146,13 +132,6 @@ RLOO: dict[str, dict[str, Any]] = {
         "keep_sampling_mask": True,
         "top_p": 0.9,
         "share_prompts": True,
-    },
-    "rloo routes": {
-        "model": "moe",
-        "router_replay": "R2",
-        "router_aux_loss_coef": 0.0,
-        "num_iterations": 4,
-        "max_steps": 8,
     },
     "rloo tokens": {"token_budget": 24, "beta": 0.0, **WINDOW_OF_FOUR},
 }

@@ -162,21 +162,11 @@ def check_rewards(one: list[list[list[float]]], two: list[list[list[list[float]]
 
 def check_measures(one: list[dict[str, float]], two: list[dict[str, float]]) -> None:
     assert len(one) == len(two)
-    names = set[str]()
     for expected, found in zip(one, two, strict=True):
         own = {name for name in expected if name.startswith(("reward", "ref/"))}
         assert own == {name for name in found if name.startswith(("reward", "ref/"))}
-        names |= own
         for name in own:
             assert found[name] == pytest.approx(expected[name], rel=1e-3, abs=1e-4), name
-    sets = ("fresh", "replayed", "held_out")
-    assert names >= {
-        f"reward_model/{which}/{of}/{figure}"
-        for which in ("old", "new")
-        for of in sets
-        for figure in ("accuracy", "calibration_error", "loss")
-    }
-    assert "reward_model/true" in names
 
 
 @pytest.mark.supports("reward model, LoRA", "exact resume", on="DDP")

@@ -76,10 +76,6 @@ def test_two_processes_train_as_one_does(
     for mask in ("off_policy", "geometric", "veto"):
         assert any(0 < row[f"dropped/{mask}"] < 1 for row in engine["history"][:-1]), mask
     (steps,), halves = alone["steps"], together["steps"]
-    assert steps["table"].keys() == {"advantages"}
-    for process in halves:
-        for name, column in steps["table"].items():
-            assert [pytest.approx(row, rel=1e-4, abs=1e-6) for row in column] == process["table"][name], name
     assert [len(process["step advantages"]) for process in (steps, *halves)] == [8, 4, 4]
     both = [completion for process in halves for completion in process["step advantages"]]
     for one, two in zip(steps["step advantages"], both, strict=True):
@@ -94,10 +90,6 @@ def test_two_processes_train_as_one_does(
         check_references(run, alone[run][0], together[run])
 
     assert [process["rows"] for process in (*alone["gspo"], *together["gspo"])] == [{1}] * 3  # laid end to end
-    for plain, shared in (("gspo", "prompts"), ("tokens", "tokens, prompts")):
-        check_close(shared, alone[plain][0]["parameters"], together[shared][0]["parameters"])
-        for process, other in zip((*alone[plain], *together[plain]), (*alone[shared], *together[shared]), strict=True):
-            assert other["tokens"] < 0.8 * process["tokens"]
 
 
 @pytest.mark.supports("RLOO", on="DDP")
@@ -110,16 +102,8 @@ def test_two_processes_train_rloo_as_one_does(models: dict[str, Path], tmp_path:
         check_close(run, one["parameters"], two[0]["parameters"])
         if run != "rloo tokens":  # whose metrics are means over the micro-batches of each process
             check_histories(one["history"], two[0]["history"])
-    assert [(step, rule) for step, _, rule in alone["rloo"][0]["refreshes"]] == [
-        (3, "steps"),
-        (6, "steps"),
-        (9, "steps"),
-    ]
+    assert [step for step, _, _ in alone["rloo"][0]["refreshes"]] == [3, 6, 9]
     check_references("rloo", alone["rloo"][0], together["rloo"])
-    assert any(row.get("routing/changed", 0) > 0.01 for row in alone["rloo routes"][0]["history"])
-    assert all(
-        row["sampling_mask/fallback"] < 1 for row in alone["rloo"][0]["history"] if "sampling_mask/fallback" in row
-    )
 
 
 @pytest.mark.supports("router_replay R2", "router_replay R3", on="DDP")
@@ -148,8 +132,6 @@ def test_two_processes_replay_routes_as_one_does(
 
 
 @pytest.mark.supports("router_replay R3", "keep_sampling_mask", "KL corrections", on="vLLM server", only="stand-in")
-@pytest.mark.supports("token_budget", "share_prompts", "router_replay R2", on="vLLM server", only="stand-in")
-@pytest.mark.supports("gspo_token", "step rewards", "moving reference, full", on="vLLM server", only="stand-in")
 def test_two_processes_train_on_what_one_server_says_as_one_does(
     mixture: Path, server: Server, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -166,15 +148,11 @@ def test_two_processes_train_on_what_one_server_says_as_one_does(
         server.requests.clear()
     alone, together = ends
     assert asked[0] == asked[1] and asked[0].keys() == {COMPLETIONS, TOKENS}
-    for run in train.SERVED:
-        (one,), two = alone[run], together[run]
-        check_close(run, one["parameters"], two[0]["parameters"])
-        if "token_budget" not in train.SERVED[run]:
-            check_histories(one["history"], two[0]["history"])
-    of_routes = alone["served routes"][0]["history"][:-1]
+    (one,), two = alone["served routes"], together["served routes"]
+    check_close("served routes", one["parameters"], two[0]["parameters"])
+    check_histories(one["history"], two[0]["history"])
+    of_routes = one["history"][:-1]
     assert all(0 < row["sampling_mask/kept_mass"] < 1 and row["routing/changed"] > 0 for row in of_routes)
-    assert len(alone["served steps"][0]["refreshes"]) == 3
-    check_references("served steps", alone["served steps"][0], together["served steps"])
 
 
 def check_close(run: str, one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
@@ -203,9 +181,7 @@ def check_references(run: str, one: dict[str, Any], two: list[dict[str, Any]]) -
     assert [(step, rule) for step, _, rule in two[0]["refreshes"]] == [(s, rule) for s, _, rule in one["refreshes"]]
     assert resumable.differences(two[0]["references"], two[1]["references"]) == []
     assert (
-        len(one["references"])
-        == len(two[0]["references"])
-        == (train.FIXED | train.SERVED | train.RLOO | train.PPO)[run]["max_steps"]
+        len(one["references"]) == len(two[0]["references"]) == (train.FIXED | train.RLOO | train.PPO)[run]["max_steps"]
     )
     for expected, found in zip(one["references"], two[0]["references"], strict=True):
         check_close(run, expected, found)
@@ -218,6 +194,7 @@ def check_references(run: str, one: dict[str, Any], two: list[dict[str, Any]]) -
 
 
 @pytest.mark.supports("exact resume", on="DDP")
+@pytest.mark.refuses("exact resume", on="DDP", where="on another number of processes")
 def test_two_processes_resume_inside_a_window_and_one_process_refuses_to(
     models: dict[str, Path], wide: Path, tmp_path: Path
 ) -> None:

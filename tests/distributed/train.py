@@ -165,12 +165,10 @@ def fixed(run: str, models: dict[str, str], output: Path) -> dict[str, Any]:
         if momentum:
             trained = (parameter for parameter in trainer.model.parameters() if parameter.requires_grad)
             trainer.optimizer = torch.optim.SGD(trained, lr=trainer.args.learning_rate, momentum=momentum)
-        witness, computed = Witness(trainer), list[tuple[int, ...]]()
+        witness, rows = Witness(trainer), set[int]()
         if trainer.part(ReferencePart).callback:
             trainer.add_callback(witness)
-        trainer.model.get_input_embeddings().register_forward_pre_hook(
-            lambda _, arguments: computed.append(tuple(arguments[0].shape))
-        )
+        trainer.model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: rows.add(len(inputs[0])))
         stored = frozen(trainer)
         trainer.train()
     return {
@@ -182,15 +180,10 @@ def fixed(run: str, models: dict[str, str], output: Path) -> dict[str, Any]:
         "critic": trainer.critic.state() if "critic" in dir(trainer) else {},
         "rollouts": rollouts,
         "step advantages": getattr(trainer, "last_step_advantages", []),
-        "table": {
-            "advantages": list(trainer._logs["advantages"]),
-            **{name: list(column) for name, column in trainer._logs["extra"].items()},
-        },
         "references": witness.steps,
         "cleared": witness.cleared,
         "refreshes": [tuple(refresh) for refresh in trainer.reference_refreshes],
-        "rows": {rows for rows, _ in computed},
-        "tokens": sum(rows * width for rows, width in computed),
+        "rows": rows,
     }
 
 

@@ -170,12 +170,6 @@ def test_the_hub_gets_the_finished_checkpoint(
     assert pushed == [(str(tmp_path / f"checkpoint-{step}"), True) for step in (3, 6)]
 
 
-def test_a_checkpoint_loaded_as_the_model_says_what_it_begins(models: dict[str, Path], tmp_path: Path) -> None:
-    tiny.train(resumable.build("full", models["dense"], tmp_path, max_steps=3))
-    with pytest.warns(UserWarning, match="checkpoint-3 is a checkpoint with a reference that has moved.*begins a new"):
-        tiny.trainer(tmp_path / "checkpoint-3", tmp_path / "second", **FROZEN)
-
-
 def test_a_finished_run_takes_no_step_more(models: dict[str, Path], runs: dict[str, Path], tmp_path: Path) -> None:
     """Killed after its last checkpoint, say."""
     trainer = resumable.build("lora", models["dense"], tmp_path)

@@ -31,7 +31,6 @@ def rows(trainer: Any) -> list[dict[str, float]]:
         ({"gradient_accumulation_steps": 2, "steps_per_generation": 2, "max_steps": 6}, 2, [2, 4]),  # on-policy
         # windows of 3 in steps of 2, and an epoch of 15 whose last step has 1
         ({"gradient_accumulation_steps": 2, "steps_per_generation": 3, "max_steps": 12}, 1, [3, 6, 8, 11]),
-        ({"gradient_accumulation_steps": 1, "steps_per_generation": 4}, 100, []),
     ],
 )
 def test_it_moves_before_the_first_generation_after_it_is_due(
@@ -84,15 +83,12 @@ def test_the_optimizer_is_cleared_if_asked_and_the_schedule_goes_on(
     assert rates == pytest.approx([1e-2 * (1 - i / 22) for i in range(22)])
 
 
-CALLBACK = {"steps": 3, "alpha": 1.0, "kl": 0.05}
-
-
 @pytest.mark.parametrize("lora", [False, True])
 def test_the_callback_makes_trls_trainer_ours(models: dict[str, Path], tmp_path: Path, lora: bool) -> None:
     options = {"ref_model_sync_steps": 3, "ref_model_sync_kl": 0.05}
     ours = tiny.train(tiny.trainer(models["moe"], tmp_path, lora=lora, padded=True, **{**OPTIONS, **options}))
     theirs = tiny.trainer(models["moe"], tmp_path, ours=False, lora=lora, beta=0.04, max_steps=24)
-    callback = ReferenceRefreshCallback(theirs, **CALLBACK)
+    callback = ReferenceRefreshCallback(theirs, steps=3, alpha=1.0, kl=0.05)
     theirs.add_callback(callback)
     theirs.train()
     assert len(callback.refreshes) == 5 and callback.refreshes == ours.reference_refreshes
@@ -140,11 +136,9 @@ def test_the_callback_resumes_with_trls_trainer(models: dict[str, Path], tmp_pat
     ("build", "arguments", "message"),
     [
         ({"beta": 0.0}, {}, "beta=0.0.*no reference"),
-        ({"beta": 0.04}, {"steps": 0}, "steps=0 .*above 0"),
-        ({"beta": 0.04}, {"alpha": 0.0}, "alpha=0.0 .*at most 1"),
+        ({"beta": 0.04}, {"steps": 0}, "steps=0, .*above 0"),
         ({"beta": 0.04}, {"alpha": 1.1}, "alpha=1.1 .*at most 1"),
         ({"beta": 0.04}, {"kl": -1.0}, "kl=-1.0 .*above 0"),
-        ({"beta": 0.04, "ours": True}, {}, "sync_ref_model=False on trl_steady"),
         ({"beta": 0.04, "ours": True, "sync_ref_model": True}, {}, "sync_ref_model=True on trl_steady"),
         ({"beta": 0.04, "sync_ref_model": True}, {}, r"sync_ref_model=True on trl\."),
     ],

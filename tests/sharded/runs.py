@@ -12,7 +12,7 @@ from trl_steady import StepRewards
 
 Run = dict[str, Any]
 
-STEPS, SAVED, WINDOW_END = 10, 6, 8
+STEPS, SAVED = 10, 6
 COMMON: Run = {
     "per_device_train_batch_size": 2,
     "steps_per_generation": 2,
@@ -92,7 +92,7 @@ RUNS: dict[str, Run] = {
         "off_policy_mask_threshold": 0.2,
         "token_veto_threshold": 0.005,
         "vllm_importance_sampling_mode": "token_truncate",
-        # every update has all sequences, so that one process trains as two do
+        "saves_shards": True,
         "per_device_train_batch_size": 4,
         "steps_per_generation": 1,
         "num_iterations": 4,
@@ -147,14 +147,6 @@ RUNS: dict[str, Run] = {
         "share_prompts": True,
         "gradient_checkpointing": True,
         **MOVING,
-    },
-    "R3": {
-        "shows": ["router_replay R3", "keep_sampling_mask"],
-        "model": "moe",
-        "loss_type": "dapo",
-        "router_replay": "R3",
-        "keep_sampling_mask": True,
-        "top_p": 0.9,
     },
     "tools": {
         "shows": ["keep_sampling_mask", "gspo_token", "step rewards", "moving reference, LoRA"],
@@ -254,12 +246,6 @@ RUNS |= {
         "refused": {"FSDP2", "ZeRO-3"},
     },
 }
-
-RESIZED = (("gspo", SAVED), ("gspo", WINDOW_END), ("engine", WINDOW_END))
-"""Checkpoints from which one process also resumes."""
-for _name, _ in RESIZED:
-    RUNS[_name]["save_steps"] = 2
-RUNS["engine"]["saves_shards"] = True
 
 
 def runs_of(engine: str) -> list[str]:

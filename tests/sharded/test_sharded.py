@@ -16,6 +16,7 @@ import torch
 import transformers
 
 from tests.distributed import processes
+from tests.distributed.test_two_processes import marked
 from tests.sharded import runs, work
 from tests.sharded.runs import RUNS
 from tests.tools import agent
@@ -48,32 +49,23 @@ class Engines:
 
     def of(self, engine: str, name: str) -> list[Result]:
         """Return what each process has left of a run."""
-        self._start(engine, work.work, processes.WORLD)
-        return self._read(engine, self.folder / engine / name, processes.WORLD)
-
-    def alone(self, engine: str, name: str, step: int) -> Result:
-        """Return what one process has left that resumed the run of two from its checkpoint after `step`."""
-        self._start(engine, work.work, processes.WORLD)
-        self._start(f"{engine} alone", work.resize, 1)
-        return self._read(f"{engine} alone", self.folder / engine / name / f"alone-{step}", 1)[0]
-
-    def _start(self, what: str, do: Any, world: int) -> None:
-        if what in self.ended:
-            return
-        folder = self.folder / f"store of {what}"
-        folder.mkdir()
-        check = functools.partial(do, engine=what.split()[0], models=self.models, output=self.folder)
-        self.ended[what] = None
-        try:
-            processes.run(check, folder, seconds=1200, world=world)
-        except Exception as error:  # the results of the runs before it are there
-            self.ended[what] = error
-
-    def _read(self, what: str, folder: Path, world: int) -> list[Result]:
-        files = [folder / f"rank_{rank}.pt" for rank in range(world)]
+        self._start(engine)
+        files = [self.folder / engine / name / f"rank_{rank}.pt" for rank in range(processes.WORLD)]
         if not all(file.exists() for file in files):
-            raise RuntimeError(f"{folder} was not reached") from self.ended[what]
+            raise RuntimeError(f"{name} was not reached") from self.ended[engine]
         return [torch.load(file, weights_only=False) for file in files]
+
+    def _start(self, engine: str) -> None:
+        if engine in self.ended:
+            return
+        folder = self.folder / f"store of {engine}"
+        folder.mkdir()
+        check = functools.partial(work.work, engine=engine, models=self.models, output=self.folder)
+        self.ended[engine] = None
+        try:
+            processes.run(check, folder, seconds=1200)
+        except Exception as error:  # the results of the runs before it are there
+            self.ended[engine] = error
 
 
 @pytest.fixture(scope="module")
@@ -81,11 +73,6 @@ def engines(models: dict[str, Path], wide: Path, tmp_path_factory: pytest.TempPa
     folder = tmp_path_factory.mktemp("engines")
     caller = agent.save_model(tmp_path_factory.mktemp("agent"))
     return Engines({**models, "wide": wide, "agent": caller}, folder)
-
-
-def check_marks(request: pytest.FixtureRequest, engine: str) -> None:
-    marked = {feature for mark in request.node.iter_markers("supports") for feature in mark.args}
-    assert marked == runs.features(runs.runs_of(engine))
 
 
 def check(engines: Engines, engine: str, name: str) -> None:
@@ -201,7 +188,7 @@ def load(folder: Path) -> Any:
 @pytest.mark.supports("token_budget", "PPO, LoRA", "PPO, quantised base", "ptx_coef", on="FSDP2", only="CPU")
 @pytest.mark.parametrize("name", runs.runs_of("FSDP2"))
 def test_fsdp2_trains_as_ddp(engines: Engines, request: pytest.FixtureRequest, name: str) -> None:
-    check_marks(request, "FSDP2")
+    assert marked(request) == runs.features(runs.runs_of("FSDP2"))
     check(engines, "FSDP2", name)
 
 
@@ -220,7 +207,7 @@ def test_fsdp2_trains_as_ddp(engines: Engines, request: pytest.FixtureRequest, n
 @pytest.mark.supports("PPO, LoRA", "PPO, full", "PPO, quantised base", "ptx_coef", on="ZeRO-2", only="CPU")
 @pytest.mark.parametrize("name", runs.runs_of("ZeRO-2"))
 def test_zero2_trains_as_ddp(engines: Engines, request: pytest.FixtureRequest, name: str) -> None:
-    check_marks(request, "ZeRO-2")
+    assert marked(request) == runs.features(runs.runs_of("ZeRO-2"))
     check(engines, "ZeRO-2", name)
 
 
@@ -238,7 +225,7 @@ def test_zero2_trains_as_ddp(engines: Engines, request: pytest.FixtureRequest, n
 @pytest.mark.supports("ref_model_sync_kl", on="ZeRO-3", only="CPU")
 @pytest.mark.parametrize("name", runs.runs_of("ZeRO-3"))
 def test_zero3_trains_as_ddp(engines: Engines, request: pytest.FixtureRequest, name: str) -> None:
-    check_marks(request, "ZeRO-3")
+    assert marked(request) == runs.features(runs.runs_of("ZeRO-3"))
     check(engines, "ZeRO-3", name)
 
 
@@ -259,30 +246,6 @@ def test_engines_refuse_the_others_before_training(engines: Engines, engine: str
     for result in engines.of(engine, name):
         assert re.search(REFUSED[name], result["refused"])
     assert not list((engines.folder / engine / name).glob("checkpoint-*"))
-
-
-@pytest.mark.refuses("exact resume", on="FSDP2", where="on another number of processes")
-def test_one_process_is_refused_the_rollouts_of_two(engines: Engines) -> None:
-    with pytest.raises(ValueError, match=r"window that began with\s+processes=2; this run has processes=1\s"):
-        raise ValueError(engines.alone("FSDP2", "gspo", runs.SAVED)["refused"])
-
-
-def test_one_process_continues_fsdp2_at_the_end_of_a_window(engines: Engines) -> None:
-    """With whole tensors and with one file per process."""
-    two, one = engines.of("FSDP2", "engine")[0], engines.alone("FSDP2", "engine", runs.WINDOW_END)
-    check_tensors(two["trained"], one["trained"])
-    check_histories(two["history"], one["history"])
-    one = engines.alone("FSDP2", "gspo", runs.WINDOW_END)
-    assert len(one["history"]) == runs.STEPS and "refused" not in one
-
-
-@needs_deepspeed
-@pytest.mark.parametrize("engine", ["ZeRO-2", "ZeRO-3"])
-def test_deepspeed_itself_refuses_another_number_of_processes(engines: Engines, engine: str) -> None:
-    for name, step in runs.RESIZED:
-        assert (
-            "used a DP world size of 2 but the current world size is 1" in engines.alone(engine, name, step)["refused"]
-        )
 
 
 def test_each_run_has_what_it_shows(engines: Engines) -> None:
@@ -306,13 +269,10 @@ def test_each_run_has_what_it_shows(engines: Engines) -> None:
             assert values(name, "routing/fallback") == [0.0] * len(values(name, "routing/fallback"))
         if run.get("keep_sampling_mask"):
             assert all(0.5 < mass < 0.999 for mass in values(name, "sampling_mask/kept_mass"))
-        if run.get("loss_type") in ("gspo", "gspo_token"):
-            assert max(values(name, "ratio/sequence_max")) > 1.01
         if run.get("method") == "PPO":
             assert max(values(name, "value/grad_norm")) > run.get("max_grad_norm", runs.COMMON["max_grad_norm"])
             assert len(set(values(name, "value/mean"))) > 2
             assert [norm == 0 for norm in values(name, "grad_norm")].count(True) == run.get("value_warmup_steps", 0)
     for mask in ("off_policy", "geometric", "veto"):
         assert any(0 < value < 1 for value in values("engine", f"dropped/{mask}")), mask
-    assert min(values("tools", "tools/call_frequency")) > 0 == max(values("tools", "tools/failure_frequency"))
-    assert min(values("steps", "steps/mean_count")) > 1
+    assert min(values("tools", "tools/call_frequency")) > 0 and min(values("steps", "steps/mean_count")) > 1

@@ -16,7 +16,7 @@ import torch
 import trl
 from transformers import BitsAndBytesConfig
 
-from tests.sharded.runs import COMMON, RESIZED, RUNS, SAVED, WINDOW_END, Run, refusing
+from tests.sharded.runs import COMMON, RUNS, SAVED, Run, refusing
 from tests.tools import agent, resumable, sharded, tiny, wide
 from trl_steady.reference.part import ReferencePart
 
@@ -134,25 +134,3 @@ def work(rank: int, *, engine: str, models: dict[str, Path], output: Path, names
             result = {"refused": str(error)}
         gc.collect()  # DeepSpeed's config of this run, which transformers finds as long as it is alive
         torch.save(result, folder / f"rank_{rank}.pt")
-
-
-def resize(rank: int, *, engine: str, models: dict[str, Path], output: Path) -> None:
-    """Resume runs of two processes on one, inside a window and at its end, and write what each leaves."""
-    sharded.enable(engine)
-    for name, step in RESIZED:
-        folder = output / engine / name
-        # at the end of a window, the same global batch is asked for
-        times = 2 if step == WINDOW_END else 1
-        size = times * {**COMMON, **RUNS[name]}["per_device_train_batch_size"]
-        trainer = build(name, engine, models, folder / f"alone-{step}", per_device_train_batch_size=size)
-        result: dict[str, Any]
-        try:
-            trainer.train(resume_from_checkpoint=str(folder / f"checkpoint-{step}"))
-        except Exception as error:  # the engine's own
-            result = {"refused": f"{type(error).__name__}: {error}"}
-        else:
-            trained = sharded.whole(dict(trainer.model.named_parameters()))
-            result = {"trained": trained, "history": tiny.history(trainer)[:-1]}
-        torch.save(result, folder / f"alone-{step}" / f"rank_{rank}.pt")
-        del trainer
-        gc.collect()

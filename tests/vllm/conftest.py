@@ -79,9 +79,3 @@ def colocated(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> Callable[...
 @pytest.fixture(scope="session")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return mixtures.save_model(tmp_path_factory.mktemp("mixture"))
-
-
-@pytest.fixture(scope="session")
-def talkative(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """It seldom ends by itself."""
-    return mixtures.save_model(tmp_path_factory.mktemp("talkative"), eos_token_id=mixtures.EOS)

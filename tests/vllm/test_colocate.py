@@ -8,14 +8,13 @@ from typing import Any
 import pytest
 import torch
 from transformers import Qwen3MoeConfig
-from trl.generation import vllm_generation
 
 from tests.oracles import routes as routed_oracle
 from tests.oracles.routes import NONE
 from tests.tools import agent, tiny
 from tests.tools.routed import CLOSE, oracles, rows
 from tests.vllm import conftest, mixtures
-from trl_steady.routing.part import RoutingPart, taken_routes
+from trl_steady.routing.part import RoutingPart
 
 pytestmark = [
     pytest.mark.vllm,
@@ -68,67 +67,6 @@ def test_routes_are_those_of_each_token_and_of_the_weights_that_were_sent(
     assert all(row["mismatch/kl"] < 1e-9 for row in history if "mismatch/kl" in row)
 
 
-def random_prompts(*lengths: int, begin: list[int] | None = None) -> list[list[int]]:
-    generator = torch.Generator().manual_seed(sum(lengths))
-    return [(begin or []) + torch.randint(256, (length,), generator=generator).tolist() for length in lengths]
-
-
-SHARED = random_prompts(100)[0]
-PROMPTS = {
-    "cached": random_prompts(4, 9, 1, 30, begin=SHARED),
-    "in pieces": random_prompts(100, 70, 33, 1),
-    "preempted": random_prompts(*range(20, 28)),
-}
-
-
-@pytest.mark.parametrize("case", PROMPTS)
-def test_however_the_engine_goes_about_it_routes_are_right(
-    talkative: Path,
-    tmp_path: Path,
-    colocated: Colocated,
-    engines: conftest.Engines,
-    monkeypatch: pytest.MonkeyPatch,
-    case: str,
-) -> None:
-    from vllm.v1.core.sched.scheduler import Scheduler
-
-    preempted: list[str] = []
-    preempt = Scheduler._preempt_request
-
-    def noted(self: Any, request: Any, *arguments: Any, **keywords: Any) -> Any:
-        preempted.append(request.request_id)
-        return preempt(self, request, *arguments, **keywords)
-
-    monkeypatch.setattr(Scheduler, "_preempt_request", noted)
-    trainer = colocated(talkative, tmp_path, max_completion_length=110)
-    generation, prompts = trainer.vllm_generation, PROMPTS[case]
-
-    def check() -> None:
-        alone = routed_oracle.plain(talkative, trainer.model, trainer.model.state_dict())
-        _, completions, _, _ = generation.generate(prompts, None, 1)
-        routes = taken_routes(generation, mixtures.SPARSE)
-        sequences = [prompt + list(completion) for prompt, completion in zip(prompts, completions, strict=True)]
-        pairs = list(zip(sequences, routes, strict=True))
-        assert [len(of_tokens) for of_tokens in routes] == [len(ids) - 1 for ids in sequences]
-        assert mixtures.share([mixtures.agreement(alone, *pair) for pair in pairs]) == 1.0
-        assert mixtures.share([mixtures.agreement(alone, ids, of_tokens.roll(1, 0)) for ids, of_tokens in pairs]) < 0.5
-
-    generation.sync_weights()
-    check()
-    if case == "cached":
-        check()
-        assert max(request.num_cached_tokens for request in engines.answers[-1]) >= 96
-        with torch.no_grad():
-            for parameter in trainer.model.parameters():
-                parameter.add_(0.1 * torch.randn_like(parameter))
-        generation.sync_weights()  # what was cached is of other weights
-        check()
-    elif case == "in pieces":
-        assert max(map(len, prompts)) > 2 * conftest.BUDGET
-    else:
-        assert len(preempted) >= 4
-
-
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A mixture of experts that calls tools; its first layer is dense."""
@@ -169,19 +107,3 @@ def test_turns_of_an_agent_are_put_together(
                 assert row.routes is not None and (row.routes[row.prompt + end - 1] != NONE).all()
                 boundaries += 1
     assert boundaries > 5
-
-
-def test_an_engine_that_captures_nothing_is_not_trained_with(
-    mixture: Path, tmp_path: Path, colocated: Colocated, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def deaf(enable_return_routed_experts: bool, **asked: Any) -> Any:
-        return conftest.new("float32", **asked)
-
-    trainer = colocated(mixture, tmp_path)
-    generation = trainer.vllm_generation
-    monkeypatch.setattr(vllm_generation, "LLM", deaf)
-    generation._init_vllm()
-    with pytest.raises(
-        ValueError, match=r"vLLM returned no routes for 16 of 16 sequences\. Start a server with --enable-"
-    ):
-        trainer.train()

@@ -24,14 +24,10 @@ from torch import Tensor
 
 _LAYERS = (lora.Linear, lora.Embedding, bnb.Linear4bit, bnb.Linear8bitLt, ParamWrapper, TrainableTokensLayer)
 _VARIANTS = {"DoraLinearVariant", "DoraEmbeddingVariant"}  # others route by token, or change the base when they merge
-_REFUSED = "cannot be merged into a copy of the weights"
-_LORA = "Use LoRA or DoRA"
-_BASE = "a bitsandbytes or an unquantised base"
-_WAY_OUT = "or generate without an engine (use_vllm=False)."
 
 
-def merged_weights(model: PeftModel, dtype: torch.dtype | None = None) -> Iterator[tuple[str, Tensor]]:
-    """Yield every parameter of the policy with its active adapters merged, under its name in the bare model.
+def merged_weights(model: PeftModel) -> Iterator[tuple[str, Tensor]]:
+    """Return every parameter of the policy with its active adapters merged, under its name in the bare model.
 
     Parameters come one at a time. PEFT itself merges each of them, in float32, on a copy of one layer that is
     dequantised if necessary. The model is not changed.
@@ -41,19 +37,17 @@ def merged_weights(model: PeftModel, dtype: torch.dtype | None = None) -> Iterat
 
     Args:
         model: A LoRA policy whose parameters are whole on this process (under ZeRO-3: gathered).
-        dtype: Dtype of everything that is yielded. `None`: each weight's own dtype, and for a quantised weight the
-            dtype in which its model was loaded (`config.dtype`).
 
-    Yields:
-        (name, weight) in the shape of the bare, unquantised model. A weight that the adapter does not change and that
-        needs no cast is the parameter's own storage, as in TRL: read it, but do not write to it.
+    Returns:
+        (name, weight) in the shape of the bare, unquantised model, in the weight's dtype. A quantised weight comes in
+        the dtype in which its model was loaded. A weight that the adapter does not change is the parameter's own
+        storage, as in TRL: read it, but do not write to it.
 
     Raises:
-        ValueError: before anything is yielded, if the adapter, the quantisation or tied weights are not covered, or
-            parameters are not whole.
+        ValueError: the adapter, the quantisation or tied weights are not covered, or parameters are not whole.
     """
     if not isinstance(model.base_model, lora.LoraModel):
-        raise ValueError(f"an adapter of {type(model.active_peft_config).__name__} {_REFUSED}. {_LORA}, {_WAY_OUT}")
+        raise _refusal(f"an adapter of {type(model.active_peft_config).__name__}")
     base = model.get_base_model()
     tied: defaultdict[int, list[Site]] = defaultdict(list)
     for site in sites(base, base):
@@ -62,13 +56,11 @@ def merged_weights(model: PeftModel, dtype: torch.dtype | None = None) -> Iterat
     for group in tied.values():
         if any(site.trained_storage() != group[0].trained_storage() for site in group):
             raise ValueError(
-                f"{' and '.join(site.name for site in group)} are one tied weight, which an engine holds once, but "
-                "the adapter does not change them together. Leave them out of the adapter, set "
-                "ensure_weight_tying=True in its config, or untie them in the base (tie_word_embeddings=False)."
+                f"{' and '.join(site.name for site in group)} are one tied weight, and the adapter does not change "
+                "them together. Leave them out of the adapter, or set ensure_weight_tying=True in its config."
             )
-    loaded_in = getattr(getattr(base, "config", None), "dtype", None)  # None if it is not a transformers model
-    for first, *_ in tied.values():
-        yield first.name, first.merged(dtype or (None if first.quant_state is None else loaded_in))
+    loaded_in = getattr(base.config, "dtype", None)
+    return ((first.name, first.merged(loaded_in)) for first, *_ in tied.values())
 
 
 class Site(NamedTuple):
@@ -114,10 +106,10 @@ class Site(NamedTuple):
         return self.parameter.data if self.quant_state is None else dequantise(self.parameter, self.quant_state)
 
     @torch.no_grad()
-    def merged(self, dtype: torch.dtype | None) -> Tensor:
-        """Return the weight with the active adapters merged, in `dtype` or, if `None`, as it is dequantised."""
+    def merged(self, loaded_in: torch.dtype | None) -> Tensor:
+        """Return the weight with the active adapters merged, in its dtype or, if it is quantised, in `loaded_in`."""
         weight = self.dequantised()
-        dtype = dtype or weight.dtype
+        dtype = weight.dtype if self.quant_state is None else loaded_in or weight.dtype
         if not self.merging:
             return weight.to(dtype)
         precision = torch.promote_types(weight.dtype, torch.float32)
@@ -183,16 +175,17 @@ def _on_the_side(layer: Any, bare: torch.nn.Module, precision: torch.dtype) -> A
 def _check(site: Site) -> None:
     """Raise if a parameter cannot be merged into a copy of the weights."""
     for layer in site.layers:
-        variants = getattr(layer, "lora_variant", {})
-        kinds = {type(variants[name]).__name__ for name in layer.active_adapters if name in variants} - _VARIANTS
-        if type(layer) not in _LAYERS or kinds:
-            kind = " with ".join((f"{type(layer).__module__}.{type(layer).__name__}", *kinds))
-            raise ValueError(f"{site.name} is in a {kind}, which {_REFUSED}. {_LORA} on {_BASE}, {_WAY_OUT}")
-    value = site.parameter
-    whole = type(value.data) is Tensor and value.numel() and not value.is_meta
-    if site.quant_state is None and not (whole and value.is_floating_point() and value.itemsize > 1):  # 1: float8
-        raise ValueError(
-            f"{site.name} cannot be read as a whole in full precision: it is a {type(value.data).__name__} of "
-            f"{value.dtype} on {value.device}, in a {type(site.owner).__name__}. Use {_BASE}, not sharded or "
-            f"offloaded, {_WAY_OUT}"
-        )
+        variants = {type(variant).__name__ for variant in getattr(layer, "lora_variant", {}).values()}
+        if type(layer) not in _LAYERS or not variants <= _VARIANTS:
+            raise _refusal(f"{site.name} in a {' '.join((type(layer).__name__, *variants))}")
+    value = site.parameter.data
+    is_plain = type(value) is Tensor and value.is_floating_point() and value.itemsize > 1  # 1: float8
+    if site.quant_state is None and not is_plain:
+        raise _refusal(f"{site.name}, a {type(value).__name__} of {value.dtype},")
+
+
+def _refusal(what: str) -> ValueError:
+    return ValueError(
+        f"{what} cannot be merged into a copy of the weights. Use LoRA or DoRA on a bitsandbytes or an unquantised "
+        "base that is not sharded, or generate without an engine (use_vllm=False)."
+    )

@@ -2,9 +2,10 @@
 
 import warnings
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
+from bitsandbytes.nn import Linear4bit
 from peft import PeftModel
 from torch import Tensor
 
@@ -13,26 +14,17 @@ if TYPE_CHECKING:
 
 
 def keep_in_float32(
-    model: torch.nn.Module, before: Mapping[str, Tensor], deepspeed_plugin: "DeepSpeedPlugin | None" = None
+    model: torch.nn.Module, before: Mapping[str, Tensor], deepspeed_plugin: "DeepSpeedPlugin | None"
 ) -> None:
     """Bring the adapters of a quantised base back to float32 after TRL's constructor has cast them to bf16.
 
-    Args:
-        model: The policy after the constructor.
-        before: Values of a loaded adapter by name, from before the constructor.
-        deepspeed_plugin: The plugin of accelerate, if DeepSpeed is used.
-
-    Raises:
-        ValueError: the model has no adapter, or ZeRO-3 is used, which needs parameters of one dtype.
+    `before` has the values of a loaded adapter by name, from before the constructor. Raises a ValueError if the model
+    has no adapter, or if ZeRO-3 is used, which needs parameters of one dtype.
     """
     if not isinstance(model, PeftModel):
-        raise ValueError(
-            "adapter_dtype='float32' would be ignored: the model has no adapter. Leave it unset, or give peft_config."
-        )
+        raise ValueError("adapter_dtype='float32' needs an adapter. Leave it unset, or give peft_config.")
     if deepspeed_plugin is not None and deepspeed_plugin.zero_stage == 3:
-        raise ValueError(
-            "adapter_dtype='float32': ZeRO-3 needs parameters of one dtype. Leave it unset, or use ZeRO-2 or FSDP2."
-        )
+        raise ValueError("adapter_dtype='float32' does not work with ZeRO-3. Use ZeRO-2 or FSDP2, or leave it unset.")
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
             parameter.data = before.get(name, parameter.data).to(parameter.device, torch.float32)
@@ -51,8 +43,7 @@ def warn_if_steps_round_away(model: torch.nn.Module, learning_rate: float) -> No
     if lost > entries / 2:
         warnings.warn(
             f"a step of learning_rate={learning_rate:g} is lost to rounding on {lost / entries:.1%} of the adapter's "
-            "non-zero entries, which are bf16 (TRL casts the adapters of a quantised base to bf16). Set "
-            "adapter_dtype='float32'.",
+            "non-zero entries, which are bf16. Set adapter_dtype='float32'.",
             UserWarning,
             stacklevel=4,
         )
@@ -62,16 +53,12 @@ def keep_gradients_on_cpu(model: torch.nn.Module) -> None:
     """Keep bitsandbytes from repacking the 4-bit weights of a model that trains on CPU.
 
     bitsandbytes (seen in 0.50.2) repacks them in the first eval-mode forward on a CPU with AVX512-BF16. A training
-    forward through packed weights then passes no gradient to its input, without an error or a warning.
-
-    Raises:
-        ValueError: the weights are packed already. Unpacking would not restore them: the scales have been rounded to
-            bf16, and without double quantisation they return in another order.
+    forward through packed weights then passes no gradient to its input, without an error or a warning. Raises a
+    ValueError if they are packed already. Unpacking would not restore them, because the scales have been rounded.
     """
-    module: Any
     for name, module in model.named_modules():
-        if getattr(module, "support_avx512bf16_for_cpu", False) and module.weight.device.type == "cpu":
-            if getattr(module.weight.quant_state, "packing_format_for_cpu", False):
+        if isinstance(module, Linear4bit) and module.weight.device.type == "cpu":
+            if getattr(getattr(module.weight, "quant_state", None), "packing_format_for_cpu", False):
                 raise ValueError(
                     f"bitsandbytes has repacked the 4-bit weights of {name} in an eval-mode forward on CPU, and no "
                     "gradient would pass through them. Load the model again and build the trainer first."

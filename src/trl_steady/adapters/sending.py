@@ -9,22 +9,21 @@ from typing import TYPE_CHECKING, Any, cast
 
 from accelerate.utils import broadcast_object_list
 from peft import PeftModel
+from safetensors.torch import save_file
 from torch import Tensor
 
-from trl_steady.adapters.serving import adapter_state, needs_adapter, save_adapter, served_rank, why_not_served
+from trl_steady.adapters.serving import adapter_state, needs_adapter, served_rank, why_not_served
 
 if TYPE_CHECKING:
-    from trl_steady.host.engine import SteadyGeneration
+    from trl.generation.vllm_client import VLLMClient
 
-_SECONDS = 600  # for a server to load an adapter
+    from trl_steady.host.engine import SteadyGeneration
 
 
 class LoraSync:
     """Sends each version of the adapter to one engine, under a name of its own.
 
-    Args:
-        asked: The value of `vllm_adapter_sync`, None or True.
-        folder: Folder where a server, which may be on another machine, finds adapters.
+    `asked` is the value of `vllm_adapter_sync`. A server, which may be on another machine, finds adapters in `folder`.
     """
 
     def __init__(self, asked: bool | None, folder: Path) -> None:
@@ -47,11 +46,7 @@ class LoraSync:
         return {"enable_lora": True, "max_lora_rank": served_rank(_policy(engine)), "max_loras": 1}
 
     def send(self, engine: "SteadyGeneration") -> None:
-        """Send the adapter as it is now, and let the engine forget the version before.
-
-        Raises:
-            ValueError: The engine does not take the adapter.
-        """
+        """Send the adapter as it is now, or raise. The engine forgets the version before."""
         state = adapter_state(_policy(engine), engine.whole)
         if engine.mode == "colocate":
             engine.wake_weights()
@@ -75,7 +70,13 @@ class LoraSync:
         client, before = engine.vllm_client, self._adapter_name
         self._output.mkdir(parents=True, exist_ok=True)
         self._write(engine, state, self._output.resolve())
-        self._load(client)
+        answer = _post(client, "load_lora_adapter", lora_name=self._adapter_name, lora_path=self._path)
+        if answer.status_code != 200:
+            raise ValueError(
+                f"the server answers /v1/load_lora_adapter with {answer.status_code}: {answer.text}. Start it with "
+                "--enable-lora, --max-lora-rank and VLLM_ALLOW_RUNTIME_LORA_UPDATING=True, and let it see "
+                f"{self._path} under the same path"
+            )
         client.reset_prefix_cache()
         if client.model == before:
             _post(client, "unload_lora_adapter", lora_name=before)  # a restarted server does not know it
@@ -87,10 +88,11 @@ class LoraSync:
         folder = tempfile.TemporaryDirectory(prefix="_vllm-adapter-", dir=parent)
         if parent is not None:  # a server may run as another user, and has to read it
             Path(folder.name).chmod(parent.stat().st_mode & 0o777)
-        save_adapter(_policy(engine), state, Path(folder.name))
-        before, self._folder, self._path = self._folder, folder, folder.name
-        if before is not None:
-            before.cleanup()
+        save_file(state, Path(folder.name, "adapter_model.safetensors"))
+        _policy(engine).active_peft_config.save_pretrained(folder.name)
+        if self._folder is not None:
+            self._folder.cleanup()
+        self._folder, self._path = folder, folder.name
 
     @property
     def _adapter_name(self) -> str:
@@ -100,21 +102,6 @@ class LoraSync:
         from vllm.lora.request import LoRARequest  # pyright: ignore[reportMissingImports]
 
         return LoRARequest(self._adapter_name, self._version, self._path)
-
-    def _load(self, client: Any) -> None:
-        answer = _post(client, "load_lora_adapter", lora_name=self._adapter_name, lora_path=self._path)
-        if answer.status_code == 200:
-            return
-        if "No adapter found" in answer.text:  # vLLM's own 404
-            reason = f"cannot read {self._path}. Let it see the trainer's output_dir under the same path"
-        elif answer.status_code == 404:
-            reason = (
-                "takes no adapters; start it with --enable-lora, with a --max-lora-rank, and with the environment "
-                "variable VLLM_ALLOW_RUNTIME_LORA_UPDATING=True"
-            )
-        else:
-            reason = f"answers /v1/load_lora_adapter with {answer.status_code}: {answer.text}"
-        raise ValueError(f"the server {reason}")
 
     def attach(self, engine: "SteadyGeneration") -> None:
         """Let a colocated engine generate with the adapter, also when a `rollout_func` calls vLLM's own methods.
@@ -134,14 +121,11 @@ def _policy(engine: "SteadyGeneration") -> PeftModel:
     return cast(PeftModel, engine.model)  # the host asks for the sync of PEFT models only
 
 
-def _post(client: Any, endpoint: str, **body: str) -> Any:
+def _post(client: "VLLMClient", endpoint: str, **body: str) -> Any:
     import requests  # TRL's client has it
 
-    url = f"{client.base_url}/v1/{endpoint}"
-    try:
-        return client.session.post(url, json=body)
-    except requests.exceptions.RetryError:  # it has no answer's text; vLLM refuses adapters with 500
-        return requests.post(url, json=body, timeout=_SECONDS)
+    # not in TRL's session: vLLM refuses adapters with 500, and the session would retry and lose the reason
+    return requests.post(f"{client.base_url}/v1/{endpoint}", json=body, timeout=600)
 
 
 def _unserved(llm: Any, number: int) -> list[str]:

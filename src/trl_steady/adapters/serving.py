@@ -1,16 +1,14 @@
 """Find out whether a vLLM engine can serve the policy's adapter beside its own base, and write it as files."""
 
 from dataclasses import fields
-from pathlib import Path
+from typing import cast
 
 from peft import LoraConfig, PeftModel
-from peft.tuners.lora.layer import ParamWrapper
 from peft.utils.save_and_load import get_peft_model_state_dict
-from safetensors.torch import save_file
 from torch import Tensor
+from transformers import BitsAndBytesConfig
 
 from trl_steady.adapters.base import Base, Gather
-from trl_steady.adapters.merging import sites
 from trl_steady.host import models
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -32,43 +30,34 @@ def needs_adapter(model: PeftModel, mode: str) -> bool:
 
 def served_rank(model: PeftModel) -> int:
     """Return the rank for which vLLM must be built to serve the adapter."""
-    return next(rank for rank in _RANKS if rank >= _config(model).r)
+    return next(rank for rank in _RANKS if rank >= cast(LoraConfig, model.active_peft_config).r)
 
 
 def why_not_served(model: PeftModel, mode: str, gather: Gather) -> str | None:
-    """Return why a vLLM engine cannot serve the adapter beside the base of the policy's checkpoint; None if it may.
-
-    The engine loads the base itself, and it must be the policy's.
-    """
+    """Return why a vLLM engine cannot serve the adapter beside a base that it loads itself; None if it may."""
     config = model.active_peft_config
     if type(config) is not LoraConfig:
         return f"an adapter of {type(config).__name__} is not LoRA"
     if len(model.active_adapters) > 1:
         return f"{len(model.active_adapters)} adapters are active"
-    plain = LoraConfig()
-    for name in (field.name for field in fields(LoraConfig) if field.name not in _SERVED):
-        value = getattr(config, name)
-        if value and value != getattr(plain, name):
-            return f"vLLM does not serve LoRA with {name}={value!r}"
+    for field in fields(LoraConfig):
+        value = getattr(config, field.name)
+        if field.name not in _SERVED and value and value != field.default:
+            return f"vLLM does not serve LoRA with {field.name}={value!r}"
     if config.r > _RANKS[-1]:
         return f"vLLM does not serve LoRA of rank {config.r}, but up to {_RANKS[-1]}"
     base = Base(model)
-    if any(isinstance(layer, ParamWrapper) for site in sites(base.model, base.model) for layer in site.layers):
-        return "vLLM does not serve LoRA on the joint weights of experts"
     if elsewhere := base.adapted_elsewhere:
         return f"vLLM serves LoRA in the language model only, and skips {elsewhere[0]}"
-    if base.is_quantised:
-        if mode == "server":
-            return "a server does not quantise its base as the policy's is"
-        quantised = base.model.config.quantization_config
-        if getattr(quantised, "load_in_8bit", False):
-            return "vLLM does not quantise its base to 8 bits"
-        is_4bit = getattr(quantised, "load_in_4bit", False)
-        if is_4bit and not (quantised.bnb_4bit_quant_type == "nf4" and quantised.bnb_4bit_use_double_quant):
-            return (
-                "vLLM quantises with bnb_4bit_quant_type='nf4' and bnb_4bit_use_double_quant=True, and the policy has "
-                f"{quantised.bnb_4bit_quant_type!r} and {quantised.bnb_4bit_use_double_quant}"
-            )
+    if base.is_quantised and mode == "server":
+        return "a server does not quantise its base as the policy's is"
+    asked = getattr(base.model.config, "quantization_config", None)
+    if isinstance(asked, BitsAndBytesConfig) and not (
+        asked.load_in_4bit and asked.bnb_4bit_quant_type == "nf4" and asked.bnb_4bit_use_double_quant
+    ):
+        return (
+            "vLLM quantises with bnb_4bit_quant_type='nf4' and bnb_4bit_use_double_quant=True, and the policy does not"
+        )
     return base.why_not_checkpoint(gather)
 
 
@@ -79,15 +68,3 @@ def adapter_state(model: PeftModel, gather: Gather) -> dict[str, Tensor]:
         state = get_peft_model_state_dict(model, adapter_name=name, save_embedding_layers=False)
         tensors = {path.replace("_checkpoint_wrapped_module.", ""): models.whole(each) for path, each in state.items()}
         return {path: each.to("cpu", copy=True).contiguous() for path, each in tensors.items()}
-
-
-def save_adapter(model: PeftModel, state: dict[str, Tensor], folder: Path) -> None:
-    """Write an adapter into a folder as PEFT does."""
-    save_file(state, folder / "adapter_model.safetensors")
-    _config(model).save_pretrained(str(folder))
-
-
-def _config(model: PeftModel) -> LoraConfig:
-    config = model.active_peft_config
-    assert isinstance(config, LoraConfig)
-    return config

@@ -138,7 +138,7 @@ class GRPOConfig(SharedOptions, trl.GRPOConfig):
         if self.loss.is_ours and self.importance_sampling_level != self.loss.level:
             yield (
                 f"importance_sampling_level={self.importance_sampling_level!r} contradicts loss_type="
-                f"{self.loss_type!r}, which uses {self.loss.what}. Leave importance_sampling_level unset."
+                f"{self.loss_type!r}, which is {self.loss.level!r}. Leave importance_sampling_level unset."
             )
 
     @property

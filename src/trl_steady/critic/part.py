@@ -180,8 +180,7 @@ class CriticPart(Part):
         found = trainer.values(self.critic, inputs)
         mask = mask & ~inputs["returns"].isnan()
         if weights is None:
-            entry = LOSSES[trainer.loss_type]
-            reduction = LOSSES[entry.host].reduction if entry.host else entry.reduction
+            reduction = LOSSES[trainer.loss_type].reduction
             weights = loss.token_weights(trainer, loss.loss_mask(inputs), inputs, reduction, found.dtype)
             self._measure(found.detach(), inputs, mask)
         each = values.value_loss(

@@ -41,10 +41,8 @@ class ClippedTrainer(Protocol):
 def gmpo(batch: MicroBatch, trainer: ClippedTrainer, is_kept: Tensor | None) -> Tensor:
     """Return the policy term of GMPO, (B, T) equal values for all tokens of a sequence.
 
-    Args:
-        batch: The micro-batch, without garbage.
-        trainer: Its clip ranges are those of the log-ratio.
-        is_kept: (B, T), the tokens to which `top_entropy_quantile` limits the gradient; None for all.
+    The trainer's clip ranges are those of the log-ratio. `is_kept` (B, T) has the tokens to which
+    `top_entropy_quantile` limits the gradient, or is None for all.
     """
     advantages = batch.advantages.view(-1, 1)
     mask = batch.mask if is_kept is None else batch.mask & is_kept.bool()
@@ -91,9 +89,8 @@ def kl_estimates(batch: MicroBatch, args: "GRPOConfig") -> dict[str, Tensor]:
 def sampler_masks(batch: MicroBatch, args: "GRPOConfig") -> dict[str, Tensor]:
     """Return the masks that compare trainer and sampler: name -> (B, 1) bool, True = keep."""
     keep: dict[str, Tensor] = {}
-    if args.geometric_mask_range is None and args.token_veto_threshold is None:
+    if batch.sampler_logps is None:
         return keep
-    assert batch.sampler_logps is not None
     log_ratio = masks.log_ratio(batch.old_logps, batch.sampler_logps)
     if args.geometric_mask_range is not None:
         low, high = args.geometric_mask_range
@@ -127,22 +124,6 @@ def refuse_sampler_options(args: "GRPOConfig") -> None:
         raise ValueError(
             f"{option}={getattr(args, option)!r} needs the sampler's log-probs, and there are none. Return 'logprobs' "
             f"from rollout_func, set use_vllm=True, or leave {option} unset."
-        )
-
-
-def check(batch: MicroBatch, args: "GRPOConfig") -> None:
-    """Raise on a micro-batch that would train something else, or lacks what an option needs.
-
-    Raises:
-        ValueError: the message names the option and says what to do.
-    """
-    if batch.sampler_logps is None:
-        refuse_sampler_options(args)
-    # TRL's loss would multiply the ratio of a sequence by the advantage of each token
-    if args.loss.advantages == "sequence" and batch.advantages.dim() == 2 and batch.advantages.size(1) != 1:
-        raise ValueError(
-            f"advantages have shape (B, T) = {tuple(batch.advantages.shape)}, but loss_type={args.loss_type!r} takes "
-            "one advantage per sequence. Set loss_type='gspo_token', or give advantages of shape (B,)."
         )
 
 

@@ -25,8 +25,6 @@ class _Trainer(objective.ClippedTrainer, Trainer, Protocol):
     get_off_policy_mask: Callable[..., Tensor]
     top_entropy_quantile: float
     get_high_entropy_mask: Callable[[Tensor, Tensor, float], Tensor]
-    entropy_coef: float
-    use_adaptive_entropy: bool
     vllm_importance_sampling_correction: bool
 
 
@@ -41,19 +39,6 @@ class LossPart(Part):
         if not self.trainer.use_vllm and self.trainer.rollout_func is None:
             objective.refuse_sampler_options(self.trainer.args)
 
-    def computing(
-        self, model: torch.nn.Module, compute: Callable[[Mapping[str, object]], Tensor], inputs: Mapping[str, object]
-    ) -> Tensor:
-        """Refuse a loss that a callback has set in mid-run and that a budget would regroup into another one."""
-        trainer = self.trainer
-        has_entropy = trainer.entropy_coef != 0 or trainer.use_adaptive_entropy or trainer.top_entropy_quantile < 1
-        if trainer.args.token_budget is not None and (trainer.loss_type == "bnpo" or has_entropy):
-            raise ValueError(
-                f"token_budget={trainer.args.token_budget} does not work with loss_type={trainer.loss_type!r} and the "
-                "entropy options that the trainer has now: these are means over each of TRL's micro-batches."
-            )
-        return compute(inputs)
-
     def rewrites(self, inputs: Mapping[str, object]) -> bool:
         """Return True if an option needs a rewrite, or if there are log-probs of a sampler to compare."""
         args = self.trainer.args
@@ -67,27 +52,33 @@ class LossPart(Part):
     def rewrite(self, batch: MicroBatch) -> Terms:
         """Return the loss as TRL's on rewritten log-probs, plus a KL or a policy term that TRL does not have."""
         trainer, args, method = self.trainer, self.trainer.args, self.trainer.args.loss
-        objective.check(batch, args)
+        if batch.sampler_logps is None:
+            objective.refuse_sampler_options(args)
+        # TRL's loss would multiply the ratio of a sequence by the advantage of each token
+        if method.advantages == "sequence" and batch.advantages.dim() == 2 and batch.advantages.size(1) != 1:
+            raise ValueError(
+                f"advantages have shape (B, T) = {tuple(batch.advantages.shape)}, but loss_type={args.loss_type!r} "
+                "takes one per sequence. Set loss_type='gspo_token', or give advantages of shape (B,)."
+            )
         clean = batch.without_garbage()
         loss_type, level = trainer.loss_type, trainer.importance_sampling_level
         rewritten = batch  # TRL's losses may read values under the mask
         if method.is_ours:
-            loss_type, rewritten = method.host, clean
+            loss_type, rewritten = "grpo", clean
         if method.rewrite is not None:
             level, rewritten = "token", method.rewrite(clean)
         statistic, masked = self._masks(clean)
         keep = functools.reduce(torch.mul, masked.values()) if masked else None
-        attributes: dict[str, object] = {}
         added: list[tuple[float, Tensor]] = []
         if method.policy_term is not None:
-            high_entropy = self._high_entropy(clean)
+            high_entropy = None
+            if (quantile := trainer.top_entropy_quantile) < 1:
+                high_entropy = trainer.get_high_entropy_mask(clean.entropies, clean.mask, 1 - quantile)
             values = method.policy_term(clean, trainer, high_entropy)
             if trainer.use_vllm and trainer.vllm_importance_sampling_correction:  # the weights of TRL's correction
                 assert clean.sampler_weights is not None
                 values = values * clean.sampler_weights
             added.append((1.0, values if keep is None else values * keep))
-            attributes = {"get_high_entropy_mask": lambda *_, **__: high_entropy}  # processes communicate once
-            attributes |= method.in_trls_terms(trainer) if method.in_trls_terms else {}
             # TRL's policy term becomes 0, for which it must be finite
             keep = torch.zeros_like(clean.mask[:, :1])
             rewritten = objective.finite_ratios(clean)
@@ -104,7 +95,7 @@ class LossPart(Part):
             reduction=LOSSES[loss_type].reduction,
             with_kl=not self._adds_kl,
             keep=keep,
-            attributes=attributes,
+            attributes=method.in_trls_terms(trainer) if method.in_trls_terms else {},
             added=added,
         )
 
@@ -126,13 +117,6 @@ class LossPart(Part):
                 off_policy_threshold=threshold,
             ).bool()
         return masks.off_policy_statistic(batch.logps, sampler_logps, batch.mask), keep
-
-    def _high_entropy(self, batch: MicroBatch) -> Tensor | None:
-        """Return the tokens (B, T) to which `top_entropy_quantile` limits the gradient, or None for all."""
-        quantile = self.trainer.top_entropy_quantile
-        if quantile >= 1.0:
-            return None
-        return self.trainer.get_high_entropy_mask(batch.entropies, batch.mask, 1 - quantile)
 
     def _measure(
         self, batch: MicroBatch, statistic: Tensor, keep: dict[str, Tensor], estimates: dict[str, Tensor]

@@ -24,13 +24,9 @@ class Loss:
 
     # The rest is for losses that TRL does not have.
     name: str = ""
-    """Name of the method; "" for TRL's own losses."""
-    host: str = ""
-    """TRL's loss that runs in its place."""
+    """Name of the method; "" for TRL's own losses. TRL's GRPO loss runs in its place."""
     level: Literal["sequence", "token", None] = None
     """`importance_sampling_level`; None if the user chooses it."""
-    what: str = ""
-    """A phrase for its ratios, for messages."""
     epsilon: float | None = None
     """Default of `epsilon`; None for TRL's."""
     epsilon_high: float | None = None
@@ -67,9 +63,7 @@ LOSSES = {
         clip="log_ratio",
         advantages="sequence",
         name="GMPO",
-        host="grpo",
         level="token",
-        what="the geometric mean of clipped token ratios",
         epsilon=0.4,  # the clip range (e^-0.4, e^0.4)
         epsilon_high=0.4,
         policy_term=objective.gmpo,
@@ -79,9 +73,7 @@ LOSSES = {
         "sequence_mean",
         advantages="sequence",
         name="GSPO",
-        host="grpo",
         level="sequence",
-        what="one ratio per sequence",
         epsilon=3e-4,  # section 5.1: left and right clipping range
         epsilon_high=4e-4,
     ),
@@ -89,9 +81,7 @@ LOSSES = {
         "sequence_mean",
         advantages="token",
         name="GSPO-token",
-        host="grpo",
         level="sequence",
-        what="one ratio per sequence",
         epsilon=3e-4,
         epsilon_high=4e-4,
         rewrite=objective.as_gspo_token,

@@ -48,13 +48,11 @@ def refuse_unmovable(model: PeftModel) -> None:
     refuse_several(model)
     config = model.peft_config[POLICY_ADAPTER]
     changing = [option for option in ("kasa_config", "layer_replication") if getattr(config, option, None) is not None]
-    kind = getattr(config.peft_type, "value", str(config.peft_type))
     # AdaLoRA changes its ranks while it trains, and prompts are not adapters of the weights
-    if kind not in _MOVABLE or changing:
-        what = f"{changing[0]} in peft_config" if changing else f"peft_type={kind!r}"
+    if config.peft_type not in _MOVABLE or changing:
         raise ValueError(
-            f"{what} cannot follow the policy as a reference. Use one of {', '.join(_MOVABLE)} (LoraConfig and its "
-            "relatives) without it, full fine-tuning, or sync_ref_model=False."
+            f"{changing or config.peft_type} in peft_config cannot follow the policy as a reference. Use one of "
+            f"{', '.join(_MOVABLE)} without it, full fine-tuning, or sync_ref_model=False."
         )
     if trained := Base(model).trained:
         raise ValueError(

@@ -1,6 +1,5 @@
 """Move the KL reference while TRL trains, log each move, and save the reference in checkpoints."""
 
-import logging
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -17,7 +16,6 @@ from trl_steady.reference.adapter import add_reference_adapter
 from trl_steady.reference.tensors import Pair, adapter_pairs, check, gather, model_pairs, move, restore
 
 FILE = TensorFile("reference.safetensors", "reference")
-logger = logging.getLogger(__name__)
 
 
 class Refresh(NamedTuple):
@@ -102,9 +100,12 @@ class ReferenceRefreshCallback(TrainerCallback):
             move(self.pairs(), self.alpha)
             if self.reset_optimizer:
                 self.trainer.optimizer.state.clear()
+            names.log_last(self.trainer, "ref/refresh_step", state.global_step)
+            names.log_last(self.trainer, "ref/refresh_by_kl", float(self._due == "kl"))
+            if self._kl is not None:
+                names.log_last(self.trainer, "ref/refresh_kl", self._kl)
             self.refreshes.append(Refresh(state.global_step, self._kl, self._due))
             self._due = None
-            self._log(self.refreshes[-1])
         self._seen = names.logged_count(self.trainer, "kl")
 
     def on_step_end(self, args: object, state: TrainerState, control: object, **_: object) -> None:
@@ -120,14 +121,6 @@ class ReferenceRefreshCallback(TrainerCallback):
         if self._due is None and is_on_time:
             self._due = "steps"
         names.log_last(self.trainer, "ref/refreshes", len(self.refreshes))
-
-    def _log(self, refresh: Refresh) -> None:
-        names.log_last(self.trainer, "ref/refresh_step", refresh.step)
-        names.log_last(self.trainer, "ref/refresh_by_kl", float(refresh.rule == "kl"))
-        if refresh.kl is not None:
-            names.log_last(self.trainer, "ref/refresh_kl", refresh.kl)
-        if self.trainer.accelerator.is_main_process:
-            logger.info("reference moved after step %d: rule %r, KL before %s", refresh.step, refresh.rule, refresh.kl)
 
     def save(self, folder: Path) -> None:
         """Write the reference and the counters to one file. Every process must call it."""
@@ -163,7 +156,7 @@ def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
 
 
 def _refuse(callback: ReferenceRefreshCallback) -> None:
-    trainer: Any = callback.trainer
+    trainer = callback.trainer
     name, args = type(callback).__name__, trainer.args
     if trainer.beta == 0.0 and not getattr(trainer, "kl_coef", 0.0):
         raise ValueError(f"beta=0.0 leaves {name} nothing to move: there is no reference. Set beta above 0.")
@@ -174,17 +167,14 @@ def _refuse(callback: ReferenceRefreshCallback) -> None:
             f"{type(trainer).__module__}. With trl-steady's trainers set sync_ref_model=True and add no {name}. With "
             "TRL's trainers set sync_ref_model=False and add one."
         )
-    for option, value, works in (
-        ("steps", callback.steps, callback.steps is None or callback.steps >= 1),
-        ("alpha", callback.alpha, 0 < callback.alpha <= 1),
-        ("kl", callback.kl_limit, callback.kl_limit is None or callback.kl_limit > 0),
-    ):
-        if not works:
-            raise ValueError(f"{option}={value!r} cannot work. Set it above 0; alpha is at most 1.")
+    steps, alpha, kl = callback.steps, callback.alpha, callback.kl_limit
+    if (steps is not None and steps < 1) or (kl is not None and kl <= 0) or not 0 < alpha <= 1:
+        raise ValueError(
+            f"steps={steps}, alpha={alpha} or kl={kl} cannot work. Set them above 0, and alpha at most 1."
+        )
     if trainer.is_fsdp_enabled and getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1) == 1:
         raise ValueError("FSDP version 1 flattens the reference's parameters away. Set fsdp_version: 2.")
     if callback.reset_optimizer and trainer.is_deepspeed_enabled:
         raise ValueError(
-            "ref_model_sync_reset_optimizer=True does not work with DeepSpeed, which keeps the optimizer's state in "
-            "partitions of its own. Set it to False, or use FSDP2 or DDP."
+            "ref_model_sync_reset_optimizer=True does not work with DeepSpeed. Set it to False, or use FSDP2 or DDP."
         )

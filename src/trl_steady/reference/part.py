@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -33,9 +32,9 @@ class ReferencePart(Part):
 
     @contextlib.contextmanager
     def building(self, model: object, args: Any) -> Iterator[None]:
-        """Refuse adapters that cannot be followed. TRL's constructor does not see `sync_ref_model`.
+        """Refuse adapters that cannot be followed, and hide `sync_ref_model` from TRL's constructor.
 
-        It refuses it with PEFT, and adds its own callback without PEFT.
+        TRL refuses it with PEFT, and adds a callback of its own without PEFT.
         """
         config = None
         if isinstance(model, PeftModel):
@@ -49,23 +48,13 @@ class ReferencePart(Part):
                         f"the model has an adapter named {REFERENCE_ADAPTER!r}, a name reserved for the reference. "
                         "Delete it with model.delete_adapter, or load it under another name."
                     )
-        self._path = Path(model if isinstance(model, str | Path) else getattr(model, "name_or_path", ""))
         # TRL's constructor adds another adapter of this configuration
         with overridden(args, {"sync_ref_model": False}), base_kept(config):
             yield
 
     def built(self) -> None:
-        """Create the reference, and warn if the model is a checkpoint of a run whose reference has moved."""
-        trainer, args = self.trainer, self.trainer.args
-        if (self._path / FILE.name).is_file():
-            warnings.warn(
-                f"{self._path} is a checkpoint with a reference that has moved ({FILE.name}). As the model, it begins "
-                "a new run whose reference is this policy. To continue its run, build the trainer as before and call "
-                "train(resume_from_checkpoint=...).",
-                UserWarning,
-                stacklevel=2,
-            )
-        model = trainer.model
+        """Create the reference."""
+        trainer, model, args = self.trainer, self.trainer.model, self.trainer.args
         if args.has_reference and isinstance(model, PeftModel):
             self._complete(model)
         if args.sync_ref_model:
@@ -120,6 +109,6 @@ class ReferencePart(Part):
             self.callback.load(checkpoint)
         elif (checkpoint / FILE.name).is_file():
             raise ValueError(
-                f"{checkpoint} holds a moving reference ({FILE.name}), and with sync_ref_model=False a resume "
-                "would start over with the initial one. Set sync_ref_model=True as in the run that wrote it."
+                f"{checkpoint} holds a moving reference ({FILE.name}), and sync_ref_model=False would go back to the "
+                "initial one. Set sync_ref_model=True as in the run that wrote it."
             )

@@ -53,12 +53,10 @@ def _tensors(model: torch.nn.Module) -> dict[str, Tensor]:
 
 
 def _paired(policy: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> list[Pair]:
-    unpaired = sorted(policy.keys() ^ reference.keys())
-    if unpaired or not policy:
+    if policy.keys() != reference.keys() or not policy:
         raise ValueError(
-            f"policy and reference do not have the same tensors ({len(policy)} and {len(reference)}"
-            + (f"; unpaired: {', '.join(unpaired[:3])}" if unpaired else "")
-            + "), so the reference cannot follow the policy. Use LoRA, or full fine-tuning."
+            f"policy and reference do not have the same tensors ({len(policy)} and {len(reference)}). Use LoRA, or "
+            "full fine-tuning."
         )
     return [Pair(name, tensor, reference[name]) for name, tensor in policy.items()]
 
