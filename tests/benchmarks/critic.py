@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import LoraConfig
 
 import trl_steady
@@ -68,18 +67,6 @@ def sizes(trainer: Any) -> dict[str, int]:
     return of
 
 
-def step(trainer: Any) -> None:
-    """The micro-batches of an optimizer step, the first of which begins with a rollout."""
-    rows = [{"prompt": str(i)} for i in range(len(trainer.rollout_func.rollout.prompts))]
-    torch.manual_seed(0)  # by which TRL shuffles a rollout over the micro-batches
-    trainer._step, trainer._buffered_inputs = 0, None
-    for micro_batch in range(trainer.args.gradient_accumulation_steps):
-        trainer.accelerator.gradient_state._set_sync_gradients(
-            micro_batch == trainer.args.gradient_accumulation_steps - 1
-        )
-        trainer.training_step(trainer.model, rows, None)
-
-
 def clear(trainer: Any) -> None:
     trainer.create_optimizer()
     trainer.model.zero_grad()
@@ -96,12 +83,12 @@ def measured(kind: str, options: argparse.Namespace) -> dict[str, Any]:
         found: dict[str, Any] = {"bytes": sizes(trainers["PPO"]), "peak_bytes": {}, "seconds": {}}
         for method, trainer in trainers.items():
             clear(trainer)
-            _, found["peak_bytes"][method] = padding.peak_bytes(lambda t=trainer: step(t))
+            _, found["peak_bytes"][method] = padding.peak_bytes(lambda t=trainer: measuring.window(t))
             found["seconds"][method] = []
         for number in range(options.rounds):
             for method, trainer in trainers.items():
                 clear(trainer)
-                found["seconds"][method].append(measuring.seconds(lambda t=trainer: step(t)))
+                found["seconds"][method].append(measuring.seconds(lambda t=trainer: measuring.window(t)))
                 print(f"  {kind}, round {number + 1}, {method}: {found['seconds'][method][-1]:.3f} s", flush=True)
     found["ratio"] = measuring.quartiles(found["seconds"]["PPO"], found["seconds"]["GRPO"])
     return found

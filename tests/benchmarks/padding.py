@@ -1,7 +1,7 @@
 """What leaving out padding saves: ours and TRL's side by side in one run, a whole optimizer step on fixed rollouts.
 
     python tests/benchmarks/padding.py [--rounds 5] [--batch 8] [--window 4] [--scale 0.5] [--sets NAME ...]
-        [--variants NAME ...] [--checkpointing] [--random | --large] [--picture PATH] [--json PATH]
+        [--checkpointing] [--random | --large] [--picture PATH] [--json PATH]
 
 SmolLM2-135M-Instruct, fully fine-tuned in float32 (on CUDA under bf16 autocast). A step is all that TRL's
 `training_step` does for the micro-batches of an optimizer step that begins with a rollout: log-probs of the old
@@ -34,7 +34,7 @@ sys.path += [str(Path(__file__).parents[2])]
 from tests.benchmarks import measuring
 from tests.benchmarks.measuring import CUDA, ROOT
 from tests.benchmarks.padding_picture import draw
-from tests.benchmarks.padding_sets import GROUP, SETS, TRL, VARIANTS, Rollouts, rollouts, variants
+from tests.benchmarks.padding_sets import GROUP, SETS, TRL, Rollouts, rollouts, variants
 
 from trl_steady.host import overridden
 
@@ -110,23 +110,11 @@ class Bench:
                 noise = torch.randn(parameter.shape, generator=generator).to(parameter)
                 parameter.data += 0.02 * parameter.data.abs().mean() * noise
 
-    def window(self, variant: str, options: Mapping[str, Any], *, first: int = 0) -> list[float]:
-        """The micro-batches of an optimizer step, of which micro-batch 0 of two windows begins with a rollout.
-
-        Returns:
-            The losses.
-        """
+    def window(self, variant: str, options: Mapping[str, Any]) -> list[float]:
+        """Run the micro-batches of an optimizer step, and return the losses."""
         trainer = self.trainer(variant)
-        rows = [{"prompt": str(i)} for i in range(len(self.source.rollout.prompts))]
-        torch.manual_seed(0)  # by which TRL shuffles a rollout over the micro-batches
-        trainer._step = first
-        losses: list[Tensor] = []
         with overridden(trainer.args, {} if variant == TRL else {**OFF, **options}):
-            accumulated = trainer.args.gradient_accumulation_steps
-            for micro_batch in range(accumulated):
-                trainer.accelerator.gradient_state._set_sync_gradients(micro_batch == accumulated - 1)
-                losses.append(trainer.training_step(trainer.model, rows, None))
-        return torch.stack(losses).tolist()
+            return measuring.window(trainer)
 
     def clear(self, variant: str) -> None:
         """Drop what a step leaves behind, but for its rollout."""
@@ -231,7 +219,6 @@ def measured(bench: Bench, name: str, options: argparse.Namespace) -> dict[str, 
     theirs: Outcome | None = None
     for variant, ours in chosen.items():
         trainer = bench.trainer(variant)
-        trainer._buffered_inputs = None  # of the step before
         bench.clear(variant)
         with counting(trainer) as counts:
             losses, peak = peak_bytes(lambda v=variant, o=ours: bench.window(v, o))
@@ -287,7 +274,6 @@ def parsed() -> argparse.Namespace:
     flags = ("random", "large", "checkpointing")
     # a round takes turns, a batch is of sequences, a window of the micro-batches of an optimizer step
     parser = measuring.parser(__doc__, *flags, rounds=5, batch=8, window=4)
-    parser.add_argument("--variants", nargs="+", help="of our options, by name; all where left out")
     parser.add_argument("--scale", type=float, default=1.0 if CUDA else 0.5)
     parser.add_argument("--sets", nargs="+", choices=SETS, default=SETS)
     parser.add_argument("--picture", type=Path, help="by default docs/figures/padding.png, with SmolLM2")
@@ -295,9 +281,6 @@ def parsed() -> argparse.Namespace:
     options = parser.parse_args()
     if options.rounds < 3 or options.batch % 2:
         parser.error("--rounds is 3 or more, --batch even")
-    names = {name for given in options.sets for name in VARIANTS[given]}
-    if unknown := {*(options.variants or ())} - names:
-        parser.error(f"--variants {sorted(unknown)}: these sets have {sorted(names)}")
     if options.picture is None and not (options.random or options.large):
         options.picture = ROOT / "docs/figures/padding.png"
     return options

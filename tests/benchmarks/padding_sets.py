@@ -62,5 +62,4 @@ def rollouts(name: str, options: argparse.Namespace) -> Rollouts:
 def variants(name: str, rollout: Rollouts, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """Of our options, in each of the `SETS`. A budget is a third of TRL's micro-batch, padding included."""
     possible = {"token_budget": options.batch * rollout.padded_width // 3, "share_prompts": True}
-    chosen = [variant for variant in VARIANTS[name] if variant in (options.variants or VARIANTS[name])]
-    return {variant: {own: value for own, value in possible.items() if own in variant} for variant in chosen}
+    return {variant: {own: value for own, value in possible.items() if own in variant} for variant in VARIANTS[name]}

@@ -1,6 +1,6 @@
 """A reward model on the policy's base beside one of its own, side by side: bytes, and time of scoring a rollout.
 
-    python tests/benchmarks/reward_model.py [--rounds 5] [--answers 32] [--rank 16] [--random] [--json PATH]
+    python tests/benchmarks/reward_model.py [--rounds 5] [--answers 32] [--rank 16] [--random]
 
 SmolLM2-135M-Instruct in float32. Both score the same texts in TRL's `_calculate_rewards`: a `RewardAdapter`, and a
 model for sequence classification that TRL runs itself, with padding. The lengths of the answers are lognormal. They
@@ -8,7 +8,6 @@ take turns, and ratios are round by round. `--random` takes a small random model
 """
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -70,7 +69,6 @@ def measured(options: argparse.Namespace) -> dict[str, Any]:
 
 def main() -> None:
     parser = measuring.parser(__doc__, "random", rounds=5, answers=32, rank=16)
-    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     measuring.heading(options)
     found = measured(options)
@@ -80,8 +78,6 @@ def main() -> None:
         f"alone ({size['adapter'] / size['own model']:.1%}); scoring takes {ratio['median']:.2f} times as long with a "
         f"model of its own ({ratio['low']:.2f}, {ratio['high']:.2f})"
     )
-    if options.json:
-        options.json.write_text(json.dumps(found, indent=1))
 
 
 if __name__ == "__main__":

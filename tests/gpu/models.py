@@ -31,9 +31,9 @@ def save_model(folder: Path, sizes: dict[str, Any]) -> Path:
     return folder
 
 
-def bench_options(place: Place, *, checkpointing: bool = False, rounds: int = 3) -> argparse.Namespace:
+def bench_options(place: Place, *, checkpointing: bool = False) -> argparse.Namespace:
     """Return the options of `tests/benchmarks/padding.py` for this device."""
     return argparse.Namespace(
-        **{"batch": 8, "window": place.choose(1, 4), "scale": place.choose(0.1, 1.0), "variants": None},
-        **{"random": True, "large": False, "checkpointing": checkpointing, "rounds": rounds},
+        **{"batch": 8, "window": place.choose(1, 4), "scale": place.choose(0.1, 1.0)},
+        **{"random": True, "large": False, "checkpointing": checkpointing, "rounds": 3},
     )

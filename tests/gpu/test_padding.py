@@ -29,8 +29,6 @@ def steps(bench: Bench, place: Place, sets: Sequence[str] = padding.SETS) -> Ite
     for name in sets:
         rollout = bench.source.rollout = padding.rollouts(name, settings)
         for variant, ours in {TRL: {}, **padding.variants(name, rollout, settings)}.items():
-            trainer = bench.trainer(variant)
-            trainer._buffered_inputs = None  # the rollout of the step before
             bench.clear(variant)
             yield name, variant, ours
 

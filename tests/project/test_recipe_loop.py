@@ -85,27 +85,6 @@ def test_the_7b_config_runs_with_a_reward_model(
     assert moved(tmp_path / "out/adapter", gsm8k)
 
 
-def run(arm: str, seed: int, greedy: str, start: float = 0.5) -> dict[str, Any]:
-    return {
-        "seed": seed,
-        "objective": {"arm": arm},
-        "recipe": {"samples": 2},
-        "right answers to each held-out problem": {"sampled": {"after": "0212"}, "greedy": {"after": greedy}},
-        "history": [{"step": 1, "reward": 0.1, "reward_model/new/held_out/accuracy": start}],
-    }
-
-
-def test_the_arms_are_compared_problem_by_problem(recipes: Any) -> None:
-    runs = [run("frozen", 0, "0100"), run("retrained", 0, "1101"), run("retrained", 1, "1111"), run("rule", 1, "0000")]
-    found = recipes.arms.differences(runs)
-    pairs = [("rule", "retrained", "1"), ("rule", "retrained", "mean"), ("frozen", "retrained", "0")]
-    pairs.append(("frozen", "retrained", "mean"))
-    assert list(found) == [(*pair, decoding) for pair in pairs for decoding in ("greedy", "sampled")]
-    assert found["frozen", "retrained", "0", "greedy"][:3] == (0.25, 0.75, 0.5)
-    assert found["rule", "retrained", "mean", "greedy"] == (0, 1, 1, 1, 1)
-    assert "| retrained | frozen | 0 | greedy | 25.0% | 75.0% | +50.0% |" in recipes.arms.table(found)
-
-
 def test_the_recorded_runs_are_what_the_readme_says(recipes: Any) -> None:
     readme = recipe.without_spaces(FOLDER / "README.md")
     recorded = {

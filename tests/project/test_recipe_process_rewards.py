@@ -63,14 +63,9 @@ def test_a_process_reward_model_refuses_what_it_would_read_wrongly(recipes: Any)
     model, tokenizer, lines = prm(), tiny.tokenizer(), rewards.by_regex(r"\n")
     with pytest.raises(ValueError, match="separator='' has no token"):
         recipes.prm.process_reward_model(model, tokenizer, lines, separator="")
-    with pytest.raises(ValueError, match="cannot score turns"):
-        recipes.prm.process_reward_model(model, tokenizer, rewards.by_turn())(prompts=["p"], completions=[[]])
     reward = recipes.prm.process_reward_model(model, tokenizer, lines)
     with pytest.raises(ValueError, match=r"has 71 tokens, .* at most 64"):
         reward(prompts=["p" * 60], completions=["a" * 10])
-    tokenizer.model_max_length = 62  # RoBERTa's positions begin behind the padding's
-    with pytest.raises(ValueError, match=r"has 63 tokens, .* at most 62"):
-        recipes.prm.process_reward_model(model, tokenizer, lines)(prompts=["p" * 60], completions=["aa"])
 
 
 def test_padding_does_not_leak_into_an_encoder(recipes: Any) -> None:
@@ -93,5 +88,3 @@ def test_a_picture_of_advantages_has_their_colours(recipes: Any, tmp_path: Path)
     red = (pixels[..., 0] - pixels[..., 1] > 0.3).sum()
     assert green > 400
     assert red / green == pytest.approx(7 / 4, rel=0.3)  # seven characters, the line's end shown, beside four
-    recipes.advantages.advantages_png([], tmp_path / "none.png")
-    assert (tmp_path / "none.png").stat().st_size > 0

@@ -22,8 +22,6 @@ __all__ = ["within"]
 
 _HERE = Path(__file__).parents[1]
 _COMPARES = re.compile(r"\b(approx|assert_close|allclose|within)\(")
-_LEAST = 8
-"""Comparisons that the summary shows."""
 
 _compared: list[tuple[float, str]] = []
 """Error over bound of each comparison of the running test, and its file and line."""
@@ -113,7 +111,7 @@ class Headroom:
     """Fails a test with a comparison that comes nearer to its bound than `factor`."""
 
     def __init__(self, factor: float) -> None:
-        self._factor, self._least = factor, dict[str, tuple[float, str]]()
+        self._factor = factor
 
     def pytest_collection_modifyitems(self, config: pytest.Config, items: list[pytest.Item]) -> None:
         """Leave out the files that compare bits and names only."""
@@ -135,23 +133,7 @@ class Headroom:
         for ratio, place in _compared:
             factor = max(ratio, 1 / ratio) if ratio else math.inf
             nearest[place] = min(nearest.get(place, math.inf), factor)
-        item.user_properties.extend(("headroom", (factor, place)) for place, factor in nearest.items())
         near = [f"{place}: {factor:.3g}" for place, factor in nearest.items() if factor < self._factor]
         if near:
             pytest.fail(f"nearer to the bound than a factor of {self._factor:g}: {', '.join(near)}", pytrace=False)
         return result
-
-    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        """Keep the nearest of each line, of all worker processes."""
-        if report.when == "call":
-            for name, value in report.user_properties:
-                if name == "headroom":
-                    factor, place = value
-                    self._least[place] = min(self._least.get(place, (math.inf, "")), (factor, report.nodeid))
-
-    def pytest_terminal_summary(self, terminalreporter: Any) -> None:
-        """Say which comparisons are nearest to their bounds."""
-        nearest = sorted((factor, place, test) for place, (factor, test) in self._least.items())
-        terminalreporter.section(f"headroom of {len(nearest)} comparisons")
-        for factor, place, test in nearest[: None if terminalreporter.config.option.verbose > 0 else _LEAST]:
-            terminalreporter.line(f"{factor:10.3g}  {place}  {test}")
