@@ -132,7 +132,7 @@ def scatter(
     return result
 
 
-def alone(model: Any, batch: Batch, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+def alone(model: Any, batch: Batch) -> tuple[torch.Tensor, torch.Tensor]:
     """Log-probabilities and entropies (B, T) of the completions, each sequence by itself, its padding cut away."""
     ids, mask, prompt_columns = batch.ids, batch.mask, batch.prompt_columns
     width = ids.shape[1] - prompt_columns
@@ -144,7 +144,7 @@ def alone(model: Any, batch: Batch, temperature: float = 1.0) -> tuple[torch.Ten
         if columns:
             index = torch.tensor(columns)
             logits = model(input_ids=ids[row, index][None], position_ids=index[None], use_cache=False).logits
-            rows = torch.log_softmax(logits[0].double() / temperature, -1)
+            rows = torch.log_softmax(logits[0].double(), -1)
             for place, column in enumerate(columns):
                 if column >= prompt_columns and place > 0:
                     before = rows[place - 1]

@@ -13,8 +13,6 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-__all__ = ["UNBUILT", "VOCABULARY", "build", "config", "names"]
-
 VOCABULARY = 96
 WINDOW = 6
 

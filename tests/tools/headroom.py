@@ -18,8 +18,6 @@ import torch
 from torch import Tensor
 from torch.testing._comparison import default_tolerances
 
-__all__ = ["within"]
-
 _HERE = Path(__file__).parents[1]
 _COMPARES = re.compile(r"\b(approx|assert_close|allclose|within)\(")
 

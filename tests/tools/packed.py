@@ -132,22 +132,16 @@ def attending(model: PreTrainedModel, segments: Sequence[Segment]) -> Iterator[N
 
 
 def unpadded(
-    model: PreTrainedModel,
-    batch: Batch,
-    *,
-    share: bool = False,
-    called: Callable[..., Any] | None = None,
-    packs: bool = True,
-    within: Callable[[Sequence[Segment]], contextlib.AbstractContextManager[None]] | None = None,
+    model: PreTrainedModel, batch: Batch, *, share: bool = False, called: Callable[..., Any] | None = None
 ) -> UnpaddedModel:
     of_model = traits(model)
-    assert (of_model.why_not_packed is None) == packs, of_model.why_not_packed
+    assert of_model.why_not_packed is None, of_model.why_not_packed
     return UnpaddedModel(
         called or model,
         of_model,
         prompt_width=batch.prompt_columns,
         share_prompts=share,
-        attending=within or functools.partial(attending, model),
+        attending=functools.partial(attending, model),
     )
 
 

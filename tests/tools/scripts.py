@@ -17,7 +17,7 @@ from pathlib import Path
 from tests.tools import tiny
 args = tiny.arguments(GRPOConfig, Path(OUTPUT), **OPTIONS)
 trainer = Trainer(
-    MODEL, reward_funcs=tiny.reward, args=args, train_dataset=tiny.dataset(), processing_class=tiny.tokenizer(), BUILD
+    MODEL, reward_funcs=tiny.reward, args=args, train_dataset=tiny.dataset(), processing_class=tiny.tokenizer()
 )
 trainer.train()
 trainer.save_model(OUTPUT)
@@ -43,18 +43,16 @@ class Scripts:
         self,
         *parts: str,
         trainer: str = "GRPOTrainer",
-        build: str = "",
         settings: Sequence[str] = (),
-        arguments: Sequence[str] = (),
         **options: Any,
     ) -> int:
-        """`settings` stand before the script on the command line, `arguments` after it."""
+        """Write the parts into a script, and run it with settings."""
         path = self.folder / "script.py"
-        train = TRAIN.replace("Trainer(", f"{trainer}(", 1).replace("BUILD", build)
+        train = TRAIN.replace("Trainer(", f"{trainer}(", 1)
         for name, value in {"OUTPUT": str(self.folder), "MODEL": str(self.model), "OPTIONS": options}.items():
             train = train.replace(name, repr(value))
         path.write_text("\n".join([*map(textwrap.dedent, parts), train if trainer else ""]))
-        return cli.main(["run", *settings, str(path), *arguments])
+        return cli.main(["run", *settings, str(path)])
 
     def policy(self) -> dict[str, torch.Tensor]:
         return transformers.AutoModelForCausalLM.from_pretrained(self.folder).state_dict()
