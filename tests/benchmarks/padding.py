@@ -1,7 +1,7 @@
 """What leaving out padding saves: ours and TRL's side by side in one run, a whole optimizer step on fixed rollouts.
 
     python tests/benchmarks/padding.py [--rounds 5] [--batch 8] [--window 4] [--scale 0.5] [--sets NAME ...]
-        [--checkpointing] [--random | --large] [--picture PATH] [--json PATH]
+        [--checkpointing] [--random | --large] [--json PATH]
 
 SmolLM2-135M-Instruct, fully fine-tuned in float32 (on CUDA under bf16 autocast). A step is all that TRL's
 `training_step` does for the micro-batches of an optimizer step that begins with a rollout: log-probs of the old
@@ -32,11 +32,67 @@ import trl_steady
 
 sys.path += [str(Path(__file__).parents[2])]
 from tests.benchmarks import measuring
-from tests.benchmarks.measuring import CUDA, ROOT
-from tests.benchmarks.padding_picture import draw
-from tests.benchmarks.padding_sets import GROUP, SETS, TRL, Rollouts, rollouts, variants
+from tests.benchmarks.measuring import CUDA
 
 from trl_steady.host import overridden
+
+GROUP = 8  # completions of a prompt
+MEDIAN = 63  # tokens of a completion
+TRL = "TRL"
+VARIANTS = {
+    "lognormal": ("ours", "ours, token_budget"),
+    "long prompts": ("ours", "ours, share_prompts", "ours, share_prompts and token_budget"),
+    "equal": ("ours",),
+}
+"""By set: our options, which the name of the variant has."""
+SETS = tuple(VARIANTS)
+
+
+class Rollouts(NamedTuple):
+    """Token ids of a rollout; completions of a group have one prompt."""
+
+    prompts: list[list[int]]
+    completions: list[list[int]]
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, [*self.prompts, *self.completions]))
+
+    @property
+    def padded_width(self) -> int:
+        """Of TRL's batches, which are as wide as the longest prompt and the longest completion of the rollout."""
+        return max(map(len, self.prompts)) + max(map(len, self.completions))
+
+
+def rollouts(name: str, options: argparse.Namespace) -> Rollouts:
+    """Of one of the `SETS`, always the same."""
+    count = options.window * options.batch
+    groups = count // GROUP
+    generator = torch.Generator().manual_seed(0)
+    if name == "lognormal":
+        # quantiles in place of draws, so that 35 % of TRL's tokens are real however many sequences there are; the tail
+        # is cut, as by a limit on the length
+        shares = [(i + 0.5) / count for i in range(count)]
+        lengths = [min(320.0, MEDIAN * math.exp(statistics.NormalDist().inv_cdf(share))) for share in shares]
+        of_prompts = [20 + 40 * i / max(1, groups - 1) for i in range(groups)]
+    elif name == "long prompts":
+        lengths, of_prompts = [48 + 32 * i / (count - 1) for i in range(count)], [512.0] * groups
+    else:
+        lengths, of_prompts = [120.0] * count, [40.0] * groups
+
+    def ids(length: float) -> list[int]:
+        return torch.randint(50, 200, (max(1, round(length * options.scale)),), generator=generator).tolist()
+
+    completions = [ids(lengths[i]) for i in torch.randperm(count, generator=generator).tolist()]
+    prompts = [ids(length) for length in of_prompts]
+    return Rollouts([prompt for prompt in prompts for _ in range(GROUP)], completions)
+
+
+def variants(name: str, rollout: Rollouts, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Of our options, in each of the `SETS`. A budget is a third of TRL's micro-batch, padding included."""
+    possible = {"token_budget": options.batch * rollout.padded_width // 3, "share_prompts": True}
+    return {variant: {own: value for own, value in possible.items() if own in variant} for variant in VARIANTS[name]}
+
 
 PASSES = 3  # old policy, reference, policy
 OFF = {"token_budget": None, "share_prompts": False}
@@ -214,7 +270,6 @@ def measured(bench: Bench, name: str, options: argparse.Namespace) -> dict[str, 
     rollout = bench.source.rollout = rollouts(name, options)
     chosen = {TRL: {}, **variants(name, rollout, options)}
     padded, real = PASSES * len(rollout.prompts) * rollout.padded_width, PASSES * rollout.tokens
-    print(f"{name}: {padded:,} tokens with TRL's padding, {real / padded:.1%} of them real", flush=True)
     results: dict[str, Any] = {"padded": padded, "real": real, "variants": {}}
     theirs: Outcome | None = None
     for variant, ours in chosen.items():
@@ -236,7 +291,6 @@ def measured(bench: Bench, name: str, options: argparse.Namespace) -> dict[str, 
             masks = [(b["prompt_mask"], b["completion_mask"]) for b in trainer._buffered_inputs[:1]]
             results["micro_batch"] = [mask.sum(-1).tolist() for mask in masks[0]]
             results["widths"] = [mask.size(1) for mask in masks[0]]
-        print(f"  {variant}: {sum(counts):,} tokens, peak {peak / 2**20:,.1f} MiB, {told(apart)}", flush=True)
     del theirs, outcome
     for number in range(options.rounds):
         for variant, ours in chosen.items():
@@ -270,26 +324,18 @@ def report(results: Mapping[str, Any]) -> None:
             )
 
 
-def parsed() -> argparse.Namespace:
+def main() -> None:
     flags = ("random", "large", "checkpointing")
     # a round takes turns, a batch is of sequences, a window of the micro-batches of an optimizer step
     parser = measuring.parser(__doc__, *flags, rounds=5, batch=8, window=4)
     parser.add_argument("--scale", type=float, default=1.0 if CUDA else 0.5)
     parser.add_argument("--sets", nargs="+", choices=SETS, default=SETS)
-    parser.add_argument("--picture", type=Path, help="by default docs/figures/padding.png, with SmolLM2")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.rounds < 3 or options.batch % 2:
         parser.error("--rounds is 3 or more, --batch even")
-    if options.picture is None and not (options.random or options.large):
-        options.picture = ROOT / "docs/figures/padding.png"
-    return options
-
-
-def main() -> None:
-    options = parsed()
     device = measuring.heading(options)
-    given = {name: value for name, value in vars(options).items() if name not in ("picture", "json")}
+    given = {name: value for name, value in vars(options).items() if name != "json"}
     results: dict[str, Any] = {"device": device, "torch": torch.__version__, "trl": trl.__version__, "given": given}
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), options)
@@ -298,8 +344,6 @@ def main() -> None:
     report(results)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
-    if options.picture:
-        draw(options.picture, results)
 
 
 if __name__ == "__main__":

@@ -82,8 +82,6 @@ def test_the_first_picture_is_drawn_from_the_recorded_runs_that_its_pages_quote(
 
 
 def test_the_page_of_padding_has_the_recorded_figures(tmp_path: Path) -> None:
-    from tests.benchmarks import padding_picture
-
     recorded = json.loads((ROOT / "docs/figures/padding.json").read_text())
     page = (ROOT / "docs/performance.md").read_text()
     rows = re.findall(
@@ -98,5 +96,6 @@ def test_the_page_of_padding_has_the_recorded_figures(tmp_path: Path) -> None:
         (name, variant.replace("`", "")): dict(zip(("median", "low", "high"), map(float, ratio), strict=True))
         for name, variant, *ratio in rows
     }
-    padding_picture.draw(tmp_path / "padding.png", recorded)
+    with script.figure("padding") as picture:
+        picture.draw(tmp_path / "padding.png", recorded)
     assert (tmp_path / "padding.png").stat().st_size > 10_000
