@@ -1,60 +1,26 @@
-"""The figures of `make test-gpu`: how they are recorded, and that docs/performance.md shows the recorded file."""
+"""docs/performance.md shows the figures that `make test-gpu` has recorded."""
 
 import json
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.tools.recorder import Figures, Recorder
 from tests.tools.script import figure
 
-ENVIRONMENT = {
+FIGURES = [{"name": "ratio", "value": 1.5, "unit": ""}, {"name": "peak", "value": 3.0, "unit": "MiB"}]
+TESTS = [
+    {"test": "tests/gpu/test_made_up.py::test_passes[cuda]", "outcome": "passed", "figures": FIGURES},
+    {"test": "tests/gpu/test_made_up.py::test_fails", "outcome": "failed", "reason": "early", "figures": []},
+    {"test": "tests/gpu/test_made_up.py::test_skips", "outcome": "skipped", "reason": "no a | b", "figures": []},
+]
+RESULTS = {
+    "recorded": "today",
     "device": {"name": "made up", "memory_bytes": 16 * 2**30, "capability": [8, 0], "cuda": "13.0"},
     "versions": {"torch": "2.13.0", "bitsandbytes": None},
+    "tests": [{**test, "seconds": 1.0, "peak_bytes": 0} for test in TESTS],
 }
-TESTS = """
-import pytest
-
-@pytest.fixture
-def broken():
-    yield
-    raise ValueError("late")
-
-@pytest.mark.gpu
-def test_passes(figures):
-    figures("ratio", 1.5, "")
-    figures("peak", 3, "MiB")
-
-@pytest.mark.gpu
-def test_fails(figures):
-    figures("before", 1, "s")
-    assert 1 == 2, "early"
-
-@pytest.mark.gpu
-def test_fails_in_teardown(broken):
-    pass
-
-@pytest.mark.gpu
-def test_skips():
-    pytest.skip("no flash | attention")
-
-def test_on_the_cpu(figures):
-    figures("ratio", 1, "")
-"""
-
-
-class Fixtures:
-    """The fixture of `tests/gpu/conftest.py` with another recorder."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        self.recorder = recorder
-
-    @pytest.fixture
-    def figures(self, request: pytest.FixtureRequest) -> Figures:
-        return self.recorder.figures(request.node.nodeid)
 
 
 @pytest.fixture
@@ -63,25 +29,9 @@ def script() -> Iterator[Any]:
         yield module
 
 
-def test_every_outcome_and_figure_is_recorded_and_shown(script: Any, tmp_path: Path) -> None:
-    folder = tmp_path / "tests"
-    folder.mkdir()
-    (folder / "test_made_up.py").write_text(TESTS)
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers = gpu\n")
-    output = tmp_path / "outputs/gpu.json"
-    recorder = Recorder(output, lambda: ENVIRONMENT)
-    arguments = ["-p", "no:cacheprovider", "-p", "no:terminal", "--import-mode=importlib", "--rootdir", str(folder)]
-    assert pytest.main([*arguments, str(folder)], plugins=[recorder, Fixtures(recorder)]) == 1
-    sys.modules.pop("test_made_up", None)
-    results = json.loads(output.read_text())
-    rows = {row["test"].split("::")[1]: row for row in results["tests"]}
-    outcomes = {"test_passes": "passed", "test_fails": "failed", "test_fails_in_teardown": "failed"}
-    assert {name: row["outcome"] for name, row in rows.items()} == {**outcomes, "test_skips": "skipped"}
-    figures = {name: [tuple(figure.values()) for figure in row["figures"]] for name, row in rows.items()}
-    assert figures["test_passes"] == [("ratio", 1.5, ""), ("peak", 3.0, "MiB")]
-    assert figures["test_fails"] == [("before", 1.0, "s")]
-
-    page, recorded = tmp_path / "page.md", tmp_path / "gpu.json"
+def test_the_table_shows_the_figures(script: Any, tmp_path: Path) -> None:
+    output, page, recorded = (tmp_path / name for name in ("outputs.json", "page.md", "gpu.json"))
+    output.write_text(json.dumps(RESULTS))
     page.write_text(f"before\n\n{script.START}\nold\n{script.END}\n\nafter\n")
     script.main([], page=page, recorded=recorded)
     assert page.read_text() == f"before\n\n{script.START}\n{script.NOT_YET}\n{script.END}\n\nafter\n"
@@ -90,8 +40,8 @@ def test_every_outcome_and_figure_is_recorded_and_shown(script: Any, tmp_path: P
     text = page.read_text()
     assert text.startswith("before\n\n") and text.endswith("\n\nafter\n") and script.NOT_YET not in text
     assert "made up with 16 GiB, compute capability 8.0, CUDA 13.0. Versions: torch 2.13.0." in text
-    assert "1 tests passed, 2 failed, 1 were skipped." in text and "- failed: `test_made_up.py::test_fails`. " in text
-    assert "- skipped: `test_made_up.py::test_skips`. no flash \\| attention\n" in text
+    assert "1 tests passed, 1 failed, 1 were skipped." in text and "- failed: `test_made_up.py::test_fails`. " in text
+    assert "- skipped: `test_made_up.py::test_skips`. no a \\| b\n" in text
     assert "| `test_made_up.py::test_passes` | ratio | 1.5 |\n|  | peak | 3 MiB |\n" in text
 
 
