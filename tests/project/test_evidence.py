@@ -34,13 +34,12 @@ def evidence() -> Iterator[Any]:
         del sys.modules[name]
 
 
-def coin(evidence: Any, **options: Any) -> Any:
-    """Return a task of one token, 1 of which earns 1, the policy at 1/2, and the pass with a sampler at 1/4."""
+def coin(evidence: Any) -> Any:
+    """Return a task of one token, 1 of which earns 1, the policy at 1/2, and the pass with an old policy at 1/4."""
     task = evidence.exact.Task.of(2, 1, lambda _: torch.tensor([0.0, 1.0], dtype=torch.float64))
-    theta, other = torch.zeros(1, 2, dtype=torch.float64), torch.tensor([[3.0, 1.0]], dtype=torch.float64).log()
+    theta, old = torch.zeros(1, 2, dtype=torch.float64), torch.tensor([[3.0, 1.0]], dtype=torch.float64).log()
     softmax = evidence.exact.softmax
-    old = other if options.get("stale") else theta
-    given = evidence.exact.Pass.of(task, softmax, theta, softmax(old), softmax(other))
+    given = evidence.exact.Pass.of(task, softmax, theta, softmax(old), softmax(old))
     return task, given, task.gradient(softmax, theta)
 
 
@@ -56,7 +55,7 @@ def test_staleness_by_hand(evidence: Any) -> None:
     1/2 * 3/4 * 1/2 + 1/2 * 1/4 * 1/2 = 1/4. Its second moment is 1/4 * (2 * 3/4)^2 / 2 + 3/4 * (2/3 * 1/4)^2 / 2 =
     7/24, so its variance is 7/24 - 1/8 = 1/6, and 4/3 of |true|^2 = 1/8. A clip at 0.2 stops both tokens.
     """
-    task, given, true = coin(evidence, stale=True)
+    task, given, true = coin(evidence)
     assert within((true - torch.tensor([[-0.25, 0.25]])).abs(), EXACT)
     Method = evidence.exact.Method
     assert close(Method("none").outcome(given, task, true), 1 / 4, 0, 3 / 16)
@@ -85,51 +84,6 @@ def test_the_weights_by_hand(evidence: Any) -> None:
             options = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": limit}
             weights = evidence.exact.Method(**options).engine_weights(given, mask)
             assert within((weights - torch.tensor(expected)).abs(), EXACT)
-
-
-def test_truncation_by_hand(evidence: Any) -> None:
-    """Probabilities 1/2, 3/10, 1/5; token 1 earns 1. Top-p 0.8 keeps two tokens with 5/8 and 3/8.
-
-    All tokens: 3/8 * 5/8 * ((-0.5, 0.7, -0.2) - (0.5, -0.3, -0.2)) = 15/64 * (-1, 1, 0), which is also the gradient
-    of the truncated policy. That of the policy of all tokens is 0.3 * (-0.5, 0.7, -0.2). The weight is 4/5.
-    """
-    exact, truncation = evidence.exact, evidence.truncation
-    theta = torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64).log()
-    is_kept = truncation.top_p_sets(exact.softmax(theta), 0.79)
-    assert is_kept.tolist() == [[True, True, False]]
-    task = exact.Task.of(3, 1, lambda _: torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64))
-    drawn = exact.Task(task.tokens[:2], task.mask[:2], task.prefixes[:2], task.rewards[:2])
-    policy = truncation.kept_policy(is_kept)
-    assert within((policy(theta)[0, :2].exp() - torch.tensor([5 / 8, 3 / 8])).abs(), EXACT)
-    true = torch.tensor([-15 / 64, 15 / 64, 0], dtype=torch.float64)
-    full = torch.tensor([-0.15, 0.21, -0.06], dtype=torch.float64)
-    assert within((task.gradient(exact.softmax, theta) - full).abs(), EXACT)
-    given = exact.Pass.of(drawn, exact.softmax, theta, exact.softmax(theta), policy(theta))
-    kept = exact.Pass.of(drawn, policy, theta, policy(theta))
-    away = math.dist((-15 / 64, 15 / 64, 0), (-0.15, 0.21, -0.06)) / math.hypot(-0.15, 0.21, -0.06)
-    truncate = exact.Method(vllm_importance_sampling_mode="token_truncate")
-    for passes in (given, kept):
-        assert close(exact.Method().outcome(passes, drawn, true), 0, 0)
-        assert close(exact.Method().outcome(passes, drawn, full), away)
-    assert close(truncate.outcome(given, drawn, true), 1 / 5, 0)
-    assert close(truncate.outcome(kept, drawn, true), 0, 0)
-
-
-def test_lengths_by_hand(evidence: Any) -> None:
-    """The second token of two ends. All logits are 0: lengths 1 and 2 with 1/2, and length 2 earns 1.
-
-    Row 0 gets 1/8 from each length, 1/4 in all, which is p (1 - p). A mean over tokens, times the mean length 3/2,
-    gives 3/2 * 1/8 + 3/4 * 1/8 = 9/32, an eighth too much.
-    """
-    exact = evidence.exact
-    task = exact.Task.of(2, 2, lambda n: torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64)[:n], ends=True)
-    assert [row[mask].tolist() for row, mask in zip(task.tokens, task.mask, strict=True)] == [[0, 0], [0, 1], [1]]
-    theta = torch.zeros(2, 2, dtype=torch.float64)
-    given, true = exact.Pass.of(task, exact.softmax, theta, exact.softmax(theta)), task.gradient(exact.softmax, theta)
-    assert within((true - torch.tensor([[0.25, -0.25], [0, 0]])).abs(), EXACT)
-    assert close(exact.Method().outcome(given, task, true), 1 / 8, 0)
-    for reduction in ("step_tokens", "constant"):
-        assert close(exact.Method(reduction=reduction).outcome(given, task, true), 0, 0)
 
 
 def biases(outcomes: dict[str, Tensor], *names: str) -> Tensor:
