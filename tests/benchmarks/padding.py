@@ -20,7 +20,7 @@ import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -125,7 +125,6 @@ class Outcome(NamedTuple):
     losses: list[float]
     """Of the micro-batches; with a budget, of all in the last."""
     gradients: list[Tensor]
-    metrics: dict[str, list[float]]
 
 
 class Bench:
@@ -182,8 +181,7 @@ class Bench:
     def outcome(self, variant: str, losses: list[float]) -> Outcome:
         """Of the last step. The gradients are its own, not copies: they are not written to after a `clear`."""
         trainer = self.trainer(variant)
-        metrics = {name: list(values) for name, values in trainer._metrics["train"].items() if name != "step_time"}
-        return Outcome(losses, [p.grad for p in trainer.model.parameters() if p.grad is not None], metrics)
+        return Outcome(losses, [p.grad for p in trainer.model.parameters() if p.grad is not None])
 
 
 @contextlib.contextmanager
@@ -225,16 +223,6 @@ def peak_bytes(work: Callable[[], Any]) -> tuple[Any, int]:
     return result, peak
 
 
-def distance(own: Sequence[float], theirs: Sequence[float]) -> float:
-    """The largest difference, relative to the largest of `theirs`; of the means where the numbers of values differ."""
-    if len(own) != len(theirs):
-        own, theirs = [statistics.fmean(own)], [statistics.fmean(theirs)]
-    scale = max(map(abs, theirs)) or 1.0
-    # NaN, of an empty mean, is as good as NaN and no other
-    gaps = [0.0 if str(a) == str(b) else abs(a - b) / scale for a, b in zip(own, theirs, strict=True)]
-    return max(math.inf if math.isnan(gap) else gap for gap in gaps)
-
-
 class Difference(NamedTuple):
     """From TRL's step; 0 where not a bit differs."""
 
@@ -242,23 +230,13 @@ class Difference(NamedTuple):
     """Of the step's, relative to the largest of a micro-batch: the micro-batches' may cancel."""
     gradient: float
     """The largest, relative to the largest entry of TRL's gradient."""
-    metric: float
-    """Of the metric that differs most, relative to its largest value in the step."""
-    of: str
-    """That metric."""
 
 
 def difference(own: Outcome, theirs: Outcome) -> Difference:
     pairs = list(zip(own.gradients, theirs.gradients, strict=True))
     largest = max(float(b.abs().max()) for _, b in pairs)
     gradient = max(float((a - b).abs().max()) for a, b in pairs) / largest
-    missing = own.metrics.keys() ^ theirs.metrics.keys()
-    if missing:
-        raise SystemExit(f"metrics of one trainer only: {sorted(missing)}")
-    of_metrics = {name: distance(own.metrics[name], values) for name, values in theirs.metrics.items()}
-    worst = max(of_metrics, key=lambda name: of_metrics[name])
-    loss = abs(sum(own.losses) - sum(theirs.losses)) / max(map(abs, theirs.losses))
-    return Difference(loss, gradient, of_metrics[worst], worst)
+    return Difference(abs(sum(own.losses) - sum(theirs.losses)) / max(map(abs, theirs.losses)), gradient)
 
 
 def save_model(folder: Path, options: argparse.Namespace) -> None:
@@ -304,23 +282,18 @@ def measured(bench: Bench, name: str, options: argparse.Namespace) -> dict[str, 
     return results
 
 
-def told(apart: Difference) -> str:
-    of_metric = f"metrics {apart.metric:.1e} ({apart.of})" if apart.metric else "metrics 0"
-    return f"from TRL's: loss {apart.loss:.1e}, gradient {apart.gradient:.1e}, {of_metric}"
-
-
 def report(results: Mapping[str, Any]) -> None:
     for name, of_set in results["sets"].items():
         trls = of_set["variants"][TRL]
         print(f"{name}: {of_set['real'] / of_set['padded']:.1%} of TRL's tokens are real")
         for variant, found in of_set["variants"].items():
-            ratio, seconds = found["ratio"], statistics.median(found["seconds"])
+            ratio, apart, seconds = found["ratio"], found["difference"], statistics.median(found["seconds"])
             print(
                 f"  {variant:37s} {seconds:8.3f} s, TRL's {ratio['median']:.2f} times as long "
                 f"({ratio['low']:.2f}, {ratio['high']:.2f}); {found['tokens']:,} tokens computed for "
                 f"{of_set['real']:,} real ones, {found['tokens'] / trls['tokens']:.1%} of TRL's; peak memory above "
                 f"resident {found['peak_bytes'] / 2**20:,.1f} MiB, {found['peak_bytes'] / trls['peak_bytes']:.1%} of "
-                f"TRL's; {told(Difference(**found['difference']))}"
+                f"TRL's; from TRL's: loss {apart['loss']:.1e}, gradient {apart['gradient']:.1e}"
             )
 
 

@@ -27,11 +27,8 @@ COMPLETIONS = {
     "1123345569</s>": True,
     "1123345569</s><pad>": True,  # what generation fills up with
     "1123345569": False,  # has not ended
-    "1123345569<pad>": False,
     "112334556</s>": False,
-    "11233455690</s>": False,
     "1123345596</s>": False,
-    "</s>": False,
     "": False,
 }
 
@@ -66,14 +63,6 @@ def test_four_updates_for_each_rollout_with_the_papers_clip_ranges(recipes: Any)
         assert recipes.run.updates_per_rollout(args) == 4 and args.max_steps % 4 == 0
         assert script.adapter is None and args.max_completion_length == recipes.digits.DIGITS + 1
         assert (args.router_replay or "None") == options.get("router_replay", "None")
-
-
-def test_changes_of_routes_are_counted_in_whatever_order(recipes: Any) -> None:
-    before = [torch.tensor([[0, 1], [2, 3], [0, 1]]), torch.tensor([[0, 1], [0, 1], [0, 1]])]
-    after = [torch.tensor([[1, 0], [2, 1], [2, 3]]), torch.tensor([[0, 1], [1, 0], [2, 3]])]
-    tokens = torch.tensor([[True, True, False]])
-    assert recipes.probe.changed(before, after, tokens) == 1 / 8  # one of two tokens, two layers, two experts
-    assert recipes.probe.changed(before, before, tokens) == 0
 
 
 def test_the_probe_replays_as_the_package_does(digits: Any) -> None:
@@ -125,7 +114,7 @@ def test_the_recorded_runs_are_what_the_readme_says(recipes: Any) -> None:
     folder = recipe.FOLDER / "moe"
     readme = (folder / "README.md").read_text().replace("%", "")
     runs = [json.loads(file.read_text()) for file in (folder / "results").glob("*.json")]
-    rows = [line.strip("| ").split(" | ") for line in recipes.variants.table(runs).replace("%", "").splitlines()]
+    rows = [line[2:-2].split(" | ") for line in recipes.variants.table(runs).replace("%", "").splitlines()]
     for label in VARIANTS:
         *seeds, mean = (row[2:] for row in rows if row[0] == label)
         ways = [f"{', '.join(row[way] for row in seeds)} ({mean[way]})" for way in (0, 1)]
