@@ -124,7 +124,7 @@ check: $(VENV)/.test
 		else echo "skipped: no python$$version here to compile the sources with"; fi; \
 	done
 
-# The tests look for what the pages do not name, and at the site in a browser, if Chromium is installed.
+# The tests look for what the pages do not name, and at the built site.
 docs: $(VENV)/.docs $(VENV)/.test
 	$(BIN)/mkdocs build --strict
 	DOCS_SITE=site $(BIN)/python -m pytest -q tests/project/test_docs.py tests/project/test_site.py

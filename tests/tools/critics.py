@@ -97,7 +97,7 @@ def rows(count: int = len(ANSWERS)) -> list[dict[str, Any]]:
 def build(
     model: Any, folder: Path, *, exact: bool = False, nf4: bool = False, known: bool = False, **options: Any
 ) -> Any:
-    """A PPO trainer whose policy, critic and reference differ, in float64 if `exact`, with rollouts of `known` answers.
+    """A PPO trainer whose policy, critic and reference differ; in float64 if `exact`, on rollouts of `known` answers.
 
     `nf4` quantises the base and needs `lora`. `options` are those of `tiny.trainer`.
     """
