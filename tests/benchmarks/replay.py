@@ -114,13 +114,6 @@ def main() -> None:
         trainer = build(options, folder)
         norms = {replay: step(trainer, replay) for replay in (None, "R2")}
         print(f"gradient norm without replay {norms[None]:.8g}, replaying the policy's own routes {norms['R2']:.8g}")
-        batches = trainer._buffered_inputs
-        held = sum(batch["routes"].nbytes for batch in batches)
-        tokens = sum(batch["prompt_ids"].numel() + batch["completion_ids"].numel() for batch in batches)
-        config = trainer.model.config
-        layers, chosen = config.num_hidden_layers, config.num_experts_per_tok
-        print(f"routes: {held:,} bytes = {tokens:,} tokens of the padded batches x {layers} layers x {chosen} experts")
-        assert held == tokens * layers * chosen * batches[0]["routes"].element_size()
         compared("optimizer step", lambda replay: step(trainer, replay), "R2", options.rounds)
         compared("generation", lambda replay: generate(trainer, replay), "R3", options.rounds)
 

@@ -59,15 +59,6 @@ def test_a_process_reward_model_reads_a_bos_and_a_conversation(recipes: Any) -> 
     assert chat.values == pytest.approx(prm_scores(model, tokenizer("user:p;bot:")["input_ids"], ["a", "b"], "\n", 1))
 
 
-def test_a_process_reward_model_refuses_what_it_would_read_wrongly(recipes: Any) -> None:
-    model, tokenizer, lines = prm(), tiny.tokenizer(), rewards.by_regex(r"\n")
-    with pytest.raises(ValueError, match="separator='' has no token"):
-        recipes.prm.process_reward_model(model, tokenizer, lines, separator="")
-    reward = recipes.prm.process_reward_model(model, tokenizer, lines)
-    with pytest.raises(ValueError, match=r"has 71 tokens, .* at most 64"):
-        reward(prompts=["p" * 60], completions=["a" * 10])
-
-
 def test_padding_does_not_leak_into_an_encoder(recipes: Any) -> None:
     torch.manual_seed(0)
     size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
