@@ -80,7 +80,7 @@ AVX2 = ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 
 test-portable: $(VENV)/.test
 	set -e; for kernels in "" "$(AVX2)" "$(OLDER)"; do echo "kernels: $${kernels:-this machine's own}"; \
-		env $$kernels $(BIN)/python -m pytest $(APART) $(PARALLEL) -m "not slow and not gpu" --headroom 4; done
+		env $$kernels $(BIN)/python -m pytest $(APART) $(PARALLEL) -m "not slow and not gpu"; done
 
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest $(APART) $(PARALLEL) -m "slow and not gpu"
@@ -124,7 +124,7 @@ check: $(VENV)/.test
 		else echo "skipped: no python$$version here to compile the sources with"; fi; \
 	done
 
-# The tests look for what the pages do not name, and at the site in a browser, if Chromium is installed.
+# The tests look for what the pages do not name, and at the built site.
 docs: $(VENV)/.docs $(VENV)/.test
 	$(BIN)/mkdocs build --strict
 	DOCS_SITE=site $(BIN)/python -m pytest -q tests/project/test_docs.py tests/project/test_site.py

@@ -21,34 +21,14 @@ from torch import Tensor
 from tests.tools import tiny
 from tests.tools import wide as wide_model
 from tests.tools.batches import HIGH, LOW, Batch, Evaluate, Outcome
-from tests.tools.headroom import Headroom
 
 torch.set_num_threads(1)
 
 collect_ignore = ["benchmarks"]  # scripts, which the doctest collector would import
 
 
-RECIPES = (
-    *("common.gsm8k", "common.report", "common.run", "common.small_model", "common.smollm2", "common.task"),
-    *("common.tasks", "gspo.train", "iterative_grpo.pictures", "iterative_grpo.train", "v32.panels", "v32.train"),
-    *("process_rewards.compare", "process_rewards.sums", "process_rewards.train", "process_rewards.warm_up"),
-    *("common.advantages", "process_rewards.prm"),
-    *("moe.digits", "moe.probe", "moe.train", "moe.variants", "ppo.ppo_and_grpo", "ppo.train"),
-    *("sampling_mask.beside", "sampling_mask.sampler", "sampling_mask.train"),
-    *("deepseekmath_loop.arms", "deepseekmath_loop.train"),
-    *("stress.checks", "stress.experiment", "stress.samplers", "stress.train"),
-)
-
-
-def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option of `make test-portable`."""
-    parser.addoption("--headroom", type=float, help="the factor that each comparison keeps from its bound")
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """Measure comparisons where the option asks for it."""
-    if config.option.headroom is not None:
-        config.pluginmanager.register(Headroom(config.option.headroom))
+RECIPES_FOLDER = Path(__file__).parents[1] / "recipes"
+RECIPES = [f"{path.parent.name}.{path.stem}" for path in sorted(RECIPES_FOLDER.glob("*/[a-z]*.py"))]
 
 
 def pytest_collection_finish() -> None:
@@ -117,7 +97,7 @@ def evaluate(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.Monkey
 def recipes(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     """The modules of recipes/ by their own names, and the scripts by those of their folders."""
     pytest.importorskip("matplotlib", reason="needs the recipes extra")
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[1] / "recipes"))
+    monkeypatch.syspath_prepend(str(RECIPES_FOLDER))
     named = {name.removesuffix(".train").split(".")[-1]: importlib.import_module(name) for name in RECIPES}
     yield type("Recipes", (), named)
     for module in {*RECIPES, *(name.split(".")[0] for name in RECIPES)}:

@@ -1,7 +1,7 @@
 """What a critic costs: bytes of each part on one base, and memory and time of a step against GRPO's, side by side.
 
     python tests/benchmarks/critic.py [--rounds 5] [--batch 8] [--window 2] [--rank 16] [--kinds NF4 LoRA full]
-        [--random | --large] [--json PATH] [--picture PATH]
+        [--random | --large] [--json PATH]
 
 SmolLM2-135M-Instruct: NF4 with LoRA, float32 with LoRA, and fully fine-tuned. A step is all that the trainer does for
 the micro-batches of an optimizer step that begins with a rollout, without the sampling and without the step of the
@@ -18,7 +18,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-import torch
 from peft import LoraConfig
 
 import trl_steady
@@ -29,8 +28,6 @@ from tests.benchmarks.measuring import CUDA
 from tests.tools import wide
 
 KINDS = ("NF4", "LoRA", "full")
-# Okabe and Ito's, which colour-blind readers tell apart
-COLOURS = {"base": "#999999", "policy": "#0072B2", "reference": "#E69F00", "critic": "#009E73"}
 
 
 def build(kind: str, method: str, folder: Path, source: padding.Source, options: argparse.Namespace) -> Any:
@@ -68,18 +65,6 @@ def sizes(trainer: Any) -> dict[str, int]:
     return of
 
 
-def step(trainer: Any) -> None:
-    """The micro-batches of an optimizer step, the first of which begins with a rollout."""
-    rows = [{"prompt": str(i)} for i in range(len(trainer.rollout_func.rollout.prompts))]
-    torch.manual_seed(0)  # by which TRL shuffles a rollout over the micro-batches
-    trainer._step, trainer._buffered_inputs = 0, None
-    for micro_batch in range(trainer.args.gradient_accumulation_steps):
-        trainer.accelerator.gradient_state._set_sync_gradients(
-            micro_batch == trainer.args.gradient_accumulation_steps - 1
-        )
-        trainer.training_step(trainer.model, rows, None)
-
-
 def clear(trainer: Any) -> None:
     trainer.create_optimizer()
     trainer.model.zero_grad()
@@ -96,12 +81,12 @@ def measured(kind: str, options: argparse.Namespace) -> dict[str, Any]:
         found: dict[str, Any] = {"bytes": sizes(trainers["PPO"]), "peak_bytes": {}, "seconds": {}}
         for method, trainer in trainers.items():
             clear(trainer)
-            _, found["peak_bytes"][method] = padding.peak_bytes(lambda t=trainer: step(t))
+            _, found["peak_bytes"][method] = padding.peak_bytes(lambda t=trainer: measuring.window(t))
             found["seconds"][method] = []
         for number in range(options.rounds):
             for method, trainer in trainers.items():
                 clear(trainer)
-                found["seconds"][method].append(measuring.seconds(lambda t=trainer: step(t)))
+                found["seconds"][method].append(measuring.seconds(lambda t=trainer: measuring.window(t)))
                 print(f"  {kind}, round {number + 1}, {method}: {found['seconds'][method][-1]:.3f} s", flush=True)
     found["ratio"] = measuring.quartiles(found["seconds"]["PPO"], found["seconds"]["GRPO"])
     return found
@@ -119,43 +104,17 @@ def report(results: Mapping[str, Any]) -> None:
         )
 
 
-def draw(results: Mapping[str, Any], path: Path) -> None:
-    """What stands on one base."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    import matplotlib.pyplot as plt
-
-    figure, axes = plt.subplots(figsize=(8, 0.9 + 0.6 * len(results["kinds"])), layout="constrained")
-    for row, found in enumerate(reversed(results["kinds"].values())):
-        left = 0.0
-        for name, size in found["bytes"].items():
-            mib = size / 2**20
-            axes.barh(row, mib, left=left, color=COLOURS[name], label=name if row == 0 else None)
-            left += mib
-        axes.text(left, row, f" {left:,.0f} MiB", va="center")
-    axes.set_yticks(range(len(results["kinds"])), list(reversed(results["kinds"])))
-    axes.set_xlabel("weights in memory, MiB")
-    axes.margins(x=0.15)
-    handles = [plt.Rectangle((0, 0), 1, 1, color=colour) for colour in COLOURS.values()]
-    axes.legend(handles, list(COLOURS), ncols=4, loc="lower center", bbox_to_anchor=(0.5, 1.0), frameon=False)
-    figure.savefig(path, dpi=150, metadata={"Description": "tests/benchmarks/critic.py"})
-
-
 def main() -> None:
     parser = measuring.parser(__doc__, "random", "large", rounds=5, batch=8, window=2, rank=16)
     parser.add_argument("--scale", type=float, default=0.5)
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
-    for name in ("json", "picture"):
-        parser.add_argument(f"--{name}", type=Path)
+    parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     device = measuring.heading(options)
     results = {"device": device, "kinds": {kind: measured(kind, options) for kind in options.kinds}}
     report(results)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1))
-    if options.picture:
-        draw(results, options.picture)
 
 
 if __name__ == "__main__":

@@ -84,6 +84,19 @@ def random_ids(lengths: Sequence[int], generator: torch.Generator | None = None)
     return [torch.randint(50, 200, (length,), generator=generator).tolist() for length in lengths]
 
 
+def window(trainer: Any) -> list[float]:
+    """Run the micro-batches of an optimizer step that begins with a rollout. Return the losses."""
+    micro_batches = trainer.args.gradient_accumulation_steps
+    rows = [{"prompt": str(i)} for i in range(micro_batches * trainer.args.per_device_train_batch_size)]
+    torch.manual_seed(0)  # by which TRL shuffles a rollout over the micro-batches
+    trainer._step, trainer._buffered_inputs = 0, None
+    losses: list[torch.Tensor] = []
+    for number in range(micro_batches):
+        trainer.accelerator.gradient_state._set_sync_gradients(number == micro_batches - 1)
+        losses.append(trainer.training_step(trainer.model, rows, None))
+    return torch.stack(losses).tolist()
+
+
 def grad_norm(trainer: Any) -> float:
     """Return the norm of all gradients."""
     squares = (p.grad.double().square().sum() for p in trainer.model.parameters() if p.grad is not None)

@@ -1,7 +1,7 @@
 """What leaving out padding saves: ours and TRL's side by side in one run, a whole optimizer step on fixed rollouts.
 
     python tests/benchmarks/padding.py [--rounds 5] [--batch 8] [--window 4] [--scale 0.5] [--sets NAME ...]
-        [--variants NAME ...] [--checkpointing] [--random | --large] [--picture PATH] [--json PATH]
+        [--checkpointing] [--random | --large] [--json PATH]
 
 SmolLM2-135M-Instruct, fully fine-tuned in float32 (on CUDA under bf16 autocast). A step is all that TRL's
 `training_step` does for the micro-batches of an optimizer step that begins with a rollout: log-probs of the old
@@ -20,7 +20,7 @@ import math
 import statistics
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -32,11 +32,67 @@ import trl_steady
 
 sys.path += [str(Path(__file__).parents[2])]
 from tests.benchmarks import measuring
-from tests.benchmarks.measuring import CUDA, ROOT
-from tests.benchmarks.padding_picture import draw
-from tests.benchmarks.padding_sets import GROUP, SETS, TRL, VARIANTS, Rollouts, rollouts, variants
+from tests.benchmarks.measuring import CUDA
 
 from trl_steady.host import overridden
+
+GROUP = 8  # completions of a prompt
+MEDIAN = 63  # tokens of a completion
+TRL = "TRL"
+VARIANTS = {
+    "lognormal": ("ours", "ours, token_budget"),
+    "long prompts": ("ours", "ours, share_prompts", "ours, share_prompts and token_budget"),
+    "equal": ("ours",),
+}
+"""By set: our options, which the name of the variant has."""
+SETS = tuple(VARIANTS)
+
+
+class Rollouts(NamedTuple):
+    """Token ids of a rollout; completions of a group have one prompt."""
+
+    prompts: list[list[int]]
+    completions: list[list[int]]
+
+    @property
+    def tokens(self) -> int:
+        return sum(map(len, [*self.prompts, *self.completions]))
+
+    @property
+    def padded_width(self) -> int:
+        """Of TRL's batches, which are as wide as the longest prompt and the longest completion of the rollout."""
+        return max(map(len, self.prompts)) + max(map(len, self.completions))
+
+
+def rollouts(name: str, options: argparse.Namespace) -> Rollouts:
+    """Of one of the `SETS`, always the same."""
+    count = options.window * options.batch
+    groups = count // GROUP
+    generator = torch.Generator().manual_seed(0)
+    if name == "lognormal":
+        # quantiles in place of draws, so that 35 % of TRL's tokens are real however many sequences there are; the tail
+        # is cut, as by a limit on the length
+        shares = [(i + 0.5) / count for i in range(count)]
+        lengths = [min(320.0, MEDIAN * math.exp(statistics.NormalDist().inv_cdf(share))) for share in shares]
+        of_prompts = [20 + 40 * i / max(1, groups - 1) for i in range(groups)]
+    elif name == "long prompts":
+        lengths, of_prompts = [48 + 32 * i / (count - 1) for i in range(count)], [512.0] * groups
+    else:
+        lengths, of_prompts = [120.0] * count, [40.0] * groups
+
+    def ids(length: float) -> list[int]:
+        return torch.randint(50, 200, (max(1, round(length * options.scale)),), generator=generator).tolist()
+
+    completions = [ids(lengths[i]) for i in torch.randperm(count, generator=generator).tolist()]
+    prompts = [ids(length) for length in of_prompts]
+    return Rollouts([prompt for prompt in prompts for _ in range(GROUP)], completions)
+
+
+def variants(name: str, rollout: Rollouts, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """Of our options, in each of the `SETS`. A budget is a third of TRL's micro-batch, padding included."""
+    possible = {"token_budget": options.batch * rollout.padded_width // 3, "share_prompts": True}
+    return {variant: {own: value for own, value in possible.items() if own in variant} for variant in VARIANTS[name]}
+
 
 PASSES = 3  # old policy, reference, policy
 OFF = {"token_budget": None, "share_prompts": False}
@@ -69,7 +125,6 @@ class Outcome(NamedTuple):
     losses: list[float]
     """Of the micro-batches; with a budget, of all in the last."""
     gradients: list[Tensor]
-    metrics: dict[str, list[float]]
 
 
 class Bench:
@@ -110,23 +165,11 @@ class Bench:
                 noise = torch.randn(parameter.shape, generator=generator).to(parameter)
                 parameter.data += 0.02 * parameter.data.abs().mean() * noise
 
-    def window(self, variant: str, options: Mapping[str, Any], *, first: int = 0) -> list[float]:
-        """The micro-batches of an optimizer step, of which micro-batch 0 of two windows begins with a rollout.
-
-        Returns:
-            The losses.
-        """
+    def window(self, variant: str, options: Mapping[str, Any]) -> list[float]:
+        """Run the micro-batches of an optimizer step, and return the losses."""
         trainer = self.trainer(variant)
-        rows = [{"prompt": str(i)} for i in range(len(self.source.rollout.prompts))]
-        torch.manual_seed(0)  # by which TRL shuffles a rollout over the micro-batches
-        trainer._step = first
-        losses: list[Tensor] = []
         with overridden(trainer.args, {} if variant == TRL else {**OFF, **options}):
-            accumulated = trainer.args.gradient_accumulation_steps
-            for micro_batch in range(accumulated):
-                trainer.accelerator.gradient_state._set_sync_gradients(micro_batch == accumulated - 1)
-                losses.append(trainer.training_step(trainer.model, rows, None))
-        return torch.stack(losses).tolist()
+            return measuring.window(trainer)
 
     def clear(self, variant: str) -> None:
         """Drop what a step leaves behind, but for its rollout."""
@@ -138,8 +181,7 @@ class Bench:
     def outcome(self, variant: str, losses: list[float]) -> Outcome:
         """Of the last step. The gradients are its own, not copies: they are not written to after a `clear`."""
         trainer = self.trainer(variant)
-        metrics = {name: list(values) for name, values in trainer._metrics["train"].items() if name != "step_time"}
-        return Outcome(losses, [p.grad for p in trainer.model.parameters() if p.grad is not None], metrics)
+        return Outcome(losses, [p.grad for p in trainer.model.parameters() if p.grad is not None])
 
 
 @contextlib.contextmanager
@@ -181,16 +223,6 @@ def peak_bytes(work: Callable[[], Any]) -> tuple[Any, int]:
     return result, peak
 
 
-def distance(own: Sequence[float], theirs: Sequence[float]) -> float:
-    """The largest difference, relative to the largest of `theirs`; of the means where the numbers of values differ."""
-    if len(own) != len(theirs):
-        own, theirs = [statistics.fmean(own)], [statistics.fmean(theirs)]
-    scale = max(map(abs, theirs)) or 1.0
-    # NaN, of an empty mean, is as good as NaN and no other
-    gaps = [0.0 if str(a) == str(b) else abs(a - b) / scale for a, b in zip(own, theirs, strict=True)]
-    return max(math.inf if math.isnan(gap) else gap for gap in gaps)
-
-
 class Difference(NamedTuple):
     """From TRL's step; 0 where not a bit differs."""
 
@@ -198,23 +230,13 @@ class Difference(NamedTuple):
     """Of the step's, relative to the largest of a micro-batch: the micro-batches' may cancel."""
     gradient: float
     """The largest, relative to the largest entry of TRL's gradient."""
-    metric: float
-    """Of the metric that differs most, relative to its largest value in the step."""
-    of: str
-    """That metric."""
 
 
 def difference(own: Outcome, theirs: Outcome) -> Difference:
     pairs = list(zip(own.gradients, theirs.gradients, strict=True))
     largest = max(float(b.abs().max()) for _, b in pairs)
     gradient = max(float((a - b).abs().max()) for a, b in pairs) / largest
-    missing = own.metrics.keys() ^ theirs.metrics.keys()
-    if missing:
-        raise SystemExit(f"metrics of one trainer only: {sorted(missing)}")
-    of_metrics = {name: distance(own.metrics[name], values) for name, values in theirs.metrics.items()}
-    worst = max(of_metrics, key=lambda name: of_metrics[name])
-    loss = abs(sum(own.losses) - sum(theirs.losses)) / max(map(abs, theirs.losses))
-    return Difference(loss, gradient, of_metrics[worst], worst)
+    return Difference(abs(sum(own.losses) - sum(theirs.losses)) / max(map(abs, theirs.losses)), gradient)
 
 
 def save_model(folder: Path, options: argparse.Namespace) -> None:
@@ -226,12 +248,10 @@ def measured(bench: Bench, name: str, options: argparse.Namespace) -> dict[str, 
     rollout = bench.source.rollout = rollouts(name, options)
     chosen = {TRL: {}, **variants(name, rollout, options)}
     padded, real = PASSES * len(rollout.prompts) * rollout.padded_width, PASSES * rollout.tokens
-    print(f"{name}: {padded:,} tokens with TRL's padding, {real / padded:.1%} of them real", flush=True)
     results: dict[str, Any] = {"padded": padded, "real": real, "variants": {}}
     theirs: Outcome | None = None
     for variant, ours in chosen.items():
         trainer = bench.trainer(variant)
-        trainer._buffered_inputs = None  # of the step before
         bench.clear(variant)
         with counting(trainer) as counts:
             losses, peak = peak_bytes(lambda v=variant, o=ours: bench.window(v, o))
@@ -249,7 +269,6 @@ def measured(bench: Bench, name: str, options: argparse.Namespace) -> dict[str, 
             masks = [(b["prompt_mask"], b["completion_mask"]) for b in trainer._buffered_inputs[:1]]
             results["micro_batch"] = [mask.sum(-1).tolist() for mask in masks[0]]
             results["widths"] = [mask.size(1) for mask in masks[0]]
-        print(f"  {variant}: {sum(counts):,} tokens, peak {peak / 2**20:,.1f} MiB, {told(apart)}", flush=True)
     del theirs, outcome
     for number in range(options.rounds):
         for variant, ours in chosen.items():
@@ -263,50 +282,33 @@ def measured(bench: Bench, name: str, options: argparse.Namespace) -> dict[str, 
     return results
 
 
-def told(apart: Difference) -> str:
-    of_metric = f"metrics {apart.metric:.1e} ({apart.of})" if apart.metric else "metrics 0"
-    return f"from TRL's: loss {apart.loss:.1e}, gradient {apart.gradient:.1e}, {of_metric}"
-
-
 def report(results: Mapping[str, Any]) -> None:
     for name, of_set in results["sets"].items():
         trls = of_set["variants"][TRL]
         print(f"{name}: {of_set['real'] / of_set['padded']:.1%} of TRL's tokens are real")
         for variant, found in of_set["variants"].items():
-            ratio, seconds = found["ratio"], statistics.median(found["seconds"])
+            ratio, apart, seconds = found["ratio"], found["difference"], statistics.median(found["seconds"])
             print(
                 f"  {variant:37s} {seconds:8.3f} s, TRL's {ratio['median']:.2f} times as long "
                 f"({ratio['low']:.2f}, {ratio['high']:.2f}); {found['tokens']:,} tokens computed for "
                 f"{of_set['real']:,} real ones, {found['tokens'] / trls['tokens']:.1%} of TRL's; peak memory above "
                 f"resident {found['peak_bytes'] / 2**20:,.1f} MiB, {found['peak_bytes'] / trls['peak_bytes']:.1%} of "
-                f"TRL's; {told(Difference(**found['difference']))}"
+                f"TRL's; from TRL's: loss {apart['loss']:.1e}, gradient {apart['gradient']:.1e}"
             )
 
 
-def parsed() -> argparse.Namespace:
+def main() -> None:
     flags = ("random", "large", "checkpointing")
     # a round takes turns, a batch is of sequences, a window of the micro-batches of an optimizer step
     parser = measuring.parser(__doc__, *flags, rounds=5, batch=8, window=4)
-    parser.add_argument("--variants", nargs="+", help="of our options, by name; all where left out")
     parser.add_argument("--scale", type=float, default=1.0 if CUDA else 0.5)
     parser.add_argument("--sets", nargs="+", choices=SETS, default=SETS)
-    parser.add_argument("--picture", type=Path, help="by default docs/figures/padding.png, with SmolLM2")
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     if options.rounds < 3 or options.batch % 2:
         parser.error("--rounds is 3 or more, --batch even")
-    names = {name for given in options.sets for name in VARIANTS[given]}
-    if unknown := {*(options.variants or ())} - names:
-        parser.error(f"--variants {sorted(unknown)}: these sets have {sorted(names)}")
-    if options.picture is None and not (options.random or options.large):
-        options.picture = ROOT / "docs/figures/padding.png"
-    return options
-
-
-def main() -> None:
-    options = parsed()
     device = measuring.heading(options)
-    given = {name: value for name, value in vars(options).items() if name not in ("picture", "json")}
+    given = {name: value for name, value in vars(options).items() if name != "json"}
     results: dict[str, Any] = {"device": device, "torch": torch.__version__, "trl": trl.__version__, "given": given}
     with tempfile.TemporaryDirectory() as folder:
         save_model(Path(folder), options)
@@ -315,8 +317,6 @@ def main() -> None:
     report(results)
     if options.json:
         options.json.write_text(json.dumps(results, indent=1) + "\n")
-    if options.picture:
-        draw(options.picture, results)
 
 
 if __name__ == "__main__":

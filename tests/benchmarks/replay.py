@@ -1,15 +1,13 @@
 """What replaying routes costs: optimizer steps of a mixture of experts, with replay and without, side by side.
 
     python tests/benchmarks/replay.py [--rounds 15] [--batch 8] [--window 2] [--prompt 64] [--completion 192]
-        [--checkpointing] [--large]
 
-A random Qwen3-MoE of 64 experts, 8 a token, fully fine-tuned in float32 (on CUDA under bf16 autocast); `--large` is
-one of 3.5 billion parameters with Qwen3-30B-A3B's experts. A step is all that TRL's `training_step` does for the
-micro-batches of an optimizer step that begins with a rollout: log-probs of the old policy, then forward, loss and
-backward of each micro-batch; a `rollout_func` stands in for the sampling. With replay on, the old policy's routes are
-recorded and replayed, so that both go through the same experts and do the same work. They take turns, so that a drift
-of the machine's speed meets both; the ratios are round by round. Generation by transformers is timed with its routes
-recorded, as R3 needs it, and not.
+A random Qwen3-MoE of 64 experts, 8 a token, fully fine-tuned in float32 (on CUDA under bf16 autocast). A step is all
+that TRL's `training_step` does for the micro-batches of an optimizer step that begins with a rollout: log-probs of the
+old policy, then forward, loss and backward of each micro-batch; a `rollout_func` stands in for the sampling. With
+replay on, the old policy's routes are recorded and replayed, so that both do the same work. They take turns, so that a
+drift of the machine's speed meets both; the ratios are round by round. Generation by transformers is timed with its
+routes recorded, as R3 needs it, and not.
 """
 
 import argparse
@@ -45,24 +43,13 @@ SMALL = {
     "moe_intermediate_size": 128,
     "initializer_range": 0.05,
 }
-LARGE = {
-    "hidden_size": 2048,
-    "num_hidden_layers": 5,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 4,
-    "head_dim": 128,
-    "num_experts": 128,
-    "num_experts_per_tok": 8,
-    "moe_intermediate_size": 768,
-    "vocab_size": 100_000,
-}
 
 
 def build(options: argparse.Namespace, folder: str) -> Any:
     """A trainer whose rollouts are always the same."""
     torch.manual_seed(0)
     with torch.device("cuda" if CUDA else "cpu"):
-        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**tiny.SIZES, **(LARGE if options.large else SMALL)}))
+        model = Qwen3MoeForCausalLM(Qwen3MoeConfig(**{**tiny.SIZES, **SMALL}))
     generator = torch.Generator().manual_seed(0)
     count = options.batch * options.window
     lengths = torch.randint(options.completion // 2, options.completion + 1, (count,), generator=generator).tolist()
@@ -83,20 +70,14 @@ def build(options: argparse.Namespace, folder: str) -> Any:
         steps_per_generation=options.window,
         per_device_train_batch_size=options.batch,
         num_generations=options.batch,
-        gradient_checkpointing=options.checkpointing,
     )
 
 
 def step(trainer: Any, replay: str | None) -> float:
     """The gradients' norm after the micro-batches of an optimizer step that begins with a rollout."""
     trainer.model.zero_grad()
-    trainer._step, trainer._buffered_inputs = 0, None
-    torch.manual_seed(0)  # by which TRL shuffles a rollout over the micro-batches
-    window = trainer.args.gradient_accumulation_steps
-    rows = [{"prompt": str(i)} for i in range(window * trainer.args.per_device_train_batch_size)]
     with overridden(trainer.args, {"router_replay": replay}):
-        for _ in range(window):
-            trainer.training_step(trainer.model, rows, None)
+        measuring.window(trainer)
     return measuring.grad_norm(trainer)
 
 
@@ -123,7 +104,7 @@ def compared(what: str, work: Callable[[str | None], Any], replay: str, rounds: 
 
 def parsed(arguments: list[str] | None = None) -> argparse.Namespace:
     numbers = {"rounds": 15, "batch": 8, "window": 2, "prompt": 64, "completion": 192}
-    return measuring.parser(__doc__, "checkpointing", "large", **numbers).parse_args(arguments)
+    return measuring.parser(__doc__, **numbers).parse_args(arguments)
 
 
 def main() -> None:
@@ -133,13 +114,6 @@ def main() -> None:
         trainer = build(options, folder)
         norms = {replay: step(trainer, replay) for replay in (None, "R2")}
         print(f"gradient norm without replay {norms[None]:.8g}, replaying the policy's own routes {norms['R2']:.8g}")
-        batches = trainer._buffered_inputs
-        held = sum(batch["routes"].nbytes for batch in batches)
-        tokens = sum(batch["prompt_ids"].numel() + batch["completion_ids"].numel() for batch in batches)
-        config = trainer.model.config
-        layers, chosen = config.num_hidden_layers, config.num_experts_per_tok
-        print(f"routes: {held:,} bytes = {tokens:,} tokens of the padded batches x {layers} layers x {chosen} experts")
-        assert held == tokens * layers * chosen * batches[0]["routes"].element_size()
         compared("optimizer step", lambda replay: step(trainer, replay), "R2", options.rounds)
         compared("generation", lambda replay: generate(trainer, replay), "R3", options.rounds)
 

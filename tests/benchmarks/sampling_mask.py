@@ -4,10 +4,9 @@
 
 Random models in float32 (on CUDA under bf16 autocast) with few layers, so that the head counts: with SmolLM2's
 vocabulary of 49,152 and width of 576, and with Qwen2.5's of 151,936 and 896. A step is the old policy's log-probs of a
-micro-batch, then its forward, loss and backward. Rollouts are the same with and without; sets are drawn in three
-sizes: "peaked", many of one token, few in the median and some of hundreds; and of 20, 512 and 4096 tokens each. Where
-sets are missing, as those of a tool's tokens are, TRL's head runs as well. With and without take turns, so that a
-drift of the machine's speed meets both; the ratios are round by round.
+micro-batch, then its forward, loss and backward. Rollouts are the same with and without. Sets are
+"peaked": many of one token, few in the median and some of hundreds. Where sets are missing, TRL's head runs as well.
+With and without take turns, so that a drift of the machine's speed meets both; the ratios are round by round.
 """
 
 import argparse
@@ -44,9 +43,6 @@ def peaked(count: int) -> Tensor:
 SETS: dict[str, Callable[[int], Tensor]] = {
     "peaked": peaked,
     "peaked, one in ten missing": lambda count: peaked(count).where(torch.rand(count) > 0.1, 0),
-    "of 20": lambda count: torch.full((count,), 20),
-    "of 512": lambda count: torch.full((count,), 512),
-    "of 4096": lambda count: torch.full((count,), 4096),
 }
 
 

@@ -9,10 +9,8 @@ printed is the ratio pair by pair. `--smollm2` takes the recipe's NF4 model in p
 """
 
 import argparse
-import statistics
 import sys
 import tempfile
-import time
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,6 @@ sys.path += [str(Path(__file__).parents[2])]
 from tests.benchmarks import measuring
 from tests.benchmarks.measuring import CUDA
 from tests.tools import tiny
-from tests.tools.syncs import counted
 
 
 def trainer(package: Any, options: argparse.Namespace, folder: str, **loss: Any) -> Any:
@@ -65,64 +62,30 @@ def rollouts(options: argparse.Namespace, device: torch.device) -> dict[str, Any
     return {name: value.to(device) for name, value in inputs.items()}
 
 
-def step(trained: Any, inputs: dict[str, Any]) -> tuple[float, float]:
-    """Seconds, and on CUDA the peak of bytes above those resident before."""
+def step(trained: Any, inputs: dict[str, Any]) -> None:
     trained.model.zero_grad()
-    resident = 0
-    if CUDA:
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        resident = torch.cuda.memory_allocated()
-    started = time.perf_counter()
     trained.compute_loss(trained.model, inputs).backward()
-    if CUDA:
-        torch.cuda.synchronize()
-    return time.perf_counter() - started, torch.cuda.max_memory_allocated() - resident if CUDA else 0
 
 
 # our own KL, metrics and mask beside TRL's KL, metrics and mask
 SHARED: dict[str, Any] = {"beta": 0.04, "use_bias_correction_kl": True, "off_policy_mask_threshold": 0.1}
-THEIRS: dict[str, Any] = {"loss_type": "grpo", "importance_sampling_level": "sequence"}
-OURS: tuple[dict[str, Any], ...] = tuple({"loss_type": loss_type} for loss_type in ("gspo", "gspo_token", "gmpo"))
-
-
-def counts(ours: Any, inputs: dict[str, Any]) -> str:
-    """Count the calls that make processes wait for one another, or the CPU for its GPU, in a micro-batch and a log."""
-    with counted() as micro_batch:
-        ours.compute_loss(ours.model, inputs).backward()
-    with counted() as log:
-        ours.log({"loss": 0.0})
-    collectives, transfers = ({who: of[who] for who in ("trl_steady", "trl")} for of in
-                              (micro_batch.collectives, micro_batch.transfers))  # fmt: skip
-    return (
-        f"in a micro-batch: collectives {collectives}, device-to-host transfers {transfers}; "
-        f"in a log: collectives {log.collectives['trl_steady']}"
-    )
 
 
 def main() -> None:
     options = measuring.parser(__doc__, "smollm2", pairs=30, batch=16, prompt=64, completion=64).parse_args()
     measuring.heading(options)
     with tempfile.TemporaryDirectory() as folder:
-        for loss in OURS:
-            theirs = trainer(trl, options, folder, **{**THEIRS, **SHARED})
-            ours = trainer(trl_steady, options, folder, trim_padding=False, **{**loss, **SHARED})
+        for loss in ("gspo", "gspo_token", "gmpo"):
+            theirs = trainer(trl, options, folder, loss_type="grpo", importance_sampling_level="sequence", **SHARED)
+            ours = trainer(trl_steady, options, folder, trim_padding=False, loss_type=loss, **SHARED)
             inputs = rollouts(options, ours.model.device)
-            for warming in (ours, theirs, ours, theirs):
-                step(warming, inputs)
-            pairs = [(step(ours, inputs), step(theirs, inputs)) for _ in range(options.pairs)]
-            ratio = measuring.quartiles(*([pair[who][0] for pair in pairs] for who in (0, 1)))
-            tokens = options.batch * (options.prompt + options.completion)
-            speeds = [tokens / statistics.median(pair[who][0] for pair in pairs) for who in (0, 1)]
+            work = {name: lambda t=each, i=inputs: step(t, i) for name, each in (("ours", ours), ("TRL", theirs))}
+            found = measuring.in_turns(work, options.pairs)
+            ratio = measuring.quartiles(found["ours"], found["TRL"])
             print(
-                f"{loss['loss_type']:10s} time ours / TRL {ratio['median']:.3f} (quartiles {ratio['low']:.3f}, "
-                f"{ratio['high']:.3f}; {len(pairs)} pairs); "
-                f"tokens a second {speeds[0]:,.0f} ours, {speeds[1]:,.0f} TRL"
+                f"{loss:10s} time ours / TRL {ratio['median']:.3f} (quartiles {ratio['low']:.3f}, "
+                f"{ratio['high']:.3f}; {options.pairs} pairs)"
             )
-            print(f"{'':10s} {counts(ours, inputs)}")
-            if CUDA:
-                peaks = [max(pair[who][1] for pair in pairs) / 2**20 for who in (0, 1)]
-                print(f"{'':10s} peak memory above resident {peaks[0]:,.1f} MiB ours, {peaks[1]:,.1f} MiB TRL")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """Random models of the sizes that the tests of this folder take. 16 GB of memory are enough for each test."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,9 +32,28 @@ def save_model(folder: Path, sizes: dict[str, Any]) -> Path:
     return folder
 
 
-def bench_options(place: Place, *, checkpointing: bool = False, rounds: int = 3) -> argparse.Namespace:
+def bench_options(place: Place, *, checkpointing: bool = False) -> argparse.Namespace:
     """Return the options of `tests/benchmarks/padding.py` for this device."""
     return argparse.Namespace(
-        **{"batch": 8, "window": place.choose(1, 4), "scale": place.choose(0.1, 1.0), "variants": None},
-        **{"random": True, "large": False, "checkpointing": checkpointing, "rounds": rounds},
+        **{"batch": 8, "window": place.choose(1, 4), "scale": place.choose(0.1, 1.0)},
+        **{"random": True, "large": False, "checkpointing": checkpointing, "rounds": 3},
     )
+
+
+def batch(place: Place) -> dict[str, torch.Tensor]:
+    """Return eight prompts and completions of unequal lengths."""
+    draw, shape = torch.Generator().manual_seed(0), (8, place.choose(12, 96))
+    mask = torch.arange(shape[1]) < torch.linspace(2, shape[1], shape[0]).long().unsqueeze(-1)
+    found = {
+        "prompt_ids": torch.randint(50, 200, (shape[0], 4), generator=draw),
+        "prompt_mask": torch.ones(shape[0], 4, dtype=torch.long),
+        "completion_ids": torch.randint(50, 200, shape, generator=draw),
+        "completion_mask": mask.long(),
+    }
+    return {name: value.to(place.device) for name, value in found.items()}
+
+
+def apart(own: Sequence[torch.Tensor], true: Sequence[torch.Tensor]) -> float:
+    """Return the distance of gradients, relative to the length of the true one."""
+    off = sum(float((a - b).double().square().sum()) for a, b in zip(own, true, strict=True))
+    return (off / sum(float(b.double().square().sum()) for b in true)) ** 0.5

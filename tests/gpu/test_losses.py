@@ -14,27 +14,9 @@ from tests.tools.places import Place, everywhere
 from tests.tools.recorder import Figures
 
 LOSSES = (*NATIVE_LOSS_TYPES, *SEQUENCE_RATIO_LOSS_TYPES, "gmpo")
-SEQUENCES = 8
 # log-ratios of the sequences, far from the ends of the clip range: rounding must not move one across an end
 INSIDE, OUTSIDE = 0.05, 0.7
 CLIP = {"epsilon": 0.3, "epsilon_high": 0.35}
-
-
-def batch(place: Place) -> dict[str, Any]:
-    """Sequences of unequal lengths, half of them with a ratio inside the clip range."""
-    draw = torch.Generator().manual_seed(0)
-    tokens = place.choose(12, 96)
-    lengths = torch.linspace(2, tokens, SEQUENCES).long()
-    mask = torch.arange(tokens) < lengths.unsqueeze(-1)
-    found = {
-        "prompt_ids": torch.randint(50, 200, (SEQUENCES, 4), generator=draw),
-        "prompt_mask": torch.ones(SEQUENCES, 4, dtype=torch.long),
-        "completion_ids": torch.randint(50, 200, (SEQUENCES, tokens), generator=draw),
-        "completion_mask": mask.long(),
-        "advantages": torch.tensor([1.0, -1.0, 0.5, -2.0, 2.0, -0.5, 1.5, -1.5]),
-        "num_items_in_batch": mask.sum(),
-    }
-    return {name: value.to(place.device) for name, value in found.items()}
 
 
 def scored(trainer: Any, inputs: dict[str, Any]) -> Tensor:
@@ -55,13 +37,6 @@ def outcome(trainer: Any, inputs: dict[str, Any]) -> tuple[float, list[Tensor]]:
     return loss.item(), [p.grad.float() for p in trainer.model.parameters() if p.grad is not None]
 
 
-def apart(own: list[Tensor], true: list[Tensor]) -> float:
-    """The distance of gradients, relative to the length of the true one."""
-    pairs = list(zip(own, true, strict=True))
-    off = sum(float((a - b).double().square().sum()) for a, b in pairs)
-    return (off / sum(float(b.double().square().sum()) for _, b in pairs)) ** 0.5
-
-
 @everywhere(slow=True)
 @pytest.mark.parametrize("loss_type", LOSSES)
 def test_a_loss_in_bf16_is_that_in_float32(place: Place, loss_type: str, tmp_path: Path, figures: Figures) -> None:
@@ -71,7 +46,9 @@ def test_a_loss_in_bf16_is_that_in_float32(place: Place, loss_type: str, tmp_pat
     if loss_type in ("gspo", "gspo_token", "gmpo"):
         options["steps_per_generation"] = 4
     exact = tiny.trainer(folder, tmp_path / "out", **options)
-    inputs = batch(place)
+    inputs: dict[str, Any] = models.batch(place)
+    advantages = torch.tensor([1.0, -1.0, 0.5, -2.0, 2.0, -0.5, 1.5, -1.5], device=place.device)
+    inputs |= {"advantages": advantages, "num_items_in_batch": inputs["completion_mask"].sum()}
     logps = scored(exact, inputs)
     signs = torch.tensor([INSIDE, -INSIDE, OUTSIDE, -OUTSIDE] * 2, device=place.device).unsqueeze(-1)
     inputs |= {"old_per_token_logps": logps - signs, "ref_per_token_logps": logps - 0.1}
@@ -85,7 +62,7 @@ def test_a_loss_in_bf16_is_that_in_float32(place: Place, loss_type: str, tmp_pat
     error = float((own - logps)[is_token].abs().max())
     assert 0 < error < 0.2  # it is bf16 that runs, and no ratio crosses an end of the clip range
     other, off = outcome(rounded, inputs)
-    distance = apart(off, gradients)
+    distance = models.apart(off, gradients)
     # A rounding to bf16 is at most 2**-9 of a number, 0.2 %. A gradient passes some ten of them in a row, for each of
     # the layers, and the ratio inside the loss is off by as much as the log-probs are.
     assert distance < 0.05 + error

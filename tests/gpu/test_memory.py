@@ -29,7 +29,6 @@ def test_a_step_takes_no_more_memory_than_trls(
     for name, variant, ours in steps(bench, place):
         bench.window(variant, ours)  # a first step may leave work space behind
         bench.clear(variant)
-        bench.trainer(variant)._buffered_inputs = None
         _, peak = padding.peak_bytes(lambda v=variant, o=ours: bench.window(v, o))
         figures(f"{name}, {variant}: peak above resident", peak / MIB, "MiB")
         if variant == TRL:

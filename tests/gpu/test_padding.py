@@ -12,7 +12,6 @@ from torch import Tensor
 from tests.benchmarks import padding
 from tests.benchmarks.padding import TRL, Bench, Outcome
 from tests.gpu import models
-from tests.gpu.test_losses import apart
 from tests.tools.headroom import within
 from tests.tools.places import KERNELS, Place, everywhere
 from tests.tools.recorder import Figures
@@ -29,8 +28,6 @@ def steps(bench: Bench, place: Place, sets: Sequence[str] = padding.SETS) -> Ite
     for name in sets:
         rollout = bench.source.rollout = padding.rollouts(name, settings)
         for variant, ours in {TRL: {}, **padding.variants(name, rollout, settings)}.items():
-            trainer = bench.trainer(variant)
-            trainer._buffered_inputs = None  # the rollout of the step before
             bench.clear(variant)
             yield name, variant, ours
 
@@ -86,7 +83,7 @@ def test_in_bf16_a_step_is_as_near_to_float32_as_trls(
     true = true_gradients(tmp_path, place, checkpointing=checkpointing)
     theirs: dict[str, float] = {}
     for name, variant, outcome in outcomes(built(tmp_path, place, checkpointing=checkpointing, bf16=True), place):
-        off = apart(outcome.gradients, true[name])
+        off = models.apart(outcome.gradients, true[name])
         figures(f"{name}, {variant}: gradient, distance from float32 of its length", off, "")
         if variant == TRL:
             theirs[name] = off
@@ -107,7 +104,7 @@ def test_each_kernel_is_as_near_to_float32_as_trls_padded_pass(
     varlen = patch.object(attention, "varlen_attn", wraps=attention.varlen_attn) if place.is_cuda else nullcontext()
     with place.kernel(name, ours.model, ours.ref_model), varlen as calls:
         for of_set, variant, outcome in outcomes(bench, place, PADDED):
-            off = apart(outcome.gradients, true[of_set])
+            off = models.apart(outcome.gradients, true[of_set])
             figures(f"{of_set}, {variant}: gradient, distance from float32 of its length", off, "")
             if variant == TRL:
                 theirs[of_set] = off

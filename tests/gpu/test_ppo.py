@@ -10,7 +10,6 @@ import torch
 
 from tests.benchmarks import critic
 from tests.gpu import models
-from tests.gpu.test_losses import apart
 from tests.tools import tiny
 from tests.tools.places import Place, everywhere
 from tests.tools.recorder import Figures
@@ -24,15 +23,7 @@ def step(place: Place, folder: Path, output: Path, *, lora: bool, bf16: bool) ->
     draw = torch.Generator().manual_seed(0)
     weight = torch.randn(trainer.critic.head.weight.shape, generator=draw)
     trainer.critic.head.weight.data.copy_(0.1 * weight)  # from 0, nothing would reach the adapter
-    shape = place.choose((4, 12), (8, 96))
-    mask = torch.arange(shape[1]) < torch.linspace(2, shape[1], shape[0]).long().unsqueeze(-1)
-    inputs = {
-        "prompt_ids": torch.randint(50, 200, (shape[0], 4), generator=draw),
-        "prompt_mask": torch.ones(shape[0], 4, dtype=torch.long),
-        "completion_ids": torch.randint(50, 200, shape, generator=draw),
-        "completion_mask": mask.long(),
-    }
-    inputs = {name: value.to(place.device) for name, value in inputs.items()}
+    inputs = models.batch(place)
     trainer.model.train()
     trainer.part(CriticPart).learner.switch(True)
     with trainer.until_backward_ends():
@@ -55,7 +46,7 @@ def test_a_critic_in_bf16_is_that_in_float32(place: Place, lora: bool, tmp_path:
     rounded, off = step(place, folder, tmp_path / "out", lora=lora, bf16=True)
     assert any(gradient.any() for gradient in gradients)
     error = float((rounded - exact).abs().max() / exact.abs().max())
-    distance = apart(off, gradients)
+    distance = models.apart(off, gradients)
     # A rounding to bf16 is at most 2**-9 of a number, 0.2 %, and some tens of them follow each other.
     assert 0 < error < 0.1
     assert distance < 0.1

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from tests.gpu.models import apart
 from tests.padding.test_unpadded import UNEQUAL
 from tests.tools import tiny
 from tests.tools.places import Place, everywhere
@@ -77,12 +78,6 @@ def recorded(own: Mixture) -> Tensor:
     with Routers(own.model).recording() as recording, torch.no_grad():
         own.model(input_ids=own.ids, use_cache=False)
     return recording.routes()
-
-
-def apart(own: list[Tensor], others: list[Tensor]) -> float:
-    """The distance of gradients, relative to their length."""
-    off = sum(float((a.float() - b.float()).square().sum()) for a, b in zip(own, others, strict=True))
-    return (off / sum(float(b.float().square().sum()) for b in others)) ** 0.5
 
 
 @everywhere

@@ -13,16 +13,14 @@ Loops, floats and gradients are as in `losses.py`. Notation, on top of its own:
 
 A row without a loss token is kept by every mask. A value within rounding of its threshold may fall on either side.
 
-Papers:
-
-* DeepSeek-V3.2: arXiv 2512.02556, section 3.1 (KL estimate corrected by the importance ratio; off-policy masking).
-* GSPO: arXiv 2507.18071. GRPO: arXiv 2402.03300.
+Paper: DeepSeek-V3.2, arXiv 2512.02556, section 3.1.
 """
 
 import math
 from collections.abc import Callable
 
 import torch
+from torch import Tensor
 
 from tests.oracles import losses as oracles
 from tests.oracles.losses import Result, _advantage, _loss_tokens, _sequence_mean, _token_ratio
@@ -30,7 +28,7 @@ from tests.oracles.losses import Result, _advantage, _loss_tokens, _sequence_mea
 # KL terms
 
 
-def sampler_or_old(sampler_logps: torch.Tensor, old_logps: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def sampler_or_old(sampler_logps: Tensor, old_logps: Tensor, mask: Tensor) -> Tensor:
     """log pi_den with mu as the denominator, and pi_old at a loss token that has no mu: (B, T), NaN where masked."""
     denominator = torch.full((mask.shape[0], mask.shape[1]), math.nan, dtype=torch.float64)
     for i in range(mask.shape[0]):
@@ -40,7 +38,7 @@ def sampler_or_old(sampler_logps: torch.Tensor, old_logps: torch.Tensor, mask: t
     return denominator
 
 
-def plain_k2(logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor) -> Result:
+def plain_k2(logps: Tensor, ref_logps: Tensor, mask: Tensor) -> Result:
     """The k2 estimate, by sequence mean.
 
     loss = (1/G) sum_i (1/|y_i|) sum_t (log r_it)^2 / 2
@@ -56,10 +54,10 @@ def plain_k2(logps: torch.Tensor, ref_logps: torch.Tensor, mask: torch.Tensor) -
 
 
 def _corrected(
-    logps: torch.Tensor,
-    denominator_logps: torch.Tensor,
-    ref_logps: torch.Tensor,
-    mask: torch.Tensor,
+    logps: Tensor,
+    denominator_logps: Tensor,
+    ref_logps: Tensor,
+    mask: Tensor,
     of_k1: Callable[[float], tuple[float, float]],
 ) -> Result:
     """(1/G) sum_i (1/|y_i|) sum_t rho_it x_it, with x_it and its slope over rho_it from k1_it."""
@@ -72,7 +70,7 @@ def _corrected(
     return _sequence_mean(mask, term)
 
 
-def corrected_k1(*batch: torch.Tensor) -> Result:
+def corrected_k1(*batch: Tensor) -> Result:
     """The k1 estimate times the importance ratio, which is per token, not detached and not clipped.
 
     d loss / d log pi_theta(y_it) = rho_it (k1_it + 1) / (G |y_i|), by the product rule.
@@ -80,7 +78,7 @@ def corrected_k1(*batch: torch.Tensor) -> Result:
     return _corrected(*batch, lambda k1: (k1, k1 + 1.0))
 
 
-def corrected_k2(*batch: torch.Tensor) -> Result:
+def corrected_k2(*batch: Tensor) -> Result:
     """The k2 estimate times the importance ratio, which is per token, not clipped, and a constant.
 
     d loss / d log pi_theta(y_it) = rho_it k1_it / (G |y_i|), that of `corrected_k3`.
@@ -94,7 +92,7 @@ corrected_k3 = oracles.corrected_k3
 # Masks: (B, T), float64, 1.0 = keep, 0.0 = drop, 1.0 at masked-out positions
 
 
-def _mean_log_off_policy_ratio(logps: torch.Tensor, sampling_logps: torch.Tensor, i: int, tokens: list[int]) -> float:
+def _mean_log_off_policy_ratio(logps: Tensor, sampling_logps: Tensor, i: int, tokens: list[int]) -> float:
     """(1/|y_i|) sum_t log( pi_sampling(y_it) / pi_theta(y_it) ); an unscored token adds 0 and counts in |y_i|."""
     total = 0.0
     for t in tokens:
@@ -104,19 +102,19 @@ def _mean_log_off_policy_ratio(logps: torch.Tensor, sampling_logps: torch.Tensor
     return total / len(tokens)
 
 
-def _keep_all(mask: torch.Tensor) -> torch.Tensor:
+def _keep_all(mask: Tensor) -> Tensor:
     return torch.ones(mask.shape[0], mask.shape[1], dtype=torch.float64)
 
 
-def off_policy_statistic(logps: torch.Tensor, sampling_logps: torch.Tensor, mask: torch.Tensor) -> list[float]:
+def off_policy_statistic(logps: Tensor, sampling_logps: Tensor, mask: Tensor) -> list[float]:
     """The mean log off-policy ratio of every row that has a loss token, in row order."""
     rows_of_tokens = [(i, _loss_tokens(mask, i)) for i in range(logps.shape[0])]
     return [_mean_log_off_policy_ratio(logps, sampling_logps, i, tokens) for i, tokens in rows_of_tokens if tokens]
 
 
 def off_policy_sequence(
-    advantages: torch.Tensor, logps: torch.Tensor, sampling_logps: torch.Tensor, mask: torch.Tensor, delta: float
-) -> torch.Tensor:
+    advantages: Tensor, logps: Tensor, sampling_logps: Tensor, mask: Tensor, delta: float
+) -> Tensor:
     """Off-policy sequence masking, arXiv 2512.02556, section 3.1. ``advantages`` is (B,) or (B, T).
 
     M_it = 0 if A_i < 0 and (1/|y_i|) sum_t log( pi_sampling(y_it) / pi_theta(y_it) ) > delta, else 1
@@ -130,9 +128,7 @@ def off_policy_sequence(
     return off_policy_token(torch.tensor(means), logps, sampling_logps, mask, delta)
 
 
-def off_policy_token(
-    advantages: torch.Tensor, logps: torch.Tensor, sampling_logps: torch.Tensor, mask: torch.Tensor, delta: float
-) -> torch.Tensor:
+def off_policy_token(advantages: Tensor, logps: Tensor, sampling_logps: Tensor, mask: Tensor, delta: float) -> Tensor:
     """`off_policy_sequence` with the sign of each token's own advantage. ``advantages`` is (B,) or (B, T).
 
     M_it = 0 if A_it < 0 and (1/|y_i|) sum_t log( pi_sampling(y_it) / pi_theta(y_it) ) > delta, else 1
@@ -147,9 +143,7 @@ def off_policy_token(
     return keep
 
 
-def geometric(
-    old_logps: torch.Tensor, sampler_logps: torch.Tensor, mask: torch.Tensor, low: float, high: float
-) -> torch.Tensor:
+def geometric(old_logps: Tensor, sampler_logps: Tensor, mask: Tensor, low: float, high: float) -> Tensor:
     """Keep sequence i iff low <= exp( (1/|y_i|) sum_t log( pi_old(y_it) / mu(y_it) ) ) <= high.
 
     An unscored token adds 0 to the sum and counts in |y_i|.
@@ -163,7 +157,7 @@ def geometric(
     return keep
 
 
-def veto(old_logps: torch.Tensor, sampler_logps: torch.Tensor, mask: torch.Tensor, threshold: float) -> torch.Tensor:
+def veto(old_logps: Tensor, sampler_logps: Tensor, mask: Tensor, threshold: float) -> Tensor:
     """Drop sequence i iff pi_old(y_it) / mu(y_it) < threshold at any of its loss tokens.
 
     An unscored token is no evidence: it never drops its sequence.
@@ -176,16 +170,10 @@ def veto(old_logps: torch.Tensor, sampler_logps: torch.Tensor, mask: torch.Tenso
     return keep
 
 
-def rows(keep: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+def rows(keep: Tensor, mask: Tensor) -> Tensor:
     """The (B,) form of a mask that keeps or drops whole sequences; 1.0 for a row without a loss token."""
-    per_row = torch.ones(mask.shape[0], dtype=torch.float64)
-    for i in range(mask.shape[0]):
-        tokens = _loss_tokens(mask, i)
-        for t in tokens:
-            if float(keep[i, t]) != float(keep[i, tokens[0]]):
-                raise ValueError(f"row {i} is neither kept nor dropped as a whole")
-            per_row[i] = float(keep[i, t])
-    return per_row
+    per_row = [min([float(keep[i, t]) for t in _loss_tokens(mask, i)], default=1.0) for i in range(mask.shape[0])]
+    return torch.tensor(per_row, dtype=torch.float64)
 
 
 # Mismatch between pi_old and mu, over all loss tokens of all rows; w = pi_old(y_it) / mu(y_it)
@@ -193,7 +181,7 @@ def rows(keep: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
 # A token that mu could not score (NaN) is left out, so n counts the others.
 
 
-def mismatch_log_ratios(old_logps: torch.Tensor, sampler_logps: torch.Tensor, mask: torch.Tensor) -> list[float]:
+def mismatch_log_ratios(old_logps: Tensor, sampler_logps: Tensor, mask: Tensor) -> list[float]:
     """log w of every scored loss token, row by row."""
     pairs = [(old_logps[i, t], sampler_logps[i, t]) for i in range(mask.shape[0]) for t in _loss_tokens(mask, i)]
     return [float(old) - float(sampler) for old, sampler in pairs if not math.isnan(float(sampler))]
@@ -203,23 +191,23 @@ def _mean(values: list[float]) -> float:
     return sum(values) / len(values)
 
 
-def mismatch_mean_log_ratio(*batch: torch.Tensor) -> float:
+def mismatch_mean_log_ratio(*batch: Tensor) -> float:
     """(1/n) sum log w."""
     return _mean(mismatch_log_ratios(*batch))
 
 
-def mismatch_k3(*batch: torch.Tensor) -> float:
+def mismatch_k3(*batch: Tensor) -> float:
     """(1/n) sum (w - 1 - log w), an estimate of KL(mu || pi_old) on tokens sampled from mu."""
     return _mean([math.exp(log_w) - 1.0 - log_w for log_w in mismatch_log_ratios(*batch)])
 
 
-def mismatch_shares(*batch: torch.Tensor) -> tuple[float, float]:
+def mismatch_shares(*batch: Tensor) -> tuple[float, float]:
     """Shares of the n tokens with w > 2 and with w < 1/2."""
     ratios = [math.exp(log_w) for log_w in mismatch_log_ratios(*batch)]
     return _mean([float(w > 2.0) for w in ratios]), _mean([float(w < 0.5) for w in ratios])
 
 
-def mismatch_effective_sample_size(*batch: torch.Tensor) -> float:
+def mismatch_effective_sample_size(*batch: Tensor) -> float:
     """(sum w)^2 / (n sum w^2), as a share: 1 where all w are equal, 1/n where one token has all the weight."""
     ratios = [math.exp(log_w) for log_w in mismatch_log_ratios(*batch)]
     return sum(ratios) ** 2 / (len(ratios) * sum(w * w for w in ratios))

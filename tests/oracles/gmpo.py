@@ -19,7 +19,7 @@ e^0.4 = 1.491825.
 
 import math
 
-import torch
+from torch import Tensor
 
 from tests.oracles.losses import Result, _loss_tokens, _token_ratio, _zero_grad
 
@@ -29,32 +29,23 @@ def _factor(rho: float, a: float, low: float, high: float, delta: float | None) 
 
     With ``delta``, the unclipped branch is min(rho, delta) A. If both branches are equal, the unclipped one is active.
     """
-    unclipped, unclipped_moves = rho * a, True
-    if delta is not None and rho > delta:
-        unclipped, unclipped_moves = delta * a, False
-
-    clipped, clipped_moves = rho * a, True
-    if rho < math.exp(-low):
-        clipped, clipped_moves = math.exp(-low) * a, False
-    elif rho > math.exp(high):
-        clipped, clipped_moves = math.exp(high) * a, False
-
-    if unclipped <= clipped:
-        return abs(unclipped), unclipped_moves
-    return abs(clipped), clipped_moves
+    bounded = rho if delta is None else min(rho, delta)
+    clipped = min(max(rho, math.exp(-low)), math.exp(high))
+    active = bounded if bounded * a <= clipped * a else clipped
+    return abs(active * a), active == rho
 
 
 def gmpo(
-    logps: torch.Tensor,
-    old_logps: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
+    logps: Tensor,
+    old_logps: Tensor,
+    advantages: Tensor,
+    mask: Tensor,
     *,
     low: float,
     high: float,
     delta: float | None = None,
-    keep: torch.Tensor | None = None,
-    weights: torch.Tensor | None = None,
+    keep: Tensor | None = None,
+    weights: Tensor | None = None,
 ) -> Result:
     """GMPO, arXiv 2507.20673, eq. 4. ``advantages`` and ``keep`` are (B,), ``weights`` is (B, 1) or (B, T).
 
@@ -90,13 +81,7 @@ def gmpo(
 
 
 def clipped_share(
-    logps: torch.Tensor,
-    old_logps: torch.Tensor,
-    advantages: torch.Tensor,
-    mask: torch.Tensor,
-    *,
-    low: float,
-    high: float,
+    logps: Tensor, old_logps: Tensor, advantages: Tensor, mask: Tensor, *, low: float, high: float
 ) -> tuple[float, float]:
     """Return the shares of all loss tokens that are held at the lower and at the upper bound; 0 without loss tokens.
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import Tensor
 
 Name = tuple[int, int]
 
@@ -16,8 +17,8 @@ Name = tuple[int, int]
 class Batch:
     """A padded batch."""
 
-    ids: torch.Tensor
-    mask: torch.Tensor
+    ids: Tensor
+    mask: Tensor
     prompt_columns: int
 
     @property
@@ -25,13 +26,13 @@ class Batch:
         return self.ids.shape[0], self.ids.shape[1]
 
     @property
-    def labels(self) -> torch.Tensor:
+    def labels(self) -> Tensor:
         """The tokens of the completions, as TRL asks for them."""
         labels = self.ids.masked_fill(self.mask == 0, -100)
         labels[:, : self.prompt_columns] = -100
         return labels
 
-    def with_ids(self, ids: torch.Tensor) -> "Batch":
+    def with_ids(self, ids: Tensor) -> "Batch":
         return Batch(ids, self.mask, self.prompt_columns)
 
 
@@ -55,7 +56,7 @@ class Segment:
     prefix: list[Name] = field(default_factory=list)
 
 
-def real_columns(mask: torch.Tensor, row: int) -> list[int]:
+def real_columns(mask: Tensor, row: int) -> list[int]:
     return [column for column in range(mask.shape[1]) if mask[row, column]]
 
 
@@ -95,15 +96,13 @@ def seen(parts: Sequence[Segment], window: int | None = None) -> dict[Name, set[
     return result
 
 
-def visible(order: Sequence[Name], parts: Sequence[Segment], window: int | None = None) -> torch.Tensor:
+def visible(order: Sequence[Name], parts: Sequence[Segment], window: int | None = None) -> Tensor:
     """(N, N): whether the token in a row attends to the token in a column, both in `order`."""
     sees = seen(parts, window)
     return torch.tensor([[key in sees[query] for key in order] for query in order])
 
 
-def attention(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, allowed: torch.Tensor, scale: float
-) -> torch.Tensor:
+def attention(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scale: float) -> Tensor:
     """Softmax attention, (H, N, D) of each, one query at a time over the keys it may see, in float64; (N, H, D)."""
     repeats = query.shape[0] // key.shape[0]
     heads = []
@@ -132,7 +131,7 @@ def scatter(
     return result
 
 
-def alone(model: Any, batch: Batch, temperature: float = 1.0) -> tuple[torch.Tensor, torch.Tensor]:
+def alone(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies (B, T) of the completions, each sequence by itself, its padding cut away."""
     ids, mask, prompt_columns = batch.ids, batch.mask, batch.prompt_columns
     width = ids.shape[1] - prompt_columns
@@ -144,7 +143,7 @@ def alone(model: Any, batch: Batch, temperature: float = 1.0) -> tuple[torch.Ten
         if columns:
             index = torch.tensor(columns)
             logits = model(input_ids=ids[row, index][None], position_ids=index[None], use_cache=False).logits
-            rows = torch.log_softmax(logits[0].double() / temperature, -1)
+            rows = torch.log_softmax(logits[0].double(), -1)
             for place, column in enumerate(columns):
                 if column >= prompt_columns and place > 0:
                     before = rows[place - 1]

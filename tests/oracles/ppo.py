@@ -1,21 +1,12 @@
 """Reference values for PPO with a critic on token sequences, written from the papers' formulas alone.
 
-The code loops over completions ``i`` and tokens ``t`` on Python floats (IEEE float64).
+The code loops over completions ``i`` and tokens ``t`` on Python floats (IEEE float64). A table is (B, T), a list of
+lists or a float64 tensor. ``mask[i][t]`` is True for an action token: a token that the policy has sampled. Tool output
+between two action tokens is part of the state of the second one, so each function works on the list of the action
+tokens and returns 0 at all other tokens. Numbers at other tokens are never read. They may be NaN.
 
-* A table is (B, T): a list of lists, or a float64 tensor. Tokens of shorter completions are padded.
-* ``mask[i][t]`` is True for an action token: a token that the policy has sampled. Tool output and padding are False.
-* The time step of the formulas is the action token. Tool output between two action tokens is part of the state of the
-  second one. Each function therefore works on the list of the action tokens, and returns 0 at all other tokens.
-* Numbers at other tokens are never read. They may be NaN.
-
-Papers:
-
-* GAE: Schulman et al. 2015, arXiv 1506.02438.
-* PPO: Schulman et al. 2017, arXiv 1707.06347, and the code of OpenAI baselines, `ppo2/model.py`.
-* Fine-tuning language models from human preferences: Ziegler et al. 2019, arXiv 1909.08593, and its code,
-  `lm_human_preferences/train_policy.py`.
-* InstructGPT: Ouyang et al. 2022, arXiv 2203.02155.
-* VAPO: Yue et al. 2025, arXiv 2504.05118.
+Papers: GAE, arXiv 1506.02438. PPO, arXiv 1707.06347, and `ppo2/model.py` of OpenAI baselines. Fine-tuning language
+models from human preferences, arXiv 1909.08593, and its code. InstructGPT, arXiv 2203.02155. VAPO, arXiv 2504.05118.
 """
 
 import math
@@ -34,9 +25,6 @@ def _actions(row: Row) -> list[int]:
 
 def _zeros(mask: Table) -> list[list[float]]:
     return [[0.0] * len(row) for row in mask]
-
-
-# Advantages
 
 
 def gae(
@@ -88,9 +76,6 @@ def length_adaptive_lambda(alpha: float, length: int) -> float:
     if length == 0:
         return 0.0
     return min(max(1.0 - 1.0 / (alpha * length), 0.0), 1.0)
-
-
-# Rewards
 
 
 def token_rewards(
@@ -179,9 +164,6 @@ def whiten(values: Table, mask: Table, shift_mean: bool = True) -> list[list[flo
     return whitened
 
 
-# The critic
-
-
 def value_loss(
     values: Table, old_values: Table, returns: Table, mask: Table, cliprange: float | None
 ) -> list[list[float]]:
@@ -209,9 +191,6 @@ def value_loss(
                 clipped = min(max(v, old - cliprange), old + cliprange)
                 losses[i][t] = 0.5 * max((v - target) ** 2, (clipped - target) ** 2)
     return losses
-
-
-# All of it
 
 
 def ppo_targets(

@@ -18,8 +18,6 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-# Scores and what they say of a set
-
 
 def scores(
     hidden: Tensor,
@@ -89,9 +87,6 @@ def entropies(z: Tensor) -> Tensor:
     return -(log_p.exp() * log_p).sum(1)
 
 
-# Sampling rules: which of the candidates are left, in ascending order
-
-
 def _top_k(z_row: Tensor, k: int, candidates: Sequence[int]) -> list[int]:
     """The k highest of the candidates, and all that tie with the last of these.
 
@@ -153,9 +148,6 @@ def sampled_from(z_row: Tensor, *, top_k: int = 0, top_p: float = 1.0, min_p: fl
         left = _top_k(z_row, top_k, left)
     left = _top_p(z_row, top_p, left)
     return left if min_p is None else _min_p(z_row, min_p, left)
-
-
-# Pieces
 
 
 def _members(row: Tensor, s: Sequence[int]) -> list[int]:

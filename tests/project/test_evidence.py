@@ -34,22 +34,18 @@ def evidence() -> Iterator[Any]:
         del sys.modules[name]
 
 
-def coin(evidence: Any, **options: Any) -> Any:
-    """Return a task of one token, 1 of which earns 1, the policy at 1/2, and the pass with a sampler at 1/4."""
+def coin(evidence: Any) -> Any:
+    """Return a task of one token, 1 of which earns 1, the policy at 1/2, and the pass with an old policy at 1/4."""
     task = evidence.exact.Task.of(2, 1, lambda _: torch.tensor([0.0, 1.0], dtype=torch.float64))
-    theta, other = torch.zeros(1, 2, dtype=torch.float64), torch.tensor([[3.0, 1.0]], dtype=torch.float64).log()
+    theta, old = torch.zeros(1, 2, dtype=torch.float64), torch.tensor([[3.0, 1.0]], dtype=torch.float64).log()
     softmax = evidence.exact.softmax
-    old = other if options.get("stale") else theta
-    given = evidence.exact.Pass.of(task, softmax, theta, softmax(old), softmax(other))
+    given = evidence.exact.Pass.of(task, softmax, theta, softmax(old), softmax(old))
     return task, given, task.gradient(softmax, theta)
 
 
 def close(outcome: Tensor, *expected: float) -> bool:
     """Compare bias, 1 - cosine and variance."""
     return within((outcome[: len(expected)] - torch.tensor(expected, dtype=torch.float64)).abs(), EXACT)
-
-
-# ---------------------------------------------------------------------------------------------------------- by hand
 
 
 def test_staleness_by_hand(evidence: Any) -> None:
@@ -59,7 +55,7 @@ def test_staleness_by_hand(evidence: Any) -> None:
     1/2 * 3/4 * 1/2 + 1/2 * 1/4 * 1/2 = 1/4. Its second moment is 1/4 * (2 * 3/4)^2 / 2 + 3/4 * (2/3 * 1/4)^2 / 2 =
     7/24, so its variance is 7/24 - 1/8 = 1/6, and 4/3 of |true|^2 = 1/8. A clip at 0.2 stops both tokens.
     """
-    task, given, true = coin(evidence, stale=True)
+    task, given, true = coin(evidence)
     assert within((true - torch.tensor([[-0.25, 0.25]])).abs(), EXACT)
     Method = evidence.exact.Method
     assert close(Method("none").outcome(given, task, true), 1 / 4, 0, 3 / 16)
@@ -75,102 +71,19 @@ def test_staleness_by_hand(evidence: Any) -> None:
     assert close(Method("token", INF, off_policy_mask_threshold=0.41).outcome(given, task, true), 0, 0)
 
 
-def test_mismatch_by_hand(evidence: Any) -> None:
-    """The weights are 2/3 and 2. Without them 3/16 of 1/4; a limit of 3/2 leaves 9/64 + 4/64 = 13/64 of 16/64."""
-    task, given, true = coin(evidence)
-    Method = evidence.exact.Method
-    assert close(Method().outcome(given, task, true), 1 / 4, 0, 3 / 16)
-    for kind, limit, bias in itertools.product(("token", "sequence"), (3.0, 1.5), (0.0,)):
-        options = {"vllm_importance_sampling_clip_max": limit}
-        truncated = Method(vllm_importance_sampling_mode=f"{kind}_truncate", **options).outcome(given, task, true)
-        masked = Method(vllm_importance_sampling_mode=f"{kind}_mask", **options).outcome(given, task, true)
-        assert close(truncated, bias if limit == 3 else 3 / 16, 0)
-        assert close(masked, bias if limit == 3 else 3 / 4, 0)  # 4/64 of 16/64 is left
-    # the veto drops token 0, the geometric mask token 1: 3/32 of 8/32 is left
-    assert close(Method(token_veto_threshold=0.7).outcome(given, task, true), 5 / 8, 0)
-    assert close(Method(geometric_mask_range=(0.5, 1.9)).outcome(given, task, true), 5 / 8, 0)
-    assert close(Method(token_veto_threshold=0.6, geometric_mask_range=(0.6, 2.1)).outcome(given, task, true), 1 / 4)
-
-
-def test_the_weights_of_two_tokens_by_hand(evidence: Any) -> None:
-    """Ratios 2 and 2: the product is 4, above the limit of 3."""
+def test_the_weights_by_hand(evidence: Any) -> None:
+    """Ratios 2 and 2 of two tokens: the product is 4."""
     double = torch.full((1, 2), 2.0, dtype=torch.float64).log()
     zero = torch.zeros_like(double)
     given = evidence.exact.Pass(zero, double, zero, zero)
     mask = torch.ones(1, 2, dtype=torch.bool)
-    modes = {"token_truncate": [2, 2], "token_mask": [2, 2], "sequence_truncate": [3], "sequence_mask": [0]}
-    for mode, expected in modes.items():
-        method = evidence.exact.Method(vllm_importance_sampling_mode=mode)
-        assert within((method.engine_weights(given, mask) - torch.tensor(expected)).abs(), EXACT)
-
-
-def test_truncation_by_hand(evidence: Any) -> None:
-    """Probabilities 1/2, 3/10, 1/5; token 1 earns 1. Top-p 0.8 keeps two tokens with 5/8 and 3/8.
-
-    All tokens: 3/8 * 5/8 * ((-0.5, 0.7, -0.2) - (0.5, -0.3, -0.2)) = 15/64 * (-1, 1, 0), which is also the gradient
-    of the truncated policy. That of the policy of all tokens is 0.3 * (-0.5, 0.7, -0.2). The weight is 4/5.
-    """
-    exact, truncation = evidence.exact, evidence.truncation
-    theta = torch.tensor([[0.5, 0.3, 0.2]], dtype=torch.float64).log()
-    is_kept = truncation.top_p_sets(exact.softmax(theta), 0.79)
-    assert is_kept.tolist() == [[True, True, False]]
-    task = exact.Task.of(3, 1, lambda _: torch.tensor([0.0, 1.0, 0.0], dtype=torch.float64))
-    drawn = exact.Task(task.tokens[:2], task.mask[:2], task.prefixes[:2], task.rewards[:2])
-    policy = truncation.kept_policy(is_kept)
-    assert within((policy(theta)[0, :2].exp() - torch.tensor([5 / 8, 3 / 8])).abs(), EXACT)
-    true = torch.tensor([-15 / 64, 15 / 64, 0], dtype=torch.float64)
-    full = torch.tensor([-0.15, 0.21, -0.06], dtype=torch.float64)
-    assert within((task.gradient(exact.softmax, theta) - full).abs(), EXACT)
-    given = exact.Pass.of(drawn, exact.softmax, theta, exact.softmax(theta), policy(theta))
-    kept = exact.Pass.of(drawn, policy, theta, policy(theta))
-    away = math.dist((-15 / 64, 15 / 64, 0), (-0.15, 0.21, -0.06)) / math.hypot(-0.15, 0.21, -0.06)
-    truncate = exact.Method(vllm_importance_sampling_mode="token_truncate")
-    for passes in (given, kept):
-        assert close(exact.Method().outcome(passes, drawn, true), 0, 0)
-        assert close(exact.Method().outcome(passes, drawn, full), away)
-    assert close(truncate.outcome(given, drawn, true), 1 / 5, 0)
-    assert close(truncate.outcome(kept, drawn, true), 0, 0)
-
-
-def test_routes_by_hand(evidence: Any) -> None:
-    """The gates are 3/6 and 1/6, so token 0 has the odds 5 : 5 live, and 5/3 : 5 on the route to expert 1."""
-    routes = evidence.routes
-    model = routes.Mixture()
-    hidden = torch.eye(1, routes.WIDTH, dtype=torch.float64)
-    with torch.no_grad():
-        model.layers[0].gate.weight[0, 0] = math.log(3)
-        model.layers[0].experts[0][0, 0, 0] = 2 * math.log(5)
-        model.layers[0].experts[0][1, 0, 0] = 6 * math.log(5 / 3)
-        live = model(hidden).exp()
-        with routes.Routers(model).replaying(torch.tensor([[[1]]], dtype=torch.uint8)):
-            replayed = model(hidden).exp()
-    assert within((live[0, 0] - 1 / 2).abs(), EXACT) and within((replayed[0, 0] - 1 / 4).abs(), EXACT)
-    # completions come from expert 1: as in the other cases by hand, 3/4 of the gradient is left without a weight
-    exact = evidence.exact
-    task = exact.Task.of(6, 1, lambda _: torch.eye(6, dtype=torch.float64)[0])
-    given = exact.Pass.of(task, exact.softmax, live.log(), live.log(), replayed.log())
-    true = task.gradient(exact.softmax, live.log())
-    assert close(exact.Method().outcome(given, task, true), 1 / 4, 0)
-
-
-def test_lengths_by_hand(evidence: Any) -> None:
-    """The second token of two ends. All logits are 0: lengths 1 and 2 with 1/2, and length 2 earns 1.
-
-    Row 0 gets 1/8 from each length, 1/4 in all, which is p (1 - p). A mean over tokens, times the mean length 3/2,
-    gives 3/2 * 1/8 + 3/4 * 1/8 = 9/32, an eighth too much.
-    """
-    exact = evidence.exact
-    task = exact.Task.of(2, 2, lambda n: torch.tensor([1.0, 1.0, 0.0], dtype=torch.float64)[:n], ends=True)
-    assert [row[mask].tolist() for row, mask in zip(task.tokens, task.mask, strict=True)] == [[0, 0], [0, 1], [1]]
-    theta = torch.zeros(2, 2, dtype=torch.float64)
-    given, true = exact.Pass.of(task, exact.softmax, theta, exact.softmax(theta)), task.gradient(exact.softmax, theta)
-    assert within((true - torch.tensor([[0.25, -0.25], [0, 0]])).abs(), EXACT)
-    assert close(exact.Method().outcome(given, task, true), 1 / 8, 0)
-    for reduction in ("step_tokens", "constant"):
-        assert close(exact.Method(reduction=reduction).outcome(given, task, true), 0, 0)
-
-
-# ------------------------------------------------------------------------------------------------------- identities
+    at_3 = {"token_truncate": [2, 2], "token_mask": [2, 2], "sequence_truncate": [3], "sequence_mask": [0]}
+    at_1_5 = {"token_truncate": [1.5, 1.5], "token_mask": [0, 0]}
+    for limit, modes in ((3.0, at_3), (1.5, at_1_5), (5.0, {"sequence_truncate": [4], "sequence_mask": [4]})):
+        for mode, expected in modes.items():
+            options = {"vllm_importance_sampling_mode": mode, "vllm_importance_sampling_clip_max": limit}
+            weights = evidence.exact.Method(**options).engine_weights(given, mask)
+            assert within((weights - torch.tensor(expected)).abs(), EXACT)
 
 
 def biases(outcomes: dict[str, Tensor], *names: str) -> Tensor:
@@ -225,16 +138,6 @@ def test_counts_stand_for_all_orders(evidence: Any) -> None:
         assert within((short - long).abs(), 1e-9)
 
 
-def test_derivatives_of_rows_are_all_derivatives(evidence: Any) -> None:
-    exact, truncation = evidence.exact, evidence.truncation
-    theta = exact.gaussians(3, 4, 3)
-    kept = truncation.kept_policy(truncation.top_p_sets(exact.softmax(theta), 0.8))
-    for policy in (exact.softmax, kept):
-        whole: Any = torch.autograd.functional.jacobian(policy, theta)
-        finite = policy(theta).isfinite()
-        assert within((exact.derivatives(policy, theta) - whole.flatten(2))[finite].abs(), EXACT)
-
-
 def test_the_true_gradient_is_the_slope_of_the_return(evidence: Any) -> None:
     """J by a loop over completions, and central differences."""
     task, theta = evidence.staleness.problem(0)
@@ -255,9 +158,6 @@ def test_the_true_gradient_is_the_slope_of_the_return(evidence: Any) -> None:
         step[row, token] = 1e-5
         slope = (expected(theta + step) - expected(theta - step)) / 2e-5
         assert within(abs(slope - float(true[row, token])), 1e-9)
-
-
-# --------------------------------------------------------------------------------------------- the trainer, the page
 
 
 METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {

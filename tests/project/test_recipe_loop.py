@@ -1,13 +1,11 @@
 """DeepSeekMath's loop: its settings, a small run of each arm from one start, and the comparison of the arms."""
 
-import functools
 import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import trl_steady
 from tests.tools import recipe
 from tests.tools.recipe import is_picture, moved, parse
 
@@ -27,9 +25,7 @@ def test_the_recipe_has_the_papers_loop(recipes: Any) -> None:
 
 
 @pytest.mark.slow
-def test_each_arm_runs_on_a_tiny_model(
-    smollm2: Any, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_each_arm_runs_on_a_tiny_model(smollm2: Any, models: dict[str, Path], tmp_path: Path) -> None:
     found, files = {}, []
     for arm in smollm2.arms.ARMS:
         few = {"max_steps": 6, "steps_per_generation": 2, "ref_model_sync_steps": 2, "initial_prompts": 8}
@@ -41,10 +37,6 @@ def test_each_arm_runs_on_a_tiny_model(
         assert (tmp_path / arm / "adapter/reward").is_dir() == (arm != "rule")
         assert json.loads((tmp_path / arm / "results.json").read_text())["objective"]["arm"] == arm
         files.append(str(tmp_path / arm / "results.json"))
-    printed = capsys.readouterr().out
-    assert printed.count("Training the initial reward model") == printed.count("-- reward model after update 0") == 3
-    assert printed.count("-- reward model after update ") == 1 + 3 + 3 and printed.count("  score ") == 3 * 3
-
     trained = {arm: [row["step"] for row in results["reward_refreshes"]] for arm, results in found.items()}
     assert trained == {"rule": [], "frozen": [0], "retrained": [0, 2, 4], "without_replay": [0, 2, 4]}
     replayed = {arm: [row["replayed"] > 0 for row in results["reward_refreshes"]] for arm, results in found.items()}
@@ -56,54 +48,24 @@ def test_each_arm_runs_on_a_tiny_model(
     scores = {arm: smollm2.arms.scores(results)[1] for arm, results in found.items()}
     assert scores.pop("rule") == [] and len({own[0] for own in scores.values()}) == 1
     assert len({own[1] for own in scores.values()}) == 3  # after the first training
-    assert smollm2.arms.knowledge(found["retrained"])[0] == [2, 4] and not smollm2.arms.knowledge(found["frozen"])[0]
 
     smollm2.arms.main(str(tmp_path / "arms.png"), *files)
     assert is_picture(tmp_path / "arms.png")
-    rows = capsys.readouterr().out.splitlines()
-    assert len(rows) == 2 + 4 * 2 * 2 and rows[2].startswith("| frozen | rule | 0 | ")
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:vllm_max_model_length:UserWarning")  # without an engine here
-@pytest.mark.parametrize("objective", ["pointwise", "steps"])
-def test_the_7b_config_runs_with_a_reward_model(
-    recipes: Any, gsm8k: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, objective: str
-) -> None:
+def test_the_7b_config_runs_with_a_reward_model(recipes: Any, gsm8k: Path, tmp_path: Path) -> None:
     """The command of the README, on a tiny model, tiny data and one process."""
     few = recipe.FROM_HUB | {"model_name": gsm8k, "lora_r": 4, "learning_rate": 0.01, "reward_learning_rate": 0.01}
     few |= {"steps_per_generation": 2, "max_steps": 4, "ref_model_sync_steps": 2, "initial_prompts": 4}
-    few |= {"eval_strategy": "no", "eval_on_start": False, "reward_objective": objective}
+    few |= {"eval_strategy": "no", "eval_on_start": False}
     few |= {"held_out": 10, "samples": 2, "output_dir": tmp_path / "out"}
-    if objective == "steps":  # a random model writes no blank lines
-        by_letter = functools.partial(trl_steady.RewardAdapter, splitter=trl_steady.rewards.by_regex("[a-z]"))
-        monkeypatch.setattr(recipes.deepseekmath_loop, "RewardAdapter", by_letter)
     kinds = recipe.dataclasses(recipes, NAME)
     results = recipes.deepseekmath_loop.main(*parse(recipes, "iterative_grpo/deepseekmath-7b", kinds, **few))
     assert [row["step"] for row in results["reward_refreshes"]] == [0, 2]
     assert recipes.arms.truths(results)[0] == recipes.arms.scores(results)[0] == [1, 3]
     assert moved(tmp_path / "out/adapter", gsm8k)
-
-
-def run(arm: str, seed: int, greedy: str, start: float = 0.5) -> dict[str, Any]:
-    return {
-        "seed": seed,
-        "objective": {"arm": arm},
-        "recipe": {"samples": 2},
-        "right answers to each held-out problem": {"sampled": {"after": "0212"}, "greedy": {"after": greedy}},
-        "history": [{"step": 1, "reward": 0.1, "reward_model/new/held_out/accuracy": start}],
-    }
-
-
-def test_the_arms_are_compared_problem_by_problem(recipes: Any) -> None:
-    runs = [run("frozen", 0, "0100"), run("retrained", 0, "1101"), run("retrained", 1, "1111"), run("rule", 1, "0000")]
-    found = recipes.arms.differences(runs)
-    pairs = [("rule", "retrained", "1"), ("rule", "retrained", "mean"), ("frozen", "retrained", "0")]
-    pairs.append(("frozen", "retrained", "mean"))
-    assert list(found) == [(*pair, decoding) for pair in pairs for decoding in ("greedy", "sampled")]
-    assert found["frozen", "retrained", "0", "greedy"][:3] == (0.25, 0.75, 0.5)
-    assert found["rule", "retrained", "mean", "greedy"] == (0, 1, 1, 1, 1)
-    assert "| retrained | frozen | 0 | greedy | 25.0% | 75.0% | +50.0% |" in recipes.arms.table(found)
 
 
 def test_the_recorded_runs_are_what_the_readme_says(recipes: Any) -> None:

@@ -27,11 +27,8 @@ COMPLETIONS = {
     "1123345569</s>": True,
     "1123345569</s><pad>": True,  # what generation fills up with
     "1123345569": False,  # has not ended
-    "1123345569<pad>": False,
     "112334556</s>": False,
-    "11233455690</s>": False,
     "1123345596</s>": False,
-    "</s>": False,
     "": False,
 }
 
@@ -66,14 +63,6 @@ def test_four_updates_for_each_rollout_with_the_papers_clip_ranges(recipes: Any)
         assert recipes.run.updates_per_rollout(args) == 4 and args.max_steps % 4 == 0
         assert script.adapter is None and args.max_completion_length == recipes.digits.DIGITS + 1
         assert (args.router_replay or "None") == options.get("router_replay", "None")
-
-
-def test_changes_of_routes_are_counted_in_whatever_order(recipes: Any) -> None:
-    before = [torch.tensor([[0, 1], [2, 3], [0, 1]]), torch.tensor([[0, 1], [0, 1], [0, 1]])]
-    after = [torch.tensor([[1, 0], [2, 1], [2, 3]]), torch.tensor([[0, 1], [1, 0], [2, 3]])]
-    tokens = torch.tensor([[True, True, False]])
-    assert recipes.probe.changed(before, after, tokens) == 1 / 8  # one of two tokens, two layers, two experts
-    assert recipes.probe.changed(before, before, tokens) == 0
 
 
 def test_the_probe_replays_as_the_package_does(digits: Any) -> None:
@@ -120,23 +109,14 @@ def test_each_variant_runs_on_a_smaller_model(
     assert json.loads((output / "results.json").read_text())["objective"] == results["objective"]
 
 
-def test_the_table_has_the_seeds_and_their_mean(recipes: Any) -> None:
-    def results(seed: int, after: float, replay: str | None) -> dict[str, Any]:
-        row = dict.fromkeys(recipes.variants.COLUMNS, 0.125)
-        way = {"before": 0.5, "after": after}
-        return {
-            "seed": seed,
-            "objective": {"loss_type": "grpo", "router_replay": replay},
-            "accuracy": {"sampled": way, "greedy": way},
-            "history": [{"step": 4, **row}, {"step": 8, **row}, {"step": 8, "reward": 1.0}],
-        }
-
-    found = recipes.variants.table([results(1, 0.75, None), results(0, 0.25, None), results(0, 1.0, "R2")])
-    rows = [line.split(" | ") for line in found.splitlines()[2:]]
-    assert [tuple(row[:3]) for row in rows] == [
-        ("| GRPO", "0", "25.0%"),
-        ("| GRPO", "1", "75.0%"),
-        ("| GRPO", "mean", "50.0%"),
-        ("| GRPO, R2", "0", "100.0%"),
-    ]
-    assert rows[0][4:] == ["100.0%", "12.50%", "0.125", "0.125", "12.50%", "12.50% |"]
+def test_the_recorded_runs_are_what_the_readme_says(recipes: Any) -> None:
+    """The cells of the page have each seed and the mean, or the mean."""
+    folder = recipe.FOLDER / "moe"
+    readme = (folder / "README.md").read_text().replace("%", "")
+    runs = [json.loads(file.read_text()) for file in (folder / "results").glob("*.json")]
+    rows = [line[2:-2].split(" | ") for line in recipes.variants.table(runs).replace("%", "").splitlines()]
+    for label in VARIANTS:
+        *seeds, mean = (row[2:] for row in rows if row[0] == label)
+        ways = [f"{', '.join(row[way] for row in seeds)} ({mean[way]})" for way in (0, 1)]
+        cells = [*ways, mean[2], mean[3], f"{mean[4]}, {mean[5]}", f"{mean[6]}, {mean[7]}"]
+        assert f"| {label} | {' | '.join(cells)} |" in readme

@@ -67,15 +67,6 @@ def test_the_one_command_trains_a_tiny_model(
     assert moved(tmp_path / "out", tmp_path / "model")
 
 
-def test_make_runs_the_commands_of_the_readme() -> None:
-    readme, makefile = (path.read_text() for path in (FOLDER / "README.md", ROOT / "Makefile"))
-    unpack = "recipes/common/smollm2.py outputs/smollm2-135m"
-    train = "grpo --config recipes/your_own_data/smollm2-135m.yaml"
-    assert f"python {unpack}\ntrl-steady {train}\n" in readme
-    assert f"$(TRAIN) {unpack}\n\t$(TRAIN) -m trl_steady {train}\n" in makefile
-    assert "model_name_or_path: outputs/smollm2-135m " in (FOLDER / "smollm2-135m.yaml").read_text()
-
-
 def test_smollm2_is_unpacked_where_it_is_asked(
     recipes: Any, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -24,20 +24,15 @@ def test_both_methods_have_the_same_answers_and_adapters(recipes: Any) -> None:
 
 
 def test_the_presets_have_their_papers_settings(recipes: Any, recwarn: pytest.WarningsRecorder) -> None:
-    found = {name: parse(recipes, f"ppo/{name}")[1] for name in ("instructgpt", "vapo", "sao")}
+    instructgpt, vapo, sao = found = [parse(recipes, f"ppo/{name}")[1] for name in ("instructgpt", "vapo", "sao")]
     assert [str(w.message) for w in recwarn if w.category is UserWarning] == []
-    assert all(isinstance(args, trl_steady.PPOConfig) and not args.cannot_act for args in found.values())
-    instructgpt, vapo, sao = found.values()
+    assert all(isinstance(args, trl_steady.PPOConfig) and not args.cannot_act for args in found)
     assert (instructgpt.kl_coef, instructgpt.epsilon, instructgpt.gamma, instructgpt.temperature) == (0.02, 0.2, 1, 1)
-    assert (instructgpt.value_init, instructgpt.value_learning_rate) == ("reward", 9e-6)
     assert (instructgpt.generation_batch_size, recipes.run.updates_per_rollout(instructgpt)) == (512, 8)
     assert instructgpt.max_steps // 8 * 512 == 256_000
-    assert "# ptx_coef: 27.8 " in (FOLDER / "instructgpt.yaml").read_text()
-    assert (vapo.learning_rate, vapo.value_learning_rate, vapo.value_warmup_steps) == (1e-6, 2e-6, 50)
     assert (vapo.lam_length_alpha, vapo.value_lam, vapo.epsilon, vapo.epsilon_high) == (0.05, 1, 0.2, 0.28)
     assert (vapo.generation_batch_size, vapo.generation_batch_size // vapo.num_generations) == (8192, 512)
-    assert (sao.learning_rate, sao.value_learning_rate, sao.value_updates) == (1e-6, 5e-6, 2)
-    assert (sao.num_generations, sao.generation_batch_size, sao.is_on_policy) == (1, 128, True)
+    assert (sao.num_generations, sao.generation_batch_size, sao.is_on_policy, sao.value_updates) == (1, 128, True, 2)
 
 
 @pytest.mark.slow

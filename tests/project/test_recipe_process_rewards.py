@@ -1,4 +1,4 @@
-"""The process reward model and the picture of advantages that the recipes have."""
+"""The recipe process_rewards: its task, and its process reward model. The picture of advantages of all recipes."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -59,20 +59,6 @@ def test_a_process_reward_model_reads_a_bos_and_a_conversation(recipes: Any) -> 
     assert chat.values == pytest.approx(prm_scores(model, tokenizer("user:p;bot:")["input_ids"], ["a", "b"], "\n", 1))
 
 
-def test_a_process_reward_model_refuses_what_it_would_read_wrongly(recipes: Any) -> None:
-    model, tokenizer, lines = prm(), tiny.tokenizer(), rewards.by_regex(r"\n")
-    with pytest.raises(ValueError, match="separator='' has no token"):
-        recipes.prm.process_reward_model(model, tokenizer, lines, separator="")
-    with pytest.raises(ValueError, match="cannot score turns"):
-        recipes.prm.process_reward_model(model, tokenizer, rewards.by_turn())(prompts=["p"], completions=[[]])
-    reward = recipes.prm.process_reward_model(model, tokenizer, lines)
-    with pytest.raises(ValueError, match=r"has 71 tokens, .* at most 64"):
-        reward(prompts=["p" * 60], completions=["a" * 10])
-    tokenizer.model_max_length = 62  # RoBERTa's positions begin behind the padding's
-    with pytest.raises(ValueError, match=r"has 63 tokens, .* at most 62"):
-        recipes.prm.process_reward_model(model, tokenizer, lines)(prompts=["p" * 60], completions=["aa"])
-
-
 def test_padding_does_not_leak_into_an_encoder(recipes: Any) -> None:
     torch.manual_seed(0)
     size = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 2, "num_attention_heads": 2}
@@ -93,5 +79,61 @@ def test_a_picture_of_advantages_has_their_colours(recipes: Any, tmp_path: Path)
     red = (pixels[..., 0] - pixels[..., 1] > 0.3).sum()
     assert green > 400
     assert red / green == pytest.approx(7 / 4, rel=0.3)  # seven characters, the line's end shown, beside four
-    recipes.advantages.advantages_png([], tmp_path / "none.png")
-    assert (tmp_path / "none.png").stat().st_size > 0
+
+
+SUM = (17, 25, 28, 14)  # 42, 70, 84
+RIGHT = "17+25=42\n42+28=70\n70+14=84"
+LINES = {
+    "right": (RIGHT, [True, True, True]),
+    "a wrong sum, and the next line goes on from it": ("17+25=41\n41+28=69\n69+14=83", [False, True, True]),
+    "a wrong sum, and the next line does not": ("17+25=41\n42+28=70\n70+14=84", [False, False, True]),
+    "a wrong last sum": ("17+25=42\n42+28=70\n70+14=85", [True, True, False]),
+    "a wrong number": ("17+25=42\n42+14=56\n56+28=84", [True, False, False]),
+    "an extra line": (RIGHT + "\n84+10=94", [True, True, False, False]),
+    "the first line three times": ("17+25=42\n17+25=42\n17+25=42", [True, False, False]),
+    "a line left out": ("17+25=42\n70+14=84", [True, False]),
+    "text at the end": (RIGHT + " done", [True, True, False]),
+    "a blank line": ("17+25=42\n\n42+28=70\n70+14=84", [True, False, False]),
+    "a zero before a sum": ("17+25=042\n042+28=70\n70+14=84", [False, True, True]),
+    "cut in the last line": (RIGHT[:-1], [True, True, False]),
+    "none": ("", []),
+}
+
+
+@pytest.mark.parametrize(("text", "right"), LINES.values(), ids=LINES)
+def test_each_line_of_a_sum_is_verified(recipes: Any, text: str, right: list[bool]) -> None:
+    assert recipes.sums.right_lines(SUM, text) == right
+    whole = text == RIGHT
+    task = recipes.sums.Sums("steps", Path())
+    for end in ("", recipes.sums.END, recipes.sums.END * 3):
+        assert task.is_right(SUM, text + end) is whole
+    assert recipes.sums.outcome_reward(SUM, text) == whole
+    steps = recipes.sums.step_rewards(SUM, text)
+    assert list(steps.values) == [share / 3 for share in right]
+    assert list(steps.ends)[-1:] == ([len(text)] if text else [])
+    assert steps.total == 1 if whole else steps.total <= 2 / 3  # nothing earns as much as the right answer
+
+
+def test_the_two_rewards_differ_in_what_is_rewarded_only(recipes: Any) -> None:
+    logged: list[tuple[str, float]] = []
+
+    def reward(rewards: str) -> list[Any]:
+        task = recipes.sums.Sums(rewards, Path())
+        return task.reward([RIGHT, LINES["a wrong last sum"][0]], [list(SUM)] * 2, lambda *row: logged.append(row))
+
+    steps, outcomes = reward("steps"), reward("outcome")
+    assert outcomes == [1.0, 0.0]
+    assert steps[0].total == 1.0 and steps[1].total == pytest.approx(2 / 3)
+    assert isinstance(steps[0], StepRewards)
+    assert logged == [("right", 0.5), ("right_lines", pytest.approx(5 / 6))] * 2
+
+
+def test_no_held_out_sum_has_the_numbers_of_another_problem(recipes: Any) -> None:
+    task = recipes.sums.Sums("steps", Path())
+    train, test = task.split(200)
+    worked = recipes.sums.draw(recipes.sums.WORKED)
+    numbers = [tuple(sorted(problem)) for problem in (*worked, *train, *test)]
+    assert (len(worked), len(train), len(test)) == (160, 2000, 200) and len(set(numbers)) == len(numbers)
+    assert any(problem != tuple(sorted(problem)) for problem in test) and task.split(200) == (train, test)
+    # right_answers puts prompts side by side without padding
+    assert {len(task.prompt(problem)) for problem in (*train, *test)} == {len(task.prompt(SUM))}

@@ -75,34 +75,17 @@ def test_each_variant_runs_on_a_smaller_model(
     assert json.loads((tmp_path / "out/results.json").read_text())["objective"] == results["objective"]
 
 
-def test_the_table_has_the_seeds_and_their_mean(recipes: Any) -> None:
-    def results(seed: int, after: float, **objective: Any) -> dict[str, Any]:
-        names = ("sampled at temperature 1, 4 each", "greedy", "sampled with top_p 0.9, 4 each")
-        logged = {"clip_ratio/region_mean": 0.25, "entropy": 0.125, "grad_norm": 0.5, "kl": after}
-        history: list[dict[str, Any]] = []
-        for step in range(1, 9):
-            ratios = {"ratio_mean": 1.0 - step / 100, "ratio_min": 0.9, "ratio_max": 1.0, "log_ratio_std": 0.1}
-            ratios |= {"kept_mass": 0.95, "kept_tokens": 1.5, "singletons": 0.75}
-            own = {f"sampler/{name}": value for name, value in ratios.items()}
-            history.append({"step": step, "sampler/update": (step - 1) % 4 + 1.0, **own})
-            history.append({"step": step, **logged, **({"reward": after / 2} if step in (1, 5) else {})})
-        return {
-            "seed": seed,
-            "objective": {"top_p": 0.9, "keep_sampling_mask": False, **objective},
-            "accuracy": {name: {"before": 0.5, "after": after} for name in names},
-            "history": history,
-        }
-
-    runs = [results(1, 0.75), results(0, 0.25), results(0, 1.0, keep_sampling_mask=True), results(0, 0.5, top_p=1.0)]
-    lines = recipes.beside.table(runs).splitlines()
-    assert lines[2:7] == [
-        "| top-p 0.9, mask off | 0 | 25.0% | 25.0% | 25.0% | 12.5% |",
-        "| top-p 0.9, mask off | 1 | 75.0% | 75.0% | 75.0% | 37.5% |",
-        "| top-p 0.9, mask off | mean | 50.0% | 50.0% | 50.0% | 25.0% |",
-        "| top-p 0.9, mask on | 0 | 100.0% | 100.0% | 100.0% | 50.0% |",
-        "| top-p 1 | 0 | 50.0% | 50.0% | 50.0% | 25.0% |",
-    ]
-    # updates 1 and 5 are the first, 4 and 8 the last of their rollouts
-    assert "| ratio in update 1, mean | 0.9700 | 0.9700 | 0.9700 |" in lines
-    assert "| ratio in update 4, mean | 0.9400 | 0.9400 | 0.9400 |" in lines
-    assert "| KL, last 10 rollouts | 0.5000 (0.2500 to 0.7500) | 1.0000 | 0.5000 |" in lines
+def test_the_recorded_runs_are_what_the_readme_says(recipes: Any) -> None:
+    """The cells of the page have each seed and the mean, or the mean."""
+    folder = recipe.FOLDER / "sampling_mask"
+    readme = (folder / "README.md").read_text().replace("%", "")
+    runs = [json.loads(file.read_text()) for file in (folder / "results").glob("[am]*.json")]
+    rows = [line[2:-2].split(" | ") for line in recipes.beside.table(runs).replace("%", "").splitlines()]
+    for label in VARIANTS:
+        *seeds, mean = (row[2:] for row in rows if row[0] == label)
+        cells = [f"{', '.join(column)} ({of_all})" for *column, of_all in zip(*seeds, mean, strict=True)]
+        assert f"| {label} | {' | '.join(cells)} |" in readme
+    ratios = [row for row in rows if row[0].startswith("ratio in update")]
+    for name, *cells in ratios:
+        assert f"| {name} | {' | '.join(cell.split(' (')[0] for cell in cells)} |" in readme
+    assert [name for name, *_ in ratios] == ["ratio in update 1, mean", "ratio in update 4, mean"]

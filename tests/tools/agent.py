@@ -166,24 +166,6 @@ def texts(reader: PreTrainedTokenizerFast) -> list[str]:
     return [reader.apply_chat_template(t, tools=tools([]), tokenize=False).rstrip("\n") for t in transcripts()]
 
 
-def unlearned(folder: Path) -> float:
-    """The most likely token that no transcript has after its beginning, relative to the likeliest token there."""
-    reader, worst = tokenizer(), 0.0
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder)
-    rows: list[list[int]] = reader(texts(reader))["input_ids"]
-    learned: dict[tuple[int, ...], set[int]] = {}
-    for row in rows:
-        for i in range(1, len(row)):
-            learned.setdefault(tuple(row[:i]), set()).add(row[i])
-    for row in rows:
-        with torch.no_grad():
-            probabilities = model(input_ids=torch.tensor([row])).logits[0].softmax(-1)
-        for i, found in enumerate(probabilities[:-1], start=1):
-            others = found.index_fill(0, torch.tensor(list(learned[tuple(row[:i])])), 0.0)
-            worst = max(worst, (others.max() / found.max()).item())
-    return worst
-
-
 def save_model(folder: Path) -> Path:
     """Save the model of `WEIGHTS`, which knows the transcripts by heart, with its tokenizer."""
     reader = tokenizer()

@@ -97,15 +97,9 @@ def rows(count: int = len(ANSWERS)) -> list[dict[str, Any]]:
 def build(
     model: Any, folder: Path, *, exact: bool = False, nf4: bool = False, known: bool = False, **options: Any
 ) -> Any:
-    """A PPO trainer whose policy, critic and reference differ.
+    """A PPO trainer whose policy, critic and reference differ; in float64 if `exact`, on rollouts of `known` answers.
 
-    Args:
-        model: Folder of the model.
-        folder: Folder for the trainer's outputs.
-        exact: True to compute in float64.
-        nf4: True to quantise the base. `lora` must be set too.
-        known: True for rollouts of known answers.
-        **options: As in `tiny.trainer`.
+    `nf4` quantises the base and needs `lora`. `options` are those of `tiny.trainer`.
     """
     built = {**(KNOWN if known else {}), **options.pop("build", {})}
     if known:

@@ -17,8 +17,6 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-__all__ = ["CUDA", "PretendedGPU", "bytes_held", "on_gpu", "pretended_gpu"]
-
 CUDA = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
 _INDEXING = ("aten.index.Tensor", "aten.index_put.default", "aten.index_put_.default")

@@ -13,8 +13,6 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
 )
 
-__all__ = ["UNBUILT", "VOCABULARY", "build", "config", "names"]
-
 VOCABULARY = 96
 WINDOW = 6
 
@@ -34,62 +32,55 @@ UNBUILT: dict[str, str] = {
 
 # Taken by every config that has the field.
 _SIZES: dict[str, Any] = {
-    # width
-    **dict.fromkeys(("hidden_size", "n_embd", "d_model", "emb_dim", "embedding_size", "embedding_dim"), 32),
-    **dict.fromkeys(("intermediate_size", "n_inner", "ffn_dim", "dff", "dim_ff", "ffn_hidden_size", "d_inner"), 48),
-    **dict.fromkeys(("decoder_ffn_dim", "encoder_ffn_dim", "feed_forward_size", "intermediate_size_mlp"), 48),
-    **dict.fromkeys(("num_attention_heads", "n_head", "n_heads", "decoder_attention_heads", "attention_heads"), 4),
-    **dict.fromkeys(("swa_num_attention_heads", "encoder_attention_heads"), 4),
-    **dict.fromkeys(("num_key_value_heads", "num_kv_heads", "swa_num_key_value_heads", "num_query_groups"), 2),
-    **dict.fromkeys(("head_dim", "swa_head_dim", "dim_head", "global_head_dim", "kv_channels", "d_head"), 8),
-    **dict.fromkeys(("attention_head_size", "attention_head_dim"), 8),
-    # depth
-    **dict.fromkeys(("num_hidden_layers", "n_layer", "n_layers", "num_layers", "decoder_layers", "encoder_layers"), 2),
-    # vocabulary
-    **dict.fromkeys(("vocab_size", "unpadded_vocab_size", "vocab_size_per_layer_input"), VOCABULARY),
-    **dict.fromkeys(("pad_token_id", "bos_token_id", "cls_token_id", "image_token_id", "eod_token_id"), 0),
-    **dict.fromkeys(("eos_token_id", "sep_token_id", "mask_token_id"), 1),
-    # how far a token sees
-    **dict.fromkeys(("sliding_window", "sliding_window_size", "window_size", "attention_window_size"), WINDOW),
-    **dict.fromkeys(("max_position_embeddings", "n_positions", "n_ctx", "max_seq_len", "context_length"), 64),
-    # experts
-    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts"), 4),
-    **dict.fromkeys(("num_experts_per_tok", "num_experts_per_token", "top_k_experts", "moe_k", "moe_topk"), 2),
-    **dict.fromkeys(("moe_intermediate_size", "shared_expert_intermediate_size", "expert_ffn_hidden_size"), 16),
-    **dict.fromkeys(("moe_shared_expert_intermediate_size", "shared_intermediate_size"), 16),
-    **dict.fromkeys(("dense_intermediate_size", "prefix_dense_intermediate_size"), 48),
-    **dict.fromkeys(
+    name: size
+    for size, names in (
+        # width
+        (32, "hidden_size n_embd d_model emb_dim embedding_size embedding_dim"),
+        (48, "intermediate_size n_inner ffn_dim dff dim_ff ffn_hidden_size d_inner decoder_ffn_dim encoder_ffn_dim"),
+        (48, "feed_forward_size intermediate_size_mlp dense_intermediate_size prefix_dense_intermediate_size"),
+        (4, "num_attention_heads n_head n_heads decoder_attention_heads attention_heads encoder_attention_heads"),
+        (4, "swa_num_attention_heads"),
+        (2, "num_key_value_heads num_kv_heads swa_num_key_value_heads num_query_groups"),
         (
-            "n_group",
-            "num_expert_group",
-            "topk_group",
-            "first_k_dense_replace",
-            "n_shared_experts",
-            "num_shared_experts",
+            8,
+            "head_dim swa_head_dim dim_head global_head_dim kv_channels d_head attention_head_size attention_head_dim",
         ),
-        1,
-    ),
-    # low rank, and sparse
-    **dict.fromkeys(("q_lora_rank", "kv_lora_rank", "o_lora_rank", "gated_norm_rank"), 16),
-    **dict.fromkeys(("qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim"), 8),
-    **dict.fromkeys(("index_head_dim", "indexer_head_dim"), 8),
-    **dict.fromkeys(("index_n_heads", "indexer_n_heads"), 2),
-    **dict.fromkeys(("index_topk",), 26),
-    # recurrent
-    **dict.fromkeys(("mamba_d_state", "state_size", "ssm_state_size"), 8),
-    **dict.fromkeys(("mamba_n_heads", "mamba_num_heads"), 8),
-    **dict.fromkeys(("mamba_d_head", "mamba_head_dim", "mamba_headdim"), 8),
-    **dict.fromkeys(("mamba_n_groups", "n_groups", "mamba_ngroups"), 2),
-    **dict.fromkeys(("linear_num_key_heads", "linear_num_value_heads"), 2),
-    **dict.fromkeys(("linear_key_head_dim", "linear_value_head_dim"), 8),
-    **dict.fromkeys(("chunk_size", "mamba_chunk_size"), 4),
-    **dict.fromkeys(("use_sliding_window", "is_decoder"), True),
-    # noise
-    **dict.fromkeys(("attention_dropout", "hidden_dropout", "hidden_dropout_prob", "dropout", "resid_dropout"), 0.0),
-    **dict.fromkeys(("attention_probs_dropout_prob", "activation_dropout", "resid_pdrop", "embd_pdrop"), 0.0),
-    **dict.fromkeys(("attn_pdrop", "classifier_dropout", "layerdrop", "decoder_layerdrop", "embedding_dropout"), 0.0),
-    **dict.fromkeys(("residual_dropout", "embed_dropout", "mlp_dropout", "dropout_p", "router_jitter_noise"), 0.0),
-    **dict.fromkeys(("input_jitter_noise",), 0.0),
+        # depth
+        (2, "num_hidden_layers n_layer n_layers num_layers decoder_layers encoder_layers"),
+        # vocabulary
+        (VOCABULARY, "vocab_size unpadded_vocab_size vocab_size_per_layer_input"),
+        (0, "pad_token_id bos_token_id cls_token_id image_token_id eod_token_id"),
+        (1, "eos_token_id sep_token_id mask_token_id"),
+        # how far a token sees
+        (WINDOW, "sliding_window sliding_window_size window_size attention_window_size"),
+        (64, "max_position_embeddings n_positions n_ctx max_seq_len context_length"),
+        # experts
+        (4, "num_experts num_local_experts n_routed_experts moe_num_experts"),
+        (2, "num_experts_per_tok num_experts_per_token top_k_experts moe_k moe_topk"),
+        (16, "moe_intermediate_size shared_expert_intermediate_size expert_ffn_hidden_size shared_intermediate_size"),
+        (16, "moe_shared_expert_intermediate_size"),
+        (1, "n_group num_expert_group topk_group first_k_dense_replace n_shared_experts num_shared_experts"),
+        # low rank, and sparse
+        (16, "q_lora_rank kv_lora_rank o_lora_rank gated_norm_rank"),
+        (8, "qk_nope_head_dim qk_rope_head_dim v_head_dim index_head_dim indexer_head_dim"),
+        (2, "index_n_heads indexer_n_heads"),
+        (26, "index_topk"),
+        # recurrent
+        (8, "mamba_d_state state_size ssm_state_size mamba_n_heads mamba_num_heads"),
+        (8, "mamba_d_head mamba_head_dim mamba_headdim linear_key_head_dim linear_value_head_dim"),
+        (2, "mamba_n_groups n_groups mamba_ngroups linear_num_key_heads linear_num_value_heads"),
+        (4, "chunk_size mamba_chunk_size"),
+        (True, "use_sliding_window is_decoder"),
+        # noise
+        (
+            0.0,
+            "attention_dropout hidden_dropout hidden_dropout_prob dropout resid_dropout attention_probs_dropout_prob",
+        ),
+        (0.0, "activation_dropout resid_pdrop embd_pdrop attn_pdrop classifier_dropout layerdrop decoder_layerdrop"),
+        (0.0, "embedding_dropout residual_dropout embed_dropout mlp_dropout dropout_p router_jitter_noise"),
+        (0.0, "input_jitter_noise"),
+    )
+    for name in names.split()
 }
 
 _EXTRAS: dict[str, dict[str, Any]] = {

@@ -1,7 +1,6 @@
 """A tiny mixture of experts of every family, what is seen of its routers, and what their gates should weigh."""
 
 import functools
-import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -9,14 +8,10 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-import transformers
 from torch import Tensor, nn
 from transformers import PretrainedConfig, PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from tests.tools import families
-
-__all__ = ["CASES", "EXPERTS", "FAMILIES", "Layer", "build", "changes", "expected_gates", "layers", "live", "seen"]
 
 EXPERTS = 6
 _SCALE = 1.7
@@ -91,14 +86,15 @@ CASES: dict[str, tuple[str, Options]] = {
 """Name -> family, and the options of its config that are not as ever."""
 
 
+@torch.no_grad()
 def build(case: str) -> PreTrainedModel:
     """The tiny random model of a case, in float32 and ready to be evaluated; the same each time."""
     family, options = CASES[case]
-    config = _config(family, options)
-    torch.manual_seed(zlib.crc32(case.encode()))
-    model = getattr(transformers, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[family])._from_config(config, dtype=torch.float32)
-    _spread(model)
-    return model.eval()
+    model = families.build(family, own=_config(family, options))
+    for name, buffer in model.named_buffers():
+        if "bias" in name:  # of choices
+            buffer.add_(0.1 * torch.randn_like(buffer))
+    return model
 
 
 def _config(family: str, options: Options) -> PretrainedConfig:
@@ -120,19 +116,6 @@ def _config(family: str, options: Options) -> PretrainedConfig:
     for name, value in options.items():
         setattr(config, name, value)
     return config
-
-
-@torch.no_grad()
-def _spread(model: PreTrainedModel) -> None:
-    """Weights far enough from 0, and from 1 where they scale, that each of them counts; biases of choices too."""
-    for parameter in model.parameters():
-        if parameter.dim() > 1 and parameter.std() < 0.1:
-            parameter.normal_(0, 0.2)
-        else:
-            parameter.add_(0.1 * torch.randn_like(parameter))
-    for name, buffer in model.named_buffers():
-        if "bias" in name:
-            buffer.add_(0.1 * torch.randn_like(buffer))
 
 
 @dataclass

@@ -21,15 +21,7 @@ def stored() -> NotebookNode:
 
 
 def executed(folder: Path, timeout: float = 600) -> NotebookNode:
-    """Run all cells in a folder, with a kernel of this environment.
-
-    Args:
-        folder: The working directory of the notebook.
-        timeout: Seconds for each cell.
-
-    Raises:
-        CellExecutionError: a cell has raised.
-    """
+    """Run all cells in a folder, with a kernel of this environment. `timeout` is seconds for each cell."""
     return NotebookClient(stored(), timeout=timeout, resources={"metadata": {"path": str(folder)}}).execute()
 
 

@@ -138,22 +138,17 @@ def attending(model: PreTrainedModel, segments: Sequence[Segment]) -> Iterator[N
 
 
 def unpadded(
-    model: PreTrainedModel,
-    batch: Batch,
-    *,
-    share: bool = False,
-    called: Callable[..., Any] | None = None,
-    within: Callable[[Sequence[Segment]], contextlib.AbstractContextManager[None]] | None = None,
+    model: PreTrainedModel, batch: Batch, *, share: bool = False, called: Callable[..., Any] | None = None
 ) -> UnpaddedModel:
     """A proxy for any number of passes of one batch."""
     of_model = traits(model)
-    assert of_model.why_not_packed is None
+    assert of_model.why_not_packed is None, of_model.why_not_packed
     return UnpaddedModel(
         called or model,
         of_model,
         prompt_width=batch.prompt_columns,
         lengths=itertools.cycle(lengths_in(batch, share)),
-        attending=within or functools.partial(attending, model),
+        attending=functools.partial(attending, model),
     )
 
 

@@ -52,8 +52,8 @@ def replayed(model: nn.Module, routes: Tensor) -> Outcome:
         return run(model, closing=replay.check)
 
 
-def others(layers: int, seed: int = 0, experts: int = mixtures.EXPERTS) -> Tensor:
-    scores = torch.rand(TOKENS, layers, experts, generator=torch.Generator().manual_seed(seed))
+def others(layers: int, seed: int = 0) -> Tensor:
+    scores = torch.rand(TOKENS, layers, mixtures.EXPERTS, generator=torch.Generator().manual_seed(seed))
     return scores.argsort(-1)[..., :2].to(torch.uint8)
 
 

@@ -14,8 +14,6 @@ import torch
 
 from tests.oracles import kernels
 
-__all__ = ["KERNELS", "Place", "everywhere"]
-
 KERNELS = ("sdpa", "flash_attention_2")
 _BF16 = (8, 0)  # the first compute capability whose matrix units take bf16
 _T = TypeVar("_T")

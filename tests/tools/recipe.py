@@ -70,15 +70,6 @@ def is_picture(path: Path) -> bool:
     return path.read_bytes().startswith(b"\x89PNG")
 
 
-def legend_beside_lines(figure: Any) -> list[str]:
-    """Return the labels of a figure's one legend, which must be inside the picture and under all axes."""
-    (legend,) = figure.legends
-    extent = legend.get_window_extent()
-    assert extent.x0 > 0 and extent.x1 < figure.bbox.width
-    assert all(axis.get_legend() is None and axis.get_window_extent().y0 > extent.y1 for axis in figure.axes)
-    return [text.get_text() for text in legend.get_texts()]
-
-
 def chatty(model: Path, folder: Path) -> Path:
     """Return a copy of a tiny model, with a chat template."""
     shutil.copytree(model, folder)

@@ -20,8 +20,6 @@ import torch
 
 import trl_steady
 
-__all__ = ["Figures", "Recorder"]
-
 PACKAGES = ("torch", "trl", "transformers", "peft", "bitsandbytes", "accelerate")
 Figures = Callable[[str, float, str], None]
 """Record a name, a value and a unit for the running test."""

@@ -4,7 +4,6 @@ import multiprocessing
 import os
 import signal
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
@@ -106,23 +105,10 @@ _forked = multiprocessing.get_context("forkserver")
 _forked.set_forkserver_preload(["tests.tools.resumable"])
 
 
-def run(
-    kind: str,
-    folder: Path,
-    output: Path,
-    *,
-    kill: tuple[str, str, int] | None = None,
-    kill_after: float | None = None,
-    **options: Any,
-) -> int:
-    """The exit code of one process; `kill_after` its first checkpoint, in seconds, comes a SIGKILL from outside."""
+def run(kind: str, folder: Path, output: Path, *, kill: tuple[str, str, int] | None = None, **options: Any) -> int:
+    """The exit code of one process, which may kill itself."""
     process = _forked.Process(target=train, args=(kind, folder, output, kill, options))
     process.start()
-    if kill_after is not None:
-        while process.is_alive() and not (output / "checkpoint-3").exists():
-            time.sleep(0.001)
-        process.join(kill_after)
-        process.kill()
     process.join()
     assert process.exitcode is not None
     return process.exitcode

@@ -44,7 +44,7 @@ class Scripts:
         settings: Sequence[str] = (),
         **options: Any,
     ) -> int:
-        """`settings` stand before the script on the command line."""
+        """Write the parts into a script, and run it with settings, which stand before it on the command line."""
         path = self.folder / "script.py"
         train = TRAIN.replace("Trainer(", f"{trainer}(", 1)
         for name, value in {"OUTPUT": str(self.folder), "MODEL": str(self.model), "OPTIONS": options}.items():

@@ -23,10 +23,7 @@ ENGINES = ("DDP", "FSDP2", "ZeRO-2", "ZeRO-3")
 
 
 def enable(engine: str) -> None:
-    """Let every trainer of this process use the engine that its options ask for.
-
-    Call this once in each process, before the first config is built.
-    """
+    """Let every trainer of this process use the engine of its options. Call it before the first config is built."""
     os.environ["ACCELERATE_USE_CPU"] = "true"
     if engine == "FSDP2":
         os.environ["ACCELERATE_USE_FSDP"] = "true"
@@ -78,10 +75,7 @@ def _choose_deepspeed(state: Any, options: dict[str, Any]) -> None:
 def options(engine: str, *, saves_shards: bool = False, stays_whole: bool = False) -> dict[str, Any]:
     """Return what a script gives its config to train with an engine, in float32.
 
-    Args:
-        engine: One of `ENGINES`.
-        saves_shards: FSDP2 writes one file per process. Otherwise it writes whole tensors, as the recipe says.
-        stays_whole: FSDP2 keeps parameters whole between forward and backward.
+    FSDP2 may write one file per process (`saves_shards`), or keep parameters whole until backward (`stays_whole`).
     """
     if engine == "FSDP2":
         config = yaml.safe_load(FSDP2.read_text())["fsdp_config"]

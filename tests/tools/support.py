@@ -13,8 +13,8 @@ import ast
 import re
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/several-processes.md"
@@ -55,20 +55,13 @@ SIGNS = {None: "✓", "CPU": "(✓)"}
 """Signs for whole runs, by `only`."""
 NOTES = {None: "tested", "CPU": "tested, on CPU", "pieces": "pieces", "stand-in": "stand-in"}
 REFUSED, NOT_RUN = "✗", "?"
-INSTALLED = {"sharded": "deepspeed", "distributed": "deepspeed", "vllm": "vllm"}
-"""What a folder's target in the Makefile installs. Tests elsewhere would be skipped for want of it."""
-ON_CUDA, ON_CPU = "not torch.cuda.is_available()", "torch.cuda.is_available()"
-"""Conditions of `skipif`."""
 
 
-@dataclass(frozen=True)
-class Mark:
+class Mark(NamedTuple):
     """What one mark says of one test."""
 
     test: str
-    """Its file and its name."""
     kind: str
-    """`supports` or `refuses`."""
     features: tuple[str, ...]
     setups: tuple[str, ...]
     is_run: bool
@@ -84,84 +77,39 @@ class Mark:
         return NOTES[self.only] if self.is_run else "a test for CUDA is written"
 
 
-class Wrong(ValueError):
-    """A mark that cannot be."""
-
-
 def collect() -> list[Mark]:
     """Return the marks of all tests, in the order of their files."""
     return [mark for path in sorted((ROOT / "tests").rglob("test_*.py")) for mark in read(path)]
 
 
 def read(path: Path) -> Iterator[Mark]:
-    """Yield the marks of a file.
-
-    Raises:
-        Wrong: a mark names what is not in the table, or its test is skipped for a reason that is not known here.
-    """
-    module = ast.parse(path.read_text())
-    of_file = [node.value for node in module.body if isinstance(node, ast.Assign) and _name(node) == "pytestmark"]
-    for node in module.body:
-        if isinstance(node, ast.FunctionDef):
-            marks = [mark for mark in node.decorator_list if _name(mark) in ("supports", "refuses")]
-            test = f"{path.relative_to(ROOT) if path.is_relative_to(ROOT) else path.name}::{node.name}"
-            is_run = not marks or _is_run([*of_file, *node.decorator_list, *node.body], path.parent.name, test)
-            yield from (_mark(mark, test, is_run) for mark in marks)
-
-
-def _mark(mark: ast.expr, test: str, is_run: bool) -> Mark:
-    assert isinstance(mark, ast.Call)
-    options = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in mark.keywords}
-    setups = options.pop("on", ())
-    setups = (setups,) if isinstance(setups, str) else tuple(setups)
-    features = tuple(ast.literal_eval(each) for each in mark.args)
-    for known, named in ((FEATURES, features), (SETUPS, setups)):
-        if not named or not set(named) <= set(known):
-            raise Wrong(f"{test}: a mark names {named or 'nothing'}, and the table has {', '.join(known)}")
-    if options.get("only") not in NOTES:
-        raise Wrong(f"{test}: only={options['only']!r}, which is none of {NOTES}")
-    return Mark(test, _name(mark), features, setups, is_run, **options)
-
-
-def _is_run(nodes: list[ast.AST], folder: str, test: str) -> bool:
-    """Return whether `.ci/run` runs a test, from its marks and its body."""
-    needs_cuda = False
-    for node in (inner for each in nodes for inner in ast.walk(each)):
-        match _name(node), node:
-            case "gpu", _:
-                needs_cuda = True
-            case "skipif" | "importorskip", ast.Call(args=[condition, *_]):
-                text = ast.unparse(condition)
-                if text not in (ON_CUDA, ON_CPU) and f"'{INSTALLED.get(folder)}'" not in text:
-                    raise Wrong(f"{test}: `{text}` does not tell whether .ci/run skips it")
-                needs_cuda |= text == ON_CUDA
-            case "skip" | "xfail", _:
-                raise Wrong(f"{test} is skipped or expected to fail")
-    return not needs_cuda
-
-
-def _name(node: ast.AST) -> str:
-    """Return the last part of the name of a mark or of a call, or the name that an assignment binds."""
-    match node:
-        case ast.Call(func=func):
-            return _name(func)
-        case ast.Attribute(attr=name) | ast.Name(id=name) | ast.Assign(targets=[ast.Name(id=name)]):
-            return name
-    return ""
+    """Yield the marks of a file, whose tests are not skipped, except without CUDA."""
+    for node in ast.parse(path.read_text()).body:
+        if not isinstance(node, ast.FunctionDef):
+            continue
+        test = f"{path.relative_to(ROOT)}::{node.name}"
+        texts = [ast.unparse(decorator) for decorator in node.decorator_list]
+        for decorator in node.decorator_list:
+            kind = ast.unparse(decorator).partition("(")[0].removeprefix("pytest.mark.")
+            if kind not in ("supports", "refuses") or not isinstance(decorator, ast.Call):
+                continue
+            options = {str(keyword.arg): ast.literal_eval(keyword.value) for keyword in decorator.keywords}
+            setups = options.pop("on")
+            setups = (setups,) if isinstance(setups, str) else tuple(setups)
+            features = tuple(ast.literal_eval(each) for each in decorator.args)
+            assert features and {*features} <= FEATURES.keys() and {*setups} <= {*SETUPS}, f"{test}: an unknown name"
+            assert not any(re.match(r"pytest\.mark\.(skip\b|xfail)", text) for text in texts), f"{test} is not run"
+            is_run = not any("not torch.cuda.is_available()" in text for text in texts)
+            yield Mark(test, kind, features, setups, is_run, **options)
 
 
 def cell(marks: list[Mark], feature: str, setup: str) -> str:
-    """Return what the table says of a feature in a setup.
-
-    Raises:
-        Wrong: the feature is tested, and refused.
-    """
+    """Return what the table says of a feature in a setup."""
     found = [mark for mark in marks if feature in mark.features and setup in mark.setups]
     shown = [mark for mark in found if mark.kind == "supports"]
     refusals = [mark for mark in found if mark.kind == "refuses" and mark.is_run]
     if any(not mark.where for mark in refusals):
-        if shown:
-            raise Wrong(f"{feature} on {setup} is shown and refused")
+        assert not shown, f"{feature} on {setup} is shown and refused"
         return REFUSED
     in_part = dict.fromkeys(mark.note for mark in refusals)
     run = {mark.only for mark in shown if mark.is_run}

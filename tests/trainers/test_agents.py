@@ -30,10 +30,6 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return agent.save_model(tmp_path_factory.mktemp("agent"))
 
 
-def test_the_model_samples_transcripts_with_the_kernels_of_any_cpu(model: Path) -> None:
-    assert agent.unlearned(model) < MIN_P / 4
-
-
 class Recorded(trl_steady.GRPOTrainer):
     """Ours, which keeps what left its rollouts and what came to its loss."""
 
