@@ -16,6 +16,7 @@ from tests.oracles.routes import NONE
 from tests.tools import agent, engines, tiny
 from tests.tools.engines import COMPLETIONS, RENDER, SPARSE, TOKENS, Array, Build, Engine, Server, chosen, kept
 from tests.tools.routed import CLOSE, Row, oracles, rows
+from tests.tools.sets import lists
 from trl_steady.routing.part import taken_routes
 from trl_steady.sampling.part import taken_sets
 
@@ -185,7 +186,7 @@ def test_a_server_is_asked_about_images_too(server: Server, flagged: Build, case
     _, completions, _, _ = generation.generate(twice(prompts), twice(images), 2)
     pairs = list(zip(twice(prompts), completions, strict=True))
     if "keep_sampling_mask" in IMAGES[case]:
-        sets = taken_sets(generation, completions).lists()
+        sets = lists(taken_sets(generation, completions))
         assert sets == [each for pair in pairs for each in kept(*pair, 0)]
     if "router_replay" in IMAGES[case]:
         for (prompt, ids), routes in zip(pairs, taken_routes(generation, SPARSE), strict=True):
