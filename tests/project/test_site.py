@@ -154,12 +154,14 @@ def _exists(page: Path, url: str) -> bool:
 
 def test_every_public_name_has_a_signature() -> None:
     text = "\n".join(path.read_text() for path in sorted(SITE.glob("reference/*/index.html")))
-    packages = [trl_steady, trl_steady.rewards]
-    packages += [importlib.import_module(f"trl_steady.functional.{name}") for name in trl_steady.functional.__all__]
-    for package in packages:
-        for name in package.__all__:
-            signature = _signature(text, f"{(trl_steady if name in trl_steady.__all__ else package).__name__}.{name}")
-            assert re.match(rf"{name}(\(| = |: )", signature), f"{package.__name__}.{name}: {signature}"
+    public = [(package.__name__, name) for package in (trl_steady, trl_steady.rewards) for name in package.__all__]
+    for name in trl_steady.functional.__all__:
+        module = importlib.import_module(f"trl_steady.functional.{name}")
+        defined = [key for key, each in vars(module).items() if getattr(each, "__module__", "") == module.__name__]
+        public += [(module.__name__, key) for key in defined if not key.startswith("_")]
+    for package, name in public:
+        signature = _signature(text, f"{'trl_steady' if name in trl_steady.__all__ else package}.{name}")
+        assert re.match(rf"{name}(\(| = |: )", signature), f"{package}.{name}: {signature}"
 
 
 def test_the_signature_of_the_config_shows_values() -> None:
