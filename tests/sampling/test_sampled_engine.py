@@ -139,24 +139,16 @@ def test_routes_and_sets_go_together(mixture: Path, engine: Engine, built: Build
 def test_a_token_without_a_choice_of_tokens_is_scored_among_all(
     models: dict[str, Path], engine: Engine, built: Build
 ) -> None:
-    """One of three has an empty set, and one the vocabulary."""
+    """One of three has an empty set, and one the vocabulary. The row of a token that was left out is cut."""
     everything = list(range(tiny.SIZES["vocab_size"]))
-    engine.left = lambda sets: [[[], each, everything][i % 3] for i, each in enumerate(sets)]
+    engine.left = lambda sets: [*([[], each, everything][i % 3] for i, each in enumerate(sets)), [1, 2, 3]]
+    expected = lambda row, syncs: [each if i % 3 == 1 else [] for i, each in enumerate(returned(row, syncs))]
     with pytest.warns(UserWarning, match="tokens were sampled among more than"):
         trainer = tiny.train(built(models["dense"], max_steps=4, **SETS))
-    check(
-        trainer,
-        models["dense"],
-        lambda row, syncs: [each if i % 3 == 1 else [] for i, each in enumerate(returned(row, syncs))],
-    )
+    check(trainer, models["dense"], expected)
     sets = [each for update in trainer.updates for of_row in sets_of(update.inputs) for each in of_row]
     share = sum(not each for each in sets) / len(sets)
     assert 0.5 < share < 0.9 and tiny.history(trainer)[0]["sampling_mask/fallback"] == pytest.approx(share)
-
-
-def test_the_row_of_a_token_that_was_left_out_is_cut(models: dict[str, Path], engine: Engine, built: Build) -> None:
-    engine.left = lambda sets: [*sets, [1, 2, 3]]
-    check(tiny.train(built(models["dense"], max_steps=4, **SETS)), models["dense"])
 
 
 def test_sets_of_an_agents_turns_are_put_together(tmp_path: Path, engine: Engine, built: Build) -> None:

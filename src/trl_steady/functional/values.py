@@ -12,13 +12,8 @@ _EPSILON = 1e-8  # of a variance, as in the PPO of OpenAI's and TRL's
 def at_ends(rewards: Tensor, ends: Tensor, mask: Tensor) -> Tensor:
     """Return step rewards as rewards of tokens: each at the last action token of its step.
 
-    Args:
-        rewards: (B, S), NaN = no such step.
-        ends: (B, S) integer, exclusive ends of the steps in tokens. Ends beyond the last token are allowed.
-        mask: (B, T) bool
-
-    Returns:
-        (B, T), the dtype of `rewards`. The reward of a step with no action token before its end is dropped.
+    `rewards` (B, S) are NaN where there is no such step. `ends` (B, S) are exclusive, in tokens, and may be beyond the
+    last token. The result is (B, T). The reward of a step with no action token before its end is dropped.
 
     >>> mask = torch.tensor([[True, True, False, True]])
     >>> at_ends(torch.tensor([[1.0, 2.0]]), torch.tensor([[3, 9]]), mask).tolist()

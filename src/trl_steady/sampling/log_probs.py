@@ -8,13 +8,15 @@ set. Positions are processed in chunks, and again in backward.
 # torch's annotations are partial; an autograd function has other arguments than torch declares
 
 from collections.abc import Iterator
-from typing import Any, NamedTuple, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
-from trl_steady.host.fused_head import Head
 from trl_steady.sampling.kept import KeptTokens
+
+if TYPE_CHECKING:
+    from trl_steady.host.fused_head import Head
 
 _CHUNK = 2**22
 """Numbers of the head that are read at a time on CPU; 8 times as many on a GPU, where launching kernels costs most."""
@@ -122,7 +124,7 @@ def _scores(
     return (scores * (1 / temperature)).where(part.is_kept, -torch.inf), slope, rows
 
 
-def kept_log_probs(head: Head, kept: KeptTokens) -> Tensor:
+def kept_log_probs(head: "Head", kept: KeptTokens) -> Tensor:
     """Return log-probs of tokens under a policy renormalised on their kept sets, z_a - logsumexp of z_j over the set.
 
     This is "Keep Sampling Mask" of DeepSeek-V3.2 (arXiv 2512.02556, section 3.1). The scores are

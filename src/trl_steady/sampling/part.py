@@ -55,8 +55,6 @@ class SamplingPart(Part):
     window_options = (("keep_sampling_mask", None),)
     _has_warned = False
 
-    # construction
-
     def captures(self, args: Any) -> list[Capture]:
         """Return that vLLM must return kept tokens."""
         return [KEPT_TOKENS] if args.use_vllm and args.keep_sampling_mask else []
@@ -82,8 +80,6 @@ class SamplingPart(Part):
         for reason, is_so in reasons.items():
             if is_so:
                 raise ValueError(f"{_OPTION} does not work with {reason}. Leave that out, or set it to False.")
-
-    # generation
 
     @contextlib.contextmanager
     def rolling(self, rollout: Rollout) -> "Generator[None]":
@@ -151,8 +147,6 @@ class SamplingPart(Part):
             sets = KeptTokens.joined(record.sets).to(ids.device)
             record.values = sets.take(numbers[:, -width:].flatten())
         return record.values
-
-    # scoring
 
     @contextlib.contextmanager
     def scoring(self, scoring: ScoringPass, model: Callable[..., Any]) -> "Generator[Callable[..., Any]]":
