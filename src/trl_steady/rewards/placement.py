@@ -85,9 +85,7 @@ def _characters(raw: bytes) -> list[int]:
 def token_ends(steps: StepRewards, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return for each of the (S,) steps the number of the completion's tokens before its end.
 
-    Raises:
-        ValueError: a step ends beyond the completion, the number of turns differs, or character offsets cannot be
-            mapped to tokens.
+    It raises a ValueError for steps that are not in the completion.
     """
     if steps.unit == "turns":
         return _turn_ends(steps, completion)

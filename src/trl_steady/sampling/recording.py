@@ -35,11 +35,7 @@ class SetRecording(LogitsProcessor):
 
     @contextmanager
     def listening(self, model: PreTrainedModel) -> Generator[None]:
-        """Record the call of `model.generate` inside this context.
-
-        Raises:
-            ValueError: It does not sample one token after the other, as with beam search or assisted decoding.
-        """
+        """Record the call of `model.generate` inside this context. Refuse beam search and assisted decoding."""
         build: Callable[..., LogitsProcessorList] = getattr(model, "_get_logits_processor")  # noqa: B009
 
         def build_and_record(generation_config: GenerationConfig, **keywords: object) -> LogitsProcessorList:
