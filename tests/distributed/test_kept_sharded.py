@@ -13,12 +13,11 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tests.distributed import processes
 from tests.tools import tiny
-from trl_steady.host.fused_head import scored_by
-from trl_steady.sampling.kept import KeptTokens
+from tests.tools.sets import kept_of
 from trl_steady.sampling.proxy import KeptModel
 
 IDS = torch.arange(14).view(2, 7)
-SETS = KeptTokens.of([sorted({token, *range(token + 3, token + 3 + token % 5)}) for token in IDS.flatten().tolist()])
+SETS = kept_of([sorted({token, *range(token + 3, token + 3 + token % 5)}) for token in IDS.flatten().tolist()])
 INDICES = torch.arange(14).view(2, 7)
 INDEX = {"all": INDICES, "some": INDICES.where(IDS % 4 != 1, -1), "none": torch.full_like(INDICES, -1)}
 """Which tokens have sets."""
@@ -44,7 +43,7 @@ def shard(model: Any) -> Any:
 
 
 def log_probs(model: Any, kind: str) -> torch.Tensor:
-    kept = KeptModel(lambda token_indices, **batch: model(**batch), SETS, INDEX[kind], scored_by, with_entropy=False)
+    kept = KeptModel(lambda token_indices, **batch: model(**batch), SETS, INDEX[kind], with_entropy=False)
     batch = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "labels": IDS, "fused_lm_head": True}
     scores = kept(token_indices=INDICES, **batch).log_probs
     assert (scores == 0).any() == (kind != "none") and (scores < 0).any()

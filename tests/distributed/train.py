@@ -23,6 +23,7 @@ from trl.generation.vllm_client import VLLMClient
 
 from tests.distributed.runs import FIXED, GLOBAL_BATCH, INSIDE, PPO, RLOO, ROUTED, SAMPLED, SERVED
 from tests.tools import resumable, tiny, wide
+from tests.tools.sets import kept_of
 from trl_steady.critic import learner
 from trl_steady.host import models as host_models
 from trl_steady.reference.part import ReferencePart
@@ -52,7 +53,7 @@ class Invented:
 
     def of(self, completions: list[list[int]]) -> KeptTokens:
         tokens = (token for completion in completions for token in completion)
-        return KeptTokens.of({token, *range(token - token % 5, token)} if token % 5 else [] for token in tokens)
+        return kept_of({token, *range(token - token % 5, token)} if token % 5 else [] for token in tokens)
 
     def listening(self, model: Any) -> contextlib.AbstractContextManager[None]:
         return contextlib.nullcontext()

@@ -24,29 +24,19 @@ def experts(of: Tensor) -> list[Any]:
 def test_a_single_turn_is_itself_with_a_row_for_the_last_token() -> None:
     short, full = Traced([5, 6, 7], routes(1, 2)), Traced([5, 6], routes(3, 4))
     one, two = stitched([[short, full]])
-    assert one.ids == [5, 6, 7]
-    assert experts(one.values) == [1, 2, NONE]
-    assert two.ids == [5, 6]
-    assert experts(two.values) == [3, 4]
+    assert (one.ids, experts(one.values)) == ([5, 6, 7], [1, 2, NONE])
+    assert (two.ids, experts(two.values)) == ([5, 6], [3, 4])
     assert experts(short.values) == [1, 2]
 
 
-def test_the_first_turn_wins_and_the_next_has_the_token_between() -> None:
-    first = Traced([10, 11, 12], routes(1, 2))
-    second = Traced([10, 11, 12, 13, 14], routes(91, 92, 3, 4))
+def test_the_first_turn_wins_and_later_ones_have_what_it_left_out() -> None:
+    """The token between two turns, and a cached prefix, whose routes an engine did not return."""
+    first = Traced([10, 11, 12], routes(NONE, 2))
+    second = Traced([10, 11, 12, 13, 14], routes(1, 92, 3, 4))
     third = Traced([10, 11, 12, 13, 14, 15], routes(81, 82, 83, 84, 5))
     (whole,) = stitched([[first], [second], [third]])
     assert whole.ids == third.ids
     assert experts(whole.values) == [1, 2, 3, 4, 5, NONE]
-
-
-def test_a_later_turn_has_what_the_first_left_out() -> None:
-    """A cached prefix, say, whose routes an engine did not return."""
-    first = Traced([10, 11, 12], routes(NONE, 2))
-    second = Traced([10, 11, 12, 13], routes(1, 92, NONE))
-    third = Traced([10, 11, 12, 13, 14], routes(91, 82, 3, 4))
-    (whole,) = stitched([[first], [second], [third]])
-    assert experts(whole.values) == [1, 2, 3, 4, NONE]
 
 
 def test_each_layer_is_put_together_by_itself() -> None:
@@ -64,14 +54,6 @@ def test_sequences_without_more_turns_stay_where_they_are() -> None:
     whole = stitched([first, second, third])
     assert [each.ids for each in whole] == [[1, 20, 5], [1, 21], [1, 22, 6, 7]]
     assert [experts(each.values) for each in whole] == [[20, 30, NONE], [21, NONE], [22, 32, 42, NONE]]
-
-
-def test_the_same_tokens_going_on_differently_keep_their_own_routes() -> None:
-    first = [Traced([1, 2], routes(10, 11)), Traced([1, 2], routes(20, 21))]
-    second = [Traced([1, 2, 3], routes(90, 90, 12)), Traced([1, 2, 4], routes(90, 90, 22))]
-    whole = stitched([first, second])
-    assert [each.ids for each in whole] == [[1, 2, 3], [1, 2, 4]]
-    assert [experts(each.values) for each in whole] == [[10, 11, 12], [20, 21, 22]]
 
 
 def test_their_order_tells_them_apart_where_their_tokens_do_not() -> None:
@@ -102,9 +84,8 @@ def test_rows_are_where_their_tokens_are() -> None:
     sequences = [Traced([7, 8, 9], routes(1, 2)), Traced([5, 6, 7, 8, 9], routes(11, 12, 13, 14, 15))]
     ids = torch.tensor([[0, 0, 7, 8, 9, 0], [5, 6, 7, 8, 9, 0]])
     mask = torch.tensor([[0, 0, 1, 1, 1, 0], [1, 1, 1, 1, 1, 0]])
-    batch = aligned(sequences, ids, mask)
-    assert batch.shape == (2, 6, 1, 1)
-    assert batch.dtype == torch.uint8
+    batch = aligned(stitched([sequences]), ids, mask)
+    assert (batch.shape, batch.dtype) == ((2, 6, 1, 1), torch.uint8)
     assert experts(batch) == [[NONE, NONE, 1, 2, NONE, NONE], [11, 12, 13, 14, 15, NONE]]
 
 
@@ -114,24 +95,15 @@ def test_other_tokens_than_were_recorded_are_refused() -> None:
     others = [[Traced(tokens, routes(*range(len(tokens))))] for tokens in ([7, 8], [7, 9, 8], [7, 8, 10, 11])]
     for other in (*others, []):
         with pytest.raises(ValueError, match="sequence 1 of the rollout has other tokens"):
-            aligned([Traced([7, 8, 9], routes(1, 2)), *other], ids, torch.ones_like(ids))
-
-
-WIDE = routes(300, -1, dtype=torch.int16)
-NARROW = routes(3, NONE)
+            aligned(stitched([[Traced([7, 8, 9], routes(1, 2)), *other]]), ids, torch.ones_like(ids))
 
 
 @pytest.mark.parametrize("wide_first", [True, False])
-def test_sequences_of_different_dtypes_keep_their_experts(wide_first: bool) -> None:
+def test_sequences_and_turns_of_different_dtypes_keep_their_experts(wide_first: bool) -> None:
     """As an engine's routes have, of which the highest expert of each decides."""
-    both = [Traced([7, 8], WIDE), Traced([7, 8], NARROW)]
-    batch = aligned(both if wide_first else both[::-1], torch.tensor([[7, 8], [7, 8]]), torch.ones(2, 2))
-    assert experts(to_engine(batch)) == ([[300, -1], [3, -1]] if wide_first else [[3, -1], [300, -1]])
-
-
-@pytest.mark.parametrize("wide_first", [True, False])
-def test_turns_of_different_dtypes_keep_their_experts(wide_first: bool) -> None:
     wide, narrow = routes(300, -1, 301, dtype=torch.int16), routes(3, NONE, 4)
-    first = Traced([7, 8], WIDE if wide_first else NARROW)
-    (whole,) = stitched([[first], [Traced([7, 8, 9, 10], narrow if wide_first else wide)]])
-    assert experts(to_engine(whole.values)) == ([300, -1, 4, -1] if wide_first else [3, -1, 301, -1])
+    first = [Traced([7, 8], wide[:2] if wide_first else narrow[:2]), Traced([6, 8], narrow[:2])]
+    whole = stitched([first, [Traced([7, 8, 9, 10], narrow if wide_first else wide)]])
+    batch = aligned(whole, torch.tensor([[7, 8, 9, 10], [6, 8, 0, 0]]), torch.tensor([[1, 1, 1, 1], [1, 1, 0, 0]]))
+    expected = [300, -1, 4, -1] if wide_first else [3, -1, 301, -1]
+    assert experts(to_engine(batch)) == [expected, [3, -1, -1, -1]]

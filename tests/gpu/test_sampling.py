@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 from tests.tools import tiny
 from tests.tools.places import Place, everywhere
 from tests.tools.recorder import Figures
+from tests.tools.sets import lists
 from trl_steady.sampling.recording import SetRecording as Recording
 
 TOP_K = 5
@@ -36,7 +37,7 @@ def test_sets_are_the_finite_scores_of_generate(place: Place, models: dict[str, 
     completions = out.sequences[:, 3:].tolist()
     finite = [(scores > -torch.inf).tolist() for scores in out.scores]
     expected = [[i for i, own in enumerate(finite[step][row]) if own] for row in range(2) for step in range(8)]
-    assert [sorted(own) for own in recording.of(completions).lists()] == expected
+    assert [sorted(own) for own in lists(recording.of(completions))] == expected
     figures("mean number of kept tokens", sum(map(len, expected)) / len(expected), "tokens")
 
 

@@ -9,11 +9,10 @@ import torch
 
 from tests.tools import tiny
 from tests.tools.stepwise import build, ends_of, lines, rows, values_of
-from trl_steady import StepRewards
 
 
 def test_without_step_rewards_the_advantages_are_trls(models: dict[str, Path], tmp_path: Path) -> None:
-    """Also in a rollout between two that have them."""
+    """Also in a rollout between two that have them, of which the last is shown."""
     calls = []
 
     def sometimes(completions: list[str], **_: Any) -> list[Any]:
@@ -24,10 +23,13 @@ def test_without_step_rewards_the_advantages_are_trls(models: dict[str, Path], t
     plain = build(models, tmp_path, [lambda completions, **_: [sum(values_of(text)) for text in completions]])
     trls = plain.rollout(rows(16))["advantages"]
     for dimensions in (2, 1, 2):
-        advantages = trainer.rollout(rows(16))["advantages"]
+        output = trainer.rollout(rows(16))
+        advantages = output["advantages"]
         assert advantages.dim() == dimensions
         if dimensions == 1:
             assert torch.equal(advantages, trls) and list(trainer._logs["advantages"]) == trls.tolist()
+    shown = [value for completion in trainer.last_step_advantages for _, value in completion]
+    assert shown == output["advantages"][output["completion_mask"].bool()].tolist() and any(shown)
 
 
 def test_the_table_shows_what_was_trained_on(models: dict[str, Path], tmp_path: Path) -> None:
@@ -51,39 +53,3 @@ def test_the_table_shows_what_was_trained_on(models: dict[str, Path], tmp_path: 
     counts = [len(ends_of(text)) for text in table["completion"]]
     (logged,) = [row["steps/mean_count"] for row in tiny.history(trainer) if "steps/mean_count" in row]
     assert logged == pytest.approx(sum(counts) / len(counts)) and len(set(counts)) > 2
-
-
-def test_the_last_rollout_is_shown(models: dict[str, Path], tmp_path: Path) -> None:
-    calls: list[None] = []
-
-    def growing(completions: list[str], **_: Any) -> list[StepRewards]:
-        calls.append(None)
-        return [StepRewards([v * len(calls) for v in values_of(t)], ends_of(t)) for t in completions]
-
-    trainer = build(models, tmp_path, [growing], scale_rewards="none")
-    for _ in range(2):
-        output = trainer.rollout(rows(8))
-        shown = [value for completion in trainer.last_step_advantages for _, value in completion]
-        assert shown == output["advantages"][output["completion_mask"].bool()].tolist() and any(shown)
-
-
-def test_tokens_of_tools_are_not_shown(models: dict[str, Path], tmp_path: Path) -> None:
-    def with_environment(prompts: list[str], trainer: Any) -> dict[str, Any]:
-        read = lambda text: trainer.processing_class(text)["input_ids"]
-        ids, masks = read("ab<tool>c"), [1, 1, 0, 0, 0, 0, 0, 0, 1]
-        count = len(prompts)
-        return {
-            "prompt_ids": [read(p) for p in prompts],
-            "completion_ids": [ids] * count,
-            "logprobs": None,
-            "env_mask": [masks] * count,
-        }
-
-    def turns(completions: list[str], **_: Any) -> list[StepRewards]:
-        return [StepRewards.per_turn([float(i), 1.0]) for i in range(len(completions))]
-
-    trainer = build(models, tmp_path, [turns], build={"rollout_func": with_environment}, step_advantage="process")
-    output = trainer.rollout(rows(4))
-    assert output["tool_mask"][0].tolist() == [1, 1, 0, 0, 0, 0, 0, 0, 1]
-    for shown, row in zip(trainer.last_step_advantages, output["advantages"].tolist(), strict=True):
-        assert shown == [("a", row[0]), ("b", row[1]), ("c", row[8])] and row[0] != row[8]

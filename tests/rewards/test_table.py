@@ -10,9 +10,7 @@ NAN = torch.nan
 # two reward functions with weights 1 and 10; six completions of five tokens, of which the last is not the model's
 VERDICTS = [
     ScoredCompletion(5, 4, {0: [(2, 1.0), (4, 2.0)]}),  # steps, and a scalar
-    ScoredCompletion(
-        5, 4, {0: [(3, 1.0), (3, 0.5)], 1: [(3, 0.25)]}
-    ),  # steps that end inside one token, and another's there
+    ScoredCompletion(5, 4, {0: [(3, 1.0), (3, 0.5)], 1: [(3, 0.25)]}),  # steps that end inside one token, of both
     ScoredCompletion(5, 4, {1: [(1, 1.0)]}),  # one function is silent
     ScoredCompletion(5, 4, {0: []}),  # no step, which is not no verdict
     ScoredCompletion(5, 4, {}),  # no verdict
@@ -32,28 +30,15 @@ def rows(cover: bool) -> list[dict[int, float]]:
     ]
 
 
-def test_by_hand() -> None:
+def test_by_hand_and_with_a_step_for_every_loss_token_where_that_is_asked() -> None:
+    """The step ends with the last loss token, not with the last token."""
     assert rows(cover=False) == [{2: 1.0, 4: 2.0, 5: 5.0}, {3: 4.0}, {1: 10.0}, {}, {}, {5: 8.25}]
-
-
-def test_every_loss_token_is_in_a_step_where_that_is_asked() -> None:
-    """With the last loss token, not with the last token."""
     rest = {4: 0.0}
-    assert rows(cover=True) == [
-        {2: 1.0, 4: 2.0, 5: 5.0},
-        {3: 4.0, **rest},
-        {1: 10.0, **rest},
-        rest,
-        {},
-        {5: 8.25},
-    ]
+    covered = [{2: 1.0, 4: 2.0, 5: 5.0}, {3: 4.0, **rest}, {1: 10.0, **rest}, rest, {}, {5: 8.25}]
+    assert rows(cover=True) == covered
 
 
 def test_a_completion_that_is_masked_out_still_has_its_return() -> None:
-    table = tabulate(
-        [ScoredCompletion(5, 0, {0: []}), ScoredCompletion(5, 0, {0: [(2, 1.0)]})],
-        torch.zeros(2, 1),
-        torch.ones(1),
-        cover=True,
-    )
+    masked_out = [ScoredCompletion(5, 0, {0: []}), ScoredCompletion(5, 0, {0: [(2, 1.0)]})]
+    table = tabulate(masked_out, torch.zeros(2, 1), torch.ones(1), cover=True)
     assert table.rewards.tolist() == [[0.0], [1.0]] and table.ends.tolist() == [[0], [2]]

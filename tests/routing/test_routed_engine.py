@@ -16,6 +16,7 @@ from tests.oracles.routes import NONE
 from tests.tools import agent, engines, tiny
 from tests.tools.engines import COMPLETIONS, RENDER, SPARSE, TOKENS, Array, Build, Engine, Server, chosen, kept
 from tests.tools.routed import CLOSE, Row, oracles, rows
+from tests.tools.sets import lists
 from trl_steady.routing.part import taken_routes
 from trl_steady.sampling.part import taken_sets
 
@@ -155,7 +156,7 @@ def test_a_server_is_asked_about_images_too(server: Server, flagged: Build) -> N
     twice = lambda items: [each for each in items for _ in range(2)]
     _, completions, _, _ = generation.generate(twice(prompts), twice(images), 2)
     pairs = list(zip(twice(prompts), completions, strict=True))
-    sets = taken_sets(generation, completions).lists()
+    sets = lists(taken_sets(generation, completions))
     assert sets == [each for pair in pairs for each in kept(*pair, 0)]
     for (prompt, ids), routes in zip(pairs, taken_routes(generation, SPARSE), strict=True):
         assert torch.equal(routes, torch.from_numpy(chosen([*prompt, *ids], 0)[:-1, SPARSE]))

@@ -1,13 +1,12 @@
 """Kept tokens on a pretended GPU: no operation mixes devices, results are the CPU's, and little memory is kept."""
 
 import itertools
-from typing import Any
 
-import pytest
 import torch
 from torch import Tensor
 
 from tests.tools.devices import CUDA, bytes_held, pretended_gpu
+from tests.tools.sets import lists
 from trl_steady.sampling.kept import KeptTokens
 from trl_steady.sampling.recording import SetRecording as Recording
 
@@ -28,30 +27,20 @@ def generated(device: torch.device | str) -> Recording:
     recording = Recording()
     for step, kept in enumerate(is_kept()):
         input_ids = torch.full((SEQUENCES, PROMPT + step), 7).to(device)
-        recording.add(input_ids, torch.zeros(kept.shape).where(kept, -torch.inf).to(device))
+        recording(input_ids, torch.zeros(kept.shape).where(kept, -torch.inf).to(device))
     return recording
 
 
-def test_sets_of_a_gpu_are_those_of_the_cpu() -> None:
-    expected = generated("cpu").of(COMPLETIONS).lists()
+def test_sets_of_a_gpu_are_those_of_the_cpu_and_all_that_a_recording_holds() -> None:
+    expected = lists(generated("cpu").of(COMPLETIONS))
     with pretended_gpu():
         on_gpu = generated(CUDA)
         kept = on_gpu.of(COMPLETIONS)
-        drawn = torch.tensor(list(itertools.chain(*COMPLETIONS)))
-        assert kept.has(drawn).all()
-        assert kept.lists() == expected
-        assert on_gpu.of([[], [], []]).lists() == []
+        assert kept.has(torch.tensor(list(itertools.chain(*COMPLETIONS)))).all()
+        assert lists(kept) == expected
         trained = KeptTokens.joined([kept]).to(CUDA).take(torch.tensor([0, -1, 2], device=CUDA))
-        assert trained.lists() == [expected[0], [], expected[2]]
+        assert lists(trained) == [expected[0], [], expected[2]]
+        assert bytes_held(on_gpu) == 8 * (SEQUENCES + 1) * STEPS + 4 * int(is_kept().sum())
     mask = is_kept()
     tokens = [(step, row) for row, each in enumerate(COMPLETIONS) for step in range(len(each))]
     assert expected == [mask[place].nonzero().flatten().tolist() for place in tokens]
-
-
-@pytest.mark.parametrize("device", ["cpu", CUDA], ids=str)
-def test_a_recording_holds_its_sets_and_the_last_tokens_only(device: Any) -> None:
-    with pretended_gpu():
-        recording = generated(device)
-        drawn = 8 * SEQUENCES * STEPS
-        offsets = 8 * (SEQUENCES + 1) * STEPS + 8  # one more is of no sets, to which the others are joined
-        assert bytes_held(recording) == drawn + offsets + 4 * int(is_kept().sum())

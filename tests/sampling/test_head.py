@@ -12,14 +12,19 @@ from trl.kernels import ChunkedLogProbFunction
 
 from tests.oracles import sampling as oracle
 from tests.tools.headroom import within
+from tests.tools.sets import kept_of
+from trl_steady.host.fused_head import Head
 from trl_steady.sampling import log_probs as head
-from trl_steady.sampling.kept import KeptTokens
 from trl_steady.sampling.log_probs import kept_log_probs
 
 VOCABULARY, WIDTH = 23, 5
 SIZES = [2, 0, 7, 1, 22, 3, 1, 0, 2, 12, 5, 3]
 ALL_SCALINGS: dict[str, Any] = {"temperature": 0.6, "logit_scale": 1.7, "softcap": 2.5}
 EPS = torch.finfo(torch.float32).eps
+
+
+def head_of(*tensors: Any, temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0) -> Head:
+    return Head(*tensors, temperature, 0, softcap, logit_scale, ())
 
 
 class Case(NamedTuple):
@@ -29,8 +34,8 @@ class Case(NamedTuple):
     targets: Tensor
     sets: list[list[int]]
 
-    def log_probs(self, **options: Any) -> Tensor:
-        return kept_log_probs(*self[:4], KeptTokens.of(self.sets), **options)
+    def log_probs(self, **scaling: Any) -> Tensor:
+        return kept_log_probs(head_of(*self[:4], **scaling), kept_of(self.sets))
 
     def gradients(self, of_loss: Tensor, **options: Any) -> list[Tensor]:
         """With respect to hidden states, weight and bias."""
@@ -94,7 +99,7 @@ def test_parts_are_no_larger_than_a_chunk_and_change_nothing(chunk: int, monkeyp
     case = make_case()
     whole, gradients = case.log_probs(softcap=2.5), case.gradients(weights(case), softcap=2.5)
     monkeypatch.setattr(head, "_CHUNK", chunk)
-    parts = list(head._parts(KeptTokens.of(case.sets), WIDTH))
+    parts = list(head._parts(kept_of(case.sets), case.targets, WIDTH))
     assert sorted(torch.cat([part.positions for part in parts]).tolist()) == [i for i, n in enumerate(SIZES) if n > 1]
     assert all(part.ids.numel() * WIDTH <= chunk or len(part.positions) == 1 for part in parts)
     assert all((len(a.ids) + 1) * a.ids.size(1) * WIDTH > chunk for a in parts[:-1])  # no room for one more
@@ -127,9 +132,9 @@ def test_no_tensor_is_as_large_as_the_logits(monkeypatch: pytest.MonkeyPatch) ->
     sets = [torch.randperm(vocabulary)[: size - i % 3].tolist() for i in range(n)]
     targets = torch.tensor([each[0] for each in sets])
     monkeypatch.setattr(head, "_CHUNK", chunk)
-    kept = KeptTokens.of(sets)
+    kept = kept_of(sets)
     with Allocated() as forward:
-        log_probs = kept_log_probs(hidden, weight, bias, targets, kept)
+        log_probs = kept_log_probs(head_of(hidden, weight, bias, targets), kept)
     with Allocated() as backward:
         log_probs.sum().backward()
     assert forward.above(chunk) == set()  # the sets themselves have fewer

@@ -6,6 +6,8 @@ import pytest
 import torch
 from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
 
+from tests.tools.sets import kept_of, lists
+from trl_steady.sampling import kept as data
 from trl_steady.sampling.kept import MAX_KEPT, KeptTokens
 
 # Up to 4 positions, each with none, one or three tokens. No token is in two sets, and no set is in order.
@@ -24,21 +26,24 @@ def same(kept: KeptTokens, sets: list[list[int]]) -> bool:
     return is_typed and kept.ids.tolist() == [*itertools.chain(*sets)] and kept.offsets.tolist() == offsets
 
 
-def test_sets_are_built_read_and_joined_like_lists() -> None:
+def test_sets_are_built_read_joined_and_taken_like_lists() -> None:
     for sets in RAGGED:
-        kept, sizes = KeptTokens.of(iter(sets)), [len(each) for each in sets]
-        assert same(kept, sets) and kept.lists() == sets
-        assert len(kept) == len(sets)
-        assert kept.counts.tolist() == sizes
+        kept, sizes = kept_of(sets), [len(each) for each in sets]
+        assert same(kept, sets) and len(kept) == len(sets) and kept.counts.tolist() == sizes
         assert kept.rows.tolist() == [row for row, size in enumerate(sizes) for _ in range(size)]
-        for dtype in (torch.int32, torch.int64):
-            ids = torch.tensor(list(itertools.chain(*sets)), dtype=dtype)
-            assert same(KeptTokens.of_counts(ids, torch.tensor(sizes, dtype=dtype)), sets)
         for cut in range(len(sets) + 1):
-            assert same(KeptTokens.joined([KeptTokens.of(sets[:cut]), KeptTokens.of(sets[cut:])]), sets)
+            assert same(KeptTokens.joined([kept_of(sets[:cut]), kept_of(sets[cut:])]), sets)
+        last = len(sets) - 1
+        for index in ([], [-1, -1], [last, -1, 0, 0], [-1, 0, last, -1], [*range(len(sets))][::-1]):
+            if sets or max(index, default=-1) < 0:
+                taken = kept.take(torch.tensor(index, dtype=torch.long))
+                assert same(taken, [sets[i] if i >= 0 else [] for i in index])
 
 
-def test_sets_of_a_mask_are_empty_if_too_large_or_whole() -> None:
+def test_sets_of_a_mask_are_empty_if_too_large_or_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = torch.tensor([MAX_KEPT, MAX_KEPT + 1, 0])
+    is_kept = torch.arange(2 * MAX_KEPT) < sizes.unsqueeze(-1)
+    assert KeptTokens.of_mask(is_kept).counts.tolist() == [MAX_KEPT, 0, 0]
     vocabulary = 7
     draws = torch.rand(20, vocabulary, generator=torch.Generator().manual_seed(0))
     is_kept = draws < torch.linspace(0, 1, 20)[:, None]
@@ -46,47 +51,26 @@ def test_sets_of_a_mask_are_empty_if_too_large_or_whole() -> None:
     sets = [row.nonzero().flatten().tolist() for row in is_kept]
     assert {len(each) for each in sets} == {*range(vocabulary + 1)}
     for limit in range(vocabulary + 2):
+        monkeypatch.setattr(data, "MAX_KEPT", limit)
         expected = [each if len(each) <= min(limit, vocabulary - 1) else [] for each in sets]
-        assert same(KeptTokens.of_mask(is_kept, limit), expected)
-        assert same(KeptTokens.of(sets).without_large(vocabulary, limit), expected)
-    sizes = torch.tensor([MAX_KEPT, MAX_KEPT + 1, 0])
-    is_kept = torch.arange(2 * MAX_KEPT) < sizes.unsqueeze(-1)
-    assert KeptTokens.of_mask(is_kept).counts.tolist() == [MAX_KEPT, 0, 0]
-    kept = KeptTokens.of_counts(is_kept.nonzero()[:, 1], sizes)
-    assert kept.without_large(2 * MAX_KEPT).counts.tolist() == [MAX_KEPT, 0, 0]
-
-
-@pytest.mark.parametrize("sets", [[[1], [], [2, 3, 2]], [[0], [4, -1]], [[6, 6], [1, 1]]], ids=str)
-def test_a_set_with_a_token_twice_or_a_negative_one_is_refused(sets: list[list[int]]) -> None:
-    with pytest.raises(ValueError, match="token twice, or a negative"):
-        KeptTokens.of(sets)
-
-
-def test_take_is_that_of_a_list_and_empty_for_minus_one() -> None:
-    for sets in RAGGED:
-        last = len(sets) - 1
-        for index in ([], [-1, -1], [last, -1, 0, 0], [-1, 0, last, -1], [*range(len(sets))][::-1]):
-            if sets or max(index, default=-1) < 0:
-                taken = KeptTokens.of(sets).take(torch.tensor(index, dtype=torch.long))
-                assert same(taken, [sets[i] if i >= 0 else [] for i in index])
+        assert same(KeptTokens.of_mask(is_kept), expected)
+        assert same(kept_of(sets).without_large(vocabulary), expected)
 
 
 @pytest.mark.parametrize("sets", [SETS, [[]] * 6], ids=["full", "empty"])
 @pytest.mark.parametrize("width", [1, 3, 6])
 def test_trl_shuffles_and_divides_samples(sets: list[list[int]], width: int) -> None:
     rows = [sets[start : start + width] for start in range(0, 6, width)]
-    samples = KeptTokens.of(sets).of_samples(width)
-    assert [KeptTokens(*sample).lists() for sample in samples] == rows
-    assert [int(offsets[0]) for _, offsets in samples] == [0] * len(rows)
+    samples = kept_of(sets).of_samples(width)
+    assert [lists(KeptTokens(*sample)) for sample in samples] == rows
     torch.manual_seed(1)
     shuffled = shuffle_sequence_dict({"numbers": torch.arange(len(rows)), "kept": samples})
-    taken = KeptTokens.of(sets).take(torch.arange(6).view(-1, width)[shuffled["numbers"]].flatten())
+    taken = kept_of(sets).take(torch.arange(6).view(-1, width)[shuffled["numbers"]].flatten())
     parts = [KeptTokens(*each) for part in split_tensor_dict(shuffled, len(rows)) for each in part["kept"]]
-    assert KeptTokens.joined(parts).lists() == taken.lists()
+    assert lists(KeptTokens.joined(parts)) == lists(taken)
 
 
 def test_has_is_membership_and_an_empty_set_has_all() -> None:
     for tokens in itertools.product((0, 3, 5), (9, 0), (3, 7), (9, 3), (9, 4, 3, 5), (5, 9)):
         expected = [not each or token in each for token, each in zip(tokens, SETS, strict=True)]
-        assert KeptTokens.of(SETS).has(torch.tensor(tokens)).tolist() == expected
-    assert KeptTokens.of([]).has(torch.tensor([])).tolist() == []
+        assert kept_of(SETS).has(torch.tensor(tokens)).tolist() == expected

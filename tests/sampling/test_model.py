@@ -16,8 +16,7 @@ from trl.trainer.utils import add_fused_lm_head
 from tests.oracles import sampling as oracle
 from tests.tools import tiny
 from tests.tools.headroom import within
-from trl_steady.host.fused_head import scored_by
-from trl_steady.sampling.kept import KeptTokens
+from tests.tools.sets import kept_of
 from trl_steady.sampling.proxy import KeptModel
 
 EPS = torch.finfo(torch.float32).eps
@@ -104,9 +103,9 @@ def batch(kind: str = "some") -> Batch:
 
 
 def wrap(model: Callable[..., Any], data: Batch, *, with_entropy: bool = True) -> KeptModel:
-    kept = KeptTokens.of(data.sets).without_large(VOCABULARY)
+    kept = kept_of(data.sets).without_large(VOCABULARY)
     bare = lambda *, token_indices, **batch: model(**batch, fused_lm_head=True)
-    return KeptModel(bare, kept, data.index, scored_by, with_entropy=with_entropy)
+    return KeptModel(bare, kept, data.index, with_entropy=with_entropy)
 
 
 def call(model: Callable[..., Any], data: Batch, *, with_entropy: bool = True) -> Any:

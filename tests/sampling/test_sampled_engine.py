@@ -16,6 +16,7 @@ from tests.tools.engines import MASKED, ROUTED, SPARSE, TOKENS, Build, Engine, S
 from tests.tools.headroom import within
 from tests.tools.routed import Row, oracles
 from tests.tools.sampled import CLOSE
+from tests.tools.sets import lists
 from trl_steady.host.engine import SteadyGeneration
 from trl_steady.routing.part import ROUTES, taken_routes
 from trl_steady.sampling.kept import KeptTokens
@@ -63,7 +64,7 @@ def score_as_sampled(engine: Engine, folder: Path, is_routed: bool = False) -> N
 def sets_of(batch: dict[str, Any]) -> Iterator[Sets]:
     """Of the tokens of each completion; padding has none."""
     for of_completion, mask in zip(batch["kept_tokens"], batch["completion_mask"].bool().tolist(), strict=True):
-        sets = list(zip(KeptTokens(*of_completion).lists(), mask, strict=True))
+        sets = list(zip(lists(KeptTokens(*of_completion)), mask, strict=True))
         assert not any(each for each, is_token in sets if not is_token)
         yield [sorted(each) for each, is_token in sets if is_token]
 
@@ -93,24 +94,22 @@ def check(trainer: Any, folder: Path, expected: Callable[[Row, int], Sets] = ret
     assert {"logps", "old_per_token_logps"} <= trainer.updates[0].rows[0].values.keys() and np.mean(apart) > 0.3
 
 
-def ratios(trainer: Any) -> Iterator[tuple[Any, Row, Tensor]]:
-    """TRL's, of the trainer to the engine, of each token of a row of an update."""
+def check_ratios(trainer: Any) -> None:
+    """Of the trainer to the engine, of each token: an engine that scores as it samples is the policy itself."""
     for update in trainer.updates:
-        mask, of_batch = update.inputs["completion_mask"].bool(), update.inputs["importance_sampling_ratio"]
-        for row, of_row, is_token in zip(update.rows, of_batch, mask, strict=True):
-            yield update, row, of_row[is_token]
+        ratio = update.inputs["importance_sampling_ratio"][update.inputs["completion_mask"].bool()]
+        torch.testing.assert_close(ratio, torch.ones_like(ratio), **CLOSE)
 
 
 @pytest.mark.supports("keep_sampling_mask", on=("vLLM colocate", "vLLM server"), only="stand-in")
 def test_sets_are_in_every_update_and_in_every_pass(models: dict[str, Path], engine: Engine, built: Build) -> None:
-    """Two rollouts, the second after a sync; an engine that scores as it samples is then the policy itself."""
+    """Two rollouts, the second after a sync."""
     folder = models["dense"]
     score_as_sampled(engine, folder)
     trainer = tiny.train(built(folder, beta=0.1, **SETS, **CORRECTED))
     assert len(trainer.rollouts) == 2 and "ref_per_token_logps" in trainer.updates[0].rows[0].values
     check(trainer, folder)
-    for _, _, ratio in ratios(trainer):
-        torch.testing.assert_close(ratio, torch.ones_like(ratio), **CLOSE)
+    check_ratios(trainer)
     history = tiny.history(trainer)
     assert [row["sampling_mask/fallback"] for row in history if "sampling_mask/fallback" in row] == [0, 0]
     assert all(within(row["mismatch/kl"], 1e-9) for row in history if "mismatch/kl" in row)
@@ -121,11 +120,6 @@ def test_a_server_has_each_prompt_once_and_answers_in_any_order(
 ) -> None:
     trainer = tiny.train(flagged(models["dense"], **SETS))
     check(trainer, models["dense"])
-    assert not {"_post", "generate"} & vars(trainer.vllm_generation.vllm_client).keys()
-    assert server.requests.keys() == {TOKENS} and len(server.requests[TOKENS]) == 8
-    for body in server.requests[TOKENS]:
-        sampling = body["sampling_params"]
-        assert body["features"] is None and (sampling["n"], sampling["top_k"], sampling["top_p"]) == (4, 20, 0.9)
     came = [body["token_ids"] for body in server.requests[TOKENS]]
     assert sorted(came) == sorted(server.answers) and came != server.answers
 
@@ -138,31 +132,22 @@ def test_routes_and_sets_go_together(mixture: Path, engine: Engine, built: Build
             assert row.routes is not None
             assert torch.equal(row.routes[:-1], routes_of(row.ids, update.rollout + 1)[:-1])
     check(trainer, mixture)
-    for _, _, ratio in ratios(trainer):
-        torch.testing.assert_close(ratio, torch.ones_like(ratio), **CLOSE)
+    check_ratios(trainer)
 
 
 def test_a_token_without_a_choice_of_tokens_is_scored_among_all(
     models: dict[str, Path], engine: Engine, built: Build
 ) -> None:
-    """One of three has an empty set, and one the vocabulary."""
+    """One of three has an empty set, and one the vocabulary. The row of a token that was left out is cut."""
     everything = list(range(tiny.SIZES["vocab_size"]))
-    engine.left = lambda sets: [[[], each, everything][i % 3] for i, each in enumerate(sets)]
+    engine.left = lambda sets: [*([[], each, everything][i % 3] for i, each in enumerate(sets)), [1, 2, 3]]
+    expected = lambda row, syncs: [each if i % 3 == 1 else [] for i, each in enumerate(returned(row, syncs))]
     with pytest.warns(UserWarning, match="tokens were sampled among more than"):
         trainer = tiny.train(built(models["dense"], max_steps=4, **SETS))
-    check(
-        trainer,
-        models["dense"],
-        lambda row, syncs: [each if i % 3 == 1 else [] for i, each in enumerate(returned(row, syncs))],
-    )
+    check(trainer, models["dense"], expected)
     sets = [each for update in trainer.updates for of_row in sets_of(update.inputs) for each in of_row]
     share = sum(not each for each in sets) / len(sets)
     assert 0.5 < share < 0.9 and tiny.history(trainer)[0]["sampling_mask/fallback"] == pytest.approx(share)
-
-
-def test_the_row_of_a_token_that_was_left_out_is_cut(models: dict[str, Path], engine: Engine, built: Build) -> None:
-    engine.left = lambda sets: [*sets, [1, 2, 3]]
-    check(tiny.train(built(models["dense"], max_steps=4, **SETS)), models["dense"])
 
 
 def test_sets_of_an_agents_turns_are_put_together(tmp_path: Path, engine: Engine, built: Build) -> None:
@@ -184,32 +169,25 @@ def test_sets_of_an_agents_turns_are_put_together(tmp_path: Path, engine: Engine
     assert tiny.history(trainer)[0]["sampling_mask/fallback"] == 0
 
 
-CAPTURES = {"sets": [KEPT_TOKENS], "both": [KEPT_TOKENS, ROUTES]}
-
-
-@pytest.mark.parametrize(("captures", "generations"), [("sets", 1), ("both", 3)])
 def test_each_of_two_processes_has_the_sets_of_its_own_sequences(
-    mixture: Path, engine: Engine, server: Server, monkeypatch: pytest.MonkeyPatch, captures: str, generations: int
+    mixture: Path, engine: Engine, server: Server, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All prompts have the same answer, so that it alone does not tell whose sets are whose."""
     engine.spoken = lambda _, number: [50 + number, 60, 70]
     server.config = {"model_config": {MASKED: True, ROUTED: True}}
-    model = routed_oracle.initial(mixture)
+    model, generations = routed_oracle.initial(mixture), 3
     prompts = [[prompt] * generations for prompt in ([1, 2, 3], [4, 5], [6, 7, 8, 9], [9])]
     options = {"mode": "server", "server_base_url": server.url, "max_completion_length": 8, "top_k": 20}
     seen = 0
     for process, prompts_of_process in engines.processes(
         monkeypatch, [prompts[0] + prompts[1], prompts[2] + prompts[3]]
     ):
-        generation = SteadyGeneration(model, process, None, captures=CAPTURES[captures], **options)
+        generation = SteadyGeneration(model, process, None, captures=[KEPT_TOKENS, ROUTES], **options)
         _, completions, _, _ = generation.generate(prompts_of_process, None, generations)
-        sets = taken_sets(generation, completions).lists()
+        sets = lists(taken_sets(generation, completions))
         assert sets == [each for pair in zip(prompts_of_process, completions, strict=True) for each in kept(*pair, 0)]
-        if captures == "both":
-            for prompt, ids, routes in zip(
-                prompts_of_process, completions, taken_routes(generation, SPARSE), strict=True
-            ):
-                assert torch.equal(routes, routes_of([*prompt, *ids], 0)[:-1])
+        for prompt, ids, routes in zip(prompts_of_process, completions, taken_routes(generation, SPARSE), strict=True):
+            assert torch.equal(routes, routes_of([*prompt, *ids], 0)[:-1])
         seen += len(completions)
     assert len(server.requests[TOKENS]) == 4 and seen == 4 * generations
 
@@ -220,7 +198,8 @@ WRONG: dict[str, tuple[Callable[[Sets], Sets | None], str]] = {
         lambda sets: [[*each, 255][-1:] for each in sets],
         "not in the set that it was sampled from",
     ),
-    "twice the same": (lambda sets: [each * 2 for each in sets], "have a token twice"),
+    "twice the same": (lambda sets: [each * 2 for each in sets], "with a token twice"),
+    "negative": (lambda sets: [[*each, -1] for each in sets], "a negative token id"),
     "some": (lambda sets: sets if len(sets) % 2 else None, r"no kept tokens for ([1-9]|1[0-5]) of 16 sequences"),
     "none": (lambda _: None, r"no kept tokens for 16 of 16 sequences\. Start a server with --return-sampling-mask"),
 }
@@ -233,17 +212,13 @@ def test_wrong_sets_are_refused(models: dict[str, Path], engine: Engine, built: 
         built(models["dense"], **SETS).train()
 
 
-ASKED: dict[str, tuple[dict[str, Any], set[str]]] = {
-    "sets": (SETS, {MASKED}),
-    "routes": ({"router_replay": "R3"}, {ROUTED}),
-    "both": (BOTH, {MASKED, ROUTED}),
-    "other routes": ({"router_replay": "R2", **SAMPLING}, set()),
-}
+ASKED: list[tuple[dict[str, Any], set[str]]] = [(BOTH, {MASKED, ROUTED}), ({"router_replay": "R2", **SAMPLING}, set())]
 
 
-@pytest.mark.parametrize("case", ASKED)
-def test_the_engine_is_started_with_what_is_asked_for(in_process: Build, case: str) -> None:
-    options, flags = ASKED[case]
+@pytest.mark.parametrize(("options", "flags"), ASKED, ids=["both", "other routes"])
+def test_the_engine_is_started_with_what_is_asked_for(
+    in_process: Build, options: dict[str, Any], flags: set[str]
+) -> None:
     generation, plain = in_process(**options).vllm_generation, in_process().vllm_generation
     assert generation.llm.asked == {**plain.llm.asked, **dict.fromkeys(flags, True)}
 

@@ -26,22 +26,6 @@ def test_a_run_resumes_exactly_inside_a_window(models: dict[str, Path], tmp_path
     assert resumable.differences(resumable.state(whole), resumable.state(resumed)) == []
 
 
-@pytest.mark.filterwarnings("ignore:.*leaves tokens out")
-def test_a_run_is_not_resumed_inside_a_window_with_the_option_switched(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    """Old log-probs of its rollout would be of another distribution."""
-    options = {"top_p": 0.6, "max_steps": 4, **SAVING}
-    for is_kept in (True, False):
-        tiny.train(build(models["dense"], tmp_path / str(is_kept), keep_sampling_mask=is_kept, **options))
-        other = build(models["dense"], tmp_path, keep_sampling_mask=not is_kept, **{**options, "max_steps": 5})
-        message = rf"began with\s+keep_sampling_mask={is_kept}; this run has keep_sampling_mask={not is_kept}\s"
-        with pytest.raises(ValueError, match=message):
-            other.train(resume_from_checkpoint=str(tmp_path / str(is_kept) / "checkpoint-2"))
-        other.train(resume_from_checkpoint=str(tmp_path / str(is_kept) / "checkpoint-4"))  # between two windows
-        assert len(other.updates) == 1 and ("kept_tokens" in other.updates[0].inputs) != is_kept
-
-
 def test_evaluation_scores_among_its_own_sets_and_leaves_training_alone(
     models: dict[str, Path], tmp_path: Path
 ) -> None:

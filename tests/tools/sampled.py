@@ -2,20 +2,18 @@
 
 import contextlib
 import copy
-import functools
 import gc
-import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import pytest
 import torch
 from torch import Tensor
 
 from tests.oracles import routes as routed_oracle
 from tests.oracles import sampling as oracle
 from tests.tools import routed
+from tests.tools.sets import lists
 from trl_steady.host import models as host_models
 from trl_steady.host import overridden
 from trl_steady.sampling.kept import KeptTokens
@@ -140,9 +138,8 @@ def rows(update: routed.Update) -> Iterator[Row]:
 
 def of_sample(ids: Tensor, offsets: Tensor) -> Sets:
     """What a sample of a rollout carries, column by column."""
-    bounds = offsets.tolist()
-    assert bounds[0] == 0 and bounds[-1] == len(ids)
-    return [sorted(ids[start:end].tolist()) for start, end in itertools.pairwise(bounds)]
+    assert offsets[0] == 0 and offsets[-1] == len(ids)
+    return [sorted(each) for each in lists(KeptTokens(ids, offsets))]
 
 
 @torch.no_grad()
@@ -168,11 +165,6 @@ def models(folder: Path, trainer: Any) -> Callable[[dict[str, Tensor]], Any]:
 def build(folder: Path, output: Path, kind: type[Sampled] = Sampled, **options: Any) -> Any:
     """A trainer with the option and with a KL, unless something else is said."""
     return routed.build(folder, output, kind, **{"keep_sampling_mask": True, "beta": 0.1, **options})
-
-
-def limit_sets(monkeypatch: pytest.MonkeyPatch, limit: int) -> None:
-    """As if no more tokens than so many were kept of a set, where it is 4096."""
-    monkeypatch.setattr(KeptTokens, "of_mask", functools.partial(KeptTokens.of_mask, limit=limit))
 
 
 def without_ours(history: list[dict[str, float]]) -> list[dict[str, float]]:

@@ -18,6 +18,7 @@ from exact import Method, Pass, Policy, Task, softmax
 from staleness import problem
 from torch import Tensor
 
+from trl_steady.host.fused_head import Head
 from trl_steady.sampling.kept import KeptTokens
 from trl_steady.sampling.log_probs import kept_log_probs
 
@@ -41,7 +42,8 @@ def kept_policy(is_kept: Tensor) -> Policy:
     tokens = torch.arange(vocabulary).repeat(rows)
 
     def policy(theta: Tensor) -> Tensor:
-        among = kept_log_probs(hidden, theta.T, None, tokens, kept).view(rows, vocabulary)
+        head = Head(hidden, theta.T, None, tokens, 1.0, 0, None, 1.0, ())
+        among = kept_log_probs(head, kept).view(rows, vocabulary)
         # a set of the whole vocabulary is stored as none, and the caller's log-prob counts
         return among.where(~is_kept.all(-1, keepdim=True), softmax(theta)).where(is_kept, -torch.inf)
 

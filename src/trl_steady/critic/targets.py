@@ -10,7 +10,7 @@ from trl_steady.critic.trainer import PPO
 from trl_steady.functional import advantages, values
 from trl_steady.host.models import text_tokenizer
 from trl_steady.host.part import Rollout
-from trl_steady.rewards.part import StepsPart, log_advantages
+from trl_steady.rewards.part import RewardsPart, log_advantages
 
 
 class Targets(NamedTuple):
@@ -29,13 +29,13 @@ def targets(trainer: PPO, rollout: Rollout, old_values: Tensor, after: Tensor | 
 
     Args:
         trainer: The trainer.
-        rollout: TRL's samples with the log-probs that the KL needs, and the rewards in `StepsPart`.
+        rollout: TRL's samples with the log-probs that the KL needs, and the rewards in `RewardsPart`.
         old_values: (B, T) values of the critic.
         after: (B,) value of the state after each completion; None: 0 for all.
         kl_coef: Coefficient of the KL in the reward.
     """
     args, samples, mask = trainer.args, rollout.samples, rollout.is_sampled
-    steps = trainer.part(StepsPart)
+    steps = trainer.part(RewardsPart)
     first = trainer.accelerator.process_index * len(mask)
     completions = steps.scored(mask)
     table = steps.table(completions, first=first, cover=False)

@@ -10,7 +10,7 @@ With one step per completion (outcome supervision), `process` and `return_to_go`
 import torch
 from torch import Tensor
 
-__all__ = ["gae", "per_token", "process", "return_to_go"]
+from trl_steady.functional.reduction import check_mask
 
 _EPSILON = 1e-4  # TRL adds it to every standard deviation
 
@@ -43,21 +43,15 @@ def gae(
     Raises:
         ValueError: The shapes differ, or `mask` is not boolean.
 
-    >>> import torch
     >>> rewards, values = torch.tensor([[0.0, 9.0, 1.0]]), torch.tensor([[0.5, 9.0, 0.25]])
     >>> gae(rewards, values, torch.tensor([[True, False, True]]), gamma=1.0, lam=0.5).tolist()
     [[0.125, 0.0, 0.75]]
     """
-    if mask.dtype != torch.bool or mask.dim() != 2 or not rewards.shape == values.shape == mask.shape:
-        raise ValueError(
-            f"expected (B, T) rewards and values like a boolean mask, got {tuple(rewards.shape)}, "
-            f"{tuple(values.shape)} and a mask of shape {tuple(mask.shape)} and {mask.dtype}."
-        )
+    check_mask(mask, rewards, values)
     count, width = mask.shape
+    if isinstance(lam, Tensor):
+        lam = lam.expand(count, 1)  # otherwise torch would take (B,) for one lambda per token if B = T
     end = values.new_zeros(count) if bootstrap is None else bootstrap.to(values.dtype)
-    for name, given, expected in (("lam", lam, "(B, 1)"), ("bootstrap", end, "(B,)")):
-        if isinstance(given, Tensor) and given.shape != ((count, 1) if name == "lam" else (count,)):
-            raise ValueError(f"expected {name} of shape {expected} with B = {count}, got {tuple(given.shape)}.")
     token = torch.arange(width, device=mask.device).expand_as(mask).where(mask, width)
     following = torch.cat([token[:, 1:], token.new_full((count, 1), width)], dim=1).flip(1).cummin(1).values.flip(1)
     after = torch.cat([values.where(mask, 0), end.unsqueeze(1)], dim=1).gather(1, following)
@@ -91,18 +85,15 @@ def process(rewards: Tensor, *, group_size: int, scale: str) -> Tensor:
     Returns:
         (B, S), 0 where there is no such step.
 
-    Raises:
-        ValueError: B is not a multiple of `group_size`, S is 0, or `scale` is unknown.
-
-    >>> import torch
     >>> rewards = torch.tensor([[1.0, 0.0], [0.0, torch.nan], [1.0, 1.0], [0.0, 0.0]])  # means 1/3 and 1/2
     >>> process(rewards.double(), group_size=2, scale="none").mul(3).round(decimals=2).tolist()  # in thirds
     [[1.0, -1.0], [-1.0, 0.0], [3.0, 1.5], [-3.0, -1.5]]
     """
-    pools = _groups(rewards, group_size).flatten(1)
+    pools = rewards.reshape(-1, group_size * rewards.size(1))
     normalised = pools - pools.nanmean(1, keepdim=True)
-    if _divides(scale):
-        normalised = normalised / (_deviation(pools if scale == "group" else pools.reshape(1, -1)) + _EPSILON)
+    if scale != "none":
+        pools = {"group": pools, "batch": pools.reshape(1, -1)}[scale]
+        normalised = normalised / (_deviation(pools) + _EPSILON)
     return _sums_from_each_on(normalised.view_as(rewards))
 
 
@@ -126,20 +117,18 @@ def return_to_go(rewards: Tensor, *, group_size: int, scale: str) -> Tensor:
     with totals: see `docs/step-rewards.md`.
 
     Args:
-        rewards: As for `process`.
-        group_size: As for `process`.
+        rewards, group_size: As for `process`.
         scale: Divisor of the advantages. `"group"`: the largest spread at any step in the group, plus 1e-4.
             `"batch"`: the largest spread at any step in the batch, plus 1e-4. `"none"`: no division.
 
     Returns:
         (B, S), 0 where there is no such step.
 
-    >>> import torch
     >>> rewards = torch.tensor([[1.0, 0.0], [0.0, torch.nan], [1.0, 1.0]])  # returns from each step on: 1 0, 0, 2 1
     >>> return_to_go(rewards.double(), group_size=3, scale="none").mul(3).round().tolist()  # in thirds
     [[0.0, -2.0], [-3.0, 0.0], [3.0, 2.0]]
     """
-    groups = _groups(rewards, group_size)
+    groups = rewards.reshape(-1, group_size, rewards.size(1))
     running = ~groups.isnan()
     returns = _sums_from_each_on(groups).where(running, torch.nan)
     scored = running.any(-1, keepdim=True).sum(1, keepdim=True).to(rewards.dtype)
@@ -148,8 +137,8 @@ def return_to_go(rewards: Tensor, *, group_size: int, scale: str) -> Tensor:
     beside_others = (returns - returns.nanmean(1, keepdim=True)) * (((scored - 1) * (others + 1)) / (scored * others))
     alone = (returns * ((scored - 1) / scored)).where(running & (others == 0), 0)
     advantages = beside_others.where(running & (others > 0), alone)
-    if _divides(scale):
-        pools = returns if scale == "group" else returns.flatten(0, 1).unsqueeze(0)
+    if scale != "none":
+        pools = {"group": returns, "batch": returns.flatten(0, 1).unsqueeze(0)}[scale]
         deviations = _deviation(pools.transpose(1, 2).flatten(0, 1)).view(len(pools), -1)
         spread = torch.maximum(deviations.nan_to_num(nan=0.0).amax(1), alone.abs().view(len(pools), -1).amax(1))
         advantages = advantages / (spread.view(-1, 1, 1) + _EPSILON)
@@ -159,37 +148,15 @@ def return_to_go(rewards: Tensor, *, group_size: int, scale: str) -> Tensor:
 def per_token(advantages: Tensor, ends: Tensor, tokens: int) -> Tensor:
     """Return each token's advantage: that of the first step that ends after the token, or 0 if there is none.
 
-    Args:
-        advantages: (B, S), 0 where there is no such step.
-        ends: (B, S) integer, exclusive, in increasing order; `tokens` or more where there is no such step.
-        tokens: Number of tokens, T.
+    `advantages` (B, S) are 0 where there is no such step. `ends` (B, S) are exclusive, in increasing order, and
+    `tokens` or more where there is no such step. It returns (B, T) in the dtype of `advantages`, with T = `tokens`.
 
-    Returns:
-        (B, T), the dtype of `advantages`.
-
-    >>> import torch
     >>> per_token(torch.tensor([[0.5, -1.0]]), torch.tensor([[2, 3]]), 5).tolist()
     [[0.5, 0.5, -1.0, 0.0, 0.0]]
     """
     positions = torch.arange(tokens, device=ends.device).expand(len(ends), -1).contiguous()
     ended = torch.searchsorted(ends.contiguous(), positions, right=True)
     return torch.cat([advantages, advantages.new_zeros(len(advantages), 1)], 1).gather(1, ended)
-
-
-def _groups(rewards: Tensor, group_size: int) -> Tensor:
-    """Reshape rewards to (groups, group_size, S)."""
-    if rewards.dim() != 2 or not rewards.numel() or len(rewards) % group_size:
-        raise ValueError(
-            f"expected rewards of shape (B, S), S at least 1 and B a multiple of group_size={group_size}, got "
-            f"{tuple(rewards.shape)}."
-        )
-    return rewards.reshape(-1, group_size, rewards.size(1))
-
-
-def _divides(scale: str) -> bool:
-    if scale not in ("group", "batch", "none"):
-        raise ValueError(f"scale={scale!r} is unknown. Set it to 'group', 'batch' or 'none'.")
-    return scale != "none"
 
 
 def _deviation(values: Tensor) -> Tensor:

@@ -12,8 +12,6 @@ from torch import Tensor
 
 from trl_steady.functional.reduction import sequence_mean
 
-__all__ = ["gspo_token_surrogate", "log_geometric_mean_ratio", "sequence_log_ratio"]
-
 
 def sequence_log_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor) -> Tensor:
     """Return log s_i, the log of GSPO's length-normalised sequence ratio (arXiv 2507.18071, section 4.1).
@@ -26,7 +24,6 @@ def sequence_log_ratio(logps: Tensor, old_logps: Tensor, mask: Tensor) -> Tensor
     Returns:
         (B, 1); 0 (ratio 1) for a sequence without loss tokens.
 
-    >>> import torch
     >>> logps = torch.tensor([[-1.0, -2.0, -9.0]])
     >>> old_logps = torch.tensor([[-1.5, -2.25, 0.0]])
     >>> sequence_log_ratio(logps, old_logps, torch.tensor([[True, True, False]])).tolist()  # (0.5 + 0.25) / 2
@@ -51,7 +48,6 @@ def gspo_token_surrogate(logps: Tensor, old_logps: Tensor, mask: Tensor) -> tupl
     Returns:
         (B, T) and (B, T). `logps` must be finite everywhere.
 
-    >>> import torch
     >>> logps = torch.tensor([[-1.0, -2.0]], requires_grad=True)
     >>> old_logps = torch.tensor([[-1.5, -2.5]])
     >>> centred, surrogate = gspo_token_surrogate(logps, old_logps, torch.tensor([[True, True]]))
@@ -83,9 +79,6 @@ def log_geometric_mean_ratio(
     Gradient: flows through `logps`, except at tokens that are held at a bound.
 
     Args:
-        logps: (B, T), as above.
-        old_logps: (B, T), as above.
-        mask: (B, T) bool
         advantages: (B, 1). Only the signs are read.
         low: How far the log-ratio may fall below 0.
         high: How far it may rise above 0.

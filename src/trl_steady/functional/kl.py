@@ -19,8 +19,6 @@ the gradient of the KL of whole sequences, which also contains the effect of a t
 
 from torch import Tensor
 
-__all__ = ["corrected_k1", "corrected_k2", "corrected_k3", "k1", "k2", "k3"]
-
 
 def k1(logps: Tensor, ref_logps: Tensor) -> Tensor:
     """Return -log r: unbiased in value under π, of either sign.

@@ -14,8 +14,6 @@ from torch import Tensor
 
 from trl_steady.functional.reduction import sequence_mean
 
-__all__ = ["geometric_mask", "log_ratio", "off_policy_mask", "off_policy_statistic", "token_veto"]
-
 
 def log_ratio(logps: Tensor, sampler_logps: Tensor) -> Tensor:
     """Return log π - log μ without gradient, and 0 where the sampler's log-prob is NaN.
@@ -54,7 +52,6 @@ def off_policy_mask(advantages: Tensor, statistic: Tensor, mask: Tensor, *, thre
     Args:
         advantages: (B, 1) or (B, T).
         statistic: (B, 1), from `off_policy_statistic`.
-        mask: (B, T) bool
         threshold: δ, in nats per token. Infinity drops nothing.
 
     Returns:
@@ -76,14 +73,8 @@ def geometric_mask(mismatch: Tensor, mask: Tensor, *, low: float, high: float) -
 
     The ratio is a mean, not a product, so the bounds mean the same for long and for short answers.
 
-    Args:
-        mismatch: (B, T), log π_old - log μ of the sampled tokens, from `log_ratio`.
-        mask: (B, T) bool
-        low: Lower bound of the ratio, at most 1.
-        high: Upper bound, at least 1.
-
-    Returns:
-        (B, 1) bool, True = keep; a sequence without loss tokens is kept.
+    `mismatch` (B, T) is log π_old - log μ of the sampled tokens, from `log_ratio`. The result is (B, 1) bool, True =
+    keep. A sequence without loss tokens is kept.
 
     >>> import torch
     >>> mismatch = torch.tensor([[0.02, -0.01], [0.02, 0.01]])
@@ -97,13 +88,8 @@ def geometric_mask(mismatch: Tensor, mask: Tensor, *, low: float, high: float) -
 def token_veto(mismatch: Tensor, mask: Tensor, *, threshold: float) -> Tensor:
     """Drop each sequence that has a token much less likely under the trainer than under the sampler.
 
-    Args:
-        mismatch: (B, T), as above.
-        mask: (B, T) bool
-        threshold: The smallest ratio π_old / μ that passes, between 0 and 1.
-
-    Returns:
-        (B, 1) bool, True = keep.
+    `mismatch` (B, T) is as above. `threshold` is the smallest ratio π_old / μ that passes, between 0 and 1. The result
+    is (B, 1) bool, True = keep.
 
     >>> import math, torch
     >>> mismatch = torch.tensor([[0.0, math.log(1e-3)], [0.0, math.log(1e-5)]])

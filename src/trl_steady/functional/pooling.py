@@ -12,19 +12,6 @@ import math
 import torch
 from torch import Tensor
 
-__all__ = [
-    "LARGEST_COUNT",
-    "count_mean",
-    "count_quantile",
-    "count_totals",
-    "effective_sample_size",
-    "histogram",
-    "mean",
-    "mean_totals",
-    "quantile",
-    "sample_size_totals",
-]
-
 LARGEST_COUNT = 4096
 """The largest count that `count_totals` keeps apart from larger ones."""
 _PER_DECADE = 50
@@ -37,20 +24,20 @@ def mean_totals(values: Tensor, mask: Tensor | None = None) -> Tensor:
     >>> mean(mean_totals(torch.tensor([1.0, 2.0])) + mean_totals(torch.tensor([6.0])))
     3.0
     """
-    counts = _counts(values, mask)
-    return torch.stack([_read(values, counts).sum(), counts.sum()])
+    values, counts = _counted(values, mask)
+    return torch.stack([values.sum(), counts.sum()])
 
 
 def mean(totals: Tensor) -> float:
     """Return the mean of all values in `totals`, or NaN if there are none."""
-    total, count = (float(x) for x in totals)
+    total, count = map(float, totals)
     return total / count if count else math.nan
 
 
 def sample_size_totals(log_weights: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return the totals of log importance weights that `effective_sample_size` needs."""
-    counts = _counts(log_weights, mask)
-    weights = _read(log_weights, counts).exp() * counts
+    log_weights, counts = _counted(log_weights, mask)
+    weights = log_weights.exp() * counts
     return torch.stack([weights.sum(), (weights**2).sum(), counts.sum()])
 
 
@@ -63,21 +50,22 @@ def effective_sample_size(totals: Tensor) -> float:
     >>> round(effective_sample_size(sample_size_totals(log_weights)), 6)  # 36 / (4 * 12)
     0.75
     """
-    total, squares, count = (float(x) for x in totals)
+    total, squares, count = map(float, totals)
     return total**2 / (count * squares) if count else math.nan
 
 
 def histogram(values: Tensor, mask: Tensor | None = None) -> Tensor:
     """Count values without NaN for `quantile`, in bins 4.7 % wide on both sides of zero, from 1e-9 to 1e3."""
-    counts = _counts(values, mask) * ~values.isnan()
-    values = _read(values, counts)
+    values, counts = _counted(values, mask)
+    counts, values = counts * ~values.isnan(), values.nan_to_num()
     bins = torch.bucketize(values.abs(), _EDGES.to(values.device)) * values.sign().long()
     return _binned(bins + len(_EDGES), counts, 2 * len(_EDGES) + 1)
 
 
 def count_totals(numbers: Tensor, mask: Tensor | None = None) -> Tensor:
     """Return how many of the numbers are 0, 1, 2 and so on. Numbers above `LARGEST_COUNT` are taken as that."""
-    return _binned(numbers.long().clamp(max=LARGEST_COUNT), _counts(numbers, mask), LARGEST_COUNT + 1)
+    numbers, counts = _counted(numbers, mask)
+    return _binned(numbers.long().clamp(max=LARGEST_COUNT), counts, LARGEST_COUNT + 1)
 
 
 def count_mean(totals: Tensor) -> float:
@@ -108,26 +96,19 @@ def quantile(counts: Tensor, share: float) -> float:
     >>> quantile(counts, 0.4), round(quantile(counts, 0.8), 5)
     (0.0, 0.00204)
     """
-    reached = counts.cumsum(0)
-    if not reached[-1]:
-        return math.nan
-    position = int((reached < share * reached[-1]).sum()) - len(_EDGES)
-    if position == 0:
-        return 0.0
-    index = min(abs(position), len(_EDGES) - 1)
+    position = count_quantile(counts, share) - len(_EDGES)
+    if position == 0 or math.isnan(position):
+        return float(position)
+    index = min(abs(int(position)), len(_EDGES) - 1)
     middle = _EDGES[index] * 10 ** (-0.5 / _PER_DECADE)
     return math.copysign(float(middle), position)
 
 
-def _counts(values: Tensor, mask: Tensor | None) -> Tensor:
-    """Return 1 for each value that counts, otherwise 0, in float64."""
-    ones = torch.ones_like(values, dtype=torch.float64)
-    return ones if mask is None else ones * mask
-
-
-def _read(values: Tensor, counts: Tensor) -> Tensor:
-    """Return the values in float64, and 0 in place of those that do not count."""
-    return values.detach().double().where(counts > 0, 0)
+def _counted(values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return float64 values, 0 in place of those that do not count, and 1 for each value that counts, otherwise 0."""
+    counts = torch.ones_like(values, dtype=torch.float64)
+    counts = counts if mask is None else counts * mask
+    return values.detach().double().where(counts > 0, 0), counts
 
 
 def _binned(bins: Tensor, counts: Tensor, size: int) -> Tensor:

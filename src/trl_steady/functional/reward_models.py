@@ -8,8 +8,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits, logsigmoid
 
-__all__ = ["calibration_error", "pair_loss", "step_labels", "verdict_loss"]
-
 
 def pair_loss(right: Tensor, wrong: Tensor) -> Tensor:
     """Return -log sigmoid(r_w - r_l) for each pair, the Bradley-Terry loss.

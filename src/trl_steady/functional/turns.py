@@ -13,8 +13,6 @@ from typing import NamedTuple, cast
 import torch
 from torch import Tensor
 
-__all__ = ["Traced", "aligned", "nothing", "stitched"]
-
 
 class Traced(NamedTuple):
     """Tokens of a sequence in an engine, with the values that were recorded for them."""
@@ -30,12 +28,8 @@ def nothing(dtype: torch.dtype) -> int:
     return 255 if dtype == torch.uint8 else -1
 
 
-def _widened(values: Tensor, dtype: torch.dtype) -> Tensor:
-    return values.to(dtype).where(values != nothing(values.dtype), nothing(dtype))
-
-
 def stitched(turns: Sequence[Sequence[Traced]]) -> list[Traced]:
-    """Join the turns of each sequence in the first turn.
+    """Join the turns of each sequence in the first turn. The result has a row for each token, in the widest dtype.
 
     A token keeps the values of the first turn that recorded some for it. For a sampled token, this is the turn that
     sampled it. For the last token of a turn, it may be the next turn, which fed this token to the model.
@@ -47,7 +41,8 @@ def stitched(turns: Sequence[Sequence[Traced]]) -> list[Traced]:
     Raises:
         ValueError: a sequence continues none of the earlier ones.
     """
-    sequences = [Traced(list(each.ids), _of_all(each)) for each in turns[0]]
+    dtype = max((each.values.dtype for turn in turns for each in turn), key=lambda each: each.itemsize)
+    sequences = [_of_all(each, dtype) for each in turns[0]]
     for number, turn in enumerate(turns[1:], start=2):
         candidates = iter(range(len(sequences)))  # each is tried once, so that the order is kept
         for later in turn:
@@ -57,29 +52,26 @@ def stitched(turns: Sequence[Sequence[Traced]]) -> list[Traced]:
                     f"turn {number} of a rollout has sequences that continue none of the earlier ones, so their "
                     "recorded values cannot be joined."
                 )
-            values, known = _of_all(later), sequences[index].values
-            dtype = max(values.dtype, known.dtype, key=lambda each: each.itemsize)
-            values, known = _widened(values, dtype), _widened(known, dtype)
-            values[: len(known)] = known.where(known != nothing(dtype), values[: len(known)])
-            sequences[index] = Traced(list(later.ids), values)
+            known, joined = sequences[index].values, _of_all(later, dtype)
+            joined.values[: len(known)] = known.where(known != nothing(dtype), joined.values[: len(known)])
+            sequences[index] = joined
     return sequences
 
 
-def _of_all(traced: Traced) -> Tensor:
-    """Return the values (T, *), with a row for the last token."""
-    tokens, rows = len(traced.ids), len(traced.values)
+def _of_all(traced: Traced, dtype: torch.dtype) -> Traced:
+    """Return a copy with values (T, *) of a dtype, with a row for the last token."""
+    (ids, values), tokens, rows = traced, len(traced.ids), len(traced.values)
     if rows not in (tokens - 1, tokens):
         raise ValueError(
             f"the engine returned values for {rows} tokens of a sequence of {tokens}. Only the last may have none."
         )
-    dtype = traced.values.dtype
-    values = torch.full((tokens, *traced.values.shape[1:]), nothing(dtype), dtype=dtype)
-    values[:rows] = traced.values
-    return values
+    whole = torch.full((tokens, *values.shape[1:]), nothing(dtype), dtype=dtype)
+    whole[:rows] = values.to(dtype).where(values != nothing(values.dtype), nothing(dtype))
+    return Traced(list(ids), whole)
 
 
 def aligned(sequences: Sequence[Traced], input_ids: Tensor, attention_mask: Tensor) -> Tensor:
-    """Arrange the values of sequences as a padded batch. The batch may cut off ends of the sequences.
+    """Arrange the values of `stitched` sequences as a padded batch. The batch may cut off ends of the sequences.
 
     Args:
         sequences: B sequences in the order of the rows. Sequences that began alike may be swapped, because either of
@@ -95,8 +87,8 @@ def aligned(sequences: Sequence[Traced], input_ids: Tensor, attention_mask: Tens
     """
     mask = attention_mask.bool().cpu()
     tokens = [cast(list[int], ids[is_token].tolist()) for ids, is_token in zip(input_ids.cpu(), mask, strict=True)]
-    dtype = max((traced.values.dtype for traced in sequences), key=lambda each: each.itemsize)
-    batch = torch.full((*input_ids.shape, *sequences[0].values.shape[1:]), nothing(dtype), dtype=dtype)
+    like = sequences[0].values
+    batch = like.new_full((*input_ids.shape, *like.shape[1:]), nothing(like.dtype))
     free = dict(enumerate(sequences))
     for row in sorted(range(len(tokens)), key=lambda row: -len(tokens[row])):
         count = len(tokens[row])
@@ -106,6 +98,5 @@ def aligned(sequences: Sequence[Traced], input_ids: Tensor, attention_mask: Tens
                 f"sequence {row} of the rollout has other tokens than were recorded. A subclass or a tool may have "
                 "changed them after they were sampled."
             )
-        values = _of_all(free.pop(fitting))[:count]
-        batch[row, mask[row].nonzero().squeeze(-1)] = _widened(values, dtype)
+        batch[row, mask[row].nonzero().squeeze(-1)] = free.pop(fitting).values[:count]
     return batch.to(input_ids.device)

@@ -6,23 +6,15 @@ Axes: `B` sequences, `T` completion tokens, `S` steps. Masks are boolean, True =
 import torch
 from torch import Tensor
 
-__all__ = ["adapted_kl_coef", "at_ends", "length_adaptive_lambda", "moments", "value_loss", "variance", "whitened"]
-
 _EPSILON = 1e-8  # of a variance, as in the PPO of OpenAI's and TRL's
 
 
 def at_ends(rewards: Tensor, ends: Tensor, mask: Tensor) -> Tensor:
     """Return step rewards as rewards of tokens: each at the last action token of its step.
 
-    Args:
-        rewards: (B, S), NaN = no such step.
-        ends: (B, S) integer, exclusive ends of the steps in tokens. Ends beyond the last token are allowed.
-        mask: (B, T) bool
+    `rewards` (B, S) are NaN where there is no such step. `ends` (B, S) are exclusive, in tokens, and may be beyond the
+    last token. The result is (B, T). The reward of a step with no action token before its end is dropped.
 
-    Returns:
-        (B, T), the dtype of `rewards`. The reward of a step with no action token before its end is dropped.
-
-    >>> import torch
     >>> mask = torch.tensor([[True, True, False, True]])
     >>> at_ends(torch.tensor([[1.0, 2.0]]), torch.tensor([[3, 9]]), mask).tolist()
     [[0.0, 1.0, 0.0, 2.0]]
@@ -39,7 +31,6 @@ def length_adaptive_lambda(mask: Tensor, *, alpha: float) -> Tensor:
 
     It returns (B, 1) float32. The paper's `alpha` is 0.05, with which answers of up to 20 tokens get lambda 0.
 
-    >>> import torch
     >>> length_adaptive_lambda(torch.ones(1, 40, dtype=torch.bool), alpha=0.05).tolist()
     [[0.5]]
     """
@@ -49,7 +40,6 @@ def length_adaptive_lambda(mask: Tensor, *, alpha: float) -> Tensor:
 def moments(values: Tensor, mask: Tensor) -> Tensor:
     """Return (3,) number, sum and sum of squares of the values under the mask. Moments of several processes add up.
 
-    >>> import torch
     >>> moments(torch.tensor([[1.0, 3.0, torch.nan]]), torch.tensor([[True, True, False]])).tolist()
     [2.0, 4.0, 10.0]
     """
@@ -60,7 +50,6 @@ def moments(values: Tensor, mask: Tensor) -> Tensor:
 def variance(totals: Tensor) -> Tensor:
     """Return the unbiased variance of values with these (3,) moments, 0 for fewer than two.
 
-    >>> import torch
     >>> variance(torch.tensor([2.0, 4.0, 10.0])).item()
     2.0
     """
@@ -74,7 +63,6 @@ def whitened(values: Tensor, mask: Tensor, totals: Tensor, *, shift_mean: bool =
     It returns (B, T), 0 where `mask` is False. `totals` are the (3,) `moments` over all processes, in float64 if the
     device has it.
 
-    >>> import torch
     >>> values, mask = torch.tensor([[1.0, 3.0]]).double(), torch.ones(1, 2, dtype=torch.bool)
     >>> whitened(values, mask, moments(values, mask)).round(decimals=4).tolist()
     [[-0.7071, 0.7071]]
@@ -90,13 +78,8 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange
 
     Source: the implementation of PPO (arXiv 1707.06347) by its authors, OpenAI Baselines `ppo2`.
 
-    Args:
-        values: (B, T)
-        old_values: (B, T), the values at rollout.
-        returns: (B, T), the targets.
-        cliprange: The clipped value is at most this far from the old one. None: no clip.
+    All tensors are (B, T). The clipped value is at most `cliprange` from the value at rollout. None: no clip.
 
-    >>> import torch
     >>> value_loss(torch.tensor([1.0]), torch.tensor([0.0]), torch.tensor([2.0]), cliprange=0.5).tolist()
     [1.125]
     """

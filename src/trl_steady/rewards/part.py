@@ -1,8 +1,8 @@
-"""Rewards as parts: checks of what reward functions return, and step rewards turned into advantages per token."""
+"""Rewards as parts: what reward functions return, and step rewards turned into advantages per token."""
 
 import contextlib
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol, cast
 
@@ -39,46 +39,74 @@ class _Returned(NamedTuple):
     steps: dict[tuple[int, int], StepRewards]  # (completion, reward function) -> returned value
 
 
+_NOTHING = _Returned(torch.empty(0, 0), [], [], {})
+
+
 class RewardsPart(Part):
-    """Refuses rewards that are infinite or would be ignored, and warns of NaN."""
+    """Keeps the `StepRewards` of reward functions, and refuses rewards that are infinite or would be ignored."""
 
     trainer: RewardedTrainer
 
     def __init__(self, trainer: RewardedTrainer) -> None:
         super().__init__(trainer)
+        self._steps: dict[tuple[int, int], StepRewards] = {}
+        self._returned = _NOTHING
+        self.last_rollout: tuple[Tensor, ...] = ()
+        """Ids, mask and advantages (B, T) of the last rollout with `StepRewards`, on any process."""
         self._without: dict[int, int] = {}  # reward function -> completions of this process for which it returned None
         self._returned_nan: set[int] = set()
 
-    def read_rewards(self, function: int, returned: Any) -> list[Any]:
-        """Return the rewards as a list, in which completions may have `StepRewards`."""
+    @property
+    def last_step_advantages(self) -> list[list[tuple[str, float]]]:
+        """See the property of `GRPOTrainer`."""
+        completions = []
+        for ids, mask, values in zip(*self.last_rollout, strict=True):
+            text, offsets = text_and_offsets(text_tokenizer(self.trainer), ids[mask].tolist())
+            pieces = [text[start:end] for start, end in pairwise(offsets)]
+            completions.append(list(zip(pieces, values[mask].tolist(), strict=True)))
+        return completions
+
+    @contextlib.contextmanager
+    def rolling(self, rollout: Rollout) -> Iterator[None]:
+        """Forget the rewards of the last rollout."""
+        self._steps, self._returned = {}, _NOTHING
+        yield
+
+    def read_rewards(self, function: int, returned: Iterable[Any]) -> list[Any]:
+        """Store step rewards for later, and return their sums to TRL."""
         rewards = list(returned)
-        self._without[function] = sum(reward is None for reward in rewards)
-        if any(isinstance(reward, StepRewards) for reward in rewards):
+        steps = {(i, function): reward for i, reward in enumerate(rewards) if isinstance(reward, StepRewards)}
+        if steps:
             self._refuse_where_ignored(function)
-        return rewards
+        self._steps |= steps
+        self._without[function] = sum(reward is None for reward in rewards)
+        return [reward.total if isinstance(reward, StepRewards) else reward for reward in rewards]
 
     def keep_rewards(self, rewards: Tensor, completions: list[Any], completion_ids: list[list[int]]) -> None:
-        """Refuse infinite rewards, and warn once per function of NaN, which TRL takes as no reward."""
-        trainer, count = self.trainer, len(completions)
-        if rewards.isinf().any():  # the weights would become NaN; all processes see it and stop
-            row, function = rewards.isinf().nonzero()[0].tolist()
+        """Store the rewards until the rollout is complete, when the model's own tokens are known.
+
+        Refuse infinite rewards, and warn once per function of NaN, which TRL takes as no reward.
+        """
+        names, count = self.trainer.reward_func_names, len(completions)
+        infinite = rewards.isinf().nonzero().tolist()
+        if infinite:  # the weights would become NaN; all processes see it and stop
+            row, function = infinite[0]
             raise ValueError(
-                f"reward function {trainer.reward_func_names[function]!r} returned {rewards[row, function].item()} "
-                f"(in float32) for completion {row % count} of process {row // count}. Return a finite number, or "
-                "None for no reward."
+                f"reward function {names[function]!r} returned {rewards[row, function].item()} (in float32) for "
+                f"completion {row % count} of process {row // count}. Return a finite number, or None for no reward."
             )
         # among the gathered rewards, None is NaN too
-        first = trainer.accelerator.process_index * count
+        first = self.trainer.accelerator.process_index * count
         for function, missing in enumerate(rewards[first : first + count].isnan().sum(0).tolist()):
             if missing > self._without.get(function, 0) and function not in self._returned_nan:
                 self._returned_nan.add(function)
                 warnings.warn(
-                    f"reward function {trainer.reward_func_names[function]!r} returned nan, which TRL treats as no "
-                    "reward. Return None if you mean that. Check the weights, the dtype and the pad_token_id of a "
-                    "reward model.",
-                    UserWarning,
+                    f"reward function {names[function]!r} returned nan, which TRL treats as no reward. Return None if "
+                    "you mean that. Check the weights, the dtype and the pad_token_id of a reward model.",
                     stacklevel=2,
                 )
+        self._returned = _Returned(rewards, completions, completion_ids, self._steps)
+        self._steps = {}
 
     def _refuse_where_ignored(self, function: int) -> None:
         trainer, why = self.trainer, self.trainer.why_one_advantage
@@ -95,91 +123,38 @@ class RewardsPart(Part):
                 "one float per completion."
             )
 
-
-class StepsPart(Part):
-    """Keeps the `StepRewards` of reward functions for the part that turns them into advantages."""
-
-    def __init__(self, trainer: Trainer) -> None:
-        super().__init__(trainer)
-        self._steps: dict[tuple[int, int], StepRewards] = {}
-        self._returned: _Returned | None = None
-        self._last_rollout: dict[str, Tensor] | None = None
-
-    @property
-    def has_step_rewards(self) -> bool:
-        """True if a rollout had `StepRewards`, on any process."""
-        return self._last_rollout is not None
-
-    @property
-    def last_step_advantages(self) -> list[list[tuple[str, float]]]:
-        """See the property of `GRPOTrainer`."""
-        if self._last_rollout is None:
-            return []
-        completions = []
-        for ids, mask, values in zip(*self._last_rollout.values(), strict=True):
-            text, offsets = text_and_offsets(text_tokenizer(self.trainer), ids[mask].tolist())
-            pieces = [text[start:end] for start, end in pairwise(offsets)]
-            completions.append(list(zip(pieces, values[mask].tolist(), strict=True)))
-        return completions
-
-    def read_rewards(self, function: int, returned: Any) -> list[Any]:
-        """Store step rewards for later, and return their sums to TRL."""
-        self._steps |= {(i, function): reward for i, reward in enumerate(returned) if isinstance(reward, StepRewards)}
-        return [reward.total if isinstance(reward, StepRewards) else reward for reward in returned]
-
-    def keep_rewards(self, rewards: Tensor, completions: list[Any], completion_ids: list[list[int]]) -> None:
-        """Store the rewards until the rollout is complete, when the model's own tokens are known."""
-        self._returned = _Returned(rewards, completions, completion_ids, self._steps)
-        self._steps = {}
-
-    @contextlib.contextmanager
-    def rolling(self, rollout: Rollout) -> Iterator[None]:
-        """Forget the rewards of the last rollout."""
-        self._steps, self._returned = {}, None
-        yield
-
-    @property
-    def has_rewards(self) -> bool:
-        """True if the reward functions were asked in this rollout."""
-        return self._returned is not None
-
     @property
     def has_steps(self) -> bool:
         """True if a reward function returned `StepRewards` in this rollout, on any process. All processes ask."""
-        return self._returned is not None and any(gather_object([bool(self._returned.steps)]))
+        return any(gather_object([bool(self._returned.steps)]))
 
     def scored(self, mask: Tensor) -> list[ScoredCompletion]:
         """Return the data of this process's completions. `mask` (B, T) is True for the model's own tokens."""
-        assert self._returned is not None
-        return [self._scored(self._returned, i, row) for i, row in enumerate(mask.tolist())]
+        return [self._scored(index, row) for index, row in enumerate(mask.tolist())]
 
     def is_scored(self, first: int, count: int) -> Tensor:
         """Return (count,) bool, False for completions that no reward function has scored, from number `first` on."""
-        assert self._returned is not None
         return ~self._returned.rewards[first : first + count].isnan().all(1)
 
     def table(self, completions: Sequence[ScoredCompletion], *, first: int = 0, cover: bool) -> StepTable:
         """Return the rewards of completions as steps. `first` is the number of the first one over all processes."""
-        assert self._returned is not None
         rewards = self._returned.rewards[first : first + len(completions)]
         return tabulate(completions, rewards, self.trainer.reward_weights, cover=cover)
 
     def keep_advantages(self, rollout: Rollout, per_token: Tensor) -> None:
         """Store the advantages (B, T) of a rollout with step rewards for `last_step_advantages`."""
-        last = {"ids": rollout.samples["completion_ids"], "mask": rollout.is_sampled, "advantages": per_token}
-        self._last_rollout = {name: value.cpu() for name, value in last.items()}
+        self.last_rollout = rollout.samples["completion_ids"].cpu(), rollout.is_sampled.cpu(), per_token.cpu()
 
-    def _scored(self, returned: _Returned, index: int, mask: list[bool]) -> ScoredCompletion:
+    def _scored(self, index: int, mask: list[bool]) -> ScoredCompletion:
         """Return the data of one completion of this process, with the ends of its steps in tokens."""
-        ids = returned.ids[index]
+        content, ids = self._returned.contents[index], self._returned.ids[index]
         is_own = mask[: len(ids)]
         own_end = max((t + 1 for t, is_counted in enumerate(is_own) if is_counted), default=0)
         steps = {}
         for function, name in enumerate(self.trainer.reward_func_names):
-            rewards = returned.steps.get((index, function))
+            rewards = self._returned.steps.get((index, function))
             if rewards is not None:
-                label = f"completion {index} of reward function {name!r}"
-                completion = Completion(label, returned.contents[index], ids, is_own)
+                completion = Completion(f"completion {index} of reward function {name!r}", content, ids, is_own)
                 ends = token_ends(rewards, completion, text_tokenizer(self.trainer))
                 steps[function] = list(zip(ends, rewards.values, strict=True))
         return ScoredCompletion(len(ids), own_end, steps)
@@ -196,42 +171,28 @@ class StepAdvantagesPart(Part):
 
     def advantages(self, rollout: Rollout) -> Tensor | None:
         """Return advantages per token if any reward function returned `StepRewards`."""
-        trainer, steps, formula = self.trainer, self.trainer.part(StepsPart), self.trainer.args.step_advantage
-        if not steps.has_steps:
-            if formula != "return_to_go" and not steps.has_step_rewards and trainer.accelerator.is_main_process:
+        trainer, rewards, formula = self.trainer, self.trainer.part(RewardsPart), self.trainer.args.step_advantage
+        if not rewards.has_steps:
+            if formula != "return_to_go" and not rewards.last_rollout and trainer.accelerator.is_main_process:
                 warnings.warn(
                     f"step_advantage={formula!r} cannot act: no reward function has returned StepRewards in this "
                     "rollout. Return them, or leave step_advantage unset.",
-                    UserWarning,
                     stacklevel=2,
                 )
             return None
         mask = rollout.is_sampled
-        completions: list[ScoredCompletion] = gather_object(steps.scored(mask))
+        completions: list[ScoredCompletion] = gather_object(rewards.scored(mask))
         group_size = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
-        self._warn_without_steps(completions, group_size)
-        table = steps.table(completions, cover=formula == "return_to_go")
+        table = rewards.table(completions, cover=formula == "return_to_go")
         step_advantages = _FORMULAS[formula](table.rewards, group_size=group_size, scale=trainer.scale_rewards)
         first = trainer.accelerator.process_index * len(mask)
         rows = slice(first, first + len(mask))
         per_token = advantages.per_token(step_advantages[rows], table.ends[rows], mask.size(1)) * mask
-        steps.keep_advantages(rollout, per_token)
+        rewards.keep_advantages(rollout, per_token)
         log_advantages(trainer, per_token, mask)
-        counts = torch.tensor([len(ends) for completion in completions[rows] for ends in completion.steps.values()])
-        trainer.metrics.pooled(means={"steps/mean_count": (counts, torch.ones_like(counts, dtype=torch.bool))})
+        counts = [len(ends) for completion in completions[rows] for ends in completion.steps.values()]
+        trainer.metrics.pooled(sums={"steps/mean_count": torch.tensor([sum(counts), len(counts)])})
         return per_token
-
-    def _warn_without_steps(self, completions: Sequence[ScoredCompletion], group_size: int) -> None:
-        for start in range(0, len(completions), group_size):
-            group = completions[start : start + group_size]
-            returned = [steps for completion in group for steps in completion.steps.values()]
-            if returned and not any(returned) and self.trainer.accelerator.is_main_process:
-                warnings.warn(
-                    f"no completion of a group of {group_size} has a step (StepRewards([], [])), so this group "
-                    "trains on plain rewards only, if it has any. Check how completions are split into steps.",
-                    UserWarning,
-                    stacklevel=2,
-                )
 
 
 def log_advantages(trainer: Trainer, per_token: Tensor, mask: Tensor) -> None:

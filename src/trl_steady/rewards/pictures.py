@@ -10,10 +10,7 @@ def advantages_html(completions: Sequence[Sequence[tuple[str, float]]]) -> str:
     """Return a self-contained HTML page of completions with each token coloured by its advantage.
 
     The page shows a token's advantage when the pointer rests on it.
-
-    Args:
-        completions: `trainer.last_step_advantages` or a part of it. Each completion is a list of pairs of a token's
-            text and its advantage.
+    `completions` are `trainer.last_step_advantages` or a part of it: pairs of a token's text and its advantage.
 
     >>> page = advantages_html([[("2 + 2 ", 0.5), ("< 3", -1.0)]])
     >>> 'title="-1">&lt; 3</span>' in page

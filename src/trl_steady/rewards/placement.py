@@ -8,13 +8,14 @@ import codecs
 import re
 from bisect import bisect_left
 from collections.abc import Sequence
-from itertools import accumulate, pairwise
-from typing import Any, NamedTuple
+from itertools import accumulate, pairwise, takewhile
+from operator import eq
+from typing import NamedTuple
 
 from transformers import PreTrainedTokenizerBase
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from trl_steady.rewards.splitters import message_text
+from trl_steady.rewards.splitters import Conversation, message_text
 from trl_steady.rewards.steps import StepRewards
 
 _BYTES = {character: byte for byte, character in bytes_to_unicode().items()}  # of byte-level BPE
@@ -26,7 +27,7 @@ class Completion(NamedTuple):
 
     name: str
     """Name for error messages."""
-    content: Any
+    content: str | Conversation
     """The completion as reward functions get it: text, or a list of messages."""
     ids: Sequence[int]
     """(T,) token ids without padding."""
@@ -44,22 +45,19 @@ def text_and_offsets(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> 
     """
     ids = list(ids)
     text = str(tokenizer.decode(ids, skip_special_tokens=True))
-    tokens = tokenizer.convert_ids_to_tokens(ids)
     added = getattr(tokenizer, "added_tokens_decoder", {})
-    # None: the LM head has a row for this id, but the tokenizer has no token
-    special = [token is None or (id in added and added[id].special) for id, token in zip(ids, tokens, strict=True)]
+    silent = {None, *(token.content for token in added.values() if token.special)}  # None: an id without a token
+    tokens = tokenizer.convert_ids_to_tokens(ids)
     for bytes_of in (_byte_level, _sentencepiece):
-        pieces = [b"" if has_no_text else bytes_of(t) for t, has_no_text in zip(tokens, special, strict=True)]
-        first = next((i for i, piece in enumerate(pieces) if piece), 0)
-        for strip in (b"", b" "):  # SentencePiece decoders remove the first space
-            stripped = [p.removeprefix(strip) if i == first else p for i, p in enumerate(pieces)]
-            raw = b"".join(stripped)
-            if raw.decode(errors="replace") == text:
-                characters = [*_characters(raw), len(text)]
-                return text, [characters[start] for start in accumulate(map(len, stripped), initial=0)]
+        pieces = [b"" if token in silent else bytes_of(token) for token in tokens]
+        raw = b"".join(pieces)
+        decoded = raw.decode(errors="replace")
+        if text in (decoded, decoded.removeprefix(" ")):  # SentencePiece decoders remove the first space
+            removed, characters = len(decoded) - len(text), [*_characters(raw), len(decoded)]
+            return text, [max(characters[start] - removed, 0) for start in accumulate(map(len, pieces), initial=0)]
     before = (str(tokenizer.decode(ids[:t], skip_special_tokens=True)) for t in range(len(ids)))
     # text that ends inside a character decodes to something else, so the maximum keeps the offsets non-decreasing
-    return text, [*accumulate((_agreement(part, text) for part in before), max), len(text)]
+    return text, [*accumulate((sum(takewhile(bool, map(eq, part, text))) for part in before), max), len(text)]
 
 
 def _byte_level(token: str) -> bytes:
@@ -84,18 +82,10 @@ def _characters(raw: bytes) -> list[int]:
     return characters
 
 
-def _agreement(part: str, text: str) -> int:
-    """Return the length of the common prefix of `part` and `text`."""
-    pairs = zip(part, text, strict=False)
-    return next((i for i, (one, other) in enumerate(pairs) if one != other), min(len(part), len(text)))
-
-
 def token_ends(steps: StepRewards, completion: Completion, tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Return for each of the (S,) steps the number of the completion's tokens before its end.
 
-    Raises:
-        ValueError: a step ends beyond the completion, the number of turns differs, or character offsets cannot be
-            mapped to tokens.
+    It raises a ValueError for steps that are not in the completion.
     """
     if steps.unit == "turns":
         return _turn_ends(steps, completion)
@@ -134,8 +124,8 @@ def _character_ends(steps: StepRewards, completion: Completion, tokenizer: PreTr
 
 def _content_in(text: str, completion: Completion) -> tuple[str, int]:
     """Return the text that a reward function gets, and where it begins in the text of the tokens."""
-    is_plain = isinstance(completion.content, str)
-    message, *others = [{"content": completion.content}] if is_plain else completion.content
+    given = completion.content
+    message, *others = [{"content": given}] if isinstance(given, str) else given
     content = message_text(message)
     # a template removes the reasoning, which is before the content, and tool calls, which are after it
     reasoning = str(message.get("reasoning_content") or message.get("thinking") or "")

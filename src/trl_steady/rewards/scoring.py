@@ -8,24 +8,21 @@ from trl_steady.rewards.splitters import Splitter, Steps
 from trl_steady.rewards.steps import StepRewards
 
 Rewards = list[StepRewards | None]
-Scorer = Callable[..., Any]  # returns Sequence[Sequence[float] | None], or an awaitable of it
 
 
 def scored_steps(
-    scorer: Scorer, splitter: Splitter, *, name: str | None = None
+    scorer: Callable[..., Any], splitter: Splitter, *, name: str | None = None
 ) -> Callable[..., Rewards] | Callable[..., Awaitable[Rewards]]:
     """Return a reward function that splits completions into steps and scores all steps in one call.
 
+    It is async if the scorer is async.
+
     Args:
         scorer: Called with keyword arguments: `prompts` (B,), `steps` (B,) lists of texts, `completions` (B,), and
-            everything else that TRL passes to reward functions (`completion_ids`, `trainer_state`, dataset columns). A
-            dataset column named `steps` is not passed. For each completion, the scorer returns one score per step, or
-            None for no reward. It may be async.
+            everything else that TRL passes to reward functions except a dataset column named `steps`. For each
+            completion, it returns one score per step, or None for no reward.
         splitter: Splits a completion into steps, for example `by_blank_line()`.
         name: Name under which TRL logs the reward. Default: the scorer's name.
-
-    Returns:
-        A reward function, async if the scorer is async.
 
     >>> from trl_steady.rewards import by_regex
     >>> lengths = scored_steps(lambda prompts, steps, **_: [[len(s) for s in row] for row in steps], by_regex("\\n"))
@@ -50,8 +47,7 @@ def scored_steps(
     def now(completions: Sequence[Any], **columns: Any) -> Rewards:
         return fit(*ask(completions, columns))
 
-    function = getattr(scorer, "func", scorer)  # functools.partial
-    is_async = inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(type(function).__call__)
+    is_async = inspect.iscoroutinefunction(scorer) or inspect.iscoroutinefunction(type(scorer).__call__)
     reward = later if is_async else now
     reward.__name__ = name
     return reward

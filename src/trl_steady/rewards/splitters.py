@@ -34,6 +34,7 @@ class Steps:
         return StepRewards(values, self.ends, closed=self.closed)
 
 
+Conversation = Sequence[Mapping[str, Any]]
 Splitter = Callable[[Any], Steps]
 """A function from a completion, in the form that reward functions get, to its steps."""
 
@@ -41,23 +42,19 @@ Splitter = Callable[[Any], Steps]
 def by_regex(pattern: str | re.Pattern[str]) -> Splitter:
     """Return a splitter that ends a step after each match of `pattern`, and at the end of the completion.
 
-    A blank piece belongs to the step after it.
+    The match is part of the step, and a blank piece belongs to the step after it.
 
     The tokens up to a step's end must show that the step has ended. If a match depends on the text that follows
     (`\\s*` at the end of the pattern, a look-ahead), the rewards favour either stopping or going on.
 
-    Args:
-        pattern: Pattern of the text that ends a step. The match is part of the step.
-
-    Returns:
-        A splitter for texts and for conversations with one message. It raises ValueError for other conversations.
+    The splitter takes texts, and conversations with one message. It raises a ValueError for other conversations.
 
     >>> by_regex(r"\\.")("One. Two. And three")
     Steps(texts=['One.', ' Two.', ' And three'], ends=[4, 9, 19], closed=False)
     """
     compiled = re.compile(pattern)
 
-    def split(completion: Any) -> Steps:
+    def split(completion: str | Conversation) -> Steps:
         text = _content(completion)
         ends: list[int] = []
         matches = [match.end() for match in compiled.finditer(text)]
@@ -91,21 +88,18 @@ def by_turn() -> Splitter:
     Steps(texts=['Let me look.', 'It is 4.'], ends=None, closed=False)
     """
 
-    def split(completion: Any) -> Steps:
+    def split(completion: Conversation) -> Steps:
         return Steps([message_text(m) for m in completion if m["role"] == "assistant"], None)
 
     return split
 
 
-def _content(completion: Any) -> str:
+def _content(completion: str | Conversation) -> str:
     """Return the text of a completion, or of its only message if it is a conversation."""
     if isinstance(completion, str):
         return completion
     if len(completion) != 1:
-        raise ValueError(
-            f"this splitter needs one text, but got a conversation of {len(completion)} messages. Use by_turn for one "
-            "step per turn."
-        )
+        raise ValueError(f"this splitter got a conversation of {len(completion)} messages. Use by_turn to split it.")
     return message_text(completion[0])
 
 

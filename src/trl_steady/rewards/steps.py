@@ -4,8 +4,7 @@ import math
 import operator
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-
-_LARGEST = 3.4028234663852886e38  # of float32, in which TRL stores rewards
+from itertools import pairwise
 
 
 @dataclass(frozen=True)
@@ -67,22 +66,19 @@ class StepRewards:
 
     def __post_init__(self) -> None:
         values, ends = tuple(map(float, self.values)), tuple(map(operator.index, self.ends))
-        if self.unit not in ("characters", "tokens", "turns") or (self.closed and self.unit != "characters"):
-            raise ValueError(
-                f"StepRewards has unit={self.unit!r} and closed={self.closed!r}. Use StepRewards.at_tokens or "
-                "StepRewards.per_turn, and leave closed unset for them."
-            )
+        if self.unit not in ("characters", "tokens", "turns"):
+            raise ValueError(f"StepRewards has unit={self.unit!r}. Use StepRewards.at_tokens or StepRewards.per_turn.")
         if len(values) != len(ends):
             raise ValueError(
                 f"StepRewards has {len(values)} values and {len(ends)} ends. Give one end for each value."
             )
         # NaN marks a missing step in tables, and an infinite value would make the weights NaN
-        if not all(abs(value) <= _LARGEST for value in values):
+        if not all(map(math.isfinite, values)):
             raise ValueError(
                 f"StepRewards has values={values}. Give finite numbers, and 0 for a step that earns nothing. For a "
                 "completion without a reward return None."
             )
-        if any(end <= before for before, end in zip((0, *ends), ends, strict=False)):
+        if any(end <= before for before, end in pairwise((0, *ends))):
             raise ValueError(f"StepRewards has ends={ends}. Give exclusive ends that increase from 1 or more.")
         object.__setattr__(self, "values", values)
         object.__setattr__(self, "ends", ends)

@@ -41,24 +41,24 @@ def tabulate(completions: Sequence[ScoredCompletion], scalars: Tensor, weights: 
         cover: If no step reaches the last loss token, add a step of reward 0 that ends there. Then every loss token of
             a scored completion belongs to a step.
     """
-    rows: list[dict[int, list[float]]] = []  # end -> (K,) rewards by function
+    rows: list[list[tuple[int, dict[int, float]]]] = []  # end and rewards by function of each step
     for completion, numbers in zip(completions, scalars.tolist(), strict=True):
-        row: dict[int, list[float]] = {}
+        row: dict[int, dict[int, float]] = {}
         for function, number in enumerate(numbers):
             if math.isnan(number):
                 continue
             for end, value in completion.steps.get(function, [(completion.tokens, number)]):
-                at_end = row.setdefault(end, [math.nan] * len(weights))
-                at_end[function] = value if math.isnan(at_end[function]) else at_end[function] + value
+                at_end = row.setdefault(end, {})
+                at_end[function] = at_end.get(function, 0.0) + value
         is_scored = not all(map(math.isnan, numbers))
         if cover and is_scored and max(row, default=-1) < completion.own_end:
-            row[completion.own_end] = [0.0, *[math.nan] * (len(weights) - 1)]  # any function will do
-        rows.append(dict(sorted(row.items())))
+            row[completion.own_end] = {0: 0.0}  # any function will do
+        rows.append(sorted(row.items()))
     size = (len(rows), max(1, *map(len, rows)))
-    missing, beyond = [math.nan] * len(weights), torch.iinfo(torch.int64).max
-    by_function = [[*row.values(), *[missing] * (size[1] - len(row))] for row in rows]
-    ends = [[*row, *[beyond] * (size[1] - len(row))] for row in rows]
+    missing = (torch.iinfo(torch.int64).max, dict[int, float]())
+    steps = [step for row in rows for step in [*row, *[missing] * (size[1] - len(row))]]
+    ends = torch.tensor([end for end, _ in steps], device=scalars.device)
     # sum as TRL does: function by function, in its dtype
-    flat = scalars.new_tensor(by_function).flatten(0, 1)
+    flat = scalars.new_tensor([[at_end.get(k, math.nan) for k in range(len(weights))] for _, at_end in steps])
     rewards = (flat * weights.to(flat)).nansum(1).where(~flat.isnan().all(1), torch.nan)
-    return StepTable(rewards.view(size), torch.tensor(ends, device=scalars.device))
+    return StepTable(rewards.view(size), ends.view(size))

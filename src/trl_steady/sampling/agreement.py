@@ -6,7 +6,6 @@
 import contextlib
 import warnings
 from collections.abc import Generator, Mapping
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -24,9 +23,11 @@ _MOST = 10.0
 class EngineCheckPart(Part):
     """Refuses an engine that serves another model than the policy, with `engine_check`.
 
-    An engine that gets an adapter alone has loaded the base itself. The part compares the first rollout of a run, and
-    the first that is generated after a resume.
+    An engine that gets an adapter alone has loaded the base itself. The part compares the first rollout that each call
+    of `train` generates, also after a resume.
     """
+
+    _is_due = False
 
     def built(self) -> None:
         """Find out if there is an engine to compare. Warn if a setting of sampling rules that out."""
@@ -35,10 +36,9 @@ class EngineCheckPart(Part):
         if self._acts and args.uncorrected:
             self._acts = False
             self._skip(f"the log-probs of the policy are without {' and '.join(args.uncorrected)}")
-        self._is_due = self._acts
 
-    def load(self, checkpoint: Path) -> None:
-        """Compare again after a resume."""
+    def beginning(self) -> None:
+        """Compare the next rollout of the training."""
         self._is_due = self._acts
 
     @contextlib.contextmanager

@@ -8,7 +8,7 @@ the whole vocabulary. It belongs to a token that was not sampled, or was sampled
 # pyright: reportUnknownMemberType=false
 # torch's annotations are partial
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,35 +30,15 @@ class KeptTokens:
     """(N + 1,) int64: set n is `ids[offsets[n]:offsets[n + 1]]`."""
 
     @classmethod
-    def of(cls, sets: Iterable[Sequence[int]]) -> "KeptTokens":
-        """Build sets from lists of token ids, and check them."""
-        sets = list(sets)
-        ids = torch.tensor([token for each in sets for token in each], dtype=torch.int32)
-        kept = cls.of_counts(ids, torch.tensor([len(each) for each in sets]))
-        kept.check()
-        return kept
-
-    def check(self) -> None:
-        """Check that each set has token ids, and each of them once.
-
-        Raises:
-            ValueError: a set has a token twice, or a negative token id.
-        """
-        pairs = self.rows * 2**32 + self.ids
-        if (self.ids < 0).any() or (pairs.sort().values.diff() == 0).any():
-            raise ValueError("kept tokens of a position have a token twice, or a negative token id.")
-
-    @classmethod
     def of_counts(cls, ids: Tensor, counts: Tensor) -> "KeptTokens":
         """Build from token ids (M,), one set after the other, and the sizes (N,) of the sets."""
-        offsets = torch.cat([counts.new_zeros(1, dtype=torch.int64), counts.long().cumsum(0)])
-        return cls(ids.to(torch.int32), offsets)
+        return cls(ids.to(torch.int32), torch.nn.functional.pad(counts.long().cumsum(0), (1, 0)))
 
     @classmethod
-    def of_mask(cls, is_kept: Tensor, limit: int = MAX_KEPT) -> "KeptTokens":
-        """Build from a (N, V) bool mask. Sets of more than `limit` tokens or of the whole vocabulary become empty."""
+    def of_mask(cls, is_kept: Tensor) -> "KeptTokens":
+        """Build from a (N, V) bool mask. Sets of all tokens or of more than `MAX_KEPT` become empty."""
         counts = is_kept.sum(-1)
-        fits = (counts <= limit) & (counts < is_kept.size(-1))
+        fits = _fits(counts, is_kept.size(-1))
         return cls.of_counts((is_kept & fits.unsqueeze(-1)).nonzero()[:, 1], counts.where(fits, 0))
 
     @classmethod
@@ -78,8 +58,7 @@ class KeptTokens:
     @property
     def rows(self) -> Tensor:
         """(M,) position of each token in `ids`."""
-        counts = self.counts
-        return torch.arange(len(counts), device=counts.device).repeat_interleave(counts)
+        return torch.repeat_interleave(self.counts)
 
     def of_samples(self, width: int) -> list[tuple[Tensor, Tensor]]:
         """Return a list of `ids` and `offsets` for every `width` positions, which TRL can shuffle and divide."""
@@ -88,12 +67,6 @@ class KeptTokens:
         starts = self.offsets[:-1].view(-1, width)
         offsets = torch.cat([starts, ends.unsqueeze(-1)], dim=1) - starts[:, :1]
         return list(zip(parts, offsets, strict=True))
-
-    def lists(self) -> list[list[int]]:
-        """Return the sets as lists."""
-        if not len(self):
-            return []
-        return [part.tolist() for part in self.ids.tensor_split(self.offsets[1:-1].cpu())]
 
     def take(self, index: Tensor) -> "KeptTokens":
         """Return the sets of the positions in (n,) `index`, in this order; -1 gives an empty set."""
@@ -104,10 +77,10 @@ class KeptTokens:
         indices = torch.arange(int(counts.sum()), device=index.device) + shifts.repeat_interleave(counts)
         return KeptTokens.of_counts(self.ids[indices], counts)
 
-    def without_large(self, vocabulary: int, limit: int = MAX_KEPT) -> "KeptTokens":
-        """Return the sets, with those of more than `limit` tokens or of the whole vocabulary made empty."""
+    def without_large(self, vocabulary: int) -> "KeptTokens":
+        """Return the sets, with those of more than `MAX_KEPT` tokens or of the whole vocabulary made empty."""
         counts = self.counts
-        fits = (counts <= limit) & (counts < vocabulary)
+        fits = _fits(counts, vocabulary)
         return KeptTokens.of_counts(self.ids[fits[self.rows]], counts.where(fits, 0))
 
     def has(self, tokens: Tensor) -> Tensor:
@@ -120,3 +93,8 @@ class KeptTokens:
     def to(self, device: torch.device) -> "KeptTokens":
         """Return the sets on a device."""
         return KeptTokens(self.ids.to(device), self.offsets.to(device))
+
+
+def _fits(counts: Tensor, vocabulary: int) -> Tensor:
+    """Return bool, False for the size of a set that is replaced by the whole vocabulary."""
+    return (counts <= MAX_KEPT) & (counts < vocabulary)

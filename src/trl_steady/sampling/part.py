@@ -16,7 +16,6 @@ from torch import Tensor
 
 from trl_steady.host import models
 from trl_steady.host.engine import Capture, SteadyGeneration
-from trl_steady.host.fused_head import scored_by
 from trl_steady.host.part import Part, Rollout, ScoringPass, TokenRecord, Turn
 from trl_steady.sampling.kept import MAX_KEPT, KeptTokens
 from trl_steady.sampling.proxy import KeptModel
@@ -55,8 +54,6 @@ class SamplingPart(Part):
     window_options = (("keep_sampling_mask", None),)
     _has_warned = False
 
-    # construction
-
     def captures(self, args: Any) -> list[Capture]:
         """Return that vLLM must return kept tokens."""
         return [KEPT_TOKENS] if args.use_vllm and args.keep_sampling_mask else []
@@ -82,8 +79,6 @@ class SamplingPart(Part):
         for reason, is_so in reasons.items():
             if is_so:
                 raise ValueError(f"{_OPTION} does not work with {reason}. Leave that out, or set it to False.")
-
-    # generation
 
     @contextlib.contextmanager
     def rolling(self, rollout: Rollout) -> "Generator[None]":
@@ -124,19 +119,20 @@ class SamplingPart(Part):
         width = rollout.samples["completion_ids"].size(1)
         kept = self._of_rollout(rollout, rollout.input_ids, rollout.attention_mask, width)
         counts = kept.counts[rollout.is_sampled.flatten()]
-        sets, without = (counts > 0).sum(), (counts == 0).sum()
+        has_set = counts > 0
         self.trainer.metrics.pooled(
-            counts={"sampling_mask/kept_tokens": (counts, counts > 0)},
-            sums={
-                "sampling_mask/singletons": torch.stack([(counts == 1).sum(), sets]),
-                "sampling_mask/fallback": torch.stack([without, sets + without]),
+            counts={"sampling_mask/kept_tokens": (counts, has_set)},
+            means={
+                "sampling_mask/singletons": (counts == 1, has_set),
+                "sampling_mask/fallback": (~has_set, torch.ones_like(has_set)),
             },
         )
+        without = int((~has_set).sum())
         may_warn = not self._has_warned and self.trainer.accelerator.is_main_process
         if without and self.trainer.args.truncations and may_warn:
             self._has_warned = True
             warnings.warn(
-                f"{int(without)} of {len(counts)} tokens were sampled among more than {MAX_KEPT} tokens or among all. "
+                f"{without} of {len(counts)} tokens were sampled among more than {MAX_KEPT} tokens or among all. "
                 "Their log-probs are of the whole vocabulary. Set top_k to bound the number of kept tokens.",
                 stacklevel=2,
             )
@@ -151,8 +147,6 @@ class SamplingPart(Part):
             record.values = sets.take(numbers[:, -width:].flatten())
         return record.values
 
-    # scoring
-
     @contextlib.contextmanager
     def scoring(self, scoring: ScoringPass, model: Callable[..., Any]) -> "Generator[Callable[..., Any]]":
         """Score policy and reference among the kept tokens of the rollout or micro-batch."""
@@ -164,7 +158,7 @@ class SamplingPart(Part):
         index = torch.full_like(ids, -1)
         numbers = torch.arange(len(ids) * scoring.width, device=index.device)
         index[:, -scoring.width :] = numbers.view(-1, scoring.width)
-        kept_model = KeptModel(model, kept, index, scored_by, with_entropy=scoring.with_entropy)
+        kept_model = KeptModel(model, kept, index, with_entropy=scoring.with_entropy)
         yield kept_model
         if scoring.rollout is None:
             self.trainer.metrics.pooled(sums={"sampling_mask/kept_mass": kept_model.kept_mass})
@@ -196,9 +190,9 @@ class _KeptRecord(TokenRecord):
         """Add the sets of all completion tokens of a turn, one completion after the other."""
         numbers = torch.arange(len(kept), dtype=torch.int32) + sum(map(len, self.sets))
         parts = torch.split(numbers, [len(completion) for completion in turn.completion_ids])
-        prompts = [numbers.new_full((len(prompt),), -1) for prompt in turn.prompt_ids]
         self.sets.append(kept)
-        self.add(turn, [torch.cat(pair) for pair in zip(prompts, parts, strict=True)])
+        pairs = zip(turn.prompt_ids, parts, strict=True)
+        self.add(turn, [torch.nn.functional.pad(part, (len(prompt), 0), value=-1) for prompt, part in pairs])
 
 
 def taken_sets(engine: SteadyGeneration, completions: list[list[int]]) -> KeptTokens:
@@ -208,5 +202,8 @@ def taken_sets(engine: SteadyGeneration, completions: list[list[int]]) -> KeptTo
         sizes = counts[: len(completion)]  # a stop token that is not in the completion has a row too
         parts.append(KeptTokens.of_counts(torch.from_numpy(ids[: sizes.sum()]), torch.from_numpy(sizes)))
     kept = KeptTokens.joined(parts)
-    kept.check()
+    if (kept.ids < 0).any() or ((kept.rows * 2**32 + kept.ids).sort().values.diff() == 0).any():
+        raise ValueError(
+            f"{_OPTION}: vLLM returned a set of kept tokens with a token twice, or with a negative token id."
+        )
     return kept

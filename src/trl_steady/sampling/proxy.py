@@ -1,14 +1,13 @@
 """Wrapper that makes a model return log-probs among the kept tokens."""
 
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import dataclass, field
 from typing import ClassVar
 
 import torch
 from torch import Tensor
 
-from trl_steady.host.fused_head import Head, Scores
+from trl_steady.host.fused_head import Head, Scores, scored_by
 from trl_steady.sampling.kept import KeptTokens
 from trl_steady.sampling.log_probs import kept_log_probs
 
@@ -22,9 +21,6 @@ class KeptModel:
     kept: KeptTokens  # of some positions
     index: Tensor
     """(B, L) number of the set that each token was sampled from. A token with -1 keeps the log-prob of the model."""
-    scored_by: Callable[[Callable[[Head], Scores]], AbstractContextManager[None]]
-    """Returns a context in which the given function replaces the log-prob function of the fused head."""
-    _: KW_ONLY
     with_entropy: bool
     """True to compute the entropy of the whole vocabulary. Otherwise, TRL's head runs only if a token has no set."""
     kept_mass: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64), init=False)
@@ -32,33 +28,24 @@ class KeptModel:
 
     def __call__(self, *, token_indices: Tensor, labels: Tensor, **batch: object) -> object:
         """Return the model's outputs. `token_indices` index the flattened batch."""
-        index = self.index.flatten()[token_indices][:, 1:]
         has_label = labels[:, 1:] != -100
+        index = self.index.flatten()[token_indices][:, 1:].where(has_label, -1).flatten()
+        is_needed = has_label.flatten()
 
         def score_head(head: Head) -> Scores:
-            is_all = len(head.targets) == has_label.numel()
-            numbers = index.where(has_label, -1).flatten() if is_all else index[has_label]
-            is_needed = has_label.flatten() if is_all else torch.ones_like(numbers, dtype=torch.bool)
+            is_compact = len(head.targets) < len(index)
+            at = is_needed.nonzero().squeeze(1) if is_compact else slice(None)
             device = head.hidden.device  # the last one, if the model is split over devices
-            return self._score(head, self.kept.take(numbers).to(device), is_needed.to(device))
+            return self._score(head, self.kept.take(index[at]).to(device), is_needed[at].to(device))
 
-        with self.scored_by(score_head):
+        with scored_by(score_head):
             return self.model(token_indices=token_indices, labels=labels, **batch)
 
     def _score(self, head: Head, kept: KeptTokens, is_needed: Tensor) -> Scores:
         has_set = kept.counts > 0
         if not has_set.any():
             return head.trl_scores()
-        log_probs = kept_log_probs(
-            head.hidden,
-            head.weight,
-            head.bias,
-            head.targets,
-            kept,
-            temperature=head.temperature,
-            logit_scale=head.logit_scale,
-            softcap=head.softcap,
-        )
+        log_probs = kept_log_probs(head, kept)
         is_left = is_needed & ~has_set
         if not self.with_entropy and not is_left.any():
             return log_probs, None, None, None, None

@@ -11,7 +11,7 @@ from trl_steady.losses.table import LOSSES
 from trl_steady.padding.part import PaddingPart
 from trl_steady.reference.part import ReferencePart
 from trl_steady.reward_model.part import RewardModelPart
-from trl_steady.rewards.part import RewardsPart, StepAdvantagesPart, StepsPart
+from trl_steady.rewards.part import RewardsPart, StepAdvantagesPart
 from trl_steady.routing.part import RoutingPart
 from trl_steady.sampling.agreement import EngineCheckPart
 from trl_steady.sampling.part import SamplingPart
@@ -49,7 +49,6 @@ class GRPOTrainer(SteadyTrainer, trl.GRPOTrainer):
         AdapterPart,
         ReferencePart,
         RewardsPart,
-        StepsPart,
         StepAdvantagesPart,
         LossPart,
         EngineCheckPart,
@@ -61,12 +60,12 @@ class GRPOTrainer(SteadyTrainer, trl.GRPOTrainer):
     @property
     def has_step_rewards(self) -> bool:
         """True if a rollout had `StepRewards`, on any process."""
-        return self.part(StepsPart).has_step_rewards
+        return bool(self.part(RewardsPart).last_rollout)
 
     @property
     def last_step_advantages(self) -> list[list[tuple[str, float]]]:
         """Pairs of text and advantage of the loss tokens, by completion, of the last rollout with step rewards."""
-        return self.part(StepsPart).last_step_advantages
+        return self.part(RewardsPart).last_step_advantages
 
     @property
     def loss_is_token_sum(self) -> bool:

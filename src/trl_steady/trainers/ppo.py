@@ -12,7 +12,7 @@ from trl_steady.losses.part import LossPart
 from trl_steady.padding.part import PaddingPart
 from trl_steady.reference.part import ReferencePart
 from trl_steady.reward_model.part import RewardModelPart
-from trl_steady.rewards.part import RewardsPart, StepsPart
+from trl_steady.rewards.part import RewardsPart
 from trl_steady.routing.part import RoutingPart
 from trl_steady.sampling.agreement import EngineCheckPart
 from trl_steady.sampling.part import SamplingPart
@@ -56,7 +56,6 @@ class PPOTrainer(GRPOTrainer):
         AdapterPart,
         ReferencePart,
         RewardsPart,
-        StepsPart,
         LossPart,
         EngineCheckPart,
         ReportPart,

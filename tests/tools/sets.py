@@ -1,0 +1,18 @@
+"""Kept tokens from lists of token ids, and back."""
+
+import itertools
+from collections.abc import Collection, Iterable
+
+import torch
+
+from trl_steady.sampling.kept import KeptTokens
+
+
+def kept_of(sets: Iterable[Collection[int]]) -> KeptTokens:
+    sets = list(sets)
+    ids = torch.tensor([*itertools.chain(*sets)], dtype=torch.int32)
+    return KeptTokens.of_counts(ids, torch.tensor([len(each) for each in sets], dtype=torch.int64))
+
+
+def lists(kept: KeptTokens) -> list[list[int]]:
+    return [kept.ids[start:end].tolist() for start, end in itertools.pairwise(kept.offsets.tolist())]
