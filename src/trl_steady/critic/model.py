@@ -319,8 +319,8 @@ def whole_critic(
         # transformers would put the adapter into its base, and save no more than the adapter
         if found["missing_keys"] or Path(source, "adapter_config.json").is_file():
             raise ValueError(
-                f"{name} has no {_HEAD_WEIGHT} or other weights, which would be random, or is an adapter. Give a whole "
-                "model for sequence classification with one label, or leave it unset for a new one."
+                f"{name} has no {_HEAD_WEIGHT} or other weights, which would be random, or is an adapter. Give a "
+                "whole model for sequence classification with one label, or leave it unset for a new one."
             )
     score = model.get_parameter(_HEAD_WEIGHT)
     head = _head(model, score.device)
