@@ -14,7 +14,7 @@ from tests.oracles import ppo as oracles
 from tests.tools import critics, tiny
 from tests.tools.critics import Twin, build, policy_parameters, rows, same, snapshot, stir
 from tests.tools.headroom import within
-from trl_steady.critic.model import add_value_adapter
+from trl_steady.critic.model import adapter_critic
 from trl_steady.critic.part import CriticPart
 
 TOKEN_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
@@ -209,11 +209,11 @@ def test_a_module_of_the_adapters_name_stays_the_policys() -> None:
     bare = BertLMHeadModel(BertConfig(**sizes, vocab_size=20, is_decoder=True))
     policy = get_peft_model(bare, LoraConfig(target_modules=["query", "value"]))
     before = {name for name, own in policy.named_parameters() if own.requires_grad}
-    critic = add_value_adapter(policy, None)
-    added = {name for name, own in policy.named_parameters() if own.requires_grad} - before
-    assert added == {name.replace(".default.", ".value.") for name in before}
+    critic = adapter_critic(policy, None)
+    added = {name.replace(".default.", ".value.") for name in before}
     own = {f"base_model.model.bert.{name}" for name, _ in critic.named_parameters() if name != "score.weight"}
     assert own == added and len(own) == 4
+    assert {name for name, own in policy.named_parameters() if own.requires_grad} == before
 
 
 # Training

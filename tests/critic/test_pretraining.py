@@ -6,19 +6,14 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
 from torch import Tensor
-from transformers import AutoModelForCausalLM, BloomConfig, MambaConfig, MptConfig, TrainerCallback
+from transformers import TrainerCallback
 
 from tests.tools import tiny
 from tests.tools.critics import Twin, build, policy_parameters, same, snapshot
 from tests.tools.headroom import within
 
 TEXTS = ["a", "some words", "", "the longest of all these texts, by far", "1 + 1 = 2"]
-SMALL = {
-    **{name: tiny.SIZES[name] for name in ("vocab_size", "eos_token_id", "pad_token_id", "hidden_size")},
-    **{"num_hidden_layers": 2, "num_attention_heads": 2},
-}
 TEXT = Dataset.from_dict({"text": TEXTS})
 MESSAGES = Dataset.from_dict(
     {"messages": [[{"role": "user", "content": f"{text}?"}, {"role": "assistant", "content": text}] for text in TEXTS]}
@@ -127,22 +122,6 @@ def test_examples_are_whole_texts_and_a_pass_over_them_is_a_permutation(
     assert len({*map(tuple, passes)}) > 4
 
 
-@pytest.mark.parametrize(
-    ("config", "target", "length"),
-    [(BloomConfig, "query_key_value", 39), (MptConfig, "Wqkv", 30), (MambaConfig, "in_proj", 39)],
-)
-def test_a_text_is_whole_without_a_limit_of_positions(tmp_path: Path, config: Any, target: str, length: int) -> None:
-    """The longest text has 38 bytes and an end. MPT's limit is `max_seq_len`; the others have none."""
-    whole = config(**{"max_seq_len": 30} if config is MptConfig else {}, **SMALL)
-    AutoModelForCausalLM.from_config(whole).save_pretrained(tmp_path)
-    adapter = LoraConfig(r=2, target_modules=[target])
-    built = {"ptx_dataset": TEXT, "peft_config": adapter, "processing_class": tiny.tokenizer()}
-    trainer = build(tmp_path, tmp_path, known=True, ptx_coef=1.0, max_steps=2, trim_padding=False, build=built)
-    seen = examples_of(trainer)
-    trainer.train()
-    assert max(len(ids) for batch in seen for ids in batch) == length
-
-
 def test_a_resumed_run_goes_on_with_the_same_examples(models: dict[str, Path], tmp_path: Path) -> None:
     options = {"ptx_coef": 0.5, "gradient_accumulation_steps": 2, "max_steps": 4, "lora": True, "known": True}
     options.update(save_strategy="steps", save_steps=2, build={"ptx_dataset": TEXT})
@@ -165,18 +144,7 @@ def test_an_evaluation_reads_no_example(models: dict[str, Path], tmp_path: Path)
     assert not seen and "eval_ptx_loss" not in logs and logs["eval_loss"] != 0
 
 
-@pytest.mark.parametrize(
-    ("coef", "dataset", "message"),
-    [
-        (0.5, None, "ptx_coef=0.5 needs ptx_dataset"),
-        (0.5, Dataset.from_dict({"text": []}), "needs ptx_dataset"),
-        (0.5, TEXT.to_iterable_dataset(), "needs ptx_dataset"),
-        (0.5, TEXT.rename_column("text", "content"), "needs ptx_dataset"),
-        (0.0, TEXT, "ptx_dataset would be ignored: ptx_coef=0"),
-    ],
-)
-def test_a_dataset_that_cannot_be_used_is_refused(
-    models: dict[str, Path], tmp_path: Path, coef: float, dataset: Any, message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        build(models["dense"], tmp_path, lora=True, ptx_coef=coef, build={"ptx_dataset": dataset})
+def test_a_coefficient_and_a_dataset_need_each_other(models: dict[str, Path], tmp_path: Path) -> None:
+    for coef, dataset in ((0.5, None), (0.0, TEXT)):
+        with pytest.raises(ValueError, match=f"ptx_coef={coef} and ptx_dataset need each other"):
+            build(models["dense"], tmp_path, lora=True, ptx_coef=coef, build={"ptx_dataset": dataset})

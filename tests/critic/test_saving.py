@@ -184,34 +184,6 @@ def adapter(trainer: Any, name: str) -> dict[str, Tensor]:
     return {own: value for own, value in tiny.parameters(trainer).items() if name in own.split(".")}
 
 
-def test_policy_and_critic_of_a_folder_begin_a_new_run_together(
-    models: dict[str, Path], wide: Path, tmp_path: Path, saved: Callable[[str], Saved]
-) -> None:
-    """As the next stage of a recipe does."""
-    run = saved("lora")
-    base = AutoModelForCausalLM.from_pretrained(models["dense"])
-    policy = peft.PeftModel.from_pretrained(base, run.folder, is_trainable=True)
-    options = {"model": policy, "lora": False, "value_init": str(run.folder / "value"), "max_steps": 2}
-    new = build("lora", models, wide, tmp_path, **options)
-    for name in ("default", "value"):
-        assert resumable.differences(adapter(run.trainer, name), adapter(new, name)) == []
-    check_values(values(run.trainer), values(new), rtol=0, atol=0)
-    history = tiny.history(tiny.train(new))
-    assert history[0]["kl"] == 0  # the reference is the policy that was loaded
-    new.save_model(str(tmp_path / "saved"))
-    assert {path.name for path in (tmp_path / "saved").iterdir() if path.is_dir()} == {"ref", "value"}  # TRL's ref
-
-
-def test_a_saved_critic_of_another_kind_is_refused(
-    models: dict[str, Path], wide: Path, tmp_path: Path, saved: Callable[[str], Saved]
-) -> None:
-    full, lora = str(saved("full").folder / "value"), str(saved("lora").folder / "value")
-    with pytest.raises(ValueError, match="adapter_config"):  # PEFT's own
-        build("lora", models, wide, tmp_path, value_init=full)
-    with pytest.raises(ValueError, match=r"value_init='.*value' holds other weights: \d+ tensors differ"):
-        build("lora", models, wide, tmp_path, value_init=lora, build={"value_peft_config": LoraConfig(r=2)})
-
-
 # other ways to begin
 
 GIVEN = {
@@ -270,11 +242,10 @@ def test_beginnings_that_contradict_one_another_are_refused(
     models: dict[str, Path], wide: Path, tmp_path: Path, scorer: Path
 ) -> None:
     value_model = AutoModelForSequenceClassification.from_pretrained(scorer)
-    policy = AutoModelForCausalLM.from_pretrained(models["dense"])
     for kind, options, message in (
         ("lora", {"build": {"value_model": value_model}}, "value_model would have no effect"),
         ("full", {"build": {"value_peft_config": LoraConfig()}}, "value_peft_config would have no effect"),
-        ("lora", {"build": {"value_peft_config": LoraConfig(bias="all")}}, "bias='all' in value_peft_config"),
+        ("lora", {"build": {"value_peft_config": LoraConfig(bias="all")}}, "bias='all' would have no effect"),
         ("lora", {"value_init": "reward"}, "value_init='reward'.*trained RewardAdapter"),
         ("full", {"value_init": "reward"}, "value_init='reward'.*no model"),
         (
@@ -287,9 +258,8 @@ def test_beginnings_that_contradict_one_another_are_refused(
             {"value_init": "reward", "build": {"value_peft_config": LoraConfig()}},
             "value_peft_config and value_init='reward'",
         ),
-        ("full", {"build": {"value_model": policy}}, "value_model is a Qwen2ForCausalLM without a head"),
-        ("full", {"value_init": str(models["dense"])}, r"value_init='.*' has no score\.weight"),
-        ("full", {"build": {"value_model": models["dense"]}}, r"value_model='.*' has no score\.weight"),
+        ("full", {"value_init": str(models["dense"])}, r"value_init=.* has no score\.weight"),
+        ("full", {"build": {"value_model": models["dense"]}}, r"value_model has no score\.weight"),
     ):
         with pytest.raises(ValueError, match=message):
             build(kind, models, wide, tmp_path, **options)
@@ -302,7 +272,6 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         {"r": 2, "lora_alpha": 4, "target_modules": ["o_proj", "down_proj"], "use_dora": True},
     ),
     "beside a trained LM head": ("dense", {**tiny.LORA, "modules_to_save": ["lm_head"]}, {}),
-    "on transposed layers": ("gpt2", {**tiny.LORA, "target_modules": ["c_attn"], "fan_in_fan_out": True}, {}),
     "on experts and routers": (
         "moe",
         {
@@ -327,6 +296,7 @@ def test_adapters_of_other_kinds_are_saved_and_loaded(models: dict[str, Path], t
     run = Saved(trainer, tmp_path / "saved", models[name], "lora")
     for found in plain_values(run.plain_critic):
         check_values(values(trainer), found)
+    build_.pop("value_peft_config", None)  # the saved critic has its own
     again = tiny.trainer(models[name], tmp_path, value_init=str(tmp_path / "saved" / "value"), **options)
     assert resumable.differences(trainer.critic.state(), again.critic.state()) == []
 

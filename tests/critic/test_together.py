@@ -1,6 +1,5 @@
 """Short runs of PPO with everything else of this package."""
 
-import functools
 import math
 from collections.abc import Iterable
 from pathlib import Path
@@ -13,8 +12,7 @@ from datasets import Dataset
 from peft import LoraConfig
 from torch import Tensor
 
-from tests.tools import mixtures, resumable, tiny
-from trl_steady.critic.part import CriticPart
+from tests.tools import resumable, tiny
 from trl_steady.reference.part import ReferencePart
 
 PPO: dict[str, Any] = {"method": "PPO", "num_generations": 1, "kl_coef": 0.1, "optim": "sgd", "learning_rate": 0.05}
@@ -128,20 +126,6 @@ def test_the_reference_moves_for_the_kl_in_the_reward(models: dict[str, Path], t
     assert trainer.beta == 0
 
 
-@pytest.mark.parametrize("kind", KINDS)
-def test_only_the_policys_optimizer_is_cleared(models: dict[str, Path], tmp_path: Path, kind: str) -> None:
-    """The critic has no reference that moves, and an optimizer of its own."""
-    options = {**MOVING, "ref_model_sync_steps": 4, "ref_model_sync_reset_optimizer": True, "max_steps": 6}
-    trainer, _, _ = run(models["dense"], tmp_path, kind, **options)
-    assert [step for step, _, _ in trainer.reference_refreshes] == [4]
-    critic = {id(parameter) for parameter in trainer.critic.parameters}
-    assert {int(state["step"]) for state in trainer.optimizer.state.values()} == {2}
-    assert not critic & {id(parameter) for group in trainer.optimizer.param_groups for parameter in group["params"]}
-    of_critic = trainer.part(CriticPart).learner.state_dict()
-    assert {int(value) for name, value in of_critic.items() if name.endswith(".step")} == {6}
-    assert len(of_critic) == 3 * len(critic)
-
-
 # losses and masks
 
 
@@ -169,41 +153,12 @@ def test_the_off_policy_mask_drops_sequences_for_the_policy_only(models: dict[st
 # mixtures of experts
 
 
-@pytest.fixture(scope="module")
-def mixture(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Folder of the tiny mixture of a case of tests/tools/mixtures.py, with the vocabulary of the tokenizer."""
-
-    @functools.cache
-    def save(case: str) -> Path:
-        names = ("vocab_size", "eos_token_id", "pad_token_id")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setitem(mixtures.CASES, case, (case, {name: tiny.SIZES[name] for name in names}))
-            model = mixtures.build(case)
-        model.generation_config.eos_token_id = tiny.SIZES["eos_token_id"]
-        folder = tmp_path_factory.mktemp(case)
-        model.save_pretrained(folder)
-        return folder
-
-    return save
-
-
 EVERYWHERE = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
 
 
-CASES = ("qwen3_moe", "deepseek_v3", "mixtral")
-FAST = {("qwen3_moe", "lora")}
-
-
-@pytest.mark.parametrize(
-    ("case", "kind"),
-    [
-        pytest.param(case, kind, marks=[] if (case, kind) in FAST else pytest.mark.slow)
-        for case in CASES
-        for kind in KINDS
-    ],
-)
+@pytest.mark.parametrize("kind", ["lora", pytest.param("full", marks=pytest.mark.slow)])
 def test_routes_are_replayed_for_the_policy_and_not_for_the_critic(
-    mixture: Any, tmp_path: Path, case: str, kind: str
+    models: dict[str, Path], tmp_path: Path, kind: str
 ) -> None:
     """Step 1 has the policy's own routes. After it policy and critic are what they are without replay.
 
@@ -212,7 +167,7 @@ def test_routes_are_replayed_for_the_policy_and_not_for_the_critic(
     options: dict[str, Any] = {"max_steps": 4, "router_aux_loss_coef": 0.0, "value_updates": 2}
     options |= {"gradient_checkpointing": kind == "full", "learning_rate": 0.1}
     options["build"] = {"peft_config": EVERYWHERE} if kind == "lora" else {}
-    runs = [run(mixture(case), tmp_path, kind, router_replay=replay, **options) for replay in ("R2", None)]
+    runs = [run(models["moe"], tmp_path, kind, router_replay=replay, **options) for replay in ("R2", None)]
     (_, history, witness), (_, live, unwitnessed) = runs
     changed = of(history, "routing/changed")
     assert changed[0] == 0 and max(changed[1:]) > 0.01 and of(history, "routing/fallback") == [0]
@@ -225,41 +180,22 @@ def test_routes_are_replayed_for_the_policy_and_not_for_the_critic(
 
 
 def test_replay_with_recomputed_layers_of_both_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="router_replay='R2' does not work with gradient_checkpointing=True"):
+    with pytest.raises(ValueError, match=r"router_replay='R2' and gradient_checkpointing=True"):
         build(models["moe"], tmp_path, router_replay="R2", router_aux_loss_coef=0.0, gradient_checkpointing=True)
 
 
 # sampling
 
 
-def test_log_probs_are_among_the_kept_tokens(models: dict[str, Path], tmp_path: Path) -> None:
-    kind = "lora"  # the KL of a full policy is 0 in its first rollout
-    options = {"top_p": 0.8, "max_steps": 5}
-    _, history, witness = run(models["dense"], tmp_path, kind, keep_sampling_mask=True, **options)
-    _, _, without = run(models["dense"], tmp_path, kind, **options)
-    assert all(0.3 < mass < 1 for mass in of(history, "sampling_mask/kept_mass"))
-    kept, all_tokens = witness.rollouts[0], without.rollouts[0]
-    assert torch.equal(kept["completion_ids"], all_tokens["completion_ids"])
-    mask = kept["completion_mask"].bool()
-    assert (kept["old_per_token_logps"] > all_tokens["old_per_token_logps"] + 0.01)[mask].float().mean() > 0.9
-    assert torch.equal(kept["values"], all_tokens["values"])  # values need no tokens to choose from
-    assert not torch.allclose(kept["advantages"], all_tokens["advantages"], rtol=1e-3)
-
-
-@pytest.mark.parametrize(
-    ("kind", "loss_type"), [("lora", "grpo"), pytest.param("full", "dapo", marks=pytest.mark.slow)]
-)
-def test_budgets_and_shared_prompts_change_rounding_only(
-    models: dict[str, Path], tmp_path: Path, kind: str, loss_type: str
-) -> None:
+def test_budgets_and_shared_prompts_change_rounding_only(models: dict[str, Path], tmp_path: Path) -> None:
     """With several updates of the critic and the language-model loss, which are regrouped too."""
     texts = Dataset.from_dict({"text": ["3+4=7", "ab11+12=23", "0", "5+5=10 and 6+6=12", "x"]})
     options: dict[str, Any] = {
         **{"gradient_accumulation_steps": 4, "steps_per_generation": 4, "num_generations": 2, "max_steps": 2},
-        **{"loss_type": loss_type, "value_updates": 2, "ptx_coef": 0.5, "build": {"ptx_dataset": texts}},
+        **{"loss_type": "grpo", "value_updates": 2, "ptx_coef": 0.5, "build": {"ptx_dataset": texts}},
     }
-    plain, history, witness = run(models["dense"], tmp_path, kind, **options)
-    shared, other, rewitnessed = run(models["dense"], tmp_path, kind, token_budget=60, share_prompts=True, **options)
+    plain, history, witness = run(models["dense"], tmp_path, **options)
+    shared, other, rewitnessed = run(models["dense"], tmp_path, token_budget=60, share_prompts=True, **options)
     for expected, found in zip(witness.rollouts, rewitnessed.rollouts, strict=True):
         for name in ("values", "returns", "advantages"):
             torch.testing.assert_close(found[name], expected[name], rtol=1e-3, atol=1e-4)
@@ -267,6 +203,3 @@ def test_budgets_and_shared_prompts_change_rounding_only(
     check_close(plain.critic.state(), shared.critic.state())
     assert of(other, "value/loss") == pytest.approx(of(history, "value/loss"), rel=1e-3)
     assert len(witness.values) == 2 * 2 * 4 > len(rewitnessed.values)
-
-
-# agents

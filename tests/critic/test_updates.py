@@ -11,7 +11,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from tests.critic import test_losses
-from tests.critic.test_losses import KINDS, Samples, by_hand, critic_parameters, distance, loss_mask, token_weights
+from tests.critic.test_losses import KINDS, Samples, by_hand, critic_parameters, distance, token_weights
 from tests.critic.test_losses import gradients as gradients_of
 from tests.tools import tiny
 from tests.tools.critics import Twin, build, descend, policy_parameters, same, snapshot
@@ -187,16 +187,6 @@ def test_in_warm_up_only_the_critic_learns(model_of: Any, tmp_path: Path, kind: 
         assert has_state == (step == 2)
 
 
-def test_training_keeps_the_bytes_of_a_quantised_base(wide: Path, tmp_path: Path) -> None:
-    trainer = build(wide, tmp_path, known=True, lora=True, nf4=True, max_steps=3, value_updates=2)
-    before = everything(trainer)
-    trainer.train()
-    after = everything(trainer)
-    assert sum(not own.dtype.is_floating_point for own in before.values()) == 14  # seven linear layers in each block
-    moved = {name for name in before if not torch.equal(before[name], after[name])}
-    assert moved == {name for name in before if "lora_" in name or "score" in name}
-
-
 @pytest.mark.parametrize("lora", [True, False], ids=["lora", "full"])
 def test_a_critic_does_not_change_the_first_rollout(models: dict[str, Path], tmp_path: Path, lora: bool) -> None:
     """Prompts, completions and log-probs of a GRPOTrainer with the same seed: the critic draws no random number."""
@@ -225,7 +215,6 @@ def test_a_critic_does_not_change_the_first_rollout(models: dict[str, Path], tmp
 
 
 def test_an_evaluation_between_steps_changes_nothing(models: dict[str, Path], tmp_path: Path) -> None:
-    """It logs the loss of the critic's own rollout, whose values and returns are those of this critic."""
     runs = []
     how = {"value_updates": 2, "gradient_accumulation_steps": 2, "kl_target": 0.7, "max_steps": 2}
     for options in ({}, {"eval_strategy": "steps", "eval_steps": 1, "build": {"eval_dataset": tiny.dataset(8)}}):
@@ -234,15 +223,6 @@ def test_an_evaluation_between_steps_changes_nothing(models: dict[str, Path], tm
         runs.append((everything(trainer), trainer.kl_coef))
     (first, coef), (second, other_coef) = runs
     assert same(first, second) and coef == other_coef != 0.05
-    logged = [row["eval_value/loss"] for row in tiny.history(trainer) if "eval_value/loss" in row]
-    made: list[Samples] = []
-    rollout = trainer.rollout
-    trainer.rollout = lambda inputs: made.append(rollout(inputs)) or made[-1]
-    logs = trainer.evaluate()
-    mask = loss_mask(made[0]) & ~made[0]["returns"].isnan()
-    expected = 0.5 * ((made[0]["values"] - made[0]["returns"])[mask] ** 2).mean().item()
-    assert len(logged) == 2 and len(made) == 1 and trainer.kl_coef == coef
-    assert logs["eval_value/loss"] == pytest.approx(expected, rel=1e-3)
 
 
 def test_the_critics_updates_are_adamws(models: dict[str, Path], tmp_path: Path, monkeypatch: Any) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers.trainer_utils import get_last_checkpoint
 
@@ -173,19 +172,6 @@ def test_a_trainer_that_has_trained_resumes_too(models: dict[str, Path], tmp_pat
     assert resumable.differences(end, resumable.state(trainer)) == []
 
 
-def test_a_reward_model_trained_before_the_policy_is_in_the_checkpoint(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    """The resumed run does not train it again."""
-    whole = build("lora", models["dense"], tmp_path, max_steps=10, save_steps=3)
-    rewarding.refresher(whole).fit(list(tiny.dataset(12)))
-    whole.train()
-    assert [refresh.step for refresh in whole.reward_refreshes] == [0, 8]
-    resumed = build("lora", models["dense"], tmp_path / "resumed", max_steps=10, save_strategy="no")
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    assert resumable.differences(resumable.state(whole), resumable.state(resumed)) == []
-
-
 def test_metrics_between_two_logs_are_kept(models: dict[str, Path], tmp_path: Path) -> None:
     """The figures of the retraining after step 8 are in the log after step 12, and a checkpoint is in between."""
     options = {"max_steps": 12, "save_steps": 9, "logging_steps": 6}
@@ -225,51 +211,17 @@ def test_dropout_of_the_base_acts_in_the_training_of_the_reward_model_alone(
     assert resumable.differences(*weights) != []  # dropout acted
 
 
-@pytest.mark.parametrize(("kind", "moves"), [("lora", True), ("lora", False), ("full", True)])
-def test_a_checkpoint_holds_the_reward_model_once(
-    kind: str, moves: bool, models: dict[str, Path], tmp_path: Path
-) -> None:
-    """PEFT would write an adapter of its own for it. With a moving reference, the policy's adapter is saved alone."""
-    options = {"sync_ref_model": moves, "retrained": moves, "max_steps": 3}
-    trainer = tiny.train(build(kind, models["dense"], tmp_path, **options))
-    checkpoint = tmp_path / "checkpoint-3"
-    assert not [path for path in checkpoint.iterdir() if path.is_dir()]
-    saved = load_file(checkpoint / "reward_model.safetensors")
-    assert resumable.differences(trainer.reward_model.state(), saved) == [] and "score.weight" in saved
-    policy = load_file(checkpoint / ("adapter_model.safetensors" if kind == "lora" else "model.safetensors"))
-    assert not [name for name in policy if {"reward", "score"} & {*name.split(".")}]
-
-
-def test_recomputed_layers_have_the_reward_models_adapter(models: dict[str, Path], tmp_path: Path) -> None:
-    """Also where the policy's checkpointing is reentrant: a run is the same without checkpointing."""
-    ends = []
-    for options in ({}, {"gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}}):
-        trainer = build("lora", models["dense"], tmp_path, max_steps=9, save_strategy="no", **options)
-        ends.append(resumable.of_reward_model(tiny.train(trainer).part(RewardModelPart)))
-    assert resumable.differences(*ends) == [] and ends[0]["refreshes"]
-
-
-def test_an_adapter_may_be_used_again_after_a_trainer_could_not_be_built(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    adapter = RewardAdapter(peft_config=LoraConfig(**tiny.LORA))
-    with pytest.raises(ValueError, match=r"is an adapter .*the policy has none"):
-        build("full", models["dense"], tmp_path, build={"reward_funcs": adapter}, retrained=False)
-    trainer = build("lora", models["dense"], tmp_path, build={"reward_funcs": adapter}, retrained=False)
-    assert trainer.part(RewardModelPart).adapter is adapter
-
-
 @pytest.mark.parametrize("saves_model_only", [False, True])
-def test_the_best_policy_gets_its_reward_model_back(
+def test_the_best_policy_gets_its_reward_model_and_critic_back(
     models: dict[str, Path], tmp_path: Path, saves_model_only: bool
 ) -> None:
     options = {
         **{"eval_strategy": "steps", "save_steps": 4, "eval_steps": 4, "max_steps": 10},
         **{"metric_for_best_model": "step", "greater_is_better": False},
         **{"load_best_model_at_end": True, "save_only_model": saves_model_only},
-        **{"build": {"eval_dataset": tiny.dataset(4)}, "per_device_eval_batch_size": 4},
+        **{"build": {**PPO["build"], "eval_dataset": tiny.dataset(4)}, "per_device_eval_batch_size": 4},
     }
-    trainer = build("lora", models["dense"], tmp_path, **options)
+    trainer = build("lora", models["dense"], tmp_path, **{**PPO, "method": "PPO", **options})
 
     class Stamp(transformers.TrainerCallback):
         """Makes the first evaluation the best."""
@@ -285,3 +237,4 @@ def test_the_best_policy_gets_its_reward_model_back(
     assert trainer.state.best_model_checkpoint == str(best) and len(trainer.reward_refreshes) == 1
     if not saves_model_only:
         assert critics.same(trainer.reward_model.state(), load_file(best / "reward_model.safetensors"))
+        assert critics.same(trainer.critic.state(), load_file(best / "critic.safetensors"))

@@ -8,12 +8,12 @@ import pytest
 import torch
 from datasets import Dataset
 from torch import Tensor
+from transformers import AutoModelForSequenceClassification
 from trl import RewardConfig, RewardTrainer
 
 from tests.tools import critics, rewarding, tiny
 from tests.tools.rewarding import is_right, refreshed, refresher
 from trl_steady import RewardAdapter, RewardModelRefreshCallback
-from trl_steady.critic.model import copied_from
 from trl_steady.reference import callback as reference
 from trl_steady.reward_model import callback as loop
 from trl_steady.reward_model.examples import Example, prompts_of
@@ -221,8 +221,7 @@ def test_accept_without_held_out_answers_is_warned_of(models: dict[str, Path], t
 def test_three_pairs_train_it_as_trls_reward_trainer_does(models: dict[str, Path], tmp_path: Path) -> None:
     """Step for step in float64: the same loss, gradient norm and parameters."""
     torch.manual_seed(0)
-    policy = tiny.trainer(models["dense"], tmp_path / "policy").model
-    whole = copied_from(policy)
+    whole = AutoModelForSequenceClassification.from_pretrained(models["dense"], num_labels=1)
     whole.score.weight.data.normal_(std=0.3)
     whole.save_pretrained(tmp_path / "start")
     prompts, answers = [[10, 11], [12], [13, 14, 15]], [([60, 61], [62]), ([63], [64, 65, 66]), ([67, 68], [69, 70])]
@@ -255,8 +254,7 @@ def test_three_pairs_train_it_as_trls_reward_trainer_does(models: dict[str, Path
     losses = []
     for _ in range(5):
         found = measure(part, examples)
-        assert found is not None
-        losses.append(found.loss)
+        losses.append(found["loss"])
         fit(part, callback.learner, examples, epochs=1, rate=1e-2, generator=torch.Generator().manual_seed(0))
     logged = [row["loss"] for row in theirs.state.log_history if "loss" in row]
     assert losses == pytest.approx(logged, rel=1e-4)  # TRL rounds what it logs
@@ -324,21 +322,6 @@ def test_the_first_training_leaves_ppos_kl_coefficient(models: dict[str, Path], 
     assert coefficient == 0.1
 
 
-def test_a_model_of_its_own_recomputes_its_layers(models: dict[str, Path], tmp_path: Path) -> None:
-    """As the policy does, in training alone, and without dropout."""
-    trainer = refreshed("full", models["dense"], tmp_path, gradient_checkpointing=True, max_steps=5)
-    bare = trainer.reward_model.bare
-    modes: list[bool] = []
-    attention = bare.base_model.layers[0].self_attn
-    attention.register_forward_pre_hook(lambda module, *_: modes.append(module.training))
-    with pytest.warns(UserWarning, match="all its scores are 0"):
-        tiny.train(trainer)
-    assert bare.is_gradient_checkpointing and not bare.training
-    (record,) = trainer.reward_refreshes
-    batches = 2 * record.samples // trainer.args.per_device_train_batch_size  # two epochs
-    assert modes.count(True) == 2 * batches > 0 and False in modes  # each pass is computed again
-
-
 def test_an_iteration_without_examples_leaves_it_as_it_is(models: dict[str, Path], tmp_path: Path) -> None:
     how = {"label_fn": lambda prompts, **_: [True] * len(prompts)}
     trainer = refreshed("lora", models["dense"], tmp_path, objective="pairs", refresh=how)
@@ -373,15 +356,12 @@ def test_ppos_critic_may_begin_as_the_reward_model(kind: str, model_of: Any, tmp
 def test_wrong_arguments_are_refused(models: dict[str, Path], tmp_path: Path) -> None:
     trainer = rewarding.build("lora", models["dense"], tmp_path)
     for option, value, message in (
-        ("objective", "best", r"'best' .*pairs, pointwise, steps"),
-        ("objective", "steps", r"'steps' .*one for RewardAdapter\(head='outcome'\)"),
+        ("objective", "best", r"'best' .*'pairs' or 'pointwise'"),
+        ("objective", "steps", r"'steps' .*with RewardAdapter\(head='steps'\)"),
         ("accept", "never", r"'never' .*'always' or 'held_out_not_worse'"),
         ("replay_fraction", 1.0, r"1\.0 .*below 1"),
-        ("replay_fraction", -0.1, r"-0\.1 .*at least 0"),
         ("learning_rate", 0, "0 .*above 0"),
         ("epochs", 0, "0 .*1 or more"),
-        ("continuations", 0, "0 .*1 or more"),
-        ("history", 0, "0 .*1 or more"),
     ):
         with pytest.raises(ValueError, match=rf"{option}={message}"):
             RewardModelRefreshCallback(trainer, **{"label_fn": is_right, option: value})

@@ -142,33 +142,12 @@ def test_steps_are_scored_at_their_ends(models: dict[str, Path], tmp_path: Path)
         part.rewards(texts, turns, ids, {})
 
 
-def test_step_scores_become_advantages_of_tokens(models: dict[str, Path], tmp_path: Path) -> None:
-    adapter = RewardAdapter(head="steps", splitter=rewarding.STEPS)
-    trainer = rewarding.build(
-        "lora", models["dense"], tmp_path, adapter=adapter, loss_type="gspo_token", step_advantage="process"
-    )
-    rewarding.stir(trainer)
-    trainer.model.train()
-    samples = trainer.rollout([{"prompt": "1+1="}] * 16)
-    assert samples["advantages"].shape == samples["completion_ids"].shape and trainer.has_step_rewards
-    assert (samples["advantages"].std(1) > 0).any()
-
-
-def test_a_reward_function_of_a_script_may_stand_beside_it(models: dict[str, Path], tmp_path: Path) -> None:
-    trainer = rewarding.build("lora", models["dense"], tmp_path, adapter=[tiny.reward, RewardAdapter()])
-    rewarding.stir(trainer)
-    tiny.train(trainer)
-    names = {name for row in trainer.state.log_history for name in row if name.startswith("rewards/")}
-    assert names >= {"rewards/reward/mean", "rewards/reward_model/mean"}
-
-
 @pytest.mark.parametrize(
     ("options", "message"),
     [
         ({"head": "process"}, r"head='process' .*'outcome' or 'steps'"),
         ({"splitter": by_blank_line()}, r"splitter has no effect with head='outcome'"),
         ({"source": "x", "peft_config": LoraConfig()}, r"source='x' has a peft_config .*Give one of"),
-        ({"peft_config": LoraConfig(lora_dropout=0.3, bias="all")}, r"peft_config has lora_dropout, bias, without"),
     ],
 )
 def test_arguments_without_effect_are_refused(options: dict[str, Any], message: str) -> None:
@@ -182,10 +161,10 @@ def test_setups_in_which_it_would_not_act_are_refused(models: dict[str, Path], t
             rewarding.build(kind, models["dense"], tmp_path, **options)
 
     unbuilt(r"reward_funcs has 2 RewardAdapters", adapter=[RewardAdapter(), RewardAdapter()])
-    unbuilt(r"is an adapter .*the policy has none", "full", adapter=RewardAdapter(peft_config=LoraConfig()))
+    unbuilt("RewardAdapter has a peft_config, and the policy", "full", adapter=RewardAdapter(peft_config=LoraConfig()))
     unbuilt(r"'reward' .*object.* must .*LoRA", adapter=RewardAdapter(peft_config=cast(Any, object())))
     adapter = RewardAdapter()
-    with pytest.raises(ValueError, match=r"a trainer of trl-steady, and got none"):
+    with pytest.raises(AssertionError, match="the trainers of trl_steady"):
         adapter(prompts=["a"], completions=["b"], completion_ids=[[1]])
     trainer = rewarding.build("lora", models["dense"], tmp_path, adapter=adapter)
     unbuilt(r"of another trainer\. Make exactly one for each", adapter=adapter)
@@ -194,6 +173,6 @@ def test_setups_in_which_it_would_not_act_are_refused(models: dict[str, Path], t
     with pytest.raises(ValueError, match=r"reads text only, and the dataset has images"):
         adapter(["a"], ["b"], [[1]], image=[object()])
     trainer.save_model(str(tmp_path / "saved"))
-    unbuilt(r"has no score\.weight, which would be random", "full", adapter=RewardAdapter(models["dense"]))
+    unbuilt(r"has no score\.weight", "full", adapter=RewardAdapter(models["dense"]))
     unbuilt(r"value_init='reward'", method="PPO", num_generations=1, value_init="reward")
-    unbuilt(r"is an adapter .*the policy has none", "full", adapter=RewardAdapter(tmp_path / "saved" / "reward"))
+    unbuilt("or is an adapter", "full", adapter=RewardAdapter(tmp_path / "saved" / "reward"))

@@ -3,47 +3,39 @@
 from collections.abc import Mapping
 
 import torch
-from accelerate import Accelerator
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from trl_steady.critic.model import Critic
 from trl_steady.host import models
+from trl_steady.host.part import Trainer
 
 
 class Learner:
-    """Trains a critic or a reward model with AdamW.
+    """Trains all parameters of a critic or a reward model with AdamW. Every process must call all methods.
 
     DDP and the policy's optimizer take the parameters that need a gradient when a training begins. Those of a learner
     need one only while it is switched on, so they are in neither. Make the learner after FSDP2 has sharded the model.
-    Every process must call all methods.
-
-    Args:
-        model: The model, all of whose parameters are trained.
-        accelerator: The trainer's.
-        max_grad_norm: Limit of the gradients' norm; 0: no limit.
-        weight_decay: Decay of parameters with more than one dimension.
-        betas: As `eps`, an option of AdamW.
-        eps: As torch's.
+    `weight_decay` is for parameters with more than one dimension.
     """
 
     def __init__(
         self,
         model: Critic,
-        accelerator: Accelerator,
-        max_grad_norm: float,
-        weight_decay: float,
+        trainer: Trainer,
+        weight_decay: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
     ) -> None:
-        self._model, self._accelerator, self._max_grad_norm = model, accelerator, max_grad_norm
+        self._model, self._max_grad_norm = model, trainer.args.max_grad_norm
+        self._processes = trainer.accelerator.num_processes
         self.parameters = model.parameters
-        matrices = [parameter for parameter in self.parameters if parameter.dim() > 1]
-        others = [parameter for parameter in self.parameters if parameter.dim() <= 1]
-        groups = [{"params": matrices, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
-        is_fused = accelerator.device.type in ("cpu", "cuda")  # which needs no copies of all parameters
-        self.optimizer = AdamW([group for group in groups if group["params"]], betas=betas, eps=eps, fused=is_fused)
+        groups = [
+            {"params": [each for each in self.parameters if (each.dim() > 1) == is_matrix], "weight_decay": decay}
+            for is_matrix, decay in ((True, weight_decay), (False, 0.0))
+        ]
+        self.optimizer = AdamW(groups, betas=betas, eps=eps, fused=True)  # which needs no copies of all parameters
 
     def switch(self, on: bool) -> None:
         """Let the parameters collect gradients, or not. Gradients so far are lost."""
@@ -52,23 +44,20 @@ class Learner:
             parameter.grad = None
 
     def step(self, rate: float) -> Tensor | None:
-        """Take a step with the mean gradients of all processes, and clear them.
-
-        Args:
-            rate: The learning rate.
+        """Take a step at this learning rate with the mean gradients of all processes, and clear them.
 
         Returns:
             The norm of the gradients, before they are clipped; None if `max_grad_norm` is 0 or there are none.
         """
         models.reshard(self._model.backbone)
-        parameters, processes = self.parameters, self._accelerator.num_processes
-        for parameter in parameters if processes > 1 else ():
+        parameters, norm = self.parameters, None
+        for parameter in parameters if self._processes > 1 else ():
             if isinstance(parameter, DTensor):  # FSDP2 has averaged them
                 continue
             if parameter.grad is None:  # of an expert that no token of this process has reached
                 parameter.grad = torch.zeros_like(parameter)
-            torch.distributed.all_reduce(parameter.grad.div_(processes))
-        norm, gradients = None, [parameter.grad for parameter in parameters if parameter.grad is not None]
+            torch.distributed.all_reduce(parameter.grad.div_(self._processes))
+        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
         if self._max_grad_norm > 0 and gradients:
             norm = models.whole(torch.nn.utils.get_total_norm(gradients))
             torch.nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, norm)

@@ -12,7 +12,7 @@ from typing import Any, cast
 
 import torch
 from peft import LoraConfig, PeftModel, TaskType
-from peft.tuners.lora import LoraLayer, LoraModel
+from peft.tuners.lora import LoraLayer
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 from safetensors.torch import load_file, save_file
@@ -24,12 +24,17 @@ from trl_steady.host import models
 from trl_steady.host.files import refuse_other_shapes
 from trl_steady.host.fused_head import per_token
 from trl_steady.host.models import VALUE_ADAPTER, Scorer, base_kept, is_of_lora, parameters_kept
+from trl_steady.host.names import overridden
+from trl_steady.host.part import Trainer, entered
 
 _HEAD = "score"  # the name in transformers' models for sequence classification
 _HEAD_WEIGHT = f"{_HEAD}.weight"
 _JOINED = f"lora_{_HEAD}"  # as PEFT names what belongs to LoRA
 _BARE = "base_model.model."  # before the names of a transformers model in a PEFT model
 _WEIGHTS = "adapter_model.safetensors"  # PEFT's name
+
+Saved = tuple[LoraConfig, dict[str, Tensor]]
+"""The configuration and the tensors of a saved adapter."""
 
 
 class Critic(Scorer):
@@ -47,7 +52,6 @@ class Critic(Scorer):
     def __init__(self, backbone: torch.nn.Module, head: torch.nn.Linear, adapter: str | None) -> None:
         super().__init__(backbone)
         self.head, self.adapter = head, adapter
-        self._of_policy: list[torch.nn.Parameter] = []  # parameters of the base that train with the policy
         # layers are found once: a model has hundreds
         self._switches = [
             layer for layer in backbone.modules() if isinstance(layer, BaseTunerLayer | AuxiliaryTrainingWrapper)
@@ -57,6 +61,11 @@ class Critic(Scorer):
     def bare(self) -> PreTrainedModel:
         """The transformers model without an adapter around it."""
         return self.backbone.get_base_model() if isinstance(self.backbone, PeftModel) else self.backbone  # pyright: ignore
+
+    @property
+    def is_fresh(self) -> bool:
+        """True if nobody has trained it."""
+        return not self.head.weight.any()
 
     def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         """Yield the trained parameters: those of the adapter, or of the whole model, and the head.
@@ -83,11 +92,8 @@ class Critic(Scorer):
         if self.adapter is None:
             hidden = self.bare.base_model(**inputs, use_cache=False).last_hidden_state
             found = self._values(hidden[:, :-1])
-        else:
-            if torch.is_grad_enabled():
-                self._of_policy = [*Base(self.backbone).trained.values()]  # pyright: ignore[reportArgumentType]
-            # through the whole model, which FSDP2 may shard
-            with self._speaking(), self._recomputed():
+        else:  # through the whole model, which FSDP2 may shard
+            with self._adapter_active(), entered(self._recomputing()):
                 found = per_token(self.backbone, lambda head: self._values(head.hidden), labels=labels, **inputs)
         return SimpleNamespace(log_probs=found, entropy=None, aux_loss=None)
 
@@ -98,44 +104,29 @@ class Critic(Scorer):
             return torch.nn.functional.linear(hidden.to(dtype), self.head.weight.to(dtype)).squeeze(-1)
 
     @contextlib.contextmanager
-    def _speaking(self) -> Iterator[None]:
-        """Let the critic's adapter act, without gradients of the base.
-
-        PEFT's own switch would change which parameters are trained.
-        """
-        before = [
-            (layer, layer._active_adapter, getattr(layer, "_disable_adapters", False)) for layer in self._switches
-        ]
+    def _adapter_active(self) -> Iterator[None]:
+        """Let the critic's adapter act. PEFT's own switch would change which parameters are trained."""
+        before = [(layer, layer._active_adapter, layer._disable_adapters) for layer in self._switches]
         try:
-            for layer, _, _ in before:
+            for layer in self._switches:
                 # a layer without LoRA has no part in the critic, and shows what it wraps only so
                 layer._active_adapter, layer._disable_adapters = [self.adapter], not isinstance(layer, LoraLayer)
-            for parameter in self._of_policy:
-                parameter.requires_grad_(False)
             yield
         finally:
             for layer, active, disabled in before:
                 layer._active_adapter, layer._disable_adapters = active, disabled
-            for parameter in self._of_policy:
-                parameter.requires_grad_(True)
 
-    @contextlib.contextmanager
-    def _recomputed(self) -> Iterator[None]:
-        """Let gradient checkpointing recompute layers with the critic's adapter, whichever acts in backward."""
+    def _recomputing(self) -> Iterator[AbstractContextManager[None]]:
+        """Yield contexts that let gradient checkpointing recompute layers with the critic's adapter in backward."""
         name = "_gradient_checkpointing_func"
-        layers = [layer for layer in self.bare.modules() if name in vars(layer)] if torch.is_grad_enabled() else []
-        before = [vars(layer)[name] for layer in layers]
-        try:
-            for layer, function in zip(layers, before, strict=True):
-                vars(layer)[name] = functools.partial(function, use_reentrant=False, context_fn=self._contexts)
-            yield
-        finally:
-            for layer, function in zip(layers, before, strict=True):
-                vars(layer)[name] = function
 
-    def _contexts(self) -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
-        """Return the contexts of a checkpointed forward, in which the adapter acts, and of its recomputation."""
-        return contextlib.nullcontext(), self._speaking()
+        def contexts() -> tuple[AbstractContextManager[None], AbstractContextManager[None]]:
+            return contextlib.nullcontext(), self._adapter_active()  # of the forward, and of its recomputation
+
+        for layer in self.bare.modules() if torch.is_grad_enabled() else ():
+            if name in vars(layer):
+                run = functools.partial(vars(layer)[name], use_reentrant=False, context_fn=contexts)
+                yield overridden(layer, {name: run})
 
     # files
 
@@ -153,12 +144,6 @@ class Critic(Scorer):
         for name, parameter in self.named_parameters():
             models.assign(parameter, state[name])
 
-    def copy(self, other: "Critic") -> None:
-        """Take over the weights of another adapter of the same configuration on the same base."""
-        assert self.adapter is not None and other.adapter is not None
-        state = {_renamed(name, other.adapter, self.adapter): tensor for name, tensor in other.state().items()}
-        self.load(state, f"the adapter {other.adapter!r}")
-
     def save_pretrained(self, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
         """Save a critic that `AutoModelForSequenceClassification` loads, or PEFT on such a model.
 
@@ -166,23 +151,29 @@ class Critic(Scorer):
         """
         folder.mkdir(parents=True, exist_ok=True)
         if self.adapter is None:
-            bare: Any = self.bare
             with torch.no_grad():
-                getattr(bare, _HEAD).weight.copy_(self.head.weight)
-            bare.save_pretrained(folder)
+                self.bare.get_parameter(_HEAD_WEIGHT).copy_(self.head.weight)
+            self.bare.save_pretrained(folder)
             return
-        assert isinstance(self.backbone, PeftModel)
-        config: Any = copy.deepcopy(self.backbone.peft_config[self.adapter])
-        config.task_type, config.modules_to_save, config.inference_mode = TaskType.SEQ_CLS, [_HEAD], True
+        config, tensors = self.as_saved(state)
         config.save_pretrained(str(folder))
-        names, state = self._saved_names(), self.state() if state is None else state
-        save_file({names[name]: state[name] for name in names}, folder / _WEIGHTS)
+        save_file(tensors, folder / _WEIGHTS)
 
-    def _saved_names(self) -> dict[str, str]:
+    def as_saved(self, state: Mapping[str, Tensor] | None = None) -> Saved:
+        """Return the configuration and the tensors of an adapter for sequence classification, as PEFT names them."""
+        assert isinstance(self.backbone, PeftModel) and self.adapter is not None
+        config = cast(LoraConfig, copy.deepcopy(self.backbone.peft_config[self.adapter]))
+        config.task_type, config.modules_to_save, config.inference_mode = TaskType.SEQ_CLS, [_HEAD], True
+        state = self.state() if state is None else state
+        return config, {saved: state[name] for name, saved in self.saved_names().items()}
+
+    def saved_names(self) -> dict[str, str]:
         """Return the name of each parameter in the file of PEFT for sequence classification."""
         assert self.adapter is not None
-        names = {name: f"{self._prefix}{_as_saved(_renamed(name, self.adapter, ''))}" for name, _ in self._named()}
-        return {**names, _HEAD_WEIGHT: f"{_BARE}{_HEAD_WEIGHT}"}
+        saved = {name: f"{self._prefix}{_renamed(name, self.adapter, '')}" for name, _ in self._named()}
+        saved[_HEAD_WEIGHT] = f"{_BARE}{_HEAD_WEIGHT}"
+        dora = "lora_magnitude_vector"  # whose saved name has no end
+        return {name: entry.removesuffix(".weight") if dora in entry else entry for name, entry in saved.items()}
 
     @property
     def _prefix(self) -> str:
@@ -203,186 +194,152 @@ class Critic(Scorer):
         saved[_HEAD_WEIGHT] = f"{_JOINED}.{self.adapter}.weight"
         return {name: state[entry].cpu().contiguous() for name, entry in saved.items()}
 
-    def load_pretrained(self, folder: Path, source: str) -> None:
-        """Load what `save_pretrained` wrote for an adapter. `source` names the folder in errors.
 
-        Raises:
-            ValueError: The folder has an adapter with other tensors, or one for another start of the base.
-        """
-        config: Any = LoraConfig.from_pretrained(str(folder))
-        base = Base(self.backbone)  # pyright: ignore[reportArgumentType]
-        _refuse_other_start(base, config, source)
-        trained_on, name = config.base_model_name_or_path, base.model.config.name_or_path
-        if trained_on and name and Path(trained_on).resolve() != Path(name).resolve():
-            warnings.warn(
-                f"{source} was trained on {trained_on!r}, and the base of the policy is {name!r}. If that is another "
-                "model, its values mean nothing.",
-                UserWarning,
-                stacklevel=2,
-            )
-        names = {saved: name for name, saved in self._saved_names().items()}
-        state = {_as_saved(saved): tensor for saved, tensor in load_file(folder / _WEIGHTS).items()}
-        self.load({names.get(saved, saved): tensor for saved, tensor in state.items()}, source)
+def adapter_critic(
+    model: PeftModel,
+    peft_config: LoraConfig | None,
+    name: str = VALUE_ADAPTER,
+    *,
+    saved: Saved | None = None,
+    has_dropout: bool = True,
+) -> Critic:
+    """Add an adapter in float32 to a PEFT policy, with a scalar head, and return the critic.
 
-
-def add_value_adapter(model: PeftModel, peft_config: Any, name: str = VALUE_ADAPTER) -> Critic:
-    """Add an adapter to a PEFT policy, with a head of zeros, and return the critic.
-
-    Nothing else in the model changes. The adapter is in float32, whatever the dtype of the policy's.
+    Nothing else in the model changes.
 
     Args:
         model: The policy.
-        peft_config: Configuration of the adapter. None: that of the policy's adapter, with a copy of its weights.
+        peft_config: Configuration of a new adapter, whose head is 0. None: that of the policy's adapter, with a copy
+            of its weights.
         name: Name of the adapter.
+        saved: An adapter to begin with, instead of a new one.
+        has_dropout: False to leave out the dropout of the configuration.
 
     Raises:
-        ValueError: The model has an adapter of this name, or the adapter is not LoRA.
+        ValueError: The adapter is not LoRA, or is for another base, or its values would change with the policy's.
     """
+    for option in ("modules_to_save", "trainable_token_indices", "bias"):
+        if (value := getattr(peft_config, option, None)) and value != "none":
+            raise ValueError(
+                f"{option}={value!r} would have no effect on the adapter {name!r}, which is LoRA with a scalar head. "
+                "Leave it unset."
+            )
     base, of_policy = Base(model), model.active_adapters[0]
-    config = copy.deepcopy(peft_config or model.peft_config[of_policy])
-    if not (isinstance(model.base_model, LoraModel) and isinstance(config, LoraConfig)):
-        kinds = f"{type(model.peft_config[of_policy]).__name__} and {type(config).__name__}"
+    policy_config = model.peft_config[of_policy]
+    is_copy = saved is None and peft_config is None
+    config: Any = copy.deepcopy(saved[0] if saved else peft_config or policy_config)
+    if not isinstance(config, LoraConfig):
         raise ValueError(
-            f"the adapters of the policy and {name!r} are {kinds}, and must both be LoRA. Train the policy with a "
+            f"the adapter {name!r} has a {type(config).__name__}, and must be LoRA. Train the policy with a "
             "LoraConfig, or as a whole (no peft_config)."
         )
-    _refuse_other_start(base, config, f"the configuration of the adapter {name!r}")
-    if base.start is not None:  # PEFT changes these modules again when it loads the saved adapter
-        config.target_modules = copy.copy(cast(Any, model.peft_config[of_policy]).target_modules)
+    if (start := start_of(config)) != base.start:  # PEFT changes the base when it makes some adapters
+        raise ValueError(
+            f"the adapter {name!r} has {start or 'a start that keeps the base'}, and the policy's adapter has "
+            f"{base.start or 'one that keeps it'}. They share one base. Give both the same init_lora_weights and r."
+        )
     if trained := base.trained:
+        raise ValueError(
+            f"{len(trained)} parameters of the base train with the policy, for example {min(trained)}, and would "
+            f"change what the adapter {name!r} says. Set bias='none' in peft_config, and list modules in "
+            "modules_to_save."
+        )
+    trained_on, of_base = config.base_model_name_or_path, base.model.config.name_or_path
+    if saved and trained_on and of_base and Path(trained_on).resolve() != Path(of_base).resolve():
         warnings.warn(
-            f"{len(trained)} parameters of the base train with the policy, for example {min(trained)}. They change "
-            f"what the adapter {name!r} says. Set bias='none' in peft_config, and list modules in modules_to_save.",
+            f"the adapter {name!r} was trained on {trained_on!r}, and the base of the policy is {of_base!r}. If that "
+            "is another model, its values mean nothing.",
             UserWarning,
             stacklevel=2,
         )
+    if base.start is not None:  # PEFT changes these modules again when it loads the saved adapter
+        config.target_modules = copy.copy(cast(LoraConfig, policy_config).target_modules)
     # whole copies, which a value needs least, and biases, which PEFT trains in the base
     config.modules_to_save, config.trainable_token_indices, config.bias = None, None, "none"
+    config.lora_dropout = config.lora_dropout if has_dropout else 0.0
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     # keep the random state, so that rollouts are the same as without a critic
     with parameters_kept(model), base_kept(config), torch.random.fork_rng(devices=devices):
         model.add_adapter(name, config)
-    bare: Any = model.get_base_model()
-    read = {id(parameter) for parameter in bare.base_model.parameters()}
     of_model = dict(model.named_parameters())
     for parameter_name, parameter in of_model.items():
         if not is_of_lora(parameter_name, name):
             continue
         parameter.data = parameter.data.float()
-        parameter.requires_grad_(id(parameter) in read)  # not of the LM head, through which no value goes
-        source = of_model.get(_renamed(parameter_name, name, of_policy))
-        if peft_config is None and source is not None:
-            parameter.data.copy_(source.data)
-    return Critic(model, _head(bare.config, parameter.device), name)
+        parameter.requires_grad_(False)
+        twin = of_model.get(_renamed(parameter_name, name, of_policy))
+        if is_copy and twin is not None:
+            parameter.data.copy_(twin.data)
+    critic = Critic(model, _head(base.model, parameter.device), name)
+    if saved:
+        names = {entry: parameter_name for parameter_name, entry in critic.saved_names().items()}
+        state = {names.get(entry, entry): tensor for entry, tensor in saved[1].items()}
+        critic.load(state, f"the saved adapter {name!r}")
+    return critic
 
 
-def own_critic(model: PreTrainedModel, name: str = "value_model") -> Critic:
-    """Return the critic of a model for sequence classification with one label. All of it is trained.
+def saved_adapter(folder: str | Path) -> Saved:
+    """Return what `save_pretrained` or PEFT wrote for an adapter."""
+    return cast(LoraConfig, LoraConfig.from_pretrained(str(folder))), load_file(Path(folder) / _WEIGHTS)
+
+
+def whole_critic(
+    trainer: Trainer, source: str | Path | PreTrainedModel | None, name: str, *, has_dropout: bool = True
+) -> Critic:
+    """Return a critic that is a model for sequence classification with one label, all of which is trained.
+
+    Args:
+        trainer: The trainer of the policy, whose dtype, attention and gradient checkpointing the model gets.
+        source: The model, its folder, or its name on the hub. None: a copy of the policy's body, with a head of zeros.
+        name: The user's name for `source`, for messages.
+        has_dropout: False to switch dropout off for good.
 
     Raises:
-        ValueError: The model, which messages call `name`, has no head named `score` for one label.
+        ValueError: The saved model has no trained head.
     """
-    score = getattr(model, _HEAD, None)
-    if not isinstance(score, torch.nn.Linear) or score.out_features != 1 or score.bias is not None:
-        raise ValueError(
-            f"{name} is a {type(model).__name__} without a head 'score' for one label. Load it with "
-            "AutoModelForSequenceClassification.from_pretrained(..., num_labels=1), or train an adapter (peft_config)."
+    policy, args = cast(PreTrainedModel, trainer.accelerator.unwrap_model(trainer.model)), trainer.args
+    options = {
+        "dtype": policy.dtype,
+        "attn_implementation": policy.config._attn_implementation,
+        "trust_remote_code": (args.model_init_kwargs or {}).get("trust_remote_code", args.trust_remote_code),
+    }
+    if source is None:
+        config = copy.deepcopy(policy.config)
+        config.num_labels = 1
+        with torch.random.fork_rng():
+            model = AutoModelForSequenceClassification.from_config(config, **options)
+        model.base_model.load_state_dict(policy.base_model.state_dict())
+        torch.nn.init.zeros_(model.get_parameter(_HEAD_WEIGHT))
+    elif isinstance(source, PreTrainedModel):
+        model = source
+    else:
+        model, found = AutoModelForSequenceClassification.from_pretrained(
+            source, num_labels=1, output_loading_info=True, **options
         )
-    head = _head(model.config, score.weight.device)
-    head.weight.data.copy_(score.weight.data)
-    score.requires_grad_(False)  # the float32 copy is trained
-    model.base_model.requires_grad_(True)
+        # transformers would put the adapter into its base, and save no more than the adapter
+        if found["missing_keys"] or Path(source, "adapter_config.json").is_file():
+            raise ValueError(
+                f"{name} has no {_HEAD_WEIGHT} or other weights, which would be random, or is an adapter. Give a "
+                "whole model for sequence classification with one label, or leave it unset for a new one."
+            )
+    score = model.get_parameter(_HEAD_WEIGHT)
+    head = _head(model, score.device)
+    head.weight.data.copy_(score.data)
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout) and not has_dropout:
+            module.p = 0.0
+    model.to(trainer.accelerator.device)  # pyright: ignore[reportArgumentType]
+    head.to(trainer.accelerator.device)
+    if args.gradient_checkpointing:
+        model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
     return Critic(model, head, None)
 
 
-def loaded(
-    source: str | Path, policy: PreTrainedModel, name: str, instead: str, *, trusted: bool = False
-) -> PreTrainedModel:
-    """Return a saved model for sequence classification, with the policy's dtype and attention.
-
-    Args:
-        source: The model's folder, or its name on the hub.
-        policy: The policy.
-        name: The user's name for the model, for messages.
-        instead: The way to a new one, for messages.
-        trusted: transformers' `trust_remote_code`.
-
-    Raises:
-        ValueError: The model has no trained head.
-    """
-    model, found = AutoModelForSequenceClassification.from_pretrained(
-        source,
-        num_labels=1,
-        output_loading_info=True,
-        dtype=policy.dtype,
-        attn_implementation=policy.config._attn_implementation,
-        trust_remote_code=trusted,
-    )
-    if found["missing_keys"]:
-        raise ValueError(
-            f"{name} has no {', '.join(sorted(found['missing_keys'])[:3])}, which would be random. Give a model for "
-            f"sequence classification with one label, or {instead} for a new one."
-        )
-    return model
-
-
-def trusts(args: Any) -> bool:
-    """Return True if the user lets transformers run code that comes with a model, as TRL reads it."""
-    return (args.model_init_kwargs or {}).get("trust_remote_code", args.trust_remote_code)
-
-
-def without_dropout(model: torch.nn.Module) -> None:
-    """Switch dropout off for good."""
-    for module in model.modules():
-        if isinstance(module, torch.nn.Dropout):
-            module.p = 0.0
-
-
-def copied_from(policy: PreTrainedModel, instead: str = "value_model", *, trusted: bool = False) -> PreTrainedModel:
-    """Return a model for sequence classification whose body is a copy of the policy's, with a head of zeros.
-
-    Raises:
-        ValueError: transformers has no such model of this kind. `instead` is another way out.
-    """
-    config = copy.deepcopy(policy.config)
-    config.num_labels = 1
-    try:
-        with torch.random.fork_rng():
-            model: Any = AutoModelForSequenceClassification.from_config(
-                config,
-                dtype=policy.dtype,
-                attn_implementation=policy.config._attn_implementation,
-                trust_remote_code=trusted,
-            )
-    except ValueError as error:
-        raise ValueError(
-            f"transformers has no {type(config).__name__.removesuffix('Config')} for sequence classification, so "
-            f"there is no copy of the policy with a head. Train adapters (peft_config), or give {instead}."
-        ) from error
-    model.base_model.load_state_dict(policy.base_model.state_dict())
-    torch.nn.init.zeros_(getattr(model, _HEAD).weight)
-    return model.to(policy.device)
-
-
-def _head(config: Any, device: torch.device) -> torch.nn.Linear:
-    size = config.get_text_config().hidden_size
+def _head(model: PreTrainedModel, device: torch.device) -> torch.nn.Linear:
+    size = model.config.get_text_config().hidden_size
     head = torch.nn.Linear(size, 1, bias=False, device="meta", dtype=torch.float32)  # keeps the random state
     head.weight = torch.nn.Parameter(torch.zeros(1, size, device=device))
     return head
-
-
-def _refuse_other_start(base: Base, config: Any, what: str) -> None:
-    """Refuse an adapter that is right on another base, because PEFT changes the base when it makes some adapters."""
-    if (start := start_of(config)) != base.start:
-        raise ValueError(
-            f"{what} has {start or 'a start that keeps the base'}, and the policy's adapter has "
-            f"{base.start or 'one that keeps it'}. They share one base. Give both the same init_lora_weights and r."
-        )
-
-
-def _as_saved(name: str) -> str:
-    """Return a parameter's name as PEFT saves it, which leaves out a part of DoRA's."""
-    return name.removesuffix(".weight") if name.endswith("lora_magnitude_vector.weight") else name
 
 
 def _renamed(name: str, adapter: str, other: str) -> str:

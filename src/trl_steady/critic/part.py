@@ -1,53 +1,110 @@
 """PPO's critic as a part: values and targets of a rollout, and the loss and the updates of the critic."""
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, ClassVar, cast
 
 import torch
 from accelerate.utils import broadcast
 from peft import PeftModel
 from torch import Tensor
 
-from trl_steady.adapters.base import Base
 from trl_steady.critic.construction import critic_of
 from trl_steady.critic.learner import Learner
 from trl_steady.critic.model import Critic
 from trl_steady.critic.targets import targets
 from trl_steady.critic.trainer import PPO
 from trl_steady.functional import values
-from trl_steady.host import loss, models
+from trl_steady.host import loss
 from trl_steady.host.checkpoints import saved_without
 from trl_steady.host.files import TensorFile
-from trl_steady.host.models import parameters_kept
+from trl_steady.host.models import VALUE_ADAPTER, parameters_kept
 from trl_steady.host.part import Part, Rollout
 from trl_steady.host.rollouts import building_reference, scoring_reference
 from trl_steady.losses.table import LOSSES
 
-CRITIC = TensorFile("critic.safetensors", "critic")
 OPTIMIZER = TensorFile("critic_optimizer.safetensors", "state of the critic's optimizer")
 
 
-class CriticPart(Part):
+class ScorerPart(Part):
+    """A part with a model that has a scalar head, which is saved beside the policy and in checkpoints."""
+
+    FILE: ClassVar[TensorFile]
+    FOLDER: ClassVar[str]
+    """Folder beside a saved policy, and the name of the adapter if the model shares the policy's base."""
+    model: Critic | None = None
+
+    @property
+    def batch_size(self) -> int:
+        """Texts that go through the model together in a rollout."""
+        args, is_training = self.trainer.args, self.trainer.model.training
+        return args.per_device_train_batch_size if is_training else args.per_device_eval_batch_size
+
+    def adopt(self, model: Critic) -> None:
+        """Take a model, the same on all processes, that neither the policy's optimizer nor DDP trains."""
+        self.model = model
+        for parameter in model.parameters:
+            parameter.requires_grad_(False)
+            if not self.trainer.is_fsdp_enabled:
+                parameter.data = cast(Tensor, broadcast(parameter.data))
+
+    @contextlib.contextmanager
+    def saving(self, folder: Path | None) -> Iterator[None]:
+        """Save the policy without the model, and the model beside it."""
+        model, is_sharded = self.model, self.trainer.is_fsdp_enabled
+        policy = None if model is None else model.backbone
+        is_shared = isinstance(policy, PeftModel)
+        with saved_without(policy, self.FOLDER) if is_shared else contextlib.nullcontext({}) as gathered:
+            yield
+        if model is not None and folder is not None and self.trainer.args.should_save:
+            # one process cannot gather shards
+            model.save_pretrained(folder / self.FOLDER, model.part_of(gathered) if is_sharded else None)
+
+    def save(self, checkpoint: Path) -> None:
+        """Save the model."""
+        writes = self.trainer.args.should_save
+        if self.model is not None and (writes or self.trainer.is_fsdp_enabled):  # all processes gather shards
+            state = self.model.state()
+            if writes:
+                self.FILE.save(checkpoint, state)
+
+    def loading(self, checkpoint: Path) -> contextlib.AbstractContextManager[None]:
+        """Refuse a checkpoint without this model, before anything is loaded."""
+        if self.model is not None:
+            self.model.check(self.FILE.shapes(checkpoint), str(checkpoint / self.FILE.name))
+        return contextlib.nullcontext()
+
+    def load(self, checkpoint: Path) -> None:
+        """Load the model. Raises ValueError as `loading` does."""
+        if self.model is not None:
+            self.model.load(self.FILE.load(checkpoint)[0], str(checkpoint / self.FILE.name))
+
+    def ending(self, best: Path | None) -> None:
+        """Load the model that belongs to the best policy."""
+        if self.model is not None and best is not None and (state := self.FILE.load_best(best)) is not None:
+            self.model.load(state, str(best))
+
+
+class CriticPart(ScorerPart):
     """Gives a rollout the advantages of a critic, and trains the critic beside the policy."""
 
+    FILE = TensorFile("critic.safetensors", "critic")
+    FOLDER = VALUE_ADAPTER
     window_options = (
-        *((name, None) for name in ("gamma", "lam", "value_lam", "lam_length_alpha", "kl_coef")),
-        *((name, None) for name in ("whiten_advantages", "whiten_rewards")),
-        *((name, None) for name in ("bootstrap_truncated", "missing_eos_penalty")),
+        *((name, None) for name in ("gamma", "lam", "value_lam", "lam_length_alpha", "kl_coef", "whiten_advantages")),
+        *((name, None) for name in ("whiten_rewards", "bootstrap_truncated", "missing_eos_penalty")),
     )
     trainer: PPO
-    critic: Critic
     kl_coef: float
     """The coefficient of the KL in the reward, which adapts with `kl_target`."""
 
-    _learner: Learner | None = None
-    """Updates the critic; None before a training begins."""
-
-    def __init__(self, trainer: PPO) -> None:
-        super().__init__(trainer)
-        self._of_step: list[tuple[Mapping[str, Tensor], Tensor]] = []  # samples and weights, for further updates
+    @property
+    def critic(self) -> Critic:
+        """The critic."""
+        assert self.model is not None
+        return self.model
 
     # construction
 
@@ -59,99 +116,79 @@ class CriticPart(Part):
         """Make the critic, and refuse setups in which it would not be trained as asked."""
         trainer, args = self.trainer, self.trainer.args
         self.kl_coef = args.kl_coef
-        self._refuse_engine()
-        self.critic = critic_of(trainer)
-        self._is_shared = self.critic.adapter is not None
-        if args.gradient_checkpointing and args.router_replay and (self._is_shared or args.ptx_coef):
-            raise ValueError(
-                f"router_replay={args.router_replay!r} does not work with gradient_checkpointing=True here: layers "
-                "of the critic or of ptx_dataset would be recomputed on the policy's routes. Switch one of them off."
-            )
+        self._of_step: list[tuple[Mapping[str, Tensor], Tensor]] = []  # samples and weights, for further updates
+        self._refuse()
+        critic = critic_of(trainer)
         if trainer.is_fsdp_enabled:
-            self._join_fsdp()
-        for parameter in self.critic.parameters:
-            # until a training has begun, so that neither the policy's optimizer nor DDP takes it
-            parameter.requires_grad_(False)
-            if not trainer.is_fsdp_enabled:
-                parameter.data = cast(Tensor, broadcast(parameter.data))
+            critic.join()
+        self.adopt(critic)
 
-    def _refuse_engine(self) -> None:
-        """Refuse the ways of sharding that cannot train the critic too."""
-        trainer, engine = self.trainer, None
-        if trainer.is_deepspeed_enabled:
-            engine = "ZeRO-3" if trainer.args.deepspeed_plugin.zero_stage == 3 else None
-            if warmup := trainer.args.value_warmup_steps:
-                raise ValueError(
-                    f"value_warmup_steps={warmup} does not work with DeepSpeed, which updates the policy in every "
-                    "step. Set it to 0, or use DDP, or FSDP2 with adapters."
-                )
-        elif trainer.is_fsdp_enabled:
-            is_adapted = isinstance(trainer.accelerator.unwrap_model(trainer.model), PeftModel)
-            engine, plugin = None if is_adapted else "FSDP without adapters", trainer.accelerator.state.fsdp_plugin
-            if getattr(plugin, "fsdp_version", 1) == 1:
-                engine = "FSDP version 1"
-            if getattr(plugin, "activation_checkpointing", False):
-                raise ValueError(
-                    "activation_checkpointing in fsdp_config would recompute the critic's layers with the adapter of "
-                    "the policy. Set gradient_checkpointing=True instead."
-                )
-        if engine is not None:
-            raise ValueError(
-                f"PPOTrainer does not work with {engine}, which would shard the policy without its critic. Use DDP "
-                "(accelerate launch --multi_gpu), ZeRO-2, or FSDP2 with adapters (peft_config)."
-            )
+    def _refuse(self) -> None:
+        """Refuse setups that cannot train the critic too."""
+        trainer, args = self.trainer, self.trainer.args
+        is_zero, warmup = trainer.is_deepspeed_enabled, args.value_warmup_steps
+        plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
+        is_adapted = isinstance(trainer.accelerator.unwrap_model(trainer.model), PeftModel)
+        replays = args.gradient_checkpointing and args.router_replay and (is_adapted or args.ptx_coef)
+        sharded = "DDP (accelerate launch --multi_gpu) or FSDP2 with adapters (peft_config)"
+        for is_wrong, setting, instead in (
+            (is_zero and args.deepspeed_plugin.zero_stage == 3, "ZeRO-3", sharded),
+            # DeepSpeed updates the policy in every step
+            (is_zero and warmup, f"value_warmup_steps={warmup} and DeepSpeed", sharded),
+            (plugin and not is_adapted, "FSDP without adapters", sharded),
+            (plugin and getattr(plugin, "fsdp_version", 1) == 1, "FSDP version 1", sharded),
+            # both would recompute layers of the critic or of ptx_dataset as the policy's: with its adapter or routes
+            (
+                getattr(plugin, "activation_checkpointing", False),
+                "activation_checkpointing in fsdp_config",
+                "gradient_checkpointing=True",
+            ),
+            (replays, f"router_replay={args.router_replay!r} and gradient_checkpointing=True", "one of the two"),
+        ):
+            if is_wrong:
+                raise ValueError(f"PPOTrainer cannot train its critic with {setting}. Use {instead}.")
 
-    def _join_fsdp(self) -> None:
-        """Let FSDP2 shard the critic with the policy, each layer in one group."""
-        if trained := Base(self.critic.backbone).trained:  # pyright: ignore[reportArgumentType]
-            raise ValueError(
-                f"FSDP2 would give {len(trained)} parameters of the base that train, for example {min(trained)}, the "
-                "critic's gradient too. Set bias='none' in peft_config, or use DDP."
-            )
-        self.critic.join()
-
-    @property
+    @functools.cached_property
     def learner(self) -> Learner:
         """The learner, which is made when the model is prepared for a training."""
-        if self._learner is None:
-            args = self.trainer.args
-            options = {"betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-            accelerator, limit = self.trainer.accelerator, args.max_grad_norm
-            self._learner = Learner(self.critic, accelerator, limit, args.weight_decay, **options)
-        return self._learner
+        args = self.trainer.args
+        return Learner(
+            self.critic, self.trainer, args.weight_decay, (args.adam_beta1, args.adam_beta2), args.adam_epsilon
+        )
 
     # a rollout
 
     @contextlib.contextmanager
     def rolling(self, rollout: Rollout) -> Iterator[None]:
         """Let TRL score what the KL in the reward needs. Switching adapters does not change what is trained."""
-        kept = parameters_kept(self.trainer.model) if self._is_shared else contextlib.nullcontext()
-        has_kl = self.trainer.args.kl_coef != 0
-        with kept, scoring_reference(self.trainer) if has_kl else contextlib.nullcontext():
+        scoring = scoring_reference(self.trainer) if self.trainer.args.kl_coef else contextlib.nullcontext()
+        with parameters_kept(self.trainer.model), scoring:
             yield
 
     def columns(self, rollout: Rollout) -> Mapping[str, Any]:
         """Return values, returns and advantages (B, T) of the action tokens; NaN returns where there is no reward."""
-        old_values, after = self._score(rollout)
-        found = targets(self.trainer, rollout, old_values, after, kl_coef=self.kl_coef)
-        args = self.trainer.args
+        args, kl_coef = self.trainer.args, self.kl_coef
+        found, kl_of_answers = targets(self.trainer, rollout, *self._score(rollout), kl_coef=kl_coef)
         if args.kl_target is not None and self.trainer.model.training:
-            total, answers = found.kl_per_answer.tolist()
-            options = {"target": args.kl_target, "horizon": args.kl_horizon, "answers": int(answers)}
-            self.kl_coef = values.adapted_kl_coef(self.kl_coef, total / max(answers, 1), **options)
-        return found.columns
+            total, answers = kl_of_answers.tolist()
+            self.kl_coef = values.adapted_kl_coef(
+                kl_coef,
+                total / max(answers, 1),
+                target=args.kl_target,
+                horizon=args.kl_horizon,
+                answers=int(answers),
+            )
+        return found
 
     def _score(self, rollout: Rollout) -> tuple[Tensor, Tensor | None]:
         """Return the values (B, T) of a rollout's tokens and, with `bootstrap_truncated`, those (B,) after them."""
-        trainer, samples = self.trainer, rollout.samples
-        size = trainer.args.per_device_train_batch_size
-        size = size if trainer.model.training else trainer.args.per_device_eval_batch_size
+        samples, size = rollout.samples, self.batch_size
         with torch.no_grad():
-            if not trainer.args.bootstrap_truncated:
-                return trainer.values(self.critic, samples, rollout, size), None
+            if not self.trainer.args.bootstrap_truncated:
+                return self.trainer.values(self.critic, samples, rollout, size), None
             ends = samples["completion_mask"].sum(1, keepdim=True)
             longer = {**samples, **_with_one_more(samples, ends)}
-            found = trainer.values(self.critic, longer, rollout, size)
+            found = self.trainer.values(self.critic, longer, rollout, size)
             return found[:, :-1], found.gather(1, ends).squeeze(1)
 
     # a micro-batch
@@ -160,10 +197,9 @@ class CriticPart(Part):
         self, model: torch.nn.Module, compute: Callable[[Mapping[str, Any]], Tensor], inputs: Mapping[str, Any]
     ) -> Tensor:
         """Return the policy's loss plus the critic's, which share no parameter. In warm-up the policy's is 0."""
-        trainer = self.trainer
         # before the policy's pass, whose routes are replayed until backward ends
         of_critic, weights = self._loss(inputs)
-        if trainer.model.training and trainer.args.value_updates > 1:
+        if self.trainer.model.training and self.trainer.args.value_updates > 1:
             self._of_step.append((inputs, weights))
         of_policy = compute(inputs)
         return of_critic + (0.0 * of_policy if self.is_warming_up else of_policy)
@@ -175,31 +211,24 @@ class CriticPart(Part):
 
     def _loss(self, inputs: Mapping[str, Any], weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Return the critic's loss of a micro-batch, and the weights (B, T) of its tokens."""
-        trainer, args = self.trainer, self.trainer.args
-        mask = loss.loss_mask(inputs)
-        found = trainer.values(self.critic, inputs)
-        mask = mask & ~inputs["returns"].isnan()
+        trainer, clip = self.trainer, self.trainer.args.cliprange_value
+        found, counted = trainer.values(self.critic, inputs), loss.loss_mask(inputs)
+        mask = counted & ~inputs["returns"].isnan()
+        each = values.value_loss(found, inputs["values"], inputs["returns"].where(mask, 0), cliprange=clip)
         if weights is None:
             reduction = LOSSES[trainer.loss_type].reduction
-            weights = loss.token_weights(trainer, loss.loss_mask(inputs), inputs, reduction, found.dtype)
-            self._measure(found.detach(), inputs, mask)
-        each = values.value_loss(
-            found, inputs["values"], inputs["returns"].where(mask, 0), cliprange=args.cliprange_value
-        )
+            weights = loss.token_weights(trainer, counted, inputs, reduction, found.dtype)
+            means = {"value/loss": (each.detach(), mask)}
+            if clip is not None:
+                means["value/clip_ratio"] = ((found - inputs["values"]).abs() > clip, mask)
+            trainer.metrics.pooled(means=means)
         return (weights * each.where(mask, 0)).sum(), weights
-
-    def _measure(self, found: Tensor, inputs: Mapping[str, Any], mask: Tensor) -> None:
-        clip, old, returns = self.trainer.args.cliprange_value, inputs["values"], inputs["returns"].where(mask, 0)
-        means = {"value/loss": (values.value_loss(found, old, returns, cliprange=clip), mask)}
-        if clip is not None:
-            means["value/clip_ratio"] = ((found - old).abs() > clip, mask)
-        self.trainer.metrics.pooled(means=means)
 
     # steps
 
     def beginning(self) -> None:
         """Let the critic learn, now that the policy's optimizer is made."""
-        if self._is_shared and self.trainer.is_deepspeed_enabled:
+        if self.critic.adapter is not None and self.trainer.is_deepspeed_enabled:
             # DeepSpeed has cast the policy and all its adapters
             for parameter in self.critic.parameters:
                 parameter.data = parameter.data.float()
@@ -209,10 +238,9 @@ class CriticPart(Part):
         """Forget the samples and gradients of a step that raised."""
         self._of_step = []
         self.learner.optimizer.zero_grad()
-        warmup, optimizer = self.trainer.args.value_warmup_steps, self.trainer.optimizer
-        if self.trainer.state.global_step == warmup > 0 and optimizer is not None:
+        if self.trainer.state.global_step == self.trainer.args.value_warmup_steps > 0:
             # torch takes an empty step to save the state of a sharded optimizer that has none
-            optimizer.state.clear()
+            self.trainer.optimizer.state.clear()
 
     def after_last_backward(self) -> None:
         """Update the critic. Its gradients are gone before transformers clips those of the policy."""
@@ -229,15 +257,13 @@ class CriticPart(Part):
     def _update(self) -> None:
         norm = self.learner.step(self._learning_rate)
         if norm is not None:
-            is_counted = torch.ones(1, dtype=torch.bool, device=norm.device)
-            self.trainer.metrics.pooled(means={"value/grad_norm": (norm.view(1), is_counted)})
+            norm = norm.view(1)
+            self.trainer.metrics.pooled(means={"value/grad_norm": (norm, torch.ones_like(norm, dtype=torch.bool))})
 
     @property
     def _learning_rate(self) -> float:
         """The critic's learning rate in this step, which follows the scheduler of the policy's."""
-        args, optimizer = self.trainer.args, self.trainer.optimizer
-        assert optimizer is not None
-        group = optimizer.param_groups[0]
+        args, group = self.trainer.args, self.trainer.optimizer.param_groups[0]
         first = group.get("initial_lr", args.learning_rate)
         if args.value_learning_rate is None:
             return group["lr"]
@@ -246,45 +272,22 @@ class CriticPart(Part):
     def ending(self, best: Path | None) -> None:
         """Stop learning, and load the critic that belongs to the best policy."""
         self.learner.switch(False)
-        if best is not None and (state := CRITIC.load_best(best)) is not None:
-            self.critic.load(state, str(best))
+        super().ending(best)
 
     # checkpoints
 
-    @contextlib.contextmanager
-    def saving(self, folder: Path | None) -> Iterator[None]:
-        """Save the policy without the critic, and the critic beside it in `value`."""
-        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        alone = saved_without(model, models.VALUE_ADAPTER) if self._is_shared else contextlib.nullcontext({})
-        with alone as gathered:
-            yield
-        if folder is not None and self.trainer.args.should_save:
-            # one process cannot gather shards
-            state = self.critic.part_of(gathered) if self.trainer.is_fsdp_enabled else None
-            self.critic.save_pretrained(folder / models.VALUE_ADAPTER, state)
-
     def save(self, checkpoint: Path) -> None:
         """Save the critic, the state of its optimizer and the coefficient of the KL."""
-        state, of_optimizer = self.critic.state(), self.learner.state_dict()
+        super().save(checkpoint)
+        state = self.learner.state_dict()
         if self.trainer.args.should_save:
-            CRITIC.save(checkpoint, state, kl_coef=self.kl_coef)
-            OPTIMIZER.save(checkpoint, of_optimizer)
-
-    def loading(self, checkpoint: Path) -> contextlib.AbstractContextManager[None]:
-        """Refuse a checkpoint without this critic, before anything is loaded."""
-        self.critic.check(CRITIC.shapes(checkpoint), str(checkpoint / CRITIC.name))
-        OPTIMIZER.shapes(checkpoint)
-        return contextlib.nullcontext()
+            OPTIMIZER.save(checkpoint, state, kl_coef=self.kl_coef)
 
     def load(self, checkpoint: Path) -> None:
-        """Load what `save` has added. Without `kl_target`, the coefficient of the KL is that of the options.
-
-        Raises:
-            ValueError: The checkpoint has no critic, or another one.
-        """
-        state, metadata = CRITIC.load(checkpoint)
-        self.critic.load(state, str(checkpoint / CRITIC.name))
-        self.learner.load_state_dict(OPTIMIZER.load(checkpoint)[0])
+        """Load what `save` has added. Without `kl_target`, the coefficient of the KL is that of the options."""
+        super().load(checkpoint)
+        state, metadata = OPTIMIZER.load(checkpoint)
+        self.learner.load_state_dict(state)
         if self.trainer.args.kl_target is not None:
             self.kl_coef = metadata["kl_coef"]
 

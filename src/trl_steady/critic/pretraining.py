@@ -4,8 +4,8 @@ from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
-from datasets import Dataset
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
 from trl_steady.critic.trainer import PPO
 from trl_steady.host import models
@@ -20,22 +20,15 @@ class PretrainingPart(Part):
     the seed of the run, so that a resume goes on with the same examples.
     """
 
-    _of_step: list[list[int]]
-    """Token ids of the examples that the optimizer step has not used yet."""
-
     trainer: PPO
 
     def built(self) -> None:
-        """Refuse a dataset that is missing, would be ignored or has no text."""
+        """Refuse a dataset that is missing or would be ignored."""
         dataset, coef = self.trainer.ptx_dataset, self.trainer.args.ptx_coef
-        self._of_step = []
-        if coef == 0 and dataset is not None:
-            raise ValueError("ptx_dataset would be ignored: ptx_coef=0. Set ptx_coef (InstructGPT uses 27.8).")
-        is_usable = isinstance(dataset, Dataset) and len(dataset) and {"text", "messages"} & {*dataset.column_names}
-        if coef != 0 and not is_usable:
+        self._of_step: list[Tensor] = []  # token ids of examples that the optimizer step has not used yet
+        if (dataset is None) != (coef == 0):
             raise ValueError(
-                f"ptx_coef={coef} needs ptx_dataset, a datasets.Dataset with rows and a column 'text' or 'messages', "
-                f"and got {type(dataset).__name__}. Pass one to the trainer, or set ptx_coef=0."
+                f"ptx_coef={coef} and ptx_dataset need each other. Give both (InstructGPT uses 27.8), or neither."
             )
 
     def computing(
@@ -46,16 +39,14 @@ class PretrainingPart(Part):
         if coef == 0 or not self.trainer.model.training:
             return compute(inputs)
         # before the policy's pass, whose routes are replayed until backward ends
-        of_examples = coef * self._loss(model, len(inputs["completion_ids"]))
-        return of_examples + compute(inputs)
+        return coef * self._loss(model, len(inputs["completion_ids"])) + compute(inputs)
 
     def stepping(self) -> None:
         """Draw the examples of an optimizer step."""
         trainer, args, dataset = self.trainer, self.trainer.args, self.trainer.ptx_dataset
         self._of_step = []
-        if args.ptx_coef == 0:
+        if dataset is None:
             return
-        assert dataset is not None
         before = trainer.state.global_step * args.world_size + trainer.accelerator.process_index
         first = before * args.per_device_train_batch_size * args.gradient_accumulation_steps
         # the last window of an epoch can be shorter than gradient_accumulation_steps
@@ -64,29 +55,27 @@ class PretrainingPart(Part):
             epoch, index = divmod(position, len(dataset))
             order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(args.seed + epoch))
             self._of_step.append(self._ids(dataset[int(order[index])]))
-        tokens = torch.tensor(
-            float(sum(max(len(ids) - 1, 0) for ids in self._of_step)), device=trainer.accelerator.device
-        )
+        device = trainer.accelerator.device
+        tokens = torch.tensor(float(sum(max(len(ids) - 1, 0) for ids in self._of_step)), device=device)
         self._tokens = cast(Tensor, trainer.accelerator.reduce(tokens, reduction="sum")).clamp(min=1)
 
-    def _ids(self, example: Mapping[str, Any]) -> list[int]:
+    def _ids(self, example: Mapping[str, Any]) -> Tensor:
         tokenizer: Any = models.text_tokenizer(self.trainer)
         config = models.bare(self.trainer, self.trainer.model).config.get_text_config()
-        limit = getattr(config, "max_position_embeddings", None) or getattr(config, "max_seq_len", None)
         if example.get("messages") is not None:
             ids = tokenizer.apply_chat_template(example["messages"], tokenize=True, return_dict=False)
         else:
             ids = [*tokenizer(example["text"]).input_ids, tokenizer.eos_token_id]
-        return ids[:limit]
+        limit = getattr(config, "max_position_embeddings", None)
+        return torch.tensor(ids[:limit], dtype=torch.long, device=self.trainer.accelerator.device)
 
     def _loss(self, model: torch.nn.Module, count: int) -> Tensor:
         trainer = self.trainer
         examples, self._of_step = self._of_step[:count], self._of_step[count:]
-        device, width = trainer.accelerator.device, max(map(len, examples))
-        ids = torch.tensor([[*row, *[0] * (width - len(row))] for row in examples], device=device)
-        mask = torch.tensor([[1] * len(row) + [0] * (width - len(row)) for row in examples], device=device)
+        ids = pad_sequence(examples, batch_first=True)
+        mask = pad_sequence([torch.ones_like(row) for row in examples], batch_first=True)
         labels = ids.masked_fill(mask == 0, -100)
-        outputs: Any = model(input_ids=ids, attention_mask=mask, labels=labels, num_items_in_batch=self._tokens)
+        outputs = model(input_ids=ids, attention_mask=mask, labels=labels, num_items_in_batch=self._tokens)
         total = outputs.loss.detach() * self._tokens
         trainer.metrics.pooled(sums={"ptx_loss": torch.stack([total, mask[:, 1:].sum().to(total.dtype)])})
         # gradients are averaged over processes, and the loss is a mean over the tokens of all

@@ -1,7 +1,7 @@
 """Values, returns and advantages of a rollout."""
 
 from collections.abc import Mapping
-from typing import NamedTuple, cast
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -13,32 +13,27 @@ from trl_steady.host.part import Rollout
 from trl_steady.rewards.part import RewardsPart, log_advantages
 
 
-class Targets(NamedTuple):
-    """The targets of policy and critic in a rollout of `B` completions."""
-
-    columns: Mapping[str, Tensor]
-    """(B, T) float32 columns of the samples. `values` are those of the critic at rollout. `returns` are its targets,
-    NaN for a completion that no reward function has scored. `advantages` are the policy's. All are 0 where there is no
-    action token."""
-    kl_per_answer: Tensor
-    """(2,) sum over the answers of all processes of their KL to the reference, in nats, and number of answers."""
-
-
-def targets(trainer: PPO, rollout: Rollout, old_values: Tensor, after: Tensor | None, *, kl_coef: float) -> Targets:
-    """Return the columns of a complete rollout, and log what they show. Every process must call this function.
+def targets(
+    trainer: PPO, rollout: Rollout, old_values: Tensor, after: Tensor | None, *, kl_coef: float
+) -> tuple[dict[str, Tensor], Tensor]:
+    """Return the targets of policy and critic in a rollout, and log what they show. Every process must call this.
 
     Args:
-        trainer: The trainer.
-        rollout: TRL's samples with the log-probs that the KL needs, and the rewards in `RewardsPart`.
+        trainer: The trainer, whose `RewardsPart` has the rewards.
+        rollout: TRL's samples with the log-probs that the KL needs.
         old_values: (B, T) values of the critic.
         after: (B,) value of the state after each completion; None: 0 for all.
         kl_coef: Coefficient of the KL in the reward.
+
+    Returns:
+        (B, T) float32 columns, 0 where there is no action token: `values` of the critic at rollout, its targets
+        `returns`, NaN for a completion that no reward function has scored, and the policy's `advantages`. And (2,) the
+        sum over the answers of all processes of their KL to the reference, in nats, and the number of answers.
     """
     args, samples, mask = trainer.args, rollout.samples, rollout.is_sampled
     steps = trainer.part(RewardsPart)
     first = trainer.accelerator.process_index * len(mask)
-    completions = steps.scored(mask)
-    table = steps.table(completions, first=first, cover=False)
+    table = steps.table(steps.scored(mask), first=first, cover=False)
     is_scored = steps.is_scored(first, len(mask)).unsqueeze(1)
     is_cut = _is_cut(trainer, samples)
     score = values.at_ends(table.rewards.float(), table.ends, mask)
@@ -53,13 +48,13 @@ def targets(trainer: PPO, rollout: Rollout, old_values: Tensor, after: Tensor | 
     if args.whiten_rewards:
         rewards = values.whitened(rewards, counts, _everywhere(trainer, rewards, counts)[0], shift_mean=False)
     bootstrap = None if after is None else after.float().where(is_cut.squeeze(1), 0)
-    adaptive = args.lam_length_alpha is not None
-    lam = values.length_adaptive_lambda(mask, alpha=args.lam_length_alpha) if adaptive else args.lam
-    value_lam = args.lam if args.value_lam is None else args.value_lam
-    of_policy = advantages.gae(rewards, old_values, mask, gamma=args.gamma, lam=lam, bootstrap=bootstrap)
-    of_critic = of_policy
-    if adaptive or value_lam != args.lam:
-        of_critic = advantages.gae(rewards, old_values, mask, gamma=args.gamma, lam=value_lam, bootstrap=bootstrap)
+    lam, value_lam = args.lam, args.lam if args.value_lam is None else args.value_lam
+    if args.lam_length_alpha is not None:
+        lam = values.length_adaptive_lambda(mask, alpha=args.lam_length_alpha)
+    of_policy, of_critic = (
+        advantages.gae(rewards, old_values, mask, gamma=args.gamma, lam=each, bootstrap=bootstrap)
+        for each in (lam, value_lam)
+    )
     returns = of_critic + old_values
     answer_kl, has_tokens = kl.sum(1, keepdim=True), mask.any(1, keepdim=True)
     totals = _everywhere(trainer, of_policy, counts, returns, counts, of_critic, counts, answer_kl, has_tokens)
@@ -83,12 +78,11 @@ def targets(trainer: PPO, rollout: Rollout, old_values: Tensor, after: Tensor | 
             "reward_with_kl": (rewards.sum(1, keepdim=True), has_tokens & is_scored),
         }
     )
-    columns = {
+    return {
         "values": old_values,
         "returns": returns.where(mask, 0).where(is_scored, torch.nan),
         "advantages": of_policy,
-    }
-    return Targets(columns, totals[3][[1, 0]])
+    }, totals[3][[1, 0]]
 
 
 def _is_cut(trainer: PPO, samples: Mapping[str, Tensor]) -> Tensor:

@@ -43,13 +43,10 @@ class RewardAdapter:
         peft_config: "LoraConfig | None" = None,
         splitter: Splitter | None = None,
     ) -> None:
-        ignored = ("modules_to_save", "trainable_token_indices", "lora_dropout", "bias")
-        given = [option for option in ignored if (getattr(peft_config, option, None) or "none") != "none"]
         for is_wrong, message in (
             (head not in ("outcome", "steps"), f"head={head!r} is unknown. Set it to 'outcome' or 'steps'."),
             (splitter and head != "steps", f"splitter has no effect with head={head!r}. Set head='steps'."),
             (source and peft_config, f"source={str(source)!r} has a peft_config already. Give one of them."),
-            (given, f"peft_config has {', '.join(given)}, without effect on a reward model. Leave it unset."),
         ):
             if is_wrong:
                 raise ValueError(message)
@@ -66,10 +63,6 @@ class RewardAdapter:
         completion_ids: Sequence[list[int]],
         **columns: object,
     ) -> "list[float] | list[StepRewards]":
-        """Return a score or `StepRewards` for each completion. Raises ValueError without a trainer of trl-steady."""
-        if self.part is None:
-            raise ValueError(
-                "RewardAdapter scores with a trainer of trl-steady, and got none. Import GRPOTrainer, PPOTrainer or "
-                "RLOOTrainer from trl_steady, or load the reward model with transformers."
-            )
+        """Return a score or `StepRewards` for each completion."""
+        assert self.part is not None, "RewardAdapter scores with the trainers of trl_steady, and not with TRL's"
         return self.part.rewards(prompts, completions, completion_ids, columns)

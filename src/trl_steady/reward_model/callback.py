@@ -3,33 +3,24 @@
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, Protocol, cast
+from typing import Any, Literal, NamedTuple, cast
 
 import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
 from trl_steady.critic.learner import Learner
-from trl_steady.critic.part import CriticPart
-from trl_steady.host.names import log_last
+from trl_steady.host.names import log_last, overridden
 from trl_steady.host.part import Trainer
 from trl_steady.host.rollouts import forget_logs
 from trl_steady.reference.part import ReferencePart
 from trl_steady.reward_model.examples import Answer, Example, History, examples_of, held_out, prompts_of
 from trl_steady.reward_model.labelling import Answers, label_steps, verdicts
 from trl_steady.reward_model.part import STATE_FILE, RewardModelPart
-from trl_steady.reward_model.training import Measure, fit, measure
+from trl_steady.reward_model.training import fit, measure
 
 _HELD_OUT = 0.1  # share of an iteration's prompts that measure the reward model and never train it
 _OBJECTIVES = {"pairs": "outcome", "pointwise": "outcome", "steps": "steps"}
-
-
-class OuterLoop(Trainer, Protocol):
-    """A trainer whose rollouts a reward model learns from."""
-
-    def rollout(self, inputs: Any) -> dict[str, Any]:
-        """Make completions of a batch of prompts."""
-        ...
 
 
 class RewardRefresh(NamedTuple):
@@ -98,18 +89,20 @@ class RewardModelRefreshCallback(TrainerCallback):
         history: int = 10_000,
         accept: Literal["always", "held_out_not_worse"] = "always",
     ) -> None:
-        parts = {type(part): part for part in getattr(trainer, "parts", ())}
-        part = parts.get(RewardModelPart)
-        if part is None or part.model is None or part.refresher or parts[ReferencePart].callback is None:
+        part, moving = trainer.part(RewardModelPart), trainer.part(ReferencePart).callback
+        if part.model is None or part.refresher or moving is None:
             raise ValueError(
                 f"{type(self).__name__} retrains a RewardAdapter before each move of the reference. Make one for a "
                 "trainer of trl-steady that has a RewardAdapter in reward_funcs, sync_ref_model=True, "
                 "ref_model_sync_steps, and beta (or PPO's kl_coef) above 0."
             )
-        head = part.adapter.head
         for is_right, option, value, expected in (
-            (objective in _OBJECTIVES, "objective", objective, f"one of {', '.join(_OBJECTIVES)}"),
-            (head == _OBJECTIVES.get(objective), "objective", objective, f"one for RewardAdapter(head={head!r})"),
+            (
+                part.adapter.head == _OBJECTIVES.get(objective),
+                "objective",
+                objective,
+                "'pairs' or 'pointwise', or, with RewardAdapter(head='steps'), 'steps'",
+            ),
             (accept in ("always", "held_out_not_worse"), "accept", accept, "'always' or 'held_out_not_worse'"),
             (0 <= replay_fraction < 1, "replay_fraction", replay_fraction, "a value at least 0 and below 1"),
             (learning_rate > 0, "learning_rate", learning_rate, "a value above 0"),
@@ -120,19 +113,18 @@ class RewardModelRefreshCallback(TrainerCallback):
         ):
             if not is_right:
                 raise ValueError(f"{option}={value!r} does not work here. Set it to {expected}.")
-        self.trainer: OuterLoop = trainer
+        self.trainer: Trainer = trainer
         self.label_fn, self.objective = label_fn, objective
         self.replay_fraction, self.learning_rate, self.epochs = replay_fraction, learning_rate, epochs
         self.continuations, self.accept = continuations, accept
         self.refreshes: list[RewardRefresh] = []
         self.history = History(history)
-        self.learner = Learner(part.model, trainer.accelerator, trainer.args.max_grad_norm, weight_decay=0.0)
+        self.learner = Learner(part.model, trainer)
         self._answers: list[Answer] = []
         self._rollouts = 0
-        self._logged: dict[str, float] = {}
         self._part = part
         part.refresher = self
-        trainer.part(ReferencePart).callback.before_move.append(self.refresh)
+        moving.before_move.append(self.refresh)
 
     # a rollout
 
@@ -145,7 +137,7 @@ class RewardModelRefreshCallback(TrainerCallback):
         trainer.metrics.pooled(means={"reward_model/true": (right, is_known)})
         if not trainer.model.training:
             return
-        labels = [[float(verdict is True)] for verdict in known]
+        labels = right.unsqueeze(1).tolist()
         if self.objective == "steps":
             labels = label_steps(trainer, self.label_fn, answers, known, self.continuations)
         first = trainer.accelerator.process_index * len(known)
@@ -175,29 +167,23 @@ class RewardModelRefreshCallback(TrainerCallback):
         The trainer generates `num_generations` answers to each prompt, as in its rollouts. All processes must call
         this method with the same rows. A run that resumes restores the reward model, and need not call it.
 
-        Args:
-            rows: Rows of a dataset like the trainer's. Those that do not fill a rollout are left out.
+        `rows` are like those of the trainer's dataset. Those that do not fill a rollout are left out.
         """
         trainer, args = self.trainer, self.trainer.args
-        prompts = args.generation_batch_size // trainer.num_generations
         trainer.model.train()
-        count = args.generation_batch_size // trainer.accelerator.num_processes
-        first = trainer.accelerator.process_index * count
-        coefficients = {part: part.kl_coef for part in trainer.parts if isinstance(part, CriticPart)}
-        for start in range(0, len(rows) - prompts + 1, prompts):
-            some = [rows[number] for number in range(start, start + prompts)]
-            batch = [dict(row) for row in some for _ in range(trainer.num_generations)]
-            trainer.rollout(batch[first : first + count])
+        answers = [dict(row) for row in rows for _ in range(trainer.num_generations)]
+        total, count = args.generation_batch_size, args.generation_batch_size // trainer.accelerator.num_processes
+        for start in range(0, len(answers) - total + 1, total):
+            first = start + trainer.accelerator.process_index * count
+            with overridden(args, {"kl_target": None}):  # the coefficient of PPO's KL waits for the training
+                cast(Any, trainer).rollout(answers[first : first + count])
         forget_logs(trainer)  # these rollouts are not of training
-        for critic, kl_coef in coefficients.items():
-            critic.kl_coef = kl_coef
         self.refresh(0)
 
     def refresh(self, step: int) -> None:
         """Train the reward model further on the answers since the last refresh. Every process must call this method.
 
-        Args:
-            step: Optimizer steps taken so far.
+        `step` is the number of optimizer steps taken so far.
         """
         # all processes have the same answers, history and generator, and so the same examples
         generator = torch.Generator().manual_seed(self.trainer.args.seed * 1_000_003 + len(self.refreshes))
@@ -208,61 +194,53 @@ class RewardModelRefreshCallback(TrainerCallback):
         share = self.replay_fraction / (1 - self.replay_fraction)
         replayed = self.history.draw(round(share * len(fresh)), generator, without=prompts_of(out))
         sets = {"fresh": fresh, "replayed": replayed, "held_out": out}
-        is_new = self._part.is_fresh  # it scores all answers with 0, and knows nothing
-        before = None if is_new else self._measured("old", sets)
-        if not fresh and self.trainer.accelerator.is_main_process:
-            warnings.warn(
+        model = self._part.model
+        assert model is not None
+        # a new one scores all answers with 0, and knows nothing
+        old = None if model.is_fresh else self._measured("old", sets)
+        for is_missing, message in (
+            (
+                not fresh,
                 f"the reward model was not retrained before step {step + 1}: the {len(answers)} answers of this "
                 f"iteration give no example with objective={self.objective!r}. Pairs need a right and a wrong answer "
                 "to one prompt.",
-                UserWarning,
-                stacklevel=2,
-            )
-        model = self._part.model
-        assert model is not None
-        may_refuse = self.accept != "always" and not is_new
-        # copies: on the CPU, `state` returns the parameters themselves
-        kept = {name: tensor.clone() for name, tensor in model.state().items()} if may_refuse else {}
-        kept_optimizer = self.learner.state_dict() if may_refuse else {}
+            ),
+            (
+                self.accept != "always" and not out,
+                f"accept={self.accept!r} has nothing to compare: this iteration has no held-out example, and the new "
+                "reward model is kept. Use rollouts with more prompts between refreshes.",
+            ),
+        ):
+            if is_missing:
+                warnings.warn(message, UserWarning, stacklevel=2)
+        kept = None
+        if self.accept != "always":  # copies: on the CPU, `state` returns the parameters themselves
+            kept = {name: tensor.clone() for name, tensor in model.state().items()}, self.learner.state_dict()
         if fresh:
             rows = [*fresh, *replayed]
             fit(self._part, self.learner, rows, epochs=self.epochs, rate=self.learning_rate, generator=generator)
-        after = self._measured("new", sets)
-        old, new = before and before.accuracy, after and after.accuracy
-        if may_refuse and not out:
-            warnings.warn(
-                "accept='held_out_not_worse' has nothing to compare: this iteration has no held-out example. The new "
-                "reward model is kept. Use rollouts with more prompts between refreshes.",
-                UserWarning,
-                stacklevel=2,
-            )
-        is_accepted = not may_refuse or old is None or new is None or new >= old
-        if not is_accepted:
-            model.load(kept, "the reward model")
-            self.learner.load_state_dict(kept_optimizer)
+        new = self._measured("new", sets)
+        is_worse = old is not None and new is not None and new < old
+        if kept is not None and is_worse:
+            model.load(kept[0], "the reward model")
+            self.learner.load_state_dict(kept[1])
         self.history.add(fresh, generator)
-        self.refreshes.append(RewardRefresh(step, len(fresh), len(replayed), is_accepted, old, new))
-        self._log()
+        self.refreshes.append(RewardRefresh(step, len(fresh), len(replayed), kept is None or not is_worse, old, new))
+        counts = {"samples": len(fresh), "replayed": len(replayed), "refreshes": len(self.refreshes)}
+        for name, value in {**counts, "accepted": self.refreshes[-1].accepted}.items():
+            log_last(self.trainer, f"reward_model/{name}", float(value))
 
     def _all_answers(self) -> list[Answer]:
         """Return the answers of all processes, in the order of one process."""
         return sorted(gather_object(self._answers), key=lambda answer: (answer.rollout, answer.index))
 
-    def _measured(self, which: str, sets: Mapping[str, Sequence[Example]]) -> Measure | None:
-        """Measure the reward model on each set for the log, and return the figures on held-out examples."""
+    def _measured(self, which: str, sets: Mapping[str, Sequence[Example]]) -> float | None:
+        """Measure the reward model on each set for the log, and return the accuracy on held-out examples."""
         found = {name: measure(self._part, examples) for name, examples in sets.items()}
         for name, figures in found.items():
-            for figure, value in figures._asdict().items() if figures else ():
-                self._logged[f"reward_model/{which}/{name}/{figure}"] = value
-        return found["held_out"]
-
-    def _log(self) -> None:
-        last = self.refreshes[-1]
-        self._logged |= {"reward_model/samples": last.samples, "reward_model/replayed": last.replayed}
-        self._logged |= {"reward_model/refreshes": len(self.refreshes), "reward_model/accepted": float(last.accepted)}
-        for name, value in self._logged.items():
-            log_last(cast(Any, self.trainer), name, float(value))
-        self._logged = {}
+            for figure, value in figures.items():
+                log_last(self.trainer, f"reward_model/{which}/{name}/{figure}", value)
+        return found["held_out"].get("accuracy")
 
     # checkpoints
 
@@ -281,18 +259,12 @@ class RewardModelRefreshCallback(TrainerCallback):
             torch.save(state, folder / STATE_FILE)
 
     def check(self, folder: Path) -> dict[str, Any]:
-        """Return what a checkpoint holds, before anything is loaded from it.
-
-        Raises:
-            ValueError: The history is of another objective or size.
-        """
+        """Return what a checkpoint holds, or raise a ValueError if its history is of another objective or size."""
         state: dict[str, Any] = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
-        history = state["history"]
-        found = {"objective": state["objective"], "history": history["size"]}
-        expected = {"objective": self.objective, "history": self.history.size if history["seen"] else history["size"]}
+        found, expected = (state["objective"], state["history"]["size"]), (self.objective, self.history.size)
         if found != expected:
             raise ValueError(
-                f"{folder} holds examples of {found}, and this run has {expected}. Set the options of "
+                f"{folder} has (objective, history)={found!r}, and this run has {expected!r}. Set the options of "
                 f"{type(self).__name__} to the same values, or begin a new run from its model."
             )
         return state

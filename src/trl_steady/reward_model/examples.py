@@ -63,19 +63,20 @@ def held_out(answers: Sequence[Answer], share: float, generator: torch.Generator
 
     With fewer than two prompts, none is held out.
     """
-    prompts = list(dict.fromkeys(map(_tokens_of, answers)))
+    prompts = list(dict.fromkeys(map(tokens_of, answers)))
     count = max(1, round(share * len(prompts))) if len(prompts) > 1 else 0
     chosen = set(_shuffled(prompts, generator)[:count])
-    rest, out = ([a for a in answers if (_tokens_of(a) in chosen) == is_out] for is_out in (False, True))
+    rest, out = ([a for a in answers if (tokens_of(a) in chosen) == is_out] for is_out in (False, True))
     return rest, out
 
 
 def prompts_of(rows: Iterable[Answer | Example]) -> set[tuple[int, ...]]:
     """Return the token ids of the prompts."""
-    return {_tokens_of(row) for row in rows}
+    return {tokens_of(row) for row in rows}
 
 
-def _tokens_of(row: Answer | Example) -> tuple[int, ...]:
+def tokens_of(row: Answer | Example) -> tuple[int, ...]:
+    """Return the token ids of the prompt."""
     return tuple(row.prompt.tolist())
 
 
@@ -94,16 +95,13 @@ class History:
         """The most examples that are kept, and the number of those that were offered."""
         self._kept: list[Example] = []
 
-    def __len__(self) -> int:
-        return len(self._kept)
-
     def draw(
         self, count: int, generator: torch.Generator, *, without: Collection[tuple[int, ...]] = ()
     ) -> list[Example]:
         """Return `count` different examples, or all if there are fewer, not of the prompts `without`."""
         if not self._kept or not count:
             return []
-        kept = [example for example in self._kept if _tokens_of(example) not in without]
+        kept = [example for example in self._kept if tokens_of(example) not in without]
         return _shuffled(kept, generator)[:count]
 
     def add(self, examples: Sequence[Example], generator: torch.Generator) -> None:

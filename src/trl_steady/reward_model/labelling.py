@@ -1,6 +1,6 @@
 """Labels of a rollout's answers by a rule, and of their steps by continuations."""
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -34,11 +34,7 @@ def verdicts(
     completions: Sequence[object],
     columns: Mapping[str, object],
 ) -> list[bool | None]:
-    """Return what the rule says of each answer: right, wrong, or None for no verdict.
-
-    Raises:
-        ValueError: The rule returned something else.
-    """
+    """Return what the rule says of each answer: right, wrong, or None for no verdict; raise a ValueError else."""
     columns = {name: column for name, column in columns.items() if name not in _NOT_COLUMNS}
     found = list(label_fn(prompts=prompts, completions=completions, **columns))
     if len(found) != len(completions) or any(verdict not in (None, 0, 1) for verdict in found):
@@ -76,25 +72,25 @@ def label_steps(
     # engines of several processes need the same number of texts on each
     most = max(gather_object([len(texts)]))
     dummies = [prompt_ids[0]] * (most - len(texts))
-    rest = continued(trainer, [*texts, *dummies], len(completion_ids))[: len(texts)] if most else []
-    tokenizer, rows = text_tokenizer(trainer), [row for row, _ in open_steps]
-    whole = [
-        (completion_ids[row][:end] + continuation)[: trainer.max_completion_length]
-        for (row, end), continuation in zip(open_steps, rest, strict=True)
-    ]
-    # transformers decodes no text as one empty text
-    contents = tokenizer.batch_decode(whole, skip_special_tokens=True) if whole else []
-    as_completions = [
-        text if isinstance(completions[row], str) else [{**completions[row][0], "content": text}]
-        for row, text in zip(rows, contents, strict=True)
-    ]
-    repeated = {
-        name: [column[row] for row in rows] for name, column in answers.columns.items() if isinstance(column, list)
-    }
-    found = verdicts(label_fn, [answers.prompts[row] for row in rows], as_completions, repeated) if rows else []
+    rest = continued(trainer, [*texts, *dummies], len(completion_ids))[: len(texts)]
+    found: list[bool | None] = []
+    if rows := [row for row, _ in open_steps]:
+        whole = [
+            (completion_ids[row][:end] + continuation)[: trainer.max_completion_length]
+            for (row, end), continuation in zip(open_steps, rest, strict=True)
+        ]
+        contents = text_tokenizer(trainer).batch_decode(whole, skip_special_tokens=True)
+        as_completions = [
+            text if isinstance(completions[row], str) else [{**completions[row][0], "content": text}]
+            for row, text in zip(rows, contents, strict=True)
+        ]
+        columns = {
+            name: [column[row] for row in rows] for name, column in answers.columns.items() if isinstance(column, list)
+        }
+        found = verdicts(label_fn, [answers.prompts[row] for row in rows], as_completions, columns)
     reached = torch.tensor([verdict is True for verdict in found]).view(-1, continuations)
     is_known = torch.tensor([verdict is not None for verdict in found]).view(-1, continuations).any(1)
-    of_open: Iterator[float] = iter(step_labels(reached).where(is_known, torch.nan).tolist())
+    of_open = iter(step_labels(reached).where(is_known, torch.nan).tolist())
     return [
         [next(of_open) if end < len(completion_ids[row]) else float(known[row] is True) for end in ends_of_row]
         for row, ends_of_row in enumerate(answers.ends)

@@ -2,27 +2,15 @@
 
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
-from typing import NamedTuple
 
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
-from tqdm.auto import tqdm
 
 from trl_steady.critic.learner import Learner
 from trl_steady.functional import reward_models
-from trl_steady.reward_model.examples import Example
+from trl_steady.reward_model.examples import Example, tokens_of
 from trl_steady.reward_model.part import RewardModelPart
-
-
-class Measure(NamedTuple):
-    """How well a reward model knows examples."""
-
-    accuracy: float
-    """Share of scores on the right side of 0; with pairs, of pairs in which the right answer has the higher score."""
-    calibration_error: float
-    """Expected calibration error of sigmoid(score), or of sigmoid(difference) with pairs."""
-    loss: float
 
 
 def fit(
@@ -36,37 +24,26 @@ def fit(
 ) -> None:
     """Train the reward model on examples, in batches as large as the policy's. Every process must call this.
 
-    Args:
-        part: The part whose reward model learns.
-        learner: The learner of this reward model.
-        examples: The same on all processes.
-        epochs: Passes over the examples, each in another order. With `share_prompts`, answers to one prompt come
-            together, so that a pass computes it once. InstructGPT (arXiv 2203.02155, section 3.5) does so too.
-        rate: The learning rate.
-        generator: Draws the orders. The same on all processes.
+    Each of the `epochs` has another order. With `share_prompts`, answers to one prompt come together, so that a pass
+    computes it once. InstructGPT (arXiv 2203.02155, section 3.5) does so too. Examples and generator are the same on
+    all processes.
     """
     args, accelerator = part.trainer.args, part.trainer.accelerator
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes
-    quiet = args.disable_tqdm or not accelerator.is_main_process
-    bar = tqdm(total=epochs * len(examples), desc="reward model", unit="example", disable=quiet)
-    with bar as progress, part.dropping_out(True):  # also in the first step of a resumed run
-        learner.switch(True)
-        try:
-            for _ in range(epochs):
-                order = _order(examples, generator, together=args.share_prompts)
-                for start in range(0, len(order), batch):
-                    rows = [examples[i] for i in order[start : start + batch]]
-                    _step(part, learner, rows, rate)
-                    progress.update(len(rows))
-        finally:
-            learner.switch(False)
+    learner.switch(True)
+    with part.dropping_out(True):  # also in the first step of a resumed run
+        for _ in range(epochs):
+            order = _order(examples, generator, together=args.share_prompts)
+            for start in range(0, len(order), batch):
+                _step(part, learner, [examples[i] for i in order[start : start + batch]], rate)
+    learner.switch(False)
 
 
 def _order(examples: Sequence[Example], generator: torch.Generator, *, together: bool) -> list[int]:
     """Return the numbers of the examples in a random order, those of one prompt together if asked."""
     groups: dict[object, list[int]] = {}
     for number, example in enumerate(examples):
-        groups.setdefault(tuple(example.prompt.tolist()) if together else number, []).append(number)
+        groups.setdefault(tokens_of(example) if together else number, []).append(number)
     listed = list(groups.values())
     return [number for i in torch.randperm(len(listed), generator=generator).tolist() for number in listed[i]]
 
@@ -83,20 +60,19 @@ def _step(part: RewardModelPart, learner: Learner, rows: Sequence[Example], rate
     learner.step(rate)
 
 
-def _micro_batches(rows: Sequence[Example], size: int, budget: int | None) -> Iterator[list[Example]]:
+def _micro_batches(rows: Sequence[Example], size: int, budget: int | None) -> Iterator[Sequence[Example]]:
     """Cut a batch where it has `size` answers, or where `token_budget` would be exceeded. An example stays whole."""
-    cut: list[Example] = []
-    answers = tokens = 0
-    for row in rows:
-        count = len(row.completions)
-        length = sum(len(row.prompt) + len(completion) + 1 for completion in row.completions)  # one more is scored
-        if cut and (answers + count > size or (budget is not None and tokens + length > budget)):
-            yield cut
-            cut, answers, tokens = [], 0, 0
-        cut.append(row)
-        answers, tokens = answers + count, tokens + length
-    if cut:
-        yield cut
+
+    def fits(cut: Sequence[Example]) -> bool:
+        # one token more is scored
+        lengths = [len(row.prompt) + len(completion) + 1 for row in cut for completion in row.completions]
+        return len(lengths) <= size and (budget is None or sum(lengths) <= budget)
+
+    start = 0
+    for end in range(1, len(rows) + 1):
+        if end == len(rows) or not fits(rows[start : end + 1]):
+            yield rows[start:end]
+            start = end
 
 
 def _losses(part: RewardModelPart, rows: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
@@ -115,13 +91,14 @@ def _losses(part: RewardModelPart, rows: Sequence[Example]) -> tuple[Tensor, Ten
 
 
 @torch.no_grad()
-def measure(part: RewardModelPart, examples: Sequence[Example]) -> Measure | None:
-    """Return how well the reward model knows examples, the same on all processes; None if there are none.
+def measure(part: RewardModelPart, examples: Sequence[Example]) -> dict[str, float]:
+    """Return figures of how well the reward model knows examples, the same on all processes; none without examples.
 
-    Every process must call this.
+    `accuracy` is the share of scores on the right side of 0. With pairs it is the share in which the right answer has
+    the higher score. `calibration_error` is that of sigmoid(score), or of sigmoid(difference) with pairs.
     """
     if not examples:
-        return None
+        return {}
     accelerator, size = part.trainer.accelerator, part.trainer.args.per_device_train_batch_size
     numbers = range(accelerator.process_index, len(examples), accelerator.num_processes)
     found: list[tuple[int, Tensor]] = []  # number of an example, and losses, logits and labels (3, n)
@@ -133,8 +110,8 @@ def measure(part: RewardModelPart, examples: Sequence[Example]) -> Measure | Non
             found += zip(batch, columns.split([len(row.labels) for row in rows], dim=1), strict=True)
     in_order = sorted(gather_object(found), key=itemgetter(0))  # the sums of means round as on one process
     losses, logits, labels = torch.cat([columns for _, columns in in_order], dim=1)
-    return Measure(
-        accuracy=((logits > 0) == (labels > 0)).double().mean().item(),
-        calibration_error=reward_models.calibration_error(logits.sigmoid(), labels).item(),
-        loss=losses.mean().item(),
-    )
+    return {
+        "accuracy": ((logits > 0) == (labels > 0)).double().mean().item(),
+        "calibration_error": reward_models.calibration_error(logits.sigmoid(), labels).item(),
+        "loss": losses.mean().item(),
+    }
