@@ -80,7 +80,7 @@ AVX2 = ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2
 
 test-portable: $(VENV)/.test
 	set -e; for kernels in "" "$(AVX2)" "$(OLDER)"; do echo "kernels: $${kernels:-this machine's own}"; \
-		env $$kernels $(BIN)/python -m pytest $(APART) $(PARALLEL) -m "not slow and not gpu"; done
+		env $$kernels $(BIN)/python -m pytest $(APART) $(PARALLEL) -m "not slow and not gpu" --headroom 4; done
 
 test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest $(APART) $(PARALLEL) -m "slow and not gpu"

@@ -21,6 +21,7 @@ from torch import Tensor
 from tests.tools import tiny
 from tests.tools import wide as wide_model
 from tests.tools.batches import HIGH, LOW, Batch, Evaluate, Outcome
+from tests.tools.headroom import Headroom
 
 torch.set_num_threads(1)
 
@@ -29,6 +30,17 @@ collect_ignore = ["benchmarks"]  # scripts, which the doctest collector would im
 
 RECIPES_FOLDER = Path(__file__).parents[1] / "recipes"
 RECIPES = [f"{path.parent.name}.{path.stem}" for path in sorted(RECIPES_FOLDER.glob("*/[a-z]*.py"))]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Add the option of `make test-portable`."""
+    parser.addoption("--headroom", type=float, help="the factor that each comparison keeps from its bound")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Measure comparisons where the option asks for it."""
+    if config.option.headroom is not None:
+        config.pluginmanager.register(Headroom(config.option.headroom))
 
 
 def pytest_collection_finish() -> None:

@@ -179,6 +179,19 @@ def test_a_finished_run_takes_no_step_more(models: dict[str, Path], runs: dict[s
     assert resumable.differences(whole, trainer.optimizer.state_dict()["state"]) == []
 
 
+def test_the_table_of_completions_is_kept(models: dict[str, Path], tmp_path: Path) -> None:
+    """TRL's table of a resumed window would be empty."""
+    options = {"log_completions": True, "max_steps": 9}
+    tiny.train(resumable.build("lora", models["dense"], tmp_path, **options))
+    folder = tmp_path / "completions"
+    expected = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert len(expected) == 9
+    resumable.build("lora", models["dense"], tmp_path, **options).train(
+        resume_from_checkpoint=str(tmp_path / "checkpoint-6")
+    )
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == expected
+
+
 def streamed(model: Path, output: Path, **options: Any) -> Any:
     """A run over a stream that begins again after 12 steps."""
     stream = tiny.dataset(6).to_iterable_dataset()

@@ -1,6 +1,7 @@
 """What is logged of mismatch, masks and KL: raw, over all samples since the last log, and of the right ones."""
 
 import math
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ from tests.tools import tiny
 from tests.tools.batches import Evaluate, random_batch
 from tests.tools.headroom import within
 from trl_steady.functional import pooling
-from trl_steady.host.metrics import Metrics
+from trl_steady.host.metrics import _MOST_WAITING, Metrics
 
 ENGINE = {"rollout_func": print}
 BIN = 0.024  # the histogram's relative width, half of it
@@ -175,3 +176,16 @@ def test_totals_of_a_checkpoint_count_once_over_all_processes(is_main: bool) -> 
     assert metrics.state()["mean", "a"] == ([6.0, 3.0] if is_main else [0.0, 0.0])
     metrics.pooled(means={"a": (torch.tensor([1.0, 9.0]), torch.tensor([True, False]))})
     assert metrics.state()["mean", "a"] == ([7.0, 4.0] if is_main else [1.0, 1.0])
+
+
+def test_means_do_not_pile_up_on_the_device_of_a_run_that_never_logs() -> None:
+    trainer: Any = SimpleNamespace(
+        model=SimpleNamespace(training=True),
+        accelerator=SimpleNamespace(num_processes=1, device=torch.device("cpu")),
+        _metrics={"train": defaultdict(list)},
+    )
+    metrics = Metrics(trainer)
+    for number in range(_MOST_WAITING):
+        metrics.token_mean("kl", torch.full((1, 1), float(number)), torch.ones(1, 1, dtype=torch.bool))
+        assert metrics.is_settled == (number == _MOST_WAITING - 1)
+    assert trainer._metrics["train"]["kl"] == [float(number) for number in range(_MOST_WAITING)]

@@ -9,6 +9,7 @@ import torch
 import transformers
 
 from tests.tools import resumable, tiny
+from trl_steady.host.resume import refuse_other_kind
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4, "max_steps": 4}
 BEST: dict[str, Any] = {
@@ -83,3 +84,24 @@ def test_the_best_whole_mixture_is_not_loaded_in_part_and_is_where_the_state_say
         trainer.train()
     best = transformers.AutoModelForCausalLM.from_pretrained(trainer.state.best_model_checkpoint)
     assert best.state_dict().keys() == trainer.model.state_dict().keys()
+
+
+@pytest.mark.parametrize(
+    ("files", "kind"),
+    [
+        (["config.json", "another/adapter_config.json"], "a whole model"),
+        (["config.json", "adapter_config.json"], "an adapter"),
+        (["another/adapter_config.json"], "an adapter"),
+    ],
+)
+def test_a_checkpoint_of_an_adapter_is_not_taken_for_one_of_a_whole_model(
+    models: dict[str, Path], tmp_path: Path, files: list[str], kind: str
+) -> None:
+    (tmp_path / "another").mkdir()
+    for file in files:
+        (tmp_path / file).touch()
+    whole, adapted = (tiny.trainer(models["dense"], tmp_path, lora=lora).model for lora in (False, True))
+    right, wrong = (adapted, whole) if kind == "an adapter" else (whole, adapted)
+    refuse_other_kind(tmp_path, right)
+    with pytest.raises(ValueError, match=f"holds {kind}, and this run trains .*peft_config"):
+        refuse_other_kind(tmp_path, wrong)

@@ -3,6 +3,7 @@
 This file knows how transformers writes and reads a checkpoint, and TRL's buffered rollouts.
 """
 
+import json
 import math
 import os
 import shutil
@@ -19,7 +20,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
 
 from trl_steady.host.names import generation_interval, is_before_generation, overridden
-from trl_steady.host.resume import different, window_settings
+from trl_steady.host.resume import different, refuse_other_kind, window_settings
 
 if TYPE_CHECKING:
     from trl_steady.host.seam import Steady
@@ -94,6 +95,7 @@ class Checkpoints:
             "rollouts": None if is_before_generation(trainer) else trainer._buffered_inputs,
             "metrics": dict(trainer._metrics["train"]),
             "pool": trainer.metrics.state(),
+            "tables": self._tables(),
         }
         torch.save(window, checkpoint / self._window_file())
         for part in trainer.parts:
@@ -103,6 +105,7 @@ class Checkpoints:
         """Restore what a save has added. Raises ValueError if the checkpoint cannot be resumed exactly."""
         trainer = self._trainer
         state = trainer.state
+        refuse_other_kind(checkpoint, trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
         # for a stream, transformers takes max_steps as one epoch: the end of the first pass is 1.0 or below
         is_in_later_pass = self.sampler is None and (state.epoch or 0) > 1
         if is_in_later_pass and state.global_step < state.max_steps:
@@ -143,6 +146,12 @@ class Checkpoints:
         trainer._step = 0 if changed else window["position"]
         trainer._buffered_inputs = window["rollouts"]
         trainer._metrics["train"].update(window["metrics"])
+        for name, values in json.loads(window["tables"]).items():
+            if isinstance(values, list):
+                trainer._logs[name].extend(values)
+            else:
+                for column, cells in values.items():
+                    trainer._logs[name][column].extend(cells)
         return window["pool"]
 
     def _micro_batches_of_epoch(self) -> int:
@@ -153,6 +162,17 @@ class Checkpoints:
             micro_batches = len(cast(Sized, self.sampler)) // samples
             steps %= math.ceil(micro_batches / args.gradient_accumulation_steps)
         return steps * args.gradient_accumulation_steps
+
+    def _tables(self) -> str:
+        """Return the table of completions of the rollouts in use as JSON; an empty one if it contains images."""
+        logs = self._trainer._logs
+        table: dict[str, object] = {name: list(logs[name]) for name in ("prompt", "completion", "advantages")}
+        for name in ("rewards", "extra"):
+            table[name] = {column: list(values) for column, values in logs[name].items()}
+        try:
+            return json.dumps(table)
+        except TypeError:
+            return "{}"
 
     def _window_file(self) -> str:
         return f"rollouts_{self._trainer.accelerator.process_index}.pt"

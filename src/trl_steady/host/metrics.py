@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from trl_steady.host.seam import Steady
 
 
+_MOST_WAITING = 4096  # micro-batches' means on the device, if a run logs rarely or never
 _QUANTILES = {"q01": 0.01, "q50": 0.5, "q90": 0.9, "q99": 0.99}
 Masked = tuple[Tensor, Tensor]
 """Values, and a mask of the same shape: True = counts."""
@@ -42,6 +43,8 @@ class Metrics:
         low, high = values.where(mask, torch.inf).min(), values.where(mask, -torch.inf).max()
         step = torch.stack([values.where(mask, 0).sum(), mask.sum().double(), low, high])
         self._steps[self._mode].append((name, step))
+        if len(self._steps[self._mode]) >= _MOST_WAITING:  # at the same micro-batch on all processes
+            self.settle()
 
     def spread(self, name: str, values: Tensor, mask: Tensor) -> None:
         """Log min, mean and max of `values` (B, 1) over all processes' sequences that have loss tokens."""

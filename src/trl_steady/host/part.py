@@ -37,7 +37,7 @@ class Trainer(Protocol):
     ref_model: torch.nn.Module | None
     accelerator: Accelerator
     state: TrainerState
-    optimizer: torch.optim.Optimizer | None
+    optimizer: torch.optim.Optimizer  # accelerate's wrapper, or DeepSpeed's
     processing_class: PreTrainedTokenizerBase | ProcessorMixin
     callback_handler: CallbackHandler
     is_fsdp_enabled: bool

@@ -5,9 +5,11 @@ This file knows TRL's options and how transformers loads tensors. It loads nothi
 
 import json
 from collections.abc import Collection, Mapping, Sequence, Set
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from peft import PeftModel
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -69,7 +71,9 @@ def _plain(value: Any) -> Any:
         return value
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (Sequence, Set)):
+    if isinstance(value, Set):  # whose order differs from one run of Python to the next
+        return sorted(map(_plain, value), key=str)
+    if isinstance(value, Sequence):
         return [_plain(item) for item in value]
     if hasattr(value, "tolist"):  # arrays, tensors and NumPy's numbers
         return _plain(value.tolist())
@@ -85,6 +89,20 @@ def different(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
         return setting != 0 if name == "beta" and not is_in_reward else setting
 
     return [name for name in now if name in before and value(name, before[name]) != value(name, now[name])]
+
+
+def refuse_other_kind(checkpoint: Path, model: torch.nn.Module) -> None:
+    """Refuse an adapter for a whole model, or the reverse, which DeepSpeed would load in silence."""
+    # PEFT saves an adapter that is not named "default" in a folder of that name
+    patterns = ("adapter_config.json", "config.json", "*/adapter_config.json")
+    file = next((file for pattern in patterns for file in checkpoint.glob(pattern)), None)
+    if file is not None and (file.name == "adapter_config.json") != isinstance(model, PeftModel):
+        kinds = ("an adapter", "a whole model")
+        saved, trained = kinds if file.name == "adapter_config.json" else reversed(kinds)
+        raise ValueError(
+            f"{checkpoint} holds {saved}, and this run trains {trained}. Give the trainer the model and the "
+            "peft_config that the run had."
+        )
 
 
 def refuse_lost(model: torch.nn.Module, missing: Collection[str]) -> None:

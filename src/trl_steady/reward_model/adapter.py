@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from trl_steady.rewards.splitters import Splitter, by_blank_line
+from trl_steady.rewards.splitters import Conversation, Splitter, by_blank_line
 
 if TYPE_CHECKING:
     from peft import LoraConfig
@@ -59,10 +59,11 @@ class RewardAdapter:
     def __call__(
         self,
         prompts: Sequence[object],
-        completions: Sequence[object],
+        completions: Sequence[str | Conversation],
         completion_ids: Sequence[list[int]],
         **columns: object,
     ) -> "list[float] | list[StepRewards]":
-        """Return a score or `StepRewards` for each completion."""
-        assert self.part is not None, "RewardAdapter scores with the trainers of trl_steady, and not with TRL's"
+        """Return a score or `StepRewards` for each completion. Raises ValueError in a trainer of TRL."""
+        if self.part is None:
+            raise ValueError("RewardAdapter scores with a trainer of trl-steady. Import the trainer from trl_steady.")
         return self.part.rewards(prompts, completions, completion_ids, columns)

@@ -21,6 +21,7 @@ from trl_steady.host.rollouts import noting_prompts
 from trl_steady.reward_model.adapter import RewardAdapter
 from trl_steady.reward_model.labelling import Answers
 from trl_steady.rewards.placement import Completion, token_ends
+from trl_steady.rewards.splitters import Conversation
 from trl_steady.rewards.steps import StepRewards
 
 if TYPE_CHECKING:
@@ -86,7 +87,7 @@ class RewardModelPart(ScorerPart):
     def rewards(
         self,
         prompts: Sequence[object],
-        completions: Sequence[object],
+        completions: Sequence[str | Conversation],
         ids: Sequence[list[int]],
         columns: Mapping[str, Any],
     ) -> list[float] | list[StepRewards]:

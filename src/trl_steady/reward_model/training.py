@@ -6,6 +6,7 @@ from operator import itemgetter
 import torch
 from accelerate.utils import gather_object
 from torch import Tensor
+from tqdm.auto import tqdm
 
 from trl_steady.critic.learner import Learner
 from trl_steady.functional import reward_models
@@ -30,12 +31,16 @@ def fit(
     """
     args, accelerator = part.trainer.args, part.trainer.accelerator
     batch = args.per_device_train_batch_size * args.gradient_accumulation_steps * accelerator.num_processes
+    quiet = args.disable_tqdm or not accelerator.is_main_process
+    bar = tqdm(total=epochs * len(examples), desc="reward model", unit="example", disable=quiet)
     learner.switch(True)
-    with part.dropping_out(True):  # also in the first step of a resumed run
+    with bar, part.dropping_out(True):  # also in the first step of a resumed run
         for _ in range(epochs):
             order = _order(examples, generator, together=args.share_prompts)
             for start in range(0, len(order), batch):
-                _step(part, learner, [examples[i] for i in order[start : start + batch]], rate)
+                rows = [examples[i] for i in order[start : start + batch]]
+                _step(part, learner, rows, rate)
+                bar.update(len(rows))
     learner.switch(False)
 
 

@@ -88,9 +88,8 @@ class RewardsPart(Part):
         Refuse infinite rewards, and warn once per function of NaN, which TRL takes as no reward.
         """
         names, count = self.trainer.reward_func_names, len(completions)
-        infinite = rewards.isinf().nonzero().tolist()
-        if infinite:  # the weights would become NaN; all processes see it and stop
-            row, function = infinite[0]
+        if rewards.isinf().any():  # the weights would become NaN; all processes see it and stop
+            row, function = rewards.isinf().nonzero()[0].tolist()
             raise ValueError(
                 f"reward function {names[function]!r} returned {rewards[row, function].item()} (in float32) for "
                 f"completion {row % count} of process {row // count}. Return a finite number, or None for no reward."
