@@ -164,7 +164,7 @@ def test_setups_in_which_it_would_not_act_are_refused(models: dict[str, Path], t
     unbuilt("RewardAdapter has a peft_config, and the policy", "full", adapter=RewardAdapter(peft_config=LoraConfig()))
     unbuilt(r"'reward' .*object.* must .*LoRA", adapter=RewardAdapter(peft_config=cast(Any, object())))
     adapter = RewardAdapter()
-    with pytest.raises(ValueError, match="a trainer of trl-steady.*Import"):
+    with pytest.raises(ValueError, match=r"a trainer of trl-steady\. Import"):
         adapter(prompts=["a"], completions=["b"], completion_ids=[[1]])
     trainer = rewarding.build("lora", models["dense"], tmp_path, adapter=adapter)
     unbuilt(r"of another trainer\. Make exactly one for each", adapter=adapter)
