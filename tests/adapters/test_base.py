@@ -1,7 +1,6 @@
 """A policy's base that is not its checkpoint: its start has changed it, parts of it train, or it has towers."""
 
 import contextlib
-import re
 from pathlib import Path
 from typing import Any
 
@@ -91,12 +90,10 @@ def test_a_resume_of_two_active_adapters_is_refused(models: dict[str, Path], tmp
         trainer(tmp_path / "again").train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 
-def test_what_shares_a_base_with_trained_biases_is_said_to_change(models: dict[str, Path], tmp_path: Path) -> None:
-    build: dict[str, Any] = {"peft_config": LoraConfig(**PLAIN, bias="all"), "reward_funcs": RewardAdapter()}
-    with pytest.warns(UserWarning) as said:
-        tiny.trainer(models["dense"], tmp_path, build=build, **{**PPO, "kl_coef": 0.0})
-    for end in ("beside .* A reference on this base changes", ".*'value' says.*bias=", ".*'reward' says.*bias="):
-        assert any(re.search(f"6 parameters of the base train {end}", str(each.message)) for each in said), end
+def test_a_reference_on_trained_biases_is_said_to_change(models: dict[str, Path], tmp_path: Path) -> None:
+    build = {"peft_config": LoraConfig(**PLAIN, bias="all")}
+    with pytest.warns(UserWarning, match=r"6 parameters of the base train beside .* A reference on this base changes"):
+        tiny.trainer(models["dense"], tmp_path, build=build)
 
 
 @pytest.mark.parametrize(("trained", "bias"), [("norm", "none"), ("norm", "all"), ("bias", "none")])

@@ -186,7 +186,7 @@ def test_another_critic_is_refused(models: dict[str, Path], wide: Path, runs: di
 
 FREE = {
     *("cliprange_value", "value_updates", "value_learning_rate", "value_warmup_steps", "value_init", "ptx_coef"),
-    *("kl_target", "kl_horizon", "num_generations", "beta", "kl_estimator"),  # the last three are TRL's too
+    *("kl_target", "kl_horizon", "num_generations", "kl_estimator"),
 }
 """Options of PPO that a resume inside a window may change, or that other parts check."""
 

@@ -11,7 +11,7 @@ from tests.tools import tiny
 from tests.tools.places import Place, everywhere
 from tests.tools.recorder import Figures
 from tests.tools.sets import lists
-from trl_steady.sampling.recording import SetRecording as Recording
+from trl_steady.sampling.recording import SetRecording
 
 TOP_K = 5
 BY_TOKENS = {"token_budget": 60, "share_prompts": True}
@@ -21,7 +21,7 @@ BY_TOKENS = {"token_budget": 60, "share_prompts": True}
 def test_sets_are_the_finite_scores_of_generate(place: Place, models: dict[str, Path], figures: Figures) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(models["dense"]).eval().to(place.device)
     ids = torch.tensor([[50, 51, 52], [60, 61, 62]], device=place.device)
-    recording = Recording()
+    recording = SetRecording()
     with recording.listening(model):
         out = model.generate(
             input_ids=ids,

@@ -52,7 +52,7 @@ def test_every_option_of_ours_belongs_to_a_method() -> None:
 
 
 def test_a_method_acts_in_methods_that_the_seam_notes() -> None:
-    noted = set(re.findall(r'reached\.note\("(\w+)"\)', inspect.getsource(seam)))
+    noted = set(re.findall(r'note_reached\("(\w+)"\)', inspect.getsource(seam)))
     assert noted == {name for method in METHODS for name in method.acts_in} == reached._WAYS.keys()
     assert all(hasattr(trl_steady.GRPOTrainer, name) for way in reached._WAYS.values() for name in way)
 

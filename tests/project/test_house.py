@@ -65,7 +65,9 @@ def test_outside_the_host_nothing_of_the_trainer_is_replaced_for_a_call() -> Non
             continue
         for node in ast.walk(ast.parse(path.read_text())):
             if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "overridden":
-                assert ast.unparse(node.args[0]) in ("args", "model", "module"), f"{path}: {ast.unparse(node)}"
+                assert ast.unparse(node.args[0]) in ("args", "layer", "model", "module"), (
+                    f"{path}: {ast.unparse(node)}"
+                )
             if isinstance(node, ast.Call) and ast.unparse(node.func) in ("setattr", "patch.object"):
                 assert "trainer" not in ast.unparse(node.args[0]), f"{path}: {ast.unparse(node)}"
 

@@ -75,8 +75,8 @@ def test_nothing_is_left_on_the_model(model: PreTrainedModel) -> None:
     assert vars(model) == before
 
 
-@pytest.mark.parametrize("options", [{"num_beams": 2}, {"prompt_lookup_num_tokens": 3}], ids=str)
-def test_other_than_one_token_after_the_other_is_refused(model: PreTrainedModel, options: dict[str, Any]) -> None:
-    message = "keep_sampling_mask=True needs one token after the other.* Leave beam search"
+@pytest.mark.parametrize("options", [{"num_beams": 2}, {"do_sample": False}, {"prompt_lookup_num_tokens": 3}], ids=str)
+def test_all_but_plain_sampling_is_refused(model: PreTrainedModel, options: dict[str, Any]) -> None:
+    message = "keep_sampling_mask=True needs plain sampling. Leave do_sample=False"
     with pytest.raises(ValueError, match=message), Recording().listening(model):
         generate(model, **options)

@@ -138,7 +138,12 @@ def attending(model: PreTrainedModel, segments: Sequence[Segment]) -> Iterator[N
 
 
 def unpadded(
-    model: PreTrainedModel, batch: Batch, *, share: bool = False, called: Callable[..., Any] | None = None
+    model: PreTrainedModel,
+    batch: Batch,
+    *,
+    share: bool = False,
+    called: Callable[..., Any] | None = None,
+    within: Callable[[Sequence[Segment]], contextlib.AbstractContextManager[None]] | None = None,
 ) -> UnpaddedModel:
     """A proxy for any number of passes of one batch."""
     of_model = traits(model)
@@ -148,7 +153,7 @@ def unpadded(
         of_model,
         prompt_width=batch.prompt_columns,
         lengths=itertools.cycle(lengths_in(batch, share)),
-        attending=functools.partial(attending, model),
+        attending=within or functools.partial(attending, model),
     )
 
 

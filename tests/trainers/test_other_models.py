@@ -100,8 +100,8 @@ def test_a_checkpoint_of_an_adapter_is_not_taken_for_one_of_a_whole_model(
     (tmp_path / "another").mkdir()
     for file in files:
         (tmp_path / file).touch()
-    whole, adapted = (tiny.trainer(models["dense"], tmp_path, lora=lora).model for lora in (False, True))
+    whole, adapted = (tiny.trainer(models["dense"], tmp_path, lora=lora) for lora in (False, True))
     right, wrong = (adapted, whole) if kind == "an adapter" else (whole, adapted)
-    refuse_other_kind(tmp_path, right)
+    refuse_other_kind(tmp_path, right.model)
     with pytest.raises(ValueError, match=f"holds {kind}, and this run trains .*peft_config"):
-        refuse_other_kind(tmp_path, wrong)
+        wrong.checkpoints.take_from(tmp_path)

@@ -18,8 +18,8 @@ ALL = [*OURS, (trl, "GRPO"), (trl, "RLOO")]
 PAIRS = [(kind, config) for kind, config in itertools.product(ALL, ALL) if trl_steady in (kind[0], config[0])]
 
 
-def built(models: dict[str, Path], kind: Any, args: Any) -> Any:
-    data = {"train_dataset": tiny.dataset(), "processing_class": tiny.tokenizer()}
+def built(models: dict[str, Path], kind: Any, args: Any, **others: Any) -> Any:
+    data = {"train_dataset": tiny.dataset(), "processing_class": tiny.tokenizer(), **others}
     return kind(str(models["dense"]), reward_funcs=tiny.reward, args=args, **data)
 
 

@@ -64,7 +64,7 @@ class LossPart(Part):
         loss_type, level = trainer.loss_type, trainer.importance_sampling_level
         rewritten = batch  # TRL's losses may read values under the mask
         if method.is_ours:
-            loss_type, rewritten = "grpo", clean
+            loss_type, rewritten = method.host, clean
         if method.rewrite is not None:
             level, rewritten = "token", method.rewrite(clean)
         statistic, masked = self._masks(clean)

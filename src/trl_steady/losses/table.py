@@ -24,7 +24,9 @@ class Loss:
 
     # The rest is for losses that TRL does not have.
     name: str = ""
-    """Name of the method; "" for TRL's own losses. TRL's GRPO loss runs in its place."""
+    """Name of the method; "" for TRL's own losses."""
+    host: str = "grpo"
+    """TRL's loss that runs in its place, with the same reduction."""
     level: Literal["sequence", "token", None] = None
     """`importance_sampling_level`; None if the user chooses it."""
     epsilon: float | None = None

@@ -35,14 +35,14 @@ class SetRecording(LogitsProcessor):
 
     @contextmanager
     def listening(self, model: PreTrainedModel) -> Generator[None]:
-        """Record the call of `model.generate` inside this context. Refuse beam search and assisted decoding."""
+        """Record the call of `model.generate` inside this context. Refuse all but plain sampling."""
         build: Callable[..., LogitsProcessorList] = getattr(model, "_get_logits_processor")  # noqa: B009
 
         def build_and_record(generation_config: GenerationConfig, **keywords: object) -> LogitsProcessorList:
             if generation_config.get_generation_mode() != GenerationMode.SAMPLE:
                 raise ValueError(
-                    "keep_sampling_mask=True needs one token after the other for each sequence. Leave beam search and "
-                    "assisted decoding out of generation_kwargs and of the model's generation_config."
+                    "keep_sampling_mask=True needs plain sampling. Leave do_sample=False, beam search and assisted "
+                    "decoding out of generation_kwargs and of the model's generation_config."
                 )
             return LogitsProcessorList([*build(generation_config, **keywords), self])
 
