@@ -18,9 +18,9 @@ def reference(batch: Batch) -> Tensor:
     return batch.logps + 0.4 * noise
 
 
-@pytest.mark.parametrize(("window", "training"), [(4, True), (1, False)])
+@pytest.mark.parametrize("training", [True, False])
 @pytest.mark.parametrize("loss_type", NATIVE_LOSS_TYPES)
-def test_our_kl_equals_trls_at_token_level(evaluate: Evaluate, loss_type: str, window: int, training: bool) -> None:
+def test_our_kl_equals_trls_at_token_level(evaluate: Evaluate, loss_type: str, training: bool) -> None:
     """Ours is forced by asking for the sampler's log-probs, which are the old ones here."""
     batch = random_batch()
     inputs = {
@@ -29,7 +29,7 @@ def test_our_kl_equals_trls_at_token_level(evaluate: Evaluate, loss_type: str, w
         "num_items_in_batch": torch.tensor(37),  # of the whole generation batch
     }
     options = {"loss_type": loss_type, "beta": BETA, "inputs": inputs, "training": training}
-    options["attributes"] = {"current_gradient_accumulation_steps": window}
+    options["attributes"] = {"current_gradient_accumulation_steps": 1}  # of 4 in a generation
     ours = evaluate(batch, build=ENGINE, kl_ratio_denominator="sampler", **options)
     theirs = evaluate(batch, ours=False, **options)
     assert ours.loss.item() == pytest.approx(theirs.loss.item(), rel=1e-12)
