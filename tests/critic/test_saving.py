@@ -242,6 +242,9 @@ def test_beginnings_that_contradict_one_another_are_refused(
     models: dict[str, Path], wide: Path, tmp_path: Path, scorer: Path
 ) -> None:
     value_model = AutoModelForSequenceClassification.from_pretrained(scorer)
+    config = transformers.Qwen2Config(**tiny.SIZES, num_labels=1)
+    with_bias = transformers.Qwen2ForSequenceClassification(config)
+    with_bias.score = torch.nn.Linear(config.hidden_size, 1)
     for kind, options, message in (
         ("lora", {"build": {"value_model": value_model}}, "value_model would have no effect"),
         ("full", {"build": {"value_peft_config": LoraConfig()}}, "value_peft_config would have no effect"),
@@ -260,6 +263,11 @@ def test_beginnings_that_contradict_one_another_are_refused(
         ),
         ("full", {"value_init": str(models["dense"])}, r"value_init=.* has no score\.weight"),
         ("full", {"build": {"value_model": models["dense"]}}, r"value_model has no score\.weight"),
+        (
+            "full",
+            {"build": {"value_model": with_bias}},
+            r"value_model: its head has a bias.* Give a model without one",
+        ),
     ):
         with pytest.raises(ValueError, match=message):
             build(kind, models, wide, tmp_path, **options)

@@ -33,7 +33,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any], str]] = {
         {"stage": 3},
         LORA | {"model": "nf4"},
         FLOAT32 | {"model": "nf4"},
-        "adapter_dtype='float32'.*ZeRO-3 .*ZeRO-2 or FSDP2",
+        "adapter_dtype='float32'.*ZeRO-3.*ZeRO-2 or FSDP2",
     ),
     "PPO with ZeRO-3": ({"stage": 3}, LORA, PPO | LORA, "PPOTrainer .*ZeRO-3.* Use DDP .*FSDP2 with adapters"),
     "a critic's warm-up with DeepSpeed": (

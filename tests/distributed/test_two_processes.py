@@ -14,7 +14,7 @@ import torch
 
 from tests.distributed import train
 from tests.tools import engines, resumable
-from tests.tools.engines import COMPLETIONS, MASKED, TOKENS, Engine, Server
+from tests.tools.engines import MASKED, TOKENS, Engine, Server
 
 mixture, engine, server = engines.mixture, engines.engine, engines.server
 
@@ -147,7 +147,7 @@ def test_two_processes_train_on_what_one_server_says_as_one_does(
         asked.append({path: len(bodies) for path, bodies in server.requests.items()})
         server.requests.clear()
     alone, together = ends
-    assert asked[0] == asked[1] and asked[0].keys() == {COMPLETIONS, TOKENS}
+    assert asked[0] == asked[1] and asked[0].keys() == {TOKENS}
     (one,), two = alone["served routes"], together["served routes"]
     check_close("served routes", one["parameters"], two[0]["parameters"])
     check_histories(one["history"], two[0]["history"])

@@ -15,6 +15,14 @@ def random_batch(sequences: int = 4, tokens: int = 5) -> tuple[torch.Tensor, tor
     return logps, old_logps, mask
 
 
+def test_sequence_ratio_is_the_geometric_mean_of_the_token_ratios() -> None:
+    # token ratios 2, 8, 1/2 over three loss tokens: (2 * 8 / 2) ** (1/3) = 2
+    ratios = torch.tensor([[2.0, 8.0, 0.5, 100.0]], dtype=torch.float64)
+    mask = torch.tensor([[True, True, True, False]])
+    log_s = importance.sequence_log_ratio(ratios.log(), torch.zeros_like(ratios), mask)
+    assert log_s.exp().item() == pytest.approx(2.0, abs=1e-15)
+
+
 def test_garbage_under_the_mask_reaches_neither_value_nor_gradient() -> None:
     garbage = torch.nan
     logps, old_logps, mask = random_batch()

@@ -313,6 +313,30 @@ def test_a_budget_of_tokens_holds_in_the_training_of_the_reward_model(models: di
     check_gradients(found, expected)
 
 
+def test_each_process_measures_in_as_many_passes(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A pass exchanges its lengths with a budget, so that a process with one pass less would leave others waiting."""
+    examples = [Example(torch.full((3,), 10 + n), [torch.tensor([60 + n])], [[1]], [float(n % 2)]) for n in range(3)]
+    trainer = refreshed("lora", models["dense"], tmp_path, per_device_train_batch_size=1)
+    part = trainer.part(RewardModelPart)
+    passes: list[int] = []
+    monkeypatch.setattr(
+        type(part), "scores", lambda self, prompts, *_: passes.append(prompts[0][0]) or torch.zeros(1, 1)
+    )
+    monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
+    for process in (0, 1):
+        monkeypatch.setattr(type(trainer.accelerator), "process_index", process)
+        measure(part, examples)
+    assert passes == [10, 12, 11, 12]
+
+
+def test_a_new_one_is_said_to_teach_nothing_yet(models: dict[str, Path], tmp_path: Path) -> None:
+    trainer = refreshed("lora", models["dense"], tmp_path, max_steps=1)
+    with pytest.warns(UserWarning, match=r"is new: the policy learns nothing from it .* fit\(rows\)"):
+        trainer.train()
+
+
 def test_the_first_training_leaves_ppos_kl_coefficient(models: dict[str, Path], tmp_path: Path) -> None:
     options = {"kl_coef": 0.1, "kl_target": 6.0, "kl_horizon": 100, "per_device_train_batch_size": 8}
     options |= {"method": "PPO", "num_generations": 1, "steps_per_generation": 2, "beta": 0.0}

@@ -322,6 +322,8 @@ def whole_critic(
                 f"{name} has no {_HEAD_WEIGHT} or other weights, which would be random, or is an adapter. Give a "
                 "whole model for sequence classification with one label, or leave it unset for a new one."
             )
+    if f"{_HEAD}.bias" in dict(model.named_parameters()):
+        raise ValueError(f"{name}: its head has a bias, which the critic would leave out. Give a model without one.")
     score = model.get_parameter(_HEAD_WEIGHT)
     head = _head(model, score.device)
     head.weight.data.copy_(score.data)

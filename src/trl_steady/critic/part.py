@@ -228,11 +228,14 @@ class CriticPart(ScorerPart):
 
     def beginning(self) -> None:
         """Let the critic learn, now that the policy's optimizer is made."""
+        self._undo_cast()
+        self.learner.switch(True)
+
+    def _undo_cast(self) -> None:
+        """Make the adapter float32 again: DeepSpeed has cast the policy and all its adapters."""
         if self.critic.adapter is not None and self.trainer.is_deepspeed_enabled:
-            # DeepSpeed has cast the policy and all its adapters
             for parameter in self.critic.parameters:
                 parameter.data = parameter.data.float()
-        self.learner.switch(True)
 
     def stepping(self) -> None:
         """Forget the samples and gradients of a step that raised."""
@@ -285,6 +288,7 @@ class CriticPart(ScorerPart):
 
     def load(self, checkpoint: Path) -> None:
         """Load what `save` has added. Without `kl_target`, the coefficient of the KL is that of the options."""
+        self._undo_cast()  # before the values come, which would be rounded
         super().load(checkpoint)
         state, metadata = OPTIMIZER.load(checkpoint)
         self.learner.load_state_dict(state)

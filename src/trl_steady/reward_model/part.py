@@ -3,6 +3,7 @@
 import contextlib
 import dataclasses
 import functools
+import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -189,12 +190,19 @@ class RewardModelPart(ScorerPart):
             self.refresher.load(checkpoint)
 
     def beginning(self) -> None:
-        """Refuse a new reward model that nothing trains."""
-        if self.model is not None and self.model.is_fresh and self.refresher is None:
+        """Refuse a new reward model that nothing trains, and warn of one that is trained only later."""
+        if self.model is None or not self.model.is_fresh:
+            return
+        if self.refresher is None:
             raise ValueError(
                 "RewardAdapter() is new, its scores are all 0, and nothing trains it. Give it a source, or make a "
                 "RewardModelRefreshCallback."
             )
+        warnings.warn(
+            "RewardAdapter() is new: the policy learns nothing from it before the first refresh. Call the callback's "
+            "fit(rows) before train().",
+            stacklevel=2,
+        )
 
 
 def _padded(rows: Sequence[Sequence[int]], value: int, side: str, device: torch.device) -> tuple[Tensor, Tensor]:

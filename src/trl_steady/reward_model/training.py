@@ -105,16 +105,17 @@ def measure(part: RewardModelPart, examples: Sequence[Example]) -> dict[str, flo
     if not examples:
         return {}
     accelerator, size = part.trainer.accelerator, part.trainer.args.per_device_train_batch_size
-    numbers = range(accelerator.process_index, len(examples), accelerator.num_processes)
+    count = -(-len(examples) // accelerator.num_processes)  # each process runs as many passes
+    numbers = [i * accelerator.num_processes + accelerator.process_index for i in range(count)]
     found: list[tuple[int, Tensor]] = []  # number of an example, and losses, logits and labels (3, n)
     with part.dropping_out(False):
-        for start in range(0, len(numbers), size):
+        for start in range(0, count, size):
             batch = numbers[start : start + size]
-            rows = [examples[number] for number in batch]
+            rows = [examples[min(number, len(examples) - 1)] for number in batch]
             columns = torch.stack([column.double().cpu() for column in _losses(part, rows)])
             found += zip(batch, columns.split([len(row.labels) for row in rows], dim=1), strict=True)
     in_order = sorted(gather_object(found), key=itemgetter(0))  # the sums of means round as on one process
-    losses, logits, labels = torch.cat([columns for _, columns in in_order], dim=1)
+    losses, logits, labels = torch.cat([columns for _, columns in in_order[: len(examples)]], dim=1)
     return {
         "accuracy": ((logits > 0) == (labels > 0)).double().mean().item(),
         "calibration_error": reward_models.calibration_error(logits.sigmoid(), labels).item(),
