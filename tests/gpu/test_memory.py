@@ -52,10 +52,9 @@ def test_a_recording_does_not_hold_the_tokens_of_every_step(place: Place, figure
     for step in range(steps):
         recording(torch.ones(sequences, 500 + step, dtype=torch.long, device=place.device), scores)
     held = torch.cuda.memory_allocated() - before if place.is_cuda else bytes_held(recording)
-    assert held > 0
+    assert held > 0 or place.is_cuda  # the sets are on the CPU
     if place.is_cuda:
-        # a token of each sequence at each step, in blocks of 512 bytes
-        assert held <= 2 * steps * 8 * sequences
+        assert held <= 2 * steps * 8 * sequences  # two numbers of each sequence at each step
     else:
         # the token and the sets of each sequence at each step, which are on the CPU too; `input_ids` are 500 tokens
         assert held <= 2 * steps * sequences * (8 + kept * 8 + 8)

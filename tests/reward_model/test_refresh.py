@@ -16,6 +16,7 @@ from tests.tools.rewarding import is_right, refreshed, refresher
 from trl_steady import RewardAdapter, RewardModelRefreshCallback
 from trl_steady.reference import callback as reference
 from trl_steady.reward_model import callback as loop
+from trl_steady.reward_model import training
 from trl_steady.reward_model.examples import Example, prompts_of
 from trl_steady.reward_model.part import RewardModelPart
 from trl_steady.reward_model.training import fit, measure
@@ -329,6 +330,19 @@ def test_each_process_measures_in_as_many_passes(
         monkeypatch.setattr(type(trainer.accelerator), "process_index", process)
         measure(part, examples)
     assert passes == [10, 12, 11, 12]
+
+
+def test_an_error_in_its_training_leaves_nothing_that_the_policy_would_train(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*_: Any) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(training, "_step", interrupted)
+    trainer = refreshed("lora", models["dense"], tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        refresher(trainer).fit(list(tiny.dataset(16)))
+    assert not any(parameter.requires_grad for parameter in trainer.reward_model.parameters)
 
 
 def test_a_new_one_is_said_to_teach_nothing_yet(models: dict[str, Path], tmp_path: Path) -> None:

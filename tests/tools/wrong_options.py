@@ -59,6 +59,7 @@ CONTRADICTIONS: list[Wrong] = [
     ({"kl_estimator": "k1", "use_bias_correction_kl": False, "beta": 0.1}, r"adds noise.*'k2' or 'k3'"),
     ({"sync_ref_model": True}, r"sync_ref_model=True with beta=0\.0"),
     ({"adapter_dtype": "float32", "use_transformers_continuous_batching": True}, "adapter_dtype='float32' does not"),
+    ({"keep_sampling_mask": True, "use_transformers_continuous_batching": True}, "keep_sampling_mask=True does not"),
     ({"importance_sampling_level": "token"}, r"='token' contradicts loss_type='gspo'.*Leave importance_s"),
     ({"token_budget": 512, "trim_padding": False}, r"token_budget=512 does not work with trim_padding=False"),
     ({"share_prompts": True, "trim_padding": False}, r"share_prompts=True does not work with trim_padding"),
@@ -94,6 +95,15 @@ IDLE: list[Wrong] = [
         r"off_policy_mask_level='token' cannot act with loss_type='gspo'",
     ),
     ({"step_advantage": "process"}, r"step_advantage='process' cannot act with loss_type='gspo'"),
+    ({"loss_type": "gmpo", "epsilon": 0.2}, r"epsilon=0\.2 is for token ratios, .*set epsilon=0\.4"),
+    (
+        {**_ON_POLICY, "loss_type": "grpo", "off_policy_mask_threshold": 0.1},
+        r"off_policy_mask_threshold=0\.1 cannot act with on-policy updates",
+    ),
+    (
+        {"sync_ref_model": True, "beta": 0.1, "max_steps": 100},
+        r"sync_ref_model=True cannot act: .*max_steps=100.*ref_model_sync_steps=512",
+    ),
     ({"ref_model_sync_kl": 0.1, "beta": 0.1}, r"ref_model_sync_kl=0\.1 cannot act with sync_ref_model=False"),
     ({"ref_model_sync_reset_optimizer": True}, r"cannot act with sync_ref_model=False"),
     ({"vllm_adapter_sync": True}, r"vllm_adapter_sync=True cannot act with use_vllm=False"),
@@ -119,7 +129,7 @@ SILENT: list[dict[str, Any]] = [
     {"loss_type": "sapo", "importance_sampling_level": "sequence"},  # clips nothing
     {"loss_type": "gspo_token", "off_policy_mask_threshold": 1e-4, "off_policy_mask_level": "token"},
     {"loss_type": "gspo_token", "step_advantage": "process"},
-    {"loss_type": "gmpo", "epsilon": 0.2, "token_budget": 512},
+    {"loss_type": "gmpo", "token_budget": 512},
     {"loss_type": "gspo", "gradient_accumulation_steps": 4, "steps_per_generation": 4, "num_iterations": 2},
     {"loss_type": "grpo", **_ON_POLICY},
     {"loss_type": "grpo", "kl_estimator": "k1", "beta": 0.1},

@@ -124,8 +124,11 @@ def _policy(engine: "SteadyGeneration") -> PeftModel:
 def _post(client: "VLLMClient", endpoint: str, **body: str) -> Any:
     import requests  # TRL's client has it
 
-    # not in TRL's session: vLLM refuses adapters with 500, and the session would retry and lose the reason
-    return requests.post(f"{client.base_url}/v1/{endpoint}", json=body, timeout=600)
+    url = f"{client.base_url}/v1/{endpoint}"
+    try:
+        return client.session.post(url, json=body)
+    except requests.exceptions.RetryError:  # without the answer's text; vLLM refuses adapters with 500
+        return requests.post(url, json=body, timeout=600)
 
 
 def _unserved(llm: Any, number: int) -> list[str]:

@@ -1,5 +1,6 @@
 """`trl.GRPOConfig` with trl-steady's options: defaults from the papers, errors, and warnings with a fix."""
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -145,6 +146,17 @@ class GRPOConfig(SharedOptions, trl.GRPOConfig):
     def cannot_act(self) -> list[str]:
         """Warnings about options that have no effect, or probably not the intended one, each with a fix."""
         messages = super().cannot_act
+        idle = never_off_policy(self)
+        if idle and not self.use_vllm and self.off_policy_mask_threshold not in (None, math.inf):  # inf: metrics only
+            messages.append(
+                f"off_policy_mask_threshold={self.off_policy_mask_threshold} cannot act with {idle}, unless a "
+                "rollout_func generates. Leave it unset."
+            )
+        if self.loss.clip == "log_ratio" and (self.epsilon or 0) <= trl_default("epsilon"):
+            messages.append(
+                f"epsilon={self.epsilon} is for token ratios, and loss_type={self.loss_type!r} clips log-ratios. "
+                f"Leave epsilon unset, or set epsilon={self.loss.epsilon}."
+            )
         is_of_sequences = self.loss.clip == "ratio" and self.importance_sampling_level == "sequence"
         if is_of_sequences and max(self.epsilon or 0, self.epsilon_high or 0) >= _TOKEN_SCALE_EPSILON:
             messages.append(

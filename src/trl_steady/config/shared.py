@@ -137,11 +137,13 @@ class SharedOptions(_Trls):
                     f"token_budget={self.token_budget} does not work with {name}={getattr(self, name)!r}, which acts "
                     "over each of TRL's micro-batches. Leave one of them unset."
                 )
-        if self.adapter_dtype is not None and self.use_transformers_continuous_batching:
-            yield (
-                f"adapter_dtype={self.adapter_dtype!r} does not work with use_transformers_continuous_batching=True, "
-                "for which TRL casts the whole model. Set it to False."
-            )
+        # TRL casts the whole model for it, and it shows no distribution that it samples from
+        for name in ("adapter_dtype", "keep_sampling_mask") if self.use_transformers_continuous_batching else ():
+            if getattr(self, name):
+                yield (
+                    f"{name}={getattr(self, name)!r} does not work with use_transformers_continuous_batching=True. "
+                    "Set it to False."
+                )
         if self.top_k is None:  # the other options would read it as no filter
             yield "top_k=None: transformers takes it for 50. Set top_k=0 for no top-k filter."
         if self.keep_sampling_mask and self.use_vllm and self.sampling.get("top_k", 0) <= 0:
@@ -154,6 +156,12 @@ class SharedOptions(_Trls):
     def cannot_act(self) -> list[str]:
         """Warnings about options that have no effect, or probably not the intended one, each with a fix."""
         messages = list(idle_options(self))
+        is_short = self.ref_model_sync_kl is None and 0 < self.max_steps <= self.ref_model_sync_steps
+        if self.sync_ref_model and is_short:
+            messages.append(
+                f"sync_ref_model=True cannot act: the run ends after max_steps={self.max_steps}. Set "
+                f"ref_model_sync_steps={self.ref_model_sync_steps} below max_steps."
+            )
         if self.keep_sampling_mask and self.weightings:  # the temperature of generation_kwargs may be one of them
             messages.append(
                 f"{', '.join(self.weightings)} also changes the probabilities of the kept tokens, and ratios include "

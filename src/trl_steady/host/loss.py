@@ -4,7 +4,7 @@ This file knows what TRL's `_compute_loss` reads and how transformers divides a 
 """
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
@@ -187,8 +187,10 @@ def divided_by(trainer: "Trainer", share: float) -> Iterator[Callable[[Tensor], 
 
 def backward_of(trainer: "Trainer", model: torch.nn.Module, compute: Callable[[], Tensor], share: float) -> Tensor:
     """Run a micro-batch before the last one with its backward pass, and return its loss without gradient."""
-    # gradients are reduced in the last micro-batch
-    with trainer.until_backward_ends(), trainer.accelerator.no_sync(model), divided_by(trainer, share) as scaled:
+    always = trainer.accelerator.gradient_state.plugin_kwargs.get("sync_each_batch", False)
+    # gradients are reduced in the last micro-batch, unless the user wants it each time
+    unsynchronised = nullcontext() if always else trainer.accelerator.no_sync(model)
+    with trainer.until_backward_ends(), unsynchronised, divided_by(trainer, share) as scaled:
         loss = scaled(compute())
         window = 1 if trainer.loss_is_scaled_for_ga else trainer.current_gradient_accumulation_steps
         trainer.accelerator.backward(loss / window)

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from packaging.version import Version
 from torch import Tensor
 from torch.nn.functional import pad
 from torch.utils.checkpoint import checkpoint
@@ -24,7 +25,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from trl_steady.padding.packing import Segment
 from trl_steady.padding.segments import Segments
 
-if torch.__version__ >= "2.13":  # an older torch has no such function, or one that takes less
+# an older torch has no such function, or one that takes less; 2.13.0a0 has it
+if Version(torch.__version__).release >= (2, 13):
     from torch.nn.attention.varlen import varlen_attn
 else:
     varlen_attn = None

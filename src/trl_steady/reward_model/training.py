@@ -34,14 +34,16 @@ def fit(
     quiet = args.disable_tqdm or not accelerator.is_main_process
     bar = tqdm(total=epochs * len(examples), desc="reward model", unit="example", disable=quiet)
     learner.switch(True)
-    with bar, part.dropping_out(True):  # also in the first step of a resumed run
-        for _ in range(epochs):
-            order = _order(examples, generator, together=args.share_prompts)
-            for start in range(0, len(order), batch):
-                rows = [examples[i] for i in order[start : start + batch]]
-                _step(part, learner, rows, rate)
-                bar.update(len(rows))
-    learner.switch(False)
+    try:
+        with bar, part.dropping_out(True):  # also in the first step of a resumed run
+            for _ in range(epochs):
+                order = _order(examples, generator, together=args.share_prompts)
+                for start in range(0, len(order), batch):
+                    rows = [examples[i] for i in order[start : start + batch]]
+                    _step(part, learner, rows, rate)
+                    bar.update(len(rows))
+    finally:
+        learner.switch(False)
 
 
 def _order(examples: Sequence[Example], generator: torch.Generator, *, together: bool) -> list[int]:

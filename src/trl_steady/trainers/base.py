@@ -22,8 +22,8 @@ class SteadyTrainer(Steady):
     def __init__(
         self,
         model: Any,
-        reward_funcs: Any = None,
-        args: SharedOptions | None = None,
+        reward_funcs: Any,
+        args: SharedOptions | None,
         *positional: Any,
         **keywords: Any,
     ) -> None:

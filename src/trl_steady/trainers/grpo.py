@@ -1,5 +1,8 @@
 """GRPO: the parts of its trainer, and the methods that a script may read or override."""
 
+import functools
+from typing import Any
+
 import trl
 from torch import Tensor
 
@@ -56,6 +59,17 @@ class GRPOTrainer(SteadyTrainer, trl.GRPOTrainer):
     )
     CONFIG = GRPOConfig
     args: GRPOConfig
+
+    @functools.wraps(trl.GRPOTrainer.__init__, assigned=())  # other tools pass what they find in its signature
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: GRPOConfig | None = None,
+        *positional: Any,
+        **keywords: Any,
+    ) -> None:
+        super().__init__(model, reward_funcs, args, *positional, **keywords)
 
     @property
     def has_step_rewards(self) -> bool:

@@ -1,6 +1,9 @@
 """PPO: GRPO's trainer with a critic, whose advantages take the place of a group's."""
 
+import functools
 from typing import Any
+
+import trl
 
 from trl_steady.adapters.part import AdapterPart
 from trl_steady.config.ppo import PPOConfig
@@ -63,6 +66,7 @@ class PPOTrainer(GRPOTrainer):
     CONFIG = PPOConfig
     args: PPOConfig
 
+    @functools.wraps(trl.GRPOTrainer.__init__, assigned=())
     def __init__(
         self,
         model: Any,

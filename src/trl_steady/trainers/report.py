@@ -83,7 +83,9 @@ def summary(trainer: Trainer) -> str:
     base = "" if kind.__module__.startswith("trl_steady.") else f" on trl_steady.{args.METHOD}Trainer"
     loss = f", loss_type={args.loss_type!r}" if args.METHOD != "RLOO" else ""
     lines = [f"trl-steady {__version__}, trl {version('trl')}: {name}{base}{loss}"]
-    lines += [f"  on: {_described(method, args)}" for method in METHODS if method.is_on(trainer)]
+    idle = {message.partition("=")[0] for message in args.cannot_act}
+    acting = [method for method in METHODS if method.is_on(trainer) and idle.isdisjoint(method.options)]
+    lines += [f"  on: {_described(method, args)}" for method in acting]
     return "\n".join(lines if len(lines) > 1 else [*lines, "  on: nothing, it trains like TRL's trainer"])
 
 

@@ -1,5 +1,8 @@
 """RLOO: the parts of its trainer. Its loss is TRL's own."""
 
+import functools
+from typing import Any
+
 import trl
 
 from trl_steady.adapters.part import AdapterPart
@@ -45,6 +48,17 @@ class RLOOTrainer(SteadyTrainer, trl.RLOOTrainer):
     )
     CONFIG = RLOOConfig
     args: RLOOConfig
+
+    @functools.wraps(trl.RLOOTrainer.__init__, assigned=())  # other tools pass what they find in its signature
+    def __init__(
+        self,
+        model: Any,
+        reward_funcs: Any = None,
+        args: RLOOConfig | None = None,
+        *positional: Any,
+        **keywords: Any,
+    ) -> None:
+        super().__init__(model, reward_funcs, args, *positional, **keywords)
 
     @property
     def why_one_advantage(self) -> str:
