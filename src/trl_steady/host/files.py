@@ -1,6 +1,7 @@
 """Files of a checkpoint that hold tensors of ours. This file knows no model."""
 
 import json
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -18,8 +19,10 @@ class TensorFile:
         self.name, self.content = name, content
 
     def save(self, folder: Path, tensors: Mapping[str, Tensor], **metadata: object) -> None:
-        """Write the file."""
-        save_file(dict(tensors), folder / self.name, metadata={"trl_steady": json.dumps(metadata)})
+        """Write the file, which appears only when it is complete."""
+        unfinished = folder / f"{self.name}.unfinished"
+        save_file(dict(tensors), unfinished, metadata={"trl_steady": json.dumps(metadata)})
+        os.replace(unfinished, folder / self.name)
 
     def shapes(self, folder: Path) -> dict[str, Sequence[int]]:
         """Return the shapes of the tensors, without loading them. Raises ValueError if there is no such file."""
