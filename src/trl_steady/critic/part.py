@@ -130,11 +130,12 @@ class CriticPart(ScorerPart):
         plugin = trainer.accelerator.state.fsdp_plugin if trainer.is_fsdp_enabled else None
         is_adapted = isinstance(trainer.accelerator.unwrap_model(trainer.model), PeftModel)
         replays = args.gradient_checkpointing and args.router_replay and (is_adapted or args.ptx_coef)
-        sharded = "DDP (accelerate launch --multi_gpu) or FSDP2 with adapters (peft_config)"
+        ways = "DDP (accelerate launch --multi_gpu), FSDP2 with adapters (peft_config)"
+        sharded = f"{ways}, or ZeRO-2"
         for is_wrong, setting, instead in (
-            (is_zero and args.deepspeed_plugin.zero_stage == 3, "ZeRO-3", sharded),
             # DeepSpeed updates the policy in every step
-            (is_zero and warmup, f"value_warmup_steps={warmup} and DeepSpeed", sharded),
+            (is_zero and warmup, f"value_warmup_steps={warmup} and DeepSpeed", f"{ways}, or no warm-up"),
+            (is_zero and args.deepspeed_plugin.zero_stage == 3, "ZeRO-3", sharded),
             (plugin and not is_adapted, "FSDP without adapters", sharded),
             (plugin and getattr(plugin, "fsdp_version", 1) == 1, "FSDP version 1", sharded),
             # both would recompute layers of the critic or of ptx_dataset as the policy's: with its adapter or routes
