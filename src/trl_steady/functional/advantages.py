@@ -117,7 +117,8 @@ def return_to_go(rewards: Tensor, *, group_size: int, scale: str) -> Tensor:
     with totals: see `docs/step-rewards.md`.
 
     Args:
-        rewards, group_size: As for `process`.
+        rewards: As for `process`.
+        group_size: As for `process`.
         scale: Divisor of the advantages. `"group"`: the largest spread at any step in the group, plus 1e-4.
             `"batch"`: the largest spread at any step in the batch, plus 1e-4. `"none"`: no division.
 
