@@ -77,17 +77,9 @@ KILLS: dict[str, tuple[tuple[str, str, int], int]] = {
 """When, and where the resumed run goes on: 3 is inside a window of the warm-up, 6, 9 and 15 are inside others."""
 
 
-FAST = {("lora", "between two updates of the critic")}
-
-
-@pytest.mark.parametrize(
-    ("kind", "moment"),
-    [
-        pytest.param(kind, moment, marks=[] if (kind, moment) in FAST else SLOW)
-        for kind in resumable.KINDS
-        for moment in KILLS
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", resumable.KINDS)
+@pytest.mark.parametrize("moment", KILLS)
 def test_a_killed_run_ends_as_if_it_had_not_been(
     kind: str, moment: str, models: dict[str, Path], wide: Path, tmp_path: Path, expected: Any
 ) -> None:

@@ -29,6 +29,7 @@ def test_the_values_of_the_chain_are_those_found_by_hand(figure: Any) -> None:
     assert within((figure.CHAIN.values(optimum, optimum) - best).abs(), 1e-12)
 
 
+@pytest.mark.slow
 def test_the_critic_finds_the_values_of_a_policy_that_stays(figure: Any, chain: Any) -> None:
     warm_up = slice(figure.WARM_UP + 1)
     assert bool((chain.policies[warm_up] == chain.policies[0]).all())
@@ -38,6 +39,7 @@ def test_the_critic_finds_the_values_of_a_policy_that_stays(figure: Any, chain: 
     assert bool((last < -1).all())
 
 
+@pytest.mark.slow
 def test_policy_and_critic_find_the_best_of_the_chain(chain: Any) -> None:
     assert within(chain.distances[-1], 0.04) and chain.distances[0] > 0.9
     assert within((chain.values[-1] - chain.known[-1]).abs(), 0.06)

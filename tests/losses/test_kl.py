@@ -18,8 +18,9 @@ def reference(batch: Batch) -> Tensor:
     return batch.logps + 0.4 * noise
 
 
-@pytest.mark.parametrize("training", [True, False])
-@pytest.mark.parametrize("loss_type", NATIVE_LOSS_TYPES)
+@pytest.mark.parametrize(
+    ("loss_type", "training"), [*((loss_type, True) for loss_type in NATIVE_LOSS_TYPES), ("dapo", False)]
+)
 def test_our_kl_equals_trls_at_token_level(evaluate: Evaluate, loss_type: str, training: bool) -> None:
     """Ours is forced by asking for the sampler's log-probs, which are the old ones here."""
     batch = random_batch()

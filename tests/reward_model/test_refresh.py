@@ -109,7 +109,7 @@ def test_a_share_is_replayed_but_no_held_out_answer(
         out |= texts(given["held_out"]) - texts(given["fresh"])
 
 
-@pytest.mark.parametrize("objective", ["pointwise", "pairs"])
+@pytest.mark.parametrize("objective", ["pointwise", pytest.param("pairs", marks=pytest.mark.slow)])
 def test_it_learns_the_rule_and_says_so(objective: str, models: dict[str, Path], tmp_path: Path) -> None:
     refresh = {"epochs": 24, "learning_rate": 3e-2, "label_fn": is_long}
     trainer = refreshed("lora", models["dense"], tmp_path, objective=objective, refresh=refresh)

@@ -87,7 +87,8 @@ def test_the_kl_is_exactly_0_after_a_refresh_with_lora(models: dict[str, Path], 
     assert all(row["kl"] != 0 for row in fixed.state.log_history[4:] if "kl" in row)
 
 
-@pytest.mark.parametrize("kind", [pytest.param("full", marks=pytest.mark.slow), "lora"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full", "lora"])
 def test_a_killed_run_ends_as_if_it_had_not_been(kind: str, models: dict[str, Path], tmp_path: Path) -> None:
     """Killed while it writes checkpoint 9, inside a window with a move of the reference due."""
     model = models["dense" if kind == "full" else "moe"]
