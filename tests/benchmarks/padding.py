@@ -60,12 +60,12 @@ class Rollouts(NamedTuple):
 
     @property
     def padded_width(self) -> int:
-        """Of TRL's batches, which are as wide as the longest prompt and the longest completion of the rollout."""
+        """The width of TRL's batches: the longest prompt and the longest completion of the rollout."""
         return max(map(len, self.prompts)) + max(map(len, self.completions))
 
 
 def rollouts(name: str, options: argparse.Namespace) -> Rollouts:
-    """Of one of the `SETS`, always the same."""
+    """Return the same data of one of the `SETS` each time."""
     count = options.window * options.batch
     groups = count // GROUP
     generator = torch.Generator().manual_seed(0)
@@ -89,7 +89,7 @@ def rollouts(name: str, options: argparse.Namespace) -> Rollouts:
 
 
 def variants(name: str, rollout: Rollouts, options: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """Of our options, in each of the `SETS`. A budget is a third of TRL's micro-batch, padding included."""
+    """Variants of our options, in each of the `SETS`. A budget is a third of TRL's micro-batch, padding included."""
     possible = {"token_budget": options.batch * rollout.padded_width // 3, "share_prompts": True}
     return {variant: {own: value for own, value in possible.items() if own in variant} for variant in VARIANTS[name]}
 

@@ -5,7 +5,7 @@
 Random models in float32 (on CUDA under bf16 autocast) with few layers, so that the head counts: with SmolLM2's
 vocabulary of 49,152 and width of 576, and with Qwen2.5's of 151,936 and 896. A step is the old policy's log-probs of a
 micro-batch, then its forward, loss and backward. Rollouts are the same with and without. Sets are
-"peaked": many of one token, few in the median and some of hundreds. Where sets are missing, TRL's head runs as well.
+"peaked": many of one token, few in the median and some of hundreds. TRL's head also runs if sets are missing.
 With and without take turns, so that a drift of the machine's speed meets both; the ratios are round by round.
 """
 

@@ -1,4 +1,4 @@
-"""What NaN means as a reward, and which kinds of rewards count."""
+"""Rewards: the meaning of NaN, and the kinds that count."""
 
 import warnings
 from pathlib import Path

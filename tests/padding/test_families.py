@@ -103,7 +103,7 @@ def _batch() -> Batch:
 
 
 def _build(name: str, **options: Any) -> PreTrainedModel:
-    """Of another transformers, only a model that works with padding, where no code of ours runs."""
+    """With another transformers, skip all but models that work with padding, where no code of ours runs."""
     try:
         model = families.build(name, **options)
         add_fused_lm_head(model, outputs=("log_probs", "entropy"))

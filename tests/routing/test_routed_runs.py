@@ -73,7 +73,7 @@ def test_evaluation_replays_too_and_leaves_training_alone(models: dict[str, Path
 
 
 class Holed(Random):
-    """Of each sequence's second token, one layer is missing; of a fourth, both."""
+    """One layer is missing for the second token of each sequence, and both are missing for the fourth."""
 
     def tampered(self, routed: Traced) -> Traced:
         routes = super().tampered(routed).values

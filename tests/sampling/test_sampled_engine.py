@@ -95,7 +95,7 @@ def check(trainer: Any, folder: Path, expected: Callable[[Row, int], Sets] = ret
 
 
 def check_ratios(trainer: Any) -> None:
-    """Of the trainer to the engine, of each token: an engine that scores as it samples is the policy itself."""
+    """The ratio of trainer to engine, token by token. An engine that scores as it samples is the policy itself."""
     for update in trainer.updates:
         ratio = update.inputs["importance_sampling_ratio"][update.inputs["completion_mask"].bool()]
         torch.testing.assert_close(ratio, torch.ones_like(ratio), **CLOSE)

@@ -35,7 +35,7 @@ class Capture(NamedTuple):
     field: str
     """Field of a completion that holds the data."""
     remedy: str
-    """What to do if vLLM returns no data, as a sentence."""
+    """A sentence that says what to do if vLLM returns no data."""
     compact: Callable[[Any], Any] = lambda value: value
     """Makes a completion's data smaller before they are kept and sent to other processes."""
     needs_tokens_endpoint: bool = False
