@@ -14,8 +14,11 @@ from tests.distributed import processes
 from tests.distributed.test_two_processes import check_close
 from tests.reward_model import test_checkpoints
 from tests.tools import resumable, rewarding, sharded, tiny
+from trl_steady.host.names import overridden
 from trl_steady.reference.part import ReferencePart
+from trl_steady.reward_model import callback
 from trl_steady.reward_model.part import RewardModelPart
+from trl_steady.reward_model.training import measure
 
 GLOBAL_BATCH = 8
 RUNS: dict[str, dict[str, Any]] = {
@@ -186,3 +189,38 @@ def test_two_machines_without_a_common_disk_resume_too(together: Any) -> None:
     for process in ends:
         assert resumable.differences(process["whole"], process["second"]) == []
     assert resumable.differences(ends[0]["whole"], ends[1]["whole"]) == []
+
+
+def uneven(rank: int, *, model: Path, output: Path) -> None:
+    """Retrain the reward model on 8 answers of which one has no verdict, with a budget of tokens for a pass."""
+    sharded.enable("DDP")
+    PartialState(cpu=True)
+    asked, measured = [], []
+
+    def label(prompts: list[str], completions: list[str], **columns: Any) -> list[bool | None]:
+        asked.append(len(completions))
+        is_unknown = rank == 1 and len(asked) == 1
+        return [None if is_unknown and i == 0 else i % 2 == 0 for i in range(len(completions))]
+
+    def noted(part: RewardModelPart, examples: Any) -> dict[str, float]:
+        measured.append(len(examples))
+        return measure(part, examples)
+
+    options = {"per_device_train_batch_size": 1, "num_generations": 2, "steps_per_generation": 2, "max_steps": 5}
+    trainer = rewarding.refreshed("lora", model, output, refresh={"label_fn": label}, token_budget=16, **options)
+    rewarding.stir(trainer)
+    with overridden(callback, {"measure": noted}):
+        trainer.train()
+    found = {"measured": measured, "reward model": resumable.of_reward_model(trainer.part(RewardModelPart))}
+    torch.save(found, _file(output, "uneven", rank))
+
+
+def test_a_process_with_fewer_examples_measures_in_as_many_passes(models: dict[str, Path], tmp_path: Path) -> None:
+    """A pass exchanges the lengths of its sequences, so that a pass of one process alone would never end."""
+    processes.run(functools.partial(uneven, model=models["dense"], output=tmp_path), tmp_path, seconds=120)
+    one, other = (torch.load(_file(tmp_path, "uneven", rank)) for rank in range(2))
+    assert resumable.differences(one, other) == []
+    old_and_new = one["measured"]  # sets of fresh, replayed and held-out examples, measured before and after
+    assert len(old_and_new) == 6 and sum(old_and_new) == 2 * 7  # one set is odd, and one process has one more of it
+    ((step, *_, old, new),) = one["reward model"]["refreshes"]
+    assert step == 4 and old is not None and new is not None

@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -15,7 +14,7 @@ from torch import Tensor
 
 from trl_steady.adapters.base import Base
 from trl_steady.adapters.merging import merged_weights
-from trl_steady.adapters.precision import keep_gradients_on_cpu, keep_in_float32, warn_if_steps_round_away
+from trl_steady.adapters.precision import keep_gradients_on_cpu, keep_in_float32, lost_to_rounding
 from trl_steady.adapters.sending import LoraSync
 from trl_steady.adapters.serving import needs_adapter
 from trl_steady.host.engine import NamedWeights, push, whole
@@ -51,7 +50,8 @@ class AdapterPart(Part):
                 "is_trainable=True."
             )
         keep_gradients_on_cpu(model)
-        warn_if_steps_round_away(model, args.learning_rate)
+        if message := lost_to_rounding(model, args.learning_rate):
+            self.warn(message)
         if isinstance(model, PeftModel):
             self._check_base(model)
         elif trainer.use_vllm and args.vllm_adapter_sync:
@@ -86,9 +86,7 @@ class AdapterPart(Part):
                 except ValueError as error:
                     if is_quantised:
                         raise
-                    warnings.warn(
-                        f"each push to vLLM changes the policy's base by rounding: {error}", UserWarning, stacklevel=2
-                    )
+                    self.warn(f"each push to vLLM changes the policy's base by rounding: {error}")
                 else:
                     yield from weights
                     return
@@ -106,9 +104,7 @@ class AdapterPart(Part):
         instead = "list their modules in modules_to_save of peft_config"
         if getattr(model.active_peft_config, "bias", "none") == "none" or not all(n.endswith("bias") for n in trained):
             raise ValueError(f"{what}, and PEFT does not save them. Freeze them, or {instead}.")
-        warnings.warn(
-            f"{what}. A reference on this base changes with them. To avoid this, {instead}.", UserWarning, stacklevel=2
-        )
+        self.warn(f"{what}. A reference on this base changes with them. To avoid this, {instead}.")
 
     def beginning(self) -> None:
         """Let the engine get the policy, because the steps of a training count from 0 again."""

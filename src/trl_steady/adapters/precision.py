@@ -1,6 +1,5 @@
 """Keep the gradients of a quantised policy, and the precision that its adapters need at small learning rates."""
 
-import warnings
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
@@ -30,23 +29,22 @@ def keep_in_float32(
             parameter.data = before.get(name, parameter.data).to(parameter.device, torch.float32)
 
 
-def warn_if_steps_round_away(model: torch.nn.Module, learning_rate: float) -> None:
-    """Warn if a step of the size of the learning rate, as in Adam, changes less than half of a bf16 adapter.
+def lost_to_rounding(model: torch.nn.Module, learning_rate: float) -> str | None:
+    """Return a warning if a step of the size of the learning rate, as in Adam, changes less than half of an adapter.
 
-    Entries that are 0 are left out, because any step changes them.
+    Only bf16 adapters are looked at. Entries that are 0 are left out, because any step changes them.
     """
     if not isinstance(model, PeftModel) or learning_rate == 0:
-        return
+        return None
     trained = [p.detach() for p in model.parameters() if p.requires_grad and p.dtype == torch.bfloat16]
     lost = sum(int(((p + learning_rate == p) & (p != 0)).sum()) for p in trained)
     entries = sum(int((p != 0).sum()) for p in trained)
-    if lost > entries / 2:
-        warnings.warn(
-            f"a step of learning_rate={learning_rate:g} is lost to rounding on {lost / entries:.1%} of the adapter's "
-            "non-zero entries, which are bf16. Set adapter_dtype='float32'.",
-            UserWarning,
-            stacklevel=4,
-        )
+    if lost <= entries / 2:
+        return None
+    return (
+        f"a step of learning_rate={learning_rate:g} is lost to rounding on {lost / entries:.1%} of the adapter's "
+        "non-zero entries, which are bf16. Set adapter_dtype='float32'."
+    )
 
 
 def keep_gradients_on_cpu(model: torch.nn.Module) -> None:

@@ -4,6 +4,7 @@ This file knows what TRL makes public. It names nothing that is private to TRL.
 """
 
 import contextlib
+import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field
@@ -193,6 +194,13 @@ class Part:
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer: Trainer = trainer
+        self.notes: list[str] = []
+        """Warnings that this part has given, for the report of the run."""
+
+    def warn(self, message: str) -> None:
+        """Give a warning, and keep it for the report."""
+        self.notes.append(message)
+        warnings.warn(message, UserWarning, stacklevel=3)
 
     # construction
 

@@ -18,6 +18,8 @@ usage: trl-steady COMMAND ...
   grpo [ARGUMENTS] [LAUNCH OPTIONS]           run `trl grpo` with trl-steady's trainer and options
   rloo [ARGUMENTS] [LAUNCH OPTIONS]           the same for `trl rloo`
   ppo [ARGUMENTS] [LAUNCH OPTIONS]            run `trl grpo` with trl-steady's PPO trainer and options
+  report PATH ... [--json] [--fail-on LEVEL] [--watch]
+                                              say what is wrong with a run, from its log; also for runs of plain TRL
   methods                                     list the methods that trl-steady adds, with settings, papers and docs
   env                                         list versions and devices, for bug reports
 
@@ -39,8 +41,9 @@ class _Refused(Exception):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, by default that of this process, and return the exit status."""
     command, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    of_trl = command in ("grpo", "rloo", "ppo")  # these have a help of their own
-    if not of_trl and {"-h", "--help"} & {command, *rest[:1]}:
+    of_trl = command in ("grpo", "rloo", "ppo")
+    has_help = of_trl or command == "report"
+    if not has_help and {"-h", "--help"} & {command, *rest[:1]}:
         print(_HELP)
         return 0
     try:
@@ -48,6 +51,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
             return trls(command, rest)
         if command == "run":
             return run(rest)
+        if command == "report":
+            from trl_steady.report.command import report
+
+            return report(rest, _refuse)
         if command not in _TABLES or rest:
             raise _Refused(f"no command {' '.join([command, *rest])!r}. trl-steady --help lists the commands.")
     except _Refused as refused:

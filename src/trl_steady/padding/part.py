@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import itertools
-import warnings
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -62,9 +61,7 @@ class PaddingPart(Part):
         if why_not:
             is_whole = self.why_padded or model_traits.width_limit == 0
             what = "does nothing" if is_whole else "only cuts columns that are padding in every row"
-            warnings.warn(
-                f"trim_padding=True {what}: {why_not}. Set trim_padding=False to keep the padding.", stacklevel=2
-            )
+            self.warn(f"trim_padding=True {what}: {why_not}. Set trim_padding=False to keep the padding.")
 
     def _why_not_regrouped(self) -> str | None:
         trainer = self.trainer

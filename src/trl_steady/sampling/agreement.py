@@ -4,7 +4,6 @@
 # annotations of torch and accelerate are partial
 
 import contextlib
-import warnings
 from collections.abc import Generator, Mapping
 from typing import Any, cast
 
@@ -81,7 +80,7 @@ class EngineCheckPart(Part):
     def _skip(self, why: str) -> None:
         if self.trainer.accelerator.is_main_process:
             option = f"engine_check={self.trainer.args.engine_check}"
-            warnings.warn(f"{option} cannot act: {why}. Change that, or set engine_check=None.", stacklevel=2)
+            self.warn(f"{option} cannot act: {why}. Change that, or set engine_check=None.")
 
 
 def disagreement(logps: Tensor, sampler_logps: Tensor, is_sampled: Tensor) -> Tensor:

@@ -5,7 +5,6 @@
 
 import contextlib
 import itertools
-import warnings
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, cast
 
@@ -63,11 +62,10 @@ class SamplingPart(Part):
         trainer, args, model = self.trainer, self.trainer.args, self.trainer.model
         if not args.keep_sampling_mask:
             if args.truncations and trainer.accelerator.is_main_process:
-                warnings.warn(
+                self.warn(
                     f"sampling leaves tokens out ({', '.join(args.truncations)}), and log-probs are of the whole "
                     "vocabulary. Updates train another distribution than the sampled one. Set "
-                    "keep_sampling_mask=True, or sample from the whole vocabulary.",
-                    stacklevel=2,
+                    "keep_sampling_mask=True, or sample from the whole vocabulary."
                 )
             return
         learns_prompts = isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
@@ -131,10 +129,9 @@ class SamplingPart(Part):
         may_warn = not self._has_warned and self.trainer.accelerator.is_main_process
         if without and self.trainer.args.truncations and may_warn:
             self._has_warned = True
-            warnings.warn(
+            self.warn(
                 f"{without} of {len(counts)} tokens were sampled among more than {MAX_KEPT} tokens or among all. "
-                "Their log-probs are of the whole vocabulary. Set top_k to bound the number of kept tokens.",
-                stacklevel=2,
+                "Their log-probs are of the whole vocabulary. Set top_k to bound the number of kept tokens."
             )
         return {_COLUMN: kept.of_samples(width)}
 

@@ -1,5 +1,6 @@
 """Reports of every trainer: which methods are on, and whether they act."""
 
+import json
 import warnings
 from importlib.metadata import version
 from pathlib import Path
@@ -13,6 +14,7 @@ from trl_steady.config.shared import SharedOptions
 from trl_steady.host.names import is_before_generation
 from trl_steady.host.part import Part, Trainer
 from trl_steady.host.reached import OF_ROLLOUTS, overrides
+from trl_steady.report.history import RUN_FILE
 
 
 class ReportPart(Part):
@@ -43,6 +45,14 @@ class ReportPart(Part):
         """Check the last step, unless that has been done."""
         if self._has_generated:
             self._check()
+
+    def save(self, checkpoint: Path) -> None:
+        """Save the config and the warnings of the run, for `trl-steady report`."""
+        trainer = self.trainer
+        if trainer.accelerator.is_main_process:
+            notes = [*trainer.args.cannot_act, *(note for part in trainer.parts for note in part.notes)]
+            run = {"settings": trainer.args.to_dict(), "notes": notes}
+            (checkpoint / RUN_FILE).write_text(json.dumps(run, default=str))
 
     def _check(self) -> None:
         """Raise if an option had no effect; warn if the option is on by default.

@@ -1,0 +1,97 @@
+"""Diagnose the runs of the recipe `stress`, and write the table of docs/report.md.
+
+python docs/figures/symptoms.py
+
+The results hold figures of each rollout, not logs. They get the names of the log's metrics here.
+"""
+
+import json
+import re
+from collections import Counter
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from trl_steady.report import History, diagnose
+
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs/report.md"
+NAMES = {"ess": "mismatch/effective_sample_size", "changed": "routing/changed"}
+"""ESS is that of answers here, and that of tokens in a log. It is lower."""
+LENGTH = 11  # tokens of nearly all answers
+LOGGED = ("reward", "grad_norm", "clip_ratio/region_mean", "kl", "ratio/sequence_max", "sampling_mask/kept_mass")
+
+
+def lower_end(losses: np.ndarray) -> float:
+    """Return the lower end of the 95 % bootstrap interval, as `recipes/stress/experiment.py` computes it."""
+    picks = np.random.default_rng(0).integers(0, len(losses), (10_000, len(losses)))
+    return float(np.percentile(losses[picks].mean(axis=1), 2.5))
+
+
+def history(figures: Mapping[str, Any], options: Mapping[str, Any]) -> History:
+    """Return the log of a run, with a row for each rollout and for each check of the held-out problems."""
+    steps = max(map(int, figures["accuracy"]))
+    rows: list[dict[str, Any]] = []
+    for name in (*LOGGED, *NAMES):
+        values = figures.get(name, [])
+        every = steps / max(len(values), 1)
+        rows += [{"step": round((i + 1) * every), NAMES.get(name, name): value} for i, value in enumerate(values)]
+    rows += [{"step": int(step), "eval_reward": share} for step, share in figures["accuracy"].items()]
+    rows += [{"step": step, "completions/mean_length": LENGTH} for step in (0, steps)]
+    return History(sorted(rows, key=lambda row: row["step"]), {"settings": dict(options)})
+
+
+def arms(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
+    """Return for each arm of an experiment how it ends beside the control, and what is named on how many seeds."""
+    experiment, runs = results["settings"], results["runs"]
+    worse = 1 if experiment.get("figure") == "distance" else -1
+    checked = experiment.get("figure", "accuracy")
+    ends = {
+        arm: {seed: np.mean([*figures[checked].values()][-3:]) for seed, figures in seeds.items()}
+        for arm, seeds in runs.items()
+    }
+    control, found = experiment["control"], {}
+    for arm, seeds in runs.items():
+        losses = np.array([worse * (end - ends[control][seed]) for seed, end in ends[arm].items()])
+        own = experiment["arms"][arm]
+        options = {**experiment["options"], **own.get("options", {})}
+        named: Counter[str] = Counter()
+        for figures in seeds.values():
+            findings = diagnose(history(figures, options))[0]
+            named.update(finding.symptom.name for finding in findings)
+        # as `failure` in the YAML files: the 95 % interval of the paired difference excludes 0
+        fails = arm != control and lower_end(losses) > 0
+        found[arm] = {"fails": fails, "below": int((losses > 0).sum()), "seeds": len(seeds), "named": named}
+    return found
+
+
+def table(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
+    """Return a Markdown table with a row for each arm, and the counts below it."""
+    lines = ["| experiment | arm | seeds below the control | fails | named, on how many seeds |", "|---" * 5 + "|"]
+    counts = Counter({"failing": 0, "named": 0, "others": 0, "silent": 0})
+    for experiment, of in found.items():
+        for arm, row in of.items():
+            names = ", ".join(f"`{name}` {count}" for name, count in row["named"].most_common())
+            most = max(row["named"].values(), default=0) > row["seeds"] / 2
+            counts.update({"failing": row["fails"], "named": row["fails"] and most})
+            counts.update({"others": not row["fails"], "silent": not row["fails"] and not row["named"]})
+            below = f"{row['below']} of {row['seeds']}"
+            lines.append(f"| {experiment} | {arm} | {below} | {'yes' if row['fails'] else ''} | {names} |")
+    said = f"A symptom is named on most seeds in {counts['named']} of {counts['failing']} failing arms."
+    return f"{said} {counts['silent']} of the {counts['others']} other arms are silent.\n\n" + "\n".join(lines)
+
+
+def main() -> None:
+    """Write the table."""
+    files = sorted((ROOT / "recipes/stress/results").glob("*.json"))
+    text = table({file.stem: arms(json.loads(file.read_text())) for file in files})
+    begin, end = "<!-- stress -->", "<!-- /stress -->"
+    page = PAGE.read_text()
+    PAGE.write_text(re.sub(f"{begin}.*?{end}", lambda _: f"{begin}\n{text}\n{end}", page, flags=re.DOTALL))
+    print(text)
+
+
+if __name__ == "__main__":
+    main()

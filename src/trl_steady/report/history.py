@@ -1,0 +1,123 @@
+"""The log of a run as series of numbers. This file knows how transformers stores a log, and TRL's names of metrics."""
+
+import json
+import math
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from types import NoneType
+from typing import Any, NamedTuple
+
+import numpy as np
+
+RUN_FILE = "steady.json"
+"""File of a checkpoint with the settings of the run and its warnings."""
+_STATE = "trainer_state.json"
+# what TRL's experimental PPO trainer calls a metric -> its name in the other trainers
+_ALIASES = {
+    "objective/scores": "reward",
+    "objective/entropy": "entropy",
+    "policy/clipfrac_avg": "clip_ratio/region_mean",
+    "loss/value_avg": "value/loss",
+    "eval_objective/scores": "eval_reward",
+}
+
+
+class Series(NamedTuple):
+    """The values of one metric over a run."""
+
+    steps: np.ndarray
+    """(n,) optimizer steps, which do not fall."""
+    values: np.ndarray
+    """(n,) float64, with NaN and infinity where the run logged them."""
+
+    @property
+    def finite(self) -> "Series":
+        """The values that are numbers."""
+        keep = np.isfinite(self.values)
+        return Series(self.steps[keep], self.values[keep])
+
+
+class History:
+    """What a run has logged.
+
+    Args:
+        rows: The rows of the log, in the order in which they were written. Where a resumed run has logged steps again,
+            the later rows count.
+        run: Contents of `steady.json`: "settings" is the config, "notes" are warnings. Empty for a run of plain TRL.
+        name: Name of the run in messages and legends.
+    """
+
+    def __init__(
+        self, rows: Sequence[Mapping[str, Any]], run: Mapping[str, Any] | None = None, name: str = ""
+    ) -> None:
+        self.run, self.name = dict(run or {}), name
+        kept: list[Mapping[str, Any]] = []
+        for row in rows:
+            step = row.get("step")
+            if not isinstance(step, (int, float)) or step != step:
+                continue
+            if kept and kept[-1]["step"] > step:  # a resumed run
+                while kept and kept[-1]["step"] >= step:
+                    kept.pop()
+            kept.append(row)
+        columns: defaultdict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
+        for row in kept:
+            for key, value in row.items():
+                if key != "step" and isinstance(value, (int, float, NoneType)) and not isinstance(value, bool):
+                    steps, values = columns[_ALIASES.get(key, key)]
+                    steps.append(row["step"])
+                    values.append(math.nan if value is None else value)  # TRL logs NaN as None
+        self._series = {
+            key: Series(np.asarray(steps, np.int64), np.asarray(values, np.float64))
+            for key, (steps, values) in columns.items()
+        }
+        self.last_step = int(kept[-1]["step"]) if kept else 0
+
+    @classmethod
+    def read(cls, path: str | Path) -> "History":
+        """Read an output folder, a checkpoint, or a file with a log.
+
+        A file is a `trainer_state.json`, or JSON with the rows under "history" as recipes write it.
+
+        Raises:
+            ValueError: There is no log. The message says where it was looked for.
+        """
+        path = Path(path)
+        file = path if path.is_file() else _newest_state(path)
+        if file is None:
+            raise ValueError(
+                f"{path} has no {_STATE} and no checkpoint with one. Give an output folder, a checkpoint, or the file."
+            )
+        try:
+            state = json.loads(file.read_text())
+            rows = state["log_history"] if "log_history" in state else state["history"]
+        except (ValueError, TypeError, KeyError) as error:
+            raise ValueError(f"{file} is no log of a run: it has no rows under 'log_history' ({error}).") from None
+        return cls(rows, _run_of(file), path.resolve().name if path.is_dir() else path.stem)
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The config of the run; empty if it is not known."""
+        return self.run.get("settings", {})
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """Names of the metrics."""
+        return frozenset(self._series)
+
+    def __getitem__(self, key: str) -> Series:
+        """Return the values of a metric that the run has logged."""
+        return self._series[key]
+
+
+def _newest_state(folder: Path) -> Path | None:
+    files = [folder / _STATE, *folder.glob(f"checkpoint-*/{_STATE}")]
+    found = [file for file in files if file.is_file()]
+    return max(found, key=lambda file: json.loads(file.read_text()).get("global_step", 0), default=None)
+
+
+def _run_of(file: Path) -> Mapping[str, Any] | None:
+    """Return the contents of `steady.json` beside a log."""
+    run = file.parent / RUN_FILE
+    return json.loads(run.read_text()) if run.is_file() else None

@@ -1,0 +1,67 @@
+"""Real runs that train nothing, of TRL's trainers and ours, and what the report says of them."""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.tools import tiny
+from trl_steady.report import History, diagnose
+
+
+def constant(completions: list[Any], **_: Any) -> list[float]:
+    return [0.5] * len(completions)
+
+
+def nothing(completions: list[Any], **_: Any) -> list[None]:
+    return [None] * len(completions)
+
+
+# the options, and the symptoms of which one must be named
+DEAD: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "learning rate 5": ({"learning_rate": 5.0, "max_grad_norm": math.inf}, {"entropy-collapses", "gradient-zero"}),
+    "constant reward": ({"build": {"reward_funcs": constant}}, {"reward-constant", "gradient-zero"}),
+    "no reward": ({"build": {"reward_funcs": nothing}}, {"reward-missing"}),
+}
+
+
+def named(folder: Path) -> dict[str, int]:
+    return {finding.symptom.name: finding.since for finding in diagnose(History.read(folder))[0]}
+
+
+@pytest.mark.parametrize("ours", [False, True], ids=["trl", "ours"])
+@pytest.mark.parametrize("name", DEAD)
+def test_a_dead_run_is_named(models: dict[str, Path], tmp_path: Path, name: str, ours: bool) -> None:
+    options, expected = DEAD[name]
+    steps = {"max_steps": 48, "save_strategy": "steps", "save_steps": 48}
+    tiny.train(tiny.trainer(models["dense"], tmp_path, ours=ours, **steps, **options))
+    found = named(tmp_path)
+    assert expected & found.keys(), found
+    assert min(found[symptom] for symptom in expected & found.keys()) <= 24  # the first half
+
+
+@pytest.mark.parametrize("method", ["GRPO", "RLOO"])
+def test_a_log_of_trls_trainer_is_read(models: dict[str, Path], tmp_path: Path, method: str) -> None:
+    steps = {"max_steps": 4, "save_strategy": "steps", "save_steps": 4}
+    trained = tiny.train(tiny.trainer(models["dense"], tmp_path, ours=False, method=method, **steps))
+    history = History.read(tmp_path)
+    assert history.last_step == 4 and {"reward", "entropy", "grad_norm"} <= history.keys
+    logged = [row["reward"] for row in trained.state.log_history if "reward" in row]
+    assert history["reward"].values.tolist() == logged
+    _, skipped = diagnose(history)
+    assert "engine-differs" in [each.symptom.name for each in skipped]
+
+
+def test_a_checkpoint_has_the_settings_and_the_warnings_of_its_run(models: dict[str, Path], tmp_path: Path) -> None:
+    steps = {"max_steps": 4, "save_strategy": "steps", "save_steps": 4, "num_iterations": 2}
+    model = models["dense"]
+    with pytest.warns(UserWarning, match="sampling leaves tokens out"):
+        trained = tiny.trainer(model, tmp_path, **steps, top_p=0.5, ref_model_sync_kl=0.1)
+    tiny.train(trained)
+    history = History.read(tmp_path)
+    assert history.settings["num_iterations"] == 2 and history.settings["top_p"] == 0.5
+    notes = history.run["notes"]
+    assert [note for note in notes if note.startswith("ref_model_sync_kl=0.1 cannot act")]
+    assert [note for note in notes if note.startswith("sampling leaves tokens out")]
+    assert "option-idle" in named(tmp_path)
