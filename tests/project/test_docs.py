@@ -109,7 +109,7 @@ def test_trl_lacks_what_the_readme_says_it_lacks() -> None:
 def test_the_launchers_page_has_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
     commands = set(re.findall(r"^  (\w+) ", capsys.readouterr().out, flags=re.MULTILINE))
-    assert commands == {"run", "grpo", "rloo", "ppo", "methods", "env"}
+    assert commands == {"run", "grpo", "rloo", "ppo", "report", "methods", "env"}
     for command in commands:
         assert f"| `trl-steady {command}" in DOCS["docs/launcher.md"]
 

@@ -52,7 +52,7 @@ class ReportPart(Part):
         if trainer.accelerator.is_main_process:
             notes = [*trainer.args.cannot_act, *(note for part in trainer.parts for note in part.notes)]
             run = {"settings": trainer.args.to_dict(), "notes": notes}
-            (checkpoint / RUN_FILE).write_text(json.dumps(run, default=str))
+            (checkpoint / RUN_FILE).write_text(json.dumps(run, default=str, skipkeys=True))
 
     def _check(self) -> None:
         """Raise if an option had no effect; warn if the option is on by default.
