@@ -7,6 +7,7 @@ The results hold figures of each rollout, not logs. They get the names of the lo
 
 import json
 import re
+import sys
 from collections import Counter
 from collections.abc import Mapping
 from pathlib import Path
@@ -14,6 +15,9 @@ from typing import Any
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
+
+from stress.experiment import endpoint, interval
 from trl_steady.report import History, diagnose
 
 ROOT = Path(__file__).parents[2]
@@ -22,12 +26,6 @@ NAMES = {"ess": "mismatch/effective_sample_size", "changed": "routing/changed"}
 """ESS is that of answers here, and that of tokens in a log. It is lower."""
 LENGTH = 11  # tokens of nearly all answers
 LOGGED = ("reward", "grad_norm", "clip_ratio/region_mean", "kl", "ratio/sequence_max", "sampling_mask/kept_mass")
-
-
-def lower_end(losses: np.ndarray) -> float:
-    """Return the lower end of the 95 % bootstrap interval, as `recipes/stress/experiment.py` computes it."""
-    picks = np.random.default_rng(0).integers(0, len(losses), (10_000, len(losses)))
-    return float(np.percentile(losses[picks].mean(axis=1), 2.5))
 
 
 def history(figures: Mapping[str, Any], options: Mapping[str, Any]) -> History:
@@ -47,11 +45,7 @@ def arms(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return for each arm of an experiment how it ends beside the control, and what is named on how many seeds."""
     experiment, runs = results["settings"], results["runs"]
     worse = 1 if experiment.get("figure") == "distance" else -1
-    checked = experiment.get("figure", "accuracy")
-    ends = {
-        arm: {seed: np.mean([*figures[checked].values()][-3:]) for seed, figures in seeds.items()}
-        for arm, seeds in runs.items()
-    }
+    ends = {arm: {seed: endpoint(experiment, run) for seed, run in seeds.items()} for arm, seeds in runs.items()}
     control, found = experiment["control"], {}
     for arm, seeds in runs.items():
         losses = np.array([worse * (end - ends[control][seed]) for seed, end in ends[arm].items()])
@@ -62,7 +56,7 @@ def arms(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             findings = diagnose(history(figures, options))[0]
             named.update(finding.symptom.name for finding in findings)
         # as `failure` in the YAML files: the 95 % interval of the paired difference excludes 0
-        fails = arm != control and lower_end(losses) > 0
+        fails = arm != control and interval(losses)[0] > 0
         found[arm] = {"fails": fails, "below": int((losses > 0).sum()), "seeds": len(seeds), "named": named}
     return found
 

@@ -27,7 +27,6 @@ SETTINGS: Mapping[str, Any] = {
     "keep_sampling_mask": True,
     "off_policy_mask_threshold": 0.3,
     "router_replay": "R3",
-    "trim_padding": False,
 }
 
 
@@ -68,8 +67,6 @@ def healthy(seed: int, steps: int = 400) -> list[dict[str, float]]:
             "sampling_mask/kept_mass": 0.975 - 0.002 * update,
             "sampling_mask/fallback": 0.0,
         }
-        row |= {"time/generation": noisy(6, 0.1) if update == 0 else 0.0, "time/update": noisy(2, 0.05)}
-        row |= {"time/rewards": 0.1, "time/scoring": 0.4, "time/sync": 0.2, "padding/share": share(0.2)}
         row |= {"ref/refreshes": i // 64}
         if i and i % 64 == 0:
             row |= {"ref/refresh_step": i, "ref/refresh_kl": noisy(0.05, 0.2), "ref/refresh_by_kl": 0.0}
@@ -93,7 +90,7 @@ def history(
 ) -> History:
     """Return the history of a run with the usual settings. PPO's metric is left out, because groups need GRPO."""
     kept = [{key: value for key, value in row.items() if key not in without} for row in rows]
-    return History(kept, {"settings": {**SETTINGS, **run.pop("settings", {})}, **run})
+    return History(kept, {"notes": [], "settings": {**SETTINGS, **run.pop("settings", {})}, **run})
 
 
 def recorded(root: Path) -> dict[str, History]:

@@ -9,7 +9,7 @@ import pytest
 
 from tests.report.runs import healthy
 from trl_steady.launcher import cli
-from trl_steady.report import command
+from trl_steady.report import command, diagnose
 from trl_steady.report.history import History
 
 
@@ -61,20 +61,19 @@ def test_a_log_with_symptoms_fails_on_their_level(tmp_path: Path, capsys: pytest
 
 def test_a_healthy_log_does_not_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["report", str(write(tmp_path / "out", healthy(0))), "--fail-on", "warning"]) == 0
-    assert "no symptom" in capsys.readouterr().out
+    assert "symptoms: 0" in capsys.readouterr().out
 
 
 def test_a_watched_run_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = write(tmp_path / "out", rows(3))
     shown: list[int] = []
-    waits = iter([2, 5, 0])  # steps that the run has logged more after each wait
+    waits = iter([2, -1, 5, 0])  # steps that the run has logged more after each wait; -1: a file is half written
 
     def wait(_: float) -> None:
         if (more := next(waits)) == 0:
             raise KeyboardInterrupt
-        state = json.loads((folder / "trainer_state.json").read_text())
-        logged = rows(len(state["log_history"]) + more)
-        (folder / "trainer_state.json").write_text(json.dumps({"global_step": 1, "log_history": logged}))
+        text = json.dumps({"global_step": 1, "log_history": rows((shown or [3])[-1] + more)})
+        (folder / "trainer_state.json").write_text("{" if more < 0 else text)
 
     def diagnose(run: History) -> tuple[list[Any], list[Any]]:
         shown.append(run.last_step)
@@ -104,3 +103,14 @@ def test_what_is_no_log_is_refused(
         (tmp_path / "state.json").write_text(content)
     assert cli.main(["report", str(tmp_path if content is None else tmp_path / "state.json")]) == 2
     assert words in capsys.readouterr().err
+
+
+def test_the_worst_symptom_comes_first_and_a_warning_is_not_critical(tmp_path: Path) -> None:
+    cut_off = {"completions/clipped_ratio": 1.0, "reward": 0.5}
+    warned = write(tmp_path / "warned", [{**row, "reward": row["step"] / 40} for row in rows(40, **cut_off)])
+    findings, _ = diagnose(History.read(warned))
+    assert [finding.symptom.name for finding in findings] == ["answers-cut-off"]
+    assert cli.main(["report", str(warned), "--fail-on", "critical"]) == 0
+    both = [{**row, "dropped/veto": float(row["step"] > 30)} for row in rows(40, **cut_off)]
+    levels = [finding.symptom.level for finding in diagnose(History(both))[0]]
+    assert levels == sorted(levels) and {*levels} == {"critical", "warning"}  # "critical" is before "warning"

@@ -2,11 +2,13 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from tests.tools import tiny
+from trl_steady.host.part import Part
 from trl_steady.report import History, diagnose
 
 
@@ -57,11 +59,22 @@ def test_a_checkpoint_has_the_settings_and_the_warnings_of_its_run(models: dict[
     steps = {"max_steps": 4, "save_strategy": "steps", "save_steps": 4, "num_iterations": 2}
     model = models["dense"]
     with pytest.warns(UserWarning, match="sampling leaves tokens out"):
-        trained = tiny.trainer(model, tmp_path, **steps, top_p=0.5, ref_model_sync_kl=0.1)
+        trained = tiny.trainer(
+            model, tmp_path, **steps, top_p=0.5, ref_model_sync_kl=0.1, generation_kwargs={"do_sample": True}
+        )
     tiny.train(trained)
     history = History.read(tmp_path)
     assert history.settings["num_iterations"] == 2 and history.settings["top_p"] == 0.5
+    assert not [name for name, value in history.settings.items() if isinstance(value, dict)]
     notes = history.run["notes"]
     assert [note for note in notes if note.startswith("ref_model_sync_kl=0.1 cannot act")]
     assert [note for note in notes if note.startswith("sampling leaves tokens out")]
     assert "option-idle" in named(tmp_path)
+
+
+def test_a_warning_that_each_push_to_an_engine_gives_is_noted_once() -> None:
+    part = Part(SimpleNamespace())
+    with pytest.warns(UserWarning, match="rounding"):
+        for _ in range(3):
+            part.warn("each push changes the base by rounding")
+    assert part.notes == ["each push changes the base by rounding"]

@@ -198,8 +198,9 @@ class Part:
         """Warnings that this part has given, for the report of the run."""
 
     def warn(self, message: str) -> None:
-        """Give a warning, and keep it for the report."""
-        self.notes.append(message)
+        """Give a warning, and keep it for the report, once."""
+        if message not in self.notes:  # some are given at each push to an engine
+            self.notes.append(message)
         warnings.warn(message, UserWarning, stacklevel=3)
 
     # construction

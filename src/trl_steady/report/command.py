@@ -1,6 +1,7 @@
 """The command `trl-steady report`."""
 
 import argparse
+import contextlib
 import json
 import time
 from collections.abc import Callable, Sequence
@@ -38,9 +39,11 @@ def report(arguments: Sequence[str], refuse: Callable[[str], NoReturn]) -> int:
         if not asked.watch:
             levels = {finding.symptom.level for findings, _ in found.values() for finding in findings}
             return int(asked.fail_on is not None and not levels.isdisjoint(_LEVELS[asked.fail_on]))
-        last_steps = [run.last_step for run in runs.values()]
-        while [run.last_step for run in _read(asked.path, refuse).values()] == last_steps:
+        shown = last_steps = [run.last_step for run in runs.values()]
+        while last_steps == shown:
             time.sleep(_WAIT)
+            with contextlib.suppress(OSError, ValueError):  # a checkpoint that is being written or deleted
+                last_steps = [History.read(path).last_step for path in asked.path]
 
 
 def _read(paths: Sequence[str], refuse: Callable[[str], NoReturn]) -> dict[str, History]:
@@ -52,8 +55,7 @@ def _read(paths: Sequence[str], refuse: Callable[[str], NoReturn]) -> dict[str, 
 
 def verdict(findings: Sequence[Finding], skipped: Sequence[Skipped]) -> str:
     """Return what a run shows: a line for each symptom, and which symptoms its log cannot show."""
-    lines = [f"{len(findings)} symptoms" if len(findings) != 1 else "1 symptom"] if findings else ["no symptom"]
-    lines += [f"  {finding}" for finding in findings]
+    lines = [f"symptoms: {len(findings)}", *(f"  {finding}" for finding in findings)]
     if skipped:
         lines.append(f"  not in the log: {', '.join(each.symptom.name for each in skipped)}")
     return "\n".join(lines)

@@ -1,6 +1,5 @@
 """The diagnosis of a run: which symptoms its log shows, since when, and what to do."""
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 from trl_steady.report.history import History
@@ -31,11 +30,11 @@ class Skipped(NamedTuple):
     """Metrics and settings that are not in the log."""
 
 
-def diagnose(history: History, symptoms: Sequence[Symptom] = SYMPTOMS) -> tuple[list[Finding], list[Skipped]]:
+def diagnose(history: History) -> tuple[list[Finding], list[Skipped]]:
     """Return what a run shows, the worst and surest first, and which symptoms its log cannot show."""
     findings: list[Finding] = []
     skipped: list[Skipped] = []
-    for symptom in symptoms:
+    for symptom in SYMPTOMS:
         if missing := symptom.missing(history):
             skipped.append(Skipped(symptom, missing))
         elif (found := symptom.find(history)) is not None:

@@ -13,14 +13,6 @@ import numpy as np
 RUN_FILE = "steady.json"
 """File of a checkpoint with the settings of the run and its warnings."""
 _STATE = "trainer_state.json"
-# what TRL's experimental PPO trainer calls a metric -> its name in the other trainers
-_ALIASES = {
-    "objective/scores": "reward",
-    "objective/entropy": "entropy",
-    "policy/clipfrac_avg": "clip_ratio/region_mean",
-    "loss/value_avg": "value/loss",
-    "eval_objective/scores": "eval_reward",
-}
 
 
 class Series(NamedTuple):
@@ -39,19 +31,16 @@ class Series(NamedTuple):
 
 
 class History:
-    """What a run has logged.
+    """The log of a run, as one series for each metric.
 
     Args:
-        rows: The rows of the log, in the order in which they were written. Where a resumed run has logged steps again,
-            the later rows count.
+        rows: The rows of the log, in the order in which they were written. Later rows replace those of the same steps,
+            as after a resume.
         run: Contents of `steady.json`: "settings" is the config, "notes" are warnings. Empty for a run of plain TRL.
-        name: Name of the run in messages and legends.
     """
 
-    def __init__(
-        self, rows: Sequence[Mapping[str, Any]], run: Mapping[str, Any] | None = None, name: str = ""
-    ) -> None:
-        self.run, self.name = dict(run or {}), name
+    def __init__(self, rows: Sequence[Mapping[str, Any]], run: Mapping[str, Any] | None = None) -> None:
+        self.run = dict(run or {})
         kept: list[Mapping[str, Any]] = []
         for row in rows:
             step = row.get("step")
@@ -65,7 +54,7 @@ class History:
         for row in kept:
             for key, value in row.items():
                 if key != "step" and isinstance(value, (int, float, NoneType)) and not isinstance(value, bool):
-                    steps, values = columns[_ALIASES.get(key, key)]
+                    steps, values = columns[key]
                     steps.append(row["step"])
                     values.append(math.nan if value is None else value)  # TRL logs NaN as None
         self._series = {
@@ -94,7 +83,7 @@ class History:
             rows = state["log_history"] if "log_history" in state else state["history"]
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{file} is no log of a run: it has no rows under 'log_history' ({error}).") from None
-        return cls(rows, _run_of(file), path.resolve().name if path.is_dir() else path.stem)
+        return cls(rows, _run_of(file))
 
     @property
     def settings(self) -> Mapping[str, Any]:

@@ -4,6 +4,7 @@ import json
 import warnings
 from importlib.metadata import version
 from pathlib import Path
+from types import NoneType
 from typing import cast
 
 import trl
@@ -47,12 +48,14 @@ class ReportPart(Part):
             self._check()
 
     def save(self, checkpoint: Path) -> None:
-        """Save the config and the warnings of the run, for `trl-steady report`."""
-        trainer = self.trainer
-        if trainer.accelerator.is_main_process:
-            notes = [*trainer.args.cannot_act, *(note for part in trainer.parts for note in part.notes)]
-            run = {"settings": trainer.args.to_dict(), "notes": notes}
-            (checkpoint / RUN_FILE).write_text(json.dumps(run, default=str, skipkeys=True))
+        """Save the numbers and words of the config, and the warnings of the run, for `trl-steady report`."""
+        trainer, args = self.trainer, self.trainer.args
+        if args.should_save:
+            # dictionaries, such as model_init_kwargs, may hold a token, and checkpoints may be pushed
+            kinds = (bool, int, float, str, NoneType)
+            settings = {name: value for name, value in args.to_dict().items() if isinstance(value, kinds)}
+            notes = [*args.cannot_act, *(note for part in trainer.parts for note in part.notes)]
+            (checkpoint / RUN_FILE).write_text(json.dumps({"settings": settings, "notes": notes}))
 
     def _check(self) -> None:
         """Raise if an option had no effect; warn if the option is on by default.
