@@ -27,7 +27,7 @@ sys.path += [str(Path(__file__).parents[2])]
 from tests.benchmarks import measuring
 from tests.benchmarks.seam import rollouts
 
-from trl_steady.reference.tensors import adapter_pairs, model_pairs, move
+from trl_steady.reference.tensors import move, paired
 
 
 class Variant(NamedTuple):
@@ -62,7 +62,7 @@ def variants(folder: Path, options: argparse.Namespace) -> dict[str, Variant]:
     frozen = build(trl, folder, options, lora=True, moves=False)
     adapter = build(trl_steady, folder, options, lora=True, moves=True)
     sync = SyncRefModelCallback.sync_target_model
-    full, small = model_pairs(ours.model, ours.ref_model), adapter_pairs(adapter.model)
+    full, small = paired(ours.model, ours.ref_model), paired(adapter.model)
     whole = size(theirs.ref_model.parameters())
     return {
         "full, TRL": Variant(theirs, lambda: sync(theirs.model, theirs.ref_model, 1.0), whole),

@@ -151,13 +151,10 @@ def runs(models: dict[str, Path], wide: Path, tmp_path_factory: pytest.TempPathF
 
 
 def refused(trainer: Any, checkpoint: Path, message: str) -> None:
-    """A resume is refused with this message, before a step and before the policy is loaded."""
-    before = tiny.parameters(trainer)
+    """A resume is refused with this message, before a step."""
     with pytest.raises(ValueError, match=message):
         trainer.train(resume_from_checkpoint=str(checkpoint))
     assert trainer.state.global_step in (0, int(checkpoint.name.split("-")[1]))
-    if "holds" in message:
-        assert resumable.differences(before, tiny.parameters(trainer)) == []
 
 
 @pytest.mark.parametrize(("run", "step"), [("grpo", 2), ("model only", 4)])

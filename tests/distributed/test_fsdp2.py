@@ -19,7 +19,7 @@ from trl_steady.host import models
 from trl_steady.host.fused_head import per_token
 from trl_steady.host.models import parameters_kept
 from trl_steady.reference.adapter import add_reference_adapter
-from trl_steady.reference.tensors import Pair, adapter_pairs, gather, move, restore
+from trl_steady.reference.tensors import Pair, gather, move, paired, restore
 
 UNEVEN = transformers.Qwen2Config(**{**tiny.SIZES, "vocab_size": 259, "intermediate_size": 33})
 IDS = torch.arange(12).view(2, 6)
@@ -37,7 +37,7 @@ def with_adapters() -> peft.PeftModel:
     torch.manual_seed(0)
     model = peft.get_peft_model(transformers.AutoModelForCausalLM.from_config(UNEVEN).eval(), config)
     add_reference_adapter(model)
-    for pair in adapter_pairs(model):
+    for pair in paired(model):
         pair.policy.data = torch.randn_like(pair.policy)
     return model
 
@@ -57,7 +57,7 @@ def check_moves(rank: int) -> None:
     sharded = shard(copy.deepcopy(plain))
 
     def pairs() -> list[Pair]:  # a forward leaves other tensors
-        return adapter_pairs(sharded)
+        return paired(sharded)
 
     def logits(model: Any) -> torch.Tensor:
         with torch.no_grad(), use_adapter(model, "ref"):
@@ -71,13 +71,13 @@ def check_moves(rank: int) -> None:
         with CommDebugMode() as moving:
             move(of_shards, alpha)
         assert moving.get_total_counts() == 0
-        move(adapter_pairs(plain), alpha)
+        move(paired(plain), alpha)
         with CommDebugMode() as gathering:
             found = gather(of_shards, keep=rank == 0)
         assert gathering.get_total_counts() == len(of_shards)
-        expected = {pair.name: pair.reference.detach().clone() for pair in adapter_pairs(plain)}
+        expected = {pair.name: pair.reference.detach().clone() for pair in paired(plain)}
         assert resumable.differences(expected if rank == 0 else {}, found) == []
-        for pair in (*adapter_pairs(plain), *of_shards):
+        for pair in (*paired(plain), *of_shards):
             pair.policy.data.mul_(1.5)
     saved = gather(pairs())
     move(pairs(), 1.0)

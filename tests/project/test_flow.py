@@ -15,7 +15,7 @@ FLOW = Path(__file__).parents[2] / "docs" / "figures" / "flow.py"
 ELSEWHERE = {
     *("building", "captures", "adapter_sync", "built"),
     *("beginning", "stepping", "ending"),
-    *("saving", "loading", "save", "load"),
+    *("saving", "save", "load"),
 }
 
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from trl_steady.reference.tensors import Pair, adapter_pairs, gather, model_pairs, move, restore
+from trl_steady.reference.tensors import Pair, gather, move, paired, restore
 
 
 def pair(policy: list[float], reference: list[float]) -> Pair:
@@ -49,7 +49,7 @@ class Normalised(nn.Module):
 def test_a_model_is_its_parameters_and_buffers() -> None:
     policy, reference = Normalised(), Normalised()
     policy.norm(torch.randn(3, 2))  # moves the running statistics
-    pairs = model_pairs(policy, reference)
+    pairs = paired(policy, reference)
     assert {p.name for p in pairs} == {
         *("linear.weight", "linear.bias", "norm.weight", "norm.bias"),
         *("norm.running_mean", "norm.running_var", "norm.num_batches_tracked"),
@@ -72,21 +72,21 @@ class Adapted(nn.Module):
 
 
 def test_adapters_are_paired_by_whole_names() -> None:
-    pairs = adapter_pairs(Adapted("default", "ref", "other"))
+    pairs = paired(Adapted("default", "ref", "other"))
     assert [p.name for p in pairs] == ["lora_A.default.weight", "lora_embedding_A.default"]
     assert all(p.policy is not p.reference for p in pairs)
 
 
 def test_an_adapter_without_a_partner_is_an_error() -> None:
     with pytest.raises(ValueError, match=r"do not have the same tensors .*Use LoRA"):
-        adapter_pairs(Adapted("default"))
+        paired(Adapted("default"))
 
 
 def test_what_is_gathered_comes_back_with_its_dtype() -> None:
-    first = adapter_pairs(Adapted("default", "ref"))
+    first = paired(Adapted("default", "ref"))
     first[0].reference.data = first[0].reference.data.bfloat16()
     saved = gather(first)
-    second = adapter_pairs(Adapted("default", "ref"))
+    second = paired(Adapted("default", "ref"))
     restore(second, saved)
     for before, after in zip(first, second, strict=True):
         assert before.reference.dtype == after.reference.dtype and torch.equal(before.reference, after.reference)
@@ -100,7 +100,7 @@ def test_what_is_gathered_comes_back_with_its_dtype() -> None:
     "change", [{"lora_A.default.weight": torch.zeros(2, 2)}, {"lora_B.default.weight": torch.zeros(2, 1)}]
 )
 def test_tensors_of_another_adapter_are_refused(change: dict[str, Tensor]) -> None:
-    pairs = adapter_pairs(Adapted("default", "ref"))
+    pairs = paired(Adapted("default", "ref"))
     before = gather(pairs)
     saved = {**before, **change}
     with pytest.raises(ValueError, match=f"1 tensors differ in name or shape, for example {min(change)}"):

@@ -1,5 +1,6 @@
 """Checkpoints of another model than the trainer's, and models that transformers saves under other names."""
 
+import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -9,7 +10,6 @@ import torch
 import transformers
 
 from tests.tools import resumable, tiny
-from trl_steady.host.resume import refuse_other_kind
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4, "max_steps": 4}
 BEST: dict[str, Any] = {
@@ -87,21 +87,21 @@ def test_the_best_whole_mixture_is_not_loaded_in_part_and_is_where_the_state_say
 
 
 @pytest.mark.parametrize(
-    ("files", "kind"),
+    ("files", "is_whole"),
     [
-        (["config.json", "another/adapter_config.json"], "a whole model"),
-        (["config.json", "adapter_config.json"], "an adapter"),
-        (["another/adapter_config.json"], "an adapter"),
+        (["config.json", "another/adapter_config.json"], True),
+        (["config.json", "adapter_config.json"], False),
+        (["another/adapter_config.json"], False),
     ],
 )
-def test_a_checkpoint_of_an_adapter_is_not_taken_for_one_of_a_whole_model(
-    models: dict[str, Path], tmp_path: Path, files: list[str], kind: str
+def test_a_checkpoint_of_a_whole_model_is_not_taken_for_one_of_an_adapter(
+    models: dict[str, Path], tmp_path: Path, files: list[str], is_whole: bool
 ) -> None:
+    """DeepSpeed and FSDP would load nothing. The reverse is an error of theirs, and of transformers."""
     (tmp_path / "another").mkdir()
     for file in files:
         (tmp_path / file).touch()
-    whole, adapted = (tiny.trainer(models["dense"], tmp_path, lora=lora) for lora in (False, True))
-    right, wrong = (adapted, whole) if kind == "an adapter" else (whole, adapted)
-    refuse_other_kind(tmp_path, right.model)
-    with pytest.raises(ValueError, match=f"holds {kind}, and this run trains .*peft_config"):
-        wrong.checkpoints.take_from(tmp_path)
+    trainer = tiny.trainer(models["dense"], tmp_path, lora=True)
+    refused = pytest.raises(ValueError, match=r"holds a whole model, and this run trains an adapter.*peft_config")
+    with refused if is_whole else contextlib.nullcontext():
+        trainer.checkpoints.take_from(tmp_path)

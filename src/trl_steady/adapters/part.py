@@ -3,7 +3,6 @@
 import contextlib
 import functools
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any
 
@@ -119,10 +118,10 @@ class AdapterPart(Part):
         if (rows := self._rows()) and self.trainer.args.should_save:
             save_file(rows, checkpoint / _ROWS_FILE)
 
-    def loading(self, checkpoint: Path) -> AbstractContextManager[None]:
+    def load(self, checkpoint: Path) -> None:
         """Refuse a checkpoint of a run on another base, or of several active adapters."""
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        if isinstance(model, PeftModel) and len(model.active_adapters) > 1:
+        if isinstance(model, PeftModel) and len(model.active_adapters) > 1 and not self.trainer.is_deepspeed_enabled:
             raise ValueError(
                 f"the active adapters of the policy are {model.active_adapters}, and transformers loads the first "
                 "only. Merge the others into the base before you train."
@@ -137,7 +136,6 @@ class AdapterPart(Part):
                 f"PEFT has made another base than in {checkpoint}, as init_lora_weights asks it to. Give the same "
                 "peft_config, and set the same seed before you make the adapter; or begin a new run."
             )
-        return contextlib.nullcontext()
 
     def _rows(self) -> dict[str, Tensor]:
         """Return the first rows of weights that PEFT has changed, on all processes, which gather them."""

@@ -4,7 +4,7 @@ import contextlib
 import copy
 import functools
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import SimpleNamespace
@@ -73,19 +73,16 @@ class Critic(Scorer):
         Under FSDP2 these are shards, and every process must call this method.
         """
         models.reshard(self.backbone)
-        yield from self._named()
-
-    @property
-    def parameters(self) -> list[torch.nn.Parameter]:
-        """The trained parameters."""
-        return [parameter for _, parameter in self.named_parameters()]
-
-    def _named(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
         body: torch.nn.Module = self.bare.base_model
         for name, parameter in body.named_parameters():
             if self.adapter is None or is_of_lora(name, self.adapter):
                 yield name, parameter
         yield _HEAD_WEIGHT, cast(torch.nn.Parameter, self.head.weight)
+
+    @property
+    def parameters(self) -> list[torch.nn.Parameter]:
+        """The trained parameters."""
+        return [parameter for _, parameter in self.named_parameters()]
 
     def __call__(self, *, labels: Tensor, fused_lm_head: bool = True, **inputs: Any) -> SimpleNamespace:
         """Return the values (b, l - 1) of the tokens after the first that have a label, as `log_probs`."""
@@ -134,14 +131,11 @@ class Critic(Scorer):
         """Return the trained parameters by name, whole and on the CPU. Under FSDP2 every process must call this."""
         return {name: models.whole(parameter).cpu().contiguous() for name, parameter in self.named_parameters()}
 
-    def check(self, shapes: Mapping[str, Sequence[int]], source: str) -> None:
-        """Raise a ValueError if tensors of these shapes are not those of this critic."""
-        refuse_other_shapes(shapes, {name: parameter.shape for name, parameter in self._named()}, source)
-
     def load(self, state: Mapping[str, Tensor], source: str) -> None:
         """Restore what `state` returned, or raise a ValueError. Under FSDP2 every process must call this."""
-        self.check({name: tensor.shape for name, tensor in state.items()}, source)
-        for name, parameter in self.named_parameters():
+        parameters = dict(self.named_parameters())
+        refuse_other_shapes(state, {name: parameter.shape for name, parameter in parameters.items()}, source)
+        for name, parameter in parameters.items():
             models.assign(parameter, state[name])
 
     def save_pretrained(self, folder: Path, state: Mapping[str, Tensor] | None = None) -> None:
@@ -170,7 +164,7 @@ class Critic(Scorer):
     def saved_names(self) -> dict[str, str]:
         """Return the name of each parameter in the file of PEFT for sequence classification."""
         assert self.adapter is not None
-        saved = {name: f"{self._prefix}{_renamed(name, self.adapter, '')}" for name, _ in self._named()}
+        saved = {name: f"{self._prefix}{_renamed(name, self.adapter, '')}" for name, _ in self.named_parameters()}
         saved[_HEAD_WEIGHT] = f"{_BARE}{_HEAD_WEIGHT}"
         dora = "lora_magnitude_vector"  # whose saved name has no end
         return {name: entry.removesuffix(".weight") if dora in entry else entry for name, entry in saved.items()}
@@ -190,7 +184,7 @@ class Critic(Scorer):
     def part_of(self, state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Return what `state` returns, taken from the whole state of the PEFT model that the head has joined."""
         assert self.adapter is not None
-        saved = {name: f"{self._prefix}{name}" for name, _ in self._named()}
+        saved = {name: f"{self._prefix}{name}" for name, _ in self.named_parameters()}
         saved[_HEAD_WEIGHT] = f"{_JOINED}.{self.adapter}.weight"
         return {name: state[entry].cpu().contiguous() for name, entry in saved.items()}
 

@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -70,21 +71,25 @@ class ScorerPart(Part):
             if writes:
                 self.FILE.save(checkpoint, state)
 
-    def loading(self, checkpoint: Path) -> contextlib.AbstractContextManager[None]:
-        """Refuse a checkpoint without this model, before anything is loaded."""
-        if self.model is not None:
-            self.model.check(self.FILE.shapes(checkpoint), str(checkpoint / self.FILE.name))
-        return contextlib.nullcontext()
-
     def load(self, checkpoint: Path) -> None:
-        """Load the model. Raises ValueError as `loading` does."""
+        """Load the model. Raises ValueError if the checkpoint has none, or another one."""
         if self.model is not None:
             self.model.load(self.FILE.load(checkpoint)[0], str(checkpoint / self.FILE.name))
 
     def ending(self, best: Path | None) -> None:
         """Load the model that belongs to the best policy."""
-        if self.model is not None and best is not None and (state := self.FILE.load_best(best)) is not None:
-            self.model.load(state, str(best))
+        if self.model is None or best is None:
+            return
+        if (best / self.FILE.name).is_file():
+            self.model.load(self.FILE.load(best)[0], str(best))
+            return
+        kept = self.FILE.content
+        warnings.warn(
+            f"load_best_model_at_end=True has loaded the policy of {best}, which has no {kept}. The trainer keeps the "
+            f"{kept} of the last step. Set save_only_model=False to save it too.",
+            UserWarning,
+            stacklevel=2,
+        )
 
 
 class CriticPart(ScorerPart):

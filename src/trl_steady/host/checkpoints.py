@@ -18,12 +18,16 @@ from peft import PeftModel
 from torch.utils.data import Sampler
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from trl_steady.host.names import generation_interval, is_before_generation, overridden
-from trl_steady.host.resume import different, refuse_other_kind, window_settings
+from trl_steady.host.resume import different, window_settings
 
 if TYPE_CHECKING:
     from trl_steady.host.seam import Steady
+
+UNFINISHED = "_unfinished"
+"""Folder of checkpoints that are being written. The upload to the Hub skips names that begin with "_"."""
 
 
 class Checkpoints:
@@ -34,11 +38,6 @@ class Checkpoints:
         self.is_writing = False
         self.sampler: Sampler[int] | None = None
         """TRL's sampler of the training data; None for a stream."""
-
-    def folder(self, run: str) -> str:
-        """Return the folder in which transformers writes checkpoints: `run`, or a temporary one during a save."""
-        # the upload to the Hub skips names that begin with "_"
-        return os.path.join(run, "_unfinished") if self.is_writing else run
 
     def write(self, run: str, write: Callable[[], None], push: Callable[[str], None]) -> None:
         """Write a checkpoint to a temporary folder and move it into place when it is complete.
@@ -55,7 +54,7 @@ class Checkpoints:
         checkpoint = Path(run, f"checkpoint-{state.global_step}")
         self.is_writing = True
         try:
-            unfinished = Path(self.folder(run), checkpoint.name)
+            unfinished = Path(run, UNFINISHED, checkpoint.name)
             if accelerator.is_local_main_process:
                 shutil.rmtree(unfinished.parent, ignore_errors=True)  # left over from a run that was killed
             accelerator.wait_for_everyone()
@@ -105,7 +104,15 @@ class Checkpoints:
         """Restore what a save has added. Raises ValueError if the checkpoint cannot be resumed exactly."""
         trainer = self._trainer
         state = trainer.state
-        refuse_other_kind(checkpoint, trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False))
+        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        is_adapter = (checkpoint / ADAPTER_CONFIG_NAME).is_file() or not (checkpoint / CONFIG_NAME).is_file()
+        if isinstance(model, PeftModel) and not is_adapter:  # DeepSpeed and FSDP would load nothing
+            raise ValueError(
+                f"{checkpoint} holds a whole model, and this run trains an adapter. Give the trainer the model and "
+                "the peft_config that the run had."
+            )
+        for part in trainer.parts:
+            part.load(checkpoint)
         # for a stream, transformers takes max_steps as one epoch: the end of the first pass is 1.0 or below
         is_in_later_pass = self.sampler is None and (state.epoch or 0) > 1
         if is_in_later_pass and state.global_step < state.max_steps:
@@ -119,8 +126,6 @@ class Checkpoints:
         pool = self._take_window(checkpoint)
         # a process that did not exist in the run that wrote it must gather the same totals as the others
         trainer.metrics.restore(broadcast_object_list([pool])[0])
-        for part in trainer.parts:
-            part.load(checkpoint)
 
     def _take_window(self, checkpoint: Path) -> dict[tuple[str, str], list[float]]:
         """Restore the rollouts in use, and return the totals of metrics."""

@@ -292,15 +292,11 @@ class Part:
         """
         return contextlib.nullcontext()
 
-    def loading(self, checkpoint: Path) -> AbstractContextManager[None]:
-        """Return a context in which the trainer loads the policy. On entry, refuse a checkpoint that does not fit."""
-        return contextlib.nullcontext()
-
     def save(self, checkpoint: Path) -> None:
         """Add to an unfinished checkpoint. Every process calls this method."""
 
     def load(self, checkpoint: Path) -> None:
-        """Restore what `save` has added. Raise a ValueError if the run cannot be continued exactly."""
+        """Restore what `save` has added, after the policy. Raise a ValueError if the run cannot continue exactly."""
 
 
 @contextlib.contextmanager

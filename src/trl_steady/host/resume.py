@@ -5,11 +5,9 @@ This file knows TRL's options and how transformers loads tensors. It loads nothi
 
 import json
 from collections.abc import Collection, Mapping, Sequence, Set
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from peft import PeftModel
 from torch import Tensor
 
 if TYPE_CHECKING:
@@ -82,27 +80,11 @@ def _plain(value: Any) -> Any:
 
 def different(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the settings that both runs have and whose values differ."""
-    is_in_reward = "normalize_advantages" in now  # an option of RLOO, whose KL is part of the reward
-
-    def value(name: str, setting: object) -> object:
-        # only 0 or not matters of `beta`: it decides if there are reference log-probs
-        return setting != 0 if name == "beta" and not is_in_reward else setting
-
-    return [name for name in now if name in before and value(name, before[name]) != value(name, now[name])]
-
-
-def refuse_other_kind(checkpoint: Path, model: torch.nn.Module) -> None:
-    """Refuse an adapter for a whole model, or the reverse, which DeepSpeed would load in silence."""
-    # PEFT saves an adapter that is not named "default" in a folder of that name
-    patterns = ("adapter_config.json", "config.json", "*/adapter_config.json")
-    file = next((file for pattern in patterns for file in checkpoint.glob(pattern)), None)
-    if file is not None and (file.name == "adapter_config.json") != isinstance(model, PeftModel):
-        kinds = ("an adapter", "a whole model")
-        saved, trained = kinds if file.name == "adapter_config.json" else reversed(kinds)
-        raise ValueError(
-            f"{checkpoint} holds {saved}, and this run trains {trained}. Give the trainer the model and the "
-            "peft_config that the run had."
-        )
+    changed = [name for name in now if name in before and before[name] != now[name]]
+    # `beta` decides if there are log-probs of a reference. Its value matters for RLOO, whose KL is in the reward
+    if "normalize_advantages" not in now and now.get("beta") and before.get("beta"):
+        changed = [name for name in changed if name != "beta"]
+    return changed
 
 
 def refuse_lost(model: torch.nn.Module, missing: Collection[str]) -> None:

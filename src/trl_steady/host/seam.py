@@ -6,6 +6,7 @@ override the public ones.
 """
 
 import functools
+import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -20,11 +21,11 @@ from torch.utils.data import Sampler
 from transformers import PreTrainedModel
 
 from trl_steady.host import loss
-from trl_steady.host.checkpoints import Checkpoints
+from trl_steady.host.checkpoints import UNFINISHED, Checkpoints
 from trl_steady.host.engine import steady_engine
 from trl_steady.host.metrics import Metrics
 from trl_steady.host.mistakes import checked_rollout, refuse_small
-from trl_steady.host.models import Scorer, role_of
+from trl_steady.host.models import Scorer, parameters_kept, role_of
 from trl_steady.host.names import completions_of, overridden
 from trl_steady.host.part import Part, Rollout, ScoringPass, Steps, Trainer, Turn, entered
 from trl_steady.host.resume import refuse_lost
@@ -252,7 +253,8 @@ class Steady(_Trls):
         return self.checkpoints.sampler
 
     def _get_output_dir(self, trial: object) -> str:
-        return self.checkpoints.folder(super()._get_output_dir(trial))
+        run = super()._get_output_dir(trial)
+        return os.path.join(run, UNFINISHED) if self.checkpoints.is_writing else run
 
     def _save_checkpoint(self, model: torch.nn.Module, trial: object) -> None:
         write = functools.partial(super()._save_checkpoint, model, trial)
@@ -268,8 +270,7 @@ class Steady(_Trls):
             super()._save(output_dir, state_dict)
 
     def _load_from_checkpoint(self, resume_from_checkpoint: str, model: torch.nn.Module | None = None) -> None:
-        checkpoint = Path(resume_from_checkpoint)
-        with entered(part.loading(checkpoint) for part in self.parts):
+        with parameters_kept(self.model):  # PEFT would load a bf16 adapter as float32
             super()._load_from_checkpoint(resume_from_checkpoint, model)
 
     def _issue_warnings_after_load(self, load_result: SimpleNamespace) -> None:

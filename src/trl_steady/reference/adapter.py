@@ -7,7 +7,7 @@ from peft import PeftModel
 
 from trl_steady.adapters.base import Base
 from trl_steady.host.models import POLICY_ADAPTER, REFERENCE_ADAPTER, base_kept, parameters_kept
-from trl_steady.reference.tensors import adapter_pairs, move
+from trl_steady.reference.tensors import move, paired
 
 _MOVABLE = ("LORA", "LOHA", "LOKR", "IA3")
 
@@ -28,7 +28,7 @@ def add_reference_adapter(model: PeftModel) -> None:
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Dropout) and REFERENCE_ADAPTER in name.split("."):
             module.p = 0.0  # no dropout in the reference; TRL's full one is in eval mode
-    pairs = adapter_pairs(model)
+    pairs = paired(model)
     for pair in pairs:
         pair.reference.requires_grad_(False)
     move(pairs, alpha=1)

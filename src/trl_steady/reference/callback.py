@@ -13,7 +13,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl_steady.host import Steady, names
 from trl_steady.host.files import TensorFile
 from trl_steady.reference.adapter import add_reference_adapter
-from trl_steady.reference.tensors import Pair, adapter_pairs, check, gather, model_pairs, move, restore
+from trl_steady.reference.tensors import Pair, gather, move, paired, restore
 
 FILE = TensorFile("reference.safetensors", "reference")
 
@@ -88,9 +88,8 @@ class ReferenceRefreshCallback(TrainerCallback):
     def pairs(self) -> list[Pair]:
         """Return the current pairs of policy and reference tensors. Wrapping and sharding the model replaces them."""
         unwrap = partial(self.trainer.accelerator.unwrap_model, keep_torch_compile=False)
-        if self.trainer.ref_model is None:
-            return adapter_pairs(unwrap(self.trainer.model))
-        return model_pairs(unwrap(self.trainer.model), unwrap(self.trainer.ref_model))
+        reference = self.trainer.ref_model
+        return paired(unwrap(self.trainer.model), None if reference is None else unwrap(reference))
 
     def on_step_begin(self, args: object, state: TrainerState, control: object, **_: object) -> None:
         """Move the reference if a refresh is due and the next step begins with a generation."""
@@ -128,10 +127,6 @@ class ReferenceRefreshCallback(TrainerCallback):
         tensors = gather(self.pairs(), keep=writes)
         if writes:
             FILE.save(folder, tensors, refreshes=self.refreshes, due=self._due, kl=self._kl)
-
-    def check(self, folder: Path) -> None:
-        """Raise a ValueError if a checkpoint holds no reference, or another one, before anything is loaded."""
-        check(self.pairs(), FILE.shapes(folder), str(folder / FILE.name))
 
     def load(self, folder: Path) -> None:
         """Restore what `save` wrote, or raise a ValueError. Every process must call it."""

@@ -92,12 +92,6 @@ class ReferencePart(Part):
         alone = functools.partial(model.save_pretrained, selected_adapters=[POLICY_ADAPTER])
         return overridden(model, {"save_pretrained": alone})
 
-    def loading(self, checkpoint: Path) -> AbstractContextManager[None]:
-        """Load the policy in the dtype it was trained in. PEFT would load a bf16 adapter as float32."""
-        if self.callback:  # before PEFT fails on another shape
-            self.callback.check(checkpoint)
-        return parameters_kept(self.trainer.model)
-
     def save(self, checkpoint: Path) -> None:
         """Save the reference and its counters."""
         if self.callback:

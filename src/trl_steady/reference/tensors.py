@@ -26,39 +26,32 @@ class Pair(NamedTuple):
     reference: Tensor
 
 
-def model_pairs(policy: torch.nn.Module, reference: torch.nn.Module) -> list[Pair]:
-    """Return the paired parameters and buffers of two models of one architecture, with tied weights once."""
-    return _paired(_tensors(policy), _tensors(reference))
+def paired(policy: torch.nn.Module, reference: torch.nn.Module | None = None) -> list[Pair]:
+    """Return the parameters and buffers of two models of one architecture, paired by name, with tied weights once.
 
-
-def adapter_pairs(model: torch.nn.Module) -> list[Pair]:
-    """Return the parameters and buffers of the adapters `default` and `ref` in one PEFT model, paired by name.
-
-    The adapter's name is a whole component of a tensor's name, in the middle (`lora_A.default.weight`) or at the end
-    (`lora_embedding_A.default`).
+    Without `reference`, pair those of the adapters `default` and `ref` in one PEFT model. An adapter's name is a whole
+    component of a tensor's name, in the middle (`lora_A.default.weight`) or at the end (`lora_embedding_A.default`).
     """
-    tensors = {tuple(name.split(".")): tensor for name, tensor in _tensors(model).items()}
-    policy = {".".join(name): tensor for name, tensor in tensors.items() if POLICY_ADAPTER in name}
-    reference = {
-        ".".join(POLICY_ADAPTER if part == REFERENCE_ADAPTER else part for part in name): tensor
-        for name, tensor in tensors.items()
-        if REFERENCE_ADAPTER in name
-    }
-    return _paired(policy, reference)
+    ours = _tensors(policy)
+    theirs = ours if reference is None else _tensors(reference)
+    if reference is None:
+        ours = {name: tensor for name, tensor in ours.items() if POLICY_ADAPTER in name.split(".")}
+        theirs = {
+            ".".join(POLICY_ADAPTER if part == REFERENCE_ADAPTER else part for part in name.split(".")): tensor
+            for name, tensor in theirs.items()
+            if REFERENCE_ADAPTER in name.split(".")
+        }
+    if ours.keys() != theirs.keys() or not ours:
+        raise ValueError(
+            f"policy and reference do not have the same tensors ({len(ours)} and {len(theirs)}). Use LoRA, or full "
+            "fine-tuning."
+        )
+    return [Pair(name, tensor, theirs[name]) for name, tensor in ours.items()]
 
 
 def _tensors(model: torch.nn.Module) -> dict[str, Tensor]:
     models.reshard(model)
     return dict(itertools.chain(model.named_parameters(), model.named_buffers()))
-
-
-def _paired(policy: Mapping[str, Tensor], reference: Mapping[str, Tensor]) -> list[Pair]:
-    if policy.keys() != reference.keys() or not policy:
-        raise ValueError(
-            f"policy and reference do not have the same tensors ({len(policy)} and {len(reference)}). Use LoRA, or "
-            "full fine-tuning."
-        )
-    return [Pair(name, tensor, reference[name]) for name, tensor in policy.items()]
 
 
 @torch.no_grad()
@@ -96,23 +89,17 @@ def gather(pairs: Iterable[Pair], *, keep: bool = True) -> dict[str, Tensor]:
 
 
 @torch.no_grad()
-def restore(pairs: Iterable[Pair], tensors: Mapping[str, Tensor]) -> None:
+def restore(pairs: Sequence[Pair], tensors: Mapping[str, Tensor]) -> None:
     """Copy the tensors that `gather` returned back into the reference. Every process must call it."""
-    pairs = list(pairs)
-    check(pairs, {name: tensor.shape for name, tensor in tensors.items()}, "the saved reference")
+    # a ZeRO-3 partition's own shape is (0,)
+    expected = {name: getattr(reference, "ds_shape", reference.shape) for name, _, reference in pairs}
+    refuse_other_shapes(tensors, expected, "the saved reference")
     for name, _, reference in pairs:
         with _whole((reference,), write=True):
             if _is_sharded(reference):
                 models.assign(reference, tensors[name])
             else:  # restores the dtype too
                 reference.data = tensors[name].to(reference.device, copy=True)
-
-
-def check(pairs: Iterable[Pair], found: Mapping[str, Sequence[int]], source: str) -> None:
-    """Raise a ValueError if tensors of these shapes are not those of the reference."""
-    # a ZeRO-3 partition's own shape is (0,)
-    expected = {name: getattr(reference, "ds_shape", reference.shape) for name, _, reference in pairs}
-    refuse_other_shapes(found, expected, source)
 
 
 def _is_sharded(tensor: Tensor) -> bool:

@@ -258,8 +258,9 @@ class RewardModelRefreshCallback(TrainerCallback):
             }
             torch.save(state, folder / STATE_FILE)
 
-    def check(self, folder: Path) -> dict[str, Any]:
-        """Return what a checkpoint holds, or raise a ValueError if its history is of another objective or size."""
+    def load(self, folder: Path) -> None:
+        """Restore what `save` has added, or raise a ValueError if its history is of another objective or size."""
+        accelerator = self.trainer.accelerator
         state: dict[str, Any] = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
         found, expected = (state["objective"], state["history"]["size"]), (self.objective, self.history.size)
         if found != expected:
@@ -267,11 +268,6 @@ class RewardModelRefreshCallback(TrainerCallback):
                 f"{folder} has (objective, history)={found!r}, and this run has {expected!r}. Set the options of "
                 f"{type(self).__name__} to the same values, or begin a new run from its model."
             )
-        return state
-
-    def load(self, folder: Path) -> None:
-        """Restore what `save` has added. Raises ValueError as `check` does."""
-        state, accelerator = self.check(folder), self.trainer.accelerator
         answers = [Answer(*answer) for answer in state["answers"]]
         self._answers = answers[accelerator.process_index :: accelerator.num_processes]
         self._rollouts = state["rollouts"]

@@ -170,21 +170,14 @@ class RewardModelPart(ScorerPart):
         if self.refresher is not None:
             self.refresher.save(checkpoint)
 
-    def loading(self, checkpoint: Path) -> contextlib.AbstractContextManager[None]:
-        """Refuse a checkpoint that this run cannot continue, before anything is loaded."""
+    def load(self, checkpoint: Path) -> None:
+        """Restore what `save` has added. Raises ValueError if this run cannot continue it."""
         for file, owner in ((self.FILE.name, self.model), (STATE_FILE, self.refresher)):
             if owner is None and (checkpoint / file).is_file():
                 raise ValueError(
                     f"{checkpoint} has {file}, and this run would go on without it. Build the trainer with that "
                     "run's RewardAdapter and RewardModelRefreshCallback, or begin a new run from its model."
                 )
-        context = super().loading(checkpoint)
-        if self.refresher is not None:
-            self.refresher.check(checkpoint)
-        return context
-
-    def load(self, checkpoint: Path) -> None:
-        """Restore what `save` has added."""
         super().load(checkpoint)
         if self.refresher is not None:
             self.refresher.load(checkpoint)
