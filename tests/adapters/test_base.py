@@ -86,7 +86,7 @@ def test_a_resume_of_two_active_adapters_is_refused(models: dict[str, Path], tmp
         return tiny.trainer(model, folder, max_steps=4, save_strategy="steps", save_steps=2)
 
     trainer(tmp_path).train()
-    with pytest.raises(ValueError, match=r"active adapters .*'second'\], and transformers loads the first only"):
+    with pytest.raises(ValueError, match=r"active adapters .*'second'\], and transformers keeps the first only"):
         trainer(tmp_path / "again").train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
 
 

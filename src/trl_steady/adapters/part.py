@@ -52,6 +52,7 @@ class AdapterPart(Part):
         if message := lost_to_rounding(model, args.learning_rate):
             self.warn(message)
         if isinstance(model, PeftModel):
+            self._active = list(model.active_adapters)
             self._check_base(model)
         elif trainer.use_vllm and args.vllm_adapter_sync:
             raise ValueError("vllm_adapter_sync=True: the policy has no adapter. Give peft_config.")
@@ -121,10 +122,10 @@ class AdapterPart(Part):
     def load(self, checkpoint: Path) -> None:
         """Refuse a checkpoint of a run on another base, or of several active adapters."""
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        if isinstance(model, PeftModel) and len(model.active_adapters) > 1 and not self.trainer.is_deepspeed_enabled:
+        if isinstance(model, PeftModel) and model.active_adapters != self._active:
             raise ValueError(
-                f"the active adapters of the policy are {model.active_adapters}, and transformers loads the first "
-                "only. Merge the others into the base before you train."
+                f"the active adapters of the policy were {self._active}, and transformers keeps the first only. Merge "
+                "the others into the base before you train."
             )
         rows, file = self._rows(), checkpoint / _ROWS_FILE
         saved = load_file(file) if file.is_file() else {}
