@@ -107,6 +107,15 @@ class SharedOptions(_Trls):
         idle=lambda args: None if args.use_vllm else "use_vllm=False, unless a rollout_func generates",
     )
 
+    training_report: bool = option(
+        False,
+        "Write `report.html` to the output folder at saves and at the end, print a line when a symptom of an unsteady "
+        "run starts, and log the seconds of each phase. Needs matplotlib.",
+    )
+    log_line: bool = option(
+        False, "Print one line for each log in place of all its values, and at the end what the run shows."
+    )
+
     def __post_init__(self) -> None:
         refuse_invalid(self)
         self._fill_unset()

@@ -4,8 +4,10 @@ Everything is summed up on the device. Processes communicate, and numbers go to 
 a log, for a checkpoint, or for a rule that depends on them. This file knows where TRL keeps what it will log.
 """
 
+import time
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, cast
 
 import torch
@@ -18,11 +20,13 @@ if TYPE_CHECKING:
 
 
 _MOST_WAITING = 4096  # micro-batches' means on the device, if a run logs rarely or never
+_MOST_MARKS = 4096  # of a clock that nothing reads
 _QUANTILES = {"q01": 0.01, "q50": 0.5, "q90": 0.9, "q99": 0.99}
 Masked = tuple[Tensor, Tensor]
 """Values, and a mask of the same shape: True = counts."""
 _Pool = dict[tuple[str, str], Tensor]
 """Kind and name -> totals that add up."""
+_Mark = float | torch.cuda.Event
 
 
 class Metrics:
@@ -30,6 +34,7 @@ class Metrics:
 
     def __init__(self, trainer: "Steady") -> None:
         self._trainer = trainer
+        self.clock = Clock()
         # "train" or "eval" -> name and (4,) sum, number, minimum and maximum of the values in one micro-batch, since
         # processes last communicated
         self._steps: defaultdict[str, list[tuple[str, Tensor]]] = defaultdict(list)
@@ -111,6 +116,9 @@ class Metrics:
         if self._trainer.accelerator.num_processes > 1 and not is_of_all:
             return
         mode = self._mode
+        if "loss" in logs:
+            for phase, seconds in self.clock.read().items():
+                self._trainer._metrics[mode][f"time/{phase}"].append(seconds)
         for name, value in _summary(self._exchange(mode, self._pools.pop(mode, {}))):
             self._trainer._metrics[mode][name].append(value)
 
@@ -169,3 +177,64 @@ def _summary(pool: _Pool) -> Iterator[tuple[str, float]]:
         else:
             for suffix, share in _QUANTILES.items():
                 yield f"{name}_{suffix}", pooling.quantile(totals, share)
+
+
+class Clock:
+    """Measures phases, each without those inside it. A phase counts only inside "update", so not in an evaluation."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.steps = 0
+        """Optimizer steps since the last reading."""
+        self._phase: str | None = None
+        # the phases that began, and when; CUDA events, because a launch returns before its kernel runs
+        self._marks: list[tuple[str | None, _Mark]] = []
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def phase(self, name: str | None) -> Iterator[None]:
+        """Measure this context as a part of the phase `name`, or of the one around it if that is None."""
+        outer = self._phase
+        if not self.is_on or name is None or (outer is None and name != "update"):
+            yield
+            return
+        self._begin(name)
+        try:
+            yield
+        finally:
+            self._begin(outer)
+
+    def read(self) -> dict[str, float]:
+        """Return the seconds of each phase for an optimizer step, since the last reading. Waits for the device."""
+        self._add_up()
+        seconds = {phase: total / max(self.steps, 1) for phase, total in self._seconds.items()}
+        self._seconds.clear()
+        self.steps = 0
+        return seconds
+
+    def _begin(self, name: str | None) -> None:
+        self._phase = name
+        self._marks.append((name, _now()))
+        if len(self._marks) >= _MOST_MARKS:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        for (name, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+            if name is not None:
+                self._seconds[name] += _between(begin, end)
+        del self._marks[:-1]
+
+
+def _now() -> _Mark:
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(begin: _Mark, end: _Mark) -> float:
+    if isinstance(begin, float) or isinstance(end, float):
+        return cast(float, end) - cast(float, begin)
+    end.synchronize()
+    return begin.elapsed_time(end) / 1000

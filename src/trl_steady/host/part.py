@@ -24,7 +24,7 @@ from trl_steady.host.models import Scorer
 
 if TYPE_CHECKING:
     from trl_steady.host.engine import AdapterSync, Capture
-    from trl_steady.host.metrics import Metrics
+    from trl_steady.host.metrics import Clock, Metrics
 
 _P = TypeVar("_P", bound="Part")
 
@@ -282,6 +282,9 @@ class Part:
     def after_last_backward(self) -> None:
         """Run after the backward pass of the last micro-batch of an optimizer step, before gradients are clipped."""
 
+    def logged(self, logs: Mapping[str, Any]) -> None:
+        """Run after TRL has written `logs`, which are also the last row of the log in `trainer.state`."""
+
     def ending(self, best: Path | None) -> None:
         """Run when a training has ended. `best` is the checkpoint that `load_best_model_at_end` has loaded."""
 
@@ -309,10 +312,11 @@ def entered(contexts: Iterator[AbstractContextManager[Any]]) -> Iterator[None]:
 
 
 class Steps(TrainerCallback):
-    """Asks the parts of a trainer what they do when a training or a step begins, and when a training ends."""
+    """Asks the parts of a trainer what they do when a training or a step begins, after a log, and at the end."""
 
-    def __init__(self, parts: tuple[Part, ...]) -> None:
-        self._parts = parts
+    def __init__(self, parts: tuple[Part, ...], clock: "Clock") -> None:
+        self._parts, self._clock = parts, clock
+        self._step = ExitStack()
 
     def on_train_begin(self, *_: object, **__: object) -> None:
         """Ask each part for its `beginning`."""
@@ -323,6 +327,20 @@ class Steps(TrainerCallback):
         """Ask each part for its `stepping`."""
         for part in self._parts:
             part.stepping()
+
+    def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
+        """Measure the step of the optimizer, which is outside the seam, as a part of the update."""
+        self._step.enter_context(self._clock.phase("update"))
+
+    def on_optimizer_step(self, *_: object, **__: object) -> None:
+        """End what `on_pre_optimizer_step` has begun."""
+        self._step.close()
+        self._clock.steps += 1
+
+    def on_log(self, *_: object, logs: Mapping[str, Any], **__: object) -> None:
+        """Ask each part for its `logged`."""
+        for part in self._parts:
+            part.logged(logs)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: object, **_: object) -> None:
         """Ask each part for its `ending`."""

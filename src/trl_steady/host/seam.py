@@ -71,7 +71,7 @@ class Steady(_Trls):
             super().__init__(model, reward_funcs, args, *positional, **keywords)
         for part in self.parts:
             part.built()
-        self.add_callback(Steps(self.parts))
+        self.add_callback(Steps(self.parts, self.metrics.clock))
 
     @property
     def _as_trainer(self) -> Trainer:
@@ -97,13 +97,14 @@ class Steady(_Trls):
         """Make completions of a batch of prompts as TRL does, with rewards, log-probs and the columns of the parts."""
         self.note_reached("rollout")
         rollout = Rollout()
-        with entered(part.rolling(rollout) for part in self.parts), overridden(self, {"_rollout": rollout}):
-            rollout.samples = super()._generate_and_score_completions(inputs)
-        for part in self.parts:
-            rollout.samples.update(part.columns(rollout))
-        for part in self.parts:
-            if (advantages := part.advantages(rollout)) is not None:
-                rollout.samples["advantages"] = advantages
+        with self.metrics.clock.phase("rollout"):
+            with entered(part.rolling(rollout) for part in self.parts), overridden(self, {"_rollout": rollout}):
+                rollout.samples = super()._generate_and_score_completions(inputs)
+            for part in self.parts:
+                rollout.samples.update(part.columns(rollout))
+            for part in self.parts:
+                if (advantages := part.advantages(rollout)) is not None:
+                    rollout.samples["advantages"] = advantages
         return rollout.samples
 
     def _generate_single_turn(self, prompt_ids: list[list[int]], *arguments: Any, **keywords: Any) -> Any:
@@ -116,7 +117,7 @@ class Steady(_Trls):
         """
         self.note_reached("generate")
         turn = Turn(prompt_ids, self._rollout)
-        with entered(part.generating(turn) for part in self.parts):
+        with self.metrics.clock.phase("generation"), entered(part.generating(turn) for part in self.parts):
             generated = super()._generate_single_turn(prompt_ids, *arguments, **keywords)
             turn.completion_ids = completions_of(generated)
         return generated
@@ -126,7 +127,10 @@ class Steady(_Trls):
     ) -> Tensor:
         self.note_reached("calculate_rewards")
         reads = [part.read_rewards for part in self.parts]
-        with overridden(self, {"reward_funcs": reading(self.reward_funcs, reads)}):
+        with (
+            self.metrics.clock.phase("rewards"),
+            overridden(self, {"reward_funcs": reading(self.reward_funcs, reads)}),
+        ):
             rewards = super()._calculate_rewards(inputs, prompts, completions, completion_ids_list)
         for part in self.parts:
             part.keep_rewards(rewards, completions, completion_ids_list)
@@ -158,7 +162,8 @@ class Steady(_Trls):
         asked = logits_to_keep, batch_size, compute_entropy, compute_aux_loss, of_samples
         in_progress = self._rollout, self._samples, self._until_backward
         scoring = ScoringPass(role, model, input_ids, attention_mask, *asked, *in_progress)
-        return scored(scoring, self.parts, super()._get_per_token_logps_and_entropies)
+        with self.metrics.clock.phase(None if self._rollout is None else "scoring"):
+            return scored(scoring, self.parts, super()._get_per_token_logps_and_entropies)
 
     def values(
         self, critic: Scorer, samples: Mapping[str, Any], rollout: Rollout | None = None, batch_size: int | None = None
@@ -167,7 +172,8 @@ class Steady(_Trls):
         columns = {} if rollout is not None else samples
         asked = batch_size, False, False, loss.forwarded(samples), rollout, columns, self._until_backward
         scoring = ScoringPass("value", critic, *loss.scored(samples), *asked)
-        return scored(scoring, self.parts, super()._get_per_token_logps_and_entropies)[0]
+        with self.metrics.clock.phase(None if rollout is None else "scoring"):
+            return scored(scoring, self.parts, super()._get_per_token_logps_and_entropies)[0]
 
     # 3. Compute the loss.
 
@@ -175,7 +181,7 @@ class Steady(_Trls):
         self, model: torch.nn.Module, inputs: dict[str, Any], num_items_in_batch: Tensor | int | None = None
     ) -> Tensor:
         """Run TRL's training step, and keep the contexts of its forward active until backward ends."""
-        with self.until_backward_ends():
+        with self.metrics.clock.phase("update"), self.until_backward_ends():
             loss = super().training_step(model, inputs, num_items_in_batch)
         for part in self.parts if self.accelerator.sync_gradients else ():
             part.after_last_backward()

@@ -3,39 +3,52 @@
 import argparse
 import contextlib
 import json
+import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
 from typing import NoReturn
 
 from trl_steady.report.diagnosis import Finding, Skipped, diagnose
 from trl_steady.report.history import History
+from trl_steady.report.lines import verdict
 
 _LEVELS = {"warning": {"warning", "critical"}, "critical": {"critical"}}
 _WAIT = 10.0  # seconds between two looks at a run that is watched
 
 
 def report(arguments: Sequence[str], refuse: Callable[[str], NoReturn]) -> int:
-    """Print the diagnosis of runs, and return the exit status: 1 if `--fail-on` finds its level, else 0.
+    """Print the diagnosis of runs and write a page, and return the exit status.
 
     Args:
         arguments: The arguments of the command.
         refuse: Called with the message of an invalid command line.
+
+    Returns:
+        1 if `--fail-on` finds its level, else 0.
     """
     parser = argparse.ArgumentParser(prog="trl-steady report", description="Say what is wrong with a run.")
     vars(parser)["error"] = refuse
-    parser.add_argument("path", nargs="+", help="an output folder, a checkpoint, or a trainer_state.json")
-    parser.add_argument("--json", action="store_true", help="print the diagnosis as JSON")
+    parser.add_argument("path", nargs="*", help="an output folder, a checkpoint, or a trainer_state.json")
+    parser.add_argument("--compare", nargs="+", default=(), metavar="PATH", help="runs for one page, such as a-seed0")
+    parser.add_argument("--output", type=Path, help="the page; by default report.html or comparison.html")
+    parser.add_argument("--json", action="store_true", help="print the diagnosis as JSON, and write no page")
     parser.add_argument("--fail-on", choices=_LEVELS, help="exit with 1 if a symptom of this level or above is found")
-    parser.add_argument("--watch", action="store_true", help="print the diagnosis again when a run has logged more")
+    parser.add_argument("--watch", action="store_true", help="do it again when a run has logged more")
     asked = parser.parse_args(list(arguments))
+    paths = [*asked.path, *asked.compare]
+    if not paths or (asked.path and asked.compare) or (asked.output and len(asked.path) > 1):
+        refuse("give a PATH, several without --output, or --compare PATH PATH ...")
     while True:
-        runs = _read(asked.path, refuse)
+        runs = _read(paths, refuse)
         found = {path: diagnose(run) for path, run in runs.items()}
         if asked.json:
             print(json.dumps({path: _plain(*each) for path, each in found.items()}, indent=1), flush=True)
         else:
             for path, each in found.items():
                 print(f"{path}, {runs[path].last_step} steps: {verdict(*each)}", flush=True)
+            _write(runs, asked.output, together=bool(asked.compare))
         if not asked.watch:
             levels = {finding.symptom.level for findings, _ in found.values() for finding in findings}
             return int(asked.fail_on is not None and not levels.isdisjoint(_LEVELS[asked.fail_on]))
@@ -43,7 +56,7 @@ def report(arguments: Sequence[str], refuse: Callable[[str], NoReturn]) -> int:
         while last_steps == shown:
             time.sleep(_WAIT)
             with contextlib.suppress(OSError, ValueError):  # a checkpoint that is being written or deleted
-                last_steps = [History.read(path).last_step for path in asked.path]
+                last_steps = [History.read(path).last_step for path in paths]
 
 
 def _read(paths: Sequence[str], refuse: Callable[[str], NoReturn]) -> dict[str, History]:
@@ -53,12 +66,21 @@ def _read(paths: Sequence[str], refuse: Callable[[str], NoReturn]) -> dict[str, 
         refuse(str(error))
 
 
-def verdict(findings: Sequence[Finding], skipped: Sequence[Skipped]) -> str:
-    """Return what a run shows: a line for each symptom, and which symptoms its log cannot show."""
-    lines = [f"symptoms: {len(findings)}", *(f"  {finding}" for finding in findings)]
-    if skipped:
-        lines.append(f"  not in the log: {', '.join(each.symptom.name for each in skipped)}")
-    return "\n".join(lines)
+def _write(runs: Mapping[str, History], output: Path | None, *, together: bool) -> None:
+    """Write the pages of the runs, or one of all of them, and print where they are."""
+    if find_spec("matplotlib") is None:
+        print("trl-steady: the page needs matplotlib. pip install 'trl-steady[report]'", file=sys.stderr)
+        return
+    from trl_steady.report.page import write, write_comparison
+
+    if together:
+        files = [output or Path("comparison.html")]
+        write_comparison(files[0], runs)
+    else:
+        files = [output or (Path(path) if Path(path).is_dir() else Path(path).parent) / "report.html" for path in runs]
+        for file, (path, run) in zip(files, runs.items(), strict=True):
+            write(file, path, run)
+    print("\n".join(map(str, files)), flush=True)
 
 
 def _plain(findings: Sequence[Finding], skipped: Sequence[Skipped]) -> dict[str, list[dict[str, object]]]:

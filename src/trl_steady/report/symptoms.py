@@ -284,6 +284,23 @@ def _moves_to_worse(history: History) -> Found | None:
     return Found(0.8, int(late[0]), evidence) if len(late) and level.max() - level[0] > 2 * _noise(values) else None
 
 
+def _slow_generation(history: History) -> Found | None:
+    phases = [history[key] for key in history.keys if key.startswith("time/")]
+    steps, shares = history["time/generation"]
+    total = sum(np.interp(steps, phase.steps, phase.values) for phase in phases)
+    shares = shares / np.maximum(total, 1e-12)
+    where = _stretch(shares > 0.8, least=8)  # verl's runs: 0.45 to 0.7. The first steps compile and allocate
+    if where is None:
+        return None
+    evidence = f"generation has {np.median(shares[where]):.0%} of the time of a step"
+    return Found(0.9, int(steps[where.start]), evidence)
+
+
+def _padding(history: History) -> Found | None:
+    share = np.median(history["padding/share"].finite.values)
+    return Found(1.0, 1, f"{share:.0%} padding") if share > 0.5 and not history.settings["trim_padding"] else None
+
+
 _ENGINE = ("mismatch/kl", "sampling/sampling_logp_difference/mean")
 _SCORE, _HELD_OUT = ("rewards/reward_model/mean", "reward"), ("eval_reward", "held-out greedy accuracy")
 _FINDS: Mapping[str, Find] = {
@@ -307,6 +324,8 @@ _FINDS: Mapping[str, Find] = {
     "reference-collapsed": _moves_to_worse,
     # docs/evidence.md: 12 % of the gradient is bias at 0.8, and 0.7 costs 8 points of accuracy, with the mask too
     "sampling-truncated": lambda h: Found(1.0, 1, f"top_p {p:g}") if (p := h.settings["top_p"] or 1) < 0.9 else None,
+    "generation-slow": _slow_generation,
+    "padding-computed": _padding,
     "adapter-rounds-away": partial(_noted, text="lost to rounding"),
     "option-idle": partial(_noted, text="cannot act"),
 }

@@ -20,6 +20,7 @@ from trl_steady.sampling.agreement import EngineCheckPart
 from trl_steady.sampling.part import SamplingPart
 from trl_steady.trainers.base import SteadyTrainer
 from trl_steady.trainers.report import ReportPart
+from trl_steady.trainers.training_report import TrainingReportPart
 
 
 class GRPOTrainer(SteadyTrainer, trl.GRPOTrainer):
@@ -56,6 +57,7 @@ class GRPOTrainer(SteadyTrainer, trl.GRPOTrainer):
         LossPart,
         EngineCheckPart,
         ReportPart,
+        TrainingReportPart,  # last: it reads what the others have made
     )
     CONFIG = GRPOConfig
     args: GRPOConfig

@@ -21,6 +21,7 @@ from trl_steady.sampling.agreement import EngineCheckPart
 from trl_steady.sampling.part import SamplingPart
 from trl_steady.trainers.grpo import GRPOTrainer
 from trl_steady.trainers.report import ReportPart
+from trl_steady.trainers.training_report import TrainingReportPart
 
 
 class PPOTrainer(GRPOTrainer):
@@ -62,6 +63,7 @@ class PPOTrainer(GRPOTrainer):
         LossPart,
         EngineCheckPart,
         ReportPart,
+        TrainingReportPart,  # last: it reads what the others have made
     )
     CONFIG = PPOConfig
     args: PPOConfig

@@ -1,10 +1,8 @@
 """Reports of every trainer: which methods are on, and whether they act."""
 
-import json
 import warnings
 from importlib.metadata import version
 from pathlib import Path
-from types import NoneType
 from typing import cast
 
 import trl
@@ -15,7 +13,6 @@ from trl_steady.config.shared import SharedOptions
 from trl_steady.host.names import is_before_generation
 from trl_steady.host.part import Part, Trainer
 from trl_steady.host.reached import OF_ROLLOUTS, overrides
-from trl_steady.report.history import RUN_FILE
 
 
 class ReportPart(Part):
@@ -46,16 +43,6 @@ class ReportPart(Part):
         """Check the last step, unless that has been done."""
         if self._has_generated:
             self._check()
-
-    def save(self, checkpoint: Path) -> None:
-        """Save the numbers and words of the config, and the warnings of the run, for `trl-steady report`."""
-        trainer, args = self.trainer, self.trainer.args
-        if args.should_save:
-            # dictionaries, such as model_init_kwargs, may hold a token, and checkpoints may be pushed
-            kinds = (bool, int, float, str, NoneType)
-            settings = {name: value for name, value in args.to_dict().items() if isinstance(value, kinds)}
-            notes = [*args.cannot_act, *(note for part in trainer.parts for note in part.notes)]
-            (checkpoint / RUN_FILE).write_text(json.dumps({"settings": settings, "notes": notes}))
 
     def _check(self) -> None:
         """Raise if an option had no effect; warn if the option is on by default.

@@ -16,6 +16,7 @@ from trl_steady.sampling.agreement import EngineCheckPart
 from trl_steady.sampling.part import SamplingPart
 from trl_steady.trainers.base import SteadyTrainer
 from trl_steady.trainers.report import ReportPart
+from trl_steady.trainers.training_report import TrainingReportPart
 
 
 class RLOOTrainer(SteadyTrainer, trl.RLOOTrainer):
@@ -45,6 +46,7 @@ class RLOOTrainer(SteadyTrainer, trl.RLOOTrainer):
         RewardsPart,
         EngineCheckPart,
         ReportPart,
+        TrainingReportPart,  # last: it reads what the others have made
     )
     CONFIG = RLOOConfig
     args: RLOOConfig

@@ -1,0 +1,137 @@
+"""The page of a report: one HTML file that needs no network."""
+
+import json
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from html import escape
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from trl_steady.report.compare import Comparison, by_name, compared, interval
+from trl_steady.report.diagnosis import Finding, Skipped, diagnose
+from trl_steady.report.history import History
+from trl_steady.report.pictures import pictures
+
+_PAGE = Template((Path(__file__).with_suffix(".html")).read_text())
+_NOT_TEXT = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\ufffe\uffff]")  # neither in HTML nor in UTF-8
+_Html = str
+
+
+def write(file: Path, name: str, history: History) -> None:
+    """Write the report of a run. It replaces `file` at once."""
+    findings, skipped = diagnose(history)
+    steps = f"{history.last_step} optimizer steps"
+    versions = ", ".join(f"{package} {number}" for package, number in history.run.get("versions", {}).items())
+    sections = [
+        f"<h1>{_text(name)}</h1><p class=soft>{_text(steps)}{'. ' * bool(versions)}{_text(versions)}</p>",
+        *(_card(finding) for finding in findings),
+        "" if findings else "<div class='card steady'>No symptom was found.</div>",
+        _skipped(skipped),
+        _gallery(pictures({name: [history]}, findings)),
+        _answers(history.run.get("answers", ())),
+        _settings(history.settings),
+    ]
+    _save(file, name, sections)
+
+
+def write_comparison(file: Path, histories: Mapping[str, History]) -> None:
+    """Write the report of several runs, by path, beside each other."""
+    runs = by_name(histories)
+    figure, found = compared(runs)
+    sections = [
+        f"<h1>{_text(' / '.join(runs))}</h1>",
+        _comparisons(figure, found) if found else "",
+        _gallery(pictures({name: list(seeds.values()) for name, seeds in runs.items()})),
+        "<h2>Symptoms</h2>",
+    ]
+    for path, history in histories.items():
+        findings, _ = diagnose(history)
+        sections.append(f"<h3>{_text(path)}</h3>{''.join(map(_card, findings)) or '<p>No symptom was found.</p>'}")
+    _save(file, " / ".join(runs), sections)
+
+
+def _save(file: Path, title: str, sections: Sequence[_Html]) -> None:
+    unfinished = file.with_name(f".{file.name}")
+    unfinished.write_text(_PAGE.substitute(title=_text(title), body="\n".join(sections)), encoding="utf-8")
+    os.replace(unfinished, file)
+
+
+def _text(value: object) -> _Html:
+    return escape(_NOT_TEXT.sub("\N{REPLACEMENT CHARACTER}", str(value)))
+
+
+def _card(finding: Finding) -> _Html:
+    symptom = finding.symptom
+    return (
+        f"<div class='card {symptom.level}'><p><b>{symptom.level}</b>: {_text(symptom.what)}, "
+        f"since step {finding.since}.</p><p class=soft>{_text(finding.evidence)}</p><p>{_text(symptom.advice)}</p>"
+        f"<p class=soft>docs/{_text(symptom.page)}</p></div>"
+    )
+
+
+def _skipped(skipped: Sequence[Skipped]) -> _Html:
+    rows = "".join(f"<li>{_text(s.symptom.name)}: {_text(', '.join(s.missing))}</li>" for s in skipped)
+    return _folded(f"{len(skipped)} symptoms were not looked for, because the log lacks these", f"<ul>{rows}</ul>")
+
+
+def _folded(title: str, content: _Html) -> _Html:
+    return f"<details><summary>{_text(title)}</summary>{content}</details>"
+
+
+def _gallery(drawn: Iterator[tuple[str, str]]) -> _Html:
+    figures = (f"<figure class=card><h3>{_text(title)}</h3>{svg}</figure>" for title, svg in drawn)
+    return f"<div class=grid>{''.join(figures)}</div>"
+
+
+def _table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> _Html:
+    head = "".join(f"<th>{_text(heading)}</th>" for heading in headings)
+    body = "".join(f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    return f"<div class=scroll><table><tr>{head}</tr>{body}</table></div>"
+
+
+def _settings(settings: Mapping[str, Any]) -> _Html:
+    rows = [(name, json.dumps(value)) for name, value in settings.items()]
+    return _folded(f"{len(rows)} settings", _table(("option", "value"), rows)) if rows else ""
+
+
+def _comparisons(figure: str, found: Mapping[str, Comparison]) -> _Html:
+    rows: list[tuple[object, ...]] = []
+    for name, (seeds, mean, gains) in found.items():
+        difference = f"{gains.mean():+.4g}" if len(gains) else ""
+        bounds = "{:+.4g} to {:+.4g}".format(*interval(gains)) if len(gains) > 1 else ""
+        rows.append((name, seeds, f"{mean:.4g}", difference, bounds))
+    headings = ("run", "seeds", f"{figure}, last sixth", f"minus {next(iter(found))}", "95 % interval")
+    note = "<p class=soft>Differences are paired by seed. The interval is a bootstrap over seeds.</p>"
+    return f"<h2>At the end</h2>{_table(headings, rows)}{note}"
+
+
+def _answers(rollouts: Sequence[Mapping[str, Any]]) -> _Html:
+    if not rollouts:
+        return ""
+    folded: list[_Html] = []
+    for rollout in reversed(rollouts):
+        groups = "".join(map(_group, rollout["groups"]))
+        folded.append(_folded(f"Step {rollout['step']}", groups))
+    return f"<h2>Answers</h2>{''.join(folded)}"
+
+
+def _group(group: Mapping[str, Any]) -> _Html:
+    answers = "".join(
+        f"<p class=soft>{_text(answer['place'])}, reward {answer['reward']:.4g}</p><pre>{_coloured(answer)}</pre>"
+        for answer in group["answers"]
+    )
+    return f"<div class=card><pre>{_text(group['prompt'])}</pre>{answers}</div>"
+
+
+def _coloured(answer: Mapping[str, Any]) -> _Html:
+    tokens = answer.get("tokens")
+    if not tokens:
+        return _text(answer["text"])
+    largest = max(abs(advantage) for _, advantage in tokens) or 1.0
+    return "".join(
+        f"<span title='advantage {advantage:.3g}' style='--share:{round(70 * abs(advantage) / largest)}%'"
+        f"{' class=below' * (advantage < 0)}>{_text(token)}</span>"
+        for token, advantage in tokens
+    )

@@ -1,0 +1,275 @@
+"""Pictures of runs, as SVG in the colours of the page. This file alone needs matplotlib."""
+
+import io
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from html import escape
+from typing import Any
+
+import matplotlib
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+
+from trl_steady.report.diagnosis import Finding
+from trl_steady.report.history import History, Series
+
+POINTS = 300
+"""Most points of a curve. Each is the median of a stretch of a longer run, beside the range of the stretch."""
+_INK, _GRID, _ALARM = "#010203", "#020304", "#030405"
+# those of Okabe and Ito, which are told apart in grey too: blue, orange, green, yellow, sky, pink
+_COLOURS = ("#0072b2", "#d55e00", "#009e73", "#e69f00", "#56b4e9", "#cc79a7")
+_VARIABLES = {_INK: "ink", _GRID: "grid", _ALARM: "alarm", **{c: f"c{n}" for n, c in enumerate(_COLOURS, 1)}}
+_DASHES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 3)))
+_LOOK = {
+    "svg.fonttype": "none",  # text stays text
+    "svg.hashsalt": "trl-steady",  # the same run gives the same bytes
+    "text.parse_math": False,  # the name of a run may have dollars
+    "font.size": 11,
+    **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
+    **{"axes.grid": True, "grid.color": _GRID, "axes.spines.top": False, "axes.spines.right": False},
+    **{"legend.frameon": False, "legend.fontsize": 10},
+}
+
+
+class Plot:
+    """One picture. A method whose metric no run has logged draws nothing.
+
+    Args:
+        axis: The axes.
+        runs: Name -> runs that differ in their seeds. With several names, the first metric of the picture alone is
+            drawn: the mean over the seeds, and their range.
+        findings: What the run shows. A line marks where a symptom of the picture began.
+    """
+
+    def __init__(self, axis: Axes, runs: Mapping[str, Sequence[History]], findings: Sequence[Finding] = ()) -> None:
+        self._axis, self._runs, self._findings = axis, runs, findings
+        self._tips: dict[str, str] = {}  # id of an element -> its tooltip
+        self._keys: set[str] = set()
+
+    @property
+    def is_empty(self) -> bool:
+        """True if no run has logged a metric of the picture."""
+        return not self._keys
+
+    @property
+    def _history(self) -> History | None:
+        """The run; None in a comparison."""
+        (first, *others), *more = self._runs.values()
+        return None if others or more else first
+
+    @property
+    def settings(self) -> Mapping[str, Any]:
+        """The config of the run; empty if it is not known, and in a comparison."""
+        return {} if self._history is None else self._history.settings
+
+    def _series(self, *keys: str) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
+        """Yield key, steps (n,) and least, median and greatest values (3, n) of the metrics that are in the log."""
+        for key in keys if self._history is not None else ():
+            if key in self._history.keys and len(self._history[key].finite.steps):
+                self._keys.add(key)
+                yield key, *thinned(self._history[key])
+
+    def _tell(self, artist: Any, text: str) -> None:
+        name = f"tip{len(self._tips)}"
+        artist.set_gid(name)
+        self._tips[name] = text
+
+    def line(self, key: str, label: str, colour: int = 0, *, dots: bool = False) -> None:
+        """Draw a metric."""
+        if self._history is None and not self._keys:
+            self._compare(key)
+        for _, steps, (low, middle, high) in self._series(key):
+            style = {"color": _COLOURS[colour], "ls": "" if dots else _DASHES[colour], "marker": "o" if dots else ""}
+            (drawn,) = self._axis.plot(steps, middle, ms=4, label=f"{label} {middle[-1]:.3g}", **style)
+            self._tell(drawn, f"{label}: {middle[0]:.4g} first, {middle[-1]:.4g} last")
+            if (high > low).any() and not dots:
+                self._axis.fill_between(steps, low, high, color=_COLOURS[colour], alpha=0.2, linewidth=0)
+
+    def _compare(self, key: str) -> None:
+        for number, (name, seeds) in enumerate(self._runs.items()):
+            found = [thinned(run[key]) for run in seeds if key in run.keys and len(run[key].finite.steps)]
+            if not found:
+                continue
+            self._keys.add(key)
+            steps = max((steps for steps, _ in found), key=len)
+            values = np.stack([np.interp(steps, its, values[1], right=np.nan) for its, values in found])
+            style = {"color": _COLOURS[number % len(_COLOURS)], "ls": _DASHES[number % len(_DASHES)]}
+            (drawn,) = self._axis.plot(steps, values.mean(0), label=name, **style)
+            self._tell(drawn, f"{name}: mean of {len(found)}")
+            self._axis.fill_between(steps, values.min(0), values.max(0), color=style["color"], alpha=0.15, linewidth=0)
+
+    def band(self, low: str, high: str, label: str, *, around: bool = False) -> None:
+        """Draw the area between two metrics, or around one, if the other is its standard deviation."""
+        if len(found := list(self._series(low, high))) == 2:
+            (_, steps, (_, below, _)), (_, others, (_, above, _)) = found
+            above = np.interp(steps, others, above)
+            below, above = (below - above, below + above) if around else (below, above)
+            self._tell(self._axis.fill_between(steps, below, above, color=_COLOURS[0], alpha=0.15, label=label), label)
+
+    def stack(self, labels: Mapping[str, str]) -> None:
+        """Draw metrics on top of each other, as stairs: a value holds from the log before."""
+        found = list(self._series(*labels))
+        steps = max((steps for _, steps, _ in found), key=len, default=np.zeros(0))
+        edges, base = np.concatenate([[0.0], steps]), np.zeros(len(steps))
+        for number, (key, its_steps, (_, middle, _)) in enumerate(found):
+            top = base + np.interp(steps, its_steps, middle)
+            style = {"color": _COLOURS[number % len(_COLOURS)], "alpha": 0.75, "fill": True}
+            drawn = self._axis.stairs(top, edges, baseline=base, label=f"{labels[key]} {middle[-1]:.3g}", **style)
+            self._tell(drawn, f"{labels[key]}: {np.median(middle):.3g}")
+            base = top
+
+    def heat(self, prefix: str) -> None:
+        """Draw metrics whose names end in the number of a layer as a map: the darker, the larger."""
+        names = [key for key in (self._history.keys if self._history else ()) if re.fullmatch(prefix + r"\d+", key)]
+        found = list(self._series(*sorted(names, key=lambda key: int(key.removeprefix(prefix)))))
+        if not found:
+            return
+        steps = max((steps for _, steps, _ in found), key=len)
+        rows = np.stack([np.interp(steps, its_steps, middle) for _, its_steps, (_, middle, _) in found])
+        image = np.zeros((*rows.shape, 4))
+        image[..., :3] = [int(_COLOURS[0][i : i + 2], 16) / 255 for i in (1, 3, 5)]
+        image[..., 3] = rows / max(rows.max(), 1e-12)
+        extent = (0, steps[-1], -0.5, len(rows) - 0.5)
+        self._axis.imshow(image, aspect="auto", origin="lower", extent=extent, interpolation="nearest")
+        self._axis.set_title(f"darkest: {rows.max():.3g}", loc="right", fontsize=10)
+
+    def level(self, value: float | None, label: str) -> None:
+        """Draw a number that does not change, if anything else has been drawn."""
+        if value is not None and self._keys and self._history is not None:
+            self._axis.axhline(value, color=_INK, lw=1, ls=":", label=label)
+
+    def moments(self, key: str, label: str) -> None:
+        """Mark the steps which a metric gives."""
+        for _, _, (_, moments, _) in self._series(key) if self._keys else ():
+            for number, moment in enumerate(dict.fromkeys(moments)):
+                self._axis.axvline(moment, color=_COLOURS[1], lw=1, label="" if number else label)
+
+    def svg(self) -> str:
+        """Return the picture for a page that has the colours as CSS variables."""
+        for finding in self._findings:
+            if any(need.split(" | ")[0] in self._keys for need in finding.symptom.needs):
+                drawn = self._axis.axvline(finding.since, color=_ALARM, lw=2, ls="--", label=finding.symptom.name)
+                self._tell(drawn, str(finding))
+        if self._axis.get_legend_handles_labels()[1]:
+            self._axis.legend(loc="upper left", bbox_to_anchor=(0, -0.16), ncols=2, borderaxespad=0)
+        file = io.StringIO()
+        figure = self._axis.figure
+        figure.savefig(file, format="svg", transparent=True, bbox_inches="tight", metadata={"Date": None})
+        return _for_page(file.getvalue(), self._tips)
+
+
+def thinned(series: Series) -> tuple[np.ndarray, np.ndarray]:
+    """Return steps (n,) and least, median and greatest values (3, n) of at most `POINTS` stretches."""
+    steps, values = series.finite
+    values = np.clip(values, -1e30, 1e30)  # matplotlib cannot place larger ones
+    stretches = np.array_split(values, min(len(values), POINTS))
+    ends = np.cumsum([len(stretch) for stretch in stretches]) - 1
+    return steps[ends], np.array([np.quantile(stretch, (0, 0.5, 1)) for stretch in stretches]).T
+
+
+def _for_page(svg: str, tips: Mapping[str, str]) -> str:
+    svg = svg[svg.index("<svg") :]
+    svg = re.sub(r"<metadata>.*?</metadata>|<style.*?</style>", "", svg, flags=re.DOTALL)
+    svg = re.sub(r' (width|height)="[^"]*pt"', "", svg, count=2)
+    for name, text in tips.items():
+        svg = svg.replace(f'<g id="{name}">', f"<g><title>{escape(text)}</title>")
+    used = set(re.findall(r"#([\w-]+)", svg))
+    svg = re.sub(r' id="([^"]*)"', lambda found: found[0] if found[1] in used else "", svg)
+    return re.sub("|".join(_VARIABLES), lambda found: f"var(--{_VARIABLES[found[0]]})", svg)
+
+
+def _reward(plot: Plot) -> None:
+    plot.line("reward", "rollouts")
+    plot.band("reward", "reward_std", "standard deviation", around=True)
+    plot.line("reward_model/true", "right by label_fn", 2)
+    plot.line("eval_reward", "held out", 1, dots=True)
+    plot.line("held-out greedy accuracy", "held out, greedy", 1, dots=True)
+
+
+def _kl(plot: Plot) -> None:
+    plot.line("kl", "in the loss")
+    for number, name in enumerate(("k1", "k2", "k3"), 2):
+        plot.line(f"kl/{name}", name, number)
+    plot.moments("ref/refresh_step", "reference moves")
+
+
+def _ratio(plot: Plot) -> None:
+    plot.line("ratio/sequence_mean", "mean")
+    plot.band("ratio/sequence_min", "ratio/sequence_max", "least to greatest")
+    settings = plot.settings
+    low, high = settings.get("epsilon"), settings.get("epsilon_high")
+    if low is not None:
+        plot.level(1 - low, "clip range")
+        plot.level(1 + (low if high is None else high), "")
+
+
+def _engine(plot: Plot) -> None:
+    plot.line("mismatch/log_ratio_q50", "median")
+    plot.band("mismatch/log_ratio_q01", "mismatch/log_ratio_q99", "1 % to 99 %")
+    plot.band("mismatch/log_ratio_q01", "mismatch/log_ratio_q90", "1 % to 90 %")
+    plot.line("sampling/sampling_logp_difference/mean", "mean difference", 1)
+
+
+def _lengths(plot: Plot) -> None:
+    plot.line("completions/mean_length", "mean")
+    plot.band("completions/min_length", "completions/max_length", "shortest to longest")
+    plot.level(plot.settings.get("max_completion_length"), "max_completion_length")
+
+
+def _lines(labels: Mapping[str, str]) -> Callable[[Plot], None]:
+    def draw(plot: Plot) -> None:
+        for number, (key, label) in enumerate(labels.items()):
+            plot.line(key, label, number)
+
+    return draw
+
+
+_CLIPPED = {
+    "clip_ratio/low_mean": "clipped below",
+    "clip_ratio/high_mean": "clipped above",
+    "dropped/off_policy": "off-policy mask",
+    "dropped/geometric": "geometric mask",
+    "dropped/veto": "veto",
+}
+_TIMES = {f"time/{phase}": phase for phase in ("generation", "sync", "rewards", "scoring", "rollout", "update")}
+_PICTURES: dict[str, tuple[str, Callable[[Plot], None]]] = {
+    "Reward": ("reward of an answer", _reward),
+    "KL to the reference": ("nats per token", _kl),
+    "Ratio to the policy of the rollout": ("ratio of a sequence", _ratio),
+    "Clipped and dropped": ("share", lambda plot: plot.stack(_CLIPPED)),
+    "Trainer and engine": ("log ratio of a token, nats", _engine),
+    "Effective sample size": (
+        "share of the tokens",
+        _lines({"mismatch/effective_sample_size": "effective sample size"}),
+    ),
+    "Wasted": (
+        "share",
+        _lines({"frac_reward_zero_std": "groups without a signal", "completions/clipped_ratio": "answers cut off"}),
+    ),
+    "Length": ("tokens", _lengths),
+    "Entropy": ("nats per token", _lines({"entropy": "entropy"})),
+    "Norm of the gradient": ("norm, before clipping", _lines({"grad_norm": "policy", "value/grad_norm": "critic"})),
+    "Learning rate": ("learning rate", _lines({"learning_rate": "learning rate"})),
+    "Routes that change": ("share of the choices", _lines({"routing/changed": "changed", "routing/fallback": "none"})),
+    "Routes that change, by layer": ("layer", lambda plot: plot.heat("routing/changed/")),
+    "Kept tokens": ("share", _lines({"sampling_mask/kept_mass": "kept mass", "sampling_mask/singletons": "of one"})),
+    "Critic": ("explained variance", _lines({"value/explained_variance": "explained variance"})),
+    "Reward model": (
+        "accuracy on held-out examples",
+        _lines({"reward_model/new/held_out/accuracy": "new", "reward_model/old/held_out/accuracy": "old"}),
+    ),
+    "Time of a step": ("seconds", lambda plot: plot.stack(_TIMES)),
+}
+
+
+def pictures(runs: Mapping[str, Sequence[History]], findings: Sequence[Finding] = ()) -> Iterator[tuple[str, str]]:
+    """Yield title and SVG of each picture for which the runs have logged a metric."""
+    with matplotlib.rc_context(_LOOK):
+        for title, (unit, draw) in _PICTURES.items():
+            axis = Figure(figsize=(5, 2.9)).subplots()
+            axis.set(xlabel="optimizer step", ylabel=unit)
+            plot = Plot(axis, runs, findings)
+            draw(plot)
+            if not plot.is_empty:
+                yield title, plot.svg()
