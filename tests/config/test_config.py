@@ -67,6 +67,8 @@ def test_a_native_loss_has_every_default_of_trl(tmp_path: Path, loss_type: str) 
         "adapter_dtype": None,
         "vllm_adapter_sync": None,
         "engine_check": 1.0,
+        "training_report": False,
+        "log_line": False,
     }
     assert ours.to_dict() == {**theirs.to_dict(), **added}
     assert trl_steady.GRPOConfig.loss_type == trl.GRPOConfig.loss_type

@@ -14,7 +14,7 @@ FLOW = Path(__file__).parents[2] / "docs" / "figures" / "flow.py"
 # asked when a trainer is built, after a step, or for a checkpoint: not on the way of a micro-batch
 ELSEWHERE = {
     *("building", "captures", "adapter_sync", "built"),
-    *("beginning", "stepping", "ending"),
+    *("beginning", "stepping", "logged", "ending"),
     *("saving", "save", "load"),
 }
 

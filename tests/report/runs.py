@@ -27,6 +27,7 @@ SETTINGS: Mapping[str, Any] = {
     "keep_sampling_mask": True,
     "off_policy_mask_threshold": 0.3,
     "router_replay": "R3",
+    "trim_padding": True,
 }
 
 
@@ -79,6 +80,8 @@ def healthy(seed: int, steps: int = 400) -> list[dict[str, float]]:
             }
             row |= {"rewards/reward_model/mean": reward, "reward_model/true": share(level)}
             row |= {"completions/mean_length": noisy(300 + 60 * done, 0.05), "completions/clipped_ratio": share(0.05)}
+            row |= {"time/generation": 12.0, "time/scoring": 2.0, "padding/share": 0.6}
+        row["time/update"] = 3.0
         rows.append(row)
         if i % 40 == 39:
             rows.append({"step": i + 1, "eval_reward": share(level - 0.05, 200)})
@@ -93,8 +96,8 @@ def history(
     return History(kept, {"notes": [], "settings": {**SETTINGS, **run.pop("settings", {})}, **run})
 
 
-def recorded(root: Path) -> dict[str, History]:
-    """Return all recorded runs of the recipes that have rows, by file and number."""
+def recorded(root: Path) -> dict[str, tuple[list[dict[str, float]], dict[str, Any]]]:
+    """Return rows and settings of all recorded runs of the recipes that have rows, by file and number."""
     found = {}
     for file in sorted(root.glob("recipes/*/results/**/*.json")):
         contents = json.loads(file.read_text())
@@ -107,5 +110,5 @@ def recorded(root: Path) -> dict[str, History]:
                 rows = [{"step": int(step), "held-out greedy accuracy": share} for step, share in checks.items()]
                 rows = sorted([*run["history"], *rows], key=lambda row: row["step"])
                 name = f"{file.relative_to(root / 'recipes').as_posix()}:{number}"
-                found[name] = History(rows, {"settings": run.get("objective") or {}})
+                found[name] = rows, {"settings": run.get("objective") or {}}
     return found

@@ -98,6 +98,8 @@ STILL = ("value/explained_variance", "ref/refresh_step")  # else the reference m
 SLOW = 60
 PLANTS = {
     "everything-clipped": Plant(from_start(clip_ratio__region_mean=clipped), option="learning_rate"),
+    "generation-slow": Plant(from_start(time__generation=60.0), option="use_vllm"),
+    "padding-computed": Plant(nothing, 1, 0, "trim_padding", {"settings": {"trim_padding": False}}),
     "nothing-clips": Plant(nothing, 1, 0, "steps_per_generation", {"settings": {"steps_per_generation": 1}}),
     "ratio-explodes": Plant(
         from_start(ratio__sequence_max=lambda row: 1.0 + 400 * clipped(row)), option="learning_rate"
@@ -225,10 +227,19 @@ MEANT_TO_FAIL = {
 }
 
 
-def test_nothing_is_found_in_the_recorded_runs() -> None:
+def while_it_runs(rows: list[Any], run: Any) -> list[str]:
+    """Return the symptoms that a run would have printed: it looks at its log again when that is a twentieth longer."""
+    told, length = set[str](), 1
+    while length <= len(rows):
+        told |= {*named(History(rows[:length], run))}
+        length += 1 + length // 20
+    return sorted(told)
+
+
+def test_nothing_is_found_in_the_recorded_runs_or_printed_while_they_run() -> None:
     runs = recorded(ROOT)
     assert len(runs) >= 70
-    found = {name: names for name, run in runs.items() if (names := named(run))}
+    found = {name: names for name, run in runs.items() if (names := while_it_runs(*run) or named(History(*run)))}
     unexpected = {name: names for name, names in found.items() if not any(part in name for part in MEANT_TO_FAIL)}
     assert unexpected == {}
 
@@ -292,6 +303,11 @@ def test_what_only_looks_like_a_symptom_is_not_one(name: str) -> None:
     edit, run = HEALTHY[name]
     for seed in range(3):
         assert named(healthy_variant(edit, seed, **dict(run))) == []
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_a_healthy_run_prints_no_symptom_while_it_runs(seed: int) -> None:
+    assert while_it_runs([*healthy(seed)], history([]).run) == []
 
 
 def test_plain_trls_keys_are_enough_for_most() -> None:

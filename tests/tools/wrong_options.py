@@ -20,6 +20,8 @@ INVALID: dict[str, list[Any]] = {
     "trim_padding": ["no", None],
     "token_budget": [0, 10.5, "4096", True],
     "share_prompts": ["false"],
+    "training_report": ["false"],
+    "log_line": ["false"],
     "router_replay": ["r3", True],
     "router_replay_reference": ["R3"],
     "keep_sampling_mask": [[0.9]],

@@ -234,7 +234,7 @@ def _now() -> _Mark:
 
 
 def _between(begin: _Mark, end: _Mark) -> float:
-    if isinstance(begin, float) or isinstance(end, float):
-        return cast(float, end) - cast(float, begin)
-    end.synchronize()
-    return begin.elapsed_time(end) / 1000
+    if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000
+    return cast(float, end) - cast(float, begin)

@@ -89,8 +89,8 @@ class Steady(_Trls):
     # 1. Generate.
 
     def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
-        function = self.rollout_func
-        with overridden(self, {} if function is None else {"rollout_func": checked_rollout(function)}):
+        function, phase = self.rollout_func, self.metrics.clock.phase("generation")
+        with overridden(self, {} if function is None else {"rollout_func": phase(checked_rollout(function))}):
             return self.rollout(inputs)
 
     def rollout(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:

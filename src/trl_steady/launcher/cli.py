@@ -56,7 +56,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
             return report(rest, _refuse)
         if command not in _TABLES or rest:
-            raise _Refused(f"no command {' '.join([command, *rest])!r}. trl-steady --help lists the commands.")
+            _refuse(f"no command {' '.join([command, *rest])!r}. trl-steady --help lists the commands.")
     except _Refused as refused:
         print(f"trl-steady: {refused}", file=sys.stderr)
         return 2
@@ -68,7 +68,7 @@ def run(arguments: Sequence[str]) -> int:
     """Run a script that imports TRL's trainer, with trl-steady's in its place."""
     settings, ppo, rest = _leading_settings(arguments)
     if rest in ([], ["-m"]):
-        raise _Refused("run needs a script. trl-steady --help lists the commands.")
+        _refuse("run needs a script. trl-steady --help lists the commands.")
     if rest[0].startswith("-") and rest[0] != "-m":
         return _launch([*(["--ppo"] if ppo else []), *(f"--set={setting}" for setting in settings), *rest])
     return _run_in_this_process(rest, settings, ppo=ppo)
@@ -117,7 +117,7 @@ def _leading_settings(arguments: Sequence[str]) -> tuple[list[str], bool, list[s
         if first == "--ppo":
             ppo = True
         elif first == "--set" and not rest:
-            raise _Refused("--set needs NAME=VALUE.")
+            _refuse("--set needs NAME=VALUE.")
         else:
             settings.append(rest.pop(0) if first == "--set" else first.removeprefix("--set="))
     return settings, ppo, rest

@@ -1,5 +1,6 @@
 """What a run prints: one line for a log, and what it shows at its end."""
 
+import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -39,3 +40,8 @@ def verdict(findings: Sequence[Finding], skipped: Sequence[Skipped]) -> str:
     if skipped:
         lines.append(f"  not in the log: {', '.join(each.symptom.name for each in skipped)}")
     return "\n".join(lines)
+
+
+def clean(text: object) -> str:
+    """Return a text without control characters and lone surrogates, which HTML and UTF-8 do not have."""
+    return re.sub("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\ufffe\uffff]", "\N{REPLACEMENT CHARACTER}", str(text))

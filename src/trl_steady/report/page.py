@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -12,10 +11,10 @@ from typing import Any
 from trl_steady.report.compare import Comparison, by_name, compared, interval
 from trl_steady.report.diagnosis import Finding, Skipped, diagnose
 from trl_steady.report.history import History
+from trl_steady.report.lines import clean
 from trl_steady.report.pictures import pictures
 
 _PAGE = Template((Path(__file__).with_suffix(".html")).read_text())
-_NOT_TEXT = re.compile("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\ufffe\uffff]")  # neither in HTML nor in UTF-8
 _Html = str
 
 
@@ -29,9 +28,9 @@ def write(file: Path, name: str, history: History) -> None:
         *(_card(finding) for finding in findings),
         "" if findings else "<div class='card steady'>No symptom was found.</div>",
         _skipped(skipped),
+        _settings(history.settings),
         _gallery(pictures({name: [history]}, findings)),
         _answers(history.run.get("answers", ())),
-        _settings(history.settings),
     ]
     _save(file, name, sections)
 
@@ -59,7 +58,7 @@ def _save(file: Path, title: str, sections: Sequence[_Html]) -> None:
 
 
 def _text(value: object) -> _Html:
-    return escape(_NOT_TEXT.sub("\N{REPLACEMENT CHARACTER}", str(value)))
+    return escape(clean(value))
 
 
 def _card(finding: Finding) -> _Html:
@@ -73,7 +72,7 @@ def _card(finding: Finding) -> _Html:
 
 def _skipped(skipped: Sequence[Skipped]) -> _Html:
     rows = "".join(f"<li>{_text(s.symptom.name)}: {_text(', '.join(s.missing))}</li>" for s in skipped)
-    return _folded(f"{len(skipped)} symptoms were not looked for, because the log lacks these", f"<ul>{rows}</ul>")
+    return _folded(f"Not looked for, because the log lacks a metric: {len(skipped)}", f"<ul>{rows}</ul>")
 
 
 def _folded(title: str, content: _Html) -> _Html:
@@ -93,7 +92,7 @@ def _table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> _Html:
 
 def _settings(settings: Mapping[str, Any]) -> _Html:
     rows = [(name, json.dumps(value)) for name, value in settings.items()]
-    return _folded(f"{len(rows)} settings", _table(("option", "value"), rows)) if rows else ""
+    return _folded(f"Settings: {len(rows)}", _table(("option", "value"), rows)) if rows else ""
 
 
 def _comparisons(figure: str, found: Mapping[str, Comparison]) -> _Html:

@@ -4,7 +4,7 @@ import io
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from html import escape
-from typing import Any
+from typing import Any, cast
 
 import matplotlib
 import numpy as np
@@ -13,6 +13,7 @@ from matplotlib.figure import Figure
 
 from trl_steady.report.diagnosis import Finding
 from trl_steady.report.history import History, Series
+from trl_steady.report.lines import clean
 
 POINTS = 300
 """Most points of a curve. Each is the median of a stretch of a longer run, beside the range of the stretch."""
@@ -21,13 +22,19 @@ _INK, _GRID, _ALARM = "#010203", "#020304", "#030405"
 _COLOURS = ("#0072b2", "#d55e00", "#009e73", "#e69f00", "#56b4e9", "#cc79a7")
 _VARIABLES = {_INK: "ink", _GRID: "grid", _ALARM: "alarm", **{c: f"c{n}" for n, c in enumerate(_COLOURS, 1)}}
 _DASHES = ("-", "--", "-.", ":", (0, (6, 1, 1, 1, 1, 1)), (0, (1, 3)))
-_LOOK = {
+_LOOK: Any = {
     "svg.fonttype": "none",  # text stays text
     "svg.hashsalt": "trl-steady",  # the same run gives the same bytes
     "text.parse_math": False,  # the name of a run may have dollars
     "font.size": 11,
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
-    **{"axes.grid": True, "grid.color": _GRID, "axes.spines.top": False, "axes.spines.right": False},
+    **{
+        "axes.grid": True,
+        "grid.color": _GRID,
+        "axes.spines.top": False,
+        "axes.spines.right": False,
+        "axes.formatter.limits": (-3, 4),
+    },
     **{"legend.frameon": False, "legend.fontsize": 10},
 }
 
@@ -65,15 +72,16 @@ class Plot:
 
     def _series(self, *keys: str) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
         """Yield key, steps (n,) and least, median and greatest values (3, n) of the metrics that are in the log."""
-        for key in keys if self._history is not None else ():
-            if key in self._history.keys and len(self._history[key].finite.steps):
+        history = self._history or History(())
+        for key in keys:
+            if key in history.keys and len(history[key].finite.steps):
                 self._keys.add(key)
-                yield key, *thinned(self._history[key])
+                yield key, *thinned(history[key])
 
     def _tell(self, artist: Any, text: str) -> None:
         name = f"tip{len(self._tips)}"
         artist.set_gid(name)
-        self._tips[name] = text
+        self._tips[name] = clean(text)
 
     def line(self, key: str, label: str, colour: int = 0, *, dots: bool = False) -> None:
         """Draw a metric."""
@@ -95,7 +103,7 @@ class Plot:
             steps = max((steps for steps, _ in found), key=len)
             values = np.stack([np.interp(steps, its, values[1], right=np.nan) for its, values in found])
             style = {"color": _COLOURS[number % len(_COLOURS)], "ls": _DASHES[number % len(_DASHES)]}
-            (drawn,) = self._axis.plot(steps, values.mean(0), label=name, **style)
+            (drawn,) = self._axis.plot(steps, values.mean(0), label=clean(name), **style)
             self._tell(drawn, f"{name}: mean of {len(found)}")
             self._axis.fill_between(steps, values.min(0), values.max(0), color=style["color"], alpha=0.15, linewidth=0)
 
@@ -132,7 +140,8 @@ class Plot:
         image[..., 3] = rows / max(rows.max(), 1e-12)
         extent = (0, steps[-1], -0.5, len(rows) - 0.5)
         self._axis.imshow(image, aspect="auto", origin="lower", extent=extent, interpolation="nearest")
-        self._axis.set_title(f"darkest: {rows.max():.3g}", loc="right", fontsize=10)
+        self._axis.plot([], [], "s", color=_COLOURS[0], label=f"darkest {rows.max():.3g}")
+        self._axis.grid(visible=False)
 
     def level(self, value: float | None, label: str) -> None:
         """Draw a number that does not change, if anything else has been drawn."""
@@ -147,15 +156,18 @@ class Plot:
 
     def svg(self) -> str:
         """Return the picture for a page that has the colours as CSS variables."""
+        roots = {key.split("/")[0] for key in self._keys}
         for finding in self._findings:
-            if any(need.split(" | ")[0] in self._keys for need in finding.symptom.needs):
+            if not roots.isdisjoint(need.split("/")[0] for need in finding.symptom.needs[0].split(" | ")):
                 drawn = self._axis.axvline(finding.since, color=_ALARM, lw=2, ls="--", label=finding.symptom.name)
                 self._tell(drawn, str(finding))
-        if self._axis.get_legend_handles_labels()[1]:
-            self._axis.legend(loc="upper left", bbox_to_anchor=(0, -0.16), ncols=2, borderaxespad=0)
+        rows = -(-len(self._axis.get_legend_handles_labels()[1]) // 2)
+        self._axis.yaxis.set_major_formatter("{x:.3g}")
+        self._axis.set_position((0.16, 0.17, 0.8, 0.78 - 0.08 * rows))
+        if rows:
+            self._axis.legend(loc="lower left", bbox_to_anchor=(-0.12, 1.0), ncols=2, borderaxespad=0)
         file = io.StringIO()
-        figure = self._axis.figure
-        figure.savefig(file, format="svg", transparent=True, bbox_inches="tight", metadata={"Date": None})
+        cast(Figure, self._axis.figure).savefig(file, format="svg", transparent=True, metadata={"Date": None})
         return _for_page(file.getvalue(), self._tips)
 
 
@@ -165,7 +177,7 @@ def thinned(series: Series) -> tuple[np.ndarray, np.ndarray]:
     values = np.clip(values, -1e30, 1e30)  # matplotlib cannot place larger ones
     stretches = np.array_split(values, min(len(values), POINTS))
     ends = np.cumsum([len(stretch) for stretch in stretches]) - 1
-    return steps[ends], np.array([np.quantile(stretch, (0, 0.5, 1)) for stretch in stretches]).T
+    return steps[ends], np.array([[stretch.min(), np.median(stretch), stretch.max()] for stretch in stretches]).T
 
 
 def _for_page(svg: str, tips: Mapping[str, str]) -> str:
@@ -251,7 +263,10 @@ _PICTURES: dict[str, tuple[str, Callable[[Plot], None]]] = {
     "Entropy": ("nats per token", _lines({"entropy": "entropy"})),
     "Norm of the gradient": ("norm, before clipping", _lines({"grad_norm": "policy", "value/grad_norm": "critic"})),
     "Learning rate": ("learning rate", _lines({"learning_rate": "learning rate"})),
-    "Routes that change": ("share of the choices", _lines({"routing/changed": "changed", "routing/fallback": "none"})),
+    "Routes that change": (
+        "share of the choices",
+        _lines({"routing/changed": "changed", "routing/fallback": "tokens without routes"}),
+    ),
     "Routes that change, by layer": ("layer", lambda plot: plot.heat("routing/changed/")),
     "Kept tokens": ("share", _lines({"sampling_mask/kept_mass": "kept mass", "sampling_mask/singletons": "of one"})),
     "Critic": ("explained variance", _lines({"value/explained_variance": "explained variance"})),

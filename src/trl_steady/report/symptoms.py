@@ -217,7 +217,7 @@ def _groups(history: History, right: bool) -> Found | None:
 
 def _entropy(history: History) -> Found | None:
     steps, values = _blocks(history, "entropy")
-    if len(values) < 6 or _learns(history):
+    if len(values) < 12 or _learns(history):  # with fewer, healthy runs would print it
         return None
     level = np.maximum(_sixths(values), 1e-12)
     first, last = level.max(), level[-1]

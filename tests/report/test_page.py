@@ -1,0 +1,251 @@
+"""`report.html`: what is drawn, that users' text stays text, and that any log gives a page."""
+
+import json
+import math
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from matplotlib.figure import Figure
+
+from tests.report.runs import healthy, history
+from trl_steady.launcher import cli
+from trl_steady.report import History, compare, diagnose
+from trl_steady.report.answers import MOST_BYTES, chosen, limited
+from trl_steady.report.history import Series
+from trl_steady.report.page import write
+from trl_steady.report.pictures import POINTS, Plot, pictures, thinned
+
+EVIL = "</pre><script>alert(1)</script><img src=x onerror=alert(2)> &amp; \x00\x1b\ud800 \N{RIGHT-TO-LEFT OVERRIDE}"
+
+
+class Page(HTMLParser):
+    """Elements, attributes and text of a page."""
+
+    def __init__(self, html: str) -> None:
+        super().__init__()
+        self.tags: set[str] = set()
+        self.attributes: list[tuple[str, str | None]] = []
+        self.text = ""
+        self.feed(html)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.add(tag)
+        self.attributes += attrs
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+def page(folder: Path, run: History, name: str = "run") -> str:
+    write(folder / "report.html", name, run)
+    return (folder / "report.html").read_text(encoding="utf-8")
+
+
+def test_all_text_of_users_stays_text(tmp_path: Path) -> None:
+    answer = {"place": "best", "reward": 1.0, "text": EVIL, "tokens": None}
+    coloured = {**answer, "tokens": [(EVIL, 0.5), ("b", -1.0)]}
+    rollout = {"step": 4, "groups": [{"prompt": EVIL, "answers": [answer, coloured]}]}
+    notes = [f"{EVIL} cannot act"]
+    run = history(healthy(0), answers=[rollout], notes=notes, settings={"run_name": EVIL}, versions={"trl": EVIL})
+    html = page(tmp_path, run, EVIL)
+    found = Page(html)
+    assert not found.tags & {"script", "img", "iframe", "link", "object", "a"}
+    assert not [name for name, _ in found.attributes if name.startswith("on")]
+    assert "script-src" not in html and "default-src 'none'" in html  # nor would a browser run one
+    shown = EVIL.replace("\x00", "\ufffd").replace("\x1b", "\ufffd").replace("\ud800", "\ufffd")
+    assert found.text.count(shown) == 7  # title, heading, version, evidence, prompt, two answers
+    comparison = tmp_path / "comparison.html"
+    from trl_steady.report.page import write_comparison
+
+    write_comparison(comparison, {EVIL: run, "other": run})
+    assert not Page(comparison.read_text()).tags & {"script", "img"}
+
+
+def test_a_page_needs_nothing_from_elsewhere_and_has_no_fixed_colours(tmp_path: Path) -> None:
+    html = page(tmp_path, history(healthy(0)))
+    namespaces = {"http://www.w3.org/2000/svg", "http://www.w3.org/1999/xlink"}
+    assert {*re.findall(r"https?://[^\"' <]*", html)} <= namespaces
+    drawn = html[html.index("<svg") :]
+    assert not re.search(r"#[0-9a-f]{6}\b", drawn)  # light and dark take colours from the style sheet
+    ids = re.findall(r' id="([^"]*)"', drawn)
+    assert all(f"#{name}" in drawn for name in ids)
+    assert {"var(--c1)", "var(--ink)"} <= {*re.findall(r"var\(--\w+\)", drawn)}
+
+
+def test_the_same_run_gives_the_same_page(tmp_path: Path) -> None:
+    assert page(tmp_path, history(healthy(0))) == page(tmp_path, history(healthy(0)))
+
+
+EXPECTED = {
+    "reward": "Reward",
+    "kl/k3": "KL to the reference",
+    "ratio/sequence_mean": "Ratio to the policy of the rollout",
+    "dropped/veto": "Clipped and dropped",
+    "mismatch/log_ratio_q50": "Trainer and engine",
+    "mismatch/effective_sample_size": "Effective sample size",
+    "frac_reward_zero_std": "Wasted",
+    "completions/clipped_ratio": "Wasted",
+    "completions/mean_length": "Length",
+    "entropy": "Entropy",
+    "grad_norm": "Norm of the gradient",
+    "learning_rate": "Learning rate",
+    "routing/changed": "Routes that change",
+    "routing/changed/0": "Routes that change, by layer",
+    "sampling_mask/kept_mass": "Kept tokens",
+    "value/explained_variance": "Critic",
+    "reward_model/new/held_out/accuracy": "Reward model",
+    "time/generation": "Time of a step",
+}
+
+
+@pytest.mark.parametrize("key", EXPECTED)
+def test_a_metric_has_a_picture_and_no_other(key: str) -> None:
+    run = History([{"step": step, key: float(step)} for step in range(1, 9)])
+    assert [title for title, _ in pictures({"run": [run]})] == [EXPECTED[key]]
+
+
+def drawn(rows: list[dict[str, float]], **run: Any) -> Plot:
+    return Plot(Figure().subplots(), {"run": [History(rows, run)]})
+
+
+def test_a_stack_adds_up_and_holds_a_value_from_the_log_before() -> None:
+    plot = drawn([{"step": 2, "a": 1.0, "b": 10.0}, {"step": 6, "a": 3.0, "b": 20.0}])
+    plot.stack({"a": "A", "b": "B", "missing": "C"})
+    first, second = (patch.get_data() for patch in plot._axis.patches)
+    assert first.edges.tolist() == second.edges.tolist() == [0, 2, 6]
+    assert first.values.tolist() == second.baseline.tolist() == [1, 3]
+    assert second.values.tolist() == [11, 23]
+
+
+def test_the_map_of_routes_has_layers_in_the_order_of_their_numbers() -> None:
+    rows = [{"step": 1, **{f"routing/changed/{layer}": layer / 10 for layer in (10, 2, 0)}}]
+    plot = drawn(rows)
+    plot.heat("routing/changed/")
+    image = plot._axis.images[0].get_array()
+    assert image is not None and image[:, 0, 3].tolist() == [0.0, 0.2, 1.0]
+
+
+def test_a_band_around_a_metric_is_one_standard_deviation() -> None:
+    plot = drawn([{"step": step, "mean": 5.0, "std": 2.0} for step in (1, 2)])
+    plot.band("mean", "std", "deviation", around=True)
+    corners = plot._axis.collections[0].get_paths()[0].vertices[:, 1]
+    assert (corners.min(), corners.max()) == (3.0, 7.0)
+
+
+def test_a_long_curve_keeps_its_extremes() -> None:
+    values = np.zeros(10 * POINTS)
+    values[1234] = 7.0
+    steps, (low, middle, high) = thinned(Series(np.arange(1, len(values) + 1), values))
+    assert len(steps) == POINTS and steps[-1] == len(values)
+    assert high[123] == high.max() == 7.0 and not middle.any() and not low.any()
+
+
+def test_a_picture_marks_where_its_symptom_began() -> None:
+    rows = [{"step": step, "dropped/veto": float(step > 20), "reward": step / 40} for step in range(1, 41)]
+    run = History(rows)
+    (finding,) = diagnose(run)[0]
+    found = dict(pictures({"run": [run]}, [finding]))
+    assert finding.since == 21
+    assert "everything-dropped" in found["Clipped and dropped"] and "everything-dropped" not in found["Reward"]
+
+
+# any log gives a page
+
+BROKEN: dict[str, list[dict[str, Any]]] = {
+    "nothing": [],
+    "one step": healthy(0, 1),
+    "not numbers": [{**row, "reward": math.nan, "kl": math.inf, "entropy": -math.inf} for row in healthy(0, 40)],
+    "overlap": [*healthy(0, 40), *healthy(1, 60)[20:]],
+    "two trainers": [*healthy(0, 40), *healthy(1, 40)],
+    "huge": [{"step": step, "kl": 1e300 * (-1) ** step, "grad_norm": 1e-300} for step in range(1, 20)],
+    "negative step": [{"step": -1, "reward": 1.0}, {"step": 0, "reward": 1.0}],
+}
+
+
+@pytest.mark.parametrize("name", BROKEN)
+def test_any_log_gives_a_page(tmp_path: Path, name: str) -> None:
+    assert "</html>" in page(tmp_path, History(BROKEN[name], {"settings": {}, "notes": []}))
+
+
+def test_logs_with_random_holes_give_pages(tmp_path: Path) -> None:
+    random = np.random.default_rng(0)
+    values = [math.nan, math.inf, None, 0.0, -1.0, 1e-9, 1e9, "text", True]
+    for seed in range(3):
+        rows = [
+            {
+                key: value if random.random() < 0.7 else values[random.integers(len(values))]
+                for key, value in row.items()
+                if key == "step" or random.random() < 0.8
+            }
+            for row in healthy(seed, 30)
+        ]
+        assert "</html>" in page(tmp_path, History(rows, {"settings": {}, "notes": []}))
+
+
+def test_a_run_of_100000_steps_gives_a_small_page(tmp_path: Path) -> None:
+    rows = healthy(0, 1000)
+    longer = [{**row, "step": row["step"] + 1000 * part} for part in range(100) for row in rows]
+    assert len(page(tmp_path, history(longer))) < 5e6
+
+
+# answers
+
+
+def test_the_groups_that_differ_most_give_their_best_median_and_worst_answer() -> None:
+    rewards = np.array([0, 0, 0, 0, 1, 5, 3, 2, 0.5, 0.4, 0.3, 0.2, 9, 8, 9, 9])
+    found = chosen(rewards, 4)  # the groups differ by 0, 4, 0.3 and 1
+    assert [{rewards[row]: place for row, place in group.items()} for group in found] == [
+        {5: "best", 2: "median", 1: "worst"},
+        {9: "best", 8: "worst"} if len(found[1]) == 2 else {9: "median", 8: "worst"},
+        {0.5: "best", 0.3: "median", 0.2: "worst"},
+    ]
+    assert chosen(np.array([0.1, 0.9, 0.5]), 1) == [{1: "best"}, {2: "median"}, {0: "worst"}]
+    assert chosen(np.array([0.1, 0.9]), 2) == [{1: "best", 0: "worst"}]
+    assert chosen(np.array([0.7]), 8) == [{0: "best"}]
+
+
+def test_answers_take_at_most_a_megabyte_and_the_oldest_go_first() -> None:
+    rollouts = [{"step": step, "groups": ["x" * 100_000]} for step in range(20)]
+    kept = limited(rollouts)
+    assert [rollout["step"] for rollout in kept] == [*range(11, 20)]
+    assert len(json.dumps(kept)) <= MOST_BYTES
+
+
+# comparisons
+
+
+def test_runs_are_compared_seed_by_seed() -> None:
+    def run(end: float) -> History:
+        return History([{"step": step, "reward": 0.0 if step < 11 else end} for step in range(1, 13)])
+
+    paths = {"a-seed0": 0.5, "a-seed1": 0.1, "b-seed0.json": 0.6, "b-seed1.json": 0.3, "b-seed2.json": 0.9}
+    runs = compare.by_name({path: run(end) for path, end in paths.items()})
+    assert {name: sorted(seeds) for name, seeds in runs.items()} == {"a": [0, 1], "b": [0, 1, 2]}
+    figure, found = compare.compared(runs)
+    assert figure == "reward" and found["b"].seeds == 3
+    assert found["a"].mean == pytest.approx(0.3) and found["b"].mean == pytest.approx(0.6)
+    assert found["b"].gains == pytest.approx([0.1, 0.2]) and not len(found["a"].gains)
+    assert compare.interval(found["b"].gains) == pytest.approx((0.1, 0.2))  # 1/4 of the resamples are twice the same
+
+
+def test_the_command_writes_a_page_for_each_run_or_one_for_all(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    files = [str(tmp_path / f"{arm}-seed{seed}.json") for arm in "ab" for seed in (0, 1)]
+    for seed, file in enumerate(files):
+        Path(file).write_text(json.dumps({"history": healthy(seed, 40)}))
+    assert cli.main(["report", files[0]]) == 0
+    assert str(tmp_path / "report.html") in capsys.readouterr().out and (tmp_path / "report.html").is_file()
+    together = tmp_path / "both.html"
+    assert cli.main(["report", "--compare", *files, "--output", str(together)]) == 0
+    text = Page(together.read_text()).text
+    assert "95 % interval" in text and "held-out" not in text and "eval_reward, last sixth" in text
+    assert cli.main(["report", files[0], "--compare", files[1]]) == 2
+    (tmp_path / "report.html").unlink()
+    monkeypatch.setattr("trl_steady.report.command.find_spec", lambda _: None)
+    assert cli.main(["report", files[0]]) == 0
+    assert "trl-steady[report]" in capsys.readouterr().err and not (tmp_path / "report.html").exists()
