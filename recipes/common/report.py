@@ -12,6 +12,8 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
 
+from trl_steady.report.compare import interval
+
 Panel = Callable[[Axes, Any], None]  # draws the contents of `results.json` on one pair of axes
 Panels = Sequence[Sequence[Panel]]  # row by row
 
@@ -29,9 +31,7 @@ class Difference(NamedTuple):
 def difference(before: np.ndarray, after: np.ndarray) -> Difference:
     """Compare (problems, samples) of right answers by a paired bootstrap over problems, with 10,000 resamples."""
     gain = (after - before).mean(axis=1)
-    picks = np.random.default_rng(0).integers(0, len(gain), (10_000, len(gain)))
-    low, high = np.percentile(gain[picks].mean(axis=1), [2.5, 97.5])
-    return Difference(*(float(x) for x in (before.mean(), after.mean(), gain.mean(), low, high)))
+    return Difference(float(before.mean()), float(after.mean()), float(gain.mean()), *interval(gain))
 
 
 def table(rows: Mapping[str, Difference]) -> str:
@@ -41,8 +41,8 @@ def table(rows: Mapping[str, Difference]) -> str:
         "|---|---|---|---|---|",
     ]
     for name, d in rows.items():
-        interval = f"{d.low:+.1%} to {d.high:+.1%}"
-        lines.append(f"| {name} | {d.before:.1%} | {d.after:.1%} | {d.difference:+.1%} | {interval} |")
+        bounds = f"{d.low:+.1%} to {d.high:+.1%}"
+        lines.append(f"| {name} | {d.before:.1%} | {d.after:.1%} | {d.difference:+.1%} | {bounds} |")
     return "\n".join(lines)
 
 
