@@ -1,4 +1,4 @@
-"""The output of a run: a table and a picture."""
+"""Tables and pictures that compare runs."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -73,30 +73,3 @@ def draw(path: Path, panels: Panels, results: Any, *, width: float = 5.0) -> Non
         axis.set_xlabel("optimizer step")
     figure.savefig(path, dpi=550 / width)
     plt.close(figure)
-
-
-def rewards(axis: Axes, results: Mapping[str, Any]) -> None:
-    """Draw the reward of each rollout."""
-    axis.plot(*series(results["history"], "reward"), "o-", color="tab:blue")
-    axis.set(title="Reward of each rollout (share right)", ylim=(0, 1))
-
-
-def accuracies(axis: Axes, results: Mapping[str, Any]) -> None:
-    """Draw the accuracy on held-out problems.
-
-    A run on a small task has greedy accuracies during training, and sampled ones before and after it. Other runs have
-    TRL's evaluations.
-    """
-    if "accuracy" not in results:
-        axis.plot(*series(results["history"], "eval_reward"), "o-", color="tab:green")
-        axis.set(title="Accuracy on held-out problems (sampled)", ylim=(0, 1))
-        return
-    checks = {int(step): share for step, share in results["held-out greedy accuracy by step"].items()}
-    when = ", every rollout" if results["recipe"].get("check_every", 1) == 1 else ""
-    axis.plot(list(checks), list(checks.values()), "o-", color="tab:green", label=f"greedy{when}")
-    sampled, *_ = results["accuracy"].values()
-    last = max([0, *(row["step"] for row in results["history"] if "step" in row)])
-    ends = [sampled["before"], sampled["after"]]
-    axis.plot([0, last], ends, "s", color="tab:orange", label="sampled, before and after")
-    axis.set(title="Accuracy on held-out problems", ylim=(0, 1))
-    axis.legend(loc="lower right")
