@@ -17,8 +17,9 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "recipes"))
 
-from stress.experiment import endpoint, interval
+from stress.experiment import endpoint
 from trl_steady.report import History, diagnose
+from trl_steady.report.compare import interval
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/report.md"

@@ -1,3 +1,3 @@
-"""Code that the recipes share: a small model, a task for it, evaluation, progress and reports."""
+"""Code that the recipes share: a small model, a task for it, evaluation, and comparisons of runs."""
 
 import trl_steady  # noqa: F401, before transformers, so that its filter of bitsandbytes' log is there

@@ -1,4 +1,4 @@
-"""The output of a run: a table and a picture."""
+"""Tables and pictures that compare runs."""
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
@@ -11,6 +11,8 @@ import numpy as np
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 from matplotlib.axes import Axes
+
+from trl_steady.report.compare import interval
 
 Panel = Callable[[Axes, Any], None]  # draws the contents of `results.json` on one pair of axes
 Panels = Sequence[Sequence[Panel]]  # row by row
@@ -29,9 +31,7 @@ class Difference(NamedTuple):
 def difference(before: np.ndarray, after: np.ndarray) -> Difference:
     """Compare (problems, samples) of right answers by a paired bootstrap over problems, with 10,000 resamples."""
     gain = (after - before).mean(axis=1)
-    picks = np.random.default_rng(0).integers(0, len(gain), (10_000, len(gain)))
-    low, high = np.percentile(gain[picks].mean(axis=1), [2.5, 97.5])
-    return Difference(*(float(x) for x in (before.mean(), after.mean(), gain.mean(), low, high)))
+    return Difference(float(before.mean()), float(after.mean()), float(gain.mean()), *interval(gain))
 
 
 def table(rows: Mapping[str, Difference]) -> str:
@@ -41,8 +41,8 @@ def table(rows: Mapping[str, Difference]) -> str:
         "|---|---|---|---|---|",
     ]
     for name, d in rows.items():
-        interval = f"{d.low:+.1%} to {d.high:+.1%}"
-        lines.append(f"| {name} | {d.before:.1%} | {d.after:.1%} | {d.difference:+.1%} | {interval} |")
+        bounds = f"{d.low:+.1%} to {d.high:+.1%}"
+        lines.append(f"| {name} | {d.before:.1%} | {d.after:.1%} | {d.difference:+.1%} | {bounds} |")
     return "\n".join(lines)
 
 
@@ -73,30 +73,3 @@ def draw(path: Path, panels: Panels, results: Any, *, width: float = 5.0) -> Non
         axis.set_xlabel("optimizer step")
     figure.savefig(path, dpi=550 / width)
     plt.close(figure)
-
-
-def rewards(axis: Axes, results: Mapping[str, Any]) -> None:
-    """Draw the reward of each rollout."""
-    axis.plot(*series(results["history"], "reward"), "o-", color="tab:blue")
-    axis.set(title="Reward of each rollout (share right)", ylim=(0, 1))
-
-
-def accuracies(axis: Axes, results: Mapping[str, Any]) -> None:
-    """Draw the accuracy on held-out problems.
-
-    A run on a small task has greedy accuracies during training, and sampled ones before and after it. Other runs have
-    TRL's evaluations.
-    """
-    if "accuracy" not in results:
-        axis.plot(*series(results["history"], "eval_reward"), "o-", color="tab:green")
-        axis.set(title="Accuracy on held-out problems (sampled)", ylim=(0, 1))
-        return
-    checks = {int(step): share for step, share in results["held-out greedy accuracy by step"].items()}
-    when = ", every rollout" if results["recipe"].get("check_every", 1) == 1 else ""
-    axis.plot(list(checks), list(checks.values()), "o-", color="tab:green", label=f"greedy{when}")
-    sampled, *_ = results["accuracy"].values()
-    last = max([0, *(row["step"] for row in results["history"] if "step" in row)])
-    ends = [sampled["before"], sampled["after"]]
-    axis.plot([0, last], ends, "s", color="tab:orange", label="sampled, before and after")
-    axis.set(title="Accuracy on held-out problems", ylim=(0, 1))
-    axis.legend(loc="lower right")

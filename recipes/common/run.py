@@ -1,8 +1,7 @@
-"""Code around a training run: arguments, one line per update, resuming, and the files written at the end."""
+"""Code around a training run: arguments, resuming, and the files written at the end."""
 
 import json
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib.metadata import version
 from pathlib import Path
@@ -10,10 +9,10 @@ from typing import Any
 
 import torch
 from peft import LoraConfig
-from transformers import PrinterCallback, TrainerCallback
+from transformers import PrinterCallback as PrinterCallback  # for the recipe `stress`
+from transformers import TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
-from common import report
 from trl_steady import GRPOConfig, GRPOTrainer
 
 Results = dict[str, Any]
@@ -43,34 +42,6 @@ class RecipeArguments:
         )
 
 
-class Progress(TrainerCallback):
-    """Print one line per update.
-
-    Args:
-        describe: Returns the text for an update, from the values logged for it.
-        reward: The name of the reward, which is a share of 1; None: the line does not show it.
-    """
-
-    def __init__(self, describe: Callable[[Mapping[str, Any]], str], reward: str | None = "right") -> None:
-        self.describe, self.reward = describe, reward
-
-    def on_train_begin(self, args: GRPOConfig, state: Any, control: Any, **_: Any) -> None:
-        """Start the clock."""
-        self.started = time.monotonic()
-
-    def on_log(self, args: GRPOConfig, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-        """Print the update that was logged."""
-        if not logs or "loss" not in logs or not state.is_world_process_zero:
-            return
-        is_shown = self.reward is not None and logs.get("reward") is not None
-        reward = f"  {self.reward} {logs['reward']:.1%}" if is_shown else ""
-        print(
-            f"step {state.global_step:3d}/{state.max_steps}  {time.monotonic() - self.started:4.0f} s"
-            f"{self.describe(logs)}{reward}",
-            flush=True,
-        )
-
-
 def updates_per_rollout(args: GRPOConfig) -> int:
     """Return the number of optimizer steps that one rollout feeds."""
     return max(1, args.steps_per_generation * args.num_iterations // args.gradient_accumulation_steps)
@@ -78,7 +49,6 @@ def updates_per_rollout(args: GRPOConfig) -> int:
 
 def train(trainer: GRPOTrainer, callbacks: Sequence[TrainerCallback]) -> None:
     """Train. With `resume_from_checkpoint: true`, resume from the last checkpoint in `output_dir`, if there is one."""
-    trainer.remove_callback(PrinterCallback)  # `Progress` prints instead
     for callback in callbacks:
         trainer.add_callback(callback)
     wanted = trainer.args.resume_from_checkpoint
@@ -87,14 +57,13 @@ def train(trainer: GRPOTrainer, callbacks: Sequence[TrainerCallback]) -> None:
     trainer.train(resume_from_checkpoint=wanted)
 
 
-def finish(trainer: GRPOTrainer, recipe: RecipeArguments, found: Results, panels: report.Panels) -> Results:
-    """Write the policy, `results.json` and `training.png`, and return the contents of `results.json`.
+def finish(trainer: GRPOTrainer, recipe: RecipeArguments, found: Results) -> Results:
+    """Write the policy and `results.json`, and return the contents of `results.json`.
 
     Args:
         trainer: The trainer after training.
         recipe: The recipe's arguments, in addition to `trainer.args`.
         found: The measurements of the task.
-        panels: The panels of the picture.
     """
     output = Path(trainer.args.output_dir)
     device = torch.cuda.get_device_name() if torch.cuda.is_available() else f"CPU, {torch.get_num_threads()} threads"
@@ -110,6 +79,6 @@ def finish(trainer: GRPOTrainer, recipe: RecipeArguments, found: Results, panels
     trainer.save_model(str(policy))
     if trainer.is_world_process_zero():
         (output / "results.json").write_text(json.dumps(results, indent=1))
-        report.draw(output / "training.png", panels, results)
-        print(f"{policy}, training.png, results.json", flush=True)
+        page = ", report.html" * trainer.args.training_report
+        print(f"{policy}, results.json{page}", flush=True)
     return results

@@ -1,4 +1,4 @@
-"""The panels of this recipe, and a comparison of its arms: a picture and a table.
+"""A comparison of the arms of this recipe: a picture and a table.
 
 python recipes/deepseekmath_loop/arms.py arms.png outputs/deepseekmath_loop/*/results.json
 """
@@ -16,7 +16,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from matplotlib.axes import Axes
 
 from common import report
-from iterative_grpo.pictures import mark_refreshes
 
 Run = Mapping[str, Any]
 Points = tuple[Sequence[int], Sequence[float]]  # optimizer steps, values
@@ -52,33 +51,7 @@ def arm(results: Run) -> str:
     return results["objective"]["arm"]
 
 
-# the picture of one run
-
-
-def true(axis: Axes, results: Run) -> None:
-    """Draw the share of right answers in each rollout."""
-    axis.plot(*truths(results), "o-", color="tab:blue")
-    axis.set(title="Right answers in each rollout (share)", ylim=(0, 1))
-    mark_refreshes(axis, results)
-
-
-def score(axis: Axes, results: Run) -> None:
-    """Draw the reward model's mean score of each rollout."""
-    axis.plot(*scores(results), "o-", color="tab:red")
-    axis.set(title="Score of the reward model, mean of each rollout (logit)")
-    mark_refreshes(axis, results)
-
-
-def known(axis: Axes, results: Run) -> None:
-    """Draw the accuracy of the reward model on held-out answers, before and after each of its trainings."""
-    for name, label in (("old", "before its training"), ("new", "after")):
-        rows = [row for row in results["reward_refreshes"] if row[name] is not None]
-        axis.plot([row["step"] for row in rows], [row[name] for row in rows], "o-", markersize=3, label=label)
-    axis.set(title="Accuracy of the reward model (held-out answers)", ylim=(0, 1))
-    axis.legend(loc="lower right")
-
-
-# the picture of several runs: a thin line for each seed, a thick one for their mean
+# a thin line for each seed, a thick one for their mean
 
 
 def _panel(points: Callable[[Run], Points], title: str, *, is_share: bool) -> report.Panel:

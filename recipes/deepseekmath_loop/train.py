@@ -4,7 +4,6 @@ python recipes/deepseekmath_loop/train.py --config recipes/deepseekmath_loop/smo
 """
 
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -14,7 +13,7 @@ from trl import TrlParser
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from common import report, run, tasks
+from common import run, tasks
 from deepseekmath_loop import arms
 from trl_steady import GRPOConfig, GRPOTrainer, RewardAdapter, RewardModelRefreshCallback
 
@@ -68,8 +67,8 @@ class Trainings(run.TrainerCallback):
     def __init__(self, trainer: GRPOTrainer) -> None:
         self.trainer, self.told = trainer, 0
 
-    def on_log(self, args: GRPOConfig, state: Any, control: Any, **_: Any) -> None:
-        """Print the trainings since the last log."""
+    def on_step_end(self, args: GRPOConfig, state: Any, control: Any, **_: Any) -> None:
+        """Print the trainings since the last step, before the trainer prints its log."""
         for training in self.trainer.reward_refreshes[self.told :] if state.is_world_process_zero else ():
             self.told += 1
             print(f"-- reward model after update {training.step}: {told(training)}", flush=True)
@@ -86,13 +85,6 @@ def told(training: Any) -> str:
         f"{training.samples} new and {training.replayed} replayed examples, "
         f"right on held-out answers: {' before, '.join(shares)} after"
     )
-
-
-def describe(logs: Mapping[str, Any]) -> str:
-    """Describe one update in the progress line."""
-    is_model = "reward_model/true" in logs
-    score = f"  score {logs['reward']:+.2f}  right {logs['reward_model/true']:.1%}" if is_model else ""
-    return (f"  KL {logs['kl']:.4f}" if "kl" in logs else "") + score
 
 
 def refresher(recipe: RecipeArguments, trainer: GRPOTrainer) -> RewardModelRefreshCallback:
@@ -122,9 +114,9 @@ def main(recipe: RecipeArguments, args: GRPOConfig) -> run.Results:
     reward = tasks.rule(recipe) if is_rule else RewardAdapter(recipe.reward_model, head=head)
 
     def callbacks(trainer: GRPOTrainer) -> list[run.TrainerCallback]:
-        own = [] if is_rule else [refresher(recipe, trainer), Trainings(trainer)]
+        trainings: list[run.TrainerCallback] = [] if is_rule else [refresher(recipe, trainer), Trainings(trainer)]
         set_seed(args.seed, device_specific=True)  # all arms have the same first rollout
-        return [*own, run.Progress(describe, "right" if is_rule else None)]
+        return trainings
 
     trainer, found = tasks.train(recipe, args, callbacks, reward=reward)
     names = ("arm", *(() if is_rule else OF_REWARD))
@@ -132,10 +124,7 @@ def main(recipe: RecipeArguments, args: GRPOConfig) -> run.Results:
     found["objective"] |= {name: getattr(args, name) for name in OBJECTIVE}
     found["refreshes"] = [refresh._asdict() for refresh in trainer.reference_refreshes]
     found["reward_refreshes"] = [refresh._asdict() for refresh in trainer.reward_refreshes]
-    panels = (
-        ((arms.true, report.accuracies),) if is_rule else ((arms.true, arms.known), (arms.score, report.accuracies))
-    )
-    return run.finish(trainer, recipe, found, panels)
+    return run.finish(trainer, recipe, found)
 
 
 if __name__ == "__main__":

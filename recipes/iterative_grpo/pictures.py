@@ -1,4 +1,4 @@
-"""The panels of this recipe, and a picture that compares runs.
+"""A picture that compares runs.
 
 python recipes/iterative_grpo/pictures.py both.png moving=outputs/iterative_grpo/results.json frozen=...
 """
@@ -16,31 +16,12 @@ from matplotlib.axes import Axes
 
 from common import report
 
-KL = "KL to the reference, per token"
-
 
 def mark_refreshes(axis: Axes, results: Mapping[str, Any]) -> None:
     """Draw a line between the last update with the old reference and the first update with the new one."""
     for i, refresh in enumerate(results["refreshes"]):
         label = "reference set to the policy" if i == 0 else None
         axis.axvline(refresh["step"] + 0.5, color="tab:gray", linestyle="--", linewidth=1, label=label)
-
-
-def reward(axis: Axes, results: Mapping[str, Any]) -> None:
-    """Draw the reward of each rollout."""
-    report.rewards(axis, results)
-    mark_refreshes(axis, results)
-
-
-def accuracy(axis: Axes, results: Mapping[str, Any]) -> None:
-    """Draw the accuracy on held-out problems."""
-    report.accuracies(axis, results)
-    mark_refreshes(axis, results)
-
-
-def kl(axis: Axes, results: Mapping[str, Any]) -> None:
-    """Draw the KL of each update to its current reference."""
-    compare(axis, {"KL": results}, name="kl", title=KL)
 
 
 def compare(axis: Axes, runs: Mapping[str, Mapping[str, Any]], *, name: str, title: str) -> None:
@@ -59,7 +40,7 @@ def main(path: str, *named: str) -> None:
     """Draw KL and reward of several runs, given as `label=results.json`."""
     pairs = (name.split("=", 1) for name in named)
     runs = {label: json.loads(Path(file).read_text()) for label, file in pairs}
-    panels = {"kl": KL, "reward": "Reward of each rollout (share right)"}
+    panels = {"kl": "KL to the reference, per token", "reward": "Reward of each rollout (share right)"}
     report.draw(Path(path), [[partial(compare, name=n, title=title)] for n, title in panels.items()], runs)
 
 

@@ -4,7 +4,6 @@ python recipes/iterative_grpo/train.py --config recipes/iterative_grpo/smollm2-1
 """
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common import run, tasks
 from common.tasks import RecipeArguments
-from iterative_grpo import pictures
 from trl_steady import GRPOConfig, GRPOTrainer
 
 
@@ -28,8 +26,8 @@ class Refreshes(run.TrainerCallback):
         """Skip the refreshes from before a resume."""
         self.told = len(self.trainer.reference_refreshes)
 
-    def on_log(self, args: GRPOConfig, state: Any, control: Any, **_: Any) -> None:
-        """Print the new refreshes."""
+    def on_step_end(self, args: GRPOConfig, state: Any, control: Any, **_: Any) -> None:
+        """Print the new refreshes, before the trainer prints its log."""
         if not state.is_world_process_zero:
             return
         for refresh in self.trainer.reference_refreshes[self.told :]:
@@ -38,16 +36,11 @@ class Refreshes(run.TrainerCallback):
             print(f"-- refresh {self.told} after update {refresh.step} ({refresh.rule}): reference = policy{kl}")
 
 
-def describe(logs: Mapping[str, Any]) -> str:
-    """Describe one update in the progress line."""
-    return f"  KL {logs['kl']:.4f}" if "kl" in logs else ""
-
-
 def main(recipe: RecipeArguments, args: GRPOConfig) -> run.Results:
     """Train and report. Return the contents of `results.json`."""
-    trainer, found = tasks.train(recipe, args, lambda trainer: [Refreshes(trainer), run.Progress(describe)])
+    trainer, found = tasks.train(recipe, args, lambda trainer: [Refreshes(trainer)])
     found["refreshes"] = [refresh._asdict() for refresh in trainer.reference_refreshes]
-    return run.finish(trainer, recipe, found, ((pictures.reward,), (pictures.accuracy,), (pictures.kl,)))
+    return run.finish(trainer, recipe, found)
 
 
 if __name__ == "__main__":

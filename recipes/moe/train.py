@@ -4,27 +4,18 @@ python recipes/moe/train.py --config recipes/moe/qwen3-moe-digits.yaml [--router
 """
 
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
-from typing import Any
 
 from trl import TrlParser
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from common import gsm8k, report, run, small_model
-from moe import digits, probe, variants
+from common import gsm8k, run, small_model
+from moe import digits, probe
 from trl_steady import GRPOConfig, GRPOTrainer
 
 PROBED = 100  # held-out problems
-PICTURE = ((report.rewards, report.accuracies), (variants.ratios, variants.routes))
-LOGGED = {"mismatch/kl": "KL of engine and trainer, nats a token", "routing/changed": "Experts that a replay changes"}
-PICTURE_GSM8K = (
-    (report.rewards, report.accuracies),
-    [partial(variants.logged, name=name, title=title) for name, title in LOGGED.items()],
-)
 
 
 @dataclass
@@ -41,27 +32,20 @@ class RecipeArguments(run.RecipeArguments):
     )
 
 
-def describe(logs: Mapping[str, Any]) -> str:
-    """Describe one update in the progress line."""
-    shown = {"ratio min": "ratio/sequence_min", "max": "ratio/sequence_max", "clipped": "clip_ratio/region_mean"}
-    shown |= {"routes changed": "routing/changed"}
-    return "".join(f"  {label} {logs[name]:.3g}" for label, name in shown.items() if name in logs)
-
-
 def main(recipe: RecipeArguments, args: GRPOConfig) -> run.Results:
     """Train and report. Return the contents of `results.json`."""
     objective = {name: getattr(args, name) for name in ("loss_type", "epsilon", "epsilon_high", "router_replay")}
     if recipe.task == "gsm8k":
-        trainer, found = gsm8k.train(recipe, args, lambda _: [run.Progress(describe)])
-        return run.finish(trainer, recipe, {"objective": objective, **found}, PICTURE_GSM8K)
+        trainer, found = gsm8k.train(recipe, args, lambda _: [])
+        return run.finish(trainer, recipe, {"objective": objective, **found})
     task = digits.Digits(Path(recipe.start))
     _, held_out = task.split(recipe.held_out)
 
     def callbacks(trainer: GRPOTrainer) -> list[run.TrainerCallback]:
-        return [run.Progress(describe), probe.Probe(trainer, held_out[:PROBED], task)]
+        return [probe.Probe(trainer, held_out[:PROBED], task)]
 
     trainer, found = small_model.train(recipe, args, callbacks, task)
-    return run.finish(trainer, recipe, {"objective": objective, **found}, PICTURE)
+    return run.finish(trainer, recipe, {"objective": objective, **found})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The panels of this recipe, and a comparison of runs: a picture with the spread over seeds, and a table.
+"""A comparison of runs: a picture with the spread over seeds, and a table.
 
 python recipes/moe/variants.py all.png outputs/moe/*/results.json
 """
@@ -35,32 +35,6 @@ TITLES = {
 }
 LAST = 10  # rollouts: their mean reward varies less than one check of the last policy
 COLUMNS = (CHANGED, LIVE, REPLAYED, "probe/live/beyond_2", "probe/replayed/beyond_2")
-
-
-def ratios(axis: Axes, results: Mapping[str, Any]) -> None:
-    """Draw the spread of the probe's ratios before the last update of each rollout, scored in both ways."""
-    for name, style, label in ((LIVE, "-", "live routes"), (REPLAYED, "--", "routes of the rollout")):
-        axis.plot(*report.series(results["history"], name), style, color="tab:purple", label=label)
-    axis.set(title="Standard deviation of the log-ratios")
-    axis.set_ylim(bottom=0)
-    axis.legend()
-
-
-def routes(axis: Axes, results: Mapping[str, Any]) -> None:
-    """Draw the share of experts changed: in the probe, and in the training batches if routes are replayed."""
-    axis.plot(*report.series(results["history"], CHANGED), "-", color="tab:red", label="probe, last update")
-    if any("routing/changed" in row for row in results["history"]):
-        replayed = report.series(results["history"], "routing/changed")
-        axis.plot(*replayed, ".", color="tab:gray", label="training batches, mean of the updates")
-    axis.set(title="Experts changed since the rollout, share")
-    axis.set_ylim(bottom=0)
-    axis.legend()
-
-
-def logged(axis: Axes, results: Mapping[str, Any], *, name: str, title: str) -> None:
-    """Draw one value as it was logged."""
-    axis.plot(*report.series(results["history"], name), ".-", color="tab:red")
-    axis.set(title=title)
 
 
 def variant(results: Mapping[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""The panels of this recipe, and a comparison of runs with PPO and with GRPO: a picture and a table.
+"""A comparison of runs with PPO and with GRPO: a picture and a table.
 
 python recipes/ppo/ppo_and_grpo.py both.png results/ppo-seed?.json results/grpo-seed?.json
 """
@@ -22,20 +22,6 @@ COLOURS = {"PPO": "tab:blue", "GRPO": "tab:orange"}
 STYLES = ("-", "--", ":")  # by seed
 CHECKS = "held-out greedy accuracy by step"
 COUNTS = "right answers to each held-out problem"
-
-
-def values(axis: Axes, results: Mapping[str, Any]) -> None:
-    """Draw the critic's mean value of each rollout beside the mean of its targets."""
-    for name, label in (("value/mean", "value"), ("value/returns", "target")):
-        axis.plot(*report.series(results["history"], name), "o-", markersize=3, label=label)
-    axis.set(title="Values of the critic, mean of each rollout")
-    axis.legend(loc="lower right")
-
-
-def explained(axis: Axes, results: Mapping[str, Any]) -> None:
-    """Draw the share of the targets' variance that the critic explains before it learns from them."""
-    axis.plot(*report.series(results["history"], "value/explained_variance"), "o-", color="tab:purple")
-    axis.set(title="Variance explained by the critic", ylim=(None, 1))
 
 
 def sampled(axis: Axes, runs: Runs) -> None:

@@ -4,17 +4,14 @@ python recipes/ppo/train.py --config recipes/ppo/smollm2-135m-ppo.yaml [--seed 1
 """
 
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 from trl import TrlParser
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from common import report, run, small_model
+from common import run, small_model
 from common.run import RecipeArguments
-from ppo import ppo_and_grpo
 from trl_steady import GRPOConfig, PPOConfig
 
 OBJECTIVE = (
@@ -29,22 +26,14 @@ OBJECTIVE = (
     "value_updates",
 )
 OBJECTIVE += ("learning_rate", "value_learning_rate", "value_warmup_steps", "num_generations")
-PICTURE = ((report.rewards, report.accuracies), (ppo_and_grpo.values, ppo_and_grpo.explained))
-
-
-def describe(logs: Mapping[str, Any]) -> str:
-    """Describe one update in the progress line."""
-    shown = {"value": "value/mean", "explained": "value/explained_variance", "KL of an answer": "kl_per_answer"}
-    return "".join(f"  {label} {logs[name]:.2f}" for label, name in shown.items() if name in logs)
 
 
 def main(recipe: RecipeArguments, args: GRPOConfig) -> run.Results:
     """Train with PPO, or with GRPO if `args` is a plain `GRPOConfig`. Return the contents of `results.json`."""
     objective = {name: getattr(args, name) for name in OBJECTIVE if hasattr(args, name)}
     objective["method"] = "PPO" if isinstance(args, PPOConfig) else "GRPO"
-    trainer, found = small_model.train(recipe, args, lambda _: [run.Progress(describe)])
-    picture = PICTURE if isinstance(args, PPOConfig) else PICTURE[:1]
-    return run.finish(trainer, recipe, {"objective": objective, **found}, picture)
+    trainer, found = small_model.train(recipe, args, lambda _: [])
+    return run.finish(trainer, recipe, {"objective": objective, **found})
 
 
 if __name__ == "__main__":

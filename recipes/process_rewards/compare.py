@@ -1,4 +1,4 @@
-"""The panel of this recipe, and a comparison of runs: a picture, and a table of the gain from step rewards.
+"""A comparison of runs: a picture, and a table of the gain from step rewards.
 
 python recipes/process_rewards/compare.py both.png outputs/process_rewards/results.json ...
 """
@@ -22,14 +22,6 @@ COLOURS = {"steps": "tab:green", "outcome": "tab:orange", "steps, process": "tab
 STYLES = ("-", "--", ":")  # by seed
 CHECKS = "held-out greedy accuracy by step"
 COUNTS = "right answers to each held-out problem"
-
-
-def rollouts(axis: Axes, results: Mapping[str, Any]) -> None:
-    """Draw the shares of right lines and of right answers in each rollout."""
-    for name, label in (("right_lines", "lines"), ("right", "whole answers")):
-        axis.plot(*report.series(results["history"], name), "o-", markersize=3, label=label)
-    axis.set(title="Share right in each rollout (sampled)", ylim=(0, 1))
-    axis.legend(loc="lower right")
 
 
 def arm(results: Mapping[str, Any]) -> str:

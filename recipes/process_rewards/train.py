@@ -4,7 +4,6 @@ python recipes/process_rewards/train.py --config recipes/process_rewards/smollm2
 """
 
 import sys
-from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,9 +12,9 @@ from trl import TrlParser
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from common import report, run, small_model
+from common import run, small_model
 from common.advantages import advantages_png
-from process_rewards import compare, sums
+from process_rewards import sums
 from trl_steady import GRPOConfig, GRPOTrainer
 
 SHOWN = 6  # completions in the picture of advantages
@@ -52,22 +51,16 @@ class Picture(run.TrainerCallback):
         advantages_png(list(max(by_text, key=len).values())[:SHOWN], self.path, columns=32)
 
 
-def describe(logs: Mapping[str, Any]) -> str:
-    """Describe one update in the progress line."""
-    return f"  answers right {logs['right']:.1%}  lines right {logs['right_lines']:.1%}" if "right" in logs else ""
-
-
 def main(recipe: RecipeArguments, args: GRPOConfig) -> run.Results:
     """Train and report. Return the contents of `results.json`."""
 
     def callbacks(trainer: GRPOTrainer) -> list[run.TrainerCallback]:
-        return [run.Progress(describe, "reward"), Picture(trainer, Path(args.output_dir) / "advantages.png")]
+        return [Picture(trainer, Path(args.output_dir) / "advantages.png")]
 
     task = sums.Sums(recipe.rewards, Path(recipe.start))
     trainer, found = small_model.train(recipe, args, callbacks, task)
     objective = {"rewards": recipe.rewards, **{name: getattr(args, name) for name in OBJECTIVE}}
-    picture = ((compare.rollouts, report.accuracies),)
-    return run.finish(trainer, recipe, {"objective": objective, **found}, picture)
+    return run.finish(trainer, recipe, {"objective": objective, **found})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The panels of this recipe, and a comparison of runs: a picture with the spread over seeds, and a table.
+"""A comparison of runs: a picture with the spread over seeds, and a table.
 
 python recipes/sampling_mask/beside.py all.png outputs/sampling_mask/*/results.json
 """
@@ -63,21 +63,6 @@ def of_updates(results: Results, name: str, update: int) -> tuple[list[int], lis
 def updates(results: Results) -> int:
     """Return the number of updates that a rollout feeds."""
     return max(int(row["sampler/update"]) for row in results["history"] if "sampler/update" in row)
-
-
-def ratios(axis: Axes, results: Results) -> None:
-    """Draw the mean ratio of trainer to sampler in the first and in the last update of each rollout."""
-    for update, style in ((1, "-"), (updates(results), ":")):
-        axis.plot(*of_updates(results, RATIO, update), style, color="tab:purple", label=f"update {update}")
-    axis.set(title="Ratio of trainer to sampler, mean over tokens")
-    axis.legend()
-
-
-def logged(axis: Axes, results: Results, *, name: str) -> None:
-    """Draw one value as it was logged."""
-    axis.plot(*report.series(results["history"], name), color="tab:green")
-    axis.set(title=TITLES[name])
-    axis.set_ylim(bottom=0)
 
 
 def over_seeds(axis: Axes, runs: Runs, *, name: str, title: str, update: int | None = None) -> None:

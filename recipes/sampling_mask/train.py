@@ -5,7 +5,7 @@ python recipes/sampling_mask/train.py --config recipes/sampling_mask/digits-top-
 
 import contextlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
@@ -20,11 +20,10 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from common import report, run, small_model
 from common import task as larger
 from moe import digits
-from sampling_mask import beside, sampler
+from sampling_mask import sampler
 from trl_steady import GRPOConfig, GRPOTrainer
 
 OBJECTIVE = ("loss_type", "epsilon", "epsilon_high", "beta", "temperature", "top_p", "top_k", "min_p")
-PICTURE = ((report.rewards, report.accuracies), (beside.ratios, partial(beside.logged, name="entropy")))
 
 
 @dataclass
@@ -43,13 +42,6 @@ class RecipeArguments(run.RecipeArguments):
         default=0.9,
         metadata={"help": "Also answer held-out problems with this top_p, in every variant."},
     )
-
-
-def describe(logs: Mapping[str, Any]) -> str:
-    """Describe one update in the progress line."""
-    shown = {"KL": "kl", "clipped": "clip_ratio/region_mean", "entropy": "entropy"}
-    shown |= {"kept mass": "sampling_mask/kept_mass", "kept": "sampling_mask/kept_tokens"}
-    return "".join(f"  {label} {logs[name]:.3g}" for label, name in shown.items() if name in logs)
 
 
 @contextlib.contextmanager
@@ -108,7 +100,7 @@ def main(recipe: RecipeArguments, args: GRPOConfig) -> run.Results:
 
     def callbacks(trainer: GRPOTrainer) -> Sequence[run.TrainerCallback]:
         truncated.append(Truncated(trainer, recipe, task))
-        return [run.Progress(describe), sampler.Sampler(trainer), *truncated]
+        return [sampler.Sampler(trainer), *truncated]
 
     trainer, found = small_model.train(recipe, args, callbacks, task)
     for name, own in truncated[0].found().items():
@@ -116,7 +108,7 @@ def main(recipe: RecipeArguments, args: GRPOConfig) -> run.Results:
     found["objective"] = {name: getattr(args, name) for name in (*OBJECTIVE, "keep_sampling_mask")}
     off_one, off_mass = sampler.first_updates(trainer.state.log_history)
     print(f"first updates: ratios are within {off_one:.2g} of 1, within {off_mass:.2g} of the kept mass", flush=True)
-    return run.finish(trainer, recipe, found, PICTURE)
+    return run.finish(trainer, recipe, found)
 
 
 if __name__ == "__main__":

@@ -28,11 +28,11 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 
 from common import report, run
 from stress.train import Arm, task_of, train
+from trl_steady.report.compare import interval
 
-__all__ = ["LAST", "Comparison", "arms", "compare", "endpoint", "interval", "main", "table"]
+__all__ = ["LAST", "Comparison", "arms", "compare", "endpoint", "main", "table"]
 
 LAST = 3  # checks whose mean is the endpoint
-RESAMPLES = 10_000
 Runs = dict[str, dict[int, dict[str, Any]]]  # arm -> seed -> figures
 
 
@@ -130,13 +130,6 @@ def compare(experiment: Mapping[str, Any], runs: Runs) -> dict[str, Comparison]:
         gains = np.array([end - endpoint(experiment, runs[against][seed]) for seed, end in ends.items()])
         found[name] = Comparison(mean, float(gains.mean()), *interval(gains), _sign_flip(gains))
     return found
-
-
-def interval(gains: np.ndarray) -> tuple[float, float]:
-    """Return the 95 % percentile bootstrap interval of the mean."""
-    picks = np.random.default_rng(0).integers(0, len(gains), (RESAMPLES, len(gains)))
-    low, high = np.percentile(gains[picks].mean(axis=1), [2.5, 97.5])
-    return float(low), float(high)
 
 
 def _sign_flip(gains: np.ndarray) -> float:

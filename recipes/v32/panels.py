@@ -1,6 +1,6 @@
-"""The panels of this recipe: KL by each estimator, off-policy statistic, clipped tokens, dropped sequences.
+"""A picture that compares runs: KL and gradient norm.
 
-python recipes/v32/panels.py both.png V3.2=outputs/v32/results.json GRPO=... compares runs.
+python recipes/v32/panels.py both.png V3.2=outputs/v32/results.json GRPO=...
 """
 
 import json
@@ -15,51 +15,6 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from matplotlib.axes import Axes
 
 from common import report
-
-# the statistic's quantiles and their line styles
-QUANTILES = {"q99": ":", "q90": "--", "q50": "-"}
-
-
-def kl(axis: Axes, results: Mapping[str, Any]) -> None:
-    """Draw the KL by each estimator, with the correction's ratio if the loss has it. The loss uses k3."""
-    for name in ("k1", "k2", "k3"):
-        axis.plot(*report.series(results["history"], f"kl/{name}"), "o-", markersize=3, label=name)
-    axis.set(title="KL to the reference, nats a token")
-    _legend_above(axis)
-
-
-def statistic(axis: Axes, results: Mapping[str, Any]) -> None:
-    """Draw the off-policy statistic: quantiles over the sequences of an update, and the threshold if there is one."""
-    for name, style in QUANTILES.items():
-        series = report.series(results["history"], f"off_policy_{name}")
-        axis.plot(*series, style, color="tab:purple", label=name)
-    threshold = results["objective"]["off_policy_mask_threshold"]
-    if threshold is not None:
-        axis.axhline(threshold, color="tab:red", linewidth=1, label=rf"threshold {threshold:g}")
-    axis.set(title="Off-policy statistic of the sequences, nats a token")
-    _legend_above(axis)
-
-
-def clipped(axis: Axes, results: Mapping[str, Any]) -> None:
-    """Draw the share of tokens that are clipped."""
-    _share(axis, results, "clip_ratio/region_mean", "Share of tokens that the clip silences")
-
-
-def dropped(axis: Axes, results: Mapping[str, Any]) -> None:
-    """Draw the share of all sequences of an update that the mask drops, for any advantage."""
-    _share(axis, results, "dropped/off_policy", "Share of sequences that the mask drops")
-
-
-def _share(axis: Axes, results: Mapping[str, Any], name: str, title: str) -> None:
-    steps, shares = report.series(results["history"], name)
-    axis.bar(steps, shares, color="tab:red")
-    axis.set(title=title, ylim=(0, max(0.25, *(1.1 * share for share in shares))))
-
-
-def _legend_above(axis: Axes) -> None:
-    low, high = axis.get_ylim()
-    axis.set_ylim(low, high + 0.15 * (high - low))
-    axis.legend(ncols=4, fontsize="small", loc="upper center")
 
 
 def compare(axis: Axes, runs: Mapping[str, Mapping[str, Any]], *, name: str, title: str) -> None:

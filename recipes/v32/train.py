@@ -5,7 +5,6 @@ python recipes/v32/train.py --config recipes/v32/smollm2-135m-v32.yaml [--seed 1
 
 import math
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,23 +12,11 @@ from trl import TrlParser
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from common import report, run, tasks
+from common import run, tasks
 from common.tasks import RecipeArguments
 from trl_steady import GRPOConfig
-from v32 import panels
 
 OBJECTIVE = ("loss_type", "beta", "use_bias_correction_kl", "kl_ratio_denominator", "scale_rewards", "epsilon")
-PICTURE = (
-    (report.rewards, report.accuracies),
-    (panels.kl, panels.clipped),
-    (panels.statistic, panels.dropped),
-)
-
-
-def describe(logs: Mapping[str, Any]) -> str:
-    """Describe one update in the progress line."""
-    shown = {"KL": "kl", "off policy q90": "off_policy_q90", "q99": "off_policy_q99", "dropped": "dropped/off_policy"}
-    return "".join(f"  {label} {logs[name]:.3g}" for label, name in shown.items() if name in logs)
 
 
 def objective(args: GRPOConfig) -> dict[str, Any]:
@@ -43,8 +30,8 @@ def objective(args: GRPOConfig) -> dict[str, Any]:
 
 def main(recipe: RecipeArguments, args: GRPOConfig) -> run.Results:
     """Train and report. Return the contents of `results.json`."""
-    trainer, found = tasks.train(recipe, args, lambda _: [run.Progress(describe)])
-    return run.finish(trainer, recipe, {"objective": objective(args), **found}, PICTURE)
+    trainer, found = tasks.train(recipe, args, lambda _: [])
+    return run.finish(trainer, recipe, {"objective": objective(args), **found})
 
 
 if __name__ == "__main__":

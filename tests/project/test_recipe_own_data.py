@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import re
 import shlex
 from pathlib import Path
 from typing import Any
@@ -46,6 +47,7 @@ def test_the_one_command_trains_a_tiny_model(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     """The command of the README for another model. A random model is never right, so its reward is replaced."""
+    pytest.importorskip("matplotlib", reason="needs the recipes extra")
     asked: list[str] = []
 
     def by_length(completions: list[Any], answer: list[str], **_: Any) -> list[float]:
@@ -62,7 +64,9 @@ def test_the_one_command_trains_a_tiny_model(
     assert cli.main([*command, "--output_dir", str(tmp_path / "out"), "--use_cpu", "true"]) == 0
     assert cli.main(launched.args.training_script_args) == 0
     printed = capsys.readouterr().out
-    assert "GRPOTrainer, loss_type='gspo'" in printed and printed.count("'rewards/by_length/mean'") == 2
+    assert "GRPOTrainer, loss_type='gspo'" in printed and printed.count("\nstep ") == 8
+    assert len(re.findall(r"^step \d/8  reward \d", printed, re.M)) == 2 and "{'" not in printed
+    assert "<svg" in (tmp_path / "out/report.html").read_text()
     assert len(asked) == 64 and set(asked) <= {row["answer"] for row in ROWS} and len(set(asked)) == 8
     assert moved(tmp_path / "out", tmp_path / "model")
 

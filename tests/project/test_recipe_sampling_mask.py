@@ -70,7 +70,7 @@ def test_each_variant_runs_on_a_smaller_model(
 
     assert list(results["accuracy"])[1:] == ["greedy", "sampled with top_p 0.9, 2 each"]
     digits.beside.main(str(tmp_path / "out/all.png"), str(tmp_path / "out/results.json"))
-    assert is_picture(tmp_path / "out/training.png") and is_picture(tmp_path / "out/all.png")
+    assert "<svg" in (tmp_path / "out/report.html").read_text() and is_picture(tmp_path / "out/all.png")
     assert capsys.readouterr().out.splitlines()[2].startswith(f"| {label} | 0 | ")
     assert json.loads((tmp_path / "out/results.json").read_text())["objective"] == results["objective"]
 
