@@ -11,12 +11,14 @@ import pytest
 import torch
 
 from tests.report.test_dead_runs import DEAD
-from tests.tools import resumable, stepwise, tiny
+from tests.tools import engines, resumable, stepwise, tiny
+from tests.tools.engines import Build
 from trl_steady.host.metrics import Clock
 from trl_steady.report import History, diagnose
 from trl_steady.trainers import training_report
 from trl_steady.trainers.training_report import TrainingReportPart
 
+mixture, engine, in_process = engines.mixture, engines.engine, engines.in_process
 REPORTED: dict[str, Any] = {"training_report": True, "log_line": True}
 PHASES = {"time/generation", "time/rewards", "time/scoring", "time/rollout", "time/update"}
 
@@ -178,6 +180,20 @@ def test_a_phase_does_not_count_the_phases_inside_it(monkeypatch: pytest.MonkeyP
     clock.steps = 2
     assert clock.read() == {"update": (1 + 16) / 2, "rollout": (2 + 8) / 2, "generation": 4 / 2}
     assert clock.read() == {}
+
+
+def test_sending_the_policy_to_an_engine_is_no_generation(in_process: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("trl_steady.host.metrics._now", lambda: now[0])
+    trainer = in_process(training_report=True, max_steps=1)
+    monkeypatch.setattr(trainer.vllm_generation, "sync_weights", lambda: now.append(now.pop() + 3.0))
+    generate = trainer.vllm_generation.generate
+    monkeypatch.setattr(
+        trainer.vllm_generation, "generate", lambda **asked: (now.append(now.pop() + 5.0), generate(**asked))[1]
+    )
+    trainer.train()
+    times = {key: value for key, value in trainer.state.log_history[0].items() if key.startswith("time/")}
+    assert times["time/sync"] == 3.0 and times["time/generation"] == 5.0 and sum(times.values()) == 8.0
 
 
 def test_a_clock_that_is_off_measures_nothing() -> None:

@@ -116,8 +116,11 @@ class Steady(_Trls):
         Each turn of an agent is one call, whose prompt contains all earlier turns.
         """
         self.note_reached("generate")
-        turn = Turn(prompt_ids, self._rollout)
-        with self.metrics.clock.phase("generation"), entered(part.generating(turn) for part in self.parts):
+        turn, phase = Turn(prompt_ids, self._rollout), self.metrics.clock.phase
+        engine = cast(Any, self.vllm_generation if self.use_vllm else self)
+        timed = {"sync_weights": phase("sync")(engine.sync_weights)} if self.use_vllm else {}
+        contexts = (part.generating(turn) for part in self.parts)
+        with phase("generation"), overridden(engine, timed), entered(contexts):
             generated = super()._generate_single_turn(prompt_ids, *arguments, **keywords)
             turn.completion_ids = completions_of(generated)
         return generated

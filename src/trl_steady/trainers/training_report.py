@@ -1,10 +1,8 @@
 """The report while a run trains: a line for each log, a line when a symptom starts, and the page."""
 
-import contextlib
 import json
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,8 +16,7 @@ from transformers import PrinterCallback, ProgressCallback
 from transformers.trainer import TRAINER_STATE_NAME
 
 from trl_steady.host.models import text_tokenizer
-from trl_steady.host.names import overridden
-from trl_steady.host.part import Part, Rollout, Turn
+from trl_steady.host.part import Part, Rollout
 from trl_steady.report.answers import chosen, limited
 from trl_steady.report.diagnosis import diagnose
 from trl_steady.report.history import RUN_FILE, History
@@ -55,13 +52,6 @@ class TrainingReportPart(Part):
                 handler.add_callback(_Bar())
 
     # a rollout
-
-    def generating(self, turn: Turn) -> AbstractContextManager[None]:
-        """Measure how long an engine takes to get the policy."""
-        if not (self._is_on and self.trainer.use_vllm):
-            return contextlib.nullcontext()
-        engine, clock = self.trainer.vllm_generation, self.trainer.metrics.clock
-        return overridden(engine, {"sync_weights": clock.phase("sync")(engine.sync_weights)})
 
     def keep_rewards(self, rewards: Tensor, completions: list[Any], completion_ids: list[list[int]]) -> None:
         """Keep the total rewards of this process's completions."""
