@@ -58,24 +58,35 @@ def arms(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
             named.update(finding.symptom.name for finding in findings)
         # as `failure` in the YAML files: the 95 % interval of the paired difference excludes 0
         fails = arm != control and interval(losses)[0] > 0
-        found[arm] = {"fails": fails, "below": int((losses > 0).sum()), "seeds": len(seeds), "named": named}
+        found[arm] = {"fails": fails, "seeds": len(seeds), "named": named}
     return found
 
 
 def table(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
-    """Return a Markdown table with a row for each arm, and the counts below it."""
-    lines = ["| experiment | arm | seeds below the control | fails | named, on how many seeds |", "|---" * 5 + "|"]
-    counts = Counter({"failing": 0, "named": 0, "others": 0, "silent": 0})
+    """Return a Markdown table with a row for each experiment, and the counts above it."""
+    headings = [
+        "experiment",
+        "failing arms",
+        "named on most seeds",
+        "symptoms",
+        "not named",
+        "other arms that are named",
+    ]
+    lines = [f"| {' | '.join(headings)} |", "|---" * len(headings) + "|"]
+    counts: Counter[str] = Counter()
     for experiment, of in found.items():
-        for arm, row in of.items():
-            names = ", ".join(f"`{name}` {count}" for name, count in row["named"].most_common())
-            most = max(row["named"].values(), default=0) > row["seeds"] / 2
-            counts.update({"failing": row["fails"], "named": row["fails"] and most})
-            counts.update({"others": not row["fails"], "silent": not row["fails"] and not row["named"]})
-            below = f"{row['below']} of {row['seeds']}"
-            lines.append(f"| {experiment} | {arm} | {below} | {'yes' if row['fails'] else ''} | {names} |")
+        fails = {arm for arm, row in of.items() if row["fails"]}
+        named = {arm for arm in fails if max(of[arm]["named"].values(), default=0) > of[arm]["seeds"] / 2}
+        others = [arm for arm, row in of.items() if arm not in fails and row["named"]]
+        counts.update(failing=len(fails), named=len(named), others=len(of) - len(fails), loud=len(others))
+        half = {arm: of[arm]["seeds"] / 2 for arm in named}
+        names = {name for arm in named for name, seeds in of[arm]["named"].items() if seeds > half[arm]}
+        lists = ([f"`{name}`" for name in sorted(names)], sorted(fails - named), others)
+        cells = [experiment, len(fails), len(named), *("; ".join(each) for each in lists)]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     said = f"A symptom is named on most seeds in {counts['named']} of {counts['failing']} failing arms."
-    return f"{said} {counts['silent']} of the {counts['others']} other arms are silent.\n\n" + "\n".join(lines)
+    silent = f"{counts['others'] - counts['loud']} of the {counts['others']} other arms are silent."
+    return f"{said} {silent}\n\n" + "\n".join(lines)
 
 
 def main() -> None:

@@ -2,8 +2,10 @@
 
 import io
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+import tomllib
+from collections.abc import Iterator, Mapping, Sequence
 from html import escape
+from pathlib import Path
 from typing import Any, cast
 
 import matplotlib
@@ -15,6 +17,7 @@ from trl_steady.report.diagnosis import Finding
 from trl_steady.report.history import History, Series
 from trl_steady.report.lines import clean
 
+_PICTURES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 POINTS = 300
 """Most points of a curve. Each is the median of a stretch of a longer run, beside the range of the stretch."""
 _INK, _GRID, _ALARM = "#010203", "#020304", "#030405"
@@ -40,7 +43,7 @@ _LOOK: Any = {
 
 
 class Plot:
-    """One picture. A method whose metric no run has logged draws nothing.
+    """One picture. pictures.toml has the marks of each.
 
     Args:
         axis: The axes.
@@ -51,32 +54,19 @@ class Plot:
 
     def __init__(self, axis: Axes, runs: Mapping[str, Sequence[History]], findings: Sequence[Finding] = ()) -> None:
         self._axis, self._runs, self._findings = axis, runs, findings
+        everyone = [run for seeds in runs.values() for run in seeds]
+        self._is_comparison = len(everyone) > 1
+        self._history = History(()) if self._is_comparison else everyone[0]
         self._tips: dict[str, str] = {}  # id of an element -> its tooltip
-        self._keys: set[str] = set()
-
-    @property
-    def is_empty(self) -> bool:
-        """True if no run has logged a metric of the picture."""
-        return not self._keys
-
-    @property
-    def _history(self) -> History | None:
-        """The run; None in a comparison."""
-        (first, *others), *more = self._runs.values()
-        return None if others or more else first
-
-    @property
-    def settings(self) -> Mapping[str, Any]:
-        """The config of the run; empty if it is not known, and in a comparison."""
-        return {} if self._history is None else self._history.settings
+        self.keys = set[str]()
+        """The metrics that are drawn."""
 
     def _series(self, *keys: str) -> Iterator[tuple[str, np.ndarray, np.ndarray]]:
         """Yield key, steps (n,) and least, median and greatest values (3, n) of the metrics that are in the log."""
-        history = self._history or History(())
         for key in keys:
-            if key in history.keys and len(history[key].finite.steps):
-                self._keys.add(key)
-                yield key, *thinned(history[key])
+            if key in self._history.keys and len(self._history[key].finite.steps):
+                self.keys.add(key)
+                yield key, *thinned(self._history[key])
 
     def _tell(self, artist: Any, text: str) -> None:
         name = f"tip{len(self._tips)}"
@@ -85,7 +75,7 @@ class Plot:
 
     def line(self, key: str, label: str, colour: int = 0, *, dots: bool = False) -> None:
         """Draw a metric."""
-        if self._history is None and not self._keys:
+        if self._is_comparison and not self.keys:
             self._compare(key)
         for _, steps, (low, middle, high) in self._series(key):
             style = {"color": _COLOURS[colour], "ls": "" if dots else _DASHES[colour], "marker": "o" if dots else ""}
@@ -99,7 +89,7 @@ class Plot:
             found = [thinned(run[key]) for run in seeds if key in run.keys and len(run[key].finite.steps)]
             if not found:
                 continue
-            self._keys.add(key)
+            self.keys.add(key)
             steps = max((steps for steps, _ in found), key=len)
             values = np.stack([np.interp(steps, its, values[1], right=np.nan) for its, values in found])
             style = {"color": _COLOURS[number % len(_COLOURS)], "ls": _DASHES[number % len(_DASHES)]}
@@ -129,7 +119,7 @@ class Plot:
 
     def heat(self, prefix: str) -> None:
         """Draw metrics whose names end in the number of a layer as a map: the darker, the larger."""
-        names = [key for key in (self._history.keys if self._history else ()) if re.fullmatch(prefix + r"\d+", key)]
+        names = [key for key in self._history.keys if re.fullmatch(prefix + r"\d+", key)]
         found = list(self._series(*sorted(names, key=lambda key: int(key.removeprefix(prefix)))))
         if not found:
             return
@@ -143,20 +133,21 @@ class Plot:
         self._axis.plot([], [], "s", color=_COLOURS[0], label=f"darkest {rows.max():.3g}")
         self._axis.grid(visible=False)
 
-    def level(self, value: float | None, label: str) -> None:
-        """Draw a number that does not change, if anything else has been drawn."""
-        if value is not None and self._keys and self._history is not None:
-            self._axis.axhline(value, color=_INK, lw=1, ls=":", label=label)
+    def level(self, settings: Sequence[str], label: str, first: float = 0, sign: int = 1) -> None:
+        """Draw `first` and a setting, the first of these that is set, if anything else has been drawn."""
+        known = [value for name in settings if (value := self._history.settings.get(name)) is not None]
+        if known and self.keys:
+            self._axis.axhline(first + sign * known[0], color=_INK, lw=1, ls=":", label=label)
 
     def moments(self, key: str, label: str) -> None:
         """Mark the steps which a metric gives."""
-        for _, _, (_, moments, _) in self._series(key) if self._keys else ():
+        for _, _, (_, moments, _) in self._series(key) if self.keys else ():
             for number, moment in enumerate(dict.fromkeys(moments)):
                 self._axis.axvline(moment, color=_COLOURS[1], lw=1, label="" if number else label)
 
     def svg(self) -> str:
         """Return the picture for a page that has the colours as CSS variables."""
-        roots = {key.split("/")[0] for key in self._keys}
+        roots = {key.split("/")[0] for key in self.keys}
         for finding in self._findings:
             if not roots.isdisjoint(need.split("/")[0] for need in finding.symptom.needs[0].split(" | ")):
                 drawn = self._axis.axvline(finding.since, color=_ALARM, lw=2, ls="--", label=finding.symptom.name)
@@ -191,100 +182,15 @@ def _for_page(svg: str, tips: Mapping[str, str]) -> str:
     return re.sub("|".join(_VARIABLES), lambda found: f"var(--{_VARIABLES[found[0]]})", svg)
 
 
-def _reward(plot: Plot) -> None:
-    plot.line("reward", "rollouts")
-    plot.band("reward", "reward_std", "standard deviation", around=True)
-    plot.line("reward_model/true", "right by label_fn", 2)
-    plot.line("eval_reward", "held out", 1, dots=True)
-    plot.line("held-out greedy accuracy", "held out, greedy", 1, dots=True)
-
-
-def _kl(plot: Plot) -> None:
-    plot.line("kl", "in the loss")
-    for number, name in enumerate(("k1", "k2", "k3"), 2):
-        plot.line(f"kl/{name}", name, number)
-    plot.moments("ref/refresh_step", "reference moves")
-
-
-def _ratio(plot: Plot) -> None:
-    plot.line("ratio/sequence_mean", "mean")
-    plot.band("ratio/sequence_min", "ratio/sequence_max", "least to greatest")
-    settings = plot.settings
-    low, high = settings.get("epsilon"), settings.get("epsilon_high")
-    if low is not None:
-        plot.level(1 - low, "clip range")
-        plot.level(1 + (low if high is None else high), "")
-
-
-def _engine(plot: Plot) -> None:
-    plot.line("mismatch/log_ratio_q50", "median")
-    plot.band("mismatch/log_ratio_q01", "mismatch/log_ratio_q99", "1 % to 99 %")
-    plot.band("mismatch/log_ratio_q01", "mismatch/log_ratio_q90", "1 % to 90 %")
-    plot.line("sampling/sampling_logp_difference/mean", "mean difference", 1)
-
-
-def _lengths(plot: Plot) -> None:
-    plot.line("completions/mean_length", "mean")
-    plot.band("completions/min_length", "completions/max_length", "shortest to longest")
-    plot.level(plot.settings.get("max_completion_length"), "max_completion_length")
-
-
-def _lines(labels: Mapping[str, str]) -> Callable[[Plot], None]:
-    def draw(plot: Plot) -> None:
-        for number, (key, label) in enumerate(labels.items()):
-            plot.line(key, label, number)
-
-    return draw
-
-
-_CLIPPED = {
-    "clip_ratio/low_mean": "clipped below",
-    "clip_ratio/high_mean": "clipped above",
-    "dropped/off_policy": "off-policy mask",
-    "dropped/geometric": "geometric mask",
-    "dropped/veto": "veto",
-}
-_TIMES = {f"time/{phase}": phase for phase in ("generation", "sync", "rewards", "scoring", "rollout", "update")}
-_PICTURES: dict[str, tuple[str, Callable[[Plot], None]]] = {
-    "Reward": ("reward of an answer", _reward),
-    "KL to the reference": ("nats per token", _kl),
-    "Ratio to the policy of the rollout": ("ratio of a sequence", _ratio),
-    "Clipped and dropped": ("share", lambda plot: plot.stack(_CLIPPED)),
-    "Trainer and engine": ("log ratio of a token, nats", _engine),
-    "Effective sample size": (
-        "share of the tokens",
-        _lines({"mismatch/effective_sample_size": "effective sample size"}),
-    ),
-    "Wasted": (
-        "share",
-        _lines({"frac_reward_zero_std": "groups without a signal", "completions/clipped_ratio": "answers cut off"}),
-    ),
-    "Length": ("tokens", _lengths),
-    "Entropy": ("nats per token", _lines({"entropy": "entropy"})),
-    "Norm of the gradient": ("norm, before clipping", _lines({"grad_norm": "policy", "value/grad_norm": "critic"})),
-    "Learning rate": ("learning rate", _lines({"learning_rate": "learning rate"})),
-    "Routes that change": (
-        "share of the choices",
-        _lines({"routing/changed": "changed", "routing/fallback": "tokens without routes"}),
-    ),
-    "Routes that change, by layer": ("layer", lambda plot: plot.heat("routing/changed/")),
-    "Kept tokens": ("share", _lines({"sampling_mask/kept_mass": "kept mass", "sampling_mask/singletons": "of one"})),
-    "Critic": ("explained variance", _lines({"value/explained_variance": "explained variance"})),
-    "Reward model": (
-        "accuracy on held-out examples",
-        _lines({"reward_model/new/held_out/accuracy": "new", "reward_model/old/held_out/accuracy": "old"}),
-    ),
-    "Time of a step": ("seconds", lambda plot: plot.stack(_TIMES)),
-}
-
-
 def pictures(runs: Mapping[str, Sequence[History]], findings: Sequence[Finding] = ()) -> Iterator[tuple[str, str]]:
     """Yield title and SVG of each picture for which the runs have logged a metric."""
     with matplotlib.rc_context(_LOOK):
-        for title, (unit, draw) in _PICTURES.items():
+        for title, picture in _PICTURES.items():
             axis = Figure(figsize=(5, 2.9)).subplots()
-            axis.set(xlabel="optimizer step", ylabel=unit)
+            axis.set(xlabel="optimizer step", ylabel=picture["unit"])
             plot = Plot(axis, runs, findings)
-            draw(plot)
-            if not plot.is_empty:
+            for kind in ("line", "band", "stack", "heat", "moments", "level"):
+                for mark in picture.get(kind, ()):
+                    getattr(plot, kind)(**mark)
+            if plot.keys:
                 yield title, plot.svg()
