@@ -161,7 +161,7 @@ BROKEN: dict[str, list[dict[str, Any]]] = {
     "not numbers": [{**row, "reward": math.nan, "kl": math.inf, "entropy": -math.inf} for row in healthy(0, 40)],
     "overlap": [*healthy(0, 40), *healthy(1, 60)[20:]],
     "two trainers": [*healthy(0, 40), *healthy(1, 40)],
-    "huge": [{"step": step, "kl": 1e300 * (-1) ** step, "grad_norm": 1e-300} for step in range(1, 20)],
+    "huge": [{"step": step, "kl": 1.7e308 * (-1) ** step, "grad_norm": 1e-300} for step in range(1, 20)],
     "negative step": [{"step": -1, "reward": 1.0}, {"step": 0, "reward": 1.0}],
 }
 
@@ -209,9 +209,9 @@ def test_the_groups_that_differ_most_give_their_best_median_and_worst_answer() -
 
 
 def test_answers_take_at_most_a_megabyte_and_the_oldest_go_first() -> None:
-    rollouts = [{"step": step, "groups": ["x" * 100_000]} for step in range(20)]
+    rollouts = [{"step": step, "groups": ["x" * 20_000 * step]} for step in range(20)]
     kept = limited(rollouts)
-    assert [rollout["step"] for rollout in kept] == [*range(11, 20)]
+    assert [rollout["step"] for rollout in kept] == [18, 19]  # 17, 18 and 19 take 1,080,000 characters
     assert len(json.dumps(kept)) <= MOST_BYTES
 
 
@@ -220,7 +220,8 @@ def test_answers_take_at_most_a_megabyte_and_the_oldest_go_first() -> None:
 
 def test_runs_are_compared_seed_by_seed() -> None:
     def run(end: float) -> History:
-        return History([{"step": step, "reward": 0.0 if step < 11 else end} for step in range(1, 13)])
+        values = [*[0.0] * 10, end - 0.02, end + 0.02]
+        return History([{"step": step, "reward": value} for step, value in enumerate(values, 1)])
 
     paths = {"a-seed0": 0.5, "a-seed1": 0.1, "b-seed0.json": 0.6, "b-seed1.json": 0.3, "b-seed2.json": 0.9}
     runs = compare.by_name({path: run(end) for path, end in paths.items()})
