@@ -112,13 +112,14 @@ def drawn(rows: list[dict[str, float]], **run: Any) -> Plot:
     return Plot(Figure().subplots(), {"run": [History(rows, run)]})
 
 
-def test_a_stack_adds_up_and_holds_a_value_from_the_log_before() -> None:
-    plot = drawn([{"step": 2, "a": 1.0, "b": 10.0}, {"step": 6, "a": 3.0, "b": 20.0}])
+def test_a_stack_adds_up_and_what_was_not_logged_is_0() -> None:
+    plot = drawn([{"step": 2, "a": 1.0, "b": 10.0}, {"step": 4, "b": 20.0}, {"step": 6, "a": 3.0, "b": math.nan}])
     plot.stack({"a": "A", "b": "B", "missing": "C"})
     first, second = (patch.get_data() for patch in plot._axis.patches)
-    assert first.edges.tolist() == second.edges.tolist() == [0, 2, 6]
-    assert first.values.tolist() == second.baseline.tolist() == [1, 3]
-    assert second.values.tolist() == [11, 23]
+    assert first.edges.tolist() == second.edges.tolist() == [0, 2, 4, 6]
+    assert first.values.tolist() == second.baseline.tolist() == [1, 0, 3]
+    assert second.values.tolist() == [11, 20, 3]
+    assert plot.keys == {"a", "b"}
 
 
 def test_the_map_of_routes_has_layers_in_the_order_of_their_numbers() -> None:

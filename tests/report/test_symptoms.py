@@ -98,7 +98,7 @@ STILL = ("value/explained_variance", "ref/refresh_step")  # else the reference m
 SLOW = 60
 PLANTS = {
     "everything-clipped": Plant(from_start(clip_ratio__region_mean=clipped), option="learning_rate"),
-    "generation-slow": Plant(from_start(time__generation=60.0), option="use_vllm"),
+    "generation-slow": Plant(from_start(time__generation=120.0), option="use_vllm"),
     "padding-computed": Plant(nothing, 1, 0, "trim_padding", {"settings": {"trim_padding": False}}),
     "nothing-clips": Plant(nothing, 1, 0, "steps_per_generation", {"settings": {"steps_per_generation": 1}}),
     "ratio-explodes": Plant(

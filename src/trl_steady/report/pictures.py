@@ -106,15 +106,19 @@ class Plot:
             self._tell(self._axis.fill_between(steps, below, above, color=_COLOURS[0], alpha=0.15, label=label), label)
 
     def stack(self, labels: Mapping[str, str]) -> None:
-        """Draw metrics on top of each other, as stairs: a value holds from the log before."""
-        found = list(self._series(*labels))
-        steps = max((steps for _, steps, _ in found), key=len, default=np.zeros(0))
-        edges, base = np.concatenate([[0.0], steps]), np.zeros(len(steps))
-        for number, (key, its_steps, (_, middle, _)) in enumerate(found):
-            top = base + np.interp(steps, its_steps, middle)
+        """Draw metrics on top of each other, as stairs: a value holds since the log before. Without a log it is 0."""
+        found = {label: self._history[key].finite for key, label in labels.items() if key in self._history.keys}
+        steps = np.unique(np.concatenate([np.zeros(0, int), *(series.steps for series in found.values())]))
+        edges = [0, *(stretch[-1] for stretch in np.array_split(steps, min(len(steps), POINTS)))] if len(steps) else []
+        base = np.zeros(max(len(edges) - 1, 0))
+        self.keys.update(key for key, label in labels.items() if label in found and len(steps))
+        for number, (label, series) in enumerate(found.items() if len(steps) else ()):
+            values = np.zeros(len(steps))
+            values[np.searchsorted(steps, series.steps)] = np.clip(series.values, -1e30, 1e30)
+            top = base + [stretch.mean() for stretch in np.array_split(values, len(base))]
             style = {"color": _COLOURS[number % len(_COLOURS)], "alpha": 0.75, "fill": True}
-            drawn = self._axis.stairs(top, edges, baseline=base, label=f"{labels[key]} {middle[-1]:.3g}", **style)
-            self._tell(drawn, f"{labels[key]}: {np.median(middle):.3g}")
+            text = f"{label} {values.mean():.3g}"
+            self._tell(self._axis.stairs(top, edges, baseline=base, label=text, **style), f"{text} on average")
             base = top
 
     def heat(self, prefix: str) -> None:
@@ -154,9 +158,9 @@ class Plot:
                 self._tell(drawn, str(finding))
         rows = -(-len(self._axis.get_legend_handles_labels()[1]) // 2)
         self._axis.yaxis.set_major_formatter("{x:.3g}")
-        self._axis.set_position((0.16, 0.17, 0.8, 0.78 - 0.08 * rows))
+        self._axis.set_position((0.19, 0.17, 0.78, 0.78 - 0.08 * rows))
         if rows:
-            self._axis.legend(loc="lower left", bbox_to_anchor=(-0.12, 1.0), ncols=2, borderaxespad=0)
+            self._axis.legend(loc="lower left", bbox_to_anchor=(-0.15, 1.0), ncols=2, borderaxespad=0)
         file = io.StringIO()
         cast(Figure, self._axis.figure).savefig(file, format="svg", transparent=True, metadata={"Date": None})
         return _for_page(file.getvalue(), self._tips)

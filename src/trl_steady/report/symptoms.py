@@ -285,14 +285,15 @@ def _moves_to_worse(history: History) -> Found | None:
 
 
 def _slow_generation(history: History) -> Found | None:
-    phases = [history[key] for key in history.keys if key.startswith("time/")]
-    steps, shares = history["time/generation"]
-    total = sum(np.interp(steps, phase.steps, phase.values) for phase in phases)
-    shares = shares / np.maximum(total, 1e-12)
-    where = _stretch(shares > 0.8, least=8)  # verl's runs: 0.45 to 0.7. The first steps compile and allocate
+    steps, seconds = history["time/generation"].finite
+    total = np.zeros(len(steps) + 1)
+    for phase in (history[key].finite for key in history.keys if key.startswith("time/")):
+        np.add.at(total, np.searchsorted(steps, phase.steps, "right"), phase.values)  # from one rollout to the next
+    shares = seconds / np.maximum(total[1:], 1e-12)
+    where = _stretch(shares > 0.8, least=8)  # verl's runs have 0.45 to 0.7
     if where is None:
         return None
-    evidence = f"generation has {np.median(shares[where]):.0%} of the time of a step"
+    evidence = f"generation has {np.median(shares[where]):.0%} of the time"
     return Found(0.9, int(steps[where.start]), evidence)
 
 
