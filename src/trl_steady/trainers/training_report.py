@@ -54,11 +54,10 @@ class TrainingReportPart(Part):
     # a rollout
 
     def keep_rewards(self, rewards: Tensor, completions: list[Any], completion_ids: list[list[int]]) -> None:
-        """Keep the total rewards of this process's completions."""
-        if self._is_on:
-            first = len(completions) * self.trainer.accelerator.process_index
-            totals = (rewards * self.trainer.reward_weights.to(rewards.device)).nansum(-1)
-            self._rewards = totals[first : first + len(completions)]
+        """Keep the total rewards of the main process's completions."""
+        if self._is_on and self._is_main:
+            weights = self.trainer.reward_weights.to(rewards.device)
+            self._rewards = (rewards[: len(completions)] * weights).nansum(-1)
 
     def columns(self, rollout: Rollout) -> Mapping[str, Any]:
         """Measure padding. There is no column."""
@@ -137,7 +136,11 @@ class TrainingReportPart(Part):
                 folder = Path(self.trainer.args.output_dir)  # a run may have no checkpoint of its last step
                 self.trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
                 (folder / RUN_FILE).write_text(json.dumps(self._run()))
-            tqdm.write(f"trl-steady: {verdict(*diagnose(self._history()))}")
+            history, state = self._history(), self.trainer.state
+            series = {key: history[key].finite.values for key in history.keys}
+            last = {key: values[-1] for key, values in series.items() if len(values)}
+            tqdm.write(f"trl-steady: {log_line(last, state.global_step, state.max_steps)}")
+            tqdm.write(f"trl-steady: {verdict(*diagnose(history))}")
 
     def _write(self) -> None:
         from trl_steady.report.page import write
