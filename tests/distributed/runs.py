@@ -32,7 +32,7 @@ MOVING: dict[str, Any] = {
 }
 WINDOW_OF_FOUR: dict[str, Any] = {"gradient_accumulation_steps": 4, "steps_per_generation": 4, "max_steps": 4}
 FIXED: dict[str, dict[str, Any]] = {
-    "gspo": {"shows": ["gspo", "trim_padding"], "loss_type": "gspo"},
+    "gspo": {"shows": ["gspo", "trim_padding"], "loss_type": "gspo", "training_report": True},
     "gspo_token": {"shows": ["gspo_token", "KL corrections"], "loss_type": "gspo_token", "kl_estimator": "k2"},
     "gmpo": {"shows": ["gmpo"], "loss_type": "gmpo"},
     "engine": {

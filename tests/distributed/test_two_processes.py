@@ -89,6 +89,8 @@ def test_two_processes_train_as_one_does(
     for run in moves:
         check_references(run, alone[run][0], together[run])
 
+    (page,) = (tmp_path / "two").rglob("report.html")  # of the main process
+    assert "Time of a step" in page.read_text()
     assert [process["rows"] for process in (*alone["gspo"], *together["gspo"])] == [{1}] * 3  # laid end to end
 
 

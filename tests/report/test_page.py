@@ -56,7 +56,7 @@ def test_all_text_of_users_stays_text(tmp_path: Path) -> None:
     assert not found.tags & {"script", "img", "iframe", "link", "object", "a"}
     assert not [name for name, _ in found.attributes if name.startswith("on")]
     assert "script-src" not in html and "default-src 'none'" in html  # nor would a browser run one
-    shown = EVIL.replace("\x00", "\ufffd").replace("\x1b", "\ufffd").replace("\ud800", "\ufffd")
+    shown = re.sub("[\x00\x1b\ud800\N{RIGHT-TO-LEFT OVERRIDE}]", "\ufffd", EVIL)
     assert found.text.count(shown) == 7  # title, heading, version, evidence, prompt, two answers
     comparison = tmp_path / "comparison.html"
     from trl_steady.report.page import write_comparison

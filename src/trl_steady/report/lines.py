@@ -43,5 +43,6 @@ def verdict(findings: Sequence[Finding], skipped: Sequence[Skipped]) -> str:
 
 
 def clean(text: object) -> str:
-    """Return a text without control characters and lone surrogates, which HTML and UTF-8 do not have."""
-    return re.sub("[\x00-\x08\x0b-\x1f\x7f\ud800-\udfff\ufffe\uffff]", "\N{REPLACEMENT CHARACTER}", str(text))
+    """Return a text without lone surrogates, control characters, and those that change the direction of text."""
+    no_text = "[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
+    return re.sub(no_text, "\N{REPLACEMENT CHARACTER}", str(text))

@@ -109,13 +109,13 @@ class Plot:
         """Draw metrics on top of each other, as stairs: a value holds since the log before. Without a log it is 0."""
         found = {label: self._history[key].finite for key, label in labels.items() if key in self._history.keys}
         steps = np.unique(np.concatenate([np.zeros(0, int), *(series.steps for series in found.values())]))
-        edges = [0, *(stretch[-1] for stretch in np.array_split(steps, min(len(steps), POINTS)))] if len(steps) else []
-        base = np.zeros(max(len(edges) - 1, 0))
+        edges = [0, *(stretch[-1] for stretch in _stretches(steps))]
+        base = np.zeros(len(edges) - 1)
         self.keys.update(key for key, label in labels.items() if label in found and len(steps))
         for number, (label, series) in enumerate(found.items() if len(steps) else ()):
             values = np.zeros(len(steps))
             values[np.searchsorted(steps, series.steps)] = np.clip(series.values, -1e30, 1e30)
-            top = base + [stretch.mean() for stretch in np.array_split(values, len(base))]
+            top = base + [stretch.mean() for stretch in _stretches(values)]
             style = {"color": _COLOURS[number % len(_COLOURS)], "alpha": 0.75, "fill": True}
             text = f"{label} {values.mean():.3g}"
             self._tell(self._axis.stairs(top, edges, baseline=base, label=text, **style), f"{text} on average")
@@ -170,9 +170,15 @@ def thinned(series: Series) -> tuple[np.ndarray, np.ndarray]:
     """Return steps (n,) and least, median and greatest values (3, n) of at most `POINTS` stretches."""
     steps, values = series.finite
     values = np.clip(values, -1e30, 1e30)  # matplotlib cannot place larger ones
-    stretches = np.array_split(values, min(len(values), POINTS))
+    stretches = _stretches(values)
     ends = np.cumsum([len(stretch) for stretch in stretches]) - 1
     return steps[ends], np.array([[stretch.min(), np.median(stretch), stretch.max()] for stretch in stretches]).T
+
+
+def _stretches(values: np.ndarray) -> list[np.ndarray]:
+    """Cut values into at most `POINTS` stretches of nearly one length."""
+    size = -(-len(values) // POINTS)
+    return np.array_split(values, -(-len(values) // size)) if size else []
 
 
 def _for_page(svg: str, tips: Mapping[str, str]) -> str:
