@@ -187,6 +187,7 @@ def test_logs_with_random_holes_give_pages(tmp_path: Path) -> None:
         assert "</html>" in page(tmp_path, History(rows, {"settings": {}, "notes": []}))
 
 
+@pytest.mark.slow
 def test_a_run_of_100000_steps_gives_a_small_page(tmp_path: Path) -> None:
     rows = healthy(0, 1000)
     longer = [{**row, "step": row["step"] + 1000 * part} for part in range(100) for row in rows]
