@@ -31,14 +31,8 @@ _LOOK: Any = {
     "text.parse_math": False,  # the name of a run may have dollars
     "font.size": 11,
     **dict.fromkeys(("text.color", "axes.edgecolor", "axes.labelcolor", "xtick.color", "ytick.color"), _INK),
-    **{
-        "axes.grid": True,
-        "grid.color": _GRID,
-        "axes.spines.top": False,
-        "axes.spines.right": False,
-        "axes.formatter.limits": (-3, 4),
-    },
-    **{"legend.frameon": False, "legend.fontsize": 10},
+    **{"axes.grid": True, "axes.axisbelow": True, "grid.color": _GRID, "axes.facecolor": "none"},
+    **{"axes.spines.top": False, "axes.spines.right": False, "legend.frameon": False, "legend.fontsize": 10},
 }
 
 
