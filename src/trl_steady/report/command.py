@@ -10,23 +10,19 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
-from trl_steady.report.diagnosis import Finding, Skipped, diagnose
+from trl_steady.report.diagnosis import Finding, Skipped, diagnose, verdict
 from trl_steady.report.history import History
-from trl_steady.report.lines import verdict
 
 _LEVELS = {"warning": {"warning", "critical"}, "critical": {"critical"}}
 _WAIT = 10.0  # seconds between two looks at a run that is watched
 
 
 def report(arguments: Sequence[str], refuse: Callable[[str], NoReturn]) -> int:
-    """Print the diagnosis of runs and write a page, and return the exit status.
+    """Print the diagnosis of runs, write a page, and return the exit status: 1 if `--fail-on` finds its level, else 0.
 
     Args:
         arguments: The arguments of the command.
         refuse: Called with the message of an invalid command line.
-
-    Returns:
-        1 if `--fail-on` finds its level, else 0.
     """
     parser = argparse.ArgumentParser(prog="trl-steady report", description="Say what is wrong with a run.")
     vars(parser)["error"] = refuse

@@ -12,13 +12,11 @@ _ENDPOINTS = ("held-out greedy accuracy", "eval_reward", "reward")
 
 
 class Comparison(NamedTuple):
-    """The runs of one name beside those of another, over seeds."""
+    """The runs of one name beside those of another: seeds, mean of the endpoint, and (n,) its paired differences."""
 
     seeds: int
     mean: float
-    """Mean of the endpoint."""
     gains: np.ndarray
-    """(seeds that both have,) differences of the endpoint; empty for the baseline itself."""
 
 
 def interval(gains: np.ndarray) -> tuple[float, float]:

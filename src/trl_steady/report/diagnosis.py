@@ -1,5 +1,6 @@
 """The diagnosis of a run: which symptoms its log shows, since when, and what to do."""
 
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from trl_steady.report.history import History
@@ -41,3 +42,11 @@ def diagnose(history: History) -> tuple[list[Finding], list[Skipped]]:
             findings.append(Finding(symptom, *found))
     findings.sort(key=lambda finding: (finding.symptom.level != "critical", -finding.confidence))
     return findings, skipped
+
+
+def verdict(findings: Sequence[Finding], skipped: Sequence[Skipped]) -> str:
+    """Return what a run shows: a line for each symptom, and which symptoms its log cannot show."""
+    lines = [f"symptoms: {len(findings)}", *(f"  {finding}" for finding in findings)]
+    if skipped:
+        lines.append(f"  not in the log: {', '.join(each.symptom.name for each in skipped)}")
+    return "\n".join(lines)

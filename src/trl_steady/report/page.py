@@ -11,8 +11,7 @@ from typing import Any
 from trl_steady.report.compare import Comparison, by_name, compared, interval
 from trl_steady.report.diagnosis import Finding, Skipped, diagnose
 from trl_steady.report.history import History
-from trl_steady.report.lines import clean
-from trl_steady.report.pictures import pictures
+from trl_steady.report.pictures import clean, pictures
 
 _PAGE = Template((Path(__file__).with_suffix(".html")).read_text())
 _Html = str
@@ -109,11 +108,8 @@ def _comparisons(figure: str, found: Mapping[str, Comparison]) -> _Html:
 def _answers(rollouts: Sequence[Mapping[str, Any]]) -> _Html:
     if not rollouts:
         return ""
-    folded: list[_Html] = []
-    for rollout in reversed(rollouts):
-        groups = "".join(map(_group, rollout["groups"]))
-        folded.append(_folded(f"Step {rollout['step']}", groups))
-    return f"<h2>Answers</h2>{''.join(folded)}"
+    steps = (_folded(f"Step {one['step']}", "".join(map(_group, one["groups"]))) for one in reversed(rollouts))
+    return f"<h2>Answers</h2>{''.join(steps)}"
 
 
 def _group(group: Mapping[str, Any]) -> _Html:

@@ -15,7 +15,6 @@ from matplotlib.figure import Figure
 
 from trl_steady.report.diagnosis import Finding
 from trl_steady.report.history import History, Series
-from trl_steady.report.lines import clean
 
 _PICTURES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
 POINTS = 300
@@ -198,3 +197,9 @@ def pictures(runs: Mapping[str, Sequence[History]], findings: Sequence[Finding] 
                     getattr(plot, kind)(**mark)
             if plot.keys:
                 yield title, plot.svg()
+
+
+def clean(text: object) -> str:
+    """Return a text without lone surrogates, control characters, and those that change the direction of text."""
+    no_text = "[\x00-\x08\x0b-\x1f\x7f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
+    return re.sub(no_text, "\N{REPLACEMENT CHARACTER}", str(text))

@@ -2,13 +2,14 @@
 
 import json
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import version
 from importlib.util import find_spec
 from pathlib import Path
 from types import NoneType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from tqdm import tqdm
@@ -17,15 +18,29 @@ from transformers.trainer import TRAINER_STATE_NAME
 
 from trl_steady.host.models import text_tokenizer
 from trl_steady.host.part import Part, Rollout
-from trl_steady.report.answers import chosen, limited
-from trl_steady.report.diagnosis import diagnose
+from trl_steady.report.diagnosis import diagnose, verdict
 from trl_steady.report.history import RUN_FILE, History
-from trl_steady.report.lines import log_line, verdict
 
+GROUPS = 3
+"""Groups of a rollout whose answers are kept, those whose rewards differ most."""
+MOST_BYTES = 1_000_000
+"""Size of the answers of a run. The oldest are dropped first."""
 _PACKAGES = ("trl-steady", "trl", "transformers", "torch", "peft", "accelerate")
 _LARGEST_SHARE = 0.01  # of a run's time that writing its page takes, before the end
 _LONGEST = 4000  # characters of a text
 _PAGE = "report.html"
+# name in the line -> metric, and its form
+_SHOWN = {
+    "reward": ("reward", "{:.2f}"),
+    "held out": ("eval_reward", "{:.2f}"),
+    "KL": ("kl", "{:.2g}"),
+    "engine KL": ("mismatch/kl", "{:.1e}"),
+    "clipped": ("clip_ratio/region_mean", "{:.0%}"),
+    "routes changed": ("routing/changed", "{:.1%}"),
+    "explained": ("value/explained_variance", "{:.2f}"),
+    "refreshes": ("ref/refreshes", "{:.0f}"),
+}
+_RATIO = ("ratio/sequence_min", "ratio/sequence_max")
 
 
 class TrainingReportPart(Part):
@@ -191,3 +206,39 @@ def _alert(title: str, text: str, *, is_critical: bool) -> None:
 
     level = trackio.AlertLevel.ERROR if is_critical else trackio.AlertLevel.WARN
     trackio.alert(title=title, text=text, level=level)
+
+
+def log_line(logs: Mapping[str, Any], step: int, last: int) -> str:
+    """Return one line for a row of the log, with the usual metrics that it has."""
+    known = {key: value for key, value in logs.items() if isinstance(value, (int, float))}
+    words = [f"step {step}/{last}"]
+    words += [f"{name} {form.format(known[key])}" for name, (key, form) in _SHOWN.items() if key in known]
+    if known.keys() >= {*_RATIO}:
+        words.append("ratio {:.3g}..{:.3g}".format(*(known[key] for key in _RATIO)))
+    if dropped := [value for key, value in known.items() if key.startswith("dropped/")]:
+        words.append(f"dropped {max(dropped):.0%}")
+    if "step_time" in known:
+        words.append(f"{known['step_time']:.2g} s")
+    return "  ".join(words)
+
+
+def chosen(rewards: np.ndarray, size: int) -> list[dict[int, str]]:
+    """Return the answers of a rollout to keep: for each group, row -> "best", "median" or "worst".
+
+    Args:
+        rewards: (B,) rewards.
+        size: Answers to a prompt, which are consecutive. With 1, they are compared with those to other prompts.
+    """
+    is_single, size = size == 1, min(size, len(rewards)) if size > 1 else len(rewards)
+    groups = np.nan_to_num(rewards)[: len(rewards) // size * size].reshape(-1, size)
+    found: list[dict[int, str]] = []
+    for group in np.argsort(-np.ptp(groups, axis=1), kind="stable")[:GROUPS]:
+        order = (group * size + np.argsort(-groups[group], kind="stable")).tolist()
+        found.append({order[0]: "best", order[size // 2]: "median", order[-1]: "worst"} | {order[0]: "best"})
+    return [{row: place} for group in found for row, place in group.items()] if is_single else found
+
+
+def limited(rollouts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the last of these rollouts that take at most `MOST_BYTES` together."""
+    sizes = np.cumsum([len(json.dumps(rollout)) for rollout in reversed(rollouts)])
+    return list(rollouts[len(rollouts) - int((sizes <= MOST_BYTES).sum()) :])
