@@ -24,11 +24,10 @@ class Finding(NamedTuple):
 
 
 class Skipped(NamedTuple):
-    """A symptom that the log cannot show."""
+    """A symptom that the log cannot show, because it lacks these metrics and settings."""
 
     symptom: Symptom
     missing: tuple[str, ...]
-    """Metrics and settings that are not in the log."""
 
 
 def diagnose(history: History) -> tuple[list[Finding], list[Skipped]]:
