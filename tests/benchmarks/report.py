@@ -7,6 +7,7 @@ saves, which take at most 1 % of the time, and at the end, which is not measured
 model in place of SmolLM2.
 """
 
+import statistics
 import sys
 import tempfile
 import time
@@ -46,6 +47,25 @@ def rollout(trained: Any) -> None:
         trained.model.zero_grad()
 
 
+def watched(trained: Any) -> list[float]:
+    """Return a list to which each call of the report in a run adds its seconds."""
+    took: list[float] = []
+    part, clock = trained.part(TrainingReportPart), trained.metrics.clock
+
+    def timed(work: Any) -> Any:
+        def timing(*arguments: Any) -> Any:
+            started = time.perf_counter()
+            found = work(*arguments)
+            took.append(time.perf_counter() - started)
+            return found
+
+        return timing
+
+    for of, names in ((part, ("keep_rewards", "columns", "advantages", "logged")), (clock, ("_begin", "read"))):
+        vars(of).update({name: timed(getattr(of, name)) for name in names})
+    return took
+
+
 def main() -> None:
     options = measuring.parser(__doc__, "random", rounds=12).parse_args()
     measuring.heading(options)
@@ -54,7 +74,10 @@ def main() -> None:
         both = {"without": {}, "with": {"training_report": True, "log_line": True}}
         trainers = {name: trainer(Path(folder, "model"), folder, **more) for name, more in both.items()}
         work = {name: lambda t=each: rollout(t) for name, each in trainers.items()}
+        inside = watched(trainers["with"])
         found = measuring.in_turns(work, options.rounds)
+        share = sum(inside) / (options.rounds + 1) / statistics.median(found["with"])
+        print(f"the report's own calls take {share:.2%} of a rollout and its updates")
         ratio = measuring.quartiles(found["with"], found["without"])
         print(f"time with / without {ratio['median']:.4f} (quartiles {ratio['low']:.4f}, {ratio['high']:.4f})")
         history = trainers["with"].part(TrainingReportPart)._history()
