@@ -1,4 +1,4 @@
-"""What `training_report` and `log_line` cost in a step, on the demo's model: with and without them, in turns.
+"""Measure the cost of `training_report` and `log_line` on the demo's model, with and without them in turns.
 
     python tests/benchmarks/report.py [--rounds 12] [--random]
 

@@ -1,5 +1,6 @@
 """Whole runs in float32 on fixed rollouts: training on a GPU is that of the CPU."""
 
+import time
 import warnings
 from pathlib import Path
 from typing import Any
@@ -58,3 +59,17 @@ def test_a_run_is_that_of_the_cpu(
     losses = [[row["loss"] for row in tiny.history(each) if "loss" in row] for each in (ours, expected)]
     assert losses[0] == pytest.approx(losses[1], rel=1e-2, abs=1e-4)  # the same rounding
     figures("distance of the weights from the CPU's, of the way they moved", off / moved, "")
+
+
+@everywhere()
+def test_phases_are_those_of_the_device(place: Place, models: dict[str, Path], tmp_path: Path) -> None:
+    """Events of CUDA are read at a log only. Their sum is at most the time that passed."""
+    options = {"training_report": True, "beta": 0.1, "max_steps": 4, **place.arguments}
+    trainer = tiny.trainer(models["dense"], tmp_path, build={"rollout_func": UNEQUAL}, **options)
+    started = time.perf_counter()
+    tiny.train(trainer)
+    passed = time.perf_counter() - started
+    rows = [{key: value for key, value in row.items() if key.startswith("time/")} for row in trainer.state.log_history]
+    measured = [sum(row.values()) for row in rows if row]
+    assert len(measured) == 4 and all(value > 0 for row in rows for value in row.values())
+    assert sum(measured) <= passed

@@ -104,6 +104,35 @@ def test_a_resumed_run_goes_on_with_its_answers_and_trains_the_same(
     assert "report.html" not in {path.name for path in (tmp_path / "plain").iterdir()}
 
 
+def test_a_second_training_tells_its_symptoms_again_and_keeps_no_rollout(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+    monkeypatch.setattr(training_report.tqdm, "write", written.append)
+    options, _ = DEAD["constant reward"]
+    trainer = tiny.trainer(models["dense"], tmp_path, training_report=True, max_steps=32, **options)
+    trainer.train()
+    kept = trainer.part(TrainingReportPart)
+    assert [rollout["step"] for rollout in kept._answers] == [28]
+    first = [line for line in written if "the reward" in line and line.startswith("trl-steady: critical")]
+    trainer.train()
+    again = [line for line in written if "the reward" in line and line.startswith("trl-steady: critical")]
+    assert len(first) == 1 and again == 2 * first
+    assert [rollout["step"] for rollout in kept._answers] == [28]
+
+
+def test_the_rows_that_are_kept_do_not_hold_their_rollout(models: dict[str, Path], tmp_path: Path) -> None:
+    trainer = tiny.trainer(models["dense"], tmp_path, training_report=True, max_steps=1)
+    part, whole = trainer.part(TrainingReportPart), []
+    keep = trainer.rollout
+    trainer.rollout = lambda inputs: whole.append(keep(inputs)) or whole[-1]
+    part._add_answers = lambda: None  # which would forget them
+    trainer.train()
+    for row in part._last_rollout["rows"].values():
+        held = row["completion_ids"].untyped_storage().data_ptr()
+        assert held != whole[0]["completion_ids"].untyped_storage().data_ptr()
+
+
 def test_tokens_have_their_advantages(models: dict[str, Path], tmp_path: Path) -> None:
     build = {"reward_funcs": stepwise.lines, "rollout_func": stepwise.rollout}
     tiny.train(tiny.trainer(models["dense"], tmp_path, **REPORTED, loss_type="gspo_token", build=build))

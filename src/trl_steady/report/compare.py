@@ -31,7 +31,7 @@ def by_name(runs: Mapping[str, History]) -> dict[str, dict[int, History]]:
     found: dict[str, dict[int, History]] = {}
     for path, run in runs.items():
         match = re.fullmatch(r"(.*?)[-_./ ]*seed[-_ ]?(\d+)(?:\.json)?/*", path)
-        name, seed = (match[1], int(match[2])) if match else (path, 0)
+        name, seed = (match[1], int(match[2])) if match and int(match[2]) not in found.get(match[1], {}) else (path, 0)
         found.setdefault(name, {})[seed] = run
     return found
 

@@ -42,7 +42,7 @@ class Plot:
         axis: The axes.
         runs: Name -> runs that differ in their seeds. With several names, the first metric of the picture alone is
             drawn: the mean over the seeds, and their range.
-        findings: What the run shows. A line marks where a symptom of the picture began.
+        findings: Symptoms of the run. A line marks the step at which one that belongs to the picture began.
     """
 
     def __init__(self, axis: Axes, runs: Mapping[str, Sequence[History]], findings: Sequence[Finding] = ()) -> None:

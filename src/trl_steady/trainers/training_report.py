@@ -87,9 +87,11 @@ class TrainingReportPart(Part):
             rewards, samples = self._rewards.float().cpu(), rollout.samples
             groups = chosen(rewards.numpy(), self.trainer.num_generations)
             names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
+            kept = sorted({row for group in groups for row in group})
+            taken = {name: samples[name][kept].cpu() for name in names}  # copies: a view would keep the whole rollout
             rows = {
-                row: {name: samples[name][row].cpu() for name in names} | {"reward": float(rewards[row])}
-                for row in {row for group in groups for row in group}
+                row: {name: values[place] for name, values in taken.items()} | {"reward": float(rewards[row])}
+                for place, row in enumerate(kept)
             }
             self._last_rollout = {"step": self.trainer.state.global_step, "groups": groups, "rows": rows}
 
@@ -128,6 +130,12 @@ class TrainingReportPart(Part):
         return run
 
     # files
+
+    def beginning(self) -> None:
+        """Begin anew if the trainer trains a second time, whose log is another one."""
+        self._told, self._next_diagnosis = set(), 0
+        if not self.trainer.state.global_step:
+            self._answers = []
 
     def save(self, checkpoint: Path) -> None:
         """Save settings, warnings and answers, and write the page if that has a small share of the run's time."""
