@@ -131,7 +131,10 @@ _ROWS: dict[tuple[str, str, tuple[str, ...]], tuple[tuple[str, ...], ...]] = {
         ("padding-free passes (the default)", "trim_padding=True"),
         ("a group's prompt computed once", "share_prompts=True"),
     ),
-    ("passes", "performance.md", _STEP): (("micro-batches limited by tokens", "token_budget=..."),),
+    ("passes", "performance.md", _STEP): (
+        ("micro-batches limited by tokens", "token_budget=..."),
+        ("sequences without a gradient left out", "skip_zero_weight=True"),
+    ),
     ("passes", "vllm.md", ()): (("vLLM gets the LoRA adapter alone", "vllm_adapter_sync=True"),),
     ("passes", "iterative.md", ()): (("float32 adapters on a quantised base", 'adapter_dtype="float32"'),),
 }

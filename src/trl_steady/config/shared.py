@@ -23,6 +23,13 @@ _OVER_MICRO_BATCHES: dict[str, object] = {
     "use_adaptive_entropy": False,
     "top_entropy_quantile": 1.0,
 }
+# Options with which each sequence has a gradient, or counts in another way -> the value without that.
+_OVER_ALL_SEQUENCES: dict[str, object] = {
+    "beta": 0.0,
+    "entropy_coef": 0.0,
+    "use_adaptive_entropy": False,
+    "top_entropy_quantile": 1.0,
+}
 
 
 def never_off_policy(args: "SharedOptions") -> str | None:
@@ -64,6 +71,11 @@ class SharedOptions(_Trls):
         COUNT,
     )
     share_prompts: bool = option(False, "Compute a prompt once for all of its completions in the same forward pass.")
+    skip_zero_weight: bool = option(
+        False,
+        "Leave sequences without a gradient out of the policy's training pass: those whose advantages are all 0, and "
+        "those that masks of the rollout drop. Loss and gradient are the same, within float rounding.",
+    )
     router_replay: str | None = option(
         None,
         'For mixtures of experts. `"R2"`: all updates use the experts that were chosen when the old log-probs of '
@@ -146,6 +158,11 @@ class SharedOptions(_Trls):
                     f"token_budget={self.token_budget} does not work with {name}={getattr(self, name)!r}, which acts "
                     "over each of TRL's micro-batches. Leave one of them unset."
                 )
+        for setting in self.over_all_sequences if self.skip_zero_weight else ():
+            yield (
+                f"skip_zero_weight=True does not work with {setting}, for which sequences of weight 0 count too. "
+                "Leave one of them unset."
+            )
         # TRL casts the whole model for it, and it shows no distribution that it samples from
         for name in ("adapter_dtype", "keep_sampling_mask") if self.use_transformers_continuous_batching else ():
             if getattr(self, name):
@@ -199,6 +216,12 @@ class SharedOptions(_Trls):
     def has_reference(self) -> bool:
         """True if the policy is compared with a reference."""
         return self.beta != 0
+
+    @property
+    def over_all_sequences(self) -> list[str]:
+        """Settings for which sequences of weight 0 count too, such as "beta=0.1"."""
+        given = {name: getattr(self, name, off) for name, off in _OVER_ALL_SEQUENCES.items()}
+        return [f"{name}={value!r}" for name, value in given.items() if value != _OVER_ALL_SEQUENCES[name]]
 
     @property
     def steps_in_backward(self) -> str | None:

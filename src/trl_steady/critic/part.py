@@ -101,6 +101,7 @@ class CriticPart(ScorerPart):
         *((name, None) for name in ("gamma", "lam", "value_lam", "lam_length_alpha", "kl_coef", "whiten_advantages")),
         *((name, None) for name in ("whiten_rewards", "bootstrap_truncated", "missing_eos_penalty")),
     )
+    counts_all_sequences = True
     trainer: PPO
     kl_coef: float
     """The coefficient of the KL in the reward, which adapts with `kl_target`."""

@@ -51,6 +51,8 @@ class MicroBatch:
     """(B, T) log-probs under the reference, if `beta` is not 0."""
     sampler_weights: Tensor | None = None
     """(B, 1) or (B, T) weights, old policy / sampler, of TRL's engine correction."""
+    kept: Tensor | None = None
+    """(B, 1) bool, False = dropped in the rollout by the masks against the sampler; None if that was not decided."""
 
     @classmethod
     def of(cls, inputs: Mapping[str, Any], scores: tuple[Tensor, Tensor, Tensor | None]) -> "MicroBatch":
@@ -64,6 +66,7 @@ class MicroBatch:
             sampler_logps=inputs.get("sampling_per_token_logps"),
             ref_logps=inputs.get("ref_per_token_logps"),
             sampler_weights=inputs.get("importance_sampling_ratio"),
+            kept=inputs.get("kept"),
         )
 
     def without_garbage(self) -> "MicroBatch":
@@ -175,7 +178,7 @@ def token_weights(
 
 
 @contextmanager
-def divided_by(trainer: "Trainer", share: float) -> Iterator[Callable[[Tensor], Tensor]]:
+def divided_by(trainer: "Trainer", share: float | Tensor) -> Iterator[Callable[[Tensor], Tensor]]:
     """Give a function for the loss, computed inside, of a micro-batch that is a `share` of TRL's in the window."""
     if not trainer.loss_is_scaled_for_ga:  # transformers will divide by the window
         yield lambda loss: loss * share

@@ -62,7 +62,7 @@ class Trainer(Protocol):
     parts: tuple["Part", ...]
     metrics: "Metrics"
     reached: set[str]
-    loss_is_token_sum: bool
+    loss_reduction: str
 
     def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         """Return the loss of one micro-batch."""
@@ -191,6 +191,8 @@ class Part:
     window_options: ClassVar[tuple[tuple[str, str | None], ...]] = ()
     """Options that a resume inside a generation window must not change, each with the option without which it has no
     effect on a rollout, or None."""
+    counts_all_sequences: ClassVar[bool] = False
+    """True if a loss of the part's counts sequences in which the policy has no gradient."""
 
     def __init__(self, trainer: Trainer) -> None:
         self.trainer: Trainer = trainer

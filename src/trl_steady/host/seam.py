@@ -53,7 +53,7 @@ class Steady(_Trls):
     rollout_func: Callable[..., Any] | None = None
     environment_factories: Mapping[str | None, object] | None = None
     tools: Sequence[object] | None = None
-    loss_is_token_sum: bool | property = False  # True for a sum over tokens of a step, divided by a known number
+    loss_reduction: str | property = "sequence_mean"  # a name that `loss.token_weights` knows
     # What is in progress. TRL's methods stand between the seam's, and would not hand these on as arguments.
     _rollout: Rollout | None = None
     _samples: Mapping[str, Any] = MappingProxyType({})  # the micro-batch whose loss is computed

@@ -10,12 +10,13 @@ from torch import Tensor
 
 from trl_steady.functional import importance, masks
 from trl_steady.host.loss import MicroBatch, Terms
-from trl_steady.host.part import Part, Trainer
+from trl_steady.host.part import Part, Rollout, Trainer
 from trl_steady.losses import objective
 from trl_steady.losses.table import LOSSES
 
 # TRL's own mask decides token by token. Read at import, before `trl-steady run` replaces TRL's trainer.
 _BY_TOKEN = trl.GRPOTrainer.get_off_policy_mask
+_IN_ROLLOUT = "in rollout"  # masks that a rollout has decided, and counted
 
 
 class _Trainer(objective.ClippedTrainer, Trainer, Protocol):
@@ -38,6 +39,16 @@ class LossPart(Part):
         """Refuse options that compare the trainer with an engine, if transformers samples."""
         if not self.trainer.use_vllm and self.trainer.rollout_func is None:
             objective.refuse_sampler_options(self.trainer.args)
+
+    def columns(self, rollout: Rollout) -> Mapping[str, Tensor]:
+        """Decide by the masks against the sampler, so that `skip_zero_weight` leaves out what they drop."""
+        old_logps = rollout.samples.get("old_per_token_logps")
+        if not self.trainer.args.skip_zero_weight or old_logps is None:
+            return {}
+        batch = MicroBatch.of(rollout.samples, (old_logps, old_logps, None)).without_garbage()
+        masked = objective.sampler_masks(batch, self.trainer.args)
+        self.trainer.metrics.pooled(means=objective.dropped(masked, batch.mask))
+        return {"kept": functools.reduce(torch.mul, masked.values())} if masked else {}
 
     def rewrites(self, inputs: Mapping[str, object]) -> bool:
         """Return True if an option needs a rewrite, or if there are log-probs of a sampler to compare."""
@@ -103,7 +114,8 @@ class LossPart(Part):
         """Return the statistic of the off-policy mask, and all masks that are on: name -> bool, True = keep."""
         threshold = self.trainer.off_policy_mask_threshold
         sampler_logps = batch.old_logps if batch.sampler_logps is None else batch.sampler_logps
-        keep = objective.sampler_masks(batch, self.trainer.args)
+        keep = {} if batch.kept is None else {_IN_ROLLOUT: batch.kept}
+        keep = keep or objective.sampler_masks(batch, self.trainer.args)
         if threshold is not None:
             decide = self.trainer.get_off_policy_mask  # a subclass may have its own, or wrap ours
             is_ours = decide.__module__.startswith("trl_steady.") and not hasattr(decide, "__wrapped__")
@@ -125,7 +137,7 @@ class LossPart(Part):
         log_s = importance.sequence_log_ratio(batch.logps.detach(), batch.old_logps, batch.mask)
         self.trainer.metrics.spread("ratio/sequence", log_s.exp(), batch.mask)
         means = {f"kl/{name}": (values, batch.mask) for name, values in estimates.items()}
-        means |= objective.dropped(keep, batch.mask)
+        means |= objective.dropped({name: kept for name, kept in keep.items() if name != _IN_ROLLOUT}, batch.mask)
         quantiles = {"off_policy": (statistic, batch.mask.any(-1, keepdim=True))}
         sizes = {}
         if batch.sampler_logps is not None:

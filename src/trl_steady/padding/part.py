@@ -22,6 +22,7 @@ from trl_steady.padding.budget import Length, groups_of, partition
 from trl_steady.padding.families import Traits, traits
 from trl_steady.padding.packing import Segment, fits, lengths_of, without_waiting
 from trl_steady.padding.proxy import UnpaddedModel
+from trl_steady.padding.weights import skips_in_whole_step, taken, with_gradient
 
 _LENGTHS = "lengths"
 # Adapters that do the same to a token wherever it is in a row
@@ -228,15 +229,15 @@ class PaddingPart(Part):
         """
         for _, rollout in itertools.groupby(waiting, key=lambda waits: waits[0]):  # each rollout has its own width
             parts = [inputs for _, inputs in rollout]
+            size = len(parts[0]["completion_ids"])
             whole = {name: _together([part[name] for part in parts]) for name in parts[0]}
+            if skips_in_whole_step(self.trainer):
+                whole = with_gradient(self.trainer, whole, least=1)
             prompt_width = whole["prompt_ids"].size(1)
             width = prompt_width + whole["completion_ids"].size(1)
             lengths = [Length(*numbers) for numbers in whole[_LENGTHS]]
-            device, size = whole["prompt_ids"].device, len(parts[0]["completion_ids"])
             for rows in self._batches(self.traits_of(model), lengths, width, prompt_width, len(lengths)):
-                taken = without_waiting(torch.tensor(rows), device)
-                group = {name: _taken(values, rows, taken) for name, values in whole.items()}
-                yield group, 1.0 if self.trainer.loss_is_token_sum else len(rows) / size
+                yield taken(whole, rows), 1.0 if self.trainer.loss_reduction == "step_tokens" else len(rows) / size
 
 
 @contextlib.contextmanager
@@ -251,9 +252,3 @@ def _together(values: Sequence[Any]) -> Any:
     if isinstance(first, Tensor) and first.dim():
         return torch.cat(list(values))
     return list(itertools.chain(*values)) if isinstance(first, list) else first
-
-
-def _taken(values: Any, rows: Sequence[int], indices: Tensor) -> Any:
-    if isinstance(values, Tensor) and values.dim():
-        return values[indices]
-    return [values[row] for row in rows] if isinstance(values, list) else values

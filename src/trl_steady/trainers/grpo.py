@@ -12,6 +12,7 @@ from trl_steady.functional import masks
 from trl_steady.losses.part import LossPart
 from trl_steady.losses.table import LOSSES
 from trl_steady.padding.part import PaddingPart
+from trl_steady.padding.weights import WeightsPart
 from trl_steady.reference.part import ReferencePart
 from trl_steady.reward_model.part import RewardModelPart
 from trl_steady.rewards.part import RewardsPart, StepAdvantagesPart
@@ -55,6 +56,7 @@ class GRPOTrainer(SteadyTrainer, trl.GRPOTrainer):
         RewardsPart,
         StepAdvantagesPart,
         LossPart,
+        WeightsPart,  # after all that set advantages
         EngineCheckPart,
         ReportPart,
         TrainingReportPart,  # last: it reads what the others have made
@@ -84,9 +86,9 @@ class GRPOTrainer(SteadyTrainer, trl.GRPOTrainer):
         return self.part(RewardsPart).last_step_advantages
 
     @property
-    def loss_is_token_sum(self) -> bool:
-        """True if the loss is a sum over the tokens of an optimizer step, divided by a known number."""
-        return LOSSES[self.loss_type].reduction == "step_tokens"
+    def loss_reduction(self) -> str:
+        """How the values of tokens become a loss: see `trl_steady.host.loss.token_weights`."""
+        return LOSSES[self.loss_type].reduction
 
     @property
     def why_one_advantage(self) -> str | None:

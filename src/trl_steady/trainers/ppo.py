@@ -13,6 +13,7 @@ from trl_steady.host.mistakes import refuse_names_of_other_ppos
 from trl_steady.host.names import set_cards
 from trl_steady.losses.part import LossPart
 from trl_steady.padding.part import PaddingPart
+from trl_steady.padding.weights import WeightsPart
 from trl_steady.reference.part import ReferencePart
 from trl_steady.reward_model.part import RewardModelPart
 from trl_steady.rewards.part import RewardsPart
@@ -54,6 +55,7 @@ class PPOTrainer(GRPOTrainer):
         RoutingPart,
         SamplingPart,
         RewardModelPart,  # before the critic, which may begin as it
+        WeightsPart,  # inside the losses of the next two, which count all sequences
         PretrainingPart,
         CriticPart,  # around the losses of the policy, which are 0 while only the critic learns
         PaddingPart,  # around all before: they score packed tokens
