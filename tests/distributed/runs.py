@@ -22,6 +22,12 @@ def partly_in_steps(completion_ids: list[list[int]], **_: Any) -> list[Any]:
     return rewards
 
 
+def half_at_the_mean(completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Rewards with which the second half of the global batch has no advantage: all that the second process has."""
+    places = [(ids[0] - 45) // 13 % GLOBAL_BATCH for ids in completion_ids]
+    return [1.0 if place >= GLOBAL_BATCH // 2 else 2.0 * (place % 2) for place in places]
+
+
 MOVING: dict[str, Any] = {
     "beta": 0.04,
     "sync_ref_model": True,
@@ -48,6 +54,19 @@ FIXED: dict[str, dict[str, Any]] = {
         "loss_type": "dapo",
         "token_budget": 24,
         "share_prompts": True,
+        **WINDOW_OF_FOUR,
+    },
+    "weights": {
+        "shows": ["skip_zero_weight"],
+        "skip_zero_weight": True,
+        "build": {"reward_funcs": half_at_the_mean},
+    },
+    "weights, tokens": {
+        "shows": ["skip_zero_weight", "token_budget"],
+        "loss_type": "dr_grpo",
+        "skip_zero_weight": True,
+        "token_budget": 24,
+        "build": {"reward_funcs": half_at_the_mean},
         **WINDOW_OF_FOUR,
     },
     "kept": {

@@ -52,6 +52,7 @@ def marked(request: pytest.FixtureRequest) -> set[str]:
 @pytest.mark.supports("ref_model_sync_kl", "ref_model_sync_reset_optimizer", on="DDP")
 @pytest.mark.supports("quantised base", "adapter_dtype", "moving reference, quantised base", on="DDP")
 @pytest.mark.supports("keep_sampling_mask", "trim_padding", "token_budget", "share_prompts", on="DDP")
+@pytest.mark.supports("skip_zero_weight", on="DDP")
 def test_two_processes_train_as_one_does(
     models: dict[str, Path], wide: Path, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
@@ -66,7 +67,8 @@ def test_two_processes_train_as_one_does(
             *2 * [(2, "gloo")],
         ]
         check_close(run, one["parameters"], two[0]["parameters"])
-        if "token_budget" not in train.FIXED[run]:  # its metrics are means over the micro-batches of each process
+        # metrics are means over the micro-batches of each process, or of what each process computes
+        if not {"token_budget", "skip_zero_weight"} & train.FIXED[run].keys():
             check_histories(one["history"], two[0]["history"])
         assert [process["base"] for process in (one, *two)] == [[], [], []]
     for run in ("gspo", "gspo_token"):
@@ -75,6 +77,9 @@ def test_two_processes_train_as_one_does(
     (engine,) = alone["engine"]
     for mask in ("off_policy", "geometric", "veto"):
         assert any(0 < row[f"dropped/{mask}"] < 1 for row in engine["history"][:-1]), mask
+    for run in ("weights", "weights, tokens"):  # the second process computes as many sequences as the first
+        shares = [[row["skipped/sequences"] for row in each[run][0]["history"][:-1]] for each in (alone, together)]
+        assert set(shares[0]) == {0.5} and set(shares[1]) == {0.0}
     (steps,), halves = alone["steps"], together["steps"]
     assert [len(process["step advantages"]) for process in (steps, *halves)] == [8, 4, 4]
     both = [completion for process in halves for completion in process["step advantages"]]

@@ -61,6 +61,8 @@ def test_the_metrics_page_has_what_is_logged_and_nothing_else(models: dict[str, 
             {"method": "PPO", "ptx_coef": 1.0, "build": {"ptx_dataset": Dataset.from_dict({"text": ["a b"]})}},
         )
     )
+    skipping = tiny.train(tiny.trainer(models["dense"], tmp_path, skip_zero_weight=True))
+    ours |= {name for row in tiny.history(skipping) for name in row}
     learning = rewarding.refreshed("lora", models["dense"], tmp_path)
     of_loop = {
         re.sub("^(reward_model/(?:old|new))/.*", r"\1/*", name).replace("rewards/reward_model/", "rewards/reward/")

@@ -56,6 +56,13 @@ def in_steps_on_the_first(completion_ids: list[list[int]], **_: Any) -> list[Any
     ]
 
 
+def the_same_for_some(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Return the same reward for all answers of about half of the prompts."""
+    return [
+        1.0 if len(prompt) % 2 else float(sum(ids) % 11) for prompt, ids in zip(prompts, completion_ids, strict=True)
+    ]
+
+
 def disagreeing(prompts: list[str], trainer: Any) -> Run:
     """Return answers and the log-probs of an engine that is off by up to 1.5 nats per token."""
     first = trainer.accelerator.process_index * len(prompts) + 3 * trainer.state.global_step
@@ -97,6 +104,15 @@ RUNS: dict[str, Run] = {
         "steps_per_generation": 1,
         "num_iterations": 4,
         "build": {"rollout_func": disagreeing, "reward_funcs": in_steps_on_the_first},
+    },
+    "weights": {
+        "shows": ["skip_zero_weight"],
+        "loss_type": "dr_grpo",
+        "skip_zero_weight": True,
+        "beta": 0.0,
+        "gradient_accumulation_steps": 2,
+        "steps_per_generation": 4,
+        "build": {"reward_funcs": the_same_for_some},
     },
     "gmpo": {
         "shows": ["gmpo", "ref_model_sync_kl", "router_replay R3"],

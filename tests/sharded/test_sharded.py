@@ -183,7 +183,7 @@ def load(folder: Path) -> Any:
 @pytest.mark.supports(
     "quantised base", "router_replay R2", "router_replay R3", "keep_sampling_mask", on="FSDP2", only="CPU"
 )
-@pytest.mark.supports("trim_padding", "share_prompts", "exact resume", on="FSDP2", only="CPU")
+@pytest.mark.supports("trim_padding", "share_prompts", "skip_zero_weight", "exact resume", on="FSDP2", only="CPU")
 @pytest.mark.supports("ref_model_sync_kl", "ref_model_sync_reset_optimizer", "adapter_dtype", on="FSDP2", only="CPU")
 @pytest.mark.supports("token_budget", "PPO, LoRA", "PPO, quantised base", "ptx_coef", on="FSDP2", only="CPU")
 @pytest.mark.parametrize("name", runs.runs_of("FSDP2"))
@@ -202,7 +202,7 @@ def test_fsdp2_trains_as_ddp(engines: Engines, request: pytest.FixtureRequest, n
 @pytest.mark.supports(
     "quantised base", "router_replay R2", "router_replay R3", "keep_sampling_mask", on="ZeRO-2", only="CPU"
 )
-@pytest.mark.supports("trim_padding", "share_prompts", "exact resume", on="ZeRO-2", only="CPU")
+@pytest.mark.supports("trim_padding", "share_prompts", "skip_zero_weight", "exact resume", on="ZeRO-2", only="CPU")
 @pytest.mark.supports("ref_model_sync_kl", "adapter_dtype", on="ZeRO-2", only="CPU")
 @pytest.mark.supports("PPO, LoRA", "PPO, full", "PPO, quantised base", "ptx_coef", on="ZeRO-2", only="CPU")
 @pytest.mark.parametrize("name", runs.runs_of("ZeRO-2"))
@@ -221,7 +221,7 @@ def test_zero2_trains_as_ddp(engines: Engines, request: pytest.FixtureRequest, n
 @pytest.mark.supports(
     "quantised base", "router_replay R2", "router_replay R3", "keep_sampling_mask", on="ZeRO-3", only="CPU"
 )
-@pytest.mark.supports("trim_padding", "share_prompts", "exact resume", on="ZeRO-3", only="CPU")
+@pytest.mark.supports("trim_padding", "share_prompts", "skip_zero_weight", "exact resume", on="ZeRO-3", only="CPU")
 @pytest.mark.supports("ref_model_sync_kl", on="ZeRO-3", only="CPU")
 @pytest.mark.parametrize("name", runs.runs_of("ZeRO-3"))
 def test_zero3_trains_as_ddp(engines: Engines, request: pytest.FixtureRequest, name: str) -> None:

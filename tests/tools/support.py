@@ -42,6 +42,7 @@ FEATURES = {
     "trim_padding": "`trim_padding`",
     "token_budget": "`token_budget`",
     "share_prompts": "`share_prompts`",
+    "skip_zero_weight": "`skip_zero_weight`",
     "RLOO": "`RLOOTrainer`",
     "PPO, full": "`PPOTrainer`, full fine-tuning",
     "PPO, LoRA": "`PPOTrainer`, LoRA",

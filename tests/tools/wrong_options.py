@@ -20,6 +20,7 @@ INVALID: dict[str, list[Any]] = {
     "trim_padding": ["no", None],
     "token_budget": [0, 10.5, "4096", True],
     "share_prompts": ["false"],
+    "skip_zero_weight": ["yes"],
     "training_report": ["false"],
     "log_line": ["false"],
     "router_replay": ["r3", True],
@@ -68,6 +69,10 @@ CONTRADICTIONS: list[Wrong] = [
     ({"token_budget": 512, "loss_type": "bnpo"}, r"token_budget=512 does not work with loss_type='bnpo'"),
     ({"token_budget": 512, "entropy_coef": 0.1}, r"does not work with entropy_coef=0\.1"),
     ({"token_budget": 512, "top_entropy_quantile": 0.2}, r"does not work with top_entropy_quantile=0\.2"),
+    ({"skip_zero_weight": True, "beta": 0.1}, r"skip_zero_weight=True does not work with beta=0\.1"),
+    ({"skip_zero_weight": True, "entropy_coef": 0.1}, r"skip_zero_weight=True does not work with entropy_coef=0\.1"),
+    ({"skip_zero_weight": True, "use_adaptive_entropy": True}, r"=True does not work with use_adaptive_entropy=True"),
+    ({"skip_zero_weight": True, "top_entropy_quantile": 0.2}, r"=True does not work with top_entropy_quantile=0\.2"),
     ({"top_k": None}, r"top_k=None: transformers takes it for 50"),
 ]
 """For `GRPOConfig` with loss_type="gspo", off-policy."""
