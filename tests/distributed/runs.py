@@ -59,12 +59,14 @@ FIXED: dict[str, dict[str, Any]] = {
     "weights": {
         "shows": ["skip_zero_weight"],
         "skip_zero_weight": True,
+        "beta": 0.0,
         "build": {"reward_funcs": half_at_the_mean},
     },
     "weights, tokens": {
         "shows": ["skip_zero_weight", "token_budget"],
         "loss_type": "dr_grpo",
         "skip_zero_weight": True,
+        "beta": 0.0,
         "token_budget": 24,
         "build": {"reward_funcs": half_at_the_mean},
         **WINDOW_OF_FOUR,
