@@ -34,6 +34,8 @@ class Method(NamedTuple):
         args, (option, value) = trainer.args, re.findall(r"\b([a-z_]+)[=>]([^,]*)", self.setting)[0]
         if option == "reward_funcs":
             return trainer.reward_model is not None
+        if option == "skip_old_pass":  # None leaves it to the trainer
+            return trainer.skips_old_pass
         if not hasattr(args, option):  # it is of another trainer, or an argument
             return False
         if option in _IS_ON:
@@ -131,6 +133,7 @@ _ROWS: dict[tuple[str, str, tuple[str, ...]], tuple[tuple[str, ...], ...]] = {
         ("padding-free passes (the default)", "trim_padding=True"),
         ("a group's prompt computed once", "share_prompts=True"),
     ),
+    ("passes", "performance.md", ("rollout", *_LOSS)): (("no pass of the old policy", "skip_old_pass=True"),),
     ("passes", "performance.md", _STEP): (("micro-batches limited by tokens", "token_budget=..."),),
     ("passes", "vllm.md", ()): (("vLLM gets the LoRA adapter alone", "vllm_adapter_sync=True"),),
     ("passes", "iterative.md", ()): (("float32 adapters on a quantised base", 'adapter_dtype="float32"'),),

@@ -30,3 +30,5 @@ class RLOOConfig(SharedOptions, trl.RLOOConfig):
     """
 
     METHOD = "RLOO"
+    KL_IN_REWARD = "beta"
+    has_old_pass = True  # of TRL's RLOO, with any setting

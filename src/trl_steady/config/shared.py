@@ -32,12 +32,17 @@ def never_off_policy(args: "SharedOptions") -> str | None:
     return "on-policy updates: steps_per_generation * num_iterations is not above gradient_accumulation_steps"
 
 
+_no_correction = needs("use_vllm", "vllm_importance_sampling_correction")
+
+
 @dataclass
 class SharedOptions(_Trls):
     """Options of every trainer of trl-steady, in addition to those of TRL's config."""
 
     METHOD: ClassVar[str]
     """"GRPO", for example: the config and the trainer are named after it."""
+    KL_IN_REWARD: ClassVar[str | None] = None
+    """Option with the coefficient of a KL in the reward, if the trainer has one."""
     ref_model_sync_kl: float | None = option(
         None,
         "With `sync_ref_model`, also move the reference when the KL of an update exceeds this many nats per "
@@ -64,6 +69,13 @@ class SharedOptions(_Trls):
         COUNT,
     )
     share_prompts: bool = option(False, "Compute a prompt once for all of its completions in the same forward pass.")
+    skip_old_pass: bool | None = option(
+        None,
+        "If each rollout feeds one update, the policy of the update is the old policy, and a pass that scores the "
+        "rollout beforehand repeats it. True: skip this pass, or raise an error if it is needed. False: run it, as "
+        "TRL. None: skip it if nothing needs it and `trim_padding=True`.",
+        idle=lambda args: None if args.has_old_pass or not args.skip_old_pass else _no_correction(args),
+    )
     router_replay: str | None = option(
         None,
         'For mixtures of experts. `"R2"`: all updates use the experts that were chosen when the old log-probs of '
@@ -146,6 +158,8 @@ class SharedOptions(_Trls):
                     f"token_budget={self.token_budget} does not work with {name}={getattr(self, name)!r}, which acts "
                     "over each of TRL's micro-batches. Leave one of them unset."
                 )
+        if self.skip_old_pass and self.why_old_pass:
+            yield f"skip_old_pass=True does not work with {self.why_old_pass}. Leave skip_old_pass unset."
         # TRL casts the whole model for it, and it shows no distribution that it samples from
         for name in ("adapter_dtype", "keep_sampling_mask") if self.use_transformers_continuous_batching else ():
             if getattr(self, name):
@@ -241,3 +255,24 @@ class SharedOptions(_Trls):
         """
         assert self.steps_per_generation is not None  # filled in by trl.GRPOConfig
         return self.gradient_accumulation_steps % (self.steps_per_generation * self.num_iterations) == 0
+
+    @property
+    def has_old_pass(self) -> bool:
+        """True if TRL scores the old policy in a rollout also if updates are on-policy: for its engine correction."""
+        return _no_correction(self) is None
+
+    @property
+    def why_old_pass(self) -> str | None:
+        """Setting with which a rollout needs its pass of the old policy; None without one."""
+        if not self.is_on_policy:
+            return (
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps}, which is no multiple of "
+                f"steps_per_generation * num_iterations: the policy moves before a rollout has been used"
+            )
+        if self.router_replay == "R2":
+            return "router_replay='R2', which records routes in that pass"
+        if self.neftune_noise_alpha is not None:
+            return f"neftune_noise_alpha={self.neftune_noise_alpha}, whose noise is another one in each pass"
+        if self.KL_IN_REWARD and (coefficient := getattr(self, self.KL_IN_REWARD)):
+            return f"{self.KL_IN_REWARD}={coefficient}: the KL in the reward needs these log-probs"
+        return None

@@ -3,6 +3,7 @@
 This file knows PEFT, accelerate and FSDP2.
 """
 
+import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
@@ -74,6 +75,17 @@ def compiles(trainer: "Trainer") -> bool:
     """Return True if the model goes through torch.compile."""
     dynamo = trainer.accelerator.state.dynamo_plugin
     return trainer.args.torch_compile or (dynamo is not None and dynamo.backend != DynamoBackend.NO)
+
+
+def randomness_of(model: torch.nn.Module) -> str | None:
+    """Return a setting with which two passes of a model in training differ, such as dropout; None without one."""
+    for name, module in model.named_modules():
+        kind, config = type(module).__name__, getattr(module, "config", None)
+        rates = {**vars(module), "config.attention_dropout": getattr(config, "attention_dropout", 0.0)}
+        for key, value in rates.items():
+            if isinstance(value, float) and value > 0 and re.search("drop|jitter", f"{kind}.{key}", re.IGNORECASE):
+                return f"{name}.{key}={value}"
+    return None
 
 
 def text_tokenizer(trainer: "Trainer") -> PreTrainedTokenizerBase:
