@@ -31,4 +31,3 @@ class RLOOConfig(SharedOptions, trl.RLOOConfig):
 
     METHOD = "RLOO"
     KL_IN_REWARD = "beta"
-    has_old_pass = True  # of TRL's RLOO, with any setting

@@ -258,8 +258,8 @@ class SharedOptions(_Trls):
 
     @property
     def has_old_pass(self) -> bool:
-        """True if TRL scores the old policy in a rollout also if updates are on-policy: for its engine correction."""
-        return _no_correction(self) is None
+        """True if TRL scores the old policy also if updates are on-policy: RLOO always, GRPO for its correction."""
+        return self.METHOD == "RLOO" or _no_correction(self) is None
 
     @property
     def why_old_pass(self) -> str | None:
@@ -267,7 +267,7 @@ class SharedOptions(_Trls):
         if not self.is_on_policy:
             return (
                 f"gradient_accumulation_steps={self.gradient_accumulation_steps}, which is no multiple of "
-                f"steps_per_generation * num_iterations: the policy moves before a rollout has been used"
+                "steps_per_generation * num_iterations: the policy moves while a rollout is in use"
             )
         if self.router_replay == "R2":
             return "router_replay='R2', which records routes in that pass"

@@ -55,9 +55,9 @@ class Metrics:
 
         A process whose `mask` is False everywhere counts with 0.
         """
-        total, count, low, high = self._statistics(values, mask)
-        each = torch.stack([total / count, torch.ones_like(count), low, high])
-        self._record(names, each.where(count > 0, each.new_tensor([0.0, 1.0, 0.0, 0.0])))
+        total, count, *extremes = self._statistics(values, mask)
+        low, high = (each.where(count > 0, 0) for each in extremes)
+        self._record(names, torch.stack([total / count.clamp(min=1), torch.ones_like(count), low, high]))
 
     def _statistics(self, values: Tensor, mask: Tensor) -> Tensor:
         values, mask = self._countable(values, mask)

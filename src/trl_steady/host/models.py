@@ -84,7 +84,7 @@ def randomness_of(model: torch.nn.Module) -> str | None:
         rates = {**vars(module), "config.attention_dropout": getattr(config, "attention_dropout", 0.0)}
         for key, value in rates.items():
             if isinstance(value, float) and value > 0 and re.search("drop|jitter", f"{kind}.{key}", re.IGNORECASE):
-                return f"{name}.{key}={value}"
+                return f"{name}.{key}={value}".lstrip(".")
     return None
 
 
