@@ -3,7 +3,6 @@
 This file knows PEFT, accelerate and FSDP2.
 """
 
-import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
@@ -80,11 +79,10 @@ def compiles(trainer: "Trainer") -> bool:
 def randomness_of(model: torch.nn.Module) -> str | None:
     """Return a setting with which two passes of a model in training differ, such as dropout; None without one."""
     for name, module in model.named_modules():
-        kind, config = type(module).__name__, getattr(module, "config", None)
-        rates = {**vars(module), "config.attention_dropout": getattr(config, "attention_dropout", 0.0)}
-        for key, value in rates.items():
-            if isinstance(value, float) and value > 0 and re.search("drop|jitter", f"{kind}.{key}", re.IGNORECASE):
-                return f"{name}.{key}={value}".lstrip(".")
+        for key, value in vars(module).items():
+            named = f"{type(module).__name__}.{key}".lower()
+            if isinstance(value, float) and value > 0 and ("drop" in named or "jitter" in named):
+                return f"{name}.{key}={value}"
     return None
 
 
