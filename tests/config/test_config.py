@@ -62,6 +62,7 @@ def test_a_native_loss_has_every_default_of_trl(tmp_path: Path, loss_type: str) 
         "token_budget": None,
         "share_prompts": False,
         "skip_zero_weight": False,
+        "skip_old_pass": None,
         "router_replay": None,
         "router_replay_reference": False,
         "keep_sampling_mask": False,

@@ -145,6 +145,12 @@ SERVED: dict[str, dict[str, Any]] = {
 }
 """The same, with the rollouts of one vLLM server, as tests/tools/engines.py plays it."""
 
+OLD_PASS: dict[str, dict[str, Any]] = {
+    run: {**SERVED["served routes"], "num_iterations": 1, "skip_old_pass": skips}
+    for run, skips in {"skipped": True, "scored": False}.items()
+}
+"""The same on-policy, without and with the old policy's pass."""
+
 RLOO: dict[str, dict[str, Any]] = {
     "rloo": {
         "model": "dense",

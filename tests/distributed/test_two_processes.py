@@ -162,6 +162,22 @@ def test_two_processes_train_on_what_one_server_says_as_one_does(
     assert all(0 < row["sampling_mask/kept_mass"] < 1 and row["routing/changed"] > 0 for row in of_routes)
 
 
+def test_two_processes_need_no_pass_of_the_old_policy(mixture: Path, server: Server, tmp_path: Path) -> None:
+    """The metrics of the engine are those of TRL, whose means are over the processes' own."""
+    server.config["model_config"][MASKED] = True
+    ends = []
+    for run in train.OLD_PASS:
+        server.engine = Engine()  # which answers as before
+        ends.append(launch(2, {"mixture": mixture, "url": server.url}, tmp_path / run, [run])[run][0])
+    skipped, scored = ends
+    check_close("skipped", scored["parameters"], skipped["parameters"])
+    check_histories(scored["history"], skipped["history"])
+    for without, expected in zip(skipped["history"][:-1], scored["history"][:-1], strict=True):
+        of_engine = {metric: value for metric, value in expected.items() if metric.startswith("sampling/")}
+        assert len(of_engine) == 5
+        assert {metric: without[metric] for metric in of_engine} == pytest.approx(of_engine, rel=1e-4)
+
+
 def check_close(run: str, one: dict[str, torch.Tensor], two: dict[str, torch.Tensor]) -> None:
     assert one.keys() == two.keys()
     for name, value in one.items():  # sums are taken in another order; a step is of the order of 1e-2

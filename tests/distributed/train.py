@@ -21,7 +21,7 @@ from transformers import LogitsProcessor
 from trl.generation import vllm_client, vllm_generation
 from trl.generation.vllm_client import VLLMClient
 
-from tests.distributed.runs import FIXED, GLOBAL_BATCH, INSIDE, PPO, RLOO, ROUTED, SAMPLED, SERVED
+from tests.distributed.runs import FIXED, GLOBAL_BATCH, INSIDE, OLD_PASS, PPO, RLOO, ROUTED, SAMPLED, SERVED
 from tests.tools import resumable, tiny, wide
 from tests.tools.sets import kept_of
 from trl_steady.critic import learner
@@ -146,7 +146,7 @@ def fixed(run: str, models: dict[str, str], output: Path) -> dict[str, Any]:
         "optim": "sgd",  # Adam would blow rounding up to the size of an update where the gradient is zero on paper
         "learning_rate": 0.1,
         "gradient_checkpointing": False,
-        **(FIXED | ROUTED | SERVED | RLOO | PPO)[run],
+        **(FIXED | ROUTED | SERVED | OLD_PASS | RLOO | PPO)[run],
     }
     if options.get("method") != "RLOO":
         options["build"] = {"rollout_func": rollout, **options.get("build", {})}

@@ -189,3 +189,25 @@ def test_means_do_not_pile_up_on_the_device_of_a_run_that_never_logs() -> None:
         metrics.token_mean("kl", torch.full((1, 1), float(number)), torch.ones(1, 1, dtype=torch.bool))
         assert metrics.is_settled == (number == _MOST_WAITING - 1)
     assert trainer._metrics["train"]["kl"] == [float(number) for number in range(_MOST_WAITING)]
+
+
+def test_means_over_processes_are_those_of_their_means_as_trls() -> None:
+    """Of 1 and 3 on one process, 10 on another one and nothing on the last: (2 + 10 + 0) / 3."""
+    others = [[2.0, 1.0, 1.0, 3.0], [0.0, 1.0, 0.0, 0.0]]
+    accelerator = SimpleNamespace(
+        num_processes=3,
+        device=torch.device("cpu"),
+        gather=lambda ours: torch.cat([ours, torch.tensor(others).double()]),
+    )
+    trainer: Any = SimpleNamespace(
+        model=SimpleNamespace(training=True), accelerator=accelerator, _metrics={"train": defaultdict(list)}
+    )
+    metrics = Metrics(trainer)
+    names = {"min": "lowest", "mean": "mean", "max": "highest"}
+    for values, mask in (([1.0, 3.0, 9.0], [1, 1, 0]), ([9.0, 9.0, 9.0], [0, 0, 0])):  # what the others have sent
+        metrics.over_processes(names, torch.tensor(values), torch.tensor(mask).bool())
+    assert [statistics.tolist() for _, statistics in metrics._steps["train"]] == others
+    metrics._steps.clear()
+    metrics.over_processes(names, torch.tensor([10.0]), torch.tensor([True]))
+    metrics.settle()
+    assert trainer._metrics["train"] == {"lowest": [0.0], "mean": [4.0], "highest": [10.0]}

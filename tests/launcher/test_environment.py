@@ -87,6 +87,6 @@ UNPADDED = "padding-free passes (the default)"
 )
 def test_a_method_is_on_where_its_option_is(options: dict[str, Any], on: list[str], tmp_path: Path) -> None:
     args = tiny.arguments(trl_steady.GRPOConfig, tmp_path, **{"trim_padding": False, **options})
-    trainer = SimpleNamespace(args=args, reward_model=None)
+    trainer = SimpleNamespace(args=args, reward_model=None, skips_old_pass=False)
     found = [method.name for method in METHODS if method.is_on(trainer)]
     assert len(found) == len(on) and all(name.startswith(start) for name, start in zip(found, on, strict=True))

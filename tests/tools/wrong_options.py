@@ -21,6 +21,7 @@ INVALID: dict[str, list[Any]] = {
     "token_budget": [0, 10.5, "4096", True],
     "share_prompts": ["false"],
     "skip_zero_weight": ["yes"],
+    "skip_old_pass": ["auto", 2],
     "training_report": ["false"],
     "log_line": ["false"],
     "router_replay": ["r3", True],
@@ -55,6 +56,7 @@ INVALID_PPO: dict[str, list[Any]] = {
 }
 """The same for `PPOConfig`, beside the options above."""
 
+_ON_POLICY = {"steps_per_generation": 1}
 Wrong = tuple[dict[str, Any], str]
 """Options, and a regular expression for what is said of them."""
 
@@ -73,6 +75,15 @@ CONTRADICTIONS: list[Wrong] = [
     ({"skip_zero_weight": True, "entropy_coef": 0.1}, r"skip_zero_weight=True does not work with entropy_coef=0\.1"),
     ({"skip_zero_weight": True, "use_adaptive_entropy": True}, r"=True does not work with use_adaptive_entropy=True"),
     ({"skip_zero_weight": True, "top_entropy_quantile": 0.2}, r"=True does not work with top_entropy_quantile=0\.2"),
+    (
+        {"skip_old_pass": True},
+        r"skip_old_pass=True does not work with gradient_accumulation_steps=1, which is no multi",
+    ),
+    (
+        {"skip_old_pass": True, **_ON_POLICY, "router_replay": "R2"},
+        r"skip_old_pass=True does not .*router_replay='R2'",
+    ),
+    ({"skip_old_pass": True, **_ON_POLICY, "neftune_noise_alpha": 5}, r"skip_old_pass=True does not .*alpha=5, whose"),
     ({"top_k": None}, r"top_k=None: transformers takes it for 50"),
 ]
 """For `GRPOConfig` with loss_type="gspo", off-policy."""
@@ -82,9 +93,9 @@ CONTRADICTIONS_PPO: list[Wrong] = [
     ({"importance_sampling_level": "sequence"}, r"importance_sampling_level='sequence' does not work with PPO"),
     ({"optim": "galore_adamw_layerwise"}, r"optim='galore_adamw_layerwise' takes"),
     ({"fp16": True}, r"fp16=True does not work with PPO"),
+    ({"skip_old_pass": True, **_ON_POLICY}, r"skip_old_pass=True does not work with kl_coef=0\.05: the KL in the rew"),
 ]
 
-_ON_POLICY = {"steps_per_generation": 1}
 IDLE: list[Wrong] = [
     (_ON_POLICY, r"loss_type='gspo' cannot act with on-policy updates: steps_per_generation \* num_iterations is not"),
     ({**_ON_POLICY, "router_replay": "R2", "loss_type": "grpo"}, r"router_replay='R2' cannot act with on-policy"),
@@ -114,6 +125,7 @@ IDLE: list[Wrong] = [
     ({"ref_model_sync_kl": 0.1, "beta": 0.1}, r"ref_model_sync_kl=0\.1 cannot act with sync_ref_model=False"),
     ({"ref_model_sync_reset_optimizer": True}, r"cannot act with sync_ref_model=False"),
     ({"vllm_adapter_sync": True}, r"vllm_adapter_sync=True cannot act with use_vllm=False"),
+    ({**_ON_POLICY, "loss_type": "grpo", "skip_old_pass": True}, r"skip_old_pass=True cannot act with use_vllm=False"),
     ({"engine_check": 0.5}, r"engine_check=0\.5 cannot act with use_vllm=False, unless a rollout_func"),
     ({"router_replay_reference": True}, r"router_replay_reference=True cannot act with router_replay=None"),
     ({"router_replay_reference": True, "router_replay": "R2"}, r"cannot act with has_reference=False"),
@@ -139,6 +151,7 @@ SILENT: list[dict[str, Any]] = [
     {"loss_type": "gmpo", "token_budget": 512},
     {"loss_type": "gspo", "gradient_accumulation_steps": 4, "steps_per_generation": 4, "num_iterations": 2},
     {"loss_type": "grpo", **_ON_POLICY},
+    {"loss_type": "grpo", **_ON_POLICY, "skip_old_pass": False},
     {"loss_type": "grpo", "kl_estimator": "k1", "beta": 0.1},
     {"router_replay": "R2", "router_replay_reference": True, "beta": 0.1},
     {"keep_sampling_mask": True, "top_p": 0.9},

@@ -34,6 +34,8 @@ class Method(NamedTuple):
         args, (option, value) = trainer.args, re.findall(r"\b([a-z_]+)[=>]([^,]*)", self.setting)[0]
         if option == "reward_funcs":
             return trainer.reward_model is not None
+        if option == "skip_old_pass":  # None leaves it to the trainer
+            return trainer.skips_old_pass
         if not hasattr(args, option):  # it is of another trainer, or an argument
             return False
         if option in _IS_ON:
@@ -135,6 +137,7 @@ _ROWS: dict[tuple[str, str, tuple[str, ...]], tuple[tuple[str, ...], ...]] = {
         ("micro-batches limited by tokens", "token_budget=..."),
         ("sequences without a gradient left out", "skip_zero_weight=True"),
     ),
+    ("passes", "performance.md", ("rollout", *_LOSS)): (("no pass of the old policy", "skip_old_pass=True"),),
     ("passes", "vllm.md", ()): (("vLLM gets the LoRA adapter alone", "vllm_adapter_sync=True"),),
     ("passes", "iterative.md", ()): (("float32 adapters on a quantised base", 'adapter_dtype="float32"'),),
 }

@@ -30,3 +30,4 @@ class RLOOConfig(SharedOptions, trl.RLOOConfig):
     """
 
     METHOD = "RLOO"
+    KL_IN_REWARD = "beta"

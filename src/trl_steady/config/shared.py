@@ -39,12 +39,17 @@ def never_off_policy(args: "SharedOptions") -> str | None:
     return "on-policy updates: steps_per_generation * num_iterations is not above gradient_accumulation_steps"
 
 
+_no_correction = needs("use_vllm", "vllm_importance_sampling_correction")
+
+
 @dataclass
 class SharedOptions(_Trls):
     """Options of every trainer of trl-steady, in addition to those of TRL's config."""
 
     METHOD: ClassVar[str]
     """"GRPO", for example: the config and the trainer are named after it."""
+    KL_IN_REWARD: ClassVar[str | None] = None
+    """Option with the coefficient of a KL in the reward, if the trainer has one."""
     ref_model_sync_kl: float | None = option(
         None,
         "With `sync_ref_model`, also move the reference when the KL of an update exceeds this many nats per "
@@ -75,6 +80,13 @@ class SharedOptions(_Trls):
         False,
         "Leave sequences without a gradient out of the policy's training pass: those whose advantages are all 0, and "
         "those that masks of the rollout drop. Loss and gradient are the same, within float rounding.",
+    )
+    skip_old_pass: bool | None = option(
+        None,
+        "If each rollout feeds one update, the policy of the update is the old policy, and a pass that scores the "
+        "rollout beforehand repeats it. True: skip this pass, or raise an error if it is needed. False: run it, as "
+        "TRL. None: skip it if nothing needs it and `trim_padding=True`.",
+        idle=lambda args: None if args.has_old_pass or not args.skip_old_pass else _no_correction(args),
     )
     router_replay: str | None = option(
         None,
@@ -163,6 +175,8 @@ class SharedOptions(_Trls):
                 f"skip_zero_weight=True does not work with {setting}, for which sequences of weight 0 count too. "
                 "Leave one of them unset."
             )
+        if self.skip_old_pass and self.why_old_pass:
+            yield f"skip_old_pass=True does not work with {self.why_old_pass}. Leave skip_old_pass unset."
         # TRL casts the whole model for it, and it shows no distribution that it samples from
         for name in ("adapter_dtype", "keep_sampling_mask") if self.use_transformers_continuous_batching else ():
             if getattr(self, name):
@@ -264,3 +278,24 @@ class SharedOptions(_Trls):
         """
         assert self.steps_per_generation is not None  # filled in by trl.GRPOConfig
         return self.gradient_accumulation_steps % (self.steps_per_generation * self.num_iterations) == 0
+
+    @property
+    def has_old_pass(self) -> bool:
+        """True if TRL scores the old policy also if updates are on-policy: RLOO always, GRPO for its correction."""
+        return self.METHOD == "RLOO" or _no_correction(self) is None
+
+    @property
+    def why_old_pass(self) -> str | None:
+        """Setting with which a rollout needs its pass of the old policy; None without one."""
+        if not self.is_on_policy:
+            return (
+                f"gradient_accumulation_steps={self.gradient_accumulation_steps}, which is no multiple of "
+                "steps_per_generation * num_iterations: the policy moves while a rollout is in use"
+            )
+        if self.router_replay == "R2":
+            return "router_replay='R2', which records routes in that pass"
+        if self.neftune_noise_alpha is not None:
+            return f"neftune_noise_alpha={self.neftune_noise_alpha}, whose noise is another one in each pass"
+        if self.KL_IN_REWARD and (coefficient := getattr(self, self.KL_IN_REWARD)):
+            return f"{self.KL_IN_REWARD}={coefficient}: the KL in the reward needs these log-probs"
+        return None

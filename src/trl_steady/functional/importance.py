@@ -100,3 +100,37 @@ def log_geometric_mean_ratio(
     smaller = torch.minimum(log_ratio, clipped)
     larger = torch.maximum(log_ratio if delta is None else log_ratio.clamp(max=math.log(delta)), clipped)
     return sequence_mean(torch.where(advantages > 0, smaller, larger), mask)
+
+
+def engine_weights(
+    mismatch: Tensor, mask: Tensor, *, mode: str, low: float | None = None, high: float | None = None
+) -> Tensor:
+    """Return the weights of TRL's engine correction (`vllm_importance_sampling_mode`): π_old / μ within bounds.
+
+    Args:
+        mismatch: (B, T) log π_old - log μ of the sampled tokens, from `masks.log_ratio`.
+        mode: `"token_..."`: the ratio of each token. `"sequence_..."`: the product of a sequence's ratios.
+            `"..._truncate"`: a ratio outside the bounds becomes the bound. `"..._mask"`: it becomes 0.
+        low: Lower bound; None for none.
+        high: Upper bound; None for none.
+
+    Returns:
+        (B, T), from ratios of 1 where `mask` is False, or (B, 1).
+
+    >>> mismatch = torch.tensor([[1.0, 2.0, 9.0]]).log()
+    >>> mask = torch.tensor([[True, True, False]])
+    >>> for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"):
+    ...     print(mode, engine_weights(mismatch, mask, mode=mode, high=1.5).tolist())
+    token_truncate [[1.0, 1.5, 1.0]]
+    token_mask [[1.0, 0.0, 1.0]]
+    sequence_truncate [[1.5]]
+    sequence_mask [[0.0]]
+    """
+    log_weights = mismatch.where(mask, 0)
+    if mode.startswith("sequence"):
+        log_weights = log_weights.sum(-1, keepdim=True)
+    weights = log_weights.exp()
+    low, high = -math.inf if low is None else low, math.inf if high is None else high
+    if mode.endswith("truncate"):
+        return weights.clamp(low, high)
+    return weights.masked_fill((weights < low) | (weights > high), 0)

@@ -130,6 +130,8 @@ def rewritten(inputs: Mapping[str, Any], batch: MicroBatch) -> dict[str, Any]:
         "ref_per_token_logps": batch.ref_logps,
         "importance_sampling_ratio": batch.sampler_weights,
     }
+    if "old_logps" in inputs:  # RLOO's, of whole completions
+        values["old_logps"] = (batch.old_logps * inputs["completion_mask"]).sum(1)
     return {**inputs, **{name: value for name, value in values.items() if value is not None}}
 
 

@@ -35,25 +35,40 @@ class Metrics:
     def __init__(self, trainer: "Steady") -> None:
         self._trainer = trainer
         self.clock = Clock()
-        # "train" or "eval" -> name and (4,) sum, number, minimum and maximum of the values in one micro-batch, since
-        # processes last communicated
-        self._steps: defaultdict[str, list[tuple[str, Tensor]]] = defaultdict(list)
+        # "train" or "eval" -> "min", "mean" or "max" with the name to log it by, and (4,) sum, number, minimum and
+        # maximum of the values in one micro-batch, since processes last communicated
+        self._steps: defaultdict[str, list[tuple[Mapping[str, str], Tensor]]] = defaultdict(list)
         # the same -> totals since the last log
         self._pools: defaultdict[str, _Pool] = defaultdict(dict)
 
     def token_mean(self, name: str, values: Tensor, mask: Tensor) -> None:
         """Log the mean of `values` (B, T) over the loss tokens of all processes, for this micro-batch."""
-        values, mask = self._countable(values, mask)
-        values = values.double()
-        low, high = values.where(mask, torch.inf).min(), values.where(mask, -torch.inf).max()
-        step = torch.stack([values.where(mask, 0).sum(), mask.sum().double(), low, high])
-        self._steps[self._mode].append((name, step))
-        if len(self._steps[self._mode]) >= _MOST_WAITING:  # at the same micro-batch on all processes
-            self.settle()
+        self._record({"mean": name}, self._statistics(values, mask))
 
     def spread(self, name: str, values: Tensor, mask: Tensor) -> None:
         """Log min, mean and max of `values` (B, 1) over all processes' sequences that have loss tokens."""
-        self.token_mean(f"{name}_*", values, mask.any(-1, keepdim=True) & ~values.isnan())
+        names = {statistic: f"{name}_{statistic}" for statistic in ("min", "mean", "max")}
+        self._record(names, self._statistics(values, mask.any(-1, keepdim=True) & ~values.isnan()))
+
+    def over_processes(self, names: Mapping[str, str], values: Tensor, mask: Tensor) -> None:
+        """Log "min", "mean" or "max" of `values` by these names. The mean is that of the processes' means, as TRL's.
+
+        A process whose `mask` is False everywhere counts with 0.
+        """
+        total, count, *extremes = self._statistics(values, mask)
+        low, high = (each.where(count > 0, 0) for each in extremes)
+        self._record(names, torch.stack([total / count.clamp(min=1), torch.ones_like(count), low, high]))
+
+    def _statistics(self, values: Tensor, mask: Tensor) -> Tensor:
+        values, mask = self._countable(values, mask)
+        values = values.double()
+        low, high = values.where(mask, torch.inf).min(), values.where(mask, -torch.inf).max()
+        return torch.stack([values.where(mask, 0).sum(), mask.sum().double(), low, high])
+
+    def _record(self, names: Mapping[str, str], statistics: Tensor) -> None:
+        self._steps[self._mode].append((names, statistics))
+        if len(self._steps[self._mode]) >= _MOST_WAITING:  # at the same micro-batch on all processes
+            self.settle()
 
     def pooled(
         self,
@@ -93,7 +108,7 @@ class Metrics:
 
     def count(self, name: str) -> int:
         """Return how many micro-batches of training have recorded the mean of `name` since the last log."""
-        waiting = sum(recorded == name for recorded, _ in self._steps["train"])
+        waiting = sum(names.get("mean") == name for names, _ in self._steps["train"])
         return len(self._trainer._metrics["train"].get(name, [])) + waiting
 
     @property
@@ -153,14 +168,11 @@ class Metrics:
         lengths = [len(part) for part in parts]
         totals, lows, highs = (over.split(lengths) for over in (each.sum(0), each.amin(0), each.amax(0)))
         logged = self._trainer._metrics[mode]
-        for (name, _), total, low, high in zip(steps, totals, lows, highs, strict=False):
+        for (names, _), total, low, high in zip(steps, totals, lows, highs, strict=False):
             count = float(total[1])
-            mean = float(total[0]) / max(count, 1)
-            if not name.endswith("_*"):
-                logged[name].append(mean)
-                continue
-            for statistic, value in {"min": float(low[2]), "mean": mean, "max": float(high[3])}.items():
-                logged[f"{name[:-1]}{statistic}"].append(value if count else float("nan"))
+            values = {"min": float(low[2]), "mean": float(total[0]) / max(count, 1), "max": float(high[3])}
+            for statistic, name in names.items():
+                logged[name].append(values[statistic] if count or len(names) == 1 else float("nan"))
         return dict(zip(pool, totals[len(steps) :], strict=True))
 
 

@@ -76,6 +76,16 @@ def compiles(trainer: "Trainer") -> bool:
     return trainer.args.torch_compile or (dynamo is not None and dynamo.backend != DynamoBackend.NO)
 
 
+def randomness_of(model: torch.nn.Module) -> str | None:
+    """Return a setting with which two passes of a model in training differ, such as dropout; None without one."""
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            named = f"{type(module).__name__}.{key}".lower()
+            if isinstance(value, float) and value > 0 and ("drop" in named or "jitter" in named):
+                return f"{name}.{key}={value}"
+    return None
+
+
 def text_tokenizer(trainer: "Trainer") -> PreTrainedTokenizerBase:
     """Return the tokenizer, which is part of the processor if the model reads more than text."""
     processor = trainer.processing_class

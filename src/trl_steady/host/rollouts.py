@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import trl
+from torch import Tensor
 from trl.trainer.utils import is_async_callable
 
 from trl_steady.host.mistakes import naming_columns
@@ -33,6 +34,19 @@ def scoring_reference(trainer: "Trainer") -> Iterator[None]:
     # TRL skips the old policy if a rollout feeds one update, so that the ratio is 1
     beyond = trainer.args.gradient_accumulation_steps + 1
     with overridden(trainer, {"num_iterations": beyond, "beta": trainer.beta or 1.0}):
+        yield
+
+
+@contextmanager
+def skipping_old_pass(trainer: "Trainer") -> Iterator[None]:
+    """Keep TRL's rollout from scoring the old policy. RLOO's `old_logps` are 0, and GRPO's engine has no weights."""
+
+    def unscored(_: object, input_ids: Tensor, __: object, width: int, *___: object, **____: object) -> Any:
+        return torch.zeros(len(input_ids), width, device=input_ids.device), None, None
+
+    scoring = {"_get_per_token_logps_and_entropies": unscored}
+    is_rloo = isinstance(trainer, trl.RLOOTrainer)
+    with overridden(trainer, scoring if is_rloo else {"vllm_importance_sampling_correction": False}):
         yield
 
 

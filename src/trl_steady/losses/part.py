@@ -12,6 +12,7 @@ from trl_steady.functional import importance, masks
 from trl_steady.host.loss import MicroBatch, Terms
 from trl_steady.host.part import Part, Rollout, Trainer
 from trl_steady.losses import objective
+from trl_steady.losses.old_pass import OldPassPart
 from trl_steady.losses.table import LOSSES
 
 # TRL's own mask decides token by token. Read at import, before `trl-steady run` replaces TRL's trainer.
@@ -65,6 +66,7 @@ class LossPart(Part):
         trainer, args, method = self.trainer, self.trainer.args, self.trainer.args.loss
         if batch.sampler_logps is None:
             objective.refuse_sampler_options(args)
+        batch = trainer.part(OldPassPart).corrected(batch)
         # TRL's loss would multiply the ratio of a sequence by the advantage of each token
         if method.advantages == "sequence" and batch.advantages.dim() == 2 and batch.advantages.size(1) != 1:
             raise ValueError(

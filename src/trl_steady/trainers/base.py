@@ -7,6 +7,7 @@ from trl.trainer.utils import get_config_model_id
 from trl_steady.config.shared import SharedOptions
 from trl_steady.host import Steady
 from trl_steady.host.names import overridden
+from trl_steady.losses.old_pass import OldPassPart
 from trl_steady.reference.callback import Refresh
 from trl_steady.reference.part import ReferencePart
 from trl_steady.reward_model.callback import RewardRefresh
@@ -30,6 +31,11 @@ class SteadyTrainer(Steady):
         args = _own_config(self.CONFIG, model, args)
         with overridden(args, {"is_of_our_trainer": True}):
             super().__init__(model, reward_funcs, args, *positional, **keywords)
+
+    @property
+    def skips_old_pass(self) -> bool:
+        """True if rollouts are not scored by the old policy, because each one feeds one update (`skip_old_pass`)."""
+        return self.part(OldPassPart).is_skipped
 
     @property
     def reference_refreshes(self) -> list[Refresh]:

@@ -9,6 +9,7 @@ from torch import Tensor
 from trl_steady.adapters.part import AdapterPart
 from trl_steady.config.grpo import GRPOConfig
 from trl_steady.functional import masks
+from trl_steady.losses.old_pass import OldPassPart
 from trl_steady.losses.part import LossPart
 from trl_steady.losses.table import LOSSES
 from trl_steady.padding.part import PaddingPart
@@ -55,6 +56,7 @@ class GRPOTrainer(SteadyTrainer, trl.GRPOTrainer):
         ReferencePart,
         RewardsPart,
         StepAdvantagesPart,
+        OldPassPart,
         LossPart,
         WeightsPart,  # after all that set advantages
         EngineCheckPart,

@@ -11,6 +11,7 @@ from trl_steady.critic.part import CriticPart
 from trl_steady.critic.pretraining import PretrainingPart
 from trl_steady.host.mistakes import refuse_names_of_other_ppos
 from trl_steady.host.names import set_cards
+from trl_steady.losses.old_pass import OldPassPart
 from trl_steady.losses.part import LossPart
 from trl_steady.padding.part import PaddingPart
 from trl_steady.padding.weights import WeightsPart
@@ -62,6 +63,7 @@ class PPOTrainer(GRPOTrainer):
         AdapterPart,
         ReferencePart,
         RewardsPart,
+        OldPassPart,
         LossPart,
         EngineCheckPart,
         ReportPart,

@@ -13,6 +13,7 @@ from trl_steady.config.shared import SharedOptions
 from trl_steady.host.names import is_before_generation
 from trl_steady.host.part import Part, Trainer
 from trl_steady.host.reached import OF_ROLLOUTS, overrides
+from trl_steady.losses.old_pass import OldPassPart
 
 
 class ReportPart(Part):
@@ -86,7 +87,10 @@ def summary(trainer: Trainer) -> str:
     idle = {message.partition("=")[0] for message in args.cannot_act}
     acting = [method for method in METHODS if method.is_on(trainer) and idle.isdisjoint(method.options)]
     lines += [f"  on: {_described(method, args)}" for method in acting]
-    return "\n".join(lines if len(lines) > 1 else [*lines, "  on: nothing, it trains like TRL's trainer"])
+    lines += [] if acting else ["  on: nothing, it trains like TRL's trainer"]
+    if why_not := trainer.part(OldPassPart).why_not:
+        lines.append(f"  off: no pass of the old policy: {why_not}")
+    return "\n".join(lines)
 
 
 def _described(method: Method, args: SharedOptions) -> str:

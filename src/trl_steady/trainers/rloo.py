@@ -7,6 +7,7 @@ import trl
 
 from trl_steady.adapters.part import AdapterPart
 from trl_steady.config.rloo import RLOOConfig
+from trl_steady.losses.old_pass import OldPassPart
 from trl_steady.padding.part import PaddingPart
 from trl_steady.padding.weights import WeightsPart
 from trl_steady.reference.part import ReferencePart
@@ -45,6 +46,7 @@ class RLOOTrainer(SteadyTrainer, trl.RLOOTrainer):
         AdapterPart,
         ReferencePart,
         RewardsPart,
+        OldPassPart,
         WeightsPart,
         EngineCheckPart,
         ReportPart,
