@@ -132,7 +132,10 @@ _ROWS: dict[tuple[str, str, tuple[str, ...]], tuple[tuple[str, ...], ...]] = {
         ("a group's prompt computed once", "share_prompts=True"),
     ),
     ("passes", "performance.md", _STEP): (("micro-batches limited by tokens", "token_budget=..."),),
-    ("passes", "vllm.md", ()): (("vLLM gets the LoRA adapter alone", "vllm_adapter_sync=True"),),
+    ("passes", "vllm.md", ()): (
+        ("vLLM gets the LoRA adapter alone", "vllm_adapter_sync=True"),
+        ("arguments of a colocated vLLM", "vllm_engine_kwargs=..."),
+    ),
     ("passes", "iterative.md", ()): (("float32 adapters on a quantised base", 'adapter_dtype="float32"'),),
 }
 METHODS = tuple(
