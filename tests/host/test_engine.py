@@ -1,5 +1,6 @@
 """With a vLLM server: what a quantised policy sends, and what the log-probs that come back decide and show."""
 
+import json
 from collections.abc import Iterator
 from dataclasses import make_dataclass
 from pathlib import Path
@@ -199,7 +200,8 @@ def test_a_users_arguments_of_an_engine_win_over_trls(colocated: Any, method: st
     trls = colocated(**replay).vllm_generation.llm.asked
     assert trls["max_num_batched_tokens"] == 4096
     given = {"max_num_batched_tokens": 8192, "enforce_eager": True}
-    assert colocated(**replay, vllm_engine_kwargs=given).vllm_generation.llm.asked == {**trls, **given}
+    for written in (given, json.dumps(given)):
+        assert colocated(**replay, vllm_engine_kwargs=written).vllm_generation.llm.asked == {**trls, **given}
     assert vllm_generation.LLM is llm
 
 
@@ -219,6 +221,6 @@ def test_an_argument_that_vllm_does_not_know_is_refused(colocated: Any, monkeypa
     llm, known = vllm_generation.LLM, make_dataclass("EngineArgs", colocated().vllm_generation.llm.asked)
     monkeypatch.setattr(vllm_generation, "LLM", lambda **asked: known(**asked) and llm(**asked))
     colocated(vllm_engine_kwargs={"max_num_seqs": 8})
-    said = r"^vllm_engine_kwargs={'max_num_seq': 8}: vLLM refuses it: .*'max_num_seq'\. Use arguments that vllm"
+    said = r"^vllm_engine_kwargs={'max_num_seq': 8}: vLLM cannot be built .*'max_num_seq'\. Set what vllm\.LLM takes"
     with pytest.raises(ValueError, match=said):
         colocated(vllm_engine_kwargs={"max_num_seq": 8})

@@ -84,7 +84,7 @@ def engine_arguments(given: Mapping[str, object]) -> Iterator[None]:
     """Let a colocated engine that is built inside this context have these arguments of vLLM's, over TRL's.
 
     Raises:
-        ValueError: vLLM does not know an argument, or not its type.
+        ValueError: vLLM does not know an argument, or not with this value.
     """
     llm = getattr(vllm_generation, "LLM", object)
 
@@ -93,7 +93,7 @@ def engine_arguments(given: Mapping[str, object]) -> Iterator[None]:
             return llm(**{**trls, **given})
         except TypeError as error:
             raise ValueError(
-                f"vllm_engine_kwargs={given!r}: vLLM refuses it: {error}. Use arguments that vllm.LLM has."
+                f"vllm_engine_kwargs={given!r}: vLLM cannot be built with it: {error}. Set what vllm.LLM takes."
             ) from error
 
     with overridden(vllm_generation, {"LLM": build} if given else {}):
