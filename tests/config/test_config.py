@@ -68,6 +68,7 @@ def test_a_native_loss_has_every_default_of_trl(tmp_path: Path, loss_type: str) 
         "keep_sampling_mask": False,
         "adapter_dtype": None,
         "vllm_adapter_sync": None,
+        "vllm_engine_kwargs": None,
         "engine_check": 1.0,
         "training_report": False,
         "log_line": False,
@@ -80,10 +81,10 @@ def test_trl_parser_reads_our_fields_from_yaml_and_command_line(tmp_path: Path) 
     path = tmp_path / "config.yaml"
     path.write_text(f"output_dir: {tmp_path}\nloss_type: gspo\nepsilon: 3e-3\nuse_cpu: true\nbf16: false\n")
     command = ["--config", str(path), "--epsilon_high", "5e-3", "--steps_per_generation", "8"]
-    command += ["--geometric_mask_range", "0.99", "1.01"]
+    command += ["--geometric_mask_range", "0.99", "1.01", "--vllm_engine_kwargs", '{"enforce_eager": true}']
     (args,) = TrlParser(trl_steady.GRPOConfig).parse_args_and_config(command)
     assert (args.loss_type, args.epsilon, args.epsilon_high) == ("gspo", 3e-3, 5e-3)
-    assert args.geometric_mask_range == [0.99, 1.01]
+    assert args.geometric_mask_range == [0.99, 1.01] and args.vllm_engine_kwargs == {"enforce_eager": True}
     path.write_text(path.read_text() + "geometric_mask_range: [0.98, 1.02]\noff_policy_mask_threshold: .inf\n")
     (args,) = TrlParser(trl_steady.GRPOConfig).parse_args_and_config(["--config", str(path)])
     assert args.geometric_mask_range == [0.98, 1.02] and args.off_policy_mask_threshold == float("inf")

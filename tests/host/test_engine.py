@@ -1,6 +1,8 @@
 """With a vLLM server: what a quantised policy sends, and what the log-probs that come back decide and show."""
 
+import json
 from collections.abc import Iterator
+from dataclasses import make_dataclass
 from pathlib import Path
 from typing import Any
 
@@ -10,11 +12,17 @@ import transformers
 from bitsandbytes.functional import dequantize_4bit, int8_vectorwise_dequant
 from peft import LoraConfig
 from torch import Tensor
+from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
+import trl_steady
 from tests.reference.test_reference import base_tensors
-from tests.tools import tiny
+from tests.tools import engines, tiny
 from tests.tools import wide as wide_model
+from trl_steady.routing.part import ROUTES
+from trl_steady.sampling.part import KEPT_TOKENS
+
+engine = engines.engine
 
 
 class Server:
@@ -167,3 +175,52 @@ def test_an_engines_log_probs_decide_masks_and_correct_the_kl(
         assert any(not torch.equal(other[name], ends[0][name]) for name in other)
     for mask in ("off_policy", "geometric", "veto"):
         assert any(0 < row[f"dropped/{mask}"] < 1 for row in tiny.history(masked)[:-1]), mask
+
+
+FREE = {"max_num_batched_tokens", "max_num_seqs", "quantization"}
+"""Arguments that TRL gives to a colocated engine, and that a user may give in their place."""
+
+
+@pytest.fixture
+def colocated(models: dict[str, Path], tmp_path: Path, engine: engines.Engine, monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Builds a trainer with an engine in this process."""
+    engines.colocate(engine, monkeypatch)
+
+    def built(**options: Any) -> Any:
+        engines.alone(monkeypatch)
+        options = {**engines.UNCHECKED, "vllm_mode": "colocate", **options}
+        return tiny.trainer(models["moe"], tmp_path, **options)
+
+    return built
+
+
+@pytest.mark.parametrize("method", ["GRPO", "PPO", "RLOO"])
+def test_a_users_arguments_of_an_engine_win_over_trls(colocated: Any, method: str) -> None:
+    llm, replay = vllm_generation.LLM, {"method": method, "router_replay": "R3"}
+    trls = colocated(**replay).vllm_generation.llm.asked
+    assert trls["max_num_batched_tokens"] == 4096
+    given = {"max_num_batched_tokens": 8192, "enforce_eager": True}
+    for written in (given, json.dumps(given)):
+        assert colocated(**replay, vllm_engine_kwargs=written).vllm_generation.llm.asked == {**trls, **given}
+    assert vllm_generation.LLM is llm
+
+
+def test_arguments_that_a_trainer_decides_are_refused(colocated: Any, tmp_path: Path) -> None:
+    trls = colocated().vllm_generation.llm.asked
+    assert trls.keys() > FREE
+    flags = {ROUTES.flag, KEPT_TOKENS.flag, "enable_lora", "max_lora_rank", "max_loras"}
+    several = {"pipeline_parallel_size", "data_parallel_size"}
+    for name in {*trls, *flags, *several} - FREE:
+        with pytest.raises(ValueError, match=rf"vllm_engine_kwargs has {name}=1, .* Leave it out") as refused:
+            colocated(vllm_engine_kwargs={name: 1})
+        instead = str(refused.value).partition(", and set ")[2].rstrip(".")
+        assert not instead or hasattr(trl_steady.RLOOConfig, instead)
+
+
+def test_an_argument_that_vllm_does_not_know_is_refused(colocated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    llm, known = vllm_generation.LLM, make_dataclass("EngineArgs", colocated().vllm_generation.llm.asked)
+    monkeypatch.setattr(vllm_generation, "LLM", lambda **asked: known(**asked) and llm(**asked))
+    colocated(vllm_engine_kwargs={"max_num_seqs": 8})
+    said = r"^vllm_engine_kwargs={'max_num_seq': 8}: vLLM cannot be built .*'max_num_seq'\. Set what vllm\.LLM takes"
+    with pytest.raises(ValueError, match=said):
+        colocated(vllm_engine_kwargs={"max_num_seq": 8})

@@ -81,6 +81,7 @@ READ: dict[str, Any] = {
     "geometric_mask_range=0.9,1.1": [0.9, 1.1],
     "geometric_mask_range=[0.9, 1.1]": [0.9, 1.1],
     'generation_kwargs={"top_k": 5}': {"top_k": 5},
+    'vllm_engine_kwargs={"quantization": "fp8"}': {"quantization": "fp8"},
     "report_to=none": "none",
     "run_name=a=b": "a=b",
 }

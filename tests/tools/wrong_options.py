@@ -29,6 +29,7 @@ INVALID: dict[str, list[Any]] = {
     "keep_sampling_mask": [[0.9]],
     "adapter_dtype": ["float16"],
     "vllm_adapter_sync": ["lora"],
+    "vllm_engine_kwargs": ["fp8", "{'quantization': 'fp8'}", ["fp8"], True],
     "engine_check": [0.0],
 }
 """Option of `GRPOConfig` -> values that are refused whatever the other options are."""
@@ -85,6 +86,15 @@ CONTRADICTIONS: list[Wrong] = [
     ),
     ({"skip_old_pass": True, **_ON_POLICY, "neftune_noise_alpha": 5}, r"skip_old_pass=True does not .*alpha=5, whose"),
     ({"top_k": None}, r"top_k=None: transformers takes it for 50"),
+    ({"use_vllm": True, "vllm_engine_kwargs": '{"seed": 1}'}, r"vllm_engine_kwargs has seed=1, .*Leave it out\.$"),
+    (
+        {"use_vllm": True, "vllm_engine_kwargs": {"max_num_seqs": 8, "max_model_len": 512}},
+        r"vllm_engine_kwargs has max_model_len=512, .*Leave it out, and set vllm_max_model_length\.",
+    ),
+    (
+        {"use_vllm": True, "vllm_engine_kwargs": {"quantization": "fp8"}},
+        r"quantization='fp8', and a quantised .*set vllm_adapter_sync=True",
+    ),
 ]
 """For `GRPOConfig` with loss_type="gspo", off-policy."""
 
@@ -126,6 +136,11 @@ IDLE: list[Wrong] = [
     ({"ref_model_sync_reset_optimizer": True}, r"cannot act with sync_ref_model=False"),
     ({"vllm_adapter_sync": True}, r"vllm_adapter_sync=True cannot act with use_vllm=False"),
     ({**_ON_POLICY, "loss_type": "grpo", "skip_old_pass": True}, r"skip_old_pass=True cannot act with use_vllm=False"),
+    ({"vllm_engine_kwargs": {"seed": 1}}, r"vllm_engine_kwargs={'seed': 1} cannot act with use_vllm=False"),
+    (
+        {"use_vllm": True, "vllm_mode": "server", "vllm_engine_kwargs": {"quantization": "fp8"}},
+        r"vllm_engine_kwargs={'quantization': 'fp8'} cannot act with vllm_mode='server'",
+    ),
     ({"engine_check": 0.5}, r"engine_check=0\.5 cannot act with use_vllm=False, unless a rollout_func"),
     ({"router_replay_reference": True}, r"router_replay_reference=True cannot act with router_replay=None"),
     ({"router_replay_reference": True, "router_replay": "R2"}, r"cannot act with has_reference=False"),
@@ -155,4 +170,6 @@ SILENT: list[dict[str, Any]] = [
     {"loss_type": "grpo", "kl_estimator": "k1", "beta": 0.1},
     {"router_replay": "R2", "router_replay_reference": True, "beta": 0.1},
     {"keep_sampling_mask": True, "top_p": 0.9},
+    {"use_vllm": True, "vllm_engine_kwargs": {"max_num_batched_tokens": 8192, "quantization": None}},
+    {"use_vllm": True, "vllm_engine_kwargs": {"quantization": "fp8"}, "vllm_adapter_sync": True},
 ]

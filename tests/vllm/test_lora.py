@@ -56,8 +56,8 @@ def built(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
 
         asked.clear()
         asked.update(options)
-        small = {"dtype": "float32", "enforce_eager": True, "block_size": 32, "num_gpu_blocks_override": 18}
-        return vllm.LLM(**{**options, **small, "max_num_batched_tokens": 64, "max_num_seqs": 16})
+        small = {"enforce_eager": True, "block_size": 32, "num_gpu_blocks_override": 18}
+        return vllm.LLM(**{"dtype": "float32", **options, **small, "max_num_batched_tokens": 64, "max_num_seqs": 16})
 
     def trainer(engine: dict[str, Any] | None = None, **options: Any) -> tuple[Any, dict[str, Any]]:
         monkeypatch.setattr(vllm_generation, "LLM", lambda **keywords: llm(**{**keywords, **(engine or {})}))
@@ -92,6 +92,28 @@ def test_an_adapter_of_which_the_engine_skips_modules_is_merged(
         trainer, _ = built(engine=partly, max_steps=8)
     assert trainer.vllm_generation.adapter is None
     assert max(differences(trainer)) < ROUNDING
+
+
+def test_an_engine_in_fp8_serves_the_adapter_and_the_mismatch_is_seen(
+    built: Callable[..., tuple[Any, dict[str, Any]]],
+) -> None:
+    given = {"quantization": "fp8_per_channel", "dtype": "bfloat16"}  # the kind for which vLLM has a kernel for CPU
+    trainer, asked = built(vllm_adapter_sync=True, max_steps=12, vllm_engine_kwargs=given)
+    assert asked["enable_lora"] and asked["logprobs_mode"] == "processed_logprobs"
+    assert len(found := differences(trainer)) == 3 and min(found) > 100 * ROUNDING
+    model = trainer.vllm_generation.llm.llm_engine.model_executor.driver_worker.model_runner.model
+    weights = {name: weight.dtype for name, weight in model.named_parameters() if name.endswith("_layer.weight")}
+    assert {dtype for name, dtype in weights.items() if "proj" in name} == {torch.float8_e4m3fn}
+    rollouts = [row for row in trainer.state.log_history if "sampling/importance_sampling_ratio/min" in row]
+    assert len(rollouts) == 3  # of which `engine_check` has passed the first
+    for row in rollouts:
+        assert row["sampling/importance_sampling_ratio/min"] < 1 < row["sampling/importance_sampling_ratio/max"]
+        assert row["mismatch/kl"] > 1e-4  # below 1e-10 in float32
+
+
+def test_an_argument_that_vllm_does_not_know_is_refused(built: Callable[..., tuple[Any, dict[str, Any]]]) -> None:
+    with pytest.raises(ValueError, match=r"^vllm_engine_kwargs={'max_num_seq': 8}: vLLM cannot .*'max_num_seq'\. Set"):
+        built(vllm_engine_kwargs={"max_num_seq": 8})
 
 
 @pytest.fixture(scope="module")

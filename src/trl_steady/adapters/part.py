@@ -16,7 +16,7 @@ from trl_steady.adapters.merging import merged_weights
 from trl_steady.adapters.precision import keep_gradients_on_cpu, keep_in_float32, lost_to_rounding
 from trl_steady.adapters.sending import LoraSync
 from trl_steady.adapters.serving import needs_adapter
-from trl_steady.host.engine import NamedWeights, push, whole
+from trl_steady.host.engine import NamedWeights, engine_arguments, push, whole
 from trl_steady.host.models import REFERENCE_ADAPTER
 from trl_steady.host.names import forget_sync
 from trl_steady.host.part import Part
@@ -31,11 +31,12 @@ class AdapterPart(Part):
 
     @contextlib.contextmanager
     def building(self, model: object, args: Any) -> Iterator[None]:
-        """Keep the values of a loaded adapter, which TRL's constructor casts to bf16."""
+        """Keep the values of a loaded adapter, which TRL's constructor casts to bf16. Build the engine as asked."""
         self._loaded = {}
         if args.adapter_dtype is not None and isinstance(model, PeftModel):
             self._loaded = {name: p.data for name, p in model.named_parameters() if p.requires_grad}
-        yield
+        with engine_arguments(args.vllm_engine_kwargs or {}):
+            yield
 
     def built(self) -> None:
         """Set dtypes and gradients of the policy, and refuse what would train nothing."""

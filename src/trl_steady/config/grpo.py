@@ -3,6 +3,7 @@
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import ClassVar
 
 import trl
 
@@ -48,6 +49,7 @@ class GRPOConfig(SharedOptions, trl.GRPOConfig):
     """
 
     METHOD = "GRPO"
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*trl.GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]
     loss_type: str = option(
         trl_default("loss_type"),
         'One of TRL\'s losses, or one of three more. `"gspo"` is GSPO (arXiv 2507.18071, section 4.1): one clipped '

@@ -138,7 +138,10 @@ _ROWS: dict[tuple[str, str, tuple[str, ...]], tuple[tuple[str, ...], ...]] = {
         ("sequences without a gradient left out", "skip_zero_weight=True"),
     ),
     ("passes", "performance.md", ("rollout", *_LOSS)): (("no pass of the old policy", "skip_old_pass=True"),),
-    ("passes", "vllm.md", ()): (("vLLM gets the LoRA adapter alone", "vllm_adapter_sync=True"),),
+    ("passes", "vllm.md", ()): (
+        ("vLLM gets the LoRA adapter alone", "vllm_adapter_sync=True"),
+        ("arguments of a colocated vLLM", "vllm_engine_kwargs=..."),
+    ),
     ("passes", "iterative.md", ()): (("float32 adapters on a quantised base", 'adapter_dtype="float32"'),),
 }
 METHODS = tuple(

@@ -1,6 +1,7 @@
 """`trl.RLOOConfig` with the options of trl-steady that apply to RLOO."""
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 import trl
 
@@ -31,3 +32,4 @@ class RLOOConfig(SharedOptions, trl.RLOOConfig):
 
     METHOD = "RLOO"
     KL_IN_REWARD = "beta"
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*trl.RLOOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]

@@ -1,5 +1,6 @@
 """Options that all trainers have, and what a config says of them. Each option is documented here, and nowhere else."""
 
+import json
 import warnings
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -7,7 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import trl
 
-from trl_steady.config.options import COUNT, POSITIVE, idle_options, needs, option, refuse_invalid
+from trl_steady.config.options import COUNT, POSITIVE, Range, idle_options, needs, option, refuse_invalid
 from trl_steady.config.sampling import TRUNCATIONS, WEIGHTINGS
 
 if TYPE_CHECKING:
@@ -29,6 +30,18 @@ _OVER_ALL_SEQUENCES: dict[str, object] = {
     "entropy_coef": 0.0,
     "use_adaptive_entropy": False,
     "top_entropy_quantile": 1.0,
+}
+# Arguments of vLLM's engine that a trainer decides -> the option for it, or "".
+_OF_TRAINERS: dict[str, str] = {
+    **dict.fromkeys(("model", "seed", "logprobs_mode", "distributed_executor_backend"), ""),
+    # an engine of more processes than TRL knows of would get other prompts in each
+    **{f"{kind}_parallel_size": "vllm_tensor_parallel_size" for kind in ("tensor", "pipeline", "data")},
+    **dict.fromkeys(("enable_lora", "max_loras", "max_lora_rank"), "vllm_adapter_sync"),
+    "enable_return_routed_experts": "router_replay",
+    "return_sampling_mask": "keep_sampling_mask",
+    "max_model_len": "vllm_max_model_length",
+    "trust_remote_code": "trust_remote_code",
+    **{name: f"vllm_{name}" for name in ("gpu_memory_utilization", "enable_sleep_mode", "model_impl")},
 }
 
 
@@ -121,6 +134,17 @@ class SharedOptions(_Trls):
         "configuration is one that vLLM serves, and otherwise merged weights, with a warning.",
         idle=needs("use_vllm"),
     )
+    vllm_engine_kwargs: dict[str, Any] | str | None = option(
+        None,
+        'Arguments of a colocated vLLM engine, over TRL\'s, such as `{"max_num_batched_tokens": 8192}`. They are '
+        "those of `vllm.LLM`, less the ones that the trainer decides. On a command line, in JSON.",
+        Range(
+            # JSON as transformers reads it into an option
+            lambda value: isinstance(value, dict) or (value[:1] == "{" and json.loads(value) is not None),
+            "a dict of arguments of vllm.LLM, or JSON of one",
+        ),
+        idle=lambda args: needs("use_vllm")(args) or ("vllm_mode='server'" if args.vllm_mode == "server" else None),
+    )
     engine_check: float | None = option(
         1.0,
         "Largest mean k3, in nats per token, between trainer and vLLM (or a `rollout_func`) in the first rollout of "
@@ -177,6 +201,17 @@ class SharedOptions(_Trls):
             )
         if self.skip_old_pass and self.why_old_pass:
             yield f"skip_old_pass=True does not work with {self.why_old_pass}. Leave skip_old_pass unset."
+        given = self.vllm_engine_kwargs or {}
+        assert not isinstance(given, str)  # parsed by transformers.TrainingArguments
+        for name, value in given.items() if self.use_vllm and self.vllm_mode == "colocate" else ():
+            if name in _OF_TRAINERS:
+                instead = f", and set {_OF_TRAINERS[name]}" if _OF_TRAINERS[name] else ""
+                yield f"vllm_engine_kwargs has {name}={value!r}, which the trainer decides. Leave it out{instead}."
+            if name in ("quantization", "quantization_config") and value and not self.vllm_adapter_sync:
+                yield (
+                    f"vllm_engine_kwargs has {name}={value!r}, and a quantised engine cannot take the policy's "
+                    "weights. Train a LoRA adapter and set vllm_adapter_sync=True, or leave it out."
+                )
         # TRL casts the whole model for it, and it shows no distribution that it samples from
         for name in ("adapter_dtype", "keep_sampling_mask") if self.use_transformers_continuous_batching else ():
             if getattr(self, name):

@@ -5,7 +5,7 @@ This file knows how TRL builds, feeds and asks an engine. It knows neither the d
 
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import SimpleNamespace
 from typing import Any, NamedTuple, Protocol
@@ -76,6 +76,27 @@ def steady_engine(captures: Sequence[Capture], sync: AdapterSync | None) -> Iter
 
     replaced = {"VLLMGeneration": build} if captures or sync else {}
     with overridden(grpo_trainer, replaced), overridden(rloo_trainer, replaced):
+        yield
+
+
+@contextmanager
+def engine_arguments(given: Mapping[str, object]) -> Iterator[None]:
+    """Let a colocated engine that is built inside this context have these arguments of vLLM's, over TRL's.
+
+    Raises:
+        ValueError: vLLM does not know an argument, or not with this value.
+    """
+    llm = getattr(vllm_generation, "LLM", object)
+
+    def build(**trls: object) -> Any:
+        try:
+            return llm(**{**trls, **given})
+        except TypeError as error:
+            raise ValueError(
+                f"vllm_engine_kwargs={given!r}: vLLM cannot be built with it: {error}. Set what vllm.LLM takes."
+            ) from error
+
+    with overridden(vllm_generation, {"LLM": build} if given else {}):
         yield
 
 
