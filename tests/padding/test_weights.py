@@ -72,8 +72,8 @@ def run(name: str, folder: Path, idle: float = 0.5, **options: Any) -> Recorded:
     """Three optimizer steps with a model in float64, on rollouts of 16 sequences."""
     torch.manual_seed(0)
     model = transformers.AutoModelForCausalLM.from_config(tiny.CONFIGS[name], experts_implementation="eager").double()
-    # RLOO takes no rollout_func
-    is_generated = options.get("method") == "RLOO" or options.get("use_vllm")
+    # RLOO takes no rollout_func, and no rollout_func has routes or kept sets
+    is_generated = options.get("router_replay") == "R3" or {"method", "use_vllm", "keep_sampling_mask"} & {*options}
     build = {"reward_funcs": constant(idle), **({} if is_generated else {"rollout_func": UNEQUAL})}
     build |= options.pop("build", {})
     recorded = Recorded(tiny.trainer(model, folder, **{**SGD, **options, "build": build}))
@@ -110,6 +110,18 @@ def test_loss_and_gradient_are_those_of_all_sequences(tmp_path: Path, loss_type:
     assert idle != 1 or all(not grad.any() for step in of_some.gradients for grad in step.values())
 
 
+@pytest.mark.usefixtures("with_float64_everywhere")
+@pytest.mark.parametrize("loss_type", ["grpo", "dapo"])
+def test_ten_steps_are_trls(tmp_path: Path, loss_type: str) -> None:
+    options = {"loss_type": loss_type, "max_steps": 10}
+    theirs = tiny.parameters(run("dense", tmp_path, ours=False, **options).trainer)
+    ours = tiny.parameters(run("dense", tmp_path, skip_zero_weight=True, token_budget=30, **options).trainer)
+    start = tiny.parameters(run("dense", tmp_path, ours=False, **options, learning_rate=0.0).trainer)
+    for name, value in ours.items():
+        moved = (theirs[name] - start[name]).abs().max()
+        assert (value - theirs[name]).abs().max() <= 1e-8 * moved and moved > 0, name
+
+
 def with_steps(completion_ids: list[list[int]], prompts: list[str], **_: Any) -> list[trl_steady.StepRewards]:
     """In half of the groups all steps earn the same. In the others the second step differs, where there are two."""
     earned = [1.0 if number(prompt) % 2 else 2.0 ** (row % 4) for row, prompt in enumerate(prompts)]
@@ -135,6 +147,8 @@ def with_steps(completion_ids: list[list[int]], prompts: list[str], **_: Any) ->
         {"name": "moe", "router_replay": "R2", "token_budget": 30, "router_aux_loss_coef": 0.0},
         {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 16, "steps_per_generation": 16},
         {"build": {"reward_funcs": with_steps}, "loss_type": "gspo_token"},
+        {"name": "moe", "router_replay": "R3", "token_budget": 30, "router_aux_loss_coef": 0.0},
+        {"keep_sampling_mask": True, "top_p": 0.9},
         {"lora": True, "gradient_checkpointing": True},
         {"trim_padding": False},
     ],
@@ -155,18 +169,26 @@ MASKS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.usefixtures("with_float64_everywhere")
-@pytest.mark.parametrize("options", MASKS, ids=str)
-def test_sequences_that_the_rollout_drops_are_left_out(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
-    def training(skip: bool) -> Recorded:
+@pytest.fixture
+def training(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_float64_everywhere: None
+) -> Callable[..., Recorded]:
+    """Runs with an engine, which answers the same in each run."""
+    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda **_: True)
+
+    def training(idle: float, **options: Any) -> Recorded:
         alone(monkeypatch)
         colocate(Engine(), monkeypatch)
-        return run("dense", tmp_path, 0, skip_zero_weight=skip, **UNCHECKED, vllm_mode="colocate", **options)
+        return run("dense", tmp_path, idle, **UNCHECKED, vllm_mode="colocate", **options)
 
-    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda **_: True)
-    of_all, of_some = training(False), training(True)
+    return training
+
+
+@pytest.mark.parametrize("options", MASKS, ids=str)
+def test_sequences_that_the_rollout_drops_are_left_out(
+    training: Callable[..., Recorded], options: dict[str, Any]
+) -> None:
+    of_all, of_some = (training(0, skip_zero_weight=skip, **options) for skip in (False, True))
     assert_same(of_some, of_all)
     assert max(skipped(of_some)) > 0
     for option, name in (("geometric_mask_range", "dropped/geometric"), ("token_veto_threshold", "dropped/veto")):
@@ -175,6 +197,27 @@ def test_sequences_that_the_rollout_drops_are_left_out(
         )
         assert found == expected[::2]  # noted once for a rollout, not in each update
         assert (option in options) == (max([0, *found]) > 0)
+
+
+def test_vespo_trains_on_sequences_whose_tokens_all_have_an_engine_weight_of_0(
+    training: Callable[..., Recorded],
+) -> None:
+    """TRL bounds these weights in VESPO's exponent."""
+    options = {**MASKS[1], "loss_type": "vespo"}
+    of_all, of_some = (training(0, skip_zero_weight=skip, **options) for skip in (False, True))
+    assert_same(of_some, of_all)
+    assert max(skipped(of_some)) == 0 < max(skipped(training(0, skip_zero_weight=True, **MASKS[1])))
+
+
+@pytest.mark.parametrize("token_budget", [None, 30])
+def test_both_options_together(training: Callable[..., Recorded], token_budget: int | None) -> None:
+    """Each rollout feeds one update, and the masks are decided there, not in the rollout."""
+    options = {"num_iterations": 1, "geometric_mask_range": (0.3, 3.0), "token_budget": token_budget}
+    of_all = training(0.5, skip_old_pass=False, **options)
+    of_some = training(0.5, skip_old_pass=True, skip_zero_weight=True, **options)
+    assert_same(of_some, of_all)
+    before, after = (sum(width for _, width in each.widths.shapes) for each in (of_all, of_some))
+    assert after < 0.4 * before
 
 
 def counts(recorded: Recorded) -> tuple[int, int]:
