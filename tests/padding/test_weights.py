@@ -140,7 +140,6 @@ def with_steps(completion_ids: list[list[int]], prompts: list[str], **_: Any) ->
         {"token_budget": 10_000, "loss_type": "dr_grpo"},
         {"delta": 1.01, "epsilon": 1e-3, "loss_type": "bnpo"},
         {"off_policy_mask_threshold": 1e-4, "loss_type": "dapo"},
-        {"mask_truncated_completions": True, "max_completion_length": 5, "loss_type": "luspo"},
         {"method": "RLOO", "beta": 0.0},
         {"method": "RLOO", "beta": 0.0, "token_budget": 30, "mask_truncated_completions": True},
         {"name": "moe", "router_replay": "R2", "loss_type": "gspo", "router_aux_loss_coef": 0.0},
@@ -167,6 +166,22 @@ MASKS: list[dict[str, Any]] = [
     {"vllm_importance_sampling_correction": False, "geometric_mask_range": (0.3, 3.0)},
     {"geometric_mask_range": (0.3, 3.0), "token_veto_threshold": 0.01, "token_budget": 30},
 ]
+
+
+def ended(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Every second answer ends. The others were cut off."""
+    made = UNEQUAL(prompts, trainer)
+    for ids in made["completion_ids"][::2]:
+        ids.append(trainer.processing_class.eos_token_id)
+    return made
+
+
+@pytest.mark.usefixtures("with_float64_everywhere")
+def test_answers_that_were_cut_off_are_left_out(tmp_path: Path) -> None:
+    options = {"mask_truncated_completions": True, "loss_type": "luspo", "build": {"rollout_func": ended}}
+    of_all, of_some = (run("dense", tmp_path, 0, skip_zero_weight=skip, **options) for skip in (False, True))
+    assert_same(of_some, of_all)
+    assert skipped(of_some) == [0.5] * 3
 
 
 @pytest.fixture
@@ -246,14 +261,6 @@ def test_tokens_and_passes_are_counted(models: dict[str, Path], tmp_path: Path) 
     one_by_one = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 16, "steps_per_generation": 16}
     of_some = run("dense", tmp_path, 1, skip_zero_weight=True, **one_by_one, **options)
     assert len(of_some.widths.shapes) == 1
-
-
-def ended(prompts: list[str], trainer: Any) -> dict[str, Any]:
-    """Every second answer ends. The others were cut off."""
-    made = UNEQUAL(prompts, trainer)
-    for ids in made["completion_ids"][::2]:
-        ids.append(trainer.processing_class.eos_token_id)
-    return made
 
 
 @pytest.mark.usefixtures("with_float64_everywhere")
