@@ -30,4 +30,3 @@ class RLOOConfig(SharedOptions, trl.RLOOConfig):
     """
 
     METHOD = "RLOO"
-    KL_IN_REWARD = "beta"

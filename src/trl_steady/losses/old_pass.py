@@ -53,7 +53,7 @@ class OldPassPart(Part):
             self.why_not = f"{randomness} makes two passes differ"
             if args.skip_old_pass:
                 raise ValueError(
-                    f"skip_old_pass=True does not work here: {self.why_not}. Set it to 0, or leave it unset."
+                    f"skip_old_pass=True does not work here: {self.why_not}. Set the rate to 0, or leave it unset."
                 )
         elif args.skip_old_pass is None:
             found = dict.fromkeys([*overrides(trainer, "rollout"), *overrides(trainer, "log_probs")])
