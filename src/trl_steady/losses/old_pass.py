@@ -70,7 +70,7 @@ class OldPassPart(Part):
 
     def rewrites(self, inputs: Mapping[str, object]) -> bool:
         """Return True for RLOO's inputs, which lack old log-probs."""
-        return self.is_skipped and self.trainer.model.training and "old_logps" in inputs
+        return self.is_skipped and "old_logps" in inputs
 
     def rewrite(self, batch: MicroBatch) -> Terms:
         """Return RLOO's loss with the old log-probs of the micro-batch."""
