@@ -10,6 +10,7 @@ import torch
 from tests.tools import tiny
 from tests.tools.batches import random_batch
 from tests.tools.syncs import counted
+from trl_steady.losses.old_pass import OldPassPart
 
 OPTIONS: dict[str, Any] = {
     "loss_type": "gspo_token",
@@ -59,6 +60,28 @@ def test_a_micro_batch_of_ours_waits_for_nothing(
     assert syncs.collectives == Counter({"trl_steady": 1})
     logged = trainer.state.log_history[-1]
     assert {"kl", "kl/k2", "ratio/sequence_min", "off_policy_q50", "dropped/veto", "mismatch/kl"} <= logged.keys()
+
+
+@pytest.mark.parametrize("mode", ["token_truncate", "sequence_mask"])
+def test_weights_of_an_engine_wait_for_nothing(models: dict[str, Path], tmp_path: Path, mode: str) -> None:
+    """Without a pass of the old policy they are computed in micro-batches, and logged after the last of an update."""
+    options = {"loss_type": "gmpo", "vllm_importance_sampling_mode": mode}
+    trainer = tiny.trainer(models["dense"], tmp_path, padded=True, **options)
+    vars(trainer).update(current_gradient_accumulation_steps=1, use_vllm=True)
+    part = trainer.part(OldPassPart)
+    part.is_skipped = True  # as with an engine
+    batch = random_batch()
+    inputs = batch.inputs(sampling_per_token_logps=batch.old_logps.float(), advantages=batch.advantages.float())
+    del inputs["old_per_token_logps"]
+    trainer.model.train()
+    with counted() as syncs:
+        for _ in range(2):
+            trainer.compute_loss(trainer.model, inputs).backward()
+        part.after_last_backward()
+    assert syncs.transfers["trl_steady"] == 0 and syncs.collectives["trl_steady"] == 0
+    trainer.metrics.settle()
+    logged = {name: values for name, values in trainer._metrics["train"].items() if name.startswith("sampling/")}
+    assert len(logged) == 5 and all(len(values) == 1 for values in logged.values())
 
 
 @pytest.mark.parametrize("options", [{}, {"share_prompts": True}, {"token_budget": 60, "share_prompts": True}])

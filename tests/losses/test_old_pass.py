@@ -19,7 +19,7 @@ from tests.tools.engines import Engine
 from trl_steady.losses.old_pass import OldPassPart
 from trl_steady.trainers.report import summary
 
-engine = engines.engine
+engine, mixture = engines.engine, engines.mixture
 
 Built = Callable[..., Any]
 MODES = ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
@@ -37,7 +37,9 @@ def plain_scores(trainer: Any, ids: Tensor, mask: Tensor, width: int) -> Tensor:
 
 
 @pytest.fixture
-def built(models: dict[str, Path], tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch) -> Built:
+def built(
+    models: dict[str, Path], mixture: Path, tmp_path: Path, engine: Engine, monkeypatch: pytest.MonkeyPatch
+) -> Built:
     """Builds on-policy trainers with an engine that has the policy, but noise in its log-probs."""
     engines.colocate(engine, monkeypatch)
 
@@ -48,7 +50,7 @@ def built(models: dict[str, Path], tmp_path: Path, engine: Engine, monkeypatch: 
         options = {**ON_POLICY, **BOUNDS, "use_vllm": True, "vllm_mode": "colocate", "engine_check": None, **options}
         if options.get("method") == "RLOO":
             options = {name: value for name, value in options.items() if "importance" not in name}
-        model = models[model] if isinstance(model, str) else model
+        model = {**models, "mixture": mixture}[model] if isinstance(model, str) else model
         trainer = tiny.trainer(model, tmp_path, **options)
 
         def spoken(prompt: list[int], number: int) -> list[int]:
@@ -230,7 +232,8 @@ def test_a_rollout_has_one_pass_less(built: Built) -> None:
         {"token_budget": 30, "gradient_accumulation_steps": 4, "loss_type": "gspo"},
         {"share_prompts": True},
         {"keep_sampling_mask": True, "top_k": 20},
-        {"method": "RLOO", "token_budget": 30},
+        {"method": "RLOO", "token_budget": 30, "keep_sampling_mask": True, "top_k": 20},
+        {"model": "mixture", "router_replay": "R3", "router_aux_loss_coef": 0.0},
         {"model": "moe", "router_aux_loss_coef": 0.01},
     ],
     ids=str,

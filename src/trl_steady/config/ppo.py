@@ -59,7 +59,6 @@ class PPOConfig(GRPOConfig):
     """
 
     METHOD = "PPO"
-    KL_IN_REWARD = "kl_coef"
     num_generations: int | None = option(1, "Completions of a prompt in a rollout. The critic needs no group.", COUNT)
     gamma: float = option(1.0, "Discount of later rewards, per action token.", SHARE)
     lam: float = option(0.95, "GAE's lambda of the policy's advantages.", SHARE, idle=_by_length)

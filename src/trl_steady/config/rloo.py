@@ -31,5 +31,4 @@ class RLOOConfig(SharedOptions, trl.RLOOConfig):
     """
 
     METHOD = "RLOO"
-    KL_IN_REWARD = "beta"
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*trl.RLOOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]

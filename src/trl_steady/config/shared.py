@@ -52,6 +52,7 @@ def never_off_policy(args: "SharedOptions") -> str | None:
     return "on-policy updates: steps_per_generation * num_iterations is not above gradient_accumulation_steps"
 
 
+_KL_IN_REWARD = {"RLOO": "beta", "PPO": "kl_coef"}
 _no_correction = needs("use_vllm", "vllm_importance_sampling_correction")
 
 
@@ -61,8 +62,6 @@ class SharedOptions(_Trls):
 
     METHOD: ClassVar[str]
     """"GRPO", for example: the config and the trainer are named after it."""
-    KL_IN_REWARD: ClassVar[str | None] = None
-    """Option with the coefficient of a KL in the reward, if the trainer has one."""
     ref_model_sync_kl: float | None = option(
         None,
         "With `sync_ref_model`, also move the reference when the KL of an update exceeds this many nats per "
@@ -331,6 +330,7 @@ class SharedOptions(_Trls):
             return "router_replay='R2', which records routes in that pass"
         if self.neftune_noise_alpha is not None:
             return f"neftune_noise_alpha={self.neftune_noise_alpha}, whose noise is another one in each pass"
-        if self.KL_IN_REWARD and (coefficient := getattr(self, self.KL_IN_REWARD)):
-            return f"{self.KL_IN_REWARD}={coefficient}: the KL in the reward needs these log-probs"
+        name = _KL_IN_REWARD.get(self.METHOD, "")
+        if coefficient := getattr(self, name, 0.0):
+            return f"{name}={coefficient}: the KL in the reward needs these log-probs"
         return None

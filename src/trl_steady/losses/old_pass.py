@@ -53,7 +53,7 @@ class OldPassPart(Part):
             self.why_not = f"{randomness} makes two passes differ"
             if args.skip_old_pass:
                 raise ValueError(
-                    f"skip_old_pass=True does not work here: {self.why_not}. Set it to 0, or leave it unset."
+                    f"skip_old_pass=True does not work here: {self.why_not}. Set the rate to 0, or leave it unset."
                 )
         elif args.skip_old_pass is None:
             found = dict.fromkeys([*overrides(trainer, "rollout"), *overrides(trainer, "log_probs")])
@@ -70,7 +70,7 @@ class OldPassPart(Part):
 
     def rewrites(self, inputs: Mapping[str, object]) -> bool:
         """Return True for RLOO's inputs, which lack old log-probs."""
-        return self.is_skipped and self.trainer.model.training and "old_logps" in inputs
+        return self.is_skipped and "old_logps" in inputs
 
     def rewrite(self, batch: MicroBatch) -> Terms:
         """Return RLOO's loss with the old log-probs of the micro-batch."""
