@@ -133,6 +133,7 @@ bench: $(VENV)/.recipes
 	$(BIN)/python tests/benchmarks/seam.py
 	$(BIN)/python tests/benchmarks/reference.py
 	$(TRAIN) tests/benchmarks/padding.py
+	$(TRAIN) tests/benchmarks/weights.py
 	$(TRAIN) tests/benchmarks/replay.py
 	$(TRAIN) tests/benchmarks/sampling_mask.py
 

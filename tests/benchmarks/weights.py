@@ -1,6 +1,6 @@
 """What it saves to compute only what has a gradient: ours and TRL's side by side, with the log-probs of an engine.
 
-    python tests/benchmarks/weights.py [--rounds 5] [--batch 8] [--window 4] [--scale 0.35] [--random] [--json PATH]
+    python tests/benchmarks/weights.py [--rounds 5] [--batch 8] [--window 4] [--scale 0.2] [--random] [--json PATH]
 
 SmolLM2-135M-Instruct, fully fine-tuned in float32 (on CUDA under bf16 autocast), on the lognormal lengths of
 tests/benchmarks/padding.py. In a share z of the groups all answers earn the same. A step is all that TRL's
@@ -121,7 +121,10 @@ def measured(bench: Bench, idle: int, rounds: int) -> dict[str, Any]:
         theirs = theirs or outcome
         found[variant] = {"tokens": tokens, "difference": difference(outcome, theirs)._asdict()}
     del theirs, outcome
-    seconds = measuring.in_turns({each: lambda v=each: bench.step(v) for each in VARIANTS}, rounds)
+    seconds: dict[str, list[float]] = {variant: [] for variant in VARIANTS}
+    for number in range(rounds):
+        for variant in VARIANTS if number % 2 else reversed(VARIANTS):
+            seconds[variant].append(measuring.seconds(lambda v=variant: bench.step(v)))
     for variant, of_variant in found.items():
         of_variant |= {"seconds": seconds[variant]}
         of_variant |= {"ratio": measuring.quartiles(seconds[TRL], seconds[variant])}
@@ -130,7 +133,7 @@ def measured(bench: Bench, idle: int, rounds: int) -> dict[str, Any]:
 
 def main() -> None:
     parser = measuring.parser(__doc__, "random", rounds=5, batch=8, window=4)
-    parser.add_argument("--scale", type=float, default=1.0 if CUDA else 0.35)
+    parser.add_argument("--scale", type=float, default=1.0 if CUDA else 0.2)
     parser.add_argument("--json", type=Path)
     options = parser.parse_args()
     device = measuring.heading(options)
@@ -143,7 +146,7 @@ def main() -> None:
         results["shares"] = {}
         for idle in range(groups):
             results["shares"][str(idle / groups)] = found = measured(bench, idle, options.rounds)
-            print(f"z = {idle / groups:.2f}")
+            print(f"z = {idle / groups:.2f}", flush=True)
             for variant, of_variant in found.items():
                 ratio, apart = of_variant["ratio"], of_variant["difference"]
                 print(

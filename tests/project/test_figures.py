@@ -92,3 +92,18 @@ def test_the_page_of_padding_has_the_recorded_figures(tmp_path: Path) -> None:
     with script.figure("padding") as picture:
         picture.draw(tmp_path / "padding.png", recorded)
     assert (tmp_path / "padding.png").stat().st_size > 10_000
+
+
+def test_the_page_of_skipped_sequences_has_the_recorded_figures(tmp_path: Path) -> None:
+    recorded = json.loads((ROOT / "docs/figures/weights.json").read_text())
+    page = (ROOT / "docs/performance.md").read_text()
+    rows = re.findall(r"^\| (0\.?\d*) \| (.*?) \|$", page, flags=re.MULTILINE)
+    assert [float(share) for share, _ in rows] == [float(share) for share in recorded["shares"]]
+    for (_, cells), of_share in zip(rows, recorded["shares"].values(), strict=True):
+        ratios = [of["ratio"] for variant, of in of_share.items() if variant != "TRL"]
+        tokens = [of["tokens"] / of_share["TRL"]["tokens"] for variant, of in of_share.items() if variant != "TRL"]
+        expected = [f"{r['median']:.2f} ({r['low']:.2f}, {r['high']:.2f})" for r in ratios]
+        assert cells.split(" | ") == [*expected, f"{tokens[-1]:.1%}"]
+    with script.figure("weights") as picture:
+        picture.draw(tmp_path / "weights.png", recorded)
+    assert (tmp_path / "weights.png").stat().st_size > 10_000
