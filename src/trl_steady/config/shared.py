@@ -1,13 +1,13 @@
 """Options that all trainers have, and what a config says of them. Each option is documented here, and nowhere else."""
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import trl
 
-from trl_steady.config.options import COUNT, POSITIVE, idle_options, needs, option, refuse_invalid
+from trl_steady.config.options import COUNT, POSITIVE, Range, idle_options, needs, option, refuse_invalid
 from trl_steady.config.sampling import TRUNCATIONS, WEIGHTINGS
 
 if TYPE_CHECKING:
@@ -23,6 +23,12 @@ _OVER_MICRO_BATCHES: dict[str, object] = {
     "use_adaptive_entropy": False,
     "top_entropy_quantile": 1.0,
 }
+
+
+def _is_filter(value: Any) -> bool:
+    if callable(value):
+        return "<" not in getattr(value, "__qualname__", "")  # pickle, with which checkpoints save it, needs a name
+    return value == "zero_std" or (not isinstance(value, str) and len(value) == 2 and value[0] < value[1])
 
 
 def never_off_policy(args: "SharedOptions") -> str | None:
@@ -107,6 +113,26 @@ class SharedOptions(_Trls):
         idle=lambda args: None if args.use_vllm else "use_vllm=False, unless a rollout_func generates",
     )
 
+    dynamic_sampling: bool = option(
+        False,
+        "Replace groups that `dynamic_sampling_filter` rejects by groups of further prompts, before anything is "
+        "scored (DAPO, arXiv 2503.14476, section 3.2).",
+    )
+    dynamic_sampling_max_rounds: int = option(
+        3,
+        "With `dynamic_sampling`, most rounds of generation for a rollout. Rejected groups fill what is then missing.",
+        Range(lambda value: value >= 2 and value == int(value), "2, 3, 4, ..."),
+        idle=needs("dynamic_sampling"),
+    )
+    # in this order, so that the command line reads numbers
+    dynamic_sampling_filter: list[float] | str | Callable[..., bool] = option(
+        "zero_std",
+        'With `dynamic_sampling`, the groups to keep. `"zero_std"`: those whose rewards differ. `(low, high)`: those '
+        "whose mean reward is between the two. Or a function that gets a group's rewards (G,) and its rows, which are "
+        'dictionaries with all columns, "prompt" and "completion", and returns True to keep it.',
+        Range(_is_filter, "'zero_std', (low, high) with low < high, or a function that is not inside another one"),
+        idle=needs("dynamic_sampling"),
+    )
     training_report: bool = option(
         False,
         "Write `report.html` to the output folder at saves and at the end, print a line when a symptom of an unsteady "
@@ -153,6 +179,11 @@ class SharedOptions(_Trls):
                     f"{name}={getattr(self, name)!r} does not work with use_transformers_continuous_batching=True. "
                     "Set it to False."
                 )
+        if self.dynamic_sampling and self.num_generations == 1:
+            yield (
+                "dynamic_sampling=True does not work with num_generations=1: the rewards of one answer cannot differ. "
+                "Set num_generations to 2 or more."
+            )
         if self.top_k is None:  # the other options would read it as no filter
             yield "top_k=None: transformers takes it for 50. Set top_k=0 for no top-k filter."
         if self.keep_sampling_mask and self.use_vllm and self.sampling.get("top_k", 0) <= 0:
@@ -177,6 +208,16 @@ class SharedOptions(_Trls):
                 "this change even with keep_sampling_mask=True."
             )
         return messages
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the options as in transformers, with the name of a function, which is no JSON."""
+        options = super().to_dict()
+        chosen = options["dynamic_sampling_filter"]
+        return (
+            {**options, "dynamic_sampling_filter": getattr(chosen, "__name__", repr(chosen))}
+            if callable(chosen)
+            else options
+        )
 
     is_of_our_trainer = False  # not an option, without an annotation
     """True while one of our trainers is built with this config."""

@@ -14,6 +14,7 @@ from trl_steady.losses.table import LOSSES
 from trl_steady.padding.part import PaddingPart
 from trl_steady.reference.part import ReferencePart
 from trl_steady.reward_model.part import RewardModelPart
+from trl_steady.rewards.dynamic import DynamicSamplingPart
 from trl_steady.rewards.part import RewardsPart, StepAdvantagesPart
 from trl_steady.routing.part import RoutingPart
 from trl_steady.sampling.agreement import EngineCheckPart
@@ -54,6 +55,7 @@ class GRPOTrainer(SteadyTrainer, trl.GRPOTrainer):
         ReferencePart,
         RewardsPart,
         StepAdvantagesPart,
+        DynamicSamplingPart,
         LossPart,
         EngineCheckPart,
         ReportPart,

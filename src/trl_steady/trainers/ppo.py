@@ -15,6 +15,7 @@ from trl_steady.losses.part import LossPart
 from trl_steady.padding.part import PaddingPart
 from trl_steady.reference.part import ReferencePart
 from trl_steady.reward_model.part import RewardModelPart
+from trl_steady.rewards.dynamic import DynamicSamplingPart
 from trl_steady.rewards.part import RewardsPart
 from trl_steady.routing.part import RoutingPart
 from trl_steady.sampling.agreement import EngineCheckPart
@@ -60,6 +61,7 @@ class PPOTrainer(GRPOTrainer):
         AdapterPart,
         ReferencePart,
         RewardsPart,
+        DynamicSamplingPart,
         LossPart,
         EngineCheckPart,
         ReportPart,
