@@ -58,7 +58,7 @@ def test_exactly_the_groups_without_a_signal_are_replaced(
 def test_the_loss_is_that_of_the_chosen_rows_alone(models: dict[str, Path], tmp_path: Path) -> None:
     """In float64: the clipped objective of GRPO by hand, in a second update, whose ratios are not 1."""
     policy, by_hand = (
-        transformers.AutoModelForCausalLM.from_pretrained(models["dense"], dtype=torch.float64) for _ in range(2)
+        transformers.AutoModelForCausalLM.from_pretrained(models["gpt2"], dtype=torch.float64) for _ in range(2)
     )
     options = {"loss_type": "grpo", "steps_per_generation": 1, "num_iterations": 2, "per_device_train_batch_size": 16}
     trainer = build(policy, tmp_path, **options, max_steps=2, trim_padding=False)
@@ -66,8 +66,9 @@ def test_the_loss_is_that_of_the_chosen_rows_alone(models: dict[str, Path], tmp_
     compute = trainer.micro_batch_loss
 
     def scored(model: Any, ids: torch.Tensor, mask: torch.Tensor, width: int, *_: Any, **__: Any) -> Any:
-        """As TRL, whose log-probs are float32."""
-        logits = model(input_ids=ids, attention_mask=mask, use_cache=False).logits[:, -width - 1 : -1]
+        """In place of TRL's log-probs, which are float32. GPT-2 has no layer that computes in float32."""
+        places = (mask.cumsum(1) - 1).clamp(min=0)
+        logits = model(input_ids=ids, attention_mask=mask, position_ids=places).logits[:, -width - 1 : -1]
         return logits.log_softmax(-1).gather(-1, ids[:, -width:, None])[..., 0], torch.zeros(len(ids), width), None
 
     trainer.log_probs = scored
