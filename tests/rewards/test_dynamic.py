@@ -12,7 +12,7 @@ import torch
 import transformers
 from datasets import Dataset, IterableDataset
 
-from tests.tools import resumable, rewarding, rounds, tiny
+from tests.tools import agent, resumable, rewarding, rounds, routed, sampled, tiny
 from tests.tools.rounds import build, chosen, groups, metric, sequences
 from trl_steady import StepRewards
 from trl_steady.rewards.dynamic import DynamicSamplingPart, range_of_steps
@@ -226,6 +226,95 @@ def test_step_tables_are_those_of_the_rows_that_were_chosen(models: dict[str, Pa
     assert samples["advantages"].dim() == 2
     assert torch.equal(samples["advantages"], expected["advantages"])
     assert trainer.last_step_advantages == plain.last_step_advantages
+
+
+@pytest.mark.filterwarnings("ignore:sampling leaves tokens out")
+def test_routes_and_kept_sets_are_those_with_which_the_rows_were_sampled(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """Random routes tell each row apart, also under R3, where the model would choose others."""
+
+    class Both(sampled.Sampled, routed.Random):
+        pass
+
+    options = {"router_replay": "R3", "top_p": 0.8, "max_steps": 8, "router_aux_loss_coef": 0.0}
+    build = {"reward_funcs": rounds.planted}
+    trainer = tiny.train(sampled.build(models["moe"], tmp_path, Both, dynamic_sampling=True, build=build, **options))
+    later, policy = 0, sampled.models(models["moe"], trainer)
+    assert len(trainer.updates) == 8
+    for update in trainer.updates:
+        turns, draws = trainer.turns[update.rollout], trainer.draws[update.rollout]
+        routes = [{tuple(routed.ids): routed.values for routed in turn} for turn in turns]
+        sets: dict[tuple[int, ...], list[Any]] = {}
+        for drawn in (drawn for turn in draws for drawn in turn):
+            sets.setdefault(tuple(drawn.ids), []).append(drawn.sets)
+        before = policy(trainer.rollouts[update.rollout][0])
+        for row in sampled.rows(update):
+            ids = tuple(row.ids)
+            numbers = [number for number, known in enumerate(routes) if ids in known]
+            later += numbers[0] > 0
+            given = routed.of_rollout(routes[numbers[0]][ids])
+            assert row.routes is not None and torch.equal(row.routes, given) and row.sets in sets[ids]
+            scores = sampled.scores(before, row, routes=row.routes)
+            old = row.values["old_per_token_logps"].double()
+            torch.testing.assert_close(old, sampled.log_probs(scores, row), **sampled.CLOSE)
+    assert later > 8  # rows of further rounds
+
+
+@pytest.mark.parametrize("setup", ["tools", "environment"])
+def test_turns_of_agents_travel_with_their_rows(tmp_path: Path, setup: str) -> None:
+    """Answers in several turns, with tools, in rounds that end after different numbers of turns."""
+
+    def by_turns(completions: list[Any], completion_ids: list[list[int]], **_: Any) -> list[Any]:
+        """The number of turns; groups in which it is the same for all are idle."""
+        turns = [sum(message["role"] == "assistant" for message in completion) for completion in completions]
+        seen.append(list(zip(map(tuple, completion_ids), turns, strict=True)))
+        return turns
+
+    seen: list[list[Any]] = []
+    resets: list[int] = []
+
+    class Calculator(agent.Calculator):
+        def reset(self, **columns: Any) -> str:
+            super().reset(**columns)
+            resets.append(1)
+            return ""
+
+        get_reward = None  # type: ignore[assignment]
+
+    data = agent.dataset(agent.one_by_one)
+    given = {"tools": agent.tools([])} if setup == "tools" else {"environment_factory": Calculator}
+    keywords = {"train_dataset": data, "processing_class": None, "reward_funcs": by_turns, **given}
+    options = {"loss_type": "grpo", "num_generations": 2, "max_completion_length": 160, "min_p": 0.1, "max_steps": 4}
+    options |= {
+        "learning_rate": 1e-5,
+        "steps_per_generation": 2,
+        "per_device_train_batch_size": 8,
+        "num_iterations": 2,
+    }
+    options |= {"keep_sampling_mask": True}
+    model = agent.save_model(tmp_path / "model")
+    trainer = tiny.trainer(model, tmp_path, dynamic_sampling=True, build=keywords, **options)
+    trainer.model.train()
+    samples = trainer.rollout([{"prompt": row["prompt"]} for row in data for _ in range(2)])
+    pairs = [[answers[start : start + 2] for start in range(0, len(answers), 2)] for answers in seen]
+    differs = lambda group: group[0][1] != group[1][1]
+    later = [group for answers in pairs[1:] for group in answers if differs(group)]
+    expected = [group if differs(group) or not later else later.pop(0) for group in pairs[0]]
+    assert len(seen) > 1 and expected != pairs[0]
+    assert len(resets) == (sum(map(len, seen)) if setup == "environment" else 0)
+    pairs = zip(samples["completion_ids"], samples["completion_mask"], strict=True)
+    found = [tuple(ids[mask.bool()].tolist()) for ids, mask in pairs]
+    assert found == [ids for group in expected for ids, _ in group]
+    masks = zip(samples["tool_mask"], found, strict=True)
+    is_tool = [[not flag for flag in mask[: len(ids)].tolist()] for mask, ids in masks]
+    for ids, tools, (_, turns) in zip(found, is_tool, [row for group in expected for row in group], strict=True):
+        spans = agent.turns(list(ids))
+        assert len(spans) == turns
+        assert tools == [not any(start <= t < end for start, end in spans) for t in range(len(ids))]
+    for sets, tools in zip(samples["kept_tokens"], is_tool, strict=True):  # a token of a tool has none
+        counts = sets[1].diff()[: len(tools)].tolist()
+        assert [count == 0 for count in counts] == tools
 
 
 # which groups have a signal
