@@ -67,6 +67,9 @@ def test_a_native_loss_has_every_default_of_trl(tmp_path: Path, loss_type: str) 
         "adapter_dtype": None,
         "vllm_adapter_sync": None,
         "engine_check": 1.0,
+        "dynamic_sampling": False,
+        "dynamic_sampling_max_rounds": 3,
+        "dynamic_sampling_filter": "zero_std",
         "training_report": False,
         "log_line": False,
     }
@@ -81,9 +84,11 @@ def test_trl_parser_reads_our_fields_from_yaml_and_command_line(tmp_path: Path) 
     command += ["--geometric_mask_range", "0.99", "1.01"]
     (args,) = TrlParser(trl_steady.GRPOConfig).parse_args_and_config(command)
     assert (args.loss_type, args.epsilon, args.epsilon_high) == ("gspo", 3e-3, 5e-3)
-    assert args.geometric_mask_range == [0.99, 1.01]
-    path.write_text(path.read_text() + "geometric_mask_range: [0.98, 1.02]\noff_policy_mask_threshold: .inf\n")
+    assert args.geometric_mask_range == [0.99, 1.01] and args.dynamic_sampling_filter == "zero_std"
+    more = "dynamic_sampling: true\ndynamic_sampling_filter: [0.1, 0.9]\n"
+    path.write_text(path.read_text() + more + "geometric_mask_range: [0.98, 1.02]\noff_policy_mask_threshold: .inf\n")
     (args,) = TrlParser(trl_steady.GRPOConfig).parse_args_and_config(["--config", str(path)])
+    assert args.dynamic_sampling_filter == [0.1, 0.9]
     assert args.geometric_mask_range == [0.98, 1.02] and args.off_policy_mask_threshold == float("inf")
     assert args.importance_sampling_level == "sequence"
 

@@ -81,6 +81,7 @@ UNPADDED = "padding-free passes (the default)"
         ({"router_replay": "R2", "router_replay_reference": True, "beta": 0.1}, [R2, "routes in the reference's"]),
         ({"keep_sampling_mask": True, "top_p": 0.9}, ["kept sampling mask"]),
         ({"trim_padding": True, "share_prompts": True}, [UNPADDED, "a group's prompt computed once"]),
+        ({"dynamic_sampling": True, "dynamic_sampling_max_rounds": 4}, ["dynamic sampling"]),
         ({"adapter_dtype": "float32"}, ["float32 adapters on a quantised base"]),
     ],
     ids=str,

@@ -2,6 +2,7 @@
 
 import contextlib
 import copy
+import json
 import math
 import re
 from pathlib import Path
@@ -648,3 +649,16 @@ def test_the_first_fit_of_a_reward_model_is_not_filtered(models: dict[str, Path]
     trainer.generate = lambda ids, *rest, **more: calls.append(len(ids)) or generate(ids, *rest, **more)
     rewarding.refresher(trainer).fit([{"prompt": f"{i}+1="} for i in range(8)])
     assert calls == [16, 16] and trainer.part(DynamicSamplingPart)._prompts.position == (0, 0)
+
+
+# a function as an option
+
+
+def test_a_function_is_saved_with_the_arguments_and_logged_by_its_name(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    options = {"dynamic_sampling_filter": everything, "max_steps": 1, "save_strategy": "steps", "save_steps": 1}
+    trainer = tiny.train(build(models["dense"], tmp_path, **options))
+    saved = torch.load(tmp_path / "checkpoint-1/training_args.bin", weights_only=False)
+    assert saved.dynamic_sampling_filter is everything
+    assert json.loads(trainer.args.to_json_string())["dynamic_sampling_filter"] == "everything"

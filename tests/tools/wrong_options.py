@@ -28,6 +28,9 @@ INVALID: dict[str, list[Any]] = {
     "adapter_dtype": ["float16"],
     "vllm_adapter_sync": ["lora"],
     "engine_check": [0.0],
+    "dynamic_sampling": ["zero_std"],
+    "dynamic_sampling_max_rounds": [1, 2.5],
+    "dynamic_sampling_filter": ["zero", None, (1, 0), (0, 1, 2), (0.5, 0.5), "01", 0.5, lambda rewards, rows: True],
 }
 """Option of `GRPOConfig` -> values that are refused whatever the other options are."""
 
@@ -77,6 +80,7 @@ CONTRADICTIONS_PPO: list[Wrong] = [
     ({"importance_sampling_level": "sequence"}, r"importance_sampling_level='sequence' does not work with PPO"),
     ({"optim": "galore_adamw_layerwise"}, r"optim='galore_adamw_layerwise' takes"),
     ({"fp16": True}, r"fp16=True does not work with PPO"),
+    ({"dynamic_sampling": True}, r"num_generations=1: the rewards of one answer cannot differ"),
 ]
 
 _ON_POLICY = {"steps_per_generation": 1}

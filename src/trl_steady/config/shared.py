@@ -12,8 +12,10 @@ from trl_steady.config.sampling import TRUNCATIONS, WEIGHTINGS
 
 if TYPE_CHECKING:
     _Trls = trl.GRPOConfig
+    _Filter = list[float] | tuple[float, float] | str | Callable[..., bool]
 else:
     _Trls = object
+    _Filter = str  # for TRL's parser, which knows no such union
 
 
 # Options with which TRL computes over the tokens of a micro-batch -> the value without that.
@@ -124,8 +126,7 @@ class SharedOptions(_Trls):
         Range(lambda value: value >= 2 and value == int(value), "2, 3, 4, ..."),
         idle=needs("dynamic_sampling"),
     )
-    # in this order, so that the command line reads numbers
-    dynamic_sampling_filter: list[float] | str | Callable[..., bool] = option(
+    dynamic_sampling_filter: _Filter = option(
         "zero_std",
         'With `dynamic_sampling`, the groups to keep. `"zero_std"`: those whose rewards differ. `(low, high)`: those '
         "whose mean reward is between the two. Or a function that gets a group's rewards (G,) and its rows, which are "
