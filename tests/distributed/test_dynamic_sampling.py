@@ -55,7 +55,7 @@ def replaced(rank: int, model: Path, output: Path) -> None:
     for name, options in SETTINGS.items():
         options = {"steps_per_generation": 1, "max_steps": 6, **options}
         trainer = tiny.train(rounds.build(model, output / name, **options))
-        assert sum(check_rollout(each, options["num_generations"]) for each in trainer.rollouts) > 3, name
+        assert sum(check_rollout(each, options["num_generations"]) for each in trainer.rollouts) > 1, name
         assert len(set(map(str, gather_object([tiny.history(trainer)[:-1]])))) == 1  # shares are of both
 
 
