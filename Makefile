@@ -135,6 +135,7 @@ bench: $(VENV)/.recipes
 	$(TRAIN) tests/benchmarks/padding.py
 	$(TRAIN) tests/benchmarks/replay.py
 	$(TRAIN) tests/benchmarks/sampling_mask.py
+	$(TRAIN) tests/benchmarks/dynamic_sampling.py
 
 format: $(VENV)/.test
 	$(BIN)/ruff format .
