@@ -99,6 +99,7 @@ def resumed(rank: int, model: Path, output: Path) -> None:
         assert resumable.differences(resumable.state(whole), resumable.state(again)) == [], step
 
 
+@pytest.mark.supports("dynamic_sampling", on="DDP")
 @pytest.mark.parametrize("check", [replaced, drawn, travelled, resumed])
 def test_two_processes(models: dict[str, Path], tmp_path: Path, check: Any) -> None:
     model = models["moe" if check is travelled else "dense"]

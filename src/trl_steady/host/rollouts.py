@@ -8,7 +8,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 import trl
@@ -111,7 +111,7 @@ def relog_advantages(trainer: "Trainer", advantages: Sequence[float]) -> None:
 def collated(trainer: "Trainer", rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return rows of the training set as TRL's data loader hands them to a rollout."""
     collate = trls(trainer)._get_collator_with_removed_columns(trls(trainer).data_collator, description="training")
-    return send_to_device(collate(rows), trainer.accelerator.device)
+    return cast(Any, send_to_device(collate(rows), trainer.accelerator.device))
 
 
 @dataclass
@@ -165,8 +165,10 @@ class Rounds:
 
         def rewarding(*known: list[Any]) -> Tensor:  # inputs, prompts, completions, token ids
             found["rewards"] = rewards = reward(*known)
-            of_modules = rewards[trainer.accelerator.process_index * len(known[0]) :][: len(known[0])].T.tolist()
-            returns = [returned.get(function, values) for function, values in enumerate(of_modules)]
+            first = trainer.accelerator.process_index * len(known[0])
+            columns: list[list[Any]] = rewards[first : first + len(known[0])].T.tolist()
+            # modules among the functions are not read
+            returns = [returned.get(function, column) for function, column in enumerate(columns)]
             found["rows"] = self._rows(known[:3], found["generated"], returns)
             return rewards
 

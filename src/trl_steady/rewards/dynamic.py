@@ -26,7 +26,7 @@ _FILE = "dynamic_sampling.json"
 class _Group:
     """A group of completions to a prompt, whose rows may be on several processes."""
 
-    owners: list[int]
+    owners: Sequence[int]
     """(G,) process of each row."""
     rows: dict[int, Row]
     """Number in the group -> row, for those of this process."""

@@ -201,7 +201,8 @@ class _KeptRecord(TokenRecord):
     def give(self, items: Sequence[tuple[Traced, KeptTokens]]) -> None:
         """Record items of `take` again, with new numbers."""
         self.sets = [sets for _, sets in items]
-        numbers = torch.arange(sum(map(len, self.sets)), dtype=torch.int32).split([len(sets) for sets in self.sets])
+        counts = [len(sets) for sets in self.sets]
+        numbers = torch.split(torch.arange(sum(counts), dtype=torch.int32), counts)
         pairs = zip([traced for traced, _ in items], numbers, strict=True)
         super().give([Traced(ids, old.masked_scatter(old >= 0, new)) for (ids, old), new in pairs])
 
