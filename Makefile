@@ -136,6 +136,7 @@ bench: $(VENV)/.recipes
 	$(TRAIN) tests/benchmarks/weights.py
 	$(TRAIN) tests/benchmarks/replay.py
 	$(TRAIN) tests/benchmarks/sampling_mask.py
+	$(TRAIN) tests/benchmarks/dynamic_sampling.py
 
 format: $(VENV)/.test
 	$(BIN)/ruff format .

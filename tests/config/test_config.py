@@ -70,6 +70,9 @@ def test_a_native_loss_has_every_default_of_trl(tmp_path: Path, loss_type: str) 
         "vllm_adapter_sync": None,
         "vllm_engine_kwargs": None,
         "engine_check": 1.0,
+        "dynamic_sampling": False,
+        "dynamic_sampling_max_rounds": 3,
+        "dynamic_sampling_filter": "zero_std",
         "training_report": False,
         "log_line": False,
     }
@@ -85,8 +88,15 @@ def test_trl_parser_reads_our_fields_from_yaml_and_command_line(tmp_path: Path) 
     (args,) = TrlParser(trl_steady.GRPOConfig).parse_args_and_config(command)
     assert (args.loss_type, args.epsilon, args.epsilon_high) == ("gspo", 3e-3, 5e-3)
     assert args.geometric_mask_range == [0.99, 1.01] and args.vllm_engine_kwargs == {"enforce_eager": True}
-    path.write_text(path.read_text() + "geometric_mask_range: [0.98, 1.02]\noff_policy_mask_threshold: .inf\n")
+    assert args.dynamic_sampling_filter == "zero_std"
+    more = "dynamic_sampling: true
+dynamic_sampling_filter: [0.1, 0.9]
+"
+    path.write_text(path.read_text() + more + "geometric_mask_range: [0.98, 1.02]
+off_policy_mask_threshold: .inf
+")
     (args,) = TrlParser(trl_steady.GRPOConfig).parse_args_and_config(["--config", str(path)])
+    assert args.dynamic_sampling_filter == [0.1, 0.9]
     assert args.geometric_mask_range == [0.98, 1.02] and args.off_policy_mask_threshold == float("inf")
     assert args.importance_sampling_level == "sequence"
 

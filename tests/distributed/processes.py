@@ -27,7 +27,7 @@ def run(check: Callable[[int], None], folder: Path, seconds: float = 300) -> Non
         if time.monotonic() > end:
             for process in context.processes:
                 process.kill()
-            raise TimeoutError(f"{check.__name__} has not ended after {seconds} seconds.")
+            raise TimeoutError(f"{check} has not ended after {seconds} seconds.")
 
 
 def _enter(rank: int, check: Callable[[int], None], store: str) -> None:

@@ -142,6 +142,37 @@ def test_trls_rollouts_are_buffered_and_scored_as_we_know(trainer: Any) -> None:
     assert '"ref" if "ref" in model.peft_config' in source_of(trainer._generate_and_score_completions)
 
 
+@BOTH
+def test_trls_rollout_asks_and_logs_by_the_names_that_rounds_answer_for(trainer: Any, contract: Contract) -> None:
+    """A round of dynamic sampling answers the scores, and the last call what was generated and rewarded."""
+    function = trainer._generate_and_score_completions
+    source, calls = source_of(function), [ast.unparse(call) for call in calls_in(function)]
+    for call in (
+        "self._generate(prompts)",
+        "self._calculate_rewards(inputs, prompts, completions, completion_ids_list)",
+    ):
+        assert calls.count(call) == 1, call
+    scores = [call for call in calls if call.startswith("self._get_per_token_logps_and_entropies(")]
+    assert len(scores) == 3 and all(
+        "prompt_completion_ids, attention_mask, logits_to_keep, " in call for call in scores
+    )
+    (answers,) = (node for node in ast.walk(ast.parse(source_of(trainer._generate))) if isinstance(node, ast.Return))
+    names = ast.unparse(answers).removeprefix("return ").strip("()").split(", ")
+    assert names[:2] == ["prompt_ids", "completion_ids"]
+    assert {*names[2:]} <= {"completions", "tool_mask", "logprobs", "extra_fields", "images", "tool_images"}
+    # metrics that need scores are known by their names; the others are of prompts, answers and rewards
+    logged = set(re.findall(r'self\._metrics\[mode\]\[f?"([^"]+)"\]', source))
+    of_rewards = {"reward", "reward_std", "frac_reward_zero_std"}
+    of_rewards |= {f"rewards/{{reward_func_name}}/{statistic}" for statistic in ("mean", "std")}
+    assert {name for name in logged - of_rewards if name != "kl" and not name.startswith("sampling/")} == set()
+    assert set(re.findall(r'self\._logs\["(\w+)"\]', source)) <= {
+        *("images", "prompt", "completion", "rewards", "advantages", "extra")
+    }
+    assert "zip(self.reward_funcs, " in re.sub(r"\s+", " ", source_of(trainer._calculate_rewards))
+    assert "self._pending_extra_logs[column]" in source_of(trainer._log_completion_extra)
+    assert parameters_of(trainer._get_collator_with_removed_columns) == ("self", "data_collator", "description")
+
+
 def test_trl_gives_a_model_and_takes_from_it_what_we_know_how_to_do_without_padding() -> None:
     """The scoring method uses the model in one call. RLOO's method has the same code."""
     source = source_of(trl.GRPOTrainer._get_per_token_logps_and_entropies)

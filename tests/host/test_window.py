@@ -97,6 +97,7 @@ OTHERS: dict[str, Any] = {
     "beta": 0.0,
     "use_bias_correction_kl": False,
     "kl_estimator": "k2",
+    "dynamic_sampling": True,
 }
 
 

@@ -82,6 +82,7 @@ UNPADDED = "padding-free passes (the default)"
         ({"keep_sampling_mask": True, "top_p": 0.9}, ["kept sampling mask"]),
         ({"trim_padding": True, "share_prompts": True}, [UNPADDED, "a group's prompt computed once"]),
         ({"vllm_engine_kwargs": {"enforce_eager": True}}, ["arguments of a colocated vLLM"]),
+        ({"dynamic_sampling": True, "dynamic_sampling_max_rounds": 4}, ["dynamic sampling"]),
         ({"adapter_dtype": "float32"}, ["float32 adapters on a quantised base"]),
     ],
     ids=str,

@@ -49,6 +49,7 @@ def test_the_metrics_page_has_what_is_logged_and_nothing_else(models: dict[str, 
         "ref_model_sync_steps": 4,
         "router_replay": "R2",
         "training_report": True,
+        "dynamic_sampling": True,
         "build": {"rollout_func": rollout, "reward_funcs": reward},
     }
     sampled = {"top_p": 0.8, "keep_sampling_mask": True, "build": {}}  # which a rollout_func cannot have

@@ -39,6 +39,7 @@ FEATURES = {
     "router_replay R2": '`router_replay="R2"`',
     "router_replay R3": '`router_replay="R3"`',
     "keep_sampling_mask": "`keep_sampling_mask`",
+    "dynamic_sampling": "`dynamic_sampling`",
     "trim_padding": "`trim_padding`",
     "token_budget": "`token_budget`",
     "share_prompts": "`share_prompts`",

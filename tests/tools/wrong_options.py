@@ -31,6 +31,9 @@ INVALID: dict[str, list[Any]] = {
     "vllm_adapter_sync": ["lora"],
     "vllm_engine_kwargs": ["fp8", "{'quantization': 'fp8'}", ["fp8"], True],
     "engine_check": [0.0],
+    "dynamic_sampling": ["zero_std"],
+    "dynamic_sampling_max_rounds": [1, 2.5],
+    "dynamic_sampling_filter": ["zero", None, (1, 0), (0, 1, 2), (0.5, 0.5), "01", 0.5, lambda rewards, rows: True],
 }
 """Option of `GRPOConfig` -> values that are refused whatever the other options are."""
 
@@ -104,6 +107,7 @@ CONTRADICTIONS_PPO: list[Wrong] = [
     ({"optim": "galore_adamw_layerwise"}, r"optim='galore_adamw_layerwise' takes"),
     ({"fp16": True}, r"fp16=True does not work with PPO"),
     ({"skip_old_pass": True, **_ON_POLICY}, r"skip_old_pass=True does not work with kl_coef=0\.05: the KL in the rew"),
+    ({"dynamic_sampling": True}, r"num_generations=1: the rewards of one answer cannot differ"),
 ]
 
 IDLE: list[Wrong] = [

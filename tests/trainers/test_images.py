@@ -128,3 +128,30 @@ def test_images_follow_their_samples_through_cut_columns(llava: tuple[Path, Any]
     assert len(set(widths)) > 2
     with pytest.raises(ValueError, match=r"token_budget=100 .*takes other inputs than text"):
         tiny.trainer(folder, tmp_path, token_budget=100, **options)
+
+
+def test_images_travel_with_the_rows_of_dynamic_sampling(llava: tuple[Path, Any], tmp_path: Path) -> None:
+    folder, processor = llava
+    data = pictures(4)
+    data = data.add_column("number", list(range(4)))
+    seen: list[list[tuple[int, tuple[int, ...]]]] = []
+
+    def reward(completion_ids: list[list[int]], number: list[int], **_: Any) -> list[float]:
+        """Only prompt 0 of a first round has a signal; later only those with a number above 0."""
+        keeps = [(n == 0) == (not seen) for n in number]
+        seen.append(list(zip(number, map(tuple, completion_ids), strict=True)))
+        return [float(i) if keep else 0.0 for i, keep in enumerate(keeps)]
+
+    options: dict[str, Any] = {"dynamic_sampling": True, "dynamic_sampling_max_rounds": 9, "max_completion_length": 4}
+    build = {"train_dataset": data, "processing_class": processor, "reward_funcs": reward}
+    trainer = tiny.trainer(folder, tmp_path, build=build, **options)
+    trainer.model.train()
+    rows = [dict(data[i]) for i in (0, 0, 1, 2) for _ in range(4)]
+    samples = trainer.rollout(rows)
+    pairs = zip(samples["completion_ids"], samples["completion_mask"], strict=True)
+    found = [tuple(ids[mask.bool()].tolist()) for ids, mask in pairs]
+    later = [answer for answers in seen[1:] for answer in answers if answer[0]]
+    assert found == [ids for _, ids in (*seen[0][:8], *later[:8])] and len(seen) > 1
+    numbers = [number for number, _ in (*seen[0][:8], *later[:8])]
+    expected = processor.image_processor([data[i]["images"][0] for i in numbers], return_tensors="pt")
+    assert torch.equal(samples["pixel_values"], expected["pixel_values"]) and len(samples["num_images"]) == 16

@@ -85,6 +85,13 @@ _ROWS: dict[tuple[str, str, tuple[str, ...]], tuple[tuple[str, ...], ...]] = {
             f"{_MATH}, section 4.1.3",
         ),
     ),
+    ("sampling", "dynamic-sampling.md", _REWARDS): (
+        (
+            "dynamic sampling: groups that teach nothing are replaced",
+            "dynamic_sampling=True, dynamic_sampling_filter=..., dynamic_sampling_max_rounds=...",
+            "2503.14476, section 3.2",
+        ),
+    ),
     ("reward model", "reward-models.md", ()): (
         ("reward model on the policy's base", "reward_funcs=RewardAdapter(...)"),
         (

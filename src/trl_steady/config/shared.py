@@ -2,7 +2,7 @@
 
 import json
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -13,8 +13,10 @@ from trl_steady.config.sampling import TRUNCATIONS, WEIGHTINGS
 
 if TYPE_CHECKING:
     _Trls = trl.GRPOConfig
+    _Filter = list[float] | tuple[float, float] | str | Callable[..., bool]
 else:
     _Trls = object
+    _Filter = str  # for TRL's parser, which knows no such union
 
 
 # Options with which TRL computes over the tokens of a micro-batch -> the value without that.
@@ -43,6 +45,12 @@ _OF_TRAINERS: dict[str, str] = {
     "trust_remote_code": "trust_remote_code",
     **{name: f"vllm_{name}" for name in ("gpu_memory_utilization", "enable_sleep_mode", "model_impl")},
 }
+
+
+def _is_filter(value: Any) -> bool:
+    if callable(value):
+        return "<" not in getattr(value, "__qualname__", "")  # pickle, with which checkpoints save it, needs a name
+    return value == "zero_std" or (not isinstance(value, str) and len(value) == 2 and value[0] < value[1])
 
 
 def never_off_policy(args: "SharedOptions") -> str | None:
@@ -154,6 +162,25 @@ class SharedOptions(_Trls):
         idle=lambda args: None if args.use_vllm else "use_vllm=False, unless a rollout_func generates",
     )
 
+    dynamic_sampling: bool = option(
+        False,
+        "Replace groups that `dynamic_sampling_filter` rejects by groups of further prompts, before anything is "
+        "scored (DAPO, arXiv 2503.14476, section 3.2).",
+    )
+    dynamic_sampling_max_rounds: int = option(
+        3,
+        "With `dynamic_sampling`, most rounds of generation for a rollout. Rejected groups fill what is then missing.",
+        Range(lambda value: value >= 2 and value == int(value), "2, 3, 4, ..."),
+        idle=needs("dynamic_sampling"),
+    )
+    dynamic_sampling_filter: _Filter = option(
+        "zero_std",
+        'With `dynamic_sampling`, the groups to keep. `"zero_std"`: those whose rewards differ. `(low, high)`: those '
+        "whose mean reward is between the two. Or a function that gets a group's rewards (G,) and its rows, which are "
+        'dictionaries with all columns, "prompt" and "completion", and returns True to keep it.',
+        Range(_is_filter, "'zero_std', (low, high) with low < high, or a function that is not inside another one"),
+        idle=needs("dynamic_sampling"),
+    )
     training_report: bool = option(
         False,
         "Write `report.html` to the output folder at saves and at the end, print a line when a symptom of an unsteady "
@@ -218,6 +245,11 @@ class SharedOptions(_Trls):
                     f"{name}={getattr(self, name)!r} does not work with use_transformers_continuous_batching=True. "
                     "Set it to False."
                 )
+        if self.dynamic_sampling and self.num_generations == 1:
+            yield (
+                "dynamic_sampling=True does not work with num_generations=1: the rewards of one answer cannot differ. "
+                "Set num_generations to 2 or more."
+            )
         if self.top_k is None:  # the other options would read it as no filter
             yield "top_k=None: transformers takes it for 50. Set top_k=0 for no top-k filter."
         if self.keep_sampling_mask and self.use_vllm and self.sampling.get("top_k", 0) <= 0:
@@ -242,6 +274,16 @@ class SharedOptions(_Trls):
                 "this change even with keep_sampling_mask=True."
             )
         return messages
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return the options as in transformers, with the name of a function, which is no JSON."""
+        options = super().to_dict()
+        chosen = options["dynamic_sampling_filter"]
+        return (
+            {**options, "dynamic_sampling_filter": getattr(chosen, "__name__", repr(chosen))}
+            if callable(chosen)
+            else options
+        )
 
     is_of_our_trainer = False  # not an option, without an annotation
     """True while one of our trainers is built with this config."""

@@ -89,7 +89,18 @@ def aligned(sequences: Sequence[Traced], input_ids: Tensor, attention_mask: Tens
     tokens = [cast(list[int], ids[is_token].tolist()) for ids, is_token in zip(input_ids.cpu(), mask, strict=True)]
     like = sequences[0].values
     batch = like.new_full((*input_ids.shape, *like.shape[1:]), nothing(like.dtype))
-    free = dict(enumerate(sequences))
+    for row, found in enumerate(matched(sequences, tokens)):
+        batch[row, mask[row].nonzero().squeeze(-1)] = found.values[: len(tokens[row])]
+    return batch.to(input_ids.device)
+
+
+def matched(sequences: Sequence[Traced], tokens: Sequence[list[int]]) -> list[Traced]:
+    """Return for each row of tokens a sequence that begins with it: the one at its place if that fits.
+
+    Raises:
+        ValueError: a row has other tokens than every sequence that is left.
+    """
+    free, found = dict(enumerate(sequences)), dict[int, Traced]()
     for row in sorted(range(len(tokens)), key=lambda row: -len(tokens[row])):
         count = len(tokens[row])
         fitting = next((i for i in (row, *free) if i in free and free[i].ids[:count] == tokens[row]), None)
@@ -98,5 +109,5 @@ def aligned(sequences: Sequence[Traced], input_ids: Tensor, attention_mask: Tens
                 f"sequence {row} of the rollout has other tokens than were recorded. A subclass or a tool may have "
                 "changed them after they were sampled."
             )
-        batch[row, mask[row].nonzero().squeeze(-1)] = free.pop(fitting).values[:count]
-    return batch.to(input_ids.device)
+        found[row] = free.pop(fitting)
+    return [found[row] for row in range(len(tokens))]

@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerState, TrainingArguments
 from transformers.trainer_callback import CallbackHandler, TrainerCallback
 
-from trl_steady.functional.turns import Traced, aligned, stitched
+from trl_steady.functional.turns import Traced, aligned, matched, stitched
 from trl_steady.host.loss import MicroBatch, Terms, loss_mask, scored
 from trl_steady.host.models import Scorer
 
@@ -50,6 +50,7 @@ class Trainer(Protocol):
     importance_sampling_level: str
     beta: float
     num_generations: int
+    train_dataset: Any  # a Dataset or an IterableDataset
     max_completion_length: int | None
     reward_funcs: list[Any]
     reward_func_names: list[str]
@@ -227,6 +228,12 @@ class Part:
         """Return a context for TRL's rollout."""
         return contextlib.nullcontext()
 
+    def making(
+        self, rollout: Rollout, make: Callable[[list[Any]], dict[str, Any]], inputs: list[Any]
+    ) -> dict[str, Any]:
+        """Return TRL's samples of a rollout on these rows of the data set, which `make` makes."""
+        return make(inputs)
+
     def generating(self, turn: Turn) -> AbstractContextManager[None]:
         """Return a context for one call of TRL's generation. On exit, `turn` has the completions."""
         return contextlib.nullcontext()
@@ -372,7 +379,26 @@ class TokenRecord:
         Raises:
             ValueError: The batch has other tokens than were recorded, or nothing was recorded.
         """
-        try:
+        with self._naming_option():
             return aligned(stitched(self.turns), input_ids, attention_mask)
+
+    def take(self, sequences: Sequence[list[int]]) -> list[Any]:
+        """Remove what was recorded for B sequences of tokens, and return it, one item for each sequence.
+
+        Raises:
+            ValueError: A sequence has other tokens than were recorded, or nothing was recorded.
+        """
+        with self._naming_option():
+            turns, self.turns = self.turns, []
+            return matched(stitched(turns), sequences)
+
+    def give(self, items: Sequence[Any]) -> None:
+        """Record items of `take` again, of any sequences and rounds."""
+        self.turns = [list(items)]
+
+    @contextlib.contextmanager
+    def _naming_option(self) -> Iterator[None]:
+        try:
+            yield
         except ValueError as error:
             raise ValueError(f"{self._option}: {error} {self._instead}") from error

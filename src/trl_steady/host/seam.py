@@ -99,7 +99,10 @@ class Steady(_Trls):
         rollout = Rollout()
         with self.metrics.clock.phase("rollout"):
             with entered(part.rolling(rollout) for part in self.parts), overridden(self, {"_rollout": rollout}):
-                rollout.samples = super()._generate_and_score_completions(inputs)
+                make: Callable[[list[Any]], dict[str, Any]] = super()._generate_and_score_completions
+                for part in self.parts:  # each part calls the one before it, and the first calls TRL
+                    make = functools.partial(part.making, rollout, make)
+                rollout.samples = make(inputs)
             for part in self.parts:
                 rollout.samples.update(part.columns(rollout))
             for part in self.parts:

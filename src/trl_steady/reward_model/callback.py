@@ -175,7 +175,8 @@ class RewardModelRefreshCallback(TrainerCallback):
         total, count = args.generation_batch_size, args.generation_batch_size // trainer.accelerator.num_processes
         for start in range(0, len(answers) - total + 1, total):
             first = start + trainer.accelerator.process_index * count
-            with overridden(args, {"kl_target": None}):  # the coefficient of PPO's KL waits for the training
+            # the coefficient of PPO's KL and the stream of prompts wait for the training
+            with overridden(args, {"kl_target": None, "dynamic_sampling": False}):
                 cast(Any, trainer).rollout(answers[first : first + count])
         forget_logs(trainer)  # these rollouts are not of training
         self.refresh(0)

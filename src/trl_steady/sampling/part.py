@@ -13,6 +13,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
+from trl_steady.functional.turns import Traced
 from trl_steady.host import models
 from trl_steady.host.engine import Capture, SteadyGeneration
 from trl_steady.host.part import Part, Rollout, ScoringPass, TokenRecord, Turn
@@ -190,6 +191,20 @@ class _KeptRecord(TokenRecord):
         self.sets.append(kept)
         pairs = zip(turn.prompt_ids, parts, strict=True)
         self.add(turn, [torch.nn.functional.pad(part, (len(prompt), 0), value=-1) for prompt, part in pairs])
+
+    def take(self, sequences: Sequence[list[int]]) -> list[tuple[Traced, KeptTokens]]:
+        """Remove the sets of B sequences of tokens, and return those of each, with the numbers of its tokens."""
+        traced: list[Traced] = super().take(sequences)
+        sets, self.sets = KeptTokens.joined(self.sets), []
+        return [(each, sets.take(each.values[each.values >= 0])) for each in traced]
+
+    def give(self, items: Sequence[tuple[Traced, KeptTokens]]) -> None:
+        """Record items of `take` again, with new numbers."""
+        self.sets = [sets for _, sets in items]
+        counts = [len(sets) for sets in self.sets]
+        numbers = torch.split(torch.arange(sum(counts), dtype=torch.int32), counts)
+        pairs = zip([traced for traced, _ in items], numbers, strict=True)
+        super().give([Traced(ids, old.masked_scatter(old >= 0, new)) for (ids, old), new in pairs])
 
 
 def taken_sets(engine: SteadyGeneration, completions: list[list[int]]) -> KeptTokens:

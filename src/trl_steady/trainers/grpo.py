@@ -16,6 +16,7 @@ from trl_steady.padding.part import PaddingPart
 from trl_steady.padding.weights import WeightsPart
 from trl_steady.reference.part import ReferencePart
 from trl_steady.reward_model.part import RewardModelPart
+from trl_steady.rewards.dynamic import DynamicSamplingPart
 from trl_steady.rewards.part import RewardsPart, StepAdvantagesPart
 from trl_steady.routing.part import RoutingPart
 from trl_steady.sampling.agreement import EngineCheckPart
@@ -57,6 +58,7 @@ class GRPOTrainer(SteadyTrainer, trl.GRPOTrainer):
         RewardsPart,
         StepAdvantagesPart,
         OldPassPart,
+        DynamicSamplingPart,
         LossPart,
         WeightsPart,  # after all that set advantages
         EngineCheckPart,

@@ -17,6 +17,7 @@ from trl_steady.padding.part import PaddingPart
 from trl_steady.padding.weights import WeightsPart
 from trl_steady.reference.part import ReferencePart
 from trl_steady.reward_model.part import RewardModelPart
+from trl_steady.rewards.dynamic import DynamicSamplingPart
 from trl_steady.rewards.part import RewardsPart
 from trl_steady.routing.part import RoutingPart
 from trl_steady.sampling.agreement import EngineCheckPart
@@ -64,6 +65,7 @@ class PPOTrainer(GRPOTrainer):
         ReferencePart,
         RewardsPart,
         OldPassPart,
+        DynamicSamplingPart,
         LossPart,
         EngineCheckPart,
         ReportPart,

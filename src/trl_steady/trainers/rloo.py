@@ -12,6 +12,7 @@ from trl_steady.padding.part import PaddingPart
 from trl_steady.padding.weights import WeightsPart
 from trl_steady.reference.part import ReferencePart
 from trl_steady.reward_model.part import RewardModelPart
+from trl_steady.rewards.dynamic import DynamicSamplingPart
 from trl_steady.rewards.part import RewardsPart
 from trl_steady.routing.part import RoutingPart
 from trl_steady.sampling.agreement import EngineCheckPart
@@ -48,6 +49,7 @@ class RLOOTrainer(SteadyTrainer, trl.RLOOTrainer):
         RewardsPart,
         OldPassPart,
         WeightsPart,
+        DynamicSamplingPart,
         EngineCheckPart,
         ReportPart,
         TrainingReportPart,  # last: it reads what the others have made

@@ -35,6 +35,7 @@ _SHOWN = {
     "held out": ("eval_reward", "{:.2f}"),
     "KL": ("kl", "{:.2g}"),
     "engine KL": ("mismatch/kl", "{:.1e}"),
+    "generated": ("dynamic_sampling/generated", "{:.2g}x"),
     "clipped": ("clip_ratio/region_mean", "{:.0%}"),
     "routes changed": ("routing/changed", "{:.1%}"),
     "explained": ("value/explained_variance", "{:.2f}"),

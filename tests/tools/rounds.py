@@ -1,0 +1,125 @@
+"""Trainers with dynamic sampling that keep what each round gave, and a rollout made of it by hand."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+import trl
+from torch import Tensor
+
+import trl_steady
+from tests.tools import tiny
+
+SIZE = 4
+
+
+def number(prompt: str) -> int:
+    """The number of a row of `tiny.dataset`, which its prompt begins with."""
+    return int(prompt.strip("ab").split("+")[0])
+
+
+def planted(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """Equal for the prompts with an even number."""
+    rewards = tiny.reward(completion_ids)
+    return [value if number(prompt) % 2 else 1.0 for prompt, value in zip(prompts, rewards, strict=True)]
+
+
+class Answer(NamedTuple):
+    prompt: str
+    ids: tuple[int, ...]
+    reward: Any
+
+
+class Rollout(NamedTuple):
+    rounds: list[list[Answer]]
+    weights: dict[str, Tensor]
+    samples: dict[str, Any]
+
+
+class Watched:
+    """A mixin that keeps the rounds of each rollout, as the reward function sees them, and what became of them."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        self.rollouts: list[Rollout] = []
+        self.rounds: list[list[Answer]] = []
+        super().__init__(*arguments, **keywords)
+
+    def rollout(self: Any, inputs: Any) -> dict[str, Any]:
+        self.rounds = []
+        weights = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
+        samples = super().rollout(inputs)  # type: ignore[misc]
+        self.rollouts.append(Rollout(self.rounds, weights, dict(samples)))
+        return samples
+
+    def watch(self, function: Callable[..., list[Any]]) -> Callable[..., list[Any]]:
+        def reward(prompts: Any, completion_ids: Any, **columns: Any) -> list[Any]:
+            rewards = function(prompts=prompts, completion_ids=completion_ids, **columns)
+            each = zip(prompts, map(tuple, completion_ids), rewards, strict=True)
+            self.rounds.append([Answer(*values) for values in each])
+            return rewards
+
+        return reward
+
+
+class GRPO(Watched, trl_steady.GRPOTrainer):
+    pass
+
+
+class RLOO(Watched, trl_steady.RLOOTrainer):
+    pass
+
+
+class PPO(Watched, trl_steady.PPOTrainer):
+    pass
+
+
+KINDS: dict[str, Any] = {"GRPO": GRPO, "RLOO": RLOO, "PPO": PPO}
+
+
+def build(
+    model: Any, output: Path, method: str = "GRPO", reward: Any = planted, keywords: Any = None, **options: Any
+) -> Any:
+    """A trainer with the option, whose batches of 16 have 4 groups."""
+    config = getattr(trl_steady, f"{method}Config")
+    args: Any = tiny.arguments(config, output, **{"dynamic_sampling": True, **options})
+    given = {"train_dataset": tiny.dataset(), "processing_class": tiny.tokenizer(), **(keywords or {})}
+    model = str(model) if isinstance(model, Path) else model
+    trainer = KINDS[method](model, reward, args, **given)
+    trainer.reward_funcs[0] = trainer.watch(trainer.reward_funcs[0])
+    return trainer
+
+
+def groups(answers: Sequence[Any]) -> list[list[Any]]:
+    return [list(answers[start : start + SIZE]) for start in range(0, len(answers), SIZE)]
+
+
+def differs(group: Sequence[Answer]) -> bool:
+    return len({answer.reward for answer in group}) > 1
+
+
+def chosen(rounds: Sequence[Sequence[Answer]], keeps: Callable[[list[Answer]], bool] = differs) -> list[list[Answer]]:
+    """The groups of a rollout: those of the first round, the rejected ones replaced by later ones in their order."""
+    first, later = groups(rounds[0]), [group for answers in rounds[1:] for group in groups(answers) if keeps(group)]
+    return [group if keeps(group) or not later else later.pop(0) for group in first]
+
+
+def sequences(samples: dict[str, Any]) -> list[tuple[str, tuple[int, ...]]]:
+    """The prompt and the completion of each sample."""
+    tokenizer = tiny.tokenizer()
+    columns = (samples[f"{of}_{what}"] for of in ("prompt", "completion") for what in ("ids", "mask"))
+    return [
+        (tokenizer.decode(prompt[is_prompt.bool()]), tuple(ids[is_token.bool()].tolist()))
+        for prompt, is_prompt, ids, is_token in zip(*columns, strict=True)
+    ]
+
+
+def metric(trainer: trl.GRPOTrainer, name: str) -> list[float]:
+    return [row[name] for row in trainer.state.log_history if name in row]
+
+
+def log_probs(model: Any, prompt: str, ids: Sequence[int]) -> Tensor:
+    """(T,) of a completion, from the model alone."""
+    before = tiny.tokenizer()(prompt)["input_ids"]
+    logits = model(input_ids=torch.tensor([[*before, *ids]]), use_cache=False).logits[0, len(before) - 1 : -1]
+    return logits.log_softmax(-1).gather(-1, torch.tensor(ids)[:, None])[:, 0]
