@@ -89,12 +89,8 @@ def test_trl_parser_reads_our_fields_from_yaml_and_command_line(tmp_path: Path) 
     assert (args.loss_type, args.epsilon, args.epsilon_high) == ("gspo", 3e-3, 5e-3)
     assert args.geometric_mask_range == [0.99, 1.01] and args.vllm_engine_kwargs == {"enforce_eager": True}
     assert args.dynamic_sampling_filter == "zero_std"
-    more = "dynamic_sampling: true
-dynamic_sampling_filter: [0.1, 0.9]
-"
-    path.write_text(path.read_text() + more + "geometric_mask_range: [0.98, 1.02]
-off_policy_mask_threshold: .inf
-")
+    more = "dynamic_sampling: true\ndynamic_sampling_filter: [0.1, 0.9]\n"
+    path.write_text(path.read_text() + more + "geometric_mask_range: [0.98, 1.02]\noff_policy_mask_threshold: .inf\n")
     (args,) = TrlParser(trl_steady.GRPOConfig).parse_args_and_config(["--config", str(path)])
     assert args.dynamic_sampling_filter == [0.1, 0.9]
     assert args.geometric_mask_range == [0.98, 1.02] and args.off_policy_mask_threshold == float("inf")
