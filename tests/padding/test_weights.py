@@ -97,7 +97,9 @@ def skipped(recorded: Recorded) -> list[float]:
 
 
 @pytest.mark.usefixtures("with_float64_everywhere")
-@pytest.mark.parametrize("idle", [0, 0.5, 1])
+@pytest.mark.parametrize(
+    "idle", [pytest.param(0, marks=pytest.mark.slow), 0.5, pytest.param(1, marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_loss_and_gradient_are_those_of_all_sequences(tmp_path: Path, loss_type: str, idle: float) -> None:
     window = 1 if LOSS_TYPES.index(loss_type) % 2 else 4
