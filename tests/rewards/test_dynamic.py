@@ -518,6 +518,19 @@ def test_solved_and_hopeless_groups(models: dict[str, Path], tmp_path: Path) -> 
     assert metric(trainer, f"{PREFIX}solved") == [0.25, 0.25] and metric(trainer, f"{PREFIX}hopeless") == [0.5, 0.5]
 
 
+def only_at_first(completion_ids: list[list[int]], trainer_state: Any, **_: Any) -> list[float]:
+    return [float(trainer_state.global_step > 0 or i % 4 > 0) for i in range(len(completion_ids))]
+
+
+def test_a_resume_knows_the_worst_reward_that_was_seen(models: dict[str, Path], tmp_path: Path) -> None:
+    options = {"steps_per_generation": 2, "max_steps": 4, "reward": only_at_first}
+    whole = tiny.train(build(models["dense"], tmp_path, save_strategy="steps", save_steps=2, **options))
+    assert metric(whole, f"{PREFIX}solved") == [0.0, 1.0]
+    resumed = build(models["dense"], tmp_path / "resumed", **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    assert metric(resumed, f"{PREFIX}solved")[-1:] == [1.0]
+
+
 # prompts of further rounds
 
 
