@@ -147,7 +147,7 @@ def with_steps(completion_ids: list[list[int]], prompts: list[str], **_: Any) ->
         {"name": "moe", "router_replay": "R2", "loss_type": "gspo", "router_aux_loss_coef": 0.0},
         {"name": "moe", "router_replay": "R2", "token_budget": 30, "router_aux_loss_coef": 0.0},
         {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 16, "steps_per_generation": 16},
-        {"build": {"reward_funcs": with_steps}, "loss_type": "gspo_token"},
+        pytest.param({"build": {"reward_funcs": with_steps}, "loss_type": "gspo_token"}, id="steps"),
         {"name": "moe", "router_replay": "R3", "token_budget": 30, "router_aux_loss_coef": 0.0},
         {"keep_sampling_mask": True, "top_p": 0.9},
         {"lora": True, "gradient_checkpointing": True},
