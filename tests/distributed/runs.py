@@ -23,7 +23,7 @@ def partly_in_steps(completion_ids: list[list[int]], **_: Any) -> list[Any]:
 
 
 def half_at_the_mean(completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """Rewards with which the second half of a group has no advantage. In a rollout of one group, a process has it all."""
+    """Rewards with which the second half of a group has no advantage. One process may have all of that half."""
     places = [(ids[0] - 45) * 77 % 200 % GLOBAL_BATCH for ids in completion_ids]  # 77 * 13 is 1, modulo 200
     return [1.0 if place >= GLOBAL_BATCH // 2 else 2.0 * (place % 2) for place in places]
 
