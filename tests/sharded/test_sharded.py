@@ -265,7 +265,7 @@ def test_each_run_has_what_it_shows(engines: Engines) -> None:
         moves = engines.of("DDP", name)[0]["refreshes"]
         assert [step for step, _, _ in moves] == ([4, 8] if run.get("sync_ref_model") else []), name
         assert {rule for _, _, rule in moves} <= {"kl" if "ref_model_sync_kl" in run else "steps"}
-        assert max(values(name, "kl")) > 1e-3
+        assert run.get("beta") == 0 or max(values(name, "kl")) > 1e-3
         # the samples differ between machines: the weakest run reached 0.07 on one of them
         assert max(values(name, "grad_norm")) > 0.01
         if run.get("router_replay"):
@@ -279,4 +279,5 @@ def test_each_run_has_what_it_shows(engines: Engines) -> None:
             assert [norm == 0 for norm in values(name, "grad_norm")].count(True) == run.get("value_warmup_steps", 0)
     for mask in ("off_policy", "geometric", "veto"):
         assert any(0 < value < 1 for value in values("engine", f"dropped/{mask}")), mask
+    assert 0 < max(values("weights", "skipped/sequences")) < 1
     assert min(values("tools", "tools/call_frequency")) > 0 and min(values("steps", "steps/mean_count")) > 1
