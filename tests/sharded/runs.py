@@ -58,9 +58,8 @@ def in_steps_on_the_first(completion_ids: list[list[int]], **_: Any) -> list[Any
 
 def the_same_for_some(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
     """Return the same reward for all answers of about half of the prompts."""
-    return [
-        1.0 if len(prompt) % 2 else float(sum(ids) % 11) for prompt, ids in zip(prompts, completion_ids, strict=True)
-    ]
+    is_odd = [int(prompt.lstrip("ab").partition("+")[0]) % 2 for prompt in prompts]
+    return [1.0 if odd else float(sum(ids) % 11) for odd, ids in zip(is_odd, completion_ids, strict=True)]
 
 
 def disagreeing(prompts: list[str], trainer: Any) -> Run:
