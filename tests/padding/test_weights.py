@@ -1,5 +1,6 @@
 """Sequences without a gradient are left out, and the loss and its gradient stay those of all sequences."""
 
+import copy
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -71,7 +72,8 @@ class Recorded(transformers.TrainerCallback):
 def run(name: str, folder: Path, idle: float = 0.5, **options: Any) -> Recorded:
     """Three optimizer steps with a model in float64, on rollouts of 16 sequences."""
     torch.manual_seed(0)
-    model = transformers.AutoModelForCausalLM.from_config(tiny.CONFIGS[name], experts_implementation="eager").double()
+    config = copy.deepcopy(tiny.CONFIGS[name])  # which is written to
+    model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager").double()
     # RLOO takes no rollout_func, and no rollout_func has routes or kept sets
     is_generated = options.get("router_replay") == "R3" or {"method", "use_vllm", "keep_sampling_mask"} & {*options}
     build = {"reward_funcs": constant(idle), **({} if is_generated else {"rollout_func": UNEQUAL})}

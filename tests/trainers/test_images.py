@@ -126,8 +126,9 @@ def test_images_follow_their_samples_through_cut_columns(llava: tuple[Path, Any]
     for name, value in tiny.parameters(ours).items():
         assert torch.allclose(value, expected[name], rtol=1e-4, atol=1e-6), name
     assert len(set(widths)) > 2
-    with pytest.raises(ValueError, match=r"token_budget=100 .*takes other inputs than text"):
-        tiny.trainer(folder, tmp_path, token_budget=100, **options)
+    for given in ({"token_budget": 100}, {"skip_zero_weight": True, "beta": 0.0}):
+        with pytest.raises(ValueError, match=rf"{next(iter(given))}=.*takes other inputs than text"):
+            tiny.trainer(folder, tmp_path, **{**options, **given})
 
 
 def test_images_travel_with_the_rows_of_dynamic_sampling(llava: tuple[Path, Any], tmp_path: Path) -> None:

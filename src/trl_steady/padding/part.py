@@ -54,11 +54,10 @@ class PaddingPart(Part):
         why_not = self.why_padded or model_traits.why_not_packed
         if args.share_prompts and self.trainer.aux_loss_enabled:
             why_not = "router_aux_loss_coef is not 0.0, and TRL's load-balancing loss counts a prompt with each answer"
-        if args.share_prompts and why_not:
-            raise ValueError(f"share_prompts=True does not work here: {why_not}. Change that, or leave it unset.")
-        reason = self.why_padded or self._why_not_regrouped()
-        if args.token_budget is not None and reason:
-            raise ValueError(f"token_budget={args.token_budget} does not work here: {reason}. Leave it unset.")
+        why_not_regrouped = self.why_padded or self._why_not_regrouped()
+        for option, reason in (("share_prompts", why_not), ("token_budget", why_not_regrouped)):
+            if (value := getattr(args, option)) and reason:
+                raise ValueError(f"{option}={value} does not work here: {reason}. Change that, or leave it unset.")
         if why_not:
             is_whole = self.why_padded or model_traits.width_limit == 0
             what = "does nothing" if is_whole else "only cuts columns that are padding in every row"
