@@ -50,11 +50,12 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(autouse=True)
 def as_found() -> Iterator[None]:
-    """Each test leaves one thread and no process group, so that later tests round as those that run alone."""
+    """Each test leaves one thread, no process group and float32, so that later tests round as those that run alone."""
     yield
-    left = torch.get_num_threads(), torch.distributed.is_initialized()
+    left = torch.get_num_threads(), torch.distributed.is_initialized(), torch.get_default_dtype()
     torch.set_num_threads(1)
-    assert left == (1, False), f"threads, process group: {left}"
+    torch.set_default_dtype(torch.float32)
+    assert left == (1, False, torch.float32), f"threads, process group, default type: {left}"
 
 
 @pytest.fixture(scope="session")
