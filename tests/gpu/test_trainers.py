@@ -12,7 +12,7 @@ from tests.tools import tiny
 from tests.tools.headroom import within
 from tests.tools.places import Place, everywhere
 from tests.tools.recorder import Figures
-from tests.trainers.test_on_gpu import by_steps
+from tests.trainers.test_on_gpu import by_prompt, by_steps
 
 # each with its model and its options
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -21,6 +21,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
     "GSPO-token, step rewards": ("dense", {"loss_type": "gspo_token", "step_advantage": "process"}),
     "GMPO, masked": ("dense", {"loss_type": "gmpo", "off_policy_mask_threshold": 0.1}),
     "a moving reference": ("dense", {"sync_ref_model": True, "ref_model_sync_steps": 1}),
+    "skipped sequences": ("dense", {"skip_zero_weight": True, "beta": 0.0}),
     "shared prompts": ("dense", {"token_budget": 50, "share_prompts": True}),
     "cut at the right only": ("gpt2", {"token_budget": 50}),
     "R2": ("moe", {"router_replay": "R2", "router_replay_reference": True, "router_aux_loss_coef": 0.0}),
@@ -29,7 +30,7 @@ RUNS: dict[str, tuple[str, dict[str, Any]]] = {
 
 def trained(place: Place, models: dict[str, Path], output: Path, run: str) -> Any:
     model, options = RUNS[run]
-    reward = by_steps if "step_advantage" in options else tiny.reward
+    reward = by_steps if "step_advantage" in options else by_prompt if "skip_zero_weight" in options else tiny.reward
     settings = {"beta": 0.1, "optim": "sgd", "learning_rate": 3e-3, "num_iterations": 2, "max_steps": 4, **options}
     build = {"reward_funcs": reward, "rollout_func": UNEQUAL}
     with warnings.catch_warnings():

@@ -17,6 +17,13 @@ def by_steps(completion_ids: list[list[int]], **_: Any) -> list[StepRewards]:
     ]
 
 
+def by_prompt(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+    """The same for all answers to about half of the prompts."""
+    numbers = [sum(prompt.encode()) for prompt in prompts]
+    earned = tiny.reward(completion_ids)
+    return [1.0 if number % 4 < 2 else reward for number, reward in zip(numbers, earned, strict=True)]
+
+
 # each with the model, what is rewarded, and the options
 RUNS: dict[str, tuple[str, Any, dict[str, Any]]] = {
     "kept, by tokens": (
@@ -45,6 +52,7 @@ RUNS: dict[str, tuple[str, Any, dict[str, Any]]] = {
         },
     ),
     "step rewards": ("dense", by_steps, {"step_advantage": "process"}),
+    "skipped sequences": ("dense", by_prompt, {"beta": 0.0, "skip_zero_weight": True, "loss_type": "bnpo"}),
 }
 
 
