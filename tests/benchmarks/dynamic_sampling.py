@@ -1,4 +1,4 @@
-"""What dynamic sampling costs: seconds and generated answers for each optimizer step, by the share z of idle groups.
+"""Measure seconds and generated answers for each optimizer step with dynamic sampling, by the share z of idle groups.
 
     python tests/benchmarks/dynamic_sampling.py [--rounds 10] [--groups 8] [--size 4] [--completion 64] [--random]
 

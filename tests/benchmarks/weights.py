@@ -1,4 +1,4 @@
-"""What it saves to compute only what has a gradient: ours and TRL's side by side, with the log-probs of an engine.
+"""Compare a step of ours that computes only what has a gradient with TRL's, side by side, with an engine's log-probs.
 
     python tests/benchmarks/weights.py [--rounds 5] [--batch 8] [--window 4] [--scale 0.2] [--random] [--json PATH]
 

@@ -192,7 +192,7 @@ def test_means_do_not_pile_up_on_the_device_of_a_run_that_never_logs() -> None:
 
 
 def test_means_over_processes_are_those_of_their_means_as_trls() -> None:
-    """Of 1 and 3 on one process, 10 on another one and nothing on the last: (2 + 10 + 0) / 3."""
+    """One process has 1 and 3, another one has 10 and the last has nothing: (2 + 10 + 0) / 3."""
     others = [[2.0, 1.0, 1.0, 3.0], [0.0, 1.0, 0.0, 0.0]]
     accelerator = SimpleNamespace(
         num_processes=3,

@@ -425,7 +425,7 @@ def test_a_group_without_loss_tokens_has_no_signal(models: dict[str, Path], tmp_
 
 
 def long(rewards: torch.Tensor, rows: list[dict[str, Any]]) -> bool:
-    """Of what a filter gets: its group, with the columns of the data set."""
+    """The filter gets a group with the columns of the data set."""
     assert rewards.shape == (4,) and len(rows) == 4 and len({row["prompt"] for row in rows}) == 1
     assert {row["level"] for row in rows} == {rounds.number(rows[0]["prompt"]) % 3}
     assert [len(row["completion"]) for row in rows] == rewards.tolist()
@@ -483,7 +483,7 @@ def test_a_round_asks_for_what_is_missing_by_the_share_that_was_kept(models: dic
 
 @METHODS
 def test_statistics_are_those_before_the_filter(models: dict[str, Path], tmp_path: Path, method: str) -> None:
-    """Of the first round, so that each rollout has one value. Tokens are those of all rounds."""
+    """Each rollout has one value, that of its first round. Tokens are those of all rounds."""
     keywords = {"reward": [rounds.planted, second], "reward_weights": [1.0, 0.0], "logging_steps": 1}
     trainer = tiny.train(build(models["dense"], tmp_path, method, **keywords, beta=0.1, max_steps=12))
     rows = [row for row in trainer.state.log_history if "reward" in row]

@@ -137,9 +137,9 @@ class Row:
     """The prompt, as an environment has completed it."""
     completion: Any
     generated: tuple[Any, ...]
-    """What TRL's `_generate` returned of it, None where it returned nothing."""
+    """Values that TRL's `_generate` returned for the completion; None where it returned nothing."""
     returned: tuple[Any, ...]
-    """What each reward function returned of it."""
+    """Value that each reward function returned for the completion."""
     records: dict[str, Any]
     """Column -> an item of its `TokenRecord`."""
     extra: dict[str, Any]

@@ -40,7 +40,7 @@ class OldPassPart(Part):
     trainer: _Trainer
     is_skipped = False
     why_not: str | None = None
-    """What keeps an on-policy trainer from skipping the pass; None if nothing does, or if a setting of the config."""
+    """Reason why an on-policy trainer runs the pass, if the config shows none; None if there is no such reason."""
 
     def built(self) -> None:
         """Find out if the pass can be skipped. Raise if `skip_old_pass=True` and it cannot."""
