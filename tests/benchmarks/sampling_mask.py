@@ -114,8 +114,9 @@ def compare(trainer: Any, name: str, vocabulary: int, rounds: int) -> None:
     counts = torch.cat([offsets.diff() for _, offsets in kept])
     counts = counts[counts > 0].double()
     work = {"with": lambda: step(trainer, with_sets), "without": lambda: step(trainer, without)}
-    for once in work.values():  # to warm up
-        once()
+    norms = {each: once() for each, once in work.items()}  # also to warm up
+    if norms["with"] == norms["without"]:
+        raise RuntimeError("the step with sets does not read them")
     # the least of three: whether autograd sums a tied head's two gradients in place differs from step to step
     peaks = {each: min(peak_bytes(once)[1] for _ in range(3)) for each, once in work.items()}
     found = measuring.in_turns(work, rounds)
