@@ -70,6 +70,7 @@ def test_a_native_loss_has_every_default_of_trl(tmp_path: Path, loss_type: str) 
         "vllm_adapter_sync": None,
         "vllm_engine_kwargs": None,
         "engine_check": 1.0,
+        "async_generate": False,
         "dynamic_sampling": False,
         "dynamic_sampling_max_rounds": 3,
         "dynamic_sampling_filter": "zero_std",

@@ -14,7 +14,7 @@ import trl
 import trl_steady
 from tests.tools import tiny
 from trl_steady.config.methods import METHODS
-from trl_steady.host import reached, seam
+from trl_steady.host import names, seam
 from trl_steady.launcher import cli
 from trl_steady.losses.table import LOSSES
 
@@ -53,8 +53,8 @@ def test_every_option_of_ours_belongs_to_a_method() -> None:
 
 def test_a_method_acts_in_methods_that_the_seam_notes() -> None:
     noted = set(re.findall(r'note_reached\("(\w+)"\)', inspect.getsource(seam)))
-    assert noted == {name for method in METHODS for name in method.acts_in} == reached._WAYS.keys()
-    assert all(hasattr(trl_steady.GRPOTrainer, name) for way in reached._WAYS.values() for name in way)
+    assert noted == {name for method in METHODS for name in method.acts_in} == names._WAYS.keys()
+    assert all(hasattr(trl_steady.GRPOTrainer, name) for way in names._WAYS.values() for name in way)
 
 
 MOVING, R2 = "iterative GRPO: a reference that moves", "R2: routes of"
@@ -83,6 +83,10 @@ UNPADDED = "padding-free passes (the default)"
         ({"trim_padding": True, "share_prompts": True}, [UNPADDED, "a group's prompt computed once"]),
         ({"vllm_engine_kwargs": {"enforce_eager": True}}, ["arguments of a colocated vLLM"]),
         ({"dynamic_sampling": True, "dynamic_sampling_max_rounds": 4}, ["dynamic sampling"]),
+        (
+            {"async_generate": True, "use_vllm": True, "vllm_mode": "server", "engine_check": None},
+            ["the next rollout generated while"],
+        ),
         ({"adapter_dtype": "float32"}, ["float32 adapters on a quantised base"]),
     ],
     ids=str,

@@ -21,10 +21,10 @@ def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
             {"model": "dense"},
             r"router_replay: Qwen2ForCausalLM has no routers: it is not a mixture of experts\. Leave",
         ),
-        ({"torch_compile": True}, "router_replay='R2' does not work with torch.compile"),
+        ({"torch_compile": True}, "router_replay='R2' does not work here: the graph of torch.compile"),
         (
             {"router_replay": "R3", "build": {"rollout_func": rollout}},
-            "router_replay='R3' does not work with a rollout_func, which returns no routes",
+            "router_replay='R3' does not work here: a rollout_func returns no routes",
         ),
     ],
     ids=lambda value: str(value)[:60],

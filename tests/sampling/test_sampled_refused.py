@@ -49,7 +49,7 @@ def test_options_whose_kept_tokens_are_not_known_are_refused(
 def test_trainers_that_cannot_score_among_sets_are_refused(
     models: dict[str, Path], tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:
-    with pytest.raises(ValueError, match=f"keep_sampling_mask=True does not work with {message}"):
+    with pytest.raises(ValueError, match=f"keep_sampling_mask=True does not work here: {message}"):
         tiny.trainer(models["dense"], tmp_path, keep_sampling_mask=True, top_p=0.9, **options)
 
 

@@ -31,6 +31,7 @@ INVALID: dict[str, list[Any]] = {
     "vllm_adapter_sync": ["lora"],
     "vllm_engine_kwargs": ["fp8", "{'quantization': 'fp8'}", ["fp8"], True],
     "engine_check": [0.0],
+    "async_generate": ["server", None],
     "dynamic_sampling": ["zero_std"],
     "dynamic_sampling_max_rounds": [1, 2.5],
     "dynamic_sampling_filter": ["zero", None, (1, 0), (0, 1, 2), (0.5, 0.5), "01", 0.5, lambda rewards, rows: True],
@@ -98,6 +99,8 @@ CONTRADICTIONS: list[Wrong] = [
         {"use_vllm": True, "vllm_engine_kwargs": {"quantization": "fp8"}},
         r"quantization='fp8', and a quantised .*set vllm_adapter_sync=True",
     ),
+    ({"async_generate": True}, r"async_generate=True does not work with use_vllm=False.*Set use_vllm=True"),
+    ({"async_generate": True, "use_vllm": True}, r"does not work with use_vllm=True, vllm_mode='colocate'"),
 ]
 """For `GRPOConfig` with loss_type="gspo", off-policy."""
 
@@ -176,4 +179,5 @@ SILENT: list[dict[str, Any]] = [
     {"keep_sampling_mask": True, "top_p": 0.9},
     {"use_vllm": True, "vllm_engine_kwargs": {"max_num_batched_tokens": 8192, "quantization": None}},
     {"use_vllm": True, "vllm_engine_kwargs": {"quantization": "fp8"}, "vllm_adapter_sync": True},
+    {"use_vllm": True, "vllm_mode": "server", "async_generate": True},
 ]

@@ -92,6 +92,9 @@ _ROWS: dict[tuple[str, str, tuple[str, ...]], tuple[tuple[str, ...], ...]] = {
             "2503.14476, section 3.2",
         ),
     ),
+    ("sampling", "generate-ahead.md", ("rollout", "generate")): (
+        ("the next rollout generated while the trainer trains", "async_generate=True"),
+    ),
     ("reward model", "reward-models.md", ()): (
         ("reward model on the policy's base", "reward_funcs=RewardAdapter(...)"),
         (

@@ -162,6 +162,11 @@ class SharedOptions(_Trls):
         idle=lambda args: None if args.use_vllm else "use_vllm=False, unless a rollout_func generates",
     )
 
+    async_generate: bool = option(
+        False,
+        'With `vllm_mode="server"`, let the server generate the next rollout while the trainer trains on this one. '
+        "Its answers are of the policy one rollout before.",
+    )
     dynamic_sampling: bool = option(
         False,
         "Replace groups that `dynamic_sampling_filter` rejects by groups of further prompts, before anything is "
@@ -245,6 +250,16 @@ class SharedOptions(_Trls):
                     f"{name}={getattr(self, name)!r} does not work with use_transformers_continuous_batching=True. "
                     "Set it to False."
                 )
+        if self.async_generate and self.METHOD == "RLOO":
+            yield (
+                "async_generate=True does not work with RLOO, whose trainer drops the server's log-probs, so that "
+                "nothing corrects for older answers. Use GRPOTrainer, or leave it unset."
+            )
+        if self.async_generate and not (self.use_vllm and self.vllm_mode == "server"):
+            yield (
+                f"async_generate=True does not work with use_vllm={self.use_vllm}, vllm_mode={self.vllm_mode!r}: only "
+                "a server can generate while this process trains. Set use_vllm=True and vllm_mode='server'."
+            )
         if self.dynamic_sampling and self.num_generations == 1:
             yield (
                 "dynamic_sampling=True does not work with num_generations=1: the rewards of one answer cannot differ. "

@@ -3,6 +3,7 @@
 This file knows how TRL builds, feeds and asks an engine. It knows neither the data nor the adapter.
 """
 
+import copy
 import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -15,6 +16,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
 from trl.generation import vllm_generation
+from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer, rloo_trainer
 
@@ -40,6 +42,19 @@ class Capture(NamedTuple):
     """Makes a completion's data smaller before they are kept and sent to other processes."""
     needs_tokens_endpoint: bool = False
     """True if a server's /v1/completions does not return the data, but its endpoint for tokens and images does."""
+
+
+class Answer(NamedTuple):
+    """What a server has answered."""
+
+    output: dict[str, Any]
+    """The answer of TRL's client."""
+    captured: dict[str, list[Any]]
+    """Field -> the captured data of each completion."""
+
+
+Ask = Callable[[Mapping[str, Any]], Answer]
+"""Asks a server a question, which are the arguments of TRL's client."""
 
 
 class AdapterSync(Protocol):
@@ -68,14 +83,13 @@ class AdapterSync(Protocol):
 
 @contextmanager
 def steady_engine(captures: Sequence[Capture], sync: AdapterSync | None) -> Iterator[None]:
-    """Give each of TRL's trainers that is built inside this context an engine of ours, if it needs anything of it."""
+    """Give each of TRL's trainers that is built inside this context an engine of ours."""
 
     def build(*arguments: Any, model: PreTrainedModel | PeftModel, **keywords: Any) -> VLLMGeneration:
         sync_of_model = sync if is_peft_model(model) else None
         return SteadyGeneration(*arguments, model=model, captures=captures, sync=sync_of_model, **keywords)
 
-    replaced = {"VLLMGeneration": build} if captures or sync else {}
-    with overridden(grpo_trainer, replaced), overridden(rloo_trainer, replaced):
+    with overridden(grpo_trainer, {"VLLMGeneration": build}), overridden(rloo_trainer, {"VLLMGeneration": build}):
         yield
 
 
@@ -110,6 +124,8 @@ class SteadyGeneration(VLLMGeneration):
 
     adapter: AdapterSync | None = None
     """Sends the adapter; None if all weights are sent."""
+    answering: Callable[[Ask, Mapping[str, Any]], Answer] | None = None
+    """Answers a question in place of the server, which the first argument asks. It is set on the main process only."""
 
     def __init__(
         self, *arguments: Any, captures: Sequence[Capture], sync: AdapterSync | None = None, **keywords: Any
@@ -125,7 +141,7 @@ class SteadyGeneration(VLLMGeneration):
             return
         is_fsdp1 = self._dist.fsdp_version == 1
         why_not = "version 1 of FSDP does not gather an adapter" if is_fsdp1 else sync.why_not(self)
-        if why_not := _first_of_all(why_not):
+        if why_not := first_of_all(why_not):
             self._merge_instead(sync, why_not)
             self._build({})
             return
@@ -134,7 +150,7 @@ class SteadyGeneration(VLLMGeneration):
             sync.send(self)
         except Exception as error:  # vLLM's own, of any type
             why_not = f"vLLM refuses the adapter: {error!s}"
-        if why_not := _first_of_all(why_not):
+        if why_not := first_of_all(why_not):
             self._merge_instead(sync, why_not)
         else:
             self.adapter = sync
@@ -193,7 +209,7 @@ class SteadyGeneration(VLLMGeneration):
 
     def generate(self, prompts: list[Any], *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
         """Generate as TRL does, and store the captured data."""
-        if not self._captures:
+        if not self._captures and self.answering is None:
             return super().generate(prompts, *arguments, **keywords)
         if self.mode == "colocate":
             answers: list[Any] = []
@@ -206,12 +222,18 @@ class SteadyGeneration(VLLMGeneration):
         if not self.accelerator.is_main_process:
             result = super().generate(prompts, *arguments, **keywords)
         else:
-            generate = functools.partial(self._generate_on_server, self.vllm_client.generate, on_main)
-            with overridden(self.vllm_client, {"generate": generate}):
+            ask = functools.partial(self.ask, copy.copy(self.vllm_client))
+
+            def answered(**question: Any) -> dict[str, Any]:
+                output, on_main[0] = ask(question) if self.answering is None else self.answering(ask, question)
+                return output
+
+            with overridden(self.vllm_client, {"generate": answered}):
                 result = super().generate(prompts, *arguments, **keywords)
-        broadcast_object_list(on_main, from_process=0)
-        first = self.accelerator.process_index * len(prompts)
-        self._captured = {field: values[first : first + len(prompts)] for field, values in on_main[0].items()}
+        if self._captures:
+            broadcast_object_list(on_main, from_process=0)
+            first = self.accelerator.process_index * len(prompts)
+            self._captured = {field: values[first : first + len(prompts)] for field, values in on_main[0].items()}
         return result
 
     def _compacted(self, completions: Sequence[object]) -> dict[str, list[Any]]:
@@ -222,24 +244,20 @@ class SteadyGeneration(VLLMGeneration):
             found[capture.field] = [None if value is None else capture.compact(value) for value in values]
         return found
 
-    def _generate_on_server(
-        self,
-        generate: Callable[..., Any],
-        captured: list[dict[str, list[Any]]],
-        prompts: list[Any],
-        features: list[Any] | None = None,
-        **keywords: object,
-    ) -> dict[str, Any]:
-        """Return the answer of TRL's client, and set `captured[0]` to the captured data of the completions."""
-        if features is None and any(capture.needs_tokens_endpoint for capture in self._captures):
-            features = [None] * len(prompts)  # features select the endpoint
+    def ask(self, client: VLLMClient, question: Mapping[str, Any]) -> Answer:
+        """Ask a client of TRL's, which does not change. A thread may do that with a client for itself."""
+        if not self._captures:
+            return Answer(client.generate(**question), {})
+        if question.get("features") is None and any(capture.needs_tokens_endpoint for capture in self._captures):
+            question = {**question, "features": [None] * len(question["prompts"])}  # features select the endpoint
         answers: list[Any] = []
-        with overridden(self.vllm_client, {"_post": _kept(self.vllm_client._post, answers)}):
-            output = generate(prompts=prompts, features=features, **keywords)
+        client = copy.copy(client)
+        vars(client)["_post"] = _kept(client._post, answers)
+        output = client.generate(**question)
         # requests may be answered in any order; the token lists are the same objects as in the answers
         choices = {id(choice["token_ids"]): choice for answer in answers for choice in answer["choices"]}
-        captured[0] = self._compacted([SimpleNamespace(**choices[id(ids)]) for ids in output["completion_ids"]])
-        return output
+        completions = [SimpleNamespace(**choices[id(ids)]) for ids in output["completion_ids"]]
+        return Answer(output, self._compacted(completions))
 
     def take(self, capture: Capture) -> list[Any]:
         """Return the data of each completion of the last `generate`, and forget them.
@@ -257,7 +275,7 @@ class SteadyGeneration(VLLMGeneration):
         return values
 
 
-def _first_of_all(reason: str | None) -> str | None:
+def first_of_all(reason: str | None) -> str | None:
     """Return the first reason of any process, so that all decide alike. Otherwise they would wait for one another."""
     return next(filter(None, gather_object([reason])), None)
 

@@ -59,6 +59,8 @@ class Trainer(Protocol):
     vllm_mode: str
     vllm_generation: Any  # TRL's engine, or ours
     rollout_func: Callable[..., Any] | None
+    environment_factories: Mapping[str | None, object] | None
+    tools: Sequence[object] | None
     # the seam's
     parts: tuple["Part", ...]
     metrics: "Metrics"
@@ -222,7 +224,16 @@ class Part:
     def built(self) -> None:
         """Raise a ValueError for options that cannot work, after TRL's constructor has run."""
 
+    def refuse(self, setting: str, why: str | None, instead: str = "Change that, or leave it unset.") -> None:
+        """Raise a ValueError if there is a reason why a setting of ours does not work with this trainer."""
+        if why:
+            raise ValueError(f"{setting} does not work here: {why}. {instead}")
+
     # generation
+
+    def drawing(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Return what transformers draws the micro-batches of an optimizer step from; `batches` are an epoch's."""
+        return batches
 
     def rolling(self, rollout: Rollout) -> AbstractContextManager[None]:
         """Return a context for TRL's rollout."""

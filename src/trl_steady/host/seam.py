@@ -257,6 +257,8 @@ class Steady(_Trls):
         if self.state.global_step >= self.state.max_steps:
             self.control.should_training_stop = True
             return [], None
+        for part in self.parts:
+            epoch_iterator = part.drawing(epoch_iterator)
         return super().get_batch_samples(epoch_iterator, num_batches, device)
 
     def _get_train_sampler(self, dataset: Dataset | None = None) -> Sampler[int] | None:

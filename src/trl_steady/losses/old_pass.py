@@ -11,8 +11,8 @@ from trl_steady.functional import importance, masks
 from trl_steady.host import models
 from trl_steady.host.loss import MicroBatch, Terms
 from trl_steady.host.metrics import Masked
+from trl_steady.host.names import overrides
 from trl_steady.host.part import Part, Rollout, Trainer
-from trl_steady.host.reached import overrides
 from trl_steady.host.rollouts import skipping_old_pass
 
 # TRL's names of what it logs for an engine
@@ -52,9 +52,7 @@ class OldPassPart(Part):
         if randomness := models.randomness_of(trainer.model):
             self.why_not = f"{randomness} makes two passes differ"
             if args.skip_old_pass:
-                raise ValueError(
-                    f"skip_old_pass=True does not work here: {self.why_not}. Set the rate to 0, or leave it unset."
-                )
+                self.refuse("skip_old_pass=True", self.why_not, "Set the rate to 0, or leave it unset.")
         elif args.skip_old_pass is None:
             found = dict.fromkeys([*overrides(trainer, "rollout"), *overrides(trainer, "log_probs")])
             self.why_not = f"{' and '.join(found)} may need it" if found else None

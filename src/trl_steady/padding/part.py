@@ -56,8 +56,8 @@ class PaddingPart(Part):
             why_not = "router_aux_loss_coef is not 0.0, and TRL's load-balancing loss counts a prompt with each answer"
         why_not_regrouped = self.why_padded or self._why_not_regrouped()
         for option, reason in (("share_prompts", why_not), ("token_budget", why_not_regrouped)):
-            if (value := getattr(args, option)) and reason:
-                raise ValueError(f"{option}={value} does not work here: {reason}. Change that, or leave it unset.")
+            if value := getattr(args, option):
+                self.refuse(f"{option}={value}", reason)
         if why_not:
             is_whole = self.why_padded or model_traits.width_limit == 0
             what = "does nothing" if is_whole else "only cuts columns that are padding in every row"

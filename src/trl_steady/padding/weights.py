@@ -26,8 +26,8 @@ class WeightsPart(Part):
     def built(self) -> None:
         """Refuse models with which other sequences count, or with which sequences cannot be left out."""
         self._tokens = torch.zeros(2, dtype=torch.float64)  # without a gradient, and all
-        if self.trainer.args.skip_zero_weight and (why_not := self._why_not()):
-            raise ValueError(f"skip_zero_weight=True does not work here: {why_not}. Leave it unset.")
+        if self.trainer.args.skip_zero_weight:
+            self.refuse("skip_zero_weight=True", self._why_not())
 
     def _why_not(self) -> str | None:
         if self.trainer.aux_loss_enabled:

@@ -66,13 +66,12 @@ class RoutingPart(Part):
         if self._kind is None:
             return
         Routers(models.bare(trainer, trainer.model))  # not kept: a reference's adapter may still add routers
-        if models.compiles(trainer):
-            raise ValueError(
-                f"router_replay={self._kind!r} does not work with torch.compile, whose graph would be that of one "
-                "batch's routes. Change one of the two."
-            )
+        why_not = (
+            "the graph of torch.compile would be that of one batch's routes" if models.compiles(trainer) else None
+        )
         if self._kind == "R3" and trainer.rollout_func is not None:
-            raise ValueError("router_replay='R3' does not work with a rollout_func, which returns no routes.")
+            why_not = "a rollout_func returns no routes"
+        self.refuse(f"router_replay={self._kind!r}", why_not)
 
     def routers_of(self, model: torch.nn.Module) -> Routers:
         """Return the routers of the transformers model in `model`."""

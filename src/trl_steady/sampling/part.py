@@ -71,13 +71,11 @@ class SamplingPart(Part):
             return
         learns_prompts = isinstance(model, PeftModel) and model.active_peft_config.is_prompt_learning
         reasons = {
-            "torch.compile, which would trace TRL's fused LM head": models.compiles(trainer),
-            "prompt learning, which shifts tokens against labels": learns_prompts,
-            "a rollout_func, which returns no kept tokens": trainer.rollout_func is not None,
+            "torch.compile would trace TRL's fused LM head": models.compiles(trainer),
+            "prompt learning shifts tokens against labels": learns_prompts,
+            "a rollout_func returns no kept tokens": trainer.rollout_func is not None,
         }
-        for reason, is_so in reasons.items():
-            if is_so:
-                raise ValueError(f"{_OPTION} does not work with {reason}. Leave that out, or set it to False.")
+        self.refuse(_OPTION, next((reason for reason, is_so in reasons.items() if is_so), None))
 
     @contextlib.contextmanager
     def rolling(self, rollout: Rollout) -> "Generator[None]":

@@ -20,6 +20,7 @@ from trl_steady.rewards.dynamic import DynamicSamplingPart
 from trl_steady.rewards.part import RewardsPart, StepAdvantagesPart
 from trl_steady.routing.part import RoutingPart
 from trl_steady.sampling.agreement import EngineCheckPart
+from trl_steady.sampling.ahead import AheadPart
 from trl_steady.sampling.part import SamplingPart
 from trl_steady.trainers.base import SteadyTrainer
 from trl_steady.trainers.report import ReportPart
@@ -59,6 +60,7 @@ class GRPOTrainer(SteadyTrainer, trl.GRPOTrainer):
         StepAdvantagesPart,
         OldPassPart,
         DynamicSamplingPart,
+        AheadPart,  # around dynamic sampling: only the first round is asked ahead
         LossPart,
         WeightsPart,  # after all that set advantages
         EngineCheckPart,

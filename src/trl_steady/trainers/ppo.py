@@ -21,6 +21,7 @@ from trl_steady.rewards.dynamic import DynamicSamplingPart
 from trl_steady.rewards.part import RewardsPart
 from trl_steady.routing.part import RoutingPart
 from trl_steady.sampling.agreement import EngineCheckPart
+from trl_steady.sampling.ahead import AheadPart
 from trl_steady.sampling.part import SamplingPart
 from trl_steady.trainers.grpo import GRPOTrainer
 from trl_steady.trainers.report import ReportPart
@@ -66,6 +67,7 @@ class PPOTrainer(GRPOTrainer):
         RewardsPart,
         OldPassPart,
         DynamicSamplingPart,
+        AheadPart,
         LossPart,
         EngineCheckPart,
         ReportPart,

@@ -10,9 +10,8 @@ import trl
 from trl_steady import __version__
 from trl_steady.config.methods import METHODS, Method
 from trl_steady.config.shared import SharedOptions
-from trl_steady.host.names import is_before_generation
+from trl_steady.host.names import OF_ROLLOUTS, is_before_generation, overrides
 from trl_steady.host.part import Part, Trainer
-from trl_steady.host.reached import OF_ROLLOUTS, overrides
 from trl_steady.losses.old_pass import OldPassPart
 
 

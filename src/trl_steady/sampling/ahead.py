@@ -1,0 +1,149 @@
+"""Generation ahead as a part: a server answers for the next rollout while the trainer trains on this one."""
+
+import contextlib
+import time
+from collections.abc import Callable, Generator, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trl_steady.host.ahead import Batches, Request, engine_ahead, question_of
+from trl_steady.host.engine import Answer, Ask, first_of_all
+from trl_steady.host.part import Part, Rollout, Trainer, Turn
+
+_FILE = "ahead.pt"
+_OPTION = "async_generate=True"
+
+
+class AheadPart(Part):
+    """Asks the server a rollout ahead, with `async_generate`.
+
+    TRL's trainer asks as usual, and gets what was asked for earlier. A version of the policy stays on the server until
+    its answers are there.
+    """
+
+    def __init__(self, trainer: Trainer) -> None:
+        super().__init__(trainer)
+        self._batches = Batches(trainer)
+        self._rows: list[Any] | None = None  # of the rollout in progress, until its first generation
+        self._request: Request | None = None  # on the main process
+        self._loaded: Request | None = None
+        self._version = 0
+
+    def built(self) -> None:
+        """Refuse what asks the server in another way. Warn if nothing corrects for the lag."""
+        trainer, args = self.trainer, self.trainer.args
+        if not args.async_generate:
+            return
+        reasons = {
+            "a rollout_func asks the server itself": trainer.rollout_func,
+            "an agent's later turns would be of a newer policy than its first": trainer.tools,
+            "environments would begin the next episode before this one ends": trainer.environment_factories,
+        }
+        self.refuse(_OPTION, next((reason for reason, is_so in reasons.items() if is_so), None))
+        by_ratio = args.vllm_importance_sampling_correction or args.sampler_options
+        if not by_ratio and args.off_policy_mask_threshold is None:
+            self.warn(
+                f"{_OPTION}: answers are of the policy one rollout before, and nothing corrects for that. Leave "
+                "vllm_importance_sampling_correction=True, or set off_policy_mask_threshold."
+            )
+
+    def beginning(self) -> None:
+        """Forget what an earlier training has asked."""
+        self._drop()
+        self._request, self._loaded = self._loaded, None
+        self._batches, self._version = Batches(self.trainer), 0
+
+    def ending(self, best: Path | None) -> None:
+        """Wait for answers that nobody needs: a training may stop early."""
+        self._drop()
+
+    def _drop(self) -> None:
+        self._wait()
+        self._request = None
+
+    def _wait(self) -> None:
+        if self._request is not None:
+            self._request.wait()
+
+    def _before_sync(self) -> None:
+        self._wait()
+        self._version += 1
+
+    def drawing(self, batches: Iterator[Any]) -> Iterator[Any]:
+        """Let batches be read ahead."""
+        return self._batches.of_step(batches) if self.trainer.args.async_generate else batches
+
+    def making(
+        self, rollout: Rollout, make: Callable[[list[Any]], dict[str, Any]], inputs: list[Any]
+    ) -> dict[str, Any]:
+        """Note the rows of a rollout in training. Further rounds of dynamic sampling are asked for as usual."""
+        self._rows = inputs if self.trainer.args.async_generate and self.trainer.model.training else None
+        return make(inputs)
+
+    @contextlib.contextmanager
+    def generating(self, turn: Turn) -> Generator[None]:
+        """Answer the first question of a rollout with what was asked ahead, and then ask ahead for the next one."""
+        if not self.trainer.args.async_generate:
+            yield
+            return
+        rows = None
+        if turn.rollout is not None:
+            rows, self._rows = self._rows, None
+        if rows is None:
+            with engine_ahead(self.trainer, self._before_sync, None):
+                yield
+            return
+        self._wait()
+        self._raise_error()
+        self._sums = torch.zeros(3, 2)
+        with engine_ahead(self.trainer, self._before_sync, self._answer):
+            yield
+        names = ("versions_behind", "waited", "overlap")
+        self.trainer.metrics.pooled(sums={f"async/{name}": each for name, each in zip(names, self._sums, strict=True)})
+        following = self._batches.of_next_rollout(rows)
+        question = {} if following is None else question_of(self.trainer, following)
+        if question:
+            self._request = Request(self.trainer.vllm_generation, question, self._version)
+            self._request.start()
+
+    def _raise_error(self) -> None:
+        """Raise the error of a request on all processes, which would wait for the main one."""
+        error = None if self._request is None else self._request.error
+        if message := first_of_all(None if error is None else f"{type(error).__name__}: {error}"):
+            self._request = None
+            raise RuntimeError(
+                f"{_OPTION}: the server has failed at step {self.trainer.state.global_step}, asked for the next "
+                f"rollout: {message}. Resume from the last checkpoint when it answers again."
+            ) from error
+
+    def _answer(self, ask: Ask, question: Mapping[str, Any]) -> Answer:
+        """Return the answer that was asked ahead, if the question is the same."""
+        request, self._request = self._request, None
+        if request is not None and request.answer is not None and request.is_of(question):
+            hidden, behind = max(request.seconds - request.waited, 0.0), self._version - request.version
+            self._sums = torch.tensor([[behind, 1], [request.waited, 1], [hidden, request.seconds]])
+            return request.answer
+        if request is not None:
+            self.warn(
+                f"{_OPTION}: the question of a rollout is another one than was asked ahead, so its answers are thrown "
+                "away. Options of sampling that change during the run cannot be asked ahead."
+            )
+        start = time.perf_counter()
+        answer = ask(question)
+        seconds = time.perf_counter() - start
+        self._sums = torch.tensor([[0, 1], [seconds, 1], [0, seconds]])
+        return answer
+
+    def save(self, checkpoint: Path) -> None:
+        """Save the answers that are ahead. An error is raised by the next rollout."""
+        self._wait()
+        if self._request is not None and self._request.error is None:
+            self._request.save(checkpoint / _FILE)
+
+    def load(self, checkpoint: Path) -> None:
+        """Go on with the answers that were ahead."""
+        has_file = self.trainer.args.async_generate and (checkpoint / _FILE).is_file()
+        if has_file and self.trainer.accelerator.is_main_process:
+            self._loaded = Request.loaded(self.trainer.vllm_generation, checkpoint / _FILE)
