@@ -4,6 +4,7 @@ import multiprocessing
 import os
 import signal
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -107,7 +108,12 @@ _forked.set_forkserver_preload(["tests.tools.resumable"])
 
 def run(kind: str, folder: Path, output: Path, *, kill: tuple[str, str, int] | None = None, **options: Any) -> int:
     """The exit code of one process, which may kill itself."""
-    process = _forked.Process(target=train, args=(kind, folder, output, kill, options))
+    return exit_code(train, kind, folder, output, kill, options)
+
+
+def exit_code(function: Callable[..., None], *arguments: Any) -> int:
+    """The exit code of a process that calls a function."""
+    process = _forked.Process(target=function, args=arguments)
     process.start()
     process.join()
     assert process.exitcode is not None

@@ -36,7 +36,8 @@ def completions_of(generated: Any) -> list[list[int]]:
 
 def generation_interval(trainer: object) -> int:
     """Return the number of micro-batches between two generations."""
-    return trls(trainer).args.steps_per_generation * trls(trainer).num_iterations
+    args = trls(trainer).args  # a rollout that scores a reference replaces the trainer's `num_iterations`
+    return args.steps_per_generation * args.num_iterations
 
 
 def is_before_generation(trainer: object) -> bool:

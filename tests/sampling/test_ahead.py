@@ -1,0 +1,149 @@
+"""Generation ahead: which policy answers which prompts, and the trainer trains as on the same answers later."""
+
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tools import ahead, engines, tiny
+from tests.tools.ahead import Watched
+from tests.tools.engines import MASKED, ROUTED, Server
+from tests.tools.resumable import differences
+from trl_steady.host.ahead import Request
+
+engine, server, mixture = engines.engine, engines.server, engines.mixture
+
+pytestmark = pytest.mark.supports("async_generate", on="vLLM server", only="stand-in")
+
+
+@pytest.fixture
+def watched(server: Server) -> Iterator[Watched]:
+    with ahead.connected():
+        yield Watched(server)
+
+
+Train = Callable[..., Any]
+
+
+@pytest.fixture
+def trained(models: dict[str, Path], tmp_path: Path, server: Server, watched: Watched) -> Train:
+    """Trains on the server, which forgets what it was asked before."""
+
+    def train(model: Path | None = None, **options: Any) -> Any:
+        watched.asked.clear()
+        watched.syncs = 0
+        torch.manual_seed(0)
+        return tiny.train(ahead.build(server.url, model or models["dense"], tmp_path, **options))
+
+    return train
+
+
+# a rollout of four prompts is 16 answers
+ONE_STEP = {"per_device_train_batch_size": 16, "steps_per_generation": 1}
+WINDOWS: dict[str, dict[str, Any]] = {
+    "a step": {**ONE_STEP, "max_steps": 20},
+    "two passes, steps of two micro-batches": {
+        "num_iterations": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 20,
+    },
+    "steps of four rollouts": {**ONE_STEP, "gradient_accumulation_steps": 4, "max_steps": 5},
+    "steps that end inside a rollout": {
+        "per_device_train_batch_size": 8,
+        "steps_per_generation": 2,
+        "gradient_accumulation_steps": 3,
+        "max_steps": 7,
+    },
+    "a short last step in each epoch": {
+        "per_device_train_batch_size": 8,
+        "steps_per_generation": 2,
+        "gradient_accumulation_steps": 3,
+        "max_steps": -1,
+        "num_train_epochs": 3,
+    },
+    "an epoch is a rollout": {**ONE_STEP, "max_steps": 5, "build": {"train_dataset": tiny.dataset(4)}},
+    "a window is two epochs": {
+        **ONE_STEP,
+        "num_iterations": 2,
+        "max_steps": 8,
+        "build": {"train_dataset": tiny.dataset(4)},
+    },
+    "a stream": {**ONE_STEP, "max_steps": 6, "build": {"train_dataset": tiny.dataset(12).to_iterable_dataset()}},
+    "workers": {**ONE_STEP, "max_steps": 6, "dataloader_num_workers": 1, "build": {"train_dataset": tiny.dataset(8)}},
+    "PPO": {**ONE_STEP, "method": "PPO", "num_generations": 4, "max_steps": 4, "lora": True},
+}
+
+
+@pytest.mark.parametrize("window", WINDOWS)
+@pytest.mark.filterwarnings("ignore:value_init", "ignore:.*fork")
+def test_a_rollout_has_its_prompts_and_the_policy_of_the_rollout_before(
+    trained: Train, watched: Watched, window: str
+) -> None:
+    options = WINDOWS[window]
+    trained(is_ahead=False, **options)
+    usual, drawn = list(watched.asked), torch.rand(())
+    watched.seconds = 0.02
+    trainer = trained(**options)
+    assert [each.prompts for each in watched.asked] == [each.prompts for each in usual]
+    assert len(usual) >= 4 and torch.rand(()) == drawn  # the random state at the end
+    versions = [each.version for each in usual]
+    assert [each.version for each in watched.asked] == [versions[0], *versions[:-1]]
+    assert all(each.is_steady for each in watched.asked)
+    behind = logged(trainer, "async/versions_behind")
+    assert behind[0] == 0 and sum(behind) > 0
+    if len(behind) == len(usual):
+        assert behind[1:] == [float(now - before) for before, now in itertools.pairwise(versions)]
+    assert alive() == []
+
+
+def logged(trainer: Any, name: str) -> list[float]:
+    return [row[name] for row in tiny.history(trainer) if name in row]
+
+
+def alive() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if isinstance(thread, Request)]
+
+
+def outcome(trainer: Any) -> dict[str, Any]:
+    """Without what only a run ahead logs."""
+    state = ahead.state(trainer)
+    state["history"] = [{k: v for k, v in row.items() if "async/" not in k} for row in state["history"]]
+    return state
+
+
+SAMPLED = {"keep_sampling_mask": True, "top_k": 50, "top_p": 0.9}
+METHODS: dict[str, dict[str, Any]] = {
+    "DAPO": {"num_iterations": 2, "max_steps": 20},
+    "GSPO-token with masks": {
+        "loss_type": "gspo_token",
+        "off_policy_mask_threshold": 0.5,
+        "geometric_mask_range": (0.01, 100.0),
+        "token_veto_threshold": 1e-6,
+    },
+    "LoRA, a KL to the sampler": {"lora": True, "beta": 0.1, "kl_ratio_denominator": "sampler"},
+    "R3 and kept sets": {"router_replay": "R3", **SAMPLED},
+    "dynamic sampling": {"dynamic_sampling": True, "max_steps": 12},
+    "idle groups left out": {"skip_zero_weight": True, **ONE_STEP},
+    "PPO": {"method": "PPO", "lora": True},
+}
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.filterwarnings("ignore:value_init")
+def test_a_run_equals_one_that_gets_the_same_answers_when_it_asks(
+    trained: Train, watched: Watched, server: Server, mixture: Path, method: str
+) -> None:
+    """Bit for bit: answers, the sampler's log-probs, routes and sets that reach the loss are those of the server."""
+    options = METHODS[method]
+    server.config = {"model_config": {MASKED: "top_p" in options, ROUTED: "router_replay" in options}}
+    model = mixture if "router_replay" in options else None
+    found = outcome(trained(model, **options))
+    watched.replay()
+    synchronous = outcome(trained(model, is_ahead=False, **options))
+    assert differences(synchronous, found) == []
+    assert not any(watched.replayed.values())
+    assert differences(outcome(trained(model, is_ahead=False, **options)), found) != []  # newer policies
