@@ -54,7 +54,7 @@ def built(
         trainer = tiny.trainer(model, tmp_path, **options)
 
         def spoken(prompt: list[int], number: int) -> list[int]:
-            ids = engine._anything(prompt, number)
+            ids = engine.anything(prompt, number)
             return [*ids[:7], tiny.SIZES["eos_token_id"][0]] if number % 2 else ids  # the others are cut off
 
         @torch.no_grad()

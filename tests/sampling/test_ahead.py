@@ -2,16 +2,18 @@
 
 import itertools
 import threading
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from transformers import TrainerCallback
 
-from tests.tools import ahead, engines, tiny
+from tests.tools import agent, ahead, engines, tiny
 from tests.tools.ahead import Watched
-from tests.tools.engines import MASKED, ROUTED, Server
+from tests.tools.engines import COMPLETIONS, MASKED, ROUTED, Server
 from tests.tools.resumable import differences
 from trl_steady.host.ahead import Request
 
@@ -147,3 +149,104 @@ def test_a_run_equals_one_that_gets_the_same_answers_when_it_asks(
     assert differences(synchronous, found) == []
     assert not any(watched.replayed.values())
     assert differences(outcome(trained(model, is_ahead=False, **options)), found) != []  # newer policies
+
+
+def test_an_evaluation_asks_the_policy_as_it_is(trained: Train, watched: Watched) -> None:
+    options = {
+        **ONE_STEP,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "per_device_eval_batch_size": 4,
+        "num_generations_eval": 4,
+        "build": {"eval_dataset": tiny.dataset(1)},
+    }
+    watched.seconds = 0.02
+    trainer = trained(**options)
+    of_training = [each for each in watched.asked if len(each.prompts) == 4]
+    of_evaluation = [each for each in watched.asked if len(each.prompts) == 1]
+    # the policy is sent before each rollout, and before an evaluation instead of the rollout after it
+    assert [each.version for each in of_training] == [1, 1, 2, 3, 4, 5]
+    assert [each.version for each in of_evaluation] == [3, 5, 7]
+    assert logged(trainer, "async/versions_behind") == [0, 1, 1, 1, 1, 1]
+    trainer.predict(tiny.dataset(4))
+    assert watched.asked[-1].version == watched.syncs and all(each.is_steady for each in watched.asked)
+
+
+class StopEarly(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step == 2
+
+
+def test_a_training_that_begins_again_uses_no_older_answers(trained: Train, watched: Watched) -> None:
+    trainer = trained(**ONE_STEP, build={"callbacks": [StopEarly()]})
+    assert len(watched.asked) == 3 and alive() == []  # the third rollout was asked for, and never made
+    first = watched.asked[0]
+    trainer.train()
+    assert watched.asked[3].prompts == first.prompts and watched.asked[3].version > first.version
+    assert logged(trainer, "async/versions_behind") == [0, 1]
+
+
+class Annealed(TrainerCallback):
+    """Raises the temperature before the fourth step, after its rollout was asked for."""
+
+    trainer: Any
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == 3:
+            self.trainer.vllm_generation.temperature = 1.5
+
+
+def test_answers_to_another_question_are_thrown_away(
+    models: dict[str, Path], tmp_path: Path, server: Server, watched: Watched
+) -> None:
+    trainer = ahead.build(server.url, models["dense"], tmp_path, **ONE_STEP)
+    callback = Annealed()
+    callback.trainer = trainer
+    trainer.add_callback(callback)
+    with pytest.warns(UserWarning, match="async_generate=True: the question of a rollout is another one"):
+        trainer.train()
+    assert logged(trainer, "async/versions_behind") == [0, 1, 1, 0, 1, 1]
+    assert [each.version for each in watched.asked] == [1, 1, 2, 3, 4, 4, 5]
+    bodies = server.requests[COMPLETIONS]
+    assert [body["temperature"] for body in bodies] == [1.0] * 4 + [1.5] * 3
+
+
+READER = {"processing_class": agent.tokenizer()}
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        ({"rollout_func": lambda *_: {}}, "a rollout_func asks the server itself"),
+        ({"tools": agent.tools([]), **READER}, "an agent's later turns would be of a newer policy"),
+        ({"environment_factory": agent.Calculator, **READER}, "environments would begin the next"),
+    ],
+    ids=["rollout_func", "tools", "environments"],
+)
+def test_what_asks_the_server_in_turns_is_refused(
+    models: dict[str, Path], tmp_path: Path, server: Server, watched: Watched, build: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"async_generate=True does not work here: {message}"):
+        ahead.build(server.url, models["dense"], tmp_path, build=build)
+
+
+UNCORRECTED = {"vllm_importance_sampling_correction": False}
+
+
+@pytest.mark.parametrize(
+    ("options", "warns"),
+    [
+        (UNCORRECTED, True),
+        ({**UNCORRECTED, "off_policy_mask_threshold": 0.1}, False),
+        ({**UNCORRECTED, "geometric_mask_range": (0.9, 1.1)}, False),
+        ({}, False),
+    ],
+    ids=str,
+)
+def test_a_lag_that_nothing_corrects_is_warned_of(
+    models: dict[str, Path], tmp_path: Path, server: Server, watched: Watched, options: dict[str, Any], warns: bool
+) -> None:
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        ahead.build(server.url, models["dense"], tmp_path, **options)
+    assert any("nothing corrects for that" in str(each.message) for each in given) == warns

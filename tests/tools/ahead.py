@@ -41,13 +41,12 @@ class Watched:
         self.syncs = 0
         self._keys: dict[str, int] = {}  # name of a model -> a number that its weights decide
         self._folders: dict[str, Path] = {}
-        self._server, self._post, self._lock = server, server.post, threading.Lock()
+        self._post, self._lock = server.post, threading.Lock()
         server.missing.clear()
         server.post = self.post  # type: ignore[method-assign]
-        server.engine.spoken = lambda prompt, number: _tokens(prompt, number % size, self._key)
-        server.engine.scored = lambda prompt, ids: [
-            -(1 + (sum(ids[: i + 1]) + self._key) % 7) / 2 for i in range(len(ids))
-        ]
+        self._engine = server.engine
+        self._engine.spoken = lambda prompt, number: self._engine.anything(prompt, number % size)
+        self._engine.scored = lambda _, ids: [-(1 + (token + self._engine.syncs) % 7) / 2 for token in ids]
 
     def replay(self) -> None:
         """Give the same answers to the same prompts again, in this order."""
@@ -70,19 +69,13 @@ class Watched:
         prompts = body["prompt"] if path == COMPLETIONS else [body["token_ids"]]
         before, folder = self.syncs, self._folders.get(body["model"])
         with self._lock:
-            self._key = self._keys[body["model"]]
+            self._engine.syncs = self._keys[body["model"]]
             replayed = self.replayed.get(str(prompts))
             answer = replayed.pop(0) if replayed else self._post(path, body)
         time.sleep(self.seconds)
         is_steady = self.syncs == before and (folder is None or (folder.exists() and folder in self._folders.values()))
         self.asked.append(Asked(prompts, before, is_steady, answer))
         return answer
-
-
-def _tokens(prompt: list[int], number: int, key: int) -> list[int]:
-    generator = torch.Generator().manual_seed(zlib.crc32(str((prompt, number, key)).encode()))
-    length = int(torch.randint(1, 9, (), generator=generator))
-    return torch.randint(40, 250, (length,), generator=generator).tolist()
 
 
 @contextlib.contextmanager

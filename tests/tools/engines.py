@@ -97,7 +97,7 @@ class Engine:
         """What becomes of the routes of all tokens."""
         self.left: Callable[[Sets], Sets | None] = lambda sets: sets
         """What becomes of the sets of all tokens of a completion."""
-        self.spoken: Callable[[list[int], int], list[int]] = lambda prompt, number: self._anything(prompt, number)
+        self.spoken: Callable[[list[int], int], list[int]] = lambda prompt, number: self.anything(prompt, number)
         """The completion of a prompt, which has been asked for so many times before since a sync."""
         self.scored: Callable[[list[int], list[int]], list[float]] = lambda _, ids: [-5.0] * len(ids)
         """Log-probs of a completion behind a prompt."""
@@ -108,7 +108,7 @@ class Engine:
         self._asked: Counter[tuple[int, ...]] = Counter()
         self._lock = threading.Lock()
 
-    def _anything(self, prompt: list[int], number: int) -> list[int]:
+    def anything(self, prompt: list[int], number: int) -> list[int]:
         random = _random(prompt, self.syncs, number)
         return random.integers(40, 250, random.integers(1, 9)).tolist()
 

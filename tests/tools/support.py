@@ -40,6 +40,7 @@ FEATURES = {
     "router_replay R3": '`router_replay="R3"`',
     "keep_sampling_mask": "`keep_sampling_mask`",
     "dynamic_sampling": "`dynamic_sampling`",
+    "async_generate": "`async_generate`",
     "trim_padding": "`trim_padding`",
     "token_budget": "`token_budget`",
     "share_prompts": "`share_prompts`",

@@ -38,8 +38,8 @@ class AheadPart(Part):
             return
         reasons = {
             "a rollout_func asks the server itself": trainer.rollout_func,
-            "an agent's later turns would be of a newer policy than its first": trainer.tools,
             "environments would begin the next episode before this one ends": trainer.environment_factories,
+            "an agent's later turns would be of a newer policy than its first": trainer.tools,
         }
         self.refuse(_OPTION, next((reason for reason, is_so in reasons.items() if is_so), None))
         by_ratio = args.vllm_importance_sampling_correction or args.sampler_options

@@ -1,0 +1,86 @@
+"""Generation ahead on two processes: both get what the main one asked for, and neither waits alone."""
+
+import functools
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate.utils import gather_object
+
+from tests.distributed import processes
+from tests.tools import ahead, engines, tiny
+from tests.tools.ahead import Watched
+from tests.tools.engines import COMPLETIONS, Server
+
+engine, server = engines.engine, engines.server
+
+SETTINGS: dict[str, dict[str, Any]] = {
+    "a group on one process": {"per_device_train_batch_size": 8, "steps_per_generation": 1, "max_steps": 6},
+    "each group on both": {"per_device_train_batch_size": 4, "steps_per_generation": 1, "num_generations": 8},
+    "windows of two steps": {
+        "num_iterations": 2,
+        "steps_per_generation": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 9,
+    },
+    "LoRA": {"per_device_train_batch_size": 8, "steps_per_generation": 1, "lora": True},
+}
+
+
+@pytest.fixture
+def watched(server: Server) -> Watched:
+    return Watched(server, size=8)
+
+
+def trained(rank: int, url: str, model: Path, output: Path) -> None:
+    for (name, options), is_ahead in itertools.product(SETTINGS.items(), (False, True)):
+        with ahead.connected():
+            torch.manual_seed(0)
+            trainer = tiny.train(ahead.build(url, model, output / name / str(is_ahead), is_ahead=is_ahead, **options))
+        first, second = gather_object([tiny.parameters(trainer)])
+        assert all(torch.equal(first[key], second[key]) for key in first)
+        behind = [row["async/versions_behind"] for row in tiny.history(trainer) if "async/versions_behind" in row]
+        assert behind == ([0.0] + [1.0] * (len(behind) - 1) if is_ahead else [])
+        assert len(behind) > 1 or not is_ahead
+
+
+@pytest.mark.supports("async_generate", on="DDP")
+def test_both_processes_get_the_answers_of_the_policy_before(
+    models: dict[str, Path], tmp_path: Path, server: Server, watched: Watched
+) -> None:
+    processes.run(functools.partial(trained, url=server.url, model=models["dense"], output=tmp_path), tmp_path)
+    runs = [[watched.asked[0]]]
+    for now in watched.asked[1:]:
+        if now.prompts == watched.asked[0].prompts:  # a run begins
+            runs.append([])
+        runs[-1].append(now)
+    assert len(runs) == 2 * len(SETTINGS)
+    for usual, found in zip(runs[::2], runs[1::2], strict=True):
+        assert [each.prompts for each in found] == [each.prompts for each in usual]
+        number = [each.version - usual[0].version for each in usual]
+        assert [each.version - found[0].version for each in found] == [0, *number[:-1]]
+        assert all(each.is_steady for each in found)
+
+
+def failing(rank: int, url: str, model: Path, output: Path) -> None:
+    with ahead.connected():
+        trainer = ahead.build(url, model, output, **SETTINGS["a group on one process"])
+        with pytest.raises(RuntimeError, match=r"async_generate=True: .*at step 2"):
+            trainer.train()
+
+
+def test_an_error_of_the_server_ends_both_processes(
+    models: dict[str, Path], tmp_path: Path, server: Server, watched: Watched
+) -> None:
+    post = server.post
+
+    def refusing(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if path == COMPLETIONS and len(watched.asked) == 2:
+            server.refused[COMPLETIONS] = (400, "the engine is dead")
+            raise ValueError("the engine is dead")
+        return post(path, body)
+
+    server.post = refusing  # type: ignore[method-assign]
+    processes.run(functools.partial(failing, url=server.url, model=models["dense"], output=tmp_path), tmp_path, 120)

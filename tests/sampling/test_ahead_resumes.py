@@ -1,0 +1,79 @@
+"""Generation ahead across saves: a checkpoint has the answers that are ahead, and a killed run goes on bit for bit."""
+
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.tools import ahead, engines, tiny
+from tests.tools.ahead import Watched
+from tests.tools.engines import MASKED, ROUTED, Server
+from tests.tools.resumable import differences
+
+engine, server, mixture = engines.engine, engines.server, engines.mixture
+
+# a window is 4 steps, an epoch 16
+SAVED: dict[str, Any] = {
+    "num_iterations": 2,
+    "gradient_accumulation_steps": 2,
+    "max_steps": 18,
+    "save_strategy": "steps",
+}
+KINDS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"lora": True},
+    "dynamic sampling": {"dynamic_sampling": True},
+    "R3 and kept sets": {"lora": True, "router_replay": "R3", "keep_sampling_mask": True, "top_k": 50, "top_p": 0.9},
+    "int keys": {"generation_kwargs": {"logit_bias": {50: 1.0}}},
+}
+
+
+@pytest.fixture
+def watched(server: Server) -> Iterator[Watched]:
+    with ahead.connected():
+        yield Watched(server)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_resume_from_each_step_equals_the_whole_run(
+    models: dict[str, Path], tmp_path: Path, server: Server, watched: Watched, mixture: Path, kind: str
+) -> None:
+    options = {**SAVED, "save_steps": 1, **KINDS[kind]}
+    server.config = {"model_config": {MASKED: "top_p" in options, ROUTED: "router_replay" in options}}
+    model = mixture if "router_replay" in options else models["dense"]
+    torch.manual_seed(0)
+    whole = tiny.train(ahead.build(server.url, model, tmp_path, **options))
+    expected, count = ahead.state(whole), len(watched.asked)
+    for step in (1, 4, 11, 14, 16):
+        watched.asked.clear()
+        trainer = ahead.build(server.url, model, tmp_path / "again", **options)
+        trainer.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        assert differences(expected, ahead.state(trainer)) == [], step
+        assert len(watched.asked) < count  # what is in the checkpoint is not asked again
+        shutil.rmtree(tmp_path / "again")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["full", "lora"])
+def test_a_run_that_is_killed_at_ten_places_is_as_if_it_had_not_been(
+    models: dict[str, Path], tmp_path: Path, server: Server, watched: Watched, kind: str
+) -> None:
+    options = {**SAVED, "save_steps": 2, **KINDS[kind], "seed": 3}
+    assert ahead.run(server.url, models["dense"], tmp_path / "whole", **options) == 0
+    kills = [
+        *(("os.rename", f"checkpoint-{step}", 1) for step in (4, 10, 16)),
+        *(("open", name, 1) for name in ("ahead.pt", "rollouts_0.pt")),
+        ("open", "optimizer.pt", 2),
+        # connections: the first question, one ahead, and those after a resume
+        *(("http.client.send", "completions", count) for count in (1, 2, 1, 2)),
+    ]
+    for number, kill in enumerate(kills):
+        watched.seconds = 0.05 * (number % 3)
+        exit_code = ahead.run(server.url, models["dense"], tmp_path / "run", kill=kill, **options)
+        assert exit_code in (-9, 0), kill
+    assert ahead.run(server.url, models["dense"], tmp_path / "run", **options) == 0
+    expected, found = (torch.load(tmp_path / name / "state.pt") for name in ("whole", "run"))
+    assert differences(expected, found) == []
