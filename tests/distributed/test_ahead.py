@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import requests
 import torch
 from accelerate.utils import gather_object
 
@@ -36,6 +37,8 @@ def watched(server: Server) -> Watched:
 
 def trained(rank: int, url: str, model: Path, output: Path) -> None:
     for (name, options), is_ahead in itertools.product(SETTINGS.items(), (False, True)):
+        if rank == 0:
+            requests.post(url + ahead.RUN, json={})
         with ahead.connected():
             torch.manual_seed(0)
             trainer = tiny.train(ahead.build(url, model, output / name / str(is_ahead), is_ahead=is_ahead, **options))
@@ -51,12 +54,7 @@ def test_both_processes_get_the_answers_of_the_policy_before(
     models: dict[str, Path], tmp_path: Path, server: Server, watched: Watched
 ) -> None:
     processes.run(functools.partial(trained, url=server.url, model=models["dense"], output=tmp_path), tmp_path)
-    runs = [[watched.asked[0]]]
-    for now in watched.asked[1:]:
-        if now.prompts == watched.asked[0].prompts:  # a run begins
-            runs.append([])
-        runs[-1].append(now)
-    assert len(runs) == 2 * len(SETTINGS)
+    runs = [watched.asked[slice(*ends)] for ends in itertools.pairwise([*watched.runs, None])]
     for usual, found in zip(runs[::2], runs[1::2], strict=True):
         assert [each.prompts for each in found] == [each.prompts for each in usual]
         number = [each.version - usual[0].version for each in usual]

@@ -19,6 +19,7 @@ from tests.tools import resumable, tiny
 from tests.tools.engines import COMPLETIONS, LOAD, TOKENS, UNCHECKED, UNLOAD, Server
 
 WEIGHTS = "/weights"  # tells of merged weights, which no network carries to a stand-in
+RUN = "/run"  # tells that a run begins
 
 
 class Asked(NamedTuple):
@@ -39,6 +40,8 @@ class Watched:
         self.replayed: dict[str, list[dict[str, Any]]] = {}
         """Prompts as text -> answers to them, which come first."""
         self.syncs = 0
+        self.runs: list[int] = []
+        """Numbers of requests before each run that told it."""
         self._keys: dict[str, int] = {}  # name of a model -> a number that its weights decide
         self._folders: dict[str, Path] = {}
         self._post, self._lock = server.post, threading.Lock()
@@ -56,6 +59,9 @@ class Watched:
     def post(self, path: str, body: dict[str, Any]) -> dict[str, Any]:
         if path == WEIGHTS:
             self._keys["mixture"], self.syncs = body["key"], self.syncs + 1
+            return {}
+        if path == RUN:
+            self.runs.append(len(self.asked))
             return {}
         if path == LOAD:
             folder = Path(body["lora_path"])
