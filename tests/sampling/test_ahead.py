@@ -160,7 +160,7 @@ def test_an_evaluation_asks_the_policy_as_it_is(trained: Train, watched: Watched
         "num_generations_eval": 4,
         "build": {"eval_dataset": tiny.dataset(1)},
     }
-    watched.seconds = 0.02
+    watched.seconds = 0.3  # more than a step takes, so that an evaluation would send weights too early
     trainer = trained(**options)
     of_training = [each for each in watched.asked if len(each.prompts) == 4]
     of_evaluation = [each for each in watched.asked if len(each.prompts) == 1]
