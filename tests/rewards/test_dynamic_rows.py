@@ -75,7 +75,10 @@ def test_a_filter_that_keeps_everything_changes_nothing(models: dict[str, Path],
 def test_columns_are_those_of_the_rows_that_were_chosen(models: dict[str, Path], tmp_path: Path) -> None:
     """Log-probs of an engine, tokens of tools, a column of the rollout function, and cells of the table."""
 
-    def valued(worth: list[float], prompts: list[str], log_extra: Any, **_: Any) -> list[float]:
+    def valued(
+        worth: list[float], prompts: list[str], completion_ids: list[list[int]], log_extra: Any, **_: Any
+    ) -> list[float]:
+        assert worth == [sum(ids) % 7 for ids in completion_ids]  # also of rows that share a row of the data set
         log_extra("worth", worth)
         return [value if rounds.number(p) % 2 else 1.0 for p, value in zip(prompts, worth, strict=True)]
 
