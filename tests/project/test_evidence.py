@@ -274,6 +274,8 @@ def test_dynamic_sampling_keeps_the_expected_direction(evidence: Any) -> None:
     assert within((without / (1 - z) * dynamic.filled(2, 1 - z, 2) - expected).abs(), EXACT)
     assert within((dynamic.update(RATES, 2, 2, kept) - without / (1 - z)).abs(), EXACT)
     assert dynamic.filled(2, 1 - z, 2) < 0.9  # so that idle groups are left
+    z, page = dynamic.idle(dynamic.RATES, dynamic.SIZE, dynamic.KEPT), dynamic.PAGE.read_text()
+    assert f"{100 * dynamic.filled(dynamic.GROUPS, 1 - z, 3):.0f} % of the slots" in page and f"z = {z:.1f}," in page
 
 
 def test_prompts_of_passes_by_all_orders(evidence: Any) -> None:

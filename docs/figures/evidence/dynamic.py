@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 PAGE = Path(__file__).parents[2] / "dynamic-sampling.md"
-SIZE, GROUPS, ROUNDS = 8, 16, 3
+SIZE, GROUPS = 8, 16
 LENGTHS = (4, 1)
 """Tokens of a wrong and of a right answer."""
 EPSILON = 1e-4
@@ -31,7 +31,7 @@ EACH = torch.arange(SIZE + 1)
 FILTERS = {
     '`"zero_std"`': (EACH > 0) & (EACH < SIZE),
     "`(0.2, 0.8)`": (EACH > 0.2 * SIZE) & (EACH < 0.8 * SIZE),
-    "function: at most half are right": EACH <= SIZE / 2,
+    "`at_most_half_right`": EACH <= SIZE / 2,
 }
 """Name -> (K,) bool, True = the group is kept."""
 KEPT = FILTERS['`"zero_std"`']
@@ -174,16 +174,13 @@ def of_passes(groups: int) -> Outcome:
 def tables() -> dict[str, str]:
     """Return the table of the page by name."""
     zero_std, middle, half = FILTERS
-    *turned, sized = outcome("grpo", "group", zero_std, GROUPS)
     rows = {
-        "`grpo`": (*turned, sized),
+        "`grpo`": outcome("grpo", "group", zero_std, GROUPS),
         '`dr_grpo`, `scale_rewards="none"`': outcome("dr_grpo", "none", zero_std, GROUPS),
-        f"{ROUNDS} rounds": (*turned, sized * filled(GROUPS, 1 - idle(RATES, SIZE, KEPT), ROUNDS)),
-        f"no prompt of {COPIES * len(RATES)} comes twice": of_passes(GROUPS),
         "`dapo`": outcome("dapo", "group", zero_std, GROUPS),
         '`scale_rewards="batch"`': outcome("grpo", "batch", zero_std, GROUPS),
         f"filter {middle}": outcome("grpo", "group", middle, GROUPS),
-        half: outcome("grpo", "group", half, GROUPS),
+        f"filter {half}": outcome("grpo", "group", half, GROUPS),
     }
     cells = [[name, *map(shown.digits, found)] for name, found in rows.items()]
     heading = ["", "1 - cosine to the update without it", "to the true gradient", "size"]
