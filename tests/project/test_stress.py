@@ -215,11 +215,11 @@ def test_a_run_ends_with_its_answers(
 
 
 def test_runs_of_different_lengths_are_drawn_as_far_as_all_go(recipes: Any, tmp_path: Path) -> None:
-    drawn: dict[str, Any] = {}
+    drawn: list[Any] = []
 
     def draw(path: Path, panels: Any, *_: Any, **__: Any) -> None:
         for panel in panels[0]:
-            axis = SimpleNamespace(plot=lambda *xy, **_: drawn.update({panel.__name__ + str(len(drawn)): xy[:2]}))
+            axis = SimpleNamespace(plot=lambda *xy, **_: drawn.append(xy[:2]))
             axis.set = axis.fill_between = axis.set_ylim = lambda *_, **__: None
             axis.get_legend_handles_labels = lambda: ()
             axis.get_figure = lambda: SimpleNamespace(legend=lambda **_: None)
@@ -230,7 +230,7 @@ def test_runs_of_different_lengths_are_drawn_as_far_as_all_go(recipes: Any, tmp_
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(recipes.experiment.report, "draw", draw)
         recipes.experiment.draw(tmp_path / "own.png", {"pictured": ["accuracy", "reward"]}, runs)
-    (steps, accuracy), (of_reward, _) = drawn.values()
+    (steps, accuracy), (of_reward, _) = drawn
     assert steps == [0, 4, 6] and accuracy == pytest.approx([0.1, 0.5, 0.7])  # 0.6 and 0.8 at update 6
     assert of_reward == [1, 2, 3, 4, 5, 6]
 
