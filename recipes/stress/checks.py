@@ -59,7 +59,7 @@ class Checks(TrainerCallback):
         task: The task.
         held_out: Number of held-out problems.
         samples: Answers to each of them.
-        every: Updates between two checks. There is one before training, too.
+        every: Updates between two checks. There is one before training, and one at its end.
         top_p: Also sample answers with it.
         beta: Also measure the distance to the optimum of the objective with this weight of the KL.
     """
@@ -89,6 +89,11 @@ class Checks(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Check after every `every` updates."""
         if state.global_step % self.every == 0:
+            self._check(state.global_step)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        """Check the last policy, if a run has ended between two checks."""
+        if state.global_step not in self.found["accuracy"]:
             self._check(state.global_step)
 
     def _check(self, step: int) -> None:

@@ -60,6 +60,8 @@ SHOWN = CHECKED | {
     "outside": Figure("Ratios outside 0.8 to 1.2, share", "outside", ".1%"),
     "ess": Figure("Effective sample size, share", "ESS", ".2f"),
     "grad_norm": Figure("Gradient norm before its limit", "gradient norm", ".2f"),
+    "frac_reward_zero_std": Figure("Groups without a signal, share", "idle", ".1%"),
+    "dynamic_sampling/generated": Figure("Answers, as a multiple of the rollout", "answers", ".2f"),
     "reward": Figure("Reward of the rollout", "reward", ".2f"),
     "kl": Figure("KL of the log", "KL", ".3f"),
     "sampling_mask/kept_mass": Figure("Kept mass", "kept mass", ".3f"),
@@ -68,7 +70,7 @@ SHOWN = CHECKED | {
 }
 USUAL = ("accuracy", "outside", "ess", "grad_norm")
 """Figures in the picture, unless the YAML has `pictured`."""
-OF_ARM = ("correction", "old", "unmasked", "model", "router_rate", "away")
+OF_ARM = ("correction", "old", "unmasked", "model", "router_rate", "away", "rollouts")
 KEYS = {"options", "sampler", *OF_ARM}
 """Of an experiment and of an arm, which overrules it."""
 TEXTS = ("question", "control", "endpoint", "failure", "analysis", "chosen")
@@ -194,7 +196,8 @@ def draw(path: Path, experiment: Mapping[str, Any], runs: Runs) -> None:
                 curves = [_curve(figures, name) for figures in own.values() if name in figures]
                 if not curves:
                     continue
-                steps, values = curves[0][0], np.array([values for _, values in curves], dtype=float)
+                steps = min((of_run for of_run, _ in curves), key=max)  # runs of `rollouts` end at different updates
+                values = np.array([np.interp(steps, *np.array(curve, dtype=float)) for curve in curves])
                 axis.plot(steps, values.mean(axis=0), line, color=colour, linewidth=2, label=arm)
                 if name in CHECKED:
                     axis.fill_between(steps, values.min(axis=0), values.max(axis=0), color=colour, alpha=0.07)

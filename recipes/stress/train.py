@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
+from transformers import TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -28,7 +29,11 @@ from trl_steady import GRPOConfig, GRPOTrainer
 __all__ = ["Arm", "Stressed", "task_of", "train"]
 
 OUTSIDE = 0.2  # a ratio is far off if it is not within this of 1
-LOGGED = ("reward", "grad_norm", "clip_ratio/region_mean", "kl", "ratio/sequence_max", "sampling_mask/kept_mass")
+GENERATED = "dynamic_sampling/generated"
+LOGGED = (
+    *("reward", "grad_norm", "clip_ratio/region_mean", "kl", "ratio/sequence_max", "sampling_mask/kept_mass"),
+    *("frac_reward_zero_std", GENERATED, "dynamic_sampling/unfilled"),
+)
 PROBED = {"probe/changed": "changed", "probe/live/log_ratio_std": "log_ratio_std"}
 PROBLEMS = 50  # held-out ones that the probe answers
 MODELS: Mapping[str, tuple[str, Mapping[str, Any]] | None] = {
@@ -60,6 +65,8 @@ class Arm:
     """Multiplies the learning rate of the mixture's routers."""
     away: float = 0.0
     """The policy begins away from the reference: normal noise of this size, in standard deviations of each matrix."""
+    rollouts: float | None = None
+    """With dynamic sampling: end with the rollout that has used up the answers of so many rollouts without it."""
 
     def __post_init__(self) -> None:
         """Refuse what would have no effect."""
@@ -81,6 +88,21 @@ class Arm:
             )
         if self.unmasked and not self.options.get("keep_sampling_mask"):
             raise ValueError(f"unmasked={self.unmasked!r} needs keep_sampling_mask=True in the options.")
+        if self.rollouts is not None and not self.options.get("dynamic_sampling"):
+            raise ValueError(f"rollouts={self.rollouts}: without dynamic_sampling, set max_steps in the options.")
+
+
+class Budget(TrainerCallback):
+    """End a run with the rollout that has used up a number of generated answers, counted in whole rollouts."""
+
+    def __init__(self, rollouts: float) -> None:
+        self.left = rollouts
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+        """Count the answers, which are logged with the first update of a rollout."""
+        self.left -= (logs or {}).get(GENERATED, 0)
+        if self.left <= 0 and state.global_step % run.updates_per_rollout(args) == 0:
+            control.should_training_stop = True
 
 
 class Stressed(GRPOTrainer):
@@ -171,6 +193,8 @@ def train(arm: Arm, seed: int, folder: Path, measured: Mapping[str, Any]) -> dic
         trainer.remove_callback(run.PrinterCallback)
         checks = Checks(trainer, task, **measured)
         trainer.add_callback(checks)
+        if arm.rollouts is not None:
+            trainer.add_callback(Budget(arm.rollouts))
         if arm.model == "mixture":
             trainer.add_callback(Probe(trainer, held_out[:PROBLEMS], task))
         trainer.train()

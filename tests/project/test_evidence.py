@@ -1,8 +1,9 @@
-"""docs/evidence.md shows what docs/figures/evidence computes, and what is computed is right."""
+"""The docs show what docs/figures/evidence computes, and what is computed is right."""
 
 import importlib
 import itertools
 import math
+import random
 import re
 import sys
 from collections.abc import Iterator
@@ -13,11 +14,12 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.tools import rounds, tiny
 from tests.tools.batches import Batch, Evaluate
 from tests.tools.headroom import within
 
 DOCS = Path(__file__).parents[2] / "docs"
-SCRIPTS = ("staleness", "mismatch", "truncation", "routes", "lengths", "long", "thresholds")
+SCRIPTS = ("staleness", "mismatch", "truncation", "routes", "lengths", "long", "thresholds", "dynamic")
 INF = math.inf
 EXACT = 1e-12
 
@@ -203,12 +205,153 @@ def test_the_slopes_are_those_of_the_trainers_loss(evidence: Any, evaluate: Eval
     assert torch.allclose(slopes * scale, -outcome.grad * len(task.mask), rtol=1e-9, atol=1e-12)
 
 
+RATES = torch.tensor([0.02, 0.3, 0.9], dtype=torch.float64)
+
+
+def test_expected_updates_by_hand(evidence: Any) -> None:
+    """One of two answers is right with 2 p (1 - p). Advantages of 1/2 and -1/2, times 1 - p and -p, have the mean 1/4.
+
+    The deviation of 0 and 1 is the root of 1/2. A group of G without it has 1 - 1/G of the true gradient.
+    """
+    dynamic = evidence.dynamic
+    true, options = RATES * (1 - RATES), {"loss_type": "dr_grpo"}
+    for groups in (1, 3):
+        found = [dynamic.update(RATES, 2, groups, **options, scale_rewards=scale) for scale in ("none", "group")]
+        assert within((found[0] - true / 2 / 3).abs(), EXACT)
+        assert within((found[1] - true / 2 / 3 / (0.5**0.5 + 1e-4)).abs(), EXACT)
+    assert within((dynamic.update(RATES, 8, 4, **options, scale_rewards="none") - true * 7 / 8 / 3).abs(), EXACT)
+
+
+def all_groups(size: int) -> Iterator[tuple[int, tuple[int, ...], float]]:
+    """All prompts and answers of a group with their probability."""
+    for prompt, p in enumerate(RATES.tolist()):
+        for answers in itertools.product((0, 1), repeat=size):
+            yield prompt, answers, math.prod(p if right else 1 - p for right in answers) / len(RATES)
+
+
+def of_batch(evidence: Any, batch: Any, loss_type: str, scale_rewards: str) -> list[float]:
+    """The gradient of a batch, from the loss's definition."""
+    gradient, lengths = [0.0] * len(RATES), evidence.dynamic.LENGTHS
+    every = [right for _, answers, _ in batch for right in answers]
+    for prompt, answers, _ in batch:
+        for right in answers:
+            advantage = right - sum(answers) / len(answers)
+            spread = {"group": answers, "batch": every}.get(scale_rewards)
+            if spread is not None:
+                advantage /= torch.tensor(spread, dtype=torch.float64).std().item() + 1e-4
+            divisor = {"grpo": len(every) * lengths[right], "dr_grpo": len(every)}.get(loss_type)
+            slope = right - RATES[prompt].item()
+            gradient[prompt] += advantage * slope / (divisor or sum(lengths[each] for each in every))
+    return gradient
+
+
+@pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
+@pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
+def test_expected_updates_by_all_batches(evidence: Any, loss_type: str, scale_rewards: str) -> None:
+    """Of two groups with two answers, all of them or those that have a signal."""
+    options = {"loss_type": loss_type, "scale_rewards": scale_rewards}
+    for kept in (None, torch.tensor([False, True, False]), torch.tensor([True, True, False])):
+        groups = [each for each in all_groups(2) if kept is None or kept[sum(each[1])]]
+        share = sum(chance for *_, chance in groups)
+        expected = torch.zeros(len(RATES), dtype=torch.float64)
+        for batch in itertools.product(groups, repeat=2):
+            chance = math.prod(chance / share for *_, chance in batch)
+            expected += chance * torch.tensor(of_batch(evidence, batch, **options), dtype=torch.float64)
+        assert within((evidence.dynamic.update(RATES, 2, 2, kept, **options) - expected).abs(), EXACT)
+
+
+def test_dynamic_sampling_keeps_the_expected_direction(evidence: Any) -> None:
+    """By all outcomes of two rounds of two groups. Its size grows by 1 / (1 - z), times the share of filled slots."""
+    dynamic, kept = evidence.dynamic, torch.tensor([False, True, False])
+    without, z = dynamic.update(RATES, 2, 2), dynamic.idle(RATES, 2, kept)
+    groups = [(*each, of_batch(evidence, [each], "grpo", "group")) for each in all_groups(2)]
+    expected = torch.zeros(len(RATES), dtype=torch.float64)
+    for sampled in itertools.product(groups, repeat=4):
+        chance = math.prod(each[2] for each in sampled)
+        first, later = ([each for each in of if sum(each[1]) == 1] for of in (sampled[:2], sampled[2:]))
+        for *_, gradient in (first + later)[:2]:  # the second round has two groups if one or two are missing
+            expected += chance * torch.tensor(gradient, dtype=torch.float64) / 2
+    assert within((without / (1 - z) * dynamic.filled(2, 1 - z, 2) - expected).abs(), EXACT)
+    assert within((dynamic.update(RATES, 2, 2, kept) - without / (1 - z)).abs(), EXACT)
+    assert dynamic.filled(2, 1 - z, 2) < 0.9  # so that idle groups are left
+    z, page = dynamic.idle(dynamic.RATES, dynamic.SIZE, dynamic.KEPT), dynamic.PAGE.read_text()
+    assert f"{100 * dynamic.filled(dynamic.GROUPS, 1 - z, 3):.0f} % of the slots" in page and f"z = {z:.1f}," in page
+
+
+def test_prompts_of_passes_by_all_orders(evidence: Any) -> None:
+    """Three prompts, and batches of two: kept groups of the first round, then of all prompts in another order."""
+    dynamic, kept = evidence.dynamic, torch.tensor([False, True, False])
+    weights = (2 * RATES * (1 - RATES)).tolist()
+    expected = [0.0] * 3
+    for first, later in itertools.product(itertools.permutations(range(3)), repeat=2):
+        for keeps in itertools.product((False, True), repeat=5):
+            order = first[:2] + later
+            chances = (weights[x] if keep else 1 - weights[x] for x, keep in zip(order, keeps, strict=True))
+            chance = math.prod(chances) / 36
+            for place, prompt in enumerate(order):
+                if place < 2 or sum(keeps[:place]) < 2:
+                    expected[prompt] += chance
+    found = dynamic.in_passes(RATES, 2, 2, kept, 1)
+    assert within((found - torch.tensor(expected, dtype=torch.float64)).abs(), EXACT)
+    # two copies of one prompt are two prompts
+    doubled = dynamic.in_passes(RATES[[0, 0, 1, 1, 2, 2]], 2, 2, kept, 1).view(3, 2).sum(1)
+    assert within((dynamic.in_passes(RATES, 2, 2, kept, 2) - doubled).abs(), EXACT)
+
+
+def test_the_trainer_keeps_prompts_as_the_script_says(evidence: Any, models: dict[str, Path], tmp_path: Path) -> None:
+    """Prompts with planted success rates p fill a batch in proportion to 1 - p^G - (1 - p)^G, within 4.5 deviations.
+
+    Neither p nor equal shares would be within ten. With three rounds, as many slots are filled as the script says.
+    """
+    size, slots, rollouts, rates = rounds.SIZE, 16, 25, [0.01, 0.05, 0.2, 0.5, 0.9, 0.99]
+    draws = random.Random(0)
+
+    def reward(prompts: list[str], **_: Any) -> list[float]:
+        return [float(draws.random() < rates[rounds.number(prompt) % 6]) for prompt in prompts]
+
+    def answers(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
+        return {"prompt_ids": ids, "completion_ids": [[50, 51]] * len(ids), "logprobs": [[-1.0, -1.0]] * len(ids)}
+
+    keywords = {"train_dataset": tiny.dataset(6000), "rollout_func": answers}
+    options = {"per_device_train_batch_size": slots, "engine_check": None}  # four updates, 16 groups of 4
+    trainer = rounds.build(models["dense"], tmp_path, reward=reward, keywords=keywords, **options)
+    trainer.model.train()
+
+    def batch(most: int) -> tuple[list[int], Tensor]:
+        """The prompts' numbers in `rates`, and which groups have a signal."""
+        trainer.args.dynamic_sampling_max_rounds = most
+        numbers = [draws.randrange(6000) for _ in range(slots)]
+        samples = trainer.rollout([{"prompt": f"{number}+1="} for number in numbers for _ in range(size)])
+        prompts = [rounds.number(prompt) % 6 for prompt, _ in rounds.sequences(samples)[::size]]
+        return prompts, samples["advantages"].view(slots, size).abs().amax(1) > 0
+
+    counts = torch.zeros(6, dtype=torch.float64)
+    for _ in range(rollouts):
+        prompts, _ = batch(50)
+        counts += torch.tensor(prompts).bincount(minlength=6)
+    shares = torch.stack([batch(3)[1].double().mean() for _ in range(rollouts)])
+    p = torch.tensor(rates, dtype=torch.float64)
+    weights = 1 - p**size - (1 - p) ** size
+
+    def deviations(expected: Tensor) -> float:
+        means = counts.sum() * expected / expected.sum()
+        return float(((counts - means) / (means * (1 - expected / expected.sum())).sqrt()).abs().max())
+
+    assert deviations(weights) < 4.5
+    assert min(deviations(p), deviations(torch.ones(6))) > 10
+    off = shares.mean() - evidence.dynamic.filled(slots, float(weights.mean()), 3)
+    assert abs(off) < 4.5 * shares.std() / rollouts**0.5 and shares.mean() < 0.98
+
+
 @pytest.mark.slow
 def test_the_page_shows_what_the_scripts_print(evidence: Any) -> None:
-    page = (DOCS / "evidence.md").read_text()
-    shown = dict(re.findall(r"<!-- ([\w, ]+) -->\n(.*?)\n<!-- /\1 -->", page, flags=re.DOTALL))
+    pages = {page: page.read_text() for page in (evidence.shown.PAGE, evidence.dynamic.PAGE)}
+    found = (re.findall(r"<!-- ([\w, ]+) -->\n(.*?)\n<!-- /\1 -->", page, flags=re.DOTALL) for page in pages.values())
+    shown = dict(itertools.chain(*found))
     for name in SCRIPTS:
-        for key, table in getattr(evidence, name).tables().items():
+        module = getattr(evidence, name)
+        for key, table in module.tables().items():
             assert shown.pop(key) == table, f"run `python docs/figures/evidence/{name}.py --write`"
-        assert f"figures/evidence/{name}.png" in page
+        assert f"figures/evidence/{name}.png" in pages[getattr(module, "PAGE", evidence.shown.PAGE)]
     assert not shown

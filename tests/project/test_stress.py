@@ -194,6 +194,47 @@ def test_the_rate_of_the_routers(small: Any, tmp_path: Path) -> None:
     assert all(len(arms[1.0].figures[name]) == 2 for name in ("changed", "log_ratio_std"))
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kept", "rollouts", "updates", "generated"),
+    [
+        ([1.5, 2.5], 2.0, 2, [3.0]),  # no mean reward is between: three rounds use up the answers
+        ([-1.0, 2.0], 1.5, 4, [1.0, 1.0]),  # every group is kept
+        ([-1.0, 2.0], 1.0, 2, [1.0]),
+    ],
+)
+def test_a_run_ends_with_its_answers(
+    small: Any, tmp_path: Path, kept: list[float], rollouts: float, updates: int, generated: list[float]
+) -> None:
+    """At the end of a rollout of two updates, with a check of the last policy."""
+    options = {"dynamic_sampling": True, "dynamic_sampling_filter": kept}
+    run = trained(small, tmp_path, every=3, sampler=None, options=options, rollouts=rollouts)
+    assert run.trainer.state.global_step == updates
+    assert run.figures["dynamic_sampling/generated"] == generated
+    assert [*run.figures["accuracy"]] == [0, *([3] if updates > 3 else []), updates]
+
+
+def test_runs_of_different_lengths_are_drawn_as_far_as_all_go(recipes: Any, tmp_path: Path) -> None:
+    drawn: list[Any] = []
+
+    def draw(path: Path, panels: Any, *_: Any, **__: Any) -> None:
+        for panel in panels[0]:
+            axis = SimpleNamespace(plot=lambda *xy, **_: drawn.append(xy[:2]))
+            axis.set = axis.fill_between = axis.set_ylim = lambda *_, **__: None
+            axis.get_legend_handles_labels = lambda: ()
+            axis.get_figure = lambda: SimpleNamespace(legend=lambda **_: None)
+            panel(axis, None)
+
+    ends = ({"0": 0.0, "4": 0.4, "8": 0.8, "9": 0.9}, {"0": 0.2, "4": 0.6, "6": 0.8})
+    runs = {"own": {i: {"accuracy": end, "reward": [1.0] * max(map(int, end))} for i, end in enumerate(ends)}}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(recipes.experiment.report, "draw", draw)
+        recipes.experiment.draw(tmp_path / "own.png", {"pictured": ["accuracy", "reward"]}, runs)
+    (steps, accuracy), (of_reward, _) = drawn
+    assert steps == [0, 4, 6] and accuracy == pytest.approx([0.1, 0.5, 0.7])  # 0.6 and 0.8 at update 6
+    assert of_reward == [1, 2, 3, 4, 5, 6]
+
+
 def test_the_comparison_by_hand(recipes: Any) -> None:
     """Gains of 0.1, 0.2 and 0.3 over three seeds: only all signs, or none, give a mean as far from 0 as 0.2."""
     experiment = {"baseline": "nothing", "arms": {"nothing": {}, "helps": {}, "more": {"against": "helps"}}}
@@ -228,6 +269,8 @@ def test_a_setting_of_no_effect_is_refused(recipes: Any) -> None:
     for arm, told in (({"option": {}}, "has \\['option'\\]"), ({"router_rate": 2.0}, "'dense' has no routers")):
         with pytest.raises(ValueError, match=told):
             recipes.experiment.arms({"options": {}, "arms": {"own": arm}})  # TRL generates
+    with pytest.raises(ValueError, match="without dynamic_sampling, set max_steps"):
+        recipes.experiment.arms({"options": {}, "arms": {"own": {"rollouts": 4}}})
     with pytest.raises(ValueError, match="need the log-probs of a sampler"):
         recipes.experiment.arms({"options": {}, "arms": {"own": {"old": "sampler"}}})
 

@@ -1,8 +1,7 @@
-"""Dynamic sampling: which groups are replaced and by what, what is logged of it, and what a rollout has in the end."""
+"""Dynamic sampling: which groups are replaced, what is logged of it, and what fails as without it."""
 
 import contextlib
 import copy
-import json
 import math
 import re
 from pathlib import Path
@@ -11,15 +10,13 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from datasets import Dataset, IterableDataset
 
-from tests.tools import agent, resumable, rewarding, rounds, routed, sampled, tiny
-from tests.tools.rounds import build, chosen, groups, metric, sequences
+from tests.tools import rewarding, rounds, tiny
+from tests.tools.rounds import PREFIX, build, chosen, everything, groups, metric, second, sequences
 from trl_steady import StepRewards
 from trl_steady.rewards.dynamic import DynamicSamplingPart, range_of_steps
 
 METHODS = pytest.mark.parametrize("method", ["GRPO", "RLOO"])
-PREFIX = "dynamic_sampling/"
 
 
 def advantages(method: str, rewards: torch.Tensor) -> torch.Tensor:
@@ -102,220 +99,6 @@ def test_the_loss_is_that_of_the_chosen_rows_alone(models: dict[str, Path], tmp_
             terms.append(-torch.minimum(ratio * advantage, ratio.clamp(0.8, 1.2) * advantage).mean())
         torch.testing.assert_close(loss.detach(), torch.stack(terms).mean(), rtol=1e-10, atol=1e-10)
     assert any((now - before).abs().max() > 0.1 for now, before in zip(logps(losses[1][0]), old, strict=True))
-
-
-# with a filter that keeps everything, it is as without it
-
-
-def everything(rewards: torch.Tensor, rows: list[dict[str, Any]]) -> bool:
-    return True
-
-
-def second(completion_ids: list[list[int]], log_extra: Any, log_metric: Any, **_: Any) -> list[float | None]:
-    """None for some; it logs too."""
-    log_extra("length", [len(ids) for ids in completion_ids])
-    log_metric("longest", max(map(len, completion_ids)))
-    return [None if sum(ids) % 3 == 0 else float(len(ids)) for ids in completion_ids]
-
-
-async def later(completion_ids: list[list[int]], **_: Any) -> list[float | None]:
-    return [None if sum(ids) % 3 else 1.0 for ids in completion_ids]
-
-
-def steps(completion_ids: list[list[int]], **_: Any) -> list[Any]:
-    two = lambda ids: StepRewards.at_tokens([sum(ids) % 3, 1.0], [1, len(ids)])
-    return [two(ids) if len(ids) > 1 else 0.5 for ids in completion_ids]
-
-
-def agent_rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
-    """Random answers with log-probs of an engine, tokens of a tool and a column for the reward functions."""
-    prompt_ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
-    answers = [torch.randint(45, 200, (int(torch.randint(3, 8, ())),)).tolist() for _ in prompts]
-    return {
-        "prompt_ids": prompt_ids,
-        "completion_ids": answers,
-        "logprobs": [[-5.0 - token / 1000 for token in answer] for answer in answers],
-        "env_mask": [[int(i != 1) for i in range(len(answer))] for answer in answers],
-        "worth": [float(sum(answer) % 7) for answer in answers],
-    }
-
-
-def worth(worth: list[float], **_: Any) -> list[float]:
-    return worth
-
-
-TWO = {"reward_funcs": [tiny.reward, second]}
-SAME: dict[str, dict[str, Any]] = {
-    "GRPO": {"beta": 0.1, "num_iterations": 2},
-    "RLOO": {"method": "RLOO", "beta": 0.1, "normalize_advantages": True, "build": TWO, "reward_weights": [1.0, 0.5]},
-    "PPO": {"method": "PPO", "num_generations": 4, "kl_target": 0.5, "bootstrap_truncated": True},
-    "per function": {"multi_objective_aggregation": "normalize_then_sum", "build": TWO, "log_completions": True},
-    "later": {"build": {"reward_funcs": [tiny.reward, later]}, "mask_truncated_completions": True},
-    "steps": {"loss_type": "gspo_token", "build": {"reward_funcs": steps}},
-    "R2": {"model": "moe", "router_replay": "R2", "num_iterations": 2, "lora": True},
-    "R3": {"model": "moe", "router_replay": "R3", "num_iterations": 2, "keep_sampling_mask": True, "top_k": 5},
-    "agent": {"build": {"rollout_func": agent_rollout, "reward_funcs": worth}, "geometric_mask_range": (0.1, 9.0)},
-}
-
-
-def run(models: dict[str, Path], output: Path, *, model: str = "dense", **options: Any) -> Any:
-    return tiny.train(tiny.trainer(models[model], output, **options))
-
-
-@pytest.mark.parametrize("name", SAME)
-def test_a_filter_that_keeps_everything_changes_nothing(models: dict[str, Path], tmp_path: Path, name: str) -> None:
-    off = run(models, tmp_path, **SAME[name])
-    on = run(models, tmp_path, **SAME[name], dynamic_sampling=True, dynamic_sampling_filter=everything)
-    assert resumable.differences(tiny.parameters(off), tiny.parameters(on)) == []
-    without = [{key: v for key, v in row.items() if not key.startswith(PREFIX)} for row in tiny.history(on)]
-    assert resumable.differences(tiny.history(off), without) == []
-    assert {v for n in ("rounds", "kept", "generated") for v in metric(on, PREFIX + n)} == {1}
-    tables = [[{**of} if isinstance(of, dict) else list(of) for of in each._logs.values()] for each in (off, on)]
-    assert str(tables[0]) == str(tables[1]) and len(off._logs["prompt"]) == 16  # as text, because they have NaN
-
-
-# what travels with a row
-
-
-def test_columns_are_those_of_the_rows_that_were_chosen(models: dict[str, Path], tmp_path: Path) -> None:
-    """Log-probs of an engine, tokens of tools, a column of the rollout function, and cells of the table."""
-
-    def valued(worth: list[float], prompts: list[str], log_extra: Any, **_: Any) -> list[float]:
-        log_extra("worth", worth)
-        return [value if rounds.number(p) % 2 else 1.0 for p, value in zip(prompts, worth, strict=True)]
-
-    keywords = {"rollout_func": agent_rollout}
-    options = {"engine_check": None, "off_policy_mask_threshold": 9.0, "max_steps": 8}
-    trainer = tiny.train(build(models["dense"], tmp_path, reward=valued, keywords=keywords, **options))
-    for rollout in trainer.rollouts:
-        answers = [answer for group in chosen(rollout.rounds) for answer in group]
-        assert sequences(rollout.samples) == [(answer.prompt, answer.ids) for answer in answers]
-        for row, answer in enumerate(answers):
-            own = rollout.samples["sampling_per_token_logps"][row][: len(answer.ids)]
-            assert own.tolist() == pytest.approx([-5.0 - token / 1000 for token in answer.ids])
-            assert rollout.samples["tool_mask"][row][:3].tolist() == [1, 0, 1]
-    table = trainer._logs
-    of_tokens = [float(sum(answer.ids) % 7) for answer in answers]
-    assert list(table["extra"]["worth"]) == of_tokens
-    assert list(table["rewards"]["valued"]) == [answer.reward for answer in answers]
-    assert list(table["prompt"]) == [answer.prompt for answer in answers]
-    assert any(len(rollout.rounds) > 1 for rollout in trainer.rollouts)
-
-
-def test_step_tables_are_those_of_the_rows_that_were_chosen(models: dict[str, Path], tmp_path: Path) -> None:
-    """A run without the option on the chosen answers has the same advantages, bit for bit."""
-
-    def in_steps(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[Any]:
-        some = steps(completion_ids)
-        return [each if rounds.number(p) % 2 else 1.0 for p, each in zip(prompts, some, strict=True)]
-
-    trainer = build(models["dense"], tmp_path, reward=in_steps, loss_type="gspo_token")
-    trainer.model.train()
-    rows = [{"prompt": prompt} for prompt in tiny.dataset()["prompt"][:4] for _ in range(4)]
-    samples = trainer.rollout(rows)
-    answers = [answer for group in chosen(trainer.rounds) for answer in group]
-    assert len(trainer.rounds) > 1 and any(isinstance(answer.reward, StepRewards) for answer in answers)
-
-    def again(prompts: list[str], trainer: Any) -> dict[str, Any]:
-        ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
-        return {"prompt_ids": ids, "completion_ids": [list(answer.ids) for answer in answers], "logprobs": None}
-
-    given = {"rollout_func": again, "reward_funcs": in_steps}
-    plain = tiny.trainer(models["dense"], tmp_path, loss_type="gspo_token", build=given)
-    plain.model.train()
-    expected = plain.rollout([{"prompt": answer.prompt} for answer in answers])
-    assert samples["advantages"].dim() == 2
-    assert torch.equal(samples["advantages"], expected["advantages"])
-    assert trainer.last_step_advantages == plain.last_step_advantages
-
-
-@pytest.mark.filterwarnings("ignore:sampling leaves tokens out")
-def test_routes_and_kept_sets_are_those_with_which_the_rows_were_sampled(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    """Random routes tell each row apart, also under R3, where the model would choose others."""
-
-    class Both(sampled.Sampled, routed.Random):
-        pass
-
-    options = {"router_replay": "R3", "top_p": 0.8, "max_steps": 8, "router_aux_loss_coef": 0.0}
-    build = {"reward_funcs": rounds.planted}
-    trainer = tiny.train(sampled.build(models["moe"], tmp_path, Both, dynamic_sampling=True, build=build, **options))
-    later, policy = 0, sampled.models(models["moe"], trainer)
-    assert len(trainer.updates) == 8
-    for update in trainer.updates:
-        turns, draws = trainer.turns[update.rollout], trainer.draws[update.rollout]
-        routes = [{tuple(routed.ids): routed.values for routed in turn} for turn in turns]
-        sets: dict[tuple[int, ...], list[Any]] = {}
-        for drawn in (drawn for turn in draws for drawn in turn):
-            sets.setdefault(tuple(drawn.ids), []).append(drawn.sets)
-        before = policy(trainer.rollouts[update.rollout][0])
-        for row in sampled.rows(update):
-            ids = tuple(row.ids)
-            numbers = [number for number, known in enumerate(routes) if ids in known]
-            later += numbers[0] > 0
-            given = routed.of_rollout(routes[numbers[0]][ids])
-            assert row.routes is not None and torch.equal(row.routes, given) and row.sets in sets[ids]
-            scores = sampled.scores(before, row, routes=row.routes)
-            old = row.values["old_per_token_logps"].double()
-            torch.testing.assert_close(old, sampled.log_probs(scores, row), **sampled.CLOSE)
-    assert later > 8  # rows of further rounds
-
-
-@pytest.mark.parametrize("setup", ["tools", "environment"])
-def test_turns_of_agents_travel_with_their_rows(tmp_path: Path, setup: str) -> None:
-    """Answers in several turns, with tools, in rounds that end after different numbers of turns."""
-
-    def by_turns(completions: list[Any], completion_ids: list[list[int]], **_: Any) -> list[Any]:
-        """The number of turns; groups in which it is the same for all are idle."""
-        turns = [sum(message["role"] == "assistant" for message in completion) for completion in completions]
-        seen.append(list(zip(map(tuple, completion_ids), turns, strict=True)))
-        return turns
-
-    seen: list[list[Any]] = []
-    resets: list[int] = []
-
-    class Calculator(agent.Calculator):
-        def reset(self, **columns: Any) -> str:
-            super().reset(**columns)
-            resets.append(1)
-            return ""
-
-        get_reward = None  # type: ignore[assignment]
-
-    data = agent.dataset(agent.one_by_one)
-    given = {"tools": agent.tools([])} if setup == "tools" else {"environment_factory": Calculator}
-    keywords = {"train_dataset": data, "processing_class": None, "reward_funcs": by_turns, **given}
-    options = {"loss_type": "grpo", "num_generations": 2, "max_completion_length": 160, "min_p": 0.1, "max_steps": 4}
-    options |= {
-        "learning_rate": 1e-5,
-        "steps_per_generation": 2,
-        "per_device_train_batch_size": 8,
-        "num_iterations": 2,
-    }
-    options |= {"keep_sampling_mask": True}
-    model = agent.save_model(tmp_path / "model")
-    trainer = tiny.trainer(model, tmp_path, dynamic_sampling=True, build=keywords, **options)
-    trainer.model.train()
-    samples = trainer.rollout([{"prompt": row["prompt"]} for row in data for _ in range(2)])
-    pairs = [[answers[start : start + 2] for start in range(0, len(answers), 2)] for answers in seen]
-    differs = lambda group: group[0][1] != group[1][1]
-    later = [group for answers in pairs[1:] for group in answers if differs(group)]
-    expected = [group if differs(group) or not later else later.pop(0) for group in pairs[0]]
-    assert len(seen) > 1 and expected != pairs[0]
-    assert len(resets) == (sum(map(len, seen)) if setup == "environment" else 0)
-    pairs = zip(samples["completion_ids"], samples["completion_mask"], strict=True)
-    found = [tuple(ids[mask.bool()].tolist()) for ids, mask in pairs]
-    assert found == [ids for group in expected for ids, _ in group]
-    masks = zip(samples["tool_mask"], found, strict=True)
-    is_tool = [[not flag for flag in mask[: len(ids)].tolist()] for mask, ids in masks]
-    for ids, tools, (_, turns) in zip(found, is_tool, [row for group in expected for row in group], strict=True):
-        spans = agent.turns(list(ids))
-        assert len(spans) == turns
-        assert tools == [not any(start <= t < end for start, end in spans) for t in range(len(ids))]
-    for sets, tools in zip(samples["kept_tokens"], is_tool, strict=True):  # a token of a tool has none
-        counts = sets[1].diff()[: len(tools)].tolist()
-        assert [count == 0 for count in counts] == tools
 
 
 # which groups have a signal
@@ -518,91 +301,6 @@ def test_solved_and_hopeless_groups(models: dict[str, Path], tmp_path: Path) -> 
     assert metric(trainer, f"{PREFIX}solved") == [0.25, 0.25] and metric(trainer, f"{PREFIX}hopeless") == [0.5, 0.5]
 
 
-def only_at_first(completion_ids: list[list[int]], trainer_state: Any, **_: Any) -> list[float]:
-    return [float(trainer_state.global_step > 0 or i % 4 > 0) for i in range(len(completion_ids))]
-
-
-def test_a_resume_knows_the_worst_reward_that_was_seen(models: dict[str, Path], tmp_path: Path) -> None:
-    options = {"steps_per_generation": 2, "max_steps": 4, "reward": only_at_first}
-    whole = tiny.train(build(models["dense"], tmp_path, save_strategy="steps", save_steps=2, **options))
-    assert metric(whole, f"{PREFIX}solved") == [0.0, 1.0]
-    resumed = build(models["dense"], tmp_path / "resumed", **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert metric(resumed, f"{PREFIX}solved")[-1:] == [1.0]
-
-
-# prompts of further rounds
-
-
-def further(trainer: Any) -> list[int]:
-    """Numbers of the prompts of all rounds but the first ones, in their order."""
-    later = [answers for rollout in trainer.rollouts for answers in rollout.rounds[1:]]
-    return [rounds.number(group[0].prompt) for answers in later for group in groups(answers)]
-
-
-def stream(rows: int = 6) -> IterableDataset:
-    return tiny.dataset(rows).to_iterable_dataset()
-
-
-@pytest.mark.parametrize("data", [tiny.dataset(6), stream()], ids=["rows", "stream"])
-def test_prompts_are_taken_pass_by_pass_and_a_resume_goes_on(
-    models: dict[str, Path], tmp_path: Path, data: Any
-) -> None:
-    """No pass repeats a prompt or leaves one out, whatever the checkpoints."""
-    data = data.map(lambda row: {**row, "of_no_use": 1})
-    options = {"save_strategy": "steps", "save_steps": 1, "max_steps": 12}
-    options |= {"keywords": {"train_dataset": data}, "steps_per_generation": 2, "per_device_train_batch_size": 8}
-    options |= {"remove_unused_columns": True} if isinstance(data, Dataset) else {}
-    whole = tiny.train(build(models["dense"], tmp_path, **options))
-    taken = further(whole)
-    passes = [taken[start : start + 6] for start in range(0, len(taken) - 5, 6)]
-    assert len(passes) >= 2 and all(sorted(each) == list(range(6)) for each in passes)
-    assert len(set(map(tuple, passes))) > 1
-    for checkpoint in (1, 3, 4):
-        if isinstance(data, IterableDataset) and checkpoint > 1:
-            break  # transformers cannot restore the position of a second pass
-        resumed = build(models["dense"], tmp_path / "resumed", **{**options, "save_strategy": "no"})
-        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{checkpoint}"))
-        assert resumable.differences(resumable.state(whole), resumable.state(resumed)) == []
-        assert further(resumed) == taken[len(taken) - len(further(resumed)) :] != []
-
-
-def test_a_checkpoint_without_the_option_goes_on_with_it(models: dict[str, Path], tmp_path: Path) -> None:
-    """At the end of a window; inside one it is refused."""
-    options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "steps_per_generation": 2}
-    tiny.train(build(models["dense"], tmp_path, dynamic_sampling=False, num_iterations=2, **options))
-    assert not [*tmp_path.rglob("dynamic_sampling.json")]
-    inside = build(models["dense"], tmp_path, num_iterations=2, **{**options, "save_strategy": "no"})
-    with pytest.raises(ValueError, match=r"dynamic_sampling=False; this run has dynamic_sampling=True"):
-        inside.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    after = build(models["dense"], tmp_path, num_iterations=2, **{**options, "max_steps": 6})
-    after.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
-    assert after.state.global_step == 6 and further(after)
-
-
-KILLS = [
-    *(("open", f"_unfinished/checkpoint-{step}", 1) for step in (6, 9, 12, 15)),
-    *(("os.rename", f"checkpoint-{step}", 1) for step in (6, 9, 12)),
-    ("open", "checkpoint-9/dynamic_sampling.json", 1),
-    ("open", "checkpoint-12/dynamic_sampling.json", 1),
-    ("open", "checkpoint-18/trainer_state.json", 1),
-]
-
-
-@pytest.mark.slow
-def test_runs_killed_at_ten_places_end_as_if_they_had_not_been(models: dict[str, Path], tmp_path: Path) -> None:
-    given = {"reward_funcs": rounds.planted, "train_dataset": tiny.dataset(6)}
-    options = {"dynamic_sampling": True, "build": given}
-    assert resumable.run("lora", models["dense"], tmp_path / "whole", **options) == 0
-    expected = torch.load(tmp_path / "whole/state.pt")
-    assert any(row.get(f"{PREFIX}generated", 0) > 1 for row in expected["history"])
-    for number, kill in enumerate(KILLS):
-        output = tmp_path / str(number)
-        assert resumable.run("lora", models["dense"], output, kill=kill, **options) == -9
-        assert resumable.run("lora", models["dense"], output, **options) == 0
-        assert resumable.differences(expected, torch.load(output / "state.pt")) == [], kill
-
-
 # errors
 
 
@@ -662,16 +360,3 @@ def test_the_first_fit_of_a_reward_model_is_not_filtered(models: dict[str, Path]
     trainer.generate = lambda ids, *rest, **more: calls.append(len(ids)) or generate(ids, *rest, **more)
     rewarding.refresher(trainer).fit([{"prompt": f"{i}+1="} for i in range(8)])
     assert calls == [16, 16] and trainer.part(DynamicSamplingPart)._prompts.position == (0, 0)
-
-
-# a function as an option
-
-
-def test_a_function_is_saved_with_the_arguments_and_logged_by_its_name(
-    models: dict[str, Path], tmp_path: Path
-) -> None:
-    options = {"dynamic_sampling_filter": everything, "max_steps": 1, "save_strategy": "steps", "save_steps": 1}
-    trainer = tiny.train(build(models["dense"], tmp_path, **options))
-    saved = torch.load(tmp_path / "checkpoint-1/training_args.bin", weights_only=False)
-    assert saved.dynamic_sampling_filter is everything
-    assert json.loads(trainer.args.to_json_string())["dynamic_sampling_filter"] == "everything"

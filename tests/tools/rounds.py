@@ -12,6 +12,7 @@ import trl_steady
 from tests.tools import tiny
 
 SIZE = 4
+PREFIX = "dynamic_sampling/"
 
 
 def number(prompt: str) -> int:
@@ -23,6 +24,18 @@ def planted(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> li
     """Equal for the prompts with an even number."""
     rewards = tiny.reward(completion_ids)
     return [value if number(prompt) % 2 else 1.0 for prompt, value in zip(prompts, rewards, strict=True)]
+
+
+def second(completion_ids: list[list[int]], log_extra: Any, log_metric: Any, **_: Any) -> list[float | None]:
+    """Return None for some. It logs too."""
+    log_extra("length", [len(ids) for ids in completion_ids])
+    log_metric("longest", max(map(len, completion_ids)))
+    return [None if sum(ids) % 3 == 0 else float(len(ids)) for ids in completion_ids]
+
+
+def everything(rewards: torch.Tensor, rows: list[dict[str, Any]]) -> bool:
+    """The filter that keeps every group. At the top level, so that it can be saved."""
+    return True
 
 
 class Answer(NamedTuple):

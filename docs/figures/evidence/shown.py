@@ -81,15 +81,15 @@ def cells(outcome: Tensor) -> str:
     return " / ".join(digits(value) for value in outcome[:3])
 
 
-def run(script: str, tables: Callable[[], Mapping[str, str]], draw: Callable[[Path], None]) -> None:
+def run(script: str, tables: Callable[[], Mapping[str, str]], draw: Callable[[Path], None], page: Path = PAGE) -> None:
     """Print the tables and draw the figure beside the script. With `--write`, put the tables into the page."""
     parser = argparse.ArgumentParser()
-    parser.add_argument("--write", action="store_true", help="replace the tables in docs/evidence.md")
+    parser.add_argument("--write", action="store_true", help="replace the tables of the page")
     if_asked = parser.parse_args().write
     for key, table in tables().items():
         print(f"{key}\n\n{table}\n")
         begin, end = f"<!-- {key} -->", f"<!-- /{key} -->"
         shown = f"{begin}\n{table}\n{end}"
         if if_asked:
-            PAGE.write_text(re.sub(f"{begin}.*?{end}", lambda _, own=shown: own, PAGE.read_text(), flags=re.DOTALL))
+            page.write_text(re.sub(f"{begin}.*?{end}", lambda _, own=shown: own, page.read_text(), flags=re.DOTALL))
     draw(Path(script).with_suffix(".png"))
