@@ -61,6 +61,19 @@ def test_prompts_are_taken_pass_by_pass_and_a_resume_goes_on(
         assert further(resumed) == taken[len(taken) - len(further(resumed)) :] != []
 
 
+def test_a_resume_goes_on_anywhere_in_the_first_pass_over_a_stream(models: dict[str, Path], tmp_path: Path) -> None:
+    options = {"keywords": {"train_dataset": stream(24)}, "per_device_train_batch_size": 8, "steps_per_generation": 2}
+    options |= {"save_strategy": "steps", "save_steps": 1, "max_steps": 10}
+    whole = tiny.train(build(models["dense"], tmp_path, **options))
+    taken = further(whole)
+    assert len(taken) > 6 and len(set(taken[:24])) == len(taken[:24])
+    for checkpoint in (1, 2, 5, 8):
+        resumed = build(models["dense"], tmp_path / "resumed", **{**options, "save_strategy": "no"})
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{checkpoint}"))
+        assert resumable.differences(resumable.state(whole), resumable.state(resumed)) == [], checkpoint
+        assert further(resumed) == taken[len(taken) - len(further(resumed)) :]
+
+
 def test_a_checkpoint_without_the_option_goes_on_with_it(models: dict[str, Path], tmp_path: Path) -> None:
     """At the end of a window; inside one it is refused."""
     options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "steps_per_generation": 2}
