@@ -94,7 +94,7 @@ def build(model: Path, url: str, *, ahead: bool, **options: Any) -> GRPOTrainer:
     args = GRPOConfig(str(OUTPUT), **{**SETTINGS, "vllm_server_base_url": url, "async_generate": ahead, **options})
     rows = Dataset.from_dict({"prompt": [f"Question {i}: what is the sea like?" for i in range(64)]})
     lora = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "v_proj"])
-    return GRPOTrainer(str(model), letters, args, rows, peft_config=lora)
+    return GRPOTrainer(model=str(model), reward_funcs=letters, args=args, train_dataset=rows, peft_config=lora)
 
 
 def seconds(trainer: GRPOTrainer) -> float:
