@@ -16,7 +16,7 @@ JOBS ?= 2
 # those of pyproject.toml's classifiers
 PYTHONS := 3.11 3.12 3.13
 
-.PHONY: demo demo-gspo demo-process demo-v32 demo-moe demo-sampling-mask demo-ppo demo-loop demo-own-data
+.PHONY: demo demo-gspo demo-process demo-v32 demo-moe demo-sampling-mask demo-ppo demo-loop demo-own-data demo-async
 .PHONY: test test-portable test-lowest test-slow test-distributed test-sharded test-vllm test-gpu check docs bench format clean
 
 # deprecations that TRL owes transformers would bury the progress
@@ -43,6 +43,11 @@ demo-loop: $(VENV)/.recipes
 demo-own-data: $(VENV)/.recipes
 	$(TRAIN) recipes/common/smollm2.py outputs/smollm2-135m
 	$(TRAIN) -m trl_steady grpo --config recipes/your_own_data/smollm2-135m.yaml
+
+# a vLLM server on one core, the trainer on another
+demo-async: $(VENV)/.recipes $(VLLM)/.test
+	$(TRAIN) recipes/common/smollm2.py outputs/smollm2-135m
+	PYTHONWARNINGS=ignore::FutureWarning $(VLLM)/bin/python recipes/async/compare.py outputs/smollm2-135m
 
 MOE = $(TRAIN) recipes/moe/train.py --config recipes/moe/qwen3-moe-digits.yaml --output_dir outputs/moe
 

@@ -32,6 +32,7 @@ SMOKE = {
     "moe/qwen3-30b-a3b-fsdp2": {},
     "sampling_mask/smollm2-135m-one-rollout": {},
     "gspo/qwen3-4b-deepmath-80gb": {},
+    "async/qwen3-4b-deepmath-2x80gb": {"async_generate": False},  # without a server
     "iterative_grpo/qwen3-4b-deepmath-80gb": {"ref_model_sync_steps": 1, "steps_per_generation": 1},
     # without an engine there are no log-probs of the sampler's
     "v32/qwen3-4b-deepmath-80gb": {"kl_ratio_denominator": "old"},

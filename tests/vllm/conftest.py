@@ -11,8 +11,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers
+from transformers import Qwen3Config
 from trl.generation import vllm_generation
 
+from tests.tools import tiny
 from tests.tools.routed import Recorded, build
 from tests.vllm import cpu, mixtures
 from trl_steady.routing.part import ROUTES
@@ -79,3 +83,14 @@ def colocated(engines: Engines, monkeypatch: pytest.MonkeyPatch) -> Callable[...
 @pytest.fixture(scope="session")
 def mixture(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return mixtures.save_model(tmp_path_factory.mktemp("mixture"))
+
+
+@pytest.fixture(scope="session")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A dense model with heads of 32, which vLLM's kernel for CPU takes."""
+    path = tmp_path_factory.mktemp("dense")
+    torch.manual_seed(0)
+    config = Qwen3Config(**{**tiny.SIZES, "hidden_size": 64, "num_key_value_heads": 1}, head_dim=32)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
+    tiny.tokenizer().save_pretrained(path)
+    return path

@@ -12,7 +12,6 @@ import pytest
 import torch
 import transformers
 from peft import LoraConfig
-from transformers import Qwen3Config
 from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 
@@ -31,17 +30,6 @@ LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 ROUNDING = 1e-4
 ENGINE: dict[str, Any] = {"use_vllm": True, "learning_rate": 1e-2, "max_completion_length": 12, "beta": 0.04}
 COLOCATED = {"vllm_mode": "colocate", "vllm_max_model_length": 64, "vllm_gpu_memory_utilization": 0.1}
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A dense model with heads of 32, which vLLM's kernel for CPU takes."""
-    path = tmp_path_factory.mktemp("dense")
-    torch.manual_seed(0)
-    config = Qwen3Config(**{**tiny.SIZES, "hidden_size": 64, "num_key_value_heads": 1}, head_dim=32)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    tiny.tokenizer().save_pretrained(path)
-    return path
 
 
 @pytest.fixture
