@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from peft import LoraConfig
 from transformers import PrinterCallback as PrinterCallback  # for the recipe `stress`
-from transformers import TrainerCallback
+from transformers import TrainerCallback as TrainerCallback
 from transformers.trainer_utils import get_last_checkpoint
 
 from trl_steady import GRPOConfig, GRPOTrainer

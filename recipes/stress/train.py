@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from datasets import Dataset
 from torch import Tensor
-from transformers import TrainerCallback
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
@@ -92,7 +91,7 @@ class Arm:
             raise ValueError(f"rollouts={self.rollouts}: without dynamic_sampling, set max_steps in the options.")
 
 
-class Budget(TrainerCallback):
+class Budget(run.TrainerCallback):
     """End a run with the rollout that has used up a number of generated answers, counted in whole rollouts."""
 
     def __init__(self, rollouts: float) -> None:

@@ -11,10 +11,10 @@ from tests.tools.script import figure
 from trl_steady.host import Part
 
 FLOW = Path(__file__).parents[2] / "docs" / "figures" / "flow.py"
-# asked when a trainer is built, after a step, or for a checkpoint: not on the way of a micro-batch
+# asked when a trainer is built, around a step, or for a checkpoint: not on the way of a micro-batch
 ELSEWHERE = {
     *("building", "captures", "adapter_sync", "built"),
-    *("beginning", "stepping", "logged", "ending"),
+    *("beginning", "drawing", "stepping", "logged", "ending"),
     *("saving", "save", "load"),
 }
 
@@ -30,7 +30,7 @@ def test_the_flow_has_every_question_of_a_part(flow: Any) -> None:
     lines = [row for rows in flow.described().values() for row in rows]
     asked = {row.name for row in lines if row.kind == flow.QUESTION}
     questions = {name for name, of in vars(Part).items() if inspect.isfunction(of) and not name.startswith("_")}
-    assert asked == questions - ELSEWHERE - {"warn"}  # which a part does by itself
+    assert asked == questions - ELSEWHERE - {"warn", "refuse"}  # which a part does by itself
     assert all(row.parts for row in lines if row.kind == flow.QUESTION)
     steps = {row.name for row in lines if row.kind == flow.STEP}
     assert {"rollout", "generate", "log_probs", "compute_loss", "micro_batch_loss", "score"} <= steps

@@ -3,7 +3,7 @@
 import itertools
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -51,7 +51,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
     "two passes, steps of two micro-batches": {
         "num_iterations": 2,
         "gradient_accumulation_steps": 2,
-        "max_steps": 20,
+        "max_steps": 80,
     },
     "steps of four rollouts": {**ONE_STEP, "gradient_accumulation_steps": 4, "max_steps": 5},
     "steps that end inside a rollout": {
@@ -80,7 +80,14 @@ WINDOWS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("window", WINDOWS)
+FAST = ("a step", "two passes, steps of two micro-batches", "steps that end inside a rollout", "an epoch is a rollout")
+
+
+def cases(names: Iterable[str], fast: Sequence[str]) -> list[Any]:
+    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in names]
+
+
+@pytest.mark.parametrize("window", cases(WINDOWS, FAST))
 @pytest.mark.filterwarnings("ignore:value_init", "ignore:.*fork")
 def test_a_rollout_has_its_prompts_and_the_policy_of_the_rollout_before(
     trained: Train, watched: Watched, window: str
@@ -134,7 +141,7 @@ METHODS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", cases(METHODS, ("DAPO", "R3 and kept sets", "PPO")))
 @pytest.mark.filterwarnings("ignore:value_init")
 def test_a_run_equals_one_that_gets_the_same_answers_when_it_asks(
     trained: Train, watched: Watched, server: Server, mixture: Path, method: str

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.sampling.test_ahead import cases
 from tests.tools import ahead, engines, tiny
 from tests.tools.ahead import Watched
 from tests.tools.engines import MASKED, ROUTED, Server
@@ -37,7 +38,7 @@ def watched(server: Server) -> Iterator[Watched]:
         yield Watched(server)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", cases(KINDS, ("full", "R3 and kept sets")))
 def test_a_resume_from_each_step_equals_the_whole_run(
     models: dict[str, Path], tmp_path: Path, server: Server, watched: Watched, mixture: Path, kind: str
 ) -> None:

@@ -134,7 +134,8 @@ def test_a_server_that_is_killed_ends_the_training_which_resumes_with_another_se
     def noted(self: SteadyGeneration, client: VLLMClient, question: Any) -> Any:
         asked.append(len(killed))
         if len(asked) == 4:
-            threading.Timer(0.2, kill).start()  # an answer takes longer
+            os.killpg(process.pid, signal.SIGSTOP)  # so that it does not answer before
+            threading.Timer(0.5, kill).start()
         return ask(self, client, question)
 
     monkeypatch.setattr(SteadyGeneration, "ask", noted)
