@@ -9,7 +9,9 @@ from dataclasses import fields
 from typing import Any
 
 import pytest
+import transformers
 import trl
+from accelerate.data_loader import DataLoaderDispatcher, DataLoaderShard
 from trl.cli.commands.training import TrainingCommand
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import utils as trl_utils
@@ -171,6 +173,31 @@ def test_trls_rollout_asks_and_logs_by_the_names_that_rounds_answer_for(trainer:
     assert "zip(self.reward_funcs, " in re.sub(r"\s+", " ", source_of(trainer._calculate_rewards))
     assert "self._pending_extra_logs[column]" in source_of(trainer._log_completion_extra)
     assert parameters_of(trainer._get_collator_with_removed_columns) == ("self", "data_collator", "description")
+
+
+def test_batches_can_be_read_ahead() -> None:
+    """An epoch that begins early is read from another iterator than transformers', which must not have begun."""
+    for loader in (DataLoaderShard, DataLoaderDispatcher):
+        assert inspect.isgeneratorfunction(loader.__iter__)
+    source = source_of(transformers.Trainer._run_epoch)
+    assert (
+        len(re.findall(r"\bepoch_iterator\b(?=[,)])", source)) == 1
+        and "self.get_batch_samples(epoch_iterator, num_batches, " in source
+    )
+    assert "self.training_step(model, inputs, num_items_in_batch)" in source
+    assert "self.callback_handler.train_dataloader = train_dataloader" in source_of(
+        transformers.Trainer._prepare_for_training
+    )
+
+
+def test_trl_asks_a_server_once_for_a_rollout() -> None:
+    """What generation ahead records, and stops at."""
+    (call,) = (
+        call for call in calls_in(VLLMGeneration.generate) if ast.unparse(call.func) == "self.vllm_client.generate"
+    )
+    assert not call.args and [keyword.arg for keyword in call.keywords] == ["prompts", "features", None]
+    first = "self._generate_single_turn( prompt_ids, images, multimodal_fields, num_generations )"
+    assert first in re.sub(r"\s+", " ", source_of(trl.GRPOTrainer._generate))
 
 
 def test_trl_gives_a_model_and_takes_from_it_what_we_know_how_to_do_without_padding() -> None:
