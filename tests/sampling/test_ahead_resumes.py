@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.sampling.test_ahead import cases
-from tests.tools import ahead, engines, tiny
+from tests.tools import ahead, engines, rounds, tiny
 from tests.tools.ahead import Watched
 from tests.tools.engines import MASKED, ROUTED, Server
 from tests.tools.resumable import differences
@@ -26,7 +26,7 @@ SAVED: dict[str, Any] = {
 KINDS: dict[str, dict[str, Any]] = {
     "full": {},
     "lora": {"lora": True},
-    "dynamic sampling": {"dynamic_sampling": True},
+    "dynamic sampling": {"dynamic_sampling": True, "build": {"reward_funcs": rounds.planted}},
     "R3 and kept sets": {"lora": True, "router_replay": "R3", "keep_sampling_mask": True, "top_k": 50, "top_p": 0.9},
     "int keys": {"generation_kwargs": {"logit_bias": {50: 1.0}}},
 }
