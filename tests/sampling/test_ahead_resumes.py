@@ -45,6 +45,7 @@ def test_a_resume_from_each_step_equals_the_whole_run(
     options = {**SAVED, "save_steps": 1, **KINDS[kind]}
     server.config = {"model_config": {MASKED: "top_p" in options, ROUTED: "router_replay" in options}}
     model = mixture if "router_replay" in options else models["dense"]
+    watched.seconds = 0.2  # so that a save has to wait
     torch.manual_seed(0)
     whole = tiny.train(ahead.build(server.url, model, tmp_path, **options))
     expected, count = ahead.state(whole), len(watched.asked)
