@@ -12,6 +12,7 @@ from transformers import HfArgumentParser
 from trl import TrlParser
 
 import trl_steady
+from tests.tools import tiny
 from tests.tools.losses import NATIVE_LOSS_TYPES
 from tests.tools.wrong_options import CONTRADICTIONS, IDLE, INVALID, INVALID_PPO, SILENT
 from trl_steady.config.options import Help
@@ -132,6 +133,11 @@ def warned(tmp_path: Path, **options: Any) -> list[str]:
         warnings.simplefilter("always")
         config(tmp_path, **options)
     return [str(w.message) for w in caught if w.category is UserWarning]
+
+
+def test_generation_ahead_is_refused_where_nothing_corrects_for_it(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="async_generate=True does not work with RLOO, whose trainer drops"):
+        tiny.arguments(trl_steady.RLOOConfig, tmp_path, use_vllm=True, vllm_mode="server", async_generate=True)
 
 
 @pytest.mark.parametrize("config", [trl_steady.PPOConfig, trl_steady.RLOOConfig])

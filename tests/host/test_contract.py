@@ -188,7 +188,7 @@ def test_batches_can_be_read_ahead() -> None:
 
 
 def test_trl_asks_a_server_once_for_a_rollout() -> None:
-    """What generation ahead records, and stops at."""
+    """Generation ahead records this call, and stops TRL before the other one."""
     (call,) = (
         call for call in calls_in(VLLMGeneration.generate) if ast.unparse(call.func) == "self.vllm_client.generate"
     )

@@ -248,7 +248,7 @@ def of_batch(evidence: Any, batch: Any, loss_type: str, scale_rewards: str) -> l
 @pytest.mark.parametrize("loss_type", ["grpo", "dr_grpo", "dapo"])
 @pytest.mark.parametrize("scale_rewards", ["group", "batch", "none"])
 def test_expected_updates_by_all_batches(evidence: Any, loss_type: str, scale_rewards: str) -> None:
-    """Of two groups with two answers, all of them or those that have a signal."""
+    """A batch is two groups of two answers: all groups, or those that have a signal."""
     options = {"loss_type": loss_type, "scale_rewards": scale_rewards}
     for kept in (None, torch.tensor([False, True, False]), torch.tensor([True, True, False])):
         groups = [each for each in all_groups(2) if kept is None or kept[sum(each[1])]]

@@ -45,7 +45,7 @@ class Capture(NamedTuple):
 
 
 class Answer(NamedTuple):
-    """What a server has answered."""
+    """An answer of a server."""
 
     output: dict[str, Any]
     """The answer of TRL's client."""

@@ -66,12 +66,11 @@ class RoutingPart(Part):
         if self._kind is None:
             return
         Routers(models.bare(trainer, trainer.model))  # not kept: a reference's adapter may still add routers
-        why_not = (
-            "the graph of torch.compile would be that of one batch's routes" if models.compiles(trainer) else None
-        )
+        setting = f"router_replay={self._kind!r}"
+        if models.compiles(trainer):
+            self.refuse(setting, "the graph of torch.compile would be that of one batch's routes")
         if self._kind == "R3" and trainer.rollout_func is not None:
-            why_not = "a rollout_func returns no routes"
-        self.refuse(f"router_replay={self._kind!r}", why_not)
+            self.refuse(setting, "a rollout_func returns no routes")
 
     def routers_of(self, model: torch.nn.Module) -> Routers:
         """Return the routers of the transformers model in `model`."""

@@ -41,7 +41,8 @@ class AheadPart(Part):
             "environments would begin the next episode before this one ends": trainer.environment_factories,
             "an agent's later turns would be of a newer policy than its first": trainer.tools,
         }
-        self.refuse(_OPTION, next((reason for reason, is_so in reasons.items() if is_so), None))
+        for reason, is_so in reasons.items():
+            self.refuse(_OPTION, reason if is_so else None)
         by_ratio = args.vllm_importance_sampling_correction or args.sampler_options
         if not by_ratio and args.off_policy_mask_threshold is None:
             self.warn(

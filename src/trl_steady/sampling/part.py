@@ -75,7 +75,8 @@ class SamplingPart(Part):
             "prompt learning shifts tokens against labels": learns_prompts,
             "a rollout_func returns no kept tokens": trainer.rollout_func is not None,
         }
-        self.refuse(_OPTION, next((reason for reason, is_so in reasons.items() if is_so), None))
+        for reason, is_so in reasons.items():
+            self.refuse(_OPTION, reason if is_so else None)
 
     @contextlib.contextmanager
     def rolling(self, rollout: Rollout) -> "Generator[None]":
