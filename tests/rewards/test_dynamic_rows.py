@@ -100,6 +100,20 @@ def test_columns_are_those_of_the_rows_that_were_chosen(models: dict[str, Path],
     assert any(len(rollout.rounds) > 1 for rollout in trainer.rollouts)
 
 
+def test_the_table_has_no_column_of_rejected_rows(models: dict[str, Path], tmp_path: Path) -> None:
+    def once(prompts: list[str], completion_ids: list[list[int]], log_extra: Any, **_: Any) -> list[float]:
+        if not trainer.rounds:
+            log_extra("first", [1.0] * len(prompts))
+        return rounds.planted(prompts, completion_ids)
+
+    trainer = build(models["dense"], tmp_path, reward=once, dynamic_sampling_max_rounds=9)
+    trainer.model.train()
+    rejected = [prompt for prompt in tiny.dataset()["prompt"] if rounds.number(prompt) % 2 == 0]
+    samples = trainer.rollout([{"prompt": prompt} for prompt in rejected[:4] for _ in range(4)])
+    assert all(rounds.number(prompt) % 2 for prompt, _ in sequences(samples))
+    assert not trainer._logs["extra"] and list(trainer._logs["prompt"]) == [prompt for prompt, _ in sequences(samples)]
+
+
 def test_step_tables_are_those_of_the_rows_that_were_chosen(models: dict[str, Path], tmp_path: Path) -> None:
     """A run without the option on the chosen answers has the same advantages, bit for bit."""
 

@@ -13,12 +13,14 @@ from transformers import TrainerCallback
 
 from tests.tools import agent, ahead, engines, rounds, tiny
 from tests.tools.ahead import Watched
-from tests.tools.engines import COMPLETIONS, MASKED, ROUTED, Server
+from tests.tools.engines import COMPLETIONS, MASKED, RENDER, ROUTED, TOKENS, Server
 from tests.tools.resumable import differences
+from tests.trainers import test_images
 from trl_steady.host.ahead import Request
 from trl_steady.sampling.ahead import AheadPart
 
 engine, server, mixture = engines.engine, engines.server, engines.mixture
+llava = test_images.llava
 
 pytestmark = pytest.mark.supports("async_generate", on="vLLM server", only="stand-in")
 
@@ -142,21 +144,30 @@ METHODS: dict[str, dict[str, Any]] = {
     "dynamic sampling": {"dynamic_sampling": True, "max_steps": 12, "build": {"reward_funcs": rounds.planted}},
     "idle groups left out": {"skip_zero_weight": True, **ONE_STEP},
     "PPO": {"method": "PPO", "lora": True},
+    "images": {"gradient_checkpointing": False, **ONE_STEP},
 }
 
 
-@pytest.mark.parametrize("method", cases(METHODS, ("R3 and kept sets", "dynamic sampling", "PPO")))
-@pytest.mark.filterwarnings("ignore:value_init")
+@pytest.mark.parametrize("method", cases(METHODS, ("R3 and kept sets", "dynamic sampling", "PPO", "images")))
+@pytest.mark.filterwarnings("ignore:value_init", "ignore:trim_padding")
 def test_a_run_equals_one_that_gets_the_same_answers_when_it_asks(
-    trained: Train, watched: Watched, server: Server, mixture: Path, method: str
+    trained: Train, watched: Watched, server: Server, mixture: Path, llava: tuple[Path, Any], method: str
 ) -> None:
     """Bit for bit: answers, the sampler's log-probs, routes and sets that reach the loss are those of the server."""
     options = METHODS[method]
     server.config = {"model_config": {MASKED: "top_p" in options, ROUTED: "router_replay" in options}}
     model = mixture if "router_replay" in options else None
+    if method == "images":
+        model, processor = llava
+        data = test_images.pictures(lengths=tuple(range(1, 9)))  # the server knows a prompt by its length
+        build = {"train_dataset": data, "processing_class": processor, "reward_funcs": tiny.reward}
+        options = {**options, "build": build}
     trainer = trained(model, **options)
     found = outcome(trainer)
     assert trainer.part(AheadPart).notes == []  # no answer was thrown away
+    if method == "images":  # four prompts a rollout, which all but the first are asked about twice
+        assert len(server.requests[RENDER]) == 4 * (6 + 5)
+        assert all(body["features"] for body in server.requests[TOKENS])
     watched.replay()
     synchronous = outcome(trained(model, is_ahead=False, **options))
     assert differences(synchronous, found) == []

@@ -193,7 +193,7 @@ class Rounds:
             "_calculate_rewards": rewarding,
             "_get_per_token_logps_and_entropies": zeros,
             "reward_funcs": reading(trainer.reward_funcs, [keep]),
-            # a table that nobody reads
+            # a table that nobody reads: no column of rejected rows alone
             "_logs": {name: defaultdict(list) if isinstance(of, dict) else [] for name, of in trainer._logs.items()},
         }
         is_first, self._is_first = self._is_first, False
@@ -227,7 +227,7 @@ class Rounds:
 
     def _rows(self, known: Sequence[list[Any]], generated: Sequence[Any], returns: Sequence[list[Any]]) -> list[Row]:
         """Take what TRL and the records know of each row of a round."""
-        count, pending = len(known[0]), self._trainer._pending_extra_logs
+        count = len(known[0])
         # a dict has extra fields, which TRL has added to the inputs
         self._nothing = [{} if isinstance(values, dict) else [] if values == [] else None for values in generated]
         columns = [values if isinstance(values, list) and values else [None] * count for values in generated]
@@ -237,10 +237,9 @@ class Rounds:
             items = record.take([[*row.generated[0], *row.generated[1]] for row in rows])
             for row, item in zip(rows, items, strict=True):
                 row.records[column] = item
-        for column, values in pending.items():
+        for column, values in self._trainer._pending_extra_logs.items():
             for row, value in zip(rows, values, strict=False):
                 row.extra[column] = value
-        pending.clear()
         return rows
 
     @contextmanager
