@@ -1,6 +1,7 @@
 """Generation ahead: which policy answers which prompts, and the trainer trains as on the same answers later."""
 
 import itertools
+import multiprocessing
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -11,6 +12,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
+import trl_steady
 from tests.tools import agent, ahead, engines, rounds, tiny
 from tests.tools.ahead import Watched
 from tests.tools.engines import COMPLETIONS, MASKED, RENDER, ROUTED, TOKENS, Server
@@ -112,7 +114,7 @@ def test_a_rollout_has_its_prompts_and_the_policy_of_the_rollout_before(
     assert behind[0] == 0 and sum(behind) > 0
     if len(behind) == len(usual):
         assert behind[1:] == [float(now - before) for before, now in itertools.pairwise(versions)]
-    assert alive() == []
+    assert alive() == [] and multiprocessing.active_children() == []
 
 
 def logged(trainer: Any, name: str) -> list[float]:
@@ -211,29 +213,69 @@ def test_a_training_that_begins_again_uses_no_older_answers(trained: Train, watc
     assert logged(trainer, "async/versions_behind") == [0, 1]
 
 
-class Annealed(TrainerCallback):
-    """Raises the temperature before the fourth step, after its rollout was asked for."""
+class Callback(TrainerCallback):
+    """Calls a function with the trainer before each step."""
 
-    trainer: Any
+    def __init__(self, trainer: Any, function: Callable[[Any], None]) -> None:
+        self.trainer, self.function = trainer, function
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        if state.global_step == 3:
-            self.trainer.vllm_generation.temperature = 1.5
+        self.function(self.trainer)
 
 
+@pytest.mark.parametrize("option", ["temperature", "presence_penalty"])
 def test_answers_to_another_question_are_thrown_away(
-    models: dict[str, Path], tmp_path: Path, server: Server, watched: Watched
+    models: dict[str, Path], tmp_path: Path, server: Server, watched: Watched, option: str
 ) -> None:
-    trainer = ahead.build(server.url, models["dense"], tmp_path, **ONE_STEP)
-    callback = Annealed()
-    callback.trainer = trainer
-    trainer.add_callback(callback)
+    """An option changes before the fourth step, after its rollout was asked for; one of the two in place."""
+
+    def change(trainer: Any) -> None:
+        if trainer.state.global_step == 3:
+            trainer.vllm_generation.temperature = 1.5
+            trainer.vllm_generation.generation_kwargs["presence_penalty"] = 1.5
+
+    own = {option: 1.0, "temperature": 1.0 if option == "temperature" else 1.5}
+    kwargs = {"presence_penalty": own.get("presence_penalty", 1.5)}
+    options = {**ONE_STEP, "temperature": own["temperature"], "generation_kwargs": kwargs}
+    trainer = ahead.build(server.url, models["dense"], tmp_path, **options)
+    trainer.add_callback(Callback(trainer, change))
     with pytest.warns(UserWarning, match="async_generate=True: the question of a rollout is another one"):
         trainer.train()
     assert logged(trainer, "async/versions_behind") == [0, 1, 1, 0, 1, 1]
     assert [each.version for each in watched.asked] == [1, 1, 2, 3, 4, 4, 5]
-    bodies = server.requests[COMPLETIONS]
-    assert [body["temperature"] for body in bodies] == [1.0] * 4 + [1.5] * 3
+    assert [body[option] for body in server.requests[COMPLETIONS]] == [1.0] * 4 + [1.5] * 3
+
+
+def test_a_script_that_sends_weights_waits_too(
+    models: dict[str, Path], tmp_path: Path, server: Server, watched: Watched
+) -> None:
+    """It also takes the option away, which then acts to the end of the run."""
+
+    def send(trainer: Any) -> None:
+        if trainer.state.global_step:
+            trainer.vllm_generation.sync_weights()
+        trainer.args.async_generate = False
+
+    watched.seconds = 0.3  # more than a step takes
+    trainer = ahead.build(server.url, models["dense"], tmp_path, lora=True, **ONE_STEP)
+    trainer.add_callback(Callback(trainer, send))
+    trainer.train()
+    assert all(each.is_steady for each in watched.asked) and len(watched.asked) == 6
+    assert logged(trainer, "async/versions_behind") == [0, 1, 1, 1, 1, 1]
+
+
+class Renaming(trl_steady.GRPOTrainer):
+    def rollout(self, inputs: Any) -> dict[str, Any]:
+        return super().rollout([{**row, "prompt": "a" + row["prompt"]} for row in inputs])
+
+
+def test_rows_of_a_subclass_are_not_asked_ahead(
+    trained: Train, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trl_steady, "GRPOTrainer", Renaming)
+    with pytest.warns(UserWarning, match="rows of a rollout are not those that transformers drew"):
+        trainer = trained(**ONE_STEP)
+    assert logged(trainer, "async/versions_behind") == [0] * 6 and len(watched.asked) == 6
 
 
 READER = {"processing_class": agent.tokenizer()}

@@ -50,6 +50,7 @@ class Batches(Iterator[list[Any]]):
         self._trainer = trainer
         self._given: list[list[Any]] = []  # in this optimizer step
         self._of_transformers: Iterator[list[Any]] | None = None
+        self._number = 0  # of the current epoch
         self._epochs: deque[_Epoch] = deque()  # the current one, and those that were begun early
 
     @property
@@ -59,7 +60,8 @@ class Batches(Iterator[list[Any]]):
     def of_step(self, batches: Iterator[list[Any]]) -> "Batches":
         """Begin an optimizer step, for which transformers would draw from `batches`."""
         if batches is not self._of_transformers:
-            self._of_transformers = batches
+            is_first, self._of_transformers = self._of_transformers is None, batches
+            self._number = self._trainer.state.global_step // self._sizes()[1] if is_first else self._number + 1
             if self._epochs:
                 self._epochs.popleft()
             if not self._epochs:
@@ -74,18 +76,25 @@ class Batches(Iterator[list[Any]]):
         self._given.append(epoch.read.popleft() if epoch.read else next(epoch.batches))
         return self._given[-1]
 
+    def _sizes(self) -> tuple[int, int]:
+        """Return the micro-batches and the optimizer steps of an epoch, as transformers counts."""
+        accumulation, data = self._trainer.args.gradient_accumulation_steps, self._data
+        length = len(data) if has_length(data) else self._trainer.state.max_steps * accumulation
+        return length, -(-length // accumulation)
+
     def of_next_rollout(self, batch: list[Any]) -> list[Any] | None:
-        """Return the batch of the rollout after that of `batch`; None if the run ends before it."""
+        """Return the batch of the rollout after that of `batch`; None if the run ends before it.
+
+        Raises:
+            LookupError: `batch` is not of this optimizer step: it is a script's own.
+        """
         trainer, accumulation = self._trainer, self._trainer.args.gradient_accumulation_steps
         position = next((i for i, given in enumerate(self._given) if given is batch), None)
-        if position is None:  # a script's own batch
-            return None
+        if position is None:
+            raise LookupError
         position += generation_interval(trainer)
-        # the optimizer step of that batch, as transformers counts: the last step of an epoch may be short
-        data = self._data
-        length = len(data) if has_length(data) else trainer.state.max_steps * accumulation
-        steps = -(-length // accumulation)
-        epoch, step = divmod(trainer.state.global_step, steps)
+        length, steps = self._sizes()
+        epoch, step = divmod(trainer.state.global_step, steps)  # the last step of an epoch may be short
         later, index = divmod(step * accumulation + position, length)
         if (epoch + later) * steps + index // accumulation >= trainer.state.max_steps:
             return None
@@ -95,6 +104,8 @@ class Batches(Iterator[list[Any]]):
         """Return the batch that follows `count` others, in this epoch or a later one; None for an empty stream."""
         for number in itertools.count():
             if number == len(self._epochs):
+                if hasattr(self._data, "set_epoch"):  # as transformers does
+                    self._data.set_epoch(self._number + number)
                 self._epochs.append(_Epoch(iter(self._data)))
             epoch, state = self._epochs[number], torch.get_rng_state()
             epoch.read.extend(itertools.islice(epoch.batches, max(count + 1 - len(epoch.read), 0)))
@@ -123,7 +134,7 @@ def question_of(trainer: "Trainer", rows: Sequence[Mapping[str, Any]]) -> dict[s
         raise _Asked(prompt_ids, images, num_generations)
 
     def keep(**asked: object) -> dict[str, Any]:
-        question.update(asked)
+        question.update(copy.deepcopy(asked))  # a callback may change options of sampling in place
         prompts = len(question["prompts"])
         return {"prompt_ids": [[]] * prompts, "completion_ids": [[]] * prompts * question["n"], "logprobs": None}
 
@@ -143,12 +154,15 @@ def question_of(trainer: "Trainer", rows: Sequence[Mapping[str, Any]]) -> dict[s
 class Request(threading.Thread):
     """A question that a thread asks the server, for a policy of version number `version`.
 
-    It is a daemon, for which the interpreter does not wait at its end.
+    It is a daemon, for which the interpreter does not wait at its end. But prompts that TRL's client sends one by one,
+    for images and kept sets, are in a pool of threads, and the interpreter waits until all are answered.
     """
 
     def __init__(self, engine: SteadyGeneration, question: Mapping[str, Any], version: int) -> None:
         super().__init__(daemon=True, name="trl-steady-ahead")
         self.version = version
+        self.step = -1
+        """Step of the last sync before it was saved."""
         self.answer: Answer | None = None
         self.error: BaseException | None = None
         self.seconds = self.waited = 0.0
@@ -176,20 +190,21 @@ class Request(threading.Thread):
         """Return True if a question is the same."""
         return json.dumps(question) == json.dumps(self._question)  # a loaded one has JSON's types
 
-    def save(self, file: Path) -> None:
-        """Write the question and its answer."""
+    def save(self, file: Path, version: int, step: int) -> None:
+        """Write the question and its answer, with the current version of the policy and the step of its sync."""
         assert self.answer is not None
-        plain = json.dumps([self._question, self.answer.output, self.seconds, self.waited])  # exact
+        times = [self.seconds, self.waited, self.version - version, step]
+        plain = json.dumps([self._question, self.answer.output, *times])  # exact
         torch.save([plain, _mapped(self.answer.captured, np.ndarray, torch.from_numpy)], file)
 
     @classmethod
     def loaded(cls, engine: SteadyGeneration, file: Path) -> "Request":
-        """Return what `save` has written, of version 0: the policy of the checkpoint, which is sent next, is newer."""
+        """Return what `save` has written, with a version that counts back from 0."""
         plain, captured = torch.load(file, weights_only=True)
-        question, output, seconds, waited = json.loads(plain)
-        request = cls(engine, question, 0)
+        question, output, seconds, waited, version, step = json.loads(plain)
+        request = cls(engine, question, version)
         request.answer = Answer(output, _mapped(captured, Tensor, Tensor.numpy))
-        request.seconds, request.waited = seconds, waited
+        request.seconds, request.waited, request.step = seconds, waited, step
         return request
 
 
@@ -213,20 +228,9 @@ def _apart(client: VLLMClient) -> VLLMClient:
     return client
 
 
-@contextlib.contextmanager
-def engine_ahead(
-    trainer: "Trainer",
-    wait: Callable[[], None],
-    answer: Callable[[Ask, Mapping[str, Any]], Answer] | None,
-) -> Iterator[None]:
-    """Let the engine wait before it gets other weights, and have its questions answered, inside this context."""
-    engine = trainer.vllm_generation
-    sync_weights = engine.sync_weights
-
-    def synced() -> None:
-        wait()
-        sync_weights()
-
-    answering = answer if trainer.accelerator.is_main_process else None
-    with overridden(engine, {"sync_weights": synced, "answering": answering}):
-        yield
+def answering(
+    trainer: "Trainer", answer: Callable[[Ask, Mapping[str, Any]], Answer]
+) -> contextlib.AbstractContextManager[None]:
+    """Return a context in which `answer` answers the engine's questions, on the main process."""
+    is_main = trainer.accelerator.is_main_process
+    return overridden(trainer.vllm_generation, {"answering": answer} if is_main else {})

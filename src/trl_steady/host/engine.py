@@ -126,6 +126,8 @@ class SteadyGeneration(VLLMGeneration):
     """Sends the adapter; None if all weights are sent."""
     answering: Callable[[Ask, Mapping[str, Any]], Answer] | None = None
     """Answers a question in place of the server, which the first argument asks. It is set on the main process only."""
+    before_sync: Callable[[], None] | None = None
+    """Is called before other weights or another adapter are sent."""
 
     def __init__(
         self, *arguments: Any, captures: Sequence[Capture], sync: AdapterSync | None = None, **keywords: Any
@@ -202,6 +204,8 @@ class SteadyGeneration(VLLMGeneration):
 
     def sync_weights(self) -> None:
         """Send the policy's weights, or its adapter alone."""
+        if self.before_sync is not None:
+            self.before_sync()
         if self.adapter is None:
             super().sync_weights()
         else:

@@ -107,6 +107,8 @@ class Rollout:
     """Column of the samples -> the `TokenRecord` of a part, with what is known of the tokens so far."""
     samples: dict[str, Any] = field(default_factory=dict)
     """TRL's samples and the columns of the parts. Empty while TRL makes the rollout."""
+    from_checkpoint: bool = False
+    """True if a checkpoint has held the answers, which an engine gave before."""
 
     @property
     def input_ids(self) -> Tensor:

@@ -23,7 +23,7 @@ class EngineCheckPart(Part):
     """Refuses an engine that serves another model than the policy, with `engine_check`.
 
     An engine that gets an adapter alone has loaded the base itself. The part compares the first rollout that each call
-    of `train` generates, also after a resume.
+    of `train` asks its engine for, also after a resume.
     """
 
     _is_due = False
@@ -50,7 +50,7 @@ class EngineCheckPart(Part):
 
     def columns(self, rollout: Rollout) -> Mapping[str, Any]:
         """Compare the rollout if that is due, and refuse another model. There is no column."""
-        if not self._compares:
+        if not self._compares or rollout.from_checkpoint:
             return {}
         trainer, limit = self.trainer, self.trainer.args.engine_check
         logps = rollout.samples.get("old_per_token_logps")

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from trl_steady.host.ahead import Batches, Request, engine_ahead, question_of
+from trl_steady.host.ahead import Batches, Request, answering, question_of
 from trl_steady.host.engine import Answer, Ask, first_of_all
 from trl_steady.host.part import Part, Rollout, Trainer, Turn
 
@@ -29,12 +29,14 @@ class AheadPart(Part):
         self._rows: list[Any] | None = None  # of the rollout in progress, until its first generation
         self._request: Request | None = None  # on the main process
         self._loaded: Request | None = None
-        self._version = 0
+        self._is_resumed = False  # until the first rollout after a resume with answers
+        self._version, self._synced = 0, -1  # of the policy on the server, and the step of its sync
 
     def built(self) -> None:
         """Refuse what asks the server in another way. Warn if nothing corrects for the lag."""
         trainer, args = self.trainer, self.trainer.args
-        if not args.async_generate:
+        self._acts = args.async_generate
+        if not self._acts:
             return
         reasons = {
             "a rollout_func asks the server itself": trainer.rollout_func,
@@ -49,12 +51,13 @@ class AheadPart(Part):
                 f"{_OPTION}: answers are of the policy one rollout before, and nothing corrects for that. Leave "
                 "vllm_importance_sampling_correction=True, or set off_policy_mask_threshold."
             )
+        trainer.vllm_generation.before_sync = self._before_sync
 
     def beginning(self) -> None:
         """Forget what an earlier training has asked."""
         self._drop()
         self._request, self._loaded = self._loaded, None
-        self._batches, self._version = Batches(self.trainer), 0
+        self._version, self._synced = 0, -1 if self._request is None else self._request.step
 
     def ending(self, best: Path | None) -> None:
         """Wait for answers that nobody needs: a training may stop early."""
@@ -62,48 +65,54 @@ class AheadPart(Part):
 
     def _drop(self) -> None:
         self._wait()
-        self._request = None
+        self._request, self._batches = None, Batches(self.trainer)
 
     def _wait(self) -> None:
         if self._request is not None:
             self._request.wait()
 
     def _before_sync(self) -> None:
+        """Keep the version of a request on the server. The same policy may be sent twice, as after a resume."""
         self._wait()
-        self._version += 1
+        step = self.trainer.state.global_step
+        self._version, self._synced = self._version + (step != self._synced), step
 
     def drawing(self, batches: Iterator[Any]) -> Iterator[Any]:
         """Let batches be read ahead."""
-        return self._batches.of_step(batches) if self.trainer.args.async_generate else batches
+        return self._batches.of_step(batches) if self._acts else batches
 
     def making(
         self, rollout: Rollout, make: Callable[[list[Any]], dict[str, Any]], inputs: list[Any]
     ) -> dict[str, Any]:
         """Note the rows of a rollout in training. Further rounds of dynamic sampling are asked for as usual."""
-        self._rows = inputs if self.trainer.args.async_generate and self.trainer.model.training else None
+        self._rows = inputs if self._acts and self.trainer.model.training else None
         return make(inputs)
 
     @contextlib.contextmanager
     def generating(self, turn: Turn) -> Generator[None]:
         """Answer the first question of a rollout with what was asked ahead, and then ask ahead for the next one."""
-        if not self.trainer.args.async_generate:
-            yield
-            return
         rows = None
         if turn.rollout is not None:
             rows, self._rows = self._rows, None
-        if rows is None:
-            with engine_ahead(self.trainer, self._before_sync, None):
-                yield
+        if turn.rollout is None or rows is None:
+            yield
             return
         self._wait()
         self._raise_error()
+        turn.rollout.from_checkpoint, self._is_resumed = self._is_resumed, False
         self._sums = torch.zeros(3, 2)
-        with engine_ahead(self.trainer, self._before_sync, self._answer):
+        with answering(self.trainer, self._answer):
             yield
         names = ("versions_behind", "waited", "overlap")
         self.trainer.metrics.pooled(sums={f"async/{name}": each for name, each in zip(names, self._sums, strict=True)})
-        following = self._batches.of_next_rollout(rows)
+        try:
+            following = self._batches.of_next_rollout(rows)
+        except LookupError:
+            self.warn(
+                f"{_OPTION}: the rows of a rollout are not those that transformers drew, so the next one is not asked "
+                "ahead. Let a subclass hand on the list that it gets."
+            )
+            return
         question = {} if following is None else question_of(self.trainer, following)
         if question:
             self._request = Request(self.trainer.vllm_generation, question, self._version)
@@ -129,7 +138,7 @@ class AheadPart(Part):
         if request is not None:
             self.warn(
                 f"{_OPTION}: the question of a rollout is another one than was asked ahead, so its answers are thrown "
-                "away. Options of sampling that change during the run cannot be asked ahead."
+                "away. Prompts of a subclass and options of sampling that change during the run cannot be asked ahead."
             )
         start = time.perf_counter()
         answer = ask(question)
@@ -141,10 +150,13 @@ class AheadPart(Part):
         """Save the answers that are ahead. An error is raised by the next rollout."""
         self._wait()
         if self._request is not None and self._request.error is None:
-            self._request.save(checkpoint / _FILE)
+            self._request.save(checkpoint / _FILE, self._version, self._synced)
 
     def load(self, checkpoint: Path) -> None:
         """Go on with the answers that were ahead."""
-        has_file = self.trainer.args.async_generate and (checkpoint / _FILE).is_file()
-        if has_file and self.trainer.accelerator.is_main_process:
-            self._loaded = Request.loaded(self.trainer.vllm_generation, checkpoint / _FILE)
+        if not self._acts:
+            return
+        file = checkpoint / _FILE
+        if file.is_file() and self.trainer.accelerator.is_main_process:
+            self._loaded = Request.loaded(self.trainer.vllm_generation, file)
+        self._is_resumed = first_of_all(None if self._loaded is None else _FILE) is not None
