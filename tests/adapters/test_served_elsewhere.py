@@ -86,7 +86,10 @@ def test_a_server_that_was_restarted_takes_the_next_adapter(server: engines.Serv
     assert trainer.vllm_generation.vllm_client.model == server.requests[engines.LOAD][-1]["lora_name"]
 
 
-def test_a_servers_reason_is_in_the_message(server: engines.Server, sent: Callable[..., Any]) -> None:
+def test_a_servers_reason_is_in_the_message(
+    server: engines.Server, sent: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engines.without_pauses(monkeypatch)
     server.refused[engines.LOAD] = (500, "LoRA rank 4 is greater than max_lora_rank")
     with pytest.raises(
         ValueError, match=r"with 500: .*LoRA rank 4 is greater than max_lora_rank.*under the same path"

@@ -94,8 +94,7 @@ def test_a_killed_run_ends_as_if_it_had_not_been(
 @pytest.mark.parametrize(
     ("kind", "steps"),
     [
-        ("lora", (1, 6)),
-        ("full", (4,)),
+        ("lora", (6,)),
         *(pytest.param(kind, range(1, 10), marks=SLOW) for kind in resumable.KINDS),
     ],
 )

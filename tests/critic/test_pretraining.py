@@ -10,6 +10,7 @@ from torch import Tensor
 from transformers import TrainerCallback
 
 from tests.tools import tiny
+from tests.tools.cases import cases
 from tests.tools.critics import Twin, build, policy_parameters, same, snapshot
 from tests.tools.headroom import within
 
@@ -68,7 +69,7 @@ CASES: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", cases(CASES, ("lora, budget", "full", "last window of an epoch, budget")))
 def test_its_gradient_is_added_to_the_policys(models: dict[str, Path], tmp_path: Path, case: str) -> None:
     """Two micro-batches of four examples. Each of their tokens counts the same, in whatever batch it is.
 

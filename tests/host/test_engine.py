@@ -19,6 +19,7 @@ import trl_steady
 from tests.reference.test_reference import base_tensors
 from tests.tools import engines, tiny
 from tests.tools import wide as wide_model
+from tests.tools.cases import cases
 from trl_steady.routing.part import ROUTES
 from trl_steady.sampling.part import KEPT_TOKENS
 
@@ -85,9 +86,7 @@ def dequantised(module: Any) -> Tensor:
 
 @pytest.mark.supports("quantised base", "adapter_dtype", on="vLLM server", only="stand-in")
 @pytest.mark.supports("moving reference, quantised base", on="vLLM server", only="stand-in")
-@pytest.mark.parametrize(
-    "base", [pytest.param(base, marks=[] if base == "nf4" else pytest.mark.slow) for base in wide_model.BASES]
-)
+@pytest.mark.parametrize("base", cases(wide_model.BASES, ("nf4",)))
 def test_the_engine_gets_base_plus_delta_and_the_base_stays(
     wide: Path, tmp_path: Path, server: Server, base: str
 ) -> None:
@@ -156,9 +155,7 @@ def test_with_an_engine_trls_losses_are_trls_and_the_mismatch_is_logged(
 
 
 @pytest.mark.supports("gspo", "gspo_token", "KL corrections", "masks", on="vLLM server", only="stand-in")
-@pytest.mark.parametrize(
-    "loss_type", ["gspo", *(pytest.param(name, marks=pytest.mark.slow) for name in ("grpo", "gspo_token"))]
-)
+@pytest.mark.parametrize("loss_type", cases(("gspo", "grpo", "gspo_token"), fast=1))
 def test_an_engines_log_probs_decide_masks_and_correct_the_kl(
     wide: Path, tmp_path: Path, server: Server, loss_type: str
 ) -> None:

@@ -44,9 +44,8 @@ KILLS = {  # each between a refresh and another
 }
 
 
-@pytest.mark.parametrize(
-    "kind", [pytest.param(kind, marks=[] if kind == "nf4" else pytest.mark.slow) for kind in resumable.KINDS]
-)
+@pytest.mark.slow  # tests/reward_model/test_checkpoints.py kills a run in `make test`
+@pytest.mark.parametrize("kind", resumable.KINDS)
 def test_a_killed_run_ends_as_if_it_had_not_been(
     kind: str, models: dict[str, Path], wide: Path, tmp_path: Path, expected: Baseline
 ) -> None:

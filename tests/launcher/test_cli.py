@@ -108,6 +108,7 @@ def test_a_command_launches_trls_script_with_our_trainer_and_options(
     assert [each for each in said if each not in out] == []
 
 
+@pytest.mark.slow
 def test_two_processes_run_trls_command_with_our_fields(config: Path) -> None:
     options = ["--accelerate_config", str(ROOT / "recipes/accelerate/ddp_cpu.yaml")]
     command = [sys.executable, "-m", "trl_steady", "grpo", "--config", str(config), *OURS, *options]

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tests.tools import tiny
+from tests.tools.cases import cases
 from tests.tools.headroom import within
 from tests.tools.losses import NATIVE_LOSS_TYPES, SEQUENCE_RATIO_LOSS_TYPES
 from trl_steady.padding.budget import Length
@@ -89,7 +90,7 @@ class Widths:
         self.shapes.append(tuple(inputs[0].shape))
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", cases(LOSS_TYPES, ("grpo", "dapo", "gspo", "gspo_token")))
 def test_losses_gradients_and_metrics_are_those_of_padded_passes(
     models: dict[str, Path], tmp_path: Path, loss_type: str
 ) -> None:
@@ -160,8 +161,11 @@ BUDGETS = [(12, 2), (30, 2), (10_000, 4)]
 
 @pytest.mark.parametrize(
     ("loss_type", "token_budget", "accumulated"),
-    [("grpo", 30, 16)]
-    + [(loss_type, *BUDGETS[number % 3]) for number, loss_type in enumerate(LOSS_TYPES) if loss_type != "bnpo"],
+    cases(
+        [("grpo", 30, 16)]
+        + [(loss_type, *BUDGETS[number % 3]) for number, loss_type in enumerate(LOSS_TYPES) if loss_type != "bnpo"],
+        fast=5,
+    ),
 )
 def test_the_loss_of_micro_batches_by_tokens_is_that_of_the_whole_step(
     models: dict[str, Path], tmp_path: Path, loss_type: str, token_budget: int, accumulated: int

@@ -14,6 +14,7 @@ from trl.generation import vllm_generation
 import trl_steady
 from tests.padding.test_unpadded import UNEQUAL, Widths
 from tests.tools import tiny
+from tests.tools.cases import cases
 from tests.tools.engines import UNCHECKED, Engine, alone, colocate
 from tests.tools.losses import NATIVE_LOSS_TYPES, SEQUENCE_RATIO_LOSS_TYPES
 
@@ -99,9 +100,7 @@ def skipped(recorded: Recorded) -> list[float]:
 
 
 @pytest.mark.usefixtures("with_float64_everywhere")
-@pytest.mark.parametrize(
-    "idle", [pytest.param(0, marks=pytest.mark.slow), 0.5, pytest.param(1, marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("idle", cases((0.5, 0, 1), fast=1))
 @pytest.mark.parametrize("loss_type", LOSS_TYPES)
 def test_loss_and_gradient_are_those_of_all_sequences(tmp_path: Path, loss_type: str, idle: float) -> None:
     window = 1 if LOSS_TYPES.index(loss_type) % 2 else 4
@@ -138,23 +137,26 @@ def with_steps(completion_ids: list[list[int]], prompts: list[str], **_: Any) ->
 @pytest.mark.usefixtures("with_float64_everywhere")
 @pytest.mark.parametrize(
     "options",
-    [
-        {"token_budget": 30, "loss_type": "grpo"},
-        {"token_budget": 30, "loss_type": "dapo", "share_prompts": True},
-        {"token_budget": 10_000, "loss_type": "dr_grpo"},
-        {"delta": 1.01, "epsilon": 1e-3, "loss_type": "bnpo"},
-        {"off_policy_mask_threshold": 1e-4, "loss_type": "dapo"},
-        {"method": "RLOO", "beta": 0.0},
-        {"method": "RLOO", "beta": 0.0, "token_budget": 30, "mask_truncated_completions": True},
-        {"name": "moe", "router_replay": "R2", "loss_type": "gspo", "router_aux_loss_coef": 0.0},
-        {"name": "moe", "router_replay": "R2", "token_budget": 30, "router_aux_loss_coef": 0.0},
-        {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 16, "steps_per_generation": 16},
-        pytest.param({"build": {"reward_funcs": with_steps}, "loss_type": "gspo_token"}, id="steps"),
-        {"name": "moe", "router_replay": "R3", "token_budget": 30, "router_aux_loss_coef": 0.0},
-        {"keep_sampling_mask": True, "top_p": 0.9},
-        {"lora": True, "gradient_checkpointing": True},
-        {"trim_padding": False},
-    ],
+    cases(
+        [
+            {"token_budget": 30, "loss_type": "dapo", "share_prompts": True},
+            {"off_policy_mask_threshold": 1e-4, "loss_type": "dapo"},
+            {"method": "RLOO", "beta": 0.0, "token_budget": 30, "mask_truncated_completions": True},
+            {"name": "moe", "router_replay": "R2", "token_budget": 30, "router_aux_loss_coef": 0.0},
+            {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 16, "steps_per_generation": 16},
+            pytest.param({"build": {"reward_funcs": with_steps}, "loss_type": "gspo_token"}, id="steps"),
+            {"trim_padding": False},
+            {"token_budget": 30, "loss_type": "grpo"},
+            {"token_budget": 10_000, "loss_type": "dr_grpo"},
+            {"delta": 1.01, "epsilon": 1e-3, "loss_type": "bnpo"},
+            {"method": "RLOO", "beta": 0.0},
+            {"name": "moe", "router_replay": "R2", "loss_type": "gspo", "router_aux_loss_coef": 0.0},
+            {"name": "moe", "router_replay": "R3", "token_budget": 30, "router_aux_loss_coef": 0.0},
+            {"keep_sampling_mask": True, "top_p": 0.9},
+            {"lora": True, "gradient_checkpointing": True},
+        ],
+        fast=7,
+    ),
     ids=str,
 )
 def test_with_other_options(tmp_path: Path, options: dict[str, Any]) -> None:

@@ -11,6 +11,7 @@ import trl.trainer.utils
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
+from tests.tools.cases import cases
 from tests.tools.script import figure
 
 DOCS = Path(__file__).parents[2] / "docs"
@@ -60,9 +61,7 @@ def test_parameters_and_adapters_are_those_of_transformers(memory: Any, name: st
 
 
 @pytest.mark.filterwarnings("ignore:a step of learning_rate:UserWarning")
-@pytest.mark.parametrize(
-    ("mode", "tied"), [("full", True), pytest.param("full", False, marks=pytest.mark.slow), ("QLoRA", True)]
-)
+@pytest.mark.parametrize(("mode", "tied"), cases([("full", True), ("full", False), ("QLoRA", True)], fast=1))
 def test_a_run_takes_what_is_computed(memory: Any, mode: str, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile of few columns lets the layer's backward decide the peak, which is 26 % higher if the head is tied."""
     monkeypatch.setattr(trl.trainer.utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 64)

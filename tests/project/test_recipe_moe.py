@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.tools import recipe
+from tests.tools.cases import cases
 from tests.tools.headroom import within
 from tests.tools.recipe import is_picture, parse
 from trl_steady.routing.replay import Routers
@@ -87,7 +88,7 @@ def test_the_probe_replays_as_the_package_does(digits: Any) -> None:
 
 
 # one variant is enough for each commit
-EACH = [pytest.param(label, marks=() if label == "GRPO, R3" else pytest.mark.slow) for label in VARIANTS]
+EACH = cases(VARIANTS, ("GRPO, R3",))
 
 
 @pytest.mark.parametrize("label", EACH)

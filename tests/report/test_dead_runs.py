@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.tools import tiny
+from tests.tools.cases import cases
 from trl_steady.host.part import Part
 from trl_steady.report import History, diagnose
 
@@ -32,7 +33,7 @@ def named(folder: Path) -> dict[str, int]:
     return {finding.symptom.name: finding.since for finding in diagnose(History.read(folder))[0]}
 
 
-@pytest.mark.parametrize("name", DEAD)
+@pytest.mark.parametrize("name", cases(DEAD, ("learning rate 5",)))
 def test_a_dead_run_of_trls_trainer_is_named(models: dict[str, Path], tmp_path: Path, name: str) -> None:
     """tests/trainers/test_training_report.py has ours."""
     options, expected = DEAD[name]

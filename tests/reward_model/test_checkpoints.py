@@ -133,7 +133,8 @@ def test_a_killed_run_ends_as_if_it_had_not_been(
 
 
 @pytest.mark.parametrize(
-    ("kind", "steps"), [("lora", (4, 8, 9)), ("full", (8,)), pytest.param("nf4", (4, 8, 9), marks=SLOW)]
+    ("kind", "steps"),
+    [("lora", (4, 8, 9)), pytest.param("full", (8,), marks=SLOW), pytest.param("nf4", (4, 8, 9), marks=SLOW)],
 )
 def test_every_checkpoint_resumes_exactly(
     kind: str, steps: Sequence[int], models: dict[str, Path], wide: Path, tmp_path: Path

@@ -12,6 +12,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 from tests.oracles import routes as routed_oracle
 from tests.oracles.routes import NONE
 from tests.tools import tiny
+from tests.tools.cases import cases
 from tests.tools.routed import (
     CLOSE,
     FREE,
@@ -28,15 +29,18 @@ from trl_steady.padding.families import traits
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {},
-        {"num_iterations": 2, "max_steps": 9},
-        {"cuts": True, "max_steps": 5, "model_init_kwargs": {"attn_implementation": "eager"}},
-        {"share_prompts": True, "token_budget": 40, "gradient_accumulation_steps": 2, "max_steps": 3, **FREE},
-        {"gradient_checkpointing": False, "temperature": 0.7},
-        {"lora": "experts", "learning_rate": 0.1},
-        {"lora": "saved router", "learning_rate": 0.1},
-    ],
+    cases(
+        [
+            {"num_iterations": 2, "max_steps": 9},
+            {"share_prompts": True, "token_budget": 40, "gradient_accumulation_steps": 2, "max_steps": 3, **FREE},
+            {"lora": "experts", "learning_rate": 0.1},
+            {},
+            {"cuts": True, "max_steps": 5, "model_init_kwargs": {"attn_implementation": "eager"}},
+            {"gradient_checkpointing": False, "temperature": 0.7},
+            {"lora": "saved router", "learning_rate": 0.1},
+        ],
+        fast=3,
+    ),
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:trim_padding=True only cuts columns")

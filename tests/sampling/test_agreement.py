@@ -12,6 +12,7 @@ from torch import Tensor
 from tests.adapters import test_served
 from tests.adapters.test_served import LLM
 from tests.tools import tiny
+from tests.tools.cases import cases
 from trl_steady.sampling import agreement
 from trl_steady.sampling.agreement import disagreement
 
@@ -53,7 +54,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", cases(METHODS, fast=1))
 def test_an_engine_with_the_policys_base_passes(built: Built, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
     """The limit is far below the default: log-probs are those of the policy, and nothing but rounding is left."""
     found = compared(monkeypatch)
@@ -89,7 +90,7 @@ OFF_POLICY = {"steps_per_generation": 4, "per_device_train_batch_size": 4}
 
 
 @pytest.mark.parametrize(
-    ("method", "updates"), [("GRPO", ON_POLICY), ("RLOO", ON_POLICY), ("PPO", OFF_POLICY)], ids=["GRPO", "RLOO", "PPO"]
+    ("method", "updates"), cases([("GRPO", ON_POLICY), ("RLOO", ON_POLICY), ("PPO", OFF_POLICY)], fast=1)
 )
 def test_the_check_changes_no_bit_of_a_run(
     built: Built, monkeypatch: pytest.MonkeyPatch, method: str, updates: dict[str, Any]

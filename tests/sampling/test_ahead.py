@@ -4,7 +4,7 @@ import itertools
 import multiprocessing
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from transformers import TrainerCallback
 import trl_steady
 from tests.tools import agent, ahead, engines, rounds, tiny
 from tests.tools.ahead import Watched
+from tests.tools.cases import cases
 from tests.tools.engines import COMPLETIONS, MASKED, RENDER, ROUTED, TOKENS, Server
 from tests.tools.resumable import differences
 from tests.trainers import test_images
@@ -85,14 +86,7 @@ WINDOWS: dict[str, dict[str, Any]] = {
 }
 
 
-FAST = (
-    *("a step", "two passes, steps of two micro-batches", "steps that end inside a rollout"),
-    *("a short last step in each epoch", "an epoch is a rollout"),
-)
-
-
-def cases(names: Iterable[str], fast: Sequence[str]) -> list[Any]:
-    return [pytest.param(name, marks=() if name in fast else pytest.mark.slow) for name in names]
+FAST = ("a step", "steps that end inside a rollout", "a short last step in each epoch", "an epoch is a rollout")
 
 
 @pytest.mark.parametrize("window", cases(WINDOWS, FAST))

@@ -23,13 +23,6 @@ def watched(server: Server) -> Iterator[Watched]:
         yield Watched(server)
 
 
-def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The client tries again at once."""
-    from urllib3.util.retry import Retry
-
-    monkeypatch.setattr(Retry, "get_backoff_time", lambda _: 0.0)
-
-
 FAULTS: dict[str, tuple[Any, str]] = {
     "HTTP 500": ((500, "the engine is dead"), r"Request failed: 500.*the engine is dead"),
     "HTTP 400": ((400, "prompt too long"), r"Request failed: 400.*prompt too long"),
@@ -49,7 +42,7 @@ def test_an_error_of_the_server_ends_the_next_rollout(
     lora: bool,
 ) -> None:
     """The request for the third rollout fails while the second is trained on."""
-    without_pauses(monkeypatch)
+    engines.without_pauses(monkeypatch)
     options = {**ONE_STEP, "lora": lora, "save_strategy": "steps", "save_steps": 1, "max_steps": 4}
     post = server.post
 

@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.sampling.test_ahead import cases
 from tests.tools import ahead, engines, rounds, tiny
 from tests.tools.ahead import Watched
+from tests.tools.cases import cases
 from tests.tools.engines import MASKED, ROUTED, Server
 from tests.tools.resumable import differences
 
@@ -47,7 +47,7 @@ def watched(server: Server) -> Iterator[Watched]:
         yield Watched(server)
 
 
-@pytest.mark.parametrize("kind", cases(KINDS, ("full", "R3 and kept sets", "a stream")))
+@pytest.mark.parametrize("kind", cases(KINDS, ("full", "a stream")))
 def test_a_resume_from_each_step_equals_the_whole_run(
     models: dict[str, Path], tmp_path: Path, server: Server, watched: Watched, mixture: Path, kind: str
 ) -> None:

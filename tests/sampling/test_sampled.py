@@ -12,10 +12,12 @@ from trl.trainer import grpo_trainer
 from tests.oracles import routes as routed_oracle
 from tests.oracles import sampling as oracle
 from tests.tools import resumable, sampled, tiny
+from tests.tools.cases import cases
 from tests.tools.routed import FREE, LOSS_TYPES, ascending
 from tests.tools.sampled import CLOSE, Sampled, build, without_ours
 from trl_steady.sampling import kept
 
+R3 = {"router_replay": "R3", "router_replay_reference": True}
 LORA = {"lora": "attention", "learning_rate": 0.1}
 # a rollout every second step, the reference moves in the middle: it is first the initial policy, later another one
 MOVING = {"sync_ref_model": True, "ref_model_sync_steps": 4, "ref_model_mixup_alpha": 1.0}
@@ -65,18 +67,21 @@ def check_all_passes(folder: Path, trainer: Any, options: dict[str, Any], update
 
 @pytest.mark.parametrize(
     "options",
-    [
-        {"top_p": 0.6, "num_iterations": 2, "steps_per_generation": 2, "max_steps": 6},
-        {"top_k": 5, "temperature": 0.7, "trim_padding": False, "pad_to_multiple_of": 8, "max_steps": 6},
-        {"min_p": 0.2, "share_prompts": True, "num_generations": 8, "gradient_checkpointing": False},
-        {"top_p": 0.8, "top_k": 20, "min_p": 0.05, "share_prompts": True, **IN_BUDGET},
-        {"top_p": 0.9, "generation_kwargs": {"top_p": 0.5, "typical_p": 0.9}, "steps_per_generation": 1},
-        {"min_p": 0.2, "temperature": 0.7, **LORA, **MOVING},
-        {"top_k": 5, **MOVING},
-        {"model": "falcon_h1", "min_p": 0.2, "gradient_checkpointing": False},
-        {"model": "moe", "top_p": 0.6, "router_replay": "R2"},
-        {"model": "moe", "min_p": 0.2, "router_replay": "R3", "router_replay_reference": True, **IN_BUDGET, **FREE},
-    ],
+    cases(
+        [
+            {"top_p": 0.6, "num_iterations": 2, "steps_per_generation": 2, "max_steps": 6},
+            {"top_p": 0.8, "top_k": 20, "min_p": 0.05, "share_prompts": True, **IN_BUDGET},
+            {"top_p": 0.9, "generation_kwargs": {"top_p": 0.5, "typical_p": 0.9}, "steps_per_generation": 1},
+            {"min_p": 0.2, "temperature": 0.7, **LORA, **MOVING},
+            {"model": "moe", "min_p": 0.2, **R3, **IN_BUDGET, **FREE},
+            {"top_k": 5, "temperature": 0.7, "trim_padding": False, "pad_to_multiple_of": 8, "max_steps": 6},
+            {"min_p": 0.2, "share_prompts": True, "num_generations": 8, "gradient_checkpointing": False},
+            {"top_k": 5, **MOVING},
+            {"model": "falcon_h1", "min_p": 0.2, "gradient_checkpointing": False},
+            {"model": "moe", "top_p": 0.6, "router_replay": "R2"},
+        ],
+        fast=5,
+    ),
     ids=str,
 )
 @pytest.mark.filterwarnings("ignore:trim_padding=True only cuts columns")
@@ -89,7 +94,7 @@ def test_every_pass_scores_among_the_tokens_that_were_kept(
     check_all_passes(folder, trainer, options, trainer.updates, apart=0.3)
 
 
-@pytest.mark.parametrize("loss_type", LOSS_TYPES)
+@pytest.mark.parametrize("loss_type", cases(LOSS_TYPES, ("grpo", "dapo", "gspo", "gspo_token")))
 @pytest.mark.filterwarnings("ignore:.*leaves tokens out", "ignore:.*were sampled among more")
 def test_without_sets_a_run_is_the_same_bit_for_bit(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, loss_type: str

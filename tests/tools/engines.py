@@ -26,6 +26,7 @@ from torch import Tensor
 from transformers import Qwen3MoeConfig
 from trl.generation import vllm_client, vllm_generation
 from trl.generation.vllm_client import VLLMClient
+from urllib3.util.retry import Retry
 
 from tests.tools import agent, tiny
 from tests.tools.routed import build
@@ -140,6 +141,11 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
     for module in (vllm_generation, vllm_client):
         monkeypatch.setattr(module, "is_vllm_available", lambda **_: True)
     return Engine()
+
+
+def without_pauses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """TRL's client asks a server that fails again at once."""
+    monkeypatch.setattr(Retry, "get_backoff_time", lambda _: 0.0)
 
 
 class LLM:

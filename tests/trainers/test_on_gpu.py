@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 
 from tests.tools import tiny
+from tests.tools.cases import cases
 from tests.tools.devices import on_gpu
 from trl_steady.rewards import StepRewards
 
@@ -66,7 +67,7 @@ def trainer(models: dict[str, Path], tmp_path: Path, name: str) -> Any:
     return built
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", cases(RUNS, ("sequence ratio", "R3, kept, by tokens", "skipped sequences")))
 def test_a_run_on_a_gpu_is_that_of_the_cpu(models: dict[str, Path], tmp_path: Path, name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)

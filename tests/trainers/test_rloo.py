@@ -13,6 +13,7 @@ import trl
 import trl_steady
 from tests.oracles import routes as routed_oracle
 from tests.tools import resumable, tiny
+from tests.tools.cases import cases
 from tests.tools.sets import lists
 from trl_steady.sampling.kept import KeptTokens
 
@@ -44,7 +45,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.filterwarnings("ignore:sampling leaves tokens out")
-@pytest.mark.parametrize("name", OPTIONS)
+@pytest.mark.parametrize("name", cases(OPTIONS, ("accumulation", "several passes", "two rewards", "lora")))
 def test_everything_off_is_trls_bit_for_bit(models: dict[str, Path], tmp_path: Path, name: str) -> None:
     model = ("dense", "moe")[list(OPTIONS).index(name) % 2]
     ours = tiny.train(trainer(models[model], tmp_path, padded=True, **OPTIONS[name]))

@@ -12,6 +12,7 @@ import torch
 
 from tests.report.test_dead_runs import DEAD
 from tests.tools import engines, resumable, stepwise, tiny
+from tests.tools.cases import cases
 from tests.tools.engines import Build
 from trl_steady.host.metrics import Clock
 from trl_steady.report import History, diagnose
@@ -142,7 +143,7 @@ def test_tokens_have_their_advantages(models: dict[str, Path], tmp_path: Path) -
     assert "title='advantage" in (tmp_path / "report.html").read_text()
 
 
-@pytest.mark.parametrize("name", DEAD)
+@pytest.mark.parametrize("name", cases(DEAD, ("constant reward",)))
 def test_a_dead_run_is_named_in_the_run_once_and_at_its_end(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
