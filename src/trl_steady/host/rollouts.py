@@ -193,7 +193,7 @@ class Rounds:
             "_calculate_rewards": rewarding,
             "_get_per_token_logps_and_entropies": zeros,
             "reward_funcs": reading(trainer.reward_funcs, [keep]),
-            # a table that nobody reads: no column of rejected rows alone
+            # a table that nobody reads, so that TRL's gets no column of rejected rows alone
             "_logs": {name: defaultdict(list) if isinstance(of, dict) else [] for name, of in trainer._logs.items()},
         }
         is_first, self._is_first = self._is_first, False
