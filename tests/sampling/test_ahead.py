@@ -80,8 +80,8 @@ WINDOWS: dict[str, dict[str, Any]] = {
         "max_steps": 8,
         "build": {"train_dataset": tiny.dataset(4)},
     },
-    "a stream": {**ONE_STEP, "max_steps": 6, "build": {"train_dataset": tiny.dataset(12).to_iterable_dataset()}},
-    "workers": {**ONE_STEP, "max_steps": 6, "dataloader_num_workers": 1, "build": {"train_dataset": tiny.dataset(8)}},
+    "a stream": {**ONE_STEP, "max_steps": 8, "build": {"train_dataset": tiny.dataset(12).to_iterable_dataset()}},
+    "workers": {**ONE_STEP, "max_steps": 5, "dataloader_num_workers": 1, "build": {"train_dataset": tiny.dataset(8)}},
     "PPO": {**ONE_STEP, "method": "PPO", "num_generations": 4, "max_steps": 4, "lora": True},
 }
 
@@ -198,6 +198,7 @@ class StopEarly(TrainerCallback):
 
 
 def test_a_training_that_begins_again_uses_no_older_answers(trained: Train, watched: Watched) -> None:
+    watched.seconds = 0.3
     # an epoch is two rollouts: the next one has begun
     trainer = trained(**ONE_STEP, build={"callbacks": [StopEarly()], "train_dataset": tiny.dataset(8)})
     assert len(watched.asked) == 3 and alive() == []  # the third rollout was asked for, and never made

@@ -92,6 +92,8 @@ def test_a_slow_server_is_waited_for(
         assert seconds > 0 and 0 <= share < 1
         assert 0.49 <= seconds / (1 - share) < 20  # the generation, which a busy machine lengthens
     assert all(each.is_steady for each in watched.asked)
+    adapters = trainer.vllm_generation.vllm_client.session.adapters.values()
+    assert all(each.max_retries.raise_on_status for each in adapters)  # the thread had a session for itself
 
 
 def test_a_full_disk_under_the_adapter_ends_the_run_and_a_resume_goes_on(

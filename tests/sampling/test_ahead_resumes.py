@@ -7,6 +7,8 @@ from typing import Any
 
 import pytest
 import torch
+from trl.trainer import grpo_trainer
+from trl.trainer.utils import RepeatSampler
 
 from tests.tools import ahead, engines, rounds, tiny
 from tests.tools.ahead import Watched
@@ -15,6 +17,14 @@ from tests.tools.engines import MASKED, ROUTED, Server
 from tests.tools.resumable import differences
 
 engine, server, mixture = engines.engine, engines.server, engines.mixture
+
+
+class Epochs(RepeatSampler):
+    """TRL's sampler, in an order that the number of the epoch decides."""
+
+    def set_epoch(self, epoch: int) -> None:
+        self.generator.manual_seed(epoch)
+
 
 # a window is 4 steps, an epoch 16
 SAVED: dict[str, Any] = {
@@ -31,6 +41,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "int keys": {"generation_kwargs": {"logit_bias": {50: 1.0}}},
     # three rollouts a pass, in another order each time
     "a stream": {"build": {"train_dataset": tiny.dataset(12).to_iterable_dataset()}},
+    # two rollouts an epoch
+    "an order of each epoch": {"build": {"train_dataset": tiny.dataset(8)}},
     "evaluations": {
         "eval_strategy": "steps",
         "eval_steps": 1,
@@ -49,9 +61,17 @@ def watched(server: Server) -> Iterator[Watched]:
 
 @pytest.mark.parametrize("kind", cases(KINDS, ("full", "a stream")))
 def test_a_resume_from_each_step_equals_the_whole_run(
-    models: dict[str, Path], tmp_path: Path, server: Server, watched: Watched, mixture: Path, kind: str
+    models: dict[str, Path],
+    tmp_path: Path,
+    server: Server,
+    watched: Watched,
+    mixture: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    kind: str,
 ) -> None:
     options = {**SAVED, "save_steps": 1, **KINDS[kind]}
+    if "order" in kind:
+        monkeypatch.setattr(grpo_trainer, "RepeatSampler", Epochs)
     server.config = {"model_config": {MASKED: "top_p" in options, ROUTED: "router_replay" in options}}
     model = mixture if "router_replay" in options else models["dense"]
     watched.seconds = 0.2  # so that a save has to wait

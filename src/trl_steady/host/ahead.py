@@ -138,12 +138,11 @@ def question_of(trainer: "Trainer", rows: Sequence[Mapping[str, Any]]) -> dict[s
         prompts = len(question["prompts"])
         return {"prompt_ids": [[]] * prompts, "completion_ids": [[]] * prompts * question["n"], "logprobs": None}
 
-    # without our methods, for which there would be another rollout
+    # not by our method, for which there would be another rollout
     kind = next(kind for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.trainer"))
-    ours = {"_generate": functools.partial(trls(kind)._generate, trainer), "_generate_single_turn": stop}
     try:
-        with overridden(trainer, ours):
-            trls(kind)._generate_and_score_completions(trainer, [dict(row) for row in rows])
+        with overridden(trainer, {"_generate_single_turn": stop}):
+            trls(kind)._generate_and_score_completions(trainer, list(rows))
     except _Asked as asked:
         is_main = trainer.accelerator.is_main_process
         with overridden(engine.vllm_client, {"generate": keep}) if is_main else contextlib.nullcontext():
