@@ -14,4 +14,5 @@ def cases(values: Iterable[Any], fast: Collection[Any] | int) -> list[Any]:
 
     each = list(values)
     quick = each[:fast] if isinstance(fast, int) else fast
+    assert all(value in each for value in quick), f"no case of these: {quick}"
     return [value if value in quick else slow(value) for value in each]

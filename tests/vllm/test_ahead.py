@@ -4,6 +4,7 @@ import importlib.util
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -123,15 +124,19 @@ def test_a_server_that_is_killed_ends_the_training_which_resumes_with_another_se
     server: Callable[[], str], built: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     engines.without_pauses(monkeypatch)  # TRL's client would try for a minute
-    url, asked = server(), list[object]()
+    url, asked, killed = server(), list[int](), list[float]()
     (process,) = (each for each in psutil.Process().children() if url.rsplit(":", 1)[1] in each.cmdline())
     ask = SteadyGeneration.ask
 
+    def kill() -> None:
+        killed.append(time.monotonic())
+        os.killpg(process.pid, signal.SIGKILL)
+
     def noted(self: SteadyGeneration, client: VLLMClient, question: Any) -> Any:
-        asked.append(question)
+        asked.append(len(killed))
         if len(asked) == 4:
             os.killpg(process.pid, signal.SIGSTOP)  # so that it does not answer before
-            threading.Timer(0.5, os.killpg, (process.pid, signal.SIGKILL)).start()
+            threading.Timer(0.5, kill).start()
         return ask(self, client, question)
 
     monkeypatch.setattr(SteadyGeneration, "ask", noted)
@@ -139,7 +144,8 @@ def test_a_server_that_is_killed_ends_the_training_which_resumes_with_another_se
     trainer = built(url, **LONG, **saves)
     with pytest.raises(RuntimeError, match=r"^async_generate=True: the server has failed at step 3, asked"):
         trainer.train()
-    assert len(asked) == 4 and trainer.state.global_step == 3
+    assert asked == [0, 0, 0, 0] and trainer.state.global_step == 3
+    assert time.monotonic() - killed[0] < 120
     again = built(server(), **LONG, **saves)
     again.train(resume_from_checkpoint=True)
     assert again.state.global_step == 6
