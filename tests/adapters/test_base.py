@@ -129,7 +129,7 @@ def test_the_reference_is_the_model_that_was_given(
 def test_a_critic_beside_pissa_is_saved_as_peft_loads_it(models: dict[str, Path], tmp_path: Path) -> None:
     config = LoraConfig(**PLAIN, init_lora_weights="pissa")
     trainer = critics.build(models["dense"], tmp_path, build={"peft_config": config})
-    samples = trainer.rollout([{"prompt": prompt} for prompt in tiny.dataset(4)["prompt"]])
+    samples = trainer._generate_and_score_completions([{"prompt": prompt} for prompt in tiny.dataset(4)["prompt"]])
     with torch.no_grad():
         values = trainer.values(trainer.critic, samples)
     trainer.save_model(str(tmp_path / "saved"))

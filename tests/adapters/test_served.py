@@ -148,8 +148,8 @@ def differences(trainer: Any) -> list[float]:
     found: list[float] = []
 
     class Compared(type(trainer)):
-        def rollout(self, inputs: Any) -> Any:
-            samples = super().rollout(inputs)
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            samples = super()._generate_and_score_completions(inputs)
             ids = torch.cat([samples["prompt_ids"], samples["completion_ids"]], dim=1)
             mask = torch.cat([samples["prompt_mask"], samples["completion_mask"]], dim=1)
             with torch.no_grad():

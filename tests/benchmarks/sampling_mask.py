@@ -100,7 +100,7 @@ def step(trainer: Any, inputs: dict[str, Any]) -> float:
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
     with torch.no_grad(), overridden(trainer, {"_samples": inputs}):
-        old, _, _ = trainer.log_probs(trainer.model, ids, mask, inputs["completion_ids"].size(1))
+        old, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, inputs["completion_ids"].size(1))
     loss = trainer.compute_loss(trainer.model, {**inputs, "old_per_token_logps": old})
     trainer.accelerator.backward(loss)
     return measuring.grad_norm(trainer)

@@ -40,7 +40,7 @@ def gradients(parameters: dict[str, torch.nn.Parameter]) -> dict[str, Tensor]:
 def micro_batch(trainer: Any, window: int = 1, count: int = len(critics.ANSWERS)) -> Samples:
     """Known answers, scored by models that have moved since."""
     trainer.part(CriticPart).beginning()
-    samples = trainer.rollout(rows(count))
+    samples = trainer._generate_and_score_completions(rows(count))
     stir(trainer, seed=1, by=0.05)
     trainer.current_gradient_accumulation_steps = window
     return samples
@@ -48,7 +48,7 @@ def micro_batch(trainer: Any, window: int = 1, count: int = len(critics.ANSWERS)
 
 def backward(trainer: Any, inputs: Samples) -> Tensor:
     """Run a micro-batch as `training_step` does, with layers that are recomputed where the option asks for it."""
-    with trainer.until_backward_ends():
+    with trainer.until_backward():
         loss = trainer.compute_loss(trainer.model, inputs)
         loss.backward()
     return loss.detach()
@@ -82,8 +82,8 @@ def test_loss_and_gradient_of_the_policy_are_trls(
         options.update(beta=0.1, kl_coef=0.0)
     trainer = build(models["dense"], tmp_path, known=True, trim_padding=False, **options)
     inputs = micro_batch(trainer, window=2)
-    found, of_policy = [], trainer.micro_batch_loss
-    trainer.micro_batch_loss = lambda *arguments: found.append(of_policy(*arguments)) or found[-1]
+    found, of_policy = [], trainer._compute_loss
+    trainer._compute_loss = lambda *arguments: found.append(of_policy(*arguments)) or found[-1]
     backward(trainer, inputs)
 
     options.pop("kl_coef", None)
@@ -165,7 +165,7 @@ def test_value_loss_and_its_gradient_are_the_oracles(
     trainer = build(models["dense"], tmp_path, exact=True, known=True, **options)
     inputs = micro_batch(trainer, window=2)
     assert inputs["returns"].isnan().any()
-    trainer.micro_batch_loss = lambda model, inputs: torch.zeros((), dtype=torch.float64)
+    trainer._compute_loss = lambda model, inputs: torch.zeros((), dtype=torch.float64)
     loss = backward(trainer, inputs)
     expected, of_parameters, flat = by_hand(
         Twin(trainer), inputs, token_weights(inputs, loss_type, 2, trainer.args), cliprange
@@ -191,13 +191,13 @@ def test_neither_gets_a_gradient_of_the_others_loss(
     trainer = build(model_of(kind), tmp_path, known=True, **KINDS[kind], **options)
     inputs = micro_batch(trainer)
     policy, critic = policy_parameters(trainer), critic_parameters(trainer)
-    with trainer.until_backward_ends():
-        trainer.micro_batch_loss(trainer.model, inputs).backward()
+    with trainer.until_backward():
+        trainer._compute_loss(trainer.model, inputs).backward()
     assert all(p.grad is None for p in critic.values())
     assert any(p.grad is not None and p.grad.any() for p in policy.values())
     for own in (*policy.values(), *critic.values()):
         own.grad = None
-    trainer.micro_batch_loss = lambda model, inputs: torch.zeros(())
+    trainer._compute_loss = lambda model, inputs: torch.zeros(())
     backward(trainer, inputs)
     assert all(p.grad is None for p in policy.values())
     assert all(p.grad is not None and p.grad.any() for name, p in critic.items() if p.dim() > 1)

@@ -85,7 +85,7 @@ def test_advantages_and_returns_are_the_oracles(
 ) -> None:
     """Tools, step rewards, two weighted functions, answers without a reward, and others that are cut off."""
     trainer = build(models["dense"], tmp_path, lora=lora, known=True, **options)
-    samples = trainer.rollout(rows())
+    samples = trainer._generate_and_score_completions(rows())
     with torch.no_grad():
         values = Twin(trainer, exact=True).values(samples)
     after = values.gather(1, samples["completion_mask"].sum(1, keepdim=True)).squeeze(1)
@@ -129,7 +129,7 @@ def test_values_and_log_probs_are_those_of_a_plain_forward(
         model, tmp_path, known=True, bootstrap_truncated=True, per_device_train_batch_size=3, **own, **options
     )
     before = critics.snapshot(dict(trainer.model.named_parameters()))
-    samples = trainer.rollout(rows())
+    samples = trainer._generate_and_score_completions(rows())
     twin = Twin(trainer)
     with torch.no_grad():
         values, old = twin.values(samples)[:, :-1], twin.logps(samples)
@@ -156,9 +156,9 @@ def test_passes_of_a_rollout(models: dict[str, Path], tmp_path: Path, lora: bool
 
     def passes(**options: Any) -> tuple[int, int]:
         trainer = build(models["dense"], tmp_path, lora=lora, **options)
-        calls, own = [], trainer.log_probs
-        trainer.log_probs = lambda *args, **keywords: calls.append(1) or own(*args, **keywords)
-        samples = trainer.rollout(rows(4))
+        calls, own = [], trainer._get_per_token_logps_and_entropies
+        trainer._get_per_token_logps_and_entropies = lambda *args, **keywords: calls.append(1) or own(*args, **keywords)
+        samples = trainer._generate_and_score_completions(rows(4))
         assert ("ref_per_token_logps" in samples) == any(options.get(name) != 0 for name in ("kl_coef", "beta"))
         if not lora:
             assert (trainer.ref_model is not None) == ("ref_per_token_logps" in samples)
@@ -179,7 +179,7 @@ def test_the_coefficient_of_the_kl_moves_toward_its_target(models: dict[str, Pat
     own, coefs = trainer.part(CriticPart), [0.5]
     for _ in range(2):
         assert trainer.kl_coef == coefs[-1]
-        samples = trainer.rollout(rows())
+        samples = trainer._generate_and_score_completions(rows())
         mask = (samples["completion_mask"] * samples["tool_mask"]).bool()
         _, returns = targets(samples, mask[:, 0], {"kl_coef": coefs[-1], "whiten_advantages": False})
         assert torch.allclose(samples["returns"].double(), returns, rtol=0, atol=5e-5, equal_nan=True)
@@ -192,7 +192,7 @@ def test_the_coefficient_of_the_kl_moves_toward_its_target(models: dict[str, Pat
         coefs[-1] = own.kl_coef
     assert len({*coefs}) == 3
     trainer.model.eval()
-    trainer.rollout(rows())
+    trainer._generate_and_score_completions(rows())
     assert trainer.kl_coef == coefs[-1]
 
 
@@ -200,7 +200,7 @@ def test_the_coefficient_of_the_kl_moves_toward_its_target(models: dict[str, Pat
 def test_metrics_by_hand(models: dict[str, Path], tmp_path: Path, options: dict[str, Any]) -> None:
     """Scaled rewards have the same mean, which is what is logged."""
     trainer = build(models["dense"], tmp_path, lora=True, known=True, kl_coef=0.3, **options)
-    samples = trainer.rollout(rows())
+    samples = trainer._generate_and_score_completions(rows())
     mask = (samples["completion_mask"] * samples["tool_mask"]).bool()
     counts = mask & torch.tensor([own.is_scored for own in ANSWERS]).unsqueeze(1)
     values, returns = samples["values"][counts].double(), samples["returns"][counts].double()

@@ -25,8 +25,8 @@ class Witness:
     def __init__(self, trainer: Any) -> None:
         self.rollouts: list[dict[str, Tensor]] = []
         self.values: list[Tensor] = []
-        self._rollout, self._values = trainer.rollout, trainer.values
-        trainer.rollout, trainer.values = self.rollout, self.value
+        self._rollout, self._values = trainer._generate_and_score_completions, trainer.values
+        trainer._generate_and_score_completions, trainer.values = self.rollout, self.value
 
     def rollout(self, inputs: Any) -> dict[str, Any]:
         samples = self._rollout(inputs)

@@ -151,13 +151,13 @@ def test_the_critics_gradient_does_not_count_in_the_norm_of_the_policys(
     runs, norms = [], []
     for factor in (1.0, 1000.0):
         trainer = build(models["dense"], tmp_path, known=True, max_steps=4, cliprange_value=None, **KINDS[kind])
-        rollout = trainer.rollout
+        rollout = trainer._generate_and_score_completions
 
         def scaled(inputs: Any, rollout: Any = rollout, factor: float = factor) -> Samples:
             samples = rollout(inputs)
             return {**samples, "returns": samples["returns"] * factor}
 
-        trainer.rollout = scaled
+        trainer._generate_and_score_completions = scaled
         trainer.train()
         runs.append(snapshot(policy_parameters(trainer)))
         norms.append([(row["grad_norm"], row["value/grad_norm"]) for row in tiny.history(trainer) if "loss" in row])
@@ -197,13 +197,13 @@ def test_a_critic_does_not_change_the_first_rollout(models: dict[str, Path], tmp
     def first(method: str, **options: Any) -> Samples:
         trainer = tiny.trainer(models["dense"], tmp_path, method=method, num_generations=2, lora=lora, **options)
         found: list[Samples] = []
-        rollout = trainer.rollout
+        rollout = trainer._generate_and_score_completions
 
         def stop(inputs: Any) -> Samples:
             found.append(rollout(inputs))
             raise Stop
 
-        trainer.rollout = stop
+        trainer._generate_and_score_completions = stop
         with pytest.raises(Stop):
             trainer.train()
         return found[0]

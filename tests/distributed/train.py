@@ -199,7 +199,7 @@ def with_head(model: Path, process: int) -> Any:
 def recorded(trainer: Any) -> list[dict[str, list[list[float]]]]:
     """The critic's columns of each rollout that the trainer will make, without padding."""
     rollouts: list[dict[str, list[list[float]]]] = []
-    own = trainer.rollout
+    own = trainer._generate_and_score_completions
 
     def rollout(inputs: Any) -> dict[str, Any]:
         samples = own(inputs)
@@ -209,7 +209,7 @@ def recorded(trainer: Any) -> list[dict[str, list[list[float]]]]:
         rollouts.append({name: [row[is_own].tolist() for row, is_own in pairs] for name, pairs in rows.items()})
         return samples
 
-    trainer.rollout = rollout
+    trainer._generate_and_score_completions = rollout
     return rollouts
 
 

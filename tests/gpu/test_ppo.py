@@ -26,7 +26,7 @@ def step(place: Place, folder: Path, output: Path, *, lora: bool, bf16: bool) ->
     inputs = models.batch(place)
     trainer.model.train()
     trainer.part(CriticPart).learner.switch(True)
-    with trainer.until_backward_ends():
+    with trainer.until_backward():
         values = trainer.values(trainer.critic, inputs)
         is_token = inputs["completion_mask"].bool()
         (0.5 * (values - 1).square())[is_token].mean().backward()

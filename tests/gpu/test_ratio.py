@@ -33,8 +33,8 @@ class Scored(trl_steady.GRPOTrainer):
 
     means: Tensor
 
-    def rollout(self, inputs: Any) -> dict[str, Any]:
-        output = super().rollout(inputs)
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
         mask = output["completion_mask"]
         self.means = (output["old_per_token_logps"] * mask).sum(-1) / mask.sum(-1)
         assert output["old_per_token_logps"].dtype == torch.float32

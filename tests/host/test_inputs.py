@@ -50,7 +50,7 @@ def test_rewards_as_tensors_and_numbers_of_every_kind(models: dict[str, Path], t
         return (float(i) for i in range(4))
 
     trainer = tiny.trainer(models["dense"], tmp_path, build={"reward_funcs": [mixed, whole, generated]})
-    trainer.rollout(rows(4))
+    trainer._generate_and_score_completions(rows(4))
     logged = {name: list(column) for name, column in trainer._logs["rewards"].items()}
     assert logged["mixed"] == pytest.approx([1.5, 1.0, 2.0, NAN], nan_ok=True)
     assert logged["whole"] == logged["generated"] == [0.0, 1.0, 2.0, 3.0]

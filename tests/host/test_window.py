@@ -41,7 +41,7 @@ def test_every_option_shapes_a_rollout_or_does_not() -> None:
     inherited = {field.name for field in fields(transformers.TrainingArguments)}
     every = {field.name for field in fields(trl_steady.GRPOConfig)}
     others = [name for line in NOT_OF_A_ROLLOUT.splitlines() for name in line.split(": ")[-1].split()]
-    ours = [name for part in trl_steady.GRPOTrainer.PARTS for name, _ in part.window_options]
+    ours = [name for part in trl_steady.GRPOTrainer.FEATURES for name, _ in part.window_options]
     of_rollouts = [*(name for name in WINDOW_OPTIONS if name in every), *ours]
     assert len({*of_rollouts, *others}) == len(of_rollouts) + len(others)
     assert {*of_rollouts, *others} - OF_TRANSFORMERS == every - inherited

@@ -1,7 +1,6 @@
 """What `trl-steady env` and `trl-steady methods` say."""
 
 import importlib.metadata
-import inspect
 import re
 from dataclasses import fields
 from pathlib import Path
@@ -14,9 +13,12 @@ import trl
 import trl_steady
 from tests.tools import tiny
 from trl_steady.config.methods import METHODS
-from trl_steady.host import names, seam
 from trl_steady.launcher import cli
 from trl_steady.losses.table import LOSSES
+
+def options_of(method: Any) -> list[str]:
+    return re.findall(r"\b([a-z_]+)(?=[=>])", method.setting)
+
 
 ROOT = Path(__file__).parents[2]
 
@@ -36,25 +38,19 @@ def test_the_table_has_every_method_with_its_page(capsys: pytest.CaptureFixture[
     for line, method in zip(lines, METHODS, strict=True):
         assert re.split(r" {2,}", line) == [part for part in method[:5] if part]
         page = (ROOT / "docs" / method.page).read_text()
-        for name in method.options:
+        for name in options_of(method):
             assert f"`{name}" in page or f"{name}=" in page, (method.page, name)
 
 
 def test_every_option_of_ours_belongs_to_a_method() -> None:
     theirs = {field.name for field in fields(trl.GRPOConfig)}
     ours = {field.name for field in fields(trl_steady.PPOConfig)} - theirs - {"training_report", "log_line"}
-    named = {name for method in METHODS if method.kind != "reward model" for name in method.options}
+    named = {name for method in METHODS if method.kind != "reward model" for name in options_of(method)}
     assert ours <= named <= theirs | ours
-    assert all(method.options for method in METHODS)
+    assert all(map(options_of, METHODS))
     losses = {loss_type: loss.name for loss_type, loss in LOSSES.items() if loss.is_ours}
     settings = {method.setting: method.name for method in METHODS if method.kind == "loss"}
     assert settings == {f'loss_type="{loss_type}"': name for loss_type, name in losses.items()}
-
-
-def test_a_method_acts_in_methods_that_the_seam_notes() -> None:
-    noted = set(re.findall(r'note_reached\("(\w+)"\)', inspect.getsource(seam)))
-    assert noted == {name for method in METHODS for name in method.acts_in} == names._WAYS.keys()
-    assert all(hasattr(trl_steady.GRPOTrainer, name) for way in names._WAYS.values() for name in way)
 
 
 MOVING, R2 = "iterative GRPO: a reference that moves", "R2: routes of"
@@ -93,6 +89,9 @@ UNPADDED = "padding-free passes (the default)"
 )
 def test_a_method_is_on_where_its_option_is(options: dict[str, Any], on: list[str], tmp_path: Path) -> None:
     args = tiny.arguments(trl_steady.GRPOConfig, tmp_path, **{"trim_padding": False, **options})
-    trainer = SimpleNamespace(args=args, reward_model=None, skips_old_pass=False)
-    found = [method.name for method in METHODS if method.is_on(trainer)]
-    assert len(found) == len(on) and all(name.startswith(start) for name, start in zip(found, on, strict=True))
+    trainer: Any = SimpleNamespace(args=args, off_policy_mask_threshold=args.off_policy_mask_threshold)
+    active = [each for feature in trl_steady.GRPOTrainer.FEATURES for each in feature(trainer).describe()]
+    found = sorted(each.name for each in active)
+    assert {*found} <= {method.name for method in METHODS}
+    assert all(hasattr(args, option) for each in active for option in each.options)
+    assert len(found) == len(on) and all(map(str.startswith, found, sorted(on)))

@@ -17,8 +17,8 @@ import trl_steady
 from tests.tools import engines, tiny
 from tests.tools.cases import cases
 from tests.tools.engines import Engine
-from trl_steady.losses.old_pass import OldPassPart
-from trl_steady.trainers.report import summary
+from trl_steady.features.skip_old_logps import SkipOldLogProbs
+from trl_steady.features.active_features import summary
 
 engine, mixture = engines.engine, engines.mixture
 
@@ -296,7 +296,7 @@ def test_a_resumed_run_ends_as_the_whole_one(built: Built, engine: Engine, tmp_p
 
 def test_a_step_that_raised_leaves_nothing_in_the_metrics(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     trainer = built(max_steps=1)
-    loss, calls = trainer.micro_batch_loss, []
+    loss, calls = trainer._compute_loss, []
 
     def raising(*arguments: Any) -> Tensor:
         calls.append(loss(*arguments))
@@ -304,12 +304,12 @@ def test_a_step_that_raised_leaves_nothing_in_the_metrics(built: Built, monkeypa
             raise KeyboardInterrupt
         return calls[-1]
 
-    monkeypatch.setattr(trainer, "micro_batch_loss", raising)
+    monkeypatch.setattr(trainer, "_compute_loss", raising)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    part = trainer.part(OldPassPart)
+    part = trainer.feature(SkipOldLogProbs)
     assert len(part._of_rollout) == 2
-    part.stepping()
+    part.on_step_begin()
     assert part._of_rollout == []
 
 
@@ -348,13 +348,13 @@ def test_dropout_that_is_disabled_does_not(built: Built, monkeypatch: pytest.Mon
 
 def test_a_subclass_that_may_read_old_log_probs_gets_them(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     class Reads(trl_steady.GRPOTrainer):
-        def rollout(self, inputs: Any) -> dict[str, Any]:
-            samples = super().rollout(inputs)
+        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+            samples = super()._generate_and_score_completions(inputs)
             self.has_old = "old_per_token_logps" in samples
             return samples
 
     monkeypatch.setattr(trl_steady, "GRPOTrainer", Reads)
     trainer = built(max_steps=1)
-    assert "off: no pass of the old policy" in summary(trainer) and "Reads.rollout may need it" in summary(trainer)
+    assert "off: no pass of the old policy" in summary(trainer) and "Reads._generate_and_score_completions may need it" in summary(trainer)
     assert tiny.train(trainer).has_old
     assert not tiny.train(built(max_steps=1, skip_old_pass=True)).has_old

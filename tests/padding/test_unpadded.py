@@ -17,7 +17,7 @@ from tests.tools.cases import cases
 from tests.tools.headroom import within
 from tests.tools.losses import NATIVE_LOSS_TYPES, SEQUENCE_RATIO_LOSS_TYPES
 from trl_steady.padding.budget import Length
-from trl_steady.padding.part import PaddingPart
+from trl_steady.features.padding_free import PaddingFree
 
 LOSS_TYPES = (*NATIVE_LOSS_TYPES, *SEQUENCE_RATIO_LOSS_TYPES)
 
@@ -225,7 +225,7 @@ def test_batches_of_a_budget_by_hand(models: dict[str, Path], tmp_path: Path) ->
     """The group with the longest sequence comes first. Padding that is computed counts."""
     options = {"share_prompts": True, "token_budget": 1, "gradient_accumulation_steps": 4}  # one by one
     trainer: Any = tiny.trainer(models["dense"], tmp_path, **options, **ROLLOUT)
-    part = trainer.part(PaddingPart)
+    part = trainer.feature(PaddingFree)
     of = part.traits_of(trainer.model)
     lengths = [Length(3, 2, 0), Length(3, 1, 1), Length(2, 7, 2), Length(3, 9, 1)]
     assert part._batches(of, lengths, 13, 4, 4) == [[3], [1], [2], [0]]

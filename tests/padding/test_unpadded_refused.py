@@ -11,7 +11,7 @@ from torch import Tensor
 import trl_steady
 from tests.padding.test_unpadded import UNEQUAL
 from tests.tools import tiny
-from trl_steady.padding.part import PaddingPart
+from trl_steady.features.padding_free import PaddingFree
 
 BUDGET = {"token_budget": 9}
 SHARES = {"share_prompts": True}
@@ -47,7 +47,7 @@ def test_a_budget_is_refused_under_deepspeed(models: dict[str, Path], tmp_path: 
     trainer: Any = tiny.trainer(models["dense"], tmp_path, token_budget=9)
     trainer.is_deepspeed_enabled = True
     with pytest.raises(ValueError, match=r"token_budget=9 .*DeepSpeed.* step each time"):
-        trainer.part(PaddingPart).built()
+        trainer.feature(PaddingFree).on_init_end()
 
 
 @pytest.mark.parametrize(
@@ -75,7 +75,7 @@ def test_a_loss_of_its_own_is_refused_a_budget(models: dict[str, Path], tmp_path
             return 2 * super().compute_loss(*arguments, **keywords)
 
     args = tiny.arguments(trl_steady.GRPOConfig, tmp_path, token_budget=9)
-    with pytest.raises(ValueError, match=r"Doubled\.compute_loss would see only the last.*override micro_batch_loss"):
+    with pytest.raises(ValueError, match=r"Doubled\.compute_loss would see only the last.*override _compute_loss"):
         Doubled(str(models["dense"]), tiny.reward, args, tiny.dataset(), processing_class=tiny.tokenizer())
 
 

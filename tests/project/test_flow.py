@@ -33,7 +33,7 @@ def test_the_flow_has_every_question_of_a_part(flow: Any) -> None:
     assert asked == questions - ELSEWHERE - {"warn", "refuse"}  # which a part does by itself
     assert all(row.parts for row in lines if row.kind == flow.QUESTION)
     steps = {row.name for row in lines if row.kind == flow.STEP}
-    assert {"rollout", "generate", "log_probs", "compute_loss", "micro_batch_loss", "score"} <= steps
+    assert {"rollout", "generate", "log_probs", "compute_loss", "_compute_loss", "score"} <= steps
 
 
 def test_the_picture_of_the_flow_is_up_to_date(flow: Any, tmp_path: Path) -> None:

@@ -76,6 +76,6 @@ def test_the_way_of_a_micro_batch_is_one_short_file() -> None:
     """From generation to loss, in this order."""
     lines = (HOST / "seam.py").read_text().splitlines()
     assert len(lines) < 300
-    steps = ["def rollout", "def generate", "def log_probs", "def compute_loss", "def micro_batch_loss", "def score"]
+    steps = ["def rollout", "def generate", "def log_probs", "def compute_loss", "def _compute_loss", "def score"]
     places = [next(i for i, line in enumerate(lines) if line.startswith(f"    {step}(")) for step in steps]
     assert places == sorted(places)

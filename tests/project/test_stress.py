@@ -40,8 +40,8 @@ def trained(recipes: Any, folder: Path, *, every: int = 2, measured: Any = None,
             built.append(self)
             self.rollouts: list[Any] = []
 
-        def rollout(self, inputs: Any) -> Any:
-            self.rollouts.append(super().rollout(inputs))
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            self.rollouts.append(super()._generate_and_score_completions(inputs))
             return self.rollouts[-1]
 
     with pytest.MonkeyPatch.context() as patch:

@@ -50,8 +50,8 @@ CASES: dict[str, tuple[str, peft.PeftConfig | None, dict[str, Any]]] = {
 class Watched(trl_steady.GRPOTrainer):
     """Scores every rollout with the policy and with the reference."""
 
-    def rollout(self, inputs: Any) -> dict[str, Any]:
-        batch = super().rollout(inputs)
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        batch = super()._generate_and_score_completions(inputs)
         ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
         mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
 

@@ -202,7 +202,7 @@ def test_accept_keeps_the_old_one_where_the_new_one_knows_less(
     state = lambda: {**critics.snapshot(trainer.reward_model.state()), **callback.learner.state_dict()}
     before = state()
     monkeypatch.setattr(loop, "fit", spoil if is_worse else lambda *_, **__: None)
-    trainer.rollout([{"prompt": prompt} for prompt in tiny.dataset(4)["prompt"] for _ in range(4)])
+    trainer._generate_and_score_completions([{"prompt": prompt} for prompt in tiny.dataset(4)["prompt"] for _ in range(4)])
     callback.refresh(1)
     record = trainer.reward_refreshes[-1]
     assert record.accepted == accepted and record.old == 1 and record.new == (0 if is_worse else 1)

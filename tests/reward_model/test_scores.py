@@ -83,7 +83,7 @@ def test_the_reward_of_a_rollout_is_the_score_after_the_last_token(
     trainer = rewarding.build(kind, models["dense"], tmp_path)
     rewarding.stir(trainer)
     trainer.model.train()
-    samples = trainer.rollout([{"prompt": prompt} for prompt in tiny.dataset(4)["prompt"] for _ in range(4)])
+    samples = trainer._generate_and_score_completions([{"prompt": prompt} for prompt in tiny.dataset(4)["prompt"] for _ in range(4)])
     trainer.save_model(str(tmp_path / "saved"))
     twin = saved(kind, models["dense"], tmp_path / "saved" / "reward").eval()
     columns = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask")

@@ -61,7 +61,7 @@ def test_the_loss_is_that_of_the_chosen_rows_alone(models: dict[str, Path], tmp_
     options = {"loss_type": "grpo", "steps_per_generation": 1, "num_iterations": 2, "per_device_train_batch_size": 16}
     trainer = build(policy, tmp_path, **options, max_steps=2, trim_padding=False)
     losses: list[tuple[dict[str, Any], torch.Tensor]] = []
-    compute = trainer.micro_batch_loss
+    compute = trainer._compute_loss
 
     def scored(model: Any, ids: torch.Tensor, mask: torch.Tensor, width: int, *_: Any, **__: Any) -> Any:
         """In place of TRL's log-probs, which are float32. GPT-2 has no layer that computes in float32."""
@@ -69,14 +69,14 @@ def test_the_loss_is_that_of_the_chosen_rows_alone(models: dict[str, Path], tmp_
         logits = model(input_ids=ids, attention_mask=mask, position_ids=places).logits[:, -width - 1 : -1]
         return logits.log_softmax(-1).gather(-1, ids[:, -width:, None])[..., 0], torch.zeros(len(ids), width), None
 
-    trainer.log_probs = scored
+    trainer._get_per_token_logps_and_entropies = scored
 
     def keep(model: Any, inputs: Any) -> torch.Tensor:
         weights = copy.deepcopy(trainer.model.state_dict())
         losses.append((weights, compute(model, inputs)))
         return losses[-1][1]
 
-    trainer.micro_batch_loss = keep
+    trainer._compute_loss = keep
     trainer.train()
     (rollout,) = trainer.rollouts
     assert len(rollout.rounds) > 1 and len(losses) == 2
@@ -116,7 +116,7 @@ def decisions(trainer: Any, rows: int = 16) -> list[bool]:
 
     part._keeps = keep
     trainer.model.train()
-    trainer.rollout([{"prompt": f"{i // 4}+1="} for i in range(rows)])
+    trainer._generate_and_score_completions([{"prompt": f"{i // 4}+1="} for i in range(rows)])
     return found[0]
 
 
@@ -177,7 +177,7 @@ def test_steps_with_equal_totals_have_a_signal(models: dict[str, Path], tmp_path
     forced = {"max_new_tokens": 3, "min_new_tokens": 3, "eos_token_id": None}
     trainer.generation_config.update(**forced)
     trainer.model.train()
-    samples = trainer.rollout([{"prompt": f"{i // 4}+1="} for i in range(16)])
+    samples = trainer._generate_and_score_completions([{"prompt": f"{i // 4}+1="} for i in range(16)])
     has_signal = samples["advantages"].view(4, -1).abs().amax(1) > 1e-6
     trainer.args.dynamic_sampling_filter = "zero_std"
     assert decisions(trainer) == has_signal.tolist() == [False, True, False, True]
@@ -260,7 +260,7 @@ def test_a_round_asks_for_what_is_missing_by_the_share_that_was_kept(models: dic
         ([0, 0, 0, 0], [16, 16]),  # nothing kept: at most the batch
     ):
         plan = {0: kept_first, 1: [1, 1, 0, 0] if sum(kept_first) == 1 else [1, 1, 1, 1], 2: [1, 1, 1, 1]}
-        trainer.rollout([{"prompt": f"{i // 4}+1="} for i in range(16)])
+        trainer._generate_and_score_completions([{"prompt": f"{i // 4}+1="} for i in range(16)])
         assert [len(answers) for answers in trainer.rollouts[-1].rounds] == expected
 
 
@@ -356,7 +356,7 @@ def test_evaluation_is_not_filtered_and_leaves_training_alone(models: dict[str, 
 def test_the_first_fit_of_a_reward_model_is_not_filtered(models: dict[str, Path], tmp_path: Path) -> None:
     trainer = rewarding.refreshed("lora", models["dense"], tmp_path, dynamic_sampling=True)
     calls: list[int] = []
-    generate = trainer.generate
-    trainer.generate = lambda ids, *rest, **more: calls.append(len(ids)) or generate(ids, *rest, **more)
+    generate = trainer._generate_single_turn
+    trainer._generate_single_turn = lambda ids, *rest, **more: calls.append(len(ids)) or generate(ids, *rest, **more)
     rewarding.refresher(trainer).fit([{"prompt": f"{i}+1="} for i in range(8)])
     assert calls == [16, 16] and trainer.part(DynamicSamplingPart)._prompts.position == (0, 0)

@@ -109,7 +109,7 @@ def test_the_table_has_no_column_of_rejected_rows(models: dict[str, Path], tmp_p
     trainer = build(models["dense"], tmp_path, reward=once, dynamic_sampling_max_rounds=9)
     trainer.model.train()
     rejected = [prompt for prompt in tiny.dataset()["prompt"] if rounds.number(prompt) % 2 == 0]
-    samples = trainer.rollout([{"prompt": prompt} for prompt in rejected[:4] for _ in range(4)])
+    samples = trainer._generate_and_score_completions([{"prompt": prompt} for prompt in rejected[:4] for _ in range(4)])
     assert all(rounds.number(prompt) % 2 for prompt, _ in sequences(samples))
     assert not trainer._logs["extra"] and list(trainer._logs["prompt"]) == [prompt for prompt, _ in sequences(samples)]
 
@@ -124,7 +124,7 @@ def test_step_tables_are_those_of_the_rows_that_were_chosen(models: dict[str, Pa
     trainer = build(models["dense"], tmp_path, reward=in_steps, loss_type="gspo_token")
     trainer.model.train()
     rows = [{"prompt": prompt} for prompt in tiny.dataset()["prompt"][:4] for _ in range(4)]
-    samples = trainer.rollout(rows)
+    samples = trainer._generate_and_score_completions(rows)
     answers = [answer for group in chosen(trainer.rounds) for answer in group]
     assert len(trainer.rounds) > 1 and any(isinstance(answer.reward, StepRewards) for answer in answers)
 
@@ -135,7 +135,7 @@ def test_step_tables_are_those_of_the_rows_that_were_chosen(models: dict[str, Pa
     given = {"rollout_func": again, "reward_funcs": in_steps}
     plain = tiny.trainer(models["dense"], tmp_path, loss_type="gspo_token", build=given)
     plain.model.train()
-    expected = plain.rollout([{"prompt": answer.prompt} for answer in answers])
+    expected = plain._generate_and_score_completions([{"prompt": answer.prompt} for answer in answers])
     assert samples["advantages"].dim() == 2
     assert torch.equal(samples["advantages"], expected["advantages"])
     assert trainer.last_step_advantages == plain.last_step_advantages
@@ -209,7 +209,7 @@ def test_turns_of_agents_travel_with_their_rows(tmp_path: Path, setup: str) -> N
     model = agent.save_model(tmp_path / "model")
     trainer = tiny.trainer(model, tmp_path, dynamic_sampling=True, build=keywords, **options)
     trainer.model.train()
-    samples = trainer.rollout([{"prompt": row["prompt"]} for row in data for _ in range(2)])
+    samples = trainer._generate_and_score_completions([{"prompt": row["prompt"]} for row in data for _ in range(2)])
     pairs = [[answers[start : start + 2] for start in range(0, len(answers), 2)] for answers in seen]
     differs = lambda group: group[0][1] != group[1][1]
     later = [group for answers in pairs[1:] for group in answers if differs(group)]

@@ -21,9 +21,9 @@ def test_without_step_rewards_the_advantages_are_trls(models: dict[str, Path], t
 
     trainer = build(models, tmp_path, [sometimes], log_completions=True)
     plain = build(models, tmp_path, [lambda completions, **_: [sum(values_of(text)) for text in completions]])
-    trls = plain.rollout(rows(16))["advantages"]
+    trls = plain._generate_and_score_completions(rows(16))["advantages"]
     for dimensions in (2, 1, 2):
-        output = trainer.rollout(rows(16))
+        output = trainer._generate_and_score_completions(rows(16))
         advantages = output["advantages"]
         assert advantages.dim() == dimensions
         if dimensions == 1:
@@ -35,8 +35,8 @@ def test_without_step_rewards_the_advantages_are_trls(models: dict[str, Path], t
 def test_the_table_shows_what_was_trained_on(models: dict[str, Path], tmp_path: Path) -> None:
     trainer = build(models, tmp_path, [lines], log_completions=True, max_steps=1, step_advantage="process")
     outputs = []
-    rollout = trainer.rollout
-    vars(trainer)["rollout"] = lambda inputs: outputs.append(rollout(inputs)) or outputs[-1]
+    rollout = trainer._generate_and_score_completions
+    vars(trainer)["_generate_and_score_completions"] = lambda inputs: outputs.append(rollout(inputs)) or outputs[-1]
     trainer.train()
     (file,) = (tmp_path / "completions").glob("*.parquet")
     table = pandas.read_parquet(file)

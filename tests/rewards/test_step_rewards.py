@@ -61,7 +61,7 @@ def test_all_kinds_of_rewards_together(models: dict[str, Path], tmp_path: Path, 
     """Steps in characters and in tokens, floats and None and an array, sync and async, weighted."""
     functions, weights = [mixed, Length(), functools.partial(judge), array], [1.0, -0.5, 2.0, 0.25]
     trainer = build(models, tmp_path, functions, reward_weights=weights, step_advantage=formula, scale_rewards=scale)
-    output = trainer.rollout(rows(16))
+    output = trainer._generate_and_score_completions(rows(16))
     ids = [
         row[mask.bool()].tolist()
         for row, mask in zip(output["completion_ids"], output["completion_mask"], strict=True)
@@ -140,7 +140,7 @@ def test_tokens_that_are_not_the_models_have_no_advantage(
         step_advantage=formula,
         mask_truncated_completions=True,
     )
-    output = trainer.rollout(rows(4))
+    output = trainer._generate_and_score_completions(rows(4))
     # the third counts in the others' means: it has two steps, whatever their tokens
     batch = [(6, [(1, float(i)), (6, 1.0 - i % 2)]) for i in range(4)]
     by_hand = expected(batch, formula, 4, "group", output["advantages"])
@@ -155,7 +155,7 @@ def test_tokens_that_are_not_the_models_have_no_advantage(
 def test_an_evaluation_has_groups_of_its_own_size(models: dict[str, Path], tmp_path: Path) -> None:
     trainer = build(models, tmp_path, [lines], num_generations_eval=2, per_device_eval_batch_size=4)
     trainer.model.eval()
-    output = trainer.rollout(rows(8))
+    output = trainer._generate_and_score_completions(rows(8))
     ids = [
         row[mask.bool()].tolist()
         for row, mask in zip(output["completion_ids"], output["completion_mask"], strict=True)
@@ -190,7 +190,7 @@ def test_a_loss_that_takes_steps_gives_each_token_its_own(
 ) -> None:
     """On-policy, the gradient at a token's log-prob is its advantage times a weight that does not depend on it."""
     trainer = build(models, tmp_path, [lines], **options)
-    output = trainer.rollout(rows(8))
+    output = trainer._generate_and_score_completions(rows(8))
     vars(trainer)["current_gradient_accumulation_steps"] = 1
     score, found = trainer._get_per_token_logps_and_entropies, []
 
@@ -231,7 +231,7 @@ def test_a_formula_without_step_rewards_says_so(
     trainer = build(models, tmp_path, [tiny.reward], step_advantage=formula)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        trainer.rollout(rows(4))
+        trainer._generate_and_score_completions(rows(4))
     assert sum(f"step_advantage={formula!r} cannot act" in str(w.message) for w in caught) == count
 
 
@@ -249,8 +249,8 @@ def test_a_rollout_that_failed_leaves_nothing_behind(models: dict[str, Path], tm
 
     trainer = build(models, tmp_path, [first_in_steps, fails_at_first])
     with pytest.raises(ConnectionError):
-        trainer.rollout(rows(4))
-    assert trainer.rollout(rows(4))["advantages"].dim() == 1
+        trainer._generate_and_score_completions(rows(4))
+    assert trainer._generate_and_score_completions(rows(4))["advantages"].dim() == 1
 
 
 def test_rewards_may_be_calculated_without_a_rollout(models: dict[str, Path], tmp_path: Path) -> None:

@@ -23,7 +23,7 @@ from tests.tools.routed import (
     oracles,
     rows,
 )
-from trl_steady.padding import part as padding_part
+from trl_steady.features import padding_free as padding_part
 from trl_steady.padding.families import traits
 
 

@@ -258,8 +258,8 @@ def test_a_script_that_sends_weights_waits_too(
 
 
 class Renaming(trl_steady.GRPOTrainer):
-    def rollout(self, inputs: Any) -> dict[str, Any]:
-        return super().rollout([{**row, "prompt": "a" + row["prompt"]} for row in inputs])
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        return super()._generate_and_score_completions([{**row, "prompt": "a" + row["prompt"]} for row in inputs])
 
 
 def test_rows_of_a_subclass_are_not_asked_ahead(

@@ -34,7 +34,7 @@ class Case(NamedTuple):
     targets: Tensor
     sets: list[list[int]]
 
-    def log_probs(self, **scaling: Any) -> Tensor:
+    def _get_per_token_logps_and_entropies(self, **scaling: Any) -> Tensor:
         return kept_log_probs(head_of(*self[:4], **scaling), kept_of(self.sets))
 
     def gradients(self, of_loss: Tensor, **options: Any) -> list[Tensor]:

@@ -174,16 +174,16 @@ def test_a_teacher_of_a_subclass_is_left_alone(models: dict[str, Path], tmp_path
     alone, asked = routed_oracle.initial(models["moe"], teacher.state_dict()), []
 
     class Taught(Sampled):
-        def log_probs(self, model: Any, ids: Tensor, mask: Tensor, width: int, *others: Any, **options: Any) -> Any:
+        def _get_per_token_logps_and_entropies(self, model: Any, ids: Tensor, mask: Tensor, width: int, *others: Any, **options: Any) -> Any:
             with torch.no_grad():
-                taught = super().log_probs(teacher, ids, mask, width)[0]
-            asked.append(self._rollout is None)
+                taught = super()._get_per_token_logps_and_entropies(teacher, ids, mask, width)[0]
+            asked.append(self.rollout_in_progress is None)
             for sequence, is_token, found in zip(ids, mask.bool(), taught, strict=True):
                 prompt = int(is_token[:-width].sum())
                 with torch.no_grad():
                     expected = routed_oracle.log_probs(alone, sequence[is_token].tolist(), prompt)
                 torch.testing.assert_close(found[is_token[-width:]], expected, **CLOSE)
-            return super().log_probs(model, ids, mask, width, *others, **options)
+            return super()._get_per_token_logps_and_entropies(model, ids, mask, width, *others, **options)
 
     tiny.train(build(models["moe"], tmp_path, Taught, top_p=0.6, router_replay="R2", max_steps=2))
     assert asked == [False, False, True, True]  # for the old policy, for the reference, and for each update

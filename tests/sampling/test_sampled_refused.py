@@ -84,8 +84,8 @@ def test_the_config_warns_if_no_token_is_excluded(tmp_path: Path) -> None:
 
 
 class Changing(Sampled):
-    def generate(self, *arguments: Any, **keywords: Any) -> Any:
-        completion_ids, logprobs = super().generate(*arguments, **keywords)
+    def _generate_single_turn(self, *arguments: Any, **keywords: Any) -> Any:
+        completion_ids, logprobs = super()._generate_single_turn(*arguments, **keywords)
         completion_ids[2][0] += 1
         return completion_ids, logprobs
 

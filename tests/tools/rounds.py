@@ -58,10 +58,10 @@ class Watched:
         self.rounds: list[list[Answer]] = []
         super().__init__(*arguments, **keywords)
 
-    def rollout(self: Any, inputs: Any) -> dict[str, Any]:
+    def _generate_and_score_completions(self: Any, inputs: Any) -> dict[str, Any]:
         self.rounds = []
         weights = {name: value.detach().clone() for name, value in self.model.state_dict().items()}
-        samples = super().rollout(inputs)  # type: ignore[misc]
+        samples = super()._generate_and_score_completions(inputs)  # type: ignore[misc]
         self.rollouts.append(Rollout(self.rounds, weights, dict(samples)))
         return samples
 

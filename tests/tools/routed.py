@@ -64,17 +64,17 @@ class Recorded(trl_steady.GRPOTrainer):
         self.evaluations: list[Update] = []
         super().__init__(*arguments, **keywords)
 
-    def rollout(self, inputs: Any) -> dict[str, Any]:
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         self.turns.append([])
         weights = routed_oracle.weights(self.model)
-        output = super().rollout(inputs)
+        output = super()._generate_and_score_completions(inputs)
         self.rollouts.append((weights, {k: v.clone() for k, v in output.items() if isinstance(v, Tensor)}))
         return output
 
-    def generate(self, prompt_ids: Any, *arguments: Any, **keywords: Any) -> Any:
-        answer = super().generate(prompt_ids, *arguments, **keywords)
+    def _generate_single_turn(self, prompt_ids: Any, *arguments: Any, **keywords: Any) -> Any:
+        answer = super()._generate_single_turn(prompt_ids, *arguments, **keywords)
         if self.args.router_replay == "R3":
-            turns = self._rollout.records["routes"].turns
+            turns = self.rollout_in_progress.records["routes"].turns
             turns[-1] = [self.tampered(routed) for routed in turns[-1]]
             self.turns[-1].append(turns[-1])
         return answer
@@ -82,16 +82,16 @@ class Recorded(trl_steady.GRPOTrainer):
     def tampered(self, routed: Traced) -> Traced:
         return routed
 
-    def micro_batch_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
+    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         weights = routed_oracle.weights(self.model)
-        loss = super().micro_batch_loss(model, inputs)
+        loss = super()._compute_loss(model, inputs)
         of_tokens = {"logps": self.scored.detach()}
         update = Update(len(self.rollouts) - 1, weights, list(rows({**inputs, **of_tokens})), inputs)
         (self.updates if self.model.training else self.evaluations).append(update)
         return loss
 
-    def log_probs(self, *arguments: Any, **keywords: Any) -> Any:
-        scores = super().log_probs(*arguments, **keywords)
+    def _get_per_token_logps_and_entropies(self, *arguments: Any, **keywords: Any) -> Any:
+        scores = super()._get_per_token_logps_and_entropies(*arguments, **keywords)
         self.scored = scores[0]
         return scores
 

@@ -68,11 +68,11 @@ class Sampled(routed.Recorded):
         self.draws: list[list[list[Drawn]]] = []  # of each rollout its turns
         super().__init__(*arguments, **keywords)
 
-    def rollout(self, inputs: Any) -> dict[str, Any]:
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         self.draws.append([])
-        return super().rollout(inputs)
+        return super()._generate_and_score_completions(inputs)
 
-    def generate(self, prompt_ids: Any, *arguments: Any, **keywords: Any) -> Any:
+    def _generate_single_turn(self, prompt_ids: Any, *arguments: Any, **keywords: Any) -> Any:
         bare: Any = host_models.bare(self, self.model)
         answers: list[Any] = []
 
@@ -83,19 +83,19 @@ class Sampled(routed.Recorded):
             return answers[0].sequences
 
         with overridden(bare, {"generate": telling}):
-            completion_ids, logprobs = super().generate(prompt_ids, *arguments, **keywords)
+            completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *arguments, **keywords)
         (answer,) = answers
         draws = zip(prompt_ids, completion_ids, range(len(prompt_ids)), strict=True)
         self.draws[-1].append([_drawn(answer, *each) for each in draws])
         return completion_ids, logprobs
 
-    def log_probs(self, *arguments: Any, **keywords: Any) -> Any:
-        scores = super().log_probs(*arguments, **keywords)
+    def _get_per_token_logps_and_entropies(self, *arguments: Any, **keywords: Any) -> Any:
+        scores = super()._get_per_token_logps_and_entropies(*arguments, **keywords)
         self.entropies = scores[1]
         return scores
 
-    def micro_batch_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
-        loss = super().micro_batch_loss(model, inputs)
+    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
+        loss = super()._compute_loss(model, inputs)
         updates = self.updates if self.model.training else self.evaluations
         updates[-1] = updates[-1]._replace(inputs={**inputs, "entropies": self.entropies.detach()})
         return loss

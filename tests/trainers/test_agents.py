@@ -43,14 +43,14 @@ class Recorded(trl_steady.GRPOTrainer):
         self.completions.append(completions)
         return super()._calculate_rewards(inputs, prompts, completions, ids)
 
-    def rollout(self, inputs: Any) -> dict[str, Any]:
-        output = super().rollout(inputs)
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        output = super()._generate_and_score_completions(inputs)
         self.rollouts.append({k: v.clone() for k, v in output.items() if isinstance(v, Tensor)})
         return output
 
-    def micro_batch_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
+    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
         self.micro_batches.append(dict(inputs))
-        return super().micro_batch_loss(model, inputs)
+        return super()._compute_loss(model, inputs)
 
 
 def trainer(model: Path, output_dir: Path, reward_funcs: Any = None, **options: Any) -> Recorded:

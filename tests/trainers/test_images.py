@@ -148,7 +148,7 @@ def test_images_travel_with_the_rows_of_dynamic_sampling(llava: tuple[Path, Any]
     trainer = tiny.trainer(folder, tmp_path, build=build, **options)
     trainer.model.train()
     rows = [dict(data[i]) for i in (0, 0, 1, 2) for _ in range(4)]
-    samples = trainer.rollout(rows)
+    samples = trainer._generate_and_score_completions(rows)
     pairs = zip(samples["completion_ids"], samples["completion_mask"], strict=True)
     found = [tuple(ids[mask.bool()].tolist()) for ids, mask in pairs]
     later = [answer for answers in seen[1:] for answer in answers if answer[0]]

@@ -110,19 +110,19 @@ class Recorded(trl_steady.RLOOTrainer):
         self.updates: list[tuple[dict[str, torch.Tensor], dict[str, Any]]] = []
         super().__init__(*arguments, **keywords)
 
-    def rollout(self, inputs: Any) -> dict[str, Any]:
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         weights = routed_oracle.weights(self.model)
-        self.rollouts.append((weights, super().rollout(inputs)))
+        self.rollouts.append((weights, super()._generate_and_score_completions(inputs)))
         return self.rollouts[-1][1]
 
-    def micro_batch_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
+    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> torch.Tensor:
         weights = routed_oracle.weights(self.model)
-        loss = super().micro_batch_loss(model, inputs)
+        loss = super()._compute_loss(model, inputs)
         self.updates.append((weights, {**inputs, "logps": self.scored}))
         return loss
 
-    def log_probs(self, *arguments: Any, **keywords: Any) -> Any:
-        scores = super().log_probs(*arguments, **keywords)
+    def _get_per_token_logps_and_entropies(self, *arguments: Any, **keywords: Any) -> Any:
+        scores = super()._get_per_token_logps_and_entropies(*arguments, **keywords)
         self.scored = scores[0].detach()
         return scores
 

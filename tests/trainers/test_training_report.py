@@ -35,8 +35,8 @@ def run(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tu
             models["dense"], folder, **REPORTED, max_steps=8, save_strategy="steps", save_steps=4, beta=0.04
         )
         seen: list[dict[str, Any]] = []
-        keep = trainer.rollout
-        trainer.rollout = lambda inputs: seen.append(keep(inputs)) or seen[-1]
+        keep = trainer._generate_and_score_completions
+        trainer._generate_and_score_completions = lambda inputs: seen.append(keep(inputs)) or seen[-1]
         trainer.train()
     trainer.seen = seen
     return trainer, "\n".join(written)
@@ -125,8 +125,8 @@ def test_a_second_training_tells_its_symptoms_again_and_keeps_no_rollout(
 def test_the_rows_that_are_kept_do_not_hold_their_rollout(models: dict[str, Path], tmp_path: Path) -> None:
     trainer = tiny.trainer(models["dense"], tmp_path, training_report=True, max_steps=1)
     part, whole = trainer.part(TrainingReportPart), []
-    keep = trainer.rollout
-    trainer.rollout = lambda inputs: whole.append(keep(inputs)) or whole[-1]
+    keep = trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = lambda inputs: whole.append(keep(inputs)) or whole[-1]
     part._add_answers = lambda: None  # which would forget them
     trainer.train()
     for row in part._last_rollout["rows"].values():

@@ -68,9 +68,9 @@ def kept(trainer: Any) -> list[tuple[dict[str, Tensor], dict[str, Tensor]]]:
     found: list[tuple[dict[str, Tensor], dict[str, Tensor]]] = []
 
     class Kept(type(trainer)):
-        def rollout(self, inputs: Any) -> Any:
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
             adapter = {name: value.clone() for name, value in get_peft_model_state_dict(self.model).items()}
-            found.append((adapter, super().rollout(inputs)))
+            found.append((adapter, super()._generate_and_score_completions(inputs)))
             return found[-1][1]
 
     trainer.__class__ = Kept

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +16,7 @@ from trl_steady.adapters.merging import merged_weights
 from trl_steady.adapters.precision import keep_gradients_on_cpu, keep_in_float32, lost_to_rounding
 from trl_steady.adapters.sending import LoraSync
 from trl_steady.adapters.serving import needs_adapter
+from trl_steady.core.feature import Active
 from trl_steady.host.engine import NamedWeights, engine_arguments, push, whole
 from trl_steady.host.models import REFERENCE_ADAPTER
 from trl_steady.host.names import forget_sync
@@ -66,6 +67,16 @@ class AdapterPart(Part):
             )
         if getattr(trainer.vllm_generation, "adapter", None) is None:
             push(trainer.vllm_generation, functools.partial(self._merged, model))
+
+    def describe(self) -> Iterable[Active]:
+        """Return what an engine gets, and the dtype of adapters."""
+        args = self.trainer.args
+        if args.vllm_adapter_sync:
+            yield Active("vLLM gets the LoRA adapter alone", ("vllm_adapter_sync",))
+        if args.vllm_engine_kwargs:
+            yield Active("arguments of a colocated vLLM", ("vllm_engine_kwargs",))
+        if args.adapter_dtype:
+            yield Active("float32 adapters on a quantised base", ("adapter_dtype",))
 
     def adapter_sync(self, args: Any) -> LoraSync | None:
         """Send the adapter alone, unless the user wants merged weights."""

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -12,6 +12,7 @@ from accelerate.utils import broadcast
 from peft import PeftModel
 from torch import Tensor
 
+from trl_steady.core.feature import Active
 from trl_steady.critic.construction import critic_of
 from trl_steady.critic.learner import Learner
 from trl_steady.critic.model import Critic
@@ -26,6 +27,18 @@ from trl_steady.host.part import Part, Rollout
 from trl_steady.host.rollouts import building_reference, scoring_reference
 from trl_steady.losses.table import LOSSES
 
+# name of an option's effect -> options to show, the first of which switches it on
+_DESCRIBED = {
+    "KL to the reference in the reward": ("kl_coef",),
+    "KL coefficient that follows a target": ("kl_target", "kl_horizon"),
+    "another lambda for the critic's targets": ("value_lam",),
+    "lambda by length": ("lam_length_alpha",),
+    "values after answers that were cut off": ("bootstrap_truncated",),
+    "penalty for answers without an end": ("missing_eos_penalty",),
+    "learning rate of the critic": ("value_learning_rate",),
+    "first steps for the critic alone": ("value_warmup_steps",),
+    "several updates of the critic": ("value_updates",),
+}
 OPTIMIZER = TensorFile("critic_optimizer.safetensors", "state of the critic's optimizer")
 
 
@@ -128,6 +141,16 @@ class CriticPart(ScorerPart):
         if trainer.is_fsdp_enabled:
             critic.join()
         self.adopt(critic)
+
+    def describe(self) -> Iterable[Active]:
+        """Return the options of the critic that act."""
+        args = self.trainer.args
+        yield Active("PPO with a critic (GAE)", ("gamma", "lam", "cliprange_value", "value_init"))
+        if args.whiten_advantages:
+            yield Active("whitening over all processes", ("whiten_advantages", "whiten_rewards"))
+        for name, options in _DESCRIBED.items():
+            if getattr(args, options[0]) not in (None, False, 0.0, 1 if options[0] == "value_updates" else None):
+                yield Active(name, options)
 
     def _refuse(self) -> None:
         """Refuse setups that cannot train the critic too."""
@@ -258,7 +281,7 @@ class CriticPart(ScorerPart):
         self._update()
         for _ in range(self.trainer.args.value_updates - 1):
             for inputs, weights in of_step:
-                with self.trainer.until_backward_ends():
+                with self.trainer.until_backward():
                     self._loss(inputs, weights)[0].backward()
             self._update()
         if self.is_warming_up:

@@ -104,3 +104,14 @@ def corrected_k3(logps: Tensor, ref_logps: Tensor, log_ratio: Tensor) -> Tensor:
     0.613706
     """
     return log_ratio.exp() * k3(logps, ref_logps)
+
+
+def estimates(logps: Tensor, ref_logps: Tensor, log_ratio: Tensor | None = None) -> dict[str, Tensor]:
+    """Return the KL by each estimator, corrected if there is a `log_ratio`."""
+    if log_ratio is None:
+        return {"k1": k1(logps, ref_logps), "k2": k2(logps, ref_logps), "k3": k3(logps, ref_logps)}
+    return {
+        "k1": corrected_k1(logps, ref_logps, log_ratio),
+        "k2": corrected_k2(logps, ref_logps, log_ratio),
+        "k3": corrected_k3(logps, ref_logps, log_ratio),
+    }

@@ -22,6 +22,6 @@ if not trl.GRPOTrainer.__module__.startswith("trl."):
 from trl_steady.host.loss import MicroBatch, Terms  # noqa: E402
 from trl_steady.host.names import overridden  # noqa: E402
 from trl_steady.host.part import Part  # noqa: E402
-from trl_steady.host.seam import Steady  # noqa: E402
+from trl_steady.trl_bridge.trainer import FeatureTrainerMixin as Steady  # noqa: E402
 
 __all__ = ["MicroBatch", "Part", "Steady", "Terms", "overridden"]

@@ -24,7 +24,7 @@ from trl_steady.host.names import generation_interval, is_before_generation, ove
 from trl_steady.host.resume import different, window_settings
 
 if TYPE_CHECKING:
-    from trl_steady.host.seam import Steady
+    from trl_steady.trl_bridge.trainer import FeatureTrainerMixin as Steady
 
 UNFINISHED = "_unfinished"
 """Folder of checkpoints that are being written. The upload to the Hub skips names that begin with "_"."""
@@ -97,8 +97,8 @@ class Checkpoints:
             "tables": self._tables(),
         }
         torch.save(window, checkpoint / self._window_file())
-        for part in trainer.parts:
-            part.save(checkpoint)
+        for feature in trainer.features:
+            feature.save_state(checkpoint)
 
     def take_from(self, checkpoint: Path) -> None:
         """Restore what a save has added. Raises ValueError if the checkpoint cannot be resumed exactly."""
@@ -111,8 +111,8 @@ class Checkpoints:
                 f"{checkpoint} holds a whole model, and this run trains an adapter. Give the trainer the model and "
                 "the peft_config that the run had."
             )
-        for part in trainer.parts:
-            part.load(checkpoint)
+        for feature in trainer.features:
+            feature.load_state(checkpoint)
         # for a stream, transformers takes max_steps as one epoch: the end of the first pass is 1.0 or below
         is_in_later_pass = self.sampler is None and (state.epoch or 0) > 1
         if is_in_later_pass and state.global_step < state.max_steps:

@@ -16,7 +16,7 @@ from torch import Tensor
 from trl_steady.functional import pooling
 
 if TYPE_CHECKING:
-    from trl_steady.host.seam import Steady
+    from trl_steady.trl_bridge.trainer import FeatureTrainerMixin as Steady
 
 
 _MOST_WAITING = 4096  # micro-batches' means on the device, if a run logs rarely or never

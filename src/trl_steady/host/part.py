@@ -5,185 +5,29 @@ This file knows what TRL makes public. It names nothing that is private to TRL.
 
 import contextlib
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
-from accelerate import Accelerator
 from peft import PeftModel
 from torch import Tensor
-from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin, TrainerState, TrainingArguments
-from transformers.trainer_callback import CallbackHandler, TrainerCallback
+from transformers import PreTrainedModel
 
+from trl_steady.core.feature import Active
+from trl_steady.core.feature import Trainer as Trainer
+from trl_steady.core.types import ForwardPass as ScoringPass
+from trl_steady.core.types import LossTerms as Terms
+from trl_steady.core.types import MicroBatch
+from trl_steady.core.types import Rollout as Rollout
+from trl_steady.core.types import Turn as Turn
 from trl_steady.functional.turns import Traced, aligned, matched, stitched
-from trl_steady.host.loss import MicroBatch, Terms, loss_mask, scored
-from trl_steady.host.models import Scorer
 
 if TYPE_CHECKING:
     from trl_steady.host.engine import AdapterSync, Capture
-    from trl_steady.host.metrics import Clock, Metrics
 
 _P = TypeVar("_P", bound="Part")
-
-
-class Trainer(Protocol):
-    """A trainer of TRL with parts, as its parts see it. A part sets nothing on it."""
-
-    # transformers' and TRL's; `args` is a config of `trl_steady.config`
-    args: Any
-    model: torch.nn.Module
-    ref_model: torch.nn.Module | None
-    accelerator: Accelerator
-    state: TrainerState
-    optimizer: torch.optim.Optimizer  # accelerate's wrapper, or DeepSpeed's
-    processing_class: PreTrainedTokenizerBase | ProcessorMixin
-    callback_handler: CallbackHandler
-    is_fsdp_enabled: bool
-    is_deepspeed_enabled: bool
-    aux_loss_enabled: bool
-    current_gradient_accumulation_steps: int
-    loss_is_scaled_for_ga: bool
-    loss_type: str
-    importance_sampling_level: str
-    beta: float
-    num_generations: int
-    train_dataset: Any  # a Dataset or an IterableDataset
-    max_completion_length: int | None
-    reward_funcs: list[Any]
-    reward_func_names: list[str]
-    reward_weights: Tensor
-    use_vllm: bool
-    vllm_mode: str
-    vllm_generation: Any  # TRL's engine, or ours
-    rollout_func: Callable[..., Any] | None
-    environment_factories: Mapping[str | None, object] | None
-    tools: Sequence[object] | None
-    # the seam's
-    parts: tuple["Part", ...]
-    metrics: "Metrics"
-    reached: set[str]
-    loss_reduction: str
-
-    def compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
-        """Return the loss of one micro-batch."""
-        ...
-
-    def part(self, kind: type[_P]) -> _P:
-        """Return the part of a class."""
-        ...
-
-    def log_probs(
-        self, model: torch.nn.Module, input_ids: Tensor, attention_mask: Tensor, logits_to_keep: int, **others: Any
-    ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-        """Return log-probs (B, T) and, on request, entropies (B, T) and the load-balancing loss."""
-        ...
-
-    def values(
-        self,
-        critic: Scorer,
-        samples: Mapping[str, Any],
-        rollout: "Rollout | None" = None,
-        batch_size: int | None = None,
-    ) -> Tensor:
-        """Return the values (B, T) of a critic for samples with TRL's columns."""
-        ...
-
-    def until_backward_ends(self) -> AbstractContextManager[None]:
-        """Return a context in which the contexts of forwards stay active. Backward must end inside it."""
-        ...
-
-
-_T = TypeVar("_T")
-
-
-@dataclass
-class Rollout:
-    """A rollout in progress."""
-
-    records: dict[str, Any] = field(default_factory=dict)
-    """Column of the samples -> the `TokenRecord` of a part, with what is known of the tokens so far."""
-    samples: dict[str, Any] = field(default_factory=dict)
-    """TRL's samples and the columns of the parts. Empty while TRL makes the rollout."""
-    from_checkpoint: bool = False
-    """True if a checkpoint has held the answers, which an engine gave before."""
-
-    @property
-    def input_ids(self) -> Tensor:
-        """(B, L) prompts before completions."""
-        return scored(self.samples)[0]
-
-    @property
-    def attention_mask(self) -> Tensor:
-        """(B, L) bool."""
-        return scored(self.samples)[1].bool()
-
-    @property
-    def is_sampled(self) -> Tensor:
-        """(B, T) bool, True for completion tokens that the policy sampled and the loss counts."""
-        return loss_mask(self.samples)
-
-
-@dataclass
-class Turn:
-    """One call of TRL's generation. An agent's rollout has several."""
-
-    prompt_ids: list[list[int]]
-    """The prompts, which contain all earlier turns."""
-    rollout: Rollout | None
-    """None if something other than a rollout generates."""
-    completion_ids: list[list[int]] = field(default_factory=list)
-    """Empty until TRL has generated."""
-
-
-@dataclass
-class ScoringPass:
-    """One call of TRL's scoring method, for `B` sequences of width `L` with `T` columns of completions."""
-
-    role: Literal["old", "reference", "policy", "value", "other"]
-    """The model that is scored: the policy at rollout, the reference, the policy in a micro-batch, the critic, or a
-    model that the trainer does not know, such as a teacher of a subclass."""
-    model: Any
-    """The `torch.nn.Module` that TRL passed, or the critic."""
-    input_ids: Tensor
-    """(B, L), prompts before completions."""
-    attention_mask: Tensor
-    """(B, L)"""
-    width: int
-    """T"""
-    batch_size: int | None
-    """Sequences that go through the model together; None for all."""
-    with_entropy: bool
-    with_aux_loss: bool
-    of_samples: Mapping[str, Any]
-    """TRL's other arguments of the scoring method, such as images."""
-    rollout: Rollout | None
-    """The rollout that is scored, or None in a micro-batch."""
-    samples: Mapping[str, Any]
-    """The columns of the micro-batch; empty in a rollout."""
-    until_backward: ExitStack | None
-    """Contexts that must last until backward has ended; None outside a training step."""
-
-    @property
-    def is_text(self) -> bool:
-        """True if the model gets nothing but text."""
-        return all(value is None for value in self.of_samples.values())
-
-    @property
-    def prompt_width(self) -> int:
-        """Number of columns of the prompts, L - T."""
-        return self.input_ids.size(1) - self.width
-
-    def lasting(self, context: AbstractContextManager[_T]) -> AbstractContextManager[_T]:
-        """Return a context for a forward. In training it stays active until backward has ended.
-
-        Layers that gradient checkpointing recomputes then behave as in the forward.
-        """
-        if self.until_backward is None or not torch.is_grad_enabled():
-            return context
-        return contextlib.nullcontext(self.until_backward.enter_context(context))
 
 
 class Part:
@@ -225,6 +69,10 @@ class Part:
 
     def built(self) -> None:
         """Raise a ValueError for options that cannot work, after TRL's constructor has run."""
+
+    def describe(self) -> Iterable[Active]:
+        """See `Feature.describe`."""
+        return ()
 
     def refuse(self, setting: str, why: str | None, instead: str = "Change that, or leave it unset.") -> None:
         """Raise a ValueError if there is a reason why a setting of ours does not work with this trainer."""
@@ -331,44 +179,6 @@ def entered(contexts: Iterator[AbstractContextManager[Any]]) -> Iterator[None]:
         for context in contexts:
             stack.enter_context(context)
         yield
-
-
-class Steps(TrainerCallback):
-    """Asks the parts of a trainer what they do when a training or a step begins, after a log, and at the end."""
-
-    def __init__(self, parts: tuple[Part, ...], clock: "Clock") -> None:
-        self._parts, self._clock = parts, clock
-        self._step = ExitStack()
-
-    def on_train_begin(self, *_: object, **__: object) -> None:
-        """Ask each part for its `beginning`."""
-        for part in self._parts:
-            part.beginning()
-
-    def on_step_begin(self, *_: object, **__: object) -> None:
-        """Ask each part for its `stepping`."""
-        for part in self._parts:
-            part.stepping()
-
-    def on_pre_optimizer_step(self, *_: object, **__: object) -> None:
-        """Measure the step of the optimizer, which is outside the seam, as a part of the update."""
-        self._step.enter_context(self._clock.phase("update"))
-
-    def on_optimizer_step(self, *_: object, **__: object) -> None:
-        """End what `on_pre_optimizer_step` has begun."""
-        self._step.close()
-        self._clock.steps += 1
-
-    def on_log(self, *_: object, logs: Mapping[str, Any], **__: object) -> None:
-        """Ask each part for its `logged`."""
-        for part in self._parts:
-            part.logged(logs)
-
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: object, **_: object) -> None:
-        """Ask each part for its `ending`."""
-        best = state.best_model_checkpoint if args.load_best_model_at_end else None
-        for part in self._parts:
-            part.ending(None if best is None else Path(best))
 
 
 class TokenRecord:

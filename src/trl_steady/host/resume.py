@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 if TYPE_CHECKING:
-    from trl_steady.host.seam import Steady
+    from trl_steady.trl_bridge.trainer import FeatureTrainerMixin as Steady
 
 
 WINDOW_OPTIONS = (
@@ -49,8 +49,8 @@ def window_settings(trainer: "Steady") -> dict[str, Any]:
     """Return the settings that must be the same for a run to continue a rollout, as plain JSON."""
     args = trainer.args
     options = {name: _ACTS_WITH.get(name) for name in WINDOW_OPTIONS if hasattr(args, name)}
-    for part in trainer.parts:
-        options.update(part.window_options)
+    for feature in trainer.features:
+        options.update(feature.window_options)
     settings = {
         **{name: getattr(args, name) for name, other in options.items() if other is None or getattr(args, other)},
         "reward_funcs": trainer.reward_func_names,

@@ -76,7 +76,7 @@ def continued(trainer: "Trainer", prompt_ids: Sequence[Sequence[int]], chunk: in
     chunk = len(prompt_ids) if trainer.use_vllm else chunk
     found: list[list[int]] = []
     # RLOO's trainer has the server answer every `num_generations`-th text
-    with overridden(trainer, {"_rollout": None, "num_generations": 1, "num_generations_eval": 1}):
+    with overridden(trainer, {"rollout_in_progress": None, "num_generations": 1, "num_generations_eval": 1}):
         for start in range(0, len(prompt_ids), max(chunk, 1)):
             texts = [list(ids) for ids in prompt_ids[start : start + chunk]]
             found += completions_of(trls(trainer)._generate_single_turn(texts, *rest))

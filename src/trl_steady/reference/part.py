@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Any, cast
@@ -10,6 +10,7 @@ from typing import Any, cast
 from peft import PeftModel
 
 from trl_steady.adapters.base import Base
+from trl_steady.core.feature import Active
 from trl_steady.host.models import POLICY_ADAPTER, REFERENCE_ADAPTER, base_kept, parameters_kept
 from trl_steady.host.names import overridden
 from trl_steady.host.part import Part, Rollout
@@ -68,6 +69,16 @@ class ReferencePart(Part):
                 reset_optimizer=args.ref_model_sync_reset_optimizer,
             )
             host.add_callback(self.callback)
+
+    def describe(self) -> Iterable[Active]:
+        """Return how the reference moves."""
+        args = self.trainer.args
+        if args.sync_ref_model:
+            yield Active("iterative GRPO: a reference that moves", ("sync_ref_model", "beta"))
+        if args.ref_model_sync_kl is not None:
+            yield Active("a reference that moves when the KL is too large", ("ref_model_sync_kl",))
+        if args.ref_model_sync_reset_optimizer:
+            yield Active("optimizer state cleared when the reference moves", ("ref_model_sync_reset_optimizer",))
 
     def _complete(self, model: PeftModel) -> None:
         """Let the reference be the policy as it was given."""

@@ -177,7 +177,7 @@ class RewardModelRefreshCallback(TrainerCallback):
             first = start + trainer.accelerator.process_index * count
             # the coefficient of PPO's KL and the stream of prompts wait for the training
             with overridden(args, {"kl_target": None, "dynamic_sampling": False}):
-                cast(Any, trainer).rollout(answers[first : first + count])
+                cast(Any, trainer)._generate_and_score_completions(answers[first : first + count])
         forget_logs(trainer)  # these rollouts are not of training
         self.refresh(0)
 

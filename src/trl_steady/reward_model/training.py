@@ -61,7 +61,7 @@ def _step(part: RewardModelPart, learner: Learner, rows: Sequence[Example], rate
     factor = accelerator.num_processes / sum(len(row.labels) for row in rows)
     rows = rows[accelerator.process_index :: accelerator.num_processes]
     for micro_batch in _micro_batches(rows, args.per_device_train_batch_size, args.token_budget):
-        with part.trainer.until_backward_ends():
+        with part.trainer.until_backward():
             losses, _, _ = _losses(part, micro_batch)
             (losses.sum() * factor).backward()
     learner.step(rate)

@@ -4,7 +4,7 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -14,6 +14,7 @@ from accelerate.utils import broadcast_object_list, gather_object
 from datasets import IterableDataset
 from torch import Tensor
 
+from trl_steady.core.feature import Active
 from trl_steady.host.loss import loss_mask
 from trl_steady.host.part import Part, Rollout, Trainer
 from trl_steady.host.rollouts import Rounds, Row, collated
@@ -80,6 +81,12 @@ class DynamicSamplingPart(Part):
         super().__init__(trainer)
         self._prompts = _Prompts(trainer)
         self._seen = (math.inf, -math.inf)  # the worst and the best reward so far
+
+    def describe(self) -> Iterable[Active]:
+        """Return that groups are replaced."""
+        if self.trainer.args.dynamic_sampling:
+            options = ("dynamic_sampling", "dynamic_sampling_filter", "dynamic_sampling_max_rounds")
+            yield Active("dynamic sampling: groups that teach nothing are replaced", options)
 
     def making(
         self, rollout: Rollout, make: Callable[[list[Any]], dict[str, Any]], inputs: list[Any]

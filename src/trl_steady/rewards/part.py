@@ -10,6 +10,7 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
+from trl_steady.core.feature import Active
 from trl_steady.functional import advantages
 from trl_steady.host.models import text_tokenizer
 from trl_steady.host.part import Part, Rollout, Trainer
@@ -109,7 +110,7 @@ class RewardsPart(Part):
 
     def _refuse_where_ignored(self, function: int) -> None:
         trainer, why = self.trainer, self.trainer.why_one_advantage
-        if trainer.model.training and "rollout" not in trainer.reached:
+        if trainer.model.training and trainer.rollout_in_progress is None:
             why = f"{type(trainer).__name__} makes its rollouts without calling super(). Call super() there,"
         elif why is None and trainer.multi_objective_aggregation != "sum_then_normalize":  # which RLOO does not have
             why = (
@@ -167,6 +168,11 @@ class StepAdvantagesPart(Part):
 
     window_options = (("step_advantage", None),)
     trainer: RewardedTrainer
+
+    def describe(self) -> Iterable[Active]:
+        """Return the formula of step rewards, if it is not the default."""
+        if self.trainer.args.step_advantage != "return_to_go":
+            yield Active("step rewards (StepRewards), process supervision", ("step_advantage",))
 
     def advantages(self, rollout: Rollout) -> Tensor | None:
         """Return advantages per token if any reward function returned `StepRewards`."""

@@ -4,12 +4,13 @@
 # torch's annotations are partial
 
 import contextlib
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from trl_steady.core.feature import Active
 from trl_steady.functional.turns import nothing
 from trl_steady.host import models
 from trl_steady.host.engine import Capture, SteadyGeneration
@@ -78,6 +79,14 @@ class RoutingPart(Part):
         if bare not in self._routers:
             self._routers[bare] = Routers(bare)
         return self._routers[bare]
+
+    def describe(self) -> Iterable[Active]:
+        """Return whose routes are replayed."""
+        if self._kind is not None:
+            what = "of the pass that scored the rollout" if self._kind == "R2" else "of the rollout itself"
+            yield Active(f"{self._kind}: routes {what}", ("router_replay",))
+        if self.trainer.args.router_replay_reference:
+            yield Active("routes in the reference's pass too", ("router_replay_reference",))
 
     # generation
 

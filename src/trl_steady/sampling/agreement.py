@@ -4,16 +4,17 @@
 # annotations of torch and accelerate are partial
 
 import contextlib
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
+from trl_steady.core.feature import Active
 from trl_steady.functional import kl
 from trl_steady.host.engine import keeping_log_probs
 from trl_steady.host.part import Part, Rollout
-from trl_steady.host.scoring import policy_log_probs
+from trl_steady.trl_bridge.log_probs import policy_log_probs
 
 _MOST = 10.0
 """Most nats that a token counts: an outlier among hundreds, such as a flipped expert, is not another model."""
@@ -35,6 +36,12 @@ class EngineCheckPart(Part):
         if self._acts and args.uncorrected:
             self._acts = False
             self._skip(f"the log-probs of the policy are without {' and '.join(args.uncorrected)}")
+
+    def describe(self) -> Iterable[Active]:
+        """Return that an engine is checked."""
+        args = self.trainer.args
+        if args.use_vllm and args.engine_check and not args.uncorrected:
+            yield Active("engine check: the first rollout is compared with the policy", ("engine_check",))
 
     def beginning(self) -> None:
         """Compare the next rollout of the training."""

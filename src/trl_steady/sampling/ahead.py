@@ -2,12 +2,13 @@
 
 import contextlib
 import time
-from collections.abc import Callable, Generator, Iterator, Mapping
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from trl_steady.core.feature import Active
 from trl_steady.host.ahead import Batches, Request, answering, question_of
 from trl_steady.host.engine import Answer, Ask, first_of_all
 from trl_steady.host.part import Part, Rollout, Trainer, Turn
@@ -52,6 +53,11 @@ class AheadPart(Part):
                 "vllm_importance_sampling_correction=True, or set off_policy_mask_threshold."
             )
         trainer.vllm_generation.before_sync = self._before_sync
+
+    def describe(self) -> Iterable[Active]:
+        """Return that the server generates ahead."""
+        if self.trainer.args.async_generate:
+            yield Active("the next rollout generated while the trainer trains", ("async_generate",))
 
     def beginning(self) -> None:
         """Forget what an earlier training has asked."""

@@ -5,7 +5,7 @@
 
 import contextlib
 import itertools
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -13,6 +13,7 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
+from trl_steady.core.feature import Active
 from trl_steady.functional.turns import Traced
 from trl_steady.host import models
 from trl_steady.host.engine import Capture, SteadyGeneration
@@ -77,6 +78,11 @@ class SamplingPart(Part):
         }
         for reason, is_so in reasons.items():
             self.refuse(_OPTION, reason if is_so else None)
+
+    def describe(self) -> Iterable[Active]:
+        """Return that log-probs are among kept tokens."""
+        if self.trainer.args.keep_sampling_mask:
+            yield Active("kept sampling mask", ("keep_sampling_mask",))
 
     @contextlib.contextmanager
     def rolling(self, rollout: Rollout) -> "Generator[None]":

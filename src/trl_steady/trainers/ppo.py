@@ -5,27 +5,12 @@ from typing import Any
 
 import trl
 
-from trl_steady.adapters.part import AdapterPart
 from trl_steady.config.ppo import PPOConfig
 from trl_steady.critic.part import CriticPart
-from trl_steady.critic.pretraining import PretrainingPart
 from trl_steady.host.mistakes import refuse_names_of_other_ppos
 from trl_steady.host.names import set_cards
-from trl_steady.losses.old_pass import OldPassPart
-from trl_steady.losses.part import LossPart
-from trl_steady.padding.part import PaddingPart
-from trl_steady.padding.weights import WeightsPart
-from trl_steady.reference.part import ReferencePart
-from trl_steady.reward_model.part import RewardModelPart
-from trl_steady.rewards.dynamic import DynamicSamplingPart
-from trl_steady.rewards.part import RewardsPart
-from trl_steady.routing.part import RoutingPart
-from trl_steady.sampling.agreement import EngineCheckPart
-from trl_steady.sampling.ahead import AheadPart
-from trl_steady.sampling.part import SamplingPart
 from trl_steady.trainers.grpo import GRPOTrainer
-from trl_steady.trainers.report import ReportPart
-from trl_steady.trainers.training_report import TrainingReportPart
+from trl_steady.trainers.order import StepAdvantages, without
 
 
 class PPOTrainer(GRPOTrainer):
@@ -54,25 +39,7 @@ class PPOTrainer(GRPOTrainer):
             named as in another package's PPO.
     """
 
-    PARTS = (
-        RoutingPart,
-        SamplingPart,
-        RewardModelPart,  # before the critic, which may begin as it
-        WeightsPart,  # inside the losses of the next two, which count all sequences
-        PretrainingPart,
-        CriticPart,  # around the losses of the policy, which are 0 while only the critic learns
-        PaddingPart,  # around all before: they score packed tokens
-        AdapterPart,
-        ReferencePart,
-        RewardsPart,
-        OldPassPart,
-        DynamicSamplingPart,
-        AheadPart,
-        LossPart,
-        EngineCheckPart,
-        ReportPart,
-        TrainingReportPart,  # last: it reads what the others have made
-    )
+    FEATURES = without(StepAdvantages)
     CONFIG = PPOConfig
     args: PPOConfig
 

@@ -5,21 +5,9 @@ from typing import Any
 
 import trl
 
-from trl_steady.adapters.part import AdapterPart
 from trl_steady.config.rloo import RLOOConfig
-from trl_steady.losses.old_pass import OldPassPart
-from trl_steady.padding.part import PaddingPart
-from trl_steady.padding.weights import WeightsPart
-from trl_steady.reference.part import ReferencePart
-from trl_steady.reward_model.part import RewardModelPart
-from trl_steady.rewards.dynamic import DynamicSamplingPart
-from trl_steady.rewards.part import RewardsPart
-from trl_steady.routing.part import RoutingPart
-from trl_steady.sampling.agreement import EngineCheckPart
-from trl_steady.sampling.part import SamplingPart
 from trl_steady.trainers.base import SteadyTrainer
-from trl_steady.trainers.report import ReportPart
-from trl_steady.trainers.training_report import TrainingReportPart
+from trl_steady.trainers.order import Ahead, Critic, PolicyLoss, Pretraining, StepAdvantages, without
 
 
 class RLOOTrainer(SteadyTrainer, trl.RLOOTrainer):
@@ -39,21 +27,7 @@ class RLOOTrainer(SteadyTrainer, trl.RLOOTrainer):
         ValueError: As for `trl_steady.GRPOTrainer`, except for what concerns losses and engines' log-probs.
     """
 
-    PARTS = (
-        RoutingPart,
-        SamplingPart,
-        RewardModelPart,
-        PaddingPart,  # around all before: they score packed tokens
-        AdapterPart,
-        ReferencePart,
-        RewardsPart,
-        OldPassPart,
-        WeightsPart,
-        DynamicSamplingPart,
-        EngineCheckPart,
-        ReportPart,
-        TrainingReportPart,  # last: it reads what the others have made
-    )
+    FEATURES = without(Critic, Pretraining, StepAdvantages, Ahead, PolicyLoss)
     CONFIG = RLOOConfig
     args: RLOOConfig
 
