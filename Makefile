@@ -91,11 +91,11 @@ test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest $(APART) $(PARALLEL) -m "slow and not gpu"
 
 # the part of the suite that depends on versions most, so that it takes minutes
-AT_LOWEST := $(patsubst %,tests/%.py, adapters/test_adapters adapters/test_quantised config/test_config \
-	host/test_checkpoints host/test_contract host/test_resume padding/test_families project/test_import \
-	project/test_versions reference/test_reference reference/test_tensors routing/test_families routing/test_images \
-	routing/test_replay routing/test_replay_on routing/test_routed routing/test_routes sampling/test_sampled \
-	trainers/test_parity trainers/test_training)
+AT_LOWEST := $(patsubst %,tests/%.py, config/test_config $(patsubst %,features/%, \
+	adapters/test_adapters adapters/test_quantised padding_free/test_families reference/test_reference \
+	reference/test_tensors $(patsubst %,router_replay/%, test_families test_images test_replay test_replay_on test_routed \
+	test_routes) sampling_mask/test_sampled) project/test_import project/test_versions trainers/test_parity \
+	trainers/test_training trl_bridge/test_checkpoints trl_bridge/test_contract trl_bridge/test_resume)
 test-lowest: $(LOWEST)/.test
 	$(LOWEST)/bin/python -m pytest $(PARALLEL) -m "not slow and not gpu" $(AT_LOWEST)
 

@@ -10,8 +10,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from trl_steady.host import FeatureTrainerMixin, Part, seam
+
 from trl_steady import GRPOTrainer
-from trl_steady.host import Part, Steady, seam
 
 STEP, TRLS, QUESTION = "a step of Steady", "TRL's own method", "a question, and the parts that answer it"
 _ROLLOUT = "_generate_and_score_completions"
@@ -61,7 +62,7 @@ def answers(question: str) -> tuple[str, ...]:
 
 def rows(method: str, depth: int = 0) -> Iterator[Row]:
     """Yield the lines of a method of `Steady`, and of all that it calls."""
-    inner = list(_rows(events(vars(Steady)[method]), depth + 1))
+    inner = list(_rows(events(vars(FeatureTrainerMixin)[method]), depth + 1))
     passes_on = len([row for row in inner if row.depth == depth + 1]) == 1 and inner[0].kind == STEP
     if passes_on and method.startswith("_"):  # TRL's name of a step that has a public one
         yield from (row._replace(depth=row.depth - 1) for row in inner)
@@ -81,7 +82,7 @@ def _rows(happens: list[tuple[str, str]], depth: int) -> Iterator[Row]:
             yield Row(depth, TRLS, name)
             for hook in INSIDE.get(name, ()):
                 yield from rows(hook, depth + 1)
-        elif owner == "self" and inspect.isfunction(vars(Steady).get(name)):
+        elif owner == "self" and inspect.isfunction(vars(FeatureTrainerMixin).get(name)):
             yield from rows(name, depth)
         elif owner == "helper" and inspect.isfunction(vars(seam).get(name)):
             yield from (row for row in _rows(events(vars(seam)[name]), depth) if row.kind == QUESTION)

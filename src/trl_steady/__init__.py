@@ -10,13 +10,15 @@ import importlib
 import logging
 from typing import TYPE_CHECKING, Any
 
+from trl_steady.version import __version__
+
 if TYPE_CHECKING:
     from trl_steady.config.grpo import GRPOConfig
     from trl_steady.config.ppo import PPOConfig
     from trl_steady.config.rloo import RLOOConfig
-    from trl_steady.reference.callback import ReferenceRefreshCallback
-    from trl_steady.reward_model.adapter import RewardAdapter
-    from trl_steady.reward_model.callback import RewardModelRefreshCallback
+    from trl_steady.features.reference.callback import ReferenceRefreshCallback
+    from trl_steady.features.reward_model.adapter import RewardAdapter
+    from trl_steady.features.reward_model.callback import RewardModelRefreshCallback
     from trl_steady.rewards import StepRewards
     from trl_steady.trainers.grpo import GRPOTrainer
     from trl_steady.trainers.ppo import PPOTrainer
@@ -27,7 +29,6 @@ logging.getLogger("bitsandbytes.backends.cpu.ops").addFilter(
     lambda record: not str(record.msg).startswith("Failed to load CPU gemm_4bit_forward")
 )
 
-__version__ = "0.1.0.dev0"
 __all__ = [
     "GRPOConfig",
     "GRPOTrainer",
@@ -39,6 +40,7 @@ __all__ = [
     "RewardAdapter",
     "RewardModelRefreshCallback",
     "StepRewards",
+    "__version__",
 ]
 _MODULES = {
     "GRPOConfig": "config.grpo",
@@ -47,9 +49,9 @@ _MODULES = {
     "PPOTrainer": "trainers.ppo",
     "RLOOConfig": "config.rloo",
     "RLOOTrainer": "trainers.rloo",
-    "ReferenceRefreshCallback": "reference.callback",
-    "RewardAdapter": "reward_model.adapter",
-    "RewardModelRefreshCallback": "reward_model.callback",
+    "ReferenceRefreshCallback": "features.reference.callback",
+    "RewardAdapter": "features.reward_model.adapter",
+    "RewardModelRefreshCallback": "features.reward_model.callback",
     "StepRewards": "rewards",
 }
 

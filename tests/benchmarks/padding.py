@@ -34,7 +34,7 @@ sys.path += [str(Path(__file__).parents[2])]
 from tests.benchmarks import measuring
 from tests.benchmarks.measuring import CUDA
 
-from trl_steady.host import overridden
+from trl_steady.trl_bridge.private import patched
 
 GROUP = 8  # completions of a prompt
 MEDIAN = 63  # tokens of a completion
@@ -168,7 +168,7 @@ class Bench:
     def window(self, variant: str, options: Mapping[str, Any]) -> list[float]:
         """Run the micro-batches of an optimizer step, and return the losses."""
         trainer = self.trainer(variant)
-        with overridden(trainer.args, {} if variant == TRL else {**OFF, **options}):
+        with patched(trainer.args, {} if variant == TRL else {**OFF, **options}):
             return measuring.window(trainer)
 
     def clear(self, variant: str) -> None:

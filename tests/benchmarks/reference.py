@@ -27,7 +27,7 @@ sys.path += [str(Path(__file__).parents[2])]
 from tests.benchmarks import measuring
 from tests.benchmarks.seam import rollouts
 
-from trl_steady.reference.tensors import move, paired
+from trl_steady.features.reference.tensors import move, paired
 
 
 class Variant(NamedTuple):

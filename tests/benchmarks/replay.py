@@ -29,8 +29,8 @@ from tests.benchmarks import measuring
 from tests.benchmarks.measuring import CUDA
 from tests.tools import tiny
 
-from trl_steady.host import overridden
-from trl_steady.routing.part import RoutingPart
+from trl_steady.features.router_replay.feature import RoutingPart
+from trl_steady.trl_bridge.private import patched
 
 SMALL = {
     "hidden_size": 256,
@@ -76,7 +76,7 @@ def build(options: argparse.Namespace, folder: str) -> Any:
 def step(trainer: Any, replay: str | None) -> float:
     """The gradients' norm after the micro-batches of an optimizer step that begins with a rollout."""
     trainer.model.zero_grad()
-    with overridden(trainer.args, {"router_replay": replay}):
+    with patched(trainer.args, {"router_replay": replay}):
         measuring.window(trainer)
     return measuring.grad_norm(trainer)
 

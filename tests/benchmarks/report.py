@@ -22,8 +22,8 @@ import trl_steady
 sys.path += [str(Path(__file__).parents[2])]
 from tests.benchmarks import measuring
 
+from trl_steady.features.training_report import TrainingReportPart
 from trl_steady.report.page import write
-from trl_steady.trainers.training_report import TrainingReportPart
 
 UPDATES = 4
 

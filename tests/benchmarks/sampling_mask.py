@@ -30,7 +30,7 @@ from tests.benchmarks.padding import peak_bytes
 from tests.tools import tiny
 from tests.tools.sets import kept_of
 
-from trl_steady.host import overridden
+from trl_steady.trl_bridge.private import patched
 
 MODELS = {49_152: (576, 9, 3, 1536), 151_936: (896, 14, 2, 4864)}  # vocabulary: width, heads, key heads, inner width
 
@@ -99,8 +99,10 @@ def step(trainer: Any, inputs: dict[str, Any]) -> float:
     trainer.model.zero_grad()
     ids = torch.cat([inputs["prompt_ids"], inputs["completion_ids"]], dim=1)
     mask = torch.cat([inputs["prompt_mask"], inputs["completion_mask"]], dim=1)
-    with torch.no_grad(), overridden(trainer, {"_samples": inputs}):
-        old, _, _ = trainer._get_per_token_logps_and_entropies(trainer.model, ids, mask, inputs["completion_ids"].size(1))
+    with torch.no_grad(), patched(trainer, {"_samples": inputs}):
+        old, _, _ = trainer._get_per_token_logps_and_entropies(
+            trainer.model, ids, mask, inputs["completion_ids"].size(1)
+        )
     loss = trainer.compute_loss(trainer.model, {**inputs, "old_per_token_logps": old})
     trainer.accelerator.backward(loss)
     return measuring.grad_norm(trainer)

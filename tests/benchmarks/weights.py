@@ -31,7 +31,7 @@ from tests.benchmarks.measuring import CUDA
 from tests.benchmarks.padding import GROUP, TRL, Outcome, Rollouts, difference, rollouts
 from tests.tools import engines
 
-from trl_steady.host import overridden
+from trl_steady.trl_bridge.private import patched
 
 OLD_PASS, BOTH, BUDGET = "skip_old_pass", "skip_old_pass, skip_zero_weight", "both, token_budget"
 VARIANTS = (TRL, "trim_padding", OLD_PASS, BOTH, BUDGET)
@@ -94,7 +94,7 @@ class Bench:
             losses = measuring.window(trainer)
         else:
             skips = {"skip_zero_weight": variant in (BOTH, BUDGET)}
-            with overridden(trainer.args, {**skips, "token_budget": self.budget if variant == BUDGET else None}):
+            with patched(trainer.args, {**skips, "token_budget": self.budget if variant == BUDGET else None}):
                 losses = measuring.window(trainer)
         return Outcome(losses, [p.grad for p in trainer.model.parameters() if p.grad is not None])
 

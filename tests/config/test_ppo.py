@@ -58,12 +58,6 @@ def test_the_start_of_the_critic_may_be_a_path(tmp_path: Path) -> None:
     assert config(tmp_path, value_init=tmp_path).value_init == str(tmp_path)
 
 
-def test_names_of_other_packages_are_refused_with_ours(tmp_path: Path) -> None:
-    for alias, ours in (("ppo_epochs", "num_iterations"), ("cliprange", "epsilon"), ("target_kl", "kl_target")):
-        with pytest.raises(ValueError, match=rf"^{alias} is an option of another package's PPO\. Set {ours}\b"):
-            config(tmp_path, **{alias: 0.5})
-
-
 def test_an_unset_estimator_is_grpos_where_the_loss_has_a_kl(tmp_path: Path) -> None:
     assert config(tmp_path, beta=0.1, kl_coef=0.0).kl_estimator == "k3"
     assert config(tmp_path, beta=0.1, kl_coef=0.0, kl_estimator="k1").kl_estimator == "k1"

@@ -13,7 +13,7 @@ from tests.distributed import processes
 from tests.oracles import routes as routed_oracle
 from tests.tools import resumable, rounds, tiny
 from tests.tools.sets import lists
-from trl_steady.sampling.kept import KeptTokens
+from trl_steady.features.sampling_mask.candidates import CandidateSets
 
 SETTINGS: dict[str, dict[str, Any]] = {
     "a group on one process": {"per_device_train_batch_size": 2, "steps_per_generation": 4, "num_generations": 4},
@@ -83,7 +83,7 @@ def travelled(rank: int, model: Path, output: Path) -> None:
             natural = routed_oracle.natural(before, ids[row][mask[row]].tolist())
             routes = samples["routes"][row][mask[row]].long().sort(-1).values
             assert torch.equal(routes[:-1], natural[:-1])
-            sets = lists(KeptTokens(*samples["kept_tokens"][row]))[: len(completion)]
+            sets = lists(CandidateSets(*samples["kept_tokens"][row]))[: len(completion)]
             assert all(len(of) == 5 and token in of for of, token in zip(sets, completion, strict=True))
     assert sum(gather_object([moved])) > 0
 

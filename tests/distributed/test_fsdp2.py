@@ -15,11 +15,11 @@ from trl.trainer.utils import add_fused_lm_head, use_adapter
 
 from tests.distributed import processes
 from tests.tools import resumable, tiny
-from trl_steady.host import models
-from trl_steady.host.fused_head import per_token
-from trl_steady.host.models import parameters_kept
-from trl_steady.reference.adapter import add_reference_adapter
-from trl_steady.reference.tensors import Pair, gather, move, paired, restore
+from trl_steady.features.reference.adapter import add_reference_adapter
+from trl_steady.features.reference.tensors import Pair, gather, move, paired, restore
+from trl_steady.trl_bridge import models
+from trl_steady.trl_bridge.lm_head import per_token
+from trl_steady.trl_bridge.models import parameters_kept
 
 UNEVEN = transformers.Qwen2Config(**{**tiny.SIZES, "vocab_size": 259, "intermediate_size": 33})
 IDS = torch.arange(12).view(2, 6)

@@ -14,7 +14,7 @@ from trl.trainer.utils import add_fused_lm_head
 from tests.distributed import processes
 from tests.tools import tiny
 from tests.tools.sets import kept_of
-from trl_steady.sampling.proxy import KeptModel
+from trl_steady.features.sampling_mask.model import KeptModel
 
 IDS = torch.arange(14).view(2, 7)
 SETS = kept_of([sorted({token, *range(token + 3, token + 3 + token % 5)}) for token in IDS.flatten().tolist()])

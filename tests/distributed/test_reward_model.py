@@ -12,13 +12,13 @@ from accelerate import PartialState
 
 from tests.distributed import processes
 from tests.distributed.test_two_processes import check_close
-from tests.reward_model import test_checkpoints
+from tests.features.reward_model import test_checkpoints
 from tests.tools import resumable, rewarding, sharded, tiny
-from trl_steady.host.names import overridden
-from trl_steady.reference.part import ReferencePart
-from trl_steady.reward_model import callback
-from trl_steady.reward_model.part import RewardModelPart
-from trl_steady.reward_model.training import measure
+from trl_steady.features.reference.feature import ReferencePart
+from trl_steady.features.reward_model import callback
+from trl_steady.features.reward_model.feature import RewardModelPart
+from trl_steady.features.reward_model.training import measure
+from trl_steady.trl_bridge.private import patched
 
 GLOBAL_BATCH = 8
 RUNS: dict[str, dict[str, Any]] = {
@@ -209,7 +209,7 @@ def uneven(rank: int, *, model: Path, output: Path) -> None:
     options = {"per_device_train_batch_size": 1, "num_generations": 2, "steps_per_generation": 2, "max_steps": 5}
     trainer = rewarding.refreshed("lora", model, output, refresh={"label_fn": label}, token_budget=16, **options)
     rewarding.stir(trainer)
-    with overridden(callback, {"measure": noted}):
+    with patched(callback, {"measure": noted}):
         trainer.train()
     found = {"measured": measured, "reward model": resumable.of_reward_model(trainer.part(RewardModelPart))}
     torch.save(found, _file(output, "uneven", rank))

@@ -24,11 +24,11 @@ from trl.generation.vllm_client import VLLMClient
 from tests.distributed.runs import FIXED, GLOBAL_BATCH, INSIDE, OLD_PASS, PPO, RLOO, ROUTED, SAMPLED, SERVED
 from tests.tools import resumable, tiny, wide
 from tests.tools.sets import kept_of
-from trl_steady.critic import learner
-from trl_steady.host import models as host_models
-from trl_steady.reference.part import ReferencePart
-from trl_steady.sampling import part as sampling_part
-from trl_steady.sampling.kept import KeptTokens
+from trl_steady.features.critic import optimizer as learner
+from trl_steady.features.reference.feature import ReferencePart
+from trl_steady.features.sampling_mask import feature as sampling_part
+from trl_steady.features.sampling_mask.candidates import CandidateSets
+from trl_steady.trl_bridge import models as host_models
 
 
 class Witness(transformers.TrainerCallback):
@@ -51,7 +51,7 @@ class Witness(transformers.TrainerCallback):
 class Invented:
     """Stands in for the recording of what was kept: up to 4 tokens, or all, by the token that was sampled."""
 
-    def of(self, completions: list[list[int]]) -> KeptTokens:
+    def of(self, completions: list[list[int]]) -> CandidateSets:
         tokens = (token for completion in completions for token in completion)
         return kept_of({token, *range(token - token % 5, token)} if token % 5 else [] for token in tokens)
 

@@ -70,7 +70,7 @@ def test_advantages_are_those_of_an_oracle_that_saw_the_formulas_only(name: str,
             assert ours == pytest.approx(theirs, rel=1e-9, abs=1e-9), seed
 
 
-def trls(rewards: Tensor, group_size: int, scale: str) -> Tensor:
+def as_trl_trainer(rewards: Tensor, group_size: int, scale: str) -> Tensor:
     """As TRL 1.16's _generate_and_score_completions normalises scalar rewards."""
     mean = torch.nanmean(rewards.view(-1, group_size), dim=1).repeat_interleave(group_size, dim=0)
     std = nanstd(rewards.view(-1, group_size), dim=1).repeat_interleave(group_size, dim=0)
@@ -90,7 +90,7 @@ def test_one_step_is_outcome_supervision_bit_for_bit(name: str, scale: str) -> N
             rewards[torch.rand(len(rewards), generator=generator) < 0.3] = torch.nan
             rewards[:group_size] = 0.1  # a group without spread
             ours = FORMULAS[name](rewards.unsqueeze(1), group_size=group_size, scale=scale)
-            assert torch.equal(ours.squeeze(1), trls(rewards, group_size, scale))
+            assert torch.equal(ours.squeeze(1), as_trl_trainer(rewards, group_size, scale))
 
 
 @pytest.mark.parametrize("name", FORMULAS)

@@ -4,14 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.features.padding_free import test_attention
+from tests.features.padding_free.test_attention import HEADS
 from tests.oracles.padding import Batch, padded
-from tests.padding import test_attention
-from tests.padding.test_attention import HEADS
 from tests.tools.packed import BATCHES, packing_of
 from tests.tools.places import KERNELS, Place, everywhere
 from tests.tools.recorder import Figures
-from trl_steady.padding import attention
-from trl_steady.padding.segments import Segments
+from trl_steady.features.padding_free import attention
+from trl_steady.features.padding_free.segments import Segments
 
 SIZE = 32  # kernels take no heads as small as those of the CPU's tests
 SCALE = 0.2

@@ -11,7 +11,7 @@ from tests.gpu.test_padding import CHECKPOINTING, steps
 from tests.tools.devices import bytes_held
 from tests.tools.places import Place, everywhere
 from tests.tools.recorder import Figures
-from trl_steady.sampling.recording import SetRecording
+from trl_steady.features.sampling_mask.recording import SetRecording
 
 MIB = 2**20
 

@@ -15,7 +15,7 @@ from tests.gpu import models
 from tests.tools.headroom import within
 from tests.tools.places import KERNELS, Place, everywhere
 from tests.tools.recorder import Figures
-from trl_steady.padding import attention
+from trl_steady.features.padding_free import attention
 
 CHECKPOINTING = pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
 

@@ -13,7 +13,7 @@ from tests.gpu import models
 from tests.tools import tiny
 from tests.tools.places import Place, everywhere
 from tests.tools.recorder import Figures
-from trl_steady.critic.part import CriticPart
+from trl_steady.features.critic.feature import CriticPart
 
 
 def step(place: Place, folder: Path, output: Path, *, lora: bool, bf16: bool) -> tuple[torch.Tensor, list[Any]]:

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from tests.benchmarks.measuring import seconds
-from tests.reference.test_reference import MOVING, base_tensors
+from tests.features.reference.test_reference import MOVING, base_tensors
 from tests.tools import tiny
 from tests.tools import wide as wide_model
 from tests.tools.places import Place, everywhere
 from tests.tools.recorder import Figures
-from trl_steady.reference.part import ReferencePart
-from trl_steady.reference.tensors import move
+from trl_steady.features.reference.feature import ReferencePart
+from trl_steady.features.reference.tensors import move
 
 
 @everywhere(slow=True)

@@ -8,12 +8,12 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
+from tests.features.padding_free.test_unpadded import UNEQUAL
 from tests.gpu.models import apart
-from tests.padding.test_unpadded import UNEQUAL
 from tests.tools import tiny
 from tests.tools.places import Place, everywhere
 from tests.tools.recorder import Figures
-from trl_steady.routing.replay import Routers
+from trl_steady.features.router_replay.replay import Routers
 
 SMALL = {"hidden_size": 32, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
 # experts of the size of Qwen3-30B-A3B's: 0.37 billion parameters, 0.7 GB in bf16, and three times that of gradients

@@ -8,7 +8,7 @@ from tests.gpu import models
 from tests.tools import rewarding, tiny
 from tests.tools.places import Place, everywhere
 from tests.tools.recorder import Figures
-from trl_steady.reward_model.part import RewardModelPart
+from trl_steady.features.reward_model.feature import RewardModelPart
 
 
 def scores(place: Place, folder: Path, output: Path, *, bf16: bool) -> torch.Tensor:

@@ -11,7 +11,7 @@ from tests.tools import tiny
 from tests.tools.places import Place, everywhere
 from tests.tools.recorder import Figures
 from tests.tools.sets import lists
-from trl_steady.sampling.recording import SetRecording
+from trl_steady.features.sampling_mask.recording import SetRecording
 
 TOP_K = 5
 BY_TOKENS = {"token_budget": 60, "share_prompts": True}

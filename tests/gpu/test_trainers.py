@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.padding.test_unpadded import UNEQUAL
+from tests.features.padding_free.test_unpadded import UNEQUAL
 from tests.tools import tiny
 from tests.tools.headroom import within
 from tests.tools.places import Place, everywhere

@@ -15,7 +15,7 @@ from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers import modeling_flash_attention_utils as flash
 
-from trl_steady.padding import attention
+from trl_steady.features.padding_free import attention
 
 
 class Calls:

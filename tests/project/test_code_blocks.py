@@ -15,7 +15,7 @@ from transformers import training_args
 
 import trl_steady
 from tests.tools import recipe
-from trl_steady.launcher import cli
+from trl_steady.cli import main as cli
 
 ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/quickstart.md")

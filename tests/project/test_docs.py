@@ -15,8 +15,8 @@ import trl_steady
 import trl_steady.rewards
 from tests.tools import rewarding, tiny
 from tests.trainers.test_training import rollout
+from trl_steady.cli import main as cli
 from trl_steady.config.methods import METHODS
-from trl_steady.launcher import cli
 
 ROOT = Path(__file__).parents[2]
 DOCS = {path.relative_to(ROOT).as_posix(): path.read_text() for path in sorted(ROOT.glob("docs/**/*.md"))}
@@ -70,7 +70,11 @@ def test_the_metrics_page_has_what_is_logged_and_nothing_else(models: dict[str, 
         for row in tiny.history(tiny.train(learning))
         for name in row
     }
-    of_server = {"async/versions_behind", "async/waited", "async/overlap"}  # tests/sampling/test_ahead.py reads them
+    of_server = {
+        "async/versions_behind",
+        "async/waited",
+        "async/overlap",
+    }  # tests/features/async_generation/test_ahead.py reads them
     logged, known = ours | of_sets | of_critic | of_loop | of_server, theirs
     first_cells = [line.split("|")[1] for line in DOCS["docs/metrics.md"].splitlines() if line.startswith("|")]
     documented = set(re.findall(r"`([^`]+)`", " ".join(first_cells)))

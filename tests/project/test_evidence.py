@@ -322,7 +322,9 @@ def test_the_trainer_keeps_prompts_as_the_script_says(evidence: Any, models: dic
         """The prompts' numbers in `rates`, and which groups have a signal."""
         trainer.args.dynamic_sampling_max_rounds = most
         numbers = [draws.randrange(6000) for _ in range(slots)]
-        samples = trainer._generate_and_score_completions([{"prompt": f"{number}+1="} for number in numbers for _ in range(size)])
+        samples = trainer._generate_and_score_completions(
+            [{"prompt": f"{number}+1="} for number in numbers for _ in range(size)]
+        )
         prompts = [rounds.number(prompt) % 6 for prompt, _ in rounds.sequences(samples)[::size]]
         return prompts, samples["advantages"].view(slots, size).abs().amax(1) > 0
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tests.tools.script import figure
-from trl_steady.host import Part
+from trl_steady.features.legacy import Part
 
 FLOW = Path(__file__).parents[2] / "docs" / "figures" / "flow.py"
 # asked when a trainer is built, around a step, or for a checkpoint: not on the way of a micro-batch

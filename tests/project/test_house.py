@@ -59,12 +59,12 @@ def test_a_trainer_is_itself_on_what_all_trainers_share() -> None:
 
 
 def test_outside_the_host_nothing_of_the_trainer_is_replaced_for_a_call() -> None:
-    """`overridden` may replace attributes of a config, a model or its module, not of a trainer."""
+    """`patched` may replace attributes of a config, a model or its module, not of a trainer."""
     for path in FILES:
         if path.name == "trl_commands.py":  # replaces names of TRL's modules, before there is a trainer
             continue
         for node in ast.walk(ast.parse(path.read_text())):
-            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "overridden":
+            if isinstance(node, ast.Call) and ast.unparse(node.func).split(".")[-1] == "patched":
                 assert ast.unparse(node.args[0]) in ("args", "layer", "model", "module"), (
                     f"{path}: {ast.unparse(node)}"
                 )

@@ -11,7 +11,7 @@ from tests.tools import recipe
 from tests.tools.cases import cases
 from tests.tools.headroom import within
 from tests.tools.recipe import is_picture, parse
-from trl_steady.routing.replay import Routers
+from trl_steady.features.router_replay.replay import Routers
 
 NAME = "moe/qwen3-moe-digits"
 FEW = {"num_generations": 4, "max_steps": 8, "learning_rate": 0.01}

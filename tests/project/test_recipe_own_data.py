@@ -10,10 +10,10 @@ from typing import Any
 import datasets
 import pytest
 
-from tests.launcher.test_cli import Launched
+from tests.cli.test_cli import Launched
 from tests.tools import recipe, tiny
 from tests.tools.recipe import moved
-from trl_steady.launcher import cli
+from trl_steady.cli import main as cli
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "recipes/your_own_data"

@@ -64,7 +64,7 @@ def test_the_entry_is_spo_by_hand(evaluate: Evaluate, per_token: bool) -> None:
 
 
 @pytest.mark.usefixtures("entered")
-def test_the_entry_has_trls_kl_and_our_masks(evaluate: Evaluate) -> None:
+def test_the_entry_has_trl_kl_and_our_masks(evaluate: Evaluate) -> None:
     batch = random_batch()
     options = {"loss_type": "spo", "epsilon": EPSILON, "epsilon_high": None}
     ref = {"ref_per_token_logps": batch.old_logps - 0.1}

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from tests.report.runs import healthy
-from trl_steady.launcher import cli
+from trl_steady.cli import main as cli
 from trl_steady.report import command, diagnose
 from trl_steady.report.history import History
 

@@ -9,7 +9,7 @@ import pytest
 
 from tests.tools import tiny
 from tests.tools.cases import cases
-from trl_steady.host.part import Part
+from trl_steady.features.legacy import Part
 from trl_steady.report import History, diagnose
 
 
@@ -35,7 +35,7 @@ def named(folder: Path) -> dict[str, int]:
 
 @pytest.mark.parametrize("name", cases(DEAD, ("learning rate 5",)))
 def test_a_dead_run_of_trls_trainer_is_named(models: dict[str, Path], tmp_path: Path, name: str) -> None:
-    """tests/trainers/test_training_report.py has ours."""
+    """tests/features/test_training_report.py has ours."""
     options, expected = DEAD[name]
     steps = {"max_steps": 48, "save_strategy": "steps", "save_steps": 48}
     tiny.train(tiny.trainer(models["dense"], tmp_path, ours=False, **steps, **options))

@@ -12,12 +12,12 @@ import pytest
 from matplotlib.figure import Figure
 
 from tests.report.runs import healthy, history
-from trl_steady.launcher import cli
+from trl_steady.cli import main as cli
+from trl_steady.features.training_report import MOST_BYTES, chosen, limited
 from trl_steady.report import History, compare, diagnose
 from trl_steady.report.history import Series
 from trl_steady.report.page import write
 from trl_steady.report.pictures import POINTS, Plot, pictures, thinned
-from trl_steady.trainers.training_report import MOST_BYTES, chosen, limited
 
 EVIL = "</pre><script>alert(1)</script><img src=x onerror=alert(2)> &amp; \x00\x1b\ud800 \N{RIGHT-TO-LEFT OVERRIDE}"
 

@@ -18,7 +18,7 @@ from transformers import BitsAndBytesConfig
 
 from tests.sharded.runs import COMMON, RUNS, SAVED, Run, refusing
 from tests.tools import agent, resumable, sharded, tiny, wide
-from trl_steady.reference.part import ReferencePart
+from trl_steady.features.reference.feature import ReferencePart
 
 
 def build(name: str, engine: str, models: dict[str, Path], output: Path, **changes: Any) -> Any:

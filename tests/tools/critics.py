@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from tests.tools import tiny, wide
 from trl_steady import StepRewards
-from trl_steady.critic import learner
+from trl_steady.features.critic import optimizer as learner
 
 EOS = tiny.SIZES["eos_token_id"][0]
 OTHER_EOS = 7  # a further end of the generation config

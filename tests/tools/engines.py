@@ -30,7 +30,7 @@ from urllib3.util.retry import Retry
 
 from tests.tools import agent, tiny
 from tests.tools.routed import build
-from trl_steady.host import engine as host_engine
+from trl_steady.trl_bridge import vllm as host_engine
 
 LAYERS, SPARSE, EXPERTS, CHOSEN = 4, [1, 3], 8, 2
 ROUTED, MASKED = "enable_return_routed_experts", "return_sampling_mask"

@@ -13,11 +13,11 @@ from transformers import PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.oracles.padding import Batch, padded
-from trl_steady.padding.attention import attending_in, switched
-from trl_steady.padding.budget import Length
-from trl_steady.padding.families import traits
-from trl_steady.padding.packing import Packing, Segment, lengths_of, pack
-from trl_steady.padding.proxy import UnpaddedModel
+from trl_steady.features.padding_free.attention import attending_in, switched
+from trl_steady.features.padding_free.budget import Length
+from trl_steady.features.padding_free.model import UnpaddedModel
+from trl_steady.features.padding_free.packing import Packing, Segment, lengths_of, pack
+from trl_steady.features.padding_free.support import traits
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16,

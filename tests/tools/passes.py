@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.tools import families, mixtures
-from trl_steady.routing.replay import Routers
-from trl_steady.routing.routes import is_route
+from trl_steady.features.router_replay.replay import Routers
+from trl_steady.features.router_replay.routes import is_route
 
 CASES = ("qwen3_moe normalised", "deepseek_v3 in groups", "gpt_oss")
 ROWS, COLUMNS = 2, 6

@@ -42,7 +42,7 @@ class Place(NamedTuple):
     @property
     def has_varlen(self) -> bool:
         """Return whether "sdpa" has a call for all sequences of a packed row: torch 2.13 on a GPU with bf16."""
-        from trl_steady.padding import attention
+        from trl_steady.features.padding_free import attention
 
         return not self.is_cuda or (attention.varlen_attn is not None and torch.cuda.get_device_capability() >= _BF16)
 

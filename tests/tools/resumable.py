@@ -12,9 +12,9 @@ import torch
 from transformers.trainer_utils import get_last_checkpoint
 
 from tests.tools import tiny, wide
-from trl_steady.critic.part import CriticPart
-from trl_steady.reference.part import ReferencePart
-from trl_steady.reward_model.part import RewardModelPart
+from trl_steady.features.critic.feature import CriticPart
+from trl_steady.features.reference.feature import ReferencePart
+from trl_steady.features.reward_model.feature import RewardModelPart
 
 KINDS = ("full", "lora", "nf4")
 STEPS = 18

@@ -14,9 +14,9 @@ from tests.oracles import routes as routed_oracle
 from tests.oracles import sampling as oracle
 from tests.tools import routed
 from tests.tools.sets import lists
-from trl_steady.host import models as host_models
-from trl_steady.host import overridden
-from trl_steady.sampling.kept import KeptTokens
+from trl_steady.features.sampling_mask.candidates import CandidateSets
+from trl_steady.trl_bridge import models as host_models
+from trl_steady.trl_bridge.private import patched
 
 # each run begins with a collection of garbage by accelerate, which need not go through all that has been imported
 gc.freeze()
@@ -82,7 +82,7 @@ class Sampled(routed.Recorded):
             answers.append(type(bare).generate(bare, *inputs, generation_config=config, **options))
             return answers[0].sequences
 
-        with overridden(bare, {"generate": telling}):
+        with patched(bare, {"generate": telling}):
             completion_ids, logprobs = super()._generate_single_turn(prompt_ids, *arguments, **keywords)
         (answer,) = answers
         draws = zip(prompt_ids, completion_ids, range(len(prompt_ids)), strict=True)
@@ -139,7 +139,7 @@ def rows(update: routed.Update) -> Iterator[Row]:
 def of_sample(ids: Tensor, offsets: Tensor) -> Sets:
     """What a sample of a rollout carries, column by column."""
     assert offsets[0] == 0 and offsets[-1] == len(ids)
-    return [sorted(each) for each in lists(KeptTokens(ids, offsets))]
+    return [sorted(each) for each in lists(CandidateSets(ids, offsets))]
 
 
 @torch.no_grad()

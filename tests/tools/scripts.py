@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from trl_steady.launcher import cli
+from trl_steady.cli import main as cli
 
 TRAIN = """
 from pathlib import Path

@@ -5,14 +5,14 @@ from collections.abc import Collection, Iterable
 
 import torch
 
-from trl_steady.sampling.kept import KeptTokens
+from trl_steady.features.sampling_mask.candidates import CandidateSets
 
 
-def kept_of(sets: Iterable[Collection[int]]) -> KeptTokens:
+def kept_of(sets: Iterable[Collection[int]]) -> CandidateSets:
     sets = list(sets)
     ids = torch.tensor([*itertools.chain(*sets)], dtype=torch.int32)
-    return KeptTokens.of_counts(ids, torch.tensor([len(each) for each in sets], dtype=torch.int64))
+    return CandidateSets.of_counts(ids, torch.tensor([len(each) for each in sets], dtype=torch.int64))
 
 
-def lists(kept: KeptTokens) -> list[list[int]]:
+def lists(kept: CandidateSets) -> list[list[int]]:
     return [kept.ids[start:end].tolist() for start, end in itertools.pairwise(kept.offsets.tolist())]

@@ -54,9 +54,3 @@ def test_the_card_of_ppo_names_ppo(models: dict[str, Path], tmp_path: Path) -> N
     tiny.trainer(models["dense"], tmp_path, method="PPO", num_generations=1).create_model_card()
     card = (tmp_path / "README.md").read_text()
     assert "trained with PPO" in card and "papers/1707.06347" in card and "GRPO" not in card
-
-
-def test_arguments_of_other_packages_ppo_are_refused_with_ours(models: dict[str, Path], tmp_path: Path) -> None:
-    args = tiny.arguments(trl_steady.PPOConfig, tmp_path)
-    with pytest.raises(ValueError, match=r"^tokenizer is an option of another package's PPO\. Set processing_class\."):
-        built(models, trl_steady.PPOTrainer, args, tokenizer=object())

@@ -15,7 +15,7 @@ from tests.oracles import routes as routed_oracle
 from tests.tools import resumable, tiny
 from tests.tools.cases import cases
 from tests.tools.sets import lists
-from trl_steady.sampling.kept import KeptTokens
+from trl_steady.features.sampling_mask.candidates import CandidateSets
 
 trainer = functools.partial(tiny.trainer, method="RLOO")
 # packed or padded, a sum is taken in another order; a few updates of 1e-2 carry the rounding on
@@ -173,7 +173,7 @@ def test_kept_tokens_are_what_old_and_new_log_probs_are_among(models: dict[str, 
         model.load_state_dict(weights)
         found = []
         for tokens, prompt, _, row in sequences(inputs):
-            sets = lists(KeptTokens(*inputs["kept_tokens"][row]))[: len(tokens) - prompt]
+            sets = lists(CandidateSets(*inputs["kept_tokens"][row]))[: len(tokens) - prompt]
             assert all(len(own) == 5 for own in sets)
             with torch.no_grad():
                 logits = model(input_ids=torch.tensor([tokens])).logits[0, prompt - 1 : -1] / 0.8

@@ -19,8 +19,8 @@ from trl.generation import vllm_generation
 from tests.tools import tiny
 from tests.tools.routed import Recorded, build
 from tests.vllm import cpu, mixtures
-from trl_steady.routing.part import ROUTES
-from trl_steady.sampling.part import KEPT_TOKENS
+from trl_steady.features.router_replay.feature import ROUTES
+from trl_steady.features.sampling_mask.feature import KEPT_TOKENS
 
 BUDGET, BLOCK, BLOCKS = 48, 32, 18
 """Tokens that the engine feeds at a time, and what it remembers them in: small, so that prompts come in pieces."""

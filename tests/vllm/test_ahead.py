@@ -19,7 +19,7 @@ from trl.generation.vllm_client import VLLMClient
 from tests.tools import engines, tiny
 from tests.vllm.test_lora import LORA
 from tests.vllm.test_server import serving
-from trl_steady.host.engine import SteadyGeneration
+from trl_steady.trl_bridge.vllm import SteadyGeneration
 
 pytestmark = [
     pytest.mark.vllm,

@@ -14,7 +14,7 @@ from tests.oracles.routes import NONE
 from tests.tools import agent, tiny
 from tests.tools.routed import CLOSE, oracles, rows
 from tests.vllm import conftest, mixtures
-from trl_steady.routing.part import RoutingPart
+from trl_steady.features.router_replay.feature import RoutingPart
 
 pytestmark = [
     pytest.mark.vllm,

@@ -21,8 +21,8 @@ from tests.tools import tiny
 from tests.tools.routed import build, oracles, rows
 from tests.vllm import mixtures
 from tests.vllm.test_colocate import shares
-from trl_steady.routing.part import ROUTES, taken_routes
-from trl_steady.sampling.part import KEPT_TOKENS, taken_sets
+from trl_steady.features.router_replay.feature import ROUTES, taken_routes
+from trl_steady.features.sampling_mask.feature import KEPT_TOKENS, taken_sets
 
 pytestmark = [
     pytest.mark.vllm,

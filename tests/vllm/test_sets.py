@@ -9,10 +9,10 @@ import pytest
 import torch
 from trl.generation import vllm_generation
 
-from tests.sampling.test_sampled_engine import SETS
+from tests.features.sampling_mask.test_sampled_engine import SETS
 from tests.vllm.test_colocate import Colocated
-from trl_steady.routing.part import ROUTES
-from trl_steady.sampling.part import KEPT_TOKENS
+from trl_steady.features.router_replay.feature import ROUTES
+from trl_steady.features.sampling_mask.feature import KEPT_TOKENS
 
 pytestmark = [
     pytest.mark.vllm,

@@ -20,7 +20,7 @@ from staleness import LENGTH, VOCABULARY
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from trl_steady.routing.replay import Routers
+from trl_steady.features.router_replay.replay import Routers
 
 EXPERTS, WIDTH = 4, 6
 SIZES = (0.0, 0.02, 0.05, 0.1, 0.2, 0.4, 0.6)

@@ -18,9 +18,9 @@ from exact import Method, Pass, Policy, Task, softmax
 from staleness import problem
 from torch import Tensor
 
-from trl_steady.host.fused_head import Head
-from trl_steady.sampling.kept import KeptTokens
-from trl_steady.sampling.log_probs import kept_log_probs
+from trl_steady.features.sampling_mask.candidates import CandidateSets
+from trl_steady.features.sampling_mask.log_probs import kept_log_probs
+from trl_steady.trl_bridge.lm_head import Head
 
 TOP_P = (1.0, 0.99, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
 SHOWN = (0.95, 0.8)
@@ -37,7 +37,7 @@ def top_p_sets(logps: Tensor, top_p: float) -> Tensor:
 def kept_policy(is_kept: Tensor) -> Policy:
     """Return trl-steady's log-probs among kept tokens, as a function of the logits (R, V); -inf for other tokens."""
     rows, vocabulary = is_kept.shape
-    kept = KeptTokens.of_mask(is_kept.repeat_interleave(vocabulary, 0))
+    kept = CandidateSets.of_mask(is_kept.repeat_interleave(vocabulary, 0))
     hidden = torch.eye(rows, dtype=torch.float64).repeat_interleave(vocabulary, 0)
     tokens = torch.arange(vocabulary).repeat(rows)
 

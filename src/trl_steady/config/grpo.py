@@ -172,7 +172,7 @@ class GRPOConfig(SharedOptions, trl.GRPOConfig):
         """The entry of `loss_type` in the table of losses."""
         return LOSSES[self.loss_type]
 
-    def has_trls_kl(self, importance_sampling_level: str) -> bool:
+    def has_trl_kl(self, importance_sampling_level: str) -> bool:
         """Return True if TRL's own KL is the configured one: k3, plain or with a per-token ratio to the old policy."""
         if self.kl_estimator != "k3":
             return False

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 import trl
 
 _C = TypeVar("_C", bound=type)
-_TRLS = trl.GRPOConfig  # at import, before `trl-steady run` replaces it
+_TRL_LOG_PROBS = trl.GRPOConfig  # at import, before `trl-steady run` replaces it
 
 
 class Range(NamedTuple):
@@ -68,7 +68,7 @@ def documented(kind: _C) -> _C:
 
 def trl_default(name: str) -> Any:
     """Return the default of an option in the installed TRL."""
-    return getattr(_TRLS, name)
+    return getattr(_TRL_LOG_PROBS, name)
 
 
 def needs(*names: str) -> Callable[[object], str | None]:

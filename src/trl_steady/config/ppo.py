@@ -15,7 +15,6 @@ from trl_steady.config.options import (
     needs,
     option,
 )
-from trl_steady.host.mistakes import refuse_names_of_other_ppos
 
 # options about the advantages of groups -> their defaults
 _OF_GROUPS = {
@@ -140,22 +139,17 @@ class PPOConfig(GRPOConfig):
         NOT_NEGATIVE,
     )
 
-    def __new__(cls, *_: object, **options: object) -> "PPOConfig":
-        """Refuse options of other packages' PPO with the name to use."""
-        refuse_names_of_other_ppos(options)
-        return super().__new__(cls)
-
     def _fill_unset(self) -> None:
         super()._fill_unset()
         self.value_init = os.fspath(self.value_init)
         if self.kl_estimator is None and self.beta:
             self.kl_estimator = "k3"
 
-    def _run_trls_checks(self) -> None:
+    def _run_trl_checks(self) -> None:
         given = self.num_generations
         self.num_generations = _Alone(1) if given == 1 else given
         try:
-            super()._run_trls_checks()
+            super()._run_trl_checks()
         finally:
             self.num_generations = given
 

@@ -198,7 +198,7 @@ class SharedOptions(_Trls):
     def __post_init__(self) -> None:
         refuse_invalid(self)
         self._fill_unset()
-        self._run_trls_checks()
+        self._run_trl_checks()
         for message in self._contradictions():
             raise ValueError(message)
         for message in self.cannot_act:
@@ -207,7 +207,7 @@ class SharedOptions(_Trls):
     def _fill_unset(self) -> None:
         """Set the options whose defaults depend on other options."""
 
-    def _run_trls_checks(self) -> None:
+    def _run_trl_checks(self) -> None:
         super().__post_init__()
 
     def _contradictions(self) -> Iterator[str]:

@@ -6,7 +6,7 @@ from typing import Literal
 
 from torch import Tensor
 
-from trl_steady.host.loss import MicroBatch
+from trl_steady.core.types import MicroBatch
 from trl_steady.losses import objective
 
 
@@ -15,7 +15,7 @@ class Loss:
     """One value of `loss_type`. All code that depends on the loss reads it here."""
 
     reduction: Literal["sequence_mean", "sequence_sum", "micro_batch_tokens", "step_tokens", "constant"]
-    """How the values of tokens become a loss: see `trl_steady.host.loss.token_weights`."""
+    """How the values of tokens become a loss: see `trl_steady.trl_bridge.loss.token_weights`."""
     clip: Literal["ratio", "log_ratio", "cap", None] = "ratio"
     """Meaning of `epsilon` and `epsilon_high`: the distance of the ratio from 1, the distance of its log from 0, a cap
     of the ratio itself (`epsilon_high` only), or nothing."""
@@ -37,7 +37,7 @@ class Loss:
     """Changes the micro-batch so that TRL's loss on token ratios becomes this one."""
     policy_term: Callable[[MicroBatch, objective.ClippedTrainer, Tensor | None], Tensor] | None = None
     """Computes the policy term itself, as `objective.gmpo` does. TRL's loss adds its other terms."""
-    in_trls_terms: Callable[[objective.ClippedTrainer], Mapping[str, float]] | None = None
+    trl_metric_overrides: Callable[[objective.ClippedTrainer], Mapping[str, float]] | None = None
     """Translates clip ranges of the trainer for the metrics of TRL's loss."""
 
     @property
@@ -69,7 +69,7 @@ LOSSES = {
         epsilon=0.4,  # the clip range (e^-0.4, e^0.4)
         epsilon_high=0.4,
         policy_term=objective.gmpo,
-        in_trls_terms=objective.gmpo_clip_in_ratios,
+        trl_metric_overrides=objective.gmpo_clip_in_ratios,
     ),
     "gspo": Loss(
         "sequence_mean",

@@ -6,11 +6,10 @@ from typing import Any
 import trl
 
 from trl_steady.config.ppo import PPOConfig
-from trl_steady.critic.part import CriticPart
-from trl_steady.host.mistakes import refuse_names_of_other_ppos
-from trl_steady.host.names import set_cards
+from trl_steady.features.critic.feature import CriticPart
 from trl_steady.trainers.grpo import GRPOTrainer
 from trl_steady.trainers.order import StepAdvantages, without
+from trl_steady.trl_bridge.private import set_cards
 
 
 class PPOTrainer(GRPOTrainer):
@@ -55,7 +54,6 @@ class PPOTrainer(GRPOTrainer):
         ptx_dataset: Any = None,
         **keywords: Any,
     ) -> None:
-        refuse_names_of_other_ppos(keywords)
         self.value_model, self.value_peft_config, self.ptx_dataset = value_model, value_peft_config, ptx_dataset
         super().__init__(model, reward_funcs, args, *positional, **keywords)
 

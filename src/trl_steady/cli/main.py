@@ -1,0 +1,183 @@
+"""The command `trl-steady`, also `python -m trl_steady` and `accelerate launch -m trl_steady`."""
+
+import argparse
+import os
+import runpy
+import sys
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import NoReturn
+
+from trl_steady import __version__
+
+_HELP = """\
+usage: trl-steady COMMAND ...
+
+  run [LAUNCH OPTIONS] SCRIPT [ARGUMENTS]     run a script with trl-steady's GRPO and RLOO trainers in place of TRL's
+  run [LAUNCH OPTIONS] -m MODULE [ARGUMENTS]  the same for a module
+  grpo [ARGUMENTS] [LAUNCH OPTIONS]           run `trl grpo` with trl-steady's trainer and options
+  rloo [ARGUMENTS] [LAUNCH OPTIONS]           the same for `trl rloo`
+  ppo [ARGUMENTS] [LAUNCH OPTIONS]            run `trl grpo` with trl-steady's PPO trainer and options
+  report PATH ... [--json] [--fail-on LEVEL] [--watch]
+                                              say what is wrong with a run, from its log; also for runs of plain TRL
+  methods                                     list the methods that trl-steady adds, with settings, papers and docs
+  env                                         list versions and devices, for bug reports
+
+LAUNCH OPTIONS are those of `accelerate launch`, plus
+  --set NAME=VALUE     set this option on every config of these trainers that the script builds; may be repeated
+  --ppo                train with PPO where the script trains with GRPO
+  --accelerate_config  a file, or the name of a config of TRL (fsdp2, multi_gpu, single_gpu, zero2, zero3, ...)
+Without launch options other than --set and --ppo, `run` runs the script in this process, as python does.
+`accelerate launch [LAUNCH OPTIONS] -m trl_steady run [--set NAME=VALUE] [--ppo] SCRIPT [ARGUMENTS]` does the same.
+
+trl-steady --version prints the versions of trl-steady and of TRL.
+"""
+
+
+class _Refused(Exception):
+    """An invalid command line; only the message is printed."""
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the command line, by default that of this process, and return the exit status."""
+    command, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    of_trl = command in ("grpo", "rloo", "ppo")
+    has_help = of_trl or command == "report"
+    if not has_help and {"-h", "--help"} & {command, *rest[:1]}:
+        print(_HELP)
+        return 0
+    try:
+        if of_trl:
+            return as_trl_trainer(command, rest)
+        if command == "run":
+            return run(rest)
+        if command == "report":
+            from trl_steady.report.command import report
+
+            return report(rest, _refuse)
+        if command not in _TABLES or rest:
+            _refuse(f"no command {' '.join([command, *rest])!r}. trl-steady --help lists the commands.")
+    except _Refused as refused:
+        print(f"trl-steady: {refused}", file=sys.stderr)
+        return 2
+    print(_TABLES[command]())
+    return 0
+
+
+def run(arguments: Sequence[str]) -> int:
+    """Run a script that imports TRL's trainer, with trl-steady's in its place."""
+    settings, ppo, rest = _leading_settings(arguments)
+    if rest in ([], ["-m"]):
+        _refuse("run needs a script. trl-steady --help lists the commands.")
+    if rest[0].startswith("-") and rest[0] != "-m":
+        return _launch([*(["--ppo"] if ppo else []), *(f"--set={setting}" for setting in settings), *rest])
+    return _run_in_this_process(rest, settings, ppo=ppo)
+
+
+def as_trl_trainer(command: str, arguments: Sequence[str]) -> int:
+    """Run TRL's `trl grpo` or `trl rloo` with trl-steady's trainer and options, or `trl grpo` with PPO."""
+    from trl_steady.cli import trl_commands
+    from trl_steady.cli.swap import swapped
+
+    ppo = ["--ppo"] if command == "ppo" else []
+    with swapped(ppo=bool(ppo)):
+        return trl_commands.as_trl_trainer(command, arguments, lambda given: _launch([*ppo, *given]), _refuse)
+
+
+def methods() -> str:
+    """Return the table of the methods that trl-steady adds."""
+    from trl_steady.config.methods import METHODS
+
+    rows = [("", "method", "setting", "arXiv", "docs/"), *(method[:5] for method in METHODS)]
+    widths = [max(len(row[i]) for row in rows) for i in range(5)]
+    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+
+
+def env() -> str:
+    """Print the versions of TRL and of its packages for a bug report, and return that of trl-steady."""
+    from trl.scripts.env import print_env
+
+    print_env()
+    return f"- trl-steady version: {__version__}"
+
+
+def versions() -> str:
+    """Return the versions of trl-steady and of TRL."""
+    return f"trl-steady {__version__}, trl {version('trl')}"
+
+
+_TABLES = {"methods": methods, "env": env, "--version": versions}
+
+
+def _leading_settings(arguments: Sequence[str]) -> tuple[list[str], bool, list[str]]:
+    """Return the settings of leading `--set` options, whether `--ppo` is among them, and the other arguments."""
+    settings, ppo, rest = [], False, list(arguments)
+    while rest and rest[0].split("=")[0] in ("--set", "--ppo"):
+        first = rest.pop(0)
+        if first == "--ppo":
+            ppo = True
+        elif first == "--set" and not rest:
+            _refuse("--set needs NAME=VALUE.")
+        else:
+            settings.append(rest.pop(0) if first == "--set" else first.removeprefix("--set="))
+    return settings, ppo, rest
+
+
+def _refuse(message: str) -> NoReturn:
+    """Refuse arguments with the parser's message, but without its usage text."""
+    raise _Refused(message)
+
+
+def _launch(arguments: Sequence[str]) -> int:
+    """Run `accelerate launch` on `trl-steady run`, with launch options, then a script and its arguments."""
+    from accelerate.commands.launch import launch_command, launch_command_parser
+    from trl.cli.accelerate_config import resolve_accelerate_config_argument
+
+    parser = launch_command_parser()
+    parser.add_argument("--accelerate_config")
+    parser.add_argument("--set", action="append", default=[], dest="settings")
+    parser.add_argument("--ppo", action="store_true")
+    vars(parser)["error"] = _refuse
+    launched: argparse.Namespace = parser.parse_args(arguments)
+    if launched.accelerate_config is not None:
+        _, launched.config_file = resolve_accelerate_config_argument(
+            ["--accelerate_config", launched.accelerate_config]
+        )
+    ours = [*(["--ppo"] if launched.ppo else []), *(f"--set={setting}" for setting in launched.settings)]
+    target = [*(["-m"] if launched.module else []), launched.training_script]
+    launched.training_script_args = ["run", *ours, *target, *launched.training_script_args]
+    launched.module, launched.training_script = True, "trl_steady"
+    launched.quiet = True  # no traceback of accelerate's below the script's own
+    launch_command(launched)
+    return 0
+
+
+def _run_in_this_process(arguments: list[str], settings: Sequence[str], *, ppo: bool) -> int:
+    from trl_steady.cli.options import parse_settings
+    from trl_steady.cli.swap import swapped
+
+    try:
+        options = parse_settings(settings)
+    except ValueError as error:
+        raise _Refused(str(error)) from None
+    is_module = arguments[0] == "-m"
+    sys.argv = arguments[is_module:]
+    path = os.path.abspath(sys.argv[0])
+    if not sys.flags.safe_path:  # as python does
+        sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(path))
+    try:
+        with swapped(options, ppo=ppo) as built:
+            if is_module:
+                runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(path, run_name="__main__")
+    except SystemExit as ended:
+        if ended.code not in (None, 0):
+            raise
+    if not built and os.environ.get("RANK", "0") == "0":
+        print(
+            f"trl-steady run: {sys.argv[0]} ended without building a GRPOTrainer or RLOOTrainer in this process. "
+            "If it starts processes that train, launch them with `trl-steady run`. Otherwise they train with TRL.",
+            file=sys.stderr,
+        )
+    return 0

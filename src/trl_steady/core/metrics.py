@@ -1,0 +1,261 @@
+"""Further metrics: means over micro-batches, as in TRL, and statistics of all samples since the last log.
+
+Everything is summed up on the device. Processes communicate, and numbers go to the CPU, only when they are read: for
+a log, for a checkpoint, or for a rule that depends on them.
+"""
+
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Protocol, cast
+
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from trl_steady.functional import pooling
+
+_MOST_WAITING = 4096  # micro-batches' means on the device, if a run logs rarely or never
+_MOST_MARKS = 4096  # of a clock that nothing reads
+_QUANTILES = {"q01": 0.01, "q50": 0.5, "q90": 0.9, "q99": 0.99}
+Masked = tuple[Tensor, Tensor]
+"""Values, and a mask of the same shape: True = counts."""
+_Pool = dict[tuple[str, str], Tensor]
+"""Kind and name -> totals that add up."""
+_Mark = float | torch.cuda.Event
+
+
+class Source(Protocol):
+    """The trainer, as its metrics see it."""
+
+    accelerator: Accelerator
+    model: torch.nn.Module
+
+    @property
+    def logged_values(self) -> Mapping[str, defaultdict[str, list[float]]]:
+        """ "train" or "eval" -> name -> values that TRL will log as one mean."""
+        ...
+
+
+class Metrics:
+    """The metrics of a trainer. Every process must record the same names in the same order."""
+
+    def __init__(self, source: Source) -> None:
+        self._source = source
+        self.clock = Clock()
+        # "train" or "eval" -> "min", "mean" or "max" with the name to log it by, and (4,) sum, number, minimum and
+        # maximum of the values in one micro-batch, since processes last communicated
+        self._steps: defaultdict[str, list[tuple[Mapping[str, str], Tensor]]] = defaultdict(list)
+        # the same -> totals since the last log
+        self._pools: defaultdict[str, _Pool] = defaultdict(dict)
+
+    def token_mean(self, name: str, values: Tensor, mask: Tensor) -> None:
+        """Log the mean of `values` (B, T) over the loss tokens of all processes, for this micro-batch."""
+        self._record({"mean": name}, self._statistics(values, mask))
+
+    def spread(self, name: str, values: Tensor, mask: Tensor) -> None:
+        """Log min, mean and max of `values` (B, 1) over all processes' sequences that have loss tokens."""
+        names = {statistic: f"{name}_{statistic}" for statistic in ("min", "mean", "max")}
+        self._record(names, self._statistics(values, mask.any(-1, keepdim=True) & ~values.isnan()))
+
+    def over_processes(self, names: Mapping[str, str], values: Tensor, mask: Tensor) -> None:
+        """Log "min", "mean" or "max" of `values` by these names. The mean is that of the processes' means, as TRL's.
+
+        A process whose `mask` is False everywhere counts with 0.
+        """
+        total, count, *extremes = self._statistics(values, mask)
+        low, high = (each.where(count > 0, 0) for each in extremes)
+        self._record(names, torch.stack([total / count.clamp(min=1), torch.ones_like(count), low, high]))
+
+    def _statistics(self, values: Tensor, mask: Tensor) -> Tensor:
+        values, mask = self._countable(values, mask)
+        values = values.double()
+        low, high = values.where(mask, torch.inf).min(), values.where(mask, -torch.inf).max()
+        return torch.stack([values.where(mask, 0).sum(), mask.sum().double(), low, high])
+
+    def _record(self, names: Mapping[str, str], statistics: Tensor) -> None:
+        self._steps[self._mode].append((names, statistics))
+        if len(self._steps[self._mode]) >= _MOST_WAITING:  # at the same micro-batch on all processes
+            self.settle()
+
+    def pooled(
+        self,
+        *,
+        means: Mapping[str, Masked] | None = None,
+        sums: Mapping[str, Tensor] | None = None,
+        quantiles: Mapping[str, Masked] | None = None,
+        sample_sizes: Mapping[str, Masked] | None = None,
+        counts: Mapping[str, Masked] | None = None,
+    ) -> None:
+        """Add samples whose statistics over all processes and micro-batches are logged next time.
+
+        Args:
+            means: name -> values. Their mean is logged.
+            sums: name -> (2,) a sum of values and their number. The mean is logged.
+            quantiles: name -> values. Quantiles are logged as `name_q01` and so on.
+            sample_sizes: name -> log-weights. Their effective sample size is logged.
+            counts: name -> counts. Their mean is logged, and exact quantiles as `name_q50` and `name_q99`.
+        """
+        kinds = {
+            ("mean", pooling.mean_totals): means,
+            ("quantiles", pooling.histogram): quantiles,
+            ("size", pooling.sample_size_totals): sample_sizes,
+            ("counts", pooling.count_totals): counts,
+        }
+        pool = self._pools[self._mode]
+        for (kind, of), samples in kinds.items():
+            for name, masked in (samples or {}).items():
+                pool[kind, name] = pool.get((kind, name), 0) + of(*self._countable(*masked))
+        for name, total in (sums or {}).items():
+            pool["mean", name] = pool.get(("mean", name), 0) + self._countable(total)[0].double()
+
+    def forget(self) -> None:
+        """Forget everything since the last log."""
+        self._steps.clear()
+        self._pools.clear()
+
+    def count(self, name: str) -> int:
+        """Return how many micro-batches of training have recorded the mean of `name` since the last log."""
+        waiting = sum(names.get("mean") == name for names, _ in self._steps["train"])
+        return len(self._source.logged_values["train"].get(name, [])) + waiting
+
+    @property
+    def is_settled(self) -> bool:
+        """True if there are no means of training's micro-batches that only this process knows."""
+        return not self._steps["train"]
+
+    def settle(self) -> None:
+        """Hand the means of micro-batches to TRL, which logs them. Every process must call this method."""
+        for mode in list(self._steps):
+            self._exchange(mode, {})
+
+    def log(self, logs: Mapping[str, object]) -> None:
+        """Hand all metrics to TRL before it writes `logs`, and begin anew.
+
+        With several processes this is for transformers' own logs only, which every process writes. A script may call
+        `Trainer.log` on one process, where nobody else would take part in an exchange.
+        """
+        is_of_all = any(name == "loss" or name.endswith("_runtime") for name in logs)
+        if self._source.accelerator.num_processes > 1 and not is_of_all:
+            return
+        mode = self._mode
+        if "loss" in logs:
+            for phase, seconds in self.clock.read().items():
+                self._source.logged_values[mode][f"time/{phase}"].append(seconds)
+        for name, value in _summary(self._exchange(mode, self._pools.pop(mode, {}))):
+            self._source.logged_values[mode][name].append(value)
+
+    def state(self) -> dict[tuple[str, str], list[float]]:
+        """Return the totals of training over all processes, for a checkpoint. Every process must call this method."""
+        return {key: total.tolist() for key, total in self._exchange("train", self._pools["train"]).items()}
+
+    def restore(self, state: Mapping[tuple[str, str], list[float]]) -> None:
+        """Continue with the totals of `state`, of which each process must get the same."""
+        is_main = self._source.accelerator.is_main_process
+        for key, values in state.items():
+            totals = torch.tensor(values, dtype=torch.float64)
+            (self._pools["train"][key],) = self._countable(totals if is_main else torch.zeros_like(totals))
+
+    def _countable(self, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return tensors without gradient on the device, or on the CPU if the device may have no float64."""
+        device = self._source.accelerator.device
+        return tuple(tensor.detach().to(device if device.type in ("cpu", "cuda") else "cpu") for tensor in tensors)
+
+    @property
+    def _mode(self) -> str:
+        return "train" if self._source.model.training else "eval"
+
+    def _exchange(self, mode: str, pool: _Pool) -> _Pool:
+        """Hand means to TRL, and return totals over all processes on the CPU: one collective, one transfer."""
+        steps = self._steps.pop(mode, [])
+        parts = [*(step for _, step in steps), *pool.values()]
+        if not parts:
+            return {}
+        accelerator, ours = self._source.accelerator, torch.cat(parts).unsqueeze(0)
+        each = ours.cpu() if accelerator.num_processes == 1 else cast(Tensor, accelerator.gather(ours)).cpu()
+        lengths = [len(part) for part in parts]
+        totals, lows, highs = (over.split(lengths) for over in (each.sum(0), each.amin(0), each.amax(0)))
+        logged = self._source.logged_values[mode]
+        for (names, _), total, low, high in zip(steps, totals, lows, highs, strict=False):
+            count = float(total[1])
+            values = {"min": float(low[2]), "mean": float(total[0]) / max(count, 1), "max": float(high[3])}
+            for statistic, name in names.items():
+                logged[name].append(values[statistic] if count or len(names) == 1 else float("nan"))
+        return dict(zip(pool, totals[len(steps) :], strict=True))
+
+
+def _summary(pool: _Pool) -> Iterator[tuple[str, float]]:
+    for (kind, name), totals in pool.items():
+        if kind == "mean":
+            yield name, pooling.mean(totals)
+        elif kind == "size":
+            yield name, pooling.effective_sample_size(totals)
+        elif kind == "counts":
+            yield name, pooling.count_mean(totals)
+            for suffix in ("q50", "q99"):
+                yield f"{name}_{suffix}", pooling.count_quantile(totals, _QUANTILES[suffix])
+        else:
+            for suffix, share in _QUANTILES.items():
+                yield f"{name}_{suffix}", pooling.quantile(totals, share)
+
+
+class Clock:
+    """Measures phases, each without those inside it. A phase counts only inside "update", so not in an evaluation."""
+
+    def __init__(self) -> None:
+        self.is_on = False
+        self.steps = 0
+        """Optimizer steps since the last reading."""
+        self._phase: str | None = None
+        # the phases that began, and when; CUDA events, because a launch returns before its kernel runs
+        self._marks: list[tuple[str | None, _Mark]] = []
+        self._seconds: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def phase(self, name: str | None) -> Iterator[None]:
+        """Measure this context as a part of the phase `name`, or of the one around it if that is None."""
+        outer = self._phase
+        if not self.is_on or name is None or (outer is None and name != "update"):
+            yield
+            return
+        self._begin(name)
+        try:
+            yield
+        finally:
+            self._begin(outer)
+
+    def read(self) -> dict[str, float]:
+        """Return the seconds of each phase for an optimizer step, since the last reading. Waits for the device."""
+        self._add_up()
+        seconds = {phase: total / max(self.steps, 1) for phase, total in self._seconds.items()}
+        self._seconds.clear()
+        self.steps = 0
+        return seconds
+
+    def _begin(self, name: str | None) -> None:
+        self._phase = name
+        self._marks.append((name, _now()))
+        if len(self._marks) >= _MOST_MARKS:
+            self._add_up()
+
+    def _add_up(self) -> None:
+        for (name, begin), (_, end) in zip(self._marks, self._marks[1:], strict=False):
+            if name is not None:
+                self._seconds[name] += _between(begin, end)
+        del self._marks[:-1]
+
+
+def _now() -> _Mark:
+    if not torch.cuda.is_available():
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(begin: _Mark, end: _Mark) -> float:
+    if isinstance(begin, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+        end.synchronize()
+        return begin.elapsed_time(end) / 1000
+    return cast(float, end) - cast(float, begin)

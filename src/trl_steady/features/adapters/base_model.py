@@ -1,0 +1,131 @@
+"""The base of a PEFT policy: the one place that knows if it still is its checkpoint, and which part of it trains."""
+
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import cast
+
+import torch
+from bitsandbytes.functional import quantize_4bit
+from peft import LoraConfig, PeftConfig, PeftModel
+from safetensors import safe_open
+from torch import Tensor
+from transformers import PreTrainedModel
+from transformers.utils import CONFIG_NAME
+from transformers.utils.hub import cached_file
+
+from trl_steady.features.adapters.merging import Site, sites
+from trl_steady.trl_bridge import models
+
+Gather = Callable[[Sequence[Tensor]], AbstractContextManager[object]]
+"""Returns a context in which parameters are whole on this process, under ZeRO-3 too. All processes enter it."""
+_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+
+def start_of(config: PeftConfig | None) -> str | None:
+    """Return the setting with which PEFT changes the base when it makes an adapter of this configuration, or None.
+
+    Such an adapter is right on the changed base only.
+    """
+    if not isinstance(config, LoraConfig):
+        return None
+    start = config.init_lora_weights
+    if isinstance(start, str) and start.lower().startswith(_STARTS):
+        return f"init_lora_weights={start!r} with r={config.r}"
+    return "kasa_config" if getattr(config, "kasa_config", None) is not None else None
+
+
+class Base:
+    """The model under the adapters of a policy. Reference, critic and reward model share it; an engine has a copy.
+
+    Args:
+        policy: A PEFT model with any adapter.
+    """
+
+    def __init__(self, policy: PeftModel) -> None:
+        self.model = cast(PreTrainedModel, policy.get_base_model())
+        self._policy = policy
+
+    @property
+    def is_quantised(self) -> bool:
+        """True if the weights are stored in fewer bits than they are computed with."""
+        return bool(getattr(self.model, "is_quantized", False))
+
+    @property
+    def start(self) -> str | None:
+        """The setting of an active adapter with which PEFT has changed the base, such as PiSSA's; None without any."""
+        configs = map(self._policy.peft_config.get, self._policy.active_adapters)
+        return next(filter(None, map(start_of, configs)), None)
+
+    @property
+    def trained(self) -> dict[str, torch.nn.Parameter]:
+        """Parameters of the base that train beside the adapter, by their names in the bare model.
+
+        Copies that PEFT trains in their place (`modules_to_save`, `trainable_token_indices`) are not of the base.
+        """
+        of_base = (site for site in sites(self.model, self.model) if site.parameter is site.original)
+        return {site.name: site.parameter for site in of_base if site.parameter.requires_grad}
+
+    @property
+    def rows(self) -> dict[str, Tensor]:
+        """The first row of each weight that a start has changed, by which a resume knows the base again."""
+        if self.start is None:
+            return {}
+        adapted = (site for site in sites(self.model, self.model) if site.layers and site.parameter.dim() == 2)
+        return {f"{site.name}[0]": models.whole(site.parameter)[0].float().cpu() for site in adapted}
+
+    @property
+    def adapted_elsewhere(self) -> list[str]:
+        """Adapted parameters outside the language model, as those of a vision tower."""
+        config = self.model.config
+        if config.get_text_config() is config:
+            return []
+        parts = (self.model.get_decoder(), self.model.get_output_embeddings())
+        inside = {id(module) for part in parts if part is not None for module in part.modules()}
+        return [site.name for site in sites(self.model, self.model) if site.layers and id(site.owner) not in inside]
+
+    def why_not_checkpoint(self, gather: Gather) -> str | None:
+        """Return why the base is not the checkpoint in `config.name_or_path`, or will not stay so; None if it is.
+
+        The shape and the first row of each weight are compared. A weight without an adapter is left out if the
+        checkpoint has it under another name.
+        """
+        if self.start is not None:
+            return f"{self.start}: PEFT has changed the base"
+        if self.trained:
+            return f"{min(self.trained)} of the base trains beside the adapter"
+        path = str(self.model.config.name_or_path)
+        files = _files(path)
+        for site in sites(self.model, self.model):
+            if site.name in files:
+                with safe_open(files[site.name], "pt") as file, gather([site.parameter]):
+                    saved = file.get_slice(site.name)
+                    if not _begins_as(site, saved[:1], saved.get_shape()):
+                        return f"{site.name} is not that of the checkpoint {path!r}, which the engine loads"
+            elif site.layers:
+                return f"{site.name} cannot be compared: {path!r} has no such tensor in safetensors files"
+        return None
+
+
+def _files(path: str) -> dict[str, Path]:
+    """Return the file of each tensor of a checkpoint, none if it has no safetensors files."""
+    try:
+        config = cached_file(path, CONFIG_NAME, local_files_only=True)
+    except OSError:  # there is no such folder
+        return {}
+    found: dict[str, Path] = {}
+    for path_of_file in Path(config or "").parent.glob("model*.safetensors"):
+        with safe_open(path_of_file, "pt") as file:
+            found |= dict.fromkeys(file.keys(), path_of_file)
+    return found
+
+
+def _begins_as(site: Site, row: Tensor, shape: list[int]) -> bool:
+    """Return whether a parameter begins with this row of a tensor of this shape, quantised as the parameter is."""
+    parameter, state = site.parameter.detach(), site.quant_state
+    if state is None or row.dtype == torch.uint8:
+        begins = torch.equal(parameter[:1].cpu(), row.to(parameter.dtype))
+        return [*parameter.shape] == shape and begins
+    row = row.to(parameter.device, state.dtype)
+    codes, _ = quantize_4bit(row, blocksize=state.blocksize, quant_type=state.quant_type)
+    return torch.equal(parameter.flatten()[: codes.numel()], codes.flatten())

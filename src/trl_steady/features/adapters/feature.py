@@ -1,0 +1,157 @@
+"""Adapters and quantised bases as a part: their precision, their gradients, and what is sent to an engine."""
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import DistributedType
+from peft import PeftModel
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from trl_steady.core.engine import NamedWeights
+from trl_steady.core.feature import Active
+from trl_steady.features.adapters.base_model import Base
+from trl_steady.features.adapters.merging import merged_weights
+from trl_steady.features.adapters.precision import keep_gradients_on_cpu, keep_in_float32, lost_to_rounding
+from trl_steady.features.adapters.vllm_support import needs_adapter
+from trl_steady.features.adapters.vllm_sync import LoraSync
+from trl_steady.features.legacy import Part
+from trl_steady.trl_bridge.models import REFERENCE_ADAPTER
+from trl_steady.trl_bridge.private import forget_sync
+from trl_steady.trl_bridge.vllm import engine_arguments, push, whole
+
+_ROWS_FILE = "changed_base.safetensors"  # of a checkpoint
+
+
+class AdapterPart(Part):
+    """Keeps a quantised policy trainable, its adapters in the asked dtype, and its base unchanged by an engine."""
+
+    window_options = (("adapter_dtype", None), ("vllm_adapter_sync", "use_vllm"))
+
+    @contextlib.contextmanager
+    def building(self, model: object, args: Any) -> Iterator[None]:
+        """Keep the values of a loaded adapter, which TRL's constructor casts to bf16. Build the engine as asked."""
+        self._loaded = {}
+        if args.adapter_dtype is not None and isinstance(model, PeftModel):
+            self._loaded = {name: p.data for name, p in model.named_parameters() if p.requires_grad}
+        with engine_arguments(args.vllm_engine_kwargs or {}):
+            yield
+
+    def built(self) -> None:
+        """Set dtypes and gradients of the policy, and refuse what would train nothing."""
+        trainer, model, args = self.trainer, self.trainer.model, self.trainer.args
+        if args.adapter_dtype is not None:
+            keep_in_float32(model, self._loaded, args.deepspeed_plugin)
+        self._loaded = {}
+        if not any(parameter.requires_grad for parameter in model.parameters()):
+            raise ValueError(
+                "the model has no trainable parameter. Set requires_grad=True on some, or load the adapter with "
+                "is_trainable=True."
+            )
+        keep_gradients_on_cpu(model)
+        if message := lost_to_rounding(model, args.learning_rate):
+            self.warn(message)
+        if isinstance(model, PeftModel):
+            self._active = list(model.active_adapters)
+            self._check_base(model)
+        elif trainer.use_vllm and args.vllm_adapter_sync:
+            raise ValueError("vllm_adapter_sync=True: the policy has no adapter. Give peft_config.")
+        if not trainer.use_vllm or not isinstance(model, PeftModel):
+            return
+        if args.vllm_adapter_sync is False and needs_adapter(model, trainer.vllm_mode):
+            raise ValueError(
+                "vllm_adapter_sync=False: vllm_mode='colocate' quantises the engine like the base, and it cannot take "
+                "merged weights. Leave it unset, or serve the unquantised model and set vllm_mode='server'."
+            )
+        if getattr(trainer.vllm_generation, "adapter", None) is None:
+            push(trainer.vllm_generation, functools.partial(self._merged, model))
+
+    def describe(self) -> Iterable[Active]:
+        """Return what an engine gets, and the dtype of adapters."""
+        args = self.trainer.args
+        if args.vllm_adapter_sync:
+            yield Active("vLLM gets the LoRA adapter alone", ("vllm_adapter_sync",))
+        if args.vllm_engine_kwargs:
+            yield Active("arguments of a colocated vLLM", ("vllm_engine_kwargs",))
+        if args.adapter_dtype:
+            yield Active("float32 adapters on a quantised base", ("adapter_dtype",))
+
+    def adapter_sync(self, args: Any) -> LoraSync | None:
+        """Send the adapter alone, unless the user wants merged weights."""
+        asked = args.vllm_adapter_sync
+        if not args.use_vllm or asked is False:
+            return None
+        return LoraSync(asked, Path(args.output_dir))
+
+    def _merged(self, model: PeftModel, trl_weights: NamedWeights) -> Iterator[tuple[str, Tensor]]:
+        """Yield merged weights, computed beside the policy.
+
+        Under FSDP, and for adapters that cannot be merged on the side, TRL merges into the policy's own weights.
+        """
+        trainer, is_quantised = self.trainer, Base(model).is_quantised
+        if is_quantised or trainer.accelerator.distributed_type != DistributedType.FSDP:
+            with whole(trainer.vllm_generation, list(model.parameters())):
+                try:
+                    weights = merged_weights(model)
+                except ValueError as error:
+                    if is_quantised:
+                        raise
+                    self.warn(f"each push to vLLM changes the policy's base by rounding: {error}")
+                else:
+                    yield from weights
+                    return
+        for name, weight in trl_weights():
+            if REFERENCE_ADAPTER not in name.split("."):
+                yield name, weight
+
+    # a base that trains, or that a start has changed
+
+    def _check_base(self, model: PeftModel) -> None:
+        """Warn of biases that train beside the adapter, and refuse other parameters, which PEFT does not save."""
+        if not (trained := Base(model).trained):
+            return
+        what = f"{len(trained)} parameters of the base train beside the adapter, for example {min(trained)}"
+        instead = "list their modules in modules_to_save of peft_config"
+        if getattr(model.active_peft_config, "bias", "none") == "none" or not all(n.endswith("bias") for n in trained):
+            raise ValueError(f"{what}, and PEFT does not save them. Freeze them, or {instead}.")
+        self.warn(f"{what}. A reference on this base changes with them. To avoid this, {instead}.")
+
+    def beginning(self) -> None:
+        """Let the engine get the policy, because the steps of a training count from 0 again."""
+        forget_sync(self.trainer)
+
+    def ending(self, best: Path | None) -> None:
+        """Let the engine get the policy, which may be the best one now."""
+        forget_sync(self.trainer)
+
+    def save(self, checkpoint: Path) -> None:
+        """Save how to know a changed base again."""
+        if (rows := self._rows()) and self.trainer.args.should_save:
+            save_file(rows, checkpoint / _ROWS_FILE)
+
+    def load(self, checkpoint: Path) -> None:
+        """Refuse a checkpoint of a run on another base, or of several active adapters."""
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        if isinstance(model, PeftModel) and model.active_adapters != self._active:
+            raise ValueError(
+                f"the active adapters of the policy were {self._active}, and transformers keeps the first only. Merge "
+                "the others into the base before you train."
+            )
+        rows, file = self._rows(), checkpoint / _ROWS_FILE
+        saved = load_file(file) if file.is_file() else {}
+        # another machine rounds otherwise, by less than this
+        if rows.keys() != saved.keys() or any(
+            (row - saved[name]).abs().max() > 0.02 * row.abs().max() for name, row in rows.items()
+        ):
+            raise ValueError(
+                f"PEFT has made another base than in {checkpoint}, as init_lora_weights asks it to. Give the same "
+                "peft_config, and set the same seed before you make the adapter; or begin a new run."
+            )
+
+    def _rows(self) -> dict[str, Tensor]:
+        """Return the first rows of weights that PEFT has changed, on all processes, which gather them."""
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        return Base(model).rows if isinstance(model, PeftModel) else {}

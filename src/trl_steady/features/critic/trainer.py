@@ -1,0 +1,24 @@
+"""The trainer as PPO's parts read it."""
+
+from typing import Protocol
+
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import PreTrainedModel
+
+from trl_steady.core.feature import Trainer
+from trl_steady.features.critic.model import Critic
+
+
+class PPO(Trainer, Protocol):
+    """A trainer with the arguments of `PPOTrainer`."""
+
+    value_model: PreTrainedModel | str | None
+    value_peft_config: LoraConfig | None
+    ptx_dataset: Dataset | None
+    eos_token_ids: list[int]
+
+    @property
+    def reward_model(self) -> Critic | None:
+        """The reward model of a `RewardAdapter`."""
+        ...

@@ -1,0 +1,258 @@
+"""Passes without padding, and micro-batches that are measured in tokens."""
+
+import contextlib
+import functools
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+from accelerate.utils import gather_object
+from peft import PeftModel
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from trl_steady.core.feature import Active, Feature, Trainer
+from trl_steady.core.types import ForwardPass, LogProbs, LossPass, Rollout
+from trl_steady.features.padding_free.attention import attending_in, own_implementation, switched
+from trl_steady.features.padding_free.budget import Length, groups_of, partition
+from trl_steady.features.padding_free.model import UnpaddedModel
+from trl_steady.features.padding_free.packing import Segment, fits, lengths_of, without_waiting
+from trl_steady.features.padding_free.support import Traits, traits
+from trl_steady.features.zero_advantage import skips_in_whole_step, taken, with_gradient
+from trl_steady.trl_bridge import models
+from trl_steady.trl_bridge.loss import backward_of, divided_by
+from trl_steady.trl_bridge.private import rollout_number
+from trl_steady.trl_bridge.trainer import FeatureTrainerMixin
+
+_LENGTHS = "lengths"
+# Adapters that do the same to a token wherever it is in a row
+_PER_TOKEN = {"ADALORA", "BOFT", "FOURIERFT", "HRA", "IA3", "LN_TUNING", "LOHA", "LOKR", "LORA", "OFT", "VERA"}
+_OTHER_MASK = "the mask of a micro-batch is not that of its rollout. Remove 'lengths' if you change masks."
+
+
+class PaddingFree(Feature):
+    """Computes no padding in the passes of policy and reference, and regroups micro-batches with `token_budget`.
+
+    The loss is always that of the whole step. With a budget, TRL's metrics become means over the new micro-batches.
+    """
+
+    def __init__(self, trainer: Trainer, args: Any) -> None:
+        super().__init__(trainer, args)
+        self._traits: weakref.WeakKeyDictionary[torch.nn.Module, Traits] = weakref.WeakKeyDictionary()
+        self._waiting: list[tuple[int, Mapping[str, Any]]] = []
+
+    # construction
+
+    def on_init_end(self) -> None:
+        """Refuse models and settings with which sequences cannot be packed or regrouped."""
+        args = self.trainer.args
+        if not args.trim_padding:
+            return
+        model_traits = self.traits_of(self.trainer.model)
+        why_not = self.why_padded or model_traits.why_not_packed
+        if args.share_prompts and self.trainer.aux_loss_enabled:
+            why_not = "router_aux_loss_coef is not 0.0, and TRL's load-balancing loss counts a prompt with each answer"
+        why_not_regrouped = self.why_padded or self._why_not_regrouped()
+        for option, reason in (("share_prompts", why_not), ("token_budget", why_not_regrouped)):
+            if value := getattr(args, option):
+                self.refuse(f"{option}={value}", reason)
+        if why_not:
+            is_whole = self.why_padded or model_traits.width_limit == 0
+            what = "does nothing" if is_whole else "only cuts columns that are padding in every row"
+            self.warn(f"trim_padding=True {what}: {why_not}. Set trim_padding=False to keep the padding.")
+
+    def _why_not_regrouped(self) -> str | None:
+        trainer = self.trainer
+        config = models.bare(trainer, trainer.model).config
+        if config.get_text_config() is not config:
+            return "the model takes other inputs than text"
+        if trainer.aux_loss_enabled:
+            return "router_aux_loss_coef is not 0.0, and the load-balancing loss is a mean over TRL's micro-batches"
+        if trainer.is_deepspeed_enabled or trainer.args.steps_in_backward:
+            return "it runs backward several times in a step; DeepSpeed, lomo, adalomo, *_layerwise step each time"
+        if type(trainer).compute_loss is not FeatureTrainerMixin.compute_loss:
+            return f"{type(trainer).__name__}.compute_loss would see only the last part; override _compute_loss"
+        return None
+
+    @property
+    def why_padded(self) -> str | None:
+        """Reason why no pass can leave out padding, for any model; None if passes can."""
+        args, model = self.trainer.args, self.trainer.model
+        if models.compiles(self.trainer):
+            return "torch.compile recompiles for each shape of a batch"
+        if args.neftune_noise_alpha is not None:
+            return "neftune_noise_alpha scales its noise by the width of a batch"
+        if args.n_gpu > 1:
+            return "one process drives several GPUs and divides the rows of a batch among them"
+        if isinstance(model, PeftModel):
+            config = model.active_peft_config
+            if config.peft_type not in _PER_TOKEN or getattr(config, "alora_invocation_tokens", None):
+                return f"an adapter of type {type(config).__name__} may depend on the position of a token in its row"
+        return None
+
+    def traits_of(self, model: torch.nn.Module) -> Traits:
+        """Return the traits of the transformers model in `model`: which padding it can do without."""
+        bare = models.bare(self.trainer, model)
+        if bare not in self._traits or self._traits[bare].implementation != own_implementation(bare):
+            self._traits[bare] = traits(bare)
+        return self._traits[bare]
+
+    def describe(self) -> Iterable[Active]:
+        """Return how passes are computed."""
+        args = self.trainer.args
+        if args.trim_padding:
+            yield Active("padding-free passes (the default)", ("trim_padding",))
+        if args.share_prompts:
+            yield Active("a group's prompt computed once", ("share_prompts",))
+        if args.token_budget is not None:
+            yield Active("micro-batches limited by tokens", ("token_budget",))
+
+    # forward passes
+
+    def around_forward(self, forward: ForwardPass, call_next: Callable[[ForwardPass], LogProbs]) -> LogProbs:
+        """Leave out the padding of a pass, unless there is some between tokens."""
+        lengths = self._lengths_of(forward) if self._acts else None
+        if lengths is None:
+            return call_next(forward)
+        model_traits, budget = self.traits_of(forward.model), self.trainer.args.token_budget
+        is_alone = torch.is_grad_enabled() or forward.with_aux_loss or not forward.is_text
+        if not is_alone and (budget is not None or model_traits.why_not_packed is not None):
+            width, size = forward.input_ids.size(1), forward.batch_size or len(lengths)
+            # batches of `token_budget`, or of sequences of similar length, if no gradient is needed
+            batches = self._batches(model_traits, lengths, width, forward.prompt_width, size)
+            forward.batches = [without_waiting(torch.tensor(rows), forward.input_ids.device) for rows in batches]
+            lengths = [lengths[row] for rows in batches for row in rows]
+        attending = functools.partial(_attending, forward, models.bare(self.trainer, forward.model))
+        forward.wrap_model(
+            lambda model: UnpaddedModel(
+                model, model_traits, prompt_width=forward.prompt_width, lengths=iter(lengths), attending=attending
+            )
+        )
+        return call_next(forward)
+
+    def on_rollout_end(self, rollout: Rollout) -> None:
+        """Add the lengths of the sequences, so that no micro-batch waits for its device to know them."""
+        if not self._acts:
+            return
+        if _LENGTHS in rollout.records:
+            lengths = rollout.records[_LENGTHS][1]
+        else:
+            lengths = self._read(rollout.input_ids, rollout.attention_mask, rollout.samples["prompt_ids"].size(1))
+        if lengths is not None:
+            rollout.samples[_LENGTHS] = list(map(tuple, lengths))  # which a checkpoint can hold
+
+    @property
+    def _acts(self) -> bool:
+        return self.trainer.args.trim_padding and not self.why_padded
+
+    def _lengths_of(self, forward: ForwardPass) -> list[Length] | None:
+        """Return the lengths of the sequences of a pass; None if there is padding between tokens."""
+        mask, prompt_width = forward.attention_mask, forward.prompt_width
+        known = forward.samples.get(_LENGTHS) if forward.role in ("policy", "value") else None
+        if known is not None and len(known) == len(mask):
+            lengths = [Length(*numbers) for numbers in known]
+            is_fit = fits(lengths, mask, prompt_width=prompt_width)
+            if is_fit.device.type in ("cpu", "cuda"):  # on a GPU nobody waits
+                torch._assert_async(is_fit, _OTHER_MASK)  # pyright: ignore[reportPrivateUsage]
+            elif not is_fit:
+                raise RuntimeError(_OTHER_MASK)
+            return lengths
+        if forward.rollout is None or forward.role not in ("old", "reference"):
+            return self._read(forward.input_ids, mask, prompt_width)
+        records = forward.rollout.records
+        if _LENGTHS not in records or records[_LENGTHS][0] is not mask:
+            records[_LENGTHS] = mask, self._read(forward.input_ids, mask, prompt_width)
+        return records[_LENGTHS][1]
+
+    def _read(self, input_ids: Tensor, attention_mask: Tensor, prompt_width: int) -> list[Length] | None:
+        shared = input_ids if self.trainer.args.share_prompts else None
+        return lengths_of(attention_mask, prompt_width=prompt_width, input_ids=shared)
+
+    def _batches(
+        self, model_traits: Traits, lengths: Sequence[Length], width: int, prompt_width: int, batch_size: int
+    ) -> list[list[int]]:
+        """Return the sequences that go through a model together, batch by batch.
+
+        The sizes are the same on all processes. The longest sequences come first, so memory runs out early or not at
+        all. With `share_prompts`, the sequences of a prompt stay together with their longest.
+        """
+        # the columns of padding that are not cut off count too
+        is_whole, is_packed = width > model_traits.width_limit, model_traits.why_not_packed is None
+        if is_whole or not (is_packed or model_traits.is_shift_invariant):
+            lengths = [length._replace(prompt=prompt_width) for length in lengths]
+        if is_whole:
+            lengths = [length._replace(completion=width - prompt_width) for length in lengths]
+        order = sorted(range(len(lengths)), key=lambda row: -lengths[row].prompt - lengths[row].completion)
+        groups = groups_of(lengths)
+        first: dict[int, int] = {}  # group -> position of its longest sequence
+        for position, row in enumerate(order):
+            first.setdefault(groups[row], position)
+        order.sort(key=lambda row: first[groups[row]])
+        budget = self.trainer.args.token_budget
+        if budget is None:
+            return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
+        everywhere: list[list[Length]] = gather_object([[lengths[row] for row in order]])
+        rows = iter(order)
+        counts = partition(everywhere, budget, padded=is_whole or not is_packed)
+        return [[*itertools.islice(rows, count)] for count in counts]
+
+    # loss
+
+    def on_step_begin(self) -> None:
+        """Forget micro-batches of an optimizer step that raised."""
+        self._waiting.clear()
+
+    def around_loss(self, loss: LossPass, call_next: Callable[[LossPass], Tensor]) -> Tensor:
+        """Compute TRL's loss. With a budget, collect the micro-batches of an optimizer step and regroup them.
+
+        Earlier calls return 0, and the last call of the step runs all micro-batches.
+        """
+        trainer = self.trainer
+        if trainer.args.token_budget is None or not trainer.model.training:
+            return call_next(loss)
+        self._waiting.append((rollout_number(trainer), loss.inputs))
+        if not trainer.accelerator.sync_gradients:
+            return torch.zeros((), device=trainer.accelerator.device, requires_grad=True)
+        waiting, self._waiting = self._waiting, []
+        *others, (last, share_of_last) = self._regrouped(loss.model, waiting)
+        total = torch.zeros((), device=trainer.accelerator.device)
+        for group, share in others:
+            compute = functools.partial(call_next, LossPass(loss.model, group))
+            total += backward_of(trainer, loss.model, compute, share)
+        with divided_by(trainer, share_of_last) as scaled:
+            return total + scaled(call_next(LossPass(loss.model, last)))
+
+    def _regrouped(
+        self, model: torch.nn.Module, waiting: Sequence[tuple[int, Mapping[str, Any]]]
+    ) -> Iterator[tuple[dict[str, Any], float]]:
+        """Yield the micro-batches of the budget, each with its size as a share of TRL's micro-batch.
+
+        The share is 1 if the loss is a sum over tokens, which no grouping changes.
+        """
+        for _, rollout in itertools.groupby(waiting, key=lambda waits: waits[0]):  # each rollout has its own width
+            parts = [inputs for _, inputs in rollout]
+            size = len(parts[0]["completion_ids"])
+            whole = {name: _together([part[name] for part in parts]) for name in parts[0]}
+            if skips_in_whole_step(self.trainer):
+                whole = with_gradient(self.trainer, whole, least=1)
+            prompt_width = whole["prompt_ids"].size(1)
+            width = prompt_width + whole["completion_ids"].size(1)
+            lengths = [Length(*numbers) for numbers in whole[_LENGTHS]]
+            for rows in self._batches(self.traits_of(model), lengths, width, prompt_width, len(lengths)):
+                yield taken(whole, rows), 1.0 if self.trainer.loss_reduction == "step_tokens" else len(rows) / size
+
+
+@contextlib.contextmanager
+def _attending(forward: ForwardPass, bare: PreTrainedModel, segments: Sequence[Segment]) -> Iterator[None]:
+    with forward.hold_until_backward(switched(bare)), attending_in(segments):
+        yield
+
+
+def _together(values: Sequence[Any]) -> Any:
+    """Join one input of the micro-batches of a rollout. An input that has no rows is the same in all."""
+    first = values[0]
+    if isinstance(first, Tensor) and first.dim():
+        return torch.cat(list(values))
+    return list(itertools.chain(*values)) if isinstance(first, list) else first

@@ -1,0 +1,97 @@
+"""Wrapper that runs a model on a padded batch without its padding, and returns outputs for the padded batch."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import KW_ONLY, dataclass
+from types import SimpleNamespace
+from typing import Any, cast
+
+from torch import Tensor
+from torch.nn.functional import pad
+
+from trl_steady.features.padding_free.budget import Length
+from trl_steady.features.padding_free.packing import Segment, pack
+from trl_steady.features.padding_free.support import Traits
+from trl_steady.trl_bridge.log_probs import needs_token_indices
+
+_OF_TOKENS = ("token_type_ids", "mm_token_type_ids", "token_indices")  # also (B, L)
+_PACKED = {"input_ids", "attention_mask", "labels", "token_indices"}
+_WITH_TEXT = {"fused_lm_head", "output_router_logits"}  # other arguments of TRL for a batch that is text only
+
+
+@dataclass(eq=False)
+class UnpaddedModel:
+    """Wrapper that leaves out padding, for a model with TRL's fused LM head and one pass over padded batches.
+
+    Columns that are padding in every row are cut off at both ends. If padding is left and the model allows it, the
+    sequences are packed into one row. A batch without padding goes to the model unchanged, unless prompts are shared.
+    """
+
+    model: Callable[..., Any]  # may be wrapped for several processes
+    traits: Traits  # of the transformers model in it
+    _: KW_ONLY
+    prompt_width: int  # number of columns of the batches that belong to the prompts
+    lengths: Iterator[Length]  # of all sequences that will come, in order
+    attending: Callable[[Sequence[Segment]], AbstractContextManager[None]]
+    """Returns a context in which the model attends within the given segments."""
+
+    @property
+    def needs_token_indices(self) -> bool:
+        """True if the model inside needs `token_indices`."""
+        return needs_token_indices(self.model)
+
+    def __call__(self, *, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **others: object) -> object:
+        """Return `log_probs` and `entropy`, (B, L - 1) each, and `aux_loss`, for inputs of shape (B, L)."""
+        width, lengths = input_ids.size(1), [*itertools.islice(self.lengths, len(input_ids))]
+        batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
+        if width > self.traits.width_limit:
+            return self.model(**batch, **others)
+        longest = max(max(length.prompt for length in lengths), 1)
+        left = self.prompt_width - longest if self.traits.is_shift_invariant else 0
+        right = self.prompt_width + max(max(length.completion for length in lengths), 1)
+        batch |= {name: cast(Tensor, others.pop(name)) for name in _OF_TOKENS if name in others}
+        batch = {name: values[:, left:right] for name, values in batch.items()}
+        if self._packs(batch, others, lengths, left):
+            outputs = self._packed(batch, others, lengths, left)
+        else:
+            outputs = self.model(**batch, **others)
+        return _mapped(outputs, lambda values: pad(values, (left, width - right)))
+
+    def _packs(
+        self, batch: dict[str, Tensor], others: dict[str, object], lengths: Sequence[Length], left: int
+    ) -> bool:
+        if self.traits.why_not_packed or not batch.keys() <= _PACKED or not others.keys() <= _WITH_TEXT:
+            return False
+        if not all(length.prompt for length in lengths):  # no token predicts the first token after an empty prompt
+            return False
+        prompt_width = self.prompt_width - left
+        full = prompt_width, batch["labels"].size(1) - prompt_width
+        return any(length.group >= 0 or (length.prompt, length.completion) != full for length in lengths)
+
+    def _packed(
+        self, batch: dict[str, Tensor], others: dict[str, object], lengths: Sequence[Length], left: int
+    ) -> SimpleNamespace:
+        input_ids, labels = batch["input_ids"], batch["labels"]
+        packing = pack(lengths, prompt_width=self.prompt_width - left, device=input_ids.device)
+        if "token_indices" in batch:
+            others = {**others, "token_indices": packing.gather(batch["token_indices"])}
+        with self.attending(packing.segments):
+            outputs = self.model(
+                input_ids=packing.gather(input_ids),
+                attention_mask=None,
+                position_ids=packing.columns.unsqueeze(0) + left,  # as in the padded batch
+                labels=packing.gather(labels),
+                **others,
+            )
+        shape = len(labels), labels.size(1) - 1
+        return _mapped(outputs, lambda values: packing.scatter_predictions(values, shape))
+
+
+def _mapped(outputs: Any, change: Callable[[Tensor], Tensor]) -> SimpleNamespace:
+    """Return outputs of a model with changed values of tokens."""
+    return SimpleNamespace(
+        log_probs=change(outputs.log_probs),
+        entropy=None if outputs.entropy is None else change(outputs.entropy),
+        aux_loss=outputs.aux_loss,
+    )

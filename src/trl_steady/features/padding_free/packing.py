@@ -1,0 +1,127 @@
+"""Pack the tokens of a padded batch into one row, and record to which tokens each of them may attend."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from trl_steady.features.padding_free.budget import Length, groups_of
+
+
+@dataclass(frozen=True)
+class Segment:
+    """Consecutive tokens of a packed row that attend causally to each other, and to all tokens of a prefix."""
+
+    start: int
+    end: int
+    prefix: slice | None = None
+    """Earlier tokens of the row to which every token of the segment also attends."""
+
+    def __len__(self) -> int:
+        return self.end - self.start
+
+    @property
+    def shared(self) -> int:
+        """Number of tokens of the prefix."""
+        return self.prefix.stop - self.prefix.start if self.prefix else 0
+
+    @property
+    def tokens(self) -> slice:
+        """Slice of the packed row."""
+        return slice(self.start, self.end)
+
+
+@dataclass(frozen=True)
+class Packing:
+    """`N` tokens of a padded batch (B, L), packed into one row."""
+
+    rows: Tensor  # (N,) of the padded batch
+    columns: Tensor  # (N,) of the padded batch, which are also the positions in transformers
+    predicted: Tensor  # indices of all tokens but the first of each segment, which no token predicts
+    segments: Sequence[Segment] = field(repr=False)  # cover all tokens, in order
+
+    def gather(self, padded: Tensor) -> Tensor:
+        """Return the values (1, N) of a padded (B, L) tensor at the packed tokens."""
+        return padded[self.rows, self.columns].unsqueeze(0)
+
+    def scatter_predictions(self, packed: Tensor, shape: tuple[int, int]) -> Tensor:
+        """Return a padded (B, L - 1) tensor from packed values (1, N - 1), each of which is for the next token.
+
+        All other entries are 0, among them those of the first token of each segment, which no token predicts.
+        """
+        indices = self.rows[self.predicted] * shape[1] + self.columns[self.predicted] - 1
+        return packed.new_zeros(shape[0] * shape[1]).index_put((indices,), packed[0, self.predicted - 1]).view(shape)
+
+
+def lengths_of(attention_mask: Tensor, *, prompt_width: int, input_ids: Tensor | None = None) -> list[Length] | None:
+    """Return the lengths of the sequences of a padded batch; None if one has padding between its tokens.
+
+    This waits for the device of `attention_mask` (B, L), nonzero = token. The first `prompt_width` columns are those
+    of the prompts. With `input_ids` (B, L), sequences whose prompts have the same tokens before the last one are a
+    group. Such a prompt has two tokens or more.
+    """
+    mask = attention_mask.bool()
+    prompts, completions = mask[:, :prompt_width].sum(-1), mask[:, prompt_width:].sum(-1)
+    is_fit = _fits(mask, prompts, completions, prompt_width)
+    table: list[list[int]] = torch.stack([prompts, completions, is_fit], dim=-1).tolist()  # one wait for all three
+    if not all(row[2] for row in table):
+        return None
+    lengths = [Length(prompt, completion) for prompt, completion, _ in table]
+    if input_ids is None:
+        return lengths
+    numbers: dict[tuple[int, ...], int] = {}
+    tokens: list[list[int]] = input_ids[:, : prompt_width - 1].tolist()
+    for row, (length, prompt) in enumerate(zip(lengths, tokens, strict=True)):
+        if length.prompt > 1:
+            group = numbers.setdefault(tuple(prompt[prompt_width - length.prompt :]), len(numbers))
+            lengths[row] = length._replace(group=group)
+    return lengths
+
+
+def fits(lengths: Sequence[Length], attention_mask: Tensor, *, prompt_width: int) -> Tensor:
+    """Return a bool scalar, on the device of a mask (B, L): whether the sequences have these lengths."""
+    table = torch.tensor([(length.prompt, length.completion) for length in lengths])
+    prompts, completions = without_waiting(table, attention_mask.device).unbind(-1)
+    return _fits(attention_mask.bool(), prompts, completions, prompt_width).all()
+
+
+def _fits(mask: Tensor, prompts: Tensor, completions: Tensor, prompt_width: int) -> Tensor:
+    columns = torch.arange(mask.size(1), device=mask.device)
+    starts, ends = prompt_width - prompts.unsqueeze(-1), prompt_width + completions.unsqueeze(-1)
+    return (mask == ((columns >= starts) & (columns < ends))).all(-1)
+
+
+def pack(lengths: Sequence[Length], *, prompt_width: int, device: torch.device) -> Packing:
+    """Pack the tokens of a padded batch into one row, with one segment for each sequence. No device is waited for.
+
+    Several sequences of one group share one copy of their prompt before its last token, which predicts the first token
+    of each completion. The copy is a segment of its own, and the prefix of their segments.
+    """
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(groups_of(lengths)):
+        members.setdefault(group, []).append(row)
+    indices: list[Tensor] = []
+    segments: list[Segment] = []
+
+    def add(row: int, first: int, end: int, prefix: slice | None = None) -> slice:
+        start = segments[-1].end if segments else 0
+        segments.append(Segment(start, start + end - first, prefix))
+        columns = torch.arange(first, end)
+        indices.append(torch.stack([torch.full_like(columns, row), columns]))
+        return segments[-1].tokens
+
+    for rows in members.values():
+        first, end = prompt_width - lengths[rows[0]].prompt, prompt_width - 1
+        prefix = add(rows[0], first, end) if len(rows) > 1 else None
+        for row in rows:
+            start = prompt_width - lengths[row].prompt if prefix is None else end
+            add(row, start, prompt_width + lengths[row].completion, prefix)
+    predicted = torch.cat([torch.arange(segment.start + 1, segment.end) for segment in segments])
+    of_rows, of_columns = without_waiting(torch.cat(indices, dim=1), device)
+    return Packing(of_rows, of_columns, without_waiting(predicted, device), segments)
+
+
+def without_waiting(tensor: Tensor, device: torch.device) -> Tensor:
+    """Return a tensor of the CPU on a device. A GPU gets it from pinned memory, so that the CPU does not wait."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

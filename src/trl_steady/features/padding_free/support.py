@@ -1,0 +1,104 @@
+"""Find from a model's config and modules which padding its passes can leave out without changing results."""
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+
+from trl_steady.features.padding_free.attention import own_implementation, why_not_packed
+
+_LAYERS = {"full_attention", "sliding_attention"}
+_ROPE_OF_THE_WIDTH = ("dynamic", "longrope")
+# Layers that divide a row into blocks, starting at its first column
+_LAYERS_OF_BLOCKS = {"compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse"}
+# Families with rotary positions whose results still depend on the padding before a sequence: queries are scaled by
+# their column (beam, mistral_large4), norms after the rotation have weights (hunyuan), states absorb padding
+# (recurrent_gemma), or the input is grouped into patches (blt)
+_COUNTS_COLUMNS = {"beam", "blt", "mistral_large4_text", "recurrent_gemma"}
+_COUNTS_COLUMNS |= {"hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text"}
+# Families in which tokens depend on later tokens (cpmant), or on other rows (doge, as a mixture of experts)
+_SEES_EVERYTHING = {"cpmant", "doge"}
+
+
+@dataclass(frozen=True)
+class Traits:
+    """Which padding a model can do without."""
+
+    implementation: str | None  # name of the attention function
+    why_not_packed: str | None  # why packed sequences would influence each other; None if they do not
+    is_shift_invariant: bool  # True if padding before a sequence changes nothing
+    width_limit: float  # largest width of batches whose columns may be cut; usually infinite
+
+
+def traits(model: PreTrainedModel) -> Traits:
+    """Return the traits of a transformers model. Pass the model without PEFT's wrapper."""
+    config = model.config.get_text_config()
+    limits = [
+        rope.get("original_max_position_embeddings") or config.max_position_embeddings
+        for rope in _rope(config)
+        if rope.get("rope_type") in _ROPE_OF_THE_WIDTH
+    ]
+    limits.extend(_selections(model))
+    if config.model_type in _SEES_EVERYTHING:
+        limits = [0]
+    counts_columns = config.model_type in _COUNTS_COLUMNS or any("llama_4_scaling_beta" in r for r in _rope(config))
+    has_blocks = not _LAYERS_OF_BLOCKS.isdisjoint(getattr(config, "layer_types", None) or ())
+    return Traits(
+        implementation=own_implementation(model),
+        why_not_packed=_why_not_packed(model),
+        is_shift_invariant=_is_known(model) and _is_rotary(model) and not counts_columns and not has_blocks,
+        width_limit=min(limits, default=float("inf")),
+    )
+
+
+def _why_not_packed(model: PreTrainedModel) -> str | None:
+    config, name = model.config, type(model).__name__
+    if not _is_known(model):
+        return f"{name} is not one of transformers' own models"
+    if config.model_type in _SEES_EVERYTHING:
+        return f"{name} lets a token depend on more than the tokens before it"
+    if config.get_text_config() is not config or any("mrope_section" in rope for rope in _rope(config)):
+        return f"{name} takes other inputs than text"
+    if not _is_rotary(model):
+        return f"{name} has no rotary positions"
+    if not type(model)._supports_attention_backend:
+        return f"{name} does not support transformers' attention interface"
+    others = not _LAYERS.issuperset(getattr(config, "layer_types", None) or ())
+    if others or model._is_stateful or any(isinstance(module, nn.Conv1d) for module in model.modules()):
+        return f"{name} has layers other than attention that carry on information from earlier tokens"
+    if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None) in (True, "all"):
+        return f"{name} has bidirectional attention"
+    return why_not_packed(own_implementation(model))
+
+
+def _is_known(model: PreTrainedModel) -> bool:
+    # FSDP2 puts a class of its own before the model's
+    kind = next(kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch."))
+    return kind.__module__.startswith("transformers.models.")
+
+
+def _is_rotary(model: PreTrainedModel) -> bool:
+    text = cast(PreTrainedModel, model.base_model).get_decoder()  # a vision tower may be rotary beside it
+    return any("Rotary" in type(module).__name__ for module in text.modules())
+
+
+def _selections(model: PreTrainedModel) -> Iterator[int]:
+    """Yield the width up to which each indexer of sparse attention selects all tokens.
+
+    In wider batches, the padding can decide which tokens are selected: scores of 0 tie, and padding may have a score.
+    """
+    for sizes in map(vars, model.modules()):
+        if "index_topk" in sizes:
+            yield sizes["index_topk"] * sizes.get("compress_rate", 1)
+        elif "topk_blocks" in sizes:
+            yield sizes["topk_blocks"] * sizes["block_size"]
+
+
+def _rope(config: PretrainedConfig) -> Iterator[Mapping[str, Any]]:
+    """Yield the rotary parameters: one set for all layers, or one set for each kind of layer."""
+    rope = getattr(config, "rope_parameters", None)
+    if isinstance(rope, Mapping):
+        yield rope
+        yield from (each for each in rope.values() if isinstance(each, Mapping))

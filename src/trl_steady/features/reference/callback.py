@@ -1,0 +1,176 @@
+"""Move the KL reference while TRL trains, log each move, and save the reference in checkpoints."""
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import trl
+from peft import PeftModel
+from transformers import TrainerCallback, TrainerState, TrainingArguments
+from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
+
+from trl_steady.core.tensor_file import TensorFile
+from trl_steady.features.reference.adapter import add_reference_adapter
+from trl_steady.features.reference.tensors import Pair, gather, move, paired, restore
+from trl_steady.trl_bridge import private
+from trl_steady.trl_bridge.trainer import FeatureTrainerMixin
+
+FILE = TensorFile("reference.safetensors", "reference")
+
+
+class Refresh(NamedTuple):
+    """One move of the reference."""
+
+    step: int
+    """Optimizer steps taken before the move."""
+    kl: float | None
+    """KL of the last update before the move, in nats per token as TRL logs it, or None if it was not measured."""
+    rule: str
+    """The rule that fired first: `"steps"` or `"kl"`."""
+
+
+class ReferenceRefreshCallback(TrainerCallback):
+    """Move the KL reference of `trl.GRPOTrainer` or `trl.RLOOTrainer` to the policy, with or without PEFT.
+
+    Use it with TRL's own trainers: `trainer.add_callback(ReferenceRefreshCallback(trainer, steps=400))`.
+    trl-steady's trainers create their own callback if `sync_ref_model=True`.
+
+    After a rule has fired, the reference moves before the next optimizer step that begins with a generation, so that
+    no rollout mixes two references. With `alpha=1` this is Algorithm 1 of DeepSeekMath (arXiv 2402.03300). With PEFT
+    the reference is an adapter `ref` on the policy's own model. The callback creates it, equal to the current policy.
+
+    Every step logs `ref/refreshes`, the number of refreshes so far. The step after a refresh also logs
+    `ref/refresh_step`, `ref/refresh_kl` and `ref/refresh_by_kl` (1 or 0).
+
+    With TRL's trainer, a resume from `output_dir/checkpoint-N` restores the reference. Checkpoints that a kill has cut
+    short, or that are inside a generation window, behave as in TRL. trl-steady's trainers have neither limit.
+
+    Args:
+        trainer: A trainer that has not started training, with `beta` not 0 and `sync_ref_model=False`.
+        steps: Optimizer steps between refreshes, counted from the start as in TRL, or None.
+        alpha: Share of the policy in the new reference, above 0 and at most 1. For an adapter it mixes the factors,
+            not their product.
+        kl: Also refresh when the KL of an update exceeds this many nats per token, or None.
+        reset_optimizer: Clear the optimizer's state at each refresh (ProRL, arXiv 2505.24864). The learning-rate
+            schedule goes on. PPO's critic has an optimizer of its own.
+
+    Raises:
+        ValueError: the trainer has no reference, or its reference cannot be moved. The message says what to do.
+    """
+
+    def __init__(
+        self,
+        trainer: trl.GRPOTrainer | trl.RLOOTrainer,
+        *,
+        steps: int | None = 512,
+        alpha: float = 1.0,
+        kl: float | None = None,
+        reset_optimizer: bool = False,
+    ) -> None:
+        self.steps, self.alpha, self.kl_limit, self.reset_optimizer = steps, alpha, kl, reset_optimizer
+        self.trainer: Any = trainer
+        self.refreshes: list[Refresh] = []
+        self.before_move: list[Callable[[int], None]] = []
+        """Called before each move with the number of optimizer steps taken, on every process."""
+        # the rule that asks for a move, and the KL of the last update
+        self._due: str | None = None
+        self._kl: float | None = None
+        self._seen = 0
+        _refuse(self)
+        model = trainer.model
+        if isinstance(model, PeftModel):
+            add_reference_adapter(model)
+        pairs = self.pairs()  # raises now if they do not match
+        if isinstance(model, PeftModel) and trainer.is_fsdp_enabled and trainer.accelerator.mixed_precision != "no":
+            for pair in pairs:  # accelerate will cast the policy's, which are trainable
+                pair.reference.data = pair.reference.data.float()
+
+    def pairs(self) -> list[Pair]:
+        """Return the current pairs of policy and reference tensors. Wrapping and sharding the model replaces them."""
+        unwrap = partial(self.trainer.accelerator.unwrap_model, keep_torch_compile=False)
+        reference = self.trainer.ref_model
+        return paired(unwrap(self.trainer.model), None if reference is None else unwrap(reference))
+
+    def on_step_begin(self, args: object, state: TrainerState, control: object, **_: object) -> None:
+        """Move the reference if a refresh is due and the next step begins with a generation."""
+        if self._due and private.is_before_generation(self.trainer):
+            for act in self.before_move:
+                act(state.global_step)
+            move(self.pairs(), self.alpha)
+            if self.reset_optimizer:
+                self.trainer.optimizer.state.clear()
+            private.log_last(self.trainer, "ref/refresh_step", state.global_step)
+            private.log_last(self.trainer, "ref/refresh_by_kl", float(self._due == "kl"))
+            if self._kl is not None:
+                private.log_last(self.trainer, "ref/refresh_kl", self._kl)
+            self.refreshes.append(Refresh(state.global_step, self._kl, self._due))
+            self._due = None
+        self._seen = private.logged_count(self.trainer, "kl")
+
+    def on_step_end(self, args: object, state: TrainerState, control: object, **_: object) -> None:
+        """Check the rules, and mark a refresh as due if one has fired."""
+        is_on_time = self.steps is not None and state.global_step % self.steps == 0
+        # reading a KL of our own makes processes wait for one another
+        if private.is_settled(self.trainer) or self._due or is_on_time or self.kl_limit is not None:
+            values = private.logged(self.trainer, "kl")[self._seen :]
+            if values:
+                self._kl = sum(values) / len(values)
+                if self._due is None and self.kl_limit is not None and self._kl > self.kl_limit:
+                    self._due = "kl"
+        if self._due is None and is_on_time:
+            self._due = "steps"
+        private.log_last(self.trainer, "ref/refreshes", len(self.refreshes))
+
+    def save(self, folder: Path) -> None:
+        """Write the reference and the counters to one file. Every process must call it."""
+        writes = self.trainer.args.should_save
+        tensors = gather(self.pairs(), keep=writes)
+        if writes:
+            FILE.save(folder, tensors, refreshes=self.refreshes, due=self._due, kl=self._kl)
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` wrote, or raise a ValueError. Every process must call it."""
+        tensors, counters = FILE.load(folder)
+        restore(self.pairs(), tensors)
+        self.refreshes = [Refresh(*refresh) for refresh in counters["refreshes"]]
+        self._due, self._kl = counters["due"], counters["kl"]
+
+    def on_save(self, args: TrainingArguments, state: TrainerState, control: object, **_: object) -> None:
+        """Add the reference to TRL's checkpoint."""
+        if not isinstance(self.trainer, FeatureTrainerMixin):  # that one saves it before the checkpoint is in place
+            self.save(_checkpoint(args, state))
+
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: object, **_: object) -> None:
+        """Restore the reference when TRL resumes."""
+        if state.global_step > 0 and not isinstance(self.trainer, FeatureTrainerMixin):
+            self.load(_checkpoint(args, state))
+
+
+def _checkpoint(args: TrainingArguments, state: TrainerState) -> Path:
+    return Path(args.output_dir or "") / f"{PREFIX_CHECKPOINT_DIR}-{state.global_step}"
+
+
+def _refuse(callback: ReferenceRefreshCallback) -> None:
+    trainer = callback.trainer
+    name, args = type(callback).__name__, trainer.args
+    if trainer.beta == 0.0 and not getattr(trainer, "kl_coef", 0.0):
+        raise ValueError(f"beta=0.0 leaves {name} nothing to move: there is no reference. Set beta above 0.")
+    has_other = any(isinstance(other, ReferenceRefreshCallback) for other in trainer.callback_handler.callbacks)
+    if isinstance(trainer, FeatureTrainerMixin) != args.sync_ref_model or has_other:
+        raise ValueError(
+            f"two callbacks would move the reference, or none: sync_ref_model={args.sync_ref_model} on "
+            f"{type(trainer).__module__}. With trl-steady's trainers set sync_ref_model=True and add no {name}. With "
+            "TRL's trainers set sync_ref_model=False and add one."
+        )
+    steps, alpha, kl = callback.steps, callback.alpha, callback.kl_limit
+    if (steps is not None and steps < 1) or (kl is not None and kl <= 0) or not 0 < alpha <= 1:
+        raise ValueError(
+            f"steps={steps}, alpha={alpha} or kl={kl} cannot work. Set them above 0, and alpha at most 1."
+        )
+    if trainer.is_fsdp_enabled and getattr(trainer.accelerator.state.fsdp_plugin, "fsdp_version", 1) == 1:
+        raise ValueError("FSDP version 1 flattens the reference's parameters away. Set fsdp_version: 2.")
+    if callback.reset_optimizer and trainer.is_deepspeed_enabled:
+        raise ValueError(
+            "ref_model_sync_reset_optimizer=True does not work with DeepSpeed. Set it to False, or use FSDP2 or DDP."
+        )

@@ -1,0 +1,120 @@
+"""The moving reference as a part: it is created, saved, restored and kept out of what is saved as the policy."""
+
+import contextlib
+import functools
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Any, cast
+
+from peft import PeftModel
+
+from trl_steady.core.feature import Active
+from trl_steady.core.types import Rollout
+from trl_steady.features.adapters.base_model import Base
+from trl_steady.features.legacy import Part
+from trl_steady.features.reference.adapter import add_reference_adapter, refuse_several, refuse_unmovable
+from trl_steady.features.reference.callback import FILE, ReferenceRefreshCallback, Refresh
+from trl_steady.trl_bridge.models import POLICY_ADAPTER, REFERENCE_ADAPTER, base_kept, parameters_kept
+from trl_steady.trl_bridge.private import patched
+
+
+class ReferencePart(Part):
+    """Moves the KL reference with `sync_ref_model`, also with PEFT, on quantised bases and across resumes."""
+
+    callback: ReferenceRefreshCallback | None = None
+    """Moves the reference; None if it does not move."""
+    _is_ours = False
+    """True if the reference is ours, and stays out of what is saved as the policy."""
+
+    @property
+    def refreshes(self) -> list[Refresh]:
+        """The refreshes of the reference so far, including those before a resume."""
+        return self.callback.refreshes if self.callback else []
+
+    @contextlib.contextmanager
+    def building(self, model: object, args: Any) -> Iterator[None]:
+        """Refuse adapters that cannot be followed, and hide `sync_ref_model` from TRL's constructor.
+
+        TRL refuses it with PEFT, and adds a callback of its own without PEFT.
+        """
+        config = None
+        if isinstance(model, PeftModel):
+            config = model.peft_config.get(POLICY_ADAPTER)
+            if args.has_reference:  # TRL would copy one of several adapters, and let that one alone act
+                refuse_several(model)
+            if args.sync_ref_model:
+                refuse_unmovable(model)
+                if REFERENCE_ADAPTER in model.peft_config:
+                    raise ValueError(
+                        f"the model has an adapter named {REFERENCE_ADAPTER!r}, a name reserved for the reference. "
+                        "Delete it with model.delete_adapter, or load it under another name."
+                    )
+        # TRL's constructor adds another adapter of this configuration
+        with patched(args, {"sync_ref_model": False}), base_kept(config):
+            yield
+
+    def built(self) -> None:
+        """Create the reference."""
+        trainer, model, args = self.trainer, self.trainer.model, self.trainer.args
+        if args.has_reference and isinstance(model, PeftModel):
+            self._complete(model)
+        if args.sync_ref_model:
+            self._is_ours = True
+            host = cast(Any, trainer)  # the callback is annotated for TRL's own trainers
+            self.callback = ReferenceRefreshCallback(
+                host,
+                steps=args.ref_model_sync_steps,
+                alpha=args.ref_model_mixup_alpha,
+                kl=args.ref_model_sync_kl,
+                reset_optimizer=args.ref_model_sync_reset_optimizer,
+            )
+            host.add_callback(self.callback)
+
+    def describe(self) -> Iterable[Active]:
+        """Return how the reference moves."""
+        args = self.trainer.args
+        if args.sync_ref_model:
+            yield Active("iterative GRPO: a reference that moves", ("sync_ref_model", "beta"))
+        if args.ref_model_sync_kl is not None:
+            yield Active("a reference that moves when the KL is too large", ("ref_model_sync_kl",))
+        if args.ref_model_sync_reset_optimizer:
+            yield Active("optimizer state cleared when the reference moves", ("ref_model_sync_reset_optimizer",))
+
+    def _complete(self, model: PeftModel) -> None:
+        """Let the reference be the policy as it was given."""
+        if REFERENCE_ADAPTER in model.peft_config:
+            for name, policy in model.named_parameters():  # TRL copies names with ".default." in the middle only
+                if name.endswith(f".{POLICY_ADAPTER}"):
+                    reference = model.get_parameter(f"{name.removesuffix(POLICY_ADAPTER)}{REFERENCE_ADAPTER}")
+                    reference.data.copy_(policy.data)
+        elif Base(model).start is not None:  # without its adapter, the base is not the model that was given
+            add_reference_adapter(model)
+            self._is_ours = True
+
+    def rolling(self, rollout: Rollout) -> AbstractContextManager[None]:
+        """Keep which parameters are trainable. TRL switches to the reference's adapter and back."""
+        return parameters_kept(self.trainer.model) if self._is_ours else contextlib.nullcontext()
+
+    def saving(self, folder: Path | None) -> AbstractContextManager[None]:
+        """Save a plain PEFT or transformers model, without the reference."""
+        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        if not (self._is_ours and isinstance(model, PeftModel)):
+            return contextlib.nullcontext()
+        alone = functools.partial(model.save_pretrained, selected_adapters=[POLICY_ADAPTER])
+        return patched(model, {"save_pretrained": alone})
+
+    def save(self, checkpoint: Path) -> None:
+        """Save the reference and its counters."""
+        if self.callback:
+            self.callback.save(checkpoint)
+
+    def load(self, checkpoint: Path) -> None:
+        """Load the reference and its counters, or raise a ValueError if it has moved and would not move on."""
+        if self.callback:
+            self.callback.load(checkpoint)
+        elif (checkpoint / FILE.name).is_file():
+            raise ValueError(
+                f"{checkpoint} holds a moving reference ({FILE.name}), and sync_ref_model=False would go back to the "
+                "initial one. Set sync_ref_model=True as in the run that wrote it."
+            )

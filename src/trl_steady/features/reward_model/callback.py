@@ -1,0 +1,277 @@
+"""Retrain the reward model before each move of the reference: the outer loop of DeepSeekMath's Algorithm 1."""
+
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal, NamedTuple, cast
+
+import torch
+from accelerate.utils import gather_object
+from transformers import TrainerCallback
+
+from trl_steady.core.feature import Trainer
+from trl_steady.features.critic.optimizer import ScalarHeadOptimizer
+from trl_steady.features.reference.feature import ReferencePart
+from trl_steady.features.reward_model.examples import Answer, Example, History, examples_of, held_out, prompts_of
+from trl_steady.features.reward_model.feature import STATE_FILE, RewardModelPart
+from trl_steady.features.reward_model.labelling import Answers, label_steps, verdicts
+from trl_steady.features.reward_model.training import fit, measure
+from trl_steady.trl_bridge.private import log_last, patched
+from trl_steady.trl_bridge.rollout import forget_logs
+
+_HELD_OUT = 0.1  # share of an iteration's prompts that measure the reward model and never train it
+_OBJECTIVES = {"pairs": "outcome", "pointwise": "outcome", "steps": "steps"}
+
+
+class RewardRefresh(NamedTuple):
+    """One retraining of the reward model."""
+
+    step: int
+    """Optimizer steps taken before it."""
+    samples: int
+    """Examples of this iteration that it was trained on."""
+    replayed: int
+    """Examples of earlier iterations that it was trained on."""
+    accepted: bool
+    """False if the old weights were kept, with `accept="held_out_not_worse"`."""
+    old: float | None
+    """Accuracy of the old reward model on held-out examples of this iteration; None without any, or if it was new."""
+    new: float | None
+    """Accuracy of the new one on the same, also if it was refused."""
+
+
+class RewardModelRefreshCallback(TrainerCallback):
+    """Retrain a `RewardAdapter` on the policy's own answers, each time before the reference moves.
+
+    This is the other half of Algorithm 1 of DeepSeekMath (arXiv 2402.03300, section 4.1.4). At the end of an outer
+    iteration the policy's answers become a training set, with 10 % of historical data. The reward model is trained
+    further on it. Then the reference becomes the policy. The paper does not state the learning rate, the epochs and
+    the loss of the retraining, or what the 10 % are taken from.
+
+        trainer = GRPOTrainer(..., reward_funcs=RewardAdapter(source), args=GRPOConfig(sync_ref_model=True, ...))
+        trainer.add_callback(RewardModelRefreshCallback(trainer, label_fn=is_right))
+
+    Ten per cent of an iteration's prompts are held out: their answers measure the old and the new reward model, and
+    are never trained on. All figures are logged as `reward_model/...` at the refresh, and kept in
+    `trainer.reward_refreshes`. Every rollout logs `reward_model/true`, the share of right answers by `label_fn`. A
+    rise of the reward without a rise of this share is reward hacking.
+
+    Args:
+        trainer: A trainer of trl-steady with a `RewardAdapter` and `sync_ref_model=True`.
+        label_fn: `label_fn(prompts, completions, **columns)`, called as a reward function. Returns True, False or
+            None (no verdict) for each completion.
+        objective: `"pointwise"`: cross-entropy of right and wrong answers. `"pairs"`: Bradley-Terry loss of a right
+            and a wrong answer to one prompt. `"steps"`: cross-entropy of steps, where a step is good if any of
+            `continuations` from its end is right (Math-Shepherd, arXiv 2312.08935).
+        replay_fraction: Share of historical examples in each training set, at least 0 and below 1.
+        learning_rate: Learning rate of AdamW for the reward model, without weight decay. The optimizer's state is kept
+            between refreshes.
+        epochs: Passes over each training set. A batch has as many examples as an optimizer step has answers.
+        continuations: Number of continuations of each step, with `objective="steps"`.
+        history: The most examples that are kept for replay, a uniform sample of all that were trained on.
+        accept: `"always"` as in the paper. `"held_out_not_worse"`: keep the old weights if the new ones know fewer
+            held-out examples. The second is ours.
+
+    Raises:
+        ValueError: An argument is out of range, or does not fit the trainer.
+    """
+
+    def __init__(
+        self,
+        trainer: Any,
+        *,
+        label_fn: Callable[..., Any],
+        objective: Literal["pairs", "pointwise", "steps"] = "pointwise",
+        replay_fraction: float = 0.1,
+        learning_rate: float = 2e-5,
+        epochs: int = 1,
+        continuations: int = 8,
+        history: int = 10_000,
+        accept: Literal["always", "held_out_not_worse"] = "always",
+    ) -> None:
+        part, moving = trainer.part(RewardModelPart), trainer.part(ReferencePart).callback
+        if part.model is None or part.refresher or moving is None:
+            raise ValueError(
+                f"{type(self).__name__} retrains a RewardAdapter before each move of the reference. Make one for a "
+                "trainer of trl-steady that has a RewardAdapter in reward_funcs, sync_ref_model=True, "
+                "ref_model_sync_steps, and beta (or PPO's kl_coef) above 0."
+            )
+        for is_right, option, value, expected in (
+            (
+                part.adapter.head == _OBJECTIVES.get(objective),
+                "objective",
+                objective,
+                "'pairs' or 'pointwise', or, with RewardAdapter(head='steps'), 'steps'",
+            ),
+            (accept in ("always", "held_out_not_worse"), "accept", accept, "'always' or 'held_out_not_worse'"),
+            (0 <= replay_fraction < 1, "replay_fraction", replay_fraction, "a value at least 0 and below 1"),
+            (learning_rate > 0, "learning_rate", learning_rate, "a value above 0"),
+            (epochs >= 1, "epochs", epochs, "1 or more"),
+            (continuations >= 1, "continuations", continuations, "1 or more"),
+            (history >= 1, "history", history, "1 or more"),
+            (not trainer.args.fp16, "fp16", True, "False: the reward model trains without a loss scale. Use bf16"),
+        ):
+            if not is_right:
+                raise ValueError(f"{option}={value!r} does not work here. Set it to {expected}.")
+        self.trainer: Trainer = trainer
+        self.label_fn, self.objective = label_fn, objective
+        self.replay_fraction, self.learning_rate, self.epochs = replay_fraction, learning_rate, epochs
+        self.continuations, self.accept = continuations, accept
+        self.refreshes: list[RewardRefresh] = []
+        self.history = History(history)
+        self.learner = ScalarHeadOptimizer(part.model, trainer)
+        self._answers: list[Answer] = []
+        self._rollouts = 0
+        self._part = part
+        part.refresher = self
+        moving.before_move.append(self.refresh)
+
+    # a rollout
+
+    def collect(self, answers: Answers) -> None:
+        """Label this process's answers of a rollout, and keep them until the refresh if the policy trains on them."""
+        trainer = self.trainer
+        known = verdicts(self.label_fn, answers.prompts, answers.completions, answers.columns)
+        right = torch.tensor([float(verdict is True) for verdict in known])
+        is_known = torch.tensor([verdict is not None for verdict in known])
+        trainer.metrics.pooled(means={"reward_model/true": (right, is_known)})
+        if not trainer.model.training:
+            return
+        labels = right.unsqueeze(1).tolist()
+        if self.objective == "steps":
+            labels = label_steps(trainer, self.label_fn, answers, known, self.continuations)
+        first = trainer.accelerator.process_index * len(known)
+        for i, verdict in enumerate(known):
+            if verdict is None:
+                continue
+            # NaN: no verdict on a step
+            steps = [(end, label) for end, label in zip(answers.ends[i], labels[i], strict=True) if label == label]
+            self._answers.append(
+                Answer(
+                    rollout=self._rollouts,
+                    index=first + i,
+                    group=(first + i) // trainer.num_generations,
+                    prompt=torch.tensor(answers.prompt_ids[i], dtype=torch.int32),
+                    completion=torch.tensor(answers.completion_ids[i], dtype=torch.int32),
+                    ends=[end for end, _ in steps],
+                    labels=[label for _, label in steps],
+                )
+            )
+        self._rollouts += 1
+
+    # an outer iteration
+
+    def fit(self, rows: Sequence[Mapping[str, Any]]) -> None:
+        """Train a new reward model on the policy's answers to some prompts, before training.
+
+        The trainer generates `num_generations` answers to each prompt, as in its rollouts. All processes must call
+        this method with the same rows. A run that resumes restores the reward model, and need not call it.
+
+        `rows` are like those of the trainer's dataset. Those that do not fill a rollout are left out.
+        """
+        trainer, args = self.trainer, self.trainer.args
+        trainer.model.train()
+        answers = [dict(row) for row in rows for _ in range(trainer.num_generations)]
+        total, count = args.generation_batch_size, args.generation_batch_size // trainer.accelerator.num_processes
+        for start in range(0, len(answers) - total + 1, total):
+            first = start + trainer.accelerator.process_index * count
+            # the coefficient of PPO's KL and the stream of prompts wait for the training
+            with patched(args, {"kl_target": None, "dynamic_sampling": False}):
+                cast(Any, trainer)._generate_and_score_completions(answers[first : first + count])
+        forget_logs(trainer)  # these rollouts are not of training
+        self.refresh(0)
+
+    def refresh(self, step: int) -> None:
+        """Train the reward model further on the answers since the last refresh. Every process must call this method.
+
+        `step` is the number of optimizer steps taken so far.
+        """
+        # all processes have the same answers, history and generator, and so the same examples
+        generator = torch.Generator().manual_seed(self.trainer.args.seed * 1_000_003 + len(self.refreshes))
+        answers = self._all_answers()
+        self._answers = []
+        train, out = held_out(answers, _HELD_OUT, generator)
+        fresh, out = (examples_of(each, self.objective, generator) for each in (train, out))
+        share = self.replay_fraction / (1 - self.replay_fraction)
+        replayed = self.history.draw(round(share * len(fresh)), generator, without=prompts_of(out))
+        sets = {"fresh": fresh, "replayed": replayed, "held_out": out}
+        model = self._part.model
+        assert model is not None
+        # a new one scores all answers with 0, and knows nothing
+        old = None if model.is_fresh else self._measured("old", sets)
+        for is_missing, message in (
+            (
+                not fresh,
+                f"the reward model was not retrained before step {step + 1}: the {len(answers)} answers of this "
+                f"iteration give no example with objective={self.objective!r}. Pairs need a right and a wrong answer "
+                "to one prompt.",
+            ),
+            (
+                self.accept != "always" and not out,
+                f"accept={self.accept!r} has nothing to compare: this iteration has no held-out example, and the new "
+                "reward model is kept. Use rollouts with more prompts between refreshes.",
+            ),
+        ):
+            if is_missing:
+                warnings.warn(message, UserWarning, stacklevel=2)
+        kept = None
+        if self.accept != "always":  # copies: on the CPU, `state` returns the parameters themselves
+            kept = {name: tensor.clone() for name, tensor in model.state().items()}, self.learner.state_dict()
+        if fresh:
+            rows = [*fresh, *replayed]
+            fit(self._part, self.learner, rows, epochs=self.epochs, rate=self.learning_rate, generator=generator)
+        new = self._measured("new", sets)
+        is_worse = old is not None and new is not None and new < old
+        if kept is not None and is_worse:
+            model.load(kept[0], "the reward model")
+            self.learner.load_state_dict(kept[1])
+        self.history.add(fresh, generator)
+        self.refreshes.append(RewardRefresh(step, len(fresh), len(replayed), kept is None or not is_worse, old, new))
+        counts = {"samples": len(fresh), "replayed": len(replayed), "refreshes": len(self.refreshes)}
+        for name, value in {**counts, "accepted": self.refreshes[-1].accepted}.items():
+            log_last(self.trainer, f"reward_model/{name}", float(value))
+
+    def _all_answers(self) -> list[Answer]:
+        """Return the answers of all processes, in the order of one process."""
+        return sorted(gather_object(self._answers), key=lambda answer: (answer.rollout, answer.index))
+
+    def _measured(self, which: str, sets: Mapping[str, Sequence[Example]]) -> float | None:
+        """Measure the reward model on each set for the log, and return the accuracy on held-out examples."""
+        found = {name: measure(self._part, examples) for name, examples in sets.items()}
+        for name, figures in found.items():
+            for figure, value in figures.items():
+                log_last(self.trainer, f"reward_model/{which}/{name}/{figure}", value)
+        return found["held_out"].get("accuracy")
+
+    # checkpoints
+
+    def save(self, folder: Path) -> None:
+        """Add the answers since the last refresh, the optimizer and the history to a checkpoint."""
+        answers = self._all_answers()
+        if self.trainer.args.should_save:
+            state = {
+                "answers": [tuple(answer) for answer in answers],
+                "rollouts": self._rollouts,
+                "refreshes": [tuple(refresh) for refresh in self.refreshes],
+                "objective": self.objective,
+                "history": self.history.state(),
+                "optimizer": self.learner.state_dict(),
+            }
+            torch.save(state, folder / STATE_FILE)
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` has added, or raise a ValueError if its history is of another objective or size."""
+        accelerator = self.trainer.accelerator
+        state: dict[str, Any] = torch.load(folder / STATE_FILE, map_location="cpu", weights_only=True)
+        found, expected = (state["objective"], state["history"]["size"]), (self.objective, self.history.size)
+        if found != expected:
+            raise ValueError(
+                f"{folder} has (objective, history)={found!r}, and this run has {expected!r}. Set the options of "
+                f"{type(self).__name__} to the same values, or begin a new run from its model."
+            )
+        answers = [Answer(*answer) for answer in state["answers"]]
+        self._answers = answers[accelerator.process_index :: accelerator.num_processes]
+        self._rollouts = state["rollouts"]
+        self.refreshes = [RewardRefresh(*refresh) for refresh in state["refreshes"]]
+        self.learner.load_state_dict(state["optimizer"])
+        self.history.load(state["history"])

@@ -1,0 +1,100 @@
+"""Kept tokens as data: the set of tokens from which each token of a rollout was sampled.
+
+Sets are ragged, because a peaked distribution keeps one token and a flat one keeps thousands. An empty set stands for
+the whole vocabulary. It belongs to a token that was not sampled, or was sampled among all tokens or among more than
+`MAX_KEPT`.
+"""
+
+# pyright: reportUnknownMemberType=false
+# torch's annotations are partial
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from trl_steady.functional.pooling import LARGEST_COUNT
+
+MAX_KEPT = LARGEST_COUNT
+"""Size of the largest set that is recorded. A larger set is replaced by the whole vocabulary."""
+
+
+@dataclass(frozen=True)
+class CandidateSets:
+    """Sets of tokens at `N` positions, `M` tokens in all. The order within a set has no meaning."""
+
+    ids: Tensor
+    """(M,) int32 token ids, one set after the other."""
+    offsets: Tensor
+    """(N + 1,) int64: set n is `ids[offsets[n]:offsets[n + 1]]`."""
+
+    @classmethod
+    def of_counts(cls, ids: Tensor, counts: Tensor) -> "CandidateSets":
+        """Build from token ids (M,), one set after the other, and the sizes (N,) of the sets."""
+        return cls(ids.to(torch.int32), torch.nn.functional.pad(counts.long().cumsum(0), (1, 0)))
+
+    @classmethod
+    def of_mask(cls, is_kept: Tensor) -> "CandidateSets":
+        """Build from a (N, V) bool mask. Sets of all tokens or of more than `MAX_KEPT` become empty."""
+        counts = is_kept.sum(-1)
+        fits = _fits(counts, is_kept.size(-1))
+        return cls.of_counts((is_kept & fits.unsqueeze(-1)).nonzero()[:, 1], counts.where(fits, 0))
+
+    @classmethod
+    def joined(cls, parts: Sequence["CandidateSets"]) -> "CandidateSets":
+        """Concatenate the sets of several parts, in order."""
+        return cls.of_counts(torch.cat([part.ids for part in parts]), torch.cat([part.counts for part in parts]))
+
+    def __len__(self) -> int:
+        """Return the number of positions, N."""
+        return len(self.offsets) - 1
+
+    @property
+    def counts(self) -> Tensor:
+        """(N,) number of tokens in each set, 0 for the whole vocabulary."""
+        return self.offsets.diff()
+
+    @property
+    def rows(self) -> Tensor:
+        """(M,) position of each token in `ids`."""
+        return torch.repeat_interleave(self.counts)
+
+    def of_samples(self, width: int) -> list[tuple[Tensor, Tensor]]:
+        """Return a list of `ids` and `offsets` for every `width` positions, which TRL can shuffle and divide."""
+        ends = self.offsets[width::width]
+        parts = self.ids.tensor_split(ends[:-1].cpu())
+        starts = self.offsets[:-1].view(-1, width)
+        offsets = torch.cat([starts, ends.unsqueeze(-1)], dim=1) - starts[:, :1]
+        return list(zip(parts, offsets, strict=True))
+
+    def take(self, index: Tensor) -> "CandidateSets":
+        """Return the sets of the positions in (n,) `index`, in this order; -1 gives an empty set."""
+        index = index.to(self.offsets.device)
+        counts = torch.cat([self.counts, self.offsets.new_zeros(1)])[index]  # -1 is the last, an empty set
+        ends = counts.cumsum(0)
+        shifts = self.offsets[index] - (ends - counts)
+        indices = torch.arange(int(counts.sum()), device=index.device) + shifts.repeat_interleave(counts)
+        return CandidateSets.of_counts(self.ids[indices], counts)
+
+    def without_large(self, vocabulary: int) -> "CandidateSets":
+        """Return the sets, with those of more than `MAX_KEPT` tokens or of the whole vocabulary made empty."""
+        counts = self.counts
+        fits = _fits(counts, vocabulary)
+        return CandidateSets.of_counts(self.ids[fits[self.rows]], counts.where(fits, 0))
+
+    def has(self, tokens: Tensor) -> Tensor:
+        """Return (N,) bool, True where the token of a position is in its set. An empty set has all tokens."""
+        rows, found = self.rows, self.counts == 0
+        matches = self.ids == tokens.to(rows.device)[rows]
+        found[rows[matches]] = True
+        return found
+
+    def to(self, device: torch.device) -> "CandidateSets":
+        """Return the sets on a device."""
+        return CandidateSets(self.ids.to(device), self.offsets.to(device))
+
+
+def _fits(counts: Tensor, vocabulary: int) -> Tensor:
+    """Return bool, False for the size of a set that is replaced by the whole vocabulary."""
+    return (counts <= MAX_KEPT) & (counts < vocabulary)

@@ -1,0 +1,1 @@
+"""Rewards of steps, turned into advantages of tokens."""

@@ -1,0 +1,254 @@
+"""The report while a run trains: a line for each log, a line when a symptom starts, and the page."""
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from importlib.util import find_spec
+from pathlib import Path
+from types import NoneType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from tqdm import tqdm
+from transformers import PrinterCallback, ProgressCallback
+from transformers.trainer import TRAINER_STATE_NAME
+
+from trl_steady.core.types import Rollout
+from trl_steady.features.legacy import Part
+from trl_steady.report.diagnosis import diagnose, verdict
+from trl_steady.report.history import RUN_FILE, History
+from trl_steady.trl_bridge.models import text_tokenizer
+
+GROUPS = 3
+"""Groups of a rollout whose answers are kept, those whose rewards differ most."""
+MOST_BYTES = 1_000_000
+"""Size of the answers of a run. The oldest are dropped first."""
+_PACKAGES = ("trl-steady", "trl", "transformers", "torch", "peft", "accelerate")
+_LARGEST_SHARE = 0.01  # of a run's time that writing its page takes, before the end
+_LONGEST = 4000  # characters of a text
+_PAGE = "report.html"
+# name in the line -> metric, and its form
+_SHOWN = {
+    "reward": ("reward", "{:.2f}"),
+    "held out": ("eval_reward", "{:.2f}"),
+    "KL": ("kl", "{:.2g}"),
+    "engine KL": ("mismatch/kl", "{:.1e}"),
+    "generated": ("dynamic_sampling/generated", "{:.2g}x"),
+    "clipped": ("clip_ratio/region_mean", "{:.0%}"),
+    "routes changed": ("routing/changed", "{:.1%}"),
+    "explained": ("value/explained_variance", "{:.2f}"),
+    "refreshes": ("ref/refreshes", "{:.0f}"),
+}
+_RATIO = ("ratio/sequence_min", "ratio/sequence_max")
+
+
+class TrainingReportPart(Part):
+    """Saves what `trl-steady report` needs, writes the report with `training_report`, and prints `log_line`."""
+
+    def built(self) -> None:
+        """Let the clock run, and let transformers print no dictionaries."""
+        args, handler = self.trainer.args, self.trainer.callback_handler
+        if args.training_report and find_spec("matplotlib") is None:
+            raise ValueError(
+                "training_report=True needs matplotlib. pip install 'trl-steady[report]', or leave it False."
+            )
+        self._is_on, self._is_main = args.training_report, self.trainer.accelerator.is_main_process
+        self.trainer.metrics.clock.is_on = self._is_on
+        self._told: set[str] = set()
+        self._next_diagnosis = 0
+        self._answers: list[dict[str, Any]] = []
+        self._last_rollout: dict[str, Any] | None = None
+        self._rewards: Tensor | None = None
+        self._written, self._seconds = time.monotonic(), 5.0  # of a page, before the first has been written
+        if args.log_line:
+            handler.remove_callback(PrinterCallback)
+            if handler.pop_callback(ProgressCallback):
+                handler.add_callback(_Bar())
+
+    # a rollout
+
+    def keep_rewards(self, rewards: Tensor, completions: list[Any], completion_ids: list[list[int]]) -> None:
+        """Keep the total rewards of the main process's completions."""
+        if self._is_on and self._is_main:
+            weights = self.trainer.reward_weights.to(rewards.device)
+            self._rewards = (rewards[: len(completions)] * weights).nansum(-1)
+
+    def columns(self, rollout: Rollout) -> Mapping[str, Any]:
+        """Measure padding. There is no column."""
+        if self._is_on:
+            is_padding = ~rollout.attention_mask
+            self.trainer.metrics.pooled(means={"padding/share": (is_padding, torch.ones_like(is_padding))})
+        return {}
+
+    def advantages(self, rollout: Rollout) -> None:
+        """Keep some answers of the last rollout. All parts before this one have set the advantages."""
+        if self._is_on and self._is_main and self._rewards is not None and self.trainer.model.training:
+            rewards, samples = self._rewards.float().cpu(), rollout.samples
+            groups = chosen(rewards.numpy(), self.trainer.num_generations)
+            names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
+            kept = sorted({row for group in groups for row in group})
+            taken = {name: samples[name][kept].cpu() for name in names}  # copies: a view would keep the whole rollout
+            rows = {
+                row: {name: values[place] for name, values in taken.items()} | {"reward": float(rewards[row])}
+                for place, row in enumerate(kept)
+            }
+            self._last_rollout = {"step": self.trainer.state.global_step, "groups": groups, "rows": rows}
+
+    # logs
+
+    def logged(self, logs: Mapping[str, Any]) -> None:
+        """Print a line for the log, and one for each symptom that has started."""
+        state, args = self.trainer.state, self.trainer.args
+        if not self._is_main:
+            return
+        if args.log_line and ("loss" in logs or "eval_reward" in logs):
+            tqdm.write(log_line(logs, state.global_step, state.max_steps))
+        rows = len(state.log_history)
+        if self._is_on and rows >= self._next_diagnosis:
+            self._next_diagnosis = rows + 1 + rows // 20  # the time of all diagnoses is linear in the rows
+            for finding in diagnose(self._history())[0]:
+                if finding.symptom.name not in self._told:
+                    self._told.add(finding.symptom.name)
+                    tqdm.write(f"trl-steady: {finding}")
+                    if "trackio" in args.report_to:
+                        _alert(finding.symptom.what, str(finding), is_critical=finding.symptom.level == "critical")
+
+    def _history(self) -> History:
+        return History(self.trainer.state.log_history, self._run())
+
+    def _run(self) -> dict[str, Any]:
+        trainer, args = self.trainer, self.trainer.args
+        # dictionaries, such as model_init_kwargs, may hold a token, and checkpoints may be pushed
+        kinds = (bool, int, float, str, NoneType)
+        run: dict[str, Any] = {
+            "settings": {name: value for name, value in args.to_dict().items() if isinstance(value, kinds)},
+            "notes": [*args.cannot_act, *(note for part in trainer.parts for note in part.notes)],
+        }
+        if self._is_on:
+            run |= {"versions": {package: version(package) for package in _PACKAGES}, "answers": self._answers}
+        return run
+
+    # files
+
+    def beginning(self) -> None:
+        """Begin anew if the trainer trains a second time, whose log is another one."""
+        self._told, self._next_diagnosis = set(), 0
+        if not self.trainer.state.global_step:
+            self._answers = []
+
+    def save(self, checkpoint: Path) -> None:
+        """Save settings, warnings and answers, and write the page if that has a small share of the run's time."""
+        if self.trainer.args.should_save:
+            self._add_answers()
+            (checkpoint / RUN_FILE).write_text(json.dumps(self._run()))
+        if self._is_on and self._is_main and self._seconds < _LARGEST_SHARE * (time.monotonic() - self._written):
+            self._write()
+
+    def load(self, checkpoint: Path) -> None:
+        """Go on with the answers of the run."""
+        file = checkpoint / RUN_FILE
+        self._answers = json.loads(file.read_text()).get("answers", []) if self._is_on and file.is_file() else []
+
+    def ending(self, best: Path | None) -> None:
+        """Write the page, and print what the run shows."""
+        if self._is_main and (self._is_on or self.trainer.args.log_line):
+            if self._is_on:
+                self._add_answers()
+                self._write()
+                folder = Path(self.trainer.args.output_dir)  # a run may have no checkpoint of its last step
+                self.trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
+                (folder / RUN_FILE).write_text(json.dumps(self._run()))
+            history, state = self._history(), self.trainer.state
+            series = {key: history[key].finite.values for key in history.keys}
+            last = {key: values[-1] for key, values in series.items() if len(values)}
+            tqdm.write(f"trl-steady: {log_line(last, state.global_step, state.max_steps)}")
+            tqdm.write(f"trl-steady: {verdict(*diagnose(history))}")
+
+    def _write(self) -> None:
+        from trl_steady.report.page import write
+
+        folder, began = Path(self.trainer.args.output_dir), time.monotonic()
+        folder.mkdir(parents=True, exist_ok=True)
+        write(folder / _PAGE, folder.name, self._history())
+        self._written = time.monotonic()
+        self._seconds = self._written - began
+
+    def _add_answers(self) -> None:
+        """Add those of the last rollout, as text."""
+        if self._last_rollout is None:
+            return
+        tokenizer, rows = text_tokenizer(self.trainer), self._last_rollout["rows"]
+
+        def text(ids: Tensor) -> str:
+            return str(tokenizer.decode(ids))[:_LONGEST]
+
+        def answer(row: int, place: str) -> dict[str, Any]:
+            is_answer, advantages = rows[row]["completion_mask"].bool(), rows[row]["advantages"]
+            ids, tokens = rows[row]["completion_ids"][is_answer], None
+            if advantages.dim() and len(advantages) > 1:  # one for each token
+                pairs = zip(ids[: _LONGEST // 4], advantages[is_answer].tolist(), strict=False)
+                tokens = [(text(token), round(advantage, 4)) for token, advantage in pairs]
+            return {"place": place, "reward": rows[row]["reward"], "text": text(ids), "tokens": tokens}
+
+        def prompt(row: int) -> str:
+            return text(rows[row]["prompt_ids"][rows[row]["prompt_mask"].bool()])
+
+        groups = [
+            {"prompt": prompt(next(iter(group))), "answers": [answer(row, place) for row, place in group.items()]}
+            for group in self._last_rollout["groups"]
+        ]
+        self._answers = limited([*self._answers, {"step": self._last_rollout["step"], "groups": groups}])
+        self._last_rollout = None
+
+
+class _Bar(ProgressCallback):
+    """The bar of transformers, which prints no dictionaries."""
+
+    def on_log(self, *_: object, **__: object) -> None:
+        """Print nothing."""
+
+
+def _alert(title: str, text: str, *, is_critical: bool) -> None:
+    import trackio  # pyright: ignore[reportMissingImports]
+
+    level = trackio.AlertLevel.ERROR if is_critical else trackio.AlertLevel.WARN
+    trackio.alert(title=title, text=text, level=level)
+
+
+def log_line(logs: Mapping[str, Any], step: int, last: int) -> str:
+    """Return one line for a row of the log, with the usual metrics that it has."""
+    known = {key: value for key, value in logs.items() if isinstance(value, (int, float))}
+    words = [f"step {step}/{last}"]
+    words += [f"{name} {form.format(known[key])}" for name, (key, form) in _SHOWN.items() if key in known]
+    if known.keys() >= {*_RATIO}:
+        words.append("ratio {:.3g}..{:.3g}".format(*(known[key] for key in _RATIO)))
+    if dropped := [value for key, value in known.items() if key.startswith("dropped/")]:
+        words.append(f"dropped {max(dropped):.0%}")
+    if "step_time" in known:
+        words.append(f"{known['step_time']:.2g} s")
+    return "  ".join(words)
+
+
+def chosen(rewards: np.ndarray, size: int) -> list[dict[int, str]]:
+    """Return the answers of a rollout to keep: for each group, row -> "best", "median" or "worst".
+
+    Args:
+        rewards: (B,) rewards.
+        size: Answers to a prompt, which are consecutive. With 1, they are compared with those to other prompts.
+    """
+    is_single, size = size == 1, min(size, len(rewards)) if size > 1 else len(rewards)
+    groups = np.nan_to_num(rewards)[: len(rewards) // size * size].reshape(-1, size)
+    found: list[dict[int, str]] = []
+    for group in np.argsort(-np.ptp(groups, axis=1), kind="stable")[:GROUPS]:
+        order = (group * size + np.argsort(-groups[group], kind="stable")).tolist()
+        found.append({order[0]: "best", order[size // 2]: "median", order[-1]: "worst"} | {order[0]: "best"})
+    return [{row: place} for group in found for row, place in group.items()] if is_single else found
+
+
+def limited(rollouts: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the last of these rollouts that take at most `MOST_BYTES` together."""
+    sizes = np.cumsum([len(json.dumps(rollout)) for rollout in reversed(rollouts)])
+    return list(rollouts[len(rollouts) - int((sizes <= MOST_BYTES).sum()) :])

@@ -1,0 +1,196 @@
+"""Checkpoints that appear only when they are complete, and an exact resume from any step.
+
+This file knows how transformers writes and reads a checkpoint, and TRL's buffered rollouts.
+"""
+
+import json
+import math
+import os
+import shutil
+from collections.abc import Callable, Iterator, Sized
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from accelerate.utils import broadcast_object_list
+from peft import PeftModel
+from torch.utils.data import Sampler
+from transformers.trainer import TRAINER_STATE_NAME
+from transformers.trainer_utils import rotate_checkpoints
+from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
+
+from trl_steady.core.feature import Trainer
+from trl_steady.trl_bridge.private import as_trl_trainer, generation_interval, is_before_generation, patched
+from trl_steady.trl_bridge.resume import different, window_settings
+
+UNFINISHED = "_unfinished"
+"""Folder of checkpoints that are being written. The upload to the Hub skips names that begin with "_"."""
+
+
+class Checkpoints:
+    """Writes complete checkpoints, with the rollouts in use, that survive a killed save, and resumes from them."""
+
+    def __init__(self, trainer: Trainer) -> None:
+        self._trainer: Trainer = trainer
+        self._trl = as_trl_trainer(trainer)  # the same, with TRL's private attributes
+        self.is_writing = False
+        self.sampler: Sampler[int] | None = None
+        """TRL's sampler of the training data; None for a stream."""
+
+    def write(self, run: str, write: Callable[[], None], push: Callable[[str], None]) -> None:
+        """Write a checkpoint to a temporary folder and move it into place when it is complete.
+
+        If the process is killed meanwhile, earlier checkpoints stay intact.
+
+        Args:
+            run: The folder of the run.
+            write: Writes the checkpoint as TRL does.
+            push: Uploads a checkpoint to the Hub as transformers does.
+        """
+        trainer = self._trainer
+        state, args, accelerator = trainer.state, trainer.args, trainer.accelerator
+        checkpoint = Path(run, f"checkpoint-{state.global_step}")
+        self.is_writing = True
+        try:
+            unfinished = Path(run, UNFINISHED, checkpoint.name)
+            if accelerator.is_local_main_process:
+                shutil.rmtree(unfinished.parent, ignore_errors=True)  # left over from a run that was killed
+            accelerator.wait_for_everyone()
+            write()
+            if not args.save_only_model:
+                self._add_to(unfinished)
+        finally:
+            self.is_writing = False
+        if state.best_global_step:  # transformers has looked for the best one in the temporary folder
+            best = os.path.join(run, f"checkpoint-{state.best_global_step}")
+            if os.path.exists(best) or Path(best) == checkpoint:
+                state.best_model_checkpoint = best
+            if args.should_save:
+                state.save_to_json(str(unfinished / TRAINER_STATE_NAME))
+        # the second is for other machines with disks of their own
+        for moves_it in (accelerator.is_main_process, accelerator.is_local_main_process):
+            accelerator.wait_for_everyone()
+            if moves_it and unfinished.exists():
+                if checkpoint.exists():  # from a run that was later resumed at an earlier checkpoint
+                    os.replace(checkpoint, unfinished.parent / "replaced")
+                os.replace(unfinished, checkpoint)
+                shutil.rmtree(unfinished.parent, ignore_errors=True)
+        accelerator.wait_for_everyone()
+        if args.push_to_hub:
+            push(str(checkpoint))
+        if args.should_save:
+            rotate_checkpoints(run, args.save_total_limit, state.best_model_checkpoint, use_mtime=True)
+
+    def _add_to(self, checkpoint: Path) -> None:
+        """Add this process's rollouts in use, position and metrics, and what the parts save."""
+        trainer = self._trainer
+        checkpoint.mkdir(parents=True, exist_ok=True)
+        trainer.metrics.settle()
+        window = {
+            "settings": window_settings(trainer),
+            "position": self._trl._step,
+            "rollouts": None if is_before_generation(trainer) else self._trl._buffered_inputs,
+            "metrics": dict(self._trl._metrics["train"]),
+            "pool": trainer.metrics.state(),
+            "tables": self._tables(),
+        }
+        torch.save(window, checkpoint / self._window_file())
+        for feature in trainer.features:
+            feature.save_state(checkpoint)
+
+    def take_from(self, checkpoint: Path) -> None:
+        """Restore what a save has added. Raises ValueError if the checkpoint cannot be resumed exactly."""
+        trainer = self._trainer
+        state = trainer.state
+        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        is_adapter = (checkpoint / ADAPTER_CONFIG_NAME).is_file() or not (checkpoint / CONFIG_NAME).is_file()
+        if isinstance(model, PeftModel) and not is_adapter:  # DeepSpeed and FSDP would load nothing
+            raise ValueError(
+                f"{checkpoint} holds a whole model, and this run trains an adapter. Give the trainer the model and "
+                "the peft_config that the run had."
+            )
+        for feature in trainer.features:
+            feature.load_state(checkpoint)
+        # for a stream, transformers takes max_steps as one epoch: the end of the first pass is 1.0 or below
+        is_in_later_pass = self.sampler is None and (state.epoch or 0) > 1
+        if is_in_later_pass and state.global_step < state.max_steps:
+            raise ValueError(
+                f"{checkpoint} was taken after the stream of training data had started again, where transformers "
+                "cannot restore the position. Resume from a checkpoint of the first pass, or use a dataset that has a "
+                "length."
+            )
+        for _ in range(int(state.epoch or 0)):  # TRL's sampler draws each epoch's order from one generator
+            next(iter(self.sampler or ()), None)
+        pool = self._take_window(checkpoint)
+        # a process that did not exist in the run that wrote it must gather the same totals as the others
+        trainer.metrics.restore(broadcast_object_list([pool])[0])
+
+    def _take_window(self, checkpoint: Path) -> dict[tuple[str, str], list[float]]:
+        """Restore the rollouts in use, and return the totals of metrics."""
+        trainer = self._trainer
+        interval, file = generation_interval(trainer), checkpoint / self._window_file()
+        if not file.is_file():
+            if self._micro_batches_of_epoch() % interval:
+                raise ValueError(
+                    f"{checkpoint} was taken inside a generation window and has no {file.name}: it was written by "
+                    "TRL, by fewer processes, or with save_only_model=True. Resume from a checkpoint at the end of a "
+                    f"window (every {interval} micro-batches)."
+                )
+            return {}
+        window = torch.load(file, map_location=trainer.accelerator.device.type, weights_only=True)
+        before, now = window["settings"], window_settings(trainer)
+        changed = different(before, now)
+        if changed and window["rollouts"] is not None:
+            lines = [f"\n  {name}={before[name]!r}; this run has {name}={now[name]!r}" for name in changed]
+            raise ValueError(
+                f"{checkpoint} was taken inside a generation window that began with{''.join(lines)}\nResume with the "
+                "same values, or from a checkpoint at the end of a window."
+            )
+        self._trl._step = 0 if changed else window["position"]
+        self._trl._buffered_inputs = window["rollouts"]
+        self._trl._metrics["train"].update(window["metrics"])
+        for name, values in json.loads(window["tables"]).items():
+            if isinstance(values, list):
+                self._trl._logs[name].extend(values)
+            else:
+                for column, cells in values.items():
+                    self._trl._logs[name][column].extend(cells)
+        return window["pool"]
+
+    def _micro_batches_of_epoch(self) -> int:
+        """Return the number of micro-batches since the epoch began. The last step of an epoch may have fewer."""
+        steps, args = self._trainer.state.global_step, self._trainer.args
+        if self.sampler is not None:
+            samples = args.per_device_train_batch_size * args.steps_per_generation * args.world_size
+            micro_batches = len(cast(Sized, self.sampler)) // samples
+            steps %= math.ceil(micro_batches / args.gradient_accumulation_steps)
+        return steps * args.gradient_accumulation_steps
+
+    def _tables(self) -> str:
+        """Return the table of completions of the rollouts in use as JSON; an empty one if it contains images."""
+        logs = self._trl._logs
+        table: dict[str, object] = {name: list(logs[name]) for name in ("prompt", "completion", "advantages")}
+        for name in ("rewards", "extra"):
+            table[name] = {column: list(values) for column, values in logs[name].items()}
+        try:
+            return json.dumps(table)
+        except TypeError:
+            return "{}"
+
+    def _window_file(self) -> str:
+        return f"rollouts_{self._trainer.accelerator.process_index}.pt"
+
+
+@contextmanager
+def saved_without(model: PeftModel, adapter: str) -> Iterator[dict[str, Any]]:
+    """Keep an adapter out of what the model saves. Gives the state that the model is told to save, if it is told."""
+    save_all, gathered = model.save_pretrained, {}
+
+    def save(*arguments: Any, **options: Any) -> None:
+        gathered.update(options.get("state_dict") or {})
+        selected = options.pop("selected_adapters", None) or [*model.peft_config]
+        save_all(*arguments, selected_adapters=[name for name in selected if name != adapter], **options)
+
+    with patched(model, {"save_pretrained": save}):
+        yield gathered

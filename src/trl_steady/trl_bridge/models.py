@@ -1,0 +1,140 @@
+"""The models of a trainer: without wrappers, their roles, their adapters, and tensors that FSDP2 may shard.
+
+This file knows PEFT, accelerate and FSDP2.
+"""
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from itertools import pairwise
+from typing import Literal, cast
+
+import torch
+from accelerate.utils import DynamoBackend
+from peft import PeftConfig, PeftModel
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor, distribute_tensor
+from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
+
+from trl_steady.core.feature import Trainer
+from trl_steady.core.scorer import Scorer
+from trl_steady.trl_bridge.private import patched
+
+# names of adapters on one model; TRL takes the second as the reference
+POLICY_ADAPTER, REFERENCE_ADAPTER = "default", "ref"
+REWARD_ADAPTER, VALUE_ADAPTER = "reward", "value"
+
+
+def bare(trainer: Trainer, model: torch.nn.Module | Scorer) -> PreTrainedModel:
+    """Return the transformers model in `model`, without wrappers."""
+    model = model.backbone if isinstance(model, Scorer) else model
+    # keeping torch.compile's wrapper would change it: it would lose the wrapper of DDP inside
+    inner = trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
+    return cast(PreTrainedModel, inner.get_base_model() if isinstance(inner, PeftModel) else inner)
+
+
+def role_of(trainer: Trainer, model: object, *, in_rollout: bool) -> Literal["old", "reference", "policy", "other"]:
+    """Return the role of a model that TRL scores: see `ForwardPass`."""
+    if model is trainer.ref_model and model is not None:
+        return "reference"
+    if not isinstance(model, torch.nn.Module) or bare(trainer, model) is not bare(trainer, trainer.model):
+        return "other"
+    layer = next((module for module in model.modules() if isinstance(module, BaseTunerLayer)), None)
+    if layer is not None and (layer.disable_adapters or REFERENCE_ADAPTER in layer.active_adapters):
+        return "reference"
+    return "old" if in_rollout else "policy"
+
+
+def is_of_lora(name: str, adapter: str) -> bool:
+    """Return True if a parameter of this name belongs to a LoRA adapter.
+
+    A module of the model may have the adapter's name too, as the projection `value` in many models' attention.
+
+    >>> is_of_lora("attention.value.lora_A.value.weight", "value"), is_of_lora("attention.value.weight", "value")
+    (True, False)
+    """
+    return any(part == adapter and before.startswith("lora_") for before, part in pairwise(name.split(".")))
+
+
+def compiles(trainer: Trainer) -> bool:
+    """Return True if the model goes through torch.compile."""
+    dynamo = trainer.accelerator.state.dynamo_plugin
+    return trainer.args.torch_compile or (dynamo is not None and dynamo.backend != DynamoBackend.NO)
+
+
+def randomness_of(model: torch.nn.Module) -> str | None:
+    """Return a setting with which two passes of a model in training differ, such as dropout; None without one."""
+    for name, module in model.named_modules():
+        for key, value in vars(module).items():
+            named = f"{type(module).__name__}.{key}".lower()
+            if isinstance(value, float) and value > 0 and ("drop" in named or "jitter" in named):
+                return f"{name}.{key}={value}"
+    return None
+
+
+def text_tokenizer(trainer: Trainer) -> PreTrainedTokenizerBase:
+    """Return the tokenizer, which is part of the processor if the model reads more than text."""
+    processor = trainer.processing_class
+    return processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
+
+
+def base_kept(config: PeftConfig | None) -> AbstractContextManager[None]:
+    """Keep PEFT from changing the base while it adds adapters of this configuration, as PiSSA and OLoRA would."""
+    if isinstance(getattr(config, "init_lora_weights", None), str):
+        return patched(config, {"init_lora_weights": True})
+    return nullcontext()
+
+
+@contextmanager
+def parameters_kept(model: torch.nn.Module) -> Iterator[None]:
+    """Restore the dtype and `requires_grad` of all parameters on exit.
+
+    PEFT makes every parameter of an adapter trainable when it switches adapters, and float32 when it loads one. FSDP2
+    may put an unsharded copy in the place of a parameter, in the dtype of its forwards, which is kept.
+    """
+    before = {
+        name: (isinstance(parameter, DTensor), parameter.dtype, parameter.requires_grad)
+        for name, parameter in model.named_parameters()
+    }
+    try:
+        yield
+    finally:
+        for name, parameter in model.named_parameters():
+            if name in before:
+                was_shard, dtype, requires_grad = before[name]
+                if parameter.dtype != dtype and isinstance(parameter, DTensor) == was_shard:
+                    parameter.data = parameter.data.to(dtype)
+                parameter.requires_grad_(requires_grad)
+
+
+def reshard(model: torch.nn.Module) -> None:
+    """Let the model's parameters be those that the optimizer knows.
+
+    A forward without a backward leaves unsharded copies in their place, and writes to them are lost.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """Return a tensor without its graph, gathered if it is sharded."""
+    tensor = tensor.detach()
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def like(parameter: Tensor, values: Tensor) -> Tensor:
+    """Return whole values, sharded as a parameter of their shape is. Shards take those of the first process."""
+    if not isinstance(parameter, DTensor):
+        return values
+    return distribute_tensor(values.to(parameter.device), parameter.device_mesh, parameter.placements)
+
+
+@torch.no_grad()
+def assign(target: Tensor, values: Tensor) -> None:
+    """Set a tensor to whole values."""
+    if isinstance(target, DTensor):
+        target.to_local().copy_(like(target, values).to_local())  # pyright: ignore[reportAttributeAccessIssue]
+    else:
+        target.copy_(values)

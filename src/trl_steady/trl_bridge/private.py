@@ -1,0 +1,82 @@
+"""Private state of TRL's trainers. This file knows none of our features."""
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+
+def as_trl_trainer(trainer: object) -> Any:
+    """Return the trainer as TRL's, whose private attributes no type declares."""
+    return trainer
+
+
+def set_cards(kind: Any, method: str, **paper: str) -> None:
+    """Let the model cards of a trainer class name this method, with the title and id of its paper."""
+    kind._name, kind._tag_names, kind._paper = method, ["trl", method.lower()], paper
+
+
+def completions_in(generated: Any) -> list[list[int]]:
+    """Return the completions from what TRL's generation returns: alone, or first beside other values."""
+    return generated[0] if isinstance(generated, tuple) else generated
+
+
+def generation_interval(trainer: object) -> int:
+    """Return the number of micro-batches between two generations."""
+    args = as_trl_trainer(trainer).args  # a rollout that scores a reference replaces the trainer's `num_iterations`
+    return args.steps_per_generation * args.num_iterations
+
+
+def is_before_generation(trainer: object) -> bool:
+    """Return True if the next training micro-batch begins with a generation."""
+    return as_trl_trainer(trainer)._step % generation_interval(trainer) == 0
+
+
+def rollout_number(trainer: object) -> int:
+    """Return the number of the pass over rollouts to which the current training micro-batch belongs."""
+    return as_trl_trainer(trainer)._step // as_trl_trainer(trainer).args.steps_per_generation
+
+
+def logged(trainer: object, name: str) -> list[float]:
+    """Return the values of a training metric since the last log. Every process must call this function."""
+    metrics = getattr(trainer, "metrics", None)
+    if metrics is not None:  # ours, which processes have not exchanged yet
+        metrics.settle()
+    return as_trl_trainer(trainer)._metrics["train"].get(name, [])
+
+
+def is_settled(trainer: object) -> bool:
+    """Return True if processes need not communicate to read a training metric."""
+    metrics = getattr(trainer, "metrics", None)
+    return metrics is None or metrics.is_settled
+
+
+def logged_count(trainer: object, name: str) -> int:
+    """Return how many values of a training metric there are since the last log."""
+    metrics = getattr(trainer, "metrics", None)
+    return len(as_trl_trainer(trainer)._metrics["train"].get(name, [])) if metrics is None else metrics.count(name)
+
+
+def log_last(trainer: object, name: str, value: float) -> None:
+    """Log a training metric by its last value before a log, not by its mean."""
+    as_trl_trainer(trainer)._metrics["train"][name] = [value]
+
+
+def forget_sync(trainer: object) -> None:
+    """Let the next generation send the policy to vLLM. TRL sends it only if the number of the step has changed."""
+    as_trl_trainer(trainer)._last_loaded_step = -1
+
+
+@contextmanager
+def patched(target: object, values: Mapping[str, Any]) -> Iterator[None]:
+    """Replace attributes of an object inside this context."""
+    attributes = vars(target)
+    before = dict(attributes)
+    attributes.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            if name in before:
+                attributes[name] = before[name]
+            else:
+                del attributes[name]

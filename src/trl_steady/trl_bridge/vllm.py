@@ -1,0 +1,267 @@
+"""TRL's vLLM engine, extended to return further data of the tokens that it generates, and to take an adapter alone.
+
+This file knows how TRL builds, feeds and asks an engine. It knows neither the data nor the adapter.
+"""
+
+import copy
+import functools
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from types import SimpleNamespace
+from typing import Any
+
+from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
+from peft import PeftModel
+from torch import Tensor
+from transformers import PreTrainedModel
+from trl.generation import vllm_generation
+from trl.generation.vllm_client import VLLMClient
+from trl.generation.vllm_generation import VLLMGeneration
+from trl.trainer import grpo_trainer, rloo_trainer
+
+from trl_steady.core.engine import AdapterSync, Answer, Ask, EngineOutput, NamedWeights
+from trl_steady.trl_bridge.private import patched
+
+
+@contextmanager
+def steady_engine(captures: Sequence[EngineOutput], sync: AdapterSync | None) -> Iterator[None]:
+    """Give each of TRL's trainers that is built inside this context an engine of ours."""
+
+    def build(*arguments: Any, model: PreTrainedModel | PeftModel, **keywords: Any) -> VLLMGeneration:
+        sync_of_model = sync if is_peft_model(model) else None
+        return SteadyGeneration(*arguments, model=model, captures=captures, sync=sync_of_model, **keywords)
+
+    with patched(grpo_trainer, {"VLLMGeneration": build}), patched(rloo_trainer, {"VLLMGeneration": build}):
+        yield
+
+
+@contextmanager
+def engine_arguments(given: Mapping[str, object]) -> Iterator[None]:
+    """Let a colocated engine that is built inside this context have these arguments of vLLM's, over TRL's.
+
+    Raises:
+        ValueError: vLLM does not know an argument, or not with this value.
+    """
+    llm = getattr(vllm_generation, "LLM", object)
+
+    def build(**trl_arguments: object) -> Any:
+        try:
+            return llm(**{**trl_arguments, **given})
+        except TypeError as error:
+            raise ValueError(
+                f"vllm_engine_kwargs={given!r}: vLLM cannot be built with it: {error}. Set what vllm.LLM takes."
+            ) from error
+
+    with patched(vllm_generation, {"LLM": build} if given else {}):
+        yield
+
+
+class SteadyGeneration(VLLMGeneration):
+    """TRL's `VLLMGeneration` that stores data of its tokens until they are taken, and may get an adapter alone.
+
+    Raises:
+        ValueError: A colocated engine of several GPUs has to capture data. The engine cannot serve the adapter, and
+            merged weights will not do.
+    """
+
+    adapter: AdapterSync | None = None
+    """Sends the adapter; None if all weights are sent."""
+    answering: Callable[[Ask, Mapping[str, Any]], Answer] | None = None
+    """Answers a question in place of the server, which the first argument asks. It is set on the main process only."""
+    before_sync: Callable[[], None] | None = None
+    """Is called before other weights or another adapter are sent."""
+
+    def __init__(
+        self, *arguments: Any, captures: Sequence[EngineOutput], sync: AdapterSync | None = None, **keywords: Any
+    ) -> None:
+        self._captures, self._sync = captures, sync
+        self._captured: dict[str, list[Any]] = {}
+        super().__init__(*arguments, **keywords)
+
+    def _init_vllm(self) -> None:
+        sync = self._sync
+        if sync is None:
+            self._build({})
+            return
+        is_fsdp1 = self._dist.fsdp_version == 1
+        why_not = "version 1 of FSDP does not gather an adapter" if is_fsdp1 else sync.why_not(self)
+        if why_not := first_of_all(why_not):
+            self._merge_instead(sync, why_not)
+            self._build({})
+            return
+        self._build(sync.flags(self))
+        try:
+            sync.send(self)
+        except Exception as error:  # vLLM's own, of any type
+            why_not = f"vLLM refuses the adapter: {error!s}"
+        if why_not := first_of_all(why_not):
+            self._merge_instead(sync, why_not)
+        else:
+            self.adapter = sync
+            sync.attach(self)
+
+    def _merge_instead(self, sync: AdapterSync, why_not: str) -> None:
+        """Warn that the engine gets merged weights, or refuse that."""
+        if sync.is_required(self):
+            raise ValueError(
+                f"{sync.option}: {why_not}. Change that, or let the policy itself generate (use_vllm=False). An "
+                "unquantised policy may also get merged weights (vllm_adapter_sync=False)."
+            )
+        warnings.warn(
+            f"vLLM gets all weights with the adapter merged, because {why_not}. Set vllm_adapter_sync=False to send "
+            "merged weights without this warning.",
+            UserWarning,
+            stacklevel=3,
+        )
+
+    def _build(self, adapter_flags: dict[str, object]) -> None:
+        """Build TRL's engine, in this process with these options of vLLM's, or connect to the server."""
+        if self.mode == "server":
+            super()._init_vllm()
+            return
+        if self._captures and self.tensor_parallel_size > 1:
+            capture = self._captures[0]
+            raise ValueError(
+                f"{capture.option} with vllm_tensor_parallel_size={self.tensor_parallel_size}: a colocated engine "
+                f"returns the {capture.what} to one process only. Set vllm_mode='server'."
+            )
+        flags = {**adapter_flags, **{capture.flag: True for capture in self._captures}}
+        # `LLM` is missing if vLLM is not installed; TRL then raises an error
+        build = functools.partial(getattr(vllm_generation, "LLM", object), **flags)
+        if adapter_flags and self.enable_sleep_mode:
+            build = functools.partial(_keeping_weights, build)
+        with patched(vllm_generation, {"LLM": build}):
+            super()._init_vllm()
+
+    def whole(self, parameters: Sequence[Tensor]) -> AbstractContextManager[object]:
+        """Return a context in which parameters are whole on this process, under ZeRO-3 too. All processes enter it."""
+        return whole(self, parameters)
+
+    def wake_weights(self) -> None:
+        """Wake the weights of a colocated engine that sleeps, as TRL does before it sends others."""
+        if self.enable_sleep_mode and self._llm_weights_sleeping:
+            vllm_generation.empty_cache()  # so that the weights fit
+            self.llm.wake_up(tags=["weights"])
+            self._llm_weights_sleeping = False
+
+    def sync_weights(self) -> None:
+        """Send the policy's weights, or its adapter alone."""
+        if self.before_sync is not None:
+            self.before_sync()
+        if self.adapter is None:
+            super().sync_weights()
+        else:
+            self.adapter.send(self)
+
+    def generate(self, prompts: list[Any], *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
+        """Generate as TRL does, and store the captured data."""
+        if not self._captures and self.answering is None:
+            return super().generate(prompts, *arguments, **keywords)
+        if self.mode == "colocate":
+            answers: list[Any] = []
+            with patched(self.llm, {"generate": _kept(self.llm.generate, answers)}):
+                result = super().generate(prompts, *arguments, **keywords)
+            (outputs,) = answers
+            self._captured = self._compacted([completion for output in outputs for completion in output.outputs])
+            return result
+        on_main: list[dict[str, list[Any]]] = [{}]
+        if not self.accelerator.is_main_process:
+            result = super().generate(prompts, *arguments, **keywords)
+        else:
+            ask = functools.partial(self.ask, copy.copy(self.vllm_client))
+
+            def answered(**question: Any) -> dict[str, Any]:
+                output, on_main[0] = ask(question) if self.answering is None else self.answering(ask, question)
+                return output
+
+            with patched(self.vllm_client, {"generate": answered}):
+                result = super().generate(prompts, *arguments, **keywords)
+        if self._captures:
+            broadcast_object_list(on_main, from_process=0)
+            first = self.accelerator.process_index * len(prompts)
+            self._captured = {field: values[first : first + len(prompts)] for field, values in on_main[0].items()}
+        return result
+
+    def _compacted(self, completions: Sequence[object]) -> dict[str, list[Any]]:
+        """Return the captured data of completions, field by field."""
+        found: dict[str, list[Any]] = {}
+        for capture in self._captures:
+            values = [getattr(completion, capture.field, None) for completion in completions]
+            found[capture.field] = [None if value is None else capture.compact(value) for value in values]
+        return found
+
+    def ask(self, client: VLLMClient, question: Mapping[str, Any]) -> Answer:
+        """Ask a client of TRL's, which does not change. A thread may do that with a client for itself."""
+        if not self._captures:
+            return Answer(client.generate(**question), {})
+        if question.get("features") is None and any(capture.needs_tokens_endpoint for capture in self._captures):
+            question = {**question, "features": [None] * len(question["prompts"])}  # features select the endpoint
+        answers: list[Any] = []
+        client = copy.copy(client)
+        vars(client)["_post"] = _kept(client._post, answers)
+        output = client.generate(**question)
+        # requests may be answered in any order; the token lists are the same objects as in the answers
+        choices = {id(choice["token_ids"]): choice for answer in answers for choice in answer["choices"]}
+        completions = [SimpleNamespace(**choices[id(ids)]) for ids in output["completion_ids"]]
+        return Answer(output, self._compacted(completions))
+
+    def take(self, capture: EngineOutput) -> list[Any]:
+        """Return the data of each completion of the last `generate`, and forget them.
+
+        Raises:
+            ValueError: The engine has returned none for a completion.
+        """
+        values = self._captured.pop(capture.field, [])
+        missing = sum(each is None for each in values)
+        if missing:
+            raise ValueError(
+                f"{capture.option}: vLLM returned no {capture.what} for {missing} of {len(values)} sequences. "
+                f"{capture.remedy}"
+            )
+        return values
+
+
+def first_of_all(reason: str | None) -> str | None:
+    """Return the first reason of any process, so that all decide alike. Otherwise they would wait for one another."""
+    return next(filter(None, gather_object([reason])), None)
+
+
+def _keeping_weights(build: Callable[..., Any], **asked: object) -> Any:
+    """Build vLLM's `LLM` so that it keeps its weights in the CPU's memory while it sleeps.
+
+    TRL's level of sleep drops them, and nobody would send the base again.
+    """
+    llm = build(**asked)
+    sleep = llm.sleep
+    vars(llm)["sleep"] = lambda level=1, *mode, **others: sleep(min(level, 1), *mode, **others)
+    return llm
+
+
+@contextmanager
+def keeping_log_probs(engine: VLLMGeneration) -> Iterator[list[tuple[Any, ...]]]:
+    """Let TRL's engine return log-probs, which RLOO's trainer does not ask for. Give its answers, as a list."""
+    answers: list[tuple[Any, ...]] = []
+    with patched(engine, {"logprobs": engine.logprobs or 0, "generate": _kept(engine.generate, answers)}):
+        yield answers
+
+
+def _kept(function: Callable[..., Any], answers: list[Any]) -> Callable[..., Any]:
+    """Wrap a function so that its answers are appended to `answers`."""
+
+    def keeping(*arguments: object, **keywords: object) -> Any:
+        answer = function(*arguments, **keywords)
+        answers.append(answer)  # several threads may do this at once
+        return answer
+
+    return keeping
+
+
+def push(engine: VLLMGeneration, weights: Callable[[NamedWeights], Iterator[tuple[str, Tensor]]]) -> None:
+    """Send `weights(trl_weights)` to vLLM in place of `trl_weights()`, the named weights that TRL would send."""
+    vars(engine)["_iter_named_params"] = functools.partial(weights, engine._iter_named_params)
+
+
+def whole(engine: VLLMGeneration, parameters: Sequence[Tensor]) -> AbstractContextManager[object]:
+    """Return a context in which parameters are whole on this process, under ZeRO-3 too. All processes enter it."""
+    return engine._dist.gather_params(parameters)

@@ -1,0 +1,98 @@
+"""What `trl-steady env` and `trl-steady methods` say."""
+
+import importlib.metadata
+import re
+from dataclasses import fields
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import trl
+
+import trl_steady
+from tests.tools import tiny
+from trl_steady.cli import main as cli
+from trl_steady.config.methods import METHODS
+from trl_steady.losses.table import LOSSES
+
+
+def options_of(method: Any) -> list[str]:
+    return re.findall(r"\b([a-z_]+)(?=[=>])", method.setting)
+
+
+ROOT = Path(__file__).parents[2]
+
+
+def test_the_report_has_versions(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["env"]) == 0
+    out = capsys.readouterr().out
+    for name in ("trl", "transformers", "peft", "bitsandbytes"):
+        assert re.search(rf"(?im)^- {name} version: {re.escape(importlib.metadata.version(name))}$", out), name
+    assert f"\n- trl-steady version: {trl_steady.__version__}\n" in out
+
+
+def test_the_table_has_every_method_with_its_page(capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.main(["methods"]) == 0
+    lines = capsys.readouterr().out.splitlines()[1:]
+    assert len(lines) == len(METHODS)
+    for line, method in zip(lines, METHODS, strict=True):
+        assert re.split(r" {2,}", line) == [part for part in method[:5] if part]
+        page = (ROOT / "docs" / method.page).read_text()
+        for name in options_of(method):
+            assert f"`{name}" in page or f"{name}=" in page, (method.page, name)
+
+
+def test_every_option_of_ours_belongs_to_a_method() -> None:
+    theirs = {field.name for field in fields(trl.GRPOConfig)}
+    ours = {field.name for field in fields(trl_steady.PPOConfig)} - theirs - {"training_report", "log_line"}
+    named = {name for method in METHODS if method.kind != "reward model" for name in options_of(method)}
+    assert ours <= named <= theirs | ours
+    assert all(map(options_of, METHODS))
+    losses = {loss_type: loss.name for loss_type, loss in LOSSES.items() if loss.is_ours}
+    settings = {method.setting: method.name for method in METHODS if method.kind == "loss"}
+    assert settings == {f'loss_type="{loss_type}"': name for loss_type, name in losses.items()}
+
+
+MOVING, R2 = "iterative GRPO: a reference that moves", "R2: routes of"
+UNPADDED = "padding-free passes (the default)"
+
+
+@pytest.mark.parametrize(
+    ("options", "on"),
+    [
+        ({}, []),
+        ({"loss_type": "gspo"}, ["GSPO"]),
+        ({"beta": 0.1}, []),  # TRL's own
+        ({"beta": 0.1, "loss_type": "gspo"}, ["GSPO", "per-token ratio"]),
+        ({"beta": 0.1, "loss_type": "gspo", "use_bias_correction_kl": False}, ["GSPO"]),
+        ({"beta": 0.1, "kl_ratio_denominator": "sampler"}, ["ratio to the engine's log-probs"]),
+        ({"beta": 0.1, "kl_estimator": "k2", "use_bias_correction_kl": False}, ["estimators other than k3"]),
+        ({"off_policy_mask_threshold": 0.0}, ["off-policy mask"]),
+        ({"geometric_mask_range": [0.9, 1.1]}, ["geometric mask, trainer against engine"]),
+        ({"token_veto_threshold": 0.1}, ["veto of outlier tokens, trainer against engine"]),
+        ({"step_advantage": "process"}, ["step rewards"]),
+        ({"sync_ref_model": True, "beta": 0.1}, [MOVING]),
+        ({"sync_ref_model": True, "beta": 0.1, "ref_model_sync_kl": 0.1}, [MOVING, "a reference that moves when"]),
+        ({"router_replay": "R3"}, ["R3: routes of"]),
+        ({"router_replay": "R2", "router_replay_reference": True, "beta": 0.1}, [R2, "routes in the reference's"]),
+        ({"keep_sampling_mask": True, "top_p": 0.9}, ["kept sampling mask"]),
+        ({"trim_padding": True, "share_prompts": True}, [UNPADDED, "a group's prompt computed once"]),
+        ({"vllm_engine_kwargs": {"enforce_eager": True}}, ["arguments of a colocated vLLM"]),
+        ({"dynamic_sampling": True, "dynamic_sampling_max_rounds": 4}, ["dynamic sampling"]),
+        (
+            {"async_generate": True, "use_vllm": True, "vllm_mode": "server", "engine_check": None},
+            ["the next rollout generated while"],
+        ),
+        ({"adapter_dtype": "float32"}, ["float32 adapters on a quantised base"]),
+    ],
+    ids=str,
+)
+def test_a_method_is_on_where_its_option_is(options: dict[str, Any], on: list[str], tmp_path: Path) -> None:
+    args = tiny.arguments(trl_steady.GRPOConfig, tmp_path, **{"trim_padding": False, **options})
+    trainer: Any = SimpleNamespace(args=args, off_policy_mask_threshold=args.off_policy_mask_threshold)
+    active = [each for feature in trl_steady.GRPOTrainer.FEATURES for each in feature(trainer).describe()]
+    found = sorted(each.name for each in active)
+    assert {*found} <= {method.name for method in METHODS}
+    assert all(hasattr(args, option) for each in active for option in each.options)
+    assert len(found) == len(on) and all(map(str.startswith, found, sorted(on)))

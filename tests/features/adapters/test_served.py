@@ -1,0 +1,358 @@
+"""An engine in the trainer's process that is sent adapters: PEFT reads the files, on a base of its own."""
+
+import contextlib
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import transformers
+from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from torch import Tensor
+from transformers import BitsAndBytesConfig
+from trl.generation import vllm_generation
+from trl.generation.vllm_generation import VLLMGeneration
+
+from tests.features.reference.test_reference import base_tensors
+from tests.tools import engines, tiny
+from tests.tools import wide as wide_model
+from trl_steady.features.adapters import vllm_support as serving
+from trl_steady.features.adapters.merging import merged_weights
+
+NF4 = {**wide_model.NF4, "bnb_4bit_use_double_quant": True}
+# of the same weights in float32, one sequence at a time instead of a packed batch
+ROUNDING = 1e-4
+ENGINE: dict[str, Any] = {"use_vllm": True, "vllm_mode": "colocate", "beta": 0.04, "learning_rate": 1e-2}
+
+
+class Request(NamedTuple):
+    """vLLM's `LoRARequest`."""
+
+    name: str
+    number: int
+    path: str
+
+
+class LLM:
+    """vLLM's class of that name, as far as TRL and adapters use it."""
+
+    def __init__(self, asked: dict[str, Any], refuses: str | None) -> None:
+        self.asked, self.refuses = asked, refuses
+        self.base = load(asked["model"], asked["quantization"])
+        self.adapters: list[Request] = []
+        self.answered: list[Request | None] = []
+        self.weights: dict[str, Tensor] = {}
+        self.slept: list[int] = []
+        self.is_awake = True
+        self.manager = SimpleNamespace(modules=dict.fromkeys(["qkv_proj"]), get_adapter=self.get_adapter)
+        runner = SimpleNamespace(model=self, lora_manager=SimpleNamespace(_adapter_manager=self.manager))
+        executor = SimpleNamespace(driver_worker=SimpleNamespace(model_runner=runner))
+        config = SimpleNamespace(max_model_len=64)
+        self.llm_engine = SimpleNamespace(model_executor=executor, add_lora=self.add_lora, model_config=config)
+
+    def add_lora(self, request: Request) -> None:
+        assert self.is_awake
+        if self.refuses == "add_lora":
+            raise ValueError("expected target modules in {'q_proj'}")
+        adapter = LoraConfig.from_pretrained(request.path)
+        assert adapter.r <= self.asked["max_lora_rank"]
+        base = load(self.asked["model"], self.asked["quantization"])
+        self.served = PeftModel.from_pretrained(base, request.path).train()  # bitsandbytes repacks a base in eval mode
+        self.adapters.append(request)
+
+    def get_adapter(self, number: int) -> Any:
+        """Keep of an adapter what vLLM keeps: joined projections, and not the modules that it only logs."""
+        names = ["qkv_proj"] if self.refuses is None else ["qkv_proj", self.refuses]
+        return SimpleNamespace(loras=dict.fromkeys(names))
+
+    def load_weights(self, weights: list[tuple[str, Tensor]]) -> None:
+        self.weights |= {name: value.detach().clone() for name, value in weights}
+        self.base.load_state_dict(self.weights, strict=False)
+
+    def reset_prefix_cache(self) -> None: ...
+
+    def sleep(self, level: int = 1, mode: str = "abort") -> None:
+        self.slept.append(level)
+        self.is_awake = False
+
+    def wake_up(self, tags: list[str]) -> None:
+        self.is_awake = True
+
+    def generate(
+        self, prompts: list[Any], sampling_params: Any, use_tqdm: bool, lora_request: Request | None = None
+    ) -> list[Any]:
+        self.answered.append(lora_request)
+        assert lora_request is None or lora_request == self.adapters[-1]
+        model = self.base if lora_request is None else self.served
+        is_scored = getattr(sampling_params, "logprobs", None) is not None
+        return [self._answer(model, prompt["prompt_token_ids"], is_scored) for prompt in prompts]
+
+    @torch.no_grad()
+    def _answer(self, model: Any, prompt: list[int], is_scored: bool) -> Any:
+        ids = model.generate(input_ids=torch.tensor([prompt]), max_new_tokens=6, do_sample=True, top_k=0)[0]
+        scores = model(ids[None]).logits[0, len(prompt) - 1 : -1].log_softmax(-1)
+        tokens = ids[len(prompt) :].tolist()
+        scored = zip(tokens, scores[range(len(tokens)), tokens].tolist(), strict=True)
+        logprobs = [{token: SimpleNamespace(logprob=score, rank=1)} for token, score in scored]
+        completion = SimpleNamespace(token_ids=tokens, logprobs=logprobs if is_scored else None)
+        return SimpleNamespace(prompt_token_ids=prompt, outputs=[completion])
+
+
+def requests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Put vLLM's class of requests where it is imported from."""
+    for name in ("vllm", "vllm.lora", "vllm.lora.request"):
+        monkeypatch.setitem(sys.modules, name, SimpleNamespace(LoRARequest=Request))
+
+
+def load(folder: Any, quantization: str | None, **asked: Any) -> Any:
+    options: dict[str, Any] = {}
+    if quantization:
+        options = {"quantization_config": BitsAndBytesConfig(**{**NF4, **asked}), "device_map": "cpu"}
+    return transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **options).train()
+
+
+@pytest.fixture
+def built(wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, LLM]]:
+    """Builds a trainer, and the engine beside it."""
+    made: list[LLM] = []
+    requests(monkeypatch)
+    monkeypatch.setattr(vllm_generation, "is_vllm_available", lambda **_: True)
+    monkeypatch.setattr(vllm_generation, "SamplingParams", SimpleNamespace, raising=False)
+
+    def trainer(
+        model: Any = wide,
+        refuses: str | None = None,
+        lora: dict[str, Any] | None = None,
+        build: dict[str, Any] | None = None,
+        **options: Any,
+    ) -> tuple[Any, LLM]:
+        def llm(**asked: Any) -> LLM:
+            made.append(LLM(asked, refuses if "enable_lora" in asked else None))
+            return made[-1]
+
+        engines.alone(monkeypatch)  # a trainer that was refused has left its rank in the environment
+        monkeypatch.setattr(vllm_generation, "LLM", llm, raising=False)
+        config = LoraConfig(**{**tiny.LORA, **(lora or {})})
+        ours = tiny.trainer(model, tmp_path, build={"peft_config": config, **(build or {})}, **{**ENGINE, **options})
+        return ours, made[-1]
+
+    return trainer
+
+
+def differences(trainer: Any) -> list[float]:
+    """Train, and compare log-probs of each rollout: the engine's and the policy's. The largest differences."""
+    found: list[float] = []
+
+    class Compared(type(trainer)):
+        def _generate_and_score_completions(self, inputs: Any) -> Any:
+            samples = super()._generate_and_score_completions(inputs)
+            ids = torch.cat([samples["prompt_ids"], samples["completion_ids"]], dim=1)
+            mask = torch.cat([samples["prompt_mask"], samples["completion_mask"]], dim=1)
+            with torch.no_grad():
+                logits = self.model(input_ids=ids, attention_mask=mask).logits[:, :-1]
+            scores = logits.float().log_softmax(-1).gather(-1, ids[:, 1:, None]).squeeze(-1)
+            scores = scores[:, samples["prompt_ids"].size(1) - 1 :]
+            kept = samples["completion_mask"].bool()
+            found.append((scores - samples["sampling_per_token_logps"])[kept].abs().max().item())
+            return samples
+
+    trainer.__class__ = Compared
+    trainer.train()
+    return found
+
+
+@pytest.mark.supports("quantised base", "adapter_dtype", on="vLLM colocate", only="stand-in")
+@pytest.mark.supports("moving reference, quantised base", on="vLLM colocate", only="stand-in")
+@pytest.mark.parametrize("base", ["float32", "nf4"])
+def test_the_engine_has_the_policys_adapter_at_each_rollout(
+    wide: Path, built: Callable[..., tuple[Any, LLM]], base: str
+) -> None:
+    model, moving = wide, {"sync_ref_model": True, "ref_model_mixup_alpha": 1.0, "ref_model_sync_steps": 4}
+    if base == "nf4":
+        model, moving = load(wide, "bitsandbytes"), {**moving, "adapter_dtype": "float32"}
+    trainer, llm = built(model, **moving, max_steps=12)
+    assert llm.asked["enable_lora"] and llm.asked["max_lora_rank"] == 8
+    assert llm.asked["quantization"] == (None if base == "float32" else "bitsandbytes")
+    before = [value.clone() for value in base_tensors(trainer.model)]
+    found = differences(trainer)
+    assert len(found) == 3 and max(found) < ROUNDING
+    assert len(llm.adapters) == 4  # one while the engine is built
+    assert llm.answered == llm.adapters[1:] and not llm.weights
+    assert len({(request.name, request.number, request.path) for request in llm.adapters}) == 4
+    assert [Path(request.path).exists() for request in llm.adapters] == [False, False, False, True]
+    assert all(torch.equal(*pair) for pair in zip(base_tensors(trainer.model), before, strict=True))
+
+
+def test_an_engine_that_sleeps_keeps_its_base(built: Callable[..., tuple[Any, LLM]]) -> None:
+    trainer, llm = built(vllm_enable_sleep_mode=True, max_steps=8)
+    assert max(differences(trainer)) < ROUNDING
+    assert set(llm.slept) == {1} and len(llm.slept) == 3
+
+
+def test_calls_of_vllms_own_methods_are_answered_with_the_adapter(built: Callable[..., tuple[Any, LLM]]) -> None:
+    """A `rollout_func` of TRL may call `trainer.vllm_generation.llm`."""
+    trainer, llm = built(max_steps=4)
+    prompts = [{"prompt_token_ids": [1, 2, 3]}]
+    trainer.vllm_generation.llm.generate(prompts, None, use_tqdm=False)
+    assert llm.answered == llm.adapters
+    trainer.vllm_generation.llm.generate(prompts, None, use_tqdm=False, lora_request=None)
+    assert llm.answered[1:] == [None]
+
+
+@pytest.mark.parametrize("sync", [None, False], ids=["adapter", "merged"])
+def test_a_second_training_begins_with_the_policy_of_the_first(
+    built: Callable[..., tuple[Any, LLM]], sync: bool | None
+) -> None:
+    """Its first step has the number of the step in which TRL has sent the policy last."""
+    trainer, llm = built(max_steps=4, vllm_adapter_sync=sync)
+    assert ("enable_lora" in llm.asked) == (sync is None)
+    assert len(found := differences(trainer)) == 1 and max(found) < ROUNDING
+    assert len(found := differences(trainer)) == 1 and max(found) < ROUNDING
+
+
+def test_the_best_policy_is_sent_before_it_is_evaluated(built: Callable[..., tuple[Any, LLM]]) -> None:
+    saved = {"eval_strategy": "steps", "eval_steps": 2, "save_strategy": "steps", "save_steps": 2}
+    best = {"load_best_model_at_end": True, "metric_for_best_model": "eval_runtime", "greater_is_better": None}
+    build = {"eval_dataset": tiny.dataset(4)}
+    trainer, llm = built(max_steps=4, per_device_eval_batch_size=4, **saved, **best, build=build)
+    trainer.train()
+    sent = len(llm.adapters)
+    trainer.evaluate()
+    assert len(llm.adapters) == sent + 1
+
+
+@pytest.mark.supports("PPO, LoRA", on="vLLM colocate", only="stand-in")
+@pytest.mark.parametrize("sync", [True, False], ids=["adapter", "merged"])
+def test_a_critic_on_the_policys_base_is_not_sent(
+    wide: Path, built: Callable[..., tuple[Any, LLM]], sync: bool
+) -> None:
+    """Its adapter may have more modules than the policy's, and another rank."""
+    critic = LoraConfig(r=16, target_modules="all-linear")
+    moving = {"kl_coef": 0.1, "ref_model_mixup_alpha": 1.0, "ref_model_sync_steps": 4, "sync_ref_model": True}
+    trainer, llm = built(
+        method="PPO", build={"value_peft_config": critic}, vllm_adapter_sync=sync, max_steps=12, **moving
+    )
+    assert trainer.model.peft_config.keys() == {"default", "ref", "value"}
+    found = differences(trainer)
+    assert len(found) == 3 and max(found) < ROUNDING
+    if not sync:
+        bare = load(wide, None)
+        assert llm.weights.keys() == {name for name, _ in bare.named_parameters()}
+        return
+    assert llm.asked["max_lora_rank"] == 8 and not llm.weights
+    sent = load_file(Path(llm.adapters[-1].path, "adapter_model.safetensors"))
+    trained = {name: value for name, value in trainer.model.named_parameters() if ".default." in name}
+    assert sent.keys() == {name.replace(".default", "") for name in trained}
+    assert {value.shape for value in sent.values()} == {value.shape for value in trained.values()}
+    adapter = LoraConfig.from_pretrained(llm.adapters[-1].path)
+    assert adapter.r == tiny.LORA["r"] and adapter.target_modules == {*tiny.LORA["target_modules"]}
+
+
+def changed(wide: Path) -> Any:
+    return get_peft_model(load(wide, None), LoraConfig(**tiny.LORA)).merge_and_unload()
+
+
+UNSERVED: dict[str, tuple[dict[str, Any], str]] = {
+    "dora": ({"lora": {"use_dora": True}}, "vLLM does not serve LoRA with use_dora=True"),
+    "pissa": ({"lora": {"init_lora_weights": "pissa"}}, "init_lora_weights='pissa'.*PEFT has changed the base"),
+    "base": ({"model": changed}, "q_proj.weight is not that of the checkpoint"),
+    "target": ({"refuses": "add_lora"}, "vLLM refuses the adapter: expected target modules"),
+    "towers": (
+        {"refuses": "visual.qkv"},
+        "vLLM refuses the adapter: it leaves out 1 of the adapter's modules, such as",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", UNSERVED)
+def test_what_is_not_served_is_merged(wide: Path, built: Callable[..., tuple[Any, LLM]], case: str) -> None:
+    options, reason = UNSERVED[case]
+    options = {name: value(wide) if name == "model" else value for name, value in options.items()}
+    with pytest.warns(UserWarning, match=f"vLLM gets all weights with the adapter merged, because .*{reason}"):
+        trainer, llm = built(**options, max_steps=8)
+    kept = [value for value in trainer.model.parameters() if not value.requires_grad]
+    before = [value.clone() for value in kept]
+    assert max(differences(trainer)) < ROUNDING
+    assert llm.weights and llm.answered == [None, None]
+    assert all(torch.equal(*pair) for pair in zip(kept, before, strict=True))
+
+
+def why_not(model: Any) -> str | None:
+    return serving.why_not_served(model, "colocate", lambda _: contextlib.nullcontext())
+
+
+def test_what_another_adapter_is_does_not_count(wide: Path) -> None:
+    model = get_peft_model(load(wide, None), LoraConfig(**tiny.LORA))
+    alone = {name: value.clone() for name, value in merged_weights(model)}
+    model.add_adapter("value", LoraConfig(r=2, init_lora_weights=False, target_modules=["up_proj"]))
+    assert why_not(model) is None
+    beside = dict(merged_weights(model))
+    assert beside.keys() == alone.keys() and all(torch.equal(beside[name], alone[name]) for name in alone)
+
+
+@pytest.mark.parametrize("base", [None, "bitsandbytes"])
+def test_each_file_of_a_checkpoint_is_compared_with_the_base(wide: Path, tmp_path: Path, base: str | None) -> None:
+    """Shards, and weights without an adapter, count too."""
+    load(wide, None).save_pretrained(tmp_path, max_shard_size="100KB")
+    assert len([*tmp_path.glob("model-*.safetensors")]) > 1
+    model = get_peft_model(load(tmp_path, base), LoraConfig(**tiny.LORA))
+    assert why_not(model) is None
+    weight = model.get_base_model().model.layers[1].mlp.down_proj.weight
+    before = weight.data.clone()
+    weight.data[0] += 1
+    assert "layers.1.mlp.down_proj.weight is not that of the checkpoint" in (why_not(model) or "")
+    weight.data = before
+    model.get_base_model().config.name_or_path = str(tmp_path / "none")
+    assert "q_proj.weight cannot be compared: " in (why_not(model) or "")
+
+
+@pytest.mark.parametrize(
+    "base", [{"bnb_4bit_use_double_quant": False}, {"bnb_4bit_quant_type": "fp4"}, "int8"], ids=str
+)
+def test_a_base_that_vllm_quantises_otherwise_is_refused(
+    wide: Path, built: Callable[..., tuple[Any, LLM]], base: Any
+) -> None:
+    model = wide_model.load(wide, base) if base == "int8" else load(wide, "bitsandbytes", **base)
+    with pytest.raises(ValueError, match=r"vllm_adapter_sync=None: vLLM quantises with .*'nf4'.*use_vllm=False"):
+        built(model)
+
+
+SERVER = {**ENGINE, "vllm_mode": "server", "vllm_adapter_sync": False}
+
+
+class Client:
+    """TRL's client of a server that takes all that it is sent."""
+
+    def update_named_params(self, metadata: Any, weights: Any) -> None:
+        assert len(list(weights)) == len(metadata)
+
+    def reset_prefix_cache(self) -> None: ...
+
+    def get_server_info(self) -> dict[str, Any]:
+        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
+
+
+@pytest.mark.parametrize("base", ["bf16", "nf4"])
+def test_pushes_of_merged_weights_leave_each_byte_of_the_base(
+    wide: Path, built: Callable[..., tuple[Any, LLM]], base: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """TRL merges into the base and subtracts again, which wears it; see docs/upstream.md."""
+    if base == "bf16":
+        model = transformers.AutoModelForCausalLM.from_pretrained(wide, dtype=torch.bfloat16)
+        trainer, _ = built(model, vllm_adapter_sync=False)
+    else:  # a colocated engine cannot have merged weights of it, a server can
+        monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda self: setattr(self, "vllm_client", Client()))
+        trainer = tiny.trainer(load(wide, "bitsandbytes"), Path(wide.parent, "out"), lora=True, **SERVER)
+    before = [value.clone() for value in base_tensors(trainer.model)]
+    adapters = [value for value in trainer.model.parameters() if value.requires_grad]
+    for _ in range(10):
+        with torch.no_grad():
+            for value in adapters:
+                value.add_(0.01 * torch.randn_like(value))
+        trainer.vllm_generation.sync_weights()
+    after = base_tensors(trainer.model)
+    assert len(after) > 10 and all(torch.equal(*pair) for pair in zip(after, before, strict=True))

@@ -1,0 +1,312 @@
+"""Generation ahead: which policy answers which prompts, and the trainer trains as on the same answers later."""
+
+import itertools
+import multiprocessing
+import threading
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers import TrainerCallback
+
+import trl_steady
+from tests.tools import agent, ahead, engines, rounds, tiny
+from tests.tools.ahead import Watched
+from tests.tools.cases import cases
+from tests.tools.engines import COMPLETIONS, MASKED, RENDER, ROUTED, TOKENS, Server
+from tests.tools.resumable import differences
+from tests.trainers import test_images
+from trl_steady.features.async_generation import AsyncGeneration
+from trl_steady.trl_bridge.prefetch import Request
+
+engine, server, mixture = engines.engine, engines.server, engines.mixture
+llava = test_images.llava
+
+pytestmark = pytest.mark.supports("async_generate", on="vLLM server", only="stand-in")
+
+
+@pytest.fixture
+def watched(server: Server) -> Iterator[Watched]:
+    with ahead.connected():
+        yield Watched(server)
+
+
+Train = Callable[..., Any]
+
+
+@pytest.fixture
+def trained(models: dict[str, Path], tmp_path: Path, server: Server, watched: Watched) -> Train:
+    """Trains on the server, which forgets what it was asked before."""
+
+    def train(model: Path | None = None, **options: Any) -> Any:
+        watched.asked.clear()
+        watched.syncs = 0
+        torch.manual_seed(0)
+        return tiny.train(ahead.build(server.url, model or models["dense"], tmp_path, **options))
+
+    return train
+
+
+# a rollout of four prompts is 16 answers
+ONE_STEP = {"per_device_train_batch_size": 16, "steps_per_generation": 1}
+WINDOWS: dict[str, dict[str, Any]] = {
+    "a step": {**ONE_STEP, "max_steps": 20},
+    "two passes, steps of two micro-batches": {
+        "num_iterations": 2,
+        "gradient_accumulation_steps": 2,
+        "max_steps": 80,
+    },
+    "steps of four rollouts": {**ONE_STEP, "gradient_accumulation_steps": 4, "max_steps": 5},
+    "steps that end inside a rollout": {
+        "per_device_train_batch_size": 8,
+        "steps_per_generation": 2,
+        "gradient_accumulation_steps": 3,
+        "max_steps": 7,
+    },
+    "a short last step in each epoch": {
+        "per_device_train_batch_size": 8,
+        "steps_per_generation": 2,
+        "gradient_accumulation_steps": 3,
+        "max_steps": -1,
+        "num_train_epochs": 3,
+    },
+    "an epoch is a rollout": {**ONE_STEP, "max_steps": 5, "build": {"train_dataset": tiny.dataset(4)}},
+    "a window is two epochs": {
+        **ONE_STEP,
+        "num_iterations": 2,
+        "max_steps": 8,
+        "build": {"train_dataset": tiny.dataset(4)},
+    },
+    "a stream": {**ONE_STEP, "max_steps": 8, "build": {"train_dataset": tiny.dataset(12).to_iterable_dataset()}},
+    "workers": {**ONE_STEP, "max_steps": 5, "dataloader_num_workers": 1, "build": {"train_dataset": tiny.dataset(8)}},
+    "PPO": {**ONE_STEP, "method": "PPO", "num_generations": 4, "max_steps": 4, "lora": True},
+}
+
+
+FAST = ("a step", "steps that end inside a rollout", "a short last step in each epoch", "an epoch is a rollout")
+
+
+@pytest.mark.parametrize("window", cases(WINDOWS, FAST))
+@pytest.mark.filterwarnings("ignore:value_init", "ignore:.*fork")
+def test_a_rollout_has_its_prompts_and_the_policy_of_the_rollout_before(
+    trained: Train, watched: Watched, window: str
+) -> None:
+    options = WINDOWS[window]
+    trained(is_ahead=False, **options)
+    usual, drawn = list(watched.asked), torch.rand(())
+    watched.seconds = 0.02
+    trainer = trained(**options)
+    assert [each.prompts for each in watched.asked] == [each.prompts for each in usual]
+    assert len(usual) >= 4 and torch.rand(()) == drawn  # the random state at the end
+    versions = [each.version for each in usual]
+    assert [each.version for each in watched.asked] == [versions[0], *versions[:-1]]
+    assert all(each.is_steady for each in watched.asked)
+    behind = logged(trainer, "async/versions_behind")
+    assert behind[0] == 0 and sum(behind) > 0
+    if len(behind) == len(usual):
+        assert behind[1:] == [float(now - before) for before, now in itertools.pairwise(versions)]
+    assert alive() == [] and multiprocessing.active_children() == []
+
+
+def logged(trainer: Any, name: str) -> list[float]:
+    return [row[name] for row in tiny.history(trainer) if name in row]
+
+
+def alive() -> list[threading.Thread]:
+    return [thread for thread in threading.enumerate() if isinstance(thread, Request)]
+
+
+def outcome(trainer: Any) -> dict[str, Any]:
+    """Without what only a run ahead logs."""
+    state = ahead.state(trainer)
+    state["history"] = [{k: v for k, v in row.items() if "async/" not in k} for row in state["history"]]
+    return state
+
+
+SAMPLED = {"keep_sampling_mask": True, "top_k": 50, "top_p": 0.9}
+METHODS: dict[str, dict[str, Any]] = {
+    "DAPO": {"num_iterations": 2, "max_steps": 20},
+    "GSPO-token with masks": {
+        "loss_type": "gspo_token",
+        "off_policy_mask_threshold": 0.5,
+        "geometric_mask_range": (0.01, 100.0),
+        "token_veto_threshold": 1e-6,
+    },
+    "LoRA, a KL to the sampler": {"lora": True, "beta": 0.1, "kl_ratio_denominator": "sampler"},
+    "R3 and kept sets": {"router_replay": "R3", **SAMPLED},
+    "dynamic sampling": {"dynamic_sampling": True, "max_steps": 12, "build": {"reward_funcs": rounds.planted}},
+    "idle groups left out": {"skip_zero_weight": True, **ONE_STEP},
+    "PPO": {"method": "PPO", "lora": True},
+    "images": {"gradient_checkpointing": False, **ONE_STEP},
+}
+
+
+@pytest.mark.parametrize("method", cases(METHODS, ("R3 and kept sets", "dynamic sampling", "PPO", "images")))
+@pytest.mark.filterwarnings("ignore:value_init", "ignore:trim_padding")
+def test_a_run_equals_one_that_gets_the_same_answers_when_it_asks(
+    trained: Train, watched: Watched, server: Server, mixture: Path, llava: tuple[Path, Any], method: str
+) -> None:
+    """Bit for bit: answers, the sampler's log-probs, routes and sets that reach the loss are those of the server."""
+    options = METHODS[method]
+    server.config = {"model_config": {MASKED: "top_p" in options, ROUTED: "router_replay" in options}}
+    model = mixture if "router_replay" in options else None
+    if method == "images":
+        model, processor = llava
+        data = test_images.pictures(lengths=tuple(range(1, 9)))  # the server knows a prompt by its length
+        build = {"train_dataset": data, "processing_class": processor, "reward_funcs": tiny.reward}
+        options = {**options, "build": build}
+    trainer = trained(model, **options)
+    found = outcome(trainer)
+    assert trainer.part(AsyncGeneration).notes == []  # no answer was thrown away
+    if method == "images":  # four prompts a rollout, which all but the first are asked about twice
+        assert len(server.requests[RENDER]) == 4 * (6 + 5)
+        assert all(body["features"] for body in server.requests[TOKENS])
+    watched.replay()
+    synchronous = outcome(trained(model, is_ahead=False, **options))
+    assert differences(synchronous, found) == []
+    assert not any(watched.replayed.values())
+    assert differences(outcome(trained(model, is_ahead=False, **options)), found) != []  # newer policies
+
+
+def test_an_evaluation_asks_the_policy_as_it_is(trained: Train, watched: Watched) -> None:
+    options = {
+        **ONE_STEP,
+        "eval_strategy": "steps",
+        "eval_steps": 2,
+        "per_device_eval_batch_size": 4,
+        "num_generations_eval": 4,
+        "build": {"eval_dataset": tiny.dataset(1)},
+    }
+    watched.seconds = 0.3  # more than a step takes, so that an evaluation would send weights too early
+    trainer = trained(**options)
+    of_training = [each for each in watched.asked if len(each.prompts) == 4]
+    of_evaluation = [each for each in watched.asked if len(each.prompts) == 1]
+    # the policy is sent before each rollout, and before an evaluation instead of the rollout after it
+    assert [each.version for each in of_training] == [1, 1, 2, 3, 4, 5]
+    assert [each.version for each in of_evaluation] == [3, 5, 7]
+    assert logged(trainer, "async/versions_behind") == [0, 1, 1, 1, 1, 1]
+    trainer.predict(tiny.dataset(4))
+    assert watched.asked[-1].version == watched.syncs and all(each.is_steady for each in watched.asked)
+
+
+class StopEarly(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step == 2
+
+
+def test_a_training_that_begins_again_uses_no_older_answers(trained: Train, watched: Watched) -> None:
+    watched.seconds = 0.3
+    # an epoch is two rollouts: the next one has begun
+    trainer = trained(**ONE_STEP, build={"callbacks": [StopEarly()], "train_dataset": tiny.dataset(8)})
+    assert len(watched.asked) == 3 and alive() == []  # the third rollout was asked for, and never made
+    first = watched.asked[0]
+    trainer.train()
+    assert watched.asked[3].prompts == first.prompts and watched.asked[3].version > first.version
+    assert logged(trainer, "async/versions_behind") == [0, 1]
+
+
+class Callback(TrainerCallback):
+    """Calls a function with the trainer before each step."""
+
+    def __init__(self, trainer: Any, function: Callable[[Any], None]) -> None:
+        self.trainer, self.function = trainer, function
+
+    def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.function(self.trainer)
+
+
+@pytest.mark.parametrize("option", ["temperature", "presence_penalty"])
+def test_answers_to_another_question_are_thrown_away(
+    models: dict[str, Path], tmp_path: Path, server: Server, watched: Watched, option: str
+) -> None:
+    """An option changes before the fourth step, after its rollout was asked for, one of them in place."""
+
+    def change(trainer: Any) -> None:
+        engine = trainer.vllm_generation
+        if trainer.state.global_step == 3:
+            (vars(engine) if option == "temperature" else engine.generation_kwargs)[option] = 1.5
+
+    options = {**ONE_STEP, "generation_kwargs": {"presence_penalty": 1.0}}
+    trainer = ahead.build(server.url, models["dense"], tmp_path, **options)
+    trainer.add_callback(Callback(trainer, change))
+    with pytest.warns(UserWarning, match="async_generate=True: the question of a rollout is another one"):
+        trainer.train()
+    assert logged(trainer, "async/versions_behind") == [0, 1, 1, 0, 1, 1]
+    assert [each.version for each in watched.asked] == [1, 1, 2, 3, 4, 4, 5]
+    assert [body[option] for body in server.requests[COMPLETIONS]] == [1.0] * 4 + [1.5] * 3
+
+
+def test_a_script_that_sends_weights_waits_too(
+    models: dict[str, Path], tmp_path: Path, server: Server, watched: Watched
+) -> None:
+    """It also takes the option away, which then acts to the end of the run."""
+
+    def send(trainer: Any) -> None:
+        if trainer.state.global_step:
+            trainer.vllm_generation.sync_weights()
+        trainer.args.async_generate = False
+
+    watched.seconds = 0.3  # more than a step takes
+    trainer = ahead.build(server.url, models["dense"], tmp_path, lora=True, **ONE_STEP)
+    trainer.add_callback(Callback(trainer, send))
+    trainer.train()
+    assert all(each.is_steady for each in watched.asked) and len(watched.asked) == 6
+    assert logged(trainer, "async/versions_behind") == [0, 1, 1, 1, 1, 1]
+
+
+class Renaming(trl_steady.GRPOTrainer):
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        return super()._generate_and_score_completions([{**row, "prompt": "a" + row["prompt"]} for row in inputs])
+
+
+def test_rows_of_a_subclass_are_not_asked_ahead(
+    trained: Train, watched: Watched, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trl_steady, "GRPOTrainer", Renaming)
+    with pytest.warns(UserWarning, match="rows of a rollout are not those that transformers drew"):
+        trainer = trained(**ONE_STEP)
+    assert logged(trainer, "async/versions_behind") == [0] * 6 and len(watched.asked) == 6
+
+
+READER = {"processing_class": agent.tokenizer()}
+
+
+@pytest.mark.parametrize(
+    ("build", "message"),
+    [
+        ({"rollout_func": lambda *_: {}}, "a rollout_func asks the server itself"),
+        ({"tools": agent.tools([]), **READER}, "an agent's later turns would be of a newer policy"),
+        ({"environment_factory": agent.Calculator, **READER}, "environments would begin the next"),
+    ],
+    ids=["rollout_func", "tools", "environments"],
+)
+def test_what_asks_the_server_in_turns_is_refused(
+    models: dict[str, Path], tmp_path: Path, server: Server, watched: Watched, build: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=f"async_generate=True does not work here: {message}"):
+        ahead.build(server.url, models["dense"], tmp_path, build=build)
+
+
+UNCORRECTED = {"vllm_importance_sampling_correction": False}
+
+
+@pytest.mark.parametrize(
+    ("options", "warns"),
+    [
+        (UNCORRECTED, True),
+        ({**UNCORRECTED, "off_policy_mask_threshold": 0.1}, False),
+        ({**UNCORRECTED, "geometric_mask_range": (0.9, 1.1)}, False),
+        ({}, False),
+    ],
+    ids=str,
+)
+def test_a_lag_that_nothing_corrects_is_warned_of(
+    models: dict[str, Path], tmp_path: Path, server: Server, watched: Watched, options: dict[str, Any], warns: bool
+) -> None:
+    with warnings.catch_warnings(record=True) as given:
+        warnings.simplefilter("always")
+        ahead.build(server.url, models["dense"], tmp_path, **options)
+    assert any("nothing corrects for that" in str(each.message) for each in given) == warns

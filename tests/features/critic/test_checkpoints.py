@@ -1,0 +1,197 @@
+"""PPO runs that are killed and resumed end as the run that was never killed, with policy, critic and coefficient."""
+
+import functools
+import signal
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from peft import LoraConfig
+from safetensors import safe_open
+from safetensors.torch import load_file
+from transformers.trainer_utils import get_last_checkpoint
+
+import trl_steady
+from tests.tools import resumable, tiny
+from trl_steady.features.critic.feature import CriticPart
+
+
+class Between(transformers.TrainerCallback):
+    """Tells auditors of the moment between the first and the second update of the critic in an optimizer step."""
+
+    def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        sys.audit("tests.between", f"updates of step {state.global_step + 1}.")
+
+
+TEXTS = Dataset.from_dict({"text": ["3+4=7", "ab11+12=23", "0", "5+5=10 and 6+6=12", "x"]})
+# As in tests/tools/resumable.py: a window is 4 steps, an epoch 12, and the reference moves after 8 and 16. The first
+# window and the checkpoint inside it are warm-up.
+PPO: dict[str, Any] = {
+    "method": "PPO",
+    "num_generations": 1,
+    "beta": 0.0,
+    "kl_coef": 0.1,
+    "kl_target": 0.05,
+    "kl_horizon": 64,
+    "value_updates": 2,
+    "value_warmup_steps": 4,
+    "value_learning_rate": 3e-3,
+    "lr_scheduler_type": "linear",
+    "ptx_coef": 0.1,
+    "build": {"train_dataset": tiny.dataset(24), "ptx_dataset": TEXTS, "callbacks": [Between()]},
+}
+SLOW = pytest.mark.slow
+
+
+def folder(kind: str, models: dict[str, Path], wide: Path) -> Path:
+    return wide if kind == "nf4" else models["dense"]
+
+
+def build(kind: str, models: dict[str, Path], wide: Path, output: Path, **options: Any) -> Any:
+    return resumable.build(kind, folder(kind, models, wide), output, **{**PPO, **options})
+
+
+@pytest.fixture(scope="module")
+def expected(models: dict[str, Path], wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Return the end of a run that nothing kills."""
+
+    @functools.cache
+    def end(kind: str) -> Any:
+        output = tmp_path_factory.mktemp(kind)
+        assert resumable.run(kind, folder(kind, models, wide), output, **PPO) == 0
+        return torch.load(output / "state.pt")
+
+    return end
+
+
+KILLS: dict[str, tuple[tuple[str, str, int], int]] = {
+    "while a checkpoint is written": (("open", "checkpoint-6/trainer_state.json", 1), 3),
+    "between two updates of the critic": (("tests.between", "step 11.", 1), 9),
+    "before a checkpoint is in its place": (("os.rename", "checkpoint-18", 4), 15),  # after three files of tensors
+}
+"""When, and where the resumed run goes on: 3 is inside a window of the warm-up, 6, 9 and 15 are inside others."""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", resumable.KINDS)
+@pytest.mark.parametrize("moment", KILLS)
+def test_a_killed_run_ends_as_if_it_had_not_been(
+    kind: str, moment: str, models: dict[str, Path], wide: Path, tmp_path: Path, expected: Any
+) -> None:
+    kill, step = KILLS[moment]
+    model = folder(kind, models, wide)
+    assert resumable.run(kind, model, tmp_path, kill=kill, **PPO) == -signal.SIGKILL
+    assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / f"checkpoint-{step}")
+    assert resumable.run(kind, model, tmp_path, **PPO) == 0
+    assert resumable.differences(expected(kind), torch.load(tmp_path / "state.pt")) == []
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps"),
+    [
+        ("lora", (6,)),
+        *(pytest.param(kind, range(1, 10), marks=SLOW) for kind in resumable.KINDS),
+    ],
+)
+def test_every_checkpoint_resumes_exactly(
+    kind: str, steps: Sequence[int], models: dict[str, Path], wide: Path, tmp_path: Path
+) -> None:
+    """In the warm-up, at the end of a window, and inside a window with a coefficient that has moved."""
+    whole = tiny.train(build(kind, models, wide, tmp_path, max_steps=10, save_steps=1))
+    unsaved = tiny.train(build(kind, models, wide, tmp_path / "unsaved", max_steps=10, save_strategy="no"))
+    end = resumable.state(whole)
+    assert resumable.differences(end, resumable.state(unsaved)) == []  # a save changes nothing
+    assert whole.kl_coef != PPO["kl_coef"]
+    for step in steps:
+        resumed = build(kind, models, wide, tmp_path / "resumed", max_steps=10, save_strategy="no")
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        assert resumable.differences(end, resumable.state(resumed)) == [], step
+
+
+def test_a_checkpoint_holds_the_critic_once(models: dict[str, Path], wide: Path, tmp_path: Path) -> None:
+    """PEFT would write an adapter of its own for it, without the head."""
+    for kind in ("lora", "full"):
+        for moves in (True, False):
+            output = tmp_path / f"{kind} {moves}"
+            options = {"sync_ref_model": moves, "max_steps": 3, "kl_target": None}
+            trainer = tiny.train(build(kind, models, wide, output, **options))
+            checkpoint = output / "checkpoint-3"
+            assert not [path for path in checkpoint.iterdir() if path.is_dir()]
+            saved = load_file(checkpoint / "critic.safetensors")
+            assert resumable.differences(trainer.critic.state(), saved) == [] and "score.weight" in saved
+            weights = "adapter_model.safetensors" if kind == "lora" else "model.safetensors"
+            with safe_open(checkpoint / weights, "pt") as policy:
+                assert not [name for name in policy.keys() if "value" in name.split(".") or "score" in name]  # noqa: SIM118
+
+
+# what a resume refuses
+
+PLAIN: dict[str, Any] = {**PPO, "sync_ref_model": False, "kl_target": None, "value_warmup_steps": 0, "ptx_coef": 0.0}
+PLAIN["build"] = {"train_dataset": tiny.dataset(24)}
+OF_GRPO = {
+    name: value for name, value in PLAIN.items() if name in ("beta", "sync_ref_model", "build") and value is not None
+}
+
+
+@pytest.fixture(scope="module")
+def runs(models: dict[str, Path], wide: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders with checkpoints after steps 2, inside a window, and 4, at its end."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("lora", "model only", "grpo")}
+    steps = {"max_steps": 4, "save_steps": 2}
+    tiny.train(build("lora", models, wide, folders["lora"], **{**PLAIN, **steps}))
+    tiny.train(build("lora", models, wide, folders["model only"], **{**PLAIN, **steps, "save_only_model": True}))
+    tiny.train(resumable.build("lora", models["dense"], folders["grpo"], **{**OF_GRPO, **steps}))
+    return folders
+
+
+def refused(trainer: Any, checkpoint: Path, message: str) -> None:
+    """A resume is refused with this message, before a step."""
+    with pytest.raises(ValueError, match=message):
+        trainer.train(resume_from_checkpoint=str(checkpoint))
+    assert trainer.state.global_step in (0, int(checkpoint.name.split("-")[1]))
+
+
+@pytest.mark.parametrize(("run", "step"), [("grpo", 2), ("model only", 4)])
+def test_a_checkpoint_without_a_critic_is_refused(
+    models: dict[str, Path], wide: Path, runs: dict[str, Path], tmp_path: Path, run: str, step: int
+) -> None:
+    message = rf"checkpoint-{step} holds no critic\.safetensors, .*another critic.*save_only_model=False"
+    refused(build("lora", models, wide, tmp_path, **PLAIN), runs[run] / f"checkpoint-{step}", message)
+
+
+def test_another_critic_is_refused(models: dict[str, Path], wide: Path, runs: dict[str, Path], tmp_path: Path) -> None:
+    peft_config = LoraConfig(**{**tiny.LORA, "r": 2})
+    other = {**PLAIN, "build": {**PLAIN["build"], "value_peft_config": peft_config}}
+    trainer = build("lora", models, wide, tmp_path, **other)
+    message = r"critic\.safetensors holds other weights: \d+ tensors differ .*value_peft_config\) of"
+    refused(trainer, runs["lora"] / "checkpoint-4", message)
+
+
+FREE = {
+    *("cliprange_value", "value_updates", "value_learning_rate", "value_warmup_steps", "value_init", "ptx_coef"),
+    *("kl_target", "kl_horizon", "num_generations", "kl_estimator"),
+}
+"""Options of PPO that a resume inside a window may change, or that other parts check."""
+
+
+def test_every_option_of_ppo_is_one_or_the_other() -> None:
+    own = {name for name in vars(trl_steady.PPOConfig)["__annotations__"] if not name.startswith("_")}
+    assert own == {name for name, _ in CriticPart.window_options} | FREE
+
+
+@pytest.mark.parametrize("kl_coef", [0.0, 0.7])
+def test_the_next_window_has_the_coefficient_of_the_options(
+    models: dict[str, Path], wide: Path, runs: dict[str, Path], tmp_path: Path, kl_coef: float
+) -> None:
+    """Unless the coefficient adapts: then the one of the checkpoint goes on."""
+    options = {**PLAIN, "kl_coef": kl_coef, "max_steps": 6}
+    trainer = build("lora", models, wide, tmp_path, **options)
+    trainer.train(resume_from_checkpoint=str(runs["lora"] / "checkpoint-4"))
+    assert trainer.kl_coef == kl_coef
+    row = next(row for row in tiny.history(trainer) if row["step"] == 5)
+    assert row["kl_coef"] == kl_coef and ("kl" in row) == (kl_coef != 0)

@@ -1,0 +1,219 @@
+"""The losses of policy and critic, their gradients, and the updates of an optimizer step."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch import Tensor
+from transformers import BertConfig, BertLMHeadModel
+
+import trl_steady
+from tests.oracles import ppo as oracles
+from tests.tools import critics, tiny
+from tests.tools.critics import Twin, build, policy_parameters, rows, same, snapshot, stir
+from tests.tools.headroom import within
+from trl_steady.features.critic.feature import CriticPart
+from trl_steady.features.critic.model import adapter_critic
+
+TOKEN_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
+KINDS: dict[str, dict[str, Any]] = {"lora": {"lora": True}, "full": {}, "nf4": {"lora": True, "nf4": True}}
+Samples = dict[str, Any]
+
+
+@pytest.fixture
+def model_of(models: dict[str, Path], wide: Path) -> Any:
+    """Folder of the model for one of `KINDS`."""
+    return lambda kind: wide if kind.startswith("nf4") else models["dense"]
+
+
+def critic_parameters(trainer: Any) -> dict[str, torch.nn.Parameter]:
+    return dict(trainer.critic.named_parameters())
+
+
+def gradients(parameters: dict[str, torch.nn.Parameter]) -> dict[str, Tensor]:
+    """0 for those without one."""
+    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in parameters.items()}
+
+
+def micro_batch(trainer: Any, window: int = 1, count: int = len(critics.ANSWERS)) -> Samples:
+    """Known answers, scored by models that have moved since."""
+    trainer.part(CriticPart).beginning()
+    samples = trainer._generate_and_score_completions(rows(count))
+    stir(trainer, seed=1, by=0.05)
+    trainer.current_gradient_accumulation_steps = window
+    return samples
+
+
+def backward(trainer: Any, inputs: Samples) -> Tensor:
+    """Run a micro-batch as `training_step` does, with layers that are recomputed where the option asks for it."""
+    with trainer.until_backward():
+        loss = trainer.compute_loss(trainer.model, inputs)
+        loss.backward()
+    return loss.detach()
+
+
+def loss_mask(inputs: Samples) -> Tensor:
+    return (
+        (inputs["completion_mask"] * inputs["tool_mask"]).bool()
+        if "tool_mask" in inputs
+        else inputs["completion_mask"].bool()
+    )
+
+
+def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
+    """The largest error of a tensor, relative to all of them together."""
+    assert found.keys() == expected.keys()
+    size = torch.stack([own.double().norm() for own in expected.values()]).norm()
+    return max(((found[name] - own).double().norm() / size).item() for name, own in expected.items())
+
+
+# The policy
+
+
+@pytest.mark.parametrize(("kind", "loss_type"), [*(("lora", name) for name in TOKEN_LOSSES), ("full", "dapo")])
+def test_loss_and_gradient_of_the_policy_are_trls(
+    models: dict[str, Path], tmp_path: Path, loss_type: str, kind: str
+) -> None:
+    """Bit for bit: TRL's loss gets the critic's advantages, and the critic adds nothing to the gradient."""
+    options = {"loss_type": loss_type, "epsilon": 0.2, **KINDS[kind]}
+    if loss_type != "vespo":
+        options.update(beta=0.1, kl_coef=0.0)
+    trainer = build(models["dense"], tmp_path, known=True, trim_padding=False, **options)
+    inputs = micro_batch(trainer, window=2)
+    found, of_policy = [], trainer._compute_loss
+    trainer._compute_loss = lambda *arguments: found.append(of_policy(*arguments)) or found[-1]
+    backward(trainer, inputs)
+
+    options.pop("kl_coef", None)
+    theirs = tiny.trainer(models["dense"], tmp_path, ours=False, **options)
+    own = policy_parameters(trainer)
+    theirs.model.load_state_dict({**theirs.model.state_dict(), **snapshot(own)})
+    theirs.model.train()
+    theirs.current_gradient_accumulation_steps = 2
+    expected = theirs._compute_loss(theirs.model, inputs)
+    expected.backward()
+    assert torch.equal(found[0], expected) and found[0] != 0
+    after = gradients(own)
+    assert same(after, gradients(dict(theirs.model.named_parameters())))
+    assert any(each.any() for each in after.values())
+    assert inputs["advantages"].shape == inputs["completion_ids"].shape
+
+
+@pytest.mark.parametrize(
+    "options", [{"loss_type": "gspo"}, {"loss_type": "gmpo"}, {"importance_sampling_level": "sequence"}]
+)
+def test_a_loss_with_one_advantage_per_sequence_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
+    with pytest.raises(ValueError, match="does not work with PPO"):
+        tiny.arguments(trl_steady.PPOConfig, tmp_path, num_generations=1, **options)
+
+
+# The critic
+
+
+def token_weights(inputs: Samples, loss_type: str, window: int, args: Any) -> Tensor:
+    """(B, T) weights of the tokens in TRL's loss, by its docs."""
+    mask = loss_mask(inputs).double()
+    lengths = mask.sum(1, keepdim=True).clamp(min=1)
+    divisor = {
+        "grpo": len(mask) * lengths,
+        "sapo": len(mask) * lengths,
+        "gspo_token": len(mask) * lengths,
+        "bnpo": mask.sum(),
+        "dr_grpo": len(mask) * args.max_completion_length,
+        "luspo": len(mask),
+    }
+    if loss_type in divisor:
+        return mask / divisor[loss_type] / window
+    # the window's share of the tokens of the rollout
+    return mask / (inputs["num_items_in_batch"].double() * window / args.steps_per_generation)
+
+
+def by_hand(
+    twin: Twin, inputs: Samples, weights: Tensor, cliprange: float | None
+) -> tuple[float, dict[str, Tensor], Tensor]:
+    """Loss of the critic, its gradient, and where a value is beyond the clip range with no gradient."""
+    mask = loss_mask(inputs) & ~inputs["returns"].isnan()
+    values = twin.values(inputs)[:, :-1]
+    old, returns = inputs["values"].double(), inputs["returns"].double()
+    losses = torch.tensor(
+        oracles.value_loss(values.tolist(), old.tolist(), returns.tolist(), mask.tolist(), cliprange)
+    )
+    error = values - returns
+    flat = torch.zeros_like(mask)
+    if cliprange is not None:
+        bounded = torch.maximum(torch.minimum(values, old + cliprange), old - cliprange)
+        flat = mask & ((bounded - returns) ** 2 > error**2)  # the larger term does not depend on the value
+    slopes = (weights * error).where(mask & ~flat, 0).detach()
+    found = torch.autograd.grad(values, [*twin.parameters.values()], slopes)
+    return (weights * losses).sum().item(), dict(zip(twin.parameters, found, strict=True)), flat
+
+
+@pytest.mark.parametrize(
+    ("kind", "loss_type", "cliprange"),
+    [
+        *(("lora", name, 0.2) for name in (*TOKEN_LOSSES, "gspo_token")),
+        *(("lora", "grpo", None), ("full", "grpo", 0.2), ("full", "dapo", None)),
+    ],
+)
+def test_value_loss_and_its_gradient_are_the_oracles(
+    models: dict[str, Path], tmp_path: Path, kind: str, loss_type: str, cliprange: float | None
+) -> None:
+    """Answers without a reward have returns that are NaN, and no loss."""
+    options = {"loss_type": loss_type, "cliprange_value": cliprange, **KINDS[kind]}
+    trainer = build(models["dense"], tmp_path, exact=True, known=True, **options)
+    inputs = micro_batch(trainer, window=2)
+    assert inputs["returns"].isnan().any()
+    trainer._compute_loss = lambda model, inputs: torch.zeros((), dtype=torch.float64)
+    loss = backward(trainer, inputs)
+    expected, of_parameters, flat = by_hand(
+        Twin(trainer), inputs, token_weights(inputs, loss_type, 2, trainer.args), cliprange
+    )
+    # in float64, but for the norms, which transformers computes in float32 for any dtype
+    assert loss.item() == pytest.approx(expected, rel=2e-6)
+    own = gradients(critic_parameters(trainer))
+    assert within(distance(own, of_parameters), 5e-6)
+    assert sum(each.any() for each in own.values()) > len(own) / 2
+    if cliprange is not None:
+        assert 0 < flat.sum() < loss_mask(inputs).sum()
+
+
+# Who gets which gradient
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"), [("lora", {}), ("full", {}), ("nf4", {}), ("lora", {"gradient_checkpointing": True})], ids=str
+)
+def test_neither_gets_a_gradient_of_the_others_loss(
+    model_of: Any, tmp_path: Path, kind: str, options: dict[str, Any]
+) -> None:
+    trainer = build(model_of(kind), tmp_path, known=True, **KINDS[kind], **options)
+    inputs = micro_batch(trainer)
+    policy, critic = policy_parameters(trainer), critic_parameters(trainer)
+    with trainer.until_backward():
+        trainer._compute_loss(trainer.model, inputs).backward()
+    assert all(p.grad is None for p in critic.values())
+    assert any(p.grad is not None and p.grad.any() for p in policy.values())
+    for own in (*policy.values(), *critic.values()):
+        own.grad = None
+    trainer._compute_loss = lambda model, inputs: torch.zeros(())
+    backward(trainer, inputs)
+    assert all(p.grad is None for p in policy.values())
+    assert all(p.grad is not None and p.grad.any() for name, p in critic.items() if p.dim() > 1)
+
+
+def test_a_module_of_the_adapters_name_stays_the_policys() -> None:
+    """BERT's attention has a projection `value`."""
+    sizes = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "intermediate_size": 16}
+    bare = BertLMHeadModel(BertConfig(**sizes, vocab_size=20, is_decoder=True))
+    policy = get_peft_model(bare, LoraConfig(target_modules=["query", "value"]))
+    before = {name for name, own in policy.named_parameters() if own.requires_grad}
+    critic = adapter_critic(policy, None)
+    added = {name.replace(".default.", ".value.") for name in before}
+    own = {f"base_model.model.bert.{name}" for name, _ in critic.named_parameters() if name != "score.weight"}
+    assert own == added and len(own) == 4
+    assert {name for name, own in policy.named_parameters() if own.requires_grad} == before
+
+
+# Training

@@ -1,0 +1,207 @@
+"""Short runs of PPO with everything else of this package."""
+
+import math
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from datasets import Dataset
+from peft import LoraConfig
+from torch import Tensor
+
+from tests.tools import resumable, tiny
+from trl_steady.features.reference.feature import ReferencePart
+
+PPO: dict[str, Any] = {"method": "PPO", "num_generations": 1, "kl_coef": 0.1, "optim": "sgd", "learning_rate": 0.05}
+KINDS = ("lora", "full")
+
+
+class Witness:
+    """The columns of a trainer's rollouts, and the values that its critic gives in losses."""
+
+    def __init__(self, trainer: Any) -> None:
+        self.rollouts: list[dict[str, Tensor]] = []
+        self.values: list[Tensor] = []
+        self._rollout, self._values = trainer._generate_and_score_completions, trainer.values
+        trainer._generate_and_score_completions, trainer.values = self.rollout, self.value
+
+    def rollout(self, inputs: Any) -> dict[str, Any]:
+        samples = self._rollout(inputs)
+        self.rollouts.append({name: own.clone() for name, own in samples.items() if isinstance(own, Tensor)})
+        return samples
+
+    def value(self, critic: Any, samples: Any, rollout: Any = None, batch_size: Any = None) -> Tensor:
+        found = self._values(critic, samples, rollout, batch_size)
+        if rollout is None:
+            self.values.append(found.detach() * samples["completion_mask"])
+        return found
+
+
+def build(model: Any, output: Path, kind: str = "lora", **options: Any) -> tuple[Any, Witness]:
+    options = {**PPO, "lora": kind == "lora" and "peft_config" not in options.get("build", {}), **options}
+    trainer = tiny.trainer(model, output, **options)
+    with torch.no_grad():  # values that are not 0
+        trainer.critic.head.weight.copy_(torch.linspace(-0.2, 0.2, trainer.critic.head.weight.numel()).view(1, -1))
+    return trainer, Witness(trainer)
+
+
+def run(model: Any, output: Path, kind: str = "lora", **options: Any) -> tuple[Any, list[dict[str, float]], Witness]:
+    """A trainer that has trained, its logs without the summary, which are finite, and what was seen."""
+    trainer, witness = build(model, output, kind, **options)
+    trainer.train()
+    history = tiny.history(trainer)[:-1]
+    check_finite(history)
+    return trainer, history, witness
+
+
+def check_finite(history: Iterable[dict[str, float]]) -> None:
+    for row in history:
+        wrong = {name: value for name, value in row.items() if not math.isfinite(value)}
+        assert not wrong, wrong
+
+
+def of(history: Iterable[dict[str, float]], metric: str) -> list[float]:
+    return [row[metric] for row in history if metric in row]
+
+
+def policy(trainer: Any) -> dict[str, Tensor]:
+    """All parameters but the critic's."""
+    critic = {id(parameter) for _, parameter in trainer.critic.named_parameters()}
+    return {name: p.detach().clone() for name, p in trainer.model.named_parameters() if id(p) not in critic}
+
+
+def moved(before: dict[str, Tensor], after: dict[str, Tensor]) -> bool:
+    return resumable.differences(before, after) != []
+
+
+def check_close(expected: dict[str, Tensor], found: dict[str, Tensor]) -> None:
+    assert expected.keys() == found.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(
+            found[name], value, rtol=1e-3, atol=1e-5, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+# a moving reference
+
+MOVING: dict[str, Any] = {
+    "sync_ref_model": True,
+    "ref_model_mixup_alpha": 1.0,
+    "learning_rate": 0.01,
+    "optim": "adamw_torch",
+}
+
+
+class References(transformers.TrainerCallback):
+    """The reference at each step."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._pairs, self.steps = trainer.part(ReferencePart).callback.pairs, list[dict[str, Tensor]]()
+        trainer.add_callback(self)
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.steps.append({pair.name: pair.reference.detach().clone() for pair in self._pairs()})
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_reference_moves_for_the_kl_in_the_reward(models: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    """A window is 4 steps. The KL of a rollout is exactly 0 right after a move, and only then."""
+    options = {**MOVING, "beta": 0.0, "ref_model_sync_steps": 8, "max_steps": 13}
+    trainer, witness = build(models["dense"], tmp_path, kind, **options)
+    references = References(trainer)
+    trainer.train()
+    history = tiny.history(trainer)
+    check_finite(history)
+    assert [(step, rule) for step, _, rule in trainer.reference_refreshes] == [(8, "steps")]
+    kl = of(history, "kl")
+    assert len(kl) == 4 and kl[0] == kl[2] == 0 and min(abs(kl[1]), abs(kl[3])) > 1e-4
+    assert of(history, "kl_per_answer")[2] == 0
+    ref = [rollout["ref_per_token_logps"] for rollout in witness.rollouts]
+    assert torch.equal(ref[2], witness.rollouts[2]["old_per_token_logps"])
+    assert not moved(references.steps[0], references.steps[7]) and moved(references.steps[7], references.steps[8])
+    assert not any("value" in name.split(".") for name in references.steps[0])
+    assert trainer.beta == 0
+
+
+# losses and masks
+
+
+def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+    """Answers of an engine, whose log-probs are up to 1.5 nats off, with two tokens of an environment."""
+    answers = [[(7 * i + 3 * t) % 200 + 45 for t in range(4 + i % 3)] for i in range(len(prompts))]
+    return {
+        "prompt_ids": [trainer.processing_class(prompt)["input_ids"] for prompt in prompts],
+        "completion_ids": answers,
+        "logprobs": [[-5.5 + 1.5 * math.sin(i + t) for t in range(len(own))] for i, own in enumerate(answers)],
+        "env_mask": [[1, 0, 0, *[1] * (len(own) - 3)] for own in answers],
+    }
+
+
+def test_the_off_policy_mask_drops_sequences_for_the_policy_only(models: dict[str, Path], tmp_path: Path) -> None:
+    options = {"build": {"rollout_func": rollout}, "max_steps": 4}
+    masked, history, _ = run(models["dense"], tmp_path, off_policy_mask_threshold=0.05, **options)
+    plain, other, _ = run(models["dense"], tmp_path, **options)
+    assert any(0 < share < 1 for share in of(history, "dropped/off_policy"))
+    assert moved(policy(masked), policy(plain))
+    assert of(history, "value/loss") == of(other, "value/loss")  # the critic learns from all
+    assert not moved(masked.critic.state(), plain.critic.state())
+
+
+# mixtures of experts
+
+
+EVERYWHERE = LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False)
+
+
+@pytest.mark.parametrize("kind", ["lora", pytest.param("full", marks=pytest.mark.slow)])
+def test_routes_are_replayed_for_the_policy_and_not_for_the_critic(
+    models: dict[str, Path], tmp_path: Path, kind: str
+) -> None:
+    """Step 1 has the policy's own routes. After it policy and critic are what they are without replay.
+
+    In step 2, the replay changes the policy's gradient. The values of the critic must be those without replay.
+    """
+    options: dict[str, Any] = {"max_steps": 4, "router_aux_loss_coef": 0.0, "value_updates": 2}
+    options |= {"gradient_checkpointing": kind == "full", "learning_rate": 0.1}
+    options["build"] = {"peft_config": EVERYWHERE} if kind == "lora" else {}
+    if kind == "full":  # all of the base trains, and few routes change at a lower rate
+        options["learning_rate"] = 0.5
+    runs = [run(models["moe"], tmp_path, kind, router_replay=replay, **options) for replay in ("R2", None)]
+    (_, history, witness), (_, live, unwitnessed) = runs
+    changed = of(history, "routing/changed")
+    assert changed[0] == 0 and max(changed[1:]) > 0.01 and of(history, "routing/fallback") == [0]
+    assert torch.equal(witness.rollouts[0]["values"], unwitnessed.rollouts[0]["values"])
+    seen, expected = witness.values[:6], unwitnessed.values[:6]  # of steps 1 and 2, with 2 updates, and of 3
+    for number in range(4):
+        torch.testing.assert_close(seen[number], expected[number], rtol=1e-4, atol=1e-5)
+    assert history[0]["grad_norm"] == pytest.approx(live[0]["grad_norm"], rel=1e-4)
+    assert any(abs(own["grad_norm"] / other["grad_norm"] - 1) > 1e-3 for own, other in zip(history, live, strict=True))
+
+
+def test_replay_with_recomputed_layers_of_both_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=r"router_replay='R2' and gradient_checkpointing=True"):
+        build(models["moe"], tmp_path, router_replay="R2", router_aux_loss_coef=0.0, gradient_checkpointing=True)
+
+
+# sampling
+
+
+def test_budgets_and_shared_prompts_change_rounding_only(models: dict[str, Path], tmp_path: Path) -> None:
+    """With several updates of the critic and the language-model loss, which are regrouped too."""
+    texts = Dataset.from_dict({"text": ["3+4=7", "ab11+12=23", "0", "5+5=10 and 6+6=12", "x"]})
+    options: dict[str, Any] = {
+        **{"gradient_accumulation_steps": 4, "steps_per_generation": 4, "num_generations": 2, "max_steps": 2},
+        **{"loss_type": "grpo", "value_updates": 2, "ptx_coef": 0.5, "build": {"ptx_dataset": texts}},
+    }
+    plain, history, witness = run(models["dense"], tmp_path, **options)
+    shared, other, rewitnessed = run(models["dense"], tmp_path, token_budget=60, share_prompts=True, **options)
+    for expected, found in zip(witness.rollouts, rewitnessed.rollouts, strict=True):
+        for name in ("values", "returns", "advantages"):
+            torch.testing.assert_close(found[name], expected[name], rtol=1e-3, atol=1e-4)
+    check_close(policy(plain), policy(shared))
+    check_close(plain.critic.state(), shared.critic.state())
+    assert of(other, "value/loss") == pytest.approx(of(history, "value/loss"), rel=1e-3)
+    assert len(witness.values) == 2 * 2 * 4 > len(rewitnessed.values)

@@ -1,0 +1,250 @@
+"""Attention in segments, against the set of tokens that each token may see."""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch.distributed.utils import _apply_to_tensors
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers.integrations.flash_attention import flash_attention_forward
+
+from tests.oracles import kernels
+from tests.oracles import padding as oracles
+from tests.oracles.padding import Batch, padded
+from tests.tools.packed import BATCHES, packing_of
+from trl_steady.features.padding_free import attention
+from trl_steady.features.padding_free.attention import attending_in, switched
+from trl_steady.features.padding_free.packing import Packing
+
+HEADS, SIZE = 4, 6
+KERNELS = [(name, name) for name in kernels.KERNELS]
+IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["sdpa", "eager"])
+
+
+def _model(implementation: str = "sdpa", key_heads: int = 2) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=HEADS * SIZE,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=key_heads,
+        vocab_size=24,
+        initializer_range=0.5,
+        attn_implementation=implementation,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def _layer(key_heads: int) -> torch.nn.Module:
+    return _model(key_heads=key_heads).model.layers[0].self_attn
+
+
+def _drawn(packing: Packing, key_heads: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
+    draw = torch.Generator().manual_seed(3)
+    count = len(packing.rows)
+    return tuple(
+        torch.randn(1, heads, count, SIZE, generator=draw, dtype=torch.float64).to(dtype).requires_grad_()
+        for heads in (HEADS, key_heads, key_heads)
+    )
+
+
+@contextlib.contextmanager
+def _making_masks(packing: Packing) -> Iterator[None]:
+    """As a forward does that gets no further than its masks."""
+    with pytest.raises(RuntimeError, match="does not call its attention function"), attending_in(packing.segments):
+        yield
+
+
+def _attend(
+    layer: torch.nn.Module,
+    packing: Packing,
+    implementation: str,
+    window: int | None,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    **options: Any,
+) -> torch.Tensor:
+    """(1, N, heads, size), by the functions that transformers calls."""
+    with _making_masks(packing):
+        mask: Any = attention._mask(implementation, local_size=window)
+    options = {"scaling": 0.4, "dropout": 0.0, **options}
+    return attention._attend(implementation, layer, query, key, value, mask, **options)[0]
+
+
+def _visible(packing: Packing, batch: Batch, shared: bool, window: int | None) -> torch.Tensor:
+    names = list(zip(packing.rows.tolist(), packing.columns.tolist(), strict=True))
+    return oracles.visible(names, oracles.segments(batch, shared), window)
+
+
+def _assert_same(
+    got: torch.Tensor, expected: torch.Tensor, inputs: tuple[torch.Tensor, ...], **rounding: float
+) -> None:
+    """Compare values, and the gradients of a sum with random weights."""
+    torch.testing.assert_close(got, expected, **rounding)
+    weights = torch.randn(got.shape, generator=torch.Generator().manual_seed(4), dtype=got.dtype)
+    gradients = torch.autograd.grad((got * weights).sum(), inputs)
+    for gradient, should in zip(gradients, torch.autograd.grad((expected * weights).sum(), inputs), strict=True):
+        torch.testing.assert_close(gradient, should, **rounding)
+
+
+@pytest.mark.parametrize(("window", "key_heads"), [(None, 1), (1, 4), (3, 1)])
+@pytest.mark.parametrize("name", ["one row", "ragged", "one prompt", "two prompts in turn"])
+@pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
+@pytest.mark.parametrize(("implementation", "kernel"), [("sdpa", None), ("eager", None), *KERNELS])
+def test_each_token_attends_to_what_it_may_see(
+    name: str, implementation: str, kernel: str | None, shared: bool, window: int | None, key_heads: int
+) -> None:
+    batch = BATCHES[name]
+    packing = packing_of(batch, shared)
+    query, key, value = _drawn(packing, key_heads)
+    # FlashAttention gets the window from the layer, the others have it from the mask
+    options = {"sliding_window": window} if implementation == "flash_attention_2" else {}
+    with kernels.KERNELS[kernel]() if kernel else contextlib.nullcontext() as calls:
+        got = _attend(_layer(key_heads), packing, implementation, window, query, key, value, **options)
+    assert calls is None or calls.count == 1  # for the whole row
+    allowed = _visible(packing, batch, shared, window)
+    expected = oracles.attention(query[0], key[0], value[0], allowed, scale=0.4)[None]
+    # transformers' "eager" takes its softmax in float32, in which tens of weights and numbers below 4 are rounded
+    rounding = {"rtol": 1e-4, "atol": 1e-5} if implementation == "eager" else {"rtol": 1e-10, "atol": 1e-12}
+    _assert_same(got, expected, (query, key, value), **rounding)
+
+
+@IMPLEMENTATIONS
+@pytest.mark.parametrize("window", [None, 2])
+def test_half_precision_is_masked_too(implementation: str, window: int | None) -> None:
+    """A mask of the least number of another type would let tokens through, or be infinite."""
+    batch = BATCHES["one prompt"]
+    packing = packing_of(batch, True)
+    layer = _layer(2)
+    whole = _drawn(packing, 2)
+    expected = _attend(layer, packing, implementation, window, *whole)
+    for dtype in (torch.bfloat16, torch.float16):
+        got = _attend(layer, packing, implementation, window, *(x.to(dtype) for x in whole))
+        assert got.dtype == dtype
+        torch.testing.assert_close(got.double(), expected, rtol=5e-2, atol=5e-2)
+
+
+def test_under_autocast_a_kernel_gets_what_sdpa_would() -> None:
+    """Rotary positions make float32 of queries and keys, but not of values."""
+    packing = packing_of(BATCHES["one prompt"], True)
+    query, key, value = _drawn(packing, 2, torch.float32)
+    with torch.autocast("cpu", torch.bfloat16), kernels.torch_varlen() as calls:
+        assert attention._autocast(query) == torch.bfloat16
+        got = _attend(_layer(2), packing, "sdpa", None, query, key, value.bfloat16())
+    assert calls.count == 1 and got.dtype == torch.bfloat16
+    exact = _attend(_layer(2), packing, "sdpa", None, query, key, value)
+    torch.testing.assert_close(got.float(), exact, rtol=5e-2, atol=5e-2)
+
+
+def _laid(batch: Batch) -> tuple[Packing, dict[str, torch.Tensor]]:
+    packing = packing_of(batch, False)
+    return packing, {"input_ids": packing.gather(batch.ids), "position_ids": packing.columns[None]}
+
+
+def _implementations(model: PreTrainedModel) -> Sequence[str | None]:
+    return [module.config._attn_implementation for module in model.modules() if hasattr(module, "config")]
+
+
+def test_a_kernel_from_the_hub_goes_by_its_own_name() -> None:
+    """transformers registers its function for FlashAttention under the name of the repository."""
+    batch = BATCHES["ragged"]
+    name = "kernels-community/flash-attn2"
+    attention.AttentionInterface.register(name, flash_attention_forward)
+    attention.AttentionMaskInterface.register(name, attention.ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"])
+    model = _model()
+    packing, inputs = _laid(batch)
+    with switched(model), attending_in(packing.segments):
+        expected = model(**inputs).logits
+    kernels.use(model, name)
+    assert attention.why_not_packed(name) is None
+    with kernels.flash_attention(name) as calls, switched(model), attending_in(packing.segments):
+        logits = model(**inputs).logits
+    assert calls.count == len(model.model.layers)
+    torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)  # float32, and sums in another order
+    assert set(_implementations(model)) == {name}
+
+
+@pytest.mark.parametrize("fails", [False, True])
+@IMPLEMENTATIONS
+def test_nothing_is_left_of_a_forward(implementation: str, fails: bool) -> None:
+    model, batch = _model(implementation), BATCHES["ragged"]
+    before = model(batch.ids).logits
+    packing, inputs = _laid(batch)
+
+    def fail(*_: Any) -> None:
+        assert set(_implementations(model)) != {implementation}
+        if fails:
+            raise ZeroDivisionError
+
+    hook = model.model.layers[1].register_forward_pre_hook(fail)
+    refused = pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext()
+    with refused, switched(model), attending_in(packing.segments):
+        assert model(**inputs).logits.shape[1] == len(packing.rows)
+    hook.remove()
+    assert set(_implementations(model)) == {implementation}
+    assert attention._forward is None
+    assert torch.equal(model(batch.ids).logits, before)
+
+
+def test_a_layer_that_gets_another_mask() -> None:
+    model = _model()
+    packing, inputs = _laid(BATCHES["ragged"])
+
+    def swap(_: Any, args: Any, keywords: dict[str, Any]) -> Any:
+        return args, {**keywords, "attention_mask": None}
+
+    model.model.layers[1].self_attn.register_forward_pre_hook(swap, with_kwargs=True)
+    with (
+        switched(model),
+        attending_in(packing.segments),
+        pytest.raises(RuntimeError, match="LlamaAttention does not pass on the attention mask"),
+    ):
+        model(**inputs)
+
+
+def test_segments_may_be_cut_as_a_mask_is_to_what_there_is() -> None:
+    """Some layers cut a mask to the keys they have; from elsewhere than its start that would be another row's."""
+    with _making_masks(packing_of(BATCHES["ragged"], False)):
+        mask: Any = attention._mask("sdpa", local_size=3)
+    assert mask[:, :, :, :16] is mask
+    for elsewhere in ((slice(None), slice(1, None)), (slice(None), slice(-3, None)), (slice(None, None, 2),)):
+        with pytest.raises(IndexError):
+            mask[elsewhere]
+
+
+def test_a_model_that_attends_by_itself_is_found_out() -> None:
+    """As one whose attention another package has replaced."""
+    model, batch = _model(), BATCHES["ragged"]
+    packing, inputs = _laid(batch)
+    for layer in model.model.layers:
+        layer.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
+    refused = pytest.raises(RuntimeError, match="does not call its attention function through transformers' interface")
+    with refused, switched(model), attending_in(packing.segments):
+        model(**inputs)
+    assert attention._forward is None
+
+
+def test_fsdp2_hands_segments_on_as_they_are() -> None:
+    """It rebuilds dataclasses to cast what is in them, and each layer would make masks of its own."""
+    segments = attention.Segments(packing_of(BATCHES["ragged"], False).segments)
+    assert _apply_to_tensors(lambda tensor: tensor.half(), {"attention_mask": segments})["attention_mask"] is segments
+
+
+@pytest.mark.parametrize("window", [None, 24])
+def test_no_mask_waits_for_the_backward(window: int | None) -> None:
+    """It would have the square of a sequence's length; what waits has the length alone."""
+    packing = packing_of(padded([([1, 2, 3, 4], [5] * 60), ([1, 2, 3, 4], [6] * 60)]), True)
+    inputs = _drawn(packing, 2)
+    sizes: list[int] = []
+
+    def remember(tensor: torch.Tensor) -> torch.Tensor:
+        sizes.append(tensor.numel())
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
+        _attend(_layer(2), packing, "sdpa", window, *inputs)
+    assert 0 < max(sizes) <= inputs[0].numel() < 60 * 61

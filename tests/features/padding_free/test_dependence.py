@@ -1,0 +1,119 @@
+"""Models that select tokens or count columns give a sequence the same log-probs in a rollout and in a micro-batch."""
+
+from typing import Any
+
+import pytest
+import torch
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from trl.trainer.utils import add_fused_lm_head
+
+from tests.features.padding_free.test_families import (
+    OUTPUTS,
+    _apart,
+    _assert_same,
+    _batch,
+    _compute,
+    _shape,
+    _without_padding,
+)
+from tests.tools import families
+from tests.tools.headroom import within
+from trl_steady.features.padding_free.support import traits
+
+# Sizes of the selection, and the columns that it covers. The indexers have two heads, so many tokens score exactly 0.
+SELECTIONS: dict[str, tuple[dict[str, int], int]] = {
+    **dict.fromkeys(("axk2", "deepseek_v32", "dots3_note_text", "glm_moe_dsa", "hy_v4"), ({"index_topk": 5}, 5)),
+    "deepseek_v4": ({"index_topk": 2}, 8),  # of 4 columns each
+    "minimax_m3_vl_text": ({"index_topk_blocks": 2}, 4),  # of 2 columns each
+    "glm5_next": ({"index_topk": 4}, 4),
+    "mistral_large4": ({"index_topk": 5}, 5),
+}
+TEXT = {name: f"{name}_text" for name in ("glm5_next", "mistral_large4")}
+# This one selects padding too. With "eager", states of padding depend on all columns from the first layer on.
+EAGER = {"minimax_m3_vl_text"}
+
+TOWER = {
+    **dict.fromkeys(
+        ("hidden_size", "intermediate_size", "text_hidden_size", "projection_hidden_dim", "out_hidden_size"), 32
+    ),
+    **dict.fromkeys(("num_hidden_layers", "depth"), 1),
+    **dict.fromkeys(("num_attention_heads", "num_heads"), 4),
+    "image_size": 28,
+    "patch_size": 14,
+}
+OF_TEXT: dict[str, dict[str, Any]] = {
+    "glm5_next": {"index_kpool": 2, "qk_rope_head_dim": 0, "head_dim": 0, "linear_head_dim": 8, "linear_num_heads": 2},
+    "hunyuan_vl": {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [1, 1, 1, 1]}},
+    "inkling2": {"log_scaling_n_floor": 4},
+}
+
+
+def _with_tower(name: str, text: str, **changed: Any) -> PretrainedConfig:
+    kind: Any = CONFIG_MAPPING[name]
+    tower = kind().vision_config
+    return kind(
+        text_config=families.config(text, **OF_TEXT.get(name, {}), **changed),
+        vision_config=type(tower)(**{field: size for field, size in TOWER.items() if hasattr(tower, field)}),
+        **{field: 1 for field in ("image_token_id", "image_token_index") if hasattr(kind, field)},
+    )
+
+
+def _build(name: str, text: str | None = None, **changed: Any) -> PreTrainedModel:
+    if name not in CONFIG_MAPPING:
+        pytest.skip("this transformers does not have it")
+    config = families.config(name, **changed) if text is None else _with_tower(name, text, **changed)
+    model = families.build(name, own=config, **({"attn_implementation": "eager"} if name in EAGER else {}))
+    add_fused_lm_head(model, outputs=("log_probs", "entropy"))
+    return model
+
+
+@pytest.mark.parametrize("name", SELECTIONS)
+def test_a_selection_is_the_same_in_a_rollout_and_in_a_micro_batch(name: str) -> None:
+    sizes, width = SELECTIONS[name]
+    model, batch = _build(name, TEXT.get(name), **sizes), _batch()
+    of = traits(model)
+    old = _without_padding(model, of, batch)[0].log_probs
+    of_all = _compute(_build(name, TEXT.get(name)), model, batch).log_probs
+    assert not within(_apart(old, of_all, of_all.abs().max().item()), 1000 * OUTPUTS), "all tokens are selected"
+    parts = [{field: values[rows] for field, values in batch.items()} for rows in (slice(2), slice(2, 4))]
+    computed = [_without_padding(model, of, part)[0] for part in parts]
+    for of_part, part in zip(computed, parts, strict=True):
+        _assert_same(of_part, _compute(model, model, part))
+    log_probs = torch.cat([of_part.log_probs for of_part in computed])
+    assert within(_apart(log_probs, old, old.abs().max().item()), OUTPUTS)
+    assert of.width_limit == width
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "kind"),
+    [
+        ("llava", "llama", "cut"),
+        ("inkling2", "inkling2_text", "cut right"),
+        ("mistral_large4", "mistral_large4_text", "cut right"),
+        ("hunyuan_vl", "hunyuan_vl_text", "cut right"),
+    ],
+)
+def test_a_tower_does_not_decide_how_its_text_is_cut(name: str, text: str, kind: str) -> None:
+    model, batch = _build(name, text), _batch()
+    computed, shape = _without_padding(model, traits(model), batch)
+    _assert_same(computed, _compute(model, model, batch))
+    assert shape == _shape(kind, batch)
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "width"),
+    [
+        ("llama", {"rope_parameters": {"type": "dynamic", "rope_theta": 1e4, "factor": 2.0}}, 64),
+        (
+            "phi3",
+            {
+                "rope_parameters": {"type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4},
+                "original_max_position_embeddings": 16,
+            },
+            16,
+        ),
+    ],
+)
+def test_rotary_frequencies_of_the_width_limit_it(name: str, changed: dict[str, Any], width: int) -> None:
+    assert traits(_build(name, **changed)).width_limit == width

@@ -1,0 +1,282 @@
+"""Training without padding is TRL's: the same loss, gradients and metrics, whatever the loss and the model."""
+
+import math
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from torch import Tensor
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+from tests.tools import tiny
+from tests.tools.cases import cases
+from tests.tools.headroom import within
+from tests.tools.losses import NATIVE_LOSS_TYPES, SEQUENCE_RATIO_LOSS_TYPES
+from trl_steady.features.padding_free.budget import Length
+from trl_steady.features.padding_free.feature import PaddingFree
+
+LOSS_TYPES = (*NATIVE_LOSS_TYPES, *SEQUENCE_RATIO_LOSS_TYPES)
+
+
+def answers(length: Callable[[int, str], int]) -> Callable[..., dict[str, Any]]:
+    """Rollouts whose completions have lengths by place in the batch and prompt."""
+
+    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        ids = [[(13 * i + 5 * t) % 200 + 45 for t in range(length(i, p))] for i, p in enumerate(prompts)]
+        prompt_ids = [trainer.processing_class(p)["input_ids"] for p in prompts]
+        return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": None}
+
+    return rollout
+
+
+UNEQUAL = answers(lambda i, prompt: 1 + (3 * i + 5 * len(prompt)) % 8)  # other totals in each generation
+transformers.AttentionInterface.register("of_a_script", sdpa_attention_forward)
+ROLLOUT: dict[str, Any] = {"build": {"rollout_func": UNEQUAL}}
+
+
+def pair(models: dict[str, Path], tmp_path: Path, *, model: str = "dense", **options: Any) -> tuple[Any, Any]:
+    """Without our options and with them, both trained; TRL's own trainer where it knows the loss."""
+    ours = {name: options.pop(name) for name in ("token_budget", "share_prompts") if name in options}
+    settings: dict[str, Any] = {
+        "beta": 0.1,
+        "num_iterations": 2,
+        "gradient_accumulation_steps": 2,
+        "optim": "sgd",  # Adam would blow rounding up to the size of an update where a gradient is zero on paper
+        "learning_rate": 3e-3,
+        "epsilon": 5e-3,
+        "epsilon_high": 8e-3,
+        "max_grad_norm": 1.0,
+        **options,
+        "build": {"rollout_func": UNEQUAL, **options.get("build", {})},
+    }
+    if settings.get("loss_type") in SEQUENCE_RATIO_LOSS_TYPES:
+        padded = tiny.trainer(models[model], tmp_path, trim_padding=False, **settings)
+    else:
+        padded = tiny.trainer(models[model], tmp_path, ours=False, **settings)
+    tiny.train(padded)
+    return padded, tiny.train(tiny.trainer(models[model], tmp_path, **settings, **ours))
+
+
+def assert_same_training(padded: Any, ours: Any, *, metrics: bool = True) -> None:
+    before = tiny.parameters(padded)
+    for name, value in tiny.parameters(ours).items():
+        torch.testing.assert_close(value, before[name], rtol=1e-5, atol=1e-6, msg=lambda text, n=name: f"{n}: {text}")
+    if not metrics:
+        return
+    rows = list(zip(tiny.history(ours), tiny.history(padded), strict=True))
+    assert len(rows) == 7
+    for row, theirs in rows:
+        for name, value in theirs.items():
+            if value is None or math.isnan(value):  # None is TRL's for no completion
+                assert row[name] is None or math.isnan(row[name]), name
+            else:  # a quantile may fall into the bin beside, 5 % off
+                granted = 0.05 * abs(value) if "_q" in name else 0
+                # rounding errors of float32 grow a hundredfold over the updates
+                assert within(abs(row[name] - value), 4e-4 * abs(value) + 8e-6, granted=granted), name
+
+
+class Widths:
+    """How wide the batches were that a model saw, and how many of their tokens were real."""
+
+    def __init__(self, model: torch.nn.Module, shapes: list[tuple[int, ...]] | None = None) -> None:
+        self.shapes: list[tuple[int, ...]] = [] if shapes is None else shapes
+        model.get_input_embeddings().register_forward_pre_hook(self._see)
+
+    def _see(self, module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
+        self.shapes.append(tuple(inputs[0].shape))
+
+
+@pytest.mark.parametrize("loss_type", cases(LOSS_TYPES, ("grpo", "dapo", "gspo", "gspo_token")))
+def test_losses_gradients_and_metrics_are_those_of_padded_passes(
+    models: dict[str, Path], tmp_path: Path, loss_type: str
+) -> None:
+    share_prompts = LOSS_TYPES.index(loss_type) % 2 == 1
+    assert_same_training(*pair(models, tmp_path, loss_type=loss_type, share_prompts=share_prompts))
+
+
+EAGER = {"model_init_kwargs": {"attn_implementation": "eager"}}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"entropy_coef": 0.1, "use_adaptive_entropy": True, "entropy_target": 3.9, "cast_lm_head_to_fp32": True},
+        {"top_entropy_quantile": 0.37, "delta": 1.01, "mask_truncated_completions": True},
+        {"off_policy_mask_threshold": 0.001, **EAGER},
+        {**EAGER, "gradient_checkpointing": True, "share_prompts": True},
+        {"lora": True, "gradient_checkpointing": True, "gradient_checkpointing_kwargs": {"use_reentrant": True}},
+        {"model": "moe", "router_aux_loss_coef": 0.1},
+        {"model": "gpt2"},
+        {"model": "falcon_h1"},
+    ],
+    ids=str,
+)
+@pytest.mark.filterwarnings("ignore:trim_padding=True only cuts")
+def test_unpadded_equals_padded_for_other_models_and_options(
+    models: dict[str, Path], tmp_path: Path, options: dict[str, Any]
+) -> None:
+    assert_same_training(*pair(models, tmp_path, loss_type="bnpo", **options))
+
+
+def test_passes_see_the_tokens_and_no_padding(models: dict[str, Path], tmp_path: Path) -> None:
+    """Two passes of 16 sequences for the rollout, in four batches each; then one step."""
+    options = {"beta": 0.1, "steps_per_generation": 4, "gradient_accumulation_steps": 1, "max_steps": 1}
+    trainer: Any = tiny.trainer(models["dense"], tmp_path, build={"rollout_func": UNEQUAL}, **options)
+    policy, reference = Widths(trainer.model), Widths(trainer.ref_model)
+    tiny.train(trainer)
+
+    rollouts = trainer._buffered_inputs
+    tokens = [int(batch["prompt_mask"].sum() + batch["completion_mask"].sum()) for batch in rollouts]
+    assert sum(batch["prompt_mask"].numel() + batch["completion_mask"].numel() for batch in rollouts) > sum(tokens)
+    assert [rows for rows, _ in reference.shapes] == [1] * 4
+    assert sum(width for _, width in reference.shapes) == sum(tokens)
+    assert policy.shapes[:4] == reference.shapes  # the old log-probs
+    assert policy.shapes[4:] == [(1, tokens[0])]  # the one micro-batch
+
+
+def test_a_batch_without_padding_is_trained_on_bit_for_bit_as_by_trl(models: dict[str, Path], tmp_path: Path) -> None:
+    equal = {"rollout_func": answers(lambda i, prompt: 6), "train_dataset": tiny.dataset().select([0, 0, 0, 0])}
+    shapes: list[tuple[int, ...]] = []
+
+    class Seen(transformers.TrainerCallback):
+        def on_train_begin(self, *_: Any, model: Any, **__: Any) -> None:
+            Widths(model, shapes)
+
+    equal["callbacks"] = [Seen()]
+    padded, ours = pair(models, tmp_path, loss_type="grpo", optim="adamw_torch", build=equal)
+
+    assert shapes and len(set(shapes)) == 1 and shapes[0][0] == 4  # those of TRL's trainer, and then of ours
+    assert tiny.history(ours) == tiny.history(padded)
+    after = tiny.parameters(padded)
+    assert all(torch.equal(value, after[name]) for name, value in tiny.parameters(ours).items())
+
+
+# Parts of TRL's micro-batches, one, and several. The 16 accumulated below are those of two rollouts, twice.
+BUDGETS = [(12, 2), (30, 2), (10_000, 4)]
+
+
+@pytest.mark.parametrize(
+    ("loss_type", "token_budget", "accumulated"),
+    cases(
+        [("grpo", 30, 16)]
+        + [(loss_type, *BUDGETS[number % 3]) for number, loss_type in enumerate(LOSS_TYPES) if loss_type != "bnpo"],
+        fast=5,
+    ),
+)
+def test_the_loss_of_micro_batches_by_tokens_is_that_of_the_whole_step(
+    models: dict[str, Path], tmp_path: Path, loss_type: str, token_budget: int, accumulated: int
+) -> None:
+    settings = {"off_policy_mask_threshold": 0.01, "use_bias_correction_kl": True, "token_budget": token_budget}
+    padded, ours = pair(
+        models, tmp_path, loss_type=loss_type, gradient_accumulation_steps=accumulated, max_steps=3, **settings
+    )
+
+    assert_same_training(padded, ours, metrics=False)
+    for row, theirs in zip(tiny.history(ours), tiny.history(padded), strict=True):
+        for name in {"loss", "grad_norm", "train_loss"} & theirs.keys():
+            # the gradients that a step adds up have norms of up to 10, and cancel
+            assert row[name] == pytest.approx(theirs[name], rel=2e-4, abs=1e-4 if name == "grad_norm" else 8e-6), name
+
+
+def test_a_micro_batch_by_tokens_is_as_large_as_its_budget_allows(models: dict[str, Path], tmp_path: Path) -> None:
+    trainer: Any = tiny.trainer(
+        models["dense"], tmp_path, token_budget=30, gradient_accumulation_steps=4, beta=0.1, **ROLLOUT, max_steps=1
+    )
+    policy, reference = Widths(trainer.model), Widths(trainer.ref_model)
+    tiny.train(trainer)
+
+    batches = trainer._buffered_inputs
+    lengths = torch.cat([b["prompt_mask"].sum(-1) + b["completion_mask"].sum(-1) for b in batches])
+    lengths = sorted(lengths.tolist(), reverse=True)
+    for widths in (policy.shapes, reference.shapes):
+        assert all(shape[0] == 1 and shape[1] <= 30 for shape in widths)
+        assert sum(shape[1] for shape in widths) == sum(lengths)
+        assert len(widths) < 16 and max(lengths) + min(lengths) <= 30 < sum(lengths[:4])  # not one by one, nor TRL's
+
+
+def test_shared_prompts_are_computed_once(models: dict[str, Path], tmp_path: Path) -> None:
+    """Also where the budget keeps groups apart, as long as each has room for one."""
+
+    def run(budget: int) -> tuple[list[tuple[int, ...]], list[int]]:
+        options = {"share_prompts": True, "token_budget": budget, "gradient_accumulation_steps": 4, "max_steps": 1}
+        trainer: Any = tiny.trainer(models["dense"], tmp_path, **options, **ROLLOUT)
+        policy = Widths(trainer.model)
+        tiny.train(trainer)
+        groups: dict[tuple[int, ...], int] = {}
+        for batch in trainer._buffered_inputs:
+            for ids, mask, n in zip(
+                batch["prompt_ids"], batch["prompt_mask"].bool(), batch["completion_mask"].sum(-1), strict=True
+            ):
+                prompt = tuple(ids[mask].tolist())
+                groups[prompt] = groups.get(prompt, len(prompt) - 1) + 1 + int(n)  # the last token is not shared
+        return policy.shapes, list(groups.values())
+
+    together, groups = run(10_000)
+    assert len(groups) == 4 and together == [(1, sum(groups))]
+    apart, again = run(max(groups))
+    assert again == groups and len(apart) > 1 and sum(width for _, width in apart) == sum(groups)
+
+
+def test_batches_of_a_budget_by_hand(models: dict[str, Path], tmp_path: Path) -> None:
+    """The group with the longest sequence comes first. Padding that is computed counts."""
+    options = {"share_prompts": True, "token_budget": 1, "gradient_accumulation_steps": 4}  # one by one
+    trainer: Any = tiny.trainer(models["dense"], tmp_path, **options, **ROLLOUT)
+    part = trainer.feature(PaddingFree)
+    of = part.traits_of(trainer.model)
+    lengths = [Length(3, 2, 0), Length(3, 1, 1), Length(2, 7, 2), Length(3, 9, 1)]
+    assert part._batches(of, lengths, 13, 4, 4) == [[3], [1], [2], [0]]
+    trainer.args.token_budget = 21
+    limited = replace(of, width_limit=9)
+    assert part._batches(limited, [Length(1, 2)] * 4, 10, 4, 4) == [[0, 1], [2, 3]]
+    assert part._batches(limited, [Length(1, 2)] * 4, 9, 4, 4) == [[0, 1, 2, 3]]
+    cut = replace(of, why_not_packed="of the test", is_shift_invariant=False)  # at the right only: 4 columns of prompt
+    assert part._batches(cut, [Length(1, 2), Length(2, 3), Length(1, 1)], 9, 4, 4) == [[1, 0, 2]]
+    assert part._batches(cut, [Length(1, 2), Length(2, 4), Length(1, 1)], 9, 4, 4) == [[1, 0], [2]]
+
+
+def test_evaluation_is_trls(models: dict[str, Path], tmp_path: Path) -> None:
+    build = {**ROLLOUT["build"], "eval_dataset": tiny.dataset()}
+    settings: dict[str, Any] = {"beta": 0.1, "per_device_eval_batch_size": 8, "build": build}
+    padded = tiny.trainer(models["dense"], tmp_path, ours=False, **settings).evaluate()
+    trainer = tiny.trainer(models["dense"], tmp_path, token_budget=20, **settings)
+    widths = Widths(trainer.model)
+    found = trainer.evaluate()
+    names = [name for name in padded if "_per_second" not in name and "time" not in name]
+    assert all(found[name] == pytest.approx(padded[name], rel=1e-4, abs=1e-6) for name in names)
+    assert max(shape[1] for shape in widths.shapes) <= 20
+
+
+def test_a_run_by_tokens_resumes_exactly_inside_a_window(models: dict[str, Path], tmp_path: Path) -> None:
+    settings = {"token_budget": 30, "gradient_accumulation_steps": 2, "lora": True, "beta": 0.1, "num_iterations": 2}
+    settings |= {"save_strategy": "steps", "save_steps": 3, "max_steps": 6}
+    whole = tiny.train(tiny.trainer(models["dense"], tmp_path, **settings))
+    resumed = tiny.trainer(models["dense"], tmp_path, **settings)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    after = tiny.parameters(resumed)
+    assert all(torch.equal(value, after[name]) for name, value in tiny.parameters(whole).items())
+
+
+def test_a_step_after_an_error_has_its_own_sequences_only(models: dict[str, Path], tmp_path: Path) -> None:
+    """An optimizer step of two rollouts, the second of which fails while the first waits for it."""
+    tokens: list[int] = []
+
+    def reward(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
+        tokens.append(sum(len(prompt) + len(ids) for prompt, ids in zip(prompts, completion_ids, strict=True)))
+        if len(tokens) == 2:
+            raise InterruptedError
+        return tiny.reward(completion_ids)
+
+    options = {"token_budget": 30, "gradient_accumulation_steps": 8, "max_steps": 1}
+    trainer: Any = tiny.trainer(
+        models["dense"], tmp_path, build={"rollout_func": UNEQUAL, "reward_funcs": reward}, **options
+    )
+    with pytest.raises(InterruptedError):
+        trainer.train()
+    policy = Widths(trainer.model)
+    trainer._step = 0  # TRL would go on in the middle of the rollout
+    trainer.train()
+    assert len(tokens) == 4 and sum(width for _, width in policy.shapes) == tokens[2] + tokens[3]

@@ -1,0 +1,251 @@
+"""The reference moves to the policy, exactly, when it should and only then, for every kind of adapter and base."""
+
+import contextlib
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from peft import LoraConfig
+from trl.trainer.utils import use_adapter
+
+import trl_steady
+from tests.tools import tiny
+from tests.tools import wide as wide_model
+from tests.tools.cases import cases
+from trl_steady.features.reference.feature import ReferencePart
+
+MOVING: dict[str, Any] = {
+    "beta": 0.04,
+    "sync_ref_model": True,
+    "ref_model_mixup_alpha": 1.0,
+    "ref_model_sync_steps": 3,  # a window is 4 steps
+    "max_steps": 13,
+}
+RANDOM = {"init_lora_weights": False, "target_modules": ["q_proj", "v_proj"], "r": 4}
+ADAPTERS: dict[str, peft.PeftConfig] = {
+    "LoRA": LoraConfig(**RANDOM),
+    "DoRA": LoraConfig(**RANDOM, use_dora=True),
+    "modules_to_save": LoraConfig(**RANDOM, modules_to_save=["input_layernorm", "lm_head"]),
+    "linear and embedding": LoraConfig(**{**RANDOM, "target_modules": ["k_proj", "o_proj", "embed_tokens"]}),
+    "new tokens": LoraConfig(**RANDOM, trainable_token_indices=list(range(40))),
+    "PiSSA": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights="pissa"),
+    "LoHa": peft.LoHaConfig(r=4, target_modules=["q_proj", "v_proj"], init_weights=False),
+    "LoKr": peft.LoKrConfig(r=4, target_modules=["q_proj", "v_proj"], init_weights=False),
+    "IA3": peft.IA3Config(target_modules=["k_proj", "v_proj"], feedforward_modules=[], init_ia3_weights=False),
+}
+EXPERTS = LoraConfig(r=2, init_lora_weights=False, target_parameters=["experts.gate_up_proj", "experts.down_proj"])
+CASES: dict[str, tuple[str, peft.PeftConfig | None, dict[str, Any]]] = {
+    **{name: (("dense", "moe")[number % 2], config, {}) for number, (name, config) in enumerate(ADAPTERS.items())},
+    "fused experts": ("moe", EXPERTS, {}),
+    "full": ("dense", None, {}),
+    "nf4": ("nf4", None, {"lora": True}),
+    "int8, float32": ("int8", None, {"lora": True, "adapter_dtype": "float32"}),
+}
+"""Base, adapter and options of a run."""
+
+
+class Watched(trl_steady.GRPOTrainer):
+    """Scores every rollout with the policy and with the reference."""
+
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        batch = super()._generate_and_score_completions(inputs)
+        ids = torch.cat([batch["prompt_ids"], batch["completion_ids"]], 1)
+        mask = torch.cat([batch["prompt_mask"], batch["completion_mask"]], 1)
+
+        def logps(model: Any) -> torch.Tensor:
+            with torch.no_grad():
+                return self._get_per_token_logps_and_entropies(model, ids, mask, batch["completion_ids"].size(1))[0]
+
+        policy = logps(self.model)
+        with contextlib.nullcontext() if self.ref_model else use_adapter(self.model, "ref"):
+            reference = logps(self.ref_model or self.model)
+        self.rollouts = [*getattr(self, "rollouts", []), (self.state.global_step, policy, reference)]
+        return batch
+
+
+@pytest.mark.parametrize("case", cases(CASES, (*list(CASES)[:3], "fused experts", "full", "nf4")))
+def test_log_probs_are_equal_right_after_a_refresh(
+    models: dict[str, Path], wide: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    base, adapter, options = CASES[case]
+    model = models[base] if base in models else wide_model.load(wide, base)
+    build = {} if adapter is None else {"build": {"peft_config": adapter}}
+    monkeypatch.setattr(trl_steady, "GRPOTrainer", Watched, raising=False)
+    trainer = tiny.trainer(model, tmp_path, **{**MOVING, **build, **options})
+    if base not in models:
+        trained = {parameter.dtype for parameter in trainer.model.parameters() if parameter.requires_grad}
+        assert trained == {getattr(torch, options.get("adapter_dtype", "bfloat16"))}
+    if case == "fused experts":
+        assert sum("experts" in pair.name for pair in trainer.part(ReferencePart).callback.pairs()) == 8
+    trainer.train()
+    # equal where the reference had just moved, and nowhere else
+    assert [(step, rule) for step, _, rule in trainer.reference_refreshes] == [(n, "steps") for n in (4, 8, 12)]
+    at_rollout = {step: torch.equal(policy, reference) for step, policy, reference in trainer.rollouts}
+    assert at_rollout == dict.fromkeys((0, 4, 8, 12), True)
+    kl = [row["kl"] for row in tiny.history(trainer) if "kl" in row]
+    assert [i for i, value in enumerate(kl) if value == 0.0] == [0, 4, 8, 12]
+    trained = [pair for pair in trainer.part(ReferencePart).callback.pairs() if pair.policy.requires_grad]
+    assert trained and all(not torch.equal(pair.policy, pair.reference) for pair in trained)  # step 13 moved on
+
+
+def adapter_tensors(model: Any, name: str) -> dict[str, torch.Tensor]:
+    """By PEFT's own reading of an adapter."""
+    state = peft.get_peft_model_state_dict(model, adapter_name=name)
+    return {key: value.detach().clone() for key, value in state.items() if "base_layer" not in key}
+
+
+class Witness(transformers.TrainerCallback):
+    """Both adapters and the base, after every step."""
+
+    def __init__(self, model: Any) -> None:
+        self.model = model
+        self.steps = [self.look()]
+
+    def look(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[int]]:
+        adapters = adapter_tensors(self.model, "default"), adapter_tensors(self.model, "ref")
+        return *adapters, [hash(v.numpy().tobytes()) for v in base_tensors(self.model)]
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.steps.append(self.look())
+
+
+def base_tensors(model: Any) -> list[torch.Tensor]:
+    """What is not of an adapter; bitsandbytes puts the scales of quantised weights into the state too."""
+    found = [value for name, value in model.state_dict().items() if "lora_" not in name]
+    return [value.detach().view(torch.uint8) if value.dtype == torch.bfloat16 else value.detach() for value in found]
+
+
+@pytest.mark.parametrize("base", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
+def test_nothing_moves_the_reference_in_between_nor_the_base_ever(wide: Path, tmp_path: Path, base: str) -> None:
+    """18 steps, four refreshes: the reference is what the policy was when it last moved."""
+    trainer = tiny.trainer(wide_model.load(wide, base), tmp_path, lora=True, **{**MOVING, "max_steps": 18})
+    witness = Witness(trainer.model)
+    assert len(witness.steps[0][2]) > 30
+    trainer.add_callback(witness)
+    trainer.train()
+    assert [step for step, _, _ in trainer.reference_refreshes] == list(range(4, 18, 4))
+    for step, (_, reference, bytes_of_base) in enumerate(witness.steps):
+        assert bytes_of_base == witness.steps[0][2]
+        moved_at = max(step - 1, 0) // 4 * 4  # the policy of that step is the reference of the four that follow
+        expected = witness.steps[moved_at][0]
+        assert all(torch.equal(reference[name], expected[name]) for name in expected | reference)
+    assert not torch.equal(*(next(iter(witness.steps[i][1].values())) for i in (4, 5)))
+
+
+@pytest.mark.parametrize(("base", "steps"), [("dense", 100), ("moe", 4)])
+def test_the_reference_is_trls_where_steps_and_windows_agree(
+    models: dict[str, Path], tmp_path: Path, base: str, steps: int
+) -> None:
+    """An adapter that never moves is TRL's base model, and rollouts are drawn as without it. A full model moves."""
+    options: dict[str, Any] = {**MOVING, "ref_model_sync_steps": steps, "ref_model_mixup_alpha": 0.6}
+    fresh = {"r": 4, "target_modules": ["q_proj", "v_proj"], "use_dora": True}
+
+    def train(*, ours: bool) -> Any:
+        build = {"peft_config": LoraConfig(**fresh)} if base == "dense" else {}
+        asked = {**options, "sync_ref_model": ours or base == "moe"}
+        return tiny.train(tiny.trainer(models[base], tmp_path, ours=ours, padded=True, build=build, **asked))
+
+    ours, theirs = train(ours=True), train(ours=False)
+    after = tiny.parameters(ours)
+    assert all(torch.equal(value, after[name]) for name, value in tiny.parameters(theirs).items())
+    assert [row.get("kl") for row in tiny.history(ours)] == [row.get("kl") for row in tiny.history(theirs)]
+    if base == "moe":
+        references = [dict(trainer.ref_model.named_parameters()) for trainer in (ours, theirs)]
+        assert all(torch.equal(references[0][name], references[1][name]) for name in references[0])
+
+
+def test_a_loaded_adapter_is_the_first_reference(models: dict[str, Path], tmp_path: Path) -> None:
+    """TRL copies it before it rounds the policy's to bf16, and misses what is not named `.default.`."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(models["dense"])
+    config = LoraConfig(**{**RANDOM, "target_modules": ["q_proj", "embed_tokens"]})
+    peft.get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
+    model = transformers.AutoModelForCausalLM.from_pretrained(models["dense"])
+    loaded = peft.PeftModel.from_pretrained(model, tmp_path / "adapter", is_trainable=True)
+    trainer = tiny.trainer(loaded, tmp_path, **MOVING)
+    policy, reference = adapter_tensors(trainer.model, "default"), adapter_tensors(trainer.model, "ref")
+    assert len(policy) == 6 and all(torch.equal(reference[name], policy[name]) for name in policy)
+    trainer.train()
+    assert next(row["kl"] for row in tiny.history(trainer)) == 0.0
+
+
+@pytest.mark.parametrize(("start", "loaded"), [("pissa", False), ("olora", True)])
+def test_a_start_that_changes_the_base_changes_it_once(
+    models: dict[str, Path], tmp_path: Path, start: Any, loaded: bool
+) -> None:
+    """PiSSA takes the principal components out of the base; a second adapter like it would take out the next ones."""
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=start)
+    model = transformers.AutoModelForCausalLM.from_pretrained(models["dense"])
+    alone = peft.get_peft_model(model, config)
+    expected = [value.clone() for value in base_tensors(alone)]
+    if loaded:
+        trainer = tiny.trainer(alone, tmp_path, **MOVING)
+    else:
+        trainer = tiny.trainer(models["dense"], tmp_path, build={"peft_config": config}, **MOVING)
+    found = base_tensors(trainer.model)
+    assert len(found) == len(expected) and all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
+    assert trainer.model.peft_config["default"].init_lora_weights == start
+
+
+def test_what_is_frozen_stays_frozen(models: dict[str, Path], tmp_path: Path) -> None:
+    """PEFT makes an adapter trainable as a whole when TRL switches to the reference and back."""
+    model = transformers.AutoModelForCausalLM.from_pretrained(models["dense"])
+    model = peft.get_peft_model(model, LoraConfig(**RANDOM))
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("lora_B" in name)
+    trainer = tiny.trainer(model, tmp_path, **MOVING)
+    before = adapter_tensors(trainer.model, "default")
+    trainer.train()
+    assert {name for name, p in trainer.model.named_parameters() if p.requires_grad} == {
+        name for name, _ in trainer.model.named_parameters() if "lora_B.default" in name
+    }
+    after = adapter_tensors(trainer.model, "default")
+    assert all(torch.equal(after[name], before[name]) == ("lora_A" in name) for name in before)
+
+
+REFUSED: dict[str, tuple[peft.PeftConfig, str]] = {
+    "prompts": (peft.PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2), "PROMPT_TUNING.*LORA"),
+    "replicated layers": (LoraConfig(**RANDOM, layer_replication=[(0, 2), (1, 2)]), "layer_replication.*without it"),
+    "bias": (LoraConfig(**RANDOM, bias="lora_only"), r"4 parameters of the base.*q_proj.bias.*bias='none'"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_an_adapter_that_cannot_be_moved_is_refused(models: dict[str, Path], tmp_path: Path, case: str) -> None:
+    config, message = REFUSED[case]
+    with pytest.raises(ValueError, match=message):
+        tiny.trainer(models["dense"], tmp_path, build={"peft_config": config}, **MOVING)
+
+
+@pytest.mark.parametrize(
+    ("names", "options", "message"),
+    [
+        (["default", "second"], {"method": "PPO", "num_generations": 1}, r"\['default', 'second'\].*'default'"),
+        (["mine"], MOVING, r"\['mine'\].*'default'"),
+        (["default", "ref"], MOVING, "named 'ref'.*delete_adapter"),
+    ],
+)
+def test_a_policy_of_other_adapters_is_refused(
+    models: dict[str, Path], tmp_path: Path, names: list[str], options: dict[str, Any], message: str
+) -> None:
+    """TRL would copy one of them as the reference, and let that one alone act after the first rollout."""
+    base = transformers.AutoModelForCausalLM.from_pretrained(models["dense"])
+    model = peft.get_peft_model(base, LoraConfig(**RANDOM), adapter_name=names[0])
+    for name in names[1:]:
+        model.add_adapter(name, LoraConfig(**RANDOM))
+    model.base_model.set_adapter([name for name in names if name != "ref"])
+    with pytest.raises(ValueError, match=message):
+        tiny.trainer(model, tmp_path, **options)
+
+
+@pytest.mark.parametrize("disable", [True, False])
+def test_the_reference_drops_nothing_out(models: dict[str, Path], tmp_path: Path, disable: bool) -> None:
+    config = LoraConfig(**RANDOM, lora_dropout=0.2)
+    trainer = tiny.trainer(models["dense"], tmp_path, build={"peft_config": config}, disable_dropout=disable, **MOVING)
+    shares = {name.split(".")[-1]: m.p for name, m in trainer.model.named_modules() if isinstance(m, torch.nn.Dropout)}
+    assert shares == {"default": 0.0 if disable else 0.2, "ref": 0.0}
+    trainer.train()
+    kl = [row["kl"] for row in tiny.history(trainer) if "kl" in row]
+    assert [i for i, value in enumerate(kl) if value == 0.0] == ([0, 4, 8, 12] if disable else [])

@@ -1,0 +1,241 @@
+"""Runs that retrain their reward model end as the run that was never killed, wherever they were killed and resumed."""
+
+import contextlib
+import functools
+import json
+import shutil
+import signal
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import load_file
+from transformers.trainer_utils import get_last_checkpoint
+
+from tests.tools import critics, resumable, rewarding, tiny
+from trl_steady import RewardAdapter, RewardModelRefreshCallback
+from trl_steady.features.reference.feature import ReferencePart
+from trl_steady.features.reward_model.feature import RewardModelPart
+
+SLOW = pytest.mark.slow
+Expected = Callable[[str], dict[str, Any]]
+OBJECTIVES = {"full": "pairs", "lora": "pointwise", "nf4": "steps"}
+"""The objective of each kind of run. The labels of steps draw random numbers for continuations."""
+
+
+class Handed(RewardAdapter):
+    """A reward model that one process can hand to another."""
+
+    def __init__(self, objective: str, **options: Any) -> None:
+        self.arguments = objective, options
+        steps = {"head": "steps", "splitter": rewarding.STEPS} if objective == "steps" else {}
+        super().__init__(**steps, **options)
+
+    def __reduce__(self) -> Any:
+        objective, options = self.arguments
+        return functools.partial(Handed, objective, **options), ()
+
+
+def retrain(trainer: Any, objective: str, **changes: Any) -> None:
+    """Retrain the reward model, which begins with scores that differ. Auditors hear of each update and each move."""
+    rewarding.stir(trainer)
+    options: dict[str, Any] = {
+        "learning_rate": 1e-2,
+        "epochs": 2,
+        "replay_fraction": 0.3,
+        "continuations": 2,
+        "history": 8,
+    }
+    options |= {"label_fn": rewarding.is_right, "objective": objective, **changes}
+    callback = RewardModelRefreshCallback(trainer, **options)
+    trainer.add_callback(callback)
+    tell = lambda *_: sys.audit("tests.update", f"of retraining {len(callback.refreshes) + 1}.")
+    callback.learner.optimizer.register_step_post_hook(tell)
+    moving = trainer.part(ReferencePart).callback
+    moving.before_move.append(lambda step: sys.audit("tests.move", f"move after step {step}."))
+
+
+def options_of(kind: str, *, changes: Any = None, retrained: bool = True, **options: Any) -> dict[str, Any]:
+    """Options of a run as in tests/tools/resumable.py, with another reward. `changes` are those of the callback.
+
+    A window is 4 steps. The reward model is retrained after steps 8 and 16, each time before the reference moves.
+    """
+    of_callback = {"objective": OBJECTIVES[kind], **(changes or {})}
+    data = {"train_dataset": tiny.dataset(6), "reward_funcs": Handed(of_callback["objective"])}
+    then = functools.partial(retrain, **of_callback) if retrained else rewarding.stir
+    return {"then": then, **options, "build": {**data, **options.get("build", {})}}
+
+
+def folder(kind: str, models: dict[str, Path], wide: Path) -> Path:
+    return wide if kind == "nf4" else models["dense"]
+
+
+def build(kind: str, model: Path, output: Path, **options: Any) -> Any:
+    return resumable.build(kind, model, output, **options_of(kind, **options))
+
+
+def run(kind: str, model: Path, output: Path, **options: Any) -> int:
+    return resumable.run(kind, model, output, **options, **options_of(kind))
+
+
+@pytest.fixture(scope="module")
+def expected(models: dict[str, Path], wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Expected:
+    """Return the end of a run that nothing kills."""
+
+    @functools.cache
+    def end(kind: str) -> dict[str, Any]:
+        model, output = folder(kind, models, wide), tmp_path_factory.mktemp(kind)
+        return resumable.state(tiny.train(build(kind, model, output)))
+
+    return end
+
+
+def check_end(expected: dict[str, Any], output: Path) -> None:
+    """Both have retrained the reward model twice, the second time with examples of the first."""
+    assert resumable.differences(expected, torch.load(output / "state.pt")) == []
+    first, second = expected["reward model"]["refreshes"]
+    assert (first[0], second[0]) == (8, 16) == tuple(step for step, _, _ in expected["refreshes"])
+    assert first[2] == 0 < second[2] and first[1] > 0 < second[1]
+    assert expected["reward model"]["answers"] and expected["reward model"]["rollouts"] == 5
+
+
+KILLS: dict[str, tuple[tuple[str, str, int], int]] = {
+    "between two updates of the reward model": (("tests.update", "retraining 2.", 2), 15),
+    "between the retraining and the move": (("tests.move", "step 8.", 1), 6),
+    "inside a window": (("open", "checkpoint-12/trainer_state.json", 1), 9),
+    "before a checkpoint is in its place": (("os.rename", "checkpoint-18", 2), 15),  # the first is of the reference
+}
+"""When, and where the resumed run goes on."""
+FAST = ("lora", "between two updates of the reward model")
+
+
+@pytest.mark.parametrize(
+    ("kind", "moment"),
+    [
+        pytest.param(kind, moment, marks=[] if (kind, moment) == FAST else SLOW)
+        for kind in resumable.KINDS
+        for moment in KILLS
+    ],
+)
+def test_a_killed_run_ends_as_if_it_had_not_been(
+    kind: str, moment: str, models: dict[str, Path], wide: Path, tmp_path: Path, expected: Expected
+) -> None:
+    kill, step = KILLS[moment]
+    model = folder(kind, models, wide)
+    assert run(kind, model, tmp_path, kill=kill) == -signal.SIGKILL
+    assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / f"checkpoint-{step}")
+    assert run(kind, model, tmp_path) == 0
+    check_end(expected(kind), tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("kind", "steps"),
+    [("lora", (4, 8, 9)), pytest.param("full", (8,), marks=SLOW), pytest.param("nf4", (4, 8, 9), marks=SLOW)],
+)
+def test_every_checkpoint_resumes_exactly(
+    kind: str, steps: Sequence[int], models: dict[str, Path], wide: Path, tmp_path: Path
+) -> None:
+    """With answers of an iteration, right before the reward model is retrained, and after that."""
+    model = folder(kind, models, wide)
+    whole = tiny.train(build(kind, model, tmp_path, max_steps=12, save_steps=1))
+    end = resumable.state(whole)
+    for step in steps:
+        resumed = build(kind, model, tmp_path / f"resumed at {step}", max_steps=12, save_strategy="no")
+        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
+        assert resumable.differences(end, resumable.state(resumed)) == [], step
+
+
+PPO: dict[str, Any] = {
+    **{"num_generations": 1, "beta": 0.0, "kl_coef": 0.1},
+    "build": {"train_dataset": tiny.dataset(24)},
+}
+
+
+@pytest.mark.parametrize("method", ["PPO", pytest.param("RLOO", marks=SLOW)])
+def test_other_trainers_resume_too(method: str, models: dict[str, Path], tmp_path: Path) -> None:
+    options = {"method": method, **(PPO if method == "PPO" else {}), "max_steps": 10}
+    whole = tiny.train(build("lora", models["dense"], tmp_path, save_steps=9, **options))
+    resumed = build("lora", models["dense"], tmp_path / "resumed", save_strategy="no", **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
+    assert resumable.differences(resumable.state(whole), resumable.state(resumed)) == []
+    assert len(whole.reward_refreshes) == 1
+
+
+def test_a_trainer_that_has_trained_resumes_too(models: dict[str, Path], tmp_path: Path) -> None:
+    """It has a reward model, an optimizer and a history that are ahead of the checkpoint."""
+    trainer = tiny.train(build("lora", models["dense"], tmp_path, max_steps=9, save_steps=6, changes={"history": 100}))
+    end = resumable.state(trainer)
+    trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
+    assert resumable.differences(end, resumable.state(trainer)) == []
+
+
+def test_metrics_between_two_logs_are_kept(models: dict[str, Path], tmp_path: Path) -> None:
+    """The figures of the retraining after step 8 are in the log after step 12, and a checkpoint is in between."""
+    options = {"max_steps": 12, "save_steps": 9, "logging_steps": 6}
+    whole = tiny.train(build("lora", models["dense"], tmp_path, **options))
+    resumed = build("lora", models["dense"], tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
+    expected, found = (
+        [{k: v for k, v in row.items() if k != "loss"} for row in tiny.history(trainer)[:-1]]
+        for trainer in (whole, resumed)  # transformers averages the loss over the steps since the resume
+    )
+    assert found == expected
+    assert {"reward_model/true", "reward_model/new/fresh/loss", "reward_model/samples"} <= found[1].keys()
+
+
+def test_dropout_of_the_base_acts_in_the_training_of_the_reward_model_alone(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """A resumed run may begin with a retraining, before transformers has switched the model to training."""
+    model = tmp_path / "model"
+    shutil.copytree(models["dense"], model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.5}))
+    whole = build("lora", model, tmp_path, max_steps=9, save_steps=8)
+    part, answers = whole.part(RewardModelPart), [list(range(60, 68)), list(range(80, 88))]
+    whole.model.train()
+    part._prompts = [[70, 71], [72]]
+    first, second = (part.adapter(["", ""], ["", ""], answers) for _ in range(2))
+    assert first == second and first[0] != first[1]
+    rewarding.refresher(whole)._answers.clear()
+    whole.train()
+    resumed = build("lora", model, tmp_path / "resumed", max_steps=9, save_strategy="no")
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    assert resumable.differences(resumable.state(whole), resumable.state(resumed)) == []
+    without = build("lora", models["dense"], tmp_path / "without", max_steps=9, save_strategy="no")
+    without.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
+    weights = [resumable.state(trainer)["reward model"]["weights"] for trainer in (whole, without)]
+    assert resumable.differences(*weights) != []  # dropout acted
+
+
+@pytest.mark.parametrize("saves_model_only", [False, True])
+def test_the_best_policy_gets_its_reward_model_and_critic_back(
+    models: dict[str, Path], tmp_path: Path, saves_model_only: bool
+) -> None:
+    options = {
+        **{"eval_strategy": "steps", "save_steps": 4, "eval_steps": 4, "max_steps": 10},
+        **{"metric_for_best_model": "step", "greater_is_better": False},
+        **{"load_best_model_at_end": True, "save_only_model": saves_model_only},
+        **{"build": {**PPO["build"], "eval_dataset": tiny.dataset(4)}, "per_device_eval_batch_size": 4},
+    }
+    trainer = build("lora", models["dense"], tmp_path, **{**PPO, "method": "PPO", **options})
+
+    class Stamp(transformers.TrainerCallback):
+        """Makes the first evaluation the best."""
+
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: dict[str, float], **_: Any) -> None:
+            metrics["eval_step"] = state.global_step
+
+    trainer.add_callback(Stamp())
+    says = pytest.warns(UserWarning, match="which has no reward model")
+    with says if saves_model_only else contextlib.nullcontext():
+        trainer.train()
+    best = tmp_path / "checkpoint-4"
+    assert trainer.state.best_model_checkpoint == str(best) and len(trainer.reward_refreshes) == 1
+    if not saves_model_only:
+        assert critics.same(trainer.reward_model.state(), load_file(best / "reward_model.safetensors"))
+        assert critics.same(trainer.critic.state(), load_file(best / "critic.safetensors"))

@@ -1,0 +1,131 @@
+"""Routes recorded and replayed with adapters, in other precisions, and while a model generates."""
+
+import copy
+from typing import Any
+
+import peft
+import pytest
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from tests.tools import mixtures
+from tests.tools.headroom import within
+from tests.tools.passes import (
+    ROUNDING,
+    Outcome,
+    apart,
+    are_equal,
+    assert_equal,
+    assert_gone_through,
+    others,
+    recorded,
+    replayed,
+    run,
+    run_forward,
+)
+from trl_steady.features.router_replay.replay import Routers
+
+
+@torch.no_grad()
+def spread(model: nn.Module) -> None:
+    """LoRA begins as nothing."""
+    generator = torch.Generator().manual_seed(2)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name or "modules_to_save" in name:
+            parameter.add_(0.2 * torch.randn(parameter.shape, generator=generator))
+
+
+EXPERTS = ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]
+ADAPTERS: dict[str, dict[str, Any]] = {
+    "experts": {"target_modules": ["q_proj"], "target_parameters": EXPERTS},
+    "experts and router": {"target_modules": [], "target_parameters": [*EXPERTS, "mlp.gate.weight"]},
+    "copied router": {"target_modules": ["q_proj"], "modules_to_save": ["gate"]},
+}
+TRAINED_ROUTER = {"experts and router": "lora_", "copied router": "modules_to_save"}
+
+
+@pytest.mark.parametrize("kind", ADAPTERS)
+def test_routes_are_replayed_with_and_without_an_adapter(qwen: PreTrainedModel, kind: str) -> None:
+    base, routes = copy.deepcopy(qwen), others(2)
+    model = peft.get_peft_model(qwen, peft.LoraConfig(r=2, lora_dropout=0.0, **ADAPTERS[kind])).eval()
+    spread(model)
+    natural = recorded(model)
+    assert_equal(replayed(model, natural), run(model))
+    routers = Routers(model)
+    assert len(routers.names) == 2
+    with routers.replaying(routes):
+        assert_gone_through(model, routes)
+    logits, gradients = replayed(model, routes)
+    assert all("lora_" in name or "modules_to_save" in name for name in gradients)
+    of_router = {name: gradient for name, gradient in gradients.items() if ".gate." in name}
+    if kind in TRAINED_ROUTER:
+        assert {name.split(".layers.")[1][0] for name in of_router} == {"0", "1"}
+        assert all(TRAINED_ROUTER[kind] in name and gradient.abs().max() > 0 for name, gradient in of_router.items())
+    else:
+        assert not of_router
+    # without the adapter, the base
+    with model.disable_adapter():
+        with torch.no_grad(), routers.recording() as recording:
+            run_forward(model)
+        assert torch.equal(recording.routes(), recorded(base))
+        with torch.no_grad(), routers.replaying(routes):
+            plain = run_forward(model)
+    with torch.no_grad(), Routers(base).replaying(routes):
+        assert torch.equal(plain, run_forward(base))
+    # in the weights, the same
+    merged = model.merge_and_unload()
+    assert not within(apart(logits, plain), 100 * ROUNDING)
+    with torch.no_grad(), Routers(merged).replaying(routes):
+        assert within(apart(run_forward(merged), logits), ROUNDING)
+
+
+def test_a_router_in_advance_takes_no_random_numbers(checkpointing: dict[str, bool]) -> None:
+    """A pass that only looks takes no random numbers from one that runs again."""
+    routes = others(2)
+    kind = {"r": 2, "target_modules": ["wg"], "lora_dropout": 0.5}
+
+    def outcome(seed: int, *, is_known: bool, is_checkpointed: bool) -> Outcome:
+        model = peft.get_peft_model(mixtures.build("hunyuan_v1_moe"), peft.LoraConfig(**kind))
+        spread(model)
+        model.train()
+        if is_checkpointed:
+            model.enable_input_require_grads()
+            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
+        routers = Routers(model)
+        if is_known:
+            with torch.no_grad(), routers.recording():
+                run_forward(model)
+        torch.manual_seed(seed)
+        with routers.replaying(routes):
+            return run(model)
+
+    expected = outcome(0, is_known=True, is_checkpointed=False)
+    assert not are_equal(outcome(1, is_known=True, is_checkpointed=False), expected)
+    assert_equal(outcome(0, is_known=True, is_checkpointed=True), expected)
+    assert_equal(outcome(0, is_known=False, is_checkpointed=False), expected)
+    assert_equal(outcome(0, is_known=False, is_checkpointed=True), expected)
+
+
+@pytest.mark.parametrize("precision", ["bfloat16", "autocast"])
+def test_half_precision_records_and_replays(model: PreTrainedModel, precision: str) -> None:
+    if precision == "bfloat16":
+        model.to(torch.bfloat16)
+    else:  # as accelerate does
+        vars(model)["forward"] = torch.autocast("cpu", dtype=torch.bfloat16)(model.forward)
+    model.train()
+    routers = Routers(model)
+    routes = others(len(routers.names))
+    natural = run(model)
+    assert_equal(replayed(model, recorded(model)), natural)
+    with routers.recording():
+        run_forward(model)
+    with routers.replaying(routes):
+        assert_gone_through(model, routes)
+        expected = run(model)
+    assert not torch.equal(expected[0], natural[0])
+    assert all(expected[1][f"{name}.weight"].abs().max() > 0 for name in routers.names)
+    # of routers that have not run before
+    assert_equal(replayed(model, routes), expected)
+    model.gradient_checkpointing_enable({"use_reentrant": False})
+    assert_equal(replayed(model, routes), expected)

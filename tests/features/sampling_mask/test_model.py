@@ -1,0 +1,243 @@
+"""TRL's fused head answered among kept tokens, beside the oracle on hidden states and plain logits."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import transformers
+import trl.trainer.utils
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from trl.trainer.utils import add_fused_lm_head
+
+from tests.oracles import sampling as oracle
+from tests.tools import tiny
+from tests.tools.headroom import within
+from tests.tools.sets import kept_of
+from trl_steady.features.sampling_mask.model import KeptModel
+
+EPS = torch.finfo(torch.float32).eps
+TEMPERATURE = 0.8
+VOCABULARY = tiny.SIZES["vocab_size"]
+BATCH, WIDTH, PROMPT = 3, 8, 3
+INDICES = torch.arange(BATCH * WIDTH).view(BATCH, WIDTH)
+
+# What each family does to its logits, by hand.
+FAMILIES: dict[str, tuple[PretrainedConfig, dict[str, float]]] = {
+    "plain": (tiny.CONFIGS["dense"], {}),
+    "tied": (transformers.Qwen2Config(**tiny.SIZES, tie_word_embeddings=True), {}),
+    "softcapped": (transformers.Gemma2Config(**tiny.SIZES, head_dim=8, final_logit_softcapping=3.0), {"softcap": 3.0}),
+    "scaled": (transformers.CohereConfig(**tiny.SIZES, logit_scale=0.3), {"logit_scale": 0.3}),
+    "divided": (transformers.GraniteConfig(**tiny.SIZES, logits_scaling=4.0), {"logit_scale": 0.25}),
+    "biased": (transformers.PhiConfig(**tiny.SIZES, resid_pdrop=0.0), {}),
+}
+
+
+def build(
+    family: str = "plain",
+    dtype: torch.dtype = torch.float32,
+    outputs: Sequence[str] = ("log_probs", "entropy"),
+    **head: Any,
+) -> PreTrainedModel:
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(FAMILIES[family][0]).to(dtype)
+    bias = model.get_output_embeddings().bias
+    assert (bias is not None) == (family == "biased")
+    if bias is not None:
+        torch.nn.init.normal_(bias)
+    add_fused_lm_head(model, TEMPERATURE, outputs=tuple(outputs), **head)
+    return model
+
+
+@dataclasses.dataclass
+class Batch:
+    """Completions of unequal length, some of whose tokens have sets; which set is by number, in no order."""
+
+    input_ids: Tensor
+    labels: Tensor
+    sets: list[list[int]]
+    index: Tensor
+
+    @property
+    def set_of(self) -> list[list[int]]:
+        """Of each of the B * (L - 1) tokens that have a log-prob."""
+        numbers = self.index[:, 1:].where(self.has_label, -1).flatten().tolist()
+        return [self.sets[number] if number >= 0 else [] for number in numbers]
+
+    @property
+    def has_label(self) -> Tensor:
+        return self.labels[:, 1:] != -100
+
+    @property
+    def has_set(self) -> Tensor:
+        return torch.tensor([len(each) > 0 for each in self.set_of]).view(BATCH, -1)
+
+
+def batch(kind: str = "some") -> Batch:
+    """With sets for some tokens, for all of them, or for none; a number that leads to an empty set and one to none."""
+    generator = torch.Generator().manual_seed(2)
+    draw = lambda *shape: torch.randint(VOCABULARY, shape, generator=generator)
+    input_ids = draw(BATCH, WIDTH)
+    input_ids[0, 5] = 0  # which also stands in for a missing label
+    labels = input_ids.clone()
+    labels[:, :PROMPT] = -100
+    labels[1, 6:] = -100
+    sizes = [1, 2, 5, 40, VOCABULARY - 1] * (BATCH * WIDTH)
+    order = torch.randperm(BATCH * WIDTH, generator=generator)
+    index = order.argsort().view(BATCH, WIDTH)
+    sets = []
+    for place, size in zip(order.tolist(), sizes, strict=False):
+        target = int(input_ids.flatten()[place])
+        others = [token for token in torch.randperm(VOCABULARY, generator=generator).tolist() if token != target]
+        sets.append([*others[: size // 2], target, *others[size // 2 : size - 1]])
+    if kind == "some":
+        index[0, 4], index[2, 7] = -1, -1
+        sets[index[1, 3]], sets[index[0, 6]] = [], []
+    if kind == "none":
+        sets = [each if i % 2 else list(range(VOCABULARY)) for i, each in enumerate(sets)]
+        sets = [each if len(each) == VOCABULARY else [] for each in sets]
+    return Batch(input_ids, labels, sets, index)
+
+
+def wrap(model: Callable[..., Any], data: Batch, *, with_entropy: bool = True) -> KeptModel:
+    kept = kept_of(data.sets).without_large(VOCABULARY)
+    bare = lambda *, token_indices, **batch: model(**batch, fused_lm_head=True)
+    return KeptModel(bare, kept, data.index, with_entropy=with_entropy)
+
+
+def call(model: Callable[..., Any], data: Batch, *, with_entropy: bool = True) -> Any:
+    kept_model = wrap(model, data, with_entropy=with_entropy)
+    out = kept_model(token_indices=INDICES, input_ids=data.input_ids, labels=data.labels)
+    return SimpleNamespace(log_probs=out.log_probs, entropy=out.entropy, kept_mass=kept_model.kept_mass)
+
+
+def plain(model: PreTrainedModel, data: Batch) -> Any:
+    """TRL's, of the whole vocabulary."""
+    return model(input_ids=data.input_ids, labels=data.labels, fused_lm_head=True)
+
+
+def scores(model: PreTrainedModel, data: Batch, **scaling: float) -> Tensor:
+    """(B * (L - 1), V), in float64 from the hidden states."""
+    with torch.no_grad():
+        hidden = model.model(input_ids=data.input_ids, use_cache=False).last_hidden_state[:, :-1]
+    head = model.get_output_embeddings()
+    return oracle.scores(hidden.flatten(0, 1), head.weight, head.bias, temperature=TEMPERATURE, **scaling).detach()
+
+
+def rounding(model: PreTrainedModel, data: Batch, *, logit_scale: float = 1.0, **_: float) -> float:
+    """Of log-probs in float32: of the 16 products that add up in a score, and of a few steps more, half an eps each.
+
+    16 times, as two scores meet in a log-prob.
+    """
+    with torch.no_grad():
+        hidden = model.model(input_ids=data.input_ids, use_cache=False).last_hidden_state.float()
+        largest = (hidden.abs() @ model.get_output_embeddings().weight.float().abs().T).max()
+    return 16 * EPS * float(largest) * logit_scale / TEMPERATURE
+
+
+def expected(z: Tensor, data: Batch) -> Tensor:
+    """(B, L - 1) log-probs, 0 without a label."""
+    targets = data.input_ids[:, 1:].flatten()
+    return oracle.log_probs(z, targets, data.set_of).view(BATCH, -1).where(data.has_label, 0)
+
+
+def loss_of(out: Any) -> Tensor:
+    generator = torch.Generator().manual_seed(4)
+    loss = (out.log_probs * torch.randn(out.log_probs.shape, generator=generator)).sum()
+    return loss if out.entropy is None else loss + 0.1 * out.entropy.sum()
+
+
+def gradients(model: PreTrainedModel, loss: Tensor) -> dict[str, Tensor]:
+    model.zero_grad()
+    loss.backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.fixture(params=["all positions", "compact"])
+def compact(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> bool:
+    """As on a GPU, where only positions with a label go to the head; TRL's own head does not look at this one."""
+    if request.param == "compact":
+        monkeypatch.setattr(trl.trainer.utils, "_use_triton", lambda _: True)
+    return request.param == "compact"
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("kind", ["some", "all"])
+def test_log_probs_are_the_oracles_on_hidden_states(family: str, kind: str, compact: bool) -> None:
+    model, data, scaling = build(family), batch(kind), FAMILIES[family][1]
+    z = scores(model, data, **scaling)
+    # the control: by hand the scores are those of the model's own logits
+    logits = model(input_ids=data.input_ids).logits[:, :-1].detach().flatten(0, 1) / TEMPERATURE
+    tolerance = rounding(model, data, **scaling)
+    assert within((logits.double() - z).abs(), tolerance)
+    trls, got, short = plain(model, data), call(model, data), call(model, data, with_entropy=False)
+    for out in (got, short):
+        assert within((out.log_probs.double() - expected(z, data)).abs(), tolerance)
+        assert out.log_probs[~data.has_label].count_nonzero() == 0
+        unset = data.has_label & ~data.has_set
+        assert torch.equal(out.log_probs[unset], trls.log_probs[unset])
+    assert bool(unset.any()) == (kind == "some")
+    assert torch.equal(got.entropy, trls.entropy)
+    assert kind == "some" or short.entropy is None
+    # of the vocabulary they are far off
+    assert ((got.log_probs - trls.log_probs)[data.has_set] > 1e-2).float().mean() > 0.5
+    mass = oracle.kept_mass(z, data.set_of)[data.has_set.flatten()]
+    assert got.kept_mass[1] == data.has_set.sum()
+    assert within((got.kept_mass[0] - mass.sum()).abs(), tolerance * len(mass))
+    assert short.kept_mass.tolist() == [0, 0]
+    assert not got.kept_mass.requires_grad  # or it would hold on to every pass
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(("kind", "with_entropy"), [("some", True), ("all", True), ("all", False)])
+def test_gradients_of_all_parameters_are_those_through_plain_logits(
+    family: str, kind: str, with_entropy: bool, compact: bool
+) -> None:
+    model, data = build(family, torch.float64), batch(kind)
+    got = gradients(model, loss_of(call(model, data, with_entropy=with_entropy)))
+    logits = model(input_ids=data.input_ids).logits[:, :-1] / TEMPERATURE
+    is_kept = torch.zeros_like(logits, dtype=torch.bool).flatten(0, 1)
+    for row, each in enumerate(data.set_of):
+        is_kept[row, each or slice(None)] = True
+    targets = data.input_ids[:, 1:].unsqueeze(-1)
+    log_probs = logits.masked_fill(~is_kept.view_as(logits), -torch.inf).log_softmax(-1).gather(-1, targets)
+    whole = logits.log_softmax(-1)
+    out = SimpleNamespace(
+        log_probs=log_probs.squeeze(-1).masked_fill(~data.has_label, 0),
+        entropy=-(whole.exp() * whole).sum(-1).masked_fill(~data.has_label, 0) if with_entropy else None,
+    )
+    exact = gradients(model, loss_of(out))
+    assert got.keys() == exact.keys() == dict(model.named_parameters()).keys()
+    # hundreds of numbers are added up, in two orders; TRL's own head rounds to float32, whatever the model
+    noise = (100 * EPS) if with_entropy else 10 * torch.finfo(torch.float64).eps
+    for name, gradient in exact.items():
+        assert within((got[name] - gradient).abs(), 16 * noise * gradient.abs().max()), name
+
+
+@pytest.mark.parametrize(
+    "parts",
+    [
+        [INDICES[:1], INDICES[1:]],
+        [INDICES[:, 2:]],
+        [INDICES[[2, 0]], INDICES[1:2, 1:7]],
+        [INDICES[[1, 2, 0]].view(1, -1)],
+    ],
+    ids=["in two", "without a margin", "in another order", "end to end"],
+)
+def test_a_part_of_the_batch_has_the_sets_at_its_indices(parts: list[Tensor], compact: bool) -> None:
+    """In a model without layers, which makes of each token the same in whatever company."""
+    data = batch()
+    model = AutoModelForCausalLM.from_config(transformers.Qwen2Config(**(tiny.SIZES | {"num_hidden_layers": 0})))
+    add_fused_lm_head(model, TEMPERATURE, outputs=("log_probs", "entropy"))
+    whole, kept_model = call(model, data), wrap(model, data)
+    log_probs = torch.nn.functional.pad(whole.log_probs, (1, 0)).flatten()
+    for token_indices in parts:
+        tokens = {"input_ids": data.input_ids.flatten()[token_indices], "labels": data.labels.flatten()[token_indices]}
+        out = kept_model(token_indices=token_indices, **tokens)
+        # sums of products below 20, a few roundings of each, in other shapes
+        assert within((out.log_probs - log_probs[token_indices[:, 1:]]).abs(), 100 * EPS)
+    assert kept_model.kept_mass[1] == whole.kept_mass[1] > 0
+    assert within((kept_model.kept_mass[0] - whole.kept_mass[0]).abs(), 100 * EPS * whole.kept_mass[1])

@@ -1,0 +1,82 @@
+"""Kept tokens of transformers' `generate` are those that it reports."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM, PreTrainedModel
+
+from tests.tools import tiny
+from tests.tools.sets import lists
+from trl_steady.features.sampling_mask.recording import SetRecording as Recording
+
+PROMPTS = ["1+2=", "ab", "abab7+8=", "x"]
+WIDTH = 8
+VOCABULARY = tiny.SIZES["vocab_size"]
+ENDS = set(tiny.SIZES["eos_token_id"])
+STRATEGIES: list[dict[str, Any]] = [
+    {"top_p": 0.7},
+    {"top_k": 5, "temperature": 0.8},
+    {"min_p": 0.1},
+    {"top_p": 0.8, "top_k": 12, "min_p": 0.05, "temperature": 1.3},
+    {"temperature": 0.7},
+    {"top_p": 0.8, "repetition_penalty": 1.6},
+    {"top_k": 9, "min_new_tokens": 3},
+]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> PreTrainedModel:
+    folder = tiny.save_model("dense", tmp_path_factory.mktemp("model"))
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+def generate(model: PreTrainedModel, **options: Any) -> tuple[Tensor, tuple[Tensor, ...]]:
+    """Return the completions of left-padded prompts, and the scores (B, V) of each step."""
+    tokenizer = tiny.tokenizer()
+    batch = {k: v for k, v in tokenizer(PROMPTS, padding=True, return_tensors="pt").items() if k != "token_type_ids"}
+    assert batch["attention_mask"][:, 0].tolist() == [0, 0, 1, 0]
+    torch.manual_seed(3)
+    reports = {"return_dict_in_generate": True, "output_scores": True}
+    out = model.generate(**batch, **{"do_sample": True, "max_new_tokens": WIDTH, "top_k": 0, **reports, **options})
+    return out.sequences[:, batch["input_ids"].size(1) :], out.scores
+
+
+def cut(sequences: Tensor) -> list[list[int]]:
+    """Up to the first end, with it."""
+    completions = []
+    for row in sequences.tolist():
+        length = next((i + 1 for i, token in enumerate(row) if token in ENDS), len(row))
+        completions.append(row[:length])
+    return completions
+
+
+@pytest.mark.parametrize("options", STRATEGIES, ids=str)
+def test_recorded_are_the_scores_that_generate_samples_from(model: PreTrainedModel, options: dict[str, Any]) -> None:
+    expected = generate(model, **options)[0]
+    recording = Recording()
+    with recording.listening(model):
+        sequences, scores = generate(model, **options)
+    assert torch.equal(sequences, expected)
+    completions = cut(sequences)
+    assert len({len(each) for each in completions}) > 1  # or nothing would be dropped
+    finite = [scores[i][row].isfinite() for row, each in enumerate(completions) for i in range(len(each))]
+    sets = [[] if mask.all() else mask.nonzero().flatten().tolist() for mask in finite]
+    assert [sorted(each) for each in lists(recording.of(completions))] == sets
+
+
+def test_nothing_is_left_on_the_model(model: PreTrainedModel) -> None:
+    before = dict(vars(model))
+    with Recording().listening(model):
+        assert vars(model).keys() != before.keys()
+    with pytest.raises(RuntimeError, match="on purpose"), Recording().listening(model):
+        raise RuntimeError("on purpose")
+    assert vars(model) == before
+
+
+@pytest.mark.parametrize("options", [{"num_beams": 2}, {"do_sample": False}, {"prompt_lookup_num_tokens": 3}], ids=str)
+def test_all_but_plain_sampling_is_refused(model: PreTrainedModel, options: dict[str, Any]) -> None:
+    message = "keep_sampling_mask=True needs plain sampling. Leave do_sample=False"
+    with pytest.raises(ValueError, match=message), Recording().listening(model):
+        generate(model, **options)

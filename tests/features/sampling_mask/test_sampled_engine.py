@@ -1,0 +1,233 @@
+"""Kept tokens of a vLLM, colocated or a server, as tests/tools/engines.py plays it: sets that no sampling has left."""
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from tests.oracles import routes as routed_oracle
+from tests.oracles import sampling as oracle
+from tests.tools import agent, engines, tiny
+from tests.tools.engines import MASKED, ROUTED, SPARSE, TOKENS, Build, Engine, Server, Sets, chosen, kept
+from tests.tools.headroom import within
+from tests.tools.routed import Row, oracles
+from tests.tools.sampled import CLOSE
+from tests.tools.sets import lists
+from trl_steady.features.router_replay.feature import ROUTES, taken_routes
+from trl_steady.features.sampling_mask.candidates import CandidateSets
+from trl_steady.features.sampling_mask.feature import KEPT_TOKENS, taken_sets
+from trl_steady.trl_bridge.vllm import SteadyGeneration
+
+mixture, engine, in_process = engines.mixture, engines.engine, engines.in_process
+server, over_http, flagged, built = engines.server, engines.over_http, engines.flagged, engines.built
+
+TEMPERATURE = 0.7
+SAMPLING: dict[str, Any] = {"top_k": 20, "top_p": 0.9, "temperature": TEMPERATURE}
+SETS: dict[str, Any] = {"keep_sampling_mask": True, **SAMPLING}
+BOTH: dict[str, Any] = {"router_replay": "R3", **SETS}
+CORRECTED: dict[str, Any] = {
+    "vllm_importance_sampling_mode": "token_truncate",
+    "vllm_importance_sampling_clip_max": 1e9,
+}
+
+
+def scores(model: torch.nn.Module, ids: list[int], prompt: int, routes: Tensor | None) -> Tensor:
+    """(C, V) at the temperature, of which the tokens after the first `prompt` were sampled."""
+    seen: list[Tensor] = []
+    hook = model.register_forward_hook(lambda _m, _i, output: seen.append(output.logits[0].double()))
+    with torch.no_grad():
+        routed_oracle.log_probs(model, ids, prompt, routes)
+    hook.remove()
+    return seen[0][prompt - 1 : -1] / TEMPERATURE
+
+
+def routes_of(ids: list[int], syncs: int) -> Tensor:
+    return torch.from_numpy(chosen(ids, syncs)[:, SPARSE])
+
+
+def score_as_sampled(engine: Engine, folder: Path, is_routed: bool = False) -> None:
+    """Let the engine's log-probs be those of the weights that it was sent, on its sets and through its experts."""
+
+    def scored(prompt: list[int], completion: list[int]) -> list[float]:
+        ids, syncs = [*prompt, *completion], engine.syncs
+        model = routed_oracle.initial(folder, engine.weights)
+        z = scores(model, ids, len(prompt), routes_of(ids, syncs) if is_routed else None)
+        return oracle.log_probs(z, torch.tensor(completion), kept(prompt, completion, syncs)).tolist()
+
+    engine.scored = scored
+
+
+def sets_of(batch: dict[str, Any]) -> Iterator[Sets]:
+    """Of the tokens of each completion; padding has none."""
+    for of_completion, mask in zip(batch["kept_tokens"], batch["completion_mask"].bool().tolist(), strict=True):
+        sets = list(zip(lists(CandidateSets(*of_completion)), mask, strict=True))
+        assert not any(each for each, is_token in sets if not is_token)
+        yield [sorted(each) for each, is_token in sets if is_token]
+
+
+def returned(row: Row, syncs: int) -> Sets:
+    return [sorted(each) for each in kept(row.ids[: row.prompt], row.ids[row.prompt :], syncs)]
+
+
+def check(trainer: Any, folder: Path, expected: Callable[[Row, int], Sets] = returned) -> None:
+    """What was returned, and after a sync what was returned then, is in each update and in the log-probs of each pass.
+
+    The old policy's, the reference's and the one with a gradient.
+    """
+    policy, apart = oracles(folder, trainer), []
+    for update in trainer.updates:
+        weights = [update.weights, trainer.rollouts[update.rollout][0], trainer.rollouts[0][0]]
+        of_passes = zip(("logps", "old_per_token_logps", "ref_per_token_logps"), map(policy, weights), strict=True)
+        passes = {name: model for name, model in of_passes if name in update.rows[0].values}
+        for row, sets in zip(update.rows, sets_of(update.inputs), strict=True):
+            assert sets == expected(row, update.rollout + 1)
+            targets = torch.tensor(row.ids[row.prompt :])
+            for name, model in passes.items():
+                z = scores(model, row.ids, row.prompt, row.routes)
+                on_sets = oracle.log_probs(z, targets, sets)
+                torch.testing.assert_close(row.values[name].double(), on_sets, **CLOSE)
+                apart.append((on_sets - oracle.log_probs(z, targets, [[]] * len(sets))).abs().mean().item())
+    assert {"logps", "old_per_token_logps"} <= trainer.updates[0].rows[0].values.keys() and np.mean(apart) > 0.3
+
+
+def check_ratios(trainer: Any) -> None:
+    """The ratio of trainer to engine, token by token. An engine that scores as it samples is the policy itself."""
+    for update in trainer.updates:
+        ratio = update.inputs["importance_sampling_ratio"][update.inputs["completion_mask"].bool()]
+        torch.testing.assert_close(ratio, torch.ones_like(ratio), **CLOSE)
+
+
+@pytest.mark.supports("keep_sampling_mask", on=("vLLM colocate", "vLLM server"), only="stand-in")
+def test_sets_are_in_every_update_and_in_every_pass(models: dict[str, Path], engine: Engine, built: Build) -> None:
+    """Two rollouts, the second after a sync."""
+    folder = models["dense"]
+    score_as_sampled(engine, folder)
+    trainer = tiny.train(built(folder, beta=0.1, **SETS, **CORRECTED))
+    assert len(trainer.rollouts) == 2 and "ref_per_token_logps" in trainer.updates[0].rows[0].values
+    check(trainer, folder)
+    check_ratios(trainer)
+    history = tiny.history(trainer)
+    assert [row["sampling_mask/fallback"] for row in history if "sampling_mask/fallback" in row] == [0, 0]
+    assert all(within(row["mismatch/kl"], 1e-9) for row in history if "mismatch/kl" in row)
+
+
+def test_a_server_has_each_prompt_once_and_answers_in_any_order(
+    models: dict[str, Path], server: Server, flagged: Build
+) -> None:
+    trainer = tiny.train(flagged(models["dense"], **SETS))
+    check(trainer, models["dense"])
+    came = [body["token_ids"] for body in server.requests[TOKENS]]
+    assert sorted(came) == sorted(server.answers) and came != server.answers
+
+
+def test_routes_and_sets_go_together(mixture: Path, engine: Engine, built: Build) -> None:
+    score_as_sampled(engine, mixture, is_routed=True)
+    trainer = tiny.train(built(**BOTH, **CORRECTED))
+    for update in trainer.updates:
+        for row in update.rows:
+            assert row.routes is not None
+            assert torch.equal(row.routes[:-1], routes_of(row.ids, update.rollout + 1)[:-1])
+    check(trainer, mixture)
+    check_ratios(trainer)
+
+
+def test_a_token_without_a_choice_of_tokens_is_scored_among_all(
+    models: dict[str, Path], engine: Engine, built: Build
+) -> None:
+    """One of three has an empty set, and one the vocabulary. The row of a token that was left out is cut."""
+    everything = list(range(tiny.SIZES["vocab_size"]))
+    engine.left = lambda sets: [*([[], each, everything][i % 3] for i, each in enumerate(sets)), [1, 2, 3]]
+    expected = lambda row, syncs: [each if i % 3 == 1 else [] for i, each in enumerate(returned(row, syncs))]
+    with pytest.warns(UserWarning, match="tokens were sampled among more than"):
+        trainer = tiny.train(built(models["dense"], max_steps=4, **SETS))
+    check(trainer, models["dense"], expected)
+    sets = [each for update in trainer.updates for of_row in sets_of(update.inputs) for each in of_row]
+    share = sum(not each for each in sets) / len(sets)
+    assert 0.5 < share < 0.9 and tiny.history(trainer)[0]["sampling_mask/fallback"] == pytest.approx(share)
+
+
+def test_sets_of_an_agents_turns_are_put_together(tmp_path: Path, engine: Engine, built: Build) -> None:
+    """A turn's are of that turn; a tool's result has none."""
+    folder, options = engines.as_agent(engine, tmp_path / "model")
+    trainer = tiny.train(built(folder, max_steps=4, **options, **SETS))
+    turns: list[int] = []
+
+    def expected(row: Row, syncs: int) -> Sets:
+        sets: Sets = [[] for _ in row.ids]
+        spans = agent.turns(row.ids[row.prompt :])
+        for start, end in ((row.prompt + start, row.prompt + end) for start, end in spans):
+            sets[start:end] = map(sorted, kept(row.ids[:start], row.ids[start:end], syncs))
+        turns.append(len(spans))
+        return sets[row.prompt :]
+
+    check(trainer, folder, expected)
+    assert sorted(turns) == [1] * 8 + [2] * 8
+    assert tiny.history(trainer)[0]["sampling_mask/fallback"] == 0
+
+
+def test_each_of_two_processes_has_the_sets_of_its_own_sequences(
+    mixture: Path, engine: Engine, server: Server, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """All prompts have the same answer, so that it alone does not tell whose sets are whose."""
+    engine.spoken = lambda _, number: [50 + number, 60, 70]
+    server.config = {"model_config": {MASKED: True, ROUTED: True}}
+    model, generations = routed_oracle.initial(mixture), 3
+    prompts = [[prompt] * generations for prompt in ([1, 2, 3], [4, 5], [6, 7, 8, 9], [9])]
+    options = {"mode": "server", "server_base_url": server.url, "max_completion_length": 8, "top_k": 20}
+    seen = 0
+    for process, prompts_of_process in engines.processes(
+        monkeypatch, [prompts[0] + prompts[1], prompts[2] + prompts[3]]
+    ):
+        generation = SteadyGeneration(model, process, None, captures=[KEPT_TOKENS, ROUTES], **options)
+        _, completions, _, _ = generation.generate(prompts_of_process, None, generations)
+        sets = lists(taken_sets(generation, completions))
+        assert sets == [each for pair in zip(prompts_of_process, completions, strict=True) for each in kept(*pair, 0)]
+        for prompt, ids, routes in zip(prompts_of_process, completions, taken_routes(generation, SPARSE), strict=True):
+            assert torch.equal(routes, routes_of([*prompt, *ids], 0)[:-1])
+        seen += len(completions)
+    assert len(server.requests[TOKENS]) == 4 and seen == 4 * generations
+
+
+WRONG: dict[str, tuple[Callable[[Sets], Sets | None], str]] = {
+    "a row too few": (lambda sets: sets[:-1], "sets and tokens do not match"),
+    "without its token": (
+        lambda sets: [[*each, 255][-1:] for each in sets],
+        "not in the set that it was sampled from",
+    ),
+    "twice the same": (lambda sets: [each * 2 for each in sets], "with a token twice"),
+    "negative": (lambda sets: [[*each, -1] for each in sets], "a negative token id"),
+    "some": (lambda sets: sets if len(sets) % 2 else None, r"no kept tokens for ([1-9]|1[0-5]) of 16 sequences"),
+    "none": (lambda _: None, r"no kept tokens for 16 of 16 sequences\. Start a server with --return-sampling-mask"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_sets_are_refused(models: dict[str, Path], engine: Engine, built: Build, case: str) -> None:
+    engine.left, message = WRONG[case]
+    with pytest.raises(ValueError, match=message):
+        built(models["dense"], **SETS).train()
+
+
+ASKED: list[tuple[dict[str, Any], set[str]]] = [(BOTH, {MASKED, ROUTED}), ({"router_replay": "R2", **SAMPLING}, set())]
+
+
+@pytest.mark.parametrize(("options", "flags"), ASKED, ids=["both", "other routes"])
+def test_the_engine_is_started_with_what_is_asked_for(
+    in_process: Build, options: dict[str, Any], flags: set[str]
+) -> None:
+    generation, plain = in_process(**options).vllm_generation, in_process().vllm_generation
+    assert generation.llm.asked == {**plain.llm.asked, **dict.fromkeys(flags, True)}
+
+
+@pytest.mark.refuses(
+    "keep_sampling_mask",
+    on="vLLM colocate",
+    where="with `vllm_tensor_parallel_size` above 1",
+)
+def test_an_engine_over_several_gpus_is_refused(in_process: Build) -> None:
+    with pytest.raises(ValueError, match=r"_parallel_size=2: a colocated engine returns the \w.*'server'"):
+        in_process(vllm_tensor_parallel_size=2, **SETS)

@@ -1,0 +1,235 @@
+"""`training_report` and `log_line` in real runs: what they print, what they write, and what they measure."""
+
+import json
+import re
+import sys
+from pathlib import Path
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from tests.report.test_dead_runs import DEAD
+from tests.tools import engines, resumable, stepwise, tiny
+from tests.tools.cases import cases
+from tests.tools.engines import Build
+from trl_steady.core.metrics import Clock
+from trl_steady.features import training_report
+from trl_steady.features.training_report import TrainingReportPart
+from trl_steady.report import History, diagnose
+
+mixture, engine, in_process = engines.mixture, engines.engine, engines.in_process
+REPORTED: dict[str, Any] = {"training_report": True, "log_line": True}
+PHASES = {"time/generation", "time/rewards", "time/scoring", "time/rollout", "time/update"}
+
+
+@pytest.fixture(scope="module")
+def run(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, str]:
+    """A run of two rollouts with a checkpoint after the first, and what it printed."""
+    folder = tmp_path_factory.mktemp("reported")
+    written: list[str] = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(training_report.tqdm, "write", written.append)
+        trainer = tiny.trainer(
+            models["dense"], folder, **REPORTED, max_steps=8, save_strategy="steps", save_steps=4, beta=0.04
+        )
+        seen: list[dict[str, Any]] = []
+        keep = trainer._generate_and_score_completions
+        trainer._generate_and_score_completions = lambda inputs: seen.append(keep(inputs)) or seen[-1]
+        trainer.train()
+    trainer.seen = seen
+    return trainer, "\n".join(written)
+
+
+def test_each_log_is_one_line_and_the_end_is_the_verdict(run: tuple[Any, str]) -> None:
+    _, written = run
+    steps = re.findall(r"^step (\d)/8  reward \S+  KL \S+  clipped \d+%", written, re.M)
+    assert steps == ["1", "5"]  # TRL logs the reward in the first step of a rollout
+    assert len(re.findall(r"^step ", written, re.M)) == 8
+    summary, verdict, _ = written.splitlines()[-3:]
+    assert re.match(r"trl-steady: step 8/8  reward \S+  KL \S+", summary) and verdict == "trl-steady: symptoms: 0"
+
+
+def test_the_page_and_the_log_are_in_the_output_folder(run: tuple[Any, str]) -> None:
+    trainer, _ = run
+    folder = Path(trainer.args.output_dir)
+    assert "Time of a step" in (folder / "report.html").read_text()
+    history = History.read(folder)
+    assert history.last_step == 8 and history.settings["max_steps"] == 8 and "trl" in history.run["versions"]
+
+
+def test_phases_add_up_to_the_time_of_a_step(run: tuple[Any, str]) -> None:
+    trainer, _ = run
+    rows = [row for row in trainer.state.log_history if "time/update" in row]
+    assert len(rows) == 8 and rows[0].keys() >= PHASES and "time/sync" not in rows[0]
+    assert "time/generation" not in rows[1] and all(row[key] > 0 for row in rows for key in row if "time/" in key)
+    for row in rows:  # TRL's step_time leaves out the optimizer's step
+        assert sum(value for key, value in row.items() if key.startswith("time/")) >= 0.9 * row["step_time"]
+
+
+def test_the_share_of_padding_is_that_of_the_rollouts(run: tuple[Any, str]) -> None:
+    trainer, _ = run
+    logged = [row["padding/share"] for row in trainer.state.log_history if "padding/share" in row]
+    masks = [torch.cat([s["prompt_mask"], s["completion_mask"]], dim=1) for s in trainer.seen]
+    assert logged == pytest.approx([1 - mask.float().mean().item() for mask in masks], abs=1e-6)
+
+
+def test_the_answers_of_the_last_rollout_before_a_save_are_kept(run: tuple[Any, str]) -> None:
+    trainer, _ = run
+    folder = Path(trainer.args.output_dir)
+    first, second = (json.loads((folder / f"checkpoint-{n}/steady.json").read_text())["answers"] for n in (4, 8))
+    assert [rollout["step"] for rollout in second] == [0, 4] and first == second[:1]
+    sampled = zip(trainer.seen[0]["completion_ids"], trainer.seen[0]["completion_mask"].bool(), strict=True)
+    rewards = {
+        trainer.processing_class.decode(ids[mask]): tiny.reward([ids[mask].tolist()])[0] for ids, mask in sampled
+    }
+    best = first[0]["groups"][0]["answers"]
+    assert [answer["place"] for answer in best] == ["best", "median", "worst"]
+    assert best[0]["reward"] > best[2]["reward"] and best[0]["tokens"] is None
+    assert all(answer["reward"] == rewards[answer["text"]] for answer in best)
+
+
+def test_a_resumed_run_goes_on_with_its_answers_and_trains_the_same(
+    run: tuple[Any, str], models: dict[str, Path], tmp_path: Path
+) -> None:
+    trainer, _ = run
+    options = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4, "beta": 0.04}
+    resumed = tiny.trainer(models["dense"], tmp_path, **REPORTED, **options)
+    resumed.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-4")
+    answers = resumed.part(TrainingReportPart)._answers
+    assert [rollout["step"] for rollout in answers] == [0, 4]
+    assert resumable.differences(tiny.parameters(trainer), tiny.parameters(resumed)) == []
+    plain = tiny.train(tiny.trainer(models["dense"], tmp_path / "plain", **options))
+    assert resumable.differences(tiny.parameters(trainer), tiny.parameters(plain)) == []
+    assert "report.html" not in {path.name for path in (tmp_path / "plain").iterdir()}
+
+
+def test_a_second_training_tells_its_symptoms_again_and_keeps_no_rollout(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written: list[str] = []
+    monkeypatch.setattr(training_report.tqdm, "write", written.append)
+    options, _ = DEAD["constant reward"]
+    trainer = tiny.trainer(models["dense"], tmp_path, training_report=True, max_steps=32, **options)
+    trainer.train()
+    kept = trainer.part(TrainingReportPart)
+    assert [rollout["step"] for rollout in kept._answers] == [28]
+    first = [line for line in written if "the reward" in line and line.startswith("trl-steady: critical")]
+    trainer.train()
+    again = [line for line in written if "the reward" in line and line.startswith("trl-steady: critical")]
+    assert len(first) == 1 and again == 2 * first
+    assert [rollout["step"] for rollout in kept._answers] == [28]
+
+
+def test_the_rows_that_are_kept_do_not_hold_their_rollout(models: dict[str, Path], tmp_path: Path) -> None:
+    trainer = tiny.trainer(models["dense"], tmp_path, training_report=True, max_steps=1)
+    part, whole = trainer.part(TrainingReportPart), []
+    keep = trainer._generate_and_score_completions
+    trainer._generate_and_score_completions = lambda inputs: whole.append(keep(inputs)) or whole[-1]
+    part._add_answers = lambda: None  # which would forget them
+    trainer.train()
+    for row in part._last_rollout["rows"].values():
+        held = row["completion_ids"].untyped_storage().data_ptr()
+        assert held != whole[0]["completion_ids"].untyped_storage().data_ptr()
+
+
+def test_tokens_have_their_advantages(models: dict[str, Path], tmp_path: Path) -> None:
+    build = {"reward_funcs": stepwise.lines, "rollout_func": stepwise.rollout}
+    tiny.train(tiny.trainer(models["dense"], tmp_path, **REPORTED, loss_type="gspo_token", build=build))
+    (rollout, *_) = History.read(tmp_path).run["answers"]
+    answer = rollout["groups"][0]["answers"][0]
+    assert len(answer["tokens"]) and "".join(text for text, _ in answer["tokens"]) == answer["text"]
+    assert "title='advantage" in (tmp_path / "report.html").read_text()
+
+
+@pytest.mark.parametrize("name", cases(DEAD, ("constant reward",)))
+def test_a_dead_run_is_named_in_the_run_once_and_at_its_end(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    options, expected = DEAD[name]
+    written: list[str] = []
+    alerts: list[dict[str, Any]] = []
+    monkeypatch.setattr(training_report.tqdm, "write", written.append)
+    trackio: Any = ModuleType("trackio")
+    trackio.alert, trackio.AlertLevel = lambda **alert: alerts.append(alert), SimpleNamespace(WARN=1, ERROR=2)
+    monkeypatch.setitem(sys.modules, "trackio", trackio)
+    monkeypatch.setattr("trl.extras.profiling.is_trackio_available", lambda: False)  # TRL would log its profile there
+    trainer = tiny.trainer(models["dense"], tmp_path, training_report=True, max_steps=48, **options)
+    trainer.args.report_to = ["trackio"]
+    trainer.train()
+    *lines, _, verdict = written
+    told = [line.removeprefix("trl-steady: ") for line in lines]
+    assert len(told) == len({line.split(" (since")[0] for line in told}) == len(alerts)
+    found = [finding for finding in diagnose(History.read(tmp_path))[0] if finding.symptom.name in expected]
+    symptoms = [finding.symptom for finding in found]
+    assert min(finding.since for finding in found) <= 24  # the first half
+    for symptom in symptoms:
+        assert sum(symptom.what in line and symptom.advice in line for line in told) == 1
+        assert symptom.what in verdict
+        assert {"title": symptom.what, "level": 2 if symptom.level == "critical" else 1}.items() <= next(
+            alert for alert in alerts if alert["title"] == symptom.what
+        ).items()
+
+
+def test_without_matplotlib_the_option_says_what_to_install(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(training_report, "find_spec", lambda _: None)
+    with pytest.raises(ValueError, match=r"training_report=True needs matplotlib.*trl-steady\[report\].*False"):
+        tiny.trainer(models["dense"], tmp_path, training_report=True)
+
+
+def test_pages_are_written_at_saves_only_if_that_takes_little_of_the_time(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    now = [0.0]
+    monkeypatch.setattr(training_report.time, "monotonic", lambda: now[0])
+    pages: list[float] = []
+
+    def page(_: object) -> None:
+        pages.append(now[0])
+        part._written, part._seconds = now[0], 2.0
+
+    trainer = tiny.trainer(models["dense"], tmp_path, training_report=True)
+    part = trainer.part(TrainingReportPart)
+    monkeypatch.setattr(TrainingReportPart, "_write", page)
+    part._written = 0.0
+    for second in (100, 499, 501, 600, 700, 702):  # 5 s at first, then 2 s: a hundredth of 500 s and of 200 s
+        now[0] = float(second)
+        part.save(tmp_path)
+    assert pages == [501.0, 702.0]
+
+
+def test_a_phase_does_not_count_the_phases_inside_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, now = Clock(), iter([0.0, 1.0, 3.0, 7.0, 15.0, 31.0])
+    monkeypatch.setattr("trl_steady.core.metrics._now", lambda: next(now))
+    clock.is_on = True
+    with clock.phase("scoring"):  # outside a step, as in an evaluation
+        pass
+    with clock.phase("update"), clock.phase("rollout"), clock.phase("generation"), clock.phase(None):
+        pass
+    clock.steps = 2
+    assert clock.read() == {"update": (1 + 16) / 2, "rollout": (2 + 8) / 2, "generation": 4 / 2}
+    assert clock.read() == {}
+
+
+def test_sending_the_policy_to_an_engine_is_no_generation(in_process: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr("trl_steady.core.metrics._now", lambda: now[0])
+    trainer = in_process(training_report=True, max_steps=1)
+    monkeypatch.setattr(trainer.vllm_generation, "sync_weights", lambda: now.append(now.pop() + 3.0))
+    generate = trainer.vllm_generation.generate
+    monkeypatch.setattr(
+        trainer.vllm_generation, "generate", lambda **asked: (now.append(now.pop() + 5.0), generate(**asked))[1]
+    )
+    trainer.train()
+    times = {key: value for key, value in trainer.state.log_history[0].items() if key.startswith("time/")}
+    assert times["time/sync"] == 3.0 and times["time/generation"] == 5.0 and sum(times.values()) == 8.0
+
+
+def test_a_clock_that_is_off_measures_nothing() -> None:
+    clock = Clock()
+    with clock.phase("update"):
+        pass
+    assert clock.read() == {}

@@ -1,0 +1,215 @@
+"""What a checkpoint holds, what is refused at a resume, and that what is saved loads without this package."""
+
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from transformers.trainer_utils import get_last_checkpoint
+
+from tests.features.reference.test_reference import adapter_tensors
+from tests.tools import resumable, tiny
+
+WINDOW = {key: resumable.OPTIONS[key] for key in ("steps_per_generation", "num_iterations", "build")}
+FROZEN: dict[str, Any] = {**WINDOW, "beta": 0.04, "max_steps": 18, "save_strategy": "steps", "save_steps": 3}
+
+
+@pytest.fixture(scope="module")
+def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Folders of finished runs, with checkpoints at 3 (inside a window), 6, 9, 12 (at the end of one), 15, 18."""
+    folders = {name: tmp_path_factory.mktemp(name) for name in ("moving", "frozen", "trl", "model only")}
+    tiny.train(resumable.build("lora", models["dense"], folders["moving"]))
+    tiny.train(tiny.trainer(models["dense"], folders["frozen"], lora=True, padded=True, **FROZEN))
+    tiny.train(tiny.trainer(models["dense"], folders["trl"], lora=True, ours=False, **FROZEN))
+    options = {"max_steps": 3, "save_only_model": True}
+    tiny.train(resumable.build("lora", models["dense"], folders["model only"], **options))
+    return folders
+
+
+def test_what_is_saved_is_plain_peft(models: dict[str, Path], tmp_path: Path) -> None:
+    trainer = resumable.build("lora", models["dense"], tmp_path, max_steps=9)
+    trainer.train()
+    trainer.save_model(str(tmp_path / "saved"))
+    policy = adapter_tensors(trainer.model, "default")
+    for folder in (tmp_path / "checkpoint-9", tmp_path / "saved"):
+        assert not [path for path in folder.rglob("*") if path.is_dir()]
+        model = transformers.AutoModelForCausalLM.from_pretrained(models["dense"])
+        plain = peft.PeftModel.from_pretrained(model, folder)
+        assert list(plain.peft_config) == ["default"]
+        assert all(torch.equal(value, policy[name]) for name, value in adapter_tensors(plain, "default").items())
+
+
+def test_a_checkpoint_of_trl_resumes_at_the_end_of_a_window_after_a_short_step(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    """An epoch is one window of three micro-batches: a step with two of them, and one with the last."""
+    window = {"steps_per_generation": 3, "gradient_accumulation_steps": 2, "save_strategy": "steps", "save_steps": 1}
+    window |= {"build": {"train_dataset": tiny.dataset(3)}, "max_steps": 4}
+    tiny.trainer(models["dense"], tmp_path / "trl", ours=False, **window).train()
+    ours = tiny.trainer(models["dense"], tmp_path / "ours", **window)
+    ours.train(resume_from_checkpoint=str(tmp_path / "trl" / "checkpoint-2"))
+    assert ours.state.global_step == 4
+    with pytest.raises(ValueError, match="checkpoint-3 was taken inside a generation window"):
+        ours.train(resume_from_checkpoint=str(tmp_path / "trl" / "checkpoint-3"))
+
+
+MOVING = resumable.OPTIONS
+REFUSED: list[tuple[str, int, dict[str, Any], str]] = [
+    ("trl", 12, MOVING, r"holds no reference.safetensors.*begin a new run"),
+    ("model only", 3, MOVING, r"holds no reference.safetensors.*save_only_model=False"),
+    ("moving", 12, FROZEN, r"checkpoint-12 holds a moving reference .*Set sync_ref_model=True"),
+    ("trl", 3, FROZEN, r"checkpoint-3 was taken inside a generation window and has no .*4 micro-batches"),
+    ("moving", 9, {**MOVING, "num_iterations": 4}, r"began with\s+num_iterations=2; this .*_iterations=4"),
+]
+
+
+@pytest.mark.parametrize(("run", "step", "options", "message"), REFUSED)
+def test_a_resume_that_would_go_on_otherwise_is_refused(
+    models: dict[str, Path],
+    runs: dict[str, Path],
+    tmp_path: Path,
+    run: str,
+    step: int,
+    options: dict[str, Any],
+    message: str,
+) -> None:
+    trainer = tiny.trainer(models["dense"], tmp_path, lora=True, **options)
+    with pytest.raises(ValueError, match=message):
+        trainer.train(resume_from_checkpoint=str(runs[run] / f"checkpoint-{step}"))
+    assert trainer.state.global_step in (0, step)  # refused before a step was taken
+
+
+@pytest.mark.parametrize(("run", "step"), [("frozen", 15), ("trl", 12)])
+def test_a_frozen_references_run_resumes_exactly_too(
+    models: dict[str, Path], runs: dict[str, Path], tmp_path: Path, run: str, step: int
+) -> None:
+    """Inside a window, in a second epoch, and from TRL's own checkpoint at the end of a window."""
+    trainer = tiny.trainer(models["dense"], tmp_path, lora=True, padded=True, **FROZEN)
+    trainer.train(resume_from_checkpoint=str(runs[run] / f"checkpoint-{step}"))
+    whole = torch.load(runs["frozen"] / "checkpoint-18" / "optimizer.pt", weights_only=True)["state"]
+    assert resumable.differences(whole, trainer.optimizer.state_dict()["state"]) == []
+
+
+def test_metrics_between_two_logs_are_kept(models: dict[str, Path], tmp_path: Path) -> None:
+    """Saved after step 3, logged after steps 5, 10 and 15: the KL of steps 1 to 3 is in the first of these."""
+    options = {"logging_steps": 5, "off_policy_mask_threshold": 0.0}
+    trainer = tiny.train(resumable.build("lora", models["dense"], tmp_path, **options))
+    resumed = resumable.build("lora", models["dense"], tmp_path, **options)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    expected, found = (
+        [{k: v for k, v in row.items() if k != "loss" and not k.startswith("train_")} for row in tiny.history(t)]
+        for t in (trainer, resumed)  # transformers averages the loss over the steps since the resume
+    )
+    assert found == expected
+    window = torch.load(tmp_path / "checkpoint-3" / "rollouts_0.pt")
+    # which `map_location` would move to the device, where the next totals are not
+    assert not any(isinstance(totals, torch.Tensor) for totals in window["pool"].values())
+
+
+def test_old_checkpoints_are_rotated_and_the_best_is_kept(models: dict[str, Path], tmp_path: Path) -> None:
+    trainer = resumable.build(
+        "lora",
+        models["dense"],
+        tmp_path,
+        build={**MOVING["build"], "eval_dataset": tiny.dataset(4)},
+        per_device_eval_batch_size=4,
+        eval_strategy="steps",
+        eval_steps=3,
+        save_total_limit=2,
+        load_best_model_at_end=True,
+        metric_for_best_model="reward",
+    )
+    trainer.train()
+    rewards = {row["step"]: row["eval_reward"] for row in trainer.state.log_history if "eval_reward" in row}
+    best = max(rewards, key=lambda step: (rewards[step], -step))
+    assert best < 15  # so that it is kept for being the best
+    assert trainer.state.best_model_checkpoint == str(tmp_path / f"checkpoint-{best}")
+    assert {path.name for path in tmp_path.glob("checkpoint-*")} == {f"checkpoint-{best}", "checkpoint-18"}
+    saved = transformers.TrainerState.load_from_json(str(tmp_path / "checkpoint-18" / "trainer_state.json"))
+    assert saved.best_model_checkpoint == trainer.state.best_model_checkpoint
+    assert not (tmp_path / "_unfinished").exists()
+
+
+def test_a_checkpoint_written_again_replaces_the_old_one(models: dict[str, Path], tmp_path: Path) -> None:
+    tiny.train(resumable.build("lora", models["dense"], tmp_path, max_steps=6))
+    (tmp_path / "checkpoint-6" / "left over").touch()
+    resumed = resumable.build("lora", models["dense"], tmp_path, max_steps=6)
+    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
+    assert not (tmp_path / "checkpoint-6" / "left over").exists()
+    assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-6")
+    assert not (tmp_path / "_unfinished").exists()
+
+
+def test_the_hub_gets_the_finished_checkpoint(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pushed: list[tuple[str, bool]] = []
+
+    def push(self: Any, folder: str) -> None:
+        pushed.append((folder, (Path(folder) / "reference.safetensors").exists()))
+
+    monkeypatch.setattr(transformers.Trainer, "_push_from_checkpoint", push)
+    trainer = resumable.build("lora", models["dense"], tmp_path, max_steps=6)
+    monkeypatch.setattr(trainer.args, "push_to_hub", True)
+    monkeypatch.setattr(trainer, "push_to_hub", lambda **_: None)
+    trainer.train()
+    assert pushed == [(str(tmp_path / f"checkpoint-{step}"), True) for step in (3, 6)]
+
+
+def test_a_finished_run_takes_no_step_more(models: dict[str, Path], runs: dict[str, Path], tmp_path: Path) -> None:
+    """Killed after its last checkpoint, say."""
+    trainer = resumable.build("lora", models["dense"], tmp_path)
+    trainer.train(resume_from_checkpoint=str(runs["moving"] / "checkpoint-18"))
+    assert trainer.state.global_step == 18
+    whole = torch.load(runs["moving"] / "checkpoint-18" / "optimizer.pt", weights_only=True)["state"]
+    assert resumable.differences(whole, trainer.optimizer.state_dict()["state"]) == []
+
+
+def test_the_table_of_completions_is_kept(models: dict[str, Path], tmp_path: Path) -> None:
+    """TRL's table of a resumed window would be empty."""
+    options = {"log_completions": True, "max_steps": 9}
+    tiny.train(resumable.build("lora", models["dense"], tmp_path, **options))
+    folder = tmp_path / "completions"
+    expected = {path.name: path.read_bytes() for path in folder.iterdir()}
+    assert len(expected) == 9
+    resumable.build("lora", models["dense"], tmp_path, **options).train(
+        resume_from_checkpoint=str(tmp_path / "checkpoint-6")
+    )
+    assert {path.name: path.read_bytes() for path in folder.iterdir()} == expected
+
+
+def streamed(model: Path, output: Path, **options: Any) -> Any:
+    """A run over a stream that begins again after 12 steps."""
+    stream = tiny.dataset(6).to_iterable_dataset()
+    return resumable.build("lora", model, output, build={"train_dataset": stream}, **options)
+
+
+@pytest.fixture(scope="module")
+def of_stream(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """A finished run of 18 steps over such a stream."""
+    return tiny.train(streamed(models["dense"], tmp_path_factory.mktemp("stream")))
+
+
+def test_a_stream_that_has_begun_again_is_refused_unless_the_run_has_ended(
+    models: dict[str, Path], tmp_path: Path, of_stream: Any
+) -> None:
+    resumed = streamed(models["dense"], tmp_path)
+    with pytest.raises(ValueError, match=r"checkpoint-15 was taken after the stream .* started again.*has a length"):
+        resumed.train(resume_from_checkpoint=f"{of_stream.args.output_dir}/checkpoint-15")
+    resumed = streamed(models["dense"], tmp_path)
+    resumed.train(resume_from_checkpoint=f"{of_stream.args.output_dir}/checkpoint-18")
+    assert resumed.state.global_step == 18
+    assert resumable.differences(tiny.parameters(of_stream), tiny.parameters(resumed)) == []
+
+
+def test_a_run_over_a_stream_that_ended_in_its_first_pass_can_be_made_longer(
+    models: dict[str, Path], tmp_path: Path, of_stream: Any
+) -> None:
+    """transformers writes epoch 1.0 into the last checkpoint, which is no second pass."""
+    short = tiny.train(streamed(models["dense"], tmp_path, max_steps=9))
+    assert short.state.epoch == 1.0
+    longer = streamed(models["dense"], tmp_path)
+    longer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
+    assert resumable.differences(tiny.parameters(of_stream), tiny.parameters(longer)) == []
