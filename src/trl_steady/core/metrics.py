@@ -4,9 +4,12 @@ Everything is summed up on the device. Processes communicate, and numbers go to 
 a log, for a checkpoint, or for a rule that depends on them.
 """
 
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# accelerate has no annotations, and torch's are partial
+
 import time
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol, cast
 
@@ -213,7 +216,7 @@ class Clock:
         self._seconds: defaultdict[str, float] = defaultdict(float)
 
     @contextmanager
-    def phase(self, name: str | None) -> Iterator[None]:
+    def phase(self, name: str | None) -> Generator[None]:
         """Measure this context as a part of the phase `name`, or of the one around it if that is None."""
         outer = self._phase
         if not self.is_on or name is None or (outer is None and name != "update"):

@@ -1,7 +1,7 @@
 """Values that a rollout records token by token, turn by turn, until the padded batch is known."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -49,7 +49,7 @@ class TokenRecord:
         self.turns = [list(items)]
 
     @contextlib.contextmanager
-    def _naming_option(self) -> Iterator[None]:
+    def _naming_option(self) -> Generator[None]:
         try:
             yield
         except ValueError as error:

@@ -1,1 +1,1 @@
-"""The losses: a table of what each one is, and the objective of a micro-batch."""
+"""The losses: one file for each of ours, and a table of all."""
