@@ -185,7 +185,7 @@ REFUSED: dict[tuple[str, ...], str] = {
     ("run", "-m"): "run needs a script.",
     ("run", "--num_procesess", "2", "x.py"): "unrecognized arguments: --num_procesess",
     ("run", "--set"): "--set needs NAME=VALUE.",
-    ("run", "--set", "loss_tpye=gspo", "tests/tools/scripts.py"): "an option 'loss_tpye'.",
+    ("run", "--set", "loss_tpye=gspo", "tests/cli/tools.py"): "an option 'loss_tpye'.",
     (
         "grpo",
         "--loss_tpye",

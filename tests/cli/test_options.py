@@ -5,8 +5,8 @@ from typing import Any
 import pytest
 
 import trl_steady
-from tests.tools import scripts as own_scripts
-from tests.tools.scripts import IMPORTS, Scripts
+from tests.cli import tools as own_scripts
+from tests.cli.tools import IMPORTS, Scripts
 from trl_steady.cli import options
 from trl_steady.cli.swap import swapped
 

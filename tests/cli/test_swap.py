@@ -14,9 +14,9 @@ import trl
 from trl.trainer import grpo_config, grpo_trainer
 
 import trl_steady
-from tests.tools import scripts as own_scripts
+from tests.cli import tools as own_scripts
+from tests.cli.tools import IMPORTS, Scripts
 from tests.tools import tiny
-from tests.tools.scripts import IMPORTS, Scripts
 from trl_steady.cli import main as cli
 from trl_steady.cli.swap import swapped
 

@@ -4,9 +4,9 @@ import sys
 
 import pytest
 
-from tests.tools import scripts as own_scripts
+from tests.cli import tools as own_scripts
+from tests.cli.tools import IMPORTS, Scripts
 from tests.tools import tiny
-from tests.tools.scripts import IMPORTS, Scripts
 
 scripts = own_scripts.scripts
 

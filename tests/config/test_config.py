@@ -12,9 +12,9 @@ from transformers import HfArgumentParser
 from trl import TrlParser
 
 import trl_steady
+from tests.config.wrong_options import CONTRADICTIONS, IDLE, INVALID, INVALID_PPO, SILENT
 from tests.tools import tiny
 from tests.tools.losses import NATIVE_LOSS_TYPES
-from tests.tools.wrong_options import CONTRADICTIONS, IDLE, INVALID, INVALID_PPO, SILENT
 from trl_steady.config.options import Help
 
 OFF_POLICY = {

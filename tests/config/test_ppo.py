@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from tests.config.wrong_options import CONTRADICTIONS_PPO, IDLE_PPO, INVALID_PPO
 from tests.tools import tiny
 from tests.tools.losses import NATIVE_LOSS_TYPES
-from tests.tools.wrong_options import CONTRADICTIONS_PPO, IDLE_PPO, INVALID_PPO
 from trl_steady import GRPOConfig, PPOConfig
 
 DEFAULTS = {

@@ -11,8 +11,9 @@ import torch
 from accelerate.utils import gather_object
 
 from tests.distributed import processes
-from tests.tools import ahead, engines, tiny
-from tests.tools.ahead import Watched
+from tests.features.async_generation import tools as ahead
+from tests.features.async_generation.tools import Watched
+from tests.tools import engines, tiny
 from tests.tools.engines import COMPLETIONS, Server
 from tests.tools.resumable import differences
 

@@ -10,8 +10,9 @@ import torch
 from accelerate.utils import gather_object
 
 from tests.distributed import processes
+from tests.features.dynamic_sampling import tools as rounds
 from tests.oracles import routes as routed_oracle
-from tests.tools import resumable, rounds, tiny
+from tests.tools import resumable, tiny
 from tests.tools.sets import lists
 from trl_steady.features.sampling_mask.candidates import CandidateSets
 

@@ -8,9 +8,9 @@ import pytest
 import torch
 from accelerate import PartialState
 
-from tests.distributed import processes, runs, train
+from tests.distributed import processes, runs, sharded, train
 from tests.distributed.test_two_processes import check_close, check_histories, check_references, marked
-from tests.tools import resumable, sharded, tiny
+from tests.tools import resumable, tiny
 
 RESUMED: dict[str, Any] = {
     **{"method": "PPO", "num_generations": 1, "beta": 0.0, "kl_coef": 0.1, "kl_target": 0.05, "kl_horizon": 64},

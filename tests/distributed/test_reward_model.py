@@ -10,10 +10,11 @@ import pytest
 import torch
 from accelerate import PartialState
 
-from tests.distributed import processes
+from tests.distributed import processes, sharded
 from tests.distributed.test_two_processes import check_close
 from tests.features.reward_model import test_checkpoints
-from tests.tools import resumable, rewarding, sharded, tiny
+from tests.features.reward_model import tools as rewarding
+from tests.tools import resumable, tiny
 from trl_steady.features.reference.feature import ReferencePart
 from trl_steady.features.reward_model import callback
 from trl_steady.features.reward_model.feature import RewardModelPart

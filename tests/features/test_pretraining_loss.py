@@ -9,9 +9,9 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import TrainerCallback
 
+from tests.features.critic.tools import Twin, build, policy_parameters, same, snapshot
 from tests.tools import tiny
 from tests.tools.cases import cases
-from tests.tools.critics import Twin, build, policy_parameters, same, snapshot
 from tests.tools.headroom import within
 
 TEXTS = ["a", "some words", "", "the longest of all these texts, by far", "1 + 1 = 2"]

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 
+from tests.features.step_rewards import tools as stepwise
 from tests.report.test_dead_runs import DEAD
-from tests.tools import engines, resumable, stepwise, tiny
+from tests.tools import engines, resumable, tiny
 from tests.tools.cases import cases
 from tests.tools.engines import Build
 from trl_steady.core.metrics import Clock

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tools.passes import to_engine
+from tests.features.router_replay.passes import to_engine
 from trl_steady.functional.turns import Traced, aligned, stitched
 
 NONE = 255

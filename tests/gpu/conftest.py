@@ -1,7 +1,7 @@
 """The file with the figures of the tests for CUDA.
 
 `make test-gpu` runs the tests marked `gpu`, on the first GPU. The same functions run on the CPU in `make test`, with
-small models. `tests/tools/places.py` has what differs.
+small models. `tests/gpu/places.py` has what differs.
 """
 
 import os
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.tools.recorder import Figures, Recorder
+from tests.gpu.recorder import Figures, Recorder
 
 # a trainer with several GPUs would use them all in one process, which turns padding-free passes off
 os.environ.setdefault("CUDA_VISIBLE_DEVICES", "0")

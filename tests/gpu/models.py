@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from tests.gpu.places import Place
 from tests.tools import tiny
-from tests.tools.places import Place
 
 SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
 MIDDLE = {

@@ -6,10 +6,10 @@ from torch import Tensor
 
 from tests.features.padding_free import test_attention
 from tests.features.padding_free.test_attention import HEADS
+from tests.features.padding_free.tools import BATCHES, packing_of
+from tests.gpu.places import KERNELS, Place, everywhere
+from tests.gpu.recorder import Figures
 from tests.oracles.padding import Batch, padded
-from tests.tools.packed import BATCHES, packing_of
-from tests.tools.places import KERNELS, Place, everywhere
-from tests.tools.recorder import Figures
 from trl_steady.features.padding_free import attention
 from trl_steady.features.padding_free.segments import Segments
 

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor
 
 from tests.gpu import models
+from tests.gpu.places import Place, everywhere
+from tests.gpu.recorder import Figures
 from tests.tools import tiny
 from tests.tools.losses import NATIVE_LOSS_TYPES, SEQUENCE_RATIO_LOSS_TYPES
-from tests.tools.places import Place, everywhere
-from tests.tools.recorder import Figures
 
 LOSSES = (*NATIVE_LOSS_TYPES, *SEQUENCE_RATIO_LOSS_TYPES, "gmpo")
 # log-ratios of the sequences, far from the ends of the clip range: rounding must not move one across an end

@@ -12,9 +12,9 @@ from torch import Tensor
 from tests.benchmarks import padding
 from tests.benchmarks.padding import TRL, Bench, Outcome
 from tests.gpu import models
+from tests.gpu.places import KERNELS, Place, everywhere
+from tests.gpu.recorder import Figures
 from tests.tools.headroom import within
-from tests.tools.places import KERNELS, Place, everywhere
-from tests.tools.recorder import Figures
 from trl_steady.features.padding_free import attention
 
 CHECKPOINTING = pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])

@@ -10,9 +10,9 @@ import torch
 
 from tests.benchmarks import critic
 from tests.gpu import models
+from tests.gpu.places import Place, everywhere
+from tests.gpu.recorder import Figures
 from tests.tools import tiny
-from tests.tools.places import Place, everywhere
-from tests.tools.recorder import Figures
 from trl_steady.features.critic.feature import CriticPart
 
 

@@ -13,10 +13,10 @@ from torch import Tensor
 import trl_steady
 from tests.benchmarks import padding
 from tests.gpu import models
+from tests.gpu.places import Place, everywhere
+from tests.gpu.recorder import Figures
 from tests.tools import tiny
 from tests.tools.headroom import within
-from tests.tools.places import Place, everywhere
-from tests.tools.recorder import Figures
 
 CLIP = 3e-4
 PASSES: dict[str, dict[str, Any]] = {

@@ -9,10 +9,10 @@ import torch
 
 from tests.benchmarks.measuring import seconds
 from tests.features.reference.test_reference import MOVING, base_tensors
+from tests.gpu.places import Place, everywhere
+from tests.gpu.recorder import Figures
 from tests.tools import tiny
 from tests.tools import wide as wide_model
-from tests.tools.places import Place, everywhere
-from tests.tools.recorder import Figures
 from trl_steady.features.reference.feature import ReferencePart
 from trl_steady.features.reference.tensors import move
 

@@ -10,9 +10,9 @@ from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from tests.features.padding_free.test_unpadded import UNEQUAL
 from tests.gpu.models import apart
+from tests.gpu.places import Place, everywhere
+from tests.gpu.recorder import Figures
 from tests.tools import tiny
-from tests.tools.places import Place, everywhere
-from tests.tools.recorder import Figures
 from trl_steady.features.router_replay.replay import Routers
 
 SMALL = {"hidden_size": 32, "head_dim": 16, "num_experts": 8, "num_experts_per_tok": 2, "moe_intermediate_size": 32}

@@ -4,10 +4,11 @@ from pathlib import Path
 
 import torch
 
+from tests.features.reward_model import tools as rewarding
 from tests.gpu import models
-from tests.tools import rewarding, tiny
-from tests.tools.places import Place, everywhere
-from tests.tools.recorder import Figures
+from tests.gpu.places import Place, everywhere
+from tests.gpu.recorder import Figures
+from tests.tools import tiny
 from trl_steady.features.reward_model.feature import RewardModelPart
 
 

@@ -7,9 +7,9 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
+from tests.gpu.places import Place, everywhere
+from tests.gpu.recorder import Figures
 from tests.tools import tiny
-from tests.tools.places import Place, everywhere
-from tests.tools.recorder import Figures
 from tests.tools.sets import lists
 from trl_steady.features.sampling_mask.recording import SetRecording
 

@@ -8,8 +8,8 @@ import pytest
 from tests.benchmarks import padding, replay
 from tests.benchmarks.padding import TRL
 from tests.gpu import models
-from tests.tools.places import Place, everywhere
-from tests.tools.recorder import Figures
+from tests.gpu.places import Place, everywhere
+from tests.gpu.recorder import Figures
 
 CASES = [("lognormal", "float32"), ("lognormal", "bfloat16"), ("long prompts", "bfloat16")]
 

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 
 from tests.features.padding_free.test_unpadded import UNEQUAL
+from tests.gpu.places import Place, everywhere
+from tests.gpu.recorder import Figures
 from tests.tools import tiny
 from tests.tools.headroom import within
-from tests.tools.places import Place, everywhere
-from tests.tools.recorder import Figures
 from tests.trainers.test_on_gpu import by_prompt, by_steps
 
 # each with its model and its options

@@ -8,7 +8,8 @@ import pytest
 import transformers
 
 import trl_steady
-from tests.tools import recipe, tiny
+from tests.project import recipe
+from tests.tools import tiny
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ import pytest
 from transformers import training_args
 
 import trl_steady
-from tests.tools import recipe
+from tests.project import recipe
 from trl_steady.cli import main as cli
 
 ROOT = Path(__file__).parents[2]

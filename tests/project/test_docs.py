@@ -13,7 +13,8 @@ from datasets import Dataset
 
 import trl_steady
 import trl_steady.rewards
-from tests.tools import rewarding, tiny
+from tests.features.reward_model import tools as rewarding
+from tests.tools import tiny
 from tests.trainers.test_training import rollout
 from trl_steady.cli import main as cli
 from trl_steady.config.methods import METHODS

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tools import rounds, tiny
+from tests.features.dynamic_sampling import tools as rounds
+from tests.tools import tiny
 from tests.tools.batches import Batch, Evaluate
 from tests.tools.headroom import within
 

@@ -15,8 +15,8 @@ from accelerate.utils import DistributedType
 from trl.scripts import grpo as launched
 
 import trl_steady
-from tests.tools import recipe
-from tests.tools.recipe import FOLDER, WITHOUT_SCRIPT, YAMLS, parse
+from tests.project import recipe
+from tests.project.recipe import FOLDER, WITHOUT_SCRIPT, YAMLS, parse
 
 OWN_DATA = "your_own_data/smollm2-135m"  # shows the form of its files
 ACCELERATE = {

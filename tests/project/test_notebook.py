@@ -10,7 +10,8 @@ import transformers
 pytest.importorskip("nbclient", reason="needs nbclient, of the test extra")
 
 import trl_steady
-from tests.tools import notebook, tiny
+from tests.project import notebook
+from tests.tools import tiny
 
 
 def cells(of: Any) -> list[Any]:

@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from tests.tools import recipe
-from tests.tools.recipe import is_picture, moved, parse
+from tests.project import recipe
+from tests.project.recipe import is_picture, moved, parse
 
 FOLDER = recipe.FOLDER / "deepseekmath_loop"
 NAME = "deepseekmath_loop/smollm2-135m"

@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tools import recipe
+from tests.project import recipe
+from tests.project.recipe import is_picture, parse
 from tests.tools.cases import cases
 from tests.tools.headroom import within
-from tests.tools.recipe import is_picture, parse
 from trl_steady.features.router_replay.replay import Routers
 
 NAME = "moe/qwen3-moe-digits"

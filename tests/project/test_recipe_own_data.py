@@ -11,8 +11,9 @@ import datasets
 import pytest
 
 from tests.cli.test_cli import Launched
-from tests.tools import recipe, tiny
-from tests.tools.recipe import moved
+from tests.project import recipe
+from tests.project.recipe import moved
+from tests.tools import tiny
 from trl_steady.cli import main as cli
 
 ROOT = Path(__file__).parents[2]

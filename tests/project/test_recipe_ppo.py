@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 import trl_steady
-from tests.tools import recipe
-from tests.tools.recipe import is_picture, moved, parse
+from tests.project import recipe
+from tests.project.recipe import is_picture, moved, parse
 
 FOLDER = recipe.FOLDER / "ppo"
 

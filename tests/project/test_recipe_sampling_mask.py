@@ -7,9 +7,9 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tools import recipe
+from tests.project import recipe
+from tests.project.recipe import is_picture, parse
 from tests.tools.headroom import within
-from tests.tools.recipe import is_picture, parse
 
 NAME = "sampling_mask/digits-top-p"
 VARIANTS = {

@@ -12,8 +12,8 @@ import pytest
 import torch
 import transformers
 
-from tests.tools import recipe
-from tests.tools.recipe import is_picture, moved
+from tests.project import recipe
+from tests.project.recipe import is_picture, moved
 
 
 def test_training_and_held_out_problems_are_disjoint_also_turned_round(recipes: Any) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 import yaml
 
-from tests.tools import recipe
+from tests.project import recipe
 from trl_steady import GRPOConfig
 
 FOLDER = Path(__file__).parents[2] / "recipes/stress"

@@ -2,12 +2,12 @@
 
 import pytest
 
-from tests.tools import support
-from tests.tools.support import FEATURES, SETUPS
+from tests.project import support
+from tests.project.support import FEATURES, SETUPS
 
 
 def test_the_page_has_the_table_of_the_marks() -> None:
-    """If not: python -m tests.tools.support --write."""
+    """If not: python -m tests.project.support --write."""
     marks, page = support.collect(), support.PAGE.read_text()
     assert support.written(page, marks) == page
     assert {feature for mark in marks for feature in mark.features} == FEATURES.keys()

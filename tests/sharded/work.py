@@ -16,8 +16,9 @@ import torch
 import trl
 from transformers import BitsAndBytesConfig
 
+from tests.distributed import sharded
 from tests.sharded.runs import COMMON, RUNS, SAVED, Run, refusing
-from tests.tools import agent, resumable, sharded, tiny, wide
+from tests.tools import agent, resumable, tiny, wide
 from trl_steady.features.reference.feature import ReferencePart
 
 

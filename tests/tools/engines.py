@@ -28,8 +28,8 @@ from trl.generation import vllm_client, vllm_generation
 from trl.generation.vllm_client import VLLMClient
 from urllib3.util.retry import Retry
 
+from tests.features.router_replay.tools import build
 from tests.tools import agent, tiny
-from tests.tools.routed import build
 from trl_steady.trl_bridge import vllm as host_engine
 
 LAYERS, SPARSE, EXPERTS, CHOSEN = 4, [1, 3], 8, 2

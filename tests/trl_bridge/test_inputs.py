@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.features.step_rewards.tools import rows
 from tests.tools import tiny
-from tests.tools.stepwise import rows
 
 NAN = float("nan")
 

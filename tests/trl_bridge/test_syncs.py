@@ -9,7 +9,7 @@ import torch
 
 from tests.tools import tiny
 from tests.tools.batches import random_batch
-from tests.tools.syncs import counted
+from tests.trl_bridge.syncs import counted
 from trl_steady.features.skip_old_logps import SkipOldLogProbs
 
 OPTIONS: dict[str, Any] = {

@@ -16,8 +16,8 @@ import transformers
 from transformers import Qwen3Config
 from trl.generation import vllm_generation
 
+from tests.features.router_replay.tools import Recorded, build
 from tests.tools import tiny
-from tests.tools.routed import Recorded, build
 from tests.vllm import cpu, mixtures
 from trl_steady.features.router_replay.feature import ROUTES
 from trl_steady.features.sampling_mask.feature import KEPT_TOKENS

@@ -9,10 +9,10 @@ import pytest
 import torch
 from transformers import Qwen3MoeConfig
 
+from tests.features.router_replay.tools import CLOSE, oracles, rows
 from tests.oracles import routes as routed_oracle
 from tests.oracles.routes import NONE
 from tests.tools import agent, tiny
-from tests.tools.routed import CLOSE, oracles, rows
 from tests.vllm import conftest, mixtures
 from trl_steady.features.router_replay.feature import RoutingPart
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 import torch
 
+from tests.features.router_replay.tools import build
 from tests.tools import tiny
-from tests.tools.routed import build
 from tests.vllm.test_colocate import Colocated
 from trl_steady import StepRewards
 

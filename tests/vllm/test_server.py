@@ -16,9 +16,9 @@ import pytest
 import requests
 from trl.generation.vllm_client import VLLMClient
 
+from tests.features.router_replay.tools import build, oracles, rows
 from tests.oracles.routes import NONE
 from tests.tools import tiny
-from tests.tools.routed import build, oracles, rows
 from tests.vllm import mixtures
 from tests.vllm.test_colocate import shares
 from trl_steady.features.router_replay.feature import ROUTES, taken_routes

@@ -13,8 +13,10 @@ import torch
 from transformers import TrainerCallback
 
 import trl_steady
-from tests.tools import agent, ahead, engines, rounds, tiny
-from tests.tools.ahead import Watched
+from tests.features.async_generation import tools as ahead
+from tests.features.async_generation.tools import Watched
+from tests.features.dynamic_sampling import tools as rounds
+from tests.tools import agent, engines, tiny
 from tests.tools.cases import cases
 from tests.tools.engines import COMPLETIONS, MASKED, RENDER, ROUTED, TOKENS, Server
 from tests.tools.resumable import differences

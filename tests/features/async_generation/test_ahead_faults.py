@@ -8,8 +8,9 @@ import pytest
 import torch
 from trl.generation.vllm_client import VLLMClient
 
-from tests.tools import ahead, engines, tiny
-from tests.tools.ahead import Watched
+from tests.features.async_generation import tools as ahead
+from tests.features.async_generation.tools import Watched
+from tests.tools import engines, tiny
 from tests.tools.engines import COMPLETIONS, Server
 from tests.tools.resumable import differences
 

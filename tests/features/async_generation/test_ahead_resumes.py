@@ -10,8 +10,10 @@ import torch
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import RepeatSampler
 
-from tests.tools import ahead, engines, rounds, tiny
-from tests.tools.ahead import Watched
+from tests.features.async_generation import tools as ahead
+from tests.features.async_generation.tools import Watched
+from tests.features.dynamic_sampling import tools as rounds
+from tests.tools import engines, tiny
 from tests.tools.cases import cases
 from tests.tools.engines import MASKED, ROUTED, Server
 from tests.tools.resumable import differences

@@ -10,9 +10,10 @@ from torch import Tensor
 from transformers import BertConfig, BertLMHeadModel
 
 import trl_steady
+from tests.features.critic import tools as critics
+from tests.features.critic.tools import Twin, build, policy_parameters, rows, same, snapshot, stir
 from tests.oracles import ppo as oracles
-from tests.tools import critics, tiny
-from tests.tools.critics import Twin, build, policy_parameters, rows, same, snapshot, stir
+from tests.tools import tiny
 from tests.tools.headroom import within
 from trl_steady.features.critic.feature import CriticPart
 from trl_steady.features.critic.model import adapter_critic

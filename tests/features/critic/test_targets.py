@@ -10,9 +10,10 @@ from peft import LoraConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 
+from tests.features.critic import tools as critics
+from tests.features.critic.tools import ANSWERS, WEIGHTS, Twin, build, rows
 from tests.oracles import ppo as oracles
-from tests.tools import critics, tiny
-from tests.tools.critics import ANSWERS, WEIGHTS, Twin, build, rows
+from tests.tools import tiny
 from trl_steady.features.critic.feature import CriticPart
 
 DEFAULTS = {"gamma": 1.0, "lam": 0.95, "kl_coef": 0.05, "whiten_advantages": True, "whiten_rewards": False}

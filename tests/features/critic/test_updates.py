@@ -13,8 +13,8 @@ from transformers import TrainerCallback
 from tests.features.critic import test_losses
 from tests.features.critic.test_losses import KINDS, Samples, by_hand, critic_parameters, distance, token_weights
 from tests.features.critic.test_losses import gradients as gradients_of
+from tests.features.critic.tools import Twin, build, descend, policy_parameters, same, snapshot
 from tests.tools import tiny
-from tests.tools.critics import Twin, build, descend, policy_parameters, same, snapshot
 from tests.tools.headroom import within
 from trl_steady.features.critic import optimizer as learner
 

@@ -11,8 +11,10 @@ import pytest
 import torch
 import transformers
 
-from tests.tools import rewarding, rounds, tiny
-from tests.tools.rounds import PREFIX, build, chosen, everything, groups, metric, second, sequences
+from tests.features.dynamic_sampling import tools as rounds
+from tests.features.dynamic_sampling.tools import PREFIX, build, chosen, everything, groups, metric, second, sequences
+from tests.features.reward_model import tools as rewarding
+from tests.tools import tiny
 from trl_steady import StepRewards
 from trl_steady.features.dynamic_sampling import DynamicSamplingPart, range_of_steps
 

@@ -8,8 +8,9 @@ import pytest
 import torch
 from datasets import Dataset, IterableDataset
 
-from tests.tools import resumable, rounds, tiny
-from tests.tools.rounds import PREFIX, build, everything, groups, metric
+from tests.features.dynamic_sampling import tools as rounds
+from tests.features.dynamic_sampling.tools import PREFIX, build, everything, groups, metric
+from tests.tools import resumable, tiny
 
 
 def only_at_first(completion_ids: list[list[int]], trainer_state: Any, **_: Any) -> list[float]:

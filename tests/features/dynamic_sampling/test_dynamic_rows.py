@@ -6,8 +6,11 @@ from typing import Any
 import pytest
 import torch
 
-from tests.tools import agent, resumable, rounds, routed, sampled, tiny
-from tests.tools.rounds import PREFIX, build, chosen, everything, metric, second, sequences
+from tests.features.dynamic_sampling import tools as rounds
+from tests.features.dynamic_sampling.tools import PREFIX, build, chosen, everything, metric, second, sequences
+from tests.features.router_replay import tools as routed
+from tests.features.sampling_mask import tools as sampled
+from tests.tools import agent, resumable, tiny
 from trl_steady import StepRewards
 
 # with a filter that keeps everything, it is as without it

@@ -3,8 +3,8 @@
 import pytest
 import torch
 
+from tests.features.padding_free.tools import BATCHES
 from tests.oracles.padding import Batch
-from tests.tools.packed import BATCHES
 
 
 @pytest.fixture(params=BATCHES.values(), ids=BATCHES.keys())

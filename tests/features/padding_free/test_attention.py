@@ -10,10 +10,10 @@ from torch.distributed.utils import _apply_to_tensors
 from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from transformers.integrations.flash_attention import flash_attention_forward
 
+from tests.features.padding_free.tools import BATCHES, packing_of
 from tests.oracles import kernels
 from tests.oracles import padding as oracles
 from tests.oracles.padding import Batch, padded
-from tests.tools.packed import BATCHES, packing_of
 from trl_steady.features.padding_free import attention
 from trl_steady.features.padding_free.attention import attending_in, switched
 from trl_steady.features.padding_free.packing import Packing

@@ -8,8 +8,17 @@ from typing import Any
 import pytest
 import torch
 
+from tests.features.padding_free.tools import (
+    BATCHES,
+    RAGGED,
+    answers_of,
+    exact,
+    gradients_of,
+    lengths_in,
+    model_of,
+    unpadded,
+)
 from tests.oracles.padding import Batch, padded
-from tests.tools.packed import BATCHES, RAGGED, answers_of, exact, gradients_of, lengths_in, model_of, unpadded
 from trl_steady.features.padding_free import attention
 from trl_steady.features.padding_free.attention import attending_in, switched
 from trl_steady.features.padding_free.model import UnpaddedModel

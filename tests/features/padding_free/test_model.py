@@ -3,9 +3,9 @@
 import pytest
 import torch
 
+from tests.features.padding_free.tools import BATCHES, WAYS, answers_of, exact, gradients_of, model_of, unpadded
 from tests.oracles import padding as oracles
 from tests.oracles.padding import Batch
-from tests.tools.packed import BATCHES, WAYS, answers_of, exact, gradients_of, model_of, unpadded
 
 
 @pytest.mark.parametrize(

@@ -5,9 +5,9 @@ import random
 import pytest
 import torch
 
+from tests.features.padding_free.tools import packing_of
 from tests.oracles import padding as oracles
 from tests.oracles.padding import Batch, Name, padded
-from tests.tools.packed import packing_of
 from trl_steady.features.padding_free.packing import Packing, lengths_of
 
 BATCHES: dict[str, Batch] = {

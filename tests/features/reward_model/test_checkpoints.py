@@ -16,7 +16,9 @@ import transformers
 from safetensors.torch import load_file
 from transformers.trainer_utils import get_last_checkpoint
 
-from tests.tools import critics, resumable, rewarding, tiny
+from tests.features.critic import tools as critics
+from tests.features.reward_model import tools as rewarding
+from tests.tools import resumable, tiny
 from trl_steady import RewardAdapter, RewardModelRefreshCallback
 from trl_steady.features.reference.feature import ReferencePart
 from trl_steady.features.reward_model.feature import RewardModelPart

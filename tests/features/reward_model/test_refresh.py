@@ -11,8 +11,10 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification
 from trl import RewardConfig, RewardTrainer
 
-from tests.tools import critics, rewarding, tiny
-from tests.tools.rewarding import is_right, refreshed, refresher
+from tests.features.critic import tools as critics
+from tests.features.reward_model import tools as rewarding
+from tests.features.reward_model.tools import is_right, refreshed, refresher
+from tests.tools import tiny
 from trl_steady import RewardAdapter, RewardModelRefreshCallback
 from trl_steady.features.reference import callback as reference
 from trl_steady.features.reward_model import callback as loop

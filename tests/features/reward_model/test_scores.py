@@ -9,7 +9,9 @@ from peft import LoraConfig, PeftModel
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, BitsAndBytesConfig
 
-from tests.tools import critics, rewarding, tiny, wide
+from tests.features.critic import tools as critics
+from tests.features.reward_model import tools as rewarding
+from tests.tools import tiny, wide
 from trl_steady import RewardAdapter, StepRewards
 from trl_steady.features.reward_model.feature import RewardModelPart
 from trl_steady.rewards import by_blank_line, by_regex, by_turn

@@ -8,7 +8,8 @@ import pytest
 import torch
 
 import trl_steady
-from tests.tools import engines, rewarding, tiny
+from tests.features.reward_model import tools as rewarding
+from tests.tools import engines, tiny
 from tests.tools.engines import Engine, Server
 from trl_steady import RewardAdapter
 from trl_steady.features.reward_model import labelling

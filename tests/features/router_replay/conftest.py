@@ -3,8 +3,8 @@
 import pytest
 from transformers import PreTrainedModel
 
-from tests.tools import mixtures
-from tests.tools.passes import CASES
+from tests.features.router_replay import mixtures
+from tests.features.router_replay.passes import CASES
 
 
 @pytest.fixture(params=CASES)

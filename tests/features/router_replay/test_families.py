@@ -8,9 +8,10 @@ import torch
 import transformers
 from torch import Tensor, nn
 
-from tests.tools import families, mixtures
-from tests.tools.mixtures import CASES, FAMILIES, Layer
-from tests.tools.passes import TOKENS, Outcome, assert_equal, run
+from tests.features.router_replay import mixtures
+from tests.features.router_replay.mixtures import CASES, FAMILIES, Layer
+from tests.features.router_replay.passes import TOKENS, Outcome, assert_equal, run
+from tests.tools import families
 from trl_steady.features.router_replay.replay import Replay, Routers
 from trl_steady.features.router_replay.routes import is_route
 from trl_steady.functional.turns import nothing

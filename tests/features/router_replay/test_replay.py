@@ -7,8 +7,8 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from tests.tools import families, mixtures
-from tests.tools.passes import (
+from tests.features.router_replay import mixtures
+from tests.features.router_replay.passes import (
     FIRST,
     SECOND,
     TOKENS,
@@ -23,6 +23,7 @@ from tests.tools.passes import (
     run,
     run_forward,
 )
+from tests.tools import families
 from trl_steady.features.router_replay.replay import Routers
 
 

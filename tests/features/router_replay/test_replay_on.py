@@ -9,9 +9,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from tests.tools import mixtures
-from tests.tools.headroom import within
-from tests.tools.passes import (
+from tests.features.router_replay import mixtures
+from tests.features.router_replay.passes import (
     ROUNDING,
     Outcome,
     apart,
@@ -24,6 +23,7 @@ from tests.tools.passes import (
     run,
     run_forward,
 )
+from tests.tools.headroom import within
 from trl_steady.features.router_replay.replay import Routers
 
 

@@ -9,11 +9,7 @@ import torch
 from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from tests.oracles import routes as routed_oracle
-from tests.oracles.routes import NONE
-from tests.tools import tiny
-from tests.tools.cases import cases
-from tests.tools.routed import (
+from tests.features.router_replay.tools import (
     CLOSE,
     FREE,
     Random,
@@ -23,6 +19,10 @@ from tests.tools.routed import (
     oracles,
     rows,
 )
+from tests.oracles import routes as routed_oracle
+from tests.oracles.routes import NONE
+from tests.tools import tiny
+from tests.tools.cases import cases
 from trl_steady.features import padding_free as padding_part
 from trl_steady.features.padding_free.support import traits
 

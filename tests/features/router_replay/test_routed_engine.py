@@ -11,11 +11,11 @@ import torch
 from PIL import Image
 from trl.generation import vllm_generation
 
+from tests.features.router_replay.tools import CLOSE, Row, oracles, rows
 from tests.oracles import routes as routed_oracle
 from tests.oracles.routes import NONE
 from tests.tools import agent, engines, tiny
 from tests.tools.engines import COMPLETIONS, RENDER, SPARSE, TOKENS, Array, Build, Engine, Server, chosen, kept
-from tests.tools.routed import CLOSE, Row, oracles, rows
 from tests.tools.sets import lists
 from trl_steady.features.router_replay.feature import taken_routes
 from trl_steady.features.sampling_mask.feature import taken_sets

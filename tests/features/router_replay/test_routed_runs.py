@@ -6,10 +6,7 @@ import pytest
 import torch
 import transformers
 
-from tests.oracles import routes as routed_oracle
-from tests.oracles.routes import NONE
-from tests.tools import resumable, tiny
-from tests.tools.routed import (
+from tests.features.router_replay.tools import (
     CHOSEN,
     CLOSE,
     LAYERS,
@@ -22,6 +19,9 @@ from tests.tools.routed import (
     oracles,
     rows,
 )
+from tests.oracles import routes as routed_oracle
+from tests.oracles.routes import NONE
+from tests.tools import resumable, tiny
 from trl_steady.functional.turns import Traced
 
 

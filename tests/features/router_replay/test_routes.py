@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.tools.passes import to_engine
+from tests.features.router_replay.passes import to_engine
 from trl_steady.features.router_replay.routes import dtype_of, from_engine, is_route, shared
 
 

@@ -9,12 +9,13 @@ import torch
 from torch import Tensor
 from trl.trainer import grpo_trainer
 
+from tests.features.router_replay.tools import FREE, LOSS_TYPES, ascending
+from tests.features.sampling_mask import tools as sampled
+from tests.features.sampling_mask.tools import CLOSE, Sampled, build, without_ours
 from tests.oracles import routes as routed_oracle
 from tests.oracles import sampling as oracle
-from tests.tools import resumable, sampled, tiny
+from tests.tools import resumable, tiny
 from tests.tools.cases import cases
-from tests.tools.routed import FREE, LOSS_TYPES, ascending
-from tests.tools.sampled import CLOSE, Sampled, build, without_ours
 from trl_steady.features.sampling_mask import candidates as kept
 
 R3 = {"router_replay": "R3", "router_replay_reference": True}

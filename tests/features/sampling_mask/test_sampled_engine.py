@@ -9,13 +9,13 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.features.router_replay.tools import Row, oracles
+from tests.features.sampling_mask.tools import CLOSE
 from tests.oracles import routes as routed_oracle
 from tests.oracles import sampling as oracle
 from tests.tools import agent, engines, tiny
 from tests.tools.engines import MASKED, ROUTED, SPARSE, TOKENS, Build, Engine, Server, Sets, chosen, kept
 from tests.tools.headroom import within
-from tests.tools.routed import Row, oracles
-from tests.tools.sampled import CLOSE
 from tests.tools.sets import lists
 from trl_steady.features.router_replay.feature import ROUTES, taken_routes
 from trl_steady.features.sampling_mask.candidates import CandidateSets

@@ -8,8 +8,8 @@ import pytest
 from peft import PromptTuningConfig
 
 import trl_steady
+from tests.features.sampling_mask.tools import Sampled, build
 from tests.tools import tiny
-from tests.tools.sampled import Sampled, build
 
 
 def config(output: Path, **options: Any) -> trl_steady.GRPOConfig:

@@ -7,9 +7,10 @@ import pytest
 import torch
 import transformers
 
+from tests.features.sampling_mask import tools as sampled
+from tests.features.sampling_mask.tools import CLOSE, build
 from tests.oracles import sampling as oracle
-from tests.tools import resumable, sampled, tiny
-from tests.tools.sampled import CLOSE, build
+from tests.tools import resumable, tiny
 from tests.trainers import test_images
 
 llava = test_images.llava

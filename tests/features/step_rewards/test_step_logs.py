@@ -7,8 +7,8 @@ import pandas
 import pytest
 import torch
 
+from tests.features.step_rewards.tools import build, ends_of, lines, rows, values_of
 from tests.tools import tiny
-from tests.tools.stepwise import build, ends_of, lines, rows, values_of
 
 
 def test_without_step_rewards_the_advantages_are_trls(models: dict[str, Path], tmp_path: Path) -> None:

@@ -12,9 +12,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.features.step_rewards.tools import FORMULAS, Length, build, judge, lines, mixed, rows, values_of
 from tests.oracles import advantages as oracles
 from tests.tools import tiny
-from tests.tools.stepwise import FORMULAS, Length, build, judge, lines, mixed, rows, values_of
 from trl_steady import StepRewards
 from trl_steady.features.step_rewards.feature import RewardsPart
 

@@ -10,9 +10,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tests.features.router_replay import tools as routed
 from tests.oracles import routes as routed_oracle
 from tests.oracles import sampling as oracle
-from tests.tools import routed
 from tests.tools.sets import lists
 from trl_steady.features.sampling_mask.candidates import CandidateSets
 from trl_steady.trl_bridge import models as host_models

@@ -1,6 +1,6 @@
 """Execute the notebook of the docs and store its outputs.
 
-    python -m tests.tools.notebook
+    python -m tests.project.notebook
 
 This takes three to seven minutes on a CPU. The stored file has no warnings, paths or times of the machine that ran it.
 """

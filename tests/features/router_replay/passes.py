@@ -6,7 +6,8 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from tests.tools import families, mixtures
+from tests.features.router_replay import mixtures
+from tests.tools import families
 from trl_steady.features.router_replay.replay import Routers
 from trl_steady.features.router_replay.routes import is_route
 

@@ -6,7 +6,7 @@
 says that a test sees them refused; with `where` not all of it, but what `where` says. Tests are read, not imported,
 since some need vLLM. A test that `.ci/run` does not run backs no sign.
 
-Usage: python -m tests.tools.support [--write]
+Usage: python -m tests.project.support [--write]
 """
 
 import ast
@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs/several-processes.md"
-BEGIN, END = "<!-- made by `python -m tests.tools.support --write` -->\n", "\n<!-- end of what is made -->"
+BEGIN, END = "<!-- made by `python -m tests.project.support --write` -->\n", "\n<!-- end of what is made -->"
 
 SETUPS = ("DDP", "FSDP2", "ZeRO-2", "ZeRO-3", "vLLM colocate", "vLLM server")
 FEATURES = {
