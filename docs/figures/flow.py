@@ -1,6 +1,7 @@
-"""Who is asked what on the way of a micro-batch, from generation to loss.
+"""An optimizer step: TRL's methods, ours around them, and the hooks that features define, from generation to loss.
 
-Run it to draw `flow.png` beside this file. It reads every name from the source of `Steady`, `Part` and `GRPOTrainer`.
+Run it to draw `flow.png` beside this file. It reads every name from the source of `FeatureTrainerMixin`, `Feature` and
+`GRPOTrainer`.
 """
 
 import ast
@@ -10,92 +11,103 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from trl_steady.host import FeatureTrainerMixin, Part, seam
-
 from trl_steady import GRPOTrainer
+from trl_steady.core.feature import Feature
+from trl_steady.trl_bridge.trainer import FeatureTrainerMixin
 
-STEP, TRLS, QUESTION = "a step of Steady", "TRL's own method", "a question, and the parts that answer it"
-_ROLLOUT = "_generate_and_score_completions"
-PANELS = {"For each rollout": _ROLLOUT, "For each micro-batch": "training_step"}
-# TRL's method -> those that it calls, and that Steady overrides
-INSIDE = {"training_step": ["compute_loss"], "compute_loss": ["_compute_loss"]}
-INSIDE[_ROLLOUT] = ["_generate_single_turn", "_get_per_token_logps_and_entropies", "_calculate_rewards"]
-# Okabe and Ito's, which colour-blind readers tell apart, and how the source calls such a method
-COLOURS = {STEP: "#56B4E9", TRLS: "#CCCCCC", QUESTION: "#F0E442"}
-CALLED = {STEP: "", TRLS: "super().", QUESTION: "part."}
+OURS, TRL, HOOK = "a method of FeatureTrainerMixin", "TRL's own method", "a hook, and the features that define it"
+PANELS = {"For each rollout": "_generate_and_score_completions", "For each micro-batch": "training_step"}
+# TRL's method -> those that it calls, and that FeatureTrainerMixin overrides
+CALLS = {
+    "_generate_and_score_completions": [
+        "_generate_single_turn",
+        "_get_per_token_logps_and_entropies",
+        "_calculate_rewards",
+    ],
+    "training_step": ["compute_loss"],
+    "compute_loss": ["_compute_loss"],
+}
+# Okabe and Ito's, which colour-blind readers tell apart
+COLOURS = {OURS: "#56B4E9", TRL: "#CCCCCC", HOOK: "#F0E442"}
+PREFIX = {OURS: "self.", TRL: "super().", HOOK: "feature."}
 
 
-class Row(NamedTuple):
+class Line(NamedTuple):
     """A line of the picture."""
 
     depth: int
     kind: str
     name: str
-    parts: tuple[str, ...] = ()
+    features: tuple[str, ...] = ()
 
 
-def events(function: Callable[..., Any]) -> list[tuple[str, str]]:
-    """Return in order what a function does: `part.NAME`, `super().NAME`, `self.NAME`, or a helper of the host."""
-    found: list[tuple[bool, int, int, str, str]] = []  # first if it runs later, then where it is
+class _Use(NamedTuple):
+    owner: str
+    name: str
+    is_deferred: bool
+    """True if it runs inside the middleware of the method: in an inner function, or as an argument."""
 
-    def visit(node: ast.AST, runs_later: bool = False) -> None:
+
+def uses(function: Callable[..., Any]) -> list[_Use]:
+    """Return what a method uses, in order: `super().NAME`, `self.NAME`, `feature.NAME`, `Feature.NAME`."""
+    found: list[tuple[int, int, _Use]] = []
+
+    def visit(node: ast.AST, is_deferred: bool = False) -> None:
         for child in ast.iter_child_nodes(node):
-            called = isinstance(node, ast.Call) and child is node.func
+            is_called = isinstance(node, ast.Call) and child is node.func
             if isinstance(child, ast.Attribute):
                 owner = ast.unparse(child.value).partition("(")[0]
-                if owner in ("part", "super", "self"):
-                    is_passed_on = owner == "super" and not called
-                    found.append((runs_later or is_passed_on, child.lineno, child.col_offset, owner, child.attr))
-            elif isinstance(child, ast.Name) and called:
-                found.append((runs_later, child.lineno, child.col_offset, "helper", child.id))
-            visit(child, runs_later or isinstance(child, ast.FunctionDef))
+                use = _Use(owner, child.attr, is_deferred or (owner in ("super", "self") and not is_called))
+                found.append((child.lineno, child.col_offset, use))
+            visit(child, is_deferred or isinstance(child, ast.FunctionDef))
 
-    visit(ast.parse(textwrap.dedent(inspect.getsource(function))).body[0])
-    return list(dict.fromkeys((owner, name) for *_, owner, name in sorted(found, reverse=True)))[::-1]
+    visit(ast.parse(textwrap.dedent(inspect.getsource(inspect.unwrap(function)))).body[0])
+    return list(dict.fromkeys(use for *_, use in sorted(found)))
 
 
-def answers(question: str) -> tuple[str, ...]:
-    """Return the parts of `GRPOTrainer` that define a question of `Part` themselves."""
-    assert question in vars(Part), f"Part has no {question}"
-    return tuple(part.__name__.removesuffix("Part") for part in GRPOTrainer.PARTS if question in vars(part))
+def defining(hook: str) -> tuple[str, ...]:
+    """Return the features of `GRPOTrainer` that define a hook themselves."""
+    own = getattr(Feature, hook)
+    return tuple(feature.__name__ for feature in GRPOTrainer.FEATURES if getattr(feature, hook) is not own)
 
 
-def rows(method: str, depth: int = 0) -> Iterator[Row]:
-    """Yield the lines of a method of `Steady`, and of all that it calls."""
-    inner = list(_rows(events(vars(FeatureTrainerMixin)[method]), depth + 1))
-    passes_on = len([row for row in inner if row.depth == depth + 1]) == 1 and inner[0].kind == STEP
-    if passes_on and method.startswith("_"):  # TRL's name of a step that has a public one
-        yield from (row._replace(depth=row.depth - 1) for row in inner)
-    elif inner and not (method.startswith("_") and all(row.kind == QUESTION for row in inner)):
-        yield Row(depth, STEP, method)
-        yield from inner
-    else:
-        yield from (row._replace(depth=depth) for row in inner)
+def lines(method: str, depth: int = 0) -> Iterator[Line]:
+    """Yield the lines of a method of `FeatureTrainerMixin`, and of all that it calls."""
+    yield Line(depth, OURS, method)
+    every = uses(vars(FeatureTrainerMixin)[method])
+    deferred = [use for use in every if use.is_deferred]
+    for use in every:
+        if use.owner in ("feature", "Feature"):
+            yield Line(depth + 1, HOOK, use.name, defining(use.name))
+            if use.name.startswith("around_"):
+                yield from _inside(deferred, depth + 2)
+                deferred = []
+        elif not use.is_deferred:
+            yield from _inside([use], depth + 1)
+    yield from _inside(deferred, depth + 1)
 
 
-def _rows(happens: list[tuple[str, str]], depth: int) -> Iterator[Row]:
-    for owner, name in happens:
-        if owner == "part":
-            if answers(name):  # other questions are asked for PPO
-                yield Row(depth, QUESTION, name, answers(name))
-        elif owner == "super":
-            yield Row(depth, TRLS, name)
-            for hook in INSIDE.get(name, ()):
-                yield from rows(hook, depth + 1)
-        elif owner == "self" and inspect.isfunction(vars(FeatureTrainerMixin).get(name)):
-            yield from rows(name, depth)
-        elif owner == "helper" and inspect.isfunction(vars(seam).get(name)):
-            yield from (row for row in _rows(events(vars(seam)[name]), depth) if row.kind == QUESTION)
+def _inside(found: list[_Use], depth: int) -> Iterator[Line]:
+    for use in found:
+        if use.owner == "super":
+            yield Line(depth, TRL, use.name)
+            for method in CALLS.get(use.name, ()):
+                yield from lines(method, depth + 1)
+        elif use.owner == "self" and inspect.isfunction(vars(FeatureTrainerMixin).get(use.name)):
+            if use.name.startswith("_trl_"):  # TRL's method, with the arguments that it wants
+                yield from (line._replace(depth=line.depth - 1) for line in [*lines(use.name, depth)][1:])
+            elif use.name not in ("feature", "until_backward", "_as_trl_reads"):
+                yield from lines(use.name, depth)
 
 
-def described() -> dict[str, list[Row]]:
+def described() -> dict[str, list[Line]]:
     """Return the lines of each panel. The picture also holds them as text, to tell whether it is up to date."""
-    return {title: list(rows(method)) for title, method in PANELS.items()}
+    return {title: list(lines(method)) for title, method in PANELS.items()}
 
 
 def draw(path: Path) -> None:
     """Draw a panel for each of `PANELS`, top to bottom as it happens."""
-    import matplotlib  # here: tests of the rows do without
+    import matplotlib  # here: tests of the lines do without
 
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
@@ -103,14 +115,15 @@ def draw(path: Path) -> None:
 
     panels = described()
     height = max(map(len, panels.values()))
-    figure, axes = plt.subplots(1, len(panels), figsize=(12.5, 0.32 * height + 0.9), layout="constrained")
-    for axis, (title, lines) in zip(axes, panels.items(), strict=True):
+    figure, axes = plt.subplots(1, len(panels), figsize=(15, 0.36 * height + 0.9), layout="constrained")
+    for axis, (title, drawn) in zip(axes, panels.items(), strict=True):
         axis.set(title=title, xlim=(0, 100), ylim=(height - 0.3, -0.7))
         axis.axis("off")
-        for y, (depth, kind, name, parts) in enumerate(lines):
+        for y, (depth, kind, name, features) in enumerate(drawn):
             box = {"boxstyle": "round,pad=0.25", "facecolor": COLOURS[kind], "edgecolor": "none"}
-            axis.text(4 * depth + 1, y, CALLED[kind] + name, family="monospace", fontsize=9, va="center", bbox=box)
-            axis.text(52, y, ", ".join(parts), fontsize=9, va="center")
+            axis.text(2.5 * depth + 1, y, PREFIX[kind] + name, family="monospace", fontsize=8, va="center", bbox=box)
+            wrapped = textwrap.fill(", ".join(features), 52, max_lines=2)
+            axis.text(58, y, wrapped, fontsize=7.5, va="center", linespacing=0.9)
     handles = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize="small")
     figure.savefig(path, dpi=110, metadata={"Description": repr(panels)})

@@ -1,7 +1,7 @@
-"""MkDocs hook: add recipes/ and the notebooks to the site, and let links between files hold there and on GitHub.
+"""MkDocs hook: add recipes/, the source and the notebooks to the site, and let links between files hold there and on GitHub.
 
 - A README becomes a page. A recipe's page ends with a list of its files.
-- A link to another file or folder of recipes/ leads to the repository whose address is in DOCS_REPOSITORY.
+- A link to another file or folder of recipes/ or src/ leads to the repository whose address is in DOCS_REPOSITORY.
 - Without this variable, the files are copied as they are, and a folder without a README becomes a list of its files.
 - A notebook becomes a page with its saved outputs, and can be downloaded.
 """
@@ -26,7 +26,7 @@ _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 def on_files(files: Files, config: Any) -> Files:
     """Add the files of recipes/, and a page for each notebook."""
-    for path in [ROOT / "recipes", *sorted((ROOT / "recipes").rglob("*"))]:
+    for path in [ROOT / "recipes", *sorted((ROOT / "recipes").rglob("*")), *sorted((ROOT / "src").rglob("*.py"))]:
         name = path.relative_to(ROOT).as_posix()
         if "__pycache__" in path.parts or path.name.startswith("_"):
             continue
@@ -52,7 +52,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return found[0]
         name = posixpath.normpath(posixpath.join(folder, found[2]))
         target = _on_site(name)
-        if REPOSITORY and name.startswith("recipes") and not target.endswith(("README.md", ".png")):
+        if REPOSITORY and name.startswith(("recipes", "src/")) and not target.endswith(("README.md", ".png")):
             return f"]({REPOSITORY}/{'tree' if (ROOT / name).is_dir() else 'blob'}/main/{name}"
         return f"]({posixpath.relpath(target, posixpath.dirname(uri) or '.')}"
 
@@ -64,7 +64,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
 def _on_site(name: str) -> str:
     """Return where the site has a file of the repository, which need not exist."""
     path = ROOT / name
-    if name.startswith("recipes"):
+    if name.startswith(("recipes", "src/")):
         if path.is_dir():
             return f"{name}/README.md" if (path / "README.md").is_file() else f"{name}/index.md"
         return name

@@ -1,4 +1,4 @@
-"""The figure of the flow is drawn from the code's own names, and is of today's code."""
+"""The figures of the design are drawn from the code's own names, and are of today's code."""
 
 import inspect
 from collections.abc import Iterator
@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 
 from tests.tools.script import figure
-from trl_steady.features.legacy import Part
+from trl_steady.core.feature import Feature
 
-FLOW = Path(__file__).parents[2] / "docs" / "figures" / "flow.py"
-# asked when a trainer is built, around a step, or for a checkpoint: not on the way of a micro-batch
+FIGURES = Path(__file__).parents[2] / "docs" / "figures"
+# run when a trainer is built, around a step, or for a checkpoint: not on the way of a micro-batch
 ELSEWHERE = {
-    *("building", "captures", "adapter_sync", "built"),
-    *("beginning", "drawing", "stepping", "logged", "ending"),
-    *("saving", "save", "load"),
+    *("around_init", "on_init_end", "engine_extras", "adapter_sync", "describe"),
+    *("on_train_begin", "around_batches", "on_step_begin", "on_log", "on_train_end"),
+    *("around_save_model", "save_state", "load_state"),
 }
 
 
@@ -25,21 +25,19 @@ def flow() -> Iterator[Any]:
         yield script
 
 
-def test_the_flow_has_every_question_of_a_part(flow: Any) -> None:
-    """Asked on the way of a micro-batch, and answered by a part of the trainer."""
-    lines = [row for rows in flow.described().values() for row in rows]
-    asked = {row.name for row in lines if row.kind == flow.QUESTION}
-    questions = {name for name, of in vars(Part).items() if inspect.isfunction(of) and not name.startswith("_")}
-    assert asked == questions - ELSEWHERE - {"warn", "refuse"}  # which a part does by itself
-    assert all(row.parts for row in lines if row.kind == flow.QUESTION)
-    steps = {row.name for row in lines if row.kind == flow.STEP}
-    assert {"rollout", "generate", "log_probs", "compute_loss", "_compute_loss", "score"} <= steps
+def test_the_flow_has_every_hook_of_a_feature(flow: Any) -> None:
+    lines = [line for panel in flow.described().values() for line in panel]
+    hooks = {name for name, of in vars(Feature).items() if inspect.isfunction(of) and not name.startswith("_")}
+    assert {line.name for line in lines if line.kind == flow.HOOK} == hooks - ELSEWHERE - {"warn", "refuse"}
+    ours = [line.name for line in lines if line.kind == flow.OURS]
+    assert ours.index("_calculate_rewards") < ours.index("training_step") < ours.index("_compute_loss")
 
 
-def test_the_picture_of_the_flow_is_up_to_date(flow: Any, tmp_path: Path) -> None:
-    """Run `docs/figures/flow.py` if it is not."""
+@pytest.mark.parametrize("name", ["flow", "rooms"])
+def test_the_picture_is_up_to_date(name: str, tmp_path: Path) -> None:
+    """Run `docs/figures/NAME.py` if it is not."""
     image = pytest.importorskip("PIL.Image")
-    pytest.importorskip("matplotlib", reason="needs the recipes extra")
-    assert image.open(FLOW.with_suffix(".png")).text["Description"] == repr(flow.described())
-    flow.draw(tmp_path / "flow.png")
-    assert (tmp_path / "flow.png").stat().st_size > 10_000
+    with figure(name) as script:
+        script.draw(tmp_path / "now.png")
+    descriptions = [image.open(path).text["Description"] for path in (FIGURES / f"{name}.png", tmp_path / "now.png")]
+    assert descriptions[0] == descriptions[1]
