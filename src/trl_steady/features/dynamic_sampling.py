@@ -19,7 +19,7 @@ from trl_steady.core.types import Rollout, loss_mask
 from trl_steady.features.legacy import Part
 from trl_steady.rewards.steps import StepRewards
 from trl_steady.trl_bridge.resampling import ResampledRollout, Row
-from trl_steady.trl_bridge.rollout import collated
+from trl_steady.trl_bridge.rollout import collate_rows
 
 _FILE = "dynamic_sampling.json"
 
@@ -54,7 +54,7 @@ class _Prompts:
             is_over = len(rows) < count
             self.position = (number + 1, 0) if is_over else (number, taken + len(found))
             self._rows = None if is_over else self._rows
-        return collated(self._trainer, rows)
+        return collate_rows(self._trainer, rows)
 
     def go_to(self, position: Sequence[int]) -> None:
         """Go on as after a checkpoint."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from trl_steady.core.feature import Trainer
 from trl_steady.core.types import Rollout
 from trl_steady.trl_bridge.private import as_trl_trainer, patched
-from trl_steady.trl_bridge.rollout import reading
+from trl_steady.trl_bridge.rollout import wrap_reward_functions
 
 
 @dataclass
@@ -83,7 +83,7 @@ class ResampledRollout:
             "_generate": generating,
             "_calculate_rewards": rewarding,
             "_get_per_token_logps_and_entropies": zeros,
-            "reward_funcs": reading(trainer.reward_funcs, [keep]),
+            "reward_funcs": wrap_reward_functions(trainer.reward_funcs, [keep]),
             # a table that nobody reads, so that TRL's gets no column of rejected rows alone
             "_logs": {name: defaultdict(list) if isinstance(of, dict) else [] for name, of in trainer._logs.items()},
         }

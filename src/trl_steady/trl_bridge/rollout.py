@@ -15,12 +15,13 @@ from torch import Tensor
 from trl.trainer.utils import is_async_callable
 
 from trl_steady.core.feature import Trainer
+from trl_steady.core.types import LogProbs
 from trl_steady.trl_bridge.private import as_trl_trainer, completions_in, patched
-from trl_steady.trl_bridge.validation import naming_columns
+from trl_steady.trl_bridge.validation import name_columns_in_errors
 
 
 @contextmanager
-def building_reference(trainer: Trainer, args: Any) -> Iterator[None]:
+def with_reference_model(trainer: Trainer, args: Any) -> Iterator[None]:
     """Let TRL's constructor make a reference although the loss has no KL."""
     with patched(args, {} if args.beta else {"beta": 1.0}):
         yield
@@ -28,55 +29,60 @@ def building_reference(trainer: Trainer, args: Any) -> Iterator[None]:
 
 
 @contextmanager
-def scoring_reference(trainer: Trainer) -> Iterator[None]:
-    """Let TRL's rollout score the old policy and the reference, which its loss may not need."""
+def with_reference_log_probs(trainer: Trainer) -> Iterator[None]:
+    """Let TRL's rollout compute the log-probs of the old policy and the reference, which its loss may not need."""
     # TRL skips the old policy if a rollout feeds one update, so that the ratio is 1
-    beyond = trainer.args.gradient_accumulation_steps + 1
-    with patched(trainer, {"num_iterations": beyond, "beta": trainer.beta or 1.0}):
+    many_updates = trainer.args.gradient_accumulation_steps + 1
+    with patched(trainer, {"num_iterations": many_updates, "beta": trainer.beta or 1.0}):
         yield
 
 
 @contextmanager
-def skipping_old_pass(trainer: Trainer) -> Iterator[None]:
-    """Keep TRL's rollout from scoring the old policy. RLOO's `old_logps` are 0, and GRPO's engine has no weights."""
-
-    def unscored(_: object, input_ids: Tensor, __: object, width: int, *___: object, **____: object) -> Any:
-        return torch.zeros(len(input_ids), width, device=input_ids.device), None, None
-
-    scoring = {"_get_per_token_logps_and_entropies": unscored}
+def without_old_log_probs(trainer: Trainer) -> Iterator[None]:
+    """Skip the pass of the old policy in TRL's rollout. RLOO's `old_logps` are 0, and GRPO's engine has no weights."""
+    # RLOO always runs the pass. GRPO runs it in a rollout that feeds one update only for its engine correction.
     is_rloo = isinstance(trainer, trl.RLOOTrainer)
-    with patched(trainer, scoring if is_rloo else {"vllm_importance_sampling_correction": False}):
+    with patched(trainer, ZERO_LOG_PROBS if is_rloo else {"vllm_importance_sampling_correction": False}):
         yield
 
 
+def _zero_log_probs(_: object, input_ids: Tensor, __: object, width: int, *___: object, **____: object) -> LogProbs:
+    return torch.zeros(len(input_ids), width, device=input_ids.device), None, None
+
+
+ZERO_LOG_PROBS = {"_get_per_token_logps_and_entropies": _zero_log_probs}
+"""TRL's method for log-probs, replaced by one that runs no model."""
+
+
 @contextmanager
-def noting_prompts(trainer: Trainer, note: Callable[[list[list[int]]], None]) -> Iterator[None]:
-    """Tell `note` the token ids of the prompts of each rollout, as the policy has read them."""
+def record_prompts(trainer: Trainer, record: Callable[[list[list[int]]], None]) -> Iterator[None]:
+    """Call `record` with the token ids of the prompts of each rollout, as the policy reads them."""
     generate = as_trl_trainer(trainer)._generate
 
-    def noting(*arguments: object, **keywords: object) -> tuple[Any, ...]:
+    def generate_and_record(*arguments: object, **keywords: object) -> tuple[Any, ...]:
         generated = generate(*arguments, **keywords)
-        note(generated[0])
+        record(generated[0])
         return generated
 
-    with patched(trainer, {"_generate": noting}):
+    with patched(trainer, {"_generate": generate_and_record}):  # the one method that returns them
         yield
 
 
-def continued(trainer: Trainer, prompt_ids: Sequence[Sequence[int]], chunk: int) -> list[list[int]]:
-    """Return one continuation of each text, by whatever generates rollouts. It is not part of a rollout.
+def generate_continuations(trainer: Trainer, prompt_ids: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
+    """Generate one completion for each prompt outside a rollout, with the model or engine that generates rollouts.
 
-    The number of texts must be the same on all processes. transformers continues `chunk` of them at once, vLLM all.
+    The number of prompts must be the same on all processes. transformers takes `batch_size` of them at once, vLLM all.
     """
-    rest = (None, {}) if isinstance(trainer, trl.RLOOTrainer) else (None, {}, 1)  # images, their fields, answers each
-    chunk = len(prompt_ids) if trainer.use_vllm else chunk
-    found: list[list[int]] = []
-    # RLOO's trainer has the server answer every `num_generations`-th text
+    # images, their fields, and GRPO's number of completions for each prompt
+    other_arguments = (None, {}) if isinstance(trainer, trl.RLOOTrainer) else (None, {}, 1)
+    batch_size = max(len(prompt_ids) if trainer.use_vllm else batch_size, 1)
+    completions: list[list[int]] = []
+    # RLOO's trainer sends the server every `num_generations`-th prompt
     with patched(trainer, {"rollout_in_progress": None, "num_generations": 1, "num_generations_eval": 1}):
-        for start in range(0, len(prompt_ids), max(chunk, 1)):
-            texts = [list(ids) for ids in prompt_ids[start : start + chunk]]
-            found += completions_in(as_trl_trainer(trainer)._generate_single_turn(texts, *rest))
-    return found
+        for start in range(0, len(prompt_ids), batch_size):
+            batch = [list(ids) for ids in prompt_ids[start : start + batch_size]]
+            completions += completions_in(as_trl_trainer(trainer)._generate_single_turn(batch, *other_arguments))
+    return completions
 
 
 def forget_logs(trainer: Trainer) -> None:
@@ -86,38 +92,46 @@ def forget_logs(trainer: Trainer) -> None:
         values.clear()
 
 
-def reading(functions: Sequence[Any], reads: Sequence[Callable[[int, Any], Any]]) -> list[Any]:
-    """Return reward functions whose results go through all `reads`, which get the function's number and its result."""
+def wrap_reward_functions(functions: Sequence[Any], processors: Sequence[Callable[[int, Any], Any]]) -> list[Any]:
+    """Return reward functions whose results pass through all `processors`.
 
-    def read_by_all(index: int, function: Callable[..., Any]) -> Callable[..., Any]:
-        if isinstance(function, torch.nn.Module):  # TRL reads the logits of a reward model itself
-            return function
+    A processor gets the number of the function and its result, and returns the result for the next one. TRL reads the
+    logits of a reward model (`torch.nn.Module`) itself, so these are returned as they are.
+    """
 
-        def read(returned: object) -> Any:
-            return functools.reduce(lambda result, each: each(index, result), reads, returned)
+    def wrap(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
+        def process(returned: object) -> Any:
+            return functools.reduce(lambda result, processor: processor(number, result), processors, returned)
 
-        async def reading_later(*arguments: object, **keywords: object) -> Any:
-            with naming_columns(keywords):
-                return read(await function(*arguments, **keywords))
+        async def call_async(*arguments: object, **keywords: object) -> Any:
+            with name_columns_in_errors(keywords):
+                return process(await function(*arguments, **keywords))
 
-        def reading_now(*arguments: object, **keywords: object) -> Any:
-            with naming_columns(keywords):
-                return read(function(*arguments, **keywords))
+        def call(*arguments: object, **keywords: object) -> Any:
+            with name_columns_in_errors(keywords):
+                return process(function(*arguments, **keywords))
 
-        return reading_later if is_async_callable(function) else reading_now
+        return call_async if is_async_callable(function) else call
 
-    return [read_by_all(index, function) for index, function in enumerate(functions)]
+    return [
+        function if isinstance(function, torch.nn.Module) else wrap(number, function)
+        for number, function in enumerate(functions)
+    ]
 
 
-def relog_advantages(trainer: Trainer, advantages: Sequence[float]) -> None:
-    """Replace the advantages of the last rollout, over all processes, in TRL's table of completions."""
+def log_token_advantages(trainer: Trainer, per_token: Tensor, mask: Tensor) -> None:
+    """Log the mean of each completion's advantages (B, T) in TRL's table of completions, in place of TRL's advantages.
+
+    Every process must call this function after a rollout.
+    """
+    means = cast(Tensor, trainer.accelerator.gather(per_token.sum(1) / mask.sum(1).clamp(min=1))).tolist()
     column = as_trl_trainer(trainer)._logs["advantages"]
-    for _ in range(min(len(advantages), len(column))):
+    for _ in range(min(len(means), len(column))):  # the table keeps the last completions only
         column.pop()
-    column.extend(advantages)
+    column.extend(means)
 
 
-def collated(trainer: Trainer, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def collate_rows(trainer: Trainer, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return rows of the training set as TRL's data loader hands them to a rollout."""
     collate = as_trl_trainer(trainer)._get_collator_with_removed_columns(
         as_trl_trainer(trainer).data_collator, description="training"

@@ -8,7 +8,7 @@ from typing import Any
 from datasets import Dataset
 
 
-def refuse_small(dataset: object, args: Any) -> None:
+def refuse_small_dataset(dataset: object, args: Any) -> None:
     """Refuse a dataset that is smaller than a rollout, because TRL's sampler would drop all of it."""
     prompts = args.generation_batch_size // args.num_generations
     if isinstance(dataset, Dataset) and len(dataset) < prompts:
@@ -19,7 +19,7 @@ def refuse_small(dataset: object, args: Any) -> None:
         )
 
 
-def checked_rollout(function: Callable[..., Any]) -> Callable[..., Any]:
+def checked_rollout_func(function: Callable[..., Any]) -> Callable[..., Any]:
     """Wrap a `rollout_func` to refuse token lists that TRL would pad, so that values would belong to other tokens."""
 
     @wraps(function)
@@ -39,7 +39,7 @@ def checked_rollout(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 @contextmanager
-def naming_columns(passed: Iterable[str]) -> Iterator[None]:
+def name_columns_in_errors(passed: Iterable[str]) -> Iterator[None]:
     """Say what TRL passes to a reward function, if its call fails: it may ask for a column that is not there."""
     try:
         yield

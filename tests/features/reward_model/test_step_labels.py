@@ -62,7 +62,7 @@ def labels_of(
 
 @pytest.fixture
 def trainer(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    monkeypatch.setattr(labelling, "continued", all_continuations)
+    monkeypatch.setattr(labelling, "generate_continuations", all_continuations)
     adapter = RewardAdapter(head="steps", splitter=by_regex("[01]"))
     return rewarding.build("lora", models["dense"], tmp_path, adapter=adapter, max_completion_length=LENGTH)
 
@@ -91,8 +91,8 @@ def test_the_policy_continues_what_it_is_given(models: dict[str, Path], tmp_path
     trainer = rewarding.build("lora", models["dense"], tmp_path, generation_kwargs={"do_sample": False})
     trainer.model.train()
     texts = [[10, 11, 12], [60], [61, 62], [13, 14, 15, 16]]
-    found = labelling.continued(trainer, texts, 3)
-    alone = [labelling.continued(trainer, [text], 1)[0] for text in texts]
+    found = labelling.generate_continuations(trainer, texts, 3)
+    alone = [labelling.generate_continuations(trainer, [text], 1)[0] for text in texts]
     assert found == alone and len({tuple(ids) for ids in found}) > 1
     with torch.no_grad():
         policy = trainer.model.generate(torch.tensor([texts[0]]), do_sample=False, max_new_tokens=8)[0, 3:].tolist()
@@ -121,7 +121,7 @@ def test_an_engine_continues_each_text(
     )
     trainer.model.train()
     texts = [[10 + text // 2, 7] for text in range(20)]  # each twice
-    found = labelling.continued(trainer, texts, 4)
+    found = labelling.generate_continuations(trainer, texts, 4)
     assert found == [[110 + text // 2, 200 + text % 2] for text in range(20)]
     assert trainer.num_generations == 4
 

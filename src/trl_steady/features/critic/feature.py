@@ -26,7 +26,7 @@ from trl_steady.losses.table import LOSSES
 from trl_steady.trl_bridge.checkpoint import saved_without
 from trl_steady.trl_bridge.loss import token_weights
 from trl_steady.trl_bridge.models import VALUE_ADAPTER, parameters_kept
-from trl_steady.trl_bridge.rollout import building_reference, scoring_reference
+from trl_steady.trl_bridge.rollout import with_reference_log_probs, with_reference_model
 
 # name of an option's effect -> options to show, the first of which switches it on
 _DESCRIBED = {
@@ -130,7 +130,7 @@ class CriticPart(ScorerPart):
 
     def building(self, model: object, args: Any) -> contextlib.AbstractContextManager[None]:
         """Let TRL's constructor make the reference of the KL in the reward."""
-        return building_reference(self.trainer, args) if args.kl_coef else contextlib.nullcontext()
+        return with_reference_model(self.trainer, args) if args.kl_coef else contextlib.nullcontext()
 
     def built(self) -> None:
         """Make the critic, and refuse setups in which it would not be trained as asked."""
@@ -192,7 +192,7 @@ class CriticPart(ScorerPart):
     @contextlib.contextmanager
     def rolling(self, rollout: Rollout) -> Iterator[None]:
         """Let TRL score what the KL in the reward needs. Switching adapters does not change what is trained."""
-        scoring = scoring_reference(self.trainer) if self.trainer.args.kl_coef else contextlib.nullcontext()
+        scoring = with_reference_log_probs(self.trainer) if self.trainer.args.kl_coef else contextlib.nullcontext()
         with parameters_kept(self.trainer.model), scoring:
             yield
 

@@ -8,9 +8,10 @@ from torch import Tensor
 
 from trl_steady.core.types import Rollout
 from trl_steady.features.critic.trainer import PPO
-from trl_steady.features.step_rewards.feature import RewardsPart, log_advantages
+from trl_steady.features.step_rewards.feature import RewardsPart
 from trl_steady.functional import advantages, values
 from trl_steady.trl_bridge.models import text_tokenizer
+from trl_steady.trl_bridge.rollout import log_token_advantages
 
 
 def targets(
@@ -61,7 +62,7 @@ def targets(
     if args.whiten_advantages:
         of_policy = values.whitened(of_policy, counts, totals[0])
     of_policy = of_policy.where(counts, 0)
-    log_advantages(trainer, of_policy, rollout.is_sampled)
+    log_token_advantages(trainer, of_policy, rollout.is_sampled)
     if steps.has_steps:
         steps.keep_advantages(rollout, of_policy)
     if kl_coef and trainer.beta == 0:  # otherwise TRL logs that of the loss

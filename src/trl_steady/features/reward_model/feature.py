@@ -24,7 +24,7 @@ from trl_steady.features.step_rewards.alignment import Completion, token_ends
 from trl_steady.rewards.splitters import Conversation
 from trl_steady.rewards.steps import StepRewards
 from trl_steady.trl_bridge.models import REWARD_ADAPTER, text_tokenizer
-from trl_steady.trl_bridge.rollout import noting_prompts
+from trl_steady.trl_bridge.rollout import record_prompts
 
 if TYPE_CHECKING:
     from trl_steady.features.reward_model.callback import RewardModelRefreshCallback
@@ -93,7 +93,7 @@ class RewardModelPart(ScorerPart):
         """Remember the tokens of the prompts."""
         if self.model is None:
             return contextlib.nullcontext()
-        return noting_prompts(self.trainer, functools.partial(setattr, self, "_prompts"))
+        return record_prompts(self.trainer, functools.partial(setattr, self, "_prompts"))
 
     def rewards(
         self,

@@ -9,7 +9,7 @@ from accelerate.utils import gather_object
 from trl_steady.core.feature import Trainer
 from trl_steady.functional.reward_models import step_labels
 from trl_steady.trl_bridge.models import text_tokenizer
-from trl_steady.trl_bridge.rollout import continued
+from trl_steady.trl_bridge.rollout import generate_continuations
 
 _NOT_COLUMNS = ("trainer_state", "log_extra", "log_metric", "environments", "completion_ids")
 
@@ -72,7 +72,7 @@ def label_steps(
     # engines of several processes need the same number of texts on each
     most = max(gather_object([len(texts)]))
     dummies = [prompt_ids[0]] * (most - len(texts))
-    rest = continued(trainer, [*texts, *dummies], len(completion_ids))[: len(texts)]
+    rest = generate_continuations(trainer, [*texts, *dummies], len(completion_ids))[: len(texts)]
     found: list[bool | None] = []
     if rows := [row for row, _ in open_steps]:
         whole = [

@@ -4,7 +4,7 @@ import contextlib
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol, cast
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from accelerate.utils import gather_object
@@ -18,7 +18,7 @@ from trl_steady.features.step_rewards.table import ScoredCompletion, StepTable, 
 from trl_steady.functional import advantages
 from trl_steady.rewards.steps import StepRewards
 from trl_steady.trl_bridge.models import text_tokenizer
-from trl_steady.trl_bridge.rollout import relog_advantages
+from trl_steady.trl_bridge.rollout import log_token_advantages
 
 _FORMULAS = {"process": advantages.process, "return_to_go": advantages.return_to_go}
 
@@ -195,13 +195,7 @@ class StepAdvantagesPart(Part):
         rows = slice(first, first + len(mask))
         per_token = advantages.per_token(step_advantages[rows], table.ends[rows], mask.size(1)) * mask
         rewards.keep_advantages(rollout, per_token)
-        log_advantages(trainer, per_token, mask)
+        log_token_advantages(trainer, per_token, mask)
         counts = [len(ends) for completion in completions[rows] for ends in completion.steps.values()]
         trainer.metrics.pooled(sums={"steps/mean_count": torch.tensor([sum(counts), len(counts)])})
         return per_token
-
-
-def log_advantages(trainer: Trainer, per_token: Tensor, mask: Tensor) -> None:
-    """Put the mean advantage of each completion into TRL's table of completions, in place of TRL's advantages."""
-    means = per_token.sum(1) / mask.sum(1).clamp(min=1)
-    relog_advantages(trainer, cast(Tensor, trainer.accelerator.gather(means)).tolist())
