@@ -1,4 +1,4 @@
-"""MkDocs hook: add recipes/, the source and the notebooks to the site, and let links between files hold there and on GitHub.
+"""MkDocs hook: add recipes/, src/ and the notebooks to the site, and let links between files hold there and on GitHub.
 
 - A README becomes a page. A recipe's page ends with a list of its files.
 - A link to another file or folder of recipes/ or src/ leads to the repository whose address is in DOCS_REPOSITORY.

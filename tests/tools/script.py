@@ -22,4 +22,4 @@ def figure(name: str, *, draws: bool = True) -> Iterator[Any]:
     sys.modules[spec.name] = module  # where dataclasses look for their module
     spec.loader.exec_module(module)
     yield module
-    del sys.modules[spec.name]
+    sys.modules.pop(spec.name, None)
