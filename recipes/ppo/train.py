@@ -23,7 +23,6 @@ OBJECTIVE = (
     "lam",
     "value_lam",
     "cliprange_value",
-    "value_updates",
 )
 OBJECTIVE += ("learning_rate", "value_learning_rate", "value_warmup_steps", "num_generations")
 

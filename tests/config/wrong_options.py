@@ -43,7 +43,6 @@ INVALID_PPO: dict[str, list[Any]] = {
     "gamma": [1.1],
     "lam": [-0.1],
     "value_lam": [2],
-    "lam_length_alpha": [0],
     "kl_coef": [-1],
     "kl_target": [0],
     "kl_horizon": [0],
@@ -51,7 +50,6 @@ INVALID_PPO: dict[str, list[Any]] = {
     "cliprange_value": [0],
     "value_learning_rate": [-1e-5],
     "value_warmup_steps": [-1, 0.5],
-    "value_updates": [0],
     "value_init": [""],
     "whiten_advantages": ["yes"],
     "whiten_rewards": [None],
@@ -158,7 +156,6 @@ IDLE: list[Wrong] = [
 IDLE_PPO: list[Wrong] = [
     ({"scale_rewards": "none"}, r"scale_rewards='none' cannot act"),
     ({"kl_estimator": "k3"}, r"kl_estimator='k3' cannot act with beta=0\.0"),
-    ({"lam_length_alpha": 0.05, "lam": 0.9}, r"lam=0\.9 cannot act with lam_length_alpha=0\.05"),
     ({"kl_target": 6.0, "kl_coef": 0.0}, r"kl_target=6\.0 cannot act with kl_coef=0\.0"),
     ({"kl_horizon": 5}, r"kl_horizon=5 cannot act with kl_target=None"),
     ({"mask_truncated_completions": True, "missing_eos_penalty": 1.0}, r"=1\.0 cannot act with mask_trunc"),

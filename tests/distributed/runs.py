@@ -171,7 +171,6 @@ PPO: dict[str, dict[str, Any]] = {
     "ppo full": {
         "shows": ["PPO, full", "ptx_coef"],
         "value_head": True,  # of a model for sequence classification, drawn by each process for itself
-        "value_updates": 2,
         "value_warmup_steps": 1,
         "whiten_rewards": True,
         "missing_eos_penalty": 0.5,
@@ -185,7 +184,6 @@ PPO: dict[str, dict[str, Any]] = {
         "max_steps": 6,
         "kl_target": 0.5,
         "kl_horizon": 32,
-        "value_updates": 2,
         "value_warmup_steps": 1,
         "gradient_checkpointing": True,
         "ptx_coef": 0.2,
@@ -195,7 +193,6 @@ PPO: dict[str, dict[str, Any]] = {
     "ppo tokens": {
         "shows": ["PPO, LoRA", "token_budget", "share_prompts"],
         "lora": True,
-        "value_updates": 2,
         "token_budget": 24,
         "share_prompts": True,
         **WINDOW_OF_FOUR,

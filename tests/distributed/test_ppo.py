@@ -14,7 +14,7 @@ from tests.tools import resumable, tiny
 
 RESUMED: dict[str, Any] = {
     **{"method": "PPO", "num_generations": 1, "beta": 0.0, "kl_coef": 0.1, "kl_target": 0.05, "kl_horizon": 64},
-    **{"value_updates": 2, "value_warmup_steps": 2, "ptx_coef": 0.2, "ref_model_mixup_alpha": 0.6},
+    **{"value_warmup_steps": 2, "ptx_coef": 0.2, "ref_model_mixup_alpha": 0.6},
     **{"per_device_train_batch_size": 2, "ref_model_sync_steps": 3, "max_steps": 6, "save_steps": 5},
     "build": {"train_dataset": tiny.dataset(24), "ptx_dataset": runs.TEXTS},
 }

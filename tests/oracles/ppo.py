@@ -64,20 +64,6 @@ def gae(
     return advantages
 
 
-def length_adaptive_lambda(alpha: float, length: int) -> float:
-    """Return the lambda of a completion with ``length`` action tokens, VAPO, arXiv 2504.05118, section 4.2.
-
-    lambda_policy = 1 - 1 / (alpha l), so that the sum of lambda^t over all t is proportional to the length: alpha l.
-    The result is clamped to [0, 1]. A completion without action tokens gets 0, the limit of the clamped formula.
-
-    >>> length_adaptive_lambda(0.05, 80), length_adaptive_lambda(0.05, 10), length_adaptive_lambda(0.05, 0)
-    (0.75, 0.0, 0.0)
-    """
-    if length == 0:
-        return 0.0
-    return min(max(1.0 - 1.0 / (alpha * length), 0.0), 1.0)
-
-
 def token_rewards(
     ends: Table, step_rewards: Table, old_logps: Table, ref_logps: Table | None, mask: Table, kl_coef: float
 ) -> list[list[float]]:
@@ -206,7 +192,6 @@ def ppo_targets(
     lam: float,
     value_lam: float,
     kl_coef: float,
-    alpha: float | None = None,
     whiten_rewards: bool = False,
     whiten_advantages: bool = True,
 ) -> tuple[list[list[float]], list[list[float]]]:
@@ -227,11 +212,7 @@ def ppo_targets(
     if whiten_rewards:
         rewards = whiten(rewards, mask, shift_mean=False)
 
-    lambdas = [lam] * len(mask)
-    if alpha is not None:
-        lambdas = [length_adaptive_lambda(alpha, len(_actions(row))) for row in mask]
-    advantages = gae(rewards, values, mask, gamma, lambdas, bootstrap)
-
+    advantages = gae(rewards, values, mask, gamma, lam, bootstrap)
     returns = gae(rewards, values, mask, gamma, value_lam, bootstrap)
     for i in range(len(mask)):
         for t in _actions(mask[i]):

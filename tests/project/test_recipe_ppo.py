@@ -30,9 +30,9 @@ def test_the_presets_have_their_papers_settings(recipes: Any, recwarn: pytest.Wa
     assert (instructgpt.kl_coef, instructgpt.epsilon, instructgpt.gamma, instructgpt.temperature) == (0.02, 0.2, 1, 1)
     assert (instructgpt.generation_batch_size, recipes.run.updates_per_rollout(instructgpt)) == (512, 8)
     assert instructgpt.max_steps // 8 * 512 == 256_000
-    assert (vapo.lam_length_alpha, vapo.value_lam, vapo.epsilon, vapo.epsilon_high) == (0.05, 1, 0.2, 0.28)
+    assert (vapo.lam, vapo.value_lam, vapo.epsilon, vapo.epsilon_high) == (0.995, 1, 0.2, 0.28)
     assert (vapo.generation_batch_size, vapo.generation_batch_size // vapo.num_generations) == (8192, 512)
-    assert (sao.num_generations, sao.generation_batch_size, sao.is_on_policy, sao.value_updates) == (1, 128, True, 2)
+    assert (sao.num_generations, sao.generation_batch_size, sao.is_on_policy, sao.lam) == (1, 128, True, 1)
 
 
 @pytest.mark.slow
@@ -64,7 +64,6 @@ def test_both_methods_run_on_a_tiny_model(
 def test_the_presets_run_on_a_tiny_model(smollm2: Any, models: dict[str, Path], tmp_path: Path, name: str) -> None:
     few = {"max_steps": 4, "gradient_accumulation_steps": 1, "steps_per_generation": 1, "max_completion_length": 8}
     few |= {"learning_rate": 0.01, "value_warmup_steps": 1, "warmup_steps": 0, "value_init": "policy"}
-    few |= {"lam_length_alpha": 0.5} if name != "instructgpt" else {}
     few |= {"use_vllm": False, "num_generations": 1, "logging_steps": 1, "report_to": "none"}
     results = recipe.run(smollm2, f"ppo/{name}", tmp_path, **few)
     assert [row["step"] for row in results["history"] if "value/loss" in row] == [1, 2, 3, 4]

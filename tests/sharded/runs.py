@@ -224,7 +224,6 @@ RUNS |= {
         **MOVING,
         "kl_target": 0.5,
         "kl_horizon": 64,
-        "value_updates": 2,
         "bootstrap_truncated": True,
         "ptx_coef": 0.2,
         "gradient_checkpointing": True,

@@ -31,10 +31,6 @@ class _Alone(int):
         return False
 
 
-def _by_length(args: "PPOConfig") -> str | None:
-    return None if args.lam_length_alpha is None else f"lam_length_alpha={args.lam_length_alpha}"
-
-
 def _is_masked(args: "PPOConfig") -> str | None:
     return "mask_truncated_completions=True" if args.mask_truncated_completions else None
 
@@ -60,15 +56,9 @@ class PPOConfig(GRPOConfig):
     METHOD = "PPO"
     num_generations: int | None = option(1, "Completions of a prompt in a rollout. The critic needs no group.", COUNT)
     gamma: float = option(1.0, "Discount of later rewards, per action token.", SHARE)
-    lam: float = option(0.95, "GAE's lambda of the policy's advantages.", SHARE, idle=_by_length)
+    lam: float = option(0.95, "GAE's lambda of the policy's advantages.", SHARE)
     value_lam: float | None = option(
         None, "Lambda of the critic's targets (decoupled GAE, arXiv 2503.01491, uses 1.0). None: `lam`.", SHARE
-    )
-    lam_length_alpha: float | None = option(
-        None,
-        "The policy's lambda is 1 - 1 / (alpha * length), at least 0, with the number of action tokens as length "
-        "(VAPO, arXiv 2504.05118, uses 0.05). None: `lam`.",
-        POSITIVE,
     )
     kl_coef: float = option(
         0.05,
@@ -111,7 +101,6 @@ class PPOConfig(GRPOConfig):
         "Number of first optimizer steps in which only the critic learns.",
         Range(lambda value: value >= 0 and value == int(value), "0, 1, 2, ..."),
     )
-    value_updates: int = option(1, "Updates of the critic in each optimizer step, all on the step's samples.", COUNT)
     value_init: str = option(
         "policy",
         'Start of the critic: `"policy"` (a copy of the policy), `"reward"` (the reward model) or the path of a '

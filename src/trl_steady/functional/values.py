@@ -26,17 +26,6 @@ def at_ends(rewards: Tensor, ends: Tensor, mask: Tensor) -> Tensor:
     return placed.scatter_add(1, last.clamp(min=0), rewards.nan_to_num(nan=0.0).where(last >= 0, 0))
 
 
-def length_adaptive_lambda(mask: Tensor, *, alpha: float) -> Tensor:
-    """Return VAPO's lambda (arXiv 2504.05118, section 4.2): 1 - 1 / (alpha l) for l action tokens, from 0 to 1.
-
-    It returns (B, 1) float32. The paper's `alpha` is 0.05, with which answers of up to 20 tokens get lambda 0.
-
-    >>> length_adaptive_lambda(torch.ones(1, 40, dtype=torch.bool), alpha=0.05).tolist()
-    [[0.5]]
-    """
-    return (1 - 1 / (alpha * mask.sum(1, keepdim=True).float())).clamp(0, 1)
-
-
 def moments(values: Tensor, mask: Tensor) -> Tensor:
     """Return (3,) number, sum and sum of squares of the values under the mask. Moments of several processes add up.
 

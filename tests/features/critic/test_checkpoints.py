@@ -22,7 +22,7 @@ from trl_steady.features.critic.feature import CriticPart
 
 
 class Between(transformers.TrainerCallback):
-    """Tells auditors of the moment between the first and the second update of the critic in an optimizer step."""
+    """Tells auditors of the moment between the updates of the critic and of the policy in an optimizer step."""
 
     def on_pre_optimizer_step(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         sys.audit("tests.between", f"updates of step {state.global_step + 1}.")
@@ -38,7 +38,6 @@ PPO: dict[str, Any] = {
     "kl_coef": 0.1,
     "kl_target": 0.05,
     "kl_horizon": 64,
-    "value_updates": 2,
     "value_warmup_steps": 4,
     "value_learning_rate": 3e-3,
     "lr_scheduler_type": "linear",
@@ -71,7 +70,7 @@ def expected(models: dict[str, Path], wide: Path, tmp_path_factory: pytest.TempP
 
 KILLS: dict[str, tuple[tuple[str, str, int], int]] = {
     "while a checkpoint is written": (("open", "checkpoint-6/trainer_state.json", 1), 3),
-    "between two updates of the critic": (("tests.between", "step 11.", 1), 9),
+    "between the updates of critic and policy": (("tests.between", "step 11.", 1), 9),
     "before a checkpoint is in its place": (("os.rename", "checkpoint-18", 4), 15),  # after three files of tensors
 }
 """When, and where the resumed run goes on: 3 is inside a window of the warm-up, 6, 9 and 15 are inside others."""
@@ -173,7 +172,7 @@ def test_another_critic_is_refused(models: dict[str, Path], wide: Path, runs: di
 
 
 FREE = {
-    *("cliprange_value", "value_updates", "value_learning_rate", "value_warmup_steps", "value_init", "ptx_coef"),
+    *("cliprange_value", "value_learning_rate", "value_warmup_steps", "value_init", "ptx_coef"),
     *("kl_target", "kl_horizon", "num_generations", "kl_estimator"),
 }
 """Options of PPO that a resume inside a window may change, or that other parts check."""

@@ -18,7 +18,7 @@ from trl_steady.features.critic.feature import CriticPart
 
 DEFAULTS = {"gamma": 1.0, "lam": 0.95, "kl_coef": 0.05, "whiten_advantages": True, "whiten_rewards": False}
 EVERYTHING = {
-    **{"kl_coef": 0.3, "gamma": 0.9, "lam_length_alpha": 0.4, "value_lam": 0.8, "whiten_rewards": True},
+    **{"kl_coef": 0.3, "gamma": 0.9, "lam": 0.5, "value_lam": 0.8, "whiten_rewards": True},
     **{"missing_eos_penalty": 3.0, "bootstrap_truncated": True},
 }
 OPTIONS: list[dict[str, Any]] = [
@@ -26,7 +26,6 @@ OPTIONS: list[dict[str, Any]] = [
     {"kl_coef": 0.0},
     {"gamma": 0.9, "lam": 0.6},
     {"value_lam": 1.0},
-    {"lam_length_alpha": 0.4, "value_lam": 0.5},
     {"whiten_rewards": True},
     {"missing_eos_penalty": 3.0},
     {"bootstrap_truncated": True},
@@ -62,7 +61,6 @@ def targets(samples: dict[str, Any], after: Tensor, options: dict[str, Any]) -> 
         samples["values"][scored],
         mask[scored],
         bootstrap if options.get("bootstrap_truncated") else None,
-        alpha=options.get("lam_length_alpha"),
         value_lam=options.get("value_lam", options["lam"]),
         **{name: options[name] for name in DEFAULTS},
     )

@@ -164,7 +164,7 @@ def test_routes_are_replayed_for_the_policy_and_not_for_the_critic(
 
     In step 2, the replay changes the policy's gradient. The values of the critic must be those without replay.
     """
-    options: dict[str, Any] = {"max_steps": 4, "router_aux_loss_coef": 0.0, "value_updates": 2}
+    options: dict[str, Any] = {"max_steps": 4, "router_aux_loss_coef": 0.0}
     options |= {"gradient_checkpointing": kind == "full", "learning_rate": 0.1}
     options["build"] = {"peft_config": EVERYWHERE} if kind == "lora" else {}
     if kind == "full":  # all of the base trains, and few routes change at a lower rate
@@ -174,8 +174,8 @@ def test_routes_are_replayed_for_the_policy_and_not_for_the_critic(
     changed = of(history, "routing/changed")
     assert changed[0] == 0 and max(changed[1:]) > 0.01 and of(history, "routing/fallback") == [0]
     assert torch.equal(witness.rollouts[0]["values"], unwitnessed.rollouts[0]["values"])
-    seen, expected = witness.values[:6], unwitnessed.values[:6]  # of steps 1 and 2, with 2 updates, and of 3
-    for number in range(4):
+    seen, expected = witness.values[:2], unwitnessed.values[:2]  # of steps 1 and 2
+    for number in range(2):
         torch.testing.assert_close(seen[number], expected[number], rtol=1e-4, atol=1e-5)
     assert history[0]["grad_norm"] == pytest.approx(live[0]["grad_norm"], rel=1e-4)
     assert any(abs(own["grad_norm"] / other["grad_norm"] - 1) > 1e-3 for own, other in zip(history, live, strict=True))
@@ -190,11 +190,11 @@ def test_replay_with_recomputed_layers_of_both_is_refused(models: dict[str, Path
 
 
 def test_budgets_and_shared_prompts_change_rounding_only(models: dict[str, Path], tmp_path: Path) -> None:
-    """With several updates of the critic and the language-model loss, which are regrouped too."""
+    """With the language-model loss, which is regrouped too."""
     texts = Dataset.from_dict({"text": ["3+4=7", "ab11+12=23", "0", "5+5=10 and 6+6=12", "x"]})
     options: dict[str, Any] = {
         **{"gradient_accumulation_steps": 4, "steps_per_generation": 4, "num_generations": 2, "max_steps": 2},
-        **{"loss_type": "grpo", "value_updates": 2, "ptx_coef": 0.5, "build": {"ptx_dataset": texts}},
+        **{"loss_type": "grpo", "ptx_coef": 0.5, "build": {"ptx_dataset": texts}},
     }
     plain, history, witness = run(models["dense"], tmp_path, **options)
     shared, other, rewitnessed = run(models["dense"], tmp_path, token_budget=60, share_prompts=True, **options)
@@ -204,4 +204,4 @@ def test_budgets_and_shared_prompts_change_rounding_only(models: dict[str, Path]
     check_close(policy(plain), policy(shared))
     check_close(plain.critic.state(), shared.critic.state())
     assert of(other, "value/loss") == pytest.approx(of(history, "value/loss"), rel=1e-3)
-    assert len(witness.values) == 2 * 2 * 4 > len(rewitnessed.values)
+    assert len(witness.values) == 2 * 4 > len(rewitnessed.values)

@@ -33,12 +33,10 @@ _DESCRIBED = {
     "KL to the reference in the reward": ("kl_coef",),
     "KL coefficient that follows a target": ("kl_target", "kl_horizon"),
     "another lambda for the critic's targets": ("value_lam",),
-    "lambda by length": ("lam_length_alpha",),
     "values after answers that were cut off": ("bootstrap_truncated",),
     "penalty for answers without an end": ("missing_eos_penalty",),
     "learning rate of the critic": ("value_learning_rate",),
     "first steps for the critic alone": ("value_warmup_steps",),
-    "several updates of the critic": ("value_updates",),
 }
 OPTIMIZER = TensorFile("critic_optimizer.safetensors", "state of the critic's optimizer")
 
@@ -112,7 +110,7 @@ class CriticPart(ScorerPart):
     FILE = TensorFile("critic.safetensors", "critic")
     FOLDER = VALUE_ADAPTER
     window_options = (
-        *((name, None) for name in ("gamma", "lam", "value_lam", "lam_length_alpha", "kl_coef", "whiten_advantages")),
+        *((name, None) for name in ("gamma", "lam", "value_lam", "kl_coef", "whiten_advantages")),
         *((name, None) for name in ("whiten_rewards", "bootstrap_truncated", "missing_eos_penalty")),
     )
     counts_all_sequences = True
@@ -136,7 +134,6 @@ class CriticPart(ScorerPart):
         """Make the critic, and refuse setups in which it would not be trained as asked."""
         trainer, args = self.trainer, self.trainer.args
         self.kl_coef = args.kl_coef
-        self._of_step: list[tuple[Mapping[str, Tensor], Tensor]] = []  # samples and weights, for further updates
         self._refuse()
         critic = critic_of(trainer)
         if trainer.is_fsdp_enabled:
@@ -150,7 +147,7 @@ class CriticPart(ScorerPart):
         if args.whiten_advantages:
             yield Active("whitening over all processes", ("whiten_advantages", "whiten_rewards"))
         for name, options in _DESCRIBED.items():
-            if getattr(args, options[0]) not in (None, False, 0.0, 1 if options[0] == "value_updates" else None):
+            if getattr(args, options[0]) not in (None, False, 0.0):
                 yield Active(name, options)
 
     def _refuse(self) -> None:
@@ -229,9 +226,7 @@ class CriticPart(ScorerPart):
     ) -> Tensor:
         """Return the policy's loss plus the critic's, which share no parameter. In warm-up the policy's is 0."""
         # before the policy's pass, whose routes are replayed until backward ends
-        of_critic, weights = self._loss(inputs)
-        if self.trainer.model.training and self.trainer.args.value_updates > 1:
-            self._of_step.append((inputs, weights))
+        of_critic = self._loss(inputs)
         of_policy = compute(inputs)
         return of_critic + (0.0 * of_policy if self.is_warming_up else of_policy)
 
@@ -240,20 +235,19 @@ class CriticPart(ScorerPart):
         """True in optimizer steps in which only the critic learns."""
         return self.trainer.model.training and self.trainer.state.global_step < self.trainer.args.value_warmup_steps
 
-    def _loss(self, inputs: Mapping[str, Any], weights: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Return the critic's loss of a micro-batch, and the weights (B, T) of its tokens."""
+    def _loss(self, inputs: Mapping[str, Any]) -> Tensor:
+        """Return the critic's loss of a micro-batch."""
         trainer, clip = self.trainer, self.trainer.args.cliprange_value
         found, counted = trainer.values(self.critic, inputs), loss_mask(inputs)
         mask = counted & ~inputs["returns"].isnan()
         each = values.value_loss(found, inputs["values"], inputs["returns"].where(mask, 0), cliprange=clip)
-        if weights is None:
-            reduction = LOSSES[trainer.loss_type].reduction
-            weights = token_weights(trainer, counted, inputs, reduction, found.dtype)
-            means = {"value/loss": (each.detach(), mask)}
-            if clip is not None:
-                means["value/clip_ratio"] = ((found - inputs["values"]).abs() > clip, mask)
-            trainer.metrics.pooled(means=means)
-        return (weights * each.where(mask, 0)).sum(), weights
+        reduction = LOSSES[trainer.loss_type].reduction
+        weights = token_weights(trainer, counted, inputs, reduction, found.dtype)
+        means = {"value/loss": (each.detach(), mask)}
+        if clip is not None:
+            means["value/clip_ratio"] = ((found - inputs["values"]).abs() > clip, mask)
+        trainer.metrics.pooled(means=means)
+        return (weights * each.where(mask, 0)).sum()
 
     # steps
 
@@ -269,8 +263,7 @@ class CriticPart(ScorerPart):
                 parameter.data = parameter.data.float()
 
     def stepping(self) -> None:
-        """Forget the samples and gradients of a step that raised."""
-        self._of_step = []
+        """Forget the gradients of a step that raised."""
         self.learner.optimizer.zero_grad()
         if self.trainer.state.global_step == self.trainer.args.value_warmup_steps > 0:
             # torch takes an empty step to save the state of a sharded optimizer that has none
@@ -278,21 +271,12 @@ class CriticPart(ScorerPart):
 
     def after_last_backward(self) -> None:
         """Update the critic. Its gradients are gone before transformers clips those of the policy."""
-        of_step, self._of_step = self._of_step, []
-        self._update()
-        for _ in range(self.trainer.args.value_updates - 1):
-            for inputs, weights in of_step:
-                with self.trainer.until_backward():
-                    self._loss(inputs, weights)[0].backward()
-            self._update()
-        if self.is_warming_up:
-            self.trainer.model.zero_grad()
-
-    def _update(self) -> None:
         norm = self.learner.step(self._learning_rate)
         if norm is not None:
             norm = norm.view(1)
             self.trainer.metrics.pooled(means={"value/grad_norm": (norm, torch.ones_like(norm, dtype=torch.bool))})
+        if self.is_warming_up:
+            self.trainer.model.zero_grad()
 
     @property
     def _learning_rate(self) -> float:

@@ -50,8 +50,6 @@ def targets(
         rewards = values.whitened(rewards, counts, _everywhere(trainer, rewards, counts)[0], shift_mean=False)
     bootstrap = None if after is None else after.float().where(is_cut.squeeze(1), 0)
     lam, value_lam = args.lam, args.lam if args.value_lam is None else args.value_lam
-    if args.lam_length_alpha is not None:
-        lam = values.length_adaptive_lambda(mask, alpha=args.lam_length_alpha)
     of_policy, of_critic = (
         advantages.gae(rewards, old_values, mask, gamma=args.gamma, lam=each, bootstrap=bootstrap)
         for each in (lam, value_lam)
