@@ -15,7 +15,7 @@ from tests.distributed.test_two_processes import check_close
 from tests.features.reward_model import test_checkpoints
 from tests.features.reward_model import tools as rewarding
 from tests.tools import resumable, tiny
-from trl_steady.features.reference.feature import ReferencePart
+from trl_steady.features.reference.feature import Reference
 from trl_steady.features.reward_model import callback
 from trl_steady.features.reward_model.feature import RewardModelPart
 from trl_steady.features.reward_model.training import measure
@@ -74,7 +74,7 @@ def fixed(kind: str, model: Path, output: Path, *, objective: str, refresh: Any 
         retrained.append(resumable.of_reward_model(part)["weights"])
 
     part.rewards = noted_rewards  # type: ignore[method-assign]
-    trainer.part(ReferencePart).callback.before_move[:] = [noted_refresh]
+    trainer.feature(Reference).callback.before_move[:] = [noted_refresh]
     trainer.train()
     return {
         "processes": (state.num_processes, state.backend),

@@ -25,7 +25,7 @@ from tests.distributed.runs import FIXED, GLOBAL_BATCH, INSIDE, OLD_PASS, PPO, R
 from tests.tools import resumable, tiny, wide
 from tests.tools.sets import kept_of
 from trl_steady.features.critic import optimizer as learner
-from trl_steady.features.reference.feature import ReferencePart
+from trl_steady.features.reference.feature import Reference
 from trl_steady.features.sampling_mask import feature as sampling_part
 from trl_steady.features.sampling_mask.candidates import CandidateSets
 from trl_steady.trl_bridge import models as host_models
@@ -44,7 +44,7 @@ class Witness(transformers.TrainerCallback):
             self.cleared.append(state.global_step)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        pairs = self.trainer.part(ReferencePart).callback.pairs()
+        pairs = self.trainer.feature(Reference).callback.pairs()
         self.steps.append({pair.name: pair.reference.detach().clone() for pair in pairs})
 
 
@@ -167,7 +167,7 @@ def fixed(run: str, models: dict[str, str], output: Path) -> dict[str, Any]:
             trained = (parameter for parameter in trainer.model.parameters() if parameter.requires_grad)
             trainer.optimizer = torch.optim.SGD(trained, lr=trainer.args.learning_rate, momentum=momentum)
         witness, rows = Witness(trainer), set[int]()
-        if trainer.part(ReferencePart).callback:
+        if trainer.feature(Reference).callback:
             trainer.add_callback(witness)
         trainer.model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: rows.add(len(inputs[0])))
         stored = frozen(trainer)

@@ -13,7 +13,7 @@ from tests.gpu.places import Place, everywhere
 from tests.gpu.recorder import Figures
 from tests.tools import tiny
 from tests.tools import wide as wide_model
-from trl_steady.features.reference.feature import ReferencePart
+from trl_steady.features.reference.feature import Reference
 from trl_steady.features.reference.tensors import move
 
 
@@ -32,7 +32,7 @@ def test_the_base_stays_and_the_reference_moves(
     after = base_tensors(trainer.model)
     assert before and len(after) == len(before) and all(map(torch.equal, after, before))
     assert [step for step, _, _ in trainer.reference_refreshes] == list(range(4, options["max_steps"], 4))
-    pairs = trainer.part(ReferencePart).callback.pairs()
+    pairs = trainer.feature(Reference).callback.pairs()
     assert any(not torch.equal(pair.policy, pair.reference) for pair in pairs)  # it trained after the last refresh
     took = [seconds(lambda: move(pairs, 1.0)) for _ in range(6)]
     assert all(torch.equal(pair.policy, pair.reference) for pair in pairs)

@@ -19,7 +19,7 @@ from transformers import BitsAndBytesConfig
 from tests.distributed import sharded
 from tests.sharded.runs import COMMON, RUNS, SAVED, Run, refusing
 from tests.tools import agent, resumable, tiny, wide
-from trl_steady.features.reference.feature import ReferencePart
+from trl_steady.features.reference.feature import Reference
 
 
 def build(name: str, engine: str, models: dict[str, Path], output: Path, **changes: Any) -> Any:
@@ -69,7 +69,7 @@ def _reseeded_turn(generate: Any, trainer: Any, prompt_ids: list[list[int]], *ar
 
 def reference(trainer: Any) -> dict[str, torch.Tensor]:
     """Return the tensors of a reference that moves, as the trainer has them."""
-    callback = trainer.part(ReferencePart).callback
+    callback = trainer.feature(Reference).callback
     return {pair.name: pair.reference for pair in callback.pairs()} if callback else {}
 
 

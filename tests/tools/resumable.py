@@ -13,7 +13,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 from tests.tools import tiny, wide
 from trl_steady.features.critic.feature import CriticPart
-from trl_steady.features.reference.feature import ReferencePart
+from trl_steady.features.reference.feature import Reference
 from trl_steady.features.reward_model.feature import RewardModelPart
 
 KINDS = ("full", "lora", "nf4")
@@ -46,7 +46,7 @@ def build(kind: str, folder: Path, output: Path, **options: Any) -> Any:
 
 def state(trainer: Any) -> dict[str, Any]:
     """All that a resumed run must have in common with one that was never killed."""
-    moving, critic = trainer.part(ReferencePart).callback, getattr(trainer, "critic", None)
+    moving, critic = trainer.feature(Reference).callback, getattr(trainer, "critic", None)
     return {
         "policy": {k: v.clone() for k, v in trainer.model.state_dict().items() if isinstance(v, torch.Tensor)},
         "reference": {pair.name: pair.reference.clone() for pair in moving.pairs()} if moving else {},

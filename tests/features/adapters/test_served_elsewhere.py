@@ -4,7 +4,7 @@ import contextlib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,7 +17,7 @@ from tests.features.adapters import test_served
 from tests.features.adapters.test_served import LLM, ROUNDING, differences, requests
 from tests.tools import engines, tiny
 from trl_steady.features.adapters import vllm_sync as sending
-from trl_steady.features.adapters.feature import AdapterPart
+from trl_steady.features.adapters.feature import Adapters
 from trl_steady.trl_bridge import vllm as host_engine
 
 mixture, engine, in_process = engines.mixture, engines.engine, engines.in_process
@@ -144,9 +144,8 @@ def test_processes_agree_on_what_a_server_answers(monkeypatch: pytest.MonkeyPatc
     builds: list[None] = []
     waits = SimpleNamespace(is_main_process=False, wait_for_everyone=lambda: builds.append(None))
     backend = SimpleNamespace(gather_params=lambda _: contextlib.nullcontext(), fsdp_version=None)
-    sync = AdapterPart(SimpleNamespace()).adapter_sync(
-        SimpleNamespace(use_vllm=True, vllm_adapter_sync=None, output_dir="never")
-    )
+    args: Any = SimpleNamespace(use_vllm=True, vllm_adapter_sync=None, output_dir="never")
+    sync = Adapters(cast(Any, None), args).adapter_sync(args)
     vars(engine).update(model=model, mode="server", accelerator=waits, _dist=backend, _captures=[], _sync=sync)
     monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda self: self.accelerator.wait_for_everyone())
     with contextlib.nullcontext() if takes else pytest.warns(UserWarning, match="it says no"):

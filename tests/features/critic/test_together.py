@@ -13,7 +13,7 @@ from peft import LoraConfig
 from torch import Tensor
 
 from tests.tools import resumable, tiny
-from trl_steady.features.reference.feature import ReferencePart
+from trl_steady.features.reference.feature import Reference
 
 PPO: dict[str, Any] = {"method": "PPO", "num_generations": 1, "kl_coef": 0.1, "optim": "sgd", "learning_rate": 0.05}
 KINDS = ("lora", "full")
@@ -99,7 +99,7 @@ class References(transformers.TrainerCallback):
     """The reference at each step."""
 
     def __init__(self, trainer: Any) -> None:
-        self._pairs, self.steps = trainer.part(ReferencePart).callback.pairs, list[dict[str, Tensor]]()
+        self._pairs, self.steps = trainer.feature(Reference).callback.pairs, list[dict[str, Tensor]]()
         trainer.add_callback(self)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:

@@ -15,7 +15,7 @@ import trl_steady
 from tests.tools import tiny
 from tests.tools import wide as wide_model
 from tests.tools.cases import cases
-from trl_steady.features.reference.feature import ReferencePart
+from trl_steady.features.reference.feature import Reference
 
 MOVING: dict[str, Any] = {
     "beta": 0.04,
@@ -79,7 +79,7 @@ def test_log_probs_are_equal_right_after_a_refresh(
         trained = {parameter.dtype for parameter in trainer.model.parameters() if parameter.requires_grad}
         assert trained == {getattr(torch, options.get("adapter_dtype", "bfloat16"))}
     if case == "fused experts":
-        assert sum("experts" in pair.name for pair in trainer.part(ReferencePart).callback.pairs()) == 8
+        assert sum("experts" in pair.name for pair in trainer.feature(Reference).callback.pairs()) == 8
     trainer.train()
     # equal where the reference had just moved, and nowhere else
     assert [(step, rule) for step, _, rule in trainer.reference_refreshes] == [(n, "steps") for n in (4, 8, 12)]
@@ -87,7 +87,7 @@ def test_log_probs_are_equal_right_after_a_refresh(
     assert at_rollout == dict.fromkeys((0, 4, 8, 12), True)
     kl = [row["kl"] for row in tiny.history(trainer) if "kl" in row]
     assert [i for i, value in enumerate(kl) if value == 0.0] == [0, 4, 8, 12]
-    trained = [pair for pair in trainer.part(ReferencePart).callback.pairs() if pair.policy.requires_grad]
+    trained = [pair for pair in trainer.feature(Reference).callback.pairs() if pair.policy.requires_grad]
     assert trained and all(not torch.equal(pair.policy, pair.reference) for pair in trained)  # step 13 moved on
 
 

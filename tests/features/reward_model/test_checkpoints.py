@@ -20,7 +20,7 @@ from tests.features.critic import tools as critics
 from tests.features.reward_model import tools as rewarding
 from tests.tools import resumable, tiny
 from trl_steady import RewardAdapter, RewardModelRefreshCallback
-from trl_steady.features.reference.feature import ReferencePart
+from trl_steady.features.reference.feature import Reference
 from trl_steady.features.reward_model.feature import RewardModelPart
 
 SLOW = pytest.mark.slow
@@ -57,7 +57,7 @@ def retrain(trainer: Any, objective: str, **changes: Any) -> None:
     trainer.add_callback(callback)
     tell = lambda *_: sys.audit("tests.update", f"of retraining {len(callback.refreshes) + 1}.")
     callback.learner.optimizer.register_step_post_hook(tell)
-    moving = trainer.part(ReferencePart).callback
+    moving = trainer.feature(Reference).callback
     moving.before_move.append(lambda step: sys.audit("tests.move", f"move after step {step}."))
 
 

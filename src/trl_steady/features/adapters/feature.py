@@ -1,24 +1,24 @@
-"""Adapters and quantised bases as a part: their precision, their gradients, and what is sent to an engine."""
+"""Adapters and quantised bases: their precision, their gradients, and what is sent to an engine."""
 
-import contextlib
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import cast
 
 from accelerate.utils import DistributedType
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from trl_steady.config.shared import SharedOptions
 from trl_steady.core.engine import NamedWeights
-from trl_steady.core.feature import Active
+from trl_steady.core.feature import Active, Feature
+from trl_steady.core.types import Construction
 from trl_steady.features.adapters.base_model import Base
 from trl_steady.features.adapters.merging import merged_weights
 from trl_steady.features.adapters.precision import keep_gradients_on_cpu, keep_in_float32, lost_to_rounding
 from trl_steady.features.adapters.vllm_support import needs_adapter
 from trl_steady.features.adapters.vllm_sync import LoraSync
-from trl_steady.features.legacy import Part
 from trl_steady.trl_bridge.models import REFERENCE_ADAPTER
 from trl_steady.trl_bridge.private import forget_sync
 from trl_steady.trl_bridge.vllm import engine_arguments, push, whole
@@ -26,23 +26,24 @@ from trl_steady.trl_bridge.vllm import engine_arguments, push, whole
 _ROWS_FILE = "changed_base.safetensors"  # of a checkpoint
 
 
-class AdapterPart(Part):
+class Adapters(Feature):
     """Keeps a quantised policy trainable, its adapters in the asked dtype, and its base unchanged by an engine."""
 
     window_options = (("adapter_dtype", None), ("vllm_adapter_sync", "use_vllm"))
 
-    @contextlib.contextmanager
-    def building(self, model: object, args: Any) -> Iterator[None]:
-        """Keep the values of a loaded adapter, which TRL's constructor casts to bf16. Build the engine as asked."""
-        self._loaded = {}
-        if args.adapter_dtype is not None and isinstance(model, PeftModel):
-            self._loaded = {name: p.data for name, p in model.named_parameters() if p.requires_grad}
-        with engine_arguments(args.vllm_engine_kwargs or {}):
-            yield
+    args: SharedOptions
 
-    def built(self) -> None:
+    def around_init(self, construction: Construction, call_next: Callable[[Construction], None]) -> None:
+        """Keep the values of a loaded adapter, which TRL's constructor casts to bf16. Build the engine as asked."""
+        model, self._loaded = construction.model, dict[str, Tensor]()
+        if self.args.adapter_dtype is not None and isinstance(model, PeftModel):
+            self._loaded = {name: p.data for name, p in model.named_parameters() if p.requires_grad}
+        with engine_arguments(cast("dict[str, object]", self.args.vllm_engine_kwargs or {})):
+            call_next(construction)
+
+    def on_init_end(self) -> None:
         """Set dtypes and gradients of the policy, and refuse what would train nothing."""
-        trainer, model, args = self.trainer, self.trainer.model, self.trainer.args
+        trainer, model, args = self.trainer, self.trainer.model, self.args
         if args.adapter_dtype is not None:
             keep_in_float32(model, self._loaded, args.deepspeed_plugin)
         self._loaded = {}
@@ -71,7 +72,7 @@ class AdapterPart(Part):
 
     def describe(self) -> Iterable[Active]:
         """Return what an engine gets, and the dtype of adapters."""
-        args = self.trainer.args
+        args = self.args
         if args.vllm_adapter_sync:
             yield Active("vLLM gets the LoRA adapter alone", ("vllm_adapter_sync",))
         if args.vllm_engine_kwargs:
@@ -79,7 +80,7 @@ class AdapterPart(Part):
         if args.adapter_dtype:
             yield Active("float32 adapters on a quantised base", ("adapter_dtype",))
 
-    def adapter_sync(self, args: Any) -> LoraSync | None:
+    def adapter_sync(self, args: SharedOptions) -> LoraSync | None:
         """Send the adapter alone, unless the user wants merged weights."""
         asked = args.vllm_adapter_sync
         if not args.use_vllm or asked is False:
@@ -119,20 +120,20 @@ class AdapterPart(Part):
             raise ValueError(f"{what}, and PEFT does not save them. Freeze them, or {instead}.")
         self.warn(f"{what}. A reference on this base changes with them. To avoid this, {instead}.")
 
-    def beginning(self) -> None:
+    def on_train_begin(self) -> None:
         """Let the engine get the policy, because the steps of a training count from 0 again."""
         forget_sync(self.trainer)
 
-    def ending(self, best: Path | None) -> None:
+    def on_train_end(self, best: Path | None) -> None:
         """Let the engine get the policy, which may be the best one now."""
         forget_sync(self.trainer)
 
-    def save(self, checkpoint: Path) -> None:
+    def save_state(self, checkpoint: Path) -> None:
         """Save how to know a changed base again."""
-        if (rows := self._rows()) and self.trainer.args.should_save:
+        if (rows := self._rows()) and self.args.should_save:
             save_file(rows, checkpoint / _ROWS_FILE)
 
-    def load(self, checkpoint: Path) -> None:
+    def load_state(self, checkpoint: Path) -> None:
         """Refuse a checkpoint of a run on another base, or of several active adapters."""
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         if isinstance(model, PeftModel) and model.active_adapters != self._active:

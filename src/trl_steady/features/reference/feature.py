@@ -1,27 +1,25 @@
-"""The moving reference as a part: it is created, saved, restored and kept out of what is saved as the policy."""
+"""The KL reference that moves: it is created, saved, restored and kept out of what is saved as the policy."""
 
-import contextlib
-import functools
-from collections.abc import Iterable, Iterator
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any, cast
 
 from peft import PeftModel
 
-from trl_steady.core.feature import Active
-from trl_steady.core.types import Rollout
+from trl_steady.config.shared import SharedOptions
+from trl_steady.core.feature import Active, Feature
+from trl_steady.core.types import Construction, Rollout
 from trl_steady.features.adapters.base_model import Base
-from trl_steady.features.legacy import Part
 from trl_steady.features.reference.adapter import add_reference_adapter, refuse_several, refuse_unmovable
 from trl_steady.features.reference.callback import FILE, ReferenceRefreshCallback, Refresh
+from trl_steady.trl_bridge.checkpoint import saved_without
 from trl_steady.trl_bridge.models import POLICY_ADAPTER, REFERENCE_ADAPTER, base_kept, parameters_kept
-from trl_steady.trl_bridge.private import patched
 
 
-class ReferencePart(Part):
+class Reference(Feature):
     """Moves the KL reference with `sync_ref_model`, also with PEFT, on quantised bases and across resumes."""
 
+    args: SharedOptions
     callback: ReferenceRefreshCallback | None = None
     """Moves the reference; None if it does not move."""
     _is_ours = False
@@ -32,31 +30,30 @@ class ReferencePart(Part):
         """The refreshes of the reference so far, including those before a resume."""
         return self.callback.refreshes if self.callback else []
 
-    @contextlib.contextmanager
-    def building(self, model: object, args: Any) -> Iterator[None]:
+    def around_init(self, construction: Construction, call_next: Callable[[Construction], None]) -> None:
         """Refuse adapters that cannot be followed, and hide `sync_ref_model` from TRL's constructor.
 
         TRL refuses it with PEFT, and adds a callback of its own without PEFT.
         """
-        config = None
+        model, config = construction.model, None
         if isinstance(model, PeftModel):
             config = model.peft_config.get(POLICY_ADAPTER)
-            if args.has_reference:  # TRL would copy one of several adapters, and let that one alone act
+            if self.args.has_reference:  # TRL would copy one of several adapters, and let that one alone act
                 refuse_several(model)
-            if args.sync_ref_model:
+            if self.args.sync_ref_model:
                 refuse_unmovable(model)
                 if REFERENCE_ADAPTER in model.peft_config:
                     raise ValueError(
                         f"the model has an adapter named {REFERENCE_ADAPTER!r}, a name reserved for the reference. "
                         "Delete it with model.delete_adapter, or load it under another name."
                     )
-        # TRL's constructor adds another adapter of this configuration
-        with patched(args, {"sync_ref_model": False}), base_kept(config):
-            yield
+        construction.seen_by_trl["sync_ref_model"] = False
+        with base_kept(config):  # TRL's constructor adds another adapter of this configuration
+            call_next(construction)
 
-    def built(self) -> None:
+    def on_init_end(self) -> None:
         """Create the reference."""
-        trainer, model, args = self.trainer, self.trainer.model, self.trainer.args
+        trainer, model, args = self.trainer, self.trainer.model, self.args
         if args.has_reference and isinstance(model, PeftModel):
             self._complete(model)
         if args.sync_ref_model:
@@ -73,7 +70,7 @@ class ReferencePart(Part):
 
     def describe(self) -> Iterable[Active]:
         """Return how the reference moves."""
-        args = self.trainer.args
+        args = self.args
         if args.sync_ref_model:
             yield Active("iterative GRPO: a reference that moves", ("sync_ref_model", "beta"))
         if args.ref_model_sync_kl is not None:
@@ -92,24 +89,27 @@ class ReferencePart(Part):
             add_reference_adapter(model)
             self._is_ours = True
 
-    def rolling(self, rollout: Rollout) -> AbstractContextManager[None]:
+    def around_rollout(self, rollout: Rollout, call_next: Callable[[Rollout], dict[str, Any]]) -> dict[str, Any]:
         """Keep which parameters are trainable. TRL switches to the reference's adapter and back."""
-        return parameters_kept(self.trainer.model) if self._is_ours else contextlib.nullcontext()
+        if not self._is_ours:
+            return call_next(rollout)
+        with parameters_kept(self.trainer.model):
+            return call_next(rollout)
 
-    def saving(self, folder: Path | None) -> AbstractContextManager[None]:
+    def around_save_model(self, folder: Path | None, call_next: Callable[[Path | None], None]) -> None:
         """Save a plain PEFT or transformers model, without the reference."""
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         if not (self._is_ours and isinstance(model, PeftModel)):
-            return contextlib.nullcontext()
-        alone = functools.partial(model.save_pretrained, selected_adapters=[POLICY_ADAPTER])
-        return patched(model, {"save_pretrained": alone})
+            return call_next(folder)
+        with saved_without(model, REFERENCE_ADAPTER):
+            call_next(folder)
 
-    def save(self, checkpoint: Path) -> None:
+    def save_state(self, checkpoint: Path) -> None:
         """Save the reference and its counters."""
         if self.callback:
             self.callback.save(checkpoint)
 
-    def load(self, checkpoint: Path) -> None:
+    def load_state(self, checkpoint: Path) -> None:
         """Load the reference and its counters, or raise a ValueError if it has moved and would not move on."""
         if self.callback:
             self.callback.load(checkpoint)

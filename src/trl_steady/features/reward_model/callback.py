@@ -11,7 +11,7 @@ from transformers import TrainerCallback
 
 from trl_steady.core.feature import Trainer
 from trl_steady.features.critic.optimizer import ScalarHeadOptimizer
-from trl_steady.features.reference.feature import ReferencePart
+from trl_steady.features.reference.feature import Reference
 from trl_steady.features.reward_model.examples import Answer, Example, History, examples_of, held_out, prompts_of
 from trl_steady.features.reward_model.feature import STATE_FILE, RewardModelPart
 from trl_steady.features.reward_model.labelling import Answers, label_steps, verdicts
@@ -89,7 +89,7 @@ class RewardModelRefreshCallback(TrainerCallback):
         history: int = 10_000,
         accept: Literal["always", "held_out_not_worse"] = "always",
     ) -> None:
-        part, moving = trainer.part(RewardModelPart), trainer.part(ReferencePart).callback
+        part, moving = trainer.part(RewardModelPart), trainer.feature(Reference).callback
         if part.model is None or part.refresher or moving is None:
             raise ValueError(
                 f"{type(self).__name__} retrains a RewardAdapter before each move of the reference. Make one for a "
