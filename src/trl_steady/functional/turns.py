@@ -42,7 +42,7 @@ def stitched(turns: Sequence[Sequence[Traced]]) -> list[Traced]:
         ValueError: a sequence continues none of the earlier ones.
     """
     dtype = max((each.values.dtype for turn in turns for each in turn), key=lambda each: each.itemsize)
-    sequences = [_of_all(each, dtype) for each in turns[0]]
+    sequences = [_one_row_per_token(each, dtype) for each in turns[0]]
     for number, turn in enumerate(turns[1:], start=2):
         candidates = iter(range(len(sequences)))  # each is tried once, so that the order is kept
         for later in turn:
@@ -52,13 +52,13 @@ def stitched(turns: Sequence[Sequence[Traced]]) -> list[Traced]:
                     f"turn {number} of a rollout has sequences that continue none of the earlier ones, so their "
                     "recorded values cannot be joined."
                 )
-            known, joined = sequences[index].values, _of_all(later, dtype)
+            known, joined = sequences[index].values, _one_row_per_token(later, dtype)
             joined.values[: len(known)] = known.where(known != nothing(dtype), joined.values[: len(known)])
             sequences[index] = joined
     return sequences
 
 
-def _of_all(traced: Traced, dtype: torch.dtype) -> Traced:
+def _one_row_per_token(traced: Traced, dtype: torch.dtype) -> Traced:
     """Return a copy with values (T, *) of a dtype, with a row for the last token."""
     (ids, values), tokens, rows = traced, len(traced.ids), len(traced.values)
     if rows not in (tokens - 1, tokens):
