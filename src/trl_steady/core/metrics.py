@@ -37,7 +37,7 @@ class Source(Protocol):
 
     @property
     def logged_values(self) -> Mapping[str, defaultdict[str, list[float]]]:
-        """ "train" or "eval" -> name -> values that TRL will log as one mean."""
+        """Return "train" or "eval" -> name -> values that TRL will log as one mean."""
         ...
 
 
