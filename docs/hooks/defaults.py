@@ -7,15 +7,13 @@ from typing import Any
 import griffe
 
 from trl_steady import GRPOConfig, PPOConfig, RLOOConfig
+from trl_steady.config.options import own_options
 
 _CONFIGS: tuple[Any, ...] = (GRPOConfig, PPOConfig, RLOOConfig)
 
 
 class Defaults(griffe.Extension):
-    """Put the texts of the options into the docstrings, and the values of the defaults into the signatures.
-
-    In the source, a docstring has "{options}", and a default is a call such as `option(None, "...")`.
-    """
+    """Put the help texts of the options into the docstrings, and the values of the defaults into the signatures."""
 
     def on_package(self, *, pkg: griffe.Module, **_: Any) -> None:
         """Change docstrings, and the signatures that griffe's own extension for dataclasses has made."""
@@ -24,10 +22,17 @@ class Defaults(griffe.Extension):
                 _show(pkg[f"{kind.__module__}.{kind.__name__}".removeprefix("trl_steady.")], kind)
 
 
+def documentation(kind: Any) -> str:
+    """Return the docstring of a config, with a section for its options that are ours before its errors."""
+    ours = [each for each in dataclasses.fields(kind) if each.name in own_options(kind)]
+    texts = "\n".join(f"    {each.name}: {each.metadata['help']}" for each in ours)
+    return (inspect.getdoc(kind) or "").replace("Raises:", f"Args:\n{texts}\n\nRaises:", 1)
+
+
 def _show(static: griffe.Class, kind: Any) -> None:
     """Change one config. Its signature has the inherited options too, in the order of the docstring."""
     assert static.docstring is not None
-    static.docstring.value = inspect.getdoc(kind) or ""
+    static.docstring.value = documentation(kind)
     init = static["__init__"]
     own = {parameter.name: parameter for parameter in init.parameters}
     init.parameters = griffe.Parameters(own.pop("self"))

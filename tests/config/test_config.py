@@ -1,10 +1,11 @@
 """Defaults of the paper, refusals with the way out, warnings of what cannot act."""
 
 import dataclasses
+import importlib
 import re
 import warnings
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import trl
@@ -15,7 +16,7 @@ import trl_steady
 from tests.config.wrong_options import CONTRADICTIONS, IDLE, INVALID, INVALID_PPO, SILENT
 from tests.tools import tiny
 from tests.tools.losses import NATIVE_LOSS_TYPES
-from trl_steady.config.options import Help
+from trl_steady.config.options import own_options
 
 OFF_POLICY = {
     "per_device_train_batch_size": 4,
@@ -107,8 +108,7 @@ def test_invalid_values_are_refused_by_name(tmp_path: Path, option: str) -> None
 
 
 def test_the_table_has_every_option_of_ours() -> None:
-    own = [each for each in dataclasses.fields(trl_steady.PPOConfig) if isinstance(each.metadata["help"], Help)]
-    assert {each.name for each in own} == INVALID.keys() | INVALID_PPO.keys()
+    assert own_options(trl_steady.PPOConfig).keys() == INVALID.keys() | INVALID_PPO.keys()
 
 
 @pytest.mark.parametrize(("options", "said"), CONTRADICTIONS, ids=str)
@@ -141,12 +141,18 @@ def test_generation_ahead_is_refused_where_nothing_corrects_for_it(tmp_path: Pat
 
 
 @pytest.mark.parametrize("config", [trl_steady.PPOConfig, trl_steady.RLOOConfig])
-def test_the_docstring_has_the_text_of_each_option_of_ours(config: Any) -> None:
-    """Each option is documented once, in its field; the docstring, `--help` and the site take it from there."""
-    text = " ".join(config.__doc__.split())
-    ours = [each for each in dataclasses.fields(config) if isinstance(each.metadata.get("help"), Help)]
-    assert len(ours) >= 9 and "{options}" not in text
+def test_the_command_line_and_the_site_have_the_text_of_each_option_of_ours(config: Any) -> None:
+    pytest.importorskip("griffe")
+    documentation = importlib.import_module("docs.hooks.defaults").documentation
+    said, ours = " ".join(documentation(config).split()), own_options(config)
     help_text = " ".join(HfArgumentParser(config).format_help().split())
-    for each in ours:
-        said = " ".join(each.metadata["help"].split())
-        assert f"{each.name}: {said}" in text and said[:30] in help_text
+    texts = {each.name: each.metadata["help"] for each in dataclasses.fields(config) if each.name in ours}
+    assert len(texts) >= 9
+    for name, text in texts.items():
+        assert f"{name}: {text}" in said and text[:30] in help_text
+
+
+def test_choices_are_in_the_types_so_that_an_editor_completes_them() -> None:
+    assert own_options(trl_steady.PPOConfig)["router_replay"] == Literal["R2", "R3"] | None
+    with pytest.raises(SystemExit):
+        HfArgumentParser(trl_steady.GRPOConfig).parse_args(["--router_replay", "R4"])

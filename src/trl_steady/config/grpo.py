@@ -1,43 +1,31 @@
+# TRL exports lazily, and has no None where an option of ours may be unset; values to check may have any type
+# pyright: reportPrivateImportUsage=false, reportIncompatibleVariableOverride=false
+# pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false
 """`trl.GRPOConfig` with trl-steady's options: defaults from the papers, errors, and warnings with a fix."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import ClassVar, Literal
 
-import trl
+from trl import GRPOConfig as _TRLConfig  # by name, because `trl-steady run` replaces it in `trl`
 
-from trl_steady.config.options import NOT_NEGATIVE, Range, documented, needs, option, trl_default
-from trl_steady.config.shared import SharedOptions, never_off_policy
+from trl_steady.config.options import NOT_NEGATIVE, Range, first_off, option
+from trl_steady.config.shared import SharedOptions
 from trl_steady.losses.table import LOSSES, Loss
 
 _TOKEN_SCALE_EPSILON = 1e-2  # clip ranges from here on are those of token ratios
 
 
-def _has_no_levels(args: "GRPOConfig") -> str | None:
-    if args.off_policy_mask_threshold is None:
-        return "off_policy_mask_threshold=None"
-    return f"loss_type={args.loss_type!r}" if args.loss.advantages == "sequence" else None
-
-
-def _refuses_steps(args: "GRPOConfig") -> str | None:
-    takes_tokens = args.loss.takes_token_advantages(args.importance_sampling_level or "token")
-    return None if takes_tokens else f"loss_type={args.loss_type!r}, whose ratio is of sequences"
-
-
-@documented
 @dataclass
-class GRPOConfig(SharedOptions, trl.GRPOConfig):
+class GRPOConfig(SharedOptions, _TRLConfig):
     """`trl.GRPOConfig` with three more losses and with the options of all other methods of trl-steady.
 
-    Options that are not listed here are TRL's and keep TRL's defaults.
+    All other options are TRL's and keep TRL's defaults. `trl-steady grpo --help` lists all.
 
     `sync_ref_model` also works with PEFT, on quantised bases and across resumes. The KL reference moves to the policy
     every `ref_model_sync_steps` optimizer steps, before the next generation (DeepSeekMath, arXiv 2402.03300,
     Algorithm 1). `ref_model_mixup_alpha=1` copies the policy; TRL's default, 0.6, mixes the two.
-
-    Args:
-        {options}
 
     Raises:
         ValueError: An option is invalid, or the chosen loss would ignore it. The message names the option, its value
@@ -49,87 +37,95 @@ class GRPOConfig(SharedOptions, trl.GRPOConfig):
     """
 
     METHOD = "GRPO"
-    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*trl.GRPOConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]
+    _VALID_DICT_FIELDS: ClassVar[list[str]] = [*_TRLConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]
     loss_type: str = option(
-        trl_default("loss_type"),
+        _TRLConfig.loss_type,
         'One of TRL\'s losses, or one of three more. `"gspo"` is GSPO (arXiv 2507.18071, section 4.1): one clipped '
-        'ratio and one advantage per sequence. `"gspo_token"` is GSPO-token (section 4.3): the same ratio in '
-        'value, with advantages per token. `"gmpo"` is GMPO (arXiv 2507.20673): the geometric mean of clipped '
-        "token ratios.",
-        LOSSES.keys(),  # a live view: a script may add a loss
-        idle=lambda args: never_off_policy(args) if args.loss.is_ours else None,
+        'ratio and one advantage per sequence. `"gspo_token"` is GSPO-token (section 4.3): the same ratio in value, '
+        'with advantages per token. `"gmpo"` is GMPO (arXiv 2507.20673): the geometric mean of clipped token ratios.',
     )
     epsilon: float | None = option(
         None,
         "Lower clip range. If unset, 3e-4 for gspo and gspo_token (section 5.1), 0.4 for gmpo (of the log-ratio), "
         "and TRL's default otherwise.",
-        NOT_NEGATIVE,
     )
     epsilon_high: float | None = option(
         None,
         "Upper clip range. If unset, 4e-4 for gspo and gspo_token and 0.4 for gmpo when `epsilon` is unset too. "
         "Otherwise it is `epsilon`, which is TRL's rule.",
-        NOT_NEGATIVE,
     )
-    importance_sampling_level: str | None = option(
-        None,
-        '`"token"` or `"sequence"`. If unset, `"sequence"` for gspo and gspo_token and TRL\'s default otherwise.',
-        ("token", "sequence"),
+    importance_sampling_level: Literal["token", "sequence"] | None = option(
+        None, '`"token"` or `"sequence"`. If unset, `"sequence"` for gspo and gspo_token and TRL\'s default otherwise.'
     )
-    kl_estimator: str = option(
+    kl_estimator: Literal["k1", "k2", "k3"] = option(
         "k3",
-        '`"k1"`, `"k2"` or `"k3"` (GRPO\'s): how the KL is estimated from a sampled token. '
-        "`trl_steady.functional.kl` lists the gradient of each. With `use_bias_correction_kl` all three have the "
-        "gradient of the reverse KL.",
-        ("k1", "k2", "k3"),
-        idle=needs("beta"),
+        '`"k1"`, `"k2"` or `"k3"` (GRPO\'s): how the KL is estimated from a sampled token. `trl_steady.functional.kl` '
+        "lists the gradient of each. With `use_bias_correction_kl` all three have the gradient of the reverse KL.",
     )
-    kl_ratio_denominator: str = option(
+    kl_ratio_denominator: Literal["old", "sampler"] = option(
         "old",
         'Denominator of the ratio with which `use_bias_correction_kl` corrects the KL. `"old"` is the policy at '
-        'rollout, scored by the trainer. `"sampler"` is the inference engine\'s log-probs, with which the '
-        "correction is unbiased.",
-        ("old", "sampler"),
-        idle=needs("beta", "use_bias_correction_kl"),
+        'rollout, scored by the trainer. `"sampler"` is the inference engine\'s log-probs, with which the correction '
+        "is unbiased.",
     )
-    off_policy_mask_level: str = option(
+    off_policy_mask_level: Literal["sequence", "token"] = option(
         "sequence",
-        "With advantages per token, how `off_policy_mask_threshold` (DeepSeek-V3.2, arXiv 2512.02556, section "
-        '3.1) decides. `"sequence"` decides once for all tokens, by the sign of their mean advantage. `"token"` '
-        "decides for each token by its own advantage.",
-        ("sequence", "token"),
-        idle=_has_no_levels,
+        "With advantages per token, how `off_policy_mask_threshold` (DeepSeek-V3.2, arXiv 2512.02556, section 3.1) "
+        'decides. `"sequence"` decides once for all tokens, by the sign of their mean advantage. `"token"` decides '
+        "for each token by its own advantage.",
     )
     geometric_mask_range: list[float] | None = option(
         None,
-        "(low, high). Leave out of the policy term each sequence whose geometric mean of the token ratios, "
-        "trainer to inference engine, is outside this range. None: no mask.",
-        Range(lambda value: len(value) == 2 and 0 <= value[0] <= 1 <= value[1], "(low, high), with low <= 1 <= high"),
+        "(low, high). Leave out of the policy term each sequence whose geometric mean of the token ratios, trainer "
+        "to inference engine, is outside this range. None: no mask.",
     )
     token_veto_threshold: float | None = option(
         None,
         "Leave out of the policy term each sequence that has a token whose ratio, trainer to inference engine, is "
         "below this value. None: no mask.",
-        Range(lambda value: 0 < value < 1, "above 0 and below 1"),
     )
-    step_advantage: str = option(
+    step_advantage: Literal["process", "return_to_go"] = option(
         "return_to_go",
         'Formula for the advantages when reward functions return `StepRewards`. `"process"` (DeepSeekMath, arXiv '
         "2402.03300, section 4.1.3) sums the rewards from a step on, each normalised over the group's steps. "
         '`"return_to_go"` sums the rewards from a step on and subtracts the mean of the same sum in the group\'s '
         'other completions. With `scale_rewards="none"` it does not favour stopping early or late.',
-        ("process", "return_to_go"),
-        idle=_refuses_steps,
     )
+
+    def _ranges(self) -> dict[str, Range]:
+        return super()._ranges() | {
+            "loss_type": Range(LOSSES.__contains__, f"one of {', '.join(map(repr, LOSSES))}"),  # a script may add some
+            "epsilon": NOT_NEGATIVE,
+            "epsilon_high": NOT_NEGATIVE,
+            "geometric_mask_range": Range(
+                lambda value: len(value) == 2 and 0 <= value[0] <= 1 <= value[1], "(low, high), with low <= 1 <= high"
+            ),
+            "token_veto_threshold": Range(lambda value: 0 < value < 1, "above 0 and below 1"),
+        }
+
+    def _without_effect(self) -> dict[str, str | None]:
+        loss_type = f"loss_type={self.loss_type!r}"
+        takes_tokens = self.loss.takes_token_advantages(self.importance_sampling_level or "token")
+        if self.off_policy_mask_threshold is None:
+            no_levels = "off_policy_mask_threshold=None"
+        else:
+            no_levels = loss_type if self.loss.advantages == "sequence" else None
+        return super()._without_effect() | {
+            "loss_type": self._never_off_policy if self.loss.is_ours else None,
+            "kl_estimator": first_off(self, "beta"),
+            "kl_ratio_denominator": first_off(self, "beta", "use_bias_correction_kl"),
+            "off_policy_mask_level": no_levels,
+            "step_advantage": None if takes_tokens else f"{loss_type}, whose ratio is of sequences",
+        }
 
     def _fill_unset(self) -> None:
         loss = self.loss
         if self.epsilon is None:
-            self.epsilon = trl_default("epsilon") if loss.epsilon is None else loss.epsilon
+            self.epsilon = _TRLConfig.epsilon if loss.epsilon is None else loss.epsilon
             if self.epsilon_high is None:
                 self.epsilon_high = loss.epsilon_high
         if self.importance_sampling_level is None:
-            self.importance_sampling_level = loss.level or trl_default("importance_sampling_level")
+            self.importance_sampling_level = loss.level or "token"  # TRL's default
 
     def _contradictions(self) -> Iterator[str]:
         yield from super()._contradictions()
@@ -148,13 +144,15 @@ class GRPOConfig(SharedOptions, trl.GRPOConfig):
     def cannot_act(self) -> list[str]:
         """Warnings about options that have no effect, or probably not the intended one, each with a fix."""
         messages = super().cannot_act
-        idle = never_off_policy(self)
-        if idle and not self.use_vllm and self.off_policy_mask_threshold not in (None, math.inf):  # inf: metrics only
+        on_policy = self._never_off_policy
+        if (
+            on_policy and not self.use_vllm and self.off_policy_mask_threshold not in (None, math.inf)
+        ):  # inf: metrics only
             messages.append(
-                f"off_policy_mask_threshold={self.off_policy_mask_threshold} cannot act with {idle}, unless a "
+                f"off_policy_mask_threshold={self.off_policy_mask_threshold} cannot act with {on_policy}, unless a "
                 "rollout_func generates. Leave it unset."
             )
-        if self.loss.clip == "log_ratio" and (self.epsilon or 0) <= trl_default("epsilon"):
+        if self.loss.clip == "log_ratio" and (self.epsilon or 0) <= _TRLConfig.epsilon:
             messages.append(
                 f"epsilon={self.epsilon} is for token ratios, and loss_type={self.loss_type!r} clips log-ratios. "
                 f"Leave epsilon unset, or set epsilon={self.loss.epsilon}."

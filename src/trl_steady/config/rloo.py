@@ -1,3 +1,5 @@
+# TRL exports lazily
+# pyright: reportPrivateImportUsage=false
 """`trl.RLOOConfig` with the options of trl-steady that apply to RLOO."""
 
 from dataclasses import dataclass
@@ -5,23 +7,18 @@ from typing import ClassVar
 
 import trl
 
-from trl_steady.config.options import documented
 from trl_steady.config.shared import SharedOptions
 
 
-@documented
 @dataclass
 class RLOOConfig(SharedOptions, trl.RLOOConfig):
     """`trl.RLOOConfig` with a moving reference, padding-free passes, routing replay and the kept sampling mask.
 
-    Options that are not listed here are TRL's and keep TRL's defaults.
+    All other options are TRL's and keep TRL's defaults. `trl-steady rloo --help` lists all.
 
     `sync_ref_model` also works with PEFT, on quantised bases and across resumes. The reference moves to the policy
     every `ref_model_sync_steps` optimizer steps, before the next generation. `ref_model_mixup_alpha=1` copies the
     policy; TRL's default, 0.6, mixes the two.
-
-    Args:
-        {options}
 
     Raises:
         ValueError: An option is invalid. The message names the option, its value and the fix.

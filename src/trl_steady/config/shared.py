@@ -1,21 +1,24 @@
-"""Options that all trainers have, and what a config says of them. Each option is documented here, and nowhere else."""
+# TRL exports lazily; values to check may have any type
+# pyright: reportPrivateImportUsage=false
+# pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false
+"""Options that all trainers have, and what a config says of them. The help texts are the documentation of options."""
 
 import json
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import trl
 
-from trl_steady.config.options import COUNT, POSITIVE, Range, idle_options, needs, option, refuse_invalid
+from trl_steady.config.options import COUNT, POSITIVE, Range, first_off, option, refuse_invalid
 from trl_steady.config.sampling import TRUNCATIONS, WEIGHTINGS
 
 if TYPE_CHECKING:
-    _Trls = trl.GRPOConfig
+    _TRLConfig = trl.GRPOConfig
     _Filter = list[float] | tuple[float, float] | str | Callable[..., bool]
 else:
-    _Trls = object
+    _TRLConfig = object
     _Filter = str  # for TRL's parser, which knows no such union
 
 
@@ -53,47 +56,41 @@ def _is_filter(value: Any) -> bool:
     return value == "zero_std" or (not isinstance(value, str) and len(value) == 2 and value[0] < value[1])
 
 
-def never_off_policy(args: "SharedOptions") -> str | None:
-    """Return the settings with which every update is on-policy, as an `idle` of an option; None without them."""
-    if not args.is_on_policy:
-        return None
-    return "on-policy updates: steps_per_generation * num_iterations is not above gradient_accumulation_steps"
-
-
+_FILTERS = Range(_is_filter, "'zero_std', (low, high) with low < high, or a function that is not inside another one")
+_ENGINE_ARGUMENTS = Range(
+    # JSON as transformers reads it into an option
+    lambda value: isinstance(value, dict) or (value[:1] == "{" and json.loads(value) is not None),
+    "a dict of arguments of vllm.LLM, or JSON of one",
+)
 _KL_IN_REWARD = {"RLOO": "beta", "PPO": "kl_coef"}
-_no_correction = needs("use_vllm", "vllm_importance_sampling_correction")
 
 
 @dataclass
-class SharedOptions(_Trls):
+class SharedOptions(_TRLConfig):
     """Options of every trainer of trl-steady, in addition to those of TRL's config."""
 
     METHOD: ClassVar[str]
     """"GRPO", for example: the config and the trainer are named after it."""
     ref_model_sync_kl: float | None = option(
         None,
-        "With `sync_ref_model`, also move the reference when the KL of an update exceeds this many nats per "
-        "token. The KL is the logged one, so it depends on `kl_estimator`. None: move it by steps only.",
-        POSITIVE,
-        idle=needs("sync_ref_model"),
+        "With `sync_ref_model`, also move the reference when the KL of an update exceeds this many nats per token. "
+        "The KL is the logged one, so it depends on `kl_estimator`. None: move it by steps only.",
     )
     ref_model_sync_reset_optimizer: bool = option(
         False,
         "With `sync_ref_model`, clear the optimizer's state each time the reference moves (ProRL, arXiv 2505.24864).",
-        idle=needs("sync_ref_model"),
     )
     trim_padding: bool = option(
         True,
-        "Compute only the tokens of a batch, not its padding, in every pass of the policy and the reference. "
-        "Columns that are padding in every row are cut off. If padding is left, sequences are packed. Results "
-        "change within float rounding. False: keep the padding, as in TRL.",
+        "Compute only the tokens of a batch, not its padding, in every pass of the policy and the reference. Columns "
+        "that are padding in every row are cut off. If padding is left, sequences are packed. Results change within "
+        "float rounding. False: keep the padding, as in TRL.",
     )
     token_budget: int | None = option(
         None,
         "Maximum number of tokens in a micro-batch of the policy. Micro-batches are filled with sequences of the "
-        "optimizer step up to this number. A longer sequence is a micro-batch of its own. None: TRL's "
-        "micro-batches of `per_device_train_batch_size` sequences.",
-        COUNT,
+        "optimizer step up to this number. A longer sequence is a micro-batch of its own. None: TRL's micro-batches "
+        "of `per_device_train_batch_size` sequences.",
     )
     share_prompts: bool = option(False, "Compute a prompt once for all of its completions in the same forward pass.")
     skip_zero_weight: bool = option(
@@ -106,60 +103,43 @@ class SharedOptions(_Trls):
         "If each rollout feeds one update, the policy of the update is the old policy, and a pass that scores the "
         "rollout beforehand repeats it. True: skip this pass, or raise an error if it is needed. False: run it, as "
         "TRL. None: skip it if nothing needs it and `trim_padding=True`.",
-        idle=lambda args: None if args.has_old_pass or not args.skip_old_pass else _no_correction(args),
     )
-    router_replay: str | None = option(
+    router_replay: Literal["R2", "R3"] | None = option(
         None,
-        'For mixtures of experts. `"R2"`: all updates use the experts that were chosen when the old log-probs of '
-        'the rollout were computed. `"R3"`: the old log-probs and the updates use the experts that were chosen '
-        "while the rollout was generated. None: each pass chooses its experts, as in TRL.",
-        ("R2", "R3"),
-        idle=lambda args: never_off_policy(args) if args.router_replay == "R2" else None,
+        'For mixtures of experts. `"R2"`: all updates use the experts that were chosen when the old log-probs of the '
+        'rollout were computed. `"R3"`: the old log-probs and the updates use the experts that were chosen while the '
+        "rollout was generated. None: each pass chooses its experts, as in TRL.",
     )
     router_replay_reference: bool = option(
-        False,
-        "With `router_replay`, the reference's pass uses the same experts too.",
-        idle=needs("router_replay", "has_reference"),
+        False, "With `router_replay`, the reference's pass uses the same experts too."
     )
     keep_sampling_mask: bool = option(
         False,
-        "If `top_p`, `top_k` or `min_p` exclude tokens from sampling, normalise log-probs over the tokens that "
-        'were kept, under policy, old policy and reference (DeepSeek-V3.2, section 3.1, "Keep Sampling Mask"). '
-        "False: normalise over the whole vocabulary, as in TRL.",
-        idle=lambda args: None if args.truncations else "top_p, top_k and min_p that keep every token",
+        "If `top_p`, `top_k` or `min_p` exclude tokens from sampling, normalise log-probs over the tokens that were "
+        'kept, under policy, old policy and reference (DeepSeek-V3.2, section 3.1, "Keep Sampling Mask"). False: '
+        "normalise over the whole vocabulary, as in TRL.",
     )
-    adapter_dtype: str | None = option(
+    adapter_dtype: Literal["float32"] | None = option(
         None,
-        '`"float32"` keeps the adapters of a quantised base in float32. TRL makes them bf16, in which steps with '
-        "a small learning rate round away. None: as in TRL.",
-        ("float32",),
+        '`"float32"` keeps the adapters of a quantised base in float32. TRL makes them bf16, in which steps with a '
+        "small learning rate round away. None: as in TRL.",
     )
     vllm_adapter_sync: bool | None = option(
         None,
         "With `use_vllm` and LoRA, send vLLM the adapter alone, which it serves beside its own copy of the base. "
         "True: require that. False: send all weights with the adapter merged. None: send the adapter if its "
         "configuration is one that vLLM serves, and otherwise merged weights, with a warning.",
-        idle=needs("use_vllm"),
     )
     vllm_engine_kwargs: dict[str, Any] | str | None = option(
         None,
         'Arguments of a colocated vLLM engine, over TRL\'s, such as `{"max_num_batched_tokens": 8192}`. They are '
         "those of `vllm.LLM`, less the ones that the trainer decides. On a command line, in JSON.",
-        Range(
-            # JSON as transformers reads it into an option
-            lambda value: isinstance(value, dict) or (value[:1] == "{" and json.loads(value) is not None),
-            "a dict of arguments of vllm.LLM, or JSON of one",
-        ),
-        idle=lambda args: needs("use_vllm")(args) or ("vllm_mode='server'" if args.vllm_mode == "server" else None),
     )
     engine_check: float | None = option(
         1.0,
         "Largest mean k3, in nats per token, between trainer and vLLM (or a `rollout_func`) in the first rollout of "
         "a run and in the first after a resume. Above it, the engine serves another model than the policy, and the "
         "run ends with an error. None: no check.",
-        POSITIVE,
-        takes_none=True,
-        idle=lambda args: None if args.use_vllm else "use_vllm=False, unless a rollout_func generates",
     )
 
     async_generate: bool = option(
@@ -175,34 +155,59 @@ class SharedOptions(_Trls):
     dynamic_sampling_max_rounds: int = option(
         3,
         "With `dynamic_sampling`, most rounds of generation for a rollout. Rejected groups fill what is then missing.",
-        Range(lambda value: value >= 2 and value == int(value), "2, 3, 4, ..."),
-        idle=needs("dynamic_sampling"),
     )
     dynamic_sampling_filter: _Filter = option(
         "zero_std",
         'With `dynamic_sampling`, the groups to keep. `"zero_std"`: those whose rewards differ. `(low, high)`: those '
-        "whose mean reward is between the two. Or a function that gets a group's rewards (G,) and its rows, which are "
-        'dictionaries with all columns, "prompt" and "completion", and returns True to keep it.',
-        Range(_is_filter, "'zero_std', (low, high) with low < high, or a function that is not inside another one"),
-        idle=needs("dynamic_sampling"),
+        "whose mean reward is between the two. Or a function that gets a group's rewards (G,) and its rows, which "
+        'are dictionaries with all columns, "prompt" and "completion", and returns True to keep it.',
     )
     training_report: bool = option(
         False,
-        "Write `report.html` to the output folder at saves and at the end, print a line when a symptom of an unsteady "
-        "run starts, and log the seconds of each phase. Needs matplotlib.",
+        "Write `report.html` to the output folder at saves and at the end, print a line when a symptom of an "
+        "unsteady run starts, and log the seconds of each phase. Needs matplotlib.",
     )
     log_line: bool = option(
         False, "Print one line for each log in place of all its values, and at the end what the run shows."
     )
 
     def __post_init__(self) -> None:
-        refuse_invalid(self)
+        refuse_invalid(self, self._ranges())
         self._fill_unset()
         self._run_trl_checks()
         for message in self._contradictions():
             raise ValueError(message)
         for message in self.cannot_act:
             warnings.warn(message, UserWarning, stacklevel=3)
+
+    def _ranges(self) -> dict[str, Range]:
+        """Return the valid values of options whose type does not say which are valid."""
+        return {
+            "ref_model_sync_kl": POSITIVE,
+            "token_budget": COUNT,
+            "vllm_engine_kwargs": _ENGINE_ARGUMENTS,
+            "engine_check": POSITIVE,
+            "dynamic_sampling_max_rounds": Range(lambda value: value >= 2 and value == int(value), "2, 3, 4, ..."),
+            "dynamic_sampling_filter": _FILTERS,
+        }
+
+    def _without_effect(self) -> dict[str, str | None]:
+        """Return for options the setting with which they have no effect, or None if they have one."""
+        vllm, sync = first_off(self, "use_vllm"), first_off(self, "sync_ref_model")
+        dynamic = first_off(self, "dynamic_sampling")
+        return {
+            "ref_model_sync_kl": sync,
+            "ref_model_sync_reset_optimizer": sync,
+            "skip_old_pass": self._no_correction if self.skip_old_pass and not self.has_old_pass else None,
+            "router_replay": self._never_off_policy if self.router_replay == "R2" else None,
+            "router_replay_reference": first_off(self, "router_replay", "has_reference"),
+            "keep_sampling_mask": None if self.truncations else "top_p, top_k and min_p that keep every token",
+            "vllm_adapter_sync": vllm,
+            "vllm_engine_kwargs": vllm or ("vllm_mode='server'" if self.vllm_mode == "server" else None),
+            "engine_check": vllm and f"{vllm}, unless a rollout_func generates",
+            "dynamic_sampling_max_rounds": dynamic,
+            "dynamic_sampling_filter": dynamic,
+        }
 
     def _fill_unset(self) -> None:
         """Set the options whose defaults depend on other options."""
@@ -265,7 +270,8 @@ class SharedOptions(_Trls):
                 "dynamic_sampling=True does not work with num_generations=1: the rewards of one answer cannot differ. "
                 "Set num_generations to 2 or more."
             )
-        if self.top_k is None:  # the other options would read it as no filter
+        # the other options would read it as no filter
+        if self.top_k is None:  # pyright: ignore[reportUnnecessaryComparison]
             yield "top_k=None: transformers takes it for 50. Set top_k=0 for no top-k filter."
         if self.keep_sampling_mask and self.use_vllm and self.sampling.get("top_k", 0) <= 0:
             yield (
@@ -276,7 +282,11 @@ class SharedOptions(_Trls):
     @property
     def cannot_act(self) -> list[str]:
         """Warnings about options that have no effect, or probably not the intended one, each with a fix."""
-        messages = list(idle_options(self))
+        messages = [
+            f"{name}={getattr(self, name)!r} cannot act with {why}. Change that, or leave {name} unset."
+            for name, why in self._without_effect().items()
+            if why is not None and getattr(self, name) != getattr(type(self), name)
+        ]
         is_short = self.ref_model_sync_kl is None and 0 < self.max_steps <= self.ref_model_sync_steps
         if self.sync_ref_model and is_short:
             messages.append(
@@ -337,10 +347,11 @@ class SharedOptions(_Trls):
     @property
     def sampling(self) -> dict[str, Any]:
         """Generation options that are set; `generation_kwargs` override TRL's own options."""
-        assert not isinstance(self.generation_kwargs, str)  # parsed by transformers.TrainingArguments
+        # transformers has read JSON
+        given = cast(dict[str, Any] | None, self.generation_kwargs)  # pyright: ignore[reportUnknownMemberType]
         names = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty"]
         names += ["vllm_structured_outputs_regex"] if self.use_vllm else []
-        options = {**{name: getattr(self, name) for name in names}, **(self.generation_kwargs or {})}
+        options = {**{name: getattr(self, name) for name in names}, **(given or {})}
         return {name: value for name, value in options.items() if value is not None}
 
     @property
@@ -371,9 +382,21 @@ class SharedOptions(_Trls):
         return self.gradient_accumulation_steps % (self.steps_per_generation * self.num_iterations) == 0
 
     @property
+    def _never_off_policy(self) -> str | None:
+        """The settings with which every update is on-policy; None without them."""
+        if not self.is_on_policy:
+            return None
+        return "on-policy updates: steps_per_generation * num_iterations is not above gradient_accumulation_steps"
+
+    @property
+    def _no_correction(self) -> str | None:
+        """The setting with which TRL does not correct for an engine; None if it does."""
+        return first_off(self, "use_vllm", "vllm_importance_sampling_correction")
+
+    @property
     def has_old_pass(self) -> bool:
         """True if TRL scores the old policy also if updates are on-policy: RLOO always, GRPO for its correction."""
-        return self.METHOD == "RLOO" or _no_correction(self) is None
+        return self.METHOD == "RLOO" or self._no_correction is None
 
     @property
     def why_old_pass(self) -> str | None:
