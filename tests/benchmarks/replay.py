@@ -29,7 +29,7 @@ from tests.benchmarks import measuring
 from tests.benchmarks.measuring import CUDA
 from tests.tools import tiny
 
-from trl_steady.features.router_replay.feature import RoutingPart
+from trl_steady.features.router_replay.feature import RouterReplay
 from trl_steady.trl_bridge.private import patched
 
 SMALL = {
@@ -84,7 +84,9 @@ def step(trainer: Any, replay: str | None) -> float:
 def generate(trainer: Any, replay: str | None) -> None:
     """Tokens for one micro-batch of prompts, with their routes recorded or not."""
     prompts = torch.randint(50, 200, (trainer.args.per_device_train_batch_size, 32), generator=torch.manual_seed(0))
-    recording = trainer.part(RoutingPart).routers_of(trainer.model).recording() if replay else contextlib.nullcontext()
+    recording = (
+        trainer.feature(RouterReplay).routers(trainer.model).recording() if replay else contextlib.nullcontext()
+    )
     with recording, torch.no_grad():
         trainer.model.generate(
             prompts.to(trainer.model.device), max_new_tokens=32, min_new_tokens=32, do_sample=False, use_cache=True

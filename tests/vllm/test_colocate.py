@@ -14,7 +14,7 @@ from tests.oracles import routes as routed_oracle
 from tests.oracles.routes import NONE
 from tests.tools import agent, tiny
 from tests.vllm import conftest, mixtures
-from trl_steady.features.router_replay.feature import RoutingPart
+from trl_steady.features.router_replay.feature import RouterReplay
 
 pytestmark = [
     pytest.mark.vllm,
@@ -41,7 +41,7 @@ def test_routes_are_those_of_each_token_and_of_the_weights_that_were_sent(
 ) -> None:
     """Three rollouts of four updates each, but for the last."""
     trainer = tiny.train(colocated(mixture, tmp_path, **TRAINING))
-    assert trainer.part(RoutingPart).routers_of(trainer.model).decoder_layers == mixtures.SPARSE
+    assert trainer.feature(RouterReplay).routers(trainer.model).decoder_layers == mixtures.SPARSE
     assert len(trainer.rollouts) == 3 and shares(mixture, trainer) == [1.0, 1.0, 1.0]
     assert max(shares(mixture, trainer, of_weights=0)[1:]) < 0.7  # the weights have moved
     policy, apart = oracles(mixture, trainer), 0

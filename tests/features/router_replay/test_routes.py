@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.features.router_replay.passes import to_engine
-from trl_steady.features.router_replay.routes import dtype_of, from_engine, is_route, shared
+from trl_steady.features.router_replay.routes import dtype_of, from_engine, is_route, share_prefix_routes
 
 
 @pytest.mark.parametrize(
@@ -86,7 +86,7 @@ def test_sequences_that_begin_alike_share_the_routes_of_the_first_that_has_some(
     rows = [[1, none, none, 4], [5, 6, 7, 8], [9, 10, none, 12], [13, 14, none, 16]]
     given = torch.tensor(rows, dtype=dtype)[..., None, None]
     prefixes = torch.tensor([[3, 4, 5], [3, 4, 6], [3, 4, 5], [3, 4, 5]])
-    result = shared(given, prefixes)
+    result = share_prefix_routes(given, prefixes)
     assert given.squeeze((-2, -1)).tolist() == rows
     expected = [[1, 10, none, 4], [5, 6, 7, 8], [1, 10, none, 12], [1, 10, none, 16]]
     assert result.squeeze((-2, -1)).tolist() == expected

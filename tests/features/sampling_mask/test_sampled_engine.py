@@ -17,7 +17,7 @@ from tests.tools import agent, engines, tiny
 from tests.tools.engines import MASKED, ROUTED, SPARSE, TOKENS, Build, Engine, Server, Sets, chosen, kept
 from tests.tools.headroom import within
 from tests.tools.sets import lists
-from trl_steady.features.router_replay.feature import ROUTES, taken_routes
+from trl_steady.features.router_replay.feature import ROUTES, take_routes
 from trl_steady.features.sampling_mask.candidates import CandidateSets
 from trl_steady.features.sampling_mask.feature import KEPT_TOKENS, taken_sets
 from trl_steady.trl_bridge.vllm import SteadyGeneration
@@ -186,7 +186,7 @@ def test_each_of_two_processes_has_the_sets_of_its_own_sequences(
         _, completions, _, _ = generation.generate(prompts_of_process, None, generations)
         sets = lists(taken_sets(generation, completions))
         assert sets == [each for pair in zip(prompts_of_process, completions, strict=True) for each in kept(*pair, 0)]
-        for prompt, ids, routes in zip(prompts_of_process, completions, taken_routes(generation, SPARSE), strict=True):
+        for prompt, ids, routes in zip(prompts_of_process, completions, take_routes(generation, SPARSE), strict=True):
             assert torch.equal(routes, routes_of([*prompt, *ids], 0)[:-1])
         seen += len(completions)
     assert len(server.requests[TOKENS]) == 4 and seen == 4 * generations

@@ -270,19 +270,3 @@ def _leaving_no_trace(device: torch.device) -> Generator[None]:
     finally:
         parametrize._cache_enabled = cached  # pyright: ignore[reportPrivateUsage]
         torch.clear_autocast_cache()
-
-
-def continued(passes: Sequence[Tensor], sequences: int) -> Tensor:
-    """Join the values (B * n, *) of passes, each of n more tokens of B sequences, to (B, T, *).
-
-    Without a KV cache, each decoding step runs all earlier tokens again. A token keeps the value of its first run.
-    """
-    parts: list[Tensor] = []
-    known = 0
-    for values in passes:
-        part = values.view(sequences, -1, *values.shape[1:])
-        if parts and part.size(1) == known + 1:
-            part = part[:, -1:]
-        parts.append(part)
-        known += part.size(1)
-    return torch.cat(parts, dim=1)

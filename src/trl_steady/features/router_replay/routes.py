@@ -59,7 +59,7 @@ def from_engine(array: object, layers: Sequence[int]) -> Tensor:
     return routes.to(dtype).where(~missing, nothing(dtype))
 
 
-def shared(routes: Tensor, prefixes: Tensor) -> Tensor:
+def share_prefix_routes(routes: Tensor, prefixes: Tensor) -> Tensor:
     """Give sequences with the same prefix the same routes (B, T, L, K) for it.
 
     `prefixes` (B, P) are the tokens of the first P columns, with a number that is no token id in place of padding.

@@ -1,0 +1,80 @@
+"""Routes of transformers' generation, which runs the model on a padded batch, pass after pass."""
+
+# pyright: reportUnknownMemberType=false
+# torch's annotations are partial
+
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from trl_steady.core.types import Turn
+from trl_steady.features.router_replay.replay import RouteRecording, Routers
+
+R2_INSTEAD = "set router_replay='R2', which takes the routes of the trainer's own pass"
+
+
+@dataclass
+class GenerationPasses:
+    """The passes of one generation over B sequences. Each pass gets n tokens of every sequence."""
+
+    recording: RouteRecording
+    input_ids: list[Tensor] = field(default_factory=list[Tensor])
+    """(B * n,) tokens of each pass."""
+
+    def routes(self, turn: Turn, *, pad_to_multiple_of: int) -> list[Tensor]:
+        """Return the routes (T - 1, M, K) of each sequence.
+
+        Raises:
+            ValueError: the model did not get the tokens of each sequence one after another, as in beam search.
+        """
+        count = len(turn.prompt_ids)
+        is_batch = all(len(ids) % count == 0 for ids in self.input_ids)  # not with continuous batching
+        seen = cast(list[list[int]], joined(self.input_ids, count).tolist() if is_batch else [[]] * count)
+        width = max(map(len, turn.prompt_ids))
+        width = -(-width // pad_to_multiple_of) * pad_to_multiple_of  # prompts are padded on their left
+        slices: list[slice] = []
+        for row, (prompt, completion) in enumerate(zip(turn.prompt_ids, turn.completion_ids, strict=True)):
+            tokens = slice(width - len(prompt), width + len(completion) - 1)
+            if seen[row][tokens] != [*prompt, *completion][:-1]:
+                raise ValueError(
+                    "router_replay='R3': transformers has not fed the model the tokens of each sequence one after "
+                    "another. Leave beam search, guidance, assisted decoding and continuous batching out of the "
+                    f"options of generation, or {R2_INSTEAD}."
+                )
+            slices.append(tokens)
+        padded = joined(self.recording.routes_of_passes([len(ids) for ids in self.input_ids]), count).cpu()
+        return [padded[row, tokens] for row, tokens in enumerate(slices)]
+
+
+@contextmanager
+def record_passes(model: torch.nn.Module, routers: Routers) -> Generator[GenerationPasses]:
+    """Record the tokens and routes of each pass of a model inside this context."""
+    with routers.recording() as recording:
+        passes = GenerationPasses(recording)
+
+        def keep(_: object, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:
+            ids = keywords["input_ids"] if "input_ids" in keywords else arguments[0]
+            passes.input_ids.append(ids.flatten())
+
+        with model.register_forward_pre_hook(keep, with_kwargs=True):
+            yield passes
+
+
+def joined(passes: Sequence[Tensor], sequences: int) -> Tensor:
+    """Join the values (B * n, *) of passes, each of n more tokens of B sequences, to (B, T, *).
+
+    Without a KV cache, each decoding step runs all earlier tokens again. A token keeps the value of its first run.
+    """
+    parts: list[Tensor] = []
+    known = 0
+    for values in passes:
+        part = values.view(sequences, -1, *values.shape[1:])
+        if parts and part.size(1) == known + 1:
+            part = part[:, -1:]
+        parts.append(part)
+        known += part.size(1)
+    return torch.cat(parts, dim=1)
