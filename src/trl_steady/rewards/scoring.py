@@ -29,7 +29,6 @@ def scored_steps(
     >>> lengths(prompts=["?"], completions=["a\\nbcd"])[0].values
     (2.0, 3.0)
     """
-    name = name or getattr(scorer, "__name__", type(scorer).__name__)
 
     def ask(completions: Sequence[Any], columns: dict[str, Any]) -> tuple[list[Steps], Any]:
         split = [splitter(completion) for completion in completions]
@@ -49,5 +48,5 @@ def scored_steps(
 
     is_async = inspect.iscoroutinefunction(scorer) or inspect.iscoroutinefunction(type(scorer).__call__)
     reward = later if is_async else now
-    reward.__name__ = name
+    reward.__name__ = name or getattr(scorer, "__name__", type(scorer).__name__)
     return reward

@@ -8,7 +8,7 @@ import trl
 from trl_steady.config.ppo import PPOConfig
 from trl_steady.features.critic.feature import CriticPart
 from trl_steady.trainers.grpo import GRPOTrainer
-from trl_steady.trainers.order import StepAdvantages, without
+from trl_steady.trainers.order import ORDER
 from trl_steady.trl_bridge.private import set_cards
 
 
@@ -38,7 +38,7 @@ class PPOTrainer(GRPOTrainer):
             named as in another package's PPO.
     """
 
-    FEATURES = without(StepAdvantages)
+    FEATURES = ORDER
     CONFIG = PPOConfig
     args: PPOConfig
 

@@ -7,7 +7,7 @@ import trl
 
 from trl_steady.config.rloo import RLOOConfig
 from trl_steady.trainers.base import SteadyTrainer
-from trl_steady.trainers.order import Ahead, Critic, PolicyLoss, Pretraining, StepAdvantages, without
+from trl_steady.trainers.order import Ahead, Critic, PolicyLoss, Pretraining, without
 
 
 class RLOOTrainer(SteadyTrainer, trl.RLOOTrainer):
@@ -27,7 +27,7 @@ class RLOOTrainer(SteadyTrainer, trl.RLOOTrainer):
         ValueError: As for `trl_steady.GRPOTrainer`, except for what concerns losses and engines' log-probs.
     """
 
-    FEATURES = without(Critic, Pretraining, StepAdvantages, Ahead, PolicyLoss)
+    FEATURES = without(Critic, Pretraining, Ahead, PolicyLoss)
     CONFIG = RLOOConfig
     args: RLOOConfig
 

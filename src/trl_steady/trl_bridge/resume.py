@@ -46,9 +46,10 @@ _ACTS_WITH = {
 def window_settings(trainer: Trainer) -> dict[str, Any]:
     """Return the settings that must be the same for a run to continue a rollout, as plain JSON."""
     args = trainer.args
-    options = {name: _ACTS_WITH.get(name) for name in WINDOW_OPTIONS if hasattr(args, name)}
+    options = {name: _ACTS_WITH.get(name) for name in WINDOW_OPTIONS}
     for feature in trainer.features:
         options.update(feature.window_options)
+    options = {name: other for name, other in options.items() if hasattr(args, name)}  # RLOO has fewer
     settings = {
         **{name: getattr(args, name) for name, other in options.items() if other is None or getattr(args, other)},
         "reward_funcs": trainer.reward_func_names,

@@ -16,7 +16,7 @@ from tests.features.step_rewards.tools import FORMULAS, Length, build, judge, li
 from tests.oracles import advantages as oracles
 from tests.tools import tiny
 from trl_steady import StepRewards
-from trl_steady.features.step_rewards.feature import RewardsPart
+from trl_steady.features.step_rewards.feature import StepRewardsFeature
 
 
 def array(completions: list[str], **_: Any) -> np.ndarray:
@@ -113,8 +113,8 @@ def test_one_step_at_the_end_trains_as_a_float_does(
     assert without == tiny.history(whole)
     before, after = tiny.parameters(whole), tiny.parameters(steps)
     assert all(torch.equal(after[name], before[name]) for name in before)
-    assert not whole.part(RewardsPart).last_rollout
-    assert steps.part(RewardsPart).last_rollout[2].dim() == 2
+    assert not whole.feature(StepRewardsFeature).last_rollout
+    assert steps.feature(StepRewardsFeature).last_rollout[2].dim() == 2
 
 
 @pytest.mark.parametrize("formula", FORMULAS)

@@ -13,7 +13,7 @@ import torch
 
 from tests.tools import tiny
 from trl_steady.features.step_rewards.alignment import Completion, token_ends
-from trl_steady.features.step_rewards.table import ScoredCompletion, tabulate
+from trl_steady.features.step_rewards.table import RewardedCompletion, tabulate
 from trl_steady.functional import advantages
 from trl_steady.rewards import by_blank_line, by_regex
 
@@ -32,7 +32,7 @@ class Outcome(NamedTuple):
     first: str
     goes_on: bool
     chance: float
-    scored: ScoredCompletion
+    scored: RewardedCompletion
 
 
 def outcomes(separated: str, closed: bool | None) -> list[Outcome]:
@@ -47,7 +47,7 @@ def outcomes(separated: str, closed: bool | None) -> list[Outcome]:
             rewards = replace(rewards, closed=closed)
         ids = [*tokenizer(text)["input_ids"], tokenizer.eos_token_id]
         ends = token_ends(rewards, Completion("a completion", text, ids, [True] * len(ids)), tokenizer)
-        scored = ScoredCompletion(len(ids), len(ids), {0: list(zip(ends, rewards.values, strict=True))})
+        scored = RewardedCompletion(len(ids), len(ids), {0: list(zip(ends, rewards.values, strict=True))})
         result.append(Outcome(first, bool(more), 0.125 if more else 0.25, scored))
     return result
 

@@ -2,19 +2,19 @@
 
 import torch
 
-from trl_steady.features.step_rewards.table import ScoredCompletion, tabulate
+from trl_steady.features.step_rewards.table import RewardedCompletion, tabulate
 
 BEYOND = torch.iinfo(torch.int64).max
 NAN = torch.nan
 
 # two reward functions with weights 1 and 10; six completions of five tokens, of which the last is not the model's
 VERDICTS = [
-    ScoredCompletion(5, 4, {0: [(2, 1.0), (4, 2.0)]}),  # steps, and a scalar
-    ScoredCompletion(5, 4, {0: [(3, 1.0), (3, 0.5)], 1: [(3, 0.25)]}),  # steps that end inside one token, of both
-    ScoredCompletion(5, 4, {1: [(1, 1.0)]}),  # one function is silent
-    ScoredCompletion(5, 4, {0: []}),  # no step, which is not no verdict
-    ScoredCompletion(5, 4, {}),  # no verdict
-    ScoredCompletion(5, 4, {}),  # scalars only
+    RewardedCompletion(5, 4, {0: [(2, 1.0), (4, 2.0)]}),  # steps, and a scalar
+    RewardedCompletion(5, 4, {0: [(3, 1.0), (3, 0.5)], 1: [(3, 0.25)]}),  # steps that end inside one token, of both
+    RewardedCompletion(5, 4, {1: [(1, 1.0)]}),  # one function is silent
+    RewardedCompletion(5, 4, {0: []}),  # no step, which is not no verdict
+    RewardedCompletion(5, 4, {}),  # no verdict
+    RewardedCompletion(5, 4, {}),  # scalars only
 ]
 SCALARS = torch.tensor([[3.0, 0.5], [1.5, 0.25], [NAN, 1.0], [0.0, NAN], [NAN, NAN], [7.0, 0.125]])
 WEIGHTS = torch.tensor([1.0, 10.0])
@@ -39,6 +39,6 @@ def test_by_hand_and_with_a_step_for_every_loss_token_where_that_is_asked() -> N
 
 
 def test_a_completion_that_is_masked_out_still_has_its_return() -> None:
-    masked_out = [ScoredCompletion(5, 0, {0: []}), ScoredCompletion(5, 0, {0: [(2, 1.0)]})]
+    masked_out = [RewardedCompletion(5, 0, {0: []}), RewardedCompletion(5, 0, {0: [(2, 1.0)]})]
     table = tabulate(masked_out, torch.zeros(2, 1), torch.ones(1), cover=True)
     assert table.rewards.tolist() == [[0.0], [1.0]] and table.ends.tolist() == [[0], [2]]

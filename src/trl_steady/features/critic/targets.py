@@ -8,7 +8,7 @@ from torch import Tensor
 
 from trl_steady.core.types import Rollout
 from trl_steady.features.critic.trainer import PPO
-from trl_steady.features.step_rewards.feature import RewardsPart
+from trl_steady.features.step_rewards.feature import StepRewardsFeature
 from trl_steady.functional import advantages, values
 from trl_steady.trl_bridge.models import text_tokenizer
 from trl_steady.trl_bridge.rollout import log_token_advantages
@@ -20,7 +20,7 @@ def targets(
     """Return the targets of policy and critic in a rollout, and log what they show. Every process must call this.
 
     Args:
-        trainer: The trainer, whose `RewardsPart` has the rewards.
+        trainer: The trainer, whose `StepRewardsFeature` has the rewards.
         rollout: TRL's samples with the log-probs that the KL needs.
         old_values: (B, T) values of the critic.
         after: (B,) value of the state after each completion; None: 0 for all.
@@ -32,10 +32,9 @@ def targets(
         sum over the answers of all processes of their KL to the reference, in nats, and the number of answers.
     """
     args, samples, mask = trainer.args, rollout.samples, rollout.is_sampled
-    steps = trainer.part(RewardsPart)
-    first = trainer.accelerator.process_index * len(mask)
-    table = steps.table(steps.scored(mask), first=first, cover=False)
-    is_scored = steps.is_scored(first, len(mask)).unsqueeze(1)
+    steps = trainer.feature(StepRewardsFeature)
+    table = steps.own_steps(mask)
+    is_scored = table.is_rewarded.unsqueeze(1)
     is_cut = _is_cut(trainer, samples)
     score = values.at_ends(table.rewards.float(), table.ends, mask)
     if args.missing_eos_penalty is not None:

@@ -4,6 +4,9 @@ A token belongs to the step in which it begins. A token that begins inside a cha
 character.
 """
 
+# pyright: reportUnknownMemberType=false
+# annotations of transformers are partial
+
 import codecs
 import re
 from bisect import bisect_left
@@ -74,7 +77,7 @@ def _sentencepiece(token: str) -> bytes:
 def _characters(raw: bytes) -> list[int]:
     """Return for each byte the character of `raw.decode(errors="replace")` that it belongs to."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    characters, count = [], 0
+    characters, count = list[int](), 0
     for position in range(len(raw)):
         count += len(decoder.decode(raw[position : position + 1]))
         unfinished, _ = decoder.getstate()  # the decoder waits for the other bytes of a character

@@ -1,5 +1,8 @@
 """The rewards of a rollout as one table of steps, for any mixture of plain and step rewards."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# annotations of torch are partial
+
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -8,8 +11,8 @@ import torch
 from torch import Tensor
 
 
-class ScoredCompletion(NamedTuple):
-    """The data of a completion besides its scalar rewards, in a plain form that can be sent to other processes."""
+class RewardedCompletion(NamedTuple):
+    """A completion without its scalar rewards, in a plain form that can be sent to other processes."""
 
     tokens: int
     """Number of tokens."""
@@ -26,9 +29,11 @@ class StepTable(NamedTuple):
     """(N, S) weighted sums over reward functions, NaN = no such step."""
     ends: Tensor
     """(N, S) exclusive ends in tokens, increasing; a number beyond every completion where there is no such step."""
+    is_rewarded: Tensor
+    """(N,) bool, False for a completion for which every reward function returned None. It has no step."""
 
 
-def tabulate(completions: Sequence[ScoredCompletion], scalars: Tensor, weights: Tensor, *, cover: bool) -> StepTable:
+def tabulate(completions: Sequence[RewardedCompletion], scalars: Tensor, weights: Tensor, *, cover: bool) -> StepTable:
     """Combine the rewards of all reward functions into one table of steps.
 
     A plain number becomes a step that ends with the completion. Steps that end at the same token become one step, with
@@ -39,10 +44,11 @@ def tabulate(completions: Sequence[ScoredCompletion], scalars: Tensor, weights: 
         scalars: (N, K) rewards by function, NaN = None. If a function returned steps, these replace its scalar.
         weights: (K,) weights of the functions.
         cover: If no step reaches the last loss token, add a step of reward 0 that ends there. Then every loss token of
-            a scored completion belongs to a step.
+            a rewarded completion belongs to a step.
     """
+    is_rewarded = ~scalars.isnan().all(1)
     rows: list[list[tuple[int, dict[int, float]]]] = []  # end and rewards by function of each step
-    for completion, numbers in zip(completions, scalars.tolist(), strict=True):
+    for completion, numbers, has_reward in zip(completions, scalars.tolist(), is_rewarded.tolist(), strict=True):
         row: dict[int, dict[int, float]] = {}
         for function, number in enumerate(numbers):
             if math.isnan(number):
@@ -50,8 +56,7 @@ def tabulate(completions: Sequence[ScoredCompletion], scalars: Tensor, weights: 
             for end, value in completion.steps.get(function, [(completion.tokens, number)]):
                 at_end = row.setdefault(end, {})
                 at_end[function] = at_end.get(function, 0.0) + value
-        is_scored = not all(map(math.isnan, numbers))
-        if cover and is_scored and max(row, default=-1) < completion.own_end:
+        if cover and has_reward and max(row, default=-1) < completion.own_end:
             row[completion.own_end] = {0: 0.0}  # any function will do
         rows.append(sorted(row.items()))
     size = (len(rows), max(1, *map(len, rows)))
@@ -61,4 +66,4 @@ def tabulate(completions: Sequence[ScoredCompletion], scalars: Tensor, weights: 
     # sum as TRL does: function by function, in its dtype
     flat = scalars.new_tensor([[at_end.get(k, math.nan) for k in range(len(weights))] for _, at_end in steps])
     rewards = (flat * weights.to(flat)).nansum(1).where(~flat.isnan().all(1), torch.nan)
-    return StepTable(rewards.view(size), ends.view(size))
+    return StepTable(rewards.view(size), ends.view(size), is_rewarded)
