@@ -165,12 +165,20 @@ def test_the_next_log_begins_anew_and_evaluation_has_its_own(models: dict[str, P
     assert [row["eval_off_policy_q99"] for row in rows if "eval_off_policy_q99" in row] == [0, 0]
 
 
+class Source:
+    """A trainer with nothing but its metrics."""
+
+    def __init__(self, **accelerator: Any) -> None:
+        device = torch.device("cpu")
+        self.accelerator: Any = SimpleNamespace(**{"num_processes": 1, "device": device, **accelerator})
+        self.model = torch.nn.Identity().train()
+        self.logged_values = {"train": defaultdict[str, list[float]](list)}
+
+
 @pytest.mark.parametrize("is_main", [True, False])
 def test_totals_of_a_checkpoint_count_once_over_all_processes(is_main: bool) -> None:
     """Each process reads the totals of all, so only one may go on with them, and all must have the same names."""
-    accelerator = SimpleNamespace(is_main_process=is_main, num_processes=1, device=torch.device("cpu"))
-    model = torch.nn.Identity().train()
-    metrics = Metrics(SimpleNamespace(accelerator=accelerator, model=model, _metrics={"train": {}}))
+    metrics = Metrics(Source(is_main_process=is_main))
     metrics.restore({("mean", "a"): [6.0, 3.0], ("size", "b"): [2.0, 4.0, 1.0]})
     assert list(metrics.state()) == [("mean", "a"), ("size", "b")]
     assert metrics.state()["mean", "a"] == ([6.0, 3.0] if is_main else [0.0, 0.0])
@@ -179,29 +187,18 @@ def test_totals_of_a_checkpoint_count_once_over_all_processes(is_main: bool) -> 
 
 
 def test_means_do_not_pile_up_on_the_device_of_a_run_that_never_logs() -> None:
-    trainer: Any = SimpleNamespace(
-        model=SimpleNamespace(training=True),
-        accelerator=SimpleNamespace(num_processes=1, device=torch.device("cpu")),
-        _metrics={"train": defaultdict(list)},
-    )
+    trainer = Source()
     metrics = Metrics(trainer)
     for number in range(_MOST_WAITING):
         metrics.token_mean("kl", torch.full((1, 1), float(number)), torch.ones(1, 1, dtype=torch.bool))
         assert metrics.is_settled == (number == _MOST_WAITING - 1)
-    assert trainer._metrics["train"]["kl"] == [float(number) for number in range(_MOST_WAITING)]
+    assert trainer.logged_values["train"]["kl"] == [float(number) for number in range(_MOST_WAITING)]
 
 
 def test_means_over_processes_are_those_of_their_means_as_trls() -> None:
     """One process has 1 and 3, another one has 10 and the last has nothing: (2 + 10 + 0) / 3."""
     others = [[2.0, 1.0, 1.0, 3.0], [0.0, 1.0, 0.0, 0.0]]
-    accelerator = SimpleNamespace(
-        num_processes=3,
-        device=torch.device("cpu"),
-        gather=lambda ours: torch.cat([ours, torch.tensor(others).double()]),
-    )
-    trainer: Any = SimpleNamespace(
-        model=SimpleNamespace(training=True), accelerator=accelerator, _metrics={"train": defaultdict(list)}
-    )
+    trainer = Source(num_processes=3, gather=lambda ours: torch.cat([ours, torch.tensor(others).double()]))
     metrics = Metrics(trainer)
     names = {"min": "lowest", "mean": "mean", "max": "highest"}
     for values, mask in (([1.0, 3.0, 9.0], [1, 1, 0]), ([9.0, 9.0, 9.0], [0, 0, 0])):  # what the others have sent
@@ -210,4 +207,4 @@ def test_means_over_processes_are_those_of_their_means_as_trls() -> None:
     metrics._steps.clear()
     metrics.over_processes(names, torch.tensor([10.0]), torch.tensor([True]))
     metrics.settle()
-    assert trainer._metrics["train"] == {"lowest": [0.0], "mean": [4.0], "highest": [10.0]}
+    assert trainer.logged_values["train"] == {"lowest": [0.0], "mean": [4.0], "highest": [10.0]}

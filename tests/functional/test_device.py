@@ -35,8 +35,6 @@ CALLS: dict[str, Callable[[Inputs], Any]] = {
     "mean": lambda i: pooling.mean(pooling.mean_totals(i["logps"].flatten())),
     "effective_sample_size": lambda i: pooling.effective_sample_size(pooling.sample_size_totals(i["logps"][0])),
     "quantile": lambda i: pooling.quantile(pooling.histogram(i["logps"].flatten()), 0.4),
-    "count_mean": lambda i: pooling.count_mean(pooling.count_totals(i["ends"].flatten())),
-    "count_quantile": lambda i: pooling.count_quantile(pooling.count_totals(i["ends"].flatten()), 0.4),
 }
 
 

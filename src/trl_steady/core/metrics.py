@@ -89,7 +89,6 @@ class Metrics:
         sums: Mapping[str, Tensor] | None = None,
         quantiles: Mapping[str, Masked] | None = None,
         sample_sizes: Mapping[str, Masked] | None = None,
-        counts: Mapping[str, Masked] | None = None,
     ) -> None:
         """Add samples whose statistics over all processes and micro-batches are logged next time.
 
@@ -98,18 +97,16 @@ class Metrics:
             sums: name -> (2,) a sum of values and their number. The mean is logged.
             quantiles: name -> values. Quantiles are logged as `name_q01` and so on.
             sample_sizes: name -> log-weights. Their effective sample size is logged.
-            counts: name -> counts. Their mean is logged, and exact quantiles as `name_q50` and `name_q99`.
         """
         kinds = {
             ("mean", pooling.mean_totals): means,
             ("quantiles", pooling.histogram): quantiles,
             ("size", pooling.sample_size_totals): sample_sizes,
-            ("counts", pooling.count_totals): counts,
         }
         pool = self._pools[self._mode]
-        for (kind, of), samples in kinds.items():
+        for (kind, totals), samples in kinds.items():
             for name, masked in (samples or {}).items():
-                pool[kind, name] = pool.get((kind, name), 0) + of(*self._countable(*masked))
+                pool[kind, name] = pool.get((kind, name), 0) + totals(*self._countable(*masked))
         for name, total in (sums or {}).items():
             pool["mean", name] = pool.get(("mean", name), 0) + self._countable(total)[0].double()
 
@@ -194,10 +191,6 @@ def _summary(pool: _Pool) -> Iterator[tuple[str, float]]:
             yield name, pooling.mean(totals)
         elif kind == "size":
             yield name, pooling.effective_sample_size(totals)
-        elif kind == "counts":
-            yield name, pooling.count_mean(totals)
-            for suffix in ("q50", "q99"):
-                yield f"{name}_{suffix}", pooling.count_quantile(totals, _QUANTILES[suffix])
         else:
             for suffix, share in _QUANTILES.items():
                 yield f"{name}_{suffix}", pooling.quantile(totals, share)

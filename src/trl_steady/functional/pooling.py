@@ -12,8 +12,6 @@ import math
 import torch
 from torch import Tensor
 
-LARGEST_COUNT = 4096
-"""The largest count that `count_totals` keeps apart from larger ones."""
 _PER_DECADE = 50
 _EDGES = 1e-9 * 10 ** (torch.arange(12 * _PER_DECADE + 1, dtype=torch.float64) / _PER_DECADE)  # up to 1e3
 
@@ -59,31 +57,7 @@ def histogram(values: Tensor, mask: Tensor | None = None) -> Tensor:
     values, counts = _counted(values, mask)
     counts, values = counts * ~values.isnan(), values.nan_to_num()
     bins = torch.bucketize(values.abs(), _EDGES.to(values.device)) * values.sign().long()
-    return _binned(bins + len(_EDGES), counts, 2 * len(_EDGES) + 1)
-
-
-def count_totals(numbers: Tensor, mask: Tensor | None = None) -> Tensor:
-    """Return how many of the numbers are 0, 1, 2 and so on. Numbers above `LARGEST_COUNT` are taken as that."""
-    numbers, counts = _counted(numbers, mask)
-    return _binned(numbers.long().clamp(max=LARGEST_COUNT), counts, LARGEST_COUNT + 1)
-
-
-def count_mean(totals: Tensor) -> float:
-    """Return the mean of all counts in `totals`, or NaN if there are none.
-
-    >>> totals = count_totals(torch.tensor([1, 1])) + count_totals(torch.tensor([3, 7]))
-    >>> count_mean(totals), count_quantile(totals, 0.5), count_quantile(totals, 0.75)
-    (3.0, 1, 3)
-    """
-    number = float(totals.sum())
-    counts = torch.arange(len(totals), dtype=totals.dtype, device=totals.device)
-    return float(totals @ counts) / number if number else math.nan
-
-
-def count_quantile(totals: Tensor, share: float) -> float:
-    """Return the count that a `share` of the counts in `totals` does not exceed, or NaN if there are none."""
-    reached = totals.cumsum(0)
-    return int((reached < share * reached[-1]).sum()) if reached[-1] else math.nan
+    return counts.new_zeros(2 * len(_EDGES) + 1).scatter_add_(0, (bins + len(_EDGES)).flatten(), counts.flatten())
 
 
 def quantile(counts: Tensor, share: float) -> float:
@@ -96,10 +70,13 @@ def quantile(counts: Tensor, share: float) -> float:
     >>> quantile(counts, 0.4), round(quantile(counts, 0.8), 5)
     (0.0, 0.00204)
     """
-    position = count_quantile(counts, share) - len(_EDGES)
-    if position == 0 or math.isnan(position):
-        return float(position)
-    index = min(abs(int(position)), len(_EDGES) - 1)
+    reached = counts.cumsum(0)
+    if not reached[-1]:
+        return math.nan
+    position = int((reached < share * reached[-1]).sum()) - len(_EDGES)
+    if position == 0:
+        return 0.0
+    index = min(abs(position), len(_EDGES) - 1)
     middle = _EDGES[index] * 10 ** (-0.5 / _PER_DECADE)
     return math.copysign(float(middle), position)
 
@@ -109,7 +86,3 @@ def _counted(values: Tensor, mask: Tensor | None) -> tuple[Tensor, Tensor]:
     counts = torch.ones_like(values, dtype=torch.float64)
     counts = counts if mask is None else counts * mask
     return values.detach().double().where(counts > 0, 0), counts
-
-
-def _binned(bins: Tensor, counts: Tensor, size: int) -> Tensor:
-    return counts.new_zeros(size).scatter_add_(0, bins.flatten(), counts.flatten())

@@ -14,9 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from trl_steady.functional.pooling import LARGEST_COUNT
-
-MAX_KEPT = LARGEST_COUNT
+MAX_KEPT = 4096
 """Size of the largest set that is recorded. A larger set is replaced by the whole vocabulary."""
 
 
