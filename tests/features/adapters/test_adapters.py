@@ -175,6 +175,11 @@ def test_the_active_adapter_is_the_one_that_is_merged() -> None:
     assert not torch.equal(pushed(model)["lm_head.weight"], default["lm_head.weight"])
 
 
+def test_active_adapters_are_merged_together() -> None:
+    model = two_active("linear")
+    torch.testing.assert_close(engine_logits(model, "dense"), logits(model), rtol=1e-4, atol=5e-4)
+
+
 def test_activation_checkpointing_by_wrapper_leaves_the_names() -> None:
     model = policy("linear")
     layers = model.get_base_model().model.layers
@@ -313,7 +318,14 @@ class Sharded(Tensor):
     """As torchao's weights and sharded ones are."""
 
 
+def two_active(kind: str) -> PeftModel:
+    model = policy(kind, ref=True)
+    model.base_model.set_adapter(["default", "ref"])
+    return model
+
+
 REFUSED: dict[str, tuple[Callable[[], Any], str]] = {
+    "two": (lambda: two_active("dora"), "embed_tokens.weight with DoRA in one of 2 active adapters"),
     "tuner": (
         lambda: get_peft_model(bare("dense"), peft.IA3Config(task_type="CAUSAL_LM", feedforward_modules=[])),
         "an adapter of IA3Config",

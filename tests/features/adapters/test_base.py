@@ -15,7 +15,7 @@ from tests.features.critic import tools as critics
 from tests.features.reward_model.test_scores import ANSWERS, ENDS, PROMPTS, scores_of
 from tests.tools import tiny
 from trl_steady import RewardAdapter
-from trl_steady.features.adapters.base_model import Base
+from trl_steady.features.adapters.base_model import BaseModel
 from trl_steady.features.adapters.vllm_support import why_not_served
 from trl_steady.features.reward_model.feature import RewardModelPart
 
@@ -57,7 +57,7 @@ def test_lora_in_a_vision_tower_is_not_served(tmp_path: Path) -> None:
     qwen().save_pretrained(tmp_path)
     load, inside = transformers.Qwen3VLForConditionalGeneration.from_pretrained, r".*language_model.*q_proj"
     text = get_peft_model(load(tmp_path), LoraConfig(target_modules=f"{inside}|lm_head"))
-    assert Base(text).adapted_elsewhere == [] and "vision" not in (why_not_served(text, "colocate", whole) or "")
+    assert BaseModel(text).adapted_elsewhere == [] and "vision" not in (why_not_served(text, "colocate", whole) or "")
     both = get_peft_model(load(tmp_path), LoraConfig(target_modules=f"{inside}|.*qkv"))
     assert "qkv" in (why_not_served(both, "colocate", whole) or "")
 

@@ -14,28 +14,28 @@ from transformers import PreTrainedModel
 from transformers.utils import CONFIG_NAME
 from transformers.utils.hub import cached_file
 
-from trl_steady.features.adapters.merging import Site, sites
+from trl_steady.features.adapters.weight_slots import WeightSlot, iter_weight_slots
 from trl_steady.trl_bridge import models
 
 Gather = Callable[[Sequence[Tensor]], AbstractContextManager[object]]
 """Returns a context in which parameters are whole on this process, under ZeRO-3 too. All processes enter it."""
-_STARTS = ("pissa", "olora", "corda", "loftq", "lora_ga")
+_BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
-def start_of(config: PeftConfig | None) -> str | None:
+def base_changing_init(config: PeftConfig | None) -> str | None:
     """Return the setting with which PEFT changes the base when it makes an adapter of this configuration, or None.
 
     Such an adapter is right on the changed base only.
     """
     if not isinstance(config, LoraConfig):
         return None
-    start = config.init_lora_weights
-    if isinstance(start, str) and start.lower().startswith(_STARTS):
-        return f"init_lora_weights={start!r} with r={config.r}"
+    init = config.init_lora_weights
+    if isinstance(init, str) and init.lower().startswith(_BASE_CHANGING_INITS):
+        return f"init_lora_weights={init!r} with r={config.r}"
     return "kasa_config" if getattr(config, "kasa_config", None) is not None else None
 
 
-class Base:
+class BaseModel:
     """The model under the adapters of a policy. Reference, critic and reward model share it; an engine has a copy.
 
     Args:
@@ -52,10 +52,10 @@ class Base:
         return bool(getattr(self.model, "is_quantized", False))
 
     @property
-    def start(self) -> str | None:
-        """The setting of an active adapter with which PEFT has changed the base, such as PiSSA's; None without any."""
+    def changing_init(self) -> str | None:
+        """The `base_changing_init` of an active adapter, such as PiSSA's; None without any."""
         configs = map(self._policy.peft_config.get, self._policy.active_adapters)
-        return next(filter(None, map(start_of, configs)), None)
+        return next(filter(None, map(base_changing_init, configs)), None)
 
     @property
     def trained(self) -> dict[str, torch.nn.Parameter]:
@@ -63,16 +63,18 @@ class Base:
 
         Copies that PEFT trains in their place (`modules_to_save`, `trainable_token_indices`) are not of the base.
         """
-        of_base = (site for site in sites(self.model, self.model) if site.parameter is site.original)
-        return {site.name: site.parameter for site in of_base if site.parameter.requires_grad}
+        slots = (slot for slot in iter_weight_slots(self.model) if slot.parameter is slot.original)
+        return {slot.name: slot.parameter for slot in slots if slot.parameter.requires_grad}
 
-    @property
-    def rows(self) -> dict[str, Tensor]:
-        """The first row of each weight that a start has changed, by which a resume knows the base again."""
-        if self.start is None:
+    def fingerprint(self) -> dict[str, Tensor]:
+        """Return the first row of each weight that PEFT has changed; nothing without a `changing_init`.
+
+        An init may depend on the seed or on data, and no other trace of the changed base is in a checkpoint.
+        """
+        if self.changing_init is None:
             return {}
-        adapted = (site for site in sites(self.model, self.model) if site.layers and site.parameter.dim() == 2)
-        return {f"{site.name}[0]": models.whole(site.parameter)[0].float().cpu() for site in adapted}
+        adapted = (slot for slot in iter_weight_slots(self.model) if slot.layers and slot.parameter.dim() == 2)
+        return {f"{slot.name}[0]": models.whole(slot.parameter)[0].float().cpu() for slot in adapted}
 
     @property
     def adapted_elsewhere(self) -> list[str]:
@@ -82,7 +84,7 @@ class Base:
             return []
         parts = (self.model.get_decoder(), self.model.get_output_embeddings())
         inside = {id(module) for part in parts if part is not None for module in part.modules()}
-        return [site.name for site in sites(self.model, self.model) if site.layers and id(site.owner) not in inside]
+        return [slot.name for slot in iter_weight_slots(self.model) if slot.layers and id(slot.owner) not in inside]
 
     def why_not_checkpoint(self, gather: Gather) -> str | None:
         """Return why the base is not the checkpoint in `config.name_or_path`, or will not stay so; None if it is.
@@ -90,20 +92,20 @@ class Base:
         The shape and the first row of each weight are compared. A weight without an adapter is left out if the
         checkpoint has it under another name.
         """
-        if self.start is not None:
-            return f"{self.start}: PEFT has changed the base"
+        if self.changing_init is not None:
+            return f"{self.changing_init}: PEFT has changed the base"
         if self.trained:
             return f"{min(self.trained)} of the base trains beside the adapter"
         path = str(self.model.config.name_or_path)
         files = _files(path)
-        for site in sites(self.model, self.model):
-            if site.name in files:
-                with safe_open(files[site.name], "pt") as file, gather([site.parameter]):
-                    saved = file.get_slice(site.name)
-                    if not _begins_as(site, saved[:1], saved.get_shape()):
-                        return f"{site.name} is not that of the checkpoint {path!r}, which the engine loads"
-            elif site.layers:
-                return f"{site.name} cannot be compared: {path!r} has no such tensor in safetensors files"
+        for slot in iter_weight_slots(self.model):
+            if slot.name in files:
+                with safe_open(files[slot.name], "pt") as file, gather([slot.parameter]):
+                    saved = file.get_slice(slot.name)
+                    if not _begins_as(slot, saved[:1], saved.get_shape()):
+                        return f"{slot.name} is not that of the checkpoint {path!r}, which the engine loads"
+            elif slot.layers:
+                return f"{slot.name} cannot be compared: {path!r} has no such tensor in safetensors files"
         return None
 
 
@@ -120,9 +122,9 @@ def _files(path: str) -> dict[str, Path]:
     return found
 
 
-def _begins_as(site: Site, row: Tensor, shape: list[int]) -> bool:
+def _begins_as(slot: WeightSlot, row: Tensor, shape: list[int]) -> bool:
     """Return whether a parameter begins with this row of a tensor of this shape, quantised as the parameter is."""
-    parameter, state = site.parameter.detach(), site.quant_state
+    parameter, state = slot.parameter.detach(), slot.quant_state
     if state is None or row.dtype == torch.uint8:
         begins = torch.equal(parameter[:1].cpu(), row.to(parameter.dtype))
         return [*parameter.shape] == shape and begins

@@ -14,7 +14,7 @@ from trl_steady.config.shared import SharedOptions
 from trl_steady.core.engine import NamedWeights
 from trl_steady.core.feature import Active, Feature
 from trl_steady.core.types import Construction
-from trl_steady.features.adapters.base_model import Base
+from trl_steady.features.adapters.base_model import BaseModel
 from trl_steady.features.adapters.merging import merged_weights
 from trl_steady.features.adapters.precision import keep_gradients_on_cpu, keep_in_float32, lost_to_rounding
 from trl_steady.features.adapters.vllm_support import needs_adapter
@@ -23,7 +23,7 @@ from trl_steady.trl_bridge.models import REFERENCE_ADAPTER
 from trl_steady.trl_bridge.private import forget_sync
 from trl_steady.trl_bridge.vllm import engine_arguments, push, whole
 
-_ROWS_FILE = "changed_base.safetensors"  # of a checkpoint
+_FINGERPRINT_FILE = "changed_base.safetensors"  # in a checkpoint
 
 
 class Adapters(Feature):
@@ -92,7 +92,7 @@ class Adapters(Feature):
 
         Under FSDP, and for adapters that cannot be merged on the side, TRL merges into the policy's own weights.
         """
-        trainer, is_quantised = self.trainer, Base(model).is_quantised
+        trainer, is_quantised = self.trainer, BaseModel(model).is_quantised
         if is_quantised or trainer.accelerator.distributed_type != DistributedType.FSDP:
             with whole(trainer.vllm_generation, list(model.parameters())):
                 try:
@@ -108,11 +108,11 @@ class Adapters(Feature):
             if REFERENCE_ADAPTER not in name.split("."):
                 yield name, weight
 
-    # a base that trains, or that a start has changed
+    # a base that trains, or that PEFT has changed
 
     def _check_base(self, model: PeftModel) -> None:
         """Warn of biases that train beside the adapter, and refuse other parameters, which PEFT does not save."""
-        if not (trained := Base(model).trained):
+        if not (trained := BaseModel(model).trained):
             return
         what = f"{len(trained)} parameters of the base train beside the adapter, for example {min(trained)}"
         instead = "list their modules in modules_to_save of peft_config"
@@ -130,8 +130,8 @@ class Adapters(Feature):
 
     def save_state(self, checkpoint: Path) -> None:
         """Save how to know a changed base again."""
-        if (rows := self._rows()) and self.args.should_save:
-            save_file(rows, checkpoint / _ROWS_FILE)
+        if (fingerprint := self._fingerprint()) and self.args.should_save:
+            save_file(fingerprint, checkpoint / _FINGERPRINT_FILE)
 
     def load_state(self, checkpoint: Path) -> None:
         """Refuse a checkpoint of a run on another base, or of several active adapters."""
@@ -141,18 +141,18 @@ class Adapters(Feature):
                 f"the active adapters of the policy were {self._active}, and transformers keeps the first only. Merge "
                 "the others into the base before you train."
             )
-        rows, file = self._rows(), checkpoint / _ROWS_FILE
-        saved = load_file(file) if file.is_file() else {}
+        now, file = self._fingerprint(), checkpoint / _FINGERPRINT_FILE
+        before = load_file(file) if file.is_file() else {}
         # another machine rounds otherwise, by less than this
-        if rows.keys() != saved.keys() or any(
-            (row - saved[name]).abs().max() > 0.02 * row.abs().max() for name, row in rows.items()
+        if now.keys() != before.keys() or any(
+            (row - before[name]).abs().max() > 0.02 * row.abs().max() for name, row in now.items()
         ):
             raise ValueError(
                 f"PEFT has made another base than in {checkpoint}, as init_lora_weights asks it to. Give the same "
                 "peft_config, and set the same seed before you make the adapter; or begin a new run."
             )
 
-    def _rows(self) -> dict[str, Tensor]:
-        """Return the first rows of weights that PEFT has changed, on all processes, which gather them."""
+    def _fingerprint(self) -> dict[str, Tensor]:
+        """Return the base's fingerprint, on all processes, which gather it."""
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        return Base(model).rows if isinstance(model, PeftModel) else {}
+        return BaseModel(model).fingerprint() if isinstance(model, PeftModel) else {}

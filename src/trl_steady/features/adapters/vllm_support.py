@@ -8,13 +8,13 @@ from peft.utils.save_and_load import get_peft_model_state_dict
 from torch import Tensor
 from transformers import BitsAndBytesConfig
 
-from trl_steady.features.adapters.base_model import Base, Gather
+from trl_steady.features.adapters.base_model import BaseModel, Gather
 from trl_steady.trl_bridge import models
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks for which vLLM can be built."""
-# Fields of LoraConfig with which an adapter still is two matrices a layer, of one rank and one scale. `Base` knows
-# which starts of these matrices have changed the base.
+# Fields of LoraConfig with which an adapter still is two matrices a layer, of one rank and one scale. `BaseModel`
+# knows which inits of these matrices have changed the base.
 _SERVED = {
     *("auto_mapping", "base_model_name_or_path", "inference_mode", "peft_type", "peft_version", "revision"),
     *("exclude_modules", "layers_pattern", "layers_to_transform", "target_modules", "fan_in_fan_out", "task_type"),
@@ -25,7 +25,7 @@ _SERVED = {
 
 def needs_adapter(model: PeftModel, mode: str) -> bool:
     """Return whether an engine cannot have merged weights, because it quantises its weights as the base is."""
-    return mode == "colocate" and Base(model).is_quantised
+    return mode == "colocate" and BaseModel(model).is_quantised
 
 
 def served_rank(model: PeftModel) -> int:
@@ -46,7 +46,7 @@ def why_not_served(model: PeftModel, mode: str, gather: Gather) -> str | None:
             return f"vLLM does not serve LoRA with {field.name}={value!r}"
     if config.r > _RANKS[-1]:
         return f"vLLM does not serve LoRA of rank {config.r}, but up to {_RANKS[-1]}"
-    base = Base(model)
+    base = BaseModel(model)
     if elsewhere := base.adapted_elsewhere:
         return f"vLLM serves LoRA in the language model only, and skips {elsewhere[0]}"
     if base.is_quantised and mode == "server":

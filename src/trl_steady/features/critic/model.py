@@ -22,7 +22,7 @@ from transformers import AutoModelForSequenceClassification, PreTrainedModel
 from trl_steady.core.feature import Trainer
 from trl_steady.core.scorer import Scorer
 from trl_steady.core.tensor_file import refuse_other_shapes
-from trl_steady.features.adapters.base_model import Base, start_of
+from trl_steady.features.adapters.base_model import BaseModel, base_changing_init
 from trl_steady.trl_bridge import models
 from trl_steady.trl_bridge.lm_head import per_token
 from trl_steady.trl_bridge.models import VALUE_ADAPTER, base_kept, is_of_lora, parameters_kept
@@ -221,7 +221,7 @@ def adapter_critic(
                 f"{option}={value!r} would have no effect on the adapter {name!r}, which is LoRA with a scalar head. "
                 "Leave it unset."
             )
-    base, of_policy = Base(model), model.active_adapters[0]
+    base, of_policy = BaseModel(model), model.active_adapters[0]
     policy_config = model.peft_config[of_policy]
     is_copy = saved is None and peft_config is None
     config: Any = copy.deepcopy(saved[0] if saved else peft_config or policy_config)
@@ -230,10 +230,11 @@ def adapter_critic(
             f"the adapter {name!r} has a {type(config).__name__}, and must be LoRA. Train the policy with a "
             "LoraConfig, or as a whole (no peft_config)."
         )
-    if (start := start_of(config)) != base.start:  # PEFT changes the base when it makes some adapters
+    if (init := base_changing_init(config)) != base.changing_init:  # PEFT changes the base when it makes some adapters
         raise ValueError(
-            f"the adapter {name!r} has {start or 'a start that keeps the base'}, and the policy's adapter has "
-            f"{base.start or 'one that keeps it'}. They share one base. Give both the same init_lora_weights and r."
+            f"the adapter {name!r} has {init or 'a start that keeps the base'}, and the policy's adapter has "
+            f"{base.changing_init or 'one that keeps it'}. They share one base. Give both the same init_lora_weights "
+            "and r."
         )
     if trained := base.trained:
         raise ValueError(
@@ -249,7 +250,7 @@ def adapter_critic(
             UserWarning,
             stacklevel=2,
         )
-    if base.start is not None:  # PEFT changes these modules again when it loads the saved adapter
+    if base.changing_init is not None:  # PEFT changes these modules again when it loads the saved adapter
         config.target_modules = copy.copy(cast(LoraConfig, policy_config).target_modules)
     # whole copies, which a value needs least, and biases, which PEFT trains in the base
     config.modules_to_save, config.trainable_token_indices, config.bias = None, None, "none"

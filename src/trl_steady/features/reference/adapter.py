@@ -5,7 +5,7 @@ import copy
 import torch
 from peft import PeftModel
 
-from trl_steady.features.adapters.base_model import Base
+from trl_steady.features.adapters.base_model import BaseModel
 from trl_steady.features.reference.tensors import move, paired
 from trl_steady.trl_bridge.models import POLICY_ADAPTER, REFERENCE_ADAPTER, base_kept, parameters_kept
 
@@ -54,7 +54,7 @@ def refuse_unmovable(model: PeftModel) -> None:
             f"{changing or config.peft_type} in peft_config cannot follow the policy as a reference. Use one of "
             f"{', '.join(_MOVABLE)} without it, full fine-tuning, or sync_ref_model=False."
         )
-    if trained := Base(model).trained:
+    if trained := BaseModel(model).trained:
         raise ValueError(
             f"{len(trained)} parameters of the base train beside the adapter, for example {min(trained)}, and policy "
             "and reference share them. Set bias='none' in peft_config, and list modules that should train in "

@@ -9,7 +9,7 @@ from peft import PeftModel
 from trl_steady.config.shared import SharedOptions
 from trl_steady.core.feature import Active, Feature
 from trl_steady.core.types import Construction, Rollout
-from trl_steady.features.adapters.base_model import Base
+from trl_steady.features.adapters.base_model import BaseModel
 from trl_steady.features.reference.adapter import add_reference_adapter, refuse_several, refuse_unmovable
 from trl_steady.features.reference.callback import FILE, ReferenceRefreshCallback, Refresh
 from trl_steady.trl_bridge.checkpoint import saved_without
@@ -85,7 +85,9 @@ class Reference(Feature):
                 if name.endswith(f".{POLICY_ADAPTER}"):
                     reference = model.get_parameter(f"{name.removesuffix(POLICY_ADAPTER)}{REFERENCE_ADAPTER}")
                     reference.data.copy_(policy.data)
-        elif Base(model).start is not None:  # without its adapter, the base is not the model that was given
+        elif (
+            BaseModel(model).changing_init is not None
+        ):  # without its adapter, the base is not the model that was given
             add_reference_adapter(model)
             self._is_ours = True
 
