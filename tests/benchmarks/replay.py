@@ -84,9 +84,7 @@ def step(trainer: Any, replay: str | None) -> float:
 def generate(trainer: Any, replay: str | None) -> None:
     """Tokens for one micro-batch of prompts, with their routes recorded or not."""
     prompts = torch.randint(50, 200, (trainer.args.per_device_train_batch_size, 32), generator=torch.manual_seed(0))
-    recording = (
-        trainer.feature(RouterReplay).routers(trainer.model).recording() if replay else contextlib.nullcontext()
-    )
+    recording = trainer.feature(RouterReplay).routers(trainer.model).record() if replay else contextlib.nullcontext()
     with recording, torch.no_grad():
         trainer.model.generate(
             prompts.to(trainer.model.device), max_new_tokens=32, min_new_tokens=32, do_sample=False, use_cache=True

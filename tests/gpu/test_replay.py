@@ -67,7 +67,7 @@ def passed(own: Mixture, routes: Tensor | None, *, checkpointing: bool = False) 
         logits = forward()
         (logits.float() * weights).mean().backward()
     else:
-        with Routers(own.model).replaying(routes) as replaying:
+        with Routers(own.model).replay(routes) as replaying:
             logits = forward()
             replaying.check()
             (logits.float() * weights).mean().backward()
@@ -75,7 +75,7 @@ def passed(own: Mixture, routes: Tensor | None, *, checkpointing: bool = False) 
 
 
 def recorded(own: Mixture) -> Tensor:
-    with Routers(own.model).recording() as recording, torch.no_grad():
+    with Routers(own.model).record() as recording, torch.no_grad():
         own.model(input_ids=own.ids, use_cache=False)
     return recording.routes()
 

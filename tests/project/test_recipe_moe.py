@@ -80,7 +80,7 @@ def test_the_probe_replays_as_the_package_does(digits: Any) -> None:
             replayed = model(input_ids=ids).logits
         with digits.probe.routed(model) as live:
             moved = model(input_ids=ids).logits
-        with Routers(model).replaying(torch.stack(chosen, dim=1)):
+        with Routers(model).replay(torch.stack(chosen, dim=1)):
             theirs = model(input_ids=ids).logits
     assert digits.probe.changed(chosen, live, torch.ones(ids.shape, dtype=torch.bool)) > 0
     torch.testing.assert_close(replayed, theirs)

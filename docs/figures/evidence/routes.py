@@ -91,7 +91,7 @@ class Mixtures:
 
     def routes(self, theta: Tensor) -> Tensor:
         """Return the routes (R, 1, 1) of these parameters, by trl-steady's recording."""
-        with self.routers.recording() as recording:
+        with self.routers.record() as recording:
             self.live(theta)
         return recording.routes()
 
@@ -99,7 +99,7 @@ class Mixtures:
         """Return the policy that goes through these routes, by trl-steady's replay."""
 
         def policy(theta: Tensor) -> Tensor:
-            with self.routers.replaying(routes):
+            with self.routers.replay(routes):
                 return self.live(theta)
 
         return policy

@@ -37,7 +37,7 @@ def run(model: nn.Module, *, closing: Callable[[], None] = lambda: None) -> Outc
 
 
 def recorded(model: nn.Module) -> Tensor:
-    with torch.no_grad(), Routers(model).recording() as recording:
+    with torch.no_grad(), Routers(model).record() as recording:
         run_forward(model)
     return recording.routes()
 
@@ -49,7 +49,7 @@ def run_forward(model: nn.Module) -> Tensor:
 
 def replayed(model: nn.Module, routes: Tensor) -> Outcome:
     """The first pass is over when the backward begins, which runs routers again where layers are checkpointed."""
-    with Routers(model).replaying(routes) as replay:
+    with Routers(model).replay(routes) as replay:
         return run(model, closing=replay.check)
 
 

@@ -28,13 +28,13 @@ GATES = 2e-6
 
 
 def _recorded(routers: Routers, model: nn.Module) -> tuple[Outcome, Tensor]:
-    with routers.recording() as recording:
+    with routers.record() as recording:
         outcome = run(model)
     return outcome, recording.routes()
 
 
 def _replayed(routers: Routers, model: nn.Module, routes: Tensor) -> tuple[Outcome, Replay]:
-    with routers.replaying(routes) as replay:
+    with routers.replay(routes) as replay:
         outcome = run(model)
         replay.check()
     return outcome, replay
@@ -74,7 +74,7 @@ def test_a_model_without_experts_is_refused(name: str) -> None:
 def test_experts_that_topk_does_not_choose_are_refused_in_the_first_pass() -> None:
     """Phi-MoE takes one maximum after the other. A block without a router's name chooses by itself."""
     phi = families.build("phimoe")
-    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.router called topk 0 times"), Routers(phi).recording():
+    with pytest.raises(ValueError, match=r"layers\.0\.mlp\.router called topk 0 times"), Routers(phi).record():
         run(phi)
     qwen = mixtures.build("qwen3_moe")
     _, expected = _recorded(Routers(qwen), qwen)

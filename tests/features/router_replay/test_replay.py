@@ -35,11 +35,11 @@ def test_gradient_checkpointing_recomputes_layers_on_the_routes(
     move_routers(model)
     now = recorded(model)
     assert (now.sort(-1).values != routes.sort(-1).values).any()
-    with Routers(model).replaying(routes) as once:
+    with Routers(model).replay(routes) as once:
         expected = run(model)
     model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
     routers = Routers(model)
-    with gone_through(model) as seen, routers.replaying(routes) as replay:
+    with gone_through(model) as seen, routers.replay(routes) as replay:
         outcome = run(model)
     assert_equal(outcome, expected)
     assert len(seen) == 2 * routes.size(1)  # the control: layers have run again
@@ -52,7 +52,7 @@ def test_each_layer_decides_in_its_own_way(qwen: PreTrainedModel) -> None:
     in_groups = mixtures.build("deepseek_v3 in groups")
     qwen.get_submodule("model.layers.1").mlp = in_groups.get_submodule("model.layers.1.mlp")
     routes = others(2)
-    with Routers(qwen).replaying(routes):
+    with Routers(qwen).replay(routes):
         assert_gone_through(qwen, routes)
     routes = recorded(qwen)
     assert routes.shape == (TOKENS, 2, 2)
@@ -70,7 +70,7 @@ def test_more_experts_than_a_byte_counts() -> None:
     assert_gone_through(model, routes)
     assert_equal(replayed(model, routes), run(model))
     routes = torch.stack([torch.arange(255, 255 + TOKENS), torch.arange(TOKENS)], dim=-1)[:, None].to(torch.int16)
-    with Routers(model).replaying(routes):
+    with Routers(model).replay(routes):
         assert_gone_through(model, routes)
 
 
@@ -81,25 +81,25 @@ def test_nothing_is_left_behind_by_an_exception(qwen: PreTrainedModel) -> None:
         raise KeyError("planted")
 
     handle = qwen.get_submodule(SECOND).register_forward_hook(fail)
-    for context in (routers.recording(), routers.replaying(others(2))):
+    for context in (routers.record(), routers.replay(others(2))):
         with pytest.raises(KeyError, match="planted"), context:
             run_forward(qwen)
     handle.remove()
     assert not any("forward" in vars(router) for router in routers_of(qwen))
     assert_equal(run(qwen), natural)
     routes = others(2)
-    with routers.replaying(routes):
+    with routers.replay(routes):
         assert_gone_through(qwen, routes)
 
 
 def test_a_context_within_another_holds_until_its_end(qwen: PreTrainedModel) -> None:
     routers, outer, inner, natural = Routers(qwen), others(2, 1), others(2, 2), recorded(qwen)
-    with routers.replaying(outer) as of_outer:
+    with routers.replay(outer) as of_outer:
         assert_gone_through(qwen, outer)
-        with routers.replaying(inner) as of_inner:
+        with routers.replay(inner) as of_inner:
             assert_gone_through(qwen, inner)
         of_inner.check()
-        with routers.recording() as recording:
+        with routers.record() as recording:
             run_forward(qwen)
         assert torch.equal(recording.routes(), natural)
         of_outer.check()  # what was within does not count
@@ -111,7 +111,7 @@ def test_another_pass_between_forward_and_backward_chooses_anew(qwen: PreTrained
     routes, natural = others(2), recorded(qwen)
     _, expected = replayed(qwen, routes)
     qwen.train().gradient_checkpointing_enable({"use_reentrant": False})
-    with Routers(qwen).replaying(routes) as replay:
+    with Routers(qwen).replay(routes) as replay:
 
         def look() -> None:
             replay.check()
@@ -127,10 +127,10 @@ def test_two_passes_before_one_backward_are_refused_if_layers_run_again(qwen: Pr
 
     def together() -> None:
         routers = Routers(qwen)
-        with routers.replaying(others(2, 1)) as first:
+        with routers.replay(others(2, 1)) as first:
             run_forward(qwen)
             first.check()
-            with routers.replaying(others(2, 2)) as second:
+            with routers.replay(others(2, 2)) as second:
                 run_forward(qwen)
                 second.check()
 
@@ -153,11 +153,11 @@ def test_a_router_that_writes_into_its_input_does_so_once(qwen: PreTrainedModel)
     routes = others(2)
     with torch.no_grad():
         known = Routers(qwen)
-        with known.recording():
+        with known.record():
             run_forward(qwen)
         logits = []
         for routers in (known, Routers(qwen)):
-            with routers.replaying(routes):
+            with routers.replay(routes):
                 logits.append(run_forward(qwen))
     assert torch.equal(*logits)
 
@@ -166,7 +166,7 @@ def test_routes_of_another_shape_are_refused(qwen: PreTrainedModel) -> None:
     """Some of them would broadcast."""
     for shape in ((TOKENS + 1, 2, 2), (TOKENS, 2, 1), (TOKENS, 3, 2), (1, 2, 2)):
         routes = torch.arange(shape[-1], dtype=torch.uint8).expand(shape)
-        with pytest.raises(ValueError, match=r"do not fit .*model\.layers"), Routers(qwen).replaying(routes):
+        with pytest.raises(ValueError, match=r"do not fit .*model\.layers"), Routers(qwen).replay(routes):
             run_forward(qwen)
     assert not any("forward" in vars(router) for router in routers_of(qwen))
 
@@ -174,11 +174,11 @@ def test_routes_of_another_shape_are_refused(qwen: PreTrainedModel) -> None:
 def test_a_layer_whose_router_does_not_run_is_refused(qwen: PreTrainedModel) -> None:
     routers = Routers(qwen)
     qwen.get_submodule("model.layers.1").mlp = nn.Identity()
-    with routers.recording() as recording:
+    with routers.record() as recording:
         run_forward(qwen)
     with pytest.raises(ValueError, match=rf"the router {SECOND} chose experts for \[\] tokens"):
         recording.routes()
-    with routers.replaying(others(2)) as replay:
+    with routers.replay(others(2)) as replay:
         run_forward(qwen)
     with pytest.raises(ValueError, match=f"the router {SECOND} ran 0 times"):
         replay.check()
@@ -186,7 +186,7 @@ def test_a_layer_whose_router_does_not_run_is_refused(qwen: PreTrainedModel) -> 
 
 def test_a_router_that_runs_twice_is_refused(qwen: PreTrainedModel) -> None:
     routers = Routers(qwen)
-    with routers.recording() as recording:
+    with routers.record() as recording:
         run_forward(qwen)
         run_forward(qwen)
     with pytest.raises(ValueError, match=rf"{FIRST} chose experts for \[{TOKENS}, {TOKENS}\] tokens"):
@@ -194,7 +194,7 @@ def test_a_router_that_runs_twice_is_refused(qwen: PreTrainedModel) -> None:
     layers = qwen.get_submodule("model.layers")
     assert isinstance(layers, nn.ModuleList)
     layers[0].mlp = layers[1].mlp
-    with Routers(qwen).replaying(others(1)) as replay:
+    with Routers(qwen).replay(others(1)) as replay:
         run_forward(qwen)
     with pytest.raises(ValueError, match=r"mlp\.gate ran 2 times"):
         replay.check()
@@ -213,10 +213,10 @@ def test_a_router_that_decides_otherwise_than_before_is_refused(qwen: PreTrained
 
     vars(router)["forward"] = forward
     routers, routes = Routers(qwen), others(2)
-    with routers.replaying(routes):
+    with routers.replay(routes):
         assert_gone_through(qwen, routes)
     qwen.train()
     message = "do not fit" if in_training == 3 else f"called topk {in_training + 1} times instead of 3"
-    with pytest.raises(ValueError, match=message), routers.replaying(routes):
+    with pytest.raises(ValueError, match=message), routers.replay(routes):
         run_forward(qwen)
     assert vars(router)["forward"] is forward

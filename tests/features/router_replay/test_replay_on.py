@@ -54,7 +54,7 @@ def test_routes_are_replayed_with_and_without_an_adapter(qwen: PreTrainedModel, 
     assert_equal(replayed(model, natural), run(model))
     routers = Routers(model)
     assert len(routers.names) == 2
-    with routers.replaying(routes):
+    with routers.replay(routes):
         assert_gone_through(model, routes)
     logits, gradients = replayed(model, routes)
     assert all("lora_" in name or "modules_to_save" in name for name in gradients)
@@ -66,17 +66,17 @@ def test_routes_are_replayed_with_and_without_an_adapter(qwen: PreTrainedModel, 
         assert not of_router
     # without the adapter, the base
     with model.disable_adapter():
-        with torch.no_grad(), routers.recording() as recording:
+        with torch.no_grad(), routers.record() as recording:
             run_forward(model)
         assert torch.equal(recording.routes(), recorded(base))
-        with torch.no_grad(), routers.replaying(routes):
+        with torch.no_grad(), routers.replay(routes):
             plain = run_forward(model)
-    with torch.no_grad(), Routers(base).replaying(routes):
+    with torch.no_grad(), Routers(base).replay(routes):
         assert torch.equal(plain, run_forward(base))
     # in the weights, the same
     merged = model.merge_and_unload()
     assert not within(apart(logits, plain), 100 * ROUNDING)
-    with torch.no_grad(), Routers(merged).replaying(routes):
+    with torch.no_grad(), Routers(merged).replay(routes):
         assert within(apart(run_forward(merged), logits), ROUNDING)
 
 
@@ -94,10 +94,10 @@ def test_a_router_in_advance_takes_no_random_numbers(checkpointing: dict[str, bo
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs=checkpointing)
         routers = Routers(model)
         if is_known:
-            with torch.no_grad(), routers.recording():
+            with torch.no_grad(), routers.record():
                 run_forward(model)
         torch.manual_seed(seed)
-        with routers.replaying(routes):
+        with routers.replay(routes):
             return run(model)
 
     expected = outcome(0, is_known=True, is_checkpointed=False)
@@ -118,9 +118,9 @@ def test_half_precision_records_and_replays(model: PreTrainedModel, precision: s
     routes = others(len(routers.names))
     natural = run(model)
     assert_equal(replayed(model, recorded(model)), natural)
-    with routers.recording():
+    with routers.record():
         run_forward(model)
-    with routers.replaying(routes):
+    with routers.replay(routes):
         assert_gone_through(model, routes)
         expected = run(model)
     assert not torch.equal(expected[0], natural[0])

@@ -53,7 +53,7 @@ class GenerationPasses:
 @contextmanager
 def record_passes(model: torch.nn.Module, routers: Routers) -> Generator[GenerationPasses]:
     """Record the tokens and routes of each pass of a model inside this context."""
-    with routers.recording() as recording:
+    with routers.record() as recording:
         passes = GenerationPasses(recording)
 
         def keep(_: object, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> None:

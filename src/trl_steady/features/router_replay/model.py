@@ -33,7 +33,7 @@ class RecordedModel:
 
     def __call__(self, *, token_indices: Tensor, **batch: Any) -> Any:
         """Return the model's outputs, and record routes."""
-        with self._routers.recording() as recording:
+        with self._routers.record() as recording:
             outputs = self.model(token_indices=token_indices, **batch)
         (routes,) = recording.routes_of_passes([token_indices.numel()])
         if self.routes is None:
@@ -69,7 +69,7 @@ class ReplayedModel:
     def __call__(self, *, token_indices: Tensor, **batch: Any) -> Any:
         """Return the model's outputs on the given routes."""
         routes = self._routes.flatten(0, 1)[token_indices.flatten()]
-        with self._hold(self._routers.replaying(routes)) as replay:
+        with self._hold(self._routers.replay(routes)) as replay:
             outputs = self.model(token_indices=token_indices, **batch)
             replay.check()
         self.replays.append(replay)
