@@ -17,7 +17,7 @@ JOBS ?= 2
 PYTHONS := 3.11 3.12 3.13
 
 .PHONY: demo demo-gspo demo-process demo-v32 demo-moe demo-sampling-mask demo-ppo demo-loop demo-own-data demo-async
-.PHONY: test test-portable test-lowest test-slow test-distributed test-sharded test-vllm test-gpu check docs bench format clean
+.PHONY: test test-quick test-portable test-lowest test-slow test-distributed test-sharded test-vllm test-gpu check docs bench format clean
 
 # deprecations that TRL owes transformers would bury the progress
 TRAIN = PYTHONWARNINGS=ignore::FutureWarning $(BIN)/python
@@ -76,8 +76,19 @@ APART := --ignore tests/sharded --ignore tests/distributed
 # one worker a file, so that a file's fixtures are made once
 PARALLEL = -n $(JOBS) --dist loadfile
 
+# `make test F=padding_free` runs one folder or file of tests, by the name of its feature or folder
+WHERE = $(or $(wildcard tests/$F tests/features/$F tests/features/test_$F*.py),$(error there are no tests of F=$F))
+
 test: $(VENV)/.test
+ifdef F
+	$(BIN)/python -m pytest $(WHERE) -m "not slow and not gpu"
+else
 	$(BIN)/python -m pytest $(APART) $(PARALLEL) -m "not slow and not gpu"
+endif
+
+# those that build no trainer
+test-quick: $(VENV)/.test
+	$(BIN)/python -m pytest --quick -q -r fE $(APART) --ignore tests/project -n $(JOBS)
 
 # other machines' kernels, as far as this one can run them: torch's own, oneDNN's, and MKL's order of summation
 OLDER = ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE

@@ -9,12 +9,14 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 import gc
 import importlib
 import sys
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import transformers
 import trl
 from torch import Tensor
 
@@ -28,19 +30,50 @@ torch.set_num_threads(1)
 collect_ignore = ["benchmarks"]  # scripts, which the doctest collector would import
 
 
+QUICK_CASES = 8  # of each test in a quick run
 RECIPES_FOLDER = Path(__file__).parents[1] / "recipes"
 RECIPES = [f"{path.parent.name}.{path.stem}" for path in sorted(RECIPES_FOLDER.glob("*/[a-z]*.py"))]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Add the option of `make test-portable`."""
+    """Add the options of `make test-portable` and `make test-quick`."""
     parser.addoption("--headroom", type=float, help="the factor that each comparison keeps from its bound")
+    parser.addoption("--quick", action="store_true", help="run only tests that build no trainer")
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Measure comparisons where the option asks for it."""
+    """Do what the options ask for."""
     if config.option.headroom is not None:
         config.pluginmanager.register(Headroom(config.option.headroom))
+    if config.option.quick:
+        transformers.Trainer.__init__ = skip_trainer
+
+
+def skip_trainer(*_: Any, **__: Any) -> None:
+    """Stand in place of the constructor of all trainers in a quick run."""
+    pytest.skip("builds a trainer")
+
+
+def is_quick(item: pytest.Item) -> bool:
+    """Return False for tests that have a mark or need a saved model. `skip_trainer` finds those that build one."""
+    fixtures = {*getattr(item, "fixturenames", ())}
+    marks = {mark.name for mark in item.iter_markers()}
+    return not (fixtures & {"models", "wide", "recipes"} or marks & {"slow", "gpu", "vllm"})
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out what is not quick, and all but the first cases of a test, where the option asks for it."""
+    if not config.option.quick:
+        return
+    quick: list[pytest.Item] = []
+    cases: Counter[str] = Counter()
+    for item in items:
+        name = item.nodeid.partition("[")[0]
+        if is_quick(item) and cases[name] < QUICK_CASES:
+            quick.append(item)
+            cases[name] += 1
+    config.hook.pytest_deselected(items=[item for item in items if item not in quick])
+    items[:] = quick
 
 
 def pytest_collection_finish() -> None:
@@ -56,6 +89,14 @@ def as_found() -> Iterator[None]:
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float32)
     assert left == (1, False, torch.float32), f"threads, process group, default type: {left}"
+
+
+@pytest.fixture
+def all_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also what transformers does in float32 whatever the model's type: norms, rotary angles and "eager" softmaxes."""
+    monkeypatch.setattr(torch, "float32", torch.float64)
+    monkeypatch.setattr(torch, "float", torch.float64)
+    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
 
 @pytest.fixture(scope="session")

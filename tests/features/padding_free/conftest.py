@@ -1,7 +1,6 @@
 """Batches, and whether prompts are shared."""
 
 import pytest
-import torch
 
 from tests.features.padding_free.tools import BATCHES
 from tests.oracles.padding import Batch
@@ -15,11 +14,3 @@ def batch(request: pytest.FixtureRequest) -> Batch:
 @pytest.fixture(params=[False, True], ids=["apart", "shared"])
 def share(request: pytest.FixtureRequest) -> bool:
     return request.param
-
-
-@pytest.fixture
-def all_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also what transformers does in float32 whatever the model's type: norms, rotary angles and "eager" softmaxes."""
-    monkeypatch.setattr(torch, "float32", torch.float64)
-    monkeypatch.setattr(torch, "float", torch.float64)
-    monkeypatch.setattr(torch.Tensor, "float", torch.Tensor.double)
