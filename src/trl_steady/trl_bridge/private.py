@@ -2,9 +2,12 @@
 
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TypeAlias
 
 import trl
+
+TRLTrainer: TypeAlias = trl.GRPOTrainer | trl.RLOOTrainer
+"""A trainer of TRL, with our features or without."""
 
 # TRL's own mask, which decides token by token. Read at import, before `trl-steady run` replaces TRL's trainer.
 trl_off_policy_mask = trl.GRPOTrainer.get_off_policy_mask

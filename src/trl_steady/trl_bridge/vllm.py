@@ -265,3 +265,14 @@ def push(engine: VLLMGeneration, weights: Callable[[NamedWeights], Iterator[tupl
 def whole(engine: VLLMGeneration, parameters: Sequence[Tensor]) -> AbstractContextManager[object]:
     """Return a context in which parameters are whole on this process, under ZeRO-3 too. All processes enter it."""
     return engine._dist.gather_params(parameters)
+
+
+def add_to_requests(llm: Any, lora_request: Callable[[], object]) -> None:
+    """Let vLLM's `generate` and `chat` pass what `lora_request()` returns, unless the caller passes another one."""
+
+    def with_request(call: Callable[..., Any], *arguments: object, **keywords: object) -> Any:
+        return call(*arguments, **{"lora_request": lora_request(), **keywords})
+
+    for name in ("generate", "chat"):
+        if hasattr(llm, name):
+            vars(llm)[name] = functools.partial(with_request, getattr(llm, name))

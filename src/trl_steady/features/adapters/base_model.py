@@ -1,5 +1,8 @@
 """The base of a PEFT policy: the one place that knows if it still is its checkpoint, and which part of it trains."""
 
+# safetensors, bitsandbytes and transformers annotate few functions
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path

@@ -1,5 +1,8 @@
 """Adapters and quantised bases: their precision, their gradients, and what is sent to an engine."""
 
+# safetensors and accelerate annotate few functions
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+
 import functools
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -85,7 +88,7 @@ class Adapters(Feature):
         asked = args.vllm_adapter_sync
         if not args.use_vllm or asked is False:
             return None
-        return LoraSync(asked, Path(args.output_dir))
+        return LoraSync(asked, Path(args.output_dir or ""))
 
     def _merged(self, model: PeftModel, trl_weights: NamedWeights) -> Iterator[tuple[str, Tensor]]:
         """Yield merged weights, computed beside the policy.

@@ -1,19 +1,19 @@
 """Keep the gradients of a quantised policy, and the precision that its adapters need at small learning rates."""
 
+# bitsandbytes and accelerate have no complete annotations
+# pyright: reportMissingTypeStubs=false, reportPrivateImportUsage=false, reportUnknownVariableType=false
+
 from collections.abc import Mapping
-from typing import TYPE_CHECKING
 
 import torch
+from accelerate import DeepSpeedPlugin
 from bitsandbytes.nn import Linear4bit
 from peft import PeftModel
 from torch import Tensor
 
-if TYPE_CHECKING:
-    from accelerate import DeepSpeedPlugin
-
 
 def keep_in_float32(
-    model: torch.nn.Module, before: Mapping[str, Tensor], deepspeed_plugin: "DeepSpeedPlugin | None"
+    model: torch.nn.Module, before: Mapping[str, Tensor], deepspeed_plugin: DeepSpeedPlugin | None
 ) -> None:
     """Bring the adapters of a quantised base back to float32 after TRL's constructor has cast them to bf16.
 

@@ -1,11 +1,12 @@
 """Send a policy's LoRA adapter to a vLLM engine, instead of all weights with the adapter merged."""
 
-import functools
+# TRL and safetensors annotate few attributes and functions
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+
 import tempfile
 import uuid
-from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 from accelerate.utils import broadcast_object_list
 from peft import PeftModel
@@ -13,11 +14,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from trl_steady.features.adapters.vllm_support import adapter_state, needs_adapter, served_rank, why_not_served
-
-if TYPE_CHECKING:
-    from trl.generation.vllm_client import VLLMClient
-
-    from trl_steady.trl_bridge.vllm import SteadyGeneration
+from trl_steady.trl_bridge.vllm import SteadyGeneration, add_to_requests
 
 
 class LoraSync:
@@ -33,19 +30,19 @@ class LoraSync:
         self._folder: tempfile.TemporaryDirectory[str] | None = None
         self._path = ""
 
-    def is_required(self, engine: "SteadyGeneration") -> bool:
+    def is_required(self, engine: SteadyGeneration) -> bool:
         """Return True if the engine cannot have merged weights instead, or must not."""
         return bool(self._asked) or needs_adapter(_policy(engine), engine.mode)
 
-    def why_not(self, engine: "SteadyGeneration") -> str | None:
+    def why_not(self, engine: SteadyGeneration) -> str | None:
         """Return why the engine cannot serve the adapter; None if it may."""
         return why_not_served(_policy(engine), engine.mode, engine.whole)
 
-    def flags(self, engine: "SteadyGeneration") -> dict[str, object]:
+    def flags(self, engine: SteadyGeneration) -> dict[str, object]:
         """Return the options of vLLM that a colocated engine needs."""
         return {"enable_lora": True, "max_lora_rank": served_rank(_policy(engine)), "max_loras": 1}
 
-    def send(self, engine: "SteadyGeneration") -> None:
+    def send(self, engine: SteadyGeneration) -> None:
         """Send the adapter as it is now, or raise. The engine forgets the version before."""
         state = adapter_state(_policy(engine), engine.whole)
         if engine.mode == "colocate":
@@ -66,7 +63,7 @@ class LoraSync:
         if failure[0]:
             raise ValueError(failure[0])
 
-    def _send_to_server(self, engine: "SteadyGeneration", state: dict[str, Tensor]) -> None:
+    def _send_to_server(self, engine: SteadyGeneration, state: dict[str, Tensor]) -> None:
         client, before = engine.vllm_client, self._adapter_name
         self._output.mkdir(parents=True, exist_ok=True)
         self._write(engine, state, self._output.resolve())
@@ -82,7 +79,7 @@ class LoraSync:
             _post(client, "unload_lora_adapter", lora_name=before)  # a restarted server does not know it
         client.model = self._adapter_name  # last, because merged weights are generated with the base
 
-    def _write(self, engine: "SteadyGeneration", state: dict[str, Tensor], parent: Path | None) -> None:
+    def _write(self, engine: SteadyGeneration, state: dict[str, Tensor], parent: Path | None) -> None:
         self._version += 1
         # the upload of a run to the Hub skips names that begin with "_"
         folder = tempfile.TemporaryDirectory(prefix="_vllm-adapter-", dir=parent)
@@ -103,25 +100,22 @@ class LoraSync:
 
         return LoRARequest(self._adapter_name, self._version, self._path)
 
-    def attach(self, engine: "SteadyGeneration") -> None:
+    def attach(self, engine: SteadyGeneration) -> None:
         """Let a colocated engine generate with the adapter, also when a `rollout_func` calls vLLM's own methods.
 
         A server gets the adapter's name with each request.
         """
-        for name in ("generate", "chat") if engine.mode == "colocate" else ():
-            if hasattr(engine.llm, name):
-                vars(engine.llm)[name] = functools.partial(self._with_adapter, getattr(engine.llm, name))
-
-    def _with_adapter(self, call: Callable[..., object], *arguments: object, **keywords: object) -> object:
-        # the request is made now: TRL's engine sends another version when it wakes up
-        return call(*arguments, **{"lora_request": self._request(), **keywords})
+        if engine.mode == "colocate":
+            # the request is made at each call: TRL's engine sends another version when it wakes up
+            add_to_requests(engine.llm, self._request)
 
 
-def _policy(engine: "SteadyGeneration") -> PeftModel:
-    return cast(PeftModel, engine.model)  # the host asks for the sync of PEFT models only
+def _policy(engine: SteadyGeneration) -> PeftModel:
+    return cast(PeftModel, engine.model)  # the bridge asks for the sync of PEFT models only
 
 
-def _post(client: "VLLMClient", endpoint: str, **body: str) -> Any:
+def _post(client: Any, endpoint: str, **body: str) -> Any:
+    """Post to an endpoint of vLLM that TRL's client does not know, and return the response of `requests`."""
     import requests  # TRL's client has it
 
     url = f"{client.base_url}/v1/{endpoint}"

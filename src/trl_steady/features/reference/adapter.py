@@ -1,5 +1,8 @@
 """The reference as a second adapter named `ref` on the policy's own base model."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# torch annotates `named_modules` and `fork_rng` incompletely
+
 import copy
 
 import torch

@@ -5,7 +5,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import trl
+import torch
 from peft import PeftModel
 from transformers import TrainerCallback, TrainerState, TrainingArguments
 from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
@@ -61,7 +61,7 @@ class ReferenceRefreshCallback(TrainerCallback):
 
     def __init__(
         self,
-        trainer: trl.GRPOTrainer | trl.RLOOTrainer,
+        trainer: private.TRLTrainer,
         *,
         steps: int | None = 512,
         alpha: float = 1.0,
@@ -78,7 +78,7 @@ class ReferenceRefreshCallback(TrainerCallback):
         self._kl: float | None = None
         self._seen = 0
         _refuse(self)
-        model = trainer.model
+        model: torch.nn.Module = self.trainer.model
         if isinstance(model, PeftModel):
             add_reference_adapter(model)
         pairs = self.pairs()  # raises now if they do not match

@@ -4,8 +4,11 @@ An adapter and a full copy have the same form here, a list of `Pair`. Tensors ma
 (`DTensor`) or partitioned by DeepSpeed ZeRO-3. A move never gathers a DTensor.
 """
 
+# DeepSpeed need not be installed
+# pyright: reportUnknownMemberType=false
+
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -79,7 +82,7 @@ def gather(pairs: Iterable[Pair], *, keep: bool = True) -> dict[str, Tensor]:
 
     With `keep=False` a process only helps to gather them, one at a time.
     """
-    tensors = {}
+    tensors: dict[str, Tensor] = {}
     for name, _, reference in pairs:
         with _whole((reference,), write=False):
             whole = models.whole(reference)
@@ -111,7 +114,7 @@ def _local(tensor: Tensor) -> Tensor:
 
 
 @contextmanager
-def _whole(tensors: tuple[Tensor, ...], *, write: bool) -> Iterator[None]:
+def _whole(tensors: tuple[Tensor, ...], *, write: bool) -> Generator[None]:
     """Gather parameters that DeepSpeed ZeRO-3 has partitioned, until the context ends."""
     partitioned = [tensor for tensor in tensors if hasattr(tensor, "ds_id")]
     if not partitioned:
