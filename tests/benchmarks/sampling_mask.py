@@ -28,7 +28,7 @@ from tests.benchmarks import measuring
 from tests.benchmarks.measuring import CUDA
 from tests.benchmarks.padding import peak_bytes
 from tests.tools import tiny
-from tests.tools.sets import kept_of
+from tests.tools.sets import candidate_sets
 
 from trl_steady.trl_bridge.private import patched
 
@@ -91,7 +91,7 @@ def kept_tokens(inputs: dict[str, Any], vocabulary: int, sizes: Callable[[int], 
     for target, is_token, size in zip(targets, mask, sizes(len(targets)).tolist(), strict=True):
         others = torch.randint(vocabulary, (size,))[: max(size - 1, 0)].tolist()
         sets.append(list({target, *others}) if is_token and size else [])
-    return kept_of(sets).to(inputs["completion_ids"].device).of_samples(inputs["completion_ids"].size(1))
+    return candidate_sets(sets).to(inputs["completion_ids"].device).split(inputs["completion_ids"].size(1))
 
 
 def step(trainer: Any, inputs: dict[str, Any]) -> float:

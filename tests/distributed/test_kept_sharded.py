@@ -13,11 +13,11 @@ from trl.trainer.utils import add_fused_lm_head
 
 from tests.distributed import processes
 from tests.tools import tiny
-from tests.tools.sets import kept_of
-from trl_steady.features.sampling_mask.model import KeptModel
+from tests.tools.sets import candidate_sets
+from trl_steady.features.sampling_mask.model import SamplingMaskModel
 
 IDS = torch.arange(14).view(2, 7)
-SETS = kept_of([sorted({token, *range(token + 3, token + 3 + token % 5)}) for token in IDS.flatten().tolist()])
+SETS = candidate_sets([sorted({token, *range(token + 3, token + 3 + token % 5)}) for token in IDS.flatten().tolist()])
 INDICES = torch.arange(14).view(2, 7)
 INDEX = {"all": INDICES, "some": INDICES.where(IDS % 4 != 1, -1), "none": torch.full_like(INDICES, -1)}
 """Which tokens have sets."""
@@ -43,7 +43,7 @@ def shard(model: Any) -> Any:
 
 
 def log_probs(model: Any, kind: str) -> torch.Tensor:
-    kept = KeptModel(lambda token_indices, **batch: model(**batch), SETS, INDEX[kind], with_entropy=False)
+    kept = SamplingMaskModel(lambda token_indices, **batch: model(**batch), SETS, INDEX[kind], with_entropy=False)
     batch = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "labels": IDS, "fused_lm_head": True}
     scores = kept(token_indices=INDICES, **batch).log_probs
     assert (scores == 0).any() == (kind != "none") and (scores < 0).any()

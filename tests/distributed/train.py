@@ -23,11 +23,12 @@ from trl.generation.vllm_client import VLLMClient
 
 from tests.distributed.runs import FIXED, GLOBAL_BATCH, INSIDE, OLD_PASS, PPO, RLOO, ROUTED, SAMPLED, SERVED
 from tests.tools import resumable, tiny, wide
-from tests.tools.sets import kept_of
+from tests.tools.sets import candidate_sets
 from trl_steady.features.critic import optimizer as learner
 from trl_steady.features.reference.feature import Reference
 from trl_steady.features.sampling_mask import feature as sampling_part
 from trl_steady.features.sampling_mask.candidates import CandidateSets
+from trl_steady.features.sampling_mask.recording import CandidateRecorder
 from trl_steady.trl_bridge import models as host_models
 
 
@@ -48,15 +49,12 @@ class Witness(transformers.TrainerCallback):
         self.steps.append({pair.name: pair.reference.detach().clone() for pair in pairs})
 
 
-class Invented:
-    """Stands in for the recording of what was kept: up to 4 tokens, or all, by the token that was sampled."""
+class Invented(CandidateRecorder):
+    """Candidates that the sampled token decides: up to 4 tokens, or all."""
 
-    def of(self, completions: list[list[int]]) -> CandidateSets:
+    def sets(self, completions: list[list[int]]) -> CandidateSets:
         tokens = (token for completion in completions for token in completion)
-        return kept_of({token, *range(token - token % 5, token)} if token % 5 else [] for token in tokens)
-
-    def listening(self, model: Any) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
+        return candidate_sets({token, *range(token - token % 5, token)} if token % 5 else [] for token in tokens)
 
 
 def answers_of(count: int, trainer: Any) -> list[list[int]]:
@@ -128,7 +126,7 @@ def stand_ins(options: dict[str, Any], url: str) -> Iterator[None]:
             stack.enter_context(patch.object(trl.GRPOTrainer, "_generate_single_turn", generate))
             completions = lambda *arguments: generate(*arguments)[0]
             stack.enter_context(patch.object(trl.RLOOTrainer, "_generate_single_turn", completions))
-            stack.enter_context(patch.object(sampling_part, "SetRecording", Invented))
+            stack.enter_context(patch.object(sampling_part, "CandidateRecorder", Invented))
         yield
 
 

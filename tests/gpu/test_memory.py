@@ -11,7 +11,7 @@ from tests.gpu.places import Place, everywhere
 from tests.gpu.recorder import Figures
 from tests.gpu.test_padding import CHECKPOINTING, steps
 from tests.tools.devices import bytes_held
-from trl_steady.features.sampling_mask.recording import SetRecording
+from trl_steady.features.sampling_mask.recording import CandidateRecorder
 
 MIB = 2**20
 
@@ -45,13 +45,13 @@ def test_a_step_takes_no_more_memory_than_trls(
 def test_a_recording_does_not_hold_the_tokens_of_every_step(place: Place, figures: Figures) -> None:
     """Views of `input_ids` held 0.5 GB here."""
     sequences, steps, vocabulary, kept = place.choose((4, 50, 100, 5), (64, 1_000, 2_000, 5))
-    recording = SetRecording()
+    recorder = CandidateRecorder()
     scores = torch.full((sequences, vocabulary), -torch.inf, device=place.device)
     scores[:, :kept] = 0.0
     before = torch.cuda.memory_allocated() if place.is_cuda else 0
     for step in range(steps):
-        recording(torch.ones(sequences, 500 + step, dtype=torch.long, device=place.device), scores)
-    held = torch.cuda.memory_allocated() - before if place.is_cuda else bytes_held(recording)
+        recorder(torch.ones(sequences, 500 + step, dtype=torch.long, device=place.device), scores)
+    held = torch.cuda.memory_allocated() - before if place.is_cuda else bytes_held(recorder)
     assert held > 0 or place.is_cuda  # the sets are on the CPU
     if place.is_cuda:
         assert held <= 2 * steps * 8 * sequences  # two numbers of each sequence at each step

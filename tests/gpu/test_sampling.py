@@ -11,7 +11,8 @@ from tests.gpu.places import Place, everywhere
 from tests.gpu.recorder import Figures
 from tests.tools import tiny
 from tests.tools.sets import lists
-from trl_steady.features.sampling_mask.recording import SetRecording
+from trl_steady.features.sampling_mask.recording import CandidateRecorder, refuse_other_modes
+from trl_steady.trl_bridge.rollout import last_logits_processor
 
 TOP_K = 5
 BY_TOKENS = {"token_budget": 60, "share_prompts": True}
@@ -21,8 +22,8 @@ BY_TOKENS = {"token_budget": 60, "share_prompts": True}
 def test_sets_are_the_finite_scores_of_generate(place: Place, models: dict[str, Path], figures: Figures) -> None:
     model: Any = AutoModelForCausalLM.from_pretrained(models["dense"]).eval().to(place.device)
     ids = torch.tensor([[50, 51, 52], [60, 61, 62]], device=place.device)
-    recording = SetRecording()
-    with recording.listening(model):
+    recorder = CandidateRecorder()
+    with last_logits_processor(model, recorder, refuse_other_modes):
         out = model.generate(
             input_ids=ids,
             attention_mask=torch.ones_like(ids),
@@ -37,7 +38,7 @@ def test_sets_are_the_finite_scores_of_generate(place: Place, models: dict[str, 
     completions = out.sequences[:, 3:].tolist()
     finite = [(scores > -torch.inf).tolist() for scores in out.scores]
     expected = [[i for i, own in enumerate(finite[step][row]) if own] for row in range(2) for step in range(8)]
-    assert [sorted(own) for own in lists(recording.of(completions))] == expected
+    assert [sorted(own) for own in lists(recorder.sets(completions))] == expected
     figures("mean number of kept tokens", sum(map(len, expected)) / len(expected), "tokens")
 
 

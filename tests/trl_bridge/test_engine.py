@@ -21,7 +21,7 @@ from tests.tools import engines, tiny
 from tests.tools import wide as wide_model
 from tests.tools.cases import cases
 from trl_steady.features.router_replay.feature import ROUTES
-from trl_steady.features.sampling_mask.feature import KEPT_TOKENS
+from trl_steady.features.sampling_mask.feature import SAMPLING_MASK
 
 engine = engines.engine
 
@@ -205,7 +205,7 @@ def test_a_users_arguments_of_an_engine_win_over_trls(colocated: Any, method: st
 def test_arguments_that_a_trainer_decides_are_refused(colocated: Any, tmp_path: Path) -> None:
     trls = colocated().vllm_generation.llm.asked
     assert trls.keys() > FREE
-    flags = {ROUTES.flag, KEPT_TOKENS.flag, "enable_lora", "max_lora_rank", "max_loras"}
+    flags = {ROUTES.flag, SAMPLING_MASK.flag, "enable_lora", "max_lora_rank", "max_loras"}
     several = {"pipeline_parallel_size", "data_parallel_size"}
     for name in {*trls, *flags, *several} - FREE:
         with pytest.raises(ValueError, match=rf"vllm_engine_kwargs has {name}=1, .* Leave it out") as refused:

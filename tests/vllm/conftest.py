@@ -20,7 +20,7 @@ from tests.features.router_replay.tools import Recorded, build
 from tests.tools import tiny
 from tests.vllm import cpu, mixtures
 from trl_steady.features.router_replay.feature import ROUTES
-from trl_steady.features.sampling_mask.feature import KEPT_TOKENS
+from trl_steady.features.sampling_mask.feature import SAMPLING_MASK
 
 BUDGET, BLOCK, BLOCKS = 48, 32, 18
 """Tokens that the engine feeds at a time, and what it remembers them in: small, so that prompts come in pieces."""
@@ -42,7 +42,7 @@ class Engines:
         self.answers: list[list[Any]] = []
 
     def engine(self, dtype: str, **asked: Any) -> Any:
-        key = asked["model"], dtype, *(each.flag for each in (ROUTES, KEPT_TOKENS) if asked.get(each.flag))
+        key = asked["model"], dtype, *(each.flag for each in (ROUTES, SAMPLING_MASK) if asked.get(each.flag))
         if key not in self.built:
             self.built[key] = engine = new(dtype, **asked)
             engine.generate = functools.partial(self._answer, engine.generate)

@@ -96,15 +96,15 @@ def test_greedy_answers_are_those_of_the_policy_one_rollout_before(
 ) -> None:
     """The server is slower than the trainer. The entropy bonus moves the policy: rewards of equal answers do not."""
     url, asked = server(), list[tuple[str, bool]]()
-    ask = SteadyGeneration.ask
+    send = SteadyGeneration.send_request
 
-    def noted(self: SteadyGeneration, client: VLLMClient, question: Any) -> Any:
-        answer = ask(self, client, question)
+    def noted(self: SteadyGeneration, client: VLLMClient, request: Any) -> Any:
+        result = send(self, client, request)
         loaded = [each["id"] for each in client._get(f"{url}/v1/models")["data"]]
         asked.append((client.model, client.model in loaded))
-        return answer
+        return result
 
-    monkeypatch.setattr(SteadyGeneration, "ask", noted)
+    monkeypatch.setattr(SteadyGeneration, "send_request", noted)
     trainer = built(url, top_k=1, entropy_coef=1.0, learning_rate=3e-2, **LONG)
     found = kept(trainer)
     adapters, rollouts = zip(*found, strict=True)
@@ -126,20 +126,20 @@ def test_a_server_that_is_killed_ends_the_training_which_resumes_with_another_se
     engines.without_pauses(monkeypatch)  # TRL's client would try for a minute
     url, asked, killed = server(), list[int](), list[float]()
     (process,) = (each for each in psutil.Process().children() if url.rsplit(":", 1)[1] in each.cmdline())
-    ask = SteadyGeneration.ask
+    send = SteadyGeneration.send_request
 
     def kill() -> None:
         killed.append(time.monotonic())
         os.killpg(process.pid, signal.SIGKILL)
 
-    def noted(self: SteadyGeneration, client: VLLMClient, question: Any) -> Any:
+    def noted(self: SteadyGeneration, client: VLLMClient, request: Any) -> Any:
         asked.append(len(killed))
         if len(asked) == 4:
             os.killpg(process.pid, signal.SIGSTOP)  # so that it does not answer before
             threading.Timer(0.5, kill).start()
-        return ask(self, client, question)
+        return send(self, client, request)
 
-    monkeypatch.setattr(SteadyGeneration, "ask", noted)
+    monkeypatch.setattr(SteadyGeneration, "send_request", noted)
     saves = {"save_strategy": "steps", "save_steps": 2}
     trainer = built(url, **LONG, **saves)
     with pytest.raises(RuntimeError, match=r"^async_generate=True: the server has failed at step 3, asked"):

@@ -22,7 +22,7 @@ from tests.tools import tiny
 from tests.vllm import mixtures
 from tests.vllm.test_colocate import shares
 from trl_steady.features.router_replay.feature import ROUTES, take_routes
-from trl_steady.features.sampling_mask.feature import KEPT_TOKENS, taken_sets
+from trl_steady.features.sampling_mask.feature import SAMPLING_MASK, take_sets
 
 pytestmark = [
     pytest.mark.vllm,
@@ -123,7 +123,7 @@ def test_routes_of_answers_to_tokens_are_those_of_each_token(
     trainer, _ = served(mixture, tmp_path, url, monkeypatch, router_replay="R3")
     generation, model = trainer.vllm_generation, oracles(mixture, trainer)(trainer.model.state_dict())
     prompts = [[60 + i, 70, 80, 90 - i] * (i + 1) for i in range(6) for _ in range(3)]
-    generation._captures, generation._captured = [KEPT_TOKENS, ROUTES], {KEPT_TOKENS.field: [], ROUTES.field: []}
+    generation._extras, generation._extra_values = [SAMPLING_MASK, ROUTES], {SAMPLING_MASK.field: [], ROUTES.field: []}
     given, completions, _, _ = generation.generate(prompts, None, 3)
     assert given == prompts and len({len(ids) for ids in completions}) > 3
     sequences = [[*prompt, *ids] for prompt, ids in zip(prompts, completions, strict=True)]
@@ -134,4 +134,4 @@ def test_routes_of_answers_to_tokens_are_those_of_each_token(
     with pytest.raises(
         ValueError, match=r"vLLM returned no kept tokens for 18 of 18 sequences\. Start a server with "
     ):
-        taken_sets(generation, completions)
+        take_sets(generation, completions)

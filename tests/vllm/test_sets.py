@@ -12,7 +12,7 @@ from trl.generation import vllm_generation
 from tests.features.sampling_mask.test_sampled_engine import SETS
 from tests.vllm.test_colocate import Colocated
 from trl_steady.features.router_replay.feature import ROUTES
-from trl_steady.features.sampling_mask.feature import KEPT_TOKENS
+from trl_steady.features.sampling_mask.feature import SAMPLING_MASK
 
 pytestmark = [
     pytest.mark.vllm,
@@ -26,12 +26,12 @@ def test_a_completion_has_the_fields_that_are_read() -> None:
     from vllm.outputs import CompletionOutput, SamplingMask
 
     fields = {field.name for field in dataclasses.fields(CompletionOutput)}
-    assert {KEPT_TOKENS.field, ROUTES.field, "token_ids"} <= fields
+    assert {SAMPLING_MASK.field, ROUTES.field, "token_ids"} <= fields
     assert SamplingMask([[5, 7], [3]]).token_ids == [[5, 7], [3]]
-    for capture in (KEPT_TOKENS, ROUTES):
-        assert capture.flag in inspect.signature(EngineArgs).parameters
-        assert capture.flag in {field.name for field in dataclasses.fields(ModelConfig)}  # of /server_info
-    assert KEPT_TOKENS.flag in inspect.signature(vllm_generation.LLM).parameters
+    for extra in (SAMPLING_MASK, ROUTES):
+        assert extra.flag in inspect.signature(EngineArgs).parameters
+        assert extra.flag in {field.name for field in dataclasses.fields(ModelConfig)}  # of /server_info
+    assert SAMPLING_MASK.flag in inspect.signature(vllm_generation.LLM).parameters
 
 
 @pytest.mark.refuses(
@@ -46,4 +46,4 @@ def test_an_engine_on_cpu_says_why_it_cannot(
 ) -> None:
     with pytest.raises(ValueError, match="sampling distribution replay requires Model Runner V2"):
         colocated(mixture, tmp_path, router_replay=replay, **SETS)
-    assert KEPT_TOKENS.flag not in vllm_generation.LLM.keywords  # of the fixture's
+    assert SAMPLING_MASK.flag not in vllm_generation.LLM.keywords  # of the fixture's

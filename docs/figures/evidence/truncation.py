@@ -19,7 +19,7 @@ from staleness import problem
 from torch import Tensor
 
 from trl_steady.features.sampling_mask.candidates import CandidateSets
-from trl_steady.features.sampling_mask.log_probs import kept_log_probs
+from trl_steady.features.sampling_mask.log_probs import candidate_log_probs
 from trl_steady.trl_bridge.lm_head import Head
 
 TOP_P = (1.0, 0.99, 0.95, 0.9, 0.8, 0.7, 0.6, 0.5)
@@ -37,13 +37,13 @@ def top_p_sets(logps: Tensor, top_p: float) -> Tensor:
 def kept_policy(is_kept: Tensor) -> Policy:
     """Return trl-steady's log-probs among kept tokens, as a function of the logits (R, V); -inf for other tokens."""
     rows, vocabulary = is_kept.shape
-    kept = CandidateSets.of_mask(is_kept.repeat_interleave(vocabulary, 0))
+    kept = CandidateSets.from_mask(is_kept.repeat_interleave(vocabulary, 0))
     hidden = torch.eye(rows, dtype=torch.float64).repeat_interleave(vocabulary, 0)
     tokens = torch.arange(vocabulary).repeat(rows)
 
     def policy(theta: Tensor) -> Tensor:
         head = Head(hidden, theta.T, None, tokens, 1.0, 0, None, 1.0, ())
-        among = kept_log_probs(head, kept).view(rows, vocabulary)
+        among = candidate_log_probs(head, kept).view(rows, vocabulary)
         # a set of the whole vocabulary is stored as none, and the caller's log-prob counts
         return among.where(~is_kept.all(-1, keepdim=True), softmax(theta)).where(is_kept, -torch.inf)
 

@@ -13,31 +13,31 @@ class EngineOutput(NamedTuple):
 
     option: str
     """trl-steady's option that needs the data."""
-    what: str
+    label: str
     """Name of the data in messages."""
     flag: str
     """Flag of vLLM with which the engine must be started."""
     field: str
     """Field of a completion that holds the data."""
-    remedy: str
+    fix_hint: str
     """A sentence that says what to do if vLLM returns no data."""
     compact: Callable[[Any], Any] = lambda value: value
-    """Makes a completion's data smaller before they are kept and sent to other processes."""
+    """Makes a completion's data smaller before they are stored and sent to other processes."""
     needs_tokens_endpoint: bool = False
     """True if a server's /v1/completions does not return the data, but its endpoint for tokens and images does."""
 
 
-class Answer(NamedTuple):
-    """An answer of a server."""
+class GenerationResult(NamedTuple):
+    """What a server returns for a request."""
 
     output: dict[str, Any]
-    """The answer of TRL's client."""
-    captured: dict[str, list[Any]]
-    """Field -> the captured data of each completion."""
+    """What TRL's client returns: completions and their log-probs."""
+    extras: dict[str, list[Any]]
+    """Field of an `EngineOutput` -> the data of each completion."""
 
 
-Ask = Callable[[Mapping[str, Any]], Answer]
-"""Asks a server a question, which are the arguments of TRL's client."""
+SendRequest = Callable[[Mapping[str, Any]], GenerationResult]
+"""Sends a request to a server, and waits for the result. A request is the arguments of TRL's client."""
 
 
 class AdapterSync(Protocol):

@@ -1,44 +1,45 @@
-"""Generation ahead as a part: a server answers for the next rollout while the trainer trains on this one."""
+"""Asynchronous generation: a server generates the next rollout while the trainer trains on this one."""
 
-import contextlib
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from trl_steady.core.engine import Answer, Ask
-from trl_steady.core.feature import Active, Trainer
-from trl_steady.core.types import Rollout, Turn
-from trl_steady.features.legacy import Part
-from trl_steady.trl_bridge.prefetch import Batches, Request, answering, question_of
-from trl_steady.trl_bridge.vllm import first_of_all
+from trl_steady.config.grpo import GRPOConfig
+from trl_steady.core.engine import GenerationResult, SendRequest
+from trl_steady.core.feature import Active, Feature, Trainer
+from trl_steady.core.types import MicroBatches, Rollout, Turn
+from trl_steady.trl_bridge.prefetch import PendingRequest, PromptPrefetcher, build_request, respond_with
+from trl_steady.trl_bridge.vllm import first_reason
 
 _FILE = "ahead.pt"
 _OPTION = "async_generate=True"
 
 
-class AsyncGeneration(Part):
-    """Asks the server a rollout ahead, with `async_generate`.
+class AsyncGeneration(Feature):
+    """Sends the request for a rollout to the server one rollout ahead, with `async_generate`.
 
-    TRL's trainer asks as usual, and gets what was asked for earlier. A version of the policy stays on the server until
-    its answers are there.
+    TRL's trainer generates as usual, and gets the result of the request that was sent earlier. A version of the policy
+    stays on the server until the result is there.
     """
 
-    def __init__(self, trainer: Trainer) -> None:
-        super().__init__(trainer)
-        self._batches = Batches(trainer)
+    args: GRPOConfig
+
+    def __init__(self, trainer: Trainer, args: Any) -> None:
+        super().__init__(trainer, args)
+        self._prompts = PromptPrefetcher(trainer)
         self._rows: list[Any] | None = None  # of the rollout in progress, until its first generation
-        self._request: Request | None = None  # on the main process
-        self._loaded: Request | None = None
-        self._is_resumed = False  # until the first rollout after a resume with answers
+        self._pending: PendingRequest | None = None  # on the main process
+        self._loaded: PendingRequest | None = None
+        self._is_resumed = False  # until the first rollout after a resume with a result
         self._version, self._synced = 0, -1  # of the policy on the server, and the step of its sync
 
-    def built(self) -> None:
-        """Refuse what asks the server in another way. Warn if nothing corrects for the lag."""
-        trainer, args = self.trainer, self.trainer.args
-        self._acts = args.async_generate
+    def on_init_end(self) -> None:
+        """Refuse what uses the server in another way. Warn if nothing corrects for the lag."""
+        trainer, args = self.trainer, self.args
+        self._acts = args.async_generate  # to the end of the run
         if not self._acts:
             return
         reasons = {
@@ -51,33 +52,33 @@ class AsyncGeneration(Part):
         by_ratio = args.vllm_importance_sampling_correction or args.sampler_options
         if not by_ratio and args.off_policy_mask_threshold is None:
             self.warn(
-                f"{_OPTION}: answers are of the policy one rollout before, and nothing corrects for that. Leave "
+                f"{_OPTION}: completions are of the policy one rollout before, and nothing corrects for that. Leave "
                 "vllm_importance_sampling_correction=True, or set off_policy_mask_threshold."
             )
         trainer.vllm_generation.before_sync = self._before_sync
 
     def describe(self) -> Iterable[Active]:
         """Return that the server generates ahead."""
-        if self.trainer.args.async_generate:
+        if self.args.async_generate:
             yield Active("the next rollout generated while the trainer trains", ("async_generate",))
 
-    def beginning(self) -> None:
-        """Forget what an earlier training has asked."""
+    def on_train_begin(self) -> None:
+        """Forget the requests of an earlier training."""
         self._drop()
-        self._request, self._loaded = self._loaded, None
-        self._version, self._synced = 0, -1 if self._request is None else self._request.step
+        self._pending, self._loaded = self._loaded, None
+        self._version, self._synced = 0, -1 if self._pending is None else self._pending.step
 
-    def ending(self, best: Path | None) -> None:
-        """Wait for answers that nobody needs: a training may stop early."""
+    def on_train_end(self, best: Path | None) -> None:
+        """Wait for a result that nobody needs: a training may stop early."""
         self._drop()
 
     def _drop(self) -> None:
         self._wait()
-        self._request, self._batches = None, Batches(self.trainer)
+        self._pending, self._prompts = None, PromptPrefetcher(self.trainer)
 
     def _wait(self) -> None:
-        if self._request is not None:
-            self._request.wait()
+        if self._pending is not None:
+            self._pending.wait()
 
     def _before_sync(self) -> None:
         """Keep the version of a request on the server. The same policy may be sent twice, as after a resume."""
@@ -85,86 +86,88 @@ class AsyncGeneration(Part):
         step = self.trainer.state.global_step
         self._version, self._synced = self._version + (step != self._synced), step
 
-    def drawing(self, batches: Iterator[Any]) -> Iterator[Any]:
+    def around_batches(self, batches: MicroBatches, call_next: Callable[[MicroBatches], Any]) -> Any:
         """Let batches be read ahead."""
-        return self._batches.of_step(batches) if self._acts else batches
+        return call_next(self._prompts.begin_step(batches) if self._acts else batches)
 
-    def making(
-        self, rollout: Rollout, make: Callable[[list[Any]], dict[str, Any]], inputs: list[Any]
-    ) -> dict[str, Any]:
-        """Note the rows of a rollout in training. Further rounds of dynamic sampling are asked for as usual."""
-        self._rows = inputs if self._acts and self.trainer.model.training else None
-        return make(inputs)
+    def around_rollout(self, rollout: Rollout, call_next: Callable[[Rollout], dict[str, Any]]) -> dict[str, Any]:
+        """Note the rows of a rollout in training. Further rounds of dynamic sampling generate as usual."""
+        self._rows = rollout.inputs if self._acts and self.trainer.model.training else None
+        return call_next(rollout)
 
-    @contextlib.contextmanager
-    def generating(self, turn: Turn) -> Generator[None]:
-        """Answer the first question of a rollout with what was asked ahead, and then ask ahead for the next one."""
+    def around_generate(self, turn: Turn, call_next: Callable[[Turn], Any]) -> Any:
+        """Let a rollout's first generation get its result from ahead, and then send the next rollout's request."""
         rows = None
         if turn.rollout is not None:
             rows, self._rows = self._rows, None
         if turn.rollout is None or rows is None:
-            yield
-            return
+            return call_next(turn)
         self._wait()
         self._raise_error()
         turn.rollout.from_checkpoint, self._is_resumed = self._is_resumed, False
         self._sums = torch.zeros(3, 2)
-        with answering(self.trainer, self._answer):
-            yield
+        with respond_with(self.trainer, self._respond):
+            generated = call_next(turn)
         names = ("versions_behind", "waited", "overlap")
         self.trainer.metrics.pooled(sums={f"async/{name}": each for name, each in zip(names, self._sums, strict=True)})
+        self._send_next(rows)
+        return generated
+
+    def _send_next(self, rows: list[Any]) -> None:
+        """Send the request for the rollout after that of `rows`."""
         try:
-            following = self._batches.of_next_rollout(rows)
+            next_rows = self._prompts.next_rollout(rows)
         except LookupError:
             self.warn(
                 f"{_OPTION}: the rows of a rollout are not those that transformers drew, so the next one is not asked "
                 "ahead. Let a subclass hand on the list that it gets."
             )
             return
-        question = {} if following is None else question_of(self.trainer, following)
-        if question:
-            self._request = Request(self.trainer.vllm_generation, question, self._version)
-            self._request.start()
+        request = {} if next_rows is None else build_request(self.trainer, next_rows)
+        if request:
+            self._pending = PendingRequest(self.trainer.vllm_generation, request, self._version)
+            self._pending.start()
 
     def _raise_error(self) -> None:
         """Raise the error of a request on all processes, which would wait for the main one."""
-        error = None if self._request is None else self._request.error
-        if message := first_of_all(None if error is None else f"{type(error).__name__}: {error}"):
-            self._request = None
+        error = None if self._pending is None else self._pending.error
+        if message := first_reason(None if error is None else f"{type(error).__name__}: {error}"):
+            self._pending = None
             raise RuntimeError(
                 f"{_OPTION}: the server has failed at step {self.trainer.state.global_step}, asked for the next "
                 f"rollout: {message}. Resume from the last checkpoint when it answers again."
             ) from error
 
-    def _answer(self, ask: Ask, question: Mapping[str, Any]) -> Answer:
-        """Return the answer that was asked ahead, if the question is the same."""
-        request, self._request = self._request, None
-        if request is not None and request.answer is not None and request.is_of(question):
-            hidden, behind = max(request.seconds - request.waited, 0.0), self._version - request.version
-            self._sums = torch.tensor([[behind, 1], [request.waited, 1], [hidden, request.seconds]])
-            return request.answer
-        if request is not None:
+    def _respond(self, send: SendRequest, request: Mapping[str, Any]) -> GenerationResult:
+        """Return the result from ahead if the request is the same."""
+        pending, self._pending = self._pending, None
+        if pending is not None and pending.result is not None and pending.matches(request):
+            hidden, behind = max(pending.seconds - pending.waited, 0.0), self._version - pending.version
+            self._sums = torch.tensor([[behind, 1], [pending.waited, 1], [hidden, pending.seconds]])
+            return pending.result
+        if pending is not None:
             self.warn(
-                f"{_OPTION}: the question of a rollout is another one than was asked ahead, so its answers are thrown "
-                "away. Prompts of a subclass and options of sampling that change during the run cannot be asked ahead."
+                f"{_OPTION}: the request of a rollout is another one than was sent ahead, so its completions are "
+                "thrown away. Prompts of a subclass and options of sampling that change during the run cannot be sent "
+                "ahead."
             )
         start = time.perf_counter()
-        answer = ask(question)
+        result = send(request)
         seconds = time.perf_counter() - start
         self._sums = torch.tensor([[0, 1], [seconds, 1], [0, seconds]])
-        return answer
+        return result
 
-    def save(self, checkpoint: Path) -> None:
-        """Save the answers that are ahead. An error is raised by the next rollout."""
+    def save_state(self, checkpoint: Path) -> None:
+        """Save the result that is ahead. An error is raised by the next rollout."""
         self._wait()
-        if self._request is not None and self._request.error is None:
-            self._request.save(checkpoint / _FILE, self._version, self._synced)
+        if self._pending is not None and self._pending.error is None:
+            self._pending.save(checkpoint / _FILE, self._version, self._synced)
 
-    def load(self, checkpoint: Path) -> None:
-        """Go on with the answers that were ahead."""
+    def load_state(self, checkpoint: Path) -> None:
+        """Go on with the result that was ahead."""
         if not self._acts:
             return
         file = checkpoint / _FILE
         if file.is_file() and self.trainer.accelerator.is_main_process:
-            self._loaded = Request.loaded(self.trainer.vllm_generation, file)
-        self._is_resumed = first_of_all(None if self._loaded is None else _FILE) is not None
+            self._loaded = PendingRequest.load(self.trainer.vllm_generation, file)
+        self._is_resumed = first_reason(None if self._loaded is None else _FILE) is not None

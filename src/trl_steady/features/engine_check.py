@@ -1,38 +1,39 @@
-"""The engine check as a part: it compares a rollout's log-probs of the sampler with those of the policy."""
+"""The engine check: compare a rollout's log-probs of the sampler with those of the policy."""
 
 # pyright: reportUnknownMemberType=false
 # annotations of torch and accelerate are partial
 
 import contextlib
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from trl_steady.core.feature import Active
+from trl_steady.config.shared import SharedOptions
+from trl_steady.core.feature import Active, Feature
 from trl_steady.core.types import Rollout
-from trl_steady.features.legacy import Part
 from trl_steady.functional import kl
 from trl_steady.trl_bridge.log_probs import policy_log_probs
-from trl_steady.trl_bridge.vllm import keeping_log_probs
+from trl_steady.trl_bridge.vllm import record_log_probs
 
 _MOST = 10.0
 """Most nats that a token counts: an outlier among hundreds, such as a flipped expert, is not another model."""
 
 
-class EngineCheckPart(Part):
+class EngineCheck(Feature):
     """Refuses an engine that serves another model than the policy, with `engine_check`.
 
-    An engine that gets an adapter alone has loaded the base itself. The part compares the first rollout that each call
-    of `train` asks its engine for, also after a resume.
+    An engine that gets an adapter alone has loaded the base itself. Each call of `train` compares the first rollout
+    that its engine generates, also after a resume.
     """
 
+    args: SharedOptions
     _is_due = False
 
-    def built(self) -> None:
+    def on_init_end(self) -> None:
         """Find out if there is an engine to compare. Warn if a setting of sampling rules that out."""
-        trainer, args = self.trainer, self.trainer.args
+        trainer, args = self.trainer, self.args
         self._acts = args.engine_check is not None and (trainer.use_vllm or trainer.rollout_func is not None)
         if self._acts and args.uncorrected:
             self._acts = False
@@ -40,62 +41,66 @@ class EngineCheckPart(Part):
 
     def describe(self) -> Iterable[Active]:
         """Return that an engine is checked."""
-        args = self.trainer.args
-        if args.use_vllm and args.engine_check and not args.uncorrected:
+        if self.args.use_vllm and self.args.engine_check and not self.args.uncorrected:
             yield Active("engine check: the first rollout is compared with the policy", ("engine_check",))
 
-    def beginning(self) -> None:
+    def on_train_begin(self) -> None:
         """Compare the next rollout of the training."""
         self._is_due = self._acts
 
-    @contextlib.contextmanager
-    def rolling(self, rollout: Rollout) -> "Generator[None]":
-        """Keep the log-probs of the engine, for which RLOO's trainer does not ask."""
+    def on_rollout_begin(self, rollout: Rollout) -> None:
+        """Decide if this rollout is compared."""
         self._compares = self._is_due and self.trainer.model.training
-        keeps = self._compares and self.trainer.use_vllm
-        with keeping_log_probs(self.trainer.vllm_generation) if keeps else contextlib.nullcontext([]) as self._answers:
-            yield
 
-    def columns(self, rollout: Rollout) -> Mapping[str, Any]:
-        """Compare the rollout if that is due, and refuse another model. There is no column."""
+    def around_rollout(self, rollout: Rollout, call_next: Callable[[Rollout], dict[str, Any]]) -> dict[str, Any]:
+        """Record the log-probs of the engine, which RLOO's trainer drops."""
+        records = self._compares and self.trainer.use_vllm
+        recording = record_log_probs(self.trainer.vllm_generation) if records else contextlib.nullcontext([])
+        with recording as self._generated:
+            return call_next(rollout)
+
+    def on_rollout_end(self, rollout: Rollout) -> None:
+        """Compare the rollout if that is due, and refuse another model."""
         if not self._compares or rollout.from_checkpoint:
-            return {}
-        trainer, limit = self.trainer, self.trainer.args.engine_check
+            return
+        trainer, limit = self.trainer, self.args.engine_check
         logps = rollout.samples.get("old_per_token_logps")
         logps = policy_log_probs(trainer, rollout) if logps is None else logps
         sums = disagreement(logps, self._sampler_logps(rollout, logps), rollout.is_sampled)
         reduced = cast(Tensor, trainer.accelerator.reduce(sums, "sum"))
-        total, scored, sampled = cast(list[float], reduced.tolist())
-        self._is_due = not sampled  # all answers were cut off and masked
-        if sampled and not scored:
+        total, compared, sampled = cast(list[float], reduced.tolist())
+        self._is_due = not sampled  # all completions were cut off and masked
+        if sampled and not compared:
             self._skip("the rollout has no log-probs of the sampler")
-        elif sampled and not total / scored <= limit:  # NaN too
+        elif sampled and not total / compared <= cast(float, limit):  # NaN too
             raise ValueError(
-                f"engine_check={limit}: engine and policy differ by a mean k3 of {total / scored:.3g} nats per token. "
-                "The engine has another base or no adapter, or a rollout_func returns other log-probs. Start the "
-                "engine with the policy's base, set vllm_adapter_sync=False, or raise engine_check if you expect it."
+                f"engine_check={limit}: engine and policy differ by a mean k3 of {total / compared:.3g} nats per "
+                "token. The engine has another base or no adapter, or a rollout_func returns other log-probs. Start "
+                "the engine with the policy's base, set vllm_adapter_sync=False, or raise engine_check if you expect "
+                "it."
             )
-        return {}
 
     def _sampler_logps(self, rollout: Rollout, like: Tensor) -> Tensor:
         column: Tensor | None = rollout.samples.get("sampling_per_token_logps")
         found = torch.full(like.shape, torch.nan) if column is None else column
-        if column is None and len(self._answers) == 1:  # more: turns of a subclass
-            for row, answer in zip(found, self._answers[0][2], strict=True):
-                row[: len(answer)] = torch.tensor([torch.nan if logps[0] is None else logps[0] for logps in answer])
+        if column is None and len(self._generated) == 1:  # more: turns of a subclass
+            for row, completion in zip(found, self._generated[0][2], strict=True):
+                first = [torch.nan if logps[0] is None else logps[0] for logps in completion]
+                row[: len(completion)] = torch.tensor(first)
         return found.to(like.device)
 
     def _skip(self, why: str) -> None:
         if self.trainer.accelerator.is_main_process:
-            option = f"engine_check={self.trainer.args.engine_check}"
-            self.warn(f"{option} cannot act: {why}. Change that, or set engine_check=None.")
+            self.warn(
+                f"engine_check={self.args.engine_check} cannot act: {why}. Change that, or set engine_check=None."
+            )
 
 
 def disagreement(logps: Tensor, sampler_logps: Tensor, is_sampled: Tensor) -> Tensor:
     """Return sums (3,) of one process, which add up over processes: of k3 in nats, of its tokens, of sampled tokens.
 
-    All tensors are (B, T). The sampler's log-probs are NaN for tokens that it could not score.
+    All tensors are (B, T). The sampler's log-probs are NaN for tokens that it has no log-prob for.
     """
-    scored = is_sampled & ~sampler_logps.isnan()
-    k3 = kl.k3(sampler_logps.where(scored, 0), logps.where(scored, 0)).clamp(max=_MOST)  # else as in `mismatch/kl`
-    return torch.stack([k3.sum(), scored.sum(), is_sampled.sum()])
+    compared = is_sampled & ~sampler_logps.isnan()
+    k3 = kl.k3(sampler_logps.where(compared, 0), logps.where(compared, 0)).clamp(max=_MOST)  # else as `mismatch/kl`
+    return torch.stack([k3.sum(), compared.sum(), is_sampled.sum()])

@@ -6,8 +6,9 @@ from typing import Any
 import trl
 
 from trl_steady.config.rloo import RLOOConfig
+from trl_steady.features.async_generation import AsyncGeneration
 from trl_steady.trainers.base import SteadyTrainer
-from trl_steady.trainers.order import Ahead, Critic, PolicyLoss, Pretraining, without
+from trl_steady.trainers.order import Critic, PolicyLoss, Pretraining, without
 
 
 class RLOOTrainer(SteadyTrainer, trl.RLOOTrainer):
@@ -27,7 +28,7 @@ class RLOOTrainer(SteadyTrainer, trl.RLOOTrainer):
         ValueError: As for `trl_steady.GRPOTrainer`, except for what concerns losses and engines' log-probs.
     """
 
-    FEATURES = without(Critic, Pretraining, Ahead, PolicyLoss)
+    FEATURES = without(Critic, Pretraining, AsyncGeneration, PolicyLoss)
     CONFIG = RLOOConfig
     args: RLOOConfig
 

@@ -1,4 +1,4 @@
-"""Replacement of the log-prob function inside TRL's fused LM head. This file knows its arguments and results."""
+"""Replace the log-prob function inside TRL's fused LM head. This file knows its arguments and results."""
 
 # pyright: reportUnknownMemberType=false, reportIncompatibleMethodOverride=false
 # torch's annotations are partial, and an autograd function's arguments differ from those of torch's base class
@@ -17,7 +17,7 @@ from torch.autograd.function import once_differentiable
 
 from trl_steady.trl_bridge.private import patched
 
-Scores = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+HeadOutputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """(N,) each: log-probs, entropies, and outputs that GRPO does not use."""
 
 
@@ -42,8 +42,8 @@ class Head:
     logit_scale: float
     outputs: tuple[str, ...]
 
-    def trl_scores(self) -> Scores:
-        """Return the scores that TRL computes."""
+    def trl_outputs(self) -> HeadOutputs:
+        """Return what TRL computes."""
         return _TRL_LOG_PROBS.apply(*vars(self).values())
 
 
@@ -51,10 +51,11 @@ _TRL_LOG_PROBS: Any = trl.trainer.utils._ChunkedLogProbFunction
 
 
 class _GatheredOnce(torch.autograd.Function):
-    """Compute scores, and run their whole backward inside one gather of the head.
+    """Compute a head's outputs, and run their whole backward inside one gather of the head.
 
-    Otherwise each function that reads the head would gather it in backward. The number of these functions may depend
-    on the tokens of a rank, so that the ranks would wait for one another in different collectives.
+    ZeRO-3 gathers the head in forward only, so that each function that reads the head would gather it in backward.
+    The number of these functions may depend on the tokens of a rank, and ranks would wait for one another in different
+    collectives.
     """
 
     @staticmethod
@@ -63,18 +64,18 @@ class _GatheredOnce(torch.autograd.Function):
         hidden: Tensor,
         weight: Tensor,
         bias: Tensor | None,
-        answer: Callable[[Tensor], Scores],
-    ) -> Scores:
+        compute: Callable[[Tensor], HeadOutputs],
+    ) -> HeadOutputs:
         ctx.set_materialize_grads(False)
         ctx.hidden = hidden.detach().requires_grad_(ctx.needs_input_grad[0])
         with torch.enable_grad():
-            ctx.scores = answer(ctx.hidden)
+            ctx.outputs = compute(ctx.hidden)
         ctx.save_for_backward(weight, bias)
-        scores = tuple(None if values is None else values.detach() for values in ctx.scores)
+        outputs = tuple(None if values is None else values.detach() for values in ctx.outputs)
         # outputs that do not depend on the head's inputs, or are not floating point
-        without = [bool(values is not None and not values.requires_grad) for values in ctx.scores]
-        ctx.mark_non_differentiable(*itertools.compress(scores, without))
-        return scores  # pyright: ignore[reportReturnType]
+        without = [bool(values is not None and not values.requires_grad) for values in ctx.outputs]
+        ctx.mark_non_differentiable(*itertools.compress(outputs, without))
+        return outputs  # pyright: ignore[reportReturnType]
 
     @staticmethod
     @once_differentiable
@@ -82,52 +83,57 @@ class _GatheredOnce(torch.autograd.Function):
         weight, bias = ctx.saved_tensors
         needed = ctx.needs_input_grad[:3]
         inputs = [leaf for leaf, is_needed in zip((ctx.hidden, weight, bias), needed, strict=True) if is_needed]
-        used = [(values, grad) for values, grad in zip(ctx.scores, grads, strict=True) if grad is not None]
+        used = [(values, grad) for values, grad in zip(ctx.outputs, grads, strict=True) if grad is not None]
         with trl.trainer.utils.maybe_gather_lm_head_ctx(weight, bias):
             if not used:  # nothing to do on this rank, but the other ranks gather
                 return None, None, None, None
-            outputs, of_outputs = zip(*used, strict=True)
+            outputs, grad_outputs = zip(*used, strict=True)
             # retain_graph: the outer graph decides how long this one lives; allow_unused: the bias may be unused
-            found = iter(torch.autograd.grad(outputs, inputs, of_outputs, retain_graph=True, allow_unused=True))
+            found = iter(torch.autograd.grad(outputs, inputs, grad_outputs, retain_graph=True, allow_unused=True))
         return *(next(found) if is_needed else None for is_needed in needed), None
 
 
 @contextmanager
-def scored_by(answer: Callable[[Head], Scores]) -> Iterator[None]:
-    """Compute the scores of all fused LM heads with `answer` inside this context."""
+def replace_head(compute: Callable[[Head], HeadOutputs]) -> Iterator[None]:
+    """Compute the outputs of all fused LM heads with `compute` inside this context."""
 
-    def apply(*arguments: Any) -> Scores:
+    def apply(*arguments: Any) -> HeadOutputs:
         head = Head(*arguments)
-        is_partitioned = hasattr(head.weight, "ds_id")  # by ZeRO-3, which gathers the head only in forward
+        is_partitioned = hasattr(head.weight, "ds_id")  # by ZeRO-3
         if not (is_partitioned and torch.is_grad_enabled()):
-            return answer(head)
+            return compute(head)
 
-        def answer_for(hidden: Tensor) -> Scores:
-            return answer(replace(head, hidden=hidden))
+        def compute_from(hidden: Tensor) -> HeadOutputs:
+            return compute(replace(head, hidden=hidden))
 
-        return _GatheredOnce.apply(head.hidden, head.weight, head.bias, answer_for)
+        return _GatheredOnce.apply(head.hidden, head.weight, head.bias, compute_from)
 
+    # TRL looks its function up in the module at each call
     with patched(trl.trainer.utils, {"_ChunkedLogProbFunction": SimpleNamespace(apply=apply)}):
         yield
 
 
-def per_token(model: torch.nn.Module, answer: Callable[[Head], Tensor], *, labels: Tensor, **inputs: object) -> Tensor:
-    """Return what `answer` computes (N,) in a forward of a model with TRL's fused LM head, in its own dtype.
+def per_token(
+    model: torch.nn.Module, compute: Callable[[Head], Tensor], *, labels: Tensor, **inputs: object
+) -> Tensor:
+    """Return what `compute` returns (N,) in a forward of a model with TRL's fused LM head, in its own dtype.
 
-    It is (b, l - 1), for each token after the first; 0 for those without a label.
+    It is (b, l - 1), for each token after the first; 0 for those without a label. The values leave the model as its
+    `log_probs`, because they must be an output of a sharded model: FSDP2 gathers in its forward what they depend on,
+    and knows only from the gradient of an output that backward begins.
     """
-    answers: list[Tensor] = []
+    computed: list[Tensor] = []
 
-    def scores(head: Head) -> Scores:
-        answers.append(answer(head))
-        return answers[0], None, None, None, None
+    def head_outputs(head: Head) -> HeadOutputs:
+        computed.append(compute(head))
+        return computed[0], None, None, None, None
 
-    with scored_by(scores):
+    with replace_head(head_outputs):
         outputs = model(labels=labels, fused_lm_head=True, **inputs)
-    (values,), found, mask = answers, outputs.log_probs, labels[:, 1:] != -100
+    (values,), found, mask = computed, outputs.log_probs, labels[:, 1:] != -100
     if found.dtype == values.dtype:
         return found
-    # FSDP2 casts what a model returns, and knows only from its gradient that backward begins
+    # FSDP2 has cast the output. Take the exact values, and the gradient of the output
     values = values.detach()
     values = values.view(mask.shape)[mask] if values.numel() == mask.numel() else values
     exact = torch.zeros_like(found, dtype=values.dtype).masked_scatter(mask.to(values.device), values)

@@ -1,6 +1,6 @@
-"""Ask a vLLM server for the next rollout while the trainer trains on this one.
+"""Send the request for the next rollout to a vLLM server while the trainer trains on this one.
 
-This file knows how transformers draws batches, and how TRL's trainer and engine ask a server.
+This file knows how transformers reads batches, and how TRL's trainer and engine make a request.
 """
 
 import contextlib
@@ -23,7 +23,7 @@ from transformers.trainer_utils import has_length
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
-from trl_steady.core.engine import Answer, Ask
+from trl_steady.core.engine import GenerationResult, SendRequest
 from trl_steady.core.feature import Trainer
 from trl_steady.trl_bridge.private import as_trl_trainer, generation_interval, patched
 from trl_steady.trl_bridge.vllm import SteadyGeneration
@@ -32,63 +32,67 @@ from trl_steady.trl_bridge.vllm import SteadyGeneration
 @dataclass
 class _Epoch:
     batches: Iterator[list[Any]]
-    read: deque[list[Any]] = field(default_factory=deque)
+    prefetched: deque[list[Any]] = field(default_factory=deque)
     """Batches that have been read ahead."""
-    drew: bool = False
-    """True if torch's global generator has drawn, for example a seed of workers, since the epoch was begun early."""
+    rng_advanced: bool = False
+    """True if reading ahead has drawn from torch's global generator, for example a seed of workers."""
 
 
-class Batches(Iterator[list[Any]]):
+class PromptPrefetcher(Iterator[list[Any]]):
     """The batches of a training, which can be read ahead.
 
     Later epochs begin early for that. transformers' own iterators of these epochs, which are generators, never start.
     Beginning an epoch is a collective, so that all processes must read ahead together.
+
+    Rows are those that the DataLoader gives, not `dataset[i]` for the indices of TRL's sampler: a data set may have
+    random transforms, a sampler may depend on the epoch, accelerate divides batches among processes, and a stream has
+    no indices. So the DataLoader begins an epoch early, and the random state is as if it had begun in time.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._given: list[list[Any]] = []  # in this optimizer step
-        self._of_transformers: Iterator[list[Any]] | None = None
+        self._step_batches: list[list[Any]] = []  # that this optimizer step has read
+        self._epoch_iterator: Iterator[list[Any]] | None = None  # transformers', of the current epoch
         self._number = 0  # of the current epoch
         self._epochs: deque[_Epoch] = deque()  # the current one, and those that were begun early
 
     @property
-    def _data(self) -> Any:
+    def _dataloader(self) -> Any:
         return self._trainer.callback_handler.train_dataloader
 
-    def of_step(self, batches: Iterator[list[Any]]) -> "Batches":
-        """Begin an optimizer step, for which transformers would draw from `batches`."""
-        if batches is not self._of_transformers:
-            is_first, self._of_transformers = self._of_transformers is None, batches
+    def begin_step(self, batches: Iterator[list[Any]]) -> "PromptPrefetcher":
+        """Begin an optimizer step, for which transformers would read from `batches`."""
+        if batches is not self._epoch_iterator:
+            is_first, self._epoch_iterator = self._epoch_iterator is None, batches
             self._number = self._trainer.state.global_step // self._sizes()[1] if is_first else self._number + 1
             if self._epochs:
                 self._epochs.popleft()
             if not self._epochs:
                 self._epochs.append(_Epoch(batches))
-            elif self._epochs[0].drew:
+            elif self._epochs[0].rng_advanced:
                 torch.empty((), dtype=torch.int64).random_()  # now, as the DataLoader would have done
-        self._given = []
+        self._step_batches = []
         return self
 
     def __next__(self) -> list[Any]:
         epoch = self._epochs[0]
-        self._given.append(epoch.read.popleft() if epoch.read else next(epoch.batches))
-        return self._given[-1]
+        self._step_batches.append(epoch.prefetched.popleft() if epoch.prefetched else next(epoch.batches))
+        return self._step_batches[-1]
 
     def _sizes(self) -> tuple[int, int]:
         """Return the micro-batches and the optimizer steps of an epoch, as transformers counts."""
-        accumulation, data = self._trainer.args.gradient_accumulation_steps, self._data
+        accumulation, data = self._trainer.args.gradient_accumulation_steps, self._dataloader
         length = len(data) if has_length(data) else self._trainer.state.max_steps * accumulation
         return length, -(-length // accumulation)
 
-    def of_next_rollout(self, batch: list[Any]) -> list[Any] | None:
+    def next_rollout(self, batch: list[Any]) -> list[Any] | None:
         """Return the batch of the rollout after that of `batch`; None if the run ends before it.
 
         Raises:
             LookupError: `batch` is not of this optimizer step: it is a script's own.
         """
         trainer, accumulation = self._trainer, self._trainer.args.gradient_accumulation_steps
-        position = next((i for i, given in enumerate(self._given) if given is batch), None)
+        position = next((i for i, each in enumerate(self._step_batches) if each is batch), None)
         if position is None:
             raise LookupError
         position += generation_interval(trainer)
@@ -97,125 +101,130 @@ class Batches(Iterator[list[Any]]):
         later, index = divmod(step * accumulation + position, length)
         if (epoch + later) * steps + index // accumulation >= trainer.state.max_steps:
             return None
-        return self._given[position] if position < len(self._given) else self._peek(position - len(self._given))
+        read = len(self._step_batches)
+        return self._step_batches[position] if position < read else self._peek(position - read)
 
     def _peek(self, count: int) -> list[Any] | None:
         """Return the batch that follows `count` others, in this epoch or a later one; None for an empty stream."""
         for number in itertools.count():
             if number == len(self._epochs):
-                if hasattr(self._data, "set_epoch"):  # as transformers does
-                    self._data.set_epoch(self._number + number)
-                self._epochs.append(_Epoch(iter(self._data)))
+                if hasattr(self._dataloader, "set_epoch"):  # as transformers does
+                    self._dataloader.set_epoch(self._number + number)
+                self._epochs.append(_Epoch(iter(self._dataloader)))
             epoch, state = self._epochs[number], torch.get_rng_state()
-            epoch.read.extend(itertools.islice(epoch.batches, max(count + 1 - len(epoch.read), 0)))
+            missing = max(count + 1 - len(epoch.prefetched), 0)
+            epoch.prefetched.extend(itertools.islice(epoch.batches, missing))
             if number:
-                epoch.drew |= not torch.equal(state, torch.get_rng_state())
+                epoch.rng_advanced |= not torch.equal(state, torch.get_rng_state())
                 torch.set_rng_state(state)
-            if count < len(epoch.read):
-                return epoch.read[count]
-            if number and not epoch.read:
+            if count < len(epoch.prefetched):
+                return epoch.prefetched[count]
+            if number and not epoch.prefetched:
                 return None
-            count -= len(epoch.read)
+            count -= len(epoch.prefetched)
 
 
-class _Asked(Exception):
-    """TRL is about to ask its engine. The arguments are the engine's."""
+class _BeforeGeneration(Exception):
+    """TRL is about to generate. The arguments are those of its engine."""
 
 
-def question_of(trainer: Trainer, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return TRL's question to the server for the rows of all processes; on other processes than the main one, {}.
+def build_request(trainer: Trainer, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """Return the request that TRL would send to the server for a rollout on the rows of all processes.
 
-    TRL puts the question, as in a rollout on the rows, and nothing is asked. Every process must call this function.
+    It is {} on other processes than the main one. Nothing is sent. Every process must call this function.
+
+    TRL itself makes the request, in its methods for a rollout. It prepares images and prompts in the middle of one,
+    so that an exception ends it there: a copy of these lines would be longer, and wrong after an upgrade.
     """
-    engine, question = trainer.vllm_generation, dict[str, Any]()
+    engine, request = trainer.vllm_generation, dict[str, Any]()
 
     def stop(prompt_ids: object, images: object, _: object, num_generations: int) -> None:
-        raise _Asked(prompt_ids, images, num_generations)
+        raise _BeforeGeneration(prompt_ids, images, num_generations)
 
-    def keep(**asked: object) -> dict[str, Any]:
-        question.update(copy.deepcopy(asked))  # a callback may change options of sampling in place
-        prompts = len(question["prompts"])
-        return {"prompt_ids": [[]] * prompts, "completion_ids": [[]] * prompts * question["n"], "logprobs": None}
+    def record(**arguments: object) -> dict[str, Any]:
+        request.update(copy.deepcopy(arguments))  # a callback may change options of sampling in place
+        prompts = len(request["prompts"])
+        return {"prompt_ids": [[]] * prompts, "completion_ids": [[]] * prompts * request["n"], "logprobs": None}
 
     # not by our method, for which there would be another rollout
     kind = next(kind for kind in type(trainer).__mro__ if kind.__module__.startswith("trl.trainer"))
     try:
         with patched(trainer, {"_generate_single_turn": stop}):
             as_trl_trainer(kind)._generate_and_score_completions(trainer, list(rows))
-    except _Asked as asked:
+    except _BeforeGeneration as reached:
         is_main = trainer.accelerator.is_main_process
-        with patched(engine.vllm_client, {"generate": keep}) if is_main else contextlib.nullcontext():
-            VLLMGeneration.generate(engine, *asked.args)  # it gathers the prompts
-    return question
+        with patched(engine.vllm_client, {"generate": record}) if is_main else contextlib.nullcontext():
+            VLLMGeneration.generate(engine, *reached.args)  # it gathers the prompts
+    return request
 
 
-class Request(threading.Thread):
-    """A question that a thread asks the server, for a policy of version number `version`.
+class PendingRequest(threading.Thread):
+    """A request that a thread sends to the server, for a policy of version number `version`.
 
     It is a daemon, for which the interpreter does not wait at its end. But prompts that TRL's client sends one by one,
-    for images and kept sets, are in a pool of threads, and the interpreter waits until all are answered.
+    for images and kept tokens, are in a pool of threads, and the interpreter waits until all have a response.
     """
 
-    def __init__(self, engine: SteadyGeneration, question: Mapping[str, Any], version: int) -> None:
+    def __init__(self, engine: SteadyGeneration, request: Mapping[str, Any], version: int) -> None:
         super().__init__(daemon=True, name="trl-steady-ahead")
         self.version = version
         self.step = -1
         """Step of the last sync before it was saved."""
-        self.answer: Answer | None = None
+        self.result: GenerationResult | None = None
         self.error: BaseException | None = None
         self.seconds = self.waited = 0.0
-        """Seconds from the question to the answer, and those for which the trainer waited for it."""
-        self._question = question
-        self._ask = functools.partial(engine.ask, _apart(engine.vllm_client))
+        """Seconds from the request to the result, and those for which the trainer waited for it."""
+        self._request = request
+        self._send = functools.partial(engine.send_request, _client_for_thread(engine.vllm_client))
 
     def run(self) -> None:
-        """Ask, and keep the answer or the error."""
+        """Send the request, and store the result or the error."""
         start = time.perf_counter()
         try:
-            self.answer = self._ask(self._question)
-        except BaseException as error:  # for the main thread, which needs the answer later
+            self.result = self._send(self._request)
+        except BaseException as error:  # for the main thread, which needs the result later
             self.error = error
         self.seconds = time.perf_counter() - start
 
     def wait(self) -> None:
-        """Wait until there is an answer or an error."""
+        """Wait until there is a result or an error."""
         start = time.perf_counter()
         if self.ident is not None:  # None: it was loaded
             self.join()
         self.waited += time.perf_counter() - start
 
-    def is_of(self, question: Mapping[str, Any]) -> bool:
-        """Return True if a question is the same."""
-        return json.dumps(question) == json.dumps(self._question)  # a loaded one has JSON's types
+    def matches(self, request: Mapping[str, Any]) -> bool:
+        """Return True if a request is the same."""
+        return json.dumps(request) == json.dumps(self._request)  # a loaded one has JSON's types
 
     def save(self, file: Path, version: int, step: int) -> None:
-        """Write the question and its answer, with the current version of the policy and the step of its sync."""
-        assert self.answer is not None
+        """Write the request and its result, with the current version of the policy and the step of its sync."""
+        assert self.result is not None
         times = [self.seconds, self.waited, self.version - version, step]
-        plain = json.dumps([self._question, self.answer.output, *times])  # exact
-        torch.save([plain, _mapped(self.answer.captured, np.ndarray, torch.from_numpy)], file)
+        plain = json.dumps([self._request, self.result.output, *times])  # exact
+        torch.save([plain, _map_nested(self.result.extras, np.ndarray, torch.from_numpy)], file)
 
     @classmethod
-    def loaded(cls, engine: SteadyGeneration, file: Path) -> "Request":
+    def load(cls, engine: SteadyGeneration, file: Path) -> "PendingRequest":
         """Return what `save` has written, with a version that counts back from 0."""
-        plain, captured = torch.load(file, weights_only=True)
-        question, output, seconds, waited, version, step = json.loads(plain)
-        request = cls(engine, question, version)
-        request.answer = Answer(output, _mapped(captured, Tensor, Tensor.numpy))
-        request.seconds, request.waited, request.step = seconds, waited, step
-        return request
+        plain, extras = torch.load(file, weights_only=True)
+        request, output, seconds, waited, version, step = json.loads(plain)
+        loaded = cls(engine, request, version)
+        loaded.result = GenerationResult(output, _map_nested(extras, Tensor, Tensor.numpy))
+        loaded.seconds, loaded.waited, loaded.step = seconds, waited, step
+        return loaded
 
 
-def _mapped(values: object, kind: type, function: Callable[[Any], Any]) -> Any:
+def _map_nested(values: object, kind: type, function: Callable[[Any], Any]) -> Any:
     """Return nested containers with each value of a type replaced."""
     if isinstance(values, dict):
-        return {name: _mapped(value, kind, function) for name, value in values.items()}
+        return {name: _map_nested(value, kind, function) for name, value in values.items()}
     if isinstance(values, (list, tuple)):
-        return type(values)(_mapped(value, kind, function) for value in values)
+        return type(values)(_map_nested(value, kind, function) for value in values)
     return function(values) if isinstance(values, kind) else values
 
 
-def _apart(client: VLLMClient) -> VLLMClient:
+def _client_for_thread(client: VLLMClient) -> VLLMClient:
     """Return a client with a session for a thread, and the name of the adapter as it is now."""
     client, adapters = copy.copy(client), dict[str, Any]()
     client.session = copy.copy(client.session)
@@ -226,9 +235,9 @@ def _apart(client: VLLMClient) -> VLLMClient:
     return client
 
 
-def answering(
-    trainer: Trainer, answer: Callable[[Ask, Mapping[str, Any]], Answer]
+def respond_with(
+    trainer: Trainer, respond: Callable[[SendRequest, Mapping[str, Any]], GenerationResult]
 ) -> contextlib.AbstractContextManager[None]:
-    """Return a context in which `answer` answers the engine's questions, on the main process."""
+    """Return a context in which `respond` returns the results of the engine's requests, on the main process."""
     is_main = trainer.accelerator.is_main_process
-    return patched(trainer.vllm_generation, {"answering": answer} if is_main else {})
+    return patched(trainer.vllm_generation, {"respond": respond} if is_main else {})

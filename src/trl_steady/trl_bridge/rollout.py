@@ -12,6 +12,7 @@ import torch
 import trl
 from accelerate.utils import send_to_device
 from torch import Tensor
+from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
 from trl.trainer.utils import is_async_callable
 
 from trl_steady.core.feature import Trainer
@@ -137,3 +138,19 @@ def collate_rows(trainer: Trainer, rows: list[dict[str, Any]]) -> list[dict[str,
         as_trl_trainer(trainer).data_collator, description="training"
     )
     return cast(Any, send_to_device(collate(rows), trainer.accelerator.device))
+
+
+@contextmanager
+def last_logits_processor(
+    model: PreTrainedModel, processor: LogitsProcessor, check: Callable[[GenerationConfig], None]
+) -> Iterator[None]:
+    """Let `model.generate` call `processor` after all others, inside this context. `check` may refuse its options."""
+    build: Any = model._get_logits_processor
+
+    def build_with_last(generation_config: GenerationConfig, **keywords: object) -> LogitsProcessorList:
+        check(generation_config)
+        return LogitsProcessorList([*build(generation_config, **keywords), processor])
+
+    # transformers puts its own processors after those that `generate` is given
+    with patched(model, {"_get_logits_processor": build_with_last}):
+        yield

@@ -1,6 +1,7 @@
 """TRL's vLLM engine, extended to return further data of the tokens that it generates, and to take an adapter alone.
 
-This file knows how TRL builds, feeds and asks an engine. It knows neither the data nor the adapter.
+This file knows how TRL builds an engine, sends it weights and lets it generate. It knows neither the data nor the
+adapter.
 """
 
 import copy
@@ -20,17 +21,17 @@ from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer, rloo_trainer
 
-from trl_steady.core.engine import AdapterSync, Answer, Ask, EngineOutput, NamedWeights
+from trl_steady.core.engine import AdapterSync, EngineOutput, GenerationResult, NamedWeights, SendRequest
 from trl_steady.trl_bridge.private import patched
 
 
 @contextmanager
-def steady_engine(captures: Sequence[EngineOutput], sync: AdapterSync | None) -> Iterator[None]:
+def steady_engine(extras: Sequence[EngineOutput], sync: AdapterSync | None) -> Iterator[None]:
     """Give each of TRL's trainers that is built inside this context an engine of ours."""
 
     def build(*arguments: Any, model: PreTrainedModel | PeftModel, **keywords: Any) -> VLLMGeneration:
-        sync_of_model = sync if is_peft_model(model) else None
-        return SteadyGeneration(*arguments, model=model, captures=captures, sync=sync_of_model, **keywords)
+        model_sync = sync if is_peft_model(model) else None
+        return SteadyGeneration(*arguments, model=model, extras=extras, sync=model_sync, **keywords)
 
     with patched(grpo_trainer, {"VLLMGeneration": build}), patched(rloo_trainer, {"VLLMGeneration": build}):
         yield
@@ -61,22 +62,22 @@ class SteadyGeneration(VLLMGeneration):
     """TRL's `VLLMGeneration` that stores data of its tokens until they are taken, and may get an adapter alone.
 
     Raises:
-        ValueError: A colocated engine of several GPUs has to capture data. The engine cannot serve the adapter, and
-            merged weights will not do.
+        ValueError: A colocated engine of several GPUs has to return extra data. The engine cannot serve the adapter,
+            and merged weights will not do.
     """
 
     adapter: AdapterSync | None = None
     """Sends the adapter; None if all weights are sent."""
-    answering: Callable[[Ask, Mapping[str, Any]], Answer] | None = None
-    """Answers a question in place of the server, which the first argument asks. It is set on the main process only."""
+    respond: Callable[[SendRequest, Mapping[str, Any]], GenerationResult] | None = None
+    """Returns the result of a request, which its first argument would send. It is set on the main process only."""
     before_sync: Callable[[], None] | None = None
     """Is called before other weights or another adapter are sent."""
 
     def __init__(
-        self, *arguments: Any, captures: Sequence[EngineOutput], sync: AdapterSync | None = None, **keywords: Any
+        self, *arguments: Any, extras: Sequence[EngineOutput], sync: AdapterSync | None = None, **keywords: Any
     ) -> None:
-        self._captures, self._sync = captures, sync
-        self._captured: dict[str, list[Any]] = {}
+        self._extras, self._sync = extras, sync
+        self._extra_values: dict[str, list[Any]] = {}
         super().__init__(*arguments, **keywords)
 
     def _init_vllm(self) -> None:
@@ -86,7 +87,7 @@ class SteadyGeneration(VLLMGeneration):
             return
         is_fsdp1 = self._dist.fsdp_version == 1
         why_not = "version 1 of FSDP does not gather an adapter" if is_fsdp1 else sync.why_not(self)
-        if why_not := first_of_all(why_not):
+        if why_not := first_reason(why_not):
             self._merge_instead(sync, why_not)
             self._build({})
             return
@@ -95,7 +96,7 @@ class SteadyGeneration(VLLMGeneration):
             sync.send(self)
         except Exception as error:  # vLLM's own, of any type
             why_not = f"vLLM refuses the adapter: {error!s}"
-        if why_not := first_of_all(why_not):
+        if why_not := first_reason(why_not):
             self._merge_instead(sync, why_not)
         else:
             self.adapter = sync
@@ -120,17 +121,17 @@ class SteadyGeneration(VLLMGeneration):
         if self.mode == "server":
             super()._init_vllm()
             return
-        if self._captures and self.tensor_parallel_size > 1:
-            capture = self._captures[0]
+        if self._extras and self.tensor_parallel_size > 1:
+            extra = self._extras[0]
             raise ValueError(
-                f"{capture.option} with vllm_tensor_parallel_size={self.tensor_parallel_size}: a colocated engine "
-                f"returns the {capture.what} to one process only. Set vllm_mode='server'."
+                f"{extra.option} with vllm_tensor_parallel_size={self.tensor_parallel_size}: a colocated engine "
+                f"returns the {extra.label} to one process only. Set vllm_mode='server'."
             )
-        flags = {**adapter_flags, **{capture.flag: True for capture in self._captures}}
+        flags = {**adapter_flags, **{extra.flag: True for extra in self._extras}}
         # `LLM` is missing if vLLM is not installed; TRL then raises an error
         build = functools.partial(getattr(vllm_generation, "LLM", object), **flags)
         if adapter_flags and self.enable_sleep_mode:
-            build = functools.partial(_keeping_weights, build)
+            build = functools.partial(_build_with_light_sleep, build)
         with patched(vllm_generation, {"LLM": build}):
             super()._init_vllm()
 
@@ -155,106 +156,106 @@ class SteadyGeneration(VLLMGeneration):
             self.adapter.send(self)
 
     def generate(self, prompts: list[Any], *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
-        """Generate as TRL does, and store the captured data."""
-        if not self._captures and self.answering is None:
+        """Generate as TRL does, and store the extra data."""
+        if not self._extras and self.respond is None:
             return super().generate(prompts, *arguments, **keywords)
         if self.mode == "colocate":
-            answers: list[Any] = []
-            with patched(self.llm, {"generate": _kept(self.llm.generate, answers)}):
+            results: list[Any] = []
+            with patched(self.llm, {"generate": _recorded(self.llm.generate, results)}):  # TRL drops the extra data
                 result = super().generate(prompts, *arguments, **keywords)
-            (outputs,) = answers
-            self._captured = self._compacted([completion for output in outputs for completion in output.outputs])
+            (outputs,) = results
+            self._extra_values = self._compacted([completion for output in outputs for completion in output.outputs])
             return result
         on_main: list[dict[str, list[Any]]] = [{}]
         if not self.accelerator.is_main_process:
             result = super().generate(prompts, *arguments, **keywords)
         else:
-            ask = functools.partial(self.ask, copy.copy(self.vllm_client))
+            send = functools.partial(self.send_request, copy.copy(self.vllm_client))
 
-            def answered(**question: Any) -> dict[str, Any]:
-                output, on_main[0] = ask(question) if self.answering is None else self.answering(ask, question)
+            def generate(**request: Any) -> dict[str, Any]:
+                output, on_main[0] = send(request) if self.respond is None else self.respond(send, request)
                 return output
 
-            with patched(self.vllm_client, {"generate": answered}):
+            with patched(self.vllm_client, {"generate": generate}):  # all that TRL's engine asks of its client
                 result = super().generate(prompts, *arguments, **keywords)
-        if self._captures:
+        if self._extras:
             broadcast_object_list(on_main, from_process=0)
             first = self.accelerator.process_index * len(prompts)
-            self._captured = {field: values[first : first + len(prompts)] for field, values in on_main[0].items()}
+            self._extra_values = {field: values[first : first + len(prompts)] for field, values in on_main[0].items()}
         return result
 
     def _compacted(self, completions: Sequence[object]) -> dict[str, list[Any]]:
-        """Return the captured data of completions, field by field."""
+        """Return the extra data of completions, field by field."""
         found: dict[str, list[Any]] = {}
-        for capture in self._captures:
-            values = [getattr(completion, capture.field, None) for completion in completions]
-            found[capture.field] = [None if value is None else capture.compact(value) for value in values]
+        for extra in self._extras:
+            values = [getattr(completion, extra.field, None) for completion in completions]
+            found[extra.field] = [None if value is None else extra.compact(value) for value in values]
         return found
 
-    def ask(self, client: VLLMClient, question: Mapping[str, Any]) -> Answer:
-        """Ask a client of TRL's, which does not change. A thread may do that with a client for itself."""
-        if not self._captures:
-            return Answer(client.generate(**question), {})
-        if question.get("features") is None and any(capture.needs_tokens_endpoint for capture in self._captures):
-            question = {**question, "features": [None] * len(question["prompts"])}  # features select the endpoint
-        answers: list[Any] = []
+    def send_request(self, client: VLLMClient, request: Mapping[str, Any]) -> GenerationResult:
+        """Send a request with a client of TRL's, which does not change. A thread needs a client of its own."""
+        if not self._extras:
+            return GenerationResult(client.generate(**request), {})
+        if request.get("features") is None and any(extra.needs_tokens_endpoint for extra in self._extras):
+            request = {**request, "features": [None] * len(request["prompts"])}  # features select the endpoint
+        responses: list[Any] = []
         client = copy.copy(client)
-        vars(client)["_post"] = _kept(client._post, answers)
-        output = client.generate(**question)
-        # requests may be answered in any order; the token lists are the same objects as in the answers
-        choices = {id(choice["token_ids"]): choice for answer in answers for choice in answer["choices"]}
+        vars(client)["_post"] = _recorded(client._post, responses)  # the JSON, of which TRL's client drops the data
+        output = client.generate(**request)
+        # responses may come in any order; their token lists are the same objects as in TRL's output
+        choices = {id(choice["token_ids"]): choice for response in responses for choice in response["choices"]}
         completions = [SimpleNamespace(**choices[id(ids)]) for ids in output["completion_ids"]]
-        return Answer(output, self._compacted(completions))
+        return GenerationResult(output, self._compacted(completions))
 
-    def take(self, capture: EngineOutput) -> list[Any]:
-        """Return the data of each completion of the last `generate`, and forget them.
+    def take(self, extra: EngineOutput) -> list[Any]:
+        """Return the extra data of each completion of the last `generate`, and forget them.
 
         Raises:
             ValueError: The engine has returned none for a completion.
         """
-        values = self._captured.pop(capture.field, [])
+        values = self._extra_values.pop(extra.field, [])
         missing = sum(each is None for each in values)
         if missing:
             raise ValueError(
-                f"{capture.option}: vLLM returned no {capture.what} for {missing} of {len(values)} sequences. "
-                f"{capture.remedy}"
+                f"{extra.option}: vLLM returned no {extra.label} for {missing} of {len(values)} sequences. "
+                f"{extra.fix_hint}"
             )
         return values
 
 
-def first_of_all(reason: str | None) -> str | None:
+def first_reason(reason: str | None) -> str | None:
     """Return the first reason of any process, so that all decide alike. Otherwise they would wait for one another."""
     return next(filter(None, gather_object([reason])), None)
 
 
-def _keeping_weights(build: Callable[..., Any], **asked: object) -> Any:
-    """Build vLLM's `LLM` so that it keeps its weights in the CPU's memory while it sleeps.
+def _build_with_light_sleep(build: Callable[..., Any], **arguments: object) -> Any:
+    """Build vLLM's `LLM` so that it moves its weights to the CPU while it sleeps.
 
     TRL's level of sleep drops them, and nobody would send the base again.
     """
-    llm = build(**asked)
+    llm = build(**arguments)
     sleep = llm.sleep
     vars(llm)["sleep"] = lambda level=1, *mode, **others: sleep(min(level, 1), *mode, **others)
     return llm
 
 
 @contextmanager
-def keeping_log_probs(engine: VLLMGeneration) -> Iterator[list[tuple[Any, ...]]]:
-    """Let TRL's engine return log-probs, which RLOO's trainer does not ask for. Give its answers, as a list."""
-    answers: list[tuple[Any, ...]] = []
-    with patched(engine, {"logprobs": engine.logprobs or 0, "generate": _kept(engine.generate, answers)}):
-        yield answers
+def record_log_probs(engine: VLLMGeneration) -> Iterator[list[tuple[Any, ...]]]:
+    """Let TRL's engine return log-probs, which RLOO's trainer does not ask for. Give what it returns, as a list."""
+    results: list[tuple[Any, ...]] = []
+    with patched(engine, {"logprobs": engine.logprobs or 0, "generate": _recorded(engine.generate, results)}):
+        yield results
 
 
-def _kept(function: Callable[..., Any], answers: list[Any]) -> Callable[..., Any]:
-    """Wrap a function so that its answers are appended to `answers`."""
+def _recorded(function: Callable[..., Any], results: list[Any]) -> Callable[..., Any]:
+    """Wrap a function so that its results are appended to `results`."""
 
-    def keeping(*arguments: object, **keywords: object) -> Any:
-        answer = function(*arguments, **keywords)
-        answers.append(answer)  # several threads may do this at once
-        return answer
+    def call(*arguments: object, **keywords: object) -> Any:
+        result = function(*arguments, **keywords)
+        results.append(result)  # several threads may do this at once
+        return result
 
-    return keeping
+    return call
 
 
 def push(engine: VLLMGeneration, weights: Callable[[NamedWeights], Iterator[tuple[str, Tensor]]]) -> None:

@@ -146,7 +146,7 @@ def test_processes_agree_on_what_a_server_answers(monkeypatch: pytest.MonkeyPatc
     backend = SimpleNamespace(gather_params=lambda _: contextlib.nullcontext(), fsdp_version=None)
     args: Any = SimpleNamespace(use_vllm=True, vllm_adapter_sync=None, output_dir="never")
     sync = Adapters(cast(Any, None), args).adapter_sync(args)
-    vars(engine).update(model=model, mode="server", accelerator=waits, _dist=backend, _captures=[], _sync=sync)
+    vars(engine).update(model=model, mode="server", accelerator=waits, _dist=backend, _extras=[], _sync=sync)
     monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda self: self.accelerator.wait_for_everyone())
     with contextlib.nullcontext() if takes else pytest.warns(UserWarning, match="it says no"):
         engine._init_vllm()

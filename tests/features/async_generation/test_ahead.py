@@ -22,7 +22,7 @@ from tests.tools.engines import COMPLETIONS, MASKED, RENDER, ROUTED, TOKENS, Ser
 from tests.tools.resumable import differences
 from tests.trainers import test_images
 from trl_steady.features.async_generation import AsyncGeneration
-from trl_steady.trl_bridge.prefetch import Request
+from trl_steady.trl_bridge.prefetch import PendingRequest
 
 engine, server, mixture = engines.engine, engines.server, engines.mixture
 llava = test_images.llava
@@ -118,7 +118,7 @@ def logged(trainer: Any, name: str) -> list[float]:
 
 
 def alive() -> list[threading.Thread]:
-    return [thread for thread in threading.enumerate() if isinstance(thread, Request)]
+    return [thread for thread in threading.enumerate() if isinstance(thread, PendingRequest)]
 
 
 def outcome(trainer: Any) -> dict[str, Any]:
@@ -162,7 +162,7 @@ def test_a_run_equals_one_that_gets_the_same_answers_when_it_asks(
         options = {**options, "build": build}
     trainer = trained(model, **options)
     found = outcome(trainer)
-    assert trainer.part(AsyncGeneration).notes == []  # no answer was thrown away
+    assert trainer.feature(AsyncGeneration).notes == []  # no answer was thrown away
     if method == "images":  # four prompts a rollout, which all but the first are asked about twice
         assert len(server.requests[RENDER]) == 4 * (6 + 5)
         assert all(body["features"] for body in server.requests[TOKENS])
@@ -234,7 +234,7 @@ def test_answers_to_another_question_are_thrown_away(
     options = {**ONE_STEP, "generation_kwargs": {"presence_penalty": 1.0}}
     trainer = ahead.build(server.url, models["dense"], tmp_path, **options)
     trainer.add_callback(Callback(trainer, change))
-    with pytest.warns(UserWarning, match="async_generate=True: the question of a rollout is another one"):
+    with pytest.warns(UserWarning, match="async_generate=True: the request of a rollout is another one"):
         trainer.train()
     assert logged(trainer, "async/versions_behind") == [0, 1, 1, 0, 1, 1]
     assert [each.version for each in watched.asked] == [1, 1, 2, 3, 4, 4, 5]

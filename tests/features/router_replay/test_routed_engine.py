@@ -18,7 +18,7 @@ from tests.tools import agent, engines, tiny
 from tests.tools.engines import COMPLETIONS, RENDER, SPARSE, TOKENS, Array, Build, Engine, Server, chosen, kept
 from tests.tools.sets import lists
 from trl_steady.features.router_replay.feature import take_routes
-from trl_steady.features.sampling_mask.feature import taken_sets
+from trl_steady.features.sampling_mask.feature import take_sets
 
 mixture, engine, in_process = engines.mixture, engines.engine, engines.in_process
 server, over_http, flagged = engines.server, engines.over_http, engines.flagged
@@ -156,7 +156,7 @@ def test_a_server_is_asked_about_images_too(server: Server, flagged: Build) -> N
     twice = lambda items: [each for each in items for _ in range(2)]
     _, completions, _, _ = generation.generate(twice(prompts), twice(images), 2)
     pairs = list(zip(twice(prompts), completions, strict=True))
-    sets = lists(taken_sets(generation, completions))
+    sets = lists(take_sets(generation, completions))
     assert sets == [each for pair in pairs for each in kept(*pair, 0)]
     for (prompt, ids), routes in zip(pairs, take_routes(generation, SPARSE), strict=True):
         assert torch.equal(routes, torch.from_numpy(chosen([*prompt, *ids], 0)[:-1, SPARSE]))

@@ -1,4 +1,4 @@
-"""Kept tokens on a pretended GPU: no operation mixes devices, results are the CPU's, and little memory is kept."""
+"""Candidates on a pretended GPU: no operation mixes devices, results are the CPU's, and little memory is kept."""
 
 import itertools
 
@@ -8,7 +8,7 @@ from torch import Tensor
 from tests.tools.devices import CUDA, bytes_held, pretended_gpu
 from tests.tools.sets import lists
 from trl_steady.features.sampling_mask.candidates import CandidateSets
-from trl_steady.features.sampling_mask.recording import SetRecording as Recording
+from trl_steady.features.sampling_mask.recording import CandidateRecorder
 
 SEQUENCES, PROMPT, STEPS, VOCABULARY = 3, 5, 40, 60
 COMPLETIONS = [[7] * STEPS, [7] * 3, [7] * 11]
@@ -22,23 +22,23 @@ def is_kept() -> Tensor:
     return kept
 
 
-def generated(device: torch.device | str) -> Recording:
+def generated(device: torch.device | str) -> CandidateRecorder:
     """What has been recorded when transformers has drawn token 7 everywhere, each step with tensors of its own."""
-    recording = Recording()
+    recorder = CandidateRecorder()
     for step, kept in enumerate(is_kept()):
         input_ids = torch.full((SEQUENCES, PROMPT + step), 7).to(device)
-        recording(input_ids, torch.zeros(kept.shape).where(kept, -torch.inf).to(device))
-    return recording
+        recorder(input_ids, torch.zeros(kept.shape).where(kept, -torch.inf).to(device))
+    return recorder
 
 
 def test_sets_of_a_gpu_are_those_of_the_cpu_and_all_that_a_recording_holds() -> None:
-    expected = lists(generated("cpu").of(COMPLETIONS))
+    expected = lists(generated("cpu").sets(COMPLETIONS))
     with pretended_gpu():
         on_gpu = generated(CUDA)
-        kept = on_gpu.of(COMPLETIONS)
-        assert kept.has(torch.tensor(list(itertools.chain(*COMPLETIONS)))).all()
-        assert lists(kept) == expected
-        trained = CandidateSets.joined([kept]).to(CUDA).take(torch.tensor([0, -1, 2], device=CUDA))
+        sets = on_gpu.sets(COMPLETIONS)
+        assert sets.has(torch.tensor(list(itertools.chain(*COMPLETIONS)))).all()
+        assert lists(sets) == expected
+        trained = CandidateSets.cat([sets]).to(CUDA).take(torch.tensor([0, -1, 2], device=CUDA))
         assert lists(trained) == [expected[0], [], expected[2]]
         assert bytes_held(on_gpu) == 8 * (SEQUENCES + 1) * STEPS + 4 * int(is_kept().sum())
     mask = is_kept()

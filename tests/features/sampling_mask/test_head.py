@@ -12,9 +12,9 @@ from trl.kernels import ChunkedLogProbFunction
 
 from tests.oracles import sampling as oracle
 from tests.tools.headroom import within
-from tests.tools.sets import kept_of
+from tests.tools.sets import candidate_sets
 from trl_steady.features.sampling_mask import log_probs as head
-from trl_steady.features.sampling_mask.log_probs import kept_log_probs
+from trl_steady.features.sampling_mask.log_probs import candidate_log_probs
 from trl_steady.trl_bridge.lm_head import Head
 
 VOCABULARY, WIDTH = 23, 5
@@ -34,8 +34,8 @@ class Case(NamedTuple):
     targets: Tensor
     sets: list[list[int]]
 
-    def _get_per_token_logps_and_entropies(self, **scaling: Any) -> Tensor:
-        return kept_log_probs(head_of(*self[:4], **scaling), kept_of(self.sets))
+    def log_probs(self, **scaling: Any) -> Tensor:
+        return candidate_log_probs(head_of(*self[:4], **scaling), candidate_sets(self.sets))
 
     def gradients(self, of_loss: Tensor, **options: Any) -> list[Tensor]:
         """With respect to hidden states, weight and bias."""
@@ -99,7 +99,7 @@ def test_parts_are_no_larger_than_a_chunk_and_change_nothing(chunk: int, monkeyp
     case = make_case()
     whole, gradients = case.log_probs(softcap=2.5), case.gradients(weights(case), softcap=2.5)
     monkeypatch.setattr(head, "_CHUNK", chunk)
-    parts = list(head._parts(kept_of(case.sets), case.targets, WIDTH))
+    parts = list(head._chunks(candidate_sets(case.sets), case.targets, WIDTH))
     assert sorted(torch.cat([part.positions for part in parts]).tolist()) == [i for i, n in enumerate(SIZES) if n > 1]
     assert all(part.ids.numel() * WIDTH <= chunk or len(part.positions) == 1 for part in parts)
     assert all((len(a.ids) + 1) * a.ids.size(1) * WIDTH > chunk for a in parts[:-1])  # no room for one more
@@ -132,9 +132,9 @@ def test_no_tensor_is_as_large_as_the_logits(monkeypatch: pytest.MonkeyPatch) ->
     sets = [torch.randperm(vocabulary)[: size - i % 3].tolist() for i in range(n)]
     targets = torch.tensor([each[0] for each in sets])
     monkeypatch.setattr(head, "_CHUNK", chunk)
-    kept = kept_of(sets)
+    kept = candidate_sets(sets)
     with Allocated() as forward:
-        log_probs = kept_log_probs(head_of(hidden, weight, bias, targets), kept)
+        log_probs = candidate_log_probs(head_of(hidden, weight, bias, targets), kept)
     with Allocated() as backward:
         log_probs.sum().backward()
     assert forward.above(chunk) == set()  # the sets themselves have fewer

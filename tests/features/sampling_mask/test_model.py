@@ -16,8 +16,8 @@ from trl.trainer.utils import add_fused_lm_head
 from tests.oracles import sampling as oracle
 from tests.tools import tiny
 from tests.tools.headroom import within
-from tests.tools.sets import kept_of
-from trl_steady.features.sampling_mask.model import KeptModel
+from tests.tools.sets import candidate_sets
+from trl_steady.features.sampling_mask.model import SamplingMaskModel
 
 EPS = torch.finfo(torch.float32).eps
 TEMPERATURE = 0.8
@@ -102,10 +102,10 @@ def batch(kind: str = "some") -> Batch:
     return Batch(input_ids, labels, sets, index)
 
 
-def wrap(model: Callable[..., Any], data: Batch, *, with_entropy: bool = True) -> KeptModel:
-    kept = kept_of(data.sets).without_large(VOCABULARY)
+def wrap(model: Callable[..., Any], data: Batch, *, with_entropy: bool = True) -> SamplingMaskModel:
+    kept = candidate_sets(data.sets).without_large(VOCABULARY)
     bare = lambda *, token_indices, **batch: model(**batch, fused_lm_head=True)
-    return KeptModel(bare, kept, data.index, with_entropy=with_entropy)
+    return SamplingMaskModel(bare, kept, data.index, with_entropy=with_entropy)
 
 
 def call(model: Callable[..., Any], data: Batch, *, with_entropy: bool = True) -> Any:

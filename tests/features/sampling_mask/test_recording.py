@@ -1,5 +1,6 @@
-"""Kept tokens of transformers' `generate` are those that it reports."""
+"""The candidates that are recorded of transformers' `generate` are those that it reports."""
 
+import contextlib
 from typing import Any
 
 import pytest
@@ -9,7 +10,8 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from tests.tools import tiny
 from tests.tools.sets import lists
-from trl_steady.features.sampling_mask.recording import SetRecording as Recording
+from trl_steady.features.sampling_mask.recording import CandidateRecorder, refuse_other_modes
+from trl_steady.trl_bridge.rollout import last_logits_processor
 
 PROMPTS = ["1+2=", "ab", "abab7+8=", "x"]
 WIDTH = 8
@@ -43,6 +45,12 @@ def generate(model: PreTrainedModel, **options: Any) -> tuple[Tensor, tuple[Tens
     return out.sequences[:, batch["input_ids"].size(1) :], out.scores
 
 
+def recording(
+    model: PreTrainedModel, recorder: CandidateRecorder | None = None
+) -> contextlib.AbstractContextManager[None]:
+    return last_logits_processor(model, recorder or CandidateRecorder(), refuse_other_modes)
+
+
 def cut(sequences: Tensor) -> list[list[int]]:
     """Up to the first end, with it."""
     completions = []
@@ -55,22 +63,22 @@ def cut(sequences: Tensor) -> list[list[int]]:
 @pytest.mark.parametrize("options", STRATEGIES, ids=str)
 def test_recorded_are_the_scores_that_generate_samples_from(model: PreTrainedModel, options: dict[str, Any]) -> None:
     expected = generate(model, **options)[0]
-    recording = Recording()
-    with recording.listening(model):
+    recorder = CandidateRecorder()
+    with recording(model, recorder):
         sequences, scores = generate(model, **options)
     assert torch.equal(sequences, expected)
     completions = cut(sequences)
     assert len({len(each) for each in completions}) > 1  # or nothing would be dropped
     finite = [scores[i][row].isfinite() for row, each in enumerate(completions) for i in range(len(each))]
     sets = [[] if mask.all() else mask.nonzero().flatten().tolist() for mask in finite]
-    assert [sorted(each) for each in lists(recording.of(completions))] == sets
+    assert [sorted(each) for each in lists(recorder.sets(completions))] == sets
 
 
 def test_nothing_is_left_on_the_model(model: PreTrainedModel) -> None:
     before = dict(vars(model))
-    with Recording().listening(model):
+    with recording(model):
         assert vars(model).keys() != before.keys()
-    with pytest.raises(RuntimeError, match="on purpose"), Recording().listening(model):
+    with pytest.raises(RuntimeError, match="on purpose"), recording(model):
         raise RuntimeError("on purpose")
     assert vars(model) == before
 
@@ -78,5 +86,5 @@ def test_nothing_is_left_on_the_model(model: PreTrainedModel) -> None:
 @pytest.mark.parametrize("options", [{"num_beams": 2}, {"do_sample": False}, {"prompt_lookup_num_tokens": 3}], ids=str)
 def test_all_but_plain_sampling_is_refused(model: PreTrainedModel, options: dict[str, Any]) -> None:
     message = "keep_sampling_mask=True needs plain sampling. Leave do_sample=False"
-    with pytest.raises(ValueError, match=message), Recording().listening(model):
+    with pytest.raises(ValueError, match=message), recording(model):
         generate(model, **options)

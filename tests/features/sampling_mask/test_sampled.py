@@ -106,7 +106,7 @@ def test_without_sets_a_run_is_the_same_bit_for_bit(
     options |= {"top_p": 0.6} if is_large else {"top_p": 1.0, "top_k": 0}
     without = tiny.train(build(models["dense"], tmp_path, keep_sampling_mask=False, **options))
     if is_large:
-        monkeypatch.setattr(kept, "MAX_KEPT", 0)
+        monkeypatch.setattr(kept, "MAX_CANDIDATES", 0)
     trainer = tiny.train(build(models["dense"], tmp_path, **options))
     assert without_ours(tiny.history(trainer)) == tiny.history(without)
     assert resumable.differences(tiny.parameters(without), tiny.parameters(trainer)) == []

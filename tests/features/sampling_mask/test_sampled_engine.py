@@ -19,7 +19,7 @@ from tests.tools.headroom import within
 from tests.tools.sets import lists
 from trl_steady.features.router_replay.feature import ROUTES, take_routes
 from trl_steady.features.sampling_mask.candidates import CandidateSets
-from trl_steady.features.sampling_mask.feature import KEPT_TOKENS, taken_sets
+from trl_steady.features.sampling_mask.feature import SAMPLING_MASK, take_sets
 from trl_steady.trl_bridge.vllm import SteadyGeneration
 
 mixture, engine, in_process = engines.mixture, engines.engine, engines.in_process
@@ -182,9 +182,9 @@ def test_each_of_two_processes_has_the_sets_of_its_own_sequences(
     for process, prompts_of_process in engines.processes(
         monkeypatch, [prompts[0] + prompts[1], prompts[2] + prompts[3]]
     ):
-        generation = SteadyGeneration(model, process, None, captures=[KEPT_TOKENS, ROUTES], **options)
+        generation = SteadyGeneration(model, process, None, extras=[SAMPLING_MASK, ROUTES], **options)
         _, completions, _, _ = generation.generate(prompts_of_process, None, generations)
-        sets = lists(taken_sets(generation, completions))
+        sets = lists(take_sets(generation, completions))
         assert sets == [each for pair in zip(prompts_of_process, completions, strict=True) for each in kept(*pair, 0)]
         for prompt, ids, routes in zip(prompts_of_process, completions, take_routes(generation, SPARSE), strict=True):
             assert torch.equal(routes, routes_of([*prompt, *ids], 0)[:-1])

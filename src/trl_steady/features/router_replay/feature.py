@@ -26,11 +26,11 @@ _COLUMN = "routes"
 
 ROUTES = EngineOutput(
     option="router_replay='R3'",
-    what="routes",
+    label="routes",
     flag="enable_return_routed_experts",
     field="routed_experts",
-    remedy=f"Start a server with --enable-return-routed-experts, or {R2_INSTEAD}. A preempted request may lack them: "
-    "give the KV cache more memory.",
+    fix_hint=f"Start a server with --enable-return-routed-experts, or {R2_INSTEAD}. A preempted request may lack "
+    "them: give the KV cache more memory.",
 )
 
 

@@ -1,1 +1,1 @@
-"""Kept tokens of sampling: store them, record them from `generate`, and compute log-probs among them."""
+"""Candidates of sampling: store them, record them from `generate`, and compute log-probs among them."""

@@ -1,8 +1,8 @@
-"""Kept tokens as data: the set of tokens from which each token of a rollout was sampled.
+"""The candidates of each token of a rollout: the tokens among which it was sampled, which top-p and the like kept.
 
-Sets are ragged, because a peaked distribution keeps one token and a flat one keeps thousands. An empty set stands for
-the whole vocabulary. It belongs to a token that was not sampled, or was sampled among all tokens or among more than
-`MAX_KEPT`.
+Sets of candidates are ragged, because a peaked distribution keeps one token and a flat one keeps thousands. An empty
+set stands for the whole vocabulary. It belongs to a token that was not sampled, or was sampled among all tokens or
+among more than `MAX_CANDIDATES`.
 """
 
 # pyright: reportUnknownMemberType=false
@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-MAX_KEPT = 4096
+MAX_CANDIDATES = 4096
 """Size of the largest set that is recorded. A larger set is replaced by the whole vocabulary."""
 
 
@@ -28,21 +28,21 @@ class CandidateSets:
     """(N + 1,) int64: set n is `ids[offsets[n]:offsets[n + 1]]`."""
 
     @classmethod
-    def of_counts(cls, ids: Tensor, counts: Tensor) -> "CandidateSets":
+    def from_counts(cls, ids: Tensor, counts: Tensor) -> "CandidateSets":
         """Build from token ids (M,), one set after the other, and the sizes (N,) of the sets."""
         return cls(ids.to(torch.int32), torch.nn.functional.pad(counts.long().cumsum(0), (1, 0)))
 
     @classmethod
-    def of_mask(cls, is_kept: Tensor) -> "CandidateSets":
-        """Build from a (N, V) bool mask. Sets of all tokens or of more than `MAX_KEPT` become empty."""
-        counts = is_kept.sum(-1)
-        fits = _fits(counts, is_kept.size(-1))
-        return cls.of_counts((is_kept & fits.unsqueeze(-1)).nonzero()[:, 1], counts.where(fits, 0))
+    def from_mask(cls, mask: Tensor) -> "CandidateSets":
+        """Build from a (N, V) bool mask. Sets of all tokens or of more than `MAX_CANDIDATES` become empty."""
+        counts = mask.sum(-1)
+        fits = _fits(counts, mask.size(-1))
+        return cls.from_counts((mask & fits.unsqueeze(-1)).nonzero()[:, 1], counts.where(fits, 0))
 
     @classmethod
-    def joined(cls, parts: Sequence["CandidateSets"]) -> "CandidateSets":
+    def cat(cls, parts: Sequence["CandidateSets"]) -> "CandidateSets":
         """Concatenate the sets of several parts, in order."""
-        return cls.of_counts(torch.cat([part.ids for part in parts]), torch.cat([part.counts for part in parts]))
+        return cls.from_counts(torch.cat([part.ids for part in parts]), torch.cat([part.counts for part in parts]))
 
     def __len__(self) -> int:
         """Return the number of positions, N."""
@@ -54,11 +54,11 @@ class CandidateSets:
         return self.offsets.diff()
 
     @property
-    def rows(self) -> Tensor:
+    def positions(self) -> Tensor:
         """(M,) position of each token in `ids`."""
         return torch.repeat_interleave(self.counts)
 
-    def of_samples(self, width: int) -> list[tuple[Tensor, Tensor]]:
+    def split(self, width: int) -> list[tuple[Tensor, Tensor]]:
         """Return a list of `ids` and `offsets` for every `width` positions, which TRL can shuffle and divide."""
         ends = self.offsets[width::width]
         parts = self.ids.tensor_split(ends[:-1].cpu())
@@ -73,19 +73,19 @@ class CandidateSets:
         ends = counts.cumsum(0)
         shifts = self.offsets[index] - (ends - counts)
         indices = torch.arange(int(counts.sum()), device=index.device) + shifts.repeat_interleave(counts)
-        return CandidateSets.of_counts(self.ids[indices], counts)
+        return CandidateSets.from_counts(self.ids[indices], counts)
 
     def without_large(self, vocabulary: int) -> "CandidateSets":
-        """Return the sets, with those of more than `MAX_KEPT` tokens or of the whole vocabulary made empty."""
+        """Return the sets, with those of more than `MAX_CANDIDATES` tokens or of the whole vocabulary made empty."""
         counts = self.counts
         fits = _fits(counts, vocabulary)
-        return CandidateSets.of_counts(self.ids[fits[self.rows]], counts.where(fits, 0))
+        return CandidateSets.from_counts(self.ids[fits[self.positions]], counts.where(fits, 0))
 
     def has(self, tokens: Tensor) -> Tensor:
         """Return (N,) bool, True where the token of a position is in its set. An empty set has all tokens."""
-        rows, found = self.rows, self.counts == 0
-        matches = self.ids == tokens.to(rows.device)[rows]
-        found[rows[matches]] = True
+        positions, found = self.positions, self.counts == 0
+        matches = self.ids == tokens.to(positions.device)[positions]
+        found[positions[matches]] = True
         return found
 
     def to(self, device: torch.device) -> "CandidateSets":
@@ -95,4 +95,4 @@ class CandidateSets:
 
 def _fits(counts: Tensor, vocabulary: int) -> Tensor:
     """Return bool, False for the size of a set that is replaced by the whole vocabulary."""
-    return (counts <= MAX_KEPT) & (counts < vocabulary)
+    return (counts <= MAX_CANDIDATES) & (counts < vocabulary)

@@ -1,11 +1,10 @@
-"""The kept sampling mask as a part: which pass uses which kept sets, and the column of the samples."""
+"""The sampling mask: which pass uses which candidates, and the column of the samples."""
 
 # pyright: reportUnknownMemberType=false
 # torch's annotations are partial
 
-import contextlib
 import itertools
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast
 
 import numpy as np
@@ -13,16 +12,17 @@ import torch
 from peft import PeftModel
 from torch import Tensor
 
+from trl_steady.config.shared import SharedOptions
 from trl_steady.core.engine import EngineOutput
-from trl_steady.core.feature import Active
+from trl_steady.core.feature import Active, Feature
 from trl_steady.core.token_record import TokenRecord
-from trl_steady.core.types import ForwardPass, Rollout, Turn
-from trl_steady.features.legacy import Part
-from trl_steady.features.sampling_mask.candidates import MAX_KEPT, CandidateSets
-from trl_steady.features.sampling_mask.model import KeptModel
-from trl_steady.features.sampling_mask.recording import SetRecording
+from trl_steady.core.types import ForwardPass, LogProbs, ModelCall, Rollout, Turn
+from trl_steady.features.sampling_mask.candidates import MAX_CANDIDATES, CandidateSets
+from trl_steady.features.sampling_mask.model import SamplingMaskModel
+from trl_steady.features.sampling_mask.recording import CandidateRecorder, refuse_other_modes
 from trl_steady.functional.turns import Traced
 from trl_steady.trl_bridge import models
+from trl_steady.trl_bridge.rollout import last_logits_processor
 from trl_steady.trl_bridge.vllm import SteadyGeneration
 
 _COLUMN = "kept_tokens"
@@ -30,41 +30,42 @@ _OPTION = "keep_sampling_mask=True"
 
 
 def _compact(value: object) -> tuple[np.ndarray, np.ndarray]:
-    """Return kept tokens as arrays of ids and counts, a tenth of the memory of nested lists."""
-    rows = cast(Sequence[Sequence[int]], getattr(value, "token_ids", value))
-    counts = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
-    return np.fromiter(itertools.chain.from_iterable(rows), dtype=np.int32, count=int(counts.sum())), counts
+    """Return candidates as arrays of ids and counts, a tenth of the memory of nested lists."""
+    sets = cast(Sequence[Sequence[int]], getattr(value, "token_ids", value))
+    counts = np.fromiter(map(len, sets), dtype=np.int64, count=len(sets))
+    return np.fromiter(itertools.chain.from_iterable(sets), dtype=np.int32, count=int(counts.sum())), counts
 
 
-KEPT_TOKENS = EngineOutput(
+SAMPLING_MASK = EngineOutput(
     option=_OPTION,
-    what="kept tokens",
+    label="kept tokens",
     flag="return_sampling_mask",
     field="sampling_mask",
-    remedy="Start a server with --return-sampling-mask --enable-scale-out (the second from vLLM 0.30 on), or set "
+    fix_hint="Start a server with --return-sampling-mask --enable-scale-out (the second from vLLM 0.30 on), or set "
     "keep_sampling_mask=False. This needs vLLM 0.28 or later.",
     compact=_compact,
     needs_tokens_endpoint=True,
 )
 
 
-class SamplingPart(Part):
-    """Takes log-probs among the tokens kept by top-p and the like, with `keep_sampling_mask`.
+class SamplingMask(Feature):
+    """Takes log-probs among the candidates, the tokens kept by top-p and the like, with `keep_sampling_mask`.
 
     This is "Keep Sampling Mask" of DeepSeek-V3.2 (arXiv 2512.02556, section 3.1). The column `kept_tokens` has a pair
     of ids and offsets for each completion.
     """
 
     window_options = (("keep_sampling_mask", None),)
+    args: SharedOptions
     _has_warned = False
 
-    def captures(self, args: Any) -> list[EngineOutput]:
-        """Return that vLLM must return kept tokens."""
-        return [KEPT_TOKENS] if args.use_vllm and args.keep_sampling_mask else []
+    def engine_extras(self, args: SharedOptions) -> Iterable[EngineOutput]:
+        """Return that vLLM must return its sampling mask."""
+        return [SAMPLING_MASK] if args.use_vllm and args.keep_sampling_mask else []
 
-    def built(self) -> None:
-        """Refuse what rules out kept tokens. Without the option, warn if sampling leaves tokens out."""
-        trainer, args, model = self.trainer, self.trainer.args, self.trainer.model
+    def on_init_end(self) -> None:
+        """Refuse what rules out candidates. Without the option, warn if sampling leaves tokens out."""
+        trainer, args, model = self.trainer, self.args, self.trainer.model
         if not args.keep_sampling_mask:
             if args.truncations and trainer.accelerator.is_main_process:
                 self.warn(
@@ -84,48 +85,48 @@ class SamplingPart(Part):
 
     def describe(self) -> Iterable[Active]:
         """Return that log-probs are among kept tokens."""
-        if self.trainer.args.keep_sampling_mask:
+        if self.args.keep_sampling_mask:
             yield Active("kept sampling mask", ("keep_sampling_mask",))
 
-    @contextlib.contextmanager
-    def rolling(self, rollout: Rollout) -> "Generator[None]":
-        """Begin a record."""
-        if self.trainer.args.keep_sampling_mask:
-            rollout.records[_COLUMN] = _KeptRecord()
-        yield
+    # a rollout
 
-    @contextlib.contextmanager
-    def generating(self, turn: Turn) -> "Generator[None]":
-        """Record the kept tokens of a generation."""
+    def on_rollout_begin(self, rollout: Rollout) -> None:
+        """Begin a record."""
+        if self.args.keep_sampling_mask:
+            rollout.records[_COLUMN] = _CandidateRecord()
+
+    def around_generate(self, turn: Turn, call_next: Callable[[Turn], Any]) -> Any:
+        """Record the candidates of a generation."""
         record = None if turn.rollout is None else turn.rollout.records.get(_COLUMN)
         if record is None:
-            yield
-            return
+            return call_next(turn)
         bare = models.bare(self.trainer, self.trainer.model)
         if self.trainer.use_vllm:
-            yield
-            kept = taken_sets(self.trainer.vllm_generation, turn.completion_ids)
-            kept = kept.without_large(bare.config.get_text_config().vocab_size)
+            generated = call_next(turn)
+            sets = take_sets(self.trainer.vllm_generation, turn.completion_ids)
+            sets = sets.without_large(bare.config.get_text_config().vocab_size)
         else:
-            recording = SetRecording()
-            with recording.listening(bare):
-                yield
-            kept = recording.of(turn.completion_ids)
+            recorder = CandidateRecorder()
+            with last_logits_processor(bare, recorder, refuse_other_modes):
+                generated = call_next(turn)
+            sets = recorder.sets(turn.completion_ids)
         tokens = [*itertools.chain(*turn.completion_ids)]
-        if len(kept) != len(tokens) or not kept.has(torch.tensor(tokens)).all():
+        if len(sets) != len(tokens) or not sets.has(torch.tensor(tokens)).all():
             raise ValueError(
                 f"{_OPTION}: a token of the rollout is not in the set that it was sampled from, so sets and tokens do "
                 "not match. Set keep_sampling_mask=False, and report this bug."
             )
-        record.add_sets(turn, kept)
+        record.add_sets(turn, sets)
+        return generated
 
-    def columns(self, rollout: Rollout) -> Mapping[str, Any]:
-        """Return `kept_tokens`."""
+    def on_rollout_end(self, rollout: Rollout) -> None:
+        """Add `kept_tokens`."""
         if _COLUMN not in rollout.records:
-            return {}
+            return
         width = rollout.samples["completion_ids"].size(1)
-        kept = self._of_rollout(rollout, rollout.input_ids, rollout.attention_mask, width)
-        counts = kept.counts[rollout.is_sampled.flatten()]
+        sets = self._rollout_sets(rollout, rollout.input_ids, rollout.attention_mask, width)
+        rollout.samples[_COLUMN] = sets.split(width)
+        counts = sets.counts[rollout.is_sampled.flatten()]
         has_set = counts > 0
         self.trainer.metrics.pooled(
             means={
@@ -137,74 +138,80 @@ class SamplingPart(Part):
         self.trainer.metrics.over_processes({"max": "sampling_mask/kept_tokens_max"}, counts, has_set)
         without = int((~has_set).sum())
         may_warn = not self._has_warned and self.trainer.accelerator.is_main_process
-        if without and self.trainer.args.truncations and may_warn:
+        if without and self.args.truncations and may_warn:
             self._has_warned = True
             self.warn(
-                f"{without} of {len(counts)} tokens were sampled among more than {MAX_KEPT} tokens or among all. "
-                "Their log-probs are of the whole vocabulary. Set top_k to bound the number of kept tokens."
+                f"{without} of {len(counts)} tokens were sampled among more than {MAX_CANDIDATES} tokens or among "
+                "all. Their log-probs are of the whole vocabulary. Set top_k to bound the number of kept tokens."
             )
-        return {_COLUMN: kept.of_samples(width)}
 
-    def _of_rollout(self, rollout: Rollout, ids: Tensor, mask: Tensor, width: int) -> CandidateSets:
+    def _rollout_sets(self, rollout: Rollout, ids: Tensor, mask: Tensor, width: int) -> CandidateSets:
         """Return the sets of the tokens of (B, width) completions, from what generation recorded."""
         record = rollout.records[_COLUMN]
         if record.values is None:
             numbers = record.aligned(ids, mask)
-            sets = CandidateSets.joined(record.sets).to(ids.device)
+            sets = CandidateSets.cat(record.sets).to(ids.device)
             record.values = sets.take(numbers[:, -width:].flatten())
         return record.values
 
-    @contextlib.contextmanager
-    def scoring(self, scoring: ForwardPass, model: Callable[..., Any]) -> "Generator[Callable[..., Any]]":
-        """Score policy and reference among the kept tokens of the rollout or micro-batch."""
-        kept = None if scoring.role in ("value", "other") else self._of_pass(scoring)
-        if kept is None:
-            yield model
-            return
-        ids = scoring.input_ids
-        index = torch.full_like(ids, -1)
-        numbers = torch.arange(len(ids) * scoring.width, device=index.device)
-        index[:, -scoring.width :] = numbers.view(-1, scoring.width)
-        kept_model = KeptModel(model, kept, index, with_entropy=scoring.with_entropy)
-        yield kept_model
-        if scoring.rollout is None:
-            self.trainer.metrics.pooled(sums={"sampling_mask/kept_mass": kept_model.kept_mass})
+    # a pass
 
-    def _of_pass(self, scoring: ForwardPass) -> CandidateSets | None:
-        ids, width = scoring.input_ids, scoring.width
-        if scoring.rollout is not None and _COLUMN in scoring.rollout.records:
-            return self._of_rollout(scoring.rollout, ids, scoring.attention_mask, width)
-        column = scoring.samples.get(_COLUMN)
+    def around_forward(self, forward: ForwardPass, call_next: Callable[[ForwardPass], LogProbs]) -> LogProbs:
+        """Compute log-probs of policy and reference among the candidates of the rollout or micro-batch."""
+        sets = None if forward.role in ("value", "other") else self._forward_sets(forward)
+        if sets is None:
+            return call_next(forward)
+        ids = forward.input_ids
+        index = torch.full_like(ids, -1)
+        numbers = torch.arange(len(ids) * forward.width, device=index.device)
+        index[:, -forward.width :] = numbers.view(-1, forward.width)
+        wrappers: list[SamplingMaskModel] = []
+
+        def wrap(model: ModelCall) -> ModelCall:
+            wrappers.append(SamplingMaskModel(model, sets, index, with_entropy=forward.with_entropy))
+            return wrappers[0]
+
+        forward.wrap_model(wrap)
+        log_probs = call_next(forward)
+        if forward.rollout is None:
+            self.trainer.metrics.pooled(sums={"sampling_mask/kept_mass": wrappers[0].kept_mass})
+        return log_probs
+
+    def _forward_sets(self, forward: ForwardPass) -> CandidateSets | None:
+        ids, width = forward.input_ids, forward.width
+        if forward.rollout is not None and _COLUMN in forward.rollout.records:
+            return self._rollout_sets(forward.rollout, ids, forward.attention_mask, width)
+        column = forward.samples.get(_COLUMN)
         if column is None:
             return None
-        kept = CandidateSets.joined([CandidateSets(*of_completion) for of_completion in column])
-        if len(kept) != len(ids) * width:
+        sets = CandidateSets.cat([CandidateSets(*completion) for completion in column])
+        if len(sets) != len(ids) * width:
             raise ValueError(
-                f"a micro-batch of {len(ids)} completions of {width} tokens has kept tokens of {len(kept)} positions. "
+                f"a micro-batch of {len(ids)} completions of {width} tokens has kept tokens of {len(sets)} positions. "
                 "Cut its kept_tokens like its completion_ids."
             )
-        return kept
+        return sets
 
 
-class _KeptRecord(TokenRecord):
+class _CandidateRecord(TokenRecord):
     """A record whose value for a token is the number of its set."""
 
     def __init__(self) -> None:
         super().__init__(_OPTION, "Set keep_sampling_mask=False.")
         self.sets: list[CandidateSets] = []
 
-    def add_sets(self, turn: Turn, kept: CandidateSets) -> None:
+    def add_sets(self, turn: Turn, sets: CandidateSets) -> None:
         """Add the sets of all completion tokens of a turn, one completion after the other."""
-        numbers = torch.arange(len(kept), dtype=torch.int32) + sum(map(len, self.sets))
+        numbers = torch.arange(len(sets), dtype=torch.int32) + sum(map(len, self.sets))
         parts = torch.split(numbers, [len(completion) for completion in turn.completion_ids])
-        self.sets.append(kept)
+        self.sets.append(sets)
         pairs = zip(turn.prompt_ids, parts, strict=True)
         self.add(turn, [torch.nn.functional.pad(part, (len(prompt), 0), value=-1) for prompt, part in pairs])
 
     def take(self, sequences: Sequence[list[int]]) -> list[tuple[Traced, CandidateSets]]:
         """Remove the sets of B sequences of tokens, and return those of each, with the numbers of its tokens."""
         traced: list[Traced] = super().take(sequences)
-        sets, self.sets = CandidateSets.joined(self.sets), []
+        sets, self.sets = CandidateSets.cat(self.sets), []
         return [(each, sets.take(each.values[each.values >= 0])) for each in traced]
 
     def give(self, items: Sequence[tuple[Traced, CandidateSets]]) -> None:
@@ -216,15 +223,15 @@ class _KeptRecord(TokenRecord):
         super().give([Traced(ids, old.masked_scatter(old >= 0, new)) for (ids, old), new in pairs])
 
 
-def taken_sets(engine: SteadyGeneration, completions: list[list[int]]) -> CandidateSets:
-    """Return the kept tokens at each token of the completions of the engine's last call, joined. It forgets them."""
+def take_sets(engine: SteadyGeneration, completions: list[list[int]]) -> CandidateSets:
+    """Return the candidates of each token of the completions of the engine's last call, which forgets them."""
     parts: list[CandidateSets] = []
-    for (ids, counts), completion in zip(engine.take(KEPT_TOKENS), completions, strict=True):
-        sizes = counts[: len(completion)]  # a stop token that is not in the completion has a row too
-        parts.append(CandidateSets.of_counts(torch.from_numpy(ids[: sizes.sum()]), torch.from_numpy(sizes)))
-    kept = CandidateSets.joined(parts)
-    if (kept.ids < 0).any() or ((kept.rows * 2**32 + kept.ids).sort().values.diff() == 0).any():
+    for (ids, counts), completion in zip(engine.take(SAMPLING_MASK), completions, strict=True):
+        sizes = counts[: len(completion)]  # a stop token that is not in the completion has a set too
+        parts.append(CandidateSets.from_counts(torch.from_numpy(ids[: sizes.sum()]), torch.from_numpy(sizes)))
+    sets = CandidateSets.cat(parts)
+    if (sets.ids < 0).any() or ((sets.positions * 2**32 + sets.ids).sort().values.diff() == 0).any():
         raise ValueError(
             f"{_OPTION}: vLLM returned a set of kept tokens with a token twice, or with a negative token id."
         )
-    return kept
+    return sets

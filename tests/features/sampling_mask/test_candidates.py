@@ -1,0 +1,76 @@
+"""Candidates as data: converted, cut, picked and joined, compared with plain lists."""
+
+import itertools
+
+import pytest
+import torch
+from trl.trainer.utils import shuffle_sequence_dict, split_tensor_dict
+
+from tests.tools.sets import candidate_sets, lists
+from trl_steady.features.sampling_mask import candidates as data
+from trl_steady.features.sampling_mask.candidates import MAX_CANDIDATES, CandidateSets
+
+# Up to 4 positions, each with none, one or three tokens. No token is in two sets, and no set is in order.
+RAGGED = [
+    [[10 * i + 3 - j for j in range(size)] for i, size in enumerate(sizes)]
+    for length in range(5)
+    for sizes in itertools.product((0, 1, 3), repeat=length)
+]
+SETS = [[5, 7], [], [3], [], [9, 0, 4], []]
+
+
+def same(found: CandidateSets, sets: list[list[int]]) -> bool:
+    """Whether tokens, offsets and dtypes are those of the lists."""
+    is_typed = (found.ids.dtype, found.offsets.dtype) == (torch.int32, torch.int64)
+    offsets = [0, *itertools.accumulate(map(len, sets))]
+    return is_typed and found.ids.tolist() == [*itertools.chain(*sets)] and found.offsets.tolist() == offsets
+
+
+def test_sets_are_built_read_joined_and_taken_like_lists() -> None:
+    for sets in RAGGED:
+        found, sizes = candidate_sets(sets), [len(each) for each in sets]
+        assert same(found, sets) and len(found) == len(sets) and found.counts.tolist() == sizes
+        assert found.positions.tolist() == [row for row, size in enumerate(sizes) for _ in range(size)]
+        for cut in range(len(sets) + 1):
+            assert same(CandidateSets.cat([candidate_sets(sets[:cut]), candidate_sets(sets[cut:])]), sets)
+        last = len(sets) - 1
+        for index in ([], [-1, -1], [last, -1, 0, 0], [-1, 0, last, -1], [*range(len(sets))][::-1]):
+            if sets or max(index, default=-1) < 0:
+                taken = found.take(torch.tensor(index, dtype=torch.long))
+                assert same(taken, [sets[i] if i >= 0 else [] for i in index])
+
+
+def test_found_a_mask_are_empty_if_too_large_or_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = torch.tensor([MAX_CANDIDATES, MAX_CANDIDATES + 1, 0])
+    mask = torch.arange(2 * MAX_CANDIDATES) < sizes.unsqueeze(-1)
+    assert CandidateSets.from_mask(mask).counts.tolist() == [MAX_CANDIDATES, 0, 0]
+    vocabulary = 7
+    draws = torch.rand(20, vocabulary, generator=torch.Generator().manual_seed(0))
+    mask = draws < torch.linspace(0, 1, 20)[:, None]
+    mask[5], mask[11] = True, False
+    sets = [row.nonzero().flatten().tolist() for row in mask]
+    assert {len(each) for each in sets} == {*range(vocabulary + 1)}
+    for limit in range(vocabulary + 2):
+        monkeypatch.setattr(data, "MAX_CANDIDATES", limit)
+        expected = [each if len(each) <= min(limit, vocabulary - 1) else [] for each in sets]
+        assert same(CandidateSets.from_mask(mask), expected)
+        assert same(candidate_sets(sets).without_large(vocabulary), expected)
+
+
+@pytest.mark.parametrize("sets", [SETS, [[]] * 6], ids=["full", "empty"])
+@pytest.mark.parametrize("width", [1, 3, 6])
+def test_trl_shuffles_and_divides_samples(sets: list[list[int]], width: int) -> None:
+    rows = [sets[start : start + width] for start in range(0, 6, width)]
+    samples = candidate_sets(sets).split(width)
+    assert [lists(CandidateSets(*sample)) for sample in samples] == rows
+    torch.manual_seed(1)
+    shuffled = shuffle_sequence_dict({"numbers": torch.arange(len(rows)), "sets": samples})
+    taken = candidate_sets(sets).take(torch.arange(6).view(-1, width)[shuffled["numbers"]].flatten())
+    parts = [CandidateSets(*each) for part in split_tensor_dict(shuffled, len(rows)) for each in part["sets"]]
+    assert lists(CandidateSets.cat(parts)) == lists(taken)
+
+
+def test_has_is_membership_and_an_empty_set_has_all() -> None:
+    for tokens in itertools.product((0, 3, 5), (9, 0), (3, 7), (9, 3), (9, 4, 3, 5), (5, 9)):
+        expected = [not each or token in each for token, each in zip(tokens, SETS, strict=True)]
+        assert candidate_sets(SETS).has(torch.tensor(tokens)).tolist() == expected
