@@ -37,7 +37,7 @@ def test_evaluation_scores_among_its_own_sets_and_leaves_training_alone(
     evaluated = [row for row in tiny.history(trainer) if "eval_loss" in row]
     assert len(evaluated) == 2 and len(trainer.evaluations) == 4
     names = {name.removeprefix("sampling_mask/") for name in tiny.history(without)[0] if "sampling_mask" in name}
-    assert len(names) == 6
+    assert len(names) == 5
     for row in evaluated:
         assert {name for name in row if "sampling_mask" in name} == {f"eval_sampling_mask/{name}" for name in names}
     trained = [row for row in tiny.history(trainer) if "eval_loss" not in row]
