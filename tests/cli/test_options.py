@@ -8,7 +8,7 @@ import trl_steady
 from tests.cli import tools as own_scripts
 from tests.cli.tools import IMPORTS, Scripts
 from trl_steady.cli import options
-from trl_steady.cli.swap import swapped
+from trl_steady.cli.run import swapped
 
 scripts = own_scripts.scripts
 

@@ -12,7 +12,7 @@ HEAVY = ("trl", "torch", "transformers", "accelerate", "datasets", "peft", "bits
 
 
 def test_the_import_and_the_table_of_methods_import_nothing_heavy() -> None:
-    code = "from trl_steady.cli import cli; cli.main(['methods']); import sys; print(*sys.modules)"
+    code = "from trl_steady.cli.main import main; main(['methods']); import sys; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
     loaded = {name.split(".")[0] for name in done.stdout.splitlines()[-1].split()}
     assert "trl_steady" in loaded and not loaded & set(HEAVY)

@@ -1,8 +1,6 @@
 """The command `trl-steady`, also `python -m trl_steady` and `accelerate launch -m trl_steady`."""
 
 import argparse
-import os
-import runpy
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
@@ -41,13 +39,13 @@ class _Refused(Exception):
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, by default that of this process, and return the exit status."""
     command, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
-    of_trl = command in ("grpo", "rloo", "ppo")
-    has_help = of_trl or command == "report"
+    is_trl_command = command in ("grpo", "rloo", "ppo")
+    has_help = is_trl_command or command == "report"
     if not has_help and {"-h", "--help"} & {command, *rest[:1]}:
         print(_HELP)
         return 0
     try:
-        if of_trl:
+        if is_trl_command:
             return as_trl_trainer(command, rest)
         if command == "run":
             return run(rest)
@@ -71,13 +69,21 @@ def run(arguments: Sequence[str]) -> int:
         _refuse("run needs a script. trl-steady --help lists the commands.")
     if rest[0].startswith("-") and rest[0] != "-m":
         return _launch([*(["--ppo"] if ppo else []), *(f"--set={setting}" for setting in settings), *rest])
-    return _run_in_this_process(rest, settings, ppo=ppo)
+    from trl_steady.cli.options import parse_settings
+    from trl_steady.cli.run import run_script
+
+    try:
+        options = parse_settings(settings)
+    except ValueError as error:
+        _refuse(str(error))
+    run_script(rest, options, ppo=ppo)
+    return 0
 
 
 def as_trl_trainer(command: str, arguments: Sequence[str]) -> int:
     """Run TRL's `trl grpo` or `trl rloo` with trl-steady's trainer and options, or `trl grpo` with PPO."""
     from trl_steady.cli import trl_commands
-    from trl_steady.cli.swap import swapped
+    from trl_steady.cli.run import swapped
 
     ppo = ["--ppo"] if command == "ppo" else []
     with swapped(ppo=bool(ppo)):
@@ -149,35 +155,4 @@ def _launch(arguments: Sequence[str]) -> int:
     launched.module, launched.training_script = True, "trl_steady"
     launched.quiet = True  # no traceback of accelerate's below the script's own
     launch_command(launched)
-    return 0
-
-
-def _run_in_this_process(arguments: list[str], settings: Sequence[str], *, ppo: bool) -> int:
-    from trl_steady.cli.options import parse_settings
-    from trl_steady.cli.swap import swapped
-
-    try:
-        options = parse_settings(settings)
-    except ValueError as error:
-        raise _Refused(str(error)) from None
-    is_module = arguments[0] == "-m"
-    sys.argv = arguments[is_module:]
-    path = os.path.abspath(sys.argv[0])
-    if not sys.flags.safe_path:  # as python does
-        sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(path))
-    try:
-        with swapped(options, ppo=ppo) as built:
-            if is_module:
-                runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(path, run_name="__main__")
-    except SystemExit as ended:
-        if ended.code not in (None, 0):
-            raise
-    if not built and os.environ.get("RANK", "0") == "0":
-        print(
-            f"trl-steady run: {sys.argv[0]} ended without building a GRPOTrainer or RLOOTrainer in this process. "
-            "If it starts processes that train, launch them with `trl-steady run`. Otherwise they train with TRL.",
-            file=sys.stderr,
-        )
     return 0

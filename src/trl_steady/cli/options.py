@@ -1,8 +1,8 @@
-"""Options of our configs on the launcher's command line."""
+"""Options of our configs as `trl-steady run --set` gives them."""
 
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import field, fields, make_dataclass
 from types import NoneType
 from typing import Any, NoReturn, get_args, get_origin, get_type_hints
@@ -11,7 +11,6 @@ from transformers import HfArgumentParser
 
 from trl_steady.config.ppo import PPOConfig
 from trl_steady.config.rloo import RLOOConfig
-from trl_steady.config.shared import SharedOptions
 
 _TYPES = {
     option.name: get_type_hints(config)[option.name]
@@ -41,16 +40,6 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
         except ValueError as error:
             raise ValueError(f"--set {setting}: {error}") from None
     return options
-
-
-def refuse_unknown(args: SharedOptions, options: Mapping[str, object]) -> None:
-    """Refuse options of `--set` that a config does not have.
-
-    Raises:
-        ValueError: The message names the option and the config.
-    """
-    for name in options.keys() - {option.name for option in fields(args)}:
-        raise ValueError(f"--set {name}: {args.METHOD}Config has no option {name!r}. Leave it out.")
 
 
 class _Parser(HfArgumentParser):

@@ -5,8 +5,8 @@
 
 import json
 import warnings
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
 
 import trl
@@ -171,7 +171,13 @@ class SharedOptions(_TRLConfig):
         False, "Print one line for each log in place of all its values, and at the end what the run shows."
     )
 
+    forced: ClassVar[Mapping[str, object]] = {}
+    """Options that every config gets in place of what a script passes: those of `trl-steady run --set`."""
+
     def __post_init__(self) -> None:
+        for name in self.forced.keys() - {each.name for each in fields(self)}:
+            raise ValueError(f"--set {name}: {self.METHOD}Config has no option {name!r}. Leave it out.")
+        vars(self).update(self.forced)
         refuse_invalid(self, self._ranges())
         self._fill_unset()
         self._run_trl_checks()
@@ -179,6 +185,16 @@ class SharedOptions(_TRLConfig):
             raise ValueError(message)
         for message in self.cannot_act:
             warnings.warn(message, UserWarning, stacklevel=3)
+        self._forced_values = {name: getattr(self, name) for name in self.forced}
+
+    def refuse_changed(self) -> None:
+        """Raise a ValueError if a forced option has another value than after the checks of this config."""
+        for name, value in self._forced_values.items():
+            if getattr(self, name) != value:
+                raise ValueError(
+                    f"--set {name} was given, but the trainer's config has {name}={getattr(self, name)!r}. The script "
+                    "changes it after it has built the config. Remove that change."
+                )
 
     def _ranges(self) -> dict[str, Range]:
         """Return the valid values of options whose type does not say which are valid."""
@@ -311,7 +327,7 @@ class SharedOptions(_TRLConfig):
         )
 
     is_of_our_trainer = False  # not an option, without an annotation
-    """True while one of our trainers is built with this config."""
+    """True once one of our trainers has this config."""
 
     @property
     def place_model_on_device(self) -> bool | None:
@@ -323,7 +339,8 @@ class SharedOptions(_TRLConfig):
         if not self.is_of_our_trainer:
             raise ValueError(
                 f"a trainer that is not trl-steady's got a trl_steady.{self.METHOD}Config and would ignore its "
-                f"options. Use both: from trl_steady import {self.METHOD}Config, {self.METHOD}Trainer."
+                f"options. Use both: from trl_steady import {self.METHOD}Config, {self.METHOD}Trainer. Derive a "
+                f"trainer of your own from trl_steady.{self.METHOD}Trainer."
             )
         return super().place_model_on_device
 

@@ -18,7 +18,7 @@ from tests.cli import tools as own_scripts
 from tests.cli.tools import IMPORTS, Scripts
 from tests.tools import tiny
 from trl_steady.cli import main as cli
-from trl_steady.cli.swap import swapped
+from trl_steady.cli.run import swapped
 
 scripts = own_scripts.scripts
 
@@ -90,7 +90,7 @@ def test_a_script_that_trains_nothing_of_ours_hears_of_it(
     scripts: Scripts, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert scripts.run("print('nothing')", trainer="") == 0
-    said = "script.py ended without building a GRPOTrainer or RLOOTrainer in this process"
+    said = "script.py ended without building a trainer of trl-steady in this process"
     assert said in capsys.readouterr().err
     assert scripts.run("import sys\nsys.exit(0)", trainer="") == 0
     assert said in capsys.readouterr().err

@@ -1,0 +1,87 @@
+"""What `trl-steady run` does: run an unchanged script with trl-steady's trainers and configs in place of TRL's."""
+
+import os
+import runpy
+import sys
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+
+from trl_steady.cli.trl_commands import replaced_in_trl
+from trl_steady.config.grpo import GRPOConfig
+from trl_steady.config.ppo import PPOConfig
+from trl_steady.config.rloo import RLOOConfig
+from trl_steady.config.shared import SharedOptions
+from trl_steady.trainers.base import SteadyTrainer
+from trl_steady.trainers.grpo import GRPOTrainer
+from trl_steady.trainers.ppo import PPOTrainer
+from trl_steady.trainers.rloo import RLOOTrainer
+
+
+@contextmanager
+def swapped(settings: Mapping[str, object] | None = None, *, ppo: bool = False) -> Iterator[list[type]]:
+    """Replace TRL's GRPO and RLOO trainers and configs by trl-steady's in all modules of TRL.
+
+    Args:
+        settings: Options that every config gets before its checks. They override what the script passes to it.
+        ppo: True to put PPO in GRPO's place.
+
+    Yields:
+        The classes of trl-steady's trainers that have been built so far.
+
+    Raises:
+        ValueError: A config of the script has lost an option of `settings`, or is given to a trainer that is not
+            trl-steady's, or several processes train, each alone.
+    """
+    built = list[type]()
+
+    def note(trainer: SteadyTrainer) -> None:
+        built.append(type(trainer))
+        _refuse_processes_apart(trainer.accelerator.num_processes)
+
+    grpo: dict[str, type] = {
+        "GRPOTrainer": PPOTrainer if ppo else GRPOTrainer,
+        "GRPOConfig": PPOConfig if ppo else GRPOConfig,
+    }
+    before = SharedOptions.forced
+    SharedOptions.forced = dict(settings or {})
+    SteadyTrainer.when_built.append(note)
+    try:
+        with replaced_in_trl(**grpo, RLOOTrainer=RLOOTrainer, RLOOConfig=RLOOConfig):
+            yield built
+    finally:
+        SharedOptions.forced = before
+        SteadyTrainer.when_built.remove(note)
+
+
+def run_script(arguments: Sequence[str], settings: Mapping[str, object], *, ppo: bool) -> None:
+    """Run a script, or a module after "-m", as python does. Print a message if it builds no trainer of trl-steady."""
+    is_module = arguments[0] == "-m"
+    sys.argv = list(arguments[is_module:])
+    path = os.path.abspath(sys.argv[0])
+    if not sys.flags.safe_path:  # as python does
+        sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(path))
+    try:
+        with swapped(settings, ppo=ppo) as built:
+            if is_module:
+                runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+            else:
+                runpy.run_path(path, run_name="__main__")
+    except SystemExit as ended:
+        if ended.code not in (None, 0):
+            raise
+    if not built and os.environ.get("RANK", "0") == "0":
+        print(
+            f"trl-steady run: {sys.argv[0]} ended without building a trainer of trl-steady in this process. If it has "
+            "trained, it has trained with TRL: import the trainer from trl or trl_steady. If it starts processes that "
+            "train, launch them with `trl-steady run`.",
+            file=sys.stderr,
+        )
+
+
+def _refuse_processes_apart(together: int) -> None:
+    started = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if together < started:
+        raise ValueError(
+            f"{started} processes were started, but each would train alone, because torch finds no GPU and the config "
+            "does not ask for the CPU. Set use_cpu=True in the script, or --set use_cpu=true."
+        )
