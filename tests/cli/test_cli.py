@@ -14,6 +14,7 @@ import yaml
 from accelerate.commands import launch
 from trl.scripts import grpo
 
+from tests.cli.tools import Launched
 from trl_steady.cli import main as cli
 
 ROOT = Path(__file__).parents[2]
@@ -57,14 +58,6 @@ def test_trls_script_runs_with_our_loss(config: Path, capsys: pytest.CaptureFixt
     assert cli.main(["run", str(SCRIPT), "--config", str(config), *OURS]) == 0
     check_ran_with_our_loss(capsys.readouterr().out)
     assert (config.parent / "out" / "model.safetensors").is_file()
-
-
-class Launched:
-    """Stands in for `accelerate launch`."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.args: Any = None
-        monkeypatch.setattr(launch, "launch_command", lambda args: setattr(self, "args", args))
 
 
 # command -> options in the YAML file and on the command line, arguments of `run`, and what the run prints

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from accelerate.commands import launch
 
 from trl_steady.cli import main as cli
 
@@ -58,3 +59,11 @@ def scripts(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(sys, "argv", [*sys.argv])
     monkeypatch.setattr(sys, "path", [*sys.path])
     return Scripts(tmp_path, models["dense"])
+
+
+class Launched:
+    """Stands in for `accelerate launch`."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.args: Any = None
+        monkeypatch.setattr(launch, "launch_command", lambda args: setattr(self, "args", args))

@@ -9,7 +9,7 @@ import torch
 from accelerate import PartialState
 
 from tests.distributed import processes, runs, sharded, train
-from tests.distributed.test_two_processes import check_close, check_histories, check_references, marked
+from tests.distributed.checks import check_close, check_histories, check_references, marked
 from tests.tools import resumable, tiny
 
 RESUMED: dict[str, Any] = {

@@ -11,7 +11,7 @@ import torch
 from accelerate import PartialState
 
 from tests.distributed import processes, sharded
-from tests.distributed.test_two_processes import check_close
+from tests.distributed.checks import check_close
 from tests.features.reward_model import test_checkpoints
 from tests.features.reward_model import tools as rewarding
 from tests.tools import resumable, tiny

@@ -7,9 +7,9 @@ import torch
 from tests.benchmarks import padding
 from tests.benchmarks.padding import TRL
 from tests.gpu import models
+from tests.gpu.padded import CHECKPOINTING, steps
 from tests.gpu.places import Place, everywhere
 from tests.gpu.recorder import Figures
-from tests.gpu.test_padding import CHECKPOINTING, steps
 from tests.tools.devices import bytes_held
 from trl_steady.features.sampling_mask.recording import CandidateRecorder
 

@@ -3,7 +3,6 @@
 from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
@@ -12,24 +11,13 @@ from torch import Tensor
 from tests.benchmarks import padding
 from tests.benchmarks.padding import TRL, Bench, Outcome
 from tests.gpu import models
+from tests.gpu.padded import CHECKPOINTING, steps
 from tests.gpu.places import KERNELS, Place, everywhere
 from tests.gpu.recorder import Figures
 from tests.tools.headroom import within
 from trl_steady.features.padding_free import attention
 
-CHECKPOINTING = pytest.mark.parametrize("checkpointing", [False, True], ids=["kept", "checkpointed"])
-
 PADDED = ("lognormal", "long prompts")  # the sets in which sequences are packed
-
-
-def steps(bench: Bench, place: Place, sets: Sequence[str] = padding.SETS) -> Iterator[tuple[str, str, dict[str, Any]]]:
-    """Each set with TRL and each variant of ours, TRL's first."""
-    settings = models.bench_options(place)
-    for name in sets:
-        rollout = bench.source.rollout = padding.rollouts(name, settings)
-        for variant, ours in {TRL: {}, **padding.variants(name, rollout, settings)}.items():
-            bench.clear(variant)
-            yield name, variant, ours
 
 
 def outcomes(bench: Bench, place: Place, sets: Sequence[str] = padding.SETS) -> Iterator[tuple[str, str, Outcome]]:

@@ -12,7 +12,7 @@ from tests.gpu.places import Place, everywhere
 from tests.gpu.recorder import Figures
 from tests.tools import tiny
 from tests.tools.headroom import within
-from tests.trainers.test_on_gpu import by_prompt, by_steps
+from tests.trainers.tools import by_prompt, by_steps
 
 # each with its model and its options
 RUNS: dict[str, tuple[str, dict[str, Any]]] = {

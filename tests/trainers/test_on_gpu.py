@@ -9,21 +9,7 @@ import pytest
 from tests.tools import tiny
 from tests.tools.cases import cases
 from tests.tools.devices import on_gpu
-from trl_steady.rewards import StepRewards
-
-
-def by_steps(completion_ids: list[list[int]], **_: Any) -> list[StepRewards]:
-    return [
-        StepRewards.at_tokens([float(token % 7) for token in ids], range(1, len(ids) + 1)) for ids in completion_ids
-    ]
-
-
-def by_prompt(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[float]:
-    """The same for all answers to about half of the prompts."""
-    numbers = [sum(prompt.encode()) for prompt in prompts]
-    earned = tiny.reward(completion_ids)
-    return [1.0 if number % 4 < 2 else reward for number, reward in zip(numbers, earned, strict=True)]
-
+from tests.trainers.tools import by_prompt, by_steps
 
 # each with the model, what is rewarded, and the options
 RUNS: dict[str, tuple[str, Any, dict[str, Any]]] = {

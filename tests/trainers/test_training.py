@@ -12,6 +12,7 @@ import trl_steady.trainers.grpo
 from tests.tools import tiny
 from tests.tools.cases import cases
 from tests.tools.losses import NATIVE_LOSS_TYPES
+from tests.trainers.tools import rollout
 
 # The clip range of a test model that moves far in six steps; TRL's sequence level is given the same.
 CLIP = {"epsilon": 5e-3, "epsilon_high": 8e-3}
@@ -103,17 +104,6 @@ def test_the_corrected_kl_differs_from_trls_and_scales_with_accumulation(
     moved = tiny.parameters(theirs)
     assert any(not torch.allclose(moved[name], expected[name], rtol=1e-4, atol=1e-6) for name in expected)
     assert all(row["kl"] >= 0 for row in tiny.history(one) if "kl" in row)
-
-
-def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
-    """An environment's rollout: two tokens of its own in every answer, and log-probs of an engine."""
-    answers = [[(7 * i + 3 * t) % 200 + 45 for t in range(4 + i % 3)] for i in range(len(prompts))]
-    return {
-        "prompt_ids": [trainer.processing_class(p)["input_ids"] for p in prompts],
-        "completion_ids": answers,
-        "logprobs": [[-3.0] * len(a) for a in answers],
-        "env_mask": [[1, 0, 0, *[1] * (len(a) - 3)] for a in answers],
-    }
 
 
 def test_environment_tokens_and_an_engines_log_probs(models: dict[str, Path], tmp_path: Path) -> None:

@@ -17,8 +17,7 @@ from torch import Tensor
 from trl.generation.vllm_client import VLLMClient
 
 from tests.tools import engines, tiny
-from tests.vllm.test_lora import LORA
-from tests.vllm.test_server import serving
+from tests.vllm.tools import LORA, serving
 from trl_steady.trl_bridge.vllm import SteadyGeneration
 
 pytestmark = [

@@ -1,7 +1,6 @@
 """Routes of a vLLM engine in the trainer's process: they are those of the tokens, and what they are good for."""
 
 import importlib.util
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +13,13 @@ from tests.oracles import routes as routed_oracle
 from tests.oracles.routes import NONE
 from tests.tools import agent, tiny
 from tests.vllm import conftest, mixtures
+from tests.vllm.tools import Colocated, shares
 from trl_steady.features.router_replay.feature import RouterReplay
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM, as `make test-vllm` has it"),
 ]
-Colocated = Callable[..., Any]
-
-
-def shares(folder: Path, trainer: Any, of_weights: int | None = None) -> list[float]:
-    """Of each rollout: of its routes those of the model alone, with its weights or those of rollout `of_weights`."""
-    policy, result = oracles(folder, trainer), []
-    for number, (_, output) in enumerate(trainer.rollouts):
-        model = policy(trainer.rollouts[number if of_weights is None else of_weights][0])
-        result.append(mixtures.share([mixtures.agreement(model, row.ids, row.routes) for row in rows(output)]))
-    return result
 
 
 TRAINING: dict[str, Any] = {"max_steps": 9, "learning_rate": 3e-3}

@@ -9,7 +9,7 @@ import torch
 
 from tests.features.router_replay.tools import build
 from tests.tools import tiny
-from tests.vllm.test_colocate import Colocated
+from tests.vllm.tools import Colocated
 from trl_steady import StepRewards
 
 pytestmark = [

@@ -19,13 +19,12 @@ from tests.features.adapters.test_served import differences
 from tests.features.reference.test_reference import base_tensors
 from tests.tools import engines, tiny
 from tests.vllm import cpu
-from tests.vllm.test_server import serving
+from tests.vllm.tools import LORA, serving
 
 pytestmark = [
     pytest.mark.vllm,
     pytest.mark.skipif(importlib.util.find_spec("vllm") is None, reason="needs vLLM, as `make test-vllm` has it"),
 ]
-LORA = {"r": 4, "lora_alpha": 8, "target_modules": "all-linear"}
 # float32 on both sides; the engine adds the adapter's product where the policy does, in another order
 ROUNDING = 1e-4
 ENGINE: dict[str, Any] = {"use_vllm": True, "learning_rate": 1e-2, "max_completion_length": 12, "beta": 0.04}

@@ -1,26 +1,18 @@
 """Routes of a vLLM server, a process of its own. It cannot take weights on CPU, so that there is one rollout."""
 
 import importlib.util
-import os
-import signal
-import socket
-import subprocess
-import sys
-import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any
 
 import pytest
-import requests
 from trl.generation.vllm_client import VLLMClient
 
 from tests.features.router_replay.tools import build, oracles, rows
 from tests.oracles.routes import NONE
 from tests.tools import tiny
 from tests.vllm import mixtures
-from tests.vllm.test_colocate import shares
+from tests.vllm.tools import serving, shares
 from trl_steady.features.router_replay.feature import ROUTES, take_routes
 from trl_steady.features.sampling_mask.feature import SAMPLING_MASK, take_sets
 
@@ -34,48 +26,6 @@ pytestmark = [
 def url(mixture: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
     flags = ["--enable-return-routed-experts", "--enable-scale-out", "--logprobs-mode", "processed_logprobs"]
     yield from serving(mixture, tmp_path_factory.mktemp("server"), flags)
-
-
-def serving(
-    model: Path, folder: Path, flags: Sequence[str], environment: Mapping[str, str] = MappingProxyType({})
-) -> Iterator[str]:
-    """A server of a model in float32, while the generator waits; its log is in the folder."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        address = f"127.0.0.1:{free.getsockname()[1]}"
-    command = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", str(model), *flags]
-    command += ["--dtype", "float32", "--enforce-eager", "--max-model-len", "128"]
-    command += ["--host", "127.0.0.1", "--port", address.split(":")[1]]
-    log = folder / "log"
-    distributed = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")  # a colocated engine's
-    alone = {name: value for name, value in os.environ.items() if name not in distributed}
-    with log.open("w") as out:
-        server = subprocess.Popen(
-            command,
-            stdout=out,
-            stderr=subprocess.STDOUT,
-            env={**alone, "VLLM_SERVER_DEV_MODE": "1", **environment},
-            start_new_session=True,
-        )
-    try:
-        deadline = time.monotonic() + 240
-        while not is_up(address):
-            assert server.poll() is None and time.monotonic() < deadline, log.read_text()[-4000:]
-            time.sleep(0.5)
-        yield f"http://{address}"
-    finally:
-        os.killpg(server.pid, signal.SIGTERM)
-        try:
-            server.wait(timeout=20)
-        except subprocess.TimeoutExpired:
-            os.killpg(server.pid, signal.SIGKILL)
-
-
-def is_up(address: str) -> bool:
-    try:
-        return requests.get(f"http://{address}/health", timeout=5).status_code == 200
-    except requests.exceptions.ConnectionError:
-        return False
 
 
 def served(

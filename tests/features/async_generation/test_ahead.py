@@ -20,12 +20,12 @@ from tests.tools import agent, engines, tiny
 from tests.tools.cases import cases
 from tests.tools.engines import COMPLETIONS, MASKED, RENDER, ROUTED, TOKENS, Server
 from tests.tools.resumable import differences
-from tests.trainers import test_images
+from tests.trainers import images
 from trl_steady.features.async_generation import AsyncGeneration
 from trl_steady.trl_bridge.prefetch import PendingRequest
 
 engine, server, mixture = engines.engine, engines.server, engines.mixture
-llava = test_images.llava
+llava = images.llava
 
 pytestmark = pytest.mark.supports("async_generate", on="vLLM server", only="stand-in")
 
@@ -157,7 +157,7 @@ def test_a_run_equals_one_that_gets_the_same_answers_when_it_asks(
     model = mixture if "router_replay" in options else None
     if method == "images":
         model, processor = llava
-        data = test_images.pictures(lengths=tuple(range(1, 9)))  # the server knows a prompt by its length
+        data = images.pictures(lengths=tuple(range(1, 9)))  # the server knows a prompt by its length
         build = {"train_dataset": data, "processing_class": processor, "reward_funcs": tiny.reward}
         options = {**options, "build": build}
     trainer = trained(model, **options)

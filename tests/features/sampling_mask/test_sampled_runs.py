@@ -11,9 +11,9 @@ from tests.features.sampling_mask import tools as sampled
 from tests.features.sampling_mask.tools import CLOSE, build
 from tests.oracles import sampling as oracle
 from tests.tools import resumable, tiny
-from tests.trainers import test_images
+from tests.trainers import images
 
-llava = test_images.llava
+llava = images.llava
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 
@@ -75,7 +75,7 @@ def test_completions_that_are_masked_out_have_no_sets(models: dict[str, Path], t
 @pytest.mark.filterwarnings("ignore:trim_padding=True only cuts columns")
 def test_a_model_that_reads_images_scores_among_the_sets(llava: tuple[Path, Any], tmp_path: Path) -> None:
     folder, processor = llava
-    build_ = {"train_dataset": test_images.pictures(lengths=(1, 3, 2)), "processing_class": processor}
+    build_ = {"train_dataset": images.pictures(lengths=(1, 3, 2)), "processing_class": processor}
     trainer = build(folder, tmp_path, top_p=0.6, max_steps=2, gradient_checkpointing=False, build=build_)
     tiny.train(trainer)
     for update in trainer.updates:
