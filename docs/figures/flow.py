@@ -102,7 +102,12 @@ def _inside(found: list[_Use], depth: int) -> Iterator[Line]:
 
 def described() -> dict[str, list[Line]]:
     """Return the lines of each panel. The picture also holds them as text, to tell whether it is up to date."""
-    return {title: list(lines(method)) for title, method in PANELS.items()}
+    panels = {title: list(lines(method)) for title, method in PANELS.items()}
+    drawn = {line.name for panel in panels.values() for line in panel}
+    hooks = [name for name, of in vars(Feature).items() if inspect.isfunction(of) and not name.startswith("_")]
+    rest = [name for name in hooks if name not in drawn and name not in ("warn", "refuse")]
+    panels["When a trainer is built, in steps, and for checkpoints"] = [Line(0, HOOK, n, defining(n)) for n in rest]
+    return panels
 
 
 def draw(path: Path) -> None:
@@ -114,16 +119,18 @@ def draw(path: Path) -> None:
     from matplotlib.patches import Patch
 
     panels = described()
-    height = max(map(len, panels.values()))
-    figure, axes = plt.subplots(1, len(panels), figsize=(15, 0.36 * height + 0.9), layout="constrained")
-    for axis, (title, drawn) in zip(axes, panels.items(), strict=True):
+    _, *right = (len(panel) for panel in panels.values())
+    figure = plt.figure(figsize=(15, 0.36 * sum(right) + 1.5), layout="constrained")
+    axes = figure.subplot_mosaic([["left", "top"], ["left", "bottom"]], height_ratios=right)
+    heights = (sum(right) + 1, *right)
+    for axis, height, (title, drawn) in zip(axes.values(), heights, panels.items(), strict=True):
         axis.set(title=title, xlim=(0, 100), ylim=(height - 0.3, -0.7))
         axis.axis("off")
         for y, (depth, kind, name, features) in enumerate(drawn):
             box = {"boxstyle": "round,pad=0.25", "facecolor": COLOURS[kind], "edgecolor": "none"}
             axis.text(2.5 * depth + 1, y, PREFIX[kind] + name, family="monospace", fontsize=8, va="center", bbox=box)
-            wrapped = textwrap.fill(", ".join(features), 52, max_lines=2)
-            axis.text(58, y, wrapped, fontsize=7.5, va="center", linespacing=0.9)
+            text = textwrap.fill(", ".join(features), 66, max_lines=3)
+            axis.text(56, y, text, fontsize=6.5, va="center", linespacing=0.85)
     handles = [Patch(color=colour, label=kind) for kind, colour in COLOURS.items()]
     figure.legend(handles=handles, loc="outside lower center", ncols=len(handles), fontsize="small")
     figure.savefig(path, dpi=110, metadata={"Description": repr(panels)})

@@ -11,12 +11,6 @@ from tests.tools.script import figure
 from trl_steady.core.feature import Feature
 
 FIGURES = Path(__file__).parents[2] / "docs" / "figures"
-# run when a trainer is built, around a step, or for a checkpoint: not on the way of a micro-batch
-ELSEWHERE = {
-    *("around_init", "on_init_end", "engine_extras", "adapter_sync", "describe"),
-    *("on_train_begin", "around_batches", "on_step_begin", "on_log", "on_train_end"),
-    *("around_save_model", "save_state", "load_state"),
-}
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +22,7 @@ def flow() -> Iterator[Any]:
 def test_the_flow_has_every_hook_of_a_feature(flow: Any) -> None:
     lines = [line for panel in flow.described().values() for line in panel]
     hooks = {name for name, of in vars(Feature).items() if inspect.isfunction(of) and not name.startswith("_")}
-    assert {line.name for line in lines if line.kind == flow.HOOK} == hooks - ELSEWHERE - {"warn", "refuse"}
+    assert {line.name for line in lines if line.kind == flow.HOOK} == hooks - {"warn", "refuse"}
     ours = [line.name for line in lines if line.kind == flow.OURS]
     assert ours.index("_calculate_rewards") < ours.index("training_step") < ours.index("_compute_loss")
 
