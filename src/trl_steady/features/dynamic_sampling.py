@@ -1,4 +1,7 @@
-"""Dynamic sampling as a part: groups that teach nothing are replaced by groups of further prompts."""
+"""Dynamic sampling: groups that teach nothing are replaced by groups of further prompts."""
+
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# annotations of torch, accelerate and datasets are partial
 
 import itertools
 import json
@@ -14,11 +17,11 @@ from accelerate.utils import broadcast_object_list, gather_object
 from datasets import IterableDataset
 from torch import Tensor
 
-from trl_steady.core.feature import Active, Trainer
+from trl_steady.config.shared import SharedOptions
+from trl_steady.core.feature import Active, Feature, Trainer
 from trl_steady.core.types import Rollout, loss_mask
-from trl_steady.features.legacy import Part
 from trl_steady.rewards.steps import StepRewards
-from trl_steady.trl_bridge.resampling import ResampledRollout, Row
+from trl_steady.trl_bridge.resampling import CompletionRecord, ResampledRollout
 from trl_steady.trl_bridge.rollout import collate_rows
 
 _FILE = "dynamic_sampling.json"
@@ -26,12 +29,12 @@ _FILE = "dynamic_sampling.json"
 
 @dataclass
 class _Group:
-    """A group of completions to a prompt, whose rows may be on several processes."""
+    """A group of completions to a prompt, which may be on several processes."""
 
     owners: Sequence[int]
-    """(G,) process of each row."""
-    rows: dict[int, Row]
-    """Number in the group -> row, for those of this process."""
+    """(G,) process of each completion."""
+    own: dict[int, CompletionRecord]
+    """Number in the group -> completion, for those of this process."""
 
 
 class _Prompts:
@@ -68,7 +71,7 @@ class _Prompts:
         return (data[index] for index in order[first:].tolist())
 
 
-class DynamicSamplingPart(Part):
+class DynamicSampling(Feature):
     """Replaces groups that the filter rejects, with `dynamic_sampling` (DAPO, arXiv 2503.14476, section 3.2)."""
 
     window_options = (
@@ -76,112 +79,123 @@ class DynamicSamplingPart(Part):
         ("dynamic_sampling_max_rounds", "dynamic_sampling"),
         ("dynamic_sampling_filter", "dynamic_sampling"),
     )
+    args: SharedOptions
     _has_warned = False
 
-    def __init__(self, trainer: Trainer) -> None:
-        super().__init__(trainer)
+    def __init__(self, trainer: Trainer, args: SharedOptions) -> None:
+        super().__init__(trainer, args)
         self._prompts = _Prompts(trainer)
-        self._seen = (math.inf, -math.inf)  # the worst and the best reward so far
+        self._worst_and_best = (math.inf, -math.inf)  # rewards so far
 
     def describe(self) -> Iterable[Active]:
         """Return that groups are replaced."""
-        if self.trainer.args.dynamic_sampling:
+        if self.args.dynamic_sampling:
             options = ("dynamic_sampling", "dynamic_sampling_filter", "dynamic_sampling_max_rounds")
             yield Active("dynamic sampling: groups that teach nothing are replaced", options)
 
-    def making(
-        self, rollout: Rollout, make: Callable[[list[Any]], dict[str, Any]], inputs: list[Any]
-    ) -> dict[str, Any]:
-        """Sample rounds until the filter has kept enough groups, and make the rollout of these groups."""
-        trainer, most = self.trainer, self.trainer.args.dynamic_sampling_max_rounds
-        if not trainer.args.dynamic_sampling or not trainer.model.training:
-            return make(inputs)
-        size, processes = trainer.num_generations, trainer.accelerator.num_processes
-        rounds, counts = ResampledRollout(trainer, rollout, make), Counter[str]()
-        rows, keeps = self._round(rounds, inputs, counts)
-        idle, spare = [slot for slot, keep in enumerate(keeps) if not keep], list[_Group]()
-        while len(spare) < len(idle) and counts["rounds"] < most:
-            missing = len(idle) - len(spare)
+    def around_rollout(self, rollout: Rollout, call_next: Callable[[Rollout], dict[str, Any]]) -> dict[str, Any]:
+        """Sample rounds until the filter has kept enough groups, and make the rollout of these groups.
+
+        It calls `call_next` once for each round, and once more at the end.
+        """
+        if not self.args.dynamic_sampling or not self.trainer.model.training:
+            return call_next(rollout)
+        resampled, counts = ResampledRollout(self.trainer, rollout, call_next), Counter[str]()
+        completions, are_kept = self._round(resampled, rollout.inputs, counts)
+        rejected, spare = [slot for slot, is_kept in enumerate(are_kept) if not is_kept], list[_Group]()
+        while len(spare) < len(rejected) and counts["rounds"] < self.args.dynamic_sampling_max_rounds:
+            missing = len(rejected) - len(spare)
             expected = math.ceil(missing * counts["generated"] / max(counts["kept"], 1))
-            step = processes // math.gcd(processes, size)  # equally many rows on each process
-            wanted = math.ceil(min(len(keeps), 2 * missing, expected) / step) * step
-            share = wanted * size // processes
-            first, prompts = trainer.accelerator.process_index * share, self._prompts.take(wanted)
-            found, are_kept = self._round(rounds, [prompts[(first + i) // size] for i in range(share)], counts)
-            for start in (group * size for group, is_kept in enumerate(are_kept) if is_kept):
-                owners = [(start + i) // share for i in range(size)]
-                held = {i: found[start + i - first] for i in range(size) if first <= start + i < first + share}
-                spare.append(_Group(owners, held))
-        self._fill(rows, idle, spare)
-        counts["unfilled"] = max(len(idle) - len(spare), 0)
-        self._log(counts, len(keeps))
-        return rounds.finish(rows)
+            spare += self._further_round(resampled, min(len(are_kept), 2 * missing, expected), counts)
+        self._fill(completions, rejected, spare)
+        counts["unfilled"] = max(len(rejected) - len(spare), 0)
+        self._log(counts, len(are_kept))
+        return resampled.finish(completions)
+
+    def _further_round(self, resampled: ResampledRollout, least: int, counts: Counter[str]) -> list[_Group]:
+        """Sample at least `least` further prompts, and return the groups of all processes that the filter keeps."""
+        accelerator, size = self.trainer.accelerator, self.trainer.num_generations
+        step = accelerator.num_processes // math.gcd(accelerator.num_processes, size)
+        wanted = math.ceil(least / step) * step  # equally many completions on each process
+        share = wanted * size // accelerator.num_processes
+        first, prompts = accelerator.process_index * share, self._prompts.take(wanted)
+        inputs = [prompts[(first + i) // size] for i in range(share)]
+        found, are_kept = self._round(resampled, inputs, counts)
+        groups: list[_Group] = []
+        for start in (group * size for group, is_kept in enumerate(are_kept) if is_kept):
+            owners = [(start + i) // share for i in range(size)]
+            own = {i: found[start + i - first] for i in range(size) if first <= start + i < first + share}
+            groups.append(_Group(owners, own))
+        return groups
 
     def _round(
-        self, rounds: ResampledRollout, inputs: list[Any], counts: Counter[str]
-    ) -> tuple[list[Row], list[bool]]:
-        """Return the rows (n,) of this process, and which groups (J,) of all processes the filter keeps."""
-        trainer, args = self.trainer, self.trainer.args
-        rows, rewards, samples = rounds.sample(inputs)
+        self, resampled: ResampledRollout, inputs: list[Any], counts: Counter[str]
+    ) -> tuple[list[CompletionRecord], list[bool]]:
+        """Return the completions (n,) of this process, and which groups (J,) of all processes the filter keeps."""
+        trainer, args = self.trainer, self.args
+        completions, rewards, samples = resampled.sample(inputs)
         weighted = (rewards * trainer.reward_weights.to(rewards.device)).cpu()
         weighted = weighted.view(-1, trainer.num_generations, len(trainer.reward_funcs))
         totals = weighted.nansum(-1).masked_fill(weighted.isnan().all(-1), torch.nan)
-        if getattr(args, "reward_clip_range", None):  # RLOO's
-            totals = totals.clamp(*args.reward_clip_range)
+        if clip_range := getattr(args, "reward_clip_range", None):  # RLOO's
+            totals = totals.clamp(*clip_range)
         # GRPO may normalise each function
         is_summed = getattr(args, "multi_objective_aggregation", "sum_then_normalize") == "sum_then_normalize"
         compared = totals.unsqueeze(-1) if is_summed else weighted
-        keeps = self._keeps(rows, totals, compared, loss_mask(samples).any(1))
-        low, high = lowest(totals), -lowest(-totals)
-        worst, best = self._seen = min(self._seen[0], low.min().item()), max(self._seen[1], high.max().item())
-        is_equal = ~keeps & (low == high) & (worst < best)
-        counts.update(rounds=1, generated=len(keeps), kept=int(keeps.sum()))
+        are_kept = self._are_kept(completions, totals, compared, loss_mask(samples).any(1))
+        low, high = group_min(totals), -group_min(-totals)
+        worst, best = self._worst_and_best
+        self._worst_and_best = worst, best = min(worst, low.min().item()), max(best, high.max().item())
+        is_equal = ~are_kept & (low == high) & (worst < best)
+        counts.update(rounds=1, generated=len(are_kept), kept=int(are_kept.sum()))
         counts.update(solved=int((is_equal & (low == best)).sum()), hopeless=int((is_equal & (low == worst)).sum()))
-        return rows, keeps.tolist()
+        return completions, are_kept.tolist()
 
-    def _keeps(self, rows: list[Row], totals: Tensor, compared: Tensor, has_tokens: Tensor) -> Tensor:
+    def _are_kept(
+        self, completions: list[CompletionRecord], totals: Tensor, compared: Tensor, has_tokens: Tensor
+    ) -> Tensor:
         """Return (J,) bool, the same on all processes, from the rewards (J, G), and those (J, G, K) to compare.
 
-        `has_tokens` (n,) is False for the rows of this process without loss tokens.
+        `has_tokens` (n,) is False for the completions of this process without loss tokens.
         """
-        chosen, size = self.trainer.args.dynamic_sampling_filter, totals.size(1)
+        chosen, size = self.args.dynamic_sampling_filter, totals.size(1)
         if callable(chosen):
-            of_rows = [{**row.inputs, "prompt": row.prompt, "completion": row.completion} for row in rows]
-            everywhere = gather_object(of_rows)
-            groups = [everywhere[start : start + size] for start in range(0, len(everywhere), size)]
-            keeps = [bool(chosen(of_group, group)) for of_group, group in zip(totals, groups, strict=True)]
-            return torch.tensor(broadcast_object_list([keeps])[0])  # the function may be random
-        if chosen != "zero_std":
+            own = [{**each.inputs, "prompt": each.prompt, "completion": each.completion} for each in completions]
+            rows: list[dict[str, Any]] = gather_object(own)
+            groups = [rows[start : start + size] for start in range(0, len(rows), size)]
+            answers = [bool(chosen(rewards, group)) for rewards, group in zip(totals, groups, strict=True)]
+            return torch.tensor(broadcast_object_list([answers])[0])  # the function may be random
+        if not isinstance(chosen, str):
             return (totals.nanmean(1) > chosen[0]) & (totals.nanmean(1) < chosen[1])
-        ranges = torch.tensor([range_of_steps(row.returned) for row in rows], device=has_tokens.device)
+        ranges = torch.tensor([step_range(each.returned) for each in completions], device=has_tokens.device)
         gathered = self.trainer.accelerator.gather(torch.cat([ranges, has_tokens.unsqueeze(1)], dim=1))
         steps = cast(Tensor, gathered).cpu().view(-1, size, 3)
         # exact, because the deviation of equal rewards may round above 0
-        differs = (-lowest(-compared) > lowest(compared)).any(-1)
-        differs |= -lowest(-steps[..., 1]) > lowest(steps[..., 0])
+        differs = (-group_min(-compared) > group_min(compared)).any(-1)
+        differs |= -group_min(-steps[..., 1]) > group_min(steps[..., 0])
         return differs & steps[..., 2].bool().any(1)
 
-    def _fill(self, rows: list[Row], idle: Sequence[int], spare: Sequence[_Group]) -> None:
-        """Put groups into the idle slots of a rollout, as many as there are. Every process must call this method."""
-        rank, size, count = self.trainer.accelerator.process_index, self.trainer.num_generations, len(rows)
-        owners = {slot: [(slot * size + i) // count for i in range(size)] for slot in idle}
-        free, placed = list(spare[: len(idle)]), dict[int, _Group]()
-        for may_move in (False, True):  # as few rows as possible go to another process
-            for slot in idle:
+    def _fill(self, completions: list[CompletionRecord], rejected: Sequence[int], spare: Sequence[_Group]) -> None:
+        """Put groups into the slots of rejected ones, as many as there are. Every process must call this method."""
+        rank, size, count = self.trainer.accelerator.process_index, self.trainer.num_generations, len(completions)
+        owners = {slot: [(slot * size + i) // count for i in range(size)] for slot in rejected}
+        free, placed = list(spare[: len(rejected)]), dict[int, _Group]()
+        for may_move in (False, True):  # as few completions as possible go to another process
+            for slot in rejected:
                 fitting = [group for group in free if may_move or group.owners == owners[slot]]
                 if slot not in placed and fitting:
                     placed[slot] = fitting[0]
                     free.remove(fitting[0])
-        held = [
-            (owners[slot][i], slot * size + i - owners[slot][i] * count, row)
+        moves = [
+            (owners[slot][i], slot * size + i - owners[slot][i] * count, completion)
             for slot, group in placed.items()
-            for i, row in group.rows.items()
+            for i, completion in group.own.items()
         ]
         if any(group.owners != owners[slot] for slot, group in placed.items()):
-            held += gather_object([each for each in held if each[0] != rank])
-        for owner, place, row in held:
+            moves += gather_object([move for move in moves if move[0] != rank])
+        for owner, index, completion in moves:
             if owner == rank:
-                rows[place] = row
+                completions[index] = completion
 
     def _log(self, counts: Counter[str], size: int) -> None:
         """Log shares of a rollout of `size` groups. Warn once if the filter has kept none."""
@@ -199,25 +213,25 @@ class DynamicSamplingPart(Part):
                 "so this rollout trains as without it. Take easier or harder prompts, or more rounds."
             )
 
-    def save(self, checkpoint: Path) -> None:
+    def save_state(self, checkpoint: Path) -> None:
         """Save the position in the prompts of further rounds, and the rewards seen."""
-        if self.trainer.args.dynamic_sampling and self.trainer.args.should_save:
-            (checkpoint / _FILE).write_text(json.dumps([self._prompts.position, self._seen]))
+        if self.args.dynamic_sampling and self.args.should_save:
+            (checkpoint / _FILE).write_text(json.dumps([self._prompts.position, self._worst_and_best]))
 
-    def load(self, checkpoint: Path) -> None:
+    def load_state(self, checkpoint: Path) -> None:
         """Go on from there. A run without dynamic sampling has saved nothing."""
         if (checkpoint / _FILE).is_file():
-            position, seen = json.loads((checkpoint / _FILE).read_text())
+            position, (worst, best) = json.loads((checkpoint / _FILE).read_text())
             self._prompts.go_to(position)
-            self._seen = tuple(seen)
+            self._worst_and_best = worst, best
 
 
-def lowest(values: Tensor) -> Tensor:
+def group_min(values: Tensor) -> Tensor:
     """Return the minimum over dimension 1, without NaN; inf if there is nothing else."""
     return values.masked_fill(values.isnan(), torch.inf).amin(1)
 
 
-def range_of_steps(returned: Sequence[Any]) -> tuple[float, float]:
+def step_range(returned: Sequence[Any]) -> tuple[float, float]:
     """Return the lowest and the highest step of a completion, from what each reward function returned; NaN = no steps.
 
     Completions with equal totals differ in their advantages if these numbers differ. With several functions a step

@@ -1,25 +1,26 @@
-"""Rounds of sampling for one rollout, of which TRL's rollout method makes the samples.
+"""Several rounds of sampling for one rollout. This file knows TRL's private state of a rollout.
 
-This file knows TRL's private state of a rollout.
+Each round runs TRL's whole rollout method, although it needs completions and rewards only. `_generate` and
+`_calculate_rewards` alone would not do: before them the method resets environments and prepares images, and after them
+it masks completions that were cut off and logs rewards. All of that would have to be copied from TRL.
 """
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from trl_steady.core.feature import Trainer
 from trl_steady.core.types import Rollout
 from trl_steady.trl_bridge.private import as_trl_trainer, patched
-from trl_steady.trl_bridge.rollout import wrap_reward_functions
+from trl_steady.trl_bridge.rollout import ZERO_LOG_PROBS, wrap_reward_functions
 
 
 @dataclass
-class Row:
+class CompletionRecord:
     """A completion with everything that the trainer knows of it, in a form that can be sent to other processes."""
 
     inputs: dict[str, Any]
@@ -31,110 +32,80 @@ class Row:
     """Values that TRL's `_generate` returned for the completion; None where it returned nothing."""
     returned: tuple[Any, ...]
     """Value that each reward function returned for the completion."""
-    records: dict[str, Any]
+    token_values: dict[str, Any] = field(default_factory=dict)
     """Column -> an item of its `TokenRecord`."""
-    extra: dict[str, Any]
+    extra: dict[str, Any] = field(default_factory=dict)
     """Column of the table of completions -> what a reward function has written there with `log_extra`."""
 
 
 class ResampledRollout:
-    """Calls of TRL's rollout method `make`: several rounds, and at the end one call for the rows that were chosen.
+    """Runs TRL's rollout method for several rounds, and at the end for the completions that were chosen.
 
-    A round generates and rewards, and its scoring is answered with zeros. The last call is answered with what the
-    rounds recorded, and scores. TRL logs prompts, answers and rewards of the first round only. All processes must make
-    the same calls, each with equally many rows.
+    A round generates and rewards, and its log-probs are zeros. The last run replays what the rounds recorded, and
+    computes log-probs. TRL logs prompts, completions and rewards of the first round only. All processes must make the
+    same calls, each with equally many completions.
     """
 
-    def __init__(self, trainer: Trainer, rollout: Rollout, make: Callable[[list[Any]], dict[str, Any]]) -> None:
-        self._trainer, self._rollout, self._make = as_trl_trainer(trainer), rollout, make
+    def __init__(self, trainer: Trainer, rollout: Rollout, run_rollout: Callable[[Rollout], dict[str, Any]]) -> None:
+        self._trainer, self._rollout, self._run_rollout = as_trl_trainer(trainer), rollout, run_rollout
         self._is_first = True
-        self._nothing: list[Any] = []  # what `_generate` returns if no row has a value
+        self._without_values: list[Any] = []  # what `_generate` returns if no completion has a value
 
-    def sample(self, inputs: Sequence[dict[str, Any]]) -> tuple[list[Row], Tensor, dict[str, Any]]:
+    def sample(self, inputs: Sequence[dict[str, Any]]) -> tuple[list[CompletionRecord], Tensor, dict[str, Any]]:
         """Generate and reward completions of n prompts of this process, N on all.
 
         Returns:
-            The rows (n,), the rewards (N, K) by function, and TRL's samples, whose log-probs are zeros.
+            The completions (n,), the rewards (N, K) by function, and TRL's samples, whose log-probs are zeros.
         """
-        trainer, found, returned = self._trainer, dict[str, Any](), dict[int, list[Any]]()
-        generate, reward = trainer._generate, trainer._calculate_rewards
-
-        def generating(prompts: list[Any]) -> tuple[Any, ...]:
-            found["generated"] = generate(prompts)
-            return found["generated"]
-
-        def keep(function: int, values: Any) -> list[Any]:
-            returned[function] = list(values)
-            return returned[function]
-
-        def rewarding(*known: list[Any]) -> Tensor:  # inputs, prompts, completions, token ids
-            found["rewards"] = rewards = reward(*known)
-            first = trainer.accelerator.process_index * len(known[0])
-            columns: list[list[Any]] = rewards[first : first + len(known[0])].T.tolist()
-            # modules among the functions are not read
-            returns = [returned.get(function, column) for function, column in enumerate(columns)]
-            found["rows"] = self._rows(known[:3], found["generated"], returns)
-            return rewards
-
-        def zeros(model: object, ids: Tensor, mask: Tensor, width: int, *_: object, **__: object) -> Any:
-            return torch.zeros(len(ids), width, device=ids.device), None, None
-
-        answers = {
-            "_generate": generating,
-            "_calculate_rewards": rewarding,
-            "_get_per_token_logps_and_entropies": zeros,
-            "reward_funcs": wrap_reward_functions(trainer.reward_funcs, [keep]),
-            # a table that nobody reads, so that TRL's gets no column of rejected rows alone
-            "_logs": {name: defaultdict(list) if isinstance(of, dict) else [] for name, of in trainer._logs.items()},
+        recorder, tables = _Recorder(self._trainer), self._trainer._logs
+        replaced = {
+            "_generate": recorder.generate,
+            "_calculate_rewards": recorder.calculate_rewards,
+            "reward_funcs": wrap_reward_functions(self._trainer.reward_funcs, [recorder.record_returned]),
+            **ZERO_LOG_PROBS,
+            # tables that nobody reads, so that TRL's get no column that only rejected completions have
+            "_logs": {name: defaultdict(list) if isinstance(table, dict) else [] for name, table in tables.items()},
         }
         is_first, self._is_first = self._is_first, False
-        with self._logging(lambda name: is_first and not _is_of_scores(name)), patched(trainer, answers):
-            samples = self._make([dict(row) for row in inputs])  # copies: TRL adds extra fields
-        return found["rows"], found["rewards"], samples
+        self._rollout.inputs = [dict(row) for row in inputs]  # copies: TRL adds extra fields
+        with self._log_metrics(lambda name: is_first and not _needs_log_probs(name)), patched(self._trainer, replaced):
+            samples = self._run_rollout(self._rollout)
+        self._without_values = [{} if isinstance(v, dict) else [] if v == [] else None for v in recorder.generated]
+        self._take_token_values(recorder.completions)
+        return recorder.completions, recorder.rewards, samples
 
-    def finish(self, rows: Sequence[Row]) -> dict[str, Any]:
-        """Return TRL's samples of the chosen rows, as if they were the only round."""
+    def finish(self, chosen: Sequence[CompletionRecord]) -> dict[str, Any]:
+        """Return TRL's samples of the chosen completions, as if they were the only round."""
         trainer = self._trainer
         for column, record in self._rollout.records.items():
-            record.give([row.records[column] for row in rows])
-        for column in {name for row in rows for name in row.extra}:
-            trainer._pending_extra_logs[column] = [row.extra.get(column) for row in rows]
-        columns = zip(self._nothing, zip(*(row.generated for row in rows), strict=True), strict=True)
-        generated = [nothing if all(value is None for value in of) else list(of) for nothing, of in columns]
-        inputs = [row.inputs for row in rows]
+            record.give([each.token_values[column] for each in chosen])
+        for column in {name for each in chosen for name in each.extra}:
+            trainer._pending_extra_logs[column] = [each.extra.get(column) for each in chosen]
+        by_value = zip(self._without_values, zip(*(each.generated for each in chosen), strict=True), strict=True)
+        generated = [without if all(v is None for v in values) else list(values) for without, values in by_value]
 
-        def returning(function: int) -> Callable[..., list[Any]]:
-            return lambda **_: [row.returned[function] for row in rows]
+        def replay(function: int) -> Callable[..., list[Any]]:
+            return lambda **_: [each.returned[function] for each in chosen]
 
-        answers = {
+        replaced: dict[str, Any] = {
             "_generate": lambda _: tuple(generated),
-            "reward_funcs": [returning(function) for function in range(len(trainer.reward_funcs))],
+            "reward_funcs": [replay(function) for function in range(len(trainer.reward_funcs))],
         }
-        if trainer.environment_factories is not None:  # they have run, and would give another prompt
-            inputs = [{**row.inputs, "prompt": row.prompt} for row in rows]
-            answers |= {"environment_factories": None, "environments": None}
-        with self._logging(_is_of_scores), patched(trainer, answers):
-            return self._make(inputs)
+        self._rollout.inputs = [each.inputs for each in chosen]
+        if trainer.environment_factories is not None:  # environments have run, and would give another prompt
+            self._rollout.inputs = [{**each.inputs, "prompt": each.prompt} for each in chosen]
+            replaced |= {"environment_factories": None, "environments": None}
+        with self._log_metrics(_needs_log_probs), patched(trainer, replaced):
+            return self._run_rollout(self._rollout)
 
-    def _rows(self, known: Sequence[list[Any]], generated: Sequence[Any], returns: Sequence[list[Any]]) -> list[Row]:
-        """Take what TRL and the records know of each row of a round."""
-        count = len(known[0])
-        # a dict has extra fields, which TRL has added to the inputs
-        self._nothing = [{} if isinstance(values, dict) else [] if values == [] else None for values in generated]
-        columns = [values if isinstance(values, list) and values else [None] * count for values in generated]
-        each = zip(*known, zip(*columns, strict=True), zip(*returns, strict=True), strict=True)
-        rows = [Row(*values, records={}, extra={}) for values in each]
+    def _take_token_values(self, completions: Sequence[CompletionRecord]) -> None:
+        sequences = [[*each.generated[0], *each.generated[1]] for each in completions]  # prompt and completion ids
         for column, record in self._rollout.records.items():
-            items = record.take([[*row.generated[0], *row.generated[1]] for row in rows])
-            for row, item in zip(rows, items, strict=True):
-                row.records[column] = item
-        for column, values in self._trainer._pending_extra_logs.items():
-            for row, value in zip(rows, values, strict=False):
-                row.extra[column] = value
-        return rows
+            for each, item in zip(completions, record.take(sequences), strict=True):
+                each.token_values[column] = item
 
     @contextmanager
-    def _logging(self, is_wanted: Callable[[str], bool]) -> Iterator[None]:
+    def _log_metrics(self, is_wanted: Callable[[str], bool]) -> Iterator[None]:
         """Let TRL log some of its metrics of training only."""
         metrics = self._trainer._metrics["train"]
         before = {name: len(values) for name, values in metrics.items()}
@@ -145,5 +116,42 @@ class ResampledRollout:
                 del metrics[name]  # TRL would log None
 
 
-def _is_of_scores(name: str) -> bool:
-    return name == "kl" or name.startswith("sampling/")
+class _Recorder:
+    """Methods that take the place of TRL's in a round, call them, and record what they return."""
+
+    completions: list[CompletionRecord]
+    rewards: Tensor
+    generated: tuple[Any, ...]
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._returned = trainer, dict[int, list[Any]]()
+        self._generate, self._calculate_rewards = trainer._generate, trainer._calculate_rewards
+
+    def generate(self, prompts: list[Any]) -> tuple[Any, ...]:
+        self.generated = self._generate(prompts)
+        return self.generated
+
+    def record_returned(self, function: int, returned: Any) -> list[Any]:
+        self._returned[function] = list(returned)
+        return self._returned[function]
+
+    def calculate_rewards(
+        self, inputs: list[Any], prompts: list[Any], completions: list[Any], completion_ids: list[list[int]]
+    ) -> Tensor:
+        self.rewards = self._calculate_rewards(inputs, prompts, completions, completion_ids)
+        count, first = len(prompts), self._trainer.accelerator.process_index * len(prompts)
+        by_function: list[list[Any]] = self.rewards[first : first + count].T.tolist()
+        # modules among the functions return logits to TRL
+        returned = [self._returned.get(function, values) for function, values in enumerate(by_function)]
+        # extra fields come as a dict, and are in `inputs` by now
+        generated = [v if isinstance(v, list) and v else [None] * count for v in self.generated]
+        columns = inputs, prompts, completions, zip(*generated, strict=True), zip(*returned, strict=True)
+        self.completions = [CompletionRecord(*values) for values in zip(*columns, strict=True)]
+        for column, values in self._trainer._pending_extra_logs.items():
+            for each, value in zip(self.completions, values, strict=False):
+                each.extra[column] = value
+        return self.rewards
+
+
+def _needs_log_probs(metric: str) -> bool:
+    return metric == "kl" or metric.startswith("sampling/")

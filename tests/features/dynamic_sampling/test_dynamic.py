@@ -16,7 +16,7 @@ from tests.features.dynamic_sampling.tools import PREFIX, build, chosen, everyth
 from tests.features.reward_model import tools as rewarding
 from tests.tools import tiny
 from trl_steady import StepRewards
-from trl_steady.features.dynamic_sampling import DynamicSamplingPart, range_of_steps
+from trl_steady.features.dynamic_sampling import DynamicSampling, step_range
 
 METHODS = pytest.mark.parametrize("method", ["GRPO", "RLOO"])
 
@@ -109,14 +109,14 @@ def test_the_loss_is_that_of_the_chosen_rows_alone(models: dict[str, Path], tmp_
 def decisions(trainer: Any, rows: int = 16) -> list[bool]:
     """Which groups of one rollout the filter keeps in its first round."""
     found: list[list[bool]] = []
-    part = trainer.part(DynamicSamplingPart)
-    decide = part._keeps
+    feature = trainer.feature(DynamicSampling)
+    decide = feature._are_kept
 
     def keep(*arguments: Any) -> torch.Tensor:
         found.append(decide(*arguments).tolist())
         return decide(*arguments)
 
-    part._keeps = keep
+    feature._are_kept = keep
     trainer.model.train()
     trainer._generate_and_score_completions([{"prompt": f"{i // 4}+1="} for i in range(rows)])
     return found[0]
@@ -187,11 +187,11 @@ def test_steps_with_equal_totals_have_a_signal(models: dict[str, Path], tmp_path
 
 def test_with_several_functions_steps_count_beside_the_others() -> None:
     """Two functions of 1 each give 2 where their steps end at one token, and 1 elsewhere."""
-    low, high = range_of_steps([step(1.0, 1.0), 1.0])
+    low, high = step_range([step(1.0, 1.0), 1.0])
     assert low < high
-    assert range_of_steps([step(0.0, 0.0), 0.0]) == (0.0, 0.0) == range_of_steps([step(0.0), None])
-    assert range_of_steps([step(1.0, 1.0)]) == (1.0, 1.0)
-    assert all(map(math.isnan, (*range_of_steps([1.0, 2.0]), *range_of_steps([step()]))))
+    assert step_range([step(0.0, 0.0), 0.0]) == (0.0, 0.0) == step_range([step(0.0), None])
+    assert step_range([step(1.0, 1.0)]) == (1.0, 1.0)
+    assert all(map(math.isnan, (*step_range([1.0, 2.0]), *step_range([step()]))))
 
 
 @pytest.mark.parametrize(("aggregation", "expected"), [("sum_then_normalize", False), ("normalize_then_sum", True)])
@@ -361,4 +361,4 @@ def test_the_first_fit_of_a_reward_model_is_not_filtered(models: dict[str, Path]
     generate = trainer._generate_single_turn
     trainer._generate_single_turn = lambda ids, *rest, **more: calls.append(len(ids)) or generate(ids, *rest, **more)
     rewarding.refresher(trainer).fit([{"prompt": f"{i}+1="} for i in range(8)])
-    assert calls == [16, 16] and trainer.part(DynamicSamplingPart)._prompts.position == (0, 0)
+    assert calls == [16, 16] and trainer.feature(DynamicSampling)._prompts.position == (0, 0)
