@@ -104,4 +104,4 @@ def test_a_checkpoint_of_a_whole_model_is_not_taken_for_one_of_an_adapter(
     trainer = tiny.trainer(models["dense"], tmp_path, lora=True)
     refused = pytest.raises(ValueError, match=r"holds a whole model, and this run trains an adapter.*peft_config")
     with refused if is_whole else contextlib.nullcontext():
-        trainer.checkpoints.take_from(tmp_path)
+        trainer.checkpoints.load(tmp_path)

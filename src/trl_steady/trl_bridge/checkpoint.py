@@ -1,6 +1,10 @@
 """Checkpoints that appear only when they are complete, and an exact resume from any step.
 
 This file knows how transformers writes and reads a checkpoint, and TRL's buffered rollouts.
+
+A checkpoint holds what transformers and TRL write, `rollouts_N.pt` of each process N (this file), and what features
+add in `save_state`: tensors as safetensors, state for `torch.load` as `.pt`, and plain records as JSON. Each feature
+names its own files, so that a run without it has none of them.
 """
 
 import json
@@ -34,41 +38,51 @@ class Checkpoints:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer: Trainer = trainer
         self._trl = as_trl_trainer(trainer)  # the same, with TRL's private attributes
-        self.is_writing = False
         self.sampler: Sampler[int] | None = None
         """TRL's sampler of the training data; None for a stream."""
 
-    def write(self, run: str, write: Callable[[], None], push: Callable[[str], None]) -> None:
-        """Write a checkpoint to a temporary folder and move it into place when it is complete.
+    def save(self, run: str, save_by_trl: Callable[[], None]) -> None:
+        """Write a checkpoint to an unfinished folder and move it into place when it is complete.
 
         If the process is killed meanwhile, earlier checkpoints stay intact.
 
         Args:
             run: The folder of the run.
-            write: Writes the checkpoint as TRL does.
-            push: Uploads a checkpoint to the Hub as transformers does.
+            save_by_trl: Writes the checkpoint as TRL does.
         """
-        trainer = self._trainer
-        state, args, accelerator = trainer.state, trainer.args, trainer.accelerator
+        args, state, accelerator = self._trainer.args, self._trainer.state, self._trainer.accelerator
         checkpoint = Path(run, f"checkpoint-{state.global_step}")
-        self.is_writing = True
-        try:
-            unfinished = Path(run, UNFINISHED, checkpoint.name)
-            if accelerator.is_local_main_process:
-                shutil.rmtree(unfinished.parent, ignore_errors=True)  # left over from a run that was killed
-            accelerator.wait_for_everyone()
-            write()
-            if not args.save_only_model:
-                self._add_to(unfinished)
-        finally:
-            self.is_writing = False
-        if state.best_global_step:  # transformers has looked for the best one in the temporary folder
+        unfinished = Path(run, UNFINISHED, checkpoint.name)
+        if accelerator.is_local_main_process:
+            shutil.rmtree(unfinished.parent, ignore_errors=True)  # left over from a run that was killed
+        accelerator.wait_for_everyone()
+        in_unfinished_folder = {
+            # where transformers puts the checkpoint, looks for the best one, and rotates old ones
+            "_get_output_dir": lambda trial: str(unfinished.parent),
+            # transformers would upload a checkpoint without our files
+            "_push_from_checkpoint": lambda checkpoint_folder: None,
+        }
+        with patched(self._trainer, in_unfinished_folder):
+            save_by_trl()
+        if not args.save_only_model:
+            self._save_state(unfinished)
+        # Here we repeat what transformers has done for the unfinished folder
+        if state.best_global_step:
             best = os.path.join(run, f"checkpoint-{state.best_global_step}")
             if os.path.exists(best) or Path(best) == checkpoint:
                 state.best_model_checkpoint = best
             if args.should_save:
                 state.save_to_json(str(unfinished / TRAINER_STATE_NAME))
-        # the second is for other machines with disks of their own
+        self._move_into_place(unfinished, checkpoint)
+        if args.push_to_hub:
+            self._trl._push_from_checkpoint(str(checkpoint))
+        if args.should_save:
+            rotate_checkpoints(run, args.save_total_limit, state.best_model_checkpoint, use_mtime=True)
+
+    def _move_into_place(self, unfinished: Path, checkpoint: Path) -> None:
+        """Rename a complete checkpoint, when all processes have written their files."""
+        accelerator = self._trainer.accelerator
+        # on a shared disk the main process does it; the second turn is for machines with disks of their own
         for moves_it in (accelerator.is_main_process, accelerator.is_local_main_process):
             accelerator.wait_for_everyone()
             if moves_it and unfinished.exists():
@@ -77,13 +91,9 @@ class Checkpoints:
                 os.replace(unfinished, checkpoint)
                 shutil.rmtree(unfinished.parent, ignore_errors=True)
         accelerator.wait_for_everyone()
-        if args.push_to_hub:
-            push(str(checkpoint))
-        if args.should_save:
-            rotate_checkpoints(run, args.save_total_limit, state.best_model_checkpoint, use_mtime=True)
 
-    def _add_to(self, checkpoint: Path) -> None:
-        """Add this process's rollouts in use, position and metrics, and what the parts save."""
+    def _save_state(self, checkpoint: Path) -> None:
+        """Add this process's rollouts in use, position and metrics, and what the features save."""
         trainer = self._trainer
         checkpoint.mkdir(parents=True, exist_ok=True)
         trainer.metrics.settle()
@@ -99,19 +109,34 @@ class Checkpoints:
         for feature in trainer.features:
             feature.save_state(checkpoint)
 
-    def take_from(self, checkpoint: Path) -> None:
-        """Restore what a save has added. Raises ValueError if the checkpoint cannot be resumed exactly."""
+    def load(self, checkpoint: Path) -> None:
+        """Restore what `save` has added to TRL's checkpoint, after transformers has loaded the rest.
+
+        Raises:
+            ValueError: The run cannot continue exactly.
+        """
         trainer = self._trainer
-        state = trainer.state
-        model = trainer.accelerator.unwrap_model(trainer.model, keep_torch_compile=False)
+        self._refuse_whole_model(checkpoint)
+        for feature in trainer.features:
+            feature.load_state(checkpoint)
+        self._skip_epochs(checkpoint)
+        pool = self._load_window(checkpoint)
+        # a process that did not exist in the run that wrote it must gather the same totals as the others
+        trainer.metrics.restore(broadcast_object_list([pool])[0])
+
+    def _refuse_whole_model(self, checkpoint: Path) -> None:
+        """Refuse to load a whole model into an adapter: DeepSpeed and FSDP would load nothing."""
+        model = self._trainer.accelerator.unwrap_model(self._trainer.model, keep_torch_compile=False)
         is_adapter = (checkpoint / ADAPTER_CONFIG_NAME).is_file() or not (checkpoint / CONFIG_NAME).is_file()
-        if isinstance(model, PeftModel) and not is_adapter:  # DeepSpeed and FSDP would load nothing
+        if isinstance(model, PeftModel) and not is_adapter:
             raise ValueError(
                 f"{checkpoint} holds a whole model, and this run trains an adapter. Give the trainer the model and "
                 "the peft_config that the run had."
             )
-        for feature in trainer.features:
-            feature.load_state(checkpoint)
+
+    def _skip_epochs(self, checkpoint: Path) -> None:
+        """Draw the orders of the epochs that have passed, which TRL's sampler draws from one generator."""
+        state = self._trainer.state
         # for a stream, transformers takes max_steps as one epoch: the end of the first pass is 1.0 or below
         is_in_later_pass = self.sampler is None and (state.epoch or 0) > 1
         if is_in_later_pass and state.global_step < state.max_steps:
@@ -120,13 +145,10 @@ class Checkpoints:
                 "cannot restore the position. Resume from a checkpoint of the first pass, or use a dataset that has a "
                 "length."
             )
-        for _ in range(int(state.epoch or 0)):  # TRL's sampler draws each epoch's order from one generator
+        for _ in range(int(state.epoch or 0)):
             next(iter(self.sampler or ()), None)
-        pool = self._take_window(checkpoint)
-        # a process that did not exist in the run that wrote it must gather the same totals as the others
-        trainer.metrics.restore(broadcast_object_list([pool])[0])
 
-    def _take_window(self, checkpoint: Path) -> dict[tuple[str, str], list[float]]:
+    def _load_window(self, checkpoint: Path) -> dict[tuple[str, str], list[float]]:
         """Restore the rollouts in use, and return the totals of metrics."""
         trainer = self._trainer
         interval, file = generation_interval(trainer), checkpoint / self._window_file()
