@@ -16,7 +16,6 @@ from tests.features.reward_model import tools as rewarding
 from tests.tools import tiny
 from tests.trainers.tools import rollout
 from trl_steady.cli import main as cli
-from trl_steady.config.methods import METHODS
 
 ROOT = Path(__file__).parents[2]
 PUBLIC = [name for name in trl_steady.__all__ if name != "__version__"]
@@ -93,14 +92,6 @@ def test_the_reference_has_every_public_name() -> None:
         for name in names:
             public = getattr(package, name)
             assert public in {pkgutil.resolve_name(path) for path in has}, name
-
-
-def test_the_index_of_papers_has_every_method_of_one() -> None:
-    index = DOCS["docs/paper-index.md"]
-    for method in METHODS:
-        for number in re.findall(r"\d{4}\.\d{5}", method.paper):
-            assert f"[arXiv {number}](https://arxiv.org/abs/{number})" in index
-            assert f"{method.page})" in index or f"{method.page}#" in index
 
 
 def test_the_launchers_page_has_every_command(capsys: pytest.CaptureFixture[str]) -> None:

@@ -3,7 +3,6 @@
 import importlib
 import itertools
 import math
-import random
 import re
 import sys
 from collections.abc import Iterator
@@ -14,8 +13,6 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.features.dynamic_sampling import tools as rounds
-from tests.tools import tiny
 from tests.tools.batches import Batch, Evaluate
 from tests.tools.headroom import within
 
@@ -93,7 +90,7 @@ def biases(outcomes: dict[str, Tensor], *names: str) -> Tensor:
     return torch.stack([outcomes[name][:2] for name in (names or outcomes)])
 
 
-def test_the_product_of_all_ratios_is_unbiased_and_without_a_disturbance_everything_is(evidence: Any) -> None:
+def test_the_product_of_all_ratios_is_unbiased(evidence: Any) -> None:
     product, unlimited = "product of the ratios, no clip", "`sequence_truncate`, no limit"
     cases = [
         (biases(evidence.staleness.outcomes(0)), EXACT),
@@ -297,54 +294,6 @@ def test_prompts_of_passes_by_all_orders(evidence: Any) -> None:
     # two copies of one prompt are two prompts
     doubled = dynamic.in_passes(RATES[[0, 0, 1, 1, 2, 2]], 2, 2, kept, 1).view(3, 2).sum(1)
     assert within((dynamic.in_passes(RATES, 2, 2, kept, 2) - doubled).abs(), EXACT)
-
-
-def test_the_trainer_keeps_prompts_as_the_script_says(evidence: Any, models: dict[str, Path], tmp_path: Path) -> None:
-    """Prompts with planted success rates p fill a batch in proportion to 1 - p^G - (1 - p)^G, within 4.5 deviations.
-
-    Neither p nor equal shares would be within ten. With three rounds, as many slots are filled as the script says.
-    """
-    size, slots, rollouts, rates = rounds.SIZE, 16, 25, [0.01, 0.05, 0.2, 0.5, 0.9, 0.99]
-    draws = random.Random(0)
-
-    def reward(prompts: list[str], **_: Any) -> list[float]:
-        return [float(draws.random() < rates[rounds.number(prompt) % 6]) for prompt in prompts]
-
-    def answers(prompts: list[str], trainer: Any) -> dict[str, Any]:
-        ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
-        return {"prompt_ids": ids, "completion_ids": [[50, 51]] * len(ids), "logprobs": [[-1.0, -1.0]] * len(ids)}
-
-    keywords = {"train_dataset": tiny.dataset(6000), "rollout_func": answers}
-    options = {"per_device_train_batch_size": slots, "engine_check": None}  # four updates, 16 groups of 4
-    trainer = rounds.build(models["dense"], tmp_path, reward=reward, keywords=keywords, **options)
-    trainer.model.train()
-
-    def batch(most: int) -> tuple[list[int], Tensor]:
-        """The prompts' numbers in `rates`, and which groups have a signal."""
-        trainer.args.dynamic_sampling_max_rounds = most
-        numbers = [draws.randrange(6000) for _ in range(slots)]
-        samples = trainer._generate_and_score_completions(
-            [{"prompt": f"{number}+1="} for number in numbers for _ in range(size)]
-        )
-        prompts = [rounds.number(prompt) % 6 for prompt, _ in rounds.sequences(samples)[::size]]
-        return prompts, samples["advantages"].view(slots, size).abs().amax(1) > 0
-
-    counts = torch.zeros(6, dtype=torch.float64)
-    for _ in range(rollouts):
-        prompts, _ = batch(50)
-        counts += torch.tensor(prompts).bincount(minlength=6)
-    shares = torch.stack([batch(3)[1].double().mean() for _ in range(rollouts)])
-    p = torch.tensor(rates, dtype=torch.float64)
-    weights = 1 - p**size - (1 - p) ** size
-
-    def deviations(expected: Tensor) -> float:
-        means = counts.sum() * expected / expected.sum()
-        return float(((counts - means) / (means * (1 - expected / expected.sum())).sqrt()).abs().max())
-
-    assert deviations(weights) < 4.5
-    assert min(deviations(p), deviations(torch.ones(6))) > 10
-    off = shares.mean() - evidence.dynamic.filled(slots, float(weights.mean()), 3)
-    assert abs(off) < 4.5 * shares.std() / rollouts**0.5 and shares.mean() < 0.98
 
 
 @pytest.mark.slow

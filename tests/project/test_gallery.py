@@ -1,8 +1,6 @@
 """The files of recipes/: they parse, say where they come from, have their papers' settings, and run."""
 
-import itertools
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +16,6 @@ import trl_steady
 from tests.project import recipe
 from tests.project.recipe import FOLDER, WITHOUT_SCRIPT, YAMLS, parse
 
-OWN_DATA = "your_own_data/smollm2-135m"  # shows the form of its files
 ACCELERATE = {
     "single_gpu": (DistributedType.NO, 1),
     "ddp": (DistributedType.MULTI_GPU, 8),
@@ -45,23 +42,6 @@ def test_a_recipe_parses_without_a_warning(recipes: Any, name: str, recwarn: pyt
     assert [str(w.message) for w in recwarn if w.category is UserWarning] == []
 
 
-@pytest.mark.parametrize("name", YAMLS)
-def test_a_recipe_quotes_its_results_or_says_that_it_has_not_run(name: str) -> None:
-    lines = itertools.takewhile(lambda line: line.startswith("#"), YAMLS[name].read_text().splitlines())
-    header = " ".join(line.strip("# ") for line in lines).replace(" %", "%")
-    expected = header.split("Expect: ")[1]
-    if not (files := re.findall(r"results/[\w.-]+\.json", expected)):
-        assert name == OWN_DATA or ("NOT YET RUN" in header and "not yet run" in expected)
-        return
-    readme = recipe.without_spaces(YAMLS[name].parent / "README.md")
-    figures = re.findall(r"\d+\.\d+%?", expected)
-    assert figures and all(figure in readme for figure in figures)
-    results = json.loads((YAMLS[name].parent / files[0]).read_text())
-    (results,) = [run for run in results.get("runs", [results]) if run["seed"] == 0]
-    measured = {f"{row[time]:.1%}" for row in results["accuracy"].values() for time in ("before", "after")}
-    assert {figure for figure in figures if figure.endswith("%")} <= measured
-
-
 def test_accelerate_reads_the_configurations_as_they_are_meant() -> None:
     assert {path.stem for path in FOLDER.glob("accelerate/*.yaml")} == set(ACCELERATE)
     for name, expected in ACCELERATE.items():
@@ -70,64 +50,6 @@ def test_accelerate_reads_the_configurations_as_they_are_meant() -> None:
         assert found.use_cpu == (name == "ddp_cpu") and found.mixed_precision == ("no" if found.use_cpu else "bf16")
         stage = found.deepspeed_config.get("zero_stage"), found.fsdp_config.get("fsdp_version")
         assert stage == {"zero2": (2, None), "zero3": (3, None), "fsdp2": (None, 2)}.get(name, (None, None))
-
-
-def test_the_gallery_has_every_file_and_the_figures_of_its_recipes() -> None:
-    """Each paragraph with figures links the README that has them."""
-    readme = (FOLDER / "README.md").read_text()
-    assert all(path.relative_to(FOLDER).as_posix() in readme for path in FOLDER.glob("**/*.yaml"))
-    for section in re.split(r"^###? ", readme, flags=re.MULTILINE)[1:]:
-        linked = [FOLDER / path for path in re.findall(r"\]\((\w+/README\.md)\)", section)]
-        theirs = "".join(map(recipe.without_spaces, linked))
-        for figure in re.findall(r"\d+\.\d+ %|\b\d\.\d{4}\b", section):
-            assert figure.replace(" %", "%") in theirs, (section.splitlines()[0], figure)
-
-
-def test_the_gspo_recipes_have_the_papers_clip_range_off_policy(recipes: Any) -> None:
-    for name in ("gspo/smollm2-135m-comparison", "gspo/qwen3-4b-deepmath-80gb"):
-        args = parse(recipes, name)[1]
-        assert (args.loss_type, args.epsilon, args.epsilon_high) == ("gspo", 3e-4, 4e-4)
-        assert args.beta == 0 and not args.is_on_policy
-    script, args = parse(recipes, "process_rewards/smollm2-135m-process")
-    assert (script.rewards, args.loss_type, args.step_advantage) == ("steps", "gspo_token", "return_to_go")
-    assert (args.epsilon, args.epsilon_high) == (3e-4, 4e-4) and not args.is_on_policy
-    longest = len(recipes.sums.answer((29, 29, 29, 29)))  # a token for each character, and one for the end
-    assert longest < args.max_completion_length
-
-
-CLOCKS = {  # processes, answers of an update and of a rollout, questions of a rollout, outer iterations
-    "smollm2-135m": (1, 16, 64, 8, 4),
-    "qwen2.5-7b-gsm8k-24gb": (1, 32, 128, 16, 4),
-    "deepseekmath-7b": (8, 1024, 1024, 16, 3),  # section 4.2: a single update after each exploration
-}
-
-
-def test_the_three_clocks_of_iterative_grpo(recipes: Any) -> None:
-    for name, (processes, an_update, a_rollout, questions, outer_iterations) in CLOCKS.items():
-        script, args = parse(recipes, f"iterative_grpo/{name}")
-        answers = args.per_device_train_batch_size * processes
-        assert answers * args.gradient_accumulation_steps == an_update
-        assert answers * args.steps_per_generation == a_rollout == questions * args.num_generations
-        updates = recipes.run.updates_per_rollout(args)
-        assert updates == a_rollout // an_update
-        # a refresh waits for the next rollout: an outer iteration of whole rollouts is as long as it says
-        assert args.sync_ref_model and args.ref_model_sync_steps % updates == 0
-        assert args.max_steps == outer_iterations * args.ref_model_sync_steps
-        assert (args.loss_type, args.beta, args.ref_model_mixup_alpha) == ("grpo", 0.04, 1.0)
-        if processes == 8:
-            assert (args.learning_rate, args.num_generations, args.max_completion_length) == (1e-6, 64, 1024)
-            assert not args.use_bias_correction_kl and script.adapter is None and not script.quantised
-
-
-def test_v32_has_the_papers_settings_off_policy(recipes: Any) -> None:
-    for name in ("smollm2-135m-v32", "qwen2.5-7b-gsm8k-80gb"):
-        args = parse(recipes, f"v32/{name}")[1]
-        assert (args.loss_type, args.importance_sampling_level, args.scale_rewards) == ("grpo", "token", "none")
-        assert args.beta > 0 and args.use_bias_correction_kl and args.kl_estimator == "k3"
-        assert args.off_policy_mask_threshold is not None and recipes.run.updates_per_rollout(args) == 4
-        # TRL's own term where the policy samples; against the engine where an engine does
-        assert args.kl_ratio_denominator == ("sampler" if args.use_vllm else "old")
-        assert bool(args.truncations) == args.keep_sampling_mask == args.use_vllm
 
 
 @pytest.mark.slow

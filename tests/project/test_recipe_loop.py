@@ -13,17 +13,6 @@ FOLDER = recipe.FOLDER / "deepseekmath_loop"
 NAME = "deepseekmath_loop/smollm2-135m"
 
 
-def test_the_recipe_has_the_papers_loop(recipes: Any) -> None:
-    script, args = parse(recipes, NAME)
-    assert (script.arm, script.replay_fraction, script.task, script.quantised) == ("retrained", 0.1, "max", True)
-    assert (args.loss_type, args.beta, args.ref_model_mixup_alpha) == ("grpo", 0.04, 1.0) and args.sync_ref_model
-    updates = recipes.run.updates_per_rollout(args)
-    assert args.ref_model_sync_steps == 2 * updates and args.max_steps == 4 * args.ref_model_sync_steps
-    answers = script.initial_prompts * args.num_generations
-    assert answers == 4 * args.generation_batch_size == 256  # four rollouts, none of them cut
-    assert script.check_every * updates == args.ref_model_sync_steps
-
-
 @pytest.mark.slow
 def test_each_arm_runs_on_a_tiny_model(smollm2: Any, models: dict[str, Path], tmp_path: Path) -> None:
     found, files = {}, []

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.project import recipe
-from tests.project.recipe import is_picture, parse
+from tests.project.recipe import is_picture
 from tests.tools.cases import cases
 from tests.tools.headroom import within
 from trl_steady.features.router_replay.replay import Routers
@@ -54,16 +54,6 @@ def test_warm_start_training_and_held_out_problems_have_no_digits_in_common(reci
     parts = [{tuple(sorted(problem)) for problem in part} for part in (worked, train, test)]
     assert len(set.union(*parts)) == len(worked) + len(train) + len(test)
     assert digits.Digits(Path()).split(200) == (train, test)
-
-
-def test_four_updates_for_each_rollout_with_the_papers_clip_ranges(recipes: Any) -> None:
-    for label, options in VARIANTS.items():
-        script, args = parse(recipes, NAME, **options)
-        clip = (3e-4, 4e-4) if label == "GSPO" else (0.2, None)
-        assert (args.epsilon, args.epsilon_high) == clip and args.router_aux_loss_coef == 0
-        assert recipes.run.updates_per_rollout(args) == 4 and args.max_steps % 4 == 0
-        assert script.adapter is None and args.max_completion_length == recipes.digits.DIGITS + 1
-        assert (args.router_replay or "None") == options.get("router_replay", "None")
 
 
 def test_the_probe_replays_as_the_package_does(digits: Any) -> None:

@@ -6,33 +6,10 @@ from typing import Any
 
 import pytest
 
-import trl_steady
 from tests.project import recipe
-from tests.project.recipe import is_picture, moved, parse
+from tests.project.recipe import is_picture, moved
 
 FOLDER = recipe.FOLDER / "ppo"
-
-
-def test_both_methods_have_the_same_answers_and_adapters(recipes: Any) -> None:
-    (script, ppo), (other, grpo) = (parse(recipes, f"ppo/smollm2-135m-{method}") for method in ("ppo", "grpo"))
-    assert script == other and isinstance(ppo, trl_steady.PPOConfig) and not isinstance(grpo, trl_steady.PPOConfig)
-    same = ("generation_batch_size", "steps_per_generation", "max_steps", "max_completion_length", "temperature")
-    for option in (*same, "loss_type", "epsilon", "lr_scheduler_type", "adapter_dtype", "max_grad_norm", "seed"):
-        assert getattr(ppo, option) == getattr(grpo, option), option
-    assert (ppo.num_generations, grpo.num_generations) == (1, 8)
-    assert (ppo.kl_coef, ppo.beta) == (grpo.beta, 0)
-
-
-def test_the_presets_have_their_papers_settings(recipes: Any, recwarn: pytest.WarningsRecorder) -> None:
-    instructgpt, vapo, sao = found = [parse(recipes, f"ppo/{name}")[1] for name in ("instructgpt", "vapo", "sao")]
-    assert [str(w.message) for w in recwarn if w.category is UserWarning] == []
-    assert all(isinstance(args, trl_steady.PPOConfig) and not args.cannot_act for args in found)
-    assert (instructgpt.kl_coef, instructgpt.epsilon, instructgpt.gamma, instructgpt.temperature) == (0.02, 0.2, 1, 1)
-    assert (instructgpt.generation_batch_size, recipes.run.updates_per_rollout(instructgpt)) == (512, 8)
-    assert instructgpt.max_steps // 8 * 512 == 256_000
-    assert (vapo.lam, vapo.value_lam, vapo.epsilon, vapo.epsilon_high) == (0.995, 1, 0.2, 0.28)
-    assert (vapo.generation_batch_size, vapo.generation_batch_size // vapo.num_generations) == (8192, 512)
-    assert (sao.num_generations, sao.generation_batch_size, sao.is_on_policy, sao.lam) == (1, 128, True, 1)
 
 
 @pytest.mark.slow

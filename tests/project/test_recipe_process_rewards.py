@@ -114,20 +114,6 @@ def test_each_line_of_a_sum_is_verified(recipes: Any, text: str, right: list[boo
     assert steps.total == 1 if whole else steps.total <= 2 / 3  # nothing earns as much as the right answer
 
 
-def test_the_two_rewards_differ_in_what_is_rewarded_only(recipes: Any) -> None:
-    logged: list[tuple[str, float]] = []
-
-    def reward(rewards: str) -> list[Any]:
-        task = recipes.sums.Sums(rewards, Path())
-        return task.reward([RIGHT, LINES["a wrong last sum"][0]], [list(SUM)] * 2, lambda *row: logged.append(row))
-
-    steps, outcomes = reward("steps"), reward("outcome")
-    assert outcomes == [1.0, 0.0]
-    assert steps[0].total == 1.0 and steps[1].total == pytest.approx(2 / 3)
-    assert isinstance(steps[0], StepRewards)
-    assert logged == [("right", 0.5), ("right_lines", pytest.approx(5 / 6))] * 2
-
-
 def test_no_held_out_sum_has_the_numbers_of_another_problem(recipes: Any) -> None:
     task = recipes.sums.Sums("steps", Path())
     train, test = task.split(200)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.project import recipe
-from tests.project.recipe import is_picture, parse
+from tests.project.recipe import is_picture
 from tests.tools.headroom import within
 
 NAME = "sampling_mask/digits-top-p"
@@ -20,16 +20,6 @@ VARIANTS = {
 FEW = {"per_device_train_batch_size": 8, "num_generations": 4, "learning_rate": 0.01}
 # of the whole vocabulary, while another distribution is sampled from
 pytestmark = pytest.mark.filterwarnings("ignore:sampling leaves tokens out:UserWarning")
-
-
-def test_four_updates_for_each_rollout_and_one_option_between_the_variants(recipes: Any) -> None:
-    for name in (NAME, "sampling_mask/smollm2-135m-one-rollout"):
-        for label, options in VARIANTS.items():
-            script, args = parse(recipes, name, **options)
-            assert recipes.run.updates_per_rollout(args) == 4 and args.max_steps % 4 == 0
-            assert args.truncations == ([] if label == "top-p 1" else ["top_p=0.9"])
-            assert args.keep_sampling_mask == (label == "top-p 0.9, mask on")
-            assert (args.loss_type, args.epsilon, script.asked_top_p) == ("grpo", 0.2, 0.9)
 
 
 def test_what_the_sampler_tells(recipes: Any) -> None:

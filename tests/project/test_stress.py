@@ -162,23 +162,6 @@ def test_the_distance_to_the_optimum_by_enumeration(small: Any, tmp_path: Path) 
 
 
 @pytest.mark.slow
-def test_log_probs_of_all_tokens_beside_the_mask(small: Any, tmp_path: Path) -> None:
-    options = {"top_p": 0.7, "keep_sampling_mask": True, "beta": 0.1}
-    runs = {own: trained(small, tmp_path, sampler=None, options=options, unmasked=own) for own in ((), ("old", "ref"))}
-    start, _ = small.digits.Digits(tmp_path / "start", dense=True).load(tmp_path, quantised=False)
-    kept, full = (runs[own].rollouts[0] for own in ((), ("old", "ref")))
-    assert torch.equal(kept["completion_ids"], full["completion_ids"]) and runs[()].figures.keys().isdisjoint({"ess"})
-    ids = torch.cat([full["prompt_ids"], full["completion_ids"]], dim=1)
-    width, mask = full["completion_ids"].size(1), full["completion_mask"].bool()
-    expected = (
-        start(ids).logits.detach().log_softmax(-1)[:, -width - 1 : -1].gather(-1, full["completion_ids"][..., None])
-    )
-    for name in ("old_per_token_logps", "ref_per_token_logps"):
-        assert (full[name] - expected[..., 0])[mask].abs().max() < ROUNDING
-        assert (kept[name] - expected[..., 0])[mask].min() > 1e-3  # the kept tokens have the whole probability
-
-
-@pytest.mark.slow
 def test_the_rate_of_the_routers(small: Any, tmp_path: Path) -> None:
     """0 leaves them, and 1 is the default optimizer. A mixture has the figures of the probe."""
     first, _ = small.digits.untaught()
@@ -212,27 +195,6 @@ def test_a_run_ends_with_its_answers(
     assert run.trainer.state.global_step == updates
     assert run.figures["dynamic_sampling/generated"] == generated
     assert [*run.figures["accuracy"]] == [0, *([3] if updates > 3 else []), updates]
-
-
-def test_runs_of_different_lengths_are_drawn_as_far_as_all_go(recipes: Any, tmp_path: Path) -> None:
-    drawn: list[Any] = []
-
-    def draw(path: Path, panels: Any, *_: Any, **__: Any) -> None:
-        for panel in panels[0]:
-            axis = SimpleNamespace(plot=lambda *xy, **_: drawn.append(xy[:2]))
-            axis.set = axis.fill_between = axis.set_ylim = lambda *_, **__: None
-            axis.get_legend_handles_labels = lambda: ()
-            axis.get_figure = lambda: SimpleNamespace(legend=lambda **_: None)
-            panel(axis, None)
-
-    ends = ({"0": 0.0, "4": 0.4, "8": 0.8, "9": 0.9}, {"0": 0.2, "4": 0.6, "6": 0.8})
-    runs = {"own": {i: {"accuracy": end, "reward": [1.0] * max(map(int, end))} for i, end in enumerate(ends)}}
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(recipes.experiment.report, "draw", draw)
-        recipes.experiment.draw(tmp_path / "own.png", {"pictured": ["accuracy", "reward"]}, runs)
-    (steps, accuracy), (of_reward, _) = drawn
-    assert steps == [0, 4, 6] and accuracy == pytest.approx([0.1, 0.5, 0.7])  # 0.6 and 0.8 at update 6
-    assert of_reward == [1, 2, 3, 4, 5, 6]
 
 
 def test_the_comparison_by_hand(recipes: Any) -> None:
