@@ -57,7 +57,10 @@ def state(trainer: Any) -> dict[str, Any]:
         "optimizer": trainer.optimizer.state_dict()["state"],
         "groups": trainer.optimizer.state_dict()["param_groups"],
         "refreshes": [tuple(refresh) for refresh in trainer.reference_refreshes],
-        "history": tiny.history(trainer)[:-1],  # the summary row tells of this process only
+        # without the summary row, which tells of this process only, and without clocks
+        "history": [
+            {k: v for k, v in row.items() if not k.startswith("time/")} for row in tiny.history(trainer)[:-1]
+        ],
     }
 
 

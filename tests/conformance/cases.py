@@ -1,0 +1,83 @@
+"""The table of the conformance suite: each feature and each loss, with options that switch it on.
+
+A feature is a file or folder of `trl_steady/features`. It passes the suite by having a row here. tests/distributed runs
+the same rows on two processes.
+"""
+
+from typing import Any
+
+from datasets import Dataset
+
+from tests.features.reward_model.tools import is_right
+from tests.tools import tiny
+from tests.trainers.tools import by_prompt, by_steps
+from trl_steady import RewardAdapter, RewardModelRefreshCallback
+from trl_steady.losses.table import LOSSES
+
+MIXTURE: dict[str, Any] = {"model": "moe", "lora": True, "router_aux_loss_coef": 0.0}
+MOVING: dict[str, Any] = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.6}
+PPO: dict[str, Any] = {"method": "PPO", "num_generations": 1}
+
+
+def retrain(trainer: Any) -> None:
+    """Let the trainer retrain its reward model before the reference moves."""
+    trainer.add_callback(RewardModelRefreshCallback(trainer, label_fn=is_right, learning_rate=1e-2, epochs=1))
+
+
+# feature -> name of a case -> arguments of `tiny.trainer`, the model, and what is done with the trainer then
+CASES: dict[str, dict[str, dict[str, Any]]] = {
+    "policy_loss": {
+        **{loss_type: {"loss_type": loss_type} for loss_type in LOSSES},
+        "kl": {"loss_type": "gspo", "kl_estimator": "k2"},
+        "masks": {"loss_type": "gspo_token", "off_policy_mask_threshold": 0.05, "off_policy_mask_level": "token"},
+        "RLOO": {"method": "RLOO"},
+    },
+    "padding_free": {
+        "token_budget": {"token_budget": 40},
+        "share_prompts": {"share_prompts": True, "loss_type": "dapo"},
+    },
+    "zero_advantage": {
+        "skip_zero_weight": {"skip_zero_weight": True, "beta": 0.0, "build": {"reward_funcs": by_prompt}}
+    },
+    "skip_old_logps": {"skip_old_pass": {"skip_old_pass": True, "num_iterations": 1, "steps_per_generation": 1}},
+    "router_replay": {
+        "R2": {**MIXTURE, "router_replay": "R2", "router_replay_reference": True},
+        "R3": {**MIXTURE, "router_replay": "R3"},
+    },
+    "sampling_mask": {"keep_sampling_mask": {"keep_sampling_mask": True, "top_p": 0.8}},
+    "dynamic_sampling": {"dynamic_sampling": {"dynamic_sampling": True, "build": {"reward_funcs": by_prompt}}},
+    "step_rewards": {
+        "process": {"loss_type": "gspo_token", "build": {"reward_funcs": by_steps}},
+        "return_to_go": {"step_advantage": "return_to_go", "build": {"reward_funcs": by_steps}},
+    },
+    "reference": {
+        "full": MOVING,
+        "LoRA": {**MOVING, "lora": True, "ref_model_sync_reset_optimizer": True},
+        "by KL": {**MOVING, "ref_model_sync_kl": 1e-3},
+    },
+    "adapters": {"adapter_dtype": {"model": "nf4", "lora": True, "adapter_dtype": "float32"}},
+    "critic": {"full": PPO, "LoRA": {**PPO, "lora": True}},
+    "pretraining_loss": {
+        "ptx_coef": {**PPO, "ptx_coef": 1.0, "build": {"ptx_dataset": Dataset.from_dict({"text": ["a b", "c d"]})}}
+    },
+    "reward_model": {
+        "retrained": {"lora": True, **MOVING, "build": {"reward_funcs": RewardAdapter}, "then": retrain},
+    },
+    "training_report": {"training_report": {"training_report": True}},
+}
+WITH_AN_ENGINE = {"async_generation", "engine_check"}
+"""Features that do nothing without an engine. Their folders test them with a server's stand-in."""
+EVERYWHERE = {"active_features"}
+"""On in each run."""
+
+
+def names() -> list[tuple[str, str]]:
+    """Return all rows."""
+    return [(feature, case) for feature, of_feature in CASES.items() for case in of_feature]
+
+
+def options(feature: str, case: str) -> dict[str, Any]:
+    """Return the arguments of `tiny.trainer` for a row, with the model's name as `model`."""
+    own = CASES[feature][case]
+    build = {key: value() if value is RewardAdapter else value for key, value in own.get("build", {}).items()}
+    return {"model": "dense", "beta": 0.04, **own, "build": {"train_dataset": tiny.dataset(8), **build}}
