@@ -4,6 +4,7 @@ from typing import Any
 
 from datasets import Dataset
 
+from tests.conformance.cases import CASES
 from tests.tools import tiny
 from trl_steady import StepRewards
 
@@ -106,6 +107,14 @@ FIXED: dict[str, dict[str, Any]] = {
     },
 }
 """Runs whose rollouts are those of any number of processes, and which features each one shows."""
+
+CONFORMANCE: dict[str, dict[str, Any]] = {
+    f"{feature}, {case}": {"shows": [], **options}
+    for feature in ("policy_loss", "padding_free", "zero_advantage", "skip_old_logps", "step_rewards")
+    for case, options in CASES[feature].items()
+    if case not in ("bnpo", "RLOO", *FIXED)  # BNPO divides by the tokens of a micro-batch
+}
+"""The rows of the conformance suite that are not among the runs above."""
 
 R2: dict[str, Any] = {
     "shows": ["router_replay R2"],

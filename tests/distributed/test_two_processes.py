@@ -96,6 +96,13 @@ def test_two_processes_train_as_one_does(
     assert [process["rows"] for process in (*alone["gspo"], *together["gspo"])] == [{1}] * 3  # laid end to end
 
 
+def test_two_processes_pass_the_rows_of_the_conformance_suite(models: dict[str, Path], tmp_path: Path) -> None:
+    alone = launch(1, models, tmp_path / "one", train.CONFORMANCE)
+    together = launch(2, models, tmp_path / "two", train.CONFORMANCE)
+    for run in train.CONFORMANCE:
+        check_close(run, alone[run][0]["parameters"], together[run][0]["parameters"])
+
+
 @pytest.mark.supports("RLOO", on="DDP")
 def test_two_processes_train_rloo_as_one_does(models: dict[str, Path], tmp_path: Path) -> None:
     alone = launch(1, models, tmp_path / "one", train.RLOO)

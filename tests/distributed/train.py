@@ -21,7 +21,18 @@ from transformers import LogitsProcessor
 from trl.generation import vllm_client, vllm_generation
 from trl.generation.vllm_client import VLLMClient
 
-from tests.distributed.runs import FIXED, GLOBAL_BATCH, INSIDE, OLD_PASS, PPO, RLOO, ROUTED, SAMPLED, SERVED
+from tests.distributed.runs import (
+    CONFORMANCE,
+    FIXED,
+    GLOBAL_BATCH,
+    INSIDE,
+    OLD_PASS,
+    PPO,
+    RLOO,
+    ROUTED,
+    SAMPLED,
+    SERVED,
+)
 from tests.tools import resumable, tiny, wide
 from tests.tools.sets import candidate_sets
 from trl_steady.features.critic import optimizer as learner
@@ -144,7 +155,7 @@ def fixed(run: str, models: dict[str, str], output: Path) -> dict[str, Any]:
         "optim": "sgd",  # Adam would blow rounding up to the size of an update where the gradient is zero on paper
         "learning_rate": 0.1,
         "gradient_checkpointing": False,
-        **(FIXED | ROUTED | SERVED | OLD_PASS | RLOO | PPO)[run],
+        **(FIXED | CONFORMANCE | ROUTED | SERVED | OLD_PASS | RLOO | PPO)[run],
     }
     if options.get("method") != "RLOO":
         options["build"] = {"rollout_func": rollout, **options.get("build", {})}

@@ -58,9 +58,7 @@ def state(trainer: Any) -> dict[str, Any]:
         "groups": trainer.optimizer.state_dict()["param_groups"],
         "refreshes": [tuple(refresh) for refresh in trainer.reference_refreshes],
         # without the summary row, which tells of this process only, and without clocks
-        "history": [
-            {k: v for k, v in row.items() if not k.startswith("time/")} for row in tiny.history(trainer)[:-1]
-        ],
+        "history": [{k: v for k, v in row.items() if not k.startswith("time/")} for row in tiny.history(trainer)[:-1]],
     }
 
 
