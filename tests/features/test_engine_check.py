@@ -13,7 +13,7 @@ from tests.features.adapters import test_served
 from tests.features.adapters.test_served import LLM
 from tests.tools import tiny
 from tests.tools.cases import cases
-from trl_steady.features import engine_check as agreement
+from trl_steady.features import engine_check
 from trl_steady.features.engine_check import disagreement
 
 built = test_served.built
@@ -50,7 +50,7 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[float]:
         found.append(float(sums[0] / sums[1]))
         return sums
 
-    monkeypatch.setattr(agreement, "disagreement", measured)
+    monkeypatch.setattr(engine_check, "disagreement", measured)
     return found
 
 
@@ -65,9 +65,12 @@ def test_an_engine_with_the_policys_base_passes(built: Built, monkeypatch: pytes
 
 @pytest.mark.parametrize("method", METHODS)
 def test_an_engine_with_another_base_is_found_before_the_first_update(built: Built, other: str, method: str) -> None:
-    trainer, llm = built(**settings(method, max_steps=3))
+    """Evaluations are not compared."""
+    trainer, llm = built(**settings(method, max_steps=3, per_device_eval_batch_size=4))
     before = tiny.parameters(trainer)
     llm.asked["model"] = other
+    trainer.vllm_generation.sync_weights()
+    trainer.evaluate(eval_dataset=tiny.dataset(4))
     with pytest.raises(ValueError, match=CAUSES):
         trainer.train()
     assert trainer.state.global_step == 0
@@ -108,15 +111,6 @@ def test_the_check_changes_no_bit_of_a_run(
     assert all(torch.equal(value, ends[1][name]) for name, value in ends[0].items())
 
 
-def test_evaluations_do_not_count(built: Built, other: str) -> None:
-    trainer, llm = built(max_steps=1, per_device_eval_batch_size=4)
-    llm.asked["model"] = other
-    trainer.vllm_generation.sync_weights()
-    trainer.evaluate(eval_dataset=tiny.dataset(4))
-    with pytest.raises(ValueError, match=CAUSES):
-        trainer.train()
-
-
 def test_another_distribution_than_the_policys_is_not_compared(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
     found = compared(monkeypatch)
     with pytest.warns(
@@ -139,18 +133,22 @@ def rolled(logprobs: Any) -> Any:
 
 
 def test_a_rollout_func_is_compared_by_its_log_probs(models: dict[str, Path], tmp_path: Path) -> None:
-    """Their NaN are left out, and hide nothing."""
-    scored = rolled(lambda ids: [0.0, float("nan"), 0.0])
+    """Their NaN are left out, and hide nothing. If there are no others, one warning says so."""
+    given: dict[str, Any] = {
+        "some": lambda ids: [0.0, float("nan"), 0.0],
+        "NaN": lambda ids: [float("nan")] * len(ids),
+        "none": None,
+    }
+    some, *without = (
+        tiny.trainer(models["dense"], tmp_path / name, build={"rollout_func": rolled(each)}, engine_check=1.0)
+        for name, each in given.items()
+    )
     with pytest.raises(ValueError, match=CAUSES):
-        tiny.trainer(models["dense"], tmp_path, build={"rollout_func": scored}, engine_check=1.0).train()
-
-
-@pytest.mark.parametrize("logprobs", [None, lambda ids: [float("nan")] * len(ids)], ids=["none", "NaN"])
-def test_a_rollout_func_without_log_probs_is_told_once(models: dict[str, Path], tmp_path: Path, logprobs: Any) -> None:
-    trainer = tiny.trainer(models["dense"], tmp_path, build={"rollout_func": rolled(logprobs)}, engine_check=1.0)
-    with pytest.warns(UserWarning, match="engine_check=1.0 cannot act: the rollout has no log-probs") as caught:
-        trainer.train()
-    assert len([each for each in caught if "engine_check" in str(each.message)]) == 1
+        some.train()
+    for trainer in without:
+        with pytest.warns(UserWarning, match="engine_check=1.0 cannot act: the rollout has no log-probs") as caught:
+            trainer.train()
+        assert len([each for each in caught if "engine_check" in str(each.message)]) == 1
 
 
 @pytest.mark.parametrize("k3", [1e4, torch.nan])

@@ -39,8 +39,7 @@ class AsyncGeneration(Feature):
     def on_init_end(self) -> None:
         """Refuse what uses the server in another way. Warn if nothing corrects for the lag."""
         trainer, args = self.trainer, self.args
-        self._acts = args.async_generate  # to the end of the run
-        if not self._acts:
+        if not args.async_generate:
             return
         reasons = {
             "a rollout_func asks the server itself": trainer.rollout_func,
@@ -88,11 +87,11 @@ class AsyncGeneration(Feature):
 
     def around_batches(self, batches: MicroBatches, call_next: Callable[[MicroBatches], Any]) -> Any:
         """Let batches be read ahead."""
-        return call_next(self._prompts.begin_step(batches) if self._acts else batches)
+        return call_next(self._prompts.begin_step(batches) if self.args.async_generate else batches)
 
     def around_rollout(self, rollout: Rollout, call_next: Callable[[Rollout], dict[str, Any]]) -> dict[str, Any]:
         """Note the rows of a rollout in training. Further rounds of dynamic sampling generate as usual."""
-        self._rows = rollout.inputs if self._acts and self.trainer.model.training else None
+        self._rows = rollout.inputs if self.args.async_generate and self.trainer.model.training else None
         return call_next(rollout)
 
     def around_generate(self, turn: Turn, call_next: Callable[[Turn], Any]) -> Any:
@@ -165,7 +164,7 @@ class AsyncGeneration(Feature):
 
     def load_state(self, checkpoint: Path) -> None:
         """Go on with the result that was ahead."""
-        if not self._acts:
+        if not self.args.async_generate:
             return
         file = checkpoint / _FILE
         if file.is_file() and self.trainer.accelerator.is_main_process:

@@ -60,11 +60,7 @@ class _GatheredOnce(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any,
-        hidden: Tensor,
-        weight: Tensor,
-        bias: Tensor | None,
-        compute: Callable[[Tensor], HeadOutputs],
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, compute: Callable[[Tensor], HeadOutputs]
     ) -> HeadOutputs:
         ctx.set_materialize_grads(False)
         ctx.hidden = hidden.detach().requires_grad_(ctx.needs_input_grad[0])

@@ -4,7 +4,7 @@ import itertools
 import multiprocessing
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,16 +24,9 @@ from tests.trainers import images
 from trl_steady.features.async_generation import AsyncGeneration
 from trl_steady.trl_bridge.prefetch import PendingRequest
 
-engine, server, mixture = engines.engine, engines.server, engines.mixture
 llava = images.llava
 
 pytestmark = pytest.mark.supports("async_generate", on="vLLM server", only="stand-in")
-
-
-@pytest.fixture
-def watched(server: Server) -> Iterator[Watched]:
-    with ahead.connected():
-        yield Watched(server)
 
 
 Train = Callable[..., Any]
@@ -56,11 +49,7 @@ def trained(models: dict[str, Path], tmp_path: Path, server: Server, watched: Wa
 ONE_STEP = {"per_device_train_batch_size": 16, "steps_per_generation": 1}
 WINDOWS: dict[str, dict[str, Any]] = {
     "a step": {**ONE_STEP, "max_steps": 20},
-    "two passes, steps of two micro-batches": {
-        "num_iterations": 2,
-        "gradient_accumulation_steps": 2,
-        "max_steps": 80,
-    },
+    "two passes, steps of two micro-batches": {"num_iterations": 2, "gradient_accumulation_steps": 2, "max_steps": 80},
     "steps of four rollouts": {**ONE_STEP, "gradient_accumulation_steps": 4, "max_steps": 5},
     "steps that end inside a rollout": {
         "per_device_train_batch_size": 8,
@@ -241,22 +230,62 @@ def test_answers_to_another_question_are_thrown_away(
     assert [body[option] for body in server.requests[COMPLETIONS]] == [1.0] * 4 + [1.5] * 3
 
 
-def test_a_script_that_sends_weights_waits_too(
+FAULTS: dict[str, tuple[tuple[int, str] | None, str]] = {
+    "HTTP 500": ((500, "the engine is dead"), r"Request failed: 500.*the engine is dead"),
+    "HTTP 400": ((400, "prompt too long"), r"Request failed: 400.*prompt too long"),
+    "malformed": (None, "KeyError"),
+}
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_an_error_of_the_server_ends_the_next_rollout(
+    models: dict[str, Path],
+    tmp_path: Path,
+    server: Server,
+    watched: Watched,
+    monkeypatch: pytest.MonkeyPatch,
+    fault: str,
+) -> None:
+    """The request for the third rollout fails while the second is trained on."""
+    engines.without_pauses(monkeypatch)
+    options = {**ONE_STEP, "lora": fault == "HTTP 500", "save_strategy": "steps", "save_steps": 1, "max_steps": 4}
+    (refusal, message), post = FAULTS[fault], server.post
+
+    def failing(path: str, body: dict[str, Any]) -> dict[str, Any]:
+        if path == COMPLETIONS and len(watched.asked) >= 2:
+            return {"choices": [{"text": "no token ids"}]}
+        answer = post(path, body)
+        if path == COMPLETIONS and len(watched.asked) == 2 and refusal is not None:
+            server.refused[COMPLETIONS] = refusal
+        return answer
+
+    server.post = failing  # type: ignore[method-assign]
+    trainer = ahead.build(server.url, models["dense"], tmp_path / "run", **options)
+    with pytest.raises(RuntimeError, match=rf"(?s)async_generate=True: .*at step 2, .*({message}).*Resume from"):
+        trainer.train()
+    assert sorted(path.name for path in (tmp_path / "run").glob("checkpoint-*")) == ["checkpoint-1", "checkpoint-2"]
+    server.refused.clear()
+    server.post = post  # type: ignore[method-assign]
+    resumed = ahead.build(server.url, models["dense"], tmp_path / "run", **options)
+    resumed.train(resume_from_checkpoint=True)
+    # what the server did not answer is asked again, of the policy as it is now
+    assert [row["async/versions_behind"] for row in tiny.history(resumed)[:-1]] == [0, 1, 0, 1]
+
+
+def test_a_slow_server_is_waited_for(
     models: dict[str, Path], tmp_path: Path, server: Server, watched: Watched
 ) -> None:
-    """It also takes the option away, which then acts to the end of the run."""
-
-    def send(trainer: Any) -> None:
-        if trainer.state.global_step:
-            trainer.vllm_generation.sync_weights()
-        trainer.args.async_generate = False
-
-    watched.seconds = 0.3  # more than a step takes
-    trainer = ahead.build(server.url, models["dense"], tmp_path, lora=True, **ONE_STEP)
-    trainer.add_callback(Callback(trainer, send))
-    trainer.train()
-    assert all(each.is_steady for each in watched.asked) and len(watched.asked) == 6
-    assert logged(trainer, "async/versions_behind") == [0, 1, 1, 1, 1, 1]
+    watched.seconds = 0.5
+    trainer = tiny.train(ahead.build(server.url, models["dense"], tmp_path, **ONE_STEP, max_steps=3))
+    waited = [row["async/waited"] for row in tiny.history(trainer)[:-1]]
+    hidden = [row["async/overlap"] for row in tiny.history(trainer)[:-1]]
+    assert waited[0] >= 0.5 and hidden[0] == 0
+    for seconds, share in zip(waited[1:], hidden[1:], strict=True):
+        assert seconds > 0 and 0 <= share < 1
+        assert 0.49 <= seconds / (1 - share) < 20  # the generation, which a busy machine lengthens
+    assert all(each.is_steady for each in watched.asked)
+    adapters = trainer.vllm_generation.vllm_client.session.adapters.values()
+    assert all(each.max_retries.raise_on_status for each in adapters)  # the thread had a session for itself
 
 
 class Renaming(trl_steady.GRPOTrainer):

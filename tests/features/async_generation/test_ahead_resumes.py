@@ -1,7 +1,6 @@
 """Generation ahead across saves: a checkpoint has the answers that are ahead, and a killed run goes on bit for bit."""
 
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,12 +12,10 @@ from trl.trainer.utils import RepeatSampler
 from tests.features.async_generation import tools as ahead
 from tests.features.async_generation.tools import Watched
 from tests.features.dynamic_sampling import tools as rounds
-from tests.tools import engines, tiny
+from tests.tools import tiny
 from tests.tools.cases import cases
 from tests.tools.engines import MASKED, ROUTED, Server
 from tests.tools.resumable import differences
-
-engine, server, mixture = engines.engine, engines.server, engines.mixture
 
 
 class Epochs(RepeatSampler):
@@ -53,12 +50,6 @@ KINDS: dict[str, dict[str, Any]] = {
         "build": {"eval_dataset": tiny.dataset(1)},
     },
 }
-
-
-@pytest.fixture
-def watched(server: Server) -> Iterator[Watched]:
-    with ahead.connected():
-        yield Watched(server)
 
 
 @pytest.mark.parametrize("kind", cases(KINDS, ("full", "a stream")))

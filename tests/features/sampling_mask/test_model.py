@@ -1,7 +1,8 @@
 """TRL's fused head answered among kept tokens, beside the oracle on hidden states and plain logits."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -241,3 +242,84 @@ def test_a_part_of_the_batch_has_the_sets_at_its_indices(parts: list[Tensor], co
         assert within((out.log_probs - log_probs[token_indices[:, 1:]]).abs(), 100 * EPS)
     assert kept_model.kept_mass[1] == whole.kept_mass[1] > 0
     assert within((kept_model.kept_mass[0] - whole.kept_mass[0]).abs(), 100 * EPS * whole.kept_mass[1])
+
+
+# A head that ZeRO-3 partitions is gathered equally often, whichever tokens of this process have sets.
+
+
+class Partitioned:
+    """A stand-in for ZeRO-3: the head is empty except inside of gathers, which are counted."""
+
+    def __init__(self, model: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.whole = {
+            parameter: parameter.detach().clone() for parameter in model.get_output_embeddings().parameters()
+        }
+        self.gathers = {"forward": 0, "backward": 0}
+        for number, parameter in enumerate(self.whole):
+            parameter.ds_id = number
+        self.empty()
+        monkeypatch.setattr(trl.trainer.utils, "maybe_gather_lm_head_ctx", self.gathering)
+
+    def empty(self) -> None:
+        for parameter in self.whole:
+            parameter.data = torch.empty(0)
+
+    @contextmanager
+    def gathering(self, *parameters: Tensor | None) -> Iterator[None]:
+        """A gather, or nothing inside of another one, as with TRL's."""
+        assert {id(parameter) for parameter in parameters if parameter is not None} == set(map(id, self.whole))
+        if all(parameter.numel() for parameter in self.whole):
+            yield
+            return
+        self.gathers["forward" if torch._C._current_graph_task_id() == -1 else "backward"] += 1
+        for parameter, value in self.whole.items():
+            parameter.data = value.clone()
+        try:
+            yield
+        finally:
+            self.empty()
+
+
+@pytest.mark.parametrize("with_entropy", [True, False])
+@pytest.mark.parametrize("family", ["plain", "biased"])
+@pytest.mark.parametrize("trained", ["everything", "all but the head"])
+def test_each_pass_gathers_the_head_once_forward_and_once_backward(
+    monkeypatch: pytest.MonkeyPatch, with_entropy: bool, family: str, trained: str
+) -> None:
+    gathers = {}
+    for kind in ("all", "some", "none"):
+        data, model = batch(kind), build(family)
+        model.get_output_embeddings().requires_grad_(trained == "everything")
+        parameters = [each for each in model.parameters() if each.requires_grad]
+        expected = call(model, data, with_entropy=with_entropy)
+        gradients = torch.autograd.grad(loss_of(expected), parameters)
+        with monkeypatch.context() as patch:
+            partitioned = Partitioned(model, patch)
+            got = call(model, data, with_entropy=with_entropy)
+            assert torch.equal(got.log_probs, expected.log_probs)
+            assert torch.equal(got.kept_mass, expected.kept_mass)
+            assert all(map(torch.equal, torch.autograd.grad(loss_of(got), parameters), gradients))
+        gathers[kind] = partitioned.gathers
+    assert gathers == {kind: {"forward": 1, "backward": 1} for kind in gathers}
+
+
+class WithoutGradient(torch.autograd.Function):
+    """Hand None back where a gradient is expected."""
+
+    @staticmethod
+    def forward(ctx: Any, values: Tensor) -> Tensor:
+        return values.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> None:
+        return None
+
+
+def test_a_backward_without_gradients_gathers_the_head_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On another rank there may be gradients, and it would wait for this one."""
+    model = build()
+    partitioned = Partitioned(model, monkeypatch)
+    out = call(model, batch(), with_entropy=False)
+    WithoutGradient.apply(out.log_probs).sum().backward()
+    assert partitioned.gathers == {"forward": 1, "backward": 1}
+    assert model.get_output_embeddings().weight.grad is None

@@ -6,7 +6,6 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from trl.trainer import grpo_trainer
 
 from tests.features.router_replay.tools import FREE, LOSS_TYPES, ascending
 from tests.features.sampling_mask import tools as sampled
@@ -112,23 +111,6 @@ def test_without_sets_a_run_is_the_same_bit_for_bit(
     assert resumable.differences(tiny.parameters(without), tiny.parameters(trainer)) == []
     assert tiny.history(trainer)[0]["sampling_mask/fallback"] == 1
     assert any(sets for drawn in trainer.draws[0][0] for sets in drawn.sets)
-
-
-@pytest.mark.parametrize("options", [{}, {"trim_padding": False}, {"share_prompts": True}], ids=str)
-def test_the_first_ratio_of_a_rollout_is_exactly_one(
-    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, options: dict[str, Any]
-) -> None:
-    """Where the old log-probs come from the same micro-batches: log-probs are bit for bit the same."""
-    monkeypatch.setattr(grpo_trainer, "shuffle_sequence_dict", lambda batch: batch)
-    trainer = tiny.train(build(models["dense"], tmp_path, top_p=0.6, max_steps=2, **options))
-    first, second = trainer.updates
-    mask = first.inputs["completion_mask"].bool()
-    old = first.inputs["old_per_token_logps"]
-    found = torch.cat([row.values["logps"] for row in first.rows])
-    assert torch.equal(found, old[mask]) and found.abs().max() > 1
-    moved = [(row.values["logps"] - row.values["old_per_token_logps"]).abs().max() for row in second.rows]
-    assert max(moved) > 1e-2
-    assert tiny.history(trainer)[0]["kl"] == 0.0 < tiny.history(trainer)[1]["kl"]
 
 
 @pytest.mark.filterwarnings("ignore:.*leaves tokens out")

@@ -223,11 +223,7 @@ def test_the_engine_is_started_with_what_is_asked_for(
     assert generation.llm.asked == {**plain.llm.asked, **dict.fromkeys(flags, True)}
 
 
-@pytest.mark.refuses(
-    "keep_sampling_mask",
-    on="vLLM colocate",
-    where="with `vllm_tensor_parallel_size` above 1",
-)
+@pytest.mark.refuses("keep_sampling_mask", on="vLLM colocate", where="with `vllm_tensor_parallel_size` above 1")
 def test_an_engine_over_several_gpus_is_refused(in_process: Build) -> None:
     with pytest.raises(ValueError, match=r"_parallel_size=2: a colocated engine returns the \w.*'server'"):
         in_process(vllm_tensor_parallel_size=2, **SETS)

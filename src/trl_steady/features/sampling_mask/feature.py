@@ -133,7 +133,7 @@ class SamplingMask(Feature):
                 "sampling_mask/kept_tokens": (counts, has_set),
                 "sampling_mask/singletons": (counts == 1, has_set),
                 "sampling_mask/fallback": (~has_set, torch.ones_like(has_set)),
-            },
+            }
         )
         self.trainer.metrics.over_processes({"max": "sampling_mask/kept_tokens_max"}, counts, has_set)
         without = int((~has_set).sum())
