@@ -23,7 +23,7 @@ BELOW = {module: IMPORTS.find_modules_directly_imported_by(module) for module in
 NAME_PRIVATE = {"features/reward_model/callback.py"}
 PATCH = {
     *("cli/trl_commands.py", "trainers/base.py", "features/critic/model.py", "features/reward_model/callback.py"),
-    *("features/router_replay/replay.py"),
+    "features/router_replay/replay.py",
 }
 IN_CIRCLES = {f"trl_steady.features.reward_model.{name}" for name in ("adapter", "callback", "feature", "training")}
 

@@ -27,7 +27,7 @@ class AsyncGeneration(Feature):
 
     args: GRPOConfig
 
-    def __init__(self, trainer: Trainer, args: Any) -> None:
+    def __init__(self, trainer: Trainer, args: GRPOConfig) -> None:
         super().__init__(trainer, args)
         self._prompts = PromptPrefetcher(trainer)
         self._rows: list[Any] | None = None  # of the rollout in progress, until its first generation

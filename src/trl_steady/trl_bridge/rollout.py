@@ -145,7 +145,7 @@ def last_logits_processor(
     model: PreTrainedModel, processor: LogitsProcessor, check: Callable[[GenerationConfig], None]
 ) -> Iterator[None]:
     """Let `model.generate` call `processor` after all others, inside this context. `check` may refuse its options."""
-    build: Any = model._get_logits_processor
+    build = cast(Callable[..., LogitsProcessorList], model._get_logits_processor)
 
     def build_with_last(generation_config: GenerationConfig, **keywords: object) -> LogitsProcessorList:
         check(generation_config)

@@ -26,7 +26,7 @@ class SamplingMaskModel:
     kept_mass: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64), init=False)
     """(2,) sum of the model's probabilities of the sets so far, and number of sets. Needs `with_entropy`."""
 
-    def __call__(self, *, token_indices: Tensor, labels: Tensor, **batch: Any) -> Any:
+    def __call__(self, *, token_indices: Tensor, labels: Tensor, **batch: object) -> Any:
         """Return the model's outputs. `token_indices` index the flattened batch."""
         has_label = labels[:, 1:] != -100
         index = self.index.flatten()[token_indices][:, 1:].where(has_label, -1).flatten()
