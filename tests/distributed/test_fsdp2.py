@@ -19,7 +19,7 @@ from trl_steady.features.reference.adapter import add_reference_adapter
 from trl_steady.features.reference.tensors import Pair, gather, move, paired, restore
 from trl_steady.trl_bridge import models
 from trl_steady.trl_bridge.lm_head import per_token
-from trl_steady.trl_bridge.models import parameters_kept
+from trl_steady.trl_bridge.models import keep_parameters
 
 UNEVEN = transformers.Qwen2Config(**{**tiny.SIZES, "vocab_size": 259, "intermediate_size": 33})
 IDS = torch.arange(12).view(2, 6)
@@ -98,7 +98,7 @@ def check_mixed_precision(rank: int) -> None:
     add_fused_lm_head(base)
     shard(model, torch.bfloat16)
     with torch.no_grad():
-        with parameters_kept(model):  # which finds the root's parameters cast
+        with keep_parameters(model):  # which finds the root's parameters cast
             before = model(IDS).logits
         models.reshard(model)
         base.lm_head.modules_to_save.default.weight.to_local().mul_(2)

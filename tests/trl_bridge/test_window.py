@@ -12,7 +12,7 @@ import transformers
 import trl_steady
 from tests.tools import agent, resumable, tiny
 from trl_steady.trl_bridge.private import patched
-from trl_steady.trl_bridge.resume import WINDOW_OPTIONS, different, window_settings
+from trl_steady.trl_bridge.resume import WINDOW_OPTIONS, window_settings
 
 # Options that shape neither a rollout nor the objective that it was made for.
 NOT_OF_A_ROLLOUT = """
@@ -107,9 +107,9 @@ def test_each_option_that_shapes_a_rollout_is_a_setting(models: dict[str, Path],
     before = window_settings(trainer)
     for option, value in OTHERS.items():
         with patched(trainer.args, {option: value}):
-            assert different(before, window_settings(trainer)) == [option]
+            assert changed_settings(before, window_settings(trainer)) == [option]
     with patched(trainer, {"environment_factories": {None: agent.Calculator}}):
-        assert different(before, window_settings(trainer)) == ["environment_factory"]
+        assert changed_settings(before, window_settings(trainer)) == ["environment_factory"]
 
 
 @pytest.mark.filterwarnings("ignore:sampling leaves tokens out")
@@ -177,5 +177,5 @@ def test_equal_values_are_equal_in_any_order_and_type(models: dict[str, Path], t
         ((1, np.float32(0.5)), [1, 0.5], [1, 0.25]),
         (torch.tensor([1, 2]), np.array([1, 2]), torch.tensor([2, 1])),
     ):
-        assert different(settings(value), settings(equal)) == []
-        assert different(settings(value), settings(other)) == ["generation_kwargs"]
+        assert changed_settings(settings(value), settings(equal)) == []
+        assert changed_settings(settings(value), settings(other)) == ["generation_kwargs"]

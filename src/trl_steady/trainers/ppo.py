@@ -9,7 +9,7 @@ from trl_steady.config.ppo import PPOConfig
 from trl_steady.features.critic.feature import CriticPart
 from trl_steady.trainers.grpo import GRPOTrainer
 from trl_steady.trainers.order import ORDER
-from trl_steady.trl_bridge.private import set_cards
+from trl_steady.trl_bridge.private import set_model_card
 
 
 class PPOTrainer(GRPOTrainer):
@@ -72,4 +72,4 @@ class PPOTrainer(GRPOTrainer):
         """None: the loss takes one advantage per token."""
 
 
-set_cards(PPOTrainer, "PPO", title="Proximal Policy Optimization Algorithms", id="1707.06347")
+set_model_card(PPOTrainer, "PPO", title="Proximal Policy Optimization Algorithms", id="1707.06347")

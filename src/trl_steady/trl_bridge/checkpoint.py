@@ -26,7 +26,7 @@ from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from trl_steady.core.feature import Trainer
 from trl_steady.trl_bridge.private import as_trl_trainer, generation_interval, is_before_generation, patched
-from trl_steady.trl_bridge.resume import different, window_settings
+from trl_steady.trl_bridge.resume import changed_settings, window_settings
 
 UNFINISHED = "_unfinished"
 """Folder of checkpoints that are being written. The upload to the Hub skips names that begin with "_"."""
@@ -162,7 +162,7 @@ class Checkpoints:
             return {}
         window = torch.load(file, map_location=trainer.accelerator.device.type, weights_only=True)
         before, now = window["settings"], window_settings(trainer)
-        changed = different(before, now)
+        changed = changed_settings(before, now)
         if changed and window["rollouts"] is not None:
             lines = [f"\n  {name}={before[name]!r}; this run has {name}={now[name]!r}" for name in changed]
             raise ValueError(
@@ -205,7 +205,7 @@ class Checkpoints:
 
 
 @contextmanager
-def saved_without(model: PeftModel, adapter: str) -> Iterator[dict[str, Any]]:
+def save_without(model: PeftModel, adapter: str) -> Iterator[dict[str, Any]]:
     """Keep an adapter out of what the model saves. Gives the state that the model is told to save, if it is told."""
     save_all, gathered = model.save_pretrained, {}
 

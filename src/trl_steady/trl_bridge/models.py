@@ -34,7 +34,7 @@ def bare(trainer: Trainer, model: torch.nn.Module | Scorer) -> PreTrainedModel:
     return cast(PreTrainedModel, inner.get_base_model() if isinstance(inner, PeftModel) else inner)
 
 
-def role_of(trainer: Trainer, model: object, *, in_rollout: bool) -> Literal["old", "reference", "policy", "other"]:
+def model_role(trainer: Trainer, model: object, *, in_rollout: bool) -> Literal["old", "reference", "policy", "other"]:
     """Return the role of a model that TRL scores: see `ForwardPass`."""
     if model is trainer.ref_model and model is not None:
         return "reference"
@@ -46,13 +46,13 @@ def role_of(trainer: Trainer, model: object, *, in_rollout: bool) -> Literal["ol
     return "old" if in_rollout else "policy"
 
 
-def is_of_lora(name: str, adapter: str) -> bool:
+def is_lora_parameter(name: str, adapter: str) -> bool:
     """Return True if a parameter of this name belongs to a LoRA adapter.
 
     A module of the model may have the adapter's name too, as the projection `value` in many models' attention.
 
-    >>> is_of_lora("attention.value.lora_A.value.weight", "value"), is_of_lora("attention.value.weight", "value")
-    (True, False)
+    >>> [is_lora_parameter(name, "value") for name in ("attention.value.lora_A.value.weight", "attention.value.weight")]
+    [True, False]
     """
     return any(part == adapter and before.startswith("lora_") for before, part in pairwise(name.split(".")))
 
@@ -63,7 +63,7 @@ def compiles(trainer: Trainer) -> bool:
     return trainer.args.torch_compile or (dynamo is not None and dynamo.backend != DynamoBackend.NO)
 
 
-def randomness_of(model: torch.nn.Module) -> str | None:
+def random_setting(model: torch.nn.Module) -> str | None:
     """Return a setting with which two passes of a model in training differ, such as dropout; None without one."""
     for name, module in model.named_modules():
         for key, value in vars(module).items():
@@ -79,7 +79,7 @@ def text_tokenizer(trainer: Trainer) -> PreTrainedTokenizerBase:
     return processor.tokenizer if isinstance(processor, ProcessorMixin) else processor
 
 
-def base_kept(config: PeftConfig | None) -> AbstractContextManager[None]:
+def keep_base(config: PeftConfig | None) -> AbstractContextManager[None]:
     """Keep PEFT from changing the base while it adds adapters of this configuration, as PiSSA and OLoRA would."""
     if isinstance(getattr(config, "init_lora_weights", None), str):
         return patched(config, {"init_lora_weights": True})
@@ -87,7 +87,7 @@ def base_kept(config: PeftConfig | None) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def parameters_kept(model: torch.nn.Module) -> Iterator[None]:
+def keep_parameters(model: torch.nn.Module) -> Iterator[None]:
     """Restore the dtype and `requires_grad` of all parameters on exit.
 
     PEFT makes every parameter of an adapter trainable when it switches adapters, and float32 when it loads one. FSDP2

@@ -18,12 +18,12 @@ def as_trl_trainer(trainer: object) -> Any:
     return trainer
 
 
-def set_cards(kind: Any, method: str, **paper: str) -> None:
+def set_model_card(kind: Any, method: str, **paper: str) -> None:
     """Let the model cards of a trainer class name this method, with the title and id of its paper."""
     kind._name, kind._tag_names, kind._paper = method, ["trl", method.lower()], paper
 
 
-def completions_in(generated: Any) -> list[list[int]]:
+def generated_completions(generated: Any) -> list[list[int]]:
     """Return the completions from what TRL's generation returns: alone, or first beside other values."""
     return generated[0] if isinstance(generated, tuple) else generated
 
@@ -44,7 +44,7 @@ def rollout_number(trainer: object) -> int:
     return as_trl_trainer(trainer)._step // as_trl_trainer(trainer).args.steps_per_generation
 
 
-def logged(trainer: object, name: str) -> list[float]:
+def metric_values(trainer: object, name: str) -> list[float]:
     """Return the values of a training metric since the last log. Every process must call this function."""
     metrics = getattr(trainer, "metrics", None)
     if metrics is not None:  # ours, which processes have not exchanged yet
@@ -52,24 +52,24 @@ def logged(trainer: object, name: str) -> list[float]:
     return as_trl_trainer(trainer)._metrics["train"].get(name, [])
 
 
-def is_settled(trainer: object) -> bool:
+def metrics_are_settled(trainer: object) -> bool:
     """Return True if processes need not communicate to read a training metric."""
     metrics = getattr(trainer, "metrics", None)
     return metrics is None or metrics.is_settled
 
 
-def logged_count(trainer: object, name: str) -> int:
+def metric_count(trainer: object, name: str) -> int:
     """Return how many values of a training metric there are since the last log."""
     metrics = getattr(trainer, "metrics", None)
     return len(as_trl_trainer(trainer)._metrics["train"].get(name, [])) if metrics is None else metrics.count(name)
 
 
-def log_last(trainer: object, name: str, value: float) -> None:
+def set_metric(trainer: object, name: str, value: float) -> None:
     """Log a training metric by its last value before a log, not by its mean."""
     as_trl_trainer(trainer)._metrics["train"][name] = [value]
 
 
-def forget_sync(trainer: object) -> None:
+def request_weight_sync(trainer: object) -> None:
     """Let the next generation send the policy to vLLM. TRL sends it only if the number of the step has changed."""
     as_trl_trainer(trainer)._last_loaded_step = -1
 

@@ -59,25 +59,25 @@ def window_settings(trainer: Trainer) -> dict[str, Any]:
         "rollout_func": trainer.rollout_func,
         "processes": trainer.accelerator.num_processes,
     }
-    return json.loads(json.dumps(_plain(settings)))  # without types that `torch.load` would refuse
+    return json.loads(json.dumps(_as_json(settings)))  # without types that `torch.load` would refuse
 
 
-def _plain(value: Any) -> Any:
+def _as_json(value: Any) -> Any:
     """Return a value as JSON types. Functions and objects become names."""
     if value is None or isinstance(value, (str, int, float)):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
+        return {str(key): _as_json(item) for key, item in value.items()}
     if isinstance(value, Set):  # whose order differs from one run of Python to the next
-        return sorted(map(_plain, value), key=str)
+        return sorted(map(_as_json, value), key=str)
     if isinstance(value, Sequence):
-        return [_plain(item) for item in value]
+        return [_as_json(item) for item in value]
     if hasattr(value, "tolist"):  # arrays, tensors and NumPy's numbers
-        return _plain(value.tolist())
+        return _as_json(value.tolist())
     return getattr(value, "__name__", type(value).__name__)
 
 
-def different(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+def changed_settings(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     """Return the settings that both runs have and whose values differ."""
     changed = [name for name in now if name in before and before[name] != now[name]]
     # `beta` decides if there are log-probs of a reference. Its value matters for RLOO, whose KL is in the reward
@@ -86,7 +86,7 @@ def different(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
     return changed
 
 
-def refuse_lost(model: torch.nn.Module, missing: Collection[str]) -> None:
+def refuse_missing_tensors(model: torch.nn.Module, missing: Collection[str]) -> None:
     """Refuse a checkpoint without some tensors of the model, because transformers would keep the initial ones."""
     tensors = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
     loaded = {tensor.data_ptr() for name, tensor in tensors.items() if name not in missing}

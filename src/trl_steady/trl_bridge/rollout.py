@@ -17,7 +17,7 @@ from trl.trainer.utils import is_async_callable
 
 from trl_steady.core.feature import Trainer
 from trl_steady.core.types import LogProbs
-from trl_steady.trl_bridge.private import as_trl_trainer, completions_in, patched
+from trl_steady.trl_bridge.private import as_trl_trainer, generated_completions, patched
 from trl_steady.trl_bridge.validation import name_columns_in_errors
 
 
@@ -82,7 +82,9 @@ def generate_continuations(trainer: Trainer, prompt_ids: Sequence[Sequence[int]]
     with patched(trainer, {"rollout_in_progress": None, "num_generations": 1, "num_generations_eval": 1}):
         for start in range(0, len(prompt_ids), batch_size):
             batch = [list(ids) for ids in prompt_ids[start : start + batch_size]]
-            completions += completions_in(as_trl_trainer(trainer)._generate_single_turn(batch, *other_arguments))
+            completions += generated_completions(
+                as_trl_trainer(trainer)._generate_single_turn(batch, *other_arguments)
+            )
     return completions
 
 

@@ -23,7 +23,7 @@ from trl_steady.features.adapters.precision import keep_gradients_on_cpu, keep_i
 from trl_steady.features.adapters.vllm_support import needs_adapter
 from trl_steady.features.adapters.vllm_sync import LoraSync
 from trl_steady.trl_bridge.models import REFERENCE_ADAPTER
-from trl_steady.trl_bridge.private import forget_sync
+from trl_steady.trl_bridge.private import request_weight_sync
 from trl_steady.trl_bridge.vllm import engine_arguments, push, whole
 
 _FINGERPRINT_FILE = "changed_base.safetensors"  # in a checkpoint
@@ -125,11 +125,11 @@ class Adapters(Feature):
 
     def on_train_begin(self) -> None:
         """Let the engine get the policy, because the steps of a training count from 0 again."""
-        forget_sync(self.trainer)
+        request_weight_sync(self.trainer)
 
     def on_train_end(self, best: Path | None) -> None:
         """Let the engine get the policy, which may be the best one now."""
-        forget_sync(self.trainer)
+        request_weight_sync(self.trainer)
 
     def save_state(self, checkpoint: Path) -> None:
         """Save how to know a changed base again."""

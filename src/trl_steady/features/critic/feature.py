@@ -23,9 +23,9 @@ from trl_steady.features.critic.trainer import PPO
 from trl_steady.features.legacy import Part
 from trl_steady.functional import values
 from trl_steady.losses.table import LOSSES
-from trl_steady.trl_bridge.checkpoint import saved_without
+from trl_steady.trl_bridge.checkpoint import save_without
 from trl_steady.trl_bridge.loss import token_weights
-from trl_steady.trl_bridge.models import VALUE_ADAPTER, parameters_kept
+from trl_steady.trl_bridge.models import VALUE_ADAPTER, keep_parameters
 from trl_steady.trl_bridge.rollout import with_reference_log_probs, with_reference_model
 
 # name of an option's effect -> options to show, the first of which switches it on
@@ -69,7 +69,7 @@ class ScorerPart(Part):
         model, is_sharded = self.model, self.trainer.is_fsdp_enabled
         policy = None if model is None else model.backbone
         is_shared = isinstance(policy, PeftModel)
-        with saved_without(policy, self.FOLDER) if is_shared else contextlib.nullcontext({}) as gathered:
+        with save_without(policy, self.FOLDER) if is_shared else contextlib.nullcontext({}) as gathered:
             yield
         if model is not None and folder is not None and self.trainer.args.should_save:
             # one process cannot gather shards
@@ -190,7 +190,7 @@ class CriticPart(ScorerPart):
     def rolling(self, rollout: Rollout) -> Iterator[None]:
         """Let TRL score what the KL in the reward needs. Switching adapters does not change what is trained."""
         scoring = with_reference_log_probs(self.trainer) if self.trainer.args.kl_coef else contextlib.nullcontext()
-        with parameters_kept(self.trainer.model), scoring:
+        with keep_parameters(self.trainer.model), scoring:
             yield
 
     def columns(self, rollout: Rollout) -> Mapping[str, Any]:

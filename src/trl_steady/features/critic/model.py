@@ -25,7 +25,7 @@ from trl_steady.core.tensor_file import refuse_other_shapes
 from trl_steady.features.adapters.base_model import BaseModel, base_changing_init
 from trl_steady.trl_bridge import models
 from trl_steady.trl_bridge.lm_head import per_token
-from trl_steady.trl_bridge.models import VALUE_ADAPTER, base_kept, is_of_lora, parameters_kept
+from trl_steady.trl_bridge.models import VALUE_ADAPTER, is_lora_parameter, keep_base, keep_parameters
 from trl_steady.trl_bridge.private import patched
 
 _HEAD = "score"  # the name in transformers' models for sequence classification
@@ -76,7 +76,7 @@ class Critic(Scorer):
         models.reshard(self.backbone)
         body: torch.nn.Module = self.bare.base_model
         for name, parameter in body.named_parameters():
-            if self.adapter is None or is_of_lora(name, self.adapter):
+            if self.adapter is None or is_lora_parameter(name, self.adapter):
                 yield name, parameter
         yield _HEAD_WEIGHT, cast(torch.nn.Parameter, self.head.weight)
 
@@ -257,11 +257,11 @@ def adapter_critic(
     config.lora_dropout = config.lora_dropout if has_dropout else 0.0
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     # keep the random state, so that rollouts are the same as without a critic
-    with parameters_kept(model), base_kept(config), torch.random.fork_rng(devices=devices):
+    with keep_parameters(model), keep_base(config), torch.random.fork_rng(devices=devices):
         model.add_adapter(name, config)
     of_model = dict(model.named_parameters())
     for parameter_name, parameter in of_model.items():
-        if not is_of_lora(parameter_name, name):
+        if not is_lora_parameter(parameter_name, name):
             continue
         parameter.data = parameter.data.float()
         parameter.requires_grad_(False)

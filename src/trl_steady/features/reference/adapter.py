@@ -10,7 +10,7 @@ from peft import PeftModel
 
 from trl_steady.features.adapters.base_model import BaseModel
 from trl_steady.features.reference.tensors import move, paired
-from trl_steady.trl_bridge.models import POLICY_ADAPTER, REFERENCE_ADAPTER, base_kept, parameters_kept
+from trl_steady.trl_bridge.models import POLICY_ADAPTER, REFERENCE_ADAPTER, keep_base, keep_parameters
 
 _MOVABLE = ("LORA", "LOHA", "LOKR", "IA3")
 
@@ -26,7 +26,7 @@ def add_reference_adapter(model: PeftModel) -> None:
         config = copy.deepcopy(model.peft_config[POLICY_ADAPTER])
         devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         # keep the random state, so that rollouts are the same as without a reference adapter
-        with parameters_kept(model), base_kept(config), torch.random.fork_rng(devices=devices):
+        with keep_parameters(model), keep_base(config), torch.random.fork_rng(devices=devices):
             model.add_adapter(REFERENCE_ADAPTER, config)
     for name, module in model.named_modules():
         if isinstance(module, torch.nn.Dropout) and REFERENCE_ADAPTER in name.split("."):

@@ -100,27 +100,27 @@ class ReferenceRefreshCallback(TrainerCallback):
             move(self.pairs(), self.alpha)
             if self.reset_optimizer:
                 self.trainer.optimizer.state.clear()
-            private.log_last(self.trainer, "ref/refresh_step", state.global_step)
-            private.log_last(self.trainer, "ref/refresh_by_kl", float(self._due == "kl"))
+            private.set_metric(self.trainer, "ref/refresh_step", state.global_step)
+            private.set_metric(self.trainer, "ref/refresh_by_kl", float(self._due == "kl"))
             if self._kl is not None:
-                private.log_last(self.trainer, "ref/refresh_kl", self._kl)
+                private.set_metric(self.trainer, "ref/refresh_kl", self._kl)
             self.refreshes.append(Refresh(state.global_step, self._kl, self._due))
             self._due = None
-        self._seen = private.logged_count(self.trainer, "kl")
+        self._seen = private.metric_count(self.trainer, "kl")
 
     def on_step_end(self, args: object, state: TrainerState, control: object, **_: object) -> None:
         """Check the rules, and mark a refresh as due if one has fired."""
         is_on_time = self.steps is not None and state.global_step % self.steps == 0
         # reading a KL of our own makes processes wait for one another
-        if private.is_settled(self.trainer) or self._due or is_on_time or self.kl_limit is not None:
-            values = private.logged(self.trainer, "kl")[self._seen :]
+        if private.metrics_are_settled(self.trainer) or self._due or is_on_time or self.kl_limit is not None:
+            values = private.metric_values(self.trainer, "kl")[self._seen :]
             if values:
                 self._kl = sum(values) / len(values)
                 if self._due is None and self.kl_limit is not None and self._kl > self.kl_limit:
                     self._due = "kl"
         if self._due is None and is_on_time:
             self._due = "steps"
-        private.log_last(self.trainer, "ref/refreshes", len(self.refreshes))
+        private.set_metric(self.trainer, "ref/refreshes", len(self.refreshes))
 
     def save(self, folder: Path) -> None:
         """Write the reference and the counters to one file. Every process must call it."""

@@ -15,8 +15,8 @@ from trl_steady.core.types import Construction, Rollout
 from trl_steady.features.adapters.base_model import BaseModel
 from trl_steady.features.reference.adapter import add_reference_adapter, refuse_several, refuse_unmovable
 from trl_steady.features.reference.callback import FILE, ReferenceRefreshCallback, Refresh
-from trl_steady.trl_bridge.checkpoint import saved_without
-from trl_steady.trl_bridge.models import POLICY_ADAPTER, REFERENCE_ADAPTER, base_kept, parameters_kept
+from trl_steady.trl_bridge.checkpoint import save_without
+from trl_steady.trl_bridge.models import POLICY_ADAPTER, REFERENCE_ADAPTER, keep_base, keep_parameters
 
 
 class Reference(Feature):
@@ -51,7 +51,7 @@ class Reference(Feature):
                         "Delete it with model.delete_adapter, or load it under another name."
                     )
         construction.seen_by_trl["sync_ref_model"] = False
-        with base_kept(config):  # TRL's constructor adds another adapter of this configuration
+        with keep_base(config):  # TRL's constructor adds another adapter of this configuration
             call_next(construction)
 
     def on_init_end(self) -> None:
@@ -98,7 +98,7 @@ class Reference(Feature):
         """Keep which parameters are trainable. TRL switches to the reference's adapter and back."""
         if not self._is_ours:
             return call_next(rollout)
-        with parameters_kept(self.trainer.model):
+        with keep_parameters(self.trainer.model):
             return call_next(rollout)
 
     def around_save_model(self, folder: Path | None, call_next: Callable[[Path | None], None]) -> None:
@@ -106,7 +106,7 @@ class Reference(Feature):
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         if not (self._is_ours and isinstance(model, PeftModel)):
             return call_next(folder)
-        with saved_without(model, REFERENCE_ADAPTER):
+        with save_without(model, REFERENCE_ADAPTER):
             call_next(folder)
 
     def save_state(self, checkpoint: Path) -> None:

@@ -16,7 +16,7 @@ from trl_steady.features.reward_model.examples import Answer, Example, History, 
 from trl_steady.features.reward_model.feature import STATE_FILE, RewardModelPart
 from trl_steady.features.reward_model.labelling import Answers, label_steps, verdicts
 from trl_steady.features.reward_model.training import fit, measure
-from trl_steady.trl_bridge.private import log_last, patched
+from trl_steady.trl_bridge.private import patched, set_metric
 from trl_steady.trl_bridge.rollout import forget_logs
 
 _HELD_OUT = 0.1  # share of an iteration's prompts that measure the reward model and never train it
@@ -229,7 +229,7 @@ class RewardModelRefreshCallback(TrainerCallback):
         self.refreshes.append(RewardRefresh(step, len(fresh), len(replayed), kept is None or not is_worse, old, new))
         counts = {"samples": len(fresh), "replayed": len(replayed), "refreshes": len(self.refreshes)}
         for name, value in {**counts, "accepted": self.refreshes[-1].accepted}.items():
-            log_last(self.trainer, f"reward_model/{name}", float(value))
+            set_metric(self.trainer, f"reward_model/{name}", float(value))
 
     def _all_answers(self) -> list[Answer]:
         """Return the answers of all processes, in the order of one process."""
@@ -240,7 +240,7 @@ class RewardModelRefreshCallback(TrainerCallback):
         found = {name: measure(self._part, examples) for name, examples in sets.items()}
         for name, figures in found.items():
             for figure, value in figures.items():
-                log_last(self.trainer, f"reward_model/{which}/{name}/{figure}", value)
+                set_metric(self.trainer, f"reward_model/{which}/{name}/{figure}", value)
         return found["held_out"].get("accuracy")
 
     # checkpoints
