@@ -9,14 +9,14 @@ import torch
 import transformers
 from torch import Tensor
 
-from tests.features.adapters import test_served
-from tests.features.adapters.test_served import LLM
+from tests.features.adapters import tools
+from tests.features.adapters.tools import LLM
 from tests.tools import tiny
 from tests.tools.cases import cases
 from trl_steady.features import engine_check
 from trl_steady.features.engine_check import disagreement
 
-built = test_served.built
+built = tools.built
 Built = Callable[..., tuple[Any, LLM]]
 METHODS = ("GRPO", "RLOO", "PPO")
 CAUSES = r"engine_check=1.0: engine and policy differ by a mean k3 of \S+ nats per token.*vllm_adapter_sync=False"

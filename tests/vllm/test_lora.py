@@ -15,7 +15,7 @@ from peft import LoraConfig
 from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 
-from tests.features.adapters.test_served import differences
+from tests.features.adapters.tools import differences
 from tests.features.reference.test_reference import base_tensors
 from tests.tools import engines, tiny
 from tests.vllm import cpu

@@ -9,7 +9,7 @@ import pytest
 import torch
 from trl.generation import vllm_generation
 
-from tests.features.sampling_mask.test_sampled_engine import SETS
+from tests.features.sampling_mask.tools import SETS
 from tests.vllm.tools import Colocated
 from trl_steady.features.router_replay.feature import ROUTES
 from trl_steady.features.sampling_mask.feature import SAMPLING_MASK

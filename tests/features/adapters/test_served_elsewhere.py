@@ -13,15 +13,15 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from trl.generation.vllm_generation import VLLMGeneration
 
-from tests.features.adapters import test_served
-from tests.features.adapters.test_served import LLM, ROUNDING, differences, requests
+from tests.features.adapters import tools
+from tests.features.adapters.tools import LLM, ROUNDING, differences, requests
 from tests.tools import engines, tiny
 from trl_steady.features.adapters import vllm_sync as sending
 from trl_steady.features.adapters.feature import Adapters
 from trl_steady.trl_bridge import vllm as host_engine
 
 mixture, engine, in_process = engines.mixture, engines.engine, engines.in_process
-server, over_http, built = engines.server, engines.over_http, test_served.built
+server, over_http, built = engines.server, engines.over_http, tools.built
 
 
 @pytest.mark.parametrize("options", [{"router_replay": "R3"}, {"top_k": 50, "keep_sampling_mask": True}])

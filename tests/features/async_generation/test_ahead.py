@@ -232,7 +232,6 @@ def test_answers_to_another_question_are_thrown_away(
 
 FAULTS: dict[str, tuple[tuple[int, str] | None, str]] = {
     "HTTP 500": ((500, "the engine is dead"), r"Request failed: 500.*the engine is dead"),
-    "HTTP 400": ((400, "prompt too long"), r"Request failed: 400.*prompt too long"),
     "malformed": (None, "KeyError"),
 }
 

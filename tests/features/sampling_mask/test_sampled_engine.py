@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.features.router_replay.tools import Row, oracles
-from tests.features.sampling_mask.tools import CLOSE
+from tests.features.sampling_mask.tools import CLOSE, SAMPLING, SETS, TEMPERATURE
 from tests.oracles import routes as routed_oracle
 from tests.oracles import sampling as oracle
 from tests.tools import agent, engines, tiny
@@ -25,9 +25,6 @@ from trl_steady.trl_bridge.vllm import SteadyGeneration
 mixture, engine, in_process = engines.mixture, engines.engine, engines.in_process
 server, over_http, flagged, built = engines.server, engines.over_http, engines.flagged, engines.built
 
-TEMPERATURE = 0.7
-SAMPLING: dict[str, Any] = {"top_k": 20, "top_p": 0.9, "temperature": TEMPERATURE}
-SETS: dict[str, Any] = {"keep_sampling_mask": True, **SAMPLING}
 BOTH: dict[str, Any] = {"router_replay": "R3", **SETS}
 CORRECTED: dict[str, Any] = {
     "vllm_importance_sampling_mode": "token_truncate",

@@ -25,6 +25,9 @@ Sets = list[list[int]]
 
 # Scores of up to 20 nats in float32 have steps of 2e-6, and tens of sums that lead to them have been rounded.
 CLOSE: dict[str, float] = {"rtol": 1e-5, "atol": 1e-4}
+TEMPERATURE = 0.7
+SAMPLING: dict[str, Any] = {"top_k": 20, "top_p": 0.9, "temperature": TEMPERATURE}
+SETS: dict[str, Any] = {"keep_sampling_mask": True, **SAMPLING}
 
 
 class Drawn(NamedTuple):
