@@ -51,7 +51,7 @@ def is_lora_parameter(name: str, adapter: str) -> bool:
 
     A module of the model may have the adapter's name too, as the projection `value` in many models' attention.
 
-    >>> [is_lora_parameter(name, "value") for name in ("attention.value.lora_A.value.weight", "attention.value.weight")]
+    >>> [is_lora_parameter(name, "value") for name in ("query.value.lora_A.value.weight", "query.value.weight")]
     [True, False]
     """
     return any(part == adapter and before.startswith("lora_") for before, part in pairwise(name.split(".")))
