@@ -15,11 +15,7 @@ from tests.tools import tiny
 from trl_steady.cli import main as cli
 from trl_steady.config.methods import METHODS
 from trl_steady.losses.table import LOSSES
-
-
-def options_of(method: Any) -> list[str]:
-    return re.findall(r"\b([a-z_]+)(?=[=>])", method.setting)
-
+from trl_steady.trl_bridge.overrides import ACTS_IN
 
 ROOT = Path(__file__).parents[2]
 
@@ -39,16 +35,15 @@ def test_the_table_has_every_method_with_its_page(capsys: pytest.CaptureFixture[
     for line, method in zip(lines, METHODS, strict=True):
         assert re.split(r" {2,}", line) == [part for part in method[:5] if part]
         page = (ROOT / "docs" / method.page).read_text()
-        for name in options_of(method):
+        for name in method.options:
             assert f"`{name}" in page or f"{name}=" in page, (method.page, name)
 
 
 def test_every_option_of_ours_belongs_to_a_method() -> None:
     theirs = {field.name for field in fields(trl.GRPOConfig)}
     ours = {field.name for field in fields(trl_steady.PPOConfig)} - theirs - {"training_report", "log_line"}
-    named = {name for method in METHODS if method.kind != "reward model" for name in options_of(method)}
+    named = {name for method in METHODS for name in method.options}
     assert ours <= named <= theirs | ours
-    assert all(map(options_of, METHODS))
     losses = {loss_type: loss.name for loss_type, loss in LOSSES.items() if loss.is_ours}
     settings = {method.setting: method.name for method in METHODS if method.kind == "loss"}
     assert settings == {f'loss_type="{loss_type}"': name for loss_type, name in losses.items()}
@@ -90,9 +85,17 @@ UNPADDED = "padding-free passes (the default)"
 )
 def test_a_method_is_on_where_its_option_is(options: dict[str, Any], on: list[str], tmp_path: Path) -> None:
     args = tiny.arguments(trl_steady.GRPOConfig, tmp_path, **{"trim_padding": False, **options})
-    trainer: Any = SimpleNamespace(args=args, off_policy_mask_threshold=args.off_policy_mask_threshold)
-    active = [each for feature in trl_steady.GRPOTrainer.FEATURES for each in feature(trainer).describe()]
-    found = sorted(each.name for each in active)
-    assert {*found} <= {method.name for method in METHODS}
-    assert all(hasattr(args, option) for each in active for option in each.options)
+    trainer = SimpleNamespace(args=args, skips_old_pass=False, reward_model=None)
+    found = sorted(method.name for method in METHODS if method.is_on(trainer))
     assert len(found) == len(on) and all(map(str.startswith, found, sorted(on)))
+
+
+def test_methods_that_only_a_trainer_knows_are_on_where_it_has_them(tmp_path: Path) -> None:
+    args = tiny.arguments(trl_steady.RLOOConfig, tmp_path, trim_padding=False)
+    trainer = SimpleNamespace(args=args, skips_old_pass=True, reward_model=object())
+    found = [method.name for method in METHODS if method.is_on(trainer)]
+    assert found == ["reward model on the policy's base", "no pass of the old policy"]
+
+
+def test_methods_act_where_overrides_are_looked_for() -> None:
+    assert {place for method in METHODS for place in method.acts_in} == ACTS_IN.keys()
