@@ -1,7 +1,7 @@
 """Asynchronous generation: a server generates the next rollout while the trainer trains on this one."""
 
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +9,7 @@ import torch
 
 from trl_steady.config.grpo import GRPOConfig
 from trl_steady.core.engine import GenerationResult, SendRequest
-from trl_steady.core.feature import Active, Feature, Trainer
+from trl_steady.core.feature import Feature, Trainer
 from trl_steady.core.types import MicroBatches, Rollout, Turn
 from trl_steady.trl_bridge.prefetch import PendingRequest, PromptPrefetcher, build_request, respond_with
 from trl_steady.trl_bridge.vllm import first_reason
@@ -55,11 +55,6 @@ class AsyncGeneration(Feature):
                 "vllm_importance_sampling_correction=True, or set off_policy_mask_threshold."
             )
         trainer.vllm_generation.before_sync = self._before_sync
-
-    def describe(self) -> Iterable[Active]:
-        """Return that the server generates ahead."""
-        if self.args.async_generate:
-            yield Active("the next rollout generated while the trainer trains", ("async_generate",))
 
     def on_train_begin(self) -> None:
         """Forget the requests of an earlier training."""

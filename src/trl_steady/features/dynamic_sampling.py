@@ -7,7 +7,7 @@ import itertools
 import json
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, cast
@@ -18,7 +18,7 @@ from datasets import IterableDataset
 from torch import Tensor
 
 from trl_steady.config.shared import SharedOptions
-from trl_steady.core.feature import Active, Feature, Trainer
+from trl_steady.core.feature import Feature, Trainer
 from trl_steady.core.types import Rollout, loss_mask
 from trl_steady.rewards.steps import StepRewards
 from trl_steady.trl_bridge.resampling import CompletionRecord, ResampledRollout
@@ -86,12 +86,6 @@ class DynamicSampling(Feature):
         super().__init__(trainer, args)
         self._prompts = _Prompts(trainer)
         self._worst_and_best = (math.inf, -math.inf)  # rewards so far
-
-    def describe(self) -> Iterable[Active]:
-        """Return that groups are replaced."""
-        if self.args.dynamic_sampling:
-            options = ("dynamic_sampling", "dynamic_sampling_filter", "dynamic_sampling_max_rounds")
-            yield Active("dynamic sampling: groups that teach nothing are replaced", options)
 
     def around_rollout(self, rollout: Rollout, call_next: Callable[[Rollout], dict[str, Any]]) -> dict[str, Any]:
         """Sample rounds until the filter has kept enough groups, and make the rollout of these groups.

@@ -4,14 +4,14 @@
 # annotations of torch and accelerate are partial
 
 import contextlib
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from trl_steady.config.shared import SharedOptions
-from trl_steady.core.feature import Active, Feature
+from trl_steady.core.feature import Feature
 from trl_steady.core.types import Rollout
 from trl_steady.functional import kl
 from trl_steady.trl_bridge.log_probs import policy_log_probs
@@ -38,11 +38,6 @@ class EngineCheck(Feature):
         if self._acts and args.uncorrected:
             self._acts = False
             self._skip(f"the log-probs of the policy are without {' and '.join(args.uncorrected)}")
-
-    def describe(self) -> Iterable[Active]:
-        """Return that an engine is checked."""
-        if self.args.use_vllm and self.args.engine_check and not self.args.uncorrected:
-            yield Active("engine check: the first rollout is compared with the policy", ("engine_check",))
 
     def on_train_begin(self) -> None:
         """Compare the next rollout of the training."""

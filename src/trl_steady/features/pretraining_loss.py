@@ -1,13 +1,12 @@
 """InstructGPT's pretraining loss as a part: a language-model loss on other text, in each optimizer step."""
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trl_steady.core.feature import Active
 from trl_steady.features.critic.trainer import PPO
 from trl_steady.features.legacy import Part
 from trl_steady.trl_bridge import models
@@ -31,11 +30,6 @@ class PretrainingPart(Part):
             raise ValueError(
                 f"ptx_coef={coef} and ptx_dataset need each other. Give both (InstructGPT uses 27.8), or neither."
             )
-
-    def describe(self) -> Iterable[Active]:
-        """Return that there is a pretraining loss."""
-        if self.trainer.args.ptx_coef:
-            yield Active("pretraining loss", ("ptx_coef",))
 
     def computing(
         self, model: torch.nn.Module, compute: Callable[[Mapping[str, Any]], Tensor], inputs: Mapping[str, Any]

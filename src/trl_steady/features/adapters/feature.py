@@ -4,7 +4,7 @@
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import cast
 
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from trl_steady.config.shared import SharedOptions
 from trl_steady.core.engine import NamedWeights
-from trl_steady.core.feature import Active, Feature
+from trl_steady.core.feature import Feature
 from trl_steady.core.types import Construction
 from trl_steady.features.adapters.base_model import BaseModel
 from trl_steady.features.adapters.merging import merged_weights
@@ -72,16 +72,6 @@ class Adapters(Feature):
             )
         if getattr(trainer.vllm_generation, "adapter", None) is None:
             push(trainer.vllm_generation, functools.partial(self._merged, model))
-
-    def describe(self) -> Iterable[Active]:
-        """Return what an engine gets, and the dtype of adapters."""
-        args = self.args
-        if args.vllm_adapter_sync:
-            yield Active("vLLM gets the LoRA adapter alone", ("vllm_adapter_sync",))
-        if args.vllm_engine_kwargs:
-            yield Active("arguments of a colocated vLLM", ("vllm_engine_kwargs",))
-        if args.adapter_dtype:
-            yield Active("float32 adapters on a quantised base", ("adapter_dtype",))
 
     def adapter_sync(self, args: SharedOptions) -> LoraSync | None:
         """Send the adapter alone, unless the user wants merged weights."""

@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any, ClassVar, cast
 
@@ -12,7 +12,6 @@ from accelerate.utils import broadcast
 from peft import PeftModel
 from torch import Tensor
 
-from trl_steady.core.feature import Active
 from trl_steady.core.tensor_file import TensorFile
 from trl_steady.core.types import Rollout, loss_mask
 from trl_steady.features.critic.construction import critic_of
@@ -29,15 +28,6 @@ from trl_steady.trl_bridge.models import VALUE_ADAPTER, keep_parameters
 from trl_steady.trl_bridge.rollout import with_reference_log_probs, with_reference_model
 
 # name of an option's effect -> options to show, the first of which switches it on
-_DESCRIBED = {
-    "KL to the reference in the reward": ("kl_coef",),
-    "KL coefficient that follows a target": ("kl_target", "kl_horizon"),
-    "another lambda for the critic's targets": ("value_lam",),
-    "values after answers that were cut off": ("bootstrap_truncated",),
-    "penalty for answers without an end": ("missing_eos_penalty",),
-    "learning rate of the critic": ("value_learning_rate",),
-    "first steps for the critic alone": ("value_warmup_steps",),
-}
 OPTIMIZER = TensorFile("critic_optimizer.safetensors", "state of the critic's optimizer")
 
 
@@ -139,16 +129,6 @@ class CriticPart(ScorerPart):
         if trainer.is_fsdp_enabled:
             critic.join()
         self.adopt(critic)
-
-    def describe(self) -> Iterable[Active]:
-        """Return the options of the critic that act."""
-        args = self.trainer.args
-        yield Active("PPO with a critic (GAE)", ("gamma", "lam", "cliprange_value", "value_init"))
-        if args.whiten_advantages:
-            yield Active("whitening over all processes", ("whiten_advantages", "whiten_rewards"))
-        for name, options in _DESCRIBED.items():
-            if getattr(args, options[0]) not in (None, False, 0.0):
-                yield Active(name, options)
 
     def _refuse(self) -> None:
         """Refuse setups that cannot train the critic too."""

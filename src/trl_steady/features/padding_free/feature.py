@@ -4,7 +4,7 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,7 @@ from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from trl_steady.core.feature import Active, Feature, Trainer
+from trl_steady.core.feature import Feature, Trainer
 from trl_steady.core.types import ForwardPass, LogProbs, LossPass, Rollout
 from trl_steady.features.padding_free.attention import attending_in, own_implementation, switched
 from trl_steady.features.padding_free.budget import Length, groups_of, partition
@@ -98,16 +98,6 @@ class PaddingFree(Feature):
         if bare not in self._traits or self._traits[bare].implementation != own_implementation(bare):
             self._traits[bare] = traits(bare)
         return self._traits[bare]
-
-    def describe(self) -> Iterable[Active]:
-        """Return how passes are computed."""
-        args = self.trainer.args
-        if args.trim_padding:
-            yield Active("padding-free passes (the default)", ("trim_padding",))
-        if args.share_prompts:
-            yield Active("a group's prompt computed once", ("share_prompts",))
-        if args.token_budget is not None:
-            yield Active("micro-batches limited by tokens", ("token_budget",))
 
     # forward passes
 

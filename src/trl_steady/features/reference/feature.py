@@ -3,14 +3,14 @@
 # accelerate annotates few members
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
 from peft import PeftModel
 
 from trl_steady.config.shared import SharedOptions
-from trl_steady.core.feature import Active, Feature
+from trl_steady.core.feature import Feature
 from trl_steady.core.types import Construction, Rollout
 from trl_steady.features.adapters.base_model import BaseModel
 from trl_steady.features.reference.adapter import add_reference_adapter, refuse_several, refuse_unmovable
@@ -70,16 +70,6 @@ class Reference(Feature):
                 reset_optimizer=args.ref_model_sync_reset_optimizer,
             )
             host.add_callback(self.callback)
-
-    def describe(self) -> Iterable[Active]:
-        """Return how the reference moves."""
-        args = self.args
-        if args.sync_ref_model:
-            yield Active("iterative GRPO: a reference that moves", ("sync_ref_model", "beta"))
-        if args.ref_model_sync_kl is not None:
-            yield Active("a reference that moves when the KL is too large", ("ref_model_sync_kl",))
-        if args.ref_model_sync_reset_optimizer:
-            yield Active("optimizer state cleared when the reference moves", ("ref_model_sync_reset_optimizer",))
 
     def _complete(self, model: PeftModel) -> None:
         """Let the reference be the policy as it was given."""

@@ -4,7 +4,7 @@ import contextlib
 import dataclasses
 import functools
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -13,7 +13,6 @@ from peft import PeftModel
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trl_steady.core.feature import Active
 from trl_steady.core.tensor_file import TensorFile
 from trl_steady.core.types import Rollout
 from trl_steady.features.critic.feature import ScorerPart
@@ -64,15 +63,6 @@ class RewardModelPart(ScorerPart):
             )
         self.adopt(self._made())
         self.adapter.part = self  # now that nothing can fail, so that a second attempt may use the adapter
-
-    def describe(self) -> Iterable[Active]:
-        """Return that there is a reward model, and that it is retrained."""
-        if self.model is not None:
-            yield Active("reward model on the policy's base", ("reward_funcs=RewardAdapter(...)",))
-        if self.refresher is not None:
-            yield Active(
-                "reward model retrained before the reference moves", ("RewardModelRefreshCallback(label_fn=...)",)
-            )
 
     def _made(self) -> Critic:
         """Return a new reward model, without dropout, as in TRL's `RewardTrainer`."""

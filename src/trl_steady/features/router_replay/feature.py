@@ -11,7 +11,7 @@ from torch import Tensor
 
 from trl_steady.config.grpo import GRPOConfig
 from trl_steady.core.engine import EngineOutput
-from trl_steady.core.feature import Active, Feature, Trainer
+from trl_steady.core.feature import Feature, Trainer
 from trl_steady.core.token_record import TokenRecord
 from trl_steady.core.types import ForwardPass, LogProbs, Rollout, Turn
 from trl_steady.features.router_replay.generation import R2_INSTEAD, record_passes
@@ -69,15 +69,6 @@ class RouterReplay(Feature):
     def engine_extras(self, args: Any) -> Iterable[EngineOutput]:
         """Return that vLLM must return routes, under R3."""
         return [ROUTES] if args.use_vllm and args.router_replay == "R3" else []
-
-    def describe(self) -> Iterable[Active]:
-        """Return whose routes are replayed."""
-        if self.args.router_replay is not None:
-            is_r2 = self.args.router_replay == "R2"
-            what = "of the pass that scored the rollout" if is_r2 else "of the rollout itself"
-            yield Active(f"{self.args.router_replay}: routes {what}", ("router_replay",))
-        if self.args.router_replay_reference:
-            yield Active("routes in the reference's pass too", ("router_replay_reference",))
 
     def routers(self, model: torch.nn.Module) -> Routers:
         """Return the routers of the transformers model in `model`."""

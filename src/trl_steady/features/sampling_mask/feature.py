@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trl_steady.config.shared import SharedOptions
 from trl_steady.core.engine import EngineOutput
-from trl_steady.core.feature import Active, Feature
+from trl_steady.core.feature import Feature
 from trl_steady.core.token_record import TokenRecord
 from trl_steady.core.types import ForwardPass, LogProbs, ModelCall, Rollout, Turn
 from trl_steady.features.sampling_mask.candidates import MAX_CANDIDATES, CandidateSets
@@ -82,11 +82,6 @@ class SamplingMask(Feature):
         }
         for reason, is_so in reasons.items():
             self.refuse(_OPTION, reason if is_so else None)
-
-    def describe(self) -> Iterable[Active]:
-        """Return that log-probs are among kept tokens."""
-        if self.args.keep_sampling_mask:
-            yield Active("kept sampling mask", ("keep_sampling_mask",))
 
     # a rollout
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from trl_steady.config.grpo import GRPOConfig
 from trl_steady.config.shared import SharedOptions
-from trl_steady.core.feature import Active, Feature, Trainer
+from trl_steady.core.feature import Feature, Trainer
 from trl_steady.core.types import Rollout
 from trl_steady.features.step_rewards.alignment import Completion, text_and_offsets, token_ends
 from trl_steady.features.step_rewards.table import RewardedCompletion, StepTable, tabulate
@@ -88,11 +88,6 @@ class StepRewardsFeature(Feature):
     def _formula(self) -> str | None:
         """The formula of GRPO's advantages; None in the other trainers."""
         return self.args.step_advantage if isinstance(self.args, GRPOConfig) and self.args.METHOD == "GRPO" else None
-
-    def describe(self) -> Iterable[Active]:
-        """Return the formula, if it is not the default."""
-        if self._formula not in (None, "return_to_go"):
-            yield Active("step rewards (StepRewards), process supervision", ("step_advantage",))
 
     def on_rollout_begin(self, rollout: Rollout) -> None:
         """Forget the rewards of the last rollout."""
