@@ -62,19 +62,6 @@ def test_prompts_are_taken_pass_by_pass_and_a_resume_goes_on(
         assert further(resumed) == taken[len(taken) - len(further(resumed)) :] != []
 
 
-def test_a_resume_goes_on_anywhere_in_the_first_pass_over_a_stream(models: dict[str, Path], tmp_path: Path) -> None:
-    options = {"keywords": {"train_dataset": stream(24)}, "per_device_train_batch_size": 8, "steps_per_generation": 2}
-    options |= {"save_strategy": "steps", "save_steps": 1, "max_steps": 10}
-    whole = tiny.train(build(models["dense"], tmp_path, **options))
-    taken = further(whole)
-    assert len(taken) > 6 and len(set(taken[:24])) == len(taken[:24])
-    for checkpoint in (1, 2, 5, 8):
-        resumed = build(models["dense"], tmp_path / "resumed", **{**options, "save_strategy": "no"})
-        resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{checkpoint}"))
-        assert resumable.differences(resumable.state(whole), resumable.state(resumed)) == [], checkpoint
-        assert further(resumed) == taken[len(taken) - len(further(resumed)) :]
-
-
 def test_a_checkpoint_without_the_option_goes_on_with_it(models: dict[str, Path], tmp_path: Path) -> None:
     """At the end of a window; inside one it is refused."""
     options = {"save_strategy": "steps", "save_steps": 2, "max_steps": 4, "steps_per_generation": 2}
@@ -86,29 +73,6 @@ def test_a_checkpoint_without_the_option_goes_on_with_it(models: dict[str, Path]
     after = build(models["dense"], tmp_path, num_iterations=2, **{**options, "max_steps": 6})
     after.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert after.state.global_step == 6 and further(after)
-
-
-KILLS = [
-    *(("open", f"_unfinished/checkpoint-{step}", 1) for step in (6, 9, 12, 15)),
-    *(("os.rename", f"checkpoint-{step}", 1) for step in (6, 9, 12)),
-    ("open", "checkpoint-9/dynamic_sampling.json", 1),
-    ("open", "checkpoint-12/dynamic_sampling.json", 1),
-    ("open", "checkpoint-18/trainer_state.json", 1),
-]
-
-
-@pytest.mark.slow
-def test_runs_killed_at_ten_places_end_as_if_they_had_not_been(models: dict[str, Path], tmp_path: Path) -> None:
-    given = {"reward_funcs": rounds.planted, "train_dataset": tiny.dataset(6)}
-    options = {"dynamic_sampling": True, "build": given}
-    assert resumable.run("lora", models["dense"], tmp_path / "whole", **options) == 0
-    expected = torch.load(tmp_path / "whole/state.pt")
-    assert any(row.get(f"{PREFIX}generated", 0) > 1 for row in expected["history"])
-    for number, kill in enumerate(KILLS):
-        output = tmp_path / str(number)
-        assert resumable.run("lora", models["dense"], output, kill=kill, **options) == -9
-        assert resumable.run("lora", models["dense"], output, **options) == 0
-        assert resumable.differences(expected, torch.load(output / "state.pt")) == [], kill
 
 
 # a function as an option

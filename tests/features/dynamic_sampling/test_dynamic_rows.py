@@ -119,33 +119,6 @@ def test_the_table_has_no_column_of_rejected_rows(models: dict[str, Path], tmp_p
     assert not trainer._logs["extra"] and list(trainer._logs["prompt"]) == [prompt for prompt, _ in sequences(samples)]
 
 
-def test_step_tables_are_those_of_the_rows_that_were_chosen(models: dict[str, Path], tmp_path: Path) -> None:
-    """A run without the option on the chosen answers has the same advantages, bit for bit."""
-
-    def in_steps(prompts: list[str], completion_ids: list[list[int]], **_: Any) -> list[Any]:
-        some = steps(completion_ids)
-        return [each if rounds.number(p) % 2 else 1.0 for p, each in zip(prompts, some, strict=True)]
-
-    trainer = build(models["dense"], tmp_path, reward=in_steps, loss_type="gspo_token")
-    trainer.model.train()
-    rows = [{"prompt": prompt} for prompt in tiny.dataset()["prompt"][:4] for _ in range(4)]
-    samples = trainer._generate_and_score_completions(rows)
-    answers = [answer for group in chosen(trainer.rounds) for answer in group]
-    assert len(trainer.rounds) > 1 and any(isinstance(answer.reward, StepRewards) for answer in answers)
-
-    def again(prompts: list[str], trainer: Any) -> dict[str, Any]:
-        ids = [trainer.processing_class(prompt)["input_ids"] for prompt in prompts]
-        return {"prompt_ids": ids, "completion_ids": [list(answer.ids) for answer in answers], "logprobs": None}
-
-    given = {"rollout_func": again, "reward_funcs": in_steps}
-    plain = tiny.trainer(models["dense"], tmp_path, loss_type="gspo_token", build=given)
-    plain.model.train()
-    expected = plain._generate_and_score_completions([{"prompt": answer.prompt} for answer in answers])
-    assert samples["advantages"].dim() == 2
-    assert torch.equal(samples["advantages"], expected["advantages"])
-    assert trainer.last_step_advantages == plain.last_step_advantages
-
-
 @pytest.mark.filterwarnings("ignore:sampling leaves tokens out")
 def test_routes_and_kept_sets_are_those_with_which_the_rows_were_sampled(
     models: dict[str, Path], tmp_path: Path
