@@ -30,7 +30,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         **{loss_type: {"loss_type": loss_type} for loss_type in LOSSES},
         "kl": {"loss_type": "gspo", "kl_estimator": "k2"},
         "masks": {"loss_type": "gspo_token", "off_policy_mask_threshold": 0.05, "off_policy_mask_level": "token"},
-        "RLOO": {"method": "RLOO"},
+        "RLOO": {"method": "RLOO", "token_budget": 40, "share_prompts": True},
     },
     "padding_free": {
         "token_budget": {"token_budget": 40},
@@ -53,6 +53,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "reference": {
         "full": MOVING,
         "LoRA": {**MOVING, "lora": True, "ref_model_sync_reset_optimizer": True},
+        "RLOO": {**MOVING, "method": "RLOO", "lora": True, "keep_sampling_mask": True, "top_p": 0.9},
         "by KL": {**MOVING, "ref_model_sync_kl": 1e-3},
     },
     "adapters": {"adapter_dtype": {"model": "nf4", "lora": True, "adapter_dtype": "float32"}},

@@ -88,16 +88,18 @@ def test_the_script_for_a_gpu_runs_as_it_is(local: dict[str, str]) -> None:
 def test_the_script_for_a_cpu_runs_as_it_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It prints the lines of the page, up to the digits."""
+    """It prints the first lines of the page, up to the digits. One rollout of two is enough here."""
     monkeypatch.chdir(tmp_path)
-    trainer = run(SMOLLM2)["trainer"]
+    trainer = run(SMOLLM2._replace(source=SMOLLM2.source.replace("max_steps=8", "max_steps=4")))["trainer"]
     assert type(trainer) is trl_steady.GRPOTrainer
-    shown = next(block for block in BLOCKS[BLOCKS.index(SMOLLM2) :] if block.language == "text").source.splitlines()
+    shown = next(block for block in BLOCKS[BLOCKS.index(SMOLLM2) :] if block.language == "text").source.splitlines()[
+        :4
+    ]
     without_digits = lambda lines: [re.sub(r"(?<!update )\d+(\.\d+)?", "", line) for line in lines]
     assert without_digits(capsys.readouterr().out.splitlines()[-len(shown) :]) == without_digits(shown)
     rows = [row for row in trainer.state.log_history if "loss" in row]
     ratios = [(row["ratio/sequence_min"], row["ratio/sequence_max"]) for row in rows]
-    assert [ratio == (1, 1) for ratio in ratios] == 2 * [True, False, False, False]
+    assert [ratio == (1, 1) for ratio in ratios] == [True, False, False, False]
 
 
 @pytest.mark.parametrize("command", COMMANDS)
