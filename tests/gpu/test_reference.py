@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.benchmarks.measuring import seconds
-from tests.features.reference.test_reference import MOVING, base_tensors
+from tests.features.reference.tools import MOVING, base_tensors
 from tests.gpu.places import Place, everywhere
 from tests.gpu.recorder import Figures
 from tests.tools import tiny

@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers.trainer_utils import get_last_checkpoint
 
-from tests.features.reference.test_reference import adapter_tensors
+from tests.features.reference.tools import adapter_tensors
 from tests.tools import resumable, tiny
 
 WINDOW = {key: resumable.OPTIONS[key] for key in ("steps_per_generation", "num_iterations", "build")}

@@ -16,7 +16,7 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_generation import VLLMGeneration
 
 import trl_steady
-from tests.features.reference.test_reference import base_tensors
+from tests.features.reference.tools import base_tensors
 from tests.tools import engines, tiny
 from tests.tools import wide as wide_model
 from tests.tools.cases import cases

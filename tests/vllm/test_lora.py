@@ -16,7 +16,7 @@ from trl.generation import vllm_generation
 from trl.generation.vllm_client import VLLMClient
 
 from tests.features.adapters.tools import differences
-from tests.features.reference.test_reference import base_tensors
+from tests.features.reference.tools import base_tensors
 from tests.tools import engines, tiny
 from tests.vllm import cpu
 from tests.vllm.tools import LORA, serving

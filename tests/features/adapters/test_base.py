@@ -12,7 +12,7 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from tests.features.critic import tools as critics
-from tests.features.reward_model.test_scores import ANSWERS, ENDS, PROMPTS, scores_of
+from tests.features.reward_model.tools import ANSWERS, ENDS, PROMPTS, scores_of
 from tests.tools import tiny
 from trl_steady import RewardAdapter
 from trl_steady.features.adapters.base_model import BaseModel

@@ -14,7 +14,7 @@ from trl.generation.vllm_generation import VLLMGeneration
 
 from tests.features.adapters import tools
 from tests.features.adapters.tools import ENGINE, LLM, ROUNDING, differences, load
-from tests.features.reference.test_reference import base_tensors
+from tests.features.reference.tools import base_tensors
 from tests.tools import tiny
 from tests.tools import wide as wide_model
 from trl_steady.features.adapters import vllm_support as serving

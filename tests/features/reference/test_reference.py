@@ -12,18 +12,12 @@ from peft import LoraConfig
 from trl.trainer.utils import use_adapter
 
 import trl_steady
+from tests.features.reference.tools import MOVING, adapter_tensors, base_tensors
 from tests.tools import tiny
 from tests.tools import wide as wide_model
 from tests.tools.cases import cases
 from trl_steady.features.reference.feature import Reference
 
-MOVING: dict[str, Any] = {
-    "beta": 0.04,
-    "sync_ref_model": True,
-    "ref_model_mixup_alpha": 1.0,
-    "ref_model_sync_steps": 3,  # a window is 4 steps
-    "max_steps": 13,
-}
 RANDOM = {"init_lora_weights": False, "target_modules": ["q_proj", "v_proj"], "r": 4}
 ADAPTERS: dict[str, peft.PeftConfig] = {
     "LoRA": LoraConfig(**RANDOM),
@@ -91,12 +85,6 @@ def test_log_probs_are_equal_right_after_a_refresh(
     assert trained and all(not torch.equal(pair.policy, pair.reference) for pair in trained)  # step 13 moved on
 
 
-def adapter_tensors(model: Any, name: str) -> dict[str, torch.Tensor]:
-    """By PEFT's own reading of an adapter."""
-    state = peft.get_peft_model_state_dict(model, adapter_name=name)
-    return {key: value.detach().clone() for key, value in state.items() if "base_layer" not in key}
-
-
 class Witness(transformers.TrainerCallback):
     """Both adapters and the base, after every step."""
 
@@ -110,12 +98,6 @@ class Witness(transformers.TrainerCallback):
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         self.steps.append(self.look())
-
-
-def base_tensors(model: Any) -> list[torch.Tensor]:
-    """What is not of an adapter; bitsandbytes puts the scales of quantised weights into the state too."""
-    found = [value for name, value in model.state_dict().items() if "lora_" not in name]
-    return [value.detach().view(torch.uint8) if value.dtype == torch.bfloat16 else value.detach() for value in found]
 
 
 @pytest.mark.parametrize("base", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])

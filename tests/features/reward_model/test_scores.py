@@ -6,19 +6,15 @@ from typing import Any, cast
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
-from torch import Tensor
 from transformers import AutoModelForSequenceClassification, BitsAndBytesConfig
 
 from tests.features.critic import tools as critics
 from tests.features.reward_model import tools as rewarding
+from tests.features.reward_model.tools import ANSWERS, ENDS, PROMPTS, scores_of
 from tests.tools import tiny, wide
 from trl_steady import RewardAdapter, StepRewards
 from trl_steady.features.reward_model.feature import RewardModelPart
 from trl_steady.rewards import by_blank_line, by_regex, by_turn
-
-PROMPTS = [[10, 11, 12], [10], [13, 14, 15, 16, 17], [18, 19]]
-ANSWERS = [[60, 61, 62, 63], [64], [65, 66], [67, 68, 69, 70, 71]]
-ENDS = [[1, 4], [1], [2], [2, 3, 5]]
 
 
 @pytest.fixture
@@ -36,15 +32,6 @@ def saved(kind: str, base: Path, folder: Path) -> Any:
 
 
 @torch.no_grad()
-def scores_of(model: Any) -> Tensor:
-    """(4, 3) logits of each text cut at each end, one text at a time: the last token is the one that is scored."""
-    found = torch.zeros(4, 3, dtype=next(model.parameters()).dtype)
-    for row, (prompt, answer, ends) in enumerate(zip(PROMPTS, ANSWERS, ENDS, strict=True)):
-        for column, end in enumerate(ends):
-            found[row, column] = model(input_ids=torch.tensor([prompt + answer[:end]])).logits[0, 0]
-    return found
-
-
 @pytest.mark.parametrize(("kind", "trim_padding"), [("lora", True), ("lora", False), ("nf4", True), ("full", True)])
 def test_scores_are_those_of_the_saved_model_which_comes_back(
     kind: str, trim_padding: bool, model_of: Any, tmp_path: Path

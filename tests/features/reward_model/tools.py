@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tests.tools import tiny, wide
 from trl_steady import RewardAdapter, RewardModelRefreshCallback
@@ -49,3 +50,18 @@ def stir(trainer: Any, seed: int = 0, by: float = 0.2) -> None:
     generator = torch.Generator().manual_seed(seed)
     for _, parameter in trainer.reward_model.named_parameters():
         parameter.add_(by * torch.randn(parameter.shape, generator=generator).to(parameter.dtype))
+
+
+# texts, each scored at several ends
+PROMPTS = [[10, 11, 12], [10], [13, 14, 15, 16, 17], [18, 19]]
+ANSWERS = [[60, 61, 62, 63], [64], [65, 66], [67, 68, 69, 70, 71]]
+ENDS = [[1, 4], [1], [2], [2, 3, 5]]
+
+
+def scores_of(model: Any) -> Tensor:
+    """(4, 3) logits of each text cut at each end, one text at a time: the last token is the one that is scored."""
+    found = torch.zeros(4, 3, dtype=next(model.parameters()).dtype)
+    for row, (prompt, answer, ends) in enumerate(zip(PROMPTS, ANSWERS, ENDS, strict=True)):
+        for column, end in enumerate(ends):
+            found[row, column] = model(input_ids=torch.tensor([prompt + answer[:end]])).logits[0, 0]
+    return found
