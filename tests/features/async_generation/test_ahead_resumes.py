@@ -52,7 +52,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", cases(KINDS, ("full", "a stream")))
+@pytest.mark.parametrize("kind", cases(KINDS, ("evaluations", "a stream")))
 def test_a_resume_from_each_step_equals_the_whole_run(
     models: dict[str, Path],
     tmp_path: Path,
