@@ -210,10 +210,10 @@ class Callback(TrainerCallback):
 
 
 @pytest.mark.parametrize("option", ["temperature", "presence_penalty"])
-def test_answers_to_another_question_are_thrown_away(
+def test_the_result_of_another_request_is_thrown_away(
     models: dict[str, Path], tmp_path: Path, server: Server, watched: Watched, option: str
 ) -> None:
-    """An option changes before the fourth step, after its rollout was asked for, one of them in place."""
+    """An option changes before the fourth step, after its request was sent, one of them in place."""
 
     def change(trainer: Any) -> None:
         engine = trainer.vllm_generation

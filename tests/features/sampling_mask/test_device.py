@@ -14,7 +14,7 @@ SEQUENCES, PROMPT, STEPS, VOCABULARY = 3, 5, 40, 60
 COMPLETIONS = [[7] * STEPS, [7] * 3, [7] * 11]
 
 
-def is_kept() -> Tensor:
+def candidates() -> Tensor:
     """(steps, B, V), with token 7 and 0 to 9 more in each set."""
     draws = torch.rand(STEPS, SEQUENCES, VOCABULARY, generator=torch.Generator().manual_seed(0))
     kept = draws < torch.linspace(0, 0.15, STEPS)[:, None, None]
@@ -25,7 +25,7 @@ def is_kept() -> Tensor:
 def generated(device: torch.device | str) -> CandidateRecorder:
     """What has been recorded when transformers has drawn token 7 everywhere, each step with tensors of its own."""
     recorder = CandidateRecorder()
-    for step, kept in enumerate(is_kept()):
+    for step, kept in enumerate(candidates()):
         input_ids = torch.full((SEQUENCES, PROMPT + step), 7).to(device)
         recorder(input_ids, torch.zeros(kept.shape).where(kept, -torch.inf).to(device))
     return recorder
@@ -40,7 +40,7 @@ def test_sets_of_a_gpu_are_those_of_the_cpu_and_all_that_a_recording_holds() -> 
         assert lists(sets) == expected
         trained = CandidateSets.cat([sets]).to(CUDA).take(torch.tensor([0, -1, 2], device=CUDA))
         assert lists(trained) == [expected[0], [], expected[2]]
-        assert bytes_held(on_gpu) == 8 * (SEQUENCES + 1) * STEPS + 4 * int(is_kept().sum())
-    mask = is_kept()
+        assert bytes_held(on_gpu) == 8 * (SEQUENCES + 1) * STEPS + 4 * int(candidates().sum())
+    mask = candidates()
     tokens = [(step, row) for row, each in enumerate(COMPLETIONS) for step in range(len(each))]
     assert expected == [mask[place].nonzero().flatten().tolist() for place in tokens]

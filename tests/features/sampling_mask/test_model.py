@@ -1,4 +1,4 @@
-"""TRL's fused head answered among kept tokens, beside the oracle on hidden states and plain logits."""
+"""Log-probs of TRL's fused head among candidates, beside the oracle on hidden states and plain logits."""
 
 import dataclasses
 from collections.abc import Callable, Iterator, Sequence
@@ -104,15 +104,15 @@ def batch(kind: str = "some") -> Batch:
 
 
 def wrap(model: Callable[..., Any], data: Batch, *, with_entropy: bool = True) -> SamplingMaskModel:
-    kept = candidate_sets(data.sets).without_large(VOCABULARY)
+    sets = candidate_sets(data.sets).without_large(VOCABULARY)
     bare = lambda *, token_indices, **batch: model(**batch, fused_lm_head=True)
-    return SamplingMaskModel(bare, kept, data.index, with_entropy=with_entropy)
+    return SamplingMaskModel(bare, sets, data.index, with_entropy=with_entropy)
 
 
 def call(model: Callable[..., Any], data: Batch, *, with_entropy: bool = True) -> Any:
-    kept_model = wrap(model, data, with_entropy=with_entropy)
-    out = kept_model(token_indices=INDICES, input_ids=data.input_ids, labels=data.labels)
-    return SimpleNamespace(log_probs=out.log_probs, entropy=out.entropy, kept_mass=kept_model.kept_mass)
+    wrapped = wrap(model, data, with_entropy=with_entropy)
+    out = wrapped(token_indices=INDICES, input_ids=data.input_ids, labels=data.labels)
+    return SimpleNamespace(log_probs=out.log_probs, entropy=out.entropy, kept_mass=wrapped.kept_mass)
 
 
 def plain(model: PreTrainedModel, data: Batch) -> Any:
@@ -200,11 +200,11 @@ def test_gradients_of_all_parameters_are_those_through_plain_logits(
     model, data = build(family, torch.float64), batch(kind)
     got = gradients(model, loss_of(call(model, data, with_entropy=with_entropy)))
     logits = model(input_ids=data.input_ids).logits[:, :-1] / TEMPERATURE
-    is_kept = torch.zeros_like(logits, dtype=torch.bool).flatten(0, 1)
+    is_candidate = torch.zeros_like(logits, dtype=torch.bool).flatten(0, 1)
     for row, each in enumerate(data.set_of):
-        is_kept[row, each or slice(None)] = True
+        is_candidate[row, each or slice(None)] = True
     targets = data.input_ids[:, 1:].unsqueeze(-1)
-    log_probs = logits.masked_fill(~is_kept.view_as(logits), -torch.inf).log_softmax(-1).gather(-1, targets)
+    log_probs = logits.masked_fill(~is_candidate.view_as(logits), -torch.inf).log_softmax(-1).gather(-1, targets)
     whole = logits.log_softmax(-1)
     out = SimpleNamespace(
         log_probs=log_probs.squeeze(-1).masked_fill(~data.has_label, 0),
@@ -233,15 +233,15 @@ def test_a_part_of_the_batch_has_the_sets_at_its_indices(parts: list[Tensor], co
     data = batch()
     model = AutoModelForCausalLM.from_config(transformers.Qwen2Config(**(tiny.SIZES | {"num_hidden_layers": 0})))
     add_fused_lm_head(model, TEMPERATURE, outputs=("log_probs", "entropy"))
-    whole, kept_model = call(model, data), wrap(model, data)
+    whole, wrapped = call(model, data), wrap(model, data)
     log_probs = torch.nn.functional.pad(whole.log_probs, (1, 0)).flatten()
     for token_indices in parts:
         tokens = {"input_ids": data.input_ids.flatten()[token_indices], "labels": data.labels.flatten()[token_indices]}
-        out = kept_model(token_indices=token_indices, **tokens)
+        out = wrapped(token_indices=token_indices, **tokens)
         # sums of products below 20, a few roundings of each, in other shapes
         assert within((out.log_probs - log_probs[token_indices[:, 1:]]).abs(), 100 * EPS)
-    assert kept_model.kept_mass[1] == whole.kept_mass[1] > 0
-    assert within((kept_model.kept_mass[0] - whole.kept_mass[0]).abs(), 100 * EPS * whole.kept_mass[1])
+    assert wrapped.kept_mass[1] == whole.kept_mass[1] > 0
+    assert within((wrapped.kept_mass[0] - whole.kept_mass[0]).abs(), 100 * EPS * whole.kept_mass[1])
 
 
 # A head that ZeRO-3 partitions is gathered equally often, whichever tokens of this process have sets.
