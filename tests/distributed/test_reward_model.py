@@ -17,7 +17,7 @@ from tests.features.reward_model import tools as rewarding
 from tests.tools import resumable, tiny
 from trl_steady.features.reference.feature import Reference
 from trl_steady.features.reward_model import callback
-from trl_steady.features.reward_model.feature import RewardModelPart
+from trl_steady.features.reward_model.feature import RewardModel
 from trl_steady.features.reward_model.training import measure
 from trl_steady.trl_bridge.private import patched
 
@@ -59,11 +59,11 @@ def fixed(kind: str, model: Path, output: Path, *, objective: str, refresh: Any 
     torch.manual_seed(0)  # the adapter of one process and of two
     trainer = rewarding.refreshed(kind, model, output, objective=objective, refresh=how, **options)
     rewarding.stir(trainer)
-    refresher, part, rewards, retrained = rewarding.refresher(trainer), trainer.part(RewardModelPart), [], []
+    refresher, feature, rewards, retrained = rewarding.refresher(trainer), trainer.feature(RewardModel), [], []
     # Adam would blow rounding up to the size of an update where the gradient is zero on paper
-    for group in refresher.learner.optimizer.param_groups:
+    for group in refresher.optimizer.adamw.param_groups:
         group["eps"] = 1e-3
-    own_rewards, own_refresh = part.rewards, refresher.refresh
+    own_rewards, own_refresh = feature.compute_rewards, refresher.refresh
 
     def noted_rewards(*arguments: Any) -> list[Any]:
         rewards.append(own_rewards(*arguments))
@@ -71,16 +71,16 @@ def fixed(kind: str, model: Path, output: Path, *, objective: str, refresh: Any 
 
     def noted_refresh(step: int) -> None:
         own_refresh(step)
-        retrained.append(resumable.of_reward_model(part)["weights"])
+        retrained.append(resumable.of_reward_model(feature)["weights"])
 
-    part.rewards = noted_rewards  # type: ignore[method-assign]
+    feature.adapter.compute_rewards = noted_rewards
     trainer.feature(Reference).callback.before_move[:] = [noted_refresh]
     trainer.train()
     return {
         "processes": (state.num_processes, state.backend),
         "rewards": [[getattr(own, "values", [own]) for own in rows] for rows in rewards],
         "retrained": retrained,
-        "reward model": resumable.of_reward_model(part),
+        "reward model": resumable.of_reward_model(feature),
         "parameters": tiny.parameters(trainer),
         "history": tiny.history(trainer),
     }
@@ -104,7 +104,7 @@ def on_two_machines(model: Path, output: Path) -> dict[str, Any]:
     for name, checkpoint in (("whole", None), ("second", str(folder / "whole" / "checkpoint-9"))):
         trainer = test_checkpoints.build("lora", model, folder / name, save_on_each_node=True, **RESUMED)
         trainer.train(resume_from_checkpoint=checkpoint)
-        ends[name] = resumable.of_reward_model(trainer.part(RewardModelPart))
+        ends[name] = resumable.of_reward_model(trainer.feature(RewardModel))
     return ends
 
 
@@ -143,7 +143,7 @@ def test_two_processes_retrain_the_reward_model_as_one_does(
         assert resumable.differences(two[0][part], two[1][part]) == [], part
     expected, found = one["reward model"], two[0]["reward model"]
     assert [refresh[0] for refresh in expected["refreshes"]] == [4, 8] and expected["refreshes"][1][2] > 0
-    for part in ("refreshes", "rollouts", "answers", "history"):  # tokens, labels and shares: no rounding
+    for part in ("refreshes", "rollouts", "completions", "history"):  # tokens, labels and shares: no rounding
         assert resumable.differences(expected[part], found[part]) == [], part
     known = {label for labels in expected["history"]["labels"] for label in labels}
     assert known == ({1.0} if name == "pairs" else {0.0, 1.0})
@@ -180,7 +180,7 @@ def test_two_processes_resume_exactly_inside_an_outer_iteration(together: Any) -
         for name in ("first", "second"):
             assert resumable.differences(process["whole"], process[name]) == [], name
         (retrained,) = process["whole"]["reward model"]["refreshes"]
-        assert retrained[0] == 8 and process["whole"]["reward model"]["answers"]
+        assert retrained[0] == 8 and process["whole"]["reward model"]["completions"]
     own = [process["whole"]["reward model"] for process in ends]
     assert resumable.differences(*own) == []
 
@@ -203,16 +203,16 @@ def uneven(rank: int, *, model: Path, output: Path) -> None:
         is_unknown = rank == 1 and len(asked) == 1
         return [None if is_unknown and i == 0 else i % 2 == 0 for i in range(len(completions))]
 
-    def noted(part: RewardModelPart, examples: Any) -> dict[str, float]:
+    def noted(scorer: Any, examples: Any) -> dict[str, float]:
         measured.append(len(examples))
-        return measure(part, examples)
+        return measure(scorer, examples)
 
     options = {"per_device_train_batch_size": 1, "num_generations": 2, "steps_per_generation": 2, "max_steps": 5}
     trainer = rewarding.refreshed("lora", model, output, refresh={"label_fn": label}, token_budget=16, **options)
     rewarding.stir(trainer)
     with patched(callback, {"measure": noted}):
         trainer.train()
-    found = {"measured": measured, "reward model": resumable.of_reward_model(trainer.part(RewardModelPart))}
+    found = {"measured": measured, "reward model": resumable.of_reward_model(trainer.feature(RewardModel))}
     torch.save(found, _file(output, "uneven", rank))
 
 

@@ -13,7 +13,7 @@ from tests.gpu import models
 from tests.gpu.places import Place, everywhere
 from tests.gpu.recorder import Figures
 from tests.tools import tiny
-from trl_steady.features.critic.feature import CriticPart
+from trl_steady.features.critic.feature import Critic
 
 
 def step(place: Place, folder: Path, output: Path, *, lora: bool, bf16: bool) -> tuple[torch.Tensor, list[Any]]:
@@ -25,7 +25,7 @@ def step(place: Place, folder: Path, output: Path, *, lora: bool, bf16: bool) ->
     trainer.critic.head.weight.data.copy_(0.1 * weight)  # from 0, nothing would reach the adapter
     inputs = models.batch(place)
     trainer.model.train()
-    trainer.part(CriticPart).learner.switch(True)
+    trainer.feature(Critic).optimizer.enable(True)
     with trainer.until_backward():
         values = trainer.values(trainer.critic, inputs)
         is_token = inputs["completion_mask"].bool()

@@ -9,7 +9,7 @@ from tests.gpu import models
 from tests.gpu.places import Place, everywhere
 from tests.gpu.recorder import Figures
 from tests.tools import tiny
-from trl_steady.features.reward_model.feature import RewardModelPart
+from trl_steady.features.reward_model.feature import RewardModel
 
 
 def scores(place: Place, folder: Path, output: Path, *, bf16: bool) -> torch.Tensor:
@@ -22,7 +22,7 @@ def scores(place: Place, folder: Path, output: Path, *, bf16: bool) -> torch.Ten
         for of in (lengths[::-1], lengths)
     )
     with torch.no_grad():
-        return trainer.part(RewardModelPart).scores(
+        return trainer.feature(RewardModel).scorer.scores(
             prompts, answers, [[1, length] for length in lengths], batch_size=4
         )
 

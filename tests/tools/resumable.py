@@ -12,9 +12,9 @@ import torch
 from transformers.trainer_utils import get_last_checkpoint
 
 from tests.tools import tiny, wide
-from trl_steady.features.critic.feature import CriticPart
+from trl_steady.features.critic.feature import Critic
 from trl_steady.features.reference.feature import Reference
-from trl_steady.features.reward_model.feature import RewardModelPart
+from trl_steady.features.reward_model.feature import RewardModel
 
 KINDS = ("full", "lora", "nf4")
 STEPS = 18
@@ -51,9 +51,9 @@ def state(trainer: Any) -> dict[str, Any]:
         "policy": {k: v.clone() for k, v in trainer.model.state_dict().items() if isinstance(v, torch.Tensor)},
         "reference": {pair.name: pair.reference.clone() for pair in moving.pairs()} if moving else {},
         "critic": {name: tensor.clone() for name, tensor in critic.state().items()} if critic else {},
-        "critic optimizer": trainer.part(CriticPart).learner.state_dict() if critic else {},
+        "critic optimizer": trainer.feature(Critic).optimizer.state_dict() if critic else {},
         "kl_coef": getattr(trainer, "kl_coef", None),
-        "reward model": of_reward_model(trainer.part(RewardModelPart)),
+        "reward model": of_reward_model(trainer.feature(RewardModel)),
         "optimizer": trainer.optimizer.state_dict()["state"],
         "groups": trainer.optimizer.state_dict()["param_groups"],
         "refreshes": [tuple(refresh) for refresh in trainer.reference_refreshes],
@@ -62,17 +62,17 @@ def state(trainer: Any) -> dict[str, Any]:
     }
 
 
-def of_reward_model(part: RewardModelPart) -> dict[str, Any]:
+def of_reward_model(feature: RewardModel) -> dict[str, Any]:
     """A reward model, and what retrains it. Every process must call this function."""
-    refresher, found = part.refresher, {}
-    if part.model is not None:
-        found["weights"] = {name: tensor.clone() for name, tensor in part.model.state().items()}
+    refresher, found = feature.refresher, {}
+    if feature.model is not None:
+        found["weights"] = {name: tensor.clone() for name, tensor in feature.model.state().items()}
     if refresher is not None:
         found |= {
-            "answers": [list(answer) for answer in refresher._all_answers()],
+            "completions": [list(each) for each in refresher._gather_completions()],
             "rollouts": refresher._rollouts,
             "refreshes": [tuple(refresh) for refresh in refresher.refreshes],
-            "optimizer": refresher.learner.state_dict(),
+            "optimizer": refresher.optimizer.state_dict(),
             "history": refresher.history.state(),
         }
     return found

@@ -1,65 +1,68 @@
-"""InstructGPT's pretraining loss as a part: a language-model loss on other text, in each optimizer step."""
+"""InstructGPT's pretraining loss: a language-model loss on other text, in each optimizer step."""
 
-from collections.abc import Callable, Mapping
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# annotations of datasets and transformers are partial
+
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 
 import torch
+from datasets import Dataset
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from trl_steady.features.critic.trainer import PPO
-from trl_steady.features.legacy import Part
+from trl_steady.config.ppo import PPOConfig
+from trl_steady.core.feature import Feature
+from trl_steady.core.types import LossPass
+from trl_steady.features.critic.trainer import PPOTrainerProtocol
 from trl_steady.trl_bridge import models
 
 
-class PretrainingPart(Part):
+class PretrainingLoss(Feature):
     """Adds `ptx_coef` times the language-model loss on examples of `ptx_dataset` to the policy's loss.
 
     Each micro-batch takes as many examples as it has completions. Their loss is the mean over the tokens of all
     examples of the optimizer step, over all processes. Each pass over the dataset has an order of its own, drawn from
     the seed of the run, so that a resume goes on with the same examples.
+
+    Source: InstructGPT (arXiv 2203.02155), equation 2.
     """
 
-    trainer: PPO
+    trainer: PPOTrainerProtocol
+    args: PPOConfig
 
-    def built(self) -> None:
+    def on_init_end(self) -> None:
         """Refuse a dataset that is missing or would be ignored."""
-        dataset, coef = self.trainer.ptx_dataset, self.trainer.args.ptx_coef
-        self._of_step: list[Tensor] = []  # token ids of examples that the optimizer step has not used yet
+        dataset, coef = self.trainer.ptx_dataset, self.args.ptx_coef
+        self._examples: list[Tensor] = []  # token ids that the optimizer step has not used yet
         if (dataset is None) != (coef == 0):
             raise ValueError(
                 f"ptx_coef={coef} and ptx_dataset need each other. Give both (InstructGPT uses 27.8), or neither."
             )
 
-    def computing(
-        self, model: torch.nn.Module, compute: Callable[[Mapping[str, Any]], Tensor], inputs: Mapping[str, Any]
-    ) -> Tensor:
-        """Return the policy's loss plus that of the next examples."""
-        coef = self.trainer.args.ptx_coef
-        if coef == 0 or not self.trainer.model.training:
-            return compute(inputs)
-        # before the policy's pass, whose routes are replayed until backward ends
-        return coef * self._loss(model, len(inputs["completion_ids"])) + compute(inputs)
-
-    def stepping(self) -> None:
+    def on_step_begin(self) -> None:
         """Draw the examples of an optimizer step."""
-        trainer, args, dataset = self.trainer, self.trainer.args, self.trainer.ptx_dataset
-        self._of_step = []
+        trainer, dataset = self.trainer, self.trainer.ptx_dataset
         if dataset is None:
             return
-        before = trainer.state.global_step * args.world_size + trainer.accelerator.process_index
-        first = before * args.per_device_train_batch_size * args.gradient_accumulation_steps
+        self._examples = [self._token_ids(dataset[index]) for index in self._indices(dataset)]
+        tokens = torch.tensor(float(sum(max(len(ids) - 1, 0) for ids in self._examples)))
+        total = trainer.accelerator.reduce(tokens.to(trainer.accelerator.device), reduction="sum")
+        self._token_count = cast(Tensor, total).clamp(min=1)
+
+    def _indices(self, dataset: Dataset) -> Iterable[int]:
+        """Yield the indices of this process's examples of the optimizer step."""
+        trainer, args = self.trainer, self.args
+        number = trainer.state.global_step * args.world_size + trainer.accelerator.process_index
+        first = number * args.per_device_train_batch_size * args.gradient_accumulation_steps
         # the last window of an epoch can be shorter than gradient_accumulation_steps
         count = args.per_device_train_batch_size * trainer.current_gradient_accumulation_steps
         for position in range(first, first + count):
             epoch, index = divmod(position, len(dataset))
             order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(args.seed + epoch))
-            self._of_step.append(self._ids(dataset[int(order[index])]))
-        device = trainer.accelerator.device
-        tokens = torch.tensor(float(sum(max(len(ids) - 1, 0) for ids in self._of_step)), device=device)
-        self._tokens = cast(Tensor, trainer.accelerator.reduce(tokens, reduction="sum")).clamp(min=1)
+            yield int(order[index])
 
-    def _ids(self, example: Mapping[str, Any]) -> Tensor:
+    def _token_ids(self, example: Mapping[str, Any]) -> Tensor:
         tokenizer: Any = models.text_tokenizer(self.trainer)
         config = models.bare(self.trainer, self.trainer.model).config.get_text_config()
         if example.get("messages") is not None:
@@ -69,14 +72,23 @@ class PretrainingPart(Part):
         limit = getattr(config, "max_position_embeddings", None)
         return torch.tensor(ids[:limit], dtype=torch.long, device=self.trainer.accelerator.device)
 
+    def around_loss(self, loss: LossPass, call_next: Callable[[LossPass], Tensor]) -> Tensor:
+        """Return the policy's loss plus that of the next examples."""
+        coef = self.args.ptx_coef
+        if coef == 0 or not self.trainer.model.training:
+            return call_next(loss)
+        # before the policy's pass, whose routes are replayed until backward ends
+        pretraining_loss = self._loss(loss.model, len(loss.inputs["completion_ids"]))
+        return coef * pretraining_loss + call_next(loss)
+
     def _loss(self, model: torch.nn.Module, count: int) -> Tensor:
         trainer = self.trainer
-        examples, self._of_step = self._of_step[:count], self._of_step[count:]
+        examples, self._examples = self._examples[:count], self._examples[count:]
         ids = pad_sequence(examples, batch_first=True)
-        mask = pad_sequence([torch.ones_like(row) for row in examples], batch_first=True)
+        mask = pad_sequence([torch.ones_like(tokens) for tokens in examples], batch_first=True)
         labels = ids.masked_fill(mask == 0, -100)
-        outputs = model(input_ids=ids, attention_mask=mask, labels=labels, num_items_in_batch=self._tokens)
-        total = outputs.loss.detach() * self._tokens
+        outputs = model(input_ids=ids, attention_mask=mask, labels=labels, num_items_in_batch=self._token_count)
+        total = outputs.loss.detach() * self._token_count
         trainer.metrics.pooled(sums={"ptx_loss": torch.stack([total, mask[:, 1:].sum().to(total.dtype)])})
         # gradients are averaged over processes, and the loss is a mean over the tokens of all
         return outputs.loss * trainer.accelerator.num_processes

@@ -79,19 +79,19 @@ def value_loss(values: Tensor, old_values: Tensor, returns: Tensor, *, cliprange
     return 0.5 * torch.maximum(error, (clipped - returns).square())
 
 
-def adapted_kl_coef(coef: float, kl: float, *, target: float, horizon: float, answers: int) -> float:
+def adapted_kl_coef(coef: float, kl: float, *, target: float, horizon: float, completions: int) -> float:
     """Return the next coefficient of an adaptive KL penalty (arXiv 1909.08593, section 2.2).
 
     Args:
-        coef: The coefficient with which the answers were made.
-        kl: Mean KL of an answer, summed over its tokens, in nats.
+        coef: The coefficient at the rollout.
+        kl: Mean KL of a completion, summed over its tokens, in nats.
         target: The KL that is wanted, in the same unit.
-        horizon: Number of answers in which an error of 100 % changes the coefficient by a factor of about e; the
+        horizon: Number of completions in which an error of 100 % changes the coefficient by a factor of about e; the
             error is limited to 20 %.
-        answers: Number of answers of which `kl` is the mean.
+        completions: Number of completions of which `kl` is the mean.
 
-    >>> adapted_kl_coef(0.1, 9.0, target=6.0, horizon=100, answers=10)
+    >>> adapted_kl_coef(0.1, 9.0, target=6.0, horizon=100, completions=10)
     0.10200000000000001
     """
     error = min(max(kl / target - 1, -0.2), 0.2)
-    return coef * (1 + error * answers / horizon)
+    return coef * (1 + error * completions / horizon)

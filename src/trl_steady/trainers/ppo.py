@@ -6,7 +6,8 @@ from typing import Any
 import trl
 
 from trl_steady.config.ppo import PPOConfig
-from trl_steady.features.critic.feature import CriticPart
+from trl_steady.features.critic.feature import Critic
+from trl_steady.features.critic.model import ScalarHeadModel
 from trl_steady.trainers.grpo import GRPOTrainer
 from trl_steady.trainers.order import ORDER
 from trl_steady.trl_bridge.private import set_model_card
@@ -60,12 +61,12 @@ class PPOTrainer(GRPOTrainer):
     @property
     def kl_coef(self) -> float:
         """The coefficient of the KL in the reward, which moves with `kl_target`."""
-        return self.part(CriticPart).kl_coef
+        return self.feature(Critic).kl_coef
 
     @property
-    def critic(self) -> Any:
+    def critic(self) -> ScalarHeadModel:
         """The critic, with its `backbone`, its `head` and the name of its `adapter`."""
-        return self.part(CriticPart).critic
+        return self.feature(Critic).critic
 
     @property
     def why_one_advantage(self) -> None:

@@ -7,8 +7,11 @@ import trl
 
 from trl_steady.config.rloo import RLOOConfig
 from trl_steady.features.async_generation import AsyncGeneration
+from trl_steady.features.critic.feature import Critic
+from trl_steady.features.policy_loss import PolicyLoss
+from trl_steady.features.pretraining_loss import PretrainingLoss
 from trl_steady.trainers.base import SteadyTrainer
-from trl_steady.trainers.order import Critic, PolicyLoss, Pretraining, without
+from trl_steady.trainers.order import without
 
 
 class RLOOTrainer(SteadyTrainer, trl.RLOOTrainer):
@@ -28,7 +31,7 @@ class RLOOTrainer(SteadyTrainer, trl.RLOOTrainer):
         ValueError: As for `trl_steady.GRPOTrainer`, except for what concerns losses and engines' log-probs.
     """
 
-    FEATURES = without(Critic, Pretraining, AsyncGeneration, PolicyLoss)
+    FEATURES = without(Critic, PretrainingLoss, AsyncGeneration, PolicyLoss)
     CONFIG = RLOOConfig
     args: RLOOConfig
 

@@ -22,14 +22,6 @@ from trl_steady.trl_bridge.validation import name_columns_in_errors
 
 
 @contextmanager
-def with_reference_model(trainer: Trainer, args: Any) -> Iterator[None]:
-    """Let TRL's constructor make a reference although the loss has no KL."""
-    with patched(args, {} if args.beta else {"beta": 1.0}):
-        yield
-    trainer.beta = args.beta
-
-
-@contextmanager
 def with_reference_log_probs(trainer: Trainer) -> Iterator[None]:
     """Let TRL's rollout compute the log-probs of the old policy and the reference, which its loss may not need."""
     # TRL skips the old policy if a rollout feeds one update, so that the ratio is 1
@@ -86,6 +78,15 @@ def generate_continuations(trainer: Trainer, prompt_ids: Sequence[Sequence[int]]
                 as_trl_trainer(trainer)._generate_single_turn(batch, *other_arguments)
             )
     return completions
+
+
+def generate_outside_training(trainer: Trainer, inputs: list[dict[str, Any]]) -> None:
+    """Run a rollout on examples of this process, which no optimizer step uses. Every process must call this function.
+
+    The coefficient of PPO's KL and the stream of prompts stay where they are.
+    """
+    with patched(trainer.args, {"kl_target": None, "dynamic_sampling": False}):
+        as_trl_trainer(trainer)._generate_and_score_completions(inputs)
 
 
 def forget_logs(trainer: Trainer) -> None:

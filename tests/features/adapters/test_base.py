@@ -17,7 +17,7 @@ from tests.tools import tiny
 from trl_steady import RewardAdapter
 from trl_steady.features.adapters.base_model import BaseModel
 from trl_steady.features.adapters.vllm_support import why_not_served
-from trl_steady.features.reward_model.feature import RewardModelPart
+from trl_steady.features.reward_model.feature import RewardModel
 
 PLAIN = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
 PPO: dict[str, Any] = {"method": "PPO", "num_generations": 1}
@@ -214,7 +214,7 @@ def test_a_reward_adapter_that_peft_saved_scores_as_peft_does(models: dict[str, 
     build = {"reward_funcs": RewardAdapter(tmp_path / "reward"), "peft_config": LoraConfig(**PLAIN)}
     trainer = tiny.trainer(models["dense"], tmp_path, build=build)
     with torch.no_grad():
-        found = trainer.part(RewardModelPart).scores(PROMPTS, ANSWERS, ENDS)
+        found = trainer.feature(RewardModel).scorer.scores(PROMPTS, ANSWERS, ENDS)
     torch.testing.assert_close(found, scores_of(twin), rtol=1e-5, atol=1e-5)
     trainer.save_model(str(tmp_path / "saved"))
     kinds = [

@@ -18,7 +18,7 @@ from transformers.trainer_utils import get_last_checkpoint
 
 import trl_steady
 from tests.tools import resumable, tiny
-from trl_steady.features.critic.feature import CriticPart
+from trl_steady.features.critic.feature import Critic
 
 
 class Between(transformers.TrainerCallback):
@@ -180,7 +180,7 @@ FREE = {
 
 def test_every_option_of_ppo_is_one_or_the_other() -> None:
     own = {name for name in vars(trl_steady.PPOConfig)["__annotations__"] if not name.startswith("_")}
-    assert own == {name for name, _ in CriticPart.window_options} | FREE
+    assert own == {name for name, _ in Critic.window_options} | FREE
 
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.7])

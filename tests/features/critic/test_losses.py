@@ -15,8 +15,8 @@ from tests.features.critic.tools import Twin, build, policy_parameters, rows, sa
 from tests.oracles import ppo as oracles
 from tests.tools import tiny
 from tests.tools.headroom import within
-from trl_steady.features.critic.feature import CriticPart
-from trl_steady.features.critic.model import adapter_critic
+from trl_steady.features.critic.feature import Critic
+from trl_steady.features.critic.model import build_adapter_model
 
 TOKEN_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
 KINDS: dict[str, dict[str, Any]] = {"lora": {"lora": True}, "full": {}, "nf4": {"lora": True, "nf4": True}}
@@ -40,7 +40,7 @@ def gradients(parameters: dict[str, torch.nn.Parameter]) -> dict[str, Tensor]:
 
 def micro_batch(trainer: Any, window: int = 1, count: int = len(critics.ANSWERS)) -> Samples:
     """Known answers, scored by models that have moved since."""
-    trainer.part(CriticPart).beginning()
+    trainer.feature(Critic).on_train_begin()
     samples = trainer._generate_and_score_completions(rows(count))
     stir(trainer, seed=1, by=0.05)
     trainer.current_gradient_accumulation_steps = window
@@ -210,7 +210,7 @@ def test_a_module_of_the_adapters_name_stays_the_policys() -> None:
     bare = BertLMHeadModel(BertConfig(**sizes, vocab_size=20, is_decoder=True))
     policy = get_peft_model(bare, LoraConfig(target_modules=["query", "value"]))
     before = {name for name, own in policy.named_parameters() if own.requires_grad}
-    critic = adapter_critic(policy, None)
+    critic = build_adapter_model(policy, None)
     added = {name.replace(".default.", ".value.") for name in before}
     own = {f"base_model.model.bert.{name}" for name, _ in critic.named_parameters() if name != "score.weight"}
     assert own == added and len(own) == 4

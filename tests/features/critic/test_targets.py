@@ -14,7 +14,7 @@ from tests.features.critic import tools as critics
 from tests.features.critic.tools import ANSWERS, WEIGHTS, Twin, build, rows
 from tests.oracles import ppo as oracles
 from tests.tools import tiny
-from trl_steady.features.critic.feature import CriticPart
+from trl_steady.features.critic.feature import Critic
 
 DEFAULTS = {"gamma": 1.0, "lam": 0.95, "kl_coef": 0.05, "whiten_advantages": True, "whiten_rewards": False}
 EVERYTHING = {
@@ -177,7 +177,7 @@ def test_the_coefficient_of_the_kl_moves_toward_its_target(models: dict[str, Pat
     """The rollout that moves it still uses the old one. An evaluation does not move it."""
     how = {"kl_coef": 0.5, "kl_target": 0.7, "kl_horizon": 50}
     trainer = build(models["dense"], tmp_path, lora=True, known=True, whiten_advantages=False, **how)
-    own, coefs = trainer.part(CriticPart), [0.5]
+    own, coefs = trainer.feature(Critic), [0.5]
     for _ in range(2):
         assert trainer.kl_coef == coefs[-1]
         samples = trainer._generate_and_score_completions(rows())

@@ -21,7 +21,7 @@ from tests.features.reward_model import tools as rewarding
 from tests.tools import resumable, tiny
 from trl_steady import RewardAdapter, RewardModelRefreshCallback
 from trl_steady.features.reference.feature import Reference
-from trl_steady.features.reward_model.feature import RewardModelPart
+from trl_steady.features.reward_model.feature import RewardModel
 
 SLOW = pytest.mark.slow
 Expected = Callable[[str], dict[str, Any]]
@@ -56,7 +56,7 @@ def retrain(trainer: Any, objective: str, **changes: Any) -> None:
     callback = RewardModelRefreshCallback(trainer, **options)
     trainer.add_callback(callback)
     tell = lambda *_: sys.audit("tests.update", f"of retraining {len(callback.refreshes) + 1}.")
-    callback.learner.optimizer.register_step_post_hook(tell)
+    callback.optimizer.adamw.register_step_post_hook(tell)
     moving = trainer.feature(Reference).callback
     moving.before_move.append(lambda step: sys.audit("tests.move", f"move after step {step}."))
 
@@ -102,7 +102,7 @@ def check_end(expected: dict[str, Any], output: Path) -> None:
     first, second = expected["reward model"]["refreshes"]
     assert (first[0], second[0]) == (8, 16) == tuple(step for step, _, _ in expected["refreshes"])
     assert first[2] == 0 < second[2] and first[1] > 0 < second[1]
-    assert expected["reward model"]["answers"] and expected["reward model"]["rollouts"] == 5
+    assert expected["reward model"]["completions"] and expected["reward model"]["rollouts"] == 5
 
 
 KILLS: dict[str, tuple[tuple[str, str, int], int]] = {
@@ -198,12 +198,12 @@ def test_dropout_of_the_base_acts_in_the_training_of_the_reward_model_alone(
     config = json.loads((model / "config.json").read_text())
     (model / "config.json").write_text(json.dumps({**config, "attention_dropout": 0.5}))
     whole = build("lora", model, tmp_path, max_steps=9, save_steps=8)
-    part, answers = whole.part(RewardModelPart), [list(range(60, 68)), list(range(80, 88))]
+    feature, answers = whole.feature(RewardModel), [list(range(60, 68)), list(range(80, 88))]
     whole.model.train()
-    part._prompts = [[70, 71], [72]]
-    first, second = (part.adapter(["", ""], ["", ""], answers) for _ in range(2))
+    feature._prompt_ids = [[70, 71], [72]]
+    first, second = (feature.adapter(["", ""], ["", ""], answers) for _ in range(2))
     assert first == second and first[0] != first[1]
-    rewarding.refresher(whole)._answers.clear()
+    rewarding.refresher(whole)._completions.clear()
     whole.train()
     resumed = build("lora", model, tmp_path / "resumed", max_steps=9, save_strategy="no")
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))

@@ -6,13 +6,20 @@ from pathlib import Path
 import pytest
 import torch
 
-from trl_steady.features.reward_model.examples import Answer, Example, History, examples_of, held_out, prompts_of
+from trl_steady.features.reward_model.examples import (
+    Example,
+    History,
+    LabelledCompletion,
+    hold_out,
+    make_examples,
+    prompt_key,
+)
 
 
-def answers(labels: list[list[float]], *, group: int = 4, rollout: int = 0) -> list[Answer]:
+def answers(labels: list[list[float]], *, group: int = 4, rollout: int = 0) -> list[LabelledCompletion]:
     """Answers with numbers as tokens, `group` to a prompt."""
     return [
-        Answer(rollout, i, i // group, torch.tensor([i // group]), torch.tensor([100 + i, 7]), [2], known)
+        LabelledCompletion(rollout, i, i // group, torch.tensor([i // group]), torch.tensor([100 + i, 7]), [2], known)
         for i, known in enumerate(labels)
     ]
 
@@ -29,7 +36,7 @@ def example(number: int) -> Example:
 
 def test_a_pair_is_a_right_and_a_wrong_answer_to_one_prompt_and_no_answer_is_in_two() -> None:
     known = answers([[1.0], [0.0], [1.0], [1.0], [0.0], [0.0], [0.0], [0.0], [1.0], [0.0], [0.0], [1.0]])
-    pairs = examples_of(known, "pairs", generator())
+    pairs = make_examples(known, "pairs", generator())
     label = {int(answer.completion[0]): answer.labels[0] for answer in known}
     group = {int(answer.completion[0]): answer.group for answer in known}
     found = [[int(completion[0]) for completion in pair.completions] for pair in pairs]
@@ -44,36 +51,36 @@ def test_a_pair_is_a_right_and_a_wrong_answer_to_one_prompt_and_no_answer_is_in_
 def test_rollouts_have_groups_of_their_own() -> None:
     """Group 0 of two rollouts is of two prompts."""
     both = [*answers([[1.0]], rollout=0), *answers([[0.0]], rollout=1)]
-    assert examples_of(both, "pairs", generator()) == []
-    assert len(examples_of(both, "pointwise", generator())) == 2
+    assert make_examples(both, "pairs", generator()) == []
+    assert len(make_examples(both, "pointwise", generator())) == 2
 
 
 def test_answers_without_steps_teach_nothing() -> None:
-    (known,) = examples_of([*answers([[]]), *answers([[1.0, 0.0]])], "steps", generator())
+    (known,) = make_examples([*answers([[]]), *answers([[1.0, 0.0]])], "steps", generator())
     assert known.labels == [1.0, 0.0]
 
 
 def test_whole_prompts_are_held_out_a_tenth_of_them() -> None:
     known = answers([[1.0]] * 120)
-    rest, out = held_out(known, 0.1, generator())
+    rest, out = hold_out(known, 0.1, generator())
     groups = [{answer.group for answer in part} for part in (rest, out)]
     assert len(groups[1]) == 3 and len(out) == 12 and not groups[0] & groups[1] and len(rest) == 108
     assert [answer.index for answer in rest] == sorted(answer.index for answer in rest)
-    others = {tuple(a.group for a in held_out(known, 0.1, generator(seed))[1]) for seed in range(5)}
+    others = {tuple(a.group for a in hold_out(known, 0.1, generator(seed))[1]) for seed in range(5)}
     assert len(others) > 1
 
 
 def test_a_prompt_that_comes_again_is_held_out_each_time() -> None:
     """Four rollouts of the same three prompts."""
     known = [answer for rollout in range(4) for answer in answers([[1.0]] * 12, rollout=rollout)]
-    rest, out = held_out(known, 0.1, generator())
+    rest, out = hold_out(known, 0.1, generator())
     assert len(out) == 16 and len(rest) == 32
-    assert len(prompts_of(out)) == 1 and not prompts_of(out) & prompts_of(rest)
+    assert len(set(map(prompt_key, out))) == 1 and not set(map(prompt_key, out)) & set(map(prompt_key, rest))
 
 
 @pytest.mark.parametrize(("groups", "count"), [(0, 0), (1, 0), (2, 1), (4, 1), (25, 2)])
 def test_at_least_one_prompt_is_held_out_unless_it_is_the_only_one(groups: int, count: int) -> None:
-    _, out = held_out(answers([[1.0]] * groups, group=1), 0.1, generator())
+    _, out = hold_out(answers([[1.0]] * groups, group=1), 0.1, generator())
     assert len(list(groupby(out, key=lambda known: known.group))) == count
 
 
@@ -108,7 +115,7 @@ def test_the_history_is_bounded_and_survives_a_file(tmp_path: Path) -> None:
     assert found.ends == [[1], [2]] and found.labels == [1.0]
     again.add([example(number) for number in range(100)], generator())
     assert len(again.draw(9, generator())) == 5 and again.seen == 101
-    assert len(prompts_of(again.draw(2, generator()))) == 2
-    kept = prompts_of(again.draw(5, generator()))
+    assert len(set(map(prompt_key, again.draw(2, generator())))) == 2
+    kept = set(map(prompt_key, again.draw(5, generator())))
     left = again.draw(5, generator(), without=set(list(kept)[:2]))
-    assert len(left) == 3 and prompts_of(left) == kept - set(list(kept)[:2])
+    assert len(left) == 3 and set(map(prompt_key, left)) == kept - set(list(kept)[:2])

@@ -19,8 +19,8 @@ from trl_steady import RewardAdapter, RewardModelRefreshCallback
 from trl_steady.features.reference import callback as reference
 from trl_steady.features.reward_model import callback as loop
 from trl_steady.features.reward_model import training
-from trl_steady.features.reward_model.examples import Example, prompts_of
-from trl_steady.features.reward_model.feature import RewardModelPart
+from trl_steady.features.reward_model.examples import Example, prompt_key
+from trl_steady.features.reward_model.feature import RewardModel
 from trl_steady.features.reward_model.training import fit, measure
 
 
@@ -50,8 +50,8 @@ def tensors(trainer: Any) -> dict[str, dict[str, Tensor]]:
 def watch(monkeypatch: pytest.MonkeyPatch, trainer: Any) -> list[tuple[str, Any]]:
     """What happens in a run, in order, with copies of the tensors."""
     seen: list[tuple[str, Any]] = []
-    part = trainer.part(RewardModelPart)
-    for owner, name in ((loop, "fit"), (reference, "move"), (part, "rewards")):
+    adapter = trainer.feature(RewardModel).adapter
+    for owner, name in ((loop, "fit"), (reference, "move"), (adapter, "compute_rewards")):
         own = getattr(owner, name)
 
         def spy(*arguments: Any, own: Any = own, name: str = name, **options: Any) -> Any:
@@ -73,10 +73,10 @@ def test_the_order_is_algorithm_1s_and_each_part_changes_only_its_own(
     rewarding.stir(trainer)  # scores of 0 would teach the policy nothing before the first move
     seen = watch(monkeypatch, trainer)
     tiny.train(trainer)
-    assert [name for name, _ in seen] == ["rewards", "fit", "move", "rewards", "fit", "move", "rewards"]
+    assert [name for name, _ in seen] == [*["compute_rewards", "fit", "move"] * 2, "compute_rewards"]
     for name, (before, after, _) in seen:
         changes = {whose for whose in before if not critics.same(before[whose], after[whose])}
-        assert changes == {"rewards": set(), "fit": {"reward"}, "move": {"reference"}}[name], name
+        assert changes == {"compute_rewards": set(), "fit": {"reward"}, "move": {"reference"}}[name], name
     for (_, (_, trained, _)), (_, (scoring, _, _)) in zip(seen[1::3], seen[3::3], strict=True):
         assert critics.same(trained["reward"], scoring["reward"])  # and training the policy in between leaves it
         pairs = zip(scoring["policy"].values(), scoring["reference"].values(), strict=True)
@@ -98,15 +98,15 @@ def test_a_share_is_replayed_but_no_held_out_answer(
     trainer = refreshed("lora", models["dense"], tmp_path, max_steps=13, refresh=refresh)
     sets: list[dict[str, Any]] = []
     callback = refresher(trainer)
-    measured = callback._measured
-    monkeypatch.setattr(callback, "_measured", lambda which, given: sets.append(given) or measured(which, given))
+    measured = callback._log_accuracy
+    monkeypatch.setattr(callback, "_log_accuracy", lambda which, given: sets.append(given) or measured(which, given))
     tiny.train(trainer)
     assert [record.replayed for record in trainer.reward_refreshes] == replayed
     assert [record.samples for record in trainer.reward_refreshes] == [12] * 3  # a quarter of 4 prompts is held out
     texts = lambda rows: {(*row.prompt.tolist(), -1, *row.completions[0].tolist()) for row in rows}
     out: set[tuple[int, ...]] = set()
     for given in sets[-5::2]:
-        assert given["held_out"] and not prompts_of(given["fresh"]) & prompts_of(given["held_out"])
+        assert given["held_out"] and not set(map(prompt_key, given["fresh"])) & set(map(prompt_key, given["held_out"]))
         assert not texts(given["replayed"]) & out  # short answers may come twice in a run, but not these
         out |= texts(given["held_out"]) - texts(given["fresh"])
 
@@ -160,7 +160,7 @@ def test_a_step_without_a_verdict_is_no_example(models: dict[str, Path], tmp_pat
     refresh = {"label_fn": rule, "continuations": 1}
     trainer = refreshed("lora", models["dense"], tmp_path, objective="steps", refresh=refresh, max_steps=1)
     tiny.train(trainer)
-    answers, read = refresher(trainer)._answers, trainer.processing_class.decode
+    answers, read = refresher(trainer)._completions, trainer.processing_class.decode
     assert 0 < len(answers) < 16 and all({*answer.labels} <= {0.0, 1.0} for answer in answers)
     assert all(len(answer.ends) == len(answer.labels) for answer in answers)
     texts = [rewarding.STEPS(read(answer.completion, skip_special_tokens=True)).texts for answer in answers]
@@ -188,20 +188,20 @@ def test_accept_keeps_the_old_one_where_the_new_one_knows_less(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    def spoil(part: Any, learner: Any, examples: Any, **_: Any) -> None:
+    def spoil(scorer: Any, optimizer: Any, examples: Any, **_: Any) -> None:
         """Turn all scores around, as an update of the optimizer would."""
-        learner.optimizer.state[part.model.head.weight]["step"] += 1
-        part.model.head.weight.data.neg_()
+        optimizer.adamw.state[scorer.model.head.weight]["step"] += 1
+        scorer.model.head.weight.data.neg_()
 
     trainer = refreshed("lora", models["dense"], tmp_path, refresh={"accept": accept})
     callback = refresher(trainer)
     callback.fit(list(tiny.dataset(16)))
-    part, scores = trainer.part(RewardModelPart), list[Tensor]()
-    scored = part.scores
-    part.scores = lambda *given, **options: scores.append(scored(*given, **options)) or scores[-1]
+    scorer, scores = trainer.feature(RewardModel).scorer, list[Tensor]()
+    score = scorer.scores
+    scorer.scores = lambda *given, **options: scores.append(score(*given, **options)) or scores[-1]
     # the old one is right about all answers
     callback.label_fn = lambda **_: [score > 0 for score in scores[-1][:, 0].tolist()]
-    state = lambda: {**critics.snapshot(trainer.reward_model.state()), **callback.learner.state_dict()}
+    state = lambda: {**critics.snapshot(trainer.reward_model.state()), **callback.optimizer.state_dict()}
     before = state()
     monkeypatch.setattr(loop, "fit", spoil if is_worse else lambda *_, **__: None)
     trainer._generate_and_score_completions(
@@ -249,22 +249,23 @@ def test_three_pairs_train_it_as_trls_reward_trainer_does(models: dict[str, Path
         "full", models["dense"], tmp_path / "ours", adapter=RewardAdapter(tmp_path / "start"), **options
     )
     callback = RewardModelRefreshCallback(ours, label_fn=is_right, objective="pairs", learning_rate=1e-2)
-    part = ours.part(RewardModelPart)
-    part.model.backbone.double()
-    part.model.head.double()
+    scorer = ours.feature(RewardModel).scorer
+    scorer.model.backbone.double()
+    scorer.model.head.double()
     examples = [
         Example(torch.tensor(p), [torch.tensor(r), torch.tensor(w)], [[len(r)], [len(w)]], [1.0])
         for p, (r, w) in zip(prompts, answers, strict=True)
     ]
     losses = []
     for _ in range(5):
-        found = measure(part, examples)
+        found = measure(scorer, examples)
         losses.append(found["loss"])
-        fit(part, callback.learner, examples, epochs=1, rate=1e-2, generator=torch.Generator().manual_seed(0))
+        generator = torch.Generator().manual_seed(0)
+        fit(scorer, callback.optimizer, examples, epochs=1, learning_rate=1e-2, generator=generator)
     logged = [row["loss"] for row in theirs.state.log_history if "loss" in row]
     assert losses == pytest.approx(logged, rel=1e-4)  # TRL rounds what it logs
     expected = {name.removeprefix("model."): own.detach() for name, own in theirs.model.named_parameters()}
-    state = part.model.state()
+    state = scorer.model.state()
     assert state.keys() == expected.keys() and losses[-1] < losses[0] / 2
     for name, own in state.items():  # sums in another order, over five updates
         torch.testing.assert_close(own, expected[name], rtol=1e-8, atol=1e-10, msg=name)
@@ -276,9 +277,9 @@ def trained_once(model: Path, output: Path, examples: list[Example], **options: 
     rewarding.stir(trainer)
     read: list[int] = []
     trainer.model.get_input_embeddings().register_forward_pre_hook(lambda _, inputs: read.append(inputs[0].numel()))
-    learner, generator = refresher(trainer).learner, torch.Generator().manual_seed(0)
-    fit(trainer.part(RewardModelPart), learner, examples, epochs=1, rate=1e-2, generator=generator)
-    return read, [value for name, value in learner.state_dict().items() if name.endswith("exp_avg")]
+    optimizer, generator = refresher(trainer).optimizer, torch.Generator().manual_seed(0)
+    fit(trainer.feature(RewardModel).scorer, optimizer, examples, epochs=1, learning_rate=1e-2, generator=generator)
+    return read, [value for name, value in optimizer.state_dict().items() if name.endswith("exp_avg")]
 
 
 def check_gradients(found: list[Tensor], expected: list[Tensor]) -> None:
@@ -324,15 +325,13 @@ def test_each_process_measures_in_as_many_passes(
     """A pass exchanges its lengths with a budget, so that a process with one pass less would leave others waiting."""
     examples = [Example(torch.full((3,), 10 + n), [torch.tensor([60 + n])], [[1]], [float(n % 2)]) for n in range(3)]
     trainer = refreshed("lora", models["dense"], tmp_path, per_device_train_batch_size=1)
-    part = trainer.part(RewardModelPart)
+    scorer = trainer.feature(RewardModel).scorer
     passes: list[int] = []
-    monkeypatch.setattr(
-        type(part), "scores", lambda self, prompts, *_: passes.append(prompts[0][0]) or torch.zeros(1, 1)
-    )
+    scorer.scores = lambda prompts, *_: passes.append(prompts[0][0]) or torch.zeros(1, 1)
     monkeypatch.setattr(type(trainer.accelerator), "num_processes", 2)
     for process in (0, 1):
         monkeypatch.setattr(type(trainer.accelerator), "process_index", process)
-        measure(part, examples)
+        measure(scorer, examples)
     assert passes == [10, 12, 11, 12]
 
 
@@ -360,15 +359,16 @@ def test_the_first_training_leaves_ppos_kl_coefficient(models: dict[str, Path], 
     options |= {"method": "PPO", "num_generations": 1, "steps_per_generation": 2, "beta": 0.0}
     trainer = refreshed("lora", models["dense"], tmp_path, **options)
     refresher(trainer).fit(list(tiny.dataset(16)))
-    (coefficient,) = (part.kl_coef for part in trainer.parts if hasattr(part, "kl_coef"))
-    assert coefficient == 0.1
+    assert trainer.kl_coef == 0.1
 
 
 def test_an_iteration_without_examples_leaves_it_as_it_is(models: dict[str, Path], tmp_path: Path) -> None:
     how = {"label_fn": lambda prompts, **_: [True] * len(prompts)}
     trainer = refreshed("lora", models["dense"], tmp_path, objective="pairs", refresh=how)
     before = critics.snapshot(dict(trainer.reward_model.named_parameters()))
-    with pytest.warns(UserWarning, match=r"was not retrained before step 5: the 16 answers .* Pairs need a right and"):
+    with pytest.warns(
+        UserWarning, match=r"was not retrained before step 5: the 16 completions .* Pairs need a right and"
+    ):
         tiny.train(trainer)
     assert critics.same(before, critics.snapshot(dict(trainer.reward_model.named_parameters())))
     assert [(record.samples, record.replayed) for record in trainer.reward_refreshes] == [(0, 0)] * 2

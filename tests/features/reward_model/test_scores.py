@@ -13,7 +13,7 @@ from tests.features.reward_model import tools as rewarding
 from tests.features.reward_model.tools import ANSWERS, ENDS, PROMPTS, scores_of
 from tests.tools import tiny, wide
 from trl_steady import RewardAdapter, StepRewards
-from trl_steady.features.reward_model.feature import RewardModelPart
+from trl_steady.features.reward_model.feature import RewardModel
 from trl_steady.rewards import by_blank_line, by_regex, by_turn
 
 
@@ -41,9 +41,9 @@ def test_scores_are_those_of_the_saved_model_which_comes_back(
     trainer.save_model(str(tmp_path / "saved"))
     twin = saved(kind, model_of(kind), tmp_path / "saved" / "reward")
     twin.train(kind == "nf4")  # in eval mode, bitsandbytes rounds an NF4 base once more; there is no dropout
-    part = trainer.part(RewardModelPart)
+    scorer = trainer.feature(RewardModel).scorer
     with torch.no_grad():
-        found = part.scores(PROMPTS, ANSWERS, ENDS, batch_size=2)
+        found = scorer.scores(PROMPTS, ANSWERS, ENDS, batch_size=2)
     expected = scores_of(twin)
     assert found.shape == (4, 3) and len(found[found != 0].unique()) == 7
     # float32, in which a score of some layers of sums differs by its last digits
@@ -61,7 +61,7 @@ def test_a_new_one_scores_0_and_its_adapter_is_the_policys(models: dict[str, Pat
     assert adapter and not any(p.requires_grad for p in adapter.values())
     assert all(torch.equal(p, parameters[name.replace(".reward.", ".default.")]) for name, p in adapter.items())
     with torch.no_grad():
-        assert not trainer.part(RewardModelPart).scores(PROMPTS, ANSWERS, ENDS).any()
+        assert not trainer.feature(RewardModel).scorer.scores(PROMPTS, ANSWERS, ENDS).any()
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
@@ -99,9 +99,9 @@ def test_an_end_that_is_also_padding_is_not_scored(models: dict[str, Path], tmp_
     twin.config.pad_token_id = end
     ended = [[*answer, end] for answer in ANSWERS[:3]] + [ANSWERS[3], [end]]  # one is cut off, one is empty
     prompts = [*PROMPTS, [20, 21]]
-    part = trainer.part(RewardModelPart)
-    part._prompts = prompts
-    found = part.adapter([""] * 5, [""] * 5, ended)
+    feature = trainer.feature(RewardModel)
+    feature._prompt_ids = prompts
+    found = feature.adapter([""] * 5, [""] * 5, ended)
     texts = [prompt + answer for prompt, answer in zip(prompts, ended, strict=True)]
     longest = max(map(len, texts))
     ids = torch.tensor([text + [end] * (longest - len(text)) for text in texts])
@@ -119,18 +119,18 @@ def test_steps_are_scored_at_their_ends(models: dict[str, Path], tmp_path: Path)
     tokenizer = tiny.tokenizer()
     texts = ["ab;c;", "xyz", ";", ""]
     ids = [tokenizer(text)["input_ids"] for text in texts]
-    part = adapter.part
-    part._prompts = PROMPTS
-    found = part.rewards(texts, texts, ids, {})
+    feature = trainer.feature(RewardModel)
+    feature._prompt_ids = PROMPTS
+    found = feature.compute_rewards(texts, texts, ids, {})
     with torch.no_grad():
-        expected = part.scores(PROMPTS, ids, [[3, 5], [3], [1], []])
+        expected = feature.scorer.scores(PROMPTS, ids, [[3, 5], [3], [1], []])
     assert found[0] == StepRewards(expected[0].tolist(), [3, 5], closed=True)
     assert found[1] == StepRewards(expected[1, :1].tolist(), [3])
     assert found[3] == StepRewards([], [])
     adapter.splitter = by_turn()
     turns = [[{"role": "assistant", "content": letter} for letter in "ab"]] * 4
     with pytest.raises(ValueError, match=r"2 values, but completion 0 of RewardAdapter has 1 assistant turns"):
-        part.rewards(texts, turns, ids, {})
+        feature.compute_rewards(texts, turns, ids, {})
 
 
 @pytest.mark.parametrize(

@@ -49,7 +49,7 @@ def labels_of(
 ) -> list[list[float]]:
     """Each answer has a prompt of its own, so that equal beginnings are counted apart."""
     count = len(answers)
-    given = labelling.Answers(
+    given = labelling.RolloutCompletions(
         prompts=["?"] * count,
         completions=answers,
         columns=columns,
@@ -143,4 +143,4 @@ def test_each_iteration_labels_its_steps(models: dict[str, Path], tmp_path: Path
     assert asked[0] == 16 and len(asked) == 6 and all(count % 3 == 0 for count in asked[1::2])
     assert [record.samples > 0 for record in trainer.reward_refreshes] == [True, True]
     limit = trainer.max_completion_length
-    assert all(len(answer.completion) <= limit for answer in rewarding.refresher(trainer)._answers)
+    assert all(len(answer.completion) <= limit for answer in rewarding.refresher(trainer)._completions)

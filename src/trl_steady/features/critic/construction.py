@@ -1,50 +1,71 @@
-"""Making the critic of a run: an adapter on the policy's base, or a model of its own."""
+"""Build the critic of a run: an adapter on the policy's base, or a model of its own."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# annotations of accelerate and peft are partial
 
 import copy
-from typing import Any
+from typing import Any, cast
 
 import torch
 from peft import PeftModel
+from transformers import PreTrainedModel
 
-from trl_steady.features.critic.model import Critic, adapter_critic, saved_adapter, whole_critic
-from trl_steady.features.critic.trainer import PPO
+from trl_steady.config.ppo import PPOConfig
+from trl_steady.features.critic.model import ScalarHeadModel, build_adapter_model, build_whole_model, load_adapter
+from trl_steady.features.critic.trainer import PPOTrainerProtocol
 
 
-def critic_of(trainer: PPO) -> Critic:
-    """Return the critic that the trainer's options ask for: an adapter if the policy has one, else a model.
+def build_critic(trainer: PPOTrainerProtocol, args: PPOConfig) -> ScalarHeadModel:
+    """Return the critic that the options ask for: an adapter if the policy has one, otherwise a model of its own.
 
-    Raises ValueError for options that do not go together, or not with the policy.
+    Raises:
+        ValueError: Options do not go together, or not with the policy.
     """
     unwrap = trainer.accelerator.unwrap_model
-    policy = unwrap(trainer.model)
-    is_adapted, reward, init = isinstance(policy, PeftModel), trainer.reward_model, trainer.args.value_init
-    option, idle = ("value_peft_config", "value_model") if is_adapted else ("value_model", "value_peft_config")
-    scorers: list[Any] = [unwrap(each) for each in trainer.reward_funcs if isinstance(each, torch.nn.Module)]
-    scorers += [] if reward is None else [reward.bare]
-    has_start = reward is not None and not reward.is_fresh if is_adapted else scorers
-    for is_wrong, message in (
-        (getattr(trainer, idle) is not None, f"{idle} would have no effect on the critic of this policy. Unset it."),
-        (
-            init != "policy" and getattr(trainer, option) is not None,
-            f"{option} and value_init={init!r} both say where the critic begins. Give one of them.",
-        ),
-        (
-            init == "reward" and not has_start,
-            "value_init='reward' begins with the reward model, and reward_funcs has no "
-            f"{'trained RewardAdapter' if is_adapted else 'model or RewardAdapter'} to begin with. Add one, or set "
-            "value_init to 'policy' or to the path of a saved critic.",
-        ),
-    ):
-        if is_wrong:
-            raise ValueError(message)
-    source = None if init in ("policy", "reward") else init
-    has_dropout = not trainer.args.disable_dropout  # TRL has done so before there was a critic
-    if is_adapted:
-        saved = reward.as_saved() if init == "reward" and reward is not None else source and saved_adapter(source)
-        return adapter_critic(policy, trainer.value_peft_config, saved=saved, has_dropout=has_dropout)
-    model = scorers[0] if init == "reward" else source or trainer.value_model
-    if any(scorer is model for scorer in scorers):  # which must not learn while it scores
-        model = copy.deepcopy(model)
-    critic = whole_critic(trainer, model, f"value_init={init!r}" if source else "value_model", has_dropout=has_dropout)
+    policy, reward_model, init = unwrap(trainer.model), trainer.reward_model, args.value_init
+    if isinstance(policy, PeftModel):
+        is_trained = reward_model is not None and not reward_model.is_fresh
+        _refuse_contradictions(trainer, init, "value_peft_config", "value_model", "trained RewardAdapter", is_trained)
+        saved = None
+        if init == "reward" and reward_model is not None:
+            saved = reward_model.to_saved_adapter()
+        elif init != "policy":
+            saved = load_adapter(init)
+        # TRL has switched dropout off before the adapter exists
+        return build_adapter_model(
+            policy, trainer.value_peft_config, saved=saved, has_dropout=not args.disable_dropout
+        )
+    reward_models: list[Any] = [unwrap(each) for each in trainer.reward_funcs if isinstance(each, torch.nn.Module)]
+    reward_models += [] if reward_model is None else [reward_model.bare]
+    _refuse_contradictions(
+        trainer, init, "value_model", "value_peft_config", "model or RewardAdapter", bool(reward_models)
+    )
+    option, source = "value_model", trainer.value_model
+    if init == "reward":
+        source = cast(PreTrainedModel, reward_models[0])
+    elif init != "policy":
+        option, source = f"value_init={init!r}", init
+    if any(each is source for each in reward_models):  # a reward model must not learn while it scores
+        source = copy.deepcopy(source)
+    critic = build_whole_model(trainer, source, option, has_dropout=not args.disable_dropout)
     critic.bare.train()
     return critic
+
+
+def _refuse_contradictions(
+    trainer: PPOTrainerProtocol, init: str, option: str, idle_option: str, start: str, has_start: bool
+) -> None:
+    """Raise a ValueError if the critic's start is said twice, or is missing, or an argument has no effect.
+
+    `option` and `idle_option` are the arguments that this kind of critic reads and ignores. `start` is what
+    `value_init="reward"` needs in `reward_funcs`.
+    """
+    if getattr(trainer, idle_option) is not None:
+        raise ValueError(f"{idle_option} would have no effect on the critic of this policy. Unset it.")
+    if init != "policy" and getattr(trainer, option) is not None:
+        raise ValueError(f"{option} and value_init={init!r} both say where the critic begins. Give one of them.")
+    if init == "reward" and not has_start:
+        raise ValueError(
+            f"value_init='reward' begins with the reward model, and reward_funcs has no {start} to begin with. Add "
+            "one, or set value_init to 'policy' or to the path of a saved critic."
+        )

@@ -1,6 +1,10 @@
 """The optimizer of a model with a scalar head, apart from the policy's."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# annotations of torch are partial
+
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -8,79 +12,83 @@ from torch.distributed.tensor import DTensor
 from torch.optim import AdamW
 
 from trl_steady.core.feature import Trainer
-from trl_steady.features.critic.model import Critic
+from trl_steady.features.critic.model import ScalarHeadModel
 from trl_steady.trl_bridge import models
 
 
 class ScalarHeadOptimizer:
     """Trains all parameters of a critic or a reward model with AdamW. Every process must call all methods.
 
-    DDP and the policy's optimizer take the parameters that need a gradient when a training begins. Those of a learner
-    need one only while it is switched on, so they are in neither. Make the learner after FSDP2 has sharded the model.
+    The policy's optimizer and DDP take the parameters that need a gradient when a training begins. Those of the model
+    need one only after `enable(True)`, so they are in neither. Create the optimizer after FSDP2 has sharded the model.
     `weight_decay` is for parameters with more than one dimension.
     """
 
     def __init__(
         self,
-        model: Critic,
+        model: ScalarHeadModel,
         trainer: Trainer,
         weight_decay: float = 0.0,
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
     ) -> None:
         self._model, self._max_grad_norm = model, trainer.args.max_grad_norm
-        self._processes = trainer.accelerator.num_processes
-        self.parameters = model.parameters
-        groups = [
-            {"params": [each for each in self.parameters if (each.dim() > 1) == is_matrix], "weight_decay": decay}
+        self._process_count = trainer.accelerator.num_processes
+        self._parameters = model.parameters
+        groups: list[dict[str, Any]] = [
+            {"params": [each for each in self._parameters if (each.dim() > 1) == is_matrix], "weight_decay": decay}
             for is_matrix, decay in ((True, weight_decay), (False, 0.0))
         ]
-        self.optimizer = AdamW(groups, betas=betas, eps=eps, fused=True)  # which needs no copies of all parameters
+        self.adamw = AdamW(groups, betas=betas, eps=eps, fused=True)  # fused needs no copies of all parameters
 
-    def switch(self, on: bool) -> None:
+    def enable(self, is_enabled: bool) -> None:
         """Let the parameters collect gradients, or not. Gradients so far are lost."""
-        for parameter in self.parameters:
-            parameter.requires_grad_(on)
+        for parameter in self._parameters:
+            parameter.requires_grad_(is_enabled)
             parameter.grad = None
 
-    def step(self, rate: float) -> Tensor | None:
-        """Take a step at this learning rate with the mean gradients of all processes, and clear them.
+    def step(self, learning_rate: float) -> Tensor | None:
+        """Take a step with the mean gradients of all processes, and clear them.
 
         Returns:
-            The norm of the gradients, before they are clipped; None if `max_grad_norm` is 0 or there are none.
+            The norm of the gradients before they are clipped; None if `max_grad_norm` is 0 or there are none.
         """
         models.reshard(self._model.backbone)
-        parameters, norm = self.parameters, None
-        for parameter in parameters if self._processes > 1 else ():
-            if isinstance(parameter, DTensor):  # FSDP2 has averaged them
-                continue
-            if parameter.grad is None:  # of an expert that no token of this process has reached
-                parameter.grad = torch.zeros_like(parameter)
-            torch.distributed.all_reduce(parameter.grad.div_(self._processes))
-        gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+        if self._process_count > 1:
+            self._average_gradients()
+        norm = None
+        gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
         if self._max_grad_norm > 0 and gradients:
             norm = models.whole(torch.nn.utils.get_total_norm(gradients))
-            torch.nn.utils.clip_grads_with_norm_(parameters, self._max_grad_norm, norm)
-        for group in self.optimizer.param_groups:
-            group["lr"] = rate
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._max_grad_norm, norm)
+        for group in self.adamw.param_groups:
+            group["lr"] = learning_rate
+        self.adamw.step()
+        self.adamw.zero_grad()
         return norm
+
+    def _average_gradients(self) -> None:
+        for parameter in self._parameters:
+            if isinstance(parameter, DTensor):  # FSDP2 has averaged them
+                continue
+            if parameter.grad is None:  # an expert that no token of this process has reached
+                parameter.grad = torch.zeros_like(parameter)
+            torch.distributed.all_reduce(parameter.grad.div_(self._process_count))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return a copy of the optimizer's state by the names of parameters, whole and on the CPU."""
         return {
             f"{name}.{key}": models.whole(value).to("cpu", copy=True)
             for name, parameter in self._model.named_parameters()
-            for key, value in self.optimizer.state.get(parameter, {}).items()
+            for key, value in self.adamw.state.get(parameter, {}).items()
         }
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Restore what `state_dict` returned."""
         parameters = dict(self._model.named_parameters())
-        self.optimizer.state.clear()
+        self.adamw.state.clear()
         for entry, value in state.items():
             name, _, key = entry.rpartition(".")
             parameter = parameters[name]
             copied = value.to(parameter.device, copy=True)
-            self.optimizer.state[parameter][key] = copied if key == "step" else models.like(parameter, copied)
+            self.adamw.state[parameter][key] = copied if key == "step" else models.like(parameter, copied)

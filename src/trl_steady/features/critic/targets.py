@@ -1,26 +1,71 @@
-"""Values, returns and advantages of a rollout."""
+"""Values, returns and advantages of a rollout. Read `critic_targets` first."""
+
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# annotations of accelerate are partial
 
 from collections.abc import Mapping
-from typing import cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from trl_steady.config.ppo import PPOConfig
 from trl_steady.core.types import Rollout
-from trl_steady.features.critic.trainer import PPO
+from trl_steady.features.critic.trainer import PPOTrainerProtocol
 from trl_steady.features.step_rewards.feature import StepRewardsFeature
 from trl_steady.functional import advantages, values
 from trl_steady.trl_bridge.models import text_tokenizer
 from trl_steady.trl_bridge.rollout import log_token_advantages
 
 
-def targets(
-    trainer: PPO, rollout: Rollout, old_values: Tensor, after: Tensor | None, *, kl_coef: float
+class TokenRewards(NamedTuple):
+    """The rewards of a rollout, 0 where there is no action token."""
+
+    rewards: Tensor
+    """(B, T) scores at the ends of steps, less the KL to the reference."""
+    kl: Tensor
+    """(B, T) log policy - log reference at rollout; 0 without `kl_coef`."""
+    counts: Tensor
+    """(B, T) bool, True for the action tokens of completions that a reward function has scored."""
+    is_scored: Tensor
+    """(B, 1) bool, False for completions that no reward function has scored."""
+    is_truncated: Tensor
+    """(B, 1) bool, True for completions without an end of their text."""
+
+
+class Targets(NamedTuple):
+    """What policy and critic learn from a rollout."""
+
+    advantages: Tensor
+    """(B, T) of the policy, not whitened yet."""
+    returns: Tensor
+    """(B, T), the critic's targets."""
+    critic_advantages: Tensor
+    """(B, T), the returns less the values."""
+
+
+class Moments(NamedTuple):
+    """(3,) number, sum and sum of squares over the tokens or completions of all processes."""
+
+    advantages: Tensor
+    returns: Tensor
+    critic_advantages: Tensor
+    kl_per_completion: Tensor
+
+
+def critic_targets(
+    trainer: PPOTrainerProtocol,
+    args: PPOConfig,
+    rollout: Rollout,
+    old_values: Tensor,
+    after: Tensor | None,
+    kl_coef: float,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the targets of policy and critic in a rollout, and log what they show. Every process must call this.
+    """Return the targets of policy and critic in a rollout, and log them. Every process must call this function.
 
     Args:
-        trainer: The trainer, whose `StepRewardsFeature` has the rewards.
+        trainer: The trainer, whose reward functions have returned.
+        args: Its config.
         rollout: TRL's samples with the log-probs that the KL needs.
         old_values: (B, T) values of the critic.
         after: (B,) value of the state after each completion; None: 0 for all.
@@ -28,72 +73,114 @@ def targets(
 
     Returns:
         (B, T) float32 columns, 0 where there is no action token: `values` of the critic at rollout, its targets
-        `returns`, NaN for a completion that no reward function has scored, and the policy's `advantages`. And (2,) the
-        sum over the answers of all processes of their KL to the reference, in nats, and the number of answers.
+        `returns`, NaN for a completion that no reward function has scored, and the policy's `advantages`. Then the
+        (3,) moments, over all processes, of the completions' KL to the reference in nats.
     """
-    args, samples, mask = trainer.args, rollout.samples, rollout.is_sampled
-    steps = trainer.feature(StepRewardsFeature)
-    table = steps.own_steps(mask)
-    is_scored = table.is_rewarded.unsqueeze(1)
-    is_cut = _is_cut(trainer, samples)
-    score = values.at_ends(table.rewards.float(), table.ends, mask)
+    mask = rollout.is_sampled
+    old_values = old_values.float().where(mask, 0)
+    tokens = rewards_with_kl(trainer, args, rollout, kl_coef)
+    targets = gae_targets(args, tokens, old_values, after, mask)
+    kl_per_completion, has_tokens = tokens.kl.sum(1, keepdim=True), mask.any(1, keepdim=True)
+    moments = Moments(
+        *_moments(
+            trainer,
+            (targets.advantages, tokens.counts),
+            (targets.returns, tokens.counts),
+            (targets.critic_advantages, tokens.counts),
+            (kl_per_completion, has_tokens),
+        )
+    )
+    policy_advantages = targets.advantages
+    if args.whiten_advantages:
+        policy_advantages = values.whitened(policy_advantages, tokens.counts, moments.advantages)
+    policy_advantages = policy_advantages.where(tokens.counts, 0)
+    log_targets(trainer, rollout, tokens, targets, moments, old_values, policy_advantages, kl_coef)
+    columns = {
+        "values": old_values,
+        "returns": targets.returns.where(mask, 0).where(tokens.is_scored, torch.nan),
+        "advantages": policy_advantages,
+    }
+    return columns, moments.kl_per_completion
+
+
+def rewards_with_kl(trainer: PPOTrainerProtocol, args: PPOConfig, rollout: Rollout, kl_coef: float) -> TokenRewards:
+    """Return the reward of each action token: scores of steps, penalty and KL. Every process must call this function.
+
+    The KL in the reward is that of InstructGPT (arXiv 2203.02155, section 3.5).
+    """
+    samples, mask = rollout.samples, rollout.is_sampled
+    table = trainer.feature(StepRewardsFeature).own_steps(mask)
+    is_scored, is_truncated = table.is_rewarded.unsqueeze(1), _is_truncated(trainer, samples)
+    counts = mask & is_scored
+    rewards = values.at_ends(table.rewards.float(), table.ends, mask)
     if args.missing_eos_penalty is not None:
-        penalty = torch.full_like(score[:, :1], -args.missing_eos_penalty).where(is_cut, torch.nan)
-        score = score + values.at_ends(penalty, torch.full_like(table.ends[:, :1], mask.size(1)), mask)
-    rewards, kl = score, torch.zeros_like(score)
+        penalty = torch.full_like(rewards[:, :1], -args.missing_eos_penalty).where(is_truncated, torch.nan)
+        rewards = rewards + values.at_ends(penalty, torch.full_like(table.ends[:, :1], mask.size(1)), mask)
+    kl = torch.zeros_like(rewards)
     if kl_coef:
         kl = (samples["old_per_token_logps"] - samples["ref_per_token_logps"]).where(mask, 0)
-        rewards = score - kl_coef * kl
-    counts, old_values = mask & is_scored, old_values.float().where(mask, 0)
+        rewards = rewards - kl_coef * kl
     if args.whiten_rewards:
-        rewards = values.whitened(rewards, counts, _everywhere(trainer, rewards, counts)[0], shift_mean=False)
-    bootstrap = None if after is None else after.float().where(is_cut.squeeze(1), 0)
-    lam, value_lam = args.lam, args.lam if args.value_lam is None else args.value_lam
-    of_policy, of_critic = (
-        advantages.gae(rewards, old_values, mask, gamma=args.gamma, lam=each, bootstrap=bootstrap)
-        for each in (lam, value_lam)
+        (moments,) = _moments(trainer, (rewards, counts))
+        rewards = values.whitened(rewards, counts, moments, shift_mean=False)
+    return TokenRewards(rewards, kl, counts, is_scored, is_truncated)
+
+
+def gae_targets(
+    args: PPOConfig, tokens: TokenRewards, old_values: Tensor, after: Tensor | None, mask: Tensor
+) -> Targets:
+    """Return GAE's advantages of the policy, and the critic's targets with a lambda of their own."""
+    # after a completion that has ended there is no further reward
+    bootstrap = None if after is None else after.float().where(tokens.is_truncated.squeeze(1), 0)
+    value_lam = args.lam if args.value_lam is None else args.value_lam
+    policy_advantages, critic_advantages = (
+        advantages.gae(tokens.rewards, old_values, mask, gamma=args.gamma, lam=lam, bootstrap=bootstrap)
+        for lam in (args.lam, value_lam)
     )
-    returns = of_critic + old_values
-    answer_kl, has_tokens = kl.sum(1, keepdim=True), mask.any(1, keepdim=True)
-    totals = _everywhere(trainer, of_policy, counts, returns, counts, of_critic, counts, answer_kl, has_tokens)
-    if args.whiten_advantages:
-        of_policy = values.whitened(of_policy, counts, totals[0])
-    of_policy = of_policy.where(counts, 0)
-    log_token_advantages(trainer, of_policy, rollout.is_sampled)
+    return Targets(policy_advantages, critic_advantages + old_values, critic_advantages)
+
+
+def log_targets(
+    trainer: PPOTrainerProtocol,
+    rollout: Rollout,
+    tokens: TokenRewards,
+    targets: Targets,
+    moments: Moments,
+    old_values: Tensor,
+    policy_advantages: Tensor,
+    kl_coef: float,
+) -> None:
+    """Log advantages, values and KL of a rollout. Every process must call this function."""
+    mask, steps = rollout.is_sampled, trainer.feature(StepRewardsFeature)
+    log_token_advantages(trainer, policy_advantages, mask)
     if steps.has_steps:
-        steps.keep_advantages(rollout, of_policy)
+        steps.keep_advantages(rollout, policy_advantages)
     if kl_coef and trainer.beta == 0:  # otherwise TRL logs that of the loss
-        trainer.metrics.token_mean("kl", kl, mask)
-    explained = 1 - values.variance(totals[2]) / values.variance(totals[1])
-    of_rollout = torch.ones(1, 1, dtype=torch.bool, device=mask.device)
+        trainer.metrics.token_mean("kl", tokens.kl, mask)
+    explained = 1 - values.variance(moments.critic_advantages) / values.variance(moments.returns)
+    once, has_tokens = torch.ones(1, 1, dtype=torch.bool, device=mask.device), mask.any(1, keepdim=True)
     trainer.metrics.pooled(
         means={
-            "value/mean": (old_values, counts),
-            "value/returns": (returns, counts),
-            "value/explained_variance": (explained.view(1, 1), of_rollout & explained.isfinite()),
-            "kl_coef": (torch.full_like(of_rollout, kl_coef, dtype=torch.float64), of_rollout),
-            "kl_per_answer": (answer_kl, has_tokens),
-            "reward_with_kl": (rewards.sum(1, keepdim=True), has_tokens & is_scored),
+            "value/mean": (old_values, tokens.counts),
+            "value/returns": (targets.returns, tokens.counts),
+            "value/explained_variance": (explained.view(1, 1), once & explained.isfinite()),
+            "kl_coef": (torch.full_like(once, kl_coef, dtype=torch.float64), once),
+            "kl_per_answer": (tokens.kl.sum(1, keepdim=True), has_tokens),
+            "reward_with_kl": (tokens.rewards.sum(1, keepdim=True), has_tokens & tokens.is_scored),
         }
     )
-    return {
-        "values": old_values,
-        "returns": returns.where(mask, 0).where(is_scored, torch.nan),
-        "advantages": of_policy,
-    }, totals[3][[1, 0]]
 
 
-def _is_cut(trainer: PPO, samples: Mapping[str, Tensor]) -> Tensor:
+def _is_truncated(trainer: PPOTrainerProtocol, samples: Mapping[str, Tensor]) -> Tensor:
     """Return (B, 1) bool, True for a completion that does not end as a model ends its text."""
-    ends = samples["completion_mask"].sum(1, keepdim=True)
-    last = samples["completion_ids"].gather(1, (ends - 1).clamp(min=0))
-    stops = torch.tensor([*trainer.eos_token_ids, text_tokenizer(trainer).pad_token_id], device=last.device)
-    return ~torch.isin(last, stops) & (ends > 0)
+    lengths = samples["completion_mask"].sum(1, keepdim=True)
+    last = samples["completion_ids"].gather(1, (lengths - 1).clamp(min=0))
+    ends = torch.tensor([*trainer.eos_token_ids, text_tokenizer(trainer).pad_token_id], device=last.device)
+    return ~torch.isin(last, ends) & (lengths > 0)
 
 
-def _everywhere(trainer: PPO, *pairs: Tensor) -> Tensor:
+def _moments(trainer: PPOTrainerProtocol, *masked_values: tuple[Tensor, Tensor]) -> Tensor:
     """Return (n, 3) moments over all processes of n values under their masks."""
-    exact = torch.float64 if pairs[0].device.type in ("cpu", "cuda") else torch.float32
-    masked = zip(pairs[::2], pairs[1::2], strict=True)
-    moments = torch.stack([values.moments(each.to(exact), mask) for each, mask in masked])
+    exact = torch.float64 if masked_values[0][0].device.type in ("cpu", "cuda") else torch.float32
+    moments = torch.stack([values.moments(each.to(exact), mask) for each, mask in masked_values])
     return cast(Tensor, trainer.accelerator.reduce(moments, reduction="sum"))

@@ -1,4 +1,4 @@
-"""The trainer as PPO's parts read it."""
+"""The trainer as PPO's features read it."""
 
 from typing import Protocol
 
@@ -7,10 +7,10 @@ from peft import LoraConfig
 from transformers import PreTrainedModel
 
 from trl_steady.core.feature import Trainer
-from trl_steady.features.critic.model import Critic
+from trl_steady.features.critic.model import ScalarHeadModel
 
 
-class PPO(Trainer, Protocol):
+class PPOTrainerProtocol(Trainer, Protocol):
     """A trainer with the arguments of `PPOTrainer`."""
 
     value_model: PreTrainedModel | str | None
@@ -19,6 +19,6 @@ class PPO(Trainer, Protocol):
     eos_token_ids: list[int]
 
     @property
-    def reward_model(self) -> Critic | None:
+    def reward_model(self) -> ScalarHeadModel | None:
         """The reward model of a `RewardAdapter`."""
         ...

@@ -1,9 +1,12 @@
 """Retrain the reward model before each move of the reference: the outer loop of DeepSeekMath's Algorithm 1."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# annotations of torch and accelerate are partial
+
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, NamedTuple, cast
+from typing import Any, Literal
 
 import torch
 from accelerate.utils import gather_object
@@ -12,61 +15,51 @@ from transformers import TrainerCallback
 from trl_steady.core.feature import Trainer
 from trl_steady.features.critic.optimizer import ScalarHeadOptimizer
 from trl_steady.features.reference.feature import Reference
-from trl_steady.features.reward_model.examples import Answer, Example, History, examples_of, held_out, prompts_of
-from trl_steady.features.reward_model.feature import STATE_FILE, RewardModelPart
-from trl_steady.features.reward_model.labelling import Answers, label_steps, verdicts
+from trl_steady.features.reward_model.examples import (
+    Example,
+    History,
+    LabelledCompletion,
+    hold_out,
+    make_examples,
+    prompt_key,
+)
+from trl_steady.features.reward_model.feature import STATE_FILE, RewardModel, RewardRefresh
+from trl_steady.features.reward_model.labelling import RolloutCompletions, get_verdicts, label_steps
 from trl_steady.features.reward_model.training import fit, measure
-from trl_steady.trl_bridge.private import patched, set_metric
-from trl_steady.trl_bridge.rollout import forget_logs
+from trl_steady.trl_bridge.private import set_metric
+from trl_steady.trl_bridge.rollout import forget_logs, generate_outside_training
 
 _HELD_OUT = 0.1  # share of an iteration's prompts that measure the reward model and never train it
 _OBJECTIVES = {"pairs": "outcome", "pointwise": "outcome", "steps": "steps"}
 
 
-class RewardRefresh(NamedTuple):
-    """One retraining of the reward model."""
-
-    step: int
-    """Optimizer steps taken before it."""
-    samples: int
-    """Examples of this iteration that it was trained on."""
-    replayed: int
-    """Examples of earlier iterations that it was trained on."""
-    accepted: bool
-    """False if the old weights were kept, with `accept="held_out_not_worse"`."""
-    old: float | None
-    """Accuracy of the old reward model on held-out examples of this iteration; None without any, or if it was new."""
-    new: float | None
-    """Accuracy of the new one on the same, also if it was refused."""
-
-
 class RewardModelRefreshCallback(TrainerCallback):
-    """Retrain a `RewardAdapter` on the policy's own answers, each time before the reference moves.
+    """Retrain a `RewardAdapter` on the policy's own completions, each time before the reference moves.
 
     This is the other half of Algorithm 1 of DeepSeekMath (arXiv 2402.03300, section 4.1.4). At the end of an outer
-    iteration the policy's answers become a training set, with 10 % of historical data. The reward model is trained
+    iteration the policy's completions become a training set, with 10 % of historical data. The reward model is trained
     further on it. Then the reference becomes the policy. The paper does not state the learning rate, the epochs and
     the loss of the retraining, or what the 10 % are taken from.
 
         trainer = GRPOTrainer(..., reward_funcs=RewardAdapter(source), args=GRPOConfig(sync_ref_model=True, ...))
         trainer.add_callback(RewardModelRefreshCallback(trainer, label_fn=is_right))
 
-    Ten per cent of an iteration's prompts are held out: their answers measure the old and the new reward model, and
-    are never trained on. All figures are logged as `reward_model/...` at the refresh, and kept in
-    `trainer.reward_refreshes`. Every rollout logs `reward_model/true`, the share of right answers by `label_fn`. A
+    Ten per cent of an iteration's prompts are held out: their completions measure the old and the new reward model,
+    and are never trained on. All figures are logged as `reward_model/...` at the refresh, and kept in
+    `trainer.reward_refreshes`. Every rollout logs `reward_model/true`, the share of right completions by `label_fn`. A
     rise of the reward without a rise of this share is reward hacking.
 
     Args:
         trainer: A trainer of trl-steady with a `RewardAdapter` and `sync_ref_model=True`.
         label_fn: `label_fn(prompts, completions, **columns)`, called as a reward function. Returns True, False or
             None (no verdict) for each completion.
-        objective: `"pointwise"`: cross-entropy of right and wrong answers. `"pairs"`: Bradley-Terry loss of a right
-            and a wrong answer to one prompt. `"steps"`: cross-entropy of steps, where a step is good if any of
-            `continuations` from its end is right (Math-Shepherd, arXiv 2312.08935).
+        objective: `"pointwise"`: cross-entropy of right and wrong completions. `"pairs"`: Bradley-Terry loss of a
+            right and a wrong completion of one prompt. `"steps"`: cross-entropy of steps, where a step is good if any
+            of `continuations` from its end is right (Math-Shepherd, arXiv 2312.08935).
         replay_fraction: Share of historical examples in each training set, at least 0 and below 1.
         learning_rate: Learning rate of AdamW for the reward model, without weight decay. The optimizer's state is kept
             between refreshes.
-        epochs: Passes over each training set. A batch has as many examples as an optimizer step has answers.
+        epochs: Passes over each training set. A batch has as many examples as an optimizer step has completions.
         continuations: Number of continuations of each step, with `objective="steps"`.
         history: The most examples that are kept for replay, a uniform sample of all that were trained on.
         accept: `"always"` as in the paper. `"held_out_not_worse"`: keep the old weights if the new ones know fewer
@@ -89,8 +82,8 @@ class RewardModelRefreshCallback(TrainerCallback):
         history: int = 10_000,
         accept: Literal["always", "held_out_not_worse"] = "always",
     ) -> None:
-        part, moving = trainer.part(RewardModelPart), trainer.feature(Reference).callback
-        if part.model is None or part.refresher or moving is None:
+        feature, moving = trainer.feature(RewardModel), trainer.feature(Reference).callback
+        if feature.model is None or feature.refresher or moving is None:
             raise ValueError(
                 f"{type(self).__name__} retrains a RewardAdapter before each move of the reference. Make one for a "
                 "trainer of trl-steady that has a RewardAdapter in reward_funcs, sync_ref_model=True, "
@@ -98,7 +91,7 @@ class RewardModelRefreshCallback(TrainerCallback):
             )
         for is_right, option, value, expected in (
             (
-                part.adapter.head == _OBJECTIVES.get(objective),
+                feature.adapter.head == _OBJECTIVES.get(objective),
                 "objective",
                 objective,
                 "'pairs' or 'pointwise', or, with RewardAdapter(head='steps'), 'steps'",
@@ -119,40 +112,41 @@ class RewardModelRefreshCallback(TrainerCallback):
         self.continuations, self.accept = continuations, accept
         self.refreshes: list[RewardRefresh] = []
         self.history = History(history)
-        self.learner = ScalarHeadOptimizer(part.model, trainer)
-        self._answers: list[Answer] = []
+        self.optimizer = ScalarHeadOptimizer(feature.model, trainer)
+        self._completions: list[LabelledCompletion] = []
         self._rollouts = 0
-        self._part = part
-        part.refresher = self
+        self._model, self._scorer = feature.model, feature.scorer
+        feature.refresher = self
         moving.before_move.append(self.refresh)
 
     # a rollout
 
-    def collect(self, answers: Answers) -> None:
-        """Label this process's answers of a rollout, and keep them until the refresh if the policy trains on them."""
+    def collect(self, completions: RolloutCompletions) -> None:
+        """Label this process's completions of a rollout. Keep them until the refresh if the policy trains on them."""
         trainer = self.trainer
-        known = verdicts(self.label_fn, answers.prompts, answers.completions, answers.columns)
-        right = torch.tensor([float(verdict is True) for verdict in known])
-        is_known = torch.tensor([verdict is not None for verdict in known])
+        verdicts = get_verdicts(self.label_fn, completions.prompts, completions.completions, completions.columns)
+        right = torch.tensor([float(verdict is True) for verdict in verdicts])
+        is_known = torch.tensor([verdict is not None for verdict in verdicts])
         trainer.metrics.pooled(means={"reward_model/true": (right, is_known)})
         if not trainer.model.training:
             return
         labels = right.unsqueeze(1).tolist()
         if self.objective == "steps":
-            labels = label_steps(trainer, self.label_fn, answers, known, self.continuations)
-        first = trainer.accelerator.process_index * len(known)
-        for i, verdict in enumerate(known):
+            labels = label_steps(trainer, self.label_fn, completions, verdicts, self.continuations)
+        first = trainer.accelerator.process_index * len(verdicts)
+        for i, verdict in enumerate(verdicts):
             if verdict is None:
                 continue
             # NaN: no verdict on a step
-            steps = [(end, label) for end, label in zip(answers.ends[i], labels[i], strict=True) if label == label]
-            self._answers.append(
-                Answer(
+            pairs = zip(completions.ends[i], labels[i], strict=True)
+            steps = [(end, label) for end, label in pairs if label == label]
+            self._completions.append(
+                LabelledCompletion(
                     rollout=self._rollouts,
                     index=first + i,
                     group=(first + i) // trainer.num_generations,
-                    prompt=torch.tensor(answers.prompt_ids[i], dtype=torch.int32),
-                    completion=torch.tensor(answers.completion_ids[i], dtype=torch.int32),
+                    prompt=torch.tensor(completions.prompt_ids[i], dtype=torch.int32),
+                    completion=torch.tensor(completions.completion_ids[i], dtype=torch.int32),
                     ends=[end for end, _ in steps],
                     labels=[label for _, label in steps],
                 )
@@ -162,100 +156,104 @@ class RewardModelRefreshCallback(TrainerCallback):
     # an outer iteration
 
     def fit(self, rows: Sequence[Mapping[str, Any]]) -> None:
-        """Train a new reward model on the policy's answers to some prompts, before training.
+        """Train a new reward model on the policy's completions of some prompts, before training.
 
-        The trainer generates `num_generations` answers to each prompt, as in its rollouts. All processes must call
+        The trainer generates `num_generations` completions of each prompt, as in its rollouts. All processes must call
         this method with the same rows. A run that resumes restores the reward model, and need not call it.
 
         `rows` are like those of the trainer's dataset. Those that do not fill a rollout are left out.
         """
         trainer, args = self.trainer, self.trainer.args
         trainer.model.train()
-        answers = [dict(row) for row in rows for _ in range(trainer.num_generations)]
+        inputs = [dict(row) for row in rows for _ in range(trainer.num_generations)]
         total, count = args.generation_batch_size, args.generation_batch_size // trainer.accelerator.num_processes
-        for start in range(0, len(answers) - total + 1, total):
+        for start in range(0, len(inputs) - total + 1, total):
             first = start + trainer.accelerator.process_index * count
-            # the coefficient of PPO's KL and the stream of prompts wait for the training
-            with patched(args, {"kl_target": None, "dynamic_sampling": False}):
-                cast(Any, trainer)._generate_and_score_completions(answers[first : first + count])
+            generate_outside_training(trainer, inputs[first : first + count])
         forget_logs(trainer)  # these rollouts are not of training
         self.refresh(0)
 
     def refresh(self, step: int) -> None:
-        """Train the reward model further on the answers since the last refresh. Every process must call this method.
+        """Train the reward model further on the completions since the last refresh. Every process must call this.
 
         `step` is the number of optimizer steps taken so far.
         """
-        # all processes have the same answers, history and generator, and so the same examples
+        # all processes have the same completions, history and generator, and so the same examples
         generator = torch.Generator().manual_seed(self.trainer.args.seed * 1_000_003 + len(self.refreshes))
-        answers = self._all_answers()
-        self._answers = []
-        train, out = held_out(answers, _HELD_OUT, generator)
-        fresh, out = (examples_of(each, self.objective, generator) for each in (train, out))
-        share = self.replay_fraction / (1 - self.replay_fraction)
-        replayed = self.history.draw(round(share * len(fresh)), generator, without=prompts_of(out))
+        completions = self._gather_completions()
+        self._completions = []
+        train, out = hold_out(completions, _HELD_OUT, generator)
+        fresh, out = (make_examples(each, self.objective, generator) for each in (train, out))
+        count = round(self.replay_fraction / (1 - self.replay_fraction) * len(fresh))
+        replayed = self.history.draw(count, generator, without=set(map(prompt_key, out)))
         sets = {"fresh": fresh, "replayed": replayed, "held_out": out}
-        model = self._part.model
-        assert model is not None
-        # a new one scores all answers with 0, and knows nothing
-        old = None if model.is_fresh else self._measured("old", sets)
-        for is_missing, message in (
-            (
-                not fresh,
-                f"the reward model was not retrained before step {step + 1}: the {len(answers)} answers of this "
-                f"iteration give no example with objective={self.objective!r}. Pairs need a right and a wrong answer "
-                "to one prompt.",
-            ),
-            (
-                self.accept != "always" and not out,
+        if not fresh:
+            self._warn(
+                f"the reward model was not retrained before step {step + 1}: the {len(completions)} completions of "
+                f"this iteration give no example with objective={self.objective!r}. Pairs need a right and a wrong "
+                "completion of one prompt."
+            )
+        if self.accept != "always" and not out:
+            self._warn(
                 f"accept={self.accept!r} has nothing to compare: this iteration has no held-out example, and the new "
-                "reward model is kept. Use rollouts with more prompts between refreshes.",
-            ),
-        ):
-            if is_missing:
-                warnings.warn(message, UserWarning, stacklevel=2)
-        kept = None
+                "reward model is kept. Use rollouts with more prompts between refreshes."
+            )
+        # a new one scores all completions with 0, and knows nothing
+        old = None if self._model.is_fresh else self._log_accuracy("old", sets)
+        before = None
         if self.accept != "always":  # copies: on the CPU, `state` returns the parameters themselves
-            kept = {name: tensor.clone() for name, tensor in model.state().items()}, self.learner.state_dict()
+            before = (
+                {name: tensor.clone() for name, tensor in self._model.state().items()},
+                self.optimizer.state_dict(),
+            )
         if fresh:
-            rows = [*fresh, *replayed]
-            fit(self._part, self.learner, rows, epochs=self.epochs, rate=self.learning_rate, generator=generator)
-        new = self._measured("new", sets)
-        is_worse = old is not None and new is not None and new < old
-        if kept is not None and is_worse:
-            model.load(kept[0], "the reward model")
-            self.learner.load_state_dict(kept[1])
+            fit(
+                self._scorer,
+                self.optimizer,
+                [*fresh, *replayed],
+                epochs=self.epochs,
+                learning_rate=self.learning_rate,
+                generator=generator,
+            )
+        new = self._log_accuracy("new", sets)
+        is_refused = before is not None and old is not None and new is not None and new < old
+        if before is not None and is_refused:
+            self._model.load(before[0], "the reward model")
+            self.optimizer.load_state_dict(before[1])
         self.history.add(fresh, generator)
-        self.refreshes.append(RewardRefresh(step, len(fresh), len(replayed), kept is None or not is_worse, old, new))
+        self.refreshes.append(RewardRefresh(step, len(fresh), len(replayed), not is_refused, old, new))
         counts = {"samples": len(fresh), "replayed": len(replayed), "refreshes": len(self.refreshes)}
-        for name, value in {**counts, "accepted": self.refreshes[-1].accepted}.items():
+        for name, value in {**counts, "accepted": not is_refused}.items():
             set_metric(self.trainer, f"reward_model/{name}", float(value))
 
-    def _all_answers(self) -> list[Answer]:
-        """Return the answers of all processes, in the order of one process."""
-        return sorted(gather_object(self._answers), key=lambda answer: (answer.rollout, answer.index))
+    def _warn(self, message: str) -> None:
+        warnings.warn(message, UserWarning, stacklevel=3)
 
-    def _measured(self, which: str, sets: Mapping[str, Sequence[Example]]) -> float | None:
+    def _gather_completions(self) -> list[LabelledCompletion]:
+        """Return the completions of all processes, in the order of one process."""
+        return sorted(gather_object(self._completions), key=lambda each: (each.rollout, each.index))
+
+    def _log_accuracy(self, which: str, sets: Mapping[str, Sequence[Example]]) -> float | None:
         """Measure the reward model on each set for the log, and return the accuracy on held-out examples."""
-        found = {name: measure(self._part, examples) for name, examples in sets.items()}
-        for name, figures in found.items():
-            for figure, value in figures.items():
+        figures = {name: measure(self._scorer, examples) for name, examples in sets.items()}
+        for name, measured in figures.items():
+            for figure, value in measured.items():
                 set_metric(self.trainer, f"reward_model/{which}/{name}/{figure}", value)
-        return found["held_out"].get("accuracy")
+        return figures["held_out"].get("accuracy")
 
     # checkpoints
 
     def save(self, folder: Path) -> None:
-        """Add the answers since the last refresh, the optimizer and the history to a checkpoint."""
-        answers = self._all_answers()
+        """Add the completions since the last refresh, the optimizer and the history to a checkpoint."""
+        completions = self._gather_completions()
         if self.trainer.args.should_save:
             state = {
-                "answers": [tuple(answer) for answer in answers],
+                "completions": [tuple(each) for each in completions],
                 "rollouts": self._rollouts,
                 "refreshes": [tuple(refresh) for refresh in self.refreshes],
                 "objective": self.objective,
                 "history": self.history.state(),
-                "optimizer": self.learner.state_dict(),
+                "optimizer": self.optimizer.state_dict(),
             }
             torch.save(state, folder / STATE_FILE)
 
@@ -269,9 +267,9 @@ class RewardModelRefreshCallback(TrainerCallback):
                 f"{folder} has (objective, history)={found!r}, and this run has {expected!r}. Set the options of "
                 f"{type(self).__name__} to the same values, or begin a new run from its model."
             )
-        answers = [Answer(*answer) for answer in state["answers"]]
-        self._answers = answers[accelerator.process_index :: accelerator.num_processes]
+        completions = [LabelledCompletion(*each) for each in state["completions"]]
+        self._completions = completions[accelerator.process_index :: accelerator.num_processes]
         self._rollouts = state["rollouts"]
         self.refreshes = [RewardRefresh(*refresh) for refresh in state["refreshes"]]
-        self.learner.load_state_dict(state["optimizer"])
+        self.optimizer.load_state_dict(state["optimizer"])
         self.history.load(state["history"])

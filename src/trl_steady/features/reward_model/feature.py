@@ -1,121 +1,174 @@
-"""The reward model as a part: it is made, scores rollouts, and is saved and restored."""
+"""The reward model of a `RewardAdapter`: it is made, scores rollouts, and is saved and restored."""
 
-import contextlib
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# annotations of accelerate are partial
+
 import dataclasses
 import functools
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from peft import PeftModel
-from torch import Tensor
-from torch.nn.utils.rnn import pad_sequence
 
 from trl_steady.core.tensor_file import TensorFile
 from trl_steady.core.types import Rollout
-from trl_steady.features.critic.feature import ScorerPart
-from trl_steady.features.critic.model import Critic, adapter_critic, saved_adapter, whole_critic
-from trl_steady.features.reward_model.adapter import RewardAdapter
-from trl_steady.features.reward_model.labelling import Answers
+from trl_steady.features.critic.model import ScalarHeadModel, build_adapter_model, build_whole_model, load_adapter
+from trl_steady.features.critic.scalar_head import ScalarHeadFeature
+from trl_steady.features.reward_model.adapter import RewardAdapter, Rewards
+from trl_steady.features.reward_model.labelling import RolloutCompletions
+from trl_steady.features.reward_model.scorer import RewardScorer
 from trl_steady.features.step_rewards.alignment import Completion, token_ends
 from trl_steady.rewards.splitters import Conversation
 from trl_steady.rewards.steps import StepRewards
 from trl_steady.trl_bridge.models import REWARD_ADAPTER, text_tokenizer
 from trl_steady.trl_bridge.rollout import record_prompts
 
-if TYPE_CHECKING:
-    from trl_steady.features.reward_model.callback import RewardModelRefreshCallback
-
 STATE_FILE = "reward_refresh.pt"
 """File of a checkpoint that holds what `RewardModelRefreshCallback` needs to go on."""
 
 
-class RewardModelPart(ScorerPart):
+class RewardRefresh(NamedTuple):
+    """One retraining of the reward model."""
+
+    step: int
+    """Optimizer steps taken before it."""
+    samples: int
+    """Examples of this iteration that it was trained on."""
+    replayed: int
+    """Examples of earlier iterations that it was trained on."""
+    accepted: bool
+    """False if the old weights were kept, with `accept="held_out_not_worse"`."""
+    old: float | None
+    """Accuracy of the old reward model on held-out examples of this iteration; None without any, or if it was new."""
+    new: float | None
+    """Accuracy of the new one on the same, also if it was refused."""
+
+
+class Refresher(Protocol):
+    """What retrains the reward model, as the feature sees it: `RewardModelRefreshCallback`."""
+
+    refreshes: list[RewardRefresh]
+
+    def collect(self, completions: RolloutCompletions) -> None:
+        """Label this process's completions of a rollout, and keep them until the refresh."""
+        ...
+
+    def save(self, folder: Path) -> None:
+        """Add to a checkpoint."""
+        ...
+
+    def load(self, folder: Path) -> None:
+        """Restore what `save` has added."""
+        ...
+
+
+class RewardModel(ScalarHeadFeature):
     """Scores rollouts with the `RewardAdapter` in `reward_funcs`, if there is one."""
 
     FILE = TensorFile("reward_model.safetensors", "reward model")
     FOLDER = REWARD_ADAPTER
     adapter: RewardAdapter
-    refresher: "RewardModelRefreshCallback | None" = None
+    refresher: Refresher | None = None
     """Trains the reward model; None if it does not change."""
-    _prompts: list[list[int]]
-    """Token ids of the rollout in progress."""
+    _prompt_ids: list[list[int]]
+    """Token ids of the prompts of the rollout in progress."""
+
+    @functools.cached_property
+    def scorer(self) -> RewardScorer:
+        """Computes scores."""
+        assert self.model is not None
+        return RewardScorer(self.trainer, self.model)
 
     # construction
 
-    def built(self) -> None:
+    def on_init_end(self) -> None:
         """Make the reward model, and refuse setups in which it would not act as asked."""
-        found = [function for function in self.trainer.reward_funcs if isinstance(function, RewardAdapter)]
-        if not found:
+        adapters = [function for function in self.trainer.reward_funcs if isinstance(function, RewardAdapter)]
+        if not adapters:
             return
-        self.adapter = found[0]
-        if len(found) > 1 or self.adapter.part is not None:
+        self.adapter = adapters[0]
+        if len(adapters) > 1 or self.adapter.compute_rewards is not None:
             raise ValueError(
-                f"reward_funcs has {len(found)} RewardAdapters, or one of another trainer. Make exactly one for each "
-                "trainer."
+                f"reward_funcs has {len(adapters)} RewardAdapters, or one of another trainer. Make exactly one for "
+                "each trainer."
             )
         if self.trainer.is_fsdp_enabled or self.trainer.is_deepspeed_enabled:
             raise ValueError(
                 "RewardAdapter does not work with FSDP or DeepSpeed, which would shard it and not train it. Use DDP "
                 "(accelerate launch --multi_gpu), or a reward model of its own in reward_funcs."
             )
-        self.adopt(self._made())
-        self.adapter.part = self  # now that nothing can fail, so that a second attempt may use the adapter
+        self.adopt(self._build())
+        self.adapter.compute_rewards = self.compute_rewards  # last, so that a second attempt may use the adapter
 
-    def _made(self) -> Critic:
+    def _build(self) -> ScalarHeadModel:
         """Return a new reward model, without dropout, as in TRL's `RewardTrainer`."""
         policy = self.trainer.accelerator.unwrap_model(self.trainer.model)
         source, config = self.adapter.source, self.adapter.peft_config
         if isinstance(policy, PeftModel):
-            saved = None if source is None else saved_adapter(source)
-            return adapter_critic(policy, config, REWARD_ADAPTER, saved=saved, has_dropout=False)
+            saved = None if source is None else load_adapter(source)
+            return build_adapter_model(policy, config, REWARD_ADAPTER, saved=saved, has_dropout=False)
         if config is not None:
             raise ValueError("RewardAdapter has a peft_config, and the policy has none. Give both one, or neither.")
-        model = whole_critic(self.trainer, source, f"RewardAdapter({str(source)!r})", has_dropout=False)
+        model = build_whole_model(self.trainer, source, f"RewardAdapter({str(source)!r})", has_dropout=False)
         model.bare.eval()
         return model
 
     # a rollout
 
-    def rolling(self, rollout: Rollout) -> contextlib.AbstractContextManager[None]:
-        """Remember the tokens of the prompts."""
+    def around_rollout(self, rollout: Rollout, call_next: Callable[[Rollout], dict[str, Any]]) -> dict[str, Any]:
+        """Record the tokens of the prompts, which reward functions do not get."""
         if self.model is None:
-            return contextlib.nullcontext()
-        return record_prompts(self.trainer, functools.partial(setattr, self, "_prompts"))
+            return call_next(rollout)
+        with record_prompts(self.trainer, functools.partial(setattr, self, "_prompt_ids")):
+            return call_next(rollout)
 
-    def rewards(
+    def compute_rewards(
         self,
         prompts: Sequence[object],
         completions: Sequence[str | Conversation],
-        ids: Sequence[list[int]],
+        completion_ids: Sequence[list[int]],
         columns: Mapping[str, Any],
-    ) -> list[float] | list[StepRewards]:
+    ) -> Rewards:
         """Return what the reward model returns as a reward function of TRL."""
-        # rows with text alone have None or []
-        pictures = (picture for name in ("image", "images") for picture in columns.get(name) or [])
-        if any(picture not in (None, []) for picture in pictures):
+        # examples with text alone have None or []
+        images = (image for name in ("image", "images") for image in columns.get(name) or [])
+        if any(image not in (None, []) for image in images):
             raise ValueError("RewardAdapter reads text only, and the dataset has images. Use another reward function.")
-        steps: list[StepRewards] = []
-        if self.adapter.head == "steps":
-            ends = []
-            for number, (content, tokens) in enumerate(zip(completions, ids, strict=True)):
-                split = self.adapter.splitter(content)
-                steps.append(split.rewards([0.0] * len(split.texts)))
-                completion = Completion(f"completion {number} of RewardAdapter", content, tokens, [True] * len(tokens))
-                ends.append(token_ends(steps[-1], completion, text_tokenizer(self.trainer)))
+        has_steps = self.adapter.head == "steps"
+        steps = [self._split(completion) for completion in completions] if has_steps else []
+        if has_steps:
+            ends = self._step_ends(steps, completions, completion_ids)
         else:
-            ends = [[self._length(tokens)] for tokens in ids]
-        with torch.no_grad(), self.dropping_out(False):
-            scores = self.scores(self._prompts, ids, ends, batch_size=self.batch_size).tolist()
+            ends = [[self._length(ids)] for ids in completion_ids]
+        with torch.no_grad(), self.scorer.dropout(False):
+            scores = self.scorer.scores(self._prompt_ids, completion_ids, ends, batch_size=self.batch_size).tolist()
         if self.refresher is not None:
-            self.refresher.collect(Answers(prompts, completions, columns, self._prompts, ids, ends))
-        if self.adapter.head == "outcome":
+            self.refresher.collect(
+                RolloutCompletions(prompts, completions, columns, self._prompt_ids, completion_ids, ends)
+            )
+        if not has_steps:
             return [score for score, *_ in scores]
         return [
-            dataclasses.replace(step, values=row[: len(step.values)]) for step, row in zip(steps, scores, strict=True)
+            dataclasses.replace(step, values=values[: len(step.values)])
+            for step, values in zip(steps, scores, strict=True)
         ]
+
+    def _split(self, completion: str | Conversation) -> StepRewards:
+        """Return the steps of a completion, with rewards of 0."""
+        steps = self.adapter.splitter(completion)
+        return steps.rewards([0.0] * len(steps.texts))
+
+    def _step_ends(
+        self, steps: list[StepRewards], completions: Sequence[str | Conversation], completion_ids: Sequence[list[int]]
+    ) -> list[list[int]]:
+        """Return for each completion the number of tokens before the end of each step."""
+        ends: list[list[int]] = []
+        for number, (content, ids) in enumerate(zip(completions, completion_ids, strict=True)):
+            completion = Completion(f"completion {number} of RewardAdapter", content, ids, [True] * len(ids))
+            ends.append(token_ends(steps[number], completion, text_tokenizer(self.trainer)))
+        return ends
 
     def _length(self, ids: list[int]) -> int:
         """Return the number of tokens up to the last that is no padding, whose score transformers takes.
@@ -125,64 +178,9 @@ class RewardModelPart(ScorerPart):
         pad = text_tokenizer(self.trainer).pad_token_id
         return next((n for n in range(len(ids), 0, -1) if ids[n - 1] != pad), 0)
 
-    @contextlib.contextmanager
-    def dropping_out(self, acts: bool) -> Iterator[None]:
-        """Switch dropout and recomputation on or off, whatever the trainer is doing. A score is not random."""
-        assert self.model is not None
-        before = [(module, module.training) for module in self.model.bare.modules()]
-        self.model.bare.train(acts)
-        try:
-            yield
-        finally:
-            for module, was_training in before:
-                module.training = was_training
+    # training and checkpoints
 
-    def scores(
-        self,
-        prompts: Sequence[Sequence[int]],
-        completions: Sequence[Sequence[int]],
-        ends: Sequence[Sequence[int]],
-        *,
-        batch_size: int | None = None,
-    ) -> Tensor:
-        """Return scores (N, S) of texts at the ends of their steps, 0 where a text has fewer. S is the most steps.
-
-        Prompts and completions are token ids. `ends` has for each completion the numbers of its tokens after which a
-        score is read. `batch_size` texts go through the model together; None for all.
-        """
-        assert self.model is not None
-        device, pad = self.trainer.accelerator.device, cast(int, text_tokenizer(self.trainer).pad_token_id)
-        samples: dict[str, Tensor] = {}
-        # the score after a token is a critic's value of the next one
-        longer = [[*tokens, pad] for tokens in completions]
-        for name, rows, side in (("prompt", prompts, "left"), ("completion", longer, "right")):
-            samples[f"{name}_ids"], samples[f"{name}_mask"] = _padded(rows, pad, side, device)
-        with self.trainer.accelerator.autocast():
-            values = self.trainer.values(self.model, samples, None, batch_size)
-        token_indices, is_step = _padded(ends, 0, "right", device)
-        return values.gather(1, token_indices) * is_step
-
-    # checkpoints
-
-    def save(self, checkpoint: Path) -> None:
-        """Save the reward model, and what its training needs to go on."""
-        super().save(checkpoint)
-        if self.refresher is not None:
-            self.refresher.save(checkpoint)
-
-    def load(self, checkpoint: Path) -> None:
-        """Restore what `save` has added. Raises ValueError if this run cannot continue it."""
-        for file, owner in ((self.FILE.name, self.model), (STATE_FILE, self.refresher)):
-            if owner is None and (checkpoint / file).is_file():
-                raise ValueError(
-                    f"{checkpoint} has {file}, and this run would go on without it. Build the trainer with that "
-                    "run's RewardAdapter and RewardModelRefreshCallback, or begin a new run from its model."
-                )
-        super().load(checkpoint)
-        if self.refresher is not None:
-            self.refresher.load(checkpoint)
-
-    def beginning(self) -> None:
+    def on_train_begin(self) -> None:
         """Refuse a new reward model that nothing trains, and warn of one that is trained only later."""
         if self.model is None or not self.model.is_fresh:
             return
@@ -191,16 +189,25 @@ class RewardModelPart(ScorerPart):
                 "RewardAdapter() is new, its scores are all 0, and nothing trains it. Give it a source, or make a "
                 "RewardModelRefreshCallback."
             )
-        warnings.warn(
+        self.warn(
             "RewardAdapter() is new: the policy learns nothing from it before the first refresh. Call the callback's "
-            "fit(rows) before train().",
-            stacklevel=2,
+            "fit(rows) before train()."
         )
 
+    def save_state(self, checkpoint: Path) -> None:
+        """Save the reward model, and what its training needs to go on."""
+        super().save_state(checkpoint)
+        if self.refresher is not None:
+            self.refresher.save(checkpoint)
 
-def _padded(rows: Sequence[Sequence[int]], value: int, side: str, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Return rows of numbers as a padded tensor, and its mask."""
-    tensors = [torch.as_tensor(row, dtype=torch.long) for row in rows]
-    masks = [torch.ones_like(row) for row in tensors]
-    pad = functools.partial(pad_sequence, batch_first=True, padding_side=side)
-    return pad(tensors, padding_value=value).to(device), pad(masks).to(device)
+    def load_state(self, checkpoint: Path) -> None:
+        """Restore what `save_state` has added. Raises ValueError if this run cannot continue it."""
+        for file, owner in ((self.FILE.name, self.model), (STATE_FILE, self.refresher)):
+            if owner is None and (checkpoint / file).is_file():
+                raise ValueError(
+                    f"{checkpoint} has {file}, and this run would go on without it. Build the trainer with that "
+                    "run's RewardAdapter and RewardModelRefreshCallback, or begin a new run from its model."
+                )
+        super().load_state(checkpoint)
+        if self.refresher is not None:
+            self.refresher.load(checkpoint)

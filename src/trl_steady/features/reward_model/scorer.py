@@ -1,0 +1,67 @@
+"""Scores of completions by a reward model: the forward pass that its rollouts and its training share."""
+
+import contextlib
+import functools
+from collections.abc import Iterator, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
+
+from trl_steady.core.feature import Trainer
+from trl_steady.features.critic.model import ScalarHeadModel
+from trl_steady.trl_bridge.models import text_tokenizer
+
+
+class RewardScorer:
+    """Computes scores with the reward model of a trainer."""
+
+    def __init__(self, trainer: Trainer, model: ScalarHeadModel) -> None:
+        self.trainer, self.model = trainer, model
+
+    @contextlib.contextmanager
+    def dropout(self, is_on: bool) -> Iterator[None]:
+        """Switch dropout and recomputation on or off, whatever the trainer is doing."""
+        before = [(module, module.training) for module in self.model.bare.modules()]
+        self.model.bare.train(is_on)
+        try:
+            yield
+        finally:
+            for module, was_training in before:
+                module.training = was_training
+
+    def scores(
+        self,
+        prompt_ids: Sequence[Sequence[int]],
+        completion_ids: Sequence[Sequence[int]],
+        ends: Sequence[Sequence[int]],
+        *,
+        batch_size: int | None = None,
+    ) -> Tensor:
+        """Return scores (N, S) at the ends of steps, 0 where a completion has fewer. S is the most steps.
+
+        Args:
+            prompt_ids: Token ids of N prompts.
+            completion_ids: Token ids of N completions.
+            ends: For each completion, the numbers of its tokens after which a score is read.
+            batch_size: Number of sequences that go through the model together; None for all.
+        """
+        device, pad = self.trainer.accelerator.device, cast(int, text_tokenizer(self.trainer).pad_token_id)
+        samples: dict[str, Tensor] = {}
+        # the score after a token is a critic's value of the next one
+        longer = [[*ids, pad] for ids in completion_ids]
+        for name, sequences, side in (("prompt", prompt_ids, "left"), ("completion", longer, "right")):
+            samples[f"{name}_ids"], samples[f"{name}_mask"] = _pad(sequences, pad, side, device)
+        with self.trainer.accelerator.autocast():
+            values = self.trainer.values(self.model, samples, None, batch_size)
+        indices, is_step = _pad(ends, 0, "right", device)
+        return values.gather(1, indices) * is_step
+
+
+def _pad(sequences: Sequence[Sequence[int]], value: int, side: str, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return sequences of numbers as a padded tensor, and its mask."""
+    tensors = [torch.as_tensor(sequence, dtype=torch.long) for sequence in sequences]
+    masks = [torch.ones_like(tensor) for tensor in tensors]
+    pad = functools.partial(pad_sequence, batch_first=True, padding_side=side)
+    return pad(tensors, padding_value=value).to(device), pad(masks).to(device)
