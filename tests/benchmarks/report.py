@@ -22,7 +22,7 @@ import trl_steady
 sys.path += [str(Path(__file__).parents[2])]
 from tests.benchmarks import measuring
 
-from trl_steady.features.training_report import TrainingReportPart
+from trl_steady.features.training_report import TrainingReport
 from trl_steady.report.page import write
 
 UPDATES = 4
@@ -50,7 +50,7 @@ def rollout(trained: Any) -> None:
 def watched(trained: Any) -> list[float]:
     """Return a list to which each call of the report in a run adds its seconds."""
     took: list[float] = []
-    part, clock = trained.part(TrainingReportPart), trained.metrics.clock
+    part, clock = trained.feature(TrainingReport), trained.metrics.clock
 
     def timed(work: Any) -> Any:
         def timing(*arguments: Any) -> Any:
@@ -61,7 +61,7 @@ def watched(trained: Any) -> list[float]:
 
         return timing
 
-    for of, names in ((part, ("keep_rewards", "columns", "advantages", "logged")), (clock, ("_begin", "read"))):
+    for of, names in ((part, ("on_rewards", "on_rollout_end", "on_log")), (clock, ("_begin", "read"))):
         vars(of).update({name: timed(getattr(of, name)) for name in names})
     return took
 
@@ -80,7 +80,7 @@ def main() -> None:
         print(f"the report's own calls take {share:.2%} of a rollout and its updates")
         ratio = measuring.quartiles(found["with"], found["without"])
         print(f"time with / without {ratio['median']:.4f} (quartiles {ratio['low']:.4f}, {ratio['high']:.4f})")
-        history = trainers["with"].part(TrainingReportPart)._history()
+        history = trainers["with"].feature(TrainingReport)._history()
         started = time.perf_counter()
         write(Path(folder, "report.html"), "run", history)
         print(f"a rollout takes {min(found['without']):.1f} s, a page {time.perf_counter() - started:.1f} s")

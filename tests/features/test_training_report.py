@@ -17,7 +17,7 @@ from tests.tools.cases import cases
 from tests.tools.engines import Build
 from trl_steady.core.metrics import Clock
 from trl_steady.features import training_report
-from trl_steady.features.training_report import TrainingReportPart
+from trl_steady.features.training_report import TrainingReport
 from trl_steady.report import History, diagnose
 
 mixture, engine, in_process = engines.mixture, engines.engine, engines.in_process
@@ -98,7 +98,7 @@ def test_a_resumed_run_goes_on_with_its_answers_and_trains_the_same(
     options = {"max_steps": 8, "save_strategy": "steps", "save_steps": 4, "beta": 0.04}
     resumed = tiny.trainer(models["dense"], tmp_path, **REPORTED, **options)
     resumed.train(resume_from_checkpoint=f"{trainer.args.output_dir}/checkpoint-4")
-    answers = resumed.part(TrainingReportPart)._answers
+    answers = resumed.feature(TrainingReport)._answers
     assert [rollout["step"] for rollout in answers] == [0, 4]
     assert resumable.differences(tiny.parameters(trainer), tiny.parameters(resumed)) == []
     plain = tiny.train(tiny.trainer(models["dense"], tmp_path / "plain", **options))
@@ -114,7 +114,7 @@ def test_a_second_training_tells_its_symptoms_again_and_keeps_no_rollout(
     options, _ = DEAD["constant reward"]
     trainer = tiny.trainer(models["dense"], tmp_path, training_report=True, max_steps=32, **options)
     trainer.train()
-    kept = trainer.part(TrainingReportPart)
+    kept = trainer.feature(TrainingReport)
     assert [rollout["step"] for rollout in kept._answers] == [28]
     first = [line for line in written if "the reward" in line and line.startswith("trl-steady: critical")]
     trainer.train()
@@ -125,12 +125,12 @@ def test_a_second_training_tells_its_symptoms_again_and_keeps_no_rollout(
 
 def test_the_rows_that_are_kept_do_not_hold_their_rollout(models: dict[str, Path], tmp_path: Path) -> None:
     trainer = tiny.trainer(models["dense"], tmp_path, training_report=True, max_steps=1)
-    part, whole = trainer.part(TrainingReportPart), []
+    report, whole = trainer.feature(TrainingReport), []
     keep = trainer._generate_and_score_completions
     trainer._generate_and_score_completions = lambda inputs: whole.append(keep(inputs)) or whole[-1]
-    part._add_answers = lambda: None  # which would forget them
+    report._add_answers = lambda: None  # which would forget them
     trainer.train()
-    for row in part._last_rollout["rows"].values():
+    for row in report._last_rollout["rows"].values():
         held = row["completion_ids"].untyped_storage().data_ptr()
         assert held != whole[0]["completion_ids"].untyped_storage().data_ptr()
 
@@ -190,15 +190,15 @@ def test_pages_are_written_at_saves_only_if_that_takes_little_of_the_time(
 
     def page(_: object) -> None:
         pages.append(now[0])
-        part._written, part._seconds = now[0], 2.0
+        report._written, report._seconds = now[0], 2.0
 
     trainer = tiny.trainer(models["dense"], tmp_path, training_report=True)
-    part = trainer.part(TrainingReportPart)
-    monkeypatch.setattr(TrainingReportPart, "_write", page)
-    part._written = 0.0
+    report = trainer.feature(TrainingReport)
+    monkeypatch.setattr(TrainingReport, "_write", page)
+    report._written = 0.0
     for second in (100, 499, 501, 600, 700, 702):  # 5 s at first, then 2 s: a hundredth of 500 s and of 200 s
         now[0] = float(second)
-        part.save(tmp_path)
+        report.save_state(tmp_path)
     assert pages == [501.0, 702.0]
 
 

@@ -157,8 +157,8 @@ class GRPOConfig(SharedOptions, _TRLConfig):
                 f"epsilon={self.epsilon} is for token ratios, and loss_type={self.loss_type!r} clips log-ratios. "
                 f"Leave epsilon unset, or set epsilon={self.loss.epsilon}."
             )
-        is_of_sequences = self.loss.clip == "ratio" and self.importance_sampling_level == "sequence"
-        if is_of_sequences and max(self.epsilon or 0, self.epsilon_high or 0) >= _TOKEN_SCALE_EPSILON:
+        is_sequence_ratio = self.loss.clip == "ratio" and self.importance_sampling_level == "sequence"
+        if is_sequence_ratio and max(self.epsilon or 0, self.epsilon_high or 0) >= _TOKEN_SCALE_EPSILON:
             messages.append(
                 f"epsilon={self.epsilon} and epsilon_high={self.epsilon_high} are for token ratios. A sequence ratio "
                 "varies far less, so almost nothing will be clipped. Set epsilon=3e-4 and epsilon_high=4e-4, as GSPO."

@@ -136,8 +136,8 @@ class Metrics:
         With several processes this is for transformers' own logs only, which every process writes. A script may call
         `Trainer.log` on one process, where nobody else would take part in an exchange.
         """
-        is_of_all = any(name == "loss" or name.endswith("_runtime") for name in logs)
-        if self._source.accelerator.num_processes > 1 and not is_of_all:
+        is_collective = any(name == "loss" or name.endswith("_runtime") for name in logs)
+        if self._source.accelerator.num_processes > 1 and not is_collective:
             return
         mode = self._mode
         if "loss" in logs:

@@ -1,3 +1,5 @@
+# transformers' callbacks and tokenizers, and trackio, have no types
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
 """The report while a run trains: a line for each log, a line when a symptom starts, and the page."""
 
 import json
@@ -16,8 +18,9 @@ from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback
 from transformers.trainer import TRAINER_STATE_NAME
 
+from trl_steady.config.shared import SharedOptions
+from trl_steady.core.feature import Feature, Trainer
 from trl_steady.core.types import Rollout
-from trl_steady.features.legacy import Part
 from trl_steady.report.diagnosis import diagnose, verdict
 from trl_steady.report.history import RUN_FILE, History
 from trl_steady.trl_bridge.models import text_tokenizer
@@ -45,23 +48,28 @@ _SHOWN = {
 _RATIO = ("ratio/sequence_min", "ratio/sequence_max")
 
 
-class TrainingReportPart(Part):
+class TrainingReport(Feature):
     """Saves what `trl-steady report` needs, writes the report with `training_report`, and prints `log_line`."""
 
-    def built(self) -> None:
+    args: SharedOptions
+
+    def __init__(self, trainer: Trainer, args: SharedOptions) -> None:
+        super().__init__(trainer, args)
+        self._told: set[str] = set()
+        self._next_diagnosis = 0
+        self._answers: list[dict[str, Any]] = []
+        self._last_rollout: dict[str, Any] | None = None
+        self._rewards: Tensor | None = None
+
+    def on_init_end(self) -> None:
         """Let the clock run, and let transformers print no dictionaries."""
-        args, handler = self.trainer.args, self.trainer.callback_handler
+        args, handler = self.args, self.trainer.callback_handler
         if args.training_report and find_spec("matplotlib") is None:
             raise ValueError(
                 "training_report=True needs matplotlib. pip install 'trl-steady[report]', or leave it False."
             )
         self._is_on, self._is_main = args.training_report, self.trainer.accelerator.is_main_process
         self.trainer.metrics.clock.is_on = self._is_on
-        self._told: set[str] = set()
-        self._next_diagnosis = 0
-        self._answers: list[dict[str, Any]] = []
-        self._last_rollout: dict[str, Any] | None = None
-        self._rewards: Tensor | None = None
         self._written, self._seconds = time.monotonic(), 5.0  # of a page, before the first has been written
         if args.log_line:
             handler.remove_callback(PrinterCallback)
@@ -70,21 +78,17 @@ class TrainingReportPart(Part):
 
     # a rollout
 
-    def keep_rewards(self, rewards: Tensor, completions: list[Any], completion_ids: list[list[int]]) -> None:
+    def on_rewards(self, rewards: Tensor, completions: list[Any], completion_ids: list[list[int]]) -> None:
         """Keep the total rewards of the main process's completions."""
         if self._is_on and self._is_main:
             weights = self.trainer.reward_weights.to(rewards.device)
             self._rewards = (rewards[: len(completions)] * weights).nansum(-1)
 
-    def columns(self, rollout: Rollout) -> Mapping[str, Any]:
-        """Measure padding. There is no column."""
+    def on_rollout_end(self, rollout: Rollout) -> None:
+        """Measure padding, and keep some completions. All features before this one have set the advantages."""
         if self._is_on:
             is_padding = ~rollout.attention_mask
             self.trainer.metrics.pooled(means={"padding/share": (is_padding, torch.ones_like(is_padding))})
-        return {}
-
-    def advantages(self, rollout: Rollout) -> None:
-        """Keep some answers of the last rollout. All parts before this one have set the advantages."""
         if self._is_on and self._is_main and self._rewards is not None and self.trainer.model.training:
             rewards, samples = self._rewards.float().cpu(), rollout.samples
             groups = chosen(rewards.numpy(), self.trainer.num_generations)
@@ -99,9 +103,9 @@ class TrainingReportPart(Part):
 
     # logs
 
-    def logged(self, logs: Mapping[str, Any]) -> None:
+    def on_log(self, logs: Mapping[str, Any]) -> None:
         """Print a line for the log, and one for each symptom that has started."""
-        state, args = self.trainer.state, self.trainer.args
+        state, args = self.trainer.state, self.args
         if not self._is_main:
             return
         if args.log_line and ("loss" in logs or "eval_reward" in logs):
@@ -113,19 +117,19 @@ class TrainingReportPart(Part):
                 if finding.symptom.name not in self._told:
                     self._told.add(finding.symptom.name)
                     tqdm.write(f"trl-steady: {finding}")
-                    if "trackio" in args.report_to:
+                    if "trackio" in (args.report_to or ()):
                         _alert(finding.symptom.what, str(finding), is_critical=finding.symptom.level == "critical")
 
     def _history(self) -> History:
         return History(self.trainer.state.log_history, self._run())
 
     def _run(self) -> dict[str, Any]:
-        trainer, args = self.trainer, self.trainer.args
+        args = self.args
         # dictionaries, such as model_init_kwargs, may hold a token, and checkpoints may be pushed
         kinds = (bool, int, float, str, NoneType)
         run: dict[str, Any] = {
             "settings": {name: value for name, value in args.to_dict().items() if isinstance(value, kinds)},
-            "notes": [*args.cannot_act, *(note for part in trainer.parts for note in part.notes)],
+            "notes": [*args.cannot_act, *(note for feature in self.trainer.features for note in feature.notes)],
         }
         if self._is_on:
             run |= {"versions": {package: version(package) for package in _PACKAGES}, "answers": self._answers}
@@ -133,32 +137,32 @@ class TrainingReportPart(Part):
 
     # files
 
-    def beginning(self) -> None:
+    def on_train_begin(self) -> None:
         """Begin anew if the trainer trains a second time, whose log is another one."""
         self._told, self._next_diagnosis = set(), 0
         if not self.trainer.state.global_step:
             self._answers = []
 
-    def save(self, checkpoint: Path) -> None:
+    def save_state(self, checkpoint: Path) -> None:
         """Save settings, warnings and answers, and write the page if that has a small share of the run's time."""
-        if self.trainer.args.should_save:
+        if self.args.should_save:
             self._add_answers()
             (checkpoint / RUN_FILE).write_text(json.dumps(self._run()))
         if self._is_on and self._is_main and self._seconds < _LARGEST_SHARE * (time.monotonic() - self._written):
             self._write()
 
-    def load(self, checkpoint: Path) -> None:
+    def load_state(self, checkpoint: Path) -> None:
         """Go on with the answers of the run."""
         file = checkpoint / RUN_FILE
         self._answers = json.loads(file.read_text()).get("answers", []) if self._is_on and file.is_file() else []
 
-    def ending(self, best: Path | None) -> None:
+    def on_train_end(self, best: Path | None) -> None:
         """Write the page, and print what the run shows."""
-        if self._is_main and (self._is_on or self.trainer.args.log_line):
+        if self._is_main and (self._is_on or self.args.log_line):
             if self._is_on:
                 self._add_answers()
                 self._write()
-                folder = Path(self.trainer.args.output_dir)  # a run may have no checkpoint of its last step
+                folder = Path(self.args.output_dir or ".")  # a run may have no checkpoint of its last step
                 self.trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
                 (folder / RUN_FILE).write_text(json.dumps(self._run()))
             history, state = self._history(), self.trainer.state
@@ -170,7 +174,7 @@ class TrainingReportPart(Part):
     def _write(self) -> None:
         from trl_steady.report.page import write
 
-        folder, began = Path(self.trainer.args.output_dir), time.monotonic()
+        folder, began = Path(self.args.output_dir or "."), time.monotonic()
         folder.mkdir(parents=True, exist_ok=True)
         write(folder / _PAGE, folder.name, self._history())
         self._written = time.monotonic()

@@ -80,11 +80,11 @@ def _write(runs: Mapping[str, History], output: Path | None, *, together: bool) 
 
 
 def _plain(findings: Sequence[Finding], skipped: Sequence[Skipped]) -> dict[str, list[dict[str, object]]]:
-    of_symptom, of_finding = ("name", "level", "what", "advice", "page"), ("confidence", "since", "evidence")
+    symptom_fields, finding_fields = ("name", "level", "what", "advice", "page"), ("confidence", "since", "evidence")
     return {
         "findings": [
-            {name: getattr(finding.symptom, name) for name in of_symptom}
-            | {name: getattr(finding, name) for name in of_finding}
+            {name: getattr(finding.symptom, name) for name in symptom_fields}
+            | {name: getattr(finding, name) for name in finding_fields}
             for finding in findings
         ],
         "skipped": [{"name": each.symptom.name, "missing": each.missing} for each in skipped],

@@ -83,7 +83,7 @@ class History:
             rows = state["log_history"] if "log_history" in state else state["history"]
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{file} is no log of a run: it has no rows under 'log_history' ({error}).") from None
-        return cls(rows, _run_of(file))
+        return cls(rows, _read_run(file))
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -106,7 +106,7 @@ def _newest_state(folder: Path) -> Path | None:
     return max(found, key=lambda file: json.loads(file.read_text()).get("global_step", 0), default=None)
 
 
-def _run_of(file: Path) -> Mapping[str, Any] | None:
+def _read_run(file: Path) -> Mapping[str, Any] | None:
     """Return the contents of `steady.json` beside a log."""
     run = file.parent / RUN_FILE
     return json.loads(run.read_text()) if run.is_file() else None
