@@ -18,7 +18,6 @@ from tests.features.reference.tools import base_tensors
 from tests.tools import tiny
 from tests.tools import wide as wide_model
 from trl_steady.features.adapters import vllm_support as serving
-from trl_steady.features.adapters.merging import merged_weights
 
 built = tools.built
 
@@ -141,15 +140,6 @@ def test_what_is_not_served_is_merged(wide: Path, built: Callable[..., tuple[Any
 
 def why_not(model: Any) -> str | None:
     return serving.why_not_served(model, "colocate", lambda _: contextlib.nullcontext())
-
-
-def test_what_another_adapter_is_does_not_count(wide: Path) -> None:
-    model = get_peft_model(load(wide, None), LoraConfig(**tiny.LORA))
-    alone = {name: value.clone() for name, value in merged_weights(model)}
-    model.add_adapter("value", LoraConfig(r=2, init_lora_weights=False, target_modules=["up_proj"]))
-    assert why_not(model) is None
-    beside = dict(merged_weights(model))
-    assert beside.keys() == alone.keys() and all(torch.equal(beside[name], alone[name]) for name in alone)
 
 
 @pytest.mark.parametrize("base", [None, "bitsandbytes"])
