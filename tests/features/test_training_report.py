@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from tests.features.step_rewards import tools as stepwise
-from tests.report.test_dead_runs import DEAD
+from tests.report.runs import DEAD
 from tests.tools import engines, resumable, tiny
 from tests.tools.cases import cases
 from tests.tools.engines import Build

@@ -1,6 +1,7 @@
 """A simulated healthy run, with every metric that a symptom reads."""
 
 import json
+import math
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -112,3 +113,19 @@ def recorded(root: Path) -> dict[str, tuple[list[dict[str, float]], dict[str, An
                 name = f"{file.relative_to(root / 'recipes').as_posix()}:{number}"
                 found[name] = rows, {"settings": run.get("objective") or {}}
     return found
+
+
+def constant(completions: list[Any], **_: Any) -> list[float]:
+    return [0.5] * len(completions)
+
+
+def nothing(completions: list[Any], **_: Any) -> list[None]:
+    return [None] * len(completions)
+
+
+# the options, and the symptoms of which one must be named
+DEAD: dict[str, tuple[dict[str, Any], set[str]]] = {
+    "learning rate 5": ({"learning_rate": 5.0, "max_grad_norm": math.inf}, {"entropy-collapses", "gradient-zero"}),
+    "constant reward": ({"build": {"reward_funcs": constant}}, {"reward-constant", "gradient-zero"}),
+    "no reward": ({"build": {"reward_funcs": nothing}}, {"reward-missing"}),
+}

@@ -1,32 +1,15 @@
 """Real runs that train nothing, of TRL's trainers and ours, and what the report says of them."""
 
-import math
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 
+from tests.report.runs import DEAD
 from tests.tools import tiny
 from tests.tools.cases import cases
 from trl_steady.features.legacy import Part
 from trl_steady.report import History, diagnose
-
-
-def constant(completions: list[Any], **_: Any) -> list[float]:
-    return [0.5] * len(completions)
-
-
-def nothing(completions: list[Any], **_: Any) -> list[None]:
-    return [None] * len(completions)
-
-
-# the options, and the symptoms of which one must be named
-DEAD: dict[str, tuple[dict[str, Any], set[str]]] = {
-    "learning rate 5": ({"learning_rate": 5.0, "max_grad_norm": math.inf}, {"entropy-collapses", "gradient-zero"}),
-    "constant reward": ({"build": {"reward_funcs": constant}}, {"reward-constant", "gradient-zero"}),
-    "no reward": ({"build": {"reward_funcs": nothing}}, {"reward-missing"}),
-}
 
 
 def named(folder: Path) -> dict[str, int]:
