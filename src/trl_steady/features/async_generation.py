@@ -39,7 +39,8 @@ class AsyncGeneration(Feature):
     def on_init_end(self) -> None:
         """Refuse what uses the server in another way. Warn if nothing corrects for the lag."""
         trainer, args = self.trainer, self.args
-        if not args.async_generate:
+        self._acts = args.async_generate  # read once: switched off in mid-run, it would lose the batches read ahead
+        if not self._acts:
             return
         reasons = {
             "a rollout_func asks the server itself": trainer.rollout_func,
@@ -82,11 +83,11 @@ class AsyncGeneration(Feature):
 
     def around_batches(self, batches: MicroBatches, call_next: Callable[[MicroBatches], Any]) -> Any:
         """Let batches be read ahead."""
-        return call_next(self._prompts.begin_step(batches) if self.args.async_generate else batches)
+        return call_next(self._prompts.begin_step(batches) if self._acts else batches)
 
     def around_rollout(self, rollout: Rollout, call_next: Callable[[Rollout], dict[str, Any]]) -> dict[str, Any]:
         """Note the rows of a rollout in training. Further rounds of dynamic sampling generate as usual."""
-        self._rows = rollout.inputs if self.args.async_generate and self.trainer.model.training else None
+        self._rows = rollout.inputs if self._acts and self.trainer.model.training else None
         return call_next(rollout)
 
     def around_generate(self, turn: Turn, call_next: Callable[[Turn], Any]) -> Any:
@@ -159,7 +160,7 @@ class AsyncGeneration(Feature):
 
     def load_state(self, checkpoint: Path) -> None:
         """Go on with the result that was ahead."""
-        if not self.args.async_generate:
+        if not self._acts:
             return
         file = checkpoint / _FILE
         if file.is_file() and self.trainer.accelerator.is_main_process:

@@ -230,6 +230,24 @@ def test_the_result_of_another_request_is_thrown_away(
     assert [body[option] for body in server.requests[COMPLETIONS]] == [1.0] * 4 + [1.5] * 3
 
 
+def test_a_script_that_sends_weights_waits_too(
+    models: dict[str, Path], tmp_path: Path, server: Server, watched: Watched
+) -> None:
+    """It also takes the option away, which then acts to the end of the run."""
+
+    def send(trainer: Any) -> None:
+        if trainer.state.global_step:
+            trainer.vllm_generation.sync_weights()
+        trainer.args.async_generate = False
+
+    watched.seconds = 0.3  # more than a step takes
+    trainer = ahead.build(server.url, models["dense"], tmp_path, lora=True, **ONE_STEP)
+    trainer.add_callback(Callback(trainer, send))
+    trainer.train()
+    assert all(each.is_steady for each in watched.asked) and len(watched.asked) == 6
+    assert logged(trainer, "async/versions_behind") == [0, 1, 1, 1, 1, 1]
+
+
 FAULTS: dict[str, tuple[tuple[int, str] | None, str]] = {
     "HTTP 500": ((500, "the engine is dead"), r"Request failed: 500.*the engine is dead"),
     "malformed": (None, "KeyError"),
