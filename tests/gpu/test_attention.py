@@ -4,9 +4,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.features.padding_free import test_attention
-from tests.features.padding_free.test_attention import HEADS
-from tests.features.padding_free.tools import BATCHES, packing_of
+from tests.features.padding_free.tools import (
+    BATCHES,
+    HEADS,
+    attention_layer,
+    packed_attention,
+    packing_of,
+    visible,
+)
 from tests.gpu.places import KERNELS, Place, everywhere
 from tests.gpu.recorder import Figures
 from tests.oracles.padding import Batch, padded
@@ -53,15 +58,15 @@ def test_a_kernel_attends_to_what_a_token_may_see(
     on_device = [each.to(place.device).requires_grad_() for each in inputs]
     exact = [each.double().requires_grad_() for each in inputs]
     options = {"sliding_window": window} if name.startswith("flash") else {}
-    layer = test_attention._layer(2).to(place.device).bfloat16()
+    layer = attention_layer(2).to(place.device).bfloat16()
     segments = Segments(packing.segments, window)
     with place.kernel(name):
         if name == "sdpa":
             assert attention._takes_varlen(on_device[0], on_device[2]) == place.has_varlen
-        got = attention._attend(name, layer, *on_device, segments, scaling=SCALE, dropout=0.0, **options)[0]
+        got = packed_attention(name)._attend(layer, *on_device, segments, scaling=SCALE, dropout=0.0, **options)[0]
         weights = torch.randn(got.shape, generator=draw)
         gradients = torch.autograd.grad((got * weights.to(got)).sum(), on_device)
-    allowed = test_attention._visible(packing, PLACES[batch], shared, window)
+    allowed = visible(packing, PLACES[batch], shared, window)
     expected = dense(*exact, allowed)
     true = torch.autograd.grad((expected * weights.to(got.dtype)).sum(), exact)
     # bf16 has 8 bits: a rounding is at most 2**-9 of a number. Scores and values are at most about 4, and a gradient

@@ -1,45 +1,35 @@
 """Attention in segments, against the set of tokens that each token may see."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 import torch
 from torch.distributed.utils import _apply_to_tensors
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.integrations.flash_attention import flash_attention_forward
 
-from tests.features.padding_free.tools import BATCHES, packing_of
+from tests.features.padding_free.tools import (
+    BATCHES,
+    HEADS,
+    SIZE,
+    attend_within,
+    attention_layer,
+    llama,
+    packed_attention,
+    packing_of,
+    visible,
+)
 from tests.oracles import kernels
 from tests.oracles import padding as oracles
 from tests.oracles.padding import Batch, padded
 from trl_steady.features.padding_free import attention
-from trl_steady.features.padding_free.attention import attending_in, switched
+from trl_steady.features.padding_free.attention import PackedAttention
 from trl_steady.features.padding_free.packing import Packing
 
-HEADS, SIZE = 4, 6
 KERNELS = [(name, name) for name in kernels.KERNELS]
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["sdpa", "eager"])
-
-
-def _model(implementation: str = "sdpa", key_heads: int = 2) -> PreTrainedModel:
-    torch.manual_seed(0)
-    config = LlamaConfig(
-        hidden_size=HEADS * SIZE,
-        intermediate_size=16,
-        num_hidden_layers=2,
-        num_attention_heads=HEADS,
-        num_key_value_heads=key_heads,
-        vocab_size=24,
-        initializer_range=0.5,
-        attn_implementation=implementation,
-    )
-    return LlamaForCausalLM(config).eval()
-
-
-def _layer(key_heads: int) -> torch.nn.Module:
-    return _model(key_heads=key_heads).model.layers[0].self_attn
 
 
 def _drawn(packing: Packing, key_heads: int, dtype: torch.dtype = torch.float64) -> tuple[torch.Tensor, ...]:
@@ -51,11 +41,12 @@ def _drawn(packing: Packing, key_heads: int, dtype: torch.dtype = torch.float64)
     )
 
 
-@contextlib.contextmanager
-def _making_masks(packing: Packing) -> Iterator[None]:
-    """As a forward does that gets no further than its masks."""
-    with pytest.raises(RuntimeError, match="does not call its attention function"), attending_in(packing.segments):
-        yield
+def _packed_mask(implementation: str, packing: Packing, window: int | None) -> tuple[PackedAttention, Any]:
+    """Attention and the mask that it gives, as in a forward that gets no further than its masks."""
+    packed = packed_attention(implementation)
+    with pytest.raises(RuntimeError, match="does not call its attention function"), packed.within(packing.segments):
+        mask = packed._mask(local_size=window)
+    return packed, mask
 
 
 def _attend(
@@ -69,15 +60,9 @@ def _attend(
     **options: Any,
 ) -> torch.Tensor:
     """(1, N, heads, size), by the functions that transformers calls."""
-    with _making_masks(packing):
-        mask: Any = attention._mask(implementation, local_size=window)
+    packed, mask = _packed_mask(implementation, packing, window)
     options = {"scaling": 0.4, "dropout": 0.0, **options}
-    return attention._attend(implementation, layer, query, key, value, mask, **options)[0]
-
-
-def _visible(packing: Packing, batch: Batch, shared: bool, window: int | None) -> torch.Tensor:
-    names = list(zip(packing.rows.tolist(), packing.columns.tolist(), strict=True))
-    return oracles.visible(names, oracles.segments(batch, shared), window)
+    return packed._attend(layer, query, key, value, mask, **options)[0]
 
 
 def _assert_same(
@@ -104,9 +89,9 @@ def test_each_token_attends_to_what_it_may_see(
     # FlashAttention gets the window from the layer, the others have it from the mask
     options = {"sliding_window": window} if implementation == "flash_attention_2" else {}
     with kernels.KERNELS[kernel]() if kernel else contextlib.nullcontext() as calls:
-        got = _attend(_layer(key_heads), packing, implementation, window, query, key, value, **options)
+        got = _attend(attention_layer(key_heads), packing, implementation, window, query, key, value, **options)
     assert calls is None or calls.count == 1  # for the whole row
-    allowed = _visible(packing, batch, shared, window)
+    allowed = visible(packing, batch, shared, window)
     expected = oracles.attention(query[0], key[0], value[0], allowed, scale=0.4)[None]
     # transformers' "eager" takes its softmax in float32, in which tens of weights and numbers below 4 are rounded
     rounding = {"rtol": 1e-4, "atol": 1e-5} if implementation == "eager" else {"rtol": 1e-10, "atol": 1e-12}
@@ -119,7 +104,7 @@ def test_half_precision_is_masked_too(implementation: str, window: int | None) -
     """A mask of the least number of another type would let tokens through, or be infinite."""
     batch = BATCHES["one prompt"]
     packing = packing_of(batch, True)
-    layer = _layer(2)
+    layer = attention_layer(2)
     whole = _drawn(packing, 2)
     expected = _attend(layer, packing, implementation, window, *whole)
     for dtype in (torch.bfloat16, torch.float16):
@@ -134,9 +119,9 @@ def test_under_autocast_a_kernel_gets_what_sdpa_would() -> None:
     query, key, value = _drawn(packing, 2, torch.float32)
     with torch.autocast("cpu", torch.bfloat16), kernels.torch_varlen() as calls:
         assert attention._autocast(query) == torch.bfloat16
-        got = _attend(_layer(2), packing, "sdpa", None, query, key, value.bfloat16())
+        got = _attend(attention_layer(2), packing, "sdpa", None, query, key, value.bfloat16())
     assert calls.count == 1 and got.dtype == torch.bfloat16
-    exact = _attend(_layer(2), packing, "sdpa", None, query, key, value)
+    exact = _attend(attention_layer(2), packing, "sdpa", None, query, key, value)
     torch.testing.assert_close(got.float(), exact, rtol=5e-2, atol=5e-2)
 
 
@@ -155,13 +140,13 @@ def test_a_kernel_from_the_hub_goes_by_its_own_name() -> None:
     name = "kernels-community/flash-attn2"
     attention.AttentionInterface.register(name, flash_attention_forward)
     attention.AttentionMaskInterface.register(name, attention.ALL_MASK_ATTENTION_FUNCTIONS["flash_attention_2"])
-    model = _model()
+    model = llama()
     packing, inputs = _laid(batch)
-    with switched(model), attending_in(packing.segments):
+    with attend_within(model, packing.segments):
         expected = model(**inputs).logits
     kernels.use(model, name)
     assert attention.why_not_packed(name) is None
-    with kernels.flash_attention(name) as calls, switched(model), attending_in(packing.segments):
+    with kernels.flash_attention(name) as calls, attend_within(model, packing.segments):
         logits = model(**inputs).logits
     assert calls.count == len(model.model.layers)
     torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)  # float32, and sums in another order
@@ -171,7 +156,7 @@ def test_a_kernel_from_the_hub_goes_by_its_own_name() -> None:
 @pytest.mark.parametrize("fails", [False, True])
 @IMPLEMENTATIONS
 def test_nothing_is_left_of_a_forward(implementation: str, fails: bool) -> None:
-    model, batch = _model(implementation), BATCHES["ragged"]
+    model, batch = llama(implementation), BATCHES["ragged"]
     before = model(batch.ids).logits
     packing, inputs = _laid(batch)
 
@@ -182,16 +167,15 @@ def test_nothing_is_left_of_a_forward(implementation: str, fails: bool) -> None:
 
     hook = model.model.layers[1].register_forward_pre_hook(fail)
     refused = pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext()
-    with refused, switched(model), attending_in(packing.segments):
+    with refused, attend_within(model, packing.segments):
         assert model(**inputs).logits.shape[1] == len(packing.rows)
     hook.remove()
     assert set(_implementations(model)) == {implementation}
-    assert attention._forward is None
     assert torch.equal(model(batch.ids).logits, before)
 
 
 def test_a_layer_that_gets_another_mask() -> None:
-    model = _model()
+    model = llama()
     packing, inputs = _laid(BATCHES["ragged"])
 
     def swap(_: Any, args: Any, keywords: dict[str, Any]) -> Any:
@@ -199,8 +183,7 @@ def test_a_layer_that_gets_another_mask() -> None:
 
     model.model.layers[1].self_attn.register_forward_pre_hook(swap, with_kwargs=True)
     with (
-        switched(model),
-        attending_in(packing.segments),
+        attend_within(model, packing.segments),
         pytest.raises(RuntimeError, match="LlamaAttention does not pass on the attention mask"),
     ):
         model(**inputs)
@@ -208,8 +191,7 @@ def test_a_layer_that_gets_another_mask() -> None:
 
 def test_segments_may_be_cut_as_a_mask_is_to_what_there_is() -> None:
     """Some layers cut a mask to the keys they have; from elsewhere than its start that would be another row's."""
-    with _making_masks(packing_of(BATCHES["ragged"], False)):
-        mask: Any = attention._mask("sdpa", local_size=3)
+    _, mask = _packed_mask("sdpa", packing_of(BATCHES["ragged"], False), window=3)
     assert mask[:, :, :, :16] is mask
     for elsewhere in ((slice(None), slice(1, None)), (slice(None), slice(-3, None)), (slice(None, None, 2),)):
         with pytest.raises(IndexError):
@@ -218,14 +200,13 @@ def test_segments_may_be_cut_as_a_mask_is_to_what_there_is() -> None:
 
 def test_a_model_that_attends_by_itself_is_found_out() -> None:
     """As one whose attention another package has replaced."""
-    model, batch = _model(), BATCHES["ragged"]
+    model, batch = llama(), BATCHES["ragged"]
     packing, inputs = _laid(batch)
     for layer in model.model.layers:
         layer.self_attn.forward = lambda hidden_states, **_: (hidden_states, None)
     refused = pytest.raises(RuntimeError, match="does not call its attention function through transformers' interface")
-    with refused, switched(model), attending_in(packing.segments):
+    with refused, attend_within(model, packing.segments):
         model(**inputs)
-    assert attention._forward is None
 
 
 def test_fsdp2_hands_segments_on_as_they_are() -> None:
@@ -246,5 +227,5 @@ def test_no_mask_waits_for_the_backward(window: int | None) -> None:
         return tensor
 
     with torch.autograd.graph.saved_tensors_hooks(remember, lambda tensor: tensor):
-        _attend(_layer(2), packing, "sdpa", window, *inputs)
+        _attend(attention_layer(2), packing, "sdpa", window, *inputs)
     assert 0 < max(sizes) <= inputs[0].numel() < 60 * 61

@@ -19,7 +19,7 @@ from tests.features.padding_free.test_families import (
 )
 from tests.tools import families
 from tests.tools.headroom import within
-from trl_steady.features.padding_free.support import traits
+from trl_steady.features.padding_free.support import find_support
 
 # Sizes of the selection, and the columns that it covers. The indexers have two heads, so many tokens score exactly 0.
 SELECTIONS: dict[str, tuple[dict[str, int], int]] = {
@@ -72,7 +72,7 @@ def _build(name: str, text: str | None = None, **changed: Any) -> PreTrainedMode
 def test_a_selection_is_the_same_in_a_rollout_and_in_a_micro_batch(name: str) -> None:
     sizes, width = SELECTIONS[name]
     model, batch = _build(name, TEXT.get(name), **sizes), _batch()
-    of = traits(model)
+    of = find_support(model)
     old = _without_padding(model, of, batch)[0].log_probs
     of_all = _compute(_build(name, TEXT.get(name)), model, batch).log_probs
     assert not within(_apart(old, of_all, of_all.abs().max().item()), 1000 * OUTPUTS), "all tokens are selected"
@@ -96,7 +96,7 @@ def test_a_selection_is_the_same_in_a_rollout_and_in_a_micro_batch(name: str) ->
 )
 def test_a_tower_does_not_decide_how_its_text_is_cut(name: str, text: str, kind: str) -> None:
     model, batch = _build(name, text), _batch()
-    computed, shape = _without_padding(model, traits(model), batch)
+    computed, shape = _without_padding(model, find_support(model), batch)
     _assert_same(computed, _compute(model, model, batch))
     assert shape == _shape(kind, batch)
 
@@ -116,4 +116,4 @@ def test_a_tower_does_not_decide_how_its_text_is_cut(name: str, text: str, kind:
     ],
 )
 def test_rotary_frequencies_of_the_width_limit_it(name: str, changed: dict[str, Any], width: int) -> None:
-    assert traits(_build(name, **changed)).width_limit == width
+    assert find_support(_build(name, **changed)).width_limit == width

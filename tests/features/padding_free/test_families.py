@@ -17,11 +17,10 @@ from trl.trainer.utils import add_fused_lm_head
 from tests.oracles import kernels
 from tests.tools import families
 from tests.tools.headroom import within
-from trl_steady.features.padding_free import attention as packed
-from trl_steady.features.padding_free.attention import attending_in, own_implementation, switched
+from trl_steady.features.padding_free.attention import PackedAttention, own_implementation
 from trl_steady.features.padding_free.model import UnpaddedModel
 from trl_steady.features.padding_free.packing import Segment, lengths_of
-from trl_steady.features.padding_free.support import Traits, traits
+from trl_steady.features.padding_free.support import Support, find_support
 
 
 def _set(*lines: str) -> frozenset[str]:
@@ -130,7 +129,7 @@ def _compute(call: Callable[..., Any], model: PreTrainedModel, batch: Batch) -> 
 
 def _without_padding(
     model: PreTrainedModel,
-    of: Traits,
+    of: Support,
     batch: Batch,
     *,
     share_prompts: bool = False,
@@ -140,18 +139,21 @@ def _without_padding(
     hook = model.base_model.register_forward_pre_hook(
         lambda _module, _inputs, named: seen.append(tuple(named["input_ids"].shape)), with_kwargs=True
     )
+    attention = PackedAttention(model)
     with ExitStack() as until_backward:
 
         @contextmanager
-        def attending(segments: Sequence[Segment]) -> Iterator[None]:
-            until_backward.enter_context(switched(model))  # checkpointing runs the layers again in the backward
-            with attending_in(segments):
+        def attend_within(segments: Sequence[Segment]) -> Iterator[None]:
+            until_backward.enter_context(attention.switched())  # checkpointing runs the layers again in the backward
+            with attention.within(segments):
                 yield
 
         shared = batch["input_ids"] if share_prompts else None
         lengths = lengths_of(batch["attention_mask"], prompt_width=PROMPT_WIDTH, input_ids=shared)
         assert lengths is not None
-        unpadded = UnpaddedModel(model, of, prompt_width=PROMPT_WIDTH, lengths=iter(lengths), attending=attending)
+        unpadded = UnpaddedModel(
+            model, of, prompt_width=PROMPT_WIDTH, lengths=iter(lengths), attend_within=attend_within
+        )
         computed = _compute(unpadded, model, batch)
     hook.remove()
     return computed, seen[0]
@@ -180,7 +182,7 @@ def _told(name: str) -> str:
     return next(kind for kind, of_kind in sets.items() if name in of_kind)
 
 
-def _kind(of: Traits) -> str:
+def _kind(of: Support) -> str:
     if of.width_limit < PROMPT_WIDTH + COMPLETION_WIDTH:
         return "whole"
     if of.why_not_packed is None:
@@ -211,7 +213,7 @@ def test_the_table_is_of_all_families() -> None:
 def test_a_batch_without_its_padding(name: str) -> None:
     """Several sequences and one alone, only cut even if they could be packed, and with shared prompts."""
     model, batch = _build(name), _batch()
-    of, expected = traits(model), _compute(model, model, batch)
+    of, expected = find_support(model), _compute(model, model, batch)
     computed, shape = _without_padding(model, of, batch)
     _assert_same(computed, expected, GRADIENTS_OF.get(name, GRADIENTS))
     assert shape == _shape(_kind(of), batch)
@@ -238,7 +240,7 @@ SLOW = [pytest.param(attention, marks=pytest.mark.slow) for attention in ("eager
 def test_packed_by_other_attention(name: str, attention: str) -> None:
     """Against the padded batch: through FlashAttention where that packs, else by the model's default on a CPU."""
     model, batch = _build(name, **({"attn_implementation": "eager"} if attention == "eager" else {})), _batch()
-    if not IS_TOLD and (why_not := traits(model).why_not_packed) is not None:
+    if not IS_TOLD and (why_not := find_support(model).why_not_packed) is not None:
         pytest.skip(why_not)
     is_flash = attention == "flash_attention_2"
     if is_flash and (not model._supports_flash_attn or getattr(model.config, "prefix_lm", False)):
@@ -246,12 +248,13 @@ def test_packed_by_other_attention(name: str, attention: str) -> None:
     if attention == "varlen" and own_implementation(model) != "sdpa":
         pytest.skip(f"{name} does not take sdpa")
     expected = None if is_flash else _compute(model, model, batch)
+    watched = mock.patch.object(PackedAttention, "_attend", autospec=True, side_effect=PackedAttention._attend)
     with contextlib.ExitStack() as kernel:
         calls = kernel.enter_context(KERNELS[attention]()) if attention in KERNELS else None
         if is_flash:  # some families give it other windows than the masks of "sdpa" have
             kernels.use(model, attention)
         expected = expected or _compute(model, model, batch)
-        attended = kernel.enter_context(mock.patch.object(packed, "_attend", wraps=packed._attend))
+        attended = kernel.enter_context(watched)
         before = 0 if calls is None else calls.count
         _assert_packed(model, expected, batch)
     if calls is not None:
@@ -259,7 +262,7 @@ def test_packed_by_other_attention(name: str, attention: str) -> None:
 
 
 def _assert_packed(model: PreTrainedModel, expected: Computed, batch: Batch) -> None:
-    computed, (rows, tokens) = _without_padding(model, traits(model), batch, share_prompts=True)
+    computed, (rows, tokens) = _without_padding(model, find_support(model), batch, share_prompts=True)
     _assert_same(computed, expected)
     assert rows == 1
     assert tokens == batch["attention_mask"].sum() - (PROMPTS[0] - 1)  # each completion has the prompt's last token

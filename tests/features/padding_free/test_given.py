@@ -19,11 +19,10 @@ from tests.features.padding_free.tools import (
     unpadded,
 )
 from tests.oracles.padding import Batch, padded
-from trl_steady.features.padding_free import attention
-from trl_steady.features.padding_free.attention import attending_in, switched
+from trl_steady.features.padding_free.attention import PackedAttention
 from trl_steady.features.padding_free.model import UnpaddedModel
 from trl_steady.features.padding_free.packing import Segment
-from trl_steady.features.padding_free.support import Traits
+from trl_steady.features.padding_free.support import Support
 
 
 def call(
@@ -38,17 +37,17 @@ def call(
         said = keywords["input_ids"][:, 1:].float()  # each token's id shows from where an output comes back
         return SimpleNamespace(log_probs=said, entropy=said + 100, aux_loss="from the model")
 
-    def attending(segments: Sequence[Segment]) -> Any:
+    def attend_within(segments: Sequence[Segment]) -> Any:
         entered.append(segments)
         return contextlib.nullcontext()
 
-    of_model = {"implementation": "sdpa", "why_not_packed": None, "is_shift_invariant": True, "width_limit": 1e9}
+    support = {"implementation": "sdpa", "why_not_packed": None, "is_shift_invariant": True, "width_limit": 1e9}
     called = UnpaddedModel(
         model,
-        Traits(**{**of_model, **changed}),
+        Support(**{**support, **changed}),
         prompt_width=batch.prompt_columns,
         lengths=iter(lengths_in(batch, share)),
-        attending=attending,
+        attend_within=attend_within,
     )
     inputs = {"input_ids": batch.ids, "attention_mask": batch.mask, "labels": batch.labels}
     return called(**inputs, fused_lm_head=True, **(others or {})), given, entered
@@ -146,20 +145,20 @@ def test_layers_that_run_again_in_backward_attend_as_in_the_forward(
     model.train()
     runs: list[int] = []
     model.model.layers[0].self_attn.register_forward_hook(lambda _, __, output: runs.append(output[0].shape[1]))
+    packed = PackedAttention(model)
     with contextlib.ExitStack() as until_backward:
 
         @contextlib.contextmanager
-        def attending(segments: Sequence[Segment]) -> Iterator[None]:
-            until_backward.enter_context(switched(model))
-            with attending_in(segments):
+        def attend_within(segments: Sequence[Segment]) -> Iterator[None]:
+            until_backward.enter_context(packed.switched())
+            with packed.within(segments):
                 yield
 
-        answers = answers_of(unpadded(model, batch, share=share, called=exact(model), within=attending), batch)
+        answers = answers_of(unpadded(model, batch, share=share, called=exact(model), within=attend_within), batch)
         with torch.no_grad():
-            answers_of(unpadded(model, between, share=share, called=exact(model), within=attending), between)
+            answers_of(unpadded(model, between, share=share, called=exact(model), within=attend_within), between)
         gradients = gradients_of(model, answers)
     assert len(runs) == 3 and runs[0] == runs[2] != runs[1]  # the first is run again
-    assert attention._forward is None
     assert {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")} == {implementation}
     assert gradients.keys() == expected.keys()
     for parameter, gradient in gradients.items():

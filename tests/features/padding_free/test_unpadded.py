@@ -226,7 +226,7 @@ def test_batches_of_a_budget_by_hand(models: dict[str, Path], tmp_path: Path) ->
     options = {"share_prompts": True, "token_budget": 1, "gradient_accumulation_steps": 4}  # one by one
     trainer: Any = tiny.trainer(models["dense"], tmp_path, **options, **ROLLOUT)
     part = trainer.feature(PaddingFree)
-    of = part.traits_of(trainer.model)
+    of = part.support(trainer.model)
     lengths = [Length(3, 2, 0), Length(3, 1, 1), Length(2, 7, 2), Length(3, 9, 1)]
     assert part._batches(of, lengths, 13, 4, 4) == [[3], [1], [2], [0]]
     trainer.args.token_budget = 21

@@ -9,15 +9,16 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
 from trl.trainer.utils import add_fused_lm_head
 
+from tests.oracles import padding as oracles
 from tests.oracles.padding import Batch, padded
-from trl_steady.features.padding_free.attention import attending_in, switched
+from trl_steady.features.padding_free.attention import PackedAttention
 from trl_steady.features.padding_free.budget import Length
 from trl_steady.features.padding_free.model import UnpaddedModel
 from trl_steady.features.padding_free.packing import Packing, Segment, lengths_of, pack
-from trl_steady.features.padding_free.support import traits
+from trl_steady.features.padding_free.support import find_support
 
 SIZES: dict[str, Any] = {
     "hidden_size": 16,
@@ -82,6 +83,7 @@ BATCHES = {
     "prompts of one token, answers of none": padded([([5], []), ([5], [])], right=2),
 }
 RAGGED = BATCHES["ragged"]
+HEADS, SIZE = 4, 6  # of `llama`
 
 
 def model_of(
@@ -132,8 +134,9 @@ def packing_of(batch: Batch, shared: bool) -> Packing:
 
 
 @contextlib.contextmanager
-def attending(model: PreTrainedModel, segments: Sequence[Segment]) -> Iterator[None]:
-    with switched(model), attending_in(segments):
+def attend_within(model: PreTrainedModel, segments: Sequence[Segment]) -> Iterator[None]:
+    attention = PackedAttention(model)
+    with attention.switched(), attention.within(segments):
         yield
 
 
@@ -146,14 +149,14 @@ def unpadded(
     within: Callable[[Sequence[Segment]], contextlib.AbstractContextManager[None]] | None = None,
 ) -> UnpaddedModel:
     """A proxy for any number of passes of one batch."""
-    of_model = traits(model)
-    assert of_model.why_not_packed is None, of_model.why_not_packed
+    support = find_support(model)
+    assert support.why_not_packed is None, support.why_not_packed
     return UnpaddedModel(
         called or model,
-        of_model,
+        support,
         prompt_width=batch.prompt_columns,
         lengths=itertools.cycle(lengths_in(batch, share)),
-        attending=within or functools.partial(attending, model),
+        attend_within=within or functools.partial(attend_within, model),
     )
 
 
@@ -171,3 +174,34 @@ def gradients_of(model: PreTrainedModel, answers: tuple[torch.Tensor, torch.Tens
     weights = [torch.randn(values.shape, generator=draw, dtype=torch.float64) for values in answers]
     sum((w * values).sum() for w, values in zip(weights, answers, strict=True)).backward()
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+def llama(implementation: str = "sdpa", key_heads: int = 2) -> PreTrainedModel:
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=HEADS * SIZE,
+        intermediate_size=16,
+        num_hidden_layers=2,
+        num_attention_heads=HEADS,
+        num_key_value_heads=key_heads,
+        vocab_size=24,
+        initializer_range=0.5,
+        attn_implementation=implementation,
+    )
+    return LlamaForCausalLM(config).eval()
+
+
+def attention_layer(key_heads: int) -> torch.nn.Module:
+    return llama(key_heads=key_heads).model.layers[0].self_attn
+
+
+def visible(packing: Packing, batch: Batch, shared: bool, window: int | None) -> torch.Tensor:
+    names = list(zip(packing.rows.tolist(), packing.columns.tolist(), strict=True))
+    return oracles.visible(names, oracles.segments(batch, shared), window)
+
+
+def packed_attention(implementation: str) -> PackedAttention:
+    """By an attention function that need not be installed."""
+    packed = PackedAttention(llama())
+    vars(packed)["_name"] = implementation
+    return packed

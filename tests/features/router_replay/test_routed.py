@@ -24,7 +24,7 @@ from tests.oracles.routes import NONE
 from tests.tools import tiny
 from tests.tools.cases import cases
 from trl_steady.features.padding_free import feature as padding_free
-from trl_steady.features.padding_free.support import traits
+from trl_steady.features.padding_free.support import find_support
 
 
 @pytest.mark.parametrize(
@@ -49,7 +49,9 @@ def test_r2_replays_the_experts_of_the_policy_that_scored_the_rollout(
 ) -> None:
     folder = models["moe"]
     if options.get("cuts"):  # as if sequences could not be laid end to end
-        monkeypatch.setattr(padding_free, "traits", lambda each: replace(traits(each), why_not_packed="of the test"))
+        monkeypatch.setattr(
+            padding_free, "find_support", lambda each: replace(find_support(each), why_not_packed="of the test")
+        )
         options = {name: value for name, value in options.items() if name != "cuts"}
     free = tiny.train(build(folder, tmp_path, **options))
     trainer = tiny.train(build(folder, tmp_path, router_replay="R2", **options))

@@ -4,22 +4,21 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
 from accelerate.utils import gather_object
 from peft import PeftModel
 from torch import Tensor
-from transformers import PreTrainedModel
 
 from trl_steady.core.feature import Feature, Trainer
 from trl_steady.core.types import ForwardPass, LogProbs, LossPass, Rollout
-from trl_steady.features.padding_free.attention import attending_in, own_implementation, switched
+from trl_steady.features.padding_free.attention import PackedAttention, own_implementation
 from trl_steady.features.padding_free.budget import Length, groups_of, partition
 from trl_steady.features.padding_free.model import UnpaddedModel
 from trl_steady.features.padding_free.packing import Segment, fits, lengths_of, without_waiting
-from trl_steady.features.padding_free.support import Traits, traits
+from trl_steady.features.padding_free.support import Support, find_support
 from trl_steady.features.zero_advantage import skips_in_whole_step, taken, with_gradient
 from trl_steady.trl_bridge import models
 from trl_steady.trl_bridge.loss import backward_of, divided_by
@@ -40,7 +39,8 @@ class PaddingFree(Feature):
 
     def __init__(self, trainer: Trainer, args: Any) -> None:
         super().__init__(trainer, args)
-        self._traits: weakref.WeakKeyDictionary[torch.nn.Module, Traits] = weakref.WeakKeyDictionary()
+        self._models: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Support, PackedAttention]]
+        self._models = weakref.WeakKeyDictionary()
         self._waiting: list[tuple[int, Mapping[str, Any]]] = []
 
     # construction
@@ -50,8 +50,8 @@ class PaddingFree(Feature):
         args = self.trainer.args
         if not args.trim_padding:
             return
-        model_traits = self.traits_of(self.trainer.model)
-        why_not = self.why_padded or model_traits.why_not_packed
+        support = self.support(self.trainer.model)
+        why_not = self.why_padded or support.why_not_packed
         if args.share_prompts and self.trainer.aux_loss_enabled:
             why_not = "router_aux_loss_coef is not 0.0, and TRL's load-balancing loss counts a prompt with each answer"
         why_not_regrouped = self.why_padded or self._why_not_regrouped()
@@ -59,7 +59,7 @@ class PaddingFree(Feature):
             if value := getattr(args, option):
                 self.refuse(f"{option}={value}", reason)
         if why_not:
-            is_whole = self.why_padded or model_traits.width_limit == 0
+            is_whole = self.why_padded or support.width_limit == 0
             what = "does nothing" if is_whole else "only cuts columns that are padding in every row"
             self.warn(f"trim_padding=True {what}: {why_not}. Set trim_padding=False to keep the padding.")
 
@@ -92,12 +92,15 @@ class PaddingFree(Feature):
                 return f"an adapter of type {type(config).__name__} may depend on the position of a token in its row"
         return None
 
-    def traits_of(self, model: torch.nn.Module) -> Traits:
-        """Return the traits of the transformers model in `model`: which padding it can do without."""
+    def support(self, model: torch.nn.Module) -> Support:
+        """Return which padding the transformers model in `model` can do without."""
+        return self._model(model)[0]
+
+    def _model(self, model: torch.nn.Module) -> tuple[Support, PackedAttention]:
         bare = models.bare(self.trainer, model)
-        if bare not in self._traits or self._traits[bare].implementation != own_implementation(bare):
-            self._traits[bare] = traits(bare)
-        return self._traits[bare]
+        if bare not in self._models or self._models[bare][0].implementation != own_implementation(bare):
+            self._models[bare] = find_support(bare), PackedAttention(bare)
+        return self._models[bare]
 
     # forward passes
 
@@ -106,18 +109,23 @@ class PaddingFree(Feature):
         lengths = self._lengths_of(forward) if self._acts else None
         if lengths is None:
             return call_next(forward)
-        model_traits, budget = self.traits_of(forward.model), self.trainer.args.token_budget
+        (support, attention), budget = self._model(forward.model), self.trainer.args.token_budget
         is_alone = torch.is_grad_enabled() or forward.with_aux_loss or not forward.is_text
-        if not is_alone and (budget is not None or model_traits.why_not_packed is not None):
+        if not is_alone and (budget is not None or support.why_not_packed is not None):
             width, size = forward.input_ids.size(1), forward.batch_size or len(lengths)
             # batches of `token_budget`, or of sequences of similar length, if no gradient is needed
-            batches = self._batches(model_traits, lengths, width, forward.prompt_width, size)
+            batches = self._batches(support, lengths, width, forward.prompt_width, size)
             forward.batches = [without_waiting(torch.tensor(rows), forward.input_ids.device) for rows in batches]
             lengths = [lengths[row] for rows in batches for row in rows]
-        attending = functools.partial(_attending, forward, models.bare(self.trainer, forward.model))
+
+        @contextlib.contextmanager
+        def attend_within(segments: Sequence[Segment]) -> Generator[None]:
+            with forward.hold_until_backward(attention.switched()), attention.within(segments):
+                yield
+
         forward.wrap_model(
             lambda model: UnpaddedModel(
-                model, model_traits, prompt_width=forward.prompt_width, lengths=iter(lengths), attending=attending
+                model, support, prompt_width=forward.prompt_width, lengths=iter(lengths), attend_within=attend_within
             )
         )
         return call_next(forward)
@@ -161,7 +169,7 @@ class PaddingFree(Feature):
         return lengths_of(attention_mask, prompt_width=prompt_width, input_ids=shared)
 
     def _batches(
-        self, model_traits: Traits, lengths: Sequence[Length], width: int, prompt_width: int, batch_size: int
+        self, support: Support, lengths: Sequence[Length], width: int, prompt_width: int, batch_size: int
     ) -> list[list[int]]:
         """Return the sequences that go through a model together, batch by batch.
 
@@ -169,8 +177,8 @@ class PaddingFree(Feature):
         all. With `share_prompts`, the sequences of a prompt stay together with their longest.
         """
         # the columns of padding that are not cut off count too
-        is_whole, is_packed = width > model_traits.width_limit, model_traits.why_not_packed is None
-        if is_whole or not (is_packed or model_traits.is_shift_invariant):
+        is_whole, is_packed = width > support.width_limit, support.why_not_packed is None
+        if is_whole or not (is_packed or support.is_shift_invariant):
             lengths = [length._replace(prompt=prompt_width) for length in lengths]
         if is_whole:
             lengths = [length._replace(completion=width - prompt_width) for length in lengths]
@@ -230,14 +238,8 @@ class PaddingFree(Feature):
             prompt_width = whole["prompt_ids"].size(1)
             width = prompt_width + whole["completion_ids"].size(1)
             lengths = [Length(*numbers) for numbers in whole[_LENGTHS]]
-            for rows in self._batches(self.traits_of(model), lengths, width, prompt_width, len(lengths)):
+            for rows in self._batches(self.support(model), lengths, width, prompt_width, len(lengths)):
                 yield taken(whole, rows), 1.0 if self.trainer.loss_reduction == "step_tokens" else len(rows) / size
-
-
-@contextlib.contextmanager
-def _attending(forward: ForwardPass, bare: PreTrainedModel, segments: Sequence[Segment]) -> Iterator[None]:
-    with forward.hold_until_backward(switched(bare)), attending_in(segments):
-        yield
 
 
 def _together(values: Sequence[Any]) -> Any:

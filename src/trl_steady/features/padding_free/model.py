@@ -12,7 +12,7 @@ from torch.nn.functional import pad
 
 from trl_steady.features.padding_free.budget import Length
 from trl_steady.features.padding_free.packing import Segment, pack
-from trl_steady.features.padding_free.support import Traits
+from trl_steady.features.padding_free.support import Support
 from trl_steady.trl_bridge.log_probs import needs_token_indices
 
 _OF_TOKENS = ("token_type_ids", "mm_token_type_ids", "token_indices")  # also (B, L)
@@ -29,11 +29,11 @@ class UnpaddedModel:
     """
 
     model: Callable[..., Any]  # may be wrapped for several processes
-    traits: Traits  # of the transformers model in it
+    support: Support  # of the transformers model in it
     _: KW_ONLY
     prompt_width: int  # number of columns of the batches that belong to the prompts
     lengths: Iterator[Length]  # of all sequences that will come, in order
-    attending: Callable[[Sequence[Segment]], AbstractContextManager[None]]
+    attend_within: Callable[[Sequence[Segment]], AbstractContextManager[None]]
     """Returns a context in which the model attends within the given segments."""
 
     @property
@@ -45,10 +45,10 @@ class UnpaddedModel:
         """Return `log_probs` and `entropy`, (B, L - 1) each, and `aux_loss`, for inputs of shape (B, L)."""
         width, lengths = input_ids.size(1), [*itertools.islice(self.lengths, len(input_ids))]
         batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
-        if width > self.traits.width_limit:
+        if width > self.support.width_limit:
             return self.model(**batch, **others)
         longest = max(max(length.prompt for length in lengths), 1)
-        left = self.prompt_width - longest if self.traits.is_shift_invariant else 0
+        left = self.prompt_width - longest if self.support.is_shift_invariant else 0
         right = self.prompt_width + max(max(length.completion for length in lengths), 1)
         batch |= {name: cast(Tensor, others.pop(name)) for name in _OF_TOKENS if name in others}
         batch = {name: values[:, left:right] for name, values in batch.items()}
@@ -61,7 +61,7 @@ class UnpaddedModel:
     def _packs(
         self, batch: dict[str, Tensor], others: dict[str, object], lengths: Sequence[Length], left: int
     ) -> bool:
-        if self.traits.why_not_packed or not batch.keys() <= _PACKED or not others.keys() <= _WITH_TEXT:
+        if self.support.why_not_packed or not batch.keys() <= _PACKED or not others.keys() <= _WITH_TEXT:
             return False
         if not all(length.prompt for length in lengths):  # no token predicts the first token after an empty prompt
             return False
@@ -76,7 +76,7 @@ class UnpaddedModel:
         packing = pack(lengths, prompt_width=self.prompt_width - left, device=input_ids.device)
         if "token_indices" in batch:
             others = {**others, "token_indices": packing.gather(batch["token_indices"])}
-        with self.attending(packing.segments):
+        with self.attend_within(packing.segments):
             outputs = self.model(
                 input_ids=packing.gather(input_ids),
                 attention_mask=None,

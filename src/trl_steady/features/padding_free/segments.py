@@ -13,11 +13,11 @@ from trl_steady.features.padding_free.packing import Segment, without_waiting
 class Varlen(NamedTuple):
     """`S` segments as kernels for sequences of different lengths take them, on one device."""
 
-    queries: Tensor  # (S + 1,) int32, the first query of each segment, and the end of the last
-    keys: Tensor  # (S + 1,) int32, the same for keys; those of a segment's prefix come first
+    query_starts: Tensor  # (S + 1,) int32, the first query of each segment, and the end of the last
+    key_starts: Tensor  # (S + 1,) int32, the same for keys; those of a segment's prefix come first
     longest_queries: int
     longest_keys: int
-    taken: Tensor | None  # indices of the keys in the row; None if the keys are those of the row
+    keys_in_row: Tensor | None  # indices of the keys in the row; None if the keys are those of the row
 
 
 class Segments:
@@ -25,9 +25,9 @@ class Segments:
 
     # Not a dataclass: FSDP2 would rebuild it for each layer, and what it has made with it.
 
-    def __init__(self, of_row: Sequence[Segment], window: int | None = None) -> None:
-        self.of_row = of_row
-        self.window = window
+    def __init__(self, segments: Sequence[Segment], attention_window: int | None = None) -> None:
+        self.segments = segments
+        self.attention_window = attention_window
         """How many tokens a token attends to in these layers, including itself; None for no limit."""
         self._varlen: dict[torch.device, Varlen] = {}
 
@@ -41,22 +41,22 @@ class Segments:
         """Return what one call for all segments needs, made once for the layers of a device."""
         if device in self._varlen:
             return self._varlen[device]
-        queries = [len(segment) for segment in self.of_row]
-        keys = [len(segment) + segment.shared for segment in self.of_row]
-        taken = None
+        queries = [len(segment) for segment in self.segments]
+        keys = [len(segment) + segment.shared for segment in self.segments]
+        keys_in_row = None
         if keys != queries:
-            row = torch.arange(self.of_row[-1].end)
-            parts = [row[part] for segment in self.of_row for part in (segment.prefix, segment.tokens) if part]
-            taken = without_waiting(torch.cat(parts), device)
+            row = torch.arange(self.segments[-1].end)
+            parts = [row[part] for segment in self.segments for part in (segment.prefix, segment.tokens) if part]
+            keys_in_row = without_waiting(torch.cat(parts), device)
         starts = _starts(queries, device), _starts(keys, device)
-        self._varlen[device] = Varlen(*starts, max(queries), max(keys), taken)
+        self._varlen[device] = Varlen(*starts, max(queries), max(keys), keys_in_row)
         return self._varlen[device]
 
     def mask(self, length: int, shared: int, device: torch.device) -> Tensor:
         """Return which keys each query attends to: (length, shared + length), True = attend."""
         query = torch.arange(shared, shared + length, device=device).unsqueeze(1)
         key = torch.arange(shared + length, device=device)
-        return (key <= query) & (key > query - (self.window or shared + length))
+        return (key <= query) & (key > query - (self.attention_window or shared + length))
 
 
 def _starts(lengths: Sequence[int], device: torch.device) -> Tensor:

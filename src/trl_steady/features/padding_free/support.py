@@ -23,7 +23,7 @@ _SEES_EVERYTHING = {"cpmant", "doge"}
 
 
 @dataclass(frozen=True)
-class Traits:
+class Support:
     """Which padding a model can do without."""
 
     implementation: str | None  # name of the attention function
@@ -32,8 +32,8 @@ class Traits:
     width_limit: float  # largest width of batches whose columns may be cut; usually infinite
 
 
-def traits(model: PreTrainedModel) -> Traits:
-    """Return the traits of a transformers model. Pass the model without PEFT's wrapper."""
+def find_support(model: PreTrainedModel) -> Support:
+    """Return which padding a transformers model can do without. Pass the model without PEFT's wrapper."""
     config = model.config.get_text_config()
     limits = [
         rope.get("original_max_position_embeddings") or config.max_position_embeddings
@@ -45,7 +45,7 @@ def traits(model: PreTrainedModel) -> Traits:
         limits = [0]
     counts_columns = config.model_type in _COUNTS_COLUMNS or any("llama_4_scaling_beta" in r for r in _rope(config))
     has_blocks = not _LAYERS_OF_BLOCKS.isdisjoint(getattr(config, "layer_types", None) or ())
-    return Traits(
+    return Support(
         implementation=own_implementation(model),
         why_not_packed=_why_not_packed(model),
         is_shift_invariant=_is_known(model) and _is_rotary(model) and not counts_columns and not has_blocks,
