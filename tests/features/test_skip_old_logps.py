@@ -308,9 +308,9 @@ def test_a_step_that_raised_leaves_nothing_in_the_metrics(built: Built, monkeypa
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
     part = trainer.feature(SkipOldLogProbs)
-    assert len(part._of_rollout) == 2
+    assert len(part._rollout_stats) == 2
     part.on_step_begin()
-    assert part._of_rollout == []
+    assert part._rollout_stats == []
 
 
 def test_rloo_refuses_it_with_the_kl_in_its_reward(built: Built) -> None:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from tests.tools.devices import CUDA, pretended_gpu
-from trl_steady.features.padding_free.packing import lengths_of, pack
+from trl_steady.features.padding_free.packing import pack, sequence_lengths
 
 PROMPT, WIDTH = 4, 9
 
@@ -18,7 +18,7 @@ def test_packing_waits_for_the_gpu_as_often_for_many_rows_as_for_few(shares: boo
         mask = (columns >= rows // 3 % PROMPT) & (columns < PROMPT + 1 + rows % (WIDTH - PROMPT))
         ids = torch.where(columns < PROMPT, 10 * (rows // 3), 100 * rows) + columns
         with pretended_gpu() as gpu:
-            lengths = lengths_of(mask.to(CUDA), prompt_width=PROMPT, input_ids=ids.to(CUDA) if shares else None)
+            lengths = sequence_lengths(mask.to(CUDA), prompt_width=PROMPT, input_ids=ids.to(CUDA) if shares else None)
             assert lengths is not None
             read = len(gpu.waits)
             packing = pack(lengths, prompt_width=PROMPT, device=torch.device(CUDA))

@@ -18,8 +18,8 @@ from tests.oracles import kernels
 from tests.tools import families
 from tests.tools.headroom import within
 from trl_steady.features.padding_free.attention import PackedAttention, own_implementation
-from trl_steady.features.padding_free.model import UnpaddedModel
-from trl_steady.features.padding_free.packing import Segment, lengths_of
+from trl_steady.features.padding_free.model import PaddingFreeModel
+from trl_steady.features.padding_free.packing import Segment, sequence_lengths
 from trl_steady.features.padding_free.support import Support, find_support
 
 
@@ -134,7 +134,7 @@ def _without_padding(
     *,
     share_prompts: bool = False,
 ) -> tuple[Computed, tuple[int, int]]:
-    """What `UnpaddedModel` makes of a batch, and the rows and columns of tokens that the model has seen for it."""
+    """What `PaddingFreeModel` makes of a batch, and the rows and columns of tokens that the model has seen for it."""
     seen: list[tuple[int, int]] = []
     hook = model.base_model.register_forward_pre_hook(
         lambda _module, _inputs, named: seen.append(tuple(named["input_ids"].shape)), with_kwargs=True
@@ -149,9 +149,9 @@ def _without_padding(
                 yield
 
         shared = batch["input_ids"] if share_prompts else None
-        lengths = lengths_of(batch["attention_mask"], prompt_width=PROMPT_WIDTH, input_ids=shared)
+        lengths = sequence_lengths(batch["attention_mask"], prompt_width=PROMPT_WIDTH, input_ids=shared)
         assert lengths is not None
-        unpadded = UnpaddedModel(
+        unpadded = PaddingFreeModel(
             model, of, prompt_width=PROMPT_WIDTH, lengths=iter(lengths), attend_within=attend_within
         )
         computed = _compute(unpadded, model, batch)

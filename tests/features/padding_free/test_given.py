@@ -20,7 +20,7 @@ from tests.features.padding_free.tools import (
 )
 from tests.oracles.padding import Batch, padded
 from trl_steady.features.padding_free.attention import PackedAttention
-from trl_steady.features.padding_free.model import UnpaddedModel
+from trl_steady.features.padding_free.model import PaddingFreeModel
 from trl_steady.features.padding_free.packing import Segment
 from trl_steady.features.padding_free.support import Support
 
@@ -42,7 +42,7 @@ def call(
         return contextlib.nullcontext()
 
     support = {"implementation": "sdpa", "why_not_packed": None, "is_shift_invariant": True, "width_limit": 1e9}
-    called = UnpaddedModel(
+    called = PaddingFreeModel(
         model,
         Support(**{**support, **changed}),
         prompt_width=batch.prompt_columns,

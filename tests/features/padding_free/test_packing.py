@@ -8,7 +8,7 @@ import torch
 from tests.features.padding_free.tools import packing_of
 from tests.oracles import padding as oracles
 from tests.oracles.padding import Batch, Name, padded
-from trl_steady.features.padding_free.packing import Packing, lengths_of
+from trl_steady.features.padding_free.packing import Packing, sequence_lengths
 
 BATCHES: dict[str, Batch] = {
     "as wide as it is": padded([([1, 2], [3, 4]), ([5, 6], [7, 8])]),
@@ -103,7 +103,7 @@ def test_padding_may_hold_any_token(shared: bool) -> None:
 
 def test_padding_between_tokens_is_found() -> None:
     mask = torch.tensor([[0, 1, 1, 1, 0], [1, 1, 0, 1, 1]])
-    assert lengths_of(mask[:1], prompt_width=2) == [(1, 2, -1)]
-    assert lengths_of(mask, prompt_width=2) is None
-    assert lengths_of(mask.flip(1), prompt_width=3) is None
-    assert lengths_of(torch.tensor([[1, 0, 1, 1]]), prompt_width=2) is None  # at the right of a prompt
+    assert sequence_lengths(mask[:1], prompt_width=2) == [(1, 2, -1)]
+    assert sequence_lengths(mask, prompt_width=2) is None
+    assert sequence_lengths(mask.flip(1), prompt_width=3) is None
+    assert sequence_lengths(torch.tensor([[1, 0, 1, 1]]), prompt_width=2) is None  # at the right of a prompt

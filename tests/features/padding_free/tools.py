@@ -16,8 +16,8 @@ from tests.oracles import padding as oracles
 from tests.oracles.padding import Batch, padded
 from trl_steady.features.padding_free.attention import PackedAttention
 from trl_steady.features.padding_free.budget import Length
-from trl_steady.features.padding_free.model import UnpaddedModel
-from trl_steady.features.padding_free.packing import Packing, Segment, lengths_of, pack
+from trl_steady.features.padding_free.model import PaddingFreeModel
+from trl_steady.features.padding_free.packing import Packing, Segment, pack, sequence_lengths
 from trl_steady.features.padding_free.support import find_support
 
 SIZES: dict[str, Any] = {
@@ -124,7 +124,7 @@ def exact(model: PreTrainedModel) -> Callable[..., Any]:
 
 
 def lengths_in(batch: Batch, shared: bool) -> list[Length]:
-    lengths = lengths_of(batch.mask, prompt_width=batch.prompt_columns, input_ids=batch.ids if shared else None)
+    lengths = sequence_lengths(batch.mask, prompt_width=batch.prompt_columns, input_ids=batch.ids if shared else None)
     assert lengths is not None
     return lengths
 
@@ -147,11 +147,11 @@ def unpadded(
     share: bool = False,
     called: Callable[..., Any] | None = None,
     within: Callable[[Sequence[Segment]], contextlib.AbstractContextManager[None]] | None = None,
-) -> UnpaddedModel:
+) -> PaddingFreeModel:
     """A proxy for any number of passes of one batch."""
     support = find_support(model)
     assert support.why_not_packed is None, support.why_not_packed
-    return UnpaddedModel(
+    return PaddingFreeModel(
         called or model,
         support,
         prompt_width=batch.prompt_columns,

@@ -13,30 +13,30 @@ class Length(NamedTuple):
     """Number of the group of sequences that share one copy of their prompt; -1 for no group."""
 
 
-def groups_of(lengths: Sequence[Length]) -> list[int]:
+def group_numbers(lengths: Sequence[Length]) -> list[int]:
     """Return a number for each sequence, the same for all of a group and for no other."""
     return [length.group if length.group >= 0 else -1 - row for row, length in enumerate(lengths)]
 
 
 def partition(lengths: Sequence[Sequence[Length]], budget: int, *, padded: bool) -> list[int]:
-    """Return how many sequences to take at a time, in order, so that no process exceeds a budget of tokens.
+    """Return the sizes of batches, in order, with which no process exceeds a budget of tokens.
 
-    `lengths` are the sequences of each process, as many on each, and the counts are the same for all. A sequence above
-    the budget is taken alone. `padded` is True if sequences that are taken together are padded to the longest.
+    `lengths` are the sequences of each process, as many on each, and the sizes are the same for all. A sequence above
+    the budget is a batch of its own. `padded` is True if the sequences of a batch are padded to the longest.
     """
     counts: list[int] = []
     start, total = 0, len(lengths[0])
     for end in range(1, total + 1):
-        if end - start > 1 and any(_tokens(of_process[start:end], padded=padded) > budget for of_process in lengths):
+        if end - start > 1 and any(_tokens(process[start:end], padded=padded) > budget for process in lengths):
             counts.append(end - 1 - start)
             start = end - 1
     return [*counts, total - start]
 
 
-def _tokens(taken: Sequence[Length], *, padded: bool) -> int:
+def _tokens(lengths: Sequence[Length], *, padded: bool) -> int:
     if padded:
-        return len(taken) * (max(length.prompt for length in taken) + max(length.completion for length in taken))
+        return len(lengths) * (max(length.prompt for length in lengths) + max(length.completion for length in lengths))
     # a prompt's last token predicts the first of a completion, so that each completion has one of its own
-    apart = sum(length.completion + (length.prompt if length.group < 0 else 1) for length in taken)
-    shared = {length.group: length.prompt - 1 for length in taken if length.group >= 0}
+    apart = sum(length.completion + (length.prompt if length.group < 0 else 1) for length in lengths)
+    shared = {length.group: length.prompt - 1 for length in lengths if length.group >= 0}
     return apart + sum(shared.values())

@@ -1,5 +1,9 @@
 """Passes without padding, and micro-batches that are measured in tokens."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportMissingTypeStubs=false
+# the annotations of torch and accelerate are partial
+
 import contextlib
 import functools
 import itertools
@@ -12,16 +16,17 @@ from accelerate.utils import gather_object
 from peft import PeftModel
 from torch import Tensor
 
+from trl_steady.config.shared import SharedOptions
 from trl_steady.core.feature import Feature, Trainer
 from trl_steady.core.types import ForwardPass, LogProbs, LossPass, Rollout
 from trl_steady.features.padding_free.attention import PackedAttention, own_implementation
-from trl_steady.features.padding_free.budget import Length, groups_of, partition
-from trl_steady.features.padding_free.model import UnpaddedModel
-from trl_steady.features.padding_free.packing import Segment, fits, lengths_of, without_waiting
+from trl_steady.features.padding_free.budget import Length, group_numbers, partition
+from trl_steady.features.padding_free.model import PaddingFreeModel
+from trl_steady.features.padding_free.packing import Segment, copy_async, fits, sequence_lengths
 from trl_steady.features.padding_free.support import Support, find_support
-from trl_steady.features.zero_advantage import skips_in_whole_step, taken, with_gradient
+from trl_steady.features.zero_advantage import select_sequences, skips_before_regrouping, with_gradient
 from trl_steady.trl_bridge import models
-from trl_steady.trl_bridge.loss import backward_of, divided_by
+from trl_steady.trl_bridge.loss import run_backward, weigh_loss
 from trl_steady.trl_bridge.private import rollout_number
 from trl_steady.trl_bridge.trainer import FeatureTrainerMixin
 
@@ -37,6 +42,8 @@ class PaddingFree(Feature):
     The loss is always that of the whole step. With a budget, TRL's metrics become means over the new micro-batches.
     """
 
+    args: SharedOptions
+
     def __init__(self, trainer: Trainer, args: Any) -> None:
         super().__init__(trainer, args)
         self._models: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Support, PackedAttention]]
@@ -47,7 +54,7 @@ class PaddingFree(Feature):
 
     def on_init_end(self) -> None:
         """Refuse models and settings with which sequences cannot be packed or regrouped."""
-        args = self.trainer.args
+        args = self.args
         if not args.trim_padding:
             return
         support = self.support(self.trainer.model)
@@ -70,7 +77,7 @@ class PaddingFree(Feature):
             return "the model takes other inputs than text"
         if trainer.aux_loss_enabled:
             return "router_aux_loss_coef is not 0.0, and the load-balancing loss is a mean over TRL's micro-batches"
-        if trainer.is_deepspeed_enabled or trainer.args.steps_in_backward:
+        if trainer.is_deepspeed_enabled or self.args.steps_in_backward:
             return "it runs backward several times in a step; DeepSpeed, lomo, adalomo, *_layerwise step each time"
         if type(trainer).compute_loss is not FeatureTrainerMixin.compute_loss:
             return f"{type(trainer).__name__}.compute_loss would see only the last part; override _compute_loss"
@@ -79,7 +86,7 @@ class PaddingFree(Feature):
     @property
     def why_padded(self) -> str | None:
         """Reason why no pass can leave out padding, for any model; None if passes can."""
-        args, model = self.trainer.args, self.trainer.model
+        args, model = self.args, self.trainer.model
         if models.compiles(self.trainer):
             return "torch.compile recompiles for each shape of a batch"
         if args.neftune_noise_alpha is not None:
@@ -106,16 +113,16 @@ class PaddingFree(Feature):
 
     def around_forward(self, forward: ForwardPass, call_next: Callable[[ForwardPass], LogProbs]) -> LogProbs:
         """Leave out the padding of a pass, unless there is some between tokens."""
-        lengths = self._lengths_of(forward) if self._acts else None
+        lengths = self._lengths(forward) if self._acts else None
         if lengths is None:
             return call_next(forward)
-        (support, attention), budget = self._model(forward.model), self.trainer.args.token_budget
+        (support, attention), budget = self._model(forward.model), self.args.token_budget
         is_alone = torch.is_grad_enabled() or forward.with_aux_loss or not forward.is_text
         if not is_alone and (budget is not None or support.why_not_packed is not None):
             width, size = forward.input_ids.size(1), forward.batch_size or len(lengths)
             # batches of `token_budget`, or of sequences of similar length, if no gradient is needed
             batches = self._batches(support, lengths, width, forward.prompt_width, size)
-            forward.batches = [without_waiting(torch.tensor(rows), forward.input_ids.device) for rows in batches]
+            forward.batches = [copy_async(torch.tensor(rows), forward.input_ids.device) for rows in batches]
             lengths = [lengths[row] for rows in batches for row in rows]
 
         @contextlib.contextmanager
@@ -124,7 +131,7 @@ class PaddingFree(Feature):
                 yield
 
         forward.wrap_model(
-            lambda model: UnpaddedModel(
+            lambda model: PaddingFreeModel(
                 model, support, prompt_width=forward.prompt_width, lengths=iter(lengths), attend_within=attend_within
             )
         )
@@ -137,15 +144,15 @@ class PaddingFree(Feature):
         if _LENGTHS in rollout.records:
             lengths = rollout.records[_LENGTHS][1]
         else:
-            lengths = self._read(rollout.input_ids, rollout.attention_mask, rollout.samples["prompt_ids"].size(1))
+            lengths = self._measure(rollout.input_ids, rollout.attention_mask, rollout.samples["prompt_ids"].size(1))
         if lengths is not None:
             rollout.samples[_LENGTHS] = list(map(tuple, lengths))  # which a checkpoint can hold
 
     @property
     def _acts(self) -> bool:
-        return self.trainer.args.trim_padding and not self.why_padded
+        return self.args.trim_padding and not self.why_padded
 
-    def _lengths_of(self, forward: ForwardPass) -> list[Length] | None:
+    def _lengths(self, forward: ForwardPass) -> list[Length] | None:
         """Return the lengths of the sequences of a pass; None if there is padding between tokens."""
         mask, prompt_width = forward.attention_mask, forward.prompt_width
         known = forward.samples.get(_LENGTHS) if forward.role in ("policy", "value") else None
@@ -153,20 +160,20 @@ class PaddingFree(Feature):
             lengths = [Length(*numbers) for numbers in known]
             is_fit = fits(lengths, mask, prompt_width=prompt_width)
             if is_fit.device.type in ("cpu", "cuda"):  # on a GPU nobody waits
-                torch._assert_async(is_fit, _OTHER_MASK)  # pyright: ignore[reportPrivateUsage]
+                torch._assert_async(is_fit, _OTHER_MASK)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
             elif not is_fit:
                 raise RuntimeError(_OTHER_MASK)
             return lengths
         if forward.rollout is None or forward.role not in ("old", "reference"):
-            return self._read(forward.input_ids, mask, prompt_width)
+            return self._measure(forward.input_ids, mask, prompt_width)
         records = forward.rollout.records
         if _LENGTHS not in records or records[_LENGTHS][0] is not mask:
-            records[_LENGTHS] = mask, self._read(forward.input_ids, mask, prompt_width)
+            records[_LENGTHS] = mask, self._measure(forward.input_ids, mask, prompt_width)
         return records[_LENGTHS][1]
 
-    def _read(self, input_ids: Tensor, attention_mask: Tensor, prompt_width: int) -> list[Length] | None:
-        shared = input_ids if self.trainer.args.share_prompts else None
-        return lengths_of(attention_mask, prompt_width=prompt_width, input_ids=shared)
+    def _measure(self, input_ids: Tensor, attention_mask: Tensor, prompt_width: int) -> list[Length] | None:
+        shared = input_ids if self.args.share_prompts else None
+        return sequence_lengths(attention_mask, prompt_width=prompt_width, input_ids=shared)
 
     def _batches(
         self, support: Support, lengths: Sequence[Length], width: int, prompt_width: int, batch_size: int
@@ -183,12 +190,12 @@ class PaddingFree(Feature):
         if is_whole:
             lengths = [length._replace(completion=width - prompt_width) for length in lengths]
         order = sorted(range(len(lengths)), key=lambda row: -lengths[row].prompt - lengths[row].completion)
-        groups = groups_of(lengths)
+        groups = group_numbers(lengths)
         first: dict[int, int] = {}  # group -> position of its longest sequence
         for position, row in enumerate(order):
             first.setdefault(groups[row], position)
         order.sort(key=lambda row: first[groups[row]])
-        budget = self.trainer.args.token_budget
+        budget = self.args.token_budget
         if budget is None:
             return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
         everywhere: list[list[Length]] = gather_object([[lengths[row] for row in order]])
@@ -208,7 +215,7 @@ class PaddingFree(Feature):
         Earlier calls return 0, and the last call of the step runs all micro-batches.
         """
         trainer = self.trainer
-        if trainer.args.token_budget is None or not trainer.model.training:
+        if self.args.token_budget is None or not trainer.model.training:
             return call_next(loss)
         self._waiting.append((rollout_number(trainer), loss.inputs))
         if not trainer.accelerator.sync_gradients:
@@ -218,8 +225,8 @@ class PaddingFree(Feature):
         total = torch.zeros((), device=trainer.accelerator.device)
         for group, share in others:
             compute = functools.partial(call_next, LossPass(loss.model, group))
-            total += backward_of(trainer, loss.model, compute, share)
-        with divided_by(trainer, share_of_last) as scaled:
+            total += run_backward(trainer, loss.model, compute, share)
+        with weigh_loss(trainer, share_of_last) as scaled:
             return total + scaled(call_next(LossPass(loss.model, last)))
 
     def _regrouped(
@@ -232,17 +239,20 @@ class PaddingFree(Feature):
         for _, rollout in itertools.groupby(waiting, key=lambda waits: waits[0]):  # each rollout has its own width
             parts = [inputs for _, inputs in rollout]
             size = len(parts[0]["completion_ids"])
-            whole = {name: _together([part[name] for part in parts]) for name in parts[0]}
-            if skips_in_whole_step(self.trainer):
+            whole = {name: _concatenated([part[name] for part in parts]) for name in parts[0]}
+            if skips_before_regrouping(self.trainer):
                 whole = with_gradient(self.trainer, whole, least=1)
             prompt_width = whole["prompt_ids"].size(1)
             width = prompt_width + whole["completion_ids"].size(1)
             lengths = [Length(*numbers) for numbers in whole[_LENGTHS]]
             for rows in self._batches(self.support(model), lengths, width, prompt_width, len(lengths)):
-                yield taken(whole, rows), 1.0 if self.trainer.loss_reduction == "step_tokens" else len(rows) / size
+                yield (
+                    select_sequences(whole, rows),
+                    1.0 if self.trainer.loss_reduction == "step_tokens" else len(rows) / size,
+                )
 
 
-def _together(values: Sequence[Any]) -> Any:
+def _concatenated(values: Sequence[Any]) -> Any:
     """Join one input of the micro-batches of a rollout. An input that has no rows is the same in all."""
     first = values[0]
     if isinstance(first, Tensor) and first.dim():

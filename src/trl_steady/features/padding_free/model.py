@@ -1,4 +1,4 @@
-"""Wrapper that runs a model on a padded batch without its padding, and returns outputs for the padded batch."""
+"""Wrapper that runs a model without the padding of a batch, and returns outputs for the padded batch."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -15,13 +15,13 @@ from trl_steady.features.padding_free.packing import Segment, pack
 from trl_steady.features.padding_free.support import Support
 from trl_steady.trl_bridge.log_probs import needs_token_indices
 
-_OF_TOKENS = ("token_type_ids", "mm_token_type_ids", "token_indices")  # also (B, L)
+_TOKEN_INPUTS = ("token_type_ids", "mm_token_type_ids", "token_indices")  # also (B, L)
 _PACKED = {"input_ids", "attention_mask", "labels", "token_indices"}
 _WITH_TEXT = {"fused_lm_head", "output_router_logits"}  # other arguments of TRL for a batch that is text only
 
 
 @dataclass(eq=False)
-class UnpaddedModel:
+class PaddingFreeModel:
     """Wrapper that leaves out padding, for a model with TRL's fused LM head and one pass over padded batches.
 
     Columns that are padding in every row are cut off at both ends. If padding is left and the model allows it, the
@@ -50,7 +50,7 @@ class UnpaddedModel:
         longest = max(max(length.prompt for length in lengths), 1)
         left = self.prompt_width - longest if self.support.is_shift_invariant else 0
         right = self.prompt_width + max(max(length.completion for length in lengths), 1)
-        batch |= {name: cast(Tensor, others.pop(name)) for name in _OF_TOKENS if name in others}
+        batch |= {name: cast(Tensor, others.pop(name)) for name in _TOKEN_INPUTS if name in others}
         batch = {name: values[:, left:right] for name, values in batch.items()}
         if self._packs(batch, others, lengths, left):
             outputs = self._packed(batch, others, lengths, left)

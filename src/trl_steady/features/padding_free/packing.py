@@ -1,12 +1,15 @@
 """Pack the tokens of a padded batch into one row, and record to which tokens each of them may attend."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# the annotations of torch are partial
+
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
 
-from trl_steady.features.padding_free.budget import Length, groups_of
+from trl_steady.features.padding_free.budget import Length, group_numbers
 
 
 @dataclass(frozen=True)
@@ -54,7 +57,9 @@ class Packing:
         return packed.new_zeros(shape[0] * shape[1]).index_put((indices,), packed[0, self.predicted - 1]).view(shape)
 
 
-def lengths_of(attention_mask: Tensor, *, prompt_width: int, input_ids: Tensor | None = None) -> list[Length] | None:
+def sequence_lengths(
+    attention_mask: Tensor, *, prompt_width: int, input_ids: Tensor | None = None
+) -> list[Length] | None:
     """Return the lengths of the sequences of a padded batch; None if one has padding between its tokens.
 
     This waits for the device of `attention_mask` (B, L), nonzero = token. The first `prompt_width` columns are those
@@ -82,7 +87,7 @@ def lengths_of(attention_mask: Tensor, *, prompt_width: int, input_ids: Tensor |
 def fits(lengths: Sequence[Length], attention_mask: Tensor, *, prompt_width: int) -> Tensor:
     """Return a bool scalar, on the device of a mask (B, L): whether the sequences have these lengths."""
     table = torch.tensor([(length.prompt, length.completion) for length in lengths])
-    prompts, completions = without_waiting(table, attention_mask.device).unbind(-1)
+    prompts, completions = copy_async(table, attention_mask.device).unbind(-1)
     return _fits(attention_mask.bool(), prompts, completions, prompt_width).all()
 
 
@@ -99,7 +104,7 @@ def pack(lengths: Sequence[Length], *, prompt_width: int, device: torch.device) 
     of each completion. The copy is a segment of its own, and the prefix of their segments.
     """
     members: dict[int, list[int]] = {}
-    for row, group in enumerate(groups_of(lengths)):
+    for row, group in enumerate(group_numbers(lengths)):
         members.setdefault(group, []).append(row)
     indices: list[Tensor] = []
     segments: list[Segment] = []
@@ -118,10 +123,10 @@ def pack(lengths: Sequence[Length], *, prompt_width: int, device: torch.device) 
             start = prompt_width - lengths[row].prompt if prefix is None else end
             add(row, start, prompt_width + lengths[row].completion, prefix)
     predicted = torch.cat([torch.arange(segment.start + 1, segment.end) for segment in segments])
-    of_rows, of_columns = without_waiting(torch.cat(indices, dim=1), device)
-    return Packing(of_rows, of_columns, without_waiting(predicted, device), segments)
+    token_rows, token_columns = copy_async(torch.cat(indices, dim=1), device)
+    return Packing(token_rows, token_columns, copy_async(predicted, device), segments)
 
 
-def without_waiting(tensor: Tensor, device: torch.device) -> Tensor:
-    """Return a tensor of the CPU on a device. A GPU gets it from pinned memory, so that the CPU does not wait."""
+def copy_async(tensor: Tensor, device: torch.device) -> Tensor:
+    """Copy a tensor from the CPU to a device. A GPU gets it from pinned memory, so that the CPU does not wait."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

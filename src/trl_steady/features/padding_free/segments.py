@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from trl_steady.features.padding_free.packing import Segment, without_waiting
+from trl_steady.features.padding_free.packing import Segment, copy_async
 
 
 class Varlen(NamedTuple):
@@ -47,7 +47,7 @@ class Segments:
         if keys != queries:
             row = torch.arange(self.segments[-1].end)
             parts = [row[part] for segment in self.segments for part in (segment.prefix, segment.tokens) if part]
-            keys_in_row = without_waiting(torch.cat(parts), device)
+            keys_in_row = copy_async(torch.cat(parts), device)
         starts = _starts(queries, device), _starts(keys, device)
         self._varlen[device] = Varlen(*starts, max(queries), max(keys), keys_in_row)
         return self._varlen[device]
@@ -60,4 +60,4 @@ class Segments:
 
 
 def _starts(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return without_waiting(pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32), device)
+    return copy_async(pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32), device)

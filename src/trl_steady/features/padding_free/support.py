@@ -1,5 +1,9 @@
 """Find from a model's config and modules which padding its passes can leave out without changing results."""
 
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportPrivateUsage=false
+# the annotations of torch and transformers are partial
+
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -10,14 +14,16 @@ from transformers import PretrainedConfig, PreTrainedModel
 from trl_steady.features.padding_free.attention import own_implementation, why_not_packed
 
 _LAYERS = {"full_attention", "sliding_attention"}
-_ROPE_OF_THE_WIDTH = ("dynamic", "longrope")
+_WIDTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 # Layers that divide a row into blocks, starting at its first column
-_LAYERS_OF_BLOCKS = {"compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse"}
+_BLOCK_LAYERS = {"compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse"}
 # Families with rotary positions whose results still depend on the padding before a sequence: queries are scaled by
 # their column (beam, mistral_large4), norms after the rotation have weights (hunyuan), states absorb padding
 # (recurrent_gemma), or the input is grouped into patches (blt)
-_COUNTS_COLUMNS = {"beam", "blt", "mistral_large4_text", "recurrent_gemma"}
-_COUNTS_COLUMNS |= {"hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text"}
+_COUNTS_COLUMNS = {
+    *("beam", "blt", "mistral_large4_text", "recurrent_gemma"),
+    *("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text"),
+}
 # Families in which tokens depend on later tokens (cpmant), or on other rows (doge, as a mixture of experts)
 _SEES_EVERYTHING = {"cpmant", "doge"}
 
@@ -38,13 +44,13 @@ def find_support(model: PreTrainedModel) -> Support:
     limits = [
         rope.get("original_max_position_embeddings") or config.max_position_embeddings
         for rope in _rope(config)
-        if rope.get("rope_type") in _ROPE_OF_THE_WIDTH
+        if rope.get("rope_type") in _WIDTH_DEPENDENT_ROPE
     ]
     limits.extend(_selections(model))
     if config.model_type in _SEES_EVERYTHING:
         limits = [0]
     counts_columns = config.model_type in _COUNTS_COLUMNS or any("llama_4_scaling_beta" in r for r in _rope(config))
-    has_blocks = not _LAYERS_OF_BLOCKS.isdisjoint(getattr(config, "layer_types", None) or ())
+    has_blocks = not _BLOCK_LAYERS.isdisjoint(getattr(config, "layer_types", None) or ())
     return Support(
         implementation=own_implementation(model),
         why_not_packed=_why_not_packed(model),

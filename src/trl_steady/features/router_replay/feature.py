@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from trl_steady.config.grpo import GRPOConfig
+from trl_steady.config.shared import SharedOptions
 from trl_steady.core.engine import EngineOutput
 from trl_steady.core.feature import Feature, Trainer
 from trl_steady.core.token_record import TokenRecord
@@ -48,7 +48,7 @@ class RouterReplay(Feature):
         ("router_replay_reference", "router_replay"),
         ("share_prompts", "router_replay"),
     )
-    args: GRPOConfig
+    args: SharedOptions
 
     def __init__(self, trainer: Trainer, args: Any) -> None:
         super().__init__(trainer, args)
