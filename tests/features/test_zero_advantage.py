@@ -12,7 +12,7 @@ from torch import Tensor
 from trl.generation import vllm_generation
 
 import trl_steady
-from tests.features.padding_free.test_unpadded import UNEQUAL, Widths
+from tests.features.padding_free.rollouts import UNEQUAL, Widths
 from tests.tools import tiny
 from tests.tools.cases import cases
 from tests.tools.engines import UNCHECKED, Engine, alone, colocate

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from tests.features.padding_free.test_unpadded import UNEQUAL
+from tests.features.padding_free.rollouts import UNEQUAL
 from tests.gpu.models import apart
 from tests.gpu.places import Place, everywhere
 from tests.gpu.recorder import Figures

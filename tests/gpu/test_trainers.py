@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from tests.features.padding_free.test_unpadded import UNEQUAL
+from tests.features.padding_free.rollouts import UNEQUAL
 from tests.gpu.places import Place, everywhere
 from tests.gpu.recorder import Figures
 from tests.tools import tiny

@@ -1,9 +1,13 @@
 """Batches, and whether prompts are shared."""
 
 import pytest
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tests.features.padding_free.tools import BATCHES
 from tests.oracles.padding import Batch
+
+AttentionInterface.register("of_a_script", sdpa_attention_forward)
 
 
 @pytest.fixture(params=BATCHES.values(), ids=BATCHES.keys())

@@ -71,6 +71,17 @@ OUTPUTS, GRADIENTS, FLOOR = 1e-5, 1e-4, 1e-2
 GRADIENTS_OF = {"qwen3_5": 2e-4}
 
 PACKED_NAMES = [name for name in families.names() if name in PACKED or not IS_TOLD]
+# In the fast run, one family for each trait: plain, windows, a cap on attention, sinks, a mixture, values narrower
+# than keys, norms of queries; then those that are cut, cut at the right, or whole, for each reason
+FAST = _set(
+    "llama mistral gemma2 gpt_oss qwen3_moe deepseek_v3 gemma3_text qwen3_next falcon deepseek_v32 gpt2 bloom",
+    "mamba deepseek_v4 minimax_m3_vl_text recurrent_gemma blt cpmant doge qwen3_5",
+)
+
+
+def _by_speed(names: Sequence[str]) -> list[Any]:
+    return [name if name in FAST else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
 
 # 3 columns of padding at the left and 2 at the right of all rows; the first two have the same prompt.
 PROMPT_WIDTH, COMPLETION_WIDTH = 11, 15
@@ -209,7 +220,7 @@ def test_the_table_is_of_all_families() -> None:
     assert set(families.names()) == set(told)
 
 
-@pytest.mark.parametrize("name", families.names())
+@pytest.mark.parametrize("name", _by_speed(families.names()))
 def test_a_batch_without_its_padding(name: str) -> None:
     """Several sequences and one alone, only cut even if they could be packed, and with shared prompts."""
     model, batch = _build(name), _batch()
@@ -236,7 +247,7 @@ SLOW = [pytest.param(attention, marks=pytest.mark.slow) for attention in ("eager
 
 
 @pytest.mark.parametrize("attention", ["flash_attention_2", *SLOW])
-@pytest.mark.parametrize("name", PACKED_NAMES)
+@pytest.mark.parametrize("name", _by_speed(PACKED_NAMES))
 def test_packed_by_other_attention(name: str, attention: str) -> None:
     """Against the padded batch: through FlashAttention where that packs, else by the model's default on a CPU."""
     model, batch = _build(name, **({"attn_implementation": "eager"} if attention == "eager" else {})), _batch()

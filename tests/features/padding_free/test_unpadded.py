@@ -1,7 +1,6 @@
 """Training without padding is TRL's: the same loss, gradients and metrics, whatever the loss and the model."""
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -9,9 +8,8 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from torch import Tensor
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from tests.features.padding_free.rollouts import UNEQUAL, Widths, answers
 from tests.tools import tiny
 from tests.tools.cases import cases
 from tests.tools.headroom import within
@@ -22,19 +20,6 @@ from trl_steady.features.padding_free.feature import PaddingFree
 LOSS_TYPES = (*NATIVE_LOSS_TYPES, *SEQUENCE_RATIO_LOSS_TYPES)
 
 
-def answers(length: Callable[[int, str], int]) -> Callable[..., dict[str, Any]]:
-    """Rollouts whose completions have lengths by place in the batch and prompt."""
-
-    def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
-        ids = [[(13 * i + 5 * t) % 200 + 45 for t in range(length(i, p))] for i, p in enumerate(prompts)]
-        prompt_ids = [trainer.processing_class(p)["input_ids"] for p in prompts]
-        return {"prompt_ids": prompt_ids, "completion_ids": ids, "logprobs": None}
-
-    return rollout
-
-
-UNEQUAL = answers(lambda i, prompt: 1 + (3 * i + 5 * len(prompt)) % 8)  # other totals in each generation
-transformers.AttentionInterface.register("of_a_script", sdpa_attention_forward)
 ROLLOUT: dict[str, Any] = {"build": {"rollout_func": UNEQUAL}}
 
 
@@ -77,17 +62,6 @@ def assert_same_training(padded: Any, ours: Any, *, metrics: bool = True) -> Non
                 granted = 0.05 * abs(value) if "_q" in name else 0
                 # rounding errors of float32 grow a hundredfold over the updates
                 assert within(abs(row[name] - value), 4e-4 * abs(value) + 8e-6, granted=granted), name
-
-
-class Widths:
-    """How wide the batches were that a model saw, and how many of their tokens were real."""
-
-    def __init__(self, model: torch.nn.Module, shapes: list[tuple[int, ...]] | None = None) -> None:
-        self.shapes: list[tuple[int, ...]] = [] if shapes is None else shapes
-        model.get_input_embeddings().register_forward_pre_hook(self._see)
-
-    def _see(self, module: torch.nn.Module, inputs: tuple[Tensor, ...]) -> None:
-        self.shapes.append(tuple(inputs[0].shape))
 
 
 @pytest.mark.parametrize("loss_type", cases(LOSS_TYPES, ("grpo", "dapo", "gspo", "gspo_token")))

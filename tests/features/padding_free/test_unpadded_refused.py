@@ -9,7 +9,7 @@ from peft import LoraConfig, PromptTuningConfig
 from torch import Tensor
 
 import trl_steady
-from tests.features.padding_free.test_unpadded import UNEQUAL
+from tests.features.padding_free.rollouts import UNEQUAL
 from tests.tools import tiny
 from trl_steady.features.padding_free.feature import PaddingFree
 
