@@ -1,5 +1,6 @@
 """InstructGPT's pretraining loss: a language-model loss on other text, in each optimizer step."""
 
+# pyright: reportMissingTypeStubs=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # annotations of datasets and transformers are partial
 

@@ -28,8 +28,10 @@ from trl_steady.trl_bridge.loss import token_weights
 from trl_steady.trl_bridge.models import VALUE_ADAPTER, keep_parameters
 from trl_steady.trl_bridge.rollout import with_reference_log_probs
 
-_ROLLOUT_OPTIONS = ("gamma", "lam", "value_lam", "kl_coef", "whiten_advantages", "whiten_rewards")
-_ROLLOUT_OPTIONS += ("bootstrap_truncated", "missing_eos_penalty")
+_ROLLOUT_OPTIONS = (
+    *("gamma", "lam", "value_lam", "kl_coef", "whiten_advantages", "whiten_rewards"),
+    *("bootstrap_truncated", "missing_eos_penalty"),
+)
 OPTIMIZER_FILE = TensorFile("critic_optimizer.safetensors", "state of the critic's optimizer")
 
 
@@ -41,7 +43,7 @@ class Critic(ScalarHeadFeature):
     window_options = tuple((name, None) for name in _ROLLOUT_OPTIONS)
     counts_all_sequences = True
     trainer: PPOTrainerProtocol
-    args: PPOConfig
+    args: PPOConfig  # pyright: ignore[reportIncompatibleVariableOverride]
     kl_coef: float
     """The coefficient of the KL in the reward, which adapts with `kl_target`."""
 

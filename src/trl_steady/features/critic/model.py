@@ -4,7 +4,8 @@ The critic and the reward model are both one.
 """
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownParameterType=false, reportPrivateUsage=false
+# pyright: reportUnknownParameterType=false, reportPrivateUsage=false, reportDeprecated=false
+# pyright: reportIncompatibleMethodOverride=false, reportPossiblyUnboundVariable=false
 # annotations of torch, transformers and peft are partial; PEFT has no public switch that leaves requires_grad alone
 
 import contextlib

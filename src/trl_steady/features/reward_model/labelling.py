@@ -1,5 +1,6 @@
 """Labels of a rollout's completions by a rule, and of their steps by continuations."""
 
+# pyright: reportMissingTypeStubs=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # annotations of torch, transformers and accelerate are partial
 

@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import cast
 
 import torch
@@ -21,7 +21,7 @@ class RewardScorer:
         self.trainer, self.model = trainer, model
 
     @contextlib.contextmanager
-    def dropout(self, is_on: bool) -> Iterator[None]:
+    def dropout(self, is_on: bool) -> Generator[None, None, None]:
         """Switch dropout and recomputation on or off, whatever the trainer is doing."""
         before = [(module, module.training) for module in self.model.bare.modules()]
         self.model.bare.train(is_on)

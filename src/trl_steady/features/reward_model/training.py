@@ -1,5 +1,6 @@
 """Training and measuring a reward model on examples, on all processes."""
 
+# pyright: reportMissingTypeStubs=false
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # annotations of torch and accelerate are partial
 
