@@ -33,7 +33,7 @@ def build(models: dict[str, Path], request: pytest.FixtureRequest, tmp_path: Pat
 
 
 def test_every_feature_has_a_row() -> None:
-    found = {path.stem for path in Path(features.__path__[0]).glob("[a-z]*")} - {"legacy"}
+    found = {path.stem for path in Path(features.__path__[0]).glob("[a-z]*")}
     assert found == cases.CASES.keys() | cases.WITH_AN_ENGINE | cases.EVERYWHERE
 
 

@@ -8,7 +8,7 @@ import pytest
 from tests.report.runs import DEAD
 from tests.tools import tiny
 from tests.tools.cases import cases
-from trl_steady.features.legacy import Part
+from trl_steady.core.feature import Feature
 from trl_steady.report import History, diagnose
 
 
@@ -57,8 +57,8 @@ def test_a_checkpoint_has_the_settings_and_the_warnings_of_its_run(models: dict[
 
 
 def test_a_warning_that_each_push_to_an_engine_gives_is_noted_once() -> None:
-    part = Part(SimpleNamespace())
+    feature = Feature(SimpleNamespace(), None)
     with pytest.warns(UserWarning, match="rounding"):
         for _ in range(3):
-            part.warn("each push changes the base by rounding")
-    assert part.notes == ["each push changes the base by rounding"]
+            feature.warn("each push changes the base by rounding")
+    assert feature.notes == ["each push changes the base by rounding"]
