@@ -238,7 +238,7 @@ REFUSED = {
         for name, run in RUNS.items()
         if run.get("method") == "PPO"
     },
-    "ppo warm-up": "token_budget=24 .*DeepSpeed, ",  # before its warm-up, which tests/features/critic refuses too
+    "ppo warm-up": "token_budget=24 .*DeepSpeed, ",  # before its warm-up, which tests/distributed/test_refused.py has
 }
 
 
