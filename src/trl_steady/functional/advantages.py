@@ -132,11 +132,13 @@ def return_to_go(rewards: Tensor, *, group_size: int, scale: str) -> Tensor:
     groups = rewards.reshape(-1, group_size, rewards.size(1))
     running = ~groups.isnan()
     returns = _sums_from_each_on(groups).where(running, torch.nan)
-    scored = running.any(-1, keepdim=True).sum(1, keepdim=True).to(rewards.dtype)
+    rewarded = running.any(-1, keepdim=True).sum(1, keepdim=True).to(rewards.dtype)
     others = running.sum(1, keepdim=True).to(rewards.dtype) - 1
     # R - mean of the others = n / (n - 1) (R - mean of all n). If all G have the step, the two factors cancel exactly.
-    beside_others = (returns - returns.nanmean(1, keepdim=True)) * (((scored - 1) * (others + 1)) / (scored * others))
-    alone = (returns * ((scored - 1) / scored)).where(running & (others == 0), 0)
+    beside_others = (returns - returns.nanmean(1, keepdim=True)) * (
+        ((rewarded - 1) * (others + 1)) / (rewarded * others)
+    )
+    alone = (returns * ((rewarded - 1) / rewarded)).where(running & (others == 0), 0)
     advantages = beside_others.where(running & (others > 0), alone)
     if scale != "none":
         pools = {"group": returns, "batch": returns.flatten(0, 1).unsqueeze(0)}[scale]

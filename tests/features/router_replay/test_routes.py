@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tests.features.router_replay.passes import to_engine
-from trl_steady.features.router_replay.routes import dtype_of, from_engine, is_route, share_prefix_routes
+from trl_steady.features.router_replay.routes import from_engine, is_route, route_dtype, share_prefix_routes
 
 
 @pytest.mark.parametrize(
@@ -18,7 +18,7 @@ from trl_steady.features.router_replay.routes import dtype_of, from_engine, is_r
     [(255, torch.uint8, 255), (256, torch.int16, -1), (2**15, torch.int16, -1), (2**15 + 1, torch.int32, -1)],
 )
 def test_the_dtype_has_room_for_every_expert_and_for_none(num_experts: int, dtype: torch.dtype, missing: int) -> None:
-    assert dtype_of(num_experts) == dtype
+    assert route_dtype(num_experts) == dtype
     last = torch.tensor([[num_experts - 1]]).to(dtype)
     assert last.item() == num_experts - 1
     assert is_route(last).all()

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 
 from trl_steady.features.router_replay.router import Router, RoutingError, find_routers
-from trl_steady.features.router_replay.routes import dtype_of, is_route
+from trl_steady.features.router_replay.routes import is_route, route_dtype
 from trl_steady.trl_bridge.private import patched
 
 
@@ -39,7 +39,7 @@ class RouteRecording:
     def run(self, layer: int, forward: functools.partial[Any]) -> Any:
         """Run the router of a layer, and record its choice."""
         result, experts, count = self._routers[layer].watch(forward)
-        self._chosen[layer].append(experts.detach().flatten(0, -2).to(dtype_of(count)))
+        self._chosen[layer].append(experts.detach().flatten(0, -2).to(route_dtype(count)))
         return result
 
     def routes(self) -> Tensor:

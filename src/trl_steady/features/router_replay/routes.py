@@ -20,7 +20,7 @@ from torch import Tensor
 from trl_steady.functional.turns import nothing
 
 
-def dtype_of(num_experts: int) -> torch.dtype:
+def route_dtype(num_experts: int) -> torch.dtype:
     """Return the smallest integer dtype for routes among this number of experts: uint8 for up to 255."""
     if num_experts <= 255:
         return torch.uint8
@@ -55,7 +55,7 @@ def from_engine(array: object, layers: Sequence[int]) -> Tensor:
             f"the engine's routes of token {token} in layer {layer} are {routes[token, layer].tolist()}, and must be "
             "different experts. The engine has not captured them; it may capture routes in some of its layers only."
         )
-    dtype = dtype_of(int(routes.max()) + 1 if routes.numel() else 1)
+    dtype = route_dtype(int(routes.max()) + 1 if routes.numel() else 1)
     return routes.to(dtype).where(~missing, nothing(dtype))
 
 

@@ -51,8 +51,8 @@ def text_and_offsets(tokenizer: PreTrainedTokenizerBase, ids: Sequence[int]) -> 
     added = getattr(tokenizer, "added_tokens_decoder", {})
     silent = {None, *(token.content for token in added.values() if token.special)}  # None: an id without a token
     tokens = tokenizer.convert_ids_to_tokens(ids)
-    for bytes_of in (_byte_level, _sentencepiece):
-        pieces = [b"" if token in silent else bytes_of(token) for token in tokens]
+    for to_bytes in (_byte_level, _sentencepiece):
+        pieces = [b"" if token in silent else to_bytes(token) for token in tokens]
         raw = b"".join(pieces)
         decoded = raw.decode(errors="replace")
         if text in (decoded, decoded.removeprefix(" ")):  # SentencePiece decoders remove the first space

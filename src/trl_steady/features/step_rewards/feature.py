@@ -161,9 +161,9 @@ class StepRewardsFeature(Feature):
         group_size = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
         cover = formula == "return_to_go"
         table = tabulate(completions, self._returned.rewards, trainer.reward_weights, cover=cover)
-        of_steps = _FORMULAS[formula](table.rewards, group_size=group_size, scale=trainer.scale_rewards)
+        step_advantages = _FORMULAS[formula](table.rewards, group_size=group_size, scale=trainer.scale_rewards)
         own = self._own_rows(len(mask))
-        per_token = advantages.per_token(of_steps[own], table.ends[own], mask.size(1)) * mask
+        per_token = advantages.per_token(step_advantages[own], table.ends[own], mask.size(1)) * mask
         log_token_advantages(trainer, per_token, mask)
         counts = [len(steps) for completion in completions[own] for steps in completion.steps.values()]
         trainer.metrics.pooled(sums={"steps/mean_count": torch.tensor([sum(counts), len(counts)])})
