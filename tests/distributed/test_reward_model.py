@@ -12,7 +12,6 @@ from accelerate import PartialState
 
 from tests.distributed import processes, sharded
 from tests.distributed.checks import check_close
-from tests.features.reward_model import test_checkpoints
 from tests.features.reward_model import tools as rewarding
 from tests.tools import resumable, tiny
 from trl_steady.features.reference.feature import Reference
@@ -91,7 +90,7 @@ def resumed(model: Path, output: Path) -> dict[str, Any]:
     ends = {}
     for name, checkpoint in (("whole", None), ("first", "checkpoint-6"), ("second", "checkpoint-9")):
         torch.manual_seed(PartialState().process_index)  # a new adapter differs between processes
-        trainer = test_checkpoints.build("lora", model, output / name, **RESUMED)
+        trainer = rewarding.build_resumable("lora", model, output / name, **RESUMED)
         trainer.train(resume_from_checkpoint=checkpoint and str(output / "whole" / checkpoint))
         ends[name] = resumable.state(trainer)
     return ends
@@ -102,7 +101,7 @@ def on_two_machines(model: Path, output: Path) -> dict[str, Any]:
     os.environ["LOCAL_RANK"] = "0"
     ends, folder = {}, output / str(PartialState().process_index)
     for name, checkpoint in (("whole", None), ("second", str(folder / "whole" / "checkpoint-9"))):
-        trainer = test_checkpoints.build("lora", model, folder / name, save_on_each_node=True, **RESUMED)
+        trainer = rewarding.build_resumable("lora", model, folder / name, save_on_each_node=True, **RESUMED)
         trainer.train(resume_from_checkpoint=checkpoint)
         ends[name] = resumable.of_reward_model(trainer.feature(RewardModel))
     return ends

@@ -17,6 +17,7 @@ from safetensors.torch import load_file
 from transformers.trainer_utils import get_last_checkpoint
 
 import trl_steady
+from tests.features.critic.tools import refused
 from tests.tools import resumable, tiny
 from trl_steady.features.critic.feature import Critic
 
@@ -47,22 +48,18 @@ PPO: dict[str, Any] = {
 SLOW = pytest.mark.slow
 
 
-def folder(kind: str, models: dict[str, Path], wide: Path) -> Path:
-    return wide if kind == "nf4" else models["dense"]
-
-
-def build(kind: str, models: dict[str, Path], wide: Path, output: Path, **options: Any) -> Any:
-    return resumable.build(kind, folder(kind, models, wide), output, **{**PPO, **options})
+def build(kind: str, model_of: Any, output: Path, **options: Any) -> Any:
+    return resumable.build(kind, model_of(kind), output, **{**PPO, **options})
 
 
 @pytest.fixture(scope="module")
-def expected(models: dict[str, Path], wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def expected(model_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Return the end of a run that nothing kills."""
 
     @functools.cache
     def end(kind: str) -> Any:
         output = tmp_path_factory.mktemp(kind)
-        assert resumable.run(kind, folder(kind, models, wide), output, **PPO) == 0
+        assert resumable.run(kind, model_of(kind), output, **PPO) == 0
         return torch.load(output / "state.pt")
 
     return end
@@ -80,10 +77,10 @@ KILLS: dict[str, tuple[tuple[str, str, int], int]] = {
 @pytest.mark.parametrize("kind", resumable.KINDS)
 @pytest.mark.parametrize("moment", KILLS)
 def test_a_killed_run_ends_as_if_it_had_not_been(
-    kind: str, moment: str, models: dict[str, Path], wide: Path, tmp_path: Path, expected: Any
+    kind: str, moment: str, model_of: Any, tmp_path: Path, expected: Any
 ) -> None:
     kill, step = KILLS[moment]
-    model = folder(kind, models, wide)
+    model = model_of(kind)
     assert resumable.run(kind, model, tmp_path, kill=kill, **PPO) == -signal.SIGKILL
     assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / f"checkpoint-{step}")
     assert resumable.run(kind, model, tmp_path, **PPO) == 0
@@ -97,28 +94,26 @@ def test_a_killed_run_ends_as_if_it_had_not_been(
         *(pytest.param(kind, range(1, 10), marks=SLOW) for kind in resumable.KINDS),
     ],
 )
-def test_every_checkpoint_resumes_exactly(
-    kind: str, steps: Sequence[int], models: dict[str, Path], wide: Path, tmp_path: Path
-) -> None:
+def test_every_checkpoint_resumes_exactly(kind: str, steps: Sequence[int], model_of: Any, tmp_path: Path) -> None:
     """In the warm-up, at the end of a window, and inside a window with a coefficient that has moved."""
-    whole = tiny.train(build(kind, models, wide, tmp_path, max_steps=10, save_steps=1))
-    unsaved = tiny.train(build(kind, models, wide, tmp_path / "unsaved", max_steps=10, save_strategy="no"))
+    whole = tiny.train(build(kind, model_of, tmp_path, max_steps=10, save_steps=1))
+    unsaved = tiny.train(build(kind, model_of, tmp_path / "unsaved", max_steps=10, save_strategy="no"))
     end = resumable.state(whole)
     assert resumable.differences(end, resumable.state(unsaved)) == []  # a save changes nothing
     assert whole.kl_coef != PPO["kl_coef"]
     for step in steps:
-        resumed = build(kind, models, wide, tmp_path / "resumed", max_steps=10, save_strategy="no")
+        resumed = build(kind, model_of, tmp_path / "resumed", max_steps=10, save_strategy="no")
         resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
         assert resumable.differences(end, resumable.state(resumed)) == [], step
 
 
-def test_a_checkpoint_holds_the_critic_once(models: dict[str, Path], wide: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_holds_the_critic_once(model_of: Any, tmp_path: Path) -> None:
     """PEFT would write an adapter of its own for it, without the head."""
     for kind in ("lora", "full"):
         for moves in (True, False):
             output = tmp_path / f"{kind} {moves}"
             options = {"sync_ref_model": moves, "max_steps": 3, "kl_target": None}
-            trainer = tiny.train(build(kind, models, wide, output, **options))
+            trainer = tiny.train(build(kind, model_of, output, **options))
             checkpoint = output / "checkpoint-3"
             assert not [path for path in checkpoint.iterdir() if path.is_dir()]
             saved = load_file(checkpoint / "critic.safetensors")
@@ -138,35 +133,28 @@ OF_GRPO = {
 
 
 @pytest.fixture(scope="module")
-def runs(models: dict[str, Path], wide: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def runs(model_of: Any, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders with checkpoints after steps 2, inside a window, and 4, at its end."""
     folders = {name: tmp_path_factory.mktemp(name) for name in ("lora", "model only", "grpo")}
     steps = {"max_steps": 4, "save_steps": 2}
-    tiny.train(build("lora", models, wide, folders["lora"], **{**PLAIN, **steps}))
-    tiny.train(build("lora", models, wide, folders["model only"], **{**PLAIN, **steps, "save_only_model": True}))
-    tiny.train(resumable.build("lora", models["dense"], folders["grpo"], **{**OF_GRPO, **steps}))
+    tiny.train(build("lora", model_of, folders["lora"], **{**PLAIN, **steps}))
+    tiny.train(build("lora", model_of, folders["model only"], **{**PLAIN, **steps, "save_only_model": True}))
+    tiny.train(resumable.build("lora", model_of("lora"), folders["grpo"], **{**OF_GRPO, **steps}))
     return folders
-
-
-def refused(trainer: Any, checkpoint: Path, message: str) -> None:
-    """A resume is refused with this message, before a step."""
-    with pytest.raises(ValueError, match=message):
-        trainer.train(resume_from_checkpoint=str(checkpoint))
-    assert trainer.state.global_step in (0, int(checkpoint.name.split("-")[1]))
 
 
 @pytest.mark.parametrize(("run", "step"), [("grpo", 2), ("model only", 4)])
 def test_a_checkpoint_without_a_critic_is_refused(
-    models: dict[str, Path], wide: Path, runs: dict[str, Path], tmp_path: Path, run: str, step: int
+    model_of: Any, runs: dict[str, Path], tmp_path: Path, run: str, step: int
 ) -> None:
     message = rf"checkpoint-{step} holds no critic\.safetensors, .*another critic.*save_only_model=False"
-    refused(build("lora", models, wide, tmp_path, **PLAIN), runs[run] / f"checkpoint-{step}", message)
+    refused(build("lora", model_of, tmp_path, **PLAIN), runs[run] / f"checkpoint-{step}", message)
 
 
-def test_another_critic_is_refused(models: dict[str, Path], wide: Path, runs: dict[str, Path], tmp_path: Path) -> None:
+def test_another_critic_is_refused(model_of: Any, runs: dict[str, Path], tmp_path: Path) -> None:
     peft_config = LoraConfig(**{**tiny.LORA, "r": 2})
     other = {**PLAIN, "build": {**PLAIN["build"], "value_peft_config": peft_config}}
-    trainer = build("lora", models, wide, tmp_path, **other)
+    trainer = build("lora", model_of, tmp_path, **other)
     message = r"critic\.safetensors holds other weights: \d+ tensors differ .*value_peft_config\) of"
     refused(trainer, runs["lora"] / "checkpoint-4", message)
 
@@ -185,11 +173,11 @@ def test_every_option_of_ppo_is_one_or_the_other() -> None:
 
 @pytest.mark.parametrize("kl_coef", [0.0, 0.7])
 def test_the_next_window_has_the_coefficient_of_the_options(
-    models: dict[str, Path], wide: Path, runs: dict[str, Path], tmp_path: Path, kl_coef: float
+    model_of: Any, runs: dict[str, Path], tmp_path: Path, kl_coef: float
 ) -> None:
     """Unless the coefficient adapts: then the one of the checkpoint goes on."""
     options = {**PLAIN, "kl_coef": kl_coef, "max_steps": 6}
-    trainer = build("lora", models, wide, tmp_path, **options)
+    trainer = build("lora", model_of, tmp_path, **options)
     trainer.train(resume_from_checkpoint=str(runs["lora"] / "checkpoint-4"))
     assert trainer.kl_coef == kl_coef
     row = next(row for row in tiny.history(trainer) if row["step"] == 5)

@@ -11,31 +11,29 @@ from transformers import BertConfig, BertLMHeadModel
 
 import trl_steady
 from tests.features.critic import tools as critics
-from tests.features.critic.tools import Twin, build, policy_parameters, rows, same, snapshot, stir
-from tests.oracles import ppo as oracles
+from tests.features.critic.tools import (
+    KINDS,
+    Samples,
+    Twin,
+    build,
+    by_hand,
+    critic_parameters,
+    distance,
+    gradients,
+    loss_mask,
+    policy_parameters,
+    rows,
+    same,
+    snapshot,
+    stir,
+    token_weights,
+)
 from tests.tools import tiny
 from tests.tools.headroom import within
 from trl_steady.features.critic.feature import Critic
 from trl_steady.features.critic.model import build_adapter_model
 
 TOKEN_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "vespo")
-KINDS: dict[str, dict[str, Any]] = {"lora": {"lora": True}, "full": {}, "nf4": {"lora": True, "nf4": True}}
-Samples = dict[str, Any]
-
-
-@pytest.fixture
-def model_of(models: dict[str, Path], wide: Path) -> Any:
-    """Folder of the model for one of `KINDS`."""
-    return lambda kind: wide if kind.startswith("nf4") else models["dense"]
-
-
-def critic_parameters(trainer: Any) -> dict[str, torch.nn.Parameter]:
-    return dict(trainer.critic.named_parameters())
-
-
-def gradients(parameters: dict[str, torch.nn.Parameter]) -> dict[str, Tensor]:
-    """0 for those without one."""
-    return {name: torch.zeros_like(p) if p.grad is None else p.grad.clone() for name, p in parameters.items()}
 
 
 def micro_batch(trainer: Any, window: int = 1, count: int = len(critics.ANSWERS)) -> Samples:
@@ -53,21 +51,6 @@ def backward(trainer: Any, inputs: Samples) -> Tensor:
         loss = trainer.compute_loss(trainer.model, inputs)
         loss.backward()
     return loss.detach()
-
-
-def loss_mask(inputs: Samples) -> Tensor:
-    return (
-        (inputs["completion_mask"] * inputs["tool_mask"]).bool()
-        if "tool_mask" in inputs
-        else inputs["completion_mask"].bool()
-    )
-
-
-def distance(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """The largest error of a tensor, relative to all of them together."""
-    assert found.keys() == expected.keys()
-    size = torch.stack([own.double().norm() for own in expected.values()]).norm()
-    return max(((found[name] - own).double().norm() / size).item() for name, own in expected.items())
 
 
 # The policy
@@ -111,44 +94,6 @@ def test_a_loss_with_one_advantage_per_sequence_is_refused(tmp_path: Path, optio
 
 
 # The critic
-
-
-def token_weights(inputs: Samples, loss_type: str, window: int, args: Any) -> Tensor:
-    """(B, T) weights of the tokens in TRL's loss, by its docs."""
-    mask = loss_mask(inputs).double()
-    lengths = mask.sum(1, keepdim=True).clamp(min=1)
-    divisor = {
-        "grpo": len(mask) * lengths,
-        "sapo": len(mask) * lengths,
-        "gspo_token": len(mask) * lengths,
-        "bnpo": mask.sum(),
-        "dr_grpo": len(mask) * args.max_completion_length,
-        "luspo": len(mask),
-    }
-    if loss_type in divisor:
-        return mask / divisor[loss_type] / window
-    # the window's share of the tokens of the rollout
-    return mask / (inputs["num_items_in_batch"].double() * window / args.steps_per_generation)
-
-
-def by_hand(
-    twin: Twin, inputs: Samples, weights: Tensor, cliprange: float | None
-) -> tuple[float, dict[str, Tensor], Tensor]:
-    """Loss of the critic, its gradient, and where a value is beyond the clip range with no gradient."""
-    mask = loss_mask(inputs) & ~inputs["returns"].isnan()
-    values = twin.values(inputs)[:, :-1]
-    old, returns = inputs["values"].double(), inputs["returns"].double()
-    losses = torch.tensor(
-        oracles.value_loss(values.tolist(), old.tolist(), returns.tolist(), mask.tolist(), cliprange)
-    )
-    error = values - returns
-    flat = torch.zeros_like(mask)
-    if cliprange is not None:
-        bounded = torch.maximum(torch.minimum(values, old + cliprange), old - cliprange)
-        flat = mask & ((bounded - returns) ** 2 > error**2)  # the larger term does not depend on the value
-    slopes = (weights * error).where(mask & ~flat, 0).detach()
-    found = torch.autograd.grad(values, [*twin.parameters.values()], slopes)
-    return (weights * losses).sum().item(), dict(zip(twin.parameters, found, strict=True)), flat
 
 
 @pytest.mark.parametrize(
@@ -215,6 +160,3 @@ def test_a_module_of_the_adapters_name_stays_the_policys() -> None:
     own = {f"base_model.model.bert.{name}" for name, _ in critic.named_parameters() if name != "score.weight"}
     assert own == added and len(own) == 4
     assert {name for name, own in policy.named_parameters() if own.requires_grad} == before
-
-
-# Training

@@ -23,12 +23,8 @@ TEXTS = ["ab1+2=", "30", "ababab12+13=25!"]
 CLOSE = {"rtol": 1e-5, "atol": 1e-5}  # values are some units; without padding, sums are taken in another order
 
 
-def folder(kind: str, models: dict[str, Path], wide: Path) -> Path:
-    return wide if kind == "nf4" else models["dense"]
-
-
-def build(kind: str, models: dict[str, Path], wide: Path, output: Path, **options: Any) -> Any:
-    model: Any = folder(kind, models, wide)
+def build(kind: str, model_of: Any, output: Path, **options: Any) -> Any:
+    model = model_of(kind)
     model = options.pop("model", wide_model.load(model, "nf4") if kind == "nf4" else model)
     options = {"method": "PPO", "num_generations": 1, "max_steps": 3, "lora": kind != "full", **options}
     return tiny.trainer(model, output, **options)
@@ -72,15 +68,15 @@ class Saved:
 
 
 @pytest.fixture(scope="module")
-def saved(models: dict[str, Path], wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
+def saved(model_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Saved]:
     made: dict[str, Saved] = {}
 
     def make(kind: str) -> Saved:
         if kind not in made:
             output = tmp_path_factory.mktemp(kind)
-            trainer = tiny.train(build(kind, models, wide, output))
+            trainer = tiny.train(build(kind, model_of, output))
             trainer.save_model(str(output / "saved"))
-            made[kind] = Saved(trainer, output / "saved", folder(kind, models, wide), kind)
+            made[kind] = Saved(trainer, output / "saved", model_of(kind), kind)
         return made[kind]
 
     return make
@@ -166,11 +162,11 @@ def test_the_policy_is_saved_without_the_critic(kind: str, saved: Callable[[str]
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_saved_critic_begins_a_new_run(
-    kind: str, models: dict[str, Path], wide: Path, tmp_path: Path, saved: Callable[[str], Saved]
+    kind: str, model_of: Any, tmp_path: Path, saved: Callable[[str], Saved]
 ) -> None:
     run = saved(kind)
-    fresh = build(kind, models, wide, tmp_path)
-    new = build(kind, models, wide, tmp_path, value_init=str(run.folder / "value"))
+    fresh = build(kind, model_of, tmp_path)
+    new = build(kind, model_of, tmp_path, value_init=str(run.folder / "value"))
     assert resumable.differences(run.trainer.critic.state(), new.critic.state()) == []
     if kind != "full":  # the policy's adapter begins anew; a full critic does not need the policy
         assert resumable.differences(adapter(fresh, "default"), adapter(new, "default")) == []
@@ -204,12 +200,10 @@ def scorer(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("as_path", [False, True])
-def test_a_value_model_is_the_critic(
-    models: dict[str, Path], wide: Path, tmp_path: Path, scorer: Path, as_path: bool
-) -> None:
+def test_a_value_model_is_the_critic(model_of: Any, tmp_path: Path, scorer: Path, as_path: bool) -> None:
     given = AutoModelForSequenceClassification.from_pretrained(scorer)
     expected, _ = plain_values(given)
-    trainer = build("full", models, wide, tmp_path, build={"value_model": str(scorer) if as_path else given})
+    trainer = build("full", model_of, tmp_path, build={"value_model": str(scorer) if as_path else given})
     check_values(expected, values(trainer))
     assert (trainer.critic.backbone is given) != as_path
     tiny.train(trainer).save_model(str(tmp_path / "saved"))
@@ -221,13 +215,13 @@ def test_a_value_model_is_the_critic(
 
 @pytest.mark.parametrize("how", ["model", "path", "value_model"])
 def test_the_reward_model_begins_the_critic_and_stays_as_it_is(
-    models: dict[str, Path], wide: Path, tmp_path: Path, scorer: Path, how: str
+    model_of: Any, tmp_path: Path, scorer: Path, how: str
 ) -> None:
     """Also if it is given as `value_model`."""
     model = AutoModelForSequenceClassification.from_pretrained(scorer)
     build_ = {"reward_funcs": [tiny.reward, str(scorer) if how == "path" else model]}
     start = {"build": {**build_, "value_model": model}} if how == "value_model" else {"value_init": "reward"}
-    trainer = build("full", models, wide, tmp_path, **{"build": build_, **start})
+    trainer = build("full", model_of, tmp_path, **{"build": build_, **start})
     expected, _ = plain_values(model)
     check_values(expected, values(trainer))
     reward_model = trainer.reward_funcs[1]
@@ -238,9 +232,7 @@ def test_the_reward_model_begins_the_critic_and_stays_as_it_is(
     assert history[0]["value/mean"] != 0
 
 
-def test_beginnings_that_contradict_one_another_are_refused(
-    models: dict[str, Path], wide: Path, tmp_path: Path, scorer: Path
-) -> None:
+def test_beginnings_that_contradict_one_another_are_refused(model_of: Any, tmp_path: Path, scorer: Path) -> None:
     value_model = AutoModelForSequenceClassification.from_pretrained(scorer)
     config = transformers.Qwen2Config(**tiny.SIZES, num_labels=1)
     with_bias = transformers.Qwen2ForSequenceClassification(config)
@@ -261,8 +253,8 @@ def test_beginnings_that_contradict_one_another_are_refused(
             {"value_init": "reward", "build": {"value_peft_config": LoraConfig()}},
             "value_peft_config and value_init='reward'",
         ),
-        ("full", {"value_init": str(models["dense"])}, r"value_init=.* has no score\.weight"),
-        ("full", {"build": {"value_model": models["dense"]}}, r"value_model has no score\.weight"),
+        ("full", {"value_init": str(model_of("lora"))}, r"value_init=.* has no score\.weight"),
+        ("full", {"build": {"value_model": model_of("lora")}}, r"value_model has no score\.weight"),
         (
             "full",
             {"build": {"value_model": with_bias}},
@@ -270,7 +262,7 @@ def test_beginnings_that_contradict_one_another_are_refused(
         ),
     ):
         with pytest.raises(ValueError, match=message):
-            build(kind, models, wide, tmp_path, **options)
+            build(kind, model_of, tmp_path, **options)
 
 
 ADAPTERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
@@ -313,12 +305,10 @@ def test_adapters_of_other_kinds_are_saved_and_loaded(models: dict[str, Path], t
 
 
 @pytest.mark.parametrize("kind", ["lora", "full"])
-def test_a_bf16_policy_has_a_critic_with_a_head_in_float32(
-    kind: str, models: dict[str, Path], wide: Path, tmp_path: Path
-) -> None:
-    model = AutoModelForCausalLM.from_pretrained(models["dense"], dtype=torch.bfloat16)
+def test_a_bf16_policy_has_a_critic_with_a_head_in_float32(kind: str, model_of: Any, tmp_path: Path) -> None:
+    model = AutoModelForCausalLM.from_pretrained(model_of("lora"), dtype=torch.bfloat16)
     options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 2}
-    trainer = tiny.train(build(kind, models, wide, tmp_path, model=model, **options))
+    trainer = tiny.train(build(kind, model_of, tmp_path, model=model, **options))
     dtypes = {name: parameter.dtype for name, parameter in trainer.critic.named_parameters()}
     assert dtypes.pop("score.weight") == torch.float32
     assert set(dtypes.values()) == {torch.float32 if kind == "lora" else torch.bfloat16}
@@ -327,7 +317,7 @@ def test_a_bf16_policy_has_a_critic_with_a_head_in_float32(
     trainer.save_model(str(tmp_path / "saved"))
     value = tmp_path / "saved" / "value"
     if kind == "lora":
-        base = AutoModelForSequenceClassification.from_pretrained(models["dense"], num_labels=1, dtype=torch.bfloat16)
+        base = AutoModelForSequenceClassification.from_pretrained(model_of("lora"), num_labels=1, dtype=torch.bfloat16)
         plain = peft.PeftModel.from_pretrained(base, value).eval()
         assert load_file(value / "adapter_model.safetensors")["base_model.model.score.weight"].dtype == torch.float32
     else:
@@ -335,7 +325,7 @@ def test_a_bf16_policy_has_a_critic_with_a_head_in_float32(
         assert plain.dtype == torch.bfloat16
     for found in plain_values(plain):
         check_values(values(trainer), found, rtol=2e-2, atol=2e-2)  # the head has been rounded
-    model = AutoModelForCausalLM.from_pretrained(models["dense"], dtype=torch.bfloat16)
-    resumed = build(kind, models, wide, tmp_path, model=model, **options)
+    model = AutoModelForCausalLM.from_pretrained(model_of("lora"), dtype=torch.bfloat16)
+    resumed = build(kind, model_of, tmp_path, model=model, **options)
     resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
     assert resumable.differences(resumable.state(trainer), resumable.state(resumed)) == []

@@ -10,15 +10,25 @@ from peft import LoraConfig
 from torch import Tensor
 from transformers import TrainerCallback
 
-from tests.features.critic import test_losses
-from tests.features.critic.test_losses import KINDS, Samples, by_hand, critic_parameters, distance, token_weights
-from tests.features.critic.test_losses import gradients as gradients_of
-from tests.features.critic.tools import Twin, build, descend, policy_parameters, same, snapshot
+from tests.features.critic.tools import (
+    KINDS,
+    Samples,
+    Twin,
+    build,
+    by_hand,
+    critic_parameters,
+    descend,
+    distance,
+    policy_parameters,
+    same,
+    snapshot,
+    token_weights,
+)
+from tests.features.critic.tools import gradients as gradients_of
 from tests.tools import tiny
 from tests.tools.headroom import within
 from trl_steady.features.critic import optimizer as learner
 
-model_of = test_losses.model_of
 STEPS = {"optim": "sgd", "max_steps": 2}  # whose updates are proportional to gradients
 BUDGET = {"token_budget": 30, "share_prompts": True}
 

@@ -5,8 +5,7 @@ import functools
 import json
 import shutil
 import signal
-import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,80 +16,28 @@ from safetensors.torch import load_file
 from transformers.trainer_utils import get_last_checkpoint
 
 from tests.features.critic import tools as critics
+from tests.features.critic.tools import refused
 from tests.features.reward_model import tools as rewarding
+from tests.features.reward_model.tools import build_resumable as build
+from tests.features.reward_model.tools import resumable_options
 from tests.tools import resumable, tiny
-from trl_steady import RewardAdapter, RewardModelRefreshCallback
-from trl_steady.features.reference.feature import Reference
 from trl_steady.features.reward_model.feature import RewardModel
 
 SLOW = pytest.mark.slow
 Expected = Callable[[str], dict[str, Any]]
-OBJECTIVES = {"full": "pairs", "lora": "pointwise", "nf4": "steps"}
-"""The objective of each kind of run. The labels of steps draw random numbers for continuations."""
-
-
-class Handed(RewardAdapter):
-    """A reward model that one process can hand to another."""
-
-    def __init__(self, objective: str, **options: Any) -> None:
-        self.arguments = objective, options
-        steps = {"head": "steps", "splitter": rewarding.STEPS} if objective == "steps" else {}
-        super().__init__(**steps, **options)
-
-    def __reduce__(self) -> Any:
-        objective, options = self.arguments
-        return functools.partial(Handed, objective, **options), ()
-
-
-def retrain(trainer: Any, objective: str, **changes: Any) -> None:
-    """Retrain the reward model, which begins with scores that differ. Auditors hear of each update and each move."""
-    rewarding.stir(trainer)
-    options: dict[str, Any] = {
-        "learning_rate": 1e-2,
-        "epochs": 2,
-        "replay_fraction": 0.3,
-        "continuations": 2,
-        "history": 8,
-    }
-    options |= {"label_fn": rewarding.is_right, "objective": objective, **changes}
-    callback = RewardModelRefreshCallback(trainer, **options)
-    trainer.add_callback(callback)
-    tell = lambda *_: sys.audit("tests.update", f"of retraining {len(callback.refreshes) + 1}.")
-    callback.optimizer.adamw.register_step_post_hook(tell)
-    moving = trainer.feature(Reference).callback
-    moving.before_move.append(lambda step: sys.audit("tests.move", f"move after step {step}."))
-
-
-def options_of(kind: str, *, changes: Any = None, retrained: bool = True, **options: Any) -> dict[str, Any]:
-    """Options of a run as in tests/tools/resumable.py, with another reward. `changes` are those of the callback.
-
-    A window is 4 steps. The reward model is retrained after steps 8 and 16, each time before the reference moves.
-    """
-    of_callback = {"objective": OBJECTIVES[kind], **(changes or {})}
-    data = {"train_dataset": tiny.dataset(6), "reward_funcs": Handed(of_callback["objective"])}
-    then = functools.partial(retrain, **of_callback) if retrained else rewarding.stir
-    return {"then": then, **options, "build": {**data, **options.get("build", {})}}
-
-
-def folder(kind: str, models: dict[str, Path], wide: Path) -> Path:
-    return wide if kind == "nf4" else models["dense"]
-
-
-def build(kind: str, model: Path, output: Path, **options: Any) -> Any:
-    return resumable.build(kind, model, output, **options_of(kind, **options))
 
 
 def run(kind: str, model: Path, output: Path, **options: Any) -> int:
-    return resumable.run(kind, model, output, **options, **options_of(kind))
+    return resumable.run(kind, model, output, **options, **resumable_options(kind))
 
 
 @pytest.fixture(scope="module")
-def expected(models: dict[str, Path], wide: Path, tmp_path_factory: pytest.TempPathFactory) -> Expected:
+def expected(model_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Expected:
     """Return the end of a run that nothing kills."""
 
     @functools.cache
     def end(kind: str) -> dict[str, Any]:
-        model, output = folder(kind, models, wide), tmp_path_factory.mktemp(kind)
+        model, output = model_of(kind), tmp_path_factory.mktemp(kind)
         return resumable.state(tiny.train(build(kind, model, output)))
 
     return end
@@ -124,29 +71,22 @@ FAST = ("lora", "between two updates of the reward model")
     ],
 )
 def test_a_killed_run_ends_as_if_it_had_not_been(
-    kind: str, moment: str, models: dict[str, Path], wide: Path, tmp_path: Path, expected: Expected
+    kind: str, moment: str, model_of: Any, tmp_path: Path, expected: Expected
 ) -> None:
     kill, step = KILLS[moment]
-    model = folder(kind, models, wide)
+    model = model_of(kind)
     assert run(kind, model, tmp_path, kill=kill) == -signal.SIGKILL
     assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / f"checkpoint-{step}")
     assert run(kind, model, tmp_path) == 0
     check_end(expected(kind), tmp_path)
 
 
-@pytest.mark.parametrize(
-    ("kind", "steps"),
-    [("lora", (4, 8, 9)), pytest.param("full", (8,), marks=SLOW), pytest.param("nf4", (4, 8, 9), marks=SLOW)],
-)
-def test_every_checkpoint_resumes_exactly(
-    kind: str, steps: Sequence[int], models: dict[str, Path], wide: Path, tmp_path: Path
-) -> None:
+def test_every_checkpoint_resumes_exactly(models: dict[str, Path], tmp_path: Path) -> None:
     """With answers of an iteration, right before the reward model is retrained, and after that."""
-    model = folder(kind, models, wide)
-    whole = tiny.train(build(kind, model, tmp_path, max_steps=12, save_steps=1))
+    whole = tiny.train(build("lora", models["dense"], tmp_path, max_steps=12, save_steps=1))
     end = resumable.state(whole)
-    for step in steps:
-        resumed = build(kind, model, tmp_path / f"resumed at {step}", max_steps=12, save_strategy="no")
+    for step in (4, 8, 9):
+        resumed = build("lora", models["dense"], tmp_path / f"resumed at {step}", max_steps=12, save_strategy="no")
         resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
         assert resumable.differences(end, resumable.state(resumed)) == [], step
 
@@ -241,3 +181,55 @@ def test_the_best_policy_gets_its_reward_model_and_critic_back(
     if not saves_model_only:
         assert critics.same(trainer.reward_model.state(), load_file(best / "reward_model.safetensors"))
         assert critics.same(trainer.critic.state(), load_file(best / "critic.safetensors"))
+
+
+# what a resume refuses, and what it may change
+
+
+@pytest.fixture(scope="module")
+def runs(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Checkpoints after step 2, inside a window; of "refreshed" after step 9, with a history."""
+    names = ("lora", "kept", "grpo full", "refreshed")
+    folders = {name: tmp_path_factory.mktemp(name) for name in names}
+    steps = {"max_steps": 2, "save_steps": 2}
+    tiny.train(build("lora", models["dense"], folders["lora"], **steps))
+    tiny.train(build("lora", models["dense"], folders["kept"], retrained=False, **steps))
+    tiny.train(resumable.build("full", models["dense"], folders["grpo full"], **steps))
+    tiny.train(build("lora", models["dense"], folders["refreshed"], max_steps=9, save_steps=9))
+    return {name: path / f"checkpoint-{9 if name == 'refreshed' else 2}" for name, path in folders.items()}
+
+
+REFUSED: dict[str, tuple[str, str, dict[str, Any], str]] = {
+    "no reward model": ("grpo full", "full", {}, r"holds no reward_model\.safetensors"),
+    "a retraining": ("lora", "lora", {"retrained": False}, r"has reward_refresh\.pt, .*Build the trainer"),
+    "another objective": ("lora", "lora", {"changes": {"objective": "pairs"}}, r"'pointwise'.*'pairs'.* same values"),
+    "another size of the history": (
+        "refreshed",
+        "lora",
+        {"changes": {"history": 5}},
+        r"'pointwise', 8.*'pointwise', 5",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_a_checkpoint_of_another_reward_model_is_refused(
+    case: str, models: dict[str, Path], runs: dict[str, Path], tmp_path: Path
+) -> None:
+    name, kind, options, message = REFUSED[case]
+    refused(build(kind, models["dense"], tmp_path, **options), runs[name], message)
+
+
+def test_a_trainer_without_a_reward_model_refuses_a_checkpoint_with_one(
+    models: dict[str, Path], runs: dict[str, Path], tmp_path: Path
+) -> None:
+    trainer = resumable.build("lora", models["dense"], tmp_path)
+    refused(trainer, runs["lora"], r"has reward_model\.safetensors, .*Build the trainer")
+
+
+def test_a_reward_model_that_does_not_learn_resumes(
+    models: dict[str, Path], runs: dict[str, Path], tmp_path: Path
+) -> None:
+    resumed = build("lora", models["dense"], tmp_path, retrained=False, max_steps=3)
+    resumed.train(resume_from_checkpoint=str(runs["kept"]))
+    assert resumed.state.global_step == 3

@@ -24,11 +24,6 @@ from trl_steady.features.reward_model.feature import RewardModel
 from trl_steady.features.reward_model.training import fit, measure
 
 
-@pytest.fixture
-def model_of(models: dict[str, Path], wide: Path) -> Any:
-    return lambda kind: wide if kind == "nf4" else models["dense"]
-
-
 def is_long(prompts: list[str], completions: list[str], **_: Any) -> list[bool]:
     """A rule that is easy to learn."""
     return [len(completion) > 3 for completion in completions]

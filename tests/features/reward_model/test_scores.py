@@ -17,11 +17,6 @@ from trl_steady.features.reward_model.feature import RewardModel
 from trl_steady.rewards import by_blank_line, by_regex, by_turn
 
 
-@pytest.fixture
-def model_of(models: dict[str, Path], wide: Path) -> Any:
-    return lambda kind: wide if kind == "nf4" else models["dense"]
-
-
 def saved(kind: str, base: Path, folder: Path) -> Any:
     """The reward model of a folder, by transformers and PEFT alone."""
     if kind == "full":

@@ -1,13 +1,16 @@
 """Trainers whose reward is a `RewardAdapter`, and a rule that labels their answers."""
 
+import functools
+import sys
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from tests.tools import tiny, wide
+from tests.tools import resumable, tiny, wide
 from trl_steady import RewardAdapter, RewardModelRefreshCallback
+from trl_steady.features.reference.feature import Reference
 from trl_steady.rewards import by_regex
 
 OPTIONS: dict[str, Any] = {
@@ -65,3 +68,56 @@ def scores_of(model: Any) -> Tensor:
         for column, end in enumerate(ends):
             found[row, column] = model(input_ids=torch.tensor([prompt + answer[:end]])).logits[0, 0]
     return found
+
+
+# runs in processes that may be killed
+
+OBJECTIVES = {"full": "pairs", "lora": "pointwise", "nf4": "steps"}
+"""The objective of each kind of run. The labels of steps draw random numbers for continuations."""
+
+
+class Handed(RewardAdapter):
+    """A reward model that one process can hand to another."""
+
+    def __init__(self, objective: str, **options: Any) -> None:
+        self.arguments = objective, options
+        steps = {"head": "steps", "splitter": STEPS} if objective == "steps" else {}
+        super().__init__(**steps, **options)
+
+    def __reduce__(self) -> Any:
+        objective, options = self.arguments
+        return functools.partial(Handed, objective, **options), ()
+
+
+def retrain(trainer: Any, objective: str, **changes: Any) -> None:
+    """Retrain the reward model, which begins with scores that differ. Auditors hear of each update and each move."""
+    stir(trainer)
+    options: dict[str, Any] = {
+        "learning_rate": 1e-2,
+        "epochs": 2,
+        "replay_fraction": 0.3,
+        "continuations": 2,
+        "history": 8,
+    }
+    options |= {"label_fn": is_right, "objective": objective, **changes}
+    callback = RewardModelRefreshCallback(trainer, **options)
+    trainer.add_callback(callback)
+    tell = lambda *_: sys.audit("tests.update", f"of retraining {len(callback.refreshes) + 1}.")
+    callback.optimizer.adamw.register_step_post_hook(tell)
+    moving = trainer.feature(Reference).callback
+    moving.before_move.append(lambda step: sys.audit("tests.move", f"move after step {step}."))
+
+
+def resumable_options(kind: str, *, changes: Any = None, retrained: bool = True, **options: Any) -> dict[str, Any]:
+    """Options of a run as in tests/tools/resumable.py, with another reward. `changes` are those of the callback.
+
+    A window is 4 steps. The reward model is retrained after steps 8 and 16, each time before the reference moves.
+    """
+    of_callback = {"objective": OBJECTIVES[kind], **(changes or {})}
+    data = {"train_dataset": tiny.dataset(6), "reward_funcs": Handed(of_callback["objective"])}
+    then = functools.partial(retrain, **of_callback) if retrained else stir
+    return {"then": then, **options, "build": {**data, **options.get("build", {})}}
+
+
+def build_resumable(kind: str, model: Path, output: Path, **options: Any) -> Any:
+    return resumable.build(kind, model, output, **resumable_options(kind, **options))
