@@ -49,13 +49,6 @@ def local(models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPat
     return {MODEL: str(model), DATASET: str(data)}
 
 
-def test_every_block_is_of_a_kind_that_is_tested() -> None:
-    """Blocks of text and BibTeX are prose; pip and make are what CI installs with."""
-    assert {block.language for block in BLOCKS} == {"python", "bash", "text", "bibtex"}
-    assert FRAGMENTS and SETTINGS and len(COMMANDS) > 2
-    assert all(line.startswith(("trl-steady ", "pip install ", "make ")) for line in LINES), LINES
-
-
 @pytest.mark.parametrize("block", SETTINGS, ids=str)
 def test_a_block_of_settings_builds_a_config(block: Block, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)

@@ -206,20 +206,6 @@ def test_the_slopes_are_those_of_the_trainers_loss(evidence: Any, evaluate: Eval
 RATES = torch.tensor([0.02, 0.3, 0.9], dtype=torch.float64)
 
 
-def test_expected_updates_by_hand(evidence: Any) -> None:
-    """One of two answers is right with 2 p (1 - p). Advantages of 1/2 and -1/2, times 1 - p and -p, have the mean 1/4.
-
-    The deviation of 0 and 1 is the root of 1/2. A group of G without it has 1 - 1/G of the true gradient.
-    """
-    dynamic = evidence.dynamic
-    true, options = RATES * (1 - RATES), {"loss_type": "dr_grpo"}
-    for groups in (1, 3):
-        found = [dynamic.update(RATES, 2, groups, **options, scale_rewards=scale) for scale in ("none", "group")]
-        assert within((found[0] - true / 2 / 3).abs(), EXACT)
-        assert within((found[1] - true / 2 / 3 / (0.5**0.5 + 1e-4)).abs(), EXACT)
-    assert within((dynamic.update(RATES, 8, 4, **options, scale_rewards="none") - true * 7 / 8 / 3).abs(), EXACT)
-
-
 def all_groups(size: int) -> Iterator[tuple[int, tuple[int, ...], float]]:
     """All prompts and answers of a group with their probability."""
     for prompt, p in enumerate(RATES.tolist()):

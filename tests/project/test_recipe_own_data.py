@@ -13,7 +13,6 @@ import pytest
 from tests.cli.tools import Launched
 from tests.project import recipe
 from tests.project.recipe import moved
-from tests.tools import tiny
 from trl_steady.cli import main as cli
 
 ROOT = Path(__file__).parents[2]
@@ -70,17 +69,3 @@ def test_the_one_command_trains_a_tiny_model(
     assert "<svg" in (tmp_path / "out/report.html").read_text()
     assert len(asked) == 64 and set(asked) <= {row["answer"] for row in ROWS} and len(set(asked)) == 8
     assert moved(tmp_path / "out", tmp_path / "model")
-
-
-def test_smollm2_is_unpacked_where_it_is_asked(
-    recipes: Any, models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With a tiny model in place of the GGUF file."""
-    small = recipes.smollm2.LlamaForCausalLM(recipes.smollm2.LlamaConfig(**tiny.SIZES))
-    monkeypatch.setattr(recipes.smollm2, "gguf", lambda: tmp_path / "x.gguf")
-    for auto, value in (("AutoModelForCausalLM", small), ("AutoTokenizer", tiny.tokenizer())):
-        stand_in = type(auto, (), {"from_pretrained": staticmethod(lambda *_, value=value, **__: value)})
-        monkeypatch.setattr(recipes.smollm2, auto, stand_in)
-    recipes.smollm2.unpack(tmp_path / "a/b")
-    files = {path.name for path in (tmp_path / "a/b").iterdir()}
-    assert files >= {"config.json", "model.safetensors", "tokenizer.json"}

@@ -69,18 +69,6 @@ def test_padding_does_not_leak_into_an_encoder(recipes: Any) -> None:
         assert reward(prompts=[prompt], completions=[text])[0].values == pytest.approx(together[i].values, rel=1e-4)
 
 
-def test_a_picture_of_advantages_has_their_colours(recipes: Any, tmp_path: Path) -> None:
-    image = pytest.importorskip("matplotlib.image", reason="needs the recipes extra")
-    recipes.advantages.advantages_png(
-        [[("aaaa", 1.0), ("bbbb\ncc", -1.0)], [("$x_", 0.0)]], tmp_path / "one.png", columns=20
-    )
-    pixels = image.imread(tmp_path / "one.png")[..., :3]
-    green = (pixels[..., 1] - pixels[..., 0] > 0.3).sum()
-    red = (pixels[..., 0] - pixels[..., 1] > 0.3).sum()
-    assert green > 400
-    assert red / green == pytest.approx(7 / 4, rel=0.3)  # seven characters, the line's end shown, beside four
-
-
 SUM = (17, 25, 28, 14)  # 42, 70, 84
 RIGHT = "17+25=42\n42+28=70\n70+14=84"
 LINES = {

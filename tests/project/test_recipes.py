@@ -41,13 +41,6 @@ def test_the_interval_is_that_of_paired_problems(recipes: Any) -> None:
     assert found.high == pytest.approx(0.25 + 1.96 * 0.025, abs=5e-3)
 
 
-def test_recipes_import_trl_steady_before_they_load_bitsandbytes() -> None:
-    """transformers and peft load it, and its message about a missing kernel has to be filtered by then."""
-    for script in recipe.FOLDER.glob("*/train.py"):
-        before = script.read_text().split("\nfrom common ")[0]
-        assert not re.search(r"^(from|import) (transformers|peft)", before, re.M), script
-
-
 @pytest.mark.slow
 def test_the_gspo_script_runs_from_end_to_end_on_a_tiny_model(
     smollm2: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
@@ -200,11 +193,3 @@ def test_smollm2_loads_quantised_and_trains_through_every_layer(recipes: Any, tm
     model.train()(inputs_embeds=embeddings).logits.sum().backward()
     assert embeddings.grad is not None and embeddings.grad.abs().max() > 0
     assert tokenizer.decode(tokenizer("max(10, 20) =")["input_ids"]) == "max(10, 20) ="
-
-
-def test_nf4_computes_in_bf16_where_that_is_fast(recipes: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    cases = (("AVX2", False, torch.float32), ("AVX512", False, torch.bfloat16), ("AVX2", True, torch.bfloat16))
-    for cpu, has_cuda, dtype in cases:
-        monkeypatch.setattr(torch.cuda, "is_available", lambda has_cuda=has_cuda: has_cuda)
-        monkeypatch.setattr(torch.backends.cpu, "get_cpu_capability", lambda cpu=cpu: cpu)
-        assert recipes.smollm2.nf4().bnb_4bit_compute_dtype == dtype

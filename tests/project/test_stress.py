@@ -227,16 +227,6 @@ def test_every_arm_of_an_experiment_can_be_built(recipes: Any, tmp_path: Path) -
             recipes.stress.task_of(arm, tmp_path)
 
 
-def test_a_setting_of_no_effect_is_refused(recipes: Any) -> None:
-    for arm, told in (({"option": {}}, "has \\['option'\\]"), ({"router_rate": 2.0}, "'dense' has no routers")):
-        with pytest.raises(ValueError, match=told):
-            recipes.experiment.arms({"options": {}, "arms": {"own": arm}})  # TRL generates
-    with pytest.raises(ValueError, match="without dynamic_sampling, set max_steps"):
-        recipes.experiment.arms({"options": {}, "arms": {"own": {"rollouts": 4}}})
-    with pytest.raises(ValueError, match="need the log-probs of a sampler"):
-        recipes.experiment.arms({"options": {}, "arms": {"own": {"old": "sampler"}}})
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("name", EXPERIMENTS)
 def test_each_experiment_runs_on_a_smaller_model(
