@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from trl.generation.vllm_generation import VLLMGeneration
 
 from tests.features.step_rewards import tools as stepwise
 from tests.report.runs import DEAD
@@ -219,7 +220,7 @@ def test_sending_the_policy_to_an_engine_is_no_generation(in_process: Build, mon
     now = [0.0]
     monkeypatch.setattr("trl_steady.core.metrics._now", lambda: now[0])
     trainer = in_process(training_report=True, max_steps=1)
-    monkeypatch.setattr(trainer.vllm_generation, "sync_weights", lambda: now.append(now.pop() + 3.0))
+    monkeypatch.setattr(VLLMGeneration, "sync_weights", lambda _: now.append(now.pop() + 3.0))
     generate = trainer.vllm_generation.generate
     monkeypatch.setattr(
         trainer.vllm_generation, "generate", lambda **asked: (now.append(now.pop() + 5.0), generate(**asked))[1]

@@ -171,7 +171,11 @@ class GRPOConfig(SharedOptions, _TRLConfig):
         return LOSSES[self.loss_type]
 
     def has_trl_kl(self, importance_sampling_level: str) -> bool:
-        """Return True if TRL's own KL is the configured one: k3, plain or with a per-token ratio to the old policy."""
+        """Return True if TRL's own KL is the configured one: k3, plain or with a per-token ratio to the old policy.
+
+        With TRL's default, `use_bias_correction_kl=True`, its ratio at the sequence level is that of the sequence, so
+        `PolicyLoss.loss_terms` adds the KL there.
+        """
         if self.kl_estimator != "k3":
             return False
         has_old_ratio = importance_sampling_level == "token" and self.kl_ratio_denominator == "old"

@@ -9,7 +9,7 @@ from torch import Tensor
 from trl_steady.core.types import MicroBatch
 
 Reduction = Literal["sequence_mean", "sequence_sum", "micro_batch_tokens", "step_tokens", "constant"]
-"""How the values of tokens become a loss: see `trl_steady.trl_bridge.loss.token_weights`."""
+"""How the values of tokens become a loss: see `trl_steady.trl_bridge.loss.trl_token_weights`."""
 
 
 class _LossOptions(Protocol):

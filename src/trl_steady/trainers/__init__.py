@@ -1,1 +1,1 @@
-"""The trainers: for each, TRL's class, its parts in order, and its objective."""
+"""The trainers: for each, TRL's class, its features in order, and what a script may read."""

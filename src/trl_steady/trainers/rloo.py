@@ -1,4 +1,4 @@
-"""RLOO: the parts of its trainer. Its loss is TRL's own."""
+"""RLOO: the features of its trainer. Its loss is TRL's own."""
 
 import functools
 from typing import Any

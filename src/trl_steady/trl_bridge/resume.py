@@ -29,7 +29,7 @@ WINDOW_OPTIONS = (
     # the objective for which all of these were computed
     *("loss_type", "importance_sampling_level", "mask_truncated_completions", "beta", "use_bias_correction_kl"),
 )
-"""TRL's options that shape a rollout, or the objective for which it was made. The parts of a trainer name ours.
+"""TRL's options that shape a rollout, or the objective for which it was made. The features of a trainer name ours.
 
 Clip ranges, mask thresholds, coefficients, the entropy bonus and the learning rate are not part of a rollout. The loss
 reads them in every update, and callbacks may anneal them. Options for the computation of passes (padding, budgets,

@@ -3,7 +3,6 @@
 This file knows TRL's private state of a rollout.
 """
 
-import functools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, cast
@@ -104,8 +103,10 @@ def wrap_reward_functions(functions: Sequence[Any], processors: Sequence[Callabl
     """
 
     def wrap(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
-        def process(returned: object) -> Any:
-            return functools.reduce(lambda result, processor: processor(number, result), processors, returned)
+        def process(returned: Any) -> Any:
+            for processor in processors:
+                returned = processor(number, returned)
+            return returned
 
         async def call_async(*arguments: object, **keywords: object) -> Any:
             with name_columns_in_errors(keywords):

@@ -22,16 +22,17 @@ from trl.generation.vllm_generation import VLLMGeneration
 from trl.trainer import grpo_trainer, rloo_trainer
 
 from trl_steady.core.engine import AdapterSync, EngineOutput, GenerationResult, NamedWeights, SendRequest
+from trl_steady.core.metrics import Clock
 from trl_steady.trl_bridge.private import patched
 
 
 @contextmanager
-def steady_engine(extras: Sequence[EngineOutput], sync: AdapterSync | None) -> Iterator[None]:
+def steady_engine(extras: Sequence[EngineOutput], sync: AdapterSync | None, clock: Clock) -> Iterator[None]:
     """Give each of TRL's trainers that is built inside this context an engine of ours."""
 
     def build(*arguments: Any, model: PreTrainedModel | PeftModel, **keywords: Any) -> VLLMGeneration:
         model_sync = sync if is_peft_model(model) else None
-        return SteadyGeneration(*arguments, model=model, extras=extras, sync=model_sync, **keywords)
+        return SteadyGeneration(*arguments, model=model, extras=extras, clock=clock, sync=model_sync, **keywords)
 
     with patched(grpo_trainer, {"VLLMGeneration": build}), patched(rloo_trainer, {"VLLMGeneration": build}):
         yield
@@ -74,9 +75,14 @@ class SteadyGeneration(VLLMGeneration):
     """Is called before other weights or another adapter are sent."""
 
     def __init__(
-        self, *arguments: Any, extras: Sequence[EngineOutput], sync: AdapterSync | None = None, **keywords: Any
+        self,
+        *arguments: Any,
+        extras: Sequence[EngineOutput],
+        clock: Clock,
+        sync: AdapterSync | None = None,
+        **keywords: Any,
     ) -> None:
-        self._extras, self._sync = extras, sync
+        self._extras, self._clock, self._sync = extras, clock, sync
         self._extra_values: dict[str, list[Any]] = {}
         super().__init__(*arguments, **keywords)
 
@@ -148,12 +154,13 @@ class SteadyGeneration(VLLMGeneration):
 
     def sync_weights(self) -> None:
         """Send the policy's weights, or its adapter alone."""
-        if self.before_sync is not None:
-            self.before_sync()
-        if self.adapter is None:
-            super().sync_weights()
-        else:
-            self.adapter.send(self)
+        with self._clock.phase("sync"):
+            if self.before_sync is not None:
+                self.before_sync()
+            if self.adapter is None:
+                super().sync_weights()
+            else:
+                self.adapter.send(self)
 
     def generate(self, prompts: list[Any], *arguments: Any, **keywords: Any) -> tuple[Any, ...]:
         """Generate as TRL does, and store the extra data."""

@@ -17,6 +17,7 @@ from tests.tools import agent, engines, tiny
 from tests.tools.engines import MASKED, ROUTED, SPARSE, TOKENS, Build, Engine, Server, Sets, chosen, kept
 from tests.tools.headroom import within
 from tests.tools.sets import lists
+from trl_steady.core.metrics import Clock
 from trl_steady.features.router_replay.feature import ROUTES, take_routes
 from trl_steady.features.sampling_mask.candidates import CandidateSets
 from trl_steady.features.sampling_mask.feature import SAMPLING_MASK, take_sets
@@ -179,7 +180,7 @@ def test_each_of_two_processes_has_the_sets_of_its_own_sequences(
     for process, prompts_of_process in engines.processes(
         monkeypatch, [prompts[0] + prompts[1], prompts[2] + prompts[3]]
     ):
-        generation = SteadyGeneration(model, process, None, extras=[SAMPLING_MASK, ROUTES], **options)
+        generation = SteadyGeneration(model, process, None, extras=[SAMPLING_MASK, ROUTES], clock=Clock(), **options)
         _, completions, _, _ = generation.generate(prompts_of_process, None, generations)
         sets = lists(take_sets(generation, completions))
         assert sets == [each for pair in zip(prompts_of_process, completions, strict=True) for each in kept(*pair, 0)]

@@ -25,9 +25,9 @@ class LoraSync:
 
     def __init__(self, asked: bool | None, folder: Path) -> None:
         self.option = f"vllm_adapter_sync={asked}"
-        self._asked, self._output = asked, folder
+        self._asked, self._server_folder = asked, folder
         self._version, self._run = 0, uuid.uuid4().hex[:8]  # a server may still have those of a run that died
-        self._folder: tempfile.TemporaryDirectory[str] | None = None
+        self._written: tempfile.TemporaryDirectory[str] | None = None
         self._path = ""
 
     def is_required(self, engine: SteadyGeneration) -> bool:
@@ -65,8 +65,8 @@ class LoraSync:
 
     def _send_to_server(self, engine: SteadyGeneration, state: dict[str, Tensor]) -> None:
         client, before = engine.vllm_client, self._adapter_name
-        self._output.mkdir(parents=True, exist_ok=True)
-        self._write(engine, state, self._output.resolve())
+        self._server_folder.mkdir(parents=True, exist_ok=True)
+        self._write(engine, state, self._server_folder.resolve())
         answer = _post(client, "load_lora_adapter", lora_name=self._adapter_name, lora_path=self._path)
         if answer.status_code != 200:
             raise ValueError(
@@ -87,9 +87,9 @@ class LoraSync:
             Path(folder.name).chmod(parent.stat().st_mode & 0o777)
         save_file(state, Path(folder.name, "adapter_model.safetensors"))
         _policy(engine).active_peft_config.save_pretrained(folder.name)
-        if self._folder is not None:
-            self._folder.cleanup()
-        self._folder, self._path = folder, folder.name
+        if self._written is not None:
+            self._written.cleanup()
+        self._written, self._path = folder, folder.name
 
     @property
     def _adapter_name(self) -> str:

@@ -80,7 +80,7 @@ class PaddingFree(Feature):
         if trainer.is_deepspeed_enabled or self.args.steps_in_backward:
             return "it runs backward several times in a step; DeepSpeed, lomo, adalomo, *_layerwise step each time"
         if type(trainer).compute_loss is not FeatureTrainerMixin.compute_loss:
-            return f"{type(trainer).__name__}.compute_loss would see only the last part; override _compute_loss"
+            return f"{type(trainer).__name__}.compute_loss would see only the last group; override _compute_loss"
         return None
 
     @property
@@ -221,6 +221,7 @@ class PaddingFree(Feature):
         if not trainer.accelerator.sync_gradients:
             return torch.zeros((), device=trainer.accelerator.device, requires_grad=True)
         waiting, self._waiting = self._waiting, []
+        # all groups at once, because processes exchange lengths; transformers runs the backward pass of the last
         *others, (last, share_of_last) = self._regrouped(loss.model, waiting)
         total = torch.zeros((), device=trainer.accelerator.device)
         for group, share in others:
@@ -237,17 +238,17 @@ class PaddingFree(Feature):
         The share is 1 if the loss is a sum over tokens, which no grouping changes.
         """
         for _, rollout in itertools.groupby(waiting, key=lambda waits: waits[0]):  # each rollout has its own width
-            parts = [inputs for _, inputs in rollout]
-            size = len(parts[0]["completion_ids"])
-            whole = {name: _concatenated([part[name] for part in parts]) for name in parts[0]}
+            micro_batches = [inputs for _, inputs in rollout]
+            size = len(micro_batches[0]["completion_ids"])
+            joined = {name: _concatenated([each[name] for each in micro_batches]) for name in micro_batches[0]}
             if skips_before_regrouping(self.trainer):
-                whole = with_gradient(self.trainer, whole, least=1)
-            prompt_width = whole["prompt_ids"].size(1)
-            width = prompt_width + whole["completion_ids"].size(1)
-            lengths = [Length(*numbers) for numbers in whole[_LENGTHS]]
+                joined = with_gradient(self.trainer, joined, least=1)
+            prompt_width = joined["prompt_ids"].size(1)
+            width = prompt_width + joined["completion_ids"].size(1)
+            lengths = [Length(*numbers) for numbers in joined[_LENGTHS]]
             for rows in self._batches(self.support(model), lengths, width, prompt_width, len(lengths)):
                 yield (
-                    select_sequences(whole, rows),
+                    select_sequences(joined, rows),
                     1.0 if self.trainer.loss_reduction == "step_tokens" else len(rows) / size,
                 )
 

@@ -61,15 +61,15 @@ class Reference(Feature):
             self._complete(model)
         if args.sync_ref_model:
             self._is_ours = True
-            host = cast(Any, trainer)  # the callback is annotated for TRL's own trainers
+            trl_trainer = cast(Any, trainer)  # the callback is annotated for TRL's own trainers
             self.callback = ReferenceRefreshCallback(
-                host,
+                trl_trainer,
                 steps=args.ref_model_sync_steps,
                 alpha=args.ref_model_mixup_alpha,
                 kl=args.ref_model_sync_kl,
                 reset_optimizer=args.ref_model_sync_reset_optimizer,
             )
-            host.add_callback(self.callback)
+            trl_trainer.add_callback(self.callback)
 
     def _complete(self, model: PeftModel) -> None:
         """Let the reference be the policy as it was given."""

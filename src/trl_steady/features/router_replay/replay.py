@@ -43,11 +43,11 @@ class RouteRecording:
         return result
 
     def routes(self) -> Tensor:
-        """Return the routes (N, L, K) of the N tokens of a single pass, as many as the first router saw."""
+        """Return the routes (N, M, K) of the N tokens of a single pass, as many as the first router saw."""
         return self.routes_of_passes([*map(len, self._chosen[0][:1])])[0]
 
     def routes_of_passes(self, tokens: Sequence[int]) -> list[Tensor]:
-        """Return the routes (N, L, K) of each pass. `tokens` are the numbers of tokens in each.
+        """Return the routes (N, M, K) of each pass. `tokens` are the numbers of tokens in each.
 
         Raises:
             RoutingError: a router did not run once for each token.
@@ -74,7 +74,7 @@ class Replay:
         self._is_over = False
         self._runs = [0] * len(routers)  # 1 in the pass, and more if backward recomputes the layer
         self.changed = routes.new_zeros(len(routers), dtype=torch.long)
-        """(L,) number of replayed choices that the live router would not have made, not counting recomputed layers."""
+        """(M,) number of replayed choices that the live router would not have made, not counting recomputed layers."""
 
     @property
     def awaits_backward(self) -> bool:
@@ -83,7 +83,7 @@ class Replay:
 
     @property
     def replayed(self) -> Tensor:
-        """(L,) number of replayed choices."""
+        """(M,) number of replayed choices."""
         return self._has_route.sum(0) * self._routes.size(-1)
 
     def check(self) -> None:
@@ -159,7 +159,7 @@ class Routers:
     def replay(self, routes: Tensor) -> AbstractContextManager[Replay]:
         """Make the routers choose given experts in one pass of the model.
 
-        `routes` are (N, L, K) for the N tokens that the model gets, row by row. Tokens without a route are left to the
+        `routes` are (N, M, K) for the N tokens that the model gets, row by row. Tokens without a route are left to the
         live router. With gradient checkpointing, keep this context open until backward ends. `Replay.check` ends the
         pass. After that, only layers that backward recomputes are replayed. A replay inside another takes its place.
 

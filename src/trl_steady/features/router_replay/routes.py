@@ -1,6 +1,6 @@
 """Routes as data: the experts of each layer that each token goes through.
 
-Routes are a tensor of shape (..., L, K) for L layers with routers and K experts a token. Its dtype is the smallest
+Routes are a tensor of shape (..., M, K) for M layers with routers and K experts a token. Its dtype is the smallest
 integer dtype that has a value for each expert and one more value, "nothing": such a token is left to the live router.
 Expert 0 is always an expert, never padding. Tensor operations cut, pad and join routes.
 """
@@ -28,14 +28,14 @@ def route_dtype(num_experts: int) -> torch.dtype:
 
 
 def is_route(routes: Tensor) -> Tensor:
-    """Return (..., L) bool for routes (..., L, K), True where there is a route."""
+    """Return (..., M) bool for routes (..., M, K), True where there is a route."""
     return routes[..., 0] != nothing(routes.dtype)
 
 
 def from_engine(array: object, layers: Sequence[int]) -> Tensor:
-    """Convert the integers (T, L, K) of an engine to routes. A server sends them as a NumPy file in base64.
+    """Convert the integers (T, M, K) of an engine to routes. A server sends them as a NumPy file in base64.
 
-    A row of -1 means that a token has no route. `layers` are the (L,) numbers of the decoder layers that have routers,
+    A row of -1 means that a token has no route. `layers` are the (M,) numbers of the decoder layers that have routers,
     counted from 0. The engine may also return rows for all decoder layers.
 
     Raises:
@@ -60,7 +60,7 @@ def from_engine(array: object, layers: Sequence[int]) -> Tensor:
 
 
 def share_prefix_routes(routes: Tensor, prefixes: Tensor) -> Tensor:
-    """Give sequences with the same prefix the same routes (B, T, L, K) for it.
+    """Give sequences with the same prefix the same routes (B, T, M, K) for it.
 
     `prefixes` (B, P) are the tokens of the first P columns, with a number that is no token id in place of padding.
     Rows with equal prefixes form a group. In each column, a group has the routes of its first row that has some.
