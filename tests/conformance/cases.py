@@ -1,7 +1,7 @@
 """The table of the conformance suite: each feature and each loss, with options that switch it on.
 
 A feature is a file or folder of `trl_steady/features`. It passes the suite by having a row here. tests/distributed
-runs the same rows on two processes.
+runs rows that its `CONFORMANCE` names on two processes.
 """
 
 from typing import Any

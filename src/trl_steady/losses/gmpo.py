@@ -31,7 +31,8 @@ def policy_term(batch: MicroBatch, trainer: ClippedTrainer, is_kept: Tensor | No
 
 def clip_in_ratios(trainer: ClippedTrainer) -> dict[str, float]:
     """Return the clip ranges as distances of the ratio from 1, which TRL's metrics need."""
-    return {"epsilon_low": -math.expm1(-trainer.epsilon_low), "epsilon_high": math.expm1(trainer.epsilon_high)}
+    high = min(trainer.epsilon_high, 700.0)  # e^709 overflows
+    return {"epsilon_low": -math.expm1(-trainer.epsilon_low), "epsilon_high": math.expm1(high)}
 
 
 GMPO = Loss(

@@ -54,7 +54,12 @@ class Loss:
     rewrite: Callable[[MicroBatch], MicroBatch] | None = None
     """Changes the micro-batch so that TRL's loss on token ratios becomes this one."""
     policy_term: Callable[[MicroBatch, ClippedTrainer, Tensor | None], Tensor] | None = None
-    """Computes the policy term (B, T) itself, as `losses.gmpo` does. TRL's loss adds its other terms."""
+    """Computes the policy term (B, T) itself, as `losses.gmpo` does. TRL's loss adds its other terms.
+
+    It gets the micro-batch, with 0 outside the mask; the trainer, whose clip ranges and `delta` it must apply; and the
+    tokens (B, T) to which `top_entropy_quantile` limits the gradient, or None. Advantages are (B,), (B, 1) or (B, T);
+    with `advantages="sequence"` there is one for each sequence.
+    """
     trl_metric_overrides: Callable[[ClippedTrainer], Mapping[str, float]] | None = None
     """Clip ranges of the trainer as TRL's metrics need them, if they mean something else."""
 
