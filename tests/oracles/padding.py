@@ -102,35 +102,6 @@ def visible(order: Sequence[Name], parts: Sequence[Segment], window: int | None 
     return torch.tensor([[key in sees[query] for key in order] for query in order])
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, allowed: Tensor, scale: float) -> Tensor:
-    """Softmax attention, (H, N, D) of each, one query at a time over the keys it may see, in float64; (N, H, D)."""
-    repeats = query.shape[0] // key.shape[0]
-    heads = []
-    for head in range(query.shape[0]):
-        q, k, v = (x.double() for x in (query[head], key[head // repeats], value[head // repeats]))
-        rows = []
-        for i in range(q.shape[0]):
-            keys = [j for j in range(k.shape[0]) if allowed[i, j]]
-            weights = torch.softmax(torch.stack([(q[i] * k[j]).sum() * scale for j in keys]), 0)
-            rows.append(sum((w * v[j] for w, j in zip(weights, keys, strict=True)), torch.zeros_like(v[0])))
-        heads.append(torch.stack(rows))
-    return torch.stack(heads, 1)
-
-
-def scatter(
-    values: Sequence[float], order: Sequence[Name], parts: Sequence[Segment], shape: tuple[int, int]
-) -> list[list[float]]:
-    """(B, L - 1): what the packed row says at a token about the next one of its segment, at the token's place."""
-    result = [[0.0] * (shape[1] - 1) for _ in range(shape[0])]
-    pairs = [pair for part in parts for pair in zip(part.names, part.names[1:], strict=False)]
-    for value, before, after in zip(values, order, order[1:], strict=False):
-        if (before, after) in pairs:
-            row, column = before
-            result[row][after[1] - 1] = value
-            assert after[1] - 1 == column  # the padding of a row is at its ends
-    return result
-
-
 def alone(model: Any, batch: Batch) -> tuple[Tensor, Tensor]:
     """Log-probabilities and entropies (B, T) of the completions, each sequence by itself, its padding cut away."""
     ids, mask, prompt_columns = batch.ids, batch.mask, batch.prompt_columns

@@ -4,15 +4,7 @@ import pytest
 from transformers import AttentionInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from tests.features.padding_free.tools import BATCHES
-from tests.oracles.padding import Batch
-
 AttentionInterface.register("of_a_script", sdpa_attention_forward)
-
-
-@pytest.fixture(params=BATCHES.values(), ids=BATCHES.keys())
-def batch(request: pytest.FixtureRequest) -> Batch:
-    return request.param
 
 
 @pytest.fixture(params=[False, True], ids=["apart", "shared"])

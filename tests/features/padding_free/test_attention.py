@@ -1,6 +1,5 @@
 """Attention in segments, against the set of tokens that each token may see."""
 
-import contextlib
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,16 +18,13 @@ from tests.features.padding_free.tools import (
     llama,
     packed_attention,
     packing_of,
-    visible,
 )
 from tests.oracles import kernels
-from tests.oracles import padding as oracles
 from tests.oracles.padding import Batch, padded
 from trl_steady.features.padding_free import attention
 from trl_steady.features.padding_free.attention import PackedAttention
 from trl_steady.features.padding_free.packing import Packing
 
-KERNELS = [(name, name) for name in kernels.KERNELS]
 IMPLEMENTATIONS = pytest.mark.parametrize("implementation", ["sdpa", "eager"])
 
 
@@ -63,39 +59,6 @@ def _attend(
     packed, mask = _packed_mask(implementation, packing, window)
     options = {"scaling": 0.4, "dropout": 0.0, **options}
     return packed._attend(layer, query, key, value, mask, **options)[0]
-
-
-def _assert_same(
-    got: torch.Tensor, expected: torch.Tensor, inputs: tuple[torch.Tensor, ...], **rounding: float
-) -> None:
-    """Compare values, and the gradients of a sum with random weights."""
-    torch.testing.assert_close(got, expected, **rounding)
-    weights = torch.randn(got.shape, generator=torch.Generator().manual_seed(4), dtype=got.dtype)
-    gradients = torch.autograd.grad((got * weights).sum(), inputs)
-    for gradient, should in zip(gradients, torch.autograd.grad((expected * weights).sum(), inputs), strict=True):
-        torch.testing.assert_close(gradient, should, **rounding)
-
-
-@pytest.mark.parametrize(("window", "key_heads"), [(None, 1), (1, 4), (3, 1)])
-@pytest.mark.parametrize("name", ["one row", "ragged", "one prompt", "two prompts in turn"])
-@pytest.mark.parametrize("shared", [False, True], ids=["apart", "shared"])
-@pytest.mark.parametrize(("implementation", "kernel"), [("sdpa", None), ("eager", None), *KERNELS])
-def test_each_token_attends_to_what_it_may_see(
-    name: str, implementation: str, kernel: str | None, shared: bool, window: int | None, key_heads: int
-) -> None:
-    batch = BATCHES[name]
-    packing = packing_of(batch, shared)
-    query, key, value = _drawn(packing, key_heads)
-    # FlashAttention gets the window from the layer, the others have it from the mask
-    options = {"sliding_window": window} if implementation == "flash_attention_2" else {}
-    with kernels.KERNELS[kernel]() if kernel else contextlib.nullcontext() as calls:
-        got = _attend(attention_layer(key_heads), packing, implementation, window, query, key, value, **options)
-    assert calls is None or calls.count == 1  # for the whole row
-    allowed = visible(packing, batch, shared, window)
-    expected = oracles.attention(query[0], key[0], value[0], allowed, scale=0.4)[None]
-    # transformers' "eager" takes its softmax in float32, in which tens of weights and numbers below 4 are rounded
-    rounding = {"rtol": 1e-4, "atol": 1e-5} if implementation == "eager" else {"rtol": 1e-10, "atol": 1e-12}
-    _assert_same(got, expected, (query, key, value), **rounding)
 
 
 @IMPLEMENTATIONS
@@ -153,24 +116,20 @@ def test_a_kernel_from_the_hub_goes_by_its_own_name() -> None:
     assert set(_implementations(model)) == {name}
 
 
-@pytest.mark.parametrize("fails", [False, True])
-@IMPLEMENTATIONS
-def test_nothing_is_left_of_a_forward(implementation: str, fails: bool) -> None:
-    model, batch = llama(implementation), BATCHES["ragged"]
+def test_nothing_is_left_of_a_forward_that_fails() -> None:
+    model, batch = llama(), BATCHES["ragged"]
     before = model(batch.ids).logits
     packing, inputs = _laid(batch)
 
     def fail(*_: Any) -> None:
-        assert set(_implementations(model)) != {implementation}
-        if fails:
-            raise ZeroDivisionError
+        assert set(_implementations(model)) != {"sdpa"}
+        raise ZeroDivisionError
 
     hook = model.model.layers[1].register_forward_pre_hook(fail)
-    refused = pytest.raises(ZeroDivisionError) if fails else contextlib.nullcontext()
-    with refused, attend_within(model, packing.segments):
-        assert model(**inputs).logits.shape[1] == len(packing.rows)
+    with pytest.raises(ZeroDivisionError), attend_within(model, packing.segments):
+        model(**inputs)
     hook.remove()
-    assert set(_implementations(model)) == {implementation}
+    assert set(_implementations(model)) == {"sdpa"}
     assert torch.equal(model(batch.ids).logits, before)
 
 

@@ -40,19 +40,3 @@ def test_as_many_as_fit_on_all_processes(processes: int, kind: str) -> None:
         sequences = _drawn(seed, processes, shared=kind == "shared")
         counts = _partition(sequences, budget, padded=kind == "padded")
         assert oracles.fault(counts, sequences, budget, kind == "padded") is None
-
-
-def test_padding_is_to_the_longest_prompt_and_the_longest_completion() -> None:
-    pair = [Taken(8, 1), Taken(1, 8)]  # 9 tokens each, and 16 columns between them
-    assert _partition([pair], 31, padded=True) == [1, 1]
-    assert _partition([pair], 32, padded=True) == [2]
-    assert _partition([pair], 18, padded=False) == [2]
-
-
-def test_a_shared_prompt_counts_once_but_for_its_last_token() -> None:
-    same = [Taken(10, 2, 0)] * 3  # 9 + 3 * (1 + 2)
-    assert _partition([same], 18, padded=False) == [3]
-    assert _partition([same], 17, padded=False) == [2, 1]
-    other = [Taken(10, 2, 0), Taken(10, 2, 1)]
-    assert _partition([other], 23, padded=False) == [1, 1]
-    assert _partition([other], 24, padded=False) == [2]

@@ -8,14 +8,14 @@ from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from trl.trainer.utils import add_fused_lm_head
 
-from tests.features.padding_free.test_families import (
+from tests.features.padding_free.passes import (
     OUTPUTS,
-    _apart,
-    _assert_same,
-    _batch,
-    _compute,
-    _shape,
-    _without_padding,
+    assert_same,
+    compute,
+    difference,
+    expected_shape,
+    make_batch,
+    without_padding,
 )
 from tests.tools import families
 from tests.tools.headroom import within
@@ -71,17 +71,17 @@ def _build(name: str, text: str | None = None, **changed: Any) -> PreTrainedMode
 @pytest.mark.parametrize("name", SELECTIONS)
 def test_a_selection_is_the_same_in_a_rollout_and_in_a_micro_batch(name: str) -> None:
     sizes, width = SELECTIONS[name]
-    model, batch = _build(name, TEXT.get(name), **sizes), _batch()
+    model, batch = _build(name, TEXT.get(name), **sizes), make_batch()
     of = find_support(model)
-    old = _without_padding(model, of, batch)[0].log_probs
-    of_all = _compute(_build(name, TEXT.get(name)), model, batch).log_probs
-    assert not within(_apart(old, of_all, of_all.abs().max().item()), 1000 * OUTPUTS), "all tokens are selected"
+    old = without_padding(model, of, batch)[0].log_probs
+    of_all = compute(_build(name, TEXT.get(name)), model, batch).log_probs
+    assert not within(difference(old, of_all, of_all.abs().max().item()), 1000 * OUTPUTS), "all tokens are selected"
     parts = [{field: values[rows] for field, values in batch.items()} for rows in (slice(2), slice(2, 4))]
-    computed = [_without_padding(model, of, part)[0] for part in parts]
+    computed = [without_padding(model, of, part)[0] for part in parts]
     for of_part, part in zip(computed, parts, strict=True):
-        _assert_same(of_part, _compute(model, model, part))
+        assert_same(of_part, compute(model, model, part))
     log_probs = torch.cat([of_part.log_probs for of_part in computed])
-    assert within(_apart(log_probs, old, old.abs().max().item()), OUTPUTS)
+    assert within(difference(log_probs, old, old.abs().max().item()), OUTPUTS)
     assert of.width_limit == width
 
 
@@ -95,10 +95,10 @@ def test_a_selection_is_the_same_in_a_rollout_and_in_a_micro_batch(name: str) ->
     ],
 )
 def test_a_tower_does_not_decide_how_its_text_is_cut(name: str, text: str, kind: str) -> None:
-    model, batch = _build(name, text), _batch()
-    computed, shape = _without_padding(model, find_support(model), batch)
-    _assert_same(computed, _compute(model, model, batch))
-    assert shape == _shape(kind, batch)
+    model, batch = _build(name, text), make_batch()
+    computed, shape = without_padding(model, find_support(model), batch)
+    assert_same(computed, compute(model, model, batch))
+    assert shape == expected_shape(kind, batch)
 
 
 @pytest.mark.parametrize(

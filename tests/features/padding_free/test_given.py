@@ -1,7 +1,7 @@
 """Inputs and attention that a model gets without its padding, and what is left of them after a pass."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -9,17 +9,9 @@ import pytest
 import torch
 
 from tests.features.padding_free.tools import (
-    BATCHES,
-    RAGGED,
-    answers_of,
-    exact,
-    gradients_of,
     lengths_in,
-    model_of,
-    unpadded,
 )
 from tests.oracles.padding import Batch, padded
-from trl_steady.features.padding_free.attention import PackedAttention
 from trl_steady.features.padding_free.model import PaddingFreeModel
 from trl_steady.features.padding_free.packing import Segment
 from trl_steady.features.padding_free.support import Support
@@ -125,41 +117,3 @@ def test_a_batch_without_padding_is_packed_if_its_prompts_are_shared() -> None:
     _, given, entered = call(batch, share=True)
     assert len(entered) == 1
     assert sorted(given["input_ids"][0].tolist()) == [5, 6, 6, 7, 8, 9, 10]
-
-
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # of the pass without gradients
-@pytest.mark.parametrize(
-    ("name", "implementation", "reentrant"),
-    [("llama", "sdpa", False), ("gemma3", "eager", False), ("gemma3", "sdpa", True)],
-)
-def test_layers_that_run_again_in_backward_attend_as_in_the_forward(
-    name: str, implementation: str, reentrant: bool, share: bool
-) -> None:
-    """The trainer keeps the context open until a micro-batch has gone backward, whatever passes come in between."""
-    batch, between = BATCHES["two prompts in turn"], RAGGED
-    plain = model_of(name, implementation, torch.float64)
-    expected = gradients_of(plain, answers_of(unpadded(plain, batch, share=share, called=exact(plain)), batch))
-    model = model_of(name, implementation, torch.float64)
-    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": reentrant})
-    model.enable_input_require_grads()  # without which reentrant checkpoints have no gradient
-    model.train()
-    runs: list[int] = []
-    model.model.layers[0].self_attn.register_forward_hook(lambda _, __, output: runs.append(output[0].shape[1]))
-    packed = PackedAttention(model)
-    with contextlib.ExitStack() as until_backward:
-
-        @contextlib.contextmanager
-        def attend_within(segments: Sequence[Segment]) -> Iterator[None]:
-            until_backward.enter_context(packed.switched())
-            with packed.within(segments):
-                yield
-
-        answers = answers_of(unpadded(model, batch, share=share, called=exact(model), within=attend_within), batch)
-        with torch.no_grad():
-            answers_of(unpadded(model, between, share=share, called=exact(model), within=attend_within), between)
-        gradients = gradients_of(model, answers)
-    assert len(runs) == 3 and runs[0] == runs[2] != runs[1]  # the first is run again
-    assert {m.config._attn_implementation for m in model.modules() if hasattr(m, "config")} == {implementation}
-    assert gradients.keys() == expected.keys()
-    for parameter, gradient in gradients.items():
-        torch.testing.assert_close(gradient, expected[parameter], rtol=1e-9, atol=1e-10)
