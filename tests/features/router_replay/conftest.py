@@ -7,11 +7,6 @@ from tests.features.router_replay import mixtures
 from tests.features.router_replay.passes import CASES
 
 
-@pytest.fixture(params=CASES)
-def model(request: pytest.FixtureRequest) -> PreTrainedModel:
-    return mixtures.build(request.param)
-
-
 @pytest.fixture
 def qwen() -> PreTrainedModel:
     return mixtures.build(CASES[0])

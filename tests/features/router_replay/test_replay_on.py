@@ -108,7 +108,8 @@ def test_a_router_in_advance_takes_no_random_numbers(checkpointing: dict[str, bo
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "autocast"])
-def test_half_precision_records_and_replays(model: PreTrainedModel, precision: str) -> None:
+def test_half_precision_records_and_replays(qwen: PreTrainedModel, precision: str) -> None:
+    model = qwen
     if precision == "bfloat16":
         model.to(torch.bfloat16)
     else:  # as accelerate does

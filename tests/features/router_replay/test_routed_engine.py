@@ -14,7 +14,7 @@ from trl.generation import vllm_generation
 from tests.features.router_replay.tools import CLOSE, Row, oracles, rows
 from tests.oracles import routes as routed_oracle
 from tests.oracles.routes import NONE
-from tests.tools import agent, engines, tiny
+from tests.tools import engines, tiny
 from tests.tools.engines import COMPLETIONS, RENDER, SPARSE, TOKENS, Array, Build, Engine, Server, chosen, kept
 from tests.tools.sets import lists
 from trl_steady.features.router_replay.feature import take_routes
@@ -124,23 +124,6 @@ def test_wrong_routes_are_refused(engine: Engine, colocated: Build) -> None:
 def test_an_engine_over_several_gpus_is_refused(colocated: Build) -> None:
     with pytest.raises(ValueError, match=r"vllm_tensor_parallel_size=2: a colocated engine.*Set vllm_mode='server'"):
         colocated(vllm_tensor_parallel_size=2)
-
-
-def test_a_token_has_the_routes_of_the_turn_in_which_it_first_had_some(
-    tmp_path: Path, engine: Engine, colocated: Build
-) -> None:
-    """What it was sampled under, though the engine returns others with the next turn."""
-    folder, options = engines.as_agent(engine, tmp_path / "model")
-    trainer = tiny.train(colocated(folder, max_steps=1, **options))
-    turns = []
-    for row in rows(trainer.rollouts[0][1]):
-        spans = agent.turns(row.ids[row.prompt :])
-        first = row.prompt + spans[0][1]
-        expected = chosen(row.ids, 1)
-        expected[: first - 1] = chosen(row.ids[:first], 1)[:-1]
-        assert row.routes is not None and np.array_equal(row.routes[:-1].numpy(), expected[:-1, SPARSE])
-        turns.append(len(spans))
-    assert turns == [1, 2] * 8
 
 
 PICTURE = 3

@@ -25,20 +25,6 @@ from tests.tools import resumable, tiny
 from trl_steady.functional.turns import Traced
 
 
-@pytest.mark.parametrize(("replay", "gradient_checkpointing"), [("R2", False), ("R3", True)])
-def test_a_run_resumes_exactly_inside_a_window(
-    models: dict[str, Path], tmp_path: Path, replay: str, gradient_checkpointing: bool
-) -> None:
-    """Its first pass is a replay, with gradients: nothing has been recorded."""
-    options = {"router_replay": replay, "beta": 0.1, "save_strategy": "steps", "save_steps": 2}
-    options |= {"lora": "attention and router", "gradient_checkpointing": gradient_checkpointing}
-    whole = tiny.train(build(models["moe"], tmp_path, Random, **options))
-    resumed = build(models["moe"], tmp_path, Random, **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert len(resumed.updates) == 4 and tiny.history(whole)[3]["routing/changed"] > 0
-    assert resumable.differences(resumable.state(whole), resumable.state(resumed)) == []
-
-
 def test_a_run_is_not_resumed_inside_a_window_with_another_replay(models: dict[str, Path], tmp_path: Path) -> None:
     options = {"lora": "attention", "router_aux_loss_coef": 0.0}
     saving = {"save_strategy": "steps", "save_steps": 2, "max_steps": 2}
@@ -117,16 +103,6 @@ def test_what_is_logged_by_hand(models: dict[str, Path], tmp_path: Path, replay:
             assert row["routing/bytes"] == 16 * columns * LAYERS * CHOSEN
             assert row["routing/fallback"] == missing / (sum(lengths) - len(lengths))
     assert history[3]["routing/changed"] > 0
-
-
-def test_a_moving_reference_with_routers_of_its_own_takes_the_routes(models: dict[str, Path], tmp_path: Path) -> None:
-    """Its copy of a trained router comes after the policy's, and is replayed too: at the start the two are one."""
-    options = {"router_replay": "R2", "router_replay_reference": True, "beta": 0.1, "sync_ref_model": True}
-    trained = tiny.train(
-        tiny.trainer(models["moe"], tmp_path, **options, build={"peft_config": LORA["saved router"]}, max_steps=2)
-    )
-    first, second = (row["kl"] for row in tiny.history(trained)[:2])
-    assert first == pytest.approx(0, abs=1e-6) and second > 1e-4
 
 
 def test_routers_that_an_adapter_brings_later_are_found(models: dict[str, Path], tmp_path: Path) -> None:

@@ -14,14 +14,12 @@ import trl_steady
 from tests.oracles import routes as routed_oracle
 from tests.oracles.routes import NONE
 from tests.tools import tiny
-from tests.tools.losses import NATIVE_LOSS_TYPES, SEQUENCE_RATIO_LOSS_TYPES
 from trl_steady.functional.turns import Traced
 
 LAYERS, EXPERTS, CHOSEN = 2, 4, 2
 
 # packed or padded, a sum is taken in another order than of a sequence alone; log-probs are around 5 nats
 CLOSE: dict[str, float] = {"rtol": 1e-5, "atol": 1e-5}
-LOSS_TYPES = (*NATIVE_LOSS_TYPES, *SEQUENCE_RATIO_LOSS_TYPES)
 LORA: dict[str, LoraConfig] = {
     "attention": LoraConfig(**tiny.LORA),
     "experts": LoraConfig(

@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from trl.kernels import ChunkedLogProbFunction
 
-from tests.oracles import sampling as oracle
 from tests.tools.headroom import within
 from tests.tools.sets import candidate_sets
 from trl_steady.features.sampling_mask import log_probs as head
@@ -54,18 +53,6 @@ def make_case(seed: int = 0, dtype: torch.dtype = torch.float64, sizes: list[int
     return Case(random(len(sizes), WIDTH), random(VOCABULARY, WIDTH), random(VOCABULARY), targets, sets)
 
 
-def expected(case: Case, of_loss: Tensor, **scaling: Any) -> tuple[Tensor, list[Tensor], float]:
-    """The oracle's log-probs, 0 for an empty set, the gradients, and the largest score with all its terms positive."""
-    leaves = [leaf.detach().double().requires_grad_() for leaf in case[:3]]
-    z = oracle.scores(*leaves, **scaling)
-    has_set = torch.tensor([len(each) > 0 for each in case.sets])
-    log_probs = oracle.log_probs(z, case.targets, case.sets).where(has_set, 0)
-    scale = scaling.get("logit_scale", 1.0) / scaling.get("temperature", 1.0)
-    hidden, weight, bias = (leaf.detach().abs() for leaf in leaves)
-    largest = scale * float((hidden @ weight.T + bias).max())
-    return log_probs, list(torch.autograd.grad(log_probs, leaves, of_loss.double())), largest
-
-
 def weights(case: Case) -> Tensor:
     return torch.randn(len(case.sets), generator=torch.Generator().manual_seed(5), dtype=torch.float64)
 
@@ -74,24 +61,6 @@ def gap(got: list[Tensor], others: list[Tensor]) -> float:
     return max(
         float((x.detach().double() - y.detach().double()).abs().max()) for x, y in zip(got, others, strict=True)
     )
-
-
-@pytest.mark.parametrize("scaling", [{}, {"temperature": 0.6}, {"logit_scale": 1.7}, ALL_SCALINGS], ids=str)
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_values_and_gradients_are_the_oracles(dtype: torch.dtype, scaling: dict[str, Any]) -> None:
-    for seed, has_bias in enumerate((True, False)):
-        case = make_case(seed, dtype)
-        case = case if has_bias else case._replace(bias=torch.zeros_like(case.bias).requires_grad_())
-        of_loss = weights(case)
-        log_probs, gradients, largest = expected(case, of_loss, **scaling)
-        got = (case if has_bias else case._replace(bias=None)).log_probs(**scaling)
-        assert got.dtype == dtype
-        # a score is a sum of 6 terms, rounded in up to 10 steps and then in logsumexp; a step rounds by half an eps
-        rounding = 8 * torch.finfo(dtype).eps * max(1, largest)
-        assert within(gap([got], [log_probs]), rounding)
-        own_gradients = torch.autograd.grad(got, case[: 2 + has_bias], of_loss.to(dtype))
-        # a score's error is its probability's, times a loss and a hidden state below 3
-        assert within(gap(list(own_gradients), gradients[: 2 + has_bias]), 9 * rounding)
 
 
 @pytest.mark.parametrize("chunk", [1, 60, 22 * 5])

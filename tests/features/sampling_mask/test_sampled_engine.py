@@ -26,7 +26,6 @@ from trl_steady.trl_bridge.vllm import SteadyGeneration
 mixture, engine, in_process = engines.mixture, engines.engine, engines.in_process
 server, over_http, flagged, built = engines.server, engines.over_http, engines.flagged, engines.built
 
-BOTH: dict[str, Any] = {"router_replay": "R3", **SETS}
 CORRECTED: dict[str, Any] = {
     "vllm_importance_sampling_mode": "token_truncate",
     "vllm_importance_sampling_clip_max": 1e9,
@@ -47,14 +46,12 @@ def routes_of(ids: list[int], syncs: int) -> Tensor:
     return torch.from_numpy(chosen(ids, syncs)[:, SPARSE])
 
 
-def score_as_sampled(engine: Engine, folder: Path, is_routed: bool = False) -> None:
-    """Let the engine's log-probs be those of the weights that it was sent, on its sets and through its experts."""
+def score_as_sampled(engine: Engine, folder: Path) -> None:
+    """Let the engine's log-probs be those of the weights that it was sent, on its sets."""
 
     def scored(prompt: list[int], completion: list[int]) -> list[float]:
-        ids, syncs = [*prompt, *completion], engine.syncs
-        model = routed_oracle.initial(folder, engine.weights)
-        z = scores(model, ids, len(prompt), routes_of(ids, syncs) if is_routed else None)
-        return oracle.log_probs(z, torch.tensor(completion), kept(prompt, completion, syncs)).tolist()
+        z = scores(routed_oracle.initial(folder, engine.weights), [*prompt, *completion], len(prompt), None)
+        return oracle.log_probs(z, torch.tensor(completion), kept(prompt, completion, engine.syncs)).tolist()
 
     engine.scored = scored
 
@@ -120,17 +117,6 @@ def test_a_server_has_each_prompt_once_and_answers_in_any_order(
     check(trainer, models["dense"])
     came = [body["token_ids"] for body in server.requests[TOKENS]]
     assert sorted(came) == sorted(server.answers) and came != server.answers
-
-
-def test_routes_and_sets_go_together(mixture: Path, engine: Engine, built: Build) -> None:
-    score_as_sampled(engine, mixture, is_routed=True)
-    trainer = tiny.train(built(**BOTH, **CORRECTED))
-    for update in trainer.updates:
-        for row in update.rows:
-            assert row.routes is not None
-            assert torch.equal(row.routes[:-1], routes_of(row.ids, update.rollout + 1)[:-1])
-    check(trainer, mixture)
-    check_ratios(trainer)
 
 
 def test_a_token_without_a_choice_of_tokens_is_scored_among_all(
@@ -210,7 +196,10 @@ def test_wrong_sets_are_refused(models: dict[str, Path], engine: Engine, built: 
         built(models["dense"], **SETS).train()
 
 
-ASKED: list[tuple[dict[str, Any], set[str]]] = [(BOTH, {MASKED, ROUTED}), ({"router_replay": "R2", **SAMPLING}, set())]
+ASKED: list[tuple[dict[str, Any], set[str]]] = [
+    ({"router_replay": "R3", **SETS}, {MASKED, ROUTED}),
+    ({"router_replay": "R2", **SAMPLING}, set()),
+]
 
 
 @pytest.mark.parametrize(("options", "flags"), ASKED, ids=["both", "other routes"])

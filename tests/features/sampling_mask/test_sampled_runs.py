@@ -15,17 +15,6 @@ from tests.trainers import images
 
 llava = images.llava
 
-SAVING = {"save_strategy": "steps", "save_steps": 2}
-
-
-def test_a_run_resumes_exactly_inside_a_window(models: dict[str, Path], tmp_path: Path) -> None:
-    options = {"min_p": 0.2, "sync_ref_model": True, "lora": "attention"}
-    whole = tiny.train(build(models["dense"], tmp_path, **options, **SAVING))
-    resumed = build(models["dense"], tmp_path, **options, **SAVING)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert len(resumed.updates) == 4 and tiny.history(whole)[3]["sampling_mask/kept_mass"] < 0.9
-    assert resumable.differences(resumable.state(whole), resumable.state(resumed)) == []
-
 
 def test_evaluation_scores_among_its_own_sets_and_leaves_training_alone(
     models: dict[str, Path], tmp_path: Path
@@ -50,26 +39,6 @@ def test_evaluation_scores_among_its_own_sets_and_leaves_training_alone(
             assert row.sets in trainer.sets_by_tokens(update.rollout)[tuple(row.ids)]
             expected = sampled.log_probs(sampled.scores(model, row), row)
             torch.testing.assert_close(row.values["logps"].double(), expected, **CLOSE)
-
-
-def test_completions_that_are_masked_out_have_no_sets(models: dict[str, Path], tmp_path: Path) -> None:
-    trainer = tiny.train(build(models["dense"], tmp_path, top_p=0.6, mask_truncated_completions=True, max_steps=4))
-    ends, (turn,) = set(tiny.SIZES["eos_token_id"]), trainer.draws[0]
-    whole = [drawn for drawn in turn if drawn.ids[-1] in ends]
-    assert 0 < len(whole) < len(turn)
-    policy, found = sampled.models(models["dense"], trainer), []
-    for update in trainer.updates:
-        for row in sampled.rows(update):
-            assert not any(row.of_padding)
-            if len(row.ids) > row.prompt:
-                found.append(row.ids)
-                assert row.sets in trainer.sets_by_tokens(0)[tuple(row.ids)]
-                expected = sampled.log_probs(sampled.scores(policy(update.weights), row), row)
-                torch.testing.assert_close(row.values["logps"].double(), expected, **CLOSE)
-    assert sorted(found) == sorted(drawn.ids for drawn in whole)
-    sizes = [len(each) for drawn in whole for each in drawn.sets]
-    assert tiny.history(trainer)[0]["sampling_mask/kept_tokens"] == pytest.approx(sum(sizes) / len(sizes), rel=1e-12)
-    assert tiny.history(trainer)[0]["sampling_mask/fallback"] == 0
 
 
 @pytest.mark.filterwarnings("ignore:trim_padding=True only cuts columns")
