@@ -15,7 +15,6 @@ from transformers import TrainerCallback
 
 import trl_steady
 from tests.tools import engines, tiny
-from tests.tools.cases import cases
 from tests.tools.engines import Engine
 from trl_steady.features.active_features import summary
 from trl_steady.features.skip_old_logps import SkipOldLogProbs
@@ -126,11 +125,8 @@ def check(exact: Callable[[], Any], built: Built, **options: Any) -> list[dict[s
     return without_pass
 
 
-LOSSES_IN_MODES = [(loss, mode) for loss in ("gspo", "gspo_token", "gmpo", "dapo") for mode in MODES]
-
-
 @pytest.mark.filterwarnings("ignore:trim_padding=True only cuts")
-@pytest.mark.parametrize(("loss_type", "mode"), cases(LOSSES_IN_MODES, LOSSES_IN_MODES[::5]))  # each of both once
+@pytest.mark.parametrize(("loss_type", "mode"), zip(("gspo", "gspo_token", "gmpo", "dapo"), MODES, strict=True))
 def test_gradients_and_metrics_are_those_with_the_pass(
     exact: Callable[[], Any], built: Built, loss_type: str, mode: str
 ) -> None:
@@ -143,25 +139,15 @@ def test_gradients_and_metrics_are_those_with_the_pass(
 OTHERS: dict[str, dict[str, Any]] = {
     "masks": {"geometric_mask_range": (0.95, 1.05), "token_veto_threshold": 0.75, "off_policy_mask_threshold": 0.05},
     "KL": {"beta": 0.1, "kl_ratio_denominator": "sampler", "kl_estimator": "k2", "loss_type": "gspo"},
-    "answers without loss tokens": {
-        "mask_truncated_completions": True,
-        "vllm_importance_sampling_mode": "sequence_truncate",
-    },
-    "vespo": {"loss_type": "vespo", "vllm_importance_sampling_mode": "token_mask"},
-    "no bounds": {"vllm_importance_sampling_clip_min": None, "vllm_importance_sampling_clip_max": None}
-    | {"vllm_importance_sampling_mode": "token_mask"},
     "entropy": {"top_entropy_quantile": 0.5, "entropy_coef": 0.01, "loss_type": "gmpo"},
-    "two rollouts for each update": {"gradient_accumulation_steps": 4},
     "used twice in an update": {"gradient_accumulation_steps": 4, "num_iterations": 2},
-    "three updates for each log": {"logging_steps": 3},
     "PPO": {"method": "PPO", "kl_coef": 0.0},
     "RLOO": {"method": "RLOO"},
-    "RLOO without an engine": {"method": "RLOO", "use_vllm": False},
 }
 
 
 @pytest.mark.filterwarnings("ignore:trim_padding=True only cuts")
-@pytest.mark.parametrize("name", cases(OTHERS, ("masks", "KL", "entropy", "used twice in an update", "PPO", "RLOO")))
+@pytest.mark.parametrize("name", OTHERS)
 def test_so_they_are_with_other_settings(exact: Callable[[], Any], built: Built, name: str) -> None:
     options = {"vllm_importance_sampling_mode": "token_truncate", **OTHERS[name]}
     for row in check(exact, built, **options):
@@ -231,13 +217,10 @@ def test_a_rollout_has_one_pass_less(built: Built) -> None:
 @pytest.mark.parametrize(
     "options",
     [
-        {"token_budget": 30},
         {"token_budget": 30, "gradient_accumulation_steps": 4, "loss_type": "gspo"},
         {"share_prompts": True},
-        {"keep_sampling_mask": True, "top_k": 20},
         {"method": "RLOO", "token_budget": 30, "keep_sampling_mask": True, "top_k": 20},
         {"model": "mixture", "router_replay": "R3", "router_aux_loss_coef": 0.0},
-        {"model": "moe", "router_aux_loss_coef": 0.01},
     ],
     ids=str,
 )
@@ -275,23 +258,6 @@ def test_an_evaluation_scores_its_rollouts(built: Built, method: str) -> None:
     without, expected = ({k: v for k, v in row.items() if not any(c in k for c in clocks)} for row in rows)
     assert without == expected and len(expected) > 10
     assert ("eval_sampling/importance_sampling_ratio/mean" in expected) == (method == "GRPO")
-
-
-@pytest.mark.parametrize("method", ["GRPO", "RLOO"])
-def test_a_resumed_run_ends_as_the_whole_one(built: Built, engine: Engine, tmp_path: Path, method: str) -> None:
-    """Also in what is logged of two updates, one before the checkpoint and one after it."""
-    options = {"method": method, "save_strategy": "steps", "save_steps": 1, "max_steps": 4, "logging_steps": 2}
-    whole = tiny.train(built(**options))
-    assert whole.skips_old_pass
-    syncs = engine.syncs  # after each of which the engine answers otherwise
-    resumed = built(**options)
-    engine.syncs = syncs * 3 // 4
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-3"))
-    expected, found = tiny.parameters(whole), tiny.parameters(resumed)
-    assert all(torch.equal(found[name], value) for name, value in expected.items())
-    of_whole, of_resumed = (tiny.history(each)[1] for each in (whole, resumed))
-    # transformers' own mean of the loss is of the steps since the resume
-    assert {**of_resumed, "loss": of_whole["loss"]} == of_whole
 
 
 def test_a_step_that_raised_leaves_nothing_in_the_metrics(built: Built, monkeypatch: pytest.MonkeyPatch) -> None:
