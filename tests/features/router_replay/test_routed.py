@@ -28,7 +28,7 @@ from tests.tools import tiny
     [
         {"num_iterations": 2, "max_steps": 9},
         {"share_prompts": True, "token_budget": 40, "gradient_accumulation_steps": 2, "max_steps": 3, **FREE},
-        {"lora": "experts", "learning_rate": 0.1, "temperature": 0.7},
+        {"lora": "experts", "learning_rate": 0.1, "temperature": 0.7, "trim_padding": False},
     ],
     ids=str,
 )
