@@ -247,7 +247,9 @@ def dequantised(layer: Any) -> Tensor:
 @pytest.mark.parametrize("base", BASES)
 def test_on_a_quantised_base_it_is_the_dequantised_weight_and_the_delta(wide: Path, base: str) -> None:
     model = quantised_policy(wide, base, torch.bfloat16)
+    before = state(model)
     rounded = pushed(model)
+    assert_same_state(state(model), before)
     assert {weight.dtype for weight in rounded.values()} == {torch.bfloat16}
     for name, module in model.get_base_model().named_modules():
         if isinstance(module, peft.tuners.lora.LoraLayer):

@@ -127,25 +127,6 @@ def test_the_reference_is_the_model_that_was_given(
     assert (tmp_path / "saved" / "ref").exists() == loaded  # TRL's own
 
 
-def test_a_critic_beside_pissa_is_saved_as_peft_loads_it(models: dict[str, Path], tmp_path: Path) -> None:
-    config = LoraConfig(**PLAIN, init_lora_weights="pissa")
-    trainer = critics.build(models["dense"], tmp_path, build={"peft_config": config})
-    samples = trainer._generate_and_score_completions([{"prompt": prompt} for prompt in tiny.dataset(4)["prompt"]])
-    with torch.no_grad():
-        values = trainer.values(trainer.critic, samples)
-    trainer.save_model(str(tmp_path / "saved"))
-    base = AutoModelForSequenceClassification.from_pretrained(models["dense"], num_labels=1)
-    plain = PeftModel.from_pretrained(base, tmp_path / "saved" / "value").eval()
-    prompt = samples["prompt_ids"][0][samples["prompt_mask"][0].bool()]
-    with torch.no_grad():
-        first = plain(input_ids=prompt[None]).logits.item()
-    assert values[0, 0].item() == pytest.approx(first, rel=1e-4)
-    resumed = critics.build(
-        models["dense"], tmp_path / "b", build={"peft_config": config}, value_init=str(tmp_path / "saved" / "value")
-    )
-    assert resumed.critic.adapter == "value"
-
-
 @pytest.mark.parametrize(
     ("of_policy", "of_critic", "message"),
     [

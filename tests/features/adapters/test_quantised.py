@@ -16,26 +16,6 @@ from tests.tools.wide import BASES, load
 NEVER_PACKS = "this CPU has no AVX512-BF16, so that bitsandbytes never packs"
 
 
-def quantised_bytes(model: Any) -> dict[str, torch.Tensor]:
-    return {
-        name: value.detach().clone() for name, value in model.named_parameters() if not value.dtype.is_floating_point
-    }
-
-
-@pytest.mark.parametrize(("base", "loss_type"), [("nf4", "gspo"), ("int8", "gspo_token")])
-def test_a_quantised_base_trains_its_adapter_and_keeps_its_bytes(
-    wide: Path, tmp_path: Path, base: str, loss_type: str
-) -> None:
-    trainer = tiny.trainer(load(wide, base), tmp_path, lora=True, loss_type=loss_type)
-    adapter, frozen = tiny.parameters(trainer), quantised_bytes(trainer.model)
-    assert len(frozen) == 14  # seven linear layers in each of two blocks
-    trainer.train()
-    after = tiny.parameters(trainer)
-    assert all(not torch.equal(after[name], adapter[name]) for name in after if "lora_" in name)
-    assert all(torch.equal(value, quantised_bytes(trainer.model)[name]) for name, value in frozen.items())
-    assert max(row.get("ratio/sequence_max", 0) for row in tiny.history(trainer)) > 1
-
-
 def input_gradient(model: Any) -> torch.Tensor:
     """What a training forward passes down to the embeddings."""
     model.train()

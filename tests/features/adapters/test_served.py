@@ -7,13 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from trl.generation.vllm_generation import VLLMGeneration
 
 from tests.features.adapters import tools
-from tests.features.adapters.tools import ENGINE, LLM, ROUNDING, differences, load
+from tests.features.adapters.tools import LLM, ROUNDING, differences, load
 from tests.features.reference.tools import base_tensors
 from tests.tools import tiny
 from tests.tools import wide as wide_model
@@ -167,40 +165,3 @@ def test_a_base_that_vllm_quantises_otherwise_is_refused(
     model = wide_model.load(wide, base) if base == "int8" else load(wide, "bitsandbytes", **base)
     with pytest.raises(ValueError, match=r"vllm_adapter_sync=None: vLLM quantises with .*'nf4'.*use_vllm=False"):
         built(model)
-
-
-SERVER = {**ENGINE, "vllm_mode": "server", "vllm_adapter_sync": False}
-
-
-class Client:
-    """TRL's client of a server that takes all that it is sent."""
-
-    def update_named_params(self, metadata: Any, weights: Any) -> None:
-        assert len(list(weights)) == len(metadata)
-
-    def reset_prefix_cache(self) -> None: ...
-
-    def get_server_info(self) -> dict[str, Any]:
-        return {"model_config": {"logprobs_mode": "processed_logprobs"}}
-
-
-@pytest.mark.parametrize("base", ["bf16", "nf4"])
-def test_pushes_of_merged_weights_leave_each_byte_of_the_base(
-    wide: Path, built: Callable[..., tuple[Any, LLM]], base: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """TRL merges into the base and subtracts again, which wears it; see docs/upstream.md."""
-    if base == "bf16":
-        model = transformers.AutoModelForCausalLM.from_pretrained(wide, dtype=torch.bfloat16)
-        trainer, _ = built(model, vllm_adapter_sync=False)
-    else:  # a colocated engine cannot have merged weights of it, a server can
-        monkeypatch.setattr(VLLMGeneration, "_init_vllm", lambda self: setattr(self, "vllm_client", Client()))
-        trainer = tiny.trainer(load(wide, "bitsandbytes"), Path(wide.parent, "out"), lora=True, **SERVER)
-    before = [value.clone() for value in base_tensors(trainer.model)]
-    adapters = [value for value in trainer.model.parameters() if value.requires_grad]
-    for _ in range(10):
-        with torch.no_grad():
-            for value in adapters:
-                value.add_(0.01 * torch.randn_like(value))
-        trainer.vllm_generation.sync_weights()
-    after = base_tensors(trainer.model)
-    assert len(after) > 10 and all(torch.equal(*pair) for pair in zip(after, before, strict=True))

@@ -9,25 +9,8 @@ from peft import LoraConfig, get_peft_model
 from torch import Tensor
 from transformers import BertConfig, BertLMHeadModel
 
-import trl_steady
 from tests.features.critic import tools as critics
-from tests.features.critic.tools import (
-    KINDS,
-    Samples,
-    Twin,
-    build,
-    by_hand,
-    critic_parameters,
-    distance,
-    gradients,
-    loss_mask,
-    policy_parameters,
-    rows,
-    same,
-    snapshot,
-    stir,
-    token_weights,
-)
+from tests.features.critic.tools import KINDS, Samples, Twin, build, critic_parameters, policy_parameters, snapshot
 from tests.tools import tiny
 from tests.tools.headroom import within
 from trl_steady.features.critic.feature import Critic
@@ -39,8 +22,8 @@ TOKEN_LOSSES = ("grpo", "bnpo", "dr_grpo", "dapo", "cispo", "sapo", "luspo", "ve
 def micro_batch(trainer: Any, window: int = 1, count: int = len(critics.ANSWERS)) -> Samples:
     """Known answers, scored by models that have moved since."""
     trainer.feature(Critic).on_train_begin()
-    samples = trainer._generate_and_score_completions(rows(count))
-    stir(trainer, seed=1, by=0.05)
+    samples = trainer._generate_and_score_completions(critics.rows(count))
+    critics.stir(trainer, seed=1, by=0.05)
     trainer.current_gradient_accumulation_steps = window
     return samples
 
@@ -79,18 +62,10 @@ def test_loss_and_gradient_of_the_policy_are_trls(
     expected = theirs._compute_loss(theirs.model, inputs)
     expected.backward()
     assert torch.equal(found[0], expected) and found[0] != 0
-    after = gradients(own)
-    assert same(after, gradients(dict(theirs.model.named_parameters())))
+    after = critics.gradients(own)
+    assert critics.same(after, critics.gradients(dict(theirs.model.named_parameters())))
     assert any(each.any() for each in after.values())
     assert inputs["advantages"].shape == inputs["completion_ids"].shape
-
-
-@pytest.mark.parametrize(
-    "options", [{"loss_type": "gspo"}, {"loss_type": "gmpo"}, {"importance_sampling_level": "sequence"}]
-)
-def test_a_loss_with_one_advantage_per_sequence_is_refused(tmp_path: Path, options: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match="does not work with PPO"):
-        tiny.arguments(trl_steady.PPOConfig, tmp_path, num_generations=1, **options)
 
 
 # The critic
@@ -113,40 +88,16 @@ def test_value_loss_and_its_gradient_are_the_oracles(
     assert inputs["returns"].isnan().any()
     trainer._compute_loss = lambda model, inputs: torch.zeros((), dtype=torch.float64)
     loss = backward(trainer, inputs)
-    expected, of_parameters, flat = by_hand(
-        Twin(trainer), inputs, token_weights(inputs, loss_type, 2, trainer.args), cliprange
+    expected, of_parameters, flat = critics.by_hand(
+        Twin(trainer), inputs, critics.token_weights(inputs, loss_type, 2, trainer.args), cliprange
     )
     # in float64, but for the norms, which transformers computes in float32 for any dtype
     assert loss.item() == pytest.approx(expected, rel=2e-6)
-    own = gradients(critic_parameters(trainer))
-    assert within(distance(own, of_parameters), 5e-6)
+    own = critics.gradients(critic_parameters(trainer))
+    assert within(critics.distance(own, of_parameters), 5e-6)
     assert sum(each.any() for each in own.values()) > len(own) / 2
     if cliprange is not None:
-        assert 0 < flat.sum() < loss_mask(inputs).sum()
-
-
-# Who gets which gradient
-
-
-@pytest.mark.parametrize(
-    ("kind", "options"), [("lora", {}), ("full", {}), ("nf4", {}), ("lora", {"gradient_checkpointing": True})], ids=str
-)
-def test_neither_gets_a_gradient_of_the_others_loss(
-    model_of: Any, tmp_path: Path, kind: str, options: dict[str, Any]
-) -> None:
-    trainer = build(model_of(kind), tmp_path, known=True, **KINDS[kind], **options)
-    inputs = micro_batch(trainer)
-    policy, critic = policy_parameters(trainer), critic_parameters(trainer)
-    with trainer.until_backward():
-        trainer._compute_loss(trainer.model, inputs).backward()
-    assert all(p.grad is None for p in critic.values())
-    assert any(p.grad is not None and p.grad.any() for p in policy.values())
-    for own in (*policy.values(), *critic.values()):
-        own.grad = None
-    trainer._compute_loss = lambda model, inputs: torch.zeros(())
-    backward(trainer, inputs)
-    assert all(p.grad is None for p in policy.values())
-    assert all(p.grad is not None and p.grad.any() for name, p in critic.items() if p.dim() > 1)
+        assert 0 < flat.sum() < critics.loss_mask(inputs).sum()
 
 
 def test_a_module_of_the_adapters_name_stays_the_policys() -> None:

@@ -271,6 +271,12 @@ ADAPTERS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
         tiny.LORA,
         {"r": 2, "lora_alpha": 4, "target_modules": ["o_proj", "down_proj"], "use_dora": True},
     ),
+    # PEFT changes the base for the policy's modules when it loads either
+    "beside PiSSA": (
+        "dense",
+        {**tiny.LORA, "init_lora_weights": "pissa"},
+        {"r": 4, "init_lora_weights": "pissa", "target_modules": ["o_proj"]},
+    ),
     "beside a trained LM head": ("dense", {**tiny.LORA, "modules_to_save": ["lm_head"]}, {}),
     "on experts and routers": (
         "moe",

@@ -10,21 +10,8 @@ from peft import LoraConfig
 from torch import Tensor
 from transformers import TrainerCallback
 
-from tests.features.critic.tools import (
-    KINDS,
-    Samples,
-    Twin,
-    build,
-    by_hand,
-    critic_parameters,
-    descend,
-    distance,
-    policy_parameters,
-    same,
-    snapshot,
-    token_weights,
-)
-from tests.features.critic.tools import gradients as gradients_of
+from tests.features.critic import tools as critics
+from tests.features.critic.tools import KINDS, Samples, Twin, build, critic_parameters, policy_parameters, snapshot
 from tests.tools import tiny
 from tests.tools.headroom import within
 from trl_steady.features.critic import optimizer as learner
@@ -42,8 +29,6 @@ ELSEWHERE = LoraConfig(r=2, target_modules=["k_proj", "down_proj"])
 RECOMPUTED: dict[str, dict[str, Any]] = {
     **KINDS,
     "lora budget": {"lora": True, **BUDGET},
-    "lora padded": {"lora": True, "trim_padding": False},
-    "lora gspo_token": {"lora": True, "loss_type": "gspo_token"},
     "dropout": {"build": {"peft_config": LoraConfig(**tiny.LORA, lora_dropout=0.3)}},
     "elsewhere": {"lora": True, "build": {"value_peft_config": ELSEWHERE}},
 }
@@ -54,7 +39,7 @@ def test_recomputed_layers_give_the_same_gradients(
     model_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str
 ) -> None:
     """Bit for bit: backward recomputes layers of the critic with its adapter, and those of the policy with its own."""
-    descend(monkeypatch)
+    critics.descend(monkeypatch)
     runs, calls = [], []
     for checkpointing in (False, True):
         options = {**STEPS, **RECOMPUTED[kind], "gradient_checkpointing": checkpointing}
@@ -66,7 +51,7 @@ def test_recomputed_layers_give_the_same_gradients(
         trainer.train()
         runs.append(everything(trainer))
         calls.append(len(count))
-    assert same(*runs)
+    assert critics.same(*runs)
     assert calls[1] > calls[0]
     moved = [name for name in before if not torch.equal(before[name], runs[0][name])]
     assert {name.startswith("critic") for name in moved} == {True, False}
@@ -90,7 +75,7 @@ def kept_samples(trainer: Any) -> list[list[Samples]]:
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        ("lora", {"loss_type": "grpo", "value_learning_rate": 0.05}),
+        ("lora", {"loss_type": "grpo", "value_learning_rate": 0.05, **BUDGET}),
         ("full", {"max_grad_norm": 0.0, "cliprange_value": None}),
         ("full", {"value_warmup_steps": 1, "gradient_accumulation_steps": 1}),
     ],
@@ -100,7 +85,7 @@ def test_the_critic_after_some_steps_is_that_of_updates_by_hand(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, options: dict[str, Any]
 ) -> None:
     """Sums over micro-batches, gradients clipped by their own norm, one step of SGD."""
-    descend(monkeypatch)
+    critics.descend(monkeypatch)
     options = {"gradient_accumulation_steps": 2, "max_steps": 2, "learning_rate": 0.02, "optim": "sgd", **options}
     options = {"lr_scheduler_type": "linear", "cliprange_value": 0.2, **options, **KINDS[kind]}
     trainer = build(models["dense"], tmp_path, exact=True, known=True, **options)
@@ -113,8 +98,8 @@ def test_the_critic_after_some_steps_is_that_of_updates_by_hand(
         rate = (args.value_learning_rate or args.learning_rate) * (1 - number / 2)
         total = {name: torch.zeros_like(own) for name, own in twin.parameters.items()}
         for inputs in step:
-            weights = token_weights(inputs, args.loss_type, window, args)
-            _, gradient, _ = by_hand(twin, inputs, weights, args.cliprange_value)
+            weights = critics.token_weights(inputs, args.loss_type, window, args)
+            _, gradient, _ = critics.by_hand(twin, inputs, weights, args.cliprange_value)
             total = {name: own + gradient[name] for name, own in total.items()}
         norm = torch.stack([own.norm() for own in total.values()]).norm()
         scale = min(1.0, args.max_grad_norm / norm.item()) if args.max_grad_norm else 1.0
@@ -125,7 +110,7 @@ def test_the_critic_after_some_steps_is_that_of_updates_by_hand(
     assert any(clipped) == bool(args.max_grad_norm)
     found = {name: own - before[name] for name, own in snapshot(critic_parameters(trainer)).items()}
     expected = {name: own.detach() - before[name] for name, own in twin.parameters.items()}
-    assert within(distance(found, expected), 5e-5)  # of norms in float32
+    assert within(critics.distance(found, expected), 5e-5)  # of norms in float32
 
 
 @pytest.mark.parametrize(
@@ -147,32 +132,9 @@ def test_options_of_the_critic_act_on_the_critic_only(
         policies.append(snapshot(policy_parameters(trainer)))
         critics_after.append(snapshot(critic_parameters(trainer)))
         logged.append([row["learning_rate"] for row in tiny.history(trainer) if "learning_rate" in row])
-    assert same(*policies)
+    assert critics.same(*policies)
     assert not any(torch.equal(own, critics_after[1][name]) for name, own in critics_after[0].items())
     assert logged[0] == logged[1] == [0.01] * 4
-
-
-@pytest.mark.parametrize("kind", ["lora", "full"])
-def test_the_critics_gradient_does_not_count_in_the_norm_of_the_policys(
-    models: dict[str, Path], tmp_path: Path, kind: str
-) -> None:
-    """Returns that are 1000 times as large train the same policy, bit for bit."""
-    runs, norms = [], []
-    for factor in (1.0, 1000.0):
-        trainer = build(models["dense"], tmp_path, known=True, max_steps=4, cliprange_value=None, **KINDS[kind])
-        rollout = trainer._generate_and_score_completions
-
-        def scaled(inputs: Any, rollout: Any = rollout, factor: float = factor) -> Samples:
-            samples = rollout(inputs)
-            return {**samples, "returns": samples["returns"] * factor}
-
-        trainer._generate_and_score_completions = scaled
-        trainer.train()
-        runs.append(snapshot(policy_parameters(trainer)))
-        norms.append([(row["grad_norm"], row["value/grad_norm"]) for row in tiny.history(trainer) if "loss" in row])
-    assert same(*runs)
-    for (policy, critic), (other_policy, other_critic) in zip(*norms, strict=True):
-        assert policy == other_policy > 0 and other_critic > 100 * critic > 0
 
 
 @pytest.mark.parametrize("kind", ["lora", "full", "nf4"])
@@ -200,21 +162,12 @@ def test_in_warm_up_only_the_critic_learns(model_of: Any, tmp_path: Path, kind: 
 def test_a_critic_does_not_change_the_first_rollout(models: dict[str, Path], tmp_path: Path, lora: bool) -> None:
     """Prompts, completions and log-probs of a GRPOTrainer with the same seed: the critic draws no random number."""
 
-    class Stop(Exception):
-        pass
-
     def first(method: str, **options: Any) -> Samples:
-        trainer = tiny.trainer(models["dense"], tmp_path, method=method, num_generations=2, lora=lora, **options)
-        found: list[Samples] = []
+        options |= {"method": method, "num_generations": 2, "lora": lora, "max_steps": 1}
+        trainer, found = tiny.trainer(models["dense"], tmp_path, **options), list[Samples]()
         rollout = trainer._generate_and_score_completions
-
-        def stop(inputs: Any) -> Samples:
-            found.append(rollout(inputs))
-            raise Stop
-
-        trainer._generate_and_score_completions = stop
-        with pytest.raises(Stop):
-            trainer.train()
+        trainer._generate_and_score_completions = lambda inputs: found.append(rollout(inputs)) or {**found[-1]}
+        trainer.train()
         return found[0]
 
     ours, theirs = first("PPO"), first("GRPO", beta=0.1)
@@ -231,7 +184,7 @@ def test_an_evaluation_between_steps_changes_nothing(models: dict[str, Path], tm
         trainer.train()
         runs.append((everything(trainer), trainer.kl_coef))
     (first, coef), (second, other_coef) = runs
-    assert same(first, second) and coef == other_coef != 0.05
+    assert critics.same(first, second) and coef == other_coef != 0.05
 
 
 def test_the_critics_updates_are_adamws(models: dict[str, Path], tmp_path: Path, monkeypatch: Any) -> None:
@@ -244,7 +197,7 @@ def test_the_critics_updates_are_adamws(models: dict[str, Path], tmp_path: Path,
     step = learner.ScalarHeadOptimizer.step
 
     def noted(updated: learner.ScalarHeadOptimizer, rate: float) -> Tensor | None:
-        gradients.append(gradients_of(parameters))
+        gradients.append(critics.gradients(parameters))
         return step(updated, rate)
 
     monkeypatch.setattr(learner.ScalarHeadOptimizer, "step", noted)
@@ -261,4 +214,6 @@ def test_the_critics_updates_are_adamws(models: dict[str, Path], tmp_path: Path,
             decayed = expected[name] * (1 - (rate * 0.1 if gradient.dim() > 1 else 0))
             size = (second[name] / (1 - 0.9**number)).sqrt() + 1e-3
             expected[name] = decayed - rate * first[name] / (1 - 0.8**number) / size
-    assert within(distance(snapshot(parameters), expected), 1e-6)  # clip_grads_with_norm_ adds 1e-6 to the norm
+    assert within(
+        critics.distance(snapshot(parameters), expected), 1e-6
+    )  # clip_grads_with_norm_ adds 1e-6 to the norm
