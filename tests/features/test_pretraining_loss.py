@@ -9,7 +9,7 @@ from datasets import Dataset
 from torch import Tensor
 from transformers import TrainerCallback
 
-from tests.features.critic.tools import Twin, build, policy_parameters, same, snapshot
+from tests.features.critic.tools import Twin, build, policy_parameters
 from tests.tools import tiny
 from tests.tools.cases import cases
 from tests.tools.headroom import within
@@ -59,13 +59,11 @@ def language_model_loss(twin: Twin, examples: list[list[int]]) -> Tensor:
 # three micro-batches an epoch, in steps of two and one
 SHORT = {"lora": True, "steps_per_generation": 3, "max_steps": 2, "learning_rate": 0.0}
 CASES: dict[str, dict[str, Any]] = {
-    "lora": {"lora": True},
     "lora, not recomputed": {"lora": True, "gradient_checkpointing": False, "loss_type": "grpo"},
     "lora, budget": {"lora": True, "token_budget": 20, "share_prompts": True},
     "full": {},
     "last window of an epoch, budget": {**SHORT, "token_budget": 20},
     "messages": {"lora": True},
-    "moe": {"lora": True},
 }
 
 
@@ -76,8 +74,6 @@ def test_its_gradient_is_added_to_the_policys(models: dict[str, Path], tmp_path:
     The last window of an epoch has one micro-batch.
     """
     options = {"gradient_accumulation_steps": 2, "max_steps": 1, "max_grad_norm": 0.0, **CASES[case]}
-    model = models["moe" if case == "moe" else "dense"]
-    exact = case != "moe"  # torch groups no products in float64 on CPU
     runs: list[dict[str, Tensor]] = []
     for coef in (0.0, 0.7):
         reader = tiny.tokenizer()
@@ -88,7 +84,7 @@ def test_its_gradient_is_added_to_the_policys(models: dict[str, Path], tmp_path:
             "train_dataset": tiny.dataset(4 * options.get("steps_per_generation", 4)),
             **texts,
         }
-        trainer = build(model, tmp_path, exact=exact, known=True, ptx_coef=coef, build=built, **options)
+        trainer = build(models["dense"], tmp_path, exact=True, known=True, ptx_coef=coef, build=built, **options)
         twin, seen = Twin(trainer), examples_of(trainer)
         runs.append(step_gradients(trainer))
     last = options["max_steps"] - 1
@@ -121,20 +117,6 @@ def test_examples_are_whole_texts_and_a_pass_over_them_is_a_permutation(
     assert len(passes) == 8 and max(map(len, order)) == 30
     assert all({*own} == whole for own in passes)
     assert len({*map(tuple, passes)}) > 4
-
-
-def test_a_resumed_run_goes_on_with_the_same_examples(models: dict[str, Path], tmp_path: Path) -> None:
-    options = {"ptx_coef": 0.5, "gradient_accumulation_steps": 2, "max_steps": 4, "lora": True, "known": True}
-    options.update(save_strategy="steps", save_steps=2, build={"ptx_dataset": TEXT})
-    whole = build(models["dense"], tmp_path, **options)
-    seen = examples_of(whole)
-    whole.train()
-    resumed = build(models["dense"], tmp_path, **options)
-    seen_again = examples_of(resumed)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
-    assert len(seen) == 8 and seen_again == seen[4:] != seen[:4]
-    assert same(snapshot(policy_parameters(whole)), snapshot(policy_parameters(resumed)))
-    assert tiny.history(whole)[2]["ptx_loss"] == tiny.history(resumed)[2]["ptx_loss"]
 
 
 def test_an_evaluation_reads_no_example(models: dict[str, Path], tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ from peft import LoraConfig
 from trl.trainer.utils import use_adapter
 
 import trl_steady
-from tests.features.reference.tools import MOVING, adapter_tensors, base_tensors
+from tests.features.reference.tools import MOVING, adapter_tensors
 from tests.tools import tiny
 from tests.tools import wide as wide_model
 from tests.tools.cases import cases
@@ -85,38 +85,6 @@ def test_log_probs_are_equal_right_after_a_refresh(
     assert trained and all(not torch.equal(pair.policy, pair.reference) for pair in trained)  # step 13 moved on
 
 
-class Witness(transformers.TrainerCallback):
-    """Both adapters and the base, after every step."""
-
-    def __init__(self, model: Any) -> None:
-        self.model = model
-        self.steps = [self.look()]
-
-    def look(self) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor], list[int]]:
-        adapters = adapter_tensors(self.model, "default"), adapter_tensors(self.model, "ref")
-        return *adapters, [hash(v.numpy().tobytes()) for v in base_tensors(self.model)]
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        self.steps.append(self.look())
-
-
-@pytest.mark.parametrize("base", ["nf4", pytest.param("int8", marks=pytest.mark.slow)])
-def test_nothing_moves_the_reference_in_between_nor_the_base_ever(wide: Path, tmp_path: Path, base: str) -> None:
-    """18 steps, four refreshes: the reference is what the policy was when it last moved."""
-    trainer = tiny.trainer(wide_model.load(wide, base), tmp_path, lora=True, **{**MOVING, "max_steps": 18})
-    witness = Witness(trainer.model)
-    assert len(witness.steps[0][2]) > 30
-    trainer.add_callback(witness)
-    trainer.train()
-    assert [step for step, _, _ in trainer.reference_refreshes] == list(range(4, 18, 4))
-    for step, (_, reference, bytes_of_base) in enumerate(witness.steps):
-        assert bytes_of_base == witness.steps[0][2]
-        moved_at = max(step - 1, 0) // 4 * 4  # the policy of that step is the reference of the four that follow
-        expected = witness.steps[moved_at][0]
-        assert all(torch.equal(reference[name], expected[name]) for name in expected | reference)
-    assert not torch.equal(*(next(iter(witness.steps[i][1].values())) for i in (4, 5)))
-
-
 @pytest.mark.parametrize(("base", "steps"), [("dense", 100), ("moe", 4)])
 def test_the_reference_is_trls_where_steps_and_windows_agree(
     models: dict[str, Path], tmp_path: Path, base: str, steps: int
@@ -151,24 +119,6 @@ def test_a_loaded_adapter_is_the_first_reference(models: dict[str, Path], tmp_pa
     assert len(policy) == 6 and all(torch.equal(reference[name], policy[name]) for name in policy)
     trainer.train()
     assert next(row["kl"] for row in tiny.history(trainer)) == 0.0
-
-
-@pytest.mark.parametrize(("start", "loaded"), [("pissa", False), ("olora", True)])
-def test_a_start_that_changes_the_base_changes_it_once(
-    models: dict[str, Path], tmp_path: Path, start: Any, loaded: bool
-) -> None:
-    """PiSSA takes the principal components out of the base; a second adapter like it would take out the next ones."""
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], init_lora_weights=start)
-    model = transformers.AutoModelForCausalLM.from_pretrained(models["dense"])
-    alone = peft.get_peft_model(model, config)
-    expected = [value.clone() for value in base_tensors(alone)]
-    if loaded:
-        trainer = tiny.trainer(alone, tmp_path, **MOVING)
-    else:
-        trainer = tiny.trainer(models["dense"], tmp_path, build={"peft_config": config}, **MOVING)
-    found = base_tensors(trainer.model)
-    assert len(found) == len(expected) and all(torch.equal(*pair) for pair in zip(found, expected, strict=True))
-    assert trainer.model.peft_config["default"].init_lora_weights == start
 
 
 def test_what_is_frozen_stays_frozen(models: dict[str, Path], tmp_path: Path) -> None:

@@ -5,8 +5,6 @@ from typing import Any
 
 import pytest
 import torch
-import trl
-from peft import LoraConfig
 
 from tests.tools import tiny
 from trl_steady import ReferenceRefreshCallback
@@ -99,10 +97,8 @@ def test_the_callback_makes_trls_trainer_ours(models: dict[str, Path], tmp_path:
 
 def test_the_callback_works_with_rloo(models: dict[str, Path], tmp_path: Path) -> None:
     """RLOO's KL is part of its reward, and logged once a rollout."""
-    args = tiny.arguments(trl.RLOOConfig, tmp_path, beta=0.04, max_steps=13)
-    model, peft_config = str(models["dense"]), LoraConfig(**tiny.LORA)
-    common = {"train_dataset": tiny.dataset(), "processing_class": tiny.tokenizer(), "peft_config": peft_config}
-    trainer = trl.RLOOTrainer(model, tiny.reward, args, **common)
+    options = {"method": "RLOO", "lora": True, "beta": 0.04, "max_steps": 13}
+    trainer = tiny.trainer(models["dense"], tmp_path, ours=False, **options)
     callback = ReferenceRefreshCallback(trainer, steps=8)
     trainer.add_callback(callback)
     trainer.train()
