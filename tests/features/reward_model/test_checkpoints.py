@@ -1,11 +1,9 @@
 """Runs that retrain their reward model end as the run that was never killed, wherever they were killed and resumed."""
 
 import contextlib
-import functools
 import json
 import shutil
 import signal
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,64 +19,30 @@ from tests.features.reward_model import tools as rewarding
 from tests.features.reward_model.tools import build_resumable as build
 from tests.features.reward_model.tools import resumable_options
 from tests.tools import resumable, tiny
+from tests.tools.cases import cases
 from trl_steady.features.reward_model.feature import RewardModel
 
-SLOW = pytest.mark.slow
-Expected = Callable[[str], dict[str, Any]]
+# each moment, and where the resumed run goes on
+KILLS: list[tuple[tuple[str, str, int], int]] = [
+    (("tests.move", "step 8.", 1), 6),  # between the retraining and the move
+    (("tests.update", "retraining 2.", 2), 15),  # between two updates of the reward model
+]
 
 
-def run(kind: str, model: Path, output: Path, **options: Any) -> int:
-    return resumable.run(kind, model, output, **options, **resumable_options(kind))
-
-
-@pytest.fixture(scope="module")
-def expected(model_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Expected:
-    """Return the end of a run that nothing kills."""
-
-    @functools.cache
-    def end(kind: str) -> dict[str, Any]:
-        model, output = model_of(kind), tmp_path_factory.mktemp(kind)
-        return resumable.state(tiny.train(build(kind, model, output)))
-
-    return end
-
-
-def check_end(expected: dict[str, Any], output: Path) -> None:
+@pytest.mark.parametrize("kind", cases(resumable.KINDS, ("lora",)))
+def test_a_killed_run_ends_as_if_it_had_not_been(kind: str, model_of: Any, tmp_path: Path) -> None:
     """Both have retrained the reward model twice, the second time with examples of the first."""
-    assert resumable.differences(expected, torch.load(output / "state.pt")) == []
+    model, killed, options = model_of(kind), tmp_path / "killed", resumable_options(kind)
+    for kill, step in KILLS:
+        assert resumable.run(kind, model, killed, kill=kill, **options) == -signal.SIGKILL
+        assert get_last_checkpoint(str(killed)) == str(killed / f"checkpoint-{step}")
+    assert resumable.run(kind, model, killed, **options) == 0
+    expected = resumable.state(tiny.train(build(kind, model, tmp_path / "whole")))
+    assert resumable.differences(expected, torch.load(killed / "state.pt")) == []
     first, second = expected["reward model"]["refreshes"]
     assert (first[0], second[0]) == (8, 16) == tuple(step for step, _, _ in expected["refreshes"])
     assert first[2] == 0 < second[2] and first[1] > 0 < second[1]
     assert expected["reward model"]["completions"] and expected["reward model"]["rollouts"] == 5
-
-
-KILLS: dict[str, tuple[tuple[str, str, int], int]] = {
-    "between two updates of the reward model": (("tests.update", "retraining 2.", 2), 15),
-    "between the retraining and the move": (("tests.move", "step 8.", 1), 6),
-    "inside a window": (("open", "checkpoint-12/trainer_state.json", 1), 9),
-    "before a checkpoint is in its place": (("os.rename", "checkpoint-18", 2), 15),  # the first is of the reference
-}
-"""When, and where the resumed run goes on."""
-FAST = ("lora", "between two updates of the reward model")
-
-
-@pytest.mark.parametrize(
-    ("kind", "moment"),
-    [
-        pytest.param(kind, moment, marks=[] if (kind, moment) == FAST else SLOW)
-        for kind in resumable.KINDS
-        for moment in KILLS
-    ],
-)
-def test_a_killed_run_ends_as_if_it_had_not_been(
-    kind: str, moment: str, model_of: Any, tmp_path: Path, expected: Expected
-) -> None:
-    kill, step = KILLS[moment]
-    model = model_of(kind)
-    assert run(kind, model, tmp_path, kill=kill) == -signal.SIGKILL
-    assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / f"checkpoint-{step}")
-    assert run(kind, model, tmp_path) == 0
-    check_end(expected(kind), tmp_path)
 
 
 def test_every_checkpoint_resumes_exactly(models: dict[str, Path], tmp_path: Path) -> None:
@@ -97,36 +61,12 @@ PPO: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("method", ["PPO", pytest.param("RLOO", marks=SLOW)])
-def test_other_trainers_resume_too(method: str, models: dict[str, Path], tmp_path: Path) -> None:
-    options = {"method": method, **(PPO if method == "PPO" else {}), "max_steps": 10}
-    whole = tiny.train(build("lora", models["dense"], tmp_path, save_steps=9, **options))
-    resumed = build("lora", models["dense"], tmp_path / "resumed", save_strategy="no", **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
-    assert resumable.differences(resumable.state(whole), resumable.state(resumed)) == []
-    assert len(whole.reward_refreshes) == 1
-
-
 def test_a_trainer_that_has_trained_resumes_too(models: dict[str, Path], tmp_path: Path) -> None:
     """It has a reward model, an optimizer and a history that are ahead of the checkpoint."""
     trainer = tiny.train(build("lora", models["dense"], tmp_path, max_steps=9, save_steps=6, changes={"history": 100}))
     end = resumable.state(trainer)
     trainer.train(resume_from_checkpoint=str(tmp_path / "checkpoint-6"))
     assert resumable.differences(end, resumable.state(trainer)) == []
-
-
-def test_metrics_between_two_logs_are_kept(models: dict[str, Path], tmp_path: Path) -> None:
-    """The figures of the retraining after step 8 are in the log after step 12, and a checkpoint is in between."""
-    options = {"max_steps": 12, "save_steps": 9, "logging_steps": 6}
-    whole = tiny.train(build("lora", models["dense"], tmp_path, **options))
-    resumed = build("lora", models["dense"], tmp_path, **options)
-    resumed.train(resume_from_checkpoint=str(tmp_path / "checkpoint-9"))
-    expected, found = (
-        [{k: v for k, v in row.items() if k != "loss"} for row in tiny.history(trainer)[:-1]]
-        for trainer in (whole, resumed)  # transformers averages the loss over the steps since the resume
-    )
-    assert found == expected
-    assert {"reward_model/true", "reward_model/new/fresh/loss", "reward_model/samples"} <= found[1].keys()
 
 
 def test_dropout_of_the_base_acts_in_the_training_of_the_reward_model_alone(

@@ -7,7 +7,6 @@ from typing import Any
 import pytest
 import torch
 
-import trl_steady
 from tests.features.reward_model import tools as rewarding
 from tests.tools import engines, tiny
 from tests.tools.engines import Engine, Server
@@ -112,13 +111,7 @@ def test_an_engine_continues_each_text(
         options["vllm_server_base_url"] = server.url
     else:
         engines.colocate(player, request.getfixturevalue("monkeypatch"))
-    trainer = getattr(trl_steady, f"{kind}Trainer")(
-        str(models["dense"]),
-        tiny.reward,
-        tiny.arguments(getattr(trl_steady, f"{kind}Config"), tmp_path, num_generations=4, **options),
-        train_dataset=tiny.dataset(),
-        processing_class=tiny.tokenizer(),
-    )
+    trainer = tiny.trainer(models["dense"], tmp_path, method=kind, **options)
     trainer.model.train()
     texts = [[10 + text // 2, 7] for text in range(20)]  # each twice
     found = labelling.generate_continuations(trainer, texts, 4)
