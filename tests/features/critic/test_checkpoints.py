@@ -1,9 +1,7 @@
 """PPO runs that are killed and resumed end as the run that was never killed, with policy, critic and coefficient."""
 
-import functools
 import signal
 import sys
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,64 +43,41 @@ PPO: dict[str, Any] = {
     "ptx_coef": 0.1,
     "build": {"train_dataset": tiny.dataset(24), "ptx_dataset": TEXTS, "callbacks": [Between()]},
 }
-SLOW = pytest.mark.slow
 
 
 def build(kind: str, model_of: Any, output: Path, **options: Any) -> Any:
     return resumable.build(kind, model_of(kind), output, **{**PPO, **options})
 
 
-@pytest.fixture(scope="module")
-def expected(model_of: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return the end of a run that nothing kills."""
-
-    @functools.cache
-    def end(kind: str) -> Any:
-        output = tmp_path_factory.mktemp(kind)
-        assert resumable.run(kind, model_of(kind), output, **PPO) == 0
-        return torch.load(output / "state.pt")
-
-    return end
-
-
-KILLS: dict[str, tuple[tuple[str, str, int], int]] = {
-    "while a checkpoint is written": (("open", "checkpoint-6/trainer_state.json", 1), 3),
-    "between the updates of critic and policy": (("tests.between", "step 11.", 1), 9),
-    "before a checkpoint is in its place": (("os.rename", "checkpoint-18", 4), 15),  # after three files of tensors
-}
-"""When, and where the resumed run goes on: 3 is inside a window of the warm-up, 6, 9 and 15 are inside others."""
+# each moment, and where the resumed run goes on: inside a window of the warm-up, and twice inside another
+KILLS: list[tuple[tuple[str, str, int], int]] = [
+    (("open", "checkpoint-6/trainer_state.json", 1), 3),  # while a checkpoint is written
+    (("tests.between", "step 11.", 1), 9),  # between the updates of critic and policy
+    (("os.rename", "checkpoint-18", 4), 15),  # before a checkpoint is in its place, after three files of tensors
+]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", resumable.KINDS)
-@pytest.mark.parametrize("moment", KILLS)
-def test_a_killed_run_ends_as_if_it_had_not_been(
-    kind: str, moment: str, model_of: Any, tmp_path: Path, expected: Any
-) -> None:
-    kill, step = KILLS[moment]
-    model = model_of(kind)
-    assert resumable.run(kind, model, tmp_path, kill=kill, **PPO) == -signal.SIGKILL
-    assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / f"checkpoint-{step}")
-    assert resumable.run(kind, model, tmp_path, **PPO) == 0
-    assert resumable.differences(expected(kind), torch.load(tmp_path / "state.pt")) == []
+def test_a_killed_run_ends_as_if_it_had_not_been(kind: str, model_of: Any, tmp_path: Path) -> None:
+    model, whole, killed = model_of(kind), tmp_path / "whole", tmp_path / "killed"
+    for kill, step in KILLS:
+        assert resumable.run(kind, model, killed, kill=kill, **PPO) == -signal.SIGKILL
+        assert get_last_checkpoint(str(killed)) == str(killed / f"checkpoint-{step}")
+    assert [resumable.run(kind, model, output, **PPO) for output in (killed, whole)] == [0, 0]
+    ends = [torch.load(output / "state.pt") for output in (whole, killed)]
+    assert resumable.differences(*ends) == []
 
 
-@pytest.mark.parametrize(
-    ("kind", "steps"),
-    [
-        ("lora", (6,)),
-        *(pytest.param(kind, range(1, 10), marks=SLOW) for kind in resumable.KINDS),
-    ],
-)
-def test_every_checkpoint_resumes_exactly(kind: str, steps: Sequence[int], model_of: Any, tmp_path: Path) -> None:
-    """In the warm-up, at the end of a window, and inside a window with a coefficient that has moved."""
-    whole = tiny.train(build(kind, model_of, tmp_path, max_steps=10, save_steps=1))
-    unsaved = tiny.train(build(kind, model_of, tmp_path / "unsaved", max_steps=10, save_strategy="no"))
+def test_a_checkpoint_resumes_exactly_and_a_save_changes_nothing(model_of: Any, tmp_path: Path) -> None:
+    """Inside a window of the warm-up, and inside one with a coefficient that has moved."""
+    whole = tiny.train(build("lora", model_of, tmp_path, max_steps=10, save_steps=3))
+    unsaved = tiny.train(build("lora", model_of, tmp_path / "unsaved", max_steps=10, save_strategy="no"))
     end = resumable.state(whole)
-    assert resumable.differences(end, resumable.state(unsaved)) == []  # a save changes nothing
+    assert resumable.differences(end, resumable.state(unsaved)) == []
     assert whole.kl_coef != PPO["kl_coef"]
-    for step in steps:
-        resumed = build(kind, model_of, tmp_path / "resumed", max_steps=10, save_strategy="no")
+    for step in (3, 6):
+        resumed = build("lora", model_of, tmp_path / "resumed", max_steps=10, save_strategy="no")
         resumed.train(resume_from_checkpoint=str(tmp_path / f"checkpoint-{step}"))
         assert resumable.differences(end, resumable.state(resumed)) == [], step
 
