@@ -51,34 +51,14 @@ def test_a_native_loss_has_every_default_of_trl(tmp_path: Path, loss_type: str) 
         package.GRPOConfig(output_dir=str(tmp_path), loss_type=loss_type, use_cpu=True, per_device_train_batch_size=8)
         for package in (trl_steady, trl)
     )
-    added = {
-        "kl_estimator": "k3",
-        "kl_ratio_denominator": "old",
-        "off_policy_mask_level": "sequence",
-        "step_advantage": "return_to_go",
-        "geometric_mask_range": None,
-        "token_veto_threshold": None,
-        "ref_model_sync_kl": None,
-        "ref_model_sync_reset_optimizer": False,
-        "trim_padding": True,
-        "token_budget": None,
-        "share_prompts": False,
-        "skip_zero_weight": False,
-        "skip_old_pass": None,
-        "router_replay": None,
-        "router_replay_reference": False,
-        "keep_sampling_mask": False,
-        "adapter_dtype": None,
-        "vllm_adapter_sync": None,
-        "vllm_engine_kwargs": None,
-        "engine_check": 1.0,
-        "async_generate": False,
-        "dynamic_sampling": False,
-        "dynamic_sampling_max_rounds": 3,
-        "dynamic_sampling_filter": "zero_std",
-        "training_report": False,
-        "log_line": False,
-    }
+    off = "async_generate dynamic_sampling keep_sampling_mask log_line ref_model_sync_reset_optimizer"
+    off += " router_replay_reference share_prompts skip_zero_weight training_report"
+    unset = "adapter_dtype geometric_mask_range ref_model_sync_kl router_replay skip_old_pass token_budget"
+    unset += " token_veto_threshold vllm_adapter_sync vllm_engine_kwargs"
+    added = {**dict.fromkeys(off.split(), False), **dict.fromkeys(unset.split())}
+    added |= {"kl_estimator": "k3", "kl_ratio_denominator": "old", "off_policy_mask_level": "sequence"}
+    added |= {"step_advantage": "return_to_go", "trim_padding": True, "engine_check": 1.0}
+    added |= {"dynamic_sampling_max_rounds": 3, "dynamic_sampling_filter": "zero_std"}
     assert ours.to_dict() == {**theirs.to_dict(), **added}
     assert trl_steady.GRPOConfig.loss_type == trl.GRPOConfig.loss_type
 

@@ -13,23 +13,10 @@ from tests.tools.losses import NATIVE_LOSS_TYPES
 from trl_steady import GRPOConfig, PPOConfig
 
 DEFAULTS = {
-    "num_generations": 1,
-    "gamma": 1.0,
-    "lam": 0.95,
-    "value_lam": None,
-    "kl_coef": 0.05,
-    "kl_target": None,
-    "kl_horizon": 10000,
-    "beta": 0.0,
-    "cliprange_value": 0.2,
-    "value_learning_rate": None,
-    "value_warmup_steps": 0,
-    "value_init": "policy",
-    "whiten_advantages": True,
-    "whiten_rewards": False,
-    "bootstrap_truncated": False,
-    "missing_eos_penalty": None,
-    "ptx_coef": 0.0,
+    **{"num_generations": 1, "gamma": 1.0, "lam": 0.95, "value_lam": None, "kl_coef": 0.05, "kl_target": None},
+    **{"kl_horizon": 10000, "beta": 0.0, "cliprange_value": 0.2, "value_learning_rate": None, "ptx_coef": 0.0},
+    **{"value_warmup_steps": 0, "value_init": "policy", "whiten_advantages": True, "whiten_rewards": False},
+    **{"bootstrap_truncated": False, "missing_eos_penalty": None},
 }
 
 

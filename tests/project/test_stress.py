@@ -177,26 +177,6 @@ def test_the_rate_of_the_routers(small: Any, tmp_path: Path) -> None:
     assert all(len(arms[1.0].figures[name]) == 2 for name in ("changed", "log_ratio_std"))
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kept", "rollouts", "updates", "generated"),
-    [
-        ([1.5, 2.5], 2.0, 2, [3.0]),  # no mean reward is between: three rounds use up the answers
-        ([-1.0, 2.0], 1.5, 4, [1.0, 1.0]),  # every group is kept
-        ([-1.0, 2.0], 1.0, 2, [1.0]),
-    ],
-)
-def test_a_run_ends_with_its_answers(
-    small: Any, tmp_path: Path, kept: list[float], rollouts: float, updates: int, generated: list[float]
-) -> None:
-    """At the end of a rollout of two updates, with a check of the last policy."""
-    options = {"dynamic_sampling": True, "dynamic_sampling_filter": kept}
-    run = trained(small, tmp_path, every=3, sampler=None, options=options, rollouts=rollouts)
-    assert run.trainer.state.global_step == updates
-    assert run.figures["dynamic_sampling/generated"] == generated
-    assert [*run.figures["accuracy"]] == [0, *([3] if updates > 3 else []), updates]
-
-
 def test_the_comparison_by_hand(recipes: Any) -> None:
     """Gains of 0.1, 0.2 and 0.3 over three seeds: only all signs, or none, give a mean as far from 0 as 0.2."""
     experiment = {"baseline": "nothing", "arms": {"nothing": {}, "helps": {}, "more": {"against": "helps"}}}
