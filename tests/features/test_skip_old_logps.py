@@ -140,6 +140,7 @@ OTHERS: dict[str, dict[str, Any]] = {
     "masks": {"geometric_mask_range": (0.95, 1.05), "token_veto_threshold": 0.75, "off_policy_mask_threshold": 0.05},
     "KL": {"beta": 0.1, "kl_ratio_denominator": "sampler", "kl_estimator": "k2", "loss_type": "gspo"},
     "entropy": {"top_entropy_quantile": 0.5, "entropy_coef": 0.01, "loss_type": "gmpo"},
+    "two rollouts for each update": {"gradient_accumulation_steps": 4},
     "used twice in an update": {"gradient_accumulation_steps": 4, "num_iterations": 2},
     "PPO": {"method": "PPO", "kl_coef": 0.0},
     "RLOO": {"method": "RLOO"},

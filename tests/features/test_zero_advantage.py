@@ -162,6 +162,14 @@ def ended(prompts: list[str], trainer: Any) -> dict[str, Any]:
     return made
 
 
+@pytest.mark.usefixtures("with_float64_everywhere")
+def test_answers_that_were_cut_off_are_left_out(tmp_path: Path) -> None:
+    options = {"mask_truncated_completions": True, "loss_type": "luspo", "build": {"rollout_func": ended}}
+    of_all, of_some = (run("dense", tmp_path, 0, skip_zero_weight=skip, **options) for skip in (False, True))
+    assert_same(of_some, of_all)
+    assert skipped(of_some) == [0.5] * 3
+
+
 @pytest.fixture
 def training(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, with_float64_everywhere: None

@@ -128,6 +128,7 @@ def test_r3_replays_the_experts_of_the_rollout(
         {},
         {"trim_padding": False, "pad_to_multiple_of": 8},
         {"generation_kwargs": {"use_cache": False}, "gradient_checkpointing": False},
+        {"lora": "router", "mask_truncated_completions": True},
     ],
     ids=str,
 )
@@ -146,5 +147,6 @@ def test_recorded_routes_are_those_of_each_token_by_itself(
             natural = routed_oracle.natural(model, routed.ids)
             assert torch.equal(ascending(routed.values), natural[:-1])
             assert row.routes is not None and torch.equal(ascending(row.routes)[:-1], natural[: len(row.ids) - 1])
-            assert (row.routes[-1] == NONE).all()
+            if len(row.ids) == len(routed.ids):
+                assert (row.routes[-1] == NONE).all()
             assert row.of_padding is not None and (row.of_padding == NONE).all()

@@ -18,9 +18,6 @@ WIDTH = 8
 VOCABULARY = tiny.SIZES["vocab_size"]
 ENDS = set(tiny.SIZES["eos_token_id"])
 STRATEGIES: list[dict[str, Any]] = [
-    {"top_p": 0.7},
-    {"top_k": 5, "temperature": 0.8},
-    {"min_p": 0.1},
     {"top_p": 0.8, "top_k": 12, "min_p": 0.05, "temperature": 1.3},
     {"temperature": 0.7},
     {"top_p": 0.8, "repetition_penalty": 1.6},
