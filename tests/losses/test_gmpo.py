@@ -1,6 +1,5 @@
 """GMPO through TRL's loss for everything but its policy term, against an oracle that multiplies as the paper does."""
 
-import math
 from pathlib import Path
 from typing import Any
 
@@ -48,25 +47,6 @@ def test_loss_gradient_and_clip_metrics_are_the_oracles(
 
 def batch_of(batch: Batch) -> tuple[Tensor, ...]:
     return batch.logps, batch.old_logps, batch.advantages, batch.mask
-
-
-def test_by_hand(evaluate: Evaluate) -> None:
-    """Two tokens with ratios 2 and 1/2, clipped at e^-0.3 and e^0.3, and A = 4: the root of e^0.3 / 2, times 4.
-
-    With A = -4 the larger of each pair counts: the root of 2 e^-0.3.
-    """
-    old_logps = torch.tensor([[-1.0, -2.0]], dtype=torch.float64)
-    logps = old_logps + torch.tensor([[2.0, 0.5]], dtype=torch.float64).log()
-    options = {"epsilon": 0.3, "epsilon_high": 0.3}
-    for advantage, ratio, slopes in (
-        (4.0, math.sqrt(math.exp(0.3) / 2), (0, 1)),
-        (-4.0, math.sqrt(2 * math.exp(-0.3)), (1, 0)),
-    ):
-        batch = Batch(logps, old_logps, torch.ones(1, 2, dtype=torch.bool), torch.tensor([advantage]).double())
-        found = gmpo(evaluate, batch, **options)
-        assert found.loss.item() == pytest.approx(-ratio * advantage, rel=1e-12)
-        expected = [-ratio * advantage * slope / 2 for slope in slopes]
-        assert found.grad.flatten().tolist() == pytest.approx(expected, rel=1e-12)
 
 
 def test_entropy_kl_weights_and_masks_of_trl_act_under_gmpo(evaluate: Evaluate) -> None:

@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
-import trl
 from torch import Tensor
 
 import trl_steady
@@ -31,12 +29,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 class Recorded(trl_steady.GRPOTrainer):
-    """Ours, which keeps what left its rollouts and what came to its loss."""
+    """Ours, which keeps what left its rollouts."""
 
     def __init__(self, *arguments: Any, **keywords: Any) -> None:
         super().__init__(*arguments, **keywords)
         self.rollouts: list[dict[str, Any]] = []
-        self.micro_batches: list[dict[str, Any]] = []
         self.completions: list[list[Completion]] = []
 
     def _calculate_rewards(self, inputs: Any, prompts: Any, completions: list[Any], ids: list[list[int]]) -> Tensor:
@@ -47,10 +44,6 @@ class Recorded(trl_steady.GRPOTrainer):
         output = super()._generate_and_score_completions(inputs)
         self.rollouts.append({k: v.clone() for k, v in output.items() if isinstance(v, Tensor)})
         return output
-
-    def _compute_loss(self, model: torch.nn.Module, inputs: dict[str, Any]) -> Tensor:
-        self.micro_batches.append(dict(inputs))
-        return super()._compute_loss(model, inputs)
 
 
 def trainer(model: Path, output_dir: Path, reward_funcs: Any = None, **options: Any) -> Recorded:
@@ -84,7 +77,7 @@ def per_turn(completions: list[Completion], **_: Any) -> list[StepRewards]:
 
 
 class Row(NamedTuple):
-    """A completion as it leaves a rollout, or comes to the loss."""
+    """A completion as it leaves a rollout."""
 
     prompt: list[int]
     ids: list[int]
@@ -176,29 +169,6 @@ def test_each_turn_has_one_advantage_and_tools_have_none(run: Run) -> None:
         assert [row.advantages for row in found] == close(advantages(found, steps, run.formula))
         assert sum(any(row.advantages) for row in found) >= BATCH // 2
     assert max(several) == 3  # turns of one completion differ
-
-
-def test_the_loss_is_blind_to_tools(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    batch = run.trainer.micro_batches[-1]
-    own = torch.zeros_like(batch["tool_mask"], dtype=torch.bool)
-    for i, row in enumerate(rows(batch)):
-        for start, end in agent.turns(row.ids):
-            own[i, start:end] = True
-    generator = torch.Generator().manual_seed(0)
-    old_logps = -torch.rand(own.shape, generator=generator)
-    losses = []
-    for of_tools in (0.0, 3.0):
-        logps = (old_logps + (~own) * of_tools).requires_grad_()
-        scores = (logps, torch.ones_like(logps), None)
-        monkeypatch.setattr(trl.GRPOTrainer, "_get_per_token_logps_and_entropies", lambda *_, s=scores, **__: s)
-        inputs = {**batch, "old_per_token_logps": old_logps}
-        losses.append(run.trainer.compute_loss(run.trainer.model, inputs))
-        losses[-1].backward()
-        assert logps.grad is not None
-        assert (logps.grad[~own] == 0).all()
-        assert torch.equal(logps.grad[own].sign(), -batch["advantages"][own].sign())
-        assert (~own & batch["completion_mask"].bool()).sum() > 100 and logps.grad.count_nonzero() > 50
-    assert torch.equal(*losses)
 
 
 @pytest.mark.parametrize(
