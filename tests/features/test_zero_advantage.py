@@ -245,8 +245,9 @@ def test_tokens_and_passes_are_counted(models: dict[str, Path], tmp_path: Path) 
         assert logged["skipped/tokens"] == pytest.approx(1 - needed / total, rel=1e-6)
     # a micro-batch of which nothing is left has no pass, but the last one
     one_by_one = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 16, "steps_per_generation": 16}
-    of_some = run("dense", tmp_path, 1, skip_zero_weight=True, **one_by_one, **options)
-    assert len(of_some.widths.shapes) == 1
+    for more in (one_by_one, {"token_budget": 30}):
+        of_some = run("dense", tmp_path, 1, skip_zero_weight=True, **more, **options)
+        assert len(of_some.widths.shapes) == 1
 
 
 @pytest.mark.usefixtures("with_float64_everywhere")
