@@ -38,6 +38,9 @@ class Drawn:
         return Drawn(self.log_probs[row, :tokens], self.kept_mass[row, :tokens], self.kept[row, :tokens])
 
 
+_WRAPPED = "_generate_single_turn", "_get_per_token_logps_and_entropies"  # methods of TRL's trainer
+
+
 class Sampler(TrainerCallback):
     """Compare the log-probs in each update's loss with those that the tokens were sampled with.
 
@@ -59,15 +62,15 @@ class Sampler(TrainerCallback):
         self.log_ratios: list[Tensor] = []
 
     def on_train_begin(self, args: GRPOConfig, state: Any, control: Any, **_: Any) -> None:
-        """Wrap the trainer's `generate` and `log_probs`."""
+        """Wrap the trainer's generation and its log-probs."""
         trainer = self.trainer
-        generate, log_probs = trainer.generate, trainer.log_probs
+        generate, log_probs = trainer._generate_single_turn, trainer._get_per_token_logps_and_entropies
 
         def generate_and_keep(prompt_ids: list[list[int]], *arguments: Any, **keywords: Any) -> Any:
             with _Listener(trainer.model) as listener:
-                completion_ids, engines = generate(prompt_ids, *arguments, **keywords)
-            self.keep(prompt_ids, completion_ids, listener.drawn)
-            return completion_ids, engines
+                generated = generate(prompt_ids, *arguments, **keywords)
+            self.keep(prompt_ids, generated[0], listener.drawn)
+            return generated
 
         def score_and_compare(
             model: Any,
@@ -82,11 +85,12 @@ class Sampler(TrainerCallback):
                 self.compare(input_ids, attention_mask.bool(), scores[0].detach())
             return scores
 
-        vars(trainer).update(generate=generate_and_keep, log_probs=score_and_compare)
+        wrappers = generate_and_keep, score_and_compare
+        vars(trainer).update(zip(_WRAPPED, wrappers, strict=True))
 
     def on_train_end(self, args: GRPOConfig, state: Any, control: Any, **_: Any) -> None:
         """Remove the wrappers."""
-        for name in ("generate", "log_probs"):
+        for name in _WRAPPED:
             vars(self.trainer).pop(name)
 
     def on_step_end(self, args: GRPOConfig, state: Any, control: Any, **_: Any) -> None:

@@ -126,10 +126,10 @@ class Stressed(GRPOTrainer):
         self.use_vllm = self.arm.correction is not None
         return completions
 
-    def rollout(self, inputs: Any) -> dict[str, Any]:
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
         """Make a rollout with the sampler."""
         self.use_vllm = False  # TRL would send weights to vLLM
-        samples = super().rollout(inputs)
+        samples = super()._generate_and_score_completions(inputs)
         if self.sampler is not None:
             sampler = samples["sampling_per_token_logps"]
             if "old_per_token_logps" in samples:  # TRL has none with one update per rollout

@@ -116,3 +116,8 @@ def test_step_rewards_that_a_rollout_would_drop_are_refused(models: dict[str, Pa
         ValueError, match=r"returned StepRewards, but OwnRollout makes its rollouts without calling sup"
     ):
         trainer.train()
+
+
+def test_the_old_name_of_the_loss_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"\.micro_batch_loss is not called\. Override _compute_loss"):
+        type("Old", (trl_steady.GRPOTrainer,), {"micro_batch_loss": lambda *_: None})
