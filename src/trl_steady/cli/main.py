@@ -46,7 +46,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         return 0
     try:
         if is_trl_command:
-            return as_trl_trainer(command, rest)
+            return run_trl_command(command, rest)
         if command == "run":
             return run(rest)
         if command == "report":
@@ -80,14 +80,14 @@ def run(arguments: Sequence[str]) -> int:
     return 0
 
 
-def as_trl_trainer(command: str, arguments: Sequence[str]) -> int:
+def run_trl_command(command: str, arguments: Sequence[str]) -> int:
     """Run TRL's `trl grpo` or `trl rloo` with trl-steady's trainer and options, or `trl grpo` with PPO."""
     from trl_steady.cli import trl_commands
     from trl_steady.cli.run import swapped
 
     ppo = ["--ppo"] if command == "ppo" else []
     with swapped(ppo=bool(ppo)):
-        return trl_commands.as_trl_trainer(command, arguments, lambda given: _launch([*ppo, *given]), _refuse)
+        return trl_commands.run_trl_command(command, arguments, lambda given: _launch([*ppo, *given]), _refuse)
 
 
 def methods() -> str:

@@ -8,7 +8,7 @@ from typing import Any, NoReturn
 
 import trl
 from trl.cli import accelerate_launcher
-from trl.cli.main import main as run_trl_command
+from trl.cli.main import main as trl_main
 from trl.scripts import grpo, rloo
 
 from trl_steady.trl_bridge.private import patched
@@ -28,7 +28,7 @@ def replaced_in_trl(**classes: type) -> Iterator[None]:
         yield
 
 
-def as_trl_trainer(
+def run_trl_command(
     command: str, arguments: Sequence[str], launch: Callable[[list[str]], object], refuse: Callable[[str], NoReturn]
 ) -> int:
     """Run TRL's own command, which sorts the arguments, but launch its script with `launch`, and return the status.
@@ -54,4 +54,4 @@ def as_trl_trainer(
         patched(accelerate_launcher, {"launch_training_script": instead}),
         patched(_SCRIPTS[script], {"make_parser": make_parser}),
     ):
-        return run_trl_command([script, *arguments])
+        return trl_main([script, *arguments])

@@ -174,6 +174,10 @@ class SharedOptions(_TRLConfig):
     forced: ClassVar[Mapping[str, object]] = {}
     """Options that every config gets in place of what a script passes: those of `trl-steady run --set`."""
 
+    _forced_values: ClassVar[
+        Mapping[str, object]
+    ] = {}  # no option; a config that was unpickled has no checks behind it
+
     def __post_init__(self) -> None:
         for name in self.forced.keys() - {each.name for each in fields(self)}:
             raise ValueError(f"--set {name}: {self.METHOD}Config has no option {name!r}. Leave it out.")
@@ -185,7 +189,7 @@ class SharedOptions(_TRLConfig):
             raise ValueError(message)
         for message in self.cannot_act:
             warnings.warn(message, UserWarning, stacklevel=3)
-        self._forced_values = {name: getattr(self, name) for name in self.forced}
+        vars(self)["_forced_values"] = {name: getattr(self, name) for name in self.forced}
 
     def refuse_changed(self) -> None:
         """Raise a ValueError if a forced option has another value than after the checks of this config."""

@@ -35,8 +35,7 @@ class PPOTrainer(GRPOTrainer):
         **keywords: TRL's other arguments, by name.
 
     Raises:
-        ValueError: As for `GRPOTrainer`. The critic cannot be made, or would not be trained as asked. An argument is
-            named as in another package's PPO.
+        ValueError: As for `GRPOTrainer`. The critic cannot be made, or would not be trained as asked.
     """
 
     FEATURES = ORDER

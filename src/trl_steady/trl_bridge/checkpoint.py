@@ -7,6 +7,7 @@ add in `save_state`: tensors as safetensors, state for `torch.load` as `.pt`, an
 names its own files, so that a run without it has none of them.
 """
 
+import functools
 import json
 import math
 import os
@@ -202,6 +203,13 @@ class Checkpoints:
 
     def _window_file(self) -> str:
         return f"rollouts_{self._trainer.accelerator.process_index}.pt"
+
+
+@contextmanager
+def save_only(model: PeftModel, adapter: str) -> Iterator[None]:
+    """Let the model save one adapter, and no others."""
+    with patched(model, {"save_pretrained": functools.partial(model.save_pretrained, selected_adapters=[adapter])}):
+        yield
 
 
 @contextmanager

@@ -72,6 +72,8 @@ def _merged(slot: WeightSlot, loaded_in: torch.dtype | None) -> Tensor:
     merged = weight.to(torch.promote_types(weight.dtype, torch.float32))
     for layer in layers:
         for adapter in active_names(layer):
+            if adapter in getattr(layer, "merged_adapters", ()):  # the base has it already
+                continue
             merged = _with_adapter(merged, layer, adapter, slot.key)
     return merged.to(dtype)
 
@@ -83,8 +85,9 @@ def _with_adapter(weight: Tensor, layer: Any, adapter: str, key: str) -> Tensor:
         return weight.index_copy(0, tokens, layer.trainable_tokens_delta[adapter].to(weight))
     scaling = layer.scaling[adapter]
     if key == "bias" and not isinstance(layer, ParamWrapper):
-        return weight + layer.lora_B[adapter].bias.to(weight) * scaling
-    if isinstance(layer, ParamWrapper):  # its layout of experts is PEFT's own
+        bias = layer.lora_B[adapter].bias
+        return weight if bias is None else weight + bias.to(weight) * scaling
+    if isinstance(layer, ParamWrapper):  # its layout of experts is PEFT's own, which rounds the product to the base
         return weight + layer.get_delta_weight(adapter)
     # PEFT's `get_delta_weight` would round a bf16 adapter's product to bf16
     if isinstance(layer, lora.Embedding):

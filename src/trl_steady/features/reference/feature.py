@@ -15,7 +15,7 @@ from trl_steady.core.types import Construction, Rollout
 from trl_steady.features.adapters.base_model import BaseModel
 from trl_steady.features.reference.adapter import add_reference_adapter, refuse_several, refuse_unmovable
 from trl_steady.features.reference.callback import FILE, ReferenceRefreshCallback, Refresh
-from trl_steady.trl_bridge.checkpoint import save_without
+from trl_steady.trl_bridge.checkpoint import save_only
 from trl_steady.trl_bridge.models import POLICY_ADAPTER, REFERENCE_ADAPTER, keep_base, keep_parameters
 
 
@@ -96,7 +96,7 @@ class Reference(Feature):
         model = self.trainer.accelerator.unwrap_model(self.trainer.model)
         if not (self._is_ours and isinstance(model, PeftModel)):
             return call_next(folder)
-        with save_without(model, REFERENCE_ADAPTER):
+        with save_only(model, POLICY_ADAPTER):
             call_next(folder)
 
     def save_state(self, checkpoint: Path) -> None:

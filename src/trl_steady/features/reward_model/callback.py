@@ -249,7 +249,7 @@ class RewardModelRefreshCallback(TrainerCallback):
         completions = self._gather_completions()
         if self.trainer.args.should_save:
             state = {
-                "completions": [tuple(each) for each in completions],
+                "answers": [tuple(each) for each in completions],  # the name in files
                 "rollouts": self._rollouts,
                 "refreshes": [tuple(refresh) for refresh in self.refreshes],
                 "objective": self.objective,
@@ -268,7 +268,7 @@ class RewardModelRefreshCallback(TrainerCallback):
                 f"{folder} has (objective, history)={found!r}, and this run has {expected!r}. Set the options of "
                 f"{type(self).__name__} to the same values, or begin a new run from its model."
             )
-        completions = [LabelledCompletion(*each) for each in state["completions"]]
+        completions = [LabelledCompletion(*each) for each in state["answers"]]
         self._completions = completions[accelerator.process_index :: accelerator.num_processes]
         self._rollouts = state["rollouts"]
         self.refreshes = [RewardRefresh(*refresh) for refresh in state["refreshes"]]
