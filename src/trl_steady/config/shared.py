@@ -174,9 +174,7 @@ class SharedOptions(_TRLConfig):
     forced: ClassVar[Mapping[str, object]] = {}
     """Options that every config gets in place of what a script passes: those of `trl-steady run --set`."""
 
-    _forced_values: ClassVar[
-        Mapping[str, object]
-    ] = {}  # no option; a config that was unpickled has no checks behind it
+    _forced_values: ClassVar[Mapping[str, object]] = {}  # an unpickled config has run no checks
 
     def __post_init__(self) -> None:
         for name in self.forced.keys() - {each.name for each in fields(self)}:
