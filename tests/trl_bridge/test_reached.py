@@ -121,3 +121,19 @@ def test_step_rewards_that_a_rollout_would_drop_are_refused(models: dict[str, Pa
 def test_the_old_name_of_the_loss_is_refused() -> None:
     with pytest.raises(TypeError, match=r"\.micro_batch_loss is not called\. Override _compute_loss"):
         type("Old", (trl_steady.GRPOTrainer,), {"micro_batch_loss": lambda *_: None})
+
+
+def test_a_rollout_func_stays_the_users_own(models: dict[str, Path], tmp_path: Path) -> None:
+    """A resume compares its name, and a script may call methods of an object."""
+
+    def function(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        seen.append(trainer.rollout_func is function)
+        ids = [[50, 51] for _ in prompts]
+        return {"prompt_ids": [[45]] * len(ids), "completion_ids": ids, "logprobs": [[-1.0]] * len(ids)}
+
+    seen: list[bool] = []
+    trainer = tiny.trainer(models["dense"], tmp_path, build={"rollout_func": function}, engine_check=None)
+    assert trainer.rollout_func is function
+    with pytest.raises(ValueError, match="rollout_func returned logprobs of lengths"):
+        trainer.train()
+    assert trainer.rollout_func is function and seen == [False]  # checked inside a rollout only

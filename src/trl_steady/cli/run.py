@@ -1,4 +1,4 @@
-"""What `trl-steady run` does: run an unchanged script with trl-steady's trainers and configs in place of TRL's."""
+"""Run an unchanged script with trl-steady's trainers and configs in place of TRL's."""
 
 import os
 import runpy

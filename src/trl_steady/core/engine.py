@@ -1,4 +1,4 @@
-"""What a feature tells an inference engine, and what it gets from one."""
+"""Requests of a feature to an inference engine, and the results of one."""
 
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple, Protocol
@@ -28,10 +28,10 @@ class EngineOutput(NamedTuple):
 
 
 class GenerationResult(NamedTuple):
-    """What a server returns for a request."""
+    """The result of a request to a server."""
 
     output: dict[str, Any]
-    """What TRL's client returns: completions and their log-probs."""
+    """The result of TRL's client: completions and their log-probs."""
     extras: dict[str, list[Any]]
     """Field of an `EngineOutput` -> the data of each completion."""
 

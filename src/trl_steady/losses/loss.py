@@ -1,4 +1,4 @@
-"""What a loss is: its formula, its defaults, and how TRL's loss computes the rest of it."""
+"""The description of a loss: its formula, its defaults, and how TRL's loss computes the rest of it."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass

@@ -34,7 +34,7 @@ class TokenRewards(NamedTuple):
 
 
 class Targets(NamedTuple):
-    """What policy and critic learn from a rollout."""
+    """The targets of policy and critic in a rollout."""
 
     advantages: Tensor
     """(B, T) of the policy, not whitened yet."""

@@ -47,7 +47,7 @@ class RewardRefresh(NamedTuple):
 
 
 class Refresher(Protocol):
-    """What retrains the reward model, as the feature sees it: `RewardModelRefreshCallback`."""
+    """The callback that retrains the reward model, as the feature sees it: `RewardModelRefreshCallback`."""
 
     refreshes: list[RewardRefresh]
 
