@@ -3,6 +3,7 @@
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # annotations of torch, accelerate and datasets are partial
 
+import copy
 import itertools
 import json
 import math
@@ -54,6 +55,11 @@ class _Prompts:
             self._rows = self._from(number, taken) if self._rows is None else self._rows
             found = [*itertools.islice(self._rows, count - len(rows))]
             rows += found
+            if not (taken or found):
+                raise ValueError(
+                    "dynamic_sampling=True: a pass over train_dataset gave no row. Use a data set that can be read "
+                    "more than once, or set dynamic_sampling=False."
+                )
             is_over = len(rows) < count
             self.position = (number + 1, 0) if is_over else (number, taken + len(found))
             self._rows = None if is_over else self._rows
@@ -113,7 +119,8 @@ class DynamicSampling(Feature):
         wanted = math.ceil(least / step) * step  # equally many completions on each process
         share = wanted * size // accelerator.num_processes
         first, prompts = accelerator.process_index * share, self._prompts.take(wanted)
-        inputs = [prompts[(first + i) // size] for i in range(share)]
+        # copies: a reward function or an environment may use up what is in its row
+        inputs = [copy.deepcopy(prompts[(first + i) // size]) for i in range(share)]
         found, are_kept = self._round(resampled, inputs, counts)
         groups: list[_Group] = []
         for start in (group * size for group, is_kept in enumerate(are_kept) if is_kept):
@@ -157,7 +164,7 @@ class DynamicSampling(Feature):
             own = [{**each.inputs, "prompt": each.prompt, "completion": each.completion} for each in completions]
             rows: list[dict[str, Any]] = gather_object(own)
             groups = [rows[start : start + size] for start in range(0, len(rows), size)]
-            answers = [bool(chosen(rewards, group)) for rewards, group in zip(totals, groups, strict=True)]
+            answers = [bool(chosen(rewards, group)) for rewards, group in zip(totals.clone(), groups, strict=True)]
             return torch.tensor(broadcast_object_list([answers])[0])  # the function may be random
         if not isinstance(chosen, str):
             return (totals.nanmean(1) > chosen[0]) & (totals.nanmean(1) < chosen[1])

@@ -5,6 +5,7 @@ Each round runs TRL's whole rollout method, although it needs completions and re
 it masks completions that were cut off and logs rewards. All of that would have to be copied from TRL.
 """
 
+import copy
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -49,7 +50,7 @@ class ResampledRollout:
     def __init__(self, trainer: Trainer, rollout: Rollout, run_rollout: Callable[[Rollout], dict[str, Any]]) -> None:
         self._trainer, self._rollout, self._run_rollout = as_trl_trainer(trainer), rollout, run_rollout
         self._is_first = True
-        self._without_values: list[Any] = []  # what `_generate` returns if no completion has a value
+        self._without_values: Sequence[Any] = ()  # what `_generate` returns if no completion has a value
 
     def sample(self, inputs: Sequence[dict[str, Any]]) -> tuple[list[CompletionRecord], Tensor, dict[str, Any]]:
         """Generate and reward completions of n prompts of this process, N on all.
@@ -70,7 +71,7 @@ class ResampledRollout:
         self._rollout.inputs = [dict(row) for row in inputs]  # copies: TRL adds extra fields
         with self._log_metrics(lambda name: is_first and not _needs_log_probs(name)), patched(self._trainer, replaced):
             samples = self._run_rollout(self._rollout)
-        self._without_values = [{} if isinstance(v, dict) else [] if v == [] else None for v in recorder.generated]
+        self._without_values = recorder.without_values
         self._take_token_values(recorder.completions)
         return recorder.completions, recorder.rewards, samples
 
@@ -121,15 +122,17 @@ class _Recorder:
 
     completions: list[CompletionRecord]
     rewards: Tensor
-    generated: tuple[Any, ...]
+    without_values: list[Any]
 
     def __init__(self, trainer: Any) -> None:
         self._trainer, self._returned = trainer, dict[int, list[Any]]()
         self._generate, self._calculate_rewards = trainer._generate, trainer._calculate_rewards
 
     def generate(self, prompts: list[Any]) -> tuple[Any, ...]:
-        self.generated = self._generate(prompts)
-        return self.generated
+        generated = self._generate(prompts)
+        self._rows = [*zip(*(_rows(values, len(prompts)) for values in generated), strict=True)]
+        self.without_values = [{} if isinstance(values, dict) else values for values in generated]
+        return generated
 
     def record_returned(self, function: int, returned: Any) -> list[Any]:
         self._returned[function] = list(returned)
@@ -143,14 +146,23 @@ class _Recorder:
         by_function: list[list[Any]] = self.rewards[first : first + count].T.tolist()
         # modules among the functions return logits to TRL
         returned = [self._returned.get(function, values) for function, values in enumerate(by_function)]
-        # extra fields come as a dict, and are in `inputs` by now
-        generated = [v if isinstance(v, list) and v else [None] * count for v in self.generated]
-        columns = inputs, prompts, completions, zip(*generated, strict=True), zip(*returned, strict=True)
+        columns = inputs, prompts, completions, self._rows, zip(*returned, strict=True)
         self.completions = [CompletionRecord(*values) for values in zip(*columns, strict=True)]
         for column, values in self._trainer._pending_extra_logs.items():
             for each, value in zip(self.completions, values, strict=False):
                 each.extra[column] = value
         return self.rewards
+
+
+def _rows(values: Any, count: int) -> list[Any]:
+    """Return copies of the rows of `values`, which reward functions may change; None for each if there are none.
+
+    Extra fields of a `rollout_func` come as a dict. Reward functions get them from the rows of the data set.
+    """
+    if values is None or isinstance(values, dict) or not len(values):
+        return [None] * count
+    # a view would keep the whole tensor alive, and send it to other processes
+    return [row.detach().cpu().clone() if isinstance(row, Tensor) else copy.copy(row) for row in values]
 
 
 def _needs_log_probs(metric: str) -> bool:

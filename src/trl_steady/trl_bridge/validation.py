@@ -20,20 +20,24 @@ def refuse_small_dataset(dataset: object, args: Any) -> None:
 
 
 def checked_rollout_func(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap a `rollout_func` to refuse token lists that TRL would pad, so that values would belong to other tokens."""
+    """Wrap a `rollout_func` to refuse token lists that TRL would pad, so that values would belong to other tokens.
+
+    Columns may be any iterables of rows, which are read once.
+    """
 
     @wraps(function)
     def checking(prompts: Sequence[object], *arguments: object, **keywords: object) -> Any:
         output = function(prompts, *arguments, **keywords)
-        lengths = list(map(len, output["completion_ids"]))
-        for name in ("logprobs", "env_mask"):
-            found = lengths if output.get(name) is None else list(map(len, output[name]))
-            if found != lengths:
+        names = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
+        columns = {name: list(output[name]) for name in names if output.get(name) is not None}
+        lengths = {name: list(map(len, column)) for name, column in columns.items() if name != "prompt_ids"}
+        for name, found in lengths.items():
+            if found != lengths.get("completion_ids", found):
                 raise ValueError(
-                    f"rollout_func returned {name} of lengths {found}, but completion_ids of lengths {lengths}. "
-                    "Return one value for each token."
+                    f"rollout_func returned {name} of lengths {found}, but completion_ids of lengths "
+                    f"{lengths['completion_ids']}. Return one value for each token."
                 )
-        return output
+        return {**output, **columns}
 
     return checking
 

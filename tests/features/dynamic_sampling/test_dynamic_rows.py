@@ -1,10 +1,13 @@
 """Dynamic sampling: rows of a rollout with everything that belongs to them."""
 
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from datasets import IterableDataset
 
 from tests.features.dynamic_sampling import tools as rounds
 from tests.features.dynamic_sampling.tools import PREFIX, build, chosen, everything, metric, second, sequences
@@ -101,6 +104,69 @@ def test_columns_are_those_of_the_rows_that_were_chosen(models: dict[str, Path],
     assert list(table["rewards"]["valued"]) == [answer.reward for answer in answers]
     assert list(table["prompt"]) == [answer.prompt for answer in answers]
     assert any(len(rollout.rounds) > 1 for rollout in trainer.rollouts)
+
+
+ROWS: dict[str, Callable[[Any], Any]] = {
+    "tuple": lambda values: tuple(map(tuple, values)),
+    "arrays": lambda values: tuple(np.array(row, np.float32 if isinstance(row[0], float) else None) for row in values),
+    "tensors": lambda values: tuple(map(torch.tensor, values)),
+    "map": lambda values: map(list, values),
+}
+
+
+@pytest.mark.parametrize("kind", ROWS)
+def test_a_rollout_func_may_return_columns_of_any_kind(models: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    """Not being a list is not being absent: environments' tokens stay masked, and log-probs correct."""
+
+    def of_kind(*arguments: Any) -> dict[str, Any]:
+        return {n: v if n == "worth" else ROWS[kind](v) for n, v in agent_rollout(*arguments).items()}
+
+    def some(prompts: list[str], completion_ids: list[Any], **_: Any) -> list[float]:
+        return rounds.planted(prompts, [list(map(int, ids)) for ids in completion_ids])
+
+    plain, other = (
+        run(models, tmp_path, dynamic_sampling=True, build={"rollout_func": each, "reward_funcs": some}, max_steps=8)
+        for each in (agent_rollout, of_kind)
+    )
+    assert resumable.differences(tiny.history(plain), tiny.history(other)) == []
+    assert resumable.differences(tiny.parameters(plain), tiny.parameters(other)) == []
+    assert max(metric(plain, f"{PREFIX}rounds")) > 1 and metric(plain, "mismatch/kl")
+
+
+def test_what_reward_functions_change_is_not_trained(models: dict[str, Path], tmp_path: Path) -> None:
+    """TRL makes tensors of tokens before. Rows of a group share nothing, as those that a data loader draws."""
+    data = tiny.dataset().map(lambda row: {"tasks": [row["prompt"], "end"]})
+
+    def spoils(prompts: list[str], completion_ids: list[list[int]], tasks: list[list[str]], **_: Any) -> list[float]:
+        assert [each.pop() for each in tasks] == ["end"] * len(tasks)
+        rewards = rounds.planted(prompts, completion_ids)
+        for ids in completion_ids:
+            ids[:] = [ids[0] + 1]
+        return rewards
+
+    def spares(prompts: list[str], completion_ids: list[list[int]], tasks: list[list[str]], **_: Any) -> list[float]:
+        return rounds.planted(prompts, completion_ids)
+
+    ends = []
+    for reward in (spoils, spares):
+        keywords = {"reward_funcs": reward, "train_dataset": data}
+        ends.append(run(models, tmp_path, dynamic_sampling=True, build=keywords, max_steps=8))
+    assert resumable.differences(*map(tiny.parameters, ends)) == []
+    assert max(metric(ends[0], f"{PREFIX}rounds")) > 1
+
+
+def test_a_stream_that_can_be_read_once_ends_in_an_error(models: dict[str, Path], tmp_path: Path) -> None:
+    rows = iter([*tiny.dataset(64)])
+
+    def once() -> Iterator[Any]:
+        yield from rows
+
+    def equal(prompts: list[str], **_: Any) -> list[float]:
+        return [1.0] * len(prompts)
+
+    keywords = {"train_dataset": IterableDataset.from_generator(once), "reward_funcs": equal}
+    with pytest.raises(ValueError, match="dynamic_sampling=True: a pass over train_dataset gave no row"):
+        run(models, tmp_path, dynamic_sampling=True, build=keywords, max_steps=50)
 
 
 def test_the_table_has_no_column_of_rejected_rows(models: dict[str, Path], tmp_path: Path) -> None:
