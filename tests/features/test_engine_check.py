@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.features.adapters import tools
 from tests.features.adapters.tools import LLM
+from tests.features.dynamic_sampling import tools as rounds
 from tests.tools import tiny
 from tests.tools.cases import cases
 from trl_steady.features import engine_check
@@ -54,23 +55,31 @@ def compared(monkeypatch: pytest.MonkeyPatch) -> list[float]:
     return found
 
 
-@pytest.mark.parametrize("method", cases(METHODS, fast=1))
-def test_an_engine_with_the_policys_base_passes(built: Built, monkeypatch: pytest.MonkeyPatch, method: str) -> None:
+@pytest.mark.parametrize(
+    ("method", "dynamic"),
+    cases([*((each, False) for each in METHODS), ("RLOO", True)], fast=[("GRPO", False), ("RLOO", True)]),
+)
+def test_an_engine_with_the_policys_base_passes(
+    built: Built, monkeypatch: pytest.MonkeyPatch, method: str, dynamic: bool
+) -> None:
     """The limit is far below the default: log-probs are those of the policy, and nothing but rounding is left."""
-    found = compared(monkeypatch)
-    trainer, _ = built(**settings(method, max_steps=3, engine_check=1e-6))
+    found, build = compared(monkeypatch), {"reward_funcs": rounds.planted} if dynamic else {}
+    trainer, _ = built(**settings(method, max_steps=3, engine_check=1e-6, dynamic_sampling=dynamic, build=build))
     trainer.train()
     assert len(found) == 1 and trainer.state.global_step == 3
 
 
-@pytest.mark.parametrize("method", METHODS)
-def test_an_engine_with_another_base_is_found_before_the_first_update(built: Built, other: str, method: str) -> None:
-    trainer, llm = built(**settings(method, max_steps=3))
+@pytest.mark.parametrize(("method", "dynamic"), [*((each, False) for each in METHODS), ("RLOO", True)])
+def test_an_engine_with_another_base_is_found_before_the_first_update(
+    built: Built, other: str, method: str, dynamic: bool
+) -> None:
+    build = {"reward_funcs": rounds.planted} if dynamic else {}  # a rollout of several rounds
+    trainer, llm = built(**settings(method, max_steps=3, dynamic_sampling=dynamic, build=build))
     before = tiny.parameters(trainer)
     llm.asked["model"] = other
     with pytest.raises(ValueError, match=CAUSES):
         trainer.train()
-    assert trainer.state.global_step == 0
+    assert trainer.state.global_step == 0 and (len(llm.answered) > 1) == dynamic
     assert all(torch.equal(value, before[name]) for name, value in tiny.parameters(trainer).items())
 
 

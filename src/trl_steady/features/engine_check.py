@@ -3,7 +3,6 @@
 # pyright: reportUnknownMemberType=false
 # annotations of torch and accelerate are partial
 
-import contextlib
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -12,7 +11,7 @@ from torch import Tensor
 
 from trl_steady.config.shared import SharedOptions
 from trl_steady.core.feature import Feature
-from trl_steady.core.types import Rollout
+from trl_steady.core.types import Rollout, Turn
 from trl_steady.functional import kl
 from trl_steady.trl_bridge.log_probs import policy_log_probs
 from trl_steady.trl_bridge.vllm import record_log_probs
@@ -46,13 +45,17 @@ class EngineCheck(Feature):
     def on_rollout_begin(self, rollout: Rollout) -> None:
         """Decide if this rollout is compared."""
         self._compares = self._is_due and self.trainer.model.training
+        self._logps: dict[tuple[int, ...], list[float]] = {}  # tokens of a sequence -> those of its last turn
 
-    def around_rollout(self, rollout: Rollout, call_next: Callable[[Rollout], dict[str, Any]]) -> dict[str, Any]:
+    def around_generate(self, turn: Turn, call_next: Callable[[Turn], Any]) -> Any:
         """Record the log-probs of the engine, which RLOO's trainer drops."""
-        records = self._compares and self.trainer.use_vllm
-        recording = record_log_probs(self.trainer.vllm_generation) if records else contextlib.nullcontext([])
-        with recording as self._generated:
-            return call_next(rollout)
+        if not self._compares or turn.rollout is None or not self.trainer.use_vllm:
+            return call_next(turn)
+        with record_log_probs(self.trainer.vllm_generation) as results:
+            generated = call_next(turn)
+        for prompt, ids, logps in zip(turn.prompt_ids, turn.completion_ids, results[0][2], strict=True):
+            self._logps[*prompt, *ids] = [torch.nan if first is None else first for first, *_ in logps]
+        return generated
 
     def on_rollout_end(self, rollout: Rollout) -> None:
         """Compare the rollout if that is due, and refuse another model."""
@@ -77,11 +80,15 @@ class EngineCheck(Feature):
 
     def _sampler_logps(self, rollout: Rollout, like: Tensor) -> Tensor:
         column: Tensor | None = rollout.samples.get("sampling_per_token_logps")
-        found = torch.full(like.shape, torch.nan) if column is None else column
-        if column is None and len(self._generated) == 1:  # more: turns of a subclass
-            for row, completion in zip(found, self._generated[0][2], strict=True):
-                first = [torch.nan if logps[0] is None else logps[0] for logps in completion]
-                row[: len(completion)] = torch.tensor(first)
+        if column is not None:
+            return column
+        found = torch.full(like.shape, torch.nan)
+        ends = rollout.samples["completion_mask"].sum(1).tolist()
+        tokens = zip(rollout.input_ids.cpu(), rollout.attention_mask.cpu(), strict=True)
+        for row, (ids, mask), end in zip(found, tokens, ends, strict=True):
+            key = cast(list[int], ids[mask].tolist())
+            logps = self._logps.get(tuple(key), [])  # none if dynamic sampling has moved it to this process
+            row[end - len(logps) : end] = torch.tensor(logps)
         return found.to(like.device)
 
     def _skip(self, why: str) -> None:
