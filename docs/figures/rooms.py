@@ -1,4 +1,4 @@
-"""The folders of the package, from the command line above to the formulas below, and which folder imports which.
+"""The rooms of the package, from the command line above to the formulas below, and which room imports which.
 
 Run it to draw `rooms.png` beside this file. It reads the layers from pyproject.toml and the imports from the source,
 those for type checkers too.
@@ -18,7 +18,7 @@ SAYS = {
     "trl_bridge": "every private name of TRL",
     "rewards": "StepRewards, splitters",
     "report": "log, symptoms, pictures",
-    "losses": "one file for each loss",
+    "losses": "formulas and table of the losses",
     "core": "the vocabulary, without TRL",
     "functional": "formulas of tensors",
 }
@@ -35,7 +35,7 @@ def arrows() -> list[tuple[str, str]]:
     """Return (room, room that it imports) for all folders."""
     found = set[tuple[str, str]]()
     for path in SRC.rglob("*.py"):
-        room, *inside = path.relative_to(SRC).parts
+        room = path.relative_to(SRC).parts[0].removesuffix(".py")
         modules = [
             name
             for node in ast.walk(ast.parse(path.read_text()))
@@ -48,7 +48,7 @@ def arrows() -> list[tuple[str, str]]:
             )
         ]
         imported = {module.split(".")[1] for module in modules if module.startswith("trl_steady.")}
-        found |= {(room, other) for other in imported if inside and other != room and (SRC / other).is_dir()}
+        found |= {(room, other) for other in imported & SAYS.keys() if room in SAYS and other != room}
     return sorted(found)
 
 
@@ -74,7 +74,7 @@ def draw(path: Path) -> None:
         axis.annotate("", place[other], place[room], arrowprops={**style, "connectionstyle": bend})
     for room, (x, y) in place.items():
         box = {"boxstyle": "round,pad=0.4", "facecolor": "#DDEEFF", "edgecolor": "#4477AA"}
-        text = f"{room}/\n{SAYS[room]}"
+        text = f"{room}{'/' if (SRC / room).is_dir() else '.py'}\n{SAYS[room]}"
         axis.text(x, y, text, ha="center", va="center", fontsize=8.5, bbox=box, zorder=3)
     figure.savefig(path, dpi=110, metadata={"Description": repr((drawn, arrows()))})
     plt.close(figure)

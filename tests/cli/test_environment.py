@@ -14,7 +14,7 @@ import trl_steady
 from tests.tools import tiny
 from trl_steady.cli import main as cli
 from trl_steady.config.methods import METHODS
-from trl_steady.losses.table import LOSSES
+from trl_steady.losses import LOSSES
 from trl_steady.trl_bridge.overrides import ACTS_IN
 
 ROOT = Path(__file__).parents[2]

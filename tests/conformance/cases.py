@@ -12,7 +12,7 @@ from tests.features.reward_model.tools import is_right
 from tests.tools import tiny
 from tests.trainers.tools import by_prompt, by_steps
 from trl_steady import RewardAdapter, RewardModelRefreshCallback
-from trl_steady.losses.table import LOSSES
+from trl_steady.losses import LOSSES
 
 MIXTURE: dict[str, Any] = {"model": "moe", "lora": True, "router_aux_loss_coef": 0.0}
 MOVING: dict[str, Any] = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.6}

@@ -17,7 +17,7 @@ import trl_steady
 from tests.tools import engines, tiny
 from tests.tools.engines import Engine
 from trl_steady.features.active_features import summary
-from trl_steady.features.skip_old_logps import SkipOldLogProbs
+from trl_steady.features.policy_loss import PolicyLoss
 
 engine, mixture = engines.engine, engines.mixture
 
@@ -274,10 +274,10 @@ def test_a_step_that_raised_leaves_nothing_in_the_metrics(built: Built, monkeypa
     monkeypatch.setattr(trainer, "_compute_loss", raising)
     with pytest.raises(KeyboardInterrupt):
         trainer.train()
-    part = trainer.feature(SkipOldLogProbs)
-    assert len(part._rollout_stats) == 2
+    part = trainer.feature(PolicyLoss)
+    assert len(part._engine_stats) == 2
     part.on_step_begin()
-    assert part._rollout_stats == []
+    assert part._engine_stats == []
 
 
 def test_rloo_refuses_it_with_the_kl_in_its_reward(built: Built) -> None:

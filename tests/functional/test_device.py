@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_map_only
 
 from tests.tools.devices import CUDA, pretended_gpu
-from trl_steady.functional import advantages, importance, kl, masks, pooling, reduction
+from trl_steady.functional import advantages, kl, masks, pooling
 
 B, T = 4, 6
 
@@ -18,7 +18,10 @@ CALLS: dict[str, Callable[[Inputs], Any]] = {
     "process": lambda i: advantages.process(i["rewards"], group_size=2, scale="group"),
     "return_to_go": lambda i: advantages.return_to_go(i["rewards"], group_size=2, scale="batch"),
     "per_token": lambda i: advantages.per_token(i["rewards"].nan_to_num(), i["ends"], T),
-    "gspo_token_surrogate": lambda i: importance.gspo_token_surrogate(i["logps"], i["old"], i["mask"]),
+    "engine_weights": lambda i: [
+        masks.engine_weights(i["logps"] - i["old"], i["mask"], mode=mode, high=1.5)
+        for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
+    ],
     "kl": lambda i: [each(i["logps"], i["old"]) for each in (kl.k1, kl.k2, kl.k3)],
     "corrected_k3": lambda i: kl.corrected_k3(i["logps"], i["old"], i["logps"] - i["old"]),
     "off_policy_mask": lambda i: masks.off_policy_mask(
@@ -26,12 +29,6 @@ CALLS: dict[str, Callable[[Inputs], Any]] = {
     ),
     "geometric_mask": lambda i: masks.geometric_mask(i["logps"] - i["old"], i["mask"], low=0.9, high=1.1),
     "token_veto": lambda i: masks.token_veto(i["logps"] - i["old"], i["mask"], threshold=0.5),
-    "weights": lambda i: [
-        reduction.sequence_mean_weights(i["mask"]),
-        reduction.sequence_sum_weights(i["mask"]),
-        reduction.token_weights(i["mask"], i["mask"].sum()),
-        reduction.token_weights(i["mask"], 7.0),
-    ],
     "mean": lambda i: pooling.mean(pooling.mean_totals(i["logps"].flatten())),
     "effective_sample_size": lambda i: pooling.effective_sample_size(pooling.sample_size_totals(i["logps"][0])),
     "quantile": lambda i: pooling.quantile(pooling.histogram(i["logps"].flatten()), 0.4),

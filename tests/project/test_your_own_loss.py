@@ -11,7 +11,7 @@ import trl_steady
 from tests.project.code_blocks import blocks, run
 from tests.tools import tiny
 from tests.tools.batches import Batch, Evaluate, random_batch
-from trl_steady.losses.table import LOSSES
+from trl_steady.losses import LOSSES
 
 SUBCLASS, ENTRY = (block for block in blocks("docs/your-own-loss.md") if block.language == "python")
 EPSILON = 0.2

@@ -10,6 +10,7 @@ import torch
 from tests.tools import tiny
 from tests.tools.batches import random_batch
 from tests.trl_bridge.syncs import counted
+from trl_steady.features.policy_loss import PolicyLoss
 from trl_steady.features.skip_old_logps import SkipOldLogProbs
 
 OPTIONS: dict[str, Any] = {
@@ -68,8 +69,7 @@ def test_weights_of_an_engine_wait_for_nothing(models: dict[str, Path], tmp_path
     options = {"loss_type": "gmpo", "vllm_importance_sampling_mode": mode}
     trainer = tiny.trainer(models["dense"], tmp_path, padded=True, **options)
     vars(trainer).update(current_gradient_accumulation_steps=1, use_vllm=True)
-    part = trainer.feature(SkipOldLogProbs)
-    part.is_skipped = True  # as with an engine
+    trainer.feature(SkipOldLogProbs).is_skipped = True  # as with an engine
     batch = random_batch()
     inputs = batch.inputs(sampling_per_token_logps=batch.old_logps.float(), advantages=batch.advantages.float())
     del inputs["old_per_token_logps"]
@@ -77,7 +77,7 @@ def test_weights_of_an_engine_wait_for_nothing(models: dict[str, Path], tmp_path
     with counted() as syncs:
         for _ in range(2):
             trainer.compute_loss(trainer.model, inputs).backward()
-        part.on_backward_end()
+        trainer.feature(PolicyLoss).on_backward_end()
     assert syncs.transfers["trl_steady"] == 0 and syncs.collectives["trl_steady"] == 0
     trainer.metrics.settle()
     logged = {name: values for name, values in trainer._metrics["train"].items() if name.startswith("sampling/")}

@@ -11,12 +11,15 @@ import math
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from trl_steady.functional import importance, masks, reduction
+from trl_steady import losses
+from trl_steady.core.types import MicroBatch
+from trl_steady.functional import masks
 
 ANSWERS = 256
 """Completions in the mean of the last column."""
@@ -128,7 +131,7 @@ class Method:
     geometric_mask_range: tuple[float, float] = (0.0, INF)
     token_veto_threshold: float = 0.0
     reduction: str = "sequence_mean"
-    """Or `"step_tokens"` and `"constant"`: the names of `trl_steady.losses.table`."""
+    """Or `"step_tokens"` and `"constant"`: the names of `trl_steady.trl_bridge.loss.REDUCTIONS`."""
 
     def engine_weights(self, given: "Pass", mask: Tensor) -> Tensor:
         """Return TRL's weights π_old / μ, as `GRPOTrainer._generate_and_score_completions` of TRL 1.16 has them.
@@ -159,24 +162,24 @@ class Method:
         logps, old_logps = given.logps.detach().requires_grad_(), given.old_logps
         low, high = self.epsilon, self.epsilon if self.epsilon_high is None else self.epsilon_high
         if self.ratio == "gmpo":
-            clip: dict[str, Any] = {"low": low, "high": high, "delta": self.delta}
-            log_m = importance.log_geometric_mean_ratio(logps, old_logps, each, mask, **clip)
-            values = (log_m.exp() * each).expand_as(logps)
+            clip = SimpleNamespace(epsilon_low=low, epsilon_high=high, args=self)  # `delta` is ours
+            values = -losses.gmpo_term(MicroBatch(mask, logps, logps, None, each, old_logps), clip, None)
         elif self.ratio in ("none", "product"):
             weight = (logps - old_logps).sum(-1, keepdim=True).exp() if self.ratio == "product" else torch.ones(1)
             values = weight.detach() * each * logps
         else:
             own, old = logps, old_logps
             if self.ratio == "gspo_token":
-                own, old = importance.gspo_token_surrogate(logps, old_logps, mask)
-            log_ratio = importance.sequence_log_ratio(own, old, mask) if self.ratio == "gspo" else own - old
+                rewritten = losses.gspo_token(MicroBatch(mask, logps, logps, None, each, old_logps))
+                own, old = rewritten.logps, rewritten.old_logps
+            log_ratio = masks.sequence_mean(own - old, mask) if self.ratio == "gspo" else own - old
             ratio = log_ratio.exp().expand_as(logps)
             bounded = ratio if self.delta is None else ratio.clamp(max=self.delta)
             values = torch.minimum(bounded * each, ratio.clamp(1 - low, 1 + high) * each)
-        weights = reduction.sequence_mean_weights(mask, dtype=torch.float64)
+        weights = mask.double() / (mask.sum(-1, keepdim=True) * len(mask))
         if self.reduction != "sequence_mean":
             tokens = given.mean_length(task) if self.reduction == "step_tokens" else mask.size(1)
-            weights = reduction.token_weights(mask, len(mask) * tokens, dtype=torch.float64)
+            weights = mask.double() / (len(mask) * tokens)
         values = values * self.keeps(given, task, each) * self.engine_weights(given, mask)
         return torch.autograd.grad((values * weights).sum() * len(mask), logps)[0]
 

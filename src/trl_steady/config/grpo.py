@@ -12,7 +12,7 @@ from trl import GRPOConfig as _TRLConfig  # by name, because `trl-steady run` re
 
 from trl_steady.config.options import NOT_NEGATIVE, Range, first_off, option
 from trl_steady.config.shared import SharedOptions
-from trl_steady.losses.table import LOSSES, Loss
+from trl_steady.losses import LOSSES, Loss
 
 _TOKEN_SCALE_EPSILON = 1e-2  # clip ranges from here on are those of token ratios
 
@@ -169,17 +169,6 @@ class GRPOConfig(SharedOptions, _TRLConfig):
     def loss(self) -> Loss:
         """The entry of `loss_type` in the table of losses."""
         return LOSSES[self.loss_type]
-
-    def has_trl_kl(self, importance_sampling_level: str) -> bool:
-        """Return True if TRL's own KL is the configured one: k3, plain or with a per-token ratio to the old policy.
-
-        With TRL's default, `use_bias_correction_kl=True`, its ratio at the sequence level is that of the sequence, so
-        `PolicyLoss.loss_terms` adds the KL there.
-        """
-        if self.kl_estimator != "k3":
-            return False
-        has_old_ratio = importance_sampling_level == "token" and self.kl_ratio_denominator == "old"
-        return has_old_ratio or not self.use_bias_correction_kl
 
     @property
     def sampler_options(self) -> list[str]:

@@ -10,7 +10,7 @@ With one step per completion (outcome supervision), `process` and `return_to_go`
 import torch
 from torch import Tensor
 
-from trl_steady.functional.reduction import check_mask
+from trl_steady.functional.masks import check_mask
 
 _EPSILON = 1e-4  # TRL adds it to every standard deviation
 

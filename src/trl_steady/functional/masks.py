@@ -1,7 +1,8 @@
-"""Masks that drop sequences from the policy term if they are too far off-policy. True = keep.
+"""Means under a mask, and the weights and masks that act on tokens and sequences that are too far off-policy.
 
-A mask multiplies only the policy term. The KL stays, and dropped sequences still count in every mean, so that dropping
-one sequence does not increase the weight of the others. No gradient flows through a mask.
+Weights and masks multiply only the policy term. The KL stays, and dropped sequences still count in every mean, so that
+dropping one sequence does not increase the weight of the others. No gradient flows through them. Masks that drop are
+True = keep.
 
 The sampler is the inference engine or policy that generated the tokens. `sampler_logps` may be NaN where an engine
 could not score a token. NaN is no evidence either way, so such a token counts as equally likely under both policies.
@@ -10,15 +11,38 @@ Log-probs are (B, T), in nats, and `mask` is (B, T) bool, True = loss token. Fun
 differ or the mask is not boolean.
 """
 
+import math
+
+import torch
 from torch import Tensor
 
-from trl_steady.functional.reduction import sequence_mean
+
+def sequence_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Return the mean of `values` over each sequence's loss tokens, or 0 for a sequence that has none.
+
+    `values` (B, T) are never read where `mask` (B, T) is False. It returns (B, 1) in the dtype of `values`.
+
+    >>> values = torch.tensor([[1.0, 3.0, torch.nan], [5.0, torch.nan, torch.nan]])
+    >>> sequence_mean(values, torch.tensor([[True, True, False], [False, False, False]])).tolist()
+    [[2.0], [0.0]]
+    """
+    check_mask(mask, values)
+    count = mask.sum(-1, keepdim=True).clamp(min=1)
+    return values.where(mask, 0).sum(-1, keepdim=True) / count
+
+
+def check_mask(mask: Tensor, *values: Tensor) -> None:
+    """Raise a ValueError for shapes that would broadcast: if B = T, a (B,) tensor would follow the wrong axis."""
+    if mask.dim() != 2 or mask.dtype != torch.bool or any(each.shape != mask.shape for each in values):
+        raise ValueError(
+            "expected a boolean (B, T) mask and values like the mask, got shapes "
+            f"{[tuple(each.shape) for each in (mask, *values)]} and a mask of {mask.dtype}."
+        )
 
 
 def log_ratio(logps: Tensor, sampler_logps: Tensor) -> Tensor:
     """Return log π - log μ without gradient, and 0 where the sampler's log-prob is NaN.
 
-    >>> import torch
     >>> log_ratio(torch.tensor([[-1.0, -2.0]]), torch.tensor([[-1.5, torch.nan]])).tolist()
     [[0.5, 0.0]]
     """
@@ -35,7 +59,6 @@ def off_policy_statistic(logps: Tensor, sampler_logps: Tensor, mask: Tensor) -> 
     Returns:
         (B, 1), in nats per token; 0 for a sequence without loss tokens.
 
-    >>> import torch
     >>> logps, sampled = torch.tensor([[-2.0, -3.0, -9.0]]), torch.tensor([[-1.0, -1.0, 0.0]])
     >>> off_policy_statistic(logps, sampled, torch.tensor([[True, True, False]])).tolist()  # (1 + 2) / 2
     [[1.5]]
@@ -57,7 +80,6 @@ def off_policy_mask(advantages: Tensor, statistic: Tensor, mask: Tensor, *, thre
     Returns:
         (B, 1) bool, True = keep.
 
-    >>> import torch
     >>> mask = torch.ones(3, 2, dtype=torch.bool)
     >>> advantages = torch.tensor([[1.0, -2.0], [2.0, -1.0], [-1.0, -1.0]])
     >>> off_policy_mask(advantages, torch.tensor([[0.6], [0.6], [0.4]]), mask, threshold=0.5).flatten().tolist()
@@ -76,7 +98,6 @@ def geometric_mask(mismatch: Tensor, mask: Tensor, *, low: float, high: float) -
     `mismatch` (B, T) is log π_old - log μ of the sampled tokens, from `log_ratio`. The result is (B, 1) bool, True =
     keep. A sequence without loss tokens is kept.
 
-    >>> import torch
     >>> mismatch = torch.tensor([[0.02, -0.01], [0.02, 0.01]])
     >>> geometric_mask(mismatch, torch.ones(2, 2, dtype=torch.bool), low=0.99, high=1.01).flatten().tolist()
     [True, False]
@@ -91,9 +112,43 @@ def token_veto(mismatch: Tensor, mask: Tensor, *, threshold: float) -> Tensor:
     `mismatch` (B, T) is as above. `threshold` is the smallest ratio π_old / μ that passes, between 0 and 1. The result
     is (B, 1) bool, True = keep.
 
-    >>> import math, torch
+    >>> import math
     >>> mismatch = torch.tensor([[0.0, math.log(1e-3)], [0.0, math.log(1e-5)]])
     >>> token_veto(mismatch, torch.ones(2, 2, dtype=torch.bool), threshold=1e-4).flatten().tolist()
     [True, False]
     """
     return ~((mismatch.exp() < threshold) & mask).any(-1, keepdim=True)
+
+
+def engine_weights(
+    mismatch: Tensor, mask: Tensor, *, mode: str, low: float | None = None, high: float | None = None
+) -> Tensor:
+    """Return the weights of TRL's engine correction (`vllm_importance_sampling_mode`): π_old / μ within bounds.
+
+    Args:
+        mismatch: (B, T) log π_old - log μ of the sampled tokens, from `log_ratio`.
+        mode: `"token_..."`: the ratio of each token. `"sequence_..."`: the product of a sequence's ratios.
+            `"..._truncate"`: a ratio outside the bounds becomes the bound. `"..._mask"`: it becomes 0.
+        low: Lower bound; None for none.
+        high: Upper bound; None for none.
+
+    Returns:
+        (B, T), from ratios of 1 where `mask` is False, or (B, 1).
+
+    >>> mismatch = torch.tensor([[1.0, 2.0, 9.0]]).log()
+    >>> mask = torch.tensor([[True, True, False]])
+    >>> for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask"):
+    ...     print(mode, engine_weights(mismatch, mask, mode=mode, high=1.5).tolist())
+    token_truncate [[1.0, 1.5, 1.0]]
+    token_mask [[1.0, 0.0, 1.0]]
+    sequence_truncate [[1.5]]
+    sequence_mask [[0.0]]
+    """
+    log_weights = mismatch.where(mask, 0)
+    if mode.startswith("sequence"):
+        log_weights = log_weights.sum(-1, keepdim=True)
+    weights = log_weights.exp()
+    low, high = -math.inf if low is None else low, math.inf if high is None else high
+    if mode.endswith("truncate"):
+        return weights.clamp(low, high)
+    return weights.masked_fill((weights < low) | (weights > high), 0)

@@ -1,4 +1,4 @@
-"""The models of a trainer: without wrappers, their roles, their adapters, and tensors that FSDP2 may shard.
+"""The models of a trainer: without wrappers, their adapters, and tensors that FSDP2 may shard.
 
 This file knows PEFT, accelerate and FSDP2.
 """
@@ -6,12 +6,11 @@ This file knows PEFT, accelerate and FSDP2.
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from accelerate.utils import DynamoBackend
 from peft import PeftConfig, PeftModel
-from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor, distribute_tensor
@@ -32,18 +31,6 @@ def bare(trainer: Trainer, model: torch.nn.Module | Scorer) -> PreTrainedModel:
     # keeping torch.compile's wrapper would change it: it would lose the wrapper of DDP inside
     inner = trainer.accelerator.unwrap_model(model, keep_torch_compile=False)
     return cast(PreTrainedModel, inner.get_base_model() if isinstance(inner, PeftModel) else inner)
-
-
-def model_role(trainer: Trainer, model: object, *, in_rollout: bool) -> Literal["old", "reference", "policy", "other"]:
-    """Return the role of a model that TRL scores: see `ForwardPass`."""
-    if model is trainer.ref_model and model is not None:
-        return "reference"
-    if not isinstance(model, torch.nn.Module) or bare(trainer, model) is not bare(trainer, trainer.model):
-        return "other"
-    layer = next((module for module in model.modules() if isinstance(module, BaseTunerLayer)), None)
-    if layer is not None and (layer.disable_adapters or REFERENCE_ADAPTER in layer.active_adapters):
-        return "reference"
-    return "old" if in_rollout else "policy"
 
 
 def is_lora_parameter(name: str, adapter: str) -> bool:

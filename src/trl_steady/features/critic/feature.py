@@ -23,7 +23,7 @@ from trl_steady.features.critic.scalar_head import ScalarHeadFeature
 from trl_steady.features.critic.targets import critic_targets
 from trl_steady.features.critic.trainer import PPOTrainerProtocol
 from trl_steady.functional import values
-from trl_steady.losses.table import LOSSES
+from trl_steady.losses import LOSSES
 from trl_steady.trl_bridge.loss import trl_token_weights
 from trl_steady.trl_bridge.models import VALUE_ADAPTER, keep_parameters
 from trl_steady.trl_bridge.rollout import with_reference_log_probs
@@ -164,8 +164,7 @@ class Critic(ScalarHeadFeature):
         token_losses = values.value_loss(
             new_values, inputs["values"], inputs["returns"].where(mask, 0), cliprange=clip
         )
-        reduction = LOSSES[trainer.loss_type].reduction
-        weights = trl_token_weights(trainer, all_tokens, inputs, reduction, new_values.dtype)
+        weights = trl_token_weights(trainer, all_tokens, inputs, LOSSES[trainer.loss_type].trl_loss, new_values.dtype)
         means = {"value/loss": (token_losses.detach(), mask)}
         if clip is not None:
             means["value/clip_ratio"] = ((new_values - inputs["values"]).abs() > clip, mask)

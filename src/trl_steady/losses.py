@@ -1,0 +1,154 @@
+"""The losses: what each one is, the formulas of ours, and the table of all. A new loss is added here."""
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from trl_steady.core.types import MicroBatch
+from trl_steady.functional.masks import sequence_mean
+
+
+class ClippedTrainer(Protocol):
+    """A trainer with clip ranges, which a callback may anneal."""
+
+    epsilon_low: float
+    epsilon_high: float
+    args: Any
+    """A config, which has `delta`."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """One value of `loss_type`. All code that depends on the loss reads it here."""
+
+    trl_loss: str
+    """TRL's loss that runs, and whose reduction of tokens holds for all terms."""
+    clip: Literal["ratio", "log_ratio", "cap", None] = "ratio"
+    """Meaning of `epsilon` and `epsilon_high`: the distance of the ratio from 1, the distance of its log from 0, a cap
+    of the ratio itself (`epsilon_high` only), or nothing."""
+    advantages: Literal["by_level", "token", "sequence"] = "by_level"
+    """Which advantages count: those of tokens, the mean of a sequence, or tokens only if the ratio is per token."""
+
+    # The rest is for losses that TRL does not have.
+    name: str = ""
+    """Name of the method; "" for TRL's own losses."""
+    level: Literal["sequence", "token", None] = None
+    """`importance_sampling_level`; None if the user chooses it."""
+    epsilon: float | None = None
+    """Default of `epsilon`; None for TRL's."""
+    epsilon_high: float | None = None
+    """Default of `epsilon_high` if `epsilon` is unset too."""
+    rewrite: Callable[[MicroBatch], MicroBatch] | None = None
+    """Changes the micro-batch so that TRL's loss on token ratios becomes this one."""
+    policy_term: Callable[[MicroBatch, ClippedTrainer, Tensor | None], Tensor] | None = None
+    """Computes the policy term (B, T) itself, as `gmpo_term` does. TRL's loss adds its other terms.
+
+    It gets the micro-batch, with 0 outside the mask; the trainer, whose clip ranges and `delta` it must apply; and the
+    tokens (B, T) to which `top_entropy_quantile` limits the gradient, or None. Advantages are (B,), (B, 1) or (B, T);
+    with `advantages="sequence"` there is one for each sequence.
+    """
+    trl_metric_overrides: Callable[[ClippedTrainer], Mapping[str, float]] | None = None
+    """Clip ranges of the trainer as TRL's metrics need them, if they mean something else."""
+
+    @property
+    def is_ours(self) -> bool:
+        """True if TRL does not have this loss."""
+        return bool(self.name)
+
+    def takes_token_advantages(self, importance_sampling_level: str) -> bool:
+        """Return True if the gradient of each token carries the advantage of that token."""
+        return self.advantages == "token" or (self.advantages == "by_level" and importance_sampling_level == "token")
+
+
+def gspo_token(batch: MicroBatch) -> MicroBatch:
+    """Return the micro-batch with log-probs that make TRL's token-level loss GSPO-token.
+
+    Its ratio is s_it = sg[s_i] · π(y_it) / sg[π(y_it)], where sg stops the gradient: its value is the sequence's
+    ratio, its gradient that of the token's own log-prob. TRL forms exp(logps - old_logps), which is exactly this ratio
+    for the pair (log π - sg[log π], -sg[log s_i]), because log π - sg[log π] is exactly 0. The pair (log π,
+    sg[log π] - log s_i) is the same on paper. But its rounding error is about 1e-3 times the paper's clip range
+    (3e-4), so a clip bound could separate tokens of one sequence.
+
+    The reference is shifted too: TRL's loss depends only on differences of log-probs.
+    """
+    own = batch.logps.detach()
+    return replace(
+        batch,
+        logps=batch.logps - own,
+        old_logps=(-batch.sequence_log_ratio).expand_as(own),
+        ref_logps=None if batch.ref_logps is None else batch.ref_logps - own,
+    )
+
+
+def gmpo_term(batch: MicroBatch, trainer: ClippedTrainer, is_kept: Tensor | None) -> Tensor:
+    """Return the policy term of GMPO, (B, T) equal values for all tokens of a sequence.
+
+    The objective of a sequence is (prod_t |min(ρ_t A, clip(ρ_t, e^-low, e^high) A)|)^(1/|y|) sgn(A): the geometric
+    mean of clipped token ratios, times A. The minimum takes the smaller ratio if A is positive, and the larger one if
+    A is negative. There, `delta` bounds the ratio that is not clipped, above e^high, as in TRL's two-sided clip. No
+    gradient flows at tokens that are held at a bound.
+    """
+    advantages, delta = batch.advantages.view(-1, 1), trainer.args.delta
+    mask = batch.mask if is_kept is None else batch.mask & is_kept.bool()
+    clipped = batch.log_ratio.clamp(-trainer.epsilon_low, trainer.epsilon_high)
+    smaller = torch.minimum(batch.log_ratio, clipped)
+    larger = torch.maximum(batch.log_ratio if delta is None else batch.log_ratio.clamp(max=math.log(delta)), clipped)
+    log_mean = sequence_mean(torch.where(advantages > 0, smaller, larger), mask)
+    return (-log_mean.exp() * advantages).expand_as(batch.logps)
+
+
+def _clip_in_ratios(trainer: ClippedTrainer) -> dict[str, float]:
+    """Return GMPO's clip ranges, of log-ratios, as distances of the ratio from 1."""
+    high = min(trainer.epsilon_high, 700.0)  # e^709 overflows
+    return {"epsilon_low": -math.expm1(-trainer.epsilon_low), "epsilon_high": math.expm1(high)}
+
+
+LOSSES: dict[str, Loss] = {
+    # TRL's
+    "grpo": Loss("grpo"),
+    "bnpo": Loss("bnpo"),
+    "dr_grpo": Loss("dr_grpo"),
+    "dapo": Loss("dapo"),
+    # a sequence's ratio gives all tokens the same gradient, unless it is only a weight, as in cispo and vespo
+    "cispo": Loss("cispo", clip="cap", advantages="token"),
+    "sapo": Loss("sapo", clip=None),
+    "luspo": Loss("luspo"),
+    "vespo": Loss("vespo", clip=None, advantages="token"),
+    # GSPO (arXiv 2507.18071, section 4.1): one clipped ratio, the geometric mean s_i of those of the tokens, and one
+    # advantage for each sequence. TRL computes it, on a micro-batch with 0 in place of padding, which TRL would read.
+    "gspo": Loss(
+        "grpo",
+        advantages="sequence",
+        name="GSPO",
+        level="sequence",
+        epsilon=3e-4,  # section 5.1: left and right clipping range
+        epsilon_high=4e-4,
+    ),
+    # GSPO-token (section 4.3): GSPO's ratio in value, with the advantage of each token
+    "gspo_token": Loss(
+        "grpo",
+        advantages="token",
+        name="GSPO-token",
+        level="sequence",
+        epsilon=3e-4,
+        epsilon_high=4e-4,
+        rewrite=gspo_token,
+    ),
+    # GMPO (arXiv 2507.20673, equation 4): the geometric mean of clipped token ratios, times the advantage
+    "gmpo": Loss(
+        "grpo",
+        clip="log_ratio",
+        advantages="sequence",
+        name="GMPO",
+        level="token",
+        epsilon=0.4,  # the clip range (e^-0.4, e^0.4)
+        epsilon_high=0.4,
+        policy_term=gmpo_term,
+        trl_metric_overrides=_clip_in_ratios,
+    ),
+}
+"""`loss_type` -> what the loss is."""

@@ -1,1 +1,0 @@
-"""The losses: one file for each of ours, and a table of all."""
