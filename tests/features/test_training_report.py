@@ -124,18 +124,6 @@ def test_a_second_training_tells_its_symptoms_again_and_keeps_no_rollout(
     assert [rollout["step"] for rollout in kept._answers] == [28]
 
 
-def test_the_rows_that_are_kept_do_not_hold_their_rollout(models: dict[str, Path], tmp_path: Path) -> None:
-    trainer = tiny.trainer(models["dense"], tmp_path, training_report=True, max_steps=1)
-    report, whole = trainer.feature(TrainingReport), []
-    keep = trainer._generate_and_score_completions
-    trainer._generate_and_score_completions = lambda inputs: whole.append(keep(inputs)) or whole[-1]
-    report._add_answers = lambda: None  # which would forget them
-    trainer.train()
-    for row in report._last_rollout["rows"].values():
-        held = row["completion_ids"].untyped_storage().data_ptr()
-        assert held != whole[0]["completion_ids"].untyped_storage().data_ptr()
-
-
 def test_tokens_have_their_advantages(models: dict[str, Path], tmp_path: Path) -> None:
     build = {"reward_funcs": stepwise.lines, "rollout_func": stepwise.rollout}
     tiny.train(tiny.trainer(models["dense"], tmp_path, **REPORTED, loss_type="gspo_token", build=build))
@@ -195,7 +183,7 @@ def test_pages_are_written_at_saves_only_if_that_takes_little_of_the_time(
 
     trainer = tiny.trainer(models["dense"], tmp_path, training_report=True)
     report = trainer.feature(TrainingReport)
-    monkeypatch.setattr(TrainingReport, "_write", page)
+    monkeypatch.setattr(TrainingReport, "_write_page", page)
     report._written = 0.0
     for second in (100, 499, 501, 600, 700, 702):  # 5 s at first, then 2 s: a hundredth of 500 s and of 200 s
         now[0] = float(second)

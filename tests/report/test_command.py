@@ -75,9 +75,9 @@ def test_a_watched_run_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyP
         text = json.dumps({"global_step": 1, "log_history": rows((shown or [3])[-1] + more)})
         (folder / "trainer_state.json").write_text("{" if more < 0 else text)
 
-    def diagnose(run: History) -> tuple[list[Any], list[Any]]:
+    def diagnose(run: History) -> tuple[list[Any], dict[str, str]]:
         shown.append(run.last_step)
-        return [], []
+        return [], {}
 
     monkeypatch.setattr(command.time, "sleep", wait)
     monkeypatch.setattr(command, "diagnose", diagnose)

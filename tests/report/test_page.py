@@ -17,7 +17,7 @@ from trl_steady.features.training_report import MOST_BYTES, chosen, limited
 from trl_steady.report import History, compare, diagnose
 from trl_steady.report.history import Series
 from trl_steady.report.page import write
-from trl_steady.report.pictures import POINTS, Plot, pictures, thinned
+from trl_steady.report.pictures import POINTS, draw, pictures, thinned
 
 EVIL = "</pre><script>alert(1)</script><img src=x onerror=alert(2)> &amp; \x00\x1b\ud800 \N{RIGHT-TO-LEFT OVERRIDE}"
 
@@ -94,7 +94,6 @@ EXPECTED = {
     "grad_norm": "Norm of the gradient",
     "learning_rate": "Learning rate",
     "routing/changed": "Routes that change",
-    "routing/changed/0": "Routes that change, by layer",
     "sampling_mask/kept_mass": "Kept tokens",
     "value/explained_variance": "Critic",
     "reward_model/new/held_out/accuracy": "Reward model",
@@ -108,33 +107,14 @@ def test_a_metric_has_a_picture_and_no_other(key: str) -> None:
     assert [title for title, _ in pictures({"run": [run]})] == [EXPECTED[key]]
 
 
-def drawn(rows: list[dict[str, float]], **run: Any) -> Plot:
-    return Plot(Figure().subplots(), {"run": [History(rows, run)]})
-
-
 def test_a_stack_adds_up_and_what_was_not_logged_is_0() -> None:
-    plot = drawn([{"step": 2, "a": 1.0, "b": 10.0}, {"step": 4, "b": 20.0}, {"step": 6, "a": 3.0, "b": math.nan}])
-    plot.stack({"a": "A", "b": "B", "missing": "C"})
-    first, second = (patch.get_data() for patch in plot._axis.patches)
+    rows = [{"step": 2, "a": 1.0, "b": 10.0}, {"step": 4, "b": 20.0}, {"step": 6, "a": 3.0, "b": math.nan}]
+    axis = Figure().subplots()
+    assert draw(axis, {"stack": {"a": "A", "b": "B", "missing": "C"}}, History(rows)) == {"a", "b"}
+    first, second = (patch.get_data() for patch in axis.patches)
     assert first.edges.tolist() == second.edges.tolist() == [0, 2, 4, 6]
     assert first.values.tolist() == second.baseline.tolist() == [1, 0, 3]
     assert second.values.tolist() == [11, 20, 3]
-    assert plot.keys == {"a", "b"}
-
-
-def test_the_map_of_routes_has_layers_in_the_order_of_their_numbers() -> None:
-    rows = [{"step": 1, **{f"routing/changed/{layer}": layer / 10 for layer in (10, 2, 0)}}]
-    plot = drawn(rows)
-    plot.heat("routing/changed/")
-    image = plot._axis.images[0].get_array()
-    assert image is not None and image[:, 0, 3].tolist() == [0.0, 0.2, 1.0]
-
-
-def test_a_band_around_a_metric_is_one_standard_deviation() -> None:
-    plot = drawn([{"step": step, "mean": 5.0, "std": 2.0} for step in (1, 2)])
-    plot.band("mean", "std", "deviation", around=True)
-    corners = plot._axis.collections[0].get_paths()[0].vertices[:, 1]
-    assert (corners.min(), corners.max()) == (3.0, 7.0)
 
 
 def test_a_long_curve_keeps_its_extremes() -> None:

@@ -1,5 +1,6 @@
 """Each symptom is found in a healthy run in which it was planted, and in no healthy run."""
 
+import contextlib
 import math
 import re
 from collections.abc import Callable, Mapping
@@ -11,7 +12,9 @@ import pytest
 
 from tests.report.runs import UPDATES, healthy, history, recorded
 from trl_steady.report import History, diagnose
-from trl_steady.report.symptoms import SYMPTOMS, _blocks
+from trl_steady.report.history import Missing
+from trl_steady.report.signs import blocks
+from trl_steady.report.symptoms import SYMPTOMS
 
 ROOT = Path(__file__).parents[2]
 START = 201  # the first update of a rollout, in the middle of the run
@@ -208,7 +211,7 @@ def test_a_planted_symptom_is_named_since_it_began_with_what_to_do(name: str) ->
         found = next(finding for finding in findings if finding.symptom.name == name)
         assert abs(found.since - plant.since) <= plant.tolerance, found
         assert plant.option in found.symptom.advice
-        assert 0 < found.confidence <= 1 and (re.search(r"\d", found.evidence) or name == "not-a-number")
+        assert re.search(r"\d", found.evidence) or name == "not-a-number"
 
 
 @pytest.mark.parametrize("without", [("value/explained_variance",), ("frac_reward_zero_std",)], ids=["grpo", "ppo"])
@@ -217,7 +220,7 @@ def test_nothing_is_found_in_a_healthy_run(seed: int, without: tuple[str, ...]) 
     for steps in (1, 4, 12, 40, 133, 400):
         given = history(healthy(seed, steps), without)
         assert named(given) == []
-    assert diagnose(history(healthy(seed), ()))[1] == []  # the run has all keys
+    assert diagnose(history(healthy(seed), ()))[1] == {}  # the run has all keys
 
 
 # a run that is recorded because it goes wrong: why
@@ -325,10 +328,10 @@ def test_plain_trls_keys_are_enough_for_most() -> None:
     rows = [{key: row[key] for key in row if key in plain or key.startswith(groups)} for row in healthy(0)]
     findings, skipped = diagnose(History(rows))
     assert findings == []
-    asked = {symptom.name for symptom in SYMPTOMS} - {each.symptom.name for each in skipped}
+    asked = {symptom.name for symptom in SYMPTOMS} - skipped.keys()
     assert {"everything-clipped", "engine-differs", "entropy-collapses", "answers-cut-off", "held-out-falls"} <= asked
     assert {"groups-all-right", "gradient-spikes", "reward-constant", "kl-rises", "answers-grow"} <= asked
-    assert all(each.missing for each in skipped)
+    assert all(skipped.values())
 
 
 def test_a_reward_of_none_is_missing() -> None:
@@ -354,7 +357,7 @@ def test_no_function_raises_on_strange_numbers(value: float) -> None:
         for given in (strange, sparse, mixed):
             given = history(given)
             for symptom in SYMPTOMS:
-                if not symptom.missing(given):
+                with contextlib.suppress(Missing):
                     symptom.find(given)  # whatever it says
     diagnose(History([]))
 
@@ -377,7 +380,7 @@ def test_of_a_hundred_thousand_steps_at_most_200_blocks_are_looked_at() -> None:
         series = long[key]
         long._series[key] = series._replace(steps=np.arange(5 * len(series.steps)), values=np.tile(series.values, 5))
     diagnose(long)
-    assert all(len(_blocks(long, key).values) <= 200 for key in long.keys)
+    assert all(len(blocks(long, key).values) <= 200 for key in long.keys)
 
 
 def test_each_symptom_has_its_section_in_the_docs() -> None:

@@ -1,5 +1,5 @@
-# transformers' callbacks and tokenizers, and trackio, have no types
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
+# transformers' callbacks and tokenizers, trackio, and torch's lists have no types
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """The report while a run trains: a line for each log, a line when a symptom starts, and the page."""
 
 import json
@@ -21,8 +21,8 @@ from transformers.trainer import TRAINER_STATE_NAME
 from trl_steady.config.shared import SharedOptions
 from trl_steady.core.feature import Feature, Trainer
 from trl_steady.core.types import Rollout
-from trl_steady.report.diagnosis import diagnose, verdict
 from trl_steady.report.history import RUN_FILE, History
+from trl_steady.report.symptoms import diagnose, verdict
 from trl_steady.trl_bridge.models import text_tokenizer
 
 GROUPS = 3
@@ -32,7 +32,6 @@ MOST_BYTES = 1_000_000
 _PACKAGES = ("trl-steady", "trl", "transformers", "torch", "peft", "accelerate")
 _LARGEST_SHARE = 0.01  # of a run's time that writing its page takes, before the end
 _LONGEST = 4000  # characters of a text
-_PAGE = "report.html"
 # name in the line -> metric, and its form
 _SHOWN = {
     "reward": ("reward", "{:.2f}"),
@@ -58,7 +57,7 @@ class TrainingReport(Feature):
         self._told: set[str] = set()
         self._next_diagnosis = 0
         self._answers: list[dict[str, Any]] = []
-        self._last_rollout: dict[str, Any] | None = None
+        self._last_rollout: list[dict[str, Any]] = []  # its answers are kept if a checkpoint follows
         self._rewards: Tensor | None = None
 
     def on_init_end(self) -> None:
@@ -86,20 +85,30 @@ class TrainingReport(Feature):
 
     def on_rollout_end(self, rollout: Rollout) -> None:
         """Measure padding, and keep some completions. All features before this one have set the advantages."""
-        if self._is_on:
-            is_padding = ~rollout.attention_mask
-            self.trainer.metrics.pooled(means={"padding/share": (is_padding, torch.ones_like(is_padding))})
-        if self._is_on and self._is_main and self._rewards is not None and self.trainer.model.training:
-            rewards, samples = self._rewards.float().cpu(), rollout.samples
-            groups = chosen(rewards.numpy(), self.trainer.num_generations)
-            names = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
-            kept = sorted({row for group in groups for row in group})
-            taken = {name: samples[name][kept].cpu() for name in names}  # copies: a view would keep the whole rollout
-            rows = {
-                row: {name: values[place] for name, values in taken.items()} | {"reward": float(rewards[row])}
-                for place, row in enumerate(kept)
-            }
-            self._last_rollout = {"step": self.trainer.state.global_step, "groups": groups, "rows": rows}
+        if not self._is_on:
+            return
+        trainer, is_padding = self.trainer, ~rollout.attention_mask
+        trainer.metrics.pooled(means={"padding/share": (is_padding, torch.ones_like(is_padding))})
+        if self._is_main and self._rewards is not None and trainer.model.training:
+            rewards = self._rewards.float().cpu().numpy()
+            kept = chosen(rewards, trainer.num_generations)
+            groups = [self._group(rollout.samples, rewards, group) for group in kept]
+            self._last_rollout = [{"step": trainer.state.global_step, "groups": groups}]
+
+    def _group(self, samples: Mapping[str, Tensor], rewards: np.ndarray, group: Mapping[int, str]) -> dict[str, Any]:
+        """Return a prompt and its answers as text, for JSON."""
+        decode, answers = text_tokenizer(self.trainer).decode, list[dict[str, Any]]()
+        for row, place in group.items():
+            is_answer, advantages = samples["completion_mask"][row].bool(), samples["advantages"][row]
+            ids, tokens = samples["completion_ids"][row][is_answer].tolist(), None
+            if advantages.dim() and len(advantages) > 1:  # one for each token
+                pairs = zip(ids[: _LONGEST // 4], advantages[is_answer].tolist(), strict=False)
+                tokens = [(str(decode(token)), round(advantage, 4)) for token, advantage in pairs]
+            text = str(decode(ids))[:_LONGEST]
+            answers.append({"place": place, "reward": float(rewards[row]), "text": text, "tokens": tokens})
+        first = next(iter(group))
+        prompt = samples["prompt_ids"][first][samples["prompt_mask"][first].bool()].tolist()
+        return {"prompt": str(decode(prompt))[:_LONGEST], "answers": answers}
 
     # logs
 
@@ -111,14 +120,19 @@ class TrainingReport(Feature):
         if args.log_line and ("loss" in logs or "eval_reward" in logs):
             tqdm.write(log_line(logs, state.global_step, state.max_steps))
         rows = len(state.log_history)
-        if self._is_on and rows >= self._next_diagnosis:
-            self._next_diagnosis = rows + 1 + rows // 20  # the time of all diagnoses is linear in the rows
-            for finding in diagnose(self._history())[0]:
-                if finding.symptom.name not in self._told:
-                    self._told.add(finding.symptom.name)
-                    tqdm.write(f"trl-steady: {finding}")
-                    if "trackio" in (args.report_to or ()):
-                        _alert(finding.symptom.what, str(finding), is_critical=finding.symptom.level == "critical")
+        if not self._is_on or rows < self._next_diagnosis:
+            return
+        self._next_diagnosis = rows + 1 + rows // 20  # the time of all diagnoses is linear in the rows
+        for finding in diagnose(self._history())[0]:
+            if finding.symptom.name not in self._told:
+                self._told.add(finding.symptom.name)
+                tqdm.write(f"trl-steady: {finding}")
+                if "trackio" in (args.report_to or ()):
+                    import trackio  # pyright: ignore[reportMissingImports]
+
+                    levels, is_critical = trackio.AlertLevel, finding.symptom.level == "critical"
+                    level = levels.ERROR if is_critical else levels.WARN
+                    trackio.alert(title=finding.symptom.what, text=str(finding), level=level)
 
     def _history(self) -> History:
         return History(self.trainer.state.log_history, self._run())
@@ -146,10 +160,9 @@ class TrainingReport(Feature):
     def save_state(self, checkpoint: Path) -> None:
         """Save settings, warnings and answers, and write the page if that has a small share of the run's time."""
         if self.args.should_save:
-            self._add_answers()
-            (checkpoint / RUN_FILE).write_text(json.dumps(self._run()))
+            self._save_run(checkpoint)
         if self._is_on and self._is_main and self._seconds < _LARGEST_SHARE * (time.monotonic() - self._written):
-            self._write()
+            self._write_page()
 
     def load_state(self, checkpoint: Path) -> None:
         """Go on with the answers of the run."""
@@ -158,54 +171,34 @@ class TrainingReport(Feature):
 
     def on_train_end(self, best: Path | None) -> None:
         """Write the page, and print what the run shows."""
-        if self._is_main and (self._is_on or self.args.log_line):
-            if self._is_on:
-                self._add_answers()
-                self._write()
-                folder = Path(self.args.output_dir or ".")  # a run may have no checkpoint of its last step
-                self.trainer.state.save_to_json(str(folder / TRAINER_STATE_NAME))
-                (folder / RUN_FILE).write_text(json.dumps(self._run()))
-            history, state = self._history(), self.trainer.state
-            series = {key: history[key].finite.values for key in history.keys}
-            last = {key: values[-1] for key, values in series.items() if len(values)}
-            tqdm.write(f"trl-steady: {log_line(last, state.global_step, state.max_steps)}")
-            tqdm.write(f"trl-steady: {verdict(*diagnose(history))}")
+        if not self._is_main or not (self._is_on or self.args.log_line):
+            return
+        state = self.trainer.state
+        if self._is_on:
+            folder = Path(self.args.output_dir or ".")
+            folder.mkdir(parents=True, exist_ok=True)
+            self._save_run(folder)  # a run may have no checkpoint of its last step
+            state.save_to_json(str(folder / TRAINER_STATE_NAME))
+            self._write_page()
+        history = self._history()
+        logged = {key: history[key].finite.values for key in history.keys}
+        last = {key: values[-1] for key, values in logged.items() if len(values)}
+        tqdm.write(f"trl-steady: {log_line(last, state.global_step, state.max_steps)}")
+        tqdm.write(f"trl-steady: {verdict(*diagnose(history))}")
 
-    def _write(self) -> None:
-        from trl_steady.report.page import write
+    def _save_run(self, folder: Path) -> None:
+        """Save settings, warnings, and the answers of the last rollout too."""
+        self._answers = limited([*self._answers, *self._last_rollout])
+        self._last_rollout = []
+        (folder / RUN_FILE).write_text(json.dumps(self._run()))
+
+    def _write_page(self) -> None:
+        from trl_steady.report.page import write  # needs matplotlib
 
         folder, began = Path(self.args.output_dir or "."), time.monotonic()
-        folder.mkdir(parents=True, exist_ok=True)
-        write(folder / _PAGE, folder.name, self._history())
+        write(folder / "report.html", folder.name, self._history())
         self._written = time.monotonic()
         self._seconds = self._written - began
-
-    def _add_answers(self) -> None:
-        """Add those of the last rollout, as text."""
-        if self._last_rollout is None:
-            return
-        tokenizer, rows = text_tokenizer(self.trainer), self._last_rollout["rows"]
-
-        def text(ids: Tensor) -> str:
-            return str(tokenizer.decode(ids))[:_LONGEST]
-
-        def answer(row: int, place: str) -> dict[str, Any]:
-            is_answer, advantages = rows[row]["completion_mask"].bool(), rows[row]["advantages"]
-            ids, tokens = rows[row]["completion_ids"][is_answer], None
-            if advantages.dim() and len(advantages) > 1:  # one for each token
-                pairs = zip(ids[: _LONGEST // 4], advantages[is_answer].tolist(), strict=False)
-                tokens = [(text(token), round(advantage, 4)) for token, advantage in pairs]
-            return {"place": place, "reward": rows[row]["reward"], "text": text(ids), "tokens": tokens}
-
-        def prompt(row: int) -> str:
-            return text(rows[row]["prompt_ids"][rows[row]["prompt_mask"].bool()])
-
-        groups = [
-            {"prompt": prompt(next(iter(group))), "answers": [answer(row, place) for row, place in group.items()]}
-            for group in self._last_rollout["groups"]
-        ]
-        self._answers = limited([*self._answers, {"step": self._last_rollout["step"], "groups": groups}])
-        self._last_rollout = None
 
 
 class _Bar(ProgressCallback):
@@ -213,13 +206,6 @@ class _Bar(ProgressCallback):
 
     def on_log(self, *_: object, **__: object) -> None:
         """Print nothing."""
-
-
-def _alert(title: str, text: str, *, is_critical: bool) -> None:
-    import trackio  # pyright: ignore[reportMissingImports]
-
-    level = trackio.AlertLevel.ERROR if is_critical else trackio.AlertLevel.WARN
-    trackio.alert(title=title, text=text, level=level)
 
 
 def log_line(logs: Mapping[str, Any], step: int, last: int) -> str:

@@ -10,10 +10,10 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
-from trl_steady.report.diagnosis import Finding, Skipped, diagnose, verdict
 from trl_steady.report.history import History
+from trl_steady.report.symptoms import Finding, diagnose, verdict
 
-_LEVELS = {"warning": {"warning", "critical"}, "critical": {"critical"}}
+_LEVELS = ("warning", "critical")
 _WAIT = 10.0  # seconds between two looks at a run that is watched
 
 
@@ -37,29 +37,25 @@ def report(arguments: Sequence[str], refuse: Callable[[str], NoReturn]) -> int:
     if not paths or (asked.path and asked.compare) or (asked.output and len(asked.path) > 1):
         refuse("give a PATH, several without --output, or --compare PATH PATH ...")
     while True:
-        runs = _read(paths, refuse)
-        found = {path: diagnose(run) for path, run in runs.items()}
+        try:
+            runs = {path: History.read(path) for path in paths}
+        except ValueError as error:
+            refuse(str(error))
+        diagnoses = {path: diagnose(run) for path, run in runs.items()}
         if asked.json:
-            print(json.dumps({path: _plain(*each) for path, each in found.items()}, indent=1), flush=True)
+            print(json.dumps({path: _plain(*each) for path, each in diagnoses.items()}, indent=1), flush=True)
         else:
-            for path, each in found.items():
+            for path, each in diagnoses.items():
                 print(f"{path}, {runs[path].last_step} steps: {verdict(*each)}", flush=True)
             _write(runs, asked.output, together=bool(asked.compare))
         if not asked.watch:
-            levels = {finding.symptom.level for findings, _ in found.values() for finding in findings}
-            return int(asked.fail_on is not None and not levels.isdisjoint(_LEVELS[asked.fail_on]))
+            found = {finding.symptom.level for findings, _ in diagnoses.values() for finding in findings}
+            return int(asked.fail_on in found or (asked.fail_on == "warning" and "critical" in found))
         shown = last_steps = [run.last_step for run in runs.values()]
         while last_steps == shown:
             time.sleep(_WAIT)
             with contextlib.suppress(OSError, ValueError):  # a checkpoint that is being written or deleted
                 last_steps = [History.read(path).last_step for path in paths]
-
-
-def _read(paths: Sequence[str], refuse: Callable[[str], NoReturn]) -> dict[str, History]:
-    try:
-        return {path: History.read(path) for path in paths}
-    except ValueError as error:
-        refuse(str(error))
 
 
 def _write(runs: Mapping[str, History], output: Path | None, *, together: bool) -> None:
@@ -70,22 +66,23 @@ def _write(runs: Mapping[str, History], output: Path | None, *, together: bool) 
     from trl_steady.report.page import write, write_comparison
 
     if together:
-        files = [output or Path("comparison.html")]
-        write_comparison(files[0], runs)
-    else:
-        files = [output or (Path(path) if Path(path).is_dir() else Path(path).parent) / "report.html" for path in runs]
-        for file, (path, run) in zip(files, runs.items(), strict=True):
-            write(file, path, run)
-    print("\n".join(map(str, files)), flush=True)
+        file = output or Path("comparison.html")
+        write_comparison(file, runs)
+        print(file, flush=True)
+        return
+    for path, run in runs.items():
+        file = output or (Path(path) if Path(path).is_dir() else Path(path).parent) / "report.html"
+        write(file, path, run)
+        print(file, flush=True)
 
 
-def _plain(findings: Sequence[Finding], skipped: Sequence[Skipped]) -> dict[str, list[dict[str, object]]]:
-    symptom_fields, finding_fields = ("name", "level", "what", "advice", "page"), ("confidence", "since", "evidence")
+def _plain(findings: Sequence[Finding], missing: Mapping[str, str]) -> dict[str, object]:
+    fields = ("name", "level", "what", "advice", "page")
     return {
         "findings": [
-            {name: getattr(finding.symptom, name) for name in symptom_fields}
-            | {name: getattr(finding, name) for name in finding_fields}
+            {name: getattr(finding.symptom, name) for name in fields}
+            | {"since": finding.since, "evidence": finding.evidence}
             for finding in findings
         ],
-        "skipped": [{"name": each.symptom.name, "missing": each.missing} for each in skipped],
+        "skipped": [{"name": name, "missing": metric} for name, metric in missing.items()],
     }

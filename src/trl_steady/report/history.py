@@ -30,6 +30,10 @@ class Series(NamedTuple):
         return Series(self.steps[keep], self.values[keep])
 
 
+class Missing(KeyError):
+    """A log has no such metric or setting."""
+
+
 class History:
     """The log of a run, as one series for each metric.
 
@@ -47,8 +51,7 @@ class History:
             if not isinstance(step, (int, float)) or step != step:
                 continue
             if kept and kept[-1]["step"] > step:  # a resumed run
-                while kept and kept[-1]["step"] >= step:
-                    kept.pop()
+                kept = [earlier for earlier in kept if earlier["step"] < step]
             kept.append(row)
         columns: defaultdict[str, tuple[list[float], list[float]]] = defaultdict(lambda: ([], []))
         for row in kept:
@@ -83,7 +86,8 @@ class History:
             rows = state["log_history"] if "log_history" in state else state["history"]
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{file} is no log of a run: it has no rows under 'log_history' ({error}).") from None
-        return cls(rows, _read_run(file))
+        run = file.parent / RUN_FILE
+        return cls(rows, json.loads(run.read_text()) if run.is_file() else None)
 
     @property
     def settings(self) -> Mapping[str, Any]:
@@ -96,17 +100,23 @@ class History:
         return frozenset(self._series)
 
     def __getitem__(self, key: str) -> Series:
-        """Return the values of a metric that the run has logged."""
-        return self._series[key]
+        """Return the values of a metric. Raises `Missing` if the run has not logged it."""
+        return self._series[self.first(key)]
+
+    def first(self, *keys: str) -> str:
+        """Return the first of these metrics that the run has logged. Raises `Missing` if there is none."""
+        for key in keys:
+            if key in self._series:
+                return key
+        raise Missing(" | ".join(keys))
+
+    def setting(self, name: str) -> Any:
+        """Return an option of the run's config. Raises `Missing` if it is not known."""
+        if name not in self.settings:
+            raise Missing(f"settings.{name}")
+        return self.settings[name]
 
 
 def _newest_state(folder: Path) -> Path | None:
-    files = [folder / _STATE, *folder.glob(f"checkpoint-*/{_STATE}")]
-    found = [file for file in files if file.is_file()]
-    return max(found, key=lambda file: json.loads(file.read_text()).get("global_step", 0), default=None)
-
-
-def _read_run(file: Path) -> Mapping[str, Any] | None:
-    """Return the contents of `steady.json` beside a log."""
-    run = file.parent / RUN_FILE
-    return json.loads(run.read_text()) if run.is_file() else None
+    files = [file for file in (folder / _STATE, *folder.glob(f"checkpoint-*/{_STATE}")) if file.is_file()]
+    return max(files, key=lambda file: json.loads(file.read_text()).get("global_step", 0), default=None)

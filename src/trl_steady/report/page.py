@@ -2,16 +2,16 @@
 
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
 from typing import Any
 
 from trl_steady.report.compare import Comparison, by_name, compared, interval
-from trl_steady.report.diagnosis import Finding, Skipped, diagnose
 from trl_steady.report.history import History
 from trl_steady.report.pictures import clean, pictures
+from trl_steady.report.symptoms import Finding, diagnose
 
 _PAGE = Template((Path(__file__).with_suffix(".html")).read_text())
 _Html = str
@@ -19,15 +19,19 @@ _Html = str
 
 def write(file: Path, name: str, history: History) -> None:
     """Write the report of a run. It replaces `file` at once."""
-    findings, skipped = diagnose(history)
-    steps = f"{history.last_step} optimizer steps"
-    versions = ", ".join(f"{package} {number}" for package, number in history.run.get("versions", {}).items())
+    findings, missing = diagnose(history)
+    settings = [(option, json.dumps(value)) for option, value in history.settings.items()]
+    versions = [f"{package} {number}" for package, number in history.run.get("versions", {}).items()]
+    about = ". ".join(filter(None, (f"{history.last_step} optimizer steps", ", ".join(versions))))
     sections = [
-        f"<h1>{_text(name)}</h1><p class=soft>{_text(steps)}{'. ' * bool(versions)}{_text(versions)}</p>",
+        f"<h1>{_text(name)}</h1><p class=soft>{_text(about)}</p>",
         *(_card(finding) for finding in findings),
         "" if findings else "<div class='card steady'>No symptom was found.</div>",
-        _skipped(skipped),
-        _settings(history.settings),
+        _folded(
+            f"Not looked for, because the log lacks a metric: {len(missing)}",
+            _table(("symptom", "metric"), missing.items()),
+        ),
+        _folded(f"Settings: {len(settings)}", _table(("option", "value"), settings)) if settings else "",
         _gallery(pictures({name: [history]}, findings)),
         _answers(history.run.get("answers", ())),
     ]
@@ -69,29 +73,19 @@ def _card(finding: Finding) -> _Html:
     )
 
 
-def _skipped(skipped: Sequence[Skipped]) -> _Html:
-    rows = "".join(f"<li>{_text(s.symptom.name)}: {_text(', '.join(s.missing))}</li>" for s in skipped)
-    return _folded(f"Not looked for, because the log lacks a metric: {len(skipped)}", f"<ul>{rows}</ul>")
-
-
 def _folded(title: str, content: _Html) -> _Html:
     return f"<details><summary>{_text(title)}</summary>{content}</details>"
 
 
-def _gallery(drawn: Iterator[tuple[str, str]]) -> _Html:
+def _gallery(drawn: Iterable[tuple[str, str]]) -> _Html:
     figures = (f"<figure class=card><h3>{_text(title)}</h3>{svg}</figure>" for title, svg in drawn)
     return f"<div class=grid>{''.join(figures)}</div>"
 
 
-def _table(headings: Sequence[str], rows: Sequence[Sequence[object]]) -> _Html:
+def _table(headings: Sequence[str], rows: Iterable[Iterable[object]]) -> _Html:
     head = "".join(f"<th>{_text(heading)}</th>" for heading in headings)
     body = "".join(f"<tr>{''.join(f'<td>{_text(cell)}</td>' for cell in row)}</tr>" for row in rows)
     return f"<div class=scroll><table><tr>{head}</tr>{body}</table></div>"
-
-
-def _settings(settings: Mapping[str, Any]) -> _Html:
-    rows = [(name, json.dumps(value)) for name, value in settings.items()]
-    return _folded(f"Settings: {len(rows)}", _table(("option", "value"), rows)) if rows else ""
 
 
 def _comparisons(figure: str, found: Mapping[str, Comparison]) -> _Html:

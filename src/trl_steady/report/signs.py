@@ -1,0 +1,333 @@
+"""Signs of a symptom in a log: `symptoms.toml` names the function of each symptom, and its arguments.
+
+Each function returns what it found, or None. It raises `Missing` for a metric or a setting that it needs.
+
+Statistics are robust, because one outlier is no symptom: medians of rollouts, ranks, and sums that grow while most
+values are bad. "Sixths" of a run are the medians of six parts of equal length.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+
+from trl_steady.report.history import History, Missing, Series
+
+_HEALTHY_TREND = 2.6  # z-score that a series without a trend exceeds once in 200 times, in one direction
+
+
+class Found(NamedTuple):
+    """Signs of a symptom."""
+
+    since: int
+    """The optimizer step at which it began."""
+    metric: str
+    """The metric that shows it, or "" for a setting or a warning."""
+    evidence: str
+    """The numbers that show it."""
+
+
+# statistics
+
+
+def blocks(history: History, key: str, quantile: float = 0.5) -> Series:
+    """Return a quantile for each rollout, or for each of at most 200 longer stretches."""
+    steps, values = history[key]
+    steps, values = steps[~np.isnan(values)], np.clip(values[~np.isnan(values)], -1e30, 1e30)
+    rollouts = len(history["reward"].steps) if "reward" in history.keys else len(values)
+    size = max(round(len(values) / max(rollouts, 1)), math.ceil(len(values) / 200), 1)
+    rows = values[: len(values) // size * size].reshape(-1, size)
+    method = "lower" if quantile < 0.5 else "higher"
+    return Series(steps[: rows.size : size], np.quantile(rows, quantile, axis=1, method=method))
+
+
+def _stretch(bad: np.ndarray, least: int = 3) -> slice | None:
+    """Return where most are bad (CUSUM), if these are `least` and last to the end, or for half of all.
+
+    The sum grows by 0.3 at a bad value and falls by 0.7 at a good one. The stretch is its longest climb.
+    """
+    sums = np.concatenate([[0.0], np.cumsum(bad - 0.7)])
+    end = int(np.argmax(sums - np.minimum.accumulate(sums)))
+    start = int(np.argmin(sums[: end + 1]))
+    enough = 0.3 * least - 0.05
+    lasts = sums[-1] - sums[start] >= enough or 2 * (end - start) >= len(bad)
+    return slice(start, end) if lasts and sums[end] - sums[start] >= enough else None
+
+
+def _sixths(values: np.ndarray) -> np.ndarray:
+    return np.array([np.median(part) for part in np.array_split(values, 6)])
+
+
+def _noise(values: np.ndarray) -> float:
+    return 1.05 * float(np.median(np.abs(np.diff(values))))  # standard deviation, if it is normal
+
+
+def _trend(values: np.ndarray) -> float:
+    """Return the z-score of Mann and Kendall's rank trend."""
+    n = len(values)
+    pairs = np.triu(np.sign(values[None, :] - values[:, None]), 1).sum()
+    return float(pairs / math.sqrt(max(n * (n - 1) * (2 * n + 5) / 18, 1)))
+
+
+def _reward(history: History) -> Series:
+    """Return the reward, or the share of right answers where a reward model that is retrained gives it."""
+    return blocks(history, "reward_model/true" if "reward_model/true" in history.keys else "reward")
+
+
+def _learns(history: History) -> bool:
+    """Tell whether the reward has risen and stays up, or is at its top, or it is too early to tell."""
+    values = _reward(history).values
+    if len(values) < 6:
+        return True
+    level = _sixths(values)
+    rose = level.max() - level[0] > _noise(values) and level[-1] > (level[0] + level.max()) / 2
+    return bool(rose or (values.min() >= 0 and values.max() <= 1 and level[-1] >= 0.9))
+
+
+# signs that several symptoms have
+
+
+def beyond(history: History, limits: Sequence[Mapping[str, Any]]) -> Found | None:
+    """Find the metric that was beyond its limit first, of those that were logged. `_beyond` has the arguments."""
+    history.first(*(limit["key"] for limit in limits))
+    return min((found for limit in limits if (found := _beyond(history, **limit))), default=None)
+
+
+def _beyond(
+    history: History, key: str, limit: float, unit: str = "%", below: bool = False, q: float = 0.75, least: int = 3
+) -> Found | None:
+    """Find a metric that is above a limit, or below it, for at least `least` rollouts.
+
+    `q` is the quantile over the updates of a rollout that is compared with the limit.
+    """
+    if key not in history.keys:
+        return None
+    steps, values = blocks(history, key, q)
+    if (where := _stretch(values < limit if below else values > limit, least)) is None:
+        return None
+    scale, side = 100 if unit == "%" else 1, "below" if below else "above"
+    middle, bound = (f"{scale * number:.3g} {unit}".rstrip() for number in (np.median(values[where]), limit))
+    return Found(int(steps[where.start]), key, f"{middle}, {side} {bound}")
+
+
+def noted(history: History, text: str) -> Found | None:
+    """Find a text in the warnings of the run."""
+    if "notes" not in history.run:
+        raise Missing("notes")
+    notes = [note for note in map(str, history.run["notes"] or ()) if text in note]
+    return Found(0, "", " ".join(notes)) if notes else None
+
+
+def parted(history: History, rising: list[str], falling: list[str]) -> Found | None:
+    """Find a metric that falls from its peak while another rises or stays up. The first known ones are compared."""
+    up, down = history.first(*rising), history.first(*falling)
+    rise, fall = blocks(history, up), blocks(history, down)
+    if len(fall.values) < 6:
+        return None
+    # the peak of a running median
+    wide = max(len(fall.values) // 12, 1)
+    smooth = np.array([np.median(fall.values[max(i - wide, 0) : i + wide + 1]) for i in range(len(fall.values))])
+    peak, end = int(smooth.argmax()), float(np.median(fall.values[-3:]))
+    before, after = (rise.values[side] for side in (rise.steps <= fall.steps[peak], rise.steps > fall.steps[peak]))
+    falls = smooth[peak] - end >= 2 * _noise(fall.values) and _trend(fall.values[peak:]) <= -_HEALTHY_TREND
+    if min(len(before), len(after)) < 3 or not falls:
+        return None
+    gained = float(np.median(after[-3:]) - np.median(before[-3:]))
+    began = int(fall.steps[smooth >= smooth[peak] - _noise(fall.values) / 2][-1])
+    return Found(began, down, f"{smooth[peak]:.3g} to {end:.3g}, {up} {gained:+.3g}") if gained >= 0 else None
+
+
+def grows(history: History, key: str, unit: str) -> Found | None:
+    """Find a metric that at least doubles, without a reward that rises."""
+    steps, values = blocks(history, key)
+    if _learns(history) or len(values) < 6:
+        return None
+    level = _sixths(values)
+    where = _stretch(values > (level[0] + level[-1]) / 2)
+    if where is None or _trend(values) < 3 or level[-1] < max(2 * level[0], 1e-6):
+        return None
+    evidence = f"{level[0]:.3g} to {level[-1]:.3g} {unit}, and the reward does not rise"
+    return Found(int(steps[where.start]), key, evidence)
+
+
+def engine(history: History, kind: Literal["another", "differs", "behind"]) -> Found | None:
+    """Find an engine of one kind: it serves another policy, differs from the start, or falls behind."""
+    unit = "nats per token"
+    kl, difference = ({"key": key, "unit": unit} for key in ("mismatch/kl", "sampling/sampling_logp_difference/mean"))
+    another = [{**kl, "limit": 1.0}, {**difference, "limit": 1.0}]  # the default of engine_check
+    # ESS is about 1 / (1 + 2 kl). 0.9 is a kl of 0.055, 37 times that of the R3 paper's mixture of experts. There, the
+    # run that collapsed had 10 % above 2. A mean difference of 0.1 puts a tenth of the ratios outside 0.8 to 1.2
+    far = [
+        {"key": "mismatch/effective_sample_size", "limit": 0.9, "below": True, "q": 0.5},
+        {"key": "mismatch/above_2", "limit": 0.01},
+        {**kl, "limit": 0.055},
+        {**difference, "limit": 0.1},
+    ]
+    if kind == "another":
+        return beyond(history, another)
+    found = beyond(history, far)
+    if found is None or any(_beyond(history, **limit) for limit in another):
+        return None
+    is_late = found.since > blocks(history, found.metric).steps[0]
+    return found if is_late == (kind == "behind") else None
+
+
+def groups(history: History, right: bool) -> Found | None:
+    """Find groups whose answers nearly all earn the same, at the upper end of the rewards (`right`) or the lower."""
+    # recorded runs reach 1 in single rollouts, and none stays above 0.9
+    found = beyond(history, [{"key": "frac_reward_zero_std", "limit": 0.9, "q": 0.5}])
+    reward = blocks(history, "reward").values
+    is_ppo = any(key.startswith("value/") for key in history.keys) or history.settings.get("num_generations") == 1
+    if found is None or is_ppo or not len(reward) or np.ptp(reward) == 0:  # under PPO, a group can be one answer
+        return None
+    is_share = reward.min() >= 0 and reward.max() <= 1
+    middle, last = 0.5 if is_share else (reward.min() + reward.max()) / 2, np.median(reward[-3:])
+    wasted = history["frac_reward_zero_std"].finite.values.mean()
+    evidence = f"{found.evidence}; reward {last:.3g}; {wasted:.0%} of all rollouts were wasted"
+    return found._replace(evidence=evidence) if (last > middle) == right else None
+
+
+# signs that one symptom has, whose name they have
+
+
+def kl_holds(history: History) -> Found | None:
+    """Find a KL that costs nearly as much as the reward has gained, with a reference that stays."""
+    (steps, kl), reward = blocks(history, "kl"), blocks(history, "reward").values
+    length, beta = np.median(history["completions/mean_length"].finite.values), history.setting("beta") or 0
+    moves = "ref/refreshes" in history.keys and history["ref/refreshes"].finite.values.any()
+    if len(reward) < 12 or _trend(kl) < _HEALTHY_TREND or moves:
+        return None
+    is_scaled = history.settings.get("scale_rewards") not in (False, "none") and "reward_std" in history.keys
+    cost = beta * kl * length * (np.median(history["reward_std"].finite.values) if is_scaled else 1.0)
+    gain = float(np.diff(_sixths(reward)[[0, -1]])[0])
+    # near the reference, the cost is half of the gain at the optimum of reward - beta KL
+    where = _stretch(cost > 0.4 * gain)
+    if where is None or gain < _noise(reward) / 2:
+        return None
+    evidence = f"costs {np.median(cost[where]):.2g} an answer with beta {beta:g}, the reward has gained {gain:.2g}"
+    return Found(int(steps[where.start]), "kl", evidence)
+
+
+def nothing_clips(history: History) -> Found | None:
+    """Find a range of tokens on the ratio of a sequence, or updates that are all on-policy."""
+    settings, loss = history.settings, history.settings.get("loss_type")
+    passes = (history.setting("steps_per_generation") or 1) * settings.get("num_iterations", 1)
+    widest = max(history.setting("epsilon") or 0, settings.get("epsilon_high") or 0)
+    is_idle = passes <= history.setting("gradient_accumulation_steps")
+    is_sequence = loss in ("gspo", "gspo_token") or settings.get("importance_sampling_level") == "sequence"
+    if is_sequence and widest >= 0.1:  # GSPO has 3e-4
+        return Found(1, "", f"epsilon {widest:g} is for tokens, and the ratio is of a sequence")
+    if is_idle and (is_sequence or loss == "gmpo"):
+        return Found(1, "", f"each rollout has 1 update, with loss_type {loss}")
+    return None
+
+
+def entropy_collapses(history: History) -> Found | None:
+    """Find an entropy that will be a tenth of its highest level within this run, without a reward that rises."""
+    steps, values = blocks(history, "entropy")
+    if _learns(history) or len(values) < 12:  # with fewer, healthy runs would print it
+        return None
+    level = np.maximum(_sixths(values), 1e-12)
+    first, last = level.max(), level[-1]
+    where = _stretch(values < first / 2)
+    slope = 3 * math.log(last / level[3]) / max(steps[-1] - steps[0], 1)  # their middles are a third of the run apart
+    arrival = history.last_step + max(math.log(10 * last / first) / -min(slope, -1e-12), 0)
+    if where is None or arrival > max(history.settings.get("max_steps") or 0, 1.5 * steps[-1]):
+        return None
+    evidence = f"{first:.3g} to {last:.3g} nats, a tenth of it by step {arrival:.0f}"
+    return Found(int(steps[where.start]), "entropy", evidence)
+
+
+def _nan(history: History, *keys: str) -> Found | None:
+    """Find metrics that stop being numbers, all of them."""
+    where = {key: _stretch(~np.isfinite(history[key].values)) for key in keys if key in history.keys}
+    since = [int(history[key].steps[stretch.start]) for key, stretch in where.items() if stretch]
+    return Found(max(since), ", ".join(where), "NaN") if since and len(since) == len(where) else None
+
+
+def not_a_number(history: History) -> Found | None:
+    """Find a gradient, or else a loss, that stops being a number."""
+    history.first("grad_norm", "loss")
+    return _nan(history, "grad_norm") or _nan(history, "loss")
+
+
+def reward_missing(history: History) -> Found | None:
+    """Find a reward that is NaN, in total or in all functions, or that is no longer logged."""
+    steps = history["reward"].steps
+    parts = sorted(key for key in history.keys if key.startswith("rewards/") and key.endswith("/mean"))
+    if found := _nan(history, "reward") or _nan(history, *parts):
+        return found
+    usual, missing = max(np.median(np.diff(steps, prepend=0)), 1), history.last_step - steps[-1]
+    return Found(int(steps[-1] + usual), "reward", f"not logged for {missing} steps") if missing > 4 * usual else None
+
+
+def reward_constant(history: History) -> Found | None:
+    """Find a reward that is the same in each log."""
+    steps, values = history["reward"].finite
+    is_flat = len(values) > 2 and np.ptp(values) == 0
+    return Found(int(steps[0]), "reward", f"{values[0]:.4g} in each of {len(values)} logs") if is_flat else None
+
+
+def gradient_spikes(history: History) -> Found | None:
+    """Find gradients ten times as large as usual, in three updates and in one of a hundred."""
+    steps, values = history["grad_norm"].finite
+    usual = float(np.quantile(values[values > 0], 0.75)) if (values > 0).sum() >= 20 else math.inf
+    places = np.flatnonzero(values > 10 * usual)  # recorded runs have at most two such updates
+    left = np.arange(len(places), 0, -1)
+    often = (left >= 3) & (left >= 0.01 * (len(values) - places))  # from which spike on there are enough
+    if not often.any():
+        return None
+    evidence = f"above {10 * usual:.3g} in {left[often][0]} updates, usually {usual:.3g}"
+    return Found(int(steps[places[often][0]]), "grad_norm", evidence)
+
+
+def reference_never_moves(history: History) -> Found | None:
+    """Find a reference that has not moved, or will not before the run ends."""
+    moved, settings, last = history["ref/refreshes"].finite.values.any(), history.settings, history.last_step
+    every = settings.get("ref_model_sync_steps") or 512  # TRL's default
+    is_short = 0 < (settings.get("max_steps") or 0) <= every and settings.get("ref_model_sync_kl") is None
+    if moved or not (is_short or last > every + 64):  # it waits for a rollout
+        return None
+    return Found(1 if is_short else every, "ref/refreshes", f"0 in {last} steps, with ref_model_sync_steps {every}")
+
+
+def reference_collapsed(history: History) -> Found | None:
+    """Find a reference that has moved after the reward had fallen for good."""
+    moves, (steps, values) = history["ref/refresh_step"].finite.values, _reward(history)
+    if len(values) < 12 or _learns(history):
+        return None
+    level = _sixths(values)
+    where = _stretch(values < (level[0] + level.max()) / 2)
+    if where is None or where.start <= values.argmax() or level.max() - level[0] <= 2 * _noise(values):
+        return None
+    late = moves[moves >= steps[where.start]]
+    evidence = f"{level.max():.3g} at best, {level[-1]:.3g} at the end, {len(late)} refreshes since it fell"
+    return Found(int(late[0]), "reward", evidence) if len(late) else None
+
+
+def sampling_truncated(history: History) -> Found | None:
+    """Find a `top_p` that is too low."""
+    top_p = history.setting("top_p") or 1
+    # docs/evidence.md: 12 % of the gradient is bias at 0.8, and 0.7 costs 8 points of accuracy, with the mask too
+    return Found(1, "", f"top_p {top_p:g}") if top_p < 0.9 else None
+
+
+def generation_slow(history: History) -> Found | None:
+    """Find generations that take nearly all the time from one rollout to the next."""
+    history.first("time/update")
+    steps, seconds = history["time/generation"].finite
+    total = np.zeros(len(steps) + 1)
+    for phase in (history[key].finite for key in history.keys if key.startswith("time/")):
+        np.add.at(total, np.searchsorted(steps, phase.steps, "right"), phase.values)
+    shares = seconds / np.maximum(total[1:], 1e-12)
+    where = _stretch(shares > 0.8, least=8)  # verl's runs have 0.45 to 0.7
+    if where is None:
+        return None
+    return Found(int(steps[where.start]), "time/generation", f"{np.median(shares[where]):.0%} of the time")
+
+
+def padding_computed(history: History) -> Found | None:
+    """Find batches that are mostly padding, where nothing trims it."""
+    share, is_trimmed = np.median(history["padding/share"].finite.values), history.setting("trim_padding")
+    return Found(1, "padding/share", f"{share:.0%}") if share > 0.5 and not is_trimmed else None
