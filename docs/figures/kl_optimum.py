@@ -26,8 +26,8 @@ LEARNING_RATE = 4.0
 Term = Callable[[Tensor, Tensor, Tensor], Tensor]
 TERMS: dict[str, Term] = {
     "uncorrected": lambda logps, ref_logps, log_ratio: kl.k3(logps, ref_logps),
-    "ratio detached": lambda logps, ref_logps, log_ratio: kl.corrected_k3(logps, ref_logps, log_ratio.detach()),
-    "corrected": kl.corrected_k3,
+    "ratio detached": lambda logps, ref_logps, log_ratio: kl.k3(logps, ref_logps, log_ratio.detach()),
+    "corrected": kl.k3,
 }
 
 # Okabe and Ito's, which colour-blind readers tell apart

@@ -23,7 +23,7 @@ CALLS: dict[str, Callable[[Inputs], Any]] = {
         for mode in ("token_truncate", "token_mask", "sequence_truncate", "sequence_mask")
     ],
     "kl": lambda i: [each(i["logps"], i["old"]) for each in (kl.k1, kl.k2, kl.k3)],
-    "corrected_k3": lambda i: kl.corrected_k3(i["logps"], i["old"], i["logps"] - i["old"]),
+    "corrected k3": lambda i: kl.k3(i["logps"], i["old"], i["logps"] - i["old"]),
     "off_policy_mask": lambda i: masks.off_policy_mask(
         i["logps"], masks.off_policy_statistic(i["logps"], i["old"], i["mask"]), i["mask"], threshold=0.0
     ),

@@ -14,9 +14,9 @@ from trl_steady.functional import kl
 Term = Callable[[Tensor, Tensor, Tensor], Tensor]  # of log π, log π_ref and log π_old
 
 corrected: dict[str, Term] = {
-    "k1": lambda logps, ref_logps, old_logps: kl.corrected_k1(logps, ref_logps, logps - old_logps),
-    "k2": lambda logps, ref_logps, old_logps: kl.corrected_k2(logps, ref_logps, logps - old_logps),
-    "k3": lambda logps, ref_logps, old_logps: kl.corrected_k3(logps, ref_logps, logps - old_logps),
+    "k1": lambda logps, ref_logps, old_logps: kl.k1(logps, ref_logps, logps - old_logps),
+    "k2": lambda logps, ref_logps, old_logps: kl.k2(logps, ref_logps, logps - old_logps),
+    "k3": lambda logps, ref_logps, old_logps: kl.k3(logps, ref_logps, logps - old_logps),
 }
 plain: dict[str, Term] = {
     "k1": lambda logps, ref_logps, _: kl.k1(logps, ref_logps),

@@ -16,7 +16,7 @@ from tests.gpu.places import KERNELS, Place, everywhere
 from tests.gpu.recorder import Figures
 from tests.oracles.padding import Batch, padded
 from trl_steady.features.padding_free import attention
-from trl_steady.features.padding_free.segments import Segments
+from trl_steady.features.padding_free.attention import Segments
 
 SIZE = 32  # kernels take no heads as small as those of the CPU's tests
 SCALE = 0.2

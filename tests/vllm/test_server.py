@@ -13,7 +13,8 @@ from tests.oracles.routes import NONE
 from tests.tools import tiny
 from tests.vllm import mixtures
 from tests.vllm.tools import serving, shares
-from trl_steady.features.router_replay.feature import ROUTES, take_routes
+from trl_steady.features.router_replay.feature import ROUTES
+from trl_steady.features.router_replay.routes import from_engine
 from trl_steady.features.sampling_mask.feature import SAMPLING_MASK, take_sets
 
 pytestmark = [
@@ -77,7 +78,7 @@ def test_routes_of_answers_to_tokens_are_those_of_each_token(
     given, completions, _, _ = generation.generate(prompts, None, 3)
     assert given == prompts and len({len(ids) for ids in completions}) > 3
     sequences = [[*prompt, *ids] for prompt, ids in zip(prompts, completions, strict=True)]
-    pairs = list(zip(sequences, take_routes(generation, mixtures.SPARSE), strict=True))
+    pairs = list(zip(sequences, [from_engine(each, mixtures.SPARSE) for each in generation.take(ROUTES)], strict=True))
     assert [len(routes) for _, routes in pairs] == [len(ids) - 1 for ids in sequences]
     assert mixtures.share([mixtures.agreement(model, *pair) for pair in pairs]) == 1.0
     assert mixtures.share([mixtures.agreement(model, ids, routes.roll(1, 0)) for ids, routes in pairs]) < 0.5

@@ -128,8 +128,8 @@ def of_kl(size: float) -> dict[str, Tensor]:
         logps, ref = given.logps.requires_grad_(), task.log_probs(ref_logps)
         terms = {
             "`use_bias_correction_kl=False`": kl.k3(logps, ref),
-            '`kl_ratio_denominator="old"`': kl.corrected_k3(logps, ref, logps - given.old_logps),
-            '`kl_ratio_denominator="sampler"`': kl.corrected_k3(logps, ref, logps - given.sampler_logps),
+            '`kl_ratio_denominator="old"`': kl.k3(logps, ref, logps - given.old_logps),
+            '`kl_ratio_denominator="sampler"`': kl.k3(logps, ref, logps - given.sampler_logps),
         }
         for name, term in terms.items():
             slopes = torch.autograd.grad(term.sum(), logps, retain_graph=True)[0]

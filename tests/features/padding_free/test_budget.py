@@ -8,7 +8,7 @@ import pytest
 
 from tests.oracles import padding as oracles
 from tests.oracles.padding import Taken
-from trl_steady.features.padding_free.budget import Length, partition
+from trl_steady.features.padding_free.packing import Length, partition
 
 BUDGETS = (1, 7, 18, 19, 20, 33, 50, 75, 10_000)
 

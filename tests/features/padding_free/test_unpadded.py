@@ -13,8 +13,8 @@ from tests.features.padding_free.rollouts import UNEQUAL, Widths, answers
 from tests.tools import tiny
 from tests.tools.headroom import within
 from tests.tools.losses import SEQUENCE_RATIO_LOSS_TYPES
-from trl_steady.features.padding_free.budget import Length
 from trl_steady.features.padding_free.feature import PaddingFree
+from trl_steady.features.padding_free.packing import Length
 
 ROLLOUT: dict[str, Any] = {"build": {"rollout_func": UNEQUAL}}
 

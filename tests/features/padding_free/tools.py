@@ -15,9 +15,8 @@ from trl.trainer.utils import add_fused_lm_head
 from tests.oracles import padding as oracles
 from tests.oracles.padding import Batch, padded
 from trl_steady.features.padding_free.attention import PackedAttention
-from trl_steady.features.padding_free.budget import Length
 from trl_steady.features.padding_free.model import PaddingFreeModel
-from trl_steady.features.padding_free.packing import Packing, Segment, pack, sequence_lengths
+from trl_steady.features.padding_free.packing import Length, Packing, Segment, pack, sequence_lengths
 from trl_steady.features.padding_free.support import find_support
 
 SIZES: dict[str, Any] = {

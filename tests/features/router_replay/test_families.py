@@ -12,9 +12,9 @@ from tests.features.router_replay import mixtures
 from tests.features.router_replay.mixtures import CASES, FAMILIES, Layer
 from tests.features.router_replay.passes import TOKENS, Outcome, assert_equal, run
 from tests.tools import families
+from trl_steady.core.token_record import nothing
 from trl_steady.features.router_replay.replay import Replay, Routers
 from trl_steady.features.router_replay.routes import is_route
-from trl_steady.functional.turns import nothing
 
 pytestmark = pytest.mark.skipif(
     not transformers.__version__.startswith("5.23."), reason="the families are those of transformers 5.23"

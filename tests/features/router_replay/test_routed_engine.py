@@ -17,7 +17,8 @@ from tests.oracles.routes import NONE
 from tests.tools import engines, tiny
 from tests.tools.engines import COMPLETIONS, RENDER, SPARSE, TOKENS, Array, Build, Engine, Server, chosen, kept
 from tests.tools.sets import lists
-from trl_steady.features.router_replay.feature import take_routes
+from trl_steady.features.router_replay.feature import ROUTES
+from trl_steady.features.router_replay.routes import from_engine
 from trl_steady.features.sampling_mask.feature import take_sets
 
 mixture, engine, in_process = engines.mixture, engines.engine, engines.in_process
@@ -141,7 +142,8 @@ def test_a_server_is_asked_about_images_too(server: Server, flagged: Build) -> N
     pairs = list(zip(twice(prompts), completions, strict=True))
     sets = lists(take_sets(generation, completions))
     assert sets == [each for pair in pairs for each in kept(*pair, 0)]
-    for (prompt, ids), routes in zip(pairs, take_routes(generation, SPARSE), strict=True):
+    found = [from_engine(each, SPARSE) for each in generation.take(ROUTES)]
+    for (prompt, ids), routes in zip(pairs, found, strict=True):
         assert torch.equal(routes, torch.from_numpy(chosen([*prompt, *ids], 0)[:-1, SPARSE]))
     assert {path: len(bodies) for path, bodies in server.requests.items()} == {RENDER: 3, TOKENS: 5}
     sent = {tuple(body["token_ids"]): body["features"] for body in server.requests[TOKENS]}

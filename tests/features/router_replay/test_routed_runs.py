@@ -22,7 +22,7 @@ from tests.features.router_replay.tools import (
 from tests.oracles import routes as routed_oracle
 from tests.oracles.routes import NONE
 from tests.tools import resumable, tiny
-from trl_steady.functional.turns import Traced
+from trl_steady.core.token_record import Traced
 
 
 def test_a_run_is_not_resumed_inside_a_window_with_another_replay(models: dict[str, Path], tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import trl_steady
 from tests.oracles import routes as routed_oracle
 from tests.oracles.routes import NONE
 from tests.tools import tiny
-from trl_steady.functional.turns import Traced
+from trl_steady.core.token_record import Traced
 
 LAYERS, EXPERTS, CHOSEN = 2, 4, 2
 

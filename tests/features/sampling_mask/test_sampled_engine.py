@@ -18,7 +18,8 @@ from tests.tools.engines import MASKED, ROUTED, SPARSE, TOKENS, Build, Engine, S
 from tests.tools.headroom import within
 from tests.tools.sets import lists
 from trl_steady.core.metrics import Clock
-from trl_steady.features.router_replay.feature import ROUTES, take_routes
+from trl_steady.features.router_replay.feature import ROUTES
+from trl_steady.features.router_replay.routes import from_engine
 from trl_steady.features.sampling_mask.candidates import CandidateSets
 from trl_steady.features.sampling_mask.feature import SAMPLING_MASK, take_sets
 from trl_steady.trl_bridge.vllm import SteadyGeneration
@@ -170,7 +171,13 @@ def test_each_of_two_processes_has_the_sets_of_its_own_sequences(
         _, completions, _, _ = generation.generate(prompts_of_process, None, generations)
         sets = lists(take_sets(generation, completions))
         assert sets == [each for pair in zip(prompts_of_process, completions, strict=True) for each in kept(*pair, 0)]
-        for prompt, ids, routes in zip(prompts_of_process, completions, take_routes(generation, SPARSE), strict=True):
+        found = [from_engine(each, SPARSE) for each in generation.take(ROUTES)]
+        for prompt, ids, routes in zip(
+            prompts_of_process,
+            completions,
+            found,
+            strict=True,
+        ):
             assert torch.equal(routes, routes_of([*prompt, *ids], 0)[:-1])
         seen += len(completions)
     assert len(server.requests[TOKENS]) == 4 and seen == 4 * generations

@@ -19,7 +19,7 @@ import re
 import sys
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from packaging.version import Version
@@ -31,8 +31,7 @@ from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trl_steady.features.padding_free.packing import Segment
-from trl_steady.features.padding_free.segments import Segments
+from trl_steady.features.padding_free.packing import Segment, copy_async
 
 # an older torch has no such function, or one that takes less; 2.13.0a0 has it
 if Version(torch.__version__).release >= (2, 13):
@@ -41,6 +40,59 @@ else:
     varlen_attn = None
 
 _PREFIX = "trl_steady_packed_"
+
+
+class Varlen(NamedTuple):
+    """`S` segments as kernels for sequences of different lengths take them, on one device."""
+
+    query_starts: Tensor  # (S + 1,) int32, the first query of each segment, and the end of the last
+    key_starts: Tensor  # (S + 1,) int32, the same for keys; those of a segment's prefix come first
+    longest_queries: int
+    longest_keys: int
+    keys_in_row: Tensor | None  # indices of the keys in the row; None if the keys are those of the row
+
+
+class Segments:
+    """The segments of a packed row, which the layers get in place of an attention mask."""
+
+    # Not a dataclass: FSDP2 would rebuild it for each layer, and what it has made with it.
+
+    def __init__(self, segments: Sequence[Segment], attention_window: int | None = None) -> None:
+        self.segments = segments
+        self.attention_window = attention_window
+        """How many tokens a token attends to in these layers, including itself; None for no limit."""
+        self._varlen: dict[torch.device, Varlen] = {}
+
+    def __getitem__(self, index: tuple[slice, ...]) -> "Segments":
+        """Return the segments unchanged if a layer cuts the mask to the number of queries and keys."""
+        if any(part.start not in (None, 0) or part.step is not None for part in index):
+            raise IndexError(f"the segments of a packed row cannot be cut to {index}. Set trim_padding=False.")
+        return self
+
+    def varlen(self, device: torch.device) -> Varlen:
+        """Return what one call for all segments needs, made once for the layers of a device."""
+        if device in self._varlen:
+            return self._varlen[device]
+        queries = [len(segment) for segment in self.segments]
+        keys = [len(segment) + segment.shared for segment in self.segments]
+        keys_in_row = None
+        if keys != queries:
+            row = torch.arange(self.segments[-1].end)
+            parts = [row[part] for segment in self.segments for part in (segment.prefix, segment.tokens) if part]
+            keys_in_row = copy_async(torch.cat(parts), device)
+        starts = _starts(queries, device), _starts(keys, device)
+        self._varlen[device] = Varlen(*starts, max(queries), max(keys), keys_in_row)
+        return self._varlen[device]
+
+    def mask(self, length: int, shared: int, device: torch.device) -> Tensor:
+        """Return which keys each query attends to: (length, shared + length), True = attend."""
+        query = torch.arange(shared, shared + length, device=device).unsqueeze(1)
+        key = torch.arange(shared + length, device=device)
+        return (key <= query) & (key > query - (self.attention_window or shared + length))
+
+
+def _starts(lengths: Sequence[int], device: torch.device) -> Tensor:
+    return copy_async(pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32), device)
 
 
 def why_not_packed(implementation: str | None) -> str | None:

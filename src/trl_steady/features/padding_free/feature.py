@@ -20,9 +20,16 @@ from trl_steady.config.shared import SharedOptions
 from trl_steady.core.feature import Feature, Trainer
 from trl_steady.core.types import ForwardPass, LogProbs, LossPass, Rollout
 from trl_steady.features.padding_free.attention import PackedAttention, own_implementation
-from trl_steady.features.padding_free.budget import Length, group_numbers, partition
 from trl_steady.features.padding_free.model import PaddingFreeModel
-from trl_steady.features.padding_free.packing import Segment, copy_async, fits, sequence_lengths
+from trl_steady.features.padding_free.packing import (
+    Length,
+    Segment,
+    copy_async,
+    fits,
+    group_numbers,
+    partition,
+    sequence_lengths,
+)
 from trl_steady.features.padding_free.support import Support, find_support
 from trl_steady.features.zero_advantage import select_sequences, skips_before_regrouping, with_gradient
 from trl_steady.trl_bridge import models

@@ -10,10 +10,8 @@ from typing import Any, cast
 from torch import Tensor
 from torch.nn.functional import pad
 
-from trl_steady.features.padding_free.budget import Length
-from trl_steady.features.padding_free.packing import Segment, pack
+from trl_steady.features.padding_free.packing import Length, Segment, pack
 from trl_steady.features.padding_free.support import Support
-from trl_steady.trl_bridge.log_probs import needs_token_indices
 
 _TOKEN_INPUTS = ("token_type_ids", "mm_token_type_ids", "token_indices")  # also (B, L)
 _PACKED = {"input_ids", "attention_mask", "labels", "token_indices"}
@@ -35,11 +33,6 @@ class PaddingFreeModel:
     lengths: Iterator[Length]  # of all sequences that will come, in order
     attend_within: Callable[[Sequence[Segment]], AbstractContextManager[None]]
     """Returns a context in which the model attends within the given segments."""
-
-    @property
-    def needs_token_indices(self) -> bool:
-        """True if the model inside needs `token_indices`."""
-        return needs_token_indices(self.model)
 
     def __call__(self, *, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **others: object) -> object:
         """Return `log_probs` and `entropy`, (B, L - 1) each, and `aux_loss`, for inputs of shape (B, L)."""

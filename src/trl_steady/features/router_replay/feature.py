@@ -12,15 +12,12 @@ from torch import Tensor
 from trl_steady.config.shared import SharedOptions
 from trl_steady.core.engine import EngineOutput
 from trl_steady.core.feature import Feature, Trainer
-from trl_steady.core.token_record import TokenRecord
+from trl_steady.core.token_record import TokenRecord, nothing
 from trl_steady.core.types import ForwardPass, LogProbs, Rollout, Turn
 from trl_steady.features.router_replay.generation import R2_INSTEAD, record_passes
-from trl_steady.features.router_replay.model import RecordedModel, ReplayedModel
-from trl_steady.features.router_replay.replay import Replay, Routers
+from trl_steady.features.router_replay.replay import RecordedModel, Replay, ReplayedModel, Routers
 from trl_steady.features.router_replay.routes import from_engine, is_route, share_prefix_routes
-from trl_steady.functional.turns import nothing
 from trl_steady.trl_bridge import models
-from trl_steady.trl_bridge.vllm import SteadyGeneration
 
 _COLUMN = "routes"
 
@@ -93,7 +90,8 @@ class RouterReplay(Feature):
             return call_next(turn)
         if trainer.use_vllm:
             result = call_next(turn)
-            routes = take_routes(trainer.vllm_generation, self.routers(trainer.model).decoder_layers)
+            layers = self.routers(trainer.model).decoder_layers
+            routes = [from_engine(each, layers) for each in trainer.vllm_generation.take(ROUTES)]
         else:
             with record_passes(models.bare(trainer, trainer.model), self.routers(trainer.model)) as passes:
                 result = call_next(turn)
@@ -144,19 +142,32 @@ class RouterReplay(Feature):
         else:
             routes = self._rollout_routes(rollout, ids, mask, forward.prompt_width)
         if routes is not None:
-            replayed = ReplayedModel(self.routers(forward.model), routes, forward.hold_until_backward)
-            forward.wrap_model(replayed.wrap)
-            log_probs = call_next(forward)
-            if rollout is None:
-                self._log_replays(replayed.replays)
-            return log_probs
+            return self._replay(forward, routes, call_next)
         if rollout is None or forward.role != "old":  # R2 without a pass of the old policy
             return call_next(forward)
-        recorded = RecordedModel(self.routers(forward.model), ids.shape)
-        forward.wrap_model(recorded.wrap)
+        return self._record(forward, rollout, call_next)
+
+    def _replay(self, forward: ForwardPass, routes: Tensor, call_next: Callable[[ForwardPass], LogProbs]) -> LogProbs:
+        replays: list[Replay] = []
+        others = self.routers(forward.model), routes, forward.hold_until_backward, replays
+        forward.wrap_model(lambda model: ReplayedModel(model, *others), needs_token_indices=True)
         log_probs = call_next(forward)
-        assert recorded.routes is not None
-        routes = recorded.routes.where(mask.bool()[..., None, None], nothing(recorded.routes.dtype))
+        if forward.rollout is None:
+            self._log_replays(replays)
+        return log_probs
+
+    def _record(
+        self, forward: ForwardPass, rollout: Rollout, call_next: Callable[[ForwardPass], LogProbs]
+    ) -> LogProbs:
+        parts: list[tuple[Tensor, Tensor]] = []
+        routers = self.routers(forward.model)
+        forward.wrap_model(lambda model: RecordedModel(model, routers, parts), needs_token_indices=True)
+        log_probs = call_next(forward)
+        ids, mask = forward.input_ids, forward.attention_mask.bool()
+        indices, seen = (torch.cat(values) for values in zip(*parts, strict=True))
+        routes = seen.new_full((ids.numel(), *seen.shape[1:]), nothing(seen.dtype))
+        routes[indices] = seen
+        routes = routes.view(*ids.shape, *seen.shape[1:]).where(mask[..., None, None], nothing(seen.dtype))
         record = rollout.records.setdefault(_COLUMN, TokenRecord("router_replay='R2'"))
         record.values = self._with_shared_prompts(routes, ids, mask, forward.prompt_width)
         return log_probs
@@ -169,11 +180,3 @@ class RouterReplay(Feature):
             pairs = torch.stack([changed, replayed], dim=-1)
             sums |= {f"routing/changed/{layer}": pair for layer, pair in enumerate(pairs)}
         self.trainer.metrics.pooled(sums=sums)
-
-
-def take_routes(engine: SteadyGeneration, layers: Sequence[int]) -> list[Tensor]:
-    """Return the routes (T - 1, M, K) of each sequence of the engine's last call. It forgets them.
-
-    `layers` are the (M,) indices of the decoder layers that have routers.
-    """
-    return [from_engine(routes, layers) for routes in engine.take(ROUTES)]

@@ -17,7 +17,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from trl_steady.functional.turns import nothing
+from trl_steady.core.token_record import nothing
 
 
 def route_dtype(num_experts: int) -> torch.dtype:

@@ -15,12 +15,11 @@ from torch import Tensor
 from trl_steady.config.shared import SharedOptions
 from trl_steady.core.engine import EngineOutput
 from trl_steady.core.feature import Feature
-from trl_steady.core.token_record import TokenRecord
+from trl_steady.core.token_record import TokenRecord, Traced
 from trl_steady.core.types import ForwardPass, LogProbs, ModelCall, Rollout, Turn
 from trl_steady.features.sampling_mask.candidates import MAX_CANDIDATES, CandidateSets
 from trl_steady.features.sampling_mask.model import SamplingMaskModel
 from trl_steady.features.sampling_mask.recording import CandidateRecorder, refuse_other_modes
-from trl_steady.functional.turns import Traced
 from trl_steady.trl_bridge import models
 from trl_steady.trl_bridge.rollout import last_logits_processor
 from trl_steady.trl_bridge.vllm import SteadyGeneration
@@ -166,7 +165,7 @@ class SamplingMask(Feature):
             wrappers.append(SamplingMaskModel(model, sets, index, with_entropy=forward.with_entropy))
             return wrappers[0]
 
-        forward.wrap_model(wrap)
+        forward.wrap_model(wrap, needs_token_indices=True)
         log_probs = call_next(forward)
         if forward.rollout is None:
             self.trainer.metrics.pooled(sums={"sampling_mask/kept_mass": wrappers[0].kept_mass})

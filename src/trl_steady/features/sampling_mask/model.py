@@ -1,7 +1,7 @@
 """Wrapper that makes a model return log-probs among the candidates."""
 
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,7 +16,6 @@ from trl_steady.trl_bridge.lm_head import Head, HeadOutputs, replace_head
 class SamplingMaskModel:
     """Wrapper that computes the log-prob of each token among its candidates, for a model with TRL's fused LM head."""
 
-    needs_token_indices: ClassVar = True
     model: ModelCall  # takes `token_indices`, returns `log_probs`
     sets: CandidateSets  # of some positions
     index: Tensor

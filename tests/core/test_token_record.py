@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.features.router_replay.passes import to_engine
-from trl_steady.functional.turns import Traced, aligned, stitched
+from trl_steady.core.token_record import Traced, aligned, stitched
 
 NONE = 255
 
