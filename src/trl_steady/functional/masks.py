@@ -1,8 +1,8 @@
-"""Means under a mask, and the weights and masks that act on tokens and sequences that are too far off-policy.
+"""Means under a mask; weights and masks for tokens and sequences that are too far off-policy.
 
 Weights and masks multiply only the policy term. The KL stays, and dropped sequences still count in every mean, so that
-dropping one sequence does not increase the weight of the others. No gradient flows through them. Masks that drop are
-True = keep.
+dropping one sequence does not increase the weight of the others. No gradient flows through them. In a mask that drops
+sequences, True = keep.
 
 The sampler is the inference engine or policy that generated the tokens. `sampler_logps` may be NaN where an engine
 could not score a token. NaN is no evidence either way, so such a token counts as equally likely under both policies.

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixin
 
 from trl_steady.core.feature import Trainer
-from trl_steady.core.scorer import Scorer
+from trl_steady.core.types import Scorer
 from trl_steady.trl_bridge.private import patched
 
 # names of adapters on one model; TRL takes the second as the reference

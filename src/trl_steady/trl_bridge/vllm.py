@@ -9,7 +9,7 @@ import functools
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from types import SimpleNamespace
+from types import MappingProxyType, SimpleNamespace
 from typing import Any
 
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
@@ -27,35 +27,20 @@ from trl_steady.trl_bridge.private import patched
 
 
 @contextmanager
-def steady_engine(extras: Sequence[EngineOutput], sync: AdapterSync | None, clock: Clock) -> Iterator[None]:
-    """Give each of TRL's trainers that is built inside this context an engine of ours."""
-
-    def build(*arguments: Any, model: PreTrainedModel | PeftModel, **keywords: Any) -> VLLMGeneration:
-        model_sync = sync if is_peft_model(model) else None
-        return SteadyGeneration(*arguments, model=model, extras=extras, clock=clock, sync=model_sync, **keywords)
-
-    with patched(grpo_trainer, {"VLLMGeneration": build}), patched(rloo_trainer, {"VLLMGeneration": build}):
-        yield
-
-
-@contextmanager
-def engine_arguments(given: Mapping[str, object]) -> Iterator[None]:
-    """Let a colocated engine that is built inside this context have these arguments of vLLM's, over TRL's.
+def steady_engine(
+    extras: Sequence[EngineOutput], sync: AdapterSync | None, clock: Clock, given: Mapping[str, object]
+) -> Iterator[None]:
+    """Give each of TRL's trainers that is built inside this context an engine of ours, with these arguments of vLLM's.
 
     Raises:
         ValueError: vLLM does not know an argument, or not with this value.
     """
-    llm = getattr(vllm_generation, "LLM", object)
 
-    def build(**trl_arguments: object) -> Any:
-        try:
-            return llm(**{**trl_arguments, **given})
-        except TypeError as error:
-            raise ValueError(
-                f"vllm_engine_kwargs={given!r}: vLLM cannot be built with it: {error}. Set what vllm.LLM takes."
-            ) from error
+    def build(*arguments: Any, model: PreTrainedModel | PeftModel, **keywords: Any) -> VLLMGeneration:
+        ours = {"extras": extras, "sync": sync if is_peft_model(model) else None, "clock": clock, "given": given}
+        return SteadyGeneration(*arguments, model=model, **ours, **keywords)
 
-    with patched(vllm_generation, {"LLM": build} if given else {}):
+    with patched(grpo_trainer, {"VLLMGeneration": build}), patched(rloo_trainer, {"VLLMGeneration": build}):
         yield
 
 
@@ -80,9 +65,10 @@ class SteadyGeneration(VLLMGeneration):
         extras: Sequence[EngineOutput],
         clock: Clock,
         sync: AdapterSync | None = None,
+        given: Mapping[str, object] = MappingProxyType({}),
         **keywords: Any,
     ) -> None:
-        self._extras, self._clock, self._sync = extras, clock, sync
+        self._extras, self._clock, self._sync, self._given = extras, clock, sync, given
         self._extra_values: dict[str, list[Any]] = {}
         super().__init__(*arguments, **keywords)
 
@@ -123,7 +109,7 @@ class SteadyGeneration(VLLMGeneration):
         )
 
     def _build(self, adapter_flags: dict[str, object]) -> None:
-        """Build TRL's engine, in this process with these options of vLLM's, or connect to the server."""
+        """Build TRL's engine in this process, with the user's arguments over TRL's, or connect to the server."""
         if self.mode == "server":
             super()._init_vllm()
             return
@@ -134,10 +120,23 @@ class SteadyGeneration(VLLMGeneration):
                 f"returns the {extra.label} to one process only. Set vllm_mode='server'."
             )
         flags = {**adapter_flags, **{extra.flag: True for extra in self._extras}}
-        # `LLM` is missing if vLLM is not installed; TRL then raises an error
-        build = functools.partial(getattr(vllm_generation, "LLM", object), **flags)
-        if adapter_flags and self.enable_sleep_mode:
-            build = functools.partial(_build_with_light_sleep, build)
+        llm_class: Any = getattr(vllm_generation, "LLM", object)  # missing if vLLM is; TRL then raises an error
+
+        def build(**trl_arguments: object) -> Any:
+            try:
+                llm = llm_class(**{**flags, **trl_arguments, **self._given})
+            except TypeError as error:
+                if not self._given:
+                    raise
+                raise ValueError(
+                    f"vllm_engine_kwargs={self._given!r}: vLLM cannot be built with it: {error}. Set what vllm.LLM "
+                    "takes."
+                ) from error
+            if adapter_flags and self.enable_sleep_mode:
+                sleep = llm.sleep  # move weights to the CPU: TRL's level drops them, and nobody would send the base
+                vars(llm)["sleep"] = lambda level=1, *mode, **others: sleep(min(level, 1), *mode, **others)
+            return llm
+
         with patched(vllm_generation, {"LLM": build}):
             super()._init_vllm()
 
@@ -233,17 +232,6 @@ class SteadyGeneration(VLLMGeneration):
 def first_reason(reason: str | None) -> str | None:
     """Return the first reason of any process, so that all decide alike. Otherwise they would wait for one another."""
     return next(filter(None, gather_object([reason])), None)
-
-
-def _build_with_light_sleep(build: Callable[..., Any], **arguments: object) -> Any:
-    """Build vLLM's `LLM` so that it moves its weights to the CPU while it sleeps.
-
-    TRL's level of sleep drops them, and nobody would send the base again.
-    """
-    llm = build(**arguments)
-    sleep = llm.sleep
-    vars(llm)["sleep"] = lambda level=1, *mode, **others: sleep(min(level, 1), *mode, **others)
-    return llm
 
 
 @contextmanager

@@ -6,7 +6,6 @@
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import cast
 
 from accelerate.utils import DistributedType
 from peft import PeftModel
@@ -24,7 +23,7 @@ from trl_steady.features.adapters.vllm_support import needs_adapter
 from trl_steady.features.adapters.vllm_sync import LoraSync
 from trl_steady.trl_bridge.models import REFERENCE_ADAPTER
 from trl_steady.trl_bridge.private import request_weight_sync
-from trl_steady.trl_bridge.vllm import engine_arguments, push, whole
+from trl_steady.trl_bridge.vllm import push, whole
 
 _FINGERPRINT_FILE = "changed_base.safetensors"  # in a checkpoint
 
@@ -37,12 +36,11 @@ class Adapters(Feature):
     args: SharedOptions
 
     def around_init(self, construction: Construction, call_next: Callable[[Construction], None]) -> None:
-        """Keep the values of a loaded adapter, which TRL's constructor casts to bf16. Build the engine as asked."""
+        """Keep the values of a loaded adapter, which TRL's constructor casts to bf16."""
         model, self._loaded = construction.model, dict[str, Tensor]()
         if self.args.adapter_dtype is not None and isinstance(model, PeftModel):
             self._loaded = {name: p.data for name, p in model.named_parameters() if p.requires_grad}
-        with engine_arguments(cast("dict[str, object]", self.args.vllm_engine_kwargs or {})):
-            call_next(construction)
+        call_next(construction)
 
     def on_init_end(self) -> None:
         """Set dtypes and gradients of the policy, and refuse what would train nothing."""

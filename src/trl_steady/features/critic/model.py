@@ -28,8 +28,8 @@ from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
 from trl_steady.core.feature import Trainer
-from trl_steady.core.scorer import Scorer
 from trl_steady.core.tensor_file import refuse_other_shapes
+from trl_steady.core.types import Scorer
 from trl_steady.features.adapters.base_model import BaseModel, base_changing_init
 from trl_steady.trl_bridge import models
 from trl_steady.trl_bridge.lm_head import per_token
