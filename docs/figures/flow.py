@@ -23,6 +23,7 @@ CALLS = {
         "_generate_single_turn",
         "_get_per_token_logps_and_entropies",
         "_calculate_rewards",
+        "_on_rewards",
     ],
     "training_step": ["compute_loss"],
     "compute_loss": ["_compute_loss"],
@@ -96,7 +97,7 @@ def _inside(found: list[_Use], depth: int) -> Iterator[Line]:
         elif use.owner == "self" and inspect.isfunction(vars(FeatureTrainerMixin).get(use.name)):
             if use.name.startswith("_trl_"):  # TRL's method, with the arguments that it wants
                 yield from (line._replace(depth=line.depth - 1) for line in [*lines(use.name, depth)][1:])
-            elif use.name not in ("feature", "until_backward", "_as_trl_reads"):
+            elif use.name not in ("feature", "until_backward", "_as_trl_reads", "_on_rewards"):
                 yield from lines(use.name, depth)
 
 

@@ -180,6 +180,7 @@ PPO: dict[str, dict[str, Any]] = {
     "ppo full": {
         "shows": ["PPO, full", "ptx_coef"],
         "value_head": True,  # of a model for sequence classification, drawn by each process for itself
+        "opposite": True,
         "value_warmup_steps": 1,
         "whiten_rewards": True,
         "missing_eos_penalty": 0.5,

@@ -161,6 +161,7 @@ def fixed(run: str, models: dict[str, str], output: Path) -> dict[str, Any]:
         options["build"] = {"rollout_func": rollout, **options.get("build", {})}
     del options["shows"]
     base, momentum = options.pop("base", None), options.pop("momentum", None)
+    opposite = options.pop("opposite", False)
     torch.manual_seed(0)  # the adapter of one process and of two
     model: Any = Path(models[options.pop("model", "dense")])
     if options.pop("value_head", False):
@@ -171,6 +172,9 @@ def fixed(run: str, models: dict[str, str], output: Path) -> dict[str, Any]:
     descent = patch.object(learner, "AdamW", lambda groups, **_: torch.optim.SGD(groups))
     with stand_ins(options, models.get("url", "")), descent:
         trainer: Any = tiny.trainer(model, output, **options)
+        if opposite:  # as a subclass may do
+            rewards = trainer._calculate_rewards
+            trainer._calculate_rewards = lambda *columns: -rewards(*columns)
         rollouts = recorded(trainer)
         if momentum:
             trained = (parameter for parameter in trainer.model.parameters() if parameter.requires_grad)

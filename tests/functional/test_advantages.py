@@ -71,12 +71,14 @@ def test_advantages_are_those_of_an_oracle_that_saw_the_formulas_only(name: str,
 
 
 def as_trl_trainer(rewards: Tensor, group_size: int, scale: str) -> Tensor:
-    """As TRL 1.16's _generate_and_score_completions normalises scalar rewards."""
+    """As TRL 1.16's _generate_and_score_completions normalises scalar rewards, with exact zeros for equal ones."""
     mean = torch.nanmean(rewards.view(-1, group_size), dim=1).repeat_interleave(group_size, dim=0)
     std = nanstd(rewards.view(-1, group_size), dim=1).repeat_interleave(group_size, dim=0)
     if scale == "batch":
         std = nanstd(rewards).expand_as(rewards)
-    result = rewards - mean
+    groups = [set(group[~group.isnan()].tolist()) for group in rewards.view(-1, group_size)]
+    is_equal = torch.tensor([len(values) < 2 for values in groups]).repeat_interleave(group_size)
+    result = (rewards - mean).masked_fill(is_equal, 0)
     return torch.nan_to_num(result if scale == "none" else result / (std + 1e-4), nan=0.0)
 
 
@@ -95,9 +97,12 @@ def test_one_step_is_outcome_supervision_bit_for_bit(name: str, scale: str) -> N
 
 @pytest.mark.parametrize("name", FORMULAS)
 def test_no_spread_is_no_advantage(name: str) -> None:
-    for value, scale in itertools.product((0.5, torch.nan), SCALES):
-        rewards = torch.full((4, 3), value)
-        assert torch.equal(FORMULAS[name](rewards, group_size=4, scale=scale), torch.zeros(4, 3))
+    for value, scale, size in itertools.product((0.1, 0.7, 0.9, torch.nan), SCALES, (2, 3, 8, 64)):
+        rewards = torch.full((2 * size, 3), value)
+        rewards[::5] = torch.nan  # not scored
+        rewards[size:] = torch.arange(size * 3).view(size, 3)  # another group of the batch
+        found = FORMULAS[name](rewards, group_size=size, scale=scale)
+        assert torch.equal(found[:size], torch.zeros(size, 3)) and found[size:].any()
 
 
 @pytest.mark.parametrize("name", FORMULAS)

@@ -37,10 +37,10 @@ def scoring(score: float) -> dict[str, Any]:
 
 
 ERRORS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
-    "minus inf": (lambda: rewarding(lambda: -INF), r"'careless' returned -inf .*completion 0 .*Return a finite"),
-    "beyond float32": (lambda: rewarding(lambda: 1e39), r"returned inf \(in float32\)"),
-    "a model's inf": (lambda: scoring(INF), r"'rm' returned inf"),
-    "an infinite sum": (lambda: rewarding(lambda: StepRewards.at_tokens([3e38] * 2, [1, 2])), "returned inf"),
+    "minus inf": (lambda: rewarding(lambda: -INF), r"'careless' is -inf .*completion 0 .*Return a finite"),
+    "beyond float32": (lambda: rewarding(lambda: 1e39), r"is inf \(in float32\)"),
+    "a model's inf": (lambda: scoring(INF), r"'rm' is inf"),
+    "an infinite sum": (lambda: rewarding(lambda: StepRewards.at_tokens([3e38] * 2, [1, 2])), "is inf"),
     "steps, normalised": (
         lambda: {
             **rewarding(lambda: StepRewards([1], [1])),
@@ -54,6 +54,18 @@ ERRORS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
     "no log-probs": (
         lambda: {**rolling(), "token_veto_threshold": 1e-4},
         r"=0\.0001 needs the sampler's log-probs.*Return 'logprobs'",
+    ),
+    "two answers": (
+        lambda: rolling(prompt_ids=[[50]] * 32, completion_ids=[[60]] * 32),
+        r"rollout_func returned completion_ids of lengths .* for 16 prompts.*one completion",
+    ),
+    "no answer": (
+        lambda: rolling(completion_ids=[[], *[[60, 61, 62]] * 15]),
+        r"rollout_func returned completion_ids of lengths \[0, 3.*one token or more",
+    ),
+    "a taken name": (
+        lambda: {"build": {"train_dataset": tiny.dataset().add_column("completions", ["?"] * 16)}},
+        "gives a column 'completions', but .*Rename the column",
     ),
     "two rows": (lambda: {"build": {"train_dataset": tiny.dataset(2)}}, r"has 2 rows, .* needs 4 prompts .*set a sm"),
 }
@@ -76,7 +88,7 @@ def test_a_frozen_model_is_refused(models: dict[str, Path], tmp_path: Path) -> N
 
 def test_what_teaches_nothing_is_warned_of(models: dict[str, Path], tmp_path: Path) -> None:
     trainer = tiny.trainer(models["dense"], tmp_path, max_steps=1, **scoring(NAN))
-    with pytest.warns(UserWarning, match="'rm' returned nan, .*Check the weights"):
+    with pytest.warns(UserWarning, match="'rm' is nan, .*Check the weights"):
         trainer.train()
 
 

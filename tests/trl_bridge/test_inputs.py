@@ -27,12 +27,12 @@ def test_nan_is_no_reward_and_said_once_a_function(models: dict[str, Path], tmp_
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             tiny.train(trainer)
-        return trainer, [str(w.message) for w in caught if "returned nan" in str(w.message)]
+        return trainer, [str(w.message) for w in caught if "is nan" in str(w.message)]
 
     (with_nan, said), (with_none, nothing) = run(NAN), run(None)
     assert [message.split(",")[0] for message in said] == [
-        "reward function 'first' returned nan",
-        "reward function 'second' returned nan",
+        "the reward of 'first' is nan",
+        "the reward of 'second' is nan",
     ]
     assert not nothing
     before, after = tiny.parameters(with_none), tiny.parameters(with_nan)

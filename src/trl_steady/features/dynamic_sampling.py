@@ -21,6 +21,7 @@ from torch import Tensor
 from trl_steady.config.shared import SharedOptions
 from trl_steady.core.feature import Feature, Trainer
 from trl_steady.core.types import Rollout, loss_mask
+from trl_steady.functional.advantages import all_equal
 from trl_steady.rewards.steps import StepRewards
 from trl_steady.trl_bridge.resampling import CompletionRecord, ResampledRollout
 from trl_steady.trl_bridge.rollout import collate_rows
@@ -171,9 +172,7 @@ class DynamicSampling(Feature):
         ranges = torch.tensor([step_range(each.returned) for each in completions], device=has_tokens.device)
         gathered = self.trainer.accelerator.gather(torch.cat([ranges, has_tokens.unsqueeze(1)], dim=1))
         steps = cast(Tensor, gathered).cpu().view(-1, size, 3)
-        # exact, because the deviation of equal rewards may round above 0
-        differs = (-group_min(-compared) > group_min(compared)).any(-1)
-        differs |= -group_min(-steps[..., 1]) > group_min(steps[..., 0])
+        differs = ~all_equal(compared, 1).all(-1) | ~all_equal(steps[..., :2].flatten(1), 1)
         return differs & steps[..., 2].bool().any(1)
 
     def _fill(self, completions: list[CompletionRecord], rejected: Sequence[int], spare: Sequence[_Group]) -> None:

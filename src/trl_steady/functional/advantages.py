@@ -4,7 +4,8 @@ Axes: `B` completions, `S` steps, `T` tokens. Each prompt has `group_size` conse
 in the order of the steps, and NaN where a completion has no such step. A row of NaN is an unscored completion: it
 enters no mean, and its advantage is 0.
 
-With one step per completion (outcome supervision), `process` and `return_to_go` return TRL's advantages bit for bit.
+With one step per completion (outcome supervision), `process` and `return_to_go` return TRL's advantages bit for bit,
+and exactly 0 for equal rewards.
 """
 
 import torch
@@ -90,7 +91,7 @@ def process(rewards: Tensor, *, group_size: int, scale: str) -> Tensor:
     [[1.0, -1.0], [-1.0, 0.0], [3.0, 1.5], [-3.0, -1.5]]
     """
     pools = rewards.reshape(-1, group_size * rewards.size(1))
-    normalised = pools - pools.nanmean(1, keepdim=True)
+    normalised = (pools - pools.nanmean(1, keepdim=True)).masked_fill(all_equal(pools, 1, keepdim=True), 0)
     if scale != "none":
         pools = {"group": pools, "batch": pools.reshape(1, -1)}[scale]
         normalised = normalised / (_deviation(pools) + _EPSILON)
@@ -139,6 +140,7 @@ def return_to_go(rewards: Tensor, *, group_size: int, scale: str) -> Tensor:
         ((rewarded - 1) * (others + 1)) / (rewarded * others)
     )
     alone = (returns * ((rewarded - 1) / rewarded)).where(running & (others == 0), 0)
+    beside_others = beside_others.masked_fill(all_equal(returns, 1, keepdim=True), 0)
     advantages = beside_others.where(running & (others > 0), alone)
     if scale != "none":
         pools = {"group": returns, "batch": returns.flatten(0, 1).unsqueeze(0)}[scale]
@@ -160,6 +162,17 @@ def per_token(advantages: Tensor, ends: Tensor, tokens: int) -> Tensor:
     positions = torch.arange(tokens, device=ends.device).expand(len(ends), -1).contiguous()
     ended = torch.searchsorted(ends.contiguous(), positions, right=True)
     return torch.cat([advantages, advantages.new_zeros(len(advantages), 1)], 1).gather(1, ended)
+
+
+def all_equal(values: Tensor, dim: int | None = None, *, keepdim: bool = False) -> Tensor:
+    """Return bool, True where the numbers along `dim` are equal, without NaN. (Their mean may round, and not tell.)
+
+    >>> all_equal(torch.tensor([[0.1, 0.1, 0.1], [0.1, torch.nan, 0.2]]), 1).tolist()
+    [True, False]
+    """
+    over, missing = () if dim is None else dim, values.isnan()
+    lowest = values.masked_fill(missing, torch.inf).amin(over, keepdim)
+    return ~(lowest < values.masked_fill(missing, -torch.inf).amax(over, keepdim))
 
 
 def _deviation(values: Tensor) -> Tensor:

@@ -18,7 +18,7 @@ class RLOOTrainer(SteadyTrainer, trl.RLOOTrainer):
     """`trl.RLOOTrainer` with a moving reference and checkpoints that resume exactly.
 
     The constructor is the same. With no option of trl-steady set and `trim_padding=False`, this trainer trains bit for
-    bit as TRL's does.
+    bit as TRL's does. The exceptions are listed in `docs/compatibility.md`.
 
     Args:
         model: As in TRL.

@@ -33,6 +33,8 @@ class CompletionRecord:
     """Values that TRL's `_generate` returned for the completion; None where it returned nothing."""
     returned: tuple[Any, ...]
     """Value that each reward function returned for the completion."""
+    rewards: list[float]
+    """(K,) rewards that TRL got, which a subclass may have changed."""
     token_values: dict[str, Any] = field(default_factory=dict)
     """Column -> an item of its `TokenRecord`."""
     extra: dict[str, Any] = field(default_factory=dict)
@@ -71,7 +73,7 @@ class ResampledRollout:
         self._rollout.inputs = [dict(row) for row in inputs]  # copies: TRL adds extra fields
         with self._log_metrics(lambda name: is_first and not _needs_log_probs(name)), patched(self._trainer, replaced):
             samples = self._run_rollout(self._rollout)
-        self._without_values = recorder.without_values
+        self._without_values, self._rewards = recorder.without_values, recorder.rewards
         self._take_token_values(recorder.completions)
         return recorder.completions, recorder.rewards, samples
 
@@ -85,13 +87,13 @@ class ResampledRollout:
         by_value = zip(self._without_values, zip(*(each.generated for each in chosen), strict=True), strict=True)
         generated = [without if all(v is None for v in values) else list(values) for without, values in by_value]
 
-        def replay(function: int) -> Callable[..., list[Any]]:
-            return lambda **_: [each.returned[function] for each in chosen]
+        def replay_rewards(*_: object) -> Tensor:
+            for function, returned in enumerate(zip(*(each.returned for each in chosen), strict=True)):
+                for feature in trainer.features:
+                    returned = feature.process_rewards(function, returned)
+            return trainer.accelerator.gather(self._rewards.new_tensor([each.rewards for each in chosen]))
 
-        replaced: dict[str, Any] = {
-            "_generate": lambda _: tuple(generated),
-            "reward_funcs": [replay(function) for function in range(len(trainer.reward_funcs))],
-        }
+        replaced = {"_generate": lambda _: tuple(generated), "_calculate_rewards": replay_rewards}
         self._rollout.inputs = [each.inputs for each in chosen]
         if trainer.environment_factories is not None:  # environments have run, and would give another prompt
             self._rollout.inputs = [{**each.inputs, "prompt": each.prompt} for each in chosen]
@@ -143,10 +145,10 @@ class _Recorder:
     ) -> Tensor:
         self.rewards = self._calculate_rewards(inputs, prompts, completions, completion_ids)
         count, first = len(prompts), self._trainer.accelerator.process_index * len(prompts)
-        by_function: list[list[Any]] = self.rewards[first : first + count].T.tolist()
+        rewards: list[list[float]] = self.rewards[first : first + count].tolist()
         # modules among the functions return logits to TRL
-        returned = [self._returned.get(function, values) for function, values in enumerate(by_function)]
-        columns = inputs, prompts, completions, self._rows, zip(*returned, strict=True)
+        returned = [self._returned.get(number, values) for number, values in enumerate(zip(*rewards, strict=True))]
+        columns = inputs, prompts, completions, self._rows, zip(*returned, strict=True), rewards
         self.completions = [CompletionRecord(*values) for values in zip(*columns, strict=True)]
         for column, values in self._trainer._pending_extra_logs.items():
             for each, value in zip(self.completions, values, strict=False):

@@ -12,10 +12,12 @@ import trl
 from accelerate.utils import send_to_device
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
+from trl.trainer import grpo_trainer, rloo_trainer
 from trl.trainer.utils import is_async_callable
 
 from trl_steady.core.feature import Trainer
 from trl_steady.core.types import LogProbs
+from trl_steady.functional.advantages import all_equal
 from trl_steady.trl_bridge.private import as_trl_trainer, generated_completions, patched
 from trl_steady.trl_bridge.validation import name_columns_in_errors
 
@@ -122,6 +124,48 @@ def wrap_reward_functions(functions: Sequence[Any], processors: Sequence[Callabl
         function if isinstance(function, torch.nn.Module) else wrap(number, function)
         for number, function in enumerate(functions)
     ]
+
+
+@contextmanager
+def read_rewards(trainer: Trainer, read: Callable[[Tensor, list[Any], list[list[int]]], None]) -> Iterator[None]:
+    """Call `read` with the rewards that TRL's rollout gets, the completions and their token ids."""
+    calculate, pending = as_trl_trainer(trainer)._calculate_rewards, as_trl_trainer(trainer)._pending_extra_logs
+
+    def calculate_and_read(inputs: Any, prompts: Any, completions: list[Any], ids: list[list[int]]) -> Tensor:
+        rewards = calculate(inputs, prompts, completions, ids)
+        for column in as_trl_trainer(trainer)._logs["extra"]:  # TRL would show earlier values beside these completions
+            pending[column] = pending[column] or [None] * len(prompts)
+        read(rewards, completions, ids)
+        return rewards
+
+    with patched(trainer, {"_calculate_rewards": calculate_and_read}):  # around a subclass's, which may change them
+        yield
+
+
+def with_exact_zeros(trainer: Trainer, run_rollout: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    """Return TRL's samples, with advantages of exactly 0 in groups of equal rewards, whose mean may round."""
+    module: Any = rloo_trainer if isinstance(trainer, trl.RLOOTrainer) else grpo_trainer
+    deviation, compared = module.nanstd, list[Tensor]()
+
+    def exact(values: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
+        compared.append(values)
+        found, is_equal = deviation(values, dim, keepdim), all_equal(values, dim, keepdim=keepdim)
+        # only normalize_then_sum keeps the dimension. It divides by the result, and infinity leaves exactly 0
+        return found.masked_fill(is_equal, torch.inf) if keepdim else found * ~is_equal
+
+    # the one function that sees the rewards that TRL compares, with weights, clips and RLOO's KL
+    with patched(module, {"nanstd": exact}):
+        samples = run_rollout()
+    size = trainer.num_generations if trainer.model.training else as_trl_trainer(trainer).num_generations_eval
+    # (J, G, K) to normalise each function, or all rewards in any shape
+    groups = compared[0] if compared[0].dim() == 3 else compared[0].reshape(-1, size, 1)
+    is_equal, count = all_equal(groups, 1).all(-1).repeat_interleave(size), len(samples["advantages"])
+    own = is_equal[trainer.accelerator.process_index * count :][:count]
+    samples["advantages"] = samples["advantages"].masked_fill(own, 0.0)
+    column = as_trl_trainer(trainer)._logs["advantages"]
+    for row in is_equal.flip(0)[: len(column)].nonzero().flatten().tolist():  # the table keeps the last ones only
+        column[-1 - row] = 0.0
+    return samples
 
 
 def log_token_advantages(trainer: Trainer, per_token: Tensor, mask: Tensor) -> None:

@@ -1,10 +1,11 @@
 """Friendly errors for the commonest mistakes, which have poor messages or train nothing. It knows options of TRL."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
+import torch
 from datasets import Dataset
 
 
@@ -31,6 +32,12 @@ def checked_rollout_func(function: Callable[..., Any]) -> Callable[..., Any]:
         names = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
         columns = {name: list(output[name]) for name in names if output.get(name) is not None}
         lengths = {name: list(map(len, column)) for name, column in columns.items() if name != "prompt_ids"}
+        answers = lengths.get("completion_ids", [1] * len(prompts))  # TRL names a column that is missing
+        if len(answers) != len(prompts) or 0 in answers:
+            raise ValueError(
+                f"rollout_func returned completion_ids of lengths {answers} for {len(prompts)} prompts. Return one "
+                "completion of one token or more for each prompt. TRL has repeated the prompts num_generations times."
+            )
         for name, found in lengths.items():
             if found != lengths.get("completion_ids", found):
                 raise ValueError(
@@ -40,6 +47,16 @@ def checked_rollout_func(function: Callable[..., Any]) -> Callable[..., Any]:
         return {**output, **columns}
 
     return checking
+
+
+def refuse_reserved_columns(row: Mapping[str, object], reward_functions: Iterable[object]) -> None:
+    """Refuse columns with names of TRL's own arguments, which a reward function would get twice."""
+    found = sorted({"prompts", "completions"} & row.keys())
+    if found and not all(isinstance(function, torch.nn.Module) for function in reward_functions):
+        raise ValueError(
+            f"the data set, or rollout_func, gives a column {found[0]!r}, but TRL passes all {found[0]} of a rollout "
+            "to reward functions by this name. Rename the column."
+        )
 
 
 @contextmanager

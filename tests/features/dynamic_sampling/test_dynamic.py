@@ -260,7 +260,7 @@ def test_solved_and_hopeless_groups(models: dict[str, Path], tmp_path: Path) -> 
 @METHODS
 @pytest.mark.parametrize(
     ("value", "error"),
-    [(RuntimeError("no verdict"), "no verdict"), (math.inf, "reward function 'reward' returned inf")],
+    [(RuntimeError("no verdict"), "no verdict"), (math.inf, "reward of 'reward' is inf")],
     ids=["raises", "infinite"],
 )
 def test_an_error_of_a_later_round_is_that_of_the_first(
@@ -289,9 +289,9 @@ def test_nan_in_a_later_round_is_said_once_and_no_reward(models: dict[str, Path]
         return [math.nan if trainer.rounds and i % 4 else float(i * (i // 4 % 2)) for i in range(len(completion_ids))]
 
     trainer = build(models["dense"], tmp_path, reward=reward, max_steps=4)
-    with pytest.warns(UserWarning, match="returned nan") as warned:
+    with pytest.warns(UserWarning, match="is nan") as warned:
         trainer.train()
-    assert sum("returned nan" in str(each.message) for each in warned) == 1
+    assert sum("is nan" in str(each.message) for each in warned) == 1
     assert metric(trainer, f"{PREFIX}unfilled") == [0.5]  # groups with one answer that is scored
 
 

@@ -3,8 +3,10 @@
 # pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # annotations of torch and accelerate are partial
 
+import math
 import warnings
 from collections.abc import Iterable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -112,23 +114,35 @@ class StepRewardsFeature(Feature):
         if rewards.isinf().any():  # the weights would become NaN; all processes see it and stop
             row, function = rewards.isinf().nonzero()[0].tolist()
             raise ValueError(
-                f"reward function {names[function]!r} returned {rewards[row, function].item()} (in float32) for "
-                f"completion {row % count} of process {row // count}. Return a finite number, or None for no reward."
+                f"the reward of {names[function]!r} is {rewards[row, function].item()} (in float32) for completion "
+                f"{row % count} of process {row // count}. Return a finite number, or None for no reward."
             )
         for function, missing in enumerate(rewards[self._own_rows(count)].isnan().sum(0).tolist()):
             # TRL has made NaN of None
             if missing > self._none_count.get(function, 0) and function not in self._returned_nan:
                 self._returned_nan.add(function)
                 self.warn(
-                    f"reward function {names[function]!r} returned nan, which TRL treats as no reward. Return None if "
-                    "you mean that. Check the weights, the dtype and the pad_token_id of a reward model."
+                    f"the reward of {names[function]!r} is nan, which TRL treats as no reward. Return None if you "
+                    "mean that. Check the weights, the dtype and the pad_token_id of a reward model."
                 )
+        received = rewards[self._own_rows(count)].tolist() if self._steps else []
+        for (row, function), steps in self._steps.items():
+            given, total = torch.tensor(steps.total, dtype=torch.float32).item(), received[row][function]
+            if total == given or math.isnan(total):  # NaN is no reward, for steps too
+                continue
+            if len(steps.values) != 1:
+                raise ValueError(
+                    f"{type(self.trainer).__name__}._calculate_rewards changed a reward of {names[function]!r} from "
+                    f"{given} to {total}, but the function returned StepRewards with {len(steps.values)} steps. "
+                    "Change the values of these steps in the reward function."
+                )
+            self._steps[row, function] = replace(steps, values=(total,))
         self._returned = _Returned(rewards, completions, completion_ids, self._steps)
         self._steps = {}
 
     def _refuse_where_ignored(self, function: int) -> None:
         trainer, why = self.trainer, self.trainer.why_one_advantage
-        if trainer.model.training and trainer.rollout_in_progress is None:
+        if trainer.is_in_train and trainer.model.training and trainer.rollout_in_progress is None:
             why = f"{type(trainer).__name__} makes its rollouts without calling super(). Call super() there,"
         elif why is None and trainer.multi_objective_aggregation != "sum_then_normalize":  # which RLOO does not have
             why = (

@@ -64,6 +64,6 @@ def tabulate(completions: Sequence[RewardedCompletion], scalars: Tensor, weights
     steps = [step for row in rows for step in [*row, *[missing] * (size[1] - len(row))]]
     ends = torch.tensor([end for end, _ in steps], device=scalars.device)
     # sum as TRL does: function by function, in its dtype
-    flat = scalars.new_tensor([[at_end.get(k, math.nan) for k in range(len(weights))] for _, at_end in steps])
+    flat = scalars.new_tensor([[at_end.get(k, math.nan) for k in range(scalars.size(1))] for _, at_end in steps])
     rewards = (flat * weights.to(flat)).nansum(1).where(~flat.isnan().all(1), torch.nan)
     return StepTable(rewards.view(size), ends.view(size), is_rewarded)
