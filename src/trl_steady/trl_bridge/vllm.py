@@ -142,7 +142,11 @@ class SteadyGeneration(VLLMGeneration):
 
     def whole(self, parameters: Sequence[Tensor]) -> AbstractContextManager[object]:
         """Return a context in which parameters are whole on this process, under ZeRO-3 too. All processes enter it."""
-        return whole(self, parameters)
+        return self._dist.gather_params(parameters)
+
+    def replace_weights(self, weights: Callable[[NamedWeights], Iterator[tuple[str, Tensor]]]) -> None:
+        """Send `weights(trl_weights)` from now on, in place of `trl_weights()`, the named weights that TRL sends."""
+        vars(self)["_iter_named_params"] = functools.partial(weights, self._iter_named_params)
 
     def wake_weights(self) -> None:
         """Wake the weights of a colocated engine that sleeps, as TRL does before it sends others."""
@@ -251,16 +255,6 @@ def _recorded(function: Callable[..., Any], results: list[Any]) -> Callable[...,
         return result
 
     return call
-
-
-def push(engine: VLLMGeneration, weights: Callable[[NamedWeights], Iterator[tuple[str, Tensor]]]) -> None:
-    """Send `weights(trl_weights)` to vLLM in place of `trl_weights()`, the named weights that TRL would send."""
-    vars(engine)["_iter_named_params"] = functools.partial(weights, engine._iter_named_params)
-
-
-def whole(engine: VLLMGeneration, parameters: Sequence[Tensor]) -> AbstractContextManager[object]:
-    """Return a context in which parameters are whole on this process, under ZeRO-3 too. All processes enter it."""
-    return engine._dist.gather_params(parameters)
 
 
 def add_to_requests(llm: Any, lora_request: Callable[[], object]) -> None:

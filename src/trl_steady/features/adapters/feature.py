@@ -23,7 +23,6 @@ from trl_steady.features.adapters.vllm_support import needs_adapter
 from trl_steady.features.adapters.vllm_sync import LoraSync
 from trl_steady.trl_bridge.models import REFERENCE_ADAPTER
 from trl_steady.trl_bridge.private import request_weight_sync
-from trl_steady.trl_bridge.vllm import push, whole
 
 _FINGERPRINT_FILE = "changed_base.safetensors"  # in a checkpoint
 
@@ -69,7 +68,7 @@ class Adapters(Feature):
                 "merged weights. Leave it unset, or serve the unquantised model and set vllm_mode='server'."
             )
         if getattr(trainer.vllm_generation, "adapter", None) is None:
-            push(trainer.vllm_generation, functools.partial(self._merged, model))
+            trainer.vllm_generation.replace_weights(functools.partial(self._merged, model))
 
     def adapter_sync(self, args: SharedOptions) -> LoraSync | None:
         """Send the adapter alone, unless the user wants merged weights."""
@@ -85,7 +84,7 @@ class Adapters(Feature):
         """
         trainer, is_quantised = self.trainer, BaseModel(model).is_quantised
         if is_quantised or trainer.accelerator.distributed_type != DistributedType.FSDP:
-            with whole(trainer.vllm_generation, list(model.parameters())):
+            with trainer.vllm_generation.whole(list(model.parameters())):
                 try:
                     weights = merged_weights(model)
                 except ValueError as error:
