@@ -92,10 +92,27 @@ def test_what_teaches_nothing_is_warned_of(models: dict[str, Path], tmp_path: Pa
         trainer.train()
 
 
-def test_a_reward_function_without_its_column_is_told_what_trl_passes(models: dict[str, Path], tmp_path: Path) -> None:
-    def wants_answer(completions: list[str], answer: list[str], **_: Any) -> list[float]:
-        return [1.0] * len(completions)
+def wants_answer(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    return [1.0] * len(completions)
 
-    with pytest.raises(TypeError, match="answer") as caught:
-        tiny.trainer(models["dense"], tmp_path, build={"reward_funcs": wants_answer}).train()
-    assert "passes to a reward function by name: prompts, completions, completion_ids" in caught.value.__notes__[0]
+
+async def wants_answer_later(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
+def adds_text(completions: list[str], **_: Any) -> list[float]:
+    return [1.0 + completion for completion in completions]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("function", [wants_answer, wants_answer_later, adds_text])
+def test_a_function_that_wants_a_missing_column_is_told_what_there_is(
+    models: dict[str, Path], tmp_path: Path, function: Callable[..., Any]
+) -> None:
+    """An error in the function's own code gets no such note."""
+    with pytest.raises(TypeError, match="answer" if function is not adds_text else "unsupported operand") as caught:
+        tiny.trainer(models["dense"], tmp_path, build={"reward_funcs": function}).train()
+    notes = getattr(caught.value, "__notes__", [])
+    told = [
+        note for note in notes if "passes to a reward function by name: prompts, completions, completion_i" in note
+    ]
+    assert len(told) == (function is not adds_text)

@@ -1,5 +1,6 @@
 """Friendly errors for the commonest mistakes, which have poor messages or train nothing. It knows options of TRL."""
 
+import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import wraps
@@ -61,9 +62,12 @@ def refuse_reserved_columns(row: Mapping[str, object], reward_functions: Iterabl
 
 @contextmanager
 def name_columns_in_errors(passed: Iterable[str]) -> Iterator[None]:
-    """Say what TRL passes to a reward function, if its call fails: it may ask for a column that is not there."""
+    """Say what TRL passes to a reward function, if it asks for a column that is not there."""
     try:
         yield
     except TypeError as error:
-        error.add_note(f"TRL passes to a reward function by name: {', '.join(passed)}. Use these names, and **kwargs.")
+        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
+        if frame.f_code.co_name in ("call", "call_async"):  # otherwise, the function's own code has failed
+            names = ", ".join(passed)
+            error.add_note(f"TRL passes to a reward function by name: {names}. Use these names, and **kwargs.")
         raise
