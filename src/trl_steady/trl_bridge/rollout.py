@@ -62,6 +62,13 @@ def record_prompts(trainer: Trainer, record: Callable[[list[list[int]]], None]) 
         yield
 
 
+def with_own_stops(eos_token_ids: Sequence[int], args: Any) -> list[int]:
+    """Return TRL's tokens that end a completion, and those of `generation_kwargs`, after which TRL keeps padding."""
+    stops = (args.generation_kwargs or {}).get("stop_token_ids" if args.use_vllm else "eos_token_id")
+    own: list[int] = [] if stops is None else torch.as_tensor(stops).flatten().tolist()
+    return [*eos_token_ids, *(token for token in own if token not in eos_token_ids)]
+
+
 def generate_continuations(trainer: Trainer, prompt_ids: Sequence[Sequence[int]], batch_size: int) -> list[list[int]]:
     """Generate one completion for each prompt outside a rollout, with the model or engine that generates rollouts.
 
