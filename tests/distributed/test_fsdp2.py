@@ -21,7 +21,9 @@ from trl_steady.trl_bridge import models
 from trl_steady.trl_bridge.lm_head import per_token
 from trl_steady.trl_bridge.models import keep_parameters
 
-UNEVEN = transformers.Qwen2Config(**{**tiny.SIZES, "vocab_size": 259, "intermediate_size": 33})
+UNEVEN = transformers.Qwen2Config(
+    **{**tiny.SIZES, "vocab_size": 259, "intermediate_size": 33, "attention_dropout": 0.3}
+)
 IDS = torch.arange(12).view(2, 6)
 
 
@@ -52,15 +54,15 @@ def shard(model: Any, dtype: torch.dtype | None = None) -> Any:
 
 
 def check_moves(rank: int) -> None:
-    """A move needs no communication, and the reference alone is gathered: no base, no policy."""
-    plain = with_adapters()
+    """A move needs no communication, and the reference alone is gathered. It is the same in eval mode."""
+    plain = with_adapters().train()
     sharded = shard(copy.deepcopy(plain))
 
     def pairs() -> list[Pair]:  # a forward leaves other tensors
         return paired(sharded)
 
     def logits(model: Any) -> torch.Tensor:
-        with torch.no_grad(), use_adapter(model, "ref"):
+        with torch.no_grad(), use_adapter(model, "ref"), models.in_mode(model, is_training=False):
             return model(IDS).logits
 
     shares = {pair.reference.to_local().shape[0] * 2 - pair.reference.shape[0] for pair in pairs()}
@@ -86,6 +88,7 @@ def check_moves(rank: int) -> None:
         restore(pairs(), {name: tensor[:-1] for name, tensor in saved.items()})
     restore(pairs(), saved)
     assert torch.equal(logits(sharded), logits(plain))
+    assert all(module.training for module in sharded.modules())
 
 
 def test_shards_move_as_whole_tensors_do_and_only_saving_gathers_the_reference(tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from typing import cast
 
 import torch
 from accelerate.utils import DynamoBackend
+from bitsandbytes.nn import Linear4bit, Linear8bitLt
 from peft import PeftConfig, PeftModel
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
@@ -55,7 +56,9 @@ def random_setting(model: torch.nn.Module) -> str | None:
     for name, module in model.named_modules():
         for key, value in vars(module).items():
             named = f"{type(module).__name__}.{key}".lower()
-            if isinstance(value, float) and value > 0 and ("drop" in named or "jitter" in named):
+            rates = cast("dict[str, object]", value).values() if isinstance(value, dict) else [value]  # by adapter
+            is_on = any(isinstance(rate, float) and rate > 0 for rate in rates)
+            if is_on and ("drop" in named or "jitter" in named):
                 return f"{name}.{key}={value}"
     return None
 
@@ -71,6 +74,27 @@ def keep_base(config: PeftConfig | None) -> AbstractContextManager[None]:
     if isinstance(getattr(config, "init_lora_weights", None), str):
         return patched(config, {"init_lora_weights": True})
     return nullcontext()
+
+
+@contextmanager
+def in_mode(model: object, *, is_training: bool) -> Iterator[None]:
+    """Let modules be in training or in eval mode. On exit, each is in its own mode again.
+
+    Quantised layers stay as they are: they have no dropout, and on CPU their product is another one in eval mode.
+    """
+    model = model.backbone if isinstance(model, Scorer) else model
+    switched = [
+        module
+        for module in (model.modules() if isinstance(model, torch.nn.Module) else ())  # a teacher may be a function
+        if module.training != is_training and not isinstance(module, Linear4bit | Linear8bitLt)
+    ]
+    for module in switched:  # each by itself, because some may be frozen in eval mode
+        module.training = is_training
+    try:
+        yield
+    finally:
+        for module in switched:
+            module.training = not is_training
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 
 from tests.tools import tiny
 from trl_steady import ReferenceRefreshCallback
@@ -66,6 +67,40 @@ def test_the_kl_rule_looks_at_every_update_whatever_is_logged(models: dict[str, 
     assert runs[0].reference_refreshes == runs[1].reference_refreshes
     above = train(models, tmp_path, ref_model_sync_kl=frozen[1] * 1.001, **options)
     assert above.reference_refreshes[0].step > 2
+
+
+METHODS: dict[str, dict[str, Any]] = {"GRPO": {}, "RLOO": {}, "PPO": {"beta": 0.0, "kl_coef": 0.04}}
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_the_kl_rule_measures_no_dropout(models: dict[str, Path], tmp_path: Path, method: str) -> None:
+    """The logged KL is never 0, although nothing has learned. Samples are the same as without the further pass."""
+
+    def run(**options: Any) -> Any:
+        config = LoraConfig(**tiny.LORA, lora_dropout=0.3)
+        options = {**OPTIONS, "ref_model_sync_steps": 100, "max_steps": 13, **METHODS[method], **options}
+        return tiny.train(
+            tiny.trainer(models["dense"], tmp_path, method=method, build={"peft_config": config}, **options)
+        )
+
+    still = run(learning_rate=0.0, ref_model_sync_kl=1e-9)
+    assert all(row["kl"] != 0 for row in rows(still)) and not still.reference_refreshes
+    assert [row["ref/kl"] for row in still.state.log_history if "ref/kl" in row] == [0.0] * 4
+    learning, unlimited = run(ref_model_sync_kl=1e-6), run()
+    # A window is 4 steps. The second rollout is the first after an update
+    ((step, measured, rule),) = learning.reference_refreshes
+    assert (step, rule) == (8, "kl")
+    measures = {row["step"]: row["ref/kl"] for row in learning.state.log_history if "ref/kl" in row}
+    assert measures == {1: 0.0, 5: measured, 9: 0.0, 13: measures[13]} and measured > 1e-6
+    before = [
+        [
+            {name: value for name, value in row.items() if name != "ref/kl"}
+            for row in tiny.history(run)
+            if row["step"] < 9
+        ]
+        for run in (learning, unlimited)
+    ]
+    assert before[0] == before[1] and len(before[0]) == 8
 
 
 @pytest.mark.parametrize("reset", [False, True])

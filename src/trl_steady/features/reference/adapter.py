@@ -28,13 +28,18 @@ def add_reference_adapter(model: PeftModel) -> None:
         # keep the random state, so that rollouts are the same as without a reference adapter
         with keep_parameters(model), keep_base(config), torch.random.fork_rng(devices=devices):
             model.add_adapter(REFERENCE_ADAPTER, config)
-    for name, module in model.named_modules():
-        if isinstance(module, torch.nn.Dropout) and REFERENCE_ADAPTER in name.split("."):
-            module.p = 0.0  # no dropout in the reference; TRL's full one is in eval mode
+    end_dropout(model)
     pairs = paired(model)
     for pair in pairs:
         pair.reference.requires_grad_(False)
     move(pairs, alpha=1)
+
+
+def end_dropout(model: PeftModel) -> None:
+    """Switch off the dropout of the reference's adapter, which TRL's trainers run in training mode."""
+    for name, module in model.named_modules():
+        if isinstance(module, torch.nn.Dropout) and REFERENCE_ADAPTER in name.split("."):
+            module.p = 0.0
 
 
 def refuse_several(model: PeftModel) -> None:

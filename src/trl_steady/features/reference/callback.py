@@ -14,6 +14,7 @@ from trl_steady.core.tensor_file import TensorFile
 from trl_steady.features.reference.adapter import add_reference_adapter
 from trl_steady.features.reference.tensors import Pair, gather, move, paired, restore
 from trl_steady.trl_bridge import private
+from trl_steady.trl_bridge.models import random_setting
 from trl_steady.trl_bridge.trainer import FeatureTrainerMixin
 
 FILE = TensorFile("reference.safetensors", "reference")
@@ -70,6 +71,9 @@ class ReferenceRefreshCallback(TrainerCallback):
     ) -> None:
         self.steps, self.alpha, self.kl_limit, self.reset_optimizer = steps, alpha, kl, reset_optimizer
         self.trainer: Any = trainer
+        is_noisy = kl is not None and isinstance(trainer, FeatureTrainerMixin) and random_setting(trainer.model)
+        self.metric = "ref/kl" if is_noisy else "kl"
+        """Name of the metric that `kl` limits. Our trainers measure another one if dropout makes TRL's noisy."""
         self.refreshes: list[Refresh] = []
         self.before_move: list[Callable[[int], None]] = []
         """Called before each move with the number of optimizer steps taken, on every process."""
@@ -106,14 +110,14 @@ class ReferenceRefreshCallback(TrainerCallback):
                 private.set_metric(self.trainer, "ref/refresh_kl", self._kl)
             self.refreshes.append(Refresh(state.global_step, self._kl, self._due))
             self._due = None
-        self._seen = private.metric_count(self.trainer, "kl")
+        self._seen = private.metric_count(self.trainer, self.metric)
 
     def on_step_end(self, args: object, state: TrainerState, control: object, **_: object) -> None:
         """Check the rules, and mark a refresh as due if one has fired."""
         is_on_time = self.steps is not None and state.global_step % self.steps == 0
         # reading a KL of our own makes processes wait for one another
         if private.metrics_are_settled(self.trainer) or self._due or is_on_time or self.kl_limit is not None:
-            values = private.metric_values(self.trainer, "kl")[self._seen :]
+            values = private.metric_values(self.trainer, self.metric)[self._seen :]
             if values:
                 self._kl = sum(values) / len(values)
                 if self._due is None and self.kl_limit is not None and self._kl > self.kl_limit:

@@ -8,14 +8,17 @@ from pathlib import Path
 from typing import Any, cast
 
 from peft import PeftModel
+from torch import Tensor
 
 from trl_steady.config.shared import SharedOptions
 from trl_steady.core.feature import Feature
-from trl_steady.core.types import Construction, Rollout
+from trl_steady.core.types import Construction, ForwardPass, LogProbs, Rollout
 from trl_steady.features.adapters.base_model import BaseModel
-from trl_steady.features.reference.adapter import add_reference_adapter, refuse_several, refuse_unmovable
+from trl_steady.features.reference.adapter import add_reference_adapter, end_dropout, refuse_several, refuse_unmovable
 from trl_steady.features.reference.callback import FILE, ReferenceRefreshCallback, Refresh
+from trl_steady.functional import kl
 from trl_steady.trl_bridge.checkpoint import save_only
+from trl_steady.trl_bridge.log_probs import policy_log_probs
 from trl_steady.trl_bridge.models import POLICY_ADAPTER, REFERENCE_ADAPTER, keep_base, keep_parameters
 
 
@@ -27,6 +30,8 @@ class Reference(Feature):
     """Moves the reference; None if it does not move."""
     _is_ours = False
     """True if the reference is ours, and stays out of what is saved as the policy."""
+    _logps: Tensor
+    """(B, T) of the last pass of the reference."""
 
     @property
     def refreshes(self) -> list[Refresh]:
@@ -74,6 +79,7 @@ class Reference(Feature):
     def _complete(self, model: PeftModel) -> None:
         """Let the reference be the policy as it was given."""
         if REFERENCE_ADAPTER in model.peft_config:
+            end_dropout(model)
             for name, policy in model.named_parameters():  # TRL copies names with ".default." in the middle only
                 if name.endswith(f".{POLICY_ADAPTER}"):
                     reference = model.get_parameter(f"{name.removesuffix(POLICY_ADAPTER)}{REFERENCE_ADAPTER}")
@@ -90,6 +96,20 @@ class Reference(Feature):
             return call_next(rollout)
         with keep_parameters(self.trainer.model):
             return call_next(rollout)
+
+    def around_forward(self, forward: ForwardPass, call_next: Callable[[ForwardPass], LogProbs]) -> LogProbs:
+        """Keep the reference's log-probs of a rollout, which RLOO's samples lack."""
+        log_probs = call_next(forward)
+        if forward.role == "reference":
+            self._logps = log_probs[0]
+        return log_probs
+
+    def on_rollout_end(self, rollout: Rollout) -> None:
+        """Measure the KL that moves the reference, if dropout makes the logged KL noisy."""
+        trainer = self.trainer
+        if self.callback and self.callback.metric != "kl" and trainer.model.training:
+            values = kl.k3(policy_log_probs(trainer, rollout), self._logps)
+            trainer.metrics.token_mean(self.callback.metric, values, rollout.is_sampled)
 
     def around_save_model(self, folder: Path | None, call_next: Callable[[Path | None], None]) -> None:
         """Save a plain PEFT or transformers model, without the reference."""

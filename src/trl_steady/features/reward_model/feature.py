@@ -111,9 +111,7 @@ class RewardModel(ScalarHeadFeature):
             return build_adapter_model(policy, config, REWARD_ADAPTER, saved=saved, has_dropout=False)
         if config is not None:
             raise ValueError("RewardAdapter has a peft_config, and the policy has none. Give both one, or neither.")
-        model = build_whole_model(self.trainer, source, f"RewardAdapter({str(source)!r})", has_dropout=False)
-        model.bare.eval()
-        return model
+        return build_whole_model(self.trainer, source, f"RewardAdapter({str(source)!r})", has_dropout=False)
 
     # a rollout
 
@@ -142,7 +140,7 @@ class RewardModel(ScalarHeadFeature):
             ends = self._step_ends(steps, completions, completion_ids)
         else:
             ends = [[self._length(ids)] for ids in completion_ids]
-        with torch.no_grad(), self.scorer.dropout(False):
+        with torch.no_grad():
             scores = self.scorer.scores(self._prompt_ids, completion_ids, ends, batch_size=self.batch_size).tolist()
         if self.refresher is not None:
             self.refresher.collect(

@@ -1,8 +1,7 @@
 """Scores of completions by a reward model: the forward pass that its rollouts and its training share."""
 
-import contextlib
 import functools
-from collections.abc import Generator, Sequence
+from collections.abc import Sequence
 from typing import cast
 
 import torch
@@ -19,17 +18,6 @@ class RewardScorer:
 
     def __init__(self, trainer: Trainer, model: ScalarHeadModel) -> None:
         self.trainer, self.model = trainer, model
-
-    @contextlib.contextmanager
-    def dropout(self, is_on: bool) -> Generator[None, None, None]:
-        """Switch dropout and recomputation on or off, whatever the trainer is doing."""
-        before = [(module, module.training) for module in self.model.bare.modules()]
-        self.model.bare.train(is_on)
-        try:
-            yield
-        finally:
-            for module, was_training in before:
-                module.training = was_training
 
     def scores(
         self,

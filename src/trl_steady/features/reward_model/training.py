@@ -16,6 +16,7 @@ from trl_steady.features.critic.optimizer import ScalarHeadOptimizer
 from trl_steady.features.reward_model.examples import Example, prompt_key
 from trl_steady.features.reward_model.scorer import RewardScorer
 from trl_steady.functional import reward_models
+from trl_steady.trl_bridge.models import in_mode
 
 
 def fit(
@@ -39,7 +40,7 @@ def fit(
     bar = tqdm(total=epochs * len(examples), desc="reward model", unit="example", disable=is_quiet)
     optimizer.enable(True)
     try:
-        with bar, scorer.dropout(True):  # also in the first step of a resumed run
+        with bar, in_mode(scorer.model.bare, is_training=True):  # also in the first step of a resumed run
             for _ in range(epochs):
                 order = _random_order(examples, generator, together=args.share_prompts)
                 for start in range(0, len(order), size):
@@ -117,13 +118,12 @@ def measure(scorer: RewardScorer, examples: Sequence[Example]) -> dict[str, floa
     count = -(-len(examples) // accelerator.num_processes)  # each process runs as many passes
     indices = [i * accelerator.num_processes + accelerator.process_index for i in range(count)]
     measured: list[tuple[int, Tensor]] = []  # index of an example, and losses, logits and labels (3, n)
-    with scorer.dropout(False):
-        for start in range(0, count, size):
-            batch_indices = indices[start : start + size]
-            batch = [examples[min(index, len(examples) - 1)] for index in batch_indices]
-            columns = torch.stack([column.double().cpu() for column in _losses(scorer, batch)])
-            parts = columns.split([len(example.labels) for example in batch], dim=1)
-            measured += zip(batch_indices, parts, strict=True)
+    for start in range(0, count, size):
+        batch_indices = indices[start : start + size]
+        batch = [examples[min(index, len(examples) - 1)] for index in batch_indices]
+        columns = torch.stack([column.double().cpu() for column in _losses(scorer, batch)])
+        parts = columns.split([len(example.labels) for example in batch], dim=1)
+        measured += zip(batch_indices, parts, strict=True)
     in_order = sorted(gather_object(measured), key=itemgetter(0))  # the sums of means round as on one process
     losses, logits, labels = torch.cat([columns for _, columns in in_order[: len(examples)]], dim=1)
     return {
