@@ -80,8 +80,7 @@ READ: dict[str, Any] = {
     "token_budget=none": None,
     "geometric_mask_range=0.9,1.1": [0.9, 1.1],
     "geometric_mask_range=[0.9, 1.1]": [0.9, 1.1],
-    'generation_kwargs={"top_k": 5}': {"top_k": 5},
-    'vllm_engine_kwargs={"quantization": "fp8"}': {"quantization": "fp8"},
+    'generation_kwargs={"top_k": 5}': '{"top_k": 5}',  # transformers reads JSON in the config
     "report_to=none": "none",
     "run_name=a=b": "a=b",
 }

@@ -20,7 +20,7 @@ PUBLIC = "trl_steady"  # imports its public names for type checkers only
 BELOW = {module: IMPORTS.find_modules_directly_imported_by(module) for module in IMPORTS.modules if module != PUBLIC}
 
 # Files outside the bridge that replace attributes: of TRL's scripts, or of layers of a model
-PATCH = {"cli/trl_commands.py", "features/critic/model.py", "features/router_replay/replay.py"}
+PATCH = {"cli/run.py", "features/critic/model.py", "features/router_replay/replay.py"}
 
 
 def private_names() -> set[str]:

@@ -1,10 +1,12 @@
+# accelerate has no types
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 """The command `trl-steady`, also `python -m trl_steady` and `accelerate launch -m trl_steady`."""
 
 import argparse
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
-from typing import NoReturn
+from typing import NoReturn, cast
 
 from trl_steady import __version__
 
@@ -68,7 +70,7 @@ def run(arguments: Sequence[str]) -> int:
     if rest in ([], ["-m"]):
         _refuse("run needs a script. trl-steady --help lists the commands.")
     if rest[0].startswith("-") and rest[0] != "-m":
-        return _launch([*(["--ppo"] if ppo else []), *(f"--set={setting}" for setting in settings), *rest])
+        return _launch(arguments)
     from trl_steady.cli.options import parse_settings
     from trl_steady.cli.run import run_script
 
@@ -82,12 +84,9 @@ def run(arguments: Sequence[str]) -> int:
 
 def run_trl_command(command: str, arguments: Sequence[str]) -> int:
     """Run TRL's `trl grpo` or `trl rloo` with trl-steady's trainer and options, or `trl grpo` with PPO."""
-    from trl_steady.cli import trl_commands
-    from trl_steady.cli.run import swapped
+    from trl_steady.cli import run
 
-    ppo = ["--ppo"] if command == "ppo" else []
-    with swapped(ppo=bool(ppo)):
-        return trl_commands.run_trl_command(command, arguments, lambda given: _launch([*ppo, *given]), _refuse)
+    return run.run_trl_command(command, arguments, _launch, _refuse)
 
 
 def methods() -> str:
@@ -107,12 +106,7 @@ def env() -> str:
     return f"- trl-steady version: {__version__}"
 
 
-def versions() -> str:
-    """Return the versions of trl-steady and of TRL."""
-    return f"trl-steady {__version__}, trl {version('trl')}"
-
-
-_TABLES = {"methods": methods, "env": env, "--version": versions}
+_TABLES = {"methods": methods, "env": env, "--version": lambda: f"trl-steady {__version__}, trl {version('trl')}"}
 
 
 def _leading_settings(arguments: Sequence[str]) -> tuple[list[str], bool, list[str]]:
@@ -139,7 +133,7 @@ def _launch(arguments: Sequence[str]) -> int:
     from accelerate.commands.launch import launch_command, launch_command_parser
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
 
-    parser = launch_command_parser()
+    parser = cast(argparse.ArgumentParser, launch_command_parser())
     parser.add_argument("--accelerate_config")
     parser.add_argument("--set", action="append", default=[], dest="settings")
     parser.add_argument("--ppo", action="store_true")

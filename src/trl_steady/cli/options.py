@@ -1,6 +1,5 @@
 """Options of our configs as `trl-steady run --set` gives them."""
 
-import json
 import re
 from collections.abc import Sequence
 from dataclasses import field, fields, make_dataclass
@@ -49,14 +48,10 @@ class _Parser(HfArgumentParser):
 
 def _read(name: str, text: str) -> Any:
     kinds = get_args(_TYPES[name]) or (_TYPES[name],)
-    is_none = text in ("None", "null") or (text.lower() in ("none", "null") and str not in kinds)
-    if is_none and NoneType in kinds:
+    if NoneType in kinds and (text in ("None", "null") or (text.lower() in ("none", "null") and str not in kinds)):
         return None
-    if text.startswith("{") and any(get_origin(kind) is dict or kind is dict for kind in kinds):
-        return json.loads(text)
-    is_list = str not in kinds and any(get_origin(kind) is list for kind in (*kinds, _TYPES[name]))
-    words = [word for word in re.split(r"[,\s]+", text.strip("[]() ")) if word] if is_list else []
+    words = [f"--{name}={text}"]
+    if str not in kinds and any(get_origin(kind) is list for kind in (*kinds, _TYPES[name])):
+        words = [f"--{name}", *(word for word in re.split(r"[,\s]+", text.strip("[]() ")) if word)]
     options: Any = make_dataclass("Options", [(name, _TYPES[name], field(default=None))])
-    parser = _Parser(options, add_help=False, allow_abbrev=False)
-    parsed = parser.parse_args([f"--{name}", *words] if is_list else [f"--{name}={text}"])
-    return getattr(parsed, name)
+    return getattr(_Parser(options, add_help=False, allow_abbrev=False).parse_args(words), name)

@@ -1,12 +1,20 @@
-"""Run an unchanged script with trl-steady's trainers and configs in place of TRL's."""
+# TRL exports its trainers lazily, and accelerate's arguments have no types
+# pyright: reportPrivateImportUsage=false, reportUnknownMemberType=false
+"""Run an unchanged script, or TRL's own, with trl-steady's trainers and configs in place of TRL's."""
 
 import os
 import runpy
 import sys
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from importlib import resources
+from typing import Any, NoReturn, cast
 
-from trl_steady.cli.trl_commands import replaced_in_trl
+import trl
+from trl.cli import accelerate_launcher
+from trl.cli.main import main as trl_main
+from trl.scripts import grpo, rloo
+
 from trl_steady.config.grpo import GRPOConfig
 from trl_steady.config.ppo import PPOConfig
 from trl_steady.config.rloo import RLOOConfig
@@ -15,10 +23,11 @@ from trl_steady.trainers.base import SteadyTrainer
 from trl_steady.trainers.grpo import GRPOTrainer
 from trl_steady.trainers.ppo import PPOTrainer
 from trl_steady.trainers.rloo import RLOOTrainer
+from trl_steady.trl_bridge.private import patched
 
 
 @contextmanager
-def swapped(settings: Mapping[str, object] | None = None, *, ppo: bool = False) -> Iterator[list[type]]:
+def swapped(settings: Mapping[str, object] | None = None, *, ppo: bool = False) -> Generator[list[type]]:
     """Replace TRL's GRPO and RLOO trainers and configs by trl-steady's in all modules of TRL.
 
     Args:
@@ -38,15 +47,22 @@ def swapped(settings: Mapping[str, object] | None = None, *, ppo: bool = False) 
         built.append(type(trainer))
         _refuse_processes_apart(trainer.accelerator.num_processes)
 
-    grpo: dict[str, type] = {
+    ours: dict[str, type] = {
         "GRPOTrainer": PPOTrainer if ppo else GRPOTrainer,
         "GRPOConfig": PPOConfig if ppo else GRPOConfig,
+        "RLOOTrainer": RLOOTrainer,
+        "RLOOConfig": RLOOConfig,
     }
     before = SharedOptions.forced
     SharedOptions.forced = dict(settings or {})
     SteadyTrainer.when_built.append(note)
     try:
-        with replaced_in_trl(**grpo, RLOOTrainer=RLOOTrainer, RLOOConfig=RLOOConfig):
+        with ExitStack() as stack:
+            for name, replacement in ours.items():
+                theirs = getattr(trl, name)  # TRL's lazy modules store the attribute from now on
+                for module in [module for path, module in sys.modules.items() if path.split(".")[0] == "trl"]:
+                    names = [found for found, value in vars(module).items() if value is theirs]
+                    stack.enter_context(patched(module, dict.fromkeys(names, replacement)))
             yield built
     finally:
         SharedOptions.forced = before
@@ -60,6 +76,7 @@ def run_script(arguments: Sequence[str], settings: Mapping[str, object], *, ppo:
     path = os.path.abspath(sys.argv[0])
     if not sys.flags.safe_path:  # as python does
         sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(path))
+    built: Sequence[type] = ()
     try:
         with swapped(settings, ppo=ppo) as built:
             if is_module:
@@ -76,6 +93,38 @@ def run_script(arguments: Sequence[str], settings: Mapping[str, object], *, ppo:
             "train, launch them with `trl-steady run`.",
             file=sys.stderr,
         )
+
+
+def run_trl_command(
+    command: str, arguments: Sequence[str], launch: Callable[[list[str]], object], refuse: Callable[[str], NoReturn]
+) -> int:
+    """Run TRL's own command, which sorts the arguments, but launch its script with `launch`, and return the status.
+
+    Args:
+        command: "grpo", "rloo", or "ppo" for TRL's "grpo" with PPO in GRPO's place.
+        arguments: The arguments of the command.
+        launch: Called with the options of `accelerate launch`, and a script with its arguments.
+        refuse: Called with the error message of the parser.
+    """
+    name, script = ("rloo", rloo) if command == "rloo" else ("grpo", grpo)
+    make_parser = cast(Any, script).make_parser
+    ppo = ["--ppo"] if command == "ppo" else []
+
+    def launch_instead(script_name: str, launch_args: list[str], training_script_args: list[str]) -> None:
+        path = str(resources.files("trl.scripts").joinpath(script_name))
+        launch([*ppo, *launch_args, path, *training_script_args])
+
+    def make_our_parser(prog: str) -> Any:
+        parser = make_parser(None, prog=f"trl-steady {command}")
+        vars(parser)["error"] = refuse
+        return parser
+
+    with (
+        swapped(ppo=command == "ppo"),
+        patched(accelerate_launcher, {"launch_training_script": launch_instead}),
+        patched(script, {"make_parser": make_our_parser}),
+    ):
+        return trl_main([name, *arguments])
 
 
 def _refuse_processes_apart(together: int) -> None:

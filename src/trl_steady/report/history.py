@@ -30,10 +30,6 @@ class Series(NamedTuple):
         return Series(self.steps[keep], self.values[keep])
 
 
-class Missing(KeyError):
-    """A log has no such metric or setting."""
-
-
 class History:
     """The log of a run, as one series for each metric.
 
@@ -100,21 +96,15 @@ class History:
         return frozenset(self._series)
 
     def __getitem__(self, key: str) -> Series:
-        """Return the values of a metric. Raises `Missing` if the run has not logged it."""
-        return self._series[self.first(key)]
+        """Return the values of a metric that the run has logged."""
+        return self._series[key]
 
     def first(self, *keys: str) -> str:
-        """Return the first of these metrics that the run has logged. Raises `Missing` if there is none."""
+        """Return the first of these metrics that the run has logged. Raises KeyError if there is none."""
         for key in keys:
             if key in self._series:
                 return key
-        raise Missing(" | ".join(keys))
-
-    def setting(self, name: str) -> Any:
-        """Return an option of the run's config. Raises `Missing` if it is not known."""
-        if name not in self.settings:
-            raise Missing(f"settings.{name}")
-        return self.settings[name]
+        raise KeyError(" | ".join(keys))
 
 
 def _newest_state(folder: Path) -> Path | None:

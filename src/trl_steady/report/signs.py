@@ -1,6 +1,6 @@
 """Signs of a symptom in a log: `symptoms.toml` names the function of each symptom, and its arguments.
 
-Each function returns what it found, or None. It raises `Missing` for a metric or a setting that it needs.
+Each function returns what it found, or None. A metric or a setting that it needs and the log lacks is a KeyError.
 
 Statistics are robust, because one outlier is no symptom: medians of rollouts, ranks, and sums that grow while most
 values are bad. "Sixths" of a run are the medians of six parts of equal length.
@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from trl_steady.report.history import History, Missing, Series
+from trl_steady.report.history import History, Series
 
 _HEALTHY_TREND = 2.6  # z-score that a series without a trend exceeds once in 200 times, in one direction
 
@@ -113,9 +113,7 @@ def _beyond(
 
 def noted(history: History, text: str) -> Found | None:
     """Find a text in the warnings of the run."""
-    if "notes" not in history.run:
-        raise Missing("notes")
-    notes = [note for note in map(str, history.run["notes"] or ()) if text in note]
+    notes = [note for note in map(str, history.run["notes"]) if text in note]
     return Found(0, "", " ".join(notes)) if notes else None
 
 
@@ -194,7 +192,7 @@ def groups(history: History, right: bool) -> Found | None:
 def kl_holds(history: History) -> Found | None:
     """Find a KL that costs nearly as much as the reward has gained, with a reference that stays."""
     (steps, kl), reward = blocks(history, "kl"), blocks(history, "reward").values
-    length, beta = np.median(history["completions/mean_length"].finite.values), history.setting("beta") or 0
+    length, beta = np.median(history["completions/mean_length"].finite.values), history.settings["beta"] or 0
     moves = "ref/refreshes" in history.keys and history["ref/refreshes"].finite.values.any()
     if len(reward) < 12 or _trend(kl) < _HEALTHY_TREND or moves:
         return None
@@ -212,9 +210,9 @@ def kl_holds(history: History) -> Found | None:
 def nothing_clips(history: History) -> Found | None:
     """Find a range of tokens on the ratio of a sequence, or updates that are all on-policy."""
     settings, loss = history.settings, history.settings.get("loss_type")
-    passes = (history.setting("steps_per_generation") or 1) * settings.get("num_iterations", 1)
-    widest = max(history.setting("epsilon") or 0, settings.get("epsilon_high") or 0)
-    is_idle = passes <= history.setting("gradient_accumulation_steps")
+    passes = (settings["steps_per_generation"] or 1) * settings.get("num_iterations", 1)
+    widest = max(settings["epsilon"] or 0, settings.get("epsilon_high") or 0)
+    is_idle = passes <= settings["gradient_accumulation_steps"]
     is_sequence = loss in ("gspo", "gspo_token") or settings.get("importance_sampling_level") == "sequence"
     if is_sequence and widest >= 0.1:  # GSPO has 3e-4
         return Found(1, "", f"epsilon {widest:g} is for tokens, and the ratio is of a sequence")
@@ -308,7 +306,7 @@ def reference_collapsed(history: History) -> Found | None:
 
 def sampling_truncated(history: History) -> Found | None:
     """Find a `top_p` that is too low."""
-    top_p = history.setting("top_p") or 1
+    top_p = history.settings["top_p"] or 1
     # docs/evidence.md: 12 % of the gradient is bias at 0.8, and 0.7 costs 8 points of accuracy, with the mask too
     return Found(1, "", f"top_p {top_p:g}") if top_p < 0.9 else None
 
@@ -329,5 +327,5 @@ def generation_slow(history: History) -> Found | None:
 
 def padding_computed(history: History) -> Found | None:
     """Find batches that are mostly padding, where nothing trims it."""
-    share, is_trimmed = np.median(history["padding/share"].finite.values), history.setting("trim_padding")
+    share, is_trimmed = np.median(history["padding/share"].finite.values), history.settings["trim_padding"]
     return Found(1, "padding/share", f"{share:.0%}") if share > 0.5 and not is_trimmed else None

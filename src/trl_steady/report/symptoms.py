@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from trl_steady.report import signs
-from trl_steady.report.history import History, Missing
+from trl_steady.report.history import History
 
 
 class Symptom(NamedTuple):
@@ -22,7 +22,7 @@ class Symptom(NamedTuple):
     page: str
     """Page and section below docs/, such as "troubleshooting.md#everything-is-clipped"."""
     find: Callable[[History], signs.Found | None]
-    """Returns the signs in a log. Raises `Missing` if the log cannot show them."""
+    """Returns the signs in a log. Raises KeyError if the log lacks a metric or a setting that they need."""
 
 
 class Finding(NamedTuple):
@@ -58,7 +58,7 @@ def diagnose(history: History) -> tuple[list[Finding], dict[str, str]]:
     for symptom in SYMPTOMS:
         try:
             found = symptom.find(history)
-        except Missing as error:
+        except KeyError as error:
             missing[symptom.name] = error.args[0]
             continue
         if found is not None:

@@ -16,6 +16,7 @@ from tests.features.reward_model import tools as rewarding
 from tests.features.reward_model.tools import is_right, refreshed, refresher
 from tests.tools import tiny
 from trl_steady import RewardAdapter, RewardModelRefreshCallback
+from trl_steady.features.active_features import ActiveFeatures
 from trl_steady.features.reference import callback as reference
 from trl_steady.features.reward_model import callback as loop
 from trl_steady.features.reward_model import training
@@ -106,7 +107,9 @@ def test_a_share_is_replayed_but_no_held_out_answer(
         out |= texts(given["held_out"]) - texts(given["fresh"])
 
 
-def test_it_learns_the_rule_and_says_so(models: dict[str, Path], tmp_path: Path) -> None:
+def test_it_learns_the_rule_and_says_so(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     refresh = {"epochs": 24, "learning_rate": 3e-2, "label_fn": is_long}
     trainer = refreshed("lora", models["dense"], tmp_path, refresh=refresh)
     refresher(trainer).fit(list(tiny.dataset(16)))
@@ -120,6 +123,8 @@ def test_it_learns_the_rule_and_says_so(models: dict[str, Path], tmp_path: Path)
     assert not [name for name in logged if name.startswith(("completions", "rewards"))]  # they are not of training
     trainer.args.max_steps = 1
     tiny.train(trainer)
+    trainer.feature(ActiveFeatures).on_train_begin()  # as in a second training
+    assert capsys.readouterr().out.count("  on: reward model retrained before the reference moves: ") == 1
     row = trainer.state.log_history[0]
     assert row["reward_model/refreshes"] == 1 and 0 <= row["reward_model/true"] <= 1
 
