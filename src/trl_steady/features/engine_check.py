@@ -49,7 +49,7 @@ class EngineCheck(Feature):
 
     def around_generate(self, turn: Turn, call_next: Callable[[Turn], Any]) -> Any:
         """Record the log-probs of the engine, which RLOO's trainer drops."""
-        if not self._compares or turn.rollout is None or not self.trainer.use_vllm:
+        if turn.rollout is None or not self._compares or not self.trainer.use_vllm:
             return call_next(turn)
         with record_log_probs(self.trainer.vllm_generation) as results:
             generated = call_next(turn)

@@ -138,7 +138,9 @@ def read_rewards(trainer: Trainer, read: Callable[[Tensor, list[Any], list[list[
     """Call `read` with the rewards that TRL's rollout gets, the completions and their token ids."""
     calculate, pending = as_trl_trainer(trainer)._calculate_rewards, as_trl_trainer(trainer)._pending_extra_logs
 
-    def calculate_and_read(inputs: Any, prompts: Any, completions: list[Any], ids: list[list[int]]) -> Tensor:
+    def calculate_and_read(
+        inputs: list[object], prompts: list[object], completions: list[Any], ids: list[list[int]]
+    ) -> Tensor:
         rewards = calculate(inputs, prompts, completions, ids)
         for column in as_trl_trainer(trainer)._logs["extra"]:  # TRL would show earlier values beside these completions
             pending[column] = pending[column] or [None] * len(prompts)
@@ -151,7 +153,7 @@ def read_rewards(trainer: Trainer, read: Callable[[Tensor, list[Any], list[list[
 
 def with_exact_zeros(trainer: Trainer, run_rollout: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return TRL's samples, with advantages of exactly 0 in groups of equal rewards, whose mean may round."""
-    module: Any = rloo_trainer if isinstance(trainer, trl.RLOOTrainer) else grpo_trainer
+    module = rloo_trainer if isinstance(trainer, trl.RLOOTrainer) else grpo_trainer
     deviation, compared = module.nanstd, list[Tensor]()
 
     def exact(values: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:
@@ -169,9 +171,6 @@ def with_exact_zeros(trainer: Trainer, run_rollout: Callable[[], dict[str, Any]]
     is_equal, count = all_equal(groups, 1).all(-1).repeat_interleave(size), len(samples["advantages"])
     own = is_equal[trainer.accelerator.process_index * count :][:count]
     samples["advantages"] = samples["advantages"].masked_fill(own, 0.0)
-    column = as_trl_trainer(trainer)._logs["advantages"]
-    for row in is_equal.flip(0)[: len(column)].nonzero().flatten().tolist():  # the table keeps the last ones only
-        column[-1 - row] = 0.0
     return samples
 
 

@@ -33,17 +33,13 @@ def checked_rollout_func(function: Callable[..., Any]) -> Callable[..., Any]:
         names = ("prompt_ids", "completion_ids", "logprobs", "env_mask")
         columns = {name: list(output[name]) for name in names if output.get(name) is not None}
         lengths = {name: list(map(len, column)) for name, column in columns.items() if name != "prompt_ids"}
-        answers = lengths.get("completion_ids", [1] * len(prompts))  # TRL names a column that is missing
-        if len(answers) != len(prompts) or 0 in answers:
-            raise ValueError(
-                f"rollout_func returned completion_ids of lengths {answers} for {len(prompts)} prompts. Return one "
-                "completion of one token or more for each prompt. TRL has repeated the prompts num_generations times."
-            )
+        answers = lengths.get("completion_ids", [])  # TRL names a column that is missing
         for name, found in lengths.items():
-            if found != lengths.get("completion_ids", found):
+            if answers and (found != answers or len(answers) != len(prompts) or 0 in answers):
                 raise ValueError(
-                    f"rollout_func returned {name} of lengths {found}, but completion_ids of lengths "
-                    f"{lengths['completion_ids']}. Return one value for each token."
+                    f"rollout_func returned {name} of lengths {found}, and completion_ids of lengths {answers} for "
+                    f"{len(prompts)} prompts. Return one completion of one token or more for each prompt, which TRL "
+                    "has repeated num_generations times, and one value for each token."
                 )
         return {**output, **columns}
 

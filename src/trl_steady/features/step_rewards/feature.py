@@ -127,14 +127,15 @@ class StepRewardsFeature(Feature):
                 )
         received = rewards[self._own_rows(count)].tolist() if self._steps else []
         for (row, function), steps in self._steps.items():
-            given, total = torch.tensor(steps.total, dtype=torch.float32).item(), received[row][function]
-            if total == given or math.isnan(total):  # NaN is no reward, for steps too
+            total = received[row][function]
+            # TRL rounds to float32. NaN is no reward, for steps too
+            if math.isnan(total) or total == torch.tensor(steps.total, dtype=torch.float32).item():
                 continue
             if len(steps.values) != 1:
-                raise ValueError(
-                    f"{type(self.trainer).__name__}._calculate_rewards changed a reward of {names[function]!r} from "
-                    f"{given} to {total}, but the function returned StepRewards with {len(steps.values)} steps. "
-                    "Change the values of these steps in the reward function."
+                self.refuse(
+                    f"{type(self.trainer).__name__}._calculate_rewards",
+                    f"it changed a reward of {names[function]!r}, with {len(steps.values)} steps, to {total}",
+                    "Change the values of the steps in the reward function.",
                 )
             self._steps[row, function] = replace(steps, values=(total,))
         self._returned = _Returned(rewards, completions, completion_ids, self._steps)
