@@ -68,7 +68,8 @@ class Recorded(transformers.TrainerCallback):
 
 
 def run(name: str, folder: Path, idle: float = 0.5, **options: Any) -> Recorded:
-    """Three optimizer steps with a model in float64, on rollouts of 16 sequences."""
+    """Three optimizer steps with a model in float64, on rollouts of 16 sequences. `resume` is a checkpoint."""
+    resume = options.pop("resume", None)
     torch.manual_seed(0)
     config = copy.deepcopy(tiny.CONFIGS[name])  # which is written to
     model = transformers.AutoModelForCausalLM.from_config(config, experts_implementation="eager").double()
@@ -77,7 +78,7 @@ def run(name: str, folder: Path, idle: float = 0.5, **options: Any) -> Recorded:
     build = {"reward_funcs": constant(idle), **({} if is_generated else {"rollout_func": UNEQUAL})}
     build |= options.pop("build", {})
     recorded = Recorded(tiny.trainer(model, folder, **{**SGD, **options, "build": build}))
-    tiny.train(recorded.trainer)
+    recorded.trainer.train(resume_from_checkpoint=resume)
     return recorded
 
 
@@ -196,7 +197,7 @@ def test_sequences_that_the_rollout_drops_are_left_out(
         found, expected = (
             [row[name] for row in tiny.history(each.trainer) if name in row] for each in (of_some, of_all)
         )
-        assert found == expected[::2]  # noted once for a rollout, not in each update
+        assert found == expected
         assert (option in options) == (max([0, *found]) > 0)
 
 
@@ -289,6 +290,84 @@ def test_a_run_without_the_option_says_what_it_would_leave_out(
     total, needed = counts(of_all)
     assert f" {1 - needed / total:.0%} of the tokens" in said() and "skip_zero_weight=True" in said()
     assert said(idle=0) == said(skip_zero_weight=True) == said(entropy_coef=0.1) == ""
+
+
+class InRollout(trl_steady.GRPOTrainer):
+    """A script that changes advantages after the rollout."""
+
+    def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+        samples = super()._generate_and_score_completions(inputs)
+        return {**samples, "advantages": shaped(samples)}
+
+
+class InComputeLoss(trl_steady.GRPOTrainer):
+    """A script that changes advantages before TRL's loss."""
+
+    def compute_loss(self, model: Any, inputs: Any, *arguments: Any, **keywords: Any) -> Tensor:
+        return super().compute_loss(model, {**inputs, "advantages": shaped(inputs)}, *arguments, **keywords)
+
+
+class InInnerLoss(trl_steady.GRPOTrainer):
+    """A script that changes advantages as docs/your-own-loss.md shows."""
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
+        return super()._compute_loss(model, {**inputs, "advantages": shaped(inputs)})
+
+
+def shaped(inputs: dict[str, Any]) -> Tensor:
+    """Advantages that are 0 for half of the answers, and not for the same ones as TRL's."""
+    return inputs["advantages"] * 0 + (inputs["completion_mask"].sum(1) % 2)
+
+
+@pytest.mark.usefixtures("with_float64_everywhere")
+@pytest.mark.parametrize(
+    ("kind", "token_budget"),
+    [(InRollout, None), (InRollout, 30), (InComputeLoss, None), (InInnerLoss, None), (InInnerLoss, 30)],
+)
+def test_the_advantages_that_the_loss_gets_decide(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    kind: type[Any],
+    token_budget: int | None,
+) -> None:
+    """All answers earn the same, so that TRL's advantages are 0."""
+    monkeypatch.setattr(trl_steady, "GRPOTrainer", kind)
+    options = {"token_budget": token_budget, "loss_type": "dapo"}
+    of_all = run("dense", tmp_path, 1, **options)
+    said = capsys.readouterr().out
+    of_some = run("dense", tmp_path, 1, skip_zero_weight=True, **options)
+    assert_same(of_some, of_all)
+    assert all(any(value.any() for value in step.values()) for step in of_all.gradients)
+    assert 0 < max(skipped(of_some)) < 1
+    assert "100% of the tokens" not in said and "% of the tokens had no gradient" in said
+
+
+class WithoutCorrection(trl_steady.GRPOTrainer):
+    """A script that takes the sampler's word for the old log-probs."""
+
+    def _compute_loss(self, model: Any, inputs: Any) -> Tensor:
+        return super()._compute_loss(model, {**inputs, "old_per_token_logps": inputs["sampling_per_token_logps"]})
+
+
+def test_masks_are_decided_from_the_log_probs_that_the_loss_gets(
+    training: Callable[..., Recorded], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trl_steady, "GRPOTrainer", WithoutCorrection)
+    of_all, of_some = (training(0, skip_zero_weight=skip, **MASKS[2]) for skip in (False, True))
+    assert_same(of_some, of_all)
+    assert max(skipped(of_some)) == 0
+
+
+def test_switched_off_at_a_resume_it_leaves_out_nothing_more_of_the_window(tmp_path: Path) -> None:
+    """An entropy bonus, which counts all sequences, may then be added."""
+    widths: list[list[int]] = []
+    for skip in (False, True):
+        folder = tmp_path / str(skip)
+        run("dense", folder, skip_zero_weight=skip, max_steps=1, save_strategy="steps", save_steps=1)
+        resumed = run("dense", folder, entropy_coef=0.5, max_steps=2, resume=str(folder / "checkpoint-1"))
+        widths.append([width for _, width in resumed.widths.shapes])
+    assert widths[0] == widths[1] and len(widths[0]) == 4  # the micro-batches of one step, with all of their tokens
 
 
 def test_models_that_count_all_sequences_are_refused(models: dict[str, Path], tmp_path: Path) -> None:

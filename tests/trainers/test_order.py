@@ -6,7 +6,6 @@ import trl_steady
 from trl_steady.core.feature import Feature
 from trl_steady.features.dynamic_sampling import DynamicSampling
 from trl_steady.features.padding_free.feature import PaddingFree
-from trl_steady.features.zero_advantage import ZeroAdvantage
 
 TRAINERS = pytest.mark.parametrize("kind", [trl_steady.GRPOTrainer, trl_steady.RLOOTrainer, trl_steady.PPOTrainer])
 
@@ -31,4 +30,4 @@ def test_padding_is_the_outermost_of_forward_passes_and_losses(kind: type) -> No
 @TRAINERS
 def test_readers_of_advantages_come_after_those_who_change_them(kind: type) -> None:
     names = [feature.__name__ for feature in acting(kind.FEATURES, "on_rollout_end")]
-    assert names[-2:] == [ZeroAdvantage.__name__, "TrainingReport"]
+    assert names[-1] == "TrainingReport"
