@@ -1,6 +1,7 @@
 """Sequences without a gradient are left out, and the loss and its gradient stay those of all sequences."""
 
 import copy
+import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ import trl_steady
 from tests.features.padding_free.rollouts import UNEQUAL, Widths
 from tests.tools import tiny
 from tests.tools.engines import UNCHECKED, Engine, alone, colocate
+from trl_steady.losses import LOSSES
 
 SGD: dict[str, Any] = {"optim": "sgd", "learning_rate": 3e-3, "max_grad_norm": 0.0, "num_iterations": 2}
 SGD |= {"gradient_accumulation_steps": 4, "max_steps": 3}
@@ -279,7 +281,7 @@ def test_ppo_leaves_them_out_of_the_policy_only(tmp_path: Path) -> None:
 
 
 def test_a_run_without_the_option_says_what_it_would_leave_out(
-    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def said(**options: Any) -> str:
         run("dense", tmp_path, num_iterations=1, max_steps=1, **options)
@@ -290,6 +292,11 @@ def test_a_run_without_the_option_says_what_it_would_leave_out(
     total, needed = counts(of_all)
     assert f" {1 - needed / total:.0%} of the tokens" in said() and "skip_zero_weight=True" in said()
     assert said(idle=0) == said(skip_zero_weight=True) == said(entropy_coef=0.1) == ""
+    # nobody knows what a loss of a script does with an advantage of 0
+    monkeypatch.setitem(
+        LOSSES, "own", dataclasses.replace(LOSSES["gspo_token"], name="Own", rewrite=lambda batch: batch)
+    )
+    assert said(loss_type="own") == ""
 
 
 class InRollout(trl_steady.GRPOTrainer):
