@@ -12,7 +12,7 @@ import trl
 
 import trl_steady
 from tests.tools import tiny
-from trl_steady.trl_bridge.overrides import ACTS_IN, overrides
+from trl_steady.trl_bridge.overrides import ACTS_IN, overrides, uncalled
 
 
 class Own(trl_steady.GRPOTrainer):
@@ -95,6 +95,39 @@ def test_what_calls_super_or_needs_nothing_of_ours_hears_nothing(
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         build(kind, models["dense"], tmp_path, **options)
+
+
+class OfAnotherVersion(trl_steady.GRPOTrainer):
+    """Nothing calls the first two. The others are the script's own helpers, or TRL's."""
+
+    def _compute_advantages(self, rewards: Any) -> Any:
+        return super()._compute_advantages(rewards)
+
+    def _get_per_token_logps(self, *arguments: Any) -> Any:
+        return None
+
+    def _generate_completions(self, prompts: Any) -> Any:
+        return prompts
+
+    def _my_helper(self) -> Any:
+        return [self._generate_completions(each) for each in ()]
+
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        return super()._prepare_inputs(inputs)
+
+
+def test_methods_of_other_versions_that_nothing_calls_are_named(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.warns(UserWarning, match="does not call") as caught:
+        build(OfAnotherVersion, models["dense"], tmp_path)
+    (said,) = [str(each.message) for each in caught if "does not call" in str(each.message)]
+    assert set(re.findall(r"OfAnotherVersion\.(\w+)", said)) == {"_compute_advantages", "_get_per_token_logps"}
+    assert said.startswith(f"trl {trl.__version__} ") and "advantages(rollout)" in said
+    later = type("Later", (trl_steady.RLOOTrainer,), {"_transform_advantages": lambda self, advantages: advantages})
+    assert [name.rpartition(".")[2] for name in uncalled(object.__new__(later))] == ["_transform_advantages"]
+    monkeypatch.setattr(trl.RLOOTrainer, "_transform_advantages", lambda self, given: given, raising=False)
+    assert uncalled(object.__new__(later)) == []
 
 
 class OwnRollout(trl_steady.GRPOTrainer):
