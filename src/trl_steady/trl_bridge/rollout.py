@@ -16,7 +16,7 @@ from trl.trainer import grpo_trainer, rloo_trainer
 from trl.trainer.utils import is_async_callable
 
 from trl_steady.core.feature import Trainer
-from trl_steady.core.types import LogProbs
+from trl_steady.core.types import LogProbs, Rollout
 from trl_steady.functional.advantages import all_equal
 from trl_steady.trl_bridge.private import as_trl_trainer, generated_completions, patched
 from trl_steady.trl_bridge.validation import name_columns_in_errors
@@ -144,6 +144,8 @@ def read_rewards(trainer: Trainer, read: Callable[[Tensor, list[Any], list[list[
         rewards = calculate(inputs, prompts, completions, ids)
         for column in as_trl_trainer(trainer)._logs["extra"]:  # TRL would show earlier values beside these completions
             pending[column] = pending[column] or [None] * len(prompts)
+        if trainer.rollout_in_progress is not None:
+            give_rewards(trainer, trainer.rollout_in_progress, rewards, prompts, completions)
         read(rewards, completions, ids)
         return rewards
 
@@ -174,12 +176,26 @@ def with_exact_zeros(trainer: Trainer, run_rollout: Callable[[], dict[str, Any]]
     return samples
 
 
-def log_token_advantages(trainer: Trainer, per_token: Tensor, mask: Tensor) -> None:
-    """Log the mean of each completion's advantages (B, T) in TRL's table of completions, in place of TRL's advantages.
+def give_rewards(
+    trainer: Trainer, rollout: Rollout, rewards: Tensor, prompts: list[Any], completions: list[Any]
+) -> None:
+    """Give a rollout this process's completions, and of the rewards (N, K) of all processes those it needs."""
+    size = trainer.num_generations if trainer.model.training else as_trl_trainer(trainer).num_generations_eval
+    own = torch.arange(len(prompts), device=rewards.device) + trainer.accelerator.process_index * len(prompts)
+    totals = (rewards * trainer.reward_weights.to(rewards.device)).nansum(1)
+    totals = totals.masked_fill(rewards.isnan().all(1), torch.nan)
+    rollout.prompts, rollout.completions = prompts, completions
+    rollout.rewards_by_function, rollout.rewards = rewards[own], totals[own]
+    rollout.group_rewards = totals.view(-1, size)[own // size]
+
+
+def log_advantages(trainer: Trainer, advantages: Tensor, mask: Tensor) -> None:
+    """Log advantages (B,), or each completion's mean of (B, T), in TRL's table, in place of TRL's advantages.
 
     Every process must call this function after a rollout.
     """
-    means = cast(Tensor, trainer.accelerator.gather(per_token.sum(1) / mask.sum(1).clamp(min=1))).tolist()
+    own = advantages if advantages.dim() == 1 else (advantages * mask).sum(1) / mask.sum(1).clamp(min=1)
+    means = cast(Tensor, trainer.accelerator.gather(own)).tolist()
     column = as_trl_trainer(trainer)._logs["advantages"]
     for _ in range(min(len(means), len(column))):  # the table keeps the last completions only
         column.pop()

@@ -15,7 +15,7 @@ from trl_steady.features.critic.trainer import PPOTrainerProtocol
 from trl_steady.features.step_rewards.feature import StepRewardsFeature
 from trl_steady.functional import advantages, values
 from trl_steady.trl_bridge.models import text_tokenizer
-from trl_steady.trl_bridge.rollout import log_token_advantages
+from trl_steady.trl_bridge.rollout import log_advantages
 
 
 class TokenRewards(NamedTuple):
@@ -152,7 +152,7 @@ def log_targets(
 ) -> None:
     """Log advantages, values and KL of a rollout. Every process must call this function."""
     mask, steps = rollout.is_sampled, trainer.feature(StepRewardsFeature)
-    log_token_advantages(trainer, policy_advantages, mask)
+    log_advantages(trainer, policy_advantages, mask)
     if steps.has_steps:
         steps.keep_advantages(rollout, policy_advantages)
     if kl_coef and trainer.beta == 0:  # otherwise TRL logs that of the loss

@@ -23,7 +23,7 @@ from trl_steady.features.step_rewards.table import RewardedCompletion, StepTable
 from trl_steady.functional import advantages
 from trl_steady.rewards.steps import StepRewards
 from trl_steady.trl_bridge.models import text_tokenizer
-from trl_steady.trl_bridge.rollout import log_token_advantages
+from trl_steady.trl_bridge.rollout import log_advantages
 
 _FORMULAS = {"process": advantages.process, "return_to_go": advantages.return_to_go}
 
@@ -179,7 +179,7 @@ class StepRewardsFeature(Feature):
         step_advantages = _FORMULAS[formula](table.rewards, group_size=group_size, scale=trainer.scale_rewards)
         own = self._own_rows(len(mask))
         per_token = advantages.per_token(step_advantages[own], table.ends[own], mask.size(1)) * mask
-        log_token_advantages(trainer, per_token, mask)
+        log_advantages(trainer, per_token, mask)
         counts = [len(steps) for completion in completions[own] for steps in completion.steps.values()]
         trainer.metrics.pooled(sums={"steps/mean_count": torch.tensor([sum(counts), len(counts)])})
         self.keep_advantages(rollout, per_token)
