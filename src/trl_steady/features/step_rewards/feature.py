@@ -32,7 +32,6 @@ class _Trainer(Trainer, Protocol):
     num_generations_eval: int
     scale_rewards: str
     multi_objective_aggregation: str
-    why_one_advantage: str | None
 
 
 class _Returned(NamedTuple):
