@@ -3,12 +3,14 @@
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import peft
 import pytest
 import torch
 import transformers
 from transformers.trainer_utils import get_last_checkpoint
 
+import trl_steady
 from tests.features.reference.tools import adapter_tensors
 from tests.tools import resumable, tiny
 
@@ -103,6 +105,42 @@ def test_metrics_between_two_logs_are_kept(models: dict[str, Path], tmp_path: Pa
     window = torch.load(tmp_path / "checkpoint-3" / "rollouts_0.pt")
     # which `map_location` would move to the device, where the next totals are not
     assert not any(isinstance(totals, torch.Tensor) for totals in window["pool"].values())
+
+
+def test_a_scripts_own_objects_are_saved(models: dict[str, Path], tmp_path: Path) -> None:
+    """In TRL's metrics, its table of completions and a column. A log is JSON, and has numbers."""
+    values = np.float32(0.1), torch.tensor(0.2), np.int64(3)
+    seen: list[Any] = []
+
+    class Mine(trl_steady.GRPOTrainer):
+        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+            samples = super()._generate_and_score_completions(inputs)
+            self._metrics["train"]["mine"].extend(values)
+            self._logs["extra"]["mine"].extend([np.float64(0.3), np.ones(2)])
+            count = len(samples["completion_ids"])
+            return {**samples, "where": [Path("a", str(i)) for i in range(count)], "how": [np.ones(2)] * count}
+
+        def _compute_loss(self, model: Any, inputs: Any) -> torch.Tensor:
+            seen.append((inputs["where"], [how.tolist() for how in inputs["how"]]))
+            return super()._compute_loss(model, inputs)
+
+    def build(folder: str) -> Any:
+        options = {"max_steps": 4, "save_strategy": "steps", "save_steps": 1, "logging_steps": 3}
+        args = tiny.arguments(trl_steady.GRPOConfig, tmp_path / folder, **options)
+        keywords = {"train_dataset": tiny.dataset(), "processing_class": tiny.tokenizer()}
+        return Mine(str(models["dense"]), tiny.reward, args, **keywords)
+
+    whole = tiny.train(build("whole"))
+    assert whole.state.log_history[0]["mine"] == pytest.approx((0.1 + 0.2 + 3) / 3)
+    micro_batches = seen[1:]
+    for step in (1, 3):
+        seen.clear()
+        resumed = build("resumed")
+        resumed.train(resume_from_checkpoint=str(tmp_path / "whole" / f"checkpoint-{step}"))
+        assert seen == micro_batches[step - 1 :]
+        logs = [tiny.history(each)[0] for each in (whole, resumed)]
+        assert logs[0].pop("loss") and logs[1].pop("loss") and logs[0] == logs[1]  # a loss is that since the resume
+        assert resumed._logs["extra"]["mine"][0] == 0.3
 
 
 def test_old_checkpoints_are_rotated_and_the_best_is_kept(models: dict[str, Path], tmp_path: Path) -> None:

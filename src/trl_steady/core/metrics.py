@@ -13,6 +13,7 @@ from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Protocol, cast
 
+import numpy as np
 import torch
 from accelerate import Accelerator
 from torch import Tensor
@@ -136,6 +137,8 @@ class Metrics:
         With several processes this is for transformers' own logs only, which every process writes. A script may call
         `Trainer.log` on one process, where nobody else would take part in an exchange.
         """
+        for values in self._source.logged_values[self._mode].values():  # a log is written as JSON
+            values[:] = [float(value) if isinstance(value, (np.generic, Tensor)) else value for value in values]
         is_collective = any(name == "loss" or name.endswith("_runtime") for name in logs)
         if self._source.accelerator.num_processes > 1 and not is_collective:
             return

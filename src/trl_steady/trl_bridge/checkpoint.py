@@ -17,7 +17,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
 
-import torch
 from accelerate.utils import broadcast_object_list
 from peft import PeftModel
 from torch.utils.data import Sampler
@@ -26,6 +25,7 @@ from transformers.trainer_utils import rotate_checkpoints
 from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from trl_steady.core.feature import Trainer
+from trl_steady.core.state_file import load_state, save_state
 from trl_steady.trl_bridge.private import as_trl_trainer, generation_interval, is_before_generation, patched
 from trl_steady.trl_bridge.resume import changed_settings, window_settings
 
@@ -106,7 +106,7 @@ class Checkpoints:
             "pool": trainer.metrics.state(),
             "tables": self._tables(),
         }
-        torch.save(window, checkpoint / self._window_file())
+        save_state(window, checkpoint / self._window_file())
         for feature in trainer.features:
             feature.save_state(checkpoint)
 
@@ -161,7 +161,7 @@ class Checkpoints:
                     f"window (every {interval} micro-batches)."
                 )
             return {}
-        window = torch.load(file, map_location=trainer.accelerator.device.type, weights_only=True)
+        window = load_state(file, trainer.accelerator.device.type)
         before, now = window["settings"], window_settings(trainer)
         changed = changed_settings(before, now)
         if changed and window["rollouts"] is not None:
@@ -197,8 +197,8 @@ class Checkpoints:
         for name in ("rewards", "extra"):
             table[name] = {column: list(values) for column, values in logs[name].items()}
         try:
-            return json.dumps(table)
-        except TypeError:
+            return json.dumps(table, default=lambda value: value.tolist())  # NumPy's numbers, arrays and tensors
+        except (TypeError, AttributeError):
             return "{}"
 
     def _window_file(self) -> str:

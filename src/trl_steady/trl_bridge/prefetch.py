@@ -16,15 +16,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, cast
 
-import numpy as np
 import torch
-from torch import Tensor
 from transformers.trainer_utils import has_length
 from trl.generation.vllm_client import VLLMClient
 from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_steady.core.engine import GenerationResult, SendRequest
 from trl_steady.core.feature import Trainer
+from trl_steady.core.state_file import load_state, save_state
 from trl_steady.trl_bridge.private import as_trl_trainer, generation_interval, patched
 from trl_steady.trl_bridge.vllm import SteadyGeneration
 
@@ -202,26 +201,17 @@ class PendingRequest(threading.Thread):
         assert self.result is not None
         times = [self.seconds, self.waited, self.version - version, step]
         plain = json.dumps([self._request, self.result.output, *times])  # exact
-        torch.save([plain, _map_nested(self.result.extras, np.ndarray, torch.from_numpy)], file)
+        save_state([plain, self.result.extras], file)
 
     @classmethod
     def load(cls, engine: SteadyGeneration, file: Path) -> "PendingRequest":
         """Return what `save` has written, with a version that counts back from 0."""
-        plain, extras = torch.load(file, weights_only=True)
+        plain, extras = load_state(file, "cpu")
         request, output, seconds, waited, version, step = json.loads(plain)
         loaded = cls(engine, request, version)
-        loaded.result = GenerationResult(output, _map_nested(extras, Tensor, Tensor.numpy))
+        loaded.result = GenerationResult(output, extras)
         loaded.seconds, loaded.waited, loaded.step = seconds, waited, step
         return loaded
-
-
-def _map_nested(values: object, kind: type, function: Callable[[Any], Any]) -> Any:
-    """Return nested containers with each value of a type replaced."""
-    if isinstance(values, dict):
-        return {name: _map_nested(value, kind, function) for name, value in values.items()}
-    if isinstance(values, (list, tuple)):
-        return type(values)(_map_nested(value, kind, function) for value in values)
-    return function(values) if isinstance(values, kind) else values
 
 
 def _client_for_thread(client: VLLMClient) -> VLLMClient:

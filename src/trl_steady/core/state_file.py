@@ -1,0 +1,53 @@
+"""Files of a checkpoint that hold a script's own objects: what is saved can be loaded, and runs no foreign code."""
+
+# numpy has no public names for what its pickles call
+# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+import warnings
+from collections.abc import Mapping, Sequence, Set
+from pathlib import Path, PosixPath, WindowsPath
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+_NUMBERS_AND_TEXT: list[Any] = [int, float, complex, str, bytes]
+_KEPT = {type(None), bool, *_NUMBERS_AND_TEXT, bytearray, PosixPath, WindowsPath}
+# what pickles of paths, arrays and NumPy's numbers call
+_CALLED: list[Any] = [
+    *(PosixPath, WindowsPath, np.ndarray, np.dtype, np.ones(1).__reduce__()[0], np.float64(0).__reduce__()[0]),
+    *{type(np.dtype(kind)) for kind in np.sctypeDict.values()},
+]
+
+
+def save_state(state: object, file: Path) -> None:
+    """Write tensors, arrays, numbers, text and paths, in any containers. Other objects become their text."""
+    torch.save(_loadable(state), file)
+
+
+def load_state(file: Path, device: str) -> Any:
+    """Return what `save_state` has written, with tensors on `device`."""
+    with torch.serialization.safe_globals(_CALLED):
+        return torch.load(file, map_location=device, weights_only=True)
+
+
+def _loadable(value: object) -> object:
+    """Return a value in types that `load_state` takes, such as a dict for any mapping."""
+    if type(value) in _KEPT or isinstance(value, np.generic):
+        return value
+    if isinstance(value, Tensor):
+        return value.detach().as_subclass(Tensor)
+    if isinstance(value, np.ndarray):
+        return _loadable(value.tolist()) if value.dtype.hasobject else np.asarray(value)
+    for kind in _NUMBERS_AND_TEXT:
+        if isinstance(value, kind):  # an enum, for example
+            return kind.__getnewargs__(value)[0]
+    if isinstance(value, Mapping):
+        return {_loadable(key): _loadable(item) for key, item in value.items()}
+    for kind, container in ((tuple, tuple), (Sequence, list), (Set, set)):
+        if isinstance(value, kind):
+            return container(map(_loadable, value))
+    name = f"{type(value).__module__}.{type(value).__qualname__}"
+    warnings.warn(f"a checkpoint holds a {name} of a rollout as text. Use numbers or text.", UserWarning, stacklevel=2)
+    return str(value)
