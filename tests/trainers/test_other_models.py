@@ -99,9 +99,11 @@ def test_a_checkpoint_of_a_whole_model_is_not_taken_for_one_of_an_adapter(
 ) -> None:
     """DeepSpeed and FSDP would load nothing. The reverse is an error of theirs, and of transformers."""
     (tmp_path / "another").mkdir()
+    trainer = tiny.trainer(models["dense"], tmp_path, lora=True)
     for file in files:
         (tmp_path / file).touch()
-    trainer = tiny.trainer(models["dense"], tmp_path, lora=True)
+        if file == "adapter_config.json":
+            trainer.model.peft_config["default"].save_pretrained(str(tmp_path))
     refused = pytest.raises(ValueError, match=r"holds a whole model, and this run trains an adapter.*peft_config")
     with refused if is_whole else contextlib.nullcontext():
         trainer.checkpoints.load(tmp_path)

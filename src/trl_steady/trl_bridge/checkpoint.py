@@ -22,7 +22,6 @@ from peft import PeftModel
 from torch.utils.data import Sampler
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints
-from transformers.utils import ADAPTER_CONFIG_NAME, CONFIG_NAME
 
 from trl_steady.core.feature import Trainer
 from trl_steady.core.state_file import load_state, save_state
@@ -117,23 +116,12 @@ class Checkpoints:
             ValueError: The run cannot continue exactly.
         """
         trainer = self._trainer
-        self._refuse_whole_model(checkpoint)
         for feature in trainer.features:
             feature.load_state(checkpoint)
         self._skip_epochs(checkpoint)
         pool = self._load_window(checkpoint)
         # a process that did not exist in the run that wrote it must gather the same totals as the others
         trainer.metrics.restore(broadcast_object_list([pool])[0])
-
-    def _refuse_whole_model(self, checkpoint: Path) -> None:
-        """Refuse to load a whole model into an adapter: DeepSpeed and FSDP would load nothing."""
-        model = self._trainer.accelerator.unwrap_model(self._trainer.model, keep_torch_compile=False)
-        is_adapter = (checkpoint / ADAPTER_CONFIG_NAME).is_file() or not (checkpoint / CONFIG_NAME).is_file()
-        if isinstance(model, PeftModel) and not is_adapter:
-            raise ValueError(
-                f"{checkpoint} holds a whole model, and this run trains an adapter. Give the trainer the model and "
-                "the peft_config that the run had."
-            )
 
     def _skip_epochs(self, checkpoint: Path) -> None:
         """Draw the orders of the epochs that have passed, which TRL's sampler draws from one generator."""

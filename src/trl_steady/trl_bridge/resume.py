@@ -3,7 +3,6 @@
 This file knows TRL's options and how transformers loads tensors. It loads nothing.
 """
 
-import json
 from collections.abc import Collection, Mapping, Sequence, Set
 from typing import Any
 
@@ -59,21 +58,21 @@ def window_settings(trainer: Trainer) -> dict[str, Any]:
         "rollout_func": trainer.rollout_func,
         "processes": trainer.accelerator.num_processes,
     }
-    return json.loads(json.dumps(_as_json(settings)))  # without types that `torch.load` would refuse
+    return as_json(settings)
 
 
-def _as_json(value: Any) -> Any:
+def as_json(value: Any) -> Any:
     """Return a value as JSON types. Functions and objects become names."""
     if value is None or isinstance(value, (str, int, float)):
         return value
     if isinstance(value, Mapping):
-        return {str(key): _as_json(item) for key, item in value.items()}
+        return {str(key): as_json(item) for key, item in value.items()}
     if isinstance(value, Set):  # whose order differs from one run of Python to the next
-        return sorted(map(_as_json, value), key=str)
+        return sorted(map(as_json, value), key=str)
     if isinstance(value, Sequence):
-        return [_as_json(item) for item in value]
+        return [as_json(item) for item in value]
     if hasattr(value, "tolist"):  # arrays, tensors and NumPy's numbers
-        return _as_json(value.tolist())
+        return as_json(value.tolist())
     return getattr(value, "__name__", type(value).__name__)
 
 

@@ -1,5 +1,6 @@
 """PPO runs that are killed and resumed end as the run that was never killed, with policy, critic and coefficient."""
 
+import re
 import signal
 import sys
 from pathlib import Path
@@ -126,12 +127,30 @@ def test_a_checkpoint_without_a_critic_is_refused(
     refused(build("lora", model_of, tmp_path, **PLAIN), runs[run] / f"checkpoint-{step}", message)
 
 
-def test_another_critic_is_refused(model_of: Any, runs: dict[str, Path], tmp_path: Path) -> None:
-    peft_config = LoraConfig(**{**tiny.LORA, "r": 2})
-    other = {**PLAIN, "build": {**PLAIN["build"], "value_peft_config": peft_config}}
-    trainer = build("lora", model_of, tmp_path, **other)
-    message = r"critic\.safetensors holds other weights: \d+ tensors differ .*value_peft_config\) of"
-    refused(trainer, runs["lora"] / "checkpoint-4", message)
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"r": 2}, r"critic\.safetensors holds other weights: \d+ tensors differ .*value_peft_config\) of"),
+        ({"lora_alpha": 16}, r"critic\.safetensors holds an adapter with\s+lora_alpha=8; this run has lora_alpha=16"),
+        ({"use_rslora": True}, r"critic\.safetensors holds an adapter with\s+use_rslora=False.*\s.*value_peft_config"),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("step", [2, 4])
+def test_another_critic_is_refused(
+    model_of: Any, runs: dict[str, Path], tmp_path: Path, change: dict[str, Any], message: str, step: int
+) -> None:
+    other = {**PLAIN, "build": {**PLAIN["build"], "value_peft_config": LoraConfig(**{**tiny.LORA, **change})}}
+    refused(build("lora", model_of, tmp_path, **other), runs["lora"] / f"checkpoint-{step}", message)
+
+
+def test_the_critics_dropout_may_change(
+    model_of: Any, runs: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    config = LoraConfig(**{**tiny.LORA, "lora_dropout": 0.1})
+    trainer = build("lora", model_of, tmp_path, **{**PLAIN, "build": {**PLAIN["build"], "value_peft_config": config}})
+    trainer.checkpoints.load(runs["lora"] / "checkpoint-4")
+    assert re.search(r"critic\.safetensors holds .*\s+lora_dropout=0.0; .* lora_dropout=0.1", capsys.readouterr().out)
 
 
 FREE = {

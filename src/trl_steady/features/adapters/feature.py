@@ -7,10 +7,12 @@ import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+import torch
 from accelerate.utils import DistributedType
 from peft import PeftModel
 from safetensors.torch import load_file, save_file
 from torch import Tensor
+from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME
 
 from trl_steady.config.shared import SharedOptions
 from trl_steady.core.engine import NamedWeights
@@ -19,6 +21,7 @@ from trl_steady.core.types import Construction
 from trl_steady.features.adapters.base_model import BaseModel
 from trl_steady.features.adapters.merging import merged_weights
 from trl_steady.features.adapters.precision import keep_gradients_on_cpu, keep_in_float32, lost_to_rounding
+from trl_steady.features.adapters.saved import refuse_other_adapter
 from trl_steady.features.adapters.vllm_support import needs_adapter
 from trl_steady.features.adapters.vllm_sync import LoraSync
 from trl_steady.trl_bridge.models import REFERENCE_ADAPTER
@@ -115,17 +118,23 @@ class Adapters(Feature):
         request_weight_sync(self.trainer)
 
     def on_train_end(self, best: Path | None) -> None:
-        """Let the engine get the policy, which may be the best one now."""
+        """Let the engine get the policy, which may be the best one now. Refuse a best one of another adapter."""
+        if best is not None and isinstance(model := self._policy, PeftModel):
+            refuse_other_adapter(model, best)
         request_weight_sync(self.trainer)
 
     def save_state(self, checkpoint: Path) -> None:
-        """Save how to know a changed base again."""
-        if (fingerprint := self._fingerprint()) and self.args.should_save:
+        """Save how to know a changed base again, and the adapter's configuration, which FSDP's shards lack."""
+        fingerprint, model = self._fingerprint(), self._policy
+        if fingerprint and self.args.should_save:
             save_file(fingerprint, checkpoint / _FINGERPRINT_FILE)
+        has_config = any(checkpoint.glob(f"**/{ADAPTER_CONFIG_NAME}"))
+        if isinstance(model, PeftModel) and self.args.should_save and not has_config:
+            model.peft_config[model.active_adapters[0]].save_pretrained(str(checkpoint))
 
     def load_state(self, checkpoint: Path) -> None:
-        """Refuse a checkpoint of a run on another base, or of several active adapters."""
-        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
+        """Refuse a checkpoint of a run on another base, of another adapter, or of several active adapters."""
+        model = self._policy
         if isinstance(model, PeftModel) and model.active_adapters != self._active:
             raise ValueError(
                 f"the active adapters of the policy were {self._active}, and transformers keeps the first only. Merge "
@@ -141,8 +150,13 @@ class Adapters(Feature):
                 f"PEFT has made another base than in {checkpoint}, as init_lora_weights asks it to. Give the same "
                 "peft_config, and set the same seed before you make the adapter; or begin a new run."
             )
+        if isinstance(model, PeftModel):
+            refuse_other_adapter(model, checkpoint)
+
+    @property
+    def _policy(self) -> torch.nn.Module:
+        return self.trainer.accelerator.unwrap_model(self.trainer.model, keep_torch_compile=False)
 
     def _fingerprint(self) -> dict[str, Tensor]:
         """Return the base's fingerprint, on all processes, which gather it."""
-        model = self.trainer.accelerator.unwrap_model(self.trainer.model)
-        return BaseModel(model).fingerprint() if isinstance(model, PeftModel) else {}
+        return BaseModel(model).fingerprint() if isinstance(model := self._policy, PeftModel) else {}

@@ -31,6 +31,7 @@ from trl_steady.core.feature import Trainer
 from trl_steady.core.tensor_file import refuse_other_shapes
 from trl_steady.core.types import Scorer
 from trl_steady.features.adapters.base_model import BaseModel, base_changing_init
+from trl_steady.features.adapters.saved import adapter_settings
 from trl_steady.trl_bridge import models
 from trl_steady.trl_bridge.lm_head import per_token
 from trl_steady.trl_bridge.models import VALUE_ADAPTER, is_lora_parameter, keep_base, keep_parameters
@@ -138,6 +139,13 @@ class ScalarHeadModel(Scorer):
                 yield patched(layer, {name: checkpoint})
 
     # files
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """The `adapter_settings` of the model's adapter; empty without one."""
+        if self.adapter is None:
+            return {}
+        return adapter_settings(cast(PeftModel, self.backbone).peft_config[self.adapter])
 
     def state(self) -> dict[str, Tensor]:
         """Return the trained parameters by name, whole and on the CPU. Under FSDP2 every process must call this."""

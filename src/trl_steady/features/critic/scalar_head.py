@@ -16,6 +16,7 @@ from torch import Tensor
 from trl_steady.config.shared import SharedOptions
 from trl_steady.core.feature import Feature
 from trl_steady.core.tensor_file import TensorFile
+from trl_steady.features.adapters.saved import refuse_other_settings
 from trl_steady.features.critic.model import ScalarHeadModel
 from trl_steady.trl_bridge.checkpoint import save_without
 
@@ -62,21 +63,26 @@ class ScalarHeadFeature(Feature):
         if self.model is None:
             return
         if self.args.should_save:
-            self.FILE.save(checkpoint, self.model.state())
+            self.FILE.save(checkpoint, self.model.state(), adapter=self.model.settings)
         elif self.trainer.is_fsdp_enabled:  # all processes gather shards
             self.model.state()
 
     def load_state(self, checkpoint: Path) -> None:
         """Load the model. Raises ValueError if the checkpoint has none, or another one."""
         if self.model is not None:
-            self.model.load(self.FILE.load(checkpoint)[0], str(checkpoint / self.FILE.name))
+            self._restore(self.model, checkpoint)
+
+    def _restore(self, model: ScalarHeadModel, checkpoint: Path) -> None:
+        tensors, metadata = self.FILE.load(checkpoint)
+        model.load(tensors, str(checkpoint / self.FILE.name))
+        refuse_other_settings(metadata.get("adapter", model.settings), model.settings, checkpoint / self.FILE.name)
 
     def on_train_end(self, best: Path | None) -> None:
         """Load the model that belongs to the best policy."""
         if self.model is None or best is None:
             return
         if (best / self.FILE.name).is_file():
-            self.model.load(self.FILE.load(best)[0], str(best))
+            self._restore(self.model, best)
             return
         content = self.FILE.content
         self.warn(

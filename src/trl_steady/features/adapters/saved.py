@@ -1,0 +1,76 @@
+"""Is a saved adapter the one that a run trains? PEFT loads any other as far as its tensors have the same names."""
+
+# accelerate and PEFT annotate few functions
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from accelerate import PartialState
+from peft import PeftConfig, PeftModel
+from peft.utils.save_and_load import get_peft_model_state_dict
+from safetensors import safe_open
+from transformers.utils import CONFIG_NAME
+from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
+
+from trl_steady.features.adapters.base_model import base_changing_init
+from trl_steady.trl_bridge.resume import as_json
+
+# fields of a configuration that act when PEFT makes an adapter, or never
+_OF_THE_START = re.compile(
+    "init_|(corda|eva|loftq|lora_ga)_config|auto_mapping|base_model|inference_mode|peft_version|revision|task_type"
+)
+# fields that say no more than the names of tensors do: a list and a pattern may mean the same modules
+_OF_NAMES = {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
+
+
+def adapter_settings(config: PeftConfig) -> dict[str, Any]:
+    """Return as JSON what a configuration says about the meaning of an adapter's tensors."""
+    acting = {name: value for name, value in config.to_dict().items() if not _OF_THE_START.match(name)}
+    return as_json({**acting, "init": base_changing_init(config)})
+
+
+def refuse_other_settings(
+    before: Mapping[str, Any], now: Mapping[str, Any], source: Path, *, same_names: bool = True
+) -> None:
+    """Raise a ValueError if `adapter_settings` differ from those in `source`. Dropout may: say so."""
+    lines = {
+        name: f"\n  {name}={before.get(name)!r}; this run has {name}={now.get(name)!r}"
+        for name in sorted(before.keys() | now.keys())
+        if before.get(name) != now.get(name) and not (same_names and name in _OF_NAMES)
+    }
+    changed = [name for name in lines if "dropout" not in name]
+    found = f"{source} holds an adapter with{''.join(lines[name] for name in changed or lines)}"
+    if changed:
+        raise ValueError(
+            f"{found}\nGive the configuration of the run that wrote it (peft_config, value_peft_config), or begin a "
+            "new run from its adapter."
+        )
+    if lines:
+        PartialState().print(found, flush=True)
+
+
+def refuse_other_adapter(model: PeftModel, checkpoint: Path) -> None:
+    """Raise a ValueError if a checkpoint's policy is not the model's active adapter."""
+    adapter = model.active_adapters[0]  # transformers loads one
+    folder = next((own for own in (checkpoint / adapter, checkpoint) if (own / ADAPTER_CONFIG_NAME).is_file()), None)
+    if folder is None and (checkpoint / CONFIG_NAME).is_file():  # DeepSpeed and FSDP would load nothing
+        raise ValueError(
+            f"{checkpoint} holds a whole model, and this run trains an adapter. Give the trainer the model and the "
+            "peft_config that the run had."
+        )
+    if folder is None:
+        return
+    before, now = map(adapter_settings, (PeftConfig.from_pretrained(str(folder)), model.peft_config[adapter]))
+    names, own, tensors = set[str](), set[str](), model.state_dict()
+    if (folder / ADAPTER_SAFE_WEIGHTS_NAME).is_file():
+        with safe_open(folder / ADAPTER_SAFE_WEIGHTS_NAME, "pt") as saved:
+            names = set(saved.keys())
+    if names:  # FSDP and DeepSpeed may have saved them in files of their own
+        own = set(get_peft_model_state_dict(model, tensors, adapter, save_embedding_layers=False))
+    # embeddings that were resized are saved too, and loaded into the base
+    differing = (own ^ names) - tensors.keys()
+    before["tensors"], now["tensors"] = (sorted(differing & each)[:2] for each in (names, own))
+    refuse_other_settings(before, now, checkpoint, same_names=bool(names) and own == names)

@@ -1,0 +1,145 @@
+"""A checkpoint of another adapter is refused: PEFT would load it as far as names of tensors agree."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import transformers
+from peft import LoraConfig
+
+from tests.tools import tiny
+from trl_steady.features.adapters.saved import refuse_other_adapter
+
+RUN: dict[str, Any] = {"max_steps": 5, "save_strategy": "steps", "save_steps": 1}  # a window is 4 steps
+LORA = {"r": 4, "lora_alpha": 8, "target_modules": ["q_proj", "v_proj"]}
+QV = ["q_proj", "v_proj"]
+EVERY_LAYER = r"model\.layers\.\d+\.self_attn\.(q|v)_proj"
+
+SAME: dict[str, tuple[peft.PeftConfig, peft.PeftConfig]] = {
+    "order": (LoraConfig(**LORA), LoraConfig(**{**LORA, "target_modules": QV[::-1]})),
+    "pattern": (LoraConfig(**LORA), LoraConfig(**{**LORA, "target_modules": EVERY_LAYER})),
+    "start": (LoraConfig(**LORA), LoraConfig(**LORA, init_lora_weights="gaussian")),
+    "dora": (LoraConfig(**LORA, use_dora=True), LoraConfig(**LORA, use_dora=True)),
+    "pissa": (LoraConfig(**LORA, init_lora_weights="pissa"), LoraConfig(**LORA, init_lora_weights="pissa")),
+    "tokens": (LoraConfig(**LORA, trainable_token_indices=[3]), LoraConfig(**LORA, trainable_token_indices=[3])),
+    "all-linear": (LoraConfig(target_modules="all-linear"), LoraConfig(target_modules="all-linear")),
+    "oft": (
+        peft.OFTConfig(r=0, oft_block_size=4, target_modules=QV),
+        peft.OFTConfig(r=0, oft_block_size=4, target_modules=QV),
+    ),
+    "ia3": (
+        peft.IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+        peft.IA3Config(target_modules=["down_proj", "k_proj"], feedforward_modules=["down_proj"]),
+    ),
+}
+OTHER: dict[str, tuple[peft.PeftConfig, peft.PeftConfig, str]] = {
+    "fewer modules": (LoraConfig(**LORA), LoraConfig(**{**LORA, "target_modules": ["q_proj"]}), "target_modules="),
+    "more modules": (LoraConfig(**LORA), LoraConfig(**{**LORA, "target_modules": [*QV, "k_proj"]}), "target_modules="),
+    "layers": (LoraConfig(**LORA), LoraConfig(**LORA, layers_to_transform=[1]), "layers_to_transform=None"),
+    "alpha": (LoraConfig(**LORA), LoraConfig(**{**LORA, "lora_alpha": 32}), "lora_alpha=8; .* lora_alpha=32"),
+    "some alphas": (LoraConfig(**LORA), LoraConfig(**LORA, alpha_pattern={"q_proj": 2}), "alpha_pattern="),
+    "rslora": (LoraConfig(**LORA, use_rslora=True), LoraConfig(**LORA), "use_rslora=True; .* use_rslora=False"),
+    "dora": (LoraConfig(**LORA, use_dora=True), LoraConfig(**LORA), "use_dora=True"),
+    "head": (LoraConfig(**LORA, modules_to_save=["lm_head"]), LoraConfig(**LORA), "modules_to_save=.'lm_head'"),
+    "no head": (LoraConfig(**LORA), LoraConfig(**LORA, modules_to_save=["lm_head"]), "modules_to_save=None"),
+    "tokens": (
+        LoraConfig(**LORA, trainable_token_indices=[3]),
+        LoraConfig(**LORA, trainable_token_indices=[4]),
+        r"trainable_token_indices=\[3\]",
+    ),
+    "base": (LoraConfig(**LORA, init_lora_weights="pissa"), LoraConfig(**LORA), "init=.*pissa"),
+    "loha": (
+        peft.LoHaConfig(r=4, alpha=8, target_modules=QV),
+        peft.LoHaConfig(r=4, alpha=4, target_modules=QV),
+        "alpha=8; .* alpha=4",
+    ),
+    "ia3": (
+        peft.IA3Config(target_modules=["o_proj"], feedforward_modules=[]),
+        peft.IA3Config(target_modules=["o_proj"], feedforward_modules=["o_proj"]),
+        "feedforward_modules=",
+    ),
+    "kind": (LoraConfig(**LORA), peft.LoHaConfig(r=4, target_modules=QV), "peft_type="),
+}
+
+
+def policy(folder: Path, config: peft.PeftConfig) -> Any:
+    return peft.get_peft_model(transformers.AutoModelForCausalLM.from_pretrained(folder), config)
+
+
+@pytest.mark.parametrize("case", SAME)
+def test_an_adapter_that_means_the_same_is_taken(models: dict[str, Path], tmp_path: Path, case: str) -> None:
+    saved, own = SAME[case]
+    policy(models["dense"], saved).save_pretrained(tmp_path)
+    refuse_other_adapter(policy(models["dense"], own), tmp_path)
+
+
+@pytest.mark.parametrize("case", OTHER)
+def test_another_adapter_is_refused(models: dict[str, Path], tmp_path: Path, case: str) -> None:
+    saved, own, message = OTHER[case]
+    policy(models["dense"], saved).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match=rf"(?s)holds an adapter with.*{message}.*Give the configuration"):
+        refuse_other_adapter(policy(models["dense"], own), tmp_path)
+
+
+def test_an_adapter_of_a_deeper_model_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
+    policy(models["dense"], LoraConfig(**LORA)).save_pretrained(tmp_path)
+    base = transformers.AutoModelForCausalLM.from_pretrained(models["dense"])
+    base.model.layers = base.model.layers[:1]
+    with pytest.raises(ValueError, match=r"tensors=\['.*layers.1.*this run has tensors=\[\]"):
+        refuse_other_adapter(peft.get_peft_model(base, LoraConfig(**LORA)), tmp_path)
+
+
+def test_a_policy_of_another_name_is_compared_with_its_own_files(models: dict[str, Path], tmp_path: Path) -> None:
+    base = transformers.AutoModelForCausalLM.from_pretrained(models["dense"])
+    model = peft.get_peft_model(base, LoraConfig(**LORA), adapter_name="mine")
+    model.add_adapter("idle", LoraConfig(r=2, target_modules=["k_proj"]))
+    model.save_pretrained(tmp_path)
+    refuse_other_adapter(model, tmp_path)
+    model.peft_config["mine"].lora_alpha = 1
+    with pytest.raises(ValueError, match=r"lora_alpha=8; .* lora_alpha=1"):
+        refuse_other_adapter(model, tmp_path)
+
+
+@pytest.fixture(scope="module")
+def run(models: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run")
+    tiny.train(tiny.trainer(models["dense"], folder, build={"peft_config": LoraConfig(**LORA)}, **RUN))
+    return folder
+
+
+@pytest.mark.parametrize("step", [2, 4])  # inside a window, and at its end
+def test_a_resume_with_another_adapter_is_refused(
+    models: dict[str, Path], tmp_path: Path, run: Path, step: int, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for change in ({"lora_alpha": 32}, {"target_modules": ["q_proj", "k_proj"]}, {"target_modules": ["q_proj"]}):
+        config = LoraConfig(**{**LORA, **change})
+        trainer = tiny.trainer(models["dense"], tmp_path, build={"peft_config": config}, **RUN)
+        with pytest.raises(ValueError, match=rf"checkpoint-{step} holds an adapter with\s+{next(iter(change))}="):
+            trainer.train(resume_from_checkpoint=str(run / f"checkpoint-{step}"))
+    config = LoraConfig(**{**LORA, "lora_dropout": 0.2})
+    trainer = tiny.trainer(models["dense"], tmp_path, build={"peft_config": config}, **RUN)
+    trainer.train(resume_from_checkpoint=str(run / f"checkpoint-{step}"))
+    line = f"checkpoint-{step} holds an adapter with\n  lora_dropout=0.0; this run has lora_dropout=0.2\n"
+    assert line in capsys.readouterr().out and trainer.state.global_step == 5
+
+
+def test_a_best_model_of_another_adapter_is_refused(models: dict[str, Path], tmp_path: Path, run: Path) -> None:
+    """The folder may be of an earlier run."""
+    best = {"load_best_model_at_end": True, "eval_strategy": "steps", "eval_steps": 1, "save_only_model": True}
+    build = {"peft_config": LoraConfig(**{**LORA, "lora_alpha": 1}), "eval_dataset": tiny.dataset(4)}
+    trainer = tiny.trainer(models["dense"], tmp_path, build=build, **{**RUN, "max_steps": 1, "save_steps": 1}, **best)
+    trainer.train()  # its own is taken
+    shutil.copytree(run / "checkpoint-4", tmp_path / "checkpoint-1", dirs_exist_ok=True)
+    with pytest.raises(ValueError, match=r"lora_alpha=8; .* lora_alpha=1"):
+        trainer.callback_handler.on_train_end(trainer.args, trainer.state, trainer.control)
+
+
+def test_shards_get_the_configuration_of_their_adapter(models: dict[str, Path], tmp_path: Path) -> None:
+    """FSDP saves tensors in files of its own, without it."""
+    trainer = tiny.trainer(models["dense"], tmp_path / "run", build={"peft_config": LoraConfig(**LORA)})
+    trainer.checkpoints._save_state(tmp_path)
+    refuse_other_adapter(trainer.model, tmp_path)
+    with pytest.raises(ValueError, match="use_dora=False"):
+        refuse_other_adapter(policy(models["dense"], LoraConfig(**LORA, use_dora=True)), tmp_path)
