@@ -165,3 +165,49 @@ def test_a_base_that_vllm_quantises_otherwise_is_refused(
     model = wide_model.load(wide, base) if base == "int8" else load(wide, "bitsandbytes", **base)
     with pytest.raises(ValueError, match=r"vllm_adapter_sync=None: vLLM quantises with .*'nf4'.*use_vllm=False"):
         built(model)
+
+
+def rows_from_the_second(model: Any) -> None:
+    for weight in model.parameters():
+        weight.data[1:] += 0.5
+
+
+def a_late_token(model: Any) -> None:
+    model.get_input_embeddings().weight.data[-3] += 1
+
+
+def rotary_buffers(model: Any) -> None:
+    model.model.rotary_emb.inv_freq *= 0.5
+
+
+def rotary_base(model: Any) -> None:
+    model.config.rope_parameters = {**model.config.rope_parameters, "rope_theta": 1.0}
+
+
+def fewer_layers(model: Any) -> None:
+    model.model.layers, model.config.num_hidden_layers = model.model.layers[:1], 1
+
+
+CHANGES = [rows_from_the_second, a_late_token, rotary_buffers, rotary_base, fewer_layers]
+
+
+@pytest.mark.parametrize("change", CHANGES, ids=lambda change: change.__name__)
+def test_a_base_that_differs_anywhere_is_not_its_checkpoint(wide: Path, change: Callable[[Any], None]) -> None:
+    model = load(wide, None)
+    model.config.use_cache, model.config.pad_token_id, model.config.attention_dropout = (
+        False,
+        1,
+        0.5,
+    )  # not the engine's
+    assert why_not(get_peft_model(model, LoraConfig(**tiny.LORA))) is None
+    changed = load(wide, None)
+    change(changed)
+    assert why_not(get_peft_model(changed, LoraConfig(**tiny.LORA))) is not None
+
+
+def test_late_rows_of_a_quantised_base_are_compared(wide: Path) -> None:
+    model = get_peft_model(load(wide, "bitsandbytes"), LoraConfig(**tiny.LORA))
+    weight = model.get_base_model().model.layers[1].mlp.down_proj.weight
+    assert why_not(model) is None
+    weight.data[-weight.numel() // 4 :] ^= 1
+    assert "layers.1.mlp.down_proj.weight is not that of the checkpoint" in (why_not(model) or "")

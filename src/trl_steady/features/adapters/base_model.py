@@ -2,7 +2,10 @@
 
 # safetensors, bitsandbytes and transformers annotate few functions
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
+# pyright: reportPrivateUsage=false
 
+import copy
+import re
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -22,6 +25,9 @@ from trl_steady.trl_bridge import models
 
 Gather = Callable[[Sequence[Tensor]], AbstractContextManager[object]]
 """Returns a context in which parameters are whole on this process, under ZeRO-3 too. All processes enter it."""
+_ROWS = 16  # of a weight that are compared with a checkpoint
+# what of a configuration does not change what an engine computes
+_NOT_OF_AN_ENGINE = re.compile("^_|token_ids?$|dtype|cache|drop|^output_|aux_loss|quantization|architectures|version")
 _BASE_CHANGING_INITS = ("pissa", "olora", "corda", "loftq", "lora_ga")
 
 
@@ -92,8 +98,8 @@ class BaseModel:
     def why_not_checkpoint(self, gather: Gather) -> str | None:
         """Return why the base is not the checkpoint in `config.name_or_path`, or will not stay so; None if it is.
 
-        The shape and the first row of each weight are compared. A weight without an adapter is left out if the
-        checkpoint has it under another name.
+        The configurations, samples of each weight, and buffers that a configuration decides are compared. A weight
+        without an adapter is left out if the checkpoint has it under another name.
         """
         if self.changing_init is not None:
             return f"{self.changing_init}: PEFT has changed the base"
@@ -104,11 +110,21 @@ class BaseModel:
         for slot in iter_weight_slots(self.model):
             if slot.name in files:
                 with safe_open(files[slot.name], "pt") as file, gather([slot.parameter]):
-                    saved = file.get_slice(slot.name)
-                    if not _begins_as(slot, saved[:1], saved.get_shape()):
+                    if not _is_saved(slot, file):
                         return f"{slot.name} is not that of the checkpoint {path!r}, which the engine loads"
             elif slot.layers:
                 return f"{slot.name} cannot be compared: {path!r} has no such tensor in safetensors files"
+        configs = (self.model.config, type(self.model.config).from_pretrained(path, local_files_only=True))
+        own, saved = (config.get_text_config().to_dict() for config in configs)
+        for name in sorted(own.keys() | saved.keys()):
+            if own.get(name) != saved.get(name) and not _NOT_OF_AN_ENGINE.search(name):
+                return f"its config has {name}={own.get(name)!r}, and that of {path!r} has {saved.get(name)!r}"
+        for name, module in self.model.named_modules():  # buffers that no file has, such as those of rotary angles
+            if module._non_persistent_buffers_set and not [*module.parameters()]:
+                fresh = copy.deepcopy(module)
+                self.model._init_weights(fresh)
+                if not all(map(torch.allclose, module.buffers(), fresh.buffers())):
+                    return f"buffers of {name} are not those that its config gives"
         return None
 
 
@@ -125,12 +141,22 @@ def _files(path: str) -> dict[str, Path]:
     return found
 
 
-def _begins_as(slot: WeightSlot, row: Tensor, shape: list[int]) -> bool:
-    """Return whether a parameter begins with this row of a tensor of this shape, quantised as the parameter is."""
-    parameter, state = slot.parameter.detach(), slot.quant_state
-    if state is None or row.dtype == torch.uint8:
-        begins = torch.equal(parameter[:1].cpu(), row.to(parameter.dtype))
-        return [*parameter.shape] == shape and begins
-    row = row.to(parameter.device, state.dtype)
-    codes, _ = quantize_4bit(row, blocksize=state.blocksize, quant_type=state.quant_type)
-    return torch.equal(parameter.flatten()[: codes.numel()], codes.flatten())
+def _is_saved(slot: WeightSlot, file: safe_open) -> bool:
+    """Return whether samples of a parameter are those of its tensor in a file, quantised as the parameter is.
+
+    They are rows at equal distances, and one entry of every row: a few rows may have been trained.
+    """
+    parameter, saved = slot.parameter.detach(), file.get_slice(slot.name)
+    state = None if saved.get_dtype() == "U8" else slot.quant_state
+    shape, unit = saved.get_shape(), 1 if state is None else state.blocksize  # so many rows are whole blocks
+    rows = [slice(row, row + unit) for i in range(_ROWS + 1) for row in [(shape[0] - 1) * i // _ROWS // unit * unit]]
+    if state is None:
+        parts = [*rows, (..., slice(shape[-1] // 2, shape[-1] // 2 + 1))] if len(shape) > 1 else [...]
+        same = (torch.equal(parameter[part].cpu(), saved[part].to(parameter.dtype)) for part in parts)
+        return [*parameter.shape] == shape and all(same)
+    for part in rows:
+        values = saved[part].to(parameter.device, state.dtype)
+        codes, _ = quantize_4bit(values, blocksize=unit, quant_type=state.quant_type)
+        if not torch.equal(parameter.flatten()[part.start * shape[1] // 2 :][: codes.numel()], codes.flatten()):
+            return False
+    return True
