@@ -9,6 +9,7 @@ from itertools import pairwise
 from typing import cast
 
 import torch
+from accelerate import PartialState
 from accelerate.utils import DynamoBackend
 from bitsandbytes.nn import Linear4bit, Linear8bitLt
 from peft import PeftConfig, PeftModel
@@ -74,6 +75,17 @@ def keep_base(config: PeftConfig | None) -> AbstractContextManager[None]:
     if isinstance(getattr(config, "init_lora_weights", None), str):
         return patched(config, {"init_lora_weights": True})
     return nullcontext()
+
+
+def drop_adapter(model: PeftModel, name: str) -> None:
+    """Delete an adapter, such as that of an earlier stage, whose name a new one needs. Raise if it is the policy's."""
+    if name not in model.peft_config:
+        return
+    if name in model.active_adapters:
+        raise ValueError(f"the policy's adapter is named {name!r}. Load it under another name, such as 'default'.")
+    with keep_parameters(model):
+        model.delete_adapter(name)
+    PartialState().print(f"trl-steady: this run replaces the adapter {name!r} that the model had.", flush=True)
 
 
 @contextmanager

@@ -156,7 +156,7 @@ def test_an_adapter_that_cannot_be_moved_is_refused(models: dict[str, Path], tmp
     [
         (["default", "second"], {"method": "PPO", "num_generations": 1}, r"\['default', 'second'\].*'default'"),
         (["mine"], MOVING, r"\['mine'\].*'default'"),
-        (["default", "ref"], MOVING, "named 'ref'.*delete_adapter"),
+        (["ref"], MOVING, r"\['ref'\].*'default'"),
     ],
 )
 def test_a_policy_of_other_adapters_is_refused(
@@ -167,7 +167,7 @@ def test_a_policy_of_other_adapters_is_refused(
     model = peft.get_peft_model(base, LoraConfig(**RANDOM), adapter_name=names[0])
     for name in names[1:]:
         model.add_adapter(name, LoraConfig(**RANDOM))
-    model.base_model.set_adapter([name for name in names if name != "ref"])
+    model.base_model.set_adapter(names)
     with pytest.raises(ValueError, match=message):
         tiny.trainer(model, tmp_path, **options)
 

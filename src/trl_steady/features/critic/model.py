@@ -34,7 +34,7 @@ from trl_steady.features.adapters.base_model import BaseModel, base_changing_ini
 from trl_steady.features.adapters.saved import adapter_settings
 from trl_steady.trl_bridge import models
 from trl_steady.trl_bridge.lm_head import per_token
-from trl_steady.trl_bridge.models import VALUE_ADAPTER, is_lora_parameter, keep_base, keep_parameters
+from trl_steady.trl_bridge.models import VALUE_ADAPTER, drop_adapter, is_lora_parameter, keep_base, keep_parameters
 from trl_steady.trl_bridge.private import patched
 
 _HEAD = "score"  # the name in transformers' models for sequence classification
@@ -223,7 +223,7 @@ def build_adapter_model(
         policy: The policy.
         peft_config: Configuration of a new adapter, whose head is 0. None: that of the policy's adapter, with a copy
             of its weights.
-        name: Name of the adapter.
+        name: Name of the adapter, which replaces another of this name, such as that of an earlier stage.
         saved: An adapter to begin with, instead of a new one.
         has_dropout: False to leave out the dropout of the configuration.
 
@@ -247,6 +247,7 @@ def build_adapter_model(
     # PEFT would copy whole modules, and train biases in the base
     config.modules_to_save, config.trainable_token_indices, config.bias = None, None, "none"
     config.lora_dropout = config.lora_dropout if has_dropout else 0.0
+    drop_adapter(policy, name)
     devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     # keep the random state, so that rollouts are the same as without the adapter
     with keep_parameters(policy), keep_base(config), torch.random.fork_rng(devices=devices):

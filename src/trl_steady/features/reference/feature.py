@@ -19,7 +19,7 @@ from trl_steady.features.reference.callback import FILE, ReferenceRefreshCallbac
 from trl_steady.functional import kl
 from trl_steady.trl_bridge.checkpoint import save_only
 from trl_steady.trl_bridge.log_probs import policy_log_probs
-from trl_steady.trl_bridge.models import POLICY_ADAPTER, REFERENCE_ADAPTER, keep_base, keep_parameters
+from trl_steady.trl_bridge.models import POLICY_ADAPTER, REFERENCE_ADAPTER, drop_adapter, keep_base, keep_parameters
 
 
 class Reference(Feature):
@@ -50,11 +50,8 @@ class Reference(Feature):
                 refuse_several(model)
             if self.args.sync_ref_model:
                 refuse_unmovable(model)
-                if REFERENCE_ADAPTER in model.peft_config:
-                    raise ValueError(
-                        f"the model has an adapter named {REFERENCE_ADAPTER!r}, a name reserved for the reference. "
-                        "Delete it with model.delete_adapter, or load it under another name."
-                    )
+            if self.args.has_reference:  # the reference of a new run is the policy at its start
+                drop_adapter(model, REFERENCE_ADAPTER)
         construction.seen_by_trl["sync_ref_model"] = False
         with keep_base(config):  # TRL's constructor adds another adapter of this configuration
             call_next(construction)
