@@ -24,9 +24,7 @@ CALLS: dict[str, Callable[[Inputs], Any]] = {
     ],
     "kl": lambda i: [each(i["logps"], i["old"]) for each in (kl.k1, kl.k2, kl.k3)],
     "corrected k3": lambda i: kl.k3(i["logps"], i["old"], i["logps"] - i["old"]),
-    "off_policy_mask": lambda i: masks.off_policy_mask(
-        i["logps"], masks.off_policy_statistic(i["logps"], i["old"], i["mask"]), i["mask"], threshold=0.0
-    ),
+    "off_policy_statistic": lambda i: masks.off_policy_statistic(i["logps"], i["old"], i["mask"]),
     "geometric_mask": lambda i: masks.geometric_mask(i["logps"] - i["old"], i["mask"], low=0.9, high=1.1),
     "token_veto": lambda i: masks.token_veto(i["logps"] - i["old"], i["mask"], threshold=0.5),
     "mean": lambda i: pooling.mean(pooling.mean_totals(i["logps"].flatten())),

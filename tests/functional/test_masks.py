@@ -53,10 +53,6 @@ def test_values_under_the_mask_are_never_read(garbage: float) -> None:
         for threshold in (0.1, 0.5):
             expected = masks.token_veto(clean, MASK, threshold=threshold)
             assert torch.equal(masks.token_veto(spoiled, MASK, threshold=threshold), expected)
-    advantages = torch.tensor([[1.0, -3, 1, 0], [-1, 0.5, 9, 9], [1, -9, -9, -9], [-9, -9, -9, -9]])
-    of_clean = masks.off_policy_mask(advantages, statistic, MASK, threshold=-10)
-    assert of_clean.flatten().tolist() == [False, False, True, True]
-    assert torch.equal(masks.off_policy_mask(spoil(advantages), statistic, MASK, threshold=-10), of_clean)
 
 
 def test_a_sequence_without_loss_tokens_is_kept_by_all() -> None:
@@ -64,9 +60,7 @@ def test_a_sequence_without_loss_tokens_is_kept_by_all() -> None:
     log_ratio = masks.log_ratio(policy, sampler + 5)
     assert masks.geometric_mask(log_ratio, MASK, low=0.9, high=1.1).flatten().tolist() == [False, False, False, True]
     assert masks.token_veto(log_ratio, MASK, threshold=0.5).flatten().tolist() == [False, False, False, True]
-    statistic = masks.off_policy_statistic(policy, sampler + 5, MASK)
-    kept = masks.off_policy_mask(-torch.ones(4, 1), statistic, MASK, threshold=0.1)
-    assert kept.flatten().tolist() == [False, False, False, True]
+    assert masks.off_policy_statistic(policy, sampler + 5, MASK)[3] == 0
 
 
 def test_the_statistic_is_minus_gspos_log_ratio() -> None:

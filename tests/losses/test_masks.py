@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-import trl
 from torch import Tensor
 
 import trl_steady
@@ -26,20 +25,6 @@ def one(advantage: float | list[float], statistic: float) -> Batch:
     logps = old_logps - torch.tensor([[statistic + 0.25, statistic - 0.25], [0.0, 0.0]], dtype=torch.float64)
     advantages = torch.tensor([[*advantage], [1.0, 1.0]] if isinstance(advantage, list) else [advantage, 1.0])
     return Batch(logps, old_logps, torch.ones(2, 2, dtype=torch.bool), advantages.double())
-
-
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.int64, torch.bool])
-def test_the_public_method_returns_ones_and_zeros_of_the_masks_dtype_as_trls(dtype: torch.dtype) -> None:
-    """Whoever multiplies by it, subtracts it from 1 or takes its mean, as with TRL's."""
-    batch = random_batch(64, 6)  # with an empty completion
-    sampler_logps = batch.old_logps.clone()
-    sampler_logps[::5, 1] = torch.nan  # which the engine could not score
-    arguments = (batch.advantages.unsqueeze(1), batch.logps, sampler_logps, batch.mask.to(dtype), 0.1)
-    keep = trl_steady.GRPOTrainer.get_off_policy_mask(*arguments)
-    expected = trl.GRPOTrainer.get_off_policy_mask(*arguments)
-    assert keep.dtype == expected.dtype == dtype and torch.equal(keep, expected)
-    assert 0 < keep.double().mean() < 1
-    assert dtype == torch.bool or set((1 - keep).flatten().tolist()) == {0, 1}
 
 
 @pytest.mark.parametrize(("level", "loss_type"), [("sequence", "gspo"), ("token", "gspo_token"), ("sequence", "grpo")])

@@ -188,7 +188,7 @@ class Method:
         mask, mismatch = task.mask, masks.log_ratio(given.old_logps, given.sampler_logps)
         statistic = masks.off_policy_statistic(given.logps, given.sampler_logps, mask)
         low, high = self.geometric_mask_range
-        keep = masks.off_policy_mask(advantages, statistic, mask, threshold=self.off_policy_mask_threshold)
+        keep = (advantages >= 0) | (statistic <= self.off_policy_mask_threshold)
         keep = keep & masks.geometric_mask(mismatch, mask, low=low, high=high)
         return keep & masks.token_veto(mismatch, mask, threshold=self.token_veto_threshold)
 

@@ -66,30 +66,6 @@ def off_policy_statistic(logps: Tensor, sampler_logps: Tensor, mask: Tensor) -> 
     return -sequence_mean(log_ratio(logps, sampler_logps), mask)
 
 
-def off_policy_mask(advantages: Tensor, statistic: Tensor, mask: Tensor, *, threshold: float) -> Tensor:
-    """Return DeepSeek-V3.2's off-policy sequence mask (arXiv 2512.02556, section 3.1): one decision per sequence.
-
-    The mask drops a sequence whose advantage is negative and whose statistic exceeds the threshold. If advantages are
-    per token, the sign of their mean over loss tokens decides. TRL 1.16 decides token by token in that case.
-
-    Args:
-        advantages: (B, 1) or (B, T).
-        statistic: (B, 1), from `off_policy_statistic`.
-        threshold: δ, in nats per token. Infinity drops nothing.
-
-    Returns:
-        (B, 1) bool, True = keep.
-
-    >>> mask = torch.ones(3, 2, dtype=torch.bool)
-    >>> advantages = torch.tensor([[1.0, -2.0], [2.0, -1.0], [-1.0, -1.0]])
-    >>> off_policy_mask(advantages, torch.tensor([[0.6], [0.6], [0.4]]), mask, threshold=0.5).flatten().tolist()
-    [False, True, True]
-    """
-    if advantages.shape != statistic.shape:
-        advantages = sequence_mean(advantages, mask)
-    return (advantages >= 0) | (statistic <= threshold)
-
-
 def geometric_mask(mismatch: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
     """Keep sequences whose geometric-mean ratio of trainer to sampler is in [low, high], for any advantage.
 

@@ -9,9 +9,6 @@ import trl
 TRLTrainer: TypeAlias = trl.GRPOTrainer | trl.RLOOTrainer
 """A trainer of TRL, with our features or without."""
 
-# TRL's own mask, which decides token by token. Read at import, before `trl-steady run` replaces TRL's trainer.
-trl_off_policy_mask = trl.GRPOTrainer.get_off_policy_mask
-
 
 def as_trl_trainer(trainer: object) -> Any:
     """Return the trainer as TRL's, whose private attributes no type declares."""

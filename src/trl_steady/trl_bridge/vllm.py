@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType, SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from peft import PeftModel
@@ -120,7 +120,7 @@ class SteadyGeneration(VLLMGeneration):
                 f"returns the {extra.label} to one process only. Set vllm_mode='server'."
             )
         flags = {**adapter_flags, **{extra.flag: True for extra in self._extras}}
-        llm_class: Any = getattr(vllm_generation, "LLM", object)  # missing if vLLM is; TRL then raises an error
+        llm_class = cast(Any, getattr(vllm_generation, "LLM", object))  # missing if vLLM is; TRL then raises an error
 
         def build(**trl_arguments: object) -> Any:
             try:
