@@ -4,15 +4,19 @@ import functools
 import itertools
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import requests
 import torch
+import torch.multiprocessing
 from accelerate.utils import gather_object
 
+import trl_steady
 from tests.distributed import processes
 from tests.features.async_generation import tools as ahead
 from tests.features.async_generation.tools import Watched
+from tests.features.dynamic_sampling.tools import number
 from tests.tools import engines, tiny
 from tests.tools.engines import COMPLETIONS, Server
 from tests.tools.resumable import differences
@@ -47,7 +51,8 @@ def trained(rank: int, url: str, model: Path, output: Path) -> None:
         first, second = gather_object([tiny.parameters(trainer)])
         assert all(torch.equal(first[key], second[key]) for key in first)
         behind = [row["async/versions_behind"] for row in tiny.history(trainer) if "async/versions_behind" in row]
-        assert behind == ([0.0] + [1.0] * (len(behind) - 1) if is_ahead else [])
+        size = 16 * trainer.num_generations // trainer.args.generation_batch_size  # rollouts of an epoch
+        assert behind == ([float(i % size > 0) for i in range(len(behind))] if is_ahead else [])
         assert len(behind) > 1 or not is_ahead
 
 
@@ -59,8 +64,10 @@ def test_both_processes_get_the_answers_of_the_policy_before(
     runs = [watched.asked[slice(*ends)] for ends in itertools.pairwise([*watched.runs, None])]
     for usual, found in zip(runs[::2], runs[1::2], strict=True):
         assert [each.prompts for each in found] == [each.prompts for each in usual]
-        number = [each.version - usual[0].version for each in usual]
-        assert [each.version - found[0].version for each in found] == [0, *number[:-1]]
+        versions = [each.version - usual[0].version for each in usual]
+        size = 16 // len(usual[0].prompts)
+        expected = [versions[i - (i % size > 0)] for i in range(len(usual))]
+        assert [each.version - found[0].version for each in found] == expected
         assert all(each.is_steady for each in found)
 
 
@@ -106,3 +113,43 @@ def test_both_processes_resume_with_the_answers_that_were_ahead(
 ) -> None:
     Watched(server, size=4)  # a group, so that it answers a resumed run as the whole one
     processes.run(functools.partial(resumed, url=server.url, model=models["dense"], output=tmp_path), tmp_path, 120)
+
+
+def with_a_bad_row(rank: int, url: str, model: Path, output: Path) -> None:
+    def read(batch: dict[str, Any]) -> dict[str, Any]:
+        if rank == 1 and any(number(prompt) == 14 for prompt in batch["prompt"]):
+            raise KeyError("planted")
+        return batch
+
+    data = tiny.dataset()
+    data.set_transform(read)
+    with ahead.connected():
+        options = SETTINGS["a group on one process"]
+        ahead.build(url, model, output, build={"train_dataset": data}, **options).train()
+
+
+def test_an_error_of_one_process_s_data_ends_the_run(
+    models: dict[str, Path], tmp_path: Path, server: Server, watched: Watched
+) -> None:
+    check = functools.partial(with_a_bad_row, url=server.url, model=models["dense"], output=tmp_path)
+    with pytest.raises(torch.multiprocessing.ProcessRaisedException, match="KeyError: 'planted'"):
+        processes.run(check, tmp_path, 60)
+
+
+class CopiesRows(trl_steady.GRPOTrainer):
+    def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+        return super()._generate_and_score_completions(inputs if self.accelerator.is_main_process else list(inputs))
+
+
+def copying(rank: int, url: str, model: Path, output: Path) -> None:
+    with ahead.connected(), patch.object(trl_steady, "GRPOTrainer", CopiesRows):
+        trainer = ahead.build(url, model, output, **SETTINGS["a group on one process"])
+        with pytest.warns(UserWarning, match="rows of a rollout are not those that transformers drew"):
+            trainer.train()
+
+
+def test_rows_that_one_process_replaces_are_asked_ahead_by_none(
+    models: dict[str, Path], tmp_path: Path, server: Server, watched: Watched
+) -> None:
+    processes.run(functools.partial(copying, url=server.url, model=models["dense"], output=tmp_path), tmp_path, 60)
+    assert len(watched.asked) == 6

@@ -145,7 +145,7 @@ class SharedOptions(_TRLConfig):
     async_generate: bool = option(
         False,
         'With `vllm_mode="server"`, let the server generate the next rollout while the trainer trains on this one. '
-        "Its answers are of the policy one rollout before.",
+        "Its answers are of the policy one rollout before, except in the first rollout of each epoch.",
     )
     dynamic_sampling: bool = option(
         False,

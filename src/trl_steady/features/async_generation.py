@@ -58,10 +58,18 @@ class AsyncGeneration(Feature):
         trainer.vllm_generation.before_sync = self._before_sync
 
     def on_train_begin(self) -> None:
-        """Forget the requests of an earlier training."""
+        """Count versions from the checkpoint's, or anew. Warn if no rollout can be asked ahead."""
+        self._version, self._synced = 0, -1 if self._loaded is None else self._loaded.step
+        if self._acts and not self._prompts.can_read_ahead:
+            self.warn(
+                f"{_OPTION}: each epoch has one rollout only, and nothing is asked before its epoch begins, so the "
+                "option has no effect. Repeat the rows of train_dataset, or take smaller rollouts."
+            )
+
+    def on_epoch_begin(self) -> None:
+        """Forget the rows and the request that the last epoch has left: it may have stopped early."""
         self._drop()
         self._pending, self._loaded = self._loaded, None
-        self._version, self._synced = 0, -1 if self._pending is None else self._pending.step
 
     def on_train_end(self, best: Path | None) -> None:
         """Wait for a result that nobody needs: a training may stop early."""
@@ -110,14 +118,14 @@ class AsyncGeneration(Feature):
 
     def _send_next(self, rows: list[Any]) -> None:
         """Send the request for the rollout after that of `rows`."""
-        try:
-            next_rows = self._prompts.next_rollout(rows)
-        except LookupError:
+        position = self._prompts.position(rows)
+        if first_reason(_OPTION if position is None else None) or position is None:
             self.warn(
                 f"{_OPTION}: the rows of a rollout are not those that transformers drew, so the next one is not asked "
                 "ahead. Let a subclass hand on the list that it gets."
             )
             return
+        next_rows = self._prompts.next_rollout(position)
         request = {} if next_rows is None else build_request(self.trainer, next_rows)
         if request:
             self._pending = PendingRequest(self.trainer.vllm_generation, request, self._version)

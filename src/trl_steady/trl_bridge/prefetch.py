@@ -6,13 +6,11 @@ This file knows how transformers reads batches, and how TRL's trainer and engine
 import contextlib
 import copy
 import functools
-import itertools
 import json
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
 from pathlib import Path
 from typing import Any, cast
 
@@ -28,103 +26,61 @@ from trl_steady.trl_bridge.private import as_trl_trainer, generation_interval, p
 from trl_steady.trl_bridge.vllm import SteadyGeneration
 
 
-@dataclass
-class _Epoch:
-    batches: Iterator[list[Any]]
-    prefetched: deque[list[Any]] = field(default_factory=deque)
-    """Batches that have been read ahead."""
-    rng_advanced: bool = False
-    """True if reading ahead has drawn from torch's global generator, for example a seed of workers."""
-
-
 class PromptPrefetcher(Iterator[list[Any]]):
-    """The batches of a training, which can be read ahead.
+    """The batches of an epoch, which can be read ahead up to the end of the epoch.
 
-    Later epochs begin early for that. transformers' own iterators of these epochs, which are generators, never start.
-    Beginning an epoch is a collective, so that all processes must read ahead together.
+    The next epoch does not begin early, because callbacks, samplers and data sets may change when it begins.
 
     Rows are those that the DataLoader gives, not `dataset[i]` for the indices of TRL's sampler: a data set may have
-    random transforms, a sampler may depend on the epoch, accelerate divides batches among processes, and a stream has
-    no indices. So the DataLoader begins an epoch early, and the random state is as if it had begun in time.
+    random transforms, accelerate divides batches among processes, and a stream has no indices.
     """
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
+        self._batches: Iterator[list[Any]] = iter(())
         self._step_batches: list[list[Any]] = []  # that this optimizer step has read
-        self._epoch_iterator: Iterator[list[Any]] | None = None  # transformers', of the current epoch
-        self._number = 0  # of the current epoch
-        self._epochs: deque[_Epoch] = deque()  # the current one, and those that were begun early
+        self._ahead: deque[list[Any]] = deque()  # that later steps will read
 
     @property
-    def _dataloader(self) -> Any:
-        return self._trainer.callback_handler.train_dataloader
+    def can_read_ahead(self) -> bool:
+        """False if each epoch has one rollout only."""
+        data = cast(Sized, self._trainer.callback_handler.train_dataloader)
+        return not has_length(data) or len(data) > generation_interval(self._trainer)
 
     def begin_step(self, batches: Iterator[list[Any]]) -> "PromptPrefetcher":
         """Begin an optimizer step, for which transformers would read from `batches`."""
-        if batches is not self._epoch_iterator:
-            is_first, self._epoch_iterator = self._epoch_iterator is None, batches
-            self._number = self._trainer.state.global_step // self._sizes()[1] if is_first else self._number + 1
-            if self._epochs:
-                self._epochs.popleft()
-            if not self._epochs:
-                self._epochs.append(_Epoch(batches))
-            elif self._epochs[0].rng_advanced:
-                torch.empty((), dtype=torch.int64).random_()  # now, as the DataLoader would have done
-        self._step_batches = []
+        self._batches, self._step_batches = batches, []
         return self
 
     def __next__(self) -> list[Any]:
-        epoch = self._epochs[0]
-        self._step_batches.append(epoch.prefetched.popleft() if epoch.prefetched else next(epoch.batches))
+        self._step_batches.append(self._ahead.popleft() if self._ahead else next(self._batches))
         return self._step_batches[-1]
 
-    def _sizes(self) -> tuple[int, int]:
-        """Return the micro-batches and the optimizer steps of an epoch, as transformers counts."""
-        accumulation, data = self._trainer.args.gradient_accumulation_steps, self._dataloader
-        length = len(data) if has_length(data) else self._trainer.state.max_steps * accumulation
-        return length, -(-length // accumulation)
+    def position(self, batch: list[Any]) -> int | None:
+        """Return the position of a batch in this optimizer step; None if it is a script's own."""
+        return next((i for i, each in enumerate(self._step_batches) if each is batch), None)
 
-    def next_rollout(self, batch: list[Any]) -> list[Any] | None:
-        """Return the batch of the rollout after that of `batch`; None if the run ends before it.
+    def next_rollout(self, position: int) -> list[Any] | None:
+        """Return the batch of the rollout after that of the batch at `position`; None if the epoch or run ends first.
 
-        Raises:
-            LookupError: `batch` is not of this optimizer step: it is a script's own.
+        The DataLoader reads the rows of a rollout again for each of its micro-batches, and TRL ignores them. They are
+        not kept, because rows may have pictures.
         """
-        trainer, accumulation = self._trainer, self._trainer.args.gradient_accumulation_steps
-        position = next((i for i, each in enumerate(self._step_batches) if each is batch), None)
-        if position is None:
-            raise LookupError
-        position += generation_interval(trainer)
-        length, steps = self._sizes()
-        epoch, step = divmod(trainer.state.global_step, steps)  # the last step of an epoch may be short
-        later, index = divmod(step * accumulation + position, length)
-        if (epoch + later) * steps + index // accumulation >= trainer.state.max_steps:
+        state, rows, read = self._trainer.state, self._step_batches[position], len(self._step_batches)
+        interval = generation_interval(self._trainer)
+        following = position + interval - as_trl_trainer(self._trainer)._step % interval
+        if state.global_step + following // self._trainer.args.gradient_accumulation_steps >= state.max_steps:
             return None
-        read = len(self._step_batches)
-        return self._step_batches[position] if position < read else self._peek(position - read)
-
-    def _peek(self, count: int) -> list[Any] | None:
-        """Return the batch that follows `count` others, in this epoch or a later one; None for an empty stream."""
-        for number in itertools.count():
-            if number == len(self._epochs):
-                if hasattr(self._dataloader, "set_epoch"):  # as transformers does
-                    self._dataloader.set_epoch(self._number + number)
-                self._epochs.append(_Epoch(iter(self._dataloader)))
-            epoch, state = self._epochs[number], torch.get_rng_state()
-            missing = max(count + 1 - len(epoch.prefetched), 0)
-            epoch.prefetched.extend(itertools.islice(epoch.batches, missing))
-            if number:
-                epoch.rng_advanced |= not torch.equal(state, torch.get_rng_state())
-                torch.set_rng_state(state)
-            if count < len(epoch.prefetched):
-                return epoch.prefetched[count]
-            if number and not epoch.prefetched:
+        for index in range(read + len(self._ahead), following + 1):
+            batch = next(self._batches, None)
+            if batch is None:
                 return None
-            count -= len(epoch.prefetched)
+            self._ahead.append(batch if index == following else rows)
+        return self._step_batches[following] if following < read else self._ahead[following - read]
 
 
-class _BeforeGeneration(Exception):
-    """TRL is about to generate. The arguments are those of its engine."""
+class _BeforeGeneration(BaseException):
+    """TRL is about to generate. The arguments are those of its engine. A subclass may try again after an Exception."""
 
 
 def build_request(trainer: Trainer, rows: Sequence[Mapping[str, Any]]) -> dict[str, Any]:

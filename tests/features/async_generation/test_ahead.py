@@ -1,15 +1,16 @@
 """Generation ahead: which policy answers which prompts, and the trainer trains as on the same answers later."""
 
-import itertools
 import multiprocessing
 import threading
 import warnings
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
+from torch.utils.data import Sampler
 from transformers import TrainerCallback
 
 import trl_steady
@@ -47,10 +48,16 @@ def trained(models: dict[str, Path], tmp_path: Path, server: Server, watched: Wa
 
 # a rollout of four prompts is 16 answers
 ONE_STEP = {"per_device_train_batch_size": 16, "steps_per_generation": 1}
+ONE_EPOCH: dict[str, Any] = {**ONE_STEP, "build": {"train_dataset": tiny.dataset(24)}}  # of six steps
 WINDOWS: dict[str, dict[str, Any]] = {
     "a step": {**ONE_STEP, "max_steps": 20},
     "two passes, steps of two micro-batches": {"num_iterations": 2, "gradient_accumulation_steps": 2, "max_steps": 80},
-    "steps of four rollouts": {**ONE_STEP, "gradient_accumulation_steps": 4, "max_steps": 5},
+    "steps of four rollouts": {
+        **ONE_STEP,
+        "gradient_accumulation_steps": 4,
+        "max_steps": 5,
+        "build": {"train_dataset": tiny.dataset(32)},
+    },
     "steps that end inside a rollout": {
         "per_device_train_batch_size": 8,
         "steps_per_generation": 2,
@@ -64,12 +71,12 @@ WINDOWS: dict[str, dict[str, Any]] = {
         "max_steps": -1,
         "num_train_epochs": 3,
     },
-    "an epoch is a rollout": {**ONE_STEP, "max_steps": 5, "build": {"train_dataset": tiny.dataset(4)}},
-    "a window is two epochs": {
+    "an epoch is two rollouts": {**ONE_STEP, "max_steps": 5, "build": {"train_dataset": tiny.dataset(8)}},
+    "two passes, an epoch is two rollouts": {
         **ONE_STEP,
         "num_iterations": 2,
-        "max_steps": 8,
-        "build": {"train_dataset": tiny.dataset(4)},
+        "max_steps": 16,
+        "build": {"train_dataset": tiny.dataset(8)},
     },
     "a stream": {**ONE_STEP, "max_steps": 8, "build": {"train_dataset": tiny.dataset(12).to_iterable_dataset()}},
     "workers": {**ONE_STEP, "max_steps": 5, "dataloader_num_workers": 1, "build": {"train_dataset": tiny.dataset(8)}},
@@ -77,7 +84,17 @@ WINDOWS: dict[str, dict[str, Any]] = {
 }
 
 
-FAST = ("a step", "steps that end inside a rollout", "a short last step in each epoch", "an epoch is a rollout")
+FAST = ("a step", "steps that end inside a rollout", "a short last step in each epoch", "an epoch is two rollouts")
+
+
+class Epochs(TrainerCallback):
+    """Notes before which requests an epoch begins."""
+
+    def __init__(self, watched: Watched) -> None:
+        self.watched, self.begins = watched, list[int]()
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.begins.append(len(self.watched.asked))
 
 
 @pytest.mark.parametrize("window", cases(WINDOWS, FAST))
@@ -85,20 +102,23 @@ FAST = ("a step", "steps that end inside a rollout", "a short last step in each 
 def test_a_rollout_has_its_prompts_and_the_policy_of_the_rollout_before(
     trained: Train, watched: Watched, window: str
 ) -> None:
-    options = WINDOWS[window]
-    trained(is_ahead=False, **options)
+    options, epochs = WINDOWS[window], Epochs(watched)
+    build = options.get("build", {})
+    trained(is_ahead=False, **{**options, "build": {**build, "callbacks": [epochs]}})
     usual, drawn = list(watched.asked), torch.rand(())
     watched.seconds = 0.02
     trainer = trained(**options)
     assert [each.prompts for each in watched.asked] == [each.prompts for each in usual]
     assert len(usual) >= 4 and torch.rand(()) == drawn  # the random state at the end
     versions = [each.version for each in usual]
-    assert [each.version for each in watched.asked] == [versions[0], *versions[:-1]]
+    # an epoch's first rollout is not ahead
+    expected = [versions[i - (i not in epochs.begins)] for i in range(len(versions))]
+    assert [each.version for each in watched.asked] == expected
     assert all(each.is_steady for each in watched.asked)
     behind = logged(trainer, "async/versions_behind")
     assert behind[0] == 0 and sum(behind) > 0
     if len(behind) == len(usual):
-        assert behind[1:] == [float(now - before) for before, now in itertools.pairwise(versions)]
+        assert behind == [float(now - before) for before, now in zip(expected, versions, strict=True)]
     assert alive() == [] and multiprocessing.active_children() == []
 
 
@@ -152,8 +172,8 @@ def test_a_run_equals_one_that_gets_the_same_answers_when_it_asks(
     trainer = trained(model, **options)
     found = outcome(trainer)
     assert trainer.feature(AsyncGeneration).notes == []  # no answer was thrown away
-    if method == "images":  # four prompts a rollout, which all but the first are asked about twice
-        assert len(server.requests[RENDER]) == 4 * (6 + 5)
+    if method == "images":  # four prompts a rollout; the second one of each epoch is asked about twice
+        assert len(server.requests[RENDER]) == 4 * (6 + 3)
         assert all(body["features"] for body in server.requests[TOKENS])
     watched.replay()
     synchronous = outcome(trained(model, is_ahead=False, **options))
@@ -169,7 +189,7 @@ def test_an_evaluation_asks_the_policy_as_it_is(trained: Train, watched: Watched
         "eval_steps": 2,
         "per_device_eval_batch_size": 4,
         "num_generations_eval": 4,
-        "build": {"eval_dataset": tiny.dataset(1)},
+        "build": {"eval_dataset": tiny.dataset(1), **ONE_EPOCH["build"]},
     }
     watched.seconds = 0.3  # more than a step takes, so that an evaluation would send weights too early
     trainer = trained(**options)
@@ -183,6 +203,139 @@ def test_an_evaluation_asks_the_policy_as_it_is(trained: Train, watched: Watched
     assert watched.asked[-1].version == watched.syncs and all(each.is_steady for each in watched.asked)
 
 
+class Curriculum(TrainerCallback, Sampler[int]):
+    """Eight rows in each epoch, by a stage that a callback sets when the epoch begins."""
+
+    stage = 0
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        self.stage = round(state.epoch or 0)
+
+    def __len__(self) -> int:
+        return 32
+
+    def __iter__(self) -> Iterator[int]:
+        for row in range(8 * self.stage, 8 * self.stage + 8):
+            yield from [row] * 4
+
+    def transform(self, batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        return {"prompt": [f"{prompt}{self.stage}" for prompt in batch["prompt"]]}
+
+
+class Staged(trl_steady.GRPOTrainer):
+    def _get_train_sampler(self, dataset: Any = None) -> Any:
+        super()._get_train_sampler(dataset)
+        return next(each for each in self.callback_handler.callbacks if isinstance(each, Curriculum))
+
+
+class EndEpochs(TrainerCallback):
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_epoch_stop = state.global_step in (2, 5)
+
+
+class WrapsBatches(trl_steady.GRPOTrainer):
+    def get_batch_samples(self, epoch_iterator: Iterator[Any], *arguments: Any) -> Any:
+        return super().get_batch_samples((batch for batch in epoch_iterator), *arguments)
+
+
+class RaisesAnother(trl_steady.GRPOTrainer):
+    def _generate(self, prompts: list[Any]) -> Any:
+        try:
+            return super()._generate(prompts)
+        except Exception as error:
+            raise RuntimeError("the server cannot be reached") from error
+
+
+class GeneratesAgain(trl_steady.GRPOTrainer):
+    def _prepare_inputs(self, inputs: Any) -> Any:
+        if self._step == 1:  # inside the first rollout, which had rows of its own
+            self._buffered_inputs = None
+        return super()._prepare_inputs(inputs if self._step else list(inputs))
+
+
+class Case(NamedTuple):
+    trainer: type[trl_steady.GRPOTrainer] = trl_steady.GRPOTrainer
+    callback: Callable[[], TrainerCallback] = TrainerCallback
+    options: dict[str, Any] = ONE_STEP
+    rows: int = 24
+    notes: int = 0
+
+
+USERS = {
+    "a sampler with a stage": Case(Staged, Curriculum),
+    "a transform with a stage": Case(callback=Curriculum, rows=8),
+    "epochs that end early": Case(callback=EndEpochs, options={**ONE_STEP, "max_steps": 14}),
+    "another iterator for each step": Case(WrapsBatches),
+    "an error that becomes another": Case(RaisesAnother),
+    "a rollout that is made again": Case(GeneratesAgain, options={"max_steps": 14}, notes=1),
+}
+
+
+@pytest.mark.parametrize("case", USERS)
+def test_what_a_script_gives_is_read_as_without_the_option(
+    trained: Train, monkeypatch: pytest.MonkeyPatch, case: str
+) -> None:
+    """An epoch never begins early, and no row is lost."""
+    kind, callback, options, rows, notes = USERS[case]
+    monkeypatch.setattr(trl_steady, "GRPOTrainer", kind)
+    seen: dict[bool, list[list[str]]] = {False: [], True: []}
+    for is_ahead, prompts_seen in seen.items():
+        given, data = callback(), tiny.dataset(rows)
+        if "transform" in case:
+            data.set_transform(given.transform)
+
+        def reward(prompts: list[str], completion_ids: Any, seen: Any = prompts_seen, **_: Any) -> list[float]:
+            seen.append(prompts)
+            return tiny.reward(completion_ids)
+
+        build = {"reward_funcs": reward, "callbacks": [given], "train_dataset": data}
+        trainer = trained(is_ahead=is_ahead, build=build, **options)
+    assert seen[True] == seen[False] and len({str(prompts) for prompts in seen[True]}) > 2
+    assert len(trainer.feature(AsyncGeneration).notes) == notes
+    assert sum(logged(trainer, "async/versions_behind")) > 0
+
+
+@pytest.mark.parametrize("error", [KeyError, IndexError])
+def test_an_error_of_the_data_set_ends_the_run(trained: Train, error: type[Exception]) -> None:
+    def read(batch: dict[str, list[Any]]) -> dict[str, list[Any]]:
+        if any(rounds.number(prompt) == 14 for prompt in batch["prompt"]):
+            raise error("planted")
+        return batch
+
+    data = tiny.dataset()
+    data.set_transform(read)
+    with pytest.raises(error, match="planted"):
+        trained(**ONE_STEP, shuffle_dataset=False, build={"train_dataset": data})
+
+
+class Picture:
+    """Stands for a large column."""
+
+
+def test_rows_that_no_rollout_reads_are_not_kept(trained: Train) -> None:
+    most: list[int] = []
+    for is_ahead in (False, True):
+        alive, counts = weakref.WeakSet[Picture](), list[int]()
+
+        def draw(batch: dict[str, list[Any]], alive: Any = alive, counts: Any = counts) -> dict[str, list[Any]]:
+            pictures = [Picture() for _ in batch["prompt"]]
+            alive.update(pictures)
+            counts.append(len(alive))
+            return {**batch, "picture": pictures}
+
+        data = tiny.dataset()
+        data.set_transform(draw)
+        trained(is_ahead=is_ahead, num_iterations=4, max_steps=20, build={"train_dataset": data})
+        most.append(max(counts))
+    assert most[1] <= 2 * most[0]  # a rollout is for 16 micro-batches
+
+
+def test_epochs_of_one_rollout_are_warned_of(trained: Train) -> None:
+    with pytest.warns(UserWarning, match="async_generate=True: each epoch has one rollout only"):
+        trainer = trained(**ONE_STEP, build={"train_dataset": tiny.dataset(4)})
+    assert logged(trainer, "async/versions_behind") == [0] * 6
+
+
 class StopEarly(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         control.should_training_stop = state.global_step == 2
@@ -190,8 +343,7 @@ class StopEarly(TrainerCallback):
 
 def test_a_training_that_begins_again_uses_no_older_answers(trained: Train, watched: Watched) -> None:
     watched.seconds = 0.3
-    # an epoch is two rollouts: the next one has begun
-    trainer = trained(**ONE_STEP, build={"callbacks": [StopEarly()], "train_dataset": tiny.dataset(8)})
+    trainer = trained(**ONE_STEP, build={"callbacks": [StopEarly()]})
     assert len(watched.asked) == 3 and alive() == []  # the third rollout was asked for, and never made
     first = watched.asked[0]
     trainer.train()
@@ -220,7 +372,7 @@ def test_the_result_of_another_request_is_thrown_away(
         if trainer.state.global_step == 3:
             (vars(engine) if option == "temperature" else engine.generation_kwargs)[option] = 1.5
 
-    options = {**ONE_STEP, "generation_kwargs": {"presence_penalty": 1.0}}
+    options = {**ONE_EPOCH, "generation_kwargs": {"presence_penalty": 1.0}}
     trainer = ahead.build(server.url, models["dense"], tmp_path, **options)
     trainer.add_callback(Callback(trainer, change))
     with pytest.warns(UserWarning, match="async_generate=True: the request of a rollout is another one"):
@@ -241,7 +393,7 @@ def test_a_script_that_sends_weights_waits_too(
         trainer.args.async_generate = False
 
     watched.seconds = 0.3  # more than a step takes
-    trainer = ahead.build(server.url, models["dense"], tmp_path, lora=True, **ONE_STEP)
+    trainer = ahead.build(server.url, models["dense"], tmp_path, lora=True, **ONE_EPOCH)
     trainer.add_callback(Callback(trainer, send))
     trainer.train()
     assert all(each.is_steady for each in watched.asked) and len(watched.asked) == 6
