@@ -74,18 +74,6 @@ def test_what_is_left_to_trl_is_trls_also_when_swapped(models: dict[str, Path], 
     assert any(not torch.equal(value, by_sequence[name]) for name, value in by_token.items())
 
 
-def test_a_subclass_has_ours_below_it(scripts: Scripts, capsys: pytest.CaptureFixture[str]) -> None:
-    subclass = """
-    class Counting(GRPOTrainer):
-        def _compute_loss(self, model, inputs):
-            return super()._compute_loss(model, inputs)
-    """
-    assert scripts.run(IMPORTS["from trl"], subclass, trainer="Counting", max_steps=2, loss_type="gspo") == 0
-    out = capsys.readouterr().out
-    assert "__main__.Counting on trl_steady.GRPOTrainer, loss_type='gspo'" in out
-    assert "ratio/sequence_mean" in out and "  off:" not in out
-
-
 def test_a_script_that_trains_nothing_of_ours_hears_of_it(
     scripts: Scripts, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -140,16 +128,6 @@ trainer = trl.RLOOTrainer({model!r}, tiny.reward, args, tiny.dataset(), processi
 trainer.train()
 print(type(trainer).__module__, args.share_prompts, trainer.args.__class__.__module__)
 """
-
-
-def test_an_rloo_script_trains_with_ours_and_with_what_is_set(
-    scripts: Scripts, capsys: pytest.CaptureFixture[str]
-) -> None:
-    script = RLOO.format(folder=str(scripts.folder), model=str(scripts.model))
-    assert scripts.run(script, settings=["--set", "share_prompts=true"], trainer="") == 0
-    out = capsys.readouterr().out
-    assert "trl_steady.trainers.rloo True trl_steady.config.rloo" in out
-    assert "on: a group's prompt computed once: share_prompts=True" in out
 
 
 def test_an_option_that_rloo_does_not_have_is_refused(scripts: Scripts) -> None:

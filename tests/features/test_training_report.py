@@ -216,10 +216,3 @@ def test_sending_the_policy_to_an_engine_is_no_generation(in_process: Build, mon
     trainer.train()
     times = {key: value for key, value in trainer.state.log_history[0].items() if key.startswith("time/")}
     assert times["time/sync"] == 3.0 and times["time/generation"] == 5.0 and sum(times.values()) == 8.0
-
-
-def test_a_clock_that_is_off_measures_nothing() -> None:
-    clock = Clock()
-    with clock.phase("update"):
-        pass
-    assert clock.read() == {}

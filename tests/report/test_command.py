@@ -7,7 +7,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.report.runs import healthy
 from trl_steady.cli import main as cli
 from trl_steady.report import command, diagnose
 from trl_steady.report.history import History
@@ -57,11 +56,6 @@ def test_a_log_with_symptoms_fails_on_their_level(tmp_path: Path, capsys: pytest
     found = json.loads(capsys.readouterr().out)[str(dropped)]["findings"]
     assert "everything-dropped" in [each["name"] for each in found]
     assert {each["since"] for each in found if each["name"] == "everything-dropped"} == {1}
-
-
-def test_a_healthy_log_does_not_fail(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert cli.main(["report", str(write(tmp_path / "out", healthy(0))), "--fail-on", "warning"]) == 0
-    assert "symptoms: 0" in capsys.readouterr().out
 
 
 def test_a_watched_run_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,1 +1,1 @@
-"""Reward models on the policy's own base, which learn from the policy's answers while it trains."""
+"""Reward models on the policy's own base, which learn from the policy's completions while it trains."""

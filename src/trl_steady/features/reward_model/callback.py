@@ -201,12 +201,10 @@ class RewardModelRefreshCallback(TrainerCallback):
             )
         # a new one scores all completions with 0, and knows nothing
         old = None if self._model.is_fresh else self._log_accuracy("old", sets)
-        before = None
+        weights, optimizer = {}, {}
         if self.accept != "always":  # copies: on the CPU, `state` returns the parameters themselves
-            before = (
-                {name: tensor.clone() for name, tensor in self._model.state().items()},
-                self.optimizer.state_dict(),
-            )
+            weights = {name: tensor.clone() for name, tensor in self._model.state().items()}
+            optimizer = self.optimizer.state_dict()
         if fresh:
             fit(
                 self._scorer,
@@ -217,10 +215,10 @@ class RewardModelRefreshCallback(TrainerCallback):
                 generator=generator,
             )
         new = self._log_accuracy("new", sets)
-        is_refused = before is not None and old is not None and new is not None and new < old
-        if before is not None and is_refused:
-            self._model.load(before[0], "the reward model")
-            self.optimizer.load_state_dict(before[1])
+        is_refused = self.accept != "always" and old is not None and new is not None and new < old
+        if is_refused:
+            self._model.load(weights, "the reward model")
+            self.optimizer.load_state_dict(optimizer)
         self.history.add(fresh, generator)
         self.refreshes.append(RewardRefresh(step, len(fresh), len(replayed), not is_refused, old, new))
         counts = {"samples": len(fresh), "replayed": len(replayed), "refreshes": len(self.refreshes)}
