@@ -31,7 +31,7 @@ from trl_steady.features.padding_free.packing import (
     sequence_lengths,
 )
 from trl_steady.features.padding_free.support import Support, find_support
-from trl_steady.features.zero_advantage import select_sequences, skips_before_regrouping, with_gradient
+from trl_steady.features.zero_advantage import has_rows, select_sequences, skips_before_regrouping, with_gradient
 from trl_steady.trl_bridge import models
 from trl_steady.trl_bridge.loss import run_backward, weigh_loss
 from trl_steady.trl_bridge.private import rollout_number
@@ -262,7 +262,6 @@ class PaddingFree(Feature):
 
 def _concatenated(values: Sequence[Any]) -> Any:
     """Join one input of the micro-batches of a rollout. An input that has no rows is the same in all."""
-    first = values[0]
-    if isinstance(first, Tensor) and first.dim():
-        return torch.cat(list(values))
-    return list(itertools.chain(*values)) if isinstance(first, list) else first
+    if not has_rows(values[0]):
+        return values[0]
+    return torch.cat(list(values)) if isinstance(values[0], Tensor) else list(itertools.chain(*values))
