@@ -4,6 +4,7 @@
 # annotations of torch, accelerate and datasets are partial
 
 import copy
+import functools
 import itertools
 import json
 import math
@@ -27,6 +28,7 @@ from trl_steady.trl_bridge.resampling import CompletionRecord, ResampledRollout
 from trl_steady.trl_bridge.rollout import collate_rows
 
 _FILE = "dynamic_sampling.json"
+_Draw = Callable[[], dict[str, Any]]
 
 
 @dataclass
@@ -46,11 +48,11 @@ class _Prompts:
         self._trainer = trainer
         self.position = (0, 0)
         """Number of the pass over the data, and the rows that were taken in it."""
-        self._rows: Iterator[dict[str, Any]] | None = None
+        self._rows: Iterator[_Draw] | None = None
 
-    def take(self, count: int) -> list[dict[str, Any]]:
-        """Return the next rows."""
-        rows: list[dict[str, Any]] = []
+    def take(self, count: int) -> list[_Draw]:
+        """Return the next rows, as functions that read them."""
+        rows: list[_Draw] = []
         while len(rows) < count:
             number, taken = self.position
             self._rows = self._from(number, taken) if self._rows is None else self._rows
@@ -64,18 +66,19 @@ class _Prompts:
             is_over = len(rows) < count
             self.position = (number + 1, 0) if is_over else (number, taken + len(found))
             self._rows = None if is_over else self._rows
-        return collate_rows(self._trainer, rows)
+        return rows
 
     def go_to(self, position: Sequence[int]) -> None:
         """Go on as after a checkpoint."""
         self.position, self._rows = (position[0], position[1]), None
 
-    def _from(self, number: int, first: int) -> Iterator[dict[str, Any]]:
+    def _from(self, number: int, first: int) -> Iterator[_Draw]:
         data, seed = self._trainer.train_dataset, (self._trainer.args.seed + 1) * 1_000_003 + number
         if isinstance(data, IterableDataset):
-            return itertools.islice(data.shuffle(seed=seed), first, None)
+            stream = itertools.islice(data.shuffle(seed=seed), first, None)
+            return (functools.partial(copy.deepcopy, row) for row in stream)  # as TRL repeats it
         order = torch.randperm(len(data), generator=torch.Generator().manual_seed(seed))
-        return (data[index] for index in order[first:].tolist())
+        return (functools.partial(data.__getitem__, index) for index in order[first:].tolist())
 
 
 class DynamicSampling(Feature):
@@ -120,8 +123,8 @@ class DynamicSampling(Feature):
         wanted = math.ceil(least / step) * step  # equally many completions on each process
         share = wanted * size // accelerator.num_processes
         first, prompts = accelerator.process_index * share, self._prompts.take(wanted)
-        # copies: a reward function or an environment may use up what is in its row
-        inputs = [copy.deepcopy(prompts[(first + i) // size]) for i in range(share)]
+        # a row for each, as from TRL's data loader: a reward function or an environment may use up what is in it
+        inputs = collate_rows(self.trainer, [prompts[(first + i) // size]() for i in range(share)])
         found, are_kept = self._round(resampled, inputs, counts)
         groups: list[_Group] = []
         for start in (group * size for group, is_kept in enumerate(are_kept) if is_kept):

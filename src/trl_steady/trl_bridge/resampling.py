@@ -19,6 +19,9 @@ from trl_steady.core.types import Rollout
 from trl_steady.trl_bridge.private import as_trl_trainer, patched
 from trl_steady.trl_bridge.rollout import ZERO_LOG_PROBS, wrap_reward_functions
 
+_WITHOUT_VALUE = {2: 1, 4: None}
+"""Place of tool mask and log-probs in what GRPO's `_generate` returns -> what they are for a token without a value."""
+
 
 @dataclass
 class CompletionRecord:
@@ -86,6 +89,10 @@ class ResampledRollout:
             trainer._pending_extra_logs[column] = [each.extra.get(column) for each in chosen]
         by_value = zip(self._without_values, zip(*(each.generated for each in chosen), strict=True), strict=True)
         generated = [without if all(v is None for v in values) else list(values) for without, values in by_value]
+        for column, of_token in _WITHOUT_VALUE.items():
+            if len(generated) > column and generated[column] is not None:
+                rows = zip(generated[column], generated[1], strict=True)
+                generated[column] = [[of_token] * len(ids) if row is None else row for row, ids in rows]
 
         def replay_rewards(*_: object) -> Tensor:
             for function, returned in enumerate(zip(*(each.returned for each in chosen), strict=True)):
