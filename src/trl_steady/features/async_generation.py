@@ -43,7 +43,7 @@ class AsyncGeneration(Feature):
         if not self._acts:
             return
         reasons = {
-            "a rollout_func asks the server itself": trainer.rollout_func,
+            "a rollout_func asks the server itself": trainer.rollout_func is not None,
             "environments would begin the next episode before this one ends": trainer.environment_factories,
             "an agent's later turns would be of a newer policy than its first": trainer.tools,
         }

@@ -49,10 +49,11 @@ def window_settings(trainer: Trainer) -> dict[str, Any]:
     for feature in trainer.features:
         options.update(feature.window_options)
     options = {name: other for name, other in options.items() if hasattr(args, name)}  # RLOO has fewer
+    weights = args.reward_weights  # an array, perhaps
     settings = {
         **{name: getattr(args, name) for name, other in options.items() if other is None or getattr(args, other)},
         "reward_funcs": trainer.reward_func_names,
-        "reward_weights": args.reward_weights or [1.0] * len(trainer.reward_func_names),
+        "reward_weights": [1.0] * len(trainer.reward_func_names) if weights is None else weights,
         "tools": trainer.tools,
         "environment_factory": trainer.environment_factories,
         "rollout_func": trainer.rollout_func,

@@ -141,12 +141,13 @@ def read_rewards(trainer: Trainer, read: Callable[[Tensor, list[Any], list[list[
     def calculate_and_read(
         inputs: list[object], prompts: list[object], completions: list[Any], ids: list[list[int]]
     ) -> Tensor:
+        sampled = [[*own] for own in ids]  # what is trained, also if a reward function changes its arguments
         rewards = calculate(inputs, prompts, completions, ids)
         for column in as_trl_trainer(trainer)._logs["extra"]:  # TRL would show earlier values beside these completions
             pending[column] = pending[column] or [None] * len(prompts)
         if trainer.rollout_in_progress is not None:
             give_rewards(trainer, trainer.rollout_in_progress, rewards, prompts, completions)
-        read(rewards, completions, ids)
+        read(rewards, completions, sampled)
         return rewards
 
     with patched(trainer, {"_calculate_rewards": calculate_and_read}):  # around a subclass's, which may change them
