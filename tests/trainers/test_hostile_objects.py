@@ -260,7 +260,7 @@ def metrics(is_hostile: bool) -> Form:
                 self._metrics["train"][f"own_{name}"].append(make(float(inputs["completion_ids"].size(1))))
             return super()._compute_loss(model, inputs)  # type: ignore[misc]
 
-    return Form({"reward_funcs": reward}, {"save_strategy": "no"}, Own, resumes=False)
+    return Form({"reward_funcs": reward}, mixin=Own)
 
 
 # overrides
@@ -303,7 +303,7 @@ def overrides(is_hostile: bool) -> Form:
         def log(self: Any, logs: Any, *arguments: Any) -> None:
             super().log({**logs, "mine": np.float64(0.5) if is_hostile else 0.5}, *arguments)  # type: ignore[misc]
 
-    return Form(mixin=Own, resumes=False)
+    return Form(mixin=Own)
 
 
 @kind
