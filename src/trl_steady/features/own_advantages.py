@@ -1,7 +1,5 @@
 """A script's own advantages: what the method `advantages` of its trainer returns."""
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -25,7 +23,7 @@ class OwnAdvantages(Feature):
         if (steps := self.trainer.feature(StepRewardsFeature)).has_steps:
             steps.keep_advantages(rollout, found.view(len(found), -1) * rollout.is_sampled)
 
-    def _checked(self, name: str, returned: Any, rollout: Rollout) -> Tensor:
+    def _checked(self, name: str, returned: object, rollout: Rollout) -> Tensor:
         """Return what the method `name` returned, as (B,) or (B, T) constants like those of the trainer."""
         mask, like, why = rollout.is_sampled, rollout.advantages, self.trainer.why_one_advantage
         (count, width), found = mask.shape, torch.empty(0)

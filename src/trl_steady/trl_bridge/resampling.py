@@ -7,7 +7,7 @@ it masks completions that were cut off and logs rewards. All of that would have 
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -143,7 +143,7 @@ class _Recorder:
         self.without_values = [{} if isinstance(values, dict) else values for values in generated]
         return generated
 
-    def record_returned(self, function: int, returned: Any) -> list[Any]:
+    def record_returned(self, function: int, returned: Iterable[Any]) -> list[Any]:
         self._returned[function] = list(returned)
         return self._returned[function]
 

@@ -112,7 +112,7 @@ def wrap_reward_functions(functions: Sequence[Any], processors: Sequence[Callabl
     """
 
     def wrap(number: int, function: Callable[..., Any]) -> Callable[..., Any]:
-        def process(returned: Any) -> Any:
+        def process(returned: object) -> object:
             for processor in processors:
                 returned = processor(number, returned)
             return returned

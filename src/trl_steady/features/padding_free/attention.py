@@ -154,7 +154,7 @@ class PackedAttention:
         finally:
             self._segments = before
 
-    def _mask(self, *arguments: Any, local_size: int | None = None, **options: Any) -> Segments | Tensor | None:
+    def _mask(self, *arguments: object, local_size: int | None = None, **options: object) -> Segments | Tensor | None:
         """Implement transformers' `AttentionMaskInterface`, which a model calls for each kind of its layers."""
         if self._segments is not None:
             return Segments(self._segments, local_size)
