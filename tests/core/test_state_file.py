@@ -1,7 +1,9 @@
 """Whatever a script puts into rollouts and metrics is loaded as it was saved, or as plain types or text."""
 
+import datetime
 import decimal
 import enum
+import fractions
 import types
 import warnings
 from collections import OrderedDict, defaultdict, deque
@@ -47,6 +49,8 @@ MADE_PLAIN: list[tuple[Any, Any]] = [
     (types.MappingProxyType({"a": Path("b")}), {"a": Path("b")}),
     (deque([1, 2]), [1, 2]),
     (range(3), [0, 1, 2]),
+    (decimal.Decimal("1.5"), 1.5),
+    (fractions.Fraction(1, 4), 0.25),
     (frozenset({1}), {1}),
     (np.array([None, Path("a")], dtype=object), [None, Path("a")]),
     (torch.ones(2).as_subclass(Vector), torch.ones(2)),
@@ -72,7 +76,7 @@ def test_what_is_saved_is_loaded(tmp_path: Path, given: Any, expected: Any) -> N
         assert found == expected
 
 
-@pytest.mark.parametrize("given", [Weird(), decimal.Decimal("0.1"), len, Weird], ids=str)
+@pytest.mark.parametrize("given", [Weird(), datetime.date(2020, 1, 2), len, Weird], ids=str)
 def test_other_objects_become_text_with_a_warning(tmp_path: Path, given: Any) -> None:
     with pytest.warns(UserWarning, match=rf"a checkpoint holds a .*{type(given).__qualname__} of a rollout as text"):
         assert loaded(given, tmp_path) == str(given)

@@ -5,8 +5,9 @@
 
 import warnings
 from collections.abc import Mapping, Sequence, Set
+from numbers import Number
 from pathlib import Path, PosixPath, WindowsPath
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -43,6 +44,8 @@ def _loadable(value: object) -> object:
     for kind in _NUMBERS_AND_TEXT:
         if isinstance(value, kind):  # an enum, for example
             return kind.__getnewargs__(value)[0]
+    if isinstance(value, Number):  # as Decimal and Fraction, of which TRL's metrics take a mean
+        return float(cast(Any, value))
     if isinstance(value, Mapping):
         return {_loadable(key): _loadable(item) for key, item in value.items()}
     for kind, container in ((tuple, tuple), (Sequence, list), (Set, set)):

@@ -21,6 +21,12 @@ SAME: dict[str, tuple[peft.PeftConfig, peft.PeftConfig]] = {
     "order": (LoraConfig(**LORA), LoraConfig(**{**LORA, "target_modules": QV[::-1]})),
     "pattern": (LoraConfig(**LORA), LoraConfig(**{**LORA, "target_modules": EVERY_LAYER})),
     "start": (LoraConfig(**LORA), LoraConfig(**LORA, init_lora_weights="gaussian")),
+    "order of whole modules": (
+        LoraConfig(**LORA, modules_to_save=["lm_head", "embed_tokens"]),
+        LoraConfig(**LORA, modules_to_save=["embed_tokens", "lm_head"]),
+    ),
+    "no whole module": (LoraConfig(**LORA), LoraConfig(**LORA, modules_to_save=[])),
+    "ranks": (LoraConfig(**LORA), LoraConfig(**LORA, rank_pattern={"q_proj": LORA["r"]})),
     "dora": (LoraConfig(**LORA, use_dora=True), LoraConfig(**LORA, use_dora=True)),
     "pissa": (LoraConfig(**LORA, init_lora_weights="pissa"), LoraConfig(**LORA, init_lora_weights="pissa")),
     "tokens": (LoraConfig(**LORA, trainable_token_indices=[3]), LoraConfig(**LORA, trainable_token_indices=[3])),

@@ -22,8 +22,8 @@ from trl_steady.trl_bridge.resume import as_json
 _OF_THE_START = re.compile(
     "init_|(corda|eva|loftq|lora_ga)_config|auto_mapping|base_model|inference_mode|peft_version|revision|task_type"
 )
-# fields that say no more than the names of tensors do: a list and a pattern may mean the same modules
-_OF_NAMES = {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern"}
+# fields that say no more than the names and shapes of tensors do: a list and a pattern may mean the same modules
+_OF_NAMES = re.compile("(target|exclude)_modules|layers_|modules_to_save|rank_pattern")
 
 
 def adapter_settings(config: PeftConfig) -> dict[str, Any]:
@@ -39,7 +39,7 @@ def refuse_other_settings(
     lines = {
         name: f"\n  {name}={before.get(name)!r}; this run has {name}={now.get(name)!r}"
         for name in sorted(before.keys() | now.keys())
-        if before.get(name) != now.get(name) and not (same_names and name in _OF_NAMES)
+        if before.get(name) != now.get(name) and not (same_names and _OF_NAMES.match(name))
     }
     changed = [name for name in lines if "dropout" not in name]
     found = f"{source} holds an adapter with{''.join(lines[name] for name in changed or lines)}"
