@@ -347,7 +347,8 @@ def test_the_advantages_that_the_loss_gets_decide(
     assert_same(of_some, of_all)
     assert all(any(value.any() for value in step.values()) for step in of_all.gradients)
     assert 0 < max(skipped(of_some)) < 1
-    assert "100% of the tokens" not in said and "% of the tokens had no gradient" in said
+    assert "100% of the tokens" not in said
+    assert ("% of the tokens had no gradient" in said) == (kind is InRollout)  # a script's loss may have more terms
 
 
 class WithoutCorrection(trl_steady.GRPOTrainer):
