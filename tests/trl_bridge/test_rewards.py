@@ -217,6 +217,24 @@ def test_equal_rewards_have_no_advantage(models: dict[str, Path], tmp_path: Path
     assert ours.zero_std == (0.75 if setting in BY_GROUP else 0.0)
 
 
+@pytest.mark.parametrize("method", ["GRPO", "RLOO"])
+def test_equal_sums_of_two_functions_have_no_advantage(models: dict[str, Path], tmp_path: Path, method: str) -> None:
+    """In float32, 0.6 + 0.1 is not 0.7."""
+
+    def answer(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [0.6 if i % 2 else 0.7 for i in range(len(completion_ids))]
+
+    def form(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [0.1 if i % 2 else 0.0 for i in range(len(completion_ids))]
+
+    options: dict[str, Any] = {"beta": 0.0, "method": method, "build": {"reward_funcs": [answer, form]}}
+    trainer = tiny.trainer(models["dense"], tmp_path, **options)
+    trainer.model.train()
+    samples = trainer._generate_and_score_completions([{"prompt": "1+1="}] * 4)
+    assert not samples["advantages"].any()
+    assert trainer._metrics["train"]["frac_reward_zero_std"] == [1.0]
+
+
 @pytest.mark.parametrize("setting", BY_GROUP | BY_BATCH)
 def test_a_batch_of_equal_rewards_trains_nothing(models: dict[str, Path], tmp_path: Path, setting: str) -> None:
     method, options = (BY_GROUP | BY_BATCH)[setting]
@@ -255,21 +273,38 @@ def test_an_answer_without_extra_values_shows_none(models: dict[str, Path], tmp_
     assert columns == [[1] * 16, [None] * 16, [3] * 16]
 
 
-class Evaluating(transformers.TrainerCallback):
-    """Evaluates after each step, and draws no number."""
+class Interrupting(transformers.TrainerCallback):
+    """Does something with the trainer after each step, and draws no number."""
 
     trainer: Any
 
+    def __init__(self, act: Callable[[Any], object]) -> None:
+        self.act = act
+
     def on_step_end(self, *_: Any, **__: Any) -> None:
         state = torch.get_rng_state()
-        self.trainer.evaluate()
+        self.act(self.trainer)
         torch.set_rng_state(state)
 
 
-def test_an_evaluation_by_a_callback_changes_no_log_of_training(models: dict[str, Path], tmp_path: Path) -> None:
-    def history(*callbacks: Evaluating) -> list[dict[str, float]]:
+@pytest.mark.parametrize(
+    ("act", "evaluations"),
+    [
+        (lambda trainer: trainer.evaluate(), 7),
+        (lambda trainer: trainer.predict(tiny.dataset(4)), 2),
+        (lambda trainer: trainer.model.eval(), 2),
+    ],
+    ids=["evaluate", "predict", "eval mode"],
+)
+def test_a_callback_that_leaves_training_changes_no_log_of_it(
+    models: dict[str, Path], tmp_path: Path, act: Callable[[Any], object], evaluations: int
+) -> None:
+    """The planned evaluations, after the third step and the last, happen too."""
+
+    def history(*callbacks: Interrupting) -> list[dict[str, float]]:
         build = {"callbacks": [*callbacks], "eval_dataset": tiny.dataset(4)}
-        options = {"max_steps": 5, "logging_steps": 2, "per_device_eval_batch_size": 4}
+        planned = {"eval_strategy": "steps", "eval_steps": 3}
+        options = {"max_steps": 5, "logging_steps": 2, "per_device_eval_batch_size": 4, **planned}
         trainer = tiny.trainer(models["dense"], tmp_path, build=build, **options)
         for callback in callbacks:
             callback.trainer = trainer
@@ -279,9 +314,9 @@ def test_an_evaluation_by_a_callback_changes_no_log_of_training(models: dict[str
         assert not trainer.model.training  # as after TRL's, outside of a training
         return tiny.history(trainer)[:-1]
 
-    expected, rows = history(), history(Evaluating())
+    expected, rows = history(), history(Interrupting(act))
     trained = [row for row in rows if "loss" in row]
     # tokens of evaluations count too
     drop = lambda row: {name: value for name, value in row.items() if name != "num_tokens"}
     assert [*map(drop, trained)] == [drop(row) for row in expected if "loss" in row] != []
-    assert sum("eval_reward" in row for row in rows) == 5
+    assert sum("eval_reward" in row for row in rows) == evaluations

@@ -167,12 +167,16 @@ def per_token(advantages: Tensor, ends: Tensor, tokens: int) -> Tensor:
 def all_equal(values: Tensor, dim: int | None = None, *, keepdim: bool = False) -> Tensor:
     """Return bool, True where the numbers along `dim` are equal, without NaN. (Their mean may round, and not tell.)
 
-    >>> all_equal(torch.tensor([[0.1, 0.1, 0.1], [0.1, torch.nan, 0.2]]), 1).tolist()
+    Sums of several functions' rewards round too: 0.6 + 0.1 is not 0.7 in float32.
+
+    >>> rewards = torch.tensor([[0.6, 0.7, 0.7], [0.1, torch.nan, 0.1]]) + torch.tensor([0.1, 0, 0])
+    >>> all_equal(rewards, 1).tolist()
     [True, False]
     """
     over, missing = () if dim is None else dim, values.isnan()
     lowest = values.masked_fill(missing, torch.inf).amin(over, keepdim)
-    return ~(lowest < values.masked_fill(missing, -torch.inf).amax(over, keepdim))
+    highest = values.masked_fill(missing, -torch.inf).amax(over, keepdim)
+    return ~(lowest < highest - 2 * torch.finfo(values.dtype).eps * torch.maximum(lowest.abs(), highest.abs()))
 
 
 def _deviation(values: Tensor) -> Tensor:
