@@ -185,3 +185,7 @@ def test_the_start_lines_name_the_method(train: Train, capsys: pytest.CaptureFix
     train(own(lambda rollout: rollout.advantages), max_steps=1, trim_padding=False)
     said = capsys.readouterr().out
     assert f"on: own advantages: {__name__}.Own.advantages" in said and "on: nothing" not in said
+
+
+def test_data_of_a_script_under_this_name_is_no_method(train: Train) -> None:
+    assert not train({"advantages": []}).advantages
