@@ -24,6 +24,11 @@ def retrain(trainer: Any) -> None:
     trainer.add_callback(RewardModelRefreshCallback(trainer, label_fn=is_right, learning_rate=1e-2, epochs=1))
 
 
+def shorten(trainer: Any) -> None:
+    """Let the trainer prefer short completions."""
+    trainer.advantages = lambda rollout: rollout.advantages - 0.05 * rollout.is_sampled.sum(1)
+
+
 # feature -> name of a case -> arguments of `tiny.trainer`, the model, and what is done with the trainer then
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "policy_loss": {
@@ -50,6 +55,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "process": {"loss_type": "gspo_token", "build": {"reward_funcs": by_steps}},
         "return_to_go": {"step_advantage": "return_to_go", "build": {"reward_funcs": by_steps}},
     },
+    "own_advantages": {"advantages": {"then": shorten}},
     "reference": {
         "full": MOVING,
         "LoRA": {**MOVING, "lora": True, "ref_model_sync_reset_optimizer": True},
