@@ -89,10 +89,10 @@ class ResampledRollout:
             trainer._pending_extra_logs[column] = [each.extra.get(column) for each in chosen]
         by_value = zip(self._without_values, zip(*(each.generated for each in chosen), strict=True), strict=True)
         generated = [without if all(v is None for v in values) else list(values) for without, values in by_value]
-        for column, of_token in _WITHOUT_VALUE.items():
+        for column, placeholder in _WITHOUT_VALUE.items():
             if len(generated) > column and generated[column] is not None:
                 rows = zip(generated[column], generated[1], strict=True)
-                generated[column] = [[of_token] * len(ids) if row is None else row for row, ids in rows]
+                generated[column] = [[placeholder] * len(ids) if row is None else row for row, ids in rows]
 
         def replay_rewards(*_: object) -> Tensor:
             for function, returned in enumerate(zip(*(each.returned for each in chosen), strict=True)):
