@@ -56,7 +56,7 @@ def built(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
     monkeypatch.setattr(VLLMClient, "init_communicator", lambda *_, **__: None)  # nccl, for weights
 
     def trainer(url: str, **options: Any) -> Any:
-        build = {"peft_config": LoraConfig(**LORA)}
+        build = {"peft_config": LoraConfig(**LORA), "train_dataset": tiny.dataset(32)}  # one epoch
         return tiny.trainer(folder, tmp_path, build=build, **{**OPTIONS, "vllm_server_base_url": url, **options})
 
     return trainer

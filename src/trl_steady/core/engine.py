@@ -41,7 +41,11 @@ SendRequest = Callable[[Mapping[str, Any]], GenerationResult]
 
 
 class AdapterSync(Protocol):
-    """Sends a policy's adapter to an engine, in place of all weights. Every process calls the methods."""
+    """Sends a policy's adapter to an engine, in place of all weights. Every process calls the methods.
+
+    While an engine is built: `why_not`, `flags`, `send`, `attach`. Then `send` at each sync. If the engine cannot take
+    the adapter, `is_required` decides between an error and merged weights.
+    """
 
     option: str
     """The option and its value, for messages."""

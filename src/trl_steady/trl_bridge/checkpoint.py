@@ -110,7 +110,7 @@ class Checkpoints:
             feature.save_state(checkpoint)
 
     def load(self, checkpoint: Path) -> None:
-        """Restore what `save` has added to TRL's checkpoint, after transformers has loaded the rest.
+        """Restore what `save` has added to TRL's checkpoint, after the policy, before optimizer and scheduler.
 
         Raises:
             ValueError: The run cannot continue exactly.
