@@ -14,7 +14,6 @@ import peft
 import pytest
 import torch
 import transformers
-from torch.multiprocessing import ProcessExitedException
 
 from tests.distributed import processes
 from tests.distributed.checks import marked
@@ -51,31 +50,22 @@ class Engines:
     def of(self, engine: str, name: str) -> list[Result]:
         """Return what each process has left of a run."""
         self._start(engine)
-        files = self._files(engine, name)
+        files = [self.folder / engine / name / f"rank_{rank}.pt" for rank in range(processes.WORLD)]
         if not all(file.exists() for file in files):
             raise RuntimeError(f"{name} was not reached") from self.ended[engine]
         return [torch.load(file, weights_only=False) for file in files]
 
-    def _files(self, engine: str, name: str) -> list[Path]:
-        return [self.folder / engine / name / f"rank_{rank}.pt" for rank in range(processes.WORLD)]
-
     def _start(self, engine: str) -> None:
         if engine in self.ended:
             return
+        folder = self.folder / f"store of {engine}"
+        folder.mkdir()
+        check = functools.partial(work.work, engine=engine, models=self.models, output=self.folder)
         self.ended[engine] = None
-        for attempt in range(2):
-            folder = self.folder / f"store {attempt} of {engine}"
-            folder.mkdir()
-            left = [name for name in RUNS if not all(file.exists() for file in self._files(engine, name))]
-            check = functools.partial(work.work, engine=engine, models=self.models, output=self.folder, names=left)
-            try:
-                processes.run(check, folder, seconds=1200)
-            except Exception as error:  # the results of the runs before it are there
-                self.ended[engine] = error
-                # a signal: one of gloo's threads has crashed once in libc, in minutes of collectives
-                if isinstance(error, ProcessExitedException) and error.exit_code < 0:
-                    continue
-            break
+        try:
+            processes.run(check, folder, seconds=1200)
+        except Exception as error:  # the results of the runs before it are there
+            self.ended[engine] = error
 
 
 @pytest.fixture(scope="module")

@@ -123,11 +123,10 @@ class SteadyGeneration(VLLMGeneration):
         llm_class = cast(Any, getattr(vllm_generation, "LLM", object))  # missing if vLLM is; TRL then raises an error
 
         def build(**trl_arguments: object) -> Any:
+            by_user = (TypeError,) if self._given else ()
             try:
                 llm = llm_class(**{**flags, **trl_arguments, **self._given})
-            except TypeError as error:
-                if not self._given:
-                    raise
+            except by_user as error:
                 raise ValueError(
                     f"vllm_engine_kwargs={self._given!r}: vLLM cannot be built with it: {error}. Set what vllm.LLM "
                     "takes."

@@ -88,11 +88,10 @@ class Adapters(Feature):
         trainer, is_quantised = self.trainer, BaseModel(model).is_quantised
         if is_quantised or trainer.accelerator.distributed_type != DistributedType.FSDP:
             with trainer.vllm_generation.whole(list(model.parameters())):
+                avoidable = () if is_quantised else (ValueError,)  # TRL cannot merge into a quantised base
                 try:
                     weights = merged_weights(model)
-                except ValueError as error:
-                    if is_quantised:
-                        raise
+                except avoidable as error:
                     self.warn(f"each push to vLLM changes the policy's base by rounding: {error}")
                 else:
                     yield from weights
