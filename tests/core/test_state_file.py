@@ -1,4 +1,4 @@
-"""Whatever a script puts into rollouts and metrics is loaded as it was saved, or as plain types or text."""
+"""A checkpoint gives back the objects that a script has put into rollouts and metrics, or plain types or text."""
 
 import datetime
 import decimal

@@ -43,7 +43,7 @@ FEATURES["off"] = {}
 
 @dataclass(frozen=True)
 class Form:
-    """What a trainer is built with."""
+    """The arguments of a trainer."""
 
     build: dict[str, Any] = field(default_factory=dict[str, Any])
     """Arguments of the constructor."""
@@ -268,7 +268,7 @@ def metrics(is_hostile: bool) -> Form:
 
 @kind
 def overrides(is_hostile: bool) -> Form:
-    """What methods return, columns of samples and of a micro-batch, and keys of a log."""
+    """Results of methods, columns of samples and of a micro-batch, and keys of a log."""
     as_rows = tuple if is_hostile else list
     as_array = np.array if is_hostile else list
 
@@ -411,7 +411,7 @@ def rollout_without_some_columns(is_hostile: bool) -> Form:
 
 
 class Site(NamedTuple):
-    """Where runs take place."""
+    """The folder and models of runs."""
 
     models: dict[str, Path]
     folder: Path

@@ -88,7 +88,7 @@ def known(prompts: list[str], trainer: Any) -> dict[str, Any]:
 
 
 def measure(trainer: Any) -> dict[str, Tensor]:
-    """What a rollout of known answers gets from passes of models."""
+    """Values that passes of models give a rollout of known answers."""
     trainer.rollout_func = known
     rows = [{"prompt": prompt} for prompt in tiny.dataset(4)["prompt"]]
     samples = trainer._generate_and_score_completions(rows)
