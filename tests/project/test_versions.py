@@ -7,7 +7,10 @@ from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from packaging.version import Version
+
+from trl_steady.trl_bridge import SUPPORTED
 
 ROOT = Path(__file__).parents[2]
 PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -16,6 +19,13 @@ RUNTIME = [Requirement(line) for line in PROJECT["dependencies"] + PROJECT["opti
 
 def pins(file: str) -> dict[str, str]:
     return dict(re.findall(r"^([\w.-]+)==(.+)$", (ROOT / file).read_text(), re.MULTILINE))
+
+
+def test_the_import_checks_the_ranges_of_pyproject() -> None:
+    ranges = {each.name: each.specifier for each in RUNTIME}
+    assert {package: ranges[package] for package in SUPPORTED} == {
+        package: SpecifierSet(range_) for package, range_ in SUPPORTED.items()
+    }
 
 
 def test_every_floor_is_what_the_lowest_versions_are_tested_with() -> None:
