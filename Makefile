@@ -10,6 +10,8 @@ VLLM := $(VENV)-vllm
 PIP_VLLM := $(VLLM)/bin/python $(INSTALL)
 # beside the rest, which would import it wherever it is found
 DEEPSPEED := $(abspath $(VENV)-deepspeed)
+# the same: the CPU build of torch comes without it
+TRITON := $(abspath $(VENV)-triton)
 LOWEST := $(VENV)-lowest
 PIP_LOWEST := $(LOWEST)/bin/python $(subst constraints.txt,constraints-lowest.txt,$(INSTALL))
 JOBS ?= 2
@@ -17,7 +19,7 @@ JOBS ?= 2
 PYTHONS := 3.11 3.12 3.13
 
 .PHONY: demo demo-gspo demo-process demo-v32 demo-moe demo-sampling-mask demo-ppo demo-loop demo-own-data demo-async
-.PHONY: test test-quick test-portable test-lowest test-slow test-distributed test-sharded test-vllm test-gpu check docs bench format clean
+.PHONY: test test-quick test-portable test-lowest test-slow test-distributed test-sharded test-triton test-vllm test-gpu check docs bench format clean
 
 # deprecations that TRL owes transformers would bury the progress
 TRAIN = PYTHONWARNINGS=ignore::FutureWarning $(BIN)/python
@@ -119,6 +121,10 @@ test-distributed: $(DEEPSPEED)/.test
 test-sharded: $(DEEPSPEED)/.test
 	OMP_NUM_THREADS=1 $(WITH_DEEPSPEED) -m pytest tests/sharded
 
+# TRL's kernels for GPUs, by Triton's interpreter on the CPU
+test-triton: $(TRITON)/.test
+	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/trl_bridge/test_lm_head.py tests/trainers/test_on_gpu.py
+
 test-vllm: $(VLLM)/.test
 	$(VLLM)/bin/python -m pytest --show-capture=no tests/vllm
 
@@ -159,7 +165,7 @@ format: $(VENV)/.test
 	$(BIN)/ruff check --fix .
 
 clean:
-	rm -rf $(VENV) $(LOWEST) $(VLLM) $(DEEPSPEED) site outputs
+	rm -rf $(VENV) $(LOWEST) $(VLLM) $(DEEPSPEED) $(TRITON) site outputs
 
 # torch first and pinned, so that a CPU build which is at hand is taken; a newer one from PyPI brings gigabytes of CUDA.
 $(VENV)/.torch: constraints.txt
@@ -191,6 +197,10 @@ $(DEEPSPEED)/.test: $(VENV)/.test
 	$(PIP) --no-build-isolation --no-deps --target $(DEEPSPEED) --upgrade deepspeed einops hjson msgpack ninja py-cpuinfo
 	rm -rf $(DEEPSPEED)/extensions
 	$(WITH_DEEPSPEED) -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
+	touch $@
+
+$(TRITON)/.test: $(VENV)/.test
+	$(PIP) --no-deps --target $(TRITON) --upgrade triton
 	touch $@
 
 $(LOWEST)/.test: constraints-lowest.txt pyproject.toml

@@ -5,12 +5,16 @@ their values. An operation that mixes them with CPU tensors raises, as it does o
 devices too, but its tensors have no values, and `tolist` and `nonzero` need values.
 """
 
+import importlib.util
+import os
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any, cast
 from unittest import mock
 
 import torch
+import trl.kernels.chunked_logprob
+import trl.trainer.utils
 from accelerate.state import AcceleratorState, PartialState
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
@@ -21,6 +25,7 @@ CUDA = torch.device("cuda", 0)
 _CPU = torch.device("cpu")
 _INDEXING = ("aten.index.Tensor", "aten.index_put.default", "aten.index_put_.default")
 _MAKES_ANOTHER = (torch.nn.functional.one_hot, Tensor.new_tensor)  # inside, where no mode sees its device
+HAS_INTERPRETER = importlib.util.find_spec("triton") is not None and os.environ.get("TRITON_INTERPRET") == "1"
 _WAITING = (
     "aten._local_scalar_dense",
     "aten.nonzero",
@@ -37,6 +42,8 @@ class PretendedGPU(TorchFunctionMode):
         super().__init__()
         self.waits: list[str] = []
         """Operations so far for which the CPU has to wait for the device, because it needs a value or a size."""
+        self.kernel_arguments = 0
+        """Arguments so far of kernels that Triton's interpreter ran."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = dict(kwargs or {})
@@ -102,7 +109,8 @@ class _OnGPU(Tensor):
         if _current is not None and (str(func).startswith(_WAITING) or _by_mask(func, args)):
             _current.waits.append(str(func))
         plain_args, plain_kwargs = tree_map_only(_OnGPU, lambda each: each.on_host, (args, kwargs))
-        result = tree_map_only(Tensor, _OnGPU, func(*plain_args, **plain_kwargs))
+        compute = _addmm if str(func) == "aten.addmm.dtype_out" else func
+        result = tree_map_only(Tensor, _OnGPU, compute(*plain_args, **plain_kwargs))
         return return_and_correct_aliasing(func, args, kwargs, result)
 
 
@@ -121,28 +129,62 @@ def pretended_gpu() -> Iterator[PretendedGPU]:
             return run(*arguments, **keywords)
 
     try:
-        with _current as gpu, mock.patch.object(torch.autograd, "_engine_run_backward", run_backward):
+        with _current as gpu, mock.patch.object(torch.autograd, "_engine_run_backward", run_backward), _head(gpu):
             yield gpu
     finally:
         _current = before
 
 
 @contextmanager
+def _head(gpu: PretendedGPU) -> Iterator[None]:
+    """Let TRL's fused LM head take the pretended GPU for a real one.
+
+    It scores the positions with a label only. Triton's interpreter runs its kernels, where Triton is installed
+    (`make test-triton`). Elsewhere TRL's loops in torch stand for them.
+    """
+    if not HAS_INTERPRETER:
+        with (
+            mock.patch.object(trl.kernels.chunked_logprob, "_TRITON_AVAILABLE", False),
+            mock.patch.object(trl.trainer.utils, "_use_triton", lambda device: device.type == "cuda"),
+        ):
+            yield
+        return
+    from triton.runtime import interpreter
+
+    def memory(argument: Any) -> Any:
+        gpu.kernel_arguments += isinstance(argument, _OnGPU)
+        return argument.on_host if isinstance(argument, _OnGPU) else unwrap(argument)
+
+    unwrap = interpreter._unwrap_tensor
+    with mock.patch.object(interpreter, "_unwrap_tensor", memory):
+        yield
+
+
+@contextmanager
 def on_gpu(trainer: Any) -> Iterator[PretendedGPU]:
     """Have a trainer that was built for the CPU train on a pretended GPU."""
-    models = [model for model in (trainer.model, trainer.ref_model) if model is not None]
     states: list[Any] = [AcceleratorState._shared_state, PartialState._shared_state]
     with pretended_gpu() as gpu, ExitStack() as stack:
-        moved: dict[int, torch.nn.Parameter] = {}  # tied ones stay tied
-        for module in (module for model in models for module in model.modules()):
-            for name, own in [(name, own) for name, own in module._parameters.items() if own is not None]:
-                on_device = torch.nn.Parameter(own.detach().to(CUDA), requires_grad=own.requires_grad)
-                module._parameters[name] = moved.setdefault(id(own), on_device)
-            module._buffers.update({name: own.to(CUDA) for name, own in module._buffers.items() if own is not None})
+        to_gpu(*(model for model in (trainer.model, trainer.ref_model) if model is not None))
         for state in states:
             stack.enter_context(mock.patch.dict(state, {"device": CUDA}))
         vars(trainer.args)["_setup_devices"] = CUDA  # a cached property
         yield gpu
+
+
+def to_gpu(*models: torch.nn.Module) -> None:
+    """Move models to the pretended GPU."""
+    moved: dict[int, torch.nn.Parameter] = {}  # tied ones stay tied
+    for module in (module for model in models for module in model.modules()):
+        for name, own in [(name, own) for name, own in module._parameters.items() if own is not None]:
+            on_device = torch.nn.Parameter(own.detach().to(CUDA), requires_grad=own.requires_grad)
+            module._parameters[name] = moved.setdefault(id(own), on_device)
+        module._buffers.update({name: own.to(CUDA) for name, own in module._buffers.items() if own is not None})
+
+
+def _addmm(added: Tensor, left: Tensor, right: Tensor, dtype: torch.dtype, *, out: Tensor) -> Tensor:
+    """Implement an overload of `torch.addmm` that CUDA alone has: products of bf16 that are not rounded to bf16."""
+    return torch.addmm(added, left.to(dtype), right.to(dtype), out=out)
 
 
 def _by_mask(func: Any, args: Any) -> bool:

@@ -1,4 +1,7 @@
-"""Whole runs on a pretended GPU: no operation mixes devices, and they train as on the CPU."""
+"""Whole runs on a pretended GPU: no operation mixes devices, and they train as on the CPU.
+
+`make test-triton` runs them with TRL's Triton kernels.
+"""
 
 import warnings
 from pathlib import Path
@@ -8,7 +11,7 @@ import pytest
 
 from tests.tools import tiny
 from tests.tools.cases import cases
-from tests.tools.devices import on_gpu
+from tests.tools.devices import HAS_INTERPRETER, on_gpu
 from tests.trainers.tools import by_prompt, by_steps
 
 # each with the model, what is rewarded, and the options
@@ -59,10 +62,11 @@ def test_a_run_on_a_gpu_is_that_of_the_cpu(models: dict[str, Path], tmp_path: Pa
         warnings.simplefilter("ignore", UserWarning)
         expected = tiny.train(trainer(models, tmp_path / "cpu", name))
         ours = trainer(models, tmp_path / "gpu", name)
-        with on_gpu(ours):
+        with on_gpu(ours) as gpu:
             tiny.train(ours)
             weights = {key: value.cpu() for key, value in tiny.parameters(ours).items()}
-    # the kernels are the CPU's, and some loops take other parts on a GPU
+    assert bool(gpu.kernel_arguments) == HAS_INTERPRETER  # TRL's; all others are the CPU's
+    # some loops take other parts on a GPU
     assert tiny.history(ours) == [pytest.approx(row, rel=1e-4, abs=1e-5) for row in tiny.history(expected)]
     for key, value in tiny.parameters(expected).items():
         assert weights[key].flatten().tolist() == pytest.approx(value.flatten().tolist(), rel=1e-4, abs=1e-5)
