@@ -111,10 +111,13 @@ def test_the_engine_is_built_from_names_that_we_replace() -> None:
 
 
 def test_the_fused_head_asks_once_by_the_name_that_we_answer_for() -> None:
-    """TRL gives the arguments in the order of `Head`'s fields."""
+    """TRL gives the arguments in the order of `Head`'s fields, and then those that only TRL reads."""
     calls = calls_in(trl_utils.add_fused_lm_head)
     (asked,) = (call for call in calls if ast.unparse(call.func) == "_ChunkedLogProbFunction.apply")
-    assert len(asked.args) == len(fields(Head)) and not asked.keywords
+    assert [field.name for field in fields(Head)][8:] == ["others", "keywords"]
+    assert [ast.unparse(each) for each in asked.args[4:]] == [
+        *("temperature", "_CHUNKED_LOGPROB_CHUNK_SIZE", "final_logit_softcapping", "logit_scale", "outputs")
+    ]
     assert any(ast.unparse(call) == "maybe_gather_lm_head_ctx(weight, bias)" for call in calls)
 
 

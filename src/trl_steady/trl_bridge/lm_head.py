@@ -4,7 +4,7 @@
 # torch's annotations are partial, and an autograd function's arguments differ from those of torch's base class
 
 import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -40,11 +40,14 @@ class Head:
     chunk_size: int
     softcap: float | None
     logit_scale: float
-    outputs: tuple[str, ...]
+    others: tuple[Any, ...]
+    """The other arguments in TRL's order, which only TRL reads: names of outputs, and those of later versions."""
+    keywords: Mapping[str, Any]
 
     def trl_outputs(self) -> HeadOutputs:
         """Return what TRL computes."""
-        return _TRL_LOG_PROBS.apply(*vars(self).values())
+        *ours, others, keywords = vars(self).values()
+        return _TRL_LOG_PROBS.apply(*ours, *others, **keywords)
 
 
 _TRL_LOG_PROBS: Any = trl.trainer.utils._ChunkedLogProbFunction
@@ -93,8 +96,8 @@ class _GatheredOnce(torch.autograd.Function):
 def replace_head(compute: Callable[[Head], HeadOutputs]) -> Iterator[None]:
     """Compute the outputs of all fused LM heads with `compute` inside this context."""
 
-    def apply(*arguments: Any) -> HeadOutputs:
-        head = Head(*arguments)
+    def apply(*arguments: Any, **keywords: Any) -> HeadOutputs:
+        head = Head(*arguments[:8], others=arguments[8:], keywords=keywords)
         is_partitioned = hasattr(head.weight, "ds_id")  # by ZeRO-3
         if not (is_partitioned and torch.is_grad_enabled()):
             return compute(head)

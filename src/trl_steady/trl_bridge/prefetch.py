@@ -92,8 +92,8 @@ def build_request(trainer: Trainer, rows: Sequence[Mapping[str, Any]]) -> dict[s
     """
     engine, request = trainer.vllm_generation, dict[str, Any]()
 
-    def stop(prompt_ids: object, images: object, _: object, num_generations: int) -> None:
-        raise _BeforeGeneration(prompt_ids, images, num_generations)
+    def stop(prompt_ids: object, images: object, _: object, generations: int, *__: object, **___: object) -> None:
+        raise _BeforeGeneration(prompt_ids, images, generations)
 
     def record(**arguments: object) -> dict[str, Any]:
         request.update(copy.deepcopy(arguments))  # a callback may change options of sampling in place

@@ -12,7 +12,7 @@ from peft import LoraConfig
 from torch import Tensor
 
 from tests.features.critic.tools import policy_parameters, same, snapshot
-from tests.tools import tiny
+from tests.tools import later_trl, resumable, tiny
 from trl_steady.features.reference.feature import Reference
 
 PPO: dict[str, Any] = {"method": "PPO", "num_generations": 1, "kl_coef": 0.1, "optim": "sgd", "learning_rate": 0.05}
@@ -166,3 +166,16 @@ def test_routes_are_replayed_for_the_policy_and_not_for_the_critic(
 def test_replay_with_recomputed_layers_of_both_is_refused(models: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"router_replay='R2' and gradient_checkpointing=True"):
         build(models["moe"], tmp_path, router_replay="R2", router_aux_loss_coef=0.0, gradient_checkpointing=True)
+
+
+@pytest.mark.parametrize("form", later_trl.ARGUMENTS)
+def test_a_run_is_the_same_with_a_trl_whose_head_takes_more_arguments(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: str
+) -> None:
+    """The critic's values and the log-probs among kept tokens replace those of TRL's function."""
+    options: dict[str, Any] = {"keep_sampling_mask": True, "top_p": 0.8, "top_k": 30, "entropy_coef": 0.01}
+    today, history, _ = run(models["dense"], tmp_path, **options)
+    later_trl.install(monkeypatch, form)
+    later, later_history, _ = run(models["dense"], tmp_path, **options)
+    assert later_history == history
+    assert resumable.differences(tiny.parameters(today), tiny.parameters(later)) == []

@@ -87,6 +87,16 @@ def test_other_inputs_are_passed_on_without_packing(name: str, share: bool) -> N
     assert torch.equal(given[name], values if name == "pixel_values" else values[:, 1:5])
 
 
+def test_a_batch_with_an_input_that_we_do_not_know_is_left_alone(share: bool) -> None:
+    """A later TRL may give some for each column."""
+    batch = padded([([5, 6], [7]), ([8], [9, 10])], left=1, right=2)
+    values = torch.arange(batch.ids.numel()).view(batch.shape)
+    outputs, given, entered = call(batch, share, {"support_ids": values, "token_type_ids": values})
+    assert not entered and given["input_ids"] is batch.ids and given["attention_mask"] is batch.mask
+    assert given["support_ids"] is given["token_type_ids"] is values
+    assert outputs.log_probs.shape == (2, batch.shape[1] - 1)
+
+
 def test_a_batch_wider_than_the_limit_is_left_alone(share: bool) -> None:
     batch = padded([([5, 6], [7]), ([8], [9, 10])], left=1, right=2)
     for limit, is_whole in ((batch.shape[1] - 1, True), (batch.shape[1], False)):

@@ -23,7 +23,7 @@ EPS = torch.finfo(torch.float32).eps
 
 
 def head_of(*tensors: Any, temperature: float = 1.0, softcap: float | None = None, logit_scale: float = 1.0) -> Head:
-    return Head(*tensors, temperature, 0, softcap, logit_scale, ())
+    return Head(*tensors, temperature, 0, softcap, logit_scale, (), {})
 
 
 class Case(NamedTuple):

@@ -1,6 +1,7 @@
 """Log-probs of TRL's fused head among candidates, beside the oracle on hidden states and plain logits."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from types import SimpleNamespace
@@ -12,10 +13,9 @@ import transformers
 import trl.trainer.utils
 from torch import Tensor
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
-from trl.trainer.utils import add_fused_lm_head
 
 from tests.oracles import sampling as oracle
-from tests.tools import tiny
+from tests.tools import later_trl, tiny
 from tests.tools.headroom import within
 from tests.tools.sets import candidate_sets
 from trl_steady.features.sampling_mask.model import SamplingMaskModel
@@ -49,7 +49,7 @@ def build(
     assert (bias is not None) == (family == "biased")
     if bias is not None:
         torch.nn.init.normal_(bias)
-    add_fused_lm_head(model, TEMPERATURE, outputs=tuple(outputs), **head)
+    trl.trainer.utils.add_fused_lm_head(model, TEMPERATURE, outputs=tuple(outputs), **head)
     return model
 
 
@@ -109,15 +109,15 @@ def wrap(model: Callable[..., Any], data: Batch, *, with_entropy: bool = True) -
     return SamplingMaskModel(bare, sets, data.index, with_entropy=with_entropy)
 
 
-def call(model: Callable[..., Any], data: Batch, *, with_entropy: bool = True) -> Any:
+def call(model: Callable[..., Any], data: Batch, *, with_entropy: bool = True, **others: Any) -> Any:
     wrapped = wrap(model, data, with_entropy=with_entropy)
-    out = wrapped(token_indices=INDICES, input_ids=data.input_ids, labels=data.labels)
+    out = wrapped(token_indices=INDICES, input_ids=data.input_ids, labels=data.labels, **others)
     return SimpleNamespace(log_probs=out.log_probs, entropy=out.entropy, kept_mass=wrapped.kept_mass)
 
 
-def plain(model: PreTrainedModel, data: Batch) -> Any:
+def plain(model: PreTrainedModel, data: Batch, **others: Any) -> Any:
     """TRL's, of the whole vocabulary."""
-    return model(input_ids=data.input_ids, labels=data.labels, fused_lm_head=True)
+    return model(input_ids=data.input_ids, labels=data.labels, fused_lm_head=True, **others)
 
 
 def scores(model: PreTrainedModel, data: Batch, **scaling: float) -> Tensor:
@@ -232,7 +232,7 @@ def test_a_part_of_the_batch_has_the_sets_at_its_indices(parts: list[Tensor], co
     """In a model without layers, which makes of each token the same in whatever company."""
     data = batch()
     model = AutoModelForCausalLM.from_config(transformers.Qwen2Config(**(tiny.SIZES | {"num_hidden_layers": 0})))
-    add_fused_lm_head(model, TEMPERATURE, outputs=("log_probs", "entropy"))
+    trl.trainer.utils.add_fused_lm_head(model, TEMPERATURE, outputs=("log_probs", "entropy"))
     whole, wrapped = call(model, data), wrap(model, data)
     log_probs = torch.nn.functional.pad(whole.log_probs, (1, 0)).flatten()
     for token_indices in parts:
@@ -323,3 +323,38 @@ def test_a_backward_without_gradients_gathers_the_head_all_the_same(monkeypatch:
     WithoutGradient.apply(out.log_probs).sum().backward()
     assert partitioned.gathers == {"forward": 1, "backward": 1}
     assert model.get_output_embeddings().weight.grad is None
+
+
+# TRL after 1.16 may give its function a set of tokens for each position.
+
+
+@pytest.mark.parametrize("form", later_trl.ARGUMENTS)
+@pytest.mark.parametrize("is_partitioned", [False, True])
+@pytest.mark.parametrize("kind", ["some", "none"])
+def test_our_sets_come_before_those_of_a_later_trl(
+    monkeypatch: pytest.MonkeyPatch, kind: str, form: str, is_partitioned: bool, compact: bool
+) -> None:
+    """Tokens without a set of ours, and the entropy, are over what TRL gives, and else as today."""
+    data = batch(kind)
+    support = torch.stack([data.input_ids, (data.input_ids + 1) % VOCABULARY, (data.input_ids + 9) % VOCABULARY], -1)
+
+    def scored(compute: Callable[..., Any], model: PreTrainedModel, **others: Any) -> tuple[Any, list[Tensor]]:
+        out = compute(model, data, **others)
+        return out, list(torch.autograd.grad(loss_of(out), [*model.parameters()]))
+
+    today, gradients_today = scored(call, build("biased"))
+    later_trl.install(monkeypatch, form)
+    model = build("biased")
+    theirs, their_gradients = scored(plain, model, support_ids=support)
+    assert (theirs.entropy <= math.log(3) + EPS).all() and (theirs.log_probs >= plain(model, data).log_probs).all()
+    if is_partitioned:
+        Partitioned(model, monkeypatch)
+    got, got_gradients = scored(call, model, support_ids=None)
+    assert torch.equal(got.log_probs, today.log_probs) and torch.equal(got.entropy, today.entropy)
+    assert all(map(torch.equal, got_gradients, gradients_today))
+    got, got_gradients = scored(call, model, support_ids=support)
+    has_set = data.has_set & (kind == "some")
+    assert torch.equal(got.log_probs, today.log_probs.where(has_set, theirs.log_probs))
+    assert torch.equal(got.entropy, theirs.entropy)
+    if kind == "none":
+        assert all(map(torch.equal, got_gradients, their_gradients))

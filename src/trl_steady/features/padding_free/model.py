@@ -12,6 +12,7 @@ from torch.nn.functional import pad
 
 from trl_steady.features.padding_free.packing import Length, Segment, pack
 from trl_steady.features.padding_free.support import Support
+from trl_steady.trl_bridge.log_probs import KNOWN_INPUTS
 
 _TOKEN_INPUTS = ("token_type_ids", "mm_token_type_ids", "token_indices")  # also (B, L)
 _PACKED = {"input_ids", "attention_mask", "labels", "token_indices"}
@@ -38,7 +39,9 @@ class PaddingFreeModel:
         """Return `log_probs` and `entropy`, (B, L - 1) each, and `aux_loss`, for inputs of shape (B, L)."""
         width, lengths = input_ids.size(1), [*itertools.islice(self.lengths, len(input_ids))]
         batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
-        if width > self.support.width_limit:
+        # a later TRL may give more for each column, such as kept sets
+        unknown = others.keys() - {*_TOKEN_INPUTS, *_WITH_TEXT, *KNOWN_INPUTS}
+        if width > self.support.width_limit or unknown:
             return self.model(**batch, **others)
         longest = max(max(length.prompt for length in lengths), 1)
         left = self.prompt_width - longest if self.support.is_shift_invariant else 0

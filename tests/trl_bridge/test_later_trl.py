@@ -1,0 +1,22 @@
+"""Arguments that TRL does not have yet. Its LM head's are in tests/features/sampling_mask/test_model.py."""
+
+import inspect
+import runpy
+
+import pytest
+import trl
+
+from trl_steady.trl_bridge.log_probs import OTHER_INPUTS
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
+def test_a_column_that_trls_method_for_log_probs_takes_is_handed_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the policy would be scored in another way than TRL's rollout has scored it."""
+    method = trl.GRPOTrainer._get_per_token_logps_and_entropies
+    known = inspect.signature(method)
+    assert set(OTHER_INPUTS) == {*[*known.parameters][8:]}
+    more = inspect.Parameter("support_ids", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
+    later = known.replace(parameters=[*known.parameters.values(), more])
+    monkeypatch.setattr(inspect.unwrap(method), "__signature__", later, raising=False)
+    found = runpy.run_module("trl_steady.trl_bridge.log_probs")["other_inputs"]({"support_ids": 1, "advantages": 2})
+    assert found == {"support_ids": 1}
