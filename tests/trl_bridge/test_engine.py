@@ -210,6 +210,24 @@ def test_an_argument_that_vllm_does_not_know_is_refused(colocated: Any, monkeypa
     llm, known = vllm_generation.LLM, make_dataclass("EngineArgs", colocated().vllm_generation.llm.asked)
     monkeypatch.setattr(vllm_generation, "LLM", lambda **asked: known(**asked) and llm(**asked))
     colocated(vllm_engine_kwargs={"max_num_seqs": 8})
-    said = r"^vllm_engine_kwargs={'max_num_seq': 8}: vLLM cannot be built .*'max_num_seq'\. Set what vllm\.LLM takes"
+    said = r"^vllm_engine_kwargs={'max_num_seq': 8}: vLLM cannot be built\. Change what it names, .*'max_num_seq'$"
     with pytest.raises(ValueError, match=said):
         colocated(vllm_engine_kwargs={"max_num_seq": 8})
+
+
+def test_an_engine_that_cannot_return_routes_names_the_option(colocated: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From vLLM 0.31 on, an engine refuses the flag under Model Runner V1 and without prefix caching."""
+    llm = vllm_generation.LLM
+
+    def build(**asked: Any) -> Any:
+        if asked.get(ROUTES.flag) and not asked.get("enable_prefix_caching", True):
+            raise ValueError("AuxOutput Connector requires prefix caching.")
+        return llm(**asked)
+
+    monkeypatch.setattr(vllm_generation, "LLM", build)
+    without = {"enable_prefix_caching": False}
+    colocated(router_replay="R2", vllm_engine_kwargs=without)
+    said = r"^router_replay='R3', vllm_engine_kwargs={.*}: vLLM cannot be built\. .*: AuxOutput .* prefix caching"
+    with pytest.raises(ValueError, match=said):
+        colocated(router_replay="R3", vllm_engine_kwargs=without)
+    assert colocated(router_replay="R3").vllm_generation.llm.asked[ROUTES.flag]

@@ -33,7 +33,7 @@ def steady_engine(
     """Give each of TRL's trainers that is built inside this context an engine of ours, with these arguments of vLLM's.
 
     Raises:
-        ValueError: vLLM does not know an argument, or not with this value.
+        ValueError: vLLM cannot be built with the data that a feature wants, or with these arguments.
     """
 
     def build(*arguments: Any, model: PreTrainedModel | PeftModel, **keywords: Any) -> VLLMGeneration:
@@ -121,15 +121,16 @@ class SteadyGeneration(VLLMGeneration):
             )
         flags = {**adapter_flags, **{extra.flag: True for extra in self._extras}}
         llm_class = cast(Any, getattr(vllm_generation, "LLM", object))  # missing if vLLM is; TRL then raises an error
+        given = [f"vllm_engine_kwargs={self._given!r}"] if self._given else []
+        options = ", ".join([extra.option for extra in self._extras] + given)
+        errors = (TypeError, ValueError) if options else ()
 
         def build(**trl_arguments: object) -> Any:
-            by_user = (TypeError,) if self._given else ()
             try:
                 llm = llm_class(**{**flags, **trl_arguments, **self._given})
-            except by_user as error:
+            except errors as error:
                 raise ValueError(
-                    f"vllm_engine_kwargs={self._given!r}: vLLM cannot be built with it: {error}. Set what vllm.LLM "
-                    "takes."
+                    f"{options}: vLLM cannot be built. Change what it names, or leave the option out: {error}"
                 ) from error
             if adapter_flags and self.enable_sleep_mode:
                 sleep = llm.sleep  # move weights to the CPU: TRL's level drops them, and nobody would send the base
