@@ -4,32 +4,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from tests.conformance import cases
-from tests.tools import resumable, tiny, wide
+from tests.tools import resumable, tiny
 from tests.tools.headroom import within
 from trl_steady import features
 
 EACH = pytest.mark.parametrize(("feature", "case"), cases.names(), ids=lambda own: own)
-# a rollout is used for 4 steps
-WINDOW: dict[str, Any] = {"steps_per_generation": 2, "num_iterations": 2, "max_steps": 6}
-
-
-@pytest.fixture
-def build(models: dict[str, Path], request: pytest.FixtureRequest, tmp_path: Path) -> Any:
-    """Return a function that builds the trainer of a row, with further options."""
-
-    def build(feature: str, case: str, **further: Any) -> Any:
-        options = {**WINDOW, **cases.options(feature, case), **further}
-        name, then = options.pop("model"), options.pop("then", lambda _: None)
-        model = wide.load(request.getfixturevalue("wide"), name) if name in wide.BASES else models[name]
-        torch.manual_seed(0)
-        trainer = tiny.trainer(model, tmp_path, **options)
-        then(trainer)
-        return trainer
-
-    return build
 
 
 def test_every_feature_has_a_row() -> None:

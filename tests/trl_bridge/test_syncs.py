@@ -82,32 +82,3 @@ def test_weights_of_an_engine_wait_for_nothing(models: dict[str, Path], tmp_path
     trainer.metrics.settle()
     logged = {name: values for name, values in trainer._metrics["train"].items() if name.startswith("sampling/")}
     assert len(logged) == 5 and all(len(values) == 1 for values in logged.values())
-
-
-@pytest.mark.parametrize("options", [{}, {"share_prompts": True}, {"token_budget": 60, "share_prompts": True}])
-def test_passes_without_padding_wait_for_nothing(
-    models: dict[str, Path], tmp_path: Path, options: dict[str, Any]
-) -> None:
-    """The lengths of the sequences come with the samples, from the rollout."""
-    trainer = tiny.trainer(models["dense"], tmp_path, beta=0.1, num_iterations=2, max_steps=1, **options)
-    waits: list[tuple[str, int]] = []
-
-    class Counted(type(trainer)):
-        def _generate_and_score_completions(self, inputs: Any) -> Any:
-            with counted() as syncs:
-                samples = super()._generate_and_score_completions(inputs)
-            waits.append(("rollout", syncs.transfers["trl_steady"]))
-            return samples
-
-        def compute_loss(self, *arguments: Any, **keywords: Any) -> Any:
-            with counted() as syncs:
-                loss = super().compute_loss(*arguments, **keywords)
-            waits.append(("micro-batch", syncs.transfers["trl_steady"] + syncs.collectives["trl_steady"]))
-            return loss
-
-    trainer.__class__ = Counted
-    trainer.train()
-    assert {name for name, _ in waits} == {"rollout", "micro-batch"}
-    # two for rewards, one for lengths whatever the number of passes, one for the tokens of equal prompts
-    assert {count for name, count in waits if name == "rollout"} == {4 if options else 3}
-    assert {count for name, count in waits if name == "micro-batch"} == {0}

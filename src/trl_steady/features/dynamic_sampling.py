@@ -139,7 +139,7 @@ class DynamicSampling(Feature):
         """Return the completions (n,) of this process, and which groups (J,) of all processes the filter keeps."""
         trainer, args = self.trainer, self.args
         completions, rewards, samples = resampled.sample(inputs)
-        weighted = (rewards * trainer.reward_weights.to(rewards.device)).cpu()
+        weighted = rewards.cpu() * trainer.reward_weights.cpu()
         weighted = weighted.view(-1, trainer.num_generations, len(trainer.reward_funcs))
         totals = weighted.nansum(-1).masked_fill(weighted.isnan().all(-1), torch.nan)
         if clip_range := getattr(args, "reward_clip_range", None):  # RLOO's
@@ -203,12 +203,10 @@ class DynamicSampling(Feature):
     def _log(self, counts: Counter[str], size: int) -> None:
         """Log shares of a rollout of `size` groups. Warn once if the filter has kept none."""
         totals = {"rounds": 1, "generated": size, "unfilled": size}
-        self.trainer.metrics.pooled(
-            sums={
-                f"dynamic_sampling/{name}": torch.tensor([counts[name], totals.get(name, counts["generated"])])
-                for name in ("kept", "rounds", "generated", "solved", "hopeless", "unfilled")
-            }
-        )
+        names = ("kept", "rounds", "generated", "solved", "hopeless", "unfilled")
+        shares = [(counts[name], totals.get(name, counts["generated"])) for name in names]
+        sums = torch.tensor(shares, device=self.trainer.accelerator.device)
+        self.trainer.metrics.pooled(sums={f"dynamic_sampling/{name}": sums[i] for i, name in enumerate(names)})
         if not counts["kept"] and not self._has_warned and self.trainer.accelerator.is_main_process:
             self._has_warned = True
             self.warn(

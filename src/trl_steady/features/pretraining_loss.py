@@ -16,6 +16,7 @@ from trl_steady.config.ppo import PPOConfig
 from trl_steady.core.feature import Feature
 from trl_steady.core.types import LossPass
 from trl_steady.features.critic.trainer import PPOTrainerProtocol
+from trl_steady.features.padding_free.packing import copy_async
 from trl_steady.trl_bridge import models
 
 
@@ -47,8 +48,8 @@ class PretrainingLoss(Feature):
         if dataset is None:
             return
         self._examples = [self._token_ids(dataset[index]) for index in self._indices(dataset)]
-        tokens = torch.tensor(float(sum(max(len(ids) - 1, 0) for ids in self._examples)))
-        total = trainer.accelerator.reduce(tokens.to(trainer.accelerator.device), reduction="sum")
+        tokens = float(sum(max(len(ids) - 1, 0) for ids in self._examples))
+        total = trainer.accelerator.reduce(torch.full((), tokens, device=trainer.accelerator.device), reduction="sum")
         self._token_count = cast(Tensor, total).clamp(min=1)
 
     def _indices(self, dataset: Dataset) -> Iterable[int]:
@@ -71,7 +72,7 @@ class PretrainingLoss(Feature):
         else:
             ids = [*tokenizer(example["text"]).input_ids, tokenizer.eos_token_id]
         limit = getattr(config, "max_position_embeddings", None)
-        return torch.tensor(ids[:limit], dtype=torch.long, device=self.trainer.accelerator.device)
+        return torch.tensor(ids[:limit], dtype=torch.long)
 
     def around_loss(self, loss: LossPass, call_next: Callable[[LossPass], Tensor]) -> Tensor:
         """Return the policy's loss plus that of the next examples."""
@@ -83,10 +84,10 @@ class PretrainingLoss(Feature):
         return coef * pretraining_loss + call_next(loss)
 
     def _loss(self, model: torch.nn.Module, count: int) -> Tensor:
-        trainer = self.trainer
+        trainer, device = self.trainer, self.trainer.accelerator.device
         examples, self._examples = self._examples[:count], self._examples[count:]
-        ids = pad_sequence(examples, batch_first=True)
-        mask = pad_sequence([torch.ones_like(tokens) for tokens in examples], batch_first=True)
+        ids = copy_async(pad_sequence(examples, batch_first=True), device)
+        mask = copy_async(pad_sequence([torch.ones_like(tokens) for tokens in examples], batch_first=True), device)
         labels = ids.masked_fill(mask == 0, -100)
         outputs = model(input_ids=ids, attention_mask=mask, labels=labels, num_items_in_batch=self._token_count)
         total = outputs.loss.detach() * self._token_count

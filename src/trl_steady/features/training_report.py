@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
 from tqdm import tqdm
 from transformers import PrinterCallback, ProgressCallback
 from transformers.trainer import TRAINER_STATE_NAME
@@ -21,6 +20,7 @@ from transformers.trainer import TRAINER_STATE_NAME
 from trl_steady.config.shared import SharedOptions
 from trl_steady.core.feature import Feature, Trainer
 from trl_steady.core.types import Rollout
+from trl_steady.features.padding_free.packing import copy_async
 from trl_steady.report.history import RUN_FILE, History
 from trl_steady.report.symptoms import diagnose, verdict
 from trl_steady.trl_bridge.models import text_tokenizer
@@ -32,6 +32,7 @@ MOST_BYTES = 1_000_000
 _PACKAGES = ("trl-steady", "trl", "transformers", "torch", "peft", "accelerate")
 _LARGEST_SHARE = 0.01  # of a run's time that writing its page takes, before the end
 _LONGEST = 4000  # characters of a text
+_COLUMNS = ("prompt_ids", "prompt_mask", "completion_ids", "completion_mask", "advantages")
 # name in the line -> metric, and its form
 _SHOWN = {
     "reward": ("reward", "{:.2f}"),
@@ -58,7 +59,6 @@ class TrainingReport(Feature):
         self._next_diagnosis = 0
         self._answers: list[dict[str, Any]] = []
         self._last_rollout: list[dict[str, Any]] = []  # its answers are kept if a checkpoint follows
-        self._rewards: Tensor | None = None
 
     def on_init_end(self) -> None:
         """Let the clock run, and let transformers print no dictionaries."""
@@ -77,25 +77,22 @@ class TrainingReport(Feature):
 
     # a rollout
 
-    def on_rewards(self, rewards: Tensor, completions: list[Any], completion_ids: list[list[int]]) -> None:
-        """Keep the total rewards of the main process's completions."""
-        if self._is_on and self._is_main:
-            weights = self.trainer.reward_weights.to(rewards.device)
-            self._rewards = (rewards[: len(completions)] * weights).nansum(-1)
-
     def on_rollout_end(self, rollout: Rollout) -> None:
         """Measure padding, and keep some completions. All features before this one have set the advantages."""
         if not self._is_on:
             return
         trainer, is_padding = self.trainer, ~rollout.attention_mask
         trainer.metrics.pooled(means={"padding/share": (is_padding, torch.ones_like(is_padding))})
-        if self._is_main and self._rewards is not None and trainer.model.training:
-            rewards = self._rewards.float().cpu().numpy()
+        if self._is_main and trainer.model.training:
+            rewards = rollout.rewards.float().nan_to_num().cpu().numpy()
             kept = chosen(rewards, trainer.num_generations)
-            groups = [self._group(rollout.samples, rewards, group) for group in kept]
+            rows = [row for group in kept for row in group]
+            index = copy_async(torch.tensor(rows), is_padding.device)
+            columns = {name: dict(zip(rows, rollout.samples[name][index].cpu(), strict=True)) for name in _COLUMNS}
+            groups = [self._group(columns, rewards, group) for group in kept]
             self._last_rollout = [{"step": trainer.state.global_step, "groups": groups}]
 
-    def _group(self, samples: Mapping[str, Tensor], rewards: np.ndarray, group: Mapping[int, str]) -> dict[str, Any]:
+    def _group(self, samples: Mapping[str, Any], rewards: np.ndarray, group: Mapping[int, str]) -> dict[str, Any]:
         """Return a prompt and its answers as text, for JSON."""
         decode, answers = text_tokenizer(self.trainer).decode, list[dict[str, Any]]()
         for row, place in group.items():

@@ -106,7 +106,7 @@ def batch(kind: str = "some") -> Batch:
 def wrap(model: Callable[..., Any], data: Batch, *, with_entropy: bool = True) -> SamplingMaskModel:
     sets = candidate_sets(data.sets).without_large(VOCABULARY)
     bare = lambda *, token_indices, **batch: model(**batch, fused_lm_head=True)
-    return SamplingMaskModel(bare, sets, data.index, with_entropy=with_entropy)
+    return SamplingMaskModel(bare, sets, data.index, with_entropy, torch.zeros(2, dtype=torch.float64))
 
 
 def call(model: Callable[..., Any], data: Batch, *, with_entropy: bool = True, **others: Any) -> Any:

@@ -10,6 +10,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from trl_steady.core.feature import Trainer
 from trl_steady.features.critic.model import ScalarHeadModel
+from trl_steady.features.padding_free.packing import copy_async
 from trl_steady.trl_bridge.models import text_tokenizer
 
 
@@ -52,4 +53,4 @@ def _pad(sequences: Sequence[Sequence[int]], value: int, side: str, device: torc
     tensors = [torch.as_tensor(sequence, dtype=torch.long) for sequence in sequences]
     masks = [torch.ones_like(tensor) for tensor in tensors]
     pad = functools.partial(pad_sequence, batch_first=True, padding_side=side)
-    return pad(tensors, padding_value=value).to(device), pad(masks).to(device)
+    return copy_async(pad(tensors, padding_value=value), device), copy_async(pad(masks), device)

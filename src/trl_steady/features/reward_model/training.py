@@ -13,6 +13,7 @@ from torch import Tensor
 from tqdm.auto import tqdm
 
 from trl_steady.features.critic.optimizer import ScalarHeadOptimizer
+from trl_steady.features.padding_free.packing import copy_async
 from trl_steady.features.reward_model.examples import Example, prompt_key
 from trl_steady.features.reward_model.scorer import RewardScorer
 from trl_steady.functional import reward_models
@@ -96,12 +97,13 @@ def _losses(scorer: RewardScorer, examples: Sequence[Example]) -> tuple[Tensor, 
     prompt_ids = [example.prompt.tolist() for example in examples for _ in example.completions]
     ends = [ends for example in examples for ends in example.ends]
     scores = scorer.scores(prompt_ids, completion_ids, ends)
-    labels = torch.tensor([label for example in examples for label in example.labels], device=scores.device)
+    labels = copy_async(torch.tensor([label for each in examples for label in each.labels]), scores.device)
     if len(examples[0].completions) == 2:
         right, wrong = scores[0::2, 0], scores[1::2, 0]
         return reward_models.pair_loss(right, wrong), right - wrong, labels
     is_score = torch.tensor([[i < len(each) for i in range(scores.size(1))] for each in ends])
-    logits = scores[is_score.to(scores.device)]
+    rows, columns = copy_async(is_score.nonzero().T, scores.device)
+    logits = scores[rows, columns]
     return reward_models.verdict_loss(logits, labels), logits, labels
 
 
@@ -121,7 +123,7 @@ def measure(scorer: RewardScorer, examples: Sequence[Example]) -> dict[str, floa
     for start in range(0, count, size):
         batch_indices = indices[start : start + size]
         batch = [examples[min(index, len(examples) - 1)] for index in batch_indices]
-        columns = torch.stack([column.double().cpu() for column in _losses(scorer, batch)])
+        columns = torch.stack([column.double() for column in _losses(scorer, batch)]).cpu()
         parts = columns.split([len(example.labels) for example in batch], dim=1)
         measured += zip(batch_indices, parts, strict=True)
     in_order = sorted(gather_object(measured), key=itemgetter(0))  # the sums of means round as on one process

@@ -65,12 +65,10 @@ def share_prefix_routes(routes: Tensor, prefixes: Tensor) -> Tensor:
     `prefixes` (B, P) are the tokens of the first P columns, with a number that is no token id in place of padding.
     Rows with equal prefixes form a group. In each column, a group has the routes of its first row that has some.
     """
-    result, width = routes.clone(), prefixes.size(1)
-    columns = torch.arange(width, device=routes.device)
-    groups = cast(Tensor, prefixes.unique(dim=0, return_inverse=True)[1])
-    for group in range(int(groups.max()) + 1):
-        rows = groups == group
-        known = routes[rows, :width]
-        first = is_route(known).any(-1).int().argmax(0)
-        result[rows, :width] = known[first, columns]
+    (count, width), result = prefixes.shape, routes.clone()
+    groups = cast(Tensor, prefixes.unique(dim=0, return_inverse=True)[1]).unsqueeze(1).expand_as(prefixes)
+    rows = torch.arange(count, device=routes.device).unsqueeze(1)
+    known = rows.where(is_route(routes[:, :width]).any(-1), count)
+    first = torch.full_like(groups, count).scatter_reduce(0, groups, known, "amin").gather(0, groups)
+    result[:, :width] = routes[first.where(first < count, rows), torch.arange(width, device=routes.device)]
     return result

@@ -9,7 +9,7 @@ among more than `MAX_CANDIDATES`.
 # torch's annotations are partial
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -26,6 +26,8 @@ class CandidateSets:
     """(M,) int32 token ids, one set after the other."""
     offsets: Tensor
     """(N + 1,) int64: set n is `ids[offsets[n]:offsets[n + 1]]`."""
+    sizes: Tensor = field(default_factory=lambda: torch.empty(0))
+    """(N,) `counts` on the CPU, for which `take` has waited; otherwise empty."""
 
     @classmethod
     def from_counts(cls, ids: Tensor, counts: Tensor) -> "CandidateSets":
@@ -70,10 +72,10 @@ class CandidateSets:
         """Return the sets of the positions in (n,) `index`, in this order; -1 gives an empty set."""
         index = index.to(self.offsets.device)
         counts = torch.cat([self.counts, self.offsets.new_zeros(1)])[index]  # -1 is the last, an empty set
-        ends = counts.cumsum(0)
-        shifts = self.offsets[index] - (ends - counts)
-        indices = torch.arange(int(counts.sum()), device=index.device) + shifts.repeat_interleave(counts)
-        return CandidateSets.from_counts(self.ids[indices], counts)
+        offsets, sizes = torch.nn.functional.pad(counts.cumsum(0), (1, 0)), counts.cpu()
+        shifts = (self.offsets[index] - offsets[:-1]).repeat_interleave(counts, output_size=int(sizes.sum()))
+        indices = torch.arange(len(shifts), device=index.device) + shifts
+        return CandidateSets(self.ids[indices], offsets, sizes)
 
     def without_large(self, vocabulary: int) -> "CandidateSets":
         """Return the sets, with those of more than `MAX_CANDIDATES` tokens or of the whole vocabulary made empty."""
@@ -90,7 +92,7 @@ class CandidateSets:
 
     def to(self, device: torch.device) -> "CandidateSets":
         """Return the sets on a device."""
-        return CandidateSets(self.ids.to(device), self.offsets.to(device))
+        return CandidateSets(self.ids.to(device), self.offsets.to(device), self.sizes)
 
 
 def _fits(counts: Tensor, vocabulary: int) -> Tensor:

@@ -162,7 +162,7 @@ class SamplingMask(Feature):
         wrappers: list[SamplingMaskModel] = []
 
         def wrap(model: ModelCall) -> ModelCall:
-            wrappers.append(SamplingMaskModel(model, sets, index, with_entropy=forward.with_entropy))
+            wrappers.append(SamplingMaskModel(model, sets, index, forward.with_entropy, ids.new_zeros(2).double()))
             return wrappers[0]
 
         forward.wrap_model(wrap, needs_token_indices=True)

@@ -27,13 +27,14 @@ class _Chunk(NamedTuple):
     ids: Tensor  # (n, K)
     is_candidate: Tensor  # (n, K) bool, False for entries that only fill up a row
     is_target: Tensor  # (n, K) bool
+    count: int  # of candidates
 
 
 def _chunks(sets: CandidateSets, targets: Tensor, width: int) -> Iterator[_Chunk]:
     """Yield all positions whose sets have two tokens or more, those with the largest sets first."""
     counts = sets.counts
     order = counts.argsort(descending=True, stable=True)
-    sizes = cast(list[int], counts[order].tolist())
+    sizes = cast(list[int], (sets.sizes if len(sets.sizes) else counts).sort(descending=True).values.tolist())
     with_choice = sum(size >= 2 for size in sizes)
     size = _CHUNK if counts.device.type == "cpu" else 8 * _CHUNK
     start = 0
@@ -44,7 +45,8 @@ def _chunks(sets: CandidateSets, targets: Tensor, width: int) -> Iterator[_Chunk
         is_candidate = columns < counts[positions].unsqueeze(-1)
         indices = (sets.offsets[positions].unsqueeze(-1) + columns).clamp(max=len(sets.ids) - 1)
         ids = sets.ids[indices].long().where(is_candidate, 0)
-        yield _Chunk(positions, ids, is_candidate, is_candidate & (ids == targets[positions].unsqueeze(-1)))
+        is_target = is_candidate & (ids == targets[positions].unsqueeze(-1))
+        yield _Chunk(positions, ids, is_candidate, is_target, sum(sizes[start:end]))
         start = end
 
 
@@ -82,17 +84,21 @@ class _CandidateLogProbs(torch.autograd.Function):
                 for source, is_needed in zip((hidden, weight, bias), ctx.needs_input_grad, strict=False)
             )
             for chunk in _chunks(ctx.sets, ctx.targets, hidden.size(-1)):
-                positions, ids, is_candidate, is_target = chunk
+                positions, ids, is_candidate, is_target, count = chunk
                 logits, slope, rows = _logits(chunk, hidden, weight, bias, *ctx.options)
                 probabilities = (logits - normalisers[positions].unsqueeze(-1)).exp()
                 grad_products = grad[positions].unsqueeze(-1) * (is_target.to(grad.dtype) - probabilities) * slope
                 if grad_hidden is not None:
                     grad_hidden[positions] = torch.bmm(grad_products.unsqueeze(1), rows.to(grad.dtype)).squeeze(1)
-                if grad_weight is not None:
-                    grad_rows = grad_products.unsqueeze(-1) * hidden[positions].to(grad.dtype).unsqueeze(1)
-                    grad_weight.index_add_(0, ids[is_candidate], grad_rows[is_candidate])
-                if grad_bias is not None:
-                    grad_bias.index_add_(0, ids[is_candidate], grad_products[is_candidate])
+                if grad_weight is not None or grad_bias is not None:
+                    counts = is_candidate.sum(1)
+                    row = torch.repeat_interleave(counts, output_size=count)  # an index by the mask would wait for it
+                    column = torch.arange(count, device=row.device) - (counts.cumsum(0) - counts)[row]
+                    tokens, grads = ids[row, column], grad_products[row, column]
+                    if grad_weight is not None:
+                        grad_weight.index_add_(0, tokens, grads.unsqueeze(-1) * hidden[positions[row]].to(grad.dtype))
+                    if grad_bias is not None:
+                        grad_bias.index_add_(0, tokens, grads)
         return grad_hidden, grad_weight, grad_bias, None, None, None  # autograd casts them to the inputs' dtypes
 
 

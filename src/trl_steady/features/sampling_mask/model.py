@@ -1,6 +1,6 @@
 """Wrapper that makes a model return log-probs among the candidates."""
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,7 +22,7 @@ class SamplingMaskModel:
     """(B, L) number of the set of each token. A token with -1 gets the log-prob of the model."""
     with_entropy: bool
     """True to compute the entropy of the whole vocabulary. Otherwise, TRL's head runs only if a token has no set."""
-    kept_mass: Tensor = field(default_factory=lambda: torch.zeros(2, dtype=torch.float64), init=False)
+    kept_mass: Tensor
     """(2,) sum of the model's probabilities of the sets so far, and number of sets. Needs `with_entropy`."""
 
     def __call__(self, *, token_indices: Tensor, labels: Tensor, **batch: object) -> Any:
@@ -32,25 +32,25 @@ class SamplingMaskModel:
         is_needed = has_label.flatten()
 
         def compute(head: Head) -> HeadOutputs:
-            is_compact = len(head.targets) < len(index)
-            at = is_needed.nonzero().squeeze(1) if is_compact else slice(None)
-            device = head.hidden.device  # the last one, if the model is split over devices
-            return self._compute(head, self.sets.take(index[at]).to(device), is_needed[at].to(device))
+            is_compact = len(head.targets) < len(index)  # to tokens with labels, whose number is known then
+            at = (~is_needed).int().argsort(stable=True)[: len(head.targets)] if is_compact else slice(None)
+            sets = self.sets.take(index[at])  # the only wait
+            is_left = sets.sizes == 0 if is_compact else is_needed & (sets.counts == 0)
+            return self._compute(head, sets.to(head.hidden.device), bool(is_left.any()))  # it may be on another device
 
         with replace_head(compute):
             return self.model(token_indices=token_indices, labels=labels, **batch)
 
-    def _compute(self, head: Head, sets: CandidateSets, is_needed: Tensor) -> HeadOutputs:
+    def _compute(self, head: Head, sets: CandidateSets, is_left: bool) -> HeadOutputs:
         has_set = sets.counts > 0
-        if not has_set.any():
+        if not len(sets.ids):
             return head.trl_outputs()
         log_probs = candidate_log_probs(head, sets)
-        is_left = is_needed & ~has_set
-        if not self.with_entropy and not is_left.any():
+        if not self.with_entropy and not is_left:
             return log_probs, None, None, None, None
         outputs = head.trl_outputs()
         whole = outputs[0]
         if self.with_entropy:
-            masses = (whole.detach() - log_probs.detach())[has_set].double().exp()
+            masses = (whole.detach() - log_probs.detach()).double().exp().where(has_set, 0)
             self.kept_mass = self.kept_mass.to(masses.device) + torch.stack([masses.sum(), has_set.sum()])
-        return (log_probs.where(has_set, whole) if is_left.any() else log_probs, *outputs[1:])
+        return (log_probs.where(has_set, whole) if is_left else log_probs, *outputs[1:])

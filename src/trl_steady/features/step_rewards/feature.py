@@ -109,14 +109,14 @@ class StepRewardsFeature(Feature):
 
         Refuse infinite rewards, and warn once per function of NaN, which TRL takes as no reward.
         """
-        names, count = self.trainer.reward_func_names, len(completions)
-        if rewards.isinf().any():  # the weights would become NaN; all processes see it and stop
-            row, function = rewards.isinf().nonzero()[0].tolist()
+        names, count, on_host = self.trainer.reward_func_names, len(completions), rewards.cpu()
+        if on_host.isinf().any():  # the weights would become NaN; all processes see it and stop
+            row, function = on_host.isinf().nonzero()[0].tolist()
             raise ValueError(
-                f"the reward of {names[function]!r} is {rewards[row, function].item()} (in float32) for completion "
+                f"the reward of {names[function]!r} is {on_host[row, function].item()} (in float32) for completion "
                 f"{row % count} of process {row // count}. Return a finite number, or None for no reward."
             )
-        for function, missing in enumerate(rewards[self._own_rows(count)].isnan().sum(0).tolist()):
+        for function, missing in enumerate(on_host[self._own_rows(count)].isnan().sum(0).tolist()):
             # TRL has made NaN of None
             if missing > self._none_count.get(function, 0) and function not in self._returned_nan:
                 self._returned_nan.add(function)
@@ -124,7 +124,7 @@ class StepRewardsFeature(Feature):
                     f"the reward of {names[function]!r} is nan, which TRL treats as no reward. Return None if you "
                     "mean that. Check the weights, the dtype and the pad_token_id of a reward model."
                 )
-        received = rewards[self._own_rows(count)].tolist() if self._steps else []
+        received = on_host[self._own_rows(count)].tolist() if self._steps else []
         for (row, function), steps in self._steps.items():
             total = received[row][function]
             # TRL rounds to float32. NaN is no reward, for steps too

@@ -48,7 +48,7 @@ def tabulate(completions: Sequence[RewardedCompletion], scalars: Tensor, weights
     """
     is_rewarded = ~scalars.isnan().all(1)
     rows: list[list[tuple[int, dict[int, float]]]] = []  # end and rewards by function of each step
-    for completion, numbers, has_reward in zip(completions, scalars.tolist(), is_rewarded.tolist(), strict=True):
+    for completion, numbers in zip(completions, scalars.tolist(), strict=True):
         row: dict[int, dict[int, float]] = {}
         for function, number in enumerate(numbers):
             if math.isnan(number):
@@ -56,7 +56,7 @@ def tabulate(completions: Sequence[RewardedCompletion], scalars: Tensor, weights
             for end, value in completion.steps.get(function, [(completion.tokens, number)]):
                 at_end = row.setdefault(end, {})
                 at_end[function] = at_end.get(function, 0.0) + value
-        if cover and has_reward and max(row, default=-1) < completion.own_end:
+        if cover and not all(map(math.isnan, numbers)) and max(row, default=-1) < completion.own_end:
             row[completion.own_end] = {0: 0.0}  # any function will do
         rows.append(sorted(row.items()))
     size = (len(rows), max(1, *map(len, rows)))

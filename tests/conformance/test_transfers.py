@@ -1,0 +1,207 @@
+"""How often the CPU waits for a GPU in each row of the conformance table: `transfers.py` says it, and why.
+
+The GPU is a pretended one. TRL and transformers wait too, far more often. Their transfers are not counted.
+"""
+
+import functools
+import warnings
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import Tensor
+
+from tests.conformance import cases
+from tests.conformance.transfers import EACH_RUN, FURTHER, ROWS, WHY
+from tests.tools import tiny
+from tests.tools.cases import cases as parameters
+from tests.tools.devices import CUDA, PretendedGPU, on_gpu, pretended_gpu
+from trl_steady import RewardModelRefreshCallback
+from trl_steady.features.dynamic_sampling import DynamicSampling
+from trl_steady.features.reward_model import training
+from trl_steady.features.sampling_mask.recording import CandidateRecorder
+from trl_steady.functional import masks
+from trl_steady.trl_bridge.callback import FeatureCallback
+from trl_steady.trl_bridge.trainer import FeatureTrainerMixin
+
+SIZES: dict[str, dict[str, Any]] = {
+    "short": {"max_completion_length": 5},
+    "long": {"max_completion_length": 9, "per_device_train_batch_size": 8},
+}
+NAMES = [*map("/".join, cases.names()), *(f"further/{name}" for name in FURTHER)]
+RUNS = [(name, size) for name in NAMES for size in SIZES]
+# `make test` runs each feature, and again at another size those that look at sequences or tokens one by one
+LOSSES = [
+    name for name in NAMES if name.startswith("policy_loss/") and name not in ("policy_loss/gmpo", "policy_loss/RLOO")
+]
+IN_LOOPS = ("sampling_mask", "dynamic", "step_rewards/process", "reward_model", "report", "R3 with", "zero_advantage")
+QUICK = [
+    (name, size)
+    for name, size in RUNS
+    if (size == "short" and name not in LOSSES) or any(each in name for each in IN_LOOPS)
+]
+PHASES = {
+    "begin": (FeatureCallback, "on_train_begin"),
+    "rollout": (FeatureTrainerMixin, "_generate_and_score_completions"),
+    "forward": (FeatureTrainerMixin, "compute_loss"),
+    "backward": (Accelerator, "backward"),
+    "log": (FeatureTrainerMixin, "log"),
+    "refresh": (RewardModelRefreshCallback, "refresh"),
+    "end": (FeatureCallback, "on_train_end"),
+}
+UNITS: dict[str, tuple[Any, str]] = {
+    "token": (CandidateRecorder, "__call__"),
+    "round": (DynamicSampling, "_round"),
+    "batch": (training, "_losses"),
+}
+
+
+Run = tuple[Counter[str], Counter[str]]
+"""Transfers by the function that waits, and numbers of units."""
+
+
+class Watch:
+    """The transfers of each run of a phase, by the function that waits, and the units that the run had."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.gpu: PretendedGPU | None = None
+        self._seen, self._run = 0, (Counter[str](), Counter(run=1))
+        self.runs = defaultdict[str, list[Run]](list, {"step": [self._run]})
+        for phase, (owner, name) in PHASES.items():
+            monkeypatch.setattr(owner, name, self._watched(phase, getattr(owner, name)))
+        for unit, (owner, name) in UNITS.items():
+            monkeypatch.setattr(owner, name, self._counted(unit, getattr(owner, name)))
+
+    def _watched(self, phase: str, method: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(method)
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            before = self.add_up()
+            self._run = Counter[str](), Counter(run=1, first=int(not self.runs[phase]))
+            self.runs[phase].append(self._run)
+            try:
+                return method(*arguments, **keywords)
+            finally:
+                self.add_up()
+                self._run = before
+
+        return call
+
+    def _counted(self, unit: str, function: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            is_measured = unit == "batch" and not torch.is_grad_enabled()
+            self._run[1][f"measured {unit}" if is_measured else unit] += 1
+            return function(*arguments, **keywords)
+
+        return call
+
+    def add_up(self) -> tuple[Counter[str], Counter[str]]:
+        """Give the transfers so far to the run of a phase that had them."""
+        waits = [] if self.gpu is None else self.gpu.waits
+        self._run[0].update(wait.place for wait in waits[self._seen :] if wait.package == "trl_steady")
+        self._seen = len(waits)
+        return self._run
+
+
+def trained(monkeypatch: pytest.MonkeyPatch, build: Any, name: str, size: str) -> dict[str, list[Run]]:
+    """Train on a pretended GPU, for two rollouts and with two logs."""
+    monkeypatch.setitem(cases.CASES, "further", FURTHER)
+    feature, case = name.split("/")
+    own, watch = cases.options(feature, case), Watch(monkeypatch)
+    run = {"steps_per_generation": 2, "num_iterations": 1, "max_steps": 4, "logging_steps": 2, **SIZES[size]}
+    run |= {key: own[key] for key in own.keys() & run.keys()}
+    if own["model"] == "nf4":  # the kernels of bitsandbytes take no other tensors
+        run["model"] = "dense"
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        trainer = build(feature, case, **run, build={**own["build"], "train_dataset": tiny.dataset(32)})
+    for model in (trainer.model, trainer.ref_model) if own["model"] == "moe" else ():
+        if model is not None:  # transformers' other implementation has no kernel for the integers of a CPU
+            trainer.accelerator.unwrap_model(model).set_experts_implementation("eager")
+    # autograd notes where each node of the graph was made
+    with torch.autograd.set_detect_anomaly(True, check_nan=False), on_gpu(trainer) as watch.gpu:
+        trainer.train()
+        watch.add_up()
+    return watch.runs
+
+
+def unlike_table(name: str, runs: dict[str, list[Run]]) -> list[tuple[str, Counter[str]]]:
+    """Phases whose transfers are not those of the table."""
+    row, found = ROWS.get(name, {}), list[tuple[str, Counter[str]]]()
+    for phase, transfers, units in ((phase, *run) for phase, of_phase in runs.items() for run in of_phase):
+        allowed = Counter[str](EACH_RUN.get(phase, {}))
+        for place, count in row.get(phase, {}).items():
+            each = {"run": count} if isinstance(count, int) else count
+            allowed[place] += sum(number * units[unit] for unit, number in each.items())
+        if phase == "log" and transfers:
+            allowed["metrics.Metrics._exchange"] = 1
+        if transfers != +allowed:
+            found.append((phase, transfers))
+    return found
+
+
+@pytest.mark.parametrize(("name", "size"), parameters(RUNS, QUICK))
+def test_the_cpu_waits_as_often_as_the_table_says(
+    build: Any, name: str, size: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = trained(monkeypatch, build, name, size)
+    assert runs.keys() >= {"begin", "rollout", "forward", "backward", "step", "end"} | ROWS.get(name, {}).keys()
+    assert unlike_table(name, runs) == []
+
+
+def test_a_number_read_in_a_loop_is_unlike_the_table(build: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    veto = masks.token_veto
+
+    def reading(mismatch: Tensor, *arguments: Any, **keywords: Any) -> Tensor:
+        assert all(row.sum().item() < 1e9 for row in mismatch)
+        return veto(mismatch, *arguments, **keywords)
+
+    monkeypatch.setattr(masks, "token_veto", reading)
+    name = "further/a sampler with gmpo"
+    unlike = unlike_table(name, trained(monkeypatch, build, name, "short"))
+    assert [phase for phase, _ in unlike] == ["forward"] * 4
+    assert {transfers["policy_loss.PolicyLoss._sampler_masks"] for _, transfers in unlike} == {4}  # sequences
+
+
+def test_every_transfer_has_a_reason() -> None:
+    rows = [EACH_RUN, {"log": {"metrics.Metrics._exchange": 1}}, *ROWS.values()]
+    assert {place for row in rows for of_phase in row.values() for place in of_phase} == WHY.keys()
+    assert ROWS.keys() <= {*NAMES}
+
+
+ON_DEVICE = torch.arange(6.0)
+WAITING: dict[str, Callable[[Tensor], object]] = {
+    "item": lambda x: x.sum().item(),
+    "a branch": lambda x: bool(x.any()),
+    "tolist": lambda x: x.tolist(),
+    "to the CPU": lambda x: x.cpu(),
+    "from the CPU": lambda x: ON_DEVICE.to(x.device),
+    "from a list": lambda x: torch.tensor([1.0], device=x.device),
+    "from unpinned memory": lambda x: ON_DEVICE.to(x.device, non_blocking=True),
+    "nonzero": lambda x: x.nonzero(),
+    "a mask as index": lambda x: x[x > 1],
+    "a list as index": lambda x: x[[1, 2]],
+    "a scalar in where": lambda x: x.where(x > 1, torch.tensor(0.0)),
+    "repeat_interleave": lambda x: x.repeat_interleave(x.long()),
+    "unique": lambda x: x.unique(),
+}
+NOT_WAITING: dict[str, Callable[[Tensor], object]] = {
+    "numbers": lambda x: (x * 2 + 1).clamp(min=0) / 3,
+    "filled": lambda x: torch.full((2,), 1.0, device=x.device) + torch.arange(2, device=x.device),
+    "another dtype": lambda x: x.to(torch.float64),
+    "from pinned memory": lambda x: ON_DEVICE.pin_memory().to(x.device, non_blocking=True),
+    "an index": lambda x: x[x.long()],
+    "a number in where": lambda x: x.where(x > 1, 0),
+    "repeat_interleave of a known size": lambda x: x.repeat_interleave(x.long(), output_size=15),
+}
+
+
+@pytest.mark.parametrize("name", [*WAITING, *NOT_WAITING])
+def test_the_pretended_gpu_knows_what_waits(name: str) -> None:
+    with pretended_gpu() as gpu:
+        on_device = ON_DEVICE.to(CUDA)
+        before = len(gpu.waits)
+        {**WAITING, **NOT_WAITING}[name](on_device)
+        assert (len(gpu.waits) > before) == (name in WAITING)
