@@ -40,7 +40,7 @@ _root_of_softplus: Callable[[Tensor], Tensor] = lambda logits: F.softplus(logits
 
 _GATES: dict[Gate, tuple[str, ...]] = {
     Gate(_softmax, "norm_topk_prob"): _set(
-        "flex_olmo mellum olmoe qwen2_moe qwen3_moe qwen3_next qwen4_exp qwen4_exp_text"
+        "flex_olmo lara_mini mellum olmoe qwen2_moe qwen3_moe qwen3_next qwen4_exp qwen4_exp_text"
     ),
     # those that take the softmax of the chosen logits among them
     Gate(_softmax, True): _set(
@@ -51,7 +51,8 @@ _GATES: dict[Gate, tuple[str, ...]] = {
     Gate(_softmax, False, "routed_scaling_factor"): _set("deepseek_v2 longcat_flash"),
     Gate(torch.sigmoid, "norm_topk_prob", "routed_scaling_factor"): _set(
         "axk1 axk2 bailing_hybrid deepseek_v3 deepseek_v32 dots1 dots3_note dots3_note_text exaone_moe glm4_moe",
-        "glm4_moe_lite glm_moe_dsa hy_v4 kimi_linear lfm2_moe mimo_v2_flash nemotron_h solar_open",
+        "glm4_moe_lite glm_moe_dsa hy_v4 kimi_linear lfm2_moe mimo_v2_flash nemotron_h sarvam_mla sarvam_moe",
+        "solar_open",
     ),
     Gate(torch.sigmoid, "norm_topk_prob"): _set("beam flint kolibri1"),
     Gate(torch.sigmoid, True): _set("laguna minimax_m2 minimax_m3_vl_text"),

@@ -5,7 +5,6 @@ from collections.abc import Sequence
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 
 from tests.features.router_replay import mixtures
@@ -14,14 +13,14 @@ from tests.features.router_replay.passes import TOKENS, Outcome, assert_equal, r
 from tests.tools import families
 from trl_steady.core.token_record import nothing
 from trl_steady.features.router_replay.replay import Replay, Routers
+from trl_steady.features.router_replay.router import RoutingError
 from trl_steady.features.router_replay.routes import is_route
 
-pytestmark = pytest.mark.skipif(
-    not transformers.__version__.startswith("5.23."), reason="the families are those of transformers 5.23"
-)
+pytestmark = pytest.mark.skipif(not families.IS_TOLD, reason="the families are those of newer transformers")
 
 BY_OPTION = {"gemma4_text", "llama4_text"}
 """Not in `tests.tools.families`, or no mixtures there."""
+REFUSED = {"doge", "inkling2_loop_text", "phimoe"}
 
 # Of weights against a formula that is written otherwise, in float32: some units in the last place, of numbers up to 2.
 GATES = 2e-6
@@ -61,7 +60,7 @@ def test_the_cases_are_all_families_with_experts() -> None:
         for name in families.names()
         if any(kinds.search(type(module).__name__) for module in families.build(name).modules())
     }
-    assert mixed - {"doge", "phimoe"} == set(FAMILIES) - BY_OPTION
+    assert mixed - REFUSED == set(FAMILIES) - BY_OPTION
     assert {family for family, _ in CASES.values()} == set(FAMILIES)
 
 
@@ -69,6 +68,18 @@ def test_the_cases_are_all_families_with_experts() -> None:
 def test_a_model_without_experts_is_refused(name: str) -> None:
     with pytest.raises(ValueError, match="has no routers"):
         Routers(families.build(name))
+
+
+def test_layers_that_run_more_than_once_in_a_pass_are_refused() -> None:
+    model = families.build("inkling2_loop_text")
+    routers = Routers(model)
+    with routers.record() as recording:
+        run(model)
+    with pytest.raises(RoutingError, match=r"layers\.1\.mlp\.gate chose experts .* more than once"):
+        recording.routes()
+    routes = torch.zeros(TOKENS, len(routers.names), 2, dtype=torch.uint8)
+    with pytest.raises(RoutingError, match=r"layers\.1\.mlp\.gate ran 2 times .* more than once"):
+        _replayed(routers, model, routes)
 
 
 def test_experts_that_topk_does_not_choose_are_refused_in_the_first_pass() -> None:

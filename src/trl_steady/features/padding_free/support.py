@@ -4,6 +4,8 @@
 # pyright: reportPrivateUsage=false
 # the annotations of torch and transformers are partial
 
+import inspect
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
@@ -17,13 +19,13 @@ _LAYERS = {"full_attention", "sliding_attention"}
 _WIDTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 # Layers that divide a row into blocks, starting at its first column
 _BLOCK_LAYERS = {"compressed_sparse_attention", "heavily_compressed_attention", "minimax_m3_sparse"}
-# Families with rotary positions whose results still depend on the padding before a sequence: queries are scaled by
-# their column (beam, mistral_large4), norms after the rotation have weights (hunyuan), states absorb padding
-# (recurrent_gemma), or the input is grouped into patches (blt)
-_COUNTS_COLUMNS = {
-    *("beam", "blt", "mistral_large4_text", "recurrent_gemma"),
-    *("hunyuan_v1_dense", "hunyuan_v1_moe", "hunyuan_vl_text"),
-}
+# Rotary families in which states absorb the padding before a sequence, or the input is grouped into patches
+_COUNTS_COLUMNS = {"recurrent_gemma", "blt"}
+# A forward that changes queries or keys after their last rotation makes attention depend on columns, not only on
+# distances: a norm with weights (hunyuan), or a scale for each channel (dory) or column (beam, mistral4)
+_CHANGES_ROTATED = re.compile(
+    r"apply_\w*ro(tary|pe)(?!.*apply_\w*ro(tary|pe)).*\b[qk]\w* = [^\n]*(norm\(|scal|\*)", re.DOTALL
+)
 # Families in which tokens depend on later tokens (cpmant), or on other rows (doge, as a mixture of experts)
 _SEES_EVERYTHING = {"cpmant", "doge"}
 
@@ -49,7 +51,7 @@ def find_support(model: PreTrainedModel) -> Support:
     limits.extend(_selections(model))
     if config.model_type in _SEES_EVERYTHING:
         limits = [0]
-    counts_columns = config.model_type in _COUNTS_COLUMNS or any("llama_4_scaling_beta" in r for r in _rope(config))
+    counts_columns = config.model_type in _COUNTS_COLUMNS or _changes_rotated(model)
     has_blocks = not _BLOCK_LAYERS.isdisjoint(getattr(config, "layer_types", None) or ())
     return Support(
         implementation=own_implementation(model),
@@ -86,8 +88,18 @@ def _is_known(model: PreTrainedModel) -> bool:
 
 
 def _is_rotary(model: PreTrainedModel) -> bool:
-    text = cast(PreTrainedModel, model.base_model).get_decoder()  # a vision tower may be rotary beside it
-    return any("Rotary" in type(module).__name__ for module in text.modules())
+    return any("Rotary" in type(module).__name__ for module in _text_modules(model))
+
+
+def _changes_rotated(model: PreTrainedModel) -> bool:
+    forwards = {type(module).forward for module in _text_modules(model)}
+    sources = (inspect.getsource(each) for each in forwards if each.__module__.startswith("transformers.models."))
+    return any(map(_CHANGES_ROTATED.search, sources))
+
+
+def _text_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
+    # a vision tower beside the text may be rotary
+    return cast(PreTrainedModel, model.base_model).get_decoder().modules()
 
 
 def _selections(model: PreTrainedModel) -> Iterator[int]:
