@@ -57,9 +57,16 @@ _MODULES = {
 
 
 def __getattr__(name: str) -> Any:
-    if name in _MODULES:
-        return getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    cause, error = None, AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        if name in _MODULES:
+            found = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
+            if name.endswith("Trainer"):  # not in its module: `trl-steady run` works with any of them
+                importlib.import_module(f"{__name__}.trl_bridge").refuse_moved(found.__mro__)
+            return found
+    except AttributeError as inside:  # Python would take it for a missing name
+        cause, error = inside, ImportError(f"{name} cannot be imported: {inside}")
+    raise error from cause
 
 
 def __dir__() -> list[str]:

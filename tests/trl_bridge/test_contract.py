@@ -17,8 +17,9 @@ from trl.trainer import utils as trl_utils
 
 import trl_steady
 from tests.tools.losses import NATIVE_LOSS_TYPES
-from tests.trl_bridge.contract import BUFFERING, CONTRACT, FUNCTIONS, RLOO_CONTRACT, SCORING, Contract
+from tests.trl_bridge.contract import CONTRACT, DEFAULTS, RLOO_CONTRACT, SCORING, Contract, named_in
 from trl_steady.config.shared import SharedOptions
+from trl_steady.trl_bridge import names
 from trl_steady.trl_bridge.lm_head import Head
 from trl_steady.trl_bridge.trainer import FeatureTrainerMixin
 
@@ -82,9 +83,9 @@ def reads(source: str) -> dict[str, set[str]]:
 
 
 @BOTH
-@pytest.mark.parametrize("kind", ["attributes", "arguments", "inputs"])
-def test_trls_loss_reads_what_the_contract_lists(trainer: Any, contract: Contract, kind: str) -> None:
-    assert reads(source_of(trainer._compute_loss))[kind] == getattr(contract, kind)
+def test_trls_loss_reads_what_the_contract_lists(trainer: Any, contract: Contract) -> None:
+    found = reads(source_of(trainer._compute_loss))
+    assert found["attributes"] | found["inputs"] == contract.reads and found["arguments"] == contract.arguments
 
 
 @BOTH
@@ -94,12 +95,16 @@ def test_the_methods_we_override_have_the_parameters_we_know(trainer: Any, contr
     inherited = {name for name in patched if not getattr(trainer, name).__module__.startswith(("trl.", "transf"))}
     # what transformers documents for subclasses, or what hands on all that it gets, needs no contract
     public = {"__init__", "_issue_warnings_after_load", "_maybe_log_save_evaluate", "evaluate"}
-    assert patched - inherited - public <= set(contract.parameters)
+    listed = {name for _, owner, name, parameters, _ in names.entries() if owner == trainer.__name__ and parameters}
+    assert patched - inherited - public <= contract.parameters.keys() | listed
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
-def test_the_functions_we_call_or_replace_have_the_parameters_we_know(name: str) -> None:
-    assert parameters_of(pkgutil.resolve_name(name)) == FUNCTIONS[name]
+def test_the_functions_that_names_lists_have_no_further_parameters() -> None:
+    """`names.moved` allows further parameters with defaults. Here, each is known."""
+    for _, owner, name, parameters, _ in names.entries():
+        known = {*parameters.split(", ")} | DEFAULTS.get((owner, name), set())
+        found = parameters_of(pkgutil.resolve_name(f"trl.{owner}.{name}"))
+        assert not parameters or known == {*found}, (owner, name)
 
 
 def test_the_engine_is_built_from_names_that_we_replace() -> None:
@@ -142,7 +147,8 @@ def test_the_loss_types_of_trl_are_those_we_know() -> None:
 def test_trls_rollouts_are_buffered_and_scored_as_we_know(trainer: Any) -> None:
     source = re.sub(r"\binputs\b", "batch", source_of(trainer._prepare_inputs))  # a local name, not what `reads` means
     found = reads(source)
-    assert found["attributes"] == BUFFERING and found["arguments"] == {"steps_per_generation"}
+    known = named_in(trainer.__name__, "_prepare_inputs") | {"args", "model", "num_iterations"}
+    assert found["attributes"] == known and found["arguments"] == {"steps_per_generation"}
     assert '"ref" if "ref" in model.peft_config' in source_of(trainer._generate_and_score_completions)
 
 

@@ -11,9 +11,6 @@ from importlib import resources
 from typing import Any, NoReturn, cast
 
 import trl
-from trl.cli import accelerate_launcher
-from trl.cli.main import main as trl_main
-from trl.scripts import grpo, rloo
 
 from trl_steady.config.grpo import GRPOConfig
 from trl_steady.config.ppo import PPOConfig
@@ -23,6 +20,7 @@ from trl_steady.trainers.base import SteadyTrainer
 from trl_steady.trainers.grpo import GRPOTrainer
 from trl_steady.trainers.ppo import PPOTrainer
 from trl_steady.trainers.rloo import RLOOTrainer
+from trl_steady.trl_bridge import refuse_moved
 from trl_steady.trl_bridge.private import patched
 
 
@@ -106,6 +104,11 @@ def run_trl_command(
         launch: Called with the options of `accelerate launch`, and a script with its arguments.
         refuse: Called with the error message of the parser.
     """
+    refuse_moved(**{f"trl-steady {command}": True})
+    from trl.cli import accelerate_launcher
+    from trl.cli.main import main as trl_main
+    from trl.scripts import grpo, rloo
+
     name, script = ("rloo", rloo) if command == "rloo" else ("grpo", grpo)
     make_parser = cast(Any, script).make_parser
     ppo = ["--ppo"] if command == "ppo" else []

@@ -15,14 +15,12 @@ from pathlib import Path
 from typing import Any, cast
 
 from transformers.trainer_utils import has_length
-from trl.generation.vllm_client import VLLMClient
-from trl.generation.vllm_generation import VLLMGeneration
 
 from trl_steady.core.engine import GenerationResult, SendRequest
 from trl_steady.core.feature import Trainer
 from trl_steady.core.state_file import load_state, save_state
 from trl_steady.trl_bridge.private import as_trl_trainer, generation_interval, patched
-from trl_steady.trl_bridge.vllm import SteadyGeneration
+from trl_steady.trl_bridge.vllm import SteadyGeneration, VLLMClient
 
 
 class PromptPrefetcher(Iterator[list[Any]]):
@@ -108,7 +106,7 @@ def build_request(trainer: Trainer, rows: Sequence[Mapping[str, Any]]) -> dict[s
     except _BeforeGeneration as reached:
         is_main = trainer.accelerator.is_main_process
         with patched(engine.vllm_client, {"generate": record}) if is_main else contextlib.nullcontext():
-            VLLMGeneration.generate(engine, *reached.args)  # it gathers the prompts
+            cast(Any, super(SteadyGeneration, engine)).generate(*reached.args)  # it gathers the prompts
     return request
 
 

@@ -1,5 +1,6 @@
 """Private state of TRL's trainers. This file knows none of our features."""
 
+import sys
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
@@ -8,6 +9,8 @@ import trl
 
 TRLTrainer: TypeAlias = trl.GRPOTrainer | trl.RLOOTrainer
 """A trainer of TRL, with our features or without."""
+# where TRL's trainers look up what they call
+TRAINER_MODULES = [sys.modules[kind.__module__] for kind in (trl.GRPOTrainer, trl.RLOOTrainer)]
 
 
 def as_trl_trainer(trainer: object) -> Any:

@@ -94,13 +94,13 @@ class ResampledRollout:
                 rows = zip(generated[column], generated[1], strict=True)
                 generated[column] = [[placeholder] * len(ids) if row is None else row for row, ids in rows]
 
-        def replay_rewards(*_: object) -> Tensor:
+        def replay_rewards(*_: object, **__: object) -> Tensor:
             for function, returned in enumerate(zip(*(each.returned for each in chosen), strict=True)):
                 for feature in trainer.features:
                     returned = feature.process_rewards(function, returned)
             return trainer.accelerator.gather(self._rewards.new_tensor([each.rewards for each in chosen]))
 
-        replaced = {"_generate": lambda _: tuple(generated), "_calculate_rewards": replay_rewards}
+        replaced = {"_generate": lambda *_, **__: tuple(generated), "_calculate_rewards": replay_rewards}
         self._rollout.inputs = [each.inputs for each in chosen]
         if trainer.environment_factories is not None:  # environments have run, and would give another prompt
             self._rollout.inputs = [{**each.inputs, "prompt": each.prompt} for each in chosen]
@@ -137,8 +137,8 @@ class _Recorder:
         self._trainer, self._returned = trainer, dict[int, list[Any]]()
         self._generate, self._calculate_rewards = trainer._generate, trainer._calculate_rewards
 
-    def generate(self, prompts: list[Any]) -> tuple[Any, ...]:
-        generated = self._generate(prompts)
+    def generate(self, prompts: list[Any], *others: object, **more: object) -> tuple[Any, ...]:
+        generated = self._generate(prompts, *others, **more)
         self._rows = [*zip(*(_rows(values, len(prompts)) for values in generated), strict=True)]
         self.without_values = [{} if isinstance(values, dict) else values for values in generated]
         return generated
@@ -148,9 +148,9 @@ class _Recorder:
         return self._returned[function]
 
     def calculate_rewards(
-        self, inputs: list[Any], prompts: list[Any], completions: list[Any], completion_ids: list[list[int]]
+        self, inputs: list[Any], prompts: list[Any], completions: list[Any], *others: object, **more: object
     ) -> Tensor:
-        self.rewards = self._calculate_rewards(inputs, prompts, completions, completion_ids)
+        self.rewards = self._calculate_rewards(inputs, prompts, completions, *others, **more)
         count, first = len(prompts), self._trainer.accelerator.process_index * len(prompts)
         rewards: list[list[float]] = self.rewards[first : first + count].tolist()
         # modules among the functions return logits to TRL

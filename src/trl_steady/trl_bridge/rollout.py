@@ -12,13 +12,12 @@ import trl
 from accelerate.utils import send_to_device
 from torch import Tensor
 from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList, PreTrainedModel
-from trl.trainer import grpo_trainer, rloo_trainer
 from trl.trainer.utils import is_async_callable
 
 from trl_steady.core.feature import Trainer
 from trl_steady.core.types import LogProbs, Rollout
 from trl_steady.functional.advantages import all_equal
-from trl_steady.trl_bridge.private import as_trl_trainer, generated_completions, patched
+from trl_steady.trl_bridge.private import TRAINER_MODULES, as_trl_trainer, generated_completions, patched
 from trl_steady.trl_bridge.validation import name_columns_in_errors
 
 
@@ -139,10 +138,10 @@ def read_rewards(trainer: Trainer, read: Callable[[Tensor, list[Any], list[list[
     calculate, pending = as_trl_trainer(trainer)._calculate_rewards, as_trl_trainer(trainer)._pending_extra_logs
 
     def calculate_and_read(
-        inputs: list[object], prompts: list[object], completions: list[Any], ids: list[list[int]]
+        inputs: object, prompts: list[Any], completions: list[Any], ids: list[Any], *args: object, **kwargs: object
     ) -> Tensor:
         sampled = [[*own] for own in ids]  # what is trained, also if a reward function changes its arguments
-        rewards = calculate(inputs, prompts, completions, ids)
+        rewards = calculate(inputs, prompts, completions, ids, *args, **kwargs)
         for column in as_trl_trainer(trainer)._logs["extra"]:  # TRL would show earlier values beside these completions
             pending[column] = pending[column] or [None] * len(prompts)
         if trainer.rollout_in_progress is not None:
@@ -156,7 +155,7 @@ def read_rewards(trainer: Trainer, read: Callable[[Tensor, list[Any], list[list[
 
 def with_exact_zeros(trainer: Trainer, run_rollout: Callable[[], dict[str, Any]]) -> dict[str, Any]:
     """Return TRL's samples, with advantages of exactly 0 in groups of equal rewards, whose mean may round."""
-    module = rloo_trainer if isinstance(trainer, trl.RLOOTrainer) else grpo_trainer
+    module = TRAINER_MODULES[isinstance(trainer, trl.RLOOTrainer)]
     deviation, compared = module.nanstd, list[Tensor]()
 
     def exact(values: Tensor, dim: int | None = None, keepdim: bool = False) -> Tensor:

@@ -6,24 +6,28 @@ adapter.
 
 import copy
 import functools
+import sys
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType, SimpleNamespace
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from accelerate.utils import broadcast_object_list, gather_object, is_peft_model
 from peft import PeftModel
 from torch import Tensor
 from transformers import PreTrainedModel
-from trl.generation import vllm_generation
-from trl.generation.vllm_client import VLLMClient
-from trl.generation.vllm_generation import VLLMGeneration
-from trl.trainer import grpo_trainer, rloo_trainer
 
 from trl_steady.core.engine import AdapterSync, EngineOutput, GenerationResult, NamedWeights, SendRequest
 from trl_steady.core.metrics import Clock
-from trl_steady.trl_bridge.private import patched
+from trl_steady.trl_bridge.private import TRAINER_MODULES, patched
+
+if TYPE_CHECKING:
+    from trl.generation.vllm_client import VLLMClient
+    from trl.generation.vllm_generation import VLLMGeneration
+else:  # where TRL's trainers look it up; `names.py` refuses engines if it has moved
+    VLLMClient, VLLMGeneration = object, getattr(TRAINER_MODULES[0], "VLLMGeneration", object)
+vllm_generation = sys.modules[VLLMGeneration.__module__]
 
 
 @contextmanager
@@ -40,7 +44,8 @@ def steady_engine(
         ours = {"extras": extras, "sync": sync if is_peft_model(model) else None, "clock": clock, "given": given}
         return SteadyGeneration(*arguments, model=model, **ours, **keywords)
 
-    with patched(grpo_trainer, {"VLLMGeneration": build}), patched(rloo_trainer, {"VLLMGeneration": build}):
+    grpo, rloo = TRAINER_MODULES
+    with patched(grpo, {"VLLMGeneration": build}), patched(rloo, {"VLLMGeneration": build}):
         yield
 
 

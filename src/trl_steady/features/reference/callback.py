@@ -13,7 +13,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl_steady.core.tensor_file import TensorFile
 from trl_steady.features.reference.adapter import add_reference_adapter
 from trl_steady.features.reference.tensors import Pair, gather, move, paired, restore
-from trl_steady.trl_bridge import private
+from trl_steady.trl_bridge import private, refuse_moved
 from trl_steady.trl_bridge.models import random_setting
 from trl_steady.trl_bridge.trainer import FeatureTrainerMixin
 
@@ -69,6 +69,7 @@ class ReferenceRefreshCallback(TrainerCallback):
         kl: float | None = None,
         reset_optimizer: bool = False,
     ) -> None:
+        refuse_moved((*type(trainer).__mro__, type(self)))
         self.steps, self.alpha, self.kl_limit, self.reset_optimizer = steps, alpha, kl, reset_optimizer
         self.trainer: Any = trainer
         is_noisy = kl is not None and isinstance(trainer, FeatureTrainerMixin) and random_setting(trainer.model)

@@ -27,6 +27,7 @@ from trl_steady.features.reward_model.examples import (
 from trl_steady.features.reward_model.feature import STATE_FILE, RewardModel, RewardRefresh
 from trl_steady.features.reward_model.labelling import RolloutCompletions, get_verdicts, label_steps
 from trl_steady.features.reward_model.training import fit, measure
+from trl_steady.trl_bridge import refuse_moved
 from trl_steady.trl_bridge.private import set_metric
 from trl_steady.trl_bridge.rollout import forget_logs, generate_outside_training
 
@@ -83,6 +84,7 @@ class RewardModelRefreshCallback(TrainerCallback):
         history: int = 10_000,
         accept: Literal["always", "held_out_not_worse"] = "always",
     ) -> None:
+        refuse_moved((*type(trainer).__mro__, type(self)))
         feature, moving = trainer.feature(RewardModel), trainer.feature(Reference).callback
         if feature.model is None or feature.refresher or moving is None:
             raise ValueError(
