@@ -6,13 +6,15 @@ A test gets a `Place` and asks it for its device, its sizes, and its attention k
 
 import importlib.util
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from typing import Any, NamedTuple, TypeVar
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from tests.oracles import kernels
+from trl_steady.features.padding_free import attention
 
 KERNELS = ("sdpa", "flash_attention_2")
 _BF16 = (8, 0)  # the first compute capability whose matrix units take bf16
@@ -41,9 +43,7 @@ class Place(NamedTuple):
 
     @property
     def has_varlen(self) -> bool:
-        """Return whether "sdpa" has a call for all sequences of a packed row: torch 2.13 on a GPU with bf16."""
-        from trl_steady.features.padding_free import attention
-
+        """Return whether "sdpa" has a call for all sequences of a packed row, inside `kernel`: on a GPU with bf16."""
         return not self.is_cuda or (attention.varlen_attn is not None and torch.cuda.get_device_capability() >= _BF16)
 
     def choose(self, cpu: _T, cuda: _T) -> _T:
@@ -55,20 +55,29 @@ class Place(NamedTuple):
         if self.is_cuda and torch.cuda.get_device_capability() < _BF16:
             pytest.skip(f"bf16 needs compute capability 8.0, this GPU has {torch.cuda.get_device_capability()}")
 
+    def need_kernel(self, name: str) -> None:
+        """Skip the test where a kernel is missing."""
+        self.need_bf16()
+        if self.is_cuda and name == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
+            pytest.skip("flash_attn is not installed")
+
     @contextmanager
     def kernel(self, name: str, *models: Any) -> Iterator[None]:
         """Let models attend with a kernel; on the CPU with what stands for it."""
-        if self.is_cuda:
-            self.need_bf16()
-            if name == "flash_attention_2" and importlib.util.find_spec("flash_attn") is None:
-                pytest.skip("flash_attn is not installed")
-            for model in models:
-                model.set_attn_implementation(name)
-        else:
-            for model in models:
-                kernels.use(model, name)
-        with nullcontext() if self.is_cuda else kernels.KERNELS[name]():
+        self.need_kernel(name)
+        for model in models:
+            model.set_attn_implementation(name) if self.is_cuda else kernels.use(model, name)
+        with kernels.varlen_before_gqa() if self.is_cuda else kernels.KERNELS[name]():
             yield
+
+    @contextmanager
+    def counted_varlen(self) -> Iterator[Any]:
+        """Count the calls of torch's function for a packed row; None where there is none, or another stands for it."""
+        if self.is_cuda and attention.varlen_attn is not None:
+            with patch.object(attention, "varlen_attn", wraps=attention.varlen_attn) as calls:
+                yield calls
+        else:
+            yield None
 
 
 def everywhere(test: Callable[..., None] | None = None, *, slow: bool = False) -> Any:

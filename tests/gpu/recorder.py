@@ -67,6 +67,7 @@ class Recorder:
     def __init__(self, path: Path, environment: Callable[[], dict[str, Any]] = environment) -> None:
         self._path, self._environment = path, environment
         self._tests: dict[str, dict[str, Any]] = {}
+        self._figures: dict[str, list[dict[str, Any]]] = {}
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Iterator[None]:
@@ -108,17 +109,18 @@ class Recorder:
         """Return the function that records figures of a test."""
 
         def record(name: str, value: float, unit: str) -> None:
-            row = self._row(nodeid)
+            figures = self._figures.setdefault(nodeid, [])
             if not math.isfinite(value):
                 raise ValueError(f"{name} is {value}, and a figure is a finite number")
-            if name in (figure["name"] for figure in row["figures"]):
+            if name in (figure["name"] for figure in figures):
                 raise ValueError(f"{name} is recorded twice in {nodeid}")
-            row["figures"].append({"name": name, "value": float(value), "unit": unit})
+            figures.append({"name": name, "value": float(value), "unit": unit})
 
         return record
 
     def _row(self, nodeid: str) -> dict[str, Any]:
-        row = {"test": nodeid, "outcome": "passed", "seconds": 0.0, "peak_bytes": 0, "figures": []}
+        figures = self._figures.setdefault(nodeid, [])
+        row = {"test": nodeid, "outcome": "passed", "seconds": 0.0, "peak_bytes": 0, "figures": figures}
         return self._tests.setdefault(nodeid, row)
 
     def _write(self) -> None:

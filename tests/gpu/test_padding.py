@@ -1,9 +1,7 @@
 """Passes without padding: TRL's loss and gradients, with each attention function that packs sequences."""
 
 from collections.abc import Iterator, Sequence
-from contextlib import nullcontext
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 from torch import Tensor
@@ -15,7 +13,6 @@ from tests.gpu.padded import CHECKPOINTING, steps
 from tests.gpu.places import KERNELS, Place, everywhere
 from tests.gpu.recorder import Figures
 from tests.tools.headroom import within
-from trl_steady.features.padding_free import attention
 
 PADDED = ("lognormal", "long prompts")  # the sets in which sequences are packed
 
@@ -85,18 +82,18 @@ def test_each_kernel_is_as_near_to_float32_as_trls_padded_pass(
     place: Place, tmp_path: Path, name: str, figures: Figures
 ) -> None:
     """With weights in bf16. TRL's passes are padded and by "sdpa"."""
-    place.need_bf16()
+    place.need_kernel(name)
     true = true_gradients(tmp_path, place)
     bench = built(tmp_path, place, weights="bfloat16", bf16=True)
     ours, theirs = bench.trainers["trl_steady"], dict[str, float]()
-    varlen = patch.object(attention, "varlen_attn", wraps=attention.varlen_attn) if place.is_cuda else nullcontext()
-    with place.kernel(name, ours.model, ours.ref_model), varlen as calls:
+    with place.kernel(name, ours.model, ours.ref_model), place.counted_varlen() as calls:
         for of_set, variant, outcome in outcomes(bench, place, PADDED):
             off = models.apart(outcome.gradients, true[of_set])
             figures(f"{of_set}, {variant}: gradient, distance from float32 of its length", off, "")
             if variant == TRL:
                 theirs[of_set] = off
             assert off < 3 * theirs[of_set]  # draws of the same rounding, as above
+        has_varlen = place.has_varlen
     if calls is not None:
-        assert bool(calls.call_count) == (name == "sdpa" and place.has_varlen)
+        assert bool(calls.call_count) == (name == "sdpa" and has_varlen)
         figures("calls of torch's varlen_attn", calls.call_count, "calls")

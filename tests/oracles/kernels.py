@@ -4,6 +4,7 @@ FlashAttention's `flash_attn_varlen_func`: if there are more keys than queries, 
 query i attends to keys from i + keys - queries - left to i + keys - queries + right. A sink is one more logit a head.
 """
 
+import inspect
 import math
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -139,6 +140,26 @@ def torch_varlen() -> Iterator[Calls]:
         patch.object(attention, "_takes_varlen", lambda *_, **__: True),
     ):
         yield calls
+
+
+@contextmanager
+def varlen_before_gqa() -> Iterator[None]:
+    """Let ours call the `varlen_attn` of torch 2.11 and 2.12, which has one head of keys for each of queries."""
+    try:
+        from torch.nn.attention.varlen import varlen_attn as older
+    except ImportError:
+        older = None
+    if attention.varlen_attn is not None or older is None or "window_size" not in inspect.signature(older).parameters:
+        yield
+        return
+
+    def varlen_attn(query: Tensor, key: Tensor, value: Tensor, *tables: Any, enable_gqa: bool, **options: Any) -> Any:
+        assert enable_gqa == (key.size(1) != query.size(1))
+        key, value = (each.repeat_interleave(query.size(1) // each.size(1), dim=1) for each in (key, value))
+        return older(query, key, value, *tables, **options)
+
+    with patch.object(attention, "varlen_attn", varlen_attn):
+        yield
 
 
 def use(model: PreTrainedModel, name: str) -> None:

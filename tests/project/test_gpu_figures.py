@@ -3,10 +3,12 @@
 import json
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
+from tests.gpu.recorder import Recorder
 from tests.tools.script import figure
 
 FIGURES = [{"name": "ratio", "value": 1.5, "unit": ""}, {"name": "peak", "value": 3.0, "unit": "MiB"}]
@@ -49,3 +51,27 @@ def test_the_page_shows_the_recorded_file(script: Any) -> None:
     results = json.loads(script.RECORDED.read_text()) if script.RECORDED.exists() else None
     page = script.PAGE.read_text()
     assert script.filled(page, script.table(results)) == page, "run `python docs/figures/gpu.py`"
+
+
+def report(recorder: Recorder, outcome: str, nodeid: str, *, gpu: bool) -> None:
+    """Let the recorder see the last phase of a test."""
+    item: Any = SimpleNamespace(nodeid=nodeid, get_closest_marker=lambda name: True if gpu else None)
+    phase = recorder.pytest_runtest_makereport(item)
+    next(phase)
+    with pytest.raises(StopIteration):
+        skipped, reason = outcome == "skipped", ("file", 1, "Skipped: needs CUDA")
+        phase.send(SimpleNamespace(skipped=skipped, failed=False, longrepr=reason, duration=1.0, when="teardown"))
+
+
+def test_a_run_without_a_gpu_records_nothing(tmp_path: Path) -> None:
+    """`pytest tests/gpu` runs the tests for the CPU too, which record figures."""
+    path = tmp_path / "gpu.json"
+    recorder = Recorder(path, lambda: RESULTS)
+    recorder.figures("cpu")("ratio", 1.5, "")
+    report(recorder, "passed", "cpu", gpu=False)
+    report(recorder, "skipped", "cuda", gpu=True)
+    assert not path.exists()
+    recorder.figures("later")("ratio", 2.5, "")
+    report(recorder, "passed", "later", gpu=True)
+    tests = {row["test"]: (row["outcome"], row["figures"]) for row in json.loads(path.read_text())["tests"]}
+    assert tests == {"cuda": ("skipped", []), "later": ("passed", [{"name": "ratio", "value": 2.5, "unit": ""}])}

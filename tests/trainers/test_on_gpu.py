@@ -42,6 +42,7 @@ RUNS: dict[str, tuple[str, Any, dict[str, Any]]] = {
         },
     ),
     "step rewards": ("dense", by_steps, {"step_advantage": "process"}),
+    "a critic": ("dense", tiny.reward, {"method": "PPO", "num_generations": 1, "lora": True, "token_budget": 50}),
     "skipped sequences": ("dense", by_prompt, {"beta": 0.0, "skip_zero_weight": True, "loss_type": "bnpo"}),
 }
 

@@ -63,7 +63,8 @@ def kept(model: PreTrainedModel, ids: Tensor, labels: Tensor, *, missing: int = 
     index = torch.arange(ids.numel(), device=ids.device).view_as(ids)
     bare = lambda *, token_indices, **batch: model(**batch, fused_lm_head=True)
     number = index.where(index != missing, -1)
-    wrapped = SamplingMaskModel(bare, candidate_sets(sets), number, with_entropy=with_entropy)
+    kept_mass = torch.zeros(2, dtype=torch.float64)
+    wrapped = SamplingMaskModel(bare, candidate_sets(sets), number, with_entropy, kept_mass)
     outputs = wrapped(token_indices=index, input_ids=ids, labels=labels)
     return [outputs.log_probs, *([outputs.entropy] if with_entropy else []), wrapped.kept_mass]
 

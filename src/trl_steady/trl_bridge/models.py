@@ -52,6 +52,12 @@ def compiles(trainer: Trainer) -> bool:
     return trainer.args.torch_compile or (dynamo is not None and dynamo.backend != DynamoBackend.NO)
 
 
+def keep_random_state() -> AbstractContextManager[None]:
+    """Restore the random state of the CPU and of this process's GPU. torch would warn on a machine with several."""
+    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    return cast("AbstractContextManager[None]", torch.random.fork_rng(devices))
+
+
 def random_setting(model: torch.nn.Module) -> str | None:
     """Return a setting with which two passes of a model in training differ, such as dropout; None without one."""
     for name, module in model.named_modules():

@@ -15,6 +15,7 @@ from tests.features.critic.tools import KINDS, Samples, Twin, build, critic_para
 from tests.tools import tiny
 from tests.tools.headroom import within
 from trl_steady.features.critic import optimizer as learner
+from trl_steady.features.critic.model import build_whole_model
 
 STEPS = {"optim": "sgd", "max_steps": 2}  # whose updates are proportional to gradients
 BUDGET = {"token_budget": 30, "share_prompts": True}
@@ -174,6 +175,20 @@ def test_a_critic_does_not_change_the_first_rollout(models: dict[str, Path], tmp
     for name in ("prompt_ids", "completion_ids", "completion_mask", "old_per_token_logps", "ref_per_token_logps"):
         assert torch.equal(ours[name], theirs[name]), name
     assert len({*map(tuple, ours["completion_ids"].tolist())}) > 4
+
+
+def test_a_new_critic_keeps_the_random_state_of_one_gpu(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch would warn, and go on to all GPUs of the machine."""
+    trainer = build(models["dense"], tmp_path)
+    states: list[Any] = []
+    for name, value in {"is_available": True, "device_count": 4, "current_device": 2}.items():
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states.append(device))
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states.append(device))
+    build_whole_model(trainer, None, "value_init")
+    assert [str(device).removeprefix("cuda:") for device in states] == ["2", "2"]  # read, and set
 
 
 def test_an_evaluation_between_steps_changes_nothing(models: dict[str, Path], tmp_path: Path) -> None:

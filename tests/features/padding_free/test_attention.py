@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.attention.varlen
 from torch.distributed.utils import _apply_to_tensors
 from transformers import PreTrainedModel
 from transformers.integrations.flash_attention import flash_attention_forward
@@ -21,6 +22,7 @@ from tests.features.padding_free.tools import (
 )
 from tests.oracles import kernels
 from tests.oracles.padding import Batch, padded
+from tests.tools.devices import CUDA, pretended_gpu
 from trl_steady.features.padding_free import attention
 from trl_steady.features.padding_free.attention import PackedAttention
 from trl_steady.features.padding_free.packing import Packing
@@ -86,6 +88,39 @@ def test_under_autocast_a_kernel_gets_what_sdpa_would() -> None:
     assert calls.count == 1 and got.dtype == torch.bfloat16
     exact = _attend(attention_layer(2), packing, "sdpa", None, query, key, value)
     torch.testing.assert_close(got.float(), exact, rtol=5e-2, atol=5e-2)
+
+
+def test_an_older_kernel_gets_a_head_of_keys_for_each_of_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    """tests/gpu runs on torch 2.11 too."""
+
+    def older(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *tables: Any, scale: float, window_size: Any) -> Any:
+        assert q.size(1) == k.size(1) == v.size(1)
+        return kernels._varlen(q, k, v, *tables[:2], tables[2:], scale=scale, window=window_size)
+
+    packing = packing_of(BATCHES["one prompt"], True)
+    inputs = _drawn(packing, 2)
+    expected = _attend(attention_layer(2), packing, "sdpa", 2, *inputs)
+    monkeypatch.setattr(torch.nn.attention.varlen, "varlen_attn", older)
+    with kernels.torch_varlen() as calls, monkeypatch.context() as patches:
+        patches.setattr(attention, "varlen_attn", None)
+        with kernels.varlen_before_gqa():
+            got = _attend(attention_layer(2), packing, "sdpa", 2, *inputs)
+    assert not calls.count
+    torch.testing.assert_close(got, expected)
+    gradients = (torch.autograd.grad(each.square().sum(), inputs) for each in (got, expected))
+    torch.testing.assert_close(*gradients)
+
+
+@pytest.mark.parametrize(("heads", "of_values", "is_taken"), [(64, 64, True), (64, 32, True), (100, 100, False)])
+def test_heads_that_the_kernel_takes(
+    heads: int, of_values: int, is_taken: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """OpenLLaMA has heads of 100, for which torch's kernel raises."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (8, 0))
+    with pretended_gpu():
+        query, value = (torch.zeros(1, 2, 3, size, dtype=torch.bfloat16, device=CUDA) for size in (heads, of_values))
+        assert attention._takes_varlen(query, value) == is_taken
 
 
 def _laid(batch: Batch) -> tuple[Packing, dict[str, torch.Tensor]]:

@@ -248,9 +248,8 @@ def build_adapter_model(
     config.modules_to_save, config.trainable_token_indices, config.bias = None, None, "none"
     config.lora_dropout = config.lora_dropout if has_dropout else 0.0
     drop_adapter(policy, name)
-    devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
     # keep the random state, so that rollouts are the same as without the adapter
-    with keep_parameters(policy), keep_base(config), torch.random.fork_rng(devices=devices):
+    with keep_parameters(policy), keep_base(config), models.keep_random_state():
         policy.add_adapter(name, config)
     parameters = dict(policy.named_parameters())
     for parameter_name, parameter in parameters.items():
@@ -350,7 +349,7 @@ def _load_classifier(trainer: Trainer, source: str | Path | None, option: str) -
     if source is None:
         config = copy.deepcopy(policy.config)
         config.num_labels = 1
-        with torch.random.fork_rng():
+        with models.keep_random_state():
             model = AutoModelForSequenceClassification.from_config(config, **settings)
         model.base_model.load_state_dict(policy.base_model.state_dict())
         torch.nn.init.zeros_(model.get_parameter(_HEAD_WEIGHT))

@@ -208,6 +208,7 @@ def _takes_varlen(
         and torch.cuda.get_device_capability(query.device) >= (8, 0)
         and _autocast(query) in (torch.bfloat16, torch.float16)
         and value.size(-1) <= query.size(-1) <= 256  # the kernel's largest head
+        and query.size(-1) % 8 == 0  # the kernel refuses others, which "sdpa" pads
         and not dropout
         and position_bias is None
     )

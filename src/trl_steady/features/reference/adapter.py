@@ -1,7 +1,7 @@
 """The reference as a second adapter named `ref` on the policy's own base model."""
 
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# torch annotates `named_modules` and `fork_rng` incompletely
+# torch annotates `named_modules` incompletely
 
 import copy
 
@@ -10,6 +10,7 @@ from peft import PeftModel
 
 from trl_steady.features.adapters.base_model import BaseModel
 from trl_steady.features.reference.tensors import move, paired
+from trl_steady.trl_bridge import models
 from trl_steady.trl_bridge.models import POLICY_ADAPTER, REFERENCE_ADAPTER, keep_base, keep_parameters
 
 _MOVABLE = ("LORA", "LOHA", "LOKR", "IA3")
@@ -24,9 +25,8 @@ def add_reference_adapter(model: PeftModel) -> None:
     refuse_unmovable(model)
     if REFERENCE_ADAPTER not in model.peft_config:
         config = copy.deepcopy(model.peft_config[POLICY_ADAPTER])
-        devices = [torch.cuda.current_device()] if torch.cuda.is_available() else []
         # keep the random state, so that rollouts are the same as without a reference adapter
-        with keep_parameters(model), keep_base(config), torch.random.fork_rng(devices=devices):
+        with keep_parameters(model), keep_base(config), models.keep_random_state():
             model.add_adapter(REFERENCE_ADAPTER, config)
     end_dropout(model)
     pairs = paired(model)
