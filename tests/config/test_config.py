@@ -57,7 +57,7 @@ def test_a_native_loss_has_every_default_of_trl(tmp_path: Path, loss_type: str) 
     unset += " token_veto_threshold vllm_adapter_sync vllm_engine_kwargs"
     added = {**dict.fromkeys(off.split(), False), **dict.fromkeys(unset.split())}
     added |= {"kl_estimator": "k3", "kl_ratio_denominator": "old", "off_policy_mask_level": "sequence"}
-    added |= {"step_advantage": "return_to_go", "trim_padding": True, "engine_check": 1.0}
+    added |= {"step_advantage": "return_to_go", "trim_padding": True, "engine_check": 1.0, "skip_nonfinite_steps": 3}
     added |= {"dynamic_sampling_max_rounds": 3, "dynamic_sampling_filter": "zero_std"}
     assert ours.to_dict() == {**theirs.to_dict(), **added}
     assert trl_steady.GRPOConfig.loss_type == trl.GRPOConfig.loss_type

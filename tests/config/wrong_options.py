@@ -31,6 +31,7 @@ INVALID: dict[str, list[Any]] = {
     "vllm_adapter_sync": ["lora"],
     "vllm_engine_kwargs": ["fp8", "{'quantization': 'fp8'}", ["fp8"], True],
     "engine_check": [0.0],
+    "skip_nonfinite_steps": [0, 1.5, "3", True],
     "async_generate": ["server", None],
     "dynamic_sampling": ["zero_std"],
     "dynamic_sampling_max_rounds": [1, 2.5],
@@ -117,6 +118,8 @@ IDLE: list[Wrong] = [
     ({"epsilon_high": 0.28}, r"epsilon_high=0\.28 are for token ratios.*Set epsilon=3e-4 and epsilon_high=4e-4"),
     ({"loss_type": "luspo", "importance_sampling_level": "sequence"}, r"epsilon=0\.2 .* A sequence ratio"),
     ({"kl_estimator": "k2"}, r"kl_estimator='k2' cannot act with beta=0\.0"),
+    ({"skip_nonfinite_steps": 5, "fp16": True}, r"skip_nonfinite_steps=5 cannot act with fp16"),
+    ({"skip_nonfinite_steps": 5, "optim": "lomo"}, r"skip_nonfinite_steps=5 cannot act with lomo"),
     ({"kl_ratio_denominator": "sampler"}, r"cannot act with beta=0\.0"),
     (
         {"kl_ratio_denominator": "sampler", "beta": 0.1, "use_bias_correction_kl": False},

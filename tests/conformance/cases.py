@@ -4,12 +4,14 @@ A feature is a file or folder of `trl_steady/features`. It passes the suite by h
 runs rows that its `CONFORMANCE` names on two processes.
 """
 
+import math
 from typing import Any
 
 from datasets import Dataset
 
 from tests.features.reward_model.tools import is_right
 from tests.tools import tiny
+from tests.tools.nonfinite import poison_gradients
 from tests.trainers.tools import by_prompt, by_steps
 from trl_steady import RewardAdapter, RewardModelRefreshCallback
 from trl_steady.losses import LOSSES
@@ -29,6 +31,11 @@ def shorten(trainer: Any) -> None:
     trainer.advantages = lambda rollout: rollout.advantages - 0.05 * rollout.is_sampled.sum(1)
 
 
+def spoil(trainer: Any) -> None:
+    """Let two steps of the trainer have an infinite gradient: one before a checkpoint, and one after it."""
+    poison_gradients(trainer, (1, 4), value=math.inf)
+
+
 # feature -> name of a case -> arguments of `tiny.trainer`, the model, and what is done with the trainer then
 CASES: dict[str, dict[str, dict[str, Any]]] = {
     "policy_loss": {
@@ -41,6 +48,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "token_budget": {"token_budget": 40},
         "share_prompts": {"share_prompts": True, "loss_type": "dapo"},
     },
+    "nonfinite_steps": {"skipped": {"then": spoil}},
     "zero_advantage": {
         "skip_zero_weight": {"skip_zero_weight": True, "beta": 0.0, "build": {"reward_funcs": by_prompt}}
     },

@@ -44,6 +44,8 @@ WHY = {
     "engine_check.EngineCheck.on_rollout_end": "an engine with another model is an error",
     "training_report.TrainingReport.on_rollout_end": "some answers are kept as text: rewards and five columns",
     # elsewhere
+    "nonfinite_steps.NonfiniteSteps.around_grad_norm": "the norm, which is logged, decides if a step is taken",
+    "nonfinite_steps.NonfiniteSteps.admits": "so does that of a critic; a line says what is not finite",
     "pooling.histogram": "the edges of bins are copied to a device once, and stay there",
     "zero_advantage.with_gradient": "the CPU decides which sequences go through the model",
     "metrics.Metrics._exchange": "a move of the reference needs the metrics so far",
@@ -57,6 +59,7 @@ EACH_RUN = {
         "rollout.give_rewards": 1,
         "feature.StepRewardsFeature.on_rewards": 1,
     },
+    "step": {"nonfinite_steps.NonfiniteSteps.around_grad_norm": 4},  # one for each optimizer step of the run
     "end": {"zero_advantage.ZeroAdvantage.on_train_end": 1},
 }
 SHARED_PROMPTS = {"packing.sequence_lengths": 1}  # the tokens of prompts, to find equal ones
@@ -89,7 +92,10 @@ STEPS = {
     "rollout.log_advantages": 1,
 }
 STEPS_IN_GRPO = {**STEPS, "feature.StepRewardsFeature.keep_advantages": 3, "metrics.Metrics._countable": 1}
-CRITIC = {**STEPS, "targets._is_truncated": 1, "packing.sequence_lengths": 1}  # of the pass for the values
+CRITIC: dict[str, dict[str, Any]] = {
+    "rollout": {**STEPS, "targets._is_truncated": 1, "packing.sequence_lengths": 1},  # of the pass for the values
+    "step": {"nonfinite_steps.NonfiniteSteps.admits": 4},
+}
 
 ROWS: dict[str, dict[str, dict[str, Any]]] = {
     **{f"policy_loss/{case}": QUANTILES for case in ("gspo", "gspo_token", "gmpo", "kl", "masks")},
@@ -106,9 +112,9 @@ ROWS: dict[str, dict[str, dict[str, Any]]] = {
         "rollout": {"own_advantages.OwnAdvantages._checked": 1, "rollout.log_advantages": 1}
     },
     "reference/RLOO": {**KEPT, "step": {"metrics.Metrics._exchange": 2}},  # two moves
-    "critic/full": {"rollout": CRITIC},
-    "critic/LoRA": {"rollout": CRITIC},
-    "pretraining_loss/ptx_coef": {"rollout": CRITIC},
+    "critic/full": CRITIC,
+    "critic/LoRA": CRITIC,
+    "pretraining_loss/ptx_coef": CRITIC,
     "reward_model/retrained": {
         "begin": {"model.ScalarHeadModel.is_fresh": 1},
         "rollout": {

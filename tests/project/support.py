@@ -45,6 +45,7 @@ FEATURES = {
     "token_budget": "`token_budget`",
     "share_prompts": "`share_prompts`",
     "skip_zero_weight": "`skip_zero_weight`",
+    "skip_nonfinite_steps": "`skip_nonfinite_steps`",
     "RLOO": "`RLOOTrainer`",
     "PPO, full": "`PPOTrainer`, full fine-tuning",
     "PPO, LoRA": "`PPOTrainer`, LoRA",

@@ -61,6 +61,13 @@ def spiked(rows: list[Row]) -> None:
             row["grad_norm"] = 300.0
 
 
+def left_out(rows: list[Row]) -> None:
+    """Some logs have the number of steps since the log before."""
+    for row in rows:
+        if row["step"] in (START + 6, START + 20):
+            row |= {"steps/nonfinite": 2.0, "grad_norm": math.nan}
+
+
 def without_reward(rows: list[Row]) -> None:
     for row in rows:
         if row["step"] >= START:
@@ -169,6 +176,7 @@ PLANTS = {
     ),
     "gradient-spikes": Plant(spiked, START, 0, "learning_rate"),
     "not-a-number": Plant(from_start(grad_norm=math.nan), START, 0, "learning_rate"),
+    "steps-left-out": Plant(left_out, START + 6, 0, "learning_rate"),
     "reward-missing": Plant(without_reward, START, UPDATES, "reward_funcs"),
     "reward-constant": Plant(everywhere(reward=0.5), 1, 0, "reward_funcs"),
     "gradient-zero": Plant(from_start(grad_norm=0.0), START, UPDATES, "num_generations"),

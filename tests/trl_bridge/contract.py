@@ -51,6 +51,7 @@ CONTRACT = Contract(
         for name, signature in {
             "compute_loss": "self, model, inputs, return_outputs, num_items_in_batch",
             "training_step": "self, model, inputs, num_items_in_batch",
+            "_get_grad_norm": "self, model, grad_norm",
             "_get_output_dir": "self, trial",
             "_get_train_sampler": "self, dataset",
             "_load_from_checkpoint": "self, resume_from_checkpoint, model",

@@ -82,3 +82,18 @@ def test_weights_of_an_engine_wait_for_nothing(models: dict[str, Path], tmp_path
     trainer.metrics.settle()
     logged = {name: values for name, values in trainer._metrics["train"].items() if name.startswith("sampling/")}
     assert len(logged) == 5 and all(len(values) == 1 for values in logged.values())
+
+
+@pytest.mark.parametrize("method", ["GRPO", "PPO"])
+def test_leaving_steps_out_reads_the_norm_that_is_logged(models: dict[str, Path], tmp_path: Path, method: str) -> None:
+    """In a finite step of the policy nothing else is read; of a critic, its norm."""
+    found: list[tuple[int, int]] = []
+    for limit in (None, 3):
+        options = {"method": method, "skip_nonfinite_steps": limit, "gradient_accumulation_steps": 2}
+        trainer = tiny.trainer(models["dense"], tmp_path, **options, max_steps=4)
+        with counted() as syncs:
+            trainer.train()
+        transfers = syncs.transfers["trl_steady"] + syncs.transfers["transformers"]
+        found.append((transfers, syncs.collectives["trl_steady"]))
+    (before, collectives), after = found
+    assert after == (before + (4 if method == "PPO" else 0), collectives)

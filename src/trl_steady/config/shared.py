@@ -142,6 +142,11 @@ class SharedOptions(_TRLConfig):
         "run ends with an error. None: no check.",
     )
 
+    skip_nonfinite_steps: int | None = option(
+        3,
+        "Leave out optimizer steps whose gradient norm is NaN or infinite. After this many in a row, the run ends in "
+        "an error that names the last checkpoint. None: take such steps, as in TRL.",
+    )
     async_generate: bool = option(
         False,
         'With `vllm_mode="server"`, let the server generate the next rollout while the trainer trains on this one. '
@@ -205,6 +210,7 @@ class SharedOptions(_TRLConfig):
             "token_budget": COUNT,
             "vllm_engine_kwargs": _ENGINE_ARGUMENTS,
             "engine_check": POSITIVE,
+            "skip_nonfinite_steps": COUNT,
             "dynamic_sampling_max_rounds": Range(lambda value: value >= 2 and value == int(value), "2, 3, 4, ..."),
             "dynamic_sampling_filter": _FILTERS,
         }
@@ -223,6 +229,7 @@ class SharedOptions(_TRLConfig):
             "vllm_adapter_sync": vllm,
             "vllm_engine_kwargs": vllm or ("vllm_mode='server'" if self.vllm_mode == "server" else None),
             "engine_check": vllm and f"{vllm}, unless a rollout_func generates",
+            "skip_nonfinite_steps": "fp16=True" if self.fp16 else self.steps_in_backward,
             "dynamic_sampling_max_rounds": dynamic,
             "dynamic_sampling_filter": dynamic,
         }

@@ -250,6 +250,14 @@ def not_a_number(history: History) -> Found | None:
     return _nan(history, "grad_norm") or _nan(history, "loss")
 
 
+def steps_left_out(history: History) -> Found | None:
+    """Find optimizer steps that were left out. Only logs after such a step have the metric."""
+    if "steps/nonfinite" not in history.keys:
+        return None
+    steps, values = history["steps/nonfinite"]
+    return Found(int(steps[0]), "steps/nonfinite", f"{values.sum():.0f} in all")
+
+
 def reward_missing(history: History) -> Found | None:
     """Find a reward that is NaN, in total or in all functions, or that is no longer logged."""
     steps = history["reward"].steps

@@ -74,6 +74,13 @@ def request_weight_sync(trainer: object) -> None:
     as_trl_trainer(trainer)._last_loaded_step = -1
 
 
+def hold_step(trainer: object, is_held: bool) -> None:
+    """Leave out the optimizer's step that comes next or not. The scheduler waits as after an overflow."""
+    as_trl_trainer(trainer).optimizer._is_overflow = is_held  # accelerate's
+    if is_held:
+        as_trl_trainer(trainer).model.zero_grad()  # a step passes over parameters without a gradient
+
+
 @contextmanager
 def patched(target: object, values: Mapping[str, Any]) -> Iterator[None]:
     """Replace attributes of an object inside this context."""

@@ -211,9 +211,9 @@ def test_the_critics_updates_are_adamws(models: dict[str, Path], tmp_path: Path,
     expected = snapshot(parameters)
     step = learner.ScalarHeadOptimizer.step
 
-    def noted(updated: learner.ScalarHeadOptimizer, rate: float) -> Tensor | None:
+    def noted(updated: learner.ScalarHeadOptimizer, rate: float, owner: str) -> Tensor | None:
         gradients.append(critics.gradients(parameters))
-        return step(updated, rate)
+        return step(updated, rate, owner)
 
     monkeypatch.setattr(learner.ScalarHeadOptimizer, "step", noted)
     trainer.train()

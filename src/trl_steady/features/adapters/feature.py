@@ -62,7 +62,7 @@ class Adapters(Feature):
             self._active = list(model.active_adapters)
             self._check_base(model)
         elif trainer.use_vllm and args.vllm_adapter_sync:
-            raise ValueError("vllm_adapter_sync=True: the policy has no adapter. Give peft_config.")
+            self.refuse("vllm_adapter_sync=True", "the policy has no adapter", "Give peft_config.")
         if not trainer.use_vllm or not isinstance(model, PeftModel):
             return
         if args.vllm_adapter_sync is False and needs_adapter(model, trainer.vllm_mode):

@@ -193,7 +193,7 @@ class Critic(ScalarHeadFeature):
 
     def on_backward_end(self) -> None:
         """Update the critic. Its gradients are gone before transformers clips those of the policy."""
-        norm = self.optimizer.step(self._learning_rate)
+        norm = self.optimizer.step(self._learning_rate, "critic")
         if norm is not None:
             norm = norm.view(1)
             self.trainer.metrics.pooled(means={"value/grad_norm": (norm, torch.ones_like(norm, dtype=torch.bool))})

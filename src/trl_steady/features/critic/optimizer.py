@@ -13,6 +13,7 @@ from torch.optim import AdamW
 
 from trl_steady.core.feature import Trainer
 from trl_steady.features.critic.model import ScalarHeadModel
+from trl_steady.features.nonfinite_steps import NonfiniteSteps
 from trl_steady.trl_bridge import models
 
 
@@ -32,8 +33,7 @@ class ScalarHeadOptimizer:
         betas: tuple[float, float] = (0.9, 0.999),
         eps: float = 1e-8,
     ) -> None:
-        self._model, self._max_grad_norm = model, trainer.args.max_grad_norm
-        self._process_count = trainer.accelerator.num_processes
+        self._model, self._trainer, self._max_grad_norm = model, trainer, trainer.args.max_grad_norm
         self._parameters = model.parameters
         groups: list[dict[str, Any]] = [
             {"params": [each for each in self._parameters if (each.dim() > 1) == is_matrix], "weight_decay": decay}
@@ -47,23 +47,24 @@ class ScalarHeadOptimizer:
             parameter.requires_grad_(is_enabled)
             parameter.grad = None
 
-    def step(self, learning_rate: float) -> Tensor | None:
-        """Take a step with the mean gradients of all processes, and clear them.
+    def step(self, learning_rate: float, owner: str) -> Tensor | None:
+        """Take a step of the `owner` with the mean gradients of all processes if they are finite, and clear them.
 
         Returns:
-            The norm of the gradients before they are clipped; None if `max_grad_norm` is 0 or there are none.
+            The norm of the gradients before they are clipped; None if there are none.
         """
         models.reshard(self._model.backbone)
-        if self._process_count > 1:
+        if self._trainer.accelerator.num_processes > 1:
             self._average_gradients()
-        norm = None
         gradients = [parameter.grad for parameter in self._parameters if parameter.grad is not None]
-        if self._max_grad_norm > 0 and gradients:
-            norm = models.whole(torch.nn.utils.get_total_norm(gradients))
-            torch.nn.utils.clip_grads_with_norm_(self._parameters, self._max_grad_norm, norm)
+        norm = models.whole(torch.nn.utils.get_total_norm(gradients)) if gradients else None
         for group in self.adamw.param_groups:
             group["lr"] = learning_rate
-        self.adamw.step()
+        named = ((name, own.grad) for name, own in self._model.named_parameters() if own.grad is not None)
+        if norm is not None and self._trainer.feature(NonfiniteSteps).admits(owner, norm, named):
+            if self._max_grad_norm > 0:
+                torch.nn.utils.clip_grads_with_norm_(self._parameters, self._max_grad_norm, norm)
+            self.adamw.step()
         self.adamw.zero_grad()
         return norm
 
@@ -73,7 +74,7 @@ class ScalarHeadOptimizer:
                 continue
             if parameter.grad is None:  # an expert that no token of this process has reached
                 parameter.grad = torch.zeros_like(parameter)
-            torch.distributed.all_reduce(parameter.grad.div_(self._process_count))
+            torch.distributed.all_reduce(parameter.grad.div_(self._trainer.accelerator.num_processes))
 
     def state_dict(self) -> dict[str, Tensor]:
         """Return a copy of the optimizer's state by the names of parameters, whole and on the CPU."""

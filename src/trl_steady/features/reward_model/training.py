@@ -73,7 +73,7 @@ def _step(
         with scorer.trainer.until_backward():
             losses, _, _ = _losses(scorer, micro_batch)
             (losses.sum() * factor).backward()
-    optimizer.step(learning_rate)
+    optimizer.step(learning_rate, "reward model")
 
 
 def _micro_batches(examples: Sequence[Example], size: int, budget: int | None) -> Iterator[Sequence[Example]]:

@@ -1,0 +1,85 @@
+"""Leave out optimizer steps whose gradient is not finite."""
+
+# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
+# accelerate has no annotations, and torch's are partial
+
+import math
+import os
+from collections import Counter
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+
+from trl_steady.config.shared import SharedOptions
+from trl_steady.core.feature import Feature
+from trl_steady.core.types import LossPass, MicroBatch
+from trl_steady.trl_bridge.models import whole
+from trl_steady.trl_bridge.private import hold_step
+
+
+class NonfiniteSteps(Feature):
+    """Leaves out steps whose gradient norm is not finite, with `skip_nonfinite_steps`. All processes decide alike.
+
+    DeepSpeed decides itself, and its steps are counted. fp16's loss scaler does so too, and overflows all the time.
+    """
+
+    args: SharedOptions
+
+    def on_init_end(self) -> None:
+        """Begin to count, also in a run that is resumed: what made steps fail may have been mended."""
+        self._limit = None if self.trainer.accelerator.mixed_precision == "fp16" else self.args.skip_nonfinite_steps
+        self._in_a_row, self._figures, self._norms = Counter[str](), dict[str, Tensor](), list[tuple[str, Tensor]]()
+
+    def around_loss(self, loss: LossPass, call_next: Callable[[LossPass], Tensor]) -> Tensor:
+        """Add up the loss of a step."""
+        result = call_next(loss)
+        if self.trainer.model.training:
+            self._figures["loss"] = self._figures.get("loss", 0) + result.detach()
+        return result
+
+    def loss_terms(self, batch: MicroBatch) -> None:
+        """Keep the largest log-ratio of a step. RLOO has none for tokens."""
+        if self.trainer.model.training and self.args.METHOD != "RLOO":
+            largest = batch.log_ratio.detach().where(batch.mask, 0).abs().max()
+            self._figures["|log-ratio|"] = largest.maximum(self._figures.get("|log-ratio|", largest))
+
+    def on_backward_end(self) -> None:
+        """Keep the norm of each gradient: clipping by a norm of NaN makes NaN of all gradients."""
+        named = [] if self._limit is None else self.trainer.model.named_parameters()
+        self._norms = [(name, parameter.grad.norm()) for name, parameter in named if parameter.grad is not None]
+
+    def around_grad_norm(self, model: torch.nn.Module, call_next: Callable[[torch.nn.Module], Any]) -> Any:
+        """Read the norm, which transformers then logs, and leave the step out if it is not finite."""
+        norm, figures, self._figures = call_next(model), self._figures, {}
+        if self._limit is None or norm is None:
+            return norm
+        norm = float(whole(norm)) if isinstance(norm, Tensor) else norm
+        hold_step(self.trainer, not self.admits("policy", norm, self._norms, **figures))
+        return norm
+
+    def admits(self, owner: str, norm: Tensor | float, named: Iterable[tuple[str, Tensor]], **figures: Tensor) -> bool:
+        """Return True if a step with this gradient norm is taken. Otherwise count it, and print what is not finite.
+
+        Waits for the device. Raises a FloatingPointError at the last step in a row that may be left out.
+        """
+        if self._limit is None or math.isfinite(norm):
+            self._in_a_row[owner] = 0
+            return True
+        trainer, gather = self.trainer, cast(Any, self.trainer.accelerator).gather
+        self._in_a_row[owner] += 1
+        counts = trainer.logged_values["train"]["steps/nonfinite"]
+        counts[:] = [sum(counts) + 1]  # since the last log
+        shown = [f"{name} {gather(each).max():.4g}" for name, each in figures.items()]
+        shown += [name for name, each in named if not math.isfinite(whole(each.norm()))][:3]
+        what = f"step {trainer.state.global_step + 1} of the {owner}: gradient norm {norm:.4g}, {', '.join(shown)}"
+        trainer.accelerator.print(f"trl-steady leaves out {what}", flush=True)
+        if self._in_a_row[owner] < self._limit:
+            return False
+        saved = max(Path(self.args.output_dir or "").glob("checkpoint-*"), key=os.path.getmtime, default=None)
+        raise FloatingPointError(
+            f"skip_nonfinite_steps={self._limit}: as many steps in a row are not finite. The last is {what}. Lower "
+            f"learning_rate, and resume from the last complete checkpoint: {saved}"
+        )

@@ -1,0 +1,242 @@
+"""A step whose gradient is not finite leaves no trace: a run with it is a run in which it was not taken."""
+
+import math
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from accelerate import Accelerator
+from safetensors.torch import load_file
+from transformers import TrainerCallback
+
+from tests.features.critic.tools import critic_parameters
+from tests.features.reward_model import tools as reward_models
+from tests.tools import resumable, tiny
+from tests.tools.cases import cases
+from tests.tools.nonfinite import OPTIONS, poison_gradients, poison_loss, state, without
+from trl_steady.features.critic.feature import Critic
+from trl_steady.features.nonfinite_steps import NonfiniteSteps
+from trl_steady.features.reward_model.feature import RewardModel
+
+NAN = float("nan")
+
+KINDS: dict[str, tuple[Callable[..., Any], dict[str, Any]]] = {
+    "loss": (poison_loss, {}),
+    "gradient": (poison_gradients, {}),
+    "infinite": (lambda *arguments: poison_gradients(*arguments, value=math.inf), {}),
+    "lora": (poison_gradients, {"lora": True}),
+    "bf16": (poison_loss, {"bf16": True}),
+    "no clip": (poison_gradients, {"max_grad_norm": 0.0}),
+    "sgd": (poison_gradients, {"optim": "sgd"}),
+    "RLOO": (poison_loss, {"method": "RLOO"}),
+}
+
+
+@pytest.mark.parametrize("kind", cases(KINDS, fast=("loss", "gradient", "lora", "bf16", "no clip")))
+def test_a_run_of_trl_without_these_steps_is_the_same(models: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    (poison, own), steps = KINDS[kind], (1, 3, 4)
+    options = {**OPTIONS, **own}
+    ours = tiny.train(poison(tiny.trainer(models["dense"], tmp_path, padded=True, **options), steps))
+    theirs = tiny.train(without(tiny.trainer(models["dense"], tmp_path, ours=False, **options), steps))
+    assert resumable.differences(state(theirs), state(ours)) == []
+    counts = [row.get("steps/nonfinite") for row in ours.state.log_history[:-1]]
+    assert counts == [None, 1, None, 1, 1, None] and ours.state.global_step == 6
+    every = tiny.trainer(models["dense"], tmp_path, ours=False, **options)
+    assert resumable.differences(tiny.parameters(tiny.train(every)), tiny.parameters(ours)) != []
+
+
+REGROUPED: dict[str, dict[str, Any]] = {
+    "token_budget": {"token_budget": 40, "share_prompts": True},
+    "moving reference": {"sync_ref_model": True, "ref_model_sync_steps": 2},
+    "dynamic_sampling": {"dynamic_sampling": True},
+    "zero weight": {"skip_zero_weight": True, "beta": 0.0},
+    "moe": {"model": "moe", "router_replay": "R2", "router_aux_loss_coef": 0.0},
+}
+
+
+@pytest.mark.parametrize("kind", cases(REGROUPED, fast=("token_budget",)))
+def test_it_holds_with_other_features(models: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    options = {**OPTIONS, **REGROUPED[kind]}
+    model = models[options.pop("model", "dense")]
+    with_nan = tiny.train(poison_gradients(tiny.trainer(model, tmp_path, **options), (1, 3)))
+    options["skip_nonfinite_steps"] = None
+    expected = tiny.train(without(tiny.trainer(model, tmp_path, **options), (1, 3)))
+    assert resumable.differences(state(expected), state(with_nan)) == []
+
+
+def test_none_takes_the_step_as_trl_does(models: dict[str, Path], tmp_path: Path) -> None:
+    options = {**OPTIONS, "skip_nonfinite_steps": None, "max_steps": 2}
+    trainer = tiny.train(poison_gradients(tiny.trainer(models["dense"], tmp_path, **options), (1,)))
+    assert any(parameter.isnan().any() for parameter in tiny.parameters(trainer).values())
+    assert not any("steps/nonfinite" in row for row in trainer.state.log_history)
+
+
+class Recorded:
+    """The log-ratios and losses that a trainer computes, as a subclass sees them."""
+
+    def __init__(self, trainer: Any) -> None:
+        found = self.found = []  # one for each micro-batch
+
+        class Recording(type(trainer)):
+            def _get_per_token_logps_and_entropies(self, *arguments: Any, **keywords: Any) -> Any:
+                result = super()._get_per_token_logps_and_entropies(*arguments, **keywords)
+                self.last = result[0].detach()
+                return result
+
+            def _compute_loss(self, model: Any, inputs: Any) -> Any:
+                loss = super()._compute_loss(model, inputs)
+                ratio = (self.last - inputs["old_per_token_logps"])[inputs["completion_mask"].bool()].abs().max()
+                found.append((self.state.global_step, loss.item(), ratio.item()))
+                return loss
+
+        trainer.__class__ = Recording
+
+
+def test_a_line_names_step_loss_log_ratio_and_parameters(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trainer = tiny.trainer(models["dense"], tmp_path, **OPTIONS)
+    recorded = Recorded(trainer)
+    poison_gradients(trainer, (3,), count=5)
+    trainer.train()
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if "leaves out" in line]
+    names = [name for name, _ in trainer.model.named_parameters()][2:5]
+    assert line.endswith(f", {', '.join(names)}") and "leaves out step 4 of the policy: gradient norm nan, " in line
+    of_step = [(loss, ratio) for step, loss, ratio in recorded.found if step == 3]
+    assert len(of_step) == 2 and max(ratio for _, ratio in of_step) > 0.01
+    said = re.search(r"\|log-ratio\| (\S+), loss (\S+),", line)
+    assert said is not None
+    assert float(said[1]) == pytest.approx(max(ratio for _, ratio in of_step), rel=1e-3)
+    assert float(said[2]) == pytest.approx(sum(loss for loss, _ in of_step), rel=1e-3, abs=1e-6)
+
+
+def test_a_log_counts_the_steps_since_the_last_one(models: dict[str, Path], tmp_path: Path) -> None:
+    trainer = poison_loss(tiny.trainer(models["dense"], tmp_path, **OPTIONS, logging_steps=2), (0, 1, 3))
+    assert [row.get("steps/nonfinite") for row in tiny.history(tiny.train(trainer))] == [2, 1, None, None]
+
+
+def test_the_third_in_a_row_names_the_checkpoint_from_which_a_run_resumes(
+    models: dict[str, Path], tmp_path: Path
+) -> None:
+    options = {**OPTIONS, "save_strategy": "steps", "save_steps": 1, "max_steps": 9}
+    model = models["dense"]
+    trainer = poison_loss(tiny.trainer(model, tmp_path, **options), (0, 1, 3, 4, 5))  # a finite step between
+    before = None
+
+    class Keep(TrainerCallback):
+        def on_step_begin(self, *_: Any, **__: Any) -> None:
+            nonlocal before
+            before = state(trainer)
+
+    trainer.add_callback(Keep())
+    with pytest.raises(FloatingPointError, match=r"^skip_nonfinite_steps=3: .*step 6 of the policy") as error:
+        trainer.train()
+    saved = tmp_path / "checkpoint-5"
+    assert str(error.value).endswith(f"the last complete checkpoint: {saved}")
+    assert resumable.differences(before, state(trainer)) == []  # nor does the error touch anything
+    assert not (tmp_path / "checkpoint-6").exists()
+    assert all(tensor.isfinite().all() for tensor in load_file(saved / "model.safetensors").values())
+
+    resumed = poison_loss(tiny.trainer(model, tmp_path, **options), (5, 6))  # which are counted anew
+    resumed.train(resume_from_checkpoint=str(saved))
+    steps = (0, 1, 3, 4, 5, 6)
+    expected = without(tiny.trainer(model, tmp_path / "whole", **options, skip_nonfinite_steps=None), steps)
+    expected.train()
+    assert resumable.differences(state(expected), state(resumed)) == []
+
+
+def test_without_a_checkpoint_the_error_says_so(models: dict[str, Path], tmp_path: Path) -> None:
+    trainer = poison_loss(tiny.trainer(models["dense"], tmp_path, **OPTIONS, skip_nonfinite_steps=1), (2,))
+    with pytest.raises(FloatingPointError, match=r"skip_nonfinite_steps=1.*checkpoint: None$"):
+        trainer.train()
+    assert trainer.state.global_step == 2
+
+
+def test_a_loss_scaler_decides_itself(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Accelerator, "mixed_precision", "fp16")
+    trainer = tiny.trainer(models["dense"], tmp_path)
+    assert trainer.feature(NonfiniteSteps).admits("policy", NAN, [])
+
+
+PPO = {"method": "PPO", "num_generations": 1, **OPTIONS}
+CRITICS: dict[str, dict[str, Any]] = {
+    "full": {},
+    "lora": {"lora": True},
+    "no clip": {"max_grad_norm": 0.0},
+    "warm-up": {"value_warmup_steps": 2, "lora": True},
+}
+
+
+def skip_calls(optimizer: torch.optim.Optimizer, is_skipped: Callable[[int], bool]) -> None:
+    """Let some calls of an optimizer's step do nothing, by their number."""
+    own, calls = optimizer.step, 0
+
+    def step() -> None:
+        nonlocal calls
+        calls += 1
+        if not is_skipped(calls - 1):
+            own()
+
+    optimizer.step = step
+
+
+@pytest.mark.parametrize("kind", cases(CRITICS, fast=("full", "lora")))
+def test_steps_of_the_critic_are_left_out_and_those_of_the_policy_taken(
+    models: dict[str, Path], tmp_path: Path, kind: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    ends, steps = [], (1, 3)
+    for is_poisoned in (True, False):
+        trainer = tiny.trainer(models["dense"], tmp_path, **PPO, **CRITICS[kind])
+        critic = trainer.feature(Critic)
+        if is_poisoned:
+            poison_gradients(trainer, steps, of=critic_parameters(trainer).values())
+        else:
+            skip_calls(critic.optimizer.adamw, lambda call: call in steps)
+        trainer.train()
+        ends.append({**state(trainer), "critic": critic.critic.state(), "of critic": critic.optimizer.state_dict()})
+        ends[-1] = resumable.differences(ends[-1], ends[0]) if len(ends) > 1 else ends[-1]
+        counts = [row.get("steps/nonfinite") for row in tiny.history(trainer)[:-1]]
+        assert counts == ([None, 1, None, 1, None, None] if is_poisoned else [None] * 6)
+    assert ends[1] == []
+    lines = [line for line in capsys.readouterr().out.splitlines() if "leaves out" in line]
+    assert len(lines) == 2 and "step 2 of the critic: gradient norm nan, " in lines[0]
+
+
+def test_the_critics_steps_have_a_count_of_their_own(models: dict[str, Path], tmp_path: Path) -> None:
+    trainer = tiny.trainer(models["dense"], tmp_path, **PPO)
+    poison_gradients(trainer, (0, 1, 3), of=critic_parameters(trainer).values())
+    poison_gradients(trainer, (2, 3, 4))
+    with pytest.raises(FloatingPointError, match="step 5 of the policy"):
+        trainer.train()
+    assert [row["steps/nonfinite"] for row in tiny.history(trainer)] == [1, 1, 1, 2]
+
+
+@pytest.mark.parametrize("kind", ["lora", "full"])
+def test_steps_of_a_reward_model_are_left_out(models: dict[str, Path], tmp_path: Path, kind: str) -> None:
+    ends = []
+    for is_poisoned in (True, False):
+        trainer = reward_models.refreshed(kind, models["dense"], tmp_path, max_steps=5)
+        calls = 0
+
+        def spoil(gradient: torch.Tensor) -> torch.Tensor:
+            nonlocal calls
+            calls += 1
+            return gradient * NAN if calls == 1 else gradient
+
+        if is_poisoned:
+            _, parameter = next(trainer.reward_model.named_parameters())
+            parameter.requires_grad_(True).register_hook(spoil)
+            parameter.requires_grad_(False)
+        else:
+            skip_calls(reward_models.refresher(trainer).optimizer.adamw, lambda call: call == 0)
+        trainer.train()
+        end = resumable.of_reward_model(trainer.feature(RewardModel))
+        ends.append({name: end[name] for name in ("weights", "optimizer")})
+        logged = [row["steps/nonfinite"] for row in trainer.state.log_history if "steps/nonfinite" in row]
+        assert logged == [1.0] * is_poisoned and (calls > 1) == is_poisoned
+    assert ends[0]["optimizer"] != {} and resumable.differences(*ends) == []
