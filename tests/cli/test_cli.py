@@ -170,10 +170,10 @@ REFUSED = {
     "grop": "no command 'grop'. trl-steady --help lists the commands.",
     "env --all": "no command 'env --all'.",
     "run -m": "run needs a script.",
-    "run --num_procesess 2 x.py": "unrecognized arguments: --num_procesess",
+    "run --num_procesess 2 tests/cli/tools.py": "unrecognized arguments: --num_procesess",
     "run --set": "--set needs NAME=VALUE.",
-    "run --set loss_tpye=gspo tests/cli/tools.py": "an option 'loss_tpye'.",
-    "grpo --loss_tpye gspo --output_dir x --use_cpu 1 --bf16 0": "unrecognized arguments: --loss_tpye",
+    "run --set num_processes=2 tests/cli/tools.py": "an option 'num_processes'.",
+    "grpo --kl_coef 0.1 --output_dir x --use_cpu 1 --bf16 0": "unrecognized arguments: --kl_coef",
     "grpo --beta abc": "argument --beta: invalid float value: 'abc'",
 }
 

@@ -94,7 +94,7 @@ def test_values_are_read_as_trls_command_line_reads_them() -> None:
 def test_invalid_settings_are_refused() -> None:
     for setting, said in (
         ("los_type=gspo", r"has an option 'los_type'\."),
-        ("loss_type", r"'loss_type' has no value\. Write --set NAME=VALUE"),
+        ("loss_type", r"--set loss_type: no value\. Write --set NAME=VALUE"),
         ("share_prompts=perhaps", "--set share_prompts=perhaps: Truthy value expected"),
         ("token_budget=1e3", "invalid int value: '1e3'"),
     ):

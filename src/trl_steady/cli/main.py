@@ -3,12 +3,14 @@
 """The command `trl-steady`, also `python -m trl_steady` and `accelerate launch -m trl_steady`."""
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.metadata import version
 from typing import NoReturn, cast
 
 from trl_steady import __version__
+from trl_steady.cli.mistakes import wrong_options
 
 _HELP = """\
 usage: trl-steady COMMAND ...
@@ -60,6 +62,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except _Refused as refused:
         print(f"trl-steady: {refused}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # a trainer has said what continues the run
+        return 130
     print(_TABLES[command]())
     return 0
 
@@ -69,7 +73,14 @@ def run(arguments: Sequence[str]) -> int:
     settings, ppo, rest = _leading_settings(arguments)
     if rest in ([], ["-m"]):
         _refuse("run needs a script. trl-steady --help lists the commands.")
-    if rest[0].startswith("-") and rest[0] != "-m":
+    is_launched = rest[0].startswith("-") and rest[0] != "-m"
+    # the script is the first word, or, after launch options, the first that ends so
+    script = next((word for word in rest if word == "-m" or word.endswith(".py")), "-m") if is_launched else rest[0]
+    if script != "-m" and not os.path.exists(script):
+        _refuse(f"there is no script {script}.")
+    for message in wrong_options([f"--{setting}" for setting in settings]):
+        _refuse(message)
+    if is_launched:
         return _launch(arguments)
     from trl_steady.cli.options import parse_settings
     from trl_steady.cli.run import run_script
@@ -84,18 +95,22 @@ def run(arguments: Sequence[str]) -> int:
 
 def run_trl_command(command: str, arguments: Sequence[str]) -> int:
     """Run TRL's `trl grpo` or `trl rloo` with trl-steady's trainer and options, or `trl grpo` with PPO."""
+    for message in wrong_options(arguments):
+        _refuse(message)
     from trl_steady.cli import run
 
     return run.run_trl_command(command, arguments, _launch, _refuse)
 
 
 def methods() -> str:
-    """Return the table of the methods that trl-steady adds."""
+    """Return the table of the methods that trl-steady adds: page, method and paper, setting."""
     from trl_steady.config.methods import METHODS
 
-    rows = [("", "method", "setting", "arXiv", "docs/"), *(method[:5] for method in METHODS)]
-    widths = [max(len(row[i]) for row in rows) for i in range(5)]
-    return "\n".join("  ".join(map(str.ljust, row, widths)).rstrip() for row in rows)
+    lines: dict[str, None] = {}  # a page only once
+    for kind, name, setting, paper, page, *_ in METHODS:
+        source = f" (arXiv {paper})" if paper else ""
+        lines |= dict.fromkeys((f"{kind}: docs/{page}", f"  {name}{source}", f"      {setting}"))
+    return "\n".join(lines)
 
 
 def env() -> str:

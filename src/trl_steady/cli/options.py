@@ -30,10 +30,9 @@ def parse_settings(settings: Sequence[str]) -> dict[str, Any]:
     options: dict[str, Any] = {}
     for setting in settings:
         name, equals, text = setting.partition("=")
-        if not equals:
-            raise ValueError(f"--set {setting!r} has no value. Write --set NAME=VALUE.")
-        if name not in _TYPES:
-            raise ValueError(f"--set {setting}: no config of ours has an option {name!r}.")
+        if not equals or name not in _TYPES:
+            wrong = f"no config of ours has an option {name!r}" if equals else "no value. Write --set NAME=VALUE"
+            raise ValueError(f"--set {setting}: {wrong}.")
         try:
             options[name] = _read(name, text)
         except ValueError as error:
