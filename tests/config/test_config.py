@@ -1,19 +1,25 @@
 """Defaults of the paper, refusals with the way out, warnings of what cannot act."""
 
+import copy
 import dataclasses
 import importlib
+import inspect
+import math
+import pickle
 import re
 import warnings
 from pathlib import Path
 from typing import Any, Literal
 
+import numpy as np
 import pytest
+import torch
 import trl
 from transformers import HfArgumentParser
 from trl import TrlParser
 
 import trl_steady
-from tests.config.wrong_options import CONTRADICTIONS, IDLE, INVALID, INVALID_PPO, SILENT
+from tests.config.wrong_options import CONTRADICTIONS, IDLE, INVALID, INVALID_PPO, NAN, SILENT
 from tests.tools import tiny
 from tests.tools.losses import NATIVE_LOSS_TYPES
 from trl_steady.config.options import own_options
@@ -85,6 +91,66 @@ def test_invalid_values_are_refused_by_name(tmp_path: Path, option: str) -> None
     for value in INVALID[option]:
         with pytest.raises(ValueError, match=rf"^{option}={re.escape(repr(value))} cannot work\. Set {option} to \S"):
             config(tmp_path, **{option: value})
+
+
+def test_numbers_of_trl_that_our_methods_calculate_with_are_checked_too(tmp_path: Path) -> None:
+    for option in ("off_policy_mask_threshold", "delta", "beta", "temperature", "ref_model_mixup_alpha"):
+        for value in ("0.1", [0.1], NAN):
+            said = rf"^{option}={re.escape(repr(value))} cannot work\. Set {option} to a number"
+            with pytest.raises(ValueError, match=said):
+                config(tmp_path, **{option: value})
+    numbers = {"beta": np.float32(0.1), "delta": torch.tensor(4.0), "off_policy_mask_threshold": math.inf}
+    assert config(tmp_path, loss_type="grpo", ref_model_sync_steps=np.int64(3), **numbers).beta == np.float32(0.1)
+
+
+class Own(trl_steady.GRPOConfig):
+    """A config of a script, with a constructor of its own."""
+
+    def __init__(self, mine: int, **options: Any) -> None:
+        self.mine = mine
+        super().__init__(**options)
+
+
+def test_a_misspelt_option_is_told_with_the_one_that_was_meant(tmp_path: Path) -> None:
+    args = config(tmp_path)
+    for wrong in (lambda: config(tmp_path, los_type="gspo"), lambda: dataclasses.replace(args, los_type="gspo")):
+        with pytest.raises(TypeError, match=r"^GRPOConfig has no option los_type\. Did you mean loss_type\?$"):
+            wrong()
+    with pytest.raises(TypeError, match=r"^RLOOConfig has no option xyzzy\.$"):
+        trl_steady.RLOOConfig(str(tmp_path), xyzzy=1)
+    own = Own(mine=1, output_dir=str(tmp_path), **OFF_POLICY)
+    assert own.mine == 1 and copy.deepcopy(args).to_dict() == pickle.loads(pickle.dumps(args)).to_dict()
+    assert next(iter(inspect.signature(trl_steady.GRPOConfig).parameters)) == "output_dir"
+
+
+@dataclasses.dataclass
+class Derived(trl_steady.GRPOConfig):
+    """A config of a script, whose constructor Python writes."""
+
+    mine: int = 1
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+
+
+def test_a_warning_names_the_line_of_the_script(models: dict[str, Path], tmp_path: Path) -> None:
+    """Of the one that builds a config, a copy of it, or a trainer."""
+
+    def line() -> int:
+        caller = inspect.currentframe()
+        assert caller and caller.f_back
+        return caller.f_back.f_lineno
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        lines = [line() + 1]
+        args = Derived(str(tmp_path), neftune_noise_alpha=5, kl_estimator="k2", **OFF_POLICY)
+        lines.append(line() + 1)
+        args = dataclasses.replace(args, mine=2, generation_batch_size=None)
+        lines.append(line() + 1)
+        trl_steady.GRPOTrainer(str(models["dense"]), tiny.reward, args, tiny.dataset())
+    found = [each for each in caught if re.match("kl_estimator|trim_padding", str(each.message))]
+    assert [(each.filename, each.lineno) for each in found] == [(__file__, number) for number in lines]
 
 
 def test_the_table_has_every_option_of_ours() -> None:

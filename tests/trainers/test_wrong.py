@@ -1,15 +1,23 @@
 """What users get wrong in models, data and functions: each message comes before the first step and names a way out."""
 
+import functools
+import inspect
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import trl
+from datasets import Dataset, IterableDataset
 from transformers import AutoModelForCausalLM, Qwen2Config, Qwen2ForSequenceClassification
+from trl.trainer import grpo_trainer, rloo_trainer
 
+import trl_steady
 from tests.tools import tiny
 from trl_steady import StepRewards
+from trl_steady.trl_bridge.validation import PASSED
 
 INF, NAN = float("inf"), float("nan")
 
@@ -63,10 +71,6 @@ ERRORS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
         lambda: rolling(completion_ids=[[], *[[60, 61, 62]] * 15]),
         r"rollout_func returned completion_ids of lengths \[0, 3.*one token or more",
     ),
-    "a taken name": (
-        lambda: {"build": {"train_dataset": tiny.dataset().add_column("completions", ["?"] * 16)}},
-        "gives a column 'completions', but .*Rename the column",
-    ),
     "two rows": (lambda: {"build": {"train_dataset": tiny.dataset(2)}}, r"has 2 rows, .* needs 4 prompts .*set a sm"),
 }
 
@@ -92,27 +96,138 @@ def test_what_teaches_nothing_is_warned_of(models: dict[str, Path], tmp_path: Pa
         trainer.train()
 
 
+# columns that TRL or a reward function needs
+
+
 def wants_answer(completions: list[str], answer: list[str], **_: Any) -> list[float]:
     return [1.0] * len(completions)
 
 
-async def wants_answer_later(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+async def wants_answer_later(completions: list[str], *, answer: list[str], **_: Any) -> list[float]:
     return [1.0] * len(completions)
 
 
-def adds_text(completions: list[str], **_: Any) -> list[float]:
-    return [1.0 + completion for completion in completions]  # type: ignore[operator]
+class Judge:
+    def __call__(self, completions: list[str], answer: list[str], **_: Any) -> list[float]:
+        return [1.0] * len(completions)
 
 
-@pytest.mark.parametrize("function", [wants_answer, wants_answer_later, adds_text])
-def test_a_function_that_wants_a_missing_column_is_told_what_there_is(
-    models: dict[str, Path], tmp_path: Path, function: Callable[..., Any]
+def wants_one(prompt: str, completion: str) -> float:
+    return 1.0
+
+
+def columns(*names: str) -> Dataset:
+    return Dataset.from_dict({name: ["1+1="] * 16 for name in names})
+
+
+WANTED = r" asks for 'answer'\. TRL passes prompts, completions, completion_ids, .*log_metric, question, answers\."
+WRONG: dict[str, tuple[dict[str, Any], str]] = {
+    "no prompt": ({}, r"no column 'prompt', but question, answers\. .*rename_column\('question', 'prompt'\)"),
+    "a function": ({"reward_funcs": wants_answer}, "'wants_answer'" + WANTED + r" Did you mean 'answers'\?"),
+    "of two": ({"reward_funcs": [tiny.reward, wants_answer_later]}, "'wants_answer_later'" + WANTED),
+    "an object": ({"reward_funcs": Judge()}, WANTED),
+    "a partial": ({"reward_funcs": functools.partial(wants_answer, strict=True)}, WANTED),
+    "one prompt": (
+        {"reward_funcs": wants_one},
+        r"asks for '(prompt|completion)'.* Did you mean '(prompt|completion)s'",
+    ),
+    "a taken name": (
+        {"train_dataset": columns("prompt", "completions")},
+        "has a column 'completions', as TRL names all completions",
+    ),
+    "a stream": ({"reward_funcs": wants_answer, "train_dataset": columns("prompt").to_iterable_dataset()}, "'answer'"),
+}
+
+
+@pytest.mark.parametrize("method", ["GRPO", "RLOO"])
+@pytest.mark.parametrize("name", WRONG)
+def test_columns_that_do_not_fit_are_named_when_the_trainer_is_built(
+    models: dict[str, Path], tmp_path: Path, name: str, method: str
 ) -> None:
-    """An error in the function's own code gets no such note."""
-    with pytest.raises(TypeError, match="answer" if function is not adds_text else "unsupported operand") as caught:
-        tiny.trainer(models["dense"], tmp_path, build={"reward_funcs": function}).train()
-    notes = getattr(caught.value, "__notes__", [])
-    told = [
-        note for note in notes if "passes to a reward function by name: prompts, completions, completion_i" in note
-    ]
-    assert len(told) == (function is not adds_text)
+    build, message = WRONG[name]
+    with_prompt = () if name == "no prompt" else ("prompt",)
+    build = {"train_dataset": columns(*with_prompt, "question", "answers"), **build}
+    with pytest.raises(ValueError, match=message):
+        tiny.trainer(models["dense"], tmp_path, build=build, method=method)
+
+
+@functools.lru_cache
+def cached(completions: list[str], answer: list[str], **_: Any) -> list[float]:
+    raise AssertionError
+
+
+def given(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def with_answer(completions: list[str], **_: Any) -> Any:
+        return function(completions, answer=["2"])
+
+    return with_answer
+
+
+def optional(completions: list[str], answer: Any = None, **_: Any) -> list[float]:
+    return [1.0] * len(completions)
+
+
+def everything(
+    prompts: Any, completions: Any, completion_ids: Any, trainer_state: Any, log_extra: Any, log_metric: Any
+) -> list[float]:
+    return [1.0] * len(prompts)
+
+
+class Adds(trl_steady.GRPOTrainer):
+    """A trainer of a script that adds a column to a rollout."""
+
+    def _calculate_rewards(self, inputs: Any, *arguments: Any) -> Any:
+        return super()._calculate_rewards([{**row, "answer": "2"} for row in inputs], *arguments)
+
+
+class OwnDataset(Dataset):
+    """A data set of a script, whose rows have another column."""
+
+
+def transformed(rows: dict[str, list[str]]) -> dict[str, list[str]]:
+    return {"prompt": rows["question"], "answer": rows["question"]}
+
+
+def mapped() -> IterableDataset:
+    return columns("question").to_iterable_dataset().map(lambda row: {**row, "prompt": "1+1=", "answer": "2"})
+
+
+FITS: dict[str, Callable[[], dict[str, Any]]] = {
+    "a default": lambda: {"reward_funcs": [optional, everything, functools.partial(wants_answer, answer=["2"])]},
+    "decorated": lambda: {"reward_funcs": given(wants_answer)},
+    "no signature": lambda: {"reward_funcs": cached},
+    "a transform": lambda: {"train_dataset": columns("question").with_transform(transformed)},
+    "a stream of unknown columns": lambda: {"train_dataset": mapped()},
+    "a class of its own": lambda: {"train_dataset": OwnDataset(columns("question").data)},
+    "a rollout_func": lambda: {**rolling()["build"], "reward_funcs": wants_answer},
+    "a reward model": lambda: {**scoring(1.0)["build"], "train_dataset": columns("prompt", "completions")},
+}
+
+
+@pytest.mark.parametrize("name", FITS)
+def test_columns_that_may_fit_are_not_refused(models: dict[str, Path], tmp_path: Path, name: str) -> None:
+    wants = {"reward_funcs": wants_answer} if "train_dataset" in (build := FITS[name]()) else {}
+    tiny.trainer(models["dense"], tmp_path, build={**wants, **build}, max_steps=1)
+
+
+def test_a_subclass_may_add_a_column(models: dict[str, Path], tmp_path: Path) -> None:
+    args = tiny.arguments(trl_steady.GRPOConfig, tmp_path, max_steps=1)
+    Adds(str(models["dense"]), wants_answer, args, tiny.dataset(), processing_class=tiny.tokenizer()).train()
+
+
+@pytest.mark.parametrize("module", [grpo_trainer, rloo_trainer])
+def test_trl_passes_what_the_check_knows(module: Any) -> None:
+    source = inspect.getsource(module)
+    passed = {*re.findall(r' reward_kwargs\["(\w+)"\] = ', source)} - {"environments"}
+    (call,) = {*re.findall(r"reward_func\(\s*(.*), \*\*reward_kwargs", source)}
+    assert passed | {*re.findall(r"(\w+)=", call)} == {*PASSED}
+
+
+def test_the_config_of_another_trainer_is_told_that_trainers_name(models: dict[str, Path], tmp_path: Path) -> None:
+    args = tiny.arguments(trl_steady.PPOConfig, tmp_path)
+    with pytest.raises(ValueError, match=r"import GRPOConfig, GRPOTrainer, or use trl_steady\.PPOTrainer\.$"):
+        trl_steady.GRPOTrainer(str(models["dense"]), tiny.reward, args, tiny.dataset())
+    theirs = tiny.arguments(trl.GRPOConfig, tmp_path)
+    with pytest.raises(ValueError, match=r"Import both: from trl_steady import GRPOConfig, GRPOTrainer\.$"):
+        trl_steady.GRPOTrainer(str(models["dense"]), tiny.reward, theirs, tiny.dataset())

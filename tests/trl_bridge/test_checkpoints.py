@@ -1,5 +1,8 @@
 """What a checkpoint holds, what is refused at a resume, and that what is saved loads without this package."""
 
+import os
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -175,6 +178,70 @@ def test_a_checkpoint_written_again_replaces_the_old_one(models: dict[str, Path]
     assert not (tmp_path / "checkpoint-6" / "left over").exists()
     assert get_last_checkpoint(str(tmp_path)) == str(tmp_path / "checkpoint-6")
     assert not (tmp_path / "_unfinished").exists()
+
+
+HALF: dict[str, tuple[str, Callable[[Path], object]]] = {
+    "missing": ("optimizer.pt", lambda folder: (folder / "optimizer.pt").unlink()),
+    "cut off": ("adapter_model.safetensors", lambda folder: os.truncate(folder / "adapter_model.safetensors", 9)),
+    "begun": ("trainer_state.json", lambda folder: [path.unlink() for path in folder.iterdir()]),
+}
+
+
+@pytest.mark.parametrize("name", HALF)
+def test_the_newest_complete_checkpoint_is_taken(
+    models: dict[str, Path], runs: dict[str, Path], tmp_path: Path, name: str
+) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(runs["frozen"], folder)
+    trainer = tiny.trainer(models["dense"], folder, lora=True, padded=True, **FROZEN)
+    assert trainer.checkpoints.newest() == str(folder / "checkpoint-18")
+    file, spoil = HALF[name]
+    spoil(folder / "checkpoint-18")
+    said = rf"^checkpoint-18 is incomplete \({file} is missing or cut off\), checkpoint-15 is not\.$"
+    with pytest.warns(UserWarning, match=said) as caught:
+        trainer.train(resume_from_checkpoint=True)
+    assert [row["step"] for row in trainer.state.log_history[-4:]] == [16, 17, 18, 18]
+    assert __file__ in [each.filename for each in caught]
+
+
+def test_an_edited_checkpoint_and_one_of_trl_are_complete(
+    models: dict[str, Path], runs: dict[str, Path], tmp_path: Path
+) -> None:
+    """A text may be shorter than it was."""
+    for name in ("frozen", "trl"):
+        folder = tmp_path / name
+        shutil.copytree(runs[name], folder)
+        for text in ("README.md", "trainer_state.json"):
+            (folder / "checkpoint-18" / text).write_text("{}")
+        assert tiny.trainer(models["dense"], folder).checkpoints.newest() == str(folder / "checkpoint-18")
+    assert tiny.trainer(models["dense"], tmp_path / "none").checkpoints.newest() is None
+
+
+class Interrupted(transformers.TrainerCallback):
+    """Ctrl-C, after a number of steps."""
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        if state.global_step == self.steps:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    ("steps", "said"),
+    [(5, "resume_from_checkpoint=True continues from checkpoint-3"), (2, "no checkpoint has been saved")],
+)
+def test_ctrl_c_says_what_continues_the_run_in_few_lines(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str], steps: int, said: str
+) -> None:
+    build = {**WINDOW["build"], "callbacks": [Interrupted(steps)]}
+    trainer = tiny.trainer(models["dense"], tmp_path, **{**FROZEN, "build": build})
+    with pytest.raises(KeyboardInterrupt) as stopped:
+        trainer.train()
+    assert len(stopped.traceback) <= 2  # this line, and perhaps the one of ours that raises
+    assert f"stopped at step {steps}; {said}\n" in capsys.readouterr().err
+    assert steps == 2 or tiny.trainer(models["dense"], tmp_path, **FROZEN).train(True).global_step == 18
 
 
 def test_the_hub_gets_the_finished_checkpoint(

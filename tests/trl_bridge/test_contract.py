@@ -94,7 +94,7 @@ def test_the_methods_we_override_have_the_parameters_we_know(trainer: Any, contr
     patched = {name for name in vars(FeatureTrainerMixin) if name in dir(trainer) and callable(getattr(trainer, name))}
     inherited = {name for name in patched if not getattr(trainer, name).__module__.startswith(("trl.", "transf"))}
     # what transformers documents for subclasses, or what hands on all that it gets, needs no contract
-    public = {"__init__", "_issue_warnings_after_load", "_maybe_log_save_evaluate", "evaluate"}
+    public = {"__init__", "_issue_warnings_after_load", "_maybe_log_save_evaluate", "evaluate", "train"}
     listed = {name for _, owner, name, parameters, _ in names.entries() if owner == trainer.__name__ and parameters}
     assert patched - inherited - public <= contract.parameters.keys() | listed
 

@@ -10,7 +10,7 @@ from typing import ClassVar, Literal
 
 from trl import GRPOConfig as _TRLConfig  # by name, because `trl-steady run` replaces it in `trl`
 
-from trl_steady.config.options import NOT_NEGATIVE, Range, first_off, option
+from trl_steady.config.options import NOT_NEGATIVE, NUMBER, Range, first_off, option
 from trl_steady.config.shared import SharedOptions
 from trl_steady.losses import LOSSES, Loss
 
@@ -94,6 +94,7 @@ class GRPOConfig(SharedOptions, _TRLConfig):
 
     def _ranges(self) -> dict[str, Range]:
         return super()._ranges() | {
+            **dict.fromkeys(("off_policy_mask_threshold", "delta"), NUMBER),  # TRL's
             "loss_type": Range(LOSSES.__contains__, f"one of {', '.join(map(repr, LOSSES))}"),  # a script may add some
             "epsilon": NOT_NEGATIVE,
             "epsilon_high": NOT_NEGATIVE,

@@ -29,28 +29,29 @@ COUNT = Range(lambda value: value >= 1 and value == int(value), "1, 2, 3, ...")
 POSITIVE = Range(lambda value: 0 < value < math.inf, "a finite number above 0")
 NOT_NEGATIVE = Range(lambda value: value >= 0, "0 or above")
 SHARE = Range(lambda value: 0 <= value <= 1, "between 0 and 1")
+NUMBER = Range(lambda value: float(value) == value, "a number")
 
 
 @cache
-def own_options(config: type) -> dict[str, Any]:
-    """Return the options of a config that trl-steady adds or changes, in the order of its fields, with their types."""
+def own_options(config: type, *others: str) -> dict[str, Any]:
+    """Return the options that trl-steady adds or changes, and others, in the order of the config, with their types."""
     ours = [kind for kind in config.__mro__ if kind.__module__.startswith("trl_steady.")]
-    names = {name for kind in ours for name in inspect.get_annotations(kind)}
+    names = {name for kind in ours for name in inspect.get_annotations(kind)}.union(others)
     types = get_type_hints(config)
     return {each.name: types[each.name] for each in fields(config) if each.name in names}
 
 
 def refuse_invalid(config: object, ranges: Mapping[str, Range]) -> None:
-    """Refuse values of our options that are invalid whatever the other options are.
+    """Refuse values of options that are invalid whatever the other options are.
 
     Args:
         config: A config whose types say where a bool, a choice or None is valid.
-        ranges: The valid values of all other options, by name.
+        ranges: The valid values of our other options, and of TRL's that our methods calculate with, by name.
 
     Raises:
         ValueError: The message names the option, its value and the valid values.
     """
-    for name, annotation in own_options(type(config)).items():
+    for name, annotation in own_options(type(config), *ranges).items():
         value = getattr(config, name)
         kinds = (annotation,) if get_origin(annotation) is Literal else get_args(annotation) or (annotation,)
         choices = (True, False) if bool in kinds else get_args(kinds[0]) if get_origin(kinds[0]) is Literal else ()

@@ -3,16 +3,18 @@
 # pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false
 """Options that all trainers have, and what a config says of them. The help texts are the documentation of options."""
 
+import inspect
 import json
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, cast
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 
 import trl
 
-from trl_steady.config.options import COUNT, POSITIVE, Range, first_off, option, refuse_invalid
+from trl_steady.config.options import COUNT, NUMBER, POSITIVE, Range, first_off, option, refuse_invalid
 from trl_steady.config.sampling import TRUNCATIONS, WEIGHTINGS
+from trl_steady.core.feature import warn_user
 
 if TYPE_CHECKING:
     _TRLConfig = trl.GRPOConfig
@@ -181,9 +183,16 @@ class SharedOptions(_TRLConfig):
 
     _forced_values: ClassVar[Mapping[str, object]] = {}  # an unpickled config has run no checks
 
+    def __new__(cls, *_: object, **keywords: object) -> Self:
+        """Refuse a misspelt option with the name that was meant, as Python does from 3.13 on."""
+        known = inspect.signature(cast(Any, cls).__init__).parameters
+        is_open = any(each.kind is each.VAR_KEYWORD for each in known.values())
+        for name in () if is_open else keywords.keys() - known.keys():
+            meant = "".join(f" Did you mean {each}?" for each in get_close_matches(name, known, 1))
+            raise TypeError(f"{cls.__name__} has no option {name}.{meant}")
+        return super().__new__(cls)
+
     def __post_init__(self) -> None:
-        for name in self.forced.keys() - {each.name for each in fields(self)}:
-            raise ValueError(f"--set {name}: {self.METHOD}Config has no option {name!r}. Leave it out.")
         vars(self).update(self.forced)
         refuse_invalid(self, self._ranges())
         self._fill_unset()
@@ -191,7 +200,7 @@ class SharedOptions(_TRLConfig):
         for message in self._contradictions():
             raise ValueError(message)
         for message in self.cannot_act:
-            warnings.warn(message, UserWarning, stacklevel=3)
+            warn_user(message)
         vars(self)["_forced_values"] = {name: getattr(self, name) for name in self.forced}
 
     def refuse_changed(self) -> None:
@@ -206,6 +215,7 @@ class SharedOptions(_TRLConfig):
     def _ranges(self) -> dict[str, Range]:
         """Return the valid values of options whose type does not say which are valid."""
         return {
+            **dict.fromkeys(("beta", "temperature", "ref_model_sync_steps", "ref_model_mixup_alpha"), NUMBER),  # TRL's
             "ref_model_sync_kl": POSITIVE,
             "token_budget": COUNT,
             "vllm_engine_kwargs": _ENGINE_ARGUMENTS,
@@ -242,6 +252,8 @@ class SharedOptions(_TRLConfig):
 
     def _contradictions(self) -> Iterator[str]:
         """Yield errors about options that are valid alone, but not together, each with a fix."""
+        for name in self.forced.keys() - {each.name for each in fields(self)}:
+            yield f"--set {name}: {self.METHOD}Config has no option {name!r}. Leave it out."
         if self.sync_ref_model and not self.has_reference:
             yield "sync_ref_model=True with beta=0.0: there is no reference to move. Set beta above 0."
         for name in ("token_budget", "share_prompts"):

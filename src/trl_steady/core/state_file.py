@@ -3,7 +3,6 @@
 # numpy has no public names for what its pickles call
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 
-import warnings
 from collections.abc import Mapping, Sequence, Set
 from numbers import Number
 from pathlib import Path, PosixPath, WindowsPath
@@ -12,6 +11,8 @@ from typing import Any, cast
 import numpy as np
 import torch
 from torch import Tensor
+
+from trl_steady.core.feature import warn_user
 
 _NUMBERS_AND_TEXT: list[Any] = [int, float, complex, str, bytes]
 _KEPT = {type(None), bool, *_NUMBERS_AND_TEXT, bytearray, PosixPath, WindowsPath}
@@ -52,5 +53,5 @@ def _loadable(value: object) -> object:
         if isinstance(value, kind):
             return container(map(_loadable, value))
     name = f"{type(value).__module__}.{type(value).__qualname__}"
-    warnings.warn(f"a checkpoint holds a {name} of a rollout as text. Use numbers or text.", UserWarning, stacklevel=2)
+    warn_user(f"a checkpoint holds a {name} of a rollout as text. Use numbers or text.")
     return str(value)

@@ -21,15 +21,16 @@ from accelerate.utils import broadcast_object_list
 from peft import PeftModel
 from torch.utils.data import Sampler
 from transformers.trainer import TRAINER_STATE_NAME
-from transformers.trainer_utils import rotate_checkpoints
+from transformers.trainer_utils import rotate_checkpoints, sort_checkpoints
 
-from trl_steady.core.feature import Trainer
+from trl_steady.core.feature import Trainer, warn_user
 from trl_steady.core.state_file import load_state, save_state
 from trl_steady.trl_bridge.private import as_trl_trainer, generation_interval, is_before_generation, patched
 from trl_steady.trl_bridge.resume import changed_settings, window_settings
 
 UNFINISHED = "_unfinished"
 """Folder of checkpoints that are being written. The upload to the Hub skips names that begin with "_"."""
+_SIZES = "sizes.json"  # of the files that a resume reads
 
 
 class Checkpoints:
@@ -40,6 +41,20 @@ class Checkpoints:
         self._trl = as_trl_trainer(trainer)  # the same, with TRL's private attributes
         self.sampler: Sampler[int] | None = None
         """TRL's sampler of the training data; None for a stream."""
+
+    def newest(self) -> str | None:
+        """Return the newest complete checkpoint of the run, or None. Warn of a newer one, such as half of a copy."""
+        incomplete = ""
+        for checkpoint in map(Path, reversed(sort_checkpoints(self._trainer.args.output_dir))):
+            listed, found = checkpoint / _SIZES, _sizes(checkpoint)
+            sizes = json.loads(listed.read_text() or "{}") if listed.exists() else {TRAINER_STATE_NAME: 1}
+            cut_off = [name for name, size in sizes.items() if found.get(name, 0) < size]
+            if not cut_off:
+                if incomplete:
+                    warn_user(f"{incomplete}, {checkpoint.name} is not.")
+                return str(checkpoint)
+            incomplete = incomplete or f"{checkpoint.name} is incomplete ({cut_off[0]} is missing or cut off)"
+        return None
 
     def save(self, run: str, save_by_trl: Callable[[], None]) -> None:
         """Write a checkpoint to an unfinished folder and move it into place when it is complete.
@@ -88,6 +103,7 @@ class Checkpoints:
             if moves_it and unfinished.exists():
                 if checkpoint.exists():  # from a run that was later resumed at an earlier checkpoint
                     os.replace(checkpoint, unfinished.parent / "replaced")
+                (unfinished / _SIZES).write_text(json.dumps({**_sizes(unfinished), TRAINER_STATE_NAME: 1}))
                 os.replace(unfinished, checkpoint)
                 shutil.rmtree(unfinished.parent, ignore_errors=True)
         accelerator.wait_for_everyone()
@@ -191,6 +207,13 @@ class Checkpoints:
 
     def _window_file(self) -> str:
         return f"rollouts_{self._trainer.accelerator.process_index}.pt"
+
+
+def _sizes(checkpoint: Path) -> dict[str, int]:
+    """Return the bytes of each file with tensors, and of the state, which TRL writes last, without this list."""
+    kinds = (".safetensors", ".bin", ".pt", ".pth", ".distcp", TRAINER_STATE_NAME)
+    files = [path for path in checkpoint.rglob("*") if path.name.endswith(kinds)]
+    return {path.relative_to(checkpoint).as_posix(): path.stat().st_size for path in files}
 
 
 @contextmanager

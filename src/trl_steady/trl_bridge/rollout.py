@@ -18,7 +18,6 @@ from trl_steady.core.feature import Trainer
 from trl_steady.core.types import LogProbs, Rollout
 from trl_steady.functional.advantages import all_equal
 from trl_steady.trl_bridge.private import TRAINER_MODULES, as_trl_trainer, generated_completions, patched
-from trl_steady.trl_bridge.validation import name_columns_in_errors
 
 
 @contextmanager
@@ -117,12 +116,10 @@ def wrap_reward_functions(functions: Sequence[Any], processors: Sequence[Callabl
             return returned
 
         async def call_async(*arguments: object, **keywords: object) -> Any:
-            with name_columns_in_errors(keywords):
-                return process(await function(*arguments, **keywords))
+            return process(await function(*arguments, **keywords))
 
         def call(*arguments: object, **keywords: object) -> Any:
-            with name_columns_in_errors(keywords):
-                return process(function(*arguments, **keywords))
+            return process(function(*arguments, **keywords))
 
         return call_async if is_async_callable(function) else call
 

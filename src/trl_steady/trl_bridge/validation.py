@@ -1,17 +1,58 @@
 """Friendly errors for the commonest mistakes, which have poor messages or train nothing. It knows options of TRL."""
 
-import traceback
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+import inspect
+from collections.abc import Callable, Sequence
+from difflib import get_close_matches
 from functools import wraps
 from typing import Any
 
 import torch
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
+
+from trl_steady.core.feature import Trainer
+from trl_steady.trl_bridge.overrides import overrides
+
+PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
+"""What TRL passes to reward functions by name, beside the columns of the data."""
 
 
-def refuse_small_dataset(dataset: object, args: Any) -> None:
+def refuse_wrong_columns(trainer: Trainer) -> None:
+    """Refuse a dataset whose columns do not fit TRL or the reward functions, unless a rollout may have others."""
+    dataset = trainer.train_dataset
+    # another class, or a transform, may add columns; a stream may not know its own
+    is_plain = type(dataset) in (Dataset, IterableDataset) and getattr(dataset, "format", {}).get("type") != "custom"
+    columns: Sequence[str] = (dataset.column_names or ()) if is_plain else ()
+    if not columns or trainer.environment_factories is not None or overrides(trainer, "data"):
+        return
+    messages: list[str] = []
+    if "prompt" not in columns:
+        rename = f"train_dataset.rename_column({columns[0]!r}, 'prompt')"
+        messages.append(f"train_dataset has no column 'prompt', but {', '.join(columns)}. Rename one: {rename}.")
+    passed = [*PASSED, *(name for name in columns if name not in ("prompt", "completion"))]
+    for name, function in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True):
+        if isinstance(function, torch.nn.Module):
+            continue
+        taken = sorted({"prompts", "completions"}.intersection(columns))
+        messages += [f"train_dataset has a column {each!r}, as TRL names all {each}. Rename it." for each in taken]
+        for each in _required(function) - {*passed} if trainer.rollout_func is None else ():
+            meant = "".join(f" Did you mean {close!r}?" for close in get_close_matches(each, passed, 1))
+            messages.append(f"reward function {name!r} asks for {each!r}. TRL passes {', '.join(passed)}.{meant}")
+    for message in messages:
+        raise ValueError(message)
+
+
+def _required(function: Callable[..., object]) -> set[str]:
+    """Return the parameters that TRL must pass by name; none if they are not known."""
+    try:  # not those of a function that a decorator wraps, for which it may have values of its own
+        parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
+    except (TypeError, ValueError):
+        return set()
+    return {each.name for each in parameters if each.default is each.empty and "*" not in str(each)}
+
+
+def refuse_small_dataset(trainer: Trainer) -> None:
     """Refuse a dataset that is smaller than a rollout, because TRL's sampler would drop all of it."""
+    dataset, args = trainer.train_dataset, trainer.args
     prompts = args.generation_batch_size // args.num_generations
     if isinstance(dataset, Dataset) and len(dataset) < prompts:
         raise ValueError(
@@ -44,26 +85,3 @@ def checked_rollout_func(function: Callable[..., Any]) -> Callable[..., Any]:
         return {**output, **columns}
 
     return checking
-
-
-def refuse_reserved_columns(row: Mapping[str, object], reward_functions: Iterable[object]) -> None:
-    """Refuse columns with names of TRL's own arguments, which a reward function would get twice."""
-    found = sorted({"prompts", "completions"} & row.keys())
-    if found and not all(isinstance(function, torch.nn.Module) for function in reward_functions):
-        raise ValueError(
-            f"the data set, or rollout_func, gives a column {found[0]!r}, but TRL passes all {found[0]} of a rollout "
-            "to reward functions by this name. Rename the column."
-        )
-
-
-@contextmanager
-def name_columns_in_errors(passed: Iterable[str]) -> Iterator[None]:
-    """Say what TRL passes to a reward function, if it asks for a column that is not there."""
-    try:
-        yield
-    except TypeError as error:
-        *_, (frame, _) = traceback.walk_tb(error.__traceback__)
-        if frame.f_code.co_name in ("call", "call_async"):  # otherwise, the function's own code has failed
-            names = ", ".join(passed)
-            error.add_note(f"TRL passes to a reward function by name: {names}. Use these names, and **kwargs.")
-        raise

@@ -7,7 +7,6 @@ adapter.
 import copy
 import functools
 import sys
-import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType, SimpleNamespace
@@ -19,6 +18,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from trl_steady.core.engine import AdapterSync, EngineOutput, GenerationResult, NamedWeights, SendRequest
+from trl_steady.core.feature import warn_user
 from trl_steady.core.metrics import Clock
 from trl_steady.trl_bridge.private import TRAINER_MODULES, patched
 
@@ -106,11 +106,9 @@ class SteadyGeneration(VLLMGeneration):
                 f"{sync.option}: {why_not}. Change that, or let the policy itself generate (use_vllm=False). An "
                 "unquantised policy may also get merged weights (vllm_adapter_sync=False)."
             )
-        warnings.warn(
+        warn_user(
             f"vLLM gets all weights with the adapter merged, because {why_not}. Set vllm_adapter_sync=False to send "
-            "merged weights without this warning.",
-            UserWarning,
-            stacklevel=3,
+            "merged weights without this warning."
         )
 
     def _build(self, adapter_flags: dict[str, object]) -> None:

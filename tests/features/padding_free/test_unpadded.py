@@ -1,6 +1,8 @@
 """Training without padding is TRL's: the same loss, gradients and metrics, whatever the loss and the model."""
 
 import math
+import re
+import warnings
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -142,6 +144,21 @@ def test_a_micro_batch_by_tokens_is_as_large_as_its_budget_allows(models: dict[s
         assert all(shape[0] == 1 and shape[1] <= 30 for shape in widths)
         assert sum(shape[1] for shape in widths) == sum(lengths)
         assert len(widths) < 16 and max(lengths) + min(lengths) <= 30 < sum(lengths[:4])  # not one by one, nor TRL's
+
+
+@pytest.mark.parametrize("budget", [2, 30])
+def test_a_budget_below_every_sequence_warns_once_with_one_to_set(
+    models: dict[str, Path], tmp_path: Path, budget: int
+) -> None:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        trainer: Any = tiny.train(tiny.trainer(models["dense"], tmp_path, token_budget=budget, max_steps=3))
+    found = [each for each in caught if "token_budget" in str(each.message)]
+    assert len(found) == (budget == 2)
+    for each in found:
+        said = re.search(r"is below the (\d+) tokens .* own\. Set token_budget=(\d+), for example", str(each.message))
+        assert said and each.filename == tiny.__file__ and trainer.feature(PaddingFree).notes == [str(each.message)]
+        assert int(said[1]) > 2 and int(said[2]) % 4 == 0 and int(said[2]) // 4 >= int(said[1])
 
 
 def test_shared_prompts_are_computed_once(models: dict[str, Path], tmp_path: Path) -> None:

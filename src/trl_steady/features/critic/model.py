@@ -11,7 +11,6 @@ The critic and the reward model are both one.
 import contextlib
 import copy
 import functools
-import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
@@ -27,7 +26,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import AutoModelForSequenceClassification, PreTrainedModel
 
-from trl_steady.core.feature import Trainer
+from trl_steady.core.feature import Trainer, warn_user
 from trl_steady.core.tensor_file import refuse_other_shapes
 from trl_steady.core.types import Scorer
 from trl_steady.features.adapters.base_model import BaseModel, base_changing_init
@@ -294,11 +293,9 @@ def _adapter_config(config: PeftConfig, base: BaseModel, name: str) -> LoraConfi
 def _warn_of_other_base(config: LoraConfig, base: BaseModel, name: str) -> None:
     trained_on, base_path = config.base_model_name_or_path, base.model.config.name_or_path
     if trained_on and base_path and Path(trained_on).resolve() != Path(base_path).resolve():
-        warnings.warn(
+        warn_user(
             f"the adapter {name!r} was trained on {trained_on!r}, and the base of the policy is {base_path!r}. If "
-            "that is another model, its values mean nothing.",
-            UserWarning,
-            stacklevel=2,
+            "that is another model, its values mean nothing."
         )
 
 

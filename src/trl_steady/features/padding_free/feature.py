@@ -253,6 +253,13 @@ class PaddingFree(Feature):
             prompt_width = joined["prompt_ids"].size(1)
             width = prompt_width + joined["completion_ids"].size(1)
             lengths = [Length(*numbers) for numbers in joined[_LENGTHS]]
+            tokens = [length.prompt + length.completion for length in lengths]
+            budget = self.args.token_budget or 0
+            if min(tokens) > budget and not any(note.startswith("token_budget") for note in self.notes):
+                self.warn(
+                    f"token_budget={budget} is below the {min(tokens)} tokens of a step's shortest sequence, so each "
+                    f"is a micro-batch of its own. Set token_budget={size * max(tokens)}, for example."
+                )
             for rows in self._batches(self.support(model), lengths, width, prompt_width, len(lengths)):
                 yield (
                     select_sequences(joined, rows),

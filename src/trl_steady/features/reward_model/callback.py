@@ -4,7 +4,6 @@
 # pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # annotations of torch and accelerate are partial
 
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal
@@ -13,7 +12,7 @@ import torch
 from accelerate.utils import gather_object
 from transformers import TrainerCallback
 
-from trl_steady.core.feature import Trainer
+from trl_steady.core.feature import Trainer, warn_user
 from trl_steady.features.critic.optimizer import ScalarHeadOptimizer
 from trl_steady.features.reference.feature import Reference
 from trl_steady.features.reward_model.examples import (
@@ -191,13 +190,13 @@ class RewardModelRefreshCallback(TrainerCallback):
         replayed = self.history.draw(count, generator, without=set(map(prompt_key, out)))
         sets = {"fresh": fresh, "replayed": replayed, "held_out": out}
         if not fresh:
-            self._warn(
+            warn_user(
                 f"the reward model was not retrained before step {step + 1}: the {len(completions)} completions of "
                 f"this iteration give no example with objective={self.objective!r}. Pairs need a right and a wrong "
                 "completion of one prompt."
             )
         if self.accept != "always" and not out:
-            self._warn(
+            warn_user(
                 f"accept={self.accept!r} has nothing to compare: this iteration has no held-out example, and the new "
                 "reward model is kept. Use rollouts with more prompts between refreshes."
             )
@@ -226,9 +225,6 @@ class RewardModelRefreshCallback(TrainerCallback):
         counts = {"samples": len(fresh), "replayed": len(replayed), "refreshes": len(self.refreshes)}
         for name, value in {**counts, "accepted": not is_refused}.items():
             set_metric(self.trainer, f"reward_model/{name}", float(value))
-
-    def _warn(self, message: str) -> None:
-        warnings.warn(message, UserWarning, stacklevel=3)
 
     def _gather_completions(self) -> list[LabelledCompletion]:
         """Return the completions of all processes, in the order of one process."""

@@ -4,7 +4,6 @@
 # annotations of torch and accelerate are partial
 
 import math
-import warnings
 from collections.abc import Iterable
 from dataclasses import replace
 from itertools import pairwise
@@ -162,10 +161,9 @@ class StepRewardsFeature(Feature):
         if self.has_steps:
             rollout.samples["advantages"] = self._group_advantages(rollout, self._formula)
         elif self._formula != "return_to_go" and not self.last_rollout and self.trainer.accelerator.is_main_process:
-            warnings.warn(
+            self.warn(
                 f"step_advantage={self._formula!r} cannot act: no reward function has returned StepRewards in this "
-                "rollout. Return them, or leave step_advantage unset.",
-                stacklevel=2,
+                "rollout. Return them, or leave step_advantage unset."
             )
 
     def _group_advantages(self, rollout: Rollout, formula: str) -> Tensor:
