@@ -23,9 +23,7 @@ _BLOCK_LAYERS = {"compressed_sparse_attention", "heavily_compressed_attention", 
 _COUNTS_COLUMNS = {"recurrent_gemma", "blt"}
 # A forward that changes queries or keys after their last rotation makes attention depend on columns, not only on
 # distances: a norm with weights (hunyuan), or a scale for each channel (dory) or column (beam, mistral4)
-_CHANGES_ROTATED = re.compile(
-    r"apply_\w*ro(tary|pe)(?!.*apply_\w*ro(tary|pe)).*\b[qk]\w* = [^\n]*(norm\(|scal|\*)", re.DOTALL
-)
+_AFTER_ROTATION = re.compile(r"(?s)apply_\w*ro(tary|pe)(?!.*apply_\w*ro(tary|pe)).*\b[qk]\w* = [^\n]*(norm\(|scal|\*)")
 # Families in which tokens depend on later tokens (cpmant), or on other rows (doge, as a mixture of experts)
 _SEES_EVERYTHING = {"cpmant", "doge"}
 
@@ -94,7 +92,7 @@ def _is_rotary(model: PreTrainedModel) -> bool:
 def _changes_rotated(model: PreTrainedModel) -> bool:
     forwards = {type(module).forward for module in _text_modules(model)}
     sources = (inspect.getsource(each) for each in forwards if each.__module__.startswith("transformers.models."))
-    return any(map(_CHANGES_ROTATED.search, sources))
+    return any(map(_AFTER_ROTATION.search, sources))
 
 
 def _text_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
