@@ -1,10 +1,10 @@
-"""What TRL reads beside the names that `trl_steady.trl_bridge.names` lists. The tests compare both with TRL."""
+"""What TRL reads beside the names that `trl_bridge/names.toml` lists. The tests compare both with TRL."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from trl_steady.trl_bridge.log_probs import OTHER_INPUTS
-from trl_steady.trl_bridge.names import entries
+from trl_steady.trl_bridge.names import needed
 
 
 @dataclass(frozen=True)
@@ -24,7 +24,7 @@ def _names(*lines: str) -> frozenset[str]:
 
 def named_in(owner: str, function: str) -> frozenset[str]:
     """Return what trl-steady needs to be named in a function of TRL."""
-    return _names(*(named for _, kind, name, _, named in entries() if (kind, name) == (owner, function)))
+    return frozenset().union(*(each.names for each in needed() if (each.owner, each.name) == (owner, function)))
 
 
 CONTRACT = Contract(

@@ -95,14 +95,14 @@ def test_the_methods_we_override_have_the_parameters_we_know(trainer: Any, contr
     inherited = {name for name in patched if not getattr(trainer, name).__module__.startswith(("trl.", "transf"))}
     # what transformers documents for subclasses, or what hands on all that it gets, needs no contract
     public = {"__init__", "_issue_warnings_after_load", "_maybe_log_save_evaluate", "evaluate", "train"}
-    listed = {name for _, owner, name, parameters, _ in names.entries() if owner == trainer.__name__ and parameters}
+    listed = {each.name for each in names.needed() if each.owner == trainer.__name__ and each.parameters}
     assert patched - inherited - public <= contract.parameters.keys() | listed
 
 
 def test_the_functions_that_names_lists_have_no_further_parameters() -> None:
     """`names.moved` allows further parameters with defaults. Here, each is known."""
-    for _, owner, name, parameters, _ in names.entries():
-        known = {*parameters.split(", ")} | DEFAULTS.get((owner, name), set())
+    for _, owner, name, parameters, _ in names.needed():
+        known = {*parameters} | DEFAULTS.get((owner, name), set())
         found = parameters_of(pkgutil.resolve_name(f"trl.{owner}.{name}"))
         assert not parameters or known == {*found}, (owner, name)
 

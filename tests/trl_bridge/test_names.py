@@ -204,8 +204,8 @@ def test_every_setting_is_an_option_a_class_or_a_command() -> None:
     commands = {"trl-steady", "trl-steady grpo", "trl-steady ppo", "trl-steady rloo"}
     options = {name for kind in ("GRPO", "PPO", "RLOO") for name in vars(getattr(trl_steady, f"{kind}Config"))}
     options |= set(trl_steady.PPOConfig.__dataclass_fields__)
-    for settings, *_ in names.entries():
-        found = {each.partition("=")[0] for setting in settings.split(", ") for each in setting.split("+")}
+    for each in names.needed():
+        found = {part.partition("=")[0] for setting in each.settings for part in setting.split("+")}
         assert found <= classes | commands | options
 
 
