@@ -42,7 +42,7 @@ def kept_policy(is_kept: Tensor) -> Policy:
     tokens = torch.arange(vocabulary).repeat(rows)
 
     def policy(theta: Tensor) -> Tensor:
-        head = Head(hidden, theta.T, None, tokens, 1.0, 0, None, 1.0, ())
+        head = Head(hidden, theta.T, None, tokens, 1.0, 0, None, 1.0, (), {})
         among = candidate_log_probs(head, kept).view(rows, vocabulary)
         # a set of the whole vocabulary is stored as none, and the caller's log-prob counts
         return among.where(~is_kept.all(-1, keepdim=True), softmax(theta)).where(is_kept, -torch.inf)
