@@ -83,6 +83,7 @@ UNPADDED = "padding-free passes (the default)"
             {"async_generate": True, "use_vllm": True, "vllm_mode": "server", "engine_check": None},
             ["the next rollout generated while"],
         ),
+        ({"skip_nonfinite_steps": 5}, ["steps whose gradient is not finite"]),
         ({"adapter_dtype": "float32"}, ["float32 adapters on a quantised base"]),
     ],
     ids=str,

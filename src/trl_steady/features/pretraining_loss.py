@@ -13,10 +13,10 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from trl_steady.config.ppo import PPOConfig
+from trl_steady.core.devices import copy_async
 from trl_steady.core.feature import Feature
 from trl_steady.core.types import LossPass
 from trl_steady.features.critic.trainer import PPOTrainerProtocol
-from trl_steady.features.padding_free.packing import copy_async
 from trl_steady.trl_bridge import models
 
 

@@ -18,9 +18,9 @@ from transformers import PrinterCallback, ProgressCallback
 from transformers.trainer import TRAINER_STATE_NAME
 
 from trl_steady.config.shared import SharedOptions
+from trl_steady.core.devices import copy_async
 from trl_steady.core.feature import Feature, Trainer
 from trl_steady.core.types import Rollout
-from trl_steady.features.padding_free.packing import copy_async
 from trl_steady.report.history import RUN_FILE, History
 from trl_steady.report.symptoms import diagnose, verdict
 from trl_steady.trl_bridge.models import text_tokenizer

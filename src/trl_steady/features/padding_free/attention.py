@@ -31,7 +31,8 @@ from transformers.integrations.flash_attention import flash_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from trl_steady.features.padding_free.packing import Segment, copy_async
+from trl_steady.core.devices import copy_async
+from trl_steady.features.padding_free.packing import Segment
 
 # an older torch has no such function, or one that takes less; 2.13.0a0 has it
 if Version(torch.__version__).release >= (2, 13):

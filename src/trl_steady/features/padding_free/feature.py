@@ -17,6 +17,7 @@ from peft import PeftModel
 from torch import Tensor
 
 from trl_steady.config.shared import SharedOptions
+from trl_steady.core.devices import copy_async
 from trl_steady.core.feature import Feature, Trainer
 from trl_steady.core.types import ForwardPass, LogProbs, LossPass, Rollout
 from trl_steady.features.padding_free.attention import PackedAttention, own_implementation
@@ -24,7 +25,6 @@ from trl_steady.features.padding_free.model import PaddingFreeModel
 from trl_steady.features.padding_free.packing import (
     Length,
     Segment,
-    copy_async,
     fits,
     group_numbers,
     partition,

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trl_steady.core.devices import copy_async
+
 
 class Length(NamedTuple):
     """Numbers of tokens in a sequence."""
@@ -162,8 +164,3 @@ def pack(lengths: Sequence[Length], *, prompt_width: int, device: torch.device) 
     predicted = torch.cat([torch.arange(segment.start + 1, segment.end) for segment in segments])
     token_rows, token_columns = copy_async(torch.cat(indices, dim=1), device)
     return Packing(token_rows, token_columns, copy_async(predicted, device), segments)
-
-
-def copy_async(tensor: Tensor, device: torch.device) -> Tensor:
-    """Copy a tensor from the CPU to a device. A GPU gets it from pinned memory, so that the CPU does not wait."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
+from trl_steady.core.devices import copy_async
 from trl_steady.core.feature import Trainer
 from trl_steady.features.critic.model import ScalarHeadModel
-from trl_steady.features.padding_free.packing import copy_async
 from trl_steady.trl_bridge.models import text_tokenizer
 
 

@@ -12,8 +12,8 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from tqdm.auto import tqdm
 
+from trl_steady.core.devices import copy_async
 from trl_steady.features.critic.optimizer import ScalarHeadOptimizer
-from trl_steady.features.padding_free.packing import copy_async
 from trl_steady.features.reward_model.examples import Example, prompt_key
 from trl_steady.features.reward_model.scorer import RewardScorer
 from trl_steady.functional import reward_models
