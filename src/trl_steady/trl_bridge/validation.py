@@ -37,8 +37,8 @@ def refuse_wrong_columns(trainer: Trainer) -> None:
         for each in _required(function) - {*passed} if trainer.rollout_func is None else ():
             meant = "".join(f" Did you mean {close!r}?" for close in get_close_matches(each, passed, 1))
             messages.append(f"reward function {name!r} asks for {each!r}. TRL passes {', '.join(passed)}.{meant}")
-    for message in messages:
-        raise ValueError(message)
+    if messages:
+        raise ValueError(" ".join(messages))
 
 
 def _required(function: Callable[..., object]) -> set[str]:
