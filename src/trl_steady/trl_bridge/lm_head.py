@@ -50,7 +50,7 @@ class Head:
         return _TRL_LOG_PROBS.apply(*ours, *others, **keywords)
 
 
-_TRL_LOG_PROBS: Any = getattr(trl.trainer.utils, "_ChunkedLogProbFunction", None)  # `names.py` refuses its users
+_TRL_LOG_PROBS: Any = getattr(trl.trainer.utils, "_ChunkedLogProbFunction", None)  # `names.toml` refuses its users
 
 
 class _GatheredOnce(torch.autograd.Function):

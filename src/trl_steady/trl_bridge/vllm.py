@@ -25,7 +25,7 @@ from trl_steady.trl_bridge.private import TRAINER_MODULES, patched
 if TYPE_CHECKING:
     from trl.generation.vllm_client import VLLMClient
     from trl.generation.vllm_generation import VLLMGeneration
-else:  # where TRL's trainers look it up; `names.py` refuses engines if it has moved
+else:  # where TRL's trainers look it up; `names.toml` refuses engines if it has moved
     VLLMClient, VLLMGeneration = object, getattr(TRAINER_MODULES[0], "VLLMGeneration", object)
 vllm_generation = sys.modules[VLLMGeneration.__module__]
 
