@@ -33,26 +33,6 @@ class TokenRewards(NamedTuple):
     """(B, 1) bool, True for completions without an end of their text."""
 
 
-class Targets(NamedTuple):
-    """The targets of policy and critic in a rollout."""
-
-    advantages: Tensor
-    """(B, T) of the policy, not whitened yet."""
-    returns: Tensor
-    """(B, T), the critic's targets."""
-    critic_advantages: Tensor
-    """(B, T), the returns less the values."""
-
-
-class Moments(NamedTuple):
-    """(3,) number, sum and sum of squares over the tokens or completions of all processes."""
-
-    advantages: Tensor
-    returns: Tensor
-    critic_advantages: Tensor
-    kl_per_completion: Tensor
-
-
 def critic_targets(
     trainer: PPOTrainerProtocol,
     args: PPOConfig,
@@ -79,28 +59,30 @@ def critic_targets(
     mask = rollout.is_sampled
     old_values = old_values.float().where(mask, 0)
     tokens = rewards_with_kl(trainer, args, rollout, kl_coef)
-    targets = gae_targets(args, tokens, old_values, after, mask)
-    kl_per_completion, has_tokens = tokens.kl.sum(1, keepdim=True), mask.any(1, keepdim=True)
-    moments = Moments(
-        *_moments(
-            trainer,
-            (targets.advantages, tokens.counts),
-            (targets.returns, tokens.counts),
-            (targets.critic_advantages, tokens.counts),
-            (kl_per_completion, has_tokens),
-        )
+    # after a completion that has ended there is no further reward
+    bootstrap = None if after is None else after.float().where(tokens.is_truncated.squeeze(1), 0)
+    value_lam = args.lam if args.value_lam is None else args.value_lam  # of the critic's targets
+    policy_advantages, critic_advantages = (
+        advantages.gae(tokens.rewards, old_values, mask, gamma=args.gamma, lam=lam, bootstrap=bootstrap)
+        for lam in (args.lam, value_lam)
     )
-    policy_advantages = targets.advantages
+    returns = critic_advantages + old_values
+    kl_per_completion, has_tokens = tokens.kl.sum(1, keepdim=True), mask.any(1, keepdim=True)
+    by_token = [(each, tokens.counts) for each in (policy_advantages, returns, critic_advantages)]
+    advantage_moments, return_moments, critic_moments, kl_moments = _moments(
+        trainer, *by_token, (kl_per_completion, has_tokens)
+    )
     if args.whiten_advantages:
-        policy_advantages = values.whitened(policy_advantages, tokens.counts, moments.advantages)
+        policy_advantages = values.whitened(policy_advantages, tokens.counts, advantage_moments)
     policy_advantages = policy_advantages.where(tokens.counts, 0)
-    log_targets(trainer, rollout, tokens, targets, moments, old_values, policy_advantages, kl_coef)
+    explained = 1 - values.variance(critic_moments) / values.variance(return_moments)
+    log_targets(trainer, rollout, tokens, returns, explained, old_values, policy_advantages, kl_coef)
     columns = {
         "values": old_values,
-        "returns": targets.returns.where(mask, 0).where(tokens.is_scored, torch.nan),
+        "returns": returns.where(mask, 0).where(tokens.is_scored, torch.nan),
         "advantages": policy_advantages,
     }
-    return columns, moments.kl_per_completion
+    return columns, kl_moments
 
 
 def rewards_with_kl(trainer: PPOTrainerProtocol, args: PPOConfig, rollout: Rollout, kl_coef: float) -> TokenRewards:
@@ -126,26 +108,12 @@ def rewards_with_kl(trainer: PPOTrainerProtocol, args: PPOConfig, rollout: Rollo
     return TokenRewards(rewards, kl, counts, is_scored, is_truncated)
 
 
-def gae_targets(
-    args: PPOConfig, tokens: TokenRewards, old_values: Tensor, after: Tensor | None, mask: Tensor
-) -> Targets:
-    """Return GAE's advantages of the policy, and the critic's targets with a lambda of their own."""
-    # after a completion that has ended there is no further reward
-    bootstrap = None if after is None else after.float().where(tokens.is_truncated.squeeze(1), 0)
-    value_lam = args.lam if args.value_lam is None else args.value_lam
-    policy_advantages, critic_advantages = (
-        advantages.gae(tokens.rewards, old_values, mask, gamma=args.gamma, lam=lam, bootstrap=bootstrap)
-        for lam in (args.lam, value_lam)
-    )
-    return Targets(policy_advantages, critic_advantages + old_values, critic_advantages)
-
-
 def log_targets(
     trainer: PPOTrainerProtocol,
     rollout: Rollout,
     tokens: TokenRewards,
-    targets: Targets,
-    moments: Moments,
+    returns: Tensor,
+    explained: Tensor,
     old_values: Tensor,
     policy_advantages: Tensor,
     kl_coef: float,
@@ -157,12 +125,11 @@ def log_targets(
         steps.keep_advantages(rollout, policy_advantages)
     if kl_coef and trainer.beta == 0:  # otherwise TRL logs that of the loss
         trainer.metrics.token_mean("kl", tokens.kl, mask)
-    explained = 1 - values.variance(moments.critic_advantages) / values.variance(moments.returns)
     once, has_tokens = torch.ones(1, 1, dtype=torch.bool, device=mask.device), mask.any(1, keepdim=True)
     trainer.metrics.pooled(
         means={
             "value/mean": (old_values, tokens.counts),
-            "value/returns": (targets.returns, tokens.counts),
+            "value/returns": (returns, tokens.counts),
             "value/explained_variance": (explained.view(1, 1), once & explained.isfinite()),
             "kl_coef": (torch.full_like(once, kl_coef, dtype=torch.float64), once),
             "kl_per_answer": (tokens.kl.sum(1, keepdim=True), has_tokens),
@@ -180,7 +147,7 @@ def _is_truncated(trainer: PPOTrainerProtocol, samples: Mapping[str, Tensor]) ->
 
 
 def _moments(trainer: PPOTrainerProtocol, *masked_values: tuple[Tensor, Tensor]) -> Tensor:
-    """Return (n, 3) moments over all processes of n values under their masks."""
+    """Return (n, 3) moments of n values under their masks: number, sum and sum of squares over all processes."""
     exact = torch.float64 if masked_values[0][0].device.type in ("cpu", "cuda") else torch.float32
     moments = torch.stack([values.moments(each.to(exact), mask) for each, mask in masked_values])
     return cast(Tensor, trainer.accelerator.reduce(moments, reduction="sum"))
