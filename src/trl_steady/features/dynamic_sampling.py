@@ -46,31 +46,30 @@ class _Prompts:
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self.position = (0, 0)
-        """Number of the pass over the data, and the rows that were taken in it."""
-        self._rows: Iterator[_Draw] | None = None
+        self.go_to((0, 0))
+
+    def go_to(self, position: Sequence[int]) -> None:
+        """Go on as after a checkpoint: from the number of a pass over the data, and the rows that were taken in it."""
+        self.position = (position[0], position[1])
+        self._rows = self._passes()
 
     def take(self, count: int) -> list[_Draw]:
         """Return the next rows, as functions that read them."""
-        rows: list[_Draw] = []
-        while len(rows) < count:
-            number, taken = self.position
-            self._rows = self._from(number, taken) if self._rows is None else self._rows
-            found = [*itertools.islice(self._rows, count - len(rows))]
-            rows += found
-            if not (taken or found):
+        return [*itertools.islice(self._rows, count)]
+
+    def _passes(self) -> Iterator[_Draw]:
+        number, taken = self.position
+        while True:
+            for row in self._from(number, taken):
+                taken += 1
+                self.position = (number, taken)
+                yield row
+            if not taken:
                 raise ValueError(
                     "dynamic_sampling=True: a pass over train_dataset gave no row. Use a data set that can be read "
                     "more than once, or set dynamic_sampling=False."
                 )
-            is_over = len(rows) < count
-            self.position = (number + 1, 0) if is_over else (number, taken + len(found))
-            self._rows = None if is_over else self._rows
-        return rows
-
-    def go_to(self, position: Sequence[int]) -> None:
-        """Go on as after a checkpoint."""
-        self.position, self._rows = (position[0], position[1]), None
+            number, taken = number + 1, 0
 
     def _from(self, number: int, first: int) -> Iterator[_Draw]:
         data, seed = self._trainer.train_dataset, (self._trainer.args.seed + 1) * 1_000_003 + number
@@ -148,7 +147,8 @@ class DynamicSampling(Feature):
         is_summed = getattr(args, "multi_objective_aggregation", "sum_then_normalize") == "sum_then_normalize"
         compared = totals.unsqueeze(-1) if is_summed else weighted
         are_kept = self._are_kept(completions, totals, compared, loss_mask(samples).any(1))
-        low, high = group_min(totals), -group_min(-totals)
+        is_scored = ~totals.isnan()
+        low, high = totals.where(is_scored, torch.inf).amin(1), totals.where(is_scored, -torch.inf).amax(1)
         worst, best = self._worst_and_best
         self._worst_and_best = worst, best = min(worst, low.min().item()), max(best, high.max().item())
         is_equal = ~are_kept & (low == high) & (worst < best)
@@ -225,11 +225,6 @@ class DynamicSampling(Feature):
             position, (worst, best) = json.loads((checkpoint / _FILE).read_text())
             self._prompts.go_to(position)
             self._worst_and_best = worst, best
-
-
-def group_min(values: Tensor) -> Tensor:
-    """Return the minimum over dimension 1, without NaN; inf if there is nothing else."""
-    return values.masked_fill(values.isnan(), torch.inf).amin(1)
 
 
 def step_range(returned: Sequence[Any]) -> tuple[float, float]:
