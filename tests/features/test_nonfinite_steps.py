@@ -1,5 +1,6 @@
 """A step whose gradient is not finite leaves no trace: a run with it is a run in which it was not taken."""
 
+import itertools
 import math
 import re
 from collections.abc import Callable
@@ -148,11 +149,60 @@ def test_the_third_in_a_row_names_the_checkpoint_from_which_a_run_resumes(
     assert resumable.differences(state(expected), state(resumed)) == []
 
 
-def test_without_a_checkpoint_the_error_says_so(models: dict[str, Path], tmp_path: Path) -> None:
-    trainer = poison_loss(tiny.trainer(models["dense"], tmp_path, **OPTIONS, skip_nonfinite_steps=1), (2,))
-    with pytest.raises(FloatingPointError, match=r"skip_nonfinite_steps=1.*checkpoint: None$"):
-        trainer.train()
+@pytest.mark.parametrize("saves", [False, True])
+def test_the_error_names_a_checkpoint_of_this_run_or_none(
+    models: dict[str, Path], tmp_path: Path, saves: bool
+) -> None:
+    earlier = tmp_path / "checkpoint-100"  # of another run
+    earlier.mkdir()
+    (earlier / "trainer_state.json").write_text("{}")
+    own = {"save_strategy": "steps", "save_steps": 1} if saves else {}
+    trainer = tiny.trainer(models["dense"], tmp_path, **OPTIONS, **own, skip_nonfinite_steps=1)
+
+    class Touch(TrainerCallback):
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            (tmp_path / "checkpoint-notes.txt").write_text("")
+            (earlier / "notes.txt").write_text("")
+
+        on_step_begin = on_step_end
+
+    trainer.add_callback(Touch())
+    then = f"resume .* checkpoint: {tmp_path / 'checkpoint-2'}" if saves else "begin again: none has been saved"
+    with pytest.raises(FloatingPointError, match=rf"skip_nonfinite_steps=1.*learning_rate, and {then}$"):
+        poison_loss(trainer, (2,)).train()
     assert trainer.state.global_step == 2
+
+
+class Decaying(torch.optim.SGD):
+    """Decays parameters, and counts its steps, whether they have gradients or not."""
+
+    steps = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.steps += 1
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                parameter.data.mul_(0.9)
+        return super().step(closure)
+
+
+def test_an_optimizer_is_not_called_and_callbacks_see_the_gradients(models: dict[str, Path], tmp_path: Path) -> None:
+    trainer = tiny.trainer(models["dense"], tmp_path, **OPTIONS, max_steps=5)
+    optimizer = trainer.optimizer = Decaying(trainer.model.parameters(), lr=0.01)
+    norms, ends = [], []
+
+    class Reads(TrainerCallback):
+        def on_pre_optimizer_step(self, *_: Any, **__: Any) -> None:
+            norms.append(sum(float(each.grad.norm()) for each in trainer.model.parameters()))
+
+        def on_step_end(self, *_: Any, **__: Any) -> None:
+            ends.append(next(trainer.model.parameters()).detach().clone())
+
+    trainer.add_callback(Reads())
+    poison_gradients(trainer, (1, 4)).train()
+    assert [math.isfinite(norm) for norm in norms] == [True, False, True, True, False]
+    assert [torch.equal(*pair) for pair in itertools.pairwise(ends)] == [True, False, False, True]
+    assert optimizer.steps == 3
 
 
 def test_a_loss_scaler_decides_itself(
@@ -205,6 +255,14 @@ def test_steps_of_the_critic_are_left_out_and_those_of_the_policy_taken(
     assert ends[1] == []
     lines = [line for line in capsys.readouterr().out.splitlines() if "leaves out" in line]
     assert len(lines) == 2 and "step 2 of the critic: gradient norm nan, " in lines[0]
+
+
+def test_a_line_about_the_policy_names_no_parameter_of_the_critic(
+    models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tiny.train(poison_loss(tiny.trainer(models["dense"], tmp_path, **PPO, lora=True), (1,)))
+    critic, policy = (line for line in capsys.readouterr().out.splitlines() if "leaves out" in line)
+    assert critic.count(".value.") == policy.count(".default.") == 3 and ".value." not in policy
 
 
 def test_the_critics_steps_have_a_count_of_their_own(models: dict[str, Path], tmp_path: Path) -> None:

@@ -4,10 +4,8 @@
 # accelerate has no annotations, and torch's are partial
 
 import math
-import os
 from collections import Counter
 from collections.abc import Callable, Iterable
-from pathlib import Path
 from typing import Any, cast
 
 import torch
@@ -31,7 +29,8 @@ class NonfiniteSteps(Feature):
     def on_init_end(self) -> None:
         """Begin to count, also in a run that is resumed: what made steps fail may have been mended."""
         self._limit = None if self.trainer.accelerator.mixed_precision == "fp16" else self.args.skip_nonfinite_steps
-        self._in_a_row, self._figures, self._norms = Counter[str](), dict[str, Tensor](), list[tuple[str, Tensor]]()
+        self._in_a_row, self._figures = Counter[str](), dict[str, Tensor]()
+        self._norms = list[tuple[str, torch.nn.Parameter, Tensor]]()
 
     def around_loss(self, loss: LossPass, call_next: Callable[[LossPass], Tensor]) -> Tensor:
         """Add up the loss of a step."""
@@ -49,15 +48,17 @@ class NonfiniteSteps(Feature):
     def on_backward_end(self) -> None:
         """Keep the norm of each gradient: clipping by a norm of NaN makes NaN of all gradients."""
         named = [] if self._limit is None else self.trainer.model.named_parameters()
-        self._norms = [(name, parameter.grad.norm()) for name, parameter in named if parameter.grad is not None]
+        self._norms = [(name, own, own.grad.norm()) for name, own in named if own.grad is not None]
 
     def around_grad_norm(self, model: torch.nn.Module, call_next: Callable[[torch.nn.Module], Any]) -> Any:
         """Read the norm, which transformers then logs, and leave the step out if it is not finite."""
         norm, figures, self._figures = call_next(model), self._figures, {}
         if self._limit is None or norm is None:
             return norm
-        norm = float(whole(norm)) if isinstance(norm, Tensor) else norm
-        hold_step(self.trainer, not self.admits("policy", norm, self._norms, **figures))
+        value = float(whole(norm)) if isinstance(norm, Tensor) else norm
+        # the gradients of a critic's adapter are gone by now
+        named = ((name, each) for name, own, each in self._norms if own.grad is not None)
+        hold_step(self.trainer, not self.admits("policy", value, named, **figures))
         return norm
 
     def admits(self, owner: str, norm: Tensor | float, named: Iterable[tuple[str, Tensor]], **figures: Tensor) -> bool:
@@ -78,8 +79,9 @@ class NonfiniteSteps(Feature):
         trainer.accelerator.print(f"trl-steady leaves out {what}", flush=True)
         if self._in_a_row[owner] < self._limit:
             return False
-        saved = max(Path(self.args.output_dir or "").glob("checkpoint-*"), key=os.path.getmtime, default=None)
+        saved = self.trainer.last_checkpoint
+        then = f"resume from the last complete checkpoint: {saved}" if saved else "begin again: none has been saved"
         raise FloatingPointError(
             f"skip_nonfinite_steps={self._limit}: as many steps in a row are not finite. The last is {what}. Lower "
-            f"learning_rate, and resume from the last complete checkpoint: {saved}"
+            f"learning_rate, and {then}"
         )

@@ -41,6 +41,8 @@ class Checkpoints:
         self._trl = as_trl_trainer(trainer)  # the same, with TRL's private attributes
         self.sampler: Sampler[int] | None = None
         """TRL's sampler of the training data; None for a stream."""
+        self.last: Path | None = None
+        """Written last, or else resumed from."""
 
     def newest(self) -> str | None:
         """Return the newest complete checkpoint of the run, or None. Warn of a newer one, such as half of a copy."""
@@ -89,6 +91,7 @@ class Checkpoints:
             if args.should_save:
                 state.save_to_json(str(unfinished / TRAINER_STATE_NAME))
         self._move_into_place(unfinished, checkpoint)
+        self.last = checkpoint
         if args.push_to_hub:
             self._trl._push_from_checkpoint(str(checkpoint))
         if args.should_save:
@@ -131,7 +134,7 @@ class Checkpoints:
         Raises:
             ValueError: The run cannot continue exactly.
         """
-        trainer = self._trainer
+        trainer, self.last = self._trainer, checkpoint
         for feature in trainer.features:
             feature.load_state(checkpoint)
         self._skip_epochs(checkpoint)

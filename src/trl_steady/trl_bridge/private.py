@@ -77,8 +77,8 @@ def request_weight_sync(trainer: object) -> None:
 def hold_step(trainer: object, is_held: bool) -> None:
     """Leave out the optimizer's step that comes next or not. The scheduler waits as after an overflow."""
     as_trl_trainer(trainer).optimizer._is_overflow = is_held  # accelerate's
-    if is_held:
-        as_trl_trainer(trainer).model.zero_grad()  # a step passes over parameters without a gradient
+    if is_held:  # accelerate's optimizer then does not step; each micro-batch sets it anew
+        as_trl_trainer(trainer).accelerator.gradient_state._set_sync_gradients(False)
 
 
 @contextmanager
