@@ -230,6 +230,13 @@ def test_nothing_is_found_in_a_healthy_run(seed: int, without: tuple[str, ...]) 
     assert diagnose(history(healthy(seed), ()))[1] == {}  # the run has all keys
 
 
+@pytest.mark.parametrize(("left_out", "found"), [(1.0, []), (4.0, ["steps-left-out"])])
+def test_single_steps_that_are_left_out_are_no_symptom(left_out: float, found: list[str]) -> None:
+    rows = healthy(0)
+    rows[100]["steps/nonfinite"] = left_out
+    assert named(history(rows, ("value/explained_variance",))) == found
+
+
 # a run that is recorded because it goes wrong: why
 MEANT_TO_FAIL = {
     "moe/results/twice-the-rate/gspo-seed2": "held-out accuracy falls from 90 to 74 %, at a rate that is too high",

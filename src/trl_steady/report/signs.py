@@ -251,11 +251,12 @@ def not_a_number(history: History) -> Found | None:
 
 
 def steps_left_out(history: History) -> Found | None:
-    """Find optimizer steps that were left out. Only logs after such a step have the metric."""
+    """Find optimizer steps that were left out, at least 1 % of all. Only logs after such a step have the metric."""
     if "steps/nonfinite" not in history.keys:
         return None
     steps, values = history["steps/nonfinite"]
-    return Found(int(steps[0]), "steps/nonfinite", f"{values.sum():.0f} in all")
+    is_rare = values.sum() < 0.01 * history.last_step
+    return None if is_rare else Found(int(steps[0]), "steps/nonfinite", f"{values.sum():.0f} in all")
 
 
 def reward_missing(history: History) -> Found | None:
