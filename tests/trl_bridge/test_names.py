@@ -1,5 +1,6 @@
 """A TRL that is not tested: what has moved is refused when it is asked for, and all else works."""
 
+import inspect
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -175,6 +176,25 @@ def test_a_parameter_with_a_default_is_no_difference(
 
 
 @pytest.mark.parametrize(
+    ("function", "name", "setting"),
+    [
+        ("__init__", "reward_func_names", "GRPOTrainer"),
+        ("__init__", "vllm_generation", "GRPOTrainer+use_vllm"),
+        ("__init__", "environment_factories", "GRPOTrainer+environment_factory"),
+        ("_compute_loss", "get_high_entropy_mask", "GRPOTrainer+loss_type=gmpo"),
+    ],
+)
+def test_an_attribute_that_features_read_is_missed(
+    function: str, name: str, setting: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The trainer would lack it, or have our own default in its place."""
+    theirs = inspect.unwrap(getattr(trl.GRPOTrainer, function))
+    found = tuple(each.replace(name, f"{name}_later") for each in theirs.__code__.co_names)
+    monkeypatch.setattr(theirs, "__code__", theirs.__code__.replace(co_names=found))
+    assert setting in names.moved()
+
+
+@pytest.mark.parametrize(
     ("settings", "asked", "is_refused"),
     [
         ("keep_sampling_mask+use_vllm", {"keep_sampling_mask": True, "use_vllm": True}, True),
@@ -200,7 +220,8 @@ def test_settings_are_refused_if_all_of_them_are_on(
 
 def test_every_setting_is_an_option_a_class_or_a_command() -> None:
     """A misspelt one would refuse nothing."""
-    classes = {"PPOTrainer", "RewardAdapter", "RewardModelRefreshCallback", "ReferenceRefreshCallback", "rollout_func"}
+    classes = {"PPOTrainer", "RewardAdapter", "RewardModelRefreshCallback", "ReferenceRefreshCallback"}
+    classes |= {"rollout_func", "environment_factory", "tools"}  # arguments of the constructor
     commands = {"trl-steady", "trl-steady grpo", "trl-steady ppo", "trl-steady rloo"}
     options = {name for kind in ("GRPO", "PPO", "RLOO") for name in vars(getattr(trl_steady, f"{kind}Config"))}
     options |= set(trl_steady.PPOConfig.__dataclass_fields__)
