@@ -166,6 +166,14 @@ def test_the_error_of_the_script_is_the_last_one_printed(
     assert capsys.readouterr().err.endswith("ValueError: the script's\n")
 
 
+@pytest.mark.parametrize("flag", ["-m", "--module"])
+def test_arguments_of_a_module_are_its_own(flag: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    launched = Launched(monkeypatch)
+    assert cli.main(["run", "--num_processes", "1", flag, "package", "--writes", "new.py"]) == 0
+    assert launched.args.training_script_args == ["run", "-m", "package", "--writes", "new.py"]
+
+
 REFUSED = {
     "grop": "no command 'grop'. trl-steady --help lists the commands.",
     "env --all": "no command 'env --all'.",

@@ -9,6 +9,7 @@ import pytest
 from accelerate.commands.launch import launch_command_parser
 from trl.scripts import grpo, rloo
 
+from trl_steady.cli import mistakes
 from trl_steady.cli.mistakes import wrong_options
 from trl_steady.cli.run import swapped
 
@@ -16,6 +17,7 @@ FILES = {
     "badkey.yaml": "los_type: gspo\nlearning_rate: 1e-6\n",
     "broken.yaml": "loss_type: [gspo\n",
     "empty.yaml": "",
+    "list.yaml": "- loss_type: gspo\n",
     "train.py": "raise SystemExit('has run')\n",
 }
 # command -> what it says
@@ -23,7 +25,8 @@ TOLD = {
     "grpo --config missing.yaml": "--config missing.yaml: [Errno 2] No such file or directory",
     "grpo --config badkey.yaml": "los_type in badkey.yaml: did you mean loss_type?",
     "rloo --config broken.yaml": "--config broken.yaml: while parsing",
-    "grpo --config empty.yaml": "--config empty.yaml: ",
+    "grpo --config empty.yaml": "--config empty.yaml: 'NoneType' object is not a mapping",
+    "grpo --config list.yaml": "--config list.yaml: 'list' object is not a mapping",
     "grpo --los_type=gspo": "--los_type=gspo: did you mean loss_type?",
     "ppo --kl_cof 0.1": "--kl_cof: did you mean kl_coef?",
     "grpo --num-procesess 2": "--num-procesess: did you mean num_processes?",
@@ -69,4 +72,14 @@ def test_other_ways_to_write_an_option_are_no_mistake(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("env: {A: 1}\nnum_machines: 1\ndatasets: [{path: a}]\nloss_type: gspo\n")
     written = "--config {} --loss_type=gspo --learning-rate 1e-6 --per_device_train_batch 4 --no_bf16 -m --help"
+    written += " --ppo --set beta=0"
     assert [*wrong_options(written.format(path).split())] == []
+
+
+@pytest.mark.parametrize("package", ["trl", "transformers", "accelerate"])
+def test_a_version_with_its_options_in_other_files_is_left_alone(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert [*wrong_options(["--loss_typo", "1"])]
+    monkeypatch.setitem(mistakes._SOURCES, package, "moved/*.py")  # pyright: ignore[reportPrivateUsage]
+    assert [*wrong_options(["--loss_typo", "1", "--beta", "0"])] == []

@@ -2,6 +2,7 @@
 
 import copy
 import dataclasses
+import functools
 import importlib
 import inspect
 import math
@@ -9,7 +10,7 @@ import pickle
 import re
 import warnings
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import numpy as np
 import pytest
@@ -121,6 +122,25 @@ def test_a_misspelt_option_is_told_with_the_one_that_was_meant(tmp_path: Path) -
     own = Own(mine=1, output_dir=str(tmp_path), **OFF_POLICY)
     assert own.mine == 1 and copy.deepcopy(args).to_dict() == pickle.loads(pickle.dumps(args)).to_dict()
     assert next(iter(inspect.signature(trl_steady.GRPOConfig).parameters)) == "output_dir"
+
+
+def test_a_warning_of_python_c_names_its_line(tmp_path: Path) -> None:
+    names = {"__name__": "__main__", "config": trl_steady.GRPOConfig, "options": {**OFF_POLICY, "kl_estimator": "k2"}}
+    with pytest.warns(UserWarning, match="kl_estimator") as caught:
+        exec(f"config({str(tmp_path)!r}, **options)", names)
+    assert "<string>" in [each.filename for each in caught]
+
+
+class Renamed(trl_steady.GRPOConfig):
+    """A config of a script, with a decorator that changes options."""
+
+    @functools.wraps(trl_steady.GRPOConfig.__init__)
+    def __init__(self, *arguments: Any, lr: float, **options: Any) -> None:
+        super().__init__(*arguments, learning_rate=lr, **options)
+
+
+def test_a_decorator_may_take_other_options(tmp_path: Path) -> None:
+    assert cast(Any, Renamed)(str(tmp_path), lr=0.5, **OFF_POLICY).learning_rate == 0.5
 
 
 @dataclasses.dataclass

@@ -4,6 +4,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -181,6 +182,46 @@ class Adds(trl_steady.GRPOTrainer):
         return super()._calculate_rewards([{**row, "answer": "2"} for row in inputs], *arguments)
 
 
+class Collates(trl_steady.GRPOTrainer):
+    """A trainer of a script whose constructor goes on after ours."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+        self.data_collator = lambda rows: [{**row, "answer": "2"} for row in rows]
+
+
+class Generates(trl_steady.GRPOTrainer):
+    """A trainer of a script that hands on a column as a `rollout_func` does."""
+
+    def _generate(self, *arguments: Any) -> Any:
+        *first, more, images, tool_images = super()._generate(*arguments)
+        return (*first, {**more, "answer": "2"}, images, tool_images)
+
+
+class Loads(trl_steady.GRPOTrainer):
+    """A trainer of a script that adds a column to the data."""
+
+    def _get_dataloader(self, dataset: Any, *arguments: Any, **keywords: Any) -> Any:
+        return super()._get_dataloader(dataset.add_column("answer", ["2"] * 16), *arguments, **keywords)
+
+
+class Begins(trl_steady.GRPOTrainer):
+    """A trainer of a script whose constructor adds nothing."""
+
+    def __init__(self, *arguments: Any, **keywords: Any) -> None:
+        super().__init__(*arguments, **keywords)
+
+
+class Proxy:
+    """An object that asks elsewhere for what it does not have, as clients of servers do."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise RuntimeError if name == "__signature__" else AttributeError
+
+    def __call__(self, completions: list[str], **_: Any) -> list[float]:
+        return [1.0] * len(completions)
+
+
 class OwnDataset(Dataset):
     """A data set of a script, whose rows have another column."""
 
@@ -196,7 +237,7 @@ def mapped() -> IterableDataset:
 FITS: dict[str, Callable[[], dict[str, Any]]] = {
     "a default": lambda: {"reward_funcs": [optional, everything, functools.partial(wants_answer, answer=["2"])]},
     "decorated": lambda: {"reward_funcs": given(wants_answer)},
-    "no signature": lambda: {"reward_funcs": cached},
+    "no signature": lambda: {"reward_funcs": [cached, Proxy()]},
     "a transform": lambda: {"train_dataset": columns("question").with_transform(transformed)},
     "a stream of unknown columns": lambda: {"train_dataset": mapped()},
     "a class of its own": lambda: {"train_dataset": OwnDataset(columns("question").data)},
@@ -211,9 +252,18 @@ def test_columns_that_may_fit_are_not_refused(models: dict[str, Path], tmp_path:
     tiny.trainer(models["dense"], tmp_path, build={**wants, **build}, max_steps=1)
 
 
-def test_a_subclass_may_add_a_column(models: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", [Adds, Collates, Generates, Loads, Begins])
+def test_a_subclass_may_add_a_column(models: dict[str, Path], tmp_path: Path, kind: Any) -> None:
+    """One that does not is told when its training begins."""
     args = tiny.arguments(trl_steady.GRPOConfig, tmp_path, max_steps=1)
-    Adds(str(models["dense"]), wants_answer, args, tiny.dataset(), processing_class=tiny.tokenizer()).train()
+    trainer = kind(str(models["dense"]), wants_answer, args, tiny.dataset(), processing_class=tiny.tokenizer())
+    with pytest.raises(ValueError, match="asks for 'answer'") if kind is Begins else nullcontext():
+        trainer.train()
+
+
+def test_a_column_that_is_removed_takes_no_name(models: dict[str, Path], tmp_path: Path) -> None:
+    build = {"train_dataset": columns("prompt", "completions")}
+    tiny.trainer(models["dense"], tmp_path, build=build, remove_unused_columns=True, max_steps=1).train()
 
 
 @pytest.mark.parametrize("module", [grpo_trainer, rloo_trainer])

@@ -1,6 +1,7 @@
 """What a checkpoint holds, what is refused at a resume, and that what is saved loads without this package."""
 
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -11,6 +12,7 @@ import peft
 import pytest
 import torch
 import transformers
+from safetensors.torch import load_file, save_file
 from transformers.trainer_utils import get_last_checkpoint
 
 import trl_steady
@@ -183,6 +185,11 @@ def test_a_checkpoint_written_again_replaces_the_old_one(models: dict[str, Path]
 HALF: dict[str, tuple[str, Callable[[Path], object]]] = {
     "missing": ("optimizer.pt", lambda folder: (folder / "optimizer.pt").unlink()),
     "cut off": ("adapter_model.safetensors", lambda folder: os.truncate(folder / "adapter_model.safetensors", 9)),
+    "sizes": ("sizes.json", lambda folder: os.truncate(folder / "sizes.json", 9)),
+    "a broken link": (
+        "optimizer.pt",
+        lambda folder: [(folder / "optimizer.pt").unlink(), (folder / "optimizer.pt").symlink_to(folder / "gone")],
+    ),
     "begun": ("trainer_state.json", lambda folder: [path.unlink() for path in folder.iterdir()]),
 }
 
@@ -197,7 +204,8 @@ def test_the_newest_complete_checkpoint_is_taken(
     assert trainer.checkpoints.newest() == str(folder / "checkpoint-18")
     file, spoil = HALF[name]
     spoil(folder / "checkpoint-18")
-    said = rf"^checkpoint-18 is incomplete \({file} is missing or cut off\), checkpoint-15 is not\.$"
+    way_out = re.escape(f"resume_from_checkpoint={str(folder / 'checkpoint-18')!r} takes it all the same")
+    said = rf"^checkpoint-18 is incomplete \({file} is missing or cut off; {way_out}\), checkpoint-15 is not\.$"
     with pytest.warns(UserWarning, match=said) as caught:
         trainer.train(resume_from_checkpoint=True)
     assert [row["step"] for row in trainer.state.log_history[-4:]] == [16, 17, 18, 18]
@@ -207,12 +215,18 @@ def test_the_newest_complete_checkpoint_is_taken(
 def test_an_edited_checkpoint_and_one_of_trl_are_complete(
     models: dict[str, Path], runs: dict[str, Path], tmp_path: Path
 ) -> None:
-    """A text may be shorter than it was."""
+    """A text or a tensor may be smaller than it was, files may be links, and a script may keep copies."""
     for name in ("frozen", "trl"):
         folder = tmp_path / name
         shutil.copytree(runs[name], folder)
         for text in ("README.md", "trainer_state.json"):
             (folder / "checkpoint-18" / text).write_text("{}")
+        weights, state = (folder / "checkpoint-18" / file for file in ("adapter_model.safetensors", "optimizer.pt"))
+        save_file({key: value.bfloat16() for key, value in load_file(weights).items()}, weights)
+        torch.save({"state": {}}, state)
+        os.symlink(os.replace(state, tmp_path / f"{name}.pt") or tmp_path / f"{name}.pt", state)
+        shutil.copytree(folder / "checkpoint-18", folder / "checkpoint-18-merged")
+        (folder / "checkpoint-20-half").mkdir()
         assert tiny.trainer(models["dense"], folder).checkpoints.newest() == str(folder / "checkpoint-18")
     assert tiny.trainer(models["dense"], tmp_path / "none").checkpoints.newest() is None
 

@@ -24,15 +24,17 @@ def wrong_options(arguments: Sequence[str]) -> Iterator[str]:
     given = {word: word[2:].partition("=")[0] for word in arguments if word.startswith("--")}
     for path in [path for word, path in pairwise(arguments) if word == "--config"]:
         try:
-            given |= {f"{name} in {path}": str(name) for name in yaml.safe_load(Path(path).read_text("utf-8"))}
+            given |= {f"{name} in {path}": str(name) for name in {**yaml.safe_load(Path(path).read_text("utf-8"))}}
         except (OSError, TypeError, ValueError, yaml.YAMLError) as error:
             yield f"--config {path}: {error}"
     folders = {Path(getattr(find_spec(package), "origin", "")).parent: files for package, files in _SOURCES.items()}
     texts = [path.read_text("utf-8") for folder, files in folders.items() for path in folder.glob(files)]
     # fields of dataclasses, and options of parsers
     found = re.findall(r'^    (\w+): |"--(\w+)"', "\n".join(texts), re.MULTILINE)
-    names = {"accelerate_config", "config", "env", "help"}.union(*found)
-    for text, name in given.items():
+    names = {"accelerate_config", "config", "env", "help", "ppo", "set"}.union(*found)
+    # one of each file that is read, which another version may have moved
+    has_all = names >= {"ref_model_sync_steps", "dataset_name", "weight_decay", "num_processes"}
+    for text, name in given.items() if has_all else ():
         name = name.replace("-", "_")
         # a parser also takes the beginning of a name, and no_bf16 for bf16
         if not any(known.startswith((name, name.removeprefix("no_"))) for known in names):

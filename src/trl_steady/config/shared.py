@@ -185,7 +185,7 @@ class SharedOptions(_TRLConfig):
 
     def __new__(cls, *_: object, **keywords: object) -> Self:
         """Refuse a misspelt option with the name that was meant, as Python does from 3.13 on."""
-        known = inspect.signature(cast(Any, cls).__init__).parameters
+        known = inspect.signature(cast(Any, cls).__init__, follow_wrapped=False).parameters
         is_open = any(each.kind is each.VAR_KEYWORD for each in known.values())
         for name in () if is_open else keywords.keys() - known.keys():
             meant = "".join(f" Did you mean {each}?" for each in get_close_matches(name, known, 1))

@@ -11,14 +11,17 @@ import functools
 import json
 import math
 import os
+import re
 import shutil
 from collections.abc import Callable, Iterator, Sized
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, cast
+from zipfile import is_zipfile
 
 from accelerate.utils import broadcast_object_list
 from peft import PeftModel
+from safetensors import SafetensorError, safe_open
 from torch.utils.data import Sampler
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints, sort_checkpoints
@@ -48,14 +51,16 @@ class Checkpoints:
         """Return the newest complete checkpoint of the run, or None. Warn of a newer one, such as half of a copy."""
         incomplete = ""
         for checkpoint in map(Path, reversed(sort_checkpoints(self._trainer.args.output_dir))):
-            listed, found = checkpoint / _SIZES, _sizes(checkpoint)
-            sizes = json.loads(listed.read_text() or "{}") if listed.exists() else {TRAINER_STATE_NAME: 1}
-            cut_off = [name for name, size in sizes.items() if found.get(name, 0) < size]
-            if not cut_off:
+            if not re.fullmatch(r"checkpoint-\d+", checkpoint.name):  # a user's copy, for example
+                continue
+            if (cut_off := _cut_off(checkpoint)) is None:
                 if incomplete:
-                    warn_user(f"{incomplete}, {checkpoint.name} is not.")
+                    warn_user(f"{incomplete}), {checkpoint.name} is not.")
                 return str(checkpoint)
-            incomplete = incomplete or f"{checkpoint.name} is incomplete ({cut_off[0]} is missing or cut off)"
+            incomplete = incomplete or (
+                f"{checkpoint.name} is incomplete ({cut_off} is missing or cut off; "
+                f"resume_from_checkpoint={str(checkpoint)!r} takes it all the same"
+            )
         return None
 
     def save(self, run: str, save_by_trl: Callable[[], None]) -> None:
@@ -217,6 +222,28 @@ def _sizes(checkpoint: Path) -> dict[str, int]:
     kinds = (".safetensors", ".bin", ".pt", ".pth", ".distcp", TRAINER_STATE_NAME)
     files = [path for path in checkpoint.rglob("*") if path.name.endswith(kinds)]
     return {path.relative_to(checkpoint).as_posix(): path.stat().st_size for path in files}
+
+
+def _cut_off(checkpoint: Path) -> str | None:
+    """Return the first file that is missing or cut off, or None."""
+    try:
+        sizes = json.loads((checkpoint / _SIZES).read_text())
+    except FileNotFoundError:  # written by TRL
+        sizes = {TRAINER_STATE_NAME: 1}
+    except ValueError:
+        return _SIZES
+    return next((name for name, size in sizes.items() if not _is_whole(checkpoint / name, size)), None)
+
+
+def _is_whole(path: Path, size: int) -> bool:
+    """Return True if a file has its size, or less, but is whole: somebody has written it anew, in bf16 perhaps."""
+    try:
+        if path.stat().st_size >= size or is_zipfile(path):
+            return True
+        with safe_open(path, "pt"):
+            return True
+    except (OSError, SafetensorError):
+        return False
 
 
 @contextmanager

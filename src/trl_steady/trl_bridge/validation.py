@@ -11,6 +11,7 @@ from datasets import Dataset, IterableDataset
 
 from trl_steady.core.feature import Trainer
 from trl_steady.trl_bridge.overrides import overrides
+from trl_steady.trl_bridge.private import as_trl_trainer
 
 PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 """What TRL passes to reward functions by name, beside the columns of the data."""
@@ -19,10 +20,12 @@ PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extr
 def refuse_wrong_columns(trainer: Trainer) -> None:
     """Refuse a dataset whose columns do not fit TRL or the reward functions, unless a rollout may have others."""
     dataset = trainer.train_dataset
-    # another class, or a transform, may add columns; a stream may not know its own
+    # another class, a transform or a collator may add columns; a stream may not know its own
     is_plain = type(dataset) in (Dataset, IterableDataset) and getattr(dataset, "format", {}).get("type") != "custom"
+    is_plain = is_plain and getattr(as_trl_trainer(trainer).data_collator, "__name__", "") == "identity"  # TRL's
     columns: Sequence[str] = (dataset.column_names or ()) if is_plain else ()
-    if not columns or trainer.environment_factories is not None or overrides(trainer, "data"):
+    is_open = trainer.environment_factories is not None or overrides(trainer, "data", "generation")
+    if not columns or trainer.args.remove_unused_columns or is_open:
         return
     messages: list[str] = []
     if "prompt" not in columns:
@@ -45,9 +48,10 @@ def _required(function: Callable[..., object]) -> set[str]:
     """Return the parameters that TRL must pass by name; none if they are not known."""
     try:  # not those of a function that a decorator wraps, for which it may have values of its own
         parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
-    except (TypeError, ValueError):
+    except Exception:  # a user's object may do anything when it is looked at
         return set()
-    return {each.name for each in parameters if each.default is each.empty and "*" not in str(each)}
+    more = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
+    return {each.name for each in parameters if each.default is each.empty and each.kind not in more}
 
 
 def refuse_small_dataset(trainer: Trainer) -> None:

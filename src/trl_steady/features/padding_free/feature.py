@@ -248,18 +248,18 @@ class PaddingFree(Feature):
             micro_batches = [inputs for _, inputs in rollout]
             size = len(micro_batches[0]["completion_ids"])
             joined = {name: _concatenated([each[name] for each in micro_batches]) for name in micro_batches[0]}
+            tokens = [prompt + completion for prompt, completion, *_ in joined[_LENGTHS]]
+            budget = self.args.token_budget or 0
+            if len(tokens) > 1 and min(tokens) > budget and not any("token_budget=" in note for note in self.notes):
+                self.warn(
+                    f"token_budget={budget} is below the {min(tokens)} tokens of a step's shortest sequence, so each "
+                    f"is a micro-batch of its own. Set token_budget={size * max(tokens)}, for example."
+                )
             if skips_before_regrouping(self.trainer):
                 joined = with_gradient(self.trainer, joined, least=1)
             prompt_width = joined["prompt_ids"].size(1)
             width = prompt_width + joined["completion_ids"].size(1)
             lengths = [Length(*numbers) for numbers in joined[_LENGTHS]]
-            tokens = [length.prompt + length.completion for length in lengths]
-            budget = self.args.token_budget or 0
-            if min(tokens) > budget and not any(note.startswith("token_budget") for note in self.notes):
-                self.warn(
-                    f"token_budget={budget} is below the {min(tokens)} tokens of a step's shortest sequence, so each "
-                    f"is a micro-batch of its own. Set token_budget={size * max(tokens)}, for example."
-                )
             for rows in self._batches(self.support(model), lengths, width, prompt_width, len(lengths)):
                 yield (
                     select_sequences(joined, rows),
