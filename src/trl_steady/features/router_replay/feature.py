@@ -3,6 +3,7 @@
 # pyright: reportUnknownMemberType=false
 # torch's annotations are partial
 
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -13,9 +14,9 @@ from trl_steady.config.shared import SharedOptions
 from trl_steady.core.engine import EngineOutput
 from trl_steady.core.feature import Feature, Trainer
 from trl_steady.core.token_record import TokenRecord, nothing
-from trl_steady.core.types import ForwardPass, LogProbs, Rollout, Turn
+from trl_steady.core.types import ForwardPass, LogProbs, ModelCall, Rollout, Turn
 from trl_steady.features.router_replay.generation import R2_INSTEAD, record_passes
-from trl_steady.features.router_replay.replay import RecordedModel, Replay, ReplayedModel, Routers
+from trl_steady.features.router_replay.replay import Replay, Routers
 from trl_steady.features.router_replay.routes import from_engine, is_route, share_prefix_routes
 from trl_steady.trl_bridge import models
 
@@ -148,9 +149,17 @@ class RouterReplay(Feature):
         return self._record(forward, rollout, call_next)
 
     def _replay(self, forward: ForwardPass, routes: Tensor, call_next: Callable[[ForwardPass], LogProbs]) -> LogProbs:
-        replays: list[Replay] = []
-        others = self.routers(forward.model), routes, forward.hold_until_backward, replays
-        forward.wrap_model(lambda model: ReplayedModel(model, *others), needs_token_indices=True)
+        routers, replays = self.routers(forward.model), list[Replay]()
+
+        def replayed(model: ModelCall, *, token_indices: Tensor, **batch: Any) -> Any:
+            own = routes.flatten(0, 1)[token_indices.flatten()]  # the batch may come in parts
+            with forward.hold_until_backward(routers.replay(own)) as replay:
+                outputs = model(token_indices=token_indices, **batch)
+                replay.check()
+            replays.append(replay)
+            return outputs
+
+        forward.wrap_model(lambda model: functools.partial(replayed, model), needs_token_indices=True)
         log_probs = call_next(forward)
         if forward.rollout is None:
             self._log_replays(replays)
@@ -159,9 +168,16 @@ class RouterReplay(Feature):
     def _record(
         self, forward: ForwardPass, rollout: Rollout, call_next: Callable[[ForwardPass], LogProbs]
     ) -> LogProbs:
-        parts: list[tuple[Tensor, Tensor]] = []
-        routers = self.routers(forward.model)
-        forward.wrap_model(lambda model: RecordedModel(model, routers, parts), needs_token_indices=True)
+        routers, parts = self.routers(forward.model), list[tuple[Tensor, Tensor]]()
+
+        def recorded(model: ModelCall, *, token_indices: Tensor, **batch: Any) -> Any:
+            with routers.record() as recording:
+                outputs = model(token_indices=token_indices, **batch)
+            (routes,) = recording.routes_of_passes([token_indices.numel()])
+            parts.append((token_indices.flatten(), routes))
+            return outputs
+
+        forward.wrap_model(lambda model: functools.partial(recorded, model), needs_token_indices=True)
         log_probs = call_next(forward)
         ids, mask = forward.input_ids, forward.attention_mask.bool()
         indices, seen = (torch.cat(values) for values in zip(*parts, strict=True))

@@ -19,13 +19,11 @@ The life of a replay:
 import functools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
 from torch import Tensor, nn
 
-from trl_steady.core.types import ModelCall
 from trl_steady.features.router_replay.router import Router, RoutingError, find_routers
 from trl_steady.features.router_replay.routes import is_route, route_dtype
 from trl_steady.trl_bridge.private import patched
@@ -201,44 +199,3 @@ class Routers:
     def _forward(self, layer: int, forward: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any:
         run = functools.partial(forward, *arguments, **keywords)
         return run() if self._use is None else self._use.run(layer, run)
-
-
-@dataclass(eq=False)
-class RecordedModel:
-    """Wrapper that records the routes of a model in a pass whose batch comes in parts."""
-
-    model: ModelCall
-    routers: Routers
-    parts: list[tuple[Tensor, Tensor]]
-    """Gets the indices (N,) in the flattened batch and the routes (N, M, K) of the tokens of each part."""
-
-    def __call__(self, *, token_indices: Tensor, **batch: Any) -> Any:
-        """Return the model's outputs, and record routes."""
-        with self.routers.record() as recording:
-            outputs = self.model(token_indices=token_indices, **batch)
-        (routes,) = recording.routes_of_passes([token_indices.numel()])
-        self.parts.append((token_indices.flatten(), routes))
-        return outputs
-
-
-@dataclass(eq=False)
-class ReplayedModel:
-    """Wrapper that makes a model use given routes in a pass whose batch comes in parts."""
-
-    model: ModelCall
-    routers: Routers
-    routes: Tensor
-    """(B, L, M, K)"""
-    hold: Callable[[AbstractContextManager[Replay]], AbstractContextManager[Replay]]
-    """Keeps a context active as long as layers of the model may be recomputed."""
-    replays: list[Replay]
-    """Gets the replay of each part."""
-
-    def __call__(self, *, token_indices: Tensor, **batch: Any) -> Any:
-        """Return the model's outputs on the given routes."""
-        routes = self.routes.flatten(0, 1)[token_indices.flatten()]
-        with self.hold(self.routers.replay(routes)) as replay:
-            outputs = self.model(token_indices=token_indices, **batch)
-            replay.check()
-        self.replays.append(replay)
-        return outputs
