@@ -77,7 +77,12 @@ class ResampledRollout:
         with self._log_metrics(lambda name: is_first and not _needs_log_probs(name)), patched(self._trainer, replaced):
             samples = self._run_rollout(self._rollout)
         self._without_values, self._rewards = recorder.without_values, recorder.rewards
-        self._take_token_values(recorder.completions)
+        sequences = [
+            [*each.generated[0], *each.generated[1]] for each in recorder.completions
+        ]  # ids, with the prompt's
+        for column, record in self._rollout.records.items():
+            for each, item in zip(recorder.completions, record.take(sequences), strict=True):
+                each.token_values[column] = item
         return recorder.completions, recorder.rewards, samples
 
     def finish(self, chosen: Sequence[CompletionRecord]) -> dict[str, Any]:
@@ -107,12 +112,6 @@ class ResampledRollout:
             replaced |= {"environment_factories": None, "environments": None}
         with self._log_metrics(_needs_log_probs), patched(trainer, replaced):
             return self._run_rollout(self._rollout)
-
-    def _take_token_values(self, completions: Sequence[CompletionRecord]) -> None:
-        sequences = [[*each.generated[0], *each.generated[1]] for each in completions]  # prompt and completion ids
-        for column, record in self._rollout.records.items():
-            for each, item in zip(completions, record.take(sequences), strict=True):
-                each.token_values[column] = item
 
     @contextmanager
     def _log_metrics(self, is_wanted: Callable[[str], bool]) -> Iterator[None]:
