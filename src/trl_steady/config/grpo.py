@@ -146,9 +146,8 @@ class GRPOConfig(SharedOptions, _TRLConfig):
         """Warnings about options that have no effect, or probably not the intended one, each with a fix."""
         messages = super().cannot_act
         on_policy = self._never_off_policy
-        if (
-            on_policy and not self.use_vllm and self.off_policy_mask_threshold not in (None, math.inf)
-        ):  # inf: metrics only
+        has_mask = self.off_policy_mask_threshold not in (None, math.inf)  # inf: metrics only
+        if on_policy and not self.use_vllm and has_mask:
             messages.append(
                 f"off_policy_mask_threshold={self.off_policy_mask_threshold} cannot act with {on_policy}, unless a "
                 "rollout_func generates. Leave it unset."

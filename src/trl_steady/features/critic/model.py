@@ -323,13 +323,12 @@ def build_whole_model(
     if f"{_HEAD}.bias" in dict(model.named_parameters()):
         raise ValueError(f"{option}: its head has a bias, which the critic would leave out. Give a model without one.")
     score = model.get_parameter(_HEAD_WEIGHT)
-    head = _zero_head(model, score.device)
+    head = _zero_head(model, trainer.accelerator.device)
     head.weight.data.copy_(score.data)
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout) and not has_dropout:
             module.p = 0.0
     model.to(trainer.accelerator.device)  # pyright: ignore[reportArgumentType]
-    head.to(trainer.accelerator.device)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
     return ScalarHeadModel(model, head, None)

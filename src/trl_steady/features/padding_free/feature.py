@@ -261,10 +261,8 @@ class PaddingFree(Feature):
             width = prompt_width + joined["completion_ids"].size(1)
             lengths = [Length(*numbers) for numbers in joined[_LENGTHS]]
             for rows in self._batches(self.support(model), lengths, width, prompt_width, len(lengths)):
-                yield (
-                    select_sequences(joined, rows),
-                    1.0 if self.trainer.loss_reduction == "step_tokens" else len(rows) / size,
-                )
+                share = 1.0 if self.trainer.loss_reduction == "step_tokens" else len(rows) / size
+                yield select_sequences(joined, rows), share
 
 
 def _concatenated(values: Sequence[Any]) -> Any:

@@ -81,10 +81,8 @@ class Reference(Feature):
                 if name.endswith(f".{POLICY_ADAPTER}"):
                     reference = model.get_parameter(f"{name.removesuffix(POLICY_ADAPTER)}{REFERENCE_ADAPTER}")
                     reference.data.copy_(policy.data)
-        elif (
-            BaseModel(model).changing_init is not None
-        ):  # without its adapter, the base is not the model that was given
-            add_reference_adapter(model)
+        elif BaseModel(model).changing_init is not None:
+            add_reference_adapter(model)  # without its adapter, the base is not the model that was given
             self._is_ours = True
 
     def around_rollout(self, rollout: Rollout, call_next: Callable[[Rollout], dict[str, Any]]) -> dict[str, Any]:
