@@ -1,11 +1,19 @@
 """Models that select tokens or count columns give a sequence the same log-probs in a rollout and in a micro-batch."""
 
+import inspect
+import textwrap
+import types
 from typing import Any
 
 import pytest
 import torch
+import transformers
+from accelerate.hooks import ModelHook, add_hook_to_module
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.hunyuan_v1_dense.modeling_hunyuan_v1_dense import HunYuanDenseV1Attention
+from transformers.models.qwen2 import modeling_qwen2
+from transformers.models.qwen2.modeling_qwen2 import Qwen2Attention
 from trl.trainer.utils import add_fused_lm_head
 
 from tests.features.padding_free.passes import (
@@ -17,7 +25,7 @@ from tests.features.padding_free.passes import (
     make_batch,
     without_padding,
 )
-from tests.tools import families
+from tests.tools import families, tiny
 from tests.tools.headroom import within
 from trl_steady.features.padding_free.support import find_support
 
@@ -117,3 +125,34 @@ def test_a_tower_does_not_decide_how_its_text_is_cut(name: str, text: str, kind:
 )
 def test_rotary_frequencies_of_the_width_limit_it(name: str, changed: dict[str, Any], width: int) -> None:
     assert find_support(_build(name, **changed)).width_limit == width
+
+
+def _from_a_string() -> Any:
+    scope = {**vars(modeling_qwen2)}
+    exec(textwrap.dedent(inspect.getsource(Qwen2Attention.forward)), scope)
+    return scope["forward"]
+
+
+class _NoFunction:
+    __module__ = Qwen2Attention.__module__
+
+    def __call__(self, *arguments: Any, **keywords: Any) -> Any:
+        return Qwen2Attention.forward(*arguments, **keywords)
+
+
+@pytest.mark.parametrize("replaced", [_from_a_string(), _NoFunction()], ids=["from a string", "no function"])
+def test_columns_stay_for_a_forward_without_a_source(replaced: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = transformers.AutoModelForCausalLM.from_config(tiny.CONFIGS["dense"])
+    assert find_support(model).is_shift_invariant
+    monkeypatch.setattr(Qwen2Attention, "forward", replaced)
+    assert not find_support(model).is_shift_invariant
+
+
+def test_columns_stay_for_a_forward_that_a_script_has_set_on_a_layer() -> None:
+    attention = (
+        (model := transformers.AutoModelForCausalLM.from_config(tiny.CONFIGS["dense"])).model.layers[1].self_attn
+    )
+    add_hook_to_module(attention, ModelHook())  # as accelerate does for a device map
+    assert find_support(model).is_shift_invariant
+    attention.forward = types.MethodType(HunYuanDenseV1Attention.forward, attention)
+    assert not find_support(model).is_shift_invariant

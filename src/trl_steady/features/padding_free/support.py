@@ -90,9 +90,11 @@ def _is_rotary(model: PreTrainedModel) -> bool:
 
 
 def _changes_rotated(model: PreTrainedModel) -> bool:
-    forwards = {type(module).forward for module in _text_modules(model)}
-    sources = (inspect.getsource(each) for each in forwards if each.__module__.startswith("transformers.models."))
-    return any(map(_AFTER_ROTATION.search, sources))
+    forwards = (inspect.unwrap(module.forward) for module in _text_modules(model))  # also those set on a module
+    try:
+        return any(map(_AFTER_ROTATION.search, map(inspect.getsource, {getattr(f, "__func__", f) for f in forwards})))
+    except (OSError, TypeError):  # one that a script has made without a source
+        return True
 
 
 def _text_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
