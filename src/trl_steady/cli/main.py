@@ -35,8 +35,6 @@ Without launch options other than --set and --ppo, `run` runs the script in this
 trl-steady --version prints the versions of trl-steady and of TRL.
 """
 
-_MODULE = ("-m", "--module")
-
 
 class _Refused(Exception):
     """An invalid command line; only the message is printed."""
@@ -77,9 +75,9 @@ def run(arguments: Sequence[str]) -> int:
         _refuse("run needs a script. trl-steady --help lists the commands.")
     is_launched = rest[0].startswith("-") and rest[0] != "-m"
     # the script is the first word, or, after launch options, the first that ends so; what follows a module is its own
-    first = next((word for word in rest if word in _MODULE or word.endswith(".py")), "-m")
+    first = next((word for word in rest if word in ("-m", "--module") or word.endswith(".py")), "-m")
     script = first if is_launched else rest[0]
-    if script not in _MODULE and not os.path.exists(script):
+    if not script.startswith("-") and not os.path.exists(script):
         _refuse(f"there is no script {script}.")
     for message in wrong_options([f"--{setting}" for setting in settings]):
         _refuse(message)

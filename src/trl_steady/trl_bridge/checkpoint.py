@@ -50,9 +50,8 @@ class Checkpoints:
     def newest(self) -> str | None:
         """Return the newest complete checkpoint of the run, or None. Warn of a newer one, such as half of a copy."""
         incomplete = ""
-        for checkpoint in map(Path, reversed(sort_checkpoints(self._trainer.args.output_dir))):
-            if not re.fullmatch(r"checkpoint-\d+", checkpoint.name):  # a user's copy, for example
-                continue
+        folders = reversed(sort_checkpoints(self._trainer.args.output_dir))  # also copies, such as checkpoint-9-old
+        for checkpoint in map(Path, filter(re.compile(r"checkpoint-\d+$").search, folders)):
             if (cut_off := _cut_off(checkpoint)) is None:
                 if incomplete:
                     warn_user(f"{incomplete}), {checkpoint.name} is not.")

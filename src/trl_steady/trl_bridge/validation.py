@@ -50,8 +50,8 @@ def _required(function: Callable[..., object]) -> set[str]:
         parameters = inspect.signature(function, follow_wrapped=False).parameters.values()
     except Exception:  # a user's object may do anything when it is looked at
         return set()
-    more = (inspect.Parameter.VAR_POSITIONAL, inspect.Parameter.VAR_KEYWORD)
-    return {each.name for each in parameters if each.default is each.empty and each.kind not in more}
+    named = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
+    return {each.name for each in parameters if each.default is each.empty and each.kind in named}
 
 
 def refuse_small_dataset(trainer: Trainer) -> None:
