@@ -55,10 +55,10 @@ class NonfiniteSteps(Feature):
         norm, figures, self._figures = call_next(model), self._figures, {}
         if self._limit is None or norm is None:
             return norm
-        value = float(whole(norm)) if isinstance(norm, Tensor) else norm
+        norm = float(whole(norm)) if isinstance(norm, Tensor) else norm
         # the gradients of a critic's adapter are gone by now
         named = ((name, each) for name, own, each in self._norms if own.grad is not None)
-        hold_step(self.trainer, not self.admits("policy", value, named, **figures))
+        hold_step(self.trainer, not self.admits("policy", norm, named, **figures))
         return norm
 
     def admits(self, owner: str, norm: Tensor | float, named: Iterable[tuple[str, Tensor]], **figures: Tensor) -> bool:
