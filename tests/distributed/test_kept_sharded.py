@@ -43,7 +43,8 @@ def shard(model: Any) -> Any:
 
 
 def log_probs(model: Any, kind: str) -> torch.Tensor:
-    kept = SamplingMaskModel(lambda token_indices, **batch: model(**batch), SETS, INDEX[kind], with_entropy=False)
+    bare = lambda token_indices, **batch: model(**batch)
+    kept = SamplingMaskModel(bare, SETS, INDEX[kind], with_entropy=False, kept_mass=torch.zeros(2).double())
     batch = {"input_ids": IDS, "attention_mask": torch.ones_like(IDS), "labels": IDS, "fused_lm_head": True}
     scores = kept(token_indices=INDICES, **batch).log_probs
     assert (scores == 0).any() == (kind != "none") and (scores < 0).any()
