@@ -3,6 +3,7 @@
 import itertools
 import random
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -94,11 +95,23 @@ REWARDS = {name: _reward(name, of) for name, of in _OF_IDS.items()} | {
 }
 
 
-def sampled_by(model: Any) -> Any:
-    """Return a rollout_func that samples with this model, whatever the policy is."""
+def sampled_by(kind: str, model: Any) -> Any:
+    """Return a rollout_func.
+
+    Args:
+        kind: Who samples: the "policy", the policy of the first step ("frozen"), the policy with noise on its head
+            ("noisy"), or a model with "other" weights.
+        model: The policy of the first step, with weights of its own.
+    """
+    head, noise = model.lm_head.weight.data, 0.5 * torch.randn(model.lm_head.weight.shape)
+    if kind == "other":
+        head.copy_(noise)
 
     @torch.no_grad()
     def rollout(prompts: list[str], trainer: Any) -> dict[str, Any]:
+        if kind in ("policy", "noisy"):
+            model.load_state_dict(trainer.model.state_dict())
+            head.add_(noise, alpha=0.3 if kind == "noisy" else 0.0)
         tokenizer = trainer.processing_class
         given = tokenizer(prompts, return_tensors="pt", padding=True, return_token_type_ids=False)
         length = trainer.args.max_completion_length
@@ -143,7 +156,8 @@ def train(run: Mapping[str, Any], sets: Mapping[str, dict[str, Any]], folder: Pa
         options |= sets[name]
     options |= {key: value for key, value in run.items() if key != "sets"}
     take = options.pop
-    is_trl, nan_at, sampler, model = take("trl", False), take("nan_at", ()), take("sampler", ""), folder / "model"
+    is_trl, nan_at, dies, sampler = take("trl", False), take("nan_at", ()), take("dies", False), take("sampler", "")
+    model = folder / "model"
     tiny.CONFIGS["wide"] = transformers.Qwen2Config(**{**tiny.SIZES, **WIDE, "initializer_range": 0.2})
     tiny.save_model(take("model", "dense"), model)
     rows = tiny.dataset(64).map(lambda _: {"held_out": False})
@@ -155,10 +169,11 @@ def train(run: Mapping[str, Any], sets: Mapping[str, dict[str, Any]], folder: Pa
     if "eval_strategy" in options:
         build["eval_dataset"] = rows.select(range(16)).map(lambda _: {"held_out": True})
     if sampler:
-        other = transformers.AutoModelForCausalLM.from_pretrained(model)
-        if sampler == "other":
-            torch.nn.init.normal_(other.lm_head.weight, std=0.5)
-        build["rollout_func"] = sampled_by(other)
+        weights = transformers.AutoModelForCausalLM.from_pretrained(model)
+        build["rollout_func"] = sampled_by(sampler, weights)
+        options |= {} if is_trl else {"engine_check": None if sampler == "other" else 1.0}
     _random.seed(0)
     trainer = tiny.trainer(model, folder / "out", ours=not is_trl, build=build, **options)
-    return log(tiny.train(poison_gradients(trainer, nan_at) if nan_at else trainer))
+    with suppress(*([RuntimeError] if dies else [])):
+        tiny.train(poison_gradients(trainer, nan_at) if nan_at else trainer)
+    return log(trainer)
