@@ -1,6 +1,6 @@
 """Compare what the diagnosis says of recorded runs with what it must say: tests/data/runs.toml.
 
-    python -m tests.benchmarks.diagnosis evaluate
+    python -m tests.benchmarks.diagnosis evaluate [--running]
     python -m tests.benchmarks.diagnosis record [--only TEXT] [--again]
 
 `record` trains the runs whose log tests/data/runs.jsonl.xz lacks, each in 1 to 30 seconds.
@@ -71,14 +71,23 @@ def judged(about: Mapping[str, Any], found: list[str]) -> dict[str, list[str]]:
     }
 
 
-def evaluate() -> None:
+def said_of(rows: list[dict[str, Any]], run: dict[str, Any], is_running: bool) -> list[str]:
+    """Return the names that a run shows at its end, or that it has printed while it ran."""
+    lengths = [len(rows)]
+    while is_running and lengths[-1] > 1:  # as features/training_report.py does
+        lengths.append(lengths[-1] - 1 - lengths[-1] // 20)
+    found = (finding for length in reversed(lengths) for finding in diagnose(History(rows[:length], run))[0])
+    return list(dict.fromkeys(finding.symptom.name for finding in found))
+
+
+def evaluate(is_running: bool) -> None:
     """Print for each run what must be said, what is said, missed and false; then precision and recall."""
     known, kept = logs(), recorded(ROOT)
     given = {name: (about, known[name]["rows"], known[name]["run"]) for name, about in RUNS.items() if name in known}
     given |= {name: (about, *kept[name]) for name, about in TABLE["recipes"].items()}
     counts, causes = Counter[tuple[str, str]](), Counter[bool]()
     for name, (about, rows, run) in given.items():
-        found = [finding.symptom.name for finding in diagnose(History(rows, run))[0]]
+        found = said_of(rows, run, is_running)
         parts = judged(about, found)
         for kind, those in parts.items():
             counts.update((kind, level) for each in those for level in ("all", LEVELS[each.split("|")[0]]))
@@ -99,8 +108,9 @@ def main() -> None:
     parser.add_argument("what", choices=("evaluate", "record"))
     parser.add_argument("--only", default="", help="part of the name of a run")
     parser.add_argument("--again", action="store_true", help="train runs that have a log too")
+    parser.add_argument("--running", action="store_true", help="what a run prints while it runs, too")
     options = parser.parse_args()
-    record(options.only, options.again) if options.what == "record" else evaluate()
+    record(options.only, options.again) if options.what == "record" else evaluate(options.running)
 
 
 if __name__ == "__main__":

@@ -69,6 +69,11 @@ def dies(completion_ids: list[list[int]], trainer_state: Any, **_: Any) -> list[
     return REWARDS["none" if trainer_state.global_step >= 20 else "even"](completion_ids=completion_ids)
 
 
+def away(completion_ids: list[list[int]], trainer_state: Any, **_: Any) -> list[float | None]:
+    """Judge, but not in steps 10 to 24."""
+    return REWARDS["none" if 10 <= trainer_state.global_step < 25 else "even"](completion_ids=completion_ids)
+
+
 # of the ids of an answer, which are below 258; those below 40 end it
 _OF_IDS: dict[str, Callable[[list[int]], Any]] = {
     "even": lambda ids: _share(ids, _is_even),
@@ -90,8 +95,8 @@ _OF_IDS: dict[str, Callable[[list[int]], Any]] = {
     "mostly_right": lambda ids: float(ids[0] != 100),
     "hardly_right": lambda ids: float(ids[0] == 100),
 }
-REWARDS = {name: _reward(name, of) for name, of in _OF_IDS.items()} | {
-    each.__name__: each for each in (by_rows, hacked, dies)
+REWARDS: dict[str, Callable[..., list[Any]]] = {name: _reward(name, of) for name, of in _OF_IDS.items()} | {
+    each.__name__: each for each in (by_rows, hacked, dies, away)
 }
 
 
@@ -157,7 +162,7 @@ def train(run: Mapping[str, Any], sets: Mapping[str, dict[str, Any]], folder: Pa
     options |= {key: value for key, value in run.items() if key != "sets"}
     take = options.pop
     is_trl, nan_at, dies, sampler = take("trl", False), take("nan_at", ()), take("dies", False), take("sampler", "")
-    model = folder / "model"
+    value, model = take("value", float("nan")), folder / "model"
     tiny.CONFIGS["wide"] = transformers.Qwen2Config(**{**tiny.SIZES, **WIDE, "initializer_range": 0.2})
     tiny.save_model(take("model", "dense"), model)
     rows = tiny.dataset(64).map(lambda _: {"held_out": False})
@@ -175,5 +180,5 @@ def train(run: Mapping[str, Any], sets: Mapping[str, dict[str, Any]], folder: Pa
     _random.seed(0)
     trainer = tiny.trainer(model, folder / "out", ours=not is_trl, build=build, **options)
     with suppress(*([RuntimeError] if dies else [])):
-        tiny.train(poison_gradients(trainer, nan_at) if nan_at else trainer)
+        tiny.train(poison_gradients(trainer, nan_at, value=value) if nan_at else trainer)
     return log(trainer)
