@@ -16,7 +16,7 @@ def advantages_html(completions: Sequence[Sequence[tuple[str, float]]]) -> str:
     >>> 'title="-1">&lt; 3</span>' in page
     True
     """
-    largest = max((abs(value) for completion in completions for _, value in completion), default=0.0) or 1.0
+    largest = largest_advantage(completions)
 
     def span(text: str, value: float) -> str:
         shown = html.escape(text).replace("\n", "\u21b5\n") or "\u2205"
@@ -28,6 +28,11 @@ def advantages_html(completions: Sequence[Sequence[tuple[str, float]]]) -> str:
         "<style>pre{white-space:pre-wrap;border:1px solid #ccc;padding:.6em;line-height:1.6}</style>\n"
         f"<p>Advantage from -{largest:.3g} (red) to {largest:.3g} (green)</p>\n{body}\n"
     )
+
+
+def largest_advantage(completions: Sequence[Sequence[tuple[str, float]]]) -> float:
+    """Return the largest size of an advantage, or 1 if all are 0."""
+    return max((abs(value) for completion in completions for _, value in completion), default=0.0) or 1.0
 
 
 def colour(share: float) -> tuple[int, int, int]:
