@@ -154,7 +154,7 @@ class Derived(trl_steady.GRPOConfig):
 
 
 def test_a_warning_names_the_line_of_the_script(models: dict[str, Path], tmp_path: Path) -> None:
-    """Of the one that builds a config, a copy of it, or a trainer."""
+    """The script builds a config, a copy of it, or a trainer."""
 
     def line() -> int:
         caller = inspect.currentframe()

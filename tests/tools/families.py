@@ -18,7 +18,7 @@ VOCABULARY = 96
 WINDOW = 6
 
 IS_TOLD = Version(transformers.__version__) >= Version("5.24")
-"""Whether the tests' tables must hold. Older versions have fewer families, and pack or replay less of them."""
+"""True if the tests' tables must hold. Older versions have fewer families, and pack or replay less of them."""
 
 _NO_BACKBONE = "TRL's fused head takes the model for its own backbone: the prefix of its class names another"
 UNBUILT: dict[str, str] = {

@@ -1,4 +1,4 @@
-"""What TRL reads beside the names that `trl_bridge/names.toml` lists. The tests compare both with TRL."""
+"""Names that TRL reads beside those that `trl_bridge/names.toml` lists. The tests compare both with TRL."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -9,7 +9,7 @@ from trl_steady.trl_bridge.names import needed
 
 @dataclass(frozen=True)
 class Contract:
-    """What `_compute_loss` reads, and the parameters of methods of transformers that trl-steady overrides."""
+    """Names that `_compute_loss` reads, and the parameters of methods of transformers that trl-steady overrides."""
 
     reads: frozenset[str]
     """`self.NAME` and `inputs["NAME"]`."""

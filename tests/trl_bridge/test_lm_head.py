@@ -29,7 +29,7 @@ FAMILIES: dict[str, PretrainedConfig] = {
     "biased": transformers.PhiConfig(**tiny.SIZES, resid_pdrop=0.0),
 }
 Run = Callable[[PreTrainedModel, Tensor, Tensor], list[Tensor]]
-"""What a feature asks the head for: a model, token ids and labels (B, L) give tensors (B, L - 1)."""
+"""A feature asks the head for this: a model, token ids and labels (B, L) give tensors (B, L - 1)."""
 
 
 def build(family: str, dtype: torch.dtype) -> PreTrainedModel:

@@ -4,8 +4,9 @@
 
 import inspect
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field, fields
+from difflib import get_close_matches
 from functools import cache
 from types import NoneType
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
@@ -39,6 +40,15 @@ def own_options(config: type, *others: str) -> dict[str, Any]:
     names = {name for kind in ours for name in inspect.get_annotations(kind)}.union(others)
     types = get_type_hints(config)
     return {each.name: types[each.name] for each in fields(config) if each.name in names}
+
+
+def refuse_unknown(config: type, given: Iterable[str]) -> None:
+    """Raise a TypeError for a name that no parameter of the config's constructor has, with one that is like it."""
+    known = inspect.signature(config.__init__, follow_wrapped=False).parameters
+    is_open = any(each.kind is each.VAR_KEYWORD for each in known.values())
+    for name in () if is_open else {*given} - known.keys():
+        meant = "".join(f" Did you mean {each}?" for each in get_close_matches(name, known, 1))
+        raise TypeError(f"{config.__name__} has no option {name}.{meant}")
 
 
 def refuse_invalid(config: object, ranges: Mapping[str, Range]) -> None:

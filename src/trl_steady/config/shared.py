@@ -3,16 +3,14 @@
 # pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false
 """Options that all trainers have, and what a config says of them. The help texts are the documentation of options."""
 
-import inspect
 import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
-from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 
 import trl
 
-from trl_steady.config.options import COUNT, NUMBER, POSITIVE, Range, first_off, option, refuse_invalid
+from trl_steady.config.options import COUNT, NUMBER, POSITIVE, Range, first_off, option, refuse_invalid, refuse_unknown
 from trl_steady.config.sampling import TRUNCATIONS, WEIGHTINGS
 from trl_steady.core.feature import warn_user
 
@@ -185,11 +183,7 @@ class SharedOptions(_TRLConfig):
 
     def __new__(cls, *_: object, **keywords: object) -> Self:
         """Refuse a misspelt option with the name that was meant, as Python does from 3.13 on."""
-        known = inspect.signature(cast(Any, cls).__init__, follow_wrapped=False).parameters
-        is_open = any(each.kind is each.VAR_KEYWORD for each in known.values())
-        for name in () if is_open else keywords.keys() - known.keys():
-            meant = "".join(f" Did you mean {each}?" for each in get_close_matches(name, known, 1))
-            raise TypeError(f"{cls.__name__} has no option {name}.{meant}")
+        refuse_unknown(cls, keywords)
         return super().__new__(cls)
 
     def __post_init__(self) -> None:

@@ -14,7 +14,7 @@ from trl_steady.trl_bridge.overrides import overrides
 from trl_steady.trl_bridge.private import as_trl_trainer
 
 PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
-"""What TRL passes to reward functions by name, beside the columns of the data."""
+"""TRL passes these to reward functions by name, beside the columns of the data."""
 
 
 def refuse_wrong_columns(trainer: Trainer) -> None:
