@@ -21,7 +21,7 @@ PYTHONS := 3.11 3.12 3.13
 
 .PHONY: demo demo-gspo demo-process demo-v32 demo-moe demo-sampling-mask demo-ppo demo-loop demo-own-data demo-async
 .PHONY: test test-quick test-portable test-versions test-lowest test-next test-slow test-distributed test-sharded test-triton
-.PHONY: test-vllm test-gpu test-installs check docs bench format lock upgrade clean
+.PHONY: test-vllm test-gpu test-installs check check-workflows docs bench format lock upgrade clean
 
 # deprecations that TRL owes transformers would bury the progress
 TRAIN = PYTHONWARNINGS=ignore::FutureWarning $(BIN)/python
@@ -157,12 +157,23 @@ check: $(VENV)/.test
 	$(BIN)/ruff check .
 	for version in $(PYTHONS); do $(BIN)/pyright --pythonpath $(BIN)/python --pythonversion $$version || exit; done
 	$(BIN)/lint-imports
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*
+	$(BIN)/check-jsonschema --builtin-schema custom.github-workflows-require-timeout .github/workflows/*
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*))
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
+	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
 	for version in $(PYTHONS); do \
 		export PYENV_VERSION=$$version PYTHONPYCACHEPREFIX=$(VENV)/pycache; \
 		if python$$version --version >/dev/null 2>&1; \
 		then python$$version -W error -m compileall -q src tests recipes docs || exit; \
 		else echo "skipped: no python$$version here to compile the sources with"; fi; \
 	done
+
+# gets a program from GitHub
+check-workflows: $(VENV)/.test
+	$(PIP) $(ACTIONLINT)
+	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/actionlint
 
 # The tests look for what the pages do not name, and at the built site.
 docs: $(VENV)/.docs $(VENV)/.test
