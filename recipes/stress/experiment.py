@@ -158,16 +158,16 @@ def table(experiment: Mapping[str, Any], runs: Runs) -> str:
     own, columns = SHOWN[experiment.get("figure", "accuracy")], experiment.get("columns", ("outside", "ess"))
     headings = " | ".join(SHOWN[name].heading for name in columns)
     lines = [
-        f"| arm | endpoint | difference | 95 % interval | p | p, corrected | {headings} |",
-        "|---" * (6 + len(columns)) + "|",
+        f"| arm | endpoint | difference (95 % interval) | p, corrected | {headings} |",
+        "|---" * (4 + len(columns)) + "|",
     ]
     for name, row in found.items():
-        compared = "| | | | "
+        compared = "| | "
         if row.difference is not None:
             middle, low, high = (
                 f"{own.scale * value:+.{own.decimals}f}" for value in (row.difference, row.low, row.high)
             )
-            compared = f"| {middle} | {low} to {high} | {row.p:.3f} | {corrected[name]:.3f} "
+            compared = f"| {middle} ({low} to {high}) | {row.p:.3f}, {corrected[name]:.3f} "
         means = " | ".join(_mean(runs[name], column) for column in columns)
         lines.append(f"| {name} | {row.mean:{own.form}} {compared}| {means} |")
     return "\n".join(lines)
