@@ -123,11 +123,12 @@ def cell(marks: list[Mark], feature: str, setup: str) -> str:
 
 
 def table(marks: list[Mark]) -> str:
-    """Return the cells in Markdown."""
-    lines = [f"| | {' | '.join(SETUPS)} |", f"|---{'|---' * len(SETUPS)}|"]
+    """Return the cells in Markdown. Features with the same cells share a row."""
+    rows: dict[str, list[str]] = {}
     for feature, label in FEATURES.items():
-        lines.append(f"| {label} | {' | '.join(cell(marks, feature, setup) for setup in SETUPS)} |")
-    return "\n".join(lines)
+        rows.setdefault(" | ".join(cell(marks, feature, setup) for setup in SETUPS), []).append(label)
+    lines = [f"| | {' | '.join(SETUPS)} |", f"|---{'|---' * len(SETUPS)}|"]
+    return "\n".join([*lines, *(f"| {'; '.join(labels)} | {cells} |" for cells, labels in rows.items())])
 
 
 def behind(marks: list[Mark]) -> str:
