@@ -159,7 +159,7 @@ check: $(VENV)/.test
 	$(BIN)/lint-imports
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-workflows .github/workflows/*
 	$(BIN)/check-jsonschema --builtin-schema custom.github-workflows-require-timeout .github/workflows/*
-	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_TEMPLATE/*))
+	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-forms $(filter-out %/config.yml,$(wildcard .github/ISSUE_*/*))
 	$(BIN)/check-jsonschema --builtin-schema vendor.github-issue-config .github/ISSUE_TEMPLATE/config.yml
 	$(BIN)/check-jsonschema --builtin-schema vendor.dependabot .github/dependabot.yml
 	$(BIN)/check-jsonschema --builtin-schema vendor.citation-file-format CITATION.cff
@@ -206,7 +206,7 @@ PUBLISHING := build twine "readme_renderer[md]"
 # are allowed. They are PyPI's; a build of torch for CPUs, which is at hand, is allowed by them too.
 LOCK := $(VENV)-lock
 RESOLVE = $(LOCK)/bin/uv pip compile --quiet --universal --python-version 3.11.5 --fork-strategy fewest --no-annotate \
-	--no-header $(UPGRADE)
+	--no-header $(LOCK_FLAGS)
 MADE := \# Made by `make lock`, or `make upgrade`, from pyproject.toml, tests/vllm/requirements.txt and the Makefile.
 lock: $(LOCK)/.uv
 	cp constraints.txt $(LOCK)/all.txt
@@ -223,9 +223,9 @@ lock: $(LOCK)/.uv
 	(echo '$(MADE)'; echo '# The lowest versions that pyproject.toml allows, but for torch, and what goes with them.'; \
 		(cat $(LOCK)/lowest.txt; grep $(WEIGHTS) constraints.txt) | LC_ALL=C sort -u) >constraints-lowest.txt
 
-# moves all pins to the newest, and runs what depends on versions in environments of its own
+# moves all pins to the newest, and runs what depends on versions; LOCK_FLAGS="-c FILE" holds some back
 upgrade:
-	$(MAKE) lock UPGRADE=--upgrade
+	$(MAKE) lock LOCK_FLAGS="--upgrade $(LOCK_FLAGS)"
 	rm -rf $(VENV)-new $(VENV)-new-lowest
 	$(MAKE) VENV=$(VENV)-new check test-quick test-versions test-lowest
 
