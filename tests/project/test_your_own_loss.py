@@ -77,12 +77,6 @@ def test_short_right_answers_get_a_bonus(rollout_of: Callable[..., Any]) -> None
     torch.testing.assert_close(rollout.advantages, before + bonus)
 
 
-def test_leave_one_out_is_relative_to_the_other_answers(rollout_of: Callable[..., Any]) -> None:
-    """That is G / (G - 1) times the distance to the mean of all."""
-    rollout, before = rollout_of("LeaveOneOut", scale_rewards="none")
-    torch.testing.assert_close(rollout.advantages, before * 4 / 3)
-
-
 def test_the_first_tokens_get_half_the_advantage(rollout_of: Callable[..., Any]) -> None:
     rollout, before = rollout_of("LaterTokens", max_completion_length=12)
     for row, mask, advantage in zip(rollout.advantages, rollout.is_sampled, before, strict=True):
