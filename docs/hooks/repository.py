@@ -1,38 +1,46 @@
 """MkDocs hook: add recipes/, src/ and the notebooks to the site, and let links between files hold there and on GitHub.
 
 - A README becomes a page. A recipe's page ends with a list of its files.
-- A link to another file or folder of recipes/ or src/ leads to the repository whose address is in DOCS_REPOSITORY.
-- Without this variable, the files are copied as they are, and a folder without a README becomes a list of its files.
+- A link to another file or folder of recipes/ or src/ leads to the repository, and so does a link to edit each page.
+- Without the repository's address, the files are copied, and a folder without a README becomes a list of its files.
 - A notebook becomes a page with its saved outputs, and can be downloaded.
 """
 
 import json
-import os
 import posixpath
 import re
 from pathlib import Path
 from typing import Any
 
+from address import REPOSITORY, ROOT, in_repository, site
 from mkdocs.structure.files import File, Files, InclusionLevel
 
-ROOT = Path(__file__).parents[2]
-REPOSITORY = os.environ.get("DOCS_REPOSITORY", "").rstrip("/")
-"""Such as `https://github.com/owner/name`."""
 _SOURCES = {".yaml", ".py", ".json", ".jsonl"}
 # code first, so that links inside it stay
 _LINK = re.compile(r"^(`{3,}).*?^\1`*$|`[^`]+`|\]\((?![a-z]+:|#)([^)#\s]+)", flags=re.DOTALL | re.MULTILINE)
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
+def on_config(config: Any) -> Any:
+    """Give the site its addresses."""
+    if REPOSITORY:
+        name = "/".join(REPOSITORY.split("/")[-2:])
+        config.update(repo_url=REPOSITORY, repo_name=name, edit_uri="edit/main/docs/", site_url=site())
+    return config
+
+
 def on_files(files: Files, config: Any) -> Files:
-    """Add the files of recipes/, and a page for each notebook."""
-    for path in [ROOT / "recipes", *sorted((ROOT / "recipes").rglob("*")), *sorted((ROOT / "src").rglob("*.py"))]:
+    """Add the changelog, the files of recipes/, and a page for each notebook."""
+    found = [*sorted((ROOT / "recipes").rglob("*")), *sorted((ROOT / "src").rglob("*.py"))]
+    for path in [ROOT / "CHANGELOG.md", ROOT / "recipes", *found]:
         name = path.relative_to(ROOT).as_posix()
         if "__pycache__" in path.parts or path.name.startswith("_"):
             continue
         is_copied = path.suffix == ".png" or (path.suffix in _SOURCES and not REPOSITORY)
-        if path.name == "README.md" or is_copied:
-            files.append(File.generated(config, name, abs_src_path=str(path)))
+        if path.suffix == ".md" or is_copied:
+            file = File.generated(config, _on_site(name), abs_src_path=str(path))
+            file.edit_uri = f"../{name}"
+            files.append(file)
         elif path.is_dir() and not (path / "README.md").is_file() and not REPOSITORY:
             folder = File.generated(config, _on_site(name), content=_folder(path), inclusion=InclusionLevel.NOT_IN_NAV)
             files.append(folder)
@@ -45,7 +53,8 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Change links between files of the repository into links between pages, and list the files of a recipe."""
     uri = page.file.src_uri
-    folder = posixpath.dirname(uri if uri.startswith("recipes/") else f"docs/{uri}")
+    is_outside = uri == "changelog.md" or uri.startswith("recipes/")
+    folder = posixpath.dirname(uri if is_outside else f"docs/{uri}")
 
     def link(found: re.Match) -> str:
         if found[2] is None:  # code
@@ -53,7 +62,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
         name = posixpath.normpath(posixpath.join(folder, found[2]))
         target = _on_site(name)
         if REPOSITORY and name.startswith(("recipes", "src/")) and not target.endswith(("README.md", ".png")):
-            return f"]({REPOSITORY}/{'tree' if (ROOT / name).is_dir() else 'blob'}/main/{name}"
+            return f"]({in_repository(name)}"
         return f"]({posixpath.relpath(target, posixpath.dirname(uri) or '.')}"
 
     if re.fullmatch(r"recipes/\w+/README\.md", uri):

@@ -9,6 +9,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 
 from tests.project.installs import EXTRAS, PROJECT, RANGES, ROOT, commands
+from trl_steady import __version__
 from trl_steady.trl_bridge import SUPPORTED
 
 RUNTIME = [Requirement(line) for line in PROJECT["dependencies"] + EXTRAS["recipes"]]
@@ -56,3 +57,13 @@ def test_pages_install_nothing_of_ours_but_by_an_extra() -> None:
     asked = [Requirement(re.sub(r"^\.", "trl-steady", word)) for word in words]
     assert {each.name for each in asked}.isdisjoint(RANGES)
     assert set().union(*(each.extras for each in asked)) == {"recipes", "report", "vllm"} <= EXTRAS.keys()
+
+
+def test_the_changelog_begins_with_this_version() -> None:
+    versions = re.findall(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    assert versions[0] == ("Unreleased" if Version(__version__).is_devrelease else __version__)
+
+
+def test_the_classifiers_name_the_pythons_that_make_check_compiles_for() -> None:
+    named = [each.split(" :: ")[-1] for each in PROJECT["classifiers"] if "Python :: 3." in each]
+    assert f"PYTHONS := {' '.join(named)}" in (ROOT / "Makefile").read_text()
