@@ -1,13 +1,14 @@
-"""Print the tables of docs/memory.md: how much memory a run needs, by model, training mode and context.
+"""Print the table of docs/memory.md: how much memory a run needs, by model, training mode and context.
 
     python docs/figures/memory.py [--write] [--measure]
 
-`--write` puts the tables into the page. `--measure` trains small models on CPU, which takes three to ten minutes, and
-compares their peak memory with the formulas.
+`--measure` trains small models on CPU, which takes three to ten minutes, and compares their peak memory with the
+formulas. `--write` puts the table and the range of the comparison into the page, and the comparison into memory.json.
 """
 
 import argparse
 import gc
+import json
 import re
 import sys
 import tempfile
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 PAGE = Path(__file__).parents[1] / "memory.md"
+RECORDED = Path(__file__).with_suffix(".json")
 MODES = ("full", "LoRA", "QLoRA")
 CONTEXTS = (2048, 8192, 32_768)
 RANK = 16
@@ -150,23 +152,16 @@ def gigabytes(number: float) -> str:
     return "" if not size else f"{size:.2g}" if size < 0.95 else f"{size:.1f}" if size < 99.5 else f"{size:.0f}"
 
 
-def tables() -> dict[str, str]:
-    """Return the computed tables of the page by name."""
-    totals, weights = [], []
+def totals() -> str:
+    """Return the computed table of the page."""
+    rows = []
     for name, model in QWEN3.items():
         for mode in MODES:
             resident = states(model, mode)
             runs = [gigabytes(peak(model, mode, tokens)) for tokens in CONTEXTS]
-            totals.append([name, mode, *runs, gigabytes(resident["reference"]), gigabytes(resident["critic"])])
-        sizes = [gigabytes(states(model, mode)["weights"]) for mode in MODES]
-        weights.append([name, f"{model.parameters / 1e9:.2f}", f"{model.adapter / 1e9:.3f}", *sizes])
+            rows.append([name, mode, *runs, gigabytes(resident["reference"]), gigabytes(resident["critic"])])
     contexts = [f"{tokens:,} tokens" for tokens in CONTEXTS]
-    extra = ["add for a reference", "add with a critic (estimate)"]
-    kinds = ["parameters, billions", "of the adapter", *(f"weights in GB, {mode}" for mode in MODES)]
-    return {
-        "totals": rendered(["model", "training", *contexts, *extra], totals),
-        "states": rendered(["model", *kinds], weights),
-    }
+    return rendered(["model", "training", *contexts, "add for a reference", "add with a critic (estimate)"], rows)
 
 
 NAMES = [
@@ -242,40 +237,55 @@ def measured(model: Model, mode: str, tokens: int, checkpointing: bool) -> tuple
     return weights + trained + moments, weights + above
 
 
-def comparison() -> str:
-    """Return the table of measured runs."""
-    rows: list[list[str]] = []
+def comparison() -> list[dict[str, Any]]:
+    """Return the measured runs, with the ratio of computed to measured for all that is above the states."""
+    rows: list[dict[str, Any]] = []
     for name, (model, tokens) in CASES.items():
         for mode in MODES:
             parts = states(model, mode)
             own = sum(parts[part] for part in ("weights", "adapter", "gradients", "optimizer"))
-            cells = []
             for checkpointing in (True, False):
                 resident, total = measured(model, mode, tokens, checkpointing)
                 predicted = peak(model, mode, tokens, checkpointing=checkpointing, on_cpu=True)
-                ratio = (predicted - own) / (total - resident)
-                cells.append(f"{predicted / 1e6:.1f} / {total / 1e6:.1f} ({ratio:.2f})")
-            rows.append([name, mode, f"{tokens:,}", *cells])
-    return rendered(["model", "training", "tokens", "with checkpointing", "without"], rows)
+                sizes = {"computed_mb": round(predicted / 1e6, 1), "measured_mb": round(total / 1e6, 1)}
+                ratio = round((predicted - own) / (total - resident), 2)
+                rows.append({"model": name, "training": mode, "checkpointing": checkpointing, **sizes, "ratio": ratio})
+    return rows
 
 
-def replaced(page: str, name: str, table: str) -> str:
-    """Return the page with the table between the markers of this name."""
+def agreement(rows: list[dict[str, Any]]) -> str:
+    """Return the sentence of the page on the measured runs."""
+    low, high = (of(row["ratio"] for row in rows) for of in (min, max))
+    return (
+        f"In {len(rows)} runs of small models on CPU, under bf16 autocast, the computed memory of the passes is {low} "
+        f"to {high} times the measured one."
+    )
+
+
+def replaced(page: str, name: str, text: str) -> str:
+    """Return the page with the text between the markers of this name."""
     begin, end = f"<!-- {name} -->", f"<!-- /{name} -->"
-    return re.sub(f"{begin}.*?{end}", lambda _: f"{begin}\n{table}\n{end}", page, flags=re.DOTALL)
+    return re.sub(f"{begin}.*?{end}", lambda _: f"{begin}\n{text}\n{end}", page, flags=re.DOTALL)
 
 
 def main() -> None:
     """Print the tables, and write them into the page if asked to."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--write", action="store_true", help="replace the tables in docs/memory.md")
+    parser.add_argument("--write", action="store_true", help="replace what docs/memory.md shows")
     parser.add_argument("--measure", action="store_true", help="train small models and compare")
     options = parser.parse_args()
-    found = {**tables(), **({"measured": comparison()} if options.measure else {})}
+    found = {"totals": totals()}
+    if options.measure:
+        rows = comparison()
+        found["measured"] = agreement(rows)
+        recorded = "[\n  " + ",\n  ".join(json.dumps(row) for row in rows) + "\n]\n"
+        print(recorded)
+        if options.write:
+            RECORDED.write_text(recorded)
     page = PAGE.read_text()
-    for name, table in found.items():
-        print(f"{name}\n\n{table}\n")
-        page = replaced(page, name, table)
+    for name, text in found.items():
+        print(f"{name}\n\n{text}\n")
+        page = replaced(page, name, text)
     if options.write:
         PAGE.write_text(page)
 

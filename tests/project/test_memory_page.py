@@ -1,6 +1,7 @@
 """docs/memory.md shows what docs/figures/memory.py computes, from sizes that transformers' models confirm."""
 
-import re
+import itertools
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -23,25 +24,21 @@ def memory() -> Iterator[Any]:
         yield script
 
 
-def test_the_page_shows_the_computed_tables(memory: Any) -> None:
+def test_the_page_shows_the_computed_table(memory: Any) -> None:
     page = (DOCS / "memory.md").read_text()
-    tables = memory.tables()
-    assert list(tables) == ["totals", "states"]
-    for name, table in tables.items():
-        shown = re.findall(f"<!-- {name} -->\n(.*?)\n<!-- /{name} -->", page, flags=re.DOTALL)
-        assert shown == [table], "run `python docs/figures/memory.py --write`"
+    assert memory.replaced(page, "totals", memory.totals()) == page, "run `python docs/figures/memory.py --write`"
 
 
-def test_the_page_shows_every_measured_run(memory: Any) -> None:
+def test_the_page_quotes_the_measured_runs(memory: Any) -> None:
+    rows = json.loads(memory.RECORDED.read_text())
+    cases = itertools.product(memory.CASES, memory.MODES, (True, False))
+    assert [(row["model"], row["training"], row["checkpointing"]) for row in rows] == [*cases]
+    for row in rows:
+        model, tokens = memory.CASES[row["model"]]
+        total = memory.peak(model, row["training"], tokens, checkpointing=row["checkpointing"], on_cpu=True) / 1e6
+        assert f"{total:.1f}" == f"{row['computed_mb']:.1f}", "run `docs/figures/memory.py --measure --write`"
     page = (DOCS / "memory.md").read_text()
-    shown = page.split("<!-- measured -->")[1].split("<!-- /measured -->")[0]
-    rows = re.findall(r"^\| ([\w ]+) \| (full|Q?LoRA) \| [\d,]+ \| (.*) \| (.*) \|$", shown, flags=re.MULTILINE)
-    assert [row[:2] for row in rows] == [(name, mode) for name in memory.CASES for mode in memory.MODES]
-    for name, mode, *cells in rows:
-        model, tokens = memory.CASES[name]
-        for checkpointing, cell in zip((True, False), cells, strict=True):
-            total = memory.peak(model, mode, tokens, checkpointing=checkpointing, on_cpu=True) / 1e6
-            assert f"{total:.1f}" == cell.split(" / ")[0], "run `docs/figures/memory.py --measure --write`"
+    assert f"<!-- measured -->\n{memory.agreement(rows)}\n" in page
 
 
 @pytest.mark.parametrize("name", ["0.6B", "30B-A3B"])
