@@ -1,9 +1,10 @@
 """Compare what the diagnosis says of recorded runs with what it must say: tests/data/runs.toml.
 
-    python -m tests.benchmarks.diagnosis evaluate [--running]
-    python -m tests.benchmarks.diagnosis record [--only TEXT] [--again]
+    python -m tests.benchmarks.diagnosis evaluate [--logs FILE]
+    python -m tests.benchmarks.diagnosis record [--logs FILE --seed N] [--only TEXT] [--again]
 
-`record` trains the runs whose log tests/data/runs.jsonl.xz lacks, each in 1 to 30 seconds.
+`record` trains the runs whose log FILE lacks, each in 1 to 30 seconds. FILE is tests/data/runs.jsonl.xz by default.
+With another seed, runs can be recorded that nobody had seen when the limits were chosen.
 """
 
 import argparse
@@ -31,27 +32,27 @@ RUNS: Mapping[str, Mapping[str, Any]] = TABLE["healthy"] | TABLE["sick"]
 LEVELS = TABLE["levels"] | {symptom.name: symptom.level for symptom in SYMPTOMS}
 
 
-def logs() -> dict[str, dict[str, Any]]:
+def logs(file: Path = LOGS) -> dict[str, dict[str, Any]]:
     """Return the recorded logs by the name of their run: "rows", and "run", the contents of steady.json."""
-    lines = lzma.decompress(LOGS.read_bytes()).decode().splitlines() if LOGS.is_file() else []
+    lines = lzma.decompress(file.read_bytes()).decode().splitlines() if file.is_file() else []
     return {found["name"]: found for found in map(json.loads, lines)}
 
 
-def record(only: str, again: bool) -> None:
+def record(file: Path, only: str, again: bool, seed: int) -> None:
     """Train the runs that have no log, and save each."""
     from tests.benchmarks.recorded import train
 
     for name, about in RUNS.items():
-        known = logs()
+        known = logs(file)
         if only not in name or (name in known and not again):
             continue
         start = time.perf_counter()
         with tempfile.TemporaryDirectory() as folder:
-            known[name] = {"name": name, **train(about["run"], TABLE["sets"], Path(folder))}
+            known[name] = {"name": name, **train(about["run"], TABLE["sets"], Path(folder), seed)}
         lines = [json.dumps(known[each], separators=(",", ":")) for each in RUNS if each in known]
-        LOGS.write_bytes(lzma.compress("\n".join(lines).encode(), preset=9))
+        file.write_bytes(lzma.compress("\n".join(lines).encode(), preset=9))
         print(
-            f"{time.perf_counter() - start:5.0f} s, all logs {LOGS.stat().st_size / 1000:.0f} kB: {name}", flush=True
+            f"{time.perf_counter() - start:5.0f} s, all logs {file.stat().st_size / 1000:.0f} kB: {name}", flush=True
         )
 
 
@@ -71,23 +72,18 @@ def judged(about: Mapping[str, Any], found: list[str]) -> dict[str, list[str]]:
     }
 
 
-def said_of(rows: list[dict[str, Any]], run: dict[str, Any], is_running: bool) -> list[str]:
-    """Return the names that a run shows at its end, or that it has printed while it ran."""
-    lengths = [len(rows)]
-    while is_running and lengths[-1] > 1:  # as features/training_report.py does
-        lengths.append(lengths[-1] - 1 - lengths[-1] // 20)
-    found = (finding for length in reversed(lengths) for finding in diagnose(History(rows[:length], run))[0])
-    return list(dict.fromkeys(finding.symptom.name for finding in found))
+def evaluate(file: Path = LOGS) -> dict[str, tuple[float, float]]:
+    """Print for each run what must be said, what is said, missed and false. Return level -> precision and recall.
 
-
-def evaluate(is_running: bool) -> None:
-    """Print for each run what must be said, what is said, missed and false; then precision and recall."""
-    known, kept = logs(), recorded(ROOT)
-    given = {name: (about, known[name]["rows"], known[name]["run"]) for name, about in RUNS.items() if name in known}
-    given |= {name: (about, *kept[name]) for name, about in TABLE["recipes"].items()}
+    What has passed is said too.
+    """
+    known = {name: (about, log["rows"], log["run"]) for name, log in logs(file).items() if (about := RUNS.get(name))}
+    if file == LOGS:
+        kept = recorded(ROOT)
+        known |= {name: (about, *kept[name]) for name, about in TABLE["recipes"].items()}
     counts, causes = Counter[tuple[str, str]](), Counter[bool]()
-    for name, (about, rows, run) in given.items():
-        found = said_of(rows, run, is_running)
+    for name, (about, rows, run) in known.items():
+        found = [finding.symptom.name for finding in diagnose(History(rows, run))[0]]
         parts = judged(about, found)
         for kind, those in parts.items():
             counts.update((kind, level) for each in those for level in ("all", LEVELS[each.split("|")[0]]))
@@ -95,12 +91,18 @@ def evaluate(is_running: bool) -> None:
             causes[bool(found) and found[0] in must[0].split("|")] += 1
         shown = {"must": must, "found": found, "MISSED": parts["missed"], "FALSE": parts["false"]}
         print(f"{name}: " + "; ".join(f"{key} {', '.join(those)}" for key, those in shown.items() if those))
-    print(f"\n{len(given)} runs; {causes.total()} of them must show something")
+    print(f"\n{len(known)} runs; {causes.total()} of them must show something")
+    rates: dict[str, tuple[float, float]] = {}
     for level in ("all", "critical"):
         said, missed, false = (counts[kind, level] for kind in ("said", "missed", "false"))
-        rates = f"precision {said / max(said + false, 1):.2f}, recall {said / max(said + missed, 1):.2f}"
-        print(f"{level}: {said} said, {missed} missed, {false} false; {rates}")
+        rates[level] = said / max(said + false, 1), said / max(said + missed, 1)
+        print(
+            "{}: {} said, {} missed, {} false; precision {:.2f}, recall {:.2f}".format(
+                level, said, missed, false, *rates[level]
+            )
+        )
     print(f"what comes first is the cause in {causes[True]} of {causes.total()} runs")
+    return rates
 
 
 def main() -> None:
@@ -108,9 +110,13 @@ def main() -> None:
     parser.add_argument("what", choices=("evaluate", "record"))
     parser.add_argument("--only", default="", help="part of the name of a run")
     parser.add_argument("--again", action="store_true", help="train runs that have a log too")
-    parser.add_argument("--running", action="store_true", help="what a run prints while it runs, too")
+    parser.add_argument("--logs", type=Path, default=LOGS, help="file of the logs")
+    parser.add_argument("--seed", type=int, default=0, help="added to the seed of each run that is recorded")
     options = parser.parse_args()
-    record(options.only, options.again) if options.what == "record" else evaluate(options.running)
+    if options.what == "record":
+        record(options.logs, options.only, options.again, options.seed)
+    else:
+        evaluate(options.logs)
 
 
 if __name__ == "__main__":

@@ -154,8 +154,8 @@ def log(trainer: Any) -> dict[str, Any]:
     return {"rows": rows, "run": {"settings": settings, "notes": run["notes"]}}
 
 
-def train(run: Mapping[str, Any], sets: Mapping[str, dict[str, Any]], folder: Path) -> dict[str, Any]:
-    """Train a run. `sets` has options by name."""
+def train(run: Mapping[str, Any], sets: Mapping[str, dict[str, Any]], folder: Path, seed: int = 0) -> dict[str, Any]:
+    """Train a run. `sets` has options by name, `seed` is added to the run's."""
     options = {**BASE}
     for name in run.get("sets", ()):
         options |= sets[name]
@@ -177,7 +177,8 @@ def train(run: Mapping[str, Any], sets: Mapping[str, dict[str, Any]], folder: Pa
         weights = transformers.AutoModelForCausalLM.from_pretrained(model)
         build["rollout_func"] = sampled_by(sampler, weights)
         options |= {} if is_trl else {"engine_check": None if sampler == "other" else 1.0}
-    _random.seed(0)
+    _random.seed(seed)
+    options["seed"] = options.get("seed", 7) + seed  # 7: that of tests/tools/tiny.py
     trainer = tiny.trainer(model, folder / "out", ours=not is_trl, build=build, **options)
     with suppress(*([RuntimeError] if dies else [])):
         tiny.train(poison_gradients(trainer, nan_at, value=value) if nan_at else trainer)

@@ -49,8 +49,17 @@ def test_each_log_is_one_line_and_the_end_is_the_verdict(run: tuple[Any, str]) -
     steps = re.findall(r"^step (\d)/8  reward \S+  KL \S+  clipped \d+%", written, re.M)
     assert steps == ["1", "5"]  # TRL logs the reward in the first step of a rollout
     assert len(re.findall(r"^step ", written, re.M)) == 8
-    summary, verdict, _ = written.splitlines()[-3:]
-    assert re.match(r"trl-steady: step 8/8  reward \S+  KL \S+", summary) and verdict == "trl-steady: symptoms: 0"
+    last, verdict, page = written.splitlines()[-3:]
+    assert last.startswith("step 8/8  ") and verdict == "trl-steady: 2 rollouts: too few to judge"
+    assert page == f"trl-steady: the report is in {Path(run[0].args.output_dir) / 'report.html'}"
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [(0.0423, "0.042 s"), (9.4, "9.4 s"), (12.4, "12 s"), (180, "180 s"), (252, "4 min 12 s"), (3780, "1 h 03 min")],
+)
+def test_times_are_readable(seconds: float, text: str) -> None:
+    assert training_report.duration(seconds) == text
 
 
 def test_the_page_and_the_log_are_in_the_output_folder(run: tuple[Any, str]) -> None:
@@ -148,14 +157,15 @@ def test_a_dead_run_is_named_in_the_run_once_and_at_its_end(
     trainer = tiny.trainer(models["dense"], tmp_path, training_report=True, max_steps=48, **options)
     trainer.args.report_to = ["trackio"]
     trainer.train()
-    *lines, _, verdict = written
+    *lines, verdict, _ = written
     told = [line.removeprefix("trl-steady: ") for line in lines]
     assert len(told) == len({line.split(" (since")[0] for line in told}) == len(alerts)
     found = [finding for finding in diagnose(History.read(tmp_path))[0] if finding.symptom.name in expected]
-    symptoms = [finding.symptom for finding in found]
     assert min(finding.since for finding in found) <= 24  # the first half
-    for symptom in symptoms:
-        assert sum(symptom.what in line and symptom.advice in line for line in told) == 1
+    for finding in found:
+        symptom = finding.symptom
+        (line,) = [line for line in told if symptom.what in line]
+        assert finding.advice in line or (finding.cause and line.startswith("so also: "))
         assert symptom.what in verdict
         assert {"title": symptom.what, "level": 2 if symptom.level == "critical" else 1}.items() <= next(
             alert for alert in alerts if alert["title"] == symptom.what

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+from email.message import Message
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -53,7 +54,7 @@ def test_all_text_of_users_stays_text(tmp_path: Path) -> None:
     run = history(healthy(0), answers=[rollout], notes=notes, settings={"run_name": EVIL}, versions={"trl": EVIL})
     html = page(tmp_path, run, EVIL)
     found = Page(html)
-    assert not found.tags & {"script", "img", "iframe", "link", "object", "a"}
+    assert not found.tags & {"script", "img", "iframe", "link", "object"}
     assert not [name for name, _ in found.attributes if name.startswith("on")]
     assert "script-src" not in html and "default-src 'none'" in html  # nor would a browser run one
     shown = re.sub("[\x00\x1b\ud800\N{RIGHT-TO-LEFT OVERRIDE}]", "\ufffd", EVIL)
@@ -115,6 +116,37 @@ def test_a_stack_adds_up_and_what_was_not_logged_is_0() -> None:
     assert first.edges.tolist() == second.edges.tolist() == [0, 2, 4, 6]
     assert first.values.tolist() == second.baseline.tolist() == [1, 0, 3]
     assert second.values.tolist() == [11, 20, 3]
+
+
+def test_a_stack_of_zeros_is_no_picture_and_a_single_log_is_a_dot() -> None:
+    zeros = [{**row, "clip_ratio/low_mean": 0.0, "clip_ratio/high_mean": 0.0} for row in healthy(0, 8)]
+    kept = [{key: value for key, value in row.items() if not key.startswith("dropped/")} for row in zeros]
+    assert "Clipped and dropped" not in dict(pictures({"run": [History(kept)]}))
+    axis = Figure().subplots()
+    draw(axis, {"lines": {"reward": "rollouts"}}, History([{"step": 1, "reward": 0.5}]))
+    assert [line.get_marker() for line in axis.lines] == ["o"]
+
+
+def test_what_follows_is_in_the_card_of_its_cause_and_what_passed_is_below(tmp_path: Path) -> None:
+    rows = [{"step": i, "reward": 0.0, "reward_std": 0.0, "grad_norm": 0.0} for i in range(1, 30)]
+    for row in rows[5:15]:
+        row["routing/changed"] = 0.5
+    for row in rows[15:]:
+        row["routing/changed"] = 0.0
+    html = page(tmp_path, History(rows))
+    assert html.count("<div class='card ") == 1 and "the reward never changes, since step 1." in html
+    assert re.search(r"<summary>What follows from it</summary><p class=soft>so also: the gradient is 0", html)
+    assert re.search(r"passed at step (19|2\d): many tokens take other experts", html)
+    (href,) = [value for name, value in Page(html).attributes if name == "href"]
+    assert href and href.endswith("docs/troubleshooting.md#the-reward-is-flat")
+
+
+def test_a_link_leads_to_the_site_if_the_package_knows_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    about = Message()
+    about["Project-URL"] = "Documentation, https://docs.example/"
+    monkeypatch.setattr("trl_steady.report.page.metadata", lambda _: about)
+    html = page(tmp_path, History([{"step": i, "reward": 0.0, "reward_std": 0.0} for i in range(9)]))
+    assert "<a href='https://docs.example/troubleshooting/#the-reward-is-flat'>" in html
 
 
 def test_a_long_curve_keeps_its_extremes() -> None:

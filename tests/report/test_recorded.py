@@ -1,4 +1,6 @@
-"""The table of recorded runs is whole. tests/benchmarks/diagnosis.py compares the diagnosis with it."""
+"""The table of recorded runs is whole, and the diagnosis says what it must; tests/benchmarks/diagnosis.py shows it."""
+
+import pytest
 
 from tests.benchmarks import diagnosis
 from tests.report.runs import recorded
@@ -22,3 +24,9 @@ def test_what_is_said_is_compared_with_what_must_and_may_be_said() -> None:
         "missed": ["gradient-zero"],
         "false": ["option-idle"],
     }
+
+
+@pytest.mark.slow
+def test_the_diagnosis_finds_nearly_all_faults_and_accuses_no_healthy_run() -> None:
+    rates = diagnosis.evaluate()
+    assert min(rates["critical"]) == 1.0 and min(rates["all"]) >= 0.95

@@ -316,7 +316,7 @@ class SharedOptions(_TRLConfig):
         messages = [
             f"{name}={getattr(self, name)!r} cannot act with {why}. Change that, or leave {name} unset."
             for name, why in self._without_effect().items()
-            if why is not None and getattr(self, name) != getattr(type(self), name)
+            if why is not None and getattr(self, name) not in (getattr(type(self), name), None, False)
         ]
         is_short = self.ref_model_sync_kl is None and 0 < self.max_steps <= self.ref_model_sync_steps
         if self.sync_ref_model and is_short:

@@ -22,7 +22,7 @@ from trl_steady.core.devices import copy_async
 from trl_steady.core.feature import Feature, Trainer
 from trl_steady.core.types import Rollout
 from trl_steady.report.history import RUN_FILE, History
-from trl_steady.report.symptoms import diagnose, verdict
+from trl_steady.report.symptoms import diagnose, look, verdict
 from trl_steady.trl_bridge.models import text_tokenizer
 
 GROUPS = 3
@@ -120,9 +120,9 @@ class TrainingReport(Feature):
         if not self._is_on or rows < self._next_diagnosis:
             return
         self._next_diagnosis = rows + 1 + rows // 20  # the time of all diagnoses is linear in the rows
-        for finding in diagnose(self._history())[0]:
-            if finding.symptom.name not in self._told:
-                self._told.add(finding.symptom.name)
+        for name, finding in look(History(state.log_history, self._run(), is_over=False))[0].items():
+            if name not in self._told:
+                self._told.add(name)
                 tqdm.write(f"trl-steady: {finding}")
                 if "trackio" in (args.report_to or ()):
                     import trackio  # pyright: ignore[reportMissingImports]
@@ -130,6 +130,10 @@ class TrainingReport(Feature):
                     levels, is_critical = trackio.AlertLevel, finding.symptom.level == "critical"
                     level = levels.ERROR if is_critical else levels.WARN
                     trackio.alert(title=finding.symptom.what, text=str(finding), level=level)
+
+    @property
+    def _page(self) -> Path:
+        return Path(self.args.output_dir or ".") / "report.html"
 
     def _history(self) -> History:
         return History(self.trainer.state.log_history, self._run())
@@ -172,16 +176,14 @@ class TrainingReport(Feature):
             return
         state = self.trainer.state
         if self._is_on:
-            folder = Path(self.args.output_dir or ".")
+            folder = self._page.parent
             folder.mkdir(parents=True, exist_ok=True)
             self._save_run(folder)  # a run may have no checkpoint of its last step
             state.save_to_json(str(folder / TRAINER_STATE_NAME))
             self._write_page()
-        history = self._history()
-        logged = {key: history[key].finite.values for key in history.keys}
-        last = {key: values[-1] for key, values in logged.items() if len(values)}
-        tqdm.write(f"trl-steady: {log_line(last, state.global_step, state.max_steps)}")
-        tqdm.write(f"trl-steady: {verdict(*diagnose(history))}")
+        tqdm.write(f"trl-steady: {verdict(diagnose(self._history())[0])}")
+        if self._is_on:
+            tqdm.write(f"trl-steady: the report is in {self._page}")
 
     def _save_run(self, folder: Path) -> None:
         """Save settings, warnings, and the answers of the last rollout too."""
@@ -192,8 +194,8 @@ class TrainingReport(Feature):
     def _write_page(self) -> None:
         from trl_steady.report.page import write  # needs matplotlib
 
-        folder, began = Path(self.args.output_dir or "."), time.monotonic()
-        write(folder / "report.html", folder.name, self._history())
+        began = time.monotonic()
+        write(self._page, self._page.parent.name, self._history())
         self._written = time.monotonic()
         self._seconds = self._written - began
 
@@ -215,8 +217,16 @@ def log_line(logs: Mapping[str, Any], step: int, last: int) -> str:
     if dropped := [value for key, value in known.items() if key.startswith("dropped/")]:
         words.append(f"dropped {max(dropped):.0%}")
     if "step_time" in known:
-        words.append(f"{known['step_time']:.2g} s")
+        words.append(duration(known["step_time"]))
     return "  ".join(words)
+
+
+def duration(seconds: float) -> str:
+    """Return a time such as "4.2 s", "180 s", "4 min 12 s" or "1 h 03 min"."""
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 4:
+        return f"{seconds:.2g} s" if seconds < 9.5 else f"{seconds:.0f} s"
+    return f"{minutes} min {rest:02} s" if minutes < 60 else f"{minutes // 60} h {minutes % 60:02} min"
 
 
 def chosen(rewards: np.ndarray, size: int) -> list[dict[int, str]]:

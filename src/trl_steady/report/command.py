@@ -46,10 +46,11 @@ def report(arguments: Sequence[str], refuse: Callable[[str], NoReturn]) -> int:
             print(json.dumps({path: _plain(*each) for path, each in diagnoses.items()}, indent=1), flush=True)
         else:
             for path, each in diagnoses.items():
-                print(f"{path}, {runs[path].last_step} steps: {verdict(*each)}", flush=True)
+                print(f"{path}, {runs[path].last_step} steps: {verdict(each[0])}", flush=True)
             _write(runs, asked.output, together=bool(asked.compare))
         if not asked.watch:
-            found = {finding.symptom.level for findings, _ in diagnoses.values() for finding in findings}
+            shown = [finding for findings, _ in diagnoses.values() for finding in findings if finding.passed is None]
+            found = {finding.symptom.level for finding in shown}
             return int(asked.fail_on in found or (asked.fail_on == "warning" and "critical" in found))
         shown = last_steps = [run.last_step for run in runs.values()]
         while last_steps == shown:
@@ -77,11 +78,11 @@ def _write(runs: Mapping[str, History], output: Path | None, *, together: bool) 
 
 
 def _plain(findings: Sequence[Finding], missing: Mapping[str, str]) -> dict[str, object]:
-    fields = ("name", "level", "what", "advice", "page")
+    fields = ("name", "level", "what", "page")
     return {
         "findings": [
             {name: getattr(finding.symptom, name) for name in fields}
-            | {"since": finding.since, "evidence": finding.evidence}
+            | {key: getattr(finding, key) for key in ("since", "evidence", "advice", "cause", "passed")}
             for finding in findings
         ],
         "skipped": [{"name": name, "missing": metric} for name, metric in missing.items()],

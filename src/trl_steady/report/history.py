@@ -4,6 +4,7 @@ import json
 import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
+from copy import copy
 from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple
@@ -37,10 +38,13 @@ class History:
         rows: The rows of the log, in the order in which they were written. Later rows replace those of the same steps,
             as after a resume.
         run: Contents of `steady.json`: "settings" is the config, "notes" are warnings. Empty for a run of plain TRL.
+        is_over: Whether the run has ended, so that little can be judged as if it were all.
     """
 
-    def __init__(self, rows: Sequence[Mapping[str, Any]], run: Mapping[str, Any] | None = None) -> None:
-        self.run = dict(run or {})
+    def __init__(
+        self, rows: Sequence[Mapping[str, Any]], run: Mapping[str, Any] | None = None, *, is_over: bool = True
+    ) -> None:
+        self.run, self.is_over = dict(run or {}), is_over
         kept: list[Mapping[str, Any]] = []
         for row in rows:
             step = row.get("step")
@@ -84,6 +88,14 @@ class History:
             raise ValueError(f"{file} is no log of a run: it has no rows under 'log_history' ({error}).") from None
         run = file.parent / RUN_FILE
         return cls(rows, json.loads(run.read_text()) if run.is_file() else None)
+
+    def until(self, step: int) -> "History":
+        """Return the history as it was at an optimizer step, while the run trained."""
+        early = copy(self)
+        known = {key: each for key, each in self._series.items() if each.steps[0] <= step}
+        early._series = {key: Series(*(part[each.steps <= step] for part in each)) for key, each in known.items()}
+        early.is_over, early.last_step = False, step
+        return early
 
     @property
     def settings(self) -> Mapping[str, Any]:

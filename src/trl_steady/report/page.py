@@ -4,6 +4,7 @@ import json
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from html import escape
+from importlib.metadata import metadata
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -25,8 +26,7 @@ def write(file: Path, name: str, history: History) -> None:
     about = ". ".join(filter(None, (f"{history.last_step} optimizer steps", ", ".join(versions))))
     sections = [
         f"<h1>{_text(name)}</h1><p class=soft>{_text(about)}</p>",
-        *(_card(finding) for finding in findings),
-        "" if findings else "<div class='card steady'>No symptom was found.</div>",
+        _cards(findings),
         _folded(
             f"Not looked for, because the log lacks a metric: {len(missing)}",
             _table(("symptom", "metric"), missing.items()),
@@ -49,8 +49,7 @@ def write_comparison(file: Path, histories: Mapping[str, History]) -> None:
         "<h2>Symptoms</h2>",
     ]
     for path, history in histories.items():
-        findings, _ = diagnose(history)
-        sections.append(f"<h3>{_text(path)}</h3>{''.join(map(_card, findings)) or '<p>No symptom was found.</p>'}")
+        sections.append(f"<h3>{_text(path)}</h3>{_cards(diagnose(history)[0])}")
     _save(file, " / ".join(runs), sections)
 
 
@@ -64,13 +63,33 @@ def _text(value: object) -> _Html:
     return escape(clean(value))
 
 
-def _card(finding: Finding) -> _Html:
+def _cards(findings: Sequence[Finding]) -> _Html:
+    """Return a card for each symptom, with those that follow from it inside, and then those that have passed."""
+    cards, passed = list[_Html](), "".join(f"<p class=soft>{_text(each)}</p>" for each in findings if each.passed)
+    for head in (finding for finding in findings if not finding.cause and not finding.passed):
+        effects = (f"<p class=soft>{_text(each)}</p>" for each in findings if each.cause == head.symptom.name)
+        cards.append(_card(head, "".join(effects)))
+    return "".join(cards or ["<div class='card steady'>No symptom was found.</div>"]) + passed
+
+
+def _card(finding: Finding, effects: _Html) -> _Html:
     symptom = finding.symptom
+    since = f", since step {finding.since}" if finding.since else ""
+    more = _folded("What follows from it", effects) if effects else ""
     return (
-        f"<div class='card {symptom.level}'><p><b>{symptom.level}</b>: {_text(symptom.what)}, "
-        f"since step {finding.since}.</p><p class=soft>{_text(finding.evidence)}</p><p>{_text(symptom.advice)}</p>"
-        f"<p class=soft>docs/{_text(symptom.page)}</p></div>"
+        f"<div class='card {symptom.level}'><p><b>{symptom.level}</b>: {_text(symptom.what)}{since}.</p>"
+        f"<p class=soft>{_text(finding.evidence)}</p><p>{_text(finding.advice)}</p>{more}"
+        f"<p class=soft>{_link(symptom.page)}</p></div>"
     )
+
+
+def _link(page: str) -> _Html:
+    """Return a link to a section of the site, or of the docs of a checkout, as far as one is known."""
+    (name, anchor), urls = page.split("#"), metadata("trl-steady").get_all("Project-URL", [])
+    file = Path(__file__).parents[3] / "docs" / name
+    sites = [url.split(", ")[1].rstrip("/") for url in urls if url.startswith("Documentation, ")]
+    links = [f"{site}/{name.removesuffix('.md')}/" for site in sites] + [file.as_uri()] * file.is_file()
+    return f"<a href='{_text(links[0])}#{_text(anchor)}'>{_text(page)}</a>" if links else f"docs/{_text(page)}"
 
 
 def _folded(title: str, content: _Html) -> _Html:

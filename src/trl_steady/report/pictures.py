@@ -64,12 +64,13 @@ def draw(axis: Axes, picture: Mapping[str, Any], run: History) -> set[str]:
     lines, dots, stack = (picture.get(kind, {}) for kind in ("lines", "dots", "stack"))
     *band, band_label = picture.get("band", [""])
     band = band if known.issuperset(band) else []
+    stack = {key: label for key, label in stack.items() if key in known and run[key].finite.values.any()}
     keys = known & {*lines, *dots, *band, *stack}
     for number, (key, label) in enumerate({**lines, **dots}.items()):
         if key in known:
             steps, (low, middle, high) = thinned(run[key])
             is_line = key in lines
-            dashes, marker = (_DASHES[number], "") if is_line else ("", "o")
+            dashes, marker = (_DASHES[number], "") if is_line and len(steps) > 1 else ("", "o")
             text = f"{label} {middle[-1]:.3g}"
             axis.plot(steps, middle, color=_COLOURS[number], ls=dashes, marker=marker, ms=4, label=text)
             if is_line:
@@ -77,7 +78,7 @@ def draw(axis: Axes, picture: Mapping[str, Any], run: History) -> set[str]:
     if band:
         (steps, (_, low, _)), (others, (_, high, _)) = (thinned(run[key]) for key in band)
         axis.fill_between(steps, low, np.interp(steps, others, high), color=_COLOURS[0], alpha=0.15, label=band_label)
-    _draw_stack(axis, {label: run[key].finite for key, label in stack.items() if key in keys})
+    _draw_stack(axis, {label: run[key].finite for key, label in stack.items()})
     for level in picture.get("levels", ()) if keys else ():
         values = [run.settings[name] for name in level["settings"] if run.settings.get(name) is not None]
         for value in values[:1]:

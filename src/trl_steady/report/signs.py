@@ -43,16 +43,14 @@ def blocks(history: History, key: str, quantile: float = 0.5) -> Series:
 
 
 def _stretch(bad: np.ndarray, least: int = 3) -> slice | None:
-    """Return where most are bad (CUSUM), if these are `least` and last to the end, or for half of all.
+    """Return the stretch in which most are bad (CUSUM), if these are at least `least` and last to the end.
 
     The sum grows by 0.3 at a bad value and falls by 0.7 at a good one. The stretch is its longest climb.
     """
     sums = np.concatenate([[0.0], np.cumsum(bad - 0.7)])
     end = int(np.argmax(sums - np.minimum.accumulate(sums)))
     start = int(np.argmin(sums[: end + 1]))
-    enough = 0.3 * least - 0.05
-    lasts = sums[-1] - sums[start] >= enough or 2 * (end - start) >= len(bad)
-    return slice(start, end) if lasts and sums[end] - sums[start] >= enough else None
+    return slice(start, end) if sums[-1] - sums[start] >= 0.3 * least - 0.05 else None
 
 
 def _sixths(values: np.ndarray) -> np.ndarray:
@@ -75,6 +73,11 @@ def _reward(history: History) -> Series:
     return blocks(history, "reward_model/true" if "reward_model/true" in history.keys else "reward")
 
 
+def _is_solved(reward: np.ndarray) -> np.ndarray:
+    """Tell which rewards are at the top, if the reward is a share."""
+    return (reward >= 0.9) & (reward.min(initial=0) >= 0) & (reward.max(initial=1) <= 1)
+
+
 def _learns(history: History) -> bool:
     """Tell whether the reward has risen and stays up, or is at its top, or it is too early to tell."""
     values = _reward(history).values
@@ -82,7 +85,7 @@ def _learns(history: History) -> bool:
         return True
     level = _sixths(values)
     rose = level.max() - level[0] > _noise(values) and level[-1] > (level[0] + level.max()) / 2
-    return bool(rose or (values.min() >= 0 and values.max() <= 1 and level[-1] >= 0.9))
+    return bool(rose or _is_solved(values)[-1 - len(values) // 6 :].mean() > 0.5)
 
 
 # signs that several symptoms have
@@ -104,7 +107,8 @@ def _beyond(
     if key not in history.keys:
         return None
     steps, values = blocks(history, key, q)
-    if (where := _stretch(values < limit if below else values > limit, least)) is None:
+    where = _stretch(values < limit if below else values > limit, least)
+    if where is None or (least > 3 and _trend(values) * (1 if below else -1) > _HEALTHY_TREND):  # it gets better
         return None
     scale, side = 100 if unit == "%" else 1, "below" if below else "above"
     middle, bound = (f"{scale * number:.3g} {unit}".rstrip() for number in (np.median(values[where]), limit))
@@ -129,24 +133,29 @@ def parted(history: History, rising: list[str], falling: list[str]) -> Found | N
     peak, end = int(smooth.argmax()), float(np.median(fall.values[-3:]))
     before, after = (rise.values[side] for side in (rise.steps <= fall.steps[peak], rise.steps > fall.steps[peak]))
     falls = smooth[peak] - end >= 2 * _noise(fall.values) and _trend(fall.values[peak:]) <= -_HEALTHY_TREND
-    if min(len(before), len(after)) < 3 or not falls:
+    if not len(before) or len(after) < 3 or not falls:
         return None
     gained = float(np.median(after[-3:]) - np.median(before[-3:]))
     began = int(fall.steps[smooth >= smooth[peak] - _noise(fall.values) / 2][-1])
     return Found(began, down, f"{smooth[peak]:.3g} to {end:.3g}, {up} {gained:+.3g}") if gained >= 0 else None
 
 
-def grows(history: History, key: str, unit: str) -> Found | None:
-    """Find a metric that at least doubles, without a reward that rises."""
+def grows(
+    history: History, key: str, unit: str, least: int = 6, far: float = math.inf, by: float = 0.0
+) -> Found | None:
+    """Find a metric that at least doubles, without a reward that rises, in `least` rollouts or up to `far`.
+
+    With `by`, it grows by that much in place of doubling, whatever the reward does.
+    """
     steps, values = blocks(history, key)
-    if _learns(history) or len(values) < 6:
+    if len(values) < 6 or (not by and (_learns(history) or _trend(_reward(history).values) > 1)):
         return None
     level = _sixths(values)
     where = _stretch(values > (level[0] + level[-1]) / 2)
-    if where is None or _trend(values) < 3 or level[-1] < max(2 * level[0], 1e-6):
+    is_early = len(values) < least and level[-1] < far
+    if where is None or is_early or _trend(values) < 3 or level[-1] < max(level[0] + by if by else 2 * level[0], 1e-6):
         return None
-    evidence = f"{level[0]:.3g} to {level[-1]:.3g} {unit}, and the reward does not rise"
-    return Found(int(steps[where.start]), key, evidence)
+    return Found(int(steps[where.start]), key, f"{level[0]:.3g} to {level[-1]:.3g} {unit}")
 
 
 def engine(history: History, kind: Literal["another", "differs", "behind"]) -> Found | None:
@@ -177,7 +186,8 @@ def groups(history: History, right: bool) -> Found | None:
     found = beyond(history, [{"key": "frac_reward_zero_std", "limit": 0.9, "q": 0.5}])
     reward = blocks(history, "reward").values
     is_ppo = any(key.startswith("value/") for key in history.keys) or history.settings.get("num_generations") == 1
-    if found is None or is_ppo or not len(reward) or np.ptp(reward) == 0:  # under PPO, a group can be one answer
+    is_constant = len(reward) and not np.ptp(reward) and reward[0] not in (0, 1)
+    if found is None or is_ppo or not len(reward) or is_constant:  # under PPO, a group can be one answer
         return None
     is_share = reward.min() >= 0 and reward.max() <= 1
     middle, last = 0.5 if is_share else (reward.min() + reward.max()) / 2, np.median(reward[-3:])
@@ -212,19 +222,78 @@ def nothing_clips(history: History) -> Found | None:
     settings, loss = history.settings, history.settings.get("loss_type")
     passes = (settings["steps_per_generation"] or 1) * settings.get("num_iterations", 1)
     widest = max(settings["epsilon"] or 0, settings.get("epsilon_high") or 0)
-    is_idle = passes <= settings["gradient_accumulation_steps"]
+    key = "clip_ratio/region_mean"
+    share = history[key].finite.values.mean() if key in history.keys else 0.0
+    is_idle = passes <= settings["gradient_accumulation_steps"] and not share
     is_sequence = loss in ("gspo", "gspo_token") or settings.get("importance_sampling_level") == "sequence"
-    if is_sequence and widest >= 0.1:  # GSPO has 3e-4
-        return Found(1, "", f"epsilon {widest:g} is for tokens, and the ratio is of a sequence")
+    if is_sequence and widest >= 0.1:
+        text = f"epsilon {widest:g} is a range of token ratios; GSPO's are 3e-4 and 4e-4; {share:.2%} are clipped"
+        return Found(1, "", text)
     if is_idle and (is_sequence or loss == "gmpo"):
-        return Found(1, "", f"each rollout has 1 update, with loss_type {loss}")
+        return Found(1, "", f"each rollout has 1 update, with loss_type {loss}, so nothing can be clipped")
     return None
+
+
+def policy_collapsed(history: History) -> Found | None:
+    """Find an entropy below a tenth of its start, within ten rollouts or without a reward that rises."""
+    steps, values = blocks(history, "entropy")
+    start = values[:3].max(initial=0.0)
+    where = _stretch((values < 0.1 * start) & (start > 0))
+    if where is None or np.median(_is_solved(_reward(history).values)[-3:]) > 0:
+        return None
+    high = np.append(0, np.flatnonzero(values[: where.start] > 0.8 * start))[-1]
+    if where.start - high > 10 and _learns(history):
+        return None
+    evidence = f"{start:.3g} to {np.median(values[where]):.2g} nats, most of it in {where.start - high} rollouts"
+    return Found(int(steps[where.start]), "entropy", evidence)
+
+
+def policy_still(history: History) -> Found | None:
+    """Find a learning rate with which the weights stay. AdamW moves each by at most about the rate in a step."""
+    planned = max(history.settings.get("max_steps") or 0, history.last_step if history.is_over else 0)
+    rate = max(history["learning_rate"].values.max(initial=0), history.settings.get("learning_rate") or 0)
+    text = f"{rate:.2g} moves a weight by at most about {rate * planned:.1g} in {planned} steps"
+    return Found(1, "learning_rate", text) if 0 < planned < 1e-6 / max(rate, 1e-30) else None
+
+
+def answers_masked(history: History) -> Found | None:
+    """Find updates without a loss because all answers are cut off, and the loss leaves out those."""
+    if not history.settings.get("mask_truncated_completions", True):
+        return None
+    steps, share = blocks(history, "completions/clipped_ratio")
+    rows = zip(share, *(blocks(history, key, 1.0).values for key in ("entropy", "grad_norm")), strict=False)
+    share, entropy, gradient = np.array([*rows]).reshape(-1, 3).T
+    where = _lasts(history, (share >= 0.99) & (entropy == 0) & (gradient == 0))
+    seen = entropy[entropy > 0]
+    if where is None or seen.max(initial=0) > 3 * seen.min(initial=math.inf):  # the policy itself has collapsed
+        return None
+    return Found(int(steps[where.start]), "completions/clipped_ratio", "100 %, and no answer has a gradient")
+
+
+def length_rewarded(history: History) -> Found | None:
+    """Find answers that grow, and a reward whose changes from rollout to rollout are those of the length."""
+    (steps, length), reward = blocks(history, "completions/mean_length"), blocks(history, "reward").values
+    changes = [np.diff(each[: min(len(length), len(reward))]) for each in (length, reward)]
+    if len(changes[0]) < 7 or not all(map(np.ptp, changes)):
+        return None
+    level, together = _sixths(length), float(np.corrcoef(*changes)[0, 1])  # recorded healthy runs have at most 0.5
+    where = _stretch(length > (level[0] + level[-1]) / 2)
+    if where is None or level[-1] < 1.5 * level[0] or together < 0.8:
+        return None
+    text = f"{level[0]:.3g} to {level[-1]:.3g} tokens; correlation with the reward's changes {together:.2f}"
+    return Found(int(steps[where.start]), "completions/mean_length", text)
+
+
+def too_few_rollouts(history: History) -> Found | None:
+    """Find a run that has ended before anything can be said."""
+    count = len(history["reward"].steps)
+    return Found(1, "", f"{count} rollouts") if history.is_over and count < 6 else None
 
 
 def entropy_collapses(history: History) -> Found | None:
     """Find an entropy that will be a tenth of its highest level within this run, without a reward that rises."""
-    steps, values = blocks(history, "entropy")
-    if _learns(history) or len(values) < 12:  # with fewer, healthy runs would print it
+    steps, values = history["entropy"].finite
+    if _learns(history) or len(_reward(history).values) < 10 or len(values) < 12:  # healthy runs would print it
         return None
     level = np.maximum(_sixths(values), 1e-12)
     first, last = level.max(), level[-1]
@@ -237,9 +306,16 @@ def entropy_collapses(history: History) -> Found | None:
     return Found(int(steps[where.start]), "entropy", evidence)
 
 
-def _nan(history: History, *keys: str) -> Found | None:
+def _lasts(history: History, bad: np.ndarray, *, to_end: bool = False) -> slice | None:
+    """Return the stretch of bad values. If the run is over, one is enough if all are bad, or (`to_end`) the last."""
+    start = int(np.flatnonzero(np.append(True, ~bad))[-1])
+    return slice(start, len(bad)) if history.is_over and start < len(bad) and (to_end or not start) else _stretch(bad)
+
+
+def _nan(history: History, *keys: str, to_end: bool = False) -> Found | None:
     """Find metrics that stop being numbers, all of them."""
-    where = {key: _stretch(~np.isfinite(history[key].values)) for key in keys if key in history.keys}
+    known = [key for key in keys if key in history.keys]
+    where = {key: _lasts(history, ~np.isfinite(history[key].values), to_end=to_end) for key in known}
     since = [int(history[key].steps[stretch.start]) for key, stretch in where.items() if stretch]
     return Found(max(since), ", ".join(where), "NaN") if since and len(since) == len(where) else None
 
@@ -247,7 +323,7 @@ def _nan(history: History, *keys: str) -> Found | None:
 def not_a_number(history: History) -> Found | None:
     """Find a gradient, or else a loss, that stops being a number."""
     history.first("grad_norm", "loss")
-    return _nan(history, "grad_norm") or _nan(history, "loss")
+    return _nan(history, "grad_norm", to_end=True) or _nan(history, "loss", to_end=True)
 
 
 def steps_left_out(history: History) -> Found | None:
@@ -262,18 +338,45 @@ def steps_left_out(history: History) -> Found | None:
 def reward_missing(history: History) -> Found | None:
     """Find a reward that is NaN, in total or in all functions, or that is no longer logged."""
     steps = history["reward"].steps
-    parts = sorted(key for key in history.keys if key.startswith("rewards/") and key.endswith("/mean"))
-    if found := _nan(history, "reward") or _nan(history, *parts):
+    if found := _nan(history, "reward") or _nan(history, *_reward_functions(history)):
         return found
-    usual, missing = max(np.median(np.diff(steps, prepend=0)), 1), history.last_step - steps[-1]
-    return Found(int(steps[-1] + usual), "reward", f"not logged for {missing} steps") if missing > 4 * usual else None
+    usual, missing = np.diff(steps).max(initial=1), history.last_step - steps[-1]
+    is_late = len(steps) > 2 and missing > 4 * usual
+    return Found(int(steps[-1] + usual), "reward", f"not logged for {missing} steps") if is_late else None
+
+
+def _reward_functions(history: History) -> list[str]:
+    return sorted(key for key in history.keys if key.startswith("rewards/") and key.endswith("/mean"))
+
+
+def reward_part_missing(history: History) -> Found | None:
+    """Find a reward function that has never returned a number, beside one that has."""
+    functions = _reward_functions(history)
+    silent = [key for key in functions if not np.isfinite(history[key].values).any()]
+    if not silent or silent == functions or len(history["reward"].steps) < (6 if history.is_over else 50):
+        return None  # it may judge rare prompts only
+    return Found(1, ", ".join(silent), "NaN in each log")
 
 
 def reward_constant(history: History) -> Found | None:
-    """Find a reward that is the same in each log."""
+    """Find a reward that is the same in each log, and in each group if that is logged."""
     steps, values = history["reward"].finite
-    is_flat = len(values) > 2 and np.ptp(values) == 0
+    spread = history["reward_std"].finite.values if "reward_std" in history.keys else np.zeros(len(values) // 3)
+    if not len(values) or np.ptp(values) or spread.any():
+        return None
+    # while it runs, the next group may be the first that is not all wrong
+    is_flat = len(spread) > 0 if history.is_over else len(values) >= (20 if values[0] in (0, 1) else 3)
     return Found(int(steps[0]), "reward", f"{values[0]:.4g} in each of {len(values)} logs") if is_flat else None
+
+
+def gradient_zero(history: History) -> Found | None:
+    """Find rollouts of which no update has a gradient, unless their answers are right."""
+    steps, values = blocks(history, "grad_norm", 1.0)  # recorded runs of GSPO clip everything in some updates
+    bad = values < 1e-8
+    if "reward" in history.keys and len(reward := blocks(history, "reward").values):
+        bad[: len(reward)] &= ~_is_solved(reward)[: len(bad)]
+    where = _lasts(history, bad)
+    return Found(int(steps[where.start]), "grad_norm", "0 in each update") if where else None
 
 
 def gradient_spikes(history: History) -> Found | None:

@@ -1,7 +1,7 @@
 """The symptoms of a run: `symptoms.toml` has their texts and limits, and `signs.py` finds them in the log."""
 
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -14,13 +14,16 @@ class Symptom(NamedTuple):
     """Something that can be wrong with a run."""
 
     name: str
-    level: Literal["warning", "critical"]
+    level: Literal["note", "warning", "critical"]
     what: str
     """A short clause: what is wrong."""
-    advice: str
-    """A sentence that names the option to set."""
+    advice: Sequence[str | Sequence[str]]
+    """Sentences that name the option to set. Behind one can be settings with which it is left out: "name" if that is
+    on, "not name" if it is off, "name=value" if it has the value."""
     page: str
     """Page and section below docs/, such as "troubleshooting.md#everything-is-clipped"."""
+    explains: Sequence[str]
+    """Names of symptoms that follow from this one."""
     find: Callable[[History], signs.Found | None]
     """Returns the signs in a log. Raises KeyError if the log lacks a metric or a setting that they need."""
 
@@ -35,25 +38,48 @@ class Finding(NamedTuple):
     """The metric that shows it, or "" for a setting or a warning."""
     evidence: str
     """The numbers that show it."""
+    advice: str
+    """What to do, with the settings of the run."""
+    cause: str = ""
+    """The name of the symptom from which it follows."""
+    passed: int | None = None
+    """The optimizer step at which a look at the log no longer found it."""
 
     def __str__(self) -> str:
-        symptom = self.symptom
-        return f"{symptom.level}: {symptom.what} (since step {self.since}: {self.evidence}). {symptom.advice}"
+        since = f"since step {self.since}: " if self.since else ""
+        said = f"{self.symptom.what} ({since}{self.evidence})"
+        if self.passed is not None:
+            return f"passed at step {self.passed}: {said}"
+        return f"so also: {said}" if self.cause else f"{self.symptom.level}: {said}. {self.advice}"
 
 
-def _symptom(name: str, level: Any, what: str, advice: str, page: str, **sign: dict[str, Any]) -> Symptom:
+_TEXTS = ("level", "what", "advice", "page", "explains")
+
+
+def _symptom(name: str, table: dict[str, Any]) -> Symptom:
     """Return a symptom of symptoms.toml. Without a sign there, its function has the name of the symptom."""
-    [(function, arguments)] = sign.items() or {name.replace("-", "_"): {}}.items()
-    return Symptom(name, level, what, advice, page, partial(getattr(signs, function), **arguments))
+    sign = {key: value for key, value in table.items() if key not in _TEXTS} or {name.replace("-", "_"): {}}
+    [(function, arguments)] = sign.items()
+    texts = (table.get(key, ()) for key in _TEXTS)
+    return Symptom(name, *texts, partial(getattr(signs, function), **arguments))
 
 
-_TABLES = tomllib.loads(Path(__file__).with_suffix(".toml").read_text())
-SYMPTOMS: tuple[Symptom, ...] = tuple(_symptom(name, **table) for name, table in _TABLES.items())
+SYMPTOMS: tuple[Symptom, ...] = tuple(
+    _symptom(*each) for each in tomllib.loads(Path(__file__).with_suffix(".toml").read_text()).items()
+)
 
 
-def diagnose(history: History) -> tuple[list[Finding], dict[str, str]]:
-    """Return what a run shows, the worst and earliest first, and name -> the metric that its log lacks to show it."""
-    findings: list[Finding] = []
+def _advice(symptom: Symptom, settings: Mapping[str, Any]) -> str:
+    """Return the sentences of the advice that make sense with these settings."""
+    known = {f"{name}={value}" for name, value in settings.items()}
+    known |= {name if value else f"not {name}" for name, value in settings.items()}
+    sentences = ([each] if isinstance(each, str) else each for each in symptom.advice)
+    return " ".join(sentence for sentence, *conditions in sentences if not known & {*conditions})
+
+
+def look(history: History) -> tuple[dict[str, Finding], dict[str, str]]:
+    """Return name -> what a run shows now, and name -> the metric that its log lacks to show it."""
+    findings: dict[str, Finding] = {}
     missing: dict[str, str] = {}
     for symptom in SYMPTOMS:
         try:
@@ -62,13 +88,44 @@ def diagnose(history: History) -> tuple[list[Finding], dict[str, str]]:
             missing[symptom.name] = error.args[0]
             continue
         if found is not None:
-            evidence = f"{found.metric} {found.evidence}".strip()
-            findings.append(Finding(symptom, found.since, found.metric, evidence))
-    findings.sort(key=lambda finding: (finding.symptom.level != "critical", finding.since))
+            evidence, advice = f"{found.metric} {found.evidence}".strip(), _advice(symptom, history.settings)
+            findings[symptom.name] = Finding(symptom, found.since, found.metric, evidence, advice)
+    for name, finding in findings.items():
+        if not finding.cause:
+            for effect in {*finding.symptom.explains} & findings.keys() - {name}:
+                findings[effect] = findings[effect]._replace(cause=name)
     return findings, missing
 
 
-def verdict(findings: Sequence[Finding], missing: dict[str, str]) -> str:
-    """Return what a run shows: a line for each symptom, and which symptoms its log cannot show."""
-    lines = [f"symptoms: {len(findings)}", *(f"  {finding}" for finding in findings)]
-    return "\n".join([*lines, *([f"  not in the log: {', '.join(missing)}"] if missing else [])])
+def diagnose(history: History) -> tuple[list[Finding], dict[str, str]]:
+    """Return what a run shows, and name -> the metric that its log lacks to show it.
+
+    The worst and earliest symptom comes first, each with those that follow from it. At the end come those that a look
+    at the log would have found while the run trained, and that have passed.
+    """
+    findings, missing = look(history)
+    passed: dict[str, Finding] = {}
+    explained = {name for finding in findings.values() for name in finding.symptom.explains}
+    step = 1
+    while step < history.last_step:  # as features/training_report.py looks
+        following = step + 1 + step // 20
+        found = look(history.until(step))[0]
+        for name in found.keys() - findings.keys() - explained:
+            passed[name] = found[name]._replace(passed=min(following, history.last_step), cause="")
+        step = following
+    ranked = sorted(findings.values(), key=_rank)
+    heads = [each for each in ranked if not each.cause]
+    said = [each for head in heads for each in (head, *(one for one in ranked if one.cause == head.symptom.name))]
+    return [*said, *sorted(passed.values(), key=_rank)], missing
+
+
+def _rank(finding: Finding) -> tuple[int, int]:
+    return ("critical", "warning", "note").index(finding.symptom.level), finding.since
+
+
+def verdict(findings: Sequence[Finding]) -> str:
+    """Return what a run shows, with a line for each symptom."""
+    said = [each for each in findings if each.symptom.level != "note"]
+    count = sum(not each.cause and each.passed is None for each in said)
+    first = f"symptoms: {count}" if said or not findings else f"{findings[0].evidence}: {findings[0].symptom.what}"
+    return "\n".join([first, *(f"{'    ' if each.cause else '  '}{each}" for each in said)])
