@@ -98,17 +98,25 @@ def beyond(history: History, limits: Sequence[Mapping[str, Any]]) -> Found | Non
 
 
 def _beyond(
-    history: History, key: str, limit: float, unit: str = "%", below: bool = False, q: float = 0.75, least: int = 3
+    history: History,
+    key: str,
+    limit: float,
+    unit: str = "%",
+    below: bool = False,
+    q: float = 0.75,
+    least: int = 3,
+    stays: bool = False,
 ) -> Found | None:
     """Find a metric that is above a limit, or below it, for at least `least` rollouts.
 
-    `q` is the quantile over the updates of a rollout that is compared with the limit.
+    `q` is the quantile over the updates of a rollout that is compared with the limit. With `stays`, it has no trend
+    to the better side.
     """
     if key not in history.keys:
         return None
     steps, values = blocks(history, key, q)
     where = _stretch(values < limit if below else values > limit, least)
-    if where is None or (least > 3 and _trend(values) * (1 if below else -1) > _HEALTHY_TREND):  # it gets better
+    if where is None or (stays and _trend(values) * (1 if below else -1) > _HEALTHY_TREND):
         return None
     scale, side = 100 if unit == "%" else 1, "below" if below else "above"
     middle, bound = (f"{scale * number:.3g} {unit}".rstrip() for number in (np.median(values[where]), limit))
@@ -143,7 +151,7 @@ def parted(history: History, rising: list[str], falling: list[str]) -> Found | N
 def grows(
     history: History, key: str, unit: str, least: int = 6, far: float = math.inf, by: float = 0.0
 ) -> Found | None:
-    """Find a metric that at least doubles, without a reward that rises, in `least` rollouts or up to `far`.
+    """Find a metric that at least doubles in `least` rollouts, or stays above `far`, without a reward that rises.
 
     With `by`, it grows by that much in place of doubling, whatever the reward does.
     """
@@ -151,9 +159,9 @@ def grows(
     if len(values) < 6 or (not by and (_learns(history) or _trend(_reward(history).values) > 1)):
         return None
     level = _sixths(values)
-    where = _stretch(values > (level[0] + level[-1]) / 2)
-    is_early = len(values) < least and level[-1] < far
-    if where is None or is_early or _trend(values) < 3 or level[-1] < max(level[0] + by if by else 2 * level[0], 1e-6):
+    where = _stretch(values > min((level[0] + level[-1]) / 2, far))
+    has_grown = level[-1] >= max(level[0] + by if by else 2 * level[0], 1e-6) and _trend(values) >= 3
+    if where is None or not (level[-1] >= far or (has_grown and len(values) >= least)):
         return None
     return Found(int(steps[where.start]), key, f"{level[0]:.3g} to {level[-1]:.3g} {unit}")
 
@@ -183,7 +191,7 @@ def engine(history: History, kind: Literal["another", "differs", "behind"]) -> F
 def groups(history: History, right: bool) -> Found | None:
     """Find groups whose answers nearly all earn the same, at the upper end of the rewards (`right`) or the lower."""
     # recorded runs reach 1 in single rollouts, and none stays above 0.9
-    found = beyond(history, [{"key": "frac_reward_zero_std", "limit": 0.9, "q": 0.5}])
+    found = beyond(history, [{"key": "frac_reward_zero_std", "limit": 0.9, "q": 0.5, "least": 6}])
     reward = blocks(history, "reward").values
     is_ppo = any(key.startswith("value/") for key in history.keys) or history.settings.get("num_generations") == 1
     is_constant = len(reward) and not np.ptp(reward) and reward[0] not in (0, 1)
@@ -276,9 +284,9 @@ def length_rewarded(history: History) -> Found | None:
     changes = [np.diff(each[: min(len(length), len(reward))]) for each in (length, reward)]
     if len(changes[0]) < 7 or not all(map(np.ptp, changes)):
         return None
-    level, together = _sixths(length), float(np.corrcoef(*changes)[0, 1])  # recorded healthy runs have at most 0.5
+    level, together = _sixths(length), float(np.corrcoef(np.array(changes))[0, 1])
     where = _stretch(length > (level[0] + level[-1]) / 2)
-    if where is None or level[-1] < 1.5 * level[0] or together < 0.8:
+    if where is None or level[-1] < 1.5 * level[0] or together < 0.8:  # recorded healthy runs have 0.5
         return None
     text = f"{level[0]:.3g} to {level[-1]:.3g} tokens; correlation with the reward's changes {together:.2f}"
     return Found(int(steps[where.start]), "completions/mean_length", text)

@@ -24,6 +24,8 @@ class Symptom(NamedTuple):
     """Page and section below docs/, such as "troubleshooting.md#everything-is-clipped"."""
     explains: Sequence[str]
     """Names of symptoms that follow from this one."""
+    hides: Sequence[str]
+    """Names of symptoms that cannot be told beside this one."""
     find: Callable[[History], signs.Found | None]
     """Returns the signs in a log. Raises KeyError if the log lacks a metric or a setting that they need."""
 
@@ -53,15 +55,15 @@ class Finding(NamedTuple):
         return f"so also: {said}" if self.cause else f"{self.symptom.level}: {said}. {self.advice}"
 
 
-_TEXTS = ("level", "what", "advice", "page", "explains")
+_TEXTS = ("level", "what", "advice", "page", "explains", "hides")
 
 
 def _symptom(name: str, table: dict[str, Any]) -> Symptom:
     """Return a symptom of symptoms.toml. Without a sign there, its function has the name of the symptom."""
     sign = {key: value for key, value in table.items() if key not in _TEXTS} or {name.replace("-", "_"): {}}
     [(function, arguments)] = sign.items()
-    texts = (table.get(key, ()) for key in _TEXTS)
-    return Symptom(name, *texts, partial(getattr(signs, function), **arguments))
+    texts: dict[str, Any] = {key: table.get(key, ()) for key in _TEXTS}
+    return Symptom(name=name, find=partial(getattr(signs, function), **arguments), **texts)
 
 
 SYMPTOMS: tuple[Symptom, ...] = tuple(
@@ -90,6 +92,8 @@ def look(history: History) -> tuple[dict[str, Finding], dict[str, str]]:
         if found is not None:
             evidence, advice = f"{found.metric} {found.evidence}".strip(), _advice(symptom, history.settings)
             findings[symptom.name] = Finding(symptom, found.since, found.metric, evidence, advice)
+    hidden = {name for finding in findings.values() for name in finding.symptom.hides}
+    findings = {name: finding for name, finding in findings.items() if name not in hidden}
     for name, finding in findings.items():
         if not finding.cause:
             for effect in {*finding.symptom.explains} & findings.keys() - {name}:
@@ -105,7 +109,7 @@ def diagnose(history: History) -> tuple[list[Finding], dict[str, str]]:
     """
     findings, missing = look(history)
     passed: dict[str, Finding] = {}
-    explained = {name for finding in findings.values() for name in finding.symptom.explains}
+    explained = {name for each in findings.values() for name in (*each.symptom.explains, *each.symptom.hides)}
     step = 1
     while step < history.last_step:  # as features/training_report.py looks
         following = step + 1 + step // 20
