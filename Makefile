@@ -215,7 +215,7 @@ TESTING := pytest pytest-xdist pillow
 PUBLISHING := build twine "readme_renderer[md]"
 
 # Writes the pins: one resolution for all environments but that of the lowest versions. It keeps the pins of before where they
-# are allowed. They are PyPI's; a build of torch for CPUs, which is at hand, is allowed by them too.
+# are allowed. They are PyPI's, and allow a CPU build of torch too. The packages of the docs need Python 3.11.5.
 LOCK := $(VENV)-lock
 RESOLVE = $(LOCK)/bin/uv pip compile --quiet --universal --python-version 3.11.5 --fork-strategy fewest --no-annotate \
 	--no-header $(LOCK_FLAGS)
