@@ -163,6 +163,29 @@ def test_the_next_log_begins_anew_and_evaluation_has_its_own(models: dict[str, P
     assert training[0]["off_policy_q99"] == 0  # the first update of a rollout is on-policy, whatever followed
     assert all(row["off_policy_q99"] != 0 for row in training[1:])
     assert [row["eval_off_policy_q99"] for row in rows if "eval_off_policy_q99" in row] == [0, 0]
+    assert training[0]["ratio/sequence_min"] == 1 > max(row["ratio/sequence_min"] for row in training[1:])
+    assert [row["eval_ratio/sequence_min"] for row in rows if "eval_ratio/sequence_min" in row] == [1, 1]
+
+
+def test_extremes_depend_neither_on_micro_batches_nor_on_logs(models: dict[str, Path], tmp_path: Path) -> None:
+    """One sequence each, as on a small GPU, and a small `token_budget`: means of extremes would be nearer to 1."""
+    singles = {"per_device_train_batch_size": 1, "gradient_accumulation_steps": 4, "steps_per_generation": 16}
+
+    def extremes(**options: Any) -> Tensor:
+        options = {"loss_type": "gspo", "optim": "sgd", "max_steps": 4, **options}
+        rows = tiny.history(tiny.train(tiny.trainer(models["dense"], tmp_path, **options)))[:-1]
+        return torch.tensor([[row[f"ratio/sequence_{name}"] for name in ("min", "mean", "max")] for row in rows])
+
+    whole = extremes()
+    lowest, _, highest = whole.T
+    assert len(whole) == 4 and (highest - lowest)[1:].min() > 0.01
+    # gradients are summed in another order, so the weights of the next steps round otherwise
+    torch.testing.assert_close(extremes(**singles), whole, rtol=0, atol=1e-5)
+    torch.testing.assert_close(extremes(token_budget=24), whole, rtol=0, atol=1e-5)
+    seldom = extremes(logging_steps=2)
+    assert torch.equal(seldom[:, 0], lowest.view(2, 2).amin(1)) and torch.equal(
+        seldom[:, 2], highest.view(2, 2).amax(1)
+    )
 
 
 class Source:
@@ -179,8 +202,9 @@ class Source:
 def test_totals_of_a_checkpoint_count_once_over_all_processes(is_main: bool) -> None:
     """Each process reads the totals of all, so only one may go on with them, and all must have the same names."""
     metrics = Metrics(Source(is_main_process=is_main))
-    metrics.restore({("mean", "a"): [6.0, 3.0], ("size", "b"): [2.0, 4.0, 1.0]})
-    assert list(metrics.state()) == [("mean", "a"), ("size", "b")]
+    metrics.restore({("mean", "a"): [6.0, 3.0], ("size", "b"): [2.0, 4.0, 1.0], ("max", "c"): [-2.0]})
+    assert list(metrics.state()) == [("mean", "a"), ("size", "b"), ("max", "c")]
+    assert metrics.state()["max", "c"] == [-2.0]  # counts on each, where 0 would be greater
     assert metrics.state()["mean", "a"] == ([6.0, 3.0] if is_main else [0.0, 0.0])
     metrics.pooled(means={"a": (torch.tensor([1.0, 9.0]), torch.tensor([True, False]))})
     assert metrics.state()["mean", "a"] == ([7.0, 4.0] if is_main else [1.0, 1.0])
@@ -208,3 +232,24 @@ def test_means_over_processes_are_those_of_their_means_as_trls() -> None:
     metrics.over_processes(names, torch.tensor([10.0]), torch.tensor([True]))
     metrics.settle()
     assert trainer.logged_values["train"] == {"lowest": [0.0], "mean": [4.0], "highest": [10.0]}
+
+
+def test_extremes_over_processes_are_those_of_all_values() -> None:
+    """One process has two micro-batches, another one has a single one, and the last has nothing that counts."""
+
+    def record(metrics: Metrics, *values: float, counts: bool = True) -> None:
+        found = torch.tensor(values)
+        masked = found, torch.full_like(found, counts, dtype=torch.bool)
+        metrics.pooled(minima={"low": masked, "none": (found, found > 99)}, maxima={"high": masked})
+
+    others = [Metrics(Source()) for _ in range(2)]
+    record(others[0], -7.0, -3.0)
+    record(others[1], 9.0, -9.0, counts=False)
+    sent = [torch.cat([*each._pools["train"].values()]) for each in others]
+    trainer = Source(num_processes=3, gather=lambda ours: torch.stack([ours[0], *sent]))
+    metrics = Metrics(trainer)
+    record(metrics, -2.0, -4.0)
+    record(metrics, -5.0)
+    metrics.log({"loss": 0.0})
+    logged = trainer.logged_values["train"]
+    assert math.isnan(logged.pop("none")[0]) and logged == {"low": [-7.0], "high": [-2.0]}

@@ -53,6 +53,7 @@ FIXED: dict[str, dict[str, Any]] = {
     "tokens, prompts": {
         "shows": ["token_budget", "share_prompts"],
         "loss_type": "dapo",
+        "off_policy_mask_threshold": float("inf"),  # for the metrics of the ratio
         "token_budget": 24,
         "share_prompts": True,
         **WINDOW_OF_FOUR,

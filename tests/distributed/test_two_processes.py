@@ -24,6 +24,7 @@ def launch(
     processes: int, models: dict[str, Any], output: Path, runs: Iterable[str]
 ) -> dict[str, list[dict[str, Any]]]:
     """What each process wrote, by run."""
+    root = Path(__file__).parents[2]
     output.mkdir()
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
@@ -36,7 +37,7 @@ def launch(
         [sys.executable, *launcher, "-m", train.__name__, json.dumps(models, default=str), str(output), *runs],
         capture_output=True,
         text=True,
-        env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "ACCELERATE_USE_CPU": "true"},
+        env={**os.environ, "PYTHONPATH": f"{root / 'src'}{os.pathsep}{root}", "ACCELERATE_USE_CPU": "true"},
         timeout=600,
     )
     assert done.returncode == 0, done.stderr[-3000:]
@@ -69,6 +70,9 @@ def test_two_processes_train_as_one_does(
         assert [process["base"] for process in (one, *two)] == [[], [], []]
     for run in ("gspo", "gspo_token"):
         assert any(row.get("ratio/sequence_max", 1) > 1.001 for row in alone[run][0]["history"])
+    for one, two in zip(*(each["tokens, prompts"][0]["history"][:-1] for each in (alone, together)), strict=True):
+        for name in ("ratio/sequence_min", "ratio/sequence_mean", "ratio/sequence_max"):
+            assert two[name] == pytest.approx(one[name], rel=1e-4), name
     assert all(0 < row["sampling_mask/kept_mass"] < 1 for row in alone["kept"][0]["history"][:-1])
     (engine,) = alone["engine"]
     for mask in ("off_policy", "geometric", "veto"):

@@ -23,10 +23,11 @@ from trl_steady.functional import pooling
 _MOST_WAITING = 4096  # micro-batches' means on the device, if a run logs rarely or never
 _MOST_MARKS = 4096  # of a clock that nothing reads
 _QUANTILES = {"q01": 0.01, "q50": 0.5, "q90": 0.9, "q99": 0.99}
+_SIGNS = {"min": -1, "max": 1}  # kinds whose totals are the greatest of the values times this, and do not add up
 Masked = tuple[Tensor, Tensor]
 """Values, and a mask of the same shape: True = counts."""
 _Pool = dict[tuple[str, str], Tensor]
-"""Kind and name -> totals that add up."""
+"""Kind and name -> totals that add up, or the greatest value."""
 _Mark = float | torch.cuda.Event
 
 
@@ -58,11 +59,6 @@ class Metrics:
         """Log the mean of `values` (B, T) over the loss tokens of all processes, for this micro-batch."""
         self._record({"mean": name}, self._statistics(values, mask))
 
-    def spread(self, name: str, values: Tensor, mask: Tensor) -> None:
-        """Log min, mean and max of `values` (B, 1) over all processes' sequences that have loss tokens."""
-        names = {statistic: f"{name}_{statistic}" for statistic in ("min", "mean", "max")}
-        self._record(names, self._statistics(values, mask.any(-1, keepdim=True) & ~values.isnan()))
-
     def over_processes(self, names: Mapping[str, str], values: Tensor, mask: Tensor) -> None:
         """Log "min", "mean" or "max" of `values` by these names. The mean is that of the processes' means, as TRL's.
 
@@ -87,6 +83,8 @@ class Metrics:
         self,
         *,
         means: Mapping[str, Masked] | None = None,
+        minima: Mapping[str, Masked] | None = None,
+        maxima: Mapping[str, Masked] | None = None,
         sums: Mapping[str, Tensor] | None = None,
         quantiles: Mapping[str, Masked] | None = None,
         sample_sizes: Mapping[str, Masked] | None = None,
@@ -95,19 +93,24 @@ class Metrics:
 
         Args:
             means: name -> values. Their mean is logged.
+            minima: name -> values. The least is logged.
+            maxima: name -> values. The greatest is logged.
             sums: name -> (2,) a sum of values and their number. The mean is logged.
             quantiles: name -> values. Quantiles are logged as `name_q01` and so on.
             sample_sizes: name -> log-weights. Their effective sample size is logged.
         """
         kinds = {
             ("mean", pooling.mean_totals): means,
+            ("min", pooling.greatest): {name: (-values, mask) for name, (values, mask) in (minima or {}).items()},
+            ("max", pooling.greatest): maxima,
             ("quantiles", pooling.histogram): quantiles,
             ("size", pooling.sample_size_totals): sample_sizes,
         }
         pool = self._pools[self._mode]
         for (kind, totals), samples in kinds.items():
             for name, masked in (samples or {}).items():
-                pool[kind, name] = pool.get((kind, name), 0) + totals(*self._countable(*masked))
+                key, new = (kind, name), totals(*self._countable(*masked))
+                pool[key] = new.maximum(pool.get(key, new)) if kind in _SIGNS else new + pool.get(key, 0)
         for name, total in (sums or {}).items():
             pool["mean", name] = pool.get(("mean", name), 0) + self._countable(total)[0].double()
 
@@ -158,7 +161,8 @@ class Metrics:
         is_main = self._source.accelerator.is_main_process
         for key, values in state.items():
             totals = torch.tensor(values, dtype=torch.float64)
-            (self._pools["train"][key],) = self._countable(totals if is_main else torch.zeros_like(totals))
+            counts = is_main or key[0] in _SIGNS
+            (self._pools["train"][key],) = self._countable(totals if counts else torch.zeros_like(totals))
 
     def _countable(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return tensors without gradient on the device, or on the CPU if the device may have no float64."""
@@ -184,8 +188,9 @@ class Metrics:
             count = float(total[1])
             values = {"min": float(low[2]), "mean": float(total[0]) / max(count, 1), "max": float(high[3])}
             for statistic, name in names.items():
-                logged[name].append(values[statistic] if count or len(names) == 1 else float("nan"))
-        return dict(zip(pool, totals[len(steps) :], strict=True))
+                logged[name].append(values[statistic])
+        pooled = zip(pool, totals[len(steps) :], highs[len(steps) :], strict=True)
+        return {key: high if key[0] in _SIGNS else total for key, total, high in pooled}
 
 
 def _summary(pool: _Pool) -> Iterator[tuple[str, float]]:
@@ -194,6 +199,8 @@ def _summary(pool: _Pool) -> Iterator[tuple[str, float]]:
             yield name, pooling.mean(totals)
         elif kind == "size":
             yield name, pooling.effective_sample_size(totals)
+        elif kind in _SIGNS:
+            yield name, _SIGNS[kind] * float(totals) if totals > -torch.inf else float("nan")
         else:
             for suffix, share in _QUANTILES.items():
                 yield f"{name}_{suffix}", pooling.quantile(totals, share)

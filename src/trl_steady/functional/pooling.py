@@ -1,7 +1,8 @@
 """Statistics over batches, processes and time, computed from totals that can be added.
 
 Quantiles and effective sample sizes of small batches cannot be averaged to those of the whole. Each batch therefore
-yields totals, a float64 vector. The totals are added, and the statistic is computed from their sum.
+yields totals, a float64 vector. The totals are added, and the statistic is computed from their sum. Only `greatest`
+values are joined by `torch.maximum`.
 
 Values may have any shape. A mask of this shape tells which of them count (True). Selecting them by an index would make
 the CPU wait for a GPU.
@@ -32,6 +33,12 @@ def mean(totals: Tensor) -> float:
     """Return the mean of all values in `totals`, or NaN if there are none."""
     total, count = map(float, totals)
     return total / count if count else math.nan
+
+
+def greatest(values: Tensor, mask: Tensor | None = None) -> Tensor:
+    """Return the greatest value, (1,), or -inf if there are none."""
+    values, counts = _counted(values, mask)
+    return values.where(counts > 0, -torch.inf).max().view(1)
 
 
 def sample_size_totals(log_weights: Tensor, mask: Tensor | None = None) -> Tensor:

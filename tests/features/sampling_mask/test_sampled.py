@@ -1,5 +1,6 @@
 """The kept sampling mask in training: among which tokens every pass scores, what that changes, and what is logged."""
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def test_without_sets_a_run_is_the_same_bit_for_bit(
 
 @pytest.mark.filterwarnings("ignore:.*leaves tokens out")
 def test_what_is_logged_by_hand(models: dict[str, Path], tmp_path: Path) -> None:
-    options = {"top_p": 0.3, "temperature": 0.7}
+    options = {"top_p": 0.5, "temperature": 0.7}
     trainer = tiny.train(build(models["dense"], tmp_path, max_steps=5, **options))
     sizes_of = {
         4 * number: [len(each) for drawn in turn for each in drawn.sets]
@@ -127,6 +128,9 @@ def test_what_is_logged_by_hand(models: dict[str, Path], tmp_path: Path) -> None
             else {}
         )
         assert of_mask == pytest.approx(expected, rel=1e-12)
+    assert max(sizes_of[0]) != max(sizes_of[4])
+    seldom = tiny.history(tiny.train(build(models["dense"], tmp_path, max_steps=5, logging_steps=5, **options)))
+    assert seldom[0]["sampling_mask/kept_tokens_max"] == max(itertools.chain(*sizes_of.values()))
     without = tiny.train(build(models["dense"], tmp_path, keep_sampling_mask=False, max_steps=1, **options))
     assert not any("sampling_mask" in name for row in tiny.history(without) for name in row)
 

@@ -127,9 +127,9 @@ class SamplingMask(Feature):
                 "sampling_mask/kept_tokens": (counts, has_set),
                 "sampling_mask/singletons": (counts == 1, has_set),
                 "sampling_mask/fallback": (~has_set, torch.ones_like(has_set)),
-            }
+            },
+            maxima={"sampling_mask/kept_tokens_max": (counts, has_set)},
         )
-        self.trainer.metrics.over_processes({"max": "sampling_mask/kept_tokens_max"}, counts, has_set)
         without = int((~has_set).sum())
         may_warn = not self._has_warned and self.trainer.accelerator.is_main_process
         if without and self.args.truncations and may_warn:
