@@ -1,6 +1,6 @@
 """MkDocs hook: add recipes/, src/ and the notebooks to the site, and let links between files hold there and on GitHub.
 
-- A README becomes a page. A recipe's page ends with a list of its files.
+- A README becomes a page. A recipe's page ends with a list of its files. The home page begins as README.md does.
 - A link to another file or folder of recipes/ or src/ leads to the repository, and so does a link to edit each page.
 - Without the repository's address, the files are copied, and a folder without a README becomes a list of its files.
 - A notebook becomes a page with its saved outputs, and can be downloaded.
@@ -53,8 +53,18 @@ def on_files(files: Files, config: Any) -> Files:
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
     """Change links between files of the repository into links between pages, and list the files of a recipe."""
     uri = page.file.src_uri
+    if uri == "index.md":
+        head = (ROOT / "README.md").read_text().partition("## Methods")[0]
+        return _linked(head, uri, "") + _linked(markdown, uri, "docs")
     is_outside = uri == "changelog.md" or uri.startswith("recipes/")
     folder = posixpath.dirname(uri if is_outside else f"docs/{uri}")
+    if re.fullmatch(r"recipes/\w+/README\.md", uri):
+        markdown += f"\n## Files\n\n{_list(ROOT / folder)}\n"
+    return _linked(markdown, uri, folder)
+
+
+def _linked(markdown: str, uri: str, folder: str) -> str:
+    """Return the text of a file of `folder` with links as a page at `uri` needs them."""
 
     def link(found: re.Match) -> str:
         if found[2] is None:  # code
@@ -65,8 +75,6 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str
             return f"]({in_repository(name)}"
         return f"]({posixpath.relpath(target, posixpath.dirname(uri) or '.')}"
 
-    if re.fullmatch(r"recipes/\w+/README\.md", uri):
-        markdown += f"\n## Files\n\n{_list(ROOT / folder)}\n"
     return _LINK.sub(link, markdown)
 
 

@@ -2,6 +2,7 @@
 
 import ast
 import json
+import lzma
 import re
 import shlex
 import sys
@@ -34,6 +35,7 @@ ELSEWHERE = [block for page in OTHERS if page not in PAGES for block in blocks(p
 (ON_A_HUB,) = (block for block in PYTHON if MODEL in block.source)
 SETTINGS = [block for block in PYTHON if block not in (*FRAGMENTS, SMOLLM2, ON_A_HUB)]
 LINES = [line for block in BLOCKS if block.language == "bash" for line in block.source.splitlines()]
+LOGS = [*map(json.loads, lzma.decompress((ROOT / "tests/data/runs.jsonl.xz").read_bytes()).splitlines())]
 COMMANDS = [line.partition("#")[0].strip() for line in LINES if line.startswith("trl-steady ")]
 
 
@@ -102,7 +104,7 @@ def test_a_command_runs(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """`train.py` is the script for a GPU, with the two lines of TRL."""
+    """`train.py` is the script for a GPU, with the two lines of TRL. `out` has the log of a recorded run of TRL."""
     monkeypatch.setattr(sys, "argv", [*sys.argv])
     monkeypatch.setattr(sys, "path", [*sys.path])
     ours, theirs = "from trl_steady import GRPOConfig, GRPOTrainer", "from trl import GRPOConfig, GRPOTrainer"
@@ -112,7 +114,13 @@ def test_a_command_runs(
     for name, path in local.items():
         script = script.replace(name, path)
     Path("train.py").write_text(script)
+    rows = next(run["rows"] for run in LOGS if run["name"] == "trl hacked")
+    Path("out").mkdir()
+    Path("out/trainer_state.json").write_text(json.dumps({"log_history": rows, "global_step": rows[-1]["step"]}))
     assert cli.main(shlex.split(command)[1:]) == 0
     printed = capsys.readouterr().out
     assert "trl_steady.trainers.grpo.GRPOTrainer, loss_type='gspo'" in printed or "train.py" not in command
     assert printed
+    if command == "trl-steady report out":
+        (shown,) = (block.source for block in BLOCKS if block.source.startswith("out, "))
+        assert shown.split() == printed.partition("  not in the log")[0].split()

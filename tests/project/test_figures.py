@@ -64,14 +64,15 @@ def test_the_picture_is_drawn(toy: Any, runs: dict[str, Tensor], tmp_path: Path)
     assert (tmp_path / "kl.png").stat().st_size > 10_000
 
 
-def test_the_first_picture_is_drawn_from_the_recorded_runs_that_its_pages_quote(tmp_path: Path) -> None:
-    pages = [(ROOT / page).read_text() for page in ("README.md", "docs/index.md")]
-    with script.figure("stale") as stale:
-        for arm in stale.ARMS:
-            _, accuracies = stale.curves(arm)
-            assert all(f"{accuracies.mean(axis=0)[-3:].mean():.1f} %" in page for page in pages)
-        stale.draw(tmp_path / "stale.png")
-    assert (tmp_path / "stale.png").stat().st_size > 10_000
+def test_the_first_picture_shows_the_recorded_runs_that_its_caption_quotes(tmp_path: Path) -> None:
+    page = (ROOT / "README.md").read_text()
+    recorded = json.loads((ROOT / "docs/figures/resume.json").read_text())
+    theirs, ours = (recorded["runs"][package] for package in ("trl", "trl_steady"))
+    assert ours["apart"] == 0 and ours["rewards"][0] == ours["rewards"][1]
+    assert f"resumed after update {recorded['stop']}, " in page and f"by up to {theirs['apart']:.4f} with TRL" in page
+    with script.figure("resume") as resume:
+        resume.draw(tmp_path / "resume.png")
+    assert (tmp_path / "resume.png").stat().st_size > 10_000
 
 
 def test_the_page_of_padding_has_the_recorded_figures(tmp_path: Path) -> None:
