@@ -39,7 +39,7 @@ def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     copy = tmp_path_factory.mktemp("copy")
     for name in ("docs", "recipes", "src"):
         shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("mkdocs.yml", "CHANGELOG.md"):
+    for name in ("mkdocs.yml", "CHANGELOG.md", "README.md"):
         shutil.copy(ROOT / name, copy)
     other = "" if address.REPOSITORY else "https://github.com/owner/name"
     (copy / "CITATION.cff").write_text(f"repository-code: {other}\n" if other else "")
