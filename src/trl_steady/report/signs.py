@@ -252,7 +252,7 @@ def policy_collapsed(history: History) -> Found | None:
     high = np.append(0, np.flatnonzero(values[: where.start] > 0.8 * start))[-1]
     if where.start - high > 10 and _learns(history):
         return None
-    evidence = f"{start:.3g} to {np.median(values[where]):.2g} nats, most of it in {where.start - high} rollouts"
+    evidence = f"{np.median(values[where]):.2g} nats, {start:.3g} until step {steps[high]}"
     return Found(int(steps[where.start]), "entropy", evidence)
 
 
