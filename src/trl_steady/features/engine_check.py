@@ -71,11 +71,13 @@ class EngineCheck(Feature):
         if sampled and not compared:
             self._skip("the rollout has no log-probs of the sampler")
         elif sampled and not total / compared <= cast(float, limit):  # NaN too
+            way = "rollout_func returns log-probs of another policy. Give it the policy's weights"
+            if trainer.use_vllm:
+                way = "The engine has another base or no adapter. Start it with the policy's base"
+                way += ", set vllm_adapter_sync=False"
             raise ValueError(
                 f"engine_check={limit}: engine and policy differ by a mean k3 of {total / compared:.3g} nats per "
-                "token. The engine has another base or no adapter, or a rollout_func returns other log-probs. Start "
-                "the engine with the policy's base, set vllm_adapter_sync=False, or raise engine_check if you expect "
-                "it."
+                f"token. {way}, or raise engine_check if you expect it."
             )
 
     def _sampler_logps(self, rollout: Rollout, like: Tensor) -> Tensor:
