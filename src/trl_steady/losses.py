@@ -5,11 +5,10 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
-import torch
 from torch import Tensor
 
 from trl_steady.core.types import MicroBatch
-from trl_steady.functional.masks import sequence_mean
+from trl_steady.functional.ratios import gmpo_log_ratio
 
 
 class ClippedTrainer(Protocol):
@@ -85,20 +84,11 @@ def gspo_token(batch: MicroBatch) -> MicroBatch:
 
 
 def gmpo_term(batch: MicroBatch, trainer: ClippedTrainer, is_kept: Tensor | None) -> Tensor:
-    """Return the policy term of GMPO, (B, T) equal values for all tokens of a sequence.
-
-    The objective of a sequence is (prod_t |min(ρ_t A, clip(ρ_t, e^-low, e^high) A)|)^(1/|y|) sgn(A): the geometric
-    mean of clipped token ratios, times A. The minimum takes the smaller ratio if A is positive, and the larger one if
-    A is negative. There, `delta` bounds the ratio that is not clipped, above e^high, as in TRL's two-sided clip. No
-    gradient flows at tokens that are held at a bound.
-    """
-    advantages, delta = batch.advantages.view(-1, 1), trainer.args.delta
-    mask = batch.mask if is_kept is None else batch.mask & is_kept.bool()
-    clipped = batch.log_ratio.clamp(-trainer.epsilon_low, trainer.epsilon_high)
-    smaller = torch.minimum(batch.log_ratio, clipped)
-    larger = torch.maximum(batch.log_ratio if delta is None else batch.log_ratio.clamp(max=math.log(delta)), clipped)
-    log_mean = sequence_mean(torch.where(advantages > 0, smaller, larger), mask)
-    return (-log_mean.exp() * advantages).expand_as(batch.logps)
+    """Return the policy term of GMPO, (B, T) equal values for all tokens of a sequence: -ratio · A."""
+    advantages, mask = batch.advantages.view(-1, 1), batch.mask if is_kept is None else batch.mask & is_kept.bool()
+    bounds = {"low": trainer.epsilon_low, "high": trainer.epsilon_high, "delta": trainer.args.delta}
+    log_ratio = gmpo_log_ratio(batch.log_ratio, advantages, mask, **bounds)
+    return (-log_ratio.exp() * advantages).expand_as(batch.logps)
 
 
 def _clip_in_ratios(trainer: ClippedTrainer) -> dict[str, float]:

@@ -6,6 +6,6 @@ Axes: `B` sequences, `T` completion tokens. Masks are boolean, and True means th
 Functions take and return log-ratios, not ratios. Values where the mask is False may be anything, including NaN.
 """
 
-from trl_steady.functional import advantages, kl, masks, pooling, reward_models, values
+from trl_steady.functional import advantages, kl, masks, pooling, ratios, reward_models, values
 
-__all__ = ["advantages", "kl", "masks", "pooling", "reward_models", "values"]
+__all__ = ["advantages", "kl", "masks", "pooling", "ratios", "reward_models", "values"]
