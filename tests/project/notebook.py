@@ -1,4 +1,4 @@
-"""Execute the notebook of the docs and store its outputs.
+"""Execute the quickstart's notebook and store its outputs.
 
     python -m tests.project.notebook
 
@@ -12,12 +12,13 @@ import nbformat
 from nbclient import NotebookClient
 from nbformat import NotebookNode
 
-NOTEBOOK = Path(__file__).parents[2] / "docs/notebooks/quickstart.ipynb"
+FOLDER = Path(__file__).parents[2] / "docs/notebooks"
+NOTEBOOK = FOLDER / "quickstart.ipynb"
 
 
-def stored() -> NotebookNode:
-    """Return the notebook as it is in the repository."""
-    return nbformat.read(NOTEBOOK, as_version=4)
+def stored(path: Path = NOTEBOOK) -> NotebookNode:
+    """Return a notebook as it is in the repository."""
+    return nbformat.read(path, as_version=4)
 
 
 def executed(folder: Path) -> NotebookNode:
