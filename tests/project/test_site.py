@@ -36,11 +36,8 @@ def site(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactor
     """The site that `make docs` has built, and the other: with an address if it has none, and the reverse."""
     if request.param == "as it is":
         return Site(SITE, address.REPOSITORY)
-    copy = tmp_path_factory.mktemp("copy")
-    for name in ("docs", "recipes", "src"):
-        shutil.copytree(ROOT / name, copy / name, ignore=shutil.ignore_patterns("__pycache__"))
-    for name in ("mkdocs.yml", "CHANGELOG.md", "README.md"):
-        shutil.copy(ROOT / name, copy)
+    copy = tmp_path_factory.mktemp("copy") / "main"
+    shutil.copytree(ROOT, copy, ignore=shutil.ignore_patterns(".*", "__pycache__", "dist", "outputs", "site"))
     other = "" if address.REPOSITORY else "https://github.com/owner/name"
     (copy / "CITATION.cff").write_text(f"repository-code: {other}\n" if other else "")
     subprocess.run([sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet"], cwd=copy, check=True)
