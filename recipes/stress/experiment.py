@@ -155,10 +155,10 @@ def table(experiment: Mapping[str, Any], runs: Runs) -> str:
     found = compare(experiment, runs)
     tested = [name for name, row in found.items() if row.p is not None]
     corrected = dict(zip(tested, holm([float(found[name].p or 0.0) for name in tested]), strict=True))
-    own, columns = SHOWN[experiment.get("figure", "accuracy")], experiment.get("columns", ("outside", "ess"))
+    own, columns = SHOWN[experiment.get("figure", "accuracy")], experiment.get("columns", ("ess",))
     headings = " | ".join(SHOWN[name].heading for name in columns)
     lines = [
-        f"| arm | endpoint | difference (95 % interval) | p, corrected | {headings} |",
+        f"| arm | endpoint | difference (95 % interval) | p | {headings} |",
         "|---" * (4 + len(columns)) + "|",
     ]
     for name, row in found.items():
@@ -167,7 +167,7 @@ def table(experiment: Mapping[str, Any], runs: Runs) -> str:
             middle, low, high = (
                 f"{own.scale * value:+.{own.decimals}f}" for value in (row.difference, row.low, row.high)
             )
-            compared = f"| {middle} ({low} to {high}) | {row.p:.3f}, {corrected[name]:.3f} "
+            compared = f"| {middle} ({low} to {high}) | {corrected[name]:.3f} "
         means = " | ".join(_mean(runs[name], column) for column in columns)
         lines.append(f"| {name} | {row.mean:{own.form}} {compared}| {means} |")
     return "\n".join(lines)
