@@ -25,3 +25,8 @@ def test_links_between_files_resolve() -> None:
     for page, text in PAGES.items():
         for target in re.findall(r"\]\((?!https?:|#|mailto:)([^)#\s]+)", text):
             assert ((ROOT / page).parent / target).exists(), f"{page} links to {target}"
+
+
+def test_the_readme_is_short_and_says_early_how_to_run() -> None:
+    before, found, after = PAGES["README.md"].partition("\nmake demo ")
+    assert found and len(before.split()) < 300 and len((before + after).split()) < 700
