@@ -69,7 +69,7 @@ def test_the_first_picture_shows_the_recorded_runs_that_its_caption_quotes(tmp_p
     recorded = json.loads((ROOT / "docs/figures/resume.json").read_text())
     theirs, ours = (recorded["runs"][package] for package in ("trl", "trl_steady"))
     assert ours["apart"] == 0 and ours["rewards"][0] == ours["rewards"][1]
-    assert f"resumed after update {recorded['stop']}, " in page and f"by up to {theirs['apart']:.4f} with TRL" in page
+    assert f"resumed after update {recorded['stop']}." in page and f"by up to {theirs['apart']:.4f} with TRL" in page
     with script.figure("resume") as resume:
         resume.draw(tmp_path / "resume.png")
     assert (tmp_path / "resume.png").stat().st_size > 10_000
