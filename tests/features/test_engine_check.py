@@ -149,7 +149,7 @@ def test_a_rollout_func_is_compared_by_its_log_probs(models: dict[str, Path], tm
         tiny.trainer(models["dense"], tmp_path / name, build={"rollout_func": rolled(each)}, engine_check=1.0)
         for name, each in given.items()
     )
-    with pytest.raises(ValueError, match=r"nats per token\. rollout_func returns log-probs of another policy") as refused:
+    with pytest.raises(ValueError, match="rollout_func returns log-probs of another policy") as refused:
         some.train()
     assert "vllm" not in str(refused.value)
     for trainer in without:
