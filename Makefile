@@ -22,7 +22,7 @@ PYTHONS := 3.11 3.12 3.13
 
 .PHONY: demo demo-gspo demo-process demo-v32 demo-moe demo-sampling-mask demo-ppo demo-loop demo-own-data demo-async
 .PHONY: test test-quick test-portable test-versions test-lowest test-next test-slow test-distributed test-sharded test-triton
-.PHONY: test-vllm test-gpu test-installs check check-workflows dist docs bench format lock upgrade clean
+.PHONY: test-vllm test-gpu test-installs check check-workflows dist docs bench format lock upgrade schema clean
 
 # deprecations that TRL owes transformers would bury the progress
 TRAIN = PYTHONWARNINGS=ignore::FutureWarning $(BIN)/python
@@ -239,7 +239,11 @@ lock: $(LOCK)/.uv
 upgrade:
 	$(MAKE) lock LOCK_FLAGS="--upgrade $(LOCK_FLAGS)"
 	rm -rf $(VENV)-new $(VENV)-new-lowest
-	$(MAKE) VENV=$(VENV)-new check test-quick test-versions test-lowest
+	$(MAKE) VENV=$(VENV)-new schema check test-quick test-versions test-lowest
+
+# of the options of the installed versions
+schema: $(VENV)/.test
+	$(BIN)/trl-steady schema recipes/*/train.py >recipes/schema.json
 
 clean:
 	rm -rf $(VENV) $(VENV)-* dist site outputs

@@ -16,7 +16,7 @@ PAGES |= {path.relative_to(ROOT).as_posix(): path.read_text() for path in ROOT.g
 def test_the_launchers_page_has_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert cli.main([]) == 0
     commands = set(re.findall(r"^  (\w+) ", capsys.readouterr().out, flags=re.MULTILINE))
-    assert commands == {"run", "grpo", "rloo", "ppo", "report", "methods", "env"}
+    assert commands == {"run", "grpo", "rloo", "ppo", "report", "methods", "schema", "env"}
     for command in commands:
         assert f"| `trl-steady {command}" in DOCS["docs/launcher.md"]
 

@@ -23,6 +23,8 @@ usage: trl-steady COMMAND ...
   report PATH ... [--json] [--fail-on LEVEL] [--watch]
                                               say what is wrong with a run, from its log; also for runs of plain TRL
   methods                                     list the methods that trl-steady adds, with settings, papers and docs
+  schema [SCRIPT ...]                         print a JSON schema of the YAML files for --config, for editors; with the
+                                              options that these scripts parse
   env                                         list versions and devices, for bug reports
 
 LAUNCH OPTIONS are those of `accelerate launch`, plus
@@ -57,6 +59,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
             from trl_steady.report.command import report
 
             return report(rest, _refuse)
+        if command == "schema":
+            return schema(rest)
         if command not in _TABLES or rest:
             _refuse(f"no command {' '.join([command, *rest])!r}. trl-steady --help lists the commands.")
     except _Refused as refused:
@@ -103,6 +107,17 @@ def run_trl_command(command: str, arguments: Sequence[str]) -> int:
     return run.run_trl_command(command, arguments, _launch, _refuse)
 
 
+def schema(scripts: Sequence[str]) -> int:
+    """Print a JSON schema of the YAML files for `--config`."""
+    for script in scripts:
+        if not os.path.exists(script):
+            _refuse(f"there is no script {script}.")
+    from trl_steady.cli.schema import schema
+
+    print(schema(scripts, _launch_parser()))
+    return 0
+
+
 def methods() -> str:
     """Return the table of the methods that trl-steady adds: page, method and paper, setting."""
     from trl_steady.config.methods import METHODS
@@ -144,17 +159,23 @@ def _refuse(message: str) -> NoReturn:
     raise _Refused(message)
 
 
-def _launch(arguments: Sequence[str]) -> int:
-    """Run `accelerate launch` on `trl-steady run`, with launch options, then a script and its arguments."""
-    from accelerate.commands.launch import launch_command, launch_command_parser
-    from trl.cli.accelerate_config import resolve_accelerate_config_argument
+def _launch_parser() -> argparse.ArgumentParser:
+    from accelerate.commands.launch import launch_command_parser
 
     parser = cast(argparse.ArgumentParser, launch_command_parser())
-    parser.add_argument("--accelerate_config")
+    parser.add_argument("--accelerate_config", help="a file, or the name of a config of TRL")
     parser.add_argument("--set", action="append", default=[], dest="settings")
     parser.add_argument("--ppo", action="store_true")
     vars(parser)["error"] = _refuse
-    launched: argparse.Namespace = parser.parse_args(arguments)
+    return parser
+
+
+def _launch(arguments: Sequence[str]) -> int:
+    """Run `accelerate launch` on `trl-steady run`, with launch options, then a script and its arguments."""
+    from accelerate.commands.launch import launch_command
+    from trl.cli.accelerate_config import resolve_accelerate_config_argument
+
+    launched = _launch_parser().parse_args(arguments)
     if launched.accelerate_config is not None:
         _, launched.config_file = resolve_accelerate_config_argument(
             ["--accelerate_config", launched.accelerate_config]

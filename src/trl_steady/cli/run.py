@@ -2,13 +2,15 @@
 # pyright: reportPrivateImportUsage=false, reportUnknownMemberType=false
 """Run an unchanged script, or TRL's own, with trl-steady's trainers and configs in place of TRL's."""
 
+import argparse
 import os
 import runpy
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from importlib import resources
 from typing import Any, NoReturn, cast
+from unittest import mock
 
 import trl
 
@@ -69,18 +71,10 @@ def swapped(settings: Mapping[str, object] | None = None, *, ppo: bool = False) 
 
 def run_script(arguments: Sequence[str], settings: Mapping[str, object], *, ppo: bool) -> None:
     """Run a script, or a module after "-m", as python does. Print a message if it builds no trainer of trl-steady."""
-    is_module = arguments[0] == "-m"
-    sys.argv = list(arguments[is_module:])
-    path = os.path.abspath(sys.argv[0])
-    if not sys.flags.safe_path:  # as python does
-        sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(path))
     built: Sequence[type] = ()
     try:
         with swapped(settings, ppo=ppo) as built:
-            if is_module:
-                runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
-            else:
-                runpy.run_path(path, run_name="__main__")
+            _run(arguments)
     except SystemExit as ended:
         if ended.code not in (None, 0):
             raise
@@ -91,6 +85,32 @@ def run_script(arguments: Sequence[str], settings: Mapping[str, object], *, ppo:
             "train, launch them with `trl-steady run`.",
             file=sys.stderr,
         )
+
+
+def dataclasses_of(script: str) -> list[type]:
+    """Return the dataclasses that a script parses from its command line and its YAML file, which end its run."""
+    found: list[type] = []
+
+    def note(parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
+        found.extend(getattr(parser, "dataclass_types", ()))
+        sys.exit()
+
+    # what all parsers call
+    with swapped(), suppress(SystemExit), mock.patch.object(argparse.ArgumentParser, "parse_known_args", note):
+        _run([script])
+    return found
+
+
+def _run(arguments: Sequence[str]) -> None:
+    is_module = arguments[0] == "-m"
+    sys.argv = list(arguments[is_module:])
+    path = os.path.abspath(sys.argv[0])
+    if not sys.flags.safe_path:  # as python does
+        sys.path[0] = os.getcwd() if is_module else os.path.dirname(os.path.realpath(path))
+    if is_module:
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    else:
+        runpy.run_path(path, run_name="__main__")
 
 
 def run_trl_command(

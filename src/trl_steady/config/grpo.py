@@ -92,16 +92,23 @@ class GRPOConfig(SharedOptions, _TRLConfig):
         'other completions. With `scale_rewards="none"` it does not favour stopping early or late.',
     )
 
-    def _ranges(self) -> dict[str, Range]:
-        return super()._ranges() | {
+    @classmethod
+    def ranges(cls) -> dict[str, Range]:
+        """Return the valid values of options whose type does not say which are valid."""
+        return super().ranges() | {
             **dict.fromkeys(("off_policy_mask_threshold", "delta"), NUMBER),  # TRL's
-            "loss_type": Range(LOSSES.__contains__, f"one of {', '.join(map(repr, LOSSES))}"),  # a script may add some
+            # a script may add some
+            "loss_type": Range(LOSSES.__contains__, f"one of {', '.join(map(repr, LOSSES))}", {"enum": [*LOSSES]}),
             "epsilon": NOT_NEGATIVE,
             "epsilon_high": NOT_NEGATIVE,
             "geometric_mask_range": Range(
-                lambda value: len(value) == 2 and 0 <= value[0] <= 1 <= value[1], "(low, high), with low <= 1 <= high"
+                lambda value: len(value) == 2 and 0 <= value[0] <= 1 <= value[1],
+                "(low, high), with low <= 1 <= high",
+                {"minItems": 2, "maxItems": 2},
             ),
-            "token_veto_threshold": Range(lambda value: 0 < value < 1, "above 0 and below 1"),
+            "token_veto_threshold": Range(
+                lambda value: 0 < value < 1, "above 0 and below 1", {"exclusiveMinimum": 0, "exclusiveMaximum": 1}
+            ),
         }
 
     def _without_effect(self) -> dict[str, str | None]:

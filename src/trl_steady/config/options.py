@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field, fields
 from difflib import get_close_matches
 from functools import cache
-from types import NoneType
+from types import MappingProxyType, NoneType
 from typing import Any, Literal, NamedTuple, TypeVar, get_args, get_origin, get_type_hints
 
 _T = TypeVar("_T")
@@ -24,12 +24,14 @@ class Range(NamedTuple):
 
     has: Callable[[Any], bool]
     words: str
+    keywords: Mapping[str, object] = MappingProxyType({})
+    """The same for an editor: keywords of JSON schema."""
 
 
-COUNT = Range(lambda value: value >= 1 and value == int(value), "1, 2, 3, ...")
-POSITIVE = Range(lambda value: 0 < value < math.inf, "a finite number above 0")
-NOT_NEGATIVE = Range(lambda value: value >= 0, "0 or above")
-SHARE = Range(lambda value: 0 <= value <= 1, "between 0 and 1")
+COUNT = Range(lambda value: value >= 1 and value == int(value), "1, 2, 3, ...", {"minimum": 1})
+POSITIVE = Range(lambda value: 0 < value < math.inf, "a finite number above 0", {"exclusiveMinimum": 0})
+NOT_NEGATIVE = Range(lambda value: value >= 0, "0 or above", {"minimum": 0})
+SHARE = Range(lambda value: 0 <= value <= 1, "between 0 and 1", {"minimum": 0, "maximum": 1})
 NUMBER = Range(lambda value: float(value) == value, "a number")
 
 

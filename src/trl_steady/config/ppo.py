@@ -94,8 +94,10 @@ class PPOConfig(GRPOConfig):
         0.0, "Weight of the language-model loss on `ptx_dataset` (InstructGPT, arXiv 2203.02155, equation 2)."
     )
 
-    def _ranges(self) -> dict[str, Range]:
-        return super()._ranges() | {
+    @classmethod
+    def ranges(cls) -> dict[str, Range]:
+        """Return the valid values of options whose type does not say which are valid."""
+        return super().ranges() | {
             "num_generations": COUNT,
             "gamma": SHARE,
             "lam": SHARE,
@@ -105,8 +107,10 @@ class PPOConfig(GRPOConfig):
             "kl_horizon": COUNT,
             "cliprange_value": POSITIVE,
             "value_learning_rate": NOT_NEGATIVE,
-            "value_warmup_steps": Range(lambda value: value >= 0 and value == int(value), "0, 1, 2, ..."),
-            "value_init": Range(os.fspath, "'policy', 'reward' or a path"),
+            "value_warmup_steps": Range(
+                lambda value: value >= 0 and value == int(value), "0, 1, 2, ...", {"minimum": 0}
+            ),
+            "value_init": Range(os.fspath, "'policy', 'reward' or a path", {"minLength": 1}),
             "missing_eos_penalty": NOT_NEGATIVE,
             "ptx_coef": NOT_NEGATIVE,
         }

@@ -56,11 +56,16 @@ def _is_filter(value: Any) -> bool:
     return value == "zero_std" or (not isinstance(value, str) and len(value) == 2 and value[0] < value[1])
 
 
-_FILTERS = Range(_is_filter, "'zero_std', (low, high) with low < high, or a function that is not inside another one")
+_FILTERS = Range(
+    _is_filter,
+    "'zero_std', (low, high) with low < high, or a function that is not inside another one",
+    {"type": ["string", "array"], "pattern": "^zero_std$", "minItems": 2, "maxItems": 2},
+)
 _ENGINE_ARGUMENTS = Range(
     # JSON as transformers reads it into an option
     lambda value: isinstance(value, dict) or (value[:1] == "{" and json.loads(value) is not None),
     "a dict of arguments of vllm.LLM, or JSON of one",
+    {"pattern": r"^\{"},
 )
 _KL_IN_REWARD = {"RLOO": "beta", "PPO": "kl_coef"}
 
@@ -188,7 +193,7 @@ class SharedOptions(_TRLConfig):
 
     def __post_init__(self) -> None:
         vars(self).update(self.forced)
-        refuse_invalid(self, self._ranges())
+        refuse_invalid(self, self.ranges())
         self._fill_unset()
         self._run_trl_checks()
         for message in self._contradictions():
@@ -206,7 +211,8 @@ class SharedOptions(_TRLConfig):
                     "changes it after it has built the config. Remove that change."
                 )
 
-    def _ranges(self) -> dict[str, Range]:
+    @classmethod
+    def ranges(cls) -> dict[str, Range]:
         """Return the valid values of options whose type does not say which are valid."""
         return {
             **dict.fromkeys(("beta", "temperature", "ref_model_sync_steps", "ref_model_mixup_alpha"), NUMBER),  # TRL's
@@ -215,7 +221,9 @@ class SharedOptions(_TRLConfig):
             "vllm_engine_kwargs": _ENGINE_ARGUMENTS,
             "engine_check": POSITIVE,
             "skip_nonfinite_steps": COUNT,
-            "dynamic_sampling_max_rounds": Range(lambda value: value >= 2 and value == int(value), "2, 3, 4, ..."),
+            "dynamic_sampling_max_rounds": Range(
+                lambda value: value >= 2 and value == int(value), "2, 3, 4, ...", {"minimum": 2}
+            ),
             "dynamic_sampling_filter": _FILTERS,
         }
 

@@ -1,0 +1,54 @@
+"""`trl-steady schema`: a JSON schema with which an editor checks the YAML files that `--config` takes."""
+
+import argparse
+import json
+from collections.abc import Sequence
+from importlib.metadata import version
+from typing import Any, cast
+
+from trl.scripts import grpo, rloo
+
+from trl_steady.cli.run import dataclasses_of, swapped
+from trl_steady.config.schema import Schema, merged, properties, values
+
+_PACKAGES = ("trl", "transformers", "accelerate")
+
+
+def schema(scripts: Sequence[str], launcher: argparse.ArgumentParser) -> str:
+    """Return the schema of the files for `trl-steady grpo`, `rloo` and `ppo`, in JSON with a line for each option.
+
+    Args:
+        scripts: Scripts whose parsers add their options. They are run up to where they parse their command line.
+        launcher: The parser of launch options.
+    """
+    kinds: list[type] = []
+    for module, ppo in ((grpo, False), (rloo, False), (grpo, True)):
+        with swapped(ppo=ppo):
+            kinds += cast(Any, module).make_parser().dataclass_types
+    kinds += [kind for script in scripts for kind in dataclasses_of(script)]
+    found = merged(properties(kind) for kind in dict.fromkeys(kinds))
+    found["lora_target_modules"]["type"].append("string")  # such as all-linear, which TRL hands to PEFT as it is
+    found = {**_launch_options(launcher), **found, "env": {"type": "object", "description": "Environment variables."}}
+    head = {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "$comment": f"trl-steady schema, {', '.join(f'{name} {version(name)}' for name in _PACKAGES)}",
+        "type": "object",
+        "additionalProperties": False,
+    }
+    lines = ",\n".join(f"{json.dumps(name)}: {json.dumps(each)}" for name, each in sorted(found.items()))
+    return f'{json.dumps(head, indent=0)[:-2]},\n"properties": {{\n{lines}\n}}\n}}'
+
+
+def _launch_options(parser: argparse.ArgumentParser) -> dict[str, Schema]:
+    """Return the options that take a value: a YAML file cannot set a flag."""
+    found: dict[str, Schema] = {}
+    for action in parser._actions:  # pyright: ignore[reportPrivateUsage]
+        schema: Schema = {"type": ["string", "number", "boolean"]}
+        if action.choices:  # strings, of which YAML reads some as numbers
+            schema = {"enum": [*action.choices, *(int(each) for each in action.choices if str(each).isdigit())]}
+        elif action.type in (int, float):
+            schema = values(action.type)
+        for name in action.option_strings if action.nargs != 0 else ():
+            if name.startswith("--") and "-" not in name[2:]:
+                found[name[2:]] = {**schema, "description": f"Of accelerate launch: {action.help}"}
+    return found

@@ -1,0 +1,103 @@
+"""JSON schema (draft 7) of options in a YAML file, from the dataclasses that transformers' parser fills."""
+
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import Field, fields, is_dataclass
+from enum import Enum
+from types import NoneType
+from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
+
+from trl_steady.config.shared import SharedOptions
+
+Schema = dict[str, Any]
+
+
+def _any_case(*words: str) -> str:
+    return "|".join("".join(f"[{c.upper()}{c}]" if c.isalpha() else c for c in word) for word in words)
+
+
+# Python's types -> the type in JSON, and the strings that the parser turns into it. YAML 1.1 takes 1e-5 for a string,
+# and editors, which read YAML 1.2, take yes and 1_000 for strings.
+_READ: dict[type[Any], tuple[str, str]] = {
+    int: ("integer", r"[-+]?\d[\d_]*"),
+    float: ("number", r"[-+]?((\d[\d_]*\.?[\d_]*|\.\d[\d_]*)([eE][-+]?\d+)?|inf)"),
+    bool: ("boolean", _any_case("true", "false", "yes", "no", "on", "off", "t", "f", "y", "n", "1", "0")),
+}
+_JSON: dict[type[Any], str] = {str: "string", list: "array", tuple: "array", dict: "object", NoneType: "null"}
+
+
+def properties(kind: type[Any]) -> dict[str, Schema]:
+    """Return the schema of each option of a dataclass, by name. Ranges are those of our configs."""
+    types = get_type_hints(kind)
+    ranges = kind.ranges() if issubclass(kind, SharedOptions) else {}
+    return {
+        each.name: {
+            **values(types[each.name], each.metadata.get("choices")),
+            **(ranges[each.name].keywords if each.name in ranges else {}),
+            **_about(each),
+        }
+        for each in fields(kind)
+        if each.init
+    }
+
+
+def values(annotation: object, choices: Iterable[object] | None = None, *, in_list: bool = False) -> Schema:
+    """Return the schema of an option's values. In a list, the parser reads no strings."""
+    origin = get_origin(annotation)
+    kinds: tuple[object, ...] = (annotation,) if origin in (None, Literal, list, tuple, dict) else get_args(annotation)
+    null = [None] if NoneType in kinds else []
+    for kind in kinds:
+        if get_origin(kind) is Literal and str not in kinds:
+            choices = get_args(kind)
+        elif isinstance(kind, type) and issubclass(kind, Enum):
+            choices = [each.value for each in kind]
+    if choices is not None:
+        return {"enum": [*choices, *null]}
+    names: list[str] = []
+    found: Schema = {"type": names}
+    for kind in kinds:
+        base = cast(type[Any], get_origin(kind) or kind)
+        if base in _READ:
+            name, text = _READ[base]
+            names.append(name)
+            if str not in kinds and not in_list:
+                names.append("string")
+                found["pattern"] = f"^({text}{'|' + _any_case('none', 'null') if null else ''})$"
+                found["patternErrorMessage"] = f"Expected a value of type {name}."  # of yaml-language-server
+        elif base in _JSON or is_dataclass(base):
+            names.append(_JSON.get(base, "object"))
+        elif get_origin(kind) is Literal:  # False, beside strings
+            names.append("boolean")
+        else:  # a class of a script's own
+            return {}
+        if base in (list, tuple):
+            found["items"] = values(get_args(kind)[0], in_list=True)
+        if in_list and is_dataclass(kind):
+            found |= {"properties": properties(cast(type[Any], kind)), "additionalProperties": False}
+    return found
+
+
+def merged(schemas: Iterable[Mapping[str, Schema]]) -> dict[str, Schema]:
+    """Return the options of several dataclasses. Values may have the type that any of them gives to an option."""
+    found: dict[str, Schema] = {}
+    for name, new in (item for each in schemas for item in each.items()):
+        old = found.get(name, new)
+        both = {**new, **old}  # so that a range of one is that of all
+        both |= {key: [*dict.fromkeys([*old[key], *new[key]])] for key in old.keys() & new.keys() & {"type", "enum"}}
+        if "pattern" in both:  # the one for None too
+            both["pattern"] = max(old.get("pattern", ""), new.get("pattern", ""), key=len)
+        differ = {"default"} if old.get("default") != new.get("default") else set[str]()
+        differ |= (old.keys() ^ new.keys()) & {"enum"}  # choices of one script
+        found[name] = {key: value for key, value in both.items() if key not in differ}
+    return found
+
+
+def _about(each: "Field[Any]") -> Schema:
+    """Return the first sentence of the help, and the default, if JSON has it."""
+    about: Schema = {}
+    if text := each.metadata.get("help"):
+        about["description"] = re.split(r"(?<=[^.]..[.])\s", " ".join(text.split()), maxsplit=1)[0]
+    default = getattr(each.default, "value", each.default)
+    if default is None or isinstance(default, (bool, int, float, str)):
+        about["default"] = default
+    return about
