@@ -1,6 +1,7 @@
 """The files of recipes/: they parse, say where they come from, have their papers' settings, and run."""
 
 import json
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from trl.scripts import grpo as launched
 import trl_steady
 from tests.project import recipe
 from tests.project.recipe import FOLDER, WITHOUT_SCRIPT, YAMLS, parse
+from trl_steady.cli import main as cli
 
 ACCELERATE = {
     "single_gpu": (DistributedType.NO, 1),
@@ -96,3 +98,17 @@ def test_a_recipe_takes_two_steps_on_a_tiny_model(
     else:
         before, after = (transformers.AutoModelForCausalLM.from_pretrained(path) for path in (start, policy))
         assert any(not torch.equal(*pair) for pair in zip(before.parameters(), after.parameters(), strict=True))
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_a_dry_run_builds_a_recipe_and_trains_nothing(
+    smollm2: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys, "argv", [*sys.argv])
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    path = YAMLS["gspo/smollm2-135m-comparison"]
+    command = ["run", str(path.with_name("train.py")), "--config", str(path), "--use_cpu", "true", "--dry-run"]
+    assert cli.main([*command, "--held_out", "4", "--samples", "1", "--output_dir", str(tmp_path / "out")]) == 0
+    out = capsys.readouterr().out
+    assert "  on: GSPO: loss_type='gspo'" in out and "  run: 24 optimizer steps, 6 rollouts, " in out
+    assert not (tmp_path / "out").exists()

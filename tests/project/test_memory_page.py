@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from tests.tools.cases import cases
 from tests.tools.script import figure
+from trl_steady.functional import memory as formulas
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -62,7 +63,7 @@ def test_parameters_and_adapters_are_those_of_transformers(memory: Any, name: st
 def test_a_run_takes_what_is_computed(memory: Any, mode: str, tied: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tile of few columns lets the layer's backward decide the peak, which is 26 % higher if the head is tied."""
     monkeypatch.setattr(trl.trainer.utils, "_CHUNKED_LOGPROB_CHUNK_SIZE", 64)
-    monkeypatch.setattr(memory, "VOCAB_TILE", 64)
+    monkeypatch.setattr(formulas, "VOCAB_TILE", 64)
     model = memory.Model(128, 2, 4, 2, 1024, tied=tied, head_dim=64, vocab=8192)
     resident, total = memory.measured(model, mode, tokens=512, checkpointing=True)
     states = memory.states(model, mode)

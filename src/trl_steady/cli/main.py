@@ -6,6 +6,8 @@ import argparse
 import os
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
+from functools import partial
 from importlib.metadata import version
 from typing import NoReturn, cast
 
@@ -31,6 +33,8 @@ LAUNCH OPTIONS are those of `accelerate launch`, plus
   --set NAME=VALUE     set this option on every config of these trainers that the script builds; may be repeated
   --ppo                train with PPO where the script trains with GRPO
   --accelerate_config  a file, or the name of a config of TRL (fsdp2, multi_gpu, single_gpu, zero2, zero3, ...)
+With --dry-run, `run`, `grpo`, `rloo` and `ppo` build everything, print the arithmetic of the run, and train nothing.
+--dry-run=step also takes one optimizer step. Nothing is saved.
 Without launch options other than --set and --ppo, `run` runs the script in this process, as python does.
 `accelerate launch [LAUNCH OPTIONS] -m trl_steady run [--set NAME=VALUE] [--ppo] SCRIPT [ARGUMENTS]` does the same.
 
@@ -46,15 +50,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run the command line, by default that of this process, and return the exit status."""
     command, *rest = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
     is_trl_command = command in ("grpo", "rloo", "ppo")
+    dry_run = [word for word in rest if word in _DRY_RUNS] if is_trl_command or command == "run" else []
+    rest = [word for word in rest if word not in dry_run]
     has_help = is_trl_command or command == "report"
     if not has_help and {"-h", "--help"} & {command, *rest[:1]}:
         print(_HELP)
         return 0
     try:
         if is_trl_command:
-            return run_trl_command(command, rest)
+            return run_trl_command(command, rest, dry_run)
         if command == "run":
-            return run(rest)
+            return run(rest, dry_run)
         if command == "report":
             from trl_steady.report.command import report
 
@@ -72,7 +78,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     return 0
 
 
-def run(arguments: Sequence[str]) -> int:
+def run(arguments: Sequence[str], dry_run: Sequence[str] = ()) -> int:
     """Run a script that imports TRL's trainer, with trl-steady's in its place."""
     settings, ppo, rest = _leading_settings(arguments)
     if rest in ([], ["-m"]):
@@ -86,7 +92,7 @@ def run(arguments: Sequence[str]) -> int:
     for message in wrong_options([f"--{setting}" for setting in settings]):
         _refuse(message)
     if is_launched:
-        return _launch(arguments)
+        return _launch(arguments, dry_run)
     from trl_steady.cli.options import parse_settings
     from trl_steady.cli.run import run_script
 
@@ -94,17 +100,22 @@ def run(arguments: Sequence[str]) -> int:
         options = parse_settings(settings)
     except ValueError as error:
         _refuse(str(error))
-    run_script(rest, options, ppo=ppo)
+    around = nullcontext()
+    if dry_run:
+        from trl_steady.cli import dry_run as rehearsal
+
+        around = rehearsal.dry_run(step="--dry-run=step" in dry_run)
+    run_script(rest, options, ppo=ppo, around=around)
     return 0
 
 
-def run_trl_command(command: str, arguments: Sequence[str]) -> int:
+def run_trl_command(command: str, arguments: Sequence[str], dry_run: Sequence[str]) -> int:
     """Run TRL's `trl grpo` or `trl rloo` with trl-steady's trainer and options, or `trl grpo` with PPO."""
     for message in wrong_options(arguments):
         _refuse(message)
     from trl_steady.cli import run
 
-    return run.run_trl_command(command, arguments, _launch, _refuse)
+    return run.run_trl_command(command, arguments, partial(_launch, dry_run=dry_run), _refuse)
 
 
 def schema(scripts: Sequence[str]) -> int:
@@ -137,6 +148,7 @@ def env() -> str:
     return f"- trl-steady version: {__version__}"
 
 
+_DRY_RUNS = ("--dry-run", "--dry-run=step")
 _TABLES = {"methods": methods, "env": env, "--version": lambda: f"trl-steady {__version__}, trl {version('trl')}"}
 
 
@@ -170,7 +182,7 @@ def _launch_parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _launch(arguments: Sequence[str]) -> int:
+def _launch(arguments: Sequence[str], dry_run: Sequence[str] = ()) -> int:
     """Run `accelerate launch` on `trl-steady run`, with launch options, then a script and its arguments."""
     from accelerate.commands.launch import launch_command
     from trl.cli.accelerate_config import resolve_accelerate_config_argument
@@ -180,7 +192,7 @@ def _launch(arguments: Sequence[str]) -> int:
         _, launched.config_file = resolve_accelerate_config_argument(
             ["--accelerate_config", launched.accelerate_config]
         )
-    ours = [*(["--ppo"] if launched.ppo else []), *(f"--set={setting}" for setting in launched.settings)]
+    ours = [*dry_run, *(["--ppo"] if launched.ppo else []), *(f"--set={setting}" for setting in launched.settings)]
     target = [*(["-m"] if launched.module else []), launched.training_script]
     launched.training_script_args = ["run", *ours, *target, *launched.training_script_args]
     launched.module, launched.training_script = True, "trl_steady"

@@ -7,7 +7,7 @@ import os
 import runpy
 import sys
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from importlib import resources
 from typing import Any, NoReturn, cast
 from unittest import mock
@@ -69,11 +69,13 @@ def swapped(settings: Mapping[str, object] | None = None, *, ppo: bool = False) 
         SteadyTrainer.when_built.remove(note)
 
 
-def run_script(arguments: Sequence[str], settings: Mapping[str, object], *, ppo: bool) -> None:
+def run_script(
+    arguments: Sequence[str], settings: Mapping[str, object], *, ppo: bool, around: AbstractContextManager[None]
+) -> None:
     """Run a script, or a module after "-m", as python does. Print a message if it builds no trainer of trl-steady."""
     built: Sequence[type] = ()
     try:
-        with swapped(settings, ppo=ppo) as built:
+        with swapped(settings, ppo=ppo) as built, around:
             _run(arguments)
     except SystemExit as ended:
         if ended.code not in (None, 0):

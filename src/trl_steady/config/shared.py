@@ -183,6 +183,8 @@ class SharedOptions(_TRLConfig):
 
     forced: ClassVar[Mapping[str, object]] = {}
     """Options that every config gets in place of what a script passes: those of `trl-steady run --set`."""
+    when_built: ClassVar[list[Callable[["SharedOptions"], None]]] = []
+    """Called with each config that has been checked, by `trl-steady run --dry-run`."""
 
     _forced_values: ClassVar[Mapping[str, object]] = {}  # an unpickled config has run no checks
 
@@ -200,6 +202,8 @@ class SharedOptions(_TRLConfig):
             raise ValueError(message)
         for message in self.cannot_act:
             warn_user(message)
+        for note in self.when_built:
+            note(self)
         vars(self)["_forced_values"] = {name: getattr(self, name) for name in self.forced}
 
     def refuse_changed(self) -> None:

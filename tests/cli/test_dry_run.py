@@ -1,0 +1,171 @@
+"""`--dry-run`: its numbers are those of the run, it fails as the run does, and it leaves no trace."""
+
+import hashlib
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+from transformers.integrations import integration_utils
+
+from tests.cli import tools as own_scripts
+from tests.cli.tools import IMPORTS, Launched, Scripts
+from tests.tools import tiny
+from tests.tools.script import figure
+from trl_steady.cli import main as cli
+from trl_steady.cli.dry_run import dry_run, memory
+
+scripts = own_scripts.scripts
+NUMBERS = re.compile(
+    r"rollout: (\d+) prompts, (\d+) completions, for ([\d.]+) optimizer steps\n"
+    r"  optimizer step: (\d+) completions = gradient_accumulation_steps (\d+) \* per_device_train_batch_size (\d+) "
+    r"\* processes 1\n"
+    r"(?:.|\n)*  run: (\d+) optimizer steps, (\d+) rollouts"
+)
+CASES: dict[str, dict[str, Any]] = {
+    "GRPO": {},
+    "accumulation": {"gradient_accumulation_steps": 2},
+    "several rollouts for a step": {"gradient_accumulation_steps": 8, "max_steps": 3},
+    "num_iterations": {"num_iterations": 2, "token_budget": 64},
+    "epochs": {"max_steps": -1, "num_train_epochs": 1.5},
+    # 16 micro-batches in an epoch
+    "epochs, whose last step is short": {"max_steps": -1, "num_train_epochs": 2, "gradient_accumulation_steps": 3},
+    "RLOO": {"method": "RLOO", "num_generations": 2, "steps_per_generation": 2},
+    "PPO": {"method": "PPO", "num_generations": 1, "steps_per_generation": 2, "num_iterations": 2, "max_steps": 7},
+    "evaluation": {"eval_strategy": "steps", "eval_steps": 3, "num_generations_eval": 2},
+}
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+@pytest.mark.parametrize("case", CASES)
+def test_its_numbers_are_those_of_the_run(
+    case: str, models: dict[str, Path], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    options: dict[str, Any] = {"build": {"eval_dataset": tiny.dataset(4)}, **CASES[case]}
+    with dry_run(step=False), pytest.raises(SystemExit):
+        tiny.trainer(models["dense"], tmp_path, **options).train()
+    said = capsys.readouterr().out
+    found = NUMBERS.search(said)
+    assert found, said
+    prompts, completions, feeds, per_step, micro_batches, micro_batch, steps, rollouts = map(float, found.groups())
+
+    trainer = tiny.trainer(models["dense"], tmp_path, **options)
+    made: dict[str, list[int]] = {"train": [], "eval": [], "begins": [], "generated": [], "micro-batches": []}
+    own, generate, update = trainer._generate_and_score_completions, trainer._generate, trainer.training_step
+
+    def rollout(inputs: list[Any]) -> Any:
+        made["train" if trainer.model.training else "eval"].append(len(inputs))
+        made["begins"] += [len(made["micro-batches"]) - 1] if trainer.model.training else []
+        return own(inputs)
+
+    vars(trainer)["_generate_and_score_completions"] = rollout
+    vars(trainer)["_generate"] = lambda *given: made["generated"].append(1) or generate(*given)
+    vars(trainer)["training_step"] = lambda *given: made["micro-batches"].append(1) or update(*given)
+    trainer.train()
+    assert (trainer.state.global_step, len(made["train"])) == (steps, rollouts)
+    assert len(made["generated"]) == rollouts + len(made["eval"])
+    assert set(made["train"]) == {completions} and completions == prompts * trainer.num_generations
+    assert per_step == micro_batches * micro_batch
+    assert made["begins"] == [round(i * feeds * micro_batches, 1) for i in range(int(rollouts))]
+    assert len(made["micro-batches"]) == (32 if "short" in case else steps * micro_batches)
+    evaluation = re.search(r"evaluation: (\d+) prompts, (\d+) completions", said)
+    assert bool(evaluation) == bool(made["eval"])
+    if evaluation:
+        assert [*map(int, evaluation.groups())] == [4, sum(made["eval"]) // 2]  # of two evaluations
+
+
+class Tracker(transformers.TrainerCallback):
+    """A tracker that must not start."""
+
+    def __init__(self) -> None:
+        raise KeyError
+
+
+def traces(folder: Path) -> dict[str, str]:
+    return {str(path): hashlib.md5(path.read_bytes()).hexdigest() for path in folder.rglob("*") if path.is_file()}
+
+
+RESUMES = """
+class Resumed(GRPOTrainer):
+    def train(self):
+        self.args.output_dir = {folder!r}
+        return super().train(resume_from_checkpoint=True)
+"""
+
+
+def test_a_step_leaves_no_trace(
+    scripts: Scripts, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the script saves each step, moves its outputs, and resumes."""
+    monkeypatch.setitem(integration_utils.INTEGRATION_TO_CALLBACK, "tracker", Tracker)
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 1, "max_steps": 2, "log_line": True}
+    assert scripts.run(IMPORTS["from trl"], **options) == 0
+    before = traces(scripts.folder)
+    assert any("checkpoint-2" in path for path in before)
+    capsys.readouterr()
+    options |= {"report_to": "tracker", "training_report": True, "push_to_hub": True, "logging_steps": 50}
+    own = RESUMES.format(folder=str(scripts.folder))
+    for how, steps in (("--dry-run", 0), ("--dry-run=step", 1)):
+        assert scripts.run(IMPORTS["from trl"], own, settings=[how], trainer="Resumed", **options) == 0
+        out = capsys.readouterr().out
+        assert out.count("dry run: nothing is saved") == 1 and out.count("\nstep 1/2  ") == steps
+        assert "step 2" not in out and "  run: 2 optimizer steps, 1 rollouts, 0.125 epochs" in out
+        after = traces(scripts.folder)
+        assert {name for name in after if before.get(name) != after[name]} == {str(scripts.folder / "script.py")}
+
+
+WRONG: dict[str, tuple[list[str], dict[str, Any]]] = {
+    "an option": ([], {"loss_type": "gpso"}),
+    "two options": ([], {"token_budget": 64, "trim_padding": False}),
+    "a small data set": (["from tests.tools import tiny", "tiny.dataset.__defaults__ = (2,)"], {}),
+}
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_it_fails_as_the_run_does(wrong: str, scripts: Scripts, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tiny.dataset, "__defaults__", tiny.dataset.__defaults__)
+    lines, options = WRONG[wrong]
+    said: list[str] = []
+    for settings in ([], ["--dry-run"], ["--dry-run=step"]):
+        with pytest.raises(ValueError) as error:
+            scripts.run(IMPORTS["from trl"], *lines, settings=settings, **options)
+        said.append(str(error.value))
+    assert said[0] and set(said) == {said[0]}
+
+
+def test_a_mistake_is_refused_with_the_same_status(capsys: pytest.CaptureFixture[str]) -> None:
+    for more in ([], ["--dry-run"]):
+        assert cli.main(["grpo", "--los_type", "gspo", *more]) == 2
+        assert capsys.readouterr().err == "trl-steady: --los_type: did you mean loss_type?\n"
+    assert cli.main(["grpo", "--dry-run=twice"]) == 2
+
+
+def test_it_reaches_every_process_of_a_launch(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("train.py").touch()
+    launched = Launched(monkeypatch)
+    assert cli.main(["run", "--num_processes", "2", "train.py", "--lr", "1", "--dry-run=step"]) == 0
+    assert launched.args.training_script_args == ["run", "--dry-run=step", "train.py", "--lr", "1"]
+    assert cli.main(["ppo", "--output_dir", "x", "--use_cpu", "true", "--bf16", "false", "--dry-run"]) == 0
+    assert launched.args.training_script_args[:3] == ["run", "--dry-run", "--ppo"]
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")
+def test_memory_is_that_of_the_page(tmp_path: Path) -> None:
+    sizes = {**tiny.SIZES, "hidden_size": 32, "vocab_size": 512, "head_dim": 16, "tie_word_embeddings": True}
+    policy = tmp_path / "policy"
+    transformers.AutoModelForCausalLM.from_config(transformers.Qwen3Config(**sizes)).save_pretrained(policy)
+    options = {"max_completion_length": 64, "beta": 0.1}
+    parts = memory(tiny.trainer(policy, tmp_path, **options))
+    with figure("memory", draws=False) as page:
+        model = page.Model(32, 2, 2, 2, 32, tied=True, head_dim=16, vocab=512)
+        expected = {**page.states(model, "full"), "optimizer, if AdamW": page.states(model, "full")["optimizer"]}
+        kept, *moments = page.passes(model, "full", 256, checkpointing=True, on_cpu=True).values()
+    assert parts.pop("micro-batch of 256 tokens") == round(kept + max(moments))
+    assert parts == {name: expected[name] for name in ("weights", "reference", "gradients", "optimizer, if AdamW")}
+    lora = memory(tiny.trainer(policy, tmp_path, lora=True, sync_ref_model=True, ref_model_sync_steps=2, **options))
+    assert lora["weights"] == parts["weights"] and lora["adapter"] == lora["reference"] == lora["gradients"]
+    critic = memory(tiny.trainer(policy, tmp_path, lora=True, method="PPO", num_generations=1, max_steps=2))
+    assert critic["adapter"] + critic["critic"] == critic["gradients"]
+    assert critic["critic"] == critic["adapter"] + 32 * 4  # and its head
