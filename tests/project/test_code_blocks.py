@@ -114,7 +114,7 @@ def test_a_command_runs(
     for name, path in local.items():
         script = script.replace(name, path)
     Path("train.py").write_text(script)
-    rows = next(run["rows"] for run in LOGS if run["name"] == "trl hacked")
+    rows = next(run["rows"] for run in LOGS if run["name"] == "trl rate 0.3")
     Path("out").mkdir()
     Path("out/trainer_state.json").write_text(json.dumps({"log_history": rows, "global_step": rows[-1]["step"]}))
     assert cli.main(shlex.split(command)[1:]) == 0

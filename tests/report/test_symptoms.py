@@ -165,7 +165,7 @@ PLANTS = {
         option="num_generations",
     ),
     "entropy-collapses": Plant(
-        from_start(entropy=lambda row: 0.25 * math.exp(-8 * late(row)), **WORSE),
+        from_start(entropy=lambda row: 0.25 * math.exp(-1.2 * late(row)), **WORSE),
         START,
         30,
         "learning_rate",
