@@ -144,4 +144,6 @@ def test_a_script_adds_its_own_options_and_is_not_run(tmp_path: Path, capsys: py
     made = json.loads(capsys.readouterr().out)
     assert takes(made, {"task": "sums", "loss_type": "gspo", "start": "a/b"}) and not takes(made, {"task": "digits"})
     assert not takes(made, {"tsk": "sums"})
+    path.write_text("from trl import GRPOTrainer\nGRPOTrainer.train(None)\nraise KeyError")  # without a parser
+    assert cli.main(["schema", str(path)]) == 0
     assert cli.main(["schema", "missing.py"]) == 2

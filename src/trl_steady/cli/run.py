@@ -90,15 +90,15 @@ def run_script(
 
 
 def dataclasses_of(script: str) -> list[type]:
-    """Return the dataclasses that a script parses from its command line and its YAML file, which end its run."""
+    """Return the dataclasses that a script parses from its command line and its YAML file, and end it there."""
     found: list[type] = []
 
     def note(parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
         found.extend(getattr(parser, "dataclass_types", ()))
         sys.exit()
 
-    # what all parsers call
-    with swapped(), suppress(SystemExit), mock.patch.object(argparse.ArgumentParser, "parse_known_args", note):
+    parse = mock.patch.object(argparse.ArgumentParser, "parse_known_args", note)  # which all parsers call
+    with swapped(), suppress(SystemExit), parse, mock.patch.object(SteadyTrainer, "train", note):
         _run([script])
     return found
 
