@@ -25,8 +25,8 @@ def rendered(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     names: dict[tuple[str, ...], list[str]] = {}
     for name, *figures in rows:
         names.setdefault(tuple(figures), []).append(name)
-    lines = [heading, ["---"] * len(heading), *(["; ".join(each), *figures] for figures, each in names.items())]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    lines = [f"| {' | '.join(line)} |" for line in (heading, *(["; ".join(each), *own] for own, each in names.items()))]
+    return "\n".join([lines[0], "|---" * len(heading) + "|", *lines[1:]])
 
 
 def digits(value: Tensor | float) -> str:
@@ -78,7 +78,7 @@ def picture(path: Path, rows: int) -> Iterator[Any]:
 
 def cells(outcome: Tensor) -> str:
     """Return bias, 1 - cosine and variance as one cell."""
-    return " / ".join(digits(value) for value in outcome[:3])
+    return ", ".join(digits(value) for value in outcome[:3])
 
 
 def run(script: str, tables: Callable[[], Mapping[str, str]], draw: Callable[[Path], None], page: Path = PAGE) -> None:
