@@ -151,16 +151,13 @@ def holm(values: Sequence[float]) -> list[float]:
 
 
 def table(experiment: Mapping[str, Any], runs: Runs) -> str:
-    """Return a Markdown table with a row for each arm. The last columns are means over all rollouts and seeds."""
+    """Return a Markdown table with a row for each arm. `columns` adds means over all rollouts and seeds."""
     found = compare(experiment, runs)
     tested = [name for name, row in found.items() if row.p is not None]
     corrected = dict(zip(tested, holm([float(found[name].p or 0.0) for name in tested]), strict=True))
-    own, columns = SHOWN[experiment.get("figure", "accuracy")], experiment.get("columns", ("ess",))
-    headings = " | ".join(SHOWN[name].heading for name in columns)
-    lines = [
-        f"| arm | endpoint | difference (95 % interval) | p | {headings} |",
-        "|---" * (4 + len(columns)) + "|",
-    ]
+    own, columns = SHOWN[experiment.get("figure", "accuracy")], experiment.get("columns", ())
+    headings = "".join(f" {SHOWN[name].heading} |" for name in columns)
+    lines = [f"| arm | endpoint | difference (95 % interval) | p |{headings}", "|---" * (4 + len(columns)) + "|"]
     for name, row in found.items():
         compared = "| | "
         if row.difference is not None:
@@ -168,8 +165,8 @@ def table(experiment: Mapping[str, Any], runs: Runs) -> str:
                 f"{own.scale * value:+.{own.decimals}f}" for value in (row.difference, row.low, row.high)
             )
             compared = f"| {middle} ({low} to {high}) | {corrected[name]:.3f} "
-        means = " | ".join(_mean(runs[name], column) for column in columns)
-        lines.append(f"| {name} | {row.mean:{own.form}} {compared}| {means} |")
+        means = "".join(f" {_mean(runs[name], column)} |" for column in columns)
+        lines.append(f"| {name} | {row.mean:{own.form}} {compared}|{means}")
     return "\n".join(lines)
 
 
