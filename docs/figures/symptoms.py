@@ -55,7 +55,7 @@ def arms(results: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
         named: Counter[str] = Counter()
         for figures in seeds.values():
             findings = diagnose(history(figures, options))[0]
-            named.update(finding.symptom.name for finding in findings)
+            named.update(finding.symptom.name for finding in findings if finding.symptom.level != "note")
         # as `failure` in the YAML files: the 95 % interval of the paired difference excludes 0
         fails = arm != control and interval(losses)[0] > 0
         found[arm] = {"fails": fails, "seeds": len(seeds), "named": named}

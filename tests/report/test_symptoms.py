@@ -164,6 +164,7 @@ PLANTS = {
         ),
         option="num_generations",
     ),
+    "groups-alike": Plant(from_start(frac_reward_zero_std=1.0, reward=flat(0.5)), option="prompt"),
     "entropy-collapses": Plant(
         from_start(entropy=lambda row: 0.25 * math.exp(-1.2 * late(row)), **WORSE),
         START,

@@ -10,7 +10,7 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
-from trl_steady.report.history import History
+from trl_steady.report.history import History, counted
 from trl_steady.report.symptoms import Finding, diagnose, verdict
 
 _LEVELS = ("warning", "critical")
@@ -46,7 +46,7 @@ def report(arguments: Sequence[str], refuse: Callable[[str], NoReturn]) -> int:
             print(json.dumps({path: _plain(*each) for path, each in diagnoses.items()}, indent=1), flush=True)
         else:
             for path, each in diagnoses.items():
-                print(f"{path}, {runs[path].last_step} steps: {verdict(each[0])}", flush=True)
+                print(f"{path}, {counted(runs[path].last_step, 'step')}: {verdict(each[0])}", flush=True)
             _write(runs, asked.output, together=bool(asked.compare))
         if not asked.watch:
             shown = [finding for findings, _ in diagnoses.values() for finding in findings if finding.passed is None]

@@ -86,8 +86,11 @@ class History:
             rows = state["log_history"] if "log_history" in state else state["history"]
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"{file} is no log of a run: it has no rows under 'log_history' ({error}).") from None
-        run = file.parent / RUN_FILE
-        return cls(rows, json.loads(run.read_text()) if run.is_file() else None)
+        file = file.parent / RUN_FILE
+        run = json.loads(file.read_text()) if file.is_file() else {}
+        if state.get("max_steps", 0) > 0:  # the config of a run of epochs has -1
+            run["settings"] = {**run.get("settings", {}), "max_steps": state["max_steps"]}
+        return cls(rows, run)
 
     def until(self, step: int) -> "History":
         """Return the history as it was at an optimizer step, while the run trained."""
@@ -122,3 +125,8 @@ class History:
 def _newest_state(folder: Path) -> Path | None:
     files = [file for file in (folder / _STATE, *folder.glob(f"checkpoint-*/{_STATE}")) if file.is_file()]
     return max(files, key=lambda file: json.loads(file.read_text()).get("global_step", 0), default=None)
+
+
+def counted(number: int, noun: str) -> str:
+    """Return words such as "1 step" or "2 steps"."""
+    return f"{number} {noun}{'s' * (number != 1)}"

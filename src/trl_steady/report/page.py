@@ -10,7 +10,7 @@ from string import Template
 from typing import Any
 
 from trl_steady.report.compare import Comparison, by_name, compared, interval
-from trl_steady.report.history import History
+from trl_steady.report.history import History, counted
 from trl_steady.report.pictures import clean, pictures
 from trl_steady.report.symptoms import Finding, diagnose
 
@@ -23,7 +23,7 @@ def write(file: Path, name: str, history: History) -> None:
     findings, missing = diagnose(history)
     settings = [(option, json.dumps(value)) for option, value in history.settings.items()]
     versions = [f"{package} {number}" for package, number in history.run.get("versions", {}).items()]
-    about = ". ".join(filter(None, (f"{history.last_step} optimizer steps", ", ".join(versions))))
+    about = ". ".join(filter(None, (counted(history.last_step, "optimizer step"), ", ".join(versions))))
     sections = [
         f"<h1>{_text(name)}</h1><p class=soft>{_text(about)}</p>",
         _cards(findings),

@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 import numpy as np
 
-from trl_steady.report.history import History, Series
+from trl_steady.report.history import History, Series, counted
 
 _HEALTHY_TREND = 2.6  # z-score that a series without a trend exceeds once in 200 times, in one direction
 
@@ -45,11 +45,11 @@ def blocks(history: History, key: str, quantile: float = 0.5) -> Series:
 def _stretch(bad: np.ndarray, least: int = 3) -> slice | None:
     """Return the stretch in which most are bad (CUSUM), if these are at least `least` and last to the end.
 
-    The sum grows by 0.3 at a bad value and falls by 0.7 at a good one. The stretch is its longest climb.
+    The sum grows by 0.3 at a bad value and falls by 0.7 at a good one. The stretch is its climb from the lowest point.
     """
     sums = np.concatenate([[0.0], np.cumsum(bad - 0.7)])
-    end = int(np.argmax(sums - np.minimum.accumulate(sums)))
-    start = int(np.argmin(sums[: end + 1]))
+    start = int(np.argmin(sums))
+    end = start + int(np.argmax(sums[start:]))
     return slice(start, end) if sums[-1] - sums[start] >= 0.3 * least - 0.05 else None
 
 
@@ -79,9 +79,10 @@ def _is_solved(reward: np.ndarray) -> np.ndarray:
 
 
 def _learns(history: History) -> bool:
-    """Tell whether the reward has risen and stays up, or is at its top, or it is too early to tell."""
+    """Tell whether the reward has risen and stays up, or is at its top, or cannot be judged: yet, or at all."""
     values = _reward(history).values
-    if len(values) < 6:
+    spread = history["reward_std"].finite.values if "reward_std" in history.keys else np.zeros(1)
+    if len(values) < 6 or np.ptp(values) < 0.01 * spread.max(initial=0):  # each group's mean is subtracted
         return True
     level = _sixths(values)
     rose = level.max() - level[0] > _noise(values) and level[-1] > (level[0] + level.max()) / 2
@@ -188,20 +189,22 @@ def engine(history: History, kind: Literal["another", "differs", "behind"]) -> F
     return found if is_late == (kind == "behind") else None
 
 
-def groups(history: History, right: bool) -> Found | None:
-    """Find groups whose answers nearly all earn the same, at the upper end of the rewards (`right`) or the lower."""
+def groups(history: History, answers: Literal["right", "wrong", "alike"]) -> Found | None:
+    """Find groups whose answers nearly all earn the same: all right, all wrong, or "alike" in a way that varies."""
     # recorded runs reach 1 in single rollouts, and none stays above 0.9
     found = beyond(history, [{"key": "frac_reward_zero_std", "limit": 0.9, "q": 0.5, "least": 6}])
     reward = blocks(history, "reward").values
     is_ppo = any(key.startswith("value/") for key in history.keys) or history.settings.get("num_generations") == 1
     is_constant = len(reward) and not np.ptp(reward) and reward[0] not in (0, 1)
-    if found is None or is_ppo or not len(reward) or is_constant:  # under PPO, a group can be one answer
+    if found is None or is_ppo or len(reward) < 6 or is_constant:  # under PPO, a group can be one answer
         return None
-    is_share = reward.min() >= 0 and reward.max() <= 1
-    middle, last = 0.5 if is_share else (reward.min() + reward.max()) / 2, np.median(reward[-3:])
-    wasted = history["frac_reward_zero_std"].finite.values.mean()
-    evidence = f"{found.evidence}; reward {last:.3g}; {wasted:.0%} of all rollouts were wasted"
-    return found._replace(evidence=evidence) if (last > middle) == right else None
+    low, high, last = reward.min(), reward.max(), float(np.median(reward[-3:]))
+    is_share, wasted = low >= 0 and high <= 1, history["frac_reward_zero_std"].finite.values.mean()
+    has_moved = abs(_trend(reward)) > _HEALTHY_TREND  # and has shown its range
+    place = last if is_share else (last - low) / (high - low) if has_moved else 0.5
+    kind = "right" if place >= 0.75 else "wrong" if place <= 0.25 else "alike"
+    evidence = f"{found.evidence}; reward {last:.3g}; {wasted:.0%} of all groups were wasted"
+    return found._replace(evidence=evidence) if kind == answers else None
 
 
 # signs that one symptom has, whose name they have
@@ -245,12 +248,14 @@ def nothing_clips(history: History) -> Found | None:
 def policy_collapsed(history: History) -> Found | None:
     """Find an entropy below a tenth of its start, within ten rollouts or without a reward that rises."""
     steps, values = blocks(history, "entropy")
+    rollouts = len(history["reward"].steps) / len(history["entropy"].steps)  # in a step that was logged
     start = values[:3].max(initial=0.0)
     where = _stretch((values < 0.1 * start) & (start > 0))
     if where is None or np.median(_is_solved(_reward(history).values)[-3:]) > 0:
         return None
     high = np.append(0, np.flatnonzero(values[: where.start] > 0.8 * start))[-1]
-    if where.start - high > 10 and _learns(history):
+    is_slow = where.start - high > 1 and (steps[where.start] - steps[high]) * rollouts > 10
+    if is_slow and _learns(history):
         return None
     evidence = f"{np.median(values[where]):.2g} nats, {start:.3g} until step {steps[high]}"
     return Found(int(steps[where.start]), "entropy", evidence)
@@ -260,7 +265,7 @@ def policy_still(history: History) -> Found | None:
     """Find a learning rate with which the weights stay. AdamW moves each by at most about the rate in a step."""
     planned = max(history.settings.get("max_steps") or 0, history.last_step if history.is_over else 0)
     rate = max(history["learning_rate"].values.max(initial=0), history.settings.get("learning_rate") or 0)
-    text = f"{rate:.2g} moves a weight by at most about {rate * planned:.1g} in {planned} steps"
+    text = f"{rate:.2g} moves a weight by at most about {rate * planned:.1g} in {counted(planned, 'step')}"
     return Found(1, "learning_rate", text) if 0 < planned < 1e-6 / max(rate, 1e-30) else None
 
 
@@ -281,10 +286,11 @@ def answers_masked(history: History) -> Found | None:
 def length_rewarded(history: History) -> Found | None:
     """Find answers that grow, and a reward whose changes from rollout to rollout are those of the length."""
     (steps, length), reward = blocks(history, "completions/mean_length"), blocks(history, "reward").values
-    changes = [np.diff(each[: min(len(length), len(reward))]) for each in (length, reward)]
-    if len(changes[0]) < 7 or not all(map(np.ptp, changes)):
+    # the changes of two curves that rise together, as in reasoning, have a correlation; their third differences none
+    orders = [[np.diff(each[: min(len(length), len(reward))], n) for each in (length, reward)] for n in (1, 3)]
+    if len(orders[1][0]) < 15 or not all(np.ptp(changes) for pair in orders for changes in pair):
         return None
-    level, together = _sixths(length), float(np.corrcoef(np.array(changes))[0, 1])
+    level, together = _sixths(length), min(float(np.corrcoef(np.array(pair))[0, 1]) for pair in orders)
     where = _stretch(length > (level[0] + level[-1]) / 2)
     if where is None or level[-1] < 1.5 * level[0] or together < 0.8:  # recorded healthy runs have 0.5
         return None
@@ -294,8 +300,10 @@ def length_rewarded(history: History) -> Found | None:
 
 def too_few_rollouts(history: History) -> Found | None:
     """Find a run that has ended before anything can be said."""
-    count = len(history["reward"].steps)
-    return Found(1, "", f"{count} rollouts") if history.is_over and count < 6 else None
+    count = len(history["reward"].steps) if "reward" in history.keys else 0
+    is_each = count and max(len(history[key].steps) for key in history.keys) >= history.last_step
+    text = counted(count, "rollout") if is_each else f"{counted(count, 'log')} of the reward"  # a mean of rollouts
+    return Found(0, "", text) if history.is_over and count < 6 else None
 
 
 def entropy_collapses(history: History) -> Found | None:
@@ -314,16 +322,17 @@ def entropy_collapses(history: History) -> Found | None:
     return Found(int(steps[where.start]), "entropy", evidence)
 
 
-def _lasts(history: History, bad: np.ndarray, *, to_end: bool = False) -> slice | None:
+def _lasts(history: History, bad: np.ndarray, *, to_end: bool = False, least: int = 3) -> slice | None:
     """Return the stretch of bad values. If the run is over, one is enough if all are bad, or (`to_end`) the last."""
     start = int(np.flatnonzero(np.append(True, ~bad))[-1])
-    return slice(start, len(bad)) if history.is_over and start < len(bad) and (to_end or not start) else _stretch(bad)
+    is_enough = history.is_over and start < len(bad) and (to_end or not start)
+    return slice(start, len(bad)) if is_enough else _stretch(bad, least)
 
 
-def _nan(history: History, *keys: str, to_end: bool = False) -> Found | None:
-    """Find metrics that stop being numbers, all of them."""
+def _nan(history: History, *keys: str, **enough: Any) -> Found | None:
+    """Find metrics that stop being numbers, all of them. `_lasts` has the other arguments."""
     known = [key for key in keys if key in history.keys]
-    where = {key: _lasts(history, ~np.isfinite(history[key].values), to_end=to_end) for key in known}
+    where = {key: _lasts(history, ~np.isfinite(history[key].values), **enough) for key in known}
     since = [int(history[key].steps[stretch.start]) for key, stretch in where.items() if stretch]
     return Found(max(since), ", ".join(where), "NaN") if since and len(since) == len(where) else None
 
@@ -331,7 +340,9 @@ def _nan(history: History, *keys: str, to_end: bool = False) -> Found | None:
 def not_a_number(history: History) -> Found | None:
     """Find a gradient, or else a loss, that stops being a number."""
     history.first("grad_norm", "loss")
-    return _nan(history, "grad_norm", to_end=True) or _nan(history, "loss", to_end=True)
+    # the scaler of fp16 leaves out single steps, and several at the start
+    enough = {"to_end": False, "least": 10} if history.settings.get("fp16") else {"to_end": True}
+    return _nan(history, "grad_norm", **enough) or _nan(history, "loss", **enough)
 
 
 def steps_left_out(history: History) -> Found | None:
@@ -374,7 +385,7 @@ def reward_constant(history: History) -> Found | None:
         return None
     # while it runs, the next group may be the first that is not all wrong
     is_flat = len(spread) > 0 if history.is_over else len(values) >= (20 if values[0] in (0, 1) else 3)
-    return Found(int(steps[0]), "reward", f"{values[0]:.4g} in each of {len(values)} logs") if is_flat else None
+    return Found(int(steps[0]), "reward", f"{values[0]:.4g} in {counted(len(values), 'log')}") if is_flat else None
 
 
 def gradient_zero(history: History) -> Found | None:
@@ -420,7 +431,7 @@ def reference_collapsed(history: History) -> Found | None:
     if where is None or where.start <= values.argmax() or level.max() - level[0] <= 2 * _noise(values):
         return None
     late = moves[moves >= steps[where.start]]
-    evidence = f"{level.max():.3g} at best, {level[-1]:.3g} at the end, {len(late)} refreshes since it fell"
+    evidence = f"{level.max():.3g} at best, {level[-1]:.3g} at the end, {counted(len(late), 'move')} since it fell"
     return Found(int(late[0]), "reward", evidence) if len(late) else None
 
 

@@ -131,5 +131,6 @@ def verdict(findings: Sequence[Finding]) -> str:
     """Return what a run shows, with a line for each symptom."""
     said = [each for each in findings if each.symptom.level != "note"]
     count = sum(not each.cause and each.passed is None for each in said)
-    first = f"symptoms: {count}" if said or not findings else f"{findings[0].evidence}: {findings[0].symptom.what}"
+    notes = [f"{each.evidence}: {each.symptom.what}" for each in findings if each.symptom.level == "note"]
+    first = notes[0] if notes and not count else f"symptoms: {count}"
     return "\n".join([first, *(f"{'    ' if each.cause else '  '}{each}" for each in said)])

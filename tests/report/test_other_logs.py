@@ -1,0 +1,133 @@
+"""Logs that are not like ours: means of many steps, other scales of rewards, fp16, reasoning that grows."""
+
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from trl_steady.report import History, diagnose
+from trl_steady.report.symptoms import Finding, look, verdict
+
+Row = dict[str, Any]
+
+
+def rows(steps: int, of: Callable[[float, np.random.Generator], Row], every: int = 1, seed: int = 0) -> list[Row]:
+    """Return a log of a run with one rollout a step. `of` returns its metrics from the share of steps that is done."""
+    random = np.random.default_rng(seed)
+    usual = {"loss": 0.01, "grad_norm": 0.3, "entropy": 0.3, "reward_std": 0.4}
+    return [{"step": step, **usual, **of(step / steps, random)} for step in range(every, steps + 1, every)]
+
+
+def said(logged: list[Row], **settings: Any) -> dict[str, Finding]:
+    return {each.symptom.name: each for each in diagnose(History(logged, {"settings": settings}))[0]}
+
+
+def reward(done: float, random: np.random.Generator) -> float:
+    return 0.2 + 0.5 * done + 0.02 * float(random.standard_normal())
+
+
+@pytest.mark.parametrize("curve", [lambda x: 1 - math.exp(-4 * x), lambda x: 1 / (1 + math.exp(6 - 12 * x))])
+@pytest.mark.parametrize("every", [10, 25, 50])
+def test_reasoning_that_grows_with_the_reward_is_no_reward_for_length(
+    curve: Callable[[float], float], every: int
+) -> None:
+    """Both curves have the same form, and few points. Their noise has nothing in common."""
+
+    def grown(done: float, random: np.random.Generator) -> Row:
+        length, noise = (300 + 2700 * curve(done)) * (1 + 0.02 * random.standard_normal()), random.standard_normal()
+        return {"reward": 0.2 + 0.5 * curve(done) + 0.015 * noise, "completions/mean_length": length}
+
+    for seed in range(4):
+        assert not said(rows(500, grown, every, seed))
+
+
+@pytest.mark.parametrize("every", [1, 10, 50])
+def test_an_entropy_that_falls_slowly_with_the_reward_has_not_collapsed(every: int) -> None:
+    def learnt(done: float, random: np.random.Generator) -> Row:
+        return {"reward": reward(done, random), "entropy": 0.5 * math.exp(-4 * done)}
+
+    assert not said(rows(600, learnt, every))
+
+
+def test_a_reward_less_the_mean_of_its_group_cannot_rise() -> None:
+    def centred(done: float, random: np.random.Generator) -> Row:
+        return {"reward": 1e-8 * random.standard_normal(), "reward_std": 1.0, "entropy": 0.3 * math.exp(-2 * done)}
+
+    assert not said(rows(100, centred))
+
+
+def test_a_symptom_that_comes_back_is_told_since_it_came_back() -> None:
+    def cut(done: float, random: np.random.Generator) -> Row:
+        is_cut = 0.1 < done <= 0.4 or done > 0.8
+        return {"reward": reward(done, random), "completions/clipped_ratio": 0.9 if is_cut else 0.0}
+
+    (found,) = said(rows(300, cut)).values()
+    assert found.symptom.name == "answers-cut-off" and found.passed is None and found.since == 241
+
+
+@pytest.mark.parametrize(
+    ("of", "kind"),
+    [
+        (lambda done, random: -1 + 0.06 * random.random(), "alike"),  # 1 for a right answer, -1 for the others
+        (lambda done, random: 0.3 + 0.4 * random.random(), "alike"),  # it depends on the prompt alone
+        (lambda done, random: min(2 * done, 1) - 0.01 * random.random(), "all-right"),
+        (lambda done, random: 2.5 * min(2 * done, 1) - 0.01 * random.random(), "all-right"),
+    ],
+)
+def test_groups_are_all_right_only_if_the_reward_tells_so(of: Callable[..., float], kind: str) -> None:
+    def same(done: float, random: np.random.Generator) -> Row:
+        return {"reward": of(done, random), "frac_reward_zero_std": float(done > 0.5 or kind == "alike")}
+
+    assert {*said(rows(100, same))} == {f"groups-{kind}"}
+
+
+def test_an_entropy_that_explodes_heads_the_answers_that_never_end() -> None:
+    def explodes(done: float, random: np.random.Generator) -> Row:
+        far, noise = max(done - 0.5, 0), 0.01 * random.standard_normal()
+        row = {"reward": (0.1 if far else 0.4) + noise, "completions/mean_length": 300 + 2000 * far}
+        return row | {"entropy": 0.3 + 6 * far, "completions/clipped_ratio": min(4 * far, 1.0)}
+
+    first, *others = said(rows(300, explodes)).values()
+    assert first.symptom.name == "entropy-explodes" and {each.cause for each in others} == {"entropy-explodes"}
+    assert "max_completion_length" not in "".join(map(str, others))
+
+
+@pytest.mark.parametrize("skipped", [range(4), range(59, 60), range(5, 60, 20)], ids=["first", "last", "single"])
+def test_steps_that_the_scaler_of_fp16_skips_are_no_symptom(skipped: range) -> None:
+    logged = rows(60, lambda done, random: {"reward": reward(done, random)})
+    for place in skipped:
+        logged[place]["grad_norm"] = math.inf
+    assert not said(logged, fp16=True)
+    for row in logged[30:]:
+        row["grad_norm"] = math.nan
+    assert "not-a-number" in said(logged, fp16=True)
+
+
+@pytest.mark.parametrize(
+    ("logged", "words"),
+    [
+        (rows(1, lambda done, random: {"reward": done}), "1 rollout: too few"),
+        (rows(500, lambda done, random: {"reward": done}, every=100), "5 logs of the reward: too few"),
+        ([{"step": 5, "train_runtime": 1.0}], "0 logs of the reward: too few"),  # logging_steps is 10 by default
+        (
+            [{"step": i, "reward": i % 3, "grad_norm": math.nan if i < 4 else 1.0} for i in range(1, 6)],
+            "5 rollouts: too few to judge\n  passed at step 4: the gradient",
+        ),
+    ],
+)
+def test_a_log_of_few_rows_says_what_it_counts(logged: list[Row], words: str) -> None:
+    assert verdict(diagnose(History(logged))[0]).startswith(words)
+
+
+def test_a_run_that_warms_up_is_judged_by_the_steps_that_are_planned(tmp_path: Path) -> None:
+    logged = rows(20, lambda done, random: {"reward": reward(done, random), "learning_rate": 2e-8 * done})
+    found = []
+    for planned in (5000, 20):
+        file = tmp_path / "trainer_state.json"
+        file.write_text(json.dumps({"global_step": 20, "max_steps": planned, "log_history": logged}))
+        found.append([*look(History.read(file))[0]])
+    assert found == [[], ["policy-still"]]
