@@ -35,19 +35,16 @@ QWEN3 = {
 
 
 def states(model: Model, mode: str) -> dict[str, float]:
-    """Return the bytes that stay for the whole run, and those of a reference and a critic."""
+    """Return the bytes that stay for the whole run, and those of a reference."""
     trained = model.parameters if mode == "full" else model.adapter
     size = 2 if mode == "QLoRA" else 4  # bytes of a trained parameter
     frozen = model.linear * NF4 + (model.parameters - model.linear) * 2 if mode == "QLoRA" else model.parameters * 2
-    head = model.hidden - (0 if model.tied else model.table)  # a value head in place of the LM head
-    critic = model.parameters + head if mode == "full" else model.adapter + model.hidden
     return {
         "weights": model.parameters * 4 if mode == "full" else frozen,
         "adapter": 0 if mode == "full" else trained * size,
         "gradients": trained * size,
         "optimizer": trained * size * ADAM,
         "reference": trained * size,
-        "critic": critic * size * (2 + ADAM),
     }
 
 
@@ -60,7 +57,8 @@ def peak(model: Model, mode: str, tokens: int, **setting: bool) -> float:
 
 def rendered(heading: list[str], rows: list[list[str]]) -> str:
     """Return a table in Markdown."""
-    return "\n".join(f"| {' | '.join(row)} |" for row in [heading, ["---"] * len(heading), *rows])
+    lines = [f"| {' | '.join(row)} |" for row in (heading, *rows)]
+    return "\n".join([lines[0], "|---" * len(heading) + "|", *lines[1:]])
 
 
 def gigabytes(number: float) -> str:
@@ -76,9 +74,9 @@ def totals() -> str:
         for mode in MODES:
             resident = states(model, mode)
             runs = [gigabytes(peak(model, mode, tokens)) for tokens in CONTEXTS]
-            rows.append([name, mode, *runs, gigabytes(resident["reference"]), gigabytes(resident["critic"])])
+            rows.append([f"{name}, {mode}", *runs, gigabytes(resident["reference"])])
     contexts = [f"{tokens:,} tokens" for tokens in CONTEXTS]
-    return rendered(["model", "training", *contexts, "add for a reference", "add with a critic (estimate)"], rows)
+    return rendered(["model, training", *contexts, "add for a reference"], rows)
 
 
 NAMES = [
