@@ -1,6 +1,5 @@
 """The code of docs/your-own-loss.md does what the page says."""
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from tests.tools import tiny
 from tests.tools.batches import Batch, Evaluate, random_batch
 from trl_steady.losses import LOSSES
 
-*ADVANTAGES, SUBCLASS, ENTRY = (block for block in blocks("docs/your-own-loss.md") if block.language == "python")
+ADVANTAGES, SUBCLASS, ENTRY = (block for block in blocks("docs/your-own-loss.md") if block.language == "python")
 EPSILON = 0.2
 
 
@@ -45,43 +44,23 @@ def right(completion_ids: list[list[int]], **_: Any) -> list[float]:
     return [float(sum(ids) % 3 == 0) for ids in completion_ids]
 
 
-@pytest.fixture
-def rollout_of(
+def test_short_right_answers_get_a_bonus(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Callable[..., tuple[Any, torch.Tensor]]:
-    """The last rollout of a trainer of the page, and the advantages that it began with."""
+) -> None:
+    seen: list[Any] = []
 
-    def rollout_of(name: str, **options: Any) -> tuple[Any, torch.Tensor]:
-        seen: list[Any] = []
-        (kind,) = (found[name] for block in ADVANTAGES if name in (found := run(block)))
+    class Seen(run(ADVANTAGES)["ShortAndRight"]):
+        def advantages(self, rollout: Any) -> Any:
+            seen[:] = rollout, rollout.advantages.clone()
+            return super().advantages(rollout)
 
-        class Seen(kind):
-            def advantages(self, rollout: Any) -> Any:
-                seen[:] = rollout, rollout.advantages.clone()
-                return super().advantages(rollout)
-
-        monkeypatch.setattr(trl_steady, "GRPOTrainer", Seen)
-        build = {"reward_funcs": right}
-        tiny.train(tiny.trainer(models["dense"], tmp_path, build=build, max_steps=1, **options))
-        assert seen[1].any()
-        return seen[0], seen[1]
-
-    return rollout_of
-
-
-def test_short_right_answers_get_a_bonus(rollout_of: Callable[..., Any]) -> None:
-    rollout, before = rollout_of("ShortAndRight")
+    monkeypatch.setattr(trl_steady, "GRPOTrainer", Seen)
+    tiny.train(tiny.trainer(models["dense"], tmp_path, build={"reward_funcs": right}, max_steps=1))
+    rollout, before = seen
     by_answer = zip(rollout.is_sampled.tolist(), rollout.rewards.tolist(), strict=True)
     bonus = torch.tensor([0.2 / sum(mask) if reward else 0.0 for mask, reward in by_answer])
-    assert 0 < bonus.count_nonzero() < len(bonus)
+    assert before.any() and 0 < bonus.count_nonzero() < len(bonus)
     torch.testing.assert_close(rollout.advantages, before + bonus)
-
-
-def test_the_first_tokens_get_half_the_advantage(rollout_of: Callable[..., Any]) -> None:
-    rollout, before = rollout_of("LaterTokens", max_completion_length=12)
-    for row, mask, advantage in zip(rollout.advantages, rollout.is_sampled, before, strict=True):
-        expected = [advantage * (0.5 if t < 8 else 1) * mask[t] for t in range(len(mask))]
-        torch.testing.assert_close(row, torch.stack(expected))
 
 
 @pytest.mark.parametrize("loss_type", ["dapo", "gspo"])

@@ -25,7 +25,9 @@ def rendered(heading: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
     names: dict[tuple[str, ...], list[str]] = {}
     for name, *figures in rows:
         names.setdefault(tuple(figures), []).append(name)
-    lines = [f"| {' | '.join(line)} |" for line in (heading, *(["; ".join(each), *own] for own, each in names.items()))]
+    lines = [
+        f"| {' | '.join(line)} |" for line in (heading, *(["; ".join(each), *own] for own, each in names.items()))
+    ]
     return "\n".join([lines[0], "|---" * len(heading) + "|", *lines[1:]])
 
 
