@@ -119,10 +119,8 @@ def _comparisons(figure: str, found: Mapping[str, Comparison]) -> _Html:
 
 
 def _answers(rollouts: Sequence[Mapping[str, Any]]) -> _Html:
-    if not rollouts:
-        return ""
-    steps = (_folded(f"Step {one['step']}", "".join(map(_group, one["groups"]))) for one in reversed(rollouts))
-    return f"<h2>Answers</h2>{''.join(steps)}"
+    steps = [_folded(f"Step {one['step']}", "".join(map(_group, one["groups"]))) for one in reversed(rollouts)]
+    return f"<h2>Answers</h2>{''.join(steps)}" if steps else ""
 
 
 def _group(group: Mapping[str, Any]) -> _Html:

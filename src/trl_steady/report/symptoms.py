@@ -31,15 +31,13 @@ class Symptom(NamedTuple):
 
 
 class Finding(NamedTuple):
-    """A symptom that a run shows."""
+    """A symptom that a run shows. `since` and `metric` are those of `signs.Found`."""
 
     symptom: Symptom
     since: int
-    """The optimizer step at which it began."""
     metric: str
-    """The metric that shows it, or "" for a setting or a warning."""
     evidence: str
-    """The numbers that show it."""
+    """The metric and the numbers that show it."""
     advice: str
     """What to do, with the settings of the run."""
     cause: str = ""
