@@ -12,7 +12,7 @@ import pytest
 
 from tests.report.runs import UPDATES, healthy, history, recorded
 from trl_steady.report import History, diagnose
-from trl_steady.report.signs import blocks
+from trl_steady.report.statistics import blocks
 from trl_steady.report.symptoms import SYMPTOMS, look, verdict
 
 ROOT = Path(__file__).parents[2]

@@ -1,9 +1,6 @@
 """Signs of a symptom in a log: `symptoms.toml` names the function of each symptom, and its arguments.
 
 Each function returns what it found, or None. A metric or a setting that it needs and the log lacks is a KeyError.
-
-Statistics are robust, because one outlier is no symptom: medians of rollouts, ranks, and sums that grow while most
-values are bad. "Sixths" of a run are the medians of six parts of equal length.
 """
 
 import math
@@ -13,8 +10,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 from trl_steady.report.history import History, Series, counted
-
-_HEALTHY_TREND = 2.6  # z-score that a series without a trend exceeds once in 200 times, in one direction
+from trl_steady.report.statistics import HEALTHY_TREND, blocks, noise, sixths, stretch, trend
 
 
 class Found(NamedTuple):
@@ -26,46 +22,6 @@ class Found(NamedTuple):
     """The metric that shows it, or "" for a setting or a warning."""
     evidence: str
     """The numbers that show it."""
-
-
-# statistics
-
-
-def blocks(history: History, key: str, quantile: float = 0.5) -> Series:
-    """Return a quantile for each rollout, or for each of at most 200 longer stretches."""
-    steps, values = history[key]
-    steps, values = steps[~np.isnan(values)], np.clip(values[~np.isnan(values)], -1e30, 1e30)
-    rollouts = len(history["reward"].steps) if "reward" in history.keys else len(values)
-    size = max(round(len(values) / max(rollouts, 1)), math.ceil(len(values) / 200), 1)
-    rows = values[: len(values) // size * size].reshape(-1, size)
-    method = "lower" if quantile < 0.5 else "higher"
-    return Series(steps[: rows.size : size], np.quantile(rows, quantile, axis=1, method=method))
-
-
-def _stretch(bad: np.ndarray, least: int = 3) -> slice | None:
-    """Return the stretch in which most are bad (CUSUM), if these are at least `least` and last to the end.
-
-    The sum grows by 0.3 at a bad value and falls by 0.7 at a good one. The stretch is its climb from the lowest point.
-    """
-    sums = np.concatenate([[0.0], np.cumsum(bad - 0.7)])
-    start = int(np.argmin(sums))
-    end = start + int(np.argmax(sums[start:]))
-    return slice(start, end) if sums[-1] - sums[start] >= 0.3 * least - 0.05 else None
-
-
-def _sixths(values: np.ndarray) -> np.ndarray:
-    return np.array([np.median(part) for part in np.array_split(values, 6)])
-
-
-def _noise(values: np.ndarray) -> float:
-    return 1.05 * float(np.median(np.abs(np.diff(values))))  # standard deviation, if it is normal
-
-
-def _trend(values: np.ndarray) -> float:
-    """Return the z-score of Mann and Kendall's rank trend."""
-    n = len(values)
-    pairs = np.triu(np.sign(values[None, :] - values[:, None]), 1).sum()
-    return float(pairs / math.sqrt(max(n * (n - 1) * (2 * n + 5) / 18, 1)))
 
 
 def _reward(history: History) -> Series:
@@ -84,8 +40,8 @@ def _learns(history: History) -> bool:
     spread = history["reward_std"].finite.values if "reward_std" in history.keys else np.zeros(1)
     if len(values) < 6 or np.ptp(values) < 0.01 * spread.max(initial=0):  # each group's mean is subtracted
         return True
-    level = _sixths(values)
-    rose = level.max() - level[0] > _noise(values) and level[-1] > (level[0] + level.max()) / 2
+    level = sixths(values)
+    rose = level.max() - level[0] > noise(values) and level[-1] > (level[0] + level.max()) / 2
     return bool(rose or _is_solved(values)[-1 - len(values) // 6 :].mean() > 0.5)
 
 
@@ -116,8 +72,8 @@ def _beyond(
     if key not in history.keys:
         return None
     steps, values = blocks(history, key, q)
-    where = _stretch(values < limit if below else values > limit, least)
-    if where is None or (stays and _trend(values) * (1 if below else -1) > _HEALTHY_TREND):
+    where = stretch(values < limit if below else values > limit, least)
+    if where is None or (stays and trend(values) * (1 if below else -1) > HEALTHY_TREND):
         return None
     scale, side = 100 if unit == "%" else 1, "below" if below else "above"
     middle, bound = (f"{scale * number:.3g} {unit}".rstrip() for number in (np.median(values[where]), limit))
@@ -141,11 +97,11 @@ def parted(history: History, rising: list[str], falling: list[str]) -> Found | N
     smooth = np.array([np.median(fall.values[max(i - wide, 0) : i + wide + 1]) for i in range(len(fall.values))])
     peak, end = int(smooth.argmax()), float(np.median(fall.values[-3:]))
     before, after = (rise.values[side] for side in (rise.steps <= fall.steps[peak], rise.steps > fall.steps[peak]))
-    falls = smooth[peak] - end >= 2 * _noise(fall.values) and _trend(fall.values[peak:]) <= -_HEALTHY_TREND
+    falls = smooth[peak] - end >= 2 * noise(fall.values) and trend(fall.values[peak:]) <= -HEALTHY_TREND
     if not len(before) or len(after) < 3 or not falls:
         return None
     gained = float(np.median(after[-3:]) - np.median(before[-3:]))
-    began = int(fall.steps[smooth >= smooth[peak] - _noise(fall.values) / 2][-1])
+    began = int(fall.steps[smooth >= smooth[peak] - noise(fall.values) / 2][-1])
     return Found(began, down, f"{smooth[peak]:.3g} to {end:.3g}, {up} {gained:+.3g}") if gained >= 0 else None
 
 
@@ -157,11 +113,11 @@ def grows(
     With `by`, it grows by that much in place of doubling, whatever the reward does.
     """
     steps, values = blocks(history, key)
-    if len(values) < 6 or (not by and (_learns(history) or _trend(_reward(history).values) > 1)):
+    if len(values) < 6 or (not by and (_learns(history) or trend(_reward(history).values) > 1)):
         return None
-    level = _sixths(values)
-    where = _stretch(values > min((level[0] + level[-1]) / 2, far))
-    has_grown = level[-1] >= max(level[0] + by if by else 2 * level[0], 1e-6) and _trend(values) >= 3
+    level = sixths(values)
+    where = stretch(values > min((level[0] + level[-1]) / 2, far))
+    has_grown = level[-1] >= max(level[0] + by if by else 2 * level[0], 1e-6) and trend(values) >= 3
     if where is None or not (level[-1] >= far or (has_grown and len(values) >= least)):
         return None
     return Found(int(steps[where.start]), key, f"{level[0]:.3g} to {level[-1]:.3g} {unit}")
@@ -200,7 +156,7 @@ def groups(history: History, answers: Literal["right", "wrong", "alike"]) -> Fou
         return None
     low, high, last = reward.min(), reward.max(), float(np.median(reward[-3:]))
     is_share, wasted = low >= 0 and high <= 1, history["frac_reward_zero_std"].finite.values.mean()
-    has_moved = abs(_trend(reward)) > _HEALTHY_TREND  # and has shown its range
+    has_moved = abs(trend(reward)) > HEALTHY_TREND  # and has shown its range
     place = last if is_share else (last - low) / (high - low) if has_moved else 0.5
     kind = "right" if place >= 0.75 else "wrong" if place <= 0.25 else "alike"
     evidence = f"{found.evidence}; reward {last:.3g}; {wasted:.0%} of all groups were wasted"
@@ -215,14 +171,14 @@ def kl_holds(history: History) -> Found | None:
     (steps, kl), reward = blocks(history, "kl"), blocks(history, "reward").values
     length, beta = np.median(history["completions/mean_length"].finite.values), history.settings["beta"] or 0
     moves = "ref/refreshes" in history.keys and history["ref/refreshes"].finite.values.any()
-    if len(reward) < 12 or _trend(kl) < _HEALTHY_TREND or moves:
+    if len(reward) < 12 or trend(kl) < HEALTHY_TREND or moves:
         return None
     is_scaled = history.settings.get("scale_rewards") not in (False, "none") and "reward_std" in history.keys
     cost = beta * kl * length * (np.median(history["reward_std"].finite.values) if is_scaled else 1.0)
-    gain = float(np.diff(_sixths(reward)[[0, -1]])[0])
+    gain = float(np.diff(sixths(reward)[[0, -1]])[0])
     # near the reference, the cost is half of the gain at the optimum of reward - beta KL
-    where = _stretch(cost > 0.4 * gain)
-    if where is None or gain < _noise(reward) / 2:
+    where = stretch(cost > 0.4 * gain)
+    if where is None or gain < noise(reward) / 2:
         return None
     evidence = f"costs {np.median(cost[where]):.2g} an answer with beta {beta:g}, the reward has gained {gain:.2g}"
     return Found(int(steps[where.start]), "kl", evidence)
@@ -250,7 +206,7 @@ def policy_collapsed(history: History) -> Found | None:
     steps, values = blocks(history, "entropy")
     rollouts = len(history["reward"].steps) / len(history["entropy"].steps)  # in a step that was logged
     start = values[:3].max(initial=0.0)
-    where = _stretch((values < 0.1 * start) & (start > 0))
+    where = stretch((values < 0.1 * start) & (start > 0))
     if where is None or np.median(_is_solved(_reward(history).values)[-3:]) > 0:
         return None
     high = np.append(0, np.flatnonzero(values[: where.start] > 0.8 * start))[-1]
@@ -290,8 +246,8 @@ def length_rewarded(history: History) -> Found | None:
     orders = [[np.diff(each[: min(len(length), len(reward))], n) for each in (length, reward)] for n in (1, 3)]
     if len(orders[1][0]) < 15 or not all(np.ptp(changes) for pair in orders for changes in pair):
         return None
-    level, together = _sixths(length), min(float(np.corrcoef(np.array(pair))[0, 1]) for pair in orders)
-    where = _stretch(length > (level[0] + level[-1]) / 2)
+    level, together = sixths(length), min(float(np.corrcoef(np.array(pair))[0, 1]) for pair in orders)
+    where = stretch(length > (level[0] + level[-1]) / 2)
     if where is None or level[-1] < 1.5 * level[0] or together < 0.8:  # recorded healthy runs have 0.5
         return None
     text = f"{level[0]:.3g} to {level[-1]:.3g} tokens; correlation with the reward's changes {together:.2f}"
@@ -311,9 +267,9 @@ def entropy_collapses(history: History) -> Found | None:
     steps, values = history["entropy"].finite
     if _learns(history) or len(_reward(history).values) < 10 or len(values) < 12:  # healthy runs would print it
         return None
-    level = np.maximum(_sixths(values), 1e-12)
+    level = np.maximum(sixths(values), 1e-12)
     first, last = level.max(), level[-1]
-    where = _stretch(values < first / 2)
+    where = stretch(values < first / 2)
     slope = 3 * math.log(last / level[3]) / max(steps[-1] - steps[0], 1)  # their middles are a third of the run apart
     arrival = history.last_step + max(math.log(10 * last / first) / -min(slope, -1e-12), 0)
     if where is None or arrival > max(history.settings.get("max_steps") or 0, 1.5 * steps[-1]):
@@ -326,14 +282,14 @@ def _lasts(history: History, bad: np.ndarray, *, to_end: bool = False, least: in
     """Return the stretch of bad values. If the run is over, one is enough if all are bad, or (`to_end`) the last."""
     start = int(np.flatnonzero(np.append(True, ~bad))[-1])
     is_enough = history.is_over and start < len(bad) and (to_end or not start)
-    return slice(start, len(bad)) if is_enough else _stretch(bad, least)
+    return slice(start, len(bad)) if is_enough else stretch(bad, least)
 
 
 def _nan(history: History, *keys: str, **enough: Any) -> Found | None:
     """Find metrics that stop being numbers, all of them. `_lasts` has the other arguments."""
     known = [key for key in keys if key in history.keys]
     where = {key: _lasts(history, ~np.isfinite(history[key].values), **enough) for key in known}
-    since = [int(history[key].steps[stretch.start]) for key, stretch in where.items() if stretch]
+    since = [int(history[key].steps[bad.start]) for key, bad in where.items() if bad]
     return Found(max(since), ", ".join(where), "NaN") if since and len(since) == len(where) else None
 
 
@@ -426,9 +382,9 @@ def reference_collapsed(history: History) -> Found | None:
     moves, (steps, values) = history["ref/refresh_step"].finite.values, _reward(history)
     if len(values) < 12 or _learns(history):
         return None
-    level = _sixths(values)
-    where = _stretch(values < (level[0] + level.max()) / 2)
-    if where is None or where.start <= values.argmax() or level.max() - level[0] <= 2 * _noise(values):
+    level = sixths(values)
+    where = stretch(values < (level[0] + level.max()) / 2)
+    if where is None or where.start <= values.argmax() or level.max() - level[0] <= 2 * noise(values):
         return None
     late = moves[moves >= steps[where.start]]
     evidence = f"{level.max():.3g} at best, {level[-1]:.3g} at the end, {counted(len(late), 'move')} since it fell"
@@ -450,7 +406,7 @@ def generation_slow(history: History) -> Found | None:
     for phase in (history[key].finite for key in history.keys if key.startswith("time/")):
         np.add.at(total, np.searchsorted(steps, phase.steps, "right"), phase.values)
     shares = seconds / np.maximum(total[1:], 1e-12)
-    where = _stretch(shares > 0.8, least=8)  # verl's runs have 0.45 to 0.7
+    where = stretch(shares > 0.8, least=8)  # verl's runs have 0.45 to 0.7
     if where is None:
         return None
     return Found(int(steps[where.start]), "time/generation", f"{np.median(shares[where]):.0%} of the time")
