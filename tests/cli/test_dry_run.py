@@ -105,6 +105,7 @@ def test_a_step_leaves_no_trace(
     assert any("checkpoint-2" in path for path in before)
     capsys.readouterr()
     options |= {"report_to": "tracker", "training_report": True, "push_to_hub": True, "logging_steps": 50}
+    options |= {"log_completions": True, "log_completions_hub_repo": "owner/completions"}
     own = RESUMES.format(folder=str(scripts.folder))
     for how, steps in (("--dry-run", 0), ("--dry-run=step", 1)):
         assert scripts.run(IMPORTS["from trl"], own, settings=[how], trainer="Resumed", **options) == 0
@@ -169,3 +170,12 @@ def test_memory_is_that_of_the_page(tmp_path: Path) -> None:
     critic = memory(tiny.trainer(policy, tmp_path, lora=True, method="PPO", num_generations=1, max_steps=2))
     assert critic["adapter"] + critic["critic"] == critic["gradients"]
     assert critic["critic"] == critic["adapter"] + 32 * 4  # and its head
+
+
+def test_a_model_whose_layers_differ_has_no_micro_batch(models: dict[str, Path], tmp_path: Path) -> None:
+    """One config has lists, another refuses to be asked."""
+    trainer = tiny.trainer(models["dense"], tmp_path)
+    parts = memory(trainer)
+    for config in (transformers.Gemma3nTextConfig(), transformers.Gemma4TextConfig()):
+        trainer.model.config = config
+        assert parts.keys() - memory(trainer).keys() == {"micro-batch of 32 tokens"}

@@ -86,6 +86,7 @@ vllm_engine_kwargs: '{"enforce_eager": true}' | model_init_kwargs: {dtype: bfloa
 report_to: [none] | optim: sgd | lr_scheduler_type: cosine | eval_strategy: "no" | save_steps: 0.5
 lora_target_modules: all-linear | lora_target_modules: [q_proj] | reward_funcs: [a.b] | reward_weights: [1, 0.5]
 datasets: [{path: a, split: train}] | env: {A: 1} | num_processes: 8 | num_processes: "8" | main_process_port: 0
+scale_rewards: false | fsdp: true | resume_from_checkpoint: true | max_grad_norm: null
 accelerate_config: fsdp2 | fsdp_version: 2 | mixed_precision: bf16 | engine_check: 2 | beta: 0
 """
 REFUSED = """
@@ -95,7 +96,7 @@ token_veto_threshold: 1 | engine_check: 0 | skip_nonfinite_steps: 0 | dynamic_sa
 geometric_mask_range: [0.9] | geometric_mask_range: 0.9 | dynamic_sampling_filter: zero
 dynamic_sampling_filter: [0, 1, 2] | vllm_engine_kwargs: fp8 | trim_padding: maybe | trim_padding: 2
 share_prompts: [true] | optim: adam | save_strategy: sometimes | datasets: [{pth: a}] | num_procesess: 8
-num_processes: many | multi_gpu: true | mixed_precision: fp64 | kl_coff: 0.1
+skip_old_pass: none | num_processes: many | multi_gpu: true | mixed_precision: fp64 | kl_coff: 0.1
 """
 
 

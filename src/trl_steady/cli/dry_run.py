@@ -108,7 +108,8 @@ def dry_run(*, step: bool) -> Generator[None]:
             print(text, flush=True)
 
     def divert(args: SharedOptions) -> None:
-        vars(args).update(output_dir=folder, report_to=[], push_to_hub=False, resume_from_checkpoint=None)
+        here = {"output_dir": folder, "report_to": [], "resume_from_checkpoint": None}
+        vars(args).update(here, push_to_hub=False, log_completions_hub_repo=None)
 
     def announce(args: SharedOptions) -> None:
         divert(args)
@@ -191,11 +192,11 @@ def memory(trainer: SteadyTrainer) -> dict[str, float]:
 
 
 def _sizes(model: object) -> Model | None:
-    """Return the sizes of a decoder; None if its config has other names."""
+    """Return the sizes of a decoder; None if its config has other names, or sizes that differ among layers."""
     try:
         config = cast(Any, model).config.get_text_config()
         experts = getattr(config, "num_experts", None) or getattr(config, "num_local_experts", None) or 0
-        return Model(
+        sizes = Model(
             hidden=config.hidden_size,
             layers=config.num_hidden_layers,
             heads=config.num_attention_heads,
@@ -207,5 +208,6 @@ def _sizes(model: object) -> Model | None:
             head_dim=getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads,
             vocab=config.vocab_size,
         )
-    except AttributeError:
+    except Exception:  # such as a class of transformers for an attribute of layers
         return None
+    return sizes if all(isinstance(size, int) for size in sizes) else None

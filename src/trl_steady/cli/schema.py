@@ -12,6 +12,9 @@ from trl_steady.cli.run import dataclasses_of, swapped
 from trl_steady.config.schema import Schema, merged, properties, values
 
 _PACKAGES = ("trl", "transformers", "accelerate")
+# what works in a YAML file beside the type that the option has
+_ALSO = {"lora_target_modules": "string", "max_grad_norm": "null"}
+_ALSO |= dict.fromkeys(("scale_rewards", "resume_from_checkpoint", "fsdp"), "boolean")
 
 
 def schema(scripts: Sequence[str], launcher: argparse.ArgumentParser) -> str:
@@ -27,7 +30,8 @@ def schema(scripts: Sequence[str], launcher: argparse.ArgumentParser) -> str:
             kinds += cast(Any, module).make_parser().dataclass_types
     kinds += [kind for script in scripts for kind in dataclasses_of(script)]
     found = merged(properties(kind) for kind in dict.fromkeys(kinds))
-    found["lora_target_modules"]["type"].append("string")  # such as all-linear, which TRL hands to PEFT as it is
+    for name, kind in _ALSO.items():
+        found[name]["type"].append(kind)
     found = {**_launch_options(launcher), **found, "env": {"type": "object", "description": "Environment variables."}}
     head = {
         "$schema": "http://json-schema.org/draft-07/schema#",

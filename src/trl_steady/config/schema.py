@@ -62,7 +62,7 @@ def values(annotation: object, choices: Iterable[object] | None = None, *, in_li
             names.append(name)
             if str not in kinds and not in_list:
                 names.append("string")
-                found["pattern"] = f"^({text}{'|' + _any_case('none', 'null') if null else ''})$"
+                found["pattern"] = f"^({text}{'|' + _any_case('none', 'null') if null and base is not bool else ''})$"
                 found["patternErrorMessage"] = f"Expected a value of type {name}."  # of yaml-language-server
         elif base in _JSON or is_dataclass(base):
             names.append(_JSON.get(base, "object"))
