@@ -1,16 +1,67 @@
-"""GSM8K with math-verify's reward, for a 7B model on a GPU. Questions and model come from the hub."""
+"""GSM8K with math-verify's reward, for a 7B model on a GPU, and the evaluation of any model on it.
 
+Model and questions come from the hub, or from folders. `TRL_STEADY_GSM8K` names the folder of the questions, which has
+train.parquet and test.parquet. This evaluates a hub model, a checkpoint or an adapter greedily on all test questions:
+
+python recipes/common/gsm8k.py --model_name Qwen/Qwen2.5-0.5B-Instruct
+"""
+
+import os
+import re
+import sys
 import time
+from dataclasses import asdict, dataclass, field
+from fractions import Fraction
+from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset, load_dataset
+from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, set_seed
 from trl.rewards import accuracy_reward
 
-from common import run, smollm2
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from common import evaluate, run, smollm2
 from trl_steady import GRPOConfig, GRPOTrainer
 
 # follows each question; the models of the configs know this instruction (DeepSeekMath's model card has it)
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
+
+BOXED = re.compile(r"\\boxed\s*\{((?:[^{}]|\{[^{}]*\})*)\}")  # what INSTRUCTION asks for
+HASHES = re.compile(r"####(.*)")  # the end of the worked answers
+# The bounds are far above GSM8K's numbers, and below the length at which Python refuses to convert text.
+_DIGITS = r"(?:\d{1,30}(?:,\d{3}(?!\d)){0,9}(?:\.\d{1,30})?|(?<![\w.])\.\d{1,30})"
+_NUMBER = re.compile(
+    r"(?=[-\u2212\\$\u20ac\u00a3.\d])"  # for speed
+    r"((?<![\w)}])[-\u2212](?=[\\$\u20ac\u00a3.\d]))?"  # behind a number or a word, it is a minus or a hyphen
+    r"(?:\\?[$\u20ac\u00a3]\s?)?"
+    rf"(?:\\[dt]?frac\{{({_DIGITS})\}}\{{({_DIGITS})\}}|({_DIGITS})(?:\s?/\s?({_DIGITS}))?)",
+    re.ASCII,
+)
+
+
+def numbers(text: str) -> list[Fraction]:
+    """Return the numbers of a text: 1,000 and 1{,}000, 2.5, -3, 3/4 and \\frac{3}{4}. Words are not read."""
+    found = []
+    for match in _NUMBER.finditer(re.sub(r"\\[,!]", "", text.replace("{,}", ","))):
+        minus, *parts = match.groups()
+        over, under = (Fraction(part.replace(",", "")) for part in [*filter(None, parts), "1"][:2])
+        if under:
+            found.append((-over if minus else over) / under)
+    return found
+
+
+def strict(text: str, form: re.Pattern[str] = BOXED) -> Fraction | None:
+    """Return the one number in the last answer of the asked form, or None. Units, $ and % are skipped."""
+    marked = form.findall(text)
+    found = numbers(marked[-1]) if marked else []
+    return found[0] if len(found) == 1 else None
+
+
+def lenient(text: str) -> Fraction | None:
+    """Return the last number of a text, or None."""
+    return (numbers(text) or [None])[-1]
 
 
 def example(row: dict[str, str]) -> dict[str, Any]:
@@ -21,7 +72,8 @@ def example(row: dict[str, str]) -> dict[str, Any]:
 
 def questions(split: str) -> Dataset:
     """Load GSM8K's questions: 7,473 in `train` and 1,319 in `test`."""
-    rows = load_dataset("openai/gsm8k", "main", split=split)
+    folder = os.environ.get("TRL_STEADY_GSM8K")
+    rows = load_dataset(*([folder] if folder else ["openai/gsm8k", "main"]), split=split)
     return rows.map(example, remove_columns=rows.column_names)
 
 
@@ -50,3 +102,49 @@ def train(
         "problems": {"training": len(problems), "held out": len(test)},
         "seconds": {"in all": round(time.monotonic() - started)},
     }
+
+
+@dataclass
+class Arguments:
+    """Arguments of an evaluation."""
+
+    model_name: str = field(metadata={"help": "A hub name or a folder: of a model, or of an adapter."})
+    quantised: bool = field(default=False, metadata={"help": "Quantise the base model to NF4."})
+    dtype: str = field(default="bfloat16", metadata={"help": "Type of the weights that are not quantised."})
+    questions: int = field(default=1319, metadata={"help": "How many of the test questions."})
+    samples: int = field(default=0, metadata={"help": "Answers to each question; 0: one, greedy."})
+    temperature: float = field(default=1.0, metadata={"help": "Temperature of the samples."})
+    max_completion_length: int = field(default=512, metadata={"help": "Tokens of an answer."})
+    batch: int = field(default=64, metadata={"help": "Answers at once."})
+    seed: int = field(default=0, metadata={"help": "Seed of the samples."})
+    output_dir: str = field(default="outputs/gsm8k", metadata={"help": "For evaluation.json and evaluation.png."})
+
+
+def main(args: Arguments) -> dict[str, run.Results]:
+    """Evaluate a model on test questions, with the strict and the lenient score."""
+    set_seed(args.seed)
+    options = {"dtype": args.dtype, "device_map": "cuda:0" if torch.cuda.is_available() else None}
+    if args.quantised:
+        options["quantization_config"] = smollm2.nf4()
+    model = AutoModelForCausalLM.from_pretrained(args.model_name, **options)
+    tokenizer = AutoTokenizer.from_pretrained(args.model_name)
+    tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
+    rows = questions("test")
+    rows = rows.select(range(min(args.questions, len(rows))))
+    found = evaluate.evaluate(
+        model,
+        tokenizer,
+        rows["prompt"],
+        [lenient(solution) for solution in rows["solution"]],
+        {"strict": strict, "lenient": lenient},
+        samples=args.samples,
+        temperature=args.temperature,
+        max_new_tokens=args.max_completion_length,
+        batch=args.batch,
+    )
+    evaluate.write(Path(args.output_dir), found, **asdict(args))
+    return found
+
+
+if __name__ == "__main__":
+    main(*HfArgumentParser(Arguments).parse_args_into_dataclasses())

@@ -1,0 +1,109 @@
+"""Evaluation in recipes: pass@k and maj@k against all subsets, generation in batches, and the files."""
+
+import itertools
+import json
+import random
+from collections import Counter
+from math import comb
+from pathlib import Path
+from typing import Any
+
+import pytest
+import transformers
+
+from tests.project import recipe
+from tests.tools import tiny
+
+
+def votes(answers: tuple[Any, ...], truth: Any) -> float:
+    """Return the share of the winners, those with the most votes, that is right. None does not vote."""
+    counts = Counter(answer for answer in answers if answer is not None)
+    winners = [answer for answer in counts if counts[answer] == max(counts.values())]
+    return winners.count(truth) / len(winners) if winners else 0.0
+
+
+@pytest.mark.parametrize("n", range(1, 13))
+def test_both_metrics_equal_the_mean_over_all_subsets(recipes: Any, n: int) -> None:
+    rng = random.Random(n)
+    for kinds in (1, 2, 4, 12):
+        answers = rng.choices([None, *range(kinds)], k=n)
+        for k in range(1, n + 1):
+            subsets = list(itertools.combinations(answers, k))
+            passed = sum(0 in subset for subset in subsets) / len(subsets)
+            voted = sum(votes(subset, 0) for subset in subsets) / len(subsets)
+            assert recipes.evaluate.pass_at_k(answers, 0, k) == pytest.approx(passed, abs=1e-12)
+            assert recipes.evaluate.maj_at_k(answers, 0, k) == pytest.approx(voted, abs=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("answers", "expected"),
+    [
+        (["a", "b"], 1 / 2),
+        (["a", "b", "c"], 1 / 3),
+        (["a", "a", "b", "b", "c", None], 1 / 2),
+        (["a", None, None], 1),
+        (["b", None], 0),
+        ([None, None], 0),
+    ],
+)
+def test_ties_are_drawn_and_unread_answers_do_not_vote(recipes: Any, answers: list[Any], expected: float) -> None:
+    assert recipes.evaluate.maj_at_k(answers, "a", len(answers)) == pytest.approx(expected)
+
+
+def test_the_majority_among_64_samples_is_exact(recipes: Any) -> None:
+    n, right = 64, 35
+    answers = ["a"] * right + ["b"] * (n - right)
+    for k in recipes.evaluate.KS:
+        odds = [comb(right, own) * comb(n - right, k - own) / comb(n, k) for own in range(k + 1)]
+        expected = sum(odd * (1.0 if 2 * own > k else 0.5 * (2 * own == k)) for own, odd in enumerate(odds))
+        assert recipes.evaluate.maj_at_k(answers, "a", k) == pytest.approx(expected, rel=1e-12)
+    # of different answers, each is as likely to win
+    assert recipes.evaluate.maj_at_k(range(n), 7, 16) == pytest.approx(1 / n, rel=1e-12)
+
+
+def test_scores_are_means_with_intervals_over_problems(recipes: Any) -> None:
+    found = recipes.evaluate.scores([["a", "b"]] * 50 + [["a", "a"]] * 50, ["a"] * 100)
+    assert [point["k"] for point in found["pass@k"]] == [1, 2]
+    assert [point["mean"] for point in found["pass@k"]] == [0.75, 1.0]
+    one, two = found["maj@k"]
+    assert one["mean"] == two["mean"] == 0.75  # with two votes, a tie is as good as one vote
+    # a problem gives 1/2 or 1 with equal odds: standard error 1/4 / sqrt(100)
+    assert two["low"] == pytest.approx(0.75 - 1.96 * 0.025, abs=5e-3)
+    assert two["high"] == pytest.approx(0.75 + 1.96 * 0.025, abs=5e-3)
+
+
+def test_batches_and_the_models_settings_change_no_greedy_answer(recipes: Any, models: dict[str, Path]) -> None:
+    model = transformers.AutoModelForCausalLM.from_pretrained(models["dense"]).train()
+    prompts = ["ab", "abcdefgh", "12+3=", "a"]
+    alone = [recipes.evaluate.completions(model, tiny.tokenizer(), [text], max_new_tokens=12)[0] for text in prompts]
+    assert len({text for (text,) in alone}) == len(prompts)
+    model.generation_config.update(repetition_penalty=1.9, do_sample=True, top_k=3, temperature=0.5)
+    for batch in (1, 3, 4):
+        together = recipes.evaluate.completions(model, tiny.tokenizer(), prompts, max_new_tokens=12, batch=batch)
+        assert together == alone
+    assert model.training
+
+
+def test_gsm8k_is_evaluated_into_a_table_a_picture_and_json(
+    recipes: Any, gsm8k: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[list[Any]] = []
+
+    def completions(model: Any, tokenizer: Any, prompts: list[Any], *, samples: int, **_: Any) -> list[list[str]]:
+        asked.append(real(model, tokenizer, prompts, samples=samples, **_))  # of a random model: no numbers
+        return [[f"\\boxed{{{1000 + i}}}", f"It is {1000 + i}."][:samples] for i in range(len(prompts))]
+
+    real = recipes.evaluate.completions
+    monkeypatch.setattr(recipes.evaluate, "completions", completions)
+    few = {"questions": 6, "samples": 2, "max_completion_length": 4, "batch": 5, "dtype": "float32"}
+    arguments = recipes.gsm8k.Arguments(str(gsm8k), output_dir=str(tmp_path / "out"), **few)
+    found = recipes.gsm8k.main(arguments)
+    assert [len(own) for own in asked[0]] == [2] * 6
+    means = {name: [point["mean"] for point in own["pass@k"]] for name, own in found.items()}
+    assert means == {"strict": [0.5, 1.0], "lenient": [1.0, 1.0]}
+    written = json.loads((tmp_path / "out/evaluation.json").read_text())
+    assert written["scores"] == found and written["questions"] == 6 and written["model_name"] == str(gsm8k)
+    assert recipe.is_picture(tmp_path / "out/evaluation.png")
+    printed = capsys.readouterr()
+    assert "| strict | 1 | 50.0% | 50.0% to 50.0% | 50.0% | 50.0% to 50.0% |" in printed.out
+    assert "3/3" in printed.err  # the progress: 12 answers, 5 at a time
