@@ -210,4 +210,5 @@ def _sizes(model: object) -> Model | None:
         )
     except Exception:  # such as a class of transformers for an attribute of layers
         return None
-    return sizes if all(isinstance(size, int) for size in sizes) else None
+    has_all = all(isinstance(size, int) for size in sizes)  # pyright: ignore[reportUnnecessaryIsInstance]
+    return sizes if has_all else None  # some have lists, or None

@@ -13,8 +13,11 @@ from trl_steady.config.schema import Schema, merged, properties, values
 
 _PACKAGES = ("trl", "transformers", "accelerate")
 # what works in a YAML file beside the type that the option has
-_ALSO = {"lora_target_modules": "string", "max_grad_norm": "null"}
-_ALSO |= dict.fromkeys(("scale_rewards", "resume_from_checkpoint", "fsdp"), "boolean")
+_ALSO = {
+    **dict.fromkeys(("scale_rewards", "resume_from_checkpoint", "fsdp"), "boolean"),
+    "lora_target_modules": "string",
+    "max_grad_norm": "null",
+}
 
 
 def schema(scripts: Sequence[str], launcher: argparse.ArgumentParser) -> str:
