@@ -11,6 +11,7 @@ INVALID: dict[str, list[Any]] = {
     "importance_sampling_level": ["sequences"],
     "kl_estimator": ["K3", None],
     "kl_ratio_denominator": ["mu"],
+    "beta_column": ["", 0.5],
     "off_policy_mask_level": ["Token"],
     "geometric_mask_range": [(0.99,), (1.01, 0.99), (1.01, 1.02), {"low": 0.9, "high": 1.1}, 0.99],
     "token_veto_threshold": ["1e-4", 0.0, 1.0],
@@ -108,6 +109,7 @@ CONTRADICTIONS_PPO: list[Wrong] = [
     ({"importance_sampling_level": "sequence"}, r"importance_sampling_level='sequence' does not work with PPO"),
     ({"optim": "galore_adamw_layerwise"}, r"optim='galore_adamw_layerwise' takes"),
     ({"fp16": True}, r"fp16=True does not work with PPO"),
+    ({"beta_column": "strength", "beta": 0.1}, r"beta_column='strength' scales beta, not kl_coef=0\.05\. Set kl"),
     ({"skip_old_pass": True, **_ON_POLICY}, r"skip_old_pass=True does not work with kl_coef=0\.05: the KL in the rew"),
     ({"dynamic_sampling": True}, r"num_generations=1: the rewards of one answer cannot differ"),
 ]
@@ -121,6 +123,7 @@ IDLE: list[Wrong] = [
     ({"skip_nonfinite_steps": 5, "fp16": True}, r"skip_nonfinite_steps=5 cannot act with fp16"),
     ({"skip_nonfinite_steps": 5, "optim": "lomo"}, r"skip_nonfinite_steps=5 cannot act with lomo"),
     ({"kl_ratio_denominator": "sampler"}, r"cannot act with beta=0\.0"),
+    ({"beta_column": "strength"}, r"beta_column='strength' cannot act with beta=0\.0"),
     (
         {"kl_ratio_denominator": "sampler", "beta": 0.1, "use_bias_correction_kl": False},
         r"='sampler' cannot act with use_bias_correction_kl=False",

@@ -18,6 +18,7 @@ from trl_steady.losses import LOSSES
 
 MIXTURE: dict[str, Any] = {"model": "moe", "lora": True, "router_aux_loss_coef": 0.0}
 MOVING: dict[str, Any] = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.6}
+BY_ROW = tiny.dataset(8).add_column("strength", [0.0, 2.0, 0.5, 1.0] * 2)
 PPO: dict[str, Any] = {"method": "PPO", "num_generations": 1}
 
 
@@ -41,6 +42,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "policy_loss": {
         **{loss_type: {"loss_type": loss_type} for loss_type in LOSSES},
         "kl": {"loss_type": "gspo", "kl_estimator": "k2"},
+        "beta_column": {"beta_column": "strength", "build": {"train_dataset": BY_ROW}},
         "masks": {"loss_type": "gspo_token", "off_policy_mask_threshold": 0.05, "off_policy_mask_level": "token"},
         "RLOO": {"method": "RLOO", "token_budget": 40, "share_prompts": True},
     },

@@ -98,7 +98,7 @@ CRITIC: dict[str, dict[str, Any]] = {
 }
 
 ROWS: dict[str, dict[str, dict[str, Any]]] = {
-    **{f"policy_loss/{case}": QUANTILES for case in ("gspo", "gspo_token", "gmpo", "kl", "masks")},
+    **{f"policy_loss/{case}": QUANTILES for case in ("gspo", "gspo_token", "gmpo", "kl", "beta_column", "masks")},
     "policy_loss/RLOO": {"rollout": SHARED_PROMPTS},
     "padding_free/share_prompts": {"rollout": SHARED_PROMPTS},
     "zero_advantage/skip_zero_weight": {"forward": {"zero_advantage.with_gradient": 1}},

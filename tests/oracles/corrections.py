@@ -89,6 +89,14 @@ def corrected_k2(*batch: Tensor) -> Result:
 corrected_k3 = oracles.corrected_k3
 
 
+def by_row(term: Callable[..., Result], factors: list[float], *batch: Tensor) -> Result:
+    """A KL term with a strength for each row: (1/G) sum_i f_i kl_i, where kl_i is the term of row i alone."""
+    g = len(factors)
+    rows = [term(*(values[i : i + 1] for values in batch)) for i in range(g)]
+    loss = sum(factor * row.loss for factor, row in zip(factors, rows, strict=True)) / g
+    return Result(loss, torch.cat([factor / g * row.grad for factor, row in zip(factors, rows, strict=True)]))
+
+
 # Masks: (B, T), float64, 1.0 = keep, 0.0 = drop, 1.0 at masked-out positions
 
 

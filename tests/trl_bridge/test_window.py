@@ -98,6 +98,7 @@ OTHERS: dict[str, Any] = {
     "beta": 0.0,
     "use_bias_correction_kl": False,
     "kl_estimator": "k2",
+    "beta_column": "prompt",
     "dynamic_sampling": True,
 }
 

@@ -68,6 +68,11 @@ class GRPOConfig(SharedOptions, _TRLConfig):
         'rollout, scored by the trainer. `"sampler"` is the inference engine\'s log-probs, with which the correction '
         "is unbiased.",
     )
+    beta_column: str | None = option(
+        None,
+        "Column of the data set with a factor of `beta` for each row, 0 or above. DeepSeek-V3.2 (arXiv 2512.02556, "
+        "section 3.1) sets the strength of the KL by domain. None: `beta` for all rows.",
+    )
     off_policy_mask_level: Literal["sequence", "token"] = option(
         "sequence",
         "With advantages per token, how `off_policy_mask_threshold` (DeepSeek-V3.2, arXiv 2512.02556, section 3.1) "
@@ -99,6 +104,7 @@ class GRPOConfig(SharedOptions, _TRLConfig):
             **dict.fromkeys(("off_policy_mask_threshold", "delta"), NUMBER),  # TRL's
             # a script may add some
             "loss_type": Range(LOSSES.__contains__, f"one of {', '.join(map(repr, LOSSES))}", {"enum": [*LOSSES]}),
+            "beta_column": Range(lambda value: bool(str.strip(value)), "the name of a column", {"minLength": 1}),
             "epsilon": NOT_NEGATIVE,
             "epsilon_high": NOT_NEGATIVE,
             "geometric_mask_range": Range(
@@ -122,6 +128,7 @@ class GRPOConfig(SharedOptions, _TRLConfig):
             "loss_type": self._never_off_policy if self.loss.is_ours else None,
             "kl_estimator": first_off(self, "beta"),
             "kl_ratio_denominator": first_off(self, "beta", "use_bias_correction_kl"),
+            "beta_column": first_off(self, "beta"),
             "off_policy_mask_level": no_levels,
             "step_advantage": None if takes_tokens else f"{loss_type}, whose ratio is of sequences",
         }

@@ -147,6 +147,8 @@ class PPOConfig(GRPOConfig):
                 "the mean of a sequence's advantages would count. Leave importance_sampling_level unset, and set "
                 "loss_type to one of TRL's or to 'gspo_token'."
             )
+        if self.beta_column and self.kl_coef:
+            yield f"beta_column={self.beta_column!r} scales beta, not kl_coef={self.kl_coef}. Set kl_coef=0 and beta."
         if self.fp16:
             yield "fp16=True does not work with PPO: policy and critic would share one loss scale. Set bf16=True."
         if self.steps_in_backward:

@@ -91,7 +91,7 @@ def generate_outside_training(trainer: Trainer, inputs: list[dict[str, Any]]) ->
 
     The coefficient of PPO's KL and the stream of prompts stay where they are.
     """
-    with patched(trainer.args, {"kl_target": None, "dynamic_sampling": False}):
+    with patched(trainer.args, {"kl_target": None, "dynamic_sampling": False, "beta_column": None}):
         as_trl_trainer(trainer)._generate_and_score_completions(inputs)
 
 

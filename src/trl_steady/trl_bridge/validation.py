@@ -31,6 +31,8 @@ def refuse_wrong_columns(trainer: Trainer) -> None:
     if "prompt" not in columns:
         rename = f"train_dataset.rename_column({columns[0]!r}, 'prompt')"
         messages.append(f"train_dataset has no column 'prompt', but {', '.join(columns)}. Rename one: {rename}.")
+    if (factors := getattr(trainer.args, "beta_column", None)) not in (None, *columns):
+        messages.append(f"train_dataset has no column {factors!r}, but {', '.join(columns)}. Set beta_column to one.")
     passed = [*PASSED, *(name for name in columns if name not in ("prompt", "completion"))]
     for name, function in zip(trainer.reward_func_names, trainer.reward_funcs, strict=True):
         if isinstance(function, torch.nn.Module):
