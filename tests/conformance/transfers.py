@@ -111,7 +111,7 @@ ROWS: dict[str, dict[str, dict[str, Any]]] = {
     "own_advantages/advantages": {
         "rollout": {"own_advantages.OwnAdvantages._checked": 1, "rollout.log_advantages": 1}
     },
-    "reference/RLOO": {**KEPT, "step": {"metrics.Metrics._exchange": 2}},  # two moves
+    "reference/RLOO": KEPT,
     "critic/full": CRITIC,
     "critic/LoRA": CRITIC,
     "pretraining_loss/ptx_coef": CRITIC,
