@@ -102,7 +102,7 @@ def completions(
     """Return (prompts, samples) completions without special tokens, and show the progress.
 
     Args:
-        model: It stays in training mode if it was. Of its generation settings, only the end tokens act.
+        model: It stays in training mode if it was. Only the end tokens of its generation settings act.
         tokenizer: With a chat template, if prompts are messages.
         prompts: Texts, or lists of messages.
         samples: Completions of each prompt. 0: one, greedy.

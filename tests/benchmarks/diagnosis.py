@@ -75,7 +75,7 @@ def judged(about: Mapping[str, Any], found: list[str]) -> dict[str, list[str]]:
 def evaluate(file: Path = LOGS) -> dict[str, tuple[float, float]]:
     """Print for each run what must be said, what is said, missed and false. Return level -> precision and recall.
 
-    What has passed is said too.
+    A symptom that has passed counts as said.
     """
     known = {name: (about, log["rows"], log["run"]) for name, log in logs(file).items() if (about := RUNS.get(name))}
     if file == LOGS:

@@ -1,5 +1,6 @@
 """Logs that are not like ours: means of many steps, other scales of rewards, fp16, reasoning that grows."""
 
+import contextlib
 import json
 import math
 from collections.abc import Callable
@@ -9,8 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
+from tests.report.runs import healthy, history
 from trl_steady.report import History, diagnose
-from trl_steady.report.symptoms import Finding, look, verdict
+from trl_steady.report.symptoms import SYMPTOMS, Finding, look, verdict
 
 Row = dict[str, Any]
 
@@ -131,3 +133,23 @@ def test_a_run_that_warms_up_is_judged_by_the_steps_that_are_planned(tmp_path: P
         file.write_text(json.dumps({"global_step": 20, "max_steps": planned, "log_history": logged}))
         found.append([*look(History.read(file))[0]])
     assert found == [[], ["policy-still"]]
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf, 0.0, -1.0, 1e300])
+def test_no_function_raises_on_strange_numbers(value: float) -> None:
+    keys = {key for row in healthy(0, 200) for key in row} - {"step"}
+    random = np.random.default_rng(0)
+    for count in (1, 2, 3, 7, 40):
+        strange = [{"step": 1 + i // 2, **dict.fromkeys(keys, value)} for i in range(count)]
+        sparse = [
+            {key: number for key, number in row.items() if key == "step" or random.random() < 0.3} for row in strange
+        ]
+        mixed = [
+            {**row, **({"reward": value, "kl": value} if i % 3 else {})} for i, row in enumerate(healthy(0, count))
+        ]
+        for given in (strange, sparse, mixed):
+            given = history(given)
+            for symptom in SYMPTOMS:
+                with contextlib.suppress(KeyError):
+                    symptom.find(given)  # whatever it says
+    diagnose(History([]))

@@ -27,13 +27,13 @@ class Batches(NamedTuple):
 
     processes: int
     prompts: int
-    """Of a rollout."""
+    """Prompts of a rollout."""
     completions: int
-    """Of a rollout."""
+    """Completions of a rollout."""
     per_step: int
     """Completions of an optimizer step."""
     micro_batches: int
-    """Of an optimizer step, on each process."""
+    """Micro-batches of an optimizer step, on each process."""
     micro_batch: int
     """Completions of a micro-batch."""
     window: int

@@ -3,6 +3,7 @@
 """Single options: their help texts, valid values, and the settings without which they have no effect."""
 
 import inspect
+import json
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import field, fields
@@ -33,6 +34,25 @@ POSITIVE = Range(lambda value: 0 < value < math.inf, "a finite number above 0", 
 NOT_NEGATIVE = Range(lambda value: value >= 0, "0 or above", {"minimum": 0})
 SHARE = Range(lambda value: 0 <= value <= 1, "between 0 and 1", {"minimum": 0, "maximum": 1})
 NUMBER = Range(lambda value: float(value) == value, "a number")
+
+
+def _is_filter(value: Any) -> bool:
+    if callable(value):
+        return "<" not in getattr(value, "__qualname__", "")  # pickle, with which checkpoints save it, needs a name
+    return value == "zero_std" or (not isinstance(value, str) and len(value) == 2 and value[0] < value[1])
+
+
+FILTERS = Range(
+    _is_filter,
+    "'zero_std', (low, high) with low < high, or a function that is not inside another one",
+    {"type": ["string", "array"], "pattern": "^zero_std$", "minItems": 2, "maxItems": 2},
+)
+ENGINE_ARGUMENTS = Range(
+    # JSON as transformers reads it into an option
+    lambda value: isinstance(value, dict) or (value[:1] == "{" and json.loads(value) is not None),
+    "a dict of arguments of vllm.LLM, or JSON of one",
+    {"pattern": r"^\{"},
+)
 
 
 @cache

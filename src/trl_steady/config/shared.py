@@ -3,14 +3,24 @@
 # pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false
 """Options that all trainers have, and what a config says of them. The help texts are the documentation of options."""
 
-import json
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, fields
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
 
 import trl
 
-from trl_steady.config.options import COUNT, NUMBER, POSITIVE, Range, first_off, option, refuse_invalid, refuse_unknown
+from trl_steady.config.options import (
+    COUNT,
+    ENGINE_ARGUMENTS,
+    FILTERS,
+    NUMBER,
+    POSITIVE,
+    Range,
+    first_off,
+    option,
+    refuse_invalid,
+    refuse_unknown,
+)
 from trl_steady.config.sampling import TRUNCATIONS, WEIGHTINGS
 from trl_steady.core.feature import warn_user
 
@@ -50,23 +60,6 @@ _OF_TRAINERS: dict[str, str] = {
 }
 
 
-def _is_filter(value: Any) -> bool:
-    if callable(value):
-        return "<" not in getattr(value, "__qualname__", "")  # pickle, with which checkpoints save it, needs a name
-    return value == "zero_std" or (not isinstance(value, str) and len(value) == 2 and value[0] < value[1])
-
-
-_FILTERS = Range(
-    _is_filter,
-    "'zero_std', (low, high) with low < high, or a function that is not inside another one",
-    {"type": ["string", "array"], "pattern": "^zero_std$", "minItems": 2, "maxItems": 2},
-)
-_ENGINE_ARGUMENTS = Range(
-    # JSON as transformers reads it into an option
-    lambda value: isinstance(value, dict) or (value[:1] == "{" and json.loads(value) is not None),
-    "a dict of arguments of vllm.LLM, or JSON of one",
-    {"pattern": r"^\{"},
-)
 _KL_IN_REWARD = {"RLOO": "beta", "PPO": "kl_coef"}
 
 
@@ -185,7 +178,6 @@ class SharedOptions(_TRLConfig):
     """Options that every config gets in place of what a script passes: those of `trl-steady run --set`."""
     when_built: ClassVar[list[Callable[["SharedOptions"], None]]] = []
     """Called with each config that has been checked, by `trl-steady run --dry-run`."""
-
     _forced_values: ClassVar[Mapping[str, object]] = {}  # an unpickled config has run no checks
 
     def __new__(cls, *_: object, **keywords: object) -> Self:
@@ -220,15 +212,13 @@ class SharedOptions(_TRLConfig):
         """Return the valid values of options whose type does not say which are valid."""
         return {
             **dict.fromkeys(("beta", "temperature", "ref_model_sync_steps", "ref_model_mixup_alpha"), NUMBER),  # TRL's
-            "ref_model_sync_kl": POSITIVE,
-            "token_budget": COUNT,
-            "vllm_engine_kwargs": _ENGINE_ARGUMENTS,
-            "engine_check": POSITIVE,
-            "skip_nonfinite_steps": COUNT,
+            **dict.fromkeys(("ref_model_sync_kl", "engine_check"), POSITIVE),
+            **dict.fromkeys(("token_budget", "skip_nonfinite_steps"), COUNT),
+            "vllm_engine_kwargs": ENGINE_ARGUMENTS,
             "dynamic_sampling_max_rounds": Range(
                 lambda value: value >= 2 and value == int(value), "2, 3, 4, ...", {"minimum": 2}
             ),
-            "dynamic_sampling_filter": _FILTERS,
+            "dynamic_sampling_filter": FILTERS,
         }
 
     def _without_effect(self) -> dict[str, str | None]:

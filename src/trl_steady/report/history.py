@@ -38,7 +38,7 @@ class History:
         rows: The rows of the log, in the order in which they were written. Later rows replace those of the same steps,
             as after a resume.
         run: Contents of `steady.json`: "settings" is the config, "notes" are warnings. Empty for a run of plain TRL.
-        is_over: Whether the run has ended, so that little can be judged as if it were all.
+        is_over: True if the run has ended: then its few logs are all.
     """
 
     def __init__(

@@ -39,7 +39,7 @@ class Finding(NamedTuple):
     evidence: str
     """The metric and the numbers that show it."""
     advice: str
-    """What to do, with the settings of the run."""
+    """Sentences that name the options to set, for the settings of the run."""
     cause: str = ""
     """The name of the symptom from which it follows."""
     passed: int | None = None
