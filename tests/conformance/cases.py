@@ -18,7 +18,7 @@ from trl_steady.losses import LOSSES
 
 MIXTURE: dict[str, Any] = {"model": "moe", "lora": True, "router_aux_loss_coef": 0.0}
 MOVING: dict[str, Any] = {"sync_ref_model": True, "ref_model_sync_steps": 2, "ref_model_mixup_alpha": 0.6}
-BY_ROW = tiny.dataset(8).add_column("strength", [0.0, 2.0, 0.5, 1.0] * 2)
+BY_ROW = tiny.dataset(32).add_column("strength", [0.0, 2.0, 0.5, 1.0] * 8)
 PPO: dict[str, Any] = {"method": "PPO", "num_generations": 1}
 
 

@@ -116,7 +116,7 @@ def trained(monkeypatch: pytest.MonkeyPatch, build: Any, name: str, size: str) -
         run["model"] = "dense"
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        trainer = build(feature, case, **run, build={**own["build"], "train_dataset": tiny.dataset(32)})
+        trainer = build(feature, case, **run, build={"train_dataset": tiny.dataset(32), **own["build"]})
     for model in (trainer.model, trainer.ref_model) if own["model"] == "moe" else ():
         if model is not None:  # transformers' other implementation has no kernel for the integers of a CPU
             trainer.accelerator.unwrap_model(model).set_experts_implementation("eager")
