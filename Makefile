@@ -20,7 +20,8 @@ JOBS ?= 2
 # those of pyproject.toml's classifiers
 PYTHONS := 3.11 3.12 3.13
 
-.PHONY: demo demo-gspo demo-process demo-v32 demo-moe demo-sampling-mask demo-ppo demo-loop demo-own-data demo-async
+.PHONY: demo demo-gspo demo-process demo-v32 demo-moe demo-sampling-mask demo-ppo demo-loop demo-deepseekmath
+.PHONY: demo-own-data demo-async
 .PHONY: test test-quick test-portable test-versions test-lowest test-next test-slow test-distributed test-sharded test-triton
 .PHONY: test-vllm test-gpu test-installs check check-workflows dist docs bench format lock upgrade schema clean
 
@@ -44,6 +45,9 @@ demo-ppo: $(VENV)/.recipes
 
 demo-loop: $(VENV)/.recipes
 	$(TRAIN) recipes/deepseekmath_loop/train.py --config recipes/deepseekmath_loop/smollm2-135m.yaml
+
+demo-deepseekmath: $(VENV)/.recipes
+	$(TRAIN) recipes/deepseekmath/figures.py recipes/deepseekmath/plan.yaml --seeds 0
 
 demo-own-data: $(VENV)/.recipes
 	$(TRAIN) recipes/common/smollm2.py outputs/smollm2-135m

@@ -100,17 +100,25 @@ class Checks(TrainerCallback):
         state.log_history.append({"step": state.global_step, self.NAME: share})
 
 
-def build(recipe: run.RecipeArguments, args: GRPOConfig, task: Task = larger, *, reward: Any = None) -> GRPOTrainer:
+def build(
+    recipe: run.RecipeArguments,
+    args: GRPOConfig,
+    task: Task = larger,
+    *,
+    reward: Any = None,
+    kind: type[GRPOTrainer] | None = None,
+    **keywords: Any,
+) -> GRPOTrainer:
     """Return a trainer with the model, the task and the adapters. A `PPOConfig` gives a trainer with a critic.
 
-    `reward` replaces the task's reward.
+    `reward` replaces the task's reward, and `kind` the class. `keywords` are arguments of the trainer.
     """
     print("Loading the model" + (" and quantising it to NF4" if recipe.quantised else ""), flush=True)
     model, tokenizer = task.load(Path(args.output_dir) / "base", recipe.quantised)
     stop = tokenizer.encode(task.STOP, add_special_tokens=False)
     model.generation_config.eos_token_id = [*stop, tokenizer.eos_token_id]
     problems, _ = task.split(recipe.held_out)
-    kind = PPOTrainer if isinstance(args, PPOConfig) else GRPOTrainer
+    kind = kind or (PPOTrainer if isinstance(args, PPOConfig) else GRPOTrainer)
     return kind(
         model,
         reward or task.reward,
@@ -118,6 +126,7 @@ def build(recipe: run.RecipeArguments, args: GRPOConfig, task: Task = larger, *,
         Dataset.from_list([{"prompt": task.prompt(problem), "problem": list(problem)} for problem in problems]),
         processing_class=tokenizer,
         peft_config=recipe.adapter,
+        **keywords,
     )
 
 
@@ -126,12 +135,11 @@ def train(
     args: GRPOConfig,
     callbacks: run.Callbacks,
     task: Task = larger,
-    *,
-    reward: Any = None,
+    **keywords: Any,
 ) -> tuple[GRPOTrainer, run.Results]:
-    """Evaluate, train, evaluate again, and print the table. `reward` replaces the task's reward in training."""
+    """Evaluate, train, evaluate again, and print the table. `keywords` are those of `build`."""
     started = time.monotonic()
-    trainer, (problems, test) = build(recipe, args, task, reward=reward), task.split(recipe.held_out)
+    trainer, (problems, test) = build(recipe, args, task, **keywords), task.split(recipe.held_out)
     checked = test[: len(test) // 2]
     loaded = time.monotonic()
 
