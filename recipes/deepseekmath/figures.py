@@ -65,7 +65,11 @@ def measured(arguments: Sequence[str], file: Path) -> Figures:
     with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()):
         found = train.main(recipe, args)
     right = [round(row["right"], 4) for row in found["history"] if "right" in row]
-    kept = {CHECKS: found[CHECKS], "scores": found["scores"], "right": right, "seconds": found["seconds"]["in all"]}
+    scores = {
+        of: {metric: [round(point["mean"], 4) for point in own[metric]] for metric in evaluate.METRICS}
+        for of, own in found["scores"].items()
+    }
+    kept = {CHECKS: found[CHECKS], "scores": scores, "right": right, "seconds": found["seconds"]["in all"]}
     unfinished = file.with_suffix(".unfinished")
     unfinished.write_text(json.dumps({"settings": settings, "figures": kept}))
     os.replace(unfinished, file)
@@ -76,11 +80,12 @@ def tables(plan: Mapping[str, Any], runs: Runs) -> str:
     """Return a Markdown table for each endpoint, with Holm's correction within it."""
     texts = []
     for of, metric, at in ENDPOINTS:
-        ends, k = {}, 0
-        for name, own in runs.items():
-            points = {seed: each["scores"][of][metric][at] for seed, each in own.items()}
-            ends[name] = {seed: {"accuracy": {"end": point["mean"]}} for seed, point in points.items()}
-            k = next(iter(points.values()))["k"]
+        ends = {
+            name: {seed: {"accuracy": {"end": each["scores"][of][metric][at]}} for seed, each in own.items()}
+            for name, own in runs.items()
+        }
+        some = next(own for arm in runs.values() for own in arm.values())
+        k = evaluate.KS[: len(some["scores"][of][metric])][at]
         texts.append(f"{SETS[of]}, {metric[:-1]}{k}\n\n{table(plan, ends)}")
     return "\n\n".join(texts)
 
@@ -104,8 +109,8 @@ def _over_k(of: str, names: Sequence[str]) -> Callable[[Axes, Runs], None]:
     def panel(axis: Axes, runs: Runs) -> None:
         for i, name in enumerate(names):
             for metric, style in evaluate.STYLES.items() if name in runs else ():
-                curves = [[point["mean"] for point in own["scores"][of][metric]] for own in runs[name].values()]
-                ks, values = evaluate.KS[: len(curves[0])], np.array(curves)
+                values = np.array([own["scores"][of][metric] for own in runs[name].values()])
+                ks = evaluate.KS[: values.shape[1]]
                 axis.plot(ks, values.mean(axis=0), style, color=f"C{i}", label=f"{name}, {metric}")
                 _band(axis, ks, values, f"C{i}")
         axis.set_xscale("log", base=2)
@@ -172,7 +177,7 @@ def main(command_line: Sequence[str] | None = None) -> dict[str, Any]:
         for number, done in enumerate(as_completed(running), 1):
             (name, seed), own = running[done], done.result()
             runs[name][seed] = own
-            ends = "  ".join(f"{of} {scores['pass@k'][0]['mean']:.1%}" for of, scores in own["scores"].items())
+            ends = "  ".join(f"{of} {scores['pass@k'][0]:.1%}" for of, scores in own["scores"].items())
             print(f"{number:3d}/{len(running)}  seed {seed}  {own['seconds']:4d} s  {ends}  {name}", flush=True)
     results = {
         "plan": plan,
