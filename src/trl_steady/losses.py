@@ -8,7 +8,8 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from trl_steady.core.types import MicroBatch
-from trl_steady.functional.ratios import gmpo_log_ratio
+from trl_steady.functional.masks import binary_divergence
+from trl_steady.functional.ratios import gmpo_log_ratio, truncate
 
 
 class ClippedTrainer(Protocol):
@@ -17,7 +18,7 @@ class ClippedTrainer(Protocol):
     epsilon_low: float
     epsilon_high: float
     args: Any
-    """A config, which has `delta`."""
+    """A config, which has `delta` and `dppo_divergence`."""
 
 
 @dataclass(frozen=True)
@@ -26,9 +27,9 @@ class Loss:
 
     trl_loss: str
     """TRL's loss that runs, and whose reduction of tokens holds for all terms."""
-    clip: Literal["ratio", "log_ratio", "cap", None] = "ratio"
+    clip: Literal["ratio", "log_ratio", "cap", "divergence", None] = "ratio"
     """Meaning of `epsilon` and `epsilon_high`: the distance of the ratio from 1, the distance of its log from 0, a cap
-    of the ratio itself (`epsilon_high` only), or nothing."""
+    of the ratio itself (`epsilon_high` only), the largest divergence of a token, or nothing."""
     advantages: Literal["by_level", "token", "sequence"] = "by_level"
     """Which advantages count: those of tokens, the mean of a sequence, or tokens only if the ratio is per token."""
 
@@ -37,8 +38,8 @@ class Loss:
     """Name of the method; "" for TRL's own losses."""
     level: Literal["sequence", "token", None] = None
     """`importance_sampling_level`; None if the user chooses it."""
-    epsilon: float | None = None
-    """Default of `epsilon`; None for TRL's."""
+    epsilon: float | Callable[[Any], float] | None = None
+    """Default of `epsilon`, or a function of the config; None for TRL's."""
     epsilon_high: float | None = None
     """Default of `epsilon_high` if `epsilon` is unset too."""
     rewrite: Callable[[MicroBatch], MicroBatch] | None = None
@@ -50,6 +51,11 @@ class Loss:
     tokens (B, T) to which `top_entropy_quantile` limits the gradient, or None. Advantages are (B,), (B, 1) or (B, T);
     with `advantages="sequence"` there is one for each sequence.
     """
+    token_masks: Callable[[MicroBatch, ClippedTrainer], Mapping[str, Tensor]] | None = None
+    """Returns name -> (B, T) bool, False = left out of the policy term, logged as the share `dropped/name`."""
+    to_sampler: bool = False
+    """True if the ratio is to the sampler. The config then switches off TRL's correction for an engine, which would be
+    a second ratio to it."""
     trl_metric_overrides: Callable[[ClippedTrainer], Mapping[str, float]] | None = None
     """Clip ranges of the trainer as TRL's metrics need them, if they mean something else."""
 
@@ -97,6 +103,32 @@ def _clip_in_ratios(trainer: ClippedTrainer) -> dict[str, float]:
     return {"epsilon_low": -math.expm1(-trainer.epsilon_low), "epsilon_high": math.expm1(high)}
 
 
+def dppo_term(batch: MicroBatch, trainer: ClippedTrainer, is_kept: Tensor | None) -> Tensor:
+    """Return the policy term of DPPO before its masks, (B, T): -min(π/μ, C) · A, with C = `delta`.
+
+    The value is that of equation 12, and the gradient that of equation 23, which flows at the bound C too. Without
+    `delta`, C is 20, as in verl. The paper has 5 in its large runs (appendix E), and none in its analysis (appendix
+    C), where low bounds do harm (section 5.4).
+    """
+    largest = 20.0 if trainer.args.delta is None else trainer.args.delta
+    ratio = truncate(batch.logps - batch.behavior_logps, math.log(largest)).exp()
+    values = -ratio * batch.advantages.view(len(ratio), -1)
+    return values if is_kept is None else values * is_kept
+
+
+def dppo_masks(batch: MicroBatch, trainer: ClippedTrainer) -> dict[str, Tensor]:
+    """Return the tokens that DPPO keeps (equation 12): those that do not move on away from the sampler's policy.
+
+    A token is dropped if its advantage is positive and its probability has grown too much, or the reverse.
+    """
+    advantages = batch.advantages.view(len(batch.mask), -1)
+    moved = binary_divergence(batch.logps, batch.behavior_logps, kind=trainer.args.dppo_divergence)
+    return {
+        "dppo_low": (advantages >= 0) | (moved >= -trainer.epsilon_low),
+        "dppo_high": (advantages <= 0) | (moved <= trainer.epsilon_high),
+    }
+
+
 LOSSES: dict[str, Loss] = {
     # TRL's
     "grpo": Loss("grpo"),
@@ -139,6 +171,20 @@ LOSSES: dict[str, Loss] = {
         epsilon_high=0.4,
         policy_term=gmpo_term,
         trl_metric_overrides=_clip_in_ratios,
+    ),
+    # DPPO (arXiv 2602.04879, equations 12 to 14): a mask by the probability of the sampled token, in place of a clip.
+    # The sum over tokens is that of equation 12, up to a constant.
+    "dppo": Loss(
+        "dr_grpo",
+        clip="divergence",
+        advantages="token",
+        name="DPPO",
+        level="token",
+        epsilon=lambda args: {"tv": 0.2, "kl": 0.05}[args.dppo_divergence],  # appendix E; 0.15 for tv in appendix C
+        policy_term=dppo_term,
+        token_masks=dppo_masks,
+        to_sampler=True,
+        trl_metric_overrides=lambda _: {"epsilon_low": math.inf, "epsilon_high": math.inf},  # nothing is clipped
     ),
 }
 """`loss_type` -> what the loss is."""

@@ -42,6 +42,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     "policy_loss": {
         **{loss_type: {"loss_type": loss_type} for loss_type in LOSSES},
         "kl": {"loss_type": "gspo", "kl_estimator": "k2"},
+        "penalty": {"sampler_penalty": 0.5},
         "beta_column": {"beta_column": "strength", "build": {"train_dataset": BY_ROW}},
         "masks": {"loss_type": "gspo_token", "off_policy_mask_threshold": 0.05, "off_policy_mask_level": "token"},
         "RLOO": {"method": "RLOO", "token_budget": 40, "share_prompts": True},

@@ -97,8 +97,10 @@ CRITIC: dict[str, dict[str, Any]] = {
     "step": {"nonfinite_steps.NonfiniteSteps.admits": 4},
 }
 
+_WITH_TERMS = ("gspo", "gspo_token", "gmpo", "dppo", "kl", "penalty", "beta_column", "masks")
+
 ROWS: dict[str, dict[str, dict[str, Any]]] = {
-    **{f"policy_loss/{case}": QUANTILES for case in ("gspo", "gspo_token", "gmpo", "kl", "beta_column", "masks")},
+    **{f"policy_loss/{case}": QUANTILES for case in _WITH_TERMS},
     "policy_loss/RLOO": {"rollout": SHARED_PROMPTS},
     "padding_free/share_prompts": {"rollout": SHARED_PROMPTS},
     "zero_advantage/skip_zero_weight": {"forward": {"zero_advantage.with_gradient": 1}},
@@ -133,6 +135,7 @@ ROWS: dict[str, dict[str, dict[str, Any]]] = {
     "further/a KL with luspo": QUANTILES,
     "further/a sampler with gspo_token": SAMPLED,
     "further/a sampler with gmpo": SAMPLED,
+    "further/a sampler with dppo": SAMPLED,
     "further/R3 with shared prompts": {
         "rollout": {**R3, **SHARED_PROMPTS, "routes.share_prefix_routes": 1},
     },
@@ -144,12 +147,12 @@ ROWS: dict[str, dict[str, dict[str, Any]]] = {
 SAMPLER: dict[str, Any] = {
     **{"kl_estimator": "k2", "use_bias_correction_kl": True, "kl_ratio_denominator": "sampler"},
     **{"off_policy_mask_threshold": 0.1, "geometric_mask_range": [0.5, 2.0], "token_veto_threshold": 0.01},
-    **{"engine_check": 1e9, "build": {"rollout_func": rollout}},
+    **{"sampler_penalty": 1e-3, "engine_check": 1e9, "build": {"rollout_func": rollout}},
 }
 FURTHER: dict[str, dict[str, Any]] = {
     "a KL with dr_grpo": {"loss_type": "dr_grpo", "kl_estimator": "k2"},
     "a KL with luspo": {"loss_type": "luspo", "kl_estimator": "k2"},
-    **{f"a sampler with {loss_type}": {**SAMPLER, "loss_type": loss_type} for loss_type in ("gspo_token", "gmpo")},
+    **{f"a sampler with {name}": {**SAMPLER, "loss_type": name} for name in ("gspo_token", "gmpo", "dppo")},
     "R3 with shared prompts": {**MIXTURE, "router_replay": "R3", "share_prompts": True},
     "kept sets with LoRA": {"keep_sampling_mask": True, "top_p": 0.8, "lora": True},
 }

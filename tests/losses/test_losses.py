@@ -56,13 +56,14 @@ def test_gspo_token_with_advantages_per_token_is_the_oracles(
         ((6, 5), "gspo_token", torch.inf),
         ((6, 1), "gspo_token", 1e4),
         ((6, 5), "gmpo", torch.nan),
+        ((6, 5), "dppo", torch.inf),
     ],
 )
 def test_garbage_under_the_mask_changes_nothing(
     evaluate: Evaluate, shape: tuple[int, int], loss_type: str, garbage: float
 ) -> None:
     """Everything that comes per token: log-probs of all four policies, advantages, engine weights, entropies."""
-    batch = random_batch(*shape, per_token=loss_type == "gspo_token")
+    batch = random_batch(*shape, per_token=loss_type in ("gspo_token", "dppo"))
     ref_logps, sampler_logps = batch.old_logps - 0.1, batch.old_logps + 0.1
 
     def outcome(spoil: Callable[[Tensor], Tensor]) -> Outcome:
@@ -80,6 +81,7 @@ def test_garbage_under_the_mask_changes_nothing(
             inputs=inputs,
             entropies=spoil(torch.linspace(0.1, 2, shape[0] * shape[1]).view(shape).double()),
             beta=0.1,
+            sampler_penalty=0.1,
             off_policy_mask_threshold=0.05,
             top_entropy_quantile=0.9,
             entropy_coef=0.01,

@@ -19,7 +19,7 @@ _TOKEN_SCALE_EPSILON = 1e-2  # clip ranges from here on are those of token ratio
 
 @dataclass
 class GRPOConfig(SharedOptions, _TRLConfig):
-    """`trl.GRPOConfig` with three more losses and with the options of all other methods of trl-steady.
+    """`trl.GRPOConfig` with four more losses and with the options of all other methods of trl-steady.
 
     All other options are TRL's and keep TRL's defaults. `trl-steady grpo --help` lists all.
 
@@ -40,14 +40,26 @@ class GRPOConfig(SharedOptions, _TRLConfig):
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*_TRLConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]
     loss_type: str = option(
         _TRLConfig.loss_type,
-        'One of TRL\'s losses, or one of three more. `"gspo"` is GSPO (arXiv 2507.18071, section 4.1): one clipped '
+        'One of TRL\'s losses, or one of four more. `"gspo"` is GSPO (arXiv 2507.18071, section 4.1): one clipped '
         'ratio and one advantage per sequence. `"gspo_token"` is GSPO-token (section 4.3): the same ratio in value, '
-        'with advantages per token. `"gmpo"` is GMPO (arXiv 2507.20673): the geometric mean of clipped token ratios.',
+        'with advantages per token. `"gmpo"` is GMPO (arXiv 2507.20673): the geometric mean of clipped token ratios. '
+        '`"dppo"` is DPPO (arXiv 2602.04879, equation 12): the ratio to the sampler, without tokens whose probability '
+        "has moved too far. It switches off `vllm_importance_sampling_correction`, a second ratio to the sampler.",
+    )
+    dppo_divergence: Literal["tv", "kl"] = option(
+        "tv",
+        'How `loss_type="dppo"` measures how far a token\'s probability has moved from the sampler (equations 13 and '
+        '14). `"tv"`: by the difference. `"kl"`: by the KL, with the sampled token and the rest as two tokens.',
+    )
+    sampler_penalty: float = option(
+        0.0,
+        "Add this times the squared log-ratio of policy to sampler, for each token, to the loss (Kimi K2.5, arXiv "
+        "2602.02276, equation 1). The sampler is the old policy without an engine. No mask drops it. 0: no penalty.",
     )
     epsilon: float | None = option(
         None,
         "Lower clip range. If unset, 3e-4 for gspo and gspo_token (section 5.1), 0.4 for gmpo (of the log-ratio), "
-        "and TRL's default otherwise.",
+        "for dppo (the largest divergence, appendix E) 0.2 with tv and 0.05 with kl, and TRL's default otherwise.",
     )
     epsilon_high: float | None = option(
         None,
@@ -105,8 +117,7 @@ class GRPOConfig(SharedOptions, _TRLConfig):
             # a script may add some
             "loss_type": Range(LOSSES.__contains__, f"one of {', '.join(map(repr, LOSSES))}", {"enum": [*LOSSES]}),
             "beta_column": Range(lambda value: bool(str.strip(value)), "the name of a column", {"minLength": 1}),
-            "epsilon": NOT_NEGATIVE,
-            "epsilon_high": NOT_NEGATIVE,
+            **dict.fromkeys(("epsilon", "epsilon_high", "sampler_penalty"), NOT_NEGATIVE),
             "geometric_mask_range": Range(
                 lambda value: len(value) == 2 and 0 <= value[0] <= 1 <= value[1],
                 "(low, high), with low <= 1 <= high",
@@ -118,14 +129,16 @@ class GRPOConfig(SharedOptions, _TRLConfig):
         }
 
     def _without_effect(self) -> dict[str, str | None]:
-        loss_type = f"loss_type={self.loss_type!r}"
+        loss_type, on_policy = f"loss_type={self.loss_type!r}", self._never_off_policy
         takes_tokens = self.loss.takes_token_advantages(self.importance_sampling_level or "token")
         if self.off_policy_mask_threshold is None:
             no_levels = "off_policy_mask_threshold=None"
         else:
             no_levels = loss_type if self.loss.advantages == "sequence" else None
         return super()._without_effect() | {
-            "loss_type": self._never_off_policy if self.loss.is_ours else None,
+            "loss_type": self._never_off_sampler if self.loss.to_sampler else on_policy if self.loss.is_ours else None,
+            "dppo_divergence": None if self.loss_type == "dppo" else loss_type,
+            "sampler_penalty": self._never_off_sampler,
             "kl_estimator": first_off(self, "beta"),
             "kl_ratio_denominator": first_off(self, "beta", "use_bias_correction_kl"),
             "beta_column": first_off(self, "beta"),
@@ -136,11 +149,14 @@ class GRPOConfig(SharedOptions, _TRLConfig):
     def _fill_unset(self) -> None:
         loss = self.loss
         if self.epsilon is None:
-            self.epsilon = _TRLConfig.epsilon if loss.epsilon is None else loss.epsilon
+            own = loss.epsilon(self) if callable(loss.epsilon) else loss.epsilon
+            self.epsilon = _TRLConfig.epsilon if own is None else own
             if self.epsilon_high is None:
                 self.epsilon_high = loss.epsilon_high
         if self.importance_sampling_level is None:
             self.importance_sampling_level = loss.level or "token"  # TRL's default
+        if loss.to_sampler:
+            self.vllm_importance_sampling_correction = False
 
     def _contradictions(self) -> Iterator[str]:
         yield from super()._contradictions()
@@ -183,6 +199,12 @@ class GRPOConfig(SharedOptions, _TRLConfig):
     def loss(self) -> Loss:
         """The entry of `loss_type` in the table of losses."""
         return LOSSES[self.loss_type]
+
+    @property
+    def _never_off_sampler(self) -> str | None:
+        """The settings with which each update is of the policy that sampled; None without them."""
+        why = None if self.use_vllm else self._never_off_policy
+        return why and f"{why}, unless a rollout_func generates"
 
     @property
     def sampler_options(self) -> list[str]:

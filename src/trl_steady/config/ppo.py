@@ -145,7 +145,7 @@ class PPOConfig(GRPOConfig):
             yield (
                 f"loss_type={self.loss_type!r} with importance_sampling_level={level!r} does not work with PPO: only "
                 "the mean of a sequence's advantages would count. Leave importance_sampling_level unset, and set "
-                "loss_type to one of TRL's or to 'gspo_token'."
+                "loss_type to one of TRL's, 'gspo_token' or 'dppo'."
             )
         if self.beta_column and self.kl_coef:
             yield f"beta_column={self.beta_column!r} scales beta, not kl_coef={self.kl_coef}. Set kl_coef=0 and beta."

@@ -42,6 +42,7 @@ _OVER_MICRO_BATCHES: dict[str, object] = {
 # Options with which each sequence has a gradient, or counts in another way -> the value without that.
 _OVER_ALL_SEQUENCES: dict[str, object] = {
     "beta": 0.0,
+    "sampler_penalty": 0.0,
     "entropy_coef": 0.0,
     "use_adaptive_entropy": False,
     "top_entropy_quantile": 1.0,

@@ -49,7 +49,7 @@ class AsyncGeneration(Feature):
         }
         for reason, is_so in reasons.items():
             self.refuse(_OPTION, reason if is_so else None)
-        by_ratio = args.vllm_importance_sampling_correction or args.sampler_options
+        by_ratio = args.vllm_importance_sampling_correction or args.sampler_options or args.loss.to_sampler
         if not by_ratio and args.off_policy_mask_threshold is None:
             self.warn(
                 f"{_OPTION}: completions are of the policy one rollout before, and nothing corrects for that. Leave "

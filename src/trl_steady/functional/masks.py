@@ -50,6 +50,26 @@ def log_ratio(logps: Tensor, sampler_logps: Tensor) -> Tensor:
     return difference.where(~sampler_logps.isnan(), 0)
 
 
+def binary_divergence(logps: Tensor, sampler_logps: Tensor, *, kind: str) -> Tensor:
+    """Return how far the sampled token's probability has moved from μ to π, (B, T): positive if it has grown.
+
+    Source: DPPO (arXiv 2602.04879, equations 13 and 14). The vocabulary counts as two tokens, the sampled one and the
+    rest. `"tv"` is π - μ. `"kl"` is KL(μ || π) in nats, with the sign of π - μ. The rest is at least 1e-8, because
+    float32 has no digits below. No gradient flows.
+
+    >>> logps, sampled = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
+    >>> [binary_divergence(logps, sampled, kind=kind).mul(1e4).round().tolist() for kind in ("tv", "kl")]
+    [[[2500.0, -2500.0]], [[1308.0, -1308.0]]]
+    """
+    logps, sampler_logps = logps.detach(), sampler_logps.detach()
+    moved = logps.exp() - sampler_logps.exp()
+    if kind == "tv":
+        return moved
+    rest, sampler_rest = ((-each.expm1()).clamp(min=1e-8) for each in (logps, sampler_logps))
+    divergence = sampler_logps.exp() * (sampler_logps - logps) + sampler_rest * (sampler_rest.log() - rest.log())
+    return divergence * moved.sign()
+
+
 def off_policy_statistic(logps: Tensor, sampler_logps: Tensor, mask: Tensor) -> Tensor:
     """Return 1/|y_i| sum_t log(μ / π): positive if the sequence is now less likely than when it was sampled.
 

@@ -1,4 +1,4 @@
-"""Ratios of whole sequences, of the policy to the policy at rollout."""
+"""Ratios of the policy to the policy at rollout, or to the sampler."""
 
 import math
 
@@ -6,6 +6,17 @@ import torch
 from torch import Tensor
 
 from trl_steady.functional.masks import sequence_mean
+
+
+def truncate(log_ratio: Tensor, largest: float) -> Tensor:
+    """Return min(log_ratio, largest), with the gradient of `log_ratio` everywhere: a bounded weight drops no token.
+
+    >>> log_ratio = torch.tensor([[0.5, 3.0]], requires_grad=True)
+    >>> bounded = truncate(log_ratio, 2.0)
+    >>> bounded.tolist(), torch.autograd.grad(bounded.sum(), log_ratio)[0].tolist()
+    ([[0.5, 2.0]], [[1.0, 1.0]])
+    """
+    return log_ratio - (log_ratio.detach() - largest).clamp(min=0)
 
 
 def gmpo_log_ratio(
