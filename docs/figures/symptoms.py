@@ -1,4 +1,4 @@
-"""Diagnose the runs of the recipe `stress`, and write the table of docs/report.md.
+"""Diagnose the runs of the recipe `stress`, print a table, and write its counts to docs/report.md.
 
 python docs/figures/symptoms.py
 
@@ -90,12 +90,12 @@ def table(found: Mapping[str, Mapping[str, Mapping[str, Any]]]) -> str:
 
 
 def main() -> None:
-    """Write the table."""
+    """Print the table, and write its first line."""
     files = sorted((ROOT / "recipes/stress/results").glob("*.json"))
     text = table({file.stem: arms(json.loads(file.read_text())) for file in files})
-    begin, end = "<!-- stress -->", "<!-- /stress -->"
-    page = PAGE.read_text()
-    PAGE.write_text(re.sub(f"{begin}.*?{end}", lambda _: f"{begin}\n{text}\n{end}", page, flags=re.DOTALL))
+    begin, end = "<!-- stress -->\n", "\n<!-- /stress -->"
+    first, page = text.splitlines()[0], PAGE.read_text()
+    PAGE.write_text(re.sub(f"{begin}.*?{end}", lambda _: begin + first + end, page, flags=re.DOTALL))
     print(text)
 
 
