@@ -73,7 +73,7 @@ USUAL = ("accuracy", "outside", "ess", "grad_norm")
 OF_ARM = ("correction", "old", "unmasked", "model", "router_rate", "away", "rollouts")
 KEYS = {"options", "sampler", *OF_ARM}
 """Of an experiment and of an arm, which overrules it."""
-TEXTS = ("question", "control", "endpoint", "failure", "analysis", "chosen")
+TEXTS = ("question", "control", "endpoint", "failure", "analysis", "chosen", "later")
 """Keys of an experiment that are for readers."""
 
 
@@ -97,7 +97,18 @@ def arms(experiment: Mapping[str, Any]) -> dict[str, Arm]:
     Raises:
         ValueError: If the experiment or an arm has a key that nothing reads.
     """
-    of_all = KEYS | {*TEXTS, "arms", "baseline", "seeds", "measured", "figure", "pictured", "columns", "drawn"}
+    of_all = KEYS | {
+        *TEXTS,
+        "arms",
+        "baseline",
+        "seeds",
+        "measured",
+        "figure",
+        "pictured",
+        "columns",
+        "drawn",
+        "later",
+    }
     named = ((f"The arm {name!r}", own, KEYS | {"against"}) for name, own in experiment["arms"].items())
     for what, given, keys in (("The experiment", experiment, of_all), *named):
         if unknown := given.keys() - keys:
