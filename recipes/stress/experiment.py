@@ -97,18 +97,7 @@ def arms(experiment: Mapping[str, Any]) -> dict[str, Arm]:
     Raises:
         ValueError: If the experiment or an arm has a key that nothing reads.
     """
-    of_all = KEYS | {
-        *TEXTS,
-        "arms",
-        "baseline",
-        "seeds",
-        "measured",
-        "figure",
-        "pictured",
-        "columns",
-        "drawn",
-        "later",
-    }
+    of_all = KEYS | {*TEXTS, "arms", "baseline", "seeds", "measured", "figure", "pictured", "columns", "drawn"}
     named = ((f"The arm {name!r}", own, KEYS | {"against"}) for name, own in experiment["arms"].items())
     for what, given, keys in (("The experiment", experiment, of_all), *named):
         if unknown := given.keys() - keys:

@@ -2,18 +2,20 @@
 
 import math
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.distributions import Bernoulli, kl_divergence
 
 import trl_steady
+from tests.oracles import trust_regions as oracles
 from tests.tools import tiny
 from tests.tools.batches import Batch, Evaluate, Outcome, random_batch
+from trl_steady.core.types import MicroBatch
 from trl_steady.functional.masks import binary_divergence
-from trl_steady.functional.ratios import truncate
+from trl_steady.losses import dppo_masks, dppo_term
 
 RANGE = {"epsilon": 0.05, "epsilon_high": 0.06}  # probabilities: drops some of the random batch
 
@@ -64,16 +66,6 @@ def test_tokens_by_hand(evaluate: Evaluate, kind: str) -> None:
         assert found.metrics[f"clip_ratio/{side}_mean"] == 0
 
 
-@pytest.mark.parametrize("kind", ["tv", "kl"])
-def test_the_divergence_is_that_of_two_bernoulli_distributions(kind: str) -> None:
-    logps, sampled = (-torch.rand(2, 200, dtype=torch.float64, generator=torch.manual_seed(0)) * 5).unbind()
-    true, own = Bernoulli(sampled.exp()), Bernoulli(logps.exp())
-    expected = kl_divergence(true, own) if kind == "kl" else (true.probs - own.probs).abs()
-    found = binary_divergence(logps, sampled, kind=kind)
-    assert torch.allclose(found.abs(), expected, rtol=1e-9)
-    assert torch.equal(found > 0, logps > sampled)
-
-
 def test_the_kl_of_float32_is_finite_where_a_token_is_certain() -> None:
     logps, sampled = torch.tensor([[0.0, -1e-6, 0.0, -1.0, -90.0]]), torch.tensor([[-1e-6, 0.0, 0.0, 0.0, 0.0]])
     found = binary_divergence(logps, sampled, kind="kl")
@@ -94,19 +86,42 @@ def test_with_an_infinite_range_it_is_the_truncated_policy_gradient(evaluate: Ev
     assert found.loss.item() == pytest.approx(value.item(), rel=1e-12)
 
 
-def test_the_gradient_is_that_of_the_value_below_the_bound(evaluate: Evaluate) -> None:
-    log_ratio = torch.randn(3, 4, dtype=torch.float64, generator=torch.manual_seed(0)).requires_grad_()
-    assert torch.autograd.gradcheck(lambda x: truncate(x, 3.0).exp(), log_ratio)
-    batch, step = random_batch(per_token=True), 1e-6
-    found = dppo(evaluate, batch)
-    for row, column in batch.mask.nonzero().tolist():
-        moved = [batch.logps.clone(), batch.logps.clone()]
-        moved[0][row, column] -= step
-        moved[1][row, column] += step
-        less, more = (dppo(evaluate, batch._replace(logps=each)).loss for each in moved)
-        assert found.grad[row, column].item() == pytest.approx(((more - less) / (2 * step)).item(), abs=1e-8)
-        if row == 2:
-            break
+def test_below_the_bound_the_gradient_is_that_of_the_value() -> None:
+    batch, args = random_batch(per_token=True), SimpleNamespace(delta=None, dppo_divergence="tv")
+    trainer: Any = SimpleNamespace(epsilon_low=0.05, epsilon_high=0.06, args=args)
+
+    def loss(logps: Tensor) -> Tensor:
+        micro_batch = MicroBatch(batch.mask, logps, logps, None, batch.advantages, batch.old_logps)
+        low, high = dppo_masks(micro_batch, trainer).values()
+        assert not low.all() and not high.all()
+        return dppo_term(micro_batch, trainer, None) * low * high
+
+    assert torch.autograd.gradcheck(loss, batch.logps.clone().requires_grad_())
+
+
+@pytest.mark.parametrize("kind", ["tv", "kl"])
+@pytest.mark.parametrize("shape", [(6, 5), (5, 5), (6, 1), (1, 1)])
+@pytest.mark.parametrize("delta", [None, 1.2])
+def test_loss_and_gradient_are_the_oracles(
+    evaluate: Evaluate, kind: str, shape: tuple[int, int], delta: float | None
+) -> None:
+    """Whose mean over each sequence becomes a sum, with the longest possible length as the divisor."""
+    batch = random_batch(*shape, per_token=True)
+    limits = {"low": 0.05, "high": 0.06} if kind == "tv" else {"low": 0.01, "high": 0.02}
+    sampler = batch.old_logps - 0.1
+    inputs = {"sampling_per_token_logps": sampler}
+    options: dict[str, Any] = {"epsilon": limits["low"], "epsilon_high": limits["high"], "dppo_divergence": kind}
+    found = dppo(evaluate, batch, inputs=inputs, delta=delta, **options)
+    given = batch.logps, sampler, batch.mask, batch.advantages
+    oracle = oracles.dppo(*given, **limits, divergence=kind, truncate=delta or 20.0)
+    lengths = batch.mask.sum(1, keepdim=True)
+    assert torch.allclose(found.grad, oracle.grad * lengths / 10, rtol=1e-12, atol=1e-15)
+    assert found.loss.item() == pytest.approx(found.grad.sum().item(), rel=1e-12)  # d exp(x) is exp(x)
+    if shape == (6, 5):
+        dropped = (found.grad == 0) & batch.mask
+        for side, own in (("low", batch.advantages < 0), ("high", batch.advantages > 0)):
+            share = (dropped & own).sum().item() / batch.mask.sum().item()
+            assert found.metrics[f"dropped/dppo_{side}"] == pytest.approx(share) and share
 
 
 def test_the_sampler_is_the_engine_where_it_has_a_log_prob(evaluate: Evaluate) -> None:

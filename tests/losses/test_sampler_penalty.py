@@ -5,6 +5,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests.oracles import trust_regions as oracles
 from tests.tools.batches import Batch, Evaluate, Outcome, random_batch
 from trl_steady.losses import LOSSES
 
@@ -23,6 +24,14 @@ def test_it_is_reduced_as_the_kl_in_every_loss(evaluate: Evaluate, loss_type: st
     assert found.loss.item() == pytest.approx(kl.loss.item(), rel=1e-12)
     assert torch.allclose(found.grad, kl.grad, rtol=1e-12, atol=1e-15)
     assert not torch.allclose(found.grad, plain.grad, rtol=1e-3)
+
+
+def test_loss_and_gradient_are_the_oracles(evaluate: Evaluate) -> None:
+    batch = random_batch(per_token=True)
+    on, off = (evaluate(batch, loss_type="grpo", sampler_penalty=tau) for tau in (TAU, 0.0))
+    oracle = oracles.sampler_penalty(batch.logps, batch.old_logps, batch.mask, tau=TAU)
+    assert (on.loss - off.loss).item() == pytest.approx(oracle.loss, rel=1e-12)
+    assert torch.allclose(on.grad - off.grad, oracle.grad, rtol=1e-12, atol=1e-15)
 
 
 def penalised(evaluate: Evaluate, batch: Batch, **options: Any) -> tuple[torch.Tensor, torch.Tensor, Outcome]:
