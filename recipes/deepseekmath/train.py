@@ -49,7 +49,7 @@ class RightAnswers(GRPOTrainer):
     """Rejection-sampling fine-tuning: right answers have weight 1, wrong ones 0.
 
     With one update per rollout, every ratio is 1, and GRPO's gradient is that of the weighted log-likelihood
-    (DeepSeekMath, arXiv 2402.03300, equations 14 to 19).
+    (DeepSeekMath, arXiv 2402.03300, equations 8 to 11).
     """
 
     def advantages(self, rollout: Rollout) -> Tensor:
