@@ -43,8 +43,9 @@ FIXED: dict[str, dict[str, Any]] = {
     "gspo_token": {"shows": ["gspo_token", "KL corrections"], "loss_type": "gspo_token", "kl_estimator": "k2"},
     "gmpo": {"shows": ["gmpo"], "loss_type": "gmpo"},
     "engine": {
-        "shows": ["KL corrections", "masks"],
-        "loss_type": "dapo",
+        "shows": ["dppo", "sampler_penalty", "KL corrections", "masks"],
+        "loss_type": "dppo",
+        "sampler_penalty": 0.01,
         "kl_ratio_denominator": "sampler",
         "geometric_mask_range": (0.5, 2.0),
         "off_policy_mask_threshold": 0.2,

@@ -45,6 +45,7 @@ def launch(
 
 
 @pytest.mark.supports("gspo", "gspo_token", "gmpo", "KL corrections", "masks", "step rewards", on="DDP")
+@pytest.mark.supports("dppo", "sampler_penalty", on="DDP")
 @pytest.mark.supports("moving reference, full", "moving reference, LoRA", on="DDP")
 @pytest.mark.supports("ref_model_sync_kl", "ref_model_sync_reset_optimizer", on="DDP")
 @pytest.mark.supports("quantised base", "adapter_dtype", "moving reference, quantised base", on="DDP")

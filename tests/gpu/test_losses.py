@@ -13,7 +13,7 @@ from tests.gpu.recorder import Figures
 from tests.tools import tiny
 from tests.tools.losses import NATIVE_LOSS_TYPES, SEQUENCE_RATIO_LOSS_TYPES
 
-LOSSES = (*NATIVE_LOSS_TYPES, *SEQUENCE_RATIO_LOSS_TYPES, "gmpo")
+LOSSES = (*NATIVE_LOSS_TYPES, *SEQUENCE_RATIO_LOSS_TYPES, "gmpo", "dppo")
 # log-ratios of the sequences, far from the ends of the clip range: rounding must not move one across an end
 INSIDE, OUTSIDE = 0.05, 0.7
 CLIP = {"epsilon": 0.3, "epsilon_high": 0.35}
@@ -43,7 +43,7 @@ def test_a_loss_in_bf16_is_that_in_float32(place: Place, loss_type: str, tmp_pat
     place.need_bf16()
     folder = models.save_model(tmp_path / "model", place.choose(models.SMALL, models.MIDDLE))
     options = {**place.arguments, **CLIP, "loss_type": loss_type, "beta": 0.04, "max_steps": 1}
-    if loss_type in ("gspo", "gspo_token", "gmpo"):
+    if loss_type in ("gspo", "gspo_token", "gmpo", "dppo"):
         options["steps_per_generation"] = 4
     exact = tiny.trainer(folder, tmp_path / "out", **options)
     inputs: dict[str, Any] = models.batch(place)

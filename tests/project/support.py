@@ -25,6 +25,8 @@ FEATURES = {
     "gspo": '`loss_type="gspo"`',
     "gspo_token": '`loss_type="gspo_token"`',
     "gmpo": '`loss_type="gmpo"`',
+    "dppo": '`loss_type="dppo"`',
+    "sampler_penalty": "`sampler_penalty`",
     "KL corrections": "`kl_estimator`, `kl_ratio_denominator`",
     "masks": "`off_policy_mask_threshold`, `geometric_mask_range`, `token_veto_threshold`",
     "step rewards": "`StepRewards`",

@@ -168,6 +168,10 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "gspo": ({"ratio": "gspo"}, {"loss_type": "gspo"}),
     "gspo_token": ({"ratio": "gspo_token"}, {"loss_type": "gspo_token"}),
     "gmpo": ({"ratio": "gmpo"}, {"loss_type": "gmpo"}),
+    "dppo": (
+        {"ratio": "dppo", "epsilon": 0.05, "epsilon_high": 0.04, "reduction": "constant"},
+        {"loss_type": "dppo", "epsilon": 0.05, "epsilon_high": 0.04, "max_completion_length": 4},
+    ),
     "off-policy mask": ({"off_policy_mask_threshold": 0.1}, {"off_policy_mask_threshold": 0.1}),
     "masks": (
         {"geometric_mask_range": (0.8, 1.3), "token_veto_threshold": 0.5},

@@ -121,10 +121,11 @@ class Method:
 
     ratio: str = "token"
     """`"none"` weights nothing. `"token"` is TRL's `"grpo"`. `"product"` is the exact weight of a whole completion,
-    without a clip, for comparison. The others are those of `loss_type`: `"gspo"`, `"gspo_token"`, `"gmpo"`."""
+    without a clip, for comparison. The others are those of `loss_type` that trl-steady adds."""
     epsilon: float = 0.2
     epsilon_high: float | None = None
     delta: float | None = None
+    dppo_divergence: str = "tv"
     vllm_importance_sampling_mode: str = ""
     vllm_importance_sampling_clip_max: float = 3.0
     off_policy_mask_threshold: float = INF
@@ -161,9 +162,13 @@ class Method:
         mask, each = task.mask, advantages[:, None]
         logps, old_logps = given.logps.detach().requires_grad_(), given.old_logps
         low, high = self.epsilon, self.epsilon if self.epsilon_high is None else self.epsilon_high
-        if self.ratio == "gmpo":
-            clip = SimpleNamespace(epsilon_low=low, epsilon_high=high, args=self)  # `delta` is ours
-            values = -losses.gmpo_term(MicroBatch(mask, logps, logps, None, each, old_logps), clip, None)
+        entry = losses.LOSSES.get(self.ratio)
+        if entry is not None and entry.policy_term is not None:
+            clip = SimpleNamespace(epsilon_low=low, epsilon_high=high, args=self)  # which has the other options
+            batch = MicroBatch(mask, logps, logps, None, each, old_logps, given.sampler_logps)
+            values = -entry.policy_term(batch, clip, None)
+            for keep in entry.token_masks(batch, clip).values() if entry.token_masks else ():
+                values = values * keep
         elif self.ratio in ("none", "product"):
             weight = (logps - old_logps).sum(-1, keepdim=True).exp() if self.ratio == "product" else torch.ones(1)
             values = weight.detach() * each * logps

@@ -83,6 +83,8 @@ def arms() -> dict[str, Method]:
         "veto 1e-4": Method(token_veto_threshold=veto),
         "GSPO, clip 3e-4, 4e-4": Method("gspo", 3e-4, 4e-4),
         "GMPO, clip 0.4": Method("gmpo", 0.4),
+        'DPPO, `"tv"`, 0.2': Method("dppo"),
+        'DPPO, `"kl"`, 0.05': Method("dppo", 0.05, dppo_divergence="kl"),
     }
 
 

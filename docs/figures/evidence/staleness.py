@@ -64,6 +64,8 @@ def arms() -> dict[str, Method]:
         "GRPO, `delta=4`": Method(delta=4.0),
         "GSPO, clip 0.2": Method("gspo"),
         "GSPO-token, clip 3e-4, 4e-4": Method("gspo_token", 3e-4, 4e-4),
+        'DPPO, `"tv"`, 0.2': Method("dppo"),
+        'DPPO, `"kl"`, 0.05': Method("dppo", 0.05, dppo_divergence="kl"),
         f"token ratio, only the mask {mask:g}": Method(epsilon=INF, off_policy_mask_threshold=mask),
     }
 

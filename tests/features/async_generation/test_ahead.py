@@ -499,6 +499,7 @@ UNCORRECTED = {"vllm_importance_sampling_correction": False}
         (UNCORRECTED, True),
         ({**UNCORRECTED, "off_policy_mask_threshold": 0.1}, False),
         ({**UNCORRECTED, "geometric_mask_range": (0.9, 1.1)}, False),
+        ({"loss_type": "dppo"}, False),
         ({}, False),
     ],
     ids=str,
