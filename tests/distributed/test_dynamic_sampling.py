@@ -20,6 +20,7 @@ SETTINGS: dict[str, dict[str, Any]] = {
     "a group on one process": {"per_device_train_batch_size": 2, "steps_per_generation": 4, "num_generations": 4},
     "some groups on both": {"per_device_train_batch_size": 3, "steps_per_generation": 2, "num_generations": 4},
     "each group on both": {"per_device_train_batch_size": 6, "steps_per_generation": 1, "num_generations": 12},
+    "large variances": {"per_device_train_batch_size": 6, "dynamic_sampling_filter": "reward_variance"},
     "RLOO": {"method": "RLOO", "per_device_train_batch_size": 6, "num_generations": 4, "beta": 0.1},
 }
 
@@ -30,7 +31,7 @@ def by_luck(rewards: torch.Tensor, rows: list[dict[str, Any]]) -> bool:
     return bool(torch.rand(()) < 0.5)
 
 
-def check_rollout(rollout: rounds.Rollout, size: int, *, is_random: bool = False) -> int:
+def check_rollout(rollout: rounds.Rollout, size: int, *, is_random: bool = False, by_variance: bool = False) -> int:
     """Compare the rollout of both processes with its rounds, and return how many groups were replaced."""
     of_all: list[list[list[rounds.Answer]]] = gather_object([rollout.rounds])
     assert len({len(each) for each in of_all}) == 1  # no process waits alone
@@ -43,8 +44,9 @@ def check_rollout(rollout: rounds.Rollout, size: int, *, is_random: bool = False
     if is_random:
         assert all(group in (own, *later) for group, own in zip(found, first, strict=True))
         return sum(group != own for group, own in zip(found, first, strict=True))
-    spare = [key(group) for of in groups[1:] for group in of if rounds.differs(group)]
-    idle = [slot for slot, group in enumerate(groups[0]) if not rounds.differs(group)]
+    keeps = rounds.of_large_variance(groups[0]) if by_variance else rounds.differs
+    spare = [key(group) for of in groups[1:] for group in of if keeps(group)]
+    idle = [slot for slot, group in enumerate(groups[0]) if not keeps(group)]
     assert all(found[slot] == first[slot] for slot in range(len(first)) if slot not in idle)
     placed = [found[slot] for slot in idle if found[slot] in spare]
     assert sorted(placed) == sorted(spare[: len(idle)])
@@ -56,7 +58,8 @@ def replaced(rank: int, model: Path, output: Path) -> None:
     for name, options in SETTINGS.items():
         options = {"steps_per_generation": 1, "max_steps": 6, **options}
         trainer = tiny.train(rounds.build(model, output / name, **options))
-        assert sum(check_rollout(each, options["num_generations"]) for each in trainer.rollouts) > 1, name
+        size, by_variance = trainer.num_generations, trainer.args.dynamic_sampling_filter == "reward_variance"
+        assert sum(check_rollout(each, size, by_variance=by_variance) for each in trainer.rollouts) > 1, name
         assert len(set(map(str, gather_object([tiny.history(trainer)[:-1]])))) == 1  # shares are of both
 
 

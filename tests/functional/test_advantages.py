@@ -10,6 +10,7 @@ from torch import Tensor
 from trl.trainer.utils import nanstd
 
 from tests.oracles import advantages as oracles
+from tests.oracles.trust_regions import variance_filter
 from trl_steady.functional import advantages
 
 SCALES = ("group", "batch", "none")
@@ -109,3 +110,19 @@ def test_no_spread_is_no_advantage(name: str) -> None:
 def test_an_unknown_scale_is_refused(name: str) -> None:
     with pytest.raises(KeyError, match="std"):
         FORMULAS[name](torch.zeros(6, 2), group_size=3, scale="std")
+
+
+def test_largest_variances_are_those_of_an_oracle() -> None:
+    for seed in range(50):
+        rewards = torch.randn(24, 4, generator=torch.Generator().manual_seed(seed)) * torch.rand(24, 1)
+        rewards[::5] = 0.3  # without variance
+        variances = advantages.group_variances(rewards)
+        found = variances >= advantages.least_variance(variances)
+        assert found.tolist() == variance_filter(rewards.flatten().tolist(), 4)
+
+
+def test_groups_of_the_same_variance_stay_together() -> None:
+    right = torch.tensor([[0, 0, 0, 1], [1, 1, 0, 1], [0, 0, 1, 1]]).float().repeat(20, 1)
+    variances = advantages.group_variances(right * 0.7 + 0.1)
+    assert (variances >= advantages.least_variance(variances)).all()  # an order would leave out some of them
+    assert advantages.least_variance(torch.zeros(3)) == 0

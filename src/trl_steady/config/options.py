@@ -39,13 +39,15 @@ NUMBER = Range(lambda value: float(value) == value, "a number")
 def _is_filter(value: Any) -> bool:
     if callable(value):
         return "<" not in getattr(value, "__qualname__", "")  # pickle, with which checkpoints save it, needs a name
-    return value == "zero_std" or (not isinstance(value, str) and len(value) == 2 and value[0] < value[1])
+    if isinstance(value, str):
+        return value in ("zero_std", "reward_variance")
+    return len(value) == 2 and value[0] < value[1]
 
 
 FILTERS = Range(
     _is_filter,
-    "'zero_std', (low, high) with low < high, or a function that is not inside another one",
-    {"type": ["string", "array"], "pattern": "^zero_std$", "minItems": 2, "maxItems": 2},
+    "'zero_std', 'reward_variance', (low, high) with low < high, or a function that is not inside another one",
+    {"type": ["string", "array"], "pattern": "^(zero_std|reward_variance)$", "minItems": 2, "maxItems": 2},
 )
 ENGINE_ARGUMENTS = Range(
     # JSON as transformers reads it into an option

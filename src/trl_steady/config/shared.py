@@ -162,9 +162,10 @@ class SharedOptions(_TRLConfig):
     )
     dynamic_sampling_filter: _Filter = option(
         "zero_std",
-        'With `dynamic_sampling`, the groups to keep. `"zero_std"`: those whose rewards differ. `(low, high)`: those '
-        "whose mean reward is between the two. Or a function that gets a group's rewards (G,) and its rows, which "
-        'are dictionaries with all columns, "prompt" and "completion", and returns True to keep it.',
+        'With `dynamic_sampling`, the groups to keep. `"zero_std"`: those whose rewards differ. `"reward_variance"`: '
+        "those of the largest reward variance, up to 0.9 of its sum over a rollout (RAGEN-2, arXiv 2604.06268). "
+        "`(low, high)`: those whose mean reward is between the two. Or a function that gets a group's rewards (G,) "
+        'and its rows, dictionaries with all columns, "prompt" and "completion", and returns True to keep it.',
     )
     training_report: bool = option(
         False,

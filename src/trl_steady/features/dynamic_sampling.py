@@ -22,7 +22,7 @@ from torch import Tensor
 from trl_steady.config.shared import SharedOptions
 from trl_steady.core.feature import Feature, Trainer
 from trl_steady.core.types import Rollout, loss_mask
-from trl_steady.functional.advantages import all_equal
+from trl_steady.functional.advantages import all_equal, group_variances, least_variance
 from trl_steady.rewards.steps import StepRewards
 from trl_steady.trl_bridge.resampling import CompletionRecord, ResampledRollout
 from trl_steady.trl_bridge.rollout import collate_rows
@@ -95,6 +95,7 @@ class DynamicSampling(Feature):
         super().__init__(trainer, args)
         self._prompts = _Prompts(trainer)
         self._worst_and_best = (math.inf, -math.inf)  # rewards so far
+        self._least_variance: Tensor | None = None  # of a group that the filter keeps in this rollout
 
     def around_rollout(self, rollout: Rollout, call_next: Callable[[Rollout], dict[str, Any]]) -> dict[str, Any]:
         """Sample rounds until the filter has kept enough groups, and make the rollout of these groups.
@@ -103,6 +104,7 @@ class DynamicSampling(Feature):
         """
         if not self.args.dynamic_sampling or not self.trainer.model.training:
             return call_next(rollout)
+        self._least_variance = None
         resampled, counts = ResampledRollout(self.trainer, rollout, call_next), Counter[str]()
         completions, are_kept = self._round(resampled, rollout.inputs, counts)
         rejected, spare = [slot for slot, is_kept in enumerate(are_kept) if not is_kept], list[_Group]()
@@ -175,8 +177,14 @@ class DynamicSampling(Feature):
         ranges = torch.tensor([step_range(each.returned) for each in completions], device=has_tokens.device)
         gathered = self.trainer.accelerator.gather(torch.cat([ranges, has_tokens.unsqueeze(1)], dim=1))
         steps = cast(Tensor, gathered).cpu().view(-1, size, 3)
+        has_tokens = steps[..., 2].bool().any(1)
+        if chosen == "reward_variance":
+            variances = group_variances(totals).where(has_tokens, 0)
+            if self._least_variance is None:  # the first round is a rollout; groups of later rounds replace its own
+                self._least_variance = least_variance(variances)
+            return (variances >= self._least_variance) & (variances > 0)
         differs = ~all_equal(compared, 1).all(-1) | ~all_equal(steps[..., :2].flatten(1), 1)
-        return differs & steps[..., 2].bool().any(1)
+        return differs & has_tokens
 
     def _fill(self, completions: list[CompletionRecord], rejected: Sequence[int], spare: Sequence[_Group]) -> None:
         """Put groups into the slots of rejected ones, as many as there are. Every process must call this method."""

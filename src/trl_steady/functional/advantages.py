@@ -179,11 +179,44 @@ def all_equal(values: Tensor, dim: int | None = None, *, keepdim: bool = False) 
     return ~(lowest < highest - 2 * torch.finfo(values.dtype).eps * torch.maximum(lowest.abs(), highest.abs()))
 
 
+def group_variances(rewards: Tensor) -> Tensor:
+    """Return the (J,) variances in float64, with n - 1, of rewards (J, G), NaN = unscored; 0 for equal ones.
+
+    >>> group_variances(torch.tensor([[0.0, 1.0, 2.0], [0.1, 0.1, 0.1], [torch.nan, 3.0, 5.0]])).tolist()
+    [1.0, 0.0, 2.0]
+    """
+    return _variance(rewards.double()).squeeze(1).masked_fill(all_equal(rewards, 1), 0)
+
+
+def least_variance(variances: Tensor, share: float = 0.9) -> Tensor:
+    """Return the variance from which on groups hold a share of the sum (RAGEN-2, arXiv 2604.06268, top-p selection).
+
+    Groups of the same variance stay or go together, so that the order of the groups decides nothing.
+
+    Args:
+        variances: (J,) 0 or above.
+        share: Of their sum, above 0 and below 1.
+
+    Returns:
+        A scalar, less a billionth for rounding; 0 if all variances are 0.
+
+    >>> round(least_variance(torch.tensor([0.25, 1.0, 0.0, 0.0625])).item(), 3)  # 1 + 0.25 are 95 % of 1.3125
+    0.25
+    """
+    ordered = variances.sort(descending=True).values
+    sums = ordered.cumsum(0)
+    return ordered[(sums < share * sums[-1]).sum()] * (1 - 1e-9)
+
+
 def _deviation(values: Tensor) -> Tensor:
     """Return the (rows, 1) standard deviations as TRL computes them: with n - 1, NaN for fewer than two values."""
+    return _variance(values).sqrt()
+
+
+def _variance(values: Tensor) -> Tensor:
     variance = ((values - values.nanmean(1, keepdim=True)) ** 2).nanmean(1, keepdim=True)
     count = (~values.isnan()).sum(1, keepdim=True).to(values.dtype)
-    return (variance * (count / (count - 1))).where(count > 1, torch.nan).sqrt()
+    return (variance * (count / (count - 1))).where(count > 1, torch.nan)
 
 
 def _sums_from_each_on(rewards: Tensor) -> Tensor:

@@ -108,6 +108,12 @@ NAN, UNEVEN = math.nan, [1.0, 1.0, 1.0, 2.0]
         # the mean is between the two
         ([[0.0] * 4, [0.0, 0.0, 0.0, 1.0], [1.0] * 4, [None] * 4], {"dynamic_sampling_filter": (0, 1)}, [0, 1, 0, 0]),
         ([UNEVEN, [0.5] * 4, [0.0] * 4, UNEVEN], {"dynamic_sampling_filter": [0, 1]}, [0, 1, 0, 0]),
+        # variances, with n - 1, of 0.25, 0.0025, 0 and 1/2: the last and the first have 99.7 % of their sum
+        (
+            [[0.0, 0.0, 0.0, 1.0], [0.0, 0.0, 0.0, 0.1], [1000.1] * 4, [None, None, 0.0, 1.0]],
+            {"dynamic_sampling_filter": "reward_variance"},
+            [1, 0, 0, 1],
+        ),
     ],
 )
 def test_a_group_has_a_signal(
@@ -133,6 +139,19 @@ def test_steps_with_equal_totals_have_a_signal(models: dict[str, Path], tmp_path
     has_signal = samples["advantages"].view(4, -1).abs().amax(1) > 1e-6
     trainer.args.dynamic_sampling_filter = "zero_std"
     assert decisions(trainer) == has_signal.tolist() == [False, True, False, True]
+
+
+def test_groups_of_large_variance_are_kept(models: dict[str, Path], tmp_path: Path) -> None:
+    trainer = build(models["dense"], tmp_path, max_steps=12, dynamic_sampling_filter="reward_variance")
+    teaching = 0  # groups that "zero_std" would keep
+    for rollout in tiny.train(trainer).rollouts:
+        keeps = rounds.of_large_variance(groups(rollout.rounds[0]))
+        expected = chosen(rollout.rounds, keeps)
+        answers = [(answer.prompt, answer.ids) for group in expected for answer in group]
+        assert sequences(rollout.samples) == answers
+        found = [group for answers in rollout.rounds for group in groups(answers)]
+        teaching += sum(rounds.differs(group) and not keeps(group) for group in found)
+    assert teaching
 
 
 def test_with_several_functions_steps_count_beside_the_others() -> None:

@@ -1,5 +1,7 @@
 """Trainers with dynamic sampling that keep what each round gave, and a rollout made of it by hand."""
 
+import itertools
+import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -9,6 +11,7 @@ import trl
 from torch import Tensor
 
 import trl_steady
+from tests.oracles.trust_regions import variance_filter
 from tests.tools import tiny
 
 SIZE = 4
@@ -109,6 +112,18 @@ def groups(answers: Sequence[Any]) -> list[list[Any]]:
 
 def differs(group: Sequence[Answer]) -> bool:
     return len({answer.reward for answer in group}) > 1
+
+
+def of_large_variance(first: Sequence[Sequence[Answer]]) -> Callable[[Sequence[Answer]], bool]:
+    """RAGEN-2's filter, from a rollout's first round: later groups need the least variance that stays in it."""
+    rewards = [answer.reward for group in first for answer in group]
+    kept = itertools.compress(first, variance_filter(rewards, len(first[0])))
+    least = min(map(variance, kept), default=1e-9)
+    return lambda group: variance(group) >= least * (1 - 1e-6)
+
+
+def variance(group: Sequence[Answer]) -> float:
+    return statistics.pvariance([answer.reward for answer in group])
 
 
 def chosen(rounds: Sequence[Sequence[Answer]], keeps: Callable[[list[Answer]], bool] = differs) -> list[list[Answer]]:
