@@ -1,11 +1,13 @@
 """Recipes in tests: their files, their settings, and tiny models and data in place of theirs."""
 
+import os
 import re
 import shutil
 from pathlib import Path
 from typing import Any
 
 import peft
+import pytest
 import transformers
 import trl
 import yaml
@@ -24,6 +26,10 @@ WITHOUT_SCRIPT = [name for name, path in YAMLS.items() if "reward_funcs" in yaml
 GSM8K = [
     {"question": f"What is 1,000 + {i}?", "answer": f"One thousand and {i}.\n#### {1000 + i:,}"} for i in range(8)
 ]
+GSM8K_FOLDER = os.environ.get("TRL_STEADY_GSM8K")
+needs_gsm8k = pytest.mark.skipif(
+    not GSM8K_FOLDER, reason="TRL_STEADY_GSM8K does not name the folder of GSM8K's questions"
+)
 CHAT = "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant:"
 # for a model from the hub, on data like GSM8K, without an engine
 FROM_HUB: dict[str, Any] = {

@@ -1,6 +1,5 @@
 """GSM8K in recipes: its questions, and what the strict and the lenient score read."""
 
-import os
 import random
 import re
 from collections.abc import Callable
@@ -13,9 +12,6 @@ import pyarrow.parquet
 import pytest
 
 from tests.project import recipe
-
-FOLDER = os.environ.get("TRL_STEADY_GSM8K")
-needs_data = pytest.mark.skipif(not FOLDER, reason="TRL_STEADY_GSM8K does not name the folder of GSM8K's questions")
 
 INSIDE = {  # text in the mark: (right answer, strict, lenient)
     "18": (18, 1, 1),
@@ -101,14 +97,14 @@ def test_questions_come_from_the_folder_that_is_named(
     for split, rows in {"train": recipe.GSM8K[:5], "test": recipe.GSM8K[5:]}.items():
         datasets.Dataset.from_list(rows).to_parquet(folder / f"{split}.parquet")
     monkeypatch.setenv("TRL_STEADY_GSM8K", str(folder))
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "cache")
     assert list(recipes.gsm8k.questions("train")) == [recipes.gsm8k.example(row) for row in recipe.GSM8K[:5]]
     assert list(recipes.gsm8k.questions("test")) == [recipes.gsm8k.example(row) for row in recipe.GSM8K[5:]]
 
 
 def worked() -> list[str]:
     """Return all worked answers."""
-    files = [Path(str(FOLDER)) / f"{split}.parquet" for split in ("train", "test")]
+    files = [Path(str(recipe.GSM8K_FOLDER)) / f"{split}.parquet" for split in ("train", "test")]
     return [answer for file in files for answer in pyarrow.parquet.read_table(file)["answer"].to_pylist()]
 
 
@@ -117,7 +113,7 @@ def boxed(answer: str) -> str:
     return re.sub(r"#### (.*)", r"So it is \\boxed{\1}.", answer)
 
 
-@needs_data
+@recipe.needs_gsm8k
 def test_every_worked_answer_is_right(recipes: Any) -> None:
     strict, lenient, hashes = recipes.gsm8k.strict, recipes.gsm8k.lenient, recipes.gsm8k.HASHES
     answers = worked()
@@ -148,7 +144,7 @@ CORRUPTIONS: dict[str, Callable[[str, random.Random], str]] = {
 }
 
 
-@needs_data
+@recipe.needs_gsm8k
 def test_a_thousand_corrupted_answers_are_wrong(recipes: Any) -> None:
     rng = random.Random(0)
     kinds = [*CORRUPTIONS, "no number", "no end"]
@@ -163,9 +159,9 @@ def test_a_thousand_corrupted_answers_are_wrong(recipes: Any) -> None:
             assert truth not in (None, recipes.gsm8k.strict(own, form), recipes.gsm8k.lenient(own)), (kind, own)
 
 
-@needs_data
+@recipe.needs_gsm8k
 def test_the_real_questions_load(recipes: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path)
+    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path)
     for split, rows in {"train": 7473, "test": 1319}.items():
         found = recipes.gsm8k.questions(split)
         assert len(found) == rows and found.column_names == ["prompt", "solution"]
