@@ -1,5 +1,6 @@
 """The losses: what each one is, the formulas of ours, and the table of all. A new loss is added here."""
 
+import functools
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -8,7 +9,7 @@ from typing import Any, Literal, Protocol
 from torch import Tensor
 
 from trl_steady.core.types import MicroBatch
-from trl_steady.functional.masks import binary_divergence
+from trl_steady.functional.masks import binary_divergence, second_moment_mask
 from trl_steady.functional.ratios import gmpo_log_ratio, truncate
 
 
@@ -18,7 +19,7 @@ class ClippedTrainer(Protocol):
     epsilon_low: float
     epsilon_high: float
     args: Any
-    """A config, which has `delta` and `dppo_divergence`."""
+    """A config, which has `delta`, `dppo_divergence` and `m2po_budget`."""
 
 
 @dataclass(frozen=True)
@@ -103,14 +104,16 @@ def _clip_in_ratios(trainer: ClippedTrainer) -> dict[str, float]:
     return {"epsilon_low": -math.expm1(-trainer.epsilon_low), "epsilon_high": math.expm1(high)}
 
 
-def dppo_term(batch: MicroBatch, trainer: ClippedTrainer, is_kept: Tensor | None) -> Tensor:
-    """Return the policy term of DPPO before its masks, (B, T): -min(π/μ, C) · A, with C = `delta`.
+def sampler_ratio_term(
+    batch: MicroBatch, trainer: ClippedTrainer, is_kept: Tensor | None, *, largest: float
+) -> Tensor:
+    """Return the policy term of DPPO and M2PO before their masks, (B, T): -min(π/μ, C) · A, with C = `delta`.
 
-    The value is that of equation 12, and the gradient that of equation 23, which flows at the bound C too. Without
-    `delta`, C is 20, as in verl. The paper has 5 in its large runs (appendix E), and none in its analysis (appendix
-    C), where low bounds do harm (section 5.4).
+    Without `delta`, C is `largest`. The value is that of DPPO's equation 12, and the gradient that of equation 23,
+    which flows at the bound C too.
     """
-    largest = 20.0 if trainer.args.delta is None else trainer.args.delta
+    largest = largest if trainer.args.delta is None else trainer.args.delta
+    largest = min(largest, _FINITE)  # a mask would make NaN of an infinite ratio
     ratio = truncate(batch.logps - batch.behavior_logps, math.log(largest)).exp()
     values = -ratio * batch.advantages.view(len(ratio), -1)
     return values if is_kept is None else values * is_kept
@@ -128,6 +131,16 @@ def dppo_masks(batch: MicroBatch, trainer: ClippedTrainer) -> dict[str, Tensor]:
         "dppo_high": (advantages <= 0) | (moved <= trainer.epsilon_high),
     }
 
+
+def m2po_masks(batch: MicroBatch, trainer: ClippedTrainer) -> dict[str, Tensor]:
+    """Return the tokens that M2PO keeps (arXiv 2510.01161, Algorithm 1), chosen among those of the micro-batch."""
+    log_ratio = (batch.logps - batch.behavior_logps).detach()
+    moves_on = batch.mask & (batch.advantages.view(len(batch.mask), -1) * log_ratio > 0)
+    return {"m2po": second_moment_mask(log_ratio, moves_on, budget=trainer.args.m2po_budget)}
+
+
+_FINITE = math.exp(20)
+_NOTHING_IS_CLIPPED: dict[str, float] = {"epsilon_low": math.inf, "epsilon_high": math.inf}
 
 LOSSES: dict[str, Loss] = {
     # TRL's
@@ -181,10 +194,25 @@ LOSSES: dict[str, Loss] = {
         name="DPPO",
         level="token",
         epsilon=lambda args: {"tv": 0.2, "kl": 0.05}[args.dppo_divergence],  # appendix E; 0.15 for tv in appendix C
-        policy_term=dppo_term,
+        # C as in verl. The paper has 5 in its large runs (appendix E), and none in its analysis (appendix C): low
+        # bounds do harm (section 5.4)
+        policy_term=functools.partial(sampler_ratio_term, largest=20.0),
         token_masks=dppo_masks,
         to_sampler=True,
-        trl_metric_overrides=lambda _: {"epsilon_low": math.inf, "epsilon_high": math.inf},  # nothing is clipped
+        trl_metric_overrides=lambda _: _NOTHING_IS_CLIPPED,
+    ),
+    # M2PO (arXiv 2510.01161): ratios without a clip, and without the tokens that are farthest from the sampler. The
+    # mean over all tokens of the rollout is that of the paper's objective.
+    "m2po": Loss(
+        "dapo",
+        clip=None,
+        advantages="token",
+        name="M2PO",
+        level="token",
+        policy_term=functools.partial(sampler_ratio_term, largest=_FINITE),
+        token_masks=m2po_masks,
+        to_sampler=True,
+        trl_metric_overrides=lambda _: _NOTHING_IS_CLIPPED,
     ),
 }
 """`loss_type` -> what the loss is."""

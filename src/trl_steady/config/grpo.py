@@ -19,7 +19,7 @@ _TOKEN_SCALE_EPSILON = 1e-2  # clip ranges from here on are those of token ratio
 
 @dataclass
 class GRPOConfig(SharedOptions, _TRLConfig):
-    """`trl.GRPOConfig` with four more losses and with the options of all other methods of trl-steady.
+    """`trl.GRPOConfig` with five more losses and with the options of all other methods of trl-steady.
 
     All other options are TRL's and keep TRL's defaults. `trl-steady grpo --help` lists all.
 
@@ -40,16 +40,27 @@ class GRPOConfig(SharedOptions, _TRLConfig):
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*_TRLConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]
     loss_type: str = option(
         _TRLConfig.loss_type,
-        'One of TRL\'s losses, or one of four more. `"gspo"` is GSPO (arXiv 2507.18071, section 4.1): one clipped '
+        'One of TRL\'s losses, or one of five more. `"gspo"` is GSPO (arXiv 2507.18071, section 4.1): one clipped '
         'ratio and one advantage per sequence. `"gspo_token"` is GSPO-token (section 4.3): the same ratio in value, '
         'with advantages per token. `"gmpo"` is GMPO (arXiv 2507.20673): the geometric mean of clipped token ratios. '
         '`"dppo"` is DPPO (arXiv 2602.04879, equation 12): the ratio to the sampler, without tokens whose probability '
-        "has moved too far. It switches off `vllm_importance_sampling_correction`, a second ratio to the sampler.",
+        'has moved too far. `"m2po"` is M2PO (arXiv 2510.01161): the same ratio, without the tokens that are farthest '
+        "from the sampler. Both switch off `vllm_importance_sampling_correction`, a second ratio to the sampler.",
+    )
+    scale_rewards: str = option(
+        _TRLConfig.scale_rewards,
+        'Divisor of the advantages. TRL has `"group"`, `"batch"` and `"none"`. `"mean"` is MaxRL (arXiv 2602.02710): '
+        "the reward less the mean of its group, divided by this mean. Rewards must be 0 or above.",
     )
     dppo_divergence: Literal["tv", "kl"] = option(
         "tv",
         'How `loss_type="dppo"` measures how far a token\'s probability has moved from the sampler (equations 13 and '
         '14). `"tv"`: by the difference. `"kl"`: by the KL, with the sampled token and the rest as two tokens.',
+    )
+    m2po_budget: float = option(
+        0.04,
+        'With `loss_type="m2po"`, the largest mean of squared log-ratios of policy to sampler, over the tokens that '
+        "move on away from the sampler. Those with the largest are left out (section 4.2).",
     )
     sampler_penalty: float = option(
         0.0,
@@ -117,7 +128,7 @@ class GRPOConfig(SharedOptions, _TRLConfig):
             # a script may add some
             "loss_type": Range(LOSSES.__contains__, f"one of {', '.join(map(repr, LOSSES))}", {"enum": [*LOSSES]}),
             "beta_column": Range(lambda value: bool(str.strip(value)), "the name of a column", {"minLength": 1}),
-            **dict.fromkeys(("epsilon", "epsilon_high", "sampler_penalty"), NOT_NEGATIVE),
+            **dict.fromkeys(("epsilon", "epsilon_high", "sampler_penalty", "m2po_budget"), NOT_NEGATIVE),
             "geometric_mask_range": Range(
                 lambda value: len(value) == 2 and 0 <= value[0] <= 1 <= value[1],
                 "(low, high), with low <= 1 <= high",
@@ -138,6 +149,7 @@ class GRPOConfig(SharedOptions, _TRLConfig):
         return super()._without_effect() | {
             "loss_type": self._never_off_sampler if self.loss.to_sampler else on_policy if self.loss.is_ours else None,
             "dppo_divergence": None if self.loss_type == "dppo" else loss_type,
+            "m2po_budget": None if self.loss_type == "m2po" else loss_type,
             "sampler_penalty": self._never_off_sampler,
             "kl_estimator": first_off(self, "beta"),
             "kl_ratio_denominator": first_off(self, "beta", "use_bias_correction_kl"),
@@ -164,6 +176,11 @@ class GRPOConfig(SharedOptions, _TRLConfig):
             yield (
                 "kl_estimator='k1' with use_bias_correction_kl=False only adds noise: its gradient is 0 in "
                 "expectation. Set use_bias_correction_kl=True, or kl_estimator to 'k2' or 'k3'."
+            )
+        if self.scale_rewards == "mean" and self.multi_objective_aggregation != "sum_then_normalize":
+            yield (
+                f"scale_rewards='mean' contradicts multi_objective_aggregation={self.multi_objective_aggregation!r}, "
+                "which divides by deviations. Set multi_objective_aggregation='sum_then_normalize'."
             )
         if self.loss.is_ours and self.importance_sampling_level != self.loss.level:
             yield (

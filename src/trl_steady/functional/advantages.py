@@ -68,6 +68,24 @@ def gae(
     return advantages.where(mask, 0)
 
 
+def over_mean(advantages: Tensor, group_rewards: Tensor) -> Tensor:
+    """Return advantages, rewards less the mean of their group, divided by this mean; 0 where it is 0.
+
+    Source: MaxRL (arXiv 2602.02710). In expectation, the gradient is that of a truncated expansion of the
+    log-likelihood of a right answer, so that hard problems count more.
+
+    Args:
+        advantages: (B,) or (B, T).
+        group_rewards: (B, G) rewards of 0 or above, of all answers to the prompt of each completion. NaN: no reward.
+
+    >>> rewards = torch.tensor([1.0, 0.0, 0.0, 0.0])
+    >>> over_mean(rewards - rewards.mean(), rewards.expand(4, 4)).tolist()
+    [3.0, -1.0, -1.0, -1.0]
+    """
+    mean = group_rewards.nanmean(1).nan_to_num(0).to(advantages.dtype).view(-1, *[1] * (advantages.dim() - 1))
+    return (advantages / mean).where(mean > 0, 0)
+
+
 def process(rewards: Tensor, *, group_size: int, scale: str) -> Tensor:
     """Return DeepSeekMath's process advantages (arXiv 2402.03300, section 4.1.3): sums of normalised rewards.
 

@@ -70,6 +70,32 @@ def binary_divergence(logps: Tensor, sampler_logps: Tensor, *, kind: str) -> Ten
     return divergence * moved.sign()
 
 
+def second_moment_mask(log_ratio: Tensor, is_counted: Tensor, *, budget: float) -> Tensor:
+    """Drop the counted tokens with the largest squared log-ratio, until the mean of the others is at most the budget.
+
+    Source: M2PO (arXiv 2510.01161, Algorithm 1). It counts tokens whose gradient leads on away from the sampler: A > 0
+    and π > μ, or A < 0 and π < μ.
+
+    Args:
+        log_ratio: (B, T) log π - log μ, in nats.
+        is_counted: (B, T) bool. Other tokens are kept, and not in the mean.
+        budget: The largest mean of squared log-ratios, in squared nats.
+
+    Returns:
+        (B, T) bool, True = keep.
+
+    >>> log_ratio = torch.tensor([[0.1, -0.2, 0.5, 3.0]])
+    >>> second_moment_mask(log_ratio, torch.tensor([[True, True, True, False]]), budget=0.04).tolist()
+    [[True, True, False, True]]
+    """
+    # of squares in ascending order, the mean of the first k grows with k; infinity puts the other tokens last
+    squares, order = log_ratio.square().where(is_counted, torch.inf).flatten().sort()
+    numbers = torch.arange(1, len(squares) + 1, device=squares.device)
+    kept = torch.empty_like(order, dtype=torch.bool)
+    kept[order] = squares.cumsum(0) <= budget * numbers
+    return kept.view_as(is_counted) | ~is_counted
+
+
 def off_policy_statistic(logps: Tensor, sampler_logps: Tensor, mask: Tensor) -> Tensor:
     """Return 1/|y_i| sum_t log(μ / π): positive if the sequence is now less likely than when it was sampled.
 

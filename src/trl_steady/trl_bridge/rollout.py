@@ -38,6 +38,13 @@ def without_old_log_probs(trainer: Trainer) -> Iterator[None]:
         yield
 
 
+@contextmanager
+def without_scale(trainer: Trainer) -> Iterator[None]:
+    """Let TRL's rollout subtract the mean of a group, and divide by nothing."""
+    with patched(trainer, {"scale_rewards": "none"}):  # TRL raises for other values than its own
+        yield
+
+
 def _zero_log_probs(_: object, input_ids: Tensor, __: object, width: int, *___: object, **____: object) -> LogProbs:
     return torch.zeros(len(input_ids), width, device=input_ids.device), None, None
 

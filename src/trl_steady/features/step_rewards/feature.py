@@ -173,7 +173,8 @@ class StepRewardsFeature(Feature):
         group_size = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
         cover = formula == "return_to_go"
         table = tabulate(completions, self._returned.rewards, trainer.reward_weights, cover=cover)
-        step_advantages = _FORMULAS[formula](table.rewards, group_size=group_size, scale=trainer.scale_rewards)
+        scale = {"mean": "none"}.get(trainer.scale_rewards, trainer.scale_rewards)  # `MeanScale` divides
+        step_advantages = _FORMULAS[formula](table.rewards, group_size=group_size, scale=scale)
         own = self._own_rows(len(mask))
         per_token = advantages.per_token(step_advantages[own], table.ends[own], mask.size(1)) * mask
         log_advantages(trainer, per_token, mask)
