@@ -14,6 +14,7 @@ from trl_steady.config.options import NOT_NEGATIVE, NUMBER, Range, first_off, op
 from trl_steady.config.shared import SharedOptions
 from trl_steady.losses import LOSSES, Loss
 
+_SCALES = ("group", "batch", "none", "mean")
 _TOKEN_SCALE_EPSILON = 1e-2  # clip ranges from here on are those of token ratios
 
 
@@ -127,6 +128,9 @@ class GRPOConfig(SharedOptions, _TRLConfig):
             **dict.fromkeys(("off_policy_mask_threshold", "delta"), NUMBER),  # TRL's
             # a script may add some
             "loss_type": Range(LOSSES.__contains__, f"one of {', '.join(map(repr, LOSSES))}", {"enum": [*LOSSES]}),
+            "scale_rewards": Range(
+                (*_SCALES, True, False).__contains__, f"one of {', '.join(map(repr, _SCALES))}", {"enum": [*_SCALES, True, False]}
+            ),
             "beta_column": Range(lambda value: bool(str.strip(value)), "the name of a column", {"minLength": 1}),
             **dict.fromkeys(("epsilon", "epsilon_high", "sampler_penalty", "m2po_budget"), NOT_NEGATIVE),
             "geometric_mask_range": Range(
