@@ -75,6 +75,10 @@ CONTRADICTIONS: list[Wrong] = [
     ({"adapter_dtype": "float32", "use_transformers_continuous_batching": True}, "adapter_dtype='float32' does not"),
     ({"keep_sampling_mask": True, "use_transformers_continuous_batching": True}, "keep_sampling_mask=True does not"),
     ({"importance_sampling_level": "token"}, r"='token' contradicts loss_type='gspo'.*Leave importance_s"),
+    (
+        {"scale_rewards": "mean", "multi_objective_aggregation": "normalize_then_sum"},
+        r"scale_rewards='mean' contradicts multi_objective_aggregation='normalize_then_sum'",
+    ),
     ({"token_budget": 512, "trim_padding": False}, r"token_budget=512 does not work with trim_padding=False"),
     ({"share_prompts": True, "trim_padding": False}, r"share_prompts=True does not work with trim_padding"),
     ({"token_budget": 512, "loss_type": "bnpo"}, r"token_budget=512 does not work with loss_type='bnpo'"),

@@ -66,6 +66,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "process": {"loss_type": "gspo_token", "build": {"reward_funcs": by_steps}},
         "return_to_go": {"step_advantage": "return_to_go", "build": {"reward_funcs": by_steps}},
     },
+    "mean_scale": {"MaxRL": {"scale_rewards": "mean"}},
     "own_advantages": {"advantages": {"then": shorten}},
     "reference": {
         "full": MOVING,

@@ -97,7 +97,7 @@ CRITIC: dict[str, dict[str, Any]] = {
     "step": {"nonfinite_steps.NonfiniteSteps.admits": 4},
 }
 
-_WITH_TERMS = ("gspo", "gspo_token", "gmpo", "dppo", "kl", "penalty", "beta_column", "masks")
+_WITH_TERMS = ("gspo", "gspo_token", "gmpo", "dppo", "m2po", "kl", "penalty", "beta_column", "masks")
 
 ROWS: dict[str, dict[str, dict[str, Any]]] = {
     **{f"policy_loss/{case}": QUANTILES for case in _WITH_TERMS},
@@ -110,6 +110,7 @@ ROWS: dict[str, dict[str, dict[str, Any]]] = {
     "dynamic_sampling/dynamic_sampling": {"rollout": ROUNDS},
     "step_rewards/process": {"rollout": STEPS_IN_GRPO, **QUANTILES},
     "step_rewards/return_to_go": {"rollout": STEPS_IN_GRPO},
+    "mean_scale/MaxRL": {"rollout": {"mean_scale.MeanScale.on_rewards": 1, "rollout.log_advantages": 1}},
     "own_advantages/advantages": {
         "rollout": {"own_advantages.OwnAdvantages._checked": 1, "rollout.log_advantages": 1}
     },
@@ -136,6 +137,7 @@ ROWS: dict[str, dict[str, dict[str, Any]]] = {
     "further/a sampler with gspo_token": SAMPLED,
     "further/a sampler with gmpo": SAMPLED,
     "further/a sampler with dppo": SAMPLED,
+    "further/a sampler with m2po": SAMPLED,
     "further/R3 with shared prompts": {
         "rollout": {**R3, **SHARED_PROMPTS, "routes.share_prefix_routes": 1},
     },
@@ -152,7 +154,7 @@ SAMPLER: dict[str, Any] = {
 FURTHER: dict[str, dict[str, Any]] = {
     "a KL with dr_grpo": {"loss_type": "dr_grpo", "kl_estimator": "k2"},
     "a KL with luspo": {"loss_type": "luspo", "kl_estimator": "k2"},
-    **{f"a sampler with {name}": {**SAMPLER, "loss_type": name} for name in ("gspo_token", "gmpo", "dppo")},
+    **{f"a sampler with {name}": {**SAMPLER, "loss_type": name} for name in ("gspo_token", "gmpo", "dppo", "m2po")},
     "R3 with shared prompts": {**MIXTURE, "router_replay": "R3", "share_prompts": True},
     "kept sets with LoRA": {"keep_sampling_mask": True, "top_p": 0.8, "lora": True},
 }

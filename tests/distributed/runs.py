@@ -114,7 +114,8 @@ CONFORMANCE: dict[str, dict[str, Any]] = {
     f"{feature}, {case}": {"shows": [], **options}
     for feature in ("policy_loss", "padding_free", "zero_advantage", "skip_old_logps", "step_rewards")
     for case, options in CASES[feature].items()
-    if case not in ("bnpo", "RLOO", *FIXED)  # BNPO divides by the tokens of a micro-batch
+    # BNPO divides by the tokens of a micro-batch, and M2PO chooses among them
+    if case not in ("bnpo", "m2po", "RLOO", *FIXED)
 }
 """The rows of the conformance suite that are not among the runs above."""
 

@@ -15,7 +15,7 @@ from tests.tools import tiny
 from tests.tools.batches import Batch, Evaluate, Outcome, random_batch
 from trl_steady.core.types import MicroBatch
 from trl_steady.functional.masks import binary_divergence
-from trl_steady.losses import dppo_masks, dppo_term
+from trl_steady.losses import LOSSES, dppo_masks
 
 RANGE = {"epsilon": 0.05, "epsilon_high": 0.06}  # probabilities: drops some of the random batch
 
@@ -94,7 +94,9 @@ def test_below_the_bound_the_gradient_is_that_of_the_value() -> None:
         micro_batch = MicroBatch(batch.mask, logps, logps, None, batch.advantages, batch.old_logps)
         low, high = dppo_masks(micro_batch, trainer).values()
         assert not low.all() and not high.all()
-        return dppo_term(micro_batch, trainer, None) * low * high
+        term = LOSSES["dppo"].policy_term
+        assert term is not None
+        return term(micro_batch, trainer, None) * low * high
 
     assert torch.autograd.gradcheck(loss, batch.logps.clone().requires_grad_())
 

@@ -78,7 +78,7 @@ RELEASES = {
     "an input of the loss, renamed": Release(
         [(GRPO, '"old_per_token_logps"', '"rollout_logps"')],
         {"loss_type": "gspo"},
-        "loss_type=dppo/gmpo/gspo/gspo_token",
+        "loss_type=dppo/gmpo/gspo/gspo_token/m2po",
     ),
     "RLOO's old_logps, renamed": Release(
         [renamed("old_logps", "trainer/rloo_trainer.py")],
@@ -183,7 +183,7 @@ def test_a_parameter_with_a_default_is_no_difference(
         ("__init__", "reward_func_names", "GRPOTrainer"),
         ("__init__", "vllm_generation", "GRPOTrainer+use_vllm"),
         ("__init__", "environment_factories", "GRPOTrainer+environment_factory"),
-        ("_compute_loss", "get_high_entropy_mask", "GRPOTrainer+loss_type=dppo/gmpo"),
+        ("_compute_loss", "get_high_entropy_mask", "GRPOTrainer+loss_type=dppo/gmpo/m2po"),
     ],
 )
 def test_an_attribute_that_features_read_is_missed(

@@ -129,7 +129,9 @@ class GRPOConfig(SharedOptions, _TRLConfig):
             # a script may add some
             "loss_type": Range(LOSSES.__contains__, f"one of {', '.join(map(repr, LOSSES))}", {"enum": [*LOSSES]}),
             "scale_rewards": Range(
-                (*_SCALES, True, False).__contains__, f"one of {', '.join(map(repr, _SCALES))}", {"enum": [*_SCALES, True, False]}
+                (*_SCALES, True, False).__contains__,
+                f"one of {', '.join(map(repr, _SCALES))}",
+                {"enum": [*_SCALES, True, False]},
             ),
             "beta_column": Range(lambda value: bool(str.strip(value)), "the name of a column", {"minLength": 1}),
             **dict.fromkeys(("epsilon", "epsilon_high", "sampler_penalty", "m2po_budget"), NOT_NEGATIVE),
