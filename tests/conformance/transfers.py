@@ -110,7 +110,7 @@ ROWS: dict[str, dict[str, dict[str, Any]]] = {
     "dynamic_sampling/dynamic_sampling": {"rollout": ROUNDS},
     "step_rewards/process": {"rollout": STEPS_IN_GRPO, **QUANTILES},
     "step_rewards/return_to_go": {"rollout": STEPS_IN_GRPO},
-    "mean_scale/MaxRL": {"rollout": {"mean_scale.MeanScale.on_rewards": 1, "rollout.log_advantages": 1}},
+    "mean_scale/MaxRL": {"rollout": {"mean_scale.MeanScale.on_rewards": 2, "rollout.log_advantages": 1}},
     "own_advantages/advantages": {
         "rollout": {"own_advantages.OwnAdvantages._checked": 1, "rollout.log_advantages": 1}
     },
