@@ -14,6 +14,7 @@ import matplotlib.pyplot as plt
 import numpy as np
 import torch
 from tqdm import tqdm
+from transformers import GenerationConfig
 
 from common.run import Results
 from trl_steady.report.compare import interval
@@ -21,7 +22,6 @@ from trl_steady.report.compare import interval
 KS = (1, 2, 4, 8, 16, 32, 64)
 Reader = Callable[[str], Hashable | None]  # takes a completion, returns its answer, or None if it has none
 METRICS = ("pass@k", "maj@k")
-SAMPLING = ("temperature", "top_k", "top_p")
 STYLES = {"pass@k": "--", "maj@k": "-"}
 
 
@@ -98,6 +98,7 @@ def completions(
     temperature: float = 1.0,
     max_new_tokens: int = 512,
     batch: int = 64,
+    chat_template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[list[str]]:
     """Return (prompts, samples) completions without special tokens, and show the progress.
 
@@ -109,20 +110,26 @@ def completions(
         temperature: The temperature of samples.
         max_new_tokens: The length of a completion.
         batch: Completions at once.
+        chat_template_kwargs: Those of the training's config.
     """
-    chat = {"tokenize": False, "add_generation_prompt": True}
+    chat = {"tokenize": False, "add_generation_prompt": True, **(chat_template_kwargs or {})}
     texts = [text if isinstance(text, str) else tokenizer.apply_chat_template(text, **chat) for text in prompts]
     asked = [text for text in texts for _ in range(max(samples, 1))]
-    how = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if samples else dict.fromkeys(SAMPLING)
-    how |= {"do_sample": bool(samples), "repetition_penalty": 1.0, "max_new_tokens": max_new_tokens}
+    how = {"temperature": temperature, "top_k": 0, "top_p": 1.0} if samples else {}
+    how |= {"do_sample": bool(samples), "max_new_tokens": max_new_tokens}
     special = isinstance(prompts[0], str)  # chat templates write them
     options = {"padding": True, "padding_side": "left", "add_special_tokens": special, "return_tensors": "pt"}
     was_training, found = model.training, []
     model.eval()
+    # transformers takes all that a call does not set from the model
+    settings = vars(model.generation_config)
+    own = dict(settings)
+    settings.update(vars(GenerationConfig(eos_token_id=own["eos_token_id"])))
     for start in tqdm(range(0, len(asked), batch), unit="batch"):
         inputs = tokenizer(asked[start : start + batch], **options).to(model.device)
         out = model.generate(**inputs, **how, pad_token_id=tokenizer.pad_token_id)
         found += tokenizer.batch_decode(out[:, inputs["input_ids"].size(1) :], skip_special_tokens=True)
+    settings.update(own)
     model.train(was_training)
     return np.array(found, dtype=object).reshape(len(prompts), -1).tolist()
 

@@ -6,6 +6,7 @@ train.parquet and test.parquet. This evaluates a hub model, a checkpoint or an a
 python recipes/common/gsm8k.py --model_name Qwen/Qwen2.5-0.5B-Instruct
 """
 
+import json
 import os
 import re
 import sys
@@ -116,6 +117,7 @@ class Arguments:
     temperature: float = field(default=1.0, metadata={"help": "Temperature of the samples."})
     max_completion_length: int = field(default=512, metadata={"help": "Tokens of an answer."})
     batch: int = field(default=64, metadata={"help": "Answers at once."})
+    chat_template_kwargs: str = field(default="{}", metadata={"help": "JSON: those of the training's config."})
     seed: int = field(default=0, metadata={"help": "Seed of the samples."})
     output_dir: str = field(default="outputs/gsm8k", metadata={"help": "For evaluation.json and evaluation.png."})
 
@@ -141,6 +143,7 @@ def main(args: Arguments) -> dict[str, run.Results]:
         temperature=args.temperature,
         max_new_tokens=args.max_completion_length,
         batch=args.batch,
+        chat_template_kwargs=json.loads(args.chat_template_kwargs),
     )
     evaluate.write(Path(args.output_dir), found, **asdict(args))
     return found

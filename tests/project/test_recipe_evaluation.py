@@ -72,16 +72,20 @@ def test_scores_are_means_with_intervals_over_problems(recipes: Any) -> None:
     assert two["high"] == pytest.approx(0.75 + 1.96 * 0.025, abs=5e-3)
 
 
-def test_batches_and_the_models_settings_change_no_greedy_answer(recipes: Any, models: dict[str, Path]) -> None:
+def test_batches_and_the_models_settings_change_no_answer(recipes: Any, models: dict[str, Path]) -> None:
     model = transformers.AutoModelForCausalLM.from_pretrained(models["dense"]).train()
     prompts = ["ab", "abcdefgh", "12+3=", "a"]
     alone = [recipes.evaluate.completions(model, tiny.tokenizer(), [text], max_new_tokens=12)[0] for text in prompts]
     assert len({text for (text,) in alone}) == len(prompts)
-    model.generation_config.update(repetition_penalty=1.9, do_sample=True, top_k=3, temperature=0.5)
+    settings = {"repetition_penalty": 1.9, "do_sample": True, "top_k": 3, "temperature": 0.5, "min_p": 1.0}
+    settings |= {"num_beams": 2, "no_repeat_ngram_size": 1, "min_new_tokens": 12}
+    model.generation_config.update(**settings)
     for batch in (1, 3, 4):
         together = recipes.evaluate.completions(model, tiny.tokenizer(), prompts, max_new_tokens=12, batch=batch)
         assert together == alone
-    assert model.training
+    (sampled,) = recipes.evaluate.completions(model, tiny.tokenizer(), prompts[:1], samples=8, max_new_tokens=12)
+    assert len({*sampled}) > 1  # min_p would leave one
+    assert model.training and model.generation_config.to_dict().items() >= settings.items()
 
 
 def test_gsm8k_is_evaluated_into_a_table_a_picture_and_json(
