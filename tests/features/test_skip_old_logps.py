@@ -139,6 +139,7 @@ def test_gradients_and_metrics_are_those_with_the_pass(
 OTHERS: dict[str, dict[str, Any]] = {
     "masks": {"geometric_mask_range": (0.95, 1.05), "token_veto_threshold": 0.75, "off_policy_mask_threshold": 0.05},
     "KL": {"beta": 0.1, "kl_ratio_denominator": "sampler", "kl_estimator": "k2", "loss_type": "gspo"},
+    "penalty": {"sampler_penalty": 0.1},
     "entropy": {"top_entropy_quantile": 0.5, "entropy_coef": 0.01, "loss_type": "gmpo"},
     "two rollouts for each update": {"gradient_accumulation_steps": 4},
     "used twice in an update": {"gradient_accumulation_steps": 4, "num_iterations": 2},
@@ -204,11 +205,14 @@ def test_the_pass_is_skipped_where_nothing_needs_it(built: Built, options: dict[
 
 def test_a_rollout_has_one_pass_less(built: Built) -> None:
     counts = []
-    for skip in (None, False):
-        trainer = built(skip_old_pass=skip)
+    for options in ({}, {"skip_old_pass": False}, {"loss_type": "dppo"}):
+        trainer = built(**options)
         counts.append(counted(trainer))
         trainer.train()
-    without, expected = counts
+    without, expected, dppo = counts
+    assert dppo == without  # its ratio is to the engine, so that TRL needs none either
+    history = tiny.history(trainer)[:-1]
+    assert all(row["mismatch/kl"] > 0 and row["ratio/sequence_max"] == 1 for row in history)
     # three rollouts of two micro-batches, which TRL scores in batches of the same size
     assert expected["old passes"] == expected["passes"] == without["passes"] == 6
     assert without["old passes"] == without["old tokens"] == 0
