@@ -21,7 +21,7 @@ JOBS ?= 2
 PYTHONS := 3.11 3.12 3.13
 
 .PHONY: demo demo-gspo demo-process demo-v32 demo-moe demo-sampling-mask demo-ppo demo-loop demo-deepseekmath
-.PHONY: demo-own-data demo-async
+.PHONY: demo-own-data demo-async eval
 .PHONY: test test-quick test-portable test-versions test-lowest test-next test-slow test-distributed test-sharded test-triton
 .PHONY: test-vllm test-gpu test-installs check check-workflows dist docs bench format lock upgrade schema clean
 
@@ -52,6 +52,10 @@ demo-deepseekmath: $(VENV)/.recipes
 demo-own-data: $(VENV)/.recipes
 	$(TRAIN) recipes/common/smollm2.py outputs/smollm2-135m
 	$(TRAIN) -m trl_steady grpo --config recipes/your_own_data/smollm2-135m.yaml
+
+# `make eval MODEL=Qwen/Qwen2.5-0.5B-Instruct`: a model, checkpoint or adapter on GSM8K's test questions
+eval: $(VENV)/.recipes
+	$(TRAIN) recipes/common/gsm8k.py --model_name $(or $(MODEL),$(error name a MODEL)) $(ARGS)
 
 # a vLLM server on one core, the trainer on another
 demo-async: $(VENV)/.recipes $(VLLM)/.test

@@ -16,6 +16,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from datasets import Dataset, load_dataset
 from transformers import AutoModelForCausalLM, AutoTokenizer, HfArgumentParser, set_seed
@@ -23,8 +24,9 @@ from trl.rewards import accuracy_reward
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
-from common import evaluate, run, smollm2
+from common import evaluate, report, run, small_model, smollm2
 from trl_steady import GRPOConfig, GRPOTrainer
+from trl_steady.report.compare import interval
 
 # follows each question; the models of the configs know this instruction (DeepSeekMath's model card has it)
 INSTRUCTION = "Please reason step by step, and put your final answer within \\boxed{}."
@@ -65,6 +67,9 @@ def lenient(text: str) -> Fraction | None:
     return (numbers(text) or [None])[-1]
 
 
+SCORES = {"strict": strict, "lenient": lenient}
+
+
 def example(row: dict[str, str]) -> dict[str, Any]:
     """Return the prompt as messages, and the number at the end of the answer."""
     message = {"role": "user", "content": f"{row['question']}\n{INSTRUCTION}"}
@@ -81,9 +86,9 @@ def questions(split: str) -> Dataset:
 def train(
     recipe: Any, args: GRPOConfig, callbacks: run.Callbacks, *, reward: Any = None
 ) -> tuple[GRPOTrainer, run.Results]:
-    """Train. TRL evaluates on `held_out` test questions, as often as the config says.
+    """Train. `reward` replaces math-verify's reward.
 
-    `reward` replaces math-verify's reward.
+    One process answers `held_out` test questions greedily before and after, as `main` does. Several do not.
     """
     started = time.monotonic()
     accuracy_reward([], [])  # if math-verify is missing, fail before the weights are loaded
@@ -95,14 +100,49 @@ def train(
         args,
         problems,
         test,
-        quantization_config=smollm2.nf4() if recipe.quantised else None,
+        quantization_config=smollm2.nf4(double=args.use_vllm) if recipe.quantised else None,
         peft_config=recipe.adapter,
     )
+    is_alone = trainer.accelerator.num_processes == 1
+    before = right_answers(trainer, test) if is_alone else {}
+    training = time.monotonic()
     run.train(trainer, callbacks(trainer))
-    return trainer, {
-        "problems": {"training": len(problems), "held out": len(test)},
-        "seconds": {"in all": round(time.monotonic() - started)},
-    }
+    trained = time.monotonic()
+    after = right_answers(trainer, test) if is_alone else {}
+    found: run.Results = {"problems": {"training": len(problems), "held out": len(test)}}
+    if is_alone:
+        rows = {name: report.difference(before[name], after[name]) for name in SCORES}
+        print(f"\n{report.table(rows)}\n", flush=True)
+        found["accuracy"] = {name: row._asdict() for name, row in rows.items()}
+        both = {name: {"before": before[name], "after": after[name]} for name in SCORES}
+        found["95 % intervals"] = {
+            name: {when: interval(r[:, 0]) for when, r in own.items()} for name, own in both.items()
+        }
+        found["right answers to each held-out problem"] = {
+            name: {when: small_model.counts(right) for when, right in own.items()} for name, own in both.items()
+        }
+    seconds = {"training": trained - training, "in all": time.monotonic() - started}
+    return trainer, {**found, "seconds": {name: round(each) for name, each in seconds.items()}}
+
+
+def right_answers(trainer: GRPOTrainer, rows: Dataset) -> dict[str, np.ndarray]:
+    """Return (questions, 1) of 0 and 1 for each score. The policy answers greedily."""
+    args = trainer.args
+    with trainer.accelerator.autocast():  # which the trained model does by itself
+        answers = evaluate.completions(
+            trainer.model,
+            trainer.processing_class,
+            rows["prompt"],
+            max_new_tokens=args.max_completion_length,
+            batch=args.per_device_eval_batch_size,
+        )
+    truths = [lenient(solution) for solution in rows["solution"]]
+    found = {}
+    for name, read in SCORES.items():
+        right = [[read(text) == truth for text in own] for own, truth in zip(answers, truths, strict=True)]
+        found[name] = np.array(right, dtype=float)
+        print(f"           held out, greedy, {name}: {found[name].mean():.1%} right", flush=True)
+    return found
 
 
 @dataclass
@@ -138,7 +178,7 @@ def main(args: Arguments) -> dict[str, run.Results]:
         tokenizer,
         rows["prompt"],
         [lenient(solution) for solution in rows["solution"]],
-        {"strict": strict, "lenient": lenient},
+        SCORES,
         samples=args.samples,
         temperature=args.temperature,
         max_new_tokens=args.max_completion_length,

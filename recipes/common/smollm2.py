@@ -19,11 +19,15 @@ from transformers import (
 )
 
 
-def nf4() -> BitsAndBytesConfig:
-    """Return NF4 with bf16 compute, or with float32 on a CPU without AVX-512, where bf16 is slow."""
+def nf4(*, double: bool = False) -> BitsAndBytesConfig:
+    """Return NF4 with bf16 compute, or with float32 on a CPU without AVX-512, where bf16 is slow.
+
+    `double` quantises the scales too, as vLLM does.
+    """
     is_slow = not torch.cuda.is_available() and torch.backends.cpu.get_cpu_capability() in ("DEFAULT", "AVX2")
     dtype = torch.float32 if is_slow else torch.bfloat16
-    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_quant_type="nf4", bnb_4bit_compute_dtype=dtype)
+    kind = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": double}
+    return BitsAndBytesConfig(load_in_4bit=True, bnb_4bit_compute_dtype=dtype, **kind)
 
 
 def gguf() -> Path:

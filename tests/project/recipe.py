@@ -22,6 +22,7 @@ YAMLS = {
     for path in sorted(FOLDER.glob("**/*.yaml"))
     if path.parent.name not in ("accelerate", "stress") and path.stem != "plan"  # these have tests of their own
 }
+SCRIPTS = {"gsm8k": "iterative_grpo"}  # of a folder that has none
 WITHOUT_SCRIPT = [name for name, path in YAMLS.items() if "reward_funcs" in yaml.safe_load(path.read_text())]
 GSM8K = [
     {"question": f"What is 1,000 + {i}?", "answer": f"One thousand and {i}.\n#### {1000 + i:,}"} for i in range(8)
@@ -42,13 +43,19 @@ FROM_HUB: dict[str, Any] = {
 }
 
 
+def script(recipes: Any, name: str) -> Any:
+    """Return the module of the script that runs a recipe."""
+    folder = name.split("/")[0]
+    return getattr(recipes, SCRIPTS.get(folder, folder))
+
+
 def dataclasses(recipes: Any, name: str) -> tuple[Any, ...]:
     """Return the dataclasses of the script that reads the recipe, ours or TRL's."""
     if name in WITHOUT_SCRIPT:
         return launched.GRPOScriptArguments, trl_steady.GRPOConfig, trl.ModelConfig, trl.DatasetMixtureConfig
     is_ppo = name.startswith("ppo/") and not name.endswith("-grpo")
     config = trl_steady.PPOConfig if is_ppo else trl_steady.GRPOConfig
-    return getattr(recipes, name.split("/")[0]).RecipeArguments, config
+    return script(recipes, name).RecipeArguments, config
 
 
 def parse(recipes: Any, name: str, kinds: tuple[Any, ...] | None = None, **options: Any) -> tuple[Any, ...]:
@@ -62,7 +69,7 @@ def parse(recipes: Any, name: str, kinds: tuple[Any, ...] | None = None, **optio
 def run(recipes: Any, name: str, output: Path, **options: Any) -> Any:
     """Run the script of a recipe on few problems, and return its results."""
     few = {"per_device_train_batch_size": 8, "held_out": 10, "samples": 2, "output_dir": output, **options}
-    return getattr(recipes, name.split("/")[0]).main(*parse(recipes, name, **few))
+    return script(recipes, name).main(*parse(recipes, name, **few))
 
 
 def moved(adapter: Path, model: Path) -> bool:

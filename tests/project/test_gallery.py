@@ -40,8 +40,9 @@ SMOKE = {
 
 @pytest.mark.parametrize("name", YAMLS)
 def test_a_recipe_parses_without_a_warning(recipes: Any, name: str, recwarn: pytest.WarningsRecorder) -> None:
-    parse(recipes, name)
+    found = parse(recipes, name)
     assert [str(w.message) for w in recwarn if w.category is UserWarning] == []
+    assert not any(getattr(each, "lora_dropout", 0) for each in found)  # TRL's default is 0.05
 
 
 def test_accelerate_reads_the_configurations_as_they_are_meant() -> None:

@@ -9,11 +9,14 @@ from typing import Any
 
 import datasets
 import pytest
+import torch
+from bitsandbytes.nn import Linear4bit
 
 from tests.cli.tools import Launched
 from tests.project import recipe
 from tests.project.recipe import moved
 from trl_steady.cli import main as cli
+from trl_steady.trainers.base import SteadyTrainer
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "recipes/your_own_data"
@@ -69,3 +72,44 @@ def test_the_one_command_trains_a_tiny_model(
     assert "<svg" in (tmp_path / "out/report.html").read_text()
     assert len(asked) == 64 and set(asked) <= {row["answer"] for row in ROWS} and len(set(asked)) == 8
     assert moved(tmp_path / "out", tmp_path / "model")
+
+
+@pytest.mark.parametrize("dry", [True, False])
+def test_qlora_with_a_moving_reference_needs_no_script(
+    rewards: Any,
+    wide: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    dry: bool,
+) -> None:
+    """The command of docs/launcher.md, on a model of two layers."""
+    pytest.importorskip("matplotlib", reason="needs the recipes extra")
+    built: list[Any] = []
+    monkeypatch.setattr(SteadyTrainer, "when_built", [built.append])
+    monkeypatch.setattr(
+        rewards, "is_right", lambda completions, **_: [float(len(c[0]["content"]) % 2) for c in completions]
+    )
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+    page = (ROOT / "docs/launcher.md").read_text()
+    (lines,) = re.findall(r"^trl-steady (grpo .*--load_in_4bit true.* \\\n.*)$", page, re.M)
+    command = shlex.split(lines.replace("\\\n", ""))
+    model, output = recipe.chatty(wide, tmp_path / "model"), tmp_path / "out"
+    command += ["--model_name_or_path", str(model), "--output_dir", str(output), "--use_cpu", "true"]
+    launched = Launched(monkeypatch)
+    assert cli.main([*command, *["--dry-run"] * dry]) == 0
+    assert cli.main(launched.args.training_script_args) == 0
+    (trainer,) = built
+    layers = [module for module in trainer.model.modules() if isinstance(module, Linear4bit)]
+    assert len(layers) == 14 and {layer.weight.quant_state.quant_type for layer in layers} == {"nf4"}
+    assert {layer.compute_dtype for layer in layers} == {torch.float32}  # the file's dtype
+    trained = [each for each in trainer.model.parameters() if each.requires_grad]
+    assert len(trained) == 28 and {each.dtype for each in trained} == {torch.float32}
+    assert (" + reference " in (printed := capsys.readouterr().out)) == dry
+    if dry:
+        assert not output.exists()
+        return
+    kl = {row["step"]: row["kl"] for row in trainer.state.log_history if "kl" in row}
+    assert kl[1] == kl[5] == 0 and min(kl[step] for step in (2, 3, 4, 6, 7, 8)) > 0
+    assert [refresh.step for refresh in trainer.reference_refreshes] == [4] and printed.count("\nstep ") == 8
+    assert moved(output, model)

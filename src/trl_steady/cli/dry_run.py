@@ -163,7 +163,8 @@ def memory(trainer: SteadyTrainer) -> dict[str, float]:
     The micro-batch has the longest completions, without their prompts.
     """
     args: SharedOptions = trainer.args
-    parts, trained, is_quantised, seen = Counter[str](), 0, False, set[torch.nn.Parameter]()
+    parts, trained, seen = Counter[str](), 0, set[torch.nn.Parameter]()
+    is_quantised, is_wide = False, False
     critic = getattr(trainer, "critic", None)
     models = [("weights", trainer.model), ("reference", trainer.ref_model)]
     models += [("critic", getattr(critic, name, None)) for name in ("backbone", "head")]
@@ -179,11 +180,13 @@ def memory(trainer: SteadyTrainer) -> dict[str, float]:
                 parts[adapter] += size
                 is_trained = adapter == "critic" or (each.requires_grad and adapter in ("weights", "adapter"))
                 trained += size * is_trained  # the adapter of a critic needs gradients in its own pass only
+                is_wide |= adapter == "adapter" and each.element_size() > 2
             seen.add(each)
             is_quantised |= blocks is not None
     parts |= {"gradients": trained, "optimizer, if AdamW": ADAM * trained}
     if sizes := _sizes(trainer.model):
-        mode = ("QLoRA" if is_quantised else "LoRA") if adapters else "full"
+        # float32 adapters take as much on a quantised base
+        mode = ("QLoRA" if is_quantised and not is_wide else "LoRA") if adapters else "full"
         tokens = args.per_device_train_batch_size * (args.max_completion_length or 0)
         setting = {"checkpointing": args.gradient_checkpointing, "on_cpu": args.device.type == "cpu"}
         kept, *moments = passes(sizes, mode, tokens, **setting).values()

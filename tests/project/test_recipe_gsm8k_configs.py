@@ -1,0 +1,122 @@
+"""recipes/gsm8k: its figures are those of the arithmetic, and each config and arm trains a tiny model."""
+
+import math
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+
+from tests.project import recipe
+from tests.tools.cases import cases
+from trl_steady.cli.dry_run import memory
+
+FOLDER = recipe.FOLDER / "gsm8k"
+SIZES = {  # of the models' own configs, and their parameters
+    "Qwen/Qwen2.5-0.5B-Instruct": ((896, 24, 14, 2, 4864, 151_936, True), 494_032_768),
+    "Qwen/Qwen2.5-7B-Instruct": ((3584, 28, 28, 4, 18_944, 152_064, False), 7_615_616_512),
+}
+NAMES = (
+    *("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads"),
+    *("intermediate_size", "vocab_size", "tie_word_embeddings"),
+)
+CONFIGS = [f"gsm8k/{path.stem}" for path in sorted(FOLDER.glob("*.yaml"))]
+ROWS = [(name, {}) for name in CONFIGS] + [("gsm8k/qwen2.5-7b-80gb", {"quantised": True})]
+
+
+def build(options: Any, args: Any) -> Any:
+    """Return the trainer's model without its weights, and its number of parameters."""
+    sizes, parameters = SIZES[options.model_name]
+    with torch.device("meta"):
+        config = transformers.Qwen2Config(**dict(zip(NAMES, sizes, strict=True)))
+        bare = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        assert bare.num_parameters() == parameters
+        model = peft.get_peft_model(bare, options.adapter)
+        model.add_adapter("ref", options.adapter)
+        bases = [module.base_layer for module in model.modules() if hasattr(module, "base_layer")]
+        for base in bases if options.quantised else ():
+            size, scales = base.weight.numel(), torch.uint8 if args.use_vllm else torch.float32
+            base.weight = torch.nn.Parameter(torch.empty(size // 2, dtype=torch.uint8), requires_grad=False)
+            base.weight.quant_state = SimpleNamespace(absmax=torch.empty(size // 64, dtype=scales))
+    return model, parameters
+
+
+def hours(options: Any, args: Any, parameters: int) -> float:
+    """Return the time of a run with the rates that the README states."""
+    large, steps = "24gb" not in args.output_dir, args.max_steps
+    answers = steps * args.per_device_train_batch_size * args.gradient_accumulation_steps
+    passes = answers * 400 * parameters * 10 / (400e12 if large else 60e12)
+    token = 0.1 if options.quantised else 0.05
+    rollouts = steps * args.gradient_accumulation_steps / args.steps_per_generation
+    writing = rollouts * args.max_completion_length * token
+    if args.use_vllm:
+        writing = answers * 300 / (8000 if large else 2000)
+    batches = 2 * math.ceil(options.held_out / args.per_device_eval_batch_size)
+    return (passes + writing + batches * args.max_completion_length * token) / 3600
+
+
+@pytest.mark.parametrize(("name", "more"), ROWS, ids=str)
+def test_memory_and_time_are_those_of_the_arithmetic(recipes: Any, name: str, more: dict[str, Any]) -> None:
+    options, args = recipe.parse(recipes, name, **more)
+    model, parameters = build(options, args)
+    fields = ("per_device_train_batch_size", "max_completion_length", "gradient_checkpointing")
+    on_gpu = SimpleNamespace(**{field: getattr(args, field) for field in fields}, device=torch.device("cuda"))
+    trainer: Any = SimpleNamespace(model=model, ref_model=None, reward_funcs=[], args=on_gpu)
+    gigabytes = f"{sum(memory(trainer).values()) / 1e9:.3g} GB"
+    time = hours(options, args, parameters)
+    cells = f"| {gigabytes} | {f'{60 * time:.0f} min' if time < 1 else f'{time:.1f} h'} |"
+    start = f"[{name.removeprefix('gsm8k/')}]" if not more else "the same, `--quantised"
+    rows = [line for line in (FOLDER / "README.md").read_text().splitlines() if line.startswith(f"| {start}")]
+    assert len(rows) == 1 and cells in rows[0], cells
+    if not more:
+        assert f"; {gigabytes}" in recipe.YAMLS[name].read_text()
+
+
+ARMS = {"moves": {}, "stays": {"sync_ref_model": False}, "no KL": {"sync_ref_model": False, "beta": 0}}
+
+
+@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.filterwarnings("ignore:kl_ratio_denominator:UserWarning")  # without a KL
+def test_the_readme_has_the_options_of_an_arm(recipes: Any, arm: str) -> None:
+    options = ARMS[arm]
+    command = " ".join(f"--{name} {value}" for name, value in options.items()).lower()
+    assert not options or f"`{command}`" in (FOLDER / "README.md").read_text()
+    for name in CONFIGS:
+        recipe.parse(recipes, name, **options)
+
+
+@pytest.mark.parametrize(
+    ("name", "arm"), cases([*((CONFIGS[0], arm) for arm in ARMS), *((c, "moves") for c in CONFIGS[1:])], fast=1)
+)
+def test_an_arm_trains_and_is_scored_before_and_after(
+    recipes: Any, gsm8k: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, arm: str
+) -> None:
+    asked: list[Any] = []
+
+    def completions(model: Any, tokenizer: Any, prompts: list[Any], **options: Any) -> list[list[str]]:
+        asked.append(real(model, tokenizer, prompts, **options))  # of a random model: no numbers
+        form = ("It is {}.", "\\boxed{{{}}}")[len(asked) - 1]
+        return [[form.format(1000 + i)] for i in range(3)] + [["1"]]
+
+    real = recipes.evaluate.completions
+    monkeypatch.setattr(recipes.evaluate, "completions", completions)
+    few = recipe.FROM_HUB | {"model_name": gsm8k, "quantised": False, "max_steps": 2, "held_out": 4}
+    few |= {"per_device_eval_batch_size": 3, "steps_per_generation": 1, "learning_rate": 0.01, **ARMS[arm]}
+    few |= {"ref_model_sync_steps": 1} if arm == "moves" else {}
+    if "vllm_mode" in recipe.YAMLS[name].read_text():  # without an engine there are no log-probs of the sampler's
+        few |= {"kl_ratio_denominator": "old", "vllm_adapter_sync": False}
+    results = recipe.run(recipes, name, tmp_path, **few)
+    assert [refresh["step"] for refresh in results["refreshes"]] == [1] * (arm == "moves")
+    assert results["problems"] == {"training": 8, "held out": 4}
+    assert recipe.moved(tmp_path / "adapter", gsm8k) and "<svg" in (tmp_path / "report.html").read_text()
+    assert [len(own) for own in asked] == [4, 4] and asked[0] != asked[1]
+    right = {score: own.values() for score, own in results["right answers to each held-out problem"].items()}
+    assert {score: [*own] for score, own in right.items()} == {"strict": ["0000", "1110"], "lenient": ["1110", "1110"]}
+    gains = {score: (own["before"], own["after"], own["difference"]) for score, own in results["accuracy"].items()}
+    assert gains == {"strict": (0, 0.75, 0.75), "lenient": (0.75, 0.75, 0)}
+    intervals = results["95 % intervals"]
+    assert intervals["strict"]["before"] == (0, 0) and intervals["strict"]["after"] == intervals["lenient"]["before"]
+    assert intervals["strict"]["after"][0] < 0.75 < intervals["strict"]["after"][1]
