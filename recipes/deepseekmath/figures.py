@@ -116,7 +116,8 @@ def _over_k(of: str, names: Sequence[str]) -> Callable[[Axes, Runs], None]:
         axis.set_xscale("log", base=2)
         axis.set_xticks(evaluate.KS, [str(k) for k in evaluate.KS])
         axis.set(title=SETS[of], xlabel="K", ylabel="share of problems")
-        axis.legend(fontsize="small")
+        if of == "held out":  # for both
+            axis.get_figure().legend(*axis.get_legend_handles_labels(), loc="outside lower center", ncols=len(names))
 
     return panel
 

@@ -174,3 +174,13 @@ class Here:
         future: Future[Any] = Future()
         future.set_result(function(*arguments))
         return future
+
+
+def test_the_recorded_runs_are_what_the_readme_says(recipes: Any) -> None:
+    recorded = json.loads((FOLDER / "results/runs.json").read_text())
+    assert recorded["plan"] == PLAN
+    runs = recorded["runs"]
+    assert {name: len(own) for name, own in runs.items()} == dict.fromkeys(PLAN["arms"], 10)
+    readme = (FOLDER / "README.md").read_text()
+    for table in recipes.figures.tables(PLAN, runs).split("\n\n"):
+        assert table.replace("**", "") in readme
