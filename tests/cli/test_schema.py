@@ -52,13 +52,15 @@ def test_every_recipe_is_valid_and_names_the_schema() -> None:
     for path in recipes:
         text = path.read_text()
         options = yaml.safe_load(text)
-        if path.parent.name == "stress":  # with options for all runs of an experiment
-            options = options["options"]
+        if "arms" in options:  # an experiment
+            parts = [each.get("options", {}) for each in (options, *options["arms"].values())]
         elif path.parent.name != "accelerate":
             assert MODELINE in text, path
+            parts = [options]
         else:
             continue
-        jsonschema.validate(options, valid, jsonschema.Draft7Validator)
+        for part in parts:
+            jsonschema.validate(part, valid, jsonschema.Draft7Validator)
 
 
 def launcher_takes(text: str, path: Path) -> bool:
