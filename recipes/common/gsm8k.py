@@ -135,6 +135,7 @@ def right_answers(trainer: GRPOTrainer, rows: Dataset) -> dict[str, np.ndarray]:
             rows["prompt"],
             max_new_tokens=args.max_completion_length,
             batch=args.per_device_eval_batch_size,
+            chat_template_kwargs=args.chat_template_kwargs,
         )
     truths = [lenient(solution) for solution in rows["solution"]]
     found = {}
