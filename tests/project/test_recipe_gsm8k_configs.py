@@ -107,7 +107,7 @@ def test_an_arm_trains_and_is_scored_before_and_after(
     few |= {"per_device_eval_batch_size": 3, "steps_per_generation": 1, "learning_rate": 0.01, **ARMS[arm]}
     few |= {"ref_model_sync_steps": 1} if arm == "moves" else {}
     if "vllm_mode" in recipe.YAMLS[name].read_text():  # without an engine there are no log-probs of the sampler's
-        few |= {"kl_ratio_denominator": "old", "vllm_adapter_sync": False}
+        few |= {"kl_ratio_denominator": "old", "vllm_adapter_sync": False, "engine_check": 1.0}
     results = recipe.run(recipes, name, tmp_path, **few)
     assert [refresh["step"] for refresh in results["refreshes"]] == [1] * (arm == "moves")
     assert results["problems"] == {"training": 8, "held out": 4}
