@@ -177,3 +177,25 @@ def test_a_ratio_beyond_float32_is_truncated_and_not_nan(evaluate: Evaluate) -> 
     for advantages in (far.advantages, -far.advantages):
         found = dppo(evaluate, far._replace(advantages=advantages), epsilon_high=math.inf)
         assert found.loss.isfinite() and found.grad.isfinite().all() and found.grad[1, 0] != 0
+
+
+@pytest.mark.parametrize("loss_type", ["dppo", "m2po"])
+def test_an_infinite_log_prob_of_the_engine_is_one_that_it_could_not_score(evaluate: Evaluate, loss_type: str) -> None:
+    batch = random_batch(per_token=True)
+    found = []
+    for unscored in (torch.nan, -torch.inf):
+        sampler = (batch.old_logps - 0.2).where(torch.arange(5) != 1, unscored)
+        inputs = {"sampling_per_token_logps": sampler}
+        options = {"loss_type": loss_type, "sampler_penalty": 0.1, "max_completion_length": 10}
+        found.append(evaluate(batch, inputs=inputs, **options))
+    assert torch.equal(found[0].grad, found[1].grad) and found[0].grad.isfinite().all()
+    assert torch.equal(found[0].loss, found[1].loss)
+    assert found[0].metrics == pytest.approx(found[1].metrics) and all(map(math.isfinite, found[0].metrics.values()))
+
+
+@pytest.mark.parametrize("loss_type", ["dppo", "gmpo", "m2po"])
+def test_a_token_of_probability_zero_is_finite(evaluate: Evaluate, loss_type: str) -> None:
+    """As in TRL's losses, which get a ratio of 0."""
+    batch = from_probabilities([0.5, 0.0], [0.5, 0.1], [1.0, 1.0])._replace(advantages=torch.ones(1).double())
+    found = evaluate(batch, loss_type=loss_type, max_completion_length=10)
+    assert found.loss.isfinite() and found.grad.isfinite().all() and found.grad[0, 1] == 0

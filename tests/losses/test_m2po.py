@@ -62,6 +62,12 @@ def test_the_mask_keeps_as_many_tokens_as_the_budget_admits(seed: int) -> None:
     assert not len(left) or not most or left.min() >= log_ratio.abs()[counted & kept].max()
 
 
+def test_the_mask_of_bf16_sums_in_float32() -> None:
+    log_ratio = (0.25 + 0.02 * torch.randn(1, 20_000, generator=torch.manual_seed(0))).bfloat16()
+    masks = [second_moment_mask(each, log_ratio > 0, budget=0.06) for each in (log_ratio, log_ratio.float())]
+    assert masks[0].sum() == masks[1].sum()
+
+
 def test_extremes(evaluate: Evaluate) -> None:
     """No counted token, infinite log-ratios, and a ratio beyond float32 that is dropped or not."""
     zero = torch.zeros(1, 3)

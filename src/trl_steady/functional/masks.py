@@ -91,6 +91,7 @@ def second_moment_mask(log_ratio: Tensor, is_counted: Tensor, *, budget: float) 
     [[True, True, False, True]]
     """
     # of squares in ascending order, the mean of the first k grows with k; infinity puts the other tokens last
+    log_ratio = log_ratio.to(torch.promote_types(log_ratio.dtype, torch.float32))  # a long sum in bf16 is too small
     squares, order = log_ratio.square().where(is_counted, torch.inf).flatten().sort()
     numbers = torch.arange(1, len(squares) + 1, device=squares.device)
     kept = torch.empty_like(order, dtype=torch.bool)
