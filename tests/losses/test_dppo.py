@@ -109,7 +109,7 @@ def test_loss_and_gradient_are_the_oracles(
 ) -> None:
     """Whose mean over each sequence becomes a sum, with the longest possible length as the divisor."""
     batch = random_batch(*shape, per_token=True)
-    limits = {"low": 0.05, "high": 0.06} if kind == "tv" else {"low": 0.01, "high": 0.02}
+    limits: dict[str, Any] = {"low": 0.05, "high": 0.06} if kind == "tv" else {"low": 0.01, "high": 0.02}
     sampler = batch.old_logps - 0.1
     inputs = {"sampling_per_token_logps": sampler}
     options: dict[str, Any] = {"epsilon": limits["low"], "epsilon_high": limits["high"], "dppo_divergence": kind}

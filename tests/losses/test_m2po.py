@@ -32,7 +32,7 @@ def test_tokens_by_hand(evaluate: Evaluate) -> None:
 def test_loss_and_gradient_are_the_oracles(evaluate: Evaluate, budget: float, per_token: bool) -> None:
     batch = random_batch(per_token=per_token)
     found = m2po(evaluate, batch, m2po_budget=budget)
-    options = {"budget": budget}
+    options: dict[str, Any] = {"budget": budget}
     oracle = oracles.m2po(batch.logps, batch.old_logps, batch.mask, batch.advantages, **options)
     keep = oracles.m2po_keep(batch.logps, batch.old_logps, batch.mask, batch.advantages, **options)
     assert 0 < (batch.mask & (keep == 0)).sum() < batch.mask.sum()
