@@ -64,7 +64,13 @@ def test_a_native_loss_has_every_default_of_trl(tmp_path: Path, loss_type: str) 
     unset += " token_veto_threshold vllm_adapter_sync vllm_engine_kwargs"
     added = {**dict.fromkeys(off.split(), False), **dict.fromkeys(unset.split())}
     added |= {"kl_estimator": "k3", "kl_ratio_denominator": "old", "off_policy_mask_level": "sequence"}
-    added |= {"step_advantage": "return_to_go", "trim_padding": True, "engine_check": 1.0, "skip_nonfinite_steps": 3}
+    added |= {
+        "step_advantage": "return_to_go",
+        "advantage_baseline": "group",
+        "trim_padding": True,
+        "engine_check": 1.0,
+        "skip_nonfinite_steps": 3,
+    }
     added |= {"dynamic_sampling_max_rounds": 3, "dynamic_sampling_filter": "zero_std"}
     added |= {"dppo_divergence": "tv", "sampler_penalty": 0.0, "m2po_budget": 0.04}
     assert ours.to_dict() == {**theirs.to_dict(), **added}

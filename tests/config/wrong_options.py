@@ -20,6 +20,7 @@ INVALID: dict[str, list[Any]] = {
     "geometric_mask_range": [(0.99,), (1.01, 0.99), (1.01, 1.02), {"low": 0.9, "high": 1.1}, 0.99],
     "token_veto_threshold": ["1e-4", 0.0, 1.0],
     "step_advantage": ["gae"],
+    "advantage_baseline": ["mean"],
     "ref_model_sync_kl": [INF],
     "ref_model_sync_reset_optimizer": [2],
     "trim_padding": ["no", None],

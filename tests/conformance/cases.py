@@ -67,6 +67,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "return_to_go": {"step_advantage": "return_to_go", "build": {"reward_funcs": by_steps}},
     },
     "mean_scale": {"MaxRL": {"scale_rewards": "mean"}},
+    "token_baseline": {"advantage_baseline": {"advantage_baseline": "token"}},
     "own_advantages": {"advantages": {"then": shorten}},
     "reference": {
         "full": MOVING,

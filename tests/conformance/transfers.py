@@ -34,6 +34,7 @@ WHY = {
     "feature.StepRewardsFeature._completions": "steps are placed on the CPU",
     "rollout.log_advantages": "TRL's table of completions shows the advantages",
     "own_advantages.OwnAdvantages._checked": "advantages of a script must be finite",
+    "token_baseline.TokenBaseline.on_rollout_end": "processes agree on the width of their completions",
     "dynamic_sampling.DynamicSampling._round": "the CPU decides if there is another round",
     "dynamic_sampling.DynamicSampling._log": "numbers that the CPU knows become metrics",
     "dynamic_sampling.DynamicSampling._are_kept": "processes compare the steps of their completions",
@@ -111,6 +112,9 @@ ROWS: dict[str, dict[str, dict[str, Any]]] = {
     "step_rewards/process": {"rollout": STEPS_IN_GRPO, **QUANTILES},
     "step_rewards/return_to_go": {"rollout": STEPS_IN_GRPO},
     "mean_scale/MaxRL": {"rollout": {"mean_scale.MeanScale.on_rewards": 2, "rollout.log_advantages": 1}},
+    "token_baseline/advantage_baseline": {
+        "rollout": {"token_baseline.TokenBaseline.on_rollout_end": 2, "rollout.log_advantages": 1}
+    },
     "own_advantages/advantages": {
         "rollout": {"own_advantages.OwnAdvantages._checked": 1, "rollout.log_advantages": 1}
     },

@@ -112,7 +112,14 @@ FIXED: dict[str, dict[str, Any]] = {
 
 CONFORMANCE: dict[str, dict[str, Any]] = {
     f"{feature}, {case}": {"shows": [], **options}
-    for feature in ("policy_loss", "padding_free", "zero_advantage", "skip_old_logps", "step_rewards")
+    for feature in (
+        "policy_loss",
+        "padding_free",
+        "zero_advantage",
+        "skip_old_logps",
+        "step_rewards",
+        "token_baseline",
+    )
     for case, options in CASES[feature].items()
     # BNPO divides by the tokens of a micro-batch, and M2PO chooses among them
     if case not in ("bnpo", "m2po", "RLOO", *FIXED)

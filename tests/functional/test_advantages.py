@@ -10,7 +10,7 @@ from torch import Tensor
 from trl.trainer.utils import nanstd
 
 from tests.oracles import advantages as oracles
-from tests.oracles.trust_regions import variance_filter
+from tests.oracles.trust_regions import token_baseline, variance_filter
 from trl_steady.functional import advantages
 
 SCALES = ("group", "batch", "none")
@@ -126,3 +126,26 @@ def test_groups_of_the_same_variance_stay_together() -> None:
     variances = advantages.group_variances(right * 0.7 + 0.1)
     assert (variances >= advantages.least_variance(variances)).all()  # an order would leave out some of them
     assert advantages.least_variance(torch.zeros(3)) == 0
+
+
+def test_token_baselines_are_those_of_an_oracle() -> None:
+    """In units of any scale. Where a completion is alone, it keeps the group's mean."""
+    for seed in range(20):
+        random, size = torch.Generator().manual_seed(seed), 4
+        probs = torch.randn(3 * size, 7, 5, generator=random).double().mul(2).softmax(-1)
+        rewards = torch.randn(3 * size, generator=random).double()
+        mask = torch.arange(7) < torch.randint(0, 8, (3 * size, 1), generator=random)
+        pi, squares = probs[..., 0], probs.square().sum(-1)
+        energies = (1 - 2 * pi + squares).where(mask, torch.nan)
+        groups = rewards.view(-1, size)
+        centred = (groups - groups.mean(1, keepdim=True)).flatten()
+        found = advantages.token_baseline(centred / 3, energies, group_size=size) * 3
+        expected = token_baseline(rewards.tolist(), pi.log(), squares, mask, size)
+        running = mask.view(-1, size, 7).sum(1).repeat_interleave(size, 0)
+        for i, values in enumerate(expected):
+            own = [value if running[i, t] > 1 else centred[i].item() for t, value in enumerate(values)]
+            assert found[i].tolist() == pytest.approx([*own, *[0.0] * (7 - len(own))], abs=1e-6)
+        # equal weights, a certain policy's too
+        for energy in (0.3, 0.0):
+            same = advantages.token_baseline(centred, torch.full((3 * size, 7), energy), group_size=size)
+            torch.testing.assert_close(same, centred.unsqueeze(1).expand_as(same))

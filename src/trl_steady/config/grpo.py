@@ -113,6 +113,12 @@ class GRPOConfig(SharedOptions, _TRLConfig):
         "Leave out of the policy term each sequence that has a token whose ratio, trainer to inference engine, is "
         "below this value. None: no mask.",
     )
+    advantage_baseline: Literal["group", "token"] = option(
+        "group",
+        'What is subtracted from a reward. `"group"`: the mean of the group, as in TRL. `"token"`: the optimal token '
+        "baseline (arXiv 2602.07078), a mean of the group's rewards for each token, in which answers weigh by the "
+        "squared gradients of their log-probs up to there.",
+    )
     step_advantage: Literal["process", "return_to_go"] = option(
         "return_to_go",
         'Formula for the advantages when reward functions return `StepRewards`. `"process"` (DeepSeekMath, arXiv '
@@ -192,6 +198,13 @@ class GRPOConfig(SharedOptions, _TRLConfig):
             yield (
                 f"importance_sampling_level={self.importance_sampling_level!r} contradicts loss_type="
                 f"{self.loss_type!r}, which is {self.loss.level!r}. Leave importance_sampling_level unset."
+            )
+
+        takes_tokens = self.loss.takes_token_advantages(self.importance_sampling_level or "token")
+        if self.advantage_baseline == "token" and self.METHOD == "GRPO" and not takes_tokens:
+            yield (
+                f"advantage_baseline='token' does not work with loss_type={self.loss_type!r}, whose ratio is of "
+                "sequences. Set loss_type='gspo_token', or leave it unset."
             )
 
     @property

@@ -15,6 +15,7 @@ from trl_steady.config.options import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, Rang
 _GROUP_OPTIONS = {
     "scale_rewards": "group",
     "multi_objective_aggregation": "sum_then_normalize",
+    "advantage_baseline": "group",
     "step_advantage": "return_to_go",
 }
 

@@ -168,6 +168,35 @@ def return_to_go(rewards: Tensor, *, group_size: int, scale: str) -> Tensor:
     return advantages.view_as(rewards)
 
 
+def token_baseline(advantages: Tensor, energies: Tensor, *, group_size: int) -> Tensor:
+    """Return advantages with the optimal token baseline in place of the group's mean (arXiv 2602.07078).
+
+    The baseline of token t is B_t = sum_i G_i W_it / sum_i W_it over the group's completions that have a token t.
+    W_it is the sum of the energies of completion i up to t. Where no other completion has a token t, the group's mean
+    stays the baseline.
+
+    Args:
+        advantages: (B,) equal to (G - mean) / scale, with any scale. They give the same G - B_t, divided by it.
+        energies: (B, T) 1 - 2 pi + the sum of pi^2, 0 or above. NaN where there is no token, and for a completion
+            without a reward.
+        group_size: Completions per prompt.
+
+    Returns:
+        (B, T), 0 where there is no token.
+
+    >>> energies = torch.tensor([[0.5, 0.5], [1.0, torch.nan]])  # W is 0.5, 1, and 1
+    >>> token_baseline(torch.tensor([0.5, -0.5]), energies, group_size=2).mul(3).round(decimals=3).tolist()  # B = 1/3
+    [[2.0, 1.5], [-1.0, 0.0]]
+    """
+    is_token = ~energies.isnan()
+    weights = energies.nan_to_num(nan=0.0).cumsum(1) + 1e-8  # all may be 0
+    groups = weights.where(is_token, 0).view(-1, group_size, energies.size(1))
+    baselines = (groups * advantages.view(-1, group_size, 1)).sum(1, keepdim=True) / groups.sum(1, keepdim=True)
+    has_others = is_token.view_as(groups).sum(1, keepdim=True) > 1
+    found = advantages.view(-1, group_size, 1) - baselines.where(has_others, 0)
+    return found.view_as(energies).where(is_token, 0)
+
+
 def per_token(advantages: Tensor, ends: Tensor, tokens: int) -> Tensor:
     """Return each token's advantage: that of the first step that ends after the token, or 0 if there is none.
 

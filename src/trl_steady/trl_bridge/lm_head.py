@@ -4,11 +4,12 @@
 # torch's annotations are partial, and an autograd function's arguments differ from those of torch's base class
 
 import itertools
+import sys
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import torch
 import trl.trainer.utils
@@ -109,6 +110,26 @@ def replace_head(compute: Callable[[Head], HeadOutputs]) -> Iterator[None]:
 
     # TRL looks its function up in the module at each call
     with patched(trl.trainer.utils, {"_ChunkedLogProbFunction": SimpleNamespace(apply=apply)}):
+        yield
+
+
+@contextmanager
+def energies_as_entropies() -> Iterator[None]:
+    """Let TRL's fused LM heads compute 1 - 2 pi + the sum of pi^2 in place of entropies, without gradient.
+
+    This is the squared norm of the gradient of log pi with respect to the logits. pi is of the whole vocabulary.
+    """
+    compute = _TRL_LOG_PROBS.apply
+
+    def apply(*arguments: object, **keywords: object) -> HeadOutputs:
+        outputs = (*cast(tuple[str, ...], arguments[8]), "log_sum_sq_probs")
+        log_probs, _, log_sums, *_ = compute(*arguments[:8], outputs, *arguments[9:], **keywords)
+        return log_probs, (1 - 2 * log_probs.detach().exp() + log_sums.exp()).clamp(min=0), None, None, None
+
+    function = SimpleNamespace(apply=apply)
+    # TRL reads its module at each call, and heads of other features read this one
+    in_trl = patched(trl.trainer.utils, {"_ChunkedLogProbFunction": function})
+    with in_trl, patched(sys.modules[__name__], {"_TRL_LOG_PROBS": function}):
         yield
 
 
