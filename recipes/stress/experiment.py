@@ -13,9 +13,9 @@ import multiprocessing
 import os
 import re
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict
+from dataclasses import asdict, fields
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -30,7 +30,7 @@ from common import report, run
 from stress.train import Arm, task_of, train
 from trl_steady.report.compare import interval
 
-__all__ = ["LAST", "Comparison", "arms", "compare", "endpoint", "main", "table"]
+__all__ = ["LAST", "Comparison", "Kind", "arms", "compare", "endpoint", "main", "table"]
 
 LAST = 3  # checks whose mean is the endpoint
 Runs = dict[str, dict[int, dict[str, Any]]]  # arm -> seed -> figures
@@ -54,6 +54,7 @@ CHECKED = {
     "accuracy": Figure("Held-out accuracy, sampled", "accuracy", ".1%", **SHARE),
     "truncated": Figure("Held-out accuracy, sampled with top-p", "truncated", ".1%", **SHARE),
     "distance": Figure("KL to the optimum, nats an answer", "distance", ".3f"),
+    "turns": Figure("Held-out turns that are right, sampled", "right turns", ".1%", **SHARE),
 }
 """Figures of the checks. One of them is the endpoint."""
 SHOWN = CHECKED | {
@@ -67,14 +68,23 @@ SHOWN = CHECKED | {
     "sampling_mask/kept_mass": Figure("Kept mass", "kept mass", ".3f"),
     "changed": Figure("Experts that change in a rollout, share", "experts changed", ".1%"),
     "log_ratio_std": Figure("Standard deviation of the log-ratios", "log-ratios, std", ".3f"),
+    "value/explained_variance": Figure("Variance that the critic explains, share", "explained", ".1%"),
 }
 USUAL = ("accuracy", "outside", "ess", "grad_norm")
 """Figures in the picture, unless the YAML has `pictured`."""
-OF_ARM = ("correction", "old", "unmasked", "model", "router_rate", "away", "rollouts")
-KEYS = {"options", "sampler", *OF_ARM}
-"""Of an experiment and of an arm, which overrules it."""
 TEXTS = ("question", "control", "endpoint", "failure", "analysis", "chosen", "later")
 """Keys of an experiment that are for readers."""
+
+
+class Kind(NamedTuple):
+    """A kind of runs. Those of this recipe are `STRESS`."""
+
+    arm: type
+    """A dataclass, whose fields are keys of an experiment and of an arm, which overrules it. Mappings are merged."""
+    prepare: Callable[[Any, Path], Any]
+    """Takes an arm and a folder, in which it makes the starting model."""
+    train: Callable[[Any, int, Path, Mapping[str, Any]], dict[str, Any]]
+    """Takes an arm, a seed, this folder and the experiment's `measured`. Returns the figures of a run."""
 
 
 class Comparison(NamedTuple):
@@ -91,27 +101,34 @@ class Comparison(NamedTuple):
     """p-value of the exact two-sided sign-flip test, not corrected for the number of arms."""
 
 
-def arms(experiment: Mapping[str, Any]) -> dict[str, Arm]:
-    """Return the arms of an experiment by name.
+def _prepare(arm: Arm, folder: Path) -> None:
+    task_of(arm, folder).load(folder, quantised=False)
+
+
+STRESS = Kind(Arm, _prepare, train)
+
+
+def arms(experiment: Mapping[str, Any], arm: type = Arm) -> dict[str, Any]:
+    """Return the arms of an experiment by name. They are of the class `arm`.
 
     Raises:
         ValueError: If the experiment or an arm has a key that nothing reads.
     """
-    of_all = KEYS | {*TEXTS, "arms", "baseline", "seeds", "measured", "figure", "pictured", "columns", "drawn"}
-    named = ((f"The arm {name!r}", own, KEYS | {"against"}) for name, own in experiment["arms"].items())
-    for what, given, keys in (("The experiment", experiment, of_all), *named):
-        if unknown := given.keys() - keys:
-            raise ValueError(f"{what} has {sorted(unknown)}. It can have {sorted(keys)}.")
-    return {
-        name: Arm(
-            options={**experiment["options"], **own.get("options", {})},
-            sampler={**experiment.get("sampler", {}), **own.get("sampler", {})}
-            if "sampler" in experiment or "sampler" in own
-            else None,
-            **{key: of[key] for of in (experiment, own) for key in OF_ARM if key in of},
-        )
-        for name, own in experiment["arms"].items()
-    }
+    keys = {field.name for field in fields(arm)}
+    of_all = keys | {*TEXTS, "arms", "baseline", "seeds", "measured", "figure", "pictured", "columns", "drawn"}
+    named = ((f"The arm {name!r}", own, keys | {"against"}) for name, own in experiment["arms"].items())
+    for what, given, known in (("The experiment", experiment, of_all), *named):
+        if unknown := given.keys() - known:
+            raise ValueError(f"{what} has {sorted(unknown)}. It can have {sorted(known)}.")
+
+    def settings(own: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+        for key in keys:
+            given = [of[key] for of in (experiment, own) if key in of]
+            if given:
+                is_merged = all(isinstance(each, Mapping) for each in given)
+                yield key, {name: value for each in given for name, value in each.items()} if is_merged else given[-1]
+
+    return {name: arm(**dict(settings(own))) for name, own in experiment["arms"].items()}
 
 
 def endpoint(experiment: Mapping[str, Any], figures: Mapping[str, Any]) -> float:
@@ -219,17 +236,17 @@ def _curve(figures: Mapping[str, Any], name: str) -> tuple[list[int], list[float
     return [round((i + 1) * steps / len(values)) for i in range(len(values))], values
 
 
-def _settings(arm: Arm, measured: Mapping[str, Any]) -> dict[str, Any]:
+def _settings(arm: Any, measured: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps({**asdict(arm), "measured": dict(measured)}))  # as a file gives it: lists, no tuples
 
 
-def _is_done(file: Path, arm: Arm, measured: Mapping[str, Any]) -> bool:
+def _is_done(file: Path, arm: Any, measured: Mapping[str, Any]) -> bool:
     return file.exists() and json.loads(file.read_text())["settings"] == _settings(arm, measured)
 
 
-def _run(arm: Arm, seed: int, folder: Path, measured: Mapping[str, Any], file: Path) -> str:
+def _run(kind: Kind, arm: Any, seed: int, folder: Path, measured: Mapping[str, Any], file: Path) -> str:
     torch.set_num_threads(1)
-    figures = train(arm, seed, folder, measured)
+    figures = kind.train(arm, seed, folder, measured)
     kept = {"settings": _settings(arm, measured), "figures": figures}
     file.parent.mkdir(parents=True, exist_ok=True)
     unfinished = file.with_suffix(".unfinished")
@@ -251,14 +268,14 @@ def _done(tasks: Mapping[Any, tuple[Any, ...]], jobs: int) -> Iterator[tuple[Any
         yield from ((running[done], done.result()) for done in as_completed(running))
 
 
-def main(command: Sequence[str] | None = None) -> dict[str, Any]:
+def main(command: Sequence[str] | None = None, kind: Kind = STRESS) -> dict[str, Any]:
     """Run what is missing, and return the contents of `results.json`."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("experiment", type=Path, help="YAML file")
     parser.add_argument("--seeds", type=int, nargs="+", help="instead of the file's")
     parser.add_argument("--arms", nargs="+", help="instead of all")
     parser.add_argument("--jobs", type=int, default=2, help="processes, each with one thread")
-    parser.add_argument("--output_dir", type=Path, help="instead of outputs/stress and the file's name")
+    parser.add_argument("--output_dir", type=Path, help="instead of outputs, the file's folder and name")
     parser.add_argument("--redraw", type=Path, help="results.json of an earlier run: draw its picture and run nothing")
     asked = parser.parse_args(command)
     experiment = yaml.safe_load(asked.experiment.read_text())
@@ -266,10 +283,12 @@ def main(command: Sequence[str] | None = None) -> dict[str, Any]:
         recorded = json.loads(asked.redraw.read_text())
         draw(asked.redraw.with_suffix(".png"), experiment, recorded["runs"])
         return recorded
-    output = asked.output_dir or Path("outputs/stress") / asked.experiment.stem
+    output = asked.output_dir or Path("outputs") / asked.experiment.resolve().parent.name / asked.experiment.stem
     if unknown := {*(asked.arms or ())} - {*experiment["arms"]}:
         parser.error(f"--arms {sorted(unknown)}: the experiment has {list(experiment['arms'])}")
-    chosen = {name: arm for name, arm in arms(experiment).items() if name in (asked.arms or experiment["arms"])}
+    chosen = {
+        name: arm for name, arm in arms(experiment, kind.arm).items() if name in (asked.arms or experiment["arms"])
+    }
     seeds = asked.seeds or experiment["seeds"]
     files = {
         (name, seed): output / "runs" / f"{re.sub('[^A-Za-z0-9]+', '-', name)}-seed{seed}.json"
@@ -278,10 +297,10 @@ def main(command: Sequence[str] | None = None) -> dict[str, Any]:
     }
     folder = output.parent
     for arm in chosen.values():
-        task_of(arm, folder).load(output, quantised=False)  # makes the starting models once, for all runs
+        kind.prepare(arm, folder)  # makes the starting models once, for all runs
     measured = experiment["measured"]
     missing = [key for key, file in files.items() if not _is_done(file, chosen[key[0]], measured)]
-    tasks = {(name, seed): (chosen[name], seed, folder, measured, files[name, seed]) for name, seed in missing}
+    tasks = {(name, seed): (kind, chosen[name], seed, folder, measured, files[name, seed]) for name, seed in missing}
     for number, ((name, seed), line) in enumerate(_done(tasks, asked.jobs), 1):
         print(f"{number:3d}/{len(missing)}  seed {seed}  {line}  {name}", flush=True)
     runs: Runs = {

@@ -6,7 +6,7 @@
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -50,7 +50,7 @@ class Arm:
 
     options: Mapping[str, Any]
     """Options of `GRPOConfig`."""
-    sampler: Mapping[str, Any] | None = field(default_factory=dict)
+    sampler: Mapping[str, Any] | None = None
     """Arguments of `Sampler`; None: the policy samples, through TRL."""
     correction: str | None = None
     """TRL's `vllm_importance_sampling_mode`, with its default limit; None: no correction for the engine."""

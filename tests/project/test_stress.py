@@ -48,7 +48,8 @@ def trained(recipes: Any, folder: Path, *, every: int = 2, measured: Any = None,
         patch.setattr(recipes.stress, "Stressed", Kept)
         options = {**EXPERIMENTS["engine"]["options"], **FEW, "learning_rate": 0.01, **arm.pop("options", {})}
         figures = recipes.stress.train(
-            recipes.stress.Arm(options, **arm), 0, folder, {**FEW_CHECKS, "every": every, **(measured or {})}
+            recipes.stress.Arm(options, **{"sampler": {}, **arm}),
+            *(0, folder, {**FEW_CHECKS, "every": every, **(measured or {})}),
         )
     return SimpleNamespace(trainer=built[0], rollouts=built[0].rollouts, figures=figures)
 
