@@ -20,7 +20,7 @@ JOBS ?= 2
 # those of pyproject.toml's classifiers
 PYTHONS := 3.11 3.12 3.13
 
-.PHONY: demo demo-gspo demo-process demo-v32 demo-moe demo-sampling-mask demo-ppo demo-loop demo-deepseekmath
+.PHONY: demo demo-gspo demo-process demo-v32 demo-moe demo-sampling-mask demo-ppo demo-loop demo-deepseekmath demo-tools
 .PHONY: demo-own-data demo-async eval
 .PHONY: test test-quick test-portable test-versions test-lowest test-next test-slow test-distributed test-sharded test-triton
 .PHONY: test-vllm test-gpu test-installs check check-workflows dist docs bench format lock upgrade schema clean
@@ -48,6 +48,9 @@ demo-loop: $(VENV)/.recipes
 
 demo-deepseekmath: $(VENV)/.recipes
 	$(TRAIN) recipes/deepseekmath/figures.py recipes/deepseekmath/plan.yaml --seeds 0
+
+demo-tools: $(VENV)/.recipes
+	$(TRAIN) recipes/tools/train.py recipes/tools/drawers.yaml --seeds 0
 
 demo-own-data: $(VENV)/.recipes
 	$(TRAIN) recipes/common/smollm2.py outputs/smollm2-135m

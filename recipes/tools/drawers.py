@@ -1,8 +1,9 @@
 """The task "drawers": three calls of a tool and an answer, each of which can be checked by itself.
 
-The question is five digits. The sum of the first two is the number of a drawer, which has a hidden digit. This digit plus
-the question's next one is the number of the next drawer, and so on. The answer is the last hidden digit plus the last digit
-of the question. For 38472: open(11) gives, say, 6; open(6 + 4 = 10) gives 2; open(2 + 7 = 9) gives 5; the answer is 7.
+The question is five digits. The sum of the first two is the number of a drawer, which has a hidden digit. This digit
+plus the question's next one is the number of the next drawer, and so on. The answer is the last hidden digit plus the
+last digit of the question. For 38472: open(11) gives, say, 6; open(6 + 4 = 10) gives 2; open(2 + 7 = 9) gives 5; the
+answer is 7.
 """
 
 import random
@@ -96,8 +97,8 @@ def worked(question: str, mistakes: float = 0.0) -> list[Message]:
 def right_turns(question: str, completion: Sequence[Message]) -> list[bool]:
     """Return for each message of the assistant if it is right, given the tools' results before it.
 
-    The first three have to be one call, of the drawer `result + digit`, and nothing else. The fourth has to be the number
-    `result + digit`, and nothing else. Consequences:
+    The first three have to be one call, of the drawer `result + digit`, and nothing else. The fourth has to be the
+    number `result + digit`, and nothing else. Consequences:
 
     - A wrong call makes only its own turn wrong.
     - An answer before the fourth turn is wrong, whatever it says, and so is a turn with two calls.
@@ -151,7 +152,7 @@ def split(held_out: int) -> tuple[list[str], list[str], list[str]]:
 
 
 def untaught() -> tuple[PreTrainedModel, PreTrainedTokenizerFast]:
-    """Return a small Qwen3 with random weights, and a tokenizer with Qwen's chat template, to which TRL has a parser."""
+    """Return a small Qwen3 with random weights, and a tokenizer with Qwen's chat template, which TRL can parse."""
     environment = Drawers()
     plain = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({UNKNOWN: 0}, unk_token=UNKNOWN)))
     plain.chat_template = qwen3_instruct_2507_chat_template

@@ -81,7 +81,7 @@ def train(arm: Arm, seed: int, folder: Path, measured: Mapping[str, Any]) -> dic
     return {
         **{name: {row["step"]: round(row[key], 6) for row in history if key in row} for key, name in CHECKED.items()},
         **{
-            name: [float(f"{row[name]:.4g}") for row in history if name in row and "loss" in row]
+            name: [row[name] and float(f"{row[name]:.4g}") for row in history if name in row and "loss" in row]
             for name in LOGGED
             if any(name in row for row in history)
         },
