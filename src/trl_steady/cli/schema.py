@@ -14,7 +14,7 @@ from trl_steady.config.schema import Schema, merged, properties, values
 _PACKAGES = ("trl", "transformers", "accelerate")
 # what works in a YAML file beside the type that the option has
 _ALSO = {
-    **dict.fromkeys(("scale_rewards", "resume_from_checkpoint", "fsdp"), "boolean"),
+    **dict.fromkeys(("resume_from_checkpoint", "fsdp"), "boolean"),
     "lora_target_modules": "string",
     "max_grad_norm": "null",
 }

@@ -14,7 +14,6 @@ from trl_steady.config.options import NOT_NEGATIVE, NUMBER, Range, first_off, op
 from trl_steady.config.shared import SharedOptions
 from trl_steady.losses import LOSSES, Loss
 
-_SCALES = ("group", "batch", "none", "mean")
 _TOKEN_SCALE_EPSILON = 1e-2  # clip ranges from here on are those of token ratios
 
 
@@ -48,8 +47,8 @@ class GRPOConfig(SharedOptions, _TRLConfig):
         'has moved too far. `"m2po"` is M2PO (arXiv 2510.01161): the same ratio, without the tokens that are farthest '
         "from the sampler. Both switch off `vllm_importance_sampling_correction`, a second ratio to the sampler.",
     )
-    scale_rewards: str = option(
-        _TRLConfig.scale_rewards,
+    scale_rewards: Literal["group", "batch", "none", "mean", True, False] = option(
+        "group",
         'Divisor of the advantages. TRL has `"group"`, `"batch"` and `"none"`. `"mean"` is MaxRL (arXiv 2602.02710): '
         "the reward less the mean of its group, divided by this mean. Rewards must be 0 or above.",
     )
@@ -134,11 +133,6 @@ class GRPOConfig(SharedOptions, _TRLConfig):
             **dict.fromkeys(("off_policy_mask_threshold", "delta"), NUMBER),  # TRL's
             # a script may add some
             "loss_type": Range(LOSSES.__contains__, f"one of {', '.join(map(repr, LOSSES))}", {"enum": [*LOSSES]}),
-            "scale_rewards": Range(
-                (*_SCALES, True, False).__contains__,
-                f"one of {', '.join(map(repr, _SCALES))}",
-                {"enum": [*_SCALES, True, False]},
-            ),
             "beta_column": Range(lambda value: bool(str.strip(value)), "the name of a column", {"minLength": 1}),
             **dict.fromkeys(("epsilon", "epsilon_high", "sampler_penalty", "m2po_budget"), NOT_NEGATIVE),
             "geometric_mask_range": Range(
