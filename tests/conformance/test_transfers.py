@@ -114,9 +114,10 @@ def trained(monkeypatch: pytest.MonkeyPatch, build: Any, name: str, size: str) -
     run |= {key: own[key] for key in own.keys() & run.keys()}
     if own["model"] == "nf4":  # the kernels of bitsandbytes take no other tensors
         run["model"] = "dense"
+    rows = max(own["build"]["train_dataset"], tiny.dataset(32), key=len)  # enough for one answer to each prompt
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)
-        trainer = build(feature, case, **run, build={"train_dataset": tiny.dataset(32), **own["build"]})
+        trainer = build(feature, case, **run, build={**own["build"], "train_dataset": rows})
     for model in (trainer.model, trainer.ref_model) if own["model"] == "moe" else ():
         if model is not None:  # transformers' other implementation has no kernel for the integers of a CPU
             trainer.accelerator.unwrap_model(model).set_experts_implementation("eager")
