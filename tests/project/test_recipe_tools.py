@@ -10,7 +10,7 @@ import torch
 import yaml
 
 from tests.project import recipe
-from trl_steady import GRPOTrainer
+from trl_steady import GRPOConfig, GRPOTrainer
 
 FOLDER = recipe.FOLDER / "tools"
 PLAN = yaml.safe_load((FOLDER / "drawers.yaml").read_text())
@@ -80,14 +80,29 @@ def test_each_arm_runs_and_turns_have_advantages_of_their_own(
         assert figures["tools/call_frequency"][0] > 0
 
     kept: dict[str, Any] = {}
+    scored: list[Any] = []
 
-    def advantages(trainer: Any, rollout: Any) -> Any:
-        if trainer.model.training:  # and not an evaluation
-            kept.update(vars(rollout), found=rollout.advantages.clone(), sampled=rollout.is_sampled)
-        return rollout.advantages
+    class Kept(GRPOTrainer):
+        def advantages(self, rollout: Any) -> Any:
+            if self.model.training:  # and not an evaluation
+                kept.update(vars(rollout), found=rollout.advantages.clone(), sampled=rollout.is_sampled)
+            return rollout.advantages
 
-    monkeypatch.setattr(recipes.tools, "GRPOTrainer", type("Kept", (GRPOTrainer,), {"advantages": advantages}))
-    options = {**PLAN["options"], **PLAN["arms"]["turns"]["options"], **FEW}
+        def _get_per_token_logps_and_entropies(self, *arguments: Any, **options: Any) -> Any:
+            found = super()._get_per_token_logps_and_entropies(*arguments, **options)
+            if found[0].requires_grad:
+                found[0].retain_grad()
+                scored.append(found[0])
+            return found
+
+        def _prepare_inputs(self, generation_batch: Any) -> Any:
+            inputs = super()._prepare_inputs(generation_batch)
+            if self.model.training:
+                kept.setdefault("batches", []).append(inputs)
+            return inputs
+
+    monkeypatch.setattr(recipes.tools, "GRPOTrainer", Kept)
+    options = {**PLAN["options"], **PLAN["arms"]["turns"]["options"], **FEW, "trim_padding": False}
     recipes.tools.train(recipes.tools.Arm(options, "turns"), 0, tmp_path, measured)
     rows = zip(kept["inputs"], kept["completions"], strict=True)
     turns = [recipes.drawers.right_turns(row["question"], completion) for row, completion in rows]
@@ -106,6 +121,19 @@ def test_each_arm_runs_and_turns_have_advantages_of_their_own(
             assert kept["found"][i, column].item() == pytest.approx(7 / 8 * (own[turn] - baseline), abs=1e-6)
         assert turn == len(own) - 1
     assert torch.count_nonzero(kept["found"])
+    # in the first update all ratios are 1, and a token's gradient is its advantage, over the tokens of its completion
+    inputs, log_probs = kept["batches"][0], scored[0]
+    is_own = (inputs["completion_mask"] * inputs["tool_mask"]).bool()
+    expected = -inputs["advantages"] * is_own / is_own.sum(1, keepdim=True) / len(is_own)
+    torch.testing.assert_close(log_probs.grad, expected, rtol=1e-4, atol=1e-9)
+    is_tool = inputs["completion_mask"].bool() & ~is_own
+    assert is_tool.any() and not log_probs.grad[is_tool].any() and log_probs.grad.any()
+
+
+def test_grpo_cannot_train_on_one_completion_of_a_prompt(tmp_path: Path) -> None:
+    """As the README says."""
+    with pytest.raises(ValueError, match="at least 2 generations"):
+        GRPOConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, num_generations=1)
 
 
 def test_the_recorded_runs_are_what_the_readme_says(recipes: Any) -> None:
