@@ -40,6 +40,7 @@ WHY = {
     "dynamic_sampling.DynamicSampling._are_kept": "processes compare the steps of their completions",
     "resampling._Recorder.calculate_rewards": "completions are put together on the CPU",
     "resampling.ResampledRollout.finish": "rewards go back to the device",
+    "mean_scale.MeanScale.on_rewards": "a reward below 0 is an error",
     "targets._is_truncated": "the tokens that end a text are known to the CPU",
     "feature.RewardModel.compute_rewards": "TRL takes rewards as numbers",
     "engine_check.EngineCheck.on_rollout_end": "an engine with another model is an error",

@@ -25,7 +25,7 @@ data and model: model_init_kwargs trust_remote_code shuffle_dataset num_generati
 read in every update: epsilon epsilon_high delta sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos
     vespo_k_neg vespo_lambda_neg router_aux_loss_coef top_entropy_quantile entropy_coef use_adaptive_entropy
     entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target off_policy_mask_threshold off_policy_mask_level
-    geometric_mask_range token_veto_threshold skip_nonfinite_steps
+    geometric_mask_range token_veto_threshold skip_nonfinite_steps dppo_divergence m2po_budget sampler_penalty
 moves of the reference, between windows: sync_ref_model ref_model_mixup_alpha ref_model_sync_steps ref_model_sync_kl
     ref_model_sync_reset_optimizer
 logs: log_completions log_multimodal num_completions_to_print log_unique_prompts log_completions_hub_repo

@@ -173,7 +173,7 @@ def kl_holds(history: History) -> Found | None:
     moves = "ref/refreshes" in history.keys and history["ref/refreshes"].finite.values.any()
     if len(reward) < 12 or trend(kl) < HEALTHY_TREND or moves:
         return None
-    is_scaled = history.settings.get("scale_rewards") in (True, "group", "batch") and "reward_std" in history.keys
+    is_scaled = history.settings.get("scale_rewards") not in (False, "none", "mean") and "reward_std" in history.keys
     cost = beta * kl * length * (np.median(history["reward_std"].finite.values) if is_scaled else 1.0)
     gain = float(np.diff(sixths(reward)[[0, -1]])[0])
     # near the reference, the cost is half of the gain at the optimum of reward - beta KL
