@@ -58,8 +58,10 @@ def binary_divergence(logps: Tensor, sampler_logps: Tensor, *, kind: str) -> Ten
     float32 has no digits below. No gradient flows.
 
     >>> logps, sampled = torch.tensor([[0.5, 0.5]]).log(), torch.tensor([[0.25, 0.75]]).log()
-    >>> [binary_divergence(logps, sampled, kind=kind)[0, 0].mul(1e4).round().item() for kind in ("tv", "kl")]
-    [2500.0, 1308.0]
+    >>> for kind in ("tv", "kl"):
+    ...     print(round(binary_divergence(logps, sampled, kind=kind)[0, 0].item(), 4))
+    0.25
+    0.1308
     """
     logps, sampler_logps = logps.detach(), sampler_logps.detach()
     moved = logps.exp() - sampler_logps.exp()
