@@ -70,3 +70,17 @@ def test_the_advantages_of_steps_are_divided_by_the_mean_of_their_sums(
 def test_a_reward_below_0_stops_the_run(models: dict[str, Path], tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"scale_rewards='mean' does not work here: .*reward -1\b.*of 0 or above"):
         trained(models, tmp_path, lambda completion_ids, **_: [1.0, -1.0] * (len(completion_ids) // 2))
+
+
+def test_it_does_not_act_on_the_advantages_of_a_critic(models: dict[str, Path], tmp_path: Path) -> None:
+    """PPO warns that the option cannot act. A reward below 0 is none of its concern."""
+
+    def reward(completion_ids: list[list[int]], **_: Any) -> list[float]:
+        return [float(sum(ids) % 5 - 2) for ids in completion_ids]
+
+    def parameters(**options: Any) -> dict[str, torch.Tensor]:
+        options |= {"method": "PPO", "num_generations": 1, "build": {"reward_funcs": reward}}
+        return tiny.parameters(tiny.train(tiny.trainer(models["dense"], tmp_path, **options)))
+
+    plain, scaled = parameters(), parameters(scale_rewards="mean")
+    assert all(torch.equal(scaled[name], value) for name, value in plain.items())

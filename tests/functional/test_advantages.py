@@ -129,7 +129,7 @@ def test_groups_of_the_same_variance_stay_together() -> None:
 
 
 def test_token_baselines_are_those_of_an_oracle() -> None:
-    """In units of any scale. Where a completion is alone, it keeps the group's mean."""
+    """In units of any scale. A completion keeps the group's mean where it is alone."""
     for seed in range(20):
         random, size = torch.Generator().manual_seed(seed), 4
         probs = torch.randn(3 * size, 7, 5, generator=random).double().mul(2).softmax(-1)

@@ -42,7 +42,7 @@ def binary_kl(pi: float, mu: float) -> float:
 
 
 def dppo_dropped(logp: float, sampler_logp: float, a: float, *, low: float, high: float, divergence: str) -> bool:
-    """Whether DPPO drops the token: it moved too far, in the direction that A pushes it.
+    """Return True if DPPO drops the token: it moved too far, in the direction that A pushes it.
 
     "tv", eq. 13: A > 0 and pi - mu > high, or A < 0 and pi - mu < -low.
     "kl", eq. 14: A > 0 and pi > mu and D > high, or A < 0 and pi < mu and D > low, with D = `binary_kl`.
@@ -154,8 +154,8 @@ def m2po(
 ) -> Result:
     """M2PO: -(1 / sum_i |y_i|) sum_it M_it r_it A_it, arXiv 2510.01161, its objective. r is attached and not clipped.
 
-    What is dropped counts in |y_i|. The gradient is -M r A, divided likewise. Not ``token_mean``: the mean of
-    `losses.py` in place of the paper's mean over all tokens.
+    |y_i| counts dropped tokens too. The gradient is -M r A, divided likewise. Without ``token_mean``, the mean is that
+    of `losses.py`, and not the paper's over all tokens.
     """
     kept = m2po_keep(logps, sampler_logps, mask, advantages, budget=budget, every_token=every_token)
     tokens = sum(len(_loss_tokens(mask, i)) for i in range(mask.shape[0]))
@@ -236,7 +236,7 @@ def token_baseline(
 
 
 def variance_filter(rewards: list[float], group_size: int, share: float = 0.9) -> list[bool]:
-    """Whether RAGEN-2's filter keeps each consecutive group, arXiv 2604.06268.
+    """Return for each consecutive group if RAGEN-2's filter keeps it, arXiv 2604.06268.
 
     Groups come in by falling variance (n in the denominator) until ``share`` of the summed variance is reached; the
     first of equal ones comes first. A group without variance never comes in.

@@ -16,12 +16,12 @@ class MeanScale(Feature):
     """Divides advantages, those of steps too, by the mean reward of the group, with `scale_rewards="mean"`."""
 
     def on_init_end(self) -> None:
-        """Read the option, which RLOO does not have."""
-        self.is_on = getattr(self.args, "scale_rewards", None) == "mean"
+        """Read the option. RLOO does not have it, and PPO's advantages are those of a critic."""
+        self.is_on = self.args.METHOD == "GRPO" and self.args.scale_rewards == "mean"
 
     def around_rollout(self, rollout: Rollout, call_next: Callable[[Rollout], dict[str, Any]]) -> dict[str, Any]:
-        """Let TRL leave the advantages undivided."""
-        if not self.is_on:
+        """Let TRL leave the advantages undivided, in PPO too, where they are not used."""
+        if getattr(self.args, "scale_rewards", None) != "mean":
             return call_next(rollout)
         with without_scale(self.trainer):
             return call_next(rollout)

@@ -172,8 +172,8 @@ def token_baseline(advantages: Tensor, energies: Tensor, *, group_size: int) -> 
     """Return advantages with the optimal token baseline in place of the group's mean (arXiv 2602.07078).
 
     The baseline of token t is B_t = sum_i G_i W_it / sum_i W_it over the group's completions that have a token t.
-    W_it is the sum of the energies of completion i up to t. Where no other completion has a token t, the group's mean
-    stays the baseline.
+    W_it is the sum of the energies of completion i up to t. The group's mean stays the baseline where no other
+    completion has a token t.
 
     Args:
         advantages: (B,) equal to (G - mean) / scale, with any scale. They give the same G - B_t, divided by it.
@@ -242,7 +242,7 @@ def least_variance(variances: Tensor, share: float = 0.9) -> Tensor:
 
     Args:
         variances: (J,) 0 or above.
-        share: Of their sum, above 0 and below 1.
+        share: The kept share of their sum, above 0 and below 1.
 
     Returns:
         A scalar, less a billionth for rounding; 0 if all variances are 0.
