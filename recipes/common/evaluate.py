@@ -125,12 +125,14 @@ def completions(
     settings = vars(model.generation_config)
     own = dict(settings)
     settings.update(vars(GenerationConfig(eos_token_id=own["eos_token_id"])))
-    for start in tqdm(range(0, len(asked), batch), unit="batch"):
-        inputs = tokenizer(asked[start : start + batch], **options).to(model.device)
-        out = model.generate(**inputs, **how, pad_token_id=tokenizer.pad_token_id)
-        found += tokenizer.batch_decode(out[:, inputs["input_ids"].size(1) :], skip_special_tokens=True)
-    settings.update(own)
-    model.train(was_training)
+    try:
+        for start in tqdm(range(0, len(asked), batch), unit="batch"):
+            inputs = tokenizer(asked[start : start + batch], **options).to(model.device)
+            out = model.generate(**inputs, **how, pad_token_id=tokenizer.pad_token_id)
+            found += tokenizer.batch_decode(out[:, inputs["input_ids"].size(1) :], skip_special_tokens=True)
+    finally:
+        settings.update(own)
+        model.train(was_training)
     return np.array(found, dtype=object).reshape(len(prompts), -1).tolist()
 
 
