@@ -72,7 +72,7 @@ SHOWN = CHECKED | {
 }
 USUAL = ("accuracy", "outside", "ess", "grad_norm")
 """Figures in the picture, unless the YAML has `pictured`."""
-TEXTS = ("question", "control", "endpoint", "failure", "analysis", "chosen", "later")
+TEXTS = ("question", "control", "endpoint", "failure", "analysis", "chosen")
 """Keys of an experiment that are for readers."""
 
 

@@ -32,6 +32,7 @@ GENERATED = "dynamic_sampling/generated"
 LOGGED = (
     *("reward", "grad_norm", "clip_ratio/region_mean", "kl", "ratio/sequence_max", "sampling_mask/kept_mass"),
     *("frac_reward_zero_std", GENERATED, "dynamic_sampling/unfilled"),
+    *("dropped/dppo_low", "dropped/dppo_high", "dropped/m2po"),
 )
 PROBED = {"probe/changed": "changed", "probe/live/log_ratio_std": "log_ratio_std"}
 PROBLEMS = 50  # held-out ones that the probe answers
