@@ -66,6 +66,9 @@ def test_staleness_by_hand(evidence: Any) -> None:
         assert close(clipped.outcome(given, task, true), 1, 1, 0)
     # ln 1.5 = 0.405: the lower clip of GMPO at 0.41 lets token 0 through, 3/4 * 2/3 * 1/4 * 1/2 = 1/16
     assert close(Method("gmpo", 0.41).outcome(given, task, true), 3 / 4, 0)
+    # squares 0.164 of token 0 and 0.480 of token 1, whose mean is 0.75 * 0.164 + 0.25 * 0.480 = 0.243
+    for budget, *expected in ((0.04, 1, 1, 0), (0.17, 3 / 4, 0), (0.24, 3 / 4, 0), (0.25, 0, 0, 4 / 3)):
+        assert close(Method("m2po", m2po_budget=budget).outcome(given, task, true), *expected)
     # token 0 has A < 0 and ln(3/4 / 1/2) = 0.405 above the threshold: what is left is 1/2 * 3/4 * 1/2 = 3/16
     assert close(Method("token", INF, off_policy_mask_threshold=0.4).outcome(given, task, true), 1 / 4, 0)
     assert close(Method("token", INF, off_policy_mask_threshold=0.41).outcome(given, task, true), 0, 0)

@@ -7,6 +7,7 @@ sums over the sampler's probabilities. Nothing is sampled, and everything is flo
 Axes: `N` completions, `T` tokens, `R` prefixes (rows of the table), `V` tokens of the vocabulary, `P` parameters.
 """
 
+import functools
 import math
 import random
 from collections.abc import Callable
@@ -126,6 +127,7 @@ class Method:
     epsilon_high: float | None = None
     delta: float | None = None
     dppo_divergence: str = "tv"
+    m2po_budget: float = 0.04
     vllm_importance_sampling_mode: str = ""
     vllm_importance_sampling_clip_max: float = 3.0
     off_policy_mask_threshold: float = INF
@@ -167,8 +169,10 @@ class Method:
             clip = SimpleNamespace(epsilon_low=low, epsilon_high=high, args=self)  # which has the other options
             batch = MicroBatch(mask, logps, logps, None, each, old_logps, given.sampler_logps)
             values = -entry.policy_term(batch, clip, None)
-            for keep in entry.token_masks(batch, clip).values() if entry.token_masks else ():
-                values = values * keep
+            if self.ratio == "m2po":
+                values = values * self.within_budget(given, task, each)
+            elif entry.token_masks:
+                values = values * functools.reduce(torch.mul, entry.token_masks(batch, clip).values())
         elif self.ratio in ("none", "product"):
             weight = (logps - old_logps).sum(-1, keepdim=True).exp() if self.ratio == "product" else torch.ones(1)
             values = weight.detach() * each * logps
@@ -187,6 +191,19 @@ class Method:
             weights = mask.double() / (len(mask) * tokens)
         values = values * self.keeps(given, task, each) * self.engine_weights(given, mask)
         return torch.autograd.grad((values * weights).sum() * len(mask), logps)[0]
+
+    def within_budget(self, given: "Pass", task: Task, advantages: Tensor) -> Tensor:
+        """Return (N, T) bool, the tokens that M2PO keeps in a batch without end, where a completion has its chance.
+
+        As `masks.second_moment_mask`, which takes a batch, but each square counts as often as it is sampled.
+        """
+        log_ratio = given.logps - given.sampler_logps
+        is_counted = task.mask & (advantages * log_ratio > 0)
+        squares, order = log_ratio.square().where(is_counted, INF).flatten().sort()
+        chances = given.probabilities(task)[:, None].expand_as(log_ratio).flatten()[order]
+        kept = torch.empty_like(order, dtype=torch.bool)
+        kept[order] = (chances * squares).cumsum(0) <= self.m2po_budget * chances.cumsum(0)
+        return kept.view_as(is_counted) | ~is_counted
 
     def keeps(self, given: "Pass", task: Task, advantages: Tensor) -> Tensor:
         """Return (N, 1) bool, False for completions that a mask drops. `advantages` is (N, 1)."""

@@ -85,6 +85,7 @@ def arms() -> dict[str, Method]:
         "GMPO, clip 0.4": Method("gmpo", 0.4),
         'DPPO, `"tv"`, 0.2': Method("dppo"),
         'DPPO, `"kl"`, 0.05': Method("dppo", 0.05, dppo_divergence="kl"),
+        "M2PO, budget 0.04": Method("m2po"),
     }
 
 

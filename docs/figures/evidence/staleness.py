@@ -66,6 +66,7 @@ def arms() -> dict[str, Method]:
         "GSPO-token, clip 3e-4, 4e-4": Method("gspo_token", 3e-4, 4e-4),
         'DPPO, `"tv"`, 0.2': Method("dppo"),
         'DPPO, `"kl"`, 0.05': Method("dppo", 0.05, dppo_divergence="kl"),
+        "M2PO, budget 0.04": Method("m2po"),
         f"token ratio, only the mask {mask:g}": Method(epsilon=INF, off_policy_mask_threshold=mask),
     }
 
