@@ -61,7 +61,10 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "R3": {**MIXTURE, "router_replay": "R3"},
     },
     "sampling_mask": {"keep_sampling_mask": {"keep_sampling_mask": True, "top_p": 0.8}},
-    "dynamic_sampling": {"dynamic_sampling": {"dynamic_sampling": True, "build": {"reward_funcs": by_prompt}}},
+    "dynamic_sampling": {
+        name: {"dynamic_sampling": True, "dynamic_sampling_filter": name, "build": {"reward_funcs": by_prompt}}
+        for name in ("zero_std", "reward_variance")
+    },
     "step_rewards": {
         "process": {"loss_type": "gspo_token", "build": {"reward_funcs": by_steps}},
         "return_to_go": {"step_advantage": "return_to_go", "build": {"reward_funcs": by_steps}},

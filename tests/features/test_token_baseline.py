@@ -20,6 +20,7 @@ SAMPLERS: dict[str, dict[str, Any]] = {
     "batches": {"token_budget": 40, "temperature": 0.7},
     "LoRA": {"lora": True},
     "kept tokens": {"keep_sampling_mask": True, "top_p": 0.8},
+    "MaxRL": {"scale_rewards": "mean"},
 }
 
 
@@ -45,14 +46,17 @@ def expected(model: Any, samples: dict[str, Any], rewards: list[float], temperat
 
 @pytest.mark.parametrize("name", SAMPLERS)
 def test_advantages_are_those_of_the_formula(models: dict[str, Path], tmp_path: Path, name: str) -> None:
-    trainer = tiny.trainer(models["dense"], tmp_path, **ON, **SAMPLERS[name])
+    trainer = tiny.trainer(models["dense"], tmp_path, **{**ON, **SAMPLERS[name]})
     trainer.model.train()
     samples = trainer._generate_and_score_completions([{"prompt": f"{'ab' * (i // 4)}{i // 4}+1="} for i in range(16)])
     lengths = samples["completion_mask"].sum(1)
     assert len(lengths.unique()) > 1
     ids = [row[:length].tolist() for row, length in zip(samples["completion_ids"], lengths, strict=True)]
     # those of the base with the adapter, outside TRL's head
-    own = expected(trainer.model.eval(), samples, tiny.reward(ids), trainer.args.temperature)
+    rewards = tiny.reward(ids)
+    own = expected(trainer.model.eval(), samples, rewards, trainer.args.temperature)
+    if name == "MaxRL":
+        own /= torch.tensor(rewards).view(4, 4).mean(1).repeat_interleave(4).unsqueeze(1)
     torch.testing.assert_close(samples["advantages"], own, atol=1e-4, rtol=1e-4)
     assert ("old_per_token_logps" in samples) == (name != "no such pass")
 
