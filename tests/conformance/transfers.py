@@ -30,7 +30,7 @@ WHY = {
     "candidates.CandidateSets.split": "TRL gets a tensor for each completion, whose size the CPU must know",
     "feature.SamplingMask.on_rollout_end": "a warning tells how many tokens have no set",
     "table.tabulate": "steps are combined on the CPU",
-    "feature.StepRewardsFeature.keep_advantages": "a script may ask for the advantages of steps",
+    "feature.StepRewardsFeature.replace_advantages": "a script may ask for the advantages of steps",
     "feature.StepRewardsFeature._completions": "steps are placed on the CPU",
     "rollout.log_advantages": "TRL's table of completions shows the advantages",
     "own_advantages.OwnAdvantages._checked": "advantages of a script must be finite",
@@ -93,7 +93,7 @@ STEPS = {
     "feature.StepRewardsFeature._completions": 1,
     "rollout.log_advantages": 1,
 }
-STEPS_IN_GRPO = {**STEPS, "feature.StepRewardsFeature.keep_advantages": 3, "metrics.Metrics._countable": 1}
+STEPS_IN_GRPO = {**STEPS, "feature.StepRewardsFeature.replace_advantages": 3, "metrics.Metrics._countable": 1}
 CRITIC: dict[str, dict[str, Any]] = {
     "rollout": {**STEPS, "targets._is_truncated": 1, "packing.sequence_lengths": 1},  # of the pass for the values
     "step": {"nonfinite_steps.NonfiniteSteps.admits": 4},

@@ -9,7 +9,7 @@ from trl_steady.core.feature import Feature
 from trl_steady.core.types import Rollout
 from trl_steady.features.step_rewards.feature import StepRewardsFeature
 from trl_steady.functional.advantages import over_mean
-from trl_steady.trl_bridge.rollout import log_advantages, without_scale
+from trl_steady.trl_bridge.rollout import without_scale
 
 
 class MeanScale(Feature):
@@ -38,7 +38,4 @@ class MeanScale(Feature):
         """Divide the advantages."""
         if self.is_on:
             found = over_mean(rollout.advantages, rollout.group_rewards)
-            rollout.samples["advantages"] = found
-            if (steps := self.trainer.feature(StepRewardsFeature)).has_steps:
-                steps.keep_advantages(rollout, found)
-            log_advantages(self.trainer, found, rollout.is_sampled)
+            self.trainer.feature(StepRewardsFeature).replace_advantages(rollout, found)

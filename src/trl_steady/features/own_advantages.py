@@ -7,7 +7,6 @@ from trl_steady.core.feature import Feature
 from trl_steady.core.types import Rollout
 from trl_steady.features.step_rewards.feature import StepRewardsFeature
 from trl_steady.trl_bridge.overrides import overrides
-from trl_steady.trl_bridge.rollout import log_advantages
 
 
 class OwnAdvantages(Feature):
@@ -18,10 +17,7 @@ class OwnAdvantages(Feature):
         if not (names := overrides(self.trainer, "advantages")):  # the same on all processes
             return
         found = self._checked(names[0], self.trainer.advantages(rollout), rollout)
-        rollout.samples["advantages"] = found
-        log_advantages(self.trainer, found, rollout.is_sampled)
-        if (steps := self.trainer.feature(StepRewardsFeature)).has_steps:
-            steps.keep_advantages(rollout, found.view(len(found), -1) * rollout.is_sampled)
+        self.trainer.feature(StepRewardsFeature).replace_advantages(rollout, found)
 
     def _checked(self, name: str, returned: object, rollout: Rollout) -> Tensor:
         """Return what the method `name` returned, as (B,) or (B, T) constants like those of the trainer."""

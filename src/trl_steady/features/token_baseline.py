@@ -4,13 +4,13 @@
 # annotations of accelerate are partial
 
 from collections.abc import Callable
-from typing import Protocol, cast
+from typing import cast
 
 import torch
 from torch import Tensor
 
 from trl_steady.config.grpo import GRPOConfig
-from trl_steady.core.feature import Feature, Trainer
+from trl_steady.core.feature import Feature
 from trl_steady.core.types import ForwardPass, LogProbs, Rollout
 from trl_steady.functional.advantages import token_baseline
 from trl_steady.trl_bridge import models
@@ -21,10 +21,6 @@ from trl_steady.trl_bridge.rollout import log_advantages
 _OPTION = 'advantage_baseline="token"'
 
 
-class _Trainer(Trainer, Protocol):
-    num_generations_eval: int
-
-
 class TokenBaseline(Feature):
     """Gives each token a baseline of its own, with `advantage_baseline="token"` (arXiv 2602.07078).
 
@@ -32,7 +28,6 @@ class TokenBaseline(Feature):
     """
 
     window_options = (("advantage_baseline", None),)
-    trainer: _Trainer
     args: GRPOConfig
     _energies: Tensor | None = None
 
@@ -73,7 +68,7 @@ class TokenBaseline(Feature):
         # the completions of a group may be on several processes
         padded = trainer.accelerator.pad_across_processes(energies, dim=1, pad_index=torch.nan)  # pyright: ignore
         of_all, every = cast(tuple[Tensor, Tensor], trainer.accelerator.gather((values, padded)))
-        size = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
+        size = rollout.group_rewards.size(1)
         first = trainer.accelerator.process_index * len(values)
         found = token_baseline(of_all, every, group_size=size)[first : first + len(values), : energies.size(1)]
         rollout.samples["advantages"] = found.clone()  # a view keeps those of all processes alive

@@ -15,7 +15,6 @@ from trl_steady.features.critic.trainer import PPOTrainerProtocol
 from trl_steady.features.step_rewards.feature import StepRewardsFeature
 from trl_steady.functional import advantages, values
 from trl_steady.trl_bridge.models import text_tokenizer
-from trl_steady.trl_bridge.rollout import log_advantages
 
 
 class TokenRewards(NamedTuple):
@@ -41,7 +40,7 @@ def critic_targets(
     after: Tensor | None,
     kl_coef: float,
 ) -> tuple[dict[str, Tensor], Tensor]:
-    """Return the targets of policy and critic in a rollout, and log them. Every process must call this function.
+    """Give a rollout its advantages, return its other targets, and log them. Every process must call this function.
 
     Args:
         trainer: The trainer, whose reward functions have returned.
@@ -52,9 +51,9 @@ def critic_targets(
         kl_coef: Coefficient of the KL in the reward.
 
     Returns:
-        (B, T) float32 columns, 0 where there is no action token: `values` of the critic at rollout, its targets
-        `returns`, NaN for a completion that no reward function has scored, and the policy's `advantages`. Then the
-        (3,) moments, over all processes, of the completions' KL to the reference in nats.
+        (B, T) float32 columns, 0 where there is no action token: `values` of the critic at rollout, and its targets
+        `returns`, NaN for a completion that no reward function has scored. Then the (3,) moments, over all processes,
+        of the completions' KL to the reference in nats.
     """
     mask = rollout.is_sampled
     old_values = old_values.float().where(mask, 0)
@@ -76,12 +75,21 @@ def critic_targets(
         policy_advantages = values.whitened(policy_advantages, tokens.counts, advantage_moments)
     policy_advantages = policy_advantages.where(tokens.counts, 0)
     explained = 1 - values.variance(critic_moments) / values.variance(return_moments)
-    log_targets(trainer, rollout, tokens, returns, explained, old_values, policy_advantages, kl_coef)
-    columns = {
-        "values": old_values,
-        "returns": returns.where(mask, 0).where(tokens.is_scored, torch.nan),
-        "advantages": policy_advantages,
-    }
+    trainer.feature(StepRewardsFeature).replace_advantages(rollout, policy_advantages)
+    if kl_coef and trainer.beta == 0:  # otherwise TRL logs that of the loss
+        trainer.metrics.token_mean("kl", tokens.kl, mask)
+    once = torch.ones(1, 1, dtype=torch.bool, device=mask.device)
+    trainer.metrics.pooled(
+        means={
+            "value/mean": (old_values, tokens.counts),
+            "value/returns": (returns, tokens.counts),
+            "value/explained_variance": (explained.view(1, 1), once & explained.isfinite()),
+            "kl_coef": (torch.full_like(once, kl_coef, dtype=torch.float64), once),
+            "kl_per_answer": (kl_per_completion, has_tokens),
+            "reward_with_kl": (tokens.rewards.sum(1, keepdim=True), has_tokens & tokens.is_scored),
+        }
+    )
+    columns = {"values": old_values, "returns": returns.where(mask, 0).where(tokens.is_scored, torch.nan)}
     return columns, kl_moments
 
 
@@ -106,36 +114,6 @@ def rewards_with_kl(trainer: PPOTrainerProtocol, args: PPOConfig, rollout: Rollo
         (moments,) = _moments(trainer, (rewards, counts))
         rewards = values.whitened(rewards, counts, moments, shift_mean=False)
     return TokenRewards(rewards, kl, counts, is_scored, is_truncated)
-
-
-def log_targets(
-    trainer: PPOTrainerProtocol,
-    rollout: Rollout,
-    tokens: TokenRewards,
-    returns: Tensor,
-    explained: Tensor,
-    old_values: Tensor,
-    policy_advantages: Tensor,
-    kl_coef: float,
-) -> None:
-    """Log advantages, values and KL of a rollout. Every process must call this function."""
-    mask, steps = rollout.is_sampled, trainer.feature(StepRewardsFeature)
-    log_advantages(trainer, policy_advantages, mask)
-    if steps.has_steps:
-        steps.keep_advantages(rollout, policy_advantages)
-    if kl_coef and trainer.beta == 0:  # otherwise TRL logs that of the loss
-        trainer.metrics.token_mean("kl", tokens.kl, mask)
-    once, has_tokens = torch.ones(1, 1, dtype=torch.bool, device=mask.device), mask.any(1, keepdim=True)
-    trainer.metrics.pooled(
-        means={
-            "value/mean": (old_values, tokens.counts),
-            "value/returns": (returns, tokens.counts),
-            "value/explained_variance": (explained.view(1, 1), once & explained.isfinite()),
-            "kl_coef": (torch.full_like(once, kl_coef, dtype=torch.float64), once),
-            "kl_per_answer": (tokens.kl.sum(1, keepdim=True), has_tokens),
-            "reward_with_kl": (tokens.rewards.sum(1, keepdim=True), has_tokens & tokens.is_scored),
-        }
-    )
 
 
 def _is_truncated(trainer: PPOTrainerProtocol, samples: Mapping[str, Tensor]) -> Tensor:

@@ -28,7 +28,6 @@ _FORMULAS = {"process": advantages.process, "return_to_go": advantages.return_to
 
 
 class _Trainer(Trainer, Protocol):
-    num_generations_eval: int
     scale_rewards: str
     multi_objective_aggregation: str
 
@@ -159,7 +158,7 @@ class StepRewardsFeature(Feature):
         if self._formula is None:
             return
         if self.has_steps:
-            rollout.samples["advantages"] = self._group_advantages(rollout, self._formula)
+            self.replace_advantages(rollout, self._group_advantages(rollout, self._formula))
         elif self._formula != "return_to_go" and not self.last_rollout and self.trainer.accelerator.is_main_process:
             self.warn(
                 f"step_advantage={self._formula!r} cannot act: no reward function has returned StepRewards in this "
@@ -167,30 +166,30 @@ class StepRewardsFeature(Feature):
             )
 
     def _group_advantages(self, rollout: Rollout, formula: str) -> Tensor:
-        """Return advantages (B, T) of the sampled tokens, and log them."""
+        """Return advantages (B, T) of the sampled tokens."""
         trainer, mask = self.trainer, rollout.is_sampled
         completions: list[RewardedCompletion] = gather_object(self._completions(mask))
-        group_size = trainer.num_generations if trainer.model.training else trainer.num_generations_eval
         cover = formula == "return_to_go"
         table = tabulate(completions, self._returned.rewards, trainer.reward_weights, cover=cover)
         scale = {"mean": "none"}.get(trainer.scale_rewards, trainer.scale_rewards)  # `MeanScale` divides
-        step_advantages = _FORMULAS[formula](table.rewards, group_size=group_size, scale=scale)
+        step_advantages = _FORMULAS[formula](table.rewards, group_size=rollout.group_rewards.size(1), scale=scale)
         own = self._own_rows(len(mask))
-        per_token = advantages.per_token(step_advantages[own], table.ends[own], mask.size(1)) * mask
-        log_advantages(trainer, per_token, mask)
         counts = [len(steps) for completion in completions[own] for steps in completion.steps.values()]
         trainer.metrics.pooled(sums={"steps/mean_count": torch.tensor([sum(counts), len(counts)])})
-        self.keep_advantages(rollout, per_token)
-        return per_token
+        return advantages.per_token(step_advantages[own], table.ends[own], mask.size(1)) * mask
 
     def own_steps(self, mask: Tensor) -> StepTable:
         """Return the steps of this process's completions. `mask` (B, T) is True for tokens that the policy sampled."""
         rewards = self._returned.rewards[self._own_rows(len(mask))]
         return tabulate(self._completions(mask), rewards, self.trainer.reward_weights, cover=False)
 
-    def keep_advantages(self, rollout: Rollout, per_token: Tensor) -> None:
-        """Store the advantages (B, T) of a rollout with step rewards for `last_step_advantages`."""
-        self.last_rollout = rollout.samples["completion_ids"].cpu(), rollout.is_sampled.cpu(), per_token.cpu()
+    def replace_advantages(self, rollout: Rollout, values: Tensor) -> None:
+        """Give a rollout other advantages, (B,) or (B, T), also in TRL's table and in `last_step_advantages`."""
+        rollout.samples["advantages"] = values
+        log_advantages(self.trainer, values, rollout.is_sampled)
+        if self.has_steps:
+            per_token = values.view(len(values), -1) * rollout.is_sampled
+            self.last_rollout = rollout.samples["completion_ids"].cpu(), rollout.is_sampled.cpu(), per_token.cpu()
 
     def _own_rows(self, count: int) -> slice:
         """Return the rows of this process's `count` completions among those of all processes."""
