@@ -36,11 +36,8 @@ class Source(Protocol):
 
     accelerator: Accelerator
     model: torch.nn.Module
-
-    @property
-    def logged_values(self) -> Mapping[str, defaultdict[str, list[float]]]:
-        """Return "train" or "eval" -> name -> values that TRL will log as one mean."""
-        ...
+    logged_values: Mapping[str, defaultdict[str, list[float]]]
+    """"train" or "eval" -> name -> values that TRL will log as one mean."""
 
 
 class Metrics:

@@ -20,8 +20,4 @@ class PPOTrainerProtocol(Trainer, Protocol):
     value_peft_config: LoraConfig | None
     ptx_dataset: Dataset | None
     eos_token_ids: list[int]
-
-    @property
-    def reward_model(self) -> ScalarHeadModel | None:
-        """The reward model of a `RewardAdapter`."""
-        ...
+    reward_model: ScalarHeadModel | None

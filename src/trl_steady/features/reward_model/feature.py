@@ -50,18 +50,9 @@ class Refresher(Protocol):
     """The callback that retrains the reward model, as the feature sees it: `RewardModelRefreshCallback`."""
 
     refreshes: list[RewardRefresh]
-
-    def collect(self, completions: RolloutCompletions) -> None:
-        """Label this process's completions of a rollout, and keep them until the refresh."""
-        ...
-
-    def save(self, folder: Path) -> None:
-        """Add to a checkpoint."""
-        ...
-
-    def load(self, folder: Path) -> None:
-        """Restore what `save` has added."""
-        ...
+    collect: Callable[[RolloutCompletions], None]
+    save: Callable[[Path], None]
+    load: Callable[[Path], None]
 
 
 class RewardModel(ScalarHeadFeature):
