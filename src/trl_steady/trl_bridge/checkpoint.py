@@ -14,7 +14,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable, Iterator, Sized
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, cast
 from zipfile import is_zipfile
@@ -245,11 +245,9 @@ def _is_whole(path: Path, size: int) -> bool:
         return False
 
 
-@contextmanager
-def save_only(model: PeftModel, adapter: str) -> Iterator[None]:
+def save_only(model: PeftModel, adapter: str) -> AbstractContextManager[None]:
     """Let the model save one adapter, and no others."""
-    with patched(model, {"save_pretrained": functools.partial(model.save_pretrained, selected_adapters=[adapter])}):
-        yield
+    return patched(model, {"save_pretrained": functools.partial(model.save_pretrained, selected_adapters=[adapter])})
 
 
 @contextmanager

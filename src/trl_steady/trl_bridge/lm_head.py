@@ -6,7 +6,7 @@
 import itertools
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any, cast
@@ -93,8 +93,7 @@ class _GatheredOnce(torch.autograd.Function):
         return *(next(found) if is_needed else None for is_needed in needed), None
 
 
-@contextmanager
-def replace_head(compute: Callable[[Head], HeadOutputs]) -> Iterator[None]:
+def replace_head(compute: Callable[[Head], HeadOutputs]) -> AbstractContextManager[None]:
     """Compute the outputs of all fused LM heads with `compute` inside this context."""
 
     def apply(*arguments: Any, **keywords: Any) -> HeadOutputs:
@@ -109,8 +108,7 @@ def replace_head(compute: Callable[[Head], HeadOutputs]) -> Iterator[None]:
         return _GatheredOnce.apply(head.hidden, head.weight, head.bias, compute_from)
 
     # TRL looks its function up in the module at each call
-    with patched(trl.trainer.utils, {"_ChunkedLogProbFunction": SimpleNamespace(apply=apply)}):
-        yield
+    return patched(trl.trainer.utils, {"_ChunkedLogProbFunction": SimpleNamespace(apply=apply)})
 
 
 @contextmanager

@@ -3,8 +3,8 @@
 This file knows TRL's private state of a rollout.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, cast
 
 import torch
@@ -20,29 +20,23 @@ from trl_steady.functional.advantages import all_equal
 from trl_steady.trl_bridge.private import TRAINER_MODULES, as_trl_trainer, generated_completions, patched
 
 
-@contextmanager
-def with_reference_log_probs(trainer: Trainer) -> Iterator[None]:
+def with_reference_log_probs(trainer: Trainer) -> AbstractContextManager[None]:
     """Let TRL's rollout compute the log-probs of the old policy and the reference, which its loss may not need."""
     # TRL skips the old policy if a rollout feeds one update, so that the ratio is 1
     many_updates = trainer.args.gradient_accumulation_steps + 1
-    with patched(trainer, {"num_iterations": many_updates, "beta": trainer.beta or 1.0}):
-        yield
+    return patched(trainer, {"num_iterations": many_updates, "beta": trainer.beta or 1.0})
 
 
-@contextmanager
-def without_old_log_probs(trainer: Trainer) -> Iterator[None]:
+def without_old_log_probs(trainer: Trainer) -> AbstractContextManager[None]:
     """Skip the pass of the old policy in TRL's rollout. RLOO's `old_logps` are 0, and GRPO's engine has no weights."""
     # RLOO always runs the pass. GRPO runs it in a rollout that feeds one update only for its engine correction.
     is_rloo = isinstance(trainer, trl.RLOOTrainer)
-    with patched(trainer, ZERO_LOG_PROBS if is_rloo else {"vllm_importance_sampling_correction": False}):
-        yield
+    return patched(trainer, ZERO_LOG_PROBS if is_rloo else {"vllm_importance_sampling_correction": False})
 
 
-@contextmanager
-def without_scale(trainer: Trainer) -> Iterator[None]:
+def without_scale(trainer: Trainer) -> AbstractContextManager[None]:
     """Let TRL's rollout subtract the mean of a group, and divide by nothing."""
-    with patched(trainer, {"scale_rewards": "none"}):  # TRL raises for other values than its own
-        yield
+    return patched(trainer, {"scale_rewards": "none"})  # TRL raises for other values than its own
 
 
 def _zero_log_probs(_: object, input_ids: Tensor, __: object, width: int, *___: object, **____: object) -> LogProbs:
@@ -53,8 +47,7 @@ ZERO_LOG_PROBS = {"_get_per_token_logps_and_entropies": _zero_log_probs}
 """TRL's method for log-probs, replaced by one that runs no model."""
 
 
-@contextmanager
-def record_prompts(trainer: Trainer, record: Callable[[list[list[int]]], None]) -> Iterator[None]:
+def record_prompts(trainer: Trainer, record: Callable[[list[list[int]]], None]) -> AbstractContextManager[None]:
     """Call `record` with the token ids of the prompts of each rollout, as the policy reads them."""
     generate = as_trl_trainer(trainer)._generate
 
@@ -63,8 +56,7 @@ def record_prompts(trainer: Trainer, record: Callable[[list[list[int]]], None]) 
         record(generated[0])
         return generated
 
-    with patched(trainer, {"_generate": generate_and_record}):  # the one method that returns them
-        yield
+    return patched(trainer, {"_generate": generate_and_record})  # the one method that returns them
 
 
 def with_own_stops(eos_token_ids: Sequence[int], args: Any) -> list[int]:
@@ -136,8 +128,9 @@ def wrap_reward_functions(functions: Sequence[Any], processors: Sequence[Callabl
     ]
 
 
-@contextmanager
-def read_rewards(trainer: Trainer, read: Callable[[Tensor, list[Any], list[list[int]]], None]) -> Iterator[None]:
+def read_rewards(
+    trainer: Trainer, read: Callable[[Tensor, list[Any], list[list[int]]], None]
+) -> AbstractContextManager[None]:
     """Call `read` with the rewards that TRL's rollout gets, the completions and their token ids."""
     calculate, pending = as_trl_trainer(trainer)._calculate_rewards, as_trl_trainer(trainer)._pending_extra_logs
 
@@ -153,8 +146,7 @@ def read_rewards(trainer: Trainer, read: Callable[[Tensor, list[Any], list[list[
         read(rewards, completions, sampled)
         return rewards
 
-    with patched(trainer, {"_calculate_rewards": calculate_and_read}):  # around a subclass's, which may change them
-        yield
+    return patched(trainer, {"_calculate_rewards": calculate_and_read})  # around a subclass's, which may change them
 
 
 def with_exact_zeros(trainer: Trainer, run_rollout: Callable[[], dict[str, Any]]) -> dict[str, Any]:
@@ -214,10 +206,9 @@ def collate_rows(trainer: Trainer, rows: list[dict[str, Any]]) -> list[dict[str,
     return cast(Any, send_to_device(collate(rows), trainer.accelerator.device))
 
 
-@contextmanager
 def last_logits_processor(
     model: PreTrainedModel, processor: LogitsProcessor, check: Callable[[GenerationConfig], None]
-) -> Iterator[None]:
+) -> AbstractContextManager[None]:
     """Let `model.generate` call `processor` after all others, inside this context. `check` may refuse its options."""
     build = cast(Callable[..., LogitsProcessorList], model._get_logits_processor)
 
@@ -226,5 +217,4 @@ def last_logits_processor(
         return LogitsProcessorList([*build(generation_config, **keywords), processor])
 
     # transformers puts its own processors after those that `generate` is given
-    with patched(model, {"_get_logits_processor": build_with_last}):
-        yield
+    return patched(model, {"_get_logits_processor": build_with_last})
