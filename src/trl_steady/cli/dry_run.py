@@ -78,7 +78,6 @@ class _OneStep(TrainerCallback):
     """Ends the run with the log of its first optimizer step, before anything is saved."""
 
     def on_step_end(self, args: object, state: object, control: TrainerControl, **_: object) -> None:
-        """Ask for a log."""
         control.should_log = True
 
     def on_log(self, args: object, state: TrainerState, *_: object, **__: object) -> None:
@@ -107,18 +106,14 @@ def dry_run(*, step: bool) -> Generator[None]:
             said.add(text)
             print(text, flush=True)
 
-    def divert(args: SharedOptions) -> None:
+    def announce(args: SharedOptions) -> None:
         here = {"output_dir": folder, "report_to": [], "resume_from_checkpoint": None}
         vars(args).update(here, push_to_hub=False, log_completions_hub_repo=None)
-
-    def announce(args: SharedOptions) -> None:
-        divert(args)
         say(args, f"dry run: nothing is saved\n{Batches.of(args)}")
 
     def rehearse(trainer: SteadyTrainer, train: Callable[[], object]) -> None:
         args: SharedOptions = trainer.args
-        divert(args)  # from what the script has changed
-        say(args, f"dry run: nothing is saved\n{Batches.of(args)}")
+        announce(args)  # again: the script may have changed them
         say(args, "\n".join(f"  {line}" for line in _lines(trainer)))
         if step:
             args.eval_on_start = False

@@ -239,10 +239,6 @@ class GRPOConfig(SharedOptions, _TRLConfig):
     @property
     def sampler_options(self) -> list[str]:
         """Names of the options that are set and need the sampler's log-probs."""
-        has_ratio = self.beta != 0 and self.use_bias_correction_kl
-        set_ones = {
-            "kl_ratio_denominator": self.kl_ratio_denominator == "sampler" and has_ratio,
-            "geometric_mask_range": self.geometric_mask_range is not None,
-            "token_veto_threshold": self.token_veto_threshold is not None,
-        }
-        return [option for option, is_set in set_ones.items() if is_set]
+        has_ratio = self.kl_ratio_denominator == "sampler" and self.beta != 0 and self.use_bias_correction_kl
+        masks = [name for name in ("geometric_mask_range", "token_veto_threshold") if getattr(self, name) is not None]
+        return [*(["kl_ratio_denominator"] if has_ratio else []), *masks]

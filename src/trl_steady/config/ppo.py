@@ -6,7 +6,7 @@
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal, Self
+from typing import Literal
 
 from trl_steady.config.grpo import GRPOConfig
 from trl_steady.config.options import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, Range, first_off, option
@@ -26,9 +26,6 @@ class _OneCompletion(int):
     TRL's `__post_init__` refuses `num_generations < 2` amid checks that PPO needs, so that they cannot be run without
     this one. No other number divides every batch size, as the next check demands.
     """
-
-    def __new__(cls) -> Self:
-        return super().__new__(cls, 1)
 
     def __lt__(self, other: int) -> bool:
         return False
@@ -99,21 +96,14 @@ class PPOConfig(GRPOConfig):
     def ranges(cls) -> dict[str, Range]:
         """Return the valid values of options whose type does not say which are valid."""
         return super().ranges() | {
-            "num_generations": COUNT,
-            "gamma": SHARE,
-            "lam": SHARE,
-            "value_lam": SHARE,
-            "kl_coef": NOT_NEGATIVE,
-            "kl_target": POSITIVE,
-            "kl_horizon": COUNT,
-            "cliprange_value": POSITIVE,
-            "value_learning_rate": NOT_NEGATIVE,
+            **dict.fromkeys(("num_generations", "kl_horizon"), COUNT),
+            **dict.fromkeys(("gamma", "lam", "value_lam"), SHARE),
+            **dict.fromkeys(("kl_target", "cliprange_value"), POSITIVE),
+            **dict.fromkeys(("kl_coef", "value_learning_rate", "missing_eos_penalty", "ptx_coef"), NOT_NEGATIVE),
             "value_warmup_steps": Range(
                 lambda value: value >= 0 and value == int(value), "0, 1, 2, ...", {"minimum": 0}
             ),
             "value_init": Range(os.fspath, "'policy', 'reward' or a path", {"minLength": 1}),
-            "missing_eos_penalty": NOT_NEGATIVE,
-            "ptx_coef": NOT_NEGATIVE,
         }
 
     def _without_effect(self) -> dict[str, str | None]:
@@ -133,7 +123,7 @@ class PPOConfig(GRPOConfig):
 
     def _run_trl_checks(self) -> None:
         given = self.num_generations
-        self.num_generations = _OneCompletion() if given == 1 else given
+        self.num_generations = _OneCompletion(1) if given == 1 else given
         try:
             super()._run_trl_checks()
         finally:

@@ -32,21 +32,11 @@ else:
     _Filter = str  # for TRL's parser, which knows no such union
 
 
+_ENTROPY: dict[str, object] = {"entropy_coef": 0.0, "use_adaptive_entropy": False, "top_entropy_quantile": 1.0}
 # Options with which TRL computes over the tokens of a micro-batch -> the value without that.
-_OVER_MICRO_BATCHES: dict[str, object] = {
-    "ref_model_sync_kl": None,
-    "entropy_coef": 0.0,
-    "use_adaptive_entropy": False,
-    "top_entropy_quantile": 1.0,
-}
+_OVER_MICRO_BATCHES: dict[str, object] = {"ref_model_sync_kl": None, **_ENTROPY}
 # Options with which each sequence has a gradient, or counts in another way -> the value without that.
-_OVER_ALL_SEQUENCES: dict[str, object] = {
-    "beta": 0.0,
-    "sampler_penalty": 0.0,
-    "entropy_coef": 0.0,
-    "use_adaptive_entropy": False,
-    "top_entropy_quantile": 1.0,
-}
+_OVER_ALL_SEQUENCES: dict[str, object] = {"beta": 0.0, "sampler_penalty": 0.0, **_ENTROPY}
 # Arguments of vLLM's engine that a trainer decides -> the option for it, or "".
 _OF_TRAINERS: dict[str, str] = {
     **dict.fromkeys(("model", "seed", "logprobs_mode", "distributed_executor_backend"), ""),
@@ -339,11 +329,9 @@ class SharedOptions(_TRLConfig):
         """Return the options as in transformers, with the name of a function, which is no JSON."""
         options = super().to_dict()
         chosen = options["dynamic_sampling_filter"]
-        return (
-            {**options, "dynamic_sampling_filter": getattr(chosen, "__name__", repr(chosen))}
-            if callable(chosen)
-            else options
-        )
+        if callable(chosen):
+            options["dynamic_sampling_filter"] = getattr(chosen, "__name__", repr(chosen))
+        return options
 
     is_of_our_trainer = False  # not an option, without an annotation
     """True once one of our trainers has this config."""

@@ -100,11 +100,9 @@ class AsyncGeneration(Feature):
 
     def around_generate(self, turn: Turn, call_next: Callable[[Turn], Any]) -> Any:
         """Let a rollout's first generation get its result from ahead, and then send the next rollout's request."""
-        rows = None
-        if turn.rollout is not None:
-            rows, self._rows = self._rows, None
-        if turn.rollout is None or rows is None:
+        if turn.rollout is None or self._rows is None:
             return call_next(turn)
+        rows, self._rows = self._rows, None
         self._wait()
         self._raise_error()
         turn.rollout.from_checkpoint, self._is_resumed = self._is_resumed, False

@@ -67,9 +67,5 @@ class PPOTrainer(GRPOTrainer):
         """The critic, with its `backbone`, its `head` and the name of its `adapter`."""
         return self.feature(Critic).critic
 
-    @property
-    def why_one_advantage(self) -> None:
-        """None: the loss takes one advantage per token."""
-
 
 set_model_card(PPOTrainer, "PPO", title="Proximal Policy Optimization Algorithms", id="1707.06347")

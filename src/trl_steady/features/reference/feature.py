@@ -46,12 +46,11 @@ class Reference(Feature):
         model, config = construction.model, None
         if isinstance(model, PeftModel):
             config = model.peft_config.get(POLICY_ADAPTER)
-            if self.args.has_reference:  # TRL would copy one of several adapters, and let that one alone act
-                refuse_several(model)
             if self.args.sync_ref_model:
                 refuse_unmovable(model)
-            if self.args.has_reference:  # the reference of a new run is the policy at its start
-                drop_adapter(model, REFERENCE_ADAPTER)
+            if self.args.has_reference:
+                refuse_several(model)  # TRL would copy one of several adapters, and let that one alone act
+                drop_adapter(model, REFERENCE_ADAPTER)  # the reference of a new run is the policy at its start
         construction.seen_by_trl["sync_ref_model"] = False
         with keep_base(config):  # TRL's constructor adds another adapter of this configuration
             call_next(construction)
