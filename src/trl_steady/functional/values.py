@@ -3,6 +3,8 @@
 Axes: `B` sequences, `T` completion tokens, `S` steps. Masks are boolean, True = action token.
 """
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -84,7 +86,7 @@ def adapted_kl_coef(coef: float, kl: float, *, target: float, horizon: float, co
 
     Args:
         coef: The coefficient at the rollout.
-        kl: Mean KL of a completion, summed over its tokens, in nats.
+        kl: Mean KL of a completion, summed over its tokens, in nats. NaN leaves the coefficient as it is.
         target: The KL that is wanted, in the same unit.
         horizon: Number of completions in which an error of 100 % changes the coefficient by a factor of about e; the
             error is limited to 20 %.
@@ -92,6 +94,8 @@ def adapted_kl_coef(coef: float, kl: float, *, target: float, horizon: float, co
 
     >>> adapted_kl_coef(0.1, 9.0, target=6.0, horizon=100, completions=10)
     0.10200000000000001
+    >>> adapted_kl_coef(0.1, float("nan"), target=6.0, horizon=100, completions=10)
+    0.1
     """
-    error = min(max(kl / target - 1, -0.2), 0.2)
+    error = min(max(0.0 if math.isnan(kl) else kl / target - 1, -0.2), 0.2)
     return coef * (1 + error * completions / horizon)
