@@ -188,7 +188,7 @@ class StepRewardsFeature(Feature):
         rollout.samples["advantages"] = values
         log_advantages(self.trainer, values, rollout.is_sampled)
         if self.has_steps:
-            per_token = values.view(len(values), -1) * rollout.is_sampled
+            per_token = (values if values.dim() == 2 else values.unsqueeze(1)) * rollout.is_sampled
             self.last_rollout = rollout.samples["completion_ids"].cpu(), rollout.is_sampled.cpu(), per_token.cpu()
 
     def _own_rows(self, count: int) -> slice:
