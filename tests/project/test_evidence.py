@@ -175,6 +175,7 @@ METHODS: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
         {"ratio": "dppo", "epsilon": 0.05, "epsilon_high": 0.04, "reduction": "constant"},
         {"loss_type": "dppo", "epsilon": 0.05, "epsilon_high": 0.04, "max_completion_length": 4},
     ),
+    "penalty": ({"sampler_penalty": 0.5, "epsilon": 0.05}, {"sampler_penalty": 0.5, "epsilon": 0.05}),
     "off-policy mask": ({"off_policy_mask_threshold": 0.1}, {"off_policy_mask_threshold": 0.1}),
     "masks": (
         {"geometric_mask_range": (0.8, 1.3), "token_veto_threshold": 0.5},

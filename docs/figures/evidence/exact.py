@@ -128,6 +128,7 @@ class Method:
     delta: float | None = None
     dppo_divergence: str = "tv"
     m2po_budget: float = 0.04
+    sampler_penalty: float = 0.0
     vllm_importance_sampling_mode: str = ""
     vllm_importance_sampling_clip_max: float = 3.0
     off_policy_mask_threshold: float = INF
@@ -190,6 +191,7 @@ class Method:
             tokens = given.mean_length(task) if self.reduction == "step_tokens" else mask.size(1)
             weights = mask.double() / (len(mask) * tokens)
         values = values * self.keeps(given, task, each) * self.engine_weights(given, mask)
+        values = values - self.sampler_penalty * (logps - given.sampler_logps) ** 2
         return torch.autograd.grad((values * weights).sum() * len(mask), logps)[0]
 
     def within_budget(self, given: "Pass", task: Task, advantages: Tensor) -> Tensor:

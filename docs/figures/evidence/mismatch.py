@@ -86,6 +86,7 @@ def arms() -> dict[str, Method]:
         'DPPO, `"tv"`, 0.2': Method("dppo"),
         'DPPO, `"kl"`, 0.05': Method("dppo", 0.05, dppo_divergence="kl"),
         "M2PO, budget 0.04": Method("m2po"),
+        "penalty 1e-3": Method(sampler_penalty=1e-3),
     }
 
 

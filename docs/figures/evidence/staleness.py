@@ -16,7 +16,7 @@ from torch import Tensor
 
 VOCABULARY, LENGTH, RATE = 6, 3, 0.5
 STEPS = (0, 1, 2, 4, 8, 16, 32)
-SHOWN = (4, 16)
+SHOWN = (4, 16, 32)
 """Steps of the table."""
 LOGGED = 8
 """Step from which the off-policy mask's threshold is set, as docs/methods/masks.md advises."""
@@ -67,6 +67,7 @@ def arms() -> dict[str, Method]:
         'DPPO, `"tv"`, 0.2': Method("dppo"),
         'DPPO, `"kl"`, 0.05': Method("dppo", 0.05, dppo_divergence="kl"),
         "M2PO, budget 0.04": Method("m2po"),
+        "GRPO, penalty 1e-3": Method(sampler_penalty=1e-3),
         f"token ratio, only the mask {mask:g}": Method(epsilon=INF, off_policy_mask_threshold=mask),
     }
 
