@@ -64,7 +64,10 @@ def test_the_advantages_of_steps_are_divided_by_the_mean_of_their_sums(
         means = torch.tensor([each.total for each in rewards]).view(-1, 4).mean(1).repeat_interleave(4)
         assert torch.allclose(samples["advantages"] * means[:, None], plain["advantages"], rtol=1e-5, atol=1e-6)
     assert samples["advantages"].any() and len(means.unique()) > 1
-    assert trainer.last_step_advantages is not None
+    shown = [[value for _, value in completion] for completion in trainer.last_step_advantages]
+    last = found[-1][1]
+    kept = zip(last["advantages"], last["completion_mask"].bool(), strict=True)
+    assert shown == [row[mask].tolist() for row, mask in kept]
 
 
 def test_a_reward_below_0_stops_the_run(models: dict[str, Path], tmp_path: Path) -> None:

@@ -141,6 +141,15 @@ def test_those_of_steps_may_be_replaced_token_by_token(train: Train) -> None:
     assert shown == [row[kept].tolist() for row, kept in zip(found, mask, strict=True)]
 
 
+def test_those_of_steps_may_be_replaced_by_one_for_each_answer(train: Train) -> None:
+    rollouts: list[Any] = []
+    members = own(lambda rollout: odd(rollout.samples), rollouts)
+    trained = train(members, loss_type="gspo_token", build={"reward_funcs": by_steps}, max_steps=1)
+    shown = [[value for _, value in completion] for completion in trained.last_step_advantages]
+    expected = zip(odd(rollouts[0].samples).tolist(), rollouts[0].is_sampled.sum(1).tolist(), strict=True)
+    assert shown == [[value] * count for value, count in expected]
+
+
 @pytest.mark.parametrize(
     "convert",
     [Tensor.tolist, Tensor.double, Tensor.requires_grad_, Tensor.numpy, Tensor.unbind],

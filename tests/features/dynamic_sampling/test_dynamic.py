@@ -114,6 +114,7 @@ NAN, UNEVEN = math.nan, [1.0, 1.0, 1.0, 2.0]
             {"dynamic_sampling_filter": "reward_variance"},
             [1, 0, 0, 1],
         ),
+        ([[1.0] * 4, [0.0] * 4, [0.5] * 4, [None] * 4], {"dynamic_sampling_filter": "reward_variance"}, [0, 0, 0, 0]),
     ],
 )
 def test_a_group_has_a_signal(
