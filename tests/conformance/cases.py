@@ -69,9 +69,11 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "process": {"loss_type": "gspo_token", "build": {"reward_funcs": by_steps}},
         "return_to_go": {"step_advantage": "return_to_go", "build": {"reward_funcs": by_steps}},
     },
-    "mean_scale": {"MaxRL": {"scale_rewards": "mean"}},
-    "token_baseline": {"advantage_baseline": {"advantage_baseline": "token"}},
-    "own_advantages": {"advantages": {"then": shorten}},
+    "advantages": {
+        "MaxRL": {"scale_rewards": "mean"},
+        "advantage_baseline": {"advantage_baseline": "token"},
+        "own": {"then": shorten},
+    },
     "reference": {
         "full": MOVING,
         "LoRA": {**MOVING, "lora": True, "ref_model_sync_reset_optimizer": True},

@@ -17,7 +17,7 @@ from tests.trainers.tools import rollout
 WHY = {
     # every rollout
     "packing.sequence_lengths": "TRL pads its samples. Their lengths are read once, for all micro-batches",
-    "rollout.give_rewards": "TRL's weights of the reward functions are on the CPU",
+    "advantages.total_rewards": "TRL's weights of the reward functions are on the CPU",
     "feature.StepRewardsFeature.on_rewards": "an infinite reward is an error, and NaN a warning",
     # rollouts of a feature
     "metrics.Metrics._countable": "a number that the CPU knows becomes a metric",
@@ -30,17 +30,17 @@ WHY = {
     "candidates.CandidateSets.split": "TRL gets a tensor for each completion, whose size the CPU must know",
     "feature.SamplingMask.on_rollout_end": "a warning tells how many tokens have no set",
     "table.tabulate": "steps are combined on the CPU",
-    "feature.StepRewardsFeature.replace_advantages": "a script may ask for the advantages of steps",
+    "feature.StepRewardsFeature.keep_advantages": "a script may ask for the advantages of steps",
     "feature.StepRewardsFeature._completions": "steps are placed on the CPU",
     "rollout.log_advantages": "TRL's table of completions shows the advantages",
-    "own_advantages.OwnAdvantages._checked": "advantages of a script must be finite",
-    "token_baseline.TokenBaseline.on_rollout_end": "processes agree on the width of their completions",
+    "advantages.Advantages._checked": "advantages of a script must be finite",
+    "advantages.Advantages._with_token_baseline": "processes agree on the width of their completions",
     "dynamic_sampling.DynamicSampling._round": "the CPU decides if there is another round",
     "dynamic_sampling.DynamicSampling._log": "numbers that the CPU knows become metrics",
     "dynamic_sampling.DynamicSampling._are_kept": "processes compare the steps of their completions",
     "resampling._Recorder.calculate_rewards": "completions are put together on the CPU",
     "resampling.ResampledRollout.finish": "rewards go back to the device",
-    "mean_scale.MeanScale.on_rewards": "a reward below 0 is an error",
+    "advantages.Advantages.on_rewards": "a reward below 0 is an error",
     "targets._is_truncated": "the tokens that end a text are known to the CPU",
     "feature.RewardModel.compute_rewards": "TRL takes rewards as numbers",
     "engine_check.EngineCheck.on_rollout_end": "an engine with another model is an error",
@@ -58,7 +58,7 @@ WHY = {
 EACH_RUN = {
     "rollout": {
         "packing.sequence_lengths": 1,
-        "rollout.give_rewards": 1,
+        "advantages.total_rewards": 1,
         "feature.StepRewardsFeature.on_rewards": 1,
     },
     "step": {"nonfinite_steps.NonfiniteSteps.around_grad_norm": 4},  # one for each optimizer step of the run
@@ -93,7 +93,7 @@ STEPS = {
     "feature.StepRewardsFeature._completions": 1,
     "rollout.log_advantages": 1,
 }
-STEPS_IN_GRPO = {**STEPS, "feature.StepRewardsFeature.replace_advantages": 3, "metrics.Metrics._countable": 1}
+STEPS_IN_GRPO = {**STEPS, "feature.StepRewardsFeature.keep_advantages": 3, "metrics.Metrics._countable": 1}
 CRITIC: dict[str, dict[str, Any]] = {
     "rollout": {**STEPS, "targets._is_truncated": 1, "packing.sequence_lengths": 1},  # of the pass for the values
     "step": {"nonfinite_steps.NonfiniteSteps.admits": 4},
@@ -113,13 +113,11 @@ ROWS: dict[str, dict[str, dict[str, Any]]] = {
     "dynamic_sampling/reward_variance": {"rollout": ROUNDS},
     "step_rewards/process": {"rollout": STEPS_IN_GRPO, **QUANTILES},
     "step_rewards/return_to_go": {"rollout": STEPS_IN_GRPO},
-    "mean_scale/MaxRL": {"rollout": {"mean_scale.MeanScale.on_rewards": 2, "rollout.log_advantages": 1}},
-    "token_baseline/advantage_baseline": {
-        "rollout": {"token_baseline.TokenBaseline.on_rollout_end": 2, "rollout.log_advantages": 1}
+    "advantages/MaxRL": {"rollout": {"advantages.Advantages.on_rewards": 2, "rollout.log_advantages": 1}},
+    "advantages/advantage_baseline": {
+        "rollout": {"advantages.Advantages._with_token_baseline": 2, "rollout.log_advantages": 1}
     },
-    "own_advantages/advantages": {
-        "rollout": {"own_advantages.OwnAdvantages._checked": 1, "rollout.log_advantages": 1}
-    },
+    "advantages/own": {"rollout": {"advantages.Advantages._checked": 1, "rollout.log_advantages": 1}},
     "reference/RLOO": KEPT,
     "critic/full": CRITIC,
     "critic/LoRA": CRITIC,

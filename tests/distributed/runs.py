@@ -118,7 +118,7 @@ CONFORMANCE: dict[str, dict[str, Any]] = {
         "zero_advantage",
         "skip_old_logps",
         "step_rewards",
-        "token_baseline",
+        "advantages",
     )
     for case, options in CASES[feature].items()
     # BNPO divides by the tokens of a micro-batch, and M2PO chooses among them

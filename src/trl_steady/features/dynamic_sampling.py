@@ -22,7 +22,7 @@ from torch import Tensor
 from trl_steady.config.shared import SharedOptions
 from trl_steady.core.feature import Feature, Trainer
 from trl_steady.core.types import Rollout, loss_mask
-from trl_steady.functional.advantages import all_equal, group_variances, least_variance
+from trl_steady.functional.advantages import all_equal, group_variances, least_variance, total_rewards
 from trl_steady.rewards.steps import StepRewards
 from trl_steady.trl_bridge.resampling import CompletionRecord, ResampledRollout
 from trl_steady.trl_bridge.rollout import collate_rows
@@ -140,14 +140,14 @@ class DynamicSampling(Feature):
         """Return the completions (n,) of this process, and which groups (J,) of all processes the filter keeps."""
         trainer, args = self.trainer, self.args
         completions, rewards, samples = resampled.sample(inputs)
-        weighted = rewards.cpu() * trainer.reward_weights.cpu()
-        weighted = weighted.view(-1, trainer.num_generations, len(trainer.reward_funcs))
-        totals = weighted.nansum(-1).masked_fill(weighted.isnan().all(-1), torch.nan)
+        grouped = rewards.cpu().view(-1, trainer.num_generations, len(trainer.reward_funcs))
+        weights = trainer.reward_weights.cpu()
+        totals = total_rewards(grouped, weights)
         if clip_range := getattr(args, "reward_clip_range", None):  # RLOO's
             totals = totals.clamp(*clip_range)
         # GRPO may normalise each function
         is_summed = getattr(args, "multi_objective_aggregation", "sum_then_normalize") == "sum_then_normalize"
-        compared = totals.unsqueeze(-1) if is_summed else weighted
+        compared = totals.unsqueeze(-1) if is_summed else grouped * weights
         are_kept = self._are_kept(completions, totals, compared, loss_mask(samples).any(1))
         is_scored = ~totals.isnan()
         low, high = totals.where(is_scored, torch.inf).amin(1), totals.where(is_scored, -torch.inf).amax(1)

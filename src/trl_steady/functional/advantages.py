@@ -68,6 +68,20 @@ def gae(
     return advantages.where(mask, 0)
 
 
+def total_rewards(rewards: Tensor, weights: Tensor) -> Tensor:
+    """Return the sum of rewards over their functions, as TRL adds them up; NaN where no function gave a reward.
+
+    Args:
+        rewards: (..., K) rewards by function. NaN: no reward.
+        weights: (K,) weights of the functions.
+
+    >>> total_rewards(torch.tensor([[1.0, torch.nan], [torch.nan, torch.nan]]), torch.tensor([0.5, 2.0])).tolist()
+    [0.5, nan]
+    """
+    totals = (rewards * weights.to(rewards)).nansum(-1)
+    return totals.masked_fill(rewards.isnan().all(-1), torch.nan)
+
+
 def over_mean(advantages: Tensor, group_rewards: Tensor) -> Tensor:
     """Return advantages, rewards less the mean of their group, divided by this mean; 0 where it is 0.
 

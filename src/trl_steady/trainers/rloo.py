@@ -10,7 +10,6 @@ from trl_steady.features.async_generation import AsyncGeneration
 from trl_steady.features.critic.feature import Critic
 from trl_steady.features.policy_loss import PolicyLoss
 from trl_steady.features.pretraining_loss import PretrainingLoss
-from trl_steady.features.token_baseline import TokenBaseline
 from trl_steady.trainers.base import SteadyTrainer
 from trl_steady.trainers.order import without
 
@@ -32,7 +31,7 @@ class RLOOTrainer(SteadyTrainer, trl.RLOOTrainer):
         ValueError: As for `trl_steady.GRPOTrainer`, except for what concerns losses and engines' log-probs.
     """
 
-    FEATURES = without(Critic, PretrainingLoss, AsyncGeneration, PolicyLoss, TokenBaseline)
+    FEATURES = without(Critic, PretrainingLoss, AsyncGeneration, PolicyLoss)
     CONFIG = RLOOConfig
     args: RLOOConfig
 

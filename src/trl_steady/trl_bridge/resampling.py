@@ -15,6 +15,7 @@ from typing import Any
 from torch import Tensor
 
 from trl_steady.core.feature import Trainer
+from trl_steady.core.processes import own_rows
 from trl_steady.core.types import Rollout
 from trl_steady.trl_bridge.private import as_trl_trainer, patched
 from trl_steady.trl_bridge.rollout import ZERO_LOG_PROBS, wrap_reward_functions
@@ -150,8 +151,8 @@ class _Recorder:
         self, inputs: list[Any], prompts: list[Any], completions: list[Any], *others: object, **more: object
     ) -> Tensor:
         self.rewards = self._calculate_rewards(inputs, prompts, completions, *others, **more)
-        count, first = len(prompts), self._trainer.accelerator.process_index * len(prompts)
-        rewards: list[list[float]] = self.rewards[first : first + count].tolist()
+        own = own_rows(self._trainer.accelerator, len(prompts))
+        rewards: list[list[float]] = self.rewards[own].tolist()
         # modules among the functions return logits to TRL
         returned = [self._returned.get(number, values) for number, values in enumerate(zip(*rewards, strict=True))]
         columns = inputs, prompts, completions, self._rows, zip(*returned, strict=True), rewards

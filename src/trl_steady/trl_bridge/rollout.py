@@ -15,8 +15,9 @@ from transformers import GenerationConfig, LogitsProcessor, LogitsProcessorList,
 from trl.trainer.utils import is_async_callable
 
 from trl_steady.core.feature import Trainer
+from trl_steady.core.processes import own_rows
 from trl_steady.core.types import LogProbs, Rollout
-from trl_steady.functional.advantages import all_equal
+from trl_steady.functional.advantages import all_equal, total_rewards
 from trl_steady.trl_bridge.private import TRAINER_MODULES, as_trl_trainer, generated_completions, patched
 
 
@@ -163,12 +164,14 @@ def with_exact_zeros(trainer: Trainer, run_rollout: Callable[[], dict[str, Any]]
     # the one function that sees the rewards that TRL compares, with weights, clips and RLOO's KL
     with patched(module, {"nanstd": exact}):
         samples = run_rollout()
-    size = trainer.num_generations if trainer.model.training else as_trl_trainer(trainer).num_generations_eval
+    size = group_size(trainer)
     # (J, G, K) to normalise each function, or all rewards in any shape
-    groups = compared[0] if compared[0].dim() == 3 else compared[0].reshape(-1, size, 1)
-    is_equal, count = all_equal(groups, 1).all(-1).repeat_interleave(size), len(samples["advantages"])
-    own = is_equal[trainer.accelerator.process_index * count :][:count]
-    samples["advantages"] = samples["advantages"].masked_fill(own, 0.0)
+    groups = compared[0]
+    if groups.dim() != 3:
+        groups = groups.reshape(-1, size, 1)
+    is_equal = all_equal(groups, 1).all(-1).repeat_interleave(size)
+    own = own_rows(trainer.accelerator, len(samples["advantages"]))
+    samples["advantages"] = samples["advantages"].masked_fill(is_equal[own], 0.0)
     return samples
 
 
@@ -176,13 +179,19 @@ def give_rewards(
     trainer: Trainer, rollout: Rollout, rewards: Tensor, prompts: list[Any], completions: list[Any]
 ) -> None:
     """Give a rollout this process's completions, and of the rewards (N, K) of all processes those it needs."""
-    size = trainer.num_generations if trainer.model.training else as_trl_trainer(trainer).num_generations_eval
-    own = torch.arange(len(prompts), device=rewards.device) + trainer.accelerator.process_index * len(prompts)
-    totals = (rewards * trainer.reward_weights.to(rewards.device)).nansum(1)
-    totals = totals.masked_fill(rewards.isnan().all(1), torch.nan)
+    size, own = group_size(trainer), own_rows(trainer.accelerator, len(prompts))
+    totals = total_rewards(rewards, trainer.reward_weights)
+    groups = totals.view(-1, size)
+    group_of_own = torch.arange(own.start, own.stop, device=rewards.device) // size
     rollout.prompts, rollout.completions = prompts, completions
-    rollout.rewards_by_function, rollout.rewards = rewards[own], totals[own]
-    rollout.group_rewards = totals.view(-1, size)[own // size]
+    # copies, because views would keep those of all processes
+    rollout.rewards_by_function, rollout.rewards = rewards[own].clone(), totals[own].clone()
+    rollout.group_rewards = groups[group_of_own]
+
+
+def group_size(trainer: Trainer) -> int:
+    """Return the number of completions of a prompt, in training or in an evaluation."""
+    return trainer.num_generations if trainer.model.training else as_trl_trainer(trainer).num_generations_eval
 
 
 def log_advantages(trainer: Trainer, advantages: Tensor, mask: Tensor) -> None:

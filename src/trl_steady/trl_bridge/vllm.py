@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 from trl_steady.core.engine import AdapterSync, EngineOutput, GenerationResult, NamedWeights, SendRequest
 from trl_steady.core.feature import warn_user
 from trl_steady.core.metrics import Clock
+from trl_steady.core.processes import own_rows
 from trl_steady.trl_bridge.private import TRAINER_MODULES, patched
 
 if TYPE_CHECKING:
@@ -193,8 +194,8 @@ class SteadyGeneration(VLLMGeneration):
                 result = super().generate(prompts, *arguments, **keywords)
         if self._extras:
             broadcast_object_list(on_main, from_process=0)
-            first = self.accelerator.process_index * len(prompts)
-            self._extra_values = {field: values[first : first + len(prompts)] for field, values in on_main[0].items()}
+            own = own_rows(self.accelerator, len(prompts))
+            self._extra_values = {field: values[own] for field, values in on_main[0].items()}
         return result
 
     def _compacted(self, completions: Sequence[object]) -> dict[str, list[Any]]:

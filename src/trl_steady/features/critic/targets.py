@@ -75,7 +75,7 @@ def critic_targets(
         policy_advantages = values.whitened(policy_advantages, tokens.counts, advantage_moments)
     policy_advantages = policy_advantages.where(tokens.counts, 0)
     explained = 1 - values.variance(critic_moments) / values.variance(return_moments)
-    trainer.feature(StepRewardsFeature).replace_advantages(rollout, policy_advantages)
+    rollout.samples["advantages"] = policy_advantages
     if kl_coef and trainer.beta == 0:  # otherwise TRL logs that of the loss
         trainer.metrics.token_mean("kl", tokens.kl, mask)
     once = torch.ones(1, 1, dtype=torch.bool, device=mask.device)

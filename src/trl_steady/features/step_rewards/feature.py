@@ -13,16 +13,15 @@ import torch
 from accelerate.utils import gather_object
 from torch import Tensor
 
-from trl_steady.config.grpo import GRPOConfig
 from trl_steady.config.shared import SharedOptions
 from trl_steady.core.feature import Feature, Trainer
+from trl_steady.core.processes import own_rows
 from trl_steady.core.types import Rollout
 from trl_steady.features.step_rewards.alignment import Completion, text_and_offsets, token_ends
 from trl_steady.features.step_rewards.table import RewardedCompletion, StepTable, tabulate
 from trl_steady.functional import advantages
 from trl_steady.rewards.steps import StepRewards
 from trl_steady.trl_bridge.models import text_tokenizer
-from trl_steady.trl_bridge.rollout import log_advantages
 
 _FORMULAS = {"process": advantages.process, "return_to_go": advantages.return_to_go}
 
@@ -50,12 +49,10 @@ _NOTHING = _Returned(torch.empty(0, 0), [], [], {})
 class StepRewardsFeature(Feature):
     """Takes `StepRewards` from reward functions, and refuses rewards that are infinite or would be ignored.
 
-    In GRPO it replaces TRL's advantages (B,) by advantages (B, T) relative to the group's other completions, if a
-    reward function of any process has returned `StepRewards`. In PPO the critic reads the steps from here. RLOO has
-    one advantage per sequence, and refuses steps.
+    In GRPO, `Advantages` asks for advantages (B, T) of steps, relative to the group's other completions. In PPO the
+    critic reads the steps from here. RLOO has one advantage per sequence, and refuses steps.
     """
 
-    window_options = (("step_advantage", None),)
     trainer: _Trainer
     args: SharedOptions
 
@@ -78,15 +75,9 @@ class StepRewardsFeature(Feature):
             completions.append(list(zip(pieces, values[mask].tolist(), strict=True)))
         return completions
 
-    @property
-    def has_steps(self) -> bool:
-        """True if a reward function has returned `StepRewards` in this rollout. All processes must ask."""
+    def any_steps(self) -> bool:
+        """Return True if a reward function of any process has returned `StepRewards`. All processes must ask."""
         return any(gather_object([bool(self._returned.steps)]))
-
-    @property
-    def _formula(self) -> str | None:
-        """The formula of GRPO's advantages; None in the other trainers."""
-        return self.args.step_advantage if isinstance(self.args, GRPOConfig) and self.args.METHOD == "GRPO" else None
 
     def on_rollout_begin(self, rollout: Rollout) -> None:
         """Forget the rewards of the last rollout."""
@@ -108,13 +99,14 @@ class StepRewardsFeature(Feature):
         Refuse infinite rewards, and warn once per function of NaN, which TRL takes as no reward.
         """
         names, count, on_host = self.trainer.reward_func_names, len(completions), rewards.cpu()
+        own = own_rows(self.trainer.accelerator, count)
         if on_host.isinf().any():  # the weights would become NaN; all processes see it and stop
             row, function = on_host.isinf().nonzero()[0].tolist()
             raise ValueError(
                 f"the reward of {names[function]!r} is {on_host[row, function].item()} (in float32) for completion "
                 f"{row % count} of process {row // count}. Return a finite number, or None for no reward."
             )
-        for function, missing in enumerate(on_host[self._own_rows(count)].isnan().sum(0).tolist()):
+        for function, missing in enumerate(on_host[own].isnan().sum(0).tolist()):
             # TRL has made NaN of None
             if missing > self._none_count.get(function, 0) and function not in self._returned_nan:
                 self._returned_nan.add(function)
@@ -122,7 +114,7 @@ class StepRewardsFeature(Feature):
                     f"the reward of {names[function]!r} is nan, which TRL treats as no reward. Return None if you "
                     "mean that. Check the weights, the dtype and the pad_token_id of a reward model."
                 )
-        received = on_host[self._own_rows(count)].tolist() if self._steps else []
+        received = on_host[own].tolist()
         for (row, function), steps in self._steps.items():
             total = received[row][function]
             # TRL rounds to float32. NaN is no reward, for steps too
@@ -153,48 +145,43 @@ class StepRewardsFeature(Feature):
                 "one float per completion."
             )
 
-    def on_rollout_end(self, rollout: Rollout) -> None:
-        """Replace GRPO's advantages by those of steps, if any reward function has returned `StepRewards`."""
-        if self._formula is None:
-            return
-        if self.has_steps:
-            self.replace_advantages(rollout, self._group_advantages(rollout, self._formula))
-        elif self._formula != "return_to_go" and not self.last_rollout and self.trainer.accelerator.is_main_process:
+    def warn_without_steps(self, formula: str) -> None:
+        """Warn that `step_advantage` has no effect, if no rollout so far had steps."""
+        if not self.last_rollout and self.trainer.accelerator.is_main_process:
             self.warn(
-                f"step_advantage={self._formula!r} cannot act: no reward function has returned StepRewards in this "
-                "rollout. Return them, or leave step_advantage unset."
+                f"step_advantage={formula!r} has no effect in this rollout, because no reward function returned "
+                "StepRewards. Return them, or leave step_advantage unset."
             )
 
-    def _group_advantages(self, rollout: Rollout, formula: str) -> Tensor:
+    def group_advantages(self, rollout: Rollout, formula: str) -> Tensor:
         """Return advantages (B, T) of the sampled tokens."""
         trainer, mask = self.trainer, rollout.is_sampled
         completions: list[RewardedCompletion] = gather_object(self._completions(mask))
         cover = formula == "return_to_go"
         table = tabulate(completions, self._returned.rewards, trainer.reward_weights, cover=cover)
-        scale = {"mean": "none"}.get(trainer.scale_rewards, trainer.scale_rewards)  # `MeanScale` divides
+        scale = trainer.scale_rewards
+        if scale == "mean":  # `Advantages` divides
+            scale = "none"
         step_advantages = _FORMULAS[formula](table.rewards, group_size=rollout.group_rewards.size(1), scale=scale)
-        own = self._own_rows(len(mask))
-        counts = [len(steps) for completion in completions[own] for steps in completion.steps.values()]
+        own = own_rows(trainer.accelerator, len(mask))
+        counts: list[int] = []
+        for completion in completions[own]:
+            counts += map(len, completion.steps.values())
         trainer.metrics.pooled(sums={"steps/mean_count": torch.tensor([sum(counts), len(counts)])})
         return advantages.per_token(step_advantages[own], table.ends[own], mask.size(1)) * mask
 
     def own_steps(self, mask: Tensor) -> StepTable:
         """Return the steps of this process's completions. `mask` (B, T) is True for tokens that the policy sampled."""
-        rewards = self._returned.rewards[self._own_rows(len(mask))]
+        rewards = self._returned.rewards[own_rows(self.trainer.accelerator, len(mask))]
         return tabulate(self._completions(mask), rewards, self.trainer.reward_weights, cover=False)
 
-    def replace_advantages(self, rollout: Rollout, values: Tensor) -> None:
-        """Give a rollout other advantages, (B,) or (B, T), also in TRL's table and in `last_step_advantages`."""
-        rollout.samples["advantages"] = values
-        log_advantages(self.trainer, values, rollout.is_sampled)
-        if self.has_steps:
-            per_token = (values if values.dim() == 2 else values.unsqueeze(1)) * rollout.is_sampled
-            self.last_rollout = rollout.samples["completion_ids"].cpu(), rollout.is_sampled.cpu(), per_token.cpu()
-
-    def _own_rows(self, count: int) -> slice:
-        """Return the rows of this process's `count` completions among those of all processes."""
-        first = self.trainer.accelerator.process_index * count
-        return slice(first, first + count)
+    def keep_advantages(self, rollout: Rollout) -> None:
+        """Keep the advantages of a rollout with steps for `last_step_advantages`."""
+        values = rollout.advantages
+        if values.dim() == 1:
+            values = values.unsqueeze(1)
+        per_token = values * rollout.is_sampled
+        self.last_rollout = rollout.samples["completion_ids"].cpu(), rollout.is_sampled.cpu(), per_token.cpu()
 
     def _completions(self, mask: Tensor) -> list[RewardedCompletion]:
         """Return this process's completions with the ends of their steps in tokens."""

@@ -10,6 +10,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from trl_steady.functional.advantages import total_rewards
+
 
 class RewardedCompletion(NamedTuple):
     """A completion without its scalar rewards, in a plain form that can be sent to other processes."""
@@ -65,5 +67,5 @@ def tabulate(completions: Sequence[RewardedCompletion], scalars: Tensor, weights
     ends = torch.tensor([end for end, _ in steps], device=scalars.device)
     # sum as TRL does: function by function, in its dtype
     flat = scalars.new_tensor([[at_end.get(k, math.nan) for k in range(scalars.size(1))] for _, at_end in steps])
-    rewards = (flat * weights.to(flat)).nansum(1).where(~flat.isnan().all(1), torch.nan)
+    rewards = total_rewards(flat, weights)
     return StepTable(rewards.view(size), ends.view(size), is_rewarded)
