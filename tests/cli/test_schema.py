@@ -18,6 +18,7 @@ from trl_steady import PPOConfig
 from trl_steady.cli import main as cli
 from trl_steady.cli.run import swapped
 from trl_steady.cli.schema import schema
+from trl_steady.config.options import Range, marked
 
 ROOT = Path(__file__).parents[2]
 FILE = ROOT / "recipes/schema.json"
@@ -124,7 +125,7 @@ def test_an_editor_reads_numbers_and_switches_as_another_yaml(found: dict[str, A
 
 
 def test_ranges_are_those_of_our_configs(found: dict[str, Any]) -> None:
-    ranges = {name: each for name, each in PPOConfig.ranges().items() if each.keywords}
+    ranges = {name: each for name, each in marked(PPOConfig, Range).items() if each.keywords}
     numbers = {name for name, each in ranges.items() if any("imum" in word for word in each.keywords)}
     assert len(numbers) > 15
     for name in numbers:

@@ -1,5 +1,3 @@
-# models, data sets and configs of users may be of any class
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """`--dry-run`: build everything, print the arithmetic of the run, and end it in place of training, or after a step."""
 
 import math

@@ -1,5 +1,3 @@
-# accelerate has no types
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
 """The command `trl-steady`, also `python -m trl_steady` and `accelerate launch -m trl_steady`."""
 
 import argparse

@@ -1,5 +1,3 @@
-# TRL exports its trainers lazily, and accelerate's arguments have no types
-# pyright: reportPrivateImportUsage=false, reportUnknownMemberType=false
 """Run an unchanged script, or TRL's own, with trl-steady's trainers and configs in place of TRL's."""
 
 import argparse

@@ -49,7 +49,7 @@ def schema(scripts: Sequence[str], launcher: argparse.ArgumentParser) -> str:
 def _launch_options(parser: argparse.ArgumentParser) -> dict[str, Schema]:
     """Return the options that take a value: a YAML file cannot set a flag."""
     found: dict[str, Schema] = {}
-    for action in parser._actions:  # pyright: ignore[reportPrivateUsage]
+    for action in parser._actions:
         schema: Schema = {"type": ["string", "number", "boolean"]}
         if action.choices:  # strings, of which YAML reads some as numbers
             schema = {"enum": [*action.choices, *(int(each) for each in action.choices if str(each).isdigit())]}

@@ -1,19 +1,25 @@
-# TRL exports lazily, and has no None where an option of ours may be unset; values to check may have any type
-# pyright: reportPrivateImportUsage=false, reportIncompatibleVariableOverride=false
-# pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false
+# TRL has no None where an option of ours may be unset
+# pyright: reportIncompatibleVariableOverride=false
 """`trl.GRPOConfig` with trl-steady's options: defaults from the papers, errors, and warnings with a fix."""
 
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Annotated, ClassVar, Literal
 
 from trl import GRPOConfig as _TRLConfig  # by name, because `trl-steady run` replaces it in `trl`
 
-from trl_steady.config.options import NOT_NEGATIVE, NUMBER, Range, first_off, option
+from trl_steady.config.options import NOT_NEGATIVE, Needs, Range, option
 from trl_steady.config.shared import SharedOptions
 from trl_steady.losses import LOSSES, Loss
 
+_NAME = Range(lambda value: bool(str.strip(value)), "the name of a column", {"minLength": 1})
+_AROUND_1 = Range(
+    lambda value: len(value) == 2 and 0 <= value[0] <= 1 <= value[1],
+    "(low, high), with low <= 1 <= high",
+    {"minItems": 2, "maxItems": 2},
+)
+_BELOW_1 = Range(lambda value: 0 < value < 1, "above 0 and below 1", {"exclusiveMinimum": 0, "exclusiveMaximum": 1})
 _TOKEN_SCALE_EPSILON = 1e-2  # clip ranges from here on are those of token ratios
 
 
@@ -37,8 +43,12 @@ class GRPOConfig(SharedOptions, _TRLConfig):
     """
 
     METHOD = "GRPO"
+    TRL_NUMBERS = (*SharedOptions.TRL_NUMBERS, "off_policy_mask_threshold", "delta")
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*_TRLConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]
-    loss_type: str = option(
+    # a script may add some
+    loss_type: Annotated[
+        str, Range(LOSSES.__contains__, f"one of {', '.join(map(repr, LOSSES))}", {"enum": [*LOSSES]})
+    ] = option(
         _TRLConfig.loss_type,
         'One of TRL\'s losses, or one of five more. `"gspo"` is GSPO (arXiv 2507.18071, section 4.1): one clipped '
         'ratio and one advantage per sequence. `"gspo_token"` is GSPO-token (section 4.3): the same ratio in value, '
@@ -57,22 +67,22 @@ class GRPOConfig(SharedOptions, _TRLConfig):
         'How `loss_type="dppo"` measures how far a token\'s probability has moved from the sampler (equations 13 and '
         '14). `"tv"`: by the difference. `"kl"`: by the KL, with the sampled token and the rest as two tokens.',
     )
-    m2po_budget: float = option(
+    m2po_budget: Annotated[float, NOT_NEGATIVE] = option(
         0.04,
         'With `loss_type="m2po"`, the largest mean of squared log-ratios of policy to sampler, over the tokens that '
         "move on away from the sampler. Those with the largest are left out (section 4.2).",
     )
-    sampler_penalty: float = option(
+    sampler_penalty: Annotated[float, NOT_NEGATIVE] = option(
         0.0,
         "Add this times the squared log-ratio of policy to sampler, for each token, to the loss (Kimi K2.5, arXiv "
         "2602.02276, equation 1). The sampler is the old policy without an engine. No mask drops it. 0: no penalty.",
     )
-    epsilon: float | None = option(
+    epsilon: Annotated[float | None, NOT_NEGATIVE] = option(
         None,
         "Lower clip range. If unset, 3e-4 for gspo and gspo_token (section 5.1), 0.4 for gmpo (of the log-ratio), "
         "for dppo (the largest divergence, appendix E) 0.2 with tv and 0.05 with kl, and TRL's default otherwise.",
     )
-    epsilon_high: float | None = option(
+    epsilon_high: Annotated[float | None, NOT_NEGATIVE] = option(
         None,
         "Upper clip range. If unset, 4e-4 for gspo and gspo_token and 0.4 for gmpo when `epsilon` is unset too. "
         "Otherwise it is `epsilon`, which is TRL's rule.",
@@ -80,18 +90,18 @@ class GRPOConfig(SharedOptions, _TRLConfig):
     importance_sampling_level: Literal["token", "sequence"] | None = option(
         None, '`"token"` or `"sequence"`. If unset, `"sequence"` for gspo and gspo_token and TRL\'s default otherwise.'
     )
-    kl_estimator: Literal["k1", "k2", "k3"] = option(
+    kl_estimator: Annotated[Literal["k1", "k2", "k3"], Needs("beta")] = option(
         "k3",
         '`"k1"`, `"k2"` or `"k3"` (GRPO\'s): how the KL is estimated from a sampled token. `trl_steady.functional.kl` '
         "lists the gradient of each. With `use_bias_correction_kl` all three have the gradient of the reverse KL.",
     )
-    kl_ratio_denominator: Literal["old", "sampler"] = option(
+    kl_ratio_denominator: Annotated[Literal["old", "sampler"], Needs("beta", "use_bias_correction_kl")] = option(
         "old",
         'Denominator of the ratio with which `use_bias_correction_kl` corrects the KL. `"old"` is the policy at '
         'rollout, scored by the trainer. `"sampler"` is the inference engine\'s log-probs, with which the correction '
         "is unbiased.",
     )
-    beta_column: str | None = option(
+    beta_column: Annotated[str | None, _NAME, Needs("beta")] = option(
         None,
         "Column of the data set with a factor of `beta` for each row, 0 or above. DeepSeek-V3.2 (arXiv 2512.02556, "
         "section 3.1) sets the strength of the KL by domain. None: `beta` for all rows.",
@@ -102,12 +112,12 @@ class GRPOConfig(SharedOptions, _TRLConfig):
         'decides. `"sequence"` decides once for all tokens, by the sign of their mean advantage. `"token"` decides '
         "for each token by its own advantage.",
     )
-    geometric_mask_range: list[float] | None = option(
+    geometric_mask_range: Annotated[list[float] | None, _AROUND_1] = option(
         None,
         "(low, high). Leave out of the policy term each sequence whose geometric mean of the token ratios, trainer "
         "to inference engine, is outside this range. None: no mask.",
     )
-    token_veto_threshold: float | None = option(
+    token_veto_threshold: Annotated[float | None, _BELOW_1] = option(
         None,
         "Leave out of the policy term each sequence that has a token whose ratio, trainer to inference engine, is "
         "below this value. None: no mask.",
@@ -126,25 +136,6 @@ class GRPOConfig(SharedOptions, _TRLConfig):
         'other completions. With `scale_rewards="none"` it does not favour stopping early or late.',
     )
 
-    @classmethod
-    def ranges(cls) -> dict[str, Range]:
-        """Return the valid values of options whose type does not say which are valid."""
-        return super().ranges() | {
-            **dict.fromkeys(("off_policy_mask_threshold", "delta"), NUMBER),  # TRL's
-            # a script may add some
-            "loss_type": Range(LOSSES.__contains__, f"one of {', '.join(map(repr, LOSSES))}", {"enum": [*LOSSES]}),
-            "beta_column": Range(lambda value: bool(str.strip(value)), "the name of a column", {"minLength": 1}),
-            **dict.fromkeys(("epsilon", "epsilon_high", "sampler_penalty", "m2po_budget"), NOT_NEGATIVE),
-            "geometric_mask_range": Range(
-                lambda value: len(value) == 2 and 0 <= value[0] <= 1 <= value[1],
-                "(low, high), with low <= 1 <= high",
-                {"minItems": 2, "maxItems": 2},
-            ),
-            "token_veto_threshold": Range(
-                lambda value: 0 < value < 1, "above 0 and below 1", {"exclusiveMinimum": 0, "exclusiveMaximum": 1}
-            ),
-        }
-
     def _without_effect(self) -> dict[str, str | None]:
         loss_type, on_policy = f"loss_type={self.loss_type!r}", self._never_off_policy
         takes_tokens = self.loss.takes_token_advantages(self.importance_sampling_level or "token")
@@ -157,9 +148,6 @@ class GRPOConfig(SharedOptions, _TRLConfig):
             "dppo_divergence": None if self.loss_type == "dppo" else loss_type,
             "m2po_budget": None if self.loss_type == "m2po" else loss_type,
             "sampler_penalty": self._never_off_sampler,
-            "kl_estimator": first_off(self, "beta"),
-            "kl_ratio_denominator": first_off(self, "beta", "use_bias_correction_kl"),
-            "beta_column": first_off(self, "beta"),
             "off_policy_mask_level": no_levels,
             "step_advantage": None if takes_tokens else f"{loss_type}, whose ratio is of sequences",
         }

@@ -1,5 +1,3 @@
-# values to check may have any type
-# pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false
 """Single options: their help texts, valid values, and the settings without which they have no effect."""
 
 import inspect
@@ -20,8 +18,15 @@ def option(default: _T, text: str) -> _T:
     return field(default=default, metadata={"help": text})
 
 
+class Needs:
+    """Options and properties without which an option has no effect. It stands in the annotation of the option."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+
 class Range(NamedTuple):
-    """Valid values that are not a list of choices."""
+    """Valid values that are not a list of choices. It stands in the annotation of an option."""
 
     has: Callable[[Any], bool]
     words: str
@@ -44,6 +49,7 @@ def _is_filter(value: Any) -> bool:
     return len(value) == 2 and value[0] < value[1]
 
 
+ROUNDS = Range(lambda value: value >= 2 and value == int(value), "2, 3, 4, ...", {"minimum": 2})
 FILTERS = Range(
     _is_filter,
     "'zero_std', 'reward_variance', (low, high) with low < high, or a function that is not inside another one",
@@ -64,6 +70,13 @@ def own_options(config: type, *others: str) -> dict[str, Any]:
     names = {name for kind in ours for name in inspect.get_annotations(kind)}.union(others)
     types = get_type_hints(config)
     return {each.name: types[each.name] for each in fields(config) if each.name in names}
+
+
+@cache
+def marked(config: type, kind: type[_T]) -> dict[str, _T]:
+    """Return the options whose annotation has a mark of a kind, a `Range` or `Needs`, with that mark."""
+    hints = get_type_hints(config, include_extras=True).items()
+    return {name: mark for name, hint in hints for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, kind)}
 
 
 def refuse_unknown(config: type, given: Iterable[str]) -> None:

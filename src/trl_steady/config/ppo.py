@@ -1,15 +1,14 @@
-# the KL's estimator may be unset here, and one completion of a prompt may not; values to check may have any type
+# the KL's estimator may be unset here
 # pyright: reportIncompatibleVariableOverride=false
-# pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false
 """`GRPOConfig` with the options of PPO's critic, and without those of GRPO's groups."""
 
 import os
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Literal
+from typing import Annotated, Literal
 
 from trl_steady.config.grpo import GRPOConfig
-from trl_steady.config.options import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, Range, first_off, option
+from trl_steady.config.options import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, Needs, Range, option
 
 # options about the advantages of groups -> their defaults
 _GROUP_OPTIONS = {
@@ -18,6 +17,9 @@ _GROUP_OPTIONS = {
     "advantage_baseline": "group",
     "step_advantage": "return_to_go",
 }
+
+
+_NUMBER_OF = Range(lambda value: value >= 0 and value == int(value), "0, 1, 2, ...", {"minimum": 0})
 
 
 class _OneCompletion(int):
@@ -46,34 +48,40 @@ class PPOConfig(GRPOConfig):
     """
 
     METHOD = "PPO"
-    num_generations: int = option(1, "Completions of a prompt in a rollout. The critic needs no group.")
-    gamma: float = option(1.0, "Discount of later rewards, per action token.")
-    lam: float = option(0.95, "GAE's lambda of the policy's advantages.")
-    value_lam: float | None = option(
+    num_generations: Annotated[int, COUNT] = option(
+        1, "Completions of a prompt in a rollout. The critic needs no group."
+    )
+    gamma: Annotated[float, SHARE] = option(1.0, "Discount of later rewards, per action token.")
+    lam: Annotated[float, SHARE] = option(0.95, "GAE's lambda of the policy's advantages.")
+    value_lam: Annotated[float | None, SHARE] = option(
         None, "Lambda of the critic's targets (decoupled GAE, arXiv 2503.01491, uses 1.0). None: `lam`."
     )
-    kl_coef: float = option(
+    kl_coef: Annotated[float, NOT_NEGATIVE] = option(
         0.05,
         "Each action token's reward loses this coefficient times log policy - log reference at rollout (k1; "
         "InstructGPT). 0: no KL in the reward.",
     )
-    kl_target: float | None = option(
+    kl_target: Annotated[float | None, POSITIVE, Needs("kl_coef")] = option(
         None,
         "After each rollout, `kl_coef` moves toward this KL to the reference, in nats per answer (arXiv 1909.08593, "
         "section 2.2). None: it stays.",
     )
-    kl_horizon: int = option(10000, "With `kl_target`, number of answers in which `kl_coef` adapts.")
-    kl_estimator: Literal["k1", "k2", "k3"] | None = option(
+    kl_horizon: Annotated[int, COUNT, Needs("kl_target")] = option(
+        10000, "With `kl_target`, number of answers in which `kl_coef` adapts."
+    )
+    kl_estimator: Annotated[Literal["k1", "k2", "k3"] | None, Needs("beta")] = option(
         None, 'As in GRPO, for the KL that `beta` adds to the loss; unset, `"k3"`. The KL in the reward is always k1.'
     )
-    cliprange_value: float | None = option(
+    cliprange_value: Annotated[float | None, POSITIVE] = option(
         0.2, "How far a value may move from its value at rollout before its loss is clipped. None: no clip."
     )
-    value_learning_rate: float | None = option(
+    value_learning_rate: Annotated[float | None, NOT_NEGATIVE] = option(
         None, "Learning rate of the critic, under the scheduler of the policy. None: that of the policy."
     )
-    value_warmup_steps: int = option(0, "Number of first optimizer steps in which only the critic learns.")
-    value_init: str = option(
+    value_warmup_steps: Annotated[int, _NUMBER_OF] = option(
+        0, "Number of first optimizer steps in which only the critic learns."
+    )
+    value_init: Annotated[str, Range(os.fspath, "'policy', 'reward' or a path", {"minLength": 1})] = option(
         "policy",
         'Start of the critic: `"policy"` (a copy of the policy), `"reward"` (the reward model) or the path of a '
         "saved critic. Its head begins at 0, unless it is loaded.",
@@ -85,32 +93,16 @@ class PPOConfig(GRPOConfig):
     bootstrap_truncated: bool = option(
         False, "The critic's value follows an answer that was cut off. False: 0 follows it, as an answer that ended."
     )
-    missing_eos_penalty: float | None = option(
+    missing_eos_penalty: Annotated[float | None, NOT_NEGATIVE] = option(
         None, "Subtract this from the score of an answer without an end-of-sequence token. None: subtract nothing."
     )
-    ptx_coef: float = option(
+    ptx_coef: Annotated[float, NOT_NEGATIVE] = option(
         0.0, "Weight of the language-model loss on `ptx_dataset` (InstructGPT, arXiv 2203.02155, equation 2)."
     )
-
-    @classmethod
-    def ranges(cls) -> dict[str, Range]:
-        """Return the valid values of options whose type does not say which are valid."""
-        return super().ranges() | {
-            **dict.fromkeys(("num_generations", "kl_horizon"), COUNT),
-            **dict.fromkeys(("gamma", "lam", "value_lam"), SHARE),
-            **dict.fromkeys(("kl_target", "cliprange_value"), POSITIVE),
-            **dict.fromkeys(("kl_coef", "value_learning_rate", "missing_eos_penalty", "ptx_coef"), NOT_NEGATIVE),
-            "value_warmup_steps": Range(
-                lambda value: value >= 0 and value == int(value), "0, 1, 2, ...", {"minimum": 0}
-            ),
-            "value_init": Range(os.fspath, "'policy', 'reward' or a path", {"minLength": 1}),
-        }
 
     def _without_effect(self) -> dict[str, str | None]:
         is_masked = "mask_truncated_completions=True" if self.mask_truncated_completions else None
         return super()._without_effect() | {
-            "kl_target": first_off(self, "kl_coef"),
-            "kl_horizon": first_off(self, "kl_target"),
             "bootstrap_truncated": is_masked,
             "missing_eos_penalty": is_masked,
         }

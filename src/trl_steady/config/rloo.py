@@ -1,5 +1,3 @@
-# TRL exports lazily
-# pyright: reportPrivateImportUsage=false
 """`trl.RLOOConfig` with the options of trl-steady that apply to RLOO."""
 
 from dataclasses import dataclass

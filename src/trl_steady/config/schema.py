@@ -7,6 +7,7 @@ from enum import Enum
 from types import NoneType
 from typing import Any, Literal, cast, get_args, get_origin, get_type_hints
 
+from trl_steady.config.options import Range, marked
 from trl_steady.config.shared import SharedOptions
 
 Schema = dict[str, Any]
@@ -29,7 +30,7 @@ _JSON: dict[type[Any], str] = {str: "string", list: "array", tuple: "array", dic
 def properties(kind: type[Any]) -> dict[str, Schema]:
     """Return the schema of each option of a dataclass, by name. Ranges are those of our configs."""
     types = get_type_hints(kind)
-    ranges = kind.ranges() if issubclass(kind, SharedOptions) else {}
+    ranges = marked(kind, Range) if issubclass(kind, SharedOptions) else {}
     return {
         each.name: {
             **values(types[each.name], each.metadata.get("choices")),

@@ -1,11 +1,8 @@
-# TRL exports lazily; values to check may have any type
-# pyright: reportPrivateImportUsage=false
-# pyright: reportUnknownLambdaType=false, reportUnknownArgumentType=false
 """Options that all trainers have, and what a config says of them. The help texts are the documentation of options."""
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, cast
+from typing import TYPE_CHECKING, Annotated, Any, ClassVar, Literal, Self, cast
 
 import trl
 
@@ -15,8 +12,11 @@ from trl_steady.config.options import (
     FILTERS,
     NUMBER,
     POSITIVE,
+    ROUNDS,
+    Needs,
     Range,
     first_off,
+    marked,
     option,
     refuse_invalid,
     refuse_unknown,
@@ -58,14 +58,16 @@ _KL_IN_REWARD = {"RLOO": "beta", "PPO": "kl_coef"}
 class SharedOptions(_TRLConfig):
     """Options of every trainer of trl-steady, in addition to those of TRL's config."""
 
+    TRL_NUMBERS: ClassVar[Sequence[str]] = ("beta", "temperature", "ref_model_sync_steps", "ref_model_mixup_alpha")
+    """Options of TRL with which our methods calculate."""
     METHOD: ClassVar[str]
     """"GRPO", for example: the config and the trainer are named after it."""
-    ref_model_sync_kl: float | None = option(
+    ref_model_sync_kl: Annotated[float | None, POSITIVE, Needs("sync_ref_model")] = option(
         None,
         "With `sync_ref_model`, also move the reference when the KL of an update exceeds this many nats per token. "
         "The KL is the logged one, so it depends on `kl_estimator`. None: move it by steps only.",
     )
-    ref_model_sync_reset_optimizer: bool = option(
+    ref_model_sync_reset_optimizer: Annotated[bool, Needs("sync_ref_model")] = option(
         False,
         "With `sync_ref_model`, clear the optimizer's state each time the reference moves (ProRL, arXiv 2505.24864).",
     )
@@ -75,7 +77,7 @@ class SharedOptions(_TRLConfig):
         "that are padding in every row are cut off. If padding is left, sequences are packed. Results change within "
         "float rounding. False: keep the padding, as in TRL.",
     )
-    token_budget: int | None = option(
+    token_budget: Annotated[int | None, COUNT] = option(
         None,
         "Maximum number of tokens in a micro-batch of the policy. Micro-batches are filled with sequences of the "
         "optimizer step up to this number. A longer sequence is a micro-batch of its own. None: TRL's micro-batches "
@@ -99,7 +101,7 @@ class SharedOptions(_TRLConfig):
         'rollout were computed. `"R3"`: the old log-probs and the updates use the experts that were chosen while the '
         "rollout was generated. None: each pass chooses its experts, as in TRL.",
     )
-    router_replay_reference: bool = option(
+    router_replay_reference: Annotated[bool, Needs("router_replay", "has_reference")] = option(
         False, "With `router_replay`, the reference's pass uses the same experts too."
     )
     keep_sampling_mask: bool = option(
@@ -113,25 +115,25 @@ class SharedOptions(_TRLConfig):
         '`"float32"` keeps the adapters of a quantised base in float32. TRL makes them bf16, in which steps with a '
         "small learning rate round away. None: as in TRL.",
     )
-    vllm_adapter_sync: bool | None = option(
+    vllm_adapter_sync: Annotated[bool | None, Needs("use_vllm")] = option(
         None,
         "With `use_vllm` and LoRA, send vLLM the adapter alone, which it serves beside its own copy of the base. "
         "True: require that. False: send all weights with the adapter merged. None: send the adapter if its "
         "configuration is one that vLLM serves, and otherwise merged weights, with a warning.",
     )
-    vllm_engine_kwargs: dict[str, Any] | str | None = option(
+    vllm_engine_kwargs: Annotated[dict[str, Any] | str | None, ENGINE_ARGUMENTS, Needs("use_vllm")] = option(
         None,
         'Arguments of a colocated vLLM engine, over TRL\'s, such as `{"max_num_batched_tokens": 8192}`. They are '
         "those of `vllm.LLM`, less the ones that the trainer decides. On a command line, in JSON.",
     )
-    engine_check: float | None = option(
+    engine_check: Annotated[float | None, POSITIVE] = option(
         1.0,
         "Largest mean k3, in nats per token, between trainer and vLLM (or a `rollout_func`) in the first rollout of "
         "a run and in the first after a resume. Above it, the engine serves another model than the policy, and the "
         "run ends with an error. None: no check.",
     )
 
-    skip_nonfinite_steps: int | None = option(
+    skip_nonfinite_steps: Annotated[int | None, COUNT] = option(
         3,
         "Leave out optimizer steps whose gradient norm is NaN or infinite. After this many in a row, the run ends in "
         "an error that names the last checkpoint. None: take such steps, as in TRL.",
@@ -146,11 +148,11 @@ class SharedOptions(_TRLConfig):
         "Replace groups that `dynamic_sampling_filter` rejects by groups of further prompts, before anything is "
         "scored (DAPO, arXiv 2503.14476, section 3.2).",
     )
-    dynamic_sampling_max_rounds: int = option(
+    dynamic_sampling_max_rounds: Annotated[int, ROUNDS, Needs("dynamic_sampling")] = option(
         3,
         "With `dynamic_sampling`, most rounds of generation for a rollout. Rejected groups fill what is then missing.",
     )
-    dynamic_sampling_filter: _Filter = option(
+    dynamic_sampling_filter: Annotated[_Filter, FILTERS, Needs("dynamic_sampling")] = option(
         "zero_std",
         'With `dynamic_sampling`, the groups to keep. `"zero_std"`: those whose rewards differ. `"reward_variance"`: '
         "those of the largest reward variance, up to 0.9 of its sum over a rollout (RAGEN-2, arXiv 2604.06268). "
@@ -179,7 +181,7 @@ class SharedOptions(_TRLConfig):
 
     def __post_init__(self) -> None:
         vars(self).update(self.forced)
-        refuse_invalid(self, self.ranges())
+        refuse_invalid(self, {**dict.fromkeys(self.TRL_NUMBERS, NUMBER), **marked(type(self), Range)})
         self._fill_unset()
         self._run_trl_checks()
         for message in self._contradictions():
@@ -199,37 +201,16 @@ class SharedOptions(_TRLConfig):
                     "changes it after it has built the config. Remove that change."
                 )
 
-    @classmethod
-    def ranges(cls) -> dict[str, Range]:
-        """Return the valid values of options whose type does not say which are valid."""
-        return {
-            **dict.fromkeys(("beta", "temperature", "ref_model_sync_steps", "ref_model_mixup_alpha"), NUMBER),  # TRL's
-            **dict.fromkeys(("ref_model_sync_kl", "engine_check"), POSITIVE),
-            **dict.fromkeys(("token_budget", "skip_nonfinite_steps"), COUNT),
-            "vllm_engine_kwargs": ENGINE_ARGUMENTS,
-            "dynamic_sampling_max_rounds": Range(
-                lambda value: value >= 2 and value == int(value), "2, 3, 4, ...", {"minimum": 2}
-            ),
-            "dynamic_sampling_filter": FILTERS,
-        }
-
     def _without_effect(self) -> dict[str, str | None]:
         """Return for options the setting with which they have no effect, or None if they have one."""
-        vllm, sync = first_off(self, "use_vllm"), first_off(self, "sync_ref_model")
-        dynamic = first_off(self, "dynamic_sampling")
-        return {
-            "ref_model_sync_kl": sync,
-            "ref_model_sync_reset_optimizer": sync,
+        vllm = first_off(self, "use_vllm")
+        return {name: first_off(self, *needs.names) for name, needs in marked(type(self), Needs).items()} | {
             "skip_old_pass": self._no_correction if self.skip_old_pass and not self.has_old_pass else None,
             "router_replay": self._never_off_policy if self.router_replay == "R2" else None,
-            "router_replay_reference": first_off(self, "router_replay", "has_reference"),
             "keep_sampling_mask": None if self.truncations else "top_p, top_k and min_p that keep every token",
-            "vllm_adapter_sync": vllm,
             "vllm_engine_kwargs": vllm or ("vllm_mode='server'" if self.vllm_mode == "server" else None),
             "engine_check": vllm and f"{vllm}, unless a rollout_func generates",
             "skip_nonfinite_steps": "fp16=True" if self.fp16 else self.steps_in_backward,
-            "dynamic_sampling_max_rounds": dynamic,
-            "dynamic_sampling_filter": dynamic,
         }
 
     def _fill_unset(self) -> None:
@@ -372,7 +353,7 @@ class SharedOptions(_TRLConfig):
     def sampling(self) -> dict[str, Any]:
         """Generation options that are set; `generation_kwargs` override TRL's own options."""
         # transformers has read JSON
-        given = cast(dict[str, Any] | None, self.generation_kwargs)  # pyright: ignore[reportUnknownMemberType]
+        given = cast(dict[str, Any] | None, self.generation_kwargs)
         names = ["temperature", "top_p", "top_k", "min_p", "repetition_penalty"]
         names += ["vllm_structured_outputs_regex"] if self.use_vllm else []
         options = {**{name: getattr(self, name) for name in names}, **(given or {})}

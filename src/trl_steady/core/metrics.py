@@ -4,9 +4,6 @@ Everything is summed up on the device. Processes communicate, and numbers go to 
 a log, for a checkpoint, or for a rule that depends on them.
 """
 
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# accelerate has no annotations, and torch's are partial
-
 import time
 from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping

@@ -1,8 +1,5 @@
 """Files of a checkpoint that hold a script's own objects: what is saved can be loaded, and runs no foreign code."""
 
-# numpy has no public names for what its pickles call
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 from collections.abc import Mapping, Sequence, Set
 from numbers import Number
 from pathlib import Path, PosixPath, WindowsPath

@@ -1,8 +1,5 @@
 """Files of a checkpoint that hold tensors of ours. This file knows no model."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# annotations of safetensors are partial
-
 import json
 import os
 from collections.abc import Mapping, Sequence

@@ -4,9 +4,6 @@ Values of tokens are integers of shape (..., *). Their dtype has one value more 
 It fills the row of a token for which nothing was recorded. Tensor operations cut, pad and join values.
 """
 
-# pyright: reportUnknownMemberType=false
-# torch's annotations are partial
-
 import contextlib
 from collections.abc import Generator, Sequence
 from typing import Any, NamedTuple, cast

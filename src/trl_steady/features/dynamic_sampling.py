@@ -1,8 +1,5 @@
 """Dynamic sampling: groups that teach nothing are replaced by groups of further prompts."""
 
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# annotations of torch, accelerate and datasets are partial
-
 import copy
 import functools
 import itertools

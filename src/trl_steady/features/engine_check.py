@@ -1,8 +1,5 @@
 """The engine check: compare a rollout's log-probs of the sampler with those of the policy."""
 
-# pyright: reportUnknownMemberType=false
-# annotations of torch and accelerate are partial
-
 from collections.abc import Callable
 from typing import Any, cast
 

@@ -1,8 +1,5 @@
 """Leave out optimizer steps whose gradient is not finite."""
 
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-# accelerate has no annotations, and torch's are partial
-
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable

@@ -1,9 +1,5 @@
 """InstructGPT's pretraining loss: a language-model loss on other text, in each optimizer step."""
 
-# pyright: reportMissingTypeStubs=false
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# annotations of datasets and transformers are partial
-
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any, cast
 

@@ -1,5 +1,3 @@
-# transformers' callbacks and tokenizers, trackio, and torch's lists have no types
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 """The report while a run trains: a line for each log, a line when a symptom starts, and the page."""
 
 import json

@@ -126,8 +126,9 @@ def grows(
 def engine(history: History, kind: Literal["another", "differs", "behind"]) -> Found | None:
     """Find an engine of one kind: it serves another policy, differs from the start, or falls behind."""
     unit = "nats per token"
-    kl, difference = ({"key": key, "unit": unit} for key in ("mismatch/kl", "sampling/sampling_logp_difference/mean"))
-    another = [{**kl, "limit": 1.0}, {**difference, "limit": 1.0}]  # the default of engine_check
+    kl: dict[str, Any] = {"key": "mismatch/kl", "unit": unit}
+    difference: dict[str, Any] = {"key": "sampling/sampling_logp_difference/mean", "unit": unit}
+    another: list[dict[str, Any]] = [{**kl, "limit": 1.0}, {**difference, "limit": 1.0}]  # the default of engine_check
     # ESS is about 1 / (1 + 2 kl). 0.9 is a kl of 0.055, 37 times that of the R3 paper's mixture of experts. There, the
     # run that collapsed had 10 % above 2. A mean difference of 0.1 puts a tenth of the ratios outside 0.8 to 1.2
     far = [

@@ -40,10 +40,10 @@ class PPOTrainer(GRPOTrainer):
 
     FEATURES = ORDER
     CONFIG = PPOConfig
-    args: PPOConfig
+    args: PPOConfig  # pyright: ignore[reportIncompatibleVariableOverride]
 
     @functools.wraps(trl.GRPOTrainer.__init__, assigned=())
-    def __init__(
+    def __init__(  # pyright: ignore[reportIncompatibleVariableOverride]
         self,
         model: Any,
         reward_funcs: Any = None,

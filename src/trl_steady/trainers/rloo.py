@@ -14,7 +14,7 @@ from trl_steady.trainers.base import SteadyTrainer
 from trl_steady.trainers.order import without
 
 
-class RLOOTrainer(SteadyTrainer, trl.RLOOTrainer):
+class RLOOTrainer(SteadyTrainer, trl.RLOOTrainer):  # pyright: ignore[reportIncompatibleMethodOverride]
     """`trl.RLOOTrainer` with a moving reference and checkpoints that resume exactly.
 
     The constructor is the same. With no option of trl-steady set and `trim_padding=False`, this trainer trains bit for

@@ -13,7 +13,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Generator, Sized
 from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 from typing import Any, cast
@@ -251,7 +251,7 @@ def save_only(model: PeftModel, adapter: str) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def save_without(model: PeftModel, adapter: str) -> Iterator[dict[str, Any]]:
+def save_without(model: PeftModel, adapter: str) -> Generator[dict[str, Any]]:
     """Keep an adapter out of what the model saves. Gives the state that the model is told to save, if it is told."""
     save_all, gathered = model.save_pretrained, {}
 

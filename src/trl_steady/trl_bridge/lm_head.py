@@ -1,11 +1,11 @@
 """Replace the log-prob function inside TRL's fused LM head. This file knows its arguments and results."""
 
-# pyright: reportUnknownMemberType=false, reportIncompatibleMethodOverride=false
-# torch's annotations are partial, and an autograd function's arguments differ from those of torch's base class
+# pyright: reportIncompatibleMethodOverride=false
+# an autograd function's arguments differ from those of torch's base class
 
 import itertools
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
@@ -112,7 +112,7 @@ def replace_head(compute: Callable[[Head], HeadOutputs]) -> AbstractContextManag
 
 
 @contextmanager
-def energies_as_entropies() -> Iterator[None]:
+def energies_as_entropies() -> Generator[None]:
     """Let TRL's fused LM heads compute 1 - 2 pi + the sum of pi^2 in place of entropies, without gradient.
 
     This is the squared norm of the gradient of log pi with respect to the logits. pi is of the whole vocabulary.

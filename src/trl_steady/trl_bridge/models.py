@@ -3,7 +3,7 @@
 This file knows PEFT, accelerate and FSDP2.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import cast
@@ -95,7 +95,7 @@ def drop_adapter(model: PeftModel, name: str) -> None:
 
 
 @contextmanager
-def in_mode(model: object, *, is_training: bool) -> Iterator[None]:
+def in_mode(model: object, *, is_training: bool) -> Generator[None]:
     """Let modules be in training or in eval mode. On exit, each is in its own mode again.
 
     Quantised layers stay as they are: they have no dropout, and on CPU their product is another one in eval mode.
@@ -116,7 +116,7 @@ def in_mode(model: object, *, is_training: bool) -> Iterator[None]:
 
 
 @contextmanager
-def keep_parameters(model: torch.nn.Module) -> Iterator[None]:
+def keep_parameters(model: torch.nn.Module) -> Generator[None]:
     """Restore the dtype and `requires_grad` of all parameters on exit.
 
     PEFT makes every parameter of an adapter trainable when it switches adapters, and float32 when it loads one. FSDP2

@@ -1,7 +1,7 @@
 """Private state of TRL's trainers. This file knows none of our features."""
 
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeAlias
 
@@ -82,7 +82,7 @@ def hold_step(trainer: object, is_held: bool) -> None:
 
 
 @contextmanager
-def patched(target: object, values: Mapping[str, Any]) -> Iterator[None]:
+def patched(target: object, values: Mapping[str, Any]) -> Generator[None]:
     """Replace attributes of an object inside this context."""
     attributes = vars(target)
     before = dict(attributes)

@@ -7,7 +7,7 @@ it masks completions that were cut off and logs rewards. All of that would have 
 
 import copy
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -115,7 +115,7 @@ class ResampledRollout:
             return self._run_rollout(self._rollout)
 
     @contextmanager
-    def _log_metrics(self, is_wanted: Callable[[str], bool]) -> Iterator[None]:
+    def _log_metrics(self, is_wanted: Callable[[str], bool]) -> Generator[None]:
         """Let TRL log some of its metrics of training only."""
         metrics = self._trainer._metrics["train"]
         before = {name: len(values) for name, values in metrics.items()}

@@ -7,7 +7,7 @@ adapter.
 import copy
 import functools
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from types import MappingProxyType, SimpleNamespace
 from typing import TYPE_CHECKING, Any, cast
@@ -34,7 +34,7 @@ vllm_generation = sys.modules[VLLMGeneration.__module__]
 @contextmanager
 def steady_engine(
     extras: Sequence[EngineOutput], sync: AdapterSync | None, clock: Clock, given: Mapping[str, object]
-) -> Iterator[None]:
+) -> Generator[None]:
     """Give each of TRL's trainers that is built inside this context an engine of ours, with these arguments of vLLM's.
 
     Raises:
@@ -243,7 +243,7 @@ def first_reason(reason: str | None) -> str | None:
 
 
 @contextmanager
-def record_log_probs(engine: VLLMGeneration) -> Iterator[list[tuple[Any, ...]]]:
+def record_log_probs(engine: VLLMGeneration) -> Generator[list[tuple[Any, ...]]]:
     """Let TRL's engine return log-probs, which RLOO's trainer does not ask for. Give what it returns, as a list."""
     results: list[tuple[Any, ...]] = []
     with patched(engine, {"logprobs": engine.logprobs or 0, "generate": _recorded(engine.generate, results)}):

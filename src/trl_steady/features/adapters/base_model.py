@@ -1,9 +1,5 @@
 """The base of a PEFT policy: the one place that knows if it still is its checkpoint, and which part of it trains."""
 
-# safetensors, bitsandbytes and transformers annotate few functions
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportPrivateUsage=false
-
 import copy
 import re
 from collections.abc import Callable, Sequence

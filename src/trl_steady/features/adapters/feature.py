@@ -1,8 +1,5 @@
 """Adapters and quantised bases: their precision, their gradients, and what is sent to an engine."""
 
-# safetensors and accelerate annotate few functions
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-
 import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path

@@ -4,9 +4,6 @@ TRL 1.16 pushes a PEFT policy by `merge_adapter`, then `unmerge_adapter`. On a b
 so every push changes the stored base, which is also part of a KL reference.
 """
 
-# PEFT annotates few members
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-
 from collections import defaultdict
 from collections.abc import Iterator
 from typing import Any

@@ -1,8 +1,5 @@
 """Keep the gradients of a quantised policy, and the precision that its adapters need at small learning rates."""
 
-# bitsandbytes and accelerate have no complete annotations
-# pyright: reportMissingTypeStubs=false, reportPrivateImportUsage=false, reportUnknownVariableType=false
-
 from collections.abc import Mapping
 
 import torch

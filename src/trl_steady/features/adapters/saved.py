@@ -1,8 +1,5 @@
 """Is a saved adapter the one that a run trains? PEFT loads any other as far as its tensors have the same names."""
 
-# accelerate and PEFT annotate few functions
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-
 import re
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,8 +1,5 @@
 """Find out whether a vLLM engine can serve the policy's adapter beside its own base, and write it as files."""
 
-# PEFT annotates few functions
-# pyright: reportUnknownVariableType=false
-
 from dataclasses import fields
 from typing import cast
 

@@ -1,8 +1,5 @@
 """Send a policy's LoRA adapter to a vLLM engine, instead of all weights with the adapter merged."""
 
-# TRL and safetensors annotate few attributes and functions
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false
-
 import tempfile
 import uuid
 from pathlib import Path

@@ -1,8 +1,5 @@
 """The weights of a PEFT policy's bare model, each with the adapter layers around it and its quantisation."""
 
-# torch and PEFT keep parameters and modules in private dictionaries, and their annotations are incomplete
-# pyright: reportPrivateUsage=false, reportPrivateImportUsage=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
-
 import copy
 from collections.abc import Iterator
 from typing import Any, NamedTuple

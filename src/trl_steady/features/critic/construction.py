@@ -1,8 +1,5 @@
 """Build the critic of a run: an adapter on the policy's base, or a model of its own."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# annotations of accelerate and peft are partial
-
 import copy
 from typing import Any, cast
 

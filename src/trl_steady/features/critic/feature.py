@@ -1,8 +1,5 @@
 """PPO's critic: values and targets of a rollout, the critic's loss and its updates."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# annotations of accelerate and torch are partial
-
 import contextlib
 import functools
 from collections.abc import Callable, Mapping

@@ -3,10 +3,9 @@
 The critic and the reward model are both one.
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportUnknownParameterType=false, reportPrivateUsage=false, reportDeprecated=false
+# pyright: reportDeprecated=false
 # pyright: reportIncompatibleMethodOverride=false, reportPossiblyUnboundVariable=false
-# annotations of torch, transformers and peft are partial; PEFT has no public switch that leaves requires_grad alone
+# PEFT has no public switch that leaves requires_grad alone
 
 import contextlib
 import copy
@@ -328,7 +327,7 @@ def build_whole_model(
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout) and not has_dropout:
             module.p = 0.0
-    model.to(trainer.accelerator.device)  # pyright: ignore[reportArgumentType]
+    model.to(trainer.accelerator.device)
     if args.gradient_checkpointing:
         model.gradient_checkpointing_enable(args.gradient_checkpointing_kwargs)
     return ScalarHeadModel(model, head, None)

@@ -1,8 +1,5 @@
 """The optimizer of a model with a scalar head, apart from the policy's."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# annotations of torch are partial
-
 from collections.abc import Mapping
 from typing import Any
 

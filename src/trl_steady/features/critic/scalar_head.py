@@ -1,9 +1,5 @@
 """The base of the critic and the reward model: a feature with a model that has a scalar head."""
 
-# pyright: reportMissingTypeStubs=false
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# annotations of accelerate and peft are partial
-
 import contextlib
 from collections.abc import Callable
 from pathlib import Path

@@ -1,8 +1,5 @@
 """Values, returns and advantages of a rollout. Read `critic_targets` first."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# annotations of accelerate are partial
-
 from collections.abc import Mapping
 from typing import NamedTuple, cast
 

@@ -1,8 +1,5 @@
 """The trainer as PPO's features read it."""
 
-# pyright: reportMissingTypeStubs=false
-# datasets has no stubs
-
 from typing import Protocol
 
 from datasets import Dataset

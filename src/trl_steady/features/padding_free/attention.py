@@ -10,10 +10,6 @@ times as long for 8 sequences of 1,024 tokens in all, and 5.9 times as long, wit
 8,192.
 """
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportPrivateUsage=false
-# the annotations of torch and transformers are partial
-
 import functools
 import re
 import sys

@@ -1,9 +1,5 @@
 """Passes without padding, and micro-batches that are measured in tokens."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportMissingTypeStubs=false
-# the annotations of torch and accelerate are partial
-
 import contextlib
 import functools
 import itertools
@@ -167,7 +163,7 @@ class PaddingFree(Feature):
             lengths = [Length(*numbers) for numbers in known]
             is_fit = fits(lengths, mask, prompt_width=prompt_width)
             if is_fit.device.type in ("cpu", "cuda"):  # on a GPU nobody waits
-                torch._assert_async(is_fit, _OTHER_MASK)  # pyright: ignore[reportPrivateUsage, reportPrivateImportUsage]
+                torch._assert_async(is_fit, _OTHER_MASK)
             elif not is_fit:
                 raise RuntimeError(_OTHER_MASK)
             return lengths

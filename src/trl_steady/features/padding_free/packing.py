@@ -1,8 +1,5 @@
 """Which sequences go through a model together, and how their tokens are packed into one row."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# the annotations of torch are partial
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple

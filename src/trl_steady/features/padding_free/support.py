@@ -1,9 +1,5 @@
 """Find from a model's config and modules which padding its passes can leave out without changing results."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# pyright: reportPrivateUsage=false
-# the annotations of torch and transformers are partial
-
 import inspect
 import re
 from collections.abc import Iterator, Mapping

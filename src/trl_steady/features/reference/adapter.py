@@ -1,8 +1,5 @@
 """The reference as a second adapter named `ref` on the policy's own base model."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-# torch annotates `named_modules` incompletely
-
 import copy
 
 import torch

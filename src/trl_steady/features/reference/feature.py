@@ -1,8 +1,5 @@
 """The KL reference that moves: it is created, saved, restored and kept out of what is saved as the policy."""
 
-# accelerate annotates few members
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false
-
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast

@@ -4,9 +4,6 @@ An adapter and a full copy have the same form here, a list of `Pair`. Tensors ma
 (`DTensor`) or partitioned by DeepSpeed ZeRO-3. A move never gathers a DTensor.
 """
 
-# DeepSpeed need not be installed
-# pyright: reportUnknownMemberType=false
-
 import itertools
 from collections.abc import Generator, Iterable, Mapping, Sequence
 from contextlib import contextmanager

@@ -1,9 +1,5 @@
 """Retrain the reward model before each move of the reference: the outer loop of DeepSeekMath's Algorithm 1."""
 
-# pyright: reportMissingTypeStubs=false
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# annotations of torch and accelerate are partial
-
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal

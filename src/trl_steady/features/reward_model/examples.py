@@ -1,8 +1,7 @@
 """Labelled completions, the examples that a reward model learns from, and the history that is replayed."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
 # pyright: reportIncompatibleMethodOverride=false
-# torch's annotations are partial, and a named tuple's `index` is a field
+# a named tuple's `index` is a field
 
 from collections.abc import Collection, Mapping, Sequence
 from itertools import groupby

@@ -1,8 +1,5 @@
 """The reward model of a `RewardAdapter`: it is made, scores rollouts, and is saved and restored."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# annotations of accelerate are partial
-
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence

@@ -1,9 +1,5 @@
 """Labels of a rollout's completions by a rule, and of their steps by continuations."""
 
-# pyright: reportMissingTypeStubs=false
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# annotations of torch, transformers and accelerate are partial
-
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 

@@ -1,9 +1,5 @@
 """Training and measuring a reward model on examples, on all processes."""
 
-# pyright: reportMissingTypeStubs=false
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# annotations of torch and accelerate are partial
-
 from collections.abc import Iterator, Sequence
 from operator import itemgetter
 

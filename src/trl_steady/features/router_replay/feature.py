@@ -1,8 +1,5 @@
 """Replay the experts that a rollout used: which pass records routes, which pass replays them, and their column."""
 
-# pyright: reportUnknownMemberType=false
-# torch's annotations are partial
-
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any

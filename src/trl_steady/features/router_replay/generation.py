@@ -1,8 +1,5 @@
 """Routes of transformers' generation, which runs the model on a padded batch, pass after pass."""
 
-# pyright: reportUnknownMemberType=false
-# torch's annotations are partial
-
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field

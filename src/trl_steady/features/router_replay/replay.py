@@ -13,9 +13,6 @@ The life of a replay:
 5. The end of the context restores the forwards.
 """
 
-# pyright: reportUnknownMemberType=false
-# torch's annotations are partial
-
 import functools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
@@ -98,7 +95,7 @@ class Replay:
 
     def run(self, layer: int, forward: functools.partial[Any]) -> Any:
         """Run the router of a layer, and replace its choice in the pass and where backward recomputes the layer."""
-        is_backward = torch._C._current_graph_task_id() != -1  # pyright: ignore[reportPrivateUsage]
+        is_backward = torch._C._current_graph_task_id() != -1
         if self._is_over and not is_backward:
             return forward()
         self._runs[layer] += 1

@@ -3,9 +3,6 @@
 A router chooses by `topk` over the scores of all experts, so that its choice is the result of this call.
 """
 
-# pyright: reportUnknownMemberType=false
-# torch's annotations are partial
-
 import functools
 import re
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -166,13 +163,13 @@ class _TopkCalls(TorchFunctionMode):
 def _leave_no_trace(device: torch.device) -> Generator[None]:
     """Run a module in advance without side effects: no graph, no change of the random state, no cached weights."""
     # PEFT's LoRA on parameters computes its weights inside this cache
-    cached = cast(int, parametrize._cache_enabled)  # pyright: ignore[reportPrivateUsage]
-    parametrize._cache_enabled = 0  # pyright: ignore[reportPrivateUsage]
+    cached = cast(int, parametrize._cache_enabled)
+    parametrize._cache_enabled = 0
     devices = [device] if device.type == "cuda" and torch.cuda.is_available() else []
     try:
         forked = cast("AbstractContextManager[None]", torch.random.fork_rng(devices))
         with torch.no_grad(), forked:
             yield
     finally:
-        parametrize._cache_enabled = cached  # pyright: ignore[reportPrivateUsage]
+        parametrize._cache_enabled = cached
         torch.clear_autocast_cache()

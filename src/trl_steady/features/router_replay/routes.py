@@ -5,9 +5,6 @@ integer dtype that has a value for each expert and one more value, "nothing": su
 Expert 0 is always an expert, never padding. Tensor operations cut, pad and join routes.
 """
 
-# pyright: reportUnknownMemberType=false
-# torch's annotations are partial
-
 import base64
 import io
 from collections.abc import Sequence

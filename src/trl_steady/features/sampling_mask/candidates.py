@@ -5,9 +5,6 @@ set stands for the whole vocabulary. It belongs to a token that was not sampled,
 among more than `MAX_CANDIDATES`.
 """
 
-# pyright: reportUnknownMemberType=false
-# torch's annotations are partial
-
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 

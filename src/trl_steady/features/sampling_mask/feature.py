@@ -1,8 +1,5 @@
 """The sampling mask: which pass uses which candidates, and the column of the samples."""
 
-# pyright: reportUnknownMemberType=false
-# torch's annotations are partial
-
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, cast

@@ -4,8 +4,8 @@ No logits of the whole vocabulary are computed. Each position reads only the row
 set. Positions are processed in chunks, and again in backward.
 """
 
-# pyright: reportUnknownMemberType=false, reportIncompatibleMethodOverride=false
-# torch's annotations are partial; an autograd function has other arguments than torch declares
+# pyright: reportIncompatibleMethodOverride=false
+# an autograd function has other arguments than torch declares
 
 from collections.abc import Iterator
 from typing import Any, NamedTuple, cast

@@ -1,7 +1,7 @@
 """Record which tokens transformers' `generate` samples from, by the scores after all logits processors."""
 
-# pyright: reportUnknownMemberType=false, reportIncompatibleMethodOverride=false
-# torch's annotations are partial; transformers annotates tensors by their old types
+# pyright: reportIncompatibleMethodOverride=false
+# transformers annotates tensors by their old types
 
 from collections.abc import Sequence
 

@@ -4,9 +4,6 @@ A token belongs to the step in which it begins. A token that begins inside a cha
 character.
 """
 
-# pyright: reportUnknownMemberType=false
-# annotations of transformers are partial
-
 import codecs
 import re
 from bisect import bisect_left

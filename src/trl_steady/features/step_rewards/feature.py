@@ -1,8 +1,5 @@
 """`StepRewards` that reward functions return become advantages of tokens."""
 
-# pyright: reportMissingTypeStubs=false, reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# annotations of torch and accelerate are partial
-
 import math
 from collections.abc import Iterable
 from dataclasses import replace

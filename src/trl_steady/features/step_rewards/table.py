@@ -1,8 +1,5 @@
 """The rewards of a rollout as one table of steps, for any mixture of plain and step rewards."""
 
-# pyright: reportUnknownMemberType=false, reportUnknownVariableType=false, reportUnknownArgumentType=false
-# annotations of torch are partial
-
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
