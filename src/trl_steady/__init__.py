@@ -17,8 +17,8 @@ if TYPE_CHECKING:
     from trl_steady.config.ppo import PPOConfig
     from trl_steady.config.rloo import RLOOConfig
     from trl_steady.features.reference.callback import ReferenceRefreshCallback
-    from trl_steady.features.reward_model.adapter import RewardAdapter
     from trl_steady.features.reward_model.callback import RewardModelRefreshCallback
+    from trl_steady.features.reward_model.reward_function import RewardAdapter
     from trl_steady.rewards import StepRewards
     from trl_steady.trainers.grpo import GRPOTrainer
     from trl_steady.trainers.ppo import PPOTrainer
@@ -50,7 +50,7 @@ _MODULES = {
     "RLOOConfig": "config.rloo",
     "RLOOTrainer": "trainers.rloo",
     "ReferenceRefreshCallback": "features.reference.callback",
-    "RewardAdapter": "features.reward_model.adapter",
+    "RewardAdapter": "features.reward_model.reward_function",
     "RewardModelRefreshCallback": "features.reward_model.callback",
     "StepRewards": "rewards",
 }
@@ -62,7 +62,7 @@ def __getattr__(name: str) -> Any:
         if name in _MODULES:
             found = getattr(importlib.import_module(f"{__name__}.{_MODULES[name]}"), name)
             if name.endswith("Trainer"):  # not in its module: `trl-steady run` works with any of them
-                importlib.import_module(f"{__name__}.trl_bridge").refuse_moved(found.__mro__)
+                importlib.import_module(f"{__name__}.trl_bridge").refuse_unsupported(found.__mro__)
             return found
     except AttributeError as inside:  # Python would take it for a missing name
         cause, error = inside, ImportError(f"{name} cannot be imported: {inside}")

@@ -34,7 +34,7 @@ sys.path += [str(Path(__file__).parents[2])]
 from tests.benchmarks import measuring
 from tests.benchmarks.measuring import CUDA
 
-from trl_steady.trl_bridge.private import patched
+from trl_steady.trl_bridge.patching import patched
 
 GROUP = 8  # completions of a prompt
 MEDIAN = 63  # tokens of a completion

@@ -30,7 +30,7 @@ from tests.benchmarks.measuring import CUDA
 from tests.tools import tiny
 
 from trl_steady.features.router_replay.feature import RouterReplay
-from trl_steady.trl_bridge.private import patched
+from trl_steady.trl_bridge.patching import patched
 
 SMALL = {
     "hidden_size": 256,

@@ -30,7 +30,7 @@ from tests.benchmarks.padding import peak_bytes
 from tests.tools import tiny
 from tests.tools.sets import candidate_sets
 
-from trl_steady.trl_bridge.private import patched
+from trl_steady.trl_bridge.patching import patched
 
 MODELS = {49_152: (576, 9, 3, 1536), 151_936: (896, 14, 2, 4864)}  # vocabulary: width, heads, key heads, inner width
 

@@ -31,7 +31,7 @@ from tests.benchmarks.measuring import CUDA
 from tests.benchmarks.padding import GROUP, TRL, Outcome, Rollouts, difference, rollouts
 from tests.tools import engines
 
-from trl_steady.trl_bridge.private import patched
+from trl_steady.trl_bridge.patching import patched
 
 OLD_PASS, BOTH, BUDGET = "skip_old_pass", "skip_old_pass, skip_zero_weight", "both, token_budget"
 VARIANTS = (TRL, "trim_padding", OLD_PASS, BOTH, BUDGET)

@@ -52,10 +52,10 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
         "share_prompts": {"share_prompts": True, "loss_type": "dapo"},
     },
     "nonfinite_steps": {"skipped": {"then": spoil}},
-    "zero_advantage": {
+    "skip_zero_weight": {
         "skip_zero_weight": {"skip_zero_weight": True, "beta": 0.0, "build": {"reward_funcs": by_prompt}}
     },
-    "skip_old_logps": {"skip_old_pass": {"skip_old_pass": True, "num_iterations": 1, "steps_per_generation": 1}},
+    "skip_old_pass": {"skip_old_pass": {"skip_old_pass": True, "num_iterations": 1, "steps_per_generation": 1}},
     "router_replay": {
         "R2": {**MIXTURE, "router_replay": "R2", "router_replay_reference": True},
         "R3": {**MIXTURE, "router_replay": "R3"},
@@ -90,7 +90,7 @@ CASES: dict[str, dict[str, dict[str, Any]]] = {
     },
     "training_report": {"training_report": {"training_report": True}},
 }
-WITH_AN_ENGINE = {"async_generation", "engine_check"}
+WITH_AN_ENGINE = {"generate_ahead", "engine_check"}
 """Features that do nothing without an engine. Their folders test them with a server's stand-in."""
 EVERYWHERE = {"active_features"}
 """On in each run."""

@@ -37,7 +37,15 @@ RUNS = [(name, size) for name in NAMES for size in SIZES]
 LOSSES = [
     name for name in NAMES if name.startswith("policy_loss/") and name not in ("policy_loss/gmpo", "policy_loss/RLOO")
 ]
-IN_LOOPS = ("sampling_mask", "dynamic", "step_rewards/process", "reward_model", "report", "R3 with", "zero_advantage")
+IN_LOOPS = (
+    "sampling_mask",
+    "dynamic",
+    "step_rewards/process",
+    "reward_model",
+    "report",
+    "R3 with",
+    "skip_zero_weight",
+)
 QUICK = [
     (name, size)
     for name, size in RUNS

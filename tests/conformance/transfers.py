@@ -49,9 +49,9 @@ WHY = {
     "nonfinite_steps.NonfiniteSteps.around_grad_norm": "the norm, which is logged, decides if a step is taken",
     "nonfinite_steps.NonfiniteSteps.admits": "so does that of a critic; a line says what is not finite",
     "pooling.histogram": "the edges of bins are copied to a device once, and stay there",
-    "zero_advantage.with_gradient": "the CPU decides which sequences go through the model",
+    "skip_zero_weight.with_gradient": "the CPU decides which sequences go through the model",
     "metrics.Metrics._exchange": "a move of the reference needs the metrics so far",
-    "zero_advantage.ZeroAdvantage.on_train_end": "a line tells how many tokens had no gradient",
+    "skip_zero_weight.SkipZeroWeight.on_train_end": "a line tells how many tokens had no gradient",
     "model.ScalarHeadModel.is_fresh": "a reward model of zeros is named, and measured only after its training",
     "training.measure": "figures of held-out examples",
 }
@@ -62,7 +62,7 @@ EACH_RUN = {
         "feature.StepRewardsFeature.on_rewards": 1,
     },
     "step": {"nonfinite_steps.NonfiniteSteps.around_grad_norm": 4},  # one for each optimizer step of the run
-    "end": {"zero_advantage.ZeroAdvantage.on_train_end": 1},
+    "end": {"skip_zero_weight.SkipZeroWeight.on_train_end": 1},
 }
 SHARED_PROMPTS = {"packing.sequence_lengths": 1}  # the tokens of prompts, to find equal ones
 R3 = {"generation.GenerationPasses.routes": 2, "token_record.aligned": 3, "metrics.Metrics._countable": 1}
@@ -105,7 +105,7 @@ ROWS: dict[str, dict[str, dict[str, Any]]] = {
     **{f"policy_loss/{case}": QUANTILES for case in _WITH_TERMS},
     "policy_loss/RLOO": {"rollout": SHARED_PROMPTS},
     "padding_free/share_prompts": {"rollout": SHARED_PROMPTS},
-    "zero_advantage/skip_zero_weight": {"forward": {"zero_advantage.with_gradient": 1}},
+    "skip_zero_weight/skip_zero_weight": {"forward": {"skip_zero_weight.with_gradient": 1}},
     "router_replay/R2": {"rollout": {"metrics.Metrics._countable": 1}},
     "router_replay/R3": {"rollout": R3},
     "sampling_mask/keep_sampling_mask": KEPT,

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from trl_steady.core.state_file import load_state, save_state
+from trl_steady.core.state_file import read_state, write_state
 
 
 class Word(enum.StrEnum):
@@ -59,8 +59,8 @@ MADE_PLAIN: list[tuple[Any, Any]] = [
 
 
 def loaded(value: Any, folder: Path) -> Any:
-    save_state({"column": [value]}, folder / "state.pt")
-    return load_state(folder / "state.pt", "cpu")["column"][0]
+    write_state({"column": [value]}, folder / "state.pt")
+    return read_state(folder / "state.pt", "cpu")["column"][0]
 
 
 @pytest.mark.parametrize(("given", "expected"), [*((value, value) for value in KEPT), *MADE_PLAIN], ids=repr)

@@ -115,8 +115,8 @@ CONFORMANCE: dict[str, dict[str, Any]] = {
     for feature in (
         "policy_loss",
         "padding_free",
-        "zero_advantage",
-        "skip_old_logps",
+        "skip_zero_weight",
+        "skip_old_pass",
         "step_rewards",
         "advantages",
     )

@@ -14,9 +14,9 @@ from accelerate.utils import gather_object
 
 import trl_steady
 from tests.distributed import processes
-from tests.features.async_generation import tools as ahead
-from tests.features.async_generation.tools import Watched
 from tests.features.dynamic_sampling.tools import number
+from tests.features.generate_ahead import tools as ahead
+from tests.features.generate_ahead.tools import Watched
 from tests.tools import engines, tiny
 from tests.tools.engines import COMPLETIONS, Server
 from tests.tools.resumable import differences

@@ -18,7 +18,7 @@ from trl_steady.features.reference.feature import Reference
 from trl_steady.features.reward_model import callback
 from trl_steady.features.reward_model.feature import RewardModel
 from trl_steady.features.reward_model.training import measure
-from trl_steady.trl_bridge.private import patched
+from trl_steady.trl_bridge.patching import patched
 
 GLOBAL_BATCH = 8
 RUNS: dict[str, dict[str, Any]] = {

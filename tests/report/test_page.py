@@ -18,7 +18,7 @@ from trl_steady.features.training_report import MOST_BYTES, chosen, limited
 from trl_steady.report import History, compare, diagnose
 from trl_steady.report.history import Series
 from trl_steady.report.page import write
-from trl_steady.report.pictures import POINTS, draw, pictures, thinned
+from trl_steady.report.plots import POINTS, draw, pictures, thinned
 
 EVIL = "</pre><script>alert(1)</script><img src=x onerror=alert(2)> &amp; \x00\x1b\ud800 \N{RIGHT-TO-LEFT OVERRIDE}"
 

@@ -21,8 +21,8 @@ from peft import LoraConfig
 from torch.utils.data import Sampler
 
 import trl_steady
-from tests.features.async_generation import tools as ahead
 from tests.features.dynamic_sampling import tools as rounds
+from tests.features.generate_ahead import tools as ahead
 from tests.tools import engines, resumable, tiny
 from tests.tools.cases import cases
 from trl_steady import StepRewards

@@ -100,7 +100,7 @@ def test_the_methods_we_override_have_the_parameters_we_know(trainer: Any, contr
 
 
 def test_the_functions_that_names_lists_have_no_further_parameters() -> None:
-    """`names.moved` allows further parameters with defaults. Here, each is known."""
+    """`names.missing_from_trl` allows further parameters with defaults. Here, each is known."""
     for _, owner, name, parameters, _ in names.needed():
         known = {*parameters} | DEFAULTS.get((owner, name), set())
         found = parameters_of(pkgutil.resolve_name(f"trl.{owner}.{name}"))

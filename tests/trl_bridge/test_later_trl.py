@@ -9,8 +9,8 @@ import pytest
 import trl
 from trl.generation.vllm_generation import VLLMGeneration
 
+from trl_steady.trl_bridge.generate_ahead import build_request
 from trl_steady.trl_bridge.log_probs import OTHER_INPUTS
-from trl_steady.trl_bridge.prefetch import build_request
 from trl_steady.trl_bridge.vllm import SteadyGeneration
 
 

@@ -13,7 +13,7 @@ import trl_steady
 from tests.tools import tiny
 from tests.trl_bridge.tools import Change, seen_by_user
 from trl_steady import trl_bridge
-from trl_steady.trl_bridge import names, refuse_moved
+from trl_steady.trl_bridge import names, refuse_unsupported
 
 GRPO, BOTH = "trainer/grpo_trainer.py", "trainer/[gr]*o_trainer.py"
 
@@ -120,20 +120,20 @@ def test_a_later_trl_is_refused_where_it_has_moved(tmp_path: Path, release: str)
 
 
 def test_with_a_tested_trl_nothing_is_compared_and_nothing_has_moved() -> None:
-    assert trl.__version__ in trl_bridge.TESTED and not trl_bridge.UNTESTED and not trl_bridge._MOVED
-    assert names.moved() == {}
+    assert trl.__version__ in trl_bridge.TESTED and not trl_bridge.UNTESTED and not trl_bridge._UNSUPPORTED
+    assert names.missing_from_trl() == {}
 
 
 def without(monkeypatch: pytest.MonkeyPatch, owner: Any, name: str) -> None:
     monkeypatch.delattr(owner, name)
-    monkeypatch.setattr(trl_bridge, "_MOVED", names.moved())
+    monkeypatch.setattr(trl_bridge, "_UNSUPPORTED", names.missing_from_trl())
 
 
 def test_a_feature_whose_name_has_moved_is_refused_and_others_are_not(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     without(monkeypatch, trl_utils, "maybe_gather_lm_head_ctx")
-    assert trl_bridge._MOVED.keys() == {"keep_sampling_mask", "PPOTrainer", "RewardAdapter"}
+    assert trl_bridge._UNSUPPORTED.keys() == {"keep_sampling_mask", "PPOTrainer", "RewardAdapter"}
     tiny.trainer(models["dense"], tmp_path, loss_type="gspo")
     with pytest.raises(ImportError, match=r"^keep_sampling_mask does not .* trl\.trainer\.utils\.maybe_gather_lm_"):
         tiny.trainer(models["dense"], tmp_path, **KEPT)
@@ -145,7 +145,7 @@ def test_a_feature_whose_name_has_moved_is_refused_and_others_are_not(
 
 def test_what_one_trainer_lacks_does_not_concern_the_other(monkeypatch: pytest.MonkeyPatch) -> None:
     without(monkeypatch, trl.RLOOTrainer, "_calculate_rewards")
-    assert trl_bridge._MOVED.keys() == {"RLOOTrainer"}
+    assert trl_bridge._UNSUPPORTED.keys() == {"RLOOTrainer"}
     exec("from trl_steady import GRPOTrainer, PPOTrainer")
     with pytest.raises(ImportError, match=r"^RLOOTrainer does not work .*\._calculate_rewards: no such"):
         exec("from trl_steady import RLOOTrainer")
@@ -174,7 +174,7 @@ def test_a_parameter_with_a_default_is_no_difference(
 ) -> None:
     changed = later(trl.RLOOTrainer._generate, signature.replace("(", "(self, ", 1))
     monkeypatch.setattr(trl.RLOOTrainer, "_generate", changed)
-    assert ("RLOOTrainer+dynamic_sampling" in names.moved()) == is_moved
+    assert ("RLOOTrainer+dynamic_sampling" in names.missing_from_trl()) == is_moved
 
 
 @pytest.mark.parametrize(
@@ -193,7 +193,7 @@ def test_an_attribute_that_features_read_is_missed(
     theirs = inspect.unwrap(getattr(trl.GRPOTrainer, function))
     found = tuple(each.replace(name, f"{name}_later") for each in theirs.__code__.co_names)
     monkeypatch.setattr(theirs, "__code__", theirs.__code__.replace(co_names=found))
-    assert setting in names.moved()
+    assert setting in names.missing_from_trl()
 
 
 @pytest.mark.parametrize(
@@ -212,12 +212,12 @@ def test_an_attribute_that_features_read_is_missed(
 def test_settings_are_refused_if_all_of_them_are_on(
     settings: str, asked: dict[str, Any], is_refused: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trl_bridge, "_MOVED", {settings: "trl.f: no such function"})
+    monkeypatch.setattr(trl_bridge, "_UNSUPPORTED", {settings: "trl.f: no such function"})
     if is_refused:
         with pytest.raises(ImportError, match=r"does not work with trl .* trl\.f: no such function\. Run: pip"):
-            refuse_moved(**asked)
+            refuse_unsupported(**asked)
     else:
-        refuse_moved(**asked)
+        refuse_unsupported(**asked)
 
 
 def test_every_setting_is_an_option_a_class_or_a_command() -> None:

@@ -11,7 +11,7 @@ from tests.tools import tiny
 from tests.tools.batches import random_batch
 from tests.trl_bridge.syncs import counted
 from trl_steady.features.policy_loss import PolicyLoss
-from trl_steady.features.skip_old_logps import SkipOldLogProbs
+from trl_steady.features.skip_old_pass import SkipOldPass
 
 OPTIONS: dict[str, Any] = {
     "loss_type": "gspo_token",
@@ -69,7 +69,7 @@ def test_weights_of_an_engine_wait_for_nothing(models: dict[str, Path], tmp_path
     options = {"loss_type": "gmpo", "vllm_importance_sampling_mode": mode}
     trainer = tiny.trainer(models["dense"], tmp_path, padded=True, **options)
     vars(trainer).update(current_gradient_accumulation_steps=1, use_vllm=True)
-    trainer.feature(SkipOldLogProbs).is_skipped = True  # as with an engine
+    trainer.feature(SkipOldPass).is_skipped = True  # as with an engine
     batch = random_batch()
     inputs = batch.inputs(sampling_per_token_logps=batch.old_logps.float(), advantages=batch.advantages.float())
     del inputs["old_per_token_logps"]

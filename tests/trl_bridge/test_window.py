@@ -11,8 +11,8 @@ import transformers
 
 import trl_steady
 from tests.tools import agent, resumable, tiny
-from trl_steady.trl_bridge.private import patched
-from trl_steady.trl_bridge.resume import WINDOW_OPTIONS, changed_settings, window_settings
+from trl_steady.trl_bridge.patching import patched
+from trl_steady.trl_bridge.window import WINDOW_OPTIONS, changed_settings, window_settings
 
 # Options that shape neither a rollout nor the objective that it was made for.
 NOT_OF_A_ROLLOUT = """

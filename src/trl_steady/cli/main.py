@@ -91,8 +91,8 @@ def run(arguments: Sequence[str], dry_run: Sequence[str] = ()) -> int:
         _refuse(message)
     if is_launched:
         return _launch(arguments, dry_run)
-    from trl_steady.cli.options import parse_settings
     from trl_steady.cli.run import run_script
+    from trl_steady.cli.settings import parse_settings
 
     try:
         options = parse_settings(settings)

@@ -20,8 +20,8 @@ from trl_steady.trainers.base import SteadyTrainer
 from trl_steady.trainers.grpo import GRPOTrainer
 from trl_steady.trainers.ppo import PPOTrainer
 from trl_steady.trainers.rloo import RLOOTrainer
-from trl_steady.trl_bridge import refuse_moved
-from trl_steady.trl_bridge.private import patched
+from trl_steady.trl_bridge import refuse_unsupported
+from trl_steady.trl_bridge.patching import patched
 
 
 @contextmanager
@@ -124,7 +124,7 @@ def run_trl_command(
         launch: Called with the options of `accelerate launch`, and a script with its arguments.
         refuse: Called with the error message of the parser.
     """
-    refuse_moved(**{f"trl-steady {command}": True})
+    refuse_unsupported(**{f"trl-steady {command}": True})
     from trl.cli import accelerate_launcher
     from trl.cli.main import main as trl_main
     from trl.scripts import grpo, rloo

@@ -136,14 +136,14 @@ class GRPOConfig(SharedOptions, _TRLConfig):
         'other completions. With `scale_rewards="none"` it does not favour stopping early or late.',
     )
 
-    def _without_effect(self) -> dict[str, str | None]:
+    def _idle_because(self) -> dict[str, str | None]:
         loss_type, on_policy = f"loss_type={self.loss_type!r}", self._never_off_policy
         takes_tokens = self.loss.takes_token_advantages(self.importance_sampling_level or "token")
         if self.off_policy_mask_threshold is None:
             no_levels = "off_policy_mask_threshold=None"
         else:
             no_levels = loss_type if self.loss.advantages == "sequence" else None
-        return super()._without_effect() | {
+        return super()._idle_because() | {
             "loss_type": self._never_off_sampler if self.loss.to_sampler else on_policy if self.loss.is_ours else None,
             "dppo_divergence": None if self.loss_type == "dppo" else loss_type,
             "m2po_budget": None if self.loss_type == "m2po" else loss_type,
@@ -190,9 +190,9 @@ class GRPOConfig(SharedOptions, _TRLConfig):
             )
 
     @property
-    def cannot_act(self) -> list[str]:
+    def idle_options(self) -> list[str]:
         """Warnings about options that have no effect, or probably not the intended one, each with a fix."""
-        messages = super().cannot_act
+        messages = super().idle_options
         on_policy = self._never_off_policy
         has_mask = self.off_policy_mask_threshold not in (None, math.inf)  # inf: metrics only
         if on_policy and not self.use_vllm and has_mask:

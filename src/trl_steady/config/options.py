@@ -110,7 +110,7 @@ def refuse_invalid(config: object, ranges: Mapping[str, Range]) -> None:
             raise ValueError(f"{name}={value!r} cannot work. Set {name} to {valid}{suffix}.")
 
 
-def first_off(config: object, *names: str) -> str | None:
+def first_disabled(config: object, *names: str) -> str | None:
     """Return the first of these options or properties that is off, such as "beta=0.0"; None if all are on."""
     return next((f"{name}={getattr(config, name)!r}" for name in names if not getattr(config, name)), None)
 

@@ -100,9 +100,9 @@ class PPOConfig(GRPOConfig):
         0.0, "Weight of the language-model loss on `ptx_dataset` (InstructGPT, arXiv 2203.02155, equation 2)."
     )
 
-    def _without_effect(self) -> dict[str, str | None]:
+    def _idle_because(self) -> dict[str, str | None]:
         is_masked = "mask_truncated_completions=True" if self.mask_truncated_completions else None
-        return super()._without_effect() | {
+        return super()._idle_because() | {
             "bootstrap_truncated": is_masked,
             "missing_eos_penalty": is_masked,
         }
@@ -146,9 +146,9 @@ class PPOConfig(GRPOConfig):
         return self.beta != 0 or self.kl_coef != 0
 
     @property
-    def cannot_act(self) -> list[str]:
+    def idle_options(self) -> list[str]:
         """Warnings about options that have no effect, or probably not the intended one, each with a fix."""
-        return super().cannot_act + [
+        return super().idle_options + [
             f"{name}={getattr(self, name)!r} cannot act: the critic gives the advantages. Leave {name} unset."
             for name, default in _GROUP_OPTIONS.items()
             if getattr(self, name) != default

@@ -15,7 +15,7 @@ from trl_steady.config.options import (
     ROUNDS,
     Needs,
     Range,
-    first_off,
+    first_disabled,
     marked,
     option,
     refuse_invalid,
@@ -186,7 +186,7 @@ class SharedOptions(_TRLConfig):
         self._run_trl_checks()
         for message in self._contradictions():
             raise ValueError(message)
-        for message in self.cannot_act:
+        for message in self.idle_options:
             warn_user(message)
         for note in self.when_built:
             note(self)
@@ -201,10 +201,10 @@ class SharedOptions(_TRLConfig):
                     "changes it after it has built the config. Remove that change."
                 )
 
-    def _without_effect(self) -> dict[str, str | None]:
+    def _idle_because(self) -> dict[str, str | None]:
         """Return for options the setting with which they have no effect, or None if they have one."""
-        vllm = first_off(self, "use_vllm")
-        return {name: first_off(self, *needs.names) for name, needs in marked(type(self), Needs).items()} | {
+        vllm = first_disabled(self, "use_vllm")
+        return {name: first_disabled(self, *needs.names) for name, needs in marked(type(self), Needs).items()} | {
             "skip_old_pass": self._no_correction if self.skip_old_pass and not self.has_old_pass else None,
             "router_replay": self._never_off_policy if self.router_replay == "R2" else None,
             "keep_sampling_mask": None if self.truncations else "top_p, top_k and min_p that keep every token",
@@ -286,11 +286,11 @@ class SharedOptions(_TRLConfig):
             )
 
     @property
-    def cannot_act(self) -> list[str]:
+    def idle_options(self) -> list[str]:
         """Warnings about options that have no effect, or probably not the intended one, each with a fix."""
         messages = [
             f"{name}={getattr(self, name)!r} cannot act with {why}. Change that, or leave {name} unset."
-            for name, why in self._without_effect().items()
+            for name, why in self._idle_because().items()
             if why is not None and getattr(self, name) not in (getattr(type(self), name), None, False)
         ]
         is_short = self.ref_model_sync_kl is None and 0 < self.max_steps <= self.ref_model_sync_steps
@@ -396,7 +396,7 @@ class SharedOptions(_TRLConfig):
     @property
     def _no_correction(self) -> str | None:
         """The setting with which TRL does not correct for an engine; None if it does."""
-        return first_off(self, "use_vllm", "vllm_importance_sampling_correction")
+        return first_disabled(self, "use_vllm", "vllm_importance_sampling_correction")
 
     @property
     def has_old_pass(self) -> bool:

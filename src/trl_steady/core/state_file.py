@@ -20,19 +20,19 @@ _CALLED: list[Any] = [
 ]
 
 
-def save_state(state: object, file: Path) -> None:
+def write_state(state: object, file: Path) -> None:
     """Write tensors, arrays, numbers, text and paths, in any containers. Other objects become their text."""
     torch.save(_loadable(state), file)
 
 
-def load_state(file: Path, device: str) -> Any:
-    """Return what `save_state` has written, with tensors on `device`."""
+def read_state(file: Path, device: str) -> Any:
+    """Return what `write_state` has written, with tensors on `device`."""
     with torch.serialization.safe_globals(_CALLED):
         return torch.load(file, map_location=device, weights_only=True)
 
 
 def _loadable(value: object) -> object:
-    """Return a value in types that `load_state` takes, such as a dict for any mapping."""
+    """Return a value in types that `read_state` takes, such as a dict for any mapping."""
     if type(value) in _KEPT or isinstance(value, np.generic):
         return value
     if isinstance(value, Tensor):

@@ -30,14 +30,14 @@ class EngineCheck(Feature):
     def on_init_end(self) -> None:
         """Find out if there is an engine to compare. Warn if a setting of sampling rules that out."""
         trainer, args = self.trainer, self.args
-        self._acts = args.engine_check is not None and (trainer.use_vllm or trainer.rollout_func is not None)
-        if self._acts and args.uncorrected:
-            self._acts = False
+        self._is_on = args.engine_check is not None and (trainer.use_vllm or trainer.rollout_func is not None)
+        if self._is_on and args.uncorrected:
+            self._is_on = False
             self._skip(f"the log-probs of the policy are without {' and '.join(args.uncorrected)}")
 
     def on_train_begin(self) -> None:
         """Compare the next rollout of the training."""
-        self._is_due = self._acts
+        self._is_due = self._is_on
 
     def on_rollout_begin(self, rollout: Rollout) -> None:
         """Decide if this rollout is compared."""

@@ -12,7 +12,7 @@ from trl_steady.config.shared import SharedOptions
 from trl_steady.core.feature import Feature
 from trl_steady.core.types import LossPass, MicroBatch
 from trl_steady.trl_bridge.models import whole
-from trl_steady.trl_bridge.private import hold_step
+from trl_steady.trl_bridge.trl_state import hold_step
 
 
 class NonfiniteSteps(Feature):

@@ -11,7 +11,7 @@ from typing import Any
 
 from trl_steady.report.compare import Comparison, by_name, compared, interval
 from trl_steady.report.history import History, counted
-from trl_steady.report.pictures import clean, pictures
+from trl_steady.report.plots import clean, pictures
 from trl_steady.report.symptoms import Finding, diagnose
 
 _PAGE = Template((Path(__file__).with_suffix(".html")).read_text())

@@ -10,7 +10,7 @@ from trl_steady.features.critic.feature import Critic
 from trl_steady.features.critic.model import ScalarHeadModel
 from trl_steady.trainers.grpo import GRPOTrainer
 from trl_steady.trainers.order import ORDER
-from trl_steady.trl_bridge.private import set_model_card
+from trl_steady.trl_bridge.trl_state import set_model_card
 
 
 class PPOTrainer(GRPOTrainer):

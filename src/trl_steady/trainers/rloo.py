@@ -6,8 +6,8 @@ from typing import Any
 import trl
 
 from trl_steady.config.rloo import RLOOConfig
-from trl_steady.features.async_generation import AsyncGeneration
 from trl_steady.features.critic.feature import Critic
+from trl_steady.features.generate_ahead import GenerateAhead
 from trl_steady.features.policy_loss import PolicyLoss
 from trl_steady.features.pretraining_loss import PretrainingLoss
 from trl_steady.trainers.base import SteadyTrainer
@@ -31,7 +31,7 @@ class RLOOTrainer(SteadyTrainer, trl.RLOOTrainer):  # pyright: ignore[reportInco
         ValueError: As for `trl_steady.GRPOTrainer`, except for what concerns losses and engines' log-probs.
     """
 
-    FEATURES = without(Critic, PretrainingLoss, AsyncGeneration, PolicyLoss)
+    FEATURES = without(Critic, PretrainingLoss, GenerateAhead, PolicyLoss)
     CONFIG = RLOOConfig
     args: RLOOConfig
 

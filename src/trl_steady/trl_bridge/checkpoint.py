@@ -27,9 +27,10 @@ from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints, sort_checkpoints
 
 from trl_steady.core.feature import Trainer, warn_user
-from trl_steady.core.state_file import load_state, save_state
-from trl_steady.trl_bridge.private import as_trl_trainer, generation_interval, is_before_generation, patched
-from trl_steady.trl_bridge.resume import changed_settings, window_settings
+from trl_steady.core.state_file import read_state, write_state
+from trl_steady.trl_bridge.patching import patched
+from trl_steady.trl_bridge.trl_state import as_trl_trainer, generation_interval, is_before_generation
+from trl_steady.trl_bridge.window import changed_settings, window_settings
 
 UNFINISHED = "_unfinished"
 """Folder of checkpoints that are being written. The upload to the Hub skips names that begin with "_"."""
@@ -128,7 +129,7 @@ class Checkpoints:
             "pool": trainer.metrics.state(),
             "tables": self._tables(),
         }
-        save_state(window, checkpoint / self._window_file())
+        write_state(window, checkpoint / self._window_file())
         for feature in trainer.features:
             feature.save_state(checkpoint)
 
@@ -172,7 +173,7 @@ class Checkpoints:
                     f"window (every {interval} micro-batches)."
                 )
             return {}
-        window = load_state(file, trainer.accelerator.device.type)
+        window = read_state(file, trainer.accelerator.device.type)
         before, now = window["settings"], window_settings(trainer)
         changed = changed_settings(before, now)
         if changed and window["rollouts"] is not None:

@@ -16,7 +16,7 @@ import trl.trainer.utils
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from trl_steady.trl_bridge.private import patched
+from trl_steady.trl_bridge.patching import patched
 
 HeadOutputs = tuple[Tensor, Tensor | None, Tensor | None, Tensor | None, Tensor | None]
 """(N,) each: log-probs, entropies, and outputs that GRPO does not use."""

@@ -20,7 +20,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase, ProcessorMixi
 
 from trl_steady.core.feature import Trainer
 from trl_steady.core.types import Scorer
-from trl_steady.trl_bridge.private import patched
+from trl_steady.trl_bridge.patching import patched
 
 # names of adapters on one model; TRL takes the second as the reference
 POLICY_ADAPTER, REFERENCE_ADAPTER = "default", "ref"

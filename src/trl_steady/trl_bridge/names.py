@@ -33,7 +33,7 @@ def needed() -> Iterator[Needed]:
                 yield Needed(group["settings"], kind, name, known, {*uses.get("names", "").split()})
 
 
-def moved() -> dict[str, str]:
+def missing_from_trl() -> dict[str, str]:
     """Return the settings that need what the installed TRL lacks -> what it lacks first."""
     found: dict[str, str] = {}
     for settings, owner, name, known, names in needed():

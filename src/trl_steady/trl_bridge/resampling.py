@@ -17,8 +17,9 @@ from torch import Tensor
 from trl_steady.core.feature import Trainer
 from trl_steady.core.processes import own_rows
 from trl_steady.core.types import Rollout
-from trl_steady.trl_bridge.private import as_trl_trainer, patched
+from trl_steady.trl_bridge.patching import patched
 from trl_steady.trl_bridge.rollout import ZERO_LOG_PROBS, wrap_reward_functions
+from trl_steady.trl_bridge.trl_state import as_trl_trainer
 
 _WITHOUT_VALUE = {2: 1, 4: None}
 """Place of tool mask and log-probs in what GRPO's `_generate` returns -> what they are for a token without a value."""

@@ -18,7 +18,8 @@ from trl_steady.core.feature import Trainer
 from trl_steady.core.processes import own_rows
 from trl_steady.core.types import LogProbs, Rollout
 from trl_steady.functional.advantages import all_equal, total_rewards
-from trl_steady.trl_bridge.private import TRAINER_MODULES, as_trl_trainer, generated_completions, patched
+from trl_steady.trl_bridge.patching import patched
+from trl_steady.trl_bridge.trl_state import TRAINER_MODULES, as_trl_trainer, generated_completions
 
 
 def with_reference_log_probs(trainer: Trainer) -> AbstractContextManager[None]:

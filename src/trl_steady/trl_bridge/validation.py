@@ -11,7 +11,7 @@ from datasets import Dataset, IterableDataset
 
 from trl_steady.core.feature import Trainer
 from trl_steady.trl_bridge.overrides import overrides
-from trl_steady.trl_bridge.private import as_trl_trainer
+from trl_steady.trl_bridge.trl_state import as_trl_trainer
 
 PASSED = ("prompts", "completions", "completion_ids", "trainer_state", "log_extra", "log_metric")
 """TRL passes these to reward functions by name, beside the columns of the data."""

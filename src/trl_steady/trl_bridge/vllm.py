@@ -21,7 +21,8 @@ from trl_steady.core.engine import AdapterSync, EngineOutput, GenerationResult, 
 from trl_steady.core.feature import warn_user
 from trl_steady.core.metrics import Clock
 from trl_steady.core.processes import own_rows
-from trl_steady.trl_bridge.private import TRAINER_MODULES, patched
+from trl_steady.trl_bridge.patching import patched
+from trl_steady.trl_bridge.trl_state import TRAINER_MODULES
 
 if TYPE_CHECKING:
     from trl.generation.vllm_client import VLLMClient

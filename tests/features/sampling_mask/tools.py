@@ -16,7 +16,7 @@ from tests.oracles import sampling as oracle
 from tests.tools.sets import lists
 from trl_steady.features.sampling_mask.candidates import CandidateSets
 from trl_steady.trl_bridge import models as host_models
-from trl_steady.trl_bridge.private import patched
+from trl_steady.trl_bridge.patching import patched
 
 # each run begins with a collection of garbage by accelerate, which need not go through all that has been imported
 gc.freeze()

@@ -22,7 +22,7 @@ from trl_steady.features.adapters.saved import refuse_other_adapter
 from trl_steady.features.adapters.vllm_support import needs_adapter
 from trl_steady.features.adapters.vllm_sync import LoraSync
 from trl_steady.trl_bridge.models import REFERENCE_ADAPTER
-from trl_steady.trl_bridge.private import request_weight_sync
+from trl_steady.trl_bridge.trl_state import request_weight_sync
 
 _FINGERPRINT_FILE = "changed_base.safetensors"  # in a checkpoint
 

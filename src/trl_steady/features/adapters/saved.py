@@ -13,7 +13,7 @@ from transformers.utils import CONFIG_NAME
 from transformers.utils.peft_utils import ADAPTER_CONFIG_NAME, ADAPTER_SAFE_WEIGHTS_NAME
 
 from trl_steady.features.adapters.base_model import base_changing_init
-from trl_steady.trl_bridge.resume import as_json
+from trl_steady.trl_bridge.window import as_json
 
 # fields of a configuration that act when PEFT makes an adapter, or never
 _OF_THE_START = re.compile(

@@ -33,7 +33,7 @@ from trl_steady.features.adapters.saved import adapter_settings
 from trl_steady.trl_bridge import models
 from trl_steady.trl_bridge.lm_head import per_token
 from trl_steady.trl_bridge.models import VALUE_ADAPTER, drop_adapter, is_lora_parameter, keep_base, keep_parameters
-from trl_steady.trl_bridge.private import patched
+from trl_steady.trl_bridge.patching import patched
 
 _HEAD = "score"  # the name in transformers' models for sequence classification
 _HEAD_WEIGHT = f"{_HEAD}.weight"

@@ -27,11 +27,11 @@ from trl_steady.features.padding_free.packing import (
     sequence_lengths,
 )
 from trl_steady.features.padding_free.support import Support, find_support
-from trl_steady.features.zero_advantage import has_rows, select_sequences, skips_before_regrouping, with_gradient
+from trl_steady.features.skip_zero_weight import has_rows, select_sequences, skips_before_regrouping, with_gradient
 from trl_steady.trl_bridge import models
 from trl_steady.trl_bridge.loss import run_backward, weigh_loss
-from trl_steady.trl_bridge.private import rollout_number
 from trl_steady.trl_bridge.trainer import FeatureTrainerMixin
+from trl_steady.trl_bridge.trl_state import rollout_number
 
 _LENGTHS = "lengths"
 # Adapters that do the same to a token wherever it is in a row
@@ -116,7 +116,7 @@ class PaddingFree(Feature):
 
     def around_forward(self, forward: ForwardPass, call_next: Callable[[ForwardPass], LogProbs]) -> LogProbs:
         """Leave out the padding of a pass, unless there is some between tokens."""
-        lengths = self._lengths(forward) if self._acts else None
+        lengths = self._lengths(forward) if self._is_on else None
         if lengths is None:
             return call_next(forward)
         (support, attention), budget = self._model(forward.model), self.args.token_budget
@@ -142,7 +142,7 @@ class PaddingFree(Feature):
 
     def on_rollout_end(self, rollout: Rollout) -> None:
         """Add the lengths of the sequences, so that no micro-batch waits for its device to know them."""
-        if not self._acts:
+        if not self._is_on:
             return
         if _LENGTHS in rollout.records:
             lengths = rollout.records[_LENGTHS][1]
@@ -152,7 +152,7 @@ class PaddingFree(Feature):
             rollout.samples[_LENGTHS] = list(map(tuple, lengths))  # which a checkpoint can hold
 
     @property
-    def _acts(self) -> bool:
+    def _is_on(self) -> bool:
         return self.args.trim_padding and not self.why_padded
 
     def _lengths(self, forward: ForwardPass) -> list[Length] | None:

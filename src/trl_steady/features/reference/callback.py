@@ -13,7 +13,7 @@ from transformers.trainer_utils import PREFIX_CHECKPOINT_DIR
 from trl_steady.core.tensor_file import TensorFile
 from trl_steady.features.reference.adapter import add_reference_adapter
 from trl_steady.features.reference.tensors import Pair, gather, move, paired, restore
-from trl_steady.trl_bridge import private, refuse_moved
+from trl_steady.trl_bridge import refuse_unsupported, trl_state
 from trl_steady.trl_bridge.models import random_setting
 from trl_steady.trl_bridge.trainer import FeatureTrainerMixin
 
@@ -62,14 +62,14 @@ class ReferenceRefreshCallback(TrainerCallback):
 
     def __init__(
         self,
-        trainer: private.TRLTrainer,
+        trainer: trl_state.TRLTrainer,
         *,
         steps: int | None = 512,
         alpha: float = 1.0,
         kl: float | None = None,
         reset_optimizer: bool = False,
     ) -> None:
-        refuse_moved((*type(trainer).__mro__, type(self)))
+        refuse_unsupported((*type(trainer).__mro__, type(self)))
         self.steps, self.alpha, self.kl_limit, self.reset_optimizer = steps, alpha, kl, reset_optimizer
         self.trainer: Any = trainer
         is_noisy = kl is not None and isinstance(trainer, FeatureTrainerMixin) and random_setting(trainer.model)
@@ -99,33 +99,33 @@ class ReferenceRefreshCallback(TrainerCallback):
 
     def on_step_begin(self, args: object, state: TrainerState, control: object, **_: object) -> None:
         """Move the reference if a refresh is due and the next step begins with a generation."""
-        if self._due and private.is_before_generation(self.trainer):
+        if self._due and trl_state.is_before_generation(self.trainer):
             for act in self.before_move:
                 act(state.global_step)
             move(self.pairs(), self.alpha)
             if self.reset_optimizer:
                 self.trainer.optimizer.state.clear()
-            private.set_metric(self.trainer, "ref/refresh_step", state.global_step)
-            private.set_metric(self.trainer, "ref/refresh_by_kl", float(self._due == "kl"))
+            trl_state.set_metric(self.trainer, "ref/refresh_step", state.global_step)
+            trl_state.set_metric(self.trainer, "ref/refresh_by_kl", float(self._due == "kl"))
             if self._kl is not None:
-                private.set_metric(self.trainer, "ref/refresh_kl", self._kl)
+                trl_state.set_metric(self.trainer, "ref/refresh_kl", self._kl)
             self.refreshes.append(Refresh(state.global_step, self._kl, self._due))
             self._due = None
-        self._seen = private.metric_count(self.trainer, self.metric)
+        self._seen = trl_state.metric_count(self.trainer, self.metric)
 
     def on_step_end(self, args: object, state: TrainerState, control: object, **_: object) -> None:
         """Check the rules, and mark a refresh as due if one has fired."""
         is_on_time = self.steps is not None and state.global_step % self.steps == 0
         # reading a KL of our own makes processes wait for one another
-        if private.metrics_are_settled(self.trainer) or self._due or is_on_time or self.kl_limit is not None:
-            values = private.metric_values(self.trainer, self.metric)[self._seen :]
+        if trl_state.metrics_are_settled(self.trainer) or self._due or is_on_time or self.kl_limit is not None:
+            values = trl_state.metric_values(self.trainer, self.metric)[self._seen :]
             if values:
                 self._kl = sum(values) / len(values)
                 if self._due is None and self.kl_limit is not None and self._kl > self.kl_limit:
                     self._due = "kl"
         if self._due is None and is_on_time:
             self._due = "steps"
-        private.set_metric(self.trainer, "ref/refreshes", len(self.refreshes))
+        trl_state.set_metric(self.trainer, "ref/refreshes", len(self.refreshes))
 
     def save(self, folder: Path) -> None:
         """Write the reference and the counters to one file. Every process must call it."""

@@ -22,9 +22,9 @@ from trl_steady.features.reward_model.examples import (
 from trl_steady.features.reward_model.feature import STATE_FILE, RewardModel, RewardRefresh
 from trl_steady.features.reward_model.labelling import RolloutCompletions, get_verdicts, label_steps
 from trl_steady.features.reward_model.training import fit, measure
-from trl_steady.trl_bridge import refuse_moved
-from trl_steady.trl_bridge.private import set_metric
+from trl_steady.trl_bridge import refuse_unsupported
 from trl_steady.trl_bridge.rollout import forget_logs, generate_outside_training
+from trl_steady.trl_bridge.trl_state import set_metric
 
 _HELD_OUT = 0.1  # share of an iteration's prompts that measure the reward model and never train it
 _OBJECTIVES = {"pairs": "outcome", "pointwise": "outcome", "steps": "steps"}
@@ -79,7 +79,7 @@ class RewardModelRefreshCallback(TrainerCallback):
         history: int = 10_000,
         accept: Literal["always", "held_out_not_worse"] = "always",
     ) -> None:
-        refuse_moved((*type(trainer).__mro__, type(self)))
+        refuse_unsupported((*type(trainer).__mro__, type(self)))
         feature, moving = trainer.feature(RewardModel), trainer.feature(Reference).callback
         if feature.model is None or feature.refresher or moving is None:
             raise ValueError(

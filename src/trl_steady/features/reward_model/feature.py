@@ -13,8 +13,8 @@ from trl_steady.core.tensor_file import TensorFile
 from trl_steady.core.types import Rollout
 from trl_steady.features.critic.model import ScalarHeadModel, build_adapter_model, build_whole_model, load_adapter
 from trl_steady.features.critic.scalar_head import ScalarHeadFeature
-from trl_steady.features.reward_model.adapter import RewardAdapter, Rewards
 from trl_steady.features.reward_model.labelling import RolloutCompletions
+from trl_steady.features.reward_model.reward_function import RewardAdapter, Rewards
 from trl_steady.features.reward_model.scorer import RewardScorer
 from trl_steady.features.step_rewards.alignment import Completion, token_ends
 from trl_steady.rewards.splitters import Conversation

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 
 from trl_steady.features.router_replay.router import Router, RoutingError, find_routers
 from trl_steady.features.router_replay.routes import is_route, route_dtype
-from trl_steady.trl_bridge.private import patched
+from trl_steady.trl_bridge.patching import patched
 
 
 class RouteRecording:

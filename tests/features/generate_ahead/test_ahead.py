@@ -14,16 +14,16 @@ from torch.utils.data import Sampler
 from transformers import TrainerCallback
 
 import trl_steady
-from tests.features.async_generation import tools as ahead
-from tests.features.async_generation.tools import Watched
 from tests.features.dynamic_sampling import tools as rounds
+from tests.features.generate_ahead import tools as ahead
+from tests.features.generate_ahead.tools import Watched
 from tests.tools import agent, engines, tiny
 from tests.tools.cases import cases
 from tests.tools.engines import COMPLETIONS, MASKED, RENDER, ROUTED, TOKENS, Server
 from tests.tools.resumable import differences
 from tests.trainers import images
-from trl_steady.features.async_generation import AsyncGeneration
-from trl_steady.trl_bridge.prefetch import PendingRequest
+from trl_steady.features.generate_ahead import GenerateAhead
+from trl_steady.trl_bridge.generate_ahead import PendingRequest
 
 llava = images.llava
 
@@ -171,7 +171,7 @@ def test_a_run_equals_one_that_gets_the_same_answers_when_it_asks(
         options = {**options, "build": build}
     trainer = trained(model, **options)
     found = outcome(trainer)
-    assert trainer.feature(AsyncGeneration).notes == []  # no answer was thrown away
+    assert trainer.feature(GenerateAhead).notes == []  # no answer was thrown away
     if method == "images":  # four prompts a rollout; the second one of each epoch is asked about twice
         assert len(server.requests[RENDER]) == 4 * (6 + 3)
         assert all(body["features"] for body in server.requests[TOKENS])
@@ -291,7 +291,7 @@ def test_what_a_script_gives_is_read_as_without_the_option(
         build = {"reward_funcs": reward, "callbacks": [given], "train_dataset": data}
         trainer = trained(is_ahead=is_ahead, build=build, **options)
     assert seen[True] == seen[False] and len({str(prompts) for prompts in seen[True]}) > 2
-    assert len(trainer.feature(AsyncGeneration).notes) == notes
+    assert len(trainer.feature(GenerateAhead).notes) == notes
     assert sum(logged(trainer, "async/versions_behind")) > 0
 
 

@@ -18,8 +18,9 @@ from transformers.trainer_utils import has_length
 
 from trl_steady.core.engine import GenerationResult, SendRequest
 from trl_steady.core.feature import Trainer
-from trl_steady.core.state_file import load_state, save_state
-from trl_steady.trl_bridge.private import as_trl_trainer, generation_interval, patched
+from trl_steady.core.state_file import read_state, write_state
+from trl_steady.trl_bridge.patching import patched
+from trl_steady.trl_bridge.trl_state import as_trl_trainer, generation_interval
 from trl_steady.trl_bridge.vllm import SteadyGeneration, VLLMClient
 
 
@@ -154,12 +155,12 @@ class PendingRequest(threading.Thread):
         assert self.result is not None
         times = [self.seconds, self.waited, self.version - version, step]
         plain = json.dumps([self._request, self.result.output, *times])  # exact
-        save_state([plain, self.result.extras], file)
+        write_state([plain, self.result.extras], file)
 
     @classmethod
     def load(cls, engine: SteadyGeneration, file: Path) -> "PendingRequest":
         """Return what `save` has written, with a version that counts back from 0."""
-        plain, extras = load_state(file, "cpu")
+        plain, extras = read_state(file, "cpu")
         request, output, seconds, waited, version, step = json.loads(plain)
         loaded = cls(engine, request, version)
         loaded.result = GenerationResult(output, extras)

@@ -9,9 +9,9 @@ import torch
 from trl.trainer import grpo_trainer
 from trl.trainer.utils import RepeatSampler
 
-from tests.features.async_generation import tools as ahead
-from tests.features.async_generation.tools import Watched
 from tests.features.dynamic_sampling import tools as rounds
+from tests.features.generate_ahead import tools as ahead
+from tests.features.generate_ahead.tools import Watched
 from tests.tools import tiny
 from tests.tools.cases import cases
 from tests.tools.engines import MASKED, ROUTED, Server

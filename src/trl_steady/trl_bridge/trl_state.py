@@ -1,8 +1,6 @@
 """Private state of TRL's trainers. This file knows none of our features."""
 
 import sys
-from collections.abc import Generator, Mapping
-from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import trl
@@ -79,19 +77,3 @@ def hold_step(trainer: object, is_held: bool) -> None:
     as_trl_trainer(trainer).optimizer._is_overflow = is_held  # accelerate's
     if is_held:  # accelerate's optimizer then does not step; each micro-batch sets it anew
         as_trl_trainer(trainer).accelerator.gradient_state._set_sync_gradients(False)
-
-
-@contextmanager
-def patched(target: object, values: Mapping[str, Any]) -> Generator[None]:
-    """Replace attributes of an object inside this context."""
-    attributes = vars(target)
-    before = dict(attributes)
-    attributes.update(values)
-    try:
-        yield
-    finally:
-        for name in values:
-            if name in before:
-                attributes[name] = before[name]
-            else:
-                del attributes[name]

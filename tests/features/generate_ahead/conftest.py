@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.features.async_generation import tools as ahead
-from tests.features.async_generation.tools import Watched
+from tests.features.generate_ahead import tools as ahead
+from tests.features.generate_ahead.tools import Watched
 from tests.tools import engines
 from tests.tools.engines import Server
 

@@ -11,14 +11,14 @@ from trl_steady.config.grpo import GRPOConfig
 from trl_steady.core.engine import GenerationResult, SendRequest
 from trl_steady.core.feature import Feature, Trainer
 from trl_steady.core.types import MicroBatches, Rollout, Turn
-from trl_steady.trl_bridge.prefetch import PendingRequest, PromptPrefetcher, build_request, respond_with
+from trl_steady.trl_bridge.generate_ahead import PendingRequest, PromptPrefetcher, build_request, respond_with
 from trl_steady.trl_bridge.vllm import first_reason
 
 _FILE = "ahead.pt"
 _OPTION = "async_generate=True"
 
 
-class AsyncGeneration(Feature):
+class GenerateAhead(Feature):
     """Sends the request for a rollout to the server one rollout ahead, with `async_generate`.
 
     TRL's trainer generates as usual, and gets the result of the request that was sent earlier. A version of the policy
@@ -39,8 +39,8 @@ class AsyncGeneration(Feature):
     def on_init_end(self) -> None:
         """Refuse what uses the server in another way. Warn if nothing corrects for the lag."""
         trainer, args = self.trainer, self.args
-        self._acts = args.async_generate  # read once: switched off in mid-run, it would lose the batches read ahead
-        if not self._acts:
+        self._is_on = args.async_generate  # read once: switched off in mid-run, it would lose the batches read ahead
+        if not self._is_on:
             return
         reasons = {
             "a rollout_func asks the server itself": trainer.rollout_func is not None,
@@ -60,7 +60,7 @@ class AsyncGeneration(Feature):
     def on_train_begin(self) -> None:
         """Count versions from the checkpoint's, or anew. Warn if no rollout can be asked ahead."""
         self._version, self._synced = 0, -1 if self._loaded is None else self._loaded.step
-        if self._acts and not self._prompts.can_read_ahead:
+        if self._is_on and not self._prompts.can_read_ahead:
             self.warn(
                 f"{_OPTION}: each epoch has one rollout only, and nothing is asked before its epoch begins, so the "
                 "option has no effect. Repeat the rows of train_dataset, or take smaller rollouts."
@@ -91,11 +91,11 @@ class AsyncGeneration(Feature):
 
     def around_batches(self, batches: MicroBatches, call_next: Callable[[MicroBatches], Any]) -> Any:
         """Let batches be read ahead."""
-        return call_next(self._prompts.begin_step(batches) if self._acts else batches)
+        return call_next(self._prompts.begin_step(batches) if self._is_on else batches)
 
     def around_rollout(self, rollout: Rollout, call_next: Callable[[Rollout], dict[str, Any]]) -> dict[str, Any]:
         """Note the rows of a rollout in training. Further rounds of dynamic sampling generate as usual."""
-        self._rows = rollout.inputs if self._acts and self.trainer.model.training else None
+        self._rows = rollout.inputs if self._is_on and self.trainer.model.training else None
         return call_next(rollout)
 
     def around_generate(self, turn: Turn, call_next: Callable[[Turn], Any]) -> Any:
@@ -166,7 +166,7 @@ class AsyncGeneration(Feature):
 
     def load_state(self, checkpoint: Path) -> None:
         """Go on with the result that was ahead."""
-        if not self._acts:
+        if not self._is_on:
             return
         file = checkpoint / _FILE
         if file.is_file() and self.trainer.accelerator.is_main_process:
