@@ -4,6 +4,7 @@
 - A link to another file or folder of recipes/ or src/ leads to the repository, and so does a link to edit each page.
 - Without the repository's address, the files are copied, and a folder without a README becomes a list of its files.
 - A notebook becomes a page with its saved outputs, and can be downloaded.
+- A pattern in a section of the navigation, such as `methods/*.md`, becomes the pages that match it.
 """
 
 import json
@@ -22,11 +23,25 @@ _ANSI = re.compile(r"\x1b\[[0-9;?]*[A-Za-z]")
 
 
 def on_config(config: Any) -> Any:
-    """Give the site its addresses."""
+    """Give the site its addresses, and its navigation the pages that patterns match."""
+    for section in config.nav:
+        for entries in section.values():
+            entries[:] = _with_matches(entries, Path(config.docs_dir))
     if REPOSITORY:
         name = "/".join(REPOSITORY.split("/")[-2:])
         config.update(repo_url=REPOSITORY, repo_name=name, edit_uri="edit/main/docs/", site_url=site())
     return config
+
+
+def _with_matches(entries: list[Any], folder: Path) -> list[Any]:
+    """Return a section of the navigation, with the pages that match in place of each pattern."""
+    found: list[Any] = []
+    for entry in entries:
+        if isinstance(entry, str) and "*" in entry:
+            found += [path.relative_to(folder).as_posix() for path in sorted(folder.glob(entry))]
+        else:
+            found.append(entry)
+    return found
 
 
 def on_files(files: Files, config: Any) -> Files:
