@@ -125,60 +125,75 @@ CONTRADICTIONS_PPO: list[Wrong] = [
 ]
 
 IDLE: list[Wrong] = [
-    (_ON_POLICY, r"loss_type='gspo' cannot act with on-policy updates: steps_per_generation \* num_iterations is not"),
-    ({**_ON_POLICY, "router_replay": "R2", "loss_type": "grpo"}, r"router_replay='R2' cannot act with on-policy"),
+    (
+        _ON_POLICY,
+        r"loss_type='gspo' has no effect because each rollout is used for one update.* Raise steps_per_generation",
+    ),
+    (
+        {**_ON_POLICY, "router_replay": "R2", "loss_type": "grpo"},
+        r"router_replay='R2' has no effect because each rollout is used for one update",
+    ),
     ({"epsilon_high": 0.28}, r"epsilon_high=0\.28 are for token ratios.*Set epsilon=3e-4 and epsilon_high=4e-4"),
     ({"loss_type": "luspo", "importance_sampling_level": "sequence"}, r"epsilon=0\.2 .* A sequence ratio"),
-    ({"kl_estimator": "k2"}, r"kl_estimator='k2' cannot act with beta=0\.0"),
-    ({"skip_nonfinite_steps": 5, "fp16": True}, r"skip_nonfinite_steps=5 cannot act with fp16"),
-    ({"skip_nonfinite_steps": 5, "optim": "lomo"}, r"skip_nonfinite_steps=5 cannot act with lomo"),
-    ({"kl_ratio_denominator": "sampler"}, r"cannot act with beta=0\.0"),
-    ({"beta_column": "strength"}, r"beta_column='strength' cannot act with beta=0\.0"),
+    ({"kl_estimator": "k2"}, r"kl_estimator='k2' has no effect because beta=0\.0"),
+    ({"skip_nonfinite_steps": 5, "fp16": True}, r"skip_nonfinite_steps=5 has no effect because fp16"),
+    ({"skip_nonfinite_steps": 5, "optim": "lomo"}, r"skip_nonfinite_steps=5 has no effect because optim='lomo'"),
+    ({"kl_ratio_denominator": "sampler"}, r"has no effect because beta=0\.0"),
+    ({"beta_column": "strength"}, r"beta_column='strength' has no effect because beta=0\.0"),
     (
         {"kl_ratio_denominator": "sampler", "beta": 0.1, "use_bias_correction_kl": False},
-        r"='sampler' cannot act with use_bias_correction_kl=False",
+        r"='sampler' has no effect because use_bias_correction_kl=False",
     ),
-    ({"off_policy_mask_level": "token"}, r"='token' cannot act with off_policy_mask_threshold=None"),
+    ({"off_policy_mask_level": "token"}, r"='token' has no effect because off_policy_mask_threshold=None"),
     (
         {"off_policy_mask_level": "token", "off_policy_mask_threshold": 0.0},
-        r"off_policy_mask_level='token' cannot act with loss_type='gspo'",
+        r"off_policy_mask_level='token' has no effect because loss_type='gspo'",
     ),
-    ({"step_advantage": "process"}, r"step_advantage='process' cannot act with loss_type='gspo'"),
+    ({"step_advantage": "process"}, r"step_advantage='process' has no effect because the ratio of loss_type='gspo'"),
     ({"loss_type": "gmpo", "epsilon": 0.2}, r"epsilon=0\.2 is for token ratios, .*set epsilon=0\.4"),
     (
         {**_ON_POLICY, "loss_type": "grpo", "off_policy_mask_threshold": 0.1},
-        r"off_policy_mask_threshold=0\.1 cannot act with on-policy updates",
+        r"off_policy_mask_threshold=0\.1 has no effect because each rollout",
     ),
     (
         {"sync_ref_model": True, "beta": 0.1, "max_steps": 100},
-        r"sync_ref_model=True cannot act: .*max_steps=100.*ref_model_sync_steps=512",
+        r"sync_ref_model=True has no effect because .*max_steps=100.*ref_model_sync_steps=512",
     ),
-    ({"ref_model_sync_kl": 0.1, "beta": 0.1}, r"ref_model_sync_kl=0\.1 cannot act with sync_ref_model=False"),
-    ({"ref_model_sync_reset_optimizer": True}, r"cannot act with sync_ref_model=False"),
-    ({"vllm_adapter_sync": True}, r"vllm_adapter_sync=True cannot act with use_vllm=False"),
-    ({**_ON_POLICY, "loss_type": "dppo"}, r"loss_type='dppo' cannot act with on-policy .*unless a rollout_func"),
-    ({**_ON_POLICY, "loss_type": "grpo", "sampler_penalty": 0.1}, r"sampler_penalty=0\.1 cannot act with on-policy"),
-    ({"dppo_divergence": "kl"}, r"dppo_divergence='kl' cannot act with loss_type='gspo'"),
-    ({"m2po_budget": 0.1}, r"m2po_budget=0\.1 cannot act with loss_type='gspo'"),
-    ({**_ON_POLICY, "loss_type": "grpo", "skip_old_pass": True}, r"skip_old_pass=True cannot act with use_vllm=False"),
-    ({"vllm_engine_kwargs": {"seed": 1}}, r"vllm_engine_kwargs={'seed': 1} cannot act with use_vllm=False"),
+    ({"ref_model_sync_kl": 0.1, "beta": 0.1}, r"ref_model_sync_kl=0\.1 has no effect because sync_ref_model=False"),
+    ({"ref_model_sync_reset_optimizer": True}, r"has no effect because sync_ref_model=False"),
+    ({"vllm_adapter_sync": True}, r"vllm_adapter_sync=True has no effect because use_vllm=False"),
+    (
+        {**_ON_POLICY, "loss_type": "dppo"},
+        r"loss_type='dppo' has no effect because each rollout .*unless a rollout_func",
+    ),
+    (
+        {**_ON_POLICY, "loss_type": "grpo", "sampler_penalty": 0.1},
+        r"sampler_penalty=0\.1 has no effect because each rollout",
+    ),
+    ({"dppo_divergence": "kl"}, r"dppo_divergence='kl' has no effect because loss_type='gspo'"),
+    ({"m2po_budget": 0.1}, r"m2po_budget=0\.1 has no effect because loss_type='gspo'"),
+    (
+        {**_ON_POLICY, "loss_type": "grpo", "skip_old_pass": True},
+        r"skip_old_pass=True has no effect because use_vllm=False",
+    ),
+    ({"vllm_engine_kwargs": {"seed": 1}}, r"vllm_engine_kwargs={'seed': 1} has no effect because use_vllm=False"),
     (
         {"use_vllm": True, "vllm_mode": "server", "vllm_engine_kwargs": {"quantization": "fp8"}},
-        r"vllm_engine_kwargs={'quantization': 'fp8'} cannot act with vllm_mode='server'",
+        r"vllm_engine_kwargs={'quantization': 'fp8'} has no effect because vllm_mode='server'",
     ),
-    ({"engine_check": 0.5}, r"engine_check=0\.5 cannot act with use_vllm=False, unless a rollout_func"),
-    ({"router_replay_reference": True}, r"router_replay_reference=True cannot act with router_replay=None"),
-    ({"router_replay_reference": True, "router_replay": "R2"}, r"cannot act with has_reference=False"),
-    ({"keep_sampling_mask": True}, r"keep_sampling_mask=True cannot act with top_p, top_k and min_p that keep"),
+    ({"engine_check": 0.5}, r"engine_check=0\.5 has no effect because use_vllm=False and no rollout_func"),
+    ({"router_replay_reference": True}, r"router_replay_reference=True has no effect because router_replay=None"),
+    ({"router_replay_reference": True, "router_replay": "R2"}, r"has no effect because beta=0\.0"),
+    ({"keep_sampling_mask": True}, r"keep_sampling_mask=True has no effect because top_p, top_k and min_p keep"),
 ]
 """For `GRPOConfig` with loss_type="gspo", off-policy: one warning each."""
 
 IDLE_PPO: list[Wrong] = [
-    ({"scale_rewards": "none"}, r"scale_rewards='none' cannot act"),
-    ({"kl_estimator": "k3"}, r"kl_estimator='k3' cannot act with beta=0\.0"),
-    ({"kl_target": 6.0, "kl_coef": 0.0}, r"kl_target=6\.0 cannot act with kl_coef=0\.0"),
-    ({"kl_horizon": 5}, r"kl_horizon=5 cannot act with kl_target=None"),
-    ({"mask_truncated_completions": True, "missing_eos_penalty": 1.0}, r"=1\.0 cannot act with mask_trunc"),
+    ({"scale_rewards": "none"}, r"scale_rewards='none' has no effect because the critic"),
+    ({"kl_estimator": "k3"}, r"kl_estimator='k3' has no effect because beta=0\.0"),
+    ({"kl_target": 6.0, "kl_coef": 0.0}, r"kl_target=6\.0 has no effect because kl_coef=0\.0"),
+    ({"kl_horizon": 5}, r"kl_horizon=5 has no effect because kl_target=None"),
+    ({"mask_truncated_completions": True, "missing_eos_penalty": 1.0}, r"=1\.0 has no effect because mask_trunc"),
 ]
 
 SILENT: list[dict[str, Any]] = [

@@ -195,7 +195,7 @@ def counted(trainer: Any) -> dict[str, int]:
     ],
     ids=str,
 )
-@pytest.mark.filterwarnings("ignore:router_replay='R2' cannot act")
+@pytest.mark.filterwarnings("ignore:router_replay='R2' has no effect")
 def test_the_pass_is_skipped_where_nothing_needs_it(built: Built, options: dict[str, Any], skips: bool) -> None:
     trainer = built(**options)
     assert trainer.skips_old_pass == skips

@@ -51,7 +51,7 @@ def test_a_checkpoint_has_the_settings_and_the_warnings_of_its_run(models: dict[
     assert history.settings["num_iterations"] == 2 and history.settings["top_p"] == 0.5
     assert not [name for name, value in history.settings.items() if isinstance(value, dict)]
     notes = history.run["notes"]
-    assert [note for note in notes if note.startswith("ref_model_sync_kl=0.1 cannot act")]
+    assert [note for note in notes if note.startswith("ref_model_sync_kl=0.1 has no effect")]
     assert [note for note in notes if note.startswith("sampling leaves tokens out")]
     assert "option-idle" in named(tmp_path)
 

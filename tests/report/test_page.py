@@ -50,7 +50,7 @@ def test_all_text_of_users_stays_text(tmp_path: Path) -> None:
     answer = {"place": "best", "reward": 1.0, "text": EVIL, "tokens": None}
     coloured = {**answer, "tokens": [(EVIL, 0.5), ("b", -1.0)]}
     rollout = {"step": 4, "groups": [{"prompt": EVIL, "answers": [answer, coloured]}]}
-    notes = [f"{EVIL} cannot act"]
+    notes = [f"{EVIL} has no effect"]
     run = history(healthy(0), answers=[rollout], notes=notes, settings={"run_name": EVIL}, versions={"trl": EVIL})
     html = page(tmp_path, run, EVIL)
     found = Page(html)

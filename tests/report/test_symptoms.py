@@ -206,7 +206,7 @@ PLANTS = {
     "adapter-rounds-away": Plant(
         nothing, 0, 0, "adapter_dtype", {"notes": ["a step of 1e-06 is lost to rounding on 90 % of the adapter"]}
     ),
-    "option-idle": Plant(nothing, 0, 0, "", {"notes": ["delta=4.0 cannot act with gspo"]}),
+    "option-idle": Plant(nothing, 0, 0, "", {"notes": ["delta=4.0 has no effect with gspo"]}),
     "reward-part-missing": Plant(silent, 1, 0, "reward_funcs"),
     "answers-masked": Plant(
         from_start(completions__clipped_ratio=1.0, entropy=0.0, grad_norm=0.0),

@@ -11,8 +11,9 @@ import transformers
 
 import trl_steady
 from tests.tools import agent, resumable, tiny
+from trl_steady.config.options import InRollout, marked
 from trl_steady.trl_bridge.patching import patched
-from trl_steady.trl_bridge.window import WINDOW_OPTIONS, changed_settings, window_settings
+from trl_steady.trl_bridge.window import WINDOW_OPTIONS, WINDOW_OPTIONS_WITH, changed_settings, window_settings
 
 # Options that shape neither a rollout nor the objective that it was made for.
 NOT_OF_A_ROLLOUT = """
@@ -41,8 +42,8 @@ def test_every_option_shapes_a_rollout_or_does_not() -> None:
     inherited = {field.name for field in fields(transformers.TrainingArguments)}
     every = {field.name for field in fields(trl_steady.GRPOConfig)}
     others = [name for line in NOT_OF_A_ROLLOUT.splitlines() for name in line.split(": ")[-1].split()]
-    ours = [name for part in trl_steady.GRPOTrainer.FEATURES for name, _ in part.window_options]
-    of_rollouts = [*(name for name in WINDOW_OPTIONS if name in every), *ours]
+    trl_names = [*WINDOW_OPTIONS, *(name for names in WINDOW_OPTIONS_WITH.values() for name in names)]
+    of_rollouts = [*(name for name in trl_names if name in every), *marked(trl_steady.GRPOConfig, InRollout)]
     assert len({*of_rollouts, *others}) == len(of_rollouts) + len(others)
     assert {*of_rollouts, *others} - OF_TRANSFORMERS == every - inherited
     assert inherited & {*of_rollouts} >= OF_TRANSFORMERS

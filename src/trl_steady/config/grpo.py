@@ -9,17 +9,23 @@ from typing import Annotated, ClassVar, Literal
 
 from trl import GRPOConfig as _TRLConfig  # by name, because `trl-steady run` replaces it in `trl`
 
-from trl_steady.config.options import NOT_NEGATIVE, Needs, Range, option
+from trl_steady.config.options import (
+    AROUND_1,
+    BELOW_1,
+    COLUMN,
+    IN_ROLLOUT,
+    NOT_NEGATIVE,
+    Idle,
+    Needs,
+    Range,
+    option,
+)
 from trl_steady.config.shared import SharedOptions
 from trl_steady.losses import LOSSES, Loss
 
-_NAME = Range(lambda value: bool(str.strip(value)), "the name of a column", {"minLength": 1})
-_AROUND_1 = Range(
-    lambda value: len(value) == 2 and 0 <= value[0] <= 1 <= value[1],
-    "(low, high), with low <= 1 <= high",
-    {"minItems": 2, "maxItems": 2},
+_LOSS = Range(  # a script may add some
+    LOSSES.__contains__, f"one of {', '.join(map(repr, LOSSES))}", {"enum": [*LOSSES]}
 )
-_BELOW_1 = Range(lambda value: 0 < value < 1, "above 0 and below 1", {"exclusiveMinimum": 0, "exclusiveMaximum": 1})
 _TOKEN_SCALE_EPSILON = 1e-2  # clip ranges from here on are those of token ratios
 
 
@@ -45,10 +51,7 @@ class GRPOConfig(SharedOptions, _TRLConfig):
     METHOD = "GRPO"
     TRL_NUMBERS = (*SharedOptions.TRL_NUMBERS, "off_policy_mask_threshold", "delta")
     _VALID_DICT_FIELDS: ClassVar[list[str]] = [*_TRLConfig._VALID_DICT_FIELDS, "vllm_engine_kwargs"]
-    # a script may add some
-    loss_type: Annotated[
-        str, Range(LOSSES.__contains__, f"one of {', '.join(map(repr, LOSSES))}", {"enum": [*LOSSES]})
-    ] = option(
+    loss_type: Annotated[str, _LOSS] = option(
         _TRLConfig.loss_type,
         'One of TRL\'s losses, or one of five more. `"gspo"` is GSPO (arXiv 2507.18071, section 4.1): one clipped '
         'ratio and one advantage per sequence. `"gspo_token"` is GSPO-token (section 4.3): the same ratio in value, '
@@ -70,7 +73,8 @@ class GRPOConfig(SharedOptions, _TRLConfig):
     m2po_budget: Annotated[float, NOT_NEGATIVE] = option(
         0.04,
         'With `loss_type="m2po"`, the largest mean of squared log-ratios of policy to sampler, over the tokens that '
-        "move on away from the sampler. Those with the largest are left out (section 4.2).",
+        "the update moves further from the sampler. The largest are dropped until the mean fits the budget (section "
+        "4.2).",
     )
     sampler_penalty: Annotated[float, NOT_NEGATIVE] = option(
         0.0,
@@ -90,18 +94,20 @@ class GRPOConfig(SharedOptions, _TRLConfig):
     importance_sampling_level: Literal["token", "sequence"] | None = option(
         None, '`"token"` or `"sequence"`. If unset, `"sequence"` for gspo and gspo_token and TRL\'s default otherwise.'
     )
-    kl_estimator: Annotated[Literal["k1", "k2", "k3"], Needs("beta")] = option(
+    kl_estimator: Annotated[Literal["k1", "k2", "k3"], Needs("beta"), IN_ROLLOUT] = option(
         "k3",
         '`"k1"`, `"k2"` or `"k3"` (GRPO\'s): how the KL is estimated from a sampled token. `trl_steady.functional.kl` '
         "lists the gradient of each. With `use_bias_correction_kl` all three have the gradient of the reverse KL.",
     )
-    kl_ratio_denominator: Annotated[Literal["old", "sampler"], Needs("beta", "use_bias_correction_kl")] = option(
-        "old",
-        'Denominator of the ratio with which `use_bias_correction_kl` corrects the KL. `"old"` is the policy at '
-        'rollout, scored by the trainer. `"sampler"` is the inference engine\'s log-probs, with which the correction '
-        "is unbiased.",
+    kl_ratio_denominator: Annotated[Literal["old", "sampler"], Needs("beta", "use_bias_correction_kl"), IN_ROLLOUT] = (
+        option(
+            "old",
+            'Denominator of the ratio with which `use_bias_correction_kl` corrects the KL. `"old"` is the policy at '
+            'rollout, scored by the trainer. `"sampler"` is the inference engine\'s log-probs, with which the '
+            "correction is unbiased.",
+        )
     )
-    beta_column: Annotated[str | None, _NAME, Needs("beta")] = option(
+    beta_column: Annotated[str | None, COLUMN, Needs("beta"), IN_ROLLOUT] = option(
         None,
         "Column of the data set with a factor of `beta` for each row, 0 or above. DeepSeek-V3.2 (arXiv 2512.02556, "
         "section 3.1) sets the strength of the KL by domain. None: `beta` for all rows.",
@@ -112,23 +118,23 @@ class GRPOConfig(SharedOptions, _TRLConfig):
         'decides. `"sequence"` decides once for all tokens, by the sign of their mean advantage. `"token"` decides '
         "for each token by its own advantage.",
     )
-    geometric_mask_range: Annotated[list[float] | None, _AROUND_1] = option(
+    geometric_mask_range: Annotated[list[float] | None, AROUND_1] = option(
         None,
         "(low, high). Leave out of the policy term each sequence whose geometric mean of the token ratios, trainer "
         "to inference engine, is outside this range. None: no mask.",
     )
-    token_veto_threshold: Annotated[float | None, _BELOW_1] = option(
+    token_veto_threshold: Annotated[float | None, BELOW_1] = option(
         None,
         "Leave out of the policy term each sequence that has a token whose ratio, trainer to inference engine, is "
         "below this value. None: no mask.",
     )
-    advantage_baseline: Literal["group", "token"] = option(
+    advantage_baseline: Annotated[Literal["group", "token"], IN_ROLLOUT] = option(
         "group",
         'What is subtracted from a reward. `"group"`: the mean of the group, as in TRL. `"token"`: the optimal token '
         "baseline (arXiv 2602.07078), a mean of the group's rewards for each token, in which answers weigh by the "
         "squared gradients of their log-probs up to there.",
     )
-    step_advantage: Literal["process", "return_to_go"] = option(
+    step_advantage: Annotated[Literal["process", "return_to_go"], IN_ROLLOUT] = option(
         "return_to_go",
         'Formula for the advantages when reward functions return `StepRewards`. `"process"` (DeepSeekMath, arXiv '
         "2402.03300, section 4.1.3) sums the rewards from a step on, each normalised over the group's steps. "
@@ -136,21 +142,26 @@ class GRPOConfig(SharedOptions, _TRLConfig):
         'other completions. With `scale_rewards="none"` it does not favour stopping early or late.',
     )
 
-    def _idle_because(self) -> dict[str, str | None]:
-        loss_type, on_policy = f"loss_type={self.loss_type!r}", self._never_off_policy
-        takes_tokens = self.loss.takes_token_advantages(self.importance_sampling_level or "token")
+    def _idle_because(self) -> dict[str, Idle | None]:
+        found = super()._idle_because()
+        loss_type = f"loss_type={self.loss_type!r}"
+        if self.loss.to_sampler:
+            found["loss_type"] = self._never_off_sampler
+        elif self.loss.is_ours:
+            found["loss_type"] = self._never_off_policy
+        for name, own_loss in (("dppo_divergence", "dppo"), ("m2po_budget", "m2po")):
+            if self.loss_type != own_loss:
+                found[name] = Idle(loss_type, f"Set loss_type={own_loss!r}")
+        found["sampler_penalty"] = self._never_off_sampler
         if self.off_policy_mask_threshold is None:
-            no_levels = "off_policy_mask_threshold=None"
-        else:
-            no_levels = loss_type if self.loss.advantages == "sequence" else None
-        return super()._idle_because() | {
-            "loss_type": self._never_off_sampler if self.loss.to_sampler else on_policy if self.loss.is_ours else None,
-            "dppo_divergence": None if self.loss_type == "dppo" else loss_type,
-            "m2po_budget": None if self.loss_type == "m2po" else loss_type,
-            "sampler_penalty": self._never_off_sampler,
-            "off_policy_mask_level": no_levels,
-            "step_advantage": None if takes_tokens else f"{loss_type}, whose ratio is of sequences",
-        }
+            found["off_policy_mask_level"] = Idle("off_policy_mask_threshold=None", "Set off_policy_mask_threshold")
+        elif self.loss.advantages == "sequence":
+            found["off_policy_mask_level"] = Idle(f"{loss_type} has one advantage per sequence", "")
+        if self.off_policy_mask_threshold != math.inf:  # inf: metrics only
+            found["off_policy_mask_threshold"] = self._never_off_sampler
+        if not self._takes_token_advantages:
+            found["step_advantage"] = Idle(f"the ratio of {loss_type} is of sequences", "Set loss_type='gspo_token'")
+        return found
 
     def _fill_unset(self) -> None:
         loss = self.loss
@@ -181,32 +192,24 @@ class GRPOConfig(SharedOptions, _TRLConfig):
                 f"importance_sampling_level={self.importance_sampling_level!r} contradicts loss_type="
                 f"{self.loss_type!r}, which is {self.loss.level!r}. Leave importance_sampling_level unset."
             )
-
-        takes_tokens = self.loss.takes_token_advantages(self.importance_sampling_level or "token")
-        if self.advantage_baseline == "token" and self.METHOD == "GRPO" and not takes_tokens:
+        if self.advantage_baseline == "token" and self.METHOD == "GRPO" and not self._takes_token_advantages:
             yield (
                 f"advantage_baseline='token' does not work with loss_type={self.loss_type!r}, whose ratio is of "
                 "sequences. Set loss_type='gspo_token', or leave it unset."
             )
 
     @property
-    def idle_options(self) -> list[str]:
+    def doubts(self) -> list[str]:
         """Warnings about options that have no effect, or probably not the intended one, each with a fix."""
-        messages = super().idle_options
-        on_policy = self._never_off_policy
-        has_mask = self.off_policy_mask_threshold not in (None, math.inf)  # inf: metrics only
-        if on_policy and not self.use_vllm and has_mask:
-            messages.append(
-                f"off_policy_mask_threshold={self.off_policy_mask_threshold} cannot act with {on_policy}, unless a "
-                "rollout_func generates. Leave it unset."
-            )
-        if self.loss.clip == "log_ratio" and (self.epsilon or 0) <= _TRLConfig.epsilon:
+        messages = super().doubts
+        epsilon, epsilon_high = self.epsilon or 0, self.epsilon_high or 0
+        if self.loss.clip == "log_ratio" and epsilon <= _TRLConfig.epsilon:
             messages.append(
                 f"epsilon={self.epsilon} is for token ratios, and loss_type={self.loss_type!r} clips log-ratios. "
                 f"Leave epsilon unset, or set epsilon={self.loss.epsilon}."
             )
         is_sequence_ratio = self.loss.clip == "ratio" and self.importance_sampling_level == "sequence"
-        if is_sequence_ratio and max(self.epsilon or 0, self.epsilon_high or 0) >= _TOKEN_SCALE_EPSILON:
+        if is_sequence_ratio and max(epsilon, epsilon_high) >= _TOKEN_SCALE_EPSILON:
             messages.append(
                 f"epsilon={self.epsilon} and epsilon_high={self.epsilon_high} are for token ratios. A sequence ratio "
                 "varies far less, so almost nothing will be clipped. Set epsilon=3e-4 and epsilon_high=4e-4, as GSPO."
@@ -219,14 +222,37 @@ class GRPOConfig(SharedOptions, _TRLConfig):
         return LOSSES[self.loss_type]
 
     @property
-    def _never_off_sampler(self) -> str | None:
-        """The settings with which each update is of the policy that sampled; None without them."""
+    def _takes_token_advantages(self) -> bool:
+        return self.loss.takes_token_advantages(self.importance_sampling_level or "token")
+
+    @property
+    def _never_off_sampler(self) -> Idle | None:
+        """Reason why each update is of the policy that sampled; None without one."""
         why = None if self.use_vllm else self._never_off_policy
-        return why and f"{why}, unless a rollout_func generates"
+        if why is None:
+            return None
+        return why._replace(because=f"{why.because}, unless a rollout_func generates")
+
+    # for the table of methods
+
+    @property
+    def has_sequence_kl(self) -> bool:
+        """True if the KL has a ratio of its own, because that of the policy term is of sequences."""
+        is_corrected = self.beta != 0 and self.use_bias_correction_kl
+        return is_corrected and self.importance_sampling_level == "sequence"
+
+    @property
+    def has_off_policy_mask(self) -> bool:
+        """True if `off_policy_mask_threshold` is set, also to 0."""
+        return self.off_policy_mask_threshold is not None
 
     @property
     def sampler_options(self) -> list[str]:
         """Names of the options that are set and need the sampler's log-probs."""
-        has_ratio = self.kl_ratio_denominator == "sampler" and self.beta != 0 and self.use_bias_correction_kl
-        masks = [name for name in ("geometric_mask_range", "token_veto_threshold") if getattr(self, name) is not None]
-        return [*(["kl_ratio_denominator"] if has_ratio else []), *masks]
+        names: list[str] = []
+        if self.kl_ratio_denominator == "sampler" and self.beta != 0 and self.use_bias_correction_kl:
+            names.append("kl_ratio_denominator")
+        for name in ("geometric_mask_range", "token_veto_threshold"):
+            if getattr(self, name) is not None:
+                names.append(name)
+        return names

@@ -1,4 +1,7 @@
-"""Single options: their help texts, valid values, and the settings without which they have no effect."""
+"""Single options: their help texts, and the marks in their annotations that say what is valid and what they need.
+
+name: Annotated[float | None, POSITIVE, Needs("sync_ref_model"), IN_ROLLOUT] = option(None, "Help text.")
+"""
 
 import inspect
 import json
@@ -18,15 +21,11 @@ def option(default: _T, text: str) -> _T:
     return field(default=default, metadata={"help": text})
 
 
-class Needs:
-    """Options and properties without which an option has no effect. It stands in the annotation of the option."""
-
-    def __init__(self, *names: str) -> None:
-        self.names = names
+# marks
 
 
 class Range(NamedTuple):
-    """Valid values that are not a list of choices. It stands in the annotation of an option."""
+    """Valid values that are not a list of choices."""
 
     has: Callable[[Any], bool]
     words: str
@@ -34,11 +33,24 @@ class Range(NamedTuple):
     """The same for an editor: keywords of JSON schema."""
 
 
-COUNT = Range(lambda value: value >= 1 and value == int(value), "1, 2, 3, ...", {"minimum": 1})
-POSITIVE = Range(lambda value: 0 < value < math.inf, "a finite number above 0", {"exclusiveMinimum": 0})
-NOT_NEGATIVE = Range(lambda value: value >= 0, "0 or above", {"minimum": 0})
-SHARE = Range(lambda value: 0 <= value <= 1, "between 0 and 1", {"minimum": 0, "maximum": 1})
-NUMBER = Range(lambda value: float(value) == value, "a number")
+class Needs:
+    """Options and properties that must be on. Without them, an option has no effect."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+
+class InRollout:
+    """The option shapes a rollout, or the objective for which it was made: a resume inside a window needs its value.
+
+    `only_with` are options without which it does not.
+    """
+
+    def __init__(self, *only_with: str) -> None:
+        self.only_with = only_with
+
+
+IN_ROLLOUT = InRollout()
 
 
 def _is_filter(value: Any) -> bool:
@@ -49,43 +61,74 @@ def _is_filter(value: Any) -> bool:
     return len(value) == 2 and value[0] < value[1]
 
 
+def _is_engine_arguments(value: Any) -> bool:
+    if isinstance(value, dict):
+        return True
+    return value.startswith("{") and json.loads(value) is not None  # as transformers reads it into an option
+
+
+COUNT = Range(lambda value: value >= 1 and value == int(value), "1, 2, 3, ...", {"minimum": 1})
+COUNT_OR_0 = Range(lambda value: value >= 0 and value == int(value), "0, 1, 2, ...", {"minimum": 0})
 ROUNDS = Range(lambda value: value >= 2 and value == int(value), "2, 3, 4, ...", {"minimum": 2})
+POSITIVE = Range(lambda value: 0 < value < math.inf, "a finite number above 0", {"exclusiveMinimum": 0})
+NOT_NEGATIVE = Range(lambda value: value >= 0, "0 or above", {"minimum": 0})
+SHARE = Range(lambda value: 0 <= value <= 1, "between 0 and 1", {"minimum": 0, "maximum": 1})
+BELOW_1 = Range(lambda value: 0 < value < 1, "above 0 and below 1", {"exclusiveMinimum": 0, "exclusiveMaximum": 1})
+NUMBER = Range(lambda value: float(value) == value, "a number")
+COLUMN = Range(lambda value: bool(str.strip(value)), "the name of a column", {"minLength": 1})
+AROUND_1 = Range(
+    lambda value: len(value) == 2 and 0 <= value[0] <= 1 <= value[1],
+    "(low, high), with low <= 1 <= high",
+    {"minItems": 2, "maxItems": 2},
+)
 FILTERS = Range(
     _is_filter,
     "'zero_std', 'reward_variance', (low, high) with low < high, or a function that is not inside another one",
     {"type": ["string", "array"], "pattern": "^(zero_std|reward_variance)$", "minItems": 2, "maxItems": 2},
 )
-ENGINE_ARGUMENTS = Range(
-    # JSON as transformers reads it into an option
-    lambda value: isinstance(value, dict) or (value[:1] == "{" and json.loads(value) is not None),
-    "a dict of arguments of vllm.LLM, or JSON of one",
-    {"pattern": r"^\{"},
-)
+ENGINE_ARGUMENTS = Range(_is_engine_arguments, "a dict of arguments of vllm.LLM, or JSON of one", {"pattern": r"^\{"})
+
+
+@cache
+def marked(config: type, kind: type[_T]) -> dict[str, _T]:
+    """Return the options of a config whose annotation has a mark of this kind, each with its mark.
+
+    A class that declares an option again without the mark, such as a script's with another default, inherits it.
+    """
+    found: dict[str, _T] = {}
+    for owner in reversed(config.__mro__):
+        for name, annotation in inspect.get_annotations(owner).items():
+            for mark in getattr(annotation, "__metadata__", ()):
+                if isinstance(mark, kind):
+                    found[name] = mark
+    return found
 
 
 @cache
 def own_options(config: type, *others: str) -> dict[str, Any]:
     """Return the options that trl-steady adds or changes, and others, in the order of the config, with their types."""
-    ours = [kind for kind in config.__mro__ if kind.__module__.startswith("trl_steady.")]
-    names = {name for kind in ours for name in inspect.get_annotations(kind)}.union(others)
+    names = {*others}
+    for owner in config.__mro__:
+        if owner.__module__.startswith("trl_steady."):
+            names.update(inspect.get_annotations(owner))
     types = get_type_hints(config)
     return {each.name: types[each.name] for each in fields(config) if each.name in names}
 
 
-@cache
-def marked(config: type, kind: type[_T]) -> dict[str, _T]:
-    """Return the options whose annotation has a mark of a kind, a `Range` or `Needs`, with that mark."""
-    hints = get_type_hints(config, include_extras=True).items()
-    return {name: mark for name, hint in hints for mark in getattr(hint, "__metadata__", ()) if isinstance(mark, kind)}
+# checks
 
 
 def refuse_unknown(config: type, given: Iterable[str]) -> None:
     """Raise a TypeError for a name that no parameter of the config's constructor has, with one that is like it."""
     known = inspect.signature(config.__init__, follow_wrapped=False).parameters
-    is_open = any(each.kind is each.VAR_KEYWORD for each in known.values())
-    for name in () if is_open else {*given} - known.keys():
-        meant = "".join(f" Did you mean {each}?" for each in get_close_matches(name, known, 1))
-        raise TypeError(f"{config.__name__} has no option {name}.{meant}")
+    for parameter in known.values():
+        if parameter.kind is parameter.VAR_KEYWORD:
+            return
+    for name in given:
+        if name not in known:
+            meant = get_close_matches(name, known, 1)
+            suggestion = f" Did you mean {meant[0]}?" if meant else ""
+            raise TypeError(f"{config.__name__} has no option {name}.{suggestion}")
 
 
 def refuse_invalid(config: object, ranges: Mapping[str, Range]) -> None:
@@ -100,23 +143,62 @@ def refuse_invalid(config: object, ranges: Mapping[str, Range]) -> None:
     """
     for name, annotation in own_options(type(config), *ranges).items():
         value = getattr(config, name)
-        kinds = (annotation,) if get_origin(annotation) is Literal else get_args(annotation) or (annotation,)
-        choices = (True, False) if bool in kinds else get_args(kinds[0]) if get_origin(kinds[0]) is Literal else ()
-        if (value is None and NoneType in kinds) or any(value == choice for choice in choices):
+        kinds = _kinds(annotation)
+        if value is None and NoneType in kinds:
             continue
-        if choices or not _has(ranges[name], value):
-            valid = f"one of {', '.join(map(repr, choices))}" if choices else ranges[name].words
+        choices = _choices(kinds)
+        if choices:
+            is_valid, valid = value in choices, f"one of {', '.join(map(repr, choices))}"
+        else:
+            is_valid, valid = _has(ranges[name], value), ranges[name].words
+        if not is_valid:
             suffix = ", or None" if NoneType in kinds else ""
             raise ValueError(f"{name}={value!r} cannot work. Set {name} to {valid}{suffix}.")
 
 
-def first_disabled(config: object, *names: str) -> str | None:
-    """Return the first of these options or properties that is off, such as "beta=0.0"; None if all are on."""
-    return next((f"{name}={getattr(config, name)!r}" for name in names if not getattr(config, name)), None)
+def _kinds(annotation: Any) -> tuple[Any, ...]:
+    """Return the members of a union, or the type alone."""
+    if get_origin(annotation) is Literal:
+        return (annotation,)
+    return get_args(annotation) or (annotation,)
+
+
+def _choices(kinds: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Return the values that types list; nothing if they list none."""
+    if bool in kinds:
+        return (True, False)
+    return get_args(kinds[0]) if get_origin(kinds[0]) is Literal else ()
 
 
 def _has(valid: Range, value: object) -> bool:
     try:
         return not isinstance(value, bool) and bool(valid.has(value))  # Python takes True for 1
-    except (TypeError, ValueError, LookupError, ArithmeticError):  # a value of another type, such as a string
+    except (TypeError, ValueError, LookupError, ArithmeticError, AttributeError):  # a value of another type
         return False
+
+
+# options without effect
+
+
+class Idle(NamedTuple):
+    """Why an option has no effect, and what to do."""
+
+    because: str
+    fix: str
+    """The start of a sentence, such as "Set beta above 0"."""
+
+
+def first_disabled(config: object, *names: str) -> Idle | None:
+    """Return the first of these options or properties that is off; None if all are on."""
+    for name in names:
+        value = getattr(config, name)
+        if not value:
+            return Idle(f"{name}={value!r}", f"Set {_on(name, value)}")
+    return None
+
+
+def _on(name: str, off: object) -> str:
+    """Return how to switch on an option that has the value `off`, such as "beta above 0"."""
+    if off is None:
+        return name
+    return f"{name}=True" if isinstance(off, bool) else f"{name} above 0"

@@ -8,18 +8,22 @@ from dataclasses import dataclass
 from typing import Annotated, Literal
 
 from trl_steady.config.grpo import GRPOConfig
-from trl_steady.config.options import COUNT, NOT_NEGATIVE, POSITIVE, SHARE, Needs, Range, option
+from trl_steady.config.options import (
+    COUNT,
+    COUNT_OR_0,
+    IN_ROLLOUT,
+    NOT_NEGATIVE,
+    POSITIVE,
+    SHARE,
+    Idle,
+    Needs,
+    Range,
+    option,
+)
 
-# options about the advantages of groups -> their defaults
-_GROUP_OPTIONS = {
-    "scale_rewards": "group",
-    "multi_objective_aggregation": "sum_then_normalize",
-    "advantage_baseline": "group",
-    "step_advantage": "return_to_go",
-}
-
-
-_NUMBER_OF = Range(lambda value: value >= 0 and value == int(value), "0, 1, 2, ...", {"minimum": 0})
+# about the advantages of groups
+_GROUP_OPTIONS = ("scale_rewards", "multi_objective_aggregation", "advantage_baseline", "step_advantage")
+_START = Range(os.fspath, "'policy', 'reward' or a path", {"minLength": 1})
 
 
 class _OneCompletion(int):
@@ -51,12 +55,12 @@ class PPOConfig(GRPOConfig):
     num_generations: Annotated[int, COUNT] = option(
         1, "Completions of a prompt in a rollout. The critic needs no group."
     )
-    gamma: Annotated[float, SHARE] = option(1.0, "Discount of later rewards, per action token.")
-    lam: Annotated[float, SHARE] = option(0.95, "GAE's lambda of the policy's advantages.")
-    value_lam: Annotated[float | None, SHARE] = option(
+    gamma: Annotated[float, SHARE, IN_ROLLOUT] = option(1.0, "Discount of later rewards, per action token.")
+    lam: Annotated[float, SHARE, IN_ROLLOUT] = option(0.95, "GAE's lambda of the policy's advantages.")
+    value_lam: Annotated[float | None, SHARE, IN_ROLLOUT] = option(
         None, "Lambda of the critic's targets (decoupled GAE, arXiv 2503.01491, uses 1.0). None: `lam`."
     )
-    kl_coef: Annotated[float, NOT_NEGATIVE] = option(
+    kl_coef: Annotated[float, NOT_NEGATIVE, IN_ROLLOUT] = option(
         0.05,
         "Each action token's reward loses this coefficient times log policy - log reference at rollout (k1; "
         "InstructGPT). 0: no KL in the reward.",
@@ -78,34 +82,38 @@ class PPOConfig(GRPOConfig):
     value_learning_rate: Annotated[float | None, NOT_NEGATIVE] = option(
         None, "Learning rate of the critic, under the scheduler of the policy. None: that of the policy."
     )
-    value_warmup_steps: Annotated[int, _NUMBER_OF] = option(
+    value_warmup_steps: Annotated[int, COUNT_OR_0] = option(
         0, "Number of first optimizer steps in which only the critic learns."
     )
-    value_init: Annotated[str, Range(os.fspath, "'policy', 'reward' or a path", {"minLength": 1})] = option(
+    value_init: Annotated[str, _START] = option(
         "policy",
         'Start of the critic: `"policy"` (a copy of the policy), `"reward"` (the reward model) or the path of a '
         "saved critic. Its head begins at 0, unless it is loaded.",
     )
-    whiten_advantages: bool = option(True, "Shift and scale advantages to mean 0 and variance 1, over all processes.")
-    whiten_rewards: bool = option(
+    whiten_advantages: Annotated[bool, IN_ROLLOUT] = option(
+        True, "Shift and scale advantages to mean 0 and variance 1, over all processes."
+    )
+    whiten_rewards: Annotated[bool, IN_ROLLOUT] = option(
         False, "Scale the tokens' rewards, with their KL, to variance 1 over all processes. Their mean stays."
     )
-    bootstrap_truncated: bool = option(
+    bootstrap_truncated: Annotated[bool, IN_ROLLOUT] = option(
         False, "The critic's value follows an answer that was cut off. False: 0 follows it, as an answer that ended."
     )
-    missing_eos_penalty: Annotated[float | None, NOT_NEGATIVE] = option(
+    missing_eos_penalty: Annotated[float | None, NOT_NEGATIVE, IN_ROLLOUT] = option(
         None, "Subtract this from the score of an answer without an end-of-sequence token. None: subtract nothing."
     )
     ptx_coef: Annotated[float, NOT_NEGATIVE] = option(
         0.0, "Weight of the language-model loss on `ptx_dataset` (InstructGPT, arXiv 2203.02155, equation 2)."
     )
 
-    def _idle_because(self) -> dict[str, str | None]:
-        is_masked = "mask_truncated_completions=True" if self.mask_truncated_completions else None
-        return super()._idle_because() | {
-            "bootstrap_truncated": is_masked,
-            "missing_eos_penalty": is_masked,
-        }
+    def _idle_because(self) -> dict[str, Idle | None]:
+        found = super()._idle_because()
+        if self.mask_truncated_completions:
+            for name in ("bootstrap_truncated", "missing_eos_penalty"):
+                found[name] = Idle("mask_truncated_completions=True", "Set mask_truncated_completions=False")
+        for name in _GROUP_OPTIONS:
+            found[name] = Idle("the critic gives the advantages", "")
+        return found
 
     def _fill_unset(self) -> None:
         super()._fill_unset()
@@ -144,12 +152,3 @@ class PPOConfig(GRPOConfig):
     def has_reference(self) -> bool:
         """True if the policy is compared with a reference."""
         return self.beta != 0 or self.kl_coef != 0
-
-    @property
-    def idle_options(self) -> list[str]:
-        """Warnings about options that have no effect, or probably not the intended one, each with a fix."""
-        return super().idle_options + [
-            f"{name}={getattr(self, name)!r} cannot act: the critic gives the advantages. Leave {name} unset."
-            for name, default in _GROUP_OPTIONS.items()
-            if getattr(self, name) != default
-        ]

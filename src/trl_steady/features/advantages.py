@@ -33,7 +33,6 @@ class Advantages(Feature):
     (arXiv 2602.07078). Its energies come from the old policy's pass. A rollout without this pass has one more.
     """
 
-    window_options = (("step_advantage", None), ("advantage_baseline", None))
     args: SharedOptions
     _energies: Tensor | None = None
     # GRPO's options: PPO warns that they have no effect, and RLOO does not have them

@@ -80,11 +80,6 @@ class _Prompts:
 class DynamicSampling(Feature):
     """Replaces groups that the filter rejects, with `dynamic_sampling` (DAPO, arXiv 2503.14476, section 3.2)."""
 
-    window_options = (
-        ("dynamic_sampling", None),
-        ("dynamic_sampling_max_rounds", "dynamic_sampling"),
-        ("dynamic_sampling_filter", "dynamic_sampling"),
-    )
     args: SharedOptions
     _has_warned = False
 

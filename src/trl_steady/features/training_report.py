@@ -142,7 +142,7 @@ class TrainingReport(Feature):
         kinds = (bool, int, float, str, NoneType)
         run: dict[str, Any] = {
             "settings": {name: value for name, value in args.to_dict().items() if isinstance(value, kinds)},
-            "notes": [*args.idle_options, *(note for feature in self.trainer.features for note in feature.notes)],
+            "notes": [*args.doubts, *(note for feature in self.trainer.features for note in feature.notes)],
         }
         if self._is_on:
             run |= {"versions": {package: version(package) for package in _PACKAGES}, "answers": self._answers}

@@ -3,7 +3,7 @@
 This file knows PEFT, accelerate and FSDP2.
 """
 
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
 from typing import cast
@@ -92,6 +92,20 @@ def drop_adapter(model: PeftModel, name: str) -> None:
     with keep_parameters(model):
         model.delete_adapter(name)
     PartialState().print(f"trl-steady: this run replaces the adapter {name!r} that the model had.", flush=True)
+
+
+def refuse_missing_tensors(model: torch.nn.Module, missing: Collection[str]) -> None:
+    """Refuse a checkpoint without some tensors of the model, because transformers would keep the initial ones."""
+    tensors = {name: tensor for name, tensor in model.state_dict().items() if isinstance(tensor, Tensor)}
+    loaded = {tensor.data_ptr() for name, tensor in tensors.items() if name not in missing}
+    lost = [name for name in missing if name in tensors and tensors[name].data_ptr() not in loaded]  # not tied ones
+    if lost:
+        raise ValueError(
+            f"the checkpoint lacks {len(lost)} of the model's {len(tensors)} tensors, for example {min(lost)}. Give "
+            "the trainer the model and the peft_config that the run had. A fully trained mixture of experts, which "
+            "transformers saves under other names than it loads, cannot be resumed: load the checkpoint with "
+            "from_pretrained."
+        )
 
 
 @contextmanager

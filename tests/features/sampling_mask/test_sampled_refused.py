@@ -79,7 +79,7 @@ def test_the_config_knows_which_settings_exclude_tokens_and_warns_of_those_that_
 
 
 def test_the_config_warns_if_no_token_is_excluded(tmp_path: Path) -> None:
-    with pytest.warns(UserWarning, match="keep_sampling_mask=True cannot act with top_p, top_k and min_p"):
+    with pytest.warns(UserWarning, match="keep_sampling_mask=True has no effect because top_p, top_k and min_p"):
         config(tmp_path, top_p=1.0, top_k=0, min_p=0.0)
 
 

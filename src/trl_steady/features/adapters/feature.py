@@ -30,8 +30,6 @@ _FINGERPRINT_FILE = "changed_base.safetensors"  # in a checkpoint
 class Adapters(Feature):
     """Keeps a quantised policy trainable, its adapters in the asked dtype, and its base unchanged by an engine."""
 
-    window_options = (("adapter_dtype", None), ("vllm_adapter_sync", "use_vllm"))
-
     args: SharedOptions
 
     def around_init(self, construction: Construction, call_next: Callable[[Construction], None]) -> None:

@@ -25,10 +25,6 @@ from trl_steady.trl_bridge.loss import trl_token_weights
 from trl_steady.trl_bridge.models import VALUE_ADAPTER, keep_parameters
 from trl_steady.trl_bridge.rollout import with_reference_log_probs
 
-_ROLLOUT_OPTIONS = (
-    *("gamma", "lam", "value_lam", "kl_coef", "whiten_advantages", "whiten_rewards"),
-    *("bootstrap_truncated", "missing_eos_penalty"),
-)
 OPTIMIZER_FILE = TensorFile("critic_optimizer.safetensors", "state of the critic's optimizer")
 
 
@@ -37,7 +33,6 @@ class Critic(ScalarHeadFeature):
 
     FILE = TensorFile("critic.safetensors", "critic")
     FOLDER = VALUE_ADAPTER
-    window_options = tuple((name, None) for name in _ROLLOUT_OPTIONS)
     counts_all_sequences = True
     trainer: PPOTrainerProtocol
     args: PPOConfig  # pyright: ignore[reportIncompatibleVariableOverride]

@@ -38,11 +38,6 @@ class RouterReplay(Feature):
     The column `routes` has (B, L, M, K) experts for the L columns of prompts and completions together, in M layers.
     """
 
-    window_options = (
-        ("router_replay", None),
-        ("router_replay_reference", "router_replay"),
-        ("share_prompts", "router_replay"),
-    )
     args: SharedOptions
 
     def __init__(self, trainer: Trainer, args: Any) -> None:

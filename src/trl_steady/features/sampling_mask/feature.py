@@ -51,7 +51,6 @@ class SamplingMask(Feature):
     of ids and offsets for each completion.
     """
 
-    window_options = (("keep_sampling_mask", None),)
     args: SharedOptions
     _has_warned = False
 
