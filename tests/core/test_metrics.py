@@ -250,6 +250,6 @@ def test_extremes_over_processes_are_those_of_all_values() -> None:
     metrics = Metrics(trainer)
     record(metrics, -2.0, -4.0)
     record(metrics, -5.0)
-    metrics.log({"loss": 0.0})
+    metrics.log({"loss": 0.0}, is_collective=True)
     logged = trainer.logged_values["train"]
     assert math.isnan(logged.pop("none")[0]) and logged == {"low": [-7.0], "high": [-2.0]}

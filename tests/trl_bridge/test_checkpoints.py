@@ -185,7 +185,8 @@ def test_a_checkpoint_written_again_replaces_the_old_one(models: dict[str, Path]
 HALF: dict[str, tuple[str, Callable[[Path], object]]] = {
     "missing": ("optimizer.pt", lambda folder: (folder / "optimizer.pt").unlink()),
     "cut off": ("adapter_model.safetensors", lambda folder: os.truncate(folder / "adapter_model.safetensors", 9)),
-    "sizes": ("sizes.json", lambda folder: os.truncate(folder / "sizes.json", 9)),
+    "a record": ("run.json", lambda folder: os.truncate(folder / "run.json", 9)),
+    "manifest": ("manifest.json", lambda folder: os.truncate(folder / "manifest.json", 9)),
     "a broken link": (
         "optimizer.pt",
         lambda folder: [(folder / "optimizer.pt").unlink(), (folder / "optimizer.pt").symlink_to(folder / "gone")],
@@ -205,7 +206,7 @@ def test_the_newest_complete_checkpoint_is_taken(
     file, spoil = HALF[name]
     spoil(folder / "checkpoint-18")
     way_out = re.escape(f"resume_from_checkpoint={str(folder / 'checkpoint-18')!r} takes it all the same")
-    said = rf"^checkpoint-18 is incomplete \({file} is missing or cut off; {way_out}\), checkpoint-15 is not\.$"
+    said = rf"^checkpoint-18 is incomplete: {file} is missing or cut off \({way_out}\)\. checkpoint-15 is complete, and"
     with pytest.warns(UserWarning, match=said) as caught:
         trainer.train(resume_from_checkpoint=True)
     assert [row["step"] for row in trainer.state.log_history[-4:]] == [16, 17, 18, 18]

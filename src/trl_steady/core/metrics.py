@@ -5,14 +5,16 @@ a log, for a checkpoint, or for a rule that depends on them.
 """
 
 import time
+import zlib
 from collections import defaultdict
 from collections.abc import Generator, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import gather_object
 from torch import Tensor
 
 from trl_steady.functional import pooling
@@ -43,6 +45,7 @@ class Metrics:
     def __init__(self, source: Source) -> None:
         self._source = source
         self.clock = Clock()
+        self._has_compared_names = False
         # "train" or "eval" -> "min", "mean" or "max" with the name to log it by, and (4,) sum, number, minimum and
         # maximum of the values in one micro-batch, since processes last communicated
         self._steps: defaultdict[str, list[tuple[Mapping[str, str], Tensor]]] = defaultdict(list)
@@ -128,15 +131,14 @@ class Metrics:
         for mode in list(self._steps):
             self._exchange(mode, {})
 
-    def log(self, logs: Mapping[str, object]) -> None:
+    def log(self, logs: Mapping[str, object], *, is_collective: bool) -> None:
         """Hand all metrics to TRL before it writes `logs`, and begin anew.
 
-        With several processes this is for transformers' own logs only, which every process writes. A script may call
-        `Trainer.log` on one process, where nobody else would take part in an exchange.
+        With several processes, only a log that every process writes (`is_collective`) exchanges metrics. A script may
+        call `Trainer.log` on one process, where nobody else would take part.
         """
         for values in self._source.logged_values[self._mode].values():  # a log is written as JSON
-            values[:] = [float(value) if isinstance(value, (np.generic, Tensor)) else value for value in values]
-        is_collective = any(name == "loss" or name.endswith("_runtime") for name in logs)
+            values[:] = map(_plain, values)
         if self._source.accelerator.num_processes > 1 and not is_collective:
             return
         mode = self._mode
@@ -158,6 +160,19 @@ class Metrics:
             counts = is_main or key[0] in _SIGNS
             (self._pools["train"][key],) = self._countable(totals if counts else torch.zeros_like(totals))
 
+    def _refuse_other_names(self, *names: object) -> None:
+        """Raise an error if processes have recorded other metrics, once per run: they would add up different ones."""
+        if self._has_compared_names:
+            return
+        self._has_compared_names = True
+        own = zlib.crc32(repr(names).encode())
+        found: list[int] = gather_object([own])
+        if any(each != found[0] for each in found):
+            raise RuntimeError(
+                f"processes have recorded different metrics, and process {self._source.accelerator.process_index} "
+                f"these: {names}. A feature or a script must record the same names on all processes."
+            )
+
     def _countable(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         """Return tensors without gradient on the device, or on the CPU if the device may have no float64."""
         device = self._source.accelerator.device
@@ -170,11 +185,14 @@ class Metrics:
     def _exchange(self, mode: str, pool: _Pool) -> _Pool:
         """Hand means to TRL, and return totals over all processes on the CPU: one collective, one transfer."""
         steps = self._steps.pop(mode, [])
-        parts = [*(step for _, step in steps), *pool.values()]
+        parts = [step for _, step in steps] + [*pool.values()]
         if not parts:
             return {}
-        accelerator, ours = self._source.accelerator, torch.cat(parts).unsqueeze(0)
-        each = ours.cpu() if accelerator.num_processes == 1 else cast(Tensor, accelerator.gather(ours)).cpu()
+        each = torch.cat(parts).unsqueeze(0)
+        if self._source.accelerator.num_processes > 1:
+            self._refuse_other_names([tuple(names.values()) for names, _ in steps], [*pool])
+            each = cast(Tensor, self._source.accelerator.gather(each))
+        each = each.cpu()
         lengths = [len(part) for part in parts]
         totals, lows, highs = (over.split(lengths) for over in (each.sum(0), each.amin(0), each.amax(0)))
         logged = self._source.logged_values[mode]
@@ -185,6 +203,11 @@ class Metrics:
                 logged[name].append(values[statistic])
         pooled = zip(pool, totals[len(steps) :], highs[len(steps) :], strict=True)
         return {key: high if key[0] in _SIGNS else total for key, total, high in pooled}
+
+
+def _plain(value: Any) -> Any:
+    """Return a number of NumPy or torch as one that JSON knows."""
+    return float(value) if isinstance(value, (np.generic, Tensor)) else value
 
 
 def _summary(pool: _Pool) -> Iterator[tuple[str, float]]:

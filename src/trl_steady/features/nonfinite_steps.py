@@ -3,6 +3,7 @@
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable
+from contextlib import ExitStack
 from typing import Any, cast
 
 import torch
@@ -28,6 +29,7 @@ class NonfiniteSteps(Feature):
         self._limit = None if self.trainer.accelerator.mixed_precision == "fp16" else self.args.skip_nonfinite_steps
         self._in_a_row, self._figures = Counter[str](), dict[str, Tensor]()
         self._norms = list[tuple[str, torch.nn.Parameter, Tensor]]()
+        self._held = ExitStack()  # of a step that is left out
 
     def around_loss(self, loss: LossPass, call_next: Callable[[LossPass], Tensor]) -> Tensor:
         """Add up the loss of a step."""
@@ -36,7 +38,7 @@ class NonfiniteSteps(Feature):
             self._figures["loss"] = self._figures.get("loss", 0) + result.detach()
         return result
 
-    def loss_terms(self, batch: MicroBatch) -> None:
+    def on_log_probs(self, batch: MicroBatch) -> None:
         """Keep the largest log-ratio of a step. RLOO has none for tokens."""
         if self.trainer.model.training and self.args.METHOD != "RLOO":
             largest = batch.log_ratio.detach().where(batch.mask, 0).abs().max()
@@ -55,8 +57,17 @@ class NonfiniteSteps(Feature):
         norm = float(whole(norm)) if isinstance(norm, Tensor) else norm
         # the gradients of a critic's adapter are gone by now
         named = ((name, each) for name, own, each in self._norms if own.grad is not None)
-        hold_step(self.trainer, not self.admits("policy", norm, named, **figures))
+        if not self.admits("policy", norm, named, **figures):
+            self._held.enter_context(hold_step(self.trainer))
         return norm
+
+    def on_step_end(self) -> None:
+        """Let the optimizer step again."""
+        self._held.close()
+
+    def on_step_begin(self) -> None:
+        """Let the optimizer step again after a step that raised."""
+        self._held.close()
 
     def admits(self, owner: str, norm: Tensor | float, named: Iterable[tuple[str, Tensor]], **figures: Tensor) -> bool:
         """Return True if a step with this gradient norm is taken. Otherwise count it, and print what is not finite.

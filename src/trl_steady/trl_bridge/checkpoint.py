@@ -4,37 +4,34 @@ This file knows how transformers writes and reads a checkpoint, and TRL's buffer
 
 A checkpoint holds what transformers and TRL write, `rollouts_N.pt` of each process N (this file), and what features
 add in `save_state`: tensors as safetensors, state for `torch.load` as `.pt`, and plain records as JSON. Each feature
-names its own files, so that a run without it has none of them.
+names its own files, so that a run without it has none of them. The manifest is written last.
 """
 
-import functools
 import json
 import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Generator, Sized
-from contextlib import AbstractContextManager, contextmanager
+import uuid
+from collections.abc import Callable, Sized
 from pathlib import Path
-from typing import Any, cast
-from zipfile import is_zipfile
+from typing import cast
 
-from accelerate.utils import broadcast_object_list
-from peft import PeftModel
-from safetensors import SafetensorError, safe_open
+from accelerate.utils import broadcast_object_list, gather_object
 from torch.utils.data import Sampler
 from transformers.trainer import TRAINER_STATE_NAME
 from transformers.trainer_utils import rotate_checkpoints, sort_checkpoints
 
 from trl_steady.core.feature import Trainer, warn_user
 from trl_steady.core.state_file import read_state, write_state
+from trl_steady.trl_bridge.manifest import DataOrder, missing_file, read_manifest, write_manifest
 from trl_steady.trl_bridge.patching import patched
 from trl_steady.trl_bridge.trl_state import as_trl_trainer, generation_interval, is_before_generation
 from trl_steady.trl_bridge.window import changed_settings, window_settings
 
 UNFINISHED = "_unfinished"
 """Folder of checkpoints that are being written. The upload to the Hub skips names that begin with "_"."""
-_SIZES = "sizes.json"  # of the files that a resume reads
+_CHECKPOINT = re.compile(r"checkpoint-\d+$")  # not copies, such as checkpoint-9-old
 
 
 class Checkpoints:
@@ -43,38 +40,47 @@ class Checkpoints:
     def __init__(self, trainer: Trainer) -> None:
         self._trainer: Trainer = trainer
         self._trl = as_trl_trainer(trainer)  # the same, with TRL's private attributes
+        self.data_order: DataOrder = "unknown"
+        """Where the data stand after a resume. The data loader says it."""
         self.sampler: Sampler[int] | None = None
-        """TRL's sampler of the training data; None for a stream."""
+        """TRL's sampler of the training data, if that gives the order."""
         self.last: Path | None = None
         """Written last, or else resumed from."""
+        self._run = ""  # its id, once it is known
 
     def newest(self) -> str | None:
         """Return the newest complete checkpoint of the run, or None. Warn of a newer one, such as half of a copy."""
         incomplete = ""
-        folders = reversed(sort_checkpoints(self._trainer.args.output_dir))  # also copies, such as checkpoint-9-old
-        for checkpoint in map(Path, filter(re.compile(r"checkpoint-\d+$").search, folders)):
-            if (cut_off := _cut_off(checkpoint)) is None:
+        for folder in reversed(sort_checkpoints(self._trainer.args.output_dir)):
+            checkpoint = Path(folder)
+            if not _CHECKPOINT.search(folder):
+                continue
+            missing = missing_file(checkpoint)
+            if missing is None:
                 if incomplete:
-                    warn_user(f"{incomplete}), {checkpoint.name} is not.")
-                return str(checkpoint)
-            incomplete = incomplete or (
-                f"{checkpoint.name} is incomplete ({cut_off} is missing or cut off; "
-                f"resume_from_checkpoint={str(checkpoint)!r} takes it all the same"
-            )
+                    warn_user(f"{incomplete}. {checkpoint.name} is complete, and is taken.")
+                return folder
+            if not incomplete:
+                incomplete = (
+                    f"{checkpoint.name} is incomplete: {missing} is missing or cut off "
+                    f"(resume_from_checkpoint={folder!r} takes it all the same)"
+                )
         return None
 
-    def save(self, run: str, save_by_trl: Callable[[], None]) -> None:
+    # saving
+
+    def save(self, run_folder: str, save_by_trl: Callable[[], None]) -> None:
         """Write a checkpoint to an unfinished folder and move it into place when it is complete.
 
         If the process is killed meanwhile, earlier checkpoints stay intact.
 
         Args:
-            run: The folder of the run.
+            run_folder: The folder of the run.
             save_by_trl: Writes the checkpoint as TRL does.
         """
         args, state, accelerator = self._trainer.args, self._trainer.state, self._trainer.accelerator
-        checkpoint = Path(run, f"checkpoint-{state.global_step}")
-        unfinished = Path(run, UNFINISHED, checkpoint.name)
+        checkpoint = Path(run_folder, f"checkpoint-{state.global_step}")
+        unfinished = Path(run_folder, UNFINISHED, checkpoint.name)
         if accelerator.is_local_main_process:
             shutil.rmtree(unfinished.parent, ignore_errors=True)  # left over from a run that was killed
         accelerator.wait_for_everyone()
@@ -90,7 +96,7 @@ class Checkpoints:
             self._save_state(unfinished)
         # Here we repeat what transformers has done for the unfinished folder
         if state.best_global_step:
-            best = os.path.join(run, f"checkpoint-{state.best_global_step}")
+            best = os.path.join(run_folder, f"checkpoint-{state.best_global_step}")
             if os.path.exists(best) or Path(best) == checkpoint:
                 state.best_model_checkpoint = best
             if args.should_save:
@@ -100,21 +106,7 @@ class Checkpoints:
         if args.push_to_hub:
             self._trl._push_from_checkpoint(str(checkpoint))
         if args.should_save:
-            rotate_checkpoints(run, args.save_total_limit, state.best_model_checkpoint, use_mtime=True)
-
-    def _move_into_place(self, unfinished: Path, checkpoint: Path) -> None:
-        """Rename a complete checkpoint, when all processes have written their files."""
-        accelerator = self._trainer.accelerator
-        # on a shared disk the main process does it; the second turn is for machines with disks of their own
-        for moves_it in (accelerator.is_main_process, accelerator.is_local_main_process):
-            accelerator.wait_for_everyone()
-            if moves_it and unfinished.exists():
-                if checkpoint.exists():  # from a run that was later resumed at an earlier checkpoint
-                    os.replace(checkpoint, unfinished.parent / "replaced")
-                (unfinished / _SIZES).write_text(json.dumps({**_sizes(unfinished), TRAINER_STATE_NAME: 1}))
-                os.replace(unfinished, checkpoint)
-                shutil.rmtree(unfinished.parent, ignore_errors=True)
-        accelerator.wait_for_everyone()
+            rotate_checkpoints(run_folder, args.save_total_limit, state.best_model_checkpoint, use_mtime=True)
 
     def _save_state(self, checkpoint: Path) -> None:
         """Add this process's rollouts in use, position and metrics, and what the features save."""
@@ -122,6 +114,7 @@ class Checkpoints:
         checkpoint.mkdir(parents=True, exist_ok=True)
         trainer.metrics.settle()
         window = {
+            "run": self._run_id(),
             "settings": window_settings(trainer),
             "position": self._trl._step,
             "rollouts": None if is_before_generation(trainer) else self._trl._buffered_inputs,
@@ -133,74 +126,48 @@ class Checkpoints:
         for feature in trainer.features:
             feature.save_state(checkpoint)
 
-    def load(self, checkpoint: Path) -> None:
-        """Restore what `save` has added to TRL's checkpoint, after the policy, before optimizer and scheduler.
+    def _run_id(self) -> str:
+        """Return the id of the run, which the first checkpoint gives it. All processes ask."""
+        if not self._run:
+            self._run = broadcast_object_list([uuid.uuid4().hex])[0]
+        return self._run
 
-        Raises:
-            ValueError: The run cannot continue exactly.
+    def _move_into_place(self, unfinished: Path, checkpoint: Path) -> None:
+        """Write the manifest and rename the folder, when all processes have written their files."""
+        accelerator, run = self._trainer.accelerator, self._run_id()
+        if accelerator.process_index in self._movers(unfinished):
+            if checkpoint.exists():  # from a run that was later resumed at an earlier checkpoint
+                os.replace(checkpoint, unfinished.parent / "replaced")
+            write_manifest(unfinished, run, self.data_order)
+            os.replace(unfinished, checkpoint)
+            shutil.rmtree(unfinished.parent, ignore_errors=True)
+        accelerator.wait_for_everyone()
+
+    def _movers(self, unfinished: Path) -> list[int]:
+        """Return the processes that move their folder: the main one, and one of each machine with a disk of its own.
+
+        The main process looks for what the others have written. A second machine on the same disk may see a folder for
+        30 seconds that the first has renamed, so that it cannot decide by itself.
         """
-        trainer, self.last = self._trainer, checkpoint
-        for feature in trainer.features:
-            feature.load_state(checkpoint)
-        self._skip_epochs(checkpoint)
-        pool = self._load_window(checkpoint)
-        # a process that did not exist in the run that wrote it must gather the same totals as the others
-        trainer.metrics.restore(broadcast_object_list([pool])[0])
-
-    def _skip_epochs(self, checkpoint: Path) -> None:
-        """Draw the orders of the epochs that have passed, which TRL's sampler draws from one generator."""
-        state = self._trainer.state
-        # for a stream, transformers takes max_steps as one epoch: the end of the first pass is 1.0 or below
-        is_in_later_pass = self.sampler is None and (state.epoch or 0) > 1
-        if is_in_later_pass and state.global_step < state.max_steps:
-            raise ValueError(
-                f"{checkpoint} was taken after the stream of training data had started again, where transformers "
-                "cannot restore the position. Resume from a checkpoint of the first pass, or use a dataset that has a "
-                "length."
-            )
-        for _ in range(int(state.epoch or 0)):
-            next(iter(self.sampler or ()), None)
-
-    def _load_window(self, checkpoint: Path) -> dict[tuple[str, str], list[float]]:
-        """Restore the rollouts in use, and return the totals of metrics."""
-        trainer = self._trainer
-        interval, file = generation_interval(trainer), checkpoint / self._window_file()
-        if not file.is_file():
-            if self._micro_batches_of_epoch() % interval:
-                raise ValueError(
-                    f"{checkpoint} was taken inside a generation window and has no {file.name}: it was written by "
-                    "TRL, by fewer processes, or with save_only_model=True. Resume from a checkpoint at the end of a "
-                    f"window (every {interval} micro-batches)."
-                )
-            return {}
-        window = read_state(file, trainer.accelerator.device.type)
-        before, now = window["settings"], window_settings(trainer)
-        changed = changed_settings(before, now)
-        if changed and window["rollouts"] is not None:
-            lines = [f"\n  {name}={before[name]!r}; this run has {name}={now[name]!r}" for name in changed]
-            raise ValueError(
-                f"{checkpoint} was taken inside a generation window that began with{''.join(lines)}\nResume with the "
-                "same values, or from a checkpoint at the end of a window."
-            )
-        self._trl._step = 0 if changed else window["position"]
-        self._trl._buffered_inputs = window["rollouts"]
-        self._trl._metrics["train"].update(window["metrics"])
-        for name, values in json.loads(window["tables"]).items():
-            if isinstance(values, list):
-                self._trl._logs[name].extend(values)
-            else:
-                for column, cells in values.items():
-                    self._trl._logs[name][column].extend(cells)
-        return window["pool"]
-
-    def _micro_batches_of_epoch(self) -> int:
-        """Return the number of micro-batches since the epoch began. The last step of an epoch may have fewer."""
-        steps, args = self._trainer.state.global_step, self._trainer.args
-        if self.sampler is not None:
-            samples = args.per_device_train_batch_size * args.steps_per_generation * args.world_size
-            micro_batches = len(cast(Sized, self.sampler)) // samples
-            steps %= math.ceil(micro_batches / args.gradient_accumulation_steps)
-        return steps * args.gradient_accumulation_steps
+        accelerator = self._trainer.accelerator
+        own = unfinished / f"_machine_{accelerator.process_index}"
+        if accelerator.is_local_main_process:
+            unfinished.mkdir(parents=True, exist_ok=True)
+            own.touch()
+        first_of_machine = gather_object([accelerator.is_local_main_process])  # all processes have written by now
+        movers: list[int] = []
+        if accelerator.is_main_process:
+            for process, is_first in enumerate(first_of_machine):
+                seen = unfinished / f"_machine_{process}"
+                is_apart = is_first and not seen.exists()
+                if process == 0 or is_apart:
+                    movers.append(process)
+                if process != 0:
+                    seen.unlink(missing_ok=True)
+        movers = broadcast_object_list([movers])[0]
+        if accelerator.process_index in movers:
+            own.unlink(missing_ok=True)
+        return movers
 
     def _tables(self) -> str:
         """Return the table of completions of the rollouts in use as JSON; an empty one if it contains images."""
@@ -216,50 +183,88 @@ class Checkpoints:
     def _window_file(self) -> str:
         return f"rollouts_{self._trainer.accelerator.process_index}.pt"
 
+    # resuming
 
-def _sizes(checkpoint: Path) -> dict[str, int]:
-    """Return the bytes of each file with tensors, and of the state, which TRL writes last, without this list."""
-    kinds = (".safetensors", ".bin", ".pt", ".pth", ".distcp", TRAINER_STATE_NAME)
-    files = [path for path in checkpoint.rglob("*") if path.name.endswith(kinds)]
-    return {path.relative_to(checkpoint).as_posix(): path.stat().st_size for path in files}
+    def load(self, checkpoint: Path) -> None:
+        """Restore what `save` has added to TRL's checkpoint, after the policy, before optimizer and scheduler.
 
+        Raises:
+            ValueError: The run cannot continue exactly.
+        """
+        trainer, self.last = self._trainer, checkpoint
+        self._run = read_manifest(checkpoint).run
+        for feature in trainer.features:
+            feature.load_state(checkpoint)
+        self._skip_epochs(checkpoint)
+        pool = self._load_window(checkpoint)
+        # a process that did not exist in the run that wrote it must gather the same totals as the others
+        trainer.metrics.restore(broadcast_object_list([pool])[0])
 
-def _cut_off(checkpoint: Path) -> str | None:
-    """Return the first file that is missing or cut off, or None."""
-    try:
-        sizes = json.loads((checkpoint / _SIZES).read_text())
-    except FileNotFoundError:  # written by TRL
-        sizes = {TRAINER_STATE_NAME: 1}
-    except ValueError:
-        return _SIZES
-    return next((name for name, size in sizes.items() if not _is_whole(checkpoint / name, size)), None)
+    def _skip_epochs(self, checkpoint: Path) -> None:
+        """Bring the order of the data to where the run was. transformers then skips the batches of this epoch."""
+        state = self._trainer.state
+        epoch = state.epoch or 0
+        if self.data_order == "sampler":
+            assert self.sampler is not None
+            for _ in range(int(epoch)):  # TRL's sampler draws the orders of all epochs from one generator
+                next(iter(self.sampler), None)
+        # for a stream, transformers takes max_steps as one epoch: the end of the first pass is 1.0 or below
+        elif self.data_order == "stream" and epoch > 1 and state.global_step < state.max_steps:
+            raise ValueError(
+                f"{checkpoint} was taken after the stream of training data had started again, where transformers "
+                "cannot restore the position. Resume from a checkpoint of the first pass, or use a dataset that has a "
+                "length."
+            )
+        elif self.data_order == "unknown" and epoch >= 1:
+            warn_user(
+                f"{type(self._trainer).__name__} has a data loader of its own. The resume skips the batches of this "
+                "epoch, as TRL does, and the orders of earlier epochs are not drawn again. If its order changes from "
+                "epoch to epoch, let it depend on the number of the epoch."
+            )
 
+    def _load_window(self, checkpoint: Path) -> dict[tuple[str, str], list[float]]:
+        """Restore the rollouts in use, and return the totals of metrics."""
+        trainer = self._trainer
+        interval, file = generation_interval(trainer), checkpoint / self._window_file()
+        if not file.is_file():
+            if self._micro_batches_of_epoch() % interval:
+                raise ValueError(
+                    f"{checkpoint} was taken inside a generation window and has no {file.name}: it was written by "
+                    "TRL, by fewer processes, or with save_only_model=True. Resume from a checkpoint at the end of a "
+                    f"window (every {interval} micro-batches)."
+                )
+            return {}
+        window = read_state(file, trainer.accelerator.device.type)
+        if self._run and window["run"] != self._run:
+            raise ValueError(f"{file} is of another run than the rest of the checkpoint. Copy the checkpoint again.")
+        before, now = window["settings"], window_settings(trainer)
+        changed = changed_settings(before, now)
+        if changed and window["rollouts"] is not None:
+            lines = [f"\n  {name}={before[name]!r}; this run has {name}={now[name]!r}" for name in changed]
+            raise ValueError(
+                f"{checkpoint} was taken inside a generation window that began with{''.join(lines)}\nResume with the "
+                "same values, or from a checkpoint at the end of a window."
+            )
+        self._trl._step = 0 if changed else window["position"]
+        self._trl._buffered_inputs = window["rollouts"]
+        self._trl._metrics["train"].update(window["metrics"])
+        self._load_tables(json.loads(window["tables"]))
+        return window["pool"]
 
-def _is_whole(path: Path, size: int) -> bool:
-    """Return True if a file has its size, or less, but is whole: somebody has written it anew, in bf16 perhaps."""
-    try:
-        if path.stat().st_size >= size or is_zipfile(path):
-            return True
-        with safe_open(path, "pt"):
-            return True
-    except (OSError, SafetensorError):
-        return False
+    def _load_tables(self, tables: dict[str, list[object] | dict[str, list[object]]]) -> None:
+        """Restore the table of completions."""
+        for name, values in tables.items():
+            if isinstance(values, list):
+                self._trl._logs[name].extend(values)
+                continue
+            for column, cells in values.items():
+                self._trl._logs[name][column].extend(cells)
 
-
-def save_only(model: PeftModel, adapter: str) -> AbstractContextManager[None]:
-    """Let the model save one adapter, and no others."""
-    return patched(model, {"save_pretrained": functools.partial(model.save_pretrained, selected_adapters=[adapter])})
-
-
-@contextmanager
-def save_without(model: PeftModel, adapter: str) -> Generator[dict[str, Any]]:
-    """Keep an adapter out of what the model saves. Gives the state that the model is told to save, if it is told."""
-    save_all, gathered = model.save_pretrained, {}
-
-    def save(*arguments: Any, **options: Any) -> None:
-        gathered.update(options.get("state_dict") or {})
-        selected = options.pop("selected_adapters", None) or [*model.peft_config]
-        save_all(*arguments, selected_adapters=[name for name in selected if name != adapter], **options)
-
-    with patched(model, {"save_pretrained": save}):
-        yield gathered
+    def _micro_batches_of_epoch(self) -> int:
+        """Return the number of micro-batches since the epoch began. The last step of an epoch may have fewer."""
+        steps, args = self._trainer.state.global_step, self._trainer.args
+        if self.sampler is not None:
+            samples = args.per_device_train_batch_size * args.steps_per_generation * args.world_size
+            micro_batches = len(cast(Sized, self.sampler)) // samples
+            steps %= math.ceil(micro_batches / args.gradient_accumulation_steps)
+        return steps * args.gradient_accumulation_steps

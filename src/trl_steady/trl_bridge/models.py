@@ -3,10 +3,11 @@
 This file knows PEFT, accelerate and FSDP2.
 """
 
+import functools
 from collections.abc import Collection, Generator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from itertools import pairwise
-from typing import cast
+from typing import Any, cast
 
 import torch
 from accelerate import PartialState
@@ -106,6 +107,25 @@ def refuse_missing_tensors(model: torch.nn.Module, missing: Collection[str]) -> 
             "transformers saves under other names than it loads, cannot be resumed: load the checkpoint with "
             "from_pretrained."
         )
+
+
+def save_only(model: PeftModel, adapter: str) -> AbstractContextManager[None]:
+    """Let the model save one adapter, and no others."""
+    return patched(model, {"save_pretrained": functools.partial(model.save_pretrained, selected_adapters=[adapter])})
+
+
+@contextmanager
+def save_without(model: PeftModel, adapter: str) -> Generator[dict[str, Any]]:
+    """Keep an adapter out of what the model saves. Gives the state that the model is told to save, if it is told."""
+    save_all, gathered = model.save_pretrained, {}
+
+    def save(*arguments: Any, **options: Any) -> None:
+        gathered.update(options.get("state_dict") or {})
+        selected = options.pop("selected_adapters", None) or [*model.peft_config]
+        save_all(*arguments, selected_adapters=[name for name in selected if name != adapter], **options)
+
+    with patched(model, {"save_pretrained": save}):
+        yield gathered
 
 
 @contextmanager

@@ -1,9 +1,14 @@
 """Private state of TRL's trainers. This file knows none of our features."""
 
+import inspect
 import sys
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import Any, TypeAlias
 
 import trl
+
+from trl_steady.trl_bridge.patching import patched
 
 TRLTrainer: TypeAlias = trl.GRPOTrainer | trl.RLOOTrainer
 """A trainer of TRL, with our features or without."""
@@ -72,8 +77,26 @@ def request_weight_sync(trainer: object) -> None:
     as_trl_trainer(trainer)._last_loaded_step = -1
 
 
-def hold_step(trainer: object, is_held: bool) -> None:
-    """Leave out the optimizer's step that comes next or not. The scheduler waits as after an overflow."""
-    as_trl_trainer(trainer).optimizer._is_overflow = is_held  # accelerate's
-    if is_held:  # accelerate's optimizer then does not step; each micro-batch sets it anew
-        as_trl_trainer(trainer).accelerator.gradient_state._set_sync_gradients(False)
+@contextmanager
+def hold_step(trainer: object) -> Generator[None]:
+    """Leave out the optimizer's step inside this context. The scheduler waits too, as after an overflow."""
+
+    def skip(*_: object, **__: object) -> None:
+        pass
+
+    optimizer, scheduler = as_trl_trainer(trainer).optimizer, as_trl_trainer(trainer).lr_scheduler
+    with patched(optimizer, {"step": skip}), patched(scheduler, {"step": skip}):
+        yield
+
+
+def is_called_by_transformers() -> bool:
+    """Return True if transformers has called the method `log` that asks, also through overrides of a script.
+
+    All processes write transformers' own logs. A script may call `log` on one of them.
+    """
+    frame = inspect.currentframe()
+    assert frame is not None and frame.f_back is not None
+    caller = frame.f_back.f_back
+    while caller is not None and caller.f_code.co_name == "log":
+        caller = caller.f_back
+    return caller is not None and caller.f_globals.get("__name__") == "transformers.trainer"

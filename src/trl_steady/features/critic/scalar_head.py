@@ -14,7 +14,7 @@ from trl_steady.core.feature import Feature
 from trl_steady.core.tensor_file import TensorFile
 from trl_steady.features.adapters.saved import refuse_other_settings
 from trl_steady.features.critic.model import ScalarHeadModel
-from trl_steady.trl_bridge.checkpoint import save_without
+from trl_steady.trl_bridge.models import save_without
 
 
 class ScalarHeadFeature(Feature):

@@ -14,9 +14,15 @@ from trl_steady.features.adapters.base_model import BaseModel
 from trl_steady.features.reference.adapter import add_reference_adapter, end_dropout, refuse_several, refuse_unmovable
 from trl_steady.features.reference.callback import FILE, ReferenceRefreshCallback, Refresh
 from trl_steady.functional import kl
-from trl_steady.trl_bridge.checkpoint import save_only
 from trl_steady.trl_bridge.log_probs import policy_log_probs
-from trl_steady.trl_bridge.models import POLICY_ADAPTER, REFERENCE_ADAPTER, drop_adapter, keep_base, keep_parameters
+from trl_steady.trl_bridge.models import (
+    POLICY_ADAPTER,
+    REFERENCE_ADAPTER,
+    drop_adapter,
+    keep_base,
+    keep_parameters,
+    save_only,
+)
 
 
 class Reference(Feature):

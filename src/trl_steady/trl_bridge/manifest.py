@@ -1,0 +1,80 @@
+"""The manifest of a checkpoint: a list of its files that is written last, and alone says whether it is complete."""
+
+import json
+import re
+from pathlib import Path
+from typing import Literal, NamedTuple
+from zipfile import is_zipfile
+
+from safetensors import SafetensorError, safe_open
+from transformers.trainer import TRAINER_STATE_NAME
+
+_NAME = "manifest.json"
+_FORMER_NAME = "sizes.json"  # of checkpoints that trl-steady 0.1.dev0 wrote: sizes only
+_READ_BY_A_RESUME = re.compile(r"\.(safetensors|bin|pth?|distcp|json)$")
+# beside the weights for those who load the model; a resume takes its own
+_OF_THE_MODEL_CARD = re.compile(
+    r"(^|/)(config|generation_config|tokenizer|tokenizer_config|special_tokens_map|added_tokens|vocab|preprocessor_config"
+    r"|processor_config|chat_template)\.json$"
+)
+DataOrder = Literal["sampler", "stream", "unknown"]
+"""How a resume finds its place in the training data. TRL's sampler draws the order of each epoch, and a stream is read
+from its beginning. The order of a script's own loader is known to the script only."""
+
+
+class Manifest(NamedTuple):
+    """What a checkpoint says of itself."""
+
+    run: str
+    """Id of the run that wrote it, the same across resumes; "" if it was not written by trl-steady."""
+    data_order: DataOrder | None
+    """Of the run that wrote it; None if it does not say."""
+    files: dict[str, int]
+    """Path of each file that a resume reads -> bytes."""
+
+
+def write_manifest(checkpoint: Path, run: str, data_order: DataOrder) -> None:
+    """Write the manifest of a folder in which everything else has been written."""
+    files: dict[str, int] = {}
+    for path in sorted(checkpoint.rglob("*")):
+        name = path.relative_to(checkpoint).as_posix()
+        if _READ_BY_A_RESUME.search(name) and not _OF_THE_MODEL_CARD.search(name):
+            files[name] = path.stat().st_size
+    content = {"run": run, "data_order": data_order, "files": files}
+    (checkpoint / _NAME).write_text(json.dumps(content))
+
+
+def read_manifest(checkpoint: Path) -> Manifest:
+    """Return what a checkpoint says of itself. Raises a ValueError if its manifest is cut off."""
+    if (checkpoint / _NAME).is_file():
+        content = json.loads((checkpoint / _NAME).read_text())
+        return Manifest(content["run"], content["data_order"], content["files"])
+    if (checkpoint / _FORMER_NAME).is_file():
+        return Manifest("", None, json.loads((checkpoint / _FORMER_NAME).read_text()))
+    return Manifest("", None, {TRAINER_STATE_NAME: 1})  # TRL writes its state last
+
+
+def missing_file(checkpoint: Path) -> str | None:
+    """Return the first file of a checkpoint that is missing or cut off; None if it is complete."""
+    try:
+        manifest = read_manifest(checkpoint)
+    except ValueError:
+        return _NAME
+    for name, size in manifest.files.items():
+        if not _is_whole(checkpoint / name, size):
+            return name
+    return None
+
+
+def _is_whole(path: Path, size: int) -> bool:
+    """Return True if a file has its size, or less, but is whole: somebody has written it anew, in bf16 perhaps."""
+    try:
+        if path.stat().st_size >= size or is_zipfile(path):
+            return True
+        if path.suffix == ".json":
+            json.loads(path.read_text())
+            return True
+        with safe_open(path, "pt"):
+            return True
+    except (OSError, SafetensorError, ValueError):
+        return False
