@@ -53,10 +53,10 @@ def test_a_budget_is_refused_under_deepspeed(models: dict[str, Path], tmp_path: 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"neftune_noise_alpha": 5.0}, "does nothing: neftune_noise_alpha scales"),
-        ({"build": {"peft_config": PROMPTS}}, "does nothing: an adapter of type PromptTuningConfig may depend"),
-        ({"build": {"peft_config": ALORA}}, "does nothing: an adapter of type LoraConfig may depend"),
-        ({"model": "falcon_h1"}, "only cuts columns that are padding in every row: FalconH1ForCausalLM"),
+        ({"neftune_noise_alpha": 5.0}, "has no effect because neftune_noise_alpha scales"),
+        ({"build": {"peft_config": PROMPTS}}, "has no effect because an adapter of type PromptTuningConfig may depend"),
+        ({"build": {"peft_config": ALORA}}, "has no effect because an adapter of type LoraConfig may depend"),
+        ({"model": "falcon_h1"}, "only cuts columns that are padding in every row because FalconH1ForCausalLM"),
     ],
 )
 def test_the_trainer_warns_of_padding_that_it_keeps(

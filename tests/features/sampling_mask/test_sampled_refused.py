@@ -45,7 +45,7 @@ def test_options_whose_kept_tokens_are_not_known_are_refused(
     ],
     ids=["torch.compile", "prompt learning", "a rollout_func"],
 )
-@pytest.mark.filterwarnings("ignore:trim_padding=True does nothing")
+@pytest.mark.filterwarnings("ignore:trim_padding=True has no effect")
 def test_trainers_that_cannot_score_among_sets_are_refused(
     models: dict[str, Path], tmp_path: Path, options: dict[str, Any], message: str
 ) -> None:

@@ -62,34 +62,42 @@ class Segments:
 
     def __getitem__(self, index: tuple[slice, ...]) -> "Segments":
         """Return the segments unchanged if a layer cuts the mask to the number of queries and keys."""
-        if any(part.start not in (None, 0) or part.step is not None for part in index):
-            raise IndexError(f"the segments of a packed row cannot be cut to {index}. Set trim_padding=False.")
+        for part in index:
+            if part.start not in (None, 0) or part.step is not None:
+                raise IndexError(f"the segments of a packed row cannot be cut to {index}. Set trim_padding=False.")
         return self
 
     def varlen(self, device: torch.device) -> Varlen:
         """Return what one call for all segments needs, made once for the layers of a device."""
         if device in self._varlen:
             return self._varlen[device]
-        queries = [len(segment) for segment in self.segments]
+        queries = list(map(len, self.segments))
         keys = [len(segment) + segment.shared for segment in self.segments]
         keys_in_row = None
         if keys != queries:
             row = torch.arange(self.segments[-1].end)
-            parts = [row[part] for segment in self.segments for part in (segment.prefix, segment.tokens) if part]
+            parts: list[Tensor] = []
+            for segment in self.segments:
+                if segment.prefix is not None:
+                    parts.append(row[segment.prefix])
+                parts.append(row[segment.tokens])
             keys_in_row = copy_async(torch.cat(parts), device)
-        starts = _starts(queries, device), _starts(keys, device)
-        self._varlen[device] = Varlen(*starts, max(queries), max(keys), keys_in_row)
+        query_starts = _starts(queries, device)
+        key_starts = _starts(keys, device)
+        self._varlen[device] = Varlen(query_starts, key_starts, max(queries), max(keys), keys_in_row)
         return self._varlen[device]
 
     def mask(self, length: int, shared: int, device: torch.device) -> Tensor:
         """Return which keys each query attends to: (length, shared + length), True = attend."""
         query = torch.arange(shared, shared + length, device=device).unsqueeze(1)
         key = torch.arange(shared + length, device=device)
-        return (key <= query) & (key > query - (self.attention_window or shared + length))
+        window = self.attention_window or shared + length
+        return (key <= query) & (key > query - window)
 
 
 def _starts(lengths: Sequence[int], device: torch.device) -> Tensor:
-    return copy_async(pad(torch.tensor(lengths).cumsum(0), (1, 0)).to(torch.int32), device)
+    ends = torch.tensor(lengths).cumsum(0)
+    return copy_async(pad(ends, (1, 0)).to(torch.int32), device)
 
 
 def why_not_packed(implementation: str | None) -> str | None:
@@ -140,7 +148,9 @@ class PackedAttention:
         Raises:
             RuntimeError: no layer called its attention function through transformers' interface.
         """
-        before, self._segments, self._was_called = self._segments, segments, False
+        before = self._segments
+        self._segments = segments
+        self._was_called = False
         try:
             yield
             if not self._was_called:
@@ -155,8 +165,9 @@ class PackedAttention:
         """Implement transformers' `AttentionMaskInterface`, which a model calls for each kind of its layers."""
         if self._segments is not None:
             return Segments(self._segments, local_size)
-        local = {} if local_size is None else {"local_size": local_size}
-        return ALL_MASK_ATTENTION_FUNCTIONS[self._name](*arguments, **local, **options)
+        if local_size is not None:
+            options["local_size"] = local_size
+        return ALL_MASK_ATTENTION_FUNCTIONS[self._name](*arguments, **options)
 
     def _attend(
         self,
@@ -180,15 +191,19 @@ class PackedAttention:
                     "cannot keep packed sequences apart. Set trim_padding=False."
                 )
             self._was_called = True
-            if not is_flash and not (self._name == "sdpa" and _takes_varlen(query, value, **options)):
-                return _one_by_one(self._name, attend, (query, key, value), attention_mask, options), None
+            is_varlen = not is_flash and self._name == "sdpa" and _takes_varlen(query, value, **options)
+            if not is_flash and not is_varlen:
+                return _one_by_one(self._name, attend, query, key, value, attention_mask, options), None
             varlen = attention_mask.varlen(query.device)
             if varlen.keys_in_row is not None:
-                key, value = (tensor.index_select(2, varlen.keys_in_row) for tensor in (key, value))
-            if not is_flash:
-                return _by_varlen((query, key, value), attention_mask, options.get("scaling")), None
-            options |= {"cu_seq_lens_q": varlen.query_starts, "cu_seq_lens_k": varlen.key_starts}
-            options |= {"max_length_q": varlen.longest_queries, "max_length_k": varlen.longest_keys}
+                key = key.index_select(2, varlen.keys_in_row)
+                value = value.index_select(2, varlen.keys_in_row)
+            if is_varlen:
+                return _by_varlen(query, key, value, attention_mask, options.get("scaling")), None
+            options["cu_seq_lens_q"] = varlen.query_starts
+            options["cu_seq_lens_k"] = varlen.key_starts
+            options["max_length_q"] = varlen.longest_queries
+            options["max_length_k"] = varlen.longest_keys
             return attend(query, key, value, None, **options)[0], None
 
 
@@ -214,12 +229,19 @@ def _takes_varlen(
 def _autocast(tensor: Tensor) -> torch.dtype:
     """Return the dtype in which "sdpa" would take a tensor. Rotary positions leave queries and keys in float32."""
     kind = tensor.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else tensor.dtype
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind)
+    return tensor.dtype
 
 
-def _by_varlen(inputs: Sequence[Tensor], segments: Segments, scaling: float | None) -> Tensor:
-    query, key, value = (tensor[0].transpose(0, 1).to(_autocast(tensor)) for tensor in inputs)
+def _by_varlen(query: Tensor, key: Tensor, value: Tensor, segments: Segments, scaling: float | None) -> Tensor:
+    query = query[0].transpose(0, 1).to(_autocast(query))
+    key = key[0].transpose(0, 1).to(_autocast(key))
+    value = value[0].transpose(0, 1).to(_autocast(value))
     varlen = segments.varlen(query.device)
+    tokens_before = -1  # no limit
+    if segments.attention_window is not None:
+        tokens_before = segments.attention_window - 1
     assert varlen_attn is not None
     output: Any = varlen_attn(
         query,
@@ -230,14 +252,20 @@ def _by_varlen(inputs: Sequence[Tensor], segments: Segments, scaling: float | No
         varlen.longest_queries,
         varlen.longest_keys,
         scale=scaling,
-        window_size=(-1 if segments.attention_window is None else segments.attention_window - 1, 0),
+        window_size=(tokens_before, 0),
         enable_gqa=key.size(1) != query.size(1),
     )
     return output[..., : value.size(-1)].unsqueeze(0)
 
 
 def _one_by_one(
-    name: str, attend: Callable[..., Any], inputs: Sequence[Tensor], segments: Segments, options: dict[str, Any]
+    name: str,
+    attend: Callable[..., Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    segments: Segments,
+    options: dict[str, Any],
 ) -> Tensor:
     def masked(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         mask = segments.mask(query.size(2), key.size(2) - query.size(2), query.device)
@@ -246,20 +274,30 @@ def _one_by_one(
         return attend(query, key, value, mask[None, None], **options)[0]
 
     outputs: list[Tensor] = []
+    window = segments.attention_window
+    has_dropout = bool(options.get("dropout"))
     # Split the row: the gradient of each slice of it would be as large as the row.
-    pieces = (tensor.split([len(segment) for segment in segments.segments], dim=2) for tensor in inputs)
-    for segment, query, *seen in zip(segments.segments, *pieces, strict=True):
+    lengths = list(map(len, segments.segments))
+    parts = zip(
+        segments.segments,
+        query.split(lengths, dim=2),
+        key.split(lengths, dim=2),
+        value.split(lengths, dim=2),
+        strict=True,
+    )
+    for segment, queries, keys, values in parts:
         if segment.prefix is not None:
-            prefix_part = [tensor[:, :, segment.prefix] for tensor in inputs[1:]]
-            seen = [torch.cat(pair, dim=2) for pair in zip(prefix_part, seen, strict=True)]
+            prefix_keys = key[:, :, segment.prefix]
+            prefix_values = value[:, :, segment.prefix]
+            keys = torch.cat([prefix_keys, keys], dim=2)
+            values = torch.cat([prefix_values, values], dim=2)
         if name == "eager":
-            outputs.append(masked(query, *seen))
-        elif not segment.shared and (segments.attention_window is None or segments.attention_window >= len(segment)):
-            outputs.append(attend(query, *seen, None, **options)[0])
+            output = masked(queries, keys, values)
+        elif not segment.shared and (window is None or window >= len(segment)):
+            output = attend(queries, keys, values, None, **options)[0]
         else:  # "sdpa" would keep each mask until the backward
-            outputs.append(
-                checkpoint(masked, query, *seen, use_reentrant=False, preserve_rng_state=bool(options.get("dropout")))
-            )
+            output = checkpoint(masked, queries, keys, values, use_reentrant=False, preserve_rng_state=has_dropout)
+        outputs.append(output)
     return torch.cat(outputs, dim=1)
 
 
@@ -267,14 +305,18 @@ def _function(name: str, module: type) -> Callable[..., Any]:
     """Return transformers' attention function of a name. "eager" is in the modeling file of each family."""
     if name != "eager":
         return ALL_ATTENTION_FUNCTIONS[name]
-    modules = (sys.modules[each.__module__] for each in module.__mro__)
-    return next(vars(each)["eager_attention_forward"] for each in modules if "eager_attention_forward" in vars(each))
+    for kind in module.__mro__:
+        functions = vars(sys.modules[kind.__module__])
+        if "eager_attention_forward" in functions:
+            return functions["eager_attention_forward"]
+    raise RuntimeError(f"{module.__name__} has no function for eager attention. Set trim_padding=False.")
 
 
 @contextmanager
 def _named(config: Any, name: str) -> Generator[None]:
     """Let a config name another attention function, by which layers find it, and FlashAttention its kernel."""
-    before, config._attn_implementation = config._attn_implementation, name
+    before = config._attn_implementation
+    config._attn_implementation = name
     try:
         yield
     finally:

@@ -4,7 +4,7 @@ import contextlib
 import functools
 import itertools
 import weakref
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -46,11 +46,11 @@ class PaddingFree(Feature):
     """
 
     args: SharedOptions
+    _has_warned = False
 
     def __init__(self, trainer: Trainer, args: Any) -> None:
         super().__init__(trainer, args)
-        self._models: weakref.WeakKeyDictionary[torch.nn.Module, tuple[Support, PackedAttention]]
-        self._models = weakref.WeakKeyDictionary()
+        self._models = weakref.WeakKeyDictionary[torch.nn.Module, tuple[Support, PackedAttention]]()
         self._waiting: list[tuple[int, Mapping[str, Any]]] = []
 
     # construction
@@ -64,14 +64,15 @@ class PaddingFree(Feature):
         why_not = self.why_padded or support.why_not_packed
         if args.share_prompts and self.trainer.aux_loss_enabled:
             why_not = "router_aux_loss_coef is not 0.0, and TRL's load-balancing loss counts a prompt with each answer"
-        why_not_regrouped = self.why_padded or self._why_not_regrouped()
-        for option, reason in (("share_prompts", why_not), ("token_budget", why_not_regrouped)):
-            if value := getattr(args, option):
-                self.refuse(f"{option}={value}", reason)
+        if args.share_prompts:
+            self.refuse(f"share_prompts={args.share_prompts}", why_not)
+        if args.token_budget:
+            self.refuse(f"token_budget={args.token_budget}", self.why_padded or self._why_not_regrouped())
         if why_not:
-            is_whole = self.why_padded or support.width_limit == 0
-            what = "does nothing" if is_whole else "only cuts columns that are padding in every row"
-            self.warn(f"trim_padding=True {what}: {why_not}. Set trim_padding=False to keep the padding.")
+            effect = "only cuts columns that are padding in every row"
+            if self.why_padded or support.width_limit == 0:
+                effect = "has no effect"
+            self.warn(f"trim_padding=True {effect} because {why_not}. Set trim_padding=False to keep the padding.")
 
     def _why_not_regrouped(self) -> str | None:
         trainer = self.trainer
@@ -116,17 +117,21 @@ class PaddingFree(Feature):
 
     def around_forward(self, forward: ForwardPass, call_next: Callable[[ForwardPass], LogProbs]) -> LogProbs:
         """Leave out the padding of a pass, unless there is some between tokens."""
-        lengths = self._lengths(forward) if self._is_on else None
+        if not self._is_on:
+            return call_next(forward)
+        lengths = self._lengths(forward)
         if lengths is None:
             return call_next(forward)
-        (support, attention), budget = self._model(forward.model), self.args.token_budget
+        support, attention = self._model(forward.model)
+        budget = self.args.token_budget
         is_alone = torch.is_grad_enabled() or forward.with_aux_loss or not forward.is_text
         if not is_alone and (budget is not None or support.why_not_packed is not None):
-            width, size = forward.input_ids.size(1), forward.batch_size or len(lengths)
+            width = forward.input_ids.size(1)
+            size = forward.batch_size or len(lengths)
             # batches of `token_budget`, or of sequences of similar length, if no gradient is needed
             batches = self._batches(support, lengths, width, forward.prompt_width, size)
             forward.batches = [copy_async(torch.tensor(rows), forward.input_ids.device) for rows in batches]
-            lengths = [lengths[row] for rows in batches for row in rows]
+            lengths = _take(lengths, itertools.chain.from_iterable(batches))
 
         @contextlib.contextmanager
         def attend_within(segments: Sequence[Segment]) -> Generator[None]:
@@ -149,7 +154,7 @@ class PaddingFree(Feature):
         else:
             lengths = self._measure(rollout.input_ids, rollout.attention_mask, rollout.samples["prompt_ids"].size(1))
         if lengths is not None:
-            rollout.samples[_LENGTHS] = list(map(tuple, lengths))  # which a checkpoint can hold
+            rollout.samples[_LENGTHS] = list(map(tuple, lengths))  # a checkpoint can hold tuples
 
     @property
     def _is_on(self) -> bool:
@@ -158,9 +163,11 @@ class PaddingFree(Feature):
     def _lengths(self, forward: ForwardPass) -> list[Length] | None:
         """Return the lengths of the sequences of a pass; None if there is padding between tokens."""
         mask, prompt_width = forward.attention_mask, forward.prompt_width
-        known = forward.samples.get(_LENGTHS) if forward.role in ("policy", "value") else None
+        known = None
+        if forward.role in ("policy", "value"):
+            known = forward.samples.get(_LENGTHS)
         if known is not None and len(known) == len(mask):
-            lengths = [Length(*numbers) for numbers in known]
+            lengths = list(map(Length._make, known))
             is_fit = fits(lengths, mask, prompt_width=prompt_width)
             if is_fit.device.type in ("cpu", "cuda"):  # on a GPU nobody waits
                 torch._assert_async(is_fit, _OTHER_MASK)
@@ -175,8 +182,9 @@ class PaddingFree(Feature):
         return records[_LENGTHS][1]
 
     def _measure(self, input_ids: Tensor, attention_mask: Tensor, prompt_width: int) -> list[Length] | None:
-        shared = input_ids if self.args.share_prompts else None
-        return sequence_lengths(attention_mask, prompt_width=prompt_width, input_ids=shared)
+        if not self.args.share_prompts:
+            return sequence_lengths(attention_mask, prompt_width=prompt_width)
+        return sequence_lengths(attention_mask, prompt_width=prompt_width, input_ids=input_ids)
 
     def _batches(
         self, support: Support, lengths: Sequence[Length], width: int, prompt_width: int, batch_size: int
@@ -187,11 +195,12 @@ class PaddingFree(Feature):
         all. With `share_prompts`, the sequences of a prompt stay together with their longest.
         """
         # the columns of padding that are not cut off count too
-        is_whole, is_packed = width > support.width_limit, support.why_not_packed is None
-        if is_whole or not (is_packed or support.is_shift_invariant):
-            lengths = [length._replace(prompt=prompt_width) for length in lengths]
+        is_whole = width > support.width_limit
+        is_packed = support.why_not_packed is None
         if is_whole:
-            lengths = [length._replace(completion=width - prompt_width) for length in lengths]
+            lengths = [Length(prompt_width, width - prompt_width, length.group) for length in lengths]
+        elif not is_packed and not support.is_shift_invariant:
+            lengths = [length._replace(prompt=prompt_width) for length in lengths]
         order = sorted(range(len(lengths)), key=lambda row: -lengths[row].prompt - lengths[row].completion)
         groups = group_numbers(lengths)
         first: dict[int, int] = {}  # group -> position of its longest sequence
@@ -201,10 +210,13 @@ class PaddingFree(Feature):
         budget = self.args.token_budget
         if budget is None:
             return [order[start : start + batch_size] for start in range(0, len(order), batch_size)]
-        everywhere: list[list[Length]] = gather_object([[lengths[row] for row in order]])
-        rows = iter(order)
-        counts = partition(everywhere, budget, padded=is_whole or not is_packed)
-        return [[*itertools.islice(rows, count)] for count in counts]
+        everywhere: list[list[Length]] = gather_object([_take(lengths, order)])
+        batches: list[list[int]] = []
+        start = 0
+        for count in partition(everywhere, budget, padded=is_whole or not is_packed):
+            batches.append(order[start : start + count])
+            start += count
+        return batches
 
     # loss
 
@@ -223,11 +235,13 @@ class PaddingFree(Feature):
         self._waiting.append((rollout_number(trainer), loss.inputs))
         if not trainer.accelerator.sync_gradients:
             return torch.zeros((), device=trainer.accelerator.device, requires_grad=True)
-        waiting, self._waiting = self._waiting, []
+        waiting = self._waiting
+        self._waiting = []
         # all groups at once, because processes exchange lengths; transformers runs the backward pass of the last
-        *others, (last, share_of_last) = self._regrouped(loss.model, waiting)
+        groups = list(self._regrouped(loss.model, waiting))
+        last, share_of_last = groups.pop()
         total = torch.zeros((), device=trainer.accelerator.device)
-        for group, share in others:
+        for group, share in groups:
             compute = functools.partial(call_next, LossPass(loss.model, group))
             total += run_backward(trainer, loss.model, compute, share)
         with weigh_loss(trainer, share_of_last) as scaled:
@@ -240,29 +254,45 @@ class PaddingFree(Feature):
 
         The share is 1 if the loss is a sum over tokens, which no grouping changes.
         """
-        for _, rollout in itertools.groupby(waiting, key=lambda waits: waits[0]):  # each rollout has its own width
-            micro_batches = [inputs for _, inputs in rollout]
+        for _, rollout in itertools.groupby(waiting, key=lambda numbered: numbered[0]):  # each has its own width
+            micro_batches = [inputs for _, inputs in rollout]  # without the number of the rollout
             size = len(micro_batches[0]["completion_ids"])
-            joined = {name: _concatenated([each[name] for each in micro_batches]) for name in micro_batches[0]}
-            tokens = [prompt + completion for prompt, completion, *_ in joined[_LENGTHS]]
-            budget = self.args.token_budget or 0
-            if len(tokens) > 1 and min(tokens) > budget and not any("token_budget=" in note for note in self.notes):
-                self.warn(
-                    f"token_budget={budget} is below the {min(tokens)} tokens of a step's shortest sequence, so each "
-                    f"is a micro-batch of its own. Set token_budget={size * max(tokens)}, for example."
-                )
+            joined: dict[str, Any] = {}
+            for name in micro_batches[0]:
+                joined[name] = _concatenated([inputs[name] for inputs in micro_batches])
+            self._warn_of_small_budget(joined, size)
             if skips_before_regrouping(self.trainer):
                 joined = with_gradient(self.trainer, joined, least=1)
             prompt_width = joined["prompt_ids"].size(1)
             width = prompt_width + joined["completion_ids"].size(1)
-            lengths = [Length(*numbers) for numbers in joined[_LENGTHS]]
+            lengths = list(map(Length._make, joined[_LENGTHS]))
             for rows in self._batches(self.support(model), lengths, width, prompt_width, len(lengths)):
-                share = 1.0 if self.trainer.loss_reduction == "step_tokens" else len(rows) / size
+                share = len(rows) / size
+                if self.trainer.loss_reduction == "step_tokens":
+                    share = 1.0
                 yield select_sequences(joined, rows), share
+
+    def _warn_of_small_budget(self, inputs: Mapping[str, Any], size: int) -> None:
+        """Warn once if each sequence of a step is larger than the budget. `size` is that of TRL's micro-batches."""
+        budget = self.args.token_budget or 0
+        tokens = [prompt + completion for prompt, completion, _ in inputs[_LENGTHS]]
+        if self._has_warned or len(tokens) < 2 or min(tokens) <= budget:
+            return
+        self._has_warned = True
+        self.warn(
+            f"token_budget={budget} is below the {min(tokens)} tokens of a step's shortest sequence, so each "
+            f"is a micro-batch of its own. Set token_budget={size * max(tokens)}, for example."
+        )
+
+
+def _take(lengths: Sequence[Length], rows: Iterable[int]) -> list[Length]:
+    return [lengths[row] for row in rows]
 
 
 def _concatenated(values: Sequence[Any]) -> Any:
     """Join one input of the micro-batches of a rollout. An input that has no rows is the same in all."""
     if not has_rows(values[0]):
         return values[0]
-    return torch.cat(list(values)) if isinstance(values[0], Tensor) else list(itertools.chain(*values))
+    if isinstance(values[0], Tensor):
+        return torch.cat(list(values))
+    return list(itertools.chain.from_iterable(values))

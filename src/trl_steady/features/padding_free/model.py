@@ -10,7 +10,7 @@ from typing import Any, cast
 from torch import Tensor
 from torch.nn.functional import pad
 
-from trl_steady.features.padding_free.packing import Length, Segment, pack
+from trl_steady.features.padding_free.packing import Length, Segment, longest, pack
 from trl_steady.features.padding_free.support import Support
 from trl_steady.trl_bridge.log_probs import KNOWN_INPUTS
 
@@ -37,16 +37,21 @@ class PaddingFreeModel:
 
     def __call__(self, *, input_ids: Tensor, attention_mask: Tensor, labels: Tensor, **others: object) -> object:
         """Return `log_probs` and `entropy`, (B, L - 1) each, and `aux_loss`, for inputs of shape (B, L)."""
-        width, lengths = input_ids.size(1), [*itertools.islice(self.lengths, len(input_ids))]
+        width = input_ids.size(1)
+        lengths = list(itertools.islice(self.lengths, len(input_ids)))
         batch = {"input_ids": input_ids, "attention_mask": attention_mask, "labels": labels}
         # a later TRL may give more for each column, such as kept sets
         unknown = others.keys() - {*_TOKEN_INPUTS, *_WITH_TEXT, *KNOWN_INPUTS}
         if width > self.support.width_limit or unknown:
             return self.model(**batch, **others)
-        longest = max(max(length.prompt for length in lengths), 1)
-        left = self.prompt_width - longest if self.support.is_shift_invariant else 0
-        right = self.prompt_width + max(max(length.completion for length in lengths), 1)
-        batch |= {name: cast(Tensor, others.pop(name)) for name in _TOKEN_INPUTS if name in others}
+        longest_prompt, longest_completion = longest(lengths)
+        left = 0
+        if self.support.is_shift_invariant:
+            left = self.prompt_width - max(longest_prompt, 1)
+        right = self.prompt_width + max(longest_completion, 1)
+        for name in _TOKEN_INPUTS:
+            if name in others:
+                batch[name] = cast(Tensor, others.pop(name))
         batch = {name: values[:, left:right] for name, values in batch.items()}
         if self._packs(batch, others, lengths, left):
             outputs = self._packed(batch, others, lengths, left)
@@ -59,16 +64,21 @@ class PaddingFreeModel:
     ) -> bool:
         if self.support.why_not_packed or not batch.keys() <= _PACKED or not others.keys() <= _WITH_TEXT:
             return False
-        if not all(length.prompt for length in lengths):  # no token predicts the first token after an empty prompt
-            return False
         prompt_width = self.prompt_width - left
-        full = prompt_width, batch["labels"].size(1) - prompt_width
-        return any(length.group >= 0 or (length.prompt, length.completion) != full for length in lengths)
+        full = (prompt_width, batch["labels"].size(1) - prompt_width)
+        has_padding = has_groups = False
+        for length in lengths:
+            if not length.prompt:  # no token predicts the first token after an empty prompt
+                return False
+            has_padding |= (length.prompt, length.completion) != full
+            has_groups |= length.group >= 0
+        return has_padding or has_groups
 
     def _packed(
         self, batch: dict[str, Tensor], others: dict[str, object], lengths: Sequence[Length], left: int
     ) -> SimpleNamespace:
-        input_ids, labels = batch["input_ids"], batch["labels"]
+        input_ids = batch["input_ids"]
+        labels = batch["labels"]
         packing = pack(lengths, prompt_width=self.prompt_width - left, device=input_ids.device)
         if "token_indices" in batch:
             others = {**others, "token_indices": packing.gather(batch["token_indices"])}
@@ -86,8 +96,8 @@ class PaddingFreeModel:
 
 def _mapped(outputs: Any, change: Callable[[Tensor], Tensor]) -> SimpleNamespace:
     """Return outputs of a model with changed values of tokens."""
-    return SimpleNamespace(
-        log_probs=change(outputs.log_probs),
-        entropy=None if outputs.entropy is None else change(outputs.entropy),
-        aux_loss=outputs.aux_loss,
-    )
+    log_probs = change(outputs.log_probs)
+    entropy = outputs.entropy
+    if entropy is not None:
+        entropy = change(entropy)
+    return SimpleNamespace(log_probs=log_probs, entropy=entropy, aux_loss=outputs.aux_loss)

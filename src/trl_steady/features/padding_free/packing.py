@@ -21,7 +21,11 @@ class Length(NamedTuple):
 
 def group_numbers(lengths: Sequence[Length]) -> list[int]:
     """Return a number for each sequence, the same for all of a group and for no other."""
-    return [length.group if length.group >= 0 else -1 - row for row, length in enumerate(lengths)]
+    numbers: list[int] = []
+    for row, length in enumerate(lengths):
+        is_alone = length.group < 0
+        numbers.append(-1 - row if is_alone else length.group)
+    return numbers
 
 
 @dataclass(frozen=True)
@@ -39,7 +43,9 @@ class Segment:
     @property
     def shared(self) -> int:
         """Number of tokens of the prefix."""
-        return self.prefix.stop - self.prefix.start if self.prefix else 0
+        if self.prefix is None:
+            return 0
+        return self.prefix.stop - self.prefix.start
 
     @property
     def tokens(self) -> slice:
@@ -66,7 +72,17 @@ class Packing:
         All other entries are 0, among them those of the first token of each segment, which no token predicts.
         """
         indices = self.rows[self.predicted] * shape[1] + self.columns[self.predicted] - 1
-        return packed.new_zeros(shape[0] * shape[1]).index_put((indices,), packed[0, self.predicted - 1]).view(shape)
+        flat = packed.new_zeros(shape[0] * shape[1])
+        return flat.index_put((indices,), packed[0, self.predicted - 1]).view(shape)
+
+
+def longest(lengths: Sequence[Length]) -> tuple[int, int]:
+    """Return the tokens of the longest prompt and of the longest completion."""
+    prompt, completion = 0, 0
+    for length in lengths:
+        prompt = max(prompt, length.prompt)
+        completion = max(completion, length.completion)
+    return prompt, completion
 
 
 def sequence_lengths(
@@ -79,34 +95,39 @@ def sequence_lengths(
     group. Such a prompt has two tokens or more.
     """
     mask = attention_mask.bool()
-    prompts, completions = mask[:, :prompt_width].sum(-1), mask[:, prompt_width:].sum(-1)
+    prompts = mask[:, :prompt_width].sum(-1)
+    completions = mask[:, prompt_width:].sum(-1)
     is_fit = _fits(mask, prompts, completions, prompt_width)
     table: list[list[int]] = torch.stack([prompts, completions, is_fit], dim=-1).tolist()  # one wait for all three
-    if not all(row[2] for row in table):
-        return None
-    lengths = [Length(prompt, completion) for prompt, completion, _ in table]
+    lengths: list[Length] = []
+    for prompt, completion, is_row_fit in table:
+        if not is_row_fit:
+            return None
+        lengths.append(Length(prompt, completion))
     if input_ids is None:
         return lengths
-    numbers: dict[tuple[int, ...], int] = {}
+    group_of: dict[tuple[int, ...], int] = {}  # tokens of a prompt before its last -> number
     tokens: list[list[int]] = input_ids[:, : prompt_width - 1].tolist()
-    for row, (length, prompt) in enumerate(zip(lengths, tokens, strict=True)):
+    for row, length in enumerate(lengths):
         if length.prompt > 1:
-            group = numbers.setdefault(tuple(prompt[prompt_width - length.prompt :]), len(numbers))
+            prefix = tuple(tokens[row][prompt_width - length.prompt :])
+            group = group_of.setdefault(prefix, len(group_of))
             lengths[row] = length._replace(group=group)
     return lengths
 
 
 def fits(lengths: Sequence[Length], attention_mask: Tensor, *, prompt_width: int) -> Tensor:
     """Return a bool scalar, on the device of a mask (B, L): whether the sequences have these lengths."""
-    table = torch.tensor([(length.prompt, length.completion) for length in lengths])
-    prompts, completions = copy_async(table, attention_mask.device).unbind(-1)
+    prompts, completions, _ = copy_async(torch.tensor(lengths), attention_mask.device).unbind(-1)
     return _fits(attention_mask.bool(), prompts, completions, prompt_width).all()
 
 
 def _fits(mask: Tensor, prompts: Tensor, completions: Tensor, prompt_width: int) -> Tensor:
     columns = torch.arange(mask.size(1), device=mask.device)
-    starts, ends = prompt_width - prompts.unsqueeze(-1), prompt_width + completions.unsqueeze(-1)
-    return (mask == ((columns >= starts) & (columns < ends))).all(-1)
+    starts = prompt_width - prompts.unsqueeze(-1)
+    ends = prompt_width + completions.unsqueeze(-1)
+    expected = (columns >= starts) & (columns < ends)
+    return (mask == expected).all(-1)
 
 
 def partition(lengths: Sequence[Sequence[Length]], budget: int, *, padded: bool) -> list[int]:
@@ -116,21 +137,33 @@ def partition(lengths: Sequence[Sequence[Length]], budget: int, *, padded: bool)
     the budget is a batch of its own. `padded` is True if the sequences of a batch are padded to the longest.
     """
     counts: list[int] = []
-    start, total = 0, len(lengths[0])
+    start = 0
+    total = len(lengths[0])
     for end in range(1, total + 1):
-        if end - start > 1 and any(_tokens(process[start:end], padded=padded) > budget for process in lengths):
+        if end - start == 1:
+            continue
+        most = max(_tokens(process[start:end], padded=padded) for process in lengths)
+        if most > budget:
             counts.append(end - 1 - start)
             start = end - 1
-    return [*counts, total - start]
+    counts.append(total - start)
+    return counts
 
 
 def _tokens(lengths: Sequence[Length], *, padded: bool) -> int:
     if padded:
-        return len(lengths) * (max(length.prompt for length in lengths) + max(length.completion for length in lengths))
-    # a prompt's last token predicts the first of a completion, so that each completion has one of its own
-    apart = sum(length.completion + (length.prompt if length.group < 0 else 1) for length in lengths)
-    shared = {length.group: length.prompt - 1 for length in lengths if length.group >= 0}
-    return apart + sum(shared.values())
+        longest_prompt, longest_completion = longest(lengths)
+        return len(lengths) * (longest_prompt + longest_completion)
+    tokens = 0
+    shared: dict[int, int] = {}  # group -> tokens of its prompt before the last one
+    for length in lengths:
+        tokens += length.completion
+        if length.group < 0:
+            tokens += length.prompt
+        else:  # a prompt's last token predicts the first of a completion, so that each completion has one of its own
+            tokens += 1
+            shared[length.group] = length.prompt - 1
+    return tokens + sum(shared.values())
 
 
 def pack(lengths: Sequence[Length], *, prompt_width: int, device: torch.device) -> Packing:
@@ -146,18 +179,22 @@ def pack(lengths: Sequence[Length], *, prompt_width: int, device: torch.device) 
     segments: list[Segment] = []
 
     def add(row: int, first: int, end: int, prefix: slice | None = None) -> slice:
-        start = segments[-1].end if segments else 0
+        start = 0
+        if segments:
+            start = segments[-1].end
         segments.append(Segment(start, start + end - first, prefix))
         columns = torch.arange(first, end)
         indices.append(torch.stack([torch.full_like(columns, row), columns]))
         return segments[-1].tokens
 
     for rows in members.values():
-        first, end = prompt_width - lengths[rows[0]].prompt, prompt_width - 1
-        prefix = add(rows[0], first, end) if len(rows) > 1 else None
+        first = prompt_width - lengths[rows[0]].prompt
+        prefix = None
+        if len(rows) > 1:
+            prefix = add(rows[0], first, prompt_width - 1)
+            first = prompt_width - 1  # the last token of the prompt
         for row in rows:
-            start = prompt_width - lengths[row].prompt if prefix is None else end
-            add(row, start, prompt_width + lengths[row].completion, prefix)
+            add(row, first, prompt_width + lengths[row].completion, prefix)
     predicted = torch.cat([torch.arange(segment.start + 1, segment.end) for segment in segments])
     token_rows, token_columns = copy_async(torch.cat(indices, dim=1), device)
     return Packing(token_rows, token_columns, copy_async(predicted, device), segments)

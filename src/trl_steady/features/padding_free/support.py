@@ -2,7 +2,7 @@
 
 import inspect
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -18,7 +18,10 @@ _BLOCK_LAYERS = {"compressed_sparse_attention", "heavily_compressed_attention", 
 # Rotary families in which states absorb the padding before a sequence, or the input is grouped into patches
 _COUNTS_COLUMNS = {"recurrent_gemma", "blt"}
 # A forward that changes queries or keys after their last rotation makes attention depend on columns, not only on
-# distances: a norm with weights (hunyuan), or a scale for each channel (dory) or column (beam, mistral4)
+# distances: a norm with weights (hunyuan), or a scale for each channel (dory) or column (beam, mistral4).
+# Running the model with and without padding would not show it. The scales and norms of a new model are all equal, and
+# only training makes them differ. The scale of mistral4 first changes after 8,192 columns. bfloat16 rounds by more
+# than the scale of beam changes.
 _AFTER_ROTATION = re.compile(r"(?s)apply_\w*ro(tary|pe)(?!.*apply_\w*ro(tary|pe)).*\b[qk]\w* = [^\n]*(norm\(|scal|\*)")
 # Families in which tokens depend on later tokens (cpmant), or on other rows (doge, as a mixture of experts)
 _SEES_EVERYTHING = {"cpmant", "doge"}
@@ -37,12 +40,10 @@ class Support:
 def find_support(model: PreTrainedModel) -> Support:
     """Return which padding a transformers model can do without. Pass the model without PEFT's wrapper."""
     config = model.config.get_text_config()
-    limits = [
-        rope.get("original_max_position_embeddings") or config.max_position_embeddings
-        for rope in _rope(config)
-        if rope.get("rope_type") in _WIDTH_DEPENDENT_ROPE
-    ]
-    limits.extend(_selections(model))
+    limits = list(_selections(model))
+    for rope in _rope(config):
+        if rope.get("rope_type") in _WIDTH_DEPENDENT_ROPE:
+            limits.append(rope.get("original_max_position_embeddings") or config.max_position_embeddings)
     if config.model_type in _SEES_EVERYTHING:
         limits = [0]
     counts_columns = config.model_type in _COUNTS_COLUMNS or _changes_rotated(model)
@@ -61,14 +62,16 @@ def _why_not_packed(model: PreTrainedModel) -> str | None:
         return f"{name} is not one of transformers' own models"
     if config.model_type in _SEES_EVERYTHING:
         return f"{name} lets a token depend on more than the tokens before it"
-    if config.get_text_config() is not config or any("mrope_section" in rope for rope in _rope(config)):
+    has_sections = any("mrope_section" in rope for rope in _rope(config))  # of positions, for images too
+    if config.get_text_config() is not config or has_sections:
         return f"{name} takes other inputs than text"
     if not _is_rotary(model):
         return f"{name} has no rotary positions"
     if not type(model)._supports_attention_backend:
         return f"{name} does not support transformers' attention interface"
-    others = not _LAYERS.issuperset(getattr(config, "layer_types", None) or ())
-    if others or model._is_stateful or any(isinstance(module, nn.Conv1d) for module in model.modules()):
+    has_other_layers = not _LAYERS.issuperset(getattr(config, "layer_types", None) or ())
+    has_convolutions = any(isinstance(module, nn.Conv1d) for module in model.modules())
+    if has_other_layers or has_convolutions or model._is_stateful:
         return f"{name} has layers other than attention that carry on information from earlier tokens"
     if not getattr(config, "is_causal", True) or getattr(config, "use_bidirectional_attention", None) in (True, "all"):
         return f"{name} has bidirectional attention"
@@ -76,9 +79,10 @@ def _why_not_packed(model: PreTrainedModel) -> str | None:
 
 
 def _is_known(model: PreTrainedModel) -> bool:
-    # FSDP2 puts a class of its own before the model's
-    kind = next(kind for kind in type(model).__mro__ if not kind.__module__.startswith("torch."))
-    return kind.__module__.startswith("transformers.models.")
+    for kind in type(model).__mro__:
+        if not kind.__module__.startswith("torch."):  # FSDP2 puts a class of its own before the model's
+            return kind.__module__.startswith("transformers.models.")
+    return False
 
 
 def _is_rotary(model: PreTrainedModel) -> bool:
@@ -86,11 +90,15 @@ def _is_rotary(model: PreTrainedModel) -> bool:
 
 
 def _changes_rotated(model: PreTrainedModel) -> bool:
-    forwards = (inspect.unwrap(module.forward) for module in _text_modules(model))  # also those set on a module
+    functions: set[Callable[..., Any]] = set()
     try:
-        return any(map(_AFTER_ROTATION.search, map(inspect.getsource, {getattr(f, "__func__", f) for f in forwards})))
-    except (OSError, TypeError):  # one that a script has made without a source
+        for module in _text_modules(model):
+            forward = inspect.unwrap(module.forward)  # a script may have set it on the module
+            functions.add(getattr(forward, "__func__", forward))
+        sources = list(map(inspect.getsource, functions))
+    except (OSError, TypeError):  # a script has made one without a source
         return True
+    return any(_AFTER_ROTATION.search(source) for source in sources)
 
 
 def _text_modules(model: PreTrainedModel) -> Iterator[nn.Module]:
@@ -103,7 +111,8 @@ def _selections(model: PreTrainedModel) -> Iterator[int]:
 
     In wider batches, the padding can decide which tokens are selected: scores of 0 tie, and padding may have a score.
     """
-    for sizes in map(vars, model.modules()):
+    for module in model.modules():
+        sizes = vars(module)
         if "index_topk" in sizes:
             yield sizes["index_topk"] * sizes.get("compress_rate", 1)
         elif "topk_blocks" in sizes:
@@ -115,4 +124,6 @@ def _rope(config: PretrainedConfig) -> Iterator[Mapping[str, Any]]:
     rope = getattr(config, "rope_parameters", None)
     if isinstance(rope, Mapping):
         yield rope
-        yield from (each for each in rope.values() if isinstance(each, Mapping))
+        for of_kind in rope.values():
+            if isinstance(of_kind, Mapping):
+                yield of_kind
